@@ -610,13 +610,10 @@ def sharded(trainer_class: Any, stop: int = 0, batch_size: int = 8, **options: A
 sharded_straight = functools.cache(sharded)
 
 
-@table(
-    "options",
-    {"2": {"batch_size": 2}, "workers": {"batch_size": 4, "num_workers": 2}},
-    ["2"],
-    ["workers"],
-    accelerate=[],
-)
+SHARD_SPLITS = {"2": {"batch_size": 2}, "workers": {"batch_size": 4, "num_workers": 2}}
+
+
+@table("options", SHARD_SPLITS, ["2"], ["workers"], accelerate=[])
 def test_sharded_stream_is_the_same_in_every_split(trainer_class: Any, options: dict[str, Any]) -> None:
     assert distance(sharded(trainer_class, **options), sharded_straight(trainer_class)) <= 1e-12
 
@@ -727,7 +724,7 @@ class Rooted(nn.Module):
         return self.layer(x).pow(2).sum(dim=1, keepdim=True).sqrt()
 
 
-@pytest.mark.parametrize("kind", ["loss of packed samples", "gradient"])
+@table("kind", ["loss of packed samples", "gradient"], ["gradient"])
 def test_nonfinite_sample_is_reported_by_index(trainer_class: Any, kind: str) -> None:
     is_gradient = kind == "gradient"
     data = rows(SIZE, torch.float32 if is_gradient else torch.float64)
@@ -896,7 +893,7 @@ def test_unit_gets_step_numbers_and_callbacks_the_module(trainer_class: Any) -> 
 # --- steps that are skipped
 
 
-@pytest.mark.parametrize("counts_targets", [False, True], ids=["labels", "targets"])
+@table("counts_targets", {"labels": False, "targets": True}, ["labels"])
 def test_skipped_window_without_a_label_changes_nothing(
     trainer_class: Any, counts_targets: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -1165,7 +1162,7 @@ class Counting(nn.Module):
         return self.count, [*weights(self), self.norm.running_mean.clone()]
 
 
-@pytest.mark.parametrize("is_best", [True, False], ids=["best", "last"])
+@table("is_best", {"best": True, "last": False}, ["best"])
 def test_run_without_save_dir_ends_on_its_best_or_last_weights(
     trainer_class: Any, is_best: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -1270,7 +1267,7 @@ def test_modes_of_a_model_fully_in_evaluation_are_reset(trainer_class: Any) -> N
     assert losses(False) == losses(True)
 
 
-@pytest.mark.parametrize("frozen", [False, True], ids=["trained", "frozen"])
+@table("frozen", {"trained": False, "frozen": True}, ["trained"])
 def test_modes_of_a_pretrained_part_follow_its_gradients(trainer_class: Any, frozen: bool) -> None:
     """A part that from_pretrained left in evaluation mode trains, unless it is frozen."""
 
@@ -1588,14 +1585,13 @@ def test_best_weights_are_saved_at_once_between_saves(trainer_class: Any, where:
 # --- where files are
 
 
-@table(
-    "path, words",
-    {
-        "address": ("nosuch://bucket/run", "knows no file system"), "nothing": ("", "must be a path"),
-        "number": (3, "must be a path"), "file": ("taken", "is a file"),
-    },
-    ["address", "file"],
-)  # fmt: skip
+PATHS: dict[str, tuple[Any, str]] = {
+    "address": ("nosuch://bucket/run", "knows no file system"), "nothing": ("", "must be a path"),
+    "number": (3, "must be a path"), "file": ("taken", "is a file"),
+}  # fmt: skip
+
+
+@table("path, words", PATHS, ["address", "file"])
 def test_save_dir_that_is_no_folder_is_an_error(
     trainer_class: Any, path: Any, words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -1702,7 +1698,7 @@ def test_batch_norm_in_a_split_step_is_logged(trainer_class: Any, caplog: pytest
 
 
 class Measured(Tagger):
-    """Returns two losses and two metrics; one of these only where a sentence begins with an even token."""
+    """Returns two losses and some metrics; one of these only where a sentence begins with an even token."""
 
     def forward(self, ids: torch.Tensor, labels: torch.Tensor) -> Any:
         logits, counted = self.out(self.embed(ids)), labels != -100
