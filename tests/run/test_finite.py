@@ -154,7 +154,7 @@ def test_deferred_guard_reports_the_first_bad_step_only() -> None:
     assert run.guard.first_bad(wait=True) == "a loss"
 
 
-@pytest.mark.parametrize("bad", [0, 30, 31, 32, 33, 99])
+@pytest.mark.parametrize("bad", [0, 31, 32, 99])
 def test_deferred_guard_reports_after_32_steps(bad: int) -> None:
     run = Run("AdamW")
     reported = []
