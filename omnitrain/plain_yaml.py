@@ -74,11 +74,13 @@ def _dumper() -> Any:
     """Return PyYAML's safe dumper, which puts into quotes what either version takes for something else than a text."""
     import yaml
 
-    return _with_values(yaml.SafeDumper, yaml.SafeDumper.yaml_implicit_resolvers)
+    dumper = _with_values(yaml.SafeDumper, yaml.SafeDumper.yaml_implicit_resolvers)
+    dumper.add_representer(FromEnvironment, lambda kind, value: kind.represent_str(value.reference))
+    return dumper
 
 
 def write(values: Mapping[str, Any]) -> str:
-    """Return the text of a file with these values, which is read as the same ones.
+    """Return the text of a file with these values, which is read as the same ones; references stay references.
 
     >>> print(write({"rate": 1e-5, "text": "1e-5", "strategy": "no"}), end="")
     rate: 1.0e-05

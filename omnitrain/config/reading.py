@@ -23,6 +23,7 @@ Key = tuple[str | int, ...]
 """The way to a value: names of mappings and positions in lists."""
 
 _REFERENCE = re.compile(r"\$\{([^${}]*)\}")
+_POSITION = re.compile(r"[0-9]{1,9}")
 OF_A_PART = ("class_path", "init_args", "import_path")
 """The keys of a mapping that stands for an object."""
 _MOST_VALUES = 100_000
@@ -148,7 +149,7 @@ class Tree:
 
     @staticmethod
     def _position(values: list[Any], part: str, word: str, place: Place) -> int:
-        if not part.isdecimal() or int(part) > len(values):
+        if not _POSITION.fullmatch(part) or int(part) > len(values):
             raise ConfigError(
                 f"{place}: {word!r} goes into a list of {len(values)}, where {part!r} is no position. Those there are "
                 f"0 to {len(values)}, the last of which adds one."
@@ -196,7 +197,7 @@ class Tree:
                 )
             parsed = parse_value(os.environ.get(variable, default), self.place(key))
             return FromEnvironment(parsed, f"${{{name}}}") if isinstance(parsed, str) else parsed
-        target: Key = tuple(int(part) if part.isdecimal() else part for part in name.split("."))
+        target: Key = tuple(int(part) if _POSITION.fullmatch(part) else part for part in name.split("."))
         missing = object()
         value = self.get(target, missing)
         if value is missing:
@@ -273,27 +274,29 @@ def _parse(text: str, source: str) -> Tree:
     if node is None:
         raise ConfigError(f"{source}: the file is empty. It needs at least `trainer:` and its arguments.")
     tree = Tree()
-    values = _Reading(yaml, source, tree.places).value(node, ())
+    values = _Reading(source, tree.places).value(node, ())
     if not isinstance(values, dict):
         raise ConfigError(f"{Place(source, node.start_mark.line + 1)}: expected names with values, got {values!r}.")
     tree.values = values
     return tree
 
 
+_MERGE = "tag:yaml.org,2002:merge"
 _TOO_DEEP = f"brackets or indentation are nested too deep. At most {_DEEPEST} values can be inside of one another."
 
 
 class _Reading:
     """Turns nodes of PyYAML into values, and notes where each stands."""
 
-    def __init__(self, yaml: Any, source: str, places: dict[Key, Place]) -> None:
-        self._construct = yaml.constructor.SafeConstructor()
+    def __init__(self, source: str, places: dict[Key, Place]) -> None:
         self._source, self._places = source, places
         self._open: list[Any] = []
+        self._entries_by_node: dict[int, dict[Any, tuple[Any, Any]] | None] = {}
+        """What the mappings read so far hold; None while one is read."""
 
     def value(self, node: Any, key: Key) -> Any:
         """Return the value of a node."""
-        here = Place(self._source, node.start_mark.line + 1)
+        here = self._place(node)
         self._places.setdefault(key, here)
         if len(key) > _DEEPEST:
             raise ConfigError(f"{here}: {_TOO_DEEP}")
@@ -312,24 +315,44 @@ class _Reading:
             self._open.pop()
 
     def _mapping(self, node: Any, key: Key) -> dict[Any, Any]:
-        lines: dict[Any, int] = {}
-        for name_node, _ in node.value:
-            here = Place(self._source, name_node.start_mark.line + 1)
+        values: dict[Any, Any] = {}
+        for name, (name_node, value_node) in self._entries(node).items():
+            self._places[*key, name] = self._place(name_node)
+            values[name] = self.value(value_node, (*key, name))
+        return values
+
+    def _entries(self, node: Any) -> dict[Any, tuple[Any, Any]]:
+        """Return the nodes of a mapping by name, with those that `<<` merges below its own."""
+        if id(node) in self._entries_by_node:
+            entries = self._entries_by_node[id(node)]
+            if entries is None:
+                raise ConfigError(f"{self._place(node)}: a mapping merges itself (<<). Write the values out.")
+            return entries
+        self._entries_by_node[id(node)] = None
+        own: dict[Any, tuple[Any, Any]] = {}
+        merged: dict[Any, tuple[Any, Any]] = {}
+        for name_node, value_node in node.value:
+            here = self._place(name_node)
             name = self._scalar(name_node, here) if name_node.id == "scalar" else None
             if name is None:
                 raise ConfigError(f"{here}: a key must be a name or a number.")
-            if name in lines:
+            if name in own:
                 raise ConfigError(
-                    f"{here}: {name!r} stands here a second time; the first is in line {lines[name]}. Leave one out."
+                    f"{here}: {name!r} stands here a second time; the first is in line "
+                    f"{self._place(own[name][0]).line}. Leave one out."
                 )
-            lines[name] = here.line
-        self._construct.flatten_mapping(node)
-        found: dict[Any, Any] = {}
-        for name_node, value_node in node.value:
-            name = self._scalar(name_node, Place(self._source, name_node.start_mark.line + 1))
-            self._places[*key, name] = Place(self._source, name_node.start_mark.line + 1)
-            found[name] = self.value(value_node, (*key, name))
-        return found
+            own[name] = name_node, value_node
+            if name_node.tag == _MERGE:
+                for source in value_node.value if value_node.id == "sequence" else [value_node]:
+                    if source.id != "mapping":
+                        raise ConfigError(f"{self._place(value_node)}: `<<` takes a mapping, or a list of mappings.")
+                    merged = self._entries(source) | merged
+        entries = merged | {name: pair for name, pair in own.items() if pair[0].tag != _MERGE}
+        self._entries_by_node[id(node)] = entries
+        return entries
+
+    def _place(self, node: Any) -> Place:
+        return Place(self._source, node.start_mark.line + 1)
 
     def _scalar(self, node: Any, here: Place) -> Any:
         text, kind = node.value, node.tag.removeprefix("tag:yaml.org,2002:")

@@ -101,6 +101,73 @@ def test_train_words_override_file(folder: Path) -> None:
     assert trainer["loss_fn"] == {"class_path": "torch.nn.CrossEntropyLoss", "init_args": {"label_smoothing": 0.1}}
 
 
+def test_print_config_keeps_environment_references(
+    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MY_WORD", "horse")
+    (folder / "a.yaml").write_text(write({"trainer": {**TRAINER, "trial_name": "${env:MY_WORD}-1"}}))
+    assert cli.main(["train", "a.yaml", "--print_config"]) == 0
+    assert "trial_name: ${env:MY_WORD}-1\n" in capsys.readouterr().out
+
+
+HOSTILE = {
+    "object": "{call: !!python/object/apply:os.system ['touch pwned']}",
+    "name": "[!!python/name:os.system]",
+    "aliases": "".join(f"[&a{n} [{', '.join([f'*a{n - 1}' if n else 'x'] * 9)}], " for n in range(9)) + "x" + "]" * 9,
+    "merges": "".join(f"[&b{n} {{<<: [{', '.join([f'*b{n - 1}' if n else '{x: 1}'] * 4)}]}}, " for n in range(15))
+    + "x" + "]" * 15,
+    "merge of a text": "{<<: x}",
+    "merge of itself": "&a {<<: *a}",
+    "circle": "&a [*a]",
+    "nesting": "[" * 900 + "]" * 900,
+    "open nesting": "{a: " * 3000,
+    "number": "9" * 10_000,
+    "key twice": "{a: 1, a: 2}",
+    "key that is a list": "{[a, b]: 1}",
+    "binary": "!!binary aGVsbG8=",
+    "zero byte": "\0",
+    "control codes": '{"\\e[31mx": "\\e[2J"}',
+    "reference": f"${{trainer.callbacks.{'9' * 10_000}}}",
+    "references": "'" + "${" * 3000 + "}" * 3000 + "'",
+    "no module": "{class_path: a.}",
+    "module": "{class_path: os}",
+    "constant": "{class_path: math.pi}",
+    "path of a number": "{class_path: 3}",
+    "long path": f"{{class_path: {'a.' * 3000}b}}",
+    "target": "{_target_: os.system, command: touch pwned}",
+    "file": "{class_path: Net, import_path: /etc/passwd}",
+}  # fmt: skip
+"""Values of a file that nobody wrote in good faith."""
+READERS = {
+    "check": ["config", "check", "evil.yaml"], "print": ["train", "evil.yaml", "--print_config"],
+    "train": ["train", "evil.yaml"], "convert": ["config", "convert", "evil.yaml"],
+    "sweep": ["sweep", "evil.yaml", "--trainer.learning_rate", "0.1,0.2", "--save_dir", "sweep"],
+    "resume": ["train", "--resume", "run"], "second": ["train", "a.yaml", "-f", "evil.yaml", "--print_config"],
+}  # fmt: skip
+QUICK = [(command, value) for number, command in enumerate(READERS) for value in list(HOSTILE)[number::7]]
+
+
+@pytest.mark.parametrize(("command", "value"), thinned([(c, v) for c in READERS for v in HOSTILE], QUICK))
+def test_command_survives_a_hostile_file(
+    command: str, value: str, folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It ends with a code and no error of Python's, runs nothing and writes nothing."""
+    text = write({"trainer": {name: part for name, part in TRAINER.items() if name not in ("save_dir", "callbacks")}})
+    (folder / "run").mkdir()
+    for path in (folder / "evil.yaml", folder / "run" / "config.yaml"):
+        path.write_text(f"{text}  callbacks: {HOSTILE[value]}\n")
+    before = sorted(folder.rglob("*"))
+    signal.alarm(60)
+    try:
+        code = cli.main(READERS[command])
+    finally:
+        signal.alarm(0)
+    assert code in ((0, 1, 2) if command in ("print", "second", "convert") else (1, 2))
+    assert sorted(folder.rglob("*")) == before
+    printed = capsys.readouterr()
+    assert "\x1b" not in printed.out + printed.err
+
+
 def test_train_merges_files(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (folder / "b.yaml").write_text(
         "vars: {width: 3}\ntrainer:\n  model: {init_args: {width: '${vars.width}'}}\n  epochs: 1\n"

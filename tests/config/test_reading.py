@@ -55,6 +55,9 @@ def test_yaml_anchors_and_merge_keys(tmp_path: Path) -> None:
     assert resolved(tmp_path, "a: &x {q: 1, r: 2}\nb: {<<: *x, r: 3}\nc: *x\n") == {
         "a": {"q": 1, "r": 2}, "b": {"q": 1, "r": 3}, "c": {"q": 1, "r": 2},
     }  # fmt: skip
+    merged = resolved(tmp_path, "a: &a {q: 1}\nb: &b {q: 2, r: 2}\nc: &c {<<: [*a, *b], s: 3}\nd: {<<: *c, r: 4}\n")
+    assert merged["c"] == {"q": 1, "r": 2, "s": 3}  # the first of a list wins, as in PyYAML
+    assert merged["d"] == {"q": 1, "r": 4, "s": 3}
 
 
 # Files that are wrong
@@ -73,6 +76,9 @@ def test_yaml_anchors_and_merge_keys(tmp_path: Path) -> None:
         ("a: !!python/object/apply:os.system ['true']\n", 1, "not known. Only plain values are read"),
         ("a: !thing 3\n", 1, "not known. Only plain values are read"),
         ("a: &x [1, *x]\n", 1, "contains itself"),
+        ("b: 1\na: {<<: x}\n", 2, "`<<` takes a mapping"),
+        ("b: 1\na: {<<: [{c: 1}, 2]}\n", 2, "`<<` takes a mapping"),
+        ("b: 1\na: &x\n  <<: *x\n", 2, "merges itself"),
         ("? [1, 2]\n: 3\n", 1, "a key must be a name or a number"),
         ("a: 1\n---\nb: 2\n", 2, "found another document"),
     ],
@@ -102,6 +108,11 @@ def test_yaml_rejects_multiplying_aliases(tmp_path: Path) -> None:
     lines += [f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 10)}]" for n in range(1, 9)]
     with pytest.raises(ConfigError, match="too many"):
         read(written(tmp_path, "\n".join(lines)))
+
+
+def test_yaml_merges_that_multiply_take_no_time(tmp_path: Path) -> None:
+    lines = ["a0: &a0 {q: 1}", *(f"a{n}: &a{n} {{<<: [{', '.join([f'*a{n - 1}'] * 4)}]}}" for n in range(1, 40))]
+    assert resolved(tmp_path, "\n".join(lines))["a39"] == {"q": 1}
 
 
 def test_yaml_rejects_deep_nesting_and_huge_integers(tmp_path: Path) -> None:
@@ -148,6 +159,7 @@ def test_references_enter_init_args(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "line", "words"),
     [
+        (f"a: [1]\nb: ${{a.{'9' * 5000}}}\n", 2, "refers to nothing"),
         ("a: 1\nb: ${b}\n", 2, "the reference b -> b leads back to itself"),
         ("a: ${b}\nb: ${c}\nc: ${a}\n", 1, "the reference b -> c -> a -> b leads back to itself"),
         ("a: {x: '${a}'}\n", 1, "leads back to itself"),
