@@ -12,6 +12,7 @@ from omnitrain.algorithms.weights import local_part
 from omnitrain.errors import ConfigError
 from omnitrain.events import Algorithm, TrainerLike
 from omnitrain.param_groups import not_found
+from omnitrain.sparse_gradients import stored_rows, stored_values
 
 __all__ = ["GradientClipping"]
 
@@ -82,14 +83,14 @@ class GradientClipping(Algorithm):
         held = [one for one in self._clipped if one.grad is not None]
         if self.kind == "value":
             for one in held:
-                local_part(one.grad).clamp_(-self.limit, self.limit)
+                stored_values(local_part(one.grad)).clamp_(-self.limit, self.limit)
             return
         for one in held:
-            most = _unit_norms(one).clamp(min=_LEAST) * self.limit
-            norms = _unit_norms(one.grad)
+            most = _unit_norms(stored_rows(one, one.grad)).clamp(min=_LEAST) * self.limit
+            norms = _unit_norms(stored_values(one.grad))
             factors = torch.where(norms > most, most / norms, 1.0).to(one.grad.dtype)
             if not hasattr(one.grad, "redistribute"):
-                one.grad.mul_(factors)
+                stored_values(one.grad).mul_(factors)
             else:  # sharded; in place it cannot be multiplied by what lies in another way
                 one.grad = (one.grad * factors).redistribute(placements=one.grad.placements)
 

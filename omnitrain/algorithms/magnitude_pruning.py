@@ -15,6 +15,7 @@ from omnitrain.checkpoint.tensors import placed_like
 from omnitrain.duration import Duration
 from omnitrain.errors import ConfigError
 from omnitrain.events import Algorithm, TrainerLike, share_of_run
+from omnitrain.sparse_gradients import stored_rows, stored_values
 
 __all__ = ["MagnitudePruning"]
 
@@ -139,7 +140,7 @@ class MagnitudePruning(Algorithm):
         """Set the gradients of pruned weights to zero."""
         for one, mask in self._pairs:
             if one.grad is not None:
-                local_part(one.grad).mul_(mask)
+                stored_values(local_part(one.grad)).mul_(stored_rows(mask, one.grad))
 
     @torch.no_grad()
     def after_update(self, trainer: TrainerLike) -> None:

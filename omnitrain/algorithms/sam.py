@@ -11,6 +11,7 @@ from torch import nn
 from omnitrain.algorithms.weights import local_part
 from omnitrain.errors import ConfigError
 from omnitrain.events import Algorithm, TrainerLike
+from omnitrain.sparse_gradients import coalesce
 
 __all__ = ["SAM"]
 
@@ -56,7 +57,7 @@ class SAM(Algorithm):
     def before_second_pass(self, trainer: TrainerLike) -> None:
         """Move the weights up the gradient."""
         held: list[Any] = [one for one in trainer.model.parameters() if one.grad is not None]
-        norm: Any = nn.utils.get_total_norm([one.grad for one in held])
+        norm: Any = nn.utils.get_total_norm(coalesce(held))
         norm = norm.full_tensor() if hasattr(norm, "full_tensor") else norm
         factor = self.rho / norm.clamp(min=1e-12)
         self._kept = [(own := local_part(one), own.clone()) for one in held]

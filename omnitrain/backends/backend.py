@@ -20,9 +20,10 @@ from omnitrain.checkpoint import state
 from omnitrain.checkpoint.initial import Initial
 from omnitrain.checkpoint.tensors import host_copy
 from omnitrain.distributed import Ranks
-from omnitrain.errors import ConfigError
+from omnitrain.errors import ConfigError, listed
 from omnitrain.events import Ranges, within
 from omnitrain.precision import Dtypes
+from omnitrain.sparse_gradients import check_optimizer, coalesce
 
 __all__ = ["Backend"]
 
@@ -55,7 +56,8 @@ class Backend:
     keeps_masters: ClassVar[bool] = False
     """Whether 16-bit weights are updated in a 32-bit copy."""
     lacks: ClassVar[Mapping[str, str]] = MappingProxyType({})
-    """What algorithms and optimizers cannot do here, and why: a method's name, one of `Algorithm.needs`, "closure"."""
+    """What algorithms and optimizers cannot do here, and why: a method's name, one of `Algorithm.needs`, "closure",
+    "sparse_gradients"."""
     takes_optimizers: ClassVar[bool] = True
     """Whether the user's own loop may have several optimizers."""
     closure: Callable[[], torch.Tensor] | None = None
@@ -91,6 +93,8 @@ class Backend:
         self.parameters: list[nn.Parameter] = []
         self._are_alike = False
         """Whether all parameters are plain tensors of the same device and dtype."""
+        self._has_sparse_gradients = False
+        """Whether a gradient was sparse so far."""
         self.optimizers: dict[str, torch.optim.Optimizer] = {}
         self._trains: set[str] = set()
         """The names of the parameters that require a gradient."""
@@ -270,8 +274,19 @@ class Backend:
                 parameter.grad.mul_(factor)
 
     def gradient_norm(self) -> torch.Tensor:
-        """Return the L2 norm of all gradients together, a scalar on the device."""
+        """Return the L2 norm of all gradients together, a scalar on the device; sparse ones are coalesced before."""
+        if self._has_sparse_gradients:
+            return self._norm_of(coalesce(self.parameters))
         gradients = [one.grad for one in self.parameters if one.grad is not None]
+        try:
+            return self._norm_of(gradients)
+        except NotImplementedError:  # looking at each gradient in every step would be slow
+            self._has_sparse_gradients = any(one.is_sparse for one in gradients)
+            if not self._has_sparse_gradients:
+                raise
+            return self._norm_of(coalesce(self.parameters))
+
+    def _norm_of(self, gradients: list[torch.Tensor]) -> torch.Tensor:
         if not gradients or not self._are_alike:
             return nn.utils.get_total_norm(gradients)
         # get_total_norm first sorts the gradients by device and dtype, which takes half its time for a small model
@@ -339,6 +354,21 @@ class Backend:
     def has_gradients(self) -> bool:
         """Return whether any parameter of the optimizer has a gradient."""
         return any(one.grad is not None for group in self.optimizer.param_groups for one in group["params"])
+
+    def check_layouts(self, sparse: Mapping[int, str], dense: Mapping[int, str]) -> None:
+        """Raise ConfigError if parameters cannot be trained by gradients that are sparse or dense.
+
+        Args:
+            sparse: The names of those with sparse gradients, by the `id` of the parameter.
+            dense: The names of those with dense ones.
+        """
+        if sparse and "sparse_gradients" in self.lacks:
+            raise ConfigError(
+                f"The gradients of {listed(map(repr, sparse.values()))} are sparse, which cannot be trained here: "
+                f"{self.lacks['sparse_gradients']}. Make the layer with sparse=False."
+            )
+        for optimizer in self.optimizers.values() or [self.optimizer]:
+            check_optimizer(optimizer, sparse, dense)
 
     def parameters_without_group(self) -> list[str]:
         """Return the names of the model's parameters that require a gradient but are not in the optimizer."""

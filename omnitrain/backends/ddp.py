@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import fields
 from typing import Any, ClassVar, TypeVar
@@ -20,8 +20,9 @@ from torch.nn.parallel import DistributedDataParallel
 from omnitrain.backends.backend import Backend
 from omnitrain.backends.start import sharing_buffers
 from omnitrain.distributed import as_bytes
-from omnitrain.errors import ConfigError, DistributedError
+from omnitrain.errors import ConfigError, DistributedError, listed
 from omnitrain.precision import Dtypes
+from omnitrain.sparse_gradients import has_sparse_gradients, parameters_by_layout
 from omnitrain.units import StepOutput
 
 __all__ = ["DDP", "Runner", "run_through", "syncs_each_batch"]
@@ -66,16 +67,19 @@ def run_through(wrapper: Any, run: Callable[[nn.Module, Any], Output], batch: An
 
 
 class _Nothing(torch.autograd.Function):
-    """A loss whose gradients are zeros, for as many tensors as there are."""
+    """A loss whose gradients are zeros, for as many tensors as there are: sparse ones, or dense ones."""
 
     @staticmethod
-    def forward(ctx: Any, *tensors: torch.Tensor) -> torch.Tensor:
+    def forward(ctx: Any, are_sparse: Sequence[bool], *tensors: torch.Tensor) -> torch.Tensor:
         ctx.save_for_backward(*tensors)
+        ctx.are_sparse = are_sparse
         return tensors[0].new_zeros(())
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
-        return tuple(one.new_zeros(()).expand_as(one) for one in ctx.saved_tensors)
+        zeros = (one.new_zeros(()).expand_as(one) for one in ctx.saved_tensors)
+        sparse = (one.to_sparse(1) if is_sparse else one for one, is_sparse in zip(zeros, ctx.are_sparse, strict=True))
+        return None, *sparse
 
 
 def syncs_each_batch(accelerator: Any) -> bool:
@@ -211,13 +215,47 @@ class DDP(Backend):
                 "backward pass when to average what. Leave that out, or pass a number, such as microbatch_size=4."
             )
 
+    def check_layouts(self, sparse: Mapping[int, str], dense: Mapping[int, str]) -> None:
+        super().check_layouts(sparse, dense)
+        if self._ddp is None:
+            return
+        if sparse and f"{self.device.type}:nccl" in str(dist.get_backend_config()):
+            raise ConfigError(
+                f"The gradients of {listed(map(repr, sparse.values()))} are sparse, and NCCL averages dense ones only. "
+                "Make the layer with sparse=False."
+            )
+        expected, _ = parameters_by_layout(self.model)
+        layers = [module for module in self.model.modules() if has_sparse_gradients(module)]
+        shared = {id(one) for module in layers for one in module.parameters(recurse=False)} - expected.keys()
+        names = [name for name, one in self.model.named_parameters() if one.requires_grad and id(one) in shared]
+        if names:
+            raise ConfigError(
+                f"{listed(map(repr, names))} belongs to an embedding with sparse=True and to another layer too, so "
+                "that its gradient is dense, and DDP takes only sparse ones for it. Make the embedding with "
+                "sparse=False."
+            )
+
+    def backward(self, loss: torch.Tensor) -> None:
+        try:
+            super().backward(loss)
+        except NotImplementedError as error:
+            if "SparseTensorImpl" not in str(error):
+                raise
+            raise ConfigError(
+                "A gradient is sparse of which DDP did not know that: it asks nn.Embedding and nn.EmbeddingBag alone. "
+                "Use these, or sparse=False."
+            ) from error
+
     def reduce_gradients(self) -> None:
         """Have DDP average what there is, in a pass that adds zeros to it."""
         if self._ddp is None:
             return
         trained = [one for one in self._ddp.module.parameters() if one.requires_grad]
         used = [one for one in trained if one.grad is not None] if self._ddp.find_unused_parameters else trained
-        self._ddp(run_step=lambda model: _Nothing.apply(*(used or trained[:1]))).backward()
+        members = used or trained[:1]
+        sparse, _ = parameters_by_layout(self.model)
+        are_sparse = [id(one) in sparse for one in members]
+        self._ddp(run_step=lambda model: _Nothing.apply(are_sparse, *members)).backward()
 
     def abandon_gradients(self) -> None:
         super().abandon_gradients()

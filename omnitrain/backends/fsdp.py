@@ -32,7 +32,10 @@ class FSDP(DDP):
 
     sharding: ClassVar[str | None] = "FSDP"
     lacks: ClassVar[Mapping[str, str]] = MappingProxyType(
-        {"closure": "each rank has a part of every weight, and such optimizers go by all weights at once"}
+        {
+            "closure": "each rank has a part of every weight, and such optimizers go by all weights at once",
+            "sparse_gradients": "each rank has a part of every weight, and PyTorch cuts up dense gradients alone",
+        }
     )
     takes_optimizers = False
     passes_together: ClassVar[bool] = True

@@ -43,6 +43,7 @@ from omnitrain.muon import Muon
 from omnitrain.optimization import has_modes, needs_closure
 from omnitrain.precision import Dtypes, growth_interval
 from omnitrain.settings import DEFAULTS
+from omnitrain.sparse_gradients import check_optimizer, parameters_by_layout
 
 __all__ = ["LossScale", "Zero"]
 
@@ -147,6 +148,7 @@ class Zero(DDP):
             "before_second_pass": "DeepSpeed's engine adds gradients up in buffers of its own, and keeps those of both",
             "before_update": "DeepSpeed's engine clips and updates at once, in buffers of its own",
             "freezing": "DeepSpeed's optimizer updates buffers in which frozen weights lie beside the others",
+            "sparse_gradients": "DeepSpeed's engine adds gradients up in buffers of its own, which are dense",
         }
     )
     takes_optimizers = False
@@ -202,6 +204,8 @@ class Zero(DDP):
                 f"`optimizer` ({type(optimizer).__name__}) takes loss and gradients several times in a step, "
                 "which DeepSpeed does not give it. Use DDP or one process, or another optimizer."
             )
+        if hasattr(optimizer, "step"):
+            check_optimizer(optimizer, {}, parameters_by_layout(self.model)[1])
         if has_modes(optimizer):
             raise ConfigError(
                 f"`optimizer` ({type(optimizer).__name__}) has train() and eval(), which change the weights for "

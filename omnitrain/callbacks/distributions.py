@@ -175,7 +175,7 @@ class Distributions(Callback):
         with torch.no_grad():
             if "gradients" in self.of:
                 found = {f"gradients/{name}": one.grad for name, one in self._parameters.items()}
-                self._add({name: one for name, one in found.items() if one is not None})
+                self._add({name: one.to_dense() for name, one in found.items() if one is not None})
             if "updates" in self.of:
                 self._before = {name: one.detach().clone() for name, one in self._parameters.items()}
 

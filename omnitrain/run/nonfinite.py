@@ -15,6 +15,7 @@ from omnitrain.errors import NonFiniteError, Tolerance, listed
 from omnitrain.files import replace_file
 from omnitrain.run.evaluation import Evaluation
 from omnitrain.run.hooks import Hooks, evaluating
+from omnitrain.sparse_gradients import stored_values
 
 __all__ = ["Place", "evaluation_error", "nonfinite_error"]
 
@@ -129,4 +130,4 @@ def _has_bad_gradient(hooks: Hooks, batch: Any) -> bool:
         return False
     trained = [one for one in hooks.backend.model.parameters() if one.requires_grad]
     gradients = torch.autograd.grad(loss, trained, allow_unused=True)
-    return not all(one is None or bool(one.isfinite().all()) for one in gradients)
+    return not all(one is None or bool(stored_values(one).isfinite().all()) for one in gradients)

@@ -13,6 +13,7 @@ import torch
 
 from omnitrain.precision import is_out_of_memory
 from omnitrain.run.hooks import Hooks
+from omnitrain.sparse_gradients import stored_values
 
 __all__ = ["Shortage", "explaining_memory", "state_to_come", "worded_shortage"]
 
@@ -193,7 +194,7 @@ def shortage_of(hooks: Hooks, work: Work, wanted: int = 0) -> Shortage:
     parameters = list(backend.model.parameters())
     held = [*parameters, *backend.model.buffers()]
     trained = [one for group in backend.groups for one in group["params"] if one.requires_grad]
-    gradients = [one.grad for one in parameters if one.grad is not None]
+    gradients = [stored_values(one.grad) for one in parameters if one.grad is not None]
     optimizers = backend.optimizers.values() or [backend.optimizer]
     state = [value for one in optimizers for kept in one.state.values() for value in kept.values()]
     is_first = work == "training" and not any(isinstance(one, torch.Tensor) for one in state)

@@ -31,6 +31,7 @@ from omnitrain.run.meters import Meters
 from omnitrain.run.nonfinite import Place
 from omnitrain.run.suspects import name_dtypes, suspects
 from omnitrain.settings import DEFAULTS, Settings
+from omnitrain.sparse_gradients import parameters_by_layout
 from omnitrain.units import ModelUnit, no_token_counts
 
 __all__ = ["IN_STEPS", "Step"]
@@ -171,6 +172,7 @@ class Step:
         self._backend.collect_parameters()
         self._backend.clear_gradients()
         self._tell_of_left_out()
+        self._check_sparse_gradients()
         self._tell_of_low_precision()
         if self._memory is not None:
             self._memory.prepare()
@@ -213,6 +215,10 @@ class Step:
                 "logs.", ", ".join(names), lacking,
             )  # fmt: skip
 
+    def _check_sparse_gradients(self) -> None:
+        """Raise ConfigError if sparse gradients are known to come that cannot be trained."""
+        self._backend.check_layouts(*parameters_by_layout(self._backend.model))
+
     def _tell_of_low_precision(self) -> None:
         """Warn about weights that train in 16 bits, unless the backend updates a 32-bit copy."""
         kinds = {one.dtype for one in self._backend.parameters if one.dtype in (torch.bfloat16, torch.float16)}
@@ -231,6 +237,7 @@ class Step:
         if self._buffers is not None:
             self._buffers.collect(self._backend.model)
         self._tell_of_left_out()
+        self._check_sparse_gradients()
         if self._memory is not None:
             self._memory.begin_epoch()
 
@@ -499,6 +506,11 @@ class Step:
                 "depends on none of them: is it computed by another model than the one that was passed (by a `unit` "
                 "that holds its own, say), under torch.no_grad(), or were all of them frozen since?"
             )
+        gradients = [(one, one.grad) for one in self._backend.parameters if one.grad is not None]
+        names = {id(one): name for name, one in self._backend.model.named_parameters()}
+        sparse = {id(one): names.get(id(one), "?") for one, gradient in gradients if gradient.is_sparse}
+        dense = {id(one): names.get(id(one), "?") for one, gradient in gradients if not gradient.is_sparse}
+        self._backend.check_layouts(sparse, dense)
 
     def _check_tokens(self, scheduler: ScheduleLR) -> None:
         """Raise DataError if a schedule follows tokens, and the first step has none."""

@@ -1,0 +1,170 @@
+"""Sparse gradients train as dense ones, or raise before the first step; on two processes: test_embeddings.py."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from embeddings import Bags, bags
+from recipes import Trace, distance, same, weights
+from resuming import Cut
+from torch import nn
+
+from omnitrain import (
+    SAM,
+    AccelerateTrainer,
+    ConfigError,
+    Distributions,
+    GradientClipping,
+    HFTrainer,
+    MagnitudePruning,
+    NonFiniteError,
+    Trainer,
+)
+
+KINDS = (Trainer, AccelerateTrainer, HFTrainer)
+OPTIMIZERS: dict[str, Callable[[], dict[str, Any]]] = {
+    "sgd": lambda: {"optimizer": "sgd", "learning_rate": 0.1},
+    "adagrad": lambda: {"optimizer": "adagrad", "learning_rate": 0.1},
+    "lbfgs": lambda: {"optimizer": "lbfgs", "learning_rate": 0.1, "max_grad_norm": None},
+}
+
+
+def make(model: nn.Module, kind: type[Any] = Trainer, **options: Any) -> Any:
+    defaults: dict[str, Any] = {
+        "train_dataset": bags(22), "batch_size": 8, "epochs": 2, "loss_fn": F.mse_loss, "progress_bar": False,
+        "optimizer": "sgd", "learning_rate": 0.1, "max_grad_norm": 0.3, "log_steps": 1,
+    }  # fmt: skip
+    defaults |= {"device": "cpu"} if kind is Trainer else {}
+    return kind(model, **{**defaults, **options})
+
+
+def trained(sparse: bool, **options: Any) -> tuple[list[torch.Tensor], list[float]]:
+    """Return the weights after a run, and the norms of its steps."""
+    trace = Trace()
+    trainer = make(Bags(sparse), callbacks=[trace], **options)
+    trainer.train()
+    return weights(trainer.get_model()), [row["grad_norm"] for row in trace.logs]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_sparse_gradients_train_as_dense_ones(kind: type[Any]) -> None:
+    """Rows come several times in a batch, and the norm is that of the sum."""
+    found, norms = trained(True, kind=kind)
+    expected, expected_norms = trained(False, kind=kind)
+    assert distance(found, expected) < 1e-14 and norms == pytest.approx(expected_norms, rel=1e-14)
+    assert max(norms) > 0.3  # so that some are clipped
+    split, split_norms = trained(True, kind=kind, batch_size=2, gradient_accumulation_steps=4)
+    assert distance(split, expected) < 1e-14 and split_norms == pytest.approx(norms)
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_optimizers_train_sparse_as_dense_gradients(name: str) -> None:
+    found, expected = (trained(sparse, **OPTIMIZERS[name]()) for sparse in (True, False))
+    assert distance(found[0], expected[0]) < 1e-14 and found[1] == pytest.approx(expected[1])
+
+
+def test_sparse_adam_trains_embeddings_alone() -> None:
+    model = Bags(True, has_head=False)
+    before = weights(model)
+    make(model, optimizer="sparseadam").train()
+    assert all(distance([a], [b]) > 0.01 for a, b in zip(before, weights(model), strict=True))
+
+
+@pytest.mark.parametrize("algorithm", [
+    lambda: SAM(), lambda: GradientClipping("value", 0.01), lambda: GradientClipping("adaptive", 0.01),
+    lambda: MagnitudePruning(0.5, match=["table.weight"]),
+], ids=["SAM", "by value", "adaptive", "pruning"])  # fmt: skip
+def test_algorithms_change_sparse_as_dense_gradients(algorithm: Any) -> None:
+    found, expected = (trained(sparse, algorithms=[algorithm()], max_grad_norm=None) for sparse in (True, False))
+    assert distance(found[0], expected[0]) < 1e-14 and found[1] == pytest.approx(expected[1])
+
+
+def test_distributions_measure_sparse_as_dense_gradients() -> None:
+    rows = []
+    for sparse in (True, False):
+        trace = Trace()
+        make(Bags(sparse), callbacks=[Distributions(of=("gradients",), every=1), trace]).train()
+        rows.append([{key: value for key, value in row.items() if "table" in key} for row in trace.logs])
+    assert rows[0] and rows[0][0] and rows[0] == [pytest.approx(row) for row in rows[1]]
+
+
+def test_infinite_sparse_gradients_name_their_sample() -> None:
+    model, data = Bags(True, has_head=False), bags(8)
+    data.tensors[1].copy_(torch.arange(8) == 5)  # the root of zero has an infinite slope
+    with torch.no_grad():
+        model.table.weight.zero_()
+
+    def root_of_marked(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        return torch.where(target == 1, output.clamp(min=0.0), output + 1).sqrt().sum()
+
+    with pytest.raises(NonFiniteError, match=r"samples of the training set: 5\."):
+        make(model, train_dataset=data, loss_fn=root_of_marked).train()
+    assert not model.table.weight.count_nonzero()
+
+
+@pytest.mark.parametrize("name", ["adagrad", "sparseadam"])
+def test_sparse_gradients_resume_to_the_bit(name: str, tmp_path: Path) -> None:
+    def build(folder: Path, *callbacks: Any) -> Any:
+        options = {"optimizer": name, "save_dir": tmp_path / folder, "save_steps": 1, "callbacks": list(callbacks)}
+        return make(Bags(True, has_head=name != "sparseadam"), **options)
+
+    whole = build(Path("whole"))
+    whole.train()
+    build(Path("cut"), Cut("stop", 4)).train()
+    resumed = build(Path("cut"))
+    resumed.train(resume_from="auto")
+    assert resumed.progress.step == 6 and same(weights(whole.model), weights(resumed.model))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("options", "message"), [
+    ({"optimizer": "adamw"}, r"\(AdamW\) cannot train 'table.weight', .* sparse: .*\. Make .* sparse=False"),
+    ({"optimizer": lambda given: torch.optim.SGD(given, 0.1, momentum=0.9)}, "sparse momentum, which checkpoint"),
+    ({"weight_decay": 0.1}, r"\(SGD\) cannot train 'table.weight'"),
+    ({"optimizer": "sparseadam"}, r"SparseAdam\) takes sparse gradients only, and those of 'head.weight', 'head.bias'"),
+], ids=["adamw", "momentum", "weight decay", "sparseadam"])  # fmt: skip
+def test_optimizer_that_cannot_train_them_raises(
+    kind: type[Any], options: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    folder, model = tmp_path / "run", Bags(True)
+    before = weights(model)
+    rate = {} if callable(options.get("optimizer")) else {"learning_rate": 0.1}
+    trainer = make(model, kind, save_dir=folder, **{"learning_rate": 2e-5, **rate, **options})
+    with pytest.raises(ConfigError, match=message):
+        trainer.train()
+    assert trainer.progress.step == 0 and same(before, weights(model)) and not list(folder.glob("*"))
+
+
+class Table(nn.Module):
+    """A table of its own, from which PyTorch cannot be asked for its gradient's layout."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Parameter(torch.ones(20, 1, dtype=torch.float64))
+
+    def forward(self, indices: torch.Tensor) -> torch.Tensor:
+        return F.embedding(indices, self.table, sparse=True).sum((1, 2))
+
+
+def test_layout_is_seen_in_the_first_gradient() -> None:
+    with pytest.raises(ConfigError, match="cannot train 'table', whose gradients are sparse"):
+        make(Table(), optimizer="adamw").train()
+    model = Table()
+    make(model).train()
+    assert not torch.equal(model.table, torch.ones_like(model.table))
+
+
+def test_tied_and_frozen_embeddings_are_dense() -> None:
+    model = Bags(True)
+    model.table.weight.requires_grad_(False)
+    make(model, optimizer="adamw").train()
+    tied = Bags(True, has_head=False)
+    tied.other = nn.Linear(4, 20, bias=False).double()
+    tied.other.weight = tied.table.weight
+    tied.forward = lambda x: tied.other(tied.table(x)).mean(1)  # type: ignore[method-assign]
+    make(tied, optimizer="adamw").train()
