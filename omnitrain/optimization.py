@@ -41,6 +41,7 @@ __all__ = [
     "needs_closure",
     "optimizer_class",
     "optimizers_among",
+    "try_step",
 ]
 
 
@@ -259,6 +260,30 @@ def needs_closure(optimizer: Any) -> bool:
 def has_modes(optimizer: Any) -> bool:
     """Return whether an optimizer has a mode for training and one for evaluations, as schedule-free ones do."""
     return all(callable(getattr(optimizer, name, None)) for name in ("train", "eval"))
+
+
+def try_step(kind: Any, group: Mapping[str, Any], parameter: nn.Parameter) -> Mapping[str, Any]:
+    """Have a new optimizer step on a small parameter with a gradient; return its state for the parameter.
+
+    Args:
+        kind: The class of the optimizer. Only PyTorch's own are tried, as the steps of others may have side effects.
+        group: The group whose options it gets.
+        parameter: The parameter, which may be changed.
+
+    Returns:
+        The state; of other optimizers, and of those that need a closure, nothing.
+
+    Raises:
+        RuntimeError: What its step raises, or ValueError.
+    """
+    if not inspect.unwrap(kind.step).__module__.startswith("torch.optim.") or needs_closure(kind):
+        return {}
+    try:
+        optimizer = kind([{**group, "capturable": False, "params": [parameter]}])
+    except TypeError:  # made with arguments of its own
+        return {}
+    optimizer.step()
+    return optimizer.state[parameter]
 
 
 BY_TRANSFORMERS = ("cosine_warmup_with_min_lr", "warmup_stable_decay", "greedy")

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
 from torch import nn
 
 from omnitrain.errors import ConfigError, listed
-from omnitrain.optimization import needs_closure
+from omnitrain.optimization import try_step
 
 __all__ = [
     "check_optimizer",
@@ -97,21 +96,14 @@ def check_optimizer(optimizer: torch.optim.Optimizer, sparse: Mapping[int, str],
 
 def _reason_against_sparse(optimizer: Any, group: Mapping[str, Any], parameter: torch.Tensor) -> str | None:
     """Return why an optimizer cannot train a parameter with sparse gradients, from a step of a small copy of it."""
+    values = torch.zeros([1] * parameter.dim(), dtype=parameter.dtype)
+    small = nn.Parameter(values.clone())
+    small.grad = torch.sparse_coo_tensor(torch.tensor([[0]]), values, values.shape, check_invariants=True)
     kind = optimizer.stepping(group) if hasattr(optimizer, "stepping") else type(optimizer)
-    if not inspect.unwrap(kind.step).__module__.startswith("torch.optim.") or needs_closure(optimizer):
-        return None
-    shape = (1, *(1 for _ in parameter.shape[1:]))
-    small = nn.Parameter(torch.zeros(shape, dtype=parameter.dtype))
-    values = torch.zeros(shape, dtype=parameter.dtype)
-    small.grad = torch.sparse_coo_tensor(torch.tensor([[0]]), values, shape, check_invariants=True)
     try:
-        copied = kind([{**group, "capturable": False, "params": [small]}])
-        copied.step()
+        state = try_step(kind, group, small)
     except (RuntimeError, ValueError) as error:
         return str(error).rstrip(".")
-    except TypeError:  # made with arguments of its own
-        return None
-    state: Collection[Any] = copied.state[small].values()
-    if any(torch.is_tensor(value) and value.is_sparse for value in state):
+    if any(torch.is_tensor(value) and value.is_sparse for value in state.values()):
         return "it keeps a sparse momentum, which checkpoints cannot hold"
     return None

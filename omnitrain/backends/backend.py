@@ -355,6 +355,9 @@ class Backend:
         """Return whether any parameter of the optimizer has a gradient."""
         return any(one.grad is not None for group in self.optimizer.param_groups for one in group["params"])
 
+    def check_update(self) -> None:
+        """Raise ConfigError if the optimizer cannot update weights that lie as they do here."""
+
     def check_layouts(self, sparse: Mapping[int, str], dense: Mapping[int, str]) -> None:
         """Raise ConfigError if parameters cannot be trained by gradients that are sparse or dense.
 

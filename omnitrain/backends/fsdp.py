@@ -18,6 +18,9 @@ from torch.distributed.tensor import DTensor, Shard
 from omnitrain.backends.ddp import DDP
 from omnitrain.backends.start import Start, block_slot, is_plain, named_tensors, names_of, whole_slot
 from omnitrain.checkpoint.state import from_json, load_by_own_way
+from omnitrain.errors import ConfigError
+from omnitrain.muon import Muon
+from omnitrain.optimization import try_step
 from omnitrain.recomputation import blocks_in
 
 __all__ = ["FSDP"]
@@ -92,6 +95,25 @@ class FSDP(DDP):
         self.optimizer = optimizer
         self._end_start(start)
         return model
+
+    def check_update(self) -> None:
+        """Raise ConfigError if the optimizer does to sharded weights what DTensor cannot do."""
+        if isinstance(self.optimizer, Muon):  # which gathers them
+            return
+        for group in self.optimizer.param_groups:
+            sharded = {one.dim(): one for one in group["params"] if isinstance(one, DTensor)}
+            for one in sharded.values():
+                zeros = torch.zeros([1] * one.dim(), dtype=one.dtype, device=one.device)
+                small = DTensor.from_local(zeros, one.device_mesh, one.placements, run_check=False)
+                parameter = nn.Parameter(small)
+                parameter.grad = torch.zeros_like(small)
+                try:
+                    try_step(type(self.optimizer), group, parameter)
+                except (RuntimeError, ValueError) as error:
+                    raise ConfigError(
+                        f"`optimizer` ({type(self.optimizer).__name__}) cannot update weights that FSDP shards: "
+                        f"{str(error).partition('. ')[0]}. Use another one, such as 'adamw', or DDP."
+                    ) from error
 
     def reset_optimizer(self) -> None:
         super().reset_optimizer()

@@ -194,10 +194,13 @@ class Zero(DDP):
             plugin, self._batch_size, self._max_grad_norm, self.ranks.world_size, (reductions or {}).get("reductions")
         )
         optimizer: Any = self._placeholder() if "optimizer" in plugin.deepspeed_config else self._build_optimizer()
-        if isinstance(optimizer, (Muon, torch.optim.Muon)):
+        name = type(optimizer).__name__
+        # transformers and timm have an Adafactor of their own
+        if isinstance(optimizer, Muon) or {"Muon", "Adafactor"} & {kind.__name__ for kind in type(optimizer).__mro__}:
             raise ConfigError(
-                "`optimizer='muon'` does not work with DeepSpeed ZeRO, which updates flat parts of many parameters, "
-                "where Muon needs whole matrices. Use FSDP or DDP, or another optimizer."
+                f"`optimizer={name.lower()!r}` does not work with DeepSpeed ZeRO, which updates flat parts of many "
+                f"parameters, where {name} needs whole matrices. Use {'FSDP or ' if 'Muon' in name else ''}DDP, or "
+                "another optimizer."
             )
         if hasattr(optimizer, "step") and needs_closure(optimizer):
             raise ConfigError(

@@ -173,6 +173,7 @@ class Step:
         self._backend.clear_gradients()
         self._tell_of_left_out()
         self._check_sparse_gradients()
+        self._backend.check_update()
         self._tell_of_low_precision()
         if self._memory is not None:
             self._memory.prepare()
