@@ -617,7 +617,9 @@ def download_run(address: str, into: Path, whole: bool) -> Path:
         if is_one:
             named = last if last.startswith("checkpoint") else (place.read_if_there(last) or b"").decode().strip()
             found = {key: info for key, info in found.items() if key.startswith(f"{named}/") or key == last}
-        if not any(_FOLDER.fullmatch(key.partition("/")[0]) for key in found):
+        folders = {name for name in {key.partition("/")[0] for key in found} if _FOLDER.fullmatch(name)}
+        found = {key: info for key, info in found.items() if "/" not in key or key.partition("/")[0] in folders}
+        if not folders:
             raise ConfigError(f"{masked(address)!r} holds no checkpoints, or does not exist. Give a run's `save_dir`.")
         sizes = {key: int(info["size"]) for key, info in found.items() if not key.endswith(LOCK)}
         read = {key: size for key, size in sizes.items() if whole or key.endswith(MANIFEST) or "/" not in key}

@@ -13,10 +13,12 @@ import fsspec
 import pytest
 import torch
 from fsspec.implementations.memory import MemoryFile, MemoryFileSystem
+from marks import thinned
 from recipes import rows, t16
 from torch.nn import functional as F
 
 from omnitrain import AccelerateTrainer, Callback, CheckpointError, HFTrainer, Profiler, Trainer
+from omnitrain.checkpoint.manifest import MANIFEST, encode
 from omnitrain.checkpoint.remote import local_copy
 from omnitrain.cli import main
 from omnitrain.files import is_inside
@@ -76,6 +78,19 @@ def test_checkpoint_command_rejects_keys_that_lead_out(
     assert main(["checkpoint", command, address, *others]) != 0
     assert "leads out of its folder" in capsys.readouterr().err
     assert {path for path in tmp_path.rglob("*") if path.is_file()} == before
+
+
+def test_command_downloads_only_files_of_the_run(bucket: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    add(bucket, "crowd/file")
+    paths, read = [], MemoryFileSystem.cat_file
+
+    def cat_file(self: Any, path: str, *args: Any, **options: Any) -> bytes:
+        paths.append(path)
+        return read(self, path, *args, **options)
+
+    monkeypatch.setattr(MemoryFileSystem, "cat_file", cat_file)
+    assert main(["checkpoint", "verify", ADDRESS]) == 0
+    assert any("model.safetensors" in path for path in paths) and not any("crowd" in path for path in paths)
 
 
 @pytest.mark.parametrize("address", [f"{ADDRESS}/last", f"{ADDRESS}/checkpoint-4", ADDRESS])
@@ -244,6 +259,154 @@ def test_command_survives_a_hostile_run(command: str, number: int, configured_ru
         assert victim.read_text() == "precious", (damage, name)
         assert {path.name for path in tmp_path.iterdir()} == {"victim", run.name}, (damage, name)
         shutil.rmtree(run)
+
+
+# --- hostile buckets
+
+
+def with_key(key: str) -> Any:
+    return lambda bucket: add(bucket, key)
+
+
+def with_object(key: str, data: bytes) -> Any:
+    return lambda bucket: add(bucket, key, data)
+
+
+def with_manifest(**changes: Any) -> Any:
+    """A manifest with a right hash, which anyone can write."""
+
+    def change(bucket: dict[str, Any]) -> None:
+        key = f"checkpoint-4/{MANIFEST}"
+        content = json.loads(bucket[f"/bucket/run/{key}"].getvalue())
+        content = {name: value for name, value in content.items() if name not in ("sha256", "format_version")}
+        files = changes.get("files", {})
+        merged = {**content["files"], **files} if isinstance(files, dict) else files
+        add(bucket, key, encode({**content, **changes, "files": merged}))
+
+    return change
+
+
+def without_object(key: str) -> Any:
+    return lambda bucket: bucket.pop(f"/bucket/run/{key}", None)
+
+
+ENTRY = {"size": 1, "sha256": "0" * 64}
+MODEL = "checkpoint-4/model.safetensors"
+CONTENTS: dict[str, Any] = {
+    **{f"key {key[:24]!r}": with_key(key) for key in (
+        "../victim", "checkpoint-4/../../victim", "/victim", "checkpoint-4//victim", "C:\\victim",
+        "checkpoint-4\\..\\v", "checkpoint-4/a\0b", "x" * 300, "/".join(["y" * 200] * 30), "checkpoint-4/a\n\x1b[31mb",
+        "\x1b[31mrow.jsonl", " ", f"{MODEL}/x", "checkpoint-4", "checkpoint-4/optimizer", "last/x", "config.yaml/x",
+        "run.lock", "run.lock/x",
+        f"checkpoint-{'9' * 20}/{MANIFEST}", f"checkpoint-4.old/{MANIFEST}", f"checkpoint-6/{MANIFEST}",
+    )},
+    **{f"{name} {damage}": with_object(name, data) for name in (*DAMAGED, "best") for damage, data in (
+        ("empty", b""), ("noise", bytes(range(256)) * 12), ("nested", b"[" * 100_000), ("number", b"9" * 10_000),
+        ("other type", b"[1, 2]"), ("path", b"../../victim"), ("control codes", b"\x1b[31mx"),
+        ("length", (2**40).to_bytes(8, "little") + b"{}"),
+    )},
+    **{f"missing {name}": without_object(name) for name in DAMAGED},
+    "manifest with a path": with_manifest(files={"../victim": ENTRY}),
+    "manifest with a root": with_manifest(files={"/victim": ENTRY}),
+    "manifest with a size": with_manifest(files={"model.safetensors": {**ENTRY, "size": 2**62}}),
+    "manifest with a list": with_manifest(files=[]),
+    "manifest with control codes": with_manifest(settings={"\x1b[31ma\n": "\x1b[2J"}),
+    **{f"manifest with {name}": with_manifest(**{name: value}) for name, value in (
+        ("step", 10**30), ("sequence", -1), ("score", "x"), ("settings", "x"), ("progress", "x"), ("saved_at", "x"),
+        ("objective", {"metric": 3}), ("for_best", []), ("frozen", {"a": 1}), ("versions", [1]),
+    )},
+}  # fmt: skip
+
+
+def resized(size: Any) -> Any:
+    return lambda found: {name: {**info, "size": size(info["size"])} for name, info in found.items()}
+
+
+def with_replaced_model(found: dict[str, Any]) -> dict[str, Any]:
+    add(MemoryFileSystem.store, MODEL, b"x" * len(found))
+    return found
+
+
+def without_model(found: dict[str, Any]) -> dict[str, Any]:
+    MemoryFileSystem.store.pop(f"/bucket/run/{MODEL}", None)
+    return found
+
+
+def with_crowd(found: dict[str, Any]) -> dict[str, Any]:
+    names = [f"/bucket/run/crowd/{number}" for number in range(20_000)]
+    return found | {name: {"name": name, "size": 1, "type": "file"} for name in names}
+
+
+LISTINGS: dict[str, Any] = {
+    "larger": resized(lambda size: size + 5), "huge": resized(lambda size: 2**50), "zero": resized(lambda size: 0),
+    "negative": resized(lambda size: -1), "None": resized(lambda size: None), "text": resized(lambda size: "x"),
+    "replaced": with_replaced_model, "gone": without_model, "crowd": with_crowd,
+}  # fmt: skip
+"""What a store answers that does not have what it lists."""
+BUCKET_COMMANDS: dict[str, list[str]] = {
+    "checkpoint ls": [ADDRESS], "checkpoint show": [f"{ADDRESS}/last"], "checkpoint verify": [ADDRESS],
+    "checkpoint diff": [f"{ADDRESS}/last", f"{ADDRESS}/checkpoint-2"], "checkpoint export": [f"{ADDRESS}/last", "OUT"],
+    "show run": [ADDRESS], "compare": [ADDRESS], "train": ["--resume", ADDRESS, "--trainer.epochs", "2"],
+    "train of a file": ["CONFIG", "--train.resume_from", "auto", "--trainer.epochs", "2"],
+    "train from weights": ["CONFIG", "--trainer.save_dir", "OUT", "--trainer.init_from", f"{ADDRESS}/last"],
+}  # fmt: skip
+ATTACKS = [(command, attack) for command in BUCKET_COMMANDS for attack in (*CONTENTS, *LISTINGS)]
+QUICK_ATTACKS = [case for number, case in enumerate(ATTACKS) if number % 37 == 0]
+
+
+@pytest.fixture(scope="module")
+def configured_objects(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
+    """The file of a run of `omnitrain train`, and what it uploads."""
+    config = tmp_path_factory.mktemp("config") / "config.yaml"
+    options = {"epochs": 1, "batch_size": 4, "save_steps": 2, "log_steps": 1, "loggers": ["csv"], "progress_bar": False}
+    data, loss = {"class_path": "recipes.rows", "init_args": {"size": 16}}, {"class_path": "torch.nn.MSELoss"}
+    parts = {"class_path": "Trainer", "model": {"class_path": "recipes.t16"}, "train_dataset": data, "loss_fn": loss}
+    config.write_text(json.dumps({"trainer": {**parts, **options, "save_dir": ADDRESS}}))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("OMNITRAIN_LOCAL_DIR", str(tmp_path_factory.mktemp("local")))
+        patch.setattr(MemoryFileSystem, "store", {})
+        assert main(["train", str(config)]) == 0
+        return config, {path: file.getvalue() for path, file in MemoryFileSystem.store.items()}
+
+
+@pytest.mark.parametrize(("command", "attack"), thinned(ATTACKS, QUICK_ATTACKS))
+@pytest.mark.filterwarnings("ignore")
+def test_command_survives_a_hostile_bucket(
+    command: str, attack: str, configured_objects: tuple[Path, dict[str, bytes]], tmp_path: Path,
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    """It ends with a code and no error of Python's, and neither waits nor writes elsewhere."""
+    config, objects = configured_objects
+    temporary = tmp_path / "a" / "b" / "c"
+    temporary.mkdir(parents=True)
+    (tmp_path / "victim").write_text("precious")
+    monkeypatch.chdir(temporary)
+    monkeypatch.setattr("tempfile.tempdir", str(temporary))
+    monkeypatch.setenv("OMNITRAIN_LOCAL_DIR", str(tmp_path / "local"))
+    monkeypatch.setenv("OMNITRAIN_UPLOAD_WAIT", "0.1")
+    monkeypatch.setattr(MemoryFileSystem, "store", {})
+    for path, data in objects.items():
+        add(MemoryFileSystem.store, path.removeprefix("/bucket/run/"), data)
+    if attack in CONTENTS:
+        CONTENTS[attack](MemoryFileSystem.store)
+    else:
+        find = MemoryFileSystem.find
+        monkeypatch.setattr(MemoryFileSystem, "find", lambda *args, **options: LISTINGS[attack](find(*args, **options)))
+    words = [word.replace("OUT", str(tmp_path / "out")).replace("CONFIG", str(config)) for word in
+             [*command.partition(" of ")[0].partition(" from ")[0].split(), *BUCKET_COMMANDS[command]]]  # fmt: skip
+    signal.alarm(60)
+    try:
+        code = main(words)
+    except SystemExit as error:
+        code = error.code
+    finally:
+        signal.alarm(0)
+    assert code in (0, 1, 2)
+    assert (tmp_path / "victim").read_text() == "precious"
+    assert {path.name for path in tmp_path.iterdir()} <= {"victim", "a", "local", "out"}
+    assert not [path for path in (tmp_path / "a").rglob("*") if path.is_file()]
+    printed = capsys.readouterr()
+    assert "\x1b" not in printed.out + printed.err
 
 
 # --- secrets
