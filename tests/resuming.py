@@ -16,15 +16,20 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from recipes import rows
+from safetensors.torch import load_file
 from torch import nn
 from torch.utils.data import Dataset
 
 from omnitrain import Algorithm, Callback, Event, Trainer
-from omnitrain.checkpoint.state import load_tensors
+from omnitrain.checkpoint.tensors import is_in_parts, whole
 
 
 class Killed(BaseException):
     """Stands for the end of the process: no code of the run handles it."""
+
+
+class Failed(Exception):
+    """Stands for an error that all ranks raise together, after which they can train again."""
 
 
 @contextlib.contextmanager
@@ -146,19 +151,20 @@ class Rates(Callback):
 
 
 class Cut(Callback):
-    """Ends the run after some steps: "stop" calls `trainer.stop()`, "signal" sends SIGTERM, "kill" raises `Killed`.
+    """Ends the run after some steps: "stop" calls `trainer.stop()`, "signal" sends SIGTERM, "kill" raises `error`.
 
     "kill" acts before the next step, after the saves of this one. A skipped step counts as a step.
     """
 
     order = 98
+    error: type[BaseException] = Killed
 
     def __init__(self, how: str, window: int) -> None:
         self.how, self.window = how, window
 
     def on_step_start(self, trainer: Any) -> None:
         if self.how == "kill" and windows_of(trainer) == self.window:
-            raise Killed
+            raise self.error
 
     def on_step_end(self, trainer: Any) -> None:
         if windows_of(trainer) != self.window:
@@ -170,7 +176,9 @@ class Cut(Callback):
 
 
 class KillAtEvent(Callback):
-    """Raises `Killed` at the n-th event of the run; with n=0 it only records the events."""
+    """Raises `error` at the n-th event of the run; with n=0 it only records the events."""
+
+    error: type[BaseException] = Killed
 
     def __init__(self, number: int = 0, order: int = 97) -> None:
         self.number, self.order, self.count = number, order, 0
@@ -182,7 +190,7 @@ def _counting(event: Event) -> Any:
         self.count += 1
         self.names.append(str(event))
         if self.count == self.number:
-            raise Killed
+            raise self.error
 
     return count
 
@@ -211,7 +219,7 @@ def disturb_generators() -> None:
 def train(trainer: Trainer, **options: Any) -> Trainer:
     """Train until the run ends in any way but an error."""
     disturb_generators()
-    with contextlib.suppress(Killed, SystemExit):
+    with contextlib.suppress(Killed, Failed, SystemExit):
         trainer.train(**options)
     return trainer
 
@@ -246,6 +254,8 @@ def outcome(trainer: Trainer) -> dict[str, Any]:
     for index, entry in trainer.optimizer.state_dict()["state"].items():
         entries = entry if isinstance(entry, dict) else {"shared": entry}
         tensors |= {f"optimizer/{index}/{name}": value for name, value in entries.items()}
+    for name, value in tensors.items():
+        tensors[name] = whole(value) if is_in_parts(value) else value
     scaler = getattr(trainer, "scaler", None)
     result = {
         "metrics": trainer.metrics.to_dict(),
@@ -260,7 +270,7 @@ def outcome(trainer: Trainer) -> dict[str, Any]:
     }
     if trainer.store is not None and (last := trainer.store.resolve("auto")) is not None:
         files = sorted(file for file in last[1]["files"] if file.endswith(".safetensors"))
-        result["last"] = {file: load_tensors(last[0] / file) for file in files}
+        result["last"] = {file: load_file(last[0] / file) for file in files}
         result["journal"] = journal(trainer.store.root)
     return result
 

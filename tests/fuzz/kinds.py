@@ -8,7 +8,8 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F  # noqa: F401
-from counting import Resumable, Streamed  # noqa: F401  (texts refer to it, as to others below)
+from accelerate import FullyShardedDataParallelPlugin  # noqa: F401  (texts refer to it, as to others below)
+from counting import Resumable, Streamed  # noqa: F401
 from recipes import Holding, Sentences, Tagger, rows, t16  # noqa: F401
 from resuming import Net, Numbered  # noqa: F401
 from tiny import Short, Tokens, gpt  # noqa: F401
@@ -87,10 +88,10 @@ class Overflowing(Net):
         return output
 
 
-def classes(size: int) -> TensorDataset:
+def classes(size: int, dtype: torch.dtype = torch.float64) -> TensorDataset:
     """Rows of 4 numbers and one of 3 classes."""
     generator = torch.Generator().manual_seed(7 + size)
-    inputs = torch.randn(size, 4, generator=generator, dtype=torch.float64)
+    inputs = torch.randn(size, 4, generator=generator, dtype=dtype)
     return TensorDataset(inputs, torch.randint(0, 3, (size,), generator=generator))
 
 
@@ -112,15 +113,18 @@ class Kind:
 
 KINDS = {
     "mlp": Kind("Classifier()", "classes({})", "loss_fn=F.cross_entropy", "map commutes classes fp64 blocks"),
+    "mlp fp32": Kind("Classifier().float()", "classes({}, torch.float32)", "loss_fn=F.cross_entropy",
+                     "map commutes classes fp32 blocks"),
     "batch norm": Kind("Net()", "Numbered({})", "loss_fn=F.mse_loss", "map batch_norm fp64 regression random"),
     "fp32": Kind("Net(torch.float32)", "Numbered({}, dtype=torch.float32)", "loss_fn=F.mse_loss",
                  "map batch_norm fp32 regression random"),
     "nonfinite": Kind("Overflowing(torch.float32)", "Numbered({}, dtype=torch.float32)", "loss_fn=F.mse_loss, "
-                      "on_nonfinite='skip'", "map batch_norm fp32 regression random"),
+                      "on_nonfinite='skip'", "map batch_norm fp32 regression random skips"),
     "scalar": Kind("Scaled()", "Numbered({}, dtype=torch.bfloat16)", "loss_fn=F.mse_loss",
                    "map bf16 blocks regression"),
-    "tied": Kind("Tied()", "Sentences({})", "", "map commutes tokens fp64"),
+    "tied": Kind("Tied()", "Sentences({})", "", "map commutes tokens fp64 tied"),
     "gpt2": Kind("gpt()", "Tokens({})", "", "map commutes single tokens fp64 gpt2"),
+    "gpt2 fp32": Kind("gpt().float()", "Tokens({})", "", "map commutes single tokens fp32 gpt2"),
     "packed": Kind("gpt()", "PackedDataset(Short({0} * 2), 16)", "", "map commutes single tokens fp64 gpt2"),
     "flattened": Kind("gpt()", "Short({})", "data_collator=DataCollatorWithFlattening()",
                       "map commutes single tokens fp64 gpt2 rows"),

@@ -9,6 +9,13 @@ from dataclasses import dataclass
 from fuzz.kinds import KINDS
 
 TRAINERS = ("Trainer", "AccelerateTrainer", "HFTrainer")
+BACKENDS = {
+    "ddp": "AccelerateTrainer",
+    "fsdp": "AccelerateTrainer, fsdp_plugin=FullyShardedDataParallelPlugin(fsdp_version=2)",
+    "zero2": "AccelerateTrainer, deepspeed_config={'zero_optimization': {'stage': 2}}",
+    "hf2": "HFTrainer",
+}
+"""Trainers on two processes, and the arguments that choose how they share the work."""
 
 
 @dataclass(frozen=True)
@@ -57,15 +64,16 @@ DATA = [
     *_rows(["eval_batch_size=3"], "rounding", bars="bf16"),
     *_rows(["microbatch_size=2", "microbatch_size=1", "microbatch_size='auto'"], "rounding",
            bars="batch_norm bf16 loader algorithms rows"),
-    *_rows(["microbatch_size=2"], "weights", needs="batch_norm", bars="algorithms"),
+    *_rows(["microbatch_size=2"], "weights", needs="batch_norm", bars="algorithms batch_1 batch_2"),
     *_rows(["global_batch_size=12"], "weights length", bars="loader"),
-    *_rows(["global_batch_size={0: 8, '1ep': 16}"], "weights length", needs="divides_8", bars="loader drop_last short"),
+    *_rows(["global_batch_size={0: 8, '1ep': 16}"], "weights length", needs="divides_8", bars="loader drop_last short",
+           gives="growing"),
     *_rows(["shuffle=False"], "weights", needs="map"),
     *_rows(["drop_last=True"], "drift length", needs="map", bars="global_batch_size"),
     *_rows(["pin_memory=False"], bars="loader"),
     *_rows(["data_collator=Collator()"], bars="loader rows"),
     *_rows(["num_workers=1", "num_workers=2, prefetch_factor=1"], bars="loader", gives="rare"),
-    *_rows(["eval_dataset={'first': classes(5), 'second': classes(4)}"], "scores choice", needs="classes"),
+    *_rows(["eval_dataset={'first': classes(5), 'second': classes(4)}"], "scores choice", needs="classes fp64"),
     *_rows(["eval_dataset=None"], "evaluations scores choice length", gives="blind", bars="loader"),
     *_rows(["epochs=1"], "length", gives="short"),
     *_rows(["epochs=2.5", "epochs=4", "max_steps=5", "max_steps=7, epochs=None", "max_duration='30sp'",
@@ -76,7 +84,8 @@ OPTIMIZER = [
     *_rows([f"optimizer='{name}', learning_rate=0.02" for name in (
         "adam", "adamax", "nadam", "radam", "adagrad", "adadelta", "rmsprop", "asgd", "sgd", "SGD", "torch.optim.Adam",
         "adamw_torch")], "weights"),
-    *_rows(["optimizer='adafactor'", "optimizer='muon', learning_rate=0.02"], "weights", commutes=False),
+    *_rows(["optimizer='adafactor'"], "weights", commutes=False),
+    *_rows(["optimizer='muon', learning_rate=0.02"], "weights", commutes=False, bars="zero2"),
     # it takes signs of gradients, and sizes of its first steps only
     *_rows(["optimizer='rprop', learning_rate=0.02"], "weights", commutes=False,
            bars="lr_scheduler warmup_steps max_grad_norm weight_decay param_groups grad_reduction"),
@@ -91,7 +100,7 @@ OPTIMIZER = [
         "Adadelta(lr=0.5, foreach=True)", "Adamax(lr=0.02, maximize=True)", "RAdam(lr=0.02, weight_decay=0.1)",
         "ASGD(lr=0.02, t0=4)")), "weights", gives="own_rate"),
     *_rows([_optimizer("LBFGS(lr=0.1, max_iter=2)") + ", max_grad_norm=None"], "weights", commutes=False,
-           gives="own_rate closure", bars="microbatch_size algorithms bf16 random autocast param_groups"),
+           gives="own_rate closure", bars="microbatch_size algorithms bf16 random autocast param_groups zero2"),
     *_rows(["weight_decay=0.1", "learning_rate=0.01", "learning_rate=0.1"], "weights", bars="own_rate"),
     *_rows(["param_groups=[{'match': 'bias', 'lr_scale': 0.5}]", "param_groups=[{'match': 'bias', 'lr': 0.003}]",
             "param_groups=[{'match': 'bias', 'weight_decay': 0.2}, {'match': 'weight', 'weight_decay': 0.1}]"],
@@ -127,8 +136,10 @@ RATE = [
     *_rows(["grad_reduction='per-token-mean'"], needs="tokens"),
 ]  # fmt: skip
 SCORES = [
-    *_rows(["loss_fn=torch.nn.CrossEntropyLoss(label_smoothing=0.1)", "loss_fn=torch.nn.CrossEntropyLoss(weight="
-            "torch.tensor([1.0, 2.0, 4.0], dtype=torch.float64))"], "weights scores", needs="classes", bars="mixed"),
+    *_rows(["loss_fn=torch.nn.CrossEntropyLoss(label_smoothing=0.1)"], "weights scores", needs="classes",
+           bars="mixed"),
+    *_rows(["loss_fn=torch.nn.CrossEntropyLoss(weight=torch.tensor([1.0, 2.0, 4.0], dtype=torch.float64))"],
+           "weights scores", needs="classes fp64", bars="mixed"),
     *_rows(["loss_fn=CrossEntropy()", "loss_fn=torch.nn.CrossEntropyLoss()"], needs="classes"),
     *_rows(["loss_fn=F.l1_loss", "loss_fn=torch.nn.SmoothL1Loss(beta=0.2)"], "weights scores", needs="regression"),
     *_rows(["compute_metrics='accuracy'", "compute_metrics=['accuracy', 'f1_macro']", "sanity=False"], needs="classes"),
@@ -162,20 +173,24 @@ RUN = [
     *_rows(["gradient_checkpointing=['head', 'embed']"], needs="blocks", bars="layers"),
     *_rows(["matmul_precision='highest'", "deterministic=True", "timeout='10m'", "trial_name='trial'",
             "fp16_loss_scale=(65536.0, 1e-4)", "on_nonfinite='warn'"]),
-    *_rows(["detect_anomaly=True"], bars="bf16"),
+    *_rows(["detect_anomaly=True"], bars="bf16 skips"),
     *_rows(["compile={'backend': 'eager'}"], bars="unit algorithms gradient_checkpointing", gives="rare"),
     *_rows(["seed=7"], "weights", needs="map"),
-    *_rows(["loggers='csv'", "loggers=['csv', JsonlLogger('rows.jsonl', every=3)]", "loggers='tensorboard'"]),
+    *_rows(["loggers='csv'", "loggers=['csv', JsonlLogger('rows.jsonl', every=3)]"]),
+    *_rows(["loggers='tensorboard'", "callbacks=[TensorBoardLogger(every=2)]"], bars="tensorboard",
+           gives="tensorboard"),
     *_rows([f"callbacks=[{made}]" for made in (
-        "Periodic(lambda trainer: {'drawn': torch.randn(1).item()}, every='0.5ep')", "Throughput()",
-        "Distributions(of='weights', every=2)", "Distributions(of='updates', every=1)", "Throughput(window=2)",
-        "CsvLogger('rows.csv', every=2)", "TensorBoardLogger(every=2)", "MemoryMonitor()", "GarbageCollection('2ba')",
+        "Periodic(lambda trainer: {'drawn': torch.randn(1).item()}, every='0.5ep')",
+        "Distributions(of='weights', every=2)", "Distributions(of='updates', every=1)",
+        "CsvLogger('rows.csv', every=2)", "MemoryMonitor()", "GarbageCollection('2ba')",
         "HookCallback({'on_step_start': lambda trainer: None})")]),
+    *_rows(["callbacks=[Throughput()]", "callbacks=[Throughput(window=2)]"], bars="throughput", gives="throughput"),
     *_rows(["callbacks=[EarlyStopping(1)]"], "length", "evaluations scores choice weights", bars="blind patience"),
     *_rows(["callbacks=[HookCallback({'on_step_end': lambda trainer: (trainer.request_evaluate(), trainer.request_save"
             "())})]"], "evaluations", bars="blind"),
     *_rows(["callbacks=[Preview([[5, 6, 7]], every=2, max_new_tokens=3)]"], needs="gpt2"),
 ]  # fmt: skip
+_LAYERS = "layers freeze endless growing closure param_groups short zero2"
 _AVERAGES = {"bars": "averages bf16", "gives": "averages"}
 ALGORITHMS = [
     *_rows(["algorithms=[EMA(0.5)]", "algorithms=[EMA()]", "algorithms=[SWA('2ba', every=1)]"], "scores choice",
@@ -185,9 +200,10 @@ ALGORITHMS = [
            gives="averages"),
     *_rows(["algorithms=[SWA('0.4dur', every=2)]"], "scores choice", "length",
            bars="averages bf16 endless short", gives="averages"),
-    *_rows(["algorithms=[SAM(0.1)]"], "weights", bars="microbatch_size closure"),
+    *_rows(["algorithms=[SAM(0.1)]"], "weights", bars="microbatch_size closure zero2"),
     *_rows(["algorithms=[GradientClipping('value', 0.001)], max_grad_norm=None",
-            "algorithms=[GradientClipping('adaptive', 0.001)], max_grad_norm=None"], "weights", bars="closure"),
+            "algorithms=[GradientClipping('adaptive', 0.001)], max_grad_norm=None"], "weights",
+           bars="closure zero2"),
     *_rows(["algorithms=[LabelSmoothing(3, 0.2)]"], "weights", needs="classes"),
     *_rows(["algorithms=[LabelSmoothing(11, 0.2)]"], "weights", needs="tokens", bars="gpt2"),
     *_rows(["algorithms=[LabelSmoothing(40, 0.2)]"], "weights", needs="gpt2", bars="rows"),
@@ -198,26 +214,34 @@ ALGORITHMS = [
            bars="rows endless"),
     *_rows(["algorithms=[MagnitudePruning(0.5, end=4, every=1)]",
             "algorithms=[MagnitudePruning(0.3, end=3, every=2, match=['weight'], scope='global')]"], "weights",
-           "length", bars="averages closure layers short", gives="averages"),
+           "length", bars="averages closure layers short zero2", gives="averages"),
     *_rows(["algorithms=[StochasticDepth(['blocks.0', 'blocks.1'], 0.4)]",
             "algorithms=[StochasticDepth([r'blocks\\.\\d'], 0.5, distribution='uniform')]"], "weights", needs="blocks",
            bars="gradient_checkpointing"),
     *_rows(["algorithms=[StraightThrough(lambda weight: (weight * 8).round() / 8)]",
             "algorithms=[StraightThrough(lambda weight: (weight * 8).floor() / 8, match=['weight'])]"],
-           "weights scores", bars="averages bf16 microbatch_size closure compile", gives="averages"),
-    *_rows(["algorithms=[LayerFreezing(0.2)]", "algorithms=[LayerFreezing(0.4, freeze_level=0.5)]",
-            "algorithms=[GradualUnfreezing(0.8)]"], "drift", "length", gives="layers",
-           bars="layers freeze endless closure param_groups"),
+           "weights scores", bars="averages bf16 microbatch_size closure compile zero2", gives="averages"),
+    # the epochs of a run must freeze different layers, of which some models have too few
+    *_rows(["algorithms=[LayerFreezing(0.0)]", "algorithms=[GradualUnfreezing(0.8)]"], "drift", "length",
+           gives="layers", bars=f"tied unit {_LAYERS}"),
+    *_rows(["algorithms=[LayerFreezing(0.2, freeze_level=0.8)]"], "drift", "length", needs="gpt2", gives="layers",
+           bars=_LAYERS),
 ]  # fmt: skip
 TABLE = (*DATA, *OPTIMIZER, *RATE, *SCORES, *FILES, *RUN, *ALGORITHMS)
 
 
 def is_valid(trainer: str, kind: str, batch_size: int, options: Sequence[Option]) -> bool:
     """Return whether a trainer accepts these options together."""
+    traits = KINDS[kind].traits.split()
+    if "batch_norm" in traits and trainer in BACKENDS and batch_size < 4:
+        return False  # a batch of a single row would be left over
+    if (trainer == "zero2" and "fp32" not in traits) or (trainer == "fsdp" and kind == "scalar"):
+        return False  # DeepSpeed trains in fp32, and PyTorch does not shard scalar parameters
     names = [name for option in options for name in option.arguments if name not in LISTS]
     names += [name for name in parse_arguments(KINDS[kind].arguments) if name != "loss_fn"]
     for option in options:
-        traits = {trainer, *KINDS[kind].traits.split(), "divides_8" if 8 % batch_size == 0 else ""}
+        traits = {trainer, *KINDS[kind].traits.split(), f"batch_{batch_size}"}
+        traits |= {"divides_8"} if 8 % batch_size == 0 else set()
         for other in options:
             if other is not option:
                 traits |= {*other.gives.split(), *other.arguments}

@@ -2,15 +2,10 @@
 
 from __future__ import annotations
 
-import datetime
-import os
-
 import pytest
-from fuzz.cases import check, draw
+from fuzz.cases import check, daily_seeds, draw
 
 FIXED = (7, 10, 19, 27, 35, 54)
-BASE = int(os.environ.get("FUZZ_SEED") or datetime.date.today().strftime("%Y%m%d"))
-COUNT = int(os.environ.get("FUZZ_CASES") or 40)
 
 
 @pytest.fixture(autouse=True)
@@ -21,8 +16,7 @@ def off_the_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 def fail_on_problems(seed: int, with_workers: bool) -> None:
     case = draw(seed, with_workers)
     if failures := check(case):
-        report = [f"seed {seed}: check({case!r})", f"  {case.call()}", *(f"  - {line}" for line in failures)]
-        pytest.fail("\n".join(report), pytrace=False)
+        pytest.fail(f"seed {seed}: {case.report(failures)}", pytrace=False)
 
 
 @pytest.mark.parametrize("seed", FIXED)
@@ -32,6 +26,6 @@ def test_fuzzed_options_have_their_effect_and_resume(seed: int) -> None:
 
 @pytest.mark.slow
 @pytest.mark.processes
-@pytest.mark.parametrize("seed", [BASE * 1000 + number for number in range(COUNT)])
+@pytest.mark.parametrize("seed", daily_seeds(40))
 def test_fuzzed_options_of_the_day(seed: int) -> None:
     fail_on_problems(seed, with_workers=True)
