@@ -111,7 +111,8 @@ def imports_of(module: str) -> list[Import]:
                 yield from walk(node.body, False)
                 yield from walk(node.orelse, runs)
             else:
-                yield from walk(list(ast.iter_child_nodes(node)), runs)
+                parts = ast.stmt | ast.ExceptHandler | ast.match_case  # an expression imports nothing
+                yield from walk([child for child in ast.iter_child_nodes(node) if isinstance(child, parts)], runs)
 
     return list(walk(tree_of(module).body, True))
 
@@ -129,28 +130,32 @@ def floor_of(module: str) -> int:
     return FLOOR_OF.get(module.split(".")[1], 1) if "." in module else max(FLOORS)
 
 
-def run_python(code: str) -> str:
-    result = programs.run(sys.executable, "-c", code, cwd=ROOT)
-    assert result.returncode == 0, result.stderr
-    return result.stdout
-
-
 LOADED = "print(*{name.split('.')[0] for name in sys.modules})"
+WITHOUT_TRANSFORMERS = """
+sys.modules["transformers"] = None
+for name in ("HFTrainer", "HFTrainingArguments"):
+    try:
+        getattr(omnitrain, name)
+    except ImportError as error:
+        print(type(error).__name__, error)
+"""
 
 
 @functools.cache
-def loaded_modules() -> list[set[str]]:
-    """Return the top-level packages in memory after three imports one after another in a fresh Python.
+def imported() -> list[str]:
+    """Return the top-level packages in memory after three imports in a fresh Python, and two errors.
 
-    These are modules without torch, the package, and all of its names but those that need an optional package.
+    These are the imports of the package, of modules without torch, and of all names that need no optional package; the
+    errors those of names whose package is missing.
     """
     names = sorted(set(omnitrain.__all__) - LOADED_ON_FIRST_USE)
-    statements = [
-        "import sys, omnitrain", f"import {', '.join(NO_TORCH + TORCH_ON_FIRST_USE)}",
-        f"from omnitrain import {', '.join(names)}",
-    ]  # fmt: skip
-    lines = run_python("\n".join(f"{statement}\n{LOADED}" for statement in statements)).splitlines()
-    return [set(line.split()) for line in lines]
+    modules = f"import {', '.join(NO_TORCH + TORCH_ON_FIRST_USE)}"
+    statements = ["import sys, omnitrain", modules, f"from omnitrain import {', '.join(names)}"]
+    result = programs.run(
+        sys.executable, "-c", "\n".join([*(f"{line}\n{LOADED}" for line in statements), WITHOUT_TRANSFORMERS]), cwd=ROOT
+    )
+    assert result.returncode == 0, result.stderr
+    return result.stdout.splitlines()
 
 
 # Imports
@@ -175,27 +180,18 @@ def test_imports_have_no_circles() -> None:
 
 
 def test_no_torch_modules_do_not_load_torch() -> None:
-    assert "torch" not in loaded_modules()[1]
+    assert "torch" not in imported()[1].split()
     for module in NO_TORCH:  # in functions neither
         assert "torch" not in {target.target.split(".")[0] for target in imports_of(module) if target.runs}, module
 
 
 def test_import_loads_no_optional_package() -> None:
-    assert not loaded_modules()[0] & {"torch", *HEAVY} and not loaded_modules()[2] & HEAVY
+    package, _, names = (set(line.split()) for line in imported()[:3])
+    assert not package & {"torch", *HEAVY} and not names & HEAVY and "torch" in names
 
 
 def test_missing_extra_reports_install() -> None:
-    code = """
-import sys
-import omnitrain
-sys.modules["transformers"] = None
-for name in ("HFTrainer", "HFTrainingArguments"):
-    try:
-        getattr(omnitrain, name)
-    except ImportError as error:
-        print(type(error).__name__, error)
-"""
-    for name, line in zip(("HFTrainer", "HFTrainingArguments"), run_python(code).splitlines(), strict=True):
+    for name, line in zip(("HFTrainer", "HFTrainingArguments"), imported()[3:], strict=True):
         assert line.startswith(f"MissingExtraError {name} needs transformers, which is not installed.")
         assert "`pip install transformers`, or `pip install -e '.[hf]'` in a clone" in line
 
@@ -218,10 +214,10 @@ def test_public_names_can_be_imported() -> None:
 # Sizes and names
 
 
-def definitions_in(module: str) -> Iterator[ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef]:
-    for node in ast.walk(tree_of(module)):
-        if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
-            yield node
+@functools.cache
+def definitions_in(module: str) -> list[ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef]:
+    kinds = ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
+    return [node for node in ast.walk(tree_of(module)) if isinstance(node, kinds)]
 
 
 def body_lines(node: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
