@@ -397,9 +397,6 @@ def test_commands_reject_other_paths(tmp_path: Path, capsys: Any) -> None:
         words = {"export": ["out"], "diff": [tmp_path / name]}.get(command, [])
         code, out, err = answer(capsys, command, tmp_path / name, *words)
         assert code == 2 and not out and repr(str(tmp_path / name)) in err and messages[name] in err, command
-    with pytest.raises(SystemExit) as ended:
-        main(["checkpoint"])
-    assert ended.value.code == 2 and "usage: omnitrain checkpoint" in capsys.readouterr().err
 
 
 @pytest.mark.processes

@@ -32,6 +32,10 @@ def start(*arguments: str, cwd: Path) -> contextlib.AbstractContextManager[subpr
         ([], "command"), (["dmo"], "'demo'"), (["demo", "--trainer", "magic"], "'native'"),
         (["demo", "--data", "mnist"], "'digits', 'stdlib'"), (["demo", "--epochs", "3"], "--epochs"),
         (["demo", "--dat", "digits"], "--dat"), (["demo", "--out"], "--out"), (["schedule"], "NAME"),
+        (["checkpoint"], "usage: omnitrain checkpoint"), (["launch"], "script"),
+        (["launch", "-n", "two", "train.py"], "'two'"), (["launch", "--zero", "4", "train.py"], "invalid choice: 4"),
+        (["launch", "--fsdp", "--zero", "3", "train.py"], "not allowed with"),
+        (["launch", "--nproc-per-node", "2", "train.py"], "--nproc-per-node"),
         (["schedule", "cosine", "--max-step", "9"], "--max-step"),
     ],
 )  # fmt: skip

@@ -27,23 +27,6 @@ def script(tmp_path: Path) -> str:
 # --- the command line
 
 
-@pytest.mark.parametrize(
-    ("words", "fragment"),
-    [
-        ([], "script"),
-        (["-n", "two", "train.py"], "'two'"),
-        (["--zero", "4", "train.py"], "invalid choice: 4"),
-        (["--fsdp", "--zero", "3", "train.py"], "not allowed with"),
-        (["--nproc-per-node", "2", "train.py"], "--nproc-per-node"),
-    ],
-)
-def test_launch_rejects_words(words: list[str], fragment: str, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as exit_:
-        cli.main(["launch", *words])
-    assert exit_.value.code == 2
-    assert fragment in capsys.readouterr().err
-
-
 MACHINES = ["--rdzv-endpoint", "a:1", "--max-restarts", "3"]
 
 
