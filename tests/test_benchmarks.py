@@ -37,6 +37,20 @@ def figures_of(script: str, *options: str, folder: Path) -> dict[str, Any]:
     return json.loads((folder / "out.json").read_text())
 
 
+def fixture_of(script: str, folder: Path = BENCHMARKS) -> Any:
+    """Make a fixture of a script as a module."""
+
+    @pytest.fixture(name=script)
+    def module(monkeypatch: pytest.MonkeyPatch) -> Any:
+        monkeypatch.syspath_prepend(str(folder))
+        return importlib.import_module(script)
+
+    return module
+
+
+gpu, throughput, probes = fixture_of("gpu"), fixture_of("throughput"), fixture_of("probes", BENCHMARKS / "peers")
+
+
 @pytest.mark.slow
 def test_overhead_measures_every_case(tmp_path: Path) -> None:
     cases = {row["case"] for row in figures_of("overhead.py", "--quick", folder=tmp_path)["rows"]}
@@ -85,11 +99,11 @@ def test_soak_grows_only_history(tmp_path: Path) -> None:
 def test_chaos_plan_covers_backends_and_faults(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "environ", dict(os.environ))  # of which the script changes some
     monkeypatch.syspath_prepend(str(BENCHMARKS))
-    script = importlib.import_module("chaos")
+    chaos = importlib.import_module("chaos")
     for seed in range(2):
-        plan = script.planned(script.pairs_of(script.BACKENDS, script.FAULTS), 30, random.Random(seed))
-        assert {backend for backend, _, _ in plan} == set(script.BACKENDS)
-        assert {fault for _, fault, _ in plan} == set(script.FAULTS)
+        plan = chaos.planned(chaos.pairs_of(chaos.BACKENDS, chaos.FAULTS), 30, random.Random(seed))
+        assert {backend for backend, _, _ in plan} == set(chaos.BACKENDS)
+        assert {fault for _, fault, _ in plan} == set(chaos.FAULTS)
         assert len({(backend, fault) for backend, fault, _ in plan}) == 30
 
 
@@ -107,18 +121,6 @@ def test_chaos_ends_with_the_bits_of_undisturbed_runs(tmp_path: Path) -> None:
 
 
 # what runs on a GPU, without one
-
-
-@pytest.fixture
-def gpu(monkeypatch: pytest.MonkeyPatch) -> Any:
-    monkeypatch.syspath_prepend(str(BENCHMARKS))
-    return importlib.import_module("gpu")
-
-
-@pytest.fixture
-def throughput(monkeypatch: pytest.MonkeyPatch) -> Any:
-    monkeypatch.syspath_prepend(str(BENCHMARKS))
-    return importlib.import_module("throughput")
 
 
 @pytest.mark.slow
@@ -277,12 +279,6 @@ def test_throughput_rejects_other_work(throughput: Any, monkeypatch: pytest.Monk
 
 
 # the probes of other trainers
-
-
-@pytest.fixture
-def probes(monkeypatch: pytest.MonkeyPatch) -> Any:
-    monkeypatch.syspath_prepend(str(BENCHMARKS / "peers"))
-    return importlib.import_module("probes")
 
 
 @pytest.mark.slow
