@@ -95,15 +95,9 @@ def test_multi_task_trainer_uses_task_weights() -> None:
     model = example["SharedBody"]({"wine": (13, 3), "cancer": (30, 2)})
     loads = {"wine": example["load_wine"], "cancer": example["load_breast_cancer"]}
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    trainer = example["MultiTaskTrainer"](
-        model,
-        {task: example["load_task"](task, *load(return_X_y=True))[0] for task, load in loads.items()},
-        {"wine": 0.0},
-        loss_fn=torch.nn.functional.cross_entropy,
-        epochs=1,
-        learning_rate=1e-2,
-        progress_bar=False,
-    )
+    data = {task: example["load_task"](task, *load(return_X_y=True))[0] for task, load in loads.items()}
+    options = {"loss_fn": torch.nn.functional.cross_entropy, "epochs": 1, "learning_rate": 1e-2, "progress_bar": False}
+    trainer = example["MultiTaskTrainer"](model, data, {"wine": 0.0}, **options)
     trainer.train()
     state = model.state_dict()
     changed = {name.split(".")[1] for name, tensor in state.items() if not torch.equal(before[name], tensor)}
@@ -226,7 +220,7 @@ def test_killed_and_moved_counts_only_sigkill(
             commands.append(command)
             folder, kill_after = Path(command[-2]), int(command[-1])
             folder.mkdir(exist_ok=True)
-            rows = [{"kind": "train", "step": one, "loss": 1.0} for one in range(1, (kill_after or 282) + 1)]
+            rows = [{"kind": "train", "step": step, "loss": 1.0} for step in range(1, (kill_after or 282) + 1)]
             (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
             return subprocess.CompletedProcess(command, code if kill_after else 0, "", "ModuleNotFoundError")
 

@@ -225,8 +225,7 @@ class Largest(TorchDispatchMode):
         return result
 
 
-@pytest.mark.parametrize("chunk", [1, 7, 100])
-@pytest.mark.parametrize(("smoothing", "z_loss"), [(0.0, 0.0), (0.1, 1e-2)])
+@pytest.mark.parametrize(("chunk", "smoothing", "z_loss"), [(1, 0.1, 1e-2), (7, 0.0, 0.0), (100, 0.1, 1e-2)])
 def test_chunked_cross_entropy_equals_full(chunk: int, smoothing: float, z_loss: float) -> None:
     torch.manual_seed(0)
     rows, features, classes = (3, 7), 6, 50
@@ -277,8 +276,7 @@ class ChunkedLlama(LlamaForCausalLM):
         return {"loss": chunked_cross_entropy(hidden[:, :-1], self.lm_head.weight, labels[:, 1:], chunk_size=7)}
 
 
-@pytest.mark.parametrize(("size", "accumulation"), thinned([(8, 1), (2, 4), (1, 8)], [(2, 4)]))
-def test_chunked_cross_entropy_trains_causal_lm(size: int, accumulation: int) -> None:
+def test_chunked_cross_entropy_trains_causal_lm() -> None:
     def trained(model: nn.Module, batch_size: int, accumulation: int) -> dict[str, Tensor]:
         Trainer(
             model, Tokens(24), batch_size=batch_size, gradient_accumulation_steps=accumulation, progress_bar=False,
@@ -288,5 +286,5 @@ def test_chunked_cross_entropy_trains_causal_lm(size: int, accumulation: int) ->
 
     chunked = ChunkedLlama(llama().config).double()
     chunked.load_state_dict(llama().state_dict())
-    expected, result = trained(llama(), 8, 1), trained(chunked, size, accumulation)
+    expected, result = trained(llama(), 8, 1), trained(chunked, 2, 4)
     torch.testing.assert_close(result, expected, rtol=0, atol=1e-7)  # transformers takes its scores to float32

@@ -22,7 +22,6 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 from omnitrain import (
-    AccelerateTrainer,
     ConfigError,
     DataError,
     EvalSet,
@@ -440,6 +439,7 @@ def test_rehearsal_of_a_resumed_run_has_no_effect(kind: str, tmp_path: Path) -> 
 
 
 @pytest.mark.processes
+@pytest.mark.parametrize("trainer_class", thinned(TRAINERS.values(), [Trainer]))
 def test_workers_end_after_each_call_and_rehearse_one_batch(trainer_class: Any, tmp_path: Path) -> None:
     data, before = Counted(20, tmp_path / "read"), len(multiprocessing.active_children())
     options = {"loss_fn": F.mse_loss, "epochs": 1, "num_workers": 2, "eval_batch_size": 4}
@@ -565,12 +565,8 @@ def test_label_sequences_of_any_name_are_padded_as_labels() -> None:
         def forward(self, ids: torch.Tensor, tags: torch.Tensor) -> Any:
             return super().forward(ids, tags)
 
-    padded, single = (
-        evaluator(Tags(), label_names=["tags"], eval_batch_size=size, compute_metrics="accuracy").evaluate(
-            Ragged("tags")
-        )
-        for size in (4, 1)
-    )
+    options = {"label_names": ["tags"], "compute_metrics": "accuracy"}
+    padded, single = (evaluator(Tags(), eval_batch_size=size, **options).evaluate(Ragged("tags")) for size in (4, 1))
     assert padded == pytest.approx(single)
 
 
@@ -595,14 +591,13 @@ def test_metrics_by_name_of_one_score_per_label(trainer_class: Any) -> None:
     assert row["eval_auc"] == pytest.approx(roc_auc_score(labels, scores))
 
 
-@pytest.mark.parametrize("trainer_class", [Trainer, AccelerateTrainer, HFTrainer])
-@pytest.mark.parametrize("name", ["loss", "eval_loss"])
-def test_metric_called_loss_is_rejected_before_the_first_step(name: str, trainer_class: Any) -> None:
-    data = rows(8, torch.float32)
-    trainer = trainer_class(
-        t16(dtype=torch.float32), data, data, loss_fn=F.mse_loss, epochs=1, batch_size=4, progress_bar=False,
-        compute_metrics=lambda outputs, labels: {name: 0.0}, sanity=True,
-    )  # fmt: skip
+@pytest.mark.parametrize(
+    ("kind", "name"), [("native", "loss"), ("native", "eval_loss"), ("accelerate", "loss"), ("hf", "eval_loss")]
+)
+def test_metric_called_loss_is_rejected_before_the_first_step(kind: str, name: str) -> None:
+    data = rows(8)
+    metrics = {"compute_metrics": lambda outputs, labels: {name: 0.0}, "sanity": True}
+    trainer = build(TRAINERS[kind], t16(), data, data, loss_fn=F.mse_loss, **metrics)
     with pytest.raises(ConfigError, match="A metric is called 'loss'"):
         trainer.train()
     assert trainer.progress.step == 0
