@@ -76,10 +76,11 @@ def with_model_init(params: dict[str, Any], folder: Path, **options: Any) -> Any
 MAKERS = {"Trainer": native, "AccelerateTrainer": accelerated, "HFTrainer": of_transformers, "init": with_model_init}
 
 
-def makers(*quick: str) -> Any:
-    """Run a test with trainers of all kinds, all but some of them only in `make test-all`."""
-    marks = {kind: [] if kind in quick else [pytest.mark.slow] for kind in MAKERS}
-    return pytest.mark.parametrize("make", [pytest.param(MAKERS[kind], id=kind, marks=marks[kind]) for kind in MAKERS])
+def makers(quick: str, *slow: str) -> Any:
+    """Run a test with trainers of one kind, and of others in `make test-all`."""
+    cases = [pytest.param(MAKERS[quick], id=quick)]
+    cases += [pytest.param(MAKERS[kind], id=kind, marks=pytest.mark.slow) for kind in slow]
+    return pytest.mark.parametrize("make", cases)
 
 
 def shown(result: SearchResult) -> list[Any]:
@@ -118,7 +119,7 @@ class RaisesAt(Callback):
 # --- what a search gives
 
 
-@makers("Trainer")
+@makers("Trainer", "HFTrainer", "init")
 def test_search_scores_trials_by_best_evaluation(make: Any, straight: Any, tmp_path: Path) -> None:
     """Each trial is a run in its own folder."""
     result = search(make, RATES, trials=2, save_dir=tmp_path / "search", seed=42)
@@ -197,7 +198,7 @@ def test_search_takes_functions_and_optuna_samplers(tmp_path: Path) -> None:
 # --- resuming
 
 
-@makers("HFTrainer")
+@makers("HFTrainer", "AccelerateTrainer", "init")
 def test_search_resumes_interrupted_trial(make: Any, straight: Any, tmp_path: Path) -> None:
     made: list[tuple[float, str]] = []
 
@@ -215,7 +216,7 @@ def test_search_resumes_interrupted_trial(make: Any, straight: Any, tmp_path: Pa
     assert len(json.loads((tmp_path / "trial-0001" / "run.json").read_text())["starts"]) == 2
 
 
-@makers("AccelerateTrainer")
+@makers("AccelerateTrainer", "Trainer")
 def test_search_records_finished_trial_after_kill(
     make: Any, straight: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -82,7 +82,7 @@ def test_objective_is_a_mean_over_sets_or_a_metric_of_one(trainer_class: Any) ->
 def test_interval_of_a_set_selects_evaluations(trainer_class: Any, tmp_path: Path) -> None:
     rare, epoch = EvalSet(classes(8, 2), every="5ba"), EvalSet(classes(8), every="1ep")
     sets = {"often": classes(8, 1), "rare": rare, "epoch": epoch}
-    options = {"eval_steps": 2, "max_steps": 12, "eval_on_start": True, "save_steps": 9, "save_dir": tmp_path / "a"}
+    options = {"eval_steps": 2, "max_steps": 12, "eval_on_start": True, "save_steps": 99, "save_dir": tmp_path / "a"}
     rows = build(trainer_class, sets, **options).train()["valid"]
     for name, steps in (("", range(0, 13, 2)), ("rare_", [0, 6, 10]), ("epoch_", [0, 4, 8, 12])):
         assert [row["step"] for row in rows if f"eval_{name}loss" in row] == [*steps]
