@@ -168,17 +168,14 @@ def test_demo_rejects_other_folders(tmp_path: Path) -> None:
 # The text and the model
 
 
-def test_read_sources_covers_every_module() -> None:
+def test_read_sources_covers_every_module(monkeypatch: pytest.MonkeyPatch) -> None:
     text = demo.read_sources()
     assert 400_000 < len(text) <= len(demo.MODULES) * (demo.CHARACTERS_PER_MODULE + 1)
     for name in demo.MODULES:
         beginning = inspect.getsource(importlib.import_module(name)).replace("    ", "\t")[:1000]
         assert beginning in text, name
-
-
-def test_read_sources_rejects_module_without_source(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(demo, "MODULES", ("sys",))
-    with pytest.raises(DataError, match="'sys'"):
+    with pytest.raises(DataError, match="'sys'"):  # which has no source
         demo.read_sources()
 
 
@@ -191,15 +188,12 @@ def test_character_gpt_is_causal() -> None:
     assert not torch.allclose(model(text)[0, 40], model(other)[0, 40])
 
 
-def test_character_gpt_writes_same_text() -> None:
+def test_character_gpt_writes_same_text_in_ascii() -> None:
+    assert bytes(demo.to_characters("na\u00efve\n").tolist()) == b"na?ve\n"
     model = demo.CharacterGPT()
     text = model.write("def ", 70)
     assert text == model.write("def ", 70)
     assert text.startswith("def ") and len(text) >= 74
-
-
-def test_to_characters_replaces_non_ascii() -> None:
-    assert bytes(demo.to_characters("naïve\n").tolist()) == b"na?ve\n"
 
 
 def test_demo_imports_public_names() -> None:

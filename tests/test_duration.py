@@ -69,7 +69,7 @@ def test_duration_rejects_fractions_of_whole_units(text: Any, word: str) -> None
 
 
 @given(st.sampled_from(["ep", "ba", "sp", "tok", "s", "dur"]), st.floats(1e-6, 1e9), st.booleans())
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=50, deadline=None)
 def test_duration_round_trips_through_str(unit: str, value: float, whole: bool) -> None:
     value = min(value, 1.0) if unit == "dur" else value
     duration = Duration(math.ceil(value) if whole or unit in ("ba", "sp", "tok") else value, unit)
@@ -87,7 +87,7 @@ def test_amount_and_due_read_counter_of_unit(unit: str, amount: float) -> None:
 
 
 @given(n=st.integers(1, 7), total=st.integers(1, 60), unit=st.sampled_from(["ba", "sp", "tok", "s"]))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 def test_every_fires_once_per_multiple(n: int, total: int, unit: str) -> None:
     every, fired = Every(Duration(n, unit)), []
     for count in range(1, total + 1):
@@ -97,7 +97,7 @@ def test_every_fires_once_per_multiple(n: int, total: int, unit: str) -> None:
 
 
 @given(n=st.integers(1, 20), strides=st.lists(st.integers(0, 50), max_size=30))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 def test_every_fires_when_multiple_is_crossed(n: int, strides: list[int]) -> None:
     every, progress = Every(Duration(n, "sp")), Progress()
     for stride in strides:
@@ -107,7 +107,7 @@ def test_every_fires_when_multiple_is_crossed(n: int, strides: list[int]) -> Non
 
 
 @given(tenths=st.integers(1, 40), size=st.integers(1, 30), batch_size=st.integers(1, 30))
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=50, deadline=None)
 def test_every_fraction_of_epoch_is_exact(tenths: int, size: int, batch_size: int) -> None:
     every, progress = Every(Duration.parse(f"{tenths / 10}ep", "ep", "eval_steps")), Progress(epoch_size=size)
     fired = 0
@@ -191,7 +191,7 @@ def test_limits_stop_at_first_reached() -> None:
 
 @given(hundredths=st.integers(1, 500), size=st.integers(1, 40))
 @example(hundredths=136, size=25)  # in floats, 1 + 9/25 is less than 1.36
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 def test_limits_of_fractional_epochs(hundredths: int, size: int) -> None:
     limits, progress = Limits(epochs=hundredths / 100), Progress(epoch_size=size)
     for _ in walk(progress, batch_size=1, epochs=6):

@@ -42,18 +42,15 @@ def test_autocast_rejects_unknown_precision_and_fp16_on_cpu() -> None:
 
 
 @pytest.mark.parametrize("capability", [None, (8, 0)])
-def test_autocast_rejects_fp8_without_hardware(capability: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_autocast_rejects_fp8_without_hardware_or_torchao(capability: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "torchao", None)
+    with pytest.raises(MissingExtraError, match="autocast='fp8' needs torchao"):
+        Precision("fp8", "cuda").convert(torch.nn.Sequential(torch.nn.Linear(16, 16)))
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "A100")
     device, words = (CPU, "the device is cpu") if capability is None else (CUDA, r"A100 has 8\.0")
     with pytest.raises(ConfigError, match=rf"`autocast='float8'` needs an NVIDIA GPU .*8\.9.*{words}\. Use .*bf16"):
         Precision.parse("float8", device)
-
-
-def test_autocast_fp8_without_torchao(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "torchao", None)
-    with pytest.raises(MissingExtraError, match="autocast='fp8' needs torchao"):
-        Precision("fp8", "cuda").convert(torch.nn.Sequential(torch.nn.Linear(16, 16)))
 
 
 def test_fp8_layers_are_converted_once(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -87,9 +87,8 @@ def test_sample_that_fails_at_once_or_only_once_is_reported() -> None:
     assert "Raised for sample 17 of the training set, which fails alone." in text
 
 
-@pytest.mark.parametrize("accumulation", [1, 3])
-def test_label_out_of_range_is_found_in_its_batch(trainer_class: Any, accumulation: int) -> None:
-    data = Classes(bad=17, how="label")
+def test_label_out_of_range_is_found_in_its_batch(trainer_class: Any) -> None:
+    data, accumulation = Classes(bad=17, how="label"), 3
     text = message_of(trainer_class, data, IndexError, gradient_accumulation_steps=accumulation)
     assert "Raised for sample 17 of the training set, which fails alone." in text
     step = (step_of(17) - 1) // accumulation + 1
