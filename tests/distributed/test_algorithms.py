@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -120,10 +122,16 @@ def results(folder: Path, request: pytest.FixtureRequest) -> dict[str, Any]:
     return launch_all(jobs, folder / "launches")
 
 
-def assert_close(found: dict[str, Any], backend: str, kind: str, folder: Path, since: int = 0) -> None:
+@functools.cache
+def train_on_one_process(dtype: str, kind: str) -> dict[str, Any]:
+    with tempfile.TemporaryDirectory() as folder:
+        return train("native", dtype, kind, folder)
+
+
+def assert_close(found: dict[str, Any], backend: str, kind: str, since: int = 0) -> None:
     """Compare with a run on one process; the first may have begun after step `since`."""
     assert "error" not in found, found
-    expected = train("native", dtype_of(backend), kind, str(folder / "expected"))
+    expected = dict(train_on_one_process(dtype_of(backend), kind))
     for key in ("losses", "norms"):
         expected[key] = expected[key][since:]
     for result in (found, expected):
@@ -132,25 +140,25 @@ def assert_close(found: dict[str, Any], backend: str, kind: str, folder: Path, s
 
 
 @pytest.mark.parametrize(("backend", "kind"), thinned(itertools.product(BACKENDS, ALL), QUICK))
-def test_algorithms_match_one_process_or_are_errors(results: Any, tmp_path: Path, backend: str, kind: str) -> None:
+def test_algorithms_match_one_process_or_are_errors(results: Any, backend: str, kind: str) -> None:
     ranks = results[f"{backend}-{kind}-straight"]
     if kind in UNSUPPORTED.get(backend, ()):
         words = f"{type(KINDS[kind]()).__name__}, which cannot work here" if kind in KINDS else "(LBFGS) takes loss and"
         assert all(rank["error"] == "ConfigError" and words in rank["message"] for rank in ranks)
         return
     assert gap(*(rank.get("tensors") for rank in ranks)) == 0
-    assert_close(ranks[0], backend, kind, tmp_path)
+    assert_close(ranks[0], backend, kind)
 
 
 @pytest.mark.parametrize(("backend", "kind"), thinned(MOVES, [("ddp", "lbfgs"), ("ddp", "pruning"), ("fsdp", "ema")]))
 def test_checkpoints_move_from_one_process_to_two_and_back(
     results: Any, folder: Path, tmp_path: Path, backend: str, kind: str
 ) -> None:
-    assert_close(results[f"{backend}-{kind}-resumed"][0], backend, kind, tmp_path, since=CUT)
+    assert_close(results[f"{backend}-{kind}-resumed"][0], backend, kind, since=CUT)
     assert "error" not in results[f"{backend}-{kind}-cut"][0]
     cut = folder / f"{backend}-{kind}" / "cut" / f"checkpoint-{CUT}"
     resumed = train("native", dtype_of(backend), kind, str(tmp_path / "resumed"), resume=str(cut))
-    assert_close(resumed, backend, kind, tmp_path / "again", since=CUT)
+    assert_close(resumed, backend, kind, since=CUT)
     if kind == "ema":
         averaged, trained = (saved(cut, file) for file in ("model.safetensors", "trained.safetensors"))
         assert averaged.keys() == trained.keys() and not torch.equal(averaged["0.weight"], trained["0.weight"])

@@ -190,11 +190,9 @@ def test_omnitrain_launch_saves_at_a_signal(number: signal.Signals, code: int, t
 @pytest.mark.parametrize(
     ("way", "command"),
     [
-        ("ddp", [*OMNITRAIN, "-n", "2", "-m", "launched"]),
         ("fsdp2", [*OMNITRAIN, "-n", "2", "--fsdp", SCRIPT]),
         ("zero2", [*OMNITRAIN, "-n", "2", "--zero", "2", "-m", "launched"]),
-        ("zero3", [*OMNITRAIN, "-n", "2", "--zero", "3", SCRIPT]),
-        *((way, [*ACCELERATE, "--config_file", str(CONFIGS / f"{way}_cpu.yaml"), SCRIPT]) for way in OPTIONS),
+        *((way, [*ACCELERATE, "--config_file", f"{CONFIGS / way}_cpu.yaml", SCRIPT]) for way in ("ddp", "zero3")),
     ],
 )
 def test_launchers_train_on_two_processes(

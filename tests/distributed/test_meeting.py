@@ -111,8 +111,8 @@ EXHAUSTIVE = [
     case("zero2", "group 3", 1, "killed"),
     *(
         case(backend, moment, rank, how, hosted)
-        for backend, moments in MOMENTS.items() for moment in moments for how in ("killed", "stopped")
-        for rank, hosted in ((0, True), (0, False), (1, False))
+        for backend, moments in MOMENTS.items() for moment in moments
+        for how, rank, hosted in (("killed", 0, True), ("stopped", 0, False), ("killed", 1, False))
     ),
 ]  # fmt: skip
 CASES = {case.name: case for case in (*QUICK, *EXHAUSTIVE)}

@@ -115,7 +115,7 @@ def state_of(trainer: Any) -> dict[str, str]:
 
 def make(folder: str, backend: str = "fsdp", **options: Any) -> Any:
     defaults: dict[str, Any] = {
-        "global_batch_size": 12, "batch_size": 1, "max_steps": 4, "save_steps": 2, "save_total_limit": 1,
+        "global_batch_size": 12, "batch_size": 6, "max_steps": 4, "save_steps": 2, "save_total_limit": 1,
         "loss_fn": F.mse_loss, "learning_rate": 0.01, "save_dir": folder,
     }  # fmt: skip
     return make_trainer(backend, t16(dtype=torch.float32), rows(60, torch.float32), **{**defaults, **options})

@@ -127,7 +127,7 @@ def train(
     """Train with a signal to some ranks after a step, if there is a number."""
     net = Net()
     callbacks = [Sends(number, ranks or [], "step", net)] if number else []
-    trainer = make(folder, wrapping, net, callbacks=callbacks, save_steps=2)
+    trainer = make(folder, wrapping, net, callbacks=callbacks, save_steps=4)
     trainer.train(resume_from="auto" if resume else None)
     return result_of(trainer)
 

@@ -202,8 +202,8 @@ STALLED = by_name([
     case("step", 0),
     case("data", 0, "hangs"),
     *(
-        case(phase, rank, how, backend=backend)
-        for backend in BACKENDS for phase in PHASES for rank in (0, 1) for how in ("ended", "hangs")
+        case(phase, (number + hangs) % 2, ("ended", "hangs")[hangs], backend=backend)
+        for backend in BACKENDS for number, phase in enumerate(PHASES) for hangs in (0, 1)
     ),
 ])  # fmt: skip
 SIGNALLED = by_name([

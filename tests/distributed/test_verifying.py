@@ -131,7 +131,10 @@ READS = [(0, True), (1, True), (0, False)]
 """Which rank cannot read, and whether each rank reads its part or the main one all."""
 ENDS = [("fsdp", 1, True), ("fsdp", 0, False), ("zero1", 1, True), ("zero3", 1, True), ("zero3", 0, False)]
 INTACT = [("none", 0, which) for which in WHICH] + [("unseen", rank, which) for rank in (0, 1) for which in WHICH]
-DAMAGED = list(itertools.product(("flipped", "truncated", "missing", "unreadable"), (0, 1), WHICH))
+DAMAGED = [
+    case for kind, rank in (("flipped", 1), ("truncated", 0), ("missing", 1), ("unreadable", 1))
+    for case in ((kind, rank, "auto"), (kind, 1 - rank, "checkpoint-4"))
+]  # fmt: skip
 QUICK = [
     ("none", 0, "auto"), ("unseen", 1, "auto"), ("flipped", 1, "auto"), ("unreadable", 0, "checkpoint-4"),
 ]  # fmt: skip
