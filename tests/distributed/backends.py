@@ -259,13 +259,8 @@ def masked_sentences(size: int) -> Sentences:
     return data
 
 
-RECIPE: dict[str, Any] = {
-    "epochs": 3,
-    "learning_rate": 0.05,
-    "lr_scheduler": "cosine",
-    "warmup_steps": 2,
-    "max_grad_norm": 0.5,
-}
+RECIPE: dict[str, Any] = {"epochs": 3, "learning_rate": 0.05, "max_grad_norm": 0.5}
+RECIPE |= {"lr_scheduler": "cosine", "warmup_steps": 2}
 """What every run here has: clipping, warm-up and a schedule, for which every step counts."""
 
 
@@ -296,11 +291,16 @@ def regress(
     return _trained(trainer, resume or None)
 
 
+def tensors_of(trainer: Any) -> dict[str, torch.Tensor]:
+    """Return copies of the whole weights and buffers; all ranks call this."""
+    return {name: whole(tensor).clone() for name, tensor in sorted(trainer.backend.model_tensors().items())}
+
+
 def _trained(trainer: Any, resume: str | None = None) -> dict[str, Any]:
     trainer.train(resume_from=resume)
     noted = next(one for one in trainer.lifecycle.callbacks if isinstance(one, Trace))
     speeds = ("samples_per_second", "tokens_per_second")
-    tensors = {f"weights/{name}": whole(one) for name, one in sorted(trainer.backend.model_tensors().items())}
+    tensors = {f"weights/{name}": tensor for name, tensor in tensors_of(trainer).items()}
     moments, _ = trainer.backend.optimizer_state()
     tensors |= {f"moments/{name}": whole(one) for name, one in sorted(moments.items())}
     return {

@@ -27,3 +27,9 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> Generator[None, object, o
         return (yield)
     except NotRun as error:
         pytest.skip(str(error))
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Path:
+    """Return a folder for all tests of a file."""
+    return tmp_path_factory.mktemp(request.path.stem)

@@ -77,6 +77,10 @@ class Case:
     environment: dict[str, str] = field(default_factory=lambda: dict(ON_CPU))
 
 
+def by_name(cases: Sequence[Case]) -> dict[str, Case]:
+    return {case.name: case for case in cases}
+
+
 @dataclass(slots=True)
 class Outcome:
     """How one process of a case ended.
@@ -221,6 +225,11 @@ def mark() -> None:
 def show_life() -> None:
     """Say that this case goes on: the time after which it counts as hung starts anew."""
     Path(os.environ["CASE_FOLDER"], "life").touch()
+
+
+def current_rank() -> int:
+    """Return the rank of this process, also where it is the only one."""
+    return int(os.environ.get("RANK", "0"))
 
 
 def wait_for_other() -> None:

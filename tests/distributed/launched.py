@@ -24,13 +24,9 @@ from torch.nn import functional as F  # noqa: E402
 from omnitrain import AccelerateTrainer, Callback, Trainer  # noqa: E402
 
 OPTIONS: dict[str, Any] = {
-    "loss_fn": F.mse_loss,
-    "epochs": 3,
-    "learning_rate": 0.05,
-    "progress_bar": False,
-    "save_steps": 2,
+    "loss_fn": F.mse_loss, "epochs": 3, "learning_rate": 0.05, "progress_bar": False, "save_steps": 2,
     "save_total_limit": 2,
-}
+}  # fmt: skip
 
 
 def native(folder: Path) -> Trainer:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from adapting import adapted, content_of
-from backends import Job, asked_for, bound, gap, launch_all, make_trainer
+from backends import Job, asked_for, bound, gap, launch_all, make_trainer, tensors_of
 from forking import Found, joined
 from marks import thinned
 from recipes import StopAt, rows
@@ -17,7 +17,7 @@ from tiny import Tokens, llama
 from torch import nn
 
 from omnitrain import Callback
-from omnitrain.checkpoint.tensors import fingerprints, whole
+from omnitrain.checkpoint.tensors import fingerprints
 from omnitrain.distributed import Ranks
 
 HERE = "test_adapters"
@@ -36,7 +36,7 @@ def adapt(
         callbacks=[StopAt(cut)] if cut else [], load_best_at_end=best, **({"eval_steps": 2} if best else {}),
     )  # fmt: skip
     trainer.train(resume_from=resume or None)
-    tensors = {f"weights/{name}": whole(one) for name, one in sorted(trainer.backend.model_tensors().items())}
+    tensors = {f"weights/{name}": one for name, one in tensors_of(trainer).items()}
     trainer.save_model(f"{folder}/model")
     losses = [trainer.evaluate()["eval_loss"], trainer.metrics["best_valid"]["eval_loss"]] if best else []
     return {"tensors": tensors, "losses": losses}
@@ -76,11 +76,6 @@ def fade(backend: str, folder: str) -> dict[str, Any]:
 
 
 # --- what came of it
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("adapters")
 
 
 @pytest.fixture(scope="module")

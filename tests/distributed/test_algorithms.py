@@ -11,7 +11,19 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from backends import DTYPES, PROCESSES, Job, asked_for, bound, dtype_of, gap, launch_all, make_trainer, saved
+from backends import (
+    DTYPES,
+    PROCESSES,
+    Job,
+    asked_for,
+    bound,
+    dtype_of,
+    gap,
+    launch_all,
+    make_trainer,
+    saved,
+    tensors_of,
+)
 from marks import thinned
 from recipes import Sentences, StopAt, Tagger, Trace, rows
 from torch import nn
@@ -30,7 +42,6 @@ from omnitrain import (
     StochasticDepth,
     StraightThrough,
 )
-from omnitrain.checkpoint.tensors import whole
 
 KINDS: dict[str, Any] = {
     "ema": lambda: EMA(0.8),
@@ -95,13 +106,8 @@ def train(backend: str, dtype: str, kind: str, folder: str, cut: int = 0, resume
         "norms": [row["grad_norm"] for row in trace.logs],
         "evaluations": [[row["step"], row["eval_loss"]] for row in trainer.metrics["valid"]],
         "afterwards": trainer.evaluate()["eval_loss"],
-        "tensors": {name: whole(one) for name, one in trainer.backend.model_tensors().items()},
+        "tensors": tensors_of(trainer),
     }
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("algorithms")
 
 
 @pytest.fixture(scope="module")

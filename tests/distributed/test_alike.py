@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -98,20 +99,14 @@ DIFFERENCES: dict[str, tuple[str, str, list[Any] | None]] = {
 }
 """What differs: on which backend, what the error says, and the values of the ranks."""
 QUICK = (
-    "batch_size",
-    "length",
-    "samples",
-    "samples of evaluation",
-    "shape",
-    "resume_from",
-    "batch_size of HFTrainer",
+    "batch_size", "length", "samples", "samples of evaluation", "shape", "resume_from", "batch_size of HFTrainer",
     "frozen of ZeRO",
-)
+)  # fmt: skip
 
 
 @pytest.fixture(scope="module")
-def outcomes(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Found[list[Outcome]]:
-    folder, cases = tmp_path_factory.mktemp("alike"), []
+def outcomes(folder: Path, request: pytest.FixtureRequest) -> Found[list[Outcome]]:
+    cases = []
     for name in sorted({"allowed"} | asked_for(request, "name")):
         backend, _, values = DIFFERENCES.get(name, ("ddp", "", None))
         options = {

@@ -43,9 +43,8 @@ def assert_equal(tensors: dict[str, torch.Tensor], expected: dict[str, torch.Ten
 
 
 @pytest.fixture(scope="module")
-def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> dict[str, torch.Tensor]:
+def uninterrupted(folder: Path) -> dict[str, torch.Tensor]:
     """The end of an uninterrupted run on one machine with two processes."""
-    folder = tmp_path_factory.mktemp("uninterrupted")
     assert [outcome.code for outcome in forked(folder, [str(folder)])] == [0, 0]
     return state(folder / "run")
 

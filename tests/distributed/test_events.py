@@ -16,13 +16,12 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from accelerate.tracking import GeneralTracker
-from backends import DTYPES, Job, asked_for, dtype_of, gap, launch_all, make_trainer, sound
+from backends import DTYPES, Job, asked_for, dtype_of, gap, launch_all, make_trainer, sound, tensors_of
 from marks import thinned
 from recipes import Everything, Keyed, KeyedModel, StopAt, rows, t16
 from torch import nn
 
 from omnitrain import AccelerateTrainer, Callback
-from omnitrain.checkpoint.tensors import whole
 
 STEPS = 12
 BATCH = ["batch_start", "after_forward", "after_loss", "after_backward", "batch_end"]
@@ -61,7 +60,7 @@ def train_watched(backend: str, watched: bool) -> dict[str, Any]:
     failures = {listener.name: listener.failures for listener in trainer.lifecycle.listeners}
     return {
         "events": everything.events, "failures": failures.get("FailsOnRankOne"), "step": trainer.progress.step,
-        "tensors": {name: whole(tensor) for name, tensor in trainer.backend.model_tensors().items()},
+        "tensors": tensors_of(trainer),
     }  # fmt: skip
 
 
@@ -184,11 +183,6 @@ def train_logged(backend: str, folder: str, stop: int = 0, watched: bool = True)
 
 
 # --- tests
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("events")
 
 
 @pytest.fixture(scope="module")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import datetime
 import itertools
 import math
-import os
 import random
 import re
 import sys
@@ -13,44 +12,31 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from backends import Job, asked_for, launch_all
-from forking import Case, Found, Outcome, mark, play, wait_for_other
+from backends import Job, asked_for, launch_all, make_trainer
+from forking import Case, Found, Outcome, by_name, current_rank, mark, play, wait_for_other
 from marks import thinned
 from recipes import rows, t16
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
-from omnitrain import AccelerateTrainer, Callback, HFTrainer, distributed
+from omnitrain import Callback, distributed
 from omnitrain.checkpoint import state
 from omnitrain.checkpoint.store import Store
-from omnitrain.run import lifecycle
 
 
 def make(wrapping: str = "ddp", model: nn.Module | None = None, train: Any = None, **options: Any) -> Any:
     """Return a trainer for 8 steps an epoch; a rank that is stuck in a collective is ended sooner than in a run."""
     distributed._GRACE_S, distributed._POLL_INTERVAL = 1.0, datetime.timedelta(seconds=0.5)
-    if wrapping == "fsdp":
-        from accelerate.utils import FullyShardedDataParallelPlugin
-
-        options["fsdp_plugin"] = FullyShardedDataParallelPlugin(fsdp_version=2)
-    defaults: dict[str, Any] = {"epochs": 2, "loss_fn": F.mse_loss, "learning_rate": 0.01, "progress_bar": False}
+    defaults: dict[str, Any] = {"epochs": 2, "loss_fn": F.mse_loss, "learning_rate": 0.01, "log_steps": 10}
     if "train_loader" not in options:
         defaults |= {"batch_size": 4, "train_dataset": rows(64, torch.float32) if train is None else train}
-    model = model or t16(dtype=torch.float32)
-    if wrapping == "hf":
-        return HFTrainer(model, None, **{**defaults, **options})
-    return AccelerateTrainer(model, **{**defaults, **options})
-
-
-def own_rank() -> int:
-    return int(os.environ["RANK"])
+    return make_trainer(wrapping, model or t16(dtype=torch.float32), **{**defaults, **options})
 
 
 def boom(*_: Any) -> None:
@@ -98,7 +84,7 @@ def train_and_fail(
     where: str, rank: int = 1, wrapping: str = "ddp", lives_on: bool = False, folder: str = "", **options: Any
 ) -> None:
     """Train with a fault on one process, which may catch its error and live on."""
-    numbers, is_bad = itertools.count(), own_rank() == rank
+    numbers, is_bad = itertools.count(), current_rank() == rank
     kind, _, detail = where.partition(":")
 
     def loss(output: Any, target: Any) -> torch.Tensor:
@@ -142,10 +128,6 @@ def train_and_fail(
 
 def fail(where: str, name: str = "", hosted: bool = False, **options: Any) -> Case:
     return Case(name or where, "test_faults:train_and_fail", {"where": where, **options}, hosted)
-
-
-def by_name(cases: list[Case]) -> dict[str, Case]:
-    return {case.name: case for case in cases}
 
 
 AHEAD = "item of the step after a save"
@@ -338,7 +320,7 @@ def ask(backend: str, rank: int, folder: str) -> dict[str, Any]:
 
 def stop_at_any_moment(backend: str, times: int) -> list[tuple[str, int]]:
     """Stop many runs from another thread of one process, after a random batch of steps, evaluations and epochs."""
-    generator, ends, numbers = random.Random(own_rank()), [], itertools.count()
+    generator, ends, numbers = random.Random(current_rank()), [], itertools.count()
 
     class Stopping(Callback):
         order = 99
@@ -365,27 +347,6 @@ def stop_at_any_moment(backend: str, times: int) -> list[tuple[str, int]]:
     return {"ends": ends}
 
 
-def run_by_clock(backend: str, folder: str) -> dict[str, Any]:
-    """Train, save and evaluate by clocks, of which that of rank 1 goes faster."""
-    seconds, time_module = [0.0], lifecycle.time
-
-    class Tick(Callback):
-        order = -1
-
-        def on_step_start(self, trainer: Any) -> None:
-            seconds[0] += 0.03 + 0.01 * trainer.rank
-
-    lifecycle.time = SimpleNamespace(perf_counter=lambda: seconds[0])  # type: ignore[assignment]
-    trainer: Any = make(
-        callbacks=[Tick()], epochs=None, max_duration="1s", save_dir=folder, save_steps="0.2s",
-        eval_dataset=rows(16, torch.float32), eval_steps="0.15s", log_steps="0.1s",
-    )  # fmt: skip
-    metrics = trainer.train()
-    lifecycle.time = time_module
-    history = [row["step"] for row in metrics["valid"]]
-    return {"reason": metrics["stop_reason"], "step": trainer.progress.step, "evaluated": history}
-
-
 # --- jobs: data of unequal length
 
 
@@ -396,14 +357,14 @@ class Stream(IterableDataset[Any]):
         self.lengths = lengths
 
     def __iter__(self) -> Iterator[Any]:
-        return iter(list(zip(*rows(64, torch.float32).tensors, strict=True))[: self.lengths[own_rank()]])
+        return iter(list(zip(*rows(64, torch.float32).tensors, strict=True))[: self.lengths[current_rank()]])
 
 
 def train_unevenly(backend: str, lengths: list[int], loader: bool, accumulation: int) -> dict[str, Any]:
     """Train and evaluate on data of which the processes see parts of unequal length."""
     data: dict[str, Any] = {"train": Stream(lengths), "eval_dataset": Stream(lengths), "batch_size": 2}
     if loader:
-        samples = list(zip(*rows(64, torch.float32)[: lengths[own_rank()]], strict=True))
+        samples = list(zip(*rows(64, torch.float32)[: lengths[current_rank()]], strict=True))
         data = {name: DataLoader(samples, batch_size=2) for name in ("train_loader", "eval_loader")}  # type: ignore[arg-type]
     trainer: Any = make(backend, **data, gradient_accumulation_steps=accumulation)
     metrics = trainer.train()
@@ -419,21 +380,15 @@ FOLDER = {"folder": "folder"}
 SURVIVING = dict([job("survive", **FOLDER), job("survive", "fsdp", **FOLDER)])
 ASKING = dict([job("ask", rank=1, **FOLDER), job("ask", rank=0, **FOLDER), job("ask", "fsdp", rank=1, **FOLDER)])
 STOPPING = dict([job("stop_at_any_moment", times=6), job("stop_at_any_moment", times=30)])
-CLOCKS = dict([job("run_by_clock", **FOLDER)])
 UNEVEN = dict([
     job("train_unevenly", backend, lengths=lengths, loader=loader, accumulation=accumulation)
     for lengths, loader in [([9, 30], False), ([30, 9], False), ([32, 33], True), ([9, 50], True), ([13, 0], False)]
     for backend, accumulation in (("ddp", 1), ("fsdp", 3))
 ])  # fmt: skip
-JOBS = CLOCKS | SURVIVING | ASKING | STOPPING | UNEVEN
+JOBS = SURVIVING | ASKING | STOPPING | UNEVEN
 
 
 # --- tests
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("faults")
 
 
 def prepared(table: dict[str, Any], names: set[str], folder: Path) -> list[Any]:
@@ -553,12 +508,6 @@ def test_stop_from_a_thread_of_one_rank_ends_all_at_one_step(job: str, results: 
     ends = result_of(results, job)["ends"]
     assert len(ends) == JOBS[job].options["times"] and {reason for reason, _ in ends} == {"requested"}
     assert len({step for _, step in ends}) > 2
-
-
-@pytest.mark.parametrize("job", CLOCKS)
-def test_clocks_that_differ_between_ranks(job: str, results: Found[list[dict[str, Any]]]) -> None:
-    result = result_of(results, job)
-    assert result["reason"] == "max_duration" and len(result["evaluated"]) >= 2
 
 
 def share_of_stream(length: int, rank: int) -> list[int]:

@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from backends import Job, gap, launch_all, sound
+from forking import current_rank
 from recipes import rows, t16, weights
 from tiny import Tokens, llama, t5
 from torch.utils.data import DataLoader, DistributedSampler, default_collate
@@ -19,10 +20,6 @@ from transformers import Seq2SeqTrainingArguments, TrainerCallback, TrainingArgu
 from omnitrain import HFTrainer
 
 HERE = "test_hf_two_processes"
-
-
-def rank() -> int:
-    return int(os.environ.get("RANK", "0"))
 
 
 # --- what runs on every process, and on one
@@ -73,8 +70,9 @@ def search(backend: str, folder: str) -> dict[str, Any]:
         eval_steps=2, save_strategy="no", use_cpu=True, report_to="none", disable_tqdm=True, learning_rate=0.01,
     )  # fmt: skip
     trainer = HFTrainer(
-        None, args, rows(20), rows(10), loss_fn=F.mse_loss, model_init=lambda: t16(seed=rank()), progress_bar=False
-    )
+        None, args, rows(20), rows(10), loss_fn=F.mse_loss, progress_bar=False,
+        model_init=lambda: t16(seed=current_rank()),
+    )  # fmt: skip
     evaluations = []
     best = trainer.engine.hyperparameter_search(
         lambda trial: {"learning_rate": trial.suggest_float("learning_rate", 1e-3, 0.1, log=True)}, n_trials=3,
@@ -93,9 +91,9 @@ class FlagsOnRankOne(TrainerCallback):
     """Sets transformers' flags on the second process only."""
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> Any:
-        control.should_save |= rank() == 1 and state.global_step == 2
-        control.should_evaluate |= rank() == 1 and state.global_step == 3
-        control.should_training_stop |= rank() == 1 and state.global_step == 5
+        control.should_save |= current_rank() == 1 and state.global_step == 2
+        control.should_evaluate |= current_rank() == 1 and state.global_step == 3
+        control.should_training_stop |= current_rank() == 1 and state.global_step == 5
         return control
 
 
@@ -199,11 +197,6 @@ def drop(backend: str, folder: str) -> dict[str, Any]:
 
 
 # --- what came of it
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("hf")
 
 
 @pytest.fixture(scope="module")

@@ -108,11 +108,6 @@ def environment_of_accelerate(way: str) -> dict[str, str]:
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("launching")
-
-
-@pytest.fixture(scope="module")
 def outcomes(folder: Path, request: pytest.FixtureRequest) -> Found[list[Outcome]]:
     selected = sorted(asked_for(request, "launcher", "way"))
     if any("zero" in way for _, way in selected):

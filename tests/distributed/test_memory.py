@@ -9,19 +9,13 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from backends import Job, asked_for, bound, dtype_of, launch_all, make_trainer, named
+from backends import Job, asked_for, bound, dtype_of, launch_all, make_trainer, named, tensors_of
 from marks import thinned
 from recipes import Sentences, Tagger, distance, rows, same
 from starving import Starving, StarvingAdamW
 
-from omnitrain.checkpoint.tensors import whole
-
 HERE = Path(__file__).stem
 BACKENDS = ("native", "ddp", "fsdp", "hf2", "zero1", "zero2", "zero3", "hf_fsdp", "hf_zero2", "hf_zero3")
-
-
-def tensors_of(trainer: Any) -> dict[str, torch.Tensor]:
-    return {name: whole(one).clone() for name, one in sorted(trainer.backend.model_tensors().items())}
 
 
 def split(backend: str, dtype: str, size: int | None) -> dict[str, Any]:
@@ -83,8 +77,8 @@ def synchronize(backend: str) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def results(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> dict[str, Any]:
-    folder, jobs = tmp_path_factory.mktemp("memory"), []
+def results(folder: Path, request: pytest.FixtureRequest) -> dict[str, Any]:
+    jobs = []
     for backend in sorted({"native"} | asked_for(request, "backend", test="test_split")):
         size = None if backend == "native" else 3
         for dtype in ("float32", "float64") if backend == "native" else (dtype_of(backend),):

@@ -154,11 +154,6 @@ def side_by_side(first: str, second: str) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("meshes")
-
-
-@pytest.fixture(scope="module")
 def results(folder: Path, request: pytest.FixtureRequest) -> Found[list[dict[str, Any]]]:
     from test_meshes import learn, side_by_side  # by the name of the module that checkpoints of ranks have
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from backends import DTYPES, PROCESSES, Job, asked_for, dtype_of, gap, launch_all, make_trainer, named
+from backends import DTYPES, PROCESSES, Job, asked_for, dtype_of, gap, launch_all, make_trainer, named, tensors_of
 from marks import thinned
 from recipes import Blank, Holding, Overflowing, Tagger, Trace, rows, t16
 from tiny import Short, Tokens, bert, gpt, t5
@@ -17,7 +17,6 @@ from torch import nn
 from transformers import DataCollatorWithFlattening
 
 from omnitrain import AccelerateTrainer, DistributedError, GroupByLength, PackedDataset
-from omnitrain.checkpoint.tensors import whole
 from omnitrain.data.sampling import EpochSampler
 
 HERE = "test_models"
@@ -110,7 +109,7 @@ def learn(backend: str, kind: str, dtype: str) -> dict[str, Any]:
         "logs": [[row["loss"], row["grad_norm"]] for row in trace.logs],
         "valid": [{k: v for k, v in row.items() if k != "epoch"} for row in trainer.metrics["valid"] if row["step"]],
         "is bare": trainer.model is trainer.get_model(),
-        "tensors": {f"weights/{name}": whole(one) for name, one in sorted(trainer.backend.model_tensors().items())},
+        "tensors": {f"weights/{name}": one for name, one in tensors_of(trainer).items()},
     }
 
 
@@ -130,7 +129,7 @@ def skip(backend: str, dtype: str, counts: bool) -> dict[str, Any]:
     trainer.train()
     return {
         "steps": [trainer.progress.step, trainer.progress.skipped_steps],
-        "tensors": {f"weights/{name}": whole(one) for name, one in sorted(trainer.backend.model_tensors().items())},
+        "tensors": {f"weights/{name}": one for name, one in tensors_of(trainer).items()},
     }
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -50,9 +51,8 @@ def train(backend: str, collator: str, source: str, folder: str | None = None, s
 
 
 @pytest.fixture(scope="module")
-def results(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> dict[str, Any]:
+def results(folder: Path, request: pytest.FixtureRequest) -> dict[str, Any]:
     """Each kind straight, cut and resumed on the same ranks; and some cut on two ranks and resumed on one."""
-    folder = tmp_path_factory.mktemp("rows")
     first, second = [], []
     for backend, collator, source in sorted(asked_for(request, "backend", "collator", "source")):
         options, name = {"collator": collator, "source": source}, f"{collator}-{source}"

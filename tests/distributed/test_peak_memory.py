@@ -116,11 +116,6 @@ def start(backend: str, folder: str, widths: list[int]) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("peaks")
-
-
-@pytest.fixture(scope="module")
 def results(folder: Path, request: pytest.FixtureRequest) -> dict[str, list[dict[str, Any]]]:
     jobs = []
     for backend, width in sorted(asked_for(request, "backend", "width")):

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import eighths
 import pytest
 import torch
 import torch.nn.functional as F
-from backends import PROCESSES, Job, asked_for, launch_all, make_trainer
+from backends import PROCESSES, Job, asked_for, launch_all, make_trainer, tensors_of
 from marks import thinned
 from recipes import Overflowing, StopAt, Trace, rows, t16
 from torch import nn
 
 from omnitrain import Callback
-from omnitrain.checkpoint.tensors import whole
 from omnitrain.precision import Precision
 
 HERE = "test_precisions"
@@ -38,7 +38,7 @@ def scaled(backend: str, folder: str, cut: int = 0, resume: str | None = None, *
     return {
         "scales": [row["loss_scale"] for row in trace.logs],
         "skipped": trainer.progress.skipped_steps,
-        "tensors": {name: whole(one) for name, one in trainer.backend.model_tensors().items()},
+        "tensors": tensors_of(trainer),
     }
 
 
@@ -68,7 +68,7 @@ def summed(backend: str, **options: Any) -> dict[str, Any]:
     return {
         "shares": rounded.shares,
         "sent": str(getattr(trainer.model_wrapped, "communication_data_type", "")),
-        "tensors": {name: whole(one) for name, one in trainer.backend.model_tensors().items()},
+        "tensors": tensors_of(trainer),
     }
 
 
@@ -92,7 +92,7 @@ def in_eighths(backend: str) -> dict[str, Any]:
         )  # fmt: skip
         trainer.train()
     kinds = [type(layer).__name__ for layer in trainer.get_model().children()]
-    return {"kinds": kinds, "tensors": {name: whole(one) for name, one in trainer.backend.model_tensors().items()}}
+    return {"kinds": kinds, "tensors": tensors_of(trainer)}
 
 
 def plugin_offloads(backend: str) -> dict[str, Any]:
@@ -105,8 +105,8 @@ def plugin_offloads(backend: str) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def results(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> dict[str, Any]:
-    folder, jobs = tmp_path_factory.mktemp("precisions"), []
+def results(folder: Path, request: pytest.FixtureRequest) -> dict[str, Any]:
+    jobs = []
 
     def add(backend: str, name: str, function: str, **options: Any) -> None:
         jobs.append(Job(f"{backend}-{name}", backend, f"{HERE}:{function}", options))

@@ -7,13 +7,12 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from backends import DTYPES, Job, asked_for, dtype_of, gap, launch_all, make_trainer, sound
+from backends import DTYPES, Job, asked_for, dtype_of, gap, launch_all, make_trainer, sound, tensors_of
 from marks import thinned
 from recipes import Graphs, rows
 from torch import nn
 
 from omnitrain import GradualUnfreezing
-from omnitrain.checkpoint.tensors import whole
 
 BACKENDS = ("ddp", "fsdp", "hf2", "zero3", "hf_fsdp")
 
@@ -51,7 +50,7 @@ def train_blocks(backend: str, recomputes: bool, compiles: bool, ahead: bool = F
     trainer.train()
     assert bool(compiler.count) is compiles and (not ahead or compiler.count == graphs)
     assert any("forward" in vars(one) for one in trainer.get_model().modules()) is recomputes
-    return {name: whole(one) for name, one in sorted(trainer.backend.model_tensors().items())}
+    return tensors_of(trainer)
 
 
 def thaw(backend: str) -> dict[str, Any]:
@@ -68,7 +67,7 @@ def thaw(backend: str) -> dict[str, Any]:
         if compiles:
             assert trainer.compile().graphs
         trainer.train()
-        ends |= {f"{word} {name}": whole(one) for name, one in trainer.backend.model_tensors().items()}
+        ends |= {f"{word} {name}": one for name, one in tensors_of(trainer).items()}
     return {"tensors": ends}
 
 
@@ -92,26 +91,26 @@ def results(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     return sound(launch_all(jobs, tmp_path_factory.mktemp("runs")))
 
 
-def tensors_of(results: Any, *names: str) -> list[dict[str, torch.Tensor]]:
+def results_of(results: Any, *names: str) -> list[dict[str, torch.Tensor]]:
     return [results[name][0]["tensors"] for name in names]
 
 
 @pytest.mark.parametrize("backend", thinned(BACKENDS, ["fsdp"]))
 def test_recomputing_changes_no_bit(results: Any, backend: str) -> None:
-    plain, recomputed = tensors_of(results, f"plain {backend}", f"recomputed {backend}")
+    plain, recomputed = results_of(results, f"plain {backend}", f"recomputed {backend}")
     assert len(plain) == 18 and gap(plain, recomputed) == 0
 
 
 @pytest.mark.parametrize("backend", thinned((*BACKENDS, "zero2"), ["fsdp"]))
 def test_compiled_model_takes_the_steps_of_a_plain_one(results: Any, backend: str) -> None:
     """Also if it is compiled ahead."""
-    plain, compiled = tensors_of(results, f"plain {backend}", f"compiled {backend}")
+    plain, compiled = results_of(results, f"plain {backend}", f"compiled {backend}")
     assert len(plain) == 18 and gap(plain | {f"ahead {name}": one for name, one in plain.items()}, compiled) == 0
 
 
 @pytest.mark.parametrize("backend", thinned(("ddp", "fsdp"), ["ddp"]))
 def test_layers_of_a_compiled_model_thaw(results: Any, backend: str) -> None:
-    (tensors,) = tensors_of(results, f"thawed {backend}")
+    (tensors,) = results_of(results, f"thawed {backend}")
     plain, compiled = (
         {name.removeprefix(prefix): one for name, one in tensors.items() if name.startswith(prefix)}
         for prefix in ("plain ", "compiled ")

@@ -9,13 +9,12 @@ from typing import Any
 
 import pytest
 import torch.nn.functional as F
-from backends import gap
+from backends import gap, make_trainer, tensors_of
 from forking import ON_CPU, Case, Found, Outcome, joined, mark, play
 from recipes import rows, t16
 from stores import Watched, shelf_of, watching
 
-from omnitrain import AccelerateTrainer, Callback, Trainer
-from omnitrain.checkpoint.tensors import whole
+from omnitrain import Callback
 
 
 class EndsAt(Callback):
@@ -34,15 +33,9 @@ def make(backend: str, save_dir: str, callbacks: list[Callback]) -> Any:
     """Return a trainer for 8 steps."""
     options: dict[str, Any] = {
         "train_dataset": rows(32), "loss_fn": F.mse_loss, "batch_size": 8 if backend == "native" else 4, "epochs": 2,
-        "learning_rate": 0.01, "progress_bar": False, "save_dir": save_dir, "save_steps": 2, "save_total_limit": 3,
+        "learning_rate": 0.01, "save_dir": save_dir, "save_steps": 2, "save_total_limit": 3,
     }  # fmt: skip
-    if backend == "native":
-        return Trainer(t16(), device="cpu", callbacks=callbacks, **options)
-    if backend == "fsdp":
-        from accelerate.utils import FullyShardedDataParallelPlugin
-
-        options["fsdp_plugin"] = FullyShardedDataParallelPlugin(fsdp_version=2)
-    return AccelerateTrainer(t16(), callbacks=callbacks, **options)
+    return make_trainer(backend, t16(), callbacks=callbacks, **options)
 
 
 def run(backend: str, resume: bool = False, ends_at: int = 0) -> dict[str, Any]:
@@ -51,8 +44,8 @@ def run(backend: str, resume: bool = False, ends_at: int = 0) -> dict[str, Any]:
         Watched.does = None  # type: ignore[method-assign, assignment]
     trainer = make(backend, "shelf://bucket/run", [EndsAt(ends_at)] if ends_at else [])
     trainer.train(resume_from="last" if resume else None)
-    tensors = trainer.backend.model_tensors()
-    return {"weights": {name: whole(one).tolist() for name, one in tensors.items()}, "step": trainer.progress.step}
+    weights = {name: tensor.tolist() for name, tensor in tensors_of(trainer).items()}
+    return {"weights": weights, "step": trainer.progress.step}
 
 
 def fail(rank: int) -> None:
@@ -79,8 +72,7 @@ def fail(rank: int) -> None:
 
 
 @pytest.fixture(scope="module")
-def outcomes(tmp_path_factory: pytest.TempPathFactory) -> Found[list[Outcome]]:
-    folder = tmp_path_factory.mktemp("remote")
+def outcomes(folder: Path) -> Found[list[Outcome]]:
 
     def case(name: str, backend: str, shelf: str, machine: str, **options: Any) -> Case:
         (folder / shelf / "bucket").mkdir(parents=True, exist_ok=True)

@@ -47,11 +47,6 @@ def resume_steps(backend: str, checkpoint: str) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("resume")
-
-
-@pytest.fixture(scope="module")
 def results(folder: Path, request: pytest.FixtureRequest) -> dict[str, list[dict[str, Any]]]:
     """The pairs of backends that are asked for; and runs with dropout and random data, straight and resumed."""
     noisy = {"dtype": "float32", "dropout": 0.3, "noisy": True}

@@ -29,6 +29,7 @@ from backends import (
     named,
     parity,
     parity_jobs,
+    tensors_of,
 )
 from marks import thinned
 from recipes import Tagger, Trace, rows, t16
@@ -36,7 +37,6 @@ from torch import nn
 from transformers import TrainingArguments
 
 from omnitrain import Callback, HFTrainer
-from omnitrain.checkpoint.tensors import whole
 from omnitrain.data.sampling import EpochSampler
 from omnitrain.errors import NonFiniteError
 
@@ -75,7 +75,7 @@ def poison(backend: str, dtype: str, place: str, policy: str, finite_gradient: b
         "steps": [trainer.progress.step, trainer.progress.skipped_steps],
         "losses": [row["loss"] for row in trace.logs],
         "history": trainer.metrics["train_metrics_history"],
-        "weights": [whole(tensor).tolist() for _, tensor in sorted(trainer.backend.model_tensors().items())],
+        "weights": [tensor.tolist() for tensor in tensors_of(trainer).values()],
     }
 
 
@@ -109,7 +109,7 @@ def count_targets(backend: str, dtype: str, reduction: str) -> dict[str, Any]:
     trainer.train()
     return {
         "logs": [[row["loss"], row["grad_norm"]] for row in trace.logs],
-        "weights": [whole(tensor).tolist() for _, tensor in sorted(trainer.backend.model_tensors().items())],
+        "weights": [tensor.tolist() for tensor in tensors_of(trainer).values()],
     }
 
 
@@ -212,7 +212,7 @@ class Beginning(Callback):
     """Keeps the weights that training begins with."""
 
     def on_train_start(self, trainer: Any) -> None:
-        self.weights = [whole(tensor).tolist() for _, tensor in sorted(trainer.backend.model_tensors().items())]
+        self.weights = [tensor.tolist() for tensor in tensors_of(trainer).values()]
 
 
 def draw(backend: str, seeds: list[int]) -> dict[str, Any]:
@@ -224,7 +224,7 @@ def draw(backend: str, seeds: list[int]) -> dict[str, Any]:
         learning_rate=0.05,
     )  # fmt: skip
     trainer.train()
-    last = [whole(tensor).tolist() for _, tensor in sorted(trainer.backend.model_tensors().items())]
+    last = [tensor.tolist() for tensor in tensors_of(trainer).values()]
     return {"masks": model.masks, "first": beginning.weights, "last": last}
 
 

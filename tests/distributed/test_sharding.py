@@ -17,7 +17,8 @@ import optuna
 import pytest
 import torch
 import torch.nn.functional as F
-from backends import BACKENDS, Job, asked_for, gap, launch_all, make_trainer, sound
+from backends import BACKENDS, Job, asked_for, gap, launch_all, make_trainer, sound, tensors_of
+from forking import current_rank
 from marks import thinned
 from recipes import Trace, rows, t16
 from safetensors.torch import load_file
@@ -26,7 +27,6 @@ from transformers import Seq2SeqTrainingArguments, TrainingArguments
 from transformers import Trainer as Stock
 
 from omnitrain import HFTrainer
-from omnitrain.checkpoint.tensors import whole
 from omnitrain.errors import ConfigError
 
 AUTO: dict[str, Any] = {
@@ -65,10 +65,6 @@ LAUNCHED = {
 # --- jobs
 
 
-def rank() -> int:
-    return int(os.environ.get("RANK", "0"))
-
-
 def correct(prediction: Any) -> dict[str, float]:
     counted = prediction.label_ids != -100
     return {"accuracy": float((prediction.predictions == prediction.label_ids)[counted].mean()), "rows": len(counted)}
@@ -87,7 +83,7 @@ def arguments(folder: str, kind: Any = TrainingArguments, **options: Any) -> Any
 
 def speaker(args: TrainingArguments, model: Any = None, **options: Any) -> HFTrainer:
     return HFTrainer(
-        model or llama(rank()).float(), args, Tokens(29), Tokens(7), compute_metrics=correct,
+        model or llama(current_rank()).float(), args, Tokens(29), Tokens(7), compute_metrics=correct,
         preprocess_logits_for_metrics=lambda logits, _: logits.argmax(-1), optimization_metric="accuracy", **options,
     )  # fmt: skip
 
@@ -109,7 +105,7 @@ def speak(backend: str, way: str, folder: str) -> dict[str, Any]:
         "their losses": [row["loss"] for row in trainer.engine.state.log_history if "loss" in row],
         "valid": metrics["valid"],
         "predictions": predicted.predictions.tolist(),
-        "tensors": {name: whole(tensor) for name, tensor in trainer.backend.model_tensors().items()},
+        "tensors": tensors_of(trainer),
     }
 
 
@@ -237,11 +233,6 @@ def generate(backend: str, way: str) -> dict[str, Any]:
 
 
 # --- tests
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("sharding")
 
 
 @pytest.fixture(scope="module")

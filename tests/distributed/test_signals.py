@@ -11,14 +11,13 @@ from typing import Any
 
 import pytest
 import torch
-from backends import asked_for
+from backends import asked_for, tensors_of
 from forking import Case, Found, Outcome, joined, mark, play
 from marks import thinned
 from recipes import rows, t16
 from torch import nn
 
 from omnitrain import Callback
-from omnitrain.checkpoint.tensors import whole
 
 TERM, INT, USR1, KILL = signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGKILL
 
@@ -97,7 +96,7 @@ def make(folder: str, wrapping: str = "ddp", net: Net | None = None, **options: 
 def result_of(trainer: Any) -> dict[str, Any]:
     return {
         "step": trainer.progress.step,
-        "weights": [whole(weight).tolist() for _, weight in sorted(trainer.backend.model_tensors().items())],
+        "weights": [tensor.tolist() for tensor in tensors_of(trainer).values()],
         "evaluations": [row["eval_loss"] for row in trainer.metrics["valid"]],
     }
 
@@ -153,8 +152,8 @@ KILLED: dict[str, dict[str, Any]] = {
 
 
 @pytest.fixture(scope="module")
-def outcomes(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Found[list[Outcome]]:
-    folder, names = tmp_path_factory.mktemp("signals"), asked_for(request, "name")
+def outcomes(folder: Path, request: pytest.FixtureRequest) -> Found[list[Outcome]]:
+    names = asked_for(request, "name")
 
     def case(name: str, function: str, hosted: bool = False, **options: Any) -> Case:
         return Case(name, f"test_signals:{function}", {"folder": str(folder / name), **options}, hosted)

@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from backends import asked_for, make_trainer
 from compiled import compile_once
-from forking import Case, Found, Outcome, mark, play
+from forking import Case, Found, Outcome, by_name, mark, play
 from marks import thinned
 from recipes import rows, t16
 from torch import nn
@@ -191,10 +191,6 @@ def case(phase: str, rank: int, how: str = "ended", hosted: bool = False, **opti
     return Case(name, "test_standstill:train", options, hosted=hosted, environment=environment)
 
 
-def by_name(cases: list[Case]) -> dict[str, Case]:
-    return {case.name: case for case in cases}
-
-
 STALLED = by_name([
     case("data", 1),
     case("evaluation", 1, "hangs"),
@@ -221,8 +217,8 @@ CASES = SIGNALLED | TREE | CONTINUED | STALLED
 
 
 @pytest.fixture(scope="module")
-def outcomes(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Found[list[Outcome]]:
-    folder, names = tmp_path_factory.mktemp("stalls"), asked_for(request, "name")
+def outcomes(folder: Path, request: pytest.FixtureRequest) -> Found[list[Outcome]]:
+    names = asked_for(request, "name")
     cases = [case for case in CASES.values() if case.name in names]
     for number, selected in enumerate(cases):
         if selected.name not in TREE:

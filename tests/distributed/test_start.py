@@ -10,15 +10,13 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from backends import Job, asked_for, launch_all, make_trainer
+from backends import Job, asked_for, launch_all, make_trainer, tensors_of
 from forking import Found
 from marks import thinned
 from recipes import rows, t16
 from safetensors.torch import save_file
 from tiny import Tokens, gpt, llama, t5
 from torch import nn
-
-from omnitrain.checkpoint.tensors import whole
 
 BACKENDS = ("ddp", "fsdp", "zero2", "zero3", "hf2", "hf_fsdp", "hf_zero3")
 
@@ -110,7 +108,7 @@ def build(kind: str, seed: int = 0) -> nn.Module:
 
 def contents(trainer: Any) -> dict[str, Any]:
     """Return the tensors of a model, as JSON types; the buffers are those of this rank."""
-    tensors = {name: whole(tensor).float() for name, tensor in sorted(trainer.backend.model_tensors().items())}
+    tensors = {name: tensor.float() for name, tensor in tensors_of(trainer).items()}
     buffers = trainer.get_model().named_buffers(remove_duplicate=False)
     tensors |= {f"buffer {name}": buffer.float() for name, buffer in buffers}
     return {name: tensor.flatten().tolist() for name, tensor in tensors.items()}

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
-from backends import Job, asked_for, bound, gap, launch_all, make_trainer, named, sound
+from backends import Job, asked_for, bound, gap, launch_all, make_trainer, named, sound, tensors_of
 from forking import joined
 from marks import thinned
 from recipes import StopAt, rows
@@ -15,7 +16,6 @@ from torch import nn
 from torch.utils.data import default_collate
 
 from omnitrain import Callback
-from omnitrain.checkpoint.tensors import whole
 
 HERE = "test_states"
 
@@ -66,9 +66,7 @@ def drift(backend: str, folder: str | None = None, stop: int = 0) -> dict[str, A
         optimizer="torch.optim.AdamW", callbacks=[buffers, *([StopAt(stop)] if stop else [])], **options,
     )  # fmt: skip
     trainer.train(resume_from=folder and "auto")
-    tensors = {
-        f"weights/{name}": whole(tensor).clone() for name, tensor in sorted(trainer.backend.model_tensors().items())
-    }
+    tensors = {f"weights/{name}": tensor for name, tensor in tensors_of(trainer).items()}
     for number, noted in enumerate(buffers.noted):
         tensors |= {f"evaluation {number}/{name}": one for name, one in noted.items()}
     if folder:
@@ -107,7 +105,7 @@ def collate(backend: str, folder: str | None = None, stop: int = 0) -> dict[str,
         learning_rate=0.05, data_collator=sums, callbacks=[StopAt(stop)] if stop else [], **options,
     )  # fmt: skip
     trainer.train(resume_from=folder and "auto")
-    weights = {name: whole(tensor) for name, tensor in sorted(trainer.backend.model_tensors().items())}
+    weights = tensors_of(trainer)
     return {"tensors": {**weights, "total": sums.total}}
 
 
@@ -118,8 +116,7 @@ QUICK = ("ddp", "fsdp", "zero2")
 
 
 @pytest.fixture(scope="module")
-def results(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> dict[str, Any]:
-    folder = tmp_path_factory.mktemp("buffers")
+def results(folder: Path, request: pytest.FixtureRequest) -> dict[str, Any]:
     first, second = [], []
     for backend in sorted({"ddp", *asked_for(request, "backend")}):
         saved = {"folder": str(folder / backend)}

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch.nn.functional as F
 from backends import asked_for
-from forking import Case, Found, Outcome, joined, play
+from forking import Case, Found, Outcome, current_rank, joined, play
 from marks import thinned
 from optuna.pruners import MedianPruner
 from recipes import Keyed, KeyedModel, rows, t16
@@ -37,16 +37,12 @@ class Breaks(Callback):
         raise ZeroDivisionError(self.how)
 
 
-def rank() -> int:
-    return int(os.environ.get("RANK", "0"))
-
-
 def run(trainer: str, folder: str, breaks: dict[str, str] | None = None, trials: int = 5) -> Any:
     """Search; `breaks` has how a trial ends, by its folder and rank ("trial-0001/0") or by its folder."""
     size = 8 // int(os.environ.get("WORLD_SIZE", "1"))
 
     def make(params: dict[str, Any], folder: Path) -> Any:
-        how = (breaks or {}).get(f"{folder.name}/{rank()}") or (breaks or {}).get(folder.name)
+        how = (breaks or {}).get(f"{folder.name}/{current_rank()}") or (breaks or {}).get(folder.name)
         options: dict[str, Any] = {"progress_bar": False, "callbacks": [Breaks(6, how)] if how else []}
         if trainer == "accelerate":
             return AccelerateTrainer(
@@ -72,11 +68,6 @@ class Doubles(Keyed):
     def __init__(self, size: int) -> None:
         super().__init__(size)
         self.x, self.y = self.x.double(), self.y.double()
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("searches")
 
 
 BREAKS = {

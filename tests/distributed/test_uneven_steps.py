@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from backends import asked_for, bound, dtype_of, gap, make_trainer, masked_sentences, parity, regress
+from backends import asked_for, bound, dtype_of, gap, make_trainer, masked_sentences, parity, regress, tensors_of
 from compiled import compile_once
 from forking import ON_CPU, Case, Found, Outcome, joined, play
 from marks import thinned
@@ -18,7 +18,6 @@ from recipes import Tagger, Trace, rows, t16
 from torch.utils.data import IterableDataset
 
 from omnitrain import Throughput
-from omnitrain.checkpoint.tensors import whole
 from omnitrain.data.grouping import GroupByLength
 
 KINDS = ("ddp", "fsdp", "hf2", "zero1", "zero2", "zero3", "hf_fsdp", "hf_zero2", "hf_zero3")
@@ -45,8 +44,7 @@ def name_of(place: tuple[str, int]) -> str:
 
 
 @pytest.fixture(scope="module")
-def outcomes(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Found[list[Outcome]]:
-    folder = tmp_path_factory.mktemp("uneven")
+def outcomes(folder: Path, request: pytest.FixtureRequest) -> Found[list[Outcome]]:
     places = sorted(asked_for(request, "kind", "ranks"))
     dtypes = sorted({dtype_of(kind) for kind, _ in places})
     cases = [case(f"native-{dtype}", ("native", 1), dtype, folder) for dtype in dtypes]
@@ -139,7 +137,7 @@ def vary(backend: str, what: str) -> dict[str, Any]:
         "progress": {**trainer.progress.state_dict(), "seconds": 0, "batches_in_epoch": 0},
         "flops": throughput.flops,
         "length": [trainer.steps_per_epoch, trainer.total_steps],
-        "weights": [whole(one).double().tolist() for one in trainer.backend.model_tensors().values()],
+        "weights": [tensor.double().tolist() for tensor in tensors_of(trainer).values()],
     }
 
 

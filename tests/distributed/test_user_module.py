@@ -10,14 +10,13 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from backends import Job, asked_for, launch_all, make_trainer, named, sound
+from backends import Job, asked_for, launch_all, make_trainer, named, sound, tensors_of
 from marks import thinned
 from recipes import rows, same, t16
 from torch import nn
 from torch.utils.data import DataLoader, IterableDataset
 
 from omnitrain import Callback
-from omnitrain.checkpoint.tensors import whole
 
 HERE = Path(__file__).stem
 BACKENDS = ("ddp", "fsdp", "hf2", "zero2", "zero3", "hf_fsdp", "hf_zero2", "hf_zero3")
@@ -35,11 +34,7 @@ class Rates(Callback):
 
     def on_eval_end(self, trainer: Any, metrics: Any) -> None:
         if trainer.progress.step == 3:
-            self.weights = weights_of(trainer)
-
-
-def weights_of(trainer: Any) -> dict[str, torch.Tensor]:
-    return {name: whole(one).clone() for name, one in sorted(trainer.backend.model_tensors().items())}
+            self.weights = tensors_of(trainer)
 
 
 def worsen(backend: str) -> dict[str, Any]:
@@ -49,7 +44,7 @@ def worsen(backend: str) -> dict[str, Any]:
         load_best_at_end=True, patience=4, callbacks=[rates],
     )  # fmt: skip
     trainer.train()
-    last = weights_of(trainer)
+    last = tensors_of(trainer)
     return {
         "best_step": trainer.metrics["best_step"],
         "best": trainer.metrics["best_valid"]["eval_loss"],

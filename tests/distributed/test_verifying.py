@@ -145,8 +145,7 @@ def name_of(*words: Any) -> str:
 
 
 @pytest.fixture(scope="module")
-def outcomes(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Found[list[Outcome]]:
-    folder = tmp_path_factory.mktemp("verifying")
+def outcomes(folder: Path, request: pytest.FixtureRequest) -> Found[list[Outcome]]:
     first = play([Case("train", f"{HERE}:train", {"folder": str(folder / "run")})], folder / "cases")
     assert [one.code for one in first["train"]] == [0, 0], first["train"]
 

@@ -109,11 +109,6 @@ def generate(backend: str) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("watching")
-
-
-@pytest.fixture(scope="module")
 def results(folder: Path, request: pytest.FixtureRequest) -> dict[str, list[dict[str, Any]]]:
     jobs = []
     for backend in sorted(asked_for(request, "backend", test="test_watchers")):

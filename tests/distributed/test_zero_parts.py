@@ -77,8 +77,7 @@ def resume(backend: str, kind: str, folder: str) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def results(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Any:
-    folder = tmp_path_factory.mktemp("parts")
+def results(folder: Path, request: pytest.FixtureRequest) -> Any:
     jobs = [
         Job(kind, kind.partition("-")[0], "test_zero_parts:resume", {"kind": kind, "folder": str(folder / kind)})
         for kind in sorted(asked_for(request, "kind"))
