@@ -253,21 +253,14 @@ pytestmark = [pytest.mark.gpu, pytest.mark.processes]
 
 
 def test_it_trains_to_the_weights_of_the_native_trainer(way: str, found: Any) -> None:
+    """Where its parameters were asked for; they are saved under the names of the bare model."""
     straight = found("straight")
     assert (straight["step"], straight["world_size"], straight["device"]) == (16, 1, "cuda")
     assert straight["sharding"] == ("FSDP" if way.startswith("fsdp") else "DEEPSPEED")
     assert straight["from_native"] < 1e-5
-
-
-def test_parameters_are_where_they_were_asked_for(way: str, found: Any) -> None:
-    straight = found("straight")
     assert (straight["parameter"] == "DTensor") == way.startswith("fsdp")
     if way.startswith("fsdp"):
         assert straight["parameter_device"] == ("cpu" if "offloaded" in way else "cuda")
-
-
-def test_it_saves_the_weights_under_the_names_of_the_bare_model(way: str, found: Any) -> None:
-    straight = found("straight")
     assert straight["saved"] == sorted(name for name, _ in net().named_parameters())
     assert straight["from_saved"] == 0.0
 
