@@ -19,7 +19,6 @@ import pytest
 import torch
 from compiled import compile_once
 from forking import Case, Outcome, play
-from marks import thinned
 from safetensors.torch import load_file
 from test_launching import OMNITRAIN, OPTIONS, SCRIPT, reports, run, started
 
@@ -189,9 +188,10 @@ def assert_as_on_one_process(folder: Path, reference: tuple[list[float], dict[st
     return [rows[number]["ranks"] for number in sorted(rows)]
 
 
-@pytest.mark.parametrize("way", thinned(list(OPTIONS), ["ddp"]))
+@pytest.mark.slow
+@pytest.mark.parametrize("way", OPTIONS)
 def test_run_resumes_on_fewer_ranks(way: str, tmp_path: Path) -> None:
-    """Steps have as many samples, in the same order, on any number of ranks."""
+    """The quick case is in test_uneven_steps.py."""
     step = 7 if way == "fsdp2" else 8
     expected = train_on_one_process(tmp_path / "single", step)
     words = [str(tmp_path), "--step", f"{step}", "--kill", "6", *([] if way == "ddp" else ["--in-parts"])]

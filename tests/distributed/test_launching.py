@@ -165,11 +165,11 @@ def test_example_resumes_on_another_number_of_processes(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("number", "code"), [(signal.SIGTERM, 143), pytest.param(signal.SIGINT, 130, marks=pytest.mark.slow)]
+    ("number", "code", "count"), [(signal.SIGTERM, 143, 1), pytest.param(signal.SIGINT, 130, 2, marks=pytest.mark.slow)]
 )
-def test_omnitrain_launch_saves_at_a_signal(number: signal.Signals, code: int, tmp_path: Path) -> None:
-    with started(*OMNITRAIN, "-n", "2", "-m", "launched", str(tmp_path), "--forever", cwd=tmp_path) as process:
-        while not all((tmp_path / f"trains-{rank}").exists() for rank in range(2)):
+def test_omnitrain_launch_saves_at_a_signal(number: signal.Signals, code: int, count: int, tmp_path: Path) -> None:
+    with started(*OMNITRAIN, "-n", f"{count}", "-m", "launched", str(tmp_path), "--forever", cwd=tmp_path) as process:
+        while not all((tmp_path / f"trains-{rank}").exists() for rank in range(count)):
             assert process.poll() is None, (tmp_path / "output.txt").read_text()
             time.sleep(0.1)
         process.send_signal(number)

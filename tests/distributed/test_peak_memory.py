@@ -53,7 +53,7 @@ def growth(work: Callable[[], Any]) -> float:
 
     def watch() -> None:
         nonlocal most
-        while not done.wait(0.0005):
+        while not done.wait(0.002):
             most = max(most, anonymous())
 
     thread = threading.Thread(target=watch)
