@@ -29,6 +29,20 @@ def rows(size: int = 60, dtype: torch.dtype = torch.float64) -> TensorDataset:
     )
 
 
+class CountsPasses(nn.Module):
+    """Adds to its input how often it was called, in training and in evaluations, as buffers in and out of place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("passes", torch.zeros((), dtype=torch.float64))
+        self.register_buffer("replaced", torch.zeros((), dtype=torch.float64))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.passes += 1
+        self.replaced = self.replaced + 1
+        return x + 0.01 * self.passes + 0.01 * self.replaced
+
+
 class Tagger(nn.Module):
     """Predicts a class per token; its loss is the plain mean over labels that are not -100."""
 

@@ -16,6 +16,7 @@ from omnitrain.data.collation import tensors_in
 from omnitrain.data.sampling import Window
 from omnitrain.errors import ConfigError
 from omnitrain.events import Algorithm, overriding
+from omnitrain.run.buffers import unchanged_buffers
 from omnitrain.run.hooks import members_of_user
 from omnitrain.run.loop import Loop
 
@@ -82,15 +83,16 @@ def compile_ahead(loop: Loop, steps: int) -> Compiled:
     try:
         for start in overriding(hooks.algorithms, "begin_epoch"):
             start(hooks)
-        with loop.sets.train.untouched():
-            for window, found in _of_new_shapes(loop, steps):
-                shapes.setdefault("train", []).extend(found)
-                loop.step.rehearse(window)
-        if loop.lifecycle.evaluates:
-            named = loop.sets.eval if isinstance(loop.sets.eval, Mapping) else {"eval": loop.sets.eval}
-            for name, loader in named.items():
-                batches = loop.evaluation.rehearse_batches(loader)
-                shapes[name] = list(dict.fromkeys(map(_shape_of, batches)))
+        with unchanged_buffers(hooks.backend.model):
+            with loop.sets.train.untouched():
+                for window, found in _of_new_shapes(loop, steps):
+                    shapes.setdefault("train", []).extend(found)
+                    loop.step.rehearse(window)
+            if loop.lifecycle.evaluates:
+                named = loop.sets.eval if isinstance(loop.sets.eval, Mapping) else {"eval": loop.sets.eval}
+                for name, loader in named.items():
+                    batches = loop.evaluation.rehearse_batches(loader)
+                    shapes[name] = list(dict.fromkeys(map(_shape_of, batches)))
     finally:
         loop.lifecycle.progress = progress
         for algorithm, state in zip(hooks.algorithms, states, strict=True):

@@ -23,6 +23,7 @@ from omnitrain.data.workers import explaining_dead_workers
 from omnitrain.distributed import Ranks
 from omnitrain.errors import ConfigError, DataError, NonFiniteError, ObjectiveError, add_place
 from omnitrain.events import Control, overriding
+from omnitrain.run.buffers import unchanged_buffers
 from omnitrain.run.evaluation import Evaluation, Inconclusive
 from omnitrain.run.feed import Feed
 from omnitrain.run.hooks import Hooks
@@ -131,8 +132,15 @@ class Loop:
             self.answer()
             self._save(is_asked=False)
         elif self.settings.sanity and lifecycle.evaluates and not lifecycle.stop:
-            parts = stateful_parts(self.settings, self.hooks.backend.model)
-            with lifecycle.aside(), lifecycle.clock.during("setup"), lifecycle.silent(), untouched(parts):
+            model = self.hooks.backend.model
+            parts = stateful_parts(self.settings, model)
+            with (
+                lifecycle.aside(),
+                lifecycle.clock.during("setup"),
+                lifecycle.silent(),
+                untouched(parts),
+                unchanged_buffers(model),
+            ):
                 self.rehearse_evaluation()
             self.agree("the end of the rehearsal")
         lifecycle.is_epoch_complete = not lifecycle.progress.samples_in_epoch
@@ -462,8 +470,8 @@ class Loop:
     def rehearse_evaluation(self) -> None:
         """Evaluate the first batch of each set to find errors that would otherwise come after hours of training.
 
-        It leaves no trace: no event, no row, no random number, nothing for the best or for patience. If one batch is
-        not enough (the user's own metric may need all classes), the whole set is evaluated.
+        It leaves no trace: no event, no row, no random number, no change of a buffer, nothing for the best or for
+        patience. If one batch is not enough (the user's own metric may need all classes), the whole set is evaluated.
         """
         evaluation, loader = self.evaluation, self.sets.eval
         try:

@@ -11,7 +11,7 @@ import functools
 import logging
 import math
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -22,6 +22,7 @@ from omnitrain.data.stateful import stateful_parts, untouched
 from omnitrain.errors import ConfigError, DataError
 from omnitrain.losses import LossMean
 from omnitrain.multitask import MultiTaskUnit, TaskBatch
+from omnitrain.run.buffers import unchanged_buffers
 from omnitrain.run.hooks import Hooks, evaluating
 from omnitrain.units import ModelUnit, StepOutput
 
@@ -54,26 +55,13 @@ def ask_loss(hooks: Hooks, batches: Sequence[Any], splits: bool) -> None:
     forwards = {name: parts[name] for name in ("unit", "loss_fn") if name in parts}
     is_compiled = "torch._dynamo" in sys.modules  # which takes seconds to import
     stance = torch.compiler.set_stance("force_eager") if is_compiled else contextlib.nullcontext()
-    with _same_buffers(hooks.backend.model), untouched(forwards), stance:  # nothing is compiled for these few rows
+    with unchanged_buffers(hooks.backend.model), untouched(forwards), stance:  # nothing is compiled for these few rows
         if isinstance(hooks.unit, MultiTaskUnit):
             for name, part in batch.parts.items() if isinstance(batch, TaskBatch) else ():
                 forward = functools.partial(_run_task, hooks.unit, name)
                 _ask(_Probe(hooks, part, forward, hooks.unit.mean_of(name)), splits)
         else:
             _ask(_Probe(hooks, batch, hooks._forward, hooks.loss_mean), splits)
-
-
-@contextlib.contextmanager
-def _same_buffers(model: torch.nn.Module) -> Iterator[None]:
-    """Restore the buffers of a model afterwards: some count forward passes, in evaluations too."""
-    copies = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
-    try:
-        yield
-    finally:
-        with torch.no_grad():
-            for buffer, value in copies:
-                if not torch.equal(buffer, value):
-                    buffer.copy_(value)
 
 
 def _first_of(batches: Sequence[Any]) -> Any:

@@ -22,11 +22,12 @@ from omnitrain.errors import ConfigError, DataError
 from omnitrain.events import Algorithm, overriding
 from omnitrain.precision import free_memory, is_out_of_memory
 from omnitrain.reproducibility import restore_rng, snapshot_rng
+from omnitrain.run.buffers import Buffers
 from omnitrain.run.feed import Feed
 from omnitrain.run.hooks import Hooks
 from omnitrain.run.lifecycle import Lifecycle
 
-__all__ = ["Buffers", "Memory", "has_batch_norm"]
+__all__ = ["Memory", "has_batch_norm"]
 
 logger: logging.Logger = logging.getLogger("omnitrain")
 
@@ -222,40 +223,6 @@ class Memory:
             raise
         self._has_failed_in_update = True
         return applied
-
-
-class Buffers:
-    """Copies of a model's buffers, to put back what a forward pass has changed.
-
-    All are copied before each step: BatchNorm's kernels do not mark its statistics as changed.
-    """
-
-    def __init__(self) -> None:
-        self._places: list[tuple[dict[str, Any], str]] = []
-        self._kept: list[torch.Tensor] = []
-        self._copies: list[torch.Tensor] = []
-
-    def collect(self, model: nn.Module) -> None:
-        """List the buffers of a model."""
-        places = [(one._buffers, name) for one in model.modules() for name in one._buffers]
-        self._places = [(held, name) for held, name in places if held[name] is not None]
-        self._kept = []
-
-    def keep(self) -> None:
-        """Copy them."""
-        now = [held[name] for held, name in self._places]
-        if len(now) != len(self._kept) or any(one is not kept for one, kept in zip(now, self._kept, strict=True)):
-            self._kept, self._copies = now, [one.detach().clone() for one in now]
-        elif now:
-            torch._foreach_copy_(self._copies, now)  # pyright: ignore
-
-    def put_back(self) -> None:
-        """Give back to each what it was when they were copied."""
-        for (held, name), kept in zip(self._places, self._kept, strict=True):
-            held[name] = kept
-        with torch.no_grad():
-            for kept, copied in zip(self._kept, self._copies, strict=True):
-                kept.copy_(copied)
 
 
 Marks = tuple[dict[Any, list[Any]], list[Any]]

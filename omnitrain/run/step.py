@@ -22,11 +22,12 @@ from omnitrain.distributed import Ranks
 from omnitrain.errors import ConfigError, DataError, NonFiniteError, add_place
 from omnitrain.events import Event, overriding
 from omnitrain.optimization import ScheduleLR, needs_closure
+from omnitrain.run.buffers import Buffers
 from omnitrain.run.feed import Feed
 from omnitrain.run.finite import FiniteGuard, LossMeter, read_on_cpu
 from omnitrain.run.hooks import Hooks, evaluating
 from omnitrain.run.lifecycle import Lifecycle, is_of_callback
-from omnitrain.run.memory import Buffers, Memory
+from omnitrain.run.memory import Memory
 from omnitrain.run.meters import Meters
 from omnitrain.run.nonfinite import Place
 from omnitrain.run.suspects import name_dtypes, suspects
@@ -284,18 +285,16 @@ class Step:
         return self.conclude(self.finish() and self.update())
 
     def rehearse(self, window: Window) -> None:
-        """Run the passes of a window without an update; weights, means, buffers, modes and gradients stay as they are.
+        """Run the passes of a window without an update; weights, means, modes and gradients stay as they are.
 
-        What algorithms keep, and random numbers, do not.
+        Buffers, what algorithms keep, and random numbers, do not.
         """
-        hooks, backend, mark, buffers = self._hooks, self._backend, self.mark(), Buffers()
+        hooks, backend, mark = self._hooks, self._backend, self.mark()
         modes = [(module, module.training) for module in backend.wrapped.modules()]
         gradients = [(parameter, parameter.grad) for parameter in backend.model.parameters()]
         self._list_transforms()
         backend.collect_parameters()
         backend.clear_gradients()
-        buffers.collect(backend.model)
-        buffers.keep()
         self._is_in_training = False
         try:
             self._put_into_training()
@@ -308,7 +307,6 @@ class Step:
         finally:
             self._is_in_training = False
             backend.abandon_gradients()
-            buffers.put_back()
             self.go_back(mark)
             for module, mode in modes:
                 module.training = mode

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 import torchmetrics
 from backends import Job, asked_for, launch_all, make_trainer, sound
 from marks import thinned
-from recipes import rows, t16
+from recipes import CountsPasses, rows, t16
 from test_peak_memory import growth
 from torch import nn
 from torch.utils.data import TensorDataset
@@ -62,8 +62,8 @@ def fail(backend: str, kind: str) -> dict[str, Any]:
 def learn(backend: str, sanity: bool) -> dict[str, Any]:
     """Train with an evaluation after each epoch, rehearsed or not."""
     trainer = make_trainer(
-        backend, t16(dropout=0.3), rows(21), rows(7), loss_fn=F.mse_loss, batch_size=2, epochs=2, learning_rate=0.05,
-        sanity=sanity, compute_metrics="mse", load_best_at_end=False,
+        backend, nn.Sequential(CountsPasses(), t16(dropout=0.3)), rows(21), rows(7), loss_fn=F.mse_loss,
+        batch_size=2, epochs=2, learning_rate=0.05, sanity=sanity, compute_metrics="mse", load_best_at_end=False,
     )  # fmt: skip
     metrics = trainer.train()
     return {"valid": metrics["valid"], "logged": metrics["train_metrics_history"]}

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from recipes import Graphs, Pages, Sentences, StopAt, Tagger, rows, same, t16, weights
+from recipes import CountsPasses, Graphs, Pages, Sentences, StopAt, Tagger, rows, same, t16, weights
 from torch import nn
 from torch.utils.data import TensorDataset
 
@@ -200,6 +200,13 @@ def test_compile_restores_everything_after_an_error() -> None:
     assert same(before, weights(model)) and torch.equal(state, torch.get_rng_state())
     assert not model.training and all(parameter.grad is None for parameter in model.parameters())
     assert trainer.progress.step == trainer.progress.samples_in_epoch == 0
+
+
+def test_compile_leaves_buffers_unchanged() -> None:
+    """Those of modules that count their forward passes, in evaluations too."""
+    counts = CountsPasses()
+    make(nn.Sequential(counts, t16()), rows(8), eval_dataset=rows(8)).compile()
+    assert counts.passes == counts.replaced == 0
 
 
 # --- in a run

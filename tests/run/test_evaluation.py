@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from counting import Streamed
 from marks import TRAINERS, thinned
-from recipes import Sentences, Tagger, Trace, rows, same, t16
+from recipes import CountsPasses, Sentences, Tagger, Trace, rows, same, t16
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
@@ -422,8 +422,10 @@ def test_rehearsal_has_no_effect_on_the_run(trainer_class: Any) -> None:
 
 @pytest.mark.parametrize("kind", thinned(TRAINERS, ["native", "hf"]))
 def test_rehearsal_of_a_resumed_run_has_no_effect(kind: str, tmp_path: Path) -> None:
+    """Neither on random numbers, nor on buffers that count forward passes, evaluations included."""
+
     def trained(folder: Path, epochs: int, resume: Any = None, **options: Any) -> Any:
-        model = t16(dropout=0.3)
+        model = nn.Sequential(CountsPasses(), t16(dropout=0.3))
         trainer = build(
             TRAINERS[kind], model, rows(24), rows(10), loss_fn=F.mse_loss, epochs=epochs, save_dir=folder,
             learning_rate=0.05, load_best_at_end=False, **options,
