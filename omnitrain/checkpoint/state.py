@@ -55,12 +55,14 @@ __all__ = [
     "check_state",
     "check_weights",
     "class_of",
+    "copy_expanded",
     "digest",
     "extra_state",
     "from_json",
     "has_own_loader",
     "holds",
     "host_tensors",
+    "is_expanded",
     "is_in_parts",
     "like",
     "load_by_own_way",
@@ -267,6 +269,7 @@ def load_by_own_way(model: nn.Module, content: Mapping[str, Any], where: str, ra
         CheckpointError: On all ranks, if the model of one of them refuses them; the model is unchanged.
     """
     bare = unwrap(model)
+    copy_expanded(bare)  # a forward pass may have expanded a buffer since it was placed
     raw = {bare_name(name): name for name in bare.state_dict()}
     content = {raw.get(name, name): value for name, value in content.items()}
     loads = getattr(bare.load_state_dict, "__func__", None)
@@ -290,6 +293,27 @@ def load_by_own_way(model: nn.Module, content: Mapping[str, Any], where: str, ra
     except CheckpointError:
         _put_back(bare, before)
         raise
+
+
+def is_expanded(tensor: torch.Tensor) -> bool:
+    """Whether elements of a tensor share memory, as `expand` makes them; nothing can be written to such a tensor.
+
+    >>> is_expanded(torch.zeros(1).expand(4)), is_expanded(torch.zeros(1, 4).expand(1, 4))
+    (True, False)
+    """
+    if type(tensor) not in (torch.Tensor, nn.Parameter) or tensor.layout != torch.strided:
+        return False
+    return any(stride == 0 and size > 1 for stride, size in zip(tensor.stride(), tensor.shape, strict=True))
+
+
+def copy_expanded(model: nn.Module) -> None:
+    """Give parameters and buffers made by `expand` memory for each element, as `Module.to` does for another device.
+
+    No checkpoint could be loaded into them, and an optimizer would update an element several times.
+    """
+    for tensor in (*model.parameters(), *model.buffers()):
+        if is_expanded(tensor):
+            tensor.data = tensor.detach().clone(memory_format=torch.contiguous_format)
 
 
 def _copies(model: nn.Module) -> dict[str, torch.Tensor]:

@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from omnitrain.checkpoint.state import is_expanded
+
 __all__ = ["Buffers", "unchanged_buffers"]
 
 
@@ -43,7 +45,8 @@ class Buffers:
             held[name] = kept
         with torch.no_grad():
             for kept, copied in zip(self._kept, self._copies, strict=True):
-                kept.copy_(copied)
+                if not is_expanded(kept):  # nothing has written to it
+                    kept.copy_(copied)
 
 
 @contextlib.contextmanager

@@ -439,6 +439,7 @@ class BaseTrainer(Hooks, ABC):
                 f"`dtypes={dtypes.described!r}` sets the inputs, which `_prepare_batch` of {type(self).__name__} "
                 "prepares itself. Cast them there, and leave 'inputs' out."
             )
+        state.copy_expanded(model)
         initial: Any = None
         if settings.init_from is not None:
             initial = load_initial(model, cast("Mapping[str, Any]", settings.init_from), self.ranks)

@@ -28,10 +28,12 @@ import pytest
 import resuming
 import torch
 import torch.nn.functional as F
+from backends import make_trainer
 from forging import content_of, copied, seal
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from marks import thinned
+from recipes import rows
 from resuming import (
     Cut,
     KillAtEvent,
@@ -438,6 +440,44 @@ def test_resumed_run_keeps_its_kind_of_order(stopped: Path, folder: Path, monkey
     keyed = play(folder / "keyed")
     assert sorted(keyed["stream"]) == sorted(drawn["stream"]) and keyed["stream"] != drawn["stream"]
     assert_same(play(folder / "parts", [{"cut": ("stop", 2)}, {}])["tensors"], keyed["tensors"])
+
+
+class Expanded(nn.Module):
+    """Has a buffer and a parameter whose elements share memory, and one that each forward pass replaces by such."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer, self.scale = nn.Linear(4, 1), nn.Parameter(torch.ones(1).expand(4))
+        self.register_buffer("offset", torch.full((1,), 0.5).expand(4))
+        self.register_buffer("mean", torch.zeros(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.training:
+            self.mean = x.detach().mean().expand(4)
+        return self.layer(x * self.scale + self.offset - self.mean)
+
+
+@pytest.mark.parametrize("kind", thinned(["native", "accelerate", "hf"], ["native", "hf"]))
+@pytest.mark.parametrize("option", [{}, {"microbatch_size": "auto"}, {"on_nonfinite": "skip"}], ids=str)
+def test_expanded_tensors_are_restored(kind: str, option: dict[str, Any], folder: Path) -> None:
+    def trained(run: Path, steps: int, model: nn.Module, **options: Any) -> Any:
+        def is_second(trainer: Any) -> bool:
+            return trainer.progress.step + trainer.progress.skipped_steps == 1
+
+        nan = on("after_backward", is_second, lambda trainer: trainer.model.layer.weight.grad.fill_(math.nan))
+        trainer = make_trainer(
+            kind, model, rows(22, torch.float32), max_steps=steps, save_dir=run, loss_fn=F.mse_loss,
+            learning_rate=0.05, batch_size=4, callbacks=[nan] if options.get("on_nonfinite") else [], **options,
+        )  # fmt: skip
+        trainer.train(resume_from="auto")
+        return trainer.model.state_dict()
+
+    straight = trained(folder / "straight", 4, Expanded(), **option)
+    trained(folder / "run", 2, Expanded(), **option)
+    resumed = trained(folder / "run", 4, Expanded(), **option)
+    assert straight["scale"].unique().numel() == 4
+    assert straight.keys() == resumed.keys() and all(map(torch.equal, straight.values(), resumed.values()))
 
 
 def test_run_ended_by_patience_resumes_only_with_more(folder: Path) -> None:

@@ -24,7 +24,10 @@ HERE = "test_states"
 
 
 class Drifting(nn.Module):
-    """Normalizes by BatchNorm, and by a running mean that its forward passes in training use, as a codebook's are."""
+    """Normalizes by BatchNorm, and by a running mean that its forward passes in training use, as a codebook's are.
+
+    It scales by a buffer whose elements share memory.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -32,13 +35,14 @@ class Drifting(nn.Module):
         self.body, self.norm, self.head = nn.Linear(4, 8, bias=False), nn.BatchNorm1d(8), nn.Linear(8, 1)
         self.register_buffer("center", torch.zeros(8))
         self.register_buffer("mask", torch.ones(3, dtype=torch.bool))
+        self.register_buffer("scale", torch.full((1,), 1.5).expand(8))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         hidden = self.norm(self.body(x))
         if self.training:
             with torch.no_grad():
                 self.get_buffer("center").lerp_(hidden.square().mean(0), 0.5)
-        return self.head((hidden - self.get_buffer("center")).tanh())
+        return self.head((hidden - self.get_buffer("center")).tanh() * self.scale)
 
 
 class Buffers(Callback):
