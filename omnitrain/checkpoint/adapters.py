@@ -60,13 +60,38 @@ def _names(model: nn.Module, tensors: Mapping[str, Any], embeddings: bool | Lite
     blank = torch.zeros(1)
     stand_ins = {raw.get(name, name): blank.expand(spec_of(tensors, name)[0]) for name in tensors}
     name_of = {id(one): bare_name(name) for name, one in stand_ins.items()}
-    found = {name for name in tensors for adapter in bare.peft_config if f".{adapter}." in f".{name}."}
+    found = set[str]()
     for adapter in bare.peft_config:
+        found |= {name for name in tensors if _without_adapter(name, adapter, _entries(bare, adapter)) != name}
         held = get_peft_model_state_dict(
             bare, state_dict=stand_ins, adapter_name=adapter, save_embedding_layers=embeddings
         )
         found |= {name_of[id(one)] for one in held.values() if id(one) in name_of}
     return found
+
+
+def _entries(bare: nn.Module, adapter: str) -> set[str]:
+    """Return the bare names of what PEFT's layers hold under the name of an adapter, in dicts by adapter.
+
+    A layer of the model may have the same name.
+    """
+    names = set[str]()
+    for name, module in bare.named_modules(remove_duplicate=False):
+        if any(kind.__module__.startswith("peft.") for kind in type(module).__mro__):
+            for child, entries in module.named_children():
+                is_dict = isinstance(entries, (nn.ModuleDict, nn.ParameterDict))
+                if is_dict or type(entries).__name__ == "BufferDict":  # PEFT's own
+                    names.add(bare_name(".".join(filter(None, (name, child, adapter)))))
+    return names
+
+
+def _without_adapter(name: str, adapter: str, entries: set[str]) -> str:
+    """Return the name of a tensor in PEFT's files, which is without that of its adapter; others are unchanged."""
+    parts = name.split(".")
+    for end, part in enumerate(parts):
+        if part == adapter and ".".join(parts[: end + 1]) in entries:
+            return ".".join(parts[:end] + parts[end + 1 :])
+    return name
 
 
 def _raw_names(bare: nn.Module) -> dict[str, str]:
@@ -108,7 +133,10 @@ def write_adapters(model: nn.Module, folder: Path, tensors: Mapping[str, torch.T
                 bare, state_dict=held, adapter_name=adapter, save_embedding_layers=has_embeddings
             )
             written = {f"base_model.model.{name}": one for name, one in found.items()}
-        renamed = {bare_name(name).replace(f".{adapter}.", "."): one for name, one in written.items()}
+        prefix = "" if isinstance(bare, peft.PeftModel) else "base_model.model."
+        entries = _entries(bare, adapter)
+        short = {prefix + name: prefix + _without_adapter(name, adapter, entries) for name in names}
+        renamed = {short.get(bare_name(name), bare_name(name)): one for name, one in written.items()}
         if renamed.keys() != written.keys() or not (place / ADAPTER).exists():
             save_tensors(renamed, place / ADAPTER)
 

@@ -18,6 +18,7 @@ from transformers import AutoModelForCausalLM, TrainingArguments
 from transformers import Trainer as Stock
 
 from omnitrain import ConfigError, HFTrainer
+from omnitrain.checkpoint.merging import adapters_in
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*embedding layers found in `target_modules`")
 
@@ -53,6 +54,21 @@ def test_adapters_are_saved_per_name_with_full_modules(kind: str, tmp_path: Path
     assert not any("lora_" in name or "modules_to_save" in name for name in frozen)
     tensors = load_file(tmp_path / "run" / "last" / "model.safetensors")
     assert "base_model.model.lm_head.original_module.weight" in tensors  # a new head is random
+
+
+@pytest.mark.parametrize("name", thinned(["model", "layers", "0", "q_proj", "weight", "base_model"], ["model", "0"]))
+def test_adapters_named_like_layers_reopen(name: str, tmp_path: Path) -> None:
+    """Only what belongs to an adapter is saved, not what has its name: `base_model.model.model.layers.0` of Llama."""
+    trainer = run("native", peft.get_peft_model(llama(), lora(), adapter_name=name), tmp_path / "run")
+    trainer.save_model(tmp_path / "model")
+    checkpoint = tmp_path / "run" / "last"
+    for folder in (tmp_path / "model", checkpoint):
+        assert agree(reopened(folder, adapter=name), weights_of(trainer))
+    tensors = load_file(checkpoint / "model.safetensors")
+    assert len(tensors) == 4 and all(".lora_" in tensor for tensor in tensors)
+    assert len(content_of(checkpoint)["frozen"]) == 12
+    (place,) = sorted(adapters_in(content_of(checkpoint)).items())
+    assert place == (name, name)
 
 
 @pytest.mark.parametrize("kind", thinned(TRAINERS, ["hf"]))
