@@ -291,7 +291,8 @@ def compare_effect(case: Case, number: int, run: Run, other: Run) -> list[str]:
     if "scores" not in aspects:
         problems += score_gaps(scores, other_scores, tolerance)
     elif "scores" in option.alters.split() and not {"evaluations", "length"} & aspects and scores == other_scores:
-        problems.append("the evaluations are the same without it")
+        is_evaluated = any(table == "valid" for table, *_ in scores)
+        problems += ["the evaluations are the same without it"] if is_evaluated else []
     if not {"length", "evaluations", "scores", "choice", "rounding"} & aspects:
         tensors, other_tensors = (
             {name: tensor for name, tensor in each.outcome["tensors"].items() if name.startswith("model/")}

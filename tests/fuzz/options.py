@@ -85,7 +85,7 @@ OPTIMIZER = [
         "adam", "adamax", "nadam", "radam", "adagrad", "adadelta", "rmsprop", "asgd", "sgd", "SGD", "torch.optim.Adam",
         "adamw_torch")], "weights"),
     *_rows(["optimizer='adafactor'"], "weights", commutes=False),
-    *_rows(["optimizer='muon', learning_rate=0.02"], "weights", commutes=False, bars="zero2"),
+    *_rows(["optimizer='muon', learning_rate=0.02"], "weights", commutes=False, bars="tied zero2"),
     # it takes signs of gradients, and sizes of its first steps only
     *_rows(["optimizer='rprop', learning_rate=0.02"], "weights", commutes=False,
            bars="lr_scheduler warmup_steps max_grad_norm weight_decay param_groups grad_reduction"),
@@ -150,8 +150,10 @@ SCORES = [
             "(-1)"], needs="classes"),
     *_rows(["compute_metrics=lambda outputs, labels: {'error': float(abs(outputs - labels).mean())}",
             "compute_metrics=['r2', 'neg_mean_squared_error']"], needs="regression", bars="bf16"),
-    *_rows(["patience=1", "patience=1, delta=0.05", "patience=2, eval_steps=1", "early_stopper=lambda step, score: step"
-            " >= 4"], "length", "evaluations scores choice weights", bars="blind"),
+    *_rows(["patience=1", "patience=1, delta=0.05"], "length", "evaluations scores choice weights", bars="blind"),
+    *_rows(["patience=2, eval_steps=1"], "length evaluations", "evaluations scores choice weights", bars="blind"),
+    *_rows(["early_stopper=lambda step, score: step >= 4"], "length", "evaluations scores choice weights",
+           bars="blind"),
     *_rows(["eval_steps=1", "eval_steps=2", "eval_steps=4", "eval_steps='0.5ep'", "eval_steps='12sp'",
             "eval_steps='1h'", "eval_on_start=True", "eval_on_start=True, eval_steps=3"], "evaluations", bars="blind"),
 ]  # fmt: skip
