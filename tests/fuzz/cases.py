@@ -116,8 +116,6 @@ def _has(pattern: str, kind: str = "") -> Callable[[Case], bool]:
 
 
 KNOWN: tuple[Known, ...] = (
-    Known("Adafactor and Rprop under FSDP 2", "an error of DTensor in the first step",
-          lambda case: case.trainer == "fsdp" and re.search("adafactor|rprop", ", ".join(case.options)) is not None),
     Known("W23", "weights depend on the split", _has(r"weight=torch.*LabelSmoothing|LabelSmoothing.*weight=torch")),
 )  # fmt: skip
 """Remove a row when its fault is mended."""

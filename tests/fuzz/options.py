@@ -84,11 +84,11 @@ OPTIMIZER = [
     *_rows([f"optimizer='{name}', learning_rate=0.02" for name in (
         "adam", "adamax", "nadam", "radam", "adagrad", "adadelta", "rmsprop", "asgd", "sgd", "SGD", "torch.optim.Adam",
         "adamw_torch")], "weights"),
-    *_rows(["optimizer='adafactor'"], "weights", commutes=False),
+    *_rows(["optimizer='adafactor'"], "weights", commutes=False, bars="fsdp zero2"),
     *_rows(["optimizer='muon', learning_rate=0.02"], "weights", commutes=False, bars="tied zero2"),
     # it takes signs of gradients, and sizes of its first steps only
     *_rows(["optimizer='rprop', learning_rate=0.02"], "weights", commutes=False,
-           bars="lr_scheduler warmup_steps max_grad_norm weight_decay param_groups grad_reduction"),
+           bars="fsdp lr_scheduler warmup_steps max_grad_norm weight_decay param_groups grad_reduction"),
     *_rows(map(_optimizer, (
         "SGD(lr=0.05, momentum=0.9)", "SGD(lr=0.05, momentum=0.9, dampening=0.1)",
         "SGD(lr=0.05, momentum=0.9, nesterov=True)", "SGD(lr=0.05, foreach=True)", "SGD(lr=0.05, maximize=True)",
@@ -100,7 +100,7 @@ OPTIMIZER = [
         "Adadelta(lr=0.5, foreach=True)", "Adamax(lr=0.02, maximize=True)", "RAdam(lr=0.02, weight_decay=0.1)",
         "ASGD(lr=0.02, t0=4)")), "weights", gives="own_rate"),
     *_rows([_optimizer("LBFGS(lr=0.1, max_iter=2)") + ", max_grad_norm=None"], "weights", commutes=False,
-           gives="own_rate closure", bars="microbatch_size algorithms bf16 random autocast param_groups zero2"),
+           gives="own_rate closure", bars="microbatch_size algorithms bf16 random autocast param_groups fsdp zero2"),
     *_rows(["weight_decay=0.1", "learning_rate=0.01", "learning_rate=0.1"], "weights", bars="own_rate"),
     *_rows(["param_groups=[{'match': 'bias', 'lr_scale': 0.5}]", "param_groups=[{'match': 'bias', 'lr': 0.003}]",
             "param_groups=[{'match': 'bias', 'weight_decay': 0.2}, {'match': 'weight', 'weight_decay': 0.1}]"],
