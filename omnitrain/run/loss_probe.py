@@ -170,8 +170,8 @@ class _Probe:
 
     @property
     def can_shift(self) -> bool:
-        """Whether two different labels show whether the first of a row counts."""
-        if self.mean.is_shift_known or not self._has_token_labels or self.labels.ndim != 2:
+        """Whether two different labels show whether the first of a row counts; of codebooks, that of each place."""
+        if self.mean.is_shift_known or not self._has_token_labels:
             return False
         return "shift_labels" not in self.batch if isinstance(self.batch, Mapping) else True
 
@@ -182,12 +182,12 @@ class _Probe:
         other = torch.where(labels == classes[0], classes[-1], classes[0]) if len(classes) else labels
         first, rest = labels.clone(), labels.clone()
         if len(classes):  # one label for all: rows that begin alike, and exchange their labels, have the same loss
-            first[:, 0] = classes[0] if (labels[:, 0] != classes[0]).any() else classes[-1]
-        later = labels[:, 1:] != self.mean.ignore_index
-        rest[:, 1:] = torch.where(later, other[:, 1:], labels[:, 1:])
+            first[..., 0] = classes[0] if (labels[..., 0] != classes[0]).any() else classes[-1]
+        later = labels[..., 1:] != self.mean.ignore_index
+        rest[..., 1:] = torch.where(later, other[..., 1:], labels[..., 1:])
         losses = [self._loss(with_labels(self.batch, one, self.names)) for one in (labels, first, rest)]
         plain, of_first, of_rest = (math.nan if loss is None else loss for loss in losses)
-        if len(classes) < 2 or not math.isfinite(plain + of_first + of_rest) or of_rest == plain:
+        if len(classes) < 2 or not math.isfinite(plain + of_first + of_rest) or plain == of_first == of_rest:
             return None  # the last: labels have no effect on the loss
         return abs(of_first - plain) <= 1e-3 * abs(of_rest - plain) and math.isclose(of_first, plain, rel_tol=1e-6)
 

@@ -15,7 +15,14 @@ from marks import TRAINERS
 from recipes import StopAt, distance, rows, t16, weights
 from tiny import VOCABULARY, Tokens, bert, gpt
 from torch import nn
-from transformers import BartConfig, BartForCausalLM, BertForMaskedLM, BertForPreTraining
+from transformers import (
+    BartConfig,
+    BartForCausalLM,
+    BertForMaskedLM,
+    BertForPreTraining,
+    MusicgenDecoderConfig,
+    MusicgenForCausalLM,
+)
 
 from omnitrain import ConfigError, CrossEntropy, StepOutput, Trainer
 from omnitrain.algorithms.label_smoothing import LabelSmoothing
@@ -117,6 +124,27 @@ def test_shift_is_that_of_the_loss(trainer_class: Any, kind: str) -> None:
         losses.append(row["eval_loss"])
     assert distance(*results) <= 1e-7
     assert losses[0] == pytest.approx(losses[1], rel=1e-6)
+
+
+@pytest.mark.parametrize("trainer_class", TRAINERS.values(), ids=TRAINERS)
+def test_shift_of_codebooks_is_that_of_the_loss(trainer_class: Any) -> None:
+    """Labels of (rows, places, codebooks), whose first place counts although the class is a causal model."""
+    torch.manual_seed(0)
+    config = MusicgenDecoderConfig(
+        vocab_size=VOCABULARY, hidden_size=16, num_hidden_layers=1, num_attention_heads=2, ffn_dim=16, dropout=0.0,
+        num_codebooks=1, pad_token_id=0, bos_token_id=1,
+    )  # fmt: skip
+    model = MusicgenForCausalLM(config).double()
+    labels = torch.randint(1, VOCABULARY, (8, 6, 1), generator=torch.Generator().manual_seed(0))
+    for row in range(8):
+        labels[row, : row % 4] = -100
+    data = [{"labels": row} for row in labels]
+    results = []
+    for batch, accumulation in SPLITS:
+        trainer = make(trainer_class, copy.deepcopy(model), batch, accumulation, data=data)
+        trainer.train()
+        results.append(weights(trainer.model))
+    assert distance(*results) <= 1e-7
 
 
 @pytest.mark.parametrize(
