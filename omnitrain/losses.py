@@ -346,6 +346,10 @@ def parts_of(losses: Any) -> dict[str, Any]:
 
 # --- what the mean of a loss is over
 
+_OF_TORCH = (nn.CrossEntropyLoss, nn.NLLLoss)
+_CROSS_ENTROPIES = (CrossEntropy, *_OF_TORCH)
+"""The losses whose class weights are known; a subclass may compute another loss."""
+
 
 @dataclass(slots=True)
 class LossMean:
@@ -433,6 +437,29 @@ class LossMean:
             return None
         return count_labels(batch, self.shift, names, self.ignore_index)
 
+    @property
+    def class_weights(self) -> Tensor | None:
+        """How much each class counts in the loss function, on its device: (classes,); None where all count alike."""
+        losses = self.loss_fn.losses.values() if isinstance(self.loss_fn, WeightedLosses) else (self.loss_fn,)
+        weights = (loss.weight for loss in losses if type(loss) in _CROSS_ENTROPIES)
+        return next((weight for weight in weights if weight is not None), None)
+
+    @property
+    def counts_unequally(self) -> bool:
+        """Whether labels may count other than 1 in the mean, as with class weights or a custom `mean_over`."""
+        has_mean = callable(getattr(self.loss_fn, "mean_over", None))
+        is_known = type(self.loss_fn) in _CROSS_ENTROPIES
+        return self.class_weights is not None or (has_mean and not is_known)
+
+    def divisor_of_probabilities(self, labels: Tensor) -> float:
+        """Return what the loss divides its sum by where labels are probabilities of classes: torch takes their rows.
+
+        Args:
+            labels: The probabilities, on any device: only a custom `mean_over` waits for it.
+        """
+        divisor = None if type(self.loss_fn) in _CROSS_ENTROPIES else divisor_of(self.loss_fn, labels.cpu())
+        return len(labels) if divisor is None else divisor
+
     def compared(self, scores: Any, labels: Any, has_classes: bool = False) -> tuple[Any, Any]:
         """Return scores and labels such that each score is at the place of the label that it is compared with.
 
@@ -460,7 +487,7 @@ def shift_of(source: Any) -> bool | None:
     shift = getattr(source, "shift", None)
     if type(shift) is bool:
         return shift
-    return False if type(source) in (nn.CrossEntropyLoss, nn.NLLLoss) else None
+    return False if type(source) in _OF_TORCH else None
 
 
 def shifts_by_default(model: Any) -> bool:
@@ -514,7 +541,7 @@ def divisor_of(loss_fn: Any, labels: Any) -> float | None:
     mean_over = getattr(loss_fn, "mean_over", None)
     if callable(mean_over):
         return mean_over(labels)  # type: ignore[return-value]
-    if type(loss_fn) not in (nn.CrossEntropyLoss, nn.NLLLoss) or loss_fn.reduction != "mean":
+    if type(loss_fn) not in _OF_TORCH or loss_fn.reduction != "mean":
         return None
     return sum_of_weights(labels, loss_fn)
 

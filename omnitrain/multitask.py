@@ -13,11 +13,12 @@ from torch import nn
 from torch.utils.data import Dataset
 
 from omnitrain.checkpoint.state import unwrap
+from omnitrain.data.collation import labels_of
 from omnitrain.data.loaders import count_rows, is_stream
 from omnitrain.data.sampling import tensor_columns
 from omnitrain.data.sets import EvalSet
 from omnitrain.errors import ConfigError, DataError, did_you_mean
-from omnitrain.losses import LossMean, count_labels
+from omnitrain.losses import LossMean
 from omnitrain.reproducibility import derive_seed
 from omnitrain.units import ModelUnit, StepOutput, check_untrained_loss, count_tokens, without_effect
 
@@ -27,18 +28,37 @@ Mixing = Literal["proportional", "uniform", "round_robin"]
 _MIXINGS = ("proportional", "uniform", "round_robin")
 
 
+class HostLabels:
+    """The rows and labels of each task, which stay on the host when their batch is moved to a device."""
+
+    def __init__(self) -> None:
+        self._rows: dict[str, int] = {}
+        self._labels: dict[str, dict[str, Any]] = {}
+
+    def add(self, name: str, rows: int, batch: Any) -> None:
+        """Add the labels of the batch of a task, which has so many rows."""
+        self._rows[name] = rows
+        self._labels[name] = {"labels": labels_of(batch)}
+        if isinstance(batch, Mapping) and "shift_labels" in batch:
+            self._labels[name]["shift_labels"] = batch["shift_labels"]
+
+    def count(self, name: str, mean: LossMean) -> float:
+        """Return what the loss of a task divides its sum by: labels that count, their class weights, or rows."""
+        divisor = mean.divisor(self._labels[name])
+        return self._rows[name] if divisor is None else divisor
+
+
 class TaskBatch(NamedTuple):
     """The samples of a micro-batch, collated for each task by itself.
 
     Attributes:
         parts: The batch of each task.
-        counts: The targets in each: labels that count, or samples; and the same for a model that predicts each label
-            one place before it.
+        labels: The labels of each, on the host.
         idle: The tasks that have no sample here, and whose batch is one that does not count.
     """
 
     parts: dict[str, Any]
-    counts: dict[str, tuple[int, int]]
+    labels: HostLabels
     idle: set[str]
 
     def count_tokens(self) -> int:
@@ -200,16 +220,15 @@ class _ByTask:
         self.tasks = tasks
 
     def __call__(self, samples: Sequence[tuple[str, Any]]) -> TaskBatch:
-        parts, counts, idle = {}, {}, set()
+        parts, labels, idle = {}, HostLabels(), set()
         for name, (data, collate) in self.tasks.items():
             own = [sample for task, sample in samples if task == name]
             if not own:
                 own = [data[0]]
                 idle.add(name)
             parts[name] = collate(own)
-            plain, shifted = (count_labels(parts[name], shifted) for shifted in (False, True))
-            counts[name] = (len(own), len(own)) if plain is None else (plain, shifted or 0)
-        return TaskBatch(parts, counts, idle)
+            labels.add(name, len(own), parts[name])
+        return TaskBatch(parts, labels, idle)
 
 
 class MultiTaskUnit:
@@ -279,15 +298,15 @@ class MultiTaskUnit:
                 "sets through `MultiTask.evaluation({'task': dataset})`."
             )
         total: Any = 0.0
-        targets, output, metrics = 0, StepOutput(None), dict[str, Any]()
+        targets, output, metrics = 0.0, StepOutput(None), dict[str, Any]()
         for name, part in batch.parts.items():
             output = self.run_task(name, part)
-            found = batch.counts[name][self.loss_mean.tasks[name].shift]
-            count = 0 if name in batch.idle else found
+            divisor = batch.labels.count(name, self.loss_mean.tasks[name])
+            count = 0 if name in batch.idle else divisor
             loss = output.required_loss()
             has_weight = len(batch.parts) > 1 or torch.is_grad_enabled()
             weight = self.weights.get(name, 1.0) if has_weight else 1.0
-            weighted = loss * (count * weight) if found else without_effect(output, loss)
+            weighted = loss * (count * weight) if divisor else without_effect(output, loss)
             total = total + weighted
             targets += count
             metrics[f"loss_{name}"] = (loss.detach(), count)

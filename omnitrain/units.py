@@ -57,7 +57,7 @@ class StepOutput:
             None if no loss is needed and the batch has no labels.
         outputs: What metrics are computed from, usually logits of shape (samples, ..., classes).
         labels: What the outputs are compared with.
-        num_targets: The number of targets summed in `loss`.
+        num_targets: The number of targets summed in `loss`, or the sum of what they count.
         extra: Further inputs of a metric function written for transformers, by name there; arrays like the outputs.
         metrics: Means over the batch by name, as scalars on the device or numbers, or pairs of a mean and its weight.
             The logs show them, averaged by their own weights or by those of the losses. They are detached.
@@ -69,7 +69,7 @@ class StepOutput:
     loss: Tensor | None
     outputs: Any = None
     labels: Any = None
-    num_targets: int | Tensor | None = None
+    num_targets: float | Tensor | None = None
     extra: dict[str, Any] | None = None
     metrics: Mapping[str, Any] | None = None
     _returned: Any = field(default=None, repr=False, compare=False)

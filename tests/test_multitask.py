@@ -214,6 +214,44 @@ def test_multitask_loss_is_weighted_mean() -> None:
     assert trainer.train()["train_metrics_history"][0]["train_loss"] == pytest.approx(total / 10, rel=1e-12)
 
 
+def test_multitask_class_weights_in_every_split(trainer_class: Any) -> None:
+    """The mean of a task is over the class weights of its labels, in steps and in evaluations."""
+    classes, evaluated = nn.CrossEntropyLoss(torch.tensor([1.0, 4.0, 0.3], dtype=torch.float64)), numbers(10, "kind", 1)
+    results, losses = [], []
+    for batch, accumulation in [(8, 1), (2, 4)]:
+        torch.manual_seed(0)
+        model, tasks = Heads(), mixed()
+        unit = MultiTaskUnit(model, {**LOSSES, "kind": classes}, {"size": 0.5})
+        trainer = trainer_class(
+            model, tasks, tasks.evaluation({"kind": evaluated}), unit=unit, batch_size=batch, eval_batch_size=batch,
+            gradient_accumulation_steps=accumulation, epochs=2, learning_rate=0.05, progress_bar=False,
+        )  # fmt: skip
+        trainer.train()
+        results.append(weights(trainer.model))
+        row = trainer.metrics["valid"][-1]
+        losses.append([row["eval_kind_loss"], trainer.metrics["train_metrics_history"][-1]["train_loss_kind"]])
+    assert distance(*results) <= 1e-12 and losses[0] == pytest.approx(losses[1], rel=1e-12)
+    x, labels = evaluated.tensors
+    assert trainer.evaluate()["eval_kind_loss"] == pytest.approx(
+        float(classes(trainer.model(x, "kind"), labels).detach())
+    )
+
+
+@pytest.mark.parametrize("ignore_index", [-100, 0])
+def test_multitask_counts_what_a_loss_ignores(ignore_index: int) -> None:
+    results = []
+    for batch, accumulation in [(4, 1), (2, 2)]:
+        torch.manual_seed(0)
+        model, tasks = Heads(), mixed()
+        unit = MultiTaskUnit(model, {**LOSSES, "kind": nn.CrossEntropyLoss(ignore_index=ignore_index)})
+        Trainer(
+            model, tasks, unit=unit, batch_size=batch, gradient_accumulation_steps=accumulation, epochs=1,
+            learning_rate=0.05, progress_bar=False, device="cpu",
+        ).train()  # fmt: skip
+        results.append(weights(model))
+    assert distance(*results) <= 1e-12
+
+
 MIXINGS = [(kind, "proportional") for kind in TRAINERS]
 MORE_MIXINGS = [("native", "uniform"), ("hf", "round_robin"), ("accelerate", {"kind": 1, "size": 2})]
 

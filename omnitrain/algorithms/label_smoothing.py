@@ -60,7 +60,7 @@ class LabelSmoothing(Algorithm):
         shape = tuple(scores.shape) if isinstance(scores, torch.Tensor) else ()
         if shape == (*labels.shape, self.num_classes):
             if trainer.loss_mean.shift:
-                scores, counts = scores[:, :-1], counts[:, 1:]
+                scores, labels, counts = scores[:, :-1], labels[:, 1:], counts[:, 1:]
         elif shape == (labels.shape[0], self.num_classes, *labels.shape[1:]):
             scores = scores.movedim(1, -1)
         else:
@@ -69,10 +69,14 @@ class LabelSmoothing(Algorithm):
                 f"LabelSmoothing needs scores of {self.num_classes} classes for labels of shape {tuple(labels.shape)}, "
                 f"and the outputs are {found}. Correct `num_classes`, or smooth in your own loss."
             )
-        spread = -torch.log_softmax(scores.float() if scores.dtype.itemsize < 4 else scores, dim=-1).mean(dim=-1)
-        total = torch.where(counts, spread, 0.0).sum()
+        losses = -torch.log_softmax(scores.float() if scores.dtype.itemsize < 4 else scores, dim=-1)
+        weights, divisor = trainer.loss_mean.class_weights, counts
+        if weights is not None:
+            weights = weights.to(losses)
+            losses, divisor = losses * weights, torch.where(counts, weights[labels.where(counts, 0)], 0.0)
+        total = torch.where(counts, losses.mean(dim=-1), 0.0).sum()
         if output.num_targets is None:
-            total = total / counts.sum()
+            total = total / divisor.sum()
         output.loss = (1 - self.smoothing) * output.required_loss() + self.smoothing * total
         return output
 

@@ -80,10 +80,10 @@ class SeqLengthWarmup(Algorithm):
         return {key: value[:, :length].contiguous() if key in cut else value for key, value in batch.items()}
 
     def transform_output(self, trainer: TrainerLike, output: Any) -> Any:
-        """Return the output with the sum of losses over the labels that are left, and their number."""
-        labels, mean = output.labels, trainer.loss_mean
-        if self._present(trainer) >= self.max_length or output.num_targets is not None or not mean.counts_labels:
+        """Return the output with the sum of losses over the labels that are left, and what it was divided by."""
+        if self._present(trainer) >= self.max_length or output.num_targets is not None:
             return output
-        output.num_targets = mean.counted(labels).sum()
-        output.loss = output.required_loss() * output.num_targets
+        output.num_targets = trainer.loss_mean.divisor({"labels": output.labels})
+        if output.num_targets is not None:
+            output.loss = output.required_loss() * output.num_targets
         return output

@@ -435,7 +435,7 @@ class Evaluation:
             return 0.0
         if output.num_targets is not None:
             total.add_(output.loss)
-            return int(output.num_targets)
+            return float(output.num_targets)
         if weight:
             total.add_(output.loss, alpha=weight)
         return weight

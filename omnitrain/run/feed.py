@@ -374,6 +374,22 @@ class Feed:
         if self._reduction == "sum":
             count_as_sum(output, math.ceil(weight))
 
+    def count_classes(self, output: StepOutput, weight: float) -> None:
+        """Have a mean over class weights count its targets, since algorithms may have made probabilities of labels.
+
+        The mean over probabilities is one over rows. Which of them it is can change from step to step.
+
+        Args:
+            output: The result of the micro-batch, as algorithms changed it.
+            weight: Its weight, of the labels that it had before.
+        """
+        mean, labels = self._hooks.loss_mean, output.labels
+        if output.num_targets is not None or not isinstance(self._hooks.unit, ModelUnit) or not mean.counts_unequally:
+            return
+        has_probabilities = isinstance(labels, torch.Tensor) and labels.is_floating_point()
+        output.num_targets = mean.divisor_of_probabilities(labels) if has_probabilities else weight
+        output.loss = output.required_loss() * output.num_targets
+
     def rows_of(self, batch: Any) -> int:
         """Return the rows of a batch; of an object that has no length, the samples that it was made of."""
         if self.samples is None:

@@ -130,7 +130,7 @@ class Step:
         self._window: Window
         self.turn: int = 0
         """How many micro-batches of this step were run."""
-        self._targets: int | None = None
+        self._targets: float | None = None
         """The targets of this window so far, if the unit counts them."""
         self._has_warned_of_empty = False
         self._may_undo = False
@@ -427,6 +427,8 @@ class Step:
             self._feed.count_targets(output, weight)
             for transform in self._transforms["transform_output"]:
                 output = transform(hooks, output)
+            if self._transforms["transform_batch"]:
+                self._feed.count_classes(output, weight)
             loss = output.required_loss()
             for transform in self._transforms["transform_loss"]:
                 loss = transform(hooks, loss)
@@ -438,9 +440,9 @@ class Step:
             self.loss.add(loss, weight)
             count: float = weight
         else:  # the loss is a sum over targets, which only the forward pass could count
-            count = int(output.num_targets) if weight else 0
+            count = float(output.num_targets) if weight else 0
             self._targets = (self._targets or 0) + count
-            self.loss.add(loss / max(count, 1), count)
+            self.loss.add(loss / (count or 1), count)
             weight = 1.0 if count else 0.0
         if output.metrics is not None:
             self.metrics.add(output.metrics, count)

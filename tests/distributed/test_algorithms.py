@@ -27,6 +27,7 @@ from backends import (
 from marks import thinned
 from recipes import Sentences, StopAt, Tagger, Trace, rows
 from torch import nn
+from torch.utils.data import TensorDataset
 
 from omnitrain import (
     EMA,
@@ -51,6 +52,7 @@ KINDS: dict[str, Any] = {
     "value": lambda: GradientClipping("value", 0.01),
     "agc": lambda: GradientClipping("adaptive", 0.05),
     "mixup": lambda: MixUp(alpha=1.0),
+    "classes": lambda: MixUp(3, alpha=1.0),
     "smoothing": lambda: LabelSmoothing(5, 0.2),
     "lengths": lambda: SeqLengthWarmup(6, 2, 0.9, 1),
     "sam": lambda: SAM(0.5),
@@ -77,11 +79,12 @@ MOVES = [
 ]  # fmt: skip
 """Backends and algorithms whose checkpoints move from one process to two, and back."""
 CUT = 4
+CLASS_WEIGHTS = torch.tensor([1.0, 4.0, 0.3])
 
 
-def deep(dtype: torch.dtype) -> nn.Module:
+def deep(dtype: torch.dtype, classes: int = 1) -> nn.Module:
     torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(4, 16), nn.ReLU(), nn.Linear(16, 8), nn.Tanh(), nn.Linear(8, 1)).to(dtype)
+    return nn.Sequential(nn.Linear(4, 16), nn.ReLU(), nn.Linear(16, 8), nn.Tanh(), nn.Linear(8, classes)).to(dtype)
 
 
 def train(backend: str, dtype: str, kind: str, folder: str, cut: int = 0, resume: str | None = None) -> dict[str, Any]:
@@ -94,6 +97,10 @@ def train(backend: str, dtype: str, kind: str, folder: str, cut: int = 0, resume
         options = {"loss_fn": F.mse_loss, "optimizer": OPTIMIZERS[kind]}
     if kind in OF_TOKENS:
         data, model, options = (Sentences(24), Sentences(7)), Tagger(dtype=number), {"learning_rate": 0.05}
+    if kind == "classes":
+        data = [TensorDataset(one.tensors[0], one.tensors[0].argmax(1) % 3) for one in data]
+        loss = nn.CrossEntropyLoss(CLASS_WEIGHTS.to(number))
+        model, options = deep(number, classes=3), {"loss_fn": loss, "learning_rate": 0.05}
     trainer = make_trainer(
         backend, model, *data, algorithms=[KINDS[kind]()] if kind in KINDS else [],
         callbacks=[trace, *([StopAt(cut)] if cut else [])],

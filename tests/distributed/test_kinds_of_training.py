@@ -41,13 +41,13 @@ class Heads(nn.Module):
 
 def tasks() -> dict[str, Any]:
     """A task of 22 samples and one of 3: most micro-batches have none of the second."""
-    x = torch.randn(25, 4, generator=torch.Generator().manual_seed(0))
+    x, class_weights = torch.randn(25, 4, generator=torch.Generator().manual_seed(0)), torch.tensor([1.0, 3.0, 0.2])
     sets = {"kind": TensorDataset(x[:22], x[:22].argmax(1) % 3), "rare": TensorDataset(x[22:], x[22:].sum(1, True))}
     model, data = Heads(), MultiTask(sets)
     return {
         "model": model, "train_dataset": data, "eval_dataset": data.evaluation(sets, {"kind": "accuracy"}),
-        "unit": MultiTaskUnit(model, {"kind": F.cross_entropy, "rare": F.mse_loss}, {"rare": 2.0}), "size": 4,
-        "epochs": 2, "global_batch_size": 8, "lr_scheduler": "linear",
+        "unit": MultiTaskUnit(model, {"kind": nn.CrossEntropyLoss(class_weights), "rare": F.mse_loss}, {"rare": 2.0}),
+        "size": 4, "epochs": 2, "global_batch_size": 8, "lr_scheduler": "linear",
     }  # fmt: skip
 
 

@@ -115,9 +115,7 @@ def _has(pattern: str, kind: str = "") -> Callable[[Case], bool]:
     return lambda case: kind in ("", case.kind) and re.search(pattern, ", ".join(case.options)) is not None
 
 
-KNOWN: tuple[Known, ...] = (
-    Known("W23", "weights depend on the split", _has(r"weight=torch.*LabelSmoothing|LabelSmoothing.*weight=torch")),
-)  # fmt: skip
+KNOWN: tuple[Known, ...] = ()
 """Remove a row when its fault is mended."""
 
 

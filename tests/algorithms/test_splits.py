@@ -1,0 +1,192 @@
+"""Each algorithm of the table in docs/algorithms.md: a step is the same in every split, with class weights too."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from marks import thinned
+from recipes import Sentences, Tagger, distance, weights
+from torch import nn
+from torch.utils.data import TensorDataset
+
+from omnitrain import (
+    EMA,
+    SAM,
+    SWA,
+    AccelerateTrainer,
+    Algorithm,
+    CrossEntropy,
+    CutMix,
+    GradientClipping,
+    GradualUnfreezing,
+    HFTrainer,
+    LabelSmoothing,
+    LayerFreezing,
+    MagnitudePruning,
+    MixUp,
+    ProgressiveResizing,
+    SeqLengthWarmup,
+    StochasticDepth,
+    StraightThrough,
+    Trainer,
+    WeightedLosses,
+)
+from omnitrain.data.collation import as_probabilities, labels_of, with_labels
+
+TRAINERS = {"native": Trainer, "accelerate": AccelerateTrainer, "hf": HFTrainer}
+CLASS_WEIGHTS = torch.tensor([1.0, 4.0, 0.3], dtype=torch.float64)
+TOKEN_WEIGHTS = torch.tensor([1.0, 4.0, 0.3, 2.0, 0.1], dtype=torch.float64)
+SPLITS = ((8, 1), (2, 4))
+
+ALGORITHMS: dict[str, Any] = {
+    "EMA": lambda: EMA(0.8),
+    "SWA": lambda: SWA("0.3dur"),
+    "LayerFreezing": lambda: LayerFreezing(0.0, layers=["0", "2", "5"]),
+    "GradualUnfreezing": lambda: GradualUnfreezing(0.5, layers=["0", "2", "5"]),
+    "GradientClipping": lambda: GradientClipping("value", 0.01),
+    "LabelSmoothing": lambda: LabelSmoothing(3, 0.2),
+    "MixUp": lambda: MixUp(3, alpha=1.0),
+    "CutMix": lambda: CutMix(3),
+    "SeqLengthWarmup": lambda: SeqLengthWarmup(6, 2, 1.0, 1),
+    "ProgressiveResizing": lambda: ProgressiveResizing(0.5, 0.5, 0.2, 2),
+    "MagnitudePruning": lambda: MagnitudePruning(0.5, end=3, every=1),
+    "StochasticDepth": lambda: StochasticDepth(["2"], 0.5),
+    "StraightThrough": lambda: StraightThrough(torch.round),
+    "SAM": lambda: SAM(0.5),
+}
+CHANGE_LABELS = ("LabelSmoothing", "MixUp")
+
+
+class Alternating(Algorithm):
+    """A custom algorithm that makes probabilities of labels in every other step."""
+
+    def transform_batch(self, trainer: Any, batch: Any) -> Any:
+        labels = labels_of(batch)
+        return batch if trainer.progress.step % 2 else with_labels(batch, as_probabilities(labels, 3).double(), ())
+
+
+class Tokenwise(nn.Module):
+    """Scores of 5 classes for each token."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tagger = Tagger()
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        return self.tagger.out(self.tagger.embed(ids))
+
+
+def network() -> nn.Module:
+    torch.manual_seed(0)
+    layers = (nn.Conv2d(1, 4, 3, padding=1), nn.Tanh(), nn.Conv2d(4, 4, 1), nn.AdaptiveAvgPool2d(2), nn.Flatten())
+    return nn.Sequential(*layers, nn.Linear(16, 3)).double()
+
+
+def images(size: int = 16) -> TensorDataset:
+    generator = torch.Generator().manual_seed(3)
+    pixels = torch.randn(size, 1, 8, 8, generator=generator, dtype=torch.float64)
+    return TensorDataset(pixels, torch.randint(0, 3, (size,), generator=generator))
+
+
+def train(
+    trainer_class: Any, split: tuple[int, int], *algorithms: Any, model: Any = None, data: Any = None, **options: Any
+) -> Any:
+    device = {"device": "cpu"} if trainer_class is Trainer else {}
+    common: dict[str, Any] = {
+        "loss_fn": nn.CrossEntropyLoss(CLASS_WEIGHTS), "epochs": 2, "learning_rate": 0.1, "optimizer": "sgd",
+        "max_grad_norm": None, "progress_bar": False, "log_steps": 1,
+    }  # fmt: skip
+    trainer = trainer_class(
+        model or network(), data or images(), batch_size=split[0], gradient_accumulation_steps=split[1],
+        algorithms=algorithms, **device, **{**common, **options},
+    )  # fmt: skip
+    trainer.train()
+    return trainer
+
+
+def assert_same_in_every_split(trainer_class: Any, make: Any, build: Any = network, **options: Any) -> None:
+    trainers = [train(trainer_class, split, make(), model=build(), **options) for split in SPLITS]
+    first = trainers[0]
+    for other in trainers[1:]:
+        assert distance(weights(first.model), weights(other.model)) <= 1e-12
+        losses = [[row["train_loss"] for row in trainer.metrics["train_metrics_history"]] for trainer in (first, other)]
+        assert losses[0] == pytest.approx(losses[1], rel=1e-12)
+
+
+def test_table_of_algorithms_is_complete() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "algorithms.md").read_text()
+    names = re.findall(r"^\| `(\w+)\(.*\|.*\| yes(?:, if micro-batches have an even size)? \|", page, re.MULTILINE)
+    assert names == list(ALGORITHMS)
+
+
+@pytest.mark.parametrize(
+    ("trainer_class", "name"),
+    thinned(
+        [(trainer_class, name) for trainer_class in TRAINERS.values() for name in ALGORITHMS],
+        [*((Trainer, name) for name in ALGORITHMS), (AccelerateTrainer, "MixUp"), (HFTrainer, "MixUp")],
+    ),
+)
+def test_class_weights_are_the_same_in_every_split(trainer_class: Any, name: str) -> None:
+    is_of_tokens = name == "SeqLengthWarmup"
+    options: dict[str, Any] = {"build": Tokenwise, "data": Sentences(16)} if is_of_tokens else {}
+    options |= {"loss_fn": CrossEntropy(TOKEN_WEIGHTS)} if is_of_tokens else {}
+    assert_same_in_every_split(trainer_class, ALGORITHMS[name], **options)
+
+
+def test_custom_probabilities_are_the_same_in_every_split() -> None:
+    """Whether labels are classes or probabilities may change from step to step."""
+    assert_same_in_every_split(Trainer, Alternating)
+
+
+@pytest.mark.parametrize("name", CHANGE_LABELS)
+@pytest.mark.parametrize(
+    "make_loss",
+    [
+        lambda: CrossEntropy(CLASS_WEIGHTS, z_loss=1e-2),
+        lambda: WeightedLosses({"ce": CrossEntropy(CLASS_WEIGHTS), "z": CrossEntropy(CLASS_WEIGHTS, z_loss=0.1)}),
+        lambda: nn.CrossEntropyLoss(CLASS_WEIGHTS, label_smoothing=0.1),
+    ],
+    ids=["z-loss", "several", "smoothed"],
+)
+def test_losses_of_probabilities_are_the_same_in_every_split(make_loss: Any, name: str) -> None:
+    assert_same_in_every_split(Trainer, ALGORITHMS[name], loss_fn=make_loss())
+
+
+def test_smoothed_classes_have_the_mean_of_torch() -> None:
+    """Over rows, as labels of one dimension become probabilities."""
+    x, labels = images(8).tensors
+    expected, optimizer_rate = network(), 0.1
+    probabilities = F.one_hot(labels, 3).double() * 0.8 + 0.2 / 3
+    loss = F.cross_entropy(expected(x), probabilities, CLASS_WEIGHTS)
+    loss.backward()
+    with torch.no_grad():
+        for parameter in expected.parameters():
+            parameter -= optimizer_rate * parameter.grad  # type: ignore[operator]
+    trainer = train(Trainer, (2, 4), LabelSmoothing(3, 0.2), data=images(8), epochs=1)
+    assert distance(weights(trainer.model), weights(expected)) <= 1e-7  # probabilities are made in float32
+    assert trainer.metrics["train_metrics_history"][0]["train_loss"] == pytest.approx(float(loss.detach()))
+
+
+@pytest.mark.parametrize("shift", [False, True], ids=["plain", "shifted"])
+def test_smoothed_tokens_have_the_mean_of_torch(shift: bool) -> None:
+    """Over class weights, as `cross_entropy` has it for classes with `label_smoothing`."""
+    trained = [
+        train(Trainer, split, *algorithms, model=Tokenwise(), data=Sentences(16), loss_fn=loss)
+        for split in SPLITS
+        for algorithms, loss in (
+            ([LabelSmoothing(5, 0.2)], CrossEntropy(TOKEN_WEIGHTS, shift=shift)),
+            ([], CrossEntropy(TOKEN_WEIGHTS, shift=shift, label_smoothing=0.2)),
+        )
+    ]
+    for other in trained[1:]:
+        assert distance(weights(trained[0].model), weights(other.model)) <= 1e-12
+
+
+def test_microbatches_have_class_weights_too() -> None:
+    trained = [train(Trainer, (8, 1), LabelSmoothing(3, 0.2), microbatch_size=size) for size in (None, 3)]
+    assert distance(weights(trained[0].model), weights(trained[1].model)) <= 1e-12
