@@ -14,7 +14,7 @@ from omnitrain.checkpoint.header import Entry, Header, open_regular, read_marked
 from omnitrain.distributed import Ranks
 from omnitrain.errors import CheckpointError
 
-__all__ = ["DTYPES", "Catalogue", "Spec", "TensorFile", "rectangles"]
+__all__ = ["DTYPES", "Catalogue", "Spec", "TensorFile", "dtype_name", "rectangles", "unsaved_dtype"]
 
 Spec = tuple[tuple[int, ...], torch.dtype]
 """Shape and dtype of a tensor."""
@@ -48,6 +48,29 @@ _RUN = 1 << 16
 """Bytes from which on a contiguous run is read alone, not with what lies between it and the next."""
 _KEPT = 1 << 16
 """How many entries of headers are kept from the first reading of all files."""
+
+
+def dtype_name(name: str, dtype: torch.dtype) -> str:
+    """Return the name of a tensor's dtype in safetensors files.
+
+    Args:
+        name: The name of the tensor.
+        dtype: Its dtype.
+
+    Raises:
+        CheckpointError: If there is none.
+    """
+    if dtype not in DTYPES:
+        raise CheckpointError(unsaved_dtype(name, dtype))
+    return DTYPES[dtype]
+
+
+def unsaved_dtype(name: str, dtype: torch.dtype) -> str:
+    """Return the message about a tensor whose dtype safetensors files cannot hold."""
+    remedy = "Convert it to another dtype"
+    if dtype.is_complex:
+        remedy = "Make it complex64, or keep torch.view_as_real(...) of it, and use torch.view_as_complex of that"
+    return f"{name!r} is of {dtype}, which the safetensors files of checkpoints cannot hold. {remedy}."
 
 
 class Place(NamedTuple):

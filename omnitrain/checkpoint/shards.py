@@ -21,10 +21,9 @@ import torch
 from omnitrain.checkpoint.disk import FileSystem
 from omnitrain.checkpoint.header import SHARDING
 from omnitrain.checkpoint.manifest import FileEntry
-from omnitrain.checkpoint.reading import DTYPES, Box, Spec, TensorFile, rectangles
+from omnitrain.checkpoint.reading import Box, Spec, TensorFile, dtype_name, rectangles
 from omnitrain.checkpoint.tensors import Gathered, host_copy, is_in_parts
 from omnitrain.distributed import as_bytes
-from omnitrain.errors import CheckpointError
 
 __all__ = [
     "LARGEST_FILE",
@@ -247,10 +246,8 @@ def _write(
     order, end = _in_order(specs), 0
     for name in order:
         shape, dtype = specs[name]
-        if dtype not in DTYPES:
-            raise CheckpointError(f"`{name}` is of {dtype}, for which safetensors files have no name.")
         begin, end = end, end + math.prod(shape) * dtype.itemsize
-        header[name] = {"dtype": DTYPES[dtype], "shape": list(shape), "data_offsets": [begin, end]}
+        header[name] = {"dtype": dtype_name(name, dtype), "shape": list(shape), "data_offsets": [begin, end]}
     text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
     text += b" " * (-len(text) % 8)
     hasher = _Hasher()

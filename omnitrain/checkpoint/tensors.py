@@ -15,9 +15,8 @@ from typing import Any, TypeVar
 import torch
 
 from omnitrain.checkpoint.disk import write_pieces
-from omnitrain.checkpoint.reading import DTYPES, Spec, TensorFile
+from omnitrain.checkpoint.reading import DTYPES, Spec, TensorFile, dtype_name
 from omnitrain.distributed import Ranks, as_bytes
-from omnitrain.errors import CheckpointError
 
 __all__ = [
     "Gather",
@@ -289,10 +288,12 @@ def _pieces(tensors: Mapping[str, Any], gather: Gather) -> Iterator[bytes | memo
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}  # transformers requires this entry
     end = 0
     for name, tensor in ready:
-        if tensor.dtype not in DTYPES:
-            raise CheckpointError(f"`{name}` is of {tensor.dtype}, for which safetensors files have no name.")
         begin, end = end, end + tensor.numel() * tensor.element_size()
-        header[name] = {"dtype": DTYPES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [begin, end]}
+        header[name] = {
+            "dtype": dtype_name(name, tensor.dtype),
+            "shape": list(tensor.shape),
+            "data_offsets": [begin, end],
+        }
     text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
     text += b" " * (-len(text) % 8)
     yield len(text).to_bytes(8, "little") + text

@@ -26,6 +26,7 @@ from omnitrain.checkpoint.checkpointer import Checkpointer, check_allowed, locke
 from omnitrain.checkpoint.contents import Contents, group_options
 from omnitrain.checkpoint.initial import load_initial
 from omnitrain.checkpoint.mirror import make_store
+from omnitrain.checkpoint.reading import DTYPES, unsaved_dtype
 from omnitrain.checkpoint.shown import ShownWeights
 from omnitrain.checkpoint.store import Store
 from omnitrain.data.collation import padding_collator
@@ -434,6 +435,8 @@ class BaseTrainer(Hooks, ABC):
     def _take_model(self, model: nn.Module) -> None:
         """Build what belongs to a model: its unit, its backend, and the parts of a run."""
         settings, dtypes = self.settings, self.precision.dtypes
+        if self.store is not None:
+            _check_dtypes(model)
         if dtypes.inputs is not None and "_prepare_batch" in members_of_user(type(self)):
             raise ConfigError(
                 f"`dtypes={dtypes.described!r}` sets the inputs, which `_prepare_batch` of {type(self).__name__} "
@@ -999,6 +1002,16 @@ def _check_model(model: Any) -> None:
             f"`model` has lazy parameters, {lazy[0]!r} for instance, whose shapes only a first batch tells. Call "
             "the model on one before it is passed: model(batch)."
         )
+
+
+def _check_dtypes(model: nn.Module) -> None:
+    """Raise ConfigError if checkpoints cannot hold a tensor of the model; buffers that do not persist are not saved."""
+    tensors = (*model.named_parameters(), *model.named_buffers())
+    unknown = [(name, tensor.dtype) for name, tensor in tensors if tensor.dtype not in DTYPES]
+    saved = model.state_dict().keys() if unknown else ()
+    for name, dtype in unknown:
+        if name in saved:
+            raise ConfigError(f"`model` cannot be saved: {unsaved_dtype(name, dtype)}")
 
 
 @contextlib.contextmanager

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 from marks import TRAINERS
 from recipes import StopAt, Tagger, distance, rows, same, t16, weights
 from tiny import VOCABULARY, Tokens, bert, gpt
@@ -437,3 +438,46 @@ def test_loss_in_the_model_is_trained_and_saved(trainer_class: Any, tmp_path: Pa
     again = make(trainer_class, other, named_rows(), save_dir=tmp_path, learning_rate=0.1)
     again.load_checkpoint("last")
     assert same(weights(model), weights(other)) and other.loss_module.calls.item() == model.loss_module.calls.item() > 0
+
+
+# --- dtypes that checkpoints cannot hold
+
+
+class Rotated(nn.Module):
+    """Multiplies its input by complex numbers, which are a parameter, a buffer, or a buffer that is not saved."""
+
+    def __init__(self, held: str, dtype: torch.dtype) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.out, phases = nn.Linear(4, 1, dtype=torch.float64), torch.randn(4, dtype=dtype)
+        if held == "parameter":
+            self.phases = nn.Parameter(phases)
+        else:
+            self.register_buffer("phases", phases, persistent=held == "buffer")
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.out((x * self.phases).abs().double())
+
+
+@pytest.mark.parametrize("held", ["parameter", "buffer"])
+def test_complex128_is_rejected_where_it_would_be_saved(trainer_class: Any, held: str, tmp_path: Path) -> None:
+    message = r"'phases' is of torch\.complex128, .*torch\.view_as_real"
+    with pytest.raises(ConfigError, match=message):
+        make(trainer_class, Rotated(held, torch.complex128), rows(8), loss_fn=F.mse_loss, save_dir=tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+    make(trainer_class, Rotated(held, torch.complex128), rows(8), loss_fn=F.mse_loss).train()  # nothing is saved
+
+
+@pytest.mark.parametrize(("held", "dtype"), [
+    ("parameter", torch.complex64), ("buffer", torch.complex64), ("temporary buffer", torch.complex128),
+])  # fmt: skip
+def test_complex_tensors_are_trained_and_resumed(trainer_class: Any, held: str, dtype: Any, tmp_path: Path) -> None:
+    def build(folder: str, **options: Any) -> Any:
+        options |= {"loss_fn": F.mse_loss, "batch_size": 4, "max_steps": 4, "save_steps": 1}
+        return make(trainer_class, Rotated(held, dtype), rows(16), save_dir=tmp_path / folder, **options)
+
+    straight, resumed = build("straight"), build("run")
+    straight.train()
+    build("run", callbacks=[StopAt(2)]).train()
+    resumed.train(resume_from="auto")
+    assert resumed.progress.step == 4 and same(weights(straight.get_model()), weights(resumed.get_model()))
