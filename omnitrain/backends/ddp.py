@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import fields
@@ -245,6 +246,30 @@ class DDP(Backend):
                 "A gradient is sparse of which DDP did not know that: it asks nn.Embedding and nn.EmbeddingBag alone. "
                 "Use these, or sparse=False."
             ) from error
+        if self._ddp is not None and self._ddp.require_backward_grad_sync:
+            self._check_all_used(self._ddp)
+
+    def _check_all_used(self, ddp: DistributedDataParallel) -> None:
+        """Raise DistributedError if DDP still waits for the gradients of parameters that the loss does not depend on.
+
+        PyTorch would say so in the next forward pass alone, after an update with gradients that were not averaged.
+        """
+        try:
+            ddp._check_reducer_finalized()
+        except RuntimeError as error:
+            if ddp.find_unused_parameters:
+                raise
+            found = re.search(r"did not receive grad for rank \d+: ([\d ]+)", str(error))
+            names = [name for name, one in self.model.named_parameters() if one.requires_grad]
+            indices = [] if found is None else [int(index) for index in found[1].split()]
+            unused = [names[index] for index in indices if index < len(names)]
+            more = ", ..." if len(unused) > 5 else ""
+            raise DistributedError(
+                f"The loss of this step does not depend on {len(unused) or 'some'} parameters on rank "
+                f"{self.ranks.rank}, for whose gradients DDP waits: {', '.join(unused[:5])}{more}. "
+                "Pass `find_unused_parameters=True` to AccelerateTrainer, or `ddp_find_unused_parameters=True` in the "
+                "arguments of HFTrainer; or freeze them, if no step uses them."
+            ) from error
 
     def reduce_gradients(self) -> None:
         """Have DDP average what there is, in a pass that adds zeros to it."""
@@ -281,6 +306,7 @@ class DDP(Backend):
                 "would drift apart: no forward pass went through DDP. Call `self.model_wrapped(...)` instead of "
                 "`self.model(...)` in a training loop of your own."
             )
+        self._check_all_used(self._ddp)
         self._ddp.module.has_run = False
 
 
