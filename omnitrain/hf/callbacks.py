@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 import transformers
+from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK
 from transformers.trainer import DEFAULT_PROGRESS_CALLBACK
 from transformers.trainer_callback import CallbackHandler
 
 __all__ = ["Callbacks", "Controls"]
 
+logger: logging.Logger = logging.getLogger("omnitrain")
+
+_TRACKERS = tuple(INTEGRATION_TO_CALLBACK.values())
+"""The callbacks of `report_to`: like our loggers, they never end a training."""
 _OURS = (
     transformers.DefaultFlowCallback,
     transformers.ProgressCallback,
@@ -59,12 +65,17 @@ class Callbacks(CallbackHandler):
         self.callbacks: list[transformers.TrainerCallback]
         self.idle: list[Any] = []
         """The user's callbacks whose work is done by ours."""
+        self.failures: dict[Any, int] = {}
+        """How often each tracker has failed."""
         self.args = args
         self.first = first
         self.last = last
 
     def call_event(self, event: str, args: Any, state: Any, control: Any, **kwargs: Any) -> Any:
-        """Call all callbacks for an event; an error in one propagates, with the callback named."""
+        """Call all callbacks for an event; an error in one propagates, with the callback named, unless it is a tracker.
+
+        A tracker that fails is logged, and the run continues, as with `loggers`.
+        """
         for callback in (self.first, *self.callbacks, self.last):
             if type(callback) in _OURS or callback in self.idle:
                 continue
@@ -84,6 +95,19 @@ class Callbacks(CallbackHandler):
             except BaseException as error:
                 if callback not in (self.first, self.last):
                     error.add_note(f"Raised by the callback {type(callback).__name__}.{event}.")
+                if isinstance(callback, _TRACKERS) and isinstance(error, Exception):
+                    self._report_failure(callback, event, state, error)
+                    continue
                 raise
             control = control if result is None else result
         return control
+
+    def _report_failure(self, callback: Any, event: str, state: Any, error: Exception) -> None:
+        """Log the first, the 10th, the 100th, ... failure of a tracker: it may fail at every event."""
+        count = self.failures[callback] = self.failures.get(callback, 0) + 1
+        if str(count).strip("0") == "1":
+            logger.warning(
+                "%s.%s of `report_to` failed after step %d, the failure number %d of this tracker. The run continues, "
+                "and what it was given may be lost.", type(callback).__name__, event, state.global_step, count,
+                exc_info=error if count == 1 else None,
+            )  # fmt: skip

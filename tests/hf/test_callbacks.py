@@ -14,6 +14,7 @@ from marks import thinned
 from tiny import Tokens, bert
 from torch.utils.data import DataLoader, IterableDataset
 from transformers import EarlyStoppingCallback, TrainerCallback, TrainingArguments
+from transformers.integrations import TensorBoardCallback
 
 from omnitrain import HFTrainer
 
@@ -368,3 +369,35 @@ def test_flags_at_a_log_show_what_is_pending(arguments: Any) -> None:
         run(kind, arguments(kind.__name__, **BY_STEPS, eval_steps=2, save_steps=4, max_steps=4), pending)
         assert pending.flags == [(2, True, False), (4, True, True)]
     assert {type(value) for value in pending.flags[0]} == {int, bool}
+
+
+# --- trackers that fail
+
+
+def fail(*args: Any, **kwargs: Any) -> None:
+    raise OSError(28, "No space left on device")
+
+
+@pytest.mark.parametrize("place", ["writer", "events"])
+def test_failing_trackers_do_not_end_the_run(
+    arguments: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, place: str
+) -> None:
+    """As with `loggers`: those of `report_to` are reported, and the run continues."""
+    tensorboard = pytest.importorskip("torch.utils.tensorboard")
+    if place == "writer":
+        for method in ("add_scalar", "flush", "close"):
+            monkeypatch.setattr(tensorboard.SummaryWriter, method, fail)
+    for event in ("on_init_end", "on_train_begin", "on_log", "on_train_end") if place == "events" else ():
+        monkeypatch.setattr(TensorBoardCallback, event, fail, raising=False)
+    trainer, records = run(HFTrainer, arguments(report_to=["tensorboard"], logging_steps=1, max_steps=3))
+    assert trainer.progress.step == 3 and records.events[-1][0] == "on_train_end"
+    messages = [record.getMessage() for record in caplog.records if "of `report_to` failed" in record.getMessage()]
+    assert len(messages) == 1 and messages[0].startswith("TensorBoardCallback.on_")
+
+
+def test_other_callbacks_that_fail_end_the_run(arguments: Any) -> None:
+    class Failing(TrainerCallback):
+        on_log = fail
+
+    with pytest.raises(OSError, match="No space left"):
+        run(HFTrainer, arguments(logging_steps=1, max_steps=3), Failing())
