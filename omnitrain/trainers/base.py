@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
+import threading
 from abc import ABC
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -608,7 +609,7 @@ class BaseTrainer(Hooks, ABC):
                 After early stopping, `patience` begins anew.
 
         Raises:
-            ConfigError: If there is no run that `more` could go on with.
+            ConfigError: If there is no run that `more` could go on with, or another thread of the program trains.
             CheckpointError: If the checkpoint is damaged, or was saved with settings that would change the run, or if
                 another run writes into `save_dir`.
             NonFiniteError: If a loss or gradient is not finite and `on_nonfinite="raise"`; the weights are intact.
@@ -621,6 +622,7 @@ class BaseTrainer(Hooks, ABC):
             )
         with (
             contextlib.ExitStack() as after,
+            _only_thread(),
             self._calling("train()"),
             isolated_rng(self.device),
             locked(self.store, self.ranks, lambda: self._checkpointer.note_start(), after),
@@ -1019,6 +1021,31 @@ def _calling(ranks: Ranks, mesh: Any, timeout: float | None, what: str) -> Itera
     """Enter a call that all ranks make, laid out in the mesh that their trainer was made with."""
     with ranks.laid_out(mesh), ranks.calling(what, timeout):
         yield
+
+
+_threads: list[threading.Thread] = []
+"""The threads that are inside of `train()`, each as often as it has entered it."""
+_threads_lock = threading.Lock()
+
+
+@contextlib.contextmanager
+def _only_thread() -> Iterator[None]:
+    """Reject a run while another thread trains: both would draw from, and seed, the same random number generators."""
+    thread = threading.current_thread()
+    with _threads_lock:
+        others = [other.name for other in _threads if other is not thread and other.is_alive()]  # a fork ends them
+        if others:
+            raise ConfigError(
+                f"`train()` was called in the thread {thread.name!r} while the thread {others[0]!r} of this program "
+                "trains: they would share their random numbers, so that neither run could be repeated. Train one "
+                "after another, or each in a process of its own."
+            )
+        _threads.append(thread)
+    try:
+        yield
+    finally:
+        with _threads_lock:
+            _threads.remove(thread)
 
 
 @contextlib.contextmanager

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import logging
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from marks import TRAINERS
+from marks import TRAINERS, thinned
 from recipes import StopAt, Tagger, distance, rows, same, t16, weights
 from tiny import VOCABULARY, Tokens, bert, gpt
 from tokenizers import Tokenizer
@@ -24,7 +25,7 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
-from omnitrain import AccelerateTrainer, Algorithm, ConfigError, HFTrainer, Trainer, WeightedLosses
+from omnitrain import AccelerateTrainer, Algorithm, Callback, ConfigError, HFTrainer, Trainer, WeightedLosses
 from omnitrain.data.collation import Collator
 from omnitrain.errors import CheckpointError, DataError
 
@@ -481,3 +482,29 @@ def test_complex_tensors_are_trained_and_resumed(trainer_class: Any, held: str, 
     build("run", callbacks=[StopAt(2)]).train()
     resumed.train(resume_from="auto")
     assert resumed.progress.step == 4 and same(weights(straight.get_model()), weights(resumed.get_model()))
+
+
+@pytest.mark.parametrize("kind", thinned(TRAINERS, ["native", "hf"]))
+def test_train_rejects_a_second_thread(kind: str) -> None:
+    """Two threads would share their random numbers; a trainer inside of another's callback may train."""
+
+    def make(*callbacks: Callback, **options: Any) -> Any:
+        device = {"device": "cpu"} if kind == "native" else {}
+        return TRAINERS[kind](
+            t16(dropout=0.5), rows(8), loss_fn=nn.MSELoss(), max_steps=1, progress_bar=False, callbacks=callbacks,
+            **device, **options,
+        )  # fmt: skip
+
+    class Nested(Callback):
+        def on_train_start(self, trainer: Any) -> None:
+            make().train()
+            with ThreadPoolExecutor(1) as pool:
+                self.error = pool.submit(other.train).exception()
+
+    other, nested = make(), Nested()
+    make(nested).train()
+    assert isinstance(nested.error, ConfigError) and "'MainThread' of this program trains" in str(nested.error)
+    assert other.progress.step == 0
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit(other.train).result()
+    assert other.progress.step == 1
