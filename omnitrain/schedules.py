@@ -378,6 +378,15 @@ class ConstantScheduler(_Clamped):
     [0.0, 1.0, 1.0]
     """
 
+    def __post_init__(self) -> None:
+        """Refuse a share of the rate that is not fallen below: the rate never falls."""
+        super().__post_init__()
+        if self.min_lr_rate is not None:
+            raise ConfigError(
+                f"`ConstantScheduler`: `min_lr_rate={self.min_lr_rate!r}` has no effect, as the rate never falls. "
+                "Leave it out, or pass another schedule."
+            )
+
     def shape(self, place: Place, begin: float) -> float:
         """Return 1."""
         return 1.0

@@ -34,6 +34,7 @@ from omnitrain import (
     LinearScheduler,
     MultiStepScheduler,
     PolynomialScheduler,
+    ProductScheduler,
     Progress,
     Schedule,
     StepScheduler,
@@ -153,6 +154,51 @@ def test_schedule_scale_ratio_and_repr(schedule: Schedule) -> None:
         twice = dataclasses.replace(schedule, scale_ratio=2.0)
         scaled = [twice.factor(Place(Course("ba", 100), step), 0.1) for step in range(0, 101, 2)]
         assert scaled == pytest.approx(whole, rel=1e-9, abs=1e-12)
+
+
+LEAST: dict[str, dict[str, Any]] = {"warmup": {"warmup": "3ba"}, "min_lr": {"min_lr": 2.0}}
+SHARED = {**LEAST, "min_lr_rate": {"min_lr_rate": 0.99999}, "scale_ratio": {"warmup": "3ba", "scale_ratio": 0.5}}
+ARGUMENTS: dict[type[Schedule], tuple[dict[str, Any], dict[str, dict[str, Any]]]] = {
+    ConstantScheduler: ({}, {**LEAST, "scale_ratio": SHARED["scale_ratio"]}),
+    LinearScheduler: ({}, {**SHARED, "t_max": {"t_max": "8ba"}}),
+    CosineAnnealingScheduler: ({}, {**SHARED, "t_max": {"t_max": "8ba"}, "num_cycles": {"num_cycles": 1.0}}),
+    CosineWithRestartsScheduler: ({}, {**SHARED, "t_max": {"t_max": "8ba"}, "num_cycles": {"num_cycles": 3}}),
+    PolynomialScheduler: ({}, {**SHARED, "t_max": {"t_max": "8ba"}, "power": {"power": 3.0}}),
+    StepScheduler: ({"step_size": "4ba"}, {**SHARED, "gamma": {"gamma": 0.5}}),
+    MultiStepScheduler: ({"milestones": ["4ba"]}, {**SHARED, "gamma": {"gamma": 0.5}}),
+    ExponentialScheduler: ({"gamma": 0.5}, {**SHARED, "decay_period": {"decay_period": "4ba"}}),
+    InverseSqrtScheduler: ({}, {**SHARED, "timescale": {"timescale": "2ba"}}),
+    WSDScheduler: (
+        {}, {**SHARED, "t_max": {"t_max": "8ba"}, "decay": {"decay": "0.5dur"}, "kind": {"kind": "linear"}},
+    ),
+}  # fmt: skip
+"""What each schedule needs, and what shows the effect of each of its other arguments."""
+
+
+@pytest.mark.parametrize(
+    ("kind", "name"),
+    [(kind, name) for kind, (_, cases) in ARGUMENTS.items() for name in cases],
+    ids=lambda value: getattr(value, "__name__", value),
+)
+def test_schedule_arguments_change_the_rates(kind: type[Schedule], name: str) -> None:
+    needed, cases = ARGUMENTS[kind]
+    rest = {other: value for other, value in cases[name].items() if other != name}
+
+    def rates(**options: Any) -> list[float]:
+        schedule = kind(**{**needed, **options})
+        return preview_schedule(schedule, max_steps=24, steps_per_epoch=6, rows=25).rates
+
+    assert rates(**cases[name]) != rates(**rest)
+
+
+def test_schedule_rejects_least_share_of_a_constant_rate() -> None:
+    with pytest.raises(ConfigError, match="has no effect, as the rate never falls"):
+        ConstantScheduler(min_lr_rate=0.1)
+    with pytest.raises(ConfigError, match="takes no options"):
+        ProductScheduler((ConstantScheduler(), StepScheduler("2ba")), warmup="2ba")
+    for name, value in (("min_lr", 0.1), ("min_lr_rate", 0.1), ("scale_ratio", 2.0)):
+        with pytest.raises(ConfigError, match="takes no options"):
+            ProductScheduler((ConstantScheduler(), StepScheduler("2ba")), **{name: value})
 
 
 # --- a function of progress alone
@@ -461,6 +507,8 @@ def test_preview_takes_pace() -> None:
     preview = preview_schedule("constant", max_duration="400tok", warmup_steps=4, tokens_per_step=50, rows=9)
     assert preview.rates == [0, 0.25, 0.5, 0.75, 1, 1, 1, 1, 1] and preview.unit == "tok"
     assert str(preview).splitlines()[0].split() == ["run", "tokens", "learning", "rate"]
+    preview = preview_schedule("constant", max_duration="40sp", warmup_steps=4, samples_per_step=5, rows=9)
+    assert preview.rates == [0, 0.25, 0.5, 0.75, 1, 1, 1, 1, 1] and preview.unit == "sp"
 
 
 def test_schedule_is_torch_scheduler() -> None:
