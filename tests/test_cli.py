@@ -157,6 +157,17 @@ def test_cli_prints_and_draws_schedule(tmp_path: Path, capsys: pytest.CaptureFix
 
 
 @pytest.mark.parametrize(
+    ("flag", "length"),
+    [("--samples-per-step", "40sp"), ("--tokens-per-step", "40tok"), ("--seconds-per-step", "40s")],
+)
+def test_cli_schedule_takes_pace_and_rate(flag: str, length: str, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["schedule", "constant", "--max-duration", length, "--warmup", "4", "--learning-rate", "0.5", "--rows", "9"]
+    assert cli.main([*words, flag, "5"]) == 0
+    rates = [float(line.split()[-1]) for line in capsys.readouterr().out.splitlines()[1:]]
+    assert rates == [0, 0.125, 0.25, 0.375, 0.5, 0.5, 0.5, 0.5, 0.5]
+
+
+@pytest.mark.parametrize(
     ("words", "expected"),
     [
         ("cosin --epochs 3", "Did you mean 'cosine'?"),

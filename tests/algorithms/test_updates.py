@@ -146,7 +146,13 @@ def test_images_grow_to_their_full_size() -> None:
             return self.body(x).mean(dim=(2, 3))
 
     data = [(torch.randn(1, 16, 8), torch.zeros(1)) for _ in range(10)]
-    build(ProgressiveResizing(0.5, 0.2, 0.4, 2), model=Look(), data=data, batch_size=1, epochs=1).train()
+    build(
+        ProgressiveResizing(initial_scale=0.5, delay=0.2, finetune=0.4, size_increment=2),
+        model=Look(),
+        data=data,
+        batch_size=1,
+        epochs=1,
+    ).train()
     assert [height for height, _ in sizes] == [8, 8, 8, 10, 12, 14, 16, 16, 16, 16]
     assert sizes[:3] == [(8, 4)] * 3 and sizes[-1] == (16, 8)
 

@@ -90,6 +90,21 @@ def test_repeat_0_has_no_end_and_a_resume_counts_again(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
+    ("option", "words"), [("record_shapes", b'"Input Dims"'), ("profile_memory", b'"[memory]"'),
+                        ("with_stack", b'"python_function"')],
+)  # fmt: skip
+def test_profiler_notes_what_is_asked_for(option: str, words: bytes, tmp_path: Path) -> None:
+    traces = []
+    for value in (False, True):
+        profiler = Profiler(skip=0, warmup=2, active=1, folder=tmp_path / str(value), **{option: value})
+        run("native", tmp_path / f"run-{value}", profiler, max_steps=4)
+        (path,) = (tmp_path / str(value)).iterdir()
+        assert path.name == "rank0-step3.json.gz"
+        traces.append(words in gzip.decompress(path.read_bytes()))
+    assert traces == [False, True]
+
+
+@pytest.mark.parametrize(
     ("steps", "message"), [(3, "has traced nothing: it counted 3 steps, and the first that it traces is step 6"),
                         (6, "its last trace has fewer than 3 steps")],
 )  # fmt: skip

@@ -217,6 +217,13 @@ def test_fresh_run_has_the_arguments_of_the_user(fake):
     assert fake.runs[1].settings["id"] == "mine"
 
 
+def test_run_has_the_project_and_each_nth_row(fake):
+    trainer = make_trainer()
+    start(WandbLogger("digits", every=3), trainer, 7).on_train_end(trainer)
+    assert fake.runs[0].settings["project"] == "digits"
+    assert [row["train/loss"] for _, row in fake.runs[0].rows if "train/loss" in row] == pytest.approx([1 / 3, 1 / 6])
+
+
 def test_other_ranks_need_no_package_and_open_no_run(monkeypatch):
     monkeypatch.setitem(sys.modules, "wandb", None)
     trainer = make_trainer(is_main_process=False)

@@ -110,6 +110,19 @@ def test_print_config_keeps_environment_references(
     assert "trial_name: ${env:MY_WORD}-1\n" in capsys.readouterr().out
 
 
+def test_sweep_passes_sampler_and_pruner_to_search(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    options: dict[str, Any] = {}
+
+    def search(make_trainer: Any, space: Any, **given: Any) -> Any:
+        options.update(given)
+        raise ConfigError("seen")
+
+    monkeypatch.setattr("omnitrain.sweeps.search", search)
+    words = ["--trainer.learning_rate", "0.1,0.2", "--trials", "2", "--sampler", "random", "--pruner", "none"]
+    assert cli.main(["sweep", "a.yaml", *words]) == 2
+    assert (options["trials"], options["sampler"], options["pruner"]) == (2, "random", "none")
+
+
 HOSTILE = {
     "object": "{call: !!python/object/apply:os.system ['touch pwned']}",
     "name": "[!!python/name:os.system]",

@@ -90,6 +90,29 @@ def test_evaluate_takes_datasets_loaders_and_tensors() -> None:
         trainer.predict(sets)
 
 
+def test_test_uses_the_test_loader_or_dataset(trainer_class: Any) -> None:
+    data, options = rows(10), {"loss_fn": F.mse_loss, "batch_size": 4}
+    expected = build(trainer_class, t16(), rows(8), None, **options).test(data)
+    assert expected.keys() == {"test_loss"}
+    for source in ({"test_loader": DataLoader(data, 5)}, {"test_dataset": data}):
+        assert build(trainer_class, t16(), rows(8), None, **options, **source).test() == pytest.approx(expected)
+
+
+def test_extra_of_a_step_output_reaches_compute_metrics() -> None:
+    class Unit:
+        def __call__(self, batch: Any) -> StepOutput:
+            x, y = batch
+            outputs = model(x)
+            return StepOutput(F.mse_loss(outputs, y), outputs, y, extra={"inputs": x})
+
+    def compute_metrics(prediction: Any) -> dict[str, float]:
+        return {"largest": float(prediction.inputs.max())}
+
+    model, data = t16(), rows(10)
+    scores = evaluator(model, unit=Unit(), compute_metrics=compute_metrics, eval_batch_size=4).evaluate(data)
+    assert scores["eval_largest"] == data.tensors[0].max().item()
+
+
 def test_evaluate_leaves_modes_and_generators_unchanged() -> None:
     class Fails(nn.Identity):
         def forward(self, x: torch.Tensor) -> torch.Tensor:

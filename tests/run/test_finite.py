@@ -10,8 +10,12 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from marks import TRAINERS
+from recipes import rows, t16
 from torch import nn
+from torch.nn import functional as F
 
+from omnitrain import Callback
 from omnitrain.run.finite import FiniteGuard, LossMeter
 
 CPU = torch.device("cpu")
@@ -182,3 +186,31 @@ def test_guard_release_restores_the_optimizer() -> None:
     run.step(2)
     assert run.guard.first_bad(wait=True) is None and not equal(run.state(), before)
     assert run.optimizer.state_dict()["param_groups"] == Run("AdamW", False).optimizer.state_dict()["param_groups"]
+
+
+# Anomalies
+
+
+@pytest.mark.parametrize("trainer_class", TRAINERS.values(), ids=TRAINERS)
+@pytest.mark.filterwarnings("ignore:Anomaly Detection")
+def test_detect_anomaly_names_the_operation_of_a_nan(trainer_class: Any) -> None:
+    class Broken(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = t16()
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            y = self.layer(x)
+            return y + (y * 0).sqrt() * 0
+
+    class Modes(Callback):
+        def on_step_start(self, trainer: Any) -> None:
+            modes.append(torch.is_anomaly_enabled())
+
+    for value in (False, True):
+        modes: list[bool] = []
+        options = {"loss_fn": F.mse_loss, "max_steps": 1, "batch_size": 4, "progress_bar": False}
+        trainer = trainer_class(Broken(), rows(8), detect_anomaly=value, callbacks=[Modes()], **options)
+        with pytest.raises(Exception, match="returned nan values" if value else "is not finite"):
+            trainer.train()
+        assert modes == [value] and not torch.is_anomaly_enabled()
