@@ -132,7 +132,7 @@ KINDS = {
     "stream": Kind("Classifier()", "Streamed(classes({}))", "loss_fn=F.cross_entropy",
                    "endless commutes classes fp64 blocks"),
     "shards": Kind("Net()", "ShardedStream([Streamed(Numbered(11)), Streamed(Numbered(11))])", "loss_fn=F.mse_loss",
-                   "endless batch_norm fp64 regression random", "Numbered(9)"),
+                   "endless batch_norm fp64 regression random shards", "Numbered(9)"),
     "loader": Kind("Classifier()", "DataLoader(classes({}), 4, shuffle=True)", "loss_fn=F.cross_entropy",
                    "loader classes fp64 blocks", "classes(9)"),
     "own loader": Kind("Classifier()", "Resumable(classes({}), default_collate)", "loss_fn=F.cross_entropy",

@@ -62,10 +62,10 @@ def _optimizer(made: str) -> str:
 
 DATA = [
     *_rows(["eval_batch_size=3"], "rounding", bars="bf16"),
-    *_rows(["microbatch_size=2", "microbatch_size=1", "microbatch_size='auto'"], "rounding",
-           bars="batch_norm bf16 loader algorithms rows"),
+    *_rows(["microbatch_size=2", "microbatch_size=1"], "rounding", bars="batch_norm bf16 loader algorithms rows"),
+    *_rows(["microbatch_size='auto'"], "rounding", bars="batch_norm bf16 loader algorithms rows fsdp zero2"),
     *_rows(["microbatch_size=2"], "weights", needs="batch_norm", bars="algorithms batch_1 batch_2"),
-    *_rows(["global_batch_size=12"], "weights length", bars="loader"),
+    *_rows(["global_batch_size=12"], "weights length", bars="loader shards"),
     *_rows(["global_batch_size={0: 8, '1ep': 16}"], "weights length", needs="divides_8", bars="loader drop_last short",
            gives="growing"),
     *_rows(["shuffle=False"], "weights", needs="map"),
