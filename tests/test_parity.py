@@ -508,7 +508,7 @@ def trained(trainer_class: Any, kind: str, batch_size: int = 4, **options: Any) 
     return weights(trainer.get_model()), trace.logs
 
 
-@table("kind", KINDS, ["unit", "t5", "packed", "by length"], native=["plain"], accelerate=["unit", "by length"])
+@table("kind", KINDS, ["t5", "by length"], native=["plain"], accelerate=["packed"])
 def test_kinds_of_models_end_with_the_native_bits(trainer_class: Any, kind: str) -> None:
     options = {"gradient_accumulation_steps": 2, "lr_scheduler": "cosine", "warmup_steps": 1}
     expected, expected_logs = trained(Trainer, kind, **options)
@@ -518,7 +518,7 @@ def test_kinds_of_models_end_with_the_native_bits(trainer_class: Any, kind: str)
         assert [row[key] for row in logs] == [row[key] for row in expected_logs]
 
 
-@table("kind", KINDS, ["rows"], native=["unit", "packed", "rows"], accelerate=[])
+@table("kind", KINDS, [], native=["packed", "rows"])
 def test_kinds_of_models_take_the_same_steps_in_every_split(trainer_class: Any, kind: str) -> None:
     expected, expected_logs = trained(trainer_class, kind, 8)
     result, logs = trained(trainer_class, kind, 2, gradient_accumulation_steps=4)
