@@ -28,7 +28,6 @@ PROTOCOLS = {"EvalUnit", "TrainUnit"}
 
 ARGUMENTS: dict[str, dict[str, str]] = {
     "BaseTrainer": {
-        "model": "test_settings.py::test_unfrozen_layers_are_reported_once",
         "train_dataset data_collator": "hf/test_calls.py::test_constructor_takes_positions_in_either_order",
         "eval_dataset": "hf/test_trainer.py::test_evaluate_leaves_the_random_generators_unchanged",
         "test_dataset": "hf/test_trainer.py::test_evaluate_test_and_predict_match_the_native_trainer",
@@ -38,12 +37,11 @@ ARGUMENTS: dict[str, dict[str, str]] = {
         "batch_size warmup_steps max_grad_norm deterministic":
             "hf/test_arguments.py::test_arguments_of_ours_override_defaults",
         "microbatch_size": "hf/test_batch_size.py::test_contradicting_options_are_rejected",
-        "eval_batch_size": "test_parity.py::test_predict_returns_a_row_per_sample_in_order",
         "global_batch_size": "test_settings.py::test_settings_take_accumulation_of_accelerator",
         "shuffle": "test_parity.py::test_skipped_window_without_a_label_changes_nothing",
         "drop_last": "test_parity.py::test_drop_last_avoids_a_batch_of_one_for_batch_norm",
         "num_workers": "data/test_workers.py::test_programs_of_a_dataset_receive_signals",
-        "pin_memory lr_scheduler async_save": "hf/test_arguments.py::test_contradictions_report_both_values",
+        "pin_memory async_save": "hf/test_arguments.py::test_contradictions_report_both_values",
         "prefetch_factor": "test_settings.py::test_settings_reject_wrong_values",
         "processing_class": "trainers/test_base.py::test_processing_class_without_padding_is_only_saved",
         "epochs": "hf/test_trainer.py::test_engine_class_takes_the_steps",
@@ -56,7 +54,6 @@ ARGUMENTS: dict[str, dict[str, str]] = {
         "scheduler_interval": "hf/test_trainer.py::test_options_act_as_in_the_native_trainer",
         "gradient_accumulation_steps on_nonfinite": "test_parity.py::test_events_repeat_with_their_micro_batches",
         "grad_reduction": "trainers/test_base.py::test_loss_of_sums_is_a_mean_over_samples",
-        "loss_fn": "test_settings.py::test_settings_reject_names_of_no_file_system",
         "unit": "hf/test_evaluation.py::test_losses_of_a_unit_that_sums_are_means",
         "compute_metrics": "hf/test_calls.py::test_compute_metrics_may_be_set_after_the_constructor",
         "label_names": "test_parity.py::test_algorithms_change_labels_by_label_names",
@@ -92,8 +89,12 @@ ARGUMENTS: dict[str, dict[str, str]] = {
         "timeout": "distributed/test_standstill.py::test_stalled_rank_is_reported_and_ends_the_run",
         "callbacks": "hf/test_batch_size.py::test_callbacks_get_each_event_once",
         "loggers": "checkpoint/test_untrusted.py::test_run_writes_nothing_through_a_linked_folder",
-        "progress_bar": "test_optimization.py::test_optimizer_has_its_own_rate_unless_one_is_given",
-        "trial_name": "callbacks/test_tracking.py::test_fresh_run_is_another_run_and_none_is_opened_twice",
+        "trial_name": "callbacks/test_tracking.py::test_mlflow_run_is_resumed_with_each_step_once",
+        "model": "test_parity.py::test_kinds_of_models_end_with_the_native_bits",
+        "loss_fn": "test_losses.py::test_resume_reports_other_loss",
+        "lr_scheduler": "test_schedules.py::test_preview_equals_run",
+        "eval_batch_size": "run/test_evaluation.py::test_loss_is_the_mean_over_labels_for_any_batch_size",
+        "progress_bar": "callbacks/test_progress_bar.py::test_plain_lines_are_one_per_log_and_evaluation",
     },
     "AccelerateTrainer": {
         "deepspeed_config": "run/test_optimizer_modes.py::test_optimizer_modes_are_an_error_with_zero",
@@ -223,7 +224,7 @@ ARGUMENTS: dict[str, dict[str, str]] = {
     },
     "MixUp": {
         "num_classes": "algorithms/test_mixup.py::test_mixup_mixes_inputs_and_labels_by_the_same_share",
-        "alpha": "algorithms/test_mixup.py::test_mixing_leaves_a_single_sample_unchanged",
+        "alpha": "algorithms/test_mixup.py::test_mixup_mixes_inputs_and_labels_by_the_same_share",
     },
     "ModelUnit": {
         "model": "test_units.py::test_zero_grad_loss_keeps_graph",
@@ -326,8 +327,8 @@ ARGUMENTS: dict[str, dict[str, str]] = {
         "every": "callbacks/test_tracking.py::test_loggers_by_name_and_as_objects_get_the_same_rows",
     },
     "Tracking": {
-        "tracker options": "callbacks/test_arguments.py::test_arguments_are_validated",
-        "project": "callbacks/test_tracking.py::test_fresh_run_is_another_run_and_none_is_opened_twice",
+        "tracker": "callbacks/test_arguments.py::test_arguments_are_validated",
+        "project options": "callbacks/test_tracking.py::test_tracker_by_name_gets_the_project_and_options",
         "every": "callbacks/test_tracking.py::test_tracking_every_omits_rows_also_after_a_resume",
     },
     "Throughput": {

@@ -6,6 +6,7 @@ import json
 import random
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -155,6 +156,23 @@ def test_fresh_run_is_another_run_and_none_is_opened_twice(caplog):
     make(loggers=[tracker], trial_name="b").train()
     assert steps("train/loss", "run-0") == steps("train/loss", "run-1") == [2, 4, 6, 8, 10]
     assert tracker.settings["batch_size"] == 4 and isinstance(tracker.settings["callbacks"], str)
+
+
+def test_tracker_by_name_gets_the_project_and_options():
+    made: list[tuple[str, dict[str, Any]]] = []
+
+    class Made(Plain):
+        requires_logging_directory = False
+        tracker = property(lambda self: SimpleNamespace(id="x"))
+
+        def __init__(self, name: str, **options: Any) -> None:
+            super().__init__()
+            made.append((name, options))
+
+    logger = Tracking("wandb", project="digits", nested_run=True)
+    logger._class = Made
+    make(loggers=[logger], max_steps=1).train()
+    assert made == [("digits", {"nested_run": True})]
 
 
 def test_tracking_leaves_generators_and_accelerate_unchanged():
