@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import difflib
 import logging
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from types import TracebackType
 from typing import Any
 
@@ -38,6 +38,7 @@ __all__ = [
     "is_disk_error",
     "listed",
     "named_samples",
+    "unexpected_arguments",
 ]
 
 logger: logging.Logger = logging.getLogger("omnitrain")
@@ -116,6 +117,13 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
     known = list(known)
     near = difflib.get_close_matches(name, known, n=1, cutoff=0.6) or [each for each in known if each.startswith(name)]
     return f" Did you mean {near[0]!r}?" if near and name else ""
+
+
+def unexpected_arguments(callee: str, errors: Sequence[str]) -> TypeError:
+    """Return one error for all unknown arguments of a call, each in a line of its own if there are several."""
+    if len(errors) == 1:
+        return TypeError(f"{callee}() got an unexpected argument {errors[0]}")
+    return TypeError("\n  ".join([f"{callee}() got {len(errors)} unexpected arguments:", *errors]))
 
 
 _PLACE = "Where: "

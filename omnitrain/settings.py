@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypedDict, TypeVar, cast
 
 from omnitrain.descriptors import as_plain
 from omnitrain.duration import Duration, Limits, Stages, check_stages, check_stages_reached
-from omnitrain.errors import ConfigError, FixedSettingError, did_you_mean
+from omnitrain.errors import ConfigError, FixedSettingError, did_you_mean, unexpected_arguments
 from omnitrain.events import Algorithm, Callback
 from omnitrain.plain_yaml import FromEnvironment
 from omnitrain.schedules import Schedule, warmup_length
@@ -93,16 +93,16 @@ class Nothing(TypedDict):
 def takes_arguments(constructor: Constructor) -> Constructor:
     """Let a constructor declare and document its arguments, while `_construct(given)` does the work.
 
-    `_construct` is called with the arguments that the caller passed, by name, so it can tell them from defaults. A name
-    that the constructor does not declare raises a TypeError that names the nearest one.
+    `_construct` is called with the arguments that the caller passed, by name, so it can tell them from defaults. Names
+    that the constructor does not declare raise one TypeError with the nearest name for each.
     """
     signature = inspect.signature(constructor)
     known = [name for name in signature.parameters if name not in ("self", "unknown")]
 
     @functools.wraps(constructor)
     def declared(self: Any, *args: Any, **kwargs: Any) -> None:
-        for name in [name for name in kwargs if name not in known]:
-            _refuse(type(self), name, kwargs.pop(name), known)
+        if unknown := {name: kwargs.pop(name) for name in [*kwargs] if name not in known}:
+            _reject_unknown(type(self), unknown, known)
         try:
             given = dict(signature.bind(self, *args, **kwargs).arguments)
         except TypeError as error:
@@ -192,15 +192,29 @@ MAY_BE_ASSIGNED = frozenset(["model", "optimizer", "lr_scheduler", "unit"])
 """Arguments that may also be assigned to a trainer; `ASSIGNABLE` of its class names others."""
 
 
-def _refuse(trainer: type, name: str, value: Any, known: Iterable[str]) -> None:
-    """Raise for an argument that a trainer does not have; other trainers' arguments may be passed as None or False."""
-    reason = getattr(trainer, "REFUSED", {}).get(name)
-    if reason is None:
-        known = list(known)
-        hint = advice(name, known) or did_you_mean(name, known)
-        raise TypeError(f"{trainer.__name__}() got an unexpected argument {name!r}.{hint}")
-    if value is not None and value is not False:
-        raise ConfigError(f"`{name}={str(value)!r}` {reason}")
+def _reject_unknown(trainer: type, unknown: Mapping[str, Any], known: list[str]) -> None:
+    """Raise one error for all arguments that a trainer lacks; those of other trainers may be passed as None or False.
+
+    Args:
+        trainer: The class of the trainer.
+        unknown: The arguments, by name.
+        known: The arguments that the trainer has.
+
+    Raises:
+        TypeError: If an argument is unknown: a line for each if there are several.
+        ConfigError: If all of them are arguments of other trainers, with a value other than None and False.
+    """
+    reasons = getattr(trainer, "REFUSED", {})
+    errors = []
+    for name, value in unknown.items():
+        if name not in reasons:
+            errors.append(f"{name!r}.{advice(name, known) or did_you_mean(name, known)}")
+        elif value is not None and value is not False:
+            errors.append(f"`{name}={str(value)!r}` {reasons[name]}")
+    if errors and unknown.keys() <= reasons.keys():
+        raise ConfigError("\n".join(errors))
+    if errors:
+        raise unexpected_arguments(trainer.__name__, errors)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -13,11 +13,11 @@ from typing import Any
 import pytest
 import transformers
 
-from omnitrain import AccelerateTrainer, BaseTrainer, HFTrainer, Trainer
+from omnitrain import AccelerateTrainer, BaseTrainer, ConfigError, HFTrainer, HFTrainingArguments, Trainer
 from omnitrain.vocabulary import VOCABULARY
 
 ROOT = Path(__file__).resolve().parent.parent
-TRAINERS = {kind.__name__: kind for kind in (Trainer, AccelerateTrainer, HFTrainer)}
+TRAINERS: dict[str, Any] = {kind.__name__: kind for kind in (Trainer, AccelerateTrainer, HFTrainer)}
 NAMES = {name: meant for names in VOCABULARY.values() for name, meant in names.items()}
 
 
@@ -52,6 +52,41 @@ def test_alias_without_counterpart_suggests_remedy() -> None:
     assert "HFTrainer: `training_args`" in refusal(Trainer, "args")
     assert refusal(Trainer, "learning_rte").endswith("Did you mean 'learning_rate'?")
     assert refusal(Trainer, "bananas").endswith("'bananas'.")
+
+
+@pytest.mark.parametrize("kind", TRAINERS)
+def test_all_unknown_arguments_are_in_one_error(kind: str) -> None:
+    wrong = {"unit": None, "data_reader": 1, "gamma": 1, "learning_rte": 1, "bananas": None, "max_num_steps": 30}
+    with pytest.raises(TypeError) as caught:
+        TRAINERS[kind](None, **wrong)
+    assert str(caught.value).splitlines() == [
+        f"{kind}() got 5 unexpected arguments:",
+        "  'data_reader'. Here it is `train_loader`.",
+        "  'gamma'. There is none: Pass it in `lr_scheduler_kwargs`, beside the name of a schedule.",
+        "  'learning_rte'. Did you mean 'learning_rate'?",
+        "  'bananas'.",
+        "  'max_num_steps'. Here it is `max_steps`.",
+    ]
+
+
+@pytest.mark.parametrize("kind", ["AccelerateTrainer", "HFTrainer"])
+def test_argument_of_another_trainer_is_in_the_same_error(kind: str) -> None:
+    with pytest.raises(TypeError, match=r"got 2 unexpected arguments:\n  'lr'.*\n  `device='cpu'` is an argument of"):
+        TRAINERS[kind](None, lr=1, device="cpu")
+    with pytest.raises(TypeError, match="got an unexpected argument 'lr'"):
+        TRAINERS[kind](None, lr=1, device=None)
+    with pytest.raises(ConfigError, match=r"^`device='cpu'` is an argument of Trainer"):
+        TRAINERS[kind](None, device="cpu")
+
+
+def test_all_unknown_training_arguments_are_in_one_error() -> None:
+    with pytest.raises(TypeError) as caught:
+        HFTrainingArguments("a", num_train_epoch=1, evaluation_strategy="no", bananas=2)
+    assert str(caught.value).splitlines() == [
+        "HFTrainingArguments() got 2 unexpected arguments:",
+        "  'num_train_epoch'. Did you mean 'num_train_epochs'?",
+        "  'bananas'.",
+    ]
 
 
 def test_aliases_point_to_existing_names() -> None:

@@ -26,7 +26,7 @@ from transformers.trainer_utils import IntervalStrategy, SaveStrategy
 from omnitrain.backends.accelerators import is_set, make_accelerator
 from omnitrain.backends.deepspeed import adopt_config, deepspeed_plugin
 from omnitrain.checkpoint.state import unwrap
-from omnitrain.errors import ConfigError, did_you_mean
+from omnitrain.errors import ConfigError, did_you_mean, unexpected_arguments
 from omnitrain.precision import precision_name
 from omnitrain.recomputation import own_way
 from omnitrain.rendezvous import meeting
@@ -102,13 +102,17 @@ class HFTrainingArguments(transformers.TrainingArguments):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         known = {field.name for field in dataclasses.fields(transformers.TrainingArguments)}
         translated: dict[str, str] = {}
+        errors = []
         for name in [name for name in kwargs if name not in known]:
             value = kwargs.pop(name)
             target = self._translate(name, value, kwargs)
             if target is None:
                 nearest = did_you_mean(name, [*known, *RENAMED, *MOVED, *WITHOUT_EFFECT])
-                raise TypeError(f"HFTrainingArguments() got an unexpected argument {name!r}.{nearest}")
-            translated[name] = target
+                errors.append(f"{name!r}.{nearest}")
+            else:
+                translated[name] = target
+        if errors:
+            raise unexpected_arguments("HFTrainingArguments", errors)
         if translated:
             listed = ", ".join(f"{old!r} ({new})" for old, new in translated.items())
             logger.warning("transformers %s no longer has %s.", transformers.__version__, listed)

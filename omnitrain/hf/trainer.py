@@ -356,7 +356,7 @@ class HFTrainer(Calls):
         Raises:
             ConfigError: If the training arguments and ours contradict each other.
             ObjectiveError: If it is unknown whether a higher or a lower `optimization_metric` is better.
-            TypeError: If an argument is unknown; the message names the nearest one.
+            TypeError: If arguments are unknown; the message lists all of them with the nearest names.
         """
 
     def _construct(self, given: dict[str, Any], ranks: Ranks | None = None) -> None:

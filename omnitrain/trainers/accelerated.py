@@ -245,7 +245,7 @@ class AccelerateTrainer(BaseTrainer):
             ConfigError: If arguments contradict each other or the DeepSpeed configuration.
             DistributedError: If the program was started on more processes than the trainer sees.
             ObjectiveError: If it is unknown whether a higher or a lower `optimization_metric` is better.
-            TypeError: If an argument is unknown; the message names the nearest one.
+            TypeError: If arguments are unknown; the message lists all of them with the nearest names.
         """
 
     def _construct(self, given: dict[str, Any], ranks: Ranks | None = None) -> None:

@@ -332,7 +332,7 @@ class BaseTrainer(Hooks, ABC):
             ConfigError: If an argument is wrong, or two contradict each other.
             DistributedError: If it is one of several processes of a launch, each of which would train by itself.
             ObjectiveError: If it is unknown whether a higher or a lower `optimization_metric` is better.
-            TypeError: If an argument is unknown; the message names the nearest one.
+            TypeError: If arguments are unknown; the message lists all of them with the nearest names.
         """
 
     def __setattr__(self, name: str, value: Any) -> None:

@@ -312,6 +312,18 @@ def test_all_errors_are_found_at_once(folder: Path) -> None:
     assert len(found) == 4
 
 
+@pytest.mark.parametrize("kind", ["Trainer", "AccelerateTrainer", "HFTrainer"])
+def test_all_unknown_arguments_are_in_one_error(folder: Path, kind: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        config(folder, class_path=kind, lr=1, learning_rat=1, bananas=1).make_trainer()
+    assert str(caught.value).splitlines() == [
+        "3 errors:",
+        f"  a.yaml:8: {kind} has no argument 'lr'. Here it is `learning_rate`.",
+        f"  a.yaml:9: {kind} has no argument 'learning_rat'. Did you mean 'learning_rate'?",
+        f"  a.yaml:10: {kind} has no argument 'bananas'.",
+    ]
+
+
 @pytest.mark.processes
 def test_check_instantiates_and_imports_nothing(folder: Path) -> None:
     assert config(folder, model="named.slow", train_dataset="named.fails", save_dir="run").check() == []
