@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import errno
 import gc
 import itertools
 import json
@@ -23,9 +24,16 @@ from typing import Any, Literal, TypeVar, overload
 from omnitrain.checkpoint.lock import Lock
 from omnitrain.descriptors import descriptor_of
 from omnitrain.distributed import Ranks
-from omnitrain.errors import CheckpointError, ConfigError, DistributedError, MissingExtraError, did_you_mean
+from omnitrain.errors import (
+    CheckpointError,
+    ConfigError,
+    DistributedError,
+    MissingExtraError,
+    Tolerance,
+    did_you_mean,
+)
 from omnitrain.events import Callback
-from omnitrain.files import check_not_link, replace_file
+from omnitrain.files import check_not_link, open_to_append, replace_file
 from omnitrain.metrics import new_figure, save_figure
 from omnitrain.reproducibility import derive_seed, isolated_rng
 from omnitrain.settings import describe, folder_path
@@ -202,7 +210,8 @@ def search(
     Raises:
         ConfigError: An argument is wrong, `save_dir` holds another search, or a trainer does not fit: nothing to
             evaluate on, another folder or another objective.
-        CheckpointError: The folder is in use, or a trial cannot be resumed as `make_trainer` makes it now.
+        CheckpointError: The folder is in use, or cannot be written when the search begins; a file of the search is
+            damaged; or a trial cannot be resumed as `make_trainer` makes it now.
         MissingExtraError: optuna is not installed.
         Exception: That of a trial, if each of the first three has failed.
     """
@@ -414,37 +423,55 @@ class _Run:
         """Open the journal of this search, or begin it; return its metric and direction.
 
         Raises:
-            CheckpointError: Another process searches here.
+            CheckpointError: Another process searches here, a file is damaged, or the folder cannot be written.
             ConfigError: It is the journal of another search.
+        """
+        try:
+            facts = self._facts(direction)
+            self.folder.mkdir(parents=True, exist_ok=True)
+            stack.enter_context(Lock(self.folder).held())
+            file = self.folder / _FACTS
+            journal = _Journal(self.folder / _JOURNAL)
+            if not file.exists():
+                if journal.entries:
+                    raise _damage(file, "it is missing")
+                replace_file(file, (json.dumps(facts, indent=2) + "\n").encode())
+        except OSError as error:
+            raise CheckpointError(
+                f"A search cannot use its folder {str(self.folder)!r}: {error}. Make room or allow writing there, or "
+                "pass another `save_dir`."
+            ) from error
+        stack.callback(journal.close)
+        self._open_study(journal, facts["direction"])
+        return facts
+
+    def _open_study(self, journal: _Journal, direction: str) -> None:
+        """Make the study of a journal.
+
+        Raises:
+            CheckpointError: The entries do not fit together.
         """
         import optuna
         from optuna.storages import JournalStorage
-        from optuna.storages.journal import JournalFileBackend
 
-        facts = self._facts(direction)
-        self.folder.mkdir(parents=True, exist_ok=True)
-        stack.enter_context(Lock(self.folder).held())
-        file, journal = self.folder / _FACTS, self.folder / _JOURNAL
-        if not file.exists():
-            replace_file(file, (json.dumps(facts, indent=2) + "\n").encode())
-        journal.with_name(f"{_JOURNAL}.lock").unlink(missing_ok=True)  # of a killed process, as the lock is ours
-        check_not_link(journal)
-        _cut_half_line(journal)
-        self._storage = JournalStorage(JournalFileBackend(str(journal)))
         pruners = {"median": optuna.pruners.MedianPruner, "none": optuna.pruners.NopPruner}
-        self.study = optuna.create_study(
-            storage=self._storage,
-            study_name=_NAME,
-            direction="maximize" if facts["direction"] == "max" else "minimize",
-            pruner=pruners[self.pruner]() if isinstance(self.pruner, str) else self.pruner,
-            load_if_exists=True,
-        )
-        return facts
+        pruner = pruners[self.pruner]() if isinstance(self.pruner, str) else self.pruner
+        goal, is_new = "maximize" if direction == "max" else "minimize", not journal.entries
+        try:
+            self._storage = JournalStorage(journal)  # type: ignore[arg-type]
+            if is_new:
+                self.study = optuna.create_study(storage=self._storage, study_name=_NAME, direction=goal, pruner=pruner)
+            else:
+                self.study = optuna.load_study(storage=self._storage, study_name=_NAME, pruner=pruner)
+            self._ended_trials()
+        except Exception as error:
+            raise _damage(journal.path, f"its entries do not fit together ({_words(error)})") from error
 
     def _facts(self, direction: str | None) -> dict[str, Any]:
         """Return what must stay the same when a search is continued.
 
         Raises:
+            CheckpointError: The file of a search that is continued is damaged.
             ConfigError: It does not.
         """
         now = {
@@ -454,9 +481,7 @@ class _Run:
             "sampler": describe(self.sampler),
             "seed": self.seed,
         }
-        then = None
-        with contextlib.suppress(FileNotFoundError):
-            then = json.loads((self.folder / _FACTS).read_text(encoding="utf-8"))
+        then = _read_facts(self.folder / _FACTS)
         if then is not None and not self.metric:
             now |= {"metric": then["metric"], "direction": then["direction"]}
         if direction not in (None, now["direction"]):
@@ -555,8 +580,7 @@ class _Run:
         self.study.tell(self.trial, value, state=state)
         logger.info("Trial %d: %s, %s %s.", self.trial.number, state.name.lower(), self.metric, end["score"])
 
-    def _conclude(self) -> SearchResult:
-        """Return the result, after writing its table and its picture."""
+    def _ended_trials(self) -> list[SearchTrial]:
         states = {"COMPLETE": "complete", "PRUNED": "pruned", "FAIL": "failed"}
         trials = []
         for one in self.study.get_trials(deepcopy=False):
@@ -564,12 +588,81 @@ class _Run:
                 params, end = one.user_attrs["params"], one.user_attrs["end"]
                 state, folder = states[one.state.name], self._folder_of(one.number)
                 trials.append(SearchTrial(number=one.number, params=params, state=state, folder=folder, **end))
-        result = SearchResult(trials, self.metric, self.direction, self.folder)
-        replace_file(self.folder / "search.txt", f"{result}\n".encode())
-        with contextlib.suppress(MissingExtraError):
+        return trials
+
+    def _conclude(self) -> SearchResult:
+        """Return the result, after writing its table and its picture."""
+        result = SearchResult(self._ended_trials(), self.metric, self.direction, self.folder)
+        with Tolerance("search.txt", "The result is returned without it."):
+            replace_file(self.folder / "search.txt", f"{result}\n".encode())
+        with Tolerance("search.png", "The result is returned without it."), contextlib.suppress(MissingExtraError):
             check_not_link(self.folder / "search.png")
             result.plot(self.folder / "search.png")
         return result
+
+
+class _Journal:
+    """The journal of a search in a file, for optuna's JournalStorage: JSON, a line for each entry.
+
+    One process writes it, which holds the lock of the folder. While the disk fails, entries are kept in memory.
+
+    Args:
+        path: The file. What a killed process has left of its last line is cut off with the next entry.
+
+    Raises:
+        CheckpointError: A line is damaged.
+        OSError: It is a link, or cannot be read.
+    """
+
+    def __init__(self, path: Path) -> None:
+        check_not_link(path)
+        content = path.read_bytes() if path.exists() else b""
+        self.path = path
+        self.entries: list[dict[str, Any]] = []
+        self._content = bytearray(content[: content.rfind(b"\n") + 1])
+        self._written = len(self._content)
+        """Bytes of the content that are in the file."""
+        self._tolerance = Tolerance(path.name, "Its entries are kept in memory until they can be written.")
+        for number, line in enumerate(self._content.splitlines(), 1):
+            try:
+                entry = json.loads(line)
+            except ValueError as error:
+                raise _damage(path, f"line {number} is not JSON ({error})") from error
+            if not isinstance(entry, dict):
+                raise _damage(path, f"line {number} is {line.decode()!r:.80} instead of an entry")
+            self.entries.append(entry)
+
+    def read_logs(self, log_number_from: int) -> list[dict[str, Any]]:
+        """Return the entries from this one on."""
+        return self.entries[log_number_from:]
+
+    def append_logs(self, logs: list[dict[str, Any]]) -> None:
+        """Add entries, and write them if the disk lets it."""
+        lines = [json.dumps(entry, separators=(",", ":")) for entry in logs]
+        self.entries += map(json.loads, lines)
+        self._content += "".join(f"{line}\n" for line in lines).encode()
+        self._write()
+
+    def close(self) -> None:
+        """Write what a failing disk has left out; log an error if it still fails."""
+        if self._written < len(self._content):
+            self._write()
+        if self._written < len(self._content):
+            logger.error(
+                "%r lacks what happened since the disk failed: a search that is continued will repeat it.",
+                str(self.path),
+            )
+
+    def _write(self) -> None:
+        with self._tolerance, open_to_append(self.path) as file:
+            if os.fstat(file.fileno()).st_size < self._written:  # it was deleted in the meantime
+                self._written = 0
+            file.truncate(self._written)
+            rest = self._content[self._written :]
+            if file.write(rest) != len(rest):
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self.path))
+            os.fsync(file.fileno())
+            self._written = len(self._content)
 
 
 class _Pruning(Callback):
@@ -614,13 +707,30 @@ def _in_order(points: list[dict[str, Any]]) -> Any:
     return InOrder()
 
 
-def _cut_half_line(journal: Path) -> None:
-    """Cut what a killed process has left of its last line, to which the next one would be added."""
-    with contextlib.suppress(FileNotFoundError):
-        content = journal.read_bytes()
-        whole = content.rfind(b"\n") + 1
-        if whole < len(content):
-            os.truncate(journal, whole)
+def _read_facts(file: Path) -> dict[str, Any] | None:
+    """Return what a search has written about itself; None if there is no file.
+
+    Raises:
+        CheckpointError: The file is damaged.
+    """
+    try:
+        facts = json.loads(file.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return None
+    except ValueError as error:
+        raise _damage(file, f"it is not JSON ({error})") from error
+    names = ("metric", "direction", "space", "sampler", "seed")
+    missing = [name for name in names if name not in facts] if isinstance(facts, dict) else names
+    if missing or not isinstance(facts["space"], dict):
+        raise _damage(file, f"it lacks {', '.join(map(repr, missing or ['space']))}")
+    return facts
+
+
+def _damage(file: Path, problem: str) -> CheckpointError:
+    return CheckpointError(
+        f"{str(file)!r}, without which a search cannot be continued, is damaged: {problem}. Restore the file from a "
+        "copy, or pass another `save_dir` for a new search."
+    )
 
 
 def _by_parameter(space: Mapping[str, Any]) -> dict[str, Any]:

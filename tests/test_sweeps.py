@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import functools
 import json
 import os
@@ -267,7 +268,6 @@ def test_search_resumes_with_more_trials_and_torn_journal(straight: Any, tmp_pat
     search(native, RATES, trials=1, save_dir=tmp_path)
     with open(tmp_path / "search.journal", "ab") as file:
         file.write(b'{"op_code": 4, "tri')
-    (tmp_path / "search.journal.lock").symlink_to("nowhere")
     assert shown(search(native, RATES, trials=2, save_dir=tmp_path)) == straight()
     assert shown(search(native, RATES, trials=1, save_dir=tmp_path)) == straight()
 
@@ -306,6 +306,97 @@ def test_search_rejects_locked_folder(tmp_path: Path, monkeypatch: pytest.Monkey
     tmp_path.joinpath("search").mkdir()
     with lock.Lock(tmp_path / "search").held(), pytest.raises(CheckpointError, match="is in use by process"):
         search(native, RATES, trials=1, save_dir=tmp_path / "search")
+
+
+# --- failing disks and damaged files
+
+
+def fail_on_full_disk(*args: Any) -> None:
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+class FillsDisk(Callback):
+    """Lets the disk fail from the first step of the first trial to the twelfth of the second."""
+
+    def __init__(self, disk: dict[str, bool], folder: Path) -> None:
+        self.disk, self.number = disk, int(folder.name[-1])
+
+    def on_step_end(self, trainer: Any) -> None:
+        self.disk["is_full"] = (0, 1) <= (self.number, trainer.progress.step) < (1, 12) or self.disk["is_full_to_end"]
+
+
+@pytest.mark.parametrize("to_end", [False, True])
+def test_search_continues_on_full_disk(
+    to_end: bool, straight: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """What could not be written is written when the disk works again, and not lost or there twice."""
+    disk, fsync = {"is_full": False, "is_full_to_end": to_end}, os.fsync
+
+    def fail_if_full(descriptor: int) -> None:
+        name = Path(os.readlink(f"/proc/self/fd/{descriptor}")).name
+        if name.startswith("search.txt") or (disk["is_full"] and name.startswith("search.")):
+            fail_on_full_disk()
+        fsync(descriptor)
+
+    def filling(params: dict[str, Any], folder: Path) -> Any:
+        return native(params, folder, callbacks=[FillsDisk(disk, folder)])
+
+    with monkeypatch.context() as patch, caplog.at_level("WARNING", "omnitrain"):
+        patch.setattr(os, "fsync", fail_if_full)
+        patch.setattr(SearchResult, "plot", fail_on_full_disk)
+        assert shown(search(filling, RATES, trials=2, save_dir=tmp_path)) == straight()
+    for name in ("search.journal", "search.txt", "search.png"):
+        assert sum(f"{name} cannot be written" in line for line in caplog.messages) == 1
+    assert ("search.journal: writing works again." in caplog.messages) is not to_end
+    assert any("lacks what happened since the disk failed" in line for line in caplog.messages) is to_end
+    if not to_end:
+        assert shown(search(native, RATES, trials=2, save_dir=tmp_path)) == straight()
+
+
+def without_line(content: bytes, number: int) -> bytes:
+    lines = content.splitlines(keepends=True)
+    del lines[number]
+    return b"".join(lines)
+
+
+DAMAGES: list[tuple[str, Callable[[bytes], bytes | None], str]] = [
+    ("search.json", lambda content: content[:40], "is damaged: it is not JSON"),
+    ("search.json", lambda content: b"\xff\xfe", "is damaged: it is not JSON"),
+    ("search.json", lambda content: b"[3]", "is damaged: it lacks 'metric', 'direction'"),
+    ("search.json", lambda content: content.replace(b'"seed"', b'"sed"'), "is damaged: it lacks 'seed'"),
+    ("search.json", lambda content: None, "is damaged: it is missing"),
+    ("search.journal", lambda content: b"\0\0\n" + content, "is damaged: line 1 is not JSON"),
+    ("search.journal", lambda content: b"3\n" + content, "is damaged: line 1 is '3' instead of an entry"),
+    ("search.journal", lambda content: without_line(content, 0), "is damaged: its entries do not fit together"),
+    ("search.journal", lambda content: without_line(content, -2), "is damaged: its entries do not fit together"),
+]
+
+
+def test_search_rejects_damaged_files(tmp_path: Path) -> None:
+    search(native, RATES, trials=1, save_dir=tmp_path)
+    for name, damage, words in DAMAGES:
+        file = tmp_path / name
+        content = file.read_bytes()
+        damaged = damage(content)
+        file.unlink() if damaged is None else file.write_bytes(damaged)
+        with pytest.raises(CheckpointError, match=f"{name}'.*{words}.*Restore the file from a copy, or pass another"):
+            search(native, RATES, trials=2, save_dir=tmp_path)
+        assert not file.exists() if damaged is None else file.read_bytes() == damaged
+        file.write_bytes(content)
+    assert not (tmp_path / "trial-0001").exists()
+
+
+def test_search_rejects_unusable_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", fail_on_full_disk)
+        with pytest.raises(CheckpointError, match=r"A search cannot use its folder .*No space left.* pass another"):
+            search(native, RATES, trials=1, save_dir=tmp_path)
+    assert not list(tmp_path.iterdir())
+    (tmp_path / "file").touch()
+    (tmp_path / "search.journal").symlink_to(tmp_path / "file")
+    with pytest.raises(CheckpointError, match=r"A search cannot use its folder .*It is a link to"):
+        search(native, RATES, trials=1, save_dir=tmp_path)
+    assert not (tmp_path / "file").stat().st_size
 
 
 PROGRAM = """
