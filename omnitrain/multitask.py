@@ -13,7 +13,7 @@ from torch import nn
 from torch.utils.data import Dataset
 
 from omnitrain.checkpoint.state import unwrap
-from omnitrain.data.collation import labels_of
+from omnitrain.data.collation import count_samples, labels_of, move_to_device, split_batch, split_by_sizes
 from omnitrain.data.loaders import count_rows, is_stream
 from omnitrain.data.sampling import tensor_columns
 from omnitrain.data.sets import EvalSet
@@ -37,10 +37,16 @@ class HostLabels:
 
     def add(self, name: str, rows: int, batch: Any) -> None:
         """Add the labels of the batch of a task, which has so many rows."""
+        self.add_labels(name, rows, _labels_by_name(batch))
+
+    def add_labels(self, name: str, rows: int, labels: dict[str, Any]) -> None:
+        """Add the labels of a task, on the host."""
         self._rows[name] = rows
-        self._labels[name] = {"labels": labels_of(batch)}
-        if isinstance(batch, Mapping) and "shift_labels" in batch:
-            self._labels[name]["shift_labels"] = batch["shift_labels"]
+        self._labels[name] = labels
+
+    def of(self, name: str) -> tuple[int, dict[str, Any]]:
+        """Return the rows and the labels of a task."""
+        return self._rows[name], self._labels[name]
 
     def count(self, name: str, mean: LossMean) -> float:
         """Return what the loss of a task divides its sum by: labels that count, their class weights, or rows."""
@@ -60,6 +66,10 @@ class TaskBatch(NamedTuple):
     parts: dict[str, Any]
     labels: HostLabels
     idle: set[str]
+
+    def count_samples(self) -> int:
+        """Return the samples of all tasks."""
+        return sum(self.labels.of(name)[0] for name in self.parts if name not in self.idle)
 
     def count_tokens(self) -> int:
         """Return the tokens of the tasks that have samples here."""
@@ -230,6 +240,39 @@ class _ByTask:
             labels.add(name, len(own), parts[name])
         return TaskBatch(parts, labels, idle)
 
+    def split_batch(self, batch: TaskBatch, size: int) -> list[TaskBatch]:
+        """Return a batch in parts of at most `size` samples, each of one task, while the others are idle.
+
+        Raises:
+            DataError: If something in the batch of a task cannot be cut.
+        """
+        if batch.count_samples() <= size:
+            return [batch]
+        idle = {name: self._split_task(name, batch, 1)[0] for name in batch.parts}
+        split = list[TaskBatch]()
+        for task in [name for name in batch.parts if name not in batch.idle]:
+            for piece in self._split_task(task, batch, size):
+                pieces, labels = {**idle, task: piece}, HostLabels()
+                for name, (_, rows, of_task) in pieces.items():
+                    labels.add_labels(name, rows, of_task)
+                parts = {name: part for name, (part, _, _) in pieces.items()}
+                split.append(TaskBatch(parts, labels, set(parts) - {task}))
+        return split
+
+    def _split_task(self, name: str, batch: TaskBatch, size: int) -> list[tuple[Any, int, dict[str, Any]]]:
+        """Return the batch of a task in parts of at most `size` rows, each with its rows and its labels on the host."""
+        part, (rows, labels) = batch.parts[name], batch.labels.of(name)
+        custom = getattr(self.tasks[name][1], "split_batch", None)
+        parts = split_batch(part, size) if custom is None else custom(part, size)
+        if len(parts) == 1:
+            return [(parts[0], rows, labels)]
+        sizes = [count_samples(rows_of_part) for rows_of_part in parts]
+        if custom is None:  # cut on the host, as reading them from a GPU would wait for it
+            of_parts = split_by_sizes(labels, sizes)
+        else:
+            of_parts = [move_to_device(_labels_by_name(rows_of_part), torch.device("cpu")) for rows_of_part in parts]
+        return list(zip(parts, sizes, of_parts, strict=True))
+
 
 class MultiTaskUnit:
     """The loss of several tasks: the mean over all targets of a step, those of each task times its weight.
@@ -331,6 +374,14 @@ class MultiTaskUnit:
                 unit.loss_mean.load_state_dict(self.loss_mean.tasks[name].state_dict())
             self.loss_mean.tasks[name] = unit.loss_mean
         return self._units[name]
+
+
+def _labels_by_name(batch: Any) -> dict[str, Any]:
+    """Return what the loss of a batch is counted by."""
+    labels = {"labels": labels_of(batch)}
+    if isinstance(batch, Mapping) and "shift_labels" in batch:
+        labels["shift_labels"] = batch["shift_labels"]
+    return labels
 
 
 class _Items:

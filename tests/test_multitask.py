@@ -19,6 +19,7 @@ from torch import nn
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from omnitrain import (
+    Callback,
     CheckpointError,
     ConfigError,
     DataError,
@@ -26,6 +27,7 @@ from omnitrain import (
     MultiTaskUnit,
     Trainer,
 )
+from omnitrain.data.collation import Collator, count_samples
 
 
 class Heads(nn.Module):
@@ -271,6 +273,44 @@ def test_multitask_is_the_same_in_every_split_and_resume(kind: str, mixing: Any,
     if trainer_class is Trainer and mixing == "proportional":
         with pytest.raises(CheckpointError, match=r"training set has mixing='uniform' now, and had 'proportional'"):
             build(Trainer, mixed(mixing="uniform"), save_dir=tmp_path).train(resume_from="auto")
+
+
+@pytest.mark.parametrize("as_dicts", [False, True])
+def test_task_batch_split_by_samples(as_dicts: bool) -> None:
+    """Micro-batches have at most so many samples of all tasks; a task without one there is idle."""
+    kind, size = numbers(20, "kind"), numbers(9, "size")
+    if as_dicts:
+        kind, size = ([{"x": x, "labels": y} for x, y in data] for data in (kind, size))
+    tasks = MultiTask({"kind": kind, "size": size})
+    collate = tasks.collate_with(Collator())
+    for chosen in ([0, 1, 2, 3, 4, 20, 21, 22], [0, 1, 2, 3], [20, 0, 1]):
+        samples = [tasks[i] for i in chosen]
+        batch = collate(samples)
+        assert count_samples(batch) == len(samples)
+        for most in (1, 2, 3, 8):
+            parts = collate.split_batch(batch, most)
+            sizes = [count_samples(part) for part in parts]
+            assert sum(sizes) == len(samples) and max(sizes) <= most
+            for name in tasks.tasks:
+                rows = [part.parts[name]["x"] if as_dicts else part.parts[name][0] for part in parts]
+                rows = [x for x, part in zip(rows, parts, strict=True) if name not in part.idle]
+                whole = batch.parts[name]["x"] if as_dicts else batch.parts[name][0]
+                assert torch.cat(rows).equal(whole) if rows else name in batch.idle
+                assert all(set(part.parts) == set(tasks.tasks) for part in parts)
+
+
+def test_multitask_microbatches_train_alike(trainer_class: Any) -> None:
+    largest: list[int] = []
+
+    class Counts(Callback):
+        def on_batch_start(self, trainer: Any, batch: Any, number: int) -> None:
+            largest.append(count_samples(batch))
+
+    whole = build(trainer_class, epochs=2)
+    whole.train()
+    split = build(trainer_class, epochs=2, microbatch_size=3, callbacks=[Counts()])
+    split.train()
+    assert max(largest) == 3 and distance(weights(split.model), weights(whole.model)) <= 1e-12
 
 
 @pytest.mark.processes

@@ -33,6 +33,7 @@ __all__ = [
     "pinned",
     "required_labels",
     "split_batch",
+    "split_by_sizes",
     "tensors_in",
     "where_labels_are",
     "with_labels",
@@ -382,11 +383,14 @@ def with_labels(batch: Any, labels: Any, names: Sequence[str]) -> Any:
 def count_samples(batch: Any) -> int:
     """Return how many samples a batch holds: the length of its first tensor or array, or otherwise of its first list.
 
-    Of any other object it is `num_graphs`, or `batch_size`, or its length.
+    Of any other object it is `num_graphs`, or `batch_size`, or its length. A batch that has a method `count_samples`,
+    as that of several tasks, is asked.
 
     Raises:
         DataError: If nothing in the batch has a length.
     """
+    if isinstance(batch, tuple) and hasattr(batch, "count_samples"):
+        return batch.count_samples()  # type: ignore[attr-defined]
     count = _count(batch)
     if count is not None:
         return count
@@ -475,8 +479,17 @@ def split_batch(batch: Any, size: int) -> list[Any]:
     if rows <= size:
         return [batch]
     smaller, larger = divmod(rows, -(-rows // size))
-    sizes = [smaller + (number < larger) for number in range(-(-rows // size))]
-    cuts = [_Cut(stop - one, stop, rows) for one, stop in zip(sizes, itertools.accumulate(sizes), strict=True)]
+    return split_by_sizes(batch, [smaller + (number < larger) for number in range(-(-rows // size))])
+
+
+def split_by_sizes(batch: Any, sizes: Sequence[int]) -> list[Any]:
+    """Return a batch in parts of these numbers of rows, which add up to its own; it is cut as by `split_batch`.
+
+    Raises:
+        DataError: If something in the batch cannot be cut.
+    """
+    rows = sum(sizes)
+    cuts = [_Cut(stop - size, stop, rows) for size, stop in zip(sizes, itertools.accumulate(sizes), strict=True)]
     if isinstance(batch, (tuple, list)) and not _has_columns(batch):
         return [batch[cut.start : cut.stop] for cut in cuts]
     return [cut.of_columns(batch) if isinstance(batch, (tuple, list)) else cut.of(batch, "") for cut in cuts]

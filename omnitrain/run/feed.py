@@ -441,8 +441,8 @@ class Feed:
 
 def _splitter(loader: Loader, collate: Any) -> Callable[[Any, int], list[Any]]:
     """Return what splits the batches of a loader: that of the user's own, or of what puts its batches together."""
-    own = getattr(loader, "loader", None)
-    for part in (own, getattr(own, "collate_fn", None), collate):
+    own, fetch = getattr(loader, "loader", None), getattr(loader, "fetch", None)
+    for part in (own, getattr(own, "collate_fn", None), getattr(fetch, "collate", None), collate):
         found = getattr(part, "split_batch", None)
         if callable(found):
             return cast("Callable[[Any, int], list[Any]]", found)
