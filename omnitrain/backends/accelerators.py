@@ -58,6 +58,10 @@ def make_accelerator(
         parallelism_config: accelerate's `ParallelismConfig`.
         find_unused_parameters: Whether DDP searches for parameters that a step did not use.
         timeout: Seconds without progress until forming the process group fails; None is 30 minutes.
+
+    Raises:
+        ConfigError: If an argument cannot be used here, or DeepSpeed without a launcher.
+        MissingExtraError: If accelerate is not installed.
     """
     try:
         from accelerate import Accelerator
@@ -72,6 +76,7 @@ def make_accelerator(
         raise MissingExtraError("AccelerateTrainer", "accelerate") from None
 
     check_type("fsdp_plugin", fsdp_plugin, FullyShardedDataParallelPlugin)
+    _check_launched(deepspeed_plugin is not None)
     _check_dimensions(parallelism_config, deepspeed_plugin is not None)
     # Trainers may follow each other, each with its own settings, on the same processes.
     kind = PartialState._shared_state.get("distributed_type")
@@ -118,6 +123,21 @@ def make_accelerator(
         for name, value in before.items():
             os.environ.pop(name, None) if value is None else os.environ.update({name: value})
     return accelerator
+
+
+_LAUNCHED = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+"""What a launcher sets; without one of them, DeepSpeed takes the program for one of MPI's and needs mpi4py."""
+
+
+def _check_launched(is_zero: bool) -> None:
+    """Raise ConfigError if DeepSpeed is used without a launcher: it has a process group for one process, too."""
+    missing = [name for name in _LAUNCHED if not os.environ.get(name)]
+    if is_zero and missing and not torch.distributed.is_initialized():
+        raise ConfigError(
+            f"DeepSpeed needs a launcher, also for one process, and the environment has no {', '.join(missing)}. Start "
+            "the script with `omnitrain launch -n 1`, `accelerate launch` or `torchrun`, or leave out the DeepSpeed "
+            "configuration."
+        )
 
 
 def _fsdp_plugin(given: Any, parallelism_config: Any, kind: Callable[..., Any]) -> Any:

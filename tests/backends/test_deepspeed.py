@@ -24,6 +24,19 @@ def test_deepspeed_config_misspelt_suggests_nearest() -> None:
         adopt_config(plugin, {})
 
 
+def test_deepspeed_without_a_launcher_is_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("deepspeed")
+    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("DS_ACCELERATOR", "cpu")  # which the trainer would leave in the environment
+    message = r"no RANK, LOCAL_RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT. Start .* `omnitrain launch -n 1`"
+    with pytest.raises(ConfigError, match=message):
+        AccelerateTrainer(torch.nn.Linear(2, 1), deepspeed_config={})
+    monkeypatch.setenv("RANK", "0")
+    with pytest.raises(ConfigError, match="no LOCAL_RANK, WORLD_SIZE"):
+        AccelerateTrainer(torch.nn.Linear(2, 1), deepspeed_config={})
+
+
 def test_deepspeed_config_loss_scale_conflict() -> None:
     def own() -> Any:
         counts = {"cur_iter": 7, "last_overflow_iter": 1, "cur_hysteresis": 2, "delayed_shift": 2}
