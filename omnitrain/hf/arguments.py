@@ -203,7 +203,9 @@ def _set_fields(args: transformers.TrainingArguments, name: str) -> dict[str, An
         for field in dataclasses.fields(args)
     }
     # values that transformers fills in are not the user's
-    derived = {"metric_for_best_model": "loss"} if args.load_best_model_at_end else {}
+    derived = {"output_dir": "trainer_output"}
+    if args.load_best_model_at_end:
+        derived["metric_for_best_model"] = "loss"
     found = {}
     for field in FIELDS.get(name, (name,)):
         value = word_of(getattr(args, field, None))

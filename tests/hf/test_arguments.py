@@ -316,6 +316,15 @@ def test_metric_of_ours_overrides_what_transformers_fills_in(arguments: Any) -> 
     assert (trainer.objective.metric, trainer.objective.direction) == ("accuracy", "max")
 
 
+def test_save_dir_overrides_the_default_output_dir(
+    arguments: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    args = arguments(output_dir=None, save_strategy="steps", save_steps=2, max_steps=2)
+    build(args, save_dir=tmp_path / "run").train()
+    assert (tmp_path / "run/checkpoint-2").is_dir() and not Path("trainer_output").exists()
+
+
 def test_schedule_and_warmup_may_come_from_either_side(arguments: Any) -> None:
     rates = []
     for fields, options in (
