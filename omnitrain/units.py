@@ -78,7 +78,16 @@ class StepOutput:
     """What this loss is a mean over, where a unit has several losses."""
 
     def __post_init__(self) -> None:
-        """Cut the metrics off from the graph, which DDP would else look for gradients in."""
+        """Cut the metrics off from the graph, which DDP would else look for gradients in.
+
+        Raises:
+            DataError: If the loss is no scalar tensor, or `metrics` no dict.
+        """
+        if self.loss is not None and (not isinstance(self.loss, Tensor) or self.loss.numel() != 1):
+            raise DataError(
+                f"`loss` of a StepOutput must be a scalar tensor, got {_describe(self.loss)}. Reduce or add up the "
+                "losses, and give what is to be logged to `metrics`; a unit may also return a dict of losses by itself."
+            )
         if self.metrics is not None:
             if not isinstance(self.metrics, Mapping):
                 raise DataError(f"`metrics` must be a dict of scalars by name, got {_describe(self.metrics)}.")

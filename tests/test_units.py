@@ -17,6 +17,7 @@ from tiny import bert, gpt, llama, t5
 from torch import Tensor, nn
 from transformers import BatchEncoding, BertForMaskedLM, BertForTokenClassification, TrainingArguments
 
+from omnitrain import AccelerateTrainer, HFTrainer, Trainer
 from omnitrain.errors import DataError
 from omnitrain.losses import count_labels, shifts_by_default
 from omnitrain.units import (
@@ -385,6 +386,23 @@ def test_unit_returns_mean_or_sum() -> None:
 def test_unit_rejects_wrong_results(result: Any) -> None:
     with pytest.raises(DataError, match="`unit` must return a scalar loss or"):
         run_unit(lambda batch: result, None, (X, Y))
+
+
+@pytest.mark.parametrize("kind", [Trainer, AccelerateTrainer, HFTrainer])
+def test_unit_rejects_a_step_output_of_a_dict(kind: Any) -> None:
+    def unit(batch: Any) -> StepOutput:
+        return StepOutput({"a": model(batch[0]).sum()})  # type: ignore[arg-type]
+
+    model = Scores()
+    trainer = kind(model, (X, Y), unit=unit, progress_bar=False, batch_size=1, epochs=1)
+    with pytest.raises(DataError, match=r"must be a scalar tensor, got a dict with the keys 'a'. .* a dict of losses"):
+        trainer.train()
+
+
+@pytest.mark.parametrize("loss", [1.0, X, torch.zeros(0), (Y.sum(), 3)], ids=str)
+def test_step_output_rejects_other_losses(loss: Any) -> None:
+    with pytest.raises(DataError, match="`loss` of a StepOutput must be a scalar tensor, got"):
+        StepOutput(loss)
 
 
 def test_unit_evaluate_runs_without_gradients() -> None:
