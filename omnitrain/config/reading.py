@@ -101,6 +101,7 @@ class Tree:
 
         Raises:
             ConfigError: If there is no such position in a list, nothing to remove, or the text is no value.
+                The first entry of a list that is not there has position 0.
         """
         value = None if text is None else parse_value(text, place)
         self.put(word, value, place, removes=text is None)
@@ -117,7 +118,7 @@ class Tree:
             index = self._position(inside, part, word, place) if isinstance(inside, list) else _name_in(inside, part)
             key = (*key, index)
             if not is_last:
-                inside = self._within(inside, index)
+                inside = self._within(inside, index, parts[number + 1], word, place)
                 continue
             if removes:
                 self._remove(inside, index, word, place)
@@ -129,9 +130,19 @@ class Tree:
             self.places[key] = place
 
     @staticmethod
-    def _within(inside: Any, index: Any) -> Any:
-        """Return what lies inside of a value, which becomes a mapping if it is none; a name becomes that of a class."""
-        if isinstance(inside, dict) and not isinstance(inside.get(index), (dict, list)):
+    def _within(inside: Any, index: Any, part: str, word: str, place: Place) -> Any:
+        """Return what lies inside of a value; a name becomes that of a class.
+
+        Where nothing is, a list begins if the next part of the word is position 0, and else a mapping.
+        """
+        if isinstance(inside, dict) and inside.get(index) is None and _POSITION.fullmatch(part):
+            if int(part):
+                raise ConfigError(
+                    f"{place}: {word!r} goes into a list that is not there, where {part!r} is no position. The first "
+                    "entry is 0."
+                )
+            inside[index] = []
+        elif isinstance(inside, dict) and not isinstance(inside.get(index), (dict, list)):
             is_name = isinstance(inside.get(index), str)
             inside[index] = {"class_path": inside[index]} if is_name else {}
         elif isinstance(inside, list) and index == len(inside):

@@ -197,6 +197,9 @@ def test_override_changes_one_value() -> None:
     assert overridden("trainer.callbacks.0.init_args.q", "2")["callbacks"][0]["init_args"] == {"p": 1, "q": 2}
     assert overridden("trainer.callbacks.1.class_path", "B")["callbacks"][1] == {"class_path": "B"}
     assert overridden("trainer.callbacks", "[]")["callbacks"] == []
+    assert overridden("trainer.algorithms.0.class_path", "EMA")["algorithms"] == [{"class_path": "EMA"}]
+    assert overridden("trainer.algorithms.0", "EMA")["algorithms"] == ["EMA"]
+    assert overridden("trainer.loggers.0.init_args.x", "1")["loggers"] == [{"init_args": {"x": 1}}]
     assert overridden("trainer.sizes.0", "32")["sizes"] == {0: 32}
     assert overridden("trainer.loss_fn.weight", "2")["loss_fn"] == {"class_path": "my.loss", "init_args": {"weight": 2}}
     assert overridden("trainer", "HFTrainer")["class_path"] == "HFTrainer"
@@ -218,6 +221,8 @@ def test_override_changes_trainer_class(tmp_path: Path) -> None:
     [
         ("trainer.callbacks.5.p", "1", "'5' is no position"),
         ("trainer.callbacks.p", "1", "'p' is no position"),
+        ("trainer.algorithms.1.class_path", "EMA", "a list that is not there, where '1' is no position. The first"),
+        ("trainer.algorithms.0", None, "the list has 0 entries"),
         ("trainer.epoch", None, "there is no 'trainer.epoch' to remove. Did you mean 'epochs'?"),
         ("trainer.callbacks.1", None, "the list has 1 entries"),
         ("trainer.epochs", "[1,", "this is not YAML"),
