@@ -40,12 +40,13 @@ class Config:
         trust: Whether modules may be imported that are neither installed nor in the current folder.
 
     Raises:
-        ConfigError: If a section is unknown.
+        ConfigError: If a section is unknown, or the file is one of nnScaler.
     """
 
     def __init__(self, tree: Tree, trust: bool = False) -> None:
         self.tree: Tree = tree
         self.trust: bool = trust
+        _check_not_nnscaler(tree)
         for name in tree.values:
             if name not in SECTIONS:
                 near = did_you_mean(str(name), SECTIONS)
@@ -295,6 +296,17 @@ def raise_all(errors: Sequence[ConfigError]) -> None:
         raise errors[0]
     if errors:
         raise ConfigError(f"{len(errors)} errors:\n" + "\n".join(f"  {error}" for error in errors))
+
+
+def _check_not_nnscaler(tree: Tree) -> None:
+    """Raise ConfigError for a file of nnScaler's trainer, whose names stand without sections."""
+    names_there = tree.values.keys()
+    if "compute_config" in names_there or {"model", "dataset"} <= names_there:
+        source = tree.place(("model",)).source
+        raise ConfigError(
+            f"{source}: this is a configuration of nnScaler's trainer: it has `model`, `dataset` or `compute_config` "
+            f"without `trainer:`. Convert it with `omnitrain config convert {source} > converted.yaml`, and give that."
+        )
 
 
 def merged(files: Sequence[str | Path]) -> Tree:

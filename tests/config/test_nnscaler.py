@@ -521,6 +521,17 @@ def test_convert_notes_keys_without_counterpart(key: str, values: dict[str, Any]
     assert note.endswith(".")
 
 
+@pytest.mark.parametrize("command", [["train"], ["config", "check"]], ids=" ".join)
+@pytest.mark.parametrize("extra", [{}, {"compute_config": {"plan_ngpus": 1}, "vars": {"a": "$(max_epochs)"}}], ids=len)
+def test_other_commands_name_convert(
+    command: list[str], extra: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "nnscaler.yaml"
+    file.write_text(write({**extra, **PLAIN}))
+    assert cli.main([*command, str(file), "--trainer.epochs", "1"]) == 2
+    assert f"Convert it with `omnitrain config convert {file} > converted.yaml`" in capsys.readouterr().err
+
+
 def test_convert_notes_how_to_launch() -> None:
     assert "omnitrain launch --fsdp" in notes_of(compute_config={"plan_ngpus": 1, "use_zero": True})
     assert "omnitrain launch -n 4" in notes_of(compute_config={"plan_ngpus": 1, "runtime_ngpus": 4})
