@@ -25,6 +25,7 @@ __all__ = [
     "count_labels",
     "count_of",
     "divisor_of",
+    "is_known",
     "parts_of",
     "shift_of",
     "shifts_by_default",
@@ -366,6 +367,7 @@ class LossMean:
         counts_labels: Whether the mean is over labels that are integers of more than one dimension; otherwise it is
             over rows, as it is for all other labels.
         is_sum: Whether what the model returns is a sum over rows, which `ModelUnit` divides by their number.
+        is_mean: Whether it is such a mean at all, so that the losses of the parts of a batch give that of the batch.
         is_shift_known: Whether `shift` was said, or found out; otherwise it is a guess.
         is_checked: Whether the loss was asked.
         tasks: The same for the loss of each task, where a unit has several.
@@ -380,6 +382,7 @@ class LossMean:
     ignore_index: int = IGNORED_LABEL
     counts_labels: bool = True
     is_sum: bool = False
+    is_mean: bool = True
     is_shift_known: bool = False
     is_checked: bool = False
     tasks: dict[str, LossMean] = field(default_factory=dict)
@@ -408,7 +411,7 @@ class LossMean:
         """Return what was found out about the loss, as JSON types; nothing if it was not asked."""
         if not self.is_checked:
             return {}
-        names = ("shift", "ignore_index", "counts_labels", "is_sum", "is_shift_known")
+        names = ("shift", "ignore_index", "counts_labels", "is_sum", "is_mean", "is_shift_known")
         tasks = {name: mean.state_dict() for name, mean in self.tasks.items()}
         return {**{name: getattr(self, name) for name in names}, **({"tasks": tasks} if tasks else {})}
 
@@ -523,6 +526,13 @@ def count_labels(
     if shift:
         labels = labels[..., 1:]
     return count_of(labels, ignore_index)
+
+
+def is_known(loss_fn: Any) -> bool:
+    """Whether it is known what a loss is a mean over: it says so, or it is one of PyTorch's."""
+    names = (getattr(loss_fn, "__module__", None), type(loss_fn).__module__)
+    is_of_torch = "torch.nn.functional" in names or "torch._C._nn" in names or "torch.nn.modules.loss" in names
+    return callable(getattr(loss_fn, "mean_over", None)) or is_of_torch
 
 
 def divisor_of(loss_fn: Any, labels: Any) -> float | None:

@@ -288,7 +288,7 @@ _generators = record(
 _LOSS_MEAN = record(
     {},
     {
-        **dict.fromkeys(("shift", "counts_labels", "is_sum", "is_shift_known"), flag),
+        **dict.fromkeys(("shift", "counts_labels", "is_sum", "is_mean", "is_shift_known"), flag),
         "ignore_index": whole(-LARGEST),
         "tasks": table(_anything),
     },

@@ -346,7 +346,7 @@ class Evaluation:
     def _ask_loss(self, batch: Any, is_needed: bool) -> None:
         """Ask the loss what it is a mean over, unless it was asked, or the set has its own unit."""
         if is_needed and self._unit is None and not self.hooks.loss_mean.is_checked:
-            ask_loss(self.hooks, [batch], splits=False)
+            ask_loss(self.hooks, [batch])
 
     def _check_perplexity(self, metrics: Mapping[str, float]) -> None:
         """Warn once about a perplexity that is not the exponential of the loss."""

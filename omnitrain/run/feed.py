@@ -30,7 +30,7 @@ from omnitrain.events import Ranges, within
 from omnitrain.progress import Progress
 from omnitrain.run.hooks import Hooks
 from omnitrain.run.lifecycle import Lifecycle
-from omnitrain.run.loss_probe import ask_loss
+from omnitrain.run.loss_probe import ask_loss, split_error
 from omnitrain.settings import Settings
 from omnitrain.units import ModelUnit, StepOutput, count_as_sum, count_tokens, no_token_counts
 
@@ -158,6 +158,8 @@ class Feed:
                 self._compare_first(loader)
             if not self._hooks.loss_mean.is_checked:
                 group = self._ask_loss(group)
+            if not self._hooks.loss_mean.is_mean:
+                self._check_split()
             totals, self._totals_ahead = self._totals_ahead, ()
             window = self.window_of(group, last, totals)
             ranks.place = "step"
@@ -174,10 +176,14 @@ class Feed:
 
     def _ask_loss(self, group: list[Weighed]) -> list[Weighed]:
         """Find out what the loss is a mean over, and return the first micro-batches, weighed accordingly."""
-        mean, splits = self._hooks.loss_mean, self.accumulation > 1 or self._may_split or self._ranks.data.size > 1
+        mean = self._hooks.loss_mean
         before = copy.copy(mean)
-        ask_loss(self._hooks, [batch for batch, *_ in group], splits or self._stages is not None)
-        if dataclasses.replace(before, is_checked=True, is_shift_known=mean.is_shift_known) == mean:
+        with self._lifecycle.clock.during("setup"):
+            ask_loss(self._hooks, [batch for batch, *_ in group])
+        if (
+            dataclasses.replace(before, is_checked=True, is_shift_known=mean.is_shift_known, is_mean=mean.is_mean)
+            == mean
+        ):
             return group
         weighed = list[Weighed]()
         for batch, weight, samples, tokens, ends in group:
@@ -186,6 +192,11 @@ class Feed:
                 weight = self._hooks._weigh(move_to_device(batch, torch.device("cpu")))
             weighed.append((batch, weight, samples, tokens, ends))
         return weighed
+
+    def _check_split(self) -> None:
+        """Raise ConfigError if a step has several micro-batches or ranks, for a loss that no weights of them fit."""
+        if self.accumulation > 1 or self._may_split or self._ranks.data.size > 1 or self._stages is not None:
+            raise split_error(self._hooks)
 
     def _size_of_next(self) -> int:
         """Return the batches on each rank of the window that is read next, which may be read during the one before."""

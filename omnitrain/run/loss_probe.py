@@ -20,13 +20,13 @@ from omnitrain.checkpoint.state import unwrap
 from omnitrain.data.collation import LABEL_KEYS, count_samples, labels_of, split_batch, with_labels
 from omnitrain.data.stateful import stateful_parts, untouched
 from omnitrain.errors import ConfigError, DataError
-from omnitrain.losses import LossMean
+from omnitrain.losses import LossMean, is_known
 from omnitrain.multitask import MultiTaskUnit, TaskBatch
 from omnitrain.run.buffers import unchanged_buffers
 from omnitrain.run.hooks import Hooks, evaluating
 from omnitrain.units import ModelUnit, StepOutput
 
-__all__ = ["ask_loss"]
+__all__ = ["ask_loss", "split_error"]
 
 logger: logging.Logger = logging.getLogger("omnitrain")
 
@@ -34,7 +34,7 @@ _ROWS = 4
 """Rows of a batch that are run: few, as they are run up to eight times."""
 
 
-def ask_loss(hooks: Hooks, batches: Sequence[Any], splits: bool) -> None:
+def ask_loss(hooks: Hooks, batches: Sequence[Any]) -> None:
     """Ask the loss by means of a batch; once in a run, on all ranks.
 
     The passes are those of an evaluation: modes, random numbers and weights stay unchanged. A loss that cannot be
@@ -44,10 +44,6 @@ def ask_loss(hooks: Hooks, batches: Sequence[Any], splits: bool) -> None:
         hooks: The trainer's hooks; `hooks.loss_mean` learns the answers.
         batches: Batches on the host or on the device, of which one is asked, or two of one row each; none if this
             rank has none.
-        splits: Whether a step of the run has several micro-batches or ranks.
-
-    Raises:
-        ConfigError: If no weights of micro-batches make a step the same in every split.
     """
     hooks.loss_mean.is_checked = True
     batch = _first_of(batches)
@@ -59,9 +55,9 @@ def ask_loss(hooks: Hooks, batches: Sequence[Any], splits: bool) -> None:
         if isinstance(hooks.unit, MultiTaskUnit):
             for name, part in batch.parts.items() if isinstance(batch, TaskBatch) else ():
                 forward = functools.partial(_run_task, hooks.unit, name)
-                _ask(_Probe(hooks, part, forward, hooks.unit.mean_of(name)), splits)
+                _ask(_Probe(hooks, part, forward, hooks.unit.mean_of(name)))
         else:
-            _ask(_Probe(hooks, batch, hooks._forward, hooks.loss_mean), splits)
+            _ask(_Probe(hooks, batch, hooks._forward, hooks.loss_mean))
 
 
 def _first_of(batches: Sequence[Any]) -> Any:
@@ -80,7 +76,7 @@ def _run_task(unit: MultiTaskUnit, name: str, model: Any, batch: Any) -> StepOut
     return unit.run_task(name, batch)
 
 
-def _ask(probe: _Probe, splits: bool) -> None:
+def _ask(probe: _Probe) -> None:
     mean, ranks = probe.mean, probe.hooks.ranks
     mean.is_checked = True
     answers = ranks.gather("what the loss can be asked", (probe.can_shift, probe.can_split))
@@ -90,11 +86,11 @@ def _ask(probe: _Probe, splits: bool) -> None:
         if shifts:
             mean.shift, mean.is_shift_known = shifts[0], True
     if can_split:
-        _take_rule(mean, ranks.gather("what the loss is a mean over", probe.rules_that_hold()), probe, splits)
+        _take_rule(mean, ranks.gather("what the loss is a mean over", probe.rules_that_hold()), probe)
 
 
-def _take_rule(mean: LossMean, answers: list[list[int] | None], probe: _Probe, splits: bool) -> None:
-    """Have the loss be the mean that is right on all ranks; reject one that none is right for."""
+def _take_rule(mean: LossMean, answers: list[list[int] | None], probe: _Probe) -> None:
+    """Have the loss be the mean that is right on all ranks; warn about one that none is right for."""
     if probe.has_router and probe.hooks.ranks.is_main:
         logger.info(
             "The loss has a part that balances experts over the tokens of a micro-batch on one rank, so it depends "
@@ -109,26 +105,53 @@ def _take_rule(mean: LossMean, answers: list[list[int] | None], probe: _Probe, s
         mean.ignore_index, mean.counts_labels, mean.is_sum = rule.ignore_index, rule.counts_labels, rule.is_sum
         return
     kinds = probe.hooks.ranks.gather("what the loss depends on", probe.kind_of_dependence())
-    name = type(unwrap(probe.hooks.backend.model)).__name__
-    if "samples" in kinds and probe.hooks.ranks.is_main:
+    mean.is_mean = not all(kind == "means" for kind in kinds)
+    if not probe.hooks.ranks.is_main:
+        return
+    if not mean.is_mean:
         logger.warning(
-            "The loss of %s compares the samples of a batch with each other, so it depends on the size of the batch: "
-            "on `batch_size`, `gradient_accumulation_steps` and processes, and in evaluations on `eval_batch_size`.",
-            name,
+            "%s: its value in evaluations depends on `eval_batch_size`. %s.",
+            _no_mean(probe.hooks), _remedy(probe.hooks),
         )  # fmt: skip
-    elif all(kind == "means" for kind in kinds):
-        message = (
-            f"The loss of {name} is no mean over the labels or the rows of a batch, but over something else, or a sum "
-            "of several means: "
-        )
-        remedy = "Pass a `unit` that returns (sum of losses, number of targets)"
-        if splits:
-            raise ConfigError(
-                f"{message}no weights of micro-batches make a step the same in every split. {remedy}; one that "
-                "returns the mean has micro-batches weighed by their rows. Or take steps of a single batch, with "
-                "gradient_accumulation_steps=1 on one process."
-            )
-        logger.warning("%sits value in evaluations depends on `eval_batch_size`. %s.", message, remedy)
+    elif "samples" in kinds:
+        logger.warning(
+            "%s compares the samples of a batch with each other, so it depends on the size of the batch: on "
+            "`batch_size`, `gradient_accumulation_steps` and processes, and in evaluations on `eval_batch_size`.",
+            _name_of_loss(probe.hooks),
+        )  # fmt: skip
+
+
+def _name_of_loss(hooks: Hooks) -> str:
+    loss_fn = hooks.settings.loss_fn
+    if loss_fn is None:
+        return f"The loss of {type(unwrap(hooks.backend.model)).__name__}"
+    return f"`loss_fn` ({getattr(loss_fn, '__name__', type(loss_fn).__name__)})"
+
+
+def _no_mean(hooks: Hooks) -> str:
+    return (
+        f"{_name_of_loss(hooks)} is no mean over the labels or the rows of a batch, but over something else, or a sum "
+        "of several means"
+    )
+
+
+def _remedy(hooks: Hooks) -> str:
+    unit = "a `unit` that returns (sum of losses, number of targets)"
+    if hooks.settings.loss_fn is None:
+        return f"Pass {unit}"
+    return (
+        "Give it a method `mean_over(labels)` that returns what its sum over these labels is divided by, as "
+        f"omnitrain.CrossEntropy(weight=...) has, or pass {unit}"
+    )
+
+
+def split_error(hooks: Hooks) -> ConfigError:
+    """Return the error of a loss that is no mean in a run whose steps have several micro-batches or ranks."""
+    return ConfigError(
+        f"{_no_mean(hooks)}: no weights of micro-batches make a step the same in every split. {_remedy(hooks)}; a unit "
+        "that returns the mean has micro-batches weighed by their rows. Or take steps of a single batch, with "
+        "gradient_accumulation_steps=1 on one process."
+    )
 
 
 class _Probe:
@@ -195,16 +218,18 @@ class _Probe:
 
     @property
     def can_split(self) -> bool:
-        """Whether the model computes its loss from more than one label for each row, and rows can be separated."""
+        """Whether it is not known what the loss is a mean over, and rows can be separated.
+
+        It is known for PyTorch's losses, those with `mean_over`, and models of transformers with one label for a row.
+        """
         unit = self.hooks.unit
-        if not isinstance(unit, ModelUnit) or unit.loss_fn is not None or unit.model_loss is not None:
+        if not isinstance(unit, ModelUnit) or len(self.parts) != 2 or not self.is_plain:
             return False
-        if len(self.parts) != 2 or not self.is_plain:
-            return False
-        if self._has_token_labels:
+        if unit.loss_fn is not None:
+            return not is_known(unit.loss_fn) and self.hooks.settings.grad_reduction != "sum"
+        is_of_transformers = hasattr(getattr(unwrap(self.hooks.backend.model), "config", None), "model_type")
+        if self._has_token_labels or not is_of_transformers:
             return True
-        if not hasattr(getattr(unwrap(self.hooks.backend.model), "config", None), "model_type"):
-            return False
         others = [key for key in self.batch if "label" in str(key)] if isinstance(self.batch, Mapping) else []
         return not isinstance(self.labels, torch.Tensor) or len(others) > 1
 
@@ -215,7 +240,9 @@ class _Probe:
         ignored = [getattr(config, name, None) for name in ("pad_token_id", "semantic_loss_ignore_index")]
         changes: list[dict[str, Any]] = [{}, {"counts_labels": True, "is_sum": False}]
         changes += [{**changes[1], "ignore_index": index} for index in ignored if type(index) is int]
-        changes += [{"counts_labels": False, "is_sum": False}, {"counts_labels": False, "is_sum": True}]
+        changes += [{"counts_labels": False, "is_sum": False}]
+        if mean.loss_fn is None:  # the sum of a loss function means what it says
+            changes += [{"counts_labels": False, "is_sum": True}]
         return [dataclasses.replace(mean, **change) for change in changes]
 
     def rules_that_hold(self) -> list[int] | None:

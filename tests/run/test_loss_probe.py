@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import logging
 import math
 from pathlib import Path
@@ -87,7 +88,7 @@ def pairs(size: int = 8) -> list[dict[str, Any]]:
     return [{**data[index], "next_sentence_label": torch.tensor(index % 2)} for index in range(size)]
 
 
-def make(trainer_class: Any, model: nn.Module, batch: int, accumulation: int, **options: Any) -> Any:
+def make(trainer_class: Any, model: Any, batch: int, accumulation: int, **options: Any) -> Any:
     device = {"device": "cpu"} if trainer_class is Trainer else {}
     defaults = {
         "optimizer": "sgd", "learning_rate": 0.1, "max_grad_norm": None, "max_steps": 1, "batch_size": batch,
@@ -213,11 +214,58 @@ def test_unit_says_that_it_shifts(caplog: pytest.LogCaptureFixture) -> None:
     assert results == [True, False]
 
 
-def test_sum_of_two_means_is_rejected_if_split(trainer_class: Any, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"BertForPreTraining is no mean over the labels or the rows.*Pass a `unit`"):
-        make(trainer_class, pretraining(), 4, 2, data=pairs(), save_dir=tmp_path / "run").train()
+CLASS_WEIGHTS = torch.tensor([1.0, 5.0, 0.2], dtype=torch.float64)
+
+
+def hidden_weights(outputs: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    return F.cross_entropy(outputs, labels, weight=CLASS_WEIGHTS)
+
+
+class Weighing(nn.Linear):
+    """Computes the loss itself, with class weights."""
+
+    def forward(self, x: torch.Tensor, labels: torch.Tensor) -> Any:
+        scores = super().forward(x)
+        return {"loss": hidden_weights(scores, labels), "logits": scores}
+
+
+def classes(model: type[nn.Linear] = nn.Linear, **options: Any) -> dict[str, Any]:
+    torch.manual_seed(0)
+    x, labels = torch.randn(8, 4, dtype=torch.float64), torch.tensor([0, 1, 2, 1, 0, 2, 2, 1])
+    data = [{"x": x[i], "labels": labels[i]} if model is Weighing else (x[i], labels[i]) for i in range(8)]
+    return {"model": model(4, 3).double(), "data": data, "shuffle": False, **options}
+
+
+NO_MEANS: dict[str, tuple[Any, str]] = {
+    "two means": (lambda: {"model": pretraining(), "data": pairs()}, "The loss of BertForPreTraining .*Pass a `unit`"),
+    "partial": (
+        lambda: classes(loss_fn=functools.partial(F.cross_entropy, weight=CLASS_WEIGHTS)),
+        r"`loss_fn` \(partial\) .*mean_over",
+    ),
+    "function": (lambda: classes(loss_fn=hidden_weights), r"`loss_fn` \(hidden_weights\) .*mean_over"),
+    "model": (lambda: classes(Weighing), "The loss of Weighing .*Pass a `unit`"),
+}
+
+
+@pytest.mark.parametrize("is_evaluated", [False, True], ids=["", "evaluated"])
+@pytest.mark.parametrize("kind", NO_MEANS)
+def test_loss_that_is_no_mean_is_rejected_if_split(
+    kind: str, is_evaluated: bool, trainer_class: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The evaluation before step 1 asks the loss first, and only warns."""
+    build, message = NO_MEANS[kind]
+
+    def run(batch: int, accumulation: int, **options: Any) -> None:
+        options |= build()
+        options |= {"eval_dataset": options["data"]} if is_evaluated else {}
+        make(trainer_class, batch=batch, accumulation=accumulation, **options).train()
+
+    with pytest.raises(ConfigError, match=message):
+        run(4, 2, save_dir=tmp_path / "run")
     assert not list((tmp_path / "run").glob("checkpoint*"))
-    make(trainer_class, pretraining(), 8, 1, data=pairs()).train()
+    caplog.clear()
+    run(8, 1)
+    assert caplog.text.count("depends on `eval_batch_size`") == 1
 
 
 def test_unit_trains_a_sum_of_two_means() -> None:
