@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import functools
 import inspect
 import re
@@ -11,10 +12,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import transformers
 
-from omnitrain import AccelerateTrainer, BaseTrainer, ConfigError, HFTrainer, HFTrainingArguments, Trainer
-from omnitrain.vocabulary import VOCABULARY
+import omnitrain
+from omnitrain import AccelerateTrainer, BaseTrainer, ConfigError, HFTrainer, HFTrainingArguments, Trainer, cli
+from omnitrain.config import nnscaler
+from omnitrain.vocabulary import VOCABULARY, advice
 
 ROOT = Path(__file__).resolve().parent.parent
 TRAINERS: dict[str, Any] = {kind.__name__: kind for kind in (Trainer, AccelerateTrainer, HFTrainer)}
@@ -102,6 +106,78 @@ def test_aliases_point_to_existing_names() -> None:
         assert name not in arguments_of(Trainer)
 
 
+def test_hint_fits_by_argument() -> None:
+    hints = {name: advice(name, [*arguments_of(Trainer)]) for name in NAMES}
+    for name in ("limit_val_batches", "eval_subset_num_batches", "max_val_steps", "max_evaluation_steps"):
+        assert hints[name].startswith(" Here it is `eval_dataset`") and "EvalSet(dataset, subset=1000)" in hints[name]
+    for name, text in {
+        "limit_test_batches": "`test_dataset`", "num_sanity_val_steps": "`sanity`", "no_save": "`save_dir` (leave",
+        "gradient_clip_algorithm": '`[GradientClipping("value", 0.5)]`', "save_best": "`keep_best`",
+        "init_env_fn": "before the trainer is made", "max_train_steps_per_epoch": "`torch.utils.data.Subset`",
+    }.items():  # fmt: skip
+        assert text in hints[name], name
+
+
+def test_every_key_of_nnscaler_has_hint() -> None:
+    assert set(nnscaler._KEYS[""]) <= NAMES.keys() | arguments_of(Trainer)
+    common = {"no_save", "save_best", "save_last", "save_type", "every_n_epochs", "keep_last_n_checkpoints"}
+    assert common <= set(nnscaler._KEYS["checkpoint"]) & NAMES.keys()
+
+
+CODE = sorted({code for meant in NAMES.values() for code in re.findall(r"`([^`]+)`", meant.word)})
+"""What hints quote as code."""
+OF_THEIR_OWN = {"WithWarmup", "eval_", "*", "metrics.jsonl", "best", "last", "trainer:", "from_pretrained"}
+PLACEHOLDERS = {
+    "dataset", "folder", "parameters", "outputs", "labels", "batch", "length", "num_classes", "options", "path",
+    "config", "trainer", "ignore", "evaluate", "warmup", "Accelerator", "ParallelismConfig", "get_peft_model",
+}  # fmt: skip
+"""Names in an example that stand for a value, or are of a package that the hint names."""
+
+
+def missing_names(code: str) -> set[str]:
+    """Return the names in an example that do not exist; calls of ours must fit their signatures."""
+    modules = {"torch": torch, "nn": torch.nn, "trainer": BaseTrainer}
+    known = set().union(*map(arguments_of, TRAINERS.values())) | {*dir(BaseTrainer), *modules, *PLACEHOLDERS}
+    loading = vars(torch.utils.data)
+    missing = set()
+    for node in ast.walk(ast.parse(code)):
+        if isinstance(node, ast.Name) and not (node.id in known or hasattr(omnitrain, node.id) or node.id in loading):
+            missing.add(node.id)
+        elif isinstance(node, ast.Attribute):
+            root, *path = ast.unparse(node).split(".")
+            thing = modules.get(root)
+            for name in path if thing is not None else ():
+                thing = getattr(thing, name, None)
+                missing |= {ast.unparse(node)} if thing is None else set()
+        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
+            name = node.func.id
+            called = getattr(omnitrain, name, None) or getattr(BaseTrainer, name, None)
+            if called is not None and not any(keyword.arg is None for keyword in node.keywords):
+                bound = [None] * (name in dir(BaseTrainer)) + node.args
+                inspect.signature(called).bind_partial(*bound, **{str(keyword.arg): None for keyword in node.keywords})
+    return missing
+
+
+@pytest.mark.parametrize("code", CODE)
+def test_code_in_hint_exists(code: str, capsys: pytest.CaptureFixture[str]) -> None:
+    command, *words = code.split()
+    if command == "omnitrain":
+        with pytest.raises(SystemExit) as caught:
+            cli.main([words[0], "--help"])
+        usage = capsys.readouterr().out
+        assert not caught.value.code and all(word in usage for word in words if word.startswith("-"))
+    elif code not in (*OF_THEIR_OWN, "torchrun", "accelerate launch"):
+        assert missing_names(code) == set()
+
+
+def test_code_that_does_not_exist_is_found() -> None:
+    assert missing_names("max_grad_nrm") == {"max_grad_nrm"}
+    assert missing_names("torch.nn.SyncBatchNrm(model)") == {"torch.nn.SyncBatchNrm"}
+    assert missing_names("trainer.request_logs()") == {"trainer.request_logs"}
+    with pytest.raises(TypeError, match="subsets"):
+        missing_names("EvalSet(dataset, subsets=3)")
+
+
 def test_aliases_cover_transformers() -> None:
     common = {
         "output_dir", "num_train_epochs", "per_device_train_batch_size", "per_device_eval_batch_size", "report_to",
@@ -125,7 +201,7 @@ OF_OTHERS = {
     "Composer": {"sampler", "batch_size"},
     "accelerate": {"shuffle"},
     "fairseq2": {"reduction"},
-    "nnScaler": {"type", "args", "split", "val_args", "plan_ngpus", "runtime_ngpus", "checkpoint"},
+    "nnScaler": {"type", "args", "split", "val_args"},
 }
 """What is no argument of a trainer in the examples of theirs."""
 
