@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 from collections import Counter
 from pathlib import Path
 from typing import Any, cast
@@ -237,6 +238,24 @@ def test_multitask_class_weights_in_every_split(trainer_class: Any) -> None:
     assert trainer.evaluate()["eval_kind_loss"] == pytest.approx(
         float(classes(trainer.model(x, "kind"), labels).detach())
     )
+
+
+def test_multitask_moves_losses_to_device(trainer_class: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a `loss_fn`: each is moved, once the trainer knows its device, and before it is called."""
+    moved: list[tuple[nn.Module, torch.device]] = []
+
+    def note(module: nn.Module, device: torch.device) -> nn.Module:
+        moved.append((module, device))
+        return module
+
+    classes, lengths = nn.CrossEntropyLoss(torch.ones(3, dtype=torch.float64)), nn.MSELoss()
+    for loss in (classes, lengths):
+        monkeypatch.setattr(loss, "to", functools.partial(note, loss))
+    model = Heads()
+    trainer = trainer_class(
+        model, mixed(), unit=MultiTaskUnit(model, {"kind": classes, "size": lengths}), epochs=1, progress_bar=False
+    )
+    assert moved == [(classes, trainer.device), (lengths, trainer.device)]
 
 
 @pytest.mark.parametrize("ignore_index", [-100, 0])

@@ -41,6 +41,7 @@ from omnitrain.instantiation import TrainerConfig
 from omnitrain.losses import LossMean
 from omnitrain.masking import masked, without_secrets
 from omnitrain.metrics import MetricsDict, write_results
+from omnitrain.multitask import MultiTaskUnit
 from omnitrain.objective import Objective
 from omnitrain.optimization import (
     build_optimizer,
@@ -453,7 +454,8 @@ class BaseTrainer(Hooks, ABC):
             recompute_activations(state.unwrap(model), settings.gradient_checkpointing)
         own = settings.unit
         check_untrained_loss("`unit`", own, model)
-        move_loss(settings.loss_fn, model, self.device)
+        for loss in (settings.loss_fn, *(own.losses.values() if isinstance(own, MultiTaskUnit) else ())):
+            move_loss(loss, model, self.device)
         self.unit: Any = own if own is not None else ModelUnit(model, settings.loss_fn, settings.label_names or ())
         mean = getattr(self.unit, "loss_mean", None)
         self.loss_mean: LossMean = mean if isinstance(mean, LossMean) else LossMean.of(self.unit, state.unwrap(model))
