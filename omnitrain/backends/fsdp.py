@@ -91,6 +91,7 @@ class FSDP(DDP):
         )
         for group, members in zip(optimizer.param_groups, groups, strict=True):
             group["params"] = [held[one] if isinstance(one, str) else one for one in members]
+        optimizer.state.clear()  # of the weights that the model lost: some optimizers make it when they are made
         prepared.optimizer, self._prepared = optimizer, prepared
         self.optimizer = optimizer
         self._end_start(start)
