@@ -108,7 +108,7 @@ def explaining_dead_workers() -> Iterator[None]:
 @contextlib.contextmanager
 def _default_child_signal() -> Iterator[None]:
     """Leave out torch's handler of SIGCHLD, which raises RuntimeError anywhere, and so loses exit codes."""
-    handler: Any = signal.getsignal(signal.SIGCHLD) if hasattr(signal, "SIGCHLD") else None
+    handler = _answer_to_child_signal() if hasattr(signal, "SIGCHLD") else None
     if handler is None or threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -119,6 +119,13 @@ def _default_child_signal() -> Iterator[None]:
         yield
     finally:
         signal.signal(signal.SIGCHLD, handler)
+
+
+def _answer_to_child_signal() -> Any:
+    """Return the handler of SIGCHLD. Torch's may run in between, and raises once for each worker that dies."""
+    while True:
+        with contextlib.suppress(RuntimeError):
+            return signal.getsignal(signal.SIGCHLD)
 
 
 def _death(error: Exception) -> DataError | None:

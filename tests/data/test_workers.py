@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import multiprocessing
 import os
 import re
@@ -341,6 +342,19 @@ def test_dead_worker_is_a_data_error(end: str, place: str) -> None:
     if place in ("training", "evaluation"):
         # the death may come before torch has noted its last request
         assert re.search(r"(4, 5, 6, 7|8, 9, 10, 11)\b.* of the", str(caught.value))
+
+
+def test_death_of_worker_during_its_explanation_is_a_data_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    getsignal, calls = signal.getsignal, itertools.count()
+
+    def interrupted(number: int) -> Any:
+        if number == signal.SIGCHLD and next(calls) == 0:
+            raise RuntimeError("DataLoader worker (pid 1) exited unexpectedly")
+        return getsignal(number)
+
+    monkeypatch.setattr(signal, "getsignal", interrupted)
+    test_dead_worker_is_a_data_error("exit code 3", "training")
+    assert next(calls) > 1
 
 
 @pytest.mark.parametrize("error", [ConnectionResetError, EOFError, FileNotFoundError])
