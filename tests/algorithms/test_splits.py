@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from marks import thinned
+from marks import TRAINERS, thinned
 from recipes import Sentences, Tagger, distance, weights
 from torch import nn
 from torch.utils.data import TensorDataset
@@ -38,7 +38,6 @@ from omnitrain import (
 )
 from omnitrain.data.collation import as_probabilities, labels_of, with_labels
 
-TRAINERS = {"native": Trainer, "accelerate": AccelerateTrainer, "hf": HFTrainer}
 CLASS_WEIGHTS = torch.tensor([1.0, 4.0, 0.3], dtype=torch.float64)
 TOKEN_WEIGHTS = torch.tensor([1.0, 4.0, 0.3, 2.0, 0.1], dtype=torch.float64)
 SPLITS = ((8, 1), (2, 4))
