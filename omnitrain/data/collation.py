@@ -10,7 +10,7 @@ import sys
 from collections import UserDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass
-from typing import Any, TypeGuard
+from typing import Any, Self, TypeGuard
 
 import numpy as np
 import torch
@@ -21,6 +21,7 @@ __all__ = [
     "IGNORED_LABEL",
     "LABEL_KEYS",
     "Collator",
+    "DictBatch",
     "PaddedBatch",
     "as_probabilities",
     "copied_ahead",
@@ -71,7 +72,24 @@ def padding_collator(processing_class: Any) -> Callable[[Any], Any] | None:
     return padding(processing_class) if isinstance(processing_class, pads) else None
 
 
-class PaddedBatch(dict[str, Any]):
+class DictBatch(dict[str, Any]):
+    """A dict batch that moves its tensors by `to`, as transformers' BatchEncoding does.
+
+    >>> DictBatch({"x": torch.zeros(2)}).to("cpu")
+    {'x': tensor([0., 0.])}
+    """
+
+    def to(self, device: torch.device | str | int, non_blocking: bool = False) -> Self:
+        """Return a copy with all tensors on `device`; everything else stays as it is."""
+        target = device if isinstance(device, torch.device) else torch.device(device)
+        return self.with_entries({key: move_to_device(value, target, non_blocking) for key, value in self.items()})
+
+    def with_entries(self, entries: Mapping[str, Any]) -> Self:
+        """Return a batch of this kind with other entries for the same samples."""
+        return type(self)(entries)
+
+
+class PaddedBatch(DictBatch):
     """A dict batch with padding that no mask shows, which knows how many of its tokens are none.
 
     >>> PaddedBatch({"input_ids": torch.tensor([[5, 6], [7, 0]])}, tokens=3).count_tokens()
@@ -84,6 +102,10 @@ class PaddedBatch(dict[str, Any]):
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(self), (dict(self), self._tokens)  # worker processes send it
+
+    def with_entries(self, entries: Mapping[str, Any]) -> Self:
+        """Return a batch with other entries for the same samples, and as many tokens."""
+        return type(self)(entries, self._tokens)
 
     def count_tokens(self) -> int:
         """Return how many tokens the samples have."""
@@ -100,8 +122,8 @@ class Collator:
     each sample: zeros added to an image or a measurement would be taken for data.
 
     Labels are padded with -100 (as int64 if their type has no negative numbers), everything else with `pad_value`.
-    Text and other objects stay lists. A batch of tuples is a tuple, a batch of dicts a dict; a list that contains
-    tensors, arrays or dicts counts as a tuple.
+    Text and other objects stay lists. A batch of tuples is a tuple, a batch of dicts a dict, with a method
+    `to(device)`; a list that contains tensors, arrays or dicts counts as a tuple.
 
     In a trainer whose model takes an `attention_mask`, a batch whose `input_ids` or `inputs_embeds` are padded gets
     one, if the samples have none: int64 of shape (samples, length), 1 for what is in a sample and 0 for padding.
@@ -148,7 +170,7 @@ class Collator:
                         f"in entry {place if lacking else 0} of the batch, and entry {0 if lacking else place} has it. "
                         "Give every sample the same keys, or pass `data_collator`."
                     )
-            batch = {key: self._stack([sample[key] for sample in samples], key) for key in first}
+            batch = DictBatch({key: self._stack([sample[key] for sample in samples], key) for key in first})
             return batch if _MASK in batch else self._with_padding_marked(batch, samples)
         if isinstance(first, tuple) or (isinstance(first, list) and _is_record(first)):
             columns = _columns(samples)
@@ -163,7 +185,7 @@ class Collator:
         collator._adds_mask = True
         return collator
 
-    def _with_padding_marked(self, batch: dict[str, Any], samples: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    def _with_padding_marked(self, batch: DictBatch, samples: Sequence[Mapping[str, Any]]) -> DictBatch:
         """Return a batch whose inputs were padded with a mask of them, or with its number of tokens."""
         key = next((key for key in _MASKED_KEYS if isinstance(batch.get(key), torch.Tensor)), None)
         if key is None or batch[key].ndim < 2:
@@ -175,7 +197,8 @@ class Collator:
         if not self._adds_mask:
             return PaddedBatch(batch, sum(lengths))
         mask = (torch.arange(longest) < torch.tensor(lengths)[:, None]).long()
-        return {**batch, _MASK: mask if self.padding_side == "right" else mask.flip(1)}
+        batch[_MASK] = mask if self.padding_side == "right" else mask.flip(1)
+        return batch
 
     def _stack(self, values: Sequence[Any], key: str) -> Any:
         first = values[0]
@@ -376,8 +399,13 @@ def as_probabilities(labels: torch.Tensor, num_classes: int) -> torch.Tensor:
 def with_labels(batch: Any, labels: Any, names: Sequence[str]) -> Any:
     """Return a batch with these labels instead of the ones that `required_labels` returned."""
     if isinstance(batch, Mapping):
-        return {**batch, _label_keys_of(batch, names)[0]: labels}
+        return _same_kind(batch, {**batch, _label_keys_of(batch, names)[0]: labels})
     return (*batch[:-1], labels)
+
+
+def _same_kind(batch: Mapping[str, Any], entries: dict[str, Any]) -> Mapping[str, Any]:
+    """Return the entries as a batch that has `to`, if `batch` has it."""
+    return batch.with_entries(entries) if isinstance(batch, DictBatch) else entries
 
 
 def count_samples(batch: Any) -> int:
@@ -523,7 +551,9 @@ class _Cut:
             return value
         if isinstance(value, (dict, UserDict)):
             entries = {key: self.of(entry, f" under {key!r}") for key, entry in value.items()}
-            if type(value) in (dict, PaddedBatch):
+            if isinstance(value, DictBatch):
+                return DictBatch(entries)  # of a PaddedBatch too: how many of its tokens are in these rows is unknown
+            if type(value) is dict:
                 return entries
             if isinstance(value, UserDict):  # transformers' BatchEncoding, whose further attributes are of all rows
                 return type(value)(entries)
@@ -597,7 +627,8 @@ def cast_inputs(batch: Any, dtype: torch.dtype, label_names: Sequence[str]) -> A
         return batch.to(dtype) if batch.is_floating_point() else batch
     if isinstance(batch, Mapping):
         labels = {*label_names, *LABEL_KEYS}
-        return {key: value if key in labels else _cast(value, dtype) for key, value in batch.items()}
+        entries = {key: value if key in labels else _cast(value, dtype) for key, value in batch.items()}
+        return _same_kind(batch, entries)
     if isinstance(batch, (tuple, list)):
         cut = len(batch) - 1 if len(batch) > 1 else 1  # the last of several are the labels
         entries = [*(_cast(one, dtype) for one in batch[:cut]), *batch[cut:]]
@@ -625,10 +656,8 @@ def pinned(batch: Any) -> Any:
     """Return the batch in page-locked memory, from which copies to a GPU do not block."""
     if isinstance(batch, torch.Tensor):
         return batch.pin_memory()
-    if isinstance(batch, PaddedBatch):
-        return PaddedBatch({key: pinned(value) for key, value in batch.items()}, batch.count_tokens())
     if isinstance(batch, Mapping):
-        return {key: pinned(value) for key, value in batch.items()}
+        return _same_kind(batch, {key: pinned(value) for key, value in batch.items()})
     if isinstance(batch, tuple):
         entries = (pinned(value) for value in batch)
         return type(batch)(*entries) if hasattr(batch, "_fields") else tuple(entries)

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch.utils.data import DistributedSampler, Subset, TensorDataset
 
-from omnitrain.data.collation import Collator
+from omnitrain.data.collation import Collator, DictBatch
 from omnitrain.data.suspects import told
 from omnitrain.errors import DataError, named_samples
 from omnitrain.reproducibility import GENERATORS, Generator, derive_seed, isolated_rng
@@ -475,7 +475,7 @@ class Fetch:
         if isinstance(self.columns, torch.Tensor):
             return pick(self.columns)
         if isinstance(self.columns, dict):
-            return {key: pick(column) for key, column in self.columns.items()}
+            return DictBatch({key: pick(column) for key, column in self.columns.items()})
         return tuple(pick(column) for column in self.columns or ())
 
 

@@ -18,12 +18,15 @@ from transformers import BatchEncoding
 
 from omnitrain.data.collation import (
     Collator,
+    DictBatch,
     PaddedBatch,
     cast_inputs,
     count_samples,
     labels_of,
     move_to_device,
+    pinned,
     split_batch,
+    with_labels,
 )
 from omnitrain.data.loaders import make_loader
 from omnitrain.errors import ConfigError, DataError
@@ -205,8 +208,38 @@ def test_padded_batch_keeps_its_tokens() -> None:
         assert (
             isinstance(one, PaddedBatch) and one.count_tokens() == 3 and one["input_ids"].tolist() == [[4, 5], [0, 0]]
         )
-    assert type(split_batch(batch, 1)[0]) is type(move_to_device(batch, torch.device("cpu"))) is dict
-    assert type(Collator()([{"input_ids": [4, 5]}, {"input_ids": [0, 1]}])) is dict
+    assert not hasattr(split_batch(batch, 1)[0], "count_tokens")  # of the part, they are unknown
+    assert not hasattr(Collator()([{"input_ids": [4, 5]}, {"input_ids": [0, 1]}]), "count_tokens")
+
+
+def test_dict_batch_moves_as_a_batch_encoding() -> None:
+    """Scripts call `batch.to(device)`; entries that are no tensors stay."""
+    batch = Collator()(
+        [{"x": torch.ones(2), "at": {"y": 1}, "name": "a"}, {"x": torch.ones(2), "at": {"y": 2}, "name": "b"}]
+    )
+    for device in ("meta", torch.device("meta")):
+        moved = batch.to(device, non_blocking=True)
+        assert moved["x"].device.type == moved["at"]["y"].device.type == "meta" and moved["name"] == ["a", "b"]
+        assert isinstance(batch, dict) and hasattr(moved, "to") and batch["x"].device.type == "cpu"
+    padded = Collator()([{"input_ids": [4, 5]}, {"input_ids": [0]}])
+    assert padded.to("cpu").count_tokens() == 3 and padded.to("cpu") is not padded
+
+
+def test_dict_batch_keeps_to_where_it_is_changed() -> None:
+    samples = [{"input_ids": [4, 5], "labels": 0}, {"input_ids": [0, 1], "labels": 1}]
+    whole, padded = collate(samples), collate([samples[0], {"input_ids": [3], "labels": 1}])
+    columns = {"x": torch.ones(2, 3), "labels": torch.arange(2)}
+    batches = [next(make_loader(data, 2, name="train_dataset").batches(0)) for data in (columns, samples)]
+    batches += [collate.with_mask()([samples[0], {"input_ids": [3], "labels": 1}])]
+    for batch in (whole, padded):
+        batches += [
+            with_labels(batch, batch["labels"] + 1, ()),
+            cast_inputs(batch, torch.float64, ()),
+            *split_batch(batch, 1),
+        ]
+    batches += [pinned(DictBatch(name=["a", "b"])), copy.copy(whole), pickle.loads(pickle.dumps(whole))]
+    assert [hasattr(batch, "to") for batch in batches] == [True] * len(batches)
+    assert with_labels(padded, padded["labels"], ()).count_tokens() == 3
 
 
 @pytest.mark.parametrize("field", ["missing", "None"])
