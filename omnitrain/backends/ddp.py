@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import operator
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -20,6 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from omnitrain.backends.backend import Backend
 from omnitrain.backends.start import sharing_buffers
+from omnitrain.checkpoint.state import unshare_elements
 from omnitrain.distributed import as_bytes
 from omnitrain.errors import ConfigError, DistributedError, listed
 from omnitrain.precision import Dtypes
@@ -83,6 +85,26 @@ class _Nothing(torch.autograd.Function):
         return None, *sparse
 
 
+class _BufferCopies:
+    """A hook that gives buffers which forward has replaced by expanded ones memory, before DDP writes to them.
+
+    Tensors are compared by identity, since the strides of a hundred buffers take as long to read as a small layer.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._slots = [(module._buffers, name) for module in model.modules() for name in module._buffers]
+        self._latest: list[torch.Tensor | None] = []
+
+    def __call__(self, ddp: Any, *_: Any) -> None:
+        if not ddp.will_sync_module_buffers():
+            return
+        current = [buffers.get(name) for buffers, name in self._slots]
+        if len(current) == len(self._latest) and all(map(operator.is_, current, self._latest)):
+            return
+        unshare_elements(buffer for buffer in current if buffer is not None)
+        self._latest = current
+
+
 def syncs_each_batch(accelerator: Any) -> bool:
     """Return whether an `Accelerator` averages gradients after each micro-batch, and not once in a step."""
     state = getattr(accelerator, "gradient_state", None)
@@ -129,6 +151,8 @@ class DDP(Backend):
         handler = self.accelerator.ddp_handler
         options = {} if handler is None else handler.to_kwargs()
         made = DistributedDataParallel(Runner(model), **options)
+        if made.modules_buffers:
+            made.register_forward_pre_hook(_BufferCopies(model))
         hook = "no" if handler is None else handler.comm_hook.value
         if self._reductions is not None:
             if hook != "no":
@@ -188,6 +212,7 @@ class DDP(Backend):
         buffers = [held[name] for name in names if name in held]
         if not buffers:
             return
+        unshare_elements(buffers)
         with torch.no_grad():
             flat = torch.cat([as_bytes(buffer.contiguous()).to(self.device) for buffer in buffers])
             dist.broadcast(flat, src=0)

@@ -79,6 +79,7 @@ __all__ = [
     "save_weights",
     "state_specs",
     "to_json",
+    "unshare_elements",
     "unwrap",
     "whole",
     "write_config",
@@ -311,7 +312,12 @@ def copy_expanded(model: nn.Module) -> None:
 
     No checkpoint could be loaded into them, and an optimizer would update an element several times.
     """
-    for tensor in (*model.parameters(), *model.buffers()):
+    unshare_elements((*model.parameters(), *model.buffers()))
+
+
+def unshare_elements(tensors: Iterable[torch.Tensor]) -> None:
+    """Give those of these tensors that `expand` has made memory for each element."""
+    for tensor in tensors:
         if is_expanded(tensor):
             tensor.data = tensor.detach().clone(memory_format=torch.contiguous_format)
 

@@ -82,6 +82,34 @@ def drift(backend: str, folder: str | None = None, stop: int = 0) -> dict[str, A
     }
 
 
+class Replacing(nn.Module):
+    """Replaces a buffer, which the next forward pass uses, by one whose elements share memory, or by a copy of that."""
+
+    def __init__(self, copies: bool) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.head, self.copies = nn.Linear(4, 1), copies
+        self.register_buffer("center", torch.zeros(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        output = self.head(x - self.center)
+        if self.training:
+            center = x.detach().mean().expand(4)
+            self.center = center.clone() if self.copies else center
+        return output
+
+
+def replace(backend: str, copies: bool) -> dict[str, Any]:
+    """Train for 3 steps of two micro-batches, with an evaluation after each."""
+    data = rows(24, torch.float32)
+    trainer = make_trainer(
+        backend, Replacing(copies), data, loss_fn=F.mse_loss, batch_size=2, global_batch_size=8, epochs=1,
+        learning_rate=0.05, eval_dataset=data[:8], eval_steps=1,
+    )  # fmt: skip
+    trainer.train()
+    return {"tensors": tensors_of(trainer), "losses": [row["eval_loss"] for row in trainer.metrics["valid"]]}
+
+
 class Sums:
     """A collator whose state is the sum of the labels that this rank has seen."""
 
@@ -127,6 +155,9 @@ def results(folder: Path, request: pytest.FixtureRequest) -> dict[str, Any]:
         first.append(Job(f"straight-{backend}", backend, f"{HERE}:drift"))
         first.append(Job(f"cut-{backend}", backend, f"{HERE}:drift", {**saved, "stop": 4}))
         second.append(Job(f"resumed-{backend}", backend, f"{HERE}:drift", saved))
+    for backend in sorted(asked_for(request, "replaced_on")):
+        for copies in (True, False):
+            first.append(Job(f"replace-{backend}-{copies}", backend, f"{HERE}:replace", {"copies": copies}))
     saved = {"folder": str(folder / "collate")}
     first.append(Job("collate-straight", "ddp", f"{HERE}:collate"))
     first.append(Job("collate-cut", "ddp", f"{HERE}:collate", {**saved, "stop": 4}))
@@ -164,3 +195,12 @@ def test_states_of_each_rank_survive_a_resume(results: Any) -> None:
     assert [gap(one["tensors"], other["tensors"]) for one, other in zip(straight, resumed, strict=True)] == [0, 0]
     first, second = (rank["tensors"]["total"] for rank in straight)
     assert first != second
+
+
+@pytest.mark.parametrize("replaced_on", thinned(BACKENDS, QUICK))
+def test_buffers_may_be_replaced_by_expanded_ones(results: Any, replaced_on: str) -> None:
+    """DDP broadcasts into them what the main rank has, and nothing can be written to a tensor made by `expand`."""
+    for number in range(2):
+        copied, expanded = (results[f"replace-{replaced_on}-{copies}"][number] for copies in (True, False))
+        assert expanded["losses"] == copied["losses"]
+        assert gap(expanded["tensors"], copied["tensors"]) == 0
