@@ -165,6 +165,17 @@ class MagnitudePruning(Algorithm):
             self._masks |= zip(names, kept, strict=True)
         self._pair(model)
 
+    def end_run(self, trainer: TrainerLike) -> None:
+        """Warn if the run has ended before `end`, as it does if steps were skipped or it was stopped early."""
+        reason, progress = trainer.stop_reason, trainer.progress
+        if self.reached >= self.sparsity or reason in ("", "signal") or trainer.rank:  # after a signal it is resumed
+            return
+        logger.warning(
+            "MagnitudePruning has pruned %.4g of the weights and not `sparsity=%s`: the run ended (%s) after %d "
+            "updates and %d skipped steps, and the last are pruned at update %d. Give an earlier `end`, or train longer.",
+            self.reached, self.sparsity, reason, progress.step, progress.skipped_steps, self._last,
+        )  # fmt: skip
+
     def state_dict(self) -> dict[str, Any]:
         """Return the share that is pruned, and the masks: bool tensors of the shape of their parameters."""
         return {"reached": self.reached, "masks": dict(self._masks)}

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from recipes import distance, rows, t16, weights
 from torch import nn
 
-from omnitrain import Callback, MagnitudePruning, Trainer
+from omnitrain import Algorithm, Callback, MagnitudePruning, Trainer
 
 
 def build(*algorithms: Any, model: nn.Module | None = None, data: Any = None, **options: Any) -> Trainer:
@@ -104,3 +104,21 @@ def test_longer_run_keeps_pruned_weights(tmp_path: Path) -> None:
 def test_pruning_warns_if_the_best_weights_are_loaded(caplog: pytest.LogCaptureFixture) -> None:
     build(MagnitudePruning(every=1), eval_dataset=rows(4), epochs=1).train()
     assert "Pass load_best_at_end=False" in caplog.text
+
+
+class Skipping(Algorithm):
+    """Makes the losses of two steps NaN."""
+
+    def transform_loss(self, trainer: Any, loss: torch.Tensor) -> torch.Tensor:
+        progress = trainer.progress
+        return loss * float("nan") if 0 < progress.step + progress.skipped_steps < 3 else loss
+
+
+def test_pruning_warns_if_the_run_ends_before_it(caplog: pytest.LogCaptureFixture) -> None:
+    """By steps that were skipped, once; not in a run that reaches `end`."""
+    build(MagnitudePruning(0.5, end=4, every=1), Skipping(), epochs=1, on_nonfinite="skip").train()
+    assert caplog.text.count("MagnitudePruning has pruned 0.3519 of the weights and not `sparsity=0.5`") == 1
+    assert "the run ended (epochs) after 2 updates and 2 skipped steps" in caplog.text and "at update 4" in caplog.text
+    caplog.clear()
+    build(MagnitudePruning(0.5, end=4, every=1), epochs=1).train()
+    assert "MagnitudePruning has pruned" not in caplog.text

@@ -65,7 +65,16 @@ class Case:
     @property
     def commutes(self) -> bool:
         """Whether other splits of a step give the same numbers."""
-        return "commutes" in self.traits and all(row.commutes for row in self.rows)
+        return "commutes" in self.traits and all(row.commutes for row in self.rows) and not self.pairs_across_ranks
+
+    @property
+    def pairs_across_ranks(self) -> bool:
+        """Whether one process mixes two samples that are on different ranks: two ranks share the last step of an epoch
+        evenly, and are left an odd number each."""
+        arguments = parse_arguments(", ".join([self.base, *self.options]))
+        step = 2 * self.batch[0] * self.batch[1]
+        is_odd = SIZE % step // 2 % 2 == 1 and arguments.get("drop_last") != "True"
+        return is_odd and self.trainer in BACKENDS and any("mixed" in row.gives for row in self.rows)
 
     @property
     def resumes(self) -> bool:
@@ -144,6 +153,8 @@ def draw(seed: int, with_workers: bool = True, trainers: Iterable[str] = TRAINER
         subsets = [rows, *([row for row in rows if row is not option] for option in rows)]
         if not all(is_valid(case.trainer, kind, size[0], subset) for subset in subsets for size in (batch, split)):
             continue
+        if case.pairs_across_ranks and generator.random() < 0.5:
+            case = replace(case, base=f"{base}, drop_last=True")
         if not any(known.is_met(case) for known in KNOWN):
             return case
 
@@ -275,7 +286,8 @@ def compare_effect(case: Case, number: int, run: Run, other: Run) -> list[str]:
     aspects = altered_aspects(option, [row for row in case.rows if row is not option])
     gap, scores, other_scores = weight_gap(run, other), run.scores(), other.scores()
     if "weights" in option.alters.split():
-        is_late = "skips" in case.traits and "lr_scheduler" in option.arguments  # a skipped step moves no schedule
+        is_late = run.outcome["position"]["step"] < option.begins  # updates, which skipped steps are not
+        is_late |= "skips" in case.traits and "lr_scheduler" in option.arguments  # a skipped step moves no schedule
         is_same = gap == 0 and len(run.weights) == len(other.weights) and not is_late
         return ["the weights in training are the same without it"] if is_same else []
     if "weights" in aspects:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from fuzz.kinds import KINDS
 
@@ -34,6 +35,7 @@ class Option:
     gives: str = ""  # traits of the case, for `bars` of other options
     commutes: bool = True  # whether another split of a step into batches gives the same numbers
     resumes: bool = True  # whether a run with it can be resumed
+    begins: int = 1  # the update from which on weights differ with it
 
     @property
     def arguments(self) -> dict[str, str]:
@@ -194,6 +196,7 @@ RUN = [
 ]  # fmt: skip
 _LAYERS = "layers freeze endless growing closure param_groups short zero2"
 _AVERAGES = {"bars": "averages bf16", "gives": "averages"}
+_PRUNING: dict[str, Any] = {"bars": "averages closure layers short zero2", "gives": "averages"}
 ALGORITHMS = [
     *_rows(["algorithms=[EMA(0.5)]", "algorithms=[EMA()]", "algorithms=[SWA('2ba', every=1)]"], "scores choice",
            **_AVERAGES),
@@ -210,13 +213,13 @@ ALGORITHMS = [
     *_rows(["algorithms=[LabelSmoothing(11, 0.2)]"], "weights", needs="tokens", bars="gpt2"),
     *_rows(["algorithms=[LabelSmoothing(40, 0.2)]"], "weights", needs="gpt2", bars="rows"),
     *_rows(["algorithms=[MixUp(3, alpha=1.0)]"], "weights", needs="classes divides_8",
-           bars="microbatch_size mixed loader", gives="mixed"),
+           bars="microbatch_size mixed loader batch_1", gives="mixed"),
     *_rows(["algorithms=[SeqLengthWarmup(9, 4, duration=0.6, step_size=1)]",
             "algorithms=[SeqLengthWarmup(6, 2, duration=1.0, step_size=2)]"], "weights", "length", needs="tokens",
            bars="rows endless"),
-    *_rows(["algorithms=[MagnitudePruning(0.5, end=4, every=1)]",
-            "algorithms=[MagnitudePruning(0.3, end=3, every=2, match=['weight'], scope='global')]"], "weights",
-           "length", bars="averages closure layers short zero2", gives="averages"),
+    *_rows(["algorithms=[MagnitudePruning(0.5, end=4, every=1)]"], "weights", "length", begins=2, **_PRUNING),
+    *_rows(["algorithms=[MagnitudePruning(0.3, end=3, every=2, match=['weight'], scope='global')]"], "weights",
+           "length", begins=3, **_PRUNING),
     *_rows(["algorithms=[StochasticDepth(['blocks.0', 'blocks.1'], 0.4)]",
             "algorithms=[StochasticDepth([r'blocks\\.\\d'], 0.5, distribution='uniform')]"], "weights", needs="blocks",
            bars="gradient_checkpointing"),
