@@ -624,7 +624,7 @@ class BaseTrainer(Hooks, ABC):
             )
         with (
             contextlib.ExitStack() as after,
-            _only_thread(),
+            _only_thread("train()"),
             self._calling("train()"),
             isolated_rng(self.device),
             locked(self.store, self.ranks, lambda: self._checkpointer.note_start(), after),
@@ -710,7 +710,7 @@ class BaseTrainer(Hooks, ABC):
             ConfigError: If the run has begun, or the trainer has a `_train_epoch` or `_train_step` of your own.
         """
         check_compilable(self._loop, steps)
-        with self._calling("compile()"), isolated_rng(self.device):
+        with _only_thread("compile()"), self._calling("compile()"), isolated_rng(self.device):
             self._begin_run(resumes=True)
             try:
                 with _kernels(self.settings, self.precision), self.lifecycle.silent():
@@ -754,7 +754,7 @@ class BaseTrainer(Hooks, ABC):
         loader = self.eval_loader if dataset is None else self._sets.loader_for(dataset)
         if loader is None:
             raise ConfigError("There is nothing to evaluate: pass a dataset, or `eval_dataset` to the constructor.")
-        with self._calling("evaluate()"):
+        with _only_thread("evaluate()"), self._calling("evaluate()"):
             return self._loop.outside(loader, lambda stop: self._evaluation.evaluate(loader, prefix, stop))
 
     def test(self, dataset: Any = None) -> dict[str, float]:
@@ -762,7 +762,7 @@ class BaseTrainer(Hooks, ABC):
         loader = self.test_loader if dataset is None else self._sets.loader_for(dataset)
         if loader is None:
             raise ConfigError("There is nothing to test: pass a dataset, or `test_dataset` to the constructor.")
-        with self._calling("test()"):
+        with _only_thread("test()"), self._calling("test()"):
             metrics = self._loop.outside(loader, lambda stop: self._evaluation.evaluate(loader, "test", stop))
         progress = self._checkpointer.weights_from or self.progress
         row = {"step": progress.step, "epoch": round(progress.epochs, 6), **metrics}
@@ -777,7 +777,7 @@ class BaseTrainer(Hooks, ABC):
             raise ConfigError(
                 f"`predict` takes one dataset, got the sets {', '.join(loader)}. Call it for each of them."
             )
-        with self._calling("predict()"):
+        with _only_thread("predict()"), self._calling("predict()"):
             self.lifecycle.begin_prediction()
             found = self._loop.outside(loader, lambda stop: self._evaluation.predict(loader, stop))
             self.lifecycle.predicted(found)
@@ -1025,29 +1025,35 @@ def _calling(ranks: Ranks, mesh: Any, timeout: float | None, what: str) -> Itera
         yield
 
 
-_threads: list[threading.Thread] = []
-"""The threads that are inside of `train()`, each as often as it has entered it."""
+_threads: list[tuple[threading.Thread, str]] = []
+"""The threads that are inside of a call that draws random numbers, with its name, each as often as it has entered."""
 _threads_lock = threading.Lock()
 
 
 @contextlib.contextmanager
-def _only_thread() -> Iterator[None]:
-    """Reject a run while another thread trains: both would draw from, and seed, the same random number generators."""
+def _only_thread(call: str) -> Iterator[None]:
+    """Reject a call while another thread trains, and training while another one evaluates.
+
+    Both would draw from, and seed or restore, the same random number generators.
+    """
     thread = threading.current_thread()
     with _threads_lock:
-        others = [other.name for other in _threads if other is not thread and other.is_alive()]  # a fork ends them
-        if others:
+        for other, running in _threads:
+            if other is thread or not other.is_alive() or "train()" not in (call, running):  # a fork ends them
+                continue
+            doing = "trains" if running == "train()" else f"is in `{running}`"
             raise ConfigError(
-                f"`train()` was called in the thread {thread.name!r} while the thread {others[0]!r} of this program "
-                "trains: they would share their random numbers, so that neither run could be repeated. Train one "
-                "after another, or each in a process of its own."
+                f"`{call}` was called in the thread {thread.name!r} while the thread {other.name!r} of this program "
+                f"{doing}: they would share their random numbers, so that no run could be repeated. Make the calls "
+                "one after another, or each in a process of its own; a callback's request_evaluate() has a run "
+                "evaluate itself."
             )
-        _threads.append(thread)
+        _threads.append((thread, call))
     try:
         yield
     finally:
         with _threads_lock:
-            _threads.remove(thread)
+            _threads.remove((thread, call))
 
 
 @contextlib.contextmanager

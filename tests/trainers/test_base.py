@@ -508,3 +508,52 @@ def test_train_rejects_a_second_thread(kind: str) -> None:
     with ThreadPoolExecutor(1) as pool:
         pool.submit(other.train).result()
     assert other.progress.step == 1
+
+
+CALLS = {
+    "compile": lambda trainer: trainer.compile(),
+    "evaluate": lambda trainer: trainer.evaluate(rows(8)),
+    "predict": lambda trainer: trainer.predict(rows(8)),
+    "test": lambda trainer: trainer.test(rows(8)),
+}
+
+
+@pytest.mark.parametrize("name", CALLS)
+@pytest.mark.parametrize("kind", TRAINERS)
+def test_calls_beside_train_are_rejected(kind: str, name: str) -> None:
+    """From another thread, also on another trainer; in the run's thread they work."""
+
+    def make(*callbacks: Callback) -> Any:
+        device = {"device": "cpu"} if kind == "native" else {}
+        return TRAINERS[kind](
+            t16(dropout=0.5), rows(8), loss_fn=nn.MSELoss(), max_steps=1, progress_bar=False, callbacks=callbacks, **device
+        )  # fmt: skip
+
+    class Nested(Callback):
+        def on_train_start(self, trainer: Any) -> None:
+            with ThreadPoolExecutor(1) as pool:
+                self.error = pool.submit(CALLS[name], other).exception()
+            CALLS[name](other)
+
+    other, nested = make(), Nested()
+    make(nested).train()
+    assert isinstance(nested.error, ConfigError)
+    message = str(nested.error)
+    assert f"`{name}()` was called in" in message and "'MainThread' of this program trains" in message
+
+
+@pytest.mark.parametrize("kind", TRAINERS)
+def test_train_beside_an_evaluation_is_rejected(kind: str) -> None:
+    """Its end would restore the random numbers from before, in the middle of the run."""
+    errors: list[Any] = []
+
+    class Training(list[Any]):
+        def __getitem__(self, index: Any) -> Any:
+            with ThreadPoolExecutor(1) as pool:
+                errors.append(pool.submit(trainer.train).exception())
+            return super().__getitem__(index)
+
+    device = {"device": "cpu"} if kind == "native" else {}
+    trainer = TRAINERS[kind](t16(), rows(8), loss_fn=nn.MSELoss(), max_steps=1, progress_bar=False, **device)
+    trainer.evaluate(Training(rows(1)))
+    assert "'MainThread' of this program is in `evaluate()`" in str(errors[0]) and isinstance(errors[0], ConfigError)
