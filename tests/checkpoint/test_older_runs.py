@@ -1,0 +1,102 @@
+"""Run folders that version 0.1.0 wrote, before its modules moved: each is still read, whatever backend wrote it.
+
+`python tests/checkpoint/test_older_runs.py FOLDER KIND ...` writes such folders, by torchrun on two processes for the
+sharded kinds. Only what a resumed run reads is kept of them.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset
+
+from omnitrain import BaseTrainer, Trainer
+from omnitrain.cli import main
+
+FOLDERS = Path(__file__).with_name("older_runs")
+KINDS = sorted(path.name for path in FOLDERS.glob("*"))
+SAVED_STEP, LAST_STEP = 4, 12
+
+
+def make_trainer(kind: str, save_dir: Path | str | None, **options: Any) -> BaseTrainer:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 8), nn.LayerNorm(8), nn.Dropout(0.2), nn.Tanh(), nn.Linear(8, 2))
+    generator = torch.Generator().manual_seed(0)
+    inputs, labels = torch.randn(48, 4, generator=generator), torch.randint(0, 2, (48,), generator=generator)
+    dataset = TensorDataset(inputs, labels)
+    world_size = int(os.environ.get("WORLD_SIZE", 1))
+    options = {
+        "loss_fn": nn.functional.cross_entropy,
+        "epochs": 2,
+        "batch_size": 8 // world_size,
+        "learning_rate": 1e-2,
+        "lr_scheduler": "cosine",
+        "warmup_steps": 2,
+        "log_steps": 1,
+        "save_steps": SAVED_STEP,
+        "save_dir": save_dir,
+        "progress_bar": False,
+    } | options
+    if kind == "native":
+        return Trainer(model, dataset, dataset, device="cpu", **options)
+    from omnitrain import AccelerateTrainer, HFTrainer
+
+    if kind == "hf":
+        return HFTrainer(model, None, dataset, dataset, **options)
+    if kind == "fsdp":
+        from accelerate.utils import FullyShardedDataParallelPlugin
+
+        options |= {"fsdp_plugin": FullyShardedDataParallelPlugin(fsdp_version=2), "consolidate": False}
+    elif kind.startswith("zero"):
+        options |= {"deepspeed_config": {"zero_optimization": {"stage": int(kind.removeprefix("zero"))}}}
+    return AccelerateTrainer(model, dataset, dataset, **options)
+
+
+def losses(folder: Path) -> dict[int, float]:
+    """Return the training losses of a run by step, as its log has them."""
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return {row["step"]: row["loss"] for row in rows if "loss" in row}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_older_runs_are_resumed(kind: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Those of HFTrainer by HFTrainer, the others by Trainer; that a class moved is no change of settings."""
+    folder = tmp_path / kind
+    shutil.copytree(FOLDERS / kind, folder)
+    trainer = make_trainer("hf" if kind == "hf" else "native", folder, save_steps=None)
+    trainer.train(folder / f"checkpoint-{SAVED_STEP}")
+    assert trainer.progress.step == LAST_STEP
+    assert "omnitrain." not in caplog.text
+    resumed, expected = losses(folder), losses(FOLDERS / kind)
+    assert set(range(SAVED_STEP + 1, LAST_STEP + 1)) <= resumed.keys() == expected.keys()
+    tolerance = 1e-6 if kind in ("native", "hf") else 0.2  # on two ranks dropout drew other numbers
+    assert resumed == pytest.approx(expected, abs=tolerance)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_checkpoint_verify_accepts_older_runs(kind: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert not main(["checkpoint", "verify", str(FOLDERS / kind / f"checkpoint-{SAVED_STEP}")])
+    assert f"checkpoint-{SAVED_STEP}" in capsys.readouterr().out
+
+
+def write(folder: str, kinds: list[str]) -> None:
+    for kind in kinds:
+        make_trainer(kind, Path(folder) / kind).train()
+    if int(os.environ.get("RANK", 0)) == 0:
+        for kind in kinds:
+            for step in range(SAVED_STEP + 1, LAST_STEP + 1):
+                shutil.rmtree(Path(folder) / kind / f"checkpoint-{step}", ignore_errors=True)
+            for name in ("best", "last", "run.json"):
+                (Path(folder) / kind / name).unlink(missing_ok=True)
+
+
+if __name__ == "__main__":
+    write(sys.argv[1], sys.argv[2:])
