@@ -728,6 +728,12 @@ def share_of_run(trainer: TrainerLike, who: str, step: int) -> float:
         ConfigError: If it is not known how many updates the run has.
     """
     total = trainer.total_steps
+    if total is None and isinstance(trainer.settings.global_batch_size, Mapping):
+        raise ConfigError(
+            f"{who} goes by the share of the run that is done, and how many steps this run has is not known: "
+            f"`global_batch_size={dict(trainer.settings.global_batch_size)!r}` changes in the run. Pass `max_steps`, "
+            "or one number of samples a step."
+        )
     if total is None:
         raise ConfigError(
             f"{who} goes by the share of the run that is done, and how many steps this run has is not known: its "

@@ -269,7 +269,8 @@ class Schedule:
             duration.
         min_lr: The rate that is not fallen below after the warm-up.
         min_lr_rate: The same as a share of the optimizer's rate.
-        scale_ratio: What all lengths are multiplied by, that of the warm-up too; shares of the run stay.
+        scale_ratio: What all lengths are multiplied by, that of the warm-up too; shares of the run stay, and a schedule
+            of nothing else takes no ratio.
     """
 
     warmup: Length = 0
@@ -293,6 +294,12 @@ class Schedule:
             check_number(f"{kind}.min_lr", self.min_lr, least=0)
         if self.min_lr_rate is not None:
             check_number(f"{kind}.min_lr_rate", self.min_lr_rate, least=0, below=1)
+        if self.scale_ratio != 1 and all(length.unit == "dur" for length in self.lengths()):
+            raise ConfigError(
+                f"`{kind}.scale_ratio={self.scale_ratio!r}` has no effect: it multiplies lengths such as '500ba' or "
+                "'2ep', and this schedule has none but shares of the run. Leave it out, or give `warmup` or another "
+                "length in steps, epochs, samples, tokens or time."
+            )
 
     def shape(self, place: Place, begin: float) -> float:
         """Return the factor after the warm-up, as if there were no least rate.
@@ -645,12 +652,12 @@ class ProductScheduler(Schedule):
 
     def __post_init__(self) -> None:
         """Refuse options that are those of the parts, and what is no schedule."""
+        if self.warmup or self.min_lr is not None or self.min_lr_rate is not None or self.scale_ratio != 1:
+            raise ConfigError("`ProductScheduler` takes no options. Give `warmup`, `min_lr` and the like to one part.")
         super().__post_init__()
         if len(self.schedules) < 2 or not all(isinstance(one, Schedule) for one in self.schedules):
             raise ConfigError(f"`ProductScheduler` takes a tuple of at least two schedules, got {self.schedules!r}.")
         object.__setattr__(self, "schedules", tuple(part for one in self.schedules for part in one.parts))
-        if self.warmup or self.min_lr is not None or self.min_lr_rate is not None or self.scale_ratio != 1:
-            raise ConfigError("`ProductScheduler` takes no options. Give `warmup`, `min_lr` and the like to one part.")
 
     def factor(self, place: Place, rate: float = 1.0) -> float:
         """Return the product of the factors of all parts."""

@@ -36,6 +36,7 @@ __all__ = [
     "generated",
     "metrics_in",
     "move_loss",
+    "move_unit",
     "no_token_counts",
     "own_modules",
     "run_unit",
@@ -582,6 +583,22 @@ def move_loss(loss: Any, model: Any, device: torch.device) -> None:
     for module in own_modules(loss, model).values():
         if of_model.isdisjoint(module.parameters()):
             module.to(device)
+
+
+def move_unit(unit: Any, model: Any, device: torch.device) -> None:
+    """Move the tensors and modules that a unit has as attributes, or in lists and dicts, as `move_loss` does."""
+    move_loss(unit, model, device)
+    if inspect.isroutine(unit) or inspect.isclass(unit) or not hasattr(unit, "__dict__"):
+        return
+    bare, held = unwrap(model), vars(unit)
+    of_model = {id(one) for one in (*bare.parameters(), *bare.buffers())}
+    for place in (held, *(value for value in held.values() if isinstance(value, (dict, list)))):
+        for key, value in list(place.items() if isinstance(place, dict) else enumerate(place)):
+            if isinstance(value, nn.Module):
+                move_loss(value, model, device)
+            elif isinstance(value, Tensor) and id(value) not in of_model and value.device != device:
+                new = value.detach().to(device).requires_grad_(value.requires_grad)
+                place[key] = nn.Parameter(new, value.requires_grad) if isinstance(value, nn.Parameter) else new
 
 
 @contextlib.contextmanager

@@ -176,7 +176,7 @@ _COMPOSER: dict[str, Meaning] = {
     "eval_dataloader": Meaning("eval_loader"),
     "optimizers_list": Meaning("optimizer"),
     "schedulers": Meaning("lr_scheduler", "the same classes, without `WithWarmup`: they take `warmup`; `*` multiplies"),
-    "scale_schedule_ratio": Meaning("", "Each schedule takes it: `LinearScheduler(scale_ratio=0.5)`."),
+    "scale_schedule_ratio": Meaning("", 'Each schedule takes it: `StepScheduler("30ep", scale_ratio=0.5)`.'),
     "t_warmup": Meaning("warmup_steps", "or `warmup` of a schedule"),
     "eval_interval": Meaning("eval_steps", "the same strings"),
     "save_folder": Meaning("save_dir"),

@@ -149,7 +149,10 @@ def test_schedule_min_lr_per_group() -> None:
 @pytest.mark.parametrize("schedule", EXAMPLES, ids=repr)
 def test_schedule_scale_ratio_and_repr(schedule: Schedule) -> None:
     assert eval(repr(schedule), vars(omnitrain)) == schedule
-    if len(schedule.parts) == 1:
+    if len(schedule.parts) == 1 and all(length.unit == "dur" for length in schedule.lengths()):
+        with pytest.raises(ConfigError, match=rf"{type(schedule).__name__}.scale_ratio=2.0` has no effect"):
+            dataclasses.replace(schedule, scale_ratio=2.0)
+    elif len(schedule.parts) == 1:
         whole = [schedule.factor(Place(Course("ba", 50), step), 0.1) for step in range(51)]
         twice = dataclasses.replace(schedule, scale_ratio=2.0)
         scaled = [twice.factor(Place(Course("ba", 100), step), 0.1) for step in range(0, 101, 2)]
@@ -452,6 +455,10 @@ WRONG_VALUES: list[tuple[Any, str]] = [
     (lambda: LinearScheduler(min_lr=0.1, min_lr_rate=0.1), "are both given"),
     (lambda: LinearScheduler(min_lr_rate=1.0), "at least 0 and below 1, got 1.0"),
     (lambda: LinearScheduler(scale_ratio=0), "`LinearScheduler.scale_ratio`.*above 0"),
+    (
+        lambda: LinearScheduler(warmup=0.1, scale_ratio=0.5),
+        "`LinearScheduler.scale_ratio=0.5` has no effect: .*'500ba'",
+    ),
     (lambda: named_schedule("wds"), "Did you mean 'wsd'"),
     (lambda: preview_schedule("linear"), "Nothing would end this run"),
     (lambda: preview_schedule("linear", epochs=2), "Give `steps_per_epoch`, or `max_steps`"),

@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 import transformers
+from marks import TRAINERS
 from tiny import bert, gpt, llama, t5
 from torch import Tensor, nn
 from transformers import BatchEncoding, BertForMaskedLM, BertForTokenClassification, TrainingArguments
@@ -28,6 +29,7 @@ from omnitrain.units import (
     WholeBatchUnit,
     count_tokens,
     move_loss,
+    move_unit,
     run_unit,
     without_effect,
 )
@@ -587,3 +589,38 @@ def test_move_loss_moves_what_is_not_the_models() -> None:
     del loss.student
     move_loss(loss, model, torch.device("meta"))
     assert loss.weight is not None and loss.weight.is_meta
+
+
+class Weighted:
+    """A unit with tensors and a loss as attributes, a frozen parameter, and parts of its model."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model, self.bias = model, next(model.parameters())
+        self.weights, self.scale = torch.ones(2), nn.Parameter(torch.ones(1), requires_grad=False)
+        self.losses = {"ce": nn.CrossEntropyLoss(torch.ones(2)), "shares": torch.ones(2)}
+        self.steps, self.name = [torch.ones(1), 3], "unit"
+
+    def __call__(self, batch: Any) -> Any:
+        return (self.model(batch[0]) - batch[1]).square().mean() * self.weights.mean()
+
+
+def test_move_unit_moves_tensors_and_modules() -> None:
+    """What it shares with the model stays, and a function has nothing."""
+    model = Scores()
+    unit, meta = Weighted(model), torch.device("meta")
+    move_unit(unit, model, meta)
+    moved = [unit.weights, unit.losses["ce"].weight, unit.losses["shares"], unit.steps[0], unit.scale]
+    assert {tensor.device for tensor in moved} == {meta} and type(unit.scale) is nn.Parameter
+    assert unit.bias is next(model.parameters()) and {one.device.type for one in model.parameters()} == {"cpu"}
+    assert (unit.steps[1], unit.name) == (3, "unit")
+    move_unit(lambda batch: batch, model, meta)
+    move_unit(None, model, meta)
+
+
+@pytest.mark.parametrize("trainer_class", TRAINERS.values())
+def test_unit_is_moved_to_the_device_of_the_trainer(trainer_class: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    moved: list[torch.device] = []
+    unit = Weighted(model := Scores())
+    monkeypatch.setattr(unit.losses["ce"], "to", lambda device: moved.append(device))
+    trainer = trainer_class(model, (X, Y), unit=unit, epochs=1, progress_bar=False)
+    assert moved == [trainer.device]

@@ -19,6 +19,7 @@ class LabelSmoothing(Algorithm):
     Integer labels of shape (samples,) become probabilities of shape (samples, num_classes), and probabilities are
     smoothed. Of integer labels of more dimensions, such as one for each token or pixel, the loss is smoothed instead:
     the model's or `loss_fn`'s cross entropy becomes what it is for smoothed labels, over the labels that are not -100.
+    It must be the only part of the loss: beside a z-loss or others, `label_smoothing` of `CrossEntropy` smooths it.
     Classes are the last dimension of the outputs, or the second one, as in (samples, classes, height, width).
 
     Args:
@@ -26,7 +27,8 @@ class LabelSmoothing(Algorithm):
         smoothing: Share of the probability that is spread over all classes.
 
     Raises:
-        ConfigError: If `smoothing` is not between 0 and 1.
+        ConfigError: If `smoothing` is not between 0 and 1; in the first step, if the loss of tokens or pixels has
+            several parts, or a class weight of 0.
         DataError: If there are no labels, or no outputs that fit them.
 
     >>> LabelSmoothing(num_classes=10, smoothing=0.1).smoothing
@@ -56,6 +58,7 @@ class LabelSmoothing(Algorithm):
         labels, scores = output.labels, output.outputs
         if not isinstance(labels, torch.Tensor) or not _is_of_many(labels):
             return output
+        _check_loss(output, trainer.loss_mean)
         counts = trainer.loss_mean.counted(labels)
         shape = tuple(scores.shape) if isinstance(scores, torch.Tensor) else ()
         if shape == (*labels.shape, self.num_classes):
@@ -83,3 +86,20 @@ class LabelSmoothing(Algorithm):
 
 def _is_of_many(labels: torch.Tensor) -> bool:
     return labels.dim() > 1 and not labels.is_floating_point()
+
+
+def _check_loss(output: Any, mean: Any) -> None:
+    """Raise ConfigError for a loss of which only a part is to be smoothed, or that would be divided by nothing."""
+    parts = [name for name in output.metrics or () if name.startswith("loss_")]
+    if parts:
+        raise ConfigError(
+            f"The loss has the parts {', '.join(map(repr, parts))}, and LabelSmoothing of tokens or pixels smooths a "
+            "loss that is nothing but a cross entropy. Leave LabelSmoothing out, and smooth the cross entropy "
+            "itself: CrossEntropy(label_smoothing=...), beside a `z_loss` or as a part of WeightedLosses."
+        )
+    weights = mean.class_weights
+    if weights is not None and not bool(weights.all()):
+        raise ConfigError(
+            f"Class {int((weights == 0).nonzero()[0])} has the class weight 0, and LabelSmoothing gives a share of its "
+            "labels to other classes, which is divided by nothing. Give it a small weight, or make its labels -100."
+        )

@@ -172,7 +172,7 @@ class MagnitudePruning(Algorithm):
             return
         logger.warning(
             "MagnitudePruning has pruned %.4g of the weights and not `sparsity=%s`: the run ended (%s) after %d "
-            "updates and %d skipped steps, and the last are pruned at update %d. Give an earlier `end`, or train longer.",
+            "updates and %d skipped steps, and `end` is update %d. Give an earlier `end`, or train longer.",
             self.reached, self.sparsity, reason, progress.step, progress.skipped_steps, self._last,
         )  # fmt: skip
 

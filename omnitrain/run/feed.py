@@ -26,7 +26,7 @@ from omnitrain.data.workers import until_signal
 from omnitrain.distributed import Ranks
 from omnitrain.duration import Stages
 from omnitrain.errors import DataError, DistributedError, add_place
-from omnitrain.events import Ranges, within
+from omnitrain.events import Ranges, overriding, within
 from omnitrain.progress import Progress
 from omnitrain.run.hooks import Hooks
 from omnitrain.run.lifecycle import Lifecycle
@@ -43,6 +43,10 @@ Weighed = tuple[Any, float, int, int, int]
 
 Samples and tokens of a batch that is split are counted at its end.
 """
+
+_WITHOUT_CLASS_WEIGHT = math.nextafter(2.0**-10, 1.0)
+"""The weight of a batch whose class weights are all 0 and whose labels may become probabilities, whose mean is over
+rows. Where they do not, it counts nothing; otherwise the number cancels out, as the step counts targets then."""
 
 
 def _part(group: list[Weighed]) -> tuple[float, ...]:
@@ -189,7 +193,7 @@ class Feed:
         for batch, weight, samples, tokens, ends in group:
             if weight or samples or not ends:  # otherwise it is a stand-in
                 self.samples = samples or None
-                weight = self._hooks._weigh(move_to_device(batch, torch.device("cpu")))
+                weight = self._weight_in_step(move_to_device(batch, torch.device("cpu")))
             weighed.append((batch, weight, samples, tokens, ends))
         return weighed
 
@@ -287,7 +291,7 @@ class Feed:
             if not weight or len(parts) == 1:
                 found.append((parts[0], weight, samples, tokens, end))
                 continue
-            weights = [self._hooks._weigh(move_to_device(part, torch.device("cpu"))) for part in parts]
+            weights = [self._weight_in_step(move_to_device(part, torch.device("cpu"))) for part in parts]
             found += [(part, own, 0, 0, 0) for part, own in zip(parts[:-1], weights[:-1], strict=True)]
             found.append((parts[-1], weights[-1], samples, tokens, end))
         return found
@@ -337,7 +341,7 @@ class Feed:
                 yield from self._parts(batch, ready, samples, self.microbatch_size)
             elif samples:
                 self.samples = samples
-                yield ready, hooks._weigh(batch), samples, count_tokens(batch), 1
+                yield ready, self._weight_in_step(batch), samples, count_tokens(batch), 1
             else:
                 yield ready, 0, 0, 0, 1
 
@@ -362,8 +366,8 @@ class Feed:
             return
         tokens = count_tokens(batch)
         for part, one in zip(parts[:-1], there[:-1], strict=True):
-            yield one, self._hooks._weigh(part), 0, 0, 0
-        yield there[-1], self._hooks._weigh(parts[-1]), samples, tokens, 1
+            yield one, self._weight_in_step(part), 0, 0, 0
+        yield there[-1], self._weight_in_step(parts[-1]), samples, tokens, 1
 
     def weigh(self, batch: Any) -> float:
         """Return the weight of a micro-batch (on the host) in its window: its labels that count, or its rows.
@@ -379,6 +383,16 @@ class Feed:
             if divisor is not None:
                 return divisor
         return self.rows_of(batch)
+
+    def _weight_in_step(self, batch: Any) -> float:
+        """Return the weight of a training batch; that of labels which count nothing, until algorithms change them."""
+        weight, hooks = self._hooks._weigh(batch), self._hooks
+        if weight or self._reduction == "sum" or not isinstance(hooks.unit, ModelUnit):
+            return weight
+        if "compute_loss" in getattr(hooks, "_overridden", ()):  # which is given the weight
+            return weight
+        changes = hooks.loss_mean.counts_unequally and overriding(hooks.algorithms, "transform_batch")
+        return _WITHOUT_CLASS_WEIGHT if changes else weight
 
     def count_targets(self, output: StepOutput, weight: float) -> None:
         """Take a loss that has no number of targets for the sum over `weight` of them, if losses are sums."""
@@ -398,6 +412,7 @@ class Feed:
         if output.num_targets is not None or not isinstance(self._hooks.unit, ModelUnit) or not mean.counts_unequally:
             return
         has_probabilities = isinstance(labels, torch.Tensor) and labels.is_floating_point()
+        weight = 0.0 if weight == _WITHOUT_CLASS_WEIGHT else weight
         output.num_targets = mean.divisor_of_probabilities(labels) if has_probabilities else weight
         output.loss = output.required_loss() * output.num_targets
 

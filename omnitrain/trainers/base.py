@@ -41,7 +41,6 @@ from omnitrain.instantiation import TrainerConfig
 from omnitrain.losses import LossMean
 from omnitrain.masking import masked, without_secrets
 from omnitrain.metrics import MetricsDict, write_results
-from omnitrain.multitask import MultiTaskUnit
 from omnitrain.objective import Objective
 from omnitrain.optimization import (
     build_optimizer,
@@ -99,7 +98,7 @@ from omnitrain.settings import (
     takes_arguments,
 )
 from omnitrain.signals import error_of
-from omnitrain.units import ModelUnit, check_untrained_loss, forward_names, move_loss
+from omnitrain.units import ModelUnit, check_untrained_loss, forward_names, move_loss, move_unit
 
 __all__ = ["BaseTrainer"]
 
@@ -454,8 +453,8 @@ class BaseTrainer(Hooks, ABC):
             recompute_activations(state.unwrap(model), settings.gradient_checkpointing)
         own = settings.unit
         check_untrained_loss("`unit`", own, model)
-        for loss in (settings.loss_fn, *(own.losses.values() if isinstance(own, MultiTaskUnit) else ())):
-            move_loss(loss, model, self.device)
+        move_loss(settings.loss_fn, model, self.device)
+        move_unit(own, model, self.device)
         self.unit: Any = own if own is not None else ModelUnit(model, settings.loss_fn, settings.label_names or ())
         mean = getattr(self.unit, "loss_mean", None)
         self.loss_mean: LossMean = mean if isinstance(mean, LossMean) else LossMean.of(self.unit, state.unwrap(model))

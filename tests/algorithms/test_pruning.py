@@ -118,7 +118,10 @@ def test_pruning_warns_if_the_run_ends_before_it(caplog: pytest.LogCaptureFixtur
     """By steps that were skipped, once; not in a run that reaches `end`."""
     build(MagnitudePruning(0.5, end=4, every=1), Skipping(), epochs=1, on_nonfinite="skip").train()
     assert caplog.text.count("MagnitudePruning has pruned 0.3519 of the weights and not `sparsity=0.5`") == 1
-    assert "the run ended (epochs) after 2 updates and 2 skipped steps" in caplog.text and "at update 4" in caplog.text
+    assert (
+        "the run ended (epochs) after 2 updates and 2 skipped steps" in caplog.text
+        and "`end` is update 4" in caplog.text
+    )
     caplog.clear()
     build(MagnitudePruning(0.5, end=4, every=1), epochs=1).train()
     assert "MagnitudePruning has pruned" not in caplog.text

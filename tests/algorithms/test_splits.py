@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from omnitrain import (
     SWA,
     AccelerateTrainer,
     Algorithm,
+    ConfigError,
     CrossEntropy,
     CutMix,
     GradientClipping,
@@ -189,3 +191,52 @@ def test_smoothed_tokens_have_the_mean_of_torch(shift: bool) -> None:
 def test_microbatches_have_class_weights_too() -> None:
     trained = [train(Trainer, (8, 1), LabelSmoothing(3, 0.2), microbatch_size=size) for size in (None, 3)]
     assert distance(weights(trained[0].model), weights(trained[1].model)) <= 1e-12
+
+
+WITHOUT_FIRST = torch.tensor([0.0, 4.0, 0.3], dtype=torch.float64)
+
+
+def sorted_images() -> TensorDataset:
+    """The first half of the images are of a class, so that some micro-batches have no other label."""
+    pixels, labels = images().tensors
+    return TensorDataset(pixels, labels.where(torch.arange(16) % 8 > 3, 0))
+
+
+@pytest.mark.parametrize("name", [*CHANGE_LABELS, "CutMix"])
+@pytest.mark.parametrize("make_loss", [nn.CrossEntropyLoss, CrossEntropy])
+def test_labels_without_class_weight_count_as_probabilities(make_loss: Any, name: str) -> None:
+    """Their rows do, in every split; a step of nothing else is made too."""
+    options = {"data": sorted_images(), "loss_fn": make_loss(WITHOUT_FIRST), "shuffle": False}
+    assert_same_in_every_split(Trainer, ALGORITHMS[name], **options)
+    trainer = train(Trainer, (4, 1), LabelSmoothing(3, 0.2), **options)
+    assert (trainer.progress.step, trainer.progress.skipped_steps) == (8, 0)
+    assert all(math.isfinite(row["train_loss"]) for row in trainer.metrics["train_metrics_history"])
+
+
+def test_labels_without_class_weight_count_nothing_as_classes() -> None:
+    """Where an algorithm changes batches and leaves labels unchanged."""
+
+    class Twice(Algorithm):
+        def transform_batch(self, trainer: Any, batch: Any) -> Any:
+            return batch[0] * 2, batch[1]
+
+    options = {"data": sorted_images(), "loss_fn": nn.CrossEntropyLoss(WITHOUT_FIRST), "shuffle": False}
+    assert_same_in_every_split(Trainer, Twice, **options)
+    assert train(Trainer, (4, 1), Twice(), **options).progress.skipped_steps == 4
+
+
+@pytest.mark.parametrize(
+    ("loss", "words"),
+    [
+        (CrossEntropy(z_loss=1e-2), r"parts 'loss_ce', 'loss_z'.* CrossEntropy\(label_smoothing=\.\.\.\)"),
+        (WeightedLosses({"ce": CrossEntropy(), "other": CrossEntropy()}, {"other": 0.5}), "parts 'loss_ce', 'loss_oth"),
+        (CrossEntropy([1.0, 0.0, 1.0, 1.0, 1.0]), "Class 1 has the class weight 0"),
+    ],
+    ids=["z-loss", "several", "class weight"],
+)
+def test_smoothed_tokens_with_other_parts_are_an_error(loss: Any, words: str) -> None:
+    model = Tokenwise().float()
+    before = [one.clone() for one in model.parameters()]
+    with pytest.raises(ConfigError, match=words):
+        train(Trainer, (8, 1), LabelSmoothing(5, 0.2), model=model, data=Sentences(16), loss_fn=loss)
+    assert all(map(torch.equal, before, model.parameters()))

@@ -16,6 +16,7 @@ from omnitrain import (
     AccelerateTrainer,
     Algorithm,
     Callback,
+    ConfigError,
     DataError,
     GradientClipping,
     GradualUnfreezing,
@@ -254,3 +255,14 @@ def test_skipped_step_leaves_buffers_unchanged(trainer_class: Any, algorithms: l
     assert all(torch.equal(before, buffers[2][name]) for name, before in buffers[1].items())
     assert all(bool(buffer.isfinite().all()) for noted in buffers for buffer in noted.values())
     assert not torch.equal(buffers[3]["1.running_mean"], buffers[2]["1.running_mean"])
+
+
+@pytest.mark.parametrize("make", [GradualUnfreezing, LayerFreezing, lambda: ProgressiveResizing()])
+def test_share_of_a_run_with_growing_steps_is_an_error(make: Any) -> None:
+    """By the size of its steps, and not by its length or its data, of which nothing is wrong."""
+    with pytest.raises(
+        ConfigError, match=r"`global_batch_size=\{0: 4, '2ep': 8\}` changes in the run. Pass `max_steps`"
+    ):
+        build(make(), global_batch_size={0: 4, "2ep": 8}).train()
+    with pytest.raises(ConfigError, match="its length is one of time or tokens, or its data have none"):
+        build(make(), epochs=None, max_duration="1h").train()
