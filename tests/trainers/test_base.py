@@ -526,7 +526,8 @@ def test_calls_beside_train_are_rejected(kind: str, name: str) -> None:
     def make(*callbacks: Callback) -> Any:
         device = {"device": "cpu"} if kind == "native" else {}
         return TRAINERS[kind](
-            t16(dropout=0.5), rows(8), loss_fn=nn.MSELoss(), max_steps=1, progress_bar=False, callbacks=callbacks, **device
+            t16(dropout=0.5), rows(8), loss_fn=nn.MSELoss(), max_steps=1, progress_bar=False, callbacks=callbacks,
+            **device,
         )  # fmt: skip
 
     class Nested(Callback):
