@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Literal
@@ -19,6 +20,7 @@ from omnitrain.checkpoint.remote import (
     Place,
     check_address,
     chosen,
+    download_files,
     fetch,
     local_copy,
     reaching,
@@ -119,6 +121,11 @@ class MirroredStore(Store):
         except BaseException:
             lock.release()
             raise
+        for key in self.place.obstacles(found):
+            logger.warning(
+                "%s has a file %r, where a checkpoint has its folder: many stores then take no checkpoint of this "
+                "name. Delete the file there.", self.place.name, key,
+            )  # fmt: skip
         self._upload = Upload(self.place, self.root, copies, lock, left)
         self._earlier, self._owed = set(copies), set()
         newest = self._newest_elsewhere()
@@ -315,11 +322,16 @@ class MirroredStore(Store):
     def _bring_files(self) -> None:
         """Download the files of the run beside its checkpoints: what is there is newer."""
         with reaching(self.place, "read"):
-            for key in self.place.list():
+            for key, info in self.place.list().items():
                 if "/" in key or key in (LOCK, "last", "best") or key.endswith((".tmp", ".probe")):
                     continue
-                data = self.place.read_if_there(key)
-                if data is not None:
-                    temporary = self.root / f"{key}.{os.getpid()}.tmp"
-                    self.fs.write(temporary, data)
-                    self.fs.rename(temporary, self.root / key)
+                temporary = self.root / f"{key}.{os.getpid()}.tmp"
+                temporary.mkdir()
+                try:  # in pieces, for nobody bounds the size of what is there
+                    download_files(self.place, {key: self.place.size_of(key, info)}, temporary, 0)
+                    self.fs.sync(temporary / key)
+                    self.fs.rename(temporary / key, self.root / key)
+                except FileNotFoundError:  # deleted there in the meantime
+                    continue
+                finally:
+                    shutil.rmtree(temporary, ignore_errors=True)

@@ -30,7 +30,7 @@ from typing import Any, TypeVar
 
 from omnitrain.checkpoint.disk import FileSystem, listing
 from omnitrain.checkpoint.lock import LOCK
-from omnitrain.checkpoint.manifest import MANIFEST, FileEntry, inspect, parse_manifest
+from omnitrain.checkpoint.manifest import LARGEST_MANIFEST, MANIFEST, FileEntry, inspect, parse_manifest
 from omnitrain.checkpoint.retention import Kept
 from omnitrain.errors import CheckpointError, ConfigError, MissingExtraError, OmnitrainError
 from omnitrain.files import is_inside, new_file, open_file
@@ -42,6 +42,7 @@ __all__ = [
     "Place",
     "check_address",
     "chosen",
+    "download_files",
     "download_run",
     "fetch",
     "in_bytes",
@@ -62,6 +63,13 @@ PIECE = 1 << 25
 """Bytes that are fetched with one request."""
 SMALL = 1 << 20
 """Files up to so many bytes are read back where the store tells no checksum."""
+
+MOST_OBJECTS = 1_000_000
+"""Files under an address, above which it is no run folder."""
+LISTING_S = 300.0
+"""Seconds after which a listing counts as endless; a million files take about a third of it."""
+LARGEST_HEAD = 8 + 100_000_000
+"""The most bytes of a safetensors file before its tensors, by the limit of that package."""
 
 _PART = 50 << 20
 """The bytes of a part in s3fs' uploads in parts, on which the checksum of the whole depends."""
@@ -266,13 +274,9 @@ class Place:
         """Return what the store tells of each file under a folder, by its path in it.
 
         Raises:
-            CheckpointError: A name leads out of the folder.
+            CheckpointError: A name leads out of the folder, or there are too many.
         """
-        self.fs.invalidate_cache()
-        try:
-            found = self.fs.find(self.path(under), detail=True)
-        except FileNotFoundError:
-            return {}
+        found = self._find(under)
         start = len(self.fs._strip_protocol(self.path(under)).strip("/")) + 1
         files = {
             name.strip("/")[start:]: info for name, info in found.items()
@@ -286,16 +290,79 @@ class Place:
                 )
         return files
 
+    def _find(self, under: str) -> dict[str, dict[str, Any]]:
+        """Return what the store lists, in a thread that is left behind if that never ends."""
+        found: list[dict[str, dict[str, Any]]] = []
+        errors: list[BaseException] = []
+
+        def find() -> None:
+            try:
+                found.append(self.fs.find(self.path(under), detail=True))
+            except FileNotFoundError:
+                found.append({})
+            except BaseException as error:
+                errors.append(error)
+
+        self.fs.invalidate_cache()
+        thread = threading.Thread(target=find, name="omnitrain-listing", daemon=True)
+        thread.start()
+        thread.join(LISTING_S)
+        if errors:
+            raise errors[0]
+        if not found:
+            raise CheckpointError(
+                f"{self.name!r} was still being listed after {LISTING_S:.0f} s. Expected a run folder, which has few "
+                "files: check the address, and the store."
+            )
+        if len(found[0]) > MOST_OBJECTS:
+            raise CheckpointError(
+                f"{self.name!r} has {len(found[0]):,} files, more than the {MOST_OBJECTS:,} of any run folder. Check "
+                "the address."
+            )
+        return found[0]
+
+    def size_of(self, key: str, info: Mapping[str, Any]) -> int:
+        """Return the bytes of a file, of which the store has told `info`.
+
+        Raises:
+            CheckpointError: It has told no number of bytes.
+        """
+        size = info.get("size")
+        if not isinstance(size, int) or size < 0:
+            raise CheckpointError(
+                f"{self.name!r}: the store gives {size!r} as the size of {key!r}, and a number of bytes is expected. "
+                "Write the file again, or delete it there."
+            )
+        return size
+
     def read(self, key: str, start: int | None = None, end: int | None = None) -> bytes:
         """Return a file, or the bytes [start, end) of it."""
         return self.fs.cat_file(self.path(key), start=start, end=end)
 
-    def read_if_there(self, key: str) -> bytes | None:
-        """Return a file, or None if there is none."""
+    def read_if_there(self, key: str, info: Mapping[str, Any] | None = None, most: int = SMALL) -> bytes | None:
+        """Return a small file, or None if there is none.
+
+        Args:
+            key: Its path.
+            info: What the store has told of it; None asks.
+            most: How many bytes it may have.
+
+        Raises:
+            CheckpointError: It has more.
+        """
         try:
-            return self.read(key)
+            size = (self.fs.info(self.path(key)) if info is None else info).get("size")
+            if not isinstance(size, int) or size <= most:
+                data = self.read(key)
+                size = len(data)
+                if size <= most:
+                    return data
         except FileNotFoundError:
             return None
+        raise CheckpointError(
+            f"{self.name!r}: {key!r} has {size} bytes, and more than {most} are not read. Delete it there, and find "
+            "out who wrote it."
+        )
 
     def copies(self, found: Mapping[str, Mapping[str, Any]] | None = None) -> dict[int, Copy]:
         """Return the complete checkpoints by step: all files of their omnitrain.json are there, with their sizes.
@@ -309,11 +376,20 @@ class Place:
             if _FOLDER.fullmatch(name) and file:
                 folders.setdefault(name, {})[file] = info
         names = [name for name, files in folders.items() if MANIFEST in files]
-        read = in_parallel(lambda name: (name, self.read_if_there(f"{name}/{MANIFEST}")), names, 4 * WORKERS)
+
+        def read_manifest(name: str) -> tuple[str, bytes | CheckpointError | None]:
+            try:
+                return name, self.read_if_there(f"{name}/{MANIFEST}", folders[name][MANIFEST], LARGEST_MANIFEST)
+            except CheckpointError as error:
+                return name, error
+
+        read = in_parallel(read_manifest, names, 4 * WORKERS)
         complete: dict[int, Copy] = {}
         self._incomplete = {}
         for name, data in sorted(read, key=lambda pair: not pair[0].endswith(".old")):
             try:
+                if isinstance(data, CheckpointError):
+                    raise data
                 copy = self._copy_of(name, data, folders[name])
             except CheckpointError as error:
                 logger.warning("Not used: %s", error)
@@ -340,6 +416,10 @@ class Place:
         newest = max(copies.values(), key=lambda copy: copy.order, default=None)
         more = "" if newest is None else f" The newest complete one is {newest.name!r}: name it, or resume from 'auto'."
         raise CheckpointError(f"{error}{more}") from error
+
+    def obstacles(self, found: Mapping[str, Any]) -> list[str]:
+        """Return the files, among what `list` has returned, that have the name of a checkpoint's folder."""
+        return [key for key in found if _FOLDER.fullmatch(key)]
 
     def leftovers(self, found: Mapping[str, Any]) -> set[str]:
         """Return the folders, among what `list` has returned, that a killed upload or deletion has left."""
@@ -499,7 +579,7 @@ def fetch(place: Place, copy: Copy, folder: Path, temporary: Path, fs: FileSyste
         with reaching(place, "read"):
             temporary.mkdir(parents=True)
             sizes = {f"{copy.name}/{file}": entry["size"] for file, entry in copy.files.items()}
-            _download(place, sizes, temporary, len(copy.name) + 1)
+            download_files(place, sizes, temporary, len(copy.name) + 1)
         fs.write(temporary / MANIFEST, copy.data)
         inspect(temporary, hashes=True)
         files, folders = listing(temporary)
@@ -515,7 +595,7 @@ def fetch(place: Place, copy: Copy, folder: Path, temporary: Path, fs: FileSyste
     return folder
 
 
-def _download(place: Place, sizes: Mapping[str, int], into: Path, prefix: int) -> None:
+def download_files(place: Place, sizes: Mapping[str, int], into: Path, prefix: int) -> None:
     """Write files by pieces, several at a time.
 
     Args:
@@ -523,7 +603,16 @@ def _download(place: Place, sizes: Mapping[str, int], into: Path, prefix: int) -
         sizes: Their bytes by their path there.
         into: A folder here.
         prefix: How much of the paths to leave out here.
+
+    Raises:
+        CheckpointError: They do not fit on the disk.
     """
+    total, free = sum(sizes.values()), shutil.disk_usage(into).free
+    if total > free:
+        raise CheckpointError(
+            f"{place.name!r} has {in_bytes(total)} to download, and {str(into)!r} has room for {in_bytes(free)}. Make "
+            "room, or set OMNITRAIN_LOCAL_DIR to a larger disk."
+        )
 
     def piece(which: tuple[str, int]) -> None:
         key, start = which
@@ -588,7 +677,7 @@ def local_copy(address: str, name: str = "path") -> Path:
         try:
             with reaching(place, "read"):
                 temporary.mkdir(parents=True)
-                _download(place, {key: int(info["size"]) for key, info in found.items()}, temporary, 0)
+                download_files(place, {key: place.size_of(key, info) for key, info in found.items()}, temporary, 0)
                 with contextlib.suppress(OSError):  # another process was faster
                     os.replace(temporary, target)
         finally:
@@ -621,9 +710,9 @@ def download_run(address: str, into: Path, whole: bool) -> Path:
         found = {key: info for key, info in found.items() if "/" not in key or key.partition("/")[0] in folders}
         if not folders:
             raise ConfigError(f"{masked(address)!r} holds no checkpoints, or does not exist. Give a run's `save_dir`.")
-        sizes = {key: int(info["size"]) for key, info in found.items() if not key.endswith(LOCK)}
+        sizes = {key: place.size_of(key, info) for key, info in found.items() if not key.endswith(LOCK)}
         read = {key: size for key, size in sizes.items() if whole or key.endswith(MANIFEST) or "/" not in key}
-        _download(place, read, into, 0)
+        download_files(place, read, into, 0)
         for key in sizes.keys() - read.keys():
             (into / key).parent.mkdir(parents=True, exist_ok=True)
             with new_file(into / key) as file:
@@ -635,7 +724,7 @@ def download_run(address: str, into: Path, whole: bool) -> Path:
 def _head(place: Place, key: str, size: int) -> bytes:
     """Return the beginning of a safetensors file, with the names and shapes of its tensors."""
     head = place.read(key, 0, min(size, SMALL))
-    end = 8 + int.from_bytes(head[:8], "little")
+    end = min(8 + int.from_bytes(head[:8], "little"), LARGEST_HEAD)
     return place.read(key, 0, min(size, end)) if len(head) < end else head
 
 
@@ -685,8 +774,8 @@ def in_bytes(size: float) -> str:
     >>> in_bytes(1234567)
     '1.23 MB'
     """
-    for unit in ("B", "kB", "MB"):
+    for unit in ("B", "kB", "MB", "GB"):
         if size < 1000:
-            return f"{size:.3g} {unit}"
+            return f"{size:.3g} {unit}" if unit != "GB" else f"{size:.2f} GB"
         size /= 1000
-    return f"{size:.2f} GB"
+    return f"{size:.2f} TB"

@@ -217,6 +217,8 @@ class Upload:
         self._moves = 0
         self._attempts = 0
         self._reason = ""
+        self._is_obstructed = False
+        """Whether the latest attempt has failed because of what has the name of a file or folder there."""
         self._is_told = False
         """Whether the present outage was reported; it ends when nothing waits any more."""
         self._ends = False
@@ -295,7 +297,7 @@ class Upload:
                 if now > said:
                     said = float("inf")
                     logger.info("Waiting for the upload of %s to %s.", self._left(), self._place.name)
-                if now - since > limit or (enough is not None and self._attempts >= enough):
+                if now - since > limit or self._is_obstructed or (enough is not None and self._attempts >= enough):
                     break
             return f"{self._left()}: {self._reason or self._lock.lost or f'nothing has moved for {limit:.0f} s'}"
         finally:
@@ -358,6 +360,9 @@ class Upload:
 
     def _failed(self, error: Exception) -> None:
         self._attempts, self._reason = self._attempts + 1, worded(error)
+        self._is_obstructed = isinstance(error, (FileExistsError, NotADirectoryError, IsADirectoryError))
+        if self._is_obstructed:
+            self._reason += ". Something of this name is in the way: delete it there"
         if not self._is_told:
             logger.error(
                 "Nothing can be uploaded to %s at present: %s. Checkpoints stay in %r, and are tried again; training "
@@ -418,7 +423,7 @@ class Upload:
 
     def _worked(self) -> None:
         self._moves += 1
-        self._attempts, self._reason = 0, ""
+        self._attempts, self._reason, self._is_obstructed = 0, "", False
 
     def _upload(self, step: int) -> None:
         """Upload one checkpoint, unless it is there, or gone or replaced here in the meantime."""

@@ -410,6 +410,19 @@ def test_upload_that_never_works_is_left_to_the_next_run(
     assert remote_steps(ADDRESS) == [2, 4, 6]
 
 
+def test_upload_does_not_wait_for_a_name_that_is_taken(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A file has the name of a checkpoint's folder: this is reported at the start, and the end waits for nothing."""
+    monkeypatch.setenv("OMNITRAIN_UPLOAD_WAIT", "60")
+    InMemory().pipe_file("/bucket/run/checkpoint-4", b"x")
+    trainer = train(build(ADDRESS, **RUN))
+    assert trainer.progress.step == 6 and 4 not in remote_steps(ADDRESS)
+    assert "has a file 'checkpoint-4', where a checkpoint has its folder" in caplog.text
+    assert "Something of this name is in the way: delete it there" in caplog.text
+    assert "Not everything was uploaded" in caplog.text and "nothing has moved" not in caplog.text
+
+
 def test_upload_failure_ends_a_run_with_save_required(store: type[Watched]) -> None:
     set_fault(store, failing(ALWAYS, "checkpoint"))
     with pytest.raises(CheckpointError, match=r"cannot be uploaded|Not everything was uploaded"):
@@ -511,6 +524,55 @@ def test_resume_reports_a_store_that_cannot_be_read(finished: Finished, store: t
     set_fault(store, failing(ALWAYS, MANIFEST, ValueError, "read"))
     with pytest.raises(CheckpointError, match=r"cannot be read: ValueError: 503 Slow Down. Check the address"):
         build(ADDRESS, **RUN).train(resume_from="auto")
+
+
+@pytest.mark.parametrize("listing", ["endless", "crowded"])
+def test_listing_of_a_store_is_bounded(listing: str, finished: Finished, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither a listing that never ends nor one that fills the memory."""
+    ends = threading.Event()
+    if listing == "endless":
+        monkeypatch.setattr(remote, "LISTING_S", 0.05)
+        monkeypatch.setattr(InMemory, "find", lambda *args, **options: ends.wait(programs.LIMIT) and {})
+    else:
+        monkeypatch.setattr(remote, "MOST_OBJECTS", 3)
+    try:
+        with pytest.raises(CheckpointError, match=r"still being listed after 0 s|files, more than the 3 of any run"):
+            build(ADDRESS, **RUN).train(resume_from="auto")
+    finally:
+        ends.set()
+
+
+@pytest.mark.parametrize("name", ["last", "run.lock", f"checkpoint-6/{MANIFEST}", "metrics.jsonl"])
+def test_size_of_what_a_store_has_is_bounded(
+    name: str, finished: Finished, store: type[Watched], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: Any
+) -> None:
+    """By what the store says, before it fills the memory or the disk."""
+    info, find, path = InMemory.info, InMemory.find, f"/bucket/run/{name}"
+    InMemory().pipe_file(path, finished.objects.get(name, b"{}"))
+
+    def told(one: str) -> dict[str, Any]:
+        return {"size": 1 << 50} if one.endswith(path) else {}
+
+    def listed(self: Any, *args: Any, **options: Any) -> Any:
+        return {one: {**entry, **told(one)} for one, entry in find(self, *args, **options).items()}
+
+    monkeypatch.setattr(InMemory, "info", lambda self, one, **options: info(self, one, **options) | told(one))
+    monkeypatch.setattr(InMemory, "find", listed)
+    read: dict[str, Callable[[], Any]] = {
+        "last": lambda: local_copy(f"{ADDRESS}/last"),
+        "run.lock": lambda: build(ADDRESS, **RUN).train(),
+        f"checkpoint-6/{MANIFEST}": lambda: local_copy(f"{ADDRESS}/checkpoint-6"),
+        "metrics.jsonl": lambda: remote.download_run(ADDRESS, tmp_path, False),
+    }
+    with pytest.raises(CheckpointError) as caught:
+        read[name]()
+    is_whole = name == "metrics.jsonl"
+    message = "has 1125.90 TB to download, and" if is_whole else "has 1125899906842624 bytes, and more than"
+    assert message in str(caught.value) + caplog.text
+    assert ("read", name) not in store.done
+    if is_whole:
+        with pytest.raises(CheckpointError, match="to download"):
+            build(ADDRESS, **RUN).train(resume_from="auto")
 
 
 @pytest.mark.parametrize(
