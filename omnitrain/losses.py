@@ -498,13 +498,34 @@ def shifts_by_default(model: Any) -> bool:
 
     Many classes compute another loss than the one that transformers chooses for their name, so this is a guess.
     """
-    if getattr(getattr(model, "config", None), "is_encoder_decoder", False) or not hasattr(model, "loss_function"):
+    kind, custom = getattr(model, "loss_type", None), getattr(model, "_loss_function", None)
+    has_loss = hasattr(type(model), "loss_function") or hasattr(model, "loss_function")
+    if getattr(getattr(model, "config", None), "is_encoder_decoder", False) or not has_loss:
         return False
+    if custom is not None:  # assigned to `model.loss_function`
+        shift = shift_of(custom)
+        shift = _shifts(custom) if shift is None else shift
+        if shift is not None:
+            return shift
+    elif kind is not None:
+        return getattr(model.loss_function, "__name__", "") == "ForCausalLMLoss"
     # transformers chooses the loss by the name of the class, and the causal one if that says nothing (GPT2LMHead)
-    kind = getattr(model, "loss_type", None)
     return kind in ("ForCausalLM", "ForConditionalGeneration") or (
         kind is None and callable(getattr(model, "can_generate", None)) and model.can_generate()
     )
+
+
+def _shifts(loss_function: Callable[..., Any]) -> bool | None:
+    """Return whether a loss with the arguments of transformers' ones ignores the first label; None if it is unclear."""
+    scores = torch.arange(12.0).cos().reshape(1, 3, 4)
+    try:
+        plain, of_first, of_second = (
+            float(loss_function(logits=scores, labels=torch.tensor([labels]), vocab_size=4))
+            for labels in ([0, 1, 2], [3, 1, 2], [0, 3, 2])
+        )
+    except Exception:  # of the user's code: the class is asked instead
+        return None
+    return None if plain == of_second else plain == of_first
 
 
 def count_labels(

@@ -11,7 +11,7 @@ import transformers
 from recipes import Sentences, StopAt, Tagger, distance, rows, t16, weights
 from tiny import Tokens, bert, llama, t5
 
-from omnitrain import HFTrainer
+from omnitrain import CrossEntropy, HFTrainer
 from omnitrain.errors import ConfigError, DataError
 from omnitrain.hf.label_smoothing import SmoothedLoss
 
@@ -52,6 +52,28 @@ def test_smoothed_step_is_the_same_in_every_split(arguments: Any, model: Any) ->
     assert distance(results[0], weights(model())) > 1e-3
     assert max(distance(results[0], other) for other in results[1:]) <= 1e-12
     assert max(losses) - min(losses) <= 1e-12
+
+
+def unshifted(logits: Any, labels: Any, vocab_size: int, **_: Any) -> torch.Tensor:
+    return torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
+
+
+@pytest.mark.parametrize("loss", ["masked", "custom", "causal"])
+def test_smoothed_loss_shifts_as_the_loss_of_the_model(arguments: Any, loss: str) -> None:
+    """A decoder that is trained to fill gaps has the class of a causal model, and the loss of another."""
+    masked = transformers.loss.loss_utils.ForMaskedLMLoss
+    model, data = llama(), Tokens(4)
+    if loss != "causal":
+        model.loss_function = {"masked": masked, "custom": unshifted}[loss]
+    trainer = HFTrainer(model, arguments(), data)
+    assert trainer.settings.loss_fn.shift == (loss == "causal")
+    options = arguments(label_smoothing_factor=0.0)
+    for shift in (False, True):
+        if shift == (loss == "causal"):
+            HFTrainer(model, options, data, loss_fn=CrossEntropy(shift=shift))
+    if loss == "causal":
+        with pytest.raises(ConfigError, match=r"CrossEntropy\(shift=True\)"):
+            HFTrainer(model, options, data, loss_fn=CrossEntropy())
 
 
 def test_evaluated_loss_is_the_mean_over_labels(arguments: Any) -> None:
