@@ -130,9 +130,11 @@ def _add_demo(commands: Any) -> None:
 
 def _demo(args: argparse.Namespace) -> None:
     from omnitrain import demo
+    from omnitrain.checkpoint.record import code_in
 
     trainer_class = getattr(omnitrain, TRAINERS[args.trainer])
-    getattr(demo, args.data)(trainer_class, args.out)
+    with code_in(Path(demo.__file__).parent):
+        getattr(demo, args.data)(trainer_class, args.out)
 
 
 def _add_train(commands: Any) -> None:

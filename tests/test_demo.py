@@ -15,10 +15,13 @@ from typing import Any
 import pytest
 import torch
 from forking import Case, play
+from recipes import rows
 from safetensors.torch import load_file
+from torch import nn
 
 import omnitrain
 from omnitrain import BaseTrainer, ConfigError, DataError, HFTrainer, MetricsDict, Trainer, cli, demo
+from omnitrain.checkpoint import record
 
 SHORT = {"epochs": 1, "progress_bar": False, "warmup_steps": 0}
 
@@ -53,6 +56,32 @@ def test_digits_are_split_and_learned(finished: tuple[BaseTrainer, Path, str]) -
     assert [len(part) for part in parts] == [1200, 297, 300]
     assert set.union(*parts) == set(range(1797))
     assert trainer.metrics["test"][-1]["accuracy"] > 0.5  # by chance: 0.1
+
+
+def test_demo_records_the_commit_of_the_package(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, real_git: None
+) -> None:
+    """Not of the repository in which the command was given; of an installed package there is none."""
+    asked: list[Path] = []
+
+    class Asked(record.Git):
+        def __init__(self, folder: Path) -> None:
+            asked.append(folder)
+            super().__init__(folder / "site-packages")
+            assert self.is_done  # without a process
+
+    def short(trainer_class: type[BaseTrainer], out: Path) -> None:
+        trainer_class(
+            nn.Linear(1, 1), rows(2), loss_fn=nn.MSELoss(), epochs=1, save_dir=out, progress_bar=False
+        ).train()
+
+    monkeypatch.setattr(record, "Git", Asked)
+    monkeypatch.setattr(demo, "digits", short)
+    monkeypatch.chdir(tmp_path)
+    assert cli.main(["demo", "--data", "digits", "--out", str(tmp_path / "demo")]) == 0
+    assert asked == [Path(omnitrain.__file__).parent]
+    (start,) = json.loads((tmp_path / "demo" / "run.json").read_text())["starts"]
+    assert start["git"] is None
 
 
 @pytest.mark.slow

@@ -167,7 +167,8 @@ class Git:
     """Asks git for the commit of a folder, in a process that runs beside this one.
 
     Args:
-        folder: The folder of the code.
+        folder: The folder of the code. An installed package has no commit: the repository around its folder, if any,
+            is that of a project with a virtual environment.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -176,6 +177,8 @@ class Git:
         command += ["--porcelain=v2", "--branch", "--untracked-files=no"]
         self._process: subprocess.Popen[bytes] | None = None
         self._output: IO[bytes] | None = None
+        if {"site-packages", "dist-packages"} & set(folder.parts):
+            return
         with contextlib.suppress(OSError):  # there is no git on this machine, or no place for its output
             self._output = tempfile.TemporaryFile()  # noqa: SIM115 (a pipe would have to be read while git runs)
             self._process = subprocess.Popen(
