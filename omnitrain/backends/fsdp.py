@@ -16,9 +16,10 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from torch.distributed.tensor import DTensor, Shard
 
 from omnitrain.backends.ddp import DDP
+from omnitrain.backends.norms import match_norm_dtypes
 from omnitrain.backends.start import Start, block_slot, is_plain, named_tensors, names_of, whole_slot
 from omnitrain.checkpoint.state import from_json, load_by_own_way
-from omnitrain.errors import ConfigError
+from omnitrain.errors import ConfigError, listed
 from omnitrain.muon import Muon
 from omnitrain.optimization import try_step
 from omnitrain.recomputation import blocks_in
@@ -47,6 +48,7 @@ class FSDP(DDP):
     """Whether backward passes currently average the gradients."""
 
     def _wrap(self) -> tuple[nn.Module, nn.Module]:
+        self._check_dimensions()
         if is_plain(self.model):
             model = self._divided()
         else:  # cut by tensor parallelism already, or of kinds of which there are no empty ones
@@ -58,7 +60,18 @@ class FSDP(DDP):
         self._add_up_by_sums(bare)
         if self.ranks.is_main:
             _warn_if_undivided(bare)
+        if self.device.type == "cpu" and self._compile_options is None:
+            match_norm_dtypes(bare)  # FSDP gathers weights in the dtype of autocast and leaves statistics in fp32
         return bare, self.compiled(model)
+
+    def _check_dimensions(self) -> None:
+        """Raise ConfigError if a parameter has no dimension along which it could be sharded."""
+        names = [name for name, one in named_tensors(self.model) if isinstance(one, nn.Parameter) and not one.ndim]
+        if names and not self.accelerator.state.fsdp_plugin.ignored_modules:
+            raise ConfigError(
+                f"{listed(map(repr, names))} has no dimension, and FSDP shards parameters along their first one. Give "
+                "it one, as nn.Parameter(torch.tensor([1.0])) has it, or use DDP or ZeRO."
+            )
 
     def _divided(self) -> nn.Module:
         """Shard the model while it has no memory, then fill each rank's parts."""

@@ -20,6 +20,7 @@ from torch import nn
 
 from omnitrain.backends.ddp import DDP, Runner, run_through
 from omnitrain.backends.deepspeed import fill_config
+from omnitrain.backends.norms import match_norm_dtypes
 from omnitrain.backends.start import Slot, Start, flat_slot, is_plain, named_tensors, sharing_buffers
 from omnitrain.checkpoint.state import (
     IMPLEMENTATION,
@@ -233,6 +234,8 @@ class Zero(DDP):
         self._options = [
             {key: value for key, value in group.items() if key != "params"} for group in self.optimizer.param_groups
         ]
+        if self.device.type == "cpu" and self._compile_options is None:
+            match_norm_dtypes(self.model)  # DeepSpeed casts weights and leaves statistics in fp32
         return self.model, engine
 
     def _partition(self, start: Start, config: Mapping[str, Any]) -> None:
@@ -282,7 +285,16 @@ class Zero(DDP):
         return bool(self.wrapped.fp16_enabled())  # type: ignore[operator]
 
     def forward(self, run: Callable[[nn.Module, Any], Output], batch: Any) -> Output:
-        return run_through(self.wrapped, run, batch)
+        device_type = self.device.type
+        if not torch.is_autocast_enabled(device_type):
+            return run_through(self.wrapped, run, batch)
+        dtype, is_cached = torch.get_autocast_dtype(device_type), torch.is_autocast_cache_enabled()
+
+        def run_in_autocast(model: nn.Module, batch: Any) -> Output:
+            with torch.autocast(device_type, dtype, cache_enabled=is_cached):  # DeepSpeed's engine disables it on GPUs
+                return run(model, batch)
+
+        return run_through(self.wrapped, run_in_autocast, batch)
 
     def accumulating(self, last: bool) -> AbstractContextManager[Any]:
         self._is_last = last

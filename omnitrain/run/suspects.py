@@ -12,6 +12,7 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 import numpy as np
+import torch
 from torch import nn
 
 from omnitrain.data.collation import tensors_in
@@ -67,7 +68,21 @@ def name_dtypes(error: Exception, model: nn.Module, batch: Any) -> None:
     """Add the remedy to an error of a forward pass if the data have another dtype than the model."""
     if re.search(r"expected (scalar type|target dtype to be) Long", str(error)):
         error.add_note("Classes are labels of 64 bits: convert them, array.astype('int64') or tensor.long().")
-    if not isinstance(error, RuntimeError) or "dtype" not in str(error):
+    if not isinstance(error, RuntimeError):
+        return
+    if re.search(r"mixed dtype|expected scalar type", str(error)) and (layers := _mixed_layers(model)):
+        error.add_note(
+            f"A layer has weights and statistics of different types, which a CPU does not take together: {layers}. "
+            "Give both the same type, by dtypes={'parameters': ..., 'buffers': ...} or model.to(dtype)."
+        )
+        return
+    if "mixed dtype (CPU)" in str(error):
+        error.add_note(
+            "A normalization layer with weights of 16 bits got an input of 32, which a CPU does not take. Cast the "
+            "input to the dtype of the layer's weight, or leave the weights in fp32 and use autocast='bf16'."
+        )
+        return
+    if "dtype" not in str(error):
         return
     found = {str(one.dtype) for one in tensors_in(batch) if one.is_floating_point()}
     own = {str(one.dtype) for one in model.parameters() if one.is_floating_point()}
@@ -79,3 +94,15 @@ def name_dtypes(error: Exception, model: nn.Module, batch: Any) -> None:
                 "tensor.float()."
             )
         error.add_note(f"The batch has {', '.join(sorted(found))}, and the model {', '.join(sorted(own))}. {remedy}")
+
+
+def _mixed_layers(model: nn.Module) -> str:
+    """Return the layers whose weights have another dtype than their statistics, as text."""
+    found = [
+        f"{name or type(module).__name__!r} ({str(weight.dtype)[6:]} and {str(statistics.dtype)[6:]})"
+        for name, module in model.named_modules()
+        if isinstance(weight := getattr(module, "weight", None), torch.Tensor)
+        and isinstance(statistics := getattr(module, "running_mean", None), torch.Tensor)
+        and weight.dtype != statistics.dtype
+    ]
+    return ", ".join(found[:3]) + (", ..." if len(found) > 3 else "")
