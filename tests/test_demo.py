@@ -72,7 +72,7 @@ def test_demo_records_the_commit_of_the_package(
 
     def short(trainer_class: type[BaseTrainer], out: Path) -> None:
         trainer_class(
-            nn.Linear(1, 1), rows(2), loss_fn=nn.MSELoss(), epochs=1, save_dir=out, progress_bar=False
+            nn.Linear(4, 1).double(), rows(2), loss_fn=nn.MSELoss(), epochs=1, save_dir=out, progress_bar=False
         ).train()
 
     monkeypatch.setattr(record, "Git", Asked)
