@@ -184,7 +184,13 @@ class Config:
             errors.append(
                 self.tree.error(("train", "resume_from"), f"`resume_from` must be a text, got {wrong!r:.100}.")
             )
-        plain = {one: _stand_ins(value, one) for one, value in given.items() if one in DEFAULTS and value != MISSING}
+        of_lists = self._check_lists(given)
+        errors += of_lists.values()
+        plain = {
+            one: _stand_ins(value, one)
+            for one, value in given.items()
+            if one in DEFAULTS and value != MISSING and one not in of_lists
+        }
         for _ in range(len(plain) + 1):
             try:
                 settings = Settings.of(plain)
@@ -199,6 +205,29 @@ class Config:
             else:
                 break
         return errors
+
+    def _check_lists(self, given: Mapping[str, Any]) -> dict[str, ConfigError]:
+        """Return, by argument, the first error in those that hold objects: an entry, or the list, that makes none."""
+        found: dict[str, ConfigError] = {}
+        for name in ("callbacks", "algorithms", "loggers"):
+            value = given.get(name)
+            if value is None or value == MISSING or (name == "loggers" and _is_part(value)):
+                continue
+            if not isinstance(value, list):
+                remedy = " Make it an entry of one." if _is_part(value) else ""
+                found[name] = self.tree.error(
+                    ("trainer", name), f"`{name}` must be a list, got {value!r:.100}.{remedy}"
+                )
+                continue
+            for number, one in enumerate(value):
+                if not _is_part(one):
+                    found[name] = self.tree.error(
+                        ("trainer", name, number),
+                        f"`{name}` holds objects, each named by a text or by `class_path` and `init_args`, got "
+                        f"{one!r:.100}.",
+                    )
+                    break
+        return found
 
     def _unknown(
         self, who: str, unknown: Iterable[str], known: Sequence[str], section: str = "trainer"
@@ -269,6 +298,11 @@ class Config:
 _BY_NAME = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
 _OF_TRAIN = ("resume_from", "allow_change", "more")
 _WRITE_IT = "the run that wrote this file was made in Python, and its part has no name. Write one here."
+
+
+def _is_part(value: Any) -> bool:
+    """Return whether a value can stand for an object."""
+    return isinstance(value, str) or (isinstance(value, Mapping) and not value.keys().isdisjoint(OF_A_PART))
 
 
 def _stand_ins(value: Any, name: str) -> Any:
