@@ -12,7 +12,7 @@ WORKERS ?= 2
 BIN := $(VENV)/bin
 comma := ,
 # AccelerateTrainer is shown on two processes.
-ON_TWO := $(if $(filter accelerate,$(TRAINER)),launch -n 2 -m omnitrain.cli)
+ON_TWO := $(if $(filter accelerate,$(TRAINER)),launch -n 2 -m omnitrain)
 DEMO_EXTRAS := metrics$(comma)plot$(if $(filter hf,$(TRAINER)),$(comma)hf)
 # $(call limit,seconds): `--foreground` lets Ctrl-C through; a system without `timeout` (macOS) runs without limits.
 TIMEOUT := $(shell command -v timeout)

@@ -17,13 +17,13 @@ from pathlib import Path
 PACKAGE = Path(__file__).resolve().parent.parent / "omnitrain"
 sys.path[:0] = [str(PACKAGE.parent)]
 
-from omnitrain import vocabulary  # noqa: E402
+from omnitrain import argument_aliases  # noqa: E402
 
 NAMES = PACKAGE.parent / "docs" / "names.md"
-SOURCE = PACKAGE / "trainers" / "base.py"
+SOURCE = PACKAGE / "trainer" / "base.py"
 POSITIONAL = ("self", "model", "train_dataset", "eval_dataset", "test_dataset")
 TRAINERS: dict[str, set[str]] = {
-    "trainers/accelerated.py": {"device"},
+    "trainer/accelerated.py": {"device"},
     "hf/trainer.py": {"device"},
 }
 """The files of the trainers that repeat the list, and the arguments that they do not have."""
@@ -102,7 +102,7 @@ def written() -> dict[Path, str]:
         shared = [line for argument, line in described.items() if argument in declared and argument not in without]
         text = text[:start] + "\n".join([entries[0], *own, *shared]) + text[stop:]
         found[path] = text
-    path = PACKAGE / "settings.py"
+    path = PACKAGE / "arguments.py"
     fields = [re.sub(r"^ {8}", "    ", lines, flags=re.M) for lines in declared.values()]
     datasets = [f"    {name}: Any = None" for name in POSITIONAL[2:]]
     found[path] = between(
@@ -111,7 +111,7 @@ def written() -> dict[Path, str]:
     )  # fmt: skip
     found[NAMES] = between(
         NAMES.read_text(encoding="utf-8"), "<!-- names, written by `make signatures` -->\n", "<!-- end of names -->\n",
-        vocabulary.table(),
+        argument_aliases.table(),
     )  # fmt: skip
     return found
 

@@ -43,7 +43,7 @@ from torch import nn
 from torch.utils.data import Dataset
 
 from omnitrain import Callback, Trainer
-from omnitrain.checkpoint.tensors import whole
+from omnitrain.checkpoint.tensor_files import whole
 
 BACKENDS: dict[str, int] = {
     "native": 1, "native async": 1, "native workers": 1, "ddp": 2, "ddp async": 2, "ddp workers": 2, "fsdp": 2,
@@ -461,7 +461,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     tempfile.tempdir = os.environ["TMPDIR"] = str(folder)  # what is killed leaves files
     plan, found = planned(pairs, args.trials, random.Random(args.seed)), list[dict[str, Any]]()
     try:
-        for name in ("transformers.trainer", "deepspeed", "omnitrain.trainers.accelerated", "omnitrain.hf.trainer"):
+        for name in ("transformers.trainer", "deepspeed", "omnitrain.trainer.accelerated", "omnitrain.hf.trainer"):
             __import__(name)
         torch.set_num_threads(1)
         if any(backend.startswith("zero") for backend in args.backends):

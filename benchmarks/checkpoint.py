@@ -45,7 +45,7 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 from omnitrain import Callback, Trainer
 from omnitrain.checkpoint.disk import FileSystem
-from omnitrain.progress import Progress
+from omnitrain.core.progress import Progress
 
 SEED = 42
 STEPS, SAVED_AT = 16, (4, 12)

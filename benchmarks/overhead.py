@@ -46,8 +46,8 @@ from omnitrain import (
     Throughput,
     Trainer,
 )
-from omnitrain.callbacks.progress_bar import ProgressBar
 from omnitrain.data.sampling import EpochSampler
+from omnitrain.loggers.progress_bar import ProgressBar
 
 SEED = 42
 LEARNING_RATE = 1e-3

@@ -37,11 +37,13 @@ from torch.nn.functional import mse_loss
 from torch.nn.parallel import DistributedDataParallel
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from omnitrain import AccelerateTrainer, Callback, distributed, rendezvous
-from omnitrain.checkpoint import shards
+from omnitrain import AccelerateTrainer, Callback
+from omnitrain.checkpoint import sharded_files
 from omnitrain.checkpoint.disk import FileSystem
 from omnitrain.checkpoint.writing import Writer
-from omnitrain.stalls import Post, Report
+from omnitrain.distributed import ranks as ranks_module
+from omnitrain.distributed import rendezvous
+from omnitrain.distributed.watchdog import Post, Report
 
 SIZES = (2, 8, 64, 256, 1024)
 RUNS = ("ddp", "parts", "whole")
@@ -200,7 +202,7 @@ class Work:
 
 
 class Exchanges:
-    """Stands for torch.distributed in omnitrain.distributed.
+    """Stands for torch.distributed in omnitrain.distributed.ranks.
 
     Args:
         rank: The rank that is simulated.
@@ -239,7 +241,7 @@ class Exchanges:
     def gather(self, own: torch.Tensor, parts: Sequence[torch.Tensor] | None, **options: Any) -> Work:
         of_main = self._of_main("gather", own)
         if parts and self.of_others:
-            own = distributed._with_length(self.of_others.pop(0), len(own) - distributed._HEAD)
+            own = ranks_module._with_length(self.of_others.pop(0), len(own) - ranks_module._HEAD)
         return Work(0 if parts else own.nbytes, self._fill(parts, own, of_main) if parts else 0)
 
     def all_reduce(self, own: torch.Tensor, op: Any = dist.ReduceOp.SUM, **options: Any) -> Work:
@@ -262,7 +264,7 @@ class Exchanges:
         return Work(0 if self.rank else own.nbytes, own.nbytes if self.rank else 0)
 
 
-class Simulated(distributed.ProcessRanks):
+class Simulated(ranks_module.ProcessRanks):
     """One of many ranks, whose exchanges are counted by their names."""
 
     recorder: Recorder
@@ -387,15 +389,15 @@ class Disk:
         """Write what another rank has of the tensors, and return the entries of its files for the manifest."""
         entries = {}
         for file, tensors in files.items():
-            part, blocks = shards.part_of(file), {}
+            part, blocks = sharded_files.part_of(file), {}
             for name, one in tensors.items():
                 if isinstance(one, DTensor):
                     rows, count = one.shape[0], -(-one.shape[0] // one.device_mesh.size())
                     begin, end = min(rows, rank * count), min(rows, (rank + 1) * count)
                     block = torch.zeros(end - begin, *one.shape[1:], dtype=one.dtype)
                     offsets = (begin, *(0 for _ in one.shape[1:]))
-                    blocks[name] = [shards.Block(offsets, block, tuple(one.shape))] if end > begin else []
-            written = shards.write_shards(blocks, folder / part, rank, Unsynced())
+                    blocks[name] = [sharded_files.Block(offsets, block, tuple(one.shape))] if end > begin else []
+            written = sharded_files.write_shards(blocks, folder / part, rank, Unsynced())
             entries |= {f"{part}/{name}": entry for name, entry in written.items()}
         return entries
 
@@ -407,12 +409,12 @@ def simulated(rank: int, world_size: int, tape: list[Any], recorder: Recorder) -
 
     where = {"RANK": rank, "WORLD_SIZE": world_size, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 1, "MASTER_PORT": 1}
     names = {name: str(value) for name, value in where.items()} | {"MASTER_ADDR": "x", "ACCELERATE_USE_CPU": "true"}
-    before, modules = dict(os.environ), (distributed.dist, distributed.distributed_c10d)
+    before, modules = dict(os.environ), (ranks_module.dist, ranks_module.distributed_c10d)
     os.environ.update(names)
     dist.init_process_group("fake", rank=rank, world_size=world_size, store=FakeStore())
     named: Any = types.SimpleNamespace(PrefixStore=lambda _, store: store, _set_pg_timeout=lambda *_: None)
     stand_in: Any = Exchanges(rank, world_size, tape)
-    distributed.dist, distributed.distributed_c10d = stand_in, named
+    ranks_module.dist, ranks_module.distributed_c10d = stand_in, named
     wrap = DistributedDataParallel.__init__
 
     def wrapped(model: Any, *args: Any, **given: Any) -> None:
@@ -431,7 +433,7 @@ def simulated(rank: int, world_size: int, tape: list[Any], recorder: Recorder) -
         ranks._posting.join()
         ranks._watch.join()
         rendezvous._met, DistributedDataParallel.__init__ = None, wrap
-        distributed.dist, distributed.distributed_c10d = modules
+        ranks_module.dist, ranks_module.distributed_c10d = modules
         dist.destroy_process_group()
         AcceleratorState._reset_state(True)
         os.environ.clear()

@@ -106,7 +106,7 @@ def train(trainer_class: str, folder: Path, kill_after: int) -> None:
 def start(folder: Path, name: str, kill_after: int = 0) -> dict[int, float]:
     """Run one part in a program of its own, and return the loss of each step so far."""
     trainer_class, how, _ = LEGS[name]
-    begin = [sys.executable, "-m", "omnitrain.cli", "launch", *how] if how else [sys.executable]
+    begin = [sys.executable, "-m", "omnitrain", "launch", *how] if how else [sys.executable]
     command = [*begin, str(Path(__file__).resolve()), "--part", trainer_class, str(folder), str(kill_after)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=900, check=False)
     if done.returncode not in (KILLED if kill_after else (0,)):

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset
 
 from omnitrain import Callback, Trainer
-from omnitrain.trainers.base import BaseTrainer
+from omnitrain.trainer.base import BaseTrainer
 
 KILLS = (23, 67, 110)
 """The steps after which the process dies. An epoch has 38, and a checkpoint is saved every 10."""

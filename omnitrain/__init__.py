@@ -5,8 +5,11 @@ What is listed in `__all__` is public. Names load on first use, so that `import 
 
 from __future__ import annotations
 
+import sys
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
+
+from omnitrain.core import errors
 
 if TYPE_CHECKING:
     from omnitrain.algorithms.cutmix import CutMix
@@ -23,31 +26,20 @@ if TYPE_CHECKING:
     from omnitrain.algorithms.stochastic_depth import StochasticDepth
     from omnitrain.algorithms.straight_through import StraightThrough
     from omnitrain.algorithms.swa import SWA
-    from omnitrain.callbacks.csv import CsvLogger
     from omnitrain.callbacks.distributions import Distributions
     from omnitrain.callbacks.early_stopping import EarlyStopping
     from omnitrain.callbacks.garbage_collection import GarbageCollection
-    from omnitrain.callbacks.hooks import HookCallback, TrainHook
-    from omnitrain.callbacks.jsonl import JsonlLogger
     from omnitrain.callbacks.memory_monitor import MemoryMonitor
     from omnitrain.callbacks.periodic import Periodic
     from omnitrain.callbacks.preview import Preview
     from omnitrain.callbacks.profiler import Profiler
-    from omnitrain.callbacks.progress_bar import ProgressBar
-    from omnitrain.callbacks.tensorboard import TensorBoardLogger
     from omnitrain.callbacks.throughput import Throughput
-    from omnitrain.callbacks.tracking import Tracking
-    from omnitrain.callbacks.wandb import WandbLogger
-    from omnitrain.comparison import RunComparison, compare_runs
+    from omnitrain.callbacks.train_hook import HookCallback, TrainHook
+    from omnitrain.cli.compare import RunComparison, compare_runs
     from omnitrain.config.configuration import Config
-    from omnitrain.data.collation import Collator
-    from omnitrain.data.grouping import GroupByLength
-    from omnitrain.data.packing import PackedDataset
-    from omnitrain.data.sets import EvalSet
-    from omnitrain.data.shards import ShardedStream
-    from omnitrain.descriptors import MetricDescriptor, describe_metric
-    from omnitrain.duration import Duration
-    from omnitrain.errors import (
+    from omnitrain.config.instantiation import instantiate
+    from omnitrain.core.duration import Duration
+    from omnitrain.core.errors import (
         CheckpointError,
         ConfigError,
         DataError,
@@ -57,20 +49,30 @@ if TYPE_CHECKING:
         ObjectiveError,
         OmnitrainError,
     )
-    from omnitrain.events import Algorithm, Callback, Event, Histogram
+    from omnitrain.core.events import Algorithm, Callback, Event, Histogram
+    from omnitrain.core.history import MetricsDict
+    from omnitrain.core.metric_format import MetricDescriptor, describe_metric
+    from omnitrain.core.objective import Objective
+    from omnitrain.core.progress import Progress
+    from omnitrain.data.collation import Collator
+    from omnitrain.data.grouping import GroupByLength
+    from omnitrain.data.packing import PackedDataset
+    from omnitrain.data.sets import EvalSet
+    from omnitrain.data.shards import ShardedStream
     from omnitrain.hf.arguments import HFTrainingArguments
     from omnitrain.hf.trainer import HFTrainer
-    from omnitrain.instantiation import instantiate
-    from omnitrain.losses import CrossEntropy, WeightedLosses, chunked_cross_entropy
-    from omnitrain.metrics import MetricsDict
-    from omnitrain.multitask import MultiTask, MultiTaskUnit
-    from omnitrain.objective import Objective
-    from omnitrain.param_groups import layerwise_decay
-    from omnitrain.preview import SchedulePreview, preview_schedule
-    from omnitrain.progress import Progress
-    from omnitrain.run.compilation import Compiled
-    from omnitrain.run.evaluation import Predictions
-    from omnitrain.schedules import (
+    from omnitrain.loggers.csv import CsvLogger
+    from omnitrain.loggers.jsonl import JsonlLogger
+    from omnitrain.loggers.progress_bar import ProgressBar
+    from omnitrain.loggers.tensorboard import TensorBoardLogger
+    from omnitrain.loggers.tracking import Tracking
+    from omnitrain.loggers.wandb import WandbLogger
+    from omnitrain.model.losses import CrossEntropy, WeightedLosses, chunked_cross_entropy
+    from omnitrain.model.multitask import MultiTask, MultiTaskUnit
+    from omnitrain.model.units import EvalUnit, ModelUnit, StepOutput, TrainUnit
+    from omnitrain.optim.param_groups import layerwise_decay
+    from omnitrain.optim.schedule_preview import SchedulePreview, preview_schedule
+    from omnitrain.optim.schedules import (
         ConstantScheduler,
         CosineAnnealingScheduler,
         CosineWithRestartsScheduler,
@@ -84,106 +86,109 @@ if TYPE_CHECKING:
         StepScheduler,
         WSDScheduler,
     )
-    from omnitrain.sweeps import SearchResult, SearchTrial, search
-    from omnitrain.trainers.accelerated import AccelerateTrainer
-    from omnitrain.trainers.base import BaseTrainer
-    from omnitrain.trainers.native import Trainer
-    from omnitrain.units import EvalUnit, ModelUnit, StepOutput, TrainUnit
+    from omnitrain.sweeps.search import SearchResult, SearchTrial, search
+    from omnitrain.trainer.accelerated import AccelerateTrainer
+    from omnitrain.trainer.base import BaseTrainer
+    from omnitrain.trainer.compilation import Compiled
+    from omnitrain.trainer.evaluation import Predictions
+    from omnitrain.trainer.native import Trainer
 
 __version__ = "0.1.0"
 
+sys.modules["omnitrain.errors"] = errors  # where scripts may import them from, too
+
 _HOMES = {
-    "AccelerateTrainer": "trainers.accelerated",
-    "Algorithm": "events",
-    "BaseTrainer": "trainers.base",
-    "Callback": "events",
-    "CheckpointError": "errors",
+    "AccelerateTrainer": "trainer.accelerated",
+    "Algorithm": "core.events",
+    "BaseTrainer": "trainer.base",
+    "Callback": "core.events",
+    "CheckpointError": "core.errors",
     "Collator": "data.collation",
-    "Compiled": "run.compilation",
+    "Compiled": "trainer.compilation",
     "Config": "config.configuration",
-    "ConfigError": "errors",
-    "ConstantScheduler": "schedules",
-    "CosineAnnealingScheduler": "schedules",
-    "CosineWithRestartsScheduler": "schedules",
-    "CrossEntropy": "losses",
-    "CsvLogger": "callbacks.csv",
+    "ConfigError": "core.errors",
+    "ConstantScheduler": "optim.schedules",
+    "CosineAnnealingScheduler": "optim.schedules",
+    "CosineWithRestartsScheduler": "optim.schedules",
+    "CrossEntropy": "model.losses",
+    "CsvLogger": "loggers.csv",
     "CutMix": "algorithms.cutmix",
-    "DataError": "errors",
-    "DistributedError": "errors",
+    "DataError": "core.errors",
+    "DistributedError": "core.errors",
     "Distributions": "callbacks.distributions",
-    "Duration": "duration",
+    "Duration": "core.duration",
     "EMA": "algorithms.ema",
     "EarlyStopping": "callbacks.early_stopping",
     "EvalSet": "data.sets",
-    "EvalUnit": "units",
-    "Event": "events",
-    "ExponentialScheduler": "schedules",
+    "EvalUnit": "model.units",
+    "Event": "core.events",
+    "ExponentialScheduler": "optim.schedules",
     "GarbageCollection": "callbacks.garbage_collection",
     "GradientClipping": "algorithms.gradient_clipping",
     "GradualUnfreezing": "algorithms.gradual_unfreezing",
     "GroupByLength": "data.grouping",
-    "Histogram": "events",
-    "HookCallback": "callbacks.hooks",
+    "Histogram": "core.events",
+    "HookCallback": "callbacks.train_hook",
     "HFTrainer": "hf.trainer",
     "HFTrainingArguments": "hf.arguments",
-    "InverseSqrtScheduler": "schedules",
-    "JsonlLogger": "callbacks.jsonl",
+    "InverseSqrtScheduler": "optim.schedules",
+    "JsonlLogger": "loggers.jsonl",
     "LabelSmoothing": "algorithms.label_smoothing",
-    "LinearScheduler": "schedules",
+    "LinearScheduler": "optim.schedules",
     "LayerFreezing": "algorithms.layer_freezing",
     "MagnitudePruning": "algorithms.magnitude_pruning",
     "MemoryMonitor": "callbacks.memory_monitor",
-    "MetricDescriptor": "descriptors",
-    "MetricsDict": "metrics",
-    "MissingExtraError": "errors",
+    "MetricDescriptor": "core.metric_format",
+    "MetricsDict": "core.history",
+    "MissingExtraError": "core.errors",
     "MixUp": "algorithms.mixup",
-    "ModelUnit": "units",
-    "MultiStepScheduler": "schedules",
-    "MultiTask": "multitask",
-    "MultiTaskUnit": "multitask",
-    "NonFiniteError": "errors",
-    "Objective": "objective",
-    "ObjectiveError": "errors",
-    "OmnitrainError": "errors",
+    "ModelUnit": "model.units",
+    "MultiStepScheduler": "optim.schedules",
+    "MultiTask": "model.multitask",
+    "MultiTaskUnit": "model.multitask",
+    "NonFiniteError": "core.errors",
+    "Objective": "core.objective",
+    "ObjectiveError": "core.errors",
+    "OmnitrainError": "core.errors",
     "PackedDataset": "data.packing",
     "Periodic": "callbacks.periodic",
-    "PolynomialScheduler": "schedules",
-    "Predictions": "run.evaluation",
+    "PolynomialScheduler": "optim.schedules",
+    "Predictions": "trainer.evaluation",
     "Preview": "callbacks.preview",
-    "ProductScheduler": "schedules",
+    "ProductScheduler": "optim.schedules",
     "Profiler": "callbacks.profiler",
-    "Progress": "progress",
-    "ProgressBar": "callbacks.progress_bar",
-    "RunComparison": "comparison",
-    "Schedule": "schedules",
-    "SchedulePreview": "preview",
-    "SearchResult": "sweeps",
-    "SearchTrial": "sweeps",
+    "Progress": "core.progress",
+    "ProgressBar": "loggers.progress_bar",
+    "RunComparison": "cli.compare",
+    "Schedule": "optim.schedules",
+    "SchedulePreview": "optim.schedule_preview",
+    "SearchResult": "sweeps.search",
+    "SearchTrial": "sweeps.search",
     "ProgressiveResizing": "algorithms.progressive_resizing",
     "SAM": "algorithms.sam",
     "SWA": "algorithms.swa",
     "SeqLengthWarmup": "algorithms.seq_length_warmup",
     "ShardedStream": "data.shards",
-    "StepOutput": "units",
-    "StepScheduler": "schedules",
+    "StepOutput": "model.units",
+    "StepScheduler": "optim.schedules",
     "StochasticDepth": "algorithms.stochastic_depth",
     "StraightThrough": "algorithms.straight_through",
-    "TensorBoardLogger": "callbacks.tensorboard",
-    "Tracking": "callbacks.tracking",
+    "TensorBoardLogger": "loggers.tensorboard",
+    "Tracking": "loggers.tracking",
     "Throughput": "callbacks.throughput",
-    "TrainHook": "callbacks.hooks",
-    "TrainUnit": "units",
-    "Trainer": "trainers.native",
-    "WSDScheduler": "schedules",
-    "WandbLogger": "callbacks.wandb",
-    "describe_metric": "descriptors",
-    "preview_schedule": "preview",
-    "instantiate": "instantiation",
-    "layerwise_decay": "param_groups",
-    "WeightedLosses": "losses",
-    "chunked_cross_entropy": "losses",
-    "compare_runs": "comparison",
-    "search": "sweeps",
+    "TrainHook": "callbacks.train_hook",
+    "TrainUnit": "model.units",
+    "Trainer": "trainer.native",
+    "WSDScheduler": "optim.schedules",
+    "WandbLogger": "loggers.wandb",
+    "describe_metric": "core.metric_format",
+    "preview_schedule": "optim.schedule_preview",
+    "instantiate": "config.instantiation",
+    "layerwise_decay": "optim.param_groups",
+    "WeightedLosses": "model.losses",
+    "chunked_cross_entropy": "model.losses",
+    "compare_runs": "cli.compare",
+    "search": "sweeps.search",
 }
 
 _OPTIONAL = {"transformers": "hf", "accelerate": ""}
@@ -293,7 +298,7 @@ def __getattr__(name: str) -> Any:
         package = (error.name or "").partition(".")[0]
         if package not in _OPTIONAL:
             raise
-        from omnitrain.errors import MissingExtraError
+        from omnitrain.core.errors import MissingExtraError
 
         raise MissingExtraError(name, package, _OPTIONAL[package]) from None
     value = getattr(module, name)

@@ -1,6 +1,6 @@
 """`python -m omnitrain` runs the `omnitrain` command."""
 
-from omnitrain.cli import main
+from omnitrain.cli.main import main
 
 if __name__ == "__main__":
     raise SystemExit(main())

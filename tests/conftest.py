@@ -24,8 +24,8 @@ import programs
 import pytest
 import torch
 
-from omnitrain import descriptors
-from omnitrain.checkpoint import record
+from omnitrain.checkpoint import run_record
+from omnitrain.core import metric_format
 
 torch.set_num_threads(1)
 os.fsync = lambda descriptor: None  # type: ignore[assignment]  # no power is cut here, and a busy disk is slow
@@ -34,7 +34,7 @@ if not torch.cuda.is_available():
         module.manual_seed_all = lambda seed: None  # type: ignore[assignment]
 hypothesis.settings.register_profile("suite", deadline=None, derandomize=True)
 hypothesis.settings.load_profile("suite")
-Git = record.Git
+Git = run_record.Git
 programs.answer_git()
 
 SUITE = "TEST_SUITE"
@@ -138,7 +138,7 @@ def seeded() -> None:
 @pytest.fixture(autouse=True)
 def plain_descriptors() -> Iterator[None]:
     """Forget how a test described metrics: descriptions hold for the whole process."""
-    registries = (descriptors._KNOWN, descriptors._DESCRIBED)
+    registries = (metric_format._KNOWN, metric_format._DESCRIBED)
     before = [registry.copy() for registry in registries]
     yield
     for registry, entries in zip(registries, before, strict=True):
@@ -157,7 +157,7 @@ def trainer_class(request: pytest.FixtureRequest) -> Any:
 @pytest.fixture
 def real_git(monkeypatch: pytest.MonkeyPatch) -> None:
     """Ask the real git for the commit, instead of the stand-in that answers at once."""
-    monkeypatch.setattr(record, "Git", Git)
+    monkeypatch.setattr(run_record, "Git", Git)
 
 
 @pytest.fixture(autouse=True, scope="module")

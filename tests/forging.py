@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from omnitrain.checkpoint.manifest import MANIFEST, encode
-from omnitrain.checkpoint.state import load_tensors, save_tensors
+from omnitrain.checkpoint.tensor_files import load_tensors, save_tensors
 
 
 def content_of(folder: Path) -> dict[str, Any]:

@@ -88,9 +88,9 @@ class AnsweredGit:
 
 def answer_git() -> None:
     """Have runs in this process ask the stand-in for git."""
-    from omnitrain.checkpoint import record
+    from omnitrain.checkpoint import run_record
 
-    record.Git = AnsweredGit  # type: ignore[misc, assignment]
+    run_record.Git = AnsweredGit  # type: ignore[misc, assignment]
 
 
 def kill_all(variable: str, value: str) -> list[str]:

@@ -12,7 +12,7 @@ from torch import nn
 from torch.utils.data import Dataset, IterableDataset, TensorDataset
 
 from omnitrain import Callback, Event
-from omnitrain.events import INSIDE_OF_STEPS
+from omnitrain.core.events import INSIDE_OF_STEPS
 
 
 def t16(dropout: float = 0.0, dtype: torch.dtype = torch.float64, seed: int = 0) -> nn.Module:

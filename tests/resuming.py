@@ -21,7 +21,7 @@ from torch import nn
 from torch.utils.data import Dataset
 
 from omnitrain import Algorithm, Callback, Event, Trainer
-from omnitrain.checkpoint.tensors import is_in_parts, whole
+from omnitrain.checkpoint.tensor_files import is_in_parts, whole
 
 
 class Killed(BaseException):

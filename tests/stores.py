@@ -16,9 +16,9 @@ import programs
 from fsspec.implementations.local import LocalFileSystem
 from fsspec.implementations.memory import MemoryFileSystem
 
-from omnitrain.checkpoint.mirror import MirroredStore, make_store
+from omnitrain.checkpoint.mirrored_store import MirroredStore, make_store
 from omnitrain.checkpoint.remote import Place
-from omnitrain.settings import local_folder
+from omnitrain.core.paths import local_folder
 
 Fault = Callable[[str, str], None]
 """Called with what is done ("write", "read", "remove", "copy") and the path; raises, waits or kills."""

@@ -31,20 +31,27 @@ ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "omnitrain"
 
 FLOORS = {
-    0: "clock errors files duration progress descriptors metrics objective events",
-    1: "whatever is named on no other floor",
-    2: "backends checkpoint callbacks algorithms multitask units",
-    3: "run",
-    4: "trainers hf sweeps",
-    5: "config cli checkpoint_cli demo launch __main__",
+    0: "core",
+    1: "argument_aliases arguments compute config.instantiation config.yaml_writer data distributed metrics optim",
+    2: "algorithms backends callbacks checkpoint loggers model",
+    3: "trainer",
+    4: "hf sweeps",
+    5: "cli config contrib __main__",
 }
-FLOOR_OF = {name: floor for floor, names in FLOORS.items() if floor != 1 for name in names.split()}
+"""The rooms of each floor; two files of config/ that lower rooms use too lie deeper than the others."""
+FLOOR_OF = {name: floor for floor, names in FLOORS.items() for name in names.split()}
 NO_TORCH = [
-    f"omnitrain.{name}"
-    for name in f"{FLOORS[0]} settings run.lifecycle checkpoint.disk checkpoint.lock checkpoint.manifest "
-    "checkpoint.retention checkpoint.store".split()
+    "omnitrain.arguments",
+    "omnitrain.trainer.lifecycle",
+    *(f"omnitrain.checkpoint.{name}" for name in ["disk", "lock", "manifest", "retention", "store"]),
+    *(f"omnitrain.core.{path.stem}" for path in sorted((PACKAGE / "core").glob("[!_]*.py"))),
 ]
-TORCH_ON_FIRST_USE = ["omnitrain.cli", "omnitrain.checkpoint_cli", "omnitrain.config.nnscaler", "omnitrain.launch"]
+TORCH_ON_FIRST_USE = [
+    "omnitrain.cli.main",
+    "omnitrain.cli.checkpoint",
+    "omnitrain.contrib.nnscaler",
+    "omnitrain.cli.launch",
+]
 HEAVY = {
     "accelerate", "deepspeed", "matplotlib", "optuna", "sklearn", "tensorboard", "transformers", "torchmetrics",
     "wandb", "yaml",
@@ -126,8 +133,9 @@ def own_imports_of(module: str) -> list[Import]:
 
 
 def floor_of(module: str) -> int:
-    """Return the floor a module lives on; the package itself, which names everything, is a door."""
-    return FLOOR_OF.get(module.split(".")[1], 1) if "." in module else max(FLOORS)
+    """Return the floor a module lives on; the package itself, which names everything, is on the highest."""
+    name = module.removeprefix("omnitrain").removeprefix(".")
+    return FLOOR_OF.get(name, FLOOR_OF[name.split(".")[0]]) if name else max(FLOORS)
 
 
 LOADED = "print(*{name.split('.')[0] for name in sys.modules})"
@@ -196,6 +204,11 @@ def test_missing_extra_reports_install() -> None:
         assert "`pip install transformers`, or `pip install -e '.[hf]'` in a clone" in line
 
 
+def test_root_holds_no_rooms_of_its_own() -> None:
+    """Every other file is in a room whose name the field knows."""
+    assert {path.stem for path in PACKAGE.glob("*.py")} == {"__init__", "__main__", "argument_aliases", "arguments"}
+
+
 # Public names
 
 
@@ -209,6 +222,12 @@ def test_public_names_can_be_imported() -> None:
         assert name in omnitrain.__all__ or name.startswith("_") or not is_ours, name
     with pytest.raises(AttributeError, match="Trainr"):
         omnitrain.Trainr  # noqa: B018
+
+
+def test_errors_can_be_imported_from_their_public_module() -> None:
+    from omnitrain.errors import ConfigError
+
+    assert ConfigError is omnitrain.ConfigError
 
 
 # Sizes and names

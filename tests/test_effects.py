@@ -16,7 +16,8 @@ from pathlib import Path
 from typing import Any
 
 import omnitrain
-from omnitrain import BaseTrainer, cli
+from omnitrain import BaseTrainer
+from omnitrain.cli import main
 
 TESTS = Path(__file__).resolve().parent
 RESULTS = {
@@ -32,39 +33,40 @@ ARGUMENTS: dict[str, dict[str, str]] = {
         "eval_dataset": "hf/test_trainer.py::test_evaluate_leaves_the_random_generators_unchanged",
         "test_dataset": "hf/test_trainer.py::test_evaluate_test_and_predict_match_the_native_trainer",
         "train_loader": "hf/test_callbacks.py::test_callbacks_get_streams_and_loaders_of_the_user",
-        "eval_loader": "run/test_eval_sets.py::test_means_over_sets_are_weighted",
-        "test_loader": "run/test_evaluation.py::test_test_uses_the_test_loader_or_dataset",
+        "eval_loader": "trainer/test_eval_sets.py::test_means_over_sets_are_weighted",
+        "test_loader": "trainer/test_evaluation.py::test_test_uses_the_test_loader_or_dataset",
         "batch_size warmup_steps max_grad_norm deterministic":
             "hf/test_arguments.py::test_arguments_of_ours_override_defaults",
         "microbatch_size": "hf/test_batch_size.py::test_contradicting_options_are_rejected",
-        "global_batch_size": "test_settings.py::test_settings_take_accumulation_of_accelerator",
+        "global_batch_size": "test_arguments.py::test_settings_take_accumulation_of_accelerator",
         "shuffle": "test_parity.py::test_skipped_window_without_a_label_changes_nothing",
         "drop_last": "test_parity.py::test_drop_last_avoids_a_batch_of_one_for_batch_norm",
         "num_workers": "data/test_workers.py::test_programs_of_a_dataset_receive_signals",
         "pin_memory async_save": "hf/test_arguments.py::test_contradictions_report_both_values",
-        "prefetch_factor": "test_settings.py::test_settings_reject_wrong_values",
-        "processing_class": "trainers/test_base.py::test_processing_class_without_padding_is_only_saved",
+        "prefetch_factor": "test_arguments.py::test_settings_reject_wrong_values",
+        "processing_class": "trainer/test_base.py::test_processing_class_without_padding_is_only_saved",
         "epochs": "hf/test_trainer.py::test_engine_class_takes_the_steps",
-        "max_steps": "test_muon.py::test_muon_trains_transformers_model",
+        "max_steps": "optim/test_muon.py::test_muon_trains_transformers_model",
         "max_duration": "test_parity.py::test_schedule_on_samples_continues_in_skipped_steps",
-        "optimizer algorithms": "run/test_closures.py::test_unsupported_options_are_an_error",
-        "learning_rate": "trainers/test_copies.py::test_copy_of_model_init_has_the_trained_weights",
-        "weight_decay param_groups freeze": "test_param_groups.py::test_param_groups_equal_groups_by_hand_and_resume",
-        "lr_scheduler_kwargs": "test_schedules.py::test_schedule_options_are_compared_on_resume",
+        "optimizer algorithms": "trainer/test_closures.py::test_unsupported_options_are_an_error",
+        "learning_rate": "trainer/test_copies.py::test_copy_of_model_init_has_the_trained_weights",
+        "weight_decay param_groups freeze":
+            "optim/test_param_groups.py::test_param_groups_equal_groups_by_hand_and_resume",
+        "lr_scheduler_kwargs": "optim/test_schedules.py::test_schedule_options_are_compared_on_resume",
         "scheduler_interval": "hf/test_trainer.py::test_options_act_as_in_the_native_trainer",
         "gradient_accumulation_steps on_nonfinite": "test_parity.py::test_events_repeat_with_their_micro_batches",
-        "grad_reduction": "trainers/test_base.py::test_loss_of_sums_is_a_mean_over_samples",
+        "grad_reduction": "trainer/test_base.py::test_loss_of_sums_is_a_mean_over_samples",
         "unit": "hf/test_evaluation.py::test_losses_of_a_unit_that_sums_are_means",
         "compute_metrics": "hf/test_calls.py::test_compute_metrics_may_be_set_after_the_constructor",
         "label_names": "test_parity.py::test_algorithms_change_labels_by_label_names",
         "optimization_metric": "hf/test_arguments.py::test_metric_of_ours_overrides_what_transformers_fills_in",
         "optimization_direction": "hf/test_calls.py::test_evaluate_of_a_subclass_is_part_of_the_run",
         "patience": "test_parity.py::test_patience_counts_evaluations_without_a_gain",
-        "delta": "test_objective.py::test_objective_adds_up_small_gains",
+        "delta": "core/test_objective.py::test_objective_adds_up_small_gains",
         "early_stopper": "callbacks/test_early_stopping.py::test_stopper_state_is_restored_by_a_resume",
         "preprocess_logits_for_metrics":
-            "trainers/test_base.py::test_preprocessed_logits_reach_metrics_and_predictions",
-        "sanity": "run/test_evaluation.py::test_rehearsal_raises_errors_before_the_first_step",
+            "trainer/test_base.py::test_preprocessed_logits_reach_metrics_and_predictions",
+        "sanity": "trainer/test_evaluation.py::test_rehearsal_raises_errors_before_the_first_step",
         "eval_steps": "hf/test_arguments.py::test_eval_strategy_no_leaves_our_eval_steps",
         "eval_on_start": "test_parity.py::test_events_come_in_the_documented_order",
         "save_steps": "hf/test_trainer.py::test_stock_trainer_resumes_from_a_run_without_arguments",
@@ -73,65 +75,66 @@ ARGUMENTS: dict[str, dict[str, str]] = {
         "save_total_limit keep_every": "checkpoint/test_resume.py::test_keep_best_and_keep_every_add_checkpoints",
         "keep_best": "hf/test_arguments.py::test_lengths_and_intervals_are_those_of_the_run",
         "load_best_at_end": "test_parity.py::test_metrics_have_a_row_per_epoch_and_evaluation",
-        "overwrite": "config/test_command.py::test_train_words_override_file",
+        "overwrite": "cli/test_config.py::test_train_words_override_file",
         "save_required": "checkpoint/test_remote.py::test_upload_failure_ends_a_run_with_save_required",
         "save_only_model": "checkpoint/test_resume.py::test_checkpoints_need_a_folder",
-        "save_frozen": "checkpoint/test_frozen.py::test_save_frozen_false_resumes_exactly",
+        "save_frozen": "checkpoint/test_frozen_weights.py::test_save_frozen_false_resumes_exactly",
         "consolidate": "distributed/test_sharded_saves.py::test_async_saves_write_the_files_of_other_saves",
-        "init_from": "checkpoint/test_initial.py::test_init_from_loads_once_on_every_trainer",
+        "init_from": "checkpoint/test_initial_weights.py::test_init_from_loads_once_on_every_trainer",
         "autocast fp16_loss_scale": "test_parity.py::test_loss_scale_below_its_minimum_ends_the_run",
-        "dtypes": "config/test_nnscaler.py::test_converted_bf16_run_resumes",
+        "dtypes": "contrib/test_nnscaler.py::test_converted_bf16_run_resumes",
         "matmul_precision": "test_parity.py::test_matmul_precision_holds_during_the_run_only",
         "compile": "backends/test_compile.py::test_compiled_run_equals_plain",
-        "gradient_checkpointing": "test_recomputation.py::test_checkpointing_rejects_model_without_blocks",
-        "device": "test_precision.py::test_device_that_cannot_be_used_is_an_error",
-        "detect_anomaly": "run/test_finite.py::test_detect_anomaly_names_the_operation_of_a_nan",
+        "gradient_checkpointing":
+            "compute/test_activation_checkpointing.py::test_checkpointing_rejects_model_without_blocks",
+        "device": "compute/test_precision.py::test_device_that_cannot_be_used_is_an_error",
+        "detect_anomaly": "trainer/test_finite.py::test_detect_anomaly_names_the_operation_of_a_nan",
         "timeout": "distributed/test_standstill.py::test_stalled_rank_is_reported_and_ends_the_run",
         "callbacks": "hf/test_batch_size.py::test_callbacks_get_each_event_once",
         "loggers": "checkpoint/test_untrusted.py::test_run_writes_nothing_through_a_linked_folder",
-        "trial_name": "callbacks/test_tracking.py::test_mlflow_run_is_resumed_with_each_step_once",
+        "trial_name": "loggers/test_tracking.py::test_mlflow_run_is_resumed_with_each_step_once",
         "model": "test_parity.py::test_kinds_of_models_end_with_the_native_bits",
-        "loss_fn": "test_losses.py::test_resume_reports_other_loss",
-        "lr_scheduler": "test_schedules.py::test_preview_equals_run",
-        "eval_batch_size": "run/test_evaluation.py::test_loss_is_the_mean_over_labels_for_any_batch_size",
-        "progress_bar": "callbacks/test_progress_bar.py::test_plain_lines_are_one_per_log_and_evaluation",
+        "loss_fn": "model/test_losses.py::test_resume_reports_other_loss",
+        "lr_scheduler": "optim/test_schedules.py::test_preview_equals_run",
+        "eval_batch_size": "trainer/test_evaluation.py::test_loss_is_the_mean_over_labels_for_any_batch_size",
+        "progress_bar": "loggers/test_progress_bar.py::test_plain_lines_are_one_per_log_and_evaluation",
     },
     "AccelerateTrainer": {
-        "deepspeed_config": "run/test_optimizer_modes.py::test_optimizer_modes_are_an_error_with_zero",
-        "fsdp_plugin": "test_recomputation.py::test_checkpointing_by_training_arguments",
+        "deepspeed_config": "trainer/test_optimizer_modes.py::test_optimizer_modes_are_an_error_with_zero",
+        "fsdp_plugin": "compute/test_activation_checkpointing.py::test_checkpointing_by_training_arguments",
         "parallelism_config accelerator find_unused_parameters":
-            "test_settings.py::test_settings_reject_conflict_with_accelerator",
+            "test_arguments.py::test_settings_reject_conflict_with_accelerator",
     },
     "Collator": {
         "max_length": "data/test_sampling.py::test_fetch_of_tensors_is_cut_to_the_maximum_length",
         "truncation_side padding_side": "data/test_collation.py::test_padding_equals_padding_by_hand",
         "pad_value pad_values": "data/test_collation.py::test_padding_may_differ_by_key",
-        "label_names": "run/test_evaluation.py::test_label_sequences_of_any_name_are_padded_as_labels",
+        "label_names": "trainer/test_evaluation.py::test_label_sequences_of_any_name_are_padded_as_labels",
     },
     "Config": {
         "tree": "config/test_configuration.py::test_files_are_not_modified",
         "trust": "config/test_configuration.py::test_foreign_code_needs_trust",
     },
     "ConstantScheduler": {
-        "warmup min_lr scale_ratio": "test_schedules.py::test_schedule_arguments_change_the_rates",
-        "min_lr_rate": "test_schedules.py::test_schedule_rejects_least_share_of_a_constant_rate",
+        "warmup min_lr scale_ratio": "optim/test_schedules.py::test_schedule_arguments_change_the_rates",
+        "min_lr_rate": "optim/test_schedules.py::test_schedule_rejects_least_share_of_a_constant_rate",
     },
     "CosineAnnealingScheduler": {
         "t_max num_cycles warmup min_lr min_lr_rate scale_ratio":
-            "test_schedules.py::test_schedule_arguments_change_the_rates",
+            "optim/test_schedules.py::test_schedule_arguments_change_the_rates",
     },
     "CosineWithRestartsScheduler": {
         "num_cycles t_max warmup min_lr min_lr_rate scale_ratio":
-            "test_schedules.py::test_schedule_arguments_change_the_rates",
+            "optim/test_schedules.py::test_schedule_arguments_change_the_rates",
     },
     "CrossEntropy": {
-        "weight label_smoothing z_loss": "test_losses.py::test_resume_reports_other_loss",
-        "ignore_index": "test_losses.py::test_cross_entropy_equals_pytorch",
-        "shift": "test_losses.py::test_cross_entropy_shift",
+        "weight label_smoothing z_loss": "model/test_losses.py::test_resume_reports_other_loss",
+        "ignore_index": "model/test_losses.py::test_cross_entropy_equals_pytorch",
+        "shift": "model/test_losses.py::test_cross_entropy_shift",
     },
     "CsvLogger": {
-        "filename": "callbacks/test_rows.py::test_fresh_run_empties_the_file",
-        "every": "callbacks/test_tracking.py::test_jsonl_logger_replaces_the_default_one",
+        "filename": "loggers/test_rows.py::test_fresh_run_empties_the_file",
+        "every": "loggers/test_tracking.py::test_jsonl_logger_replaces_the_default_one",
     },
     "CutMix": {
         "num_classes": "algorithms/test_mixup.py::test_cutmix_mixes_labels_by_the_area_of_the_box",
@@ -144,23 +147,23 @@ ARGUMENTS: dict[str, dict[str, str]] = {
     },
     "Duration": {
         "value": "test_parity.py::test_mistakes_raise_errors_with_the_remedy",
-        "unit": "test_duration.py::test_duration_rejects_fractions_of_whole_units",
+        "unit": "core/test_duration.py::test_duration_rejects_fractions_of_whole_units",
     },
     "EMA": {"decay": "test_parity.py::test_resume_rejects_other_options_of_algorithms"},
     "EarlyStopping": {
-        "patience": "trainers/test_more.py::test_more_restarts_patience_after_early_stopping",
+        "patience": "trainer/test_more.py::test_more_restarts_patience_after_early_stopping",
         "stopper": "callbacks/test_early_stopping.py::test_stopper_gets_step_and_score_and_ends_the_run",
     },
     "EvalSet": {
-        "data": "run/test_eval_sets.py::test_subset_is_the_first_samples",
-        "metrics weight": "run/test_eval_sets.py::test_means_over_sets_are_weighted",
-        "every": "run/test_eval_sets.py::test_interval_of_a_set_selects_evaluations",
-        "subset": "run/test_evaluation.py::test_evaluation_without_end_warns_within_seconds",
-        "unit": "run/test_eval_sets.py::test_sets_have_their_own_unit",
+        "data": "trainer/test_eval_sets.py::test_subset_is_the_first_samples",
+        "metrics weight": "trainer/test_eval_sets.py::test_means_over_sets_are_weighted",
+        "every": "trainer/test_eval_sets.py::test_interval_of_a_set_selects_evaluations",
+        "subset": "trainer/test_evaluation.py::test_evaluation_without_end_warns_within_seconds",
+        "unit": "trainer/test_eval_sets.py::test_sets_have_their_own_unit",
     },
     "ExponentialScheduler": {
         "gamma decay_period warmup min_lr min_lr_rate scale_ratio":
-            "test_schedules.py::test_schedule_arguments_change_the_rates",
+            "optim/test_schedules.py::test_schedule_arguments_change_the_rates",
     },
     "GarbageCollection": {"every generation": "callbacks/test_arguments.py::test_arguments_are_validated"},
     "GradientClipping": {
@@ -178,7 +181,7 @@ ARGUMENTS: dict[str, dict[str, str]] = {
     },
     "HookCallback": {"hooks": "callbacks/test_arguments.py::test_arguments_are_validated"},
     "HFTrainer": {
-        "training_args": "test_settings.py::test_hf_trainer_rejects_ambiguous_arguments",
+        "training_args": "test_arguments.py::test_hf_trainer_rejects_ambiguous_arguments",
         "args": "hf/test_calls.py::test_compute_loss_keeps_the_metrics_of_a_pass",
         "compute_loss_func": "hf/test_trainer.py::test_compute_loss_func_is_called_with_outputs_and_labels",
         "optimizers": "hf/test_arguments.py::test_contradictions_report_both_values",
@@ -188,22 +191,23 @@ ARGUMENTS: dict[str, dict[str, str]] = {
     },
     "HFTrainingArguments": {
         "args": "hf/test_arguments.py::test_equal_values_on_both_sides_are_accepted",
-        "kwargs": "callbacks/test_tracking.py::test_report_to_and_loggers_must_not_overlap",
+        "kwargs": "loggers/test_tracking.py::test_report_to_and_loggers_must_not_overlap",
     },
     "InverseSqrtScheduler": {
         "timescale warmup min_lr min_lr_rate scale_ratio":
-            "test_schedules.py::test_schedule_arguments_change_the_rates",
+            "optim/test_schedules.py::test_schedule_arguments_change_the_rates",
     },
     "JsonlLogger": {
-        "filename": "callbacks/test_rows.py::test_full_disk_does_not_end_the_run",
-        "every": "callbacks/test_tracking.py::test_jsonl_logger_replaces_the_default_one",
+        "filename": "loggers/test_rows.py::test_full_disk_does_not_end_the_run",
+        "every": "loggers/test_tracking.py::test_jsonl_logger_replaces_the_default_one",
     },
     "LabelSmoothing": {
         "num_classes": "algorithms/test_arguments.py::test_arguments_are_validated",
         "smoothing": "algorithms/test_mixup.py::test_label_smoothing_equals_torch",
     },
     "LinearScheduler": {
-        "t_max warmup min_lr min_lr_rate scale_ratio": "test_schedules.py::test_schedule_arguments_change_the_rates",
+        "t_max warmup min_lr min_lr_rate scale_ratio":
+            "optim/test_schedules.py::test_schedule_arguments_change_the_rates",
     },
     "LayerFreezing": {
         "freeze_start freeze_level": "algorithms/test_updates.py::test_layers_are_frozen_and_unfrozen_by_progress",
@@ -219,36 +223,36 @@ ARGUMENTS: dict[str, dict[str, str]] = {
         "folder": "callbacks/test_arguments.py::test_arguments_are_validated",
     },
     "MetricDescriptor": {
-        "title unit format order": "test_descriptors.py::test_describe_metric_sets_title_unit_format_and_place",
-        "higher_is_better": "test_descriptors.py::test_plot_panels_and_direction_follow_descriptors",
+        "title unit format order": "core/test_metric_format.py::test_describe_metric_sets_title_unit_format_and_place",
+        "higher_is_better": "core/test_metric_format.py::test_plot_panels_and_direction_follow_descriptors",
     },
     "MixUp": {
         "num_classes": "algorithms/test_mixup.py::test_mixup_mixes_inputs_and_labels_by_the_same_share",
         "alpha": "algorithms/test_mixup.py::test_mixup_mixes_inputs_and_labels_by_the_same_share",
     },
     "ModelUnit": {
-        "model": "test_units.py::test_zero_grad_loss_keeps_graph",
-        "loss_fn": "test_units.py::test_unit_passes_every_key_to_kwargs",
-        "label_names": "run/test_evaluation.py::test_label_names_choose_the_labels",
+        "model": "model/test_units.py::test_zero_grad_loss_keeps_graph",
+        "loss_fn": "model/test_units.py::test_unit_passes_every_key_to_kwargs",
+        "label_names": "trainer/test_evaluation.py::test_label_names_choose_the_labels",
     },
     "MultiStepScheduler": {
         "milestones gamma warmup min_lr min_lr_rate scale_ratio":
-            "test_schedules.py::test_schedule_arguments_change_the_rates",
+            "optim/test_schedules.py::test_schedule_arguments_change_the_rates",
     },
     "MultiTask": {
-        "tasks temperature": "test_multitask.py::test_multitask_shares_by_temperature_and_dict",
-        "mixing": "test_multitask.py::test_multitask_samples_each_task_by_share",
-        "epoch_size": "test_multitask.py::test_multitask_loss_is_weighted_mean",
+        "tasks temperature": "model/test_multitask.py::test_multitask_shares_by_temperature_and_dict",
+        "mixing": "model/test_multitask.py::test_multitask_samples_each_task_by_share",
+        "epoch_size": "model/test_multitask.py::test_multitask_loss_is_weighted_mean",
     },
     "MultiTaskUnit": {
-        "model weights": "test_multitask.py::test_multitask_loss_is_weighted_mean",
-        "losses": "test_multitask.py::test_multitask_rejects_wrong_arguments",
+        "model weights": "model/test_multitask.py::test_multitask_loss_is_weighted_mean",
+        "losses": "model/test_multitask.py::test_multitask_rejects_wrong_arguments",
     },
     "Objective": {
         "metric": "hf/test_arguments.py::test_metric_of_ours_overrides_what_transformers_fills_in",
-        "direction": "test_objective.py::test_direction_precedence",
-        "delta": "test_objective.py::test_objective_adds_up_small_gains",
-        "higher_is_better": "run/test_detection.py::test_metric_objects_get_lists_of_dicts",
+        "direction": "core/test_objective.py::test_direction_precedence",
+        "delta": "core/test_objective.py::test_objective_adds_up_small_gains",
+        "higher_is_better": "trainer/test_detection.py::test_metric_objects_get_lists_of_dicts",
     },
     "PackedDataset": {
         "dataset": "data/test_packing.py::test_error_reports_the_row_and_its_samples",
@@ -265,7 +269,7 @@ ARGUMENTS: dict[str, dict[str, str]] = {
     },
     "PolynomialScheduler": {
         "power t_max warmup min_lr min_lr_rate scale_ratio":
-            "test_schedules.py::test_schedule_arguments_change_the_rates",
+            "optim/test_schedules.py::test_schedule_arguments_change_the_rates",
     },
     "Preview": {
         "prompts every": "callbacks/test_arguments.py::test_arguments_are_validated",
@@ -276,7 +280,7 @@ ARGUMENTS: dict[str, dict[str, str]] = {
     },
     "ProductScheduler": {
         "schedules warmup min_lr min_lr_rate scale_ratio":
-            "test_schedules.py::test_schedule_rejects_least_share_of_a_constant_rate",
+            "optim/test_schedules.py::test_schedule_rejects_least_share_of_a_constant_rate",
     },
     "Profiler": {
         "skip": "checkpoint/test_untrusted.py::test_run_writes_nothing_through_a_linked_folder",
@@ -286,11 +290,11 @@ ARGUMENTS: dict[str, dict[str, str]] = {
         "active": "callbacks/test_profiler.py::test_run_shorter_than_the_schedule_warns",
     },
     "ProgressBar": {
-        "enabled stream": "callbacks/test_progress_bar.py::test_bar_is_drawn_into_a_file_if_enabled",
-        "every": "callbacks/test_summary.py::test_progress_bar_in_callbacks_replaces_the_default_one",
+        "enabled stream": "loggers/test_progress_bar.py::test_bar_is_drawn_into_a_file_if_enabled",
+        "every": "loggers/test_summary.py::test_progress_bar_in_callbacks_replaces_the_default_one",
     },
     "Schedule": {
-        "warmup min_lr min_lr_rate scale_ratio": "test_schedules.py::test_schedule_arguments_change_the_rates",
+        "warmup min_lr min_lr_rate scale_ratio": "optim/test_schedules.py::test_schedule_arguments_change_the_rates",
     },
     "ProgressiveResizing": {
         "initial_scale delay finetune size_increment":
@@ -310,26 +314,26 @@ ARGUMENTS: dict[str, dict[str, str]] = {
         "count": "data/test_shards.py::test_shards_of_hf_streams_are_all_read_once",
     },
     "StepOutput": {
-        "loss": "test_units.py::test_zero_grad_loss_keeps_graph",
-        "outputs": "test_units.py::test_unit_evaluate_runs_without_gradients",
-        "labels num_targets": "test_units.py::test_unit_returns_mean_or_sum",
-        "extra": "run/test_evaluation.py::test_extra_of_a_step_output_reaches_compute_metrics",
+        "loss": "model/test_units.py::test_zero_grad_loss_keeps_graph",
+        "outputs": "model/test_units.py::test_unit_evaluate_runs_without_gradients",
+        "labels num_targets": "model/test_units.py::test_unit_returns_mean_or_sum",
+        "extra": "trainer/test_evaluation.py::test_extra_of_a_step_output_reaches_compute_metrics",
         "metrics": "hf/test_calls.py::test_compute_loss_keeps_the_metrics_of_a_pass",
     },
     "StepScheduler": {
         "step_size gamma warmup min_lr min_lr_rate scale_ratio":
-            "test_schedules.py::test_schedule_arguments_change_the_rates",
+            "optim/test_schedules.py::test_schedule_arguments_change_the_rates",
     },
     "StochasticDepth": {"layers drop_rate distribution": "algorithms/test_arguments.py::test_arguments_are_validated"},
     "StraightThrough": {"function match": "algorithms/test_arguments.py::test_arguments_are_validated"},
     "TensorBoardLogger": {
         "log_dir": "config/test_configuration.py::test_callbacks_algorithms_and_loggers_by_name",
-        "every": "callbacks/test_tracking.py::test_loggers_by_name_and_as_objects_get_the_same_rows",
+        "every": "loggers/test_tracking.py::test_loggers_by_name_and_as_objects_get_the_same_rows",
     },
     "Tracking": {
         "tracker": "callbacks/test_arguments.py::test_arguments_are_validated",
-        "project options": "callbacks/test_tracking.py::test_tracker_by_name_gets_the_project_and_options",
-        "every": "callbacks/test_tracking.py::test_tracking_every_omits_rows_also_after_a_resume",
+        "project options": "loggers/test_tracking.py::test_tracker_by_name_gets_the_project_and_options",
+        "every": "loggers/test_tracking.py::test_tracking_every_omits_rows_also_after_a_resume",
     },
     "Throughput": {
         "window": "callbacks/test_arguments.py::test_arguments_are_validated",
@@ -338,102 +342,102 @@ ARGUMENTS: dict[str, dict[str, str]] = {
     },
     "WSDScheduler": {
         "decay kind t_max warmup min_lr min_lr_rate scale_ratio":
-            "test_schedules.py::test_schedule_arguments_change_the_rates",
+            "optim/test_schedules.py::test_schedule_arguments_change_the_rates",
     },
     "WandbLogger": {
-        "project every": "callbacks/test_wandb.py::test_run_has_the_project_and_each_nth_row",
-        "init_kwargs": "callbacks/test_wandb.py::test_fresh_run_has_the_arguments_of_the_user",
+        "project every": "loggers/test_wandb.py::test_run_has_the_project_and_each_nth_row",
+        "init_kwargs": "loggers/test_wandb.py::test_fresh_run_has_the_arguments_of_the_user",
     },
     "WeightedLosses": {
-        "losses": "test_losses.py::test_weighted_losses_are_summed_and_logged",
+        "losses": "model/test_losses.py::test_weighted_losses_are_summed_and_logged",
         "weights": "test_parity.py::test_weighted_losses_are_the_same_in_every_split",
     },
     "chunked_cross_entropy": {
-        "hidden weight": "test_losses.py::test_chunked_cross_entropy_without_labels",
-        "labels bias label_smoothing chunk_size": "test_losses.py::test_chunked_cross_entropy_equals_full",
-        "ignore_index": "test_losses.py::test_cross_entropy_ignores_labels_of_one_dimension",
-        "z_loss": "test_losses.py::test_losses_reject_wrong_values",
+        "hidden weight": "model/test_losses.py::test_chunked_cross_entropy_without_labels",
+        "labels bias label_smoothing chunk_size": "model/test_losses.py::test_chunked_cross_entropy_equals_full",
+        "ignore_index": "model/test_losses.py::test_cross_entropy_ignores_labels_of_one_dimension",
+        "z_loss": "model/test_losses.py::test_losses_reject_wrong_values",
     },
-    "compare_runs": {"runs": "test_comparison.py::test_compare_marks_best_of_each_metric"},
+    "compare_runs": {"runs": "cli/test_compare.py::test_compare_marks_best_of_each_metric"},
     "describe_metric": {
-        "name": "test_descriptors.py::test_describe_metric_rejects_wrong_format",
-        "descriptor": "test_descriptors.py::test_metric_brings_descriptor",
+        "name": "core/test_metric_format.py::test_describe_metric_rejects_wrong_format",
+        "descriptor": "core/test_metric_format.py::test_metric_brings_descriptor",
     },
     "instantiate": {
         "class_path": "config/test_round_trip.py::test_samples_are_not_written",
         "init_args": "config/test_configuration.py::test_texts_stay_texts_where_admitted",
         "seed": "config/test_configuration.py::test_parts_are_seeded_and_preserve_rng_state",
     },
-    "layerwise_decay": {"model decay": "test_param_groups.py::test_layer_wise_decay_lowers_rates"},
+    "layerwise_decay": {"model decay": "optim/test_param_groups.py::test_layer_wise_decay_lowers_rates"},
     "preview_schedule": {
         "schedule max_duration warmup_steps tokens_per_step samples_per_step seconds_per_step rows":
-            "test_schedules.py::test_preview_takes_pace",
+            "optim/test_schedules.py::test_preview_takes_pace",
         "lr_scheduler_kwargs epochs max_steps learning_rate steps_per_epoch":
-            "test_schedules.py::test_preview_equals_run",
+            "optim/test_schedules.py::test_preview_equals_run",
     },
     "search": {
-        "make_trainer space direction": "test_sweeps.py::test_search_rejects_wrong_arguments",
-        "trials": "test_sweeps.py::test_search_takes_functions_and_optuna_samplers",
-        "save_dir": "test_sweeps.py::test_search_without_optuna_or_complete_trial",
-        "sampler": "test_sweeps.py::test_search_grid_tries_every_combination",
-        "pruner": "test_sweeps.py::test_search_prunes_worse_trials",
-        "seed": "test_sweeps.py::test_search_depends_on_seed",
+        "make_trainer space direction": "sweeps/test_search.py::test_search_rejects_wrong_arguments",
+        "trials": "sweeps/test_search.py::test_search_takes_functions_and_optuna_samplers",
+        "save_dir": "sweeps/test_search.py::test_search_without_optuna_or_complete_trial",
+        "sampler": "sweeps/test_search.py::test_search_grid_tries_every_combination",
+        "pruner": "sweeps/test_search.py::test_search_prunes_worse_trials",
+        "seed": "sweeps/test_search.py::test_search_depends_on_seed",
     },
     "BaseTrainer.train": {
         "resume_from": "checkpoint/test_resume.py::test_checkpoints_need_a_folder",
         "allow_change": "checkpoint/test_resume.py::test_allowed_change_of_algorithms_matches_states",
-        "more": "trainers/test_more.py::test_more_restarts_patience_after_early_stopping",
+        "more": "trainer/test_more.py::test_more_restarts_patience_after_early_stopping",
     },
-    "BaseTrainer.compile": {"steps": "run/test_compilation.py::test_compile_restores_the_state_of_data"},
+    "BaseTrainer.compile": {"steps": "trainer/test_compilation.py::test_compile_restores_the_state_of_data"},
     "BaseTrainer.stop": {"reason": "hf/test_calls.py::test_added_early_stopping_stops_a_run"},
     "BaseTrainer.evaluate": {
-        "dataset prefix": "run/test_evaluation.py::test_evaluate_takes_datasets_loaders_and_tensors",
+        "dataset prefix": "trainer/test_evaluation.py::test_evaluate_takes_datasets_loaders_and_tensors",
     },
     "BaseTrainer.test": {"dataset": "test_parity.py::test_run_without_save_dir_ends_on_its_best_or_last_weights"},
-    "BaseTrainer.predict": {"dataset": "run/test_evaluation.py::test_evaluate_takes_datasets_loaders_and_tensors"},
+    "BaseTrainer.predict": {"dataset": "trainer/test_evaluation.py::test_evaluate_takes_datasets_loaders_and_tensors"},
     "BaseTrainer.save_model": {
         "path": "test_parity.py::test_save_dir_stays_when_the_program_changes_folder",
-        "overwrite": "trainers/test_native.py::test_save_model_writes_weights_and_replaces_none",
+        "overwrite": "trainer/test_native.py::test_save_model_writes_weights_and_replaces_none",
     },
     "BaseTrainer.load_checkpoint": {
         "path": "checkpoint/test_remote.py::test_save_dir_address_is_validated_by_the_constructor",
     },
     "BaseTrainer.save_metrics": {
-        "split": "run/test_memory.py::test_microbatch_size_equals_gradient_accumulation",
+        "split": "trainer/test_auto_microbatch.py::test_microbatch_size_equals_gradient_accumulation",
         "metrics": "checkpoint/test_failing_disk.py::test_disk_fault_at_operation_does_not_end_the_run",
     },
 }  # fmt: skip
 """The test of each argument of a class or function; several names before a colon are several arguments."""
 OPTIONS: dict[str, dict[str, str]] = {
-    "demo": {"--trainer --data --out": "test_cli.py::test_cli_passes_words_to_demo"},
+    "demo": {"--trainer --data --out": "cli/test_main.py::test_cli_passes_words_to_demo"},
     "train": {
         "--trust": "config/test_configuration.py::test_nested_names_need_trust",
-        "--resume": "config/test_command.py::test_train_reports_missing_remote_run",
-        "--print_config": "config/test_command.py::test_train_finds_files_anywhere",
+        "--resume": "cli/test_config.py::test_train_reports_missing_remote_run",
+        "--print_config": "cli/test_config.py::test_train_finds_files_anywhere",
     },
     "sweep": {
         "--trust": "config/test_configuration.py::test_nested_names_need_trust",
-        "--trials": "config/test_command.py::test_sweep_rejects_wrong_words",
-        "--sampler --pruner": "config/test_command.py::test_sweep_passes_sampler_and_pruner_to_search",
-        "--save_dir": "config/test_command.py::test_sweep_tries_every_value",
+        "--trials": "cli/test_config.py::test_sweep_rejects_wrong_words",
+        "--sampler --pruner": "cli/test_config.py::test_sweep_passes_sampler_and_pruner_to_search",
+        "--save_dir": "cli/test_config.py::test_sweep_tries_every_value",
     },
     "config check": {"--trust": "config/test_configuration.py::test_nested_names_need_trust"},
     "launch": {
-        "-n --fsdp --zero": "test_launch.py::test_launch_reads_options",
-        "--cpu": "test_launch.py::test_launch_reads_options",
-        "--nnodes --rdzv-endpoint -m": "test_launch.py::test_command_of_machines_and_modules",
+        "-n --fsdp --zero": "cli/test_launch.py::test_launch_reads_options",
+        "--cpu": "cli/test_launch.py::test_launch_reads_options",
+        "--nnodes --rdzv-endpoint -m": "cli/test_launch.py::test_command_of_machines_and_modules",
         "--max-restarts": "distributed/test_elastic.py::test_torchrun_restarts_a_killed_worker_exactly",
     },
     "checkpoint export": {
-        "--merge": "checkpoint/test_merging.py::test_merge_with_the_base_in_the_checkpoint",
-        "--adapter": "checkpoint/test_merging.py::test_merge_one_of_several_adapters",
+        "--merge": "checkpoint/test_merge_adapters.py::test_merge_with_the_base_in_the_checkpoint",
+        "--adapter": "checkpoint/test_merge_adapters.py::test_merge_one_of_several_adapters",
     },
-    "compare": {"--png": "test_comparison.py::test_compare_plots_panel_per_value"},
+    "compare": {"--png": "cli/test_compare.py::test_compare_plots_panel_per_value"},
     "schedule": {
-        "--epochs --max-steps --max-duration --warmup": "test_cli.py::test_cli_rejects_wrong_schedule",
+        "--epochs --max-steps --max-duration --warmup": "cli/test_main.py::test_cli_rejects_wrong_schedule",
         "--learning-rate --samples-per-step --tokens-per-step --seconds-per-step":
-            "test_cli.py::test_cli_schedule_takes_pace_and_rate",
-        "--steps-per-epoch --rows --plot": "test_cli.py::test_cli_prints_and_draws_schedule",
+            "cli/test_main.py::test_cli_schedule_takes_pace_and_rate",
+        "--steps-per-epoch --rows --plot": "cli/test_main.py::test_cli_prints_and_draws_schedule",
     },
 }  # fmt: skip
 """The test of each option of a command."""
@@ -474,7 +478,7 @@ def options_of(parser: argparse.ArgumentParser, command: str = "") -> Iterator[t
 
 def public_options() -> dict[str, list[str]]:
     options: dict[str, list[str]] = {}
-    for command, option in options_of(cli._parser()):
+    for command, option in options_of(main._parser()):
         options.setdefault(command, []).append(option)
     return options
 

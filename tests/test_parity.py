@@ -81,12 +81,12 @@ from omnitrain import (
     WeightedLosses,
     WSDScheduler,
 )
-from omnitrain.checkpoint import identity
+from omnitrain.checkpoint import fingerprints
 from omnitrain.checkpoint.store import Store
-from omnitrain.checkpoint.tensors import load_tensors
+from omnitrain.checkpoint.tensor_files import load_tensors
+from omnitrain.compute.precision import Precision
 from omnitrain.data.sampling import EpochSampler
-from omnitrain.precision import Precision
-from omnitrain.run import lifecycle
+from omnitrain.trainer import lifecycle
 
 
 def quick_on(*kinds: str) -> Any:
@@ -1513,14 +1513,14 @@ def test_log_of_speed_leaves_out_evaluations_and_saves(
 ) -> None:
     """Nor does what comes before the first step count."""
     clock = [0.0]
-    data_of = identity.data_of
+    data_of = fingerprints.data_of
 
     def slowly(*args: Any) -> Any:
         clock[0] += 100
         return data_of(*args)
 
     monkeypatch.setattr(lifecycle.time, "perf_counter", lambda: clock[0])
-    monkeypatch.setattr(identity, "data_of", slowly)
+    monkeypatch.setattr(fingerprints, "data_of", slowly)
 
     class Slow(Callback):
         def on_step_end(self, trainer: Any) -> None:

@@ -16,7 +16,7 @@ import programs
 import pytest
 
 from omnitrain import AccelerateTrainer, HFTrainer, Trainer
-from omnitrain.trainers.base import BaseTrainer
+from omnitrain.trainer.base import BaseTrainer
 
 pytestmark = pytest.mark.processes
 

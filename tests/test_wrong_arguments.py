@@ -15,7 +15,7 @@ from recipes import rows, t16
 from torch import nn
 
 from omnitrain import Callback, Trainer
-from omnitrain.errors import OmnitrainError
+from omnitrain.core.errors import OmnitrainError
 
 NUMBERS: dict[str, Any] = {
     "0": 0, "-1": -1, "-2": -2, "1": 1, "0.5": 0.5, "-0.5": -0.5, "nan": math.nan, "inf": math.inf, "-inf": -math.inf,

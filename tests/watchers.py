@@ -25,8 +25,8 @@ from omnitrain import (
     TensorBoardLogger,
     Throughput,
 )
-from omnitrain.checkpoint.tensors import whole
-from omnitrain.events import Histogram
+from omnitrain.checkpoint.tensor_files import whole
+from omnitrain.core.events import Histogram
 
 
 class Listener(Callback):

@@ -11,12 +11,10 @@ from typing import Any
 import torch
 
 from omnitrain.algorithms.weights import local_part
-from omnitrain.checkpoint.state import bare_name
-from omnitrain.checkpoint.tensors import whole
-from omnitrain.errors import ConfigError
-from omnitrain.events import Algorithm, TrainerLike
-
-__all__ = ["WeightAverage"]
+from omnitrain.checkpoint.state_dicts import bare_name
+from omnitrain.checkpoint.tensor_files import whole
+from omnitrain.core.errors import ConfigError
+from omnitrain.core.events import Algorithm, TrainerLike
 
 
 class WeightAverage(Algorithm):

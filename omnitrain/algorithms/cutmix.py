@@ -10,10 +10,8 @@ from typing import Any
 import torch
 
 from omnitrain.algorithms.mixing import Mixing
+from omnitrain.core.errors import DataError
 from omnitrain.data.collation import is_image
-from omnitrain.errors import DataError
-
-__all__ = ["CutMix"]
 
 
 class CutMix(Mixing):

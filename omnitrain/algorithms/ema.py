@@ -10,10 +10,8 @@ import torch
 from torch.optim.swa_utils import get_ema_multi_avg_fn
 
 from omnitrain.algorithms.averaging import WeightAverage
-from omnitrain.errors import ConfigError
-from omnitrain.events import TrainerLike
-
-__all__ = ["EMA"]
+from omnitrain.core.errors import ConfigError
+from omnitrain.core.events import TrainerLike
 
 logger: logging.Logger = logging.getLogger("omnitrain")
 

@@ -11,10 +11,8 @@ from typing import Any, ClassVar
 
 from torch import nn
 
-from omnitrain.errors import ConfigError
-from omnitrain.events import Algorithm, TrainerLike, share_of_run
-
-__all__ = ["Freezing"]
+from omnitrain.core.errors import ConfigError
+from omnitrain.core.events import Algorithm, TrainerLike, share_of_run
 
 
 class Freezing(Algorithm):

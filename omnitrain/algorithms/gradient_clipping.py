@@ -9,12 +9,10 @@ from typing import Any, Literal
 import torch
 
 from omnitrain.algorithms.weights import local_part
-from omnitrain.errors import ConfigError
-from omnitrain.events import Algorithm, TrainerLike
-from omnitrain.param_groups import not_found
-from omnitrain.sparse_gradients import stored_rows, stored_values
-
-__all__ = ["GradientClipping"]
+from omnitrain.core.errors import ConfigError
+from omnitrain.core.events import Algorithm, TrainerLike
+from omnitrain.optim.param_groups import not_found
+from omnitrain.optim.sparse_gradients import stored_rows, stored_values
 
 _LEAST = 1e-3
 """What the norm of a unit's weights counts at least, so that those that begin at zero can train."""

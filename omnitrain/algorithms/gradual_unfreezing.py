@@ -5,9 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from omnitrain.algorithms.freezing import Freezing
-from omnitrain.errors import ConfigError
-
-__all__ = ["GradualUnfreezing"]
+from omnitrain.core.errors import ConfigError
 
 
 class GradualUnfreezing(Freezing):

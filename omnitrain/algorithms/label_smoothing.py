@@ -6,11 +6,9 @@ from typing import Any
 
 import torch
 
+from omnitrain.core.errors import ConfigError, DataError
+from omnitrain.core.events import Algorithm, TrainerLike
 from omnitrain.data.collation import as_probabilities, required_labels, with_labels
-from omnitrain.errors import ConfigError, DataError
-from omnitrain.events import Algorithm, TrainerLike
-
-__all__ = ["LabelSmoothing"]
 
 
 class LabelSmoothing(Algorithm):

@@ -11,13 +11,11 @@ import torch
 from torch import nn
 
 from omnitrain.algorithms.weights import local_part, matching, parameters_by_name, patterns_of, whole_tensor
-from omnitrain.checkpoint.tensors import placed_like
-from omnitrain.duration import Duration
-from omnitrain.errors import ConfigError
-from omnitrain.events import Algorithm, TrainerLike, share_of_run
-from omnitrain.sparse_gradients import stored_rows, stored_values
-
-__all__ = ["MagnitudePruning"]
+from omnitrain.checkpoint.tensor_files import placed_like
+from omnitrain.core.duration import Duration
+from omnitrain.core.errors import ConfigError
+from omnitrain.core.events import Algorithm, TrainerLike, share_of_run
+from omnitrain.optim.sparse_gradients import stored_rows, stored_values
 
 logger: logging.Logger = logging.getLogger("omnitrain")
 

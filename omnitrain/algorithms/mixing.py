@@ -11,12 +11,10 @@ from typing import Any, ClassVar
 
 import torch
 
+from omnitrain.compute.random_state import derive_seed
+from omnitrain.core.errors import ConfigError, DataError
+from omnitrain.core.events import Algorithm, TrainerLike
 from omnitrain.data.collation import as_probabilities, required_labels, with_labels
-from omnitrain.errors import ConfigError, DataError
-from omnitrain.events import Algorithm, TrainerLike
-from omnitrain.reproducibility import derive_seed
-
-__all__ = ["Mixing"]
 
 
 class Mixing(Algorithm):

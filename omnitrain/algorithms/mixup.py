@@ -6,8 +6,6 @@ import torch
 
 from omnitrain.algorithms.mixing import Mixing
 
-__all__ = ["MixUp"]
-
 
 class MixUp(Mixing):
     """Mixes each sample with the one beside it, inputs and labels alike (arXiv:1710.09412).

@@ -7,11 +7,9 @@ from typing import Any
 
 import torch.nn.functional as F
 
+from omnitrain.core.errors import ConfigError, DataError
+from omnitrain.core.events import Algorithm, TrainerLike, share_of_run
 from omnitrain.data.collation import is_image, labels_of
-from omnitrain.errors import ConfigError, DataError
-from omnitrain.events import Algorithm, TrainerLike, share_of_run
-
-__all__ = ["ProgressiveResizing"]
 
 
 class ProgressiveResizing(Algorithm):

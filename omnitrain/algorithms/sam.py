@@ -9,11 +9,9 @@ import torch
 from torch import nn
 
 from omnitrain.algorithms.weights import local_part
-from omnitrain.errors import ConfigError
-from omnitrain.events import Algorithm, TrainerLike
-from omnitrain.sparse_gradients import coalesce
-
-__all__ = ["SAM"]
+from omnitrain.core.errors import ConfigError
+from omnitrain.core.events import Algorithm, TrainerLike
+from omnitrain.optim.sparse_gradients import coalesce
 
 
 class SAM(Algorithm):

@@ -7,11 +7,9 @@ from typing import Any
 
 import torch
 
+from omnitrain.core.errors import ConfigError, DataError
+from omnitrain.core.events import Algorithm, TrainerLike, share_of_run
 from omnitrain.data.collation import required_labels
-from omnitrain.errors import ConfigError, DataError
-from omnitrain.events import Algorithm, TrainerLike, share_of_run
-
-__all__ = ["SeqLengthWarmup"]
 
 
 class SeqLengthWarmup(Algorithm):

@@ -10,11 +10,9 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from omnitrain.errors import ConfigError
-from omnitrain.events import Algorithm, TrainerLike
-from omnitrain.reproducibility import derive_seed
-
-__all__ = ["StochasticDepth"]
+from omnitrain.compute.random_state import derive_seed
+from omnitrain.core.errors import ConfigError
+from omnitrain.core.events import Algorithm, TrainerLike
 
 
 class StochasticDepth(Algorithm):

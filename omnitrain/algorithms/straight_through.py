@@ -8,11 +8,9 @@ from typing import Any
 import torch
 
 from omnitrain.algorithms.weights import local_part, matching, parameters_by_name, patterns_of, whole_tensor
-from omnitrain.checkpoint.tensors import placed_like
-from omnitrain.errors import ConfigError
-from omnitrain.events import Algorithm, TrainerLike
-
-__all__ = ["StraightThrough"]
+from omnitrain.checkpoint.tensor_files import placed_like
+from omnitrain.core.errors import ConfigError
+from omnitrain.core.events import Algorithm, TrainerLike
 
 
 class StraightThrough(Algorithm):

@@ -9,13 +9,11 @@ from typing import Any, ClassVar
 from torch.optim.swa_utils import get_swa_multi_avg_fn
 
 from omnitrain.algorithms.averaging import WeightAverage
-from omnitrain.duration import Duration
-from omnitrain.errors import ConfigError
-from omnitrain.events import TrainerLike, share_of_run
-from omnitrain.progress import Progress
-from omnitrain.schedules import Course
-
-__all__ = ["SWA"]
+from omnitrain.core.duration import Duration
+from omnitrain.core.errors import ConfigError
+from omnitrain.core.events import TrainerLike, share_of_run
+from omnitrain.core.progress import Progress
+from omnitrain.optim.schedules import Course
 
 
 class SWA(WeightAverage):

@@ -9,11 +9,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from omnitrain.checkpoint.state import bare_name
-from omnitrain.errors import ConfigError
-from omnitrain.param_groups import not_found
-
-__all__ = ["local_part", "matching", "parameters_by_name", "patterns_of", "whole_tensor"]
+from omnitrain.checkpoint.state_dicts import bare_name
+from omnitrain.core.errors import ConfigError
+from omnitrain.optim.param_groups import not_found
 
 
 def patterns_of(match: Sequence[str] | None) -> tuple[str, ...] | None:

@@ -13,25 +13,16 @@ from typing import Any
 import torch
 from torch.distributed.fsdp import CPUOffloadPolicy
 
+from omnitrain.arguments import Settings, check_same_on_ranks, check_type, describe
 from omnitrain.backends.backend import Backend
 from omnitrain.backends.ddp import DDP, syncs_each_batch
 from omnitrain.backends.fsdp import FSDP
 from omnitrain.backends.tensor_parallel import TensorParallel
 from omnitrain.backends.zero import LossScale, Zero
-from omnitrain.distributed import Ranks
-from omnitrain.errors import ConfigError, DistributedError, MissingExtraError
-from omnitrain.precision import choose_device, computes_in_fp8
-from omnitrain.rendezvous import connected_ranks, meeting
-from omnitrain.settings import Settings, check_same_on_ranks, check_type, describe
-
-__all__ = [
-    "adopt_precision",
-    "backend_for",
-    "find_ranks",
-    "is_set",
-    "make_accelerator",
-    "refuse_lost_processes",
-]
+from omnitrain.compute.precision import choose_device, computes_in_fp8
+from omnitrain.core.errors import ConfigError, DistributedError, MissingExtraError
+from omnitrain.distributed.ranks import Ranks
+from omnitrain.distributed.rendezvous import connected_ranks, meeting
 
 logger: logging.Logger = logging.getLogger("omnitrain")
 

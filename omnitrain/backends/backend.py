@@ -16,16 +16,14 @@ import torch
 from torch import nn
 
 from omnitrain.backends.start import Start, named_tensors, sharing_buffers, whole_slot
-from omnitrain.checkpoint import state
-from omnitrain.checkpoint.initial import Initial
-from omnitrain.checkpoint.tensors import host_copy
-from omnitrain.distributed import Ranks
-from omnitrain.errors import ConfigError, listed
-from omnitrain.events import Ranges, within
-from omnitrain.precision import Dtypes
-from omnitrain.sparse_gradients import check_optimizer, coalesce
-
-__all__ = ["Backend"]
+from omnitrain.checkpoint import state_dicts
+from omnitrain.checkpoint.initial_weights import Initial
+from omnitrain.checkpoint.tensor_files import host_copy
+from omnitrain.compute.precision import Dtypes
+from omnitrain.core.errors import ConfigError, listed
+from omnitrain.core.events import Ranges, within
+from omnitrain.distributed.ranks import Ranks
+from omnitrain.optim.sparse_gradients import check_optimizer, coalesce
 
 Output = TypeVar("Output")
 
@@ -393,11 +391,11 @@ class Backend:
 
     def model_tensors(self) -> dict[str, Any]:
         """Return the weights by the names of the user's module; sharded ones as they are."""
-        return state.model_tensors(self.model)
+        return state_dicts.model_tensors(self.model)
 
     def check_weights(self, tensors: Mapping[str, Any], where: str, absent: Collection[str] = ()) -> None:
         """Raise the CheckpointError of `load_weights`, if there is one; nothing is changed."""
-        state.check_weights(self.model, tensors, where, absent)
+        state_dicts.check_weights(self.model, tensors, where, absent)
 
     def keep_weights(self, kept: dict[str, torch.Tensor], tensors: Mapping[str, Any]) -> None:
         """Copy this rank's part of the weights to the host.
@@ -432,23 +430,23 @@ class Backend:
             CheckpointError: On all ranks, if they do not fit this model or a rank cannot read them; the model is
                 unchanged.
         """
-        state.load_weights(self.model, tensors, where, extra, absent, self.ranks)
+        state_dicts.load_weights(self.model, tensors, where, extra, absent, self.ranks)
 
     def optimizer_state(self) -> tuple[dict[str, Any], Any]:
         """Return the optimizer's tensors, keyed "<parameter>/<entry>", and the rest as JSON types."""
-        return state.optimizer_state(self.optimizer, self.model)
+        return state_dicts.optimizer_state(self.optimizer, self.model)
 
     def names_by_group(self) -> list[list[str]]:
         """Return the names of the parameters in each of the optimizer's groups."""
-        return state.names_by_group(self.optimizer, self.model)
+        return state_dicts.names_by_group(self.optimizer, self.model)
 
     def check_groups(self, saved: Any, where: str) -> None:
         """Raise a CheckpointError if the optimizer's groups hold other parameters than the saved ones."""
-        state.check_groups(self.names_by_group(), [group["params"] for group in saved["groups"]], where)
+        state_dicts.check_groups(self.names_by_group(), [group["params"] for group in saved["groups"]], where)
 
     def check_optimizer(self, tensors: Mapping[str, Any], saved: Any, where: str) -> None:
         """Raise the CheckpointError of `load_optimizer`, if there is one; nothing is changed."""
-        state.check_optimizer(self.optimizer, self.model, tensors, saved, where)
+        state_dicts.check_optimizer(self.optimizer, self.model, tensors, saved, where)
 
     def load_optimizer(self, tensors: Mapping[str, torch.Tensor], saved: Any, where: str) -> None:
         """Restore what `optimizer_state` returned.
@@ -457,4 +455,4 @@ class Backend:
             CheckpointError: If it is from an optimizer with other parameters or groups, or a tensor in it is not what
                 this optimizer holds for the parameter; then nothing is changed.
         """
-        state.restore_optimizer(self.optimizer, self.model, tensors, saved, where)
+        state_dicts.restore_optimizer(self.optimizer, self.model, tensors, saved, where)

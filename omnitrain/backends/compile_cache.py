@@ -13,12 +13,10 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import IO
 
-from omnitrain.files import open_file
+from omnitrain.core.files import open_file
 
 if sys.platform != "win32":
     import fcntl
-
-__all__ = ["CompileLock", "cache_folder", "use_compile_cache"]
 
 logger: logging.Logger = logging.getLogger("omnitrain")
 

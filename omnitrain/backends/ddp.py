@@ -21,14 +21,12 @@ from torch.nn.parallel import DistributedDataParallel
 
 from omnitrain.backends.backend import Backend
 from omnitrain.backends.start import sharing_buffers
-from omnitrain.checkpoint.state import unshare_elements
-from omnitrain.distributed import as_bytes
-from omnitrain.errors import ConfigError, DistributedError, listed
-from omnitrain.precision import Dtypes
-from omnitrain.sparse_gradients import has_sparse_gradients, parameters_by_layout
-from omnitrain.units import StepOutput
-
-__all__ = ["DDP", "Runner", "run_through", "syncs_each_batch"]
+from omnitrain.checkpoint.state_dicts import unshare_elements
+from omnitrain.compute.precision import Dtypes
+from omnitrain.core.errors import ConfigError, DistributedError, listed
+from omnitrain.distributed.ranks import as_bytes
+from omnitrain.model.units import StepOutput
+from omnitrain.optim.sparse_gradients import has_sparse_gradients, parameters_by_layout
 
 Output = TypeVar("Output")
 

@@ -15,11 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from omnitrain.backends.compile_cache import use_compile_cache
-from omnitrain.errors import ConfigError, MissingExtraError
-from omnitrain.precision import choose_device
-
-__all__ = ["adopt_config", "deepspeed_plugin", "fill_config", "schedule_of"]
-
+from omnitrain.compute.precision import choose_device
+from omnitrain.core.errors import ConfigError, MissingExtraError
 
 logger: logging.Logger = logging.getLogger("omnitrain")
 

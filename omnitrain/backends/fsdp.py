@@ -18,13 +18,11 @@ from torch.distributed.tensor import DTensor, Shard
 from omnitrain.backends.ddp import DDP
 from omnitrain.backends.norms import match_norm_dtypes
 from omnitrain.backends.start import Start, block_slot, is_plain, named_tensors, names_of, whole_slot
-from omnitrain.checkpoint.state import from_json, load_by_own_way
-from omnitrain.errors import ConfigError, listed
-from omnitrain.muon import Muon
-from omnitrain.optimization import try_step
-from omnitrain.recomputation import blocks_in
-
-__all__ = ["FSDP"]
+from omnitrain.checkpoint.state_dicts import from_json, load_by_own_way
+from omnitrain.compute.activation_checkpointing import blocks_in
+from omnitrain.core.errors import ConfigError, listed
+from omnitrain.optim.build import try_step
+from omnitrain.optim.muon import Muon
 
 logger: logging.Logger = logging.getLogger("omnitrain")
 

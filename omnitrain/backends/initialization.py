@@ -15,10 +15,8 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from omnitrain.checkpoint.state import bare_name, class_of, unwrap
-from omnitrain.errors import ConfigError
-
-__all__ = ["OwnWeights"]
+from omnitrain.checkpoint.state_dicts import bare_name, class_of, unwrap
+from omnitrain.core.errors import ConfigError
 
 _OVERWRITES = ("normal_", "uniform_", "zero_", "fill_", "copy_", "ones_", "exponential_", "random_", "bernoulli_")
 """Operations after which nothing of the former values is left."""

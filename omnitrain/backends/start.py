@@ -14,12 +14,10 @@ import torch
 from torch import nn
 
 from omnitrain.backends.initialization import OwnWeights
-from omnitrain.checkpoint.initial import Initial
-from omnitrain.checkpoint.state import bare_name, unwrap
-from omnitrain.distributed import Ranks
-from omnitrain.errors import CheckpointError, ConfigError, listed
-
-__all__ = ["Slot", "Start", "block_slot", "flat_slot", "is_plain", "named_tensors", "names_of", "whole_slot"]
+from omnitrain.checkpoint.initial_weights import Initial
+from omnitrain.checkpoint.state_dicts import bare_name, unwrap
+from omnitrain.core.errors import CheckpointError, ConfigError, listed
+from omnitrain.distributed.ranks import Ranks
 
 
 class Slot(NamedTuple):

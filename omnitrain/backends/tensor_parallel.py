@@ -17,9 +17,7 @@ from torch.distributed.tensor import DTensor
 
 from omnitrain.backends.fsdp import FSDP
 from omnitrain.backends.start import sharing_buffers
-from omnitrain.errors import ConfigError
-
-__all__ = ["TensorParallel", "cut_up"]
+from omnitrain.core.errors import ConfigError
 
 
 class TensorParallel(FSDP):

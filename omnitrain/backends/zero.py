@@ -18,11 +18,12 @@ from typing import Any, ClassVar, TypeVar
 import torch
 from torch import nn
 
+from omnitrain.arguments import DEFAULTS
 from omnitrain.backends.ddp import DDP, Runner, run_through
 from omnitrain.backends.deepspeed import fill_config
 from omnitrain.backends.norms import match_norm_dtypes
 from omnitrain.backends.start import Slot, Start, flat_slot, is_plain, named_tensors, sharing_buffers
-from omnitrain.checkpoint.state import (
+from omnitrain.checkpoint.state_dicts import (
     IMPLEMENTATION,
     Held,
     bare_name,
@@ -38,15 +39,12 @@ from omnitrain.checkpoint.state import (
     to_json,
     unwrap,
 )
-from omnitrain.checkpoint.tensors import Gathered, is_local, read_alone, read_range, spec_of
-from omnitrain.errors import CheckpointError, ConfigError, NonFiniteError
-from omnitrain.muon import Muon
-from omnitrain.optimization import has_modes, needs_closure
-from omnitrain.precision import Dtypes, growth_interval
-from omnitrain.settings import DEFAULTS
-from omnitrain.sparse_gradients import check_optimizer, parameters_by_layout
-
-__all__ = ["LossScale", "Zero"]
+from omnitrain.checkpoint.tensor_files import Gathered, is_local, read_alone, read_range, spec_of
+from omnitrain.compute.precision import Dtypes, growth_interval
+from omnitrain.core.errors import CheckpointError, ConfigError, NonFiniteError
+from omnitrain.optim.build import has_modes, needs_closure
+from omnitrain.optim.muon import Muon
+from omnitrain.optim.sparse_gradients import check_optimizer, parameters_by_layout
 
 logger: logging.Logger = logging.getLogger("omnitrain")
 

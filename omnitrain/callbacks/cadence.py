@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from omnitrain.duration import Every, Limits
-from omnitrain.events import Callback, TrainerLike
-
-__all__ = ["Cadence"]
+from omnitrain.core.duration import Every, Limits
+from omnitrain.core.events import Callback, TrainerLike
 
 
 class Cadence(Callback):

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-__all__ = ["peak_flops"]
-
 _DENSE_16_BIT = {
     "B200": 2250.0,
     "H200": 989.4,

@@ -11,12 +11,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from omnitrain.checkpoint.state import bare_name, unwrap
-from omnitrain.duration import Duration, Every
-from omnitrain.errors import ConfigError, did_you_mean
-from omnitrain.events import Callback, Histogram, TrainerLike
-
-__all__ = ["Distributions", "Watched"]
+from omnitrain.checkpoint.state_dicts import bare_name, unwrap
+from omnitrain.core.duration import Duration, Every
+from omnitrain.core.errors import ConfigError, did_you_mean
+from omnitrain.core.events import Callback, Histogram, TrainerLike
 
 Watched = Literal["weights", "gradients", "updates", "activations"]
 _KINDS = ("weights", "gradients", "updates", "activations")

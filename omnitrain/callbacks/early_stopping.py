@@ -7,10 +7,8 @@ import logging
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from omnitrain.errors import ConfigError
-from omnitrain.events import Callback, TrainerLike
-
-__all__ = ["EarlyStopping"]
+from omnitrain.core.errors import ConfigError
+from omnitrain.core.events import Callback, TrainerLike
 
 logger: logging.Logger = logging.getLogger("omnitrain")
 

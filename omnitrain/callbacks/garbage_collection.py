@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import gc
 
-from omnitrain.duration import Duration, Every
-from omnitrain.errors import ConfigError
-from omnitrain.events import Callback, TrainerLike
-
-__all__ = ["GarbageCollection"]
+from omnitrain.core.duration import Duration, Every
+from omnitrain.core.errors import ConfigError
+from omnitrain.core.events import Callback, TrainerLike
 
 
 class GarbageCollection(Callback):

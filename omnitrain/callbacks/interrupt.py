@@ -13,11 +13,9 @@ import threading
 from types import FrameType
 from typing import Any
 
-from omnitrain import signals
-from omnitrain.events import Callback, TrainerLike
-from omnitrain.signals import error_of
-
-__all__ = ["Interrupt"]
+from omnitrain.core.events import Callback, TrainerLike
+from omnitrain.distributed import signals
+from omnitrain.distributed.signals import error_of
 
 logger: logging.Logger = logging.getLogger("omnitrain")
 

@@ -8,16 +8,14 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from omnitrain.errors import ConfigError, Tolerance
-from omnitrain.events import Callback, TrainerLike
-from omnitrain.files import check_not_link, make_folder
-from omnitrain.precision import is_out_of_memory
-from omnitrain.settings import folder_path
+from omnitrain.compute.precision import is_out_of_memory
+from omnitrain.core.errors import ConfigError, Tolerance
+from omnitrain.core.events import Callback, TrainerLike
+from omnitrain.core.files import check_not_link, make_folder
+from omnitrain.core.paths import folder_path
 
 if TYPE_CHECKING:
     import torch
-
-__all__ = ["MemoryMonitor", "resident_memory"]
 
 logger: logging.Logger = logging.getLogger("omnitrain")
 

@@ -11,12 +11,10 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, ClassVar, Literal, cast
 
-from omnitrain.duration import Duration, Every
-from omnitrain.errors import ConfigError, did_you_mean
-from omnitrain.events import Callback, TrainerLike
-from omnitrain.progress import Progress
-
-__all__ = ["OnError", "Periodic"]
+from omnitrain.core.duration import Duration, Every
+from omnitrain.core.errors import ConfigError, did_you_mean
+from omnitrain.core.events import Callback, TrainerLike
+from omnitrain.core.progress import Progress
 
 logger: logging.Logger = logging.getLogger("omnitrain")
 

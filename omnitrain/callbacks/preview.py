@@ -9,13 +9,11 @@ from typing import Any
 import torch
 
 from omnitrain.callbacks.periodic import OnError, Periodic
-from omnitrain.checkpoint.state import unwrap
-from omnitrain.duration import Duration
-from omnitrain.errors import ConfigError
-from omnitrain.events import Histogram, TrainerLike
-from omnitrain.units import generated
-
-__all__ = ["Preview"]
+from omnitrain.checkpoint.state_dicts import unwrap
+from omnitrain.core.duration import Duration
+from omnitrain.core.errors import ConfigError
+from omnitrain.core.events import Histogram, TrainerLike
+from omnitrain.model.units import generated
 
 
 class Preview(Periodic):

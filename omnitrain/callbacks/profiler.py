@@ -8,15 +8,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from omnitrain.errors import ConfigError, Tolerance
-from omnitrain.events import Callback, TrainerLike
-from omnitrain.files import check_not_link, make_folder
-from omnitrain.settings import folder_path
+from omnitrain.core.errors import ConfigError, Tolerance
+from omnitrain.core.events import Callback, TrainerLike
+from omnitrain.core.files import check_not_link, make_folder
+from omnitrain.core.paths import folder_path
 
 if TYPE_CHECKING:
     import torch
-
-__all__ = ["Profiler", "table_of"]
 
 logger: logging.Logger = logging.getLogger("omnitrain")
 

@@ -5,10 +5,8 @@ from __future__ import annotations
 import logging
 
 from omnitrain.checkpoint.store import Store
-from omnitrain.errors import Tolerance
-from omnitrain.events import Callback, TrainerLike
-
-__all__ = ["Retention"]
+from omnitrain.core.errors import Tolerance
+from omnitrain.core.events import Callback, TrainerLike
 
 logger: logging.Logger = logging.getLogger("omnitrain")
 

@@ -12,12 +12,10 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, sdpa_flop_count
 
 from omnitrain.callbacks.devices import peak_flops
-from omnitrain.clock import PHASES
+from omnitrain.core.errors import ConfigError
+from omnitrain.core.events import Callback, Event, TrainerLike
+from omnitrain.core.timing import PHASES
 from omnitrain.data.sampling import share
-from omnitrain.errors import ConfigError
-from omnitrain.events import Callback, Event, TrainerLike
-
-__all__ = ["Throughput"]
 
 logger: logging.Logger = logging.getLogger("omnitrain")
 

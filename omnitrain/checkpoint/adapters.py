@@ -14,12 +14,10 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from omnitrain.checkpoint.state import WEIGHTS, bare_name, save_weights, unwrap, write_config
-from omnitrain.checkpoint.tensors import TensorFile, load_tensors, save_tensors, spec_of, whole
-from omnitrain.distributed import Ranks
-from omnitrain.errors import ConfigError
-
-__all__ = ["ADAPTER", "BASE", "CONFIG", "adapter_names", "has_adapters", "save_model", "write_model_files"]
+from omnitrain.checkpoint.state_dicts import WEIGHTS, bare_name, save_weights, unwrap, write_config
+from omnitrain.checkpoint.tensor_files import TensorFile, load_tensors, save_tensors, spec_of, whole
+from omnitrain.core.errors import ConfigError
+from omnitrain.distributed.ranks import Ranks
 
 logger: logging.Logger = logging.getLogger("omnitrain")
 

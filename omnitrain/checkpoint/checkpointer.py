@@ -15,26 +15,24 @@ from typing import Any
 
 import torch
 
-from omnitrain.checkpoint import state
-from omnitrain.checkpoint.changes import DECIDING, changed_options, changed_settings
+from omnitrain.checkpoint import state_dicts
 from omnitrain.checkpoint.contents import Contents, Lifecycle, Run, Snapshot, group_options
 from omnitrain.checkpoint.disk import check_free_space, check_writable
-from omnitrain.checkpoint.frozen import FROZEN
+from omnitrain.checkpoint.eval_weights import ShownWeights
+from omnitrain.checkpoint.fingerprints import IDENTITIES
+from omnitrain.checkpoint.frozen_weights import FROZEN
 from omnitrain.checkpoint.history import Lines, read_history
-from omnitrain.checkpoint.identity import IDENTITIES
-from omnitrain.checkpoint.mirror import resolved
-from omnitrain.checkpoint.record import CONFIG_FILE, RUN_FILE, append_start, write_config
-from omnitrain.checkpoint.shown import ShownWeights
+from omnitrain.checkpoint.mirrored_store import resolved
+from omnitrain.checkpoint.run_record import CONFIG_FILE, RUN_FILE, append_start, write_config
+from omnitrain.checkpoint.setting_changes import DECIDING, changed_options, changed_settings
 from omnitrain.checkpoint.store import Store
 from omnitrain.checkpoint.verifying import hashed_by_all
 from omnitrain.checkpoint.writing import Save, Writer
-from omnitrain.distributed import Ranks
-from omnitrain.errors import CheckpointError, ConfigError, Tolerance, is_disk_error
-from omnitrain.optimization import optimizers_among
-from omnitrain.progress import Progress
-from omnitrain.settings import is_address, local_path
-
-__all__ = ["Checkpointer", "check_allowed", "locked"]
+from omnitrain.core.errors import CheckpointError, ConfigError, Tolerance, is_disk_error
+from omnitrain.core.paths import is_address, local_path
+from omnitrain.core.progress import Progress
+from omnitrain.distributed.ranks import Ranks
+from omnitrain.optim.build import optimizers_among
 
 logger: logging.Logger = logging.getLogger("omnitrain")
 
@@ -334,7 +332,7 @@ class Checkpointer:
         self._contents.check_states()
         if not self._run.ranks.is_main:
             return
-        sizes = [tensor.numel() * tensor.element_size() for tensor in files[state.WEIGHTS].values()]
+        sizes = [tensor.numel() * tensor.element_size() for tensor in files[state_dicts.WEIGHTS].values()]
         needed = (1 if self._run.settings.save_only_model else 3) * sum(sizes)  # with Adam's two moments
         with Tolerance("The free space of the disk", "It is not known whether there is room for checkpoints."):
             warning = check_free_space(self.store.root, self.store.newest_size() or needed)
@@ -459,8 +457,8 @@ class Checkpointer:
         if not weights_suffice and found is not None and found[1].get("only_model"):
             raise CheckpointError(
                 f"{str(found[0])!r} was saved with save_only_model=True: it holds weights, and nothing else that a run "
-                f"could go on from. Load its {state.WEIGHTS!r} into the model (safetensors.torch.load_model) and start "
-                "afresh in another `save_dir`, or name a checkpoint that was saved whole."
+                f"could continue from. Load its {state_dicts.WEIGHTS!r} into the model (safetensors.torch.load_model) "
+                "and start in another `save_dir`, or name a checkpoint that was saved in full."
             )
         return found
 
@@ -530,7 +528,7 @@ class Checkpointer:
         """Restore the random number generators of the run that goes on."""
         if self.continued is not None:
             tensors, rest = self.continued["rng"]
-            state.restore_rng_tensors(tensors, rest, self._run.device)
+            state_dicts.restore_rng_tensors(tensors, rest, self._run.device)
         elif self.resumed is not None:
             self.restore_random_numbers(*self.resumed)
 
@@ -566,7 +564,7 @@ class Checkpointer:
         if self.store is None and isinstance(self.ended, Ended):
             backend = self._run.backend
             backend.keep_weights(self.ended.weights, backend.model_tensors())
-            self.ended.extra = state.extra_state(backend.model)
+            self.ended.extra = state_dicts.extra_state(backend.model)
 
     def required_end(self) -> Ended:
         """Return the end of the run from which a longer one is to go on.
@@ -608,7 +606,7 @@ class Checkpointer:
             if ended.weights:
                 if self._best_progress is not None and not self._best:  # the model has them
                     backend.keep_weights(self._best, backend.model_tensors())
-                    self._best_extra = state.extra_state(backend.model)
+                    self._best_extra = state_dicts.extra_state(backend.model)
                 backend.put_back_weights(ended.weights, ended.extra)
         for group, options in zip(backend.groups, changed, strict=True):
             group |= options
@@ -625,7 +623,7 @@ class Checkpointer:
             self._closing_progress = Progress.from_state(self._lifecycle.progress.state_dict())
         elif self.store is None and self.loads_best:
             self._run.backend.keep_weights(self._best, self.shown.model_tensors())
-            self._best_extra = state.extra_state(self._run.backend.model)
+            self._best_extra = state_dicts.extra_state(self._run.backend.model)
             self._best_progress = Progress.from_state(self._lifecycle.progress.state_dict())
 
     def load_best(self) -> None:

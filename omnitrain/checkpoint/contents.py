@@ -24,37 +24,35 @@ import torch
 from torch.optim.lr_scheduler import LambdaLR
 
 from omnitrain import __version__
+from omnitrain.arguments import Settings
 from omnitrain.backends.backend import Backend
-from omnitrain.checkpoint import state
-from omnitrain.checkpoint.changes import GROUPING, InitialOptions, changed_settings
-from omnitrain.checkpoint.frozen import FROZEN, Frozen
-from omnitrain.checkpoint.header import read_header
-from omnitrain.checkpoint.identity import Difference, Identity, content_of
-from omnitrain.checkpoint.reading import Catalogue, TensorFile
-from omnitrain.checkpoint.record import Start, device_of, host
-from omnitrain.checkpoint.regrouping import check_schedule, has_other_groups, regrouped
-from omnitrain.checkpoint.schema import validate
-from omnitrain.checkpoint.shards import files_of, part_of
-from omnitrain.checkpoint.shown import ShownWeights
-from omnitrain.checkpoint.tensors import host_copy, load_tensors
+from omnitrain.checkpoint import state_dicts
+from omnitrain.checkpoint.eval_weights import ShownWeights
+from omnitrain.checkpoint.fingerprints import Difference, Identity, content_of
+from omnitrain.checkpoint.frozen_weights import FROZEN, Frozen
+from omnitrain.checkpoint.manifest_schema import validate
+from omnitrain.checkpoint.param_group_changes import check_schedule, has_other_groups, regrouped
+from omnitrain.checkpoint.run_record import Start, device_of, host
+from omnitrain.checkpoint.safetensors_header import read_header
+from omnitrain.checkpoint.setting_changes import GROUPING, InitialOptions, changed_settings
+from omnitrain.checkpoint.sharded_files import files_of, part_of
+from omnitrain.checkpoint.tensor_files import host_copy, load_tensors
+from omnitrain.checkpoint.tensor_reader import Catalogue, TensorFile
+from omnitrain.compute.precision import growth_interval
+from omnitrain.compute.random_state import GENERATORS, derive_seed, seed_everything
+from omnitrain.config.instantiation import TrainerConfig
+from omnitrain.core.errors import CheckpointError
+from omnitrain.core.events import Algorithm, give_back
+from omnitrain.core.history import MetricsDict
+from omnitrain.core.objective import Objective
+from omnitrain.core.progress import Progress
+from omnitrain.core.secrets import without_secrets
 from omnitrain.data.loaders import MapLoader, StreamLoader
 from omnitrain.data.sets import Sets
 from omnitrain.data.stateful import check_parts, data_parts, stateful_parts, untouched
 from omnitrain.data.streams import Mark, check_state, has_state
-from omnitrain.distributed import Ranks
-from omnitrain.errors import CheckpointError
-from omnitrain.events import Algorithm, give_back
-from omnitrain.instantiation import TrainerConfig
-from omnitrain.masking import without_secrets
-from omnitrain.metrics import MetricsDict
-from omnitrain.objective import Objective
-from omnitrain.optimization import ScheduleLR
-from omnitrain.precision import growth_interval
-from omnitrain.progress import Progress
-from omnitrain.reproducibility import GENERATORS, derive_seed, seed_everything
-from omnitrain.settings import Settings
-
-__all__ = ["OPTIMIZER", "RNG", "STATES", "Contents", "Lifecycle", "Run", "Snapshot", "Stateful", "group_options"]
+from omnitrain.distributed.ranks import Ranks
+from omnitrain.optim.build import ScheduleLR
 
 logger: logging.Logger = logging.getLogger("omnitrain")
 
@@ -321,7 +319,7 @@ class Contents:
             "settings": run.resolved_config(),
             "scheduler": None if run.lr_scheduler is None else copy.deepcopy(run.lr_scheduler.state_dict()),
             "groups": group_options(run.backend.groups),
-            "rng": state.rng_tensors(run.device),
+            "rng": state_dicts.rng_tensors(run.device),
         }
 
     def restore_rest(self, kept: Mapping[str, Any]) -> None:
@@ -366,19 +364,19 @@ class Contents:
         count = len(content["rng"]) if isinstance(content.get("rng"), list) else 1
         generators = [] if only_model else [RNG] if RNG in files else [_rng_file(rank) for rank in range(count)]
         optimizers = [] if only_model else [OPTIMIZER, *map(optimizer_file, _others(content))]
-        for name in [state.WEIGHTS, *optimizers, *generators]:
+        for name in [state_dicts.WEIGHTS, *optimizers, *generators]:
             if not files_of(folder, files, part_of(name)):
                 raise CheckpointError(f"{where} is incomplete: {name!r} is not among its files.")
-        weights = self._tensors_of(folder, content, state.WEIGHTS)
+        weights = self._tensors_of(folder, content, state_dicts.WEIGHTS)
         if only_model:
             return
         states = self._tensors_of(folder, content, STATES) if files_of(folder, files, part_of(STATES)) else {}
         parts = content.get("parts")
-        state.check_references(
+        state_dicts.check_references(
             [content["callbacks"], content["algorithms"], content.get("stream"), parts], states, where
         )
         for tensors, rest in self._generators(folder, content):
-            state.check_rng_tensors(tensors, rest, self._run.device, where)
+            state_dicts.check_rng_tensors(tensors, rest, self._run.device, where)
         self._check_stream(content, where)
         backend = self._run.backend
         if "optimizer" in changed_settings(content["settings"], self._run.resolved_config()):
@@ -395,14 +393,14 @@ class Contents:
         saved = {OPTIMIZER: content["optimizer"]}
         saved |= {optimizer_file(name): one for name, one in _others(content).items()}
         for file, one in saved.items():
-            state.check_numbers(self._tensors_of(folder, content, file), one, repr(str(folder / file)))
+            state_dicts.check_numbers(self._tensors_of(folder, content, file), one, repr(str(folder / file)))
 
     def _check_stream(self, content: Mapping[str, Any], where: str) -> None:
         """Refuse the position of a stream if a dataset of the same kind cannot be restored to it."""
         loader, mark = self._sets.train, content.get("stream")
         then, now = content["settings"], self._run.resolved_config()
         if mark is not None and isinstance(loader, StreamLoader) and then.get("train_dataset") == now["train_dataset"]:
-            check_state(loader.dataset, state.from_json(mark["state"]), where)
+            check_state(loader.dataset, state_dicts.from_json(mark["state"]), where)
 
     def restore(self, folder: Path, content: Mapping[str, Any], changed: Collection[str] = ()) -> None:
         """Restore a checkpoint, except for its random numbers; if it is refused, the run stays as it was.
@@ -432,11 +430,11 @@ class Contents:
         fresh = self._fresh_schedule()
         with contextlib.ExitStack() as undo:
             # first the states that only the objects' own code can check
-            self._lifecycle.load_callbacks(state.from_json(content["callbacks"], states), undo)
+            self._lifecycle.load_callbacks(state_dicts.from_json(content["callbacks"], states), undo)
             self._restore_algorithms(content, changed, states, undo)
             self._restore_parts(content, changed, states, undo)
             if scheduler is not None and "lr_scheduler" not in changed:
-                give_back(scheduler, state.from_json(content["scheduler"]), undo)
+                give_back(scheduler, state_dicts.from_json(content["scheduler"]), undo)
             self.restore_weights(folder, content)
             self._restore_trained(folder, content, changed)
             undo.pop_all()
@@ -449,7 +447,7 @@ class Contents:
     def _check_fit(self, folder: Path, content: Mapping[str, Any], changed: Collection[str]) -> None:
         """Refuse a checkpoint that does not fit this run."""
         where, run = repr(str(folder)), self._run
-        weights = self._tensors_of(folder, content, state.WEIGHTS)
+        weights = self._tensors_of(folder, content, state_dicts.WEIGHTS)
         run.backend.check_weights(weights, where, _absent(content))
         if files_of(folder, content["files"], part_of(TRAINED)):
             trained = self._tensors_of(folder, content, TRAINED)
@@ -460,7 +458,7 @@ class Contents:
             for name, saved in _others(content).items():
                 self._check_other(folder, content, name, saved)
         if run.lr_scheduler is not None and "lr_scheduler" not in changed:
-            saved, present = state.from_json(content["scheduler"]), run.lr_scheduler.state_dict()
+            saved, present = state_dicts.from_json(content["scheduler"]), run.lr_scheduler.state_dict()
             taken = sorted(key for key in saved.keys() - present.keys() if hasattr(run.lr_scheduler, str(key)))
             if taken:
                 raise CheckpointError(
@@ -473,12 +471,12 @@ class Contents:
                 lacking = sorted(key for key in present.keys() - saved.keys() if isinstance(present[key], list))
                 if lacking:
                     raise CheckpointError(f"{where} is damaged: the schedule's state lacks {lacking[0]!r}.")
-                state.check_like(saved, present, "the schedule's state", where)
+                state_dicts.check_like(saved, present, "the schedule's state", where)
         scaler = run.backend.scaler
         if scaler.is_enabled() and content["scaler"]:
             present = scaler.state_dict()
-            saved = state.from_json(content["scaler"])
-            state.check_like(saved, present, "the loss scaler's state", where)
+            saved = state_dicts.from_json(content["scaler"])
+            state_dicts.check_like(saved, present, "the loss scaler's state", where)
             if missing := sorted(present.keys() - saved.keys() - {"deepspeed"}):
                 raise CheckpointError(f"{where} is damaged: the loss scaler's state lacks {missing[0]!r}.")
         if "algorithms" not in changed and len(content["algorithms"]) != len(run.algorithms):
@@ -487,7 +485,7 @@ class Contents:
                 f"{len(run.algorithms)}. Pass the algorithms of that run."
             )
         if not self._resets_best(changed):
-            self._lifecycle.objective.check_state(state.from_json(content["objective"]))
+            self._lifecycle.objective.check_state(state_dicts.from_json(content["objective"]))
 
     @staticmethod
     def _resets_best(changed: Collection[str]) -> bool:
@@ -515,15 +513,15 @@ class Contents:
         backend.sync_buffers()
         trained = backend.model_tensors()
         shown = self._shown.of(trained)
-        files = {state.WEIGHTS: {name: one for name, one in shown.items() if name not in frozen}}
+        files = {state_dicts.WEIGHTS: {name: one for name, one in shown.items() if name not in frozen}}
         others = {name: one for name, one in trained.items() if one is not shown[name]}
         if others and not self._run.settings.save_only_model:
             files[TRAINED] = others
-        return files, {"extra_state": state.extra_state(backend.model), "frozen": frozen}
+        return files, {"extra_state": state_dicts.extra_state(backend.model), "frozen": frozen}
 
     def restore_weights(self, folder: Path, content: Mapping[str, Any]) -> None:
         """Copy only the weights of a checkpoint into the model; weights that it left out are unchanged."""
-        tensors = self._tensors_of(folder, content, state.WEIGHTS, self._run.ranks)
+        tensors = self._tensors_of(folder, content, state_dicts.WEIGHTS, self._run.ranks)
         self._run.backend.load_weights(tensors, repr(str(folder)), content["extra_state"], _absent(content))
 
     def _restore_trained(self, folder: Path, content: Mapping[str, Any], changed: Collection[str]) -> None:
@@ -532,7 +530,7 @@ class Contents:
         if not files_of(folder, content["files"], part_of(TRAINED)):
             return
         weights, trained = (
-            self._tensors_of(folder, content, file, self._run.ranks) for file in (state.WEIGHTS, TRAINED)
+            self._tensors_of(folder, content, file, self._run.ranks) for file in (state_dicts.WEIGHTS, TRAINED)
         )
         if "algorithms" not in changed:
             self._shown.restore(trained)
@@ -549,7 +547,7 @@ class Contents:
             if optimizer is backend.optimizer:
                 others[name] = None  # saved as `optimizer`
             else:
-                files[optimizer_file(name)], others[name] = state.optimizer_state(optimizer, backend.model)
+                files[optimizer_file(name)], others[name] = state_dicts.optimizer_state(optimizer, backend.model)
         return files, {"optimizer": rest, "optimizers": others}
 
     def _restore_optimizer(self, folder: Path, content: Mapping[str, Any], changed: Collection[str]) -> None:
@@ -562,7 +560,7 @@ class Contents:
         backend.load_optimizer(tensors, rest, repr(str(folder)))
         for name, saved in _others(content).items():
             tensors = self._tensors_of(folder, content, optimizer_file(name), self._run.ranks)
-            state.restore_optimizer(backend.optimizers[name], backend.model, tensors, saved, repr(str(folder)))
+            state_dicts.restore_optimizer(backend.optimizers[name], backend.model, tensors, saved, repr(str(folder)))
         if has_other_groups(changed, content["optimizer"], backend.groups):
             for group, new in zip(backend.groups, fresh, strict=True):
                 group |= {key: value for key, value in new.items() if key != "params"}
@@ -603,13 +601,13 @@ class Contents:
     def _check_other(self, folder: Path, content: Mapping[str, Any], name: str, saved: Any) -> None:
         """Refuse the saved state of one of several optimizers if it does not fit the optimizer."""
         backend, tensors = self._run.backend, self._tensors_of(folder, content, optimizer_file(name))
-        state.check_optimizer(backend.optimizers[name], backend.model, tensors, saved, repr(str(folder)))
+        state_dicts.check_optimizer(backend.optimizers[name], backend.model, tensors, saved, repr(str(folder)))
 
     # --- the schedule
 
     def _capture_schedule(self) -> dict[str, Any]:
         scheduler = self._run.lr_scheduler
-        return {"scheduler": None if scheduler is None else state.to_json(scheduler.state_dict(), "scheduler")}
+        return {"scheduler": None if scheduler is None else state_dicts.to_json(scheduler.state_dict(), "scheduler")}
 
     def _fresh_schedule(self) -> tuple[dict[str, Any], list[Any]]:
         """Return the state of the schedule now, and the initial rates of it and its parts."""
@@ -641,7 +639,7 @@ class Contents:
         has_new_rates = not {"learning_rate", "optimizer_groups", *GROUPING}.isdisjoint(changed)
         for one, rates in zip(parts, fresh_rates, strict=True):
             if rates is not None:
-                one.base_lrs = rates if has_new_rates else state.like(one.base_lrs, rates)
+                one.base_lrs = rates if has_new_rates else state_dicts.like(one.base_lrs, rates)
         then, now = content["settings"], self._run.resolved_config()
         spans = [_span(one) for one in (then, now)]
         is_other = not {"lr_scheduler", "lr_scheduler_kwargs", "warmup_steps"}.isdisjoint(changed) or (
@@ -668,7 +666,7 @@ class Contents:
             scheduler.progress = progress
         before = [float(group["lr"]) for group in groups]
         for group, rate, factor in zip(groups, scheduler.base_lrs, scheduler.lr_lambdas, strict=True):
-            group["lr"] = state.like(float(rate) * factor(scheduler.last_epoch), group["lr"])
+            group["lr"] = state_dicts.like(float(rate) * factor(scheduler.last_epoch), group["lr"])
         after = [float(group["lr"]) for group in groups]
         if all(math.isclose(one, other, rel_tol=1e-9) for one, other in zip(before, after, strict=True)):
             return
@@ -683,19 +681,19 @@ class Contents:
     # --- the loss scaler
 
     def _capture_scaler(self) -> dict[str, Any]:
-        return {"scaler": state.to_json(self._run.backend.scaler.state_dict(), "scaler")}
+        return {"scaler": state_dicts.to_json(self._run.backend.scaler.state_dict(), "scaler")}
 
     def _restore_scaler(self, content: Mapping[str, Any], has_changed: bool) -> None:
         scaler, wanted = self._run.backend.scaler, self._run.settings.fp16_loss_scale
         if scaler.is_enabled() and content["scaler"]:
-            scaler.load_state_dict(state.from_json(content["scaler"]))
+            scaler.load_state_dict(state_dicts.from_json(content["scaler"]))
             if has_changed:
                 scaler.set_growth_interval(growth_interval(wanted))
 
     # --- random numbers
 
     def _capture_random_numbers(self) -> tuple[Files, dict[str, Any]]:
-        own = state.rng_tensors(self._run.device)
+        own = state_dicts.rng_tensors(self._run.device)
         found = self._run.ranks.gather_on_main("the random numbers for a checkpoint", [own])
         generators = self._run.ranks.by_share([one for (one,) in found])
         tensors = {f"{rank}/{name}": one for rank, (held, _) in enumerate(generators) for name, one in held.items()}
@@ -712,7 +710,7 @@ class Contents:
             lambda: [one for one in self._generators(folder, content) for _ in range(alike)],
         )
         if saved is not None:
-            state.restore_rng_tensors(*saved, self._run.device)
+            state_dicts.restore_rng_tensors(*saved, self._run.device)
         else:  # more ranks than there were
             seed_everything(derive_seed(seed, ranks.data.rank, self._lifecycle.progress.step) & 0x7FFFFFFF)
 
@@ -742,9 +740,11 @@ class Contents:
         entries = []
         for index, entry in enumerate(callbacks):
             name = entry["callback"]
-            entries.append({**entry, "state": state.to_json(entry["state"], f"callbacks/{index}/{name}", tensors)})
+            entries.append(
+                {**entry, "state": state_dicts.to_json(entry["state"], f"callbacks/{index}/{name}", tensors)}
+            )
         algorithms = [
-            state.to_json(one.state_dict(), f"algorithms/{index}/{type(one).__qualname__}", tensors)
+            state_dicts.to_json(one.state_dict(), f"algorithms/{index}/{type(one).__qualname__}", tensors)
             for index, one in enumerate(self._run.algorithms)
         ]
         if self._run.settings.save_only_model:
@@ -763,7 +763,7 @@ class Contents:
             return {}
         own: dict[str, torch.Tensor] = {}
         place = f"parts/{ranks.data.rank}"
-        states = {name: state.to_json(part.state_dict(), f"{place}/{name}", own) for name, part in parts.items()}
+        states = {name: state_dicts.to_json(part.state_dict(), f"{place}/{name}", own) for name, part in parts.items()}
         own = {name: tensor.detach().cpu() for name, tensor in own.items()}
         gathered = ranks.gather_on_main("the states of the user's parts", [(states, own)])
         everywhere = [entry for (entry,) in ranks.by_share(gathered)] or [(states, own)]
@@ -790,7 +790,7 @@ class Contents:
                 "The states of %s differ between the %d ranks of the checkpoint, and there are %d now: all get those "
                 "of the main one.", ", ".join(f"`{name}`" for name in saved[0]), len(saved), data.size,
             )  # fmt: skip
-        states = [state.from_json(entry, tensors) for entry in saved]  # all ranks read all of them, together
+        states = [state_dicts.from_json(entry, tensors) for entry in saved]  # all ranks read all of them, together
         for name, entry in states[data.rank if len(saved) == data.size else 0].items():
             if name.partition(".")[0] in changed:
                 continue
@@ -821,14 +821,14 @@ class Contents:
         owes = lifecycle.owes_evaluation or lifecycle.control.evaluate
         return {
             **history,
-            "objective": state.to_json(history["objective"], "objective"),
-            "loop": state.to_json(loop, "loop"),
+            "objective": state_dicts.to_json(history["objective"], "objective"),
+            "loop": state_dicts.to_json(loop, "loop"),
             "owes": {"evaluation": owes, "save": lifecycle.owes_save},
         }
 
     def _restore_history(self, content: Mapping[str, Any], changed: Collection[str]) -> None:
         lifecycle = self._lifecycle
-        history = {key: state.from_json(content[key]) for key in ("objective", "loop")}
+        history = {key: state_dicts.from_json(content[key]) for key in ("objective", "loop")}
         lifecycle.load_state_dict({**content, **history}, self._resets_best(changed))
         self._step.load_state_dict(history["loop"])
         loader, progress, size = self._sets.train, lifecycle.progress, content["progress"].get("epoch_size")
@@ -854,7 +854,9 @@ class Contents:
     ) -> None:
         if "algorithms" in changed:
             return
-        for algorithm, saved in zip(self._run.algorithms, state.from_json(content["algorithms"], tensors), strict=True):
+        for algorithm, saved in zip(
+            self._run.algorithms, state_dicts.from_json(content["algorithms"], tensors), strict=True
+        ):
             give_back(algorithm, saved, undo)
 
     # --- data
@@ -873,7 +875,7 @@ class Contents:
             loader.fetch.drawn = [GENERATORS[index] for index in content["drawn"]]
             loader.sampler.is_keyed = content.get("order") == "keyed"  # earlier versions drew every order as a whole
         elif loader is not None:
-            mark = state.from_json(content.get("stream"), tensors)  # missing in the first checkpoints of format 1
+            mark = state_dicts.from_json(content.get("stream"), tensors)  # missing in the first checkpoints of format 1
             then, now = content["settings"], self._run.resolved_config()
             if any(then.get(name) != now[name] for name in ("train_dataset", "train_loader")):
                 mark = None
@@ -897,7 +899,7 @@ class Contents:
             states = list(ranks.by_share([one for (one,) in found]))  # on the main rank, which writes them
             mark = None if mark is None or None in states or not states else mark._replace(state=loader.joined(states))
         try:
-            return None if mark is None else state.to_json(mark._asdict(), _STREAM, tensors)
+            return None if mark is None else state_dicts.to_json(mark._asdict(), _STREAM, tensors)
         except CheckpointError as error:
             logger.warning("A resumed run will read the epoch again from its beginning: %s", error)
             return None

@@ -15,12 +15,10 @@ from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from omnitrain.checkpoint.header import open_regular
-from omnitrain.errors import CheckpointError, ConfigError
-from omnitrain.files import new_file
-from omnitrain.settings import folder_path
-
-__all__ = ["FileSystem", "check_free_space", "check_writable", "hashing", "listing", "write_pieces"]
+from omnitrain.checkpoint.safetensors_header import open_regular
+from omnitrain.core.errors import CheckpointError, ConfigError
+from omnitrain.core.files import new_file
+from omnitrain.core.paths import folder_path
 
 _WORTH_A_THREAD = 1 << 24  # bytes; starting threads costs about a millisecond
 _AT_ONCE = 1 << 25  # bytes that the disk is told to take at once

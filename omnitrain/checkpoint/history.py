@@ -11,12 +11,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from omnitrain.checkpoint.header import open_regular
-from omnitrain.checkpoint.schema import check_limits, row
-from omnitrain.errors import CheckpointError
-from omnitrain.metrics import TABLES, MetricsDict
-
-__all__ = ["HISTORY", "Lines", "read_history"]
+from omnitrain.checkpoint.manifest_schema import check_limits, row
+from omnitrain.checkpoint.safetensors_header import open_regular
+from omnitrain.core.errors import CheckpointError
+from omnitrain.core.history import TABLES, MetricsDict
 
 HISTORY = "history.jsonl"
 

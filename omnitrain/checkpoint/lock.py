@@ -23,16 +23,14 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Literal
 
-from omnitrain.errors import CheckpointError
-from omnitrain.files import open_file
-from omnitrain.processes import is_alive, is_known, own_process
+from omnitrain.core.errors import CheckpointError
+from omnitrain.core.files import open_file
+from omnitrain.distributed.processes import is_alive, is_known, own_process
 
 try:
     import fcntl
 except ImportError:  # Windows
     fcntl = None  # type: ignore[assignment]
-
-__all__ = ["LOCK", "Lock"]
 
 logger: logging.Logger = logging.getLogger("omnitrain")
 

@@ -18,24 +18,10 @@ from pathlib import Path
 from typing import Any, TypedDict
 
 from omnitrain.checkpoint.disk import hashing
-from omnitrain.checkpoint.header import open_regular
-from omnitrain.checkpoint.schema import check_limits, flag, maybe, number, record, table, unique_keys, whole
-from omnitrain.errors import CheckpointError
-from omnitrain.files import is_inside
-
-__all__ = [
-    "FORMAT_VERSION",
-    "MANIFEST",
-    "Check",
-    "FileEntry",
-    "check_hashes",
-    "check_payload",
-    "check_sizes",
-    "encode",
-    "inspect",
-    "parse_manifest",
-    "read_manifest",
-]
+from omnitrain.checkpoint.manifest_schema import check_limits, flag, maybe, number, record, table, unique_keys, whole
+from omnitrain.checkpoint.safetensors_header import open_regular
+from omnitrain.core.errors import CheckpointError
+from omnitrain.core.files import is_inside
 
 FORMAT_VERSION = 1
 MANIFEST = "omnitrain.json"

@@ -32,25 +32,10 @@ from omnitrain.checkpoint.disk import FileSystem, listing
 from omnitrain.checkpoint.lock import LOCK
 from omnitrain.checkpoint.manifest import LARGEST_MANIFEST, MANIFEST, FileEntry, inspect, parse_manifest
 from omnitrain.checkpoint.retention import Kept
-from omnitrain.errors import CheckpointError, ConfigError, MissingExtraError, OmnitrainError
-from omnitrain.files import is_inside, new_file, open_file
-from omnitrain.masking import masked
-from omnitrain.settings import local_folder
-
-__all__ = [
-    "Copy",
-    "Place",
-    "check_address",
-    "chosen",
-    "download_files",
-    "download_run",
-    "fetch",
-    "in_bytes",
-    "in_parallel",
-    "local_copy",
-    "reaching",
-    "worded",
-]
+from omnitrain.core.errors import CheckpointError, ConfigError, MissingExtraError, OmnitrainError
+from omnitrain.core.files import is_inside, new_file, open_file
+from omnitrain.core.paths import local_folder
+from omnitrain.core.secrets import masked
 
 logger: logging.Logger = logging.getLogger("omnitrain")
 

@@ -7,8 +7,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-__all__ = ["Kept", "to_delete"]
-
 
 @dataclass(frozen=True, slots=True)
 class Kept:

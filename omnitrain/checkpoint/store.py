@@ -29,7 +29,6 @@ from pathlib import Path
 from typing import Any, Literal
 
 from omnitrain.checkpoint.disk import FileSystem, hashing, listing
-from omnitrain.checkpoint.header import open_regular
 from omnitrain.checkpoint.lock import Lock
 from omnitrain.checkpoint.manifest import (
     MANIFEST,
@@ -43,9 +42,8 @@ from omnitrain.checkpoint.manifest import (
     read_manifest,
 )
 from omnitrain.checkpoint.retention import Kept, to_delete
-from omnitrain.errors import CheckpointError, is_disk_error
-
-__all__ = ["Store", "is_pointer"]
+from omnitrain.checkpoint.safetensors_header import open_regular
+from omnitrain.core.errors import CheckpointError, is_disk_error
 
 logger: logging.Logger = logging.getLogger("omnitrain")
 

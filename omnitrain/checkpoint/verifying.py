@@ -8,10 +8,8 @@ from pathlib import Path
 from typing import Any, TypeVar, cast
 
 from omnitrain.checkpoint.manifest import MANIFEST, Check, FileEntry, check_hashes
-from omnitrain.distributed import Ranks
-from omnitrain.errors import CheckpointError
-
-__all__ = ["hashed_by_all"]
+from omnitrain.core.errors import CheckpointError
+from omnitrain.distributed.ranks import Ranks
 
 T = TypeVar("T")
 

@@ -17,13 +17,12 @@ from typing import Any
 
 import torch
 
-from omnitrain.checkpoint import state
+from omnitrain.checkpoint import state_dicts, tensor_files
 from omnitrain.checkpoint.adapters import write_model_files
 from omnitrain.checkpoint.contents import Run, Snapshot
 from omnitrain.checkpoint.history import HISTORY
 from omnitrain.checkpoint.manifest import FileEntry
-from omnitrain.checkpoint.reading import TensorFile
-from omnitrain.checkpoint.shards import (
+from omnitrain.checkpoint.sharded_files import (
     LARGEST_FILE,
     Block,
     can_shard,
@@ -36,10 +35,9 @@ from omnitrain.checkpoint.shards import (
     write_whole,
 )
 from omnitrain.checkpoint.store import Store
-from omnitrain.distributed import Ranks
-from omnitrain.errors import CheckpointError
-
-__all__ = ["Save", "Writer"]
+from omnitrain.checkpoint.tensor_reader import TensorFile
+from omnitrain.core.errors import CheckpointError
+from omnitrain.distributed.ranks import Ranks
 
 Blocks = Mapping[str, Mapping[str, list[Block]]]
 """What this rank writes of tensors in parts, by file and name."""
@@ -146,7 +144,7 @@ class Writer:
         if phases is None:
             gathered = [snapshot.files[file] for file in snapshot.by_size]
             write = functools.partial(self._write_alone, store, snapshot)
-            return state.written_by_main(self._run.ranks, gathered, write)
+            return state_dicts.written_by_main(self._run.ranks, gathered, write)
         following: Callable[[], Any] | Path = next(phases)
         while not isinstance(following, Path):
             following = _agreed(self._run.ranks, phases, following)
@@ -195,8 +193,8 @@ class Writer:
             _close(store, snapshot.step, held)
             raise
         wholes = 0
-        if state.WEIGHTS in files and self._consolidates(snapshot):
-            wholes = whole_files(snapshot.files[state.WEIGHTS])
+        if state_dicts.WEIGHTS in files and self._consolidates(snapshot):
+            wholes = whole_files(snapshot.files[state_dicts.WEIGHTS])
         return self._together(store, folder, held, (blocks, rest), wholes, stages)
 
     def _begin(self, store: Store, snapshot: Snapshot, held: contextlib.ExitStack) -> str:
@@ -249,7 +247,7 @@ class Writer:
                 for found in (yield safely(lambda: self._write_parts(store, folder, blocks, mine))):
                     entries |= found
             if wholes:
-                parts = [name for name in entries if name.startswith(f"{part_of(state.WEIGHTS)}/")]
+                parts = [name for name in entries if name.startswith(f"{part_of(state_dicts.WEIGHTS)}/")]
                 parts = ranks.on_main("the parts of a checkpoint", lambda: parts)
                 share = self._write_whole if ranks.rank < wholes else _nothing  # which opens the parts of all ranks
                 for found in (yield safely(lambda: share(store, folder, parts))):
@@ -276,13 +274,13 @@ class Writer:
 
     def _commit(self, store: Store, snapshot: Snapshot, folder: Path, written: Entries, has_beside: bool) -> Path:
         """Write what the main rank alone has, and make the folder a checkpoint."""
-        weights = files_of(folder, {**written, **dict.fromkeys(snapshot.files)}, part_of(state.WEIGHTS))
+        weights = files_of(folder, {**written, **dict.fromkeys(snapshot.files)}, part_of(state_dicts.WEIGHTS))
         with ThreadPoolExecutor(2, thread_name_prefix="omnitrain-hash") as pool:
             with store.reporting(snapshot.step):
-                emptied = folder / part_of(state.WEIGHTS)
+                emptied = folder / part_of(state_dicts.WEIGHTS)
                 if emptied.is_dir() and not any(emptied.iterdir()):  # its parts are whole files by now
                     store.fs.rmdir(emptied)
-                digests = self._write_files(store, snapshot, folder, pool, state.whole, weights)
+                digests = self._write_files(store, snapshot, folder, pool, tensor_files.whole, weights)
                 if not has_beside:
                     self._write_beside(folder)
             return store.commit(
@@ -290,12 +288,12 @@ class Writer:
                 written=written,
             )  # fmt: skip
 
-    def _write_alone(self, store: Store, snapshot: Snapshot, gather: state.Gather) -> Path:
+    def _write_alone(self, store: Store, snapshot: Snapshot, gather: state_dicts.Gather) -> Path:
         """Write the whole checkpoint from this rank."""
         digests: dict[str, Future[str]] = {}
 
         def write(folder: Path) -> None:
-            digests.update(self._write_files(store, snapshot, folder, pool, gather, [folder / state.WEIGHTS]))
+            digests.update(self._write_files(store, snapshot, folder, pool, gather, [folder / state_dicts.WEIGHTS]))
             self._write_beside(folder)
 
         with ThreadPoolExecutor(2, thread_name_prefix="omnitrain-hash") as pool:
@@ -309,7 +307,7 @@ class Writer:
         snapshot: Snapshot,
         folder: Path,
         pool: ThreadPoolExecutor,
-        gather: state.Gather,
+        gather: state_dicts.Gather,
         weights: Sequence[Path],
     ) -> dict[str, Future[str]]:
         """Write a snapshot's files and those of the model beside them, and return the sha256 of its own.
@@ -327,15 +325,15 @@ class Writer:
         for file in snapshot.by_size:
             tensors, path = snapshot.files[file], folder / file
             path.parent.mkdir(parents=True, exist_ok=True)
-            if any(map(state.is_in_parts, tensors.values())):
+            if any(map(tensor_files.is_in_parts, tensors.values())):
                 hasher, digests[file] = hashlib.sha256(), Future()
-                state.save_tensors(tensors, path, hasher, gather)
+                state_dicts.save_tensors(tensors, path, hasher, gather)
                 digests[file].set_result(hasher.hexdigest())
                 continue
-            ready = state.host_tensors(tensors)
+            ready = tensor_files.host_tensors(tensors)
             with contextlib.suppress(RuntimeError):  # at interpreter exit: the file is read back and hashed
-                digests[file] = pool.submit(state.digest, ready)
-            state.save_tensors(ready, path)
+                digests[file] = pool.submit(tensor_files.digest, ready)
+            state_dicts.save_tensors(ready, path)
         text, digest = snapshot.rows
         store.fs.write(folder / HISTORY, text)
         digests[HISTORY] = Future()
@@ -348,12 +346,15 @@ class Writer:
         wanted = self._run.settings.consolidate
         if wanted is not None:
             return wanted
-        return sum(one.numel() * one.element_size() for one in snapshot.files[state.WEIGHTS].values()) <= LARGEST_FILE
+        return (
+            sum(one.numel() * one.element_size() for one in snapshot.files[state_dicts.WEIGHTS].values())
+            <= LARGEST_FILE
+        )
 
 
 def _in_parts(snapshot: Snapshot) -> list[str]:
     """Return the files with tensors of which each rank has a part."""
-    return [file for file in snapshot.by_size if any(map(state.is_in_parts, snapshot.files[file].values()))]
+    return [file for file in snapshot.by_size if any(map(tensor_files.is_in_parts, snapshot.files[file].values()))]
 
 
 def _nothing(store: Store, folder: Path, parts: Sequence[str]) -> Entries:

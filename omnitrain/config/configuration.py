@@ -13,20 +13,18 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from omnitrain.argument_aliases import advice
+from omnitrain.arguments import DEFAULTS, Settings, check_settings
 from omnitrain.config import names
 from omnitrain.config.parts import Parts, StandIn, mode_of
 from omnitrain.config.reading import OF_A_PART, Place, Tree, read, spelled
-from omnitrain.duration import Limits
-from omnitrain.errors import ConfigError, OmnitrainError, add_place, did_you_mean
-from omnitrain.plain_yaml import MISSING
-from omnitrain.settings import DEFAULTS, Settings, check_settings
-from omnitrain.vocabulary import advice
+from omnitrain.config.yaml_writer import MISSING
+from omnitrain.core.duration import Limits
+from omnitrain.core.errors import ConfigError, OmnitrainError, add_place, did_you_mean
 
 if TYPE_CHECKING:
-    from omnitrain.metrics import MetricsDict
-    from omnitrain.trainers.base import BaseTrainer
-
-__all__ = ["SECTIONS", "TRAINERS", "Config", "merged", "raise_all"]
+    from omnitrain.core.history import MetricsDict
+    from omnitrain.trainer.base import BaseTrainer
 
 SECTIONS = ("vars", "trainer", "train")
 TRAINERS = ("Trainer", "AccelerateTrainer", "HFTrainer")
@@ -152,7 +150,7 @@ class Config:
         return short
 
     def _trainer_class(self) -> Any:
-        from omnitrain.trainers.base import BaseTrainer
+        from omnitrain.trainer.base import BaseTrainer
 
         try:
             path, found = names.find(self._trainer_name(), self.trust)
@@ -276,7 +274,7 @@ class Config:
 
     def _check_data(self) -> list[ConfigError]:
         """Return the error for a file with nothing to train on, unless the trainer has its own constructor or loop."""
-        from omnitrain.run.hooks import Hooks
+        from omnitrain.trainer.hooks import Hooks
 
         trainer_class = self._trainer_class()
         is_ours = {"train_dataset", "train_loader"} <= inspect.signature(trainer_class).parameters.keys()

@@ -16,9 +16,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from omnitrain.errors import ConfigError, did_you_mean
-
-__all__ = ["check_trust", "find", "is_path", "short_names"]
+from omnitrain.core.errors import ConfigError, did_you_mean
 
 _PATH = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)+")
 SHORT = ("omnitrain", "torch.nn", "torch.optim", "torch.optim.lr_scheduler", "torch.utils.data")
@@ -70,7 +68,7 @@ def find(name: str, trust: bool) -> tuple[str, Any]:
         )
     if not trust:
         check_trust(name)
-    from omnitrain.instantiation import imported
+    from omnitrain.config.instantiation import imported
 
     return name, imported(name)
 

@@ -21,9 +21,7 @@ from typing import Any, Literal, TypeVar
 
 from omnitrain.config import names
 from omnitrain.config.reading import OF_A_PART, Key, Tree, read
-from omnitrain.errors import ConfigError, MissingExtraError, OmnitrainError, add_place, did_you_mean
-
-__all__ = ["Mode", "Parts", "StandIn", "mode_of"]
+from omnitrain.core.errors import ConfigError, MissingExtraError, OmnitrainError, add_place, did_you_mean
 
 Mode = Literal["text", "object", "function", "class"]
 """What a text means where it stands as an argument: itself, what an object is made of, a function, or a class."""
@@ -148,21 +146,19 @@ class Parts:
 
     def _optimizer_or_schedule(self, value: str, key: Key) -> Any:
         """Return the name, which the trainer knows, or a class of another package."""
-        from omnitrain import optimization
+        from omnitrain.optim import build
 
-        if names.is_path(value) and value.partition(".")[0] not in optimization.PACKAGES:
+        if names.is_path(value) and value.partition(".")[0] not in build.PACKAGES:
             found = self._find(value, key)
             return found if isinstance(found, StandIn) else found[1]
         try:
-            if key[-1] == "optimizer" and value.lower() != optimization.MUON:
-                optimization.optimizer_class(value)
+            if key[-1] == "optimizer" and value.lower() != build.MUON:
+                build.optimizer_class(value)
         except OmnitrainError as error:
             return self.fail(key, str(error), error)
-        if key[-1] == "lr_scheduler" and not names.is_path(value) and value not in optimization.SCHEDULE_NAMES:
-            hint = did_you_mean(value, optimization.SCHEDULE_NAMES)
-            return self.fail(
-                key, f"there is no schedule {value!r}, but {', '.join(optimization.SCHEDULE_NAMES)}.{hint}"
-            )
+        if key[-1] == "lr_scheduler" and not names.is_path(value) and value not in build.SCHEDULE_NAMES:
+            hint = did_you_mean(value, build.SCHEDULE_NAMES)
+            return self.fail(key, f"there is no schedule {value!r}, but {', '.join(build.SCHEDULE_NAMES)}.{hint}")
         return value
 
     def _by_annotation(self, value: Any, annotation: Any, key: Key) -> Any:
@@ -267,7 +263,7 @@ class Parts:
             )
         before = len(self.errors)
         arguments = self._arguments(full, function, init_args, key)
-        from omnitrain.instantiation import is_partial, made
+        from omnitrain.config.instantiation import is_partial, made
 
         takes_rest = mode == "function" or (mode == "text" and len(key) == 2)  # as `optimizer` and `lr_scheduler` do
         if takes_rest and isinstance(arguments, dict) and not is_bare and is_partial(function, arguments):

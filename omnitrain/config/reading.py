@@ -14,10 +14,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from omnitrain.errors import ConfigError, MissingExtraError, did_you_mean
-from omnitrain.plain_yaml import FromEnvironment, loader
-
-__all__ = ["Key", "Place", "Tree", "parse_value", "read", "spelled"]
+from omnitrain.config.yaml_writer import FromEnvironment, loader
+from omnitrain.core.errors import ConfigError, MissingExtraError, did_you_mean
 
 Key = tuple[str | int, ...]
 """The way to a value: names of mappings and positions in lists."""

@@ -15,30 +15,7 @@ from typing import Any, Self, TypeGuard
 import numpy as np
 import torch
 
-from omnitrain.errors import ConfigError, DataError
-
-__all__ = [
-    "IGNORED_LABEL",
-    "LABEL_KEYS",
-    "Collator",
-    "DictBatch",
-    "PaddedBatch",
-    "as_probabilities",
-    "copied_ahead",
-    "count_samples",
-    "first_row",
-    "is_image",
-    "labels_of",
-    "move_to_device",
-    "padding_collator",
-    "pinned",
-    "required_labels",
-    "split_batch",
-    "split_by_sizes",
-    "tensors_in",
-    "where_labels_are",
-    "with_labels",
-]
+from omnitrain.core.errors import ConfigError, DataError
 
 IGNORED_LABEL = -100
 """The label that losses and metrics ignore, by the convention of PyTorch and transformers."""

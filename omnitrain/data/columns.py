@@ -12,8 +12,6 @@ from omnitrain.data.collation import LABEL_KEYS
 from omnitrain.data.grouping import GroupByLength
 from omnitrain.data.packing import PackedDataset
 
-__all__ = ["Columns", "is_of_user"]
-
 logger: logging.Logger = logging.getLogger("omnitrain")
 
 

@@ -11,12 +11,10 @@ from typing import Any, cast
 import numpy as np
 from torch.utils.data import Dataset
 
+from omnitrain.compute.random_state import derive_seed, isolated_rng
+from omnitrain.core.errors import ConfigError, DataError
 from omnitrain.data.loaders import count_rows, is_stream
 from omnitrain.data.sampling import Collate, tensor_columns
-from omnitrain.errors import ConfigError, DataError
-from omnitrain.reproducibility import derive_seed, isolated_rng
-
-__all__ = ["GroupByLength", "Lengths", "lengths_of"]
 
 logger: logging.Logger = logging.getLogger("omnitrain")
 

@@ -22,6 +22,9 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 
+from omnitrain.compute.random_state import derive_seed, isolated_rng, seed_generators
+from omnitrain.core.errors import DataError, listed, named_samples
+from omnitrain.core.progress import Progress
 from omnitrain.data.collation import Collator, count_samples, first_row, pinned
 from omnitrain.data.sampling import (
     Collate,
@@ -46,22 +49,6 @@ from omnitrain.data.workers import (
     stop_workers,
     watch_workers,
 )
-from omnitrain.errors import DataError, listed, named_samples
-from omnitrain.progress import Progress
-from omnitrain.reproducibility import derive_seed, isolated_rng, seed_generators
-
-__all__ = [
-    "GivenLoader",
-    "Loader",
-    "MapLoader",
-    "StreamLoader",
-    "as_is",
-    "end_workers",
-    "has_length",
-    "is_stream",
-    "make_loader",
-    "name_of_set",
-]
 
 logger: logging.Logger = logging.getLogger("omnitrain")
 

@@ -12,11 +12,9 @@ import torch
 from torch import nn
 from torch.utils.data import Dataset
 
+from omnitrain.core.errors import ConfigError, DataError, did_you_mean
 from omnitrain.data.collation import IGNORED_LABEL, LABEL_KEYS, SEQUENCE_KEYS, Collator
 from omnitrain.data.grouping import Lengths, lengths_of
-from omnitrain.errors import ConfigError, DataError, did_you_mean
-
-__all__ = ["PackedDataset"]
 
 logger: logging.Logger = logging.getLogger("omnitrain")
 

@@ -18,30 +18,10 @@ import numpy as np
 import torch
 from torch.utils.data import DistributedSampler, Subset, TensorDataset
 
+from omnitrain.compute.random_state import GENERATORS, Generator, derive_seed, isolated_rng
+from omnitrain.core.errors import DataError, named_samples
 from omnitrain.data.collation import Collator, DictBatch
-from omnitrain.data.suspects import told
-from omnitrain.errors import DataError, named_samples
-from omnitrain.reproducibility import GENERATORS, Generator, derive_seed, isolated_rng
-
-__all__ = [
-    "Collate",
-    "Counted",
-    "EpochSampler",
-    "Fetch",
-    "GivenOrder",
-    "Rounds",
-    "Window",
-    "arrays_of",
-    "dealt",
-    "filled_up",
-    "is_table",
-    "no_end",
-    "permuted",
-    "share",
-    "tensor_columns",
-    "windows",
-    "without_padding",
-]
+from omnitrain.data.failing_samples import told
 
 Collate = Callable[[Sequence[Any]], Any]
 

@@ -11,16 +11,14 @@ from typing import Any
 import numpy as np
 import torch
 
+from omnitrain.arguments import Settings, changes_in_size, describe, is_loader, samples_of_step
+from omnitrain.core.duration import Duration
+from omnitrain.core.errors import ConfigError, DataError
 from omnitrain.data.collation import Collator
 from omnitrain.data.loaders import GivenLoader, Loader, MapLoader, end_workers, is_stream, make_loader, name_of_set
 from omnitrain.data.sampling import Rounds, is_table
 from omnitrain.data.shards import ShardedLoader, ShardedStream
-from omnitrain.distributed import Coordinates, Ranks
-from omnitrain.duration import Duration
-from omnitrain.errors import ConfigError, DataError
-from omnitrain.settings import Settings, changes_in_size, describe, is_loader, samples_of_step
-
-__all__ = ["EvalSet", "Sets", "is_named_sets"]
+from omnitrain.distributed.ranks import Coordinates, Ranks
 
 logger: logging.Logger = logging.getLogger("omnitrain")
 

@@ -15,16 +15,14 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils.data import DataLoader, IterableDataset
 
+from omnitrain.compute.random_state import derive_seed, isolated_rng, seed_generators
+from omnitrain.core.errors import CheckpointError, ConfigError, listed
+from omnitrain.core.progress import Progress
 from omnitrain.data.collation import pinned
 from omnitrain.data.loaders import Loader, as_is, has_length
 from omnitrain.data.sampling import Collate, Counted, no_end
 from omnitrain.data.streams import Mark, can_seek
 from omnitrain.data.workers import explaining_dead_workers, outlive_signals, start_workers, stop_workers
-from omnitrain.errors import CheckpointError, ConfigError, listed
-from omnitrain.progress import Progress
-from omnitrain.reproducibility import derive_seed, isolated_rng, seed_generators
-
-__all__ = ["ShardedLoader", "ShardedStream"]
 
 logger: logging.Logger = logging.getLogger("omnitrain")
 

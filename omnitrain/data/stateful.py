@@ -13,11 +13,9 @@ from typing import Any
 from torch import nn
 from torch.utils.data import ConcatDataset, IterableDataset, Subset
 
+from omnitrain.arguments import Settings
+from omnitrain.core.errors import ConfigError
 from omnitrain.data.streams import has_state
-from omnitrain.errors import ConfigError
-from omnitrain.settings import Settings
-
-__all__ = ["check_parts", "data_parts", "stateful_parts", "untouched"]
 
 
 class _ModuleState:

@@ -15,12 +15,10 @@ from typing import Any, NamedTuple
 
 from torch.utils.data import IterableDataset, get_worker_info
 
+from omnitrain.compute.random_state import derive_seed, isolated_rng, seed_generators
+from omnitrain.core.errors import CheckpointError, named_samples
+from omnitrain.core.events import give_back
 from omnitrain.data.sampling import Collate, Counted, Rounds, no_end, share
-from omnitrain.errors import CheckpointError, named_samples
-from omnitrain.events import give_back
-from omnitrain.reproducibility import derive_seed, isolated_rng, seed_generators
-
-__all__ = ["Mark", "Stream", "can_seek", "check_state", "has_state"]
 
 
 class Mark(NamedTuple):

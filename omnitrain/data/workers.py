@@ -27,18 +27,8 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader
 
-from omnitrain.errors import DataError, OmnitrainError
-from omnitrain.events import Control
-
-__all__ = [
-    "explaining_dead_workers",
-    "outlive_signals",
-    "snapshot",
-    "start_workers",
-    "stop_workers",
-    "until_signal",
-    "watch_workers",
-]
+from omnitrain.core.errors import DataError, OmnitrainError
+from omnitrain.core.events import Control
 
 logger: logging.Logger = logging.getLogger("omnitrain")
 

@@ -23,35 +23,15 @@ from accelerate.state import PartialState
 from accelerate.utils import FullyShardedDataParallelPlugin
 from transformers.trainer_utils import IntervalStrategy, SaveStrategy
 
+from omnitrain.arguments import Settings, is_loader, seconds_of
 from omnitrain.backends.accelerators import is_set, make_accelerator
 from omnitrain.backends.deepspeed import adopt_config, deepspeed_plugin
-from omnitrain.checkpoint.state import unwrap
-from omnitrain.errors import ConfigError, did_you_mean, unexpected_arguments
-from omnitrain.precision import precision_name
-from omnitrain.recomputation import own_way
-from omnitrain.rendezvous import meeting
-from omnitrain.scoring import ByBatch
-from omnitrain.settings import Settings, is_loader, seconds_of
-
-__all__ = [
-    "HFTrainingArguments",
-    "adopt",
-    "adopt_arguments",
-    "adopt_recomputation",
-    "arguments_in_force",
-    "ddp_options",
-    "either_name",
-    "engine_arguments",
-    "plain_arguments",
-    "refuse_fp16",
-    "refuse_of_datasets",
-    "schedule_for",
-    "sharding_accelerator",
-    "syncs_each_batch",
-    "tell_of_unread",
-    "timeout_of",
-    "word_of",
-]
+from omnitrain.checkpoint.state_dicts import unwrap
+from omnitrain.compute.activation_checkpointing import own_way
+from omnitrain.compute.precision import precision_name
+from omnitrain.core.errors import ConfigError, did_you_mean, unexpected_arguments
+from omnitrain.distributed.rendezvous import meeting
+from omnitrain.metrics.scorer import ByBatch
 
 logger: logging.Logger = logging.getLogger("omnitrain")
 

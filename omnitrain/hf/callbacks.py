@@ -10,8 +10,6 @@ from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK
 from transformers.trainer import DEFAULT_PROGRESS_CALLBACK
 from transformers.trainer_callback import CallbackHandler
 
-__all__ = ["Callbacks", "Controls"]
-
 logger: logging.Logger = logging.getLogger("omnitrain")
 
 _TRACKERS = tuple(INTEGRATION_TO_CALLBACK.values())

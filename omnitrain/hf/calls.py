@@ -23,28 +23,27 @@ from torch.utils.data import DataLoader
 from transformers import trainer_pt_utils
 from transformers.trainer_utils import EvalLoopOutput, TrainOutput
 
+from omnitrain.arguments import change_setting, refuse_assignment
 from omnitrain.callbacks.early_stopping import EarlyStopping
+from omnitrain.core.duration import Duration
+from omnitrain.core.errors import ConfigError
+from omnitrain.core.events import Callback, Control
+from omnitrain.core.files import check_not_link
+from omnitrain.core.history import MetricsDict, write_results
+from omnitrain.core.paths import local_path
 from omnitrain.data.collation import labels_of
 from omnitrain.data.sets import is_named_sets
-from omnitrain.duration import Duration
-from omnitrain.errors import ConfigError
-from omnitrain.events import Callback, Control
-from omnitrain.files import check_not_link
 from omnitrain.hf.arguments import either_name, schedule_for
 from omnitrain.hf.callbacks import Controls
 from omnitrain.hf.data import unprepared
 from omnitrain.hf.engine import Engine
 from omnitrain.hf.evaluation import prefixed
 from omnitrain.hf.files import write_model
-from omnitrain.metrics import MetricsDict, write_results
-from omnitrain.run import hooks
-from omnitrain.run.evaluation import Predictions
-from omnitrain.scoring import make_scorer, scores_for
-from omnitrain.settings import change_setting, local_path, refuse_assignment
-from omnitrain.trainers.base import BaseTrainer
-from omnitrain.units import ModelUnit, StepOutput, metrics_in, run_unit, scores_in
-
-__all__ = ["ANSWERED_BY_ENGINE", "CALLED", "Calls", "TrainResult"]
+from omnitrain.metrics.scorer import make_scorer, scores_for
+from omnitrain.model.units import ModelUnit, StepOutput, metrics_in, run_unit, scores_in
+from omnitrain.trainer import hooks
+from omnitrain.trainer.base import BaseTrainer
+from omnitrain.trainer.evaluation import Predictions
 
 logger: logging.Logger = logging.getLogger("omnitrain")
 

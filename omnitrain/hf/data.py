@@ -11,15 +11,13 @@ from accelerate import PartialState
 from accelerate.data_loader import BatchSamplerShard, DataLoaderDispatcher, DataLoaderShard
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler
 
+from omnitrain.arguments import Settings, is_loader
+from omnitrain.core.errors import ConfigError
 from omnitrain.data.grouping import GroupByLength, lengths_of
 from omnitrain.data.loaders import GivenLoader, MapLoader, StreamLoader, as_is, is_stream
 from omnitrain.data.sampling import windows
-from omnitrain.errors import ConfigError
 from omnitrain.hf.arguments import word_of
-from omnitrain.settings import Settings, is_loader
-from omnitrain.trainers.base import BaseTrainer
-
-__all__ = ["counting_loader", "grouped_by_length", "shown_loader", "unprepared"]
+from omnitrain.trainer.base import BaseTrainer
 
 
 class _Requests(Sampler[Any]):

@@ -23,25 +23,22 @@ from torch import nn
 from torch.utils.data import DataLoader
 from transformers.trainer_callback import CallbackHandler, ExportableState
 
-from omnitrain.checkpoint.state import unwrap
+from omnitrain.arguments import samples_of_step
+from omnitrain.checkpoint.state_dicts import unwrap
 from omnitrain.checkpoint.store import Store
+from omnitrain.core.errors import ConfigError, Tolerance
+from omnitrain.core.events import Callback, Control, Event
 from omnitrain.data.sampling import Window
-from omnitrain.errors import ConfigError, Tolerance
-from omnitrain.events import Callback, Control, Event
 from omnitrain.hf.arguments import syncs_each_batch, word_of
 from omnitrain.hf.callbacks import Callbacks
 from omnitrain.hf.data import counting_loader, shown_loader
 from omnitrain.hf.files import write_optimizer, write_state
 from omnitrain.hf.policies import is_delayed
 from omnitrain.hf.search import Searching, Trial, run_trial
-from omnitrain.run.loop import Loop
-from omnitrain.settings import samples_of_step
-from omnitrain.trainers.base import BaseTrainer
+from omnitrain.trainer.base import BaseTrainer
+from omnitrain.trainer.loop import Loop
 
 logger: logging.Logger = logging.getLogger("omnitrain")
-
-__all__ = ["Boundary", "Bridge", "Engine", "EngineLoop", "Reporter", "ScheduleFacade"]
-
 
 logger: logging.Logger = logging.getLogger("omnitrain")
 

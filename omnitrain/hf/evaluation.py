@@ -15,17 +15,14 @@ import torch
 from transformers import Seq2SeqTrainingArguments
 from transformers.trainer_utils import speed_metrics
 
-from omnitrain.checkpoint.state import unwrap
+from omnitrain.checkpoint.state_dicts import unwrap
+from omnitrain.core.errors import DataError
 from omnitrain.data.collation import IGNORED_LABEL, count_samples, labels_of
 from omnitrain.data.loaders import Loader
-from omnitrain.errors import DataError
 from omnitrain.hf.engine import Engine
 from omnitrain.hf.generation import Generation
-from omnitrain.run.evaluation import Evaluation, Inconclusive, Predictions
-from omnitrain.units import StepOutput
-
-__all__ = ["HFEvaluation", "prefixed"]
-
+from omnitrain.model.units import StepOutput
+from omnitrain.trainer.evaluation import Evaluation, Inconclusive, Predictions
 
 _OF_THE_CLOCK = ("_runtime", "_samples_per_second", "_steps_per_second")
 """Suffixes of the timings that transformers adds to metrics, which differ in every run."""

@@ -14,13 +14,12 @@ import transformers
 
 from omnitrain.checkpoint.adapters import save_model
 from omnitrain.checkpoint.contents import OPTIMIZER
-from omnitrain.checkpoint.reading import TensorFile
-from omnitrain.checkpoint.shards import files_of, part_of
-from omnitrain.checkpoint.state import bare_name, from_json, is_in_parts, unwrap
-from omnitrain.errors import ConfigError
-from omnitrain.trainers.base import BaseTrainer
-
-__all__ = ["check_stock_checkpoints", "write_model", "write_optimizer", "write_state"]
+from omnitrain.checkpoint.sharded_files import files_of, part_of
+from omnitrain.checkpoint.state_dicts import bare_name, from_json, unwrap
+from omnitrain.checkpoint.tensor_files import is_in_parts
+from omnitrain.checkpoint.tensor_reader import TensorFile
+from omnitrain.core.errors import ConfigError
+from omnitrain.trainer.base import BaseTrainer
 
 
 def check_stock_checkpoints(stock_checkpoints: Any, given: Mapping[str, Any]) -> None:

@@ -10,11 +10,9 @@ import torch
 import transformers
 from torch import nn
 
+from omnitrain.core.errors import ConfigError, DataError
 from omnitrain.data.collation import IGNORED_LABEL, LABEL_KEYS, count_samples
-from omnitrain.errors import ConfigError, DataError
-from omnitrain.units import generated
-
-__all__ = ["Generation", "take_generation"]
+from omnitrain.model.units import generated
 
 _DEFAULT_LENGTH = 20
 """The default `max_length` of a generation."""

@@ -16,15 +16,13 @@ from typing import Any
 import transformers
 from transformers.trainer_utils import HubStrategy
 
+from omnitrain.arguments import samples_of_step
 from omnitrain.checkpoint.lock import LOCK
-from omnitrain.checkpoint.record import CONFIG_FILE, RUN_FILE
-from omnitrain.errors import ConfigError
-from omnitrain.files import check_not_link
+from omnitrain.checkpoint.run_record import CONFIG_FILE, RUN_FILE
+from omnitrain.core.errors import ConfigError
+from omnitrain.core.files import check_not_link
 from omnitrain.hf.files import write_model
-from omnitrain.settings import samples_of_step
-from omnitrain.trainers.base import BaseTrainer
-
-__all__ = ["Uploading"]
+from omnitrain.trainer.base import BaseTrainer
 
 logger: logging.Logger = logging.getLogger("omnitrain")
 

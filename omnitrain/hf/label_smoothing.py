@@ -9,11 +9,9 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from omnitrain.core.errors import ConfigError, DataError
 from omnitrain.data.collation import IGNORED_LABEL
-from omnitrain.errors import ConfigError, DataError
-from omnitrain.losses import shifts_by_default
-
-__all__ = ["SmoothedLoss", "smooth_labels"]
+from omnitrain.model.losses import shifts_by_default
 
 logger: logging.Logger = logging.getLogger("omnitrain")
 

@@ -9,10 +9,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from omnitrain.errors import ConfigError
-from omnitrain.reproducibility import isolated_rng
-
-__all__ = ["check_model_init", "new_model"]
+from omnitrain.compute.random_state import isolated_rng
+from omnitrain.core.errors import ConfigError
 
 
 def check_model_init(model: Any, model_init: Any, given: Mapping[str, Any]) -> None:

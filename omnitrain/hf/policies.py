@@ -6,11 +6,9 @@ from typing import Any
 
 import transformers
 
-from omnitrain.events import Callback
+from omnitrain.core.events import Callback
+from omnitrain.core.progress import Progress
 from omnitrain.hf.arguments import word_of
-from omnitrain.progress import Progress
-
-__all__ = ["is_delayed", "policies_of"]
 
 
 def policies_of(args: transformers.TrainingArguments | None) -> list[Callback]:

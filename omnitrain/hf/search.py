@@ -18,10 +18,8 @@ from typing import Any, TypeVar, cast
 import transformers
 from transformers.hyperparameter_search import default_hp_search_backend
 
-from omnitrain.errors import ConfigError, NonFiniteError, did_you_mean
+from omnitrain.core.errors import ConfigError, NonFiniteError, did_you_mean
 from omnitrain.hf.hub import Uploading
-
-__all__ = ["Searching", "Trial", "remembered", "run_trial", "take_callbacks"]
 
 Constructor = TypeVar("Constructor", bound=Callable[..., None])
 

@@ -15,21 +15,35 @@ from torch.optim.lr_scheduler import LRScheduler
 from transformers import PrinterCallback
 from transformers import Trainer as StockTrainer  # a program may put ours in its place later
 
+from omnitrain.arguments import (
+    Nothing,
+    PrecisionName,
+    ScheduleName,
+    changes_in_size,
+    check_list,
+    check_type,
+    refuse_class,
+    samples_of_step,
+    takes_arguments,
+)
 from omnitrain.backends.accelerators import adopt_precision, backend_for, refuse_lost_processes
 from omnitrain.backends.backend import Backend
 from omnitrain.backends.deepspeed import schedule_of
-from omnitrain.checkpoint.state import unwrap
+from omnitrain.checkpoint.state_dicts import unwrap
+from omnitrain.compute.precision import choose_device
+from omnitrain.compute.random_state import isolated_rng
+from omnitrain.core.duration import Duration
+from omnitrain.core.errors import ConfigError
+from omnitrain.core.events import Algorithm, Callback
+from omnitrain.core.paths import run_folder
 from omnitrain.data.collation import Collator
 from omnitrain.data.columns import Columns
 from omnitrain.data.loaders import MapLoader
 from omnitrain.data.sets import Sets
-from omnitrain.distributed import Ranks
-from omnitrain.duration import Duration
-from omnitrain.errors import ConfigError
-from omnitrain.events import Algorithm, Callback
+from omnitrain.distributed.ranks import Ranks
+from omnitrain.distributed.rendezvous import connected_ranks
 from omnitrain.hf.arguments import (
     FIELDS,
-    HFTrainingArguments,
     adopt,
     adopt_arguments,
     adopt_recomputation,
@@ -58,26 +72,9 @@ from omnitrain.hf.label_smoothing import smooth_labels
 from omnitrain.hf.model_init import check_model_init, new_model
 from omnitrain.hf.policies import policies_of
 from omnitrain.hf.search import Trial, remembered, take_callbacks
-from omnitrain.precision import choose_device
-from omnitrain.rendezvous import connected_ranks
-from omnitrain.reproducibility import isolated_rng
-from omnitrain.run import hooks
-from omnitrain.schedules import NAMED, Course, Schedule, warmup_length
-from omnitrain.settings import (
-    Nothing,
-    PrecisionName,
-    ScheduleName,
-    changes_in_size,
-    check_list,
-    check_type,
-    refuse_class,
-    run_folder,
-    samples_of_step,
-    takes_arguments,
-)
-from omnitrain.units import ModelUnit, StepOutput, forward_names, without_effect
-
-__all__ = ["HFTrainer", "HFTrainingArguments"]
+from omnitrain.model.units import ModelUnit, StepOutput, forward_names, without_effect
+from omnitrain.optim.schedules import NAMED, Course, Schedule, warmup_length
+from omnitrain.trainer import hooks
 
 NEVER_CALLED = {
     "_fit": "HFTrainer's own; transformers' loop is Engine.train",

@@ -14,7 +14,7 @@ from recipes import StopAt, distance, rows, same, t16, weights
 from torch import nn
 
 from omnitrain import EMA, Algorithm, Callback, CheckpointError, Trainer
-from omnitrain.checkpoint.state import load_tensors
+from omnitrain.checkpoint.tensor_files import load_tensors
 
 
 class Watch(Callback):

@@ -13,9 +13,9 @@ import torch.nn.functional as F
 from tiny import VOCABULARY, Tokens, gpt
 
 from omnitrain import ConfigError, CutMix, DataError, LabelSmoothing, MixUp, Progress, StepOutput
-from omnitrain.losses import LossMean
-from omnitrain.settings import Settings
-from omnitrain.units import ModelUnit
+from omnitrain.arguments import Settings
+from omnitrain.model.losses import LossMean
+from omnitrain.model.units import ModelUnit
 
 
 def trainer(step: int = 0, seed: int = 42, **settings: Any) -> Any:

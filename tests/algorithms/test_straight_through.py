@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn.utils import parametrize
 
 from omnitrain import StraightThrough, Trainer
-from omnitrain.checkpoint.state import load_tensors
+from omnitrain.checkpoint.tensor_files import load_tensors
 
 
 def rounded(weight: torch.Tensor) -> torch.Tensor:

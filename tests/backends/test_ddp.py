@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from omnitrain.backends.ddp import Runner, run_through
-from omnitrain.units import StepOutput
+from omnitrain.model.units import StepOutput
 
 
 def runner() -> Runner:

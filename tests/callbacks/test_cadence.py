@@ -6,9 +6,9 @@ from types import SimpleNamespace
 from typing import Any
 
 from omnitrain.callbacks.cadence import Cadence
-from omnitrain.duration import Duration, Every, Limits
-from omnitrain.events import Control
-from omnitrain.progress import Progress
+from omnitrain.core.duration import Duration, Every, Limits
+from omnitrain.core.events import Control
+from omnitrain.core.progress import Progress
 
 
 def requests(limits: Limits, **intervals: str | int | None) -> list[str]:

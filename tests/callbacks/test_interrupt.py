@@ -31,7 +31,7 @@ class Clock:
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     clock = Clock()
-    monkeypatch.setattr("omnitrain.signals.time", clock)
+    monkeypatch.setattr("omnitrain.distributed.signals.time", clock)
     return clock
 
 

@@ -18,7 +18,7 @@ from transformers import GPT2Config, GPT2LMHeadModel
 
 from omnitrain import AccelerateTrainer, Callback, HFTrainer, Throughput, Trainer
 from omnitrain.callbacks.devices import peak_flops
-from omnitrain.clock import Clock
+from omnitrain.core.timing import Clock
 
 TRAINERS: list[Any] = [Trainer, AccelerateTrainer, HFTrainer]
 

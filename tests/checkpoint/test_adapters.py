@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM, TrainingArguments
 from transformers import Trainer as Stock
 
 from omnitrain import ConfigError, HFTrainer
-from omnitrain.checkpoint.merging import adapters_in
+from omnitrain.checkpoint.merge_adapters import adapters_in
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*embedding layers found in `target_modules`")
 

@@ -25,7 +25,8 @@ from torch import nn
 from omnitrain import AccelerateTrainer, Algorithm, Callback, CheckpointError, HFTrainer, NonFiniteError, Trainer
 from omnitrain.checkpoint.contents import OPTIMIZER, RNG, STATES
 from omnitrain.checkpoint.manifest import LARGEST_MANIFEST, MANIFEST, read_manifest
-from omnitrain.checkpoint.state import WEIGHTS, load_tensors, save_tensors
+from omnitrain.checkpoint.state_dicts import WEIGHTS
+from omnitrain.checkpoint.tensor_files import load_tensors, save_tensors
 
 TRAINERS = {"native": Trainer, "accelerate": AccelerateTrainer, "hf": HFTrainer}
 STEPS = 4

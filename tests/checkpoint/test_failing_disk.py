@@ -27,11 +27,11 @@ from resuming import memory_folder
 from safetensors.torch import save_file
 
 from omnitrain import AccelerateTrainer, Callback, CheckpointError, HFTrainer, NonFiniteError, Trainer
-from omnitrain.callbacks import rows as row_files
-from omnitrain.callbacks.tensorboard import TensorBoardLogger
 from omnitrain.checkpoint import lock
 from omnitrain.checkpoint.store import Store
-from omnitrain.errors import Tolerance, is_disk_error
+from omnitrain.core.errors import Tolerance, is_disk_error
+from omnitrain.loggers import rows as row_files
+from omnitrain.loggers.tensorboard import TensorBoardLogger
 
 TRAINERS: dict[str, Any] = {"native": Trainer, "accelerate": AccelerateTrainer, "hf": HFTrainer}
 ERRNOS = (errno.ENOSPC, errno.EIO, errno.EROFS, errno.EDQUOT)

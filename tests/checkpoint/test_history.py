@@ -13,7 +13,7 @@ from resuming import build
 
 from omnitrain.checkpoint import history as history_module
 from omnitrain.checkpoint.history import HISTORY, read_history
-from omnitrain.metrics import MetricsDict
+from omnitrain.core.history import MetricsDict
 
 
 def history(evaluations: int) -> MetricsDict:

@@ -21,7 +21,7 @@ from forging import copied, spoil
 from resuming import assert_same, build, comparable, disturb_generators, journal, memory_folder, outcome, play, train
 
 from omnitrain import Callback, CheckpointError, Trainer
-from omnitrain.checkpoint import state
+from omnitrain.checkpoint import state_dicts
 from omnitrain.checkpoint.disk import FileSystem
 from omnitrain.checkpoint.history import HISTORY
 from omnitrain.checkpoint.store import MANIFEST, Store
@@ -116,7 +116,7 @@ class Disk(FileSystem):
         super().rmdir(path)
 
 
-save_tensors = state.save_tensors
+save_tensors = state_dicts.save_tensors
 
 
 @contextlib.contextmanager
@@ -124,11 +124,11 @@ def saving_to(disk: Disk, trainer: Trainer) -> Iterator[Disk]:
     """Let the trainer save to a fake disk."""
     assert trainer.store is not None
     trainer.store.fs = disk
-    state.save_tensors = disk.write_tensors
+    state_dicts.save_tensors = disk.write_tensors
     try:
         yield disk
     finally:
-        state.save_tensors = save_tensors
+        state_dicts.save_tensors = save_tensors
 
 
 EXTENT = pytest.mark.parametrize("is_exhaustive", [pytest.param(True, marks=pytest.mark.slow), False])
@@ -221,7 +221,7 @@ def test_save_required_failure_ends_the_run(
         save_tensors(tensors, path)
 
     trainer = build(folder / "run", **RUN, save_required=True, async_save=is_async)
-    monkeypatch.setattr(state, "save_tensors", fail_at_step_4)
+    monkeypatch.setattr(state_dicts, "save_tensors", fail_at_step_4)
     with pytest.raises(CheckpointError, match=r"checkpoint-4.*(No space left|unexpected pos)"):
         trainer.train()
     assert [path.name for path in Store(folder / "run").checkpoints()] == ["checkpoint-2"]
@@ -310,7 +310,7 @@ def test_kill_during_background_write_resumes_identically(folder: Path, undistur
             threading.Event().wait()
 
     def train_until_killed() -> None:
-        state.save_tensors = hang_at_step_4
+        state_dicts.save_tensors = hang_at_step_4
         build(run, async_save=True, callbacks=lambda: [KillWhenWriting()], **RUN).train()
 
     assert fork(train_until_killed) == -signal.SIGKILL

@@ -19,7 +19,7 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 from omnitrain import BaseTrainer, Trainer
-from omnitrain.cli import main
+from omnitrain.cli.main import main
 
 FOLDERS = Path(__file__).with_name("older_runs")
 KINDS = sorted(path.name for path in FOLDERS.glob("*"))

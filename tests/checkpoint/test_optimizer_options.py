@@ -13,7 +13,7 @@ from marks import thinned
 from torch import nn
 
 from omnitrain import AccelerateTrainer, HFTrainer, Trainer
-from omnitrain.checkpoint.state import optimizer_state, restore_optimizer
+from omnitrain.checkpoint.state_dicts import optimizer_state, restore_optimizer
 
 VALUES: dict[str, tuple[Any, ...]] = {
     "momentum": (0.0, 0.9), "dampening": (0.0, 0.1), "nesterov": (False, True), "weight_decay": (0.0, 0.1),

@@ -41,14 +41,14 @@ from stores import (
 )
 
 from omnitrain import CheckpointError, ConfigError, MissingExtraError
-from omnitrain.checkpoint import remote, upload
+from omnitrain.checkpoint import remote, uploader
 from omnitrain.checkpoint.lock import LOCK
-from omnitrain.checkpoint.mirror import make_store
+from omnitrain.checkpoint.mirrored_store import make_store
 from omnitrain.checkpoint.remote import Place, local_copy
 from omnitrain.checkpoint.store import MANIFEST
-from omnitrain.cli import main
-from omnitrain.processes import own_process
-from omnitrain.settings import local_folder
+from omnitrain.cli.main import main
+from omnitrain.core.paths import local_folder
+from omnitrain.distributed.processes import own_process
 
 RUN: dict[str, Any] = {"epochs": 2, "save_steps": 2, "eval_steps": 2, "log_steps": 1}
 SHORT: dict[str, Any] = {**RUN, "epochs": 1}
@@ -59,7 +59,7 @@ ADDRESS: Any = "watched://bucket/run"
 def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[type[Watched]]:
     monkeypatch.setenv("OMNITRAIN_LOCAL_DIR", str(tmp_path / "local"))
     for name, seconds in {"PAUSE_S": 0.01, "LONGEST_PAUSE_S": 0.05, "WATCH_S": 0.2}.items():
-        monkeypatch.setattr(upload, name, seconds)
+        monkeypatch.setattr(uploader, name, seconds)
     for name, value in shelf_of(tmp_path / "shelf").items():
         monkeypatch.setenv(name, value)
     with watching() as watched:
@@ -397,7 +397,7 @@ def test_upload_that_never_works_is_left_to_the_next_run(
     store: type[Watched], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("OMNITRAIN_UPLOAD_WAIT", "0.1")
-    monkeypatch.setattr(upload, "SAID_S", 0.0)
+    monkeypatch.setattr(uploader, "SAID_S", 0.0)
     set_fault(store, failing(ALWAYS, "checkpoint"))
     with caplog.at_level(logging.INFO):
         trainer = train(build(ADDRESS, **RUN))
@@ -452,7 +452,7 @@ def test_upload_given_up_keeps_the_lock_until_it_ends(
     set_fault(store, hang)
     with monkeypatch.context() as patch:
         patch.setenv("OMNITRAIN_UPLOAD_WAIT", "0.1")
-        patch.setattr(upload, "LAST_S", 0.1)
+        patch.setattr(uploader, "LAST_S", 0.1)
         with mirroring(ADDRESS) as mirror:
             save_texts(mirror, 6)
             assert is_hanging.wait(programs.LIMIT)
@@ -645,7 +645,7 @@ def test_lock_of_a_living_run_is_respected(store: type[Watched]) -> None:
 
 def test_lock_is_not_written_after_its_release(store: type[Watched], monkeypatch: pytest.MonkeyPatch) -> None:
     """The release waits for a sign of life that is being written."""
-    monkeypatch.setattr(upload, "BEAT_S", 0.02)
+    monkeypatch.setattr(uploader, "BEAT_S", 0.02)
     is_beating, proceed = threading.Event(), threading.Event()
 
     def block(what: str, path: str) -> None:
@@ -673,7 +673,7 @@ def test_lock_that_could_not_be_removed_is_taken_again(store: type[Watched]) -> 
 
 
 def test_lock_taken_over_ends_uploads(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    monkeypatch.setattr(upload, "BEAT_S", 0.02)
+    monkeypatch.setattr(uploader, "BEAT_S", 0.02)
     earlier = set(lock_threads())
     with mirroring(ADDRESS) as mirror:
         save_texts(mirror, 1)

@@ -17,10 +17,10 @@ from marks import thinned
 from resuming import build, differences, play, train
 
 from omnitrain import ConfigError
-from omnitrain.checkpoint import remote, upload
+from omnitrain.checkpoint import remote, uploader
 from omnitrain.checkpoint.manifest import FileEntry
 from omnitrain.checkpoint.remote import Place
-from omnitrain.settings import local_folder
+from omnitrain.core.paths import local_folder
 
 s3fs = pytest.importorskip("s3fs")
 pytest.importorskip("moto")
@@ -56,8 +56,8 @@ def store(server: S3, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterat
     for name, value in s3_variables(server).items():
         monkeypatch.setenv(name, value)
     monkeypatch.setenv("OMNITRAIN_LOCAL_DIR", str(tmp_path / "local"))
-    monkeypatch.setattr(upload, "PAUSE_S", 0.02)
-    monkeypatch.setattr(upload, "LONGEST_PAUSE_S", 0.1)
+    monkeypatch.setattr(uploader, "PAUSE_S", 0.02)
+    monkeypatch.setattr(uploader, "LONGEST_PAUSE_S", 0.1)
     monkeypatch.setattr(s3fs.S3FileSystem, "retries", 1)
     s3fs.S3FileSystem.clear_instance_cache()
     fs = s3fs.S3FileSystem()

@@ -54,11 +54,11 @@ from torch.utils.data import DataLoader, IterableDataset
 
 import omnitrain
 from omnitrain import Algorithm, Callback, CheckpointError, ConfigError, Trainer
-from omnitrain.checkpoint import state
+from omnitrain.checkpoint import state_dicts, tensor_files
 from omnitrain.checkpoint.history import HISTORY
 from omnitrain.checkpoint.store import MANIFEST, Store
+from omnitrain.core.events import INSIDE_OF_STEPS
 from omnitrain.data import sampling
-from omnitrain.events import INSIDE_OF_STEPS
 
 
 @pytest.fixture
@@ -115,7 +115,7 @@ def best_of(run: Path) -> str:
 
 
 def weights_of(folder: Path) -> dict[str, torch.Tensor]:
-    return state.load_tensors(folder / state.WEIGHTS)
+    return tensor_files.load_tensors(folder / state_dicts.WEIGHTS)
 
 
 def model_of(result: dict[str, Any]) -> dict[str, torch.Tensor]:
@@ -155,7 +155,7 @@ def raise_error(error: type[BaseException]) -> Callable[[Any], None]:
 
 def failing_save(condition: Callable[[Path], bool]) -> Callable[..., None]:
     """Return a `save_tensors` whose disk is full for some files."""
-    save_tensors = state.save_tensors
+    save_tensors = state_dicts.save_tensors
 
     def save(tensors: Any, path: Path) -> None:
         if condition(path):
@@ -656,7 +656,7 @@ def test_score_of_closing_evaluation_stays_with_its_checkpoint(folder: Path) -> 
 
 
 def test_score_of_failed_checkpoint_goes_to_the_next(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(state, "save_tensors", failing_save(lambda path: "checkpoint-3" in str(path)))
+    monkeypatch.setattr(state_dicts, "save_tensors", failing_save(lambda path: "checkpoint-3" in str(path)))
     play(folder / "run", **scored(eval_steps=3, max_steps=5, epochs=None))
     assert scores_of(folder / "run") == {1: None, 2: None, 4: 1.0, 5: 8.0}
 
@@ -680,7 +680,7 @@ def test_best_weights_are_loaded_at_the_end(end: Any, step: int, folder: Path, c
     assert best_of(run) == "checkpoint-2"
 
 
-@pytest.mark.parametrize("name", [MANIFEST, state.WEIGHTS])
+@pytest.mark.parametrize("name", [MANIFEST, state_dicts.WEIGHTS])
 def test_damaged_best_is_reported_and_last_weights_stay(name: str, folder: Path, caplog: Any) -> None:
     def spoil(trainer: Any) -> None:
         path = trainer.store.path(2) / name
@@ -700,7 +700,7 @@ def test_evaluating_loaded_best_gives_the_stored_best(folder: Path) -> None:
     metrics = trainer.evaluate()
     assert metrics["eval_loss"] == trainer.metrics["best_valid"]["eval_loss"]
     fresh = build(None)
-    state.load_weights(fresh.model, weights_of(folder / "run" / trainer.metrics["best_checkpoint"]), "there")
+    state_dicts.load_weights(fresh.model, weights_of(folder / "run" / trainer.metrics["best_checkpoint"]), "there")
     assert fresh.evaluate() == metrics
 
 
@@ -1035,7 +1035,7 @@ class Collecting(Algorithm):
 def test_async_save_writes_the_state_of_its_step(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     options: dict[str, Any] = {"save_steps": 3, "keep_best": 0, "epochs": 2, "algorithms": lambda: [Collecting()]}
     play(folder / "straight", callbacks=lambda: [Requesting()], **options)
-    may_write, save_tensors = threading.Event(), state.save_tensors
+    may_write, save_tensors = threading.Event(), state_dicts.save_tensors
 
     def wait_and_save(*arguments: Any) -> None:
         assert may_write.wait(programs.LIMIT)
@@ -1045,7 +1045,7 @@ def test_async_save_writes_the_state_of_its_step(folder: Path, monkeypatch: pyte
         assert not trainer.store.checkpoints()
         may_write.set()
 
-    monkeypatch.setattr(state, "save_tensors", wait_and_save)
+    monkeypatch.setattr(state_dicts, "save_tensors", wait_and_save)
     callbacks = [Requesting(), on("step_end", at_step(5), release)]
     train(build(folder / "run", async_save=True, callbacks=lambda: callbacks, **options))
     for step in (3, 6):
@@ -1058,7 +1058,7 @@ def test_async_save_writes_the_state_of_its_step(folder: Path, monkeypatch: pyte
 
 
 def test_async_saves_do_not_overlap(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    writing, most, save_tensors = [0], [0], state.save_tensors
+    writing, most, save_tensors = [0], [0], state_dicts.save_tensors
 
     def save_slowly(*arguments: Any) -> None:
         writing[0] += 1
@@ -1067,7 +1067,7 @@ def test_async_saves_do_not_overlap(folder: Path, monkeypatch: pytest.MonkeyPatc
         save_tensors(*arguments)
         writing[0] -= 1
 
-    monkeypatch.setattr(state, "save_tensors", save_slowly)
+    monkeypatch.setattr(state_dicts, "save_tensors", save_slowly)
     train(build(folder / "run", save_steps=1, epochs=1, async_save=True))
     assert most == [1] and len(names(folder / "run")) == 3
     assert not [thread for thread in threading.enumerate() if "omnitrain-save" in thread.name]
@@ -1076,7 +1076,7 @@ def test_async_saves_do_not_overlap(folder: Path, monkeypatch: pytest.MonkeyPatc
 def test_async_save_error_costs_only_the_checkpoint(
     folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(state, "save_tensors", failing_save(lambda path: "checkpoint-3" in str(path)))
+    monkeypatch.setattr(state_dicts, "save_tensors", failing_save(lambda path: "checkpoint-3" in str(path)))
     train(build(folder / "run", save_steps=3, async_save=True, keep_best=0))
     assert caplog.text.count("Cannot save") == 1 and names(folder / "run") == numbered(6, 9)
 
@@ -1086,7 +1086,7 @@ def test_error_of_the_run_waits_for_the_async_save(
     fails: bool, folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The checkpoint counts, and an error of the save is logged."""
-    save_tensors = state.save_tensors
+    save_tensors = state_dicts.save_tensors
 
     def save(*arguments: Any) -> None:
         time.sleep(0.05)
@@ -1096,7 +1096,7 @@ def test_error_of_the_run_waits_for_the_async_save(
     if fails:
         callbacks.append(on("save_end", always, raise_error(AssertionError)))
     with monkeypatch.context() as patch, pytest.raises(ZeroDivisionError):  # noqa: PT012
-        patch.setattr(state, "save_tensors", save)
+        patch.setattr(state_dicts, "save_tensors", save)
         build(folder / "run", save_steps=4, async_save=True, keep_best=0, callbacks=lambda: callbacks).train()
     assert caplog.text.count("Cannot save") == fails and names(folder / "run") == ([] if fails else numbered(4))
     assert fails or Store(folder / "run").resolve("auto") is not None
@@ -1107,7 +1107,7 @@ def test_failed_last_checkpoint_is_saved_at_the_end(
 ) -> None:
     attempts: list[Path] = []
     save = failing_save(lambda path: len(attempts) == 1)
-    monkeypatch.setattr(state, "save_tensors", lambda tensors, path: (attempts.append(path), save(tensors, path)))
+    monkeypatch.setattr(state_dicts, "save_tensors", lambda tensors, path: (attempts.append(path), save(tensors, path)))
     train(build(folder / "run", save_steps=4, eval_steps=2, max_steps=4))
     assert names(folder / "run") == numbered(4) and caplog.text.count("Cannot save") == 1
 
@@ -1289,7 +1289,7 @@ def test_save_only_model_checkpoints_have_weights_only(is_async: bool, folder: P
     assert names(light) == names(full)
     for path in Store(light).checkpoints():
         files = sorted(file.relative_to(path).as_posix() for file in path.rglob("*") if file.is_file())
-        assert files == [HISTORY, state.WEIGHTS, MANIFEST]
+        assert files == [HISTORY, state_dicts.WEIGHTS, MANIFEST]
         assert_same(weights_of(path), weights_of(full / path.name))
         assert Store(light).verify(path)["metrics"]
 

@@ -29,7 +29,7 @@ from omnitrain.checkpoint.disk import FileSystem
 from omnitrain.checkpoint.manifest import MANIFEST
 from omnitrain.checkpoint.retention import Kept, to_delete
 from omnitrain.checkpoint.store import Store
-from omnitrain.errors import CheckpointError
+from omnitrain.core.errors import CheckpointError
 
 
 class FaultyDisk(FileSystem):

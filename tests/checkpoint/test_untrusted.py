@@ -20,9 +20,9 @@ from torch.nn import functional as F
 from omnitrain import AccelerateTrainer, Callback, CheckpointError, HFTrainer, Profiler, Trainer
 from omnitrain.checkpoint.manifest import MANIFEST, encode
 from omnitrain.checkpoint.remote import local_copy
-from omnitrain.cli import main
-from omnitrain.files import is_inside
-from omnitrain.masking import masked
+from omnitrain.cli.main import main
+from omnitrain.core.files import is_inside
+from omnitrain.core.secrets import masked
 
 ADDRESS = "memory://bucket/run"
 FOLDERS = ("tensorboard", "profile")

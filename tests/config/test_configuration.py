@@ -13,9 +13,8 @@ import torch
 from torch import nn
 
 from omnitrain import AccelerateTrainer, ConfigError, HFTrainer, Trainer, instantiate
-from omnitrain.config import Config
-from omnitrain.config.configuration import merged
-from omnitrain.plain_yaml import write
+from omnitrain.config.configuration import Config, merged
+from omnitrain.config.yaml_writer import write
 
 BASE: dict[str, Any] = {
     "model": "named.Net",
@@ -333,7 +332,7 @@ def test_check_instantiates_and_imports_nothing(folder: Path) -> None:
     assert config(folder, model="named.slow", train_dataset="named.fails", save_dir="run").check() == []
     assert not (folder / "run").exists()
     program = (
-        "import sys; from omnitrain.config import Config\n"
+        "import sys; from omnitrain.config.configuration import Config\n"
         "found = Config.read('a.yaml').check(); print(len(found), 'torch' in sys.modules, 'named' in sys.modules)"
     )
     config(folder, epochs="three", learning_rat=1, model="named.slow")

@@ -15,8 +15,8 @@ import pytest
 import torch
 from marks import thinned
 
-from omnitrain import cli
-from omnitrain.config import Config
+from omnitrain.cli.main import main
+from omnitrain.config.configuration import Config
 
 ROOT = Path(__file__).resolve().parents[2]
 FILES = ["character_model", "multi_gpu", "native_digits", "regularized", "three_trainers"]
@@ -69,7 +69,7 @@ def test_each_file_passes_check(name: str, capsys: pytest.CaptureFixture[str]) -
     assert lines[1].startswith("# ") and option is not None
     words = option[0].split()
     for given in ([], words):
-        assert cli.main(["config", "check", f"examples/{name}.yaml", *given]) == 0
+        assert main(["config", "check", f"examples/{name}.yaml", *given]) == 0
         assert "Nothing is wrong." in capsys.readouterr().out
 
 
@@ -94,7 +94,7 @@ def test_regularized_equals_script() -> None:
 @pytest.mark.slow
 def test_character_model_equals_script(capsys: pytest.CaptureFixture[str]) -> None:
     best = script("character_model").main(modules=6)
-    assert cli.main(["train", "examples/character_model.yaml", "--vars.modules", "6"]) == 0
+    assert main(["train", "examples/character_model.yaml", "--vars.modules", "6"]) == 0
     assert f"eval_loss {best['eval_loss']:.4g}  (best)" in capsys.readouterr().out
     trainer = Config.read("examples/character_model.yaml", overrides={"vars.modules": 6}).make_trainer()
     assert without_rates({**trainer.train(), "train_metrics_history": []}) == without_rates(

@@ -9,7 +9,7 @@ import yaml
 
 from omnitrain import ConfigError
 from omnitrain.config.reading import Place, Tree, parse_value, read
-from omnitrain.plain_yaml import write
+from omnitrain.config.yaml_writer import write
 
 
 def written(folder: Path, text: str, name: str = "a.yaml") -> Path:

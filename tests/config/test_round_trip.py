@@ -14,9 +14,9 @@ from marks import thinned
 from torch import nn
 
 from omnitrain import EMA, ConfigError, EarlyStopping, Trainer, instantiate
-from omnitrain.config import Config
-from omnitrain.plain_yaml import write
-from omnitrain.schedules import CosineAnnealingScheduler
+from omnitrain.config.configuration import Config
+from omnitrain.config.yaml_writer import write
+from omnitrain.optim.schedules import CosineAnnealingScheduler
 
 BASE: dict[str, Any] = {
     "model": "named.Net", "train_dataset": "named.rows", "loss_fn": "named.loss", "epochs": 2, "learning_rate": 1e-2,

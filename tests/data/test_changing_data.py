@@ -17,8 +17,8 @@ from recipes import rows, t16
 from torch.utils.data import Dataset, Subset, TensorDataset
 
 from omnitrain import Algorithm, Callback, Trainer
+from omnitrain.core.errors import DataError
 from omnitrain.data.workers import snapshot
-from omnitrain.errors import DataError
 
 BACKENDS = ("native", "accelerate", "hf")
 

@@ -16,6 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import BatchEncoding
 
+from omnitrain.core.errors import ConfigError, DataError
 from omnitrain.data.collation import (
     Collator,
     DictBatch,
@@ -29,7 +30,6 @@ from omnitrain.data.collation import (
     with_labels,
 )
 from omnitrain.data.loaders import make_loader
-from omnitrain.errors import ConfigError, DataError
 
 collate = Collator()
 

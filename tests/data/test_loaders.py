@@ -30,13 +30,13 @@ from torch.utils.data import (
     get_worker_info,
 )
 
+from omnitrain.compute.random_state import snapshot_rng
+from omnitrain.core.errors import DataError
+from omnitrain.core.progress import Progress
 from omnitrain.data.collation import Collator
 from omnitrain.data.loaders import GivenLoader, MapLoader, StreamLoader, make_loader
 from omnitrain.data.sampling import Rounds
 from omnitrain.data.streams import Mark
-from omnitrain.errors import DataError
-from omnitrain.progress import Progress
-from omnitrain.reproducibility import snapshot_rng
 
 PROCESSES = pytest.mark.processes
 WORKERS = pytest.mark.parametrize("workers", [0, pytest.param(2, marks=PROCESSES)])

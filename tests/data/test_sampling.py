@@ -16,9 +16,9 @@ from hypothesis import strategies as st
 from marks import thinned
 from torch.utils.data import Dataset, Subset, TensorDataset
 
+from omnitrain.compute.random_state import derive_seed, snapshot_rng
 from omnitrain.data.collation import Collator
 from omnitrain.data.sampling import EpochSampler, Fetch, Rounds, permuted, share, tensor_columns, windows
-from omnitrain.reproducibility import derive_seed, snapshot_rng
 
 fuzzed = settings(max_examples=30)
 sizes = st.integers(1, 60)

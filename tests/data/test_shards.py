@@ -10,12 +10,12 @@ import pytest
 import torch
 
 from omnitrain import ConfigError, ShardedStream
+from omnitrain.core.errors import CheckpointError, DataError
+from omnitrain.core.progress import Progress
 from omnitrain.data import shards as module
 from omnitrain.data.collation import Collator
 from omnitrain.data.loaders import Loader
 from omnitrain.data.shards import ShardedLoader
-from omnitrain.errors import CheckpointError, DataError
-from omnitrain.progress import Progress
 
 SIZES = (7, 2, 0, 5)
 """Of four shards: two end early, and one is empty."""

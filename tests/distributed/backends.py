@@ -29,8 +29,8 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from omnitrain import Algorithm, Trainer
-from omnitrain.checkpoint.shards import files_of, part_of
-from omnitrain.checkpoint.tensors import TensorFile, whole
+from omnitrain.checkpoint.sharded_files import files_of, part_of
+from omnitrain.checkpoint.tensor_files import TensorFile, whole
 
 PROCESSES = {
     "native": 1, "accelerate": 1, "hf": 1, "ddp": 2, "fsdp": 2, "hf2": 2, "zero1": 2, "zero2": 2, "zero3": 2,

@@ -47,7 +47,7 @@ IMPORTED = (
     "deepspeed.runtime.zero.muon.muon_optimizer", "optuna", "peft", "sklearn.metrics", "torch._dynamo",
     "torch.distributed.algorithms.ddp_comm_hooks.default_hooks", "torch.distributed.fsdp",
     "torch.profiler", "torch.utils.serialization", "torchmetrics", "transformers.trainer",
-    "omnitrain.trainers.accelerated", "omnitrain.hf.trainer",
+    "omnitrain.trainer.accelerated", "omnitrain.hf.trainer",
 )  # fmt: skip
 ON_CPU = {"ACCELERATE_USE_CPU": "true"}
 

@@ -17,8 +17,8 @@ from tiny import Tokens, llama
 from torch import nn
 
 from omnitrain import Callback
-from omnitrain.checkpoint.tensors import fingerprints
-from omnitrain.distributed import Ranks
+from omnitrain.checkpoint.tensor_files import fingerprints
+from omnitrain.distributed.ranks import Ranks
 
 HERE = "test_adapters"
 BACKENDS = ("native", "ddp", "fsdp", "zero1", "zero2", "zero3", "hf", "hf2", "hf_fsdp", "hf_zero2", "hf_zero3")

@@ -22,7 +22,7 @@ from forking import Case, Outcome, play
 from safetensors.torch import load_file
 from test_launching import OMNITRAIN, OPTIONS, SCRIPT, reports, run, started
 
-from omnitrain.launch import Launch
+from omnitrain.cli.launch import Launch
 
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run"]
 pytestmark = [

@@ -13,7 +13,7 @@ from marks import thinned
 from recipes import StopAt, Trace
 from torch import nn
 
-from omnitrain.checkpoint.tensors import whole
+from omnitrain.checkpoint.tensor_files import whole
 
 HERE = "test_embeddings"
 SHARDED = [name for name, processes in PROCESSES.items() if processes > 1 and name not in ("ddp", "hf2")]

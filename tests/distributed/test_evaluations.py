@@ -18,7 +18,7 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 from omnitrain import Callback
-from omnitrain.errors import NonFiniteError
+from omnitrain.core.errors import NonFiniteError
 
 HERE = "test_evaluations"
 SAMPLES, WIDTH = 64, 1 << 18

@@ -25,14 +25,15 @@ from recipes import rows, t16
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
-from omnitrain import Callback, distributed
-from omnitrain.checkpoint import state
+from omnitrain import Callback
+from omnitrain.checkpoint import state_dicts
 from omnitrain.checkpoint.store import Store
+from omnitrain.distributed import ranks
 
 
 def make(wrapping: str = "ddp", model: nn.Module | None = None, train: Any = None, **options: Any) -> Any:
     """Return a trainer for 8 steps an epoch; a rank that is stuck in a collective is ended sooner than in a run."""
-    distributed._GRACE_S, distributed._POLL_INTERVAL = 1.0, datetime.timedelta(seconds=0.5)
+    ranks._GRACE_S, ranks._POLL_INTERVAL = 1.0, datetime.timedelta(seconds=0.5)
     defaults: dict[str, Any] = {"epochs": 2, "loss_fn": F.mse_loss, "learning_rate": 0.01, "log_steps": 10}
     if "train_loader" not in options:
         defaults |= {"batch_size": 4, "train_dataset": rows(64, torch.float32) if train is None else train}
@@ -107,7 +108,7 @@ def train_and_fail(
     }  # fmt: skip
     options |= kinds.get(kind, dict)()
     if kind == "writing" and is_bad:
-        state.save_tensors = boom  # type: ignore[assignment]
+        state_dicts.save_tensors = boom  # type: ignore[assignment]
     trainer = make(wrapping, **options)
     if kind == "exit" and is_bad:
         trainer.lifecycle.register([*trainer.lifecycle.callbacks, Exits()])
@@ -227,7 +228,7 @@ CALLS_ALIKE = by_name([
 def end(how: str) -> None:
     """End a program in order, in one of several ways."""
     # A process at the end waits so long for the others; where they are at the end too, it does not wait at all.
-    distributed._EXIT_WAIT_S = 0.5 if how == "late" else math.inf
+    ranks._EXIT_WAIT_S = 0.5 if how == "late" else math.inf
     trainer = make()
     trainer.train()
     if how.startswith("destroy"):
@@ -250,7 +251,7 @@ CASES = LIVING_ON | FAILING | FAILING_ALIKE | LABELS | CALLS | CALLS_ALIKE | END
 def survive(backend: str, folder: str) -> dict[str, Any]:
     """Raise the same errors on both processes, one a little later, and train to the end all the same."""
     errors = []
-    distributed._ERROR_SYNC_S = 600.0  # both are to come, however late one of them is
+    ranks._ERROR_SYNC_S = 600.0  # both are to come, however late one of them is
 
     class Fails(Callback):
         def on_step_start(self, trainer: Any) -> None:
@@ -419,8 +420,8 @@ def result_of(results: Found[list[dict[str, Any]]], name: str) -> dict[str, Any]
 
 
 def test_waits_of_a_failed_process_add_up_to_seconds() -> None:
-    waits = (distributed._ERROR_SYNC_S, distributed._GRACE_S, distributed._EXIT_WAIT_S)
-    assert sum(waits) + 3 * distributed._POLL_INTERVAL.total_seconds() < 15
+    waits = (ranks._ERROR_SYNC_S, ranks._GRACE_S, ranks._EXIT_WAIT_S)
+    assert sum(waits) + 3 * ranks._POLL_INTERVAL.total_seconds() < 15
 
 
 @pytest.mark.parametrize("name", thinned([*FAILING, *FAILING_ALIKE], FAILING))

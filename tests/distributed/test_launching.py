@@ -25,13 +25,13 @@ from launched import native
 from marks import thinned
 from safetensors.torch import load_file
 
-from omnitrain.launch import Launch
+from omnitrain.cli.launch import Launch
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = str(ROOT / "tests" / "distributed" / "launched.py")
 EXAMPLE = str(ROOT / "examples" / "multi_gpu.py")
 CONFIGS = ROOT / "examples" / "accelerate_configs"
-OMNITRAIN = [sys.executable, "-m", "omnitrain.cli", "launch"]
+OMNITRAIN = [sys.executable, "-m", "omnitrain", "launch"]
 ACCELERATE = [sys.executable, "-m", "accelerate.commands.launch"]
 OPTIONS: dict[str, dict[str, Any]] = {"ddp": {}, "fsdp2": {"fsdp": True}, "zero2": {"zero": 2}, "zero3": {"zero": 3}}
 WRAPPED = {

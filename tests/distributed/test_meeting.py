@@ -22,8 +22,8 @@ from torch import nn
 from torch.distributed import distributed_c10d
 from torch.nn.parallel import distributed as ddp
 
-from omnitrain import distributed
-from omnitrain.distributed import ProcessRanks
+from omnitrain.distributed import ranks
+from omnitrain.distributed.ranks import ProcessRanks
 
 MOMENTS = {
     "ddp": ("group 1", "ranks", "group 2", "broadcast 1"),
@@ -75,7 +75,7 @@ def make(
     backend: str, moment: str, rank: int, how: str, timeout: float | None = None, is_other_late: bool = False
 ) -> None:
     """Make a trainer, and leave on one rank at a moment."""
-    distributed.SILENCE_S = distributed._MUTE_S = 3.0
+    ranks.SILENCE_S = ranks._MUTE_S = 3.0
     what, _, number = moment.partition(" ")
     owner, name = {
         "group": (distributed_c10d, "_new_process_group_helper"),

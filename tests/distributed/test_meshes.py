@@ -23,8 +23,8 @@ from torch.utils.data import TensorDataset
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from omnitrain import AccelerateTrainer, Algorithm, HFTrainer, Trainer
-from omnitrain.callbacks.summary import opening
-from omnitrain.checkpoint.tensors import TensorFile, whole
+from omnitrain.checkpoint.tensor_files import TensorFile, whole
+from omnitrain.loggers.summary import opening
 
 HERE = "test_meshes"
 MESHES: dict[str, dict[str, Any]] = {

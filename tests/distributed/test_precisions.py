@@ -15,7 +15,7 @@ from recipes import Overflowing, StopAt, Trace, rows, t16
 from torch import nn
 
 from omnitrain import Callback
-from omnitrain.precision import Precision
+from omnitrain.compute.precision import Precision
 
 HERE = "test_precisions"
 SCALE = (1024.0, 1e-4, 3)

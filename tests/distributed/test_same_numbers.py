@@ -37,8 +37,8 @@ from torch import nn
 from transformers import TrainingArguments
 
 from omnitrain import Callback, HFTrainer
+from omnitrain.core.errors import NonFiniteError
 from omnitrain.data.sampling import EpochSampler
-from omnitrain.errors import NonFiniteError
 
 OTHERS = BACKENDS[1:]
 SPREAD = tuple(one for one in BACKENDS if PROCESSES[one] > 1)

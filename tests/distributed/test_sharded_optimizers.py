@@ -13,7 +13,7 @@ from marks import thinned
 from recipes import rows
 from torch import nn
 
-from omnitrain.checkpoint.tensors import whole
+from omnitrain.checkpoint.tensor_files import whole
 
 HERE = "test_sharded_optimizers"
 NAMES = sorted(

@@ -19,11 +19,12 @@ from forking import ON_CPU, Case, Found, Outcome, mark, play
 from marks import thinned
 from recipes import rows, t16
 
-from omnitrain import CheckpointError, distributed
+from omnitrain import CheckpointError
 from omnitrain.checkpoint import lock
 from omnitrain.checkpoint.disk import FileSystem
 from omnitrain.checkpoint.store import Store
-from omnitrain.checkpoint.tensors import whole
+from omnitrain.checkpoint.tensor_files import whole
+from omnitrain.distributed import ranks
 
 HERE = "test_sharded_saves"
 ASYNC = {"async_save": True}
@@ -125,7 +126,7 @@ def run(
     folder: str, rank: int = -1, at: int | str | None = None, fault: str = "kill", **options: Any
 ) -> dict[str, Any]:
     """Train from the latest checkpoint, with a fault of the disk of one process."""
-    distributed._GRACE_S = 1.0
+    ranks._GRACE_S = 1.0
     trainer = make(folder, **options)
     disk = Disk(at if int(os.environ.get("RANK", "0")) == rank else None, fault)
     trainer.store.fs = disk

@@ -27,7 +27,7 @@ from transformers import Seq2SeqTrainingArguments, TrainingArguments
 from transformers import Trainer as Stock
 
 from omnitrain import HFTrainer
-from omnitrain.errors import ConfigError
+from omnitrain.core.errors import ConfigError
 
 AUTO: dict[str, Any] = {
     "zero_optimization": {"stage": 2, "reduce_bucket_size": "auto"}, "fp16": {"enabled": "auto"},

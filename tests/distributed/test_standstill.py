@@ -24,8 +24,9 @@ from recipes import rows, t16
 from torch import nn
 from torch.utils.data import Dataset
 
-from omnitrain import Callback, distributed, stalls
+from omnitrain import Callback
 from omnitrain.backends.accelerators import find_ranks
+from omnitrain.distributed import ranks, watchdog
 
 PHASES = ("data", "step", "evaluation", "save")
 BACKENDS = ("ddp", "fsdp", "zero2", "zero3", "hf2")
@@ -131,9 +132,9 @@ def train(
         timeout: Of the trainer.
         signals: How many SIGTERM the other process gets when it has reported the stall.
     """
-    distributed.QUIET_S, distributed._MUTE_S = 2.0, 4.0
+    ranks.QUIET_S, ranks._MUTE_S = 2.0, 4.0
     if signals:
-        distributed._SIGNALLED_S = 3.0
+        ranks._SIGNALLED_S = 3.0
     number, case = int(os.environ["RANK"]), Path(os.environ["CASE_FOLDER"])
 
     class Signal(logging.Handler):
@@ -173,7 +174,7 @@ class StallsAt(Callback):
 
 def train_in_tree(rank: int, how: str) -> None:
     """Train on ranks that form a tree with one child each, so each knows those after it only by digests."""
-    distributed.QUIET_S, stalls._CHILDREN, stalls.GONE_S = 2.0, 1, 2.0
+    ranks.QUIET_S, watchdog._CHILDREN, watchdog.GONE_S = 2.0, 1, 2.0
     logging.getLogger("omnitrain").addHandler(logging.StreamHandler())
     make_trainer(
         "ddp", t16(dtype=torch.float32), rows(64, torch.float32), batch_size=4, epochs=2, loss_fn=F.mse_loss,

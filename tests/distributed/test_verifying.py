@@ -17,7 +17,7 @@ from marks import thinned
 from recipes import rows
 
 from omnitrain import Callback, CheckpointError
-from omnitrain.checkpoint import checkpointer, manifest, reading, verifying
+from omnitrain.checkpoint import checkpointer, manifest, tensor_reader, verifying
 
 HERE = "test_verifying"
 WHICH = ("auto", "checkpoint-4")
@@ -66,7 +66,7 @@ def resume(folder: str, which: str = "auto", trouble: str = "", fail_on: int = -
 
 def break_reading(fail_on: int, is_local: bool) -> None:
     """Have the disk fail one rank in the middle of reading; each reads its part, or the main one all."""
-    calls, original, choose = itertools.count(), reading.TensorFile._fill, checkpointer.hashed_by_all
+    calls, original, choose = itertools.count(), tensor_reader.TensorFile._fill, checkpointer.hashed_by_all
 
     def fill(self: Any, name: str, box: Any, target: Any) -> None:
         if int(os.environ["RANK"]) == fail_on and next(calls) == 3:
@@ -75,12 +75,12 @@ def break_reading(fail_on: int, is_local: bool) -> None:
 
     def choose_and_break(*args: Any) -> Any:
         chosen = choose(*args)  # whose reads work
-        reading.TensorFile._fill = fill
+        tensor_reader.TensorFile._fill = fill
         return chosen
 
     checkpointer.hashed_by_all = choose_and_break
     if not is_local:
-        reading.TensorFile._is_local = lambda self: self._ranks.world_size == 1
+        tensor_reader.TensorFile._is_local = lambda self: self._ranks.world_size == 1
 
 
 def read(folder: str, fail_on: int, is_local: bool) -> dict[str, Any]:

@@ -20,7 +20,7 @@ from tiny import Tokens, llama
 from watchers import TRACES, outcome, run
 
 from omnitrain import Callback, ConfigError, Distributions, Periodic, Preview
-from omnitrain.run.shortage import shortage_of
+from omnitrain.trainer.out_of_memory import shortage_of
 
 # --- jobs
 

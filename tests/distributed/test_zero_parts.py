@@ -14,7 +14,7 @@ from recipes import rows
 from torch import nn
 
 from omnitrain import AccelerateTrainer, Trainer
-from omnitrain.checkpoint.tensors import whole
+from omnitrain.checkpoint.tensor_files import whole
 
 IN_PARTS = {"stage3_param_persistence_threshold": 0}
 OFFLOADED = {"offload_optimizer": {"device": "cpu"}}

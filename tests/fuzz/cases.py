@@ -20,7 +20,7 @@ from fuzz.options import BACKENDS, LISTS, TABLE, TRAINERS, Option, altered_aspec
 from resuming import Cut, Failed, KillAtEvent, Killed, Rates, differences, outcome, train
 
 from omnitrain import Event
-from omnitrain.checkpoint.tensors import whole
+from omnitrain.checkpoint.tensor_files import whole
 
 SPLITS = {8: [(4, 2), (2, 4), (8, 1)], 6: [(3, 2), (6, 1), (2, 3)], 4: [(4, 1), (2, 2), (1, 4)], 3: [(3, 1), (1, 3)]}
 """Batch sizes and accumulations, by the samples of a step on each process."""

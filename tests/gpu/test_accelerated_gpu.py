@@ -41,7 +41,7 @@ def launch(way: str, tmp_path: Path, *words: str) -> list[dict[str, Any]]:
     unwanted = ("ACCELERATE_", "FSDP_", "WORLD_SIZE", "RANK", "LOCAL_RANK", "MASTER_", "TORCHELASTIC_")
     environment = {key: value for key, value in os.environ.items() if not key.startswith(unwanted)}
     environment["PYTHONPATH"] = os.pathsep.join([str(ROOT), str(ROOT / "tests")])
-    command = [sys.executable, "-m", "omnitrain.cli", "launch", "-n", "2", *WAYS[way], __file__, str(tmp_path), *words]
+    command = [sys.executable, "-m", "omnitrain", "launch", "-n", "2", *WAYS[way], __file__, str(tmp_path), *words]
     done = programs.run(*command, env=environment)
     assert done.returncode == 0, done.stdout + done.stderr
     return [json.loads((tmp_path / f"said-{rank}.json").read_text()) for rank in range(2)]

@@ -11,7 +11,7 @@ from devices import KINDS, make
 from recipes import StopAt, Trace, distance, rows, same, t16, weights
 
 from omnitrain.checkpoint.store import Store
-from omnitrain.checkpoint.tensors import load_tensors
+from omnitrain.checkpoint.tensor_files import load_tensors
 
 FP32 = torch.float32
 CPU = torch.device("cpu")

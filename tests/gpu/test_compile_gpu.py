@@ -12,7 +12,7 @@ from devices import make
 from recipes import StopAt, distance, rows, same, t16, weights
 from torch import nn
 
-from omnitrain.checkpoint.tensors import load_tensors
+from omnitrain.checkpoint.tensor_files import load_tensors
 
 FP32 = torch.float32
 NAMES = {"0.weight", "0.bias", "3.weight", "3.bias"}

@@ -14,7 +14,7 @@ from recipes import distance, rows, same, t16, weights
 from torch import nn
 from torch.utils.data import TensorDataset
 
-from omnitrain.precision import is_out_of_memory
+from omnitrain.compute.precision import is_out_of_memory
 
 transformers = pytest.importorskip("transformers", reason="HFTrainer needs transformers, which is not installed")
 

@@ -15,7 +15,7 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 from omnitrain import Callback
-from omnitrain.precision import is_out_of_memory
+from omnitrain.compute.precision import is_out_of_memory
 
 FP32 = torch.float32
 MB = 2**20

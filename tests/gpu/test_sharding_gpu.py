@@ -28,7 +28,7 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 from omnitrain import AccelerateTrainer, Callback, NonFiniteError, Trainer
-from omnitrain.checkpoint.tensors import load_tensors, whole
+from omnitrain.checkpoint.tensor_files import load_tensors, whole
 
 ROOT = Path(__file__).resolve().parents[2]
 OFFLOAD = {"device": "cpu"}
@@ -205,7 +205,7 @@ def launch(ways: list[str], words: list[str], says: dict[str, str], out: Path) -
     unwanted = ("ACCELERATE_", "FSDP_", "WORLD_SIZE", "RANK", "LOCAL_RANK", "MASTER_", "TORCHELASTIC_")
     environment = {key: value for key, value in os.environ.items() if not key.startswith(unwanted)}
     environment |= {"PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests")]), **says}
-    command = [sys.executable, "-m", "omnitrain.cli", "launch", "-n", "1", *words, __file__, str(out), *ways]
+    command = [sys.executable, "-m", "omnitrain", "launch", "-n", "1", *words, __file__, str(out), *ways]
     child = subprocess.Popen(
         command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
     )

@@ -16,7 +16,7 @@ from torch.utils.data import TensorDataset
 
 from omnitrain import Callback, MemoryMonitor, Profiler
 from omnitrain.callbacks.memory_monitor import GIB
-from omnitrain.precision import is_out_of_memory
+from omnitrain.compute.precision import is_out_of_memory
 
 FP32 = torch.float32
 

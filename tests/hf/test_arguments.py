@@ -17,7 +17,7 @@ from recipes import Keyed, KeyedModel, StopAt, Trace, distance, rows, t16, weigh
 from transformers import EarlyStoppingCallback, TrainingArguments
 
 from omnitrain import HFTrainer, HFTrainingArguments, Trainer
-from omnitrain.errors import ConfigError
+from omnitrain.core.errors import ConfigError
 
 
 def build(args: TrainingArguments | None, **options: Any) -> HFTrainer:

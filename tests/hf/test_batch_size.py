@@ -18,8 +18,8 @@ from transformers import TrainerCallback
 
 from omnitrain import HFTrainer
 from omnitrain.checkpoint.store import Store
-from omnitrain.errors import ConfigError
-from omnitrain.precision import is_out_of_memory
+from omnitrain.compute.precision import is_out_of_memory
+from omnitrain.core.errors import ConfigError
 
 DEFAULTS = {"num_train_epochs": 2, "learning_rate": 0.05, "logging_steps": 2, "seed": 3}
 

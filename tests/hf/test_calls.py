@@ -23,7 +23,7 @@ from transformers import TrainerCallback
 from transformers.trainer_callback import CallbackHandler
 
 from omnitrain import Callback, HFTrainer, StepOutput, Trainer
-from omnitrain.errors import ConfigError
+from omnitrain.core.errors import ConfigError
 from omnitrain.hf.calls import ANSWERED_BY_ENGINE, CALLED
 
 KINDS: tuple[Any, Any] = (transformers.Trainer, HFTrainer)

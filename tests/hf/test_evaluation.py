@@ -14,8 +14,8 @@ from tiny import Tokens, bert, llama
 from transformers import EvalPrediction
 
 from omnitrain import Callback, HFTrainer
-from omnitrain.errors import ConfigError, DataError
-from omnitrain.units import StepOutput
+from omnitrain.core.errors import ConfigError, DataError
+from omnitrain.model.units import StepOutput
 
 DEFAULTS = {"per_device_eval_batch_size": 3, "disable_tqdm": True}
 KINDS: tuple[Any, Any] = (transformers.Trainer, HFTrainer)

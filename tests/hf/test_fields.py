@@ -21,7 +21,7 @@ from transformers import Seq2SeqTrainingArguments, TrainingArguments
 from transformers.trainer_callback import ExportableState
 
 from omnitrain import HFTrainer, Trainer
-from omnitrain.errors import ConfigError
+from omnitrain.core.errors import ConfigError
 from omnitrain.hf.arguments import UNSUPPORTED
 
 VERSION = tuple(map(int, transformers.__version__.split(".")[:2]))

@@ -15,7 +15,7 @@ from tiny import Tokens, bert, llama, t5
 from transformers import GenerationConfig, Seq2SeqTrainer, Seq2SeqTrainingArguments
 
 from omnitrain import HFTrainer
-from omnitrain.errors import ConfigError, DataError
+from omnitrain.core.errors import ConfigError, DataError
 
 ARGUMENTS = Seq2SeqTrainingArguments
 DEFAULTS = {"per_device_eval_batch_size": 3, "predict_with_generate": True, "disable_tqdm": True}

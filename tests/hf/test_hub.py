@@ -19,7 +19,7 @@ from torch.utils.data import Dataset
 from transformers import BertConfig, BertForSequenceClassification, ByT5Tokenizer, TrainingArguments
 
 from omnitrain import Callback, HFTrainer, HFTrainingArguments
-from omnitrain.errors import ConfigError
+from omnitrain.core.errors import ConfigError
 
 TOKENIZER = ByT5Tokenizer()
 

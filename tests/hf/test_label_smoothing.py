@@ -12,7 +12,7 @@ from recipes import Sentences, StopAt, Tagger, distance, rows, t16, weights
 from tiny import Tokens, bert, llama, t5
 
 from omnitrain import CrossEntropy, HFTrainer
-from omnitrain.errors import ConfigError, DataError
+from omnitrain.core.errors import ConfigError, DataError
 from omnitrain.hf.label_smoothing import SmoothedLoss
 
 DEFAULTS = {

@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from transformers import TrainingArguments
 
 from omnitrain import GroupByLength, HFTrainer, HFTrainingArguments, MultiTask, Trainer
-from omnitrain.errors import ConfigError, DataError
+from omnitrain.core.errors import ConfigError, DataError
 
 DEFAULTS = {"disable_tqdm": True, "num_train_epochs": 2, "per_device_train_batch_size": 4, "learning_rate": 0.05}
 

@@ -21,8 +21,8 @@ from torch import nn
 from transformers import TrainerCallback
 
 from omnitrain import Callback, HFTrainer
-from omnitrain.errors import ConfigError
-from omnitrain.units import ModelUnit
+from omnitrain.core.errors import ConfigError
+from omnitrain.model.units import ModelUnit
 
 optuna = pytest.importorskip("optuna")
 

@@ -24,8 +24,8 @@ from torch.utils.data import DataLoader, IterableDataset
 from transformers import EarlyStoppingCallback, TrainerCallback, TrainingArguments
 
 from omnitrain import Callback, HFTrainer, Trainer
+from omnitrain.core.errors import CheckpointError, ConfigError
 from omnitrain.data.sampling import EpochSampler
-from omnitrain.errors import CheckpointError, ConfigError
 from omnitrain.hf.engine import Engine
 from omnitrain.hf.trainer import NEVER_CALLED
 

@@ -1,0 +1,371 @@
+"""Hooks by the names that nnScaler's trainer calls: a class to derive from, or a map of names to functions."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from omnitrain.core.errors import ConfigError, did_you_mean
+from omnitrain.core.events import Callback, Event, TrainerLike
+
+
+class TrainHook:
+    """Hooks under nnScaler's names: override those you need, and pass `HookCallback(hook)` in `callbacks`.
+
+    A model, an optimizer or a schedule that is derived from it is called without being passed, in this order and
+    before the callbacks. Each hook gets the trainer, and may leave out what it does not need of the rest. A class with
+    a method `on_...`, `before_...` or `after_...` that is none of these raises an error when it is defined.
+
+    >>> class Frozen(TrainHook):
+    ...     def on_epoch_start(self, trainer, epoch):
+    ...         trainer.model.encoder.eval()
+    """
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        if issubclass(cls, Callback):
+            raise ConfigError(
+                f"{cls.__name__} is derived from TrainHook and from Callback, whose methods of the same name get other "
+                "arguments. Choose one."
+            )
+        for name in vars(cls):
+            if name.startswith(("on_", "before_", "after_")) and callable(getattr(cls, name)):
+                _check_name(name, f"{cls.__name__}.{name}")
+
+    def after_setup(self, trainer: TrainerLike) -> None:
+        """The run is set up, a checkpoint put back; before `on_train_start`."""
+
+    def on_train_start(self, trainer: TrainerLike) -> None:
+        """The run begins."""
+
+    def on_train_end(self, trainer: TrainerLike) -> None:
+        """The run ends, even by an error."""
+
+    def on_finalize(self, trainer: TrainerLike) -> None:
+        """Right after that."""
+
+    def on_epoch_start(self, trainer: TrainerLike, epoch: int) -> None:
+        """An epoch, or the rest of one, begins; the first is 0."""
+
+    def on_epoch_end(self, trainer: TrainerLike, epoch: int) -> None:
+        """It ends."""
+
+    def on_step_start(self, trainer: TrainerLike, epoch: int, idx: int) -> None:
+        """A step begins; `idx` counts the updates of the epoch before it."""
+
+    def on_step_end(self, trainer: TrainerLike, epoch: int, idx: int) -> None:
+        """A step is over and counted, or skipped."""
+
+    def on_train_step_start(self, trainer: TrainerLike, batches: Sequence[Any], idx: int) -> None:
+        """Before the forward passes of a step; `batches` are its micro-batches as the loader has made them."""
+
+    def on_train_step_end(self, trainer: TrainerLike, outputs: Sequence[Any], batches: Sequence[Any], idx: int) -> None:
+        """After the backward passes of a step; `outputs` has the `StepOutput` of each, kept in memory till then."""
+
+    def on_val_start(self, trainer: TrainerLike) -> None:
+        """An evaluation of the run begins."""
+
+    def on_val_end(self, trainer: TrainerLike, val_loss: float) -> None:
+        """It is over; `val_loss` is the mean over all samples of all ranks."""
+
+    def on_val_step_start(self, trainer: TrainerLike, batches: Sequence[Any], idx: int) -> None:
+        """Before the forward pass of a batch of that evaluation; `batches` holds it alone."""
+
+    def on_val_step_end(self, trainer: TrainerLike, outputs: Sequence[Any], batches: Sequence[Any], idx: int) -> None:
+        """After it."""
+
+    def before_zero_grad(self, trainer: TrainerLike) -> None:
+        """Before the gradients are freed, which is at the end of a step here."""
+
+    def after_zero_grad(self, trainer: TrainerLike) -> None:
+        """After it."""
+
+    def after_sync_grad(self, trainer: TrainerLike) -> None:
+        """Gradients are complete, averaged over the ranks and unscaled. Not called under DeepSpeed."""
+
+    def before_gnorm_clip(self, trainer: TrainerLike) -> None:
+        """Right after that."""
+
+    def after_gnorm_clip(self, trainer: TrainerLike, gnorm: Any) -> None:
+        """Gradients are clipped, if they are to be; `gnorm`, on the device, was their norm. Not under DeepSpeed."""
+
+    def before_optimizer_step(self, trainer: TrainerLike) -> None:
+        """Gradients are final."""
+
+    def after_optimizer_step(self, trainer: TrainerLike) -> None:
+        """The weights are updated; not called for a skipped step."""
+
+    def before_log_train_metrics(self, trainer: TrainerLike, step_metrics: Mapping[str, float]) -> None:
+        """A row of logs is ready."""
+
+    def before_log_val_metrics(self, trainer: TrainerLike, step_metrics: Mapping[str, float]) -> None:
+        """The metrics of an evaluation of the run are ready; before `on_val_end`."""
+
+    def on_save_checkpoint(self, trainer: TrainerLike, checkpoint: dict[str, Any]) -> None:
+        """Put into `checkpoint` what a resumed run must know: JSON types and tensors.
+
+        It may be called more often than a checkpoint is written.
+        """
+
+    def on_load_checkpoint(self, trainer: TrainerLike, checkpoint: dict[str, Any]) -> None:
+        """Take back what `on_save_checkpoint` has put there, once everything else is restored."""
+
+    def after_load_checkpoint(self, trainer: TrainerLike, checkpoint: dict[str, Any]) -> None:
+        """Right after that."""
+
+
+_DETAILS: dict[str, tuple[str, ...]] = {
+    name: tuple(inspect.signature(method).parameters)[2:]
+    for name, method in vars(TrainHook).items()
+    if not name.startswith("_")
+}
+"""The hooks, and what each gets beside the trainer."""
+
+_REFUSED = {
+    "before_sync_grad": "gradients are averaged over the ranks while the last backward pass makes them, so there is no "
+    "moment at which all of them are there and none is averaged. Use after_sync_grad",
+    "after_aggregate_train_step_outputs": "the losses of a step are added up over the ranks for a row of logs alone. "
+    "Use before_log_train_metrics, or on_train_step_end for this rank's own",
+    "after_aggregate_val_step_outputs": "the losses of an evaluation are added up over the ranks at its end alone. Use "
+    "on_val_end, or on_val_step_end for this rank's own",
+}
+"""Hooks of nnScaler that cannot be called here, and why."""
+
+_EVENTS: dict[str, tuple[Event, ...]] = {
+    "after_setup": (Event.TRAIN_START,),
+    "on_train_start": (Event.TRAIN_START,),
+    "on_train_end": (Event.TRAIN_END,),
+    "on_finalize": (Event.TRAIN_END,),
+    "on_epoch_start": (Event.EPOCH_START,),
+    "on_epoch_end": (Event.EPOCH_START, Event.EPOCH_END),
+    "on_step_start": (Event.EPOCH_START, Event.STEP_START),
+    "on_step_end": (Event.EPOCH_START, Event.STEP_START, Event.STEP_END),
+    "on_train_step_start": (Event.DATA_FETCHED, Event.STEP_START),
+    "on_train_step_end": (
+        Event.DATA_FETCHED, Event.STEP_START, Event.BATCH_START, Event.AFTER_FORWARD, Event.BEFORE_CLIP,
+        Event.BEFORE_OPTIMIZER_STEP, Event.STEP_END,
+    ),
+    "on_val_start": (Event.EVAL_START,),
+    "on_val_end": (Event.EVAL_END,),
+    "on_val_step_start": (Event.EVAL_START, Event.EVAL_BATCH_START, Event.EVAL_END, Event.TRAIN_END),
+    "on_val_step_end": (
+        Event.EVAL_START, Event.EVAL_BATCH_START, Event.EVAL_BATCH_END, Event.EVAL_END, Event.TRAIN_END,
+    ),
+    "before_zero_grad": (Event.BEFORE_ZERO_GRAD,),
+    "after_zero_grad": (Event.AFTER_ZERO_GRAD,),
+    "after_sync_grad": (Event.BEFORE_CLIP,),
+    "before_gnorm_clip": (Event.BEFORE_CLIP,),
+    "after_gnorm_clip": (Event.AFTER_CLIP,),
+    "before_optimizer_step": (Event.BEFORE_OPTIMIZER_STEP,),
+    "after_optimizer_step": (Event.AFTER_OPTIMIZER_STEP,),
+    "before_log_train_metrics": (Event.LOG,),
+    "before_log_val_metrics": (Event.EVAL_END,),
+    "on_save_checkpoint": (Event.TRAIN_START, Event.SAVE_START),
+    "on_load_checkpoint": (Event.CHECKPOINT_LOADED,),
+    "after_load_checkpoint": (Event.CHECKPOINT_LOADED,),
+}  # fmt: skip
+"""The events that each hook needs."""
+
+
+def _check_name(name: str, where: str) -> None:
+    """Raise ConfigError if no hook has this name."""
+    if name in _REFUSED:
+        raise ConfigError(f"{where} would never be called: {_REFUSED[name]}.")
+    if name not in _DETAILS:
+        raise ConfigError(
+            f"{where} would never be called: no hook has that name.{did_you_mean(name, _DETAILS)} The hooks are "
+            f"{', '.join(_DETAILS)}. Begin the name of a method of your own with an underscore."
+        )
+
+
+def _names_for(name: str, function: Callable[..., Any]) -> tuple[str, ...]:
+    """Return which details a function takes after the trainer: by the names of its parameters, else by their order.
+
+    Raises:
+        ConfigError: If it takes more than there is.
+    """
+    known = _DETAILS[name]
+    try:
+        parameters = list(inspect.signature(function).parameters.values())
+    except (TypeError, ValueError):  # of a function in C it may be unknown
+        return known
+    if any(one.kind is one.VAR_POSITIONAL for one in parameters):
+        return known
+    in_order = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    taken = [one for one in parameters if one.kind in in_order]
+    needed = [one for one in parameters if one.default is one.empty and one.kind is not one.VAR_KEYWORD]
+    if not taken or len(needed) > 1 + len(known) or any(one not in taken for one in needed):
+        raise ConfigError(
+            f"The hook {name} is called with {', '.join(('trainer', *known))}, got "
+            f"{getattr(function, '__qualname__', function)}({', '.join(one.name for one in parameters)}). It may take "
+            "fewer of them, but no others."
+        )
+    names = tuple(one.name for one in taken[1:])
+    if all(one in known for one in names):
+        return names
+    return known[: len(names)]
+
+
+class HookCallback(Callback):
+    """Calls hooks under nnScaler's names: those of a `TrainHook`, or functions in a map of names.
+
+    What `on_save_checkpoint` puts into its dict is in every checkpoint.
+
+    >>> HookCallback({"on_epoch_end": lambda trainer, epoch: print("epoch", epoch, "is over")}).name
+    'HookCallback'
+
+    Args:
+        hooks: A `TrainHook`, or functions by the names of its methods.
+
+    Raises:
+        ConfigError: If no hook has such a name, or a function takes other arguments.
+    """
+
+    def __init__(self, hooks: TrainHook | Mapping[str, Callable[..., Any]]) -> None:
+        if isinstance(hooks, TrainHook):
+            plain = [name for name in _DETAILS if getattr(type(hooks), name) is not getattr(TrainHook, name)]
+            given: Mapping[str, Callable[..., Any]] = {name: getattr(hooks, name) for name in plain}
+        elif isinstance(hooks, Mapping):
+            given = hooks
+        else:
+            raise ConfigError(
+                f"HookCallback takes a TrainHook, or a map of names to functions, got {hooks!r:.80}. Pass an instance, "
+                "such as HookCallback(MyHook())."
+            )
+        self.name: str = type(hooks).__name__ if isinstance(hooks, TrainHook) else type(self).__name__
+        """What logs and errors call it."""
+        self._functions: dict[str, tuple[Callable[..., Any], tuple[str, ...]]] = {}
+        for name, function in given.items():
+            _check_name(name, f"The hook {name!r}")
+            if not callable(function):
+                raise ConfigError(f"The hook {name!r} must be a function of the trainer, got {function!r:.80}.")
+            self._functions[name] = function, _names_for(name, function)
+        for event in dict.fromkeys(event for name in given for event in _EVENTS[name]):
+            vars(self)[f"on_{event}"] = getattr(self, f"_at_{event}")  # to the others it does not listen
+        self._trainer: TrainerLike | None = None
+        self._loaded: dict[str, Any] = {}
+        self._epoch = self._idx = self._eval_idx = 0
+        self._batches: Sequence[Any] = ()
+        self._outputs: list[Any] = []
+        self._is_in_passes = self._is_in_evaluation = False
+
+    def _call(self, name: str, trainer: TrainerLike, **details: Any) -> None:
+        function, names = self._functions.get(name, (None, ()))
+        if function is not None:
+            function(trainer, *[details[one] for one in names])
+
+    # --- a run
+
+    def _at_train_start(self, trainer: TrainerLike) -> None:
+        self._trainer = trainer
+        self._call("after_setup", trainer)
+        self._call("on_train_start", trainer)
+
+    def _at_train_end(self, trainer: TrainerLike) -> None:
+        self._is_in_evaluation = False  # a signal may have cut one short
+        self._call("on_train_end", trainer)
+        self._call("on_finalize", trainer)
+
+    def _at_epoch_start(self, trainer: TrainerLike) -> None:
+        self._epoch = trainer.progress.epoch
+        self._call("on_epoch_start", trainer, epoch=self._epoch)
+
+    def _at_epoch_end(self, trainer: TrainerLike) -> None:
+        self._call("on_epoch_end", trainer, epoch=self._epoch)
+
+    # --- a step
+
+    def _at_data_fetched(self, trainer: TrainerLike, batches: Sequence[Any]) -> None:
+        self._batches = batches
+
+    def _at_step_start(self, trainer: TrainerLike) -> None:
+        self._idx, self._is_in_passes = trainer.progress.step_in_epoch, True
+        self._outputs = []
+        self._call("on_step_start", trainer, epoch=self._epoch, idx=self._idx)
+        self._call("on_train_step_start", trainer, batches=self._batches, idx=self._idx)
+
+    def _at_batch_start(self, trainer: TrainerLike, batch: Any, number: int) -> None:
+        if not number:
+            self._outputs = []
+
+    def _at_after_forward(self, trainer: TrainerLike, batch: Any, output: Any) -> None:
+        if self._is_in_passes:
+            self._outputs.append(output)
+
+    def _end_passes(self, trainer: TrainerLike) -> None:
+        if self._is_in_passes:
+            self._is_in_passes = False
+            outputs, self._outputs = self._outputs, []
+            self._call("on_train_step_end", trainer, outputs=outputs, batches=self._batches, idx=self._idx)
+            self._batches = ()
+
+    def _at_before_clip(self, trainer: TrainerLike) -> None:
+        self._end_passes(trainer)
+        self._call("after_sync_grad", trainer)
+        self._call("before_gnorm_clip", trainer)
+
+    def _at_after_clip(self, trainer: TrainerLike, norm: Any) -> None:
+        self._call("after_gnorm_clip", trainer, gnorm=norm)
+
+    def _at_before_optimizer_step(self, trainer: TrainerLike) -> None:
+        self._end_passes(trainer)  # under DeepSpeed nothing is told before
+        self._call("before_optimizer_step", trainer)
+
+    def _at_after_optimizer_step(self, trainer: TrainerLike) -> None:
+        self._call("after_optimizer_step", trainer)
+
+    def _at_before_zero_grad(self, trainer: TrainerLike) -> None:
+        self._call("before_zero_grad", trainer)
+
+    def _at_after_zero_grad(self, trainer: TrainerLike) -> None:
+        self._call("after_zero_grad", trainer)
+
+    def _at_step_end(self, trainer: TrainerLike) -> None:
+        self._end_passes(trainer)  # of a step that was skipped for lack of labels
+        self._call("on_step_end", trainer, epoch=self._epoch, idx=self._idx)
+
+    # --- logs and evaluations
+
+    def _at_log(self, trainer: TrainerLike, logs: Mapping[str, float]) -> None:
+        if "loss" in logs:  # otherwise it is the row of a test
+            self._call("before_log_train_metrics", trainer, step_metrics=logs)
+
+    def _at_eval_start(self, trainer: TrainerLike) -> None:
+        self._is_in_evaluation, self._eval_idx = True, -1
+        self._call("on_val_start", trainer)
+
+    def _at_eval_batch_start(self, trainer: TrainerLike, batch: Any) -> None:
+        if self._is_in_evaluation:  # of the run
+            self._eval_idx += 1
+            self._call("on_val_step_start", trainer, batches=[batch], idx=self._eval_idx)
+
+    def _at_eval_batch_end(self, trainer: TrainerLike, batch: Any, output: Any) -> None:
+        if self._is_in_evaluation:
+            self._call("on_val_step_end", trainer, outputs=[output], batches=[batch], idx=self._eval_idx)
+
+    def _at_eval_end(self, trainer: TrainerLike, metrics: Mapping[str, float]) -> None:
+        self._is_in_evaluation = False
+        self._call("before_log_val_metrics", trainer, step_metrics=metrics)
+        self._call("on_val_end", trainer, val_loss=metrics.get("eval_loss"))
+
+    # --- checkpoints
+
+    def _at_save_start(self, trainer: TrainerLike) -> None:
+        self._trainer = trainer
+
+    def _at_checkpoint_loaded(self, trainer: TrainerLike) -> None:
+        loaded, self._loaded = self._loaded, {}
+        self._call("on_load_checkpoint", trainer, checkpoint=loaded)
+        self._call("after_load_checkpoint", trainer, checkpoint=loaded)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what `on_save_checkpoint` puts into its dict; nothing before the run has begun."""
+        state: dict[str, Any] = {}
+        if self._trainer is not None:
+            self._call("on_save_checkpoint", self._trainer, checkpoint=state)
+        return state
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Keep it for `on_load_checkpoint`, which is called when everything is restored."""
+        self._loaded = dict(state)

@@ -1,0 +1,476 @@
+"""Fingerprints of the data and the user's code, by which a resumed run detects changes.
+
+`changes.py` compares settings by name; this module compares the objects behind the names.
+"""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import functools
+import hashlib
+import inspect
+import numbers
+import sys
+import sysconfig
+import textwrap
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from types import FunctionType
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, Dataset
+
+from omnitrain.arguments import Settings
+from omnitrain.checkpoint.state_dicts import unwrap
+from omnitrain.compute.random_state import derive_seed, isolated_rng
+from omnitrain.core.errors import DistributedError
+from omnitrain.data.loaders import GivenLoader, Loader, MapLoader, count_rows, is_stream
+from omnitrain.data.sampling import Fetch
+from omnitrain.data.sets import Sets
+from omnitrain.data.workers import outlive_signals
+from omnitrain.distributed.ranks import Ranks
+from omnitrain.model.losses import WeightedLosses
+
+IDENTITIES = ("train_dataset", "eval_dataset", "data_collator", "compute_metrics", "preprocess_logits_for_metrics")
+"""The names in `allow_change` besides the settings: objects known only by fingerprint."""
+
+_SAMPLES = 32
+_COMPARED = 8
+"""How many samples of a set are compared between ranks."""
+_LIMIT_S = 2.0
+"""How long to read samples of one set for a fingerprint; slow data get one from fewer samples."""
+_PYTHON = ".".join(map(str, sys.version_info[:2]))
+_PLAIN = {bool, int, float, str, bytes, type(None)}
+_INSTALLED = tuple({sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")})
+
+
+# --- data
+
+
+def content_of(value: Any) -> str | None:
+    """Return a digest of a value made of tensors, arrays, text, numbers, lists and dicts; None for anything else.
+
+    >>> content_of({"x": [1, 2.5], "y": "a"}) == content_of({"y": "a", "x": [1, 2.5]}), content_of(object())
+    (True, None)
+    """
+    hasher = hashlib.blake2b(digest_size=8)
+    return hasher.hexdigest() if _digest(value, hasher.update) else None
+
+
+def _digest(value: Any, update: Callable[[bytes], None]) -> bool:
+    """Feed a value to a hash, and return whether all of its content is stable."""
+    if isinstance(value, torch.Tensor):
+        value = value.detach().cpu().contiguous()
+        update(f"{value.dtype}{tuple(value.shape)}".encode())
+        update(value.reshape(-1).view(torch.uint8).numpy().tobytes() if value.numel() else b"")
+    elif isinstance(value, np.ndarray) and value.dtype.kind != "O":
+        update(f"{value.dtype}{value.shape}".encode() + value.tobytes())
+    elif value is None or isinstance(value, (bool, str, bytes, numbers.Number, np.generic)):
+        update(f"{type(value).__name__}{value!r};".encode())
+    elif isinstance(value, Mapping):
+        update(f"dict{len(value)}".encode())
+        return all(_digest(key, update) and _digest(value[key], update) for key in sorted(value, key=repr))
+    elif isinstance(value, (list, tuple, np.ndarray)):
+        update(f"list{len(value)}".encode())
+        if {type(entry) for entry in value} <= _PLAIN:
+            update(repr(list(value)).encode())  # a hundred times faster, for lists of tokens
+            return True
+        return all(_digest(entry, update) for entry in value)
+    elif hasattr(value, "tobytes") and hasattr(value, "mode"):  # a PIL image
+        update(f"{value.mode}{value.size}".encode() + value.tobytes())
+    else:
+        return False
+    return True
+
+
+def _named_parts(sample: Any) -> dict[str, Any]:
+    """Return the parts of a sample by key or by position, or the whole sample as ""."""
+    if isinstance(sample, Mapping):
+        return {str(key): value for key, value in sample.items()}
+    return {str(i): part for i, part in enumerate(sample)} if isinstance(sample, (tuple, list)) else {"": sample}
+
+
+def _parts_of(sample: Any) -> dict[str, str]:
+    """Return the digest of each part of a sample that has one."""
+    digests = {name: content_of(value) for name, value in _named_parts(sample).items()}
+    return {name: digest for name, digest in digests.items() if digest is not None}
+
+
+def _only(samples: Sequence[Any]) -> Any:
+    return samples[0]
+
+
+class _Digests(Dataset[tuple[int, dict[str, Any]]]):
+    """What is known of samples by `describe`, if it is the same each time they are read, here or in a worker."""
+
+    def __init__(self, dataset: Any, indices: Sequence[int], describe: Callable[[Any], dict[str, Any]]) -> None:
+        self.fetch = Fetch(dataset, _only, seed=0)
+        self.indices = indices
+        self.describe = describe
+
+    def __len__(self) -> int:
+        return len(self.indices)
+
+    def __getitem__(self, turn: int) -> tuple[int, dict[str, Any]]:
+        index = self.indices[turn]
+        try:
+            first, second = (self.describe(self.fetch(0, np.array([index]))) for _ in range(2))
+        except Exception:  # training will raise it
+            return index, {}
+        return index, {name: digest for name, digest in first.items() if second.get(name) == digest}
+
+
+def _read_samples(
+    dataset: Any, indices: Iterable[int] | int, has_workers: bool, describe: Callable[[Any], dict[str, Any]]
+) -> dict[str, dict[str, Any]]:
+    """Return what `describe` says of each sample, by index; of fewer samples if reading takes long.
+
+    Args:
+        dataset: A map-style dataset.
+        indices: The samples, or how many to choose.
+        has_workers: Whether to read in a worker process.
+        describe: Returns digests of a sample by the names of its parts.
+    """
+    size, samples = count_rows(dataset), dict[str, dict[str, Any]]()
+    if isinstance(indices, int):
+        indices = [derive_seed(size, turn) % size for turn in range(indices)] if size else []
+    digests = _Digests(dataset, [index for index in dict.fromkeys(indices) if index < size], describe)
+    end = time.monotonic() + _LIMIT_S
+    with isolated_rng():
+        loader = DataLoader(
+            digests, batch_size=None, num_workers=int(has_workers), generator=torch.Generator(),
+            worker_init_fn=outlive_signals,
+        )  # fmt: skip
+        for index, parts in loader:
+            samples[str(index)] = parts
+            if time.monotonic() > end:
+                break
+    return {index: parts for index, parts in samples.items() if parts}
+
+
+def _map_style(loader: Any) -> tuple[Any, bool]:
+    """Return the map-style dataset of a loader, or None, and whether worker processes read it."""
+    if isinstance(loader, MapLoader):
+        return loader.dataset, loader.has_workers
+    if isinstance(loader, GivenLoader) and isinstance(loader.loader, DataLoader):
+        dataset = loader.loader.dataset
+        return (None, False) if is_stream(dataset) else (dataset, loader.loader.num_workers > 0)
+    return None, False
+
+
+def data_of(loader: Any, indices: Iterable[int] | None = None) -> dict[str, Any] | None:
+    """Return the size of a loader's dataset, and digests of some samples by index; None for data without indices.
+
+    Reading draws none of the run's random numbers. If the loader has workers, it takes place in a worker process, so
+    files that the dataset opens on first use are not shared with the workers.
+
+    Args:
+        loader: Any of our loaders.
+        indices: The samples; None chooses some.
+    """
+    if isinstance(loader, GivenLoader) and not loader.reads_all:
+        return None
+    dataset, has_workers = _map_style(loader)
+    if dataset is None:
+        return None
+    samples = _read_samples(dataset, _SAMPLES if indices is None else indices, has_workers, _parts_of)
+    found = {"size": count_rows(dataset), "samples": samples}
+    rules = {} if loader.rules is None else loader.rules.to_dict()
+    options = getattr(dataset, "order_options", None)
+    if callable(options):
+        rules |= {"order": type(dataset).__name__, **options()}  # type: ignore[operator]
+    return {**found, "rules": rules} if rules else found
+
+
+def check_same_data(ranks: Ranks, loaders: Iterable[Any]) -> None:
+    """Compare some samples of map-style data on all ranks, of which each takes its share; once for each loader.
+
+    Numbers may differ as they do between kinds of processors.
+
+    Raises:
+        DistributedError: On all ranks, if a sample differs.
+    """
+    loaders = [loader for loader in loaders if isinstance(loader, Loader) and not loader.is_compared]
+    if ranks.world_size == 1 or not loaders:
+        return
+    own = {}
+    with ranks.at("data"):
+        for loader in loaders:
+            dataset, has_workers = _map_style(loader)
+            if dataset is not None:
+                own[loader.name] = _read_samples(dataset, _COMPARED, has_workers, _outline)
+        difference = ranks.combine("some samples of the data", own, _differing_sample)
+    if difference:
+        name, index = difference
+        raise DistributedError(
+            f"Sample {index} of {name} is not the same on all ranks, of which each takes its share: some samples would "
+            "be used several times, and others never. Give every rank the same data: seed a random split, as in "
+            "random_split(dataset, lengths, generator=torch.Generator().manual_seed(0)), and sort lists of files."
+        )
+    for loader in loaders:
+        loader.is_compared = True
+
+
+def _differing_sample(of_ranks: Sequence[Mapping[str, Mapping[str, Any]]]) -> tuple[str, str] | None:
+    """Return the set and the index of a sample that is not the same on all ranks; None if there is none."""
+    reference: dict[tuple[str, str], Any] = {}
+    for sets in of_ranks:
+        for name, samples in sets.items():
+            for index, parts in samples.items():
+                if not _is_alike(reference.setdefault((name, index), parts), parts):
+                    return name, index
+    return None
+
+
+def _is_alike(parts: Mapping[str, tuple[str, list[float]]], others: Mapping[str, tuple[str, list[float]]]) -> bool:
+    """Whether two samples are alike in the parts that both have."""
+    return all(
+        parts[name][0] == others[name][0] and np.allclose(parts[name][1], others[name][1], 1e-3, 1e-6, equal_nan=True)
+        for name in parts.keys() & others.keys()
+    )
+
+
+def _outline(sample: Any) -> dict[str, tuple[str, list[float]]]:
+    """Return, of each part of a sample, a digest of what is exact, and means of its other numbers.
+
+    >>> _outline((torch.tensor([1.0, -3.0]), 2))["0"][1]
+    [-1.0, 2.0]
+    """
+    outlines = {}
+    for name, value in _named_parts(sample).items():
+        means: list[float] = []
+        digest = content_of(_exact(value, means))
+        if digest is not None:
+            outlines[name] = digest, means
+    return outlines
+
+
+def _exact(value: Any, means: list[float]) -> Any:
+    """Return a value with means in the place of its floats and images, which are added to `means`."""
+    if isinstance(value, Mapping):
+        return {key: _exact(value[key], means) for key in sorted(value, key=repr)}
+    if isinstance(value, (list, tuple)) and not {type(entry) for entry in value} <= _PLAIN - {float}:
+        return [_exact(entry, means) for entry in value]
+    if isinstance(value, (float, np.floating)) or (hasattr(value, "tobytes") and hasattr(value, "mode")):
+        value = np.asarray(value)
+    if isinstance(value, torch.Tensor):
+        value = value.detach().cpu()
+        value = value.float().numpy() if value.is_floating_point() else value.numpy()
+    if not isinstance(value, np.ndarray) or value.dtype.kind not in "biuf" or not value.size:
+        return value
+    if value.dtype.kind != "f" and value.ndim < 2:
+        return value
+    means += [float(value.mean(dtype=np.float64)), float(np.abs(value, dtype=np.float64).mean())]
+    return f"{value.dtype}{value.shape}"
+
+
+def _changed_data(then: Mapping[str, Any], loader: Any) -> str:
+    """Return in words how the data of a loader differ; empty if no difference is found."""
+    now = data_of(loader, map(int, then["samples"]))
+    if now is None:
+        return ""
+    if now["size"] != then["size"]:
+        return f"{loader.name} has {now['size']} samples now, and had {then['size']}"
+    before, after = then.get("rules", {}), now.get("rules", {})
+    names = {"order", *(before.keys() & after.keys())}
+    for name in sorted(names, key=lambda name: (name == "lengths", name)):  # whose values say little
+        if before.get(name) != after.get(name):
+            return f"{loader.name} has {name}={after.get(name)!r} now, and had {before.get(name)!r}"
+    for index, parts in then["samples"].items():
+        found = now["samples"].get(index, {})
+        other = [name for name, digest in parts.items() if found.get(name, digest) != digest]
+        if other or (found and not parts.keys() & found.keys()):
+            named = [f"entry {one}" if one.isdigit() else one if one.isprintable() else repr(one) for one in other]
+            which = f" (its {', '.join(named)})" if any(other) else ""
+            return f"sample {index} of {loader.name} is not the one that the run was trained with{which}"
+    return ""
+
+
+# --- code
+
+
+def code_of(value: Any) -> str | None:
+    """Return a digest of the code of a function or of an object's class, and of the object's attributes.
+
+    Comments, docstrings and formatting do not count. For installed code, such as PyTorch's losses, the name and the
+    options count; for a model, its `forward` and those of its parts. None if there is nothing to compare.
+
+    >>> code_of(nn.CrossEntropyLoss(label_smoothing=0.1)) == code_of(nn.CrossEntropyLoss())
+    False
+    """
+    if value is None:
+        return None
+    parts = [one for one in _code_parts(value) if one]
+    return hashlib.blake2b("\n".join(parts).encode(), digest_size=8).hexdigest() if parts else None
+
+
+def _code_parts(value: Any) -> list[str]:
+    if isinstance(value, functools.partial):
+        options = [content_of(one) or "" for one in (list(value.args), value.keywords)]
+        return [*_code_parts(value.func), *options]
+    if inspect.ismethod(value):
+        return [value.__func__.__qualname__, *_code_parts(value.__self__)]
+    if isinstance(value, FunctionType):
+        return [_source(value), *_held(value)]
+    if not hasattr(value, "__dict__") or isinstance(value, type):
+        return [_name_of(value)]  # a built-in, or a class
+    if isinstance(value, WeightedLosses):
+        inner = [part for loss in value.losses.values() for part in _code_parts(loss)]
+        return [_name_of(value), content_of(value.weights) or "", *inner]
+    options = {}
+    if isinstance(value, nn.Module):
+        options = {name: getattr(value, name, None) for name in getattr(value, "__constants__", ())}
+        options |= {name: buffer for name, buffer in value._buffers.items() if buffer is not None}
+    elif dataclasses.is_dataclass(value):
+        options = {field.name: getattr(value, field.name, None) for field in dataclasses.fields(value)}
+    told = [f"{name}={content_of(option)}" for name, option in sorted(options.items()) if content_of(option)]
+    return [_source(type(value)), *told]
+
+
+def _held(function: FunctionType) -> list[str]:
+    """Return the closure and the defaults of a function, as far as they cannot change by themselves."""
+    cells = [cell.cell_contents for cell in function.__closure__ or () if _is_filled(cell)]
+    lasting = [one for one in (*cells, *(function.__defaults__ or ())) if isinstance(one, (str, int, float, tuple))]
+    tensors = [one for one in cells if isinstance(one, torch.Tensor) and not one.requires_grad]
+    functions = [part for one in cells if isinstance(one, FunctionType) for part in _code_parts(one)]
+    return [*(content_of(one) or "" for one in (*lasting, *tensors)), *functions]
+
+
+def _is_filled(cell: Any) -> bool:
+    try:
+        return cell.cell_contents is not cell
+    except ValueError:
+        return False
+
+
+def _name_of(value: Any) -> str:
+    named: Any = value if hasattr(value, "__qualname__") else type(value)
+    return f"{named.__module__}.{named.__qualname__}"
+
+
+def _source(value: Any) -> str:
+    """Return the code of the user's function or class in a normal form; for installed code its name."""
+    module = sys.modules.get(value.__module__)
+    file = getattr(module, "__file__", None) or ""
+    if file.startswith(_INSTALLED) or value.__module__.partition(".")[0] in ("builtins", "omnitrain"):
+        return _name_of(value)
+    if getattr(value, "__name__", "") != "<lambda>":  # whose source is the whole statement around it
+        try:
+            tree = ast.parse(textwrap.dedent(inspect.getsource(value)))
+        except (OSError, TypeError, SyntaxError, ValueError):
+            pass
+        else:
+            return ast.dump(_Bare().visit(tree))
+    code = getattr(value, "__code__", None)
+    return _name_of(value) if code is None else _compiled(code)
+
+
+def _compiled(code: Any) -> str:
+    """Return byte code and the names in it, in a form without addresses."""
+    constants = [_compiled(one) if hasattr(one, "co_code") else _constant(one) for one in code.co_consts]
+    return f"{code.co_code.hex()}{constants}{code.co_names}{code.co_varnames}"
+
+
+def _constant(value: Any) -> str:
+    return str(sorted(map(repr, value))) if isinstance(value, frozenset) else repr(value)
+
+
+class _Bare(ast.NodeTransformer):
+    """Removes docstrings."""
+
+    def generic_visit(self, node: ast.AST) -> ast.AST:
+        super().generic_visit(node)
+        body = getattr(node, "body", None)
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)) and ast.get_docstring(node):
+            node.body = body[1:] or [ast.Pass()]  # type: ignore[index]
+        return node
+
+
+def _model_code(model: nn.Module) -> str | None:
+    kinds: set[Any] = {type(module).forward for module in unwrap(model).modules()}
+    sources = sorted({_source(forward) for forward in kinds if isinstance(forward, FunctionType)})
+    return hashlib.blake2b("\n".join(sources).encode(), digest_size=8).hexdigest()
+
+
+# --- both
+
+
+class Difference(NamedTuple):
+    """A difference from a checkpoint.
+
+    Attributes:
+        name: The name in `allow_change` that allows it.
+        words: What differs.
+    """
+
+    name: str
+    words: str
+
+    @property
+    def kind(self) -> str:
+        """Whether it is data or code."""
+        return "data" if self.name.endswith("_dataset") else "code"
+
+
+class Identity:
+    """The data and code of a run, as digests.
+
+    Args:
+        settings: The arguments of the trainer.
+        sets: Its data.
+        model: The model.
+    """
+
+    def __init__(self, settings: Settings, sets: Sets, model: nn.Module) -> None:
+        self._settings = settings
+        self._sets = sets
+        self._model = model
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the digests as JSON types."""
+        data = {name: {key: data_of(one) for key, one in sets.items()} for name, sets in self._loaders().items()}
+        return {"python": _PYTHON, "data": data, "code": self._code()}
+
+    def differences(self, then: Mapping[str, Any]) -> list[Difference]:
+        """Return the differences from the digests of a checkpoint, where both have digests."""
+        found = []
+        for name, sets in self._loaders().items():
+            for key, loader in sets.items():
+                before = then["data"].get(name, {}).get(key)
+                if before is not None and name == "train_dataset" and loader.size != before["size"]:
+                    continue  # the settings show that
+                words = "" if before is None else _changed_data(before, loader)
+                if words:
+                    found.append(Difference(name, words))
+        if then["python"] != _PYTHON:
+            return found  # in which the same code has another form
+        now = self._code()
+        for name, parts in then["code"].items():
+            for part, digest in parts.items():
+                if now.get(name, {}).get(part, digest) != digest:
+                    which = f"{part!r}" if part else f"`{name}`"
+                    words = f"the code or the options of {which} are not those that the run was trained with"
+                    found.append(Difference(name, words))
+        return found
+
+    def _loaders(self) -> dict[str, dict[str, Any]]:
+        train, evaluated = self._sets.train, self._sets.eval
+        named = evaluated if isinstance(evaluated, dict) else {"": evaluated}
+        return {"train_dataset": {"": train}, "eval_dataset": named}
+
+    def _code(self) -> dict[str, dict[str, str]]:
+        """Return digests by argument, and then by name if there can be several."""
+        settings = self._settings
+        names = ("loss_fn", "unit", "data_collator", "preprocess_logits_for_metrics")
+        single = {name: code_of(getattr(settings, name)) for name in names}
+        single["model"] = _model_code(self._model)
+        found = {name: {"": digest} for name, digest in single.items() if digest}
+        metrics = settings.compute_metrics
+        metrics = list(metrics) if isinstance(metrics, (list, tuple)) else [metrics]
+        functions = [one for one in metrics if one is not None and not isinstance(one, str)]
+        digests = {_name_of(one): code_of(one) for one in functions}
+        return {**found, "compute_metrics": {name: digest for name, digest in digests.items() if digest}}

@@ -1,0 +1,357 @@
+"""What ran: the command, code, packages, devices and host of each start of a run, in `run.json` and in checkpoints.
+
+Nothing secret is kept: of the environment only what a list here names, and no value that looks like a token. The
+fingerprints of data and code are made in `identity.py`. Torch is imported by the function that asks for devices alone.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import hashlib
+import importlib.metadata
+import json
+import logging
+import os
+import platform
+import re
+import socket
+import subprocess
+import sys
+import tempfile
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import IO, TYPE_CHECKING, Any
+
+from omnitrain import __version__
+from omnitrain.checkpoint.disk import FileSystem
+from omnitrain.checkpoint.manifest_schema import unique_keys
+from omnitrain.checkpoint.safetensors_header import open_regular
+from omnitrain.core.errors import CheckpointError, Tolerance
+from omnitrain.core.secrets import is_secret_name, masked, masked_command
+
+if TYPE_CHECKING:
+    import torch
+
+logger: logging.Logger = logging.getLogger("omnitrain")
+
+RUN_FILE = "run.json"
+CONFIG_FILE = "config.yaml"
+FORMAT_VERSION = 1
+_LARGEST = 1 << 28
+"""The most bytes of run.json that are read."""
+_LONGEST = 2000
+"""The most characters of a value that are kept."""
+
+PACKAGES = ("torch", "numpy", "accelerate", "transformers", "deepspeed", "safetensors", "datasets", "peft", "torchao")
+"""The packages whose versions are kept, beside omnitrain and Python."""
+
+VARIABLES = {
+    "CUBLAS_WORKSPACE_CONFIG", "CUDA_DEVICE_MAX_CONNECTIONS", "CUDA_DEVICE_ORDER", "CUDA_LAUNCH_BLOCKING",
+    "CUDA_MODULE_LOADING", "CUDA_VISIBLE_DEVICES", "NVIDIA_TF32_OVERRIDE", "HIP_VISIBLE_DEVICES",
+    "ROCR_VISIBLE_DEVICES", "ZE_AFFINITY_MASK", "OMP_NUM_THREADS", "OMP_PROC_BIND", "MKL_NUM_THREADS",
+    "OPENBLAS_NUM_THREADS", "KMP_AFFINITY", "GOMP_CPU_AFFINITY", "PYTHONHASHSEED", "PYTHONOPTIMIZE", "HF_HOME",
+    "HF_DATASETS_CACHE", "HF_HUB_CACHE", "HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE", "TRANSFORMERS_OFFLINE",
+    "TOKENIZERS_PARALLELISM", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE", "SLURM_JOB_ID",
+    "SLURM_JOB_NUM_NODES", "SLURM_NTASKS",
+}  # fmt: skip
+"""The variables of the environment that are kept, beside those of a family."""
+FAMILIES = ("NCCL_", "GLOO_", "TORCH_", "TORCHDYNAMO_", "TORCHINDUCTOR_", "PYTORCH_", "ACCELERATE_", "FSDP_")
+"""What the names of further such variables begin with."""
+
+
+def environment_of(variables: Mapping[str, str]) -> dict[str, str]:
+    """Return those variables that change what a run computes or where; no other one, and none that may be secret."""
+    names = (name for name in variables if name in VARIABLES or name.startswith(FAMILIES))
+    kept = {name: variables[name] for name in sorted(names) if not is_secret_name(name)}
+    return {name: value for name, value in kept.items() if masked(value) == value and len(value) <= _LONGEST}
+
+
+# --- what is there
+
+
+@functools.cache
+def packages() -> dict[str, str]:
+    """Return the versions of Python, of omnitrain, and of the packages of a list that are installed."""
+    found = {"python": platform.python_version(), "omnitrain": __version__}
+    for name in PACKAGES:
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def _first_match(path: str, pattern: str) -> str | None:
+    """Return the group of the first line of a file in which a pattern is found; None if there is none."""
+    try:
+        with open(path, encoding="utf-8", errors="replace") as file:
+            found = (re.search(pattern, line) for line in file)
+            return next((one[1].strip() for one in found if one), None)
+    except OSError:
+        return None
+
+
+@functools.cache
+def _cpu() -> str:
+    return _first_match("/proc/cpuinfo", r"^model name\s*:(.*)") or platform.processor() or platform.machine()
+
+
+def device_of(device: torch.device) -> str:
+    """Return the name of a device, such as "NVIDIA H200"; for others than GPUs that of the processor."""
+    import torch
+
+    if device.type in ("cpu", "meta"):
+        return _cpu()
+    name: Any = getattr(torch.get_device_module(device), "get_device_name", None)
+    return device.type if name is None else str(name(device))
+
+
+def devices_of(device: torch.device) -> dict[str, Any]:
+    """Return the kind, names, capability and driver of the devices that this process sees, by the one it trains on."""
+    import torch
+
+    if device.type in ("cpu", "meta"):
+        return {"kind": device.type, "names": {_cpu(): 1}, "threads": torch.get_num_threads()}
+    module: Any = torch.get_device_module(device)
+    count = module.device_count()
+    found: dict[str, Any] = {"kind": device.type}
+    found["names"] = dict(Counter(device_of(torch.device(device.type, index)) for index in range(count)))
+    if hasattr(module, "get_device_capability") and device.type == "cuda":
+        found["capability"] = ".".join(map(str, module.get_device_capability(device)))
+        found["memory"] = int(module.get_device_properties(device).total_memory)
+    found["driver"] = _first_match("/proc/driver/nvidia/version", r"Kernel Module\s+(?:for \S+\s+)?([0-9.]+)")
+    found["runtime"] = torch.version.cuda or getattr(torch.version, "hip", None)
+    return {name: value for name, value in found.items() if value is not None}
+
+
+def _script() -> Path | None:
+    """Return the file that Python was started with; None in a notebook or an interpreter."""
+    file = getattr(sys.modules.get("__main__"), "__file__", None)
+    return Path(file).absolute() if isinstance(file, str) and os.path.isfile(file) else None
+
+
+_code_folder: Path | None = None
+"""The folder of the code that runs, where that is not the one of the script."""
+
+
+@contextlib.contextmanager
+def code_in(folder: Path) -> Iterator[None]:
+    """Record the commit of this folder for runs that start inside, rather than that of the script's folder.
+
+    Args:
+        folder: The folder, of a configuration for instance, whose script is omnitrain's command.
+    """
+    global _code_folder
+    before, _code_folder = _code_folder, folder.absolute()
+    try:
+        yield
+    finally:
+        _code_folder = before
+
+
+class Git:
+    """Asks git for the commit of a folder, in a process that runs beside this one.
+
+    Args:
+        folder: The folder of the code. An installed package has no commit: the repository around its folder, if any,
+            is that of a project with a virtual environment.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._answer: dict[str, Any] | None = None
+        command = ["git", "-C", str(folder), "--no-optional-locks", "-c", "core.fsmonitor=false", "status"]
+        command += ["--porcelain=v2", "--branch", "--untracked-files=no"]
+        self._process: subprocess.Popen[bytes] | None = None
+        self._output: IO[bytes] | None = None
+        if {"site-packages", "dist-packages"} & set(folder.parts):
+            return
+        with contextlib.suppress(OSError):  # there is no git on this machine, or no place for its output
+            self._output = tempfile.TemporaryFile()  # noqa: SIM115 (a pipe would have to be read while git runs)
+            self._process = subprocess.Popen(
+                command, stdin=subprocess.DEVNULL, stdout=self._output, stderr=subprocess.DEVNULL
+            )
+
+    @property
+    def is_done(self) -> bool:
+        """Whether its answer is all there will be."""
+        return self._process is None
+
+    def answer(self, seconds: float = 0.0) -> dict[str, Any] | None:
+        """Return "commit", "branch" and whether the tree is "clean"; None without a repository, or an answer yet.
+
+        Files that git does not track are not looked at.
+
+        Args:
+            seconds: How long to wait.
+        """
+        if self._process is not None and self._output is not None:
+            try:
+                code = self._process.wait(seconds)
+            except subprocess.TimeoutExpired:
+                return None
+            self._output.seek(0)
+            lines = self._output.read().decode(errors="replace").splitlines() if code == 0 else []
+            self.close()
+            head = dict(line[2:].split(" ", 1) for line in lines if line.startswith("# branch."))
+            if "branch.oid" in head:
+                self._answer = {
+                    "commit": head["branch.oid"],
+                    "branch": head.get("branch.head"),
+                    "clean": all(line.startswith("#") for line in lines),
+                }
+        return self._answer
+
+    def close(self) -> None:
+        """End it, if it has not answered."""
+        if self._process is not None:
+            self._process.kill()
+            self._process.wait()
+        if self._output is not None:
+            self._output.close()
+        self._process = self._output = None
+
+
+class Start:
+    """One start of a run: what is known when it begins, and what git says a moment later.
+
+    Args:
+        device: The device of the main rank.
+        ranks: Host and device of each rank.
+        where: Where in the run it begins: "step", and "resumed_from".
+    """
+
+    def __init__(self, device: torch.device, ranks: Iterable[tuple[str, str]], where: Mapping[str, Any]) -> None:
+        script = _script()
+        folder = _folder()
+        self._git = Git(_code_folder or (Path(folder) if script is None else script.parent))
+        hosts: dict[str, Counter[str]] = {}
+        for host, name in ranks:
+            hosts.setdefault(host, Counter())[name] += 1
+        self._known = {
+            "started_at": datetime.now(UTC).isoformat(timespec="seconds"),
+            **where,
+            "command": masked_command([_shortened(word, folder) for word in sys.orig_argv]),
+            "script": None if script is None else {"name": script.name, "sha256": _digest(script)},
+            "git": None,
+            "packages": packages(),
+            "platform": f"{platform.system()} {platform.release()} {platform.machine()}",
+            "processor": {"name": _cpu(), "cores": os.cpu_count()},
+            "devices": devices_of(device),
+            "processes": sum(sum(names.values()) for names in hosts.values()),
+            "hosts": {host: dict(names) for host, names in hosts.items()},
+            "environment": environment_of(os.environ),
+        }
+
+    def to_dict(self, seconds: float = 0.0) -> dict[str, Any]:
+        """Return it as JSON types; "git" is null unless git has answered after so many seconds."""
+        return {**self._known, "git": self._git.answer(seconds)}
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether git has answered."""
+        return self._git.is_done
+
+    def close(self) -> None:
+        """End what runs beside it."""
+        self._git.close()
+
+
+def _shortened(word: str, folder: str) -> str:
+    """Return a word of the command without what only this machine knows: the folder, or where its user is at home."""
+    for path, instead in ((folder, ""), (os.path.expanduser("~"), "~/")):
+        if len(path) > 1:
+            word = word.replace(f"{path}{os.sep}", instead)
+    return word
+
+
+def _folder() -> str:
+    try:
+        return os.getcwd()
+    except OSError:  # it was deleted
+        return ""
+
+
+def _digest(path: Path) -> str | None:
+    try:
+        return hashlib.sha256(path.read_bytes()).hexdigest()
+    except OSError:
+        return None
+
+
+def host() -> str:
+    """Return the name of this machine."""
+    return socket.gethostname()
+
+
+# --- the file
+
+
+def read_starts(path: Path) -> list[dict[str, Any]]:
+    """Return the starts in a `run.json`, the first one first; none if there is no such file.
+
+    Raises:
+        CheckpointError: If it holds something else.
+    """
+    try:
+        with open_regular(path) as file:
+            data = file.read(_LARGEST + 1)
+    except FileNotFoundError:
+        return []
+    problem = ""
+    try:
+        content: Any = json.loads(data.decode(), object_pairs_hook=unique_keys) if len(data) <= _LARGEST else None
+        starts = content["starts"]
+        if content["format_version"] > FORMAT_VERSION:
+            problem = f" It has format_version {content['format_version']}: upgrade omnitrain."
+        elif isinstance(starts, list) and all(isinstance(one, dict) for one in starts):
+            return starts
+    except (ValueError, TypeError, KeyError, RecursionError):
+        pass
+    raise CheckpointError(f"{str(path)!r} is no record of the starts of a run.{problem}")
+
+
+def append_start(fs: FileSystem, path: Path, start: Mapping[str, Any], replaces: str | None = None) -> None:
+    """Add a start to a `run.json`, which is replaced as a whole.
+
+    Args:
+        fs: The disk.
+        path: The file.
+        start: What ran, as JSON types.
+        replaces: "all" for a run that takes the place of another one; "last" if the start is there already.
+
+    Raises:
+        OSError: It cannot be written.
+    """
+    try:
+        starts = read_starts(path)
+    except CheckpointError as error:
+        logger.warning("%s Nothing is written into it: move it away.", error)
+        return
+    kept = [] if replaces == "all" else starts[:-1] if replaces == "last" else starts
+    text = json.dumps({"format_version": FORMAT_VERSION, "starts": [*kept, start]}, indent=2) + "\n"
+    _replace(fs, path, text)
+
+
+def write_config(fs: FileSystem, path: Path, text: str) -> None:
+    """Write the configuration of a run, if it is not there already; a failing disk is reported, and nothing else."""
+    with Tolerance(path.name, "The run goes on."):
+        with contextlib.suppress(OSError, UnicodeDecodeError):
+            if path.read_text() == text:
+                return
+        _replace(fs, path, text)
+
+
+def _replace(fs: FileSystem, path: Path, text: str) -> None:
+    """Write a file that takes the place of another one as a whole."""
+    new = path.with_name(f"{path.name}.tmp")
+    try:
+        fs.write(new, text.encode())
+        fs.sync(new)
+        fs.rename(new, path)
+    except OSError:
+        with contextlib.suppress(OSError):
+            fs.unlink(new)
+        raise

@@ -1,0 +1,220 @@
+"""The settings that determine the numbers of a run, and which of them differ from those of a checkpoint.
+
+`checkpointer.py` and `contents.py` decide what follows from a change: an error, or the new value.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from omnitrain.arguments import describe
+from omnitrain.checkpoint.state_dicts import IMPLEMENTATION
+from omnitrain.core.events import arguments_of
+from omnitrain.core.secrets import without_secrets
+
+DECIDING = (
+    "model",
+    "optimizer",
+    "learning_rate",
+    "weight_decay",
+    "optimizer_groups",
+    "param_groups",
+    "freeze",
+    "lr_scheduler",
+    "lr_scheduler_kwargs",
+    "lr_scheduler_options",
+    "warmup_steps",
+    "scheduler_interval",
+    "global_batch_size",
+    "max_grad_norm",
+    "grad_reduction",
+    "loss_fn",
+    "unit",
+    "label_names",
+    "algorithms",
+    "algorithm_options",
+    "optimization_metric",
+    "optimization_direction",
+    "autocast",
+    "dtypes",
+    "fp16_loss_scale",
+    "matmul_precision",
+    "seed",
+    "order_seed",
+    "shuffle",
+    "samples_per_epoch",
+)
+"""The settings that determine the numbers of a run: changing one on a resume is an error unless allowed by name."""
+
+_LATER = ("dtypes", "fp16_loss_scale", "matmul_precision")
+"""Those that earlier checkpoints do not have, which says nothing about a change."""
+
+GROUPING = frozenset(["param_groups", "freeze"])
+"""Those that decide which parameters an optimizer holds, and in which groups."""
+
+_MOVING = frozenset(
+    [
+        "last_epoch",
+        "_step_count",
+        "_last_lr",
+        "base_lrs",
+        "best",
+        "num_bad_epochs",
+        "cooldown_counter",
+        "T_cur",
+        "T_i",
+        "_get_lr_called_within_step",
+        "_is_initial",
+    ]
+)
+"""The attributes of PyTorch's schedules that hold their position, and rates, which are settings of the optimizer."""
+
+
+def changed_settings(then: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
+    """Return the deciding settings that have changed: (then, now) by name.
+
+    Args:
+        then: The resolved settings of a checkpoint.
+        now: The settings of the run that resumes from it.
+    """
+    changed = {
+        name: (then.get(name), now.get(name))
+        for name in DECIDING
+        if _without_home(then.get(name)) != _without_home(now.get(name))
+    }
+    for name in _LATER:
+        if name not in then:
+            changed.pop(name, None)
+    changed.pop("optimizer_groups", None)
+    if GROUPING.isdisjoint(changed):  # groups that hold other parameters cannot be compared
+        for name in ("learning_rate", "weight_decay"):
+            changed.pop(name, None)  # with the user's own optimizer, only its groups count
+    if "optimizer" not in changed and GROUPING.isdisjoint(changed):
+        changed |= _changed_groups(then["optimizer_groups"] or [], now["optimizer_groups"] or [])
+    if "lr_scheduler_kwargs" not in then and then.get("lr_scheduler") == "functools.partial":
+        # what earlier checkpoints have of a schedule that transformers made by name and options
+        for name in ("lr_scheduler", "lr_scheduler_kwargs", "lr_scheduler_options", "warmup_steps"):
+            changed.pop(name, None)
+    if "lr_scheduler" in changed:
+        changed.pop("lr_scheduler_options", None)
+    changed.pop("algorithm_options", None)
+    differ = changed_options(then, now, "algorithm_options")
+    if differ[0] and "algorithms" not in changed:
+        changed["algorithm_options"] = differ
+    return changed
+
+
+def _without_home(value: Any) -> Any:
+    """Return a setting with our own classes by their bare names: a class that moved to another module is the same."""
+    if isinstance(value, list):
+        return [_without_home(entry) for entry in value]
+    is_ours = isinstance(value, str) and value.startswith("omnitrain.")
+    return value.rpartition(".")[2] if is_ours else value
+
+
+def changed_options(then: Mapping[str, Any], now: Mapping[str, Any], name: str) -> tuple[Any, Any]:
+    """Return the options of algorithms or callbacks that differ, then and now: {"EMA.decay": 0.9}.
+
+    Those that only one side has are left out: another version may have other ones.
+
+    Args:
+        then: The resolved settings of a checkpoint.
+        now: The settings of the run that resumes from it.
+        name: "algorithm_options" or "callback_options".
+    """
+    before, after = then.get(name) or {}, now.get(name) or {}
+    if name == "callback_options":  # earlier checkpoints have them with secrets
+        before = without_secrets(before)
+    differ = [key for key in before if key in after and before[key] != after[key]]
+    return {key: before[key] for key in differ}, {key: after[key] for key in differ}
+
+
+def _changed_groups(then: list[dict[str, Any]], now: list[dict[str, Any]]) -> dict[str, tuple[Any, Any]]:
+    """Return the differences between the options of two optimizers, by the name of the setting."""
+    changed = {}
+    for option, name in (("lr", "learning_rate"), ("weight_decay", "weight_decay")):
+        old, new = ([group.get(option) for group in groups] for groups in (then, now))
+        if old != new:
+            changed[name] = (old[0], new[0]) if len(old) == len(new) == 1 else (old, new)
+    rest = [
+        [{key: value for key, value in group.items() if key not in ("lr", "weight_decay")} for group in groups]
+        for groups in (then, now)
+    ]
+    if rest[0] != rest[1]:
+        changed["optimizer_groups"] = (rest[0], rest[1])
+    return changed
+
+
+def made_with(parts: Iterable[Any]) -> dict[str, Any]:
+    """Return what algorithms or callbacks were made with, as JSON types by "<class>.<argument>"."""
+    found: dict[str, Any] = {}
+    turns: dict[str, int] = {}
+    for one in parts:
+        name = type(one).__qualname__
+        turn = turns[name] = turns.get(name, 0) + 1
+        prefix = name if turn == 1 else f"{name} {turn}"
+        found |= {f"{prefix}.{option}": _without_module(value) for option, value in arguments_of(one).items()}
+    return found
+
+
+def _without_module(value: Any) -> Any:
+    """Return an option as JSON types; an object by a name without its module, which is another one in a script."""
+    named: Any = value if hasattr(value, "__qualname__") else type(value)
+    plain = _plain(value)
+    return named.__qualname__ if plain == f"{named.__module__}.{named.__qualname__}" else plain
+
+
+@dataclass(slots=True)
+class InitialOptions:
+    """The options of optimizer and schedule at the beginning of the run, before any schedule changed them.
+
+    Attributes:
+        optimizer: The options of each group.
+        schedule: The options of the user's own schedule; None for a named one, which the settings describe.
+    """
+
+    optimizer: list[dict[str, Any]] | None = None
+    schedule: dict[str, Any] | None = None
+
+    def note_optimizer(self, groups: Iterable[Mapping[str, Any]]) -> None:
+        """Record the options of the groups, unless already recorded; called before a schedule changes them."""
+        if self.optimizer is None:
+            self.optimizer = options_of(groups)
+
+    def note_schedule(self, scheduler: Any) -> None:
+        """Record the options of the user's own schedule, unless already recorded."""
+        if self.schedule is None:
+            self.schedule = _schedule_options(scheduler)
+
+
+def options_of(groups: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Return the initial options of the groups as JSON types, without those of the implementation."""
+    found = []
+    for group in groups:
+        options = {key: value for key, value in group.items() if key not in ("params", "initial_lr", *IMPLEMENTATION)}
+        options["lr"] = group.get("initial_lr", group.get("lr"))
+        found.append({key: _plain(value) for key, value in options.items()})
+    return found
+
+
+def _schedule_options(scheduler: Any) -> dict[str, Any]:
+    """Return the options of a schedule as JSON types, without its position."""
+
+    def options(value: Any) -> Any:
+        if isinstance(value, Mapping):
+            return {str(key): options(entry) for key, entry in value.items() if key not in _MOVING}
+        return [options(entry) for entry in value] if isinstance(value, (list, tuple)) else _plain(value)
+
+    return options(scheduler.state_dict())
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, torch.Tensor) and value.numel() == 1:
+        value = value.item()
+    is_odd = isinstance(value, float) and not math.isfinite(value)
+    return str(value) if is_odd else describe(value)  # JSON has neither NaN nor Infinity

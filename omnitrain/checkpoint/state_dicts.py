@@ -1,0 +1,909 @@
+"""Model and optimizer state by name: weights under the bare module's names, moments under parameter names.
+
+Only safetensors and JSON: nothing is pickled or unpickled. `store.py` has folders, manifests and retention,
+`contents.py` the parts of a trainer that are saved.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import inspect
+import math
+import os
+import random
+import reprlib
+import sys
+from collections import Counter, defaultdict
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import nn
+
+from omnitrain.checkpoint.tensor_files import (
+    Gather,
+    Spec,
+    read_alone,
+    read_like,
+    save_tensors,
+    spec_of,
+    written_by_main,
+)
+from omnitrain.core.errors import CheckpointError, ConfigError
+from omnitrain.distributed.ranks import Ranks
+from omnitrain.optim.muon import Muon
+
+WEIGHTS = "model.safetensors"
+IMPLEMENTATION = ("fused", "foreach", "capturable", "differentiable")
+"""Options of optimizers that choose an implementation; it may not exist elsewhere, so they are not restored."""
+
+# --- models
+
+
+def unwrap(model: nn.Module) -> nn.Module:
+    """Return the user's module, without the wrappers of `torch.compile`, DDP and DeepSpeed.
+
+    >>> unwrap(torch.compile(nn.Linear(1, 1)))
+    Linear(in_features=1, out_features=1, bias=True)
+    """
+    while True:
+        is_engine = type(model).__name__ == "DeepSpeedEngine"  # by name, as DeepSpeed may not be installed
+        if is_engine or isinstance(model, nn.parallel.DistributedDataParallel | nn.DataParallel):
+            model = model.module  # type: ignore[assignment]
+        elif hasattr(model, "_orig_mod"):
+            model = model._orig_mod  # type: ignore[assignment]
+        else:
+            return model
+
+
+def class_of(model: nn.Module) -> type:
+    """Return the class of the user's module, which FSDP 2 replaces by a derived class."""
+    own, *bases = type(unwrap(model)).__mro__
+    return bases[1] if bases[0].__name__ == "FSDPModule" else own
+
+
+def bare_name(name: str) -> str:
+    """Return a parameter's name without what `torch.compile` or activation checkpointing of submodules added to it."""
+    return name.replace("_orig_mod.", "").replace("_checkpoint_wrapped_module.", "")
+
+
+def named_parameters(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
+    """Return the parameters with the names of the bare module; tied ones come under each of theirs."""
+    found = unwrap(model).named_parameters(remove_duplicate=False)
+    return [(bare_name(name), parameter) for name, parameter in found]
+
+
+def model_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Return the tensors of the bare module by name; a tensor with several names comes under the first."""
+    return {name: tensor for name, tensor, first in _named(model) if name == first}
+
+
+def _named(model: nn.Module) -> Iterator[tuple[str, torch.Tensor, str]]:
+    """Yield name, tensor, and the tensor's first name: tied weights have several names."""
+    seen: dict[Any, str] = {}
+    module = unwrap(model)
+    parameters = dict(module.named_parameters(remove_duplicate=False))
+    for name, value in module.state_dict().items():
+        if not isinstance(value, torch.Tensor):
+            continue  # see `extra_state`
+        tensor = value.detach()
+        if hasattr(tensor, "full_tensor"):  # the address of this process's part does not identify the whole
+            place: Any = id(parameters.get(name, name))
+        else:
+            place = (tensor.device, tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype)
+        name = bare_name(name)
+        yield name, tensor, seen.setdefault(place if tensor.numel() else name, name)
+
+
+def save_weights(
+    model: nn.Module,
+    folder: Path,
+    overwrite: bool,
+    tensors: Mapping[str, Any] | None = None,
+    ranks: Ranks | None = None,
+) -> Path:
+    """Write `model.safetensors` to `folder`, and `config.json` if the model has a config.
+
+    The file appears whole or not at all. `from_pretrained` opens the folder of a transformers model.
+
+    Args:
+        model: The model, wrapped or not.
+        folder: Created if needed.
+        overwrite: Whether to replace existing weights.
+        tensors: Its weights by name, if it does not hold them itself.
+        ranks: The ranks that have the weights; the main one writes.
+
+    Raises:
+        ConfigError: If there are weights already and `overwrite` is False, or `folder` is a file.
+    """
+    weights = model_tensors(model) if tensors is None else tensors
+
+    def write(gather: Gather) -> Path:
+        path = folder / WEIGHTS
+        if folder.exists() and not folder.is_dir():
+            raise ConfigError(f"Cannot save the model to {str(folder)!r}: it is a file. Give the path of a folder.")
+        if path.exists() and not overwrite:
+            raise ConfigError(f"{str(path)!r} already exists. Pass overwrite=True to replace it, or give another path.")
+        folder.mkdir(parents=True, exist_ok=True)
+        part = folder / f"{WEIGHTS}.tmp"
+        try:
+            save_tensors(weights, part, gather=gather)
+            os.replace(part, path)
+        finally:
+            with contextlib.suppress(OSError):
+                part.unlink(missing_ok=True)
+        write_config(model, folder)
+        return folder
+
+    return written_by_main(ranks or Ranks(), [weights], write)
+
+
+def write_config(model: nn.Module, folder: Path) -> None:
+    """Write the model's config next to its weights, if it has one that can be saved."""
+    bare: Any = unwrap(model)
+    modeling = sys.modules.get("transformers.modeling_utils")  # imported if the model is one of transformers'
+    for name in ("config", "generation_config"):
+        config: Any = getattr(bare, name, None)
+        if not callable(getattr(config, "save_pretrained", None)):
+            continue
+        if name == "config" and modeling is not None and isinstance(bare, modeling.PreTrainedModel):
+            # as the model's save_pretrained does; a config created in code has neither
+            config = copy.deepcopy(config)
+            config.architectures = [class_of(bare).__name__]
+            config.dtype = str(bare.dtype).removeprefix("torch.")
+        config.save_pretrained(folder)
+
+
+def extra_state(model: nn.Module) -> dict[str, Any]:
+    """Return the state of modules besides tensors (`get_extra_state`) by name, as JSON types.
+
+    Raises:
+        CheckpointError: If it holds something that is neither plain nor a number.
+    """
+    found = unwrap(model).state_dict().items()
+    return {bare_name(name): to_json(value, name) for name, value in found if not isinstance(value, torch.Tensor)}
+
+
+def load_weights(
+    model: nn.Module,
+    tensors: Mapping[str, torch.Tensor],
+    where: str,
+    extra: Mapping[str, Any] | None = None,
+    absent: Collection[str] = (),
+    ranks: Ranks | None = None,
+) -> None:
+    """Copy tensors into a model in place, so optimizers and tied weights stay valid; names, shapes and dtypes must fit.
+
+    For a buffer that does not fit, a module with its own loading code decides.
+
+    Args:
+        model: The model, wrapped or not.
+        tensors: What `model_tensors` returned.
+        where: Their name in errors.
+        extra: What `extra_state` returned.
+        absent: Names of tensors that were left out, and stay unchanged.
+        ranks: The ranks that load them, each into its own part of the model.
+
+    Raises:
+        CheckpointError: On all ranks, if a tensor is missing, left over, of another shape or dtype, or cannot be read
+            by one of them; the model is unchanged.
+    """
+    ranks = ranks or Ranks()
+    check_weights(model, tensors, where, absent)
+    named = {name: (tensor, first) for name, tensor, first in _named(model)}
+    content: dict[str, Any] = {}
+
+    def read() -> None:
+        content.update(
+            {name: read_like(tensors, first, tensor) for name, (tensor, first) in named.items() if first in tensors}
+        )
+        content.update({name: read_alone(tensors, name) for name in tensors if name not in named})
+
+    ranks.attempt("the reading of weights", read)
+    content |= {name: from_json(value) for name, value in (extra or {}).items()}
+    load_by_own_way(model, content, where, ranks)
+
+
+def load_by_own_way(model: nn.Module, content: Mapping[str, Any], where: str, ranks: Ranks | None = None) -> None:
+    """Have a model load tensors and extra state by bare names: its modules may have hooks, or their own loading code.
+
+    Args:
+        model: The model, wrapped or not.
+        content: The tensors and the extra state.
+        where: Their name in errors.
+        ranks: The ranks that load them together.
+
+    Raises:
+        CheckpointError: On all ranks, if the model of one of them refuses them; the model is unchanged.
+    """
+    bare = unwrap(model)
+    copy_expanded(bare)  # a forward pass may have expanded a buffer since it was placed
+    raw = {bare_name(name): name for name in bare.state_dict()}
+    content = {raw.get(name, name): value for name, value in content.items()}
+    loads = getattr(bare.load_state_dict, "__func__", None)
+    accepted = inspect.signature(bare.load_state_dict).parameters
+    is_strict = loads is nn.Module.load_state_dict or "strict" in accepted
+    if not is_strict:  # its code may need all of them
+        content = {**bare.state_dict(), **content}
+    before = _copies(bare) if any(map(has_own_loader, bare.modules())) else {}
+
+    def load() -> None:
+        try:
+            bare.load_state_dict(content, **({"strict": False} if is_strict else {}))
+        except Exception as error:
+            raise CheckpointError(
+                f"{where} does not fit the model, which refused it: {type(error).__name__}: {error}. "
+                "Build the model as it was built for that run."
+            ) from error
+
+    try:
+        (ranks or Ranks()).attempt("the loading of weights", load)
+    except CheckpointError:
+        _put_back(bare, before)
+        raise
+
+
+def is_expanded(tensor: torch.Tensor) -> bool:
+    """Whether elements of a tensor share memory, as `expand` makes them; nothing can be written to such a tensor.
+
+    >>> is_expanded(torch.zeros(1).expand(4)), is_expanded(torch.zeros(1, 4).expand(1, 4))
+    (True, False)
+    """
+    if type(tensor) not in (torch.Tensor, nn.Parameter) or tensor.layout != torch.strided:
+        return False
+    return any(stride == 0 and size > 1 for stride, size in zip(tensor.stride(), tensor.shape, strict=True))
+
+
+def copy_expanded(model: nn.Module) -> None:
+    """Give parameters and buffers made by `expand` memory for each element, as `Module.to` does for another device.
+
+    No checkpoint could be loaded into them, and an optimizer would update an element several times.
+    """
+    unshare_elements((*model.parameters(), *model.buffers()))
+
+
+def unshare_elements(tensors: Iterable[torch.Tensor]) -> None:
+    """Give those of these tensors that `expand` has made memory for each element."""
+    for tensor in tensors:
+        if is_expanded(tensor):
+            tensor.data = tensor.detach().clone(memory_format=torch.contiguous_format)
+
+
+def _copies(model: nn.Module) -> dict[str, torch.Tensor]:
+    return {name: one.detach().clone() for name, one in model.state_dict().items() if isinstance(one, torch.Tensor)}
+
+
+def _put_back(model: nn.Module, before: Mapping[str, torch.Tensor]) -> None:
+    present = dict(model.named_parameters(remove_duplicate=False)) | dict(model.named_buffers(remove_duplicate=False))
+    for name, tensor in before.items():
+        with torch.no_grad():
+            if name in present and present[name].shape == tensor.shape:
+                present[name].copy_(tensor)
+            elif name in present:
+                owner, _, own = name.rpartition(".")
+                setattr(model.get_submodule(owner), own, tensor)
+
+
+def has_own_loader(module: nn.Module) -> bool:
+    """Whether a module has its own loading code; PyTorch's modules have some too, for files of older versions."""
+    ways = [getattr(type(module), name) for name in ("load_state_dict", "_load_from_state_dict")]
+    ways += [getattr(hook, "hook", hook) for hook in module._load_state_dict_pre_hooks.values()]
+    return any(not getattr(way, "__module__", "").startswith("torch.") for way in ways)
+
+
+def check_weights(model: nn.Module, tensors: Mapping[str, Any], where: str, absent: Collection[str] = ()) -> None:
+    """Refuse tensors that do not fit a model; modules with their own loading code decide about their buffers.
+
+    Args:
+        model: The model, wrapped or not.
+        tensors: The saved tensors.
+        where: Their name in errors.
+        absent: Names of tensors that were left out.
+
+    Raises:
+        CheckpointError: If one is missing, left over, or of another shape or dtype.
+    """
+    bare = unwrap(model)
+    parameters = {bare_name(name) for name, _ in bare.named_parameters(remove_duplicate=False)}
+    prefixes = [f"{bare_name(name)}." if name else "" for name, one in bare.named_modules() if has_own_loader(one)]
+    wanted = {
+        name: (first, (tuple(tensor.shape), tensor.dtype))
+        for name, tensor, first in _named(model)
+        if name in parameters or not any(map(name.startswith, prefixes))
+    }
+    kept = {name for name, _, first in _named(model) if name not in wanted} | {
+        name for name in tensors if name not in parameters and any(map(name.startswith, prefixes))
+    }
+    check_fit(wanted, tensors, where, kept, absent)
+
+
+def check_fit(
+    wanted: Mapping[str, tuple[str, Spec]],
+    tensors: Mapping[str, Any],
+    where: str,
+    loaders: Collection[str] = (),
+    absent: Collection[str] = (),
+) -> None:
+    """Refuse tensors that do not fit a model.
+
+    Args:
+        wanted: For each name in the model, the first name of the same tensor, its shape and its dtype.
+        tensors: The saved tensors.
+        where: Their name in errors.
+        loaders: Names that a module loads with its own code, whatever they hold.
+        absent: Names of tensors that were left out.
+
+    Raises:
+        CheckpointError: If one is missing, left over, of another shape, or of a dtype that would lose precision.
+    """
+    expected = {first for first, _ in wanted.values()}
+    missing = sorted(expected - tensors.keys() - set(absent))
+    left_over = sorted({*tensors, *absent} - wanted.keys() - set(loaders))
+    if missing or left_over:
+        raise CheckpointError(
+            f"{where} does not fit the model: missing {missing[:5]}, not in the model {left_over[:5]}. "
+            "Build the model as it was built for that run."
+        )
+    for name, (first, (shape, dtype)) in wanted.items():
+        if name != first or name not in tensors:
+            continue
+        saved_shape, saved_dtype = spec_of(tensors, name)
+        if saved_shape != shape:
+            raise CheckpointError(
+                f"{where} does not fit the model: {name!r} has shape {saved_shape} there and {shape} in the model. "
+                "Build the model as it was built for that run; a buffer that changes its shape needs a module with a "
+                "`load_state_dict` or `_load_from_state_dict` of its own."
+            )
+        if not holds(dtype, saved_dtype):
+            raise CheckpointError(
+                f"{where} does not fit the model: {name!r} is of {saved_dtype} there and of {dtype} in the model, "
+                "which cannot hold it. Build the model with the dtype of that run."
+            )
+
+
+def holds(dtype: torch.dtype, other: torch.dtype) -> bool:
+    """Return whether a dtype can represent all values of another.
+
+    >>> holds(torch.float32, torch.bfloat16), holds(torch.bfloat16, torch.float32), holds(torch.float32, torch.int64)
+    (True, False, False)
+    """
+    if dtype == other:
+        return True
+    return dtype.is_floating_point and other.is_floating_point and torch.promote_types(dtype, other) == dtype
+
+
+# --- optimizers
+
+
+def parameter_names(model: nn.Module) -> dict[int, str]:
+    """Return the bare name of every parameter by its `id`."""
+    return {id(parameter): bare_name(name) for name, parameter in unwrap(model).named_parameters()}
+
+
+def names_by_group(optimizer: torch.optim.Optimizer, model: nn.Module) -> list[list[str]]:
+    """Return the bare names of the parameters in each group of an optimizer; "?" for one not in the model."""
+    names = parameter_names(model)
+    return [[names.get(id(one), "?") for one in group["params"]] for group in optimizer.param_groups]
+
+
+def optimizer_state(optimizer: torch.optim.Optimizer, model: nn.Module) -> tuple[dict[str, torch.Tensor], Any]:
+    """Return an optimizer's tensors, keyed "<parameter>/<entry>", and the rest as JSON types.
+
+    Raises:
+        CheckpointError: If it holds a parameter that is not in the model and so has no name.
+    """
+    names, tensors, rest = parameter_names(model), {}, {}
+    groups = []
+    for group in optimizer.param_groups:
+        unnamed = [tuple(parameter.shape) for parameter in group["params"] if id(parameter) not in names]
+        if unnamed:
+            raise CheckpointError(
+                f"The optimizer holds parameters of shapes {unnamed[:3]} that are not the model's, so they have no "
+                "name to be saved under. Make them part of the model."
+            )
+        options = {key: to_json(value, key) for key, value in group.items() if key != "params"}
+        groups.append({**options, "params": [names[id(parameter)] for parameter in group["params"]]})
+        for parameter in group["params"]:
+            name = names[id(parameter)]
+            for key, value in optimizer.state.get(parameter, {}).items():
+                if isinstance(value, torch.Tensor):
+                    tensors[f"{name}/{key}"] = value
+                else:
+                    rest.setdefault(name, {})[key] = to_json(value, f"{name}/{key}", tensors)
+    shared = {key: value for key, value in optimizer.state.items() if not isinstance(key, torch.Tensor)}
+    saved = {"groups": groups, "rest": rest, "shared": to_json(shared, "", tensors)}
+    if own := own_entries(optimizer):
+        saved["own"] = to_json(own, "own", tensors)
+    return tensors, saved
+
+
+def own_entries(optimizer: torch.optim.Optimizer, is_sharded: bool = False) -> dict[str, Any]:
+    """Return what the `state_dict()` of an optimizer has beyond PyTorch's two entries.
+
+    Args:
+        optimizer: The optimizer.
+        is_sharded: Whether each rank has a part of its weights.
+
+    Raises:
+        CheckpointError: If it lacks those two, or has more where the weights are sharded.
+    """
+    held = optimizer.state_dict() if type(optimizer).state_dict is not torch.optim.Optimizer.state_dict else {}
+    kind = type(optimizer).__name__
+    if held and not {"state", "param_groups"} <= held.keys():
+        raise CheckpointError(
+            f"`optimizer` ({kind}) has a state_dict() with {', '.join(map(repr, held))}, where checkpoints need "
+            "'state' and 'param_groups', PyTorch's own, and take further entries besides. Write it so, or pass another "
+            "optimizer."
+        )
+    own = {key: value for key, value in held.items() if key not in ("state", "param_groups")}
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    if own and (is_sharded or any(hasattr(parameter, "to_local") for parameter in parameters)):
+        raise CheckpointError(
+            f"`optimizer` ({kind}) has {next(iter(own))!r} in its state_dict(), beyond PyTorch's entries. Where the "
+            "weights are sharded (FSDP, DeepSpeed) nobody knows to which of them it belongs. Keep it in "
+            "`self.state[parameter]`, or use DDP."
+        )
+    return own
+
+
+def restore_optimizer(
+    optimizer: torch.optim.Optimizer, model: nn.Module, tensors: Mapping[str, torch.Tensor], saved: Any, where: str
+) -> None:
+    """Restore what `optimizer_state` returned, by parameter name.
+
+    Raises:
+        CheckpointError: If the optimizer's parameters, their groups, or the tensors that it holds for them are not
+            those that were saved; the optimizer is then unchanged.
+    """
+    check_optimizer(optimizer, model, tensors, saved, where)
+    names = parameter_names(model)
+    parameters = {names.get(id(one), ""): one for group in optimizer.param_groups for one in group["params"]}
+    now = names_by_group(optimizer, model)
+    wanted = {names[key]: held.specs for key, held in state_specs(optimizer).items()}
+    optimizer.state.clear()  # before reading the new state: there may not be room for both
+    state: dict[str, dict[str, Any]] = {name: dict(from_json(entry, tensors)) for name, entry in saved["rest"].items()}
+    nested = check_references([saved["rest"], saved["shared"], saved.get("own")], tensors, where)
+    for key in tensors.keys() - nested:
+        name, _, entry = key.rpartition("/")
+        spec = wanted.get(name, {}).get(entry)
+        tensor = read_like(tensors, key, parameters.get(name))
+        state.setdefault(name, {})[entry] = tensor if spec is None else tensor.to(spec[1])
+    order = [name for group in now for name in group]
+    groups, start = [], 0
+    for group, present, options in zip(now, optimizer.param_groups, saved["groups"], strict=True):
+        plain = {key: like(from_json(value), present.get(key)) for key, value in options.items() if key != "params"}
+        plain |= {key: present[key] for key in present if key in IMPLEMENTATION or key not in options}
+        plain.pop("params", None)
+        groups.append({**plain, "params": list(range(start, start + len(group)))})
+        start += len(group)
+    # as torch's own loading does, place each tensor on the device of its parameter
+    entries = {i: state[name] for i, name in enumerate(order) if name in state}
+    shared = from_json(saved["shared"], tensors)
+    devices = {parameter.device for parameter in parameters.values()}
+    moved = {key: tensors[key] for key in check_references([saved.get("own")], tensors, where)}
+    if len(devices) == 1:  # numbers, such as counts, stay on the host
+        moved = {key: tensor.to(*devices) if tensor.dim() else tensor for key, tensor in moved.items()}
+    own = from_json(saved.get("own", {}), moved)
+    optimizer.load_state_dict({"state": {**shared, **entries}, "param_groups": groups, **own})
+    for parameter in (parameter for group in optimizer.param_groups for parameter in group["params"]):
+        held = optimizer.state.get(parameter, {})
+        for key, tensor in state.get(names[id(parameter)], {}).items():
+            if not isinstance(tensor, torch.Tensor):
+                continue
+            if held[key].dtype != tensor.dtype:
+                held[key] = tensor.to(parameter.device)  # torch would cast to the parameter's dtype, losing precision
+            if held[key].shape == parameter.shape and held[key].stride() != parameter.stride():
+                # fused kernels need both in the same memory layout, such as channels last
+                held[key] = torch.empty_like(parameter, dtype=held[key].dtype).copy_(held[key])
+
+
+def check_optimizer(
+    optimizer: torch.optim.Optimizer, model: nn.Module, tensors: Mapping[str, Any], saved: Any, where: str
+) -> None:
+    """Refuse a saved state that does not fit this optimizer; only shapes and dtypes are read.
+
+    Raises:
+        CheckpointError: If its parameters or groups differ, or a tensor is not what it holds for its parameter.
+    """
+    names = parameter_names(model)
+    check_groups(names_by_group(optimizer, model), [group["params"] for group in saved["groups"]], where)
+    check_options(optimizer, saved["groups"], where)
+    nested = check_references([saved["rest"], saved["shared"], saved.get("own")], tensors, where)
+    wanted = {names[key]: held for key, held in state_specs(optimizer).items()}
+    check_state(wanted, tensors, nested, where)
+
+
+def check_options(optimizer: torch.optim.Optimizer, saved: Iterable[Mapping[str, Any]], where: str) -> None:
+    """Refuse options for an optimizer's groups that do not fit it; options of the implementation are not compared.
+
+    PyTorch's own optimizers check the range of each option, as in their constructor.
+    """
+    for present, options in zip(optimizer.param_groups, saved, strict=True):
+        restored = {}
+        for key, value in options.items():
+            if key == "params" or key in IMPLEMENTATION or key not in present:
+                continue
+            now, then = present[key], from_json(value)
+            now = now.item() if isinstance(now, torch.Tensor) and now.numel() == 1 else now
+            check_like(then, now, f"optimizer option {key!r}", where)
+            restored[key] = then
+        _check_legal(stepping(optimizer, present), present, restored, where)
+
+
+def _check_legal(kind: type, present: Mapping[str, Any], saved: Mapping[str, Any], where: str) -> None:
+    """Refuse options of a group that the constructor of one of PyTorch's optimizers refuses.
+
+    All are passed at once, as one may depend on another: Nesterov momentum needs momentum.
+    """
+    if not f"{kind.__module__}.".startswith("torch.optim."):
+        return
+    known = set(inspect.signature(kind).parameters) - {"params", *IMPLEMENTATION}
+
+    def refusal(options: Mapping[str, Any]) -> str:
+        make: Any = kind
+        # a schedule that ends at zero may get a little below it
+        options = {key: max(value, 0.0) if _is_rounded(value) else value for key, value in options.items()}
+        try:
+            make([nn.Parameter(torch.empty(1, 1))], **{key: options[key] for key in known & options.keys()})
+        except (TypeError, ValueError) as error:
+            return str(error)
+        return ""
+
+    reason = refusal({**present, **saved})
+    if not reason:
+        return
+    wrong = next((key for key in saved if refusal({**present, key: saved[key]})), "")
+    options = f"option {wrong!r} is {reprlib.repr(saved[wrong])}" if wrong else f"options are {reprlib.repr(saved)}"
+    raise CheckpointError(
+        f"{where} is damaged: optimizer {options} there, which {kind.__name__} refuses ({reason}). Take another "
+        "checkpoint."
+    )
+
+
+def _is_rounded(value: Any) -> bool:
+    return isinstance(value, float) and -_ROUNDING < value < 0
+
+
+_ROUNDING = 1e-9
+"""How far below zero a schedule that ends at zero may get by rounding."""
+_BOOKKEEPING = ("step", "eta", "mu", "mu_product")
+"""What PyTorch's optimizers keep for each parameter as a single number; the first is a count."""
+
+
+def check_numbers(tensors: Mapping[str, torch.Tensor], saved: Any, where: str) -> None:
+    """Refuse single numbers of an optimizer's state that would spoil all further steps: NaN, or a negative count.
+
+    Args:
+        tensors: Its saved tensors, keyed "<parameter>/<entry>"; only those with a single number are read.
+        saved: The rest of its saved state.
+        where: Their name in errors.
+
+    Raises:
+        CheckpointError: It names the key.
+    """
+    found = {
+        key: tensors[key].item()
+        for key in tensors
+        if key.rpartition("/")[2] in _BOOKKEEPING and spec_of(tensors, key)[0] == ()
+    }
+    for name, entries in saved["rest"].items():
+        found |= {f"{name}/{key}": from_json(entries[key], tensors) for key in entries if key in _BOOKKEEPING}
+    for key, value in found.items():
+        is_number = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+        if not is_number or (value < 0 and key.endswith("/step")):
+            raise CheckpointError(
+                f"{where} is damaged: {key!r} of the optimizer is {reprlib.repr(value)} there, which no step leaves. "
+                "Take another checkpoint."
+            )
+
+
+def check_references(values: Any, tensors: Mapping[str, Any], where: str) -> set[str]:
+    """Return the names of the tensors to which a state from `to_json` refers.
+
+    Raises:
+        CheckpointError: If one of them is missing.
+    """
+    found: set[str] = set()
+    waiting = [values]
+    while waiting:
+        value = waiting.pop()
+        if isinstance(value, dict):
+            if "__tensor__" in value:
+                found.add(value["__tensor__"])
+            waiting.extend(value.values())
+        elif isinstance(value, list):
+            waiting.extend(value)
+    missing = sorted(found - tensors.keys())
+    if missing:
+        raise CheckpointError(f"{where} is damaged: the tensor {missing[0]!r} is missing. Take another checkpoint.")
+    return found
+
+
+def check_state(wanted: Mapping[str, Held], tensors: Mapping[str, Any], nested: Collection[str], where: str) -> None:
+    """Refuse tensors that do not fit an optimizer: its kernels do not check them.
+
+    Args:
+        wanted: What it holds, by parameter.
+        tensors: The saved tensors, keyed "<parameter>/<entry>".
+        nested: Keys of tensors to which the rest of the state refers.
+        where: Their name in errors.
+
+    Raises:
+        CheckpointError: If one belongs to no parameter, is missing, of another shape, or of a dtype that would lose
+            precision.
+    """
+    found: dict[str, set[str]] = {}
+    for key in tensors:
+        name, _, entry = key.rpartition("/")
+        if key in nested:
+            continue
+        if name not in wanted:
+            raise CheckpointError(
+                f"{where} does not fit the optimizer: {key!r} is of no parameter that it has. Take another checkpoint."
+            )
+        found.setdefault(name, set()).add(entry)
+        spec = wanted[name].specs.get(entry)
+        if spec is None:
+            continue
+        shape, dtype = spec_of(tensors, key)
+        is_number = shape == () and not (dtype.is_complex or dtype is torch.bool)
+        if shape != spec[0] or not (holds(spec[1], dtype) or (is_number and spec[0] == ())):
+            raise CheckpointError(
+                f"{where} does not fit the optimizer: {key!r} is of shape {shape} and {dtype} there, and of shape "
+                f"{spec[0]} and {spec[1]} in the optimizer. Build model and optimizer as they were built for that run, "
+                "or take another checkpoint."
+            )
+    for name, entries in found.items():
+        lacking = sorted(set(wanted[name].required) - entries)
+        if lacking:
+            raise CheckpointError(
+                f"{where} does not fit the optimizer: {name + '/' + lacking[0]!r} is missing. Build the optimizer as "
+                "it was built for that run, or take another checkpoint."
+            )
+
+
+class Held(NamedTuple):
+    """What an optimizer holds for a parameter."""
+
+    specs: Mapping[str, Spec]
+    """Shape and dtype of its tensors, as far as they are known."""
+    required: Collection[str] = ()
+    """The tensors without which it cannot take a step, once it holds any."""
+
+
+def state_specs(optimizer: torch.optim.Optimizer) -> dict[int, Held]:
+    """Return what an optimizer holds for each parameter, by the `id` of the parameter.
+
+    It is read from the optimizer's state, and from that of a copy that takes a step on the meta device. Only steps of
+    PyTorch's own optimizers are taken, as any other may have side effects. For an optimizer with its own step, nothing
+    is known while it has no state: its arithmetic refuses tensors that do not fit, except in fused kernels, and these
+    need what the PyTorch optimizer from which it is derived holds.
+    """
+    found: dict[int, Held] = {}
+    fresh: dict[Any, dict[str, Spec]] = {}
+    for index, group in enumerate(optimizer.param_groups):
+        kinds = stepping(optimizer, group).__mro__[:-2]
+        steps = [inspect.unwrap(vars(cls)["step"]) for cls in kinds if "step" in vars(cls)]
+        known = next((step for step in steps if step.__module__.startswith("torch.optim.")), None)
+        is_own = known is None or known is not steps[0]
+        for parameter in group["params"]:
+            specs = _specs(optimizer.state.get(parameter, {}))
+            key = index, parameter.shape, parameter.dtype
+            if key not in fresh:
+                is_taken = known is not None and (group.get("fused") or not is_own)
+                fresh[key] = _after_a_step(optimizer, known, group, parameter) if is_taken else {}
+            found[id(parameter)] = Held(specs | fresh[key], () if is_own else (fresh[key] or specs).keys())
+    return found
+
+
+def stepping(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> type:
+    """Return the class of optimizer that steps a group: of one that is made of others, this is one of theirs."""
+    return optimizer.stepping(group) if isinstance(optimizer, Muon) else type(optimizer)
+
+
+def _specs(state: Mapping[str, Any]) -> dict[str, Spec]:
+    return {name: (tuple(one.shape), one.dtype) for name, one in state.items() if torch.is_tensor(one)}
+
+
+def _after_a_step(optimizer: Any, step: Any, group: Mapping[str, Any], present: torch.Tensor) -> dict[str, Spec]:
+    parameter = nn.Parameter(torch.empty(present.shape, dtype=present.dtype, device="meta"))
+    parameter.grad = torch.empty_like(parameter)
+    copied = object.__new__(stepping(optimizer, group))
+    copied.__dict__.update({key: value for key, value in vars(optimizer).items() if key != "step"})
+    plain = {name: False for name in IMPLEMENTATION if name in group}
+    copied.param_groups, copied.state = [{**group, **plain, "params": [parameter]}], defaultdict(dict)
+    # an optimizer that reads values fails on the meta device, but its state exists by then
+    with torch.no_grad(), contextlib.suppress(Exception):
+        step(copied)
+    specs = _specs(copied.state.get(parameter, {}))
+    if group.get("fused") and "step" in specs:  # which fused kernels count in this dtype
+        specs["step"] = (), torch.float32
+    return specs
+
+
+def check_like(value: Any, present: Any, what: str, where: str) -> None:
+    """Refuse a saved value of another kind than the present one: a number needs a number, a list one as long.
+
+    Raises:
+        CheckpointError: It says what is wrong.
+    """
+    if present is None:
+        return
+    if isinstance(present, bool):
+        fits = isinstance(value, bool)
+    elif isinstance(present, (int, float)):
+        fits = isinstance(value, (int, float)) and not isinstance(value, bool)
+        fits = fits and (math.isfinite(value) or not (math.isfinite(present) or math.isnan(value)))
+    elif isinstance(present, (list, tuple)):
+        fits = isinstance(value, (list, tuple)) and len(value) == len(present)
+        for index, (one, other) in enumerate(zip(value, present, strict=True) if fits else ()):
+            check_like(one, other, f"{what}[{index}]", where)
+    elif isinstance(present, Mapping):
+        fits = isinstance(value, Mapping)
+        for key in value.keys() & present.keys() if fits else ():
+            check_like(value[key], present[key], f"{what}[{key!r}]", where)
+    else:
+        fits = isinstance(value, str) or not isinstance(present, str)
+    if not fits:
+        raise CheckpointError(
+            f"{where} is damaged: {what} is {reprlib.repr(value)} there, where {reprlib.repr(present)} was expected, "
+            "or another of its kind. Take another checkpoint."
+        )
+
+
+def check_groups(now: list[list[str]], then: list[list[str]], where: str) -> None:
+    """Raise CheckpointError if an optimizer's groups hold other parameters than the saved ones.
+
+    Args:
+        now: Names of the parameters of each group.
+        then: The saved names.
+        where: Their name in errors.
+    """
+    if [sorted(group) for group in now] != [sorted(group) for group in then]:
+        changed = sorted({name for group in now for name in group} ^ {name for group in then for name in group})
+        raise CheckpointError(
+            f"{where} does not fit the optimizer: its parameter groups hold other parameters"
+            f"{': ' + ', '.join(changed[:5]) if changed else ' in other groups'}. "
+            "Build it as it was built for that run."
+        )
+
+
+def like(value: Any, present: Any) -> Any:
+    """Return a saved option, as a tensor where the present one is a tensor, such as the rate of a compiled step."""
+    if isinstance(present, torch.Tensor) and isinstance(value, (int, float)):
+        return torch.full_like(present, value)
+    if isinstance(present, list) and isinstance(value, list) and len(present) == len(value):
+        return [like(one, other) for one, other in zip(value, present, strict=True)]
+    return value
+
+
+# --- random numbers
+
+
+def rng_tensors(device: torch.device) -> tuple[dict[str, torch.Tensor], Any]:
+    """Return the state of every generator that training draws from: tensors, and the rest as JSON types."""
+    version, words, gauss = random.getstate()
+    numpy_state = np.random.get_state(legacy=False)
+    tensors = {"torch": torch.get_rng_state(), "python": torch.tensor(words, dtype=torch.int64)}
+    rest: dict[str, Any] = {"python": {"version": version, "gauss": gauss}}
+    if numpy_state["bit_generator"] == "MT19937":
+        tensors["numpy"] = torch.from_numpy(numpy_state["state"]["key"].astype(np.int64))
+        rest["numpy"] = {
+            "pos": int(numpy_state["state"]["pos"]),
+            "has_gauss": int(numpy_state["has_gauss"]),
+            "gauss": float(numpy_state["gauss"]),
+        }
+    if device.type not in ("cpu", "meta"):
+        tensors["device"] = torch.get_device_module(device).get_rng_state(device)
+    return tensors, rest
+
+
+def restore_rng_tensors(tensors: Mapping[str, torch.Tensor], rest: Any, device: torch.device) -> None:
+    """Restore the generators from `rng_tensors`; a device of another kind keeps its state."""
+    torch.set_rng_state(tensors["torch"])
+    random.setstate(_python_state(tensors, rest))
+    if "numpy" in rest:
+        np.random.set_state(_numpy_state(tensors, rest))
+    if "device" in tensors and device.type not in ("cpu", "meta"):
+        torch.get_device_module(device).set_rng_state(tensors["device"], device)
+
+
+def check_rng_tensors(tensors: Mapping[str, torch.Tensor], rest: Any, device: torch.device, where: str) -> None:
+    """Refuse states that are not from `rng_tensors`, by trying them on spare generators.
+
+    Raises:
+        CheckpointError: If a generator does not accept one.
+    """
+    try:
+        torch.Generator().set_state(tensors["torch"])
+        random.Random().setstate(_python_state(tensors, rest))
+        if "numpy" in rest:
+            np.random.RandomState().set_state(_numpy_state(tensors, rest))
+        if "device" in tensors and device.type not in ("cpu", "meta"):
+            torch.Generator(device).set_state(tensors["device"])
+    except (KeyError, TypeError, ValueError, RuntimeError, OverflowError) as error:
+        raise CheckpointError(
+            f"{where} is damaged: no random number generator takes the state in it ({type(error).__name__}: {error}). "
+            "Take another checkpoint."
+        ) from None
+
+
+def _python_state(tensors: Mapping[str, torch.Tensor], rest: Any) -> Any:
+    return rest["python"]["version"], tuple(_words(tensors["python"], 625).tolist()), rest["python"]["gauss"]
+
+
+def _numpy_state(tensors: Mapping[str, torch.Tensor], rest: Any) -> Any:
+    key = _words(tensors["numpy"], 624).numpy().astype(np.uint32)
+    return "MT19937", key, rest["numpy"]["pos"], rest["numpy"]["has_gauss"], rest["numpy"]["gauss"]
+
+
+def _words(tensor: torch.Tensor, count: int) -> torch.Tensor:
+    if tensor.dtype != torch.int64 or tensor.shape != (count,) or tensor.min() < 0 or tensor.max() >= 2**32:
+        raise ValueError(f"not {count} words of 32 bits")
+    return tensor
+
+
+# --- JSON
+
+
+def to_json(value: Any, where: str, tensors: dict[str, torch.Tensor] | None = None) -> Any:
+    """Return a state as JSON types, with tags where JSON would change it (tuples, keys that are not strings).
+
+    Args:
+        value: The state.
+        where: Its name in errors.
+        tensors: Filled with the tensors in the state; if None, tensors with a single number become numbers.
+
+    Raises:
+        CheckpointError: If it holds something that is neither plain nor a number.
+    """
+    if isinstance(value, torch.Tensor) and tensors is not None:
+        while where in tensors:  # {"a/b": one, "a": {"b": other}}
+            where += "'"
+        tensors[where] = value
+        return {"__tensor__": where}
+    if isinstance(value, np.generic) or (isinstance(value, torch.Tensor) and value.numel() == 1):
+        value = value.item()
+    if isinstance(value, float) and not math.isfinite(value):
+        return {"__float__": str(value)}  # JSON has neither NaN nor Infinity
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return value
+    if isinstance(value, (list, tuple)):
+        entries = [to_json(entry, f"{where}/{i}", tensors) for i, entry in enumerate(value)]
+        return entries if isinstance(value, list) else {"__tuple__": entries}
+    if isinstance(value, Counter):
+        return {"__counter__": [[to_json(k, where), v] for k, v in value.items()]}
+    if isinstance(value, Mapping):
+        if all(isinstance(key, str) and not key.startswith("__") for key in value):
+            return {key: to_json(entry, f"{where}/{key}", tensors) for key, entry in value.items()}
+        return {"__dict__": [[to_json(k, where), to_json(v, f"{where}/{k}", tensors)] for k, v in value.items()]}
+    raise CheckpointError(
+        f"`{where}` holds a {type(value).__name__}, which has no place in a checkpoint of tensors and JSON. "
+        "Keep numbers, text, lists and dicts in a state."
+    )
+
+
+def from_json(value: Any, tensors: Mapping[str, torch.Tensor] | None = None) -> Any:
+    """Return what `to_json` was given."""
+    if isinstance(value, list):
+        return [from_json(entry, tensors) for entry in value]
+    if not isinstance(value, dict):
+        return value
+    if "__tensor__" in value:
+        if value["__tensor__"] not in (tensors or {}):
+            raise CheckpointError(
+                f"A state refers to the tensor {value['__tensor__']!r}, which is not there. Take another checkpoint."
+            )
+        return (tensors or {})[value["__tensor__"]]
+    if "__float__" in value:
+        return float(value["__float__"])
+    if "__tuple__" in value:
+        return tuple(from_json(entry, tensors) for entry in value["__tuple__"])
+    if "__counter__" in value:
+        return Counter({from_json(k): v for k, v in value["__counter__"]})
+    if "__dict__" in value:
+        return {from_json(k): from_json(v, tensors) for k, v in value["__dict__"]}
+    return {key: from_json(entry, tensors) for key, entry in value.items()}

@@ -1,0 +1,290 @@
+"""Files of tensors, which may be sharded over the ranks. `state.py` has their meaning."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+
+from omnitrain.checkpoint.disk import write_pieces
+from omnitrain.checkpoint.tensor_reader import DTYPES, Spec, TensorFile, dtype_name
+from omnitrain.distributed.ranks import Ranks, as_bytes
+
+T = TypeVar("T")
+Gather = Callable[[Any], torch.Tensor]
+"""Returns a tensor in host memory, in one piece."""
+
+
+@dataclass(slots=True)
+class Gathered:
+    """A sharded tensor that is gathered only when it is read, on all ranks at once.
+
+    Attributes:
+        shape: The shape of the whole tensor.
+        dtype: The dtype of the whole tensor.
+        read: Returns the whole tensor in host memory; a collective call.
+        own: Returns this rank's part as it is, if possible.
+        flat: Returns, without communication, where in the row-major whole the contiguous range begins that this rank
+            is to write, and the range, 1-D (empty if there is none), on any device. The ranges of all ranks are
+            disjoint and cover the tensor.
+    """
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    read: Callable[[], torch.Tensor]
+    own: Callable[[], torch.Tensor] | None = None
+    flat: Callable[[], tuple[int, torch.Tensor]] | None = None
+
+    def numel(self) -> int:
+        """Return the number of entries of the whole tensor."""
+        return torch.Size(self.shape).numel()
+
+    def element_size(self) -> int:
+        """Return the bytes of one entry."""
+        return self.dtype.itemsize
+
+
+# --- sharded tensors
+
+
+def is_in_parts(tensor: Any) -> bool:
+    """Return whether all ranks are needed to gather this tensor."""
+    return isinstance(tensor, Gathered) or hasattr(tensor, "full_tensor")
+
+
+def whole(tensor: Any) -> torch.Tensor:
+    """Return a whole tensor in host memory; a sharded one is gathered, on all ranks at once."""
+    if isinstance(tensor, Gathered):
+        return tensor.read().contiguous()
+    tensor = tensor.detach()
+    own = tensor.full_tensor() if is_in_parts(tensor) else tensor
+    return own.cpu().resolve_conj().resolve_neg().contiguous()
+
+
+def mark_of(tensor: Any) -> tuple[int, bytes]:
+    """Return a mark that changes when this rank's part of a tensor is written to, without reading all of it.
+
+    PyTorch counts writes in place, but not those through `.data`, which code for averaged weights often uses. Such code
+    changes all numbers, so the mark includes a few of them.
+    """
+    if isinstance(tensor, Gathered):
+        if tensor.own is None:
+            return 0, b""
+        tensor = tensor.own()
+    own = (tensor.to_local() if is_in_parts(tensor) else tensor).detach()
+    few = own.reshape(-1)[:: max(1, own.numel() // 16)]
+    return own._version, as_bytes(few.cpu().resolve_conj().resolve_neg().contiguous()).numpy().tobytes()
+
+
+def placed_like(tensor: torch.Tensor, present: Any) -> torch.Tensor:
+    """Return this process's part of a whole tensor, sharded like `present`; all of it if that is whole."""
+    if not hasattr(present, "full_tensor") or hasattr(tensor, "full_tensor") or tensor.shape != present.shape:
+        return tensor
+    from torch.distributed.tensor import distribute_tensor
+
+    device = present.to_local().device
+    part = distribute_tensor(tensor.to(device), present.device_mesh, present.placements, src_data_rank=None)
+    return part.clone()  # a view of the whole would keep it in memory
+
+
+def read_alone(tensors: Mapping[str, torch.Tensor], name: str) -> torch.Tensor:
+    """Return a whole tensor; without communication, if every rank can read the files."""
+    if not is_local(tensors):
+        return tensors[name]
+    shape, _ = spec_of(tensors, name)
+    return read_range(tensors, name, 0, math.prod(shape)).reshape(shape)
+
+
+def read_range(tensors: Any, name: str, begin: int, end: int) -> torch.Tensor:
+    """Return the values [begin, end) of a flattened tensor, 1-D, of files that every rank can read."""
+    return tensors.part(name, begin, end)
+
+
+def is_local(tensors: Any) -> bool:
+    """Return whether every rank can read parts of these tensors by itself."""
+    return bool(getattr(tensors, "is_local", False))
+
+
+def read_like(tensors: Any, name: str, present: Any) -> torch.Tensor:
+    """Return this process's part of a saved tensor, sharded like `present`; all of it if that is whole.
+
+    If every rank can read the files, only that part is read, without communication.
+    """
+    shape, _ = spec_of(tensors, name)
+    if not is_local(tensors) or not hasattr(present, "full_tensor") or shape != tuple(present.shape):
+        return placed_like(read_alone(tensors, name), present)
+    from torch.distributed.tensor import DTensor, Replicate, Shard
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+    if any(type(one) not in (Shard, Replicate) for one in present.placements):  # a strided shard is no rectangle
+        return placed_like(read_alone(tensors, name), present)
+    mesh, placements = present.device_mesh, present.placements
+    sizes, offsets = compute_local_shape_and_global_offset(shape, mesh, placements)
+    block = tensors.block(name, tuple(offsets), tuple(sizes)).to(present.to_local().device)
+    stride = torch.empty(shape, device="meta").stride()
+    return DTensor.from_local(block, mesh, placements, run_check=False, shape=torch.Size(shape), stride=stride)
+
+
+def written_by_main(ranks: Ranks, files: Sequence[Mapping[str, Any]], write: Callable[[Gather], T]) -> T:
+    """Return the result of `write` on the main process, while the others contribute their parts of the tensors.
+
+    Args:
+        ranks: The ranks that have the tensors.
+        files: All tensors that `write` will gather with the function it gets, in the order of the files.
+        write: Writes them. An error in it is raised on all ranks, and none is left waiting.
+    """
+    parts = [tensor for tensors in files for _, tensor in _in_file_order(tensors) if is_in_parts(tensor)]
+    done, lost = 0, False
+
+    def gather(tensor: Any) -> torch.Tensor:
+        nonlocal done, lost
+        done += is_in_parts(tensor)
+        lost = is_in_parts(tensor)
+        result = whole(tensor)
+        lost = False
+        return result
+
+    def work() -> T:
+        if failed is not None:
+            raise failed
+        return result
+
+    result: Any = None
+    failed: Exception | None = None
+    if ranks.is_main:
+        try:
+            result = write(gather)
+        except Exception as error:
+            if lost:
+                raise  # the other ranks are in the middle of a tensor, where they cannot be told
+            failed = error
+    for tensor in parts[done:]:
+        whole(tensor)
+    return ranks.on_main("the writing of a checkpoint or model", work)
+
+
+# --- files
+
+
+def host_tensors(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Return tensors ready for writing: in host memory, each contiguous; copied only if needed."""
+    return {name: whole(tensor) for name, tensor in tensors.items()}
+
+
+def host_copy(tensor: torch.Tensor, held: torch.Tensor | None) -> torch.Tensor:
+    """Return a copy in host memory, in the memory of `held`, an earlier copy, if it fits.
+
+    With newly allocated memory, most of the time goes into clearing each page on its first write.
+    """
+    if held is None or held.shape != tensor.shape or held.dtype != tensor.dtype:
+        held = torch.empty_like(tensor, device="cpu", requires_grad=False)
+    return held.copy_(tensor.detach())
+
+
+def save_tensors(tensors: Mapping[str, Any], path: Path, hasher: Any = None, gather: Gather = whole) -> None:
+    """Write tensors to one safetensors file; views of the same memory become separate tensors.
+
+    Args:
+        tensors: Tensors by name. Sharded ones are gathered one at a time.
+        path: The file.
+        hasher: From `hashlib`; updated with what is written.
+        gather: Gathers a tensor.
+    """
+
+    def content() -> Iterator[bytes | memoryview]:
+        for piece in _pieces(tensors, gather):
+            yield piece
+            if hasher is not None:
+                hasher.update(piece)
+
+    write_pieces(path, content())
+
+
+def digest(tensors: Mapping[str, torch.Tensor]) -> str:
+    """Return the sha256 of the file that `save_tensors` writes, without reading it."""
+    found = hashlib.sha256()
+    for piece in _pieces(tensors, whole):
+        found.update(piece)
+    return found.hexdigest()
+
+
+def fingerprints(tensors: Mapping[str, Any], ranks: Ranks) -> dict[str, str]:
+    """Return a digest of each tensor's values and shape, on all ranks; the main one reads them.
+
+    16-bit numbers are converted to 32 bits, as some backends keep them so.
+
+    Args:
+        tensors: Tensors by name. Sharded ones are gathered one at a time.
+        ranks: The ranks that have the tensors.
+    """
+
+    def take(gather: Gather) -> dict[str, str]:
+        found: dict[str, Future[str]] = {}
+        waiting: deque[Future[str]] = deque()
+        with ThreadPoolExecutor(_HASHERS, thread_name_prefix="omnitrain-hash") as pool:
+            for name, tensor in _in_file_order(tensors):
+                if len(waiting) > _HASHERS:  # limits how many are copied to the host at once
+                    waiting.popleft().result()
+                found[name] = pool.submit(_fingerprint, gather(tensor))
+                waiting.append(found[name])
+        return {name: digest.result() for name, digest in sorted(found.items())}
+
+    return written_by_main(ranks, [tensors], take)
+
+
+_HASHERS = 4
+
+
+def _fingerprint(tensor: torch.Tensor) -> str:
+    if tensor.dtype in (torch.float16, torch.bfloat16):
+        tensor = tensor.float()
+    found = hashlib.sha256(f"{DTYPES.get(tensor.dtype, tensor.dtype)}{list(tensor.shape)}".encode())
+    found.update(as_bytes(tensor).numpy().data)
+    return found.hexdigest()[:16]
+
+
+def _in_file_order(tensors: Mapping[str, Any]) -> list[tuple[str, Any]]:
+    # the widest types first, so that each tensor starts at a multiple of its type's size
+    return sorted(tensors.items(), key=lambda entry: (-entry[1].element_size(), entry[0]))
+
+
+def _pieces(tensors: Mapping[str, Any], gather: Gather) -> Iterator[bytes | memoryview]:
+    """Yield the content of a safetensors file: the length of the header, the header, and the memory of the tensors.
+
+    The package's own writer needs all tensors at once, and gives no hash of what it writes.
+    """
+    ready = _in_file_order(tensors)
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}  # transformers requires this entry
+    end = 0
+    for name, tensor in ready:
+        begin, end = end, end + tensor.numel() * tensor.element_size()
+        header[name] = {
+            "dtype": dtype_name(name, tensor.dtype),
+            "shape": list(tensor.shape),
+            "data_offsets": [begin, end],
+        }
+    text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
+    text += b" " * (-len(text) % 8)
+    yield len(text).to_bytes(8, "little") + text
+    for _, tensor in ready:
+        yield as_bytes(gather(tensor)).numpy().data
+
+
+def load_tensors(path: Path) -> dict[str, torch.Tensor]:
+    """Read the tensors of a safetensors file into host memory, not mapped: the file may be deleted or changed."""
+    return dict(TensorFile(path))
+
+
+def spec_of(tensors: Mapping[str, Any], name: str) -> Spec:
+    """Return shape and dtype of a tensor, without reading it if it is in a file."""
+    if isinstance(tensors, TensorFile):
+        return tensors.spec_of(name)
+    return tuple(tensors[name].shape), tensors[name].dtype

@@ -1,0 +1,166 @@
+"""The `omnitrain launch` command: starts a script on several processes and returns its exit code.
+
+It is torchrun with accelerate's environment: torchrun's agent starts, watches and restarts the processes, and
+`AccelerateTrainer` finds the environment variables of accelerate's own launcher, which would start only a single
+process on a CPU. `cli.py` reads the command line.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+
+from omnitrain.core.errors import ConfigError, MissingExtraError
+
+
+@dataclass(slots=True)
+class Launch:
+    """What to start, and where.
+
+    >>> launch = Launch("train.py", ["--lr", "0.1"], processes=2, zero=3)
+    >>> launch.command()
+    ['--nproc-per-node', '2', '--max-restarts', '0', '--standalone', 'train.py', '--lr', '0.1']
+    >>> launch.environment(cores=8)["ACCELERATE_DEEPSPEED_ZERO_STAGE"]
+    '3'
+    """
+
+    script: str
+    """The path of a script, or the name of a module."""
+    arguments: Sequence[str] = ()
+    processes: int = 1
+    """The number of processes on this machine."""
+    fsdp: bool = False
+    zero: int | None = None
+    """DeepSpeed's stage."""
+    cpu: bool = False
+    """Whether to use no GPUs."""
+    is_module: bool = False
+    machines: int | str = 1
+    """Their number, or "1:4": what the run needs and what it takes at most, as machines are lost and come back."""
+    endpoint: str | None = None
+    """The rendezvous of the machines: host:port of one of them."""
+    max_restarts: int = 0
+
+    def check(self, gpus: int = 0) -> None:
+        """Refuse options that cannot work, before anything is started.
+
+        Args:
+            gpus: The number of GPUs of this machine.
+
+        Raises:
+            ConfigError: If the options contradict each other, the machine, or the disk.
+            MissingExtraError: If DeepSpeed is needed and not installed.
+        """
+        fewest, most = self._machines()
+        if self.processes < 1 or fewest < 1 or self.max_restarts < 0:
+            raise ConfigError(
+                f"Cannot start {self.processes} process(es) on {self.machines} machine(s) with {self.max_restarts} "
+                "restarts. There must be at least one process and one machine."
+            )
+        if fewest != most and not self.max_restarts:
+            raise ConfigError(
+                f"`--nnodes {self.machines}` needs `--max-restarts N`: the run goes on with other machines by a start "
+                "of all processes anew."
+            )
+        if self.fsdp and self.zero is not None:
+            raise ConfigError(f"`--fsdp` and `--zero {self.zero}` exclude each other. Choose one of them.")
+        if most > 1 and not self.endpoint:
+            raise ConfigError(
+                f"`--nnodes {self.machines}` needs `--rdzv-endpoint HOST:PORT`, the same on each machine: the name of "
+                "one of them, where they meet."
+            )
+        if most == 1 and self.endpoint:
+            raise ConfigError(f"`--rdzv-endpoint {self.endpoint}` is for several machines. Give `--nnodes` too.")
+        if not self.is_module and not Path(self.script).is_file():
+            raise ConfigError(f"There is no script {self.script!r} here. (A module is started with `-m`.)")
+        if gpus and not self.cpu and self.processes > gpus:
+            raise ConfigError(
+                f"`-n {self.processes}` asks for more processes than this machine has GPUs ({gpus}). Each process "
+                "needs its own. `--cpu` uses none."
+            )
+        if self.zero is not None and find_spec("deepspeed") is None:
+            raise MissingExtraError("--zero", "deepspeed", "deepspeed")
+
+    def _machines(self) -> tuple[int, int]:
+        """Return the fewest and the most machines of the run.
+
+        Raises:
+            ConfigError: If it is neither a number nor two of them.
+        """
+        words = str(self.machines).split(":")
+        numbers = [int(word) for word in words if word.removeprefix("-").isdecimal()]
+        if not 1 <= len(numbers) == len(words) <= 2 or numbers[0] > numbers[-1]:
+            raise ConfigError(
+                f"`--nnodes {self.machines}` must be a number of machines, or the fewest and the most, such as 1:4."
+            )
+        return numbers[0], numbers[-1]
+
+    def command(self) -> list[str]:
+        """Return the command line for torchrun."""
+        words = ["--nproc-per-node", str(self.processes), "--max-restarts", str(self.max_restarts)]
+        if self._machines() == (1, 1):
+            words.append("--standalone")  # uses a free port, so several runs can share a machine
+        else:
+            words += ["--nnodes", str(self.machines), "--rdzv-backend", "c10d", "--rdzv-endpoint", str(self.endpoint)]
+        return [*words, *(["-m"] if self.is_module else []), self.script, *self.arguments]
+
+    def environment(self, cores: int) -> dict[str, str]:
+        """Return the environment variables to set for the processes; all others stay as the user has set them.
+
+        Args:
+            cores: The number of cores of this machine, which the processes share.
+        """
+        fewest, most = self._machines()
+        found = {"OMNITRAIN_NUM_PROCESSES": str(self.processes * fewest)} if fewest == most else {}
+        if most > 1 and self.max_restarts:
+            # torchrun shares one store between attempts, and does not tell a machine that joins later where it is
+            found["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
+        if self.fsdp or self.zero is not None:
+            found["ACCELERATE_USE_FSDP"] = str(self.fsdp).lower()
+            found["ACCELERATE_USE_DEEPSPEED"] = str(self.zero is not None).lower()
+        if self.fsdp:
+            found["FSDP_VERSION"] = "2"
+        if self.zero is not None:
+            found["ACCELERATE_DEEPSPEED_ZERO_STAGE"] = str(self.zero)
+        if self.cpu and self.zero is not None:  # accelerate turns DeepSpeed off if ACCELERATE_USE_CPU is set
+            found |= {"DS_ACCELERATOR": "cpu", "CUDA_VISIBLE_DEVICES": "", "ACCELERATE_USE_CPU": "false"}
+        elif self.cpu:
+            found["ACCELERATE_USE_CPU"] = "true"
+        if "OMP_NUM_THREADS" not in os.environ:
+            found["OMP_NUM_THREADS"] = str(max(1, cores // self.processes))
+        # torchrun's 30 seconds are too short to save a large model after a signal
+        found["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"] = os.environ.get("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "300")
+        return found
+
+
+def start(launch: Launch) -> int:
+    """Run the script on its processes, forward signals, and return the exit code of the first process that failed.
+
+    It is 0 if none failed, and 128 plus the signal's number for death by a signal, as in a shell.
+
+    Raises:
+        ConfigError: If the options cannot work; then nothing is started.
+    """
+    launch.check()  # finds most mistakes before importing torch
+    import torch
+    from torch.distributed import run
+    from torch.distributed.elastic.multiprocessing.api import SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+
+    launch.check(torch.cuda.device_count())
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    os.environ.update(launch.environment(cores))
+    try:
+        run.run(run.parse_args(launch.command()))
+    except SignalException as error:
+        return 128 + int(error.sigval)
+    except ChildFailedError as error:
+        rank, failure = error.get_first_failure()
+        code = failure.exitcode if failure.exitcode >= 0 else 128 - failure.exitcode
+        print(f"omnitrain: rank {rank} was the first to end with an error: exit code {code}.", file=sys.stderr)
+        return code
+    return 0

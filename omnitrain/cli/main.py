@@ -1,0 +1,400 @@
+"""The `omnitrain` command: its arguments, and its exit codes.
+
+Each subcommand is one function that adds its parser. Its work is in a separate module, imported when it runs, so
+`--help` and a mistyped option are answered without waiting for torch.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import functools
+import os
+import signal
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import omnitrain
+from omnitrain.core.errors import ConfigError, OmnitrainError
+
+TRAINERS = {"native": "Trainer", "accelerate": "AccelerateTrainer", "hf": "HFTrainer"}
+"""The public class behind each choice of `--trainer`."""
+
+DATA = {
+    "digits": "a convolutional network on scikit-learn's handwritten digits, in seconds",
+    "stdlib": "a character-level GPT on the source of Python's standard library, in about a minute",
+}
+"""The functions in `omnitrain.cli.demo` behind each choice of `--data`, and what they train."""
+
+_CHECKPOINT = "the folder of a run (for its last checkpoint) or of a checkpoint, or RUN/last or RUN/best"
+_RUN = "the folder of a run (for all its checkpoints) or of a checkpoint, or RUN/last or RUN/best"
+CHECKPOINT = {
+    "ls": ("List the checkpoints: step, epoch, score, last or best, size, and whether they are complete.", [_RUN]),
+    "verify": ("Compare every file with its hash; name damaged files, and exit with code 1 if there are any.", [_RUN]),
+    "show": ("Print the progress, objective, settings, versions and tensors of a checkpoint.", [_CHECKPOINT]),
+    "export": (
+        "Write the weights and the model's config, or the PEFT adapters, to a new folder.",
+        [_CHECKPOINT, "a new folder"],
+    ),
+    "diff": ("List changed settings and the largest differences in the weights.", [_CHECKPOINT, _CHECKPOINT]),
+}
+"""The functions in `omnitrain.cli.checkpoint` behind `omnitrain checkpoint`: what they do, and the paths they take."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the `omnitrain` command and return its exit code.
+
+    0: success, 1: an error, 2: a wrong option or path, 130: ended by Ctrl-C; SIGTERM raises SystemExit(143).
+    `launch` returns the exit code of the script.
+
+    Args:
+        argv: The arguments after the command's name; None takes those of the process.
+    """
+    parser = _parser()
+    args, words = parser.parse_known_args(argv)
+    if words and "takes_words" not in args:
+        parser.error(f"unrecognized arguments: {' '.join(words)}")
+    args.words = words
+    try:
+        return args.run(args) or 0
+    except KeyboardInterrupt:
+        print("omnitrain: stopped by Ctrl-C.", file=sys.stderr)
+        return 128 + signal.SIGINT
+    except BrokenPipeError:  # `omnitrain demo | head`: the reader is gone
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # otherwise the flush at exit fails again
+        return 1
+    except (OmnitrainError, OSError) as error:
+        print(f"omnitrain: {type(error).__name__}: {error}", file=sys.stderr)
+        return 1
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="omnitrain", description="PyTorch trainers that give the same numbers everywhere.", allow_abbrev=False
+    )
+    parser.add_argument("--version", action="version", version=f"omnitrain {omnitrain.__version__}")
+    commands = parser.add_subparsers(title="commands", metavar="command", required=True)
+    for add in (
+        _add_demo,
+        _add_train,
+        _add_sweep,
+        _add_config,
+        _add_launch,
+        _add_checkpoint,
+        _add_show,
+        _add_compare,
+        _add_schedule,
+    ):
+        add(commands)
+    return parser
+
+
+def _refusing(run: Callable[[argparse.Namespace], int | None]) -> Callable[[argparse.Namespace], int | None]:
+    """Return a command that exits with 2 after a ConfigError: a wrong path or value counts like a wrong option."""
+
+    @functools.wraps(run)
+    def refusing(args: argparse.Namespace) -> int | None:
+        try:
+            return run(args)
+        except ConfigError as error:
+            if "runs_on_ranks" not in args or os.environ.get("LOCAL_RANK", "0") == "0":  # the others find the same
+                print(f"omnitrain: {error}", file=sys.stderr)
+            return 2
+
+    return refusing
+
+
+def _add_demo(commands: Any) -> None:
+    about = "Train on real data that is already on this machine; no network needed."
+    demo = commands.add_parser("demo", help=about, description=about, allow_abbrev=False)
+    demo.add_argument("--trainer", choices=TRAINERS, default="native", help="the trainer to use (default: %(default)s)")
+    demo.add_argument(
+        "--data",
+        choices=DATA,
+        default="digits",
+        help="; ".join(f"{name}: {what}" for name, what in DATA.items()) + " (default: %(default)s)",
+    )
+    demo.add_argument(
+        "--out",
+        type=Path,
+        default=Path("runs/demo"),
+        metavar="FOLDER",
+        help="folder for weights, metrics and curves; an earlier demo in it is replaced (default: %(default)s)",
+    )
+    demo.set_defaults(run=_demo)
+
+
+def _demo(args: argparse.Namespace) -> None:
+    from omnitrain.checkpoint.run_record import code_in
+    from omnitrain.cli import demo
+
+    trainer_class = getattr(omnitrain, TRAINERS[args.trainer])
+    with code_in(Path(demo.__file__).parent):
+        getattr(demo, args.data)(trainer_class, args.out)
+
+
+def _add_train(commands: Any) -> None:
+    about = "Train what a file describes."
+    train = commands.add_parser(
+        "train",
+        help=about,
+        description=f"{about} Change its values: --trainer.learning_rate 1e-4 --trainer.callbacks.0.patience 3",
+        usage="omnitrain train [CONFIG ...] [--resume RUN] [options] [--trainer.NAME VALUE ...]",
+        allow_abbrev=False,
+        add_help=False,
+    )
+    _add_configuration(train)
+    add = train.add_argument
+    add("--resume", metavar="RUN", help="the run or checkpoint to go on with, a folder or address; needs no CONFIG")
+    add("--print_config", action="store_true", help="print the configuration with all changes, and train nothing")
+    add("-h", "--help", action=_HelpOfTrain, nargs=0, help="show this, with the arguments of the trainers, and exit")
+    train.set_defaults(run=_train, takes_words=True, runs_on_ranks=True)
+
+
+def _add_configuration(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    parser.epilog = "CONFIG is a YAML file, with or without -f or --config; of several, each is put over those before."
+    about = "import modules that are neither installed nor in the current folder: a configuration can run any code"
+    add("--trust", action="store_true", help=about)
+
+
+class _HelpOfTrain(argparse.Action):
+    """Prints the help with the arguments of the trainers."""
+
+    def __call__(self, parser: argparse.ArgumentParser, *args: Any) -> None:
+        from omnitrain.cli.config import help_of_trainers
+
+        parser.print_help()
+        print(f"\n{help_of_trainers()}", end="")
+        parser.exit()
+
+
+@_refusing
+def _train(args: argparse.Namespace) -> None:
+    from omnitrain.cli import config
+
+    config.train(args.words, args.resume, args.trust, args.print_config)
+
+
+def _add_sweep(commands: Any) -> None:
+    about = "Train what a file describes with many values, one run for each; the same command goes on where it ended."
+    sweep = commands.add_parser(
+        "sweep",
+        help=about,
+        description=f"{about} Example: omnitrain sweep a.yaml --trainer.learning_rate 1e-4,3e-4",
+        usage="omnitrain sweep CONFIG ... --trainer.NAME A,B,C [--trainer.NAME '{low: A, high: B}'] [options]",
+        allow_abbrev=False,
+    )
+    _add_configuration(sweep)
+    add = sweep.add_argument
+    add("--trials", type=int, metavar="N", help="trials in all; may be left out if the values can be listed")
+    add("--sampler", choices=("tpe", "random", "grid"), help="what chooses (default: grid if all fit in, else tpe)")
+    add("--pruner", choices=("median", "none"), help="what stops bad trials (default: median)")
+    add("--save_dir", type=Path, metavar="FOLDER", help="of the sweep (default: that of the configuration)")
+    sweep.set_defaults(run=_sweep, takes_words=True, runs_on_ranks=True)
+
+
+@_refusing
+def _sweep(args: argparse.Namespace) -> None:
+    from omnitrain.cli import config
+
+    config.sweep(args.words, args.trials, args.sampler, args.pruner, args.save_dir, args.trust)
+
+
+def _add_config(commands: Any) -> None:
+    about = "Check configuration files, and convert those of nnScaler."
+    config = commands.add_parser("config", help=about, description=about, allow_abbrev=False)
+    actions = config.add_subparsers(title="commands", metavar="command", required=True)
+    about = "Name everything that is wrong with a configuration, with file and line, without making anything."
+    usage = "omnitrain config check CONFIG ... [options] [--trainer.NAME VALUE ...]"
+    check = actions.add_parser("check", help=about, description=about, usage=usage, allow_abbrev=False)
+    _add_configuration(check)
+    check.set_defaults(run=_config, action="check", takes_words=True)
+    about = "Print a configuration of nnScaler's trainer as one of ours."
+    convert = actions.add_parser("convert", help=about, description=about, allow_abbrev=False)
+    convert.add_argument("file", type=Path, metavar="FILE", help="the YAML file")
+    convert.set_defaults(run=_config, action="convert")
+
+
+@_refusing
+def _config(args: argparse.Namespace) -> None:
+    from omnitrain.cli import config
+
+    if args.action == "convert":
+        config.convert(args.file)
+    else:
+        config.check(args.words, args.trust)
+
+
+def _add_launch(commands: Any) -> None:
+    about = "Start a script that uses AccelerateTrainer on several processes, with or without GPUs."
+    launch = commands.add_parser(
+        "launch",
+        help=about,
+        description=f"{about} The exit code is that of the script.",
+        allow_abbrev=False,
+        usage="omnitrain launch [-n N] [--fsdp | --zero {1,2,3}] [options] [-m] script [arguments of the script]",
+    )
+    add = launch.add_argument
+    add("-n", dest="processes", type=int, default=1, metavar="N", help="processes per machine (default: 1)")
+    way = launch.add_mutually_exclusive_group()
+    way.add_argument("--fsdp", action="store_true", help="shard parameters, gradients and optimizer state with FSDP 2")
+    way.add_argument("--zero", type=int, choices=(1, 2, 3), help="shard with DeepSpeed ZeRO, in this stage")
+    add("--cpu", action="store_true", help="do not use GPUs; the default if there are none")
+    about = "machines, or the fewest and the most of them; run the same command on each"
+    add("--nnodes", dest="machines", type=_machines, default=1, metavar="N|MIN:MAX", help=about)
+    add("--rdzv-endpoint", dest="endpoint", metavar="HOST:PORT", help="address of one of the machines, where all meet")
+    add("--max-restarts", type=int, default=0, metavar="N", help="restart all processes if one dies, up to N times")
+    add("-m", dest="is_module", action="store_true", help="run a module by its name, as with `python -m`")
+    add("script", help="the script or module")
+    add("arguments", nargs=argparse.REMAINDER, help="the arguments of the script")
+    launch.set_defaults(run=_launch)
+
+
+def _machines(text: str) -> int | str:
+    return int(text) if text.removeprefix("-").isdecimal() else text
+
+
+@_refusing
+def _launch(args: argparse.Namespace) -> int:
+    from omnitrain.cli import launch
+
+    options = {name: value for name, value in vars(args).items() if name not in ("run", "words")}
+    if args.script in ("train", "sweep") and not args.is_module and not Path(args.script).exists():  # commands of ours
+        options |= {"is_module": True, "script": "omnitrain", "arguments": [args.script, *args.arguments]}
+    return launch.start(launch.Launch(**options))
+
+
+def _add_checkpoint(commands: Any) -> None:
+    about = "Inspect, verify, compare and export checkpoints."
+    checkpoint = commands.add_parser("checkpoint", help=about, description=about, allow_abbrev=False)
+    actions = checkpoint.add_subparsers(title="commands", metavar="command", required=True)
+    for name, (what, paths) in CHECKPOINT.items():
+        action = actions.add_parser(name, help=what, description=what, allow_abbrev=False)
+        metavars = {"export": ("CHECKPOINT", "OUT"), "diff": ("A", "B")}.get(name, ("RUN",))
+        for number, (metavar, path) in enumerate(zip(metavars, paths, strict=True)):
+            kind = Path if metavar == "OUT" else _place
+            action.add_argument(f"path{number}", type=kind, metavar=metavar, help=path)
+        if name == "export":
+            about = (
+                "merge adapters into their base model, or add the weights that were not trained; BASE is the folder "
+                "with the base model's weights, not needed if the checkpoint has them (save_frozen=True)"
+            )
+            action.add_argument("--merge", nargs="?", type=Path, const=True, default=False, metavar="BASE", help=about)
+            action.add_argument("--adapter", metavar="NAME", help="which of several adapters to merge")
+        action.set_defaults(run=_checkpoint, action=name)
+
+
+def _place(text: str) -> Path | str:
+    """Return a path, or the address of a remote store as it is."""
+    return text if "://" in text else Path(text)
+
+
+@_refusing
+def _checkpoint(args: argparse.Namespace) -> int | None:
+    from omnitrain.cli import checkpoint
+
+    paths = [value for name, value in vars(args).items() if name.startswith("path")]
+    options = {name: getattr(args, name) for name in ("merge", "adapter") if name in args}
+    with checkpoint.brought(*paths, whole=args.action != "ls") as here:
+        return getattr(checkpoint, args.action)(*here, **options)
+
+
+def _add_compare(commands: Any) -> None:
+    about = "Print the results of runs side by side, and draw their curves."
+    compare = commands.add_parser("compare", help=about, description=about, allow_abbrev=False)
+    run = "the folder of a run, which has metrics.jsonl, or a file that MetricsDict.to_json has written"
+    compare.add_argument("runs", nargs="+", metavar="RUN", help=run)
+    compare.add_argument("--png", type=Path, metavar="FILE", help="an image to write, such as runs.png")
+    compare.set_defaults(run=_compare)
+
+
+def _compare(args: argparse.Namespace) -> int | None:
+    from omnitrain.cli.compare import compare_runs
+
+    try:
+        comparison = compare_runs(*args.runs)
+    except ConfigError as error:
+        print(f"omnitrain: {error}", file=sys.stderr)
+        return 2
+    print(comparison)
+    if args.png is not None:
+        print(f"Drawn in {comparison.plot(args.png)}.")
+    return None
+
+
+def _add_show(commands: Any) -> None:
+    about = "Show what has run."
+    show = commands.add_parser("show", help=about, description=about, allow_abbrev=False)
+    what = show.add_subparsers(title="commands", metavar="command", required=True)
+    about = (
+        "Print the starts of a run: when, on what, with which command, code, packages, settings and data, and what has "
+        "changed since the start before."
+    )
+    run = what.add_parser("run", help=about, description=about, allow_abbrev=False)
+    run.add_argument("path", type=_place, metavar="RUN", help="the folder of a run, or of a checkpoint")
+    run.set_defaults(run=_checkpoint, action="show_run")
+
+
+def _add_schedule(commands: Any) -> None:
+    about = "Print the learning rates of a schedule over a run as a table, and draw them."
+    schedule = commands.add_parser(
+        "schedule",
+        help=about,
+        description=f"{about} Example: omnitrain schedule wsd decay=0.2dur --max-duration 3e6tok --warmup 0.1dur",
+        allow_abbrev=False,
+    )
+    add = schedule.add_argument
+    add("name", metavar="NAME", help="what `lr_scheduler` is called, such as cosine, multistep or wsd")
+    add("options", nargs="*", metavar="OPTION=VALUE", help="`lr_scheduler_kwargs`, such as milestones=0.3dur,80ep")
+    add("--epochs", type=float, metavar="N", help="the length of the run; this or one of the next two is needed")
+    add("--max-steps", type=int, metavar="N", help="the same in steps")
+    add("--max-duration", metavar="LENGTH", help="any other length, such as 3e6tok or 2h30m")
+    add("--warmup", default="0", metavar="LENGTH", help="steps, a share such as 0.1, or a length such as 2ep")
+    add("--learning-rate", type=float, default=1.0, metavar="RATE", help="that of the optimizer (default: %(default)s)")
+    add("--steps-per-epoch", type=int, metavar="N", help="where something counts epochs")
+    for unit, thing in (("samples", "samples"), ("tokens", "tokens"), ("seconds", "time")):
+        add(f"--{unit}-per-step", type=float, metavar="N", help=f"where one of several units is {thing}")
+    add("--rows", type=int, default=11, metavar="N", help="rows of the table (default: %(default)s)")
+    add("--plot", type=Path, metavar="FILE", help="an image to write, such as rate.png")
+    schedule.set_defaults(run=_schedule)
+
+
+def _schedule(args: argparse.Namespace) -> int | None:
+    from omnitrain.optim.schedule_preview import preview_schedule
+
+    try:
+        options = {}
+        for word in args.options:
+            name, is_pair, value = word.partition("=")
+            if not is_pair:
+                raise ConfigError(f"{word!r} is no option of a schedule. Write it as name=value.")
+            options[name] = _value_of(value)
+        names = "epochs max_steps max_duration learning_rate steps_per_epoch samples_per_step tokens_per_step"
+        preview = preview_schedule(
+            args.name, lr_scheduler_kwargs=options, warmup_steps=_value_of(args.warmup), rows=args.rows,
+            seconds_per_step=args.seconds_per_step, **{name: getattr(args, name) for name in names.split()},
+        )  # fmt: skip
+    except ConfigError as error:
+        print(f"omnitrain: {error}", file=sys.stderr)
+        return 2
+    print(preview)
+    if args.plot is not None:
+        print(f"Drawn in {preview.plot(args.plot)}.")
+    return None
+
+
+def _value_of(text: str) -> Any:
+    """Return a number, a list of what commas divide, or the text itself."""
+    if "," in text:
+        return [_value_of(part) for part in text.split(",") if part]
+    for kind in (int, float):
+        with contextlib.suppress(ValueError):
+            return kind(text)
+    return text
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,1 @@
+"""Precision, random state and activation checkpointing."""

@@ -1,0 +1,1 @@
+"""Errors, events, durations, progress and metrics, without torch."""

@@ -1,0 +1,753 @@
+"""The events of a run, and the two kinds of objects that take part in it: callbacks and algorithms.
+
+A `Callback` observes and returns nothing; an `Algorithm` gets a value and returns a new one.
+`run/lifecycle.py` emits the events; `run/loop.py` acts on requests.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import functools
+import inspect
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
+
+from omnitrain.core.duration import Limits
+from omnitrain.core.errors import CheckpointError, ConfigError, did_you_mean
+from omnitrain.core.history import MetricsDict
+from omnitrain.core.objective import Objective
+from omnitrain.core.progress import Progress
+from omnitrain.core.timing import Clock
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
+
+class Event(StrEnum):
+    """The events of a run, in the order in which they are emitted.
+
+    ::
+
+        CHECKPOINT_LOADED                   # only if the run resumes
+        TRAIN_START
+        while not stop:
+            EPOCH_START, [algorithms: begin_epoch]
+            for window in epoch:            # the micro-batches of one optimizer step
+                DATA_FETCHED, STEP_START
+                for batch in window:
+                    prepare, [algorithms: batch], BATCH_START
+                    forward, AFTER_FORWARD, [algorithms: output, loss], AFTER_LOSS
+                    backward, AFTER_BACKWARD, BATCH_END
+                [algorithms: second pass]   # all micro-batches once more, with their events
+                unscale, BEFORE_CLIP, norm, [algorithms: before_update], clip, AFTER_CLIP
+                BEFORE_OPTIMIZER_STEP       # gradients final; not under DeepSpeed
+                optimizer, scaler, [algorithms: after_update], AFTER_OPTIMIZER_STEP
+                scheduler, BEFORE_ZERO_GRAD, zero_grad, AFTER_ZERO_GRAD
+                STEP_END                    # callbacks may request log, evaluate, save, stop
+                if requested: log      -> LOG
+                if requested: EVAL_START
+                    for each batch: EVAL_BATCH_START, forward, EVAL_BATCH_END
+                    [algorithms: metrics] -> EVAL_END    # may request save, stop
+                if requested: SAVE_START, save -> SAVE_END  # may delete old checkpoints
+            [algorithms: end_epoch], EPOCH_END  # once per EPOCH_START; counts if the data ran out
+            if requested: log, evaluate, save, as above
+        [algorithms: end_run], TRAIN_END    # always, even after EXCEPTION
+
+    CHECKPOINT_LOADED also follows each call of `load_checkpoint()`; SAVE_START and SAVE_END belong to each of
+    `save_checkpoint()`, EVAL_BATCH_START and EVAL_BATCH_END to each batch of `evaluate()`, `test()` and `predict()`,
+    and PREDICT_START and PREDICT_END to each `predict()`.
+    The events of micro-batches come for each pass over them: again where an algorithm asks for a second pass, the
+    optimizer for losses anew (between BEFORE_OPTIMIZER_STEP and AFTER_OPTIMIZER_STEP), or `microbatch_size="auto"`
+    begins a step anew. A step without a label that counts has none of them. AFTER_BACKWARD comes where there is a
+    backward pass, AFTER_OPTIMIZER_STEP where the weights were updated. BEFORE_CLIP and AFTER_CLIP do not come under
+    DeepSpeed, which clips and updates at once. SAVE_END comes later with `async_save`, and not if the disk fails.
+    REPORT comes whenever a callback reports a text or a histogram.
+    With `eval_on_start=True`, one EVAL_START and EVAL_END come between TRAIN_START and the first EPOCH_START.
+    EXCEPTION comes as soon as anything in between raises; the exception is re-raised to the caller after TRAIN_END.
+    """
+
+    CHECKPOINT_LOADED = "checkpoint_loaded"
+    TRAIN_START = "train_start"
+    EPOCH_START = "epoch_start"
+    DATA_FETCHED = "data_fetched"
+    STEP_START = "step_start"
+    BATCH_START = "batch_start"
+    AFTER_FORWARD = "after_forward"
+    AFTER_LOSS = "after_loss"
+    AFTER_BACKWARD = "after_backward"
+    BATCH_END = "batch_end"
+    BEFORE_CLIP = "before_clip"
+    AFTER_CLIP = "after_clip"
+    BEFORE_OPTIMIZER_STEP = "before_optimizer_step"
+    AFTER_OPTIMIZER_STEP = "after_optimizer_step"
+    BEFORE_ZERO_GRAD = "before_zero_grad"
+    AFTER_ZERO_GRAD = "after_zero_grad"
+    STEP_END = "step_end"
+    LOG = "log"
+    REPORT = "report"
+    EVAL_START = "eval_start"
+    EVAL_BATCH_START = "eval_batch_start"
+    EVAL_BATCH_END = "eval_batch_end"
+    EVAL_END = "eval_end"
+    PREDICT_START = "predict_start"
+    PREDICT_END = "predict_end"
+    SAVE_START = "save_start"
+    SAVE_END = "save_end"
+    EPOCH_END = "epoch_end"
+    EXCEPTION = "exception"
+    TRAIN_END = "train_end"
+
+
+INSIDE_OF_STEPS = (
+    Event.DATA_FETCHED,
+    Event.BATCH_START,
+    Event.AFTER_FORWARD,
+    Event.AFTER_LOSS,
+    Event.AFTER_BACKWARD,
+    Event.BATCH_END,
+    Event.BEFORE_CLIP,
+    Event.AFTER_CLIP,
+    Event.AFTER_OPTIMIZER_STEP,
+    Event.BEFORE_ZERO_GRAD,
+    Event.AFTER_ZERO_GRAD,
+)
+"""The events that come so often that the loop asks first whether anybody listens to any of them."""
+
+ERROR_POLICIES = ("raise", "warn", "disable")
+"""What happens when a callback fails: see `Callback.on_error`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Histogram:
+    """How many values lie between neighbouring edges: what a callback reports of many values, such as weights.
+
+    Args:
+        edges: Limits of the bins in ascending order, one more than there are bins.
+        counts: Values in each bin.
+        low: The smallest value.
+        high: The largest value.
+        total: The sum of all values.
+        squares: The sum of their squares.
+    """
+
+    edges: Sequence[float]
+    counts: Sequence[int]
+    low: float
+    high: float
+    total: float
+    squares: float
+
+
+STOP_REASONS = ("epochs", "max_steps", "max_duration", "early_stopping", "signal", "requested")
+"""Why a run can end; one of them is in `metrics["stop_reason"]`."""
+
+
+def first_reason(reasons: Collection[str]) -> str:
+    """Return the reason, out of several, that ends the run: a signal, or the first in `STOP_REASONS`; "" if none."""
+    return next((reason for reason in ("signal", *STOP_REASONS) if reason in reasons), "")
+
+
+@dataclass(slots=True)
+class Control:
+    """What callbacks have requested. Only the loop acts on it, and only at a step boundary."""
+
+    log: bool = False
+    evaluate: bool = False
+    save: bool = False
+    stop: str = ""
+    signal: int = 0
+    """The number of the signal that requests the end."""
+    scheduled: set[str] = field(default_factory=set)
+    """The requests that every rank makes at the same step: "log", "evaluate", "save", or why the run ends."""
+
+    def schedule(self, what: str) -> None:
+        """Request "log", "evaluate", "save" or a stop for one of `STOP_REASONS`, as every rank does at this step."""
+        if what not in STOP_REASONS:
+            setattr(self, what, True)
+        elif not self.stop:  # or it could overwrite a signal that has just arrived
+            self.stop = what
+        self.scheduled.add(what)
+
+    def add_scheduled(self, control: Control) -> None:
+        """Move what `control` has scheduled to this object."""
+        for what in control.scheduled:
+            if what in STOP_REASONS:
+                self.stop = first_reason({self.stop, what})
+            else:
+                setattr(self, what, True)
+                setattr(control, what, False)
+        control.scheduled.clear()
+
+    @property
+    def is_pending(self) -> bool:
+        """Whether anything is requested."""
+        return self.log or self.evaluate or self.save or self.stop != ""
+
+    def taken(self, *names: str) -> Control:
+        """Return and clear the requests with these names; a requested stop is returned too, and stays."""
+        asked = Control(stop=self.stop, signal=self.signal)
+        for name in names:
+            self.scheduled.discard(name)
+            if getattr(self, name):
+                setattr(asked, name, True)
+                setattr(self, name, False)
+        return asked
+
+
+Ranges = Callable[[str], contextlib.AbstractContextManager[Any]]
+"""Makes the context for a part of a step, by its name: "data", "forward", "backward" or "update"."""
+
+
+class TrainerLike(Protocol):
+    """The part of a trainer that callbacks and algorithms may use."""
+
+    settings: Any
+    """The arguments of the trainer, by name."""
+    lr_scheduler: Any
+    precision: Any
+    """In what precision the run computes: `precision.name` is "fp32", "bf16", "fp16" or "fp8"."""
+    ranks: Any
+    """The ranks of the run; `ranks.data.size` of them have samples of their own."""
+    device: torch.device
+    loss_mean: Any
+    """What the loss of a batch is a mean over: an `omnitrain.model.losses.LossMean`."""
+    limits: Limits
+    seed: int
+    batch_size: int
+    trial_name: str | None
+    save_dir: Path | None
+
+    @property
+    def model(self) -> nn.Module:
+        """The user's module, on every backend."""
+        ...
+
+    @property
+    def optimizer(self) -> torch.optim.Optimizer:
+        """The optimizer."""
+        ...
+
+    @property
+    def train_loader(self) -> Any:
+        """The loader of the training set, or None."""
+        ...
+
+    @property
+    def eval_loader(self) -> Any:
+        """The loader of the evaluation set, a dict of loaders for named sets, or None."""
+        ...
+
+    @property
+    def progress(self) -> Progress:
+        """How far the run has come."""
+        ...
+
+    @property
+    def control(self) -> Control:
+        """What callbacks on this rank have requested."""
+        ...
+
+    @property
+    def metrics(self) -> MetricsDict:
+        """The history of the run and its best evaluation."""
+        ...
+
+    @property
+    def objective(self) -> Objective:
+        """The metric to optimize, its direction, and its best value so far."""
+        ...
+
+    @property
+    def total_steps(self) -> int | None:
+        """Optimizer steps of the whole run, or None if unknown."""
+        ...
+
+    @property
+    def steps_per_epoch(self) -> int | None:
+        """Optimizer steps in an epoch, or None for data without length."""
+        ...
+
+    @property
+    def stop_reason(self) -> str:
+        """Why the run is ending or has ended; empty until then."""
+        ...
+
+    @property
+    def is_main_process(self) -> bool:
+        """Whether this is the rank that prints and writes."""
+        ...
+
+    @property
+    def rank(self) -> int:
+        """The number of this rank, from 0."""
+        ...
+
+    @property
+    def world_size(self) -> int:
+        """The number of ranks of the run."""
+        ...
+
+    @property
+    def lifecycle(self) -> LifecycleLike:
+        """The state of the run behind its events."""
+        ...
+
+    def stop(self, reason: str = "requested") -> None:
+        """Request the end of the run at the next step boundary."""
+        ...
+
+    def request_evaluate(self) -> None:
+        """Request an evaluation at the next step boundary."""
+        ...
+
+    def request_save(self) -> None:
+        """Request a checkpoint at the next step boundary."""
+        ...
+
+    def request_log(self) -> None:
+        """Request a row of logs at the next step boundary."""
+        ...
+
+    def resolved_config(self) -> dict[str, Any]:
+        """Return every setting in force, as JSON types."""
+        ...
+
+
+class LifecycleLike(Protocol):
+    """The part of the lifecycle that callbacks may use."""
+
+    improved: bool
+    """Whether the latest evaluation was the best so far."""
+    saved_at: tuple[int, int, int] | None
+    """The position of the run's latest checkpoint; None before the first."""
+    saved_path: Path | None
+    """The folder of the latest checkpoint of the run."""
+    resumed_from: Path | None
+    """The folder of the checkpoint from which the run goes on; None for a fresh start."""
+    trained_before: int
+    """Steps of an earlier `train()` with whose weights this run begins afresh."""
+    signal: int
+    """The number of the signal that ended the run."""
+    is_closing: bool
+    """Whether the run is writing its last rows, which a longer run would not have had."""
+
+    def report(self, values: Mapping[str, str | Histogram]) -> None:
+        """Send texts and histograms to every callback that shows them, on the ranks that call it."""
+        ...
+
+    def aside(self) -> contextlib.AbstractContextManager[None]:
+        """Exclude the work inside from the time between two logs, from which rates are computed."""
+        ...
+
+    def mark_parts(self, owner: object, ranges: Ranges | None) -> None:
+        """Run each part of a step inside of `ranges(name)`, beside other owners'; None takes the owner's off."""
+        ...
+
+    def stop_calling(self, callback: Callback, *events: Event) -> None:
+        """Tell a callback of these events no more, until the callbacks are registered anew."""
+        ...
+
+    @property
+    def clock(self) -> Clock:
+        """What the seconds of the run were spent on."""
+        ...
+
+
+def within(ranges: Ranges, name: str, run: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function that does what `run` does, inside of `ranges(name)`."""
+
+    def ranged(*args: Any, **kwargs: Any) -> Any:
+        with ranges(name):
+            return run(*args, **kwargs)
+
+    return ranged
+
+
+def _note_arguments(cls: Any) -> None:
+    """Have the constructor of a class note in each object what it was given, for `arguments_of`."""
+    init = vars(cls).get("__init__")
+    if init is None:
+        return
+
+    @functools.wraps(init)
+    def noting(self: Any, *args: Any, **kwargs: Any) -> None:
+        if _GIVEN not in vars(self):  # or a derived class has noted its own
+            with contextlib.suppress(TypeError):  # which the call itself raises
+                bound = inspect.signature(init).bind(self, *args, **kwargs)
+                bound.apply_defaults()
+                given = dict(list(bound.arguments.items())[1:])
+                vars(self)[_GIVEN] = {name: _kept(value) for name, value in given.items()}
+        init(self, *args, **kwargs)
+
+    cls.__init__ = noting
+
+
+_GIVEN = "_arguments_given"
+
+
+def _kept(value: Any) -> Any:
+    return copy.copy(value) if type(value) in (list, dict, set) else value
+
+
+def arguments_of(part: Any) -> dict[str, Any]:
+    """Return what a callback or algorithm was made with, by name, defaults included; nothing if it is not known.
+
+    >>> class Every(Callback):
+    ...     def __init__(self, steps, scale=1.0):
+    ...         self.turns = steps
+    >>> arguments_of(Every(3))
+    {'steps': 3, 'scale': 1.0}
+    """
+    return dict(vars(part).get(_GIVEN, {}))
+
+
+class Callback:
+    """Watches a run, and can request a log, an evaluation, a checkpoint or the end.
+
+    Override the methods named after the events you need. A callback makes requests (`trainer.stop(reason)`,
+    `trainer.request_evaluate()`, `trainer.request_save()`, `trainer.request_log()`); only the loop acts on them, at
+    the next step boundary. A class with a method `on_...` that matches no event raises an error when it is defined,
+    because the method would never be called.
+
+    >>> class StopAtLoss(Callback):
+    ...     def on_log(self, trainer, logs):
+    ...         if logs.get("loss", 1.0) < 0.01:  # the row of a `test()` has none
+    ...             trainer.stop()
+    """
+
+    order: ClassVar[int] | int = 10
+    """Callbacks run in ascending order, then as given. 0: cadence, 10: yours, 20: early stopping and other decisions,
+    30: deletion of checkpoints, 40: reports."""
+
+    asks_alone: ClassVar[bool] | bool = True
+    """Whether, in the hooks of a step, the callback may request something that other ranks do not.
+
+    If so, the ranks exchange their requests after every step. Set it to False if it only watches steps."""
+
+    on_error: ClassVar[str] | str = "raise"
+    """What happens when one of its methods raises an exception.
+
+    "raise": the run ends by it. "warn": it is logged, and the run goes on. "disable": it is logged, and the callback is
+    not called again in this run; checkpoints keep its state. KeyboardInterrupt, SystemExit and errors of other ranks
+    always end the run. A callback in which ranks wait for each other must raise: if it fails on one rank alone, the
+    others would wait."""
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        _note_arguments(cls)
+        known = [f"on_{event}" for event in Event]
+        for name in vars(cls):
+            if name.startswith("on_") and name not in known and callable(getattr(cls, name)):
+                raise ConfigError(
+                    f"{cls.__name__}.{name} would never be called: no event has that name.{did_you_mean(name, known)} "
+                    f"The events are {', '.join(known)}."
+                )
+
+    def on_checkpoint_loaded(self, trainer: TrainerLike) -> None:
+        """After a checkpoint was restored, by a resume (before `on_train_start`) or by `load_checkpoint()`."""
+
+    def on_train_start(self, trainer: TrainerLike) -> None:
+        """Before anything else in `train()`, after a resume."""
+
+    def on_epoch_start(self, trainer: TrainerLike) -> None:
+        """Before the first window of an epoch, or of the rest of one after a resume."""
+
+    # Tensors that these methods are given live on the device. To keep one keeps its memory, to read one makes the host
+    # wait, and to change one in place changes the run.
+
+    def on_data_fetched(self, trainer: TrainerLike, batches: Sequence[Any]) -> None:
+        """The micro-batches of the next window are there, as the loader has made them."""
+
+    def on_step_start(self, trainer: TrainerLike) -> None:
+        """Before the first micro-batch of a window."""
+
+    def on_batch_start(self, trainer: TrainerLike, batch: Any, number: int) -> None:
+        """Before the forward pass of a micro-batch, which is as the model gets it.
+
+        `number` counts those of the window from 0; it is 0 again where the window is run once more.
+        """
+
+    def on_after_forward(self, trainer: TrainerLike, batch: Any, output: Any) -> None:
+        """After the forward pass of a micro-batch; `output` is its `StepOutput`, before any algorithm."""
+
+    def on_after_loss(self, trainer: TrainerLike, loss: torch.Tensor) -> None:
+        """The loss of a micro-batch is there, after all algorithms; it is not weighted yet."""
+
+    def on_after_backward(self, trainer: TrainerLike) -> None:
+        """After the backward pass of a micro-batch: gradients of the window so far, with the loss scale in them."""
+
+    def on_batch_end(self, trainer: TrainerLike) -> None:
+        """A micro-batch is done."""
+
+    def on_before_clip(self, trainer: TrainerLike) -> None:
+        """Gradients are complete, averaged over the ranks and unscaled; not clipped. Not called under DeepSpeed."""
+
+    def on_after_clip(self, trainer: TrainerLike, norm: torch.Tensor) -> None:
+        """Gradients are clipped to `max_grad_norm`, if it is set; `norm` is theirs before. Not under DeepSpeed."""
+
+    def on_before_optimizer_step(self, trainer: TrainerLike) -> None:
+        """Gradients are complete, unscaled and clipped; the optimizer has not stepped."""
+
+    def on_after_optimizer_step(self, trainer: TrainerLike) -> None:
+        """The weights are updated, and the gradients still there; the step is not counted yet."""
+
+    def on_before_zero_grad(self, trainer: TrainerLike) -> None:
+        """Before the gradients are freed, also those of a step that was skipped."""
+
+    def on_after_zero_grad(self, trainer: TrainerLike) -> None:
+        """There are no gradients."""
+
+    def on_step_end(self, trainer: TrainerLike) -> None:
+        """After an optimizer update, or a skipped one, was counted."""
+
+    def on_log(self, trainer: TrainerLike, logs: Mapping[str, float]) -> None:
+        """A row of logs is ready: `step, epoch, loss, learning_rate, grad_norm, samples_per_second, ...`.
+
+        The row of a `test()` has `step, epoch, test_loss, test_<metric>, ...` instead.
+        """
+
+    def on_report(self, trainer: TrainerLike, values: Mapping[str, str | Histogram]) -> None:
+        """A callback reports texts or histograms, by names such as "preview/0" or "weights/head.bias"."""
+
+    def on_eval_start(self, trainer: TrainerLike) -> None:
+        """Before an evaluation that belongs to the run."""
+
+    def on_eval_batch_start(self, trainer: TrainerLike, batch: Any) -> None:
+        """Before the forward pass of a batch of any evaluation or prediction; `batch` is as the model gets it."""
+
+    def on_eval_batch_end(self, trainer: TrainerLike, batch: Any, output: Any) -> None:
+        """After it; `output` is a `StepOutput`."""
+
+    def on_eval_end(self, trainer: TrainerLike, metrics: Mapping[str, float]) -> None:
+        """After an evaluation that belongs to the run; `metrics` has `eval_loss, eval_<metric>, ...`."""
+
+    def on_predict_start(self, trainer: TrainerLike) -> None:
+        """Before the first batch of a `predict()`."""
+
+    def on_predict_end(self, trainer: TrainerLike, predictions: Any) -> None:
+        """After a `predict()`; `predictions` is what it returns."""
+
+    def on_save_start(self, trainer: TrainerLike) -> None:
+        """Before the state of the run is taken for a checkpoint."""
+
+    def on_save_end(self, trainer: TrainerLike) -> None:
+        """After a checkpoint is complete."""
+
+    def on_epoch_end(self, trainer: TrainerLike) -> None:
+        """After the last window of an epoch, or after a stop within it."""
+
+    def on_exception(self, trainer: TrainerLike, error: BaseException) -> None:
+        """Something raised `error`, which is re-raised to the caller afterwards."""
+
+    def on_train_end(self, trainer: TrainerLike) -> None:
+        """After everything else in `train()`, even if it failed."""
+
+    def log_values(self, trainer: TrainerLike) -> Mapping[str, float]:
+        """Return what the row of logs that is being made shows beside the rest; called once a row, on every rank.
+
+        Names that the row has already are refused. The time it takes is no part of the rates in a row.
+        """
+        return {}
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what a resumed run must know: JSON types and tensors, in lists and dicts."""
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take back what `state_dict()` returned, tensors in host memory; whatever it raises refuses the checkpoint."""
+
+
+class Algorithm:
+    """Changes the training itself: each method gets a value and returns the new one.
+
+    Override the methods you need; one that nobody overrides costs nothing. They run in the order of `algorithms`,
+    those of outputs, losses and metrics in reverse: the first algorithm sees the raw batch and the final loss.
+    Evaluation batches, outputs and losses are never transformed. A method whose name looks like one of these, and is
+    not, raises an error when the class is defined.
+
+    >>> class Halve(Algorithm):
+    ...     def transform_loss(self, trainer, loss):
+    ...         return loss / 2
+    """
+
+    conflicts: ClassVar[Collection[str]] = ()
+    """Names of the classes of algorithms that cannot be used beside it; it is enough that one of two names the other.
+    """
+
+    asks_alone: ClassVar[bool] | bool = True
+    """Whether it may request, in a step, what other ranks do not, as a callback may."""
+
+    needs: ClassVar[Collection[str]] = ()
+    """What the backend must allow beside the methods that it overrides: "freezing" of weights during a run."""
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        _note_arguments(cls)
+        known = [name for name in vars(Algorithm) if name.startswith(_PLACES)]
+        for name in vars(cls):
+            if name.startswith(_PLACES) and name not in known and callable(getattr(cls, name)):
+                raise ConfigError(
+                    f"{cls.__name__}.{name} would never be called: there is no such place.{did_you_mean(name, known)} "
+                    f"The places are {', '.join(known)}. Begin the name of a method of your own with an underscore."
+                )
+
+    def set_up(self, trainer: TrainerLike) -> None:
+        """Before each run, and before a checkpoint is put back: forget an earlier run, and refuse what cannot work.
+
+        `trainer.progress` may still be that of the earlier run.
+        """
+
+    def begin_epoch(self, trainer: TrainerLike) -> None:
+        """Before the first window of an epoch, or of the rest of one after a resume."""
+
+    def transform_batch(self, trainer: TrainerLike, batch: Any) -> Any:
+        """Return the training batch for the model; `batch` is already on the device."""
+        return batch
+
+    def transform_output(self, trainer: TrainerLike, output: Any) -> Any:
+        """Return the `StepOutput` of a micro-batch: its loss, outputs and labels, right after the forward pass."""
+        return output
+
+    def transform_loss(self, trainer: TrainerLike, loss: torch.Tensor) -> torch.Tensor:
+        """Return the loss of a micro-batch, a scalar, for the backward pass."""
+        return loss
+
+    def before_second_pass(self, trainer: TrainerLike) -> None:
+        """Gradients of all micro-batches are added up, the loss scale in them: move the weights for a second pass.
+
+        Whoever overrides this has every step run its micro-batches twice; the gradients of the second pass alone make
+        the update. Refused under DeepSpeed.
+        """
+
+    def after_second_pass(self, trainer: TrainerLike) -> None:
+        """The second pass is done, or has failed: put the weights back."""
+
+    def before_update(self, trainer: TrainerLike) -> None:
+        """Gradients are complete and unscaled, their norm is taken, and they are not clipped: change them in place.
+
+        Refused under DeepSpeed, whose engine clips and updates at once, in buffers of its own.
+        """
+
+    def after_update(self, trainer: TrainerLike) -> None:
+        """The optimizer has updated the weights; not called for a skipped step. The step is not counted yet."""
+
+    def transform_weights(self, trainer: TrainerLike, weights: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the weights by name that are evaluated, and that model files and the end of the run have.
+
+        Training goes on from its own, which checkpoints hold beside these. One algorithm of a run may do it.
+
+        Args:
+            trainer: The trainer.
+            weights: Those in training: live tensors, sharded ones as they are. Entries that stay are returned as they
+                are; others have the same shape, dtype and sharding.
+        """
+        return dict(weights)
+
+    def restore_weights(self, trainer: TrainerLike, weights: Mapping[str, Any]) -> None:
+        """Take a copy of what `transform_weights` made for the checkpoint that is put back, and only that."""
+
+    def transform_metrics(self, trainer: TrainerLike, metrics: dict[str, float]) -> dict[str, float]:
+        """Return the metrics of an evaluation, before anything else uses them."""
+        return metrics
+
+    def end_epoch(self, trainer: TrainerLike) -> None:
+        """After the last window of an epoch that is complete, before it is counted and before its evaluation."""
+
+    def end_run(self, trainer: TrainerLike) -> None:
+        """After a run, even one that failed: take off what was put on the model. A longer run may follow."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what a resumed run must know: JSON types and tensors, in lists and dicts."""
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take back what `state_dict()` returned, tensors in host memory; whatever it raises refuses the checkpoint."""
+
+
+_PLACES = ("transform_", "before_", "after_", "begin_", "end_", "restore_", "set_up")
+"""What the names of the places begin with at which algorithms are called."""
+
+
+def overriding(algorithms: Iterable[Algorithm], place: str) -> list[Callable[..., Any]]:
+    """Return the methods for a place of the algorithms that override it, in their order."""
+    plain = getattr(Algorithm, place)
+    methods = [getattr(one, place) for one in algorithms]
+    return [one for one in methods if getattr(one, "__func__", one) is not plain]
+
+
+def check_algorithms(algorithms: Iterable[Algorithm]) -> None:
+    """Refuse algorithms that cannot be used together.
+
+    Raises:
+        ConfigError: Naming two of them.
+    """
+    known = list(algorithms)
+    for number, one in enumerate(known):
+        for other in known[number + 1 :]:
+            names = type(one).__name__, type(other).__name__
+            if names[1] in one.conflicts or names[0] in other.conflicts:
+                raise ConfigError(
+                    f"`algorithms` holds {names[0]} and {names[1]}, which exclude each other. Leave one out."
+                )
+    averaging = [one for one in known if overriding([one], "transform_weights")]
+    if len(averaging) > 1:
+        names = [type(one).__name__ for one in averaging]
+        raise ConfigError(
+            f"`algorithms` holds {names[0]} and {names[1]}, and only one may say with which weights the run is "
+            "evaluated. Leave one out."
+        )
+
+
+def share_of_run(trainer: TrainerLike, who: str, step: int) -> float:
+    """Return the share of a run's updates that are done after a step: the same on every rank, and after a resume.
+
+    Raises:
+        ConfigError: If it is not known how many updates the run has.
+    """
+    total = trainer.total_steps
+    if total is None and isinstance(trainer.settings.global_batch_size, Mapping):
+        raise ConfigError(
+            f"{who} goes by the share of the run that is done, and how many steps this run has is not known: "
+            f"`global_batch_size={dict(trainer.settings.global_batch_size)!r}` changes in the run. Pass `max_steps`, "
+            "or one number of samples a step."
+        )
+    if total is None:
+        raise ConfigError(
+            f"{who} goes by the share of the run that is done, and how many steps this run has is not known: its "
+            "length is one of time or tokens, or its data have none. Pass `max_steps`, or `epochs` and data of known "
+            "length."
+        )
+    return step / total
+
+
+def give_back(part: Any, state: dict[str, Any], undo: contextlib.ExitStack) -> None:
+    """Restore the state of a callback, an algorithm or a schedule from a checkpoint.
+
+    Args:
+        part: The object whose state is restored.
+        state: What its `state_dict()` returned.
+        undo: Gets a function that restores the present state.
+
+    Raises:
+        CheckpointError: If the object refuses the state.
+    """
+    with contextlib.suppress(Exception):  # some objects have no state before a run
+        before = copy.deepcopy(part.state_dict())
+        undo.callback(_try_to_load, part, before)
+    try:
+        part.load_state_dict(state)
+    except Exception as error:
+        raise CheckpointError(
+            f"{type(part).__qualname__}.load_state_dict refused what the checkpoint holds: "
+            f"{type(error).__name__}: {error}. Take another checkpoint, or leave it out."
+        ) from error
+
+
+def _try_to_load(part: Any, state: dict[str, Any]) -> None:
+    with contextlib.suppress(Exception):
+        part.load_state_dict(state)

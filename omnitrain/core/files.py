@@ -1,0 +1,112 @@
+"""Writing into a folder that somebody else may have filled: an archive, a shared disk, a remote store.
+
+A file of such a folder can be a link to any other file of the user, or a pipe. Whatever a run writes into its folder is
+opened here, so that nothing is written through a link, and opening never waits. No torch.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import io
+import os
+import stat
+from collections.abc import Iterable
+from pathlib import Path, PurePosixPath
+from typing import BinaryIO
+
+_FLAGS = getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0)
+
+
+def is_inside(name: str) -> bool:
+    """Return whether a relative path with slashes stays in the folder that it is joined to, on every system.
+
+    >>> is_inside("checkpoint-8/model.safetensors"), is_inside("../.bashrc"), is_inside("/etc/passwd")
+    (True, False, False)
+    """
+    path = PurePosixPath(name)
+    if path.as_posix() != name or name == "." or path.is_absolute() or ".." in path.parts:
+        return False
+    return not any(character in name for character in ("\\", "\0", *([":"] if os.name == "nt" else [])))
+
+
+def check_not_link(path: Path) -> None:
+    """Refuse to write to what is there, unless it is a file, a device such as /dev/full, or nothing.
+
+    Raises:
+        OSError: It is a link, a folder or a pipe.
+    """
+    try:
+        mode = os.lstat(path).st_mode
+    except FileNotFoundError:
+        return
+    if stat.S_ISLNK(mode):
+        raise OSError(errno.ELOOP, f"It is a link to {os.readlink(path)!r}: delete it", str(path))
+    if not (stat.S_ISREG(mode) or stat.S_ISCHR(mode)):
+        raise OSError(errno.EINVAL, "It is not a file: delete it", str(path))
+
+
+def make_folder(path: Path) -> None:
+    """Make a folder in the folder of a run, if it does not exist.
+
+    Raises:
+        OSError: It is a link, through which a run would write elsewhere, or it cannot be made.
+    """
+    if path.is_symlink():
+        check_not_link(path)
+    path.mkdir(parents=True, exist_ok=True)
+
+
+def open_file(path: str | Path, flags: int) -> int:
+    """Return a descriptor as `os.open` does, but follow no link and wait for no pipe: an `opener` for `open`.
+
+    Args:
+        path: The file.
+        flags: As for `os.open`.
+
+    Raises:
+        OSError: It is a link, or no file, or cannot be opened.
+    """
+    check_not_link(Path(path))  # for the message, and for systems without O_NOFOLLOW
+    return os.open(path, flags | _FLAGS, 0o666)
+
+
+def open_to_append(path: Path) -> io.FileIO:
+    """Open a file, created if needed, to append to it without a buffer: a killed process loses nothing."""
+    return open(path, "ab", buffering=0, opener=open_file)
+
+
+def new_file(path: Path) -> BinaryIO:
+    """Open a new file for writing, in the place of the file or link that has its name.
+
+    Raises:
+        OSError: A folder has its name, or somebody was faster to create it.
+    """
+    with contextlib.suppress(FileNotFoundError):
+        os.unlink(path)
+    return open(path, "xb", opener=open_file)
+
+
+def replace_file(path: Path, content: bytes | Iterable[bytes], sync: bool = True) -> None:
+    """Write a whole file that takes the place of another one at once; of a link the target stays as it is.
+
+    Args:
+        path: The file.
+        content: Its bytes, or its lines, which may be read from the old one.
+        sync: Whether to wait until it is on the disk, so that a power cut leaves the old one or the new one.
+
+    Raises:
+        OSError: It cannot be written. The old one stays.
+    """
+    new = path.with_name(f"{path.name}.tmp")
+    try:
+        with new_file(new) as file:
+            file.writelines([content] if isinstance(content, bytes) else content)
+            if sync:
+                file.flush()
+                os.fsync(file.fileno())
+        os.replace(new, path)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            new.unlink()
+        raise

@@ -1,0 +1,507 @@
+"""History and metrics of a run: `MetricsDict`, its rows, and exact weighted means.
+
+Values are converted to plain numbers and strings as they come in, so no tensor or graph is kept alive.
+`objective.py` decides which evaluation is the best.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import math
+import numbers
+import os
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from html import escape
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, overload
+
+from omnitrain.core.errors import ConfigError, MissingExtraError, Tolerance, did_you_mean
+from omnitrain.core.files import replace_file
+from omnitrain.core.metric_format import bare_name, descriptor_of, in_order, is_described, titled
+
+_PREFIXES = ("eval_", "test_", "train_")
+_POSITION = ("epoch", "step")
+TABLES = ("train_metrics_history", "valid", "test")
+_FACTS = ("best_step", "best_checkpoint", "stop_reason")
+_TRAIN_COLUMNS = {"train_loss": "train_loss", "learning_rate": "lr", "grad_norm": "grad_norm"}
+_FIRST_ROWS, _LAST_ROWS = 5, 15
+
+
+def is_position(step: object, epoch: object) -> bool:
+    """Return whether a row of a file can have this step and epoch.
+
+    >>> is_position(10, 0.5), is_position(-1, 0.5), is_position(10, math.nan), is_position("10", 0.5)
+    (True, False, False, False)
+    """
+    are_numbers = type(step) is int and type(epoch) in (int, float)
+    return are_numbers and 0 <= step < 2**63 and 0 <= epoch < 2**63  # type: ignore[operator]
+
+
+def read_row(line: bytes) -> dict[str, Any] | None:
+    """Return the row in a line of `metrics.jsonl`, or None if it holds none, as where the file is damaged.
+
+    >>> read_row(b'{"kind": "eval", "step": 10, "epoch": 0.5}'), read_row(b'[1, 2'), read_row(b'{"step": 10}')
+    ({'kind': 'eval', 'step': 10, 'epoch': 0.5}, None, None)
+    """
+    try:
+        row = json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+    if not isinstance(row, dict) or not isinstance(row.get("kind"), str):
+        return None
+    return row if is_position(row.get("step"), row.get("epoch", 0.0)) else None
+
+
+class MetricRow(dict[str, Any]):
+    """The metrics of one epoch or one evaluation, found with or without the prefix `eval_`, `test_` or `train_`.
+
+    >>> row = MetricRow(step=3, eval_accuracy=0.5)
+    >>> row["accuracy"], row["eval_accuracy"], "accuracy" in row, row.get("f1")
+    (0.5, 0.5, True, None)
+    """
+
+    def _stored(self, key: object) -> str | None:
+        """Return the spelling under which `key` is stored, or None."""
+        if not isinstance(key, str):
+            return None
+        spellings = [key, *(prefix + key for prefix in _PREFIXES)]
+        if key.startswith(_PREFIXES):
+            spellings = [key, bare_name(key)]
+        return next((name for name in spellings if dict.__contains__(self, name)), None)
+
+    def __missing__(self, key: str) -> Any:
+        """Look `key` up in its other spellings."""
+        stored = self._stored(key)
+        if not self:
+            raise KeyError(f"There is no metric {key!r} here: nothing has been evaluated.")
+        if stored is None:
+            raise KeyError(
+                f"There is no metric {key!r} here, only {quoted(self)}."
+                f"{did_you_mean(str(key), [*self, *map(bare_name, self)])}"
+            )
+        return self[stored]
+
+    def __contains__(self, key: object) -> bool:
+        """Return whether `key` is there in any spelling."""
+        return self._stored(key) is not None
+
+    def get(self, key: str, default: Any = None) -> Any:
+        """Return the value of `key` in any spelling, or `default`."""
+        stored = self._stored(key)
+        return default if stored is None else self[stored]
+
+
+class MetricsDict(dict[str, Any]):
+    """The history of a run, the same on every rank and backend.
+
+    The keys are "train_metrics_history", "valid" and "test" (lists of rows), "best_valid" (a row, empty until an
+    evaluation is selected) and, once known, "best_step", "best_checkpoint" and "stop_reason". All values are floats,
+    ints and strings, so JSON keeps them unchanged.
+
+    >>> metrics = MetricsDict()
+    >>> metrics.add_train({"epoch": 1, "step": 10, "train_loss": 0.7})
+    >>> row = {"epoch": 1, "step": 10, "eval_loss": 0.6, "eval_accuracy": 0.8}
+    >>> metrics.add_valid(row, best=True)
+    >>> metrics["best_valid"]["accuracy"], metrics["best_step"]
+    (0.8, 10)
+    >>> print(metrics)
+    best: step 10 (epoch 1), loss 0.6000, accuracy 0.8000
+    epoch  step  train_loss  eval_loss  eval_accuracy
+        1    10      0.7000     0.6000         0.8000  *
+    """
+
+    def __init__(self) -> None:
+        """Create an empty history; `from_dict` and `from_json` read an existing one."""
+        super().__init__({name: [] for name in TABLES})
+        self["best_valid"] = {}
+
+    if TYPE_CHECKING:  # the types of the values; at run time the dict's own method is used
+
+        @overload
+        def __getitem__(self, key: Literal["train_metrics_history", "valid", "test"], /) -> list[MetricRow]: ...
+        @overload
+        def __getitem__(self, key: Literal["best_valid"], /) -> MetricRow: ...
+        @overload
+        def __getitem__(self, key: Literal["best_step"], /) -> int: ...
+        @overload
+        def __getitem__(self, key: Literal["best_checkpoint", "stop_reason"], /) -> str: ...
+        @overload
+        def __getitem__(self, key: str, /) -> Any: ...
+        def __getitem__(self, key: str, /) -> Any: ...
+
+    def __setitem__(self, key: str, value: Any) -> None:
+        """Store a copy of `value` as plain numbers and strings."""
+        if key in TABLES:
+            value = [_plain_row(row) for row in value]
+        elif key == "best_valid":
+            value = _plain_row(value)
+        elif key in _FACTS:
+            value = _plain(key, value)
+        else:
+            known = [*TABLES, "best_valid", *_FACTS]
+            raise ConfigError(
+                f"MetricsDict has no place for {key!r}, only for {quoted(known)}.{did_you_mean(str(key), known)}"
+            )
+        super().__setitem__(key, value)
+
+    def _repr_pretty_(self, printer: Any, cycle: bool) -> None:
+        """Show the table in notebooks and IPython."""
+        printer.text(str(self))
+
+    def __missing__(self, key: str) -> Any:
+        """Raise a KeyError that says why `key` is missing."""
+        if key in _FACTS:
+            why = "the run is not over" if key == "stop_reason" else "no evaluation was selected, or nothing was saved"
+            raise KeyError(f"{key!r} is not known: {why}.")
+        raise KeyError(f"There is no {key!r} here, only {quoted(self.keys())}.{did_you_mean(str(key), self.keys())}")
+
+    def add_train(self, row: Mapping[str, Any]) -> None:
+        """Add an epoch: `epoch, step, train_loss, learning_rate, grad_norm`."""
+        self["train_metrics_history"].append(_plain_row(row))
+
+    def add_valid(self, row: Mapping[str, Any], best: bool) -> None:
+        """Add an evaluation: `epoch, step, eval_loss, eval_<metric>, ...`; `best` marks it as the best."""
+        self["valid"].append(_plain_row(row))
+        if best:
+            self["best_valid"] = row
+            self["best_step"] = self["best_valid"]["step"]
+
+    def add_test(self, row: Mapping[str, Any]) -> None:
+        """Add a test: `epoch, step, test_loss, test_<metric>, ...`; it is never the best."""
+        self["test"].append(_plain_row(row))
+
+    def to_dict(self, with_rows: bool = True) -> dict[str, Any]:
+        """Return a copy for strict JSON: NaN and infinity, which JSON lacks, become strings.
+
+        Args:
+            with_rows: Whether to include the tables; otherwise only their numbers of "rows".
+        """
+
+        def strict(value: Any) -> Any:
+            if isinstance(value, dict):
+                return {name: strict(entry) for name, entry in value.items()}
+            if isinstance(value, list):
+                return [strict(entry) for entry in value]
+            is_odd = isinstance(value, float) and not math.isfinite(value)
+            return json.dumps(value) if is_odd else value
+
+        if with_rows:
+            return strict(self)
+        facts = {name: value for name, value in self.items() if name not in TABLES}
+        return {**strict(facts), "rows": {name: len(self[name]) for name in TABLES}}
+
+    @classmethod
+    def from_dict(cls, state: Mapping[str, Any]) -> MetricsDict:
+        """Build a history from `to_dict()`, or from any dict of the same form."""
+        metrics = cls()
+        for key, value in state.items():
+            metrics[key] = value
+        return metrics
+
+    def to_json(self, path: str | os.PathLike[str]) -> Path:
+        """Write the history to a JSON file, and return its path."""
+        path = _with_folder(path)
+        path.write_text(json.dumps(self.to_dict(), indent=2, allow_nan=False) + "\n", encoding="utf-8")
+        return path
+
+    @classmethod
+    def from_json(cls, path: str | os.PathLike[str]) -> MetricsDict:
+        """Read a history from a file written by `to_json`."""
+        return cls.from_dict(json.loads(Path(path).read_text(encoding="utf-8")))
+
+    def __str__(self) -> str:
+        """Return a table with a row per epoch and evaluation; `*` marks the best."""
+        lines = [self._headline(), *self._table()]
+        lines += [f"test: {_words(row)} (step {_show(row.get('step', '?'))})" for row in self["test"]]
+        return "\n".join(filter(None, lines)) or "no metrics yet"
+
+    def _headline(self) -> str:
+        parts = [f"stopped by: {self['stop_reason']}"] if "stop_reason" in self else []
+        if best := self["best_valid"]:
+            where = f"step {_show(best.get('step', '?'))} (epoch {_position(best.get('epoch', '?'))})"
+            parts.append(f"best: {where}, {_words(best)}")
+        return " · ".join(parts)
+
+    def _joined(self) -> list[tuple[dict[str, Any], bool]]:
+        """Return the rows in order, with training and evaluation of a step joined, and whether each is the best."""
+        rows: list[dict[str, Any]] = [dict(row) for row in self["train_metrics_history"]]
+        free = {row.get("step"): row for row in rows}
+        best: list[dict[str, Any]] = []
+        for evaluation in self["valid"]:
+            row = free.pop(evaluation.get("step"), None)
+            if row is None:
+                row = {}
+                rows.append(row)
+            row.update({name: value for name, value in evaluation.items() if name not in row})
+            if evaluation == self["best_valid"]:
+                best.append(row)
+        rows.sort(key=lambda row: row.get("step", math.inf))
+        return [(row, any(row is other for other in best[:1])) for row in rows]
+
+    def _cells(self) -> tuple[list[str], list[tuple[list[str], bool]]]:
+        """Return the titles of the columns, and of each row its cells and whether it is the best."""
+        rows = self._joined()
+        names = list(dict.fromkeys(name for row, _ in rows for name in row))
+        first = [name for name in (*_POSITION, *_TRAIN_COLUMNS) if name in names]
+        columns = [*first, *in_order({name: 0.0 for name in names if name not in first})]
+        titles = [titled(_TRAIN_COLUMNS.get(name, name)) for name in columns]
+        return titles, [([_cell(name, row.get(name, "")) for name in columns], is_best) for row, is_best in rows]
+
+    def _table(self) -> Iterator[str]:
+        titles, rows = self._cells()
+        if not rows:
+            return
+        widths = [max(map(len, column)) for column in zip(titles, *(cells for cells, _ in rows), strict=True)]
+        rows, hidden = _shortened(rows)
+        for number, (cells, is_best) in enumerate([(titles, False), *rows]):
+            if hidden and number == _FIRST_ROWS + 1:
+                yield f"… {hidden} rows …"
+            line = "  ".join(cell.rjust(width) for cell, width in zip(cells, widths, strict=True))
+            yield (line + ("  *" if is_best else "")).rstrip()
+
+    def _repr_html_(self) -> str:
+        """Show the table in notebooks, with the best evaluation in bold."""
+        titles, rows = self._cells()
+        rows, hidden = _shortened(rows)
+        lines = [f"<div>{escape(self._headline())}</div>"] if self._headline() else []
+        if rows:
+            lines += ["<table>", f"<tr>{''.join(f'<th>{escape(title)}</th>' for title in titles)}</tr>"]
+            for number, (cells, is_best) in enumerate(rows):
+                if hidden and number == _FIRST_ROWS:
+                    lines.append(f'<tr><td colspan="{len(titles)}">… {hidden} rows …</td></tr>')
+                kind = "th" if is_best else "td"
+                lines.append(f"<tr>{''.join(f'<{kind}>{escape(cell)}</{kind}>' for cell in cells)}</tr>")
+            lines.append("</table>")
+        tests = [f"test: {_words(row)} (step {_show(row.get('step', '?'))})" for row in self["test"]]
+        lines += [f"<div>{escape(line)}</div>" for line in tests]
+        return "\n".join(lines) or "no metrics yet"
+
+    @overload
+    def plot(self, path: str | os.PathLike[str]) -> Path: ...
+    @overload
+    def plot(self, path: None = None) -> Any: ...
+    def plot(self, path: str | os.PathLike[str] | None = None) -> Any:
+        """Plot the losses, the learning rate and every metric of the evaluations against the step.
+
+        A line marks the best evaluation, another one the end of the run.
+
+        Args:
+            path: The image to write; its suffix is the format, PNG by default. None returns a figure instead, which a
+                notebook shows.
+
+        Returns:
+            The path of the image, or the figure of matplotlib.
+
+        Raises:
+            MissingExtraError: matplotlib is not installed.
+        """
+        train, valid = self["train_metrics_history"], self["valid"]
+        texts = {name for row in valid for name, value in row.items() if isinstance(value, str)}
+        names = {name for row in valid for name in row} - texts
+        losses = sorted(name for name in names if name.endswith("_loss"))
+        panels = [losses, *([name] for name in in_order(dict.fromkeys(sorted(names - {*losses, *_POSITION}), 0.0)))]
+        figure = new_figure("MetricsDict.plot", 2.8 * len(panels) + 0.4)
+        steps = [row["step"] for row in (*train, *valid) if "step" in row]
+        marks = {"best": self.get("best_step"), "end": max(steps, default=None)}
+        for axes, panel in zip(figure.subplots(len(panels), squeeze=False, sharex=True)[:, 0], panels, strict=True):
+            if panel is losses:
+                _draw(axes, train, "train_loss")
+            for name in panel:
+                _draw(axes, valid, name)
+            _mark(axes, marks, self.get("stop_reason"), is_named=panel is losses)
+            axes.grid(alpha=0.3)
+            others = _draw_rate(axes, train) if panel is losses else []
+            lines = [line for line in axes.get_lines() if not line.get_label().startswith("_")]
+            if lines:
+                axes.legend(handles=[*lines, *others], fontsize="small")
+        axes.set_xlabel("step")
+        return figure if path is None else save_figure(figure, path)
+
+
+@dataclass(slots=True)
+class WeightedMean:
+    """A mean that is exact over parts of unequal size: it keeps sum and weight, and takes no mean of means.
+
+    >>> mean = WeightedMean()
+    >>> mean.add(1.0, weight=3)
+    >>> mean.merge(WeightedMean(sum=5.0, weight=1.0))
+    >>> mean.value
+    2.0
+    """
+
+    sum: float = 0.0
+    weight: float = 0.0
+
+    def add(self, value: float, weight: float = 1.0) -> None:
+        """Count `value` with `weight`; with weight 0 it does not count, even if it is NaN."""
+        if weight:
+            self.sum += float(value) * float(weight)
+            self.weight += float(weight)
+
+    def merge(self, other: WeightedMean) -> None:
+        """Count all that `other` counted."""
+        self.sum += other.sum
+        self.weight += other.weight
+
+    @property
+    def value(self) -> float:
+        """The mean; NaN if nothing was counted."""
+        return self.sum / self.weight if self.weight else math.nan
+
+    def state_dict(self) -> dict[str, float]:
+        """Return sum and weight."""
+        return {"sum": self.sum, "weight": self.weight}
+
+    @classmethod
+    def from_state(cls, state: Mapping[str, float]) -> WeightedMean:
+        """Build a mean from `state_dict()`."""
+        return cls(**state)
+
+
+def quoted(names: Iterable[str]) -> str:
+    """Return names for a message: 'loss', 'accuracy'."""
+    return ", ".join(repr(name) for name in names) or "nothing"
+
+
+def _plain(name: str, value: Any) -> float | int | str:
+    """Return the value as a float, int or string that keeps nothing else alive."""
+    if isinstance(value, os.PathLike):
+        value = os.fspath(value)
+    if hasattr(value, "item") and math.prod(getattr(value, "shape", ())) == 1:
+        value = value.item()
+    if isinstance(value, str):
+        odd = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
+        return odd.get(value, str(value))
+    if isinstance(value, numbers.Integral):
+        return int(value)
+    if isinstance(value, numbers.Real):
+        # One NaN object for all: dicts compare by identity first, so equal histories with NaN compare equal.
+        return math.nan if math.isnan(value) else float(value)
+    kind = type(value).__name__ + (f" of shape {tuple(value.shape)}" if hasattr(value, "shape") else "")
+    raise ConfigError(f"{name!r} must be a number or a string, got a {kind}. Return one float per metric.")
+
+
+def _plain_row(row: Mapping[str, Any]) -> MetricRow:
+    return MetricRow({str(name): _plain(str(name), value) for name, value in row.items()})
+
+
+def new_figure(caller: str, height: float) -> Any:
+    """Return an empty figure of matplotlib, made without pyplot, whose global state belongs to the user.
+
+    Args:
+        caller: What draws, for the error.
+        height: In inches.
+
+    Raises:
+        MissingExtraError: matplotlib is not installed.
+    """
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise MissingExtraError(caller, "matplotlib", "plot") from error
+
+    class ShownFigure(Figure):
+        def _repr_png_(self) -> bytes:
+            """Show the figure in notebooks, which otherwise show those of pyplot alone."""
+            image = io.BytesIO()
+            self.savefig(image, format="png")
+            return image.getvalue()
+
+    return ShownFigure(figsize=(7.2, height), layout="constrained")
+
+
+def save_figure(figure: Any, path: str | os.PathLike[str]) -> Path:
+    """Write a figure in the format of the path's suffix, PNG by default; return the path."""
+    path = _with_folder(path)
+    figure.savefig(path, format=path.suffix[1:] or "png")
+    return path
+
+
+def _with_folder(path: str | os.PathLike[str]) -> Path:
+    """Return the path, after creating its folder."""
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    return path
+
+
+def _shortened(rows: list[Any]) -> tuple[list[Any], int]:
+    """Return the first and the last rows, and how many between them are left out."""
+    hidden = len(rows) - _FIRST_ROWS - _LAST_ROWS
+    if hidden <= 1:
+        return rows, 0
+    return [*rows[:_FIRST_ROWS], *rows[-_LAST_ROWS:]], hidden
+
+
+def _show(value: float | int | str) -> str:
+    """Return a number in a few digits."""
+    if not isinstance(value, float):
+        return str(value)
+    if value == 0 or 1e-3 <= abs(value) < 1e6:
+        return f"{value:.4f}"
+    return f"{value:.3g}"
+
+
+def _cell(name: str, value: float | int | str) -> str:
+    """Return a value as its descriptor says, or in a few digits."""
+    if is_described(name) and isinstance(value, (int, float)):
+        return format(value, descriptor_of(name).format)
+    return _show(value)
+
+
+def _position(value: float | int | str) -> str:
+    """Return a position in a run, without decimals if it is whole: 2, or 2.5."""
+    return value if isinstance(value, str) else f"{round(value, 4):g}"
+
+
+def _words(row: Mapping[str, Any]) -> str:
+    """Return the metrics of a row as words: loss 0.6000, accuracy 0.8000."""
+    return ", ".join(
+        f"{titled(bare_name(name))} {_cell(name, value)}" for name, value in row.items() if name not in _POSITION
+    )
+
+
+def _draw(axes: Any, rows: list[MetricRow], name: str) -> None:
+    """Draw one curve, if it has any points."""
+    points = [(row["step"], row[name]) for row in rows if name in row]
+    if points:
+        axes.plot(*zip(*points, strict=True), marker="." if len(points) < 100 else None, label=titled(name))
+
+
+def _mark(axes: Any, marks: Mapping[str, int | None], reason: str | None, is_named: bool) -> None:
+    """Mark places of a run by vertical lines, with names in the legend."""
+    styles = {"best": {"color": "tab:green", "linestyle": "--"}, "end": {"color": "0.5", "linestyle": ":"}}
+    for name, step in marks.items():
+        if step is not None and axes.get_lines():
+            words = f"{name}, step {step}" + (f" ({reason})" if name == "end" and reason else "")
+            axes.axvline(step, linewidth=1, label=words if is_named else f"_{name}", **styles[name])
+
+
+def _draw_rate(axes: Any, rows: list[MetricRow]) -> list[Any]:
+    """Draw the learning rate on an axis of its own at the right; return its line, if there is one."""
+    if len([row for row in rows if "learning_rate" in row]) < 2:
+        return []
+    right = axes.twinx()
+    points = [(row["step"], row["learning_rate"]) for row in rows if "learning_rate" in row]
+    lines = right.plot(*zip(*points, strict=True), color="0.6", linewidth=1, label="learning rate", zorder=0)
+    right.set_ylabel("learning rate", color="0.5")
+    right.tick_params(axis="y", colors="0.5")
+    right.set_ylim(bottom=0)
+    axes.set_zorder(right.get_zorder() + 1)  # so that the losses are drawn over it
+    axes.patch.set_visible(False)
+    return list(lines)
+
+
+def write_results(folder: Path, split: str, metrics: Mapping[str, Any], is_main: bool) -> Path:
+    """Write metrics to `<split>_results.json` in a folder, on the main process only; return the path of the file.
+
+    If the disk fails, this is reported, and the file stays as it was.
+    """
+    path = folder / f"{split}_results.json"
+    if is_main:
+        text = json.dumps(dict(metrics), indent=2) + "\n"
+        with Tolerance(path.name, f"It would hold {text!r}."):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            replace_file(path, text.encode())
+    return path

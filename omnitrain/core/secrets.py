@@ -1,0 +1,86 @@
+"""Secrets in command lines, settings and texts, which are masked before anything is written."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+MASK = "***"
+_LONGEST = 2000
+"""The most characters of a word of a command that are kept, as `python -c` takes whole programs."""
+_SECRET_WORDS = {
+    "token", "secret", "password", "passwd", "passphrase", "pwd", "pass", "key", "apikey", "credential", "credentials",
+    "auth", "bearer", "cookie", "pat",
+}  # fmt: skip
+_ASSIGNED = re.compile(
+    r"(?i)((?:token|secret|passw(?:or)?d|passphrase|pwd|(?:api|access)[_-]?key|credentials?|authorization|bearer)"
+    r"[\"']?\s*[:=]\s*[\"']?)"
+    r"[^\s\"',;&}\])]+"
+)
+_IN_ADDRESS = re.compile(
+    r"(?<=://)(?:[^/@:\s\"']*:[^@\s\"']+|[^/@\s\"']+)(?=@)"  # a password may have a slash
+    r"|(?<![\w/@:.{+-])[\w.+-]+:(?!//)[^@\s\"']+(?=@\w)"  # what errors print of an address without its beginning
+)
+_TOKEN = re.compile(
+    r"\b(?:hf_|sk-|pk-|gh[opsu]_|github_pat_|glpat-|xox[abprs]-|AKIA|ASIA|eyJ)[A-Za-z0-9_.-]{8,}"
+    r"|(?=[A-Za-z0-9]*[0-9])(?=[A-Za-z0-9]*[A-Za-z])(?<![A-Za-z0-9])[A-Za-z0-9]{24,}"
+    # the secret key of AWS has 40 digits of base64
+    r"|(?<![A-Za-z0-9/+])(?=\S*[0-9])(?=\S*[a-z])(?=\S*[A-Z])[A-Za-z0-9+][A-Za-z0-9/+]{39}(?![A-Za-z0-9/+])"
+)
+
+
+def is_secret_name(name: str) -> bool:
+    """Return whether the name of an option or a variable promises a secret.
+
+    >>> is_secret_name("--hub_token"), is_secret_name("wandbApiKey"), is_secret_name("--tokenizer")
+    (True, True, False)
+    """
+    words = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", " ", name).lower().translate(_AS_SPACES).split()
+    return not _SECRET_WORDS.isdisjoint(words)
+
+
+_AS_SPACES = {ord(one): " " for one in "-_.+:/@~"}
+
+
+def masked(text: str) -> str:
+    """Return a text without what looks like a token or a password in it.
+
+    >>> masked("https://me:pw@host/x?api_key=abc&n=1"), masked("lr=0.1")
+    ('https://***@host/x?api_key=***&n=1', 'lr=0.1')
+    """
+    for pattern, instead in ((_IN_ADDRESS, MASK), (_ASSIGNED, rf"\1{MASK}"), (_TOKEN, MASK)):
+        text = pattern.sub(instead, text)
+    return text
+
+
+def masked_command(words: Sequence[str]) -> list[str]:
+    """Return a command line without the values of options that are secret by their name or by their looks.
+
+    >>> masked_command(["python", "a.py", "--token=abc", "--password", "b", "--max-tokens", "5"])
+    ['python', 'a.py', '--token=***', '--password', '***', '--max-tokens', '5']
+    """
+    found, is_next = list[str](), False
+    for word in words:
+        name, equals, _ = word.partition("=")
+        is_option = word.startswith("-") or bool(equals)
+        if is_next and not word.startswith("--"):
+            found.append(MASK)
+        elif equals and re.fullmatch(r"[-+~@\w./]+", name) and is_secret_name(name):
+            found.append(f"{name}={MASK}")
+        else:
+            found.append(masked(word if len(word) <= _LONGEST else f"{word[:_LONGEST]}..."))
+        is_next = is_option and not equals and is_secret_name(word)
+    return found
+
+
+def without_secrets(value: Any) -> Any:
+    """Return JSON types with the texts masked that look like secrets, or whose key promises one."""
+    if isinstance(value, Mapping):
+        return {
+            key: MASK if isinstance(one, str) and is_secret_name(key) else without_secrets(one)
+            for key, one in value.items()
+        }
+    if isinstance(value, (list, tuple)):
+        return [without_secrets(one) for one in value]
+    return masked(value) if isinstance(value, str) else value

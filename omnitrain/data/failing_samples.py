@@ -1,0 +1,76 @@
+"""The samples behind an error of a batch: the operation is tried again with single samples, and with pairs.
+
+Nothing here knows which operation it is: reading, collating or a forward pass.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from omnitrain.core.errors import named_samples
+
+_LIMIT_S = 10.0
+"""How long to try samples again: other ranks may be waiting."""
+
+Attempt = Callable[[list[int]], Any]
+
+
+def _fails(error: Exception, attempt: Attempt, samples: list[int]) -> bool:
+    try:
+        attempt(samples)
+    except Exception as raised:
+        return type(raised) is type(error)
+    return False
+
+
+def failing_alone(error: Exception, samples: Sequence[int], attempt: Attempt) -> list[int]:
+    """Return the samples for which `attempt` alone raises the same kind of error.
+
+    >>> failing_alone(KeyError(), range(5), lambda samples: {0: "a", 1: "b"}[samples[0] // 3])
+    []
+    >>> failing_alone(KeyError(), range(5), lambda samples: {0: "a"}[samples[0] // 3])
+    [3, 4]
+    """
+    end = time.monotonic() + _LIMIT_S
+    return [one for one in samples if time.monotonic() < end and _fails(error, attempt, [one])]
+
+
+def _differing(error: Exception, samples: Sequence[int], attempt: Attempt) -> list[int]:
+    """Return the samples that do not fit the others: the smaller group of those like and those unlike the first.
+
+    The result is empty if both groups are equally large.
+    """
+    first, end = samples[0], time.monotonic() + _LIMIT_S
+    unlike = [one for one in samples[1:] if time.monotonic() < end and _fails(error, attempt, [first, one])]
+    alike = [one for one in samples if one not in set(unlike)]
+    return [] if len(unlike) == len(alike) else min(unlike, alike, key=len)
+
+
+def told(error: Exception, samples: Sequence[int], of: str, attempt: Attempt, pairs: bool = False) -> str:
+    """Name the samples of a batch in words, and those that fail alone or differ from the others.
+
+    Args:
+        error: The error that the batch raised.
+        samples: The samples of the batch.
+        of: The name of their dataset.
+        attempt: Repeats the failed operation with a list of samples.
+        pairs: Whether to try pairs too.
+
+    >>> told(IndexError(), [0, 1, 7], "the training set", lambda samples: [[0, 0, 0][one] for one in samples])
+    'sample 7 of the training set, which fails alone'
+    """
+    everyone = named_samples(samples, of)
+    if len(samples) == 1:
+        return everyone
+    alone = failing_alone(error, samples, attempt)
+    if len(alone) == len(samples):
+        return f"{everyone}, each of which fails alone: look at the model, or at the types of the data"
+    if alone:
+        return f"{named_samples(alone, of)}, which fail{'s' * (len(alone) == 1)} alone"
+    odd = _differing(error, samples, attempt) if pairs else []
+    if odd:
+        differ = f"which differ{'s' * (len(odd) == 1)} from the others of the batch"
+        return f"{named_samples(odd, of)}, {differ} ({named_samples(samples)})"
+    return everyone

@@ -1,0 +1,1 @@
+"""Callbacks that log metrics to files, trackers and the terminal."""

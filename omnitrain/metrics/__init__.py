@@ -1,0 +1,1 @@
+"""Metrics by name, by functions and by torchmetrics objects."""

@@ -1,0 +1,259 @@
+"""Outputs and labels of a batch: the rules for shapes and dtypes of every named metric.
+
+Nothing here computes a metric, and nothing waits for the device.
+
+* Classification: integer (or bool) labels with class scores of one more dimension, `(N, C)`, `(N, L, C)` or
+  torch's `(N, C, L)`; if both of the last two would fit, the last dimension is the classes. The predicted
+  class is the argmax. Integer outputs of the labels' shape are taken as predictions. Labels of -100 are ignored.
+  Nothing is shifted: the scores at a position are compared with the label at that position.
+* One score for each label of 0 or 1: scores have the labels' shape, up to a dimension of 1. With one label per sample
+  these are two classes; with several they are multi-label, or one-hot classes. The loss decides (`Scores`). If it does
+  not, labels are one-hot if every row of the set has a single 1; scores are probabilities if all in the set are
+  between 0 and 1, with a threshold of 0.5, and logits otherwise, with a threshold of 0.
+* Regression: outputs have the labels' shape, up to a last dimension of 1. Each sample is one row, and results are
+  averaged over its columns. A NaN label is left out only of its own column; -100 is a number like any other.
+* For a tuple of outputs its first entry is used, for a mapping its "logits".
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+
+from omnitrain.core.errors import DataError
+
+IGNORED = -100
+"""The integer label that torch and transformers leave out of a loss, as every metric here does."""
+
+
+def main_output(outputs: Any) -> Any:
+    """Return the tensor to score: a tuple's first entry, a mapping's "logits" or only entry."""
+    if isinstance(outputs, Mapping):
+        if "logits" not in outputs and len(outputs) != 1:
+            raise DataError(
+                f"Cannot tell which of the outputs {list(outputs)} is to be scored. Name it 'logits', or pass a "
+                "function f(eval_pred) as `compute_metrics`."
+            )
+        return outputs["logits"] if "logits" in outputs else next(iter(outputs.values()))
+    if isinstance(outputs, (tuple, list)) and outputs:
+        return outputs[0]
+    return outputs
+
+
+def class_dimension(outputs: Sequence[int], labels: Sequence[int], known: int | None = None) -> int | None:
+    """Return which dimension of outputs of this shape holds the class scores (-1 or 1), or None if none does.
+
+    If both fit, `known` decides (the dimension found in an earlier batch); without it, the last one is used.
+    """
+    outputs, labels = tuple(outputs), tuple(labels)
+    if len(outputs) != len(labels) + 1 or not labels:
+        return None
+    fits = [-1] if outputs[:-1] == labels and outputs[-1] > 1 else []
+    if len(outputs) > 2 and outputs[:1] + outputs[2:] == labels and outputs[1] > 1:
+        fits.append(1)
+    return known if known in fits else next(iter(fits), None)
+
+
+def differ_by_last_one(one: Sequence[int], other: Sequence[int]) -> bool:
+    """Return whether one of two shapes is the other with an added last dimension of 1."""
+    return tuple(one) == (*other, 1) or (*one, 1) == tuple(other)
+
+
+def _differ_by_a_one(one: Sequence[int], other: Sequence[int]) -> bool:
+    """Return whether one of two shapes is the other with an added dimension of 1, the last or torch's channels."""
+    longer, shorter = sorted((tuple(one), tuple(other)), key=len, reverse=True)
+    return differ_by_last_one(one, other) or (len(longer) > 1 and longer[1] == 1 and longer[:1] + longer[2:] == shorter)
+
+
+def is_integer(tensor: torch.Tensor) -> bool:
+    """Return whether the tensor holds integers or bools."""
+    return not (tensor.is_floating_point() or tensor.is_complex())
+
+
+def _describe(tensor: torch.Tensor) -> str:
+    return f"{str(tensor.dtype).removeprefix('torch.')} of shape {tuple(tensor.shape)}"
+
+
+def quote(names: Sequence[str]) -> str:
+    """Return the names in the form for an error message."""
+    return ", ".join(repr(name) for name in names)
+
+
+def on_wide_device(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the tensor on a device with 64-bit sums: MPS has no float64."""
+    return tensor.cpu() if tensor.device.type == "mps" else tensor
+
+
+@dataclass(slots=True, frozen=True)
+class Scores:
+    """What is known about the scores in advance, from their loss; None is unknown."""
+
+    are_probabilities: bool | None = None
+    are_of_classes: bool | None = None
+    """Whether the classes of a sample exclude each other, so that labels of the scores' shape are one-hot."""
+
+
+@dataclass(slots=True)
+class Layout:
+    """What the batches so far show about the scores. The counts stay on the device and are read once, at the end."""
+
+    dim: int | None = None
+    classes: int | None = None
+    columns: int | None = None
+    """The number of labels per sample, if there is a score for each."""
+    outside: Any = 0
+    """How many labels were not a class."""
+    nan: Any = 0
+    """How many samples had a NaN score."""
+    unbounded: Any = 0
+    """How many scores of 0/1 labels, or rows of class scores, cannot be probabilities."""
+    not_one_hot: Any = 0
+    """How many rows of 0/1 labels do not have exactly one 1."""
+    scores: Scores = Scores()
+
+    COUNTS: ClassVar[tuple[str, ...]] = ("outside", "nan", "unbounded", "not_one_hot")
+
+    def add(self, **counts: Any) -> None:
+        """Add to the counts."""
+        for name, count in counts.items():
+            before = getattr(self, name)
+            if isinstance(before, torch.Tensor) and isinstance(count, torch.Tensor):
+                before = before.to(count.device)
+            setattr(self, name, before + count)
+
+    @property
+    def are_probabilities(self) -> bool:
+        """Whether the scores of all batches so far are probabilities."""
+        known = self.scores.are_probabilities
+        return not int(self.unbounded) if known is None else known
+
+    @property
+    def is_one_hot(self) -> bool:
+        """Whether labels of the scores' shape are one-hot."""
+        known = self.scores.are_of_classes
+        return bool(self.columns and self.columns > 1) and (not int(self.not_one_hot) if known is None else known)
+
+    @property
+    def is_multi_label(self) -> bool:
+        """Whether a sample has several labels of 0 or 1."""
+        return bool(self.columns and self.columns > 1) and not self.is_one_hot
+
+
+@dataclass(slots=True)
+class Indicators:
+    """A batch with one score for each label of 0 or 1, of shape (samples, labels per sample)."""
+
+    scores: torch.Tensor
+    labels: torch.Tensor
+    """int64; where not `valid`, 0."""
+    valid: torch.Tensor
+
+
+@dataclass(slots=True)
+class Classes:
+    """A batch in the form for classification metrics."""
+
+    outputs: torch.Tensor
+    labels: torch.Tensor
+    """int64; where not `valid`, 0."""
+    valid: torch.Tensor
+    layout: Layout
+    has_scores: bool
+
+    def predicted(self) -> torch.Tensor:
+        """Return the predicted classes, in the labels' shape."""
+        dim = self.layout.dim
+        if not self.has_scores or dim is None:
+            return self.outputs
+        predicted = self.outputs.argmax(dim)  # in a row with a NaN, the NaN
+        best = self.outputs.gather(dim, predicted.unsqueeze(dim)).squeeze(dim)
+        self.layout.add(nan=(best.isnan() & self.valid).sum())
+        return predicted
+
+    def scores(self, names: Sequence[str]) -> torch.Tensor:
+        """Return the class scores, or raise DataError if there are only predictions."""
+        if not self.has_scores:
+            raise DataError(
+                f"{quote(names)} needs class scores (N, C), got predictions that are {_describe(self.outputs)}. "
+                "Return the model's scores, or leave this metric out."
+            )
+        return self.outputs
+
+
+class Batch:
+    """Outputs and labels of one batch; the form for classification is computed once for all metrics."""
+
+    def __init__(self, outputs: torch.Tensor, labels: torch.Tensor, layout: Layout) -> None:
+        self.outputs: torch.Tensor = outputs
+        self.labels: torch.Tensor = labels.to(outputs.device)
+        self._layout = layout
+        self._classes: Classes | None = None
+        self._indicators: Indicators | None = None
+
+    def indicators(self, names: Sequence[str]) -> Indicators | None:
+        """Return the batch with one score for each label, None if there are class scores; `names` as in `classes`."""
+        if self._indicators is None and not is_integer(self.outputs):
+            self._indicators = self._read_indicators(names)
+        return self._indicators
+
+    def _read_indicators(self, names: Sequence[str]) -> Indicators | None:
+        scores, labels, layout = self.outputs, self.labels, self._layout
+        if labels.shape != scores.shape and not _differ_by_a_one(labels.shape, scores.shape):
+            return None
+        columns = scores.shape[1] if scores.ndim == 2 and labels.ndim == 2 else 1
+        if (layout.classes is not None and layout.columns is None) or layout.columns not in (None, columns):
+            expected = f"{layout.columns} labels a sample" if layout.columns else f"{layout.classes} class scores"
+            raise self.misfit(names, f"{expected}, as in the batches before")
+        layout.columns = columns
+        scores, labels = scores.reshape(-1, columns), labels.reshape(-1, columns)
+        valid = (labels == 0) | (labels == 1)
+        counted = labels != IGNORED
+        layout.add(
+            outside=(counted & ~valid).sum(),
+            nan=(scores.isnan() & valid).sum(),
+            unbounded=(((scores < 0) | (scores > 1)) & valid).sum(),
+            not_one_hot=((labels == 1).sum(1) != 1).sum() if columns > 1 else 0,
+        )
+        return Indicators(scores, labels.where(valid, 0).long(), valid)
+
+    def classes(self, names: Sequence[str]) -> Classes:
+        """Return the batch in the form for classification metrics; an error mentions the metrics `names`."""
+        if self._classes is None:
+            self._classes = self._read_classes(names)
+        return self._classes
+
+    def _read_classes(self, names: Sequence[str]) -> Classes:
+        outputs, layout = self.outputs, self._layout
+        indicators = self.indicators(names)
+        if indicators is not None and layout.columns != 1:
+            layout.dim, layout.classes = -1, layout.columns
+            labels, valid = indicators.labels.argmax(1), indicators.valid.all(1)
+            return Classes(outputs, labels.where(valid, 0), valid, layout, has_scores=True)
+        if not is_integer(self.labels):
+            raise self.misfit(names, "integer labels, or labels of 0 and 1 with one score each")
+        labels = self.labels.long()
+        if is_integer(outputs):
+            if outputs.shape != labels.shape:
+                raise self.misfit(names, "integer predictions of the labels' shape, or class scores (N, C)")
+            valid = labels != IGNORED
+            return Classes(outputs.long(), labels.where(valid, 0), valid, layout, has_scores=False)
+        dim = class_dimension(outputs.shape, labels.shape, layout.dim)
+        if dim is None:
+            raise self.misfit(names, "class scores (N, C) for labels (N,), or integer predictions")
+        if layout.classes is not None and (layout.dim, layout.classes) != (dim, outputs.shape[dim]):
+            raise self.misfit(names, f"{layout.classes} classes in dimension {layout.dim}, as in the batches before")
+        layout.dim, layout.classes = dim, outputs.shape[dim]
+        valid = (labels >= 0) & (labels < layout.classes)
+        layout.add(outside=((labels != IGNORED) & ~valid).sum())
+        return Classes(outputs, labels.where(valid, 0), valid, layout, has_scores=True)
+
+    def misfit(self, names: Sequence[str], expected: str) -> DataError:
+        """Return the error that says which shapes and types were expected."""
+        return DataError(
+            f"{quote(names)} cannot score outputs that are {_describe(self.outputs)} against labels that are "
+            f"{_describe(self.labels)}. Expected {expected}. To score them otherwise, pass a function "
+            "f(y_true, y_pred) or f(eval_pred) as `compute_metrics`."
+        )

@@ -1,0 +1,206 @@
+"""Streaming regression metrics: running moments in float64, one set per output column.
+
+`names.py` has the names of the metrics; `reading.py` reads a batch.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from omnitrain.core.errors import DataError
+from omnitrain.metrics.inputs import Batch, Layout, differ_by_last_one, on_wide_device
+
+
+@dataclass(slots=True)
+class _Moments:
+    """Float64 moments per column of labels, predictions and errors (the three rows of `mean` and `spread`)."""
+
+    count: torch.Tensor
+    mean: torch.Tensor
+    spread: torch.Tensor
+    """Sum of squared distances from the mean."""
+    joint: torch.Tensor
+    """Sum of products of the distances of labels and predictions."""
+    absolute: torch.Tensor
+    relative: torch.Tensor
+    largest: torch.Tensor
+    logarithmic: torch.Tensor
+    """Sum of squared differences of log(1 + value)."""
+
+    @classmethod
+    def of(cls, true: torch.Tensor, predicted: torch.Tensor) -> _Moments:
+        valid = ~true.isnan()
+        true, predicted = true.where(valid, 0), predicted.where(valid, 0)
+        error = true - predicted
+        rows = torch.stack([true, predicted, error])
+        count = valid.sum(0).double()  # divided as integers, counts would give float32
+        mean = rows.sum(1) / count.clamp(min=1)
+        away = (rows - mean.unsqueeze(1)).where(valid, 0)
+        absolute = error.abs()
+        return cls(
+            count=count,
+            mean=mean,
+            spread=away.square().sum(1),
+            joint=(away[0] * away[1]).sum(0),
+            absolute=absolute.sum(0),
+            relative=(absolute / true.abs().clamp(min=torch.finfo(torch.float64).eps)).sum(0),
+            largest=absolute.amax(0),
+            logarithmic=(true.log1p() - predicted.log1p()).square().sum(0),
+        )
+
+    def __add__(self, other: _Moments) -> _Moments:
+        """Join two sets by the update of Chan, Golub and LeVeque (1979), which keeps precision with large means."""
+        count = self.count + other.count
+        shift, share = other.mean - self.mean, other.count / count.clamp(min=1)
+        lever = self.count * share
+        return _Moments(
+            count=count,
+            mean=self.mean + shift * share,
+            spread=self.spread + other.spread + shift.square() * lever,
+            joint=self.joint + other.joint + shift[0] * shift[1] * lever,
+            absolute=self.absolute + other.absolute,
+            relative=self.relative + other.relative,
+            largest=torch.maximum(self.largest, other.largest),
+            logarithmic=self.logarithmic + other.logarithmic,
+        )
+
+
+def _columns(batch: Batch, names: list[str]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return labels and predictions in float64, one row per sample."""
+    true, predicted = batch.labels, batch.outputs
+    if true.shape != predicted.shape and not differ_by_last_one(true.shape, predicted.shape):
+        raise batch.misfit(names, "outputs of the labels' shape")
+    rows = len(true)
+    true, predicted = (on_wide_device(x).double().reshape(rows, -1) for x in (true, predicted))
+    return true, predicted
+
+
+class Moments:
+    """Running moments of labels, predictions and errors, from which the regression metrics are computed."""
+
+    def __init__(self, asked: Mapping[str, str]) -> None:
+        self._names = list(asked)
+        self._total: _Moments | None = None
+
+    def update(self, batch: Batch) -> None:
+        """Take in one batch."""
+        self._add(_Moments.of(*_columns(batch, self._names)), batch)
+
+    def _add(self, new: _Moments, batch: Batch | None = None) -> None:
+        if self._total is None:
+            self._total = new
+            return
+        if new.count.shape != self._total.count.shape:
+            columns = f"rows of {len(self._total.count)} values, as in the batches before"
+            raise batch.misfit(self._names, columns) if batch else DataError(f"Expected {columns}.")
+        self._total = self._total + new
+
+    def state(self) -> dict[str, Any]:
+        """Return what another process needs to merge."""
+        if self._total is None:
+            return {}
+        return {name: getattr(self._total, name).cpu().numpy() for name in _Moments.__slots__}
+
+    def merge(self, state: Mapping[str, Any]) -> None:
+        """Take in the state of another process."""
+        if state:
+            device = self._total.count.device if self._total else None
+            self._add(_Moments(**{name: torch.from_numpy(array).to(device) for name, array in state.items()}))
+
+    def compute(self, kind: str, layout: Layout) -> float | None:
+        """Return the result, or None if there was nothing to score."""
+        state = self.state()
+        if not state or not state["count"].any():
+            return None
+        seen = state["count"] > 0  # a column without any label is left out of the average
+        columns = {name: array[..., seen] for name, array in state.items()}
+        with np.errstate(invalid="ignore", divide="ignore"):
+            values = REGRESSION[kind](**columns)
+        return float(values.max() if kind == "max_error" else values.mean())
+
+
+def _explained(unexplained: np.ndarray, spread: np.ndarray) -> np.ndarray:
+    """Return the explained share of the labels' spread; for a constant label 1 or 0, as in scikit-learn."""
+    constant = np.where(unexplained == 0, 1.0, unexplained * 0)  # times 0, so that NaN stays NaN
+    return np.where(spread[0] == 0, constant, 1 - unexplained / spread[0])
+
+
+def _squared(count: np.ndarray, mean: np.ndarray, spread: np.ndarray) -> np.ndarray:
+    return spread[2] + count * mean[2] ** 2
+
+
+REGRESSION: dict[str, Any] = {
+    "mse": lambda count, mean, spread, **_: _squared(count, mean, spread) / count,
+    "rmse": lambda count, mean, spread, **_: np.sqrt(_squared(count, mean, spread) / count),
+    "mae": lambda count, absolute, **_: absolute / count,
+    "mape": lambda count, relative, **_: relative / count,
+    "msle": lambda count, logarithmic, **_: logarithmic / count,
+    "rmsle": lambda count, logarithmic, **_: np.sqrt(logarithmic / count),
+    "max_error": lambda largest, **_: largest,
+    "r2": lambda count, mean, spread, **_: np.where(
+        count > 1, _explained(_squared(count, mean, spread), spread), np.nan
+    ),
+    "explained_variance": lambda spread, **_: _explained(spread[2], spread),
+    "pearson": lambda spread, joint, **_: joint / np.sqrt(spread[0] * spread[1]),
+}
+
+
+class Pairs:
+    """Keeps all labels and predictions, for medians and rankings, which sums cannot give."""
+
+    def __init__(self, asked: Mapping[str, str]) -> None:
+        self._names = list(asked)
+        self._true: list[np.ndarray] = []
+        self._predicted: list[np.ndarray] = []
+
+    def update(self, batch: Batch) -> None:
+        """Take in one batch."""
+        true, predicted = _columns(batch, self._names)
+        if self._true and true.shape[1] != self._true[0].shape[1]:
+            raise batch.misfit(self._names, f"rows of {self._true[0].shape[1]} values, as in the batches before")
+        self._true.append(true.cpu().numpy())
+        self._predicted.append(predicted.cpu().numpy())
+
+    def state(self) -> dict[str, Any]:
+        """Return what another process needs to merge."""
+        return {"true": list(self._true), "predicted": list(self._predicted)}
+
+    def merge(self, state: Mapping[str, Any]) -> None:
+        """Take in the state of another process."""
+        self._true += state["true"]
+        self._predicted += state["predicted"]
+
+    def compute(self, kind: str, layout: Layout) -> float | None:
+        """Return the result, or None if there was nothing to score."""
+        if not self._true:
+            return None
+        columns = zip(np.concatenate(self._true).T, np.concatenate(self._predicted).T, strict=True)
+        kept = [(true[~np.isnan(true)], predicted[~np.isnan(true)]) for true, predicted in columns]
+        values = [PAIRED[kind](*pair) for pair in kept if len(pair[0])]
+        return float(np.mean(values)) if values else None
+
+
+def _correlation(name: str) -> Any:
+    def compute(true: np.ndarray, predicted: np.ndarray) -> float:
+        from scipy import stats
+
+        if len(true) < 2 or np.isnan(predicted).any():
+            return float("nan")
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # about constants, whose NaN is reported like any other
+            return float(getattr(stats, name)(true, predicted)[0])
+
+    return compute
+
+
+PAIRED: dict[str, Any] = {
+    "medae": lambda true, predicted: np.median(np.abs(true - predicted)),
+    "spearman": _correlation("spearmanr"),
+    "kendall": _correlation("kendalltau"),
+}

@@ -1,0 +1,529 @@
+"""Optimizer and schedule, from `optimizer`, `learning_rate`, `lr_scheduler` and `warmup_steps`.
+
+What the rate is at a place of a run is in `schedules.py`.
+"""
+
+from __future__ import annotations
+
+import copy
+import importlib
+import importlib.util
+import inspect
+import logging
+import re
+import sys
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim.lr_scheduler import LambdaLR, LRScheduler, ReduceLROnPlateau
+
+from omnitrain.arguments import DEFAULTS
+from omnitrain.core.errors import ConfigError, MissingExtraError, OmnitrainError, did_you_mean
+from omnitrain.core.progress import Progress
+from omnitrain.optim.muon import Muon, has_fused_kernel
+from omnitrain.optim.schedules import NAMED, Course, Place, Schedule, made, named_schedule, warmup_length
+
+logger: logging.Logger = logging.getLogger("omnitrain")
+
+
+def import_class(path: str, wanted: type | tuple[type, ...], name: str) -> Any:
+    """Return the class at a dotted path such as "torch.optim.SGD", without calling anything in it.
+
+    Importing a module runs it, so only packages of optimizers are imported; others must be imported by the program.
+
+    Args:
+        path: The path.
+        wanted: The required base class, or several.
+        name: The argument with this path.
+
+    Raises:
+        ConfigError: If it is not such a class, or from a package that the program has not imported.
+    """
+    module, _, attribute = path.rpartition(".")
+    package = module.partition(".")[0]
+    if package not in PACKAGES and package not in sys.modules:
+        raise ConfigError(
+            f"`{name}={path[:200]!r}` is in no package that is imported. Import {package!r} before, or pass the class."
+        )
+    try:
+        found = getattr(importlib.import_module(module), attribute)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise ConfigError(
+            f"`{name}={path[:200]!r}` cannot be imported: {error}. Give a dotted path such as 'torch.optim.SGD'."
+        ) from error
+    if not isinstance(found, type) or not issubclass(found, wanted):
+        kinds = wanted if isinstance(wanted, tuple) else (wanted,)
+        named = " or ".join(f"{kind.__module__}.{kind.__name__}" for kind in kinds)
+        raise ConfigError(
+            f"`{name}={path[:200]!r}` is not a subclass of {named}. Give the path of one, or pass a function itself."
+        )
+    return found
+
+
+PACKAGES = (
+    "omnitrain",
+    "torch",
+    "transformers",
+    "bitsandbytes",
+    "torchao",
+    "torch_optimizer",
+    "pytorch_optimizer",
+    "timm",
+    "apex",
+    "lion_pytorch",
+)
+"""Packages of optimizers and schedules, which may be imported for a path."""
+
+MUON = "muon"
+_ELSEWHERE: dict[str, tuple[str, ...]] = {
+    "lion": ("lion_pytorch.Lion", "timm.optim.Lion", "pytorch_optimizer.Lion", "bitsandbytes.optim.Lion"),
+    "adamw_torch": ("torch.optim.AdamW",),
+    "adamw_torch_8bit": ("torchao.optim.AdamW8bit",),
+    "adamw_torch_4bit": ("torchao.optim.AdamW4bit",),
+    "adamw_8bit": ("bitsandbytes.optim.AdamW8bit",),
+    "adamw_bnb_8bit": ("bitsandbytes.optim.AdamW8bit",),
+    "paged_adamw_8bit": ("bitsandbytes.optim.PagedAdamW8bit",),
+    "paged_adamw_32bit": ("bitsandbytes.optim.PagedAdamW32bit",),
+    "adam_8bit": ("bitsandbytes.optim.Adam8bit",),
+    "sgd_8bit": ("bitsandbytes.optim.SGD8bit",),
+    "rmsprop_bnb": ("bitsandbytes.optim.RMSprop",),
+    "rmsprop_bnb_8bit": ("bitsandbytes.optim.RMSprop8bit",),
+    "lion_8bit": ("bitsandbytes.optim.Lion8bit",),
+    "lion_32bit": ("bitsandbytes.optim.Lion32bit",),
+    "paged_lion_8bit": ("bitsandbytes.optim.PagedLion8bit",),
+    "paged_lion_32bit": ("bitsandbytes.optim.PagedLion32bit",),
+    "ademamix": ("bitsandbytes.optim.AdEMAMix",),
+    "ademamix_8bit": ("bitsandbytes.optim.AdEMAMix8bit",),
+}
+"""Optimizers outside of torch.optim by short names, which are those of transformers, and where they are.
+
+Of several places the first one that is installed has the word."""
+
+
+def optimizer_class(spec: str) -> Any:
+    """Return the optimizer for a short name ("adamw", "SGD", "lion") or a dotted path.
+
+    Raises:
+        ConfigError: If there is no such optimizer.
+        MissingExtraError: If its package is not installed.
+    """
+    if "." in spec:
+        return import_class(spec, torch.optim.Optimizer, "optimizer")
+    own = [value for value in vars(torch.optim).values() if isinstance(value, type)]
+    named = {kind.__name__.lower(): kind for kind in own if issubclass(kind, torch.optim.Optimizer)}
+    del named["optimizer"]
+    named.pop(MUON, None)  # which is for matrices alone: see `build_optimizer`
+    name = _plain(spec)
+    if name in named:
+        return named[name]
+    places = {_plain(key): paths for key, paths in _ELSEWHERE.items()}.get(name)
+    if places is None:
+        known = sorted([*named, MUON, "adamw_torch_fused", *_ELSEWHERE])
+        raise ConfigError(
+            f"`optimizer` must be one of {', '.join(map(repr, known))}, a dotted path, an optimizer, a class or a "
+            f"callable of the parameters, got {spec[:200]!r}.{did_you_mean(spec.lower(), known)}"
+        )
+    for path in places:
+        package = path.partition(".")[0]
+        if package in sys.modules or importlib.util.find_spec(package) is not None:
+            return import_class(path, torch.optim.Optimizer, "optimizer")
+    raise MissingExtraError(f"optimizer={spec!r}", places[0].partition(".")[0])
+
+
+def _plain(name: str) -> str:
+    """Return a name as it is looked up: case, "_" and "-" do not count."""
+    return name.lower().replace("_", "").replace("-", "")
+
+
+def default_rate(spec: Any) -> float | None:
+    """Return the learning rate that an optimizer's class has by itself, which 2e-5 would bring to a standstill.
+
+    >>> default_rate("sgd"), default_rate("adamw"), default_rate(None)
+    (0.001, None, None)
+
+    Args:
+        spec: The `optimizer` of a trainer.
+
+    Returns:
+        None for AdamW of any kind, Muon, an optimizer that exists already, and a function.
+    """
+    if not isinstance(spec, (str, type)) or (isinstance(spec, str) and _plain(spec) in (MUON, "adamwtorchfused")):
+        return None
+    try:
+        kind = optimizer_class(spec) if isinstance(spec, str) else spec
+        rate = inspect.signature(kind).parameters["lr"].default
+    except (OmnitrainError, ImportError, KeyError, TypeError, ValueError):
+        return None  # which is refused elsewhere, or has no rate
+    is_number = isinstance(rate, (int, float)) and not isinstance(rate, bool)
+    return float(rate) if is_number and "adamw" not in kind.__name__.lower() else None
+
+
+def build_optimizer(
+    spec: torch.optim.Optimizer | str | Callable[..., Any] | None,
+    model: nn.Module,
+    learning_rate: float,
+    weight_decay: float,
+) -> torch.optim.Optimizer:
+    """Return the optimizer for `spec`, over the parameters of `model` that require gradients.
+
+    A class, its dotted path or short name gets `lr` and `weight_decay` if it takes them. Any other callable gets only
+    the parameters. None is AdamW, fused if devices and dtypes allow it; "muon" is `muon.Muon`.
+
+    Raises:
+        ConfigError: If nothing is trainable, the path leads nowhere, or an instance has none of the model's parameters.
+    """
+    trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    if not trainable:
+        raise ConfigError("`model` has no parameter that requires a gradient, so there is nothing to train.")
+    if spec is None or (isinstance(spec, str) and _plain(spec) == "adamwtorchfused"):
+        return fused_adamw(trainable, learning_rate, weight_decay)
+    if isinstance(spec, str) and _plain(spec) == MUON:
+        return Muon.of(model, learning_rate, weight_decay)
+    if hasattr(spec, "param_groups"):
+        optimizer: Any = spec
+    else:
+        factory: Any = optimizer_class(spec) if isinstance(spec, str) else spec
+        is_other_class = isinstance(factory, type) and not callable(getattr(factory, "step", None))
+        if not callable(factory) or is_other_class or isinstance(factory, nn.Module):
+            raise ConfigError(
+                "`optimizer` must be an optimizer, its class, a name, a dotted path or a callable of the parameters, "
+                f"got {spec!r:.200}."
+            )
+        options: dict[str, Any] = {}
+        if inspect.isclass(factory):
+            taken = inspect.signature(factory).parameters
+            wanted = {"lr": learning_rate, "weight_decay": weight_decay}
+            takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in taken.values())
+            options = {key: value for key, value in wanted.items() if key in taken or (takes_any and value)}
+            given = {"lr": ("learning_rate", DEFAULTS["learning_rate"]), "weight_decay": ("weight_decay", 0.0)}
+            for key, (name, default) in given.items():
+                if wanted[key] != default and key not in options:
+                    raise ConfigError(
+                        f"`{name}={wanted[key]}` has no effect: {factory.__name__} takes no argument {key!r}. Leave "
+                        "it out, or pass a callable of the parameters."
+                    )
+        optimizer = factory(trainable, **options)  # type: ignore[call-arg]
+    _check_optimizer(optimizer, model)
+    return optimizer
+
+
+def fused_adamw(parameters: Iterable[nn.Parameter], learning_rate: float, weight_decay: float) -> torch.optim.AdamW:
+    """Return fused AdamW if PyTorch supports it for these parameters, and ordinary AdamW otherwise."""
+    parameters = list(parameters)
+    fused = has_fused_kernel(parameters)
+    return torch.optim.AdamW(parameters, lr=learning_rate, weight_decay=weight_decay, fused=fused or None)
+
+
+def _check_optimizer(optimizer: Any, model: nn.Module) -> None:
+    if not hasattr(optimizer, "param_groups"):
+        raise ConfigError(
+            f"`optimizer` must give an optimizer when called with the parameters, got {optimizer!r}. "
+            "Return the optimizer from it."
+        )
+    own = {id(parameter) for parameter in model.parameters()}
+    given = [id(parameter) for group in optimizer.param_groups for parameter in group["params"]]
+    if not any(identity in own for identity in given):
+        raise ConfigError(
+            f"`optimizer` ({type(optimizer).__name__}) holds none of the model's parameters, so the model would not "
+            "change. Build it from `model.parameters()` of the model that you pass."
+        )
+
+
+def needs_closure(optimizer: Any) -> bool:
+    """Return whether an optimizer's step needs a function that takes loss and gradients anew, as that of LBFGS does."""
+    closure = inspect.signature(optimizer.step).parameters.get("closure")
+    return closure is not None and closure.default is inspect.Parameter.empty
+
+
+def has_modes(optimizer: Any) -> bool:
+    """Return whether an optimizer has a mode for training and one for evaluations, as schedule-free ones do."""
+    return all(callable(getattr(optimizer, name, None)) for name in ("train", "eval"))
+
+
+def try_step(kind: Any, group: Mapping[str, Any], parameter: nn.Parameter) -> Mapping[str, Any]:
+    """Have a new optimizer step on a small parameter with a gradient; return its state for the parameter.
+
+    Args:
+        kind: The class of the optimizer. Only PyTorch's own are tried, as the steps of others may have side effects.
+        group: The group whose options it gets.
+        parameter: The parameter, which may be changed.
+
+    Returns:
+        The state; of other optimizers, and of those that need a closure, nothing.
+
+    Raises:
+        RuntimeError: What its step raises, or ValueError.
+    """
+    if not inspect.unwrap(kind.step).__module__.startswith("torch.optim.") or needs_closure(kind):
+        return {}
+    try:
+        optimizer = kind([{**group, "capturable": False, "params": [parameter]}])
+    except TypeError:  # made with arguments of its own
+        return {}
+    optimizer.step()
+    return optimizer.state[parameter]
+
+
+BY_TRANSFORMERS = ("cosine_warmup_with_min_lr", "warmup_stable_decay", "greedy")
+"""Names that transformers itself makes if it is installed, with `lr_scheduler_kwargs`."""
+
+SCHEDULE_NAMES = (*NAMED, *BY_TRANSFORMERS, "reduce_lr_on_plateau")
+"""What `lr_scheduler` may be called."""
+
+
+class ScheduleLR(LambdaLR):
+    """Sets the rates of an optimizer by a schedule, which needs the progress of the run or its steps alone.
+
+    Args:
+        optimizer: Whose rates it sets.
+        schedule: The factor of these.
+        course: The length of the run.
+
+    Attributes:
+        schedule: As it was given.
+        follows: Whether the steps alone do not tell the rate, so that `move` needs the progress.
+        progress: Where the run was when the rates were set; None where steps tell them.
+        units: What lengths of the schedule and the run are counted in.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer, schedule: Schedule, course: Course) -> None:
+        needs_end = any(length.unit == "dur" for length in schedule.lengths())
+        course = course if needs_end else replace(course, limits=None)
+        self.schedule: Schedule = schedule
+        self.course: Course = course
+        self.follows: bool = course.follows(schedule)
+        self.progress: Progress | None = Progress() if self.follows else None
+        self.units: frozenset[str] = course.units(schedule)
+        self._needs_rate = any(one.min_lr is not None for one in schedule.parts)
+        super().__init__(optimizer, [self._factor_of(number) for number in range(len(optimizer.param_groups))])
+
+    def _factor_of(self, number: int) -> Callable[[int], float]:
+        def factor(count: int) -> float:
+            # a tensor is the rate of a compiled step
+            rate = float(self.base_lrs[number]) if self._needs_rate else 1.0
+            return self.schedule.factor(Place(self.course, count, self.progress), rate)
+
+        return factor
+
+    def move(self, progress: Progress, applied: bool) -> None:
+        """Set the rates by where the run is now.
+
+        Args:
+            progress: Where that is.
+            applied: Whether an update was made.
+        """
+        self.progress = copy.copy(progress)
+        if applied:
+            self.step()
+        else:  # the data went on all the same
+            self.set_rates()
+
+    def set_rates(self) -> None:
+        """Set the rates anew for where the run is, without counting a step."""
+        for group, rate, factor in zip(self.optimizer.param_groups, self.base_lrs, self.lr_lambdas, strict=True):
+            rate = rate * factor(self.last_epoch)
+            if isinstance(group["lr"], torch.Tensor):
+                group["lr"].fill_(rate)
+            else:
+                group["lr"] = rate
+        self._last_lr = [group["lr"] for group in self.optimizer.param_groups]
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return how far it has come, as any LambdaLR does."""
+        own = ("schedule", "course", "follows", "progress", "units", "_needs_rate")
+        return {key: value for key, value in super().state_dict().items() if key not in own}
+
+
+def build_scheduler(
+    spec: Any,
+    optimizer: torch.optim.Optimizer,
+    *,
+    warmup_steps: Any = 0,
+    total_steps: int | None = None,
+    options: Mapping[str, Any] | None = None,
+    course: Course | None = None,
+    mode: str = "min",
+) -> Any:
+    """Return the schedule that `spec` names.
+
+    Args:
+        spec: An instance, a `Schedule`, a name, the path of a class, or a callable of the optimizer.
+        optimizer: Whose rates it sets.
+        warmup_steps: The warm-up of a schedule by name: steps, a share of the run below 1, or a duration.
+        total_steps: Optimizer steps of the run; None where they are unknown.
+        options: What a schedule by name, path or class is made with beside the optimizer.
+        course: The length of the run, where it is more than `total_steps`.
+        mode: "min" or "max": the better direction of what evaluations are judged by.
+
+    Raises:
+        ConfigError: If the name is unknown, the length of the run is needed but unknown, the instance belongs
+            to another optimizer, or `warmup_steps` or `options` would have no effect.
+    """
+    course = course or Course("ba", total_steps)
+    if isinstance(spec, str) and "." in spec:
+        spec = import_class(spec, (LRScheduler, Schedule), "lr_scheduler")
+    if isinstance(spec, type) and issubclass(spec, Schedule):
+        spec, options = made(spec, spec.__name__, options or {}), None
+    is_named = isinstance(spec, str | None)
+    if warmup_steps and not is_named:
+        instead = "Pass it to the schedule: warmup=..." if isinstance(spec, Schedule) else (
+            "Use a name such as lr_scheduler='cosine', or put the warm-up into the schedule itself."
+        )  # fmt: skip
+        raise ConfigError(
+            f"`warmup_steps={warmup_steps}` has no effect on a `lr_scheduler` that is an instance or a callable. "
+            f"{instead}"
+        )
+    if options and (spec is None or not (is_named or isinstance(spec, type))):
+        raise ConfigError(
+            f"`lr_scheduler_kwargs={dict(options)!r}` has no effect on a `lr_scheduler` that is no name and no class. "
+            "Pass a name, such as lr_scheduler='cosine'."
+        )
+    name = repr(spec)
+    if is_named:
+        spec = spec or ("constant_with_warmup" if warmup_steps else None)
+        if spec is None:
+            return None
+        if spec in BY_TRANSFORMERS or spec == "reduce_lr_on_plateau":
+            return _of_transformers(spec, optimizer, warmup_steps, course, options or {}, mode)
+        spec = named_schedule(spec, options, warmup_length(warmup_steps))
+    if isinstance(spec, Schedule):
+        course.check(spec, name)
+        for length in course.unreached(spec):
+            logger.warning(
+                "'%s' of `lr_scheduler=%s` comes after the end of the run, and is not reached.", length, name
+            )
+        _check_least(spec, optimizer)
+        return ScheduleLR(optimizer, spec, course)
+    return _scheduler_of(spec, optimizer, options or {})
+
+
+def _check_least(schedule: Schedule, optimizer: torch.optim.Optimizer) -> None:
+    """Refuse a least rate above the rate of a group that trains."""
+    for part in schedule.parts:
+        for group in optimizer.param_groups:
+            rate = float(group.get("initial_lr", group["lr"]))
+            if part.min_lr is not None and 0 < rate <= part.min_lr:
+                raise ConfigError(
+                    f"`{type(part).__name__}`: its `min_lr={part.min_lr:g}` is not below the learning rate, {rate:g} "
+                    "in one of the optimizer's groups. Make it smaller, or give a share of each: min_lr_rate=0.1."
+                )
+
+
+def _of_transformers(
+    name: str, optimizer: torch.optim.Optimizer, warmup: Any, course: Course, options: Mapping[str, Any], mode: str
+) -> Any:
+    """Return a schedule that transformers or torch makes."""
+    if name in ("reduce_lr_on_plateau", "greedy") and warmup:
+        raise ConfigError(f"`warmup_steps={warmup}` has no effect on `lr_scheduler={name!r}`. Leave it out.")
+    if name == "reduce_lr_on_plateau":
+        return _scheduler_of(ReduceLROnPlateau, optimizer, {"mode": mode, **options})
+    try:
+        from transformers import get_scheduler
+    except ImportError:
+        raise MissingExtraError(f"lr_scheduler={name!r}", "transformers", "hf") from None
+    steps = 0
+    if name != "greedy":
+        if course.end is None:
+            raise ConfigError(
+                f"`lr_scheduler={name!r}` is made by transformers for a number of steps, which is unknown here. Set "
+                "`max_steps`, or use a schedule that follows tokens, samples and time: 'wsd' or 'cosine' with "
+                "lr_scheduler_kwargs={'min_lr': ...}."
+            )
+        length = warmup_length(warmup)
+        found = 0 if length == 0 else course.convert(length)
+        if found is None:
+            raise ConfigError(f"`lr_scheduler={name!r}` takes a warm-up in steps, got `warmup_steps={warmup!r}`.")
+        steps = int(found)
+    else:
+        options = {"mode": mode, **options}
+    try:
+        return get_scheduler(
+            name, optimizer, num_warmup_steps=steps, num_training_steps=course.end,
+            scheduler_specific_kwargs=dict(options),
+        )  # type: ignore[call-arg]  # fmt: skip
+    except (TypeError, ValueError) as error:
+        raise ConfigError(
+            f"`lr_scheduler={name!r}` with `lr_scheduler_kwargs={dict(options)!r}`: transformers refuses it: {error}"
+        ) from error
+
+
+def _scheduler_of(spec: Any, optimizer: torch.optim.Optimizer, options: Mapping[str, Any]) -> Any:
+    """Return an instance of torch's kind: as it was given, of a class, or what a callable makes."""
+    scheduler = spec
+    if isinstance(spec, type) or not callable(getattr(spec, "step", None)):
+        is_other_class = isinstance(spec, type) and not callable(getattr(spec, "step", None))
+        if not callable(spec) or is_other_class or isinstance(spec, nn.Module):
+            raise ConfigError(
+                f"`lr_scheduler` must be a scheduler, a name or a callable of the optimizer, got {spec!r:.200}."
+            )
+        try:
+            scheduler = spec(optimizer, **options)
+        except TypeError as error:
+            if not isinstance(spec, type):
+                raise
+            raise ConfigError(
+                f"`lr_scheduler={spec.__name__}` needs other arguments beside the optimizer: {error}. Pass them as "
+                f"`lr_scheduler_kwargs`, or a function: lr_scheduler=lambda optimizer: {spec.__name__}(optimizer, ...)."
+            ) from error
+        if not callable(getattr(scheduler, "step", None)):
+            raise ConfigError(
+                f"`lr_scheduler` must give a scheduler when called with the optimizer, got {scheduler!r:.200}. "
+                "Return the scheduler from it."
+            )
+    owner = getattr(scheduler, "optimizer", optimizer)
+    if owner is not optimizer:
+        raise ConfigError(
+            "`lr_scheduler` belongs to another optimizer than the one that trains, so it would change nothing. "
+            "Pass that optimizer as `optimizer=` too, or pass a callable: lr_scheduler=lambda optimizer: ..."
+        )
+    return scheduler
+
+
+def follows_evaluations(scheduler: Any) -> bool:
+    """Return whether a schedule's `step` takes a metric, as in ReduceLROnPlateau."""
+    if scheduler is None:
+        return False
+    taken = inspect.signature(scheduler.step).parameters.get("metrics")
+    return taken is not None and taken.default is taken.empty
+
+
+def check_optimizers(optimizers: Any, takes_several: bool) -> None:
+    """Raise ConfigError unless these are optimizers by name that can be saved in checkpoints.
+
+    Args:
+        optimizers: The value assigned to `self.optimizers`.
+        takes_several: Whether the backend supports several.
+    """
+    if not isinstance(optimizers, Mapping) or not optimizers:
+        raise ConfigError(f"`optimizers` must be a dict of optimizers by name, got {optimizers!r}.")
+    for name, optimizer in optimizers.items():
+        if not isinstance(optimizer, torch.optim.Optimizer):
+            raise ConfigError(
+                f"`optimizers[{name!r}]` must be an instance of torch.optim.Optimizer, got {optimizer!r}."
+            )
+        if not isinstance(name, str) or not re.fullmatch(r"[\w-]+", name) or name == "state":
+            raise ConfigError(
+                f"`optimizers` cannot name one {name!r}, which names its file in a checkpoint. Use letters, digits, "
+                "'_' and '-' (and not 'state')."
+            )
+    if not takes_several:
+        raise ConfigError(
+            "`optimizers` cannot be used with sharded weights (FSDP, ZeRO), which have one optimizer. Train under DDP "
+            "or on one process."
+        )
+
+
+def optimizers_among(attributes: Mapping[str, Any]) -> dict[str, torch.optim.Optimizer]:
+    """Return the optimizers among an object's attributes, by attribute; those in a list or dict also by key."""
+    found: dict[str, torch.optim.Optimizer] = {}
+    for name, value in attributes.items():
+        entries = {name: value}
+        if isinstance(value, dict):
+            entries = {f"{name}[{key!r}]": one for key, one in value.items()}
+        elif isinstance(value, (list, tuple)):
+            entries = {f"{name}[{i}]": one for i, one in enumerate(value)}
+        found |= {key: one for key, one in entries.items() if isinstance(one, torch.optim.Optimizer)}
+    return found

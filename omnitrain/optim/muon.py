@@ -1,0 +1,152 @@
+"""Muon for the matrices in the middle of a model and AdamW for all else, as one optimizer.
+
+Muon makes the update of a matrix nearly orthogonal (Jordan et al. 2024, kellerjordan.github.io/posts/muon). Here it is
+scaled to the size of AdamW's, so that one learning rate and weight decay serve both (arXiv 2502.16982).
+"""
+
+from __future__ import annotations
+
+import inspect
+import logging
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from omnitrain.core.errors import ConfigError
+
+logger: logging.Logger = logging.getLogger("omnitrain")
+
+
+class Muon(Optimizer):
+    """Steps its matrices by `torch.optim.Muon` and its other parameters by `torch.optim.AdamW`.
+
+    Both are PyTorch's own, over this optimizer's groups and state.
+
+    Args:
+        matrices: The parameters for Muon, each of two dimensions.
+        others: Those for AdamW.
+        lr: The learning rate of both.
+        weight_decay: The same.
+
+    >>> layer = nn.Linear(4, 4)
+    >>> optimizer = Muon([layer.weight], [layer.bias], lr=0.1)
+    >>> layer(torch.ones(1, 4)).sum().backward()
+    >>> optimizer.step()
+    >>> [list(optimizer.state[one]) for one in layer.parameters()]
+    [['momentum_buffer'], ['step', 'exp_avg', 'exp_avg_sq']]
+    """
+
+    def __init__(
+        self,
+        matrices: Iterable[nn.Parameter],
+        others: Iterable[nn.Parameter],
+        lr: float = 1e-3,
+        weight_decay: float = 0.0,
+    ) -> None:
+        held, rest = list(matrices), list(others)
+        muon = torch.optim.Muon(held, lr=lr, weight_decay=weight_decay, adjust_lr_fn="match_rms_adamw")
+        groups = muon.param_groups
+        if rest:
+            fused = has_fused_kernel(rest) or None
+            groups = [
+                *groups,
+                *torch.optim.AdamW(rest, lr=lr, weight_decay=weight_decay, fused=fused).param_groups,
+            ]
+        super().__init__(groups, {})
+
+    @classmethod
+    def of(cls, model: nn.Module, lr: float, weight_decay: float) -> Muon:
+        """Return the optimizer of a model's parameters that require gradients.
+
+        Args:
+            model: Its matrices are those of two dimensions that are in no embedding, nor in the output layer: that
+                which `get_output_embeddings()` names, or the last layer that has one.
+            lr: The learning rate.
+            weight_decay: The weight decay.
+
+        Raises:
+            ConfigError: If it has none.
+        """
+        trained = [(name, one) for name, one in model.named_parameters() if one.requires_grad]
+        outer = _outer(model)
+        matrices = [one for _, one in trained if one.ndim == 2 and id(one) not in outer]
+        if not matrices:
+            raise ConfigError(
+                "optimizer='muon' is for matrices that are neither embeddings nor the output layer, and "
+                f"{type(model).__name__} has none of these that trains. Use 'adamw'."
+            )
+        held = {id(one) for one in matrices}
+        others = [(name, one) for name, one in trained if id(one) not in held]
+        flat = [name for name, one in others if one.ndim >= 2]
+        logger.info(
+            "Muon updates %d matrices, and AdamW the %d other parameters%s.", len(matrices), len(others),
+            f": vectors, and {', '.join(flat[:4])}{', ...' if flat[4:] else ''}" if flat else "",
+        )  # fmt: skip
+        return cls(matrices, [one for _, one in others], lr, weight_decay)
+
+    def stepping(self, group: Mapping[str, Any]) -> type[Optimizer]:
+        """Return the class of PyTorch that steps a group."""
+        return torch.optim.Muon if "ns_steps" in group else torch.optim.AdamW
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        """Update the parameters; return what `closure` does, if there is one, which is called before."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            kind = self.stepping(group)
+            sharded = [one for one in group["params"] if hasattr(one, "full_tensor") and one.grad is not None]
+            if kind is torch.optim.AdamW or not sharded:
+                self._step(kind, group, self.state)
+            for one in sharded if kind is torch.optim.Muon else ():
+                self._step_whole(one, group)
+        return loss
+
+    def _step(self, kind: Any, group: dict[str, Any], state: Any) -> None:
+        part: Any = object.__new__(kind)
+        vars(part).update(vars(self))
+        part.param_groups, part.state = [group], state
+        inspect.unwrap(kind.step)(part)  # without what wraps it, which would call this optimizer's hooks once more
+
+    def _step_whole(self, parameter: Any, group: dict[str, Any]) -> None:
+        """Update a matrix whose rows are on several ranks as a whole, on each of them, so that no digit differs.
+
+        Its parts alone have other directions; and PyTorch's way of multiplying matrices in parts rounds sums of these.
+        """
+        from torch.distributed.tensor import distribute_tensor
+
+        def part_of(tensor: torch.Tensor) -> Any:
+            return distribute_tensor(tensor, parameter.device_mesh, parameter.placements, src_data_rank=None)
+
+        stand_in = nn.Parameter(parameter.full_tensor())
+        stand_in.grad = parameter.grad.full_tensor()
+        state: dict[Any, dict[str, Any]] = defaultdict(dict)
+        state[stand_in] = {name: one.full_tensor() for name, one in self.state.get(parameter, {}).items()}
+        self._step(torch.optim.Muon, {**group, "params": [stand_in]}, state)
+        parameter.copy_(part_of(stand_in.detach()))
+        self.state[parameter] = {name: part_of(one).clone() for name, one in state[stand_in].items()}
+
+
+def has_fused_kernel(parameters: Sequence[nn.Parameter]) -> bool:
+    """Return whether PyTorch updates all of these in one kernel: it looks only in the first step, and then raises."""
+    meshes = {getattr(one, "device_mesh", None) for one in parameters}
+    return len(meshes) <= 1 and all(one.is_floating_point() and one.device.type in _FUSED_DEVICES for one in parameters)
+
+
+_FUSED_DEVICES = ("cpu", "cuda", "mps", "xpu")
+
+
+def _outer(model: nn.Module) -> set[int]:
+    """Return the parameters of a model's embeddings and output layer, by identity."""
+    layers = [one for one in model.modules() if any(own.ndim == 2 for own in one.parameters(recurse=False))]
+    embeddings = [one for one in layers if isinstance(one, (nn.Embedding, nn.EmbeddingBag))]
+    find: Any = getattr(model, "get_output_embeddings", None)  # of models of transformers
+    named = find() if callable(find) else None
+    output = [named] if isinstance(named, nn.Module) else [one for one in layers if one not in embeddings][-1:]
+    return {id(own) for one in [*embeddings, *output] for own in one.parameters()}

@@ -1,0 +1,821 @@
+"""Schedules: the learning rate as a function of how far a run has come. No torch.
+
+What a schedule is and what it gives at a place of a run belongs here. What sets the rates of an optimizer by it is in
+`optimization.py`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import numbers
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from fractions import Fraction
+from typing import Any, ClassVar, Literal
+
+from omnitrain.core.duration import Duration, Limits
+from omnitrain.core.errors import ConfigError, did_you_mean
+from omnitrain.core.progress import Progress
+
+Length = int | float | str | Duration
+
+_WHOLE_RUN = Duration(1, "dur")
+
+
+def _exact(number: float) -> Fraction:
+    """Return the fraction that a float stands for."""
+    return Fraction(number).limit_denominator(10**9)
+
+
+@dataclass(frozen=True, slots=True)
+class Course:
+    """The length of a run, and what it is counted in: schedules see it through a `Place`.
+
+    Attributes:
+        unit: What the place in the run is counted in.
+        end: How many of these there are; None where that is unknown, or where the limits say it.
+        limits: Where a run ends whose steps are unknown.
+        steps_per_epoch: Optimizer steps of an epoch; None for data of unknown length.
+        samples_per_epoch: Samples of an epoch; None for data of unknown length.
+    """
+
+    unit: str = "ba"
+    end: int | None = None
+    limits: Limits | None = None
+    steps_per_epoch: int | None = None
+    samples_per_epoch: int | None = None
+    _known: dict[tuple[float, str, float], float | None] = field(default_factory=dict, repr=False, compare=False)
+    """What was converted before: it is asked for in every step."""
+
+    @classmethod
+    def of(
+        cls,
+        limits: Limits,
+        steps_per_epoch: int | None = None,
+        samples_per_epoch: int | None = None,
+        interval: str = "step",
+    ) -> Course:
+        """Return the course of a run.
+
+        It is counted in optimizer steps wherever their number is known, or in epochs if the schedule moves once per
+        epoch. Else, as in a run of so many tokens or hours, it is counted in the unit of the limit that is nearest.
+
+        Args:
+            limits: Where the run ends.
+            steps_per_epoch: Optimizer steps of an epoch; None for data of unknown length.
+            samples_per_epoch: Samples of an epoch; None for data of unknown length.
+            interval: "step" or "epoch": when the schedule moves.
+        """
+        total = limits.total_steps(steps_per_epoch, samples_per_epoch)
+        units = ("sp", "tok", "s", "ep") if samples_per_epoch else ("sp", "tok", "s")
+        counted = [one for one in limits.durations if one.unit in units]
+        rest = limits if total is None and counted else None
+        if interval == "epoch":
+            whole = None if total is None or not steps_per_epoch else -(-total // steps_per_epoch)
+            if whole is None and total is not None:  # the steps of an epoch change with the size of the batch
+                rest = limits
+            return cls("ep", whole, rest, steps_per_epoch, samples_per_epoch)
+        return cls("ba", total, rest, steps_per_epoch, samples_per_epoch)
+
+    @property
+    def has_end(self) -> bool:
+        """Whether anything says how long the run is."""
+        return self.end is not None or self.limits is not None
+
+    def convert(self, length: Duration, scale: float = 1.0) -> float | None:
+        """Return a length in the unit of the course; None where only the run itself can tell.
+
+        A length that ends inside of a step ends with that step.
+
+        Args:
+            length: The length.
+            scale: What it is multiplied by, unless it is a share of the run.
+        """
+        key = length.value, length.unit, scale
+        if key not in self._known:
+            self._known[key] = self._converted(length, scale)
+        return self._known[key]
+
+    def _converted(self, length: Duration, scale: float) -> float | None:
+        length = length if self.unit == "ep" else self.counted(length)
+        value = length.exact
+        if length.unit == "dur":
+            found = None if self.end is None else value * self.end
+        else:
+            value, unit, steps = value * _exact(scale), length.unit, self.steps_per_epoch
+            if unit == "sp" and self.samples_per_epoch and self.unit != "sp":
+                value, unit = value / self.samples_per_epoch, "ep"
+            if unit != self.unit and steps and {unit, self.unit} == {"ba", "ep"}:
+                value, unit = (value * steps if unit == "ep" else value / steps), self.unit
+            found = value if unit == self.unit else None
+        if found is None:
+            return None
+        if self.unit == "ba":
+            return math.ceil(found)
+        return int(found) if found.denominator == 1 else float(found)
+
+    def counted(self, length: Duration) -> Duration:
+        """Return a length; one of epochs in samples, if the number of steps in an epoch changes in the run.
+
+        At the end of its last step an epoch is not complete yet, but its samples are.
+        """
+        if length.unit != "ep" or self.steps_per_epoch or not self.samples_per_epoch:
+            return length
+        samples = length.exact * self.samples_per_epoch
+        return Duration(int(samples) if samples.denominator == 1 else float(samples), "sp")
+
+    def follows(self, schedule: Schedule) -> bool:
+        """Return whether a schedule needs more than the number of updates: tokens, samples, seconds."""
+        return any(self.convert(length) is None for length in schedule.lengths())
+
+    def units(self, schedule: Schedule) -> frozenset[str]:
+        """Return what the lengths of a schedule are counted in, and what the run is where its limits say how long."""
+        ends = [] if self.limits is None else self.limits.durations
+        return frozenset(self.counted(one).unit for one in [*schedule.lengths(), *ends])
+
+    def check(self, schedule: Schedule, name: str) -> None:
+        """Raise ConfigError for a schedule that this run cannot have, or of which nothing would be left.
+
+        Args:
+            schedule: The schedule.
+            name: What its user calls it.
+        """
+        for part in schedule.parts:
+            for length in part.lengths():
+                if length.unit == "dur" and not self.has_end:
+                    raise ConfigError(
+                        f"`lr_scheduler={name}` needs the number of steps, which is unknown: the data has no length. "
+                        "Set `max_steps`, or `max_duration` in samples, tokens or time."
+                    )
+                if length.unit == "ep" and self.unit != "ep" and not (self.steps_per_epoch or self.samples_per_epoch):
+                    raise ConfigError(
+                        f"`lr_scheduler={name}` counts epochs ('{length}'), but the data has no length, so that an "
+                        "epoch has no middle. Give it in steps ('500ba'), samples, tokens, time or shares of the run."
+                    )
+            self._check_end(part)
+
+    def unreached(self, schedule: Schedule) -> list[Duration]:
+        """Return the milestones of a schedule that lie after the end of the run, where that is known."""
+        found = []
+        for part in schedule.parts:
+            ends = [] if self.limits is None else self.limits.durations
+            for one in part.milestones if isinstance(part, MultiStepScheduler) else ():
+                length, scale = _read(one), _exact(part.scale_ratio)
+                place = self.convert(length, part.scale_ratio)
+                is_late = self.end is not None and place is not None and place > self.end
+                same = [end for end in ends if end.unit == length.unit]
+                found += [length] if is_late or any(length.exact * scale > end.exact for end in same) else []
+        return found
+
+    def _check_end(self, part: Schedule) -> None:
+        end, warmup = self.end, part.warmup
+        if end is not None and isinstance(warmup, Duration):
+            length = self.convert(warmup, part.scale_ratio)
+            if length is not None and length >= end:
+                words = {"ba": "steps", "ep": "epochs"}[self.unit]
+                given = warmup.value if warmup.unit == "ba" else repr(str(warmup))
+                raise ConfigError(f"`warmup_steps={given}` leaves nothing of the run's {end} {words}. Make it smaller.")
+        if isinstance(part, WSDScheduler):
+            first = self.convert(warmup, part.scale_ratio) if isinstance(warmup, Duration) else 0
+            last, whole = (self.convert(_read(one), part.scale_ratio) for one in (part.decay, part.t_max))
+            if first is not None and last is not None and whole is not None and first + last > whole:
+                raise ConfigError(
+                    f"`lr_scheduler={part!r}`: warm-up and decay take {first:g} + {last:g} steps, and there are "
+                    f"{whole:g}. Make one of them shorter."
+                )
+
+
+class Place:
+    """A place in a run, as a schedule sees it: `now` in one unit, in which every length can be told.
+
+    Lengths of another unit than that of the run, such as a warm-up of 100 steps in a run of 3e6 tokens, are told by the
+    pace of the run so far. So they are exact where they end, and the rate depends on nothing but the progress.
+    """
+
+    __slots__ = ("_course", "_end", "_progress", "now")
+
+    def __init__(self, course: Course, now: float, progress: Progress | None = None) -> None:
+        """Stand at `now`, counted in the unit of the course; with `progress` where that decides."""
+        self._course = course
+        self._end: float | None = course.end
+        self._progress = progress
+        self.now: float = now
+        if progress is not None and course.end is None and course.limits is not None:
+            ends = [course.counted(end) for end in course.limits.durations]
+            nearest = max(ends, key=lambda one: one.amount(progress) / one.value)
+            self.now, self._end = nearest.amount(progress), nearest.value
+            if nearest.unit != course.unit:
+                self._course = dataclasses.replace(course, unit=nearest.unit, _known={})
+
+    def at(self, length: Duration, scale: float = 1.0) -> float:
+        """Return where a length ends that began with the run; infinite while nothing can be known of it.
+
+        Args:
+            length: The length.
+            scale: What it is multiplied by, unless it is a share of the run.
+        """
+        found = self._known(length, scale)
+        if found is not None:
+            return found
+        done = self.done(length, scale)
+        return math.inf if not done else 0.0 if not self.now and done >= 1 else self.now / done
+
+    def done(self, length: Duration, scale: float = 1.0) -> float:
+        """Return how much of a length is done; 1 is all of it."""
+        found = self._known(length, scale)
+        if found is not None:
+            return self.now / found
+        length = self._course.counted(length)
+        return length.amount(self._progress) / (length.value * scale) if self._progress is not None else 0.0
+
+    def _known(self, length: Duration, scale: float) -> float | None:
+        if length.unit == "dur" and self._course.end is None:
+            return math.inf if self._end is None else float(length.exact * _exact(self._end))
+        return self._course.convert(length, scale)
+
+
+@dataclass(frozen=True, kw_only=True, repr=False)
+class Schedule:
+    """The learning rate as a function of progress: a factor of the optimizer's own rate.
+
+    Give one as `lr_scheduler`. Lengths are durations such as "500ba" (steps), "2ep", "3e6tok" or "0.1dur" (a share of
+    the run). Schedules can be multiplied: `LinearScheduler() * StepScheduler("30ep")`.
+
+    Attributes:
+        warmup: Over how long the factor rises linearly from 0 to 1 at first: steps, a share of the run below 1, or a
+            duration.
+        min_lr: The rate that is not fallen below after the warm-up.
+        min_lr_rate: The same as a share of the optimizer's rate.
+        scale_ratio: What all lengths are multiplied by, that of the warm-up too; shares of the run stay, and a schedule
+            of nothing else takes no ratio.
+    """
+
+    warmup: Length = 0
+    min_lr: float | None = None
+    min_lr_rate: float | None = None
+    scale_ratio: float = 1.0
+
+    LENGTHS: ClassVar[tuple[str, ...]] = ()
+    """Fields that are durations, or lists of them."""
+
+    def __post_init__(self) -> None:
+        """Refuse what is no such schedule, and read the durations."""
+        kind = type(self).__name__
+        object.__setattr__(self, "warmup", warmup_length(self.warmup, f"{kind}.warmup"))
+        for name in self.LENGTHS:
+            object.__setattr__(self, name, _length_of(f"{kind}.{name}", getattr(self, name)))
+        if self.min_lr is not None and self.min_lr_rate is not None:
+            raise ConfigError(f"`{kind}`: `min_lr` and `min_lr_rate` are both given. Leave one of them out.")
+        check_number(f"{kind}.scale_ratio", self.scale_ratio, above=0)
+        if self.min_lr is not None:
+            check_number(f"{kind}.min_lr", self.min_lr, least=0)
+        if self.min_lr_rate is not None:
+            check_number(f"{kind}.min_lr_rate", self.min_lr_rate, least=0, below=1)
+        if self.scale_ratio != 1 and all(length.unit == "dur" for length in self.lengths()):
+            raise ConfigError(
+                f"`{kind}.scale_ratio={self.scale_ratio!r}` has no effect: it multiplies lengths such as '500ba' or "
+                "'2ep', and this schedule has none but shares of the run. Leave it out, or give `warmup` or another "
+                "length in steps, epochs, samples, tokens or time."
+            )
+
+    def shape(self, place: Place, begin: float) -> float:
+        """Return the factor after the warm-up, as if there were no least rate.
+
+        Args:
+            place: Where the run is.
+            begin: Where the warm-up ended, in the unit of `place`.
+        """
+        raise NotImplementedError
+
+    def factor(self, place: Place, rate: float = 1.0) -> float:
+        """Return what the optimizer's rate is multiplied by.
+
+        Args:
+            place: Where the run is.
+            rate: The optimizer's rate, of which `min_lr` is a part.
+        """
+        begin: float = 0
+        if isinstance(self.warmup, Duration):
+            done = place.done(self.warmup, self.scale_ratio)
+            if done < 1:
+                return done
+            begin = place.at(self.warmup, self.scale_ratio)
+        shape = self.shape(place, begin)
+        if self.min_lr is None and self.min_lr_rate is None:
+            return shape
+        least = self.least(rate)
+        return self.floored(shape, least, rate) if rate else shape
+
+    def least(self, rate: float) -> float:
+        """Return the least rate after the warm-up, for an optimizer's rate."""
+        if self.min_lr is None:
+            return (self.min_lr_rate or 0.0) * rate
+        return self.min_lr
+
+    def floored(self, shape: float, least: float, rate: float) -> float:
+        """Return the factor with its least value in force: here the schedule falls to that instead of to 0."""
+        return ((rate - least) * shape + least) / rate
+
+    @property
+    def parts(self) -> tuple[Schedule, ...]:
+        """What is multiplied: itself alone."""
+        return (self,)
+
+    def lengths(self) -> list[Duration]:
+        """Return all durations of it."""
+        found = [self.warmup] if isinstance(self.warmup, Duration) else []
+        for name in self.LENGTHS:
+            value = getattr(self, name)
+            found += value if isinstance(value, tuple) else [value] if isinstance(value, Duration) else []
+        return found
+
+    def __mul__(self, other: Schedule) -> Schedule:
+        """Return the product of two schedules."""
+        if not isinstance(other, Schedule):
+            return NotImplemented
+        return ProductScheduler((*self.parts, *other.parts))
+
+    def __repr__(self) -> str:
+        """Write it as it is made, without what has its default."""
+        words = []
+        for one in fields(self):
+            value = getattr(self, one.name)
+            if value != one.default and one.init:
+                words.append(f"{one.name}={_plain(value)!r}")
+        return f"{type(self).__name__}({', '.join(words)})"
+
+
+class _Clamped(Schedule):
+    """A schedule whose least rate cuts it off, instead of being what it falls to."""
+
+    def floored(self, shape: float, least: float, rate: float) -> float:
+        """Return the factor, or the least one where that is larger."""
+        return max(shape, least / rate)
+
+
+@dataclass(frozen=True, repr=False)
+class ConstantScheduler(_Clamped):
+    """The optimizer's rate, after a warm-up if there is one.
+
+    >>> from omnitrain import preview_schedule
+    >>> preview_schedule(ConstantScheduler(warmup="0.5dur"), max_duration="4ba", rows=3).rates
+    [0.0, 1.0, 1.0]
+    """
+
+    def __post_init__(self) -> None:
+        """Refuse a share of the rate that is not fallen below: the rate never falls."""
+        super().__post_init__()
+        if self.min_lr_rate is not None:
+            raise ConfigError(
+                f"`ConstantScheduler`: `min_lr_rate={self.min_lr_rate!r}` has no effect, as the rate never falls. "
+                "Leave it out, or pass another schedule."
+            )
+
+    def shape(self, place: Place, begin: float) -> float:
+        """Return 1."""
+        return 1.0
+
+
+@dataclass(frozen=True, repr=False)
+class LinearScheduler(Schedule):
+    """Falls linearly from the end of the warm-up to `t_max`, by default the end of the run.
+
+    >>> from omnitrain import preview_schedule
+    >>> preview_schedule(LinearScheduler(min_lr_rate=0.5), max_duration="4ba", rows=3).rates
+    [1.0, 0.75, 0.5]
+    """
+
+    t_max: str | Duration = _WHOLE_RUN
+    LENGTHS: ClassVar[tuple[str, ...]] = ("t_max",)
+
+    def shape(self, place: Place, begin: float) -> float:
+        """Return what is left of the way."""
+        return 1.0 - _share(place, begin, place.at(_read(self.t_max), self.scale_ratio))
+
+
+@dataclass(frozen=True, repr=False)
+class CosineAnnealingScheduler(Schedule):
+    """Falls as the first half of a cosine from the end of the warm-up to `t_max`, by default the end of the run.
+
+    From SGDR (arXiv 1608.03983), without its restarts. `num_cycles` is the number of waves, as in transformers.
+
+    >>> from omnitrain import preview_schedule
+    >>> preview_schedule(CosineAnnealingScheduler(), max_duration="1h", rows=3).rates
+    [1.0, 0.5, 0.0]
+    """
+
+    t_max: str | Duration = _WHOLE_RUN
+    num_cycles: float = 0.5
+    LENGTHS: ClassVar[tuple[str, ...]] = ("t_max",)
+
+    def __post_init__(self) -> None:
+        """Refuse what is no number of waves."""
+        super().__post_init__()
+        check_number("CosineAnnealingScheduler.num_cycles", self.num_cycles, above=0)
+
+    def shape(self, place: Place, begin: float) -> float:
+        """Return the cosine, between 0 and 1."""
+        share = _share(place, begin, place.at(_read(self.t_max), self.scale_ratio))
+        return max(0.0, 0.5 * (1.0 + math.cos(math.pi * self.num_cycles * 2.0 * share)))
+
+
+@dataclass(frozen=True, repr=False)
+class CosineWithRestartsScheduler(Schedule):
+    """Falls as half a cosine `num_cycles` times from the end of the warm-up to `t_max`, from 1 each time.
+
+    From SGDR (arXiv 1608.03983), with periods of one length.
+
+    >>> from omnitrain import preview_schedule
+    >>> preview_schedule(CosineWithRestartsScheduler(2), max_duration="8ba", rows=5).rates
+    [1.0, 0.5, 1.0, 0.5, 0.0]
+    """
+
+    num_cycles: int = 1
+    t_max: str | Duration = _WHOLE_RUN
+    LENGTHS: ClassVar[tuple[str, ...]] = ("t_max",)
+
+    def __post_init__(self) -> None:
+        """Refuse what is no number of periods."""
+        super().__post_init__()
+        check_number("CosineWithRestartsScheduler.num_cycles", self.num_cycles, above=0)
+
+    def shape(self, place: Place, begin: float) -> float:
+        """Return the cosine of the present period, between 0 and 1."""
+        share = _share(place, begin, place.at(_read(self.t_max), self.scale_ratio))
+        return 0.0 if share >= 1.0 else max(0.0, 0.5 * (1.0 + math.cos(math.pi * ((self.num_cycles * share) % 1.0))))
+
+
+@dataclass(frozen=True, repr=False)
+class PolynomialScheduler(Schedule):
+    """Falls as a power of what is left from the end of the warm-up to `t_max`, by default the end of the run.
+
+    >>> from omnitrain import preview_schedule
+    >>> preview_schedule(PolynomialScheduler(power=2), max_duration="4ba", rows=3).rates
+    [1.0, 0.25, 0.0]
+    """
+
+    power: float = 1.0
+    t_max: str | Duration = _WHOLE_RUN
+    LENGTHS: ClassVar[tuple[str, ...]] = ("t_max",)
+
+    def __post_init__(self) -> None:
+        """Refuse what is no power."""
+        super().__post_init__()
+        check_number("PolynomialScheduler.power", self.power, above=0)
+
+    def shape(self, place: Place, begin: float) -> float:
+        """Return the power."""
+        return (1.0 - _share(place, begin, place.at(_read(self.t_max), self.scale_ratio))) ** self.power
+
+
+@dataclass(frozen=True, repr=False)
+class StepScheduler(_Clamped):
+    """Multiplies the rate with `gamma` after each `step_size`.
+
+    >>> from omnitrain import preview_schedule
+    >>> preview_schedule(StepScheduler("2ba", gamma=0.5), max_duration="4ba", rows=5).rates
+    [1.0, 1.0, 0.5, 0.5, 0.25]
+    """
+
+    step_size: str | Duration
+    gamma: float = 0.1
+    LENGTHS: ClassVar[tuple[str, ...]] = ("step_size",)
+
+    def __post_init__(self) -> None:
+        """Refuse what is no factor."""
+        super().__post_init__()
+        check_number("StepScheduler.gamma", self.gamma, above=0)
+
+    def shape(self, place: Place, begin: float) -> float:
+        """Return the power of `gamma`."""
+        return self.gamma ** math.floor(place.done(_read(self.step_size), self.scale_ratio))
+
+
+@dataclass(frozen=True, repr=False)
+class MultiStepScheduler(_Clamped):
+    """Multiplies the rate with `gamma` at each of the milestones.
+
+    >>> from omnitrain import preview_schedule
+    >>> schedule = MultiStepScheduler(["0.5dur", "9ep"], gamma=0.1)
+    >>> preview_schedule(schedule, max_duration="10ep", steps_per_epoch=8, rows=3).rates
+    [1.0, 0.1, 0.010000000000000002]
+    """
+
+    milestones: Sequence[str | Duration]
+    gamma: float = 0.1
+    LENGTHS: ClassVar[tuple[str, ...]] = ("milestones",)
+
+    def __post_init__(self) -> None:
+        """Refuse what is no list of durations."""
+        if isinstance(self.milestones, (str, Duration)) or not isinstance(self.milestones, Iterable):
+            raise ConfigError(
+                f"`MultiStepScheduler.milestones` must be a list of durations such as ['0.3dur', '80ep'], got "
+                f"{self.milestones!r}."
+            )
+        super().__post_init__()
+        check_number("MultiStepScheduler.gamma", self.gamma, above=0)
+
+    def shape(self, place: Place, begin: float) -> float:
+        """Return the power of `gamma`."""
+        return self.gamma ** sum(place.done(_read(one), self.scale_ratio) >= 1 for one in self.milestones)
+
+
+@dataclass(frozen=True, repr=False)
+class ExponentialScheduler(_Clamped):
+    """Multiplies the rate with `gamma` over each `decay_period`, evenly, from the end of the warm-up on.
+
+    >>> from omnitrain import preview_schedule
+    >>> preview_schedule(ExponentialScheduler(0.25, "2ba"), max_duration="4ba", rows=5).rates
+    [1.0, 0.5, 0.25, 0.125, 0.0625]
+    """
+
+    gamma: float
+    decay_period: str | Duration = "1ep"
+    LENGTHS: ClassVar[tuple[str, ...]] = ("decay_period",)
+
+    def __post_init__(self) -> None:
+        """Refuse what is no factor."""
+        super().__post_init__()
+        check_number("ExponentialScheduler.gamma", self.gamma, above=0)
+
+    def shape(self, place: Place, begin: float) -> float:
+        """Return the power of `gamma`."""
+        period = place.at(_read(self.decay_period), self.scale_ratio)
+        return self.gamma ** ((place.now - begin) / period) if period else 1.0
+
+
+@dataclass(frozen=True, repr=False)
+class InverseSqrtScheduler(_Clamped):
+    """Falls as one over the square root of the time, from the end of the warm-up on.
+
+    `timescale` is the time over which it first falls to its 0.7th part; by default the warm-up, or 10000 steps without
+    one. From "Attention Is All You Need" (arXiv 1706.03762), with the rate of the optimizer as its peak.
+
+    >>> from omnitrain import preview_schedule
+    >>> preview_schedule(InverseSqrtScheduler(warmup="1ba"), max_duration="4ba", rows=5).rates[::2]
+    [0.0, 0.7071067811865475, 0.5]
+    """
+
+    timescale: str | Duration | None = None
+    LENGTHS: ClassVar[tuple[str, ...]] = ("timescale",)
+
+    def shape(self, place: Place, begin: float) -> float:
+        """Return the root."""
+        own = self.warmup if self.timescale is None else self.timescale
+        scale = place.at(own if isinstance(own, Duration) else Duration(10_000, "ba"), self.scale_ratio)
+        if not scale or math.isinf(scale):
+            return 1.0
+        return 1.0 / math.sqrt((place.now + (scale - begin)) / scale)
+
+    def lengths(self) -> list[Duration]:
+        """Return all durations of it."""
+        found = super().lengths()
+        return found or [Duration(10_000, "ba")]
+
+
+@dataclass(frozen=True, repr=False)
+class WSDScheduler(Schedule):
+    """Warm-up, then the full rate, and a decay over the last part of the run ("warmup-stable-decay").
+
+    From MiniCPM (arXiv 2404.06395); "1-sqrt" is the decay that arXiv 2405.18392 found best. A run that is extended
+    before its decay has begun goes on at the same rate.
+
+    >>> from omnitrain import preview_schedule
+    >>> preview_schedule(WSDScheduler("0.5dur", kind="linear"), max_duration="3e6tok", rows=5).rates
+    [1.0, 1.0, 1.0, 0.5, 0.0]
+    """
+
+    decay: Length = "0.1dur"
+    kind: Literal["linear", "cosine", "1-sqrt", "exponential"] = "1-sqrt"
+    t_max: str | Duration = _WHOLE_RUN
+    LENGTHS: ClassVar[tuple[str, ...]] = ("decay", "t_max")
+
+    def __post_init__(self) -> None:
+        """Refuse an unknown kind of decay."""
+        object.__setattr__(self, "decay", warmup_length(self.decay, "WSDScheduler.decay") or self.decay)
+        super().__post_init__()
+        if not isinstance(self.kind, str) or self.kind not in _DECAYS:
+            raise ConfigError(
+                f"`WSDScheduler.kind` must be one of {', '.join(map(repr, _DECAYS))}, got {self.kind!r}."
+                f"{did_you_mean(str(self.kind), _DECAYS)}"
+            )
+        if self.kind == "exponential" and not (self.min_lr or self.min_lr_rate):
+            raise ConfigError("`WSDScheduler.kind='exponential'` never reaches 0. Pass `min_lr` or `min_lr_rate`.")
+
+    def shape(self, place: Place, begin: float) -> float:
+        """Return the part of the rate that is left, of what is above the least one."""
+        end = place.at(_read(self.t_max), self.scale_ratio)
+        start = end - (place.at(self.decay, self.scale_ratio) if isinstance(self.decay, Duration) else 0)
+        if place.now < start or math.isinf(end):
+            return 1.0
+        return _DECAYS[self.kind](_share(place, start, end))
+
+    def floored(self, shape: float, least: float, rate: float) -> float:
+        """Return the factor with its least value in force; an exponential decay has it in its base."""
+        return (least / rate) ** (1 - shape) if self.kind == "exponential" else super().floored(shape, least, rate)
+
+
+@dataclass(frozen=True, repr=False)
+class ProductScheduler(Schedule):
+    """Several schedules multiplied: what `a * b` makes.
+
+    >>> from omnitrain import preview_schedule
+    >>> both = LinearScheduler() * StepScheduler("2ba", gamma=0.5)
+    >>> preview_schedule(both, max_duration="4ba", rows=5).rates
+    [1.0, 0.75, 0.25, 0.125, 0.0]
+    """
+
+    schedules: tuple[Schedule, ...] = ()
+
+    def __post_init__(self) -> None:
+        """Refuse options that are those of the parts, and what is no schedule."""
+        if self.warmup or self.min_lr is not None or self.min_lr_rate is not None or self.scale_ratio != 1:
+            raise ConfigError("`ProductScheduler` takes no options. Give `warmup`, `min_lr` and the like to one part.")
+        super().__post_init__()
+        if len(self.schedules) < 2 or not all(isinstance(one, Schedule) for one in self.schedules):
+            raise ConfigError(f"`ProductScheduler` takes a tuple of at least two schedules, got {self.schedules!r}.")
+        object.__setattr__(self, "schedules", tuple(part for one in self.schedules for part in one.parts))
+
+    def factor(self, place: Place, rate: float = 1.0) -> float:
+        """Return the product of the factors of all parts."""
+        return math.prod(one.factor(place, rate) for one in self.schedules)
+
+    @property
+    def parts(self) -> tuple[Schedule, ...]:
+        """What is multiplied."""
+        return self.schedules
+
+    def lengths(self) -> list[Duration]:
+        """Return the durations of all parts."""
+        return [length for one in self.schedules for length in one.lengths()]
+
+    def __repr__(self) -> str:
+        """Write it as it is made."""
+        return " * ".join(map(repr, self.schedules))
+
+
+# --- by name
+
+NAMED: dict[str, tuple[type[Schedule], dict[str, Any]]] = {
+    "constant": (ConstantScheduler, {}),
+    "constant_with_warmup": (ConstantScheduler, {}),
+    "linear": (LinearScheduler, {}),
+    "cosine": (CosineAnnealingScheduler, {}),
+    "cosine_with_restarts": (CosineWithRestartsScheduler, {}),
+    "cosine_with_min_lr": (CosineAnnealingScheduler, {}),
+    "inverse_sqrt": (InverseSqrtScheduler, {}),
+    "polynomial": (PolynomialScheduler, {"lr_end": 1e-7}),
+    "step": (StepScheduler, {}),
+    "multistep": (MultiStepScheduler, {}),
+    "exponential": (ExponentialScheduler, {}),
+    "wsd": (WSDScheduler, {}),
+}
+"""Schedules by name, and what they are made with unless something else is given; some names are transformers'."""
+
+
+def named_schedule(name: str, options: Mapping[str, Any] | None = None, warmup: Any = 0) -> Schedule:
+    """Return the schedule of a name.
+
+    Args:
+        name: One of `NAMED`.
+        options: What to make it with; the names of transformers' options do as well.
+        warmup: Its warm-up: steps, a share of the run below 1, or a duration.
+
+    Raises:
+        ConfigError: If there is none of the name, or it takes no such options.
+
+    >>> named_schedule("wsd", {"decay": "0.2dur"}, warmup=100)
+    WSDScheduler(warmup='100ba', decay='0.2dur')
+    """
+    if name not in NAMED:
+        raise ConfigError(
+            f"`lr_scheduler` must be one of {', '.join(map(repr, NAMED))}, a scheduler or a callable of the optimizer, "
+            f"got {name[:200]!r}.{did_you_mean(name, NAMED)}"
+        )
+    kind, defaults = NAMED[name]
+    given = {**defaults, **(options or {})}
+    if name == "polynomial":
+        is_told = {"min_lr", "min_lr_rate"} & given.keys()
+        end = given.pop("lr_end")
+        given |= {} if is_told else {"min_lr": end}
+    if name == "cosine_with_min_lr" and not {"min_lr", "min_lr_rate"} & given.keys():
+        raise ConfigError(f"`lr_scheduler={name!r}` needs `lr_scheduler_kwargs` with 'min_lr' or 'min_lr_rate'.")
+    if name == "inverse_sqrt" and isinstance(given.get("timescale"), int):
+        given["timescale"] = Duration(given["timescale"], "ba")  # transformers counts steps
+    return made(kind, f"lr_scheduler={name!r}", {**given, **({"warmup": warmup} if warmup else {})})
+
+
+def made(kind: type[Schedule], who: str, options: Mapping[str, Any]) -> Schedule:
+    """Return a schedule of a class with these options.
+
+    Args:
+        kind: The class.
+        who: What its user calls it.
+        options: By name.
+
+    Raises:
+        ConfigError: If one is unknown, or one is missing.
+    """
+    known = {one.name: one for one in fields(kind)}
+    for name in options:
+        if name not in known:
+            raise ConfigError(
+                f"`lr_scheduler_kwargs` has {name!r}, but `{who}` takes {', '.join(map(repr, known))}."
+                f"{did_you_mean(str(name), known)}"
+            )
+    missing = dataclasses.MISSING
+    lacking = [name for name, one in known.items() if one.default is missing and name not in options]
+    if lacking:
+        raise ConfigError(f"`{who}` needs `lr_scheduler_kwargs` with {' and '.join(map(repr, lacking))}.")
+    return kind(**options)
+
+
+def warmup_length(value: Any, name: str = "warmup_steps") -> Duration | Literal[0]:
+    """Return how long a warm-up is: 0 for none.
+
+    Args:
+        value: Steps, a share of the run below 1, or a duration.
+        name: The argument's name, for the message.
+
+    Raises:
+        ConfigError: If it is none of these.
+    """
+    if isinstance(value, numbers.Real) and not isinstance(value, bool):
+        number = float(value)
+        if number == 0:
+            return 0
+        if 0 < number < 1:
+            return Duration(number, "dur")
+        if not (number > 0 and number.is_integer()):
+            raise ConfigError(
+                f"`{name}` must be an integer of at least 0 (steps), a share of the run below 1 such as 0.1, or a "
+                f"duration such as '0.1dur' or '2ep', got {value!r}."
+            )
+        return Duration(int(number), "ba")
+    return Duration.parse(value, "ba", name)
+
+
+# --- helpers
+
+
+def _share(place: Place, begin: float, end: float) -> float:
+    """Return how much of the way from `begin` to `end` is done, between 0 and 1."""
+    way = end - begin
+    if math.isinf(way) or math.isnan(way):
+        return 0.0
+    return min(max((place.now - begin) / way, 0.0), 1.0) if way > 0 else float(place.now >= end)
+
+
+def _length_of(name: str, value: Any) -> Any:
+    """Return a duration, or a tuple of them; a bare number is none, as it says not what it counts."""
+    if value is None:
+        return None
+    if isinstance(value, Iterable) and not isinstance(value, str):
+        return tuple(_length_of(name, one) for one in value)
+    if isinstance(value, numbers.Real) and not isinstance(value, bool):
+        raise ConfigError(f"`{name}` must say what it counts, got {value!r}. Give '{value}ba' (steps) or '{value}ep'.")
+    return Duration.parse(value, "ba", name)
+
+
+def check_number(
+    name: str, value: Any, least: float = -math.inf, above: float = -math.inf, below: float = math.inf
+) -> None:
+    """Raise ConfigError for what is no finite number within these bounds.
+
+    Args:
+        name: Of the argument.
+        value: What was given.
+        least: The least it may be.
+        above: What it must be above.
+        below: What it must be below.
+    """
+    is_number = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+    if not is_number or not (value >= least and above < value < below):
+        words = "a finite number"
+        words += f" of at least {least:g}" if math.isfinite(least) else ""
+        words += f" above {above:g}" if math.isfinite(above) else ""
+        words += f" and below {below:g}" if math.isfinite(below) else ""
+        raise ConfigError(f"`{name}` must be {words}, got {value!r}.")
+
+
+def _read(length: Length) -> Duration:
+    """Return a duration of a schedule, whose strings were all read when it was made."""
+    assert isinstance(length, Duration)
+    return length
+
+
+def _plain(value: Any) -> Any:
+    """Return a field as it may be given."""
+    if isinstance(value, Duration):
+        return str(value)
+    return [_plain(one) for one in value] if isinstance(value, tuple) else value
+
+
+_DECAYS = {
+    "linear": lambda share: 1.0 - share,
+    "cosine": lambda share: 0.5 * (1.0 + math.cos(math.pi * share)),
+    "1-sqrt": lambda share: 1.0 - math.sqrt(share),
+    "exponential": lambda share: 1.0 - share,
+}
+"""The part of the rate that is left by the share of the decay that is done; of an exponential one, its exponent."""

@@ -1,1 +1,0 @@
-"""A run: the loop, the step, the data feed, evaluation, and the lifecycle that counts them."""

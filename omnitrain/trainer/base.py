@@ -1,0 +1,1148 @@
+"""BaseTrainer: the arguments, the parts of a run, and the public methods."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import logging
+import threading
+from abc import ABC
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Literal, Unpack, cast
+
+import torch
+from torch import nn
+from torch.optim.lr_scheduler import LRScheduler
+
+from omnitrain.arguments import (
+    Nothing,
+    PrecisionName,
+    ScheduleName,
+    Settings,
+    change_setting,
+    changes_in_size,
+    check_same_on_ranks,
+    check_settings,
+    construct_again,
+    construction_of,
+    describe,
+    describe_all,
+    refuse_assignment,
+    refuse_class,
+    resolve_accumulation,
+    samples_of_step,
+    seconds_of,
+    source_of,
+    stages_of,
+    takes_arguments,
+)
+from omnitrain.backends.backend import Backend
+from omnitrain.callbacks.early_stopping import EarlyStopping
+from omnitrain.checkpoint import state_dicts
+from omnitrain.checkpoint.adapters import save_model
+from omnitrain.checkpoint.checkpointer import Checkpointer, check_allowed, locked
+from omnitrain.checkpoint.contents import Contents, group_options
+from omnitrain.checkpoint.eval_weights import ShownWeights
+from omnitrain.checkpoint.initial_weights import load_initial
+from omnitrain.checkpoint.mirrored_store import make_store
+from omnitrain.checkpoint.setting_changes import InitialOptions, made_with, options_of
+from omnitrain.checkpoint.store import Store
+from omnitrain.checkpoint.tensor_reader import DTYPES, unsaved_dtype
+from omnitrain.compute.activation_checkpointing import recompute_activations
+from omnitrain.compute.precision import Precision, matmul_precision
+from omnitrain.compute.random_state import deterministic as deterministic_kernels
+from omnitrain.compute.random_state import isolated_rng
+from omnitrain.config.instantiation import TrainerConfig
+from omnitrain.core.duration import Duration, Limits
+from omnitrain.core.errors import CheckpointError, ConfigError, DistributedError, NonFiniteError, add_place
+from omnitrain.core.events import STOP_REASONS, Algorithm, Callback, Control, check_algorithms, overriding
+from omnitrain.core.history import MetricsDict, write_results
+from omnitrain.core.objective import Objective
+from omnitrain.core.paths import local_path, run_folder
+from omnitrain.core.progress import Progress
+from omnitrain.core.secrets import masked, without_secrets
+from omnitrain.data.collation import padding_collator
+from omnitrain.data.columns import Columns, is_of_user
+from omnitrain.data.sets import Sets
+from omnitrain.distributed.ranks import Ranks
+from omnitrain.distributed.rendezvous import reject_several_processes
+from omnitrain.distributed.signals import error_of
+from omnitrain.loggers.notebook import show_in_notebooks, trainer_html
+from omnitrain.metrics.scorer import Scorer, make_scorer, scores_for
+from omnitrain.model.losses import LossMean
+from omnitrain.model.units import ModelUnit, check_untrained_loss, forward_names, move_loss, move_unit
+from omnitrain.optim.build import (
+    build_optimizer,
+    build_scheduler,
+    check_optimizers,
+    default_rate,
+    follows_evaluations,
+)
+from omnitrain.optim.param_groups import freeze_parameters, group_parameters
+from omnitrain.optim.schedules import Course, Schedule
+from omnitrain.trainer.compilation import Compiled, check_compilable, compile_ahead
+from omnitrain.trainer.default_callbacks import default_callbacks, make_loggers
+from omnitrain.trainer.evaluation import Evaluation, Predictions, own_direction
+from omnitrain.trainer.feed import Feed
+from omnitrain.trainer.hooks import (
+    NEVER_CALLED,
+    SEE_BATCHES,
+    Hooks,
+    members_of_user,
+    refuse_dead_methods,
+    reject_uncalled_methods,
+)
+from omnitrain.trainer.lifecycle import Lifecycle
+from omnitrain.trainer.loop import Loop
+from omnitrain.trainer.nonfinite_report import nonfinite_error
+from omnitrain.trainer.step import Step
+
+logger: logging.Logger = logging.getLogger("omnitrain")
+
+
+class BaseTrainer(Hooks, ABC):
+    """The base class of all trainers: one lifecycle, one loop, and hooks for what differs.
+
+    Use `Trainer` on one device. A subclass needs to override only `_setup_training_components`, `_prepare_batch` and
+    `_train_epoch`.
+    """
+
+    config: TrainerConfig
+    """What the trainer was made with; `print(trainer.config)` shows it as a file for `omnitrain train`."""
+    lifecycle: Lifecycle
+    mesh: Any
+    """Torch's `DeviceMesh`, with the dimensions of `parallelism_config` that have several ranks; None without."""
+    train_dataset: Any
+    eval_dataset: Any
+    test_dataset: Any
+    data_collator: Callable[[Any], Any] | None
+    processing_class: Any
+    batch_size: int
+    """Samples in a micro-batch of one rank."""
+    eval_batch_size: int
+    gradient_accumulation_steps: int
+    epochs: int | float | None
+    max_steps: int | None
+    limits: Limits
+    learning_rate: float
+    weight_decay: float
+    max_grad_norm: float | None
+    grad_reduction: Literal["mean", "sum", "per-token-mean"]
+    loss_fn: Callable[[Any, Any], Any] | None
+    compute_metrics: Any
+    scorer: Scorer
+    save_dir: Path | None
+    store: Store | None
+    seed: int
+    on_nonfinite: Literal["raise", "skip", "warn"]
+    trial_name: str | None
+    _feed: Feed
+    _step: Step
+    _loop: Loop
+    _evaluation: Evaluation
+    _checkpointer: Checkpointer
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        never_called = getattr(cls, "NEVER_CALLED", NEVER_CALLED)
+        for name, value in members_of_user(cls).items():
+            is_event = name.startswith("on_") and callable(value)
+            instead = "a callback, a subclass of omnitrain.Callback," if is_event else never_called.get(name)
+            if instead is not None:
+                raise TypeError(f"{cls.__name__} overrides {name}, which is never called. Use {instead} instead.")
+
+    @takes_arguments
+    def __init__(
+        self,
+        model: nn.Module,
+        train_dataset: Any = None,
+        eval_dataset: Any = None,
+        test_dataset: Any = None,
+        *,
+        # data
+        train_loader: Iterable[Any] | None = None,
+        eval_loader: Iterable[Any] | Mapping[str, Iterable[Any]] | None = None,
+        test_loader: Iterable[Any] | None = None,
+        data_collator: Callable[[Any], Any] | None = None,
+        batch_size: int = 8,
+        microbatch_size: int | Literal["auto"] | None = None,
+        eval_batch_size: int | None = None,
+        global_batch_size: int | Mapping[Any, int] | None = None,
+        shuffle: bool = True,
+        drop_last: bool = False,
+        num_workers: int = 0,
+        pin_memory: bool | None = None,
+        prefetch_factor: int | None = None,
+        processing_class: Any = None,
+        # length
+        epochs: int | float | None = None,
+        max_steps: int | None = None,
+        max_duration: int | str | Duration | None = None,
+        # optimizer
+        optimizer: torch.optim.Optimizer | str | Callable[..., torch.optim.Optimizer] | None = None,
+        learning_rate: float = 2e-5,
+        weight_decay: float = 0.0,
+        lr_scheduler: Schedule | LRScheduler | ScheduleName | Callable[[Any], Any] | None = None,
+        lr_scheduler_kwargs: Mapping[str, Any] | None = None,
+        warmup_steps: int | float | str | Duration = 0,
+        scheduler_interval: Literal["step", "epoch"] = "step",
+        gradient_accumulation_steps: int = 1,
+        max_grad_norm: float | None = 1.0,
+        grad_reduction: Literal["mean", "sum", "per-token-mean"] = "mean",
+        param_groups: Sequence[Mapping[str, Any]] | None = None,
+        freeze: Sequence[str] | None = None,
+        # loss and metrics
+        loss_fn: Callable[[Any, Any], torch.Tensor | Mapping[str, torch.Tensor]] | None = None,
+        unit: Callable[..., Any] | None = None,
+        compute_metrics: Any = None,
+        label_names: Sequence[str] | None = None,
+        optimization_metric: str = "loss",
+        optimization_direction: Literal["max", "min"] | None = None,
+        patience: int | None = None,
+        delta: float = 0.0,
+        early_stopper: Callable[[int, float], bool] | None = None,
+        preprocess_logits_for_metrics: Callable[[Any, Any], Any] | None = None,
+        sanity: bool = True,
+        # cadence
+        eval_steps: int | str | Duration | None = None,
+        eval_on_start: bool = False,
+        save_steps: int | str | Duration | None = None,
+        log_steps: int | str | Duration = 10,
+        # checkpoints
+        save_dir: str | Path | None = None,
+        save_total_limit: int | None = None,
+        keep_best: int = 1,
+        keep_every: int | None = None,
+        load_best_at_end: bool | None = None,
+        overwrite: bool = False,
+        save_required: bool = False,
+        save_only_model: bool = False,
+        save_frozen: bool | None = None,
+        async_save: bool = False,
+        consolidate: bool | None = None,
+        init_from: str | Path | Mapping[str, Any] | None = None,
+        # precision and placement
+        autocast: PrecisionName | torch.dtype | None = None,
+        dtypes: Mapping[str, PrecisionName | torch.dtype] | None = None,
+        fp16_loss_scale: tuple[float, float] | tuple[float, float, int] = (65536.0, 1e-4),
+        matmul_precision: Literal["highest", "high", "medium"] | None = None,
+        compile: bool | Mapping[str, Any] = False,
+        gradient_checkpointing: bool | Sequence[str] = False,
+        device: str | torch.device | None = None,
+        # run
+        seed: int = 42,
+        deterministic: bool = False,
+        on_nonfinite: Literal["raise", "skip", "warn"] = "raise",
+        detect_anomaly: bool = False,
+        timeout: float | str | Duration | None = None,
+        callbacks: Iterable[Callback] = (),
+        loggers: str | Sequence[object] | None = None,
+        algorithms: Iterable[Algorithm] = (),
+        progress_bar: bool | None = None,
+        trial_name: str | None = None,
+        **unknown: Unpack[Nothing],
+    ) -> None:
+        """Set up a trainer; nothing is trained or written before `train()`.
+
+        Args:
+            model: Any `nn.Module`; it is moved to the device and trained in place.
+            train_dataset: Map-style dataset, iterable, tensors, or a `DataLoader`; None to evaluate only.
+            eval_dataset: The same, or a dict of named sets; its evaluations select the best checkpoint.
+            test_dataset: The same, for `test()`; never used to select anything.
+            train_loader: Your own loader instead of `train_dataset`, used unchanged.
+            eval_loader: The same instead of `eval_dataset`.
+            test_loader: The same instead of `test_dataset`.
+            data_collator: A function from a list of samples to a batch; None is `Collator()`, which stacks and pads.
+            batch_size: Samples per forward pass on each process; default 8.
+            microbatch_size: Splits each training batch into parts of so many rows; "auto" finds a size that fits.
+            eval_batch_size: The same for evaluations; None is `batch_size`.
+            global_batch_size: Samples per step over all ranks, or {0: 64, "0.2dur": 128}; sets the accumulation.
+            shuffle: Whether to shuffle the training samples anew in each epoch, from `seed`; default True.
+            drop_last: Whether to drop the last step of an epoch if it is short of samples; default False.
+            num_workers: Worker processes per loader; default 0.
+            pin_memory: Whether to put batches into page-locked memory; None does so with a GPU.
+            prefetch_factor: Batches that each worker loads in advance; None is PyTorch's default, 2.
+            processing_class: Tokenizer or processor; pads batches unless `data_collator` is given, and is saved.
+            epochs: Passes over the training data, such as 3 or 2.5; None is 3, or no limit if another limit is set.
+            max_steps: Optimizer steps, not counting skipped ones; the first limit reached ends the run.
+            max_duration: Any other length, such as "4e4sp" (samples), "3e6tok" or "2h30m"; an int counts epochs.
+            optimizer: An instance, a class, its name or path, or a callable of the parameters; None is fused AdamW.
+            learning_rate: For the default optimizer or a class; default 2e-5 for AdamW, otherwise the optimizer's own.
+            weight_decay: For the default optimizer or a class; default 0.
+            lr_scheduler: A name, a `Schedule`, an instance, or a callable of the optimizer; None is a constant rate.
+            lr_scheduler_kwargs: What a schedule by name, path or class is made with, such as {"min_lr": 1e-6}.
+            warmup_steps: Over what the rate rises linearly from 0: steps, a share such as 0.1, or a duration.
+            scheduler_interval: When the schedule advances: after each update ("step", default) or each "epoch".
+            gradient_accumulation_steps: Micro-batches per optimizer step; default 1.
+            max_grad_norm: Clips the norm of the gradients; default 1.0, None does not clip. The norm is always logged.
+            grad_reduction: "mean" (default) over samples or labels, "per-token-mean" over labels only, or "sum".
+            param_groups: Options by names of parameters: [{"match": "bias|norm", "weight_decay": 0}, ...].
+            freeze: Regular expressions; parameters in whose names one of them is found do not train.
+            loss_fn: Called as `loss_fn(outputs, labels)`; None takes the loss from what the model returns.
+            unit: Called as `unit(batch)`; returns the loss, or (sum of losses, number of targets).
+            compute_metrics: Names of scikit-learn metrics, a function, a torchmetrics metric, or a list of these.
+            label_names: Keys of the labels in a dict batch; several give a tuple, None tries the usual names.
+            optimization_metric: The metric that decides which evaluation is best; default "loss".
+            optimization_direction: "max" or "min"; None infers it from the metric, or raises an error.
+            patience: Stop after this many evaluations in a row without a gain; None and -1 never stop.
+            delta: A gain must be larger than this to count for `patience`; default 0.
+            early_stopper: Called as `f(step, score)` after each evaluation; True ends the run.
+            preprocess_logits_for_metrics: Called as f(logits, labels) in evaluations; metrics get its result.
+            sanity: Whether to run and score one batch of each evaluation set before step 1, to find errors early.
+            eval_steps: Steps between evaluations, or a duration such as "0.5ep"; None evaluates after each epoch.
+            eval_on_start: Whether to evaluate before the first step; default False.
+            save_steps: Steps between checkpoints, or a duration; None saves after each epoch, if `save_dir` is set.
+            log_steps: Steps between logs, or a duration; default 10.
+            save_dir: Folder, or address such as s3://bucket/run, for the files of the run; None writes nothing.
+            save_total_limit: How many of the newest checkpoints to keep; None keeps all.
+            keep_best: How many of the best to keep, each saved when found; default 1. 0 saves only at intervals.
+            keep_every: With `save_total_limit`, also keep checkpoints of steps divisible by this.
+            load_best_at_end: Whether to end with the best weights; None does so with an evaluation set.
+            overwrite: Whether a fresh run may replace the checkpoints in `save_dir`; default False.
+            save_required: Whether a failing disk ends the run; by default it is reported, and the run goes on.
+            save_only_model: Whether to save only the weights, from which no run can resume; default False.
+            save_frozen: Whether to save weights that are not trained; None leaves them out if there are PEFT adapters.
+            async_save: Whether to write checkpoints in the background; default False.
+            consolidate: Whether checkpoints hold sharded weights put together; None does so up to 5 GB of them.
+            init_from: Weights to begin with: a path, or {"path": ..., "ignore": [globs], "convert": function}.
+            autocast: Precision of the forward pass and the loss: "fp32" (default), "bf16", "fp16" or "fp8".
+            dtypes: Dtypes of "parameters", "buffers", "inputs" and "reductions", such as {"reductions": "fp32"}.
+            fp16_loss_scale: (initial, minimum, steps until it doubles) of the fp16 loss scale; the third is 2000.
+            matmul_precision: "high" lets a GPU compute products of fp32 matrices in TF32; None leaves it as it is.
+            compile: Whether to use `torch.compile` on the model, or its options, such as {"mode": "max-autotune"}.
+            gradient_checkpointing: Whether to recompute activations to save memory; or regexes of module names.
+            device: Where to train; None is the first available of cuda, xpu, mps, cpu.
+            seed: Seed for the order of samples, augmentation, dropout and evaluation; default 42.
+            deterministic: Whether to allow only deterministic kernels during `train()`; default False.
+            on_nonfinite: What to do if a loss or gradient is not finite: "raise" (default), "skip" the step or "warn".
+            detect_anomaly: Whether to run under PyTorch's anomaly detection, which is slow; default False.
+            timeout: End the run after this long without progress: seconds, or "10m"; None is 30m on several ranks only.
+            callbacks: Instances of `Callback`.
+            loggers: Where logs go beside `save_dir`: "tensorboard", "wandb", "mlflow", "csv", ..., or a list of them.
+            algorithms: Instances of `Algorithm`, applied in this order.
+            progress_bar: None shows a bar on terminals, else plain lines; True forces the bar, False prints nothing.
+            trial_name: Name of the run for loggers.
+
+        Raises:
+            ConfigError: If an argument is wrong, or two contradict each other.
+            DistributedError: If it is one of several processes of a launch, each of which would train by itself.
+            ObjectiveError: If it is unknown whether a higher or a lower `optimization_metric` is better.
+            TypeError: If arguments are unknown; the message lists all of them with the nearest names.
+        """
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in vars(self).get("fixed_settings", ()):
+            refuse_assignment(self, name, value)
+        super().__setattr__(name, value)
+
+    def _construct(self, given: dict[str, Any], ranks: Ranks | None = None) -> None:
+        """Build the trainer.
+
+        Args:
+            given: The arguments that the caller passed, by name.
+            ranks: The ranks of the run; None is this process alone.
+        """
+        if ranks is None:
+            reject_several_processes(type(self).__name__)
+        model = given.pop("model")
+        _check_model(model)
+        place = given.get("save_dir")
+        if place is not None:
+            given["save_dir"] = run_folder(place, "save_dir")
+        if given.get("init_from") is not None:
+            given["init_from"] = source_of(given["init_from"])
+        if "learning_rate" not in given and (rate := default_rate(given.get("optimizer"))) is not None:
+            given["learning_rate"] = rate
+        settings = Settings.of(given)
+        check_settings(settings)
+        if settings.data_collator is None:
+            settings = replace(settings, data_collator=padding_collator(settings.processing_class))
+        self.settings: Settings = settings
+        parts = {name: getattr(settings, name) for name in ("optimizer", "lr_scheduler", "unit", "loss_fn")}
+        refuse_dead_methods(model=model, **parts)
+        reject_uncalled_methods(model, settings, type(self))
+        self.ranks: Ranks = ranks or Ranks()
+        self.mesh = self.ranks.mesh
+        check_same_on_ranks(self.ranks, {"trainer": describe(type(self)), **describe_all(settings.to_dict())})
+        self.train_dataset, self.eval_dataset = settings.train_dataset, settings.eval_dataset
+        self.test_dataset, self.data_collator = settings.test_dataset, settings.data_collator
+        self.processing_class = settings.processing_class
+        self.batch_size = settings.batch_size
+        self.eval_batch_size = settings.eval_batch_size or settings.batch_size
+        self.epochs, self.max_steps = settings.epochs, settings.max_steps
+        self.limits = Limits(settings.epochs, settings.max_steps, settings.max_duration)
+        self.learning_rate, self.weight_decay = settings.learning_rate, settings.weight_decay
+        self.scheduler_interval = settings.scheduler_interval
+        self.max_grad_norm, self.grad_reduction = settings.max_grad_norm, settings.grad_reduction
+        self.loss_fn = settings.loss_fn
+        self.compute_metrics = settings.compute_metrics
+        self.scorer = make_scorer(settings.compute_metrics, scores_for(settings.loss_fn, model))
+        self.save_dir = cast("Path | None", settings.save_dir)
+        self.store = None if place is None else make_store(place, settings.save_required, settings.overwrite)
+        timeout = None if settings.timeout is None else seconds_of("timeout", settings.timeout)
+        self._calling = functools.partial(_calling, self.ranks, self.mesh, timeout)
+        self.seed, self.on_nonfinite, self.trial_name = settings.seed, settings.on_nonfinite, settings.trial_name
+        self.algorithms: list[Algorithm] = list(settings.algorithms)
+        for algorithm in self.algorithms:
+            refuse_class("algorithms", algorithm)
+            if not isinstance(algorithm, Algorithm):
+                raise ConfigError(f"`algorithms` must hold omnitrain.Algorithm instances, got {algorithm!r}.")
+            refuse_dead_methods(algorithms=algorithm)
+        check_algorithms(self.algorithms)
+        self._callbacks = list(settings.callbacks)
+        for callback in self._callbacks:
+            refuse_class("callbacks", callback)
+        self._callbacks += make_loggers(settings.loggers, self._callbacks, settings.save_dir is not None)
+        self._initial = InitialOptions()
+        self.lr_scheduler: Any = None
+        self.device: torch.device = self._choose_device(settings.device)
+        self.gradient_accumulation_steps = resolve_accumulation(settings, self.ranks.data.size)
+        self.precision: Precision = Precision.parse(
+            settings.autocast, self.device, settings.matmul_precision, settings.dtypes
+        )
+        self._take_model(model)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return the state for `pickle` and `copy.deepcopy`: how the trainer was made, its weights and its history.
+
+        Raises:
+            TypeError: In a run, and with several processes.
+        """
+        if self.lifecycle.is_running or self.world_size > 1:
+            where = "while it trains" if self.lifecycle.is_running else "that is one of several processes"
+            raise TypeError(
+                f"{type(self).__name__} cannot be pickled or copied {where}. Save a checkpoint instead: "
+                "`save_checkpoint()`, and `train(resume_from=...)` of another trainer."
+            )
+        weights = None if "model" in vars(self)["_arguments"] else self.get_model().state_dict()  # of `model_init`
+        return {**construction_of(self), "weights": weights, "run": self.lifecycle.outcome()}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Build the trainer again; the optimizer's state of a run that has ended is not in a copy."""
+        construct_again(self, state)
+        if state["weights"] is not None:
+            self.get_model().load_state_dict(state["weights"])
+        self.lifecycle.load_outcome(state["run"])
+        if self.progress.step:
+            self._checkpointer.ended = "this trainer is a copy, without the optimizer's state"
+
+    # --- the parts of a run
+
+    def _take_model(self, model: nn.Module) -> None:
+        """Build what belongs to a model: its unit, its backend, and the parts of a run."""
+        settings, dtypes = self.settings, self.precision.dtypes
+        if self.store is not None:
+            _check_dtypes(model)
+        if dtypes.inputs is not None and "_prepare_batch" in members_of_user(type(self)):
+            raise ConfigError(
+                f"`dtypes={dtypes.described!r}` sets the inputs, which `_prepare_batch` of {type(self).__name__} "
+                "prepares itself. Cast them there, and leave 'inputs' out."
+            )
+        state_dicts.copy_expanded(model)
+        initial: Any = None
+        if settings.init_from is not None:
+            initial = load_initial(model, cast("Mapping[str, Any]", settings.init_from), self.ranks)
+        if settings.freeze is not None:
+            freeze_parameters(state_dicts.named_parameters(model), settings.freeze)
+        if settings.gradient_checkpointing:
+            recompute_activations(state_dicts.unwrap(model), settings.gradient_checkpointing)
+        own = settings.unit
+        check_untrained_loss("`unit`", own, model)
+        move_loss(settings.loss_fn, model, self.device)
+        move_unit(own, model, self.device)
+        self.unit: Any = own if own is not None else ModelUnit(model, settings.loss_fn, settings.label_names or ())
+        mean = getattr(self.unit, "loss_mean", None)
+        self.loss_mean: LossMean = (
+            mean if isinstance(mean, LossMean) else LossMean.of(self.unit, state_dicts.unwrap(model))
+        )
+        self.backend: Backend = self._make_backend(model)
+        self.backend.initial = initial
+        self.backend.take_dtypes(dtypes)
+        dtypes.cast(state_dicts.unwrap(model))
+        self.precision.convert(state_dicts.unwrap(model))
+        self.backend.compile_by(settings.compile)
+        self._sets = self._make_sets()
+        self._assemble()
+        self._setup_training_components()
+        self.lifecycle.adopt(self.get_model())  # the rest when it is made
+        self._finish_setup()
+
+    def _make_sets(self) -> Sets:
+        """Return the data."""
+        settings = self.settings
+        handlers = [settings.data_collator, *settings.algorithms]
+        is_seen = bool(members_of_user(type(self)).keys() & SEE_BATCHES) or any(map(is_of_user, handlers))
+        taken = None if is_seen or type(self.unit) is not ModelUnit else self.unit.columns
+        columns, adds_mask = Columns(taken, self.get_model()), "attention_mask" in forward_names(self.get_model())
+        return Sets(settings, self.device, self.ranks, columns, adds_mask)
+
+    def _make_backend(self, model: nn.Module, make: Callable[..., Backend] = Backend) -> Backend:
+        """Return the backend; `_setup_training_components` puts the model in place.
+
+        Args:
+            model: The model.
+            make: The class of the backend, or another maker of it, called with the arguments of `Backend`.
+        """
+
+        def grouped() -> torch.optim.Optimizer:
+            optimizer, wanted = self._build_optimizer(), self.settings.param_groups
+            if wanted is not None:
+                group_parameters(optimizer, state_dicts.named_parameters(self.model), wanted, self.is_main_process)
+            return optimizer
+
+        scaler = self.precision.grad_scaler(self.settings.fp16_loss_scale)
+        return make(model, self.device, scaler, grouped, self.ranks)
+
+    def _build_optimizer(self) -> torch.optim.Optimizer:
+        """Return the optimizer that was asked for, built for the model as it is now."""
+        settings = self.settings
+        return build_optimizer(
+            settings.optimizer, state_dicts.unwrap(self.model), settings.learning_rate, settings.weight_decay
+        )
+
+    @property
+    def _evaluates(self) -> bool:
+        """Whether the run evaluates."""
+        return self.eval_loader is not None
+
+    def _assemble(
+        self,
+        evaluation: Callable[..., Evaluation] = Evaluation,
+        loop: Callable[..., Loop] = Loop,
+        write_beside: Callable[[Path], None] | None = None,
+    ) -> None:
+        """Make the parts of a run, which start counting at zero.
+
+        Args:
+            evaluation: The class of what runs evaluations, or another maker of it.
+            loop: The same for the training loop.
+            write_beside: Writes further files into the folder of a checkpoint, on the main process; None writes those
+                of `processing_class`.
+        """
+        settings, ranks, sets = self.settings, self.ranks, self._sets
+        metric = settings.optimization_metric
+        direction = own_direction(metric, self.scorer, sets.eval)
+        objective = Objective(metric, settings.optimization_direction, settings.delta, direction)
+        own = default_callbacks(settings, self.limits, self.store, self._evaluates, self._callbacks)
+        lifecycle = self.lifecycle = Lifecycle(self, [*own, *self._callbacks], objective, self._evaluates)
+        lifecycle.progress.epoch_size = None if sets.train is None else sets.train.size
+        former = vars(self).get("_feed")
+        stages = stages_of(settings, self.limits, ranks.data.size, lifecycle.progress.epoch_size)
+        self._feed = Feed(self, lifecycle, ranks, settings, self.gradient_accumulation_steps, stages)
+        lifecycle.take_markers(self.backend.mark, self._feed.mark)
+        if former is not None:  # of an earlier run
+            self._feed.microbatch_size = former.microbatch_size
+        self._step = Step(
+            self, self.backend, lifecycle, ranks, settings,
+            lambda place: nonfinite_error(self, sets.train, self.save_dir, place), lambda: sets.train,
+            self._feed,
+        )  # fmt: skip
+        shown = ShownWeights(self)
+        contents = Contents(self, lifecycle, self._step, sets, self._initial, shown)
+        write_beside = write_beside or functools.partial(_write_processor, self)
+        self._checkpointer = Checkpointer(self, lifecycle, contents, shown, self.store, write_beside)
+        self._evaluation = evaluation(self, self._feed, self.scorer, shown, lifecycle)
+        if self._evaluates:
+            self._evaluation.check(objective, sets.eval)
+        self._loop = loop(
+            self, lifecycle, sets, self._feed, self._step, self._evaluation, self._checkpointer, ranks, settings
+        )
+
+    def _finish_setup(self, lr_scheduler: Any = None, warmup_steps: Any = None) -> None:
+        """Build the schedule, once `_setup_training_components` has put the model in place.
+
+        Args:
+            lr_scheduler: The schedule; None is the argument of the trainer.
+            warmup_steps: Its warm-up; None is the argument of the trainer.
+        """
+        self.lr_scheduler = None
+        if self.train_loader is None and not self._loop.has_own_epoch:
+            return
+        spec = self.settings.lr_scheduler if lr_scheduler is None else lr_scheduler
+        warmup = self.settings.warmup_steps if warmup_steps is None else warmup_steps
+        self.settings = replace(self.settings, lr_scheduler=spec, warmup_steps=warmup)
+        self._initial.note_optimizer(self.backend.groups)
+        # another part has made the schedule with its options, unless it has named it
+        options = self.settings.lr_scheduler_kwargs if lr_scheduler is None or isinstance(lr_scheduler, str) else None
+        size = None if self.train_loader is None else self.train_loader.size
+        course = Course.of(self.limits, self.steps_per_epoch, size, self.settings.scheduler_interval)
+        self.lr_scheduler = build_scheduler(
+            spec, self.optimizer, warmup_steps=warmup, options=options, course=course, mode=self.objective.direction,
+        )  # fmt: skip
+        if not isinstance(spec, str | Schedule | None):
+            self._initial.note_schedule(self.lr_scheduler)
+        self._step.take_schedule(self.lr_scheduler, self._loop.has_own_epoch)
+        if follows_evaluations(self.lr_scheduler):
+            if not self._evaluates:
+                kind = type(self.lr_scheduler).__name__
+                raise ConfigError(f"`lr_scheduler={kind}` follows evaluations. Pass `eval_dataset`.")
+            if self.settings.scheduler_interval == "epoch":
+                raise ConfigError(
+                    "`scheduler_interval='epoch'` has no effect on a schedule that follows evaluations. Leave it out."
+                )
+            change_setting(self, scheduler_interval="evaluation")
+        _adopt_parts(self)
+
+    # --- training
+
+    def train(
+        self,
+        resume_from: str | Path | None = None,
+        allow_change: Collection[str] = (),
+        *,
+        more: int | float | str | Duration | None = None,
+    ) -> MetricsDict:
+        """Train to the first limit, and return the history with the best evaluation.
+
+        A second call trains again from the present weights, with fresh progress and history; with `more` it goes on
+        instead. The random number generators of torch, numpy and Python are left as they were before the call, even
+        after an error.
+
+        Args:
+            resume_from: The folder of a checkpoint, "last", "best", or "auto": the newest undamaged one in `save_dir`,
+                or a fresh start if there is none.
+            allow_change: Names of arguments (settings, data, functions) that may differ from those of the checkpoint.
+            more: Go on with the run that has ended for so much longer, such as 2 (epochs), "500ba" or "1h", from the
+                weights of its last step, as if it had had that length from the start; the trainer keeps that length.
+                After early stopping, `patience` begins anew.
+
+        Raises:
+            ConfigError: If there is no run that `more` could go on with, or another thread of the program trains.
+            CheckpointError: If the checkpoint is damaged, or was saved with settings that would change the run, or if
+                another run writes into `save_dir`.
+            NonFiniteError: If a loss or gradient is not finite and `on_nonfinite="raise"`; the weights are intact.
+            KeyboardInterrupt, SystemExit: After SIGINT or SIGTERM has ended the run in order.
+        """
+        if self.lifecycle.is_running:
+            raise ConfigError(
+                "`train()` was called inside of `train()`, by a callback or a hook of this trainer. A callback asks "
+                "the run itself: request_evaluate(), request_save(), stop(); another run is made by another trainer."
+            )
+        with (
+            contextlib.ExitStack() as after,
+            _only_thread("train()"),
+            self._calling("train()"),
+            isolated_rng(self.device),
+            locked(self.store, self.ranks, lambda: self._checkpointer.note_start(), after),
+        ):
+            if self.train_loader is None and not self._loop.has_own_epoch:
+                raise ConfigError("There is nothing to train on: pass `train_dataset` or `train_loader`.")
+            check_allowed(allow_change)
+            check_same_on_ranks(self.ranks, _described_run(self, resume_from, allow_change, more))
+            if more is not None:
+                _go_on(self, more, resume_from, allow_change)
+            else:
+                _start(self, resume_from, allow_change)
+            self._checkpointer.check_disk()
+            failed = True
+            try:
+                with _kernels(self.settings, self.precision), self._checkpointer.background():
+                    self._loop.run()
+                failed = False
+            except BaseException as error:
+                if isinstance(error, Exception) and not isinstance(error, NonFiniteError):  # which says where it was
+                    progress = self.progress
+                    add_place(error, f"after step {progress.step} (epoch {progress.epoch + 1}), rank {self.rank}")
+                self.lifecycle.failed(error)
+                self._checkpointer.ended = "its last run failed"
+                if isinstance(error, DistributedError) and self.control.signal:
+                    logger.error("%s", error)
+                    raise error_of(self.control.signal) from error
+                raise
+            finally:
+                try:
+                    for end in overriding(self.algorithms, "end_run"):
+                        end(self)
+                    self._step.guard.release(self.optimizer)
+                    self._sets.end_workers()
+                finally:  # after a second signal, too
+                    self.lifecycle.end_train(failed)
+        if number := self.lifecycle.signal or self.control.signal:  # which may come after the last save
+            raise error_of(number)
+        return self.metrics
+
+    def _begin_run(self, resumes: bool, is_live: bool = False) -> None:
+        """Reset the counters to zero, and the optimizer if the trainer has trained before.
+
+        Args:
+            resumes: Whether a checkpoint is about to be restored.
+            is_live: Whether a run goes on with the optimizer and the algorithms as they are.
+        """
+        for algorithm in () if is_live else self.algorithms:  # first: one may have frozen what an optimizer is to hold
+            algorithm.set_up(self)
+        if is_live or self.progress.step or self.metrics["train_metrics_history"]:
+            former = self.progress.step
+            self._assemble()
+            self.lifecycle.begin_again(0 if resumes else former)
+            is_given = hasattr(self.settings.optimizer, "param_groups")
+            if not is_live and not is_given:
+                self.backend.reset_optimizer()
+            self._finish_setup()
+        owner = getattr(self.lr_scheduler, "optimizer", self.optimizer)
+        if owner is not self.optimizer:
+            raise ConfigError(
+                "`trainer.lr_scheduler` belongs to another optimizer than `trainer.optimizer`, so it would change "
+                "nothing. Assign a schedule of the new optimizer too, or pass `optimizer` to the constructor."
+            )
+        _adopt_parts(self)
+        if not is_live:
+            self._checkpointer.shown.begin_training()
+        self._seed()
+        self._step.prepare()
+
+    def compile(self, steps: int = 1) -> Compiled:
+        """Compile before the run what it would compile in its first steps, and return what was compiled.
+
+        Batches are run forward and backward: those of the first steps, of the last step of an epoch if the data have
+        an index, and of each evaluation set the first and the last, one of each shape. No update is made and nothing
+        is written: weights, data, random numbers and progress are as before, and callbacks are not called. A later
+        `train()` finds everything compiled, and so does another process in the cache of inductor
+        (`TORCHINDUCTOR_CACHE_DIR`). With `compile=False`, what you have compiled in the model yourself is.
+
+        Args:
+            steps: From how many of the first steps of an epoch batches are taken, for data of many lengths.
+
+        Raises:
+            ConfigError: If the run has begun, or the trainer has a `_train_epoch` or `_train_step` of your own.
+        """
+        check_compilable(self._loop, steps)
+        with _only_thread("compile()"), self._calling("compile()"), isolated_rng(self.device):
+            self._begin_run(resumes=True)
+            try:
+                with _kernels(self.settings, self.precision), self.lifecycle.silent():
+                    return compile_ahead(self._loop, steps)
+            finally:
+                for end in overriding(self.algorithms, "end_run"):
+                    end(self)
+                self._step.guard.release(self.optimizer)
+                self._sets.end_workers()
+
+    def stop(self, reason: str = "requested") -> None:
+        """Request the end of the run at the next step boundary; only the first reason counts."""
+        if reason not in STOP_REASONS:
+            logger.info("The run was asked to stop: %s", reason)
+            reason = "requested"
+        self.control.stop = self.control.stop or reason
+
+    def request_evaluate(self) -> None:
+        """Request an evaluation at the next step boundary."""
+        if not self._evaluates:
+            raise ConfigError("An evaluation was requested, but there is no evaluation set. Pass `eval_dataset`.")
+        self.control.evaluate = True
+
+    def request_save(self) -> None:
+        """Request a checkpoint at the next step boundary."""
+        if self.store is None:
+            raise ConfigError("A checkpoint was requested, but there is no place for it. Pass `save_dir`.")
+        self.control.save = True
+
+    def request_log(self) -> None:
+        """Request a row of logs at the next step boundary."""
+        self.control.log = True
+
+    # --- evaluating
+
+    def evaluate(self, dataset: Any = None, prefix: str = "eval") -> dict[str, float]:
+        """Return `<prefix>_loss` and the metrics on a dataset, a loader or a dict of named sets; default: the eval set.
+
+        The history, the best evaluation and the random numbers of the run stay as they are.
+        """
+        loader = self.eval_loader if dataset is None else self._sets.loader_for(dataset)
+        if loader is None:
+            raise ConfigError("There is nothing to evaluate: pass a dataset, or `eval_dataset` to the constructor.")
+        with _only_thread("evaluate()"), self._calling("evaluate()"):
+            return self._loop.outside(loader, lambda stop: self._evaluation.evaluate(loader, prefix, stop))
+
+    def test(self, dataset: Any = None) -> dict[str, float]:
+        """Return `test_loss` and the metrics on a dataset or the test set; they never select a checkpoint."""
+        loader = self.test_loader if dataset is None else self._sets.loader_for(dataset)
+        if loader is None:
+            raise ConfigError("There is nothing to test: pass a dataset, or `test_dataset` to the constructor.")
+        with _only_thread("test()"), self._calling("test()"):
+            metrics = self._loop.outside(loader, lambda stop: self._evaluation.evaluate(loader, "test", stop))
+        progress = self._checkpointer.weights_from or self.progress
+        row = {"step": progress.step, "epoch": round(progress.epochs, 6), **metrics}
+        self.metrics.add_test(row)
+        self.lifecycle.logged(row)
+        return metrics
+
+    def predict(self, dataset: Any) -> Predictions:
+        """Return predictions and labels as arrays, one row per sample in the dataset's order, and any metrics."""
+        loader = self._sets.loader_for(dataset)
+        if isinstance(loader, dict):
+            raise ConfigError(
+                f"`predict` takes one dataset, got the sets {', '.join(loader)}. Call it for each of them."
+            )
+        with _only_thread("predict()"), self._calling("predict()"):
+            self.lifecycle.begin_prediction()
+            found = self._loop.outside(loader, lambda stop: self._evaluation.predict(loader, stop))
+            self.lifecycle.predicted(found)
+            return found
+
+    # --- saving and loading
+
+    def save_model(self, path: str | Path, overwrite: bool = False) -> Path:
+        """Write the weights as safetensors to the folder `path`, with config and tokenizer if there are any.
+
+        For a model with PEFT adapters, only the adapters are written, in PEFT's format.
+        """
+        with self._calling("save_model()"):
+            folder = local_path(path, "path")
+            self.backend.check_filled()
+            beside = [] if self.processing_class is None else [self.processing_class]
+            return save_model(
+                self.model, folder, overwrite, self._checkpointer.shown.model_tensors(), self.ranks, beside
+            )
+
+    def save_checkpoint(self) -> Path:
+        """Save a full checkpoint of the current state, and return its folder.
+
+        Raises:
+            ConfigError: If there is no `save_dir`.
+            CheckpointError: If it cannot be written; earlier checkpoints are untouched.
+        """
+        with self._calling("save_checkpoint()"), self.lifecycle.aside():
+            self.backend.check_filled()
+            return self._checkpointer.save_now()
+
+    def load_checkpoint(self, path: str | Path) -> Path:
+        """Restore the whole trainer from a checkpoint (a path, "last" or "best"), and return its folder.
+
+        Raises:
+            CheckpointError: If it is missing, damaged, or from another model or optimizer.
+        """
+        with self._calling("load_checkpoint()"):
+            folder, content = self._checkpointer.find(path) or (None, None)
+            if folder is None or content is None:
+                raise CheckpointError(f"{str(path)!r} holds no checkpoint.")
+            self._checkpointer.restore(folder, content)
+            self._checkpointer.ended = "load_checkpoint() has restored another state since"
+            self.lifecycle.loaded(folder)
+            self._checkpointer.restore_random_numbers(folder, content)
+        return folder
+
+    def save_metrics(self, split: str, metrics: Mapping[str, Any]) -> Path:
+        """Write metrics to `<split>_results.json` in `save_dir`, or in the current folder if there is none."""
+        return write_results(self.save_dir or Path(), split, metrics, self.is_main_process)
+
+    def resolved_config(self) -> dict[str, Any]:
+        """Return every setting in force, as JSON types."""
+        resolved = {
+            "algorithm_options": made_with(self.algorithms),
+            "autocast": self.precision.name,
+            "batch_size": self.batch_size,
+            "dtypes": self.precision.dtypes.described,
+            "callback_options": without_secrets(made_with(self._callbacks)),
+            "device": str(self.device),
+            "eval_batch_size": self.eval_batch_size,
+            "gradient_accumulation_steps": self.gradient_accumulation_steps,
+            "global_batch_size": samples_of_step(self.settings, self._sets.share.size),
+            "matmul_precision": self.precision.matmul or matmul_precision(),
+            "optimization_direction": self.objective.direction,
+            "optimizer": None if self.train_loader is None and not self._loop.has_own_epoch else self.optimizer,
+            "optimizer_groups": self._initial.optimizer,
+            "lr_scheduler_options": self._initial.schedule,
+            "samples_per_epoch": self._sets.train_size,
+            "total_steps": self.total_steps,
+            "unit": self.unit,
+        }
+        if changes_in_size(self.settings):
+            resolved["global_batch_size"] = self.settings.global_batch_size
+        if isinstance(self.settings.save_dir, str):  # an address, which may have credentials
+            resolved["save_dir"] = masked(self.settings.save_dir)
+        plain = describe_all({**self.settings.to_dict(), **resolved})
+        return {"trainer": describe(type(self)), "model": describe(state_dicts.class_of(self.model)), **plain}
+
+    # --- what the trainer has
+
+    @property
+    def model(self) -> nn.Module:
+        """The user's module, on every backend; `model_wrapped` is the one that runs."""
+        return self.backend.model
+
+    @model.setter
+    def model(self, model: nn.Module) -> None:
+        self.backend.model, self.backend.wrapped = model, self.backend.compiled(model)
+
+    @property
+    def model_wrapped(self) -> nn.Module:
+        """The module that runs in a forward pass: the model, or its wrapper by DDP, `torch.compile` or DeepSpeed."""
+        return self.backend.wrapped
+
+    def get_model(self) -> nn.Module:
+        """Return the bare module, without the wrappers of a backend or `torch.compile`."""
+        return state_dicts.unwrap(self.model)
+
+    unwrap_model = get_model
+
+    @property
+    def optimizer(self) -> torch.optim.Optimizer:
+        """The optimizer: the user's, or one built on first use, after the model is in place."""
+        return self.backend.optimizer
+
+    @optimizer.setter
+    def optimizer(self, optimizer: torch.optim.Optimizer) -> None:
+        if self.settings.param_groups is not None:
+            raise ConfigError(
+                "`param_groups` would have no effect on an optimizer that is assigned. Make it with these groups, and "
+                "leave `param_groups` out."
+            )
+        self.settings = replace(self.settings, optimizer=optimizer)  # it stays for further runs
+        self.backend.optimizer = optimizer
+
+    @property
+    def optimizers(self) -> dict[str, torch.optim.Optimizer]:
+        """Several optimizers by name, for your own `_train_epoch`; empty if there is only one.
+
+        Set it in `_setup_training_components`. Every checkpoint has all of them. The first is `optimizer`: it counts
+        the steps of the run and has the schedule.
+        """
+        return self.backend.optimizers
+
+    @optimizers.setter
+    def optimizers(self, optimizers: Mapping[str, torch.optim.Optimizer]) -> None:
+        check_optimizers(optimizers, self.backend.takes_optimizers)
+        self.backend.optimizers = dict(optimizers)
+        self.optimizer = next(iter(optimizers.values()))
+        self._initial.optimizer = None
+        self._initial.note_optimizer(self.backend.groups)
+
+    @property
+    def scaler(self) -> torch.amp.GradScaler:
+        """PyTorch's GradScaler, enabled under fp16 only. It can be replaced before `train()`."""
+        return self.backend.scaler
+
+    @scaler.setter
+    def scaler(self, scaler: torch.amp.GradScaler) -> None:
+        self.backend.scaler = scaler
+
+    @property
+    def train_loader(self) -> Any:
+        """The loader of the training set, or None."""
+        return self._sets.train
+
+    @property
+    def eval_loader(self) -> Any:
+        """The loader of the evaluation set, a dict of loaders for named sets, or None."""
+        return self._sets.eval
+
+    @property
+    def test_loader(self) -> Any:
+        """The loader of the test set, or None."""
+        return self._sets.test
+
+    @property
+    def progress(self) -> Progress:
+        """How far the run has come."""
+        return self.lifecycle.progress
+
+    @property
+    def control(self) -> Control:
+        """What callbacks on this rank have requested; all ranks agree on what is done."""
+        return self.lifecycle.control
+
+    @property
+    def metrics(self) -> MetricsDict:
+        """The history of the run and its best evaluation."""
+        return self.lifecycle.metrics
+
+    @property
+    def objective(self) -> Objective:
+        """The metric to optimize, its direction, and its best value so far."""
+        return self.lifecycle.objective
+
+    @property
+    def stop_reason(self) -> str:
+        """Why the run is ending or has ended; empty until then."""
+        return self.lifecycle.stop or self.control.stop
+
+    @property
+    def steps_per_epoch(self) -> int | None:
+        """Optimizer steps in an epoch; None for data without length, and where `global_batch_size` changes."""
+        if changes_in_size(self.settings):
+            return None
+        try:
+            batches = len(self.train_loader)
+        except TypeError:
+            return None
+        return -(-batches // self.gradient_accumulation_steps)
+
+    @property
+    def total_steps(self) -> int | None:
+        """Optimizer steps of the whole run, or None if unknown."""
+        size = None if self.train_loader is None else self.train_loader.size
+        return self.limits.total_steps(self.steps_per_epoch, size)
+
+    @property
+    def is_main_process(self) -> bool:
+        """Whether this is the rank that prints and writes."""
+        return self.ranks.is_main
+
+    @property
+    def rank(self) -> int:
+        """The number of this rank, from 0."""
+        return self.ranks.rank
+
+    @property
+    def world_size(self) -> int:
+        """The number of ranks of the run."""
+        return self.ranks.world_size
+
+
+show_in_notebooks(BaseTrainer, trainer_html)  # a method for it would be one more that subclasses might override
+
+
+def _check_model(model: Any) -> None:
+    refuse_class("model", model)
+    if not isinstance(model, nn.Module):
+        raise ConfigError(f"`model` must be an nn.Module, got {type(model).__name__}.")
+    lazy = [name for name, one in model.named_parameters() if nn.parameter.is_lazy(one)]
+    if lazy:
+        raise ConfigError(
+            f"`model` has lazy parameters, {lazy[0]!r} for instance, whose shapes only a first batch tells. Call "
+            "the model on one before it is passed: model(batch)."
+        )
+
+
+def _check_dtypes(model: nn.Module) -> None:
+    """Raise ConfigError if checkpoints cannot hold a tensor of the model; buffers that do not persist are not saved."""
+    tensors = (*model.named_parameters(), *model.named_buffers())
+    unknown = [(name, tensor.dtype) for name, tensor in tensors if tensor.dtype not in DTYPES]
+    saved = model.state_dict().keys() if unknown else ()
+    for name, dtype in unknown:
+        if name in saved:
+            raise ConfigError(f"`model` cannot be saved: {unsaved_dtype(name, dtype)}")
+
+
+@contextlib.contextmanager
+def _calling(ranks: Ranks, mesh: Any, timeout: float | None, what: str) -> Iterator[None]:
+    """Enter a call that all ranks make, laid out in the mesh that their trainer was made with."""
+    with ranks.laid_out(mesh), ranks.calling(what, timeout):
+        yield
+
+
+_threads: list[tuple[threading.Thread, str]] = []
+"""The threads that are inside of a call that draws random numbers, with its name, each as often as it has entered."""
+_threads_lock = threading.Lock()
+
+
+@contextlib.contextmanager
+def _only_thread(call: str) -> Iterator[None]:
+    """Reject a call while another thread trains, and training while another one evaluates.
+
+    Both would draw from, and seed or restore, the same random number generators.
+    """
+    thread = threading.current_thread()
+    with _threads_lock:
+        for other, running in _threads:
+            if other is thread or not other.is_alive() or "train()" not in (call, running):  # a fork ends them
+                continue
+            doing = "trains" if running == "train()" else f"is in `{running}`"
+            raise ConfigError(
+                f"`{call}` was called in the thread {thread.name!r} while the thread {other.name!r} of this program "
+                f"{doing}: they would share their random numbers, so that no run could be repeated. Make the calls "
+                "one after another, or each in a process of its own; a callback's request_evaluate() has a run "
+                "evaluate itself."
+            )
+        _threads.append((thread, call))
+    try:
+        yield
+    finally:
+        with _threads_lock:
+            _threads.remove((thread, call))
+
+
+@contextlib.contextmanager
+def _kernels(settings: Settings, precision: Precision) -> Iterator[None]:
+    """Have PyTorch compute inside as the settings say."""
+    anomalies = torch.autograd.set_detect_anomaly if settings.detect_anomaly else contextlib.nullcontext
+    deterministic = deterministic_kernels(settings.deterministic)
+    with deterministic, precision.of_products(), precision.without_cache(), anomalies(True):
+        yield
+
+
+def _start(trainer: BaseTrainer, resume_from: Any, allow_change: Collection[str]) -> None:
+    """Begin a run, afresh or from a checkpoint."""
+    checkpointer = trainer._checkpointer
+    found = None if resume_from is None else checkpointer.find(resume_from)
+    if found is None and resume_from == "auto":
+        logger.info("No checkpoint in %r yet: the run starts afresh.", str(trainer.save_dir))
+    elif found is None:
+        checkpointer.check_save_dir()
+    if found is None:
+        trainer.backend.check_filled()
+    trainer._begin_run(resumes=found is not None)
+    trainer._checkpointer.check_optimizers(vars(trainer), resumes=found is not None)
+    if found is not None:
+        trainer._checkpointer.resume(*found, allow_change)
+
+
+def _go_on(trainer: BaseTrainer, more: Any, resume_from: Any, allow_change: Collection[str]) -> None:
+    """Begin the longer run that goes on from the end of the one before.
+
+    Raises:
+        ConfigError: If there is none, or an argument contradicts that.
+    """
+    if resume_from is not None or allow_change:
+        name = "resume_from" if resume_from is not None else "allow_change"
+        raise ConfigError(
+            f"`more` goes on with the run that this trainer has ended, and `{name}` with one from a checkpoint. Leave "
+            "one of them out."
+        )
+    former, reason, tests = trainer._checkpointer, trainer.stop_reason, trainer.metrics["test"]
+    ended, length = former.required_end(), Limits.after(trainer.progress, more)
+    now = group_options(trainer.backend.groups)
+    changed = [
+        {key: value for key, value in one.items() if key not in then or then[key] != value}
+        for one, then in zip(now, ended.groups, strict=True)
+    ]
+    found = None if ended.folder is None else former.find(ended.folder)
+    if found is not None:  # the optimizer is made anew, and there may not be room for the state of both
+        former.ended, ended = "a longer run has begun", replace(ended, parts=())
+    change_setting(
+        trainer, settings=replace(trainer.settings, **length), limits=Limits(**length), epochs=length["epochs"],
+        max_steps=length["max_steps"],
+    )  # fmt: skip
+    trainer._begin_run(resumes=True, is_live=found is None)
+    if found is not None:
+        trainer._checkpointer.check_optimizers(vars(trainer), resumes=True)
+        trainer._checkpointer.resume(*found, ())
+    trainer._checkpointer.go_on(ended, former, changed)
+    trainer.metrics["test"] = tests
+    if reason == "early_stopping":
+        trainer.objective.evaluations_without_gain = 0
+        for callback in trainer.lifecycle.callbacks:
+            if isinstance(callback, EarlyStopping):
+                callback.stopped_at = None
+        logger.info("Early stopping has ended the run before: `patience` begins anew.")
+
+
+def _write_processor(trainer: BaseTrainer, folder: Path) -> None:
+    """Write the tokenizer or processor next to the weights, so that `from_pretrained` opens both."""
+    if trainer.processing_class is not None:
+        trainer.processing_class.save_pretrained(str(folder))
+
+
+def _adopt_parts(trainer: BaseTrainer) -> None:
+    """Have the model, the optimizer and the schedule called, if they are callbacks or hooks."""
+    optimizer = trainer.backend.optimizer if trainer.train_loader is not None or trainer._loop.has_own_epoch else None
+    bare = getattr(optimizer, "optimizer", optimizer)  # accelerate wraps it
+    trainer.lifecycle.adopt(trainer.get_model(), bare, trainer.lr_scheduler)
+
+
+def _described_run(trainer: BaseTrainer, resume_from: Any, allow_change: Collection[str], more: Any) -> dict[str, Any]:
+    """Return what the ranks must agree on before they train, as JSON types."""
+    described, groups = trainer.resolved_config(), trainer.backend.groups
+    del described["samples_per_epoch"]  # with the user's own loaders, it may differ between ranks
+    spec = trainer.settings.lr_scheduler
+    if spec is None or hasattr(spec, "step"):
+        del described["total_steps"]  # which follow from those samples, and decide nothing here
+    return described | {
+        "optimizer_groups": options_of(groups),  # which may have changed since the trainer was made
+        "learning_rates": [float(group["lr"]) for group in groups],
+        "resume_from": resume_from if resume_from in (None, "auto", "last", "best") else "a folder",
+        "allow_change": sorted(allow_change),
+        "more": describe(more),
+    }

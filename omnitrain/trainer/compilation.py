@@ -1,0 +1,174 @@
+"""Compiling ahead of a run: `trainer.compile()`.
+
+What is compiled, and with which options, is in `backends/`; what a run compiles once more, in `recompilations.py`.
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+from omnitrain.core.errors import ConfigError
+from omnitrain.core.events import Algorithm, overriding
+from omnitrain.data.collation import tensors_in
+from omnitrain.data.sampling import Window
+from omnitrain.trainer.buffers import unchanged_buffers
+from omnitrain.trainer.hooks import members_of_user
+from omnitrain.trainer.loop import Loop
+
+logger: logging.Logger = logging.getLogger("omnitrain")
+
+
+class Compiled(NamedTuple):
+    """The result of `trainer.compile()`, on this rank.
+
+    Attributes:
+        seconds: How long it took.
+        graphs: How many graphs were compiled; 0 if all of them were there already.
+        breaks: What cuts the model into several graphs, in the words of `torch.compile`, and how often.
+        shapes: The shapes of the batches that were run, by "train", "eval" or the names of the evaluation sets.
+    """
+
+    seconds: float
+    graphs: int
+    breaks: dict[str, int]
+    shapes: dict[str, list[str]]
+
+
+def check_compilable(loop: Loop, steps: Any) -> None:
+    """Refuse to compile ahead where it would compile something else than the run.
+
+    Raises:
+        ConfigError: Naming the reason.
+    """
+    hooks, lifecycle = loop.hooks, loop.lifecycle
+    if isinstance(steps, bool) or not isinstance(steps, int) or steps < 1:
+        raise ConfigError(f"`steps` of `compile()` must be a positive integer, got {steps!r}.")
+    if lifecycle.is_running or lifecycle.progress.step or lifecycle.metrics["train_metrics_history"]:
+        raise ConfigError(
+            f"`compile()` is for the time before a run, and this trainer is at step {lifecycle.progress.step}. Call it "
+            "before `train()` or `load_checkpoint()`; a run that is resumed finds what it has compiled."
+        )
+    own = [name for name in ("_train_epoch", "_train_step") if name in members_of_user(type(hooks))]
+    if own:
+        raise ConfigError(
+            f"`compile()` cannot know what {type(hooks).__name__}.{own[0]} runs, which is your own. Run a batch of "
+            "each shape through `trainer.model_wrapped`, forward and backward, or leave it out: the run compiles."
+        )
+    if loop.sets.train is None:
+        raise ConfigError("There is nothing to compile for: pass `train_dataset` or `train_loader`.")
+
+
+def compile_ahead(loop: Loop, steps: int) -> Compiled:
+    """Run batches of the first steps, of the last one and of evaluations, so that what runs them is compiled.
+
+    Args:
+        loop: The loop of a run that has been prepared.
+        steps: From how many of the first steps batches are taken.
+    """
+    from torch._dynamo.utils import counters  # seconds to load, and loaded only where something is compiled
+
+    hooks, ranks, begin = loop.hooks, loop.ranks, time.perf_counter()
+    ranks.check_alike("The arguments of compile()", {"steps": steps}, "Call it alike on every rank.")
+    graphs, breaks = counters["stats"]["unique_graphs"], dict(counters["graph_break"])
+    states = [copy.deepcopy(one.state_dict()) for one in hooks.algorithms]
+    shapes: dict[str, list[str]] = {}
+    progress, loop.lifecycle.progress = loop.lifecycle.progress, copy.copy(loop.lifecycle.progress)
+    try:
+        for start in overriding(hooks.algorithms, "begin_epoch"):
+            start(hooks)
+        with unchanged_buffers(hooks.backend.model):
+            with loop.sets.train.untouched():
+                for window, found in _of_new_shapes(loop, steps):
+                    shapes.setdefault("train", []).extend(found)
+                    loop.step.rehearse(window)
+            if loop.lifecycle.evaluates:
+                named = loop.sets.eval if isinstance(loop.sets.eval, Mapping) else {"eval": loop.sets.eval}
+                for name, loader in named.items():
+                    batches = loop.evaluation.rehearse_batches(loader)
+                    shapes[name] = list(dict.fromkeys(map(_shape_of, batches)))
+    finally:
+        loop.lifecycle.progress = progress
+        for algorithm, state in zip(hooks.algorithms, states, strict=True):
+            for forget in overriding([algorithm], "set_up"):
+                forget(hooks)
+            if type(algorithm).state_dict is not Algorithm.state_dict:
+                algorithm.load_state_dict(state)
+    compiled = Compiled(
+        time.perf_counter() - begin,
+        counters["stats"]["unique_graphs"] - graphs,
+        {_brief(why): count - breaks.get(why, 0) for why, count in counters["graph_break"].items()
+         if count > breaks.get(why, 0)},
+        shapes,
+    )  # fmt: skip
+    _tell(loop, compiled)
+    return compiled
+
+
+def _of_new_shapes(loop: Loop, steps: int) -> Iterator[tuple[Window, list[str]]]:
+    """Yield the first steps of a run, and the last one of its first epoch, without batches of shapes that were there.
+
+    With each window come the shapes of its batches, as the model sees them.
+
+    All ranks take the same batches, as they wait for each other in them: those of which some rank has seen none alike.
+    """
+    seen = set[str]()
+    lifecycle, loader = loop.lifecycle, loop.sets.train
+    per_step = loop.feed.accumulation
+    last = loader.last_step(per_step)
+    for position, limit in ((0, steps), *([] if last is None else [(last, 1)])):
+        size = lifecycle.progress.epoch_size or 0
+        done = round(position / size * -(-len(loader) // per_step)) if position else 0
+        lifecycle.progress = replace(lifecycle.progress, samples_in_epoch=position, step=done, step_in_epoch=done)
+        windows = loop.feed.windows(loader, 0, lifecycle.progress)
+        for _, window in zip(range(limit), windows, strict=False):
+            shapes = [_shape_of(_transformed(loop, batch)) for batch in window.batches]
+            own = [shape not in seen and shape not in shapes[:turn] for turn, shape in enumerate(shapes)]
+            marks = loop.ranks.gather("the shapes of a step", own)
+            turns = [turn for turn, each in enumerate(zip(*marks, strict=True)) if any(each)]
+            seen.update(shapes)
+            if turns and window.weight:
+                batches, weights = ([of[turn] for turn in turns] for of in (window.batches, window.weights))
+                origins = turns if window.origins is None else [window.origins[turn] for turn in turns]
+                yield replace(window, batches=batches, weights=weights, origins=origins), [shapes[one] for one in turns]
+            lifecycle.progress.advance(window.samples, window.tokens, batches=window.micro_batches)
+        loader.close()
+
+
+def _transformed(loop: Loop, batch: Any) -> Any:
+    """Return a training batch as algorithms make it, which may be longer or larger in later steps."""
+    transforms = overriding(loop.hooks.algorithms, "transform_batch")
+    if transforms:
+        batch = loop.hooks._prepare_batch(batch)
+    for transform in transforms:
+        batch = transform(loop.hooks, batch)
+    return batch
+
+
+def _shape_of(batch: Any) -> str:
+    """Return the shapes of the tensors of a batch: "x [8, 4], labels [8]"."""
+    if isinstance(batch, Mapping):
+        return ", ".join(f"{name} {list(one.shape)}" for name in batch for one in tensors_in(batch[name]))
+    return ", ".join(str(list(one.shape)) for one in tensors_in(batch))
+
+
+def _brief(reason: str) -> str:
+    """Return the first paragraph of a reason, without the places in PyTorch that follow it."""
+    return " ".join(reason.split("\n\n")[0].split())
+
+
+def _tell(loop: Loop, found: Compiled) -> None:
+    if not loop.ranks.is_main:
+        return
+    told = "".join(f"\n  {name}: {'; '.join(shapes)}" for name, shapes in found.shapes.items())
+    told += "".join(f"\n  graph break ({count} times): {why}" for why, count in found.breaks.items())
+    logger.info("Compiled %d graphs ahead of the run in %.1f s.%s", found.graphs, found.seconds, told)
+    if not found.graphs and loop.settings.compile in (None, False):
+        logger.warning(
+            "`compile()` has run the first batches, and nothing of the model was compiled. Pass compile=True, or "
+            "compile parts of the model with `torch.compile`."
+        )

@@ -1,0 +1,623 @@
+"""Evaluation and prediction: exact means, bounded memory, no effect on the training."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import itertools
+import logging
+import math
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from typing import Any, NamedTuple, TypeVar
+
+import numpy as np
+import torch
+from torch.utils.data import default_convert
+
+from omnitrain.checkpoint.eval_weights import ShownWeights
+from omnitrain.core.errors import ConfigError, DataError, ObjectiveError, OmnitrainError
+from omnitrain.core.events import Event
+from omnitrain.core.objective import Objective
+from omnitrain.data.collation import IGNORED_LABEL, LABEL_KEYS, tensors_in
+from omnitrain.data.loaders import Loader
+from omnitrain.data.stateful import data_parts, untouched
+from omnitrain.metrics.scorer import SampleList, Scorer, make_scorer, per_sample, scores_for, to_numpy
+from omnitrain.model.losses import LossMean
+from omnitrain.model.multitask import MultiTaskUnit
+from omnitrain.model.units import ModelUnit, StepOutput, run_unit
+from omnitrain.trainer.failing_samples import name_dtypes, suspects
+from omnitrain.trainer.feed import Feed
+from omnitrain.trainer.hooks import Hooks, evaluating
+from omnitrain.trainer.lifecycle import Lifecycle, is_of_callback
+from omnitrain.trainer.loss_probe import ask_loss
+from omnitrain.trainer.meters import Meters, means_of
+
+logger: logging.Logger = logging.getLogger("omnitrain")
+
+_LONG_S = 5.0
+"""Seconds after which the first evaluation of data of unknown length is warned of, and again after twice as many."""
+
+
+class Inconclusive(Exception):
+    """A metric failed on the first batch of a set but may work on all of it, such as a ranking of one class."""
+
+
+Scores = TypeVar("Scores")
+
+
+class Predictions(NamedTuple):
+    """The result of `predict`.
+
+    Attributes:
+        predictions: Array (or tuple of arrays) of shape (samples, ...), in the dataset's order; ragged dimensions are
+            padded with -100.
+        labels: The labels in the same form, or None if the dataset has none.
+        metrics: `test_loss` and the metrics; empty without labels.
+    """
+
+    predictions: Any
+    labels: Any
+    metrics: dict[str, float]
+
+    @property
+    def label_ids(self) -> Any:
+        """The labels, by their name in transformers."""
+        return self.labels
+
+
+def own_direction(metric: str, scorer: Scorer, loaders: Any) -> bool | None:
+    """Return whether higher is better according to the metric object itself; None if it does not say.
+
+    Args:
+        metric: The name of the metric, including the name of its evaluation set if the sets have names.
+        scorer: The scorer with the trainer's metrics.
+        loaders: The loader of the evaluation set, or a dict of loaders.
+    """
+    bare = metric.removeprefix("eval_")
+    named = {f"{name}_": one for name, one in loaders.items()} if isinstance(loaders, Mapping) else {"": loaders}
+    for prefix, loader in named.items():
+        rules = None if loader is None else loader.rules
+        found = scorer if rules is None or _is_same(rules.metrics) else make_scorer(rules.metrics)
+        if bare.startswith(prefix) and bare.removeprefix(prefix) in found.higher_is_better:
+            return found.higher_is_better[bare.removeprefix(prefix)]
+    return scorer.higher_is_better.get(bare)
+
+
+def _is_same(metrics: Any) -> bool:
+    """Return whether a set uses the trainer's metrics."""
+    return isinstance(metrics, str) and metrics == "same"
+
+
+class Evaluation:
+    """Runs the model over a dataset, for losses, metrics and predictions.
+
+    Args:
+        hooks: Prepare and run a batch.
+        feed: Weighs batches, and gives all ranks equally many.
+        scorer: Computes the metrics.
+        shown: The weights that are evaluated.
+        lifecycle: Calls the callbacks.
+    """
+
+    filler: int = IGNORED_LABEL
+    """The value that pads predictions of different lengths to one array."""
+
+    def __init__(self, hooks: Hooks, feed: Feed, scorer: Scorer, shown: ShownWeights, lifecycle: Lifecycle) -> None:
+        self.hooks = hooks
+        self.feed = feed
+        self.shown = shown
+        self.lifecycle = lifecycle
+        self.scorer: Scorer = scorer
+        self.left_out: frozenset[str] = frozenset()
+        """The named sets that this evaluation leaves out."""
+        self._scorers: dict[int, Scorer] = {}
+        """The scorers of sets with their own metrics, by the `id` of their rules."""
+        self._has_checked_perplexity = False
+        self._unit: Any = None
+        """The unit of the set being evaluated, if it has its own."""
+
+    def scorer_of(self, loader: Loader) -> Scorer:
+        """Return the scorer for a loader, with the trainer's metrics or those of an `EvalSet`."""
+        rules = loader.rules
+        if rules is None or _is_same(rules.metrics):
+            return self.scorer
+        settings, model = self.hooks.settings, self.hooks.backend.model
+        if id(rules) not in self._scorers:
+            self._scorers[id(rules)] = make_scorer(rules.metrics, scores_for(settings.loss_fn, model))
+        return self._scorers[id(rules)]
+
+    def check(self, objective: Objective, loaders: Any) -> None:
+        """Raise ObjectiveError if the metric to optimize will be missing from some evaluations, or from all."""
+        metric = objective.metric.removeprefix("eval_")
+        named = loaders if isinstance(loaders, Mapping) else {}
+        for name, one in named.items():
+            if one.rules is not None and one.rules.every is not None and metric.startswith(f"{name}_"):
+                raise ObjectiveError(
+                    f"`optimization_metric={objective.metric!r}` is of the set {name!r}, which is evaluated at "
+                    f"intervals of its own (every={str(one.rules.every)!r}). Leave `every` out, or choose another set."
+                )
+        names = self.names_of(loaders)
+        if names is not None:
+            objective.check(names)
+
+    def names_of(self, loader: Any) -> list[str] | None:
+        """Return the names of all results of a loader, or of a dict of them, without a prefix; None if unknown."""
+        if not isinstance(loader, Mapping):
+            names = self.scorer_of(loader).names
+            return None if names is None else ["loss", *names]
+        parts = {name: self.names_of(one) for name, one in loader.items()}
+        if None in parts.values():
+            return None
+        named = [f"{name}_{one}" for name, names in parts.items() for one in names or ()]
+        counted = [parts[name] or [] for name, one in loader.items() if _counts(one)]
+        return [*(one for one in counted[0] if all(one in names for names in counted)), *named]
+
+    def evaluate(
+        self, loader: Any, prefix: str, is_interrupted: Callable[[int], bool], only_first: bool = False
+    ) -> dict[str, float] | None:
+        """Return `<prefix>_loss` and the metrics of a loader or a dict of loaders; None if a signal interrupted it.
+
+        Named sets give `<prefix>_<name>_loss` and so on; `<prefix>_loss`, and what else all of them have, is the mean
+        over the sets. The loss of a task has its weight in `<prefix>_loss` alone. What the forward pass names, such as
+        the parts of a loss, is averaged as the loss is, unless a computed metric has the same name.
+
+        Args:
+            loader: The loader, or loaders by name.
+            prefix: The prefix of the names of the results.
+            is_interrupted: Called before each batch, with its number; True ends the evaluation.
+            only_first: Whether to evaluate only the first batch of each set.
+
+        Raises:
+            Inconclusive: The first batch cannot be scored, but perhaps the whole set can.
+        """
+        if not isinstance(loader, Mapping):
+            result = self._run(loader, is_interrupted, only_first=only_first)
+            if result is None:
+                return None
+            metrics = self._as_trained(result.metrics, loader)
+            return {f"{prefix}_{key}": value for key, value in metrics.items()}
+        named: dict[str, float] = {}
+        counted: list[tuple[float, dict[str, float]]] = []
+        for name, one in loader.items():
+            if name in self.left_out:
+                continue
+            result = self._run(one, is_interrupted, only_first=only_first)
+            if result is None:
+                return None
+            named |= {f"{prefix}_{name}_{key}": value for key, value in result.metrics.items()}
+            if _counts(one):
+                metrics = self._as_trained(result.metrics, one)
+                counted.append((1.0 if one.rules is None else one.rules.weight, metrics))
+        return {**{f"{prefix}_{name}": value for name, value in _means(counted).items()}, **named}
+
+    def _as_trained(self, metrics: Mapping[str, float], loader: Loader) -> dict[str, float]:
+        """Return the metrics of a set with its loss as it is trained on: that of a task times its weight."""
+        unit = getattr(loader.rules, "unit", None) or self.hooks.unit
+        tasks = getattr(getattr(loader, "dataset", None), "tasks", None)
+        if "loss" not in metrics or not isinstance(unit, MultiTaskUnit) or not isinstance(tasks, dict):
+            return dict(metrics)
+        (weight, *others) = (unit.weights.get(name, 1.0) for name in tasks)
+        return {**metrics, "loss": metrics["loss"] * (1.0 if others else weight)}
+
+    def rehearse_batches(self, loader: Loader) -> list[Any]:
+        """Run the first batch of a loader, and the last one if it can be reached at once; return both."""
+        hooks, before, seen = self.hooks, self._unit, list[Any]()
+        hooks.backend.sync_buffers()
+        self._unit = getattr(loader.rules, "unit", None)
+        try:
+            with self.shown.swapped_in(), evaluating(hooks), hooks.ranks.at("evaluation"), loader.untouched():
+                for batches in (self.feed.in_step(loader, only_first=True), loader.last_batch()):
+                    for number, (batch, _) in enumerate(batches):
+                        seen.append(batch)
+                        self._run_batch(batch, loader, number)
+        finally:
+            self._unit = before
+        return seen
+
+    def predict(self, loader: Loader, is_interrupted: Callable[[int], bool]) -> Predictions | None:
+        """Return the predictions for every sample of a loader, in its order; None if a signal interrupted it."""
+        result = self._run(loader, is_interrupted, keeps_all=True, needs_loss=False)
+        if result is None:
+            return None
+        metrics = {f"test_{key}": value for key, value in self._as_trained(result.metrics, loader).items()}
+        shared = result.predictions, result.labels
+        return Predictions(*self.hooks.ranks.share("the predictions of all samples", shared), metrics)
+
+    @contextlib.contextmanager
+    def apart(self) -> Iterator[None]:
+        """Have the model inside as evaluations do, for other work: their weights and modes, in autocast.
+
+        Weights, modes and random numbers are restored afterwards.
+        """
+        with self.shown.swapped_in(), evaluating(self.hooks), self.hooks._autocast():
+            yield
+
+    def outside_run(self) -> AbstractContextManager[Any]:
+        """Return the context for an evaluation outside the run."""
+        return contextlib.nullcontext()
+
+    def output_of(self, batch: Any) -> StepOutput:
+        """Return the model's output for a batch on the device, in the form for metrics."""
+        output, preprocess = self.forward(batch), self.hooks.settings.preprocess_logits_for_metrics
+        if preprocess is not None:
+            output.outputs = preprocess(output.outputs, output.labels)
+        return output
+
+    def forward(self, batch: Any) -> StepOutput:
+        """Return the model's output for a batch on the device."""
+        run = self.hooks._forward if self._unit is None else functools.partial(run_unit, self._unit)
+        return self.hooks.backend.forward(run, batch)
+
+    def _run(
+        self,
+        loader: Loader,
+        is_interrupted: Callable[[int], bool],
+        keeps_all: bool = False,
+        needs_loss: bool = True,
+        only_first: bool = False,
+    ) -> Predictions | None:
+        """Run the model over a loader, by the rules of its set.
+
+        Args:
+            loader: The loader.
+            is_interrupted: Called before each batch, with its number; True ends the evaluation.
+            keeps_all: Whether to keep outputs and labels as arrays even if no metric needs them.
+            needs_loss: Whether a loss is required, and something to score if metrics are asked for.
+            only_first: Whether to end after the first batch.
+        """
+        self.hooks.backend.sync_buffers()
+        before = self.scorer, self._unit
+        self.scorer, self._unit = self.scorer_of(loader), getattr(loader.rules, "unit", None)
+        try:
+            self.scorer.reset()
+            keeps = keeps_all or self.scorer.keeps_predictions
+            result = self._pass(loader, is_interrupted, keeps, needs_loss, only_first)
+        finally:
+            self.scorer, self._unit = before
+        if result is not None and "loss" in result.metrics and not only_first and self.hooks.ranks.is_main:
+            self._check_perplexity(result.metrics)
+        return result
+
+    def _pass(
+        self, loader: Loader, is_interrupted: Callable[[int], bool], keeps: bool, needs_loss: bool, only_first: bool
+    ) -> Predictions | None:
+        """Run the model over a loader. Losses and streaming metrics are summed on the device."""
+        hooks, scorer = self.hooks, self.scorer
+        ranks, device = hooks.ranks, hooks.device
+        total = torch.zeros((), dtype=torch.float32 if device.type == "mps" else torch.float64, device=device)
+        weights, has_labels, lacks_loss, number, batch, output = 0.0, False, False, -1, None, StepOutput(None)
+        named, kept = Meters(device), list[tuple[Any, ...]]()
+        batches = self.feed.in_step(loader, only_first)
+        batches = batches if loader.size is not None or only_first else _warned_if_long(batches, loader, ranks.is_main)
+        with self.shown.swapped_in(), evaluating(hooks), ranks.at("evaluation"), untouched(data_parts(hooks.settings)):
+            for number, (batch, samples) in enumerate(batches):
+                ranks.moves += 1
+                if is_interrupted(number):
+                    return None
+                self._ask_loss(batch, is_needed=needs_loss and not number)
+                counts = samples > 0  # otherwise it is a stand-in
+                self.feed.samples = samples or None
+                weight = hooks._weigh(batch) if self._unit is None else self.feed.rows_of(batch)
+                output = self._run_batch(batch, loader, number)
+                self.feed.count_targets(output, weight)
+                if counts:
+                    counted = self._add_loss(total, output, weight, batch if needs_loss else None)
+                    lacks_loss |= output.loss is None
+                    weights += counted
+                    named.add(output.metrics or {}, counted)
+                if counts and not needs_loss and loader.counts_samples:
+                    _check_rows(output.outputs, samples)
+                seen = self._seen(output) if counts else None
+                if scorer.takes_whole_batches and ranks.world_size > 1:
+                    seen = self._gathered(loader, seen)
+                if seen is not None:
+                    has_labels = True
+                    _scored(loader, scorer.update, *seen)
+                if keeps and counts:
+                    kept.append(tuple(map(to_numpy, (output.outputs, output.labels, output.extra))))
+            if is_interrupted(0):
+                return None
+            # inside the context, since a metric may draw random numbers too
+            own = total.item(), weights, has_labels, lacks_loss, number >= 0, named.sums()
+            loss, weights, has_labels, lacks_loss, has_batches, means = ranks.combine(
+                "the end of an evaluation", own, lambda found: _totals(list(ranks.by_share(found)))
+            )
+            has_states = ranks.world_size > 1 and not scorer.is_empty  # they may hold all predictions
+            found = ranks.gather_on_main("the states of metrics", [scorer.states()]) if has_states else []
+            states = list(ranks.by_share(found))
+            predictions, labels, extra = self._arrays(loader, kept) if keeps else (None, None, None)
+            error = _missing_mean(loader.name, weights, lacks_loss, has_batches) if needs_loss else None
+            if error is not None:
+                if only_first and has_batches:
+                    raise Inconclusive from error
+                raise error
+            if needs_loss and not has_labels and not scorer.is_empty:
+                raise self._nothing_to_score(loader.name, batch, output)
+            scores = {**means} if weights else {}
+            if has_labels:
+                scores |= self._compute(loader, states[1:], (predictions, labels, extra), only_first)
+            metrics = _with_loss(scores, loss / weights) if weights else scores
+        return Predictions(predictions, labels, metrics)
+
+    def _ask_loss(self, batch: Any, is_needed: bool) -> None:
+        """Ask the loss what it is a mean over, unless it was asked, or the set has its own unit."""
+        if is_needed and self._unit is None and not self.hooks.loss_mean.is_checked:
+            ask_loss(self.hooks, [batch])
+
+    def _check_perplexity(self, metrics: Mapping[str, float]) -> None:
+        """Warn once about a perplexity that is not the exponential of the loss."""
+        perplexity, loss = metrics.get("perplexity"), metrics["loss"]
+        if self._has_checked_perplexity or not perplexity or not math.isfinite(perplexity + loss):
+            return
+        self._has_checked_perplexity = True
+        if not math.isclose(math.log(perplexity), loss, rel_tol=1e-2, abs_tol=1e-2):
+            logger.warning(
+                "The perplexity is %.5g, and exp(loss) is %.5g. Either the loss has other parts than the cross entropy "
+                "(smoothed labels, a router), or the metric compares other scores and labels than the loss: a loss or "
+                "a unit that shifts labels says so by an attribute `shift = True`.",
+                perplexity, math.exp(min(loss, 700.0)),
+            )  # fmt: skip
+
+    def _run_batch(self, batch: Any, loader: Loader, number: int) -> StepOutput:
+        """Return the loss and outputs of a batch; an error names its samples."""
+        tell = self.lifecycle.inside_of_evaluation
+        try:
+            batch = self.hooks._prepare_batch(batch)
+            if tell is not None:
+                tell(Event.EVAL_BATCH_START, batch)
+            with self.hooks._autocast():
+                output = self.output_of(batch)
+            if isinstance(output.outputs, list):  # a tuple is one of several outputs
+                output.outputs = per_sample(output.outputs, self.feed.samples)
+            output.labels = per_sample(output.labels, self.feed.samples)
+            if tell is not None:
+                tell(Event.EVAL_BATCH_END, batch, output)
+            return output
+        except Exception as error:
+            if is_of_callback(error):
+                raise
+            name_dtypes(error, self.hooks.backend.model, batch)
+            found = suspects(error, self.hooks, loader, (0, 0, number), self.output_of)
+            error.add_note(f"Raised for {found or f'batch {number} of {loader.name}, from 0 on'}.")
+            raise
+
+    def _arrays(self, loader: Loader, kept: list[Any]) -> tuple[Any, Any, Any]:
+        """Return outputs, labels and extra inputs of all samples as arrays, on the main rank; `kept` is emptied."""
+        ranks = self.hooks.ranks
+        if ranks.world_size > 1:
+            own = [row for batch in kept for row in _rows(batch)] if loader.deals_samples else list(kept)
+            kept.clear()
+            own = own if ranks.data.counts else []
+            kept += _in_order(ranks.gather_on_main("the predictions of an evaluation", own))
+        predictions = _join([one for one, *_ in kept], lambda: self.filler)
+        labels, extra = (_join([one[i] for one in kept]) for i in (1, 2))
+        kept.clear()
+        return predictions, labels, extra
+
+    def _compute(
+        self, loader: Loader, states: list[Any], arrays: tuple[Any, Any, Any], only_first: bool
+    ) -> dict[str, float]:
+        """Return the metrics, computed on the main rank, which has the states of the others."""
+        ranks, scorer = self.hooks.ranks, self.scorer
+
+        def compute(*arrays: Any) -> dict[str, float]:
+            for (of_rank,) in states:
+                scorer.merge(of_rank)
+            states.clear()
+            return scorer.compute(*arrays)
+
+        try:
+            with ranks.at("metrics"):
+                return ranks.on_main("the metrics of an evaluation", lambda: _scored(loader, compute, *arrays))
+        except OmnitrainError:  # our own errors do not depend on the number of batches
+            raise
+        except Exception as error:
+            if only_first:
+                raise Inconclusive from error
+            raise
+
+    def _add_loss(self, total: torch.Tensor, output: StepOutput, weight: float, batch: Any) -> float:
+        """Add the loss of a batch to `total`, on the device, and return its weight there.
+
+        Args:
+            total: The sum.
+            output: The result of the batch.
+            weight: The weight of a loss that is a mean.
+            batch: The batch, if it must have a loss.
+        """
+        if output.loss is None:
+            if batch is not None and not self._is_scored(output):
+                raise self._missing_loss(output, batch)
+            return 0.0
+        if output.num_targets is not None:
+            total.add_(output.loss)
+            return float(output.num_targets)
+        if weight:
+            total.add_(output.loss, alpha=weight)
+        return weight
+
+    def _is_scored(self, output: StepOutput) -> bool:
+        """Return whether a batch without a loss has what metrics need, where that is no oversight.
+
+        That is so for a unit that gives no loss, and for objects for each sample, such as boxes.
+        """
+        unit = self.hooks.unit if self._unit is None else self._unit
+        is_meant = isinstance(output.outputs, SampleList) or not isinstance(unit, ModelUnit)
+        has_both = output.outputs is not None and output.labels is not None
+        return is_meant and has_both and not self.scorer.is_empty
+
+    def _missing_loss(self, output: StepOutput, batch: Any) -> DataError:
+        """Return the error for a batch without a loss; the default unit gives the one that training would raise."""
+        unit = self.hooks.unit if self._unit is None else self._unit
+        if isinstance(unit, ModelUnit) and output._returned is not None:
+            return unit.missing_loss(output._returned, batch)
+        return DataError(
+            "The evaluation needs a loss, and a batch has none: return it from the unit's evaluate(), from "
+            "`compute_loss` or from `_forward`. Data without labels are for `predict`."
+        )
+
+    def _nothing_to_score(self, named: str, batch: Any, output: StepOutput) -> DataError:
+        """Return the error for a set whose batches had nothing for the metrics; `batch` is the last."""
+        begin = f"`compute_metrics` has nothing to score in {named}: "
+        if output.outputs is None and output.loss is not None:
+            return DataError(
+                f"{begin}only a loss comes of a batch. Return outputs beside the loss from the model, or give the unit "
+                "a method evaluate(batch) that returns StepOutput(loss, outputs, labels)."
+            )
+        keys = list(batch) if isinstance(batch, Mapping) else []
+        found = f"its batches have the keys {', '.join(map(repr, keys))}" if keys else "its batches have no labels"
+        usual = ", ".join(map(repr, self.hooks.settings.label_names or LABEL_KEYS))
+        return DataError(
+            f"{begin}{found}, and labels are looked for under {usual}. Name the keys of the labels, as in "
+            f"label_names={keys[-1:]!r}, or evaluate without metrics."
+        )
+
+    def _seen(self, output: StepOutput) -> tuple[Any, Any] | None:
+        """Return the outputs and labels of a batch for streaming metrics, if it has both."""
+        if output.labels is None or output.outputs is None:
+            return None
+        if self.scorer.takes_whole_batches:  # a metric function for transformers, which shifts labels itself
+            return output.outputs, output.labels
+        has_classes = self.hooks.settings.preprocess_logits_for_metrics is not None
+        mean = output._loss_mean
+        if mean is None:
+            mean = self.hooks.loss_mean if self._unit is None else LossMean.of(self._unit, self.hooks.backend.model)
+        return mean.compared(output.outputs, output.labels, has_classes)
+
+    def _gathered(self, loader: Loader, seen: tuple[Any, Any] | None) -> tuple[Any, Any] | None:
+        """Return the batches of all ranks on the main one, in the order of the data, on the host; None on others."""
+        own = [] if seen is None or not self.hooks.ranks.data.counts else [to_numpy(seen)]
+        if loader.deals_samples:
+            own = [row for batch in own for row in _rows(batch)]
+        parts = _in_order(self.hooks.ranks.gather_on_main("a batch of an evaluation", own))
+        if not parts:
+            return None
+        predictions, labels = _join([one for one, _ in parts], lambda: self.filler), _join([one for _, one in parts])
+        return default_convert(predictions), default_convert(labels)
+
+
+def _totals(
+    of_ranks: list[tuple[float, float, bool, bool, bool, Any]],
+) -> tuple[float, float, bool, bool, bool, dict[str, float]]:
+    """Return what the ranks have together: loss, weight, whether there were labels, no losses, batches; the means."""
+    losses, weights, labels, lacking, batches, sums = zip(*of_ranks, strict=True)
+    return math.fsum(losses), math.fsum(weights), any(labels), any(lacking), any(batches), means_of(sums)
+
+
+def _counts(loader: Loader) -> bool:
+    """Return whether a named set counts in the means over the sets."""
+    return loader.rules is None or loader.rules.counts
+
+
+def _means(parts: Sequence[tuple[float, Mapping[str, float]]]) -> dict[str, float]:
+    """Return the weighted mean of each metric that all sets have, given as (weight, metrics)."""
+    whole = sum(weight for weight, _ in parts)
+    common = [name for name in parts[0][1] if all(name in metrics for _, metrics in parts)]
+    return {name: sum(weight * metrics[name] for weight, metrics in parts) / whole for name in common}
+
+
+def _warned_if_long(batches: Iterable[Any], loader: Loader, is_main: bool) -> Iterator[Any]:
+    """Yield the batches of data of unknown length; warn if they may have no end, until they have had one once."""
+    begin, limit = time.monotonic(), _LONG_S
+    for number, batch in enumerate(batches, 1):
+        yield batch
+        if is_main and not loader.has_ended and (passed := time.monotonic() - begin) > limit:
+            limit = 2 * passed
+            logger.warning(
+                "The evaluation of %s has taken %d batches and %d seconds, and its length is unknown. If it has no "
+                "end, neither has the evaluation: pass EvalSet(data, subset=1000), which takes the first 1000 samples.",
+                loader.name, number, passed,
+            )  # fmt: skip
+    loader.has_ended = True
+
+
+def _missing_mean(named: str, weights: float, lacks_loss: bool, has_batches: bool) -> DataError | None:
+    """Return the error for a set without a mean loss, or None if it has one, or none of its batches has a loss."""
+    if weights and lacks_loss:
+        return DataError(f"Some batches of {named} have a loss, and others none. Give all of them one.")
+    if weights or lacks_loss:
+        return None
+    if not has_batches:
+        return DataError(f"{named[0].upper()}{named[1:]} has no samples. Give it at least one.")
+    return DataError(
+        f"There is nothing to evaluate in {named}: none of its labels counts (integer labels of {IGNORED_LABEL} are "
+        "left out). Give it at least one label."
+    )
+
+
+def _scored(loader: Loader, score: Callable[..., Scores], *arrays: Any) -> Scores:
+    """Return the scores of the data of a loader; an error names the loader."""
+    try:
+        return score(*arrays)
+    except Exception as error:
+        error.add_note(f"It was to score {loader.name}.")
+        raise
+
+
+def _with_loss(scores: Mapping[str, float], loss: float) -> dict[str, float]:
+    """Return the loss and the metrics of an evaluation.
+
+    Raises:
+        ConfigError: If a metric has the name of the loss.
+    """
+    if not {"loss", "eval_loss"}.isdisjoint(scores):
+        raise ConfigError(
+            "A metric is called 'loss', as is the loss of the evaluation, by which the best checkpoint is chosen. Give "
+            "it another name in what `compute_metrics`, or the unit's StepOutput(metrics=...), returns."
+        )
+    return {"loss": loss, **scores}
+
+
+def _check_rows(outputs: Any, samples: int) -> None:
+    """Refuse a batch that does not have one prediction per sample."""
+    if isinstance(outputs, SampleList):
+        return
+    rows = [len(one) for one in tensors_in(outputs) if one.ndim]
+    if rows and samples not in rows:
+        raise DataError(
+            f"`predict` returns one row a sample, but the model returned {rows[0]} rows for {samples} samples. Use a "
+            "`data_collator` that makes one row of each sample, and a model that keeps them; `evaluate` takes any."
+        )
+
+
+def _rows(batch: Any) -> list[Any]:
+    """Return the samples of a batch of arrays, each as a batch of one."""
+    if isinstance(batch, Mapping):
+        return [dict(zip(batch, row, strict=True)) for row in _rows(tuple(batch.values()))]
+    if isinstance(batch, tuple):
+        columns = [None if one is None else _rows(one) for one in batch]
+        size = max(len(column) for column in columns if column is not None)
+        return list(zip(*([None] * size if column is None else column for column in columns), strict=True))
+    return [batch[i : i + 1] for i in range(len(batch))]
+
+
+def _in_order(shares: list[list[Any]]) -> list[Any]:
+    """Return the items of all ranks in the order of the data, which were dealt to the ranks in turns."""
+    dealt = itertools.zip_longest(*shares, fillvalue=None)
+    return [batch for turn in dealt for batch in turn if batch is not None]
+
+
+def _join(parts: list[Any], filler: Callable[[], int] = lambda: IGNORED_LABEL) -> Any:
+    """Concatenate the batches' arrays along the first dimension, padding the others to a common shape."""
+    first = next((part for part in parts if part is not None), None)
+    if first is None:
+        return None
+    if isinstance(first, tuple):
+        return tuple(_join(list(column), filler) for column in zip(*parts, strict=True))
+    if isinstance(first, dict):
+        return {key: _join([part[key] for part in parts], filler) for key in first}
+    if not isinstance(first, np.ndarray):
+        return [entry for part in parts for entry in (part if isinstance(part, list) else [part])]
+    if first.ndim == 0:
+        raise DataError("Predictions must have the samples as their first dimension, got a scalar per batch.")
+    shape = tuple(max(sizes) for sizes in zip(*(part.shape[1:] for part in parts), strict=True))
+    if all(part.shape[1:] == shape for part in parts):
+        return np.concatenate(parts)
+    joined = np.full((sum(len(part) for part in parts), *shape), filler(), dtype=first.dtype)
+    row = 0
+    for part in parts:
+        joined[(slice(row, row + len(part)), *(slice(size) for size in part.shape[1:]))] = part
+        row += len(part)
+    return joined

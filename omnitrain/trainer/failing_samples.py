@@ -1,0 +1,106 @@
+"""The samples behind a failed forward pass: they are run again one by one, if possible.
+
+Errors in the data name their samples where they are raised, in `data/`; a NaN is reported by `nonfinite.py`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import re
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from omnitrain.compute.precision import is_device_lost, is_out_of_memory
+from omnitrain.core.errors import named_samples
+from omnitrain.data.collation import tensors_in
+from omnitrain.data.failing_samples import told
+from omnitrain.distributed.ranks import is_of_connection
+from omnitrain.trainer.hooks import Hooks
+
+
+def suspects(
+    error: Exception,
+    hooks: Hooks,
+    loader: Any,
+    place: tuple[int, int, int],
+    run: Callable[[Any], Any],
+    mode: Callable[[], AbstractContextManager[Any]] = contextlib.nullcontext,
+) -> str:
+    """Name the samples of a micro-batch in words, and those that fail alone.
+
+    The result is empty if samples have no index. Nothing is run again after an error of the device, of its memory or
+    of another rank, or if a forward pass needs all ranks.
+
+    Args:
+        error: The error that the micro-batch raised.
+        hooks: The trainer's hooks.
+        loader: The loader of the micro-batch.
+        place: The epoch, the position in it where the window begins, and the number of the micro-batch in the window.
+        run: The function that failed, called with a batch.
+        mode: The context for running it again: without gradients, and without an effect on the run.
+    """
+    samples = loader.indices_at(*place)
+    if not samples or is_of_connection(error):
+        return ""
+    everyone = named_samples(samples, loader.name)
+    if is_device_lost(error):
+        return f"{everyone} or before, as the device reports errors late (at once with CUDA_LAUNCH_BLOCKING=1)"
+    if not hasattr(loader, "fetch") or hooks.backend.sharding is not None or is_out_of_memory(error):
+        return everyone
+
+    def attempt(some: list[int]) -> None:
+        batch = hooks._prepare_batch(loader.fetch(place[0], np.array(some)))
+        with hooks._autocast():
+            run(batch)
+
+    with mode():
+        return told(error, samples, loader.name, attempt)
+
+
+def name_dtypes(error: Exception, model: nn.Module, batch: Any) -> None:
+    """Add the remedy to an error of a forward pass if the data have another dtype than the model."""
+    if re.search(r"expected (scalar type|target dtype to be) Long", str(error)):
+        error.add_note("Classes are labels of 64 bits: convert them, array.astype('int64') or tensor.long().")
+    if not isinstance(error, RuntimeError):
+        return
+    if re.search(r"mixed dtype|expected scalar type", str(error)) and (layers := _mixed_layers(model)):
+        error.add_note(
+            f"A layer has weights and statistics of different types, which a CPU does not take together: {layers}. "
+            "Give both the same type, by dtypes={'parameters': ..., 'buffers': ...} or model.to(dtype)."
+        )
+        return
+    if "mixed dtype (CPU)" in str(error):
+        error.add_note(
+            "A normalization layer with weights of 16 bits got an input of 32, which a CPU does not take. Cast the "
+            "input to the dtype of the layer's weight, or leave the weights in fp32 and use autocast='bf16'."
+        )
+        return
+    if "dtype" not in str(error):
+        return
+    found = {str(one.dtype) for one in tensors_in(batch) if one.is_floating_point()}
+    own = {str(one.dtype) for one in model.parameters() if one.is_floating_point()}
+    if found - own:
+        remedy = "Give both the same type: model.to(dtype), or tensor.to(dtype) in the dataset."
+        if found == {"torch.float64"}:
+            remedy = (
+                "Arrays of NumPy are float64 unless told otherwise: convert the data, array.astype('float32') or "
+                "tensor.float()."
+            )
+        error.add_note(f"The batch has {', '.join(sorted(found))}, and the model {', '.join(sorted(own))}. {remedy}")
+
+
+def _mixed_layers(model: nn.Module) -> str:
+    """Return the layers whose weights have another dtype than their statistics, as text."""
+    found = [
+        f"{name or type(module).__name__!r} ({str(weight.dtype)[6:]} and {str(statistics.dtype)[6:]})"
+        for name, module in model.named_modules()
+        if isinstance(weight := getattr(module, "weight", None), torch.Tensor)
+        and isinstance(statistics := getattr(module, "running_mean", None), torch.Tensor)
+        and weight.dtype != statistics.dtype
+    ]
+    return ", ".join(found[:3]) + (", ..." if len(found) > 3 else "")

@@ -1,0 +1,506 @@
+"""The feed: groups micro-batches into windows (one optimizer step each) whose weights all ranks know.
+
+Batches come from `data/loaders.py`; windows go to `step.py`.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import itertools
+import logging
+import math
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, cast
+
+import numpy as np
+import torch
+
+from omnitrain.arguments import Settings
+from omnitrain.checkpoint.fingerprints import content_of
+from omnitrain.core.duration import Stages
+from omnitrain.core.errors import DataError, DistributedError, add_place
+from omnitrain.core.events import Ranges, overriding, within
+from omnitrain.core.progress import Progress
+from omnitrain.data.collation import copied_ahead, count_samples, move_to_device, split_batch
+from omnitrain.data.loaders import GivenLoader, Loader, MapLoader
+from omnitrain.data.sampling import Counted, Window, windows
+from omnitrain.data.stateful import data_parts
+from omnitrain.data.workers import until_signal
+from omnitrain.distributed.ranks import Ranks
+from omnitrain.model.units import ModelUnit, StepOutput, count_as_sum, count_tokens, no_token_counts
+from omnitrain.trainer.hooks import Hooks
+from omnitrain.trainer.lifecycle import Lifecycle
+from omnitrain.trainer.loss_probe import ask_loss, split_error
+
+logger: logging.Logger = logging.getLogger("omnitrain")
+
+Weighed = tuple[Any, float, int, int, int]
+"""A micro-batch, its weight in the loss, its samples and tokens, and the batches that end with it: 1, or 0 within one.
+
+Samples and tokens of a batch that is split are counted at its end.
+"""
+
+_WITHOUT_CLASS_WEIGHT = math.nextafter(2.0**-10, 1.0)
+"""The weight of a batch whose class weights are all 0 and whose labels may become probabilities, whose mean is over
+rows. Where they do not, it counts nothing; otherwise the number cancels out, as the step counts targets then."""
+
+
+def _part(group: list[Weighed]) -> tuple[float, ...]:
+    """Return the numbers of a window to sum over ranks: those of `Weighed`, micro-batches, and their square."""
+    weight = samples = tokens = batches = 0
+    for one in group:
+        weight, samples, tokens, batches = weight + one[1], samples + one[2], tokens + one[3], batches + one[4]
+    return weight, samples, tokens, batches, len(group), len(group) ** 2
+
+
+def _in_steps(parts: Iterable[Weighed], size: Callable[[], int]) -> Iterator[list[Weighed]]:
+    """Group the micro-batches of so many batches, as `windows` does where none is split; each group asks for `size`."""
+    group, left = list[Weighed](), 0
+    for one in parts:
+        left = left or size()
+        group.append(one)
+        left -= one[4]
+        if not left:
+            yield group
+            group = []
+    if group:
+        yield group
+
+
+class Feed:
+    """Yields the windows of an epoch.
+
+    Args:
+        hooks: Weighs and prepares batches.
+        lifecycle: Knows whether a signal has arrived.
+        ranks: The ranks of the run.
+        settings: The arguments of the trainer.
+        accumulation: Batches of a window on each rank; where that changes, of the first ones.
+        stages: What it changes to as the run goes on.
+
+    Attributes:
+        accumulation: Batches of the latest window that was read.
+        microbatch_size: The most rows of a micro-batch; None splits no batch.
+    """
+
+    def __init__(
+        self,
+        hooks: Hooks,
+        lifecycle: Lifecycle,
+        ranks: Ranks,
+        settings: Settings,
+        accumulation: int,
+        stages: Stages | None = None,
+    ) -> None:
+        self.accumulation: int = accumulation
+        self._stages = stages
+        self._given: tuple[int, Window] | None = None
+        """The latest window, and how many samples the run had consumed before it."""
+        wanted = settings.microbatch_size
+        self.microbatch_size: int | None = None if wanted == "auto" else wanted
+        self.samples: int | None = None
+        """The samples of the batch that is weighed, if they are known."""
+        self._may_split = wanted is not None
+        self._split: Callable[[Any, int], list[Any]] = split_batch
+        self._hooks = hooks
+        self._lifecycle = lifecycle
+        self._ranks = ranks
+        self._reduction = settings.grad_reduction
+        self._label_names = settings.label_names or ()
+        self._collate = settings.data_collator
+        self._has_states = bool(data_parts(settings))
+        """Whether the data keep a state, which is then that after the last batch of a step, as it is saved."""
+        self._has_compared: bool = ranks.world_size == 1
+        """Whether the ranks know that they read the same data, if each takes its share of them."""
+        self._groups: Iterator[list[Weighed]] | None = None
+        """The source of the next window, if it may be read ahead."""
+        self._ahead: list[Weighed] | Exception | None = None
+        """The next window, or the error from reading it."""
+        self._totals_ahead: Sequence[float] = ()
+        """Its `_part`, summed over all ranks."""
+        self._are_totals_stale = False
+        """Whether the next totals that come are of other micro-batches than it has now."""
+        self._next: Callable[..., Any] = next
+        """Reads a window; named, if the parts of steps are."""
+
+    # --- training
+
+    def windows(self, loader: Loader, epoch: int, progress: Progress) -> Iterator[Window]:
+        """Yield the windows of an epoch from the position of the run on, with weights computed on the host.
+
+        Raises:
+            DataError: If the data end with fewer or more samples than an epoch has.
+        """
+        done, size = progress.samples_in_epoch, self._size_of(loader)
+        self._split = _splitter(loader, self._collate)
+        parts, last, self._given = self.weighed(loader.rest(epoch, progress)), None, None
+        is_plain = not self._may_split and self._stages is None
+        groups = windows(parts, self.accumulation) if is_plain else _in_steps(parts, self._size_of_next)
+        # only data by index may be read early: there each sample has random numbers of its own
+        reads_ahead = self._ranks.world_size > 1 and isinstance(loader, MapLoader) and not self._has_states
+        self._groups = groups if reads_ahead else None
+        self._ahead, self._totals_ahead, self._are_totals_stale = None, (), False
+        ranks, progress = self._ranks, self._lifecycle.progress
+        while True:
+            ranks.place, ranks.step = "data", progress.step + progress.skipped_steps + 1
+            began = time.perf_counter()
+            try:
+                group, self._ahead = self._ahead if self._ahead is not None else self._next(groups, []), None
+                if isinstance(group, Exception):
+                    raise group
+            except Exception as error:
+                place = f"the data of step {progress.step + 1} (epoch {progress.epoch + 1}), rank {ranks.rank}"
+                add_place(error, place)
+                raise
+            self._lifecycle.clock.add("data", time.perf_counter() - began)
+            last = group[-1] if group else last
+            if not self._has_compared:
+                self._compare_first(loader)
+            if not self._hooks.loss_mean.is_checked:
+                group = self._ask_loss(group)
+            if not self._hooks.loss_mean.is_mean:
+                self._check_split()
+            totals, self._totals_ahead = self._totals_ahead, ()
+            window = self.window_of(group, last, totals)
+            ranks.place = "step"
+            if window is None:
+                self._groups = None
+                if size not in (None, done):
+                    raise _other_count(done, size)
+                return
+            loader.turn += len(group) if is_plain else sum(one[4] for one in group)
+            if window.samples:  # otherwise all ranks have only stand-ins
+                done += window.samples
+                self._given = progress.samples, window
+                yield window
+
+    def _ask_loss(self, group: list[Weighed]) -> list[Weighed]:
+        """Find out what the loss is a mean over, and return the first micro-batches, weighed accordingly."""
+        mean = self._hooks.loss_mean
+        before = copy.copy(mean)
+        with self._lifecycle.clock.during("setup"):
+            ask_loss(self._hooks, [batch for batch, *_ in group])
+        if (
+            dataclasses.replace(before, is_checked=True, is_shift_known=mean.is_shift_known, is_mean=mean.is_mean)
+            == mean
+        ):
+            return group
+        weighed = list[Weighed]()
+        for batch, weight, samples, tokens, ends in group:
+            if weight or samples or not ends:  # otherwise it is a stand-in
+                self.samples = samples or None
+                weight = self._weight_in_step(move_to_device(batch, torch.device("cpu")))
+            weighed.append((batch, weight, samples, tokens, ends))
+        return weighed
+
+    def _check_split(self) -> None:
+        """Raise ConfigError if a step has several micro-batches or ranks, for a loss that no weights of them fit."""
+        if self.accumulation > 1 or self._may_split or self._ranks.data.size > 1 or self._stages is not None:
+            raise split_error(self._hooks)
+
+    def _size_of_next(self) -> int:
+        """Return the batches on each rank of the window that is read next, which may be read during the one before."""
+        if self._stages is not None:
+            progress = self._lifecycle.progress
+            if self._given is not None and progress.samples == self._given[0]:  # it is not counted yet
+                window, progress = self._given[1], copy.copy(progress)
+                progress.advance(window.samples, window.tokens)
+            self.accumulation = self._stages.at(progress)
+        return self.accumulation
+
+    def _compare_first(self, loader: Loader) -> None:
+        """Compare the first sample on all ranks, once in a run, where each reads all data and takes its share.
+
+        Raises:
+            DistributedError: On all ranks, if it differs.
+        """
+        self._has_compared = True
+        if isinstance(loader, MapLoader) or loader.is_split:
+            return
+        first, loader.first = loader.first, None
+        own = None if first is None else (content_of(_lasting(first)), content_of(first))
+        found = {one for one in self._ranks.gather("the first sample of the ranks", own) if one is not None}
+        if len({lasting for lasting, _ in found}) > 1:
+            raise DistributedError(
+                f"The first sample of {loader.name} is another one on each rank. Every rank takes its share of what it "
+                "reads here, and of data that are split already the rest would never be used. Give every rank the same "
+                "data in the same order; or, so that each reads only its part, pass ShardedStream(parts) as "
+                "`train_dataset`, or a DataLoader with a DistributedSampler."
+            )
+        if len(found) > 1 and self._ranks.is_main:
+            logger.warning(
+                "The first sample of %s has other numbers on each rank. If it draws random numbers by a generator of "
+                "its own, seed that alike on all ranks. If the data are split already, the rest of each part is never "
+                "used: give every rank the same data, or pass ShardedStream(parts) as `train_dataset`.", loader.name,
+            )  # fmt: skip
+
+    def _size_of(self, loader: Loader) -> int | None:
+        """Return the samples that an epoch must have over all ranks; None if each rank has the user's own loader."""
+        return None if isinstance(loader, GivenLoader) and self._ranks.data.size > 1 else loader.size
+
+    def read_ahead(self) -> Sequence[float]:
+        """Read the next window at the end of a step, and return what the other ranks need to know about it."""
+        if self._groups is None or self._ahead is not None:
+            return ()
+        self._ranks.place, began = "data", time.perf_counter()
+        ahead: list[Weighed] | Exception
+        try:
+            ahead = self._next(self._groups, [])
+        except Exception as error:  # it belongs to the next step: the requests of this one come first
+            ahead = error
+        self._ahead = ahead
+        self._lifecycle.clock.add("data", time.perf_counter() - began)
+        self._ranks.place = "step"
+        return () if isinstance(ahead, Exception) else self._ranks.once(_part(ahead))
+
+    def mark(self, ranges: Ranges | None) -> None:
+        """Read data inside of `ranges("data")`; None reads them as they are."""
+        self._next = next if ranges is None else within(ranges, "data", next)
+
+    def take_totals(self, totals: Sequence[float]) -> None:
+        """Take the results of `read_ahead`, summed over all ranks."""
+        if totals:
+            self._totals_ahead, self._are_totals_stale = () if self._are_totals_stale else totals, False
+
+    def shrink(self, size: int) -> None:
+        """Split batches into parts of at most `size` rows from here on; called in a step, on all ranks alike."""
+        self.microbatch_size = size
+        if isinstance(self._ahead, list):  # the other ranks know of it, or are about to
+            self._ahead, self._are_totals_stale = self._in_parts(self._ahead), True
+
+    def divided(self, window: Window) -> Window:
+        """Return a window of the same samples in the micro-batches that are now in force; called on all ranks."""
+        origins = window.origins or []
+        ends = [int(one != other) for one, other in zip(origins, [*origins[1:], None], strict=True)]
+        parts = zip(window.batches, window.weights, ends, strict=True)
+        group = self._in_parts([(batch, weight, 0, 0, end) for batch, weight, end in parts])
+        made = self.window_of(group, group[-1])
+        assert made is not None
+        made.micro_batches, made.samples, made.tokens = window.micro_batches, window.samples, window.tokens
+        return made
+
+    def _in_parts(self, group: list[Weighed]) -> list[Weighed]:
+        """Split micro-batches once more; those without weight are cut down, not multiplied."""
+        found = list[Weighed]()
+        for batch, weight, samples, tokens, end in group:
+            parts = self._split(batch, self.microbatch_size or 1)
+            if not weight or len(parts) == 1:
+                found.append((parts[0], weight, samples, tokens, end))
+                continue
+            weights = [self._weight_in_step(move_to_device(part, torch.device("cpu"))) for part in parts]
+            found += [(part, own, 0, 0, 0) for part, own in zip(parts[:-1], weights[:-1], strict=True)]
+            found.append((parts[-1], weights[-1], samples, tokens, end))
+        return found
+
+    def window_of(self, group: list[Weighed], last: Weighed | None, totals: Sequence[float] = ()) -> Window | None:
+        """Return the window of these micro-batches and those of the other ranks; None if no rank has any.
+
+        Args:
+            group: The micro-batches.
+            last: The one to repeat without weight if other ranks have more.
+            totals: `_part` summed over all ranks, if known already.
+        """
+        size = len(group)
+        totals = totals or self._ranks.sum("the beginning of a step", *self._ranks.once(_part(group)))
+        weight, samples, tokens, taken, sizes, squares = totals
+        if not sizes:
+            return None
+        if squares * self._ranks.data.size != sizes * sizes:  # true if and only if the sizes differ
+            group = group + self._stand_ins(size, last)
+        batches, weights = [one[0] for one in group], [one[1] for one in group]
+        origins = _origins(group) if self._may_split else None
+        return Window(batches, weights, weight, int(taken), int(samples), int(tokens), self._divisor(weight), origins)
+
+    def _divisor(self, weight: float) -> float:
+        """Return the divisor of this rank's weighted losses; gradients are averaged over the ranks later."""
+        if self._reduction == "sum":
+            return 1.0 / self._ranks.data.size
+        return weight / self._ranks.data.size or 1.0
+
+    def _stand_ins(self, size: int, last: Weighed | None) -> list[Weighed]:
+        """Return the micro-batches that fill a window up to the size of the largest: all ranks must run forward."""
+        sizes = self._ranks.gather("the micro-batches of a step", None if last is None else size)
+        _refuse_empty(sizes)
+        return [] if last is None else [(last[0], 0, 0, 0, 0)] * (max(one or 0 for one in sizes) - size)
+
+    # --- weights
+
+    def weighed(self, batches: Iterable[Counted]) -> Iterator[Weighed]:
+        """Yield each batch with its weight, samples and tokens; with a GPU, the next batch is copied meanwhile."""
+        hooks = self._hooks
+        pairs = ((one, one) for one in batches)
+        if hooks.device.type == "cuda" and not self._has_states and type(hooks)._prepare_batch is Hooks._prepare_batch:
+            pairs = copied_ahead(batches, hooks.device)
+        for (batch, samples), (ready, _) in pairs:
+            self._ranks.moves += 1
+            if self.microbatch_size is not None:
+                yield from self._parts(batch, ready, samples, self.microbatch_size)
+            elif samples:
+                self.samples = samples
+                yield ready, self._weight_in_step(batch), samples, count_tokens(batch), 1
+            else:
+                yield ready, 0, 0, 0, 1
+
+    def _parts(self, batch: Any, ready: Any, samples: int, size: int) -> Iterator[Weighed]:
+        """Yield the parts of a batch, weighed; of a stand-in the first one alone.
+
+        Args:
+            batch: The batch on the host.
+            ready: The same, where it is to be used.
+            samples: The samples that it counts.
+            size: The most rows of a part.
+        """
+        self.samples = None  # of a part they are not known
+        parts = self._split(batch, size)
+        if not isinstance(parts, list) or not parts:
+            raise DataError(
+                f"split_batch(batch, size) returned {parts!r:.80}. Return a list of batches of at most `size` rows."
+            )
+        there = parts if ready is batch else self._split(ready, size)
+        if not samples:
+            yield there[0], 0, 0, 0, 1
+            return
+        tokens = count_tokens(batch)
+        for part, one in zip(parts[:-1], there[:-1], strict=True):
+            yield one, self._weight_in_step(part), 0, 0, 0
+        yield there[-1], self._weight_in_step(parts[-1]), samples, tokens, 1
+
+    def weigh(self, batch: Any) -> float:
+        """Return the weight of a micro-batch (on the host) in its window: its labels that count, or its rows.
+
+        The loss is a mean over these, or, with `grad_reduction="sum"`, a sum. There are as many rows as samples, unless
+        a collator makes other rows.
+        """
+        if isinstance(self._hooks.unit, ModelUnit):  # the user's own unit counts targets, or averages over samples
+            mean, names = self._hooks.loss_mean, self._label_names
+            if self._reduction == "per-token-mean" and mean.divisor(batch, names, of_labels=True) is None:
+                raise no_token_counts()
+            divisor = mean.divisor(batch, names)
+            if divisor is not None:
+                return divisor
+        return self.rows_of(batch)
+
+    def _weight_in_step(self, batch: Any) -> float:
+        """Return the weight of a training batch; that of labels which count nothing, until algorithms change them."""
+        weight, hooks = self._hooks._weigh(batch), self._hooks
+        if weight or self._reduction == "sum" or not isinstance(hooks.unit, ModelUnit):
+            return weight
+        if "compute_loss" in getattr(hooks, "_overridden", ()):  # which is given the weight
+            return weight
+        changes = hooks.loss_mean.counts_unequally and overriding(hooks.algorithms, "transform_batch")
+        return _WITHOUT_CLASS_WEIGHT if changes else weight
+
+    def count_targets(self, output: StepOutput, weight: float) -> None:
+        """Take a loss that has no number of targets for the sum over `weight` of them, if losses are sums."""
+        if self._reduction == "sum":
+            count_as_sum(output, math.ceil(weight))
+
+    def count_classes(self, output: StepOutput, weight: float) -> None:
+        """Have a mean over class weights count its targets, since algorithms may have made probabilities of labels.
+
+        The mean over probabilities is one over rows. Which of them it is can change from step to step.
+
+        Args:
+            output: The result of the micro-batch, as algorithms changed it.
+            weight: Its weight, of the labels that it had before.
+        """
+        mean, labels = self._hooks.loss_mean, output.labels
+        if output.num_targets is not None or not isinstance(self._hooks.unit, ModelUnit) or not mean.counts_unequally:
+            return
+        has_probabilities = isinstance(labels, torch.Tensor) and labels.is_floating_point()
+        weight = 0.0 if weight == _WITHOUT_CLASS_WEIGHT else weight
+        output.num_targets = mean.divisor_of_probabilities(labels) if has_probabilities else weight
+        output.loss = output.required_loss() * output.num_targets
+
+    def rows_of(self, batch: Any) -> int:
+        """Return the rows of a batch; of an object that has no length, the samples that it was made of."""
+        if self.samples is None:
+            return count_samples(batch)
+        try:
+            return count_samples(batch)
+        except DataError:
+            return self.samples
+
+    # --- evaluations
+
+    def in_step(self, loader: Loader, only_first: bool = False) -> Iterator[Counted]:
+        """Yield the batches of an evaluation, equally many on all ranks: stand-ins follow data that end earlier.
+
+        Args:
+            loader: The loader.
+            only_first: Whether to yield only the first batch.
+        """
+        batches, ranks = loader.first_batch() if only_first else loader.counted(0), self._ranks
+        if isinstance(loader, MapLoader):  # which has equally many batches on all ranks anyway
+            yield from self.until_signal(batches)
+            return
+        last, done, size = None, 0, None if only_first else self._size_of(loader)
+        batches = iter(self.until_signal(batches))
+        while True:
+            counted = next(batches, None)
+            last = last if counted is None else counted
+            (own,) = ranks.once([0 if counted is None else counted.samples])
+            count, empty, samples = ranks.sum("the turn of a batch", counted is not None, last is None, own)
+            done += int(samples)
+            if not count:
+                if size not in (None, done) and self._lifecycle.control.stop != "signal":
+                    raise _other_count(done, size)
+                return
+            if empty:
+                _refuse_empty(ranks.gather("data that yield nothing", None if last is None else 0))
+            if counted is not None:
+                yield counted
+            elif last is not None:
+                yield Counted(last.batch, 0)
+
+    def until_signal(self, items: Iterable[Any]) -> Iterable[Any]:
+        """Return batches or windows, which end if a signal has killed their loader's workers.
+
+        Several ranks would have to agree on that in the middle of a step; with them it is an error.
+        """
+        return until_signal(items, self._lifecycle.control) if self._ranks.world_size == 1 else items
+
+
+def _splitter(loader: Loader, collate: Any) -> Callable[[Any, int], list[Any]]:
+    """Return what splits the batches of a loader: that of the user's own, or of what puts its batches together."""
+    own, fetch = getattr(loader, "loader", None), getattr(loader, "fetch", None)
+    for part in (own, getattr(own, "collate_fn", None), getattr(fetch, "collate", None), collate):
+        found = getattr(part, "split_batch", None)
+        if callable(found):
+            return cast("Callable[[Any, int], list[Any]]", found)
+    return split_batch
+
+
+def _lasting(value: Any) -> Any:
+    """Return what augmentation leaves of a sample: text, integers, rows of integers, and the kinds of the rest."""
+    if isinstance(value, Mapping):
+        return {key: _lasting(entry) for key, entry in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_lasting(entry) for entry in value]
+    if isinstance(value, (torch.Tensor, np.ndarray)):
+        is_whole = not value.is_floating_point() if isinstance(value, torch.Tensor) else value.dtype.kind in "biu"
+        return value if is_whole and value.ndim < 2 else str(value.dtype)
+    return value if isinstance(value, (bool, int, str, bytes, type(None))) else type(value).__name__
+
+
+def _origins(group: list[Weighed]) -> list[int]:
+    """Return which batch of its window each micro-batch is a part of."""
+    return list(itertools.accumulate([one[4] for one in group[:-1]], initial=0))
+
+
+def _other_count(found: int, size: int) -> DataError:
+    return DataError(
+        f"The data ended after {found} samples, but their length is {size}. Correct the `__len__` of the dataset, or "
+        "what ends it early."
+    )
+
+
+def _refuse_empty(found: list[Any]) -> None:
+    empty = [str(rank) for rank, one in enumerate(found) if one is None]
+    if empty:
+        raise DataError(
+            f"The data yield nothing on rank {', '.join(empty)}, but do on others. Give every process a part of "
+            "them, or the same data, and each takes its share."
+        )

@@ -1,0 +1,589 @@
+"""The lifecycle of a run: emits its events, and keeps progress, requests, history and the best evaluation.
+
+A loop is anything that calls `begin_train, begin_epoch, begin_step, end_step, end_epoch, evaluated, begin_save, saved,
+logged, end_train` in the order shown in `Event`. Nothing here trains, evaluates or saves, or imports torch.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from omnitrain.callbacks.train_hook import HookCallback, TrainHook
+from omnitrain.core.errors import ConfigError, DataError, DistributedError
+from omnitrain.core.events import (
+    ERROR_POLICIES,
+    INSIDE_OF_STEPS,
+    Callback,
+    Control,
+    Event,
+    Histogram,
+    Ranges,
+    TrainerLike,
+    give_back,
+)
+from omnitrain.core.history import MetricsDict
+from omnitrain.core.objective import Objective
+from omnitrain.core.progress import Progress
+from omnitrain.core.timing import Clock
+
+logger: logging.Logger = logging.getLogger("omnitrain")
+
+_MANY_SKIPPED = 30
+"""The limit of skipped steps in a row in an epoch without updates: a loss scale may need to fall that often."""
+_MOST_SKIPPED = 10_000
+"""The same if no epoch ends."""
+_RAISED_BY = "Raised by the callback "
+
+
+def is_of_callback(error: BaseException) -> bool:
+    """Return whether a callback raised an error, rather than the forward pass around which it was called."""
+    return any(note.startswith(_RAISED_BY) for note in getattr(error, "__notes__", ()))
+
+
+@dataclass(slots=True)
+class Listener:
+    """A callback of a run, and how it has fared.
+
+    Args:
+        callback: The callback.
+        seconds: The time that its methods took.
+        calls: How many events it was told of.
+        failures: How many of its methods failed without ending the run.
+        is_disabled: Whether it is called no more.
+    """
+
+    callback: Callback
+    seconds: float = 0.0
+    calls: int = 0
+    failures: int = 0
+    is_disabled: bool = False
+
+    @property
+    def name(self) -> str:
+        """The name of its class, or of the class of its hooks."""
+        one = self.callback
+        return one.name if isinstance(one, HookCallback) else type(one).__name__
+
+
+Called = tuple[Listener, Callable[..., Any]]
+
+
+def _numbers(values: Any) -> dict[str, float]:
+    """Return what `log_values` has returned, tensors of one number as numbers."""
+    try:
+        return {name: one if isinstance(one, (int, float)) else float(one) for name, one in values.items()}
+    except (AttributeError, TypeError, ValueError) as error:
+        raise TypeError(f"log_values must return a dict of numbers by name, got {values!r:.200}") from error
+
+
+class Lifecycle:
+    """Sends events to callbacks in order, counts progress, and keeps the history and the best evaluation.
+
+    Args:
+        trainer: Passed to every callback.
+        callbacks: Sorted by their `order`; those of equal order stay as given.
+        objective: Decides which evaluation is best.
+        evaluates: Whether the run evaluates.
+    """
+
+    def __init__(
+        self, trainer: TrainerLike, callbacks: Iterable[Callback], objective: Objective, evaluates: bool = False
+    ) -> None:
+        self.trainer = trainer
+        self.evaluates = evaluates
+        self.objective = objective
+        self.progress: Progress = Progress()
+        self.control: Control = Control()
+        self.metrics: MetricsDict = MetricsDict()
+        self.callbacks: list[Callback] = []
+        self.improved: bool = False
+        """Whether the latest evaluation was the best so far."""
+        self.evaluated_step: int = -1
+        """The step of the run's latest evaluation; -1 before the first."""
+        self.saved_at: tuple[int, int, int] | None = None
+        """The position of the run's latest checkpoint; None before the first."""
+        self.saved_path: Path | None = None
+        """The folder of the latest checkpoint of the run."""
+        self.resumed_from: Path | None = None
+        """The folder of the checkpoint from which the run goes on; None for a fresh start."""
+        self.trained_before: int = 0
+        """Steps of an earlier `train()` with whose weights this run begins afresh."""
+        self.owes_evaluation = False
+        """Whether an evaluation is still due: one that a signal interrupted, or the one before the first step."""
+        self.owes_save = False
+        """Whether a checkpoint was due after that evaluation."""
+        self.is_epoch_complete = True
+        """Whether the data of the current epoch were used up."""
+        self.logged_at: tuple[int, float, int, int] = (0, 0.0, 0, 0)
+        """Steps, seconds, samples and tokens of the run at the latest log; later evaluations and saves are added to the
+        seconds, so they are not part of the time between two logs."""
+        self._is_aside = False
+        self.stop: str = ""
+        """Why the run ends, once all ranks have agreed."""
+        self.signal: int = 0
+        """The number of the signal that ended it."""
+        self.is_closing = False
+        """Whether the run is writing its last rows, which a longer run would not have had."""
+        self.is_running: bool = False
+        """Whether `train()` is at work."""
+        self._epoch_from = -1
+        """The number of updates when the epoch began, if it began in this call of `train()`."""
+        self._skipped_in_a_row = 0
+        self._clock = time.perf_counter()
+        self.clock: Clock = Clock()
+        """What the seconds of the run were spent on."""
+        self.listeners: list[Listener] = []
+        """The callbacks in the order they run, with the time that each has taken."""
+        self.inside_of_step: Callable[..., None] | None = None
+        """What tells of the events inside of a step; None if nobody listens to any of them."""
+        self.inside_of_evaluation: Callable[..., None] | None = None
+        """The same for the batches of an evaluation."""
+        self._is_silent = False
+        self._markers: tuple[Callable[[Ranges | None], None], ...] = ()
+        """What names the parts of a step."""
+        self._ranges: dict[int, Ranges] = {}
+        self._listeners: dict[Event, list[Called]] = {}
+        self._with_values: list[Called] = []
+        self._parts: list[tuple[Any, Callback]] = []
+        """The model, the optimizer and the schedule, if they are to be called, and the callbacks by which they are."""
+        self.register(callbacks)
+
+    def register(self, callbacks: Iterable[Callback]) -> None:
+        """Register the callbacks of the run, sorted by their `order`."""
+        callbacks = list(callbacks)
+        for callback in callbacks:
+            if not isinstance(callback, Callback):
+                raise ConfigError(
+                    f"`callbacks` must hold omnitrain.Callback instances, got {callback!r}. "
+                    "Make it a subclass of omnitrain.Callback (and pass an instance, not the class)."
+                )
+            if callback.on_error not in ERROR_POLICIES:
+                raise ConfigError(
+                    f"{type(callback).__name__}.on_error must be one of {', '.join(map(repr, ERROR_POLICIES))}, got "
+                    f"{callback.on_error!r}."
+                )
+        self.callbacks = sorted(callbacks, key=lambda callback: callback.order)
+        known = {id(one.callback): one for one in self.listeners}
+        self.listeners = [known.get(id(one)) or Listener(one) for one in self.callbacks]
+        self._bind()
+
+    def adopt(self, *parts: Any) -> None:
+        """Call the parts of a trainer that are callbacks or hooks, in this order and before the user's callbacks."""
+        before, self._parts = self._parts, []
+        left = {id(callback) for _, callback in before}
+        for part in parts:
+            known = next((callback for one, callback in before if one is part), None)
+            if known is None and isinstance(part, TrainHook):
+                known = HookCallback(part)
+            elif known is None and isinstance(part, Callback):
+                known = part
+            if known is not None:
+                self._parts.append((part, known))
+                left.add(id(known))
+        if before or self._parts:
+            self.register([callback for _, callback in self._parts] + [c for c in self.callbacks if id(c) not in left])
+
+    def _bind(self) -> None:
+        """Find out who listens to what. Only overridden methods are called."""
+        live = [one for one in self.listeners if not one.is_disabled]
+
+        def listening(name: str) -> list[Called]:
+            plain = getattr(Callback, name)
+            methods = [(one, getattr(one.callback, name)) for one in live]
+            return [(one, method) for one, method in methods if getattr(method, "__func__", method) is not plain]
+
+        self._with_values = listening("log_values")
+        self._listeners = {event: listening(f"on_{event}") for event in Event}
+        self._note_silence()
+
+    def _note_silence(self) -> None:
+        in_evaluation = (Event.EVAL_BATCH_START, Event.EVAL_BATCH_END)
+        self.inside_of_step = self.emit if self._is_heard(INSIDE_OF_STEPS) else None
+        self.inside_of_evaluation = self.emit if self._is_heard(in_evaluation) else None
+
+    def _is_heard(self, events: Iterable[Event]) -> bool:
+        return not self._is_silent and any(self._listeners[event] for event in events)
+
+    def listeners_to(self, *events: Event) -> list[str]:
+        """Return the names of the callbacks that listen to any of these events."""
+        return list(dict.fromkeys(one.name for event in events for one, _ in self._listeners[event]))
+
+    @contextlib.contextmanager
+    def silent(self) -> Iterator[None]:
+        """Tell nobody of the micro-batches and the evaluated batches inside, which belong to no run."""
+        self._is_silent = True
+        self._bind()
+        try:
+            yield
+        finally:
+            self._is_silent = False
+            self._bind()
+
+    @property
+    def asks_alone(self) -> bool:
+        """Whether a callback may request something in a step that other ranks do not."""
+        events = (Event.STEP_START, *INSIDE_OF_STEPS, Event.BEFORE_OPTIMIZER_STEP, Event.STEP_END)
+        return any(one.callback.asks_alone for event in events for one, _ in self._listeners[event])
+
+    def emit(self, event: Event, *details: Any) -> None:
+        """Call every callback that listens to `event`; what becomes of an error its `on_error` says."""
+        listeners = self._listeners[event]
+        if not listeners:
+            return
+        begin = time.perf_counter()
+        for listener, handler in listeners:
+            try:
+                handler(self.trainer, *details)
+            except BaseException as error:
+                if not self._survives(listener, f"on_{event}", error):
+                    raise
+            end = time.perf_counter()
+            listener.seconds += end - begin
+            listener.calls += 1
+            begin = end
+
+    def _survives(self, listener: Listener, method: str, error: BaseException) -> bool:
+        """Return whether the run goes on after an error of a callback, which is reported then."""
+        name, policy = f"{listener.name}.{method}", listener.callback.on_error
+        error.add_note(f"{_RAISED_BY}{name}.")
+        if policy == "raise" or not isinstance(error, Exception) or isinstance(error, DistributedError):
+            return False
+        listener.failures += 1
+        count = listener.failures
+        step = self.progress.step
+        if policy == "disable":
+            logger.warning(
+                "%s failed after step %d, and is called no more in this run (on_error='disable').", name, step,
+                exc_info=error,
+            )  # fmt: skip
+            listener.is_disabled = True
+            self._bind()
+        elif count == 1:
+            logger.warning("%s failed after step %d (on_error='warn').", name, step, exc_info=error)
+        elif str(count).strip("0") == "1":  # 10, 100, ...: it may fail in every step
+            logger.warning(
+                "%s failed after step %d, the %dth failure of this callback: %s: %s.", name, step, count,
+                type(error).__name__, error,
+            )  # fmt: skip
+        return True
+
+    # --- the run
+
+    def begin_train(self) -> None:
+        """Start the clock and emit TRAIN_START."""
+        self.is_running = True
+        self._clock = time.perf_counter()
+        self.control, self.stop, self.signal = Control(), "", 0
+        order = ", ".join(f"{type(callback).__name__} ({callback.order})" for callback in self.callbacks)
+        logger.info("Callbacks in the order they run: %s.", order or "none")
+        self.emit(Event.TRAIN_START)
+
+    def failed(self, error: BaseException) -> None:
+        """Tell the callbacks that `error` ends the run; their own errors cannot hide it."""
+        self.tick()
+        self._emit_safely(Event.EXCEPTION, error)
+
+    def end_train(self, failed: bool) -> None:
+        """Close the run: TRAIN_END is always emitted, and errors in it cannot hide an earlier failure."""
+        self.tick()
+        if self.stop:
+            self.metrics["stop_reason"] = self.stop
+        try:
+            if failed:
+                self._emit_safely(Event.TRAIN_END)
+            else:
+                self.emit(Event.TRAIN_END)
+        finally:
+            self.is_running = False
+            self._sum_up()
+
+    def _sum_up(self) -> None:
+        """Log how long each callback took, and which have failed."""
+        ran = sorted((one for one in self.listeners if one.calls), key=lambda one: -one.seconds)
+        if ran:
+            text = ", ".join(f"{one.name} {one.seconds:.3f} s ({one.calls} calls)" for one in ran)
+            logger.info("Time in callbacks: %s.", text)
+        for one in self.listeners:
+            if one.failures:
+                end = ", and was called no more after that" if one.is_disabled else ""
+                times = "once" if one.failures == 1 else f"{one.failures} times"
+                logger.warning("The callback %s failed %s in this run%s.", one.name, times, end)
+
+    def _emit_safely(self, event: Event, *details: Any) -> None:
+        for listener, handler in self._listeners[event]:
+            try:
+                handler(self.trainer, *details)
+            except Exception:
+                logger.exception("%s.on_%s failed while the run was ending by another error.", listener.name, event)
+
+    def tick(self) -> None:
+        """Update `progress.seconds` to now, in a run; the time before it and after it is not part of it."""
+        now = time.perf_counter()
+        if self.is_running:
+            self.progress.seconds += now - self._clock
+        self._clock = now
+
+    @contextlib.contextmanager
+    def aside(self) -> Iterator[None]:
+        """Exclude the work inside from the time between two logs, from which rates are computed."""
+        if self._is_aside:
+            yield
+            return
+        start, self._is_aside = time.perf_counter(), True
+        try:
+            yield
+        finally:
+            self._is_aside = False
+            step, seconds, samples, tokens = self.logged_at
+            self.logged_at = (step, seconds + time.perf_counter() - start, samples, tokens)
+
+    def take_markers(self, *markers: Callable[[Ranges | None], None]) -> None:
+        """Take what names parts of a step, for `mark_parts`."""
+        self._markers = markers
+
+    def mark_parts(self, owner: object, ranges: Ranges | None) -> None:
+        """Run data, forward, backward and update of each step inside of `ranges(name)`; None takes an owner's off.
+
+        Args:
+            owner: Who wants it; several may at once.
+            ranges: Returns the context of a part, by its name.
+        """
+        self._ranges.pop(id(owner), None)
+        if ranges is not None:
+            self._ranges[id(owner)] = ranges
+        inside = list(self._ranges.values())
+
+        def all_of_them(name: str) -> contextlib.ExitStack:
+            stack = contextlib.ExitStack()
+            for one in inside:
+                stack.enter_context(one(name))
+            return stack
+
+        for mark in self._markers:
+            mark(all_of_them if inside else None)
+
+    def stop_calling(self, callback: Callback, *events: Event) -> None:
+        """Tell a callback of these events no more, until the callbacks are registered anew."""
+        for event in events:
+            self._listeners[event] = [one for one in self._listeners[event] if one[0].callback is not callback]
+        self._note_silence()
+
+    # --- epochs and steps
+
+    def begin_epoch(self) -> None:
+        """An epoch, or the rest of one after a resume, starts."""
+        self._epoch_from = -1 if self.progress.samples_in_epoch else self.progress.step
+        self.emit(Event.EPOCH_START)
+
+    def begin_step(self, batches: Sequence[Any] = ()) -> None:
+        """A window is about to be trained on."""
+        if self.inside_of_step is not None:
+            self.inside_of_step(Event.DATA_FETCHED, batches)
+        if self._listeners[Event.STEP_START]:
+            self.emit(Event.STEP_START)
+
+    def before_optimizer_step(self) -> None:
+        """Gradients are final."""
+        if self._listeners[Event.BEFORE_OPTIMIZER_STEP]:
+            self.emit(Event.BEFORE_OPTIMIZER_STEP)
+
+    def end_step(self, samples: int, tokens: int = 0, skipped: bool = False, batches: int = 0) -> None:
+        """A window was trained on or skipped; it had this many samples, tokens and micro-batches over all ranks."""
+        self.progress.advance(samples, tokens, skipped, batches)
+        self._skipped_in_a_row = self._skipped_in_a_row + 1 if skipped else 0
+        if self._skipped_in_a_row >= _MOST_SKIPPED:  # for instance on a stream without an end
+            raise self._without_update()
+        self.tick()
+        self.emit(Event.STEP_END)
+
+    def end_epoch(self, complete: bool, row: Mapping[str, Any]) -> None:
+        """An epoch is over; it counts, and gets a row in the history, only if its data were used up."""
+        self.progress.close_epoch(complete)
+        if complete and self._epoch_from == self.progress.step and self._skipped_in_a_row >= _MANY_SKIPPED:
+            raise self._without_update()
+        if complete:
+            self.add_epoch_row(row)
+        self.tick()
+        self.emit(Event.EPOCH_END)
+
+    def check_updates(self) -> None:
+        """Raise DataError at the end of a run in which every step was skipped."""
+        if self._skipped_in_a_row and not self.progress.step:
+            raise self._without_update()
+
+    def _without_update(self) -> DataError:
+        return DataError(
+            f"The last {self._skipped_in_a_row} steps were all skipped: nothing is trained. Either no sample has a "
+            "label that counts (integer labels of -100 are left out), or no loss or gradient is finite "
+            "(on_nonfinite='skip', or a loss scale of fp16 that is still falling). Look at the labels, and at the loss "
+            "of a batch."
+        )
+
+    def add_epoch_row(self, row: Mapping[str, Any]) -> None:
+        """Add the means of an epoch, or of the part before the run ended, to the history."""
+        self.metrics.add_train({"epoch": round(self.progress.epochs, 6), "step": self.progress.step, **row})
+
+    # --- answers to requests
+
+    def logged(self, logs: Mapping[str, float]) -> None:
+        """A row of logs is ready."""
+        self.emit(Event.LOG, logs)
+
+    def add_values(self, logs: dict[str, Any]) -> None:
+        """Add to a row of logs what callbacks show in it.
+
+        Raises:
+            ConfigError: If the row has a value of that name already.
+            TypeError: If what a callback returns is no dict of numbers.
+        """
+        for listener, log_values in self._with_values:
+            begin = time.perf_counter()
+            try:
+                values = _numbers(log_values(self.trainer))
+            except BaseException as error:
+                if not self._survives(listener, "log_values", error):
+                    raise
+                values = {}
+            listener.seconds += time.perf_counter() - begin
+            listener.calls += 1
+            if twice := logs.keys() & values.keys():
+                raise ConfigError(
+                    f"{listener.name}.log_values returns {min(twice)!r}, which the row of logs has already. Rename it."
+                )
+            logs.update(values)
+
+    def report(self, values: Mapping[str, str | Histogram]) -> None:
+        """Send texts and histograms to every callback that shows them, on the ranks that call it."""
+        self.emit(Event.REPORT, values)
+
+    def begin_evaluation(self) -> None:
+        """An evaluation that belongs to the run starts."""
+        self.emit(Event.EVAL_START)
+
+    def evaluated(self, metrics: Mapping[str, float], counts: bool = True) -> None:
+        """Add an evaluation to the history and compare it with the best; `counts=False` leaves patience alone."""
+        self.evaluated_step = self.progress.step
+        value = metrics[self.objective.key(metrics)]
+        self.improved = self.objective.update(value, self.progress.step, counts)
+        self.metrics.add_valid(
+            {"epoch": round(self.progress.epochs, 6), "step": self.progress.step, **metrics}, best=self.improved
+        )
+        self.tick()
+        self.emit(Event.EVAL_END, metrics)
+
+    def begin_prediction(self) -> None:
+        """A prediction starts."""
+        self.emit(Event.PREDICT_START)
+
+    def predicted(self, predictions: Any) -> None:
+        """A prediction is complete."""
+        self.emit(Event.PREDICT_END, predictions)
+
+    def begin_save(self) -> None:
+        """The state of the run is about to be taken for a checkpoint."""
+        self.emit(Event.SAVE_START)
+
+    def saved(self, path: Path) -> None:
+        """A checkpoint at `path` is complete."""
+        self.saved_path = path
+        self.tick()
+        self.emit(Event.SAVE_END)
+
+    # --- checkpoints
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the progress, the objective, the length of the history, and the callbacks' states."""
+        self.tick()
+        callbacks = [one for one in self.callbacks if not self._is_part(one)]
+        names = [type(callback).__qualname__ for callback in callbacks]
+        states = [
+            {"callback": name, "turn": names[:number].count(name), "state": callback.state_dict()}
+            for number, (name, callback) in enumerate(zip(names, callbacks, strict=True))
+        ]
+        return {
+            "progress": self.progress.state_dict(),
+            "objective": self.objective.state_dict(),
+            "metrics": self.metrics.to_dict(with_rows=False),
+            "evaluated_step": self.evaluated_step,
+            "callbacks": [entry for entry in states if entry["state"]],
+            "clock": self.clock.state_dict(),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any], resets_best: bool = False) -> None:
+        """Restore the state from `state_dict()`, except for the callbacks' states.
+
+        Args:
+            state: The state.
+            resets_best: Whether the objective is a different one now, so the earlier best means nothing.
+        """
+        size = self.progress.epoch_size
+        self.progress = Progress.from_state(state["progress"])
+        self.progress.epoch_size = size
+        self.metrics = MetricsDict.from_dict(state["metrics"])
+        self.metrics.pop("stop_reason", None)
+        if resets_best:
+            self.metrics["best_valid"] = {}
+            for name in ("best_step", "best_checkpoint"):
+                self.metrics.pop(name, None)
+        else:
+            self.objective.load_state_dict(state["objective"])
+        self.evaluated_step = state["evaluated_step"]
+        self.clock.load_state_dict(state.get("clock"))
+        self.saved_at = self.progress.position
+
+    def outcome(self) -> dict[str, Any]:
+        """Return how far the run has come, its history and its best, for a copy of the trainer."""
+        return {
+            "progress": self.progress,
+            "metrics": self.metrics,
+            "objective": self.objective.state_dict(),
+            "evaluated_step": self.evaluated_step,
+            "stop": self.stop,
+        }
+
+    def load_outcome(self, outcome: Mapping[str, Any]) -> None:
+        """Take over what `outcome` has returned."""
+        self.progress, self.metrics, self.stop = outcome["progress"], outcome["metrics"], outcome["stop"]
+        self.objective.load_state_dict(outcome["objective"])
+        self.evaluated_step = outcome["evaluated_step"]
+
+    def _is_part(self, callback: Callback) -> bool:
+        """Return whether a callback is the model, the optimizer or the schedule, whose state is saved anyway."""
+        return any(part is callback for part, _ in self._parts)
+
+    def load_callbacks(self, entries: Iterable[Mapping[str, Any]], undo: contextlib.ExitStack) -> None:
+        """Restore each callback's state from what a callback of its class has saved.
+
+        Args:
+            entries: The class name and the state of each callback that has a state.
+            undo: Gets functions that restore the present states.
+
+        Raises:
+            CheckpointError: If one of them refuses its state.
+        """
+        waiting = list(self.callbacks)
+        for entry in entries:
+            name = entry["callback"]
+            # callbacks without a state have no entry, and are not counted among those of their class
+            alike = [one for one in self.callbacks if type(one).__qualname__ == name and not self._is_part(one)]
+            heir = next((one for one in alike[entry.get("turn", 0) :] if one in waiting), None)
+            if heir is None:
+                logger.warning("The checkpoint has the state of a callback %r, which is not among the callbacks.", name)
+                continue
+            waiting.remove(heir)
+            give_back(heir, entry["state"], undo)
+
+    def begin_again(self, steps: int) -> None:
+        """The run begins afresh with the weights that so many steps of an earlier one have trained."""
+        self.trained_before = steps
+
+    def loaded(self, folder: Path) -> None:
+        """The checkpoint in a folder was restored."""
+        self.resumed_from = folder
+        self.emit(Event.CHECKPOINT_LOADED)

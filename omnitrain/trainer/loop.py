@@ -1,0 +1,654 @@
+"""The training loop: epochs, windows, and acting on the requests of callbacks.
+
+`Event` shows the order of events. `step.py` has what happens in a step, `checkpoint/checkpointer.py` what is saved.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import math
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, TypeVar
+
+import torch
+
+from omnitrain.arguments import Settings
+from omnitrain.checkpoint.checkpointer import Checkpointer
+from omnitrain.checkpoint.fingerprints import check_same_data
+from omnitrain.core.errors import ConfigError, DataError, NonFiniteError, ObjectiveError, add_place
+from omnitrain.core.events import Control, overriding
+from omnitrain.data.loaders import Loader, end_workers
+from omnitrain.data.sets import Sets
+from omnitrain.data.stateful import stateful_parts, untouched
+from omnitrain.data.workers import explaining_dead_workers
+from omnitrain.distributed.ranks import Ranks
+from omnitrain.model.units import ModelUnit
+from omnitrain.trainer.auto_microbatch import has_batch_norm
+from omnitrain.trainer.buffers import unchanged_buffers
+from omnitrain.trainer.evaluation import Evaluation, Inconclusive
+from omnitrain.trainer.feed import Feed
+from omnitrain.trainer.hooks import Hooks
+from omnitrain.trainer.lifecycle import Lifecycle
+from omnitrain.trainer.nonfinite_report import evaluation_error
+from omnitrain.trainer.out_of_memory import explaining_memory
+from omnitrain.trainer.recompilations import Recompilations
+from omnitrain.trainer.step import IN_STEPS, Step
+
+logger: logging.Logger = logging.getLogger("omnitrain")
+
+Result = TypeVar("Result")
+
+_BATCHES_BETWEEN_AGREEMENTS = 8
+_REQUESTS = ("log", "evaluate", "save")
+
+
+def _each(loaders: Any) -> list[Any]:
+    """Return the loaders of named sets, or of one set, or of none."""
+    return list(loaders.values()) if isinstance(loaders, Mapping) else [loaders]
+
+
+class Loop:
+    """Calls the hooks of each epoch and step, and the lifecycle after each of them.
+
+    Args:
+        hooks: The trainer's epochs and steps, which a subclass may override.
+        lifecycle: Emits the events, and keeps the requests.
+        sets: The data.
+        feed: Turns batches into windows.
+        step: Turns windows into updates.
+        evaluation: Runs evaluations.
+        checkpointer: Saves checkpoints; None without a `save_dir`.
+        ranks: The ranks of the run.
+        settings: The arguments of the trainer.
+    """
+
+    def __init__(
+        self,
+        hooks: Hooks,
+        lifecycle: Lifecycle,
+        sets: Sets,
+        feed: Feed,
+        step: Step,
+        evaluation: Evaluation,
+        checkpointer: Checkpointer,
+        ranks: Ranks,
+        settings: Settings,
+    ) -> None:
+        self.hooks = hooks
+        self.lifecycle = lifecycle
+        self.sets = sets
+        self.feed = feed
+        self.step = step
+        self.evaluation = evaluation
+        self.checkpointer = checkpointer
+        self.ranks = ranks
+        self.settings = settings
+        self.is_evaluating: bool = False
+        """Whether an evaluation that belongs to the run is under way."""
+        self._recompilations = Recompilations()
+        self._sends_ahead = False
+        """Whether the ranks exchange the requests of a step before it, while the step runs."""
+        self._sent: Callable[[], tuple[Control, list[float]]] | None = None
+        """Waits for the exchange begun before this step."""
+
+    # --- the run
+
+    def run(self) -> None:
+        """Train from the current position until something ends the run, and close it."""
+        with explaining_dead_workers(), explaining_memory(self.hooks, "training"):
+            self._run()
+
+    def _run(self) -> None:
+        lifecycle = self.lifecycle
+        self._recompilations.begin()
+        self.checkpointer.shown.check()
+        self.checkpointer.shown.begin_training()
+        with lifecycle.aside(), lifecycle.clock.during("setup"):
+            lifecycle.begin_train()
+        if self.hooks.algorithms:
+            order = ", ".join(type(one).__name__ for one in self.hooks.algorithms)
+            logger.info("Algorithms in the order they run: %s.", order)
+        with lifecycle.aside(), lifecycle.clock.during("setup"):
+            # both read data, which can take seconds, so only now that signals are handled
+            check_same_data(self.ranks, [self.sets.train, *_each(self.sets.eval)])
+            self.checkpointer.identify()
+        self._tell_of_batch_norm()
+        self._sent = None
+        (alone,) = self.ranks.sum("what may be requested in a step", self.asks_alone)
+        self._sends_ahead = self.ranks.world_size > 1 and not alone
+        if self.checkpointer.goes_on:
+            self.checkpointer.recall_random_numbers()
+        else:
+            lifecycle.owes_evaluation = self.settings.eval_on_start
+        self.agree("the beginning of the run")
+        if lifecycle.owes_evaluation and lifecycle.stop != "signal":
+            lifecycle.control.save = lifecycle.control.save or lifecycle.owes_save
+            with lifecycle.aside():
+                self.evaluate(counts=lifecycle.progress.step > 0)
+            self.answer()
+            self._save(is_asked=False)
+        elif self.settings.sanity and lifecycle.evaluates and not lifecycle.stop:
+            model = self.hooks.backend.model
+            parts = stateful_parts(self.settings, model)
+            with (
+                lifecycle.aside(),
+                lifecycle.clock.during("setup"),
+                lifecycle.silent(),
+                untouched(parts),
+                unchanged_buffers(model),
+            ):
+                self.rehearse_evaluation()
+            self.agree("the end of the rehearsal")
+        lifecycle.is_epoch_complete = not lifecycle.progress.samples_in_epoch
+        if self.has_epoch_to_end:  # a checkpoint on the last step of an epoch is saved before the epoch ends
+            self.begin_epoch()
+            self.end_epoch(self.step.loss.mean())
+            self.answer()
+        self.train()
+        if not lifecycle.is_closing:
+            self.close()
+
+    def _tell_of_batch_norm(self) -> None:
+        size, splits = self.settings.microbatch_size, self.feed.accumulation * self.ranks.world_size
+        if isinstance(size, int):
+            splits *= -(-self.settings.batch_size // size)
+        if splits > 1 and has_batch_norm(self.hooks.backend.model):
+            logger.info(
+                "The model has BatchNorm, whose statistics are of one micro-batch on one rank: a step of %d of them "
+                "does not give the numbers of one large batch.", splits,
+            )  # fmt: skip
+
+    def train(self) -> None:
+        """Train epoch by epoch until something ends the run."""
+        while not self.lifecycle.stop:
+            self.begin_epoch()
+            with self._counting_steps_of_others():
+                train_loss = self.hooks._train_epoch(self.lifecycle.progress.epoch)
+            self.end_epoch(train_loss)
+            self.answer()
+
+    def train_epoch(self, epoch: int) -> float:
+        """Train on an epoch, or the rest of one, and return its mean loss."""
+        hooks, lifecycle = self.hooks, self.lifecycle
+        self.step.begin_epoch()
+        windows = self.feed.windows(self.sets.train, epoch, lifecycle.progress)
+        for window in self.feed.until_signal(windows):
+            lifecycle.begin_step(window.batches)
+            self.send_ahead()
+            applied = hooks._train_step(window)
+            lifecycle.end_step(window.samples, window.tokens, not applied, window.micro_batches)
+            self.answer()
+            if lifecycle.stop:
+                break
+        return self.finish_data()
+
+    def finish_data(self) -> float:
+        """Decide whether the epoch is complete, now that its data have ended, and return its mean loss."""
+        lifecycle = self.lifecycle
+        if self.ranks.world_size == 1 and lifecycle.control.stop == "signal":
+            self.agree("the end of the data")  # the signal may have ended the data
+        if lifecycle.stop:
+            lifecycle.is_epoch_complete = self.has_epoch_to_end
+        elif not lifecycle.progress.samples_in_epoch:
+            raise DataError(f"Epoch {lifecycle.progress.epoch + 1} has no samples: the training data yielded none.")
+        return self.step.loss.mean()
+
+    @property
+    def has_epoch_to_end(self) -> bool:
+        """Whether the data of the epoch are consumed, and only the end of the epoch remains.
+
+        An evaluation that a signal interrupted belongs before the end of the epoch.
+        """
+        return self.lifecycle.progress.is_epoch_consumed and not self.lifecycle.owes_evaluation
+
+    def begin_epoch(self) -> None:
+        """Begin an epoch, or the rest of one."""
+        self.lifecycle.begin_epoch()
+        self.lifecycle.is_epoch_complete = True
+        for begin in overriding(self.hooks.algorithms, "begin_epoch"):
+            begin(self.hooks)
+        self._update_training_set()
+
+    def _update_training_set(self) -> None:
+        """Take over how the training set has changed since the latest epoch; the epoch has the length of its start."""
+        loader, progress, hooks = self.sets.train, self.lifecycle.progress, self.hooks
+        if not isinstance(loader, Loader) or progress.is_epoch_consumed:
+            return
+        before = progress.epoch_size
+        loader.update(progress.epoch_size if progress.samples_in_epoch else None)
+        self.sets.check_sizes(loader)
+        progress.epoch_size = loader.size
+        if loader.size != before and self.ranks.is_main:
+            has_steps = hooks.lr_scheduler is not None and hooks.scheduler_interval == "step"
+            logger.info(
+                "%s has %s samples from epoch %d on, and had %s.%s", loader.name[:1].upper() + loader.name[1:],
+                loader.size, progress.epoch + 1, before,
+                " The schedule of the learning rate keeps the steps that it was made for." if has_steps else "",
+            )  # fmt: skip
+
+    def _update_sets(self, loaders: Any) -> None:
+        """Take over how sets to evaluate have changed since they were read."""
+        loaders = [loader for loader in _each(loaders) if isinstance(loader, Loader)]
+        for loader in loaders:
+            loader.update()
+        self.sets.check_sizes(*loaders)
+
+    def end_epoch(self, train_loss: Any) -> None:
+        """End an epoch, or the part of one in which the run ends."""
+        hooks, lifecycle, meter = self.hooks, self.lifecycle, self.step.loss
+        self.step.raise_if_bad(wait=True)
+        if not isinstance(train_loss, (int, float)) and not hasattr(train_loss, "__float__"):
+            raise ConfigError(
+                f"{type(hooks).__name__}._train_epoch must return the epoch's mean loss as a float, got {train_loss!r}."
+            )
+        train_loss = self._mean_over_ranks(float(train_loss))
+        if self.has_own_epoch and not meter.weight and math.isfinite(train_loss):
+            meter.add(torch.tensor(train_loss), 1)  # the user's own loop: only its mean can be logged
+        elif not math.isfinite(train_loss) and self.settings.on_nonfinite == "raise" and self.has_own_epoch:
+            raise NonFiniteError(f"{type(hooks).__name__}._train_epoch returned {train_loss} as the epoch's loss.")
+        row = self._epoch_row(train_loss)
+        if lifecycle.is_epoch_complete:
+            if hooks.lr_scheduler is not None and hooks.scheduler_interval == "epoch":
+                self.step.move_schedule(hooks.lr_scheduler, ends_epoch=True)
+            self.step.begin_means()
+            for end in overriding(hooks.algorithms, "end_epoch"):
+                end(hooks)
+        lifecycle.end_epoch(lifecycle.is_epoch_complete, row)
+
+    @property
+    def is_at_limit(self) -> bool:
+        """Whether the run has reached its length."""
+        return self.lifecycle.stop in ("epochs", "max_steps", "max_duration")
+
+    def settle(self) -> None:
+        """Run the last evaluation of a run that has ended, and save its last checkpoint.
+
+        An evaluation that falls on no interval is left out of the saved history, because a longer run would not have
+        it; a run that is resumed here and is no longer repeats it.
+        """
+        lifecycle, checkpointer = self.lifecycle, self.checkpointer
+        if self.is_at_limit:
+            lifecycle.check_updates()
+        checkpointer.await_background()
+        self.hooks.backend.sync_buffers()
+        history = lifecycle.state_dict() if checkpointer.store is not None else None
+        checkpointer.note_end()
+        lifecycle.is_closing = True
+        if self.is_at_limit and lifecycle.evaluates and lifecycle.evaluated_step != lifecycle.progress.step:
+            with lifecycle.aside():
+                self.evaluate()
+            self.agree("the end of the last evaluation")
+        with lifecycle.aside(), lifecycle.clock.during("saving"):
+            if lifecycle.saved_at != lifecycle.progress.position or checkpointer.has_unsaved_best:
+                with explaining_memory(self.hooks, "saving"):
+                    checkpointer.save(history)
+            checkpointer.await_background()
+        checkpointer.note_last_save()
+
+    def close(self) -> None:
+        """Complete a run that has ended: the last evaluation, checkpoint and log, and the best weights."""
+        lifecycle, checkpointer = self.lifecycle, self.checkpointer
+        if not lifecycle.is_closing:
+            self.settle()
+        self.agree("the end of the last save")
+        has_time = lifecycle.stop != "signal"
+        if not lifecycle.is_epoch_complete and lifecycle.progress.samples_in_epoch:
+            lifecycle.add_epoch_row(self._epoch_row(self.step.loss.mean()))
+        if has_time and lifecycle.logged_at[0] < lifecycle.progress.step:
+            self.log()
+        if checkpointer.loads_best and has_time:
+            checkpointer.load_best()
+        elif lifecycle.evaluates:
+            checkpointer.tell_last("a signal ended the run" if checkpointer.loads_best else "load_best_at_end=False")
+        if has_time:
+            checkpointer.put_shown_in_place()
+
+    # --- answers to requests
+
+    def answer(self) -> None:
+        """Act on the requests of callbacks: the only place where a run logs, evaluates or saves."""
+        if self.ranks.world_size == 1 and not self.has_requests:
+            self.checkpointer.await_background(wait=False)
+            return
+        self._act_on(self._agree_after_step())
+        self.checkpointer.await_background(wait=False)
+
+    def _act_on(self, asked: Control) -> None:
+        """Log, evaluate and save as requested."""
+        lifecycle = self.lifecycle
+        if asked.log:
+            self.log()
+        if asked.evaluate and lifecycle.evaluated_step != lifecycle.progress.step:
+            with lifecycle.aside():
+                self.evaluate()
+                asked.save |= self.agree("the end of an evaluation", "save").save
+        self._save(asked.save)
+
+    def _save(self, is_asked: bool) -> None:
+        """Save if requested and not yet saved here, or if a new best has to be saved."""
+        lifecycle, checkpointer = self.lifecycle, self.checkpointer
+        is_asked = is_asked and lifecycle.saved_at != lifecycle.progress.position
+        if is_asked or checkpointer.owes_best:
+            with lifecycle.aside(), lifecycle.clock.during("saving"), explaining_memory(self.hooks, "saving"):
+                checkpointer.save(for_best=not is_asked)
+                self.agree("the end of a save")
+
+    @property
+    def asks_alone(self) -> bool:
+        """Whether this rank may request something in the middle of a step that others do not."""
+        hooks = self.hooks
+        is_ours = type(hooks).__module__.startswith("omnitrain.") and isinstance(hooks.unit, ModelUnit)
+        return self.lifecycle.asks_alone or not is_ours or any(one.asks_alone for one in hooks.algorithms)
+
+    def send_ahead(self) -> None:
+        """Start the exchange that ends a step before the step, if its content is known already.
+
+        It then runs during the step. Later requests are sent with the next step, except intervals and limits, which
+        need no exchange.
+        """
+        if self._sends_ahead:
+            asked, ahead = self.lifecycle.control.taken(*_REQUESTS), self.feed.read_ahead()
+            self._sent = self.ranks.begin_agreeing("the end of a step", asked, *ahead)
+
+    def _agree_after_step(self) -> Control:
+        """Return the requests at the end of a step or an epoch."""
+        if self._sent is None:
+            return self.agree("the end of a step", *_REQUESTS, ahead=self.feed.read_ahead())
+        began = time.perf_counter()
+        (asked, totals), self._sent = self._sent(), None
+        self.lifecycle.clock.add("waiting", time.perf_counter() - began)
+        asked.add_scheduled(self.lifecycle.control)
+        self._take(asked, totals)
+        return asked
+
+    @property
+    def has_requests(self) -> bool:
+        """Whether anything may have been requested on this rank."""
+        return self.lifecycle.control.is_pending
+
+    def agree(self, where: str, *requests: str, ahead: Sequence[float] = ()) -> Control:
+        """Return which of these requests any rank has made, and record the end of the run if one requested it.
+
+        The data of the next step go along, as each exchange costs about as much as a small model's forward pass.
+        """
+        lifecycle, began = self.lifecycle, time.perf_counter()
+        asked, totals = self.ranks.agree(where, lifecycle.control.taken(*requests), *ahead)
+        lifecycle.clock.add("waiting", time.perf_counter() - began)
+        self._take(asked, totals)
+        return asked
+
+    def _take(self, asked: Control, totals: Sequence[float]) -> None:
+        self.feed.take_totals(totals)
+        if asked.stop == "signal" or (asked.stop and not self.lifecycle.stop):  # a signal may come while the run closes
+            self.lifecycle.stop, self.lifecycle.signal = asked.stop, asked.signal
+
+    def is_interrupted(self, batches: int) -> bool:
+        """Return whether a signal on any rank should interrupt an evaluation; called before each of its batches."""
+        if self.ranks.world_size == 1:
+            return self.lifecycle.control.stop == "signal"
+        if batches % _BATCHES_BETWEEN_AGREEMENTS:
+            return False
+        return self.agree("a batch of an evaluation").stop == "signal"
+
+    def outside(self, loader: Any, work: Callable[[Callable[[int], bool]], Result | None]) -> Result:
+        """Return the result of `work(is_interrupted)`, an evaluation outside the run, and end its workers.
+
+        Raises:
+            KeyboardInterrupt: If a signal has interrupted it.
+        """
+        self._update_sets(loader)
+        check_same_data(self.ranks, _each(loader))
+        try:
+            with (
+                self.lifecycle.aside(),
+                self.evaluation.outside_run(),
+                self.hooks.precision.of_products(),
+                self.hooks.precision.without_cache(),
+                explaining_dead_workers(),
+                explaining_memory(self.hooks, "evaluation"),
+            ):
+                result = work(self.is_interrupted)
+        finally:
+            end_workers(loader)
+        if result is None:
+            raise KeyboardInterrupt("The evaluation was cut short by a signal.")
+        return result
+
+    def evaluate(self, counts: bool = True) -> None:
+        """Evaluate as part of the run; `counts=False` leaves patience alone."""
+        hooks, lifecycle = self.hooks, self.lifecycle
+        lifecycle.begin_evaluation()
+        self.is_evaluating = True
+        self._update_sets(self.sets.eval)
+        self.evaluation.left_out = self._sets_not_due()
+        try:
+            with lifecycle.clock.during("evaluation"), explaining_memory(hooks, "evaluation"):
+                metrics = self.evaluation.evaluate(self.sets.eval, "eval", self.is_interrupted)
+        except Exception as error:
+            step, epoch = lifecycle.progress.step, lifecycle.progress.epoch
+            add_place(error, f"the evaluation after step {step} (epoch {epoch + 1}), rank {self.ranks.rank}")
+            raise
+        finally:
+            self.is_evaluating, self.evaluation.left_out = False, frozenset()
+        lifecycle.owes_evaluation = metrics is None and not lifecycle.is_closing
+        if metrics is None:
+            return  # interrupted by a signal: a resumed run repeats the whole evaluation
+        if self.settings.on_nonfinite == "raise":
+            self._refuse_nonfinite(metrics)
+        for transform in reversed(overriding(hooks.algorithms, "transform_metrics")):
+            metrics = transform(hooks, metrics)
+        key = lifecycle.objective.key(metrics)
+        bad = ", ".join(f"{name}={value}" for name, value in metrics.items() if not math.isfinite(value))
+        if bad:
+            means = "" if math.isfinite(metrics[key]) else (
+                f" `{key}` is what evaluations are judged by: this one cannot be the best, and uses up no patience."
+            )  # fmt: skip
+            logger.warning("Not finite in the evaluation at step %d: %s.%s", lifecycle.progress.step, bad, means)
+        lifecycle.evaluated(metrics, counts)
+        if lifecycle.improved:
+            self.checkpointer.keep_best()
+        follows = hooks.scheduler_interval == "evaluation" and not lifecycle.is_closing
+        if hooks.lr_scheduler is not None and follows and math.isfinite(metrics[key]):
+            hooks.lr_scheduler.step(metrics[key])
+
+    def _sets_not_due(self) -> frozenset[str]:
+        """Return the named sets that have an interval of their own, and that this evaluation leaves out."""
+        lifecycle, named = self.lifecycle, self.sets.eval if isinstance(self.sets.eval, Mapping) else {}
+        now = {"step": lifecycle.progress.step, "epoch": lifecycle.progress.epochs}
+        found = []
+        for name, loader in named.items():
+            rows = reversed(lifecycle.metrics["valid"])
+            last = next((row for row in rows if f"eval_{name}_loss" in row), None)
+            if loader.rules is not None and not loader.rules.is_due(now, last):
+                found.append(name)
+        return frozenset(found)
+
+    def rehearse_evaluation(self) -> None:
+        """Evaluate the first batch of each set to find errors that would otherwise come after hours of training.
+
+        It leaves no trace: no event, no row, no random number, no change of a buffer, nothing for the best or for
+        patience. If one batch is not enough (the user's own metric may need all classes), the whole set is evaluated.
+        """
+        evaluation, loader = self.evaluation, self.sets.eval
+        try:
+            with explaining_memory(self.hooks, "evaluation"):
+                try:
+                    self._check(evaluation.evaluate(loader, "eval", self.is_interrupted, only_first=True))
+                except (Inconclusive, ObjectiveError) as error:
+                    reason = error.__cause__ or error
+                    logger.warning(
+                        "Before step 1 all of the evaluation set is evaluated, since its first batch cannot be scored "
+                        "by itself (%s: %s). `sanity=False` leaves that out.", type(reason).__name__, reason,
+                    )  # fmt: skip
+                    self._check(evaluation.evaluate(loader, "eval", self.is_interrupted))
+        except Exception as error:
+            error.add_note(
+                "It was the rehearsal of evaluations before the first step; `sanity=False` leaves that out, and the "
+                "first evaluation would raise the same."
+            )
+            raise
+
+    def _check(self, metrics: Mapping[str, float] | None) -> None:
+        """Raise if a run cannot use these metrics; None is an evaluation interrupted by a signal."""
+        if metrics is None:
+            return
+        if self.settings.on_nonfinite == "raise":
+            self._refuse_nonfinite(metrics)
+        if not overriding(self.hooks.algorithms, "transform_metrics"):
+            self.lifecycle.objective.key(metrics)
+
+    def _refuse_nonfinite(self, metrics: Mapping[str, float]) -> None:
+        """Raise if the loss of a set is not finite, and name the samples."""
+        sets = self.sets.eval if isinstance(self.sets.eval, Mapping) else {"": self.sets.eval}
+        for name, loader in sets.items():
+            prefix = f"eval_{name}" if name else "eval"
+            loss = metrics.get(f"{prefix}_loss", 0.0)  # the user's own evaluation may have none
+            if not math.isfinite(loss):
+                folder = None if self.checkpointer.store is None else self.checkpointer.store.root
+                step = self.lifecycle.progress.step
+                raise evaluation_error(self.evaluation, loader, loss, step, folder)
+
+    def log(self) -> None:
+        """Read the loss from the device, once per log, and emit the row."""
+        lifecycle, progress = self.lifecycle, self.lifecycle.progress
+        if self.ranks.is_main:
+            self._recompilations.look()
+        lifecycle.tick()
+        self.step.raise_if_bad(wait=True)
+        loss, metrics = self.step.means_since_last()
+        step, seconds, samples, tokens = lifecycle.logged_at
+        if math.isnan(loss) and progress.step == step:
+            return  # all steps since the latest log were skipped, so there is nothing to log
+        passed = max(progress.seconds - seconds, 1e-9)
+        logs: dict[str, Any] = {
+            "step": progress.step,
+            "epoch": round(progress.epochs, 6),
+            "loss": loss,
+            **metrics,
+            **self.learning_rates(),
+            **self._grad_norm(),
+        }
+        if progress.samples:  # the user's own loop counts none
+            logs["samples_per_second"] = (progress.samples - samples) / passed
+        if progress.tokens:
+            logs["tokens_per_second"] = (progress.tokens - tokens) / passed
+        if progress.skipped_steps:
+            logs["skipped_steps"] = progress.skipped_steps
+        added = self.hooks._backend_logs()
+        if twice := metrics.keys() & added.keys():
+            raise ConfigError(
+                f"{min(twice)!r} is both a metric of the forward pass and what `_backend_logs` adds to a row of logs. "
+                "Rename one of them."
+            )
+        logs.update(added)
+        lifecycle.add_values(logs)
+        lifecycle.tick()
+        lifecycle.logged_at = (progress.step, progress.seconds, progress.samples, progress.tokens)
+        lifecycle.logged(logs)
+
+    def learning_rates(self) -> dict[str, float]:
+        """Return the learning rate of the latest update, and the rates of groups that differ from the first."""
+        groups = self.hooks.backend.optimizer.param_groups
+        rates = [float(rate) for rate in self.step.rates or [group["lr"] for group in groups]]
+        bases = [group.get("initial_lr", group["lr"]) for group in groups]
+        named = {"learning_rate": rates[0]}
+        for i in range(1, len(rates)):
+            if rates[i] != rates[0] or bases[i] != bases[0]:
+                named[f"learning_rate_{i}"] = rates[i]
+        return named
+
+    def _grad_norm(self) -> dict[str, float]:
+        norm = self.step.grad_norm
+        return {} if norm is None else {"grad_norm": float(norm)}
+
+    def _epoch_row(self, train_loss: float) -> dict[str, float]:
+        metrics = {f"train_{name}": value for name, value in self.step.metrics_of_epoch().items()}
+        return {"train_loss": train_loss, **metrics, **self.learning_rates(), **self._grad_norm()}
+
+    # --- the user's own loop
+
+    @property
+    def has_own_epoch(self) -> bool:
+        """Whether the trainer's class overrides `_train_epoch`."""
+        return type(self.hooks)._train_epoch is not Hooks._train_epoch
+
+    def _mean_over_ranks(self, train_loss: float) -> float:
+        """Return the mean of the ranks' losses, weighted by the samples that each took from `train_loader`.
+
+        Our own loop has averaged them already.
+        """
+        if not self.has_own_epoch or self.ranks.world_size == 1:
+            return train_loss
+        samples = getattr(self.sets.train, "samples_iterated", 0)
+        weighted = train_loss * samples if samples else 0.0
+        done, total, samples, plain = self.ranks.sum(
+            "the mean loss of an epoch", self.step.loss.weight, weighted, samples, train_loss
+        )
+        if done:
+            return train_loss
+        return total / samples if samples else plain / self.ranks.world_size
+
+    @contextlib.contextmanager
+    def _counting_steps_of_others(self) -> Iterator[None]:
+        """Count the optimizer steps of the user's own `_train_epoch`, which does not count them itself."""
+        if not self.has_own_epoch:
+            yield
+            return
+        progress, backend, window = self.lifecycle.progress, self.hooks.backend, self.step.window
+        backend.collect_parameters()  # an algorithm may have frozen or unfrozen layers
+        updates = overriding(self.hooks.algorithms, "after_update")
+        if isinstance(self.sets.train, Loader):
+            self.sets.train.set_epoch(progress.epoch)
+        before, taken = progress.step, [0]
+        schedule = self.hooks.lr_scheduler if self.hooks.scheduler_interval == "step" else None
+        place = getattr(schedule, "last_epoch", None)
+
+        def check(*_: Any) -> None:
+            if self.step.window is window:  # otherwise steps of ours are taken
+                self._refuse_unreached()
+            backend.check_reduced()
+
+        def count(*_: Any) -> None:
+            taken[0] += 1
+            self.ranks.moves += 1
+            if self.step.window is window and updates:
+                progress.step = before + taken[0] - 1
+                for update in updates:
+                    update(self.hooks)
+                progress.step = before
+
+        optimizer = backend.optimizer
+        handles = [optimizer.register_step_pre_hook(check), optimizer.register_step_post_hook(count)]
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+        if taken[0] and place is not None and schedule.last_epoch == place:  # type: ignore[union-attr]
+            raise ConfigError(
+                f"`lr_scheduler` was not stepped in an epoch of {taken[0]} updates: the learning rate stays where the "
+                "schedule begins, which is 0 with `warmup_steps`. Call `self.lr_scheduler.step()` after each update in "
+                "`_train_epoch`, or pass scheduler_interval='epoch'."
+            )
+        if progress.step == before:
+            if taken[0] and self.settings.microbatch_size is not None:
+                raise ConfigError(
+                    f"`microbatch_size={self.settings.microbatch_size!r}` has no effect on a `_train_epoch` of your "
+                    "own, which goes through whole batches. Make `batch_size` smaller, or split them there."
+                )
+            progress.step += taken[0]
+
+    def _refuse_unreached(self) -> None:
+        """Refuse algorithms that change what a loop of the user's own does without them."""
+        for one in self.hooks.algorithms:
+            unreached = [place for place in IN_STEPS if overriding([one], place)]
+            if not self.hooks.backend.keeps_masters:  # the weights are there when the optimizer has stepped
+                unreached = [place for place in unreached if place != "after_update"]
+            if unreached:
+                raise ConfigError(
+                    f"`algorithms` holds {type(one).__name__}, whose {unreached[0]}() nothing calls in a "
+                    "`_train_epoch` of your own that steps the optimizer. Leave it out and do the same in your loop, "
+                    "or have super()._train_epoch(epoch) take the steps."
+                )

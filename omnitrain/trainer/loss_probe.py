@@ -1,0 +1,341 @@
+"""Questions to a loss before the first step: whether it shifts labels, and what it is a mean over.
+
+What can be read from a loss, a unit or a configuration is read in `losses.py`; the answers go there, too.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import logging
+import math
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from omnitrain.checkpoint.state_dicts import unwrap
+from omnitrain.core.errors import ConfigError, DataError
+from omnitrain.data.collation import LABEL_KEYS, count_samples, labels_of, split_batch, with_labels
+from omnitrain.data.stateful import stateful_parts, untouched
+from omnitrain.model.losses import LossMean, is_known
+from omnitrain.model.multitask import MultiTaskUnit, TaskBatch
+from omnitrain.model.units import ModelUnit, StepOutput
+from omnitrain.trainer.buffers import unchanged_buffers
+from omnitrain.trainer.hooks import Hooks, evaluating
+
+logger: logging.Logger = logging.getLogger("omnitrain")
+
+_ROWS = 4
+"""Rows of a batch that are run: few, as they are run up to eight times."""
+
+
+def ask_loss(hooks: Hooks, batches: Sequence[Any]) -> None:
+    """Ask the loss by means of a batch; once in a run, on all ranks.
+
+    The passes are those of an evaluation: modes, random numbers and weights stay unchanged. A loss that cannot be
+    asked, since it fails, draws random numbers or gets labels of one class only, is taken to be what it seems.
+
+    Args:
+        hooks: The trainer's hooks; `hooks.loss_mean` learns the answers.
+        batches: Batches on the host or on the device, of which one is asked, or two of one row each; none if this
+            rank has none.
+    """
+    hooks.loss_mean.is_checked = True
+    batch = _first_of(batches)
+    parts = stateful_parts(hooks.settings, hooks.backend.model)
+    forwards = {name: parts[name] for name in ("unit", "loss_fn") if name in parts}
+    is_compiled = "torch._dynamo" in sys.modules  # which takes seconds to import
+    stance = torch.compiler.set_stance("force_eager") if is_compiled else contextlib.nullcontext()
+    with unchanged_buffers(hooks.backend.model), untouched(forwards), stance:  # nothing is compiled for these few rows
+        if isinstance(hooks.unit, MultiTaskUnit):
+            for name, part in batch.parts.items() if isinstance(batch, TaskBatch) else ():
+                forward = functools.partial(_run_task, hooks.unit, name)
+                _ask(_Probe(hooks, part, forward, hooks.unit.mean_of(name)))
+        else:
+            _ask(_Probe(hooks, batch, hooks._forward, hooks.loss_mean))
+
+
+def _first_of(batches: Sequence[Any]) -> Any:
+    """Return the first batch; with the second one, if both have a single row, which shows nothing about weights."""
+    if not batches:
+        return None
+    first = batches[0]
+    with contextlib.suppress(DataError, AttributeError, KeyError, IndexError, TypeError):
+        if len(batches) > 1 and not isinstance(first, TaskBatch) and count_samples(first) == 1:
+            both = joined(first, batches[1], 1)
+            return first if both is None else both
+    return first
+
+
+def _run_task(unit: MultiTaskUnit, name: str, model: Any, batch: Any) -> StepOutput:
+    return unit.run_task(name, batch)
+
+
+def _ask(probe: _Probe) -> None:
+    mean, ranks = probe.mean, probe.hooks.ranks
+    mean.is_checked = True
+    answers = ranks.gather("what the loss can be asked", (probe.can_shift, probe.can_split))
+    can_shift, can_split = (all(of_ranks) for of_ranks in zip(*answers, strict=True))
+    if can_shift:
+        shifts = [shift for shift in ranks.gather("whether labels are shifted", probe.shifts()) if shift is not None]
+        if shifts:
+            mean.shift, mean.is_shift_known = shifts[0], True
+    if can_split:
+        _take_rule(mean, ranks.gather("what the loss is a mean over", probe.rules_that_hold()), probe)
+
+
+def _take_rule(mean: LossMean, answers: list[list[int] | None], probe: _Probe) -> None:
+    """Have the loss be the mean that is right on all ranks; warn about one that none is right for."""
+    if probe.has_router and probe.hooks.ranks.is_main:
+        logger.info(
+            "The loss has a part that balances experts over the tokens of a micro-batch on one rank, so it depends "
+            "slightly on how a step is split into them."
+        )
+    known = [set(answer) for answer in answers if answer is not None]
+    if not known:
+        return
+    right = set.intersection(*known)
+    if right:
+        rule = probe.rules[min(right)]
+        mean.ignore_index, mean.counts_labels, mean.is_sum = rule.ignore_index, rule.counts_labels, rule.is_sum
+        return
+    kinds = probe.hooks.ranks.gather("what the loss depends on", probe.kind_of_dependence())
+    mean.is_mean = not all(kind == "means" for kind in kinds)
+    if not probe.hooks.ranks.is_main:
+        return
+    if not mean.is_mean:
+        logger.warning(
+            "%s: its value in evaluations depends on `eval_batch_size`. %s.",
+            _no_mean(probe.hooks), _remedy(probe.hooks),
+        )  # fmt: skip
+    elif "samples" in kinds:
+        logger.warning(
+            "%s compares the samples of a batch with each other, so it depends on the size of the batch: on "
+            "`batch_size`, `gradient_accumulation_steps` and processes, and in evaluations on `eval_batch_size`.",
+            _name_of_loss(probe.hooks),
+        )  # fmt: skip
+
+
+def _name_of_loss(hooks: Hooks) -> str:
+    loss_fn = hooks.settings.loss_fn
+    if loss_fn is None:
+        return f"The loss of {type(unwrap(hooks.backend.model)).__name__}"
+    return f"`loss_fn` ({getattr(loss_fn, '__name__', type(loss_fn).__name__)})"
+
+
+def _no_mean(hooks: Hooks) -> str:
+    return (
+        f"{_name_of_loss(hooks)} is no mean over the labels or the rows of a batch, but over something else, or a sum "
+        "of several means"
+    )
+
+
+def _remedy(hooks: Hooks) -> str:
+    unit = "a `unit` that returns (sum of losses, number of targets)"
+    if hooks.settings.loss_fn is None:
+        return f"Pass {unit}"
+    return (
+        "Give it a method `mean_over(labels)` that returns what its sum over these labels is divided by, as "
+        f"omnitrain.CrossEntropy(weight=...) has, or pass {unit}"
+    )
+
+
+def split_error(hooks: Hooks) -> ConfigError:
+    """Return the error of a loss that is no mean in a run whose steps have several micro-batches or ranks."""
+    return ConfigError(
+        f"{_no_mean(hooks)}: no weights of micro-batches make a step the same in every split. {_remedy(hooks)}; a unit "
+        "that returns the mean has micro-batches weighed by their rows. Or take steps of a single batch, with "
+        "gradient_accumulation_steps=1 on one process."
+    )
+
+
+class _Probe:
+    """Runs the first rows of a batch with changed labels, and in two parts."""
+
+    def __init__(self, hooks: Hooks, batch: Any, forward: Callable[[Any, Any], StepOutput], mean: LossMean) -> None:
+        self.hooks = hooks
+        self.forward = forward
+        self.mean = mean
+        self.names = hooks.settings.label_names or ()
+        self.is_plain = type(hooks)._forward.__module__.startswith("omnitrain.") and not (
+            {"compute_loss", "prediction_step"} & set(getattr(hooks, "_overridden", ()))
+        )
+        self.has_router = False
+        """Whether the loss has a part that balances experts."""
+        self.parts: list[Any] = []
+        self.batch = batch
+        if batch is None:
+            return
+        try:
+            self.batch = split_batch(batch, _ROWS)[0]
+            rows = count_samples(self.batch)
+            self.parts = split_batch(self.batch, -(-rows // 2)) if rows > 1 else []
+        except DataError:
+            self.parts = []
+
+    @property
+    def labels(self) -> Any:
+        return None if self.batch is None else labels_of(self.batch, self.names)
+
+    @property
+    def _has_token_labels(self) -> bool:
+        labels = self.labels
+        if not isinstance(labels, torch.Tensor) or labels.is_floating_point() or labels.is_complex():
+            return False
+        return labels.ndim > 1 and labels.dtype != torch.bool
+
+    # --- are labels shifted
+
+    @property
+    def can_shift(self) -> bool:
+        """Whether two different labels show whether the first of a row counts; of codebooks, that of each place."""
+        if self.mean.is_shift_known or not self._has_token_labels:
+            return False
+        return "shift_labels" not in self.batch if isinstance(self.batch, Mapping) else True
+
+    def shifts(self) -> bool | None:
+        """Return whether the loss ignores the first label of each row, but not the others; None if that is unclear."""
+        labels = self.labels
+        classes = labels[(labels != self.mean.ignore_index) & (labels >= 0)].unique()[:2]
+        other = torch.where(labels == classes[0], classes[-1], classes[0]) if len(classes) else labels
+        first, rest = labels.clone(), labels.clone()
+        if len(classes):  # one label for all: rows that begin alike, and exchange their labels, have the same loss
+            first[..., 0] = classes[0] if (labels[..., 0] != classes[0]).any() else classes[-1]
+        later = labels[..., 1:] != self.mean.ignore_index
+        rest[..., 1:] = torch.where(later, other[..., 1:], labels[..., 1:])
+        losses = [self._loss(with_labels(self.batch, one, self.names)) for one in (labels, first, rest)]
+        plain, of_first, of_rest = (math.nan if loss is None else loss for loss in losses)
+        if len(classes) < 2 or not math.isfinite(plain + of_first + of_rest) or plain == of_first == of_rest:
+            return None  # the last: labels have no effect on the loss
+        return abs(of_first - plain) <= 1e-3 * abs(of_rest - plain) and math.isclose(of_first, plain, rel_tol=1e-6)
+
+    # --- what is it a mean over
+
+    @property
+    def can_split(self) -> bool:
+        """Whether it is not known what the loss is a mean over, and rows can be separated.
+
+        It is known for PyTorch's losses, those with `mean_over`, and models of transformers with one label for a row.
+        """
+        unit = self.hooks.unit
+        if not isinstance(unit, ModelUnit) or len(self.parts) != 2 or not self.is_plain:
+            return False
+        if unit.loss_fn is not None:
+            return not is_known(unit.loss_fn) and self.hooks.settings.grad_reduction != "sum"
+        is_of_transformers = hasattr(getattr(unwrap(self.hooks.backend.model), "config", None), "model_type")
+        if self._has_token_labels or not is_of_transformers:
+            return True
+        others = [key for key in self.batch if "label" in str(key)] if isinstance(self.batch, Mapping) else []
+        return not isinstance(self.labels, torch.Tensor) or len(others) > 1
+
+    @property
+    def rules(self) -> list[LossMean]:
+        """What the loss may be a mean over: first what it seems to be."""
+        mean, config = self.mean, getattr(unwrap(self.hooks.backend.model), "config", None)
+        ignored = [getattr(config, name, None) for name in ("pad_token_id", "semantic_loss_ignore_index")]
+        changes: list[dict[str, Any]] = [{}, {"counts_labels": True, "is_sum": False}]
+        changes += [{**changes[1], "ignore_index": index} for index in ignored if type(index) is int]
+        changes += [{"counts_labels": False, "is_sum": False}]
+        if mean.loss_fn is None:  # the sum of a loss function means what it says
+            changes += [{"counts_labels": False, "is_sum": True}]
+        return [dataclasses.replace(mean, **change) for change in changes]
+
+    def rules_that_hold(self) -> list[int] | None:
+        """Return which of `rules` give the loss of the rows from those of two parts; None if that is unclear."""
+        whole, *parts = (self._raw_loss(part) for part in (self.batch, *self.parts))
+        if whole is None or None in parts or not math.isfinite(whole):
+            return None
+        return [number for number, rule in enumerate(self.rules) if self._holds(rule, whole, parts)]
+
+    def _holds(self, rule: LossMean, whole: float, parts: list[Any]) -> bool:
+        if rule.is_sum:
+            return self._is_close(sum(parts), whole)
+        on_host = [_labels_on_host(part) for part in self.parts]
+        divisors = [rule.divisor(part, self.names) for part in on_host]
+        weights = [
+            count_samples(part) if divisor is None else divisor
+            for part, divisor in zip(self.parts, divisors, strict=True)
+        ]
+        terms = [weight * loss for weight, loss in zip(weights, parts, strict=True) if weight]
+        return bool(terms) and self._is_close(sum(terms) / sum(weights), whole)
+
+    def _is_close(self, loss: float, other: float) -> bool:
+        return math.isclose(loss, other, rel_tol=self._tolerance, abs_tol=1e-7)
+
+    @property
+    def _tolerance(self) -> float:
+        """How much losses of the same rows differ by rounding: kernels depend on the size of the batch."""
+        hooks = self.hooks
+        dtypes = {parameter.dtype for parameter in hooks.backend.model.parameters()}
+        if {torch.float16, torch.bfloat16} & dtypes or hooks.precision.name in ("bf16", "fp16", "fp8"):
+            return 2e-2
+        is_exact = hooks.device.type == "cpu" and torch.get_float32_matmul_precision() == "highest"
+        return 1e-5 if is_exact else 1e-3  # accelerators take convolutions in TF32 unless told otherwise
+
+    def kind_of_dependence(self) -> str:
+        """Return "samples" if they are compared with each other, "means" if not, "chance" if numbers are random."""
+        with evaluating(self.hooks):
+            first, second = (self._raw_loss(self.batch, restarts=False) for _ in range(2))
+        doubled = self._raw_loss(joined(self.batch, self.batch, count_samples(self.batch)))
+        if first is None or first != second:
+            return "chance"
+        return "means" if doubled is not None and self._is_close(doubled, first) else "samples"
+
+    # --- passes
+
+    def _raw_loss(self, batch: Any, restarts: bool = True) -> float | None:
+        """Return the loss of a batch as the model gives it, without the part that balances experts."""
+        loss = self._loss(batch, self._without_router, restarts)
+        return loss * count_samples(batch) if self.mean.is_sum and loss is not None else loss
+
+    def _without_router(self, model: Any, batch: Any) -> Any:
+        loss, outputs, _ = self.hooks.unit.run(model, batch)
+        config = getattr(unwrap(self.hooks.backend.model), "config", None)
+        share = getattr(config, "router_aux_loss_coef", None)
+        balance = outputs.get("aux_loss") if isinstance(outputs, Mapping) else getattr(outputs, "aux_loss", None)
+        if isinstance(balance, torch.Tensor) and isinstance(share, float):
+            loss = loss - share * balance.to(loss.device)
+            self.has_router = True
+        return loss
+
+    def _loss(self, batch: Any, run: Any = None, restarts: bool = True) -> float | None:
+        """Return the loss of a batch, or None if there is none; random numbers begin with the seed if it restarts."""
+        hooks, run = self.hooks, run or self._of_trainer
+        try:
+            with evaluating(hooks) if restarts else contextlib.nullcontext(), hooks._autocast():
+                loss = hooks.backend.forward(run, hooks._prepare_batch(batch))
+            return None if loss is None else float(loss)
+        except Exception as error:  # the first step, or the evaluation, raises it for the user
+            logger.debug("The loss could not be asked: %r.", error)
+            return None
+
+    def _of_trainer(self, model: Any, batch: Any) -> torch.Tensor | None:
+        return self.forward(model, batch).loss
+
+
+def _labels_on_host(batch: Any) -> Any:
+    """Return a batch whose labels are counted without waiting for a device more than once."""
+    if isinstance(batch, Mapping):
+        keys = (*LABEL_KEYS, "shift_labels")
+        return {key: one.cpu() if isinstance(one, torch.Tensor) and key in keys else one for key, one in batch.items()}
+    return batch
+
+
+def joined(one: Any, other: Any, rows: int) -> Any:
+    """Return the rows of two batches of so many rows as one batch; None if their shapes differ."""
+    if isinstance(one, torch.Tensor):
+        if not one.ndim or len(one) != rows:
+            return one
+        return torch.cat([one, other]) if one.shape == other.shape else None
+    if isinstance(one, (Mapping, tuple)):
+        keys = list(one.keys()) if isinstance(one, Mapping) else range(len(one))
+        entries = [joined(one[key], other[key], rows) for key in keys]
+        if any(entry is None and one[key] is not None for key, entry in zip(keys, entries, strict=True)):
+            return None
+        return dict(zip(keys, entries, strict=True)) if isinstance(one, Mapping) else tuple(entries)
+    if isinstance(one, list):
+        return [*one, *other] if len(one) == rows else one
+    return one

@@ -1,0 +1,178 @@
+"""Weighted means of the values that forward passes name: summed on the device, read for logs alone."""
+
+from __future__ import annotations
+
+import functools
+import numbers
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from omnitrain.core.errors import ConfigError, DataError
+from omnitrain.distributed.ranks import Ranks
+
+_TAKEN = frozenset(
+    ["step", "epoch", "loss", "learning_rate", "grad_norm", "samples_per_second", "tokens_per_second", "skipped_steps",
+     "loss_scale", "kind", "final"]
+)  # fmt: skip
+"""What rows of logs have besides."""
+_PREFIXES = ("train_", "eval_", "test_", "learning_rate_")
+"""What names begin with that stand for something else: in the history, in evaluations, in tests, of other groups."""
+
+
+@dataclass(slots=True)
+class _Meter:
+    """One value: sums on the device and weights, each since the latest log and since the epoch began."""
+
+    sums: torch.Tensor
+    weights: list[float]
+
+    def copy(self) -> _Meter:
+        return _Meter(self.sums.clone(), list(self.weights))
+
+
+_LOG, _EPOCH = 0, 1
+
+
+class Meters:
+    """The weighted means of named values, since the latest log and since the epoch began.
+
+    Unlike losses, values may be NaN or infinite: then so is the mean of that log and of that epoch, and no other.
+
+    Args:
+        device: Where the sums are kept.
+        ranks: The ranks of the run.
+
+    >>> meters = Meters(torch.device("cpu"))
+    >>> meters.add({"accuracy": torch.tensor(0.5)}, 3)
+    >>> meters.add({"accuracy": torch.tensor(1.0)}, 1)
+    >>> meters.means_since_last(), meters.means_since_last(), meters.means()
+    ({'accuracy': 0.625}, {}, {'accuracy': 0.625})
+    """
+
+    def __init__(self, device: torch.device, ranks: Ranks | None = None) -> None:
+        self.ranks: Ranks = ranks or Ranks()
+        dtype = torch.float32 if device.type == "mps" else torch.float64
+        self._zeros: Callable[[], torch.Tensor] = functools.partial(torch.zeros, 2, dtype=dtype, device=device)
+        self._meters: dict[str, _Meter] = {}
+
+    def __len__(self) -> int:
+        """Return how many names this rank has met."""
+        return len(self._meters)
+
+    def add(self, values: Mapping[str, Any], weight: float) -> None:
+        """Add the values of a micro-batch, which are means over it; one of weight 0 had nothing to measure.
+
+        A value can be a pair with its own weight, if it is a mean over something else.
+
+        Raises:
+            ConfigError: For a name that stands for something else.
+            DataError: For a value that is no scalar.
+        """
+        if not weight:
+            return
+        for name, given in values.items():
+            value, own = given if type(given) is tuple and len(given) == 2 else (given, weight)
+            if not own:
+                continue
+            meter = self._meters.get(name) or self._begin(name)
+            meter.sums.add_(_scalar(name, value), alpha=own)
+            meter.weights[_LOG] += own
+            meter.weights[_EPOCH] += own
+
+    def _begin(self, name: Any) -> _Meter:
+        if not isinstance(name, str) or not name or name in _TAKEN or name.startswith(_PREFIXES):
+            raise ConfigError(
+                f"A metric, or a part of the loss, is called {name!r} in rows of logs, and that stands for something "
+                f"else there, or is no text. Choose another name: not {', '.join(sorted(_TAKEN))}, and none that "
+                f"begins with {', '.join(_PREFIXES)}."
+            )
+        return self._meters.setdefault(name, _Meter(self._zeros(), [0.0, 0.0]))
+
+    # --- means over all ranks
+
+    def means_since_last(self) -> dict[str, float]:
+        """Return the means of what was added since this was last asked; called on all ranks."""
+        found = self._means("the metrics for a log", _LOG)
+        for meter in self._meters.values():
+            meter.sums[_LOG] = meter.weights[_LOG] = 0.0
+        return found
+
+    def means(self) -> dict[str, float]:
+        """Return the means since the epoch began; called on all ranks."""
+        return self._means("the metrics of an epoch", _EPOCH)
+
+    def _means(self, what: str, since: int) -> dict[str, float]:
+        return self.ranks.combine(what, self._sums(since), lambda sums: means_of(self.ranks.by_share(sums)))
+
+    def sums(self) -> dict[str, tuple[float, float]]:
+        """Return sum and weight on this rank since the epoch began, waiting for the device."""
+        return self._sums(_EPOCH)
+
+    def _sums(self, since: int) -> dict[str, tuple[float, float]]:
+        found = {name: meter for name, meter in self._meters.items() if meter.weights[since]}
+        totals = torch.stack([meter.sums[since] for meter in found.values()]).tolist() if found else []
+        return {name: (total, found[name].weights[since]) for name, total in zip(found, totals, strict=True)}
+
+    def begin_epoch(self) -> None:
+        """Start the means of a new epoch; what was added since the latest log still counts in the next."""
+        for meter in self._meters.values():
+            meter.sums[_EPOCH] = meter.weights[_EPOCH] = 0.0
+
+    # --- steps that are taken back, and checkpoints
+
+    def mark(self) -> dict[str, _Meter]:
+        """Return what there is for `go_back`; nothing waits for the device."""
+        return {name: meter.copy() for name, meter in self._meters.items()}
+
+    def go_back(self, mark: Mapping[str, _Meter]) -> None:
+        """Take back what was added since `mark()`."""
+        self._meters = {name: meter.copy() for name, meter in mark.items()}
+
+    def state_dict(self) -> list[Any]:
+        """Return of each name the two sums and the two weights."""
+        return [[name, *meter.sums.tolist(), *meter.weights] for name, meter in self._meters.items()]
+
+    def load_state_dict(self, states: Sequence[Sequence[Any]]) -> None:
+        """Take back what `state_dict()` returned on each process; if they are others now, the first has all of it."""
+        ranks, own = self.ranks, states
+        if len(states) == ranks.data.size:
+            own = states[ranks.data.rank : ranks.data.rank + 1]
+        elif ranks.data.rank:
+            own = []
+        self._meters = {}
+        for name, *numbers_of in (one for state in own for one in state):
+            meter = self._meters.setdefault(name, _Meter(self._zeros(), [0.0, 0.0]))
+            meter.sums += torch.tensor(numbers_of[:2], dtype=meter.sums.dtype).to(meter.sums.device)
+            meter.weights = [a + b for a, b in zip(meter.weights, numbers_of[2:], strict=True)]
+
+
+def means_of(sums: Sequence[Mapping[str, tuple[float, float]]]) -> dict[str, float]:
+    """Return the means of what ranks have: sum and weight by name.
+
+    >>> means_of([{"a": (3.0, 2.0)}, {}, {"a": (3.0, 1.0), "b": (1.0, 1.0)}])
+    {'a': 2.0, 'b': 1.0}
+    """
+    merged: dict[str, tuple[float, float]] = {}
+    for of_rank in sums:
+        for name, (total, weight) in of_rank.items():
+            before = merged.get(name, (0.0, 0.0))
+            merged[name] = (before[0] + total, before[1] + weight)
+    return {name: total / weight for name, (total, weight) in merged.items()}
+
+
+def _scalar(name: str, value: Any) -> torch.Tensor:
+    if isinstance(value, torch.Tensor):
+        if value.numel() == 1 and not value.is_complex():
+            return value.detach().reshape(())
+        found = f"a tensor of shape {tuple(value.shape)} and type {value.dtype}"
+    elif isinstance(value, numbers.Real):
+        return torch.tensor(float(value), dtype=torch.float64)  # the device takes a number of the host without waiting
+    else:
+        found = f"{type(value).__name__} {value!r}"[:80]
+    raise DataError(
+        f"The metric {name!r} must be a scalar, a number or a tensor of one element, got {found}. Reduce it to the "
+        "mean over the batch, for example with .mean()."
+    )

@@ -1,0 +1,131 @@
+"""The report on a NaN or infinity: the samples that it came from. `finite.py` detects it."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from omnitrain.core.errors import NonFiniteError, Tolerance, listed
+from omnitrain.core.files import replace_file
+from omnitrain.optim.sparse_gradients import stored_values
+from omnitrain.trainer.evaluation import Evaluation
+from omnitrain.trainer.hooks import Hooks, evaluating
+
+
+class Place(NamedTuple):
+    """The position of a window in the run, from which its samples can be named later."""
+
+    step: int
+    epoch: int
+    position: int
+    samples: int
+
+
+def nonfinite_error(hooks: Hooks, loader: Any, save_dir: Path | None, place: Place) -> NonFiniteError:
+    """Return the error for a window that is not finite, and write `nonfinite.json` to `save_dir`.
+
+    Args:
+        hooks: The trainer's hooks, to run single samples.
+        loader: The loader of the training set.
+        save_dir: The folder of the run; None writes no file.
+        place: The position of the window.
+    """
+    # computing a gradient of sharded weights needs all ranks
+    checks = (_is_bad, _has_bad_gradient) if hooks.backend.sharding is None else (_is_bad,)
+    indices, rank = _suspects(hooks, loader, place.epoch, place.position, place.samples, checks), hooks.ranks.data.rank
+    _report(hooks, save_dir, {**place._asdict(), "rank": rank, "sample_indices": indices})
+    which = f" It comes from these samples of the training set: {listed(indices)}." if indices else ""
+    return NonFiniteError(
+        f"The loss or a gradient is not finite at step {place.step} (epoch {place.epoch + 1}, rank {rank})."
+        f"{which} The weights were not updated by it. Look at these samples, lower the learning rate, or pass "
+        "on_nonfinite='skip'."
+    )
+
+
+def evaluation_error(
+    evaluation: Evaluation, loader: Any, loss: float, step: int, save_dir: Path | None
+) -> NonFiniteError:
+    """Return the error for an evaluation whose loss is not finite, and write `nonfinite.json` to `save_dir`.
+
+    Args:
+        evaluation: The evaluation, which goes through the set again up to the first bad batch.
+        loader: The loader of the set.
+        loss: The loss of the set.
+        step: The step of the run.
+        save_dir: The folder of the run; None writes no file.
+    """
+    hooks, number = evaluation.hooks, _first_bad_batch(evaluation, loader)
+    sampler, indices = getattr(loader, "sampler", None), []
+    if number is not None and sampler is not None:
+        first, end = sampler.rounds.start(number), sampler.rounds.start(number + 1)
+        indices = _suspects(hooks, loader, 0, first, end - first, (_is_bad,))
+    _report(hooks, save_dir, {"step": step, "set": loader.name, "batch": number, "sample_indices": indices})
+    which = "" if number is None else f" It comes from batch {number + 1} of it."
+    if indices:
+        which = f" It comes from these samples of it: {listed(indices)}."
+    return NonFiniteError(
+        f"The loss of {loader.name} is {loss} at step {step}.{which} Look at these samples, or pass "
+        "on_nonfinite='skip' to go on without such an evaluation."
+    )
+
+
+def _report(hooks: Hooks, save_dir: Path | None, report: dict[str, Any]) -> None:
+    if save_dir is not None and hooks.ranks.is_main:
+        with Tolerance("nonfinite.json", "What it would have said is in the error that follows."):
+            save_dir.mkdir(parents=True, exist_ok=True)
+            replace_file(save_dir / "nonfinite.json", (json.dumps(report, indent=2) + "\n").encode())
+
+
+def _first_bad_batch(evaluation: Evaluation, loader: Any) -> int | None:
+    """Return the number, from 0, of the first batch whose loss is not finite on any rank."""
+    hooks = evaluation.hooks
+    with evaluating(hooks):
+        for number, (batch, _) in enumerate(evaluation.feed.in_step(loader)):
+            is_bad = _is_bad(hooks, batch)
+            if any(hooks.ranks.sum("the search for a loss that is not finite", is_bad)):
+                return number
+    return None
+
+
+def _suspects(
+    hooks: Hooks, loader: Any, epoch: int, position: int, samples: int, checks: Sequence[Callable[[Hooks, Any], bool]]
+) -> list[int]:
+    """Return the indices of the samples that fail the first check that any of them fails, or of all samples."""
+    sampler, fetch = getattr(loader, "sampler", None), getattr(loader, "fetch", None)
+    if sampler is None or fetch is None:
+        return []  # samples of a stream or of the user's own loader have no indices
+    window = sampler.samples(epoch, position, position + samples)
+    for is_bad in checks:
+        try:
+            with evaluating(hooks):
+                bad = [int(index) for index in window if is_bad(hooks, fetch(epoch, np.array([index])))]
+        except Exception:  # the model cannot process a single sample: name the whole window
+            break
+        if bad:
+            return bad
+    return window.tolist()
+
+
+def _is_bad(hooks: Hooks, batch: Any) -> bool:
+    weight, batch = hooks._weigh(batch), hooks._prepare_batch(batch)
+    with hooks._autocast():
+        loss = hooks.backend.forward(hooks._forward, batch).loss
+    return loss is not None and bool(weight) and not math.isfinite(float(loss))
+
+
+def _has_bad_gradient(hooks: Hooks, batch: Any) -> bool:
+    """Whether a batch with a finite loss has a gradient that is not finite; all weights must be on this rank."""
+    batch = hooks._prepare_batch(batch)
+    with torch.enable_grad(), hooks._autocast():
+        loss = hooks._forward(hooks.backend.model, batch).loss  # without DDP, which would wait for all ranks
+    if loss is None or not loss.requires_grad:
+        return False
+    trained = [one for one in hooks.backend.model.parameters() if one.requires_grad]
+    gradients = torch.autograd.grad(loss, trained, allow_unused=True)
+    return not all(one is None or bool(stored_values(one).isfinite().all()) for one in gradients)

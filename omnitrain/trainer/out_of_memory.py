@@ -1,0 +1,242 @@
+"""What took the memory of a device that ran out, and what would take less: a note on the error."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+
+from omnitrain.compute.precision import is_out_of_memory
+from omnitrain.optim.sparse_gradients import stored_values
+from omnitrain.trainer.hooks import Hooks
+
+logger: logging.Logger = logging.getLogger("omnitrain")
+
+Work = Literal["training", "evaluation", "saving"]
+
+_MANY = 8
+"""A rank of so many is shown for what sharding would give, where the run has a single process."""
+_UNITS = {"bytes": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
+_LEAST = 0.02
+"""A remedy is named if it gives back at least this share of what is known to be taken."""
+
+
+@dataclass(frozen=True, slots=True)
+class Shortage:
+    """What a rank had on its device when memory ran out, in bytes, and the settings that decide about it.
+
+    Args:
+        work: What was being done.
+        parameters: Parameters and buffers.
+        gradients: Gradients.
+        state: What the optimizer keeps.
+        gradients_to_come: Gradients that a step adds to these.
+        state_to_come: What the first update adds to the state, if that is known.
+        peak: The most that tensors took at once, with all of these; None if the device does not count it.
+        wanted: What it was asked for when it ran out; 0 if the error does not say.
+        capacity: The memory of the device; None if that is not known.
+        rows: Rows of a micro-batch, or of a batch of an evaluation.
+        world_size: Ranks of the run.
+        is_sharded: Whether parameters, gradients or state are sharded already.
+        is_recomputed: Whether activations are recomputed already.
+        is_full_precision: Whether the forward pass computes in 32 bits.
+    """
+
+    work: Work
+    parameters: int
+    gradients: int
+    state: int
+    gradients_to_come: int = 0
+    state_to_come: int = 0
+    peak: int | None = None
+    wanted: int = 0
+    capacity: int | None = None
+    rows: int = 1
+    world_size: int = 1
+    is_sharded: bool = False
+    is_recomputed: bool = False
+    is_full_precision: bool = True
+
+    @property
+    def activations(self) -> int | None:
+        """The rest, with what it was asked for: activations, and the work space of operations; None if unknown."""
+        if self.peak is None:
+            return None
+        return max(self.peak - self.parameters - self.gradients - self.state, 0) + self.wanted
+
+
+def size_of(number: float) -> str:
+    """Return bytes in words.
+
+    >>> size_of(0), size_of(1_500_000), size_of(12_300_000_000)
+    ('0 MB', '1.5 MB', '12.3 GB')
+    """
+    value, unit = (number / 1e9, "GB") if number >= 1e9 else (number / 1e6, "MB")
+    return f"{value:.1f} {unit}" if value else f"0 {unit}"
+
+
+def worded_shortage(found: Shortage) -> str:
+    """Return what took the memory, and what would give some of it back, as the text of a note.
+
+    >>> print(worded_shortage(Shortage("training", 10**9, 10**9, 2 * 10**9, peak=9 * 10**9, rows=8)))
+    Memory ran out in training, and this is what was in it: parameters 1.0 GB, gradients 1.0 GB, optimizer state 2.0 GB, activations and work space 5.0 GB at most.
+    What would take less, and about how much:
+      microbatch_size=4 (instead of 8; the same step, in more parts): -2.5 GB
+      autocast="bf16": up to -2.5 GB
+      gradient_checkpointing=True (slower, the same numbers): most of 5.0 GB
+      an optimizer whose state has 8 bits: -1.5 GB
+      FSDP or ZeRO 3 over 8 processes: -3.5 GB
+      ZeRO 2 over 8 processes: -2.6 GB
+    """  # noqa: E501
+    parts = {"parameters": found.parameters, "gradients": found.gradients, "optimizer state": found.state}
+    words = [f"{name} {size_of(size)}" for name, size in parts.items()]
+    if found.gradients_to_come or found.state_to_come:
+        coming = {"gradients": found.gradients_to_come, "state": found.state_to_come}
+        named = " and ".join(f"{size_of(size)} of {name}" for name, size in coming.items() if size)
+        words[-1] += f" (of the first step, {named} were still to come)"
+    if found.activations is not None:
+        words.append(f"activations and work space {size_of(found.activations)} at most")
+    if found.wanted:
+        words.append(
+            f"{'with' if found.peak is not None else 'and'} the {size_of(found.wanted)} for which there was no room"
+        )
+    whole = f" The device has {size_of(found.capacity)}." if found.capacity else ""
+    text = f"{_HEAD} in {found.work}, and this is what was in it: {', '.join(words)}.{whole}"
+    remedies = [f"  {name}{f': {gain}' if gain else ''}" for name, gain in _remedies(found)]
+    return "\n".join([text, "What would take less, and about how much:", *remedies] if remedies else [text])
+
+
+_HEAD = "Memory ran out"
+
+
+def _remedies(found: Shortage) -> Iterator[tuple[str, str]]:
+    """Yield what would take less memory, with how much that is."""
+    active, least = found.activations, _LEAST * (max(found.peak or 0, found.parameters) + found.wanted)
+    matters = active is None or active > least
+
+    def of_active(share: float, words: str = "") -> str:
+        return "" if active is None else f"{words}-{size_of(active * share)}"
+
+    if found.work == "saving":
+        matters = False
+    if matters and found.rows > 1:
+        half = found.rows // 2
+        share, before = 1 - half / found.rows, f"(instead of {found.rows}"
+        if found.work == "training":
+            yield f"microbatch_size={half} {before}; the same step, in more parts)", of_active(share)
+        else:
+            yield f"eval_batch_size={half} {before})", of_active(share)
+    if matters and found.is_full_precision:
+        yield 'autocast="bf16"', of_active(0.5, "up to ")
+    if found.work == "training" and matters and not found.is_recomputed:
+        most = "" if active is None else f"most of {size_of(active)}"
+        yield "gradient_checkpointing=True (slower, the same numbers)", most
+    state, gradients = found.state + found.state_to_come, found.gradients + found.gradients_to_come
+    if state > least:
+        yield "an optimizer whose state has 8 bits", f"-{size_of(state * 0.75)}"
+    if not found.is_sharded:
+        ranks = found.world_size if found.world_size > 1 else _MANY
+        for name, sharded in (("FSDP or ZeRO 3", found.parameters + gradients + state), ("ZeRO 2", gradients + state)):
+            if sharded > least:
+                yield f"{name} over {ranks} processes", f"-{size_of(sharded * (1 - 1 / ranks))}"
+
+
+def state_to_come(options: Mapping[str, Any], trained: int) -> int:
+    """Return the bytes of an optimizer's state after its first update, by its options; 0 if they do not tell.
+
+    Args:
+        options: The options of a group: with `betas` it keeps two numbers of a parameter, with `momentum` one.
+        trained: Bytes of the parameters that train.
+    """
+    if "betas" in options:
+        return trained * (3 if options.get("amsgrad") else 2)
+    return trained if options.get("momentum") else 0
+
+
+# --- of a run
+
+
+@contextlib.contextmanager
+def explaining_memory(hooks: Hooks, work: Work) -> Iterator[None]:
+    """Add to an error of memory that runs out inside what took it, unless that was added further inside."""
+    try:
+        yield
+    except RuntimeError as error:
+        has_note = any(note.startswith(_HEAD) for note in getattr(error, "__notes__", ()))
+        if not has_note and is_out_of_memory(error):
+            try:
+                error.add_note(worded_shortage(shortage_of(hooks, work, wanted_in(error))))
+            except Exception:  # it must not hide the error
+                logger.exception("What took the memory could not be found out.")
+        raise
+
+
+def wanted_in(error: BaseException) -> int:
+    """Return the bytes for which there was no room, as the error says; 0 if it does not.
+
+    >>> wanted_in(RuntimeError("CUDA out of memory. Tried to allocate 1.50 GiB.")), wanted_in(RuntimeError("no room"))
+    (1610612736, 0)
+    """
+    found = re.search(r"[Tt]ried to allocate ([\d.]+) ?(bytes|[KMGT]iB)", str(error))
+    return 0 if found is None else round(float(found[1]) * _UNITS[found[2]])
+
+
+def shortage_of(hooks: Hooks, work: Work, wanted: int = 0) -> Shortage:
+    """Return what is on the device of a rank now; `wanted` are the bytes for which there was no room."""
+    backend, settings, device = hooks.backend, hooks.settings, hooks.device
+    parameters = list(backend.model.parameters())
+    held = [*parameters, *backend.model.buffers()]
+    trained = [one for group in backend.groups for one in group["params"] if one.requires_grad]
+    gradients = [stored_values(one.grad) for one in parameters if one.grad is not None]
+    optimizers = backend.optimizers.values() or [backend.optimizer]
+    state = [value for one in optimizers for kept in one.state.values() for value in kept.values()]
+    is_first = work == "training" and not any(isinstance(one, torch.Tensor) for one in state)
+    coming = sum(state_to_come(group, _bytes(group["params"], device)) for group in backend.groups) if is_first else 0
+    splits = settings.batch_size if hooks._feed.microbatch_size is None else hooks._feed.microbatch_size
+    peak, capacity = _counted(device)
+    return Shortage(
+        work,
+        parameters=_bytes(held, device),
+        gradients=_bytes(gradients, device),
+        state=_bytes(state, device),
+        gradients_to_come=_bytes([one for one in trained if one.grad is None], device) if is_first else 0,
+        state_to_come=coming,
+        peak=peak,
+        wanted=wanted,
+        capacity=capacity,
+        rows=splits if work == "training" else settings.eval_batch_size or settings.batch_size,
+        world_size=hooks.ranks.world_size,
+        is_sharded=backend.is_sharded,
+        is_recomputed=bool(settings.gradient_checkpointing),
+        is_full_precision=hooks.precision.name == "fp32" and _is_wide(parameters),
+    )
+
+
+def _bytes(tensors: Iterable[Any], device: torch.device) -> int:
+    """Return the bytes of this rank's parts of tensors on a device."""
+    total = 0
+    for one in tensors:
+        part = getattr(one, "ds_tensor", None)  # DeepSpeed's ZeRO 3 keeps the rank's part of a parameter there
+        part = one if part is None else part
+        part = part.to_local() if hasattr(part, "to_local") else part
+        if isinstance(part, torch.Tensor) and part.device.type == device.type:
+            total += part.numel() * part.element_size()
+    return total
+
+
+def _is_wide(parameters: Iterable[torch.Tensor]) -> bool:
+    return any(one.is_floating_point() and one.element_size() >= 4 for one in parameters)
+
+
+def _counted(device: torch.device) -> tuple[int | None, int | None]:
+    """Return the most that tensors took on a device, and its memory; None for what is not counted."""
+    if device.type not in ("cuda", "xpu"):
+        return None, None
+    peak = torch.accelerator.max_memory_allocated(device)
+    whole = torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else None
+    return peak, whole

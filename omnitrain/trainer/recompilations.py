@@ -1,0 +1,58 @@
+"""What a run compiles once more because batches have other shapes, as PyTorch has recorded it."""
+
+from __future__ import annotations
+
+import logging
+import re
+import sys
+from typing import Any
+
+logger: logging.Logger = logging.getLogger("omnitrain")
+
+_OF_SHAPE = re.compile(r"(size|stride|rank) mismatch|\.size\(\)|\.stride\(\)")
+"""What the reason for compiling once more has if it is a shape."""
+_MANY = 3
+"""How often a run may do that for shapes before it is told."""
+
+
+class Recompilations:
+    """Tells once if a run compiles again and again because batches have other shapes."""
+
+    def __init__(self) -> None:
+        self._has_told = False
+        self._last: Any = None
+        self._reasons: list[str] = []
+        self._seconds = 0.0
+
+    def begin(self) -> None:
+        """Count from here on."""
+        records = _records()
+        self._last = records[-1] if records else None
+        self._reasons, self._seconds, self._has_told = [], 0.0, False
+
+    def look(self) -> None:
+        """Count what was compiled since the latest look; a log's time is enough for that, and steps need none."""
+        records = _records()
+        if not records or records[-1] is self._last:
+            return
+        known = next((number for number, one in enumerate(records) if one is self._last), -1)
+        for one in records[known + 1 :]:
+            why = (one.recompile_reason or "").partition("  #")[0]
+            if _OF_SHAPE.search(why):
+                self._reasons.append(why)
+                self._seconds += one.entire_frame_compile_time_s or 0.0
+        self._last = records[-1]
+        if len(self._reasons) >= _MANY and not self._has_told:
+            self._has_told = True
+            logger.warning(
+                "torch.compile has compiled the model %d times more in this run, for %.1f s, as batches have other "
+                "shapes; the latest reason: %s. Pad to few lengths (`pad_to_multiple_of` of a collator), leave the "
+                "short end of an epoch out (`drop_last=True`), or pass compile={'dynamic': True}.",
+                len(self._reasons), self._seconds, self._reasons[-1].strip(),
+            )  # fmt: skip
+
+
+def _records() -> list[Any]:
+    """Return what PyTorch has written about the latest compilations; nothing if it was never asked to compile."""
+    module = sys.modules.get("torch._dynamo.utils")
+    return [] if module is None else module.get_compilation_metrics()

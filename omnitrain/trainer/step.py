@@ -1,0 +1,831 @@
+"""One optimizer step: forward and backward passes of each micro-batch of a window, then one update.
+
+Our loop runs a whole step with `take`. transformers' loop runs the same step in parts: `begin`, `loss_of` for each
+micro-batch, `finish`, `conclude`.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import logging
+import math
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch
+from torch import nn
+
+from omnitrain.arguments import DEFAULTS, Settings
+from omnitrain.backends.backend import Backend
+from omnitrain.core.errors import ConfigError, DataError, NonFiniteError, add_place
+from omnitrain.core.events import Event, overriding
+from omnitrain.data.sampling import Window
+from omnitrain.distributed.ranks import Ranks
+from omnitrain.model.units import ModelUnit, no_token_counts
+from omnitrain.optim.build import ScheduleLR, needs_closure
+from omnitrain.optim.sparse_gradients import parameters_by_layout
+from omnitrain.trainer.auto_microbatch import Memory
+from omnitrain.trainer.buffers import Buffers
+from omnitrain.trainer.failing_samples import name_dtypes, suspects
+from omnitrain.trainer.feed import Feed
+from omnitrain.trainer.finite import FiniteGuard, LossMeter, read_on_cpu
+from omnitrain.trainer.hooks import Hooks, evaluating
+from omnitrain.trainer.lifecycle import Lifecycle, is_of_callback
+from omnitrain.trainer.meters import Meters
+from omnitrain.trainer.nonfinite_report import Place
+
+logger: logging.Logger = logging.getLogger("omnitrain")
+
+Result = TypeVar("Result")
+
+
+IN_STEPS = (
+    "transform_batch",
+    "transform_output",
+    "transform_loss",
+    "before_second_pass",
+    "after_second_pass",
+    "before_update",
+    "after_update",
+)
+"""The places of algorithms in a step."""
+
+
+def kept_in_evaluation(model: nn.Module) -> list[nn.Module]:
+    """Return the modules of a model that the user has put into evaluation mode.
+
+    If the whole model is in evaluation mode, that means nothing: `from_pretrained` leaves models so, and the user
+    expects training. The same goes for a part that has `from_pretrained`, unless all of it is frozen.
+    """
+    found: list[nn.Module] = []
+
+    def look(module: nn.Module) -> None:
+        trains = any(one.requires_grad for one in module.parameters())
+        if not module.training and trains and hasattr(type(module), "from_pretrained"):
+            return
+        found.extend([] if module.training else [module])
+        for child in module.children():
+            look(child)
+
+    if model.training:
+        look(model)
+    return found
+
+
+class Step:
+    """Trains on one window at a time.
+
+    Args:
+        hooks: The trainer's hooks of a step.
+        backend: How gradients are added up and weights updated.
+        lifecycle: Counts, and calls the callbacks.
+        ranks: The ranks of the run.
+        settings: The arguments of the trainer.
+        error_at: Returns the error for a window whose loss or gradient is not finite.
+        loader: Returns the loader of the training set.
+        feed: Splits batches.
+
+    Attributes:
+        loss: The losses of the epoch so far.
+        metrics: What forward passes have named, in the epoch so far.
+        latest_metrics: The means of it that the latest row of logs has.
+        grad_norm: The norm of the latest gradients before clipping, on the device; None before the first step.
+        rates: The learning rate of each group of the optimizer in the latest update; empty before the first one.
+        guard: Detects losses and gradients that are not finite.
+    """
+
+    guard: FiniteGuard
+
+    def __init__(
+        self,
+        hooks: Hooks,
+        backend: Backend,
+        lifecycle: Lifecycle,
+        ranks: Ranks,
+        settings: Settings,
+        error_at: Callable[[Place], NonFiniteError],
+        loader: Callable[[], Any],
+        feed: Feed,
+    ) -> None:
+        self.loss: LossMeter = LossMeter(backend.device, ranks)
+        self.metrics: Meters = Meters(backend.device, ranks)
+        self.latest_metrics: dict[str, float] = {}
+        is_auto = settings.microbatch_size == "auto"
+        self._memory = Memory(hooks, backend, feed, ranks, lifecycle, self.mark, self.go_back) if is_auto else None
+        self._feed = feed
+        self.grad_norm: torch.Tensor | None = None
+        self.rates: list[Any] = []
+        self._hooks = hooks
+        self._backend = backend
+        self._lifecycle = lifecycle
+        self._ranks = ranks
+        self._settings = settings
+        self._error_at = error_at
+        self._loader = loader
+        self.weight: float = 0.0
+        """The weight of the current micro-batch in the mean of its step."""
+        self._window: Window
+        self.turn: int = 0
+        """How many micro-batches of this step were run."""
+        self._targets: float | None = None
+        """The targets of this window so far, if the unit counts them."""
+        self._has_warned_of_empty = False
+        self._may_undo = False
+        """Whether a step can turn out to be skipped, so that its loss has to be subtracted again."""
+        self._before: Any = None
+        """The means at the beginning of the present step, from `mark`, if it can turn out to be skipped."""
+        self._buffers: Buffers | None = None
+        """Copies of the buffers of the model, if a step can be skipped: its passes may have put NaN into them."""
+        self._is_first = True
+        """Whether this is the first step of a run, which checks that anything is trained at all."""
+        self._is_in_training = False
+        """Whether this run has put the model into training mode."""
+        self._evaluating: list[nn.Module] = []
+        """The modules that the user has put into evaluation mode, which stay in it."""
+        self._left_out: list[str] = []
+        """The parameters that require a gradient and are in no optimizer group, about which the user was warned."""
+        self._transforms: dict[str, list[Callable[..., Any]]] = {}
+        """What algorithms change of a step, by place: the methods of those that do, in the order they are called."""
+        self._tell_unit: Callable[[int], None] | None = None
+        """The unit's `set_step_nr`, if it has one."""
+        self._needs_closure = False
+        self._repeats = False
+        """Whether a micro-batch may run more than once in a step."""
+        """Whether the optimizer takes loss and gradients anew in its step, as LBFGS does."""
+        self._is_at_start = False
+        """Whether loss and gradients are there that the optimizer is about to take."""
+
+    def prepare(self) -> None:
+        """Prepare for a run: no gradients, and a guard that fits the optimizer."""
+        optimizer, settings = self._backend.optimizer, self._settings
+        if settings.fp16_loss_scale != DEFAULTS["fp16_loss_scale"] and not self._backend.may_skip:
+            raise ConfigError(
+                f"`fp16_loss_scale={settings.fp16_loss_scale!r}` has no effect, as the loss is not scaled. Leave it "
+                "out, or set autocast='fp16'."
+            )
+        self._list_transforms()
+        self._tell_of_unheard()
+        self._is_first = True
+        self._is_in_training = False
+        self._backend.collect_parameters()
+        self._backend.clear_gradients()
+        self._tell_of_left_out()
+        self._check_sparse_gradients()
+        self._backend.check_update()
+        self._tell_of_low_precision()
+        if self._memory is not None:
+            self._memory.prepare()
+        self._needs_closure = needs_closure(optimizer) and type(self._hooks)._train_epoch is Hooks._train_epoch
+        if self._needs_closure:
+            self._check_closure()
+        has_second_pass = self._needs_closure or bool(self._transforms["before_second_pass"])
+        if has_second_pass:
+            self._check_second_pass()
+        self._repeats = has_second_pass or self._memory is not None
+        self._may_undo = settings.on_nonfinite != "raise" or self._backend.may_skip or self._needs_closure
+        self._buffers = Buffers() if settings.on_nonfinite == "skip" or self._backend.may_skip else None
+        self._tell_unit = getattr(self._hooks.unit, "set_step_nr", None)
+        defers = settings.on_nonfinite == "raise" and not self._backend.may_skip
+        defers = defers and FiniteGuard.can_defer(self._backend.device, optimizer)
+        self.guard = FiniteGuard(self._backend.device, optimizer, defers)
+
+    def _list_transforms(self) -> None:
+        """Find out which algorithm changes what, and refuse what the backend cannot do."""
+        algorithms: list[Any] = self._hooks.algorithms
+        self._transforms = {place: overriding(algorithms, place) for place in IN_STEPS}
+        for place in ("transform_output", "transform_loss"):
+            self._transforms[place].reverse()
+        for one in algorithms:
+            used = [place for place in IN_STEPS if overriding([one], place)]
+            lacking = [self._backend.lacks[need] for need in (*used, *one.needs) if need in self._backend.lacks]
+            if lacking:
+                raise ConfigError(
+                    f"`algorithms` holds {type(one).__name__}, which cannot work here: {lacking[0]}. Leave it out, or "
+                    "train with DDP or FSDP."
+                )
+
+    def _tell_of_unheard(self) -> None:
+        """Warn about callbacks that wait for events which the backend cannot give."""
+        lacking = self._backend.lacks.get("before_update")
+        names = self._lifecycle.listeners_to(Event.BEFORE_CLIP, Event.AFTER_CLIP) if lacking else []
+        if names:
+            logger.warning(
+                "BEFORE_CLIP and AFTER_CLIP, to which %s listens, do not come here: %s. The norm is in each row of "
+                "logs.", ", ".join(names), lacking,
+            )  # fmt: skip
+
+    def _check_sparse_gradients(self) -> None:
+        """Raise ConfigError if sparse gradients are known to come that cannot be trained."""
+        self._backend.check_layouts(*parameters_by_layout(self._backend.model))
+
+    def _tell_of_low_precision(self) -> None:
+        """Warn about weights that train in 16 bits, unless the backend updates a 32-bit copy."""
+        kinds = {one.dtype for one in self._backend.parameters if one.dtype in (torch.bfloat16, torch.float16)}
+        if kinds and not self._backend.keeps_masters and self._ranks.is_main:
+            (kind, *_) = kinds
+            logger.warning(
+                "Weights that train are of %s: an update that is smaller than about 1/%d of a weight is lost. Load the "
+                "model in float32 (dtype=torch.float32) and pass autocast='bf16', which computes in 16 bits as well.",
+                kind, round(2 / torch.finfo(kind).eps),
+            )  # fmt: skip
+
+    def begin_epoch(self) -> None:
+        """Prepare for an epoch: a callback may have frozen or unfrozen layers since the last one."""
+        self._put_into_training()
+        self._backend.collect_parameters()
+        if self._buffers is not None:
+            self._buffers.collect(self._backend.model)
+        self._tell_of_left_out()
+        self._check_sparse_gradients()
+        if self._memory is not None:
+            self._memory.begin_epoch()
+
+    def _put_into_training(self) -> None:
+        """Put the model into training mode at the beginning of a run; after that the user decides its modes.
+
+        If the whole model is in evaluation mode at the beginning of a later epoch, it is put back into training mode.
+        """
+        model, wrapped = self._backend.model, self._backend.wrapped
+        if self._is_in_training and wrapped.training and model.training:
+            return
+        if not self._is_in_training:  # only now, since a callback may have set modes when the run began
+            self._evaluating = kept_in_evaluation(model)
+        wrapped.train()
+        for module in self._evaluating:
+            module.training = False
+        if self._evaluating and not self._is_in_training:
+            names = [name for name, one in model.named_modules() if one in self._evaluating]
+            logger.info(
+                "Modules that are in evaluation mode stay in it while the rest trains: %s%s. Call train() on them "
+                "before the run, if they are to train.", ", ".join(names[:3]), ", ..." if len(names) > 3 else "",
+            )  # fmt: skip
+        self._is_in_training = True
+
+    def _tell_of_left_out(self) -> None:
+        """Warn once about parameters that require a gradient and are in no optimizer group."""
+        left_out = self._backend.parameters_without_group()
+        if set(left_out) - set(self._left_out):
+            logger.warning(
+                "%d parameters require a gradient and are in no group of the optimizer, so they are not trained: %s%s. "
+                "Freeze them, or add them: trainer.optimizer.add_param_group({'params': [...]}).",
+                len(left_out), ", ".join(left_out[:3]), ", ..." if len(left_out) > 3 else "",
+            )  # fmt: skip
+        self._left_out = left_out
+
+    # --- the step
+
+    def take(self, window: Window) -> bool:
+        """Train on a window, and return whether the weights were updated."""
+        self.begin(window)
+        if not self.is_empty:
+            self.run(self._run_micro_batches)
+        return self.conclude(self.finish() and self.update())
+
+    def rehearse(self, window: Window) -> None:
+        """Run the passes of a window without an update; weights, means, modes and gradients stay as they are.
+
+        Buffers, what algorithms keep, and random numbers, do not.
+        """
+        hooks, backend, mark = self._hooks, self._backend, self.mark()
+        modes = [(module, module.training) for module in backend.wrapped.modules()]
+        gradients = [(parameter, parameter.grad) for parameter in backend.model.parameters()]
+        self._list_transforms()
+        backend.collect_parameters()
+        backend.clear_gradients()
+        self._is_in_training = False
+        try:
+            self._put_into_training()
+            self.restart(window)
+            for batch in self.batches:
+                with hooks._accumulating(last=backend.rehearses_whole):
+                    loss = self.loss_of(batch)
+                    if loss is not None:
+                        hooks._backward(loss * 0)  # DeepSpeed adds gradients up in buffers of its own
+        finally:
+            self._is_in_training = False
+            backend.abandon_gradients()
+            self.go_back(mark)
+            for module, mode in modes:
+                module.training = mode
+            for parameter, gradient in gradients:
+                parameter.grad = gradient
+
+    def _run_micro_batches(self) -> None:
+        hooks, tell = self._hooks, self._lifecycle.inside_of_step
+        for batch in self.batches:
+            with hooks._accumulating(last=self.completes):
+                loss = self.loss_of(batch)
+                if loss is not None:
+                    hooks._backward(loss)
+                    if tell is not None:
+                        tell(Event.AFTER_BACKWARD)
+            if tell is not None:
+                tell(Event.BATCH_END)
+
+    def run(self, attempt: Callable[[], Result]) -> Result:
+        """Return what `attempt()` returns, which runs all `batches`; more and smaller ones where memory has run out."""
+        return attempt() if self._memory is None else self._memory.run(self._window, attempt, self.restart)
+
+    def update(self) -> bool:
+        """Update the weights, and return whether that was done."""
+        if self._needs_closure:
+            return self._update_by_closure()
+        return self._hooks._apply_update() if self._memory is None else self._memory.update()
+
+    def begin(self, window: Window) -> None:
+        """Start on a window."""
+        if self._may_undo:
+            self._before = self.mark()
+        if self._buffers is not None:
+            self._buffers.keep()
+        if self._needs_closure:
+            self.loss.go_back((0.0, 0.0))  # so that it is that of the window alone
+        if self._tell_unit is not None:
+            self._tell_unit(self._lifecycle.progress.step + 1)
+        self.restart(window)
+
+    def restart(self, window: Window) -> None:
+        """Go to the first micro-batch of a window, which may be the same samples in other micro-batches."""
+        self._window, self.turn, self._targets = window, 0, None
+        self._backend.begin_window()
+
+    @property
+    def window(self) -> Window | None:
+        """The latest window; None before the first."""
+        return vars(self).get("_window")
+
+    @property
+    def batches(self) -> list[Any]:
+        """The micro-batches of the window."""
+        return self._window.batches
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether this window has nothing to predict on any rank."""
+        return not self._window.weight
+
+    @property
+    def is_last(self) -> bool:
+        """Whether the next micro-batch is the last of its window."""
+        return self.turn == len(self._window.batches) - 1
+
+    @property
+    def completes(self) -> bool:
+        """Whether the gradients are to be complete after the next micro-batch."""
+        return self.is_last and (self._memory is None or not self._memory.reduces_apart)
+
+    def loss_of(self, batch: Any) -> torch.Tensor | None:
+        """Run the next forward pass; return its part of the window's loss, or None if no backward pass is needed."""
+        turn, last = self.turn, self.is_last
+        self.turn += 1
+        self._ranks.moves += 1
+        try:
+            return self._loss_of(batch, self._window.weights[turn], last)
+        except Exception as error:
+            if is_of_callback(error):
+                raise
+            if isinstance(error, ValueError) and "more than 1 value per channel" in str(error):
+                raise self._too_few_to_normalize(turn) from error
+            name_dtypes(error, self._backend.model, batch)
+            self._name_samples(error, turn)
+            raise
+
+    def _too_few_to_normalize(self, turn: int) -> DataError:
+        """Return the error for a layer that normalizes over a batch of a single sample."""
+        place, size = self._place(), self._lifecycle.progress.epoch_size
+        is_rest = size is not None and place.position + place.samples >= size
+        left = f", which is what the batches leave over of {size} samples" if is_rest else ""
+        remedy = (
+            "Choose a `batch_size` that leaves more, or pass `drop_last=True`, which leaves out the last step of an "
+            "epoch if it is short"
+        )
+        if self._settings.microbatch_size is not None:
+            remedy = "Choose a `microbatch_size`, and a `batch_size`, that leave more"
+        return DataError(
+            f"Micro-batch {turn + 1} of step {place.step} (epoch {place.epoch + 1}, rank {self._ranks.rank}) has a "
+            f"single row{left}, and BatchNorm, or a layer like it, cannot take mean and variance of one value per "
+            f"channel. {remedy}; LayerNorm and GroupNorm take any batch."
+        )
+
+    def _loss_of(self, batch: Any, weight: float, last: bool) -> torch.Tensor | None:
+        hooks, window, tell = self._hooks, self._window, self._lifecycle.inside_of_step
+        self.weight = weight
+        if self._repeats and hooks.device.type == "cpu":  # elsewhere the passes get copies anyway
+            batch = copy.deepcopy(batch)  # the model may change it in place
+        batch = hooks._prepare_batch(batch)
+        for transform in self._transforms["transform_batch"]:
+            batch = transform(hooks, batch)
+        if tell is not None:
+            tell(Event.BATCH_START, batch, self.turn - 1)
+        with hooks._autocast():
+            output = self._backend.forward(hooks._forward, batch)
+            if tell is not None:
+                tell(Event.AFTER_FORWARD, batch, output)
+            self._feed.count_targets(output, weight)
+            for transform in self._transforms["transform_output"]:
+                output = transform(hooks, output)
+            if self._transforms["transform_batch"]:
+                self._feed.count_classes(output, weight)
+            loss = output.required_loss()
+            for transform in self._transforms["transform_loss"]:
+                loss = transform(hooks, loss)
+        if tell is not None:
+            tell(Event.AFTER_LOSS, loss)
+        if output.num_targets is None:
+            if self._settings.grad_reduction == "per-token-mean" and not isinstance(hooks.unit, ModelUnit):
+                raise no_token_counts()
+            self.loss.add(loss, weight)
+            count: float = weight
+        else:  # the loss is a sum over targets, which only the forward pass could count
+            count = float(output.num_targets) if weight else 0
+            self._targets = (self._targets or 0) + count
+            self.loss.add(loss / (count or 1), count)
+            weight = 1.0 if count else 0.0
+        if output.metrics is not None:
+            self.metrics.add(output.metrics, count)
+        # the mean of nothing is NaN, and 0 x NaN is NaN
+        divisor = window.divisor
+        if not weight:
+            scaled = hooks._idle_loss(output, loss)
+        else:
+            scaled = loss if weight == divisor else loss * (weight / divisor)
+        if last and self._ranks.world_size > 1 and scaled is not None:
+            # All ranks must see a loss that is not finite: they see its gradients, once these are averaged.
+            total = self.loss.sum
+            if isinstance(total, torch.Tensor):
+                scaled = scaled * (total * 0 + 1).to(scaled.dtype)
+            elif not math.isfinite(total):
+                scaled = scaled * math.nan
+        return scaled
+
+    def _name_samples(self, error: Exception, turn: int) -> None:
+        """Add to an error of a forward pass its step and rank, and the samples that raise it."""
+        hooks, loader, place = self._hooks, self._loader(), self._place()
+        if self._window.origins is not None:
+            turn = self._window.origins[turn]
+        if loader is not None:
+            run, mode = functools.partial(self._backend.forward, hooks._forward), functools.partial(evaluating, hooks)
+            found = suspects(error, hooks, loader, (place.epoch, place.position, turn), run, mode)
+            if found:
+                error.add_note(f"Raised for {found}.")
+        add_place(error, f"step {place.step} (epoch {place.epoch + 1}), rank {self._ranks.rank}")
+
+    def finish(self) -> bool:
+        """Make the gradients final, tell the callbacks, and return whether to make the update."""
+        if self.is_empty or not self._divide_by_targets():
+            self._warn_of_empty()
+            return False
+        hooks = self._hooks
+        if self._is_first:
+            self._check_gradients()
+            if isinstance(hooks.lr_scheduler, ScheduleLR):
+                self._check_tokens(hooks.lr_scheduler)
+        if self._transforms["before_second_pass"]:
+            self._run_again()
+        clip = self._change_and_clip if self._transforms["before_update"] else self._hooks._clip_gradients
+        if self._lifecycle.inside_of_step is not None:
+            clip = functools.partial(self._clip_aloud, self._lifecycle.inside_of_step, clip)
+        self.grad_norm = self._backend.finish_gradients(clip, self._lifecycle.before_optimizer_step)
+        return self._is_admitted(self.grad_norm)
+
+    def _clip_aloud(self, tell: Callable[..., None], clip: Callable[[], torch.Tensor]) -> torch.Tensor:
+        """Clip, tell the callbacks before and after it, and return the norm before."""
+        tell(Event.BEFORE_CLIP)
+        norm = clip()
+        tell(Event.AFTER_CLIP, norm)
+        return norm
+
+    def _check_gradients(self) -> None:
+        """Raise ConfigError if the first step gave no gradient to any parameter of the optimizer."""
+        self._is_first = False
+        if not self._backend.has_gradients():
+            raise ConfigError(
+                "No parameter of the optimizer got a gradient in the first step, so nothing would be trained. The loss "
+                "depends on none of them: is it computed by another model than the one that was passed (by a `unit` "
+                "that holds its own, say), under torch.no_grad(), or were all of them frozen since?"
+            )
+        gradients = [(one, one.grad) for one in self._backend.parameters if one.grad is not None]
+        names = {id(one): name for name, one in self._backend.model.named_parameters()}
+        sparse = {id(one): names.get(id(one), "?") for one, gradient in gradients if gradient.is_sparse}
+        dense = {id(one): names.get(id(one), "?") for one, gradient in gradients if not gradient.is_sparse}
+        self._backend.check_layouts(sparse, dense)
+
+    def _check_tokens(self, scheduler: ScheduleLR) -> None:
+        """Raise DataError if a schedule follows tokens, and the first step has none."""
+        if "tok" in scheduler.units and scheduler.follows and not self._window.tokens:
+            raise DataError(
+                f"`lr_scheduler={scheduler.schedule!r}` follows the tokens of the run, but the batches have none: they "
+                "are counted in 'attention_mask', 'input_ids' or labels. Give lengths in steps, samples or time."
+            )
+
+    def conclude(self, applied: bool) -> bool:
+        """Step the schedule if the update was made, clear the gradients, and return `applied`."""
+        hooks, backend, tell = self._hooks, self._backend, self._lifecycle.inside_of_step
+        if applied:
+            # tensors are copied, because schedules change them in place
+            self.rates = [
+                rate.clone() if isinstance(rate := group["lr"], torch.Tensor) else rate
+                for group in backend.optimizer.param_groups
+            ]
+            for update in self._transforms["after_update"]:
+                update(hooks)
+            if tell is not None:
+                tell(Event.AFTER_OPTIMIZER_STEP)
+        else:
+            self._check_loss_scale()
+            if self._may_undo:
+                self.go_back(self._before)
+            if self._buffers is not None:
+                self._buffers.put_back()
+        if hooks.lr_scheduler is not None and hooks.scheduler_interval == "step":
+            self.move_schedule(hooks.lr_scheduler, applied)
+        if tell is not None:
+            tell(Event.BEFORE_ZERO_GRAD)
+        backend.clear_gradients()
+        if tell is not None:
+            tell(Event.AFTER_ZERO_GRAD)
+        return applied
+
+    def take_schedule(self, scheduler: Any, has_own_epoch: bool) -> None:
+        """Refuse a schedule that the run could not tell where it is.
+
+        Args:
+            scheduler: The schedule; None without one.
+            has_own_epoch: Whether the trainer's class has an epoch of its own, in which nothing counts.
+        """
+        if has_own_epoch and isinstance(scheduler, ScheduleLR) and scheduler.follows:
+            raise ConfigError(
+                f"`lr_scheduler={scheduler.schedule!r}` follows samples, tokens or time, which nothing counts in a "
+                "`_train_epoch` of your own. Give its lengths in steps or epochs, and the run's by `max_steps` or "
+                "`epochs`."
+            )
+
+    def move_schedule(self, scheduler: Any, applied: bool = True, ends_epoch: bool = False) -> None:
+        """Set the rates of the next step.
+
+        Args:
+            scheduler: The schedule.
+            applied: Whether an update was made. One that counts updates stays where it is without; one that follows
+                samples, tokens or time does not, as these went on.
+            ends_epoch: Whether this is the end of an epoch, rather than of a step that is not counted yet.
+        """
+        try:
+            if isinstance(scheduler, ScheduleLR) and scheduler.follows:
+                self._follow(scheduler, applied, ends_epoch)
+            elif applied:
+                scheduler.step()
+        except Exception as error:
+            error.add_note(
+                f"Raised by `lr_scheduler`, a {type(scheduler).__name__}, at the end of step "
+                f"{self._lifecycle.progress.step + 1}. One that is made for a number of steps needs those of the run; "
+                "a name, such as 'cosine', finds them."
+            )
+            raise
+
+    def _follow(self, scheduler: ScheduleLR, applied: bool, ends_epoch: bool) -> None:
+        """Set the rates by where the run is at the end of this step, or of this epoch."""
+        progress, window = copy.copy(self._lifecycle.progress), self._window
+        if ends_epoch:
+            progress.close_epoch(complete=True)
+        else:
+            progress.advance(window.samples, window.tokens, not applied)
+        if "s" in scheduler.units:
+            self._lifecycle.tick()
+            seconds = self._lifecycle.progress.seconds
+            if self._ranks.world_size > 1:  # each has a clock of its own, and the rate must be one
+                (seconds,) = self._ranks.sum("the clock of a schedule", seconds if self._ranks.is_main else 0.0)
+            progress.seconds = seconds
+        scheduler.move(progress, applied)
+
+    def clip_gradients(self) -> torch.Tensor:
+        """Clip the gradients to `max_grad_norm`, if set, and return their norm before clipping."""
+        norm = self._hooks._gradient_norm()
+        limit = self._settings.max_grad_norm
+        # Reading the norm is free on a CPU, and most steps need no clipping: the factor would be exactly 1.
+        if limit is None or (norm.device.type == "cpu" and read_on_cpu(norm) < limit * (1 - 1e-6) - 1e-6):
+            return norm
+        self._backend.clip_gradients(limit, norm)
+        return norm
+
+    def _run_again(self) -> None:
+        """Run the window's micro-batches once more, at weights that algorithms have moved; its loss is not counted."""
+        hooks, mark = self._hooks, self.mark()
+        for move in self._transforms["before_second_pass"]:
+            move(hooks)
+        self._backend.clear_gradients()
+        try:
+            self.restart(self._window)
+            self.run(self._run_micro_batches)
+            self._divide_by_targets()
+        finally:
+            self.go_back(mark)
+            for put_back in reversed(self._transforms["after_second_pass"]):
+                put_back(hooks)
+
+    def _check_second_pass(self) -> None:
+        """Refuse a method of the user's, around each micro-batch of transformers' loop, that others do not go through.
+
+        Raises:
+            ConfigError: Naming it.
+        """
+        if "training_step" in getattr(self._hooks, "_overridden", ()):
+            raise ConfigError(
+                f"{type(self._hooks).__name__}.training_step is not called for micro-batches that are run again, as "
+                "`optimizer` or `algorithms` ask for. Put what it does into `compute_loss`, or leave one of them out."
+            )
+
+    # --- optimizers that take loss and gradients anew
+
+    def _check_closure(self) -> None:
+        """Refuse what an optimizer that needs a closure cannot be given."""
+        settings, backend = self._settings, self._backend
+        what = f"`optimizer` ({type(backend.optimizer).__name__}) takes loss and gradients several times in a step"
+        if "closure" in backend.lacks:
+            raise ConfigError(f"{what}, which cannot work here: {backend.lacks['closure']}. Use DDP or one process.")
+        second = [one for one in self._hooks.algorithms if overriding([one], "before_second_pass")]
+        reasons = {
+            "autocast='fp16'": (backend.may_skip, "has a loss scale that may leave an update out", "autocast='bf16'"),
+            f"max_grad_norm={settings.max_grad_norm!r}": (
+                settings.max_grad_norm is not None, "would clip what it compares with each other", "max_grad_norm=None"
+            ),
+            "microbatch_size='auto'": (
+                self._memory is not None, "could not begin such a step anew", "a number"
+            ),
+            f"on_nonfinite={settings.on_nonfinite!r}": (
+                settings.on_nonfinite != "raise", "decides on a step before it is made", "on_nonfinite='raise'"
+            ),
+            f"algorithms=[{type(second[0]).__name__ if second else ''}]": (
+                second, "moves the weights between two passes of its own", "no such algorithm"
+            ),
+        }  # fmt: skip
+        for given, (is_given, reason, remedy) in reasons.items():
+            if is_given:
+                raise ConfigError(f"{what}, and `{given}` {reason}. Pass {remedy}, or another optimizer.")
+
+    def _update_by_closure(self) -> bool:
+        """Update the weights by an optimizer that runs the window's micro-batches anew; the first pass is logged."""
+        backend, first, before = self._backend, self.mark(), self._before
+        kept = [(one, one.detach().clone()) for one in backend.parameters if one.requires_grad]
+        # others may have moved the weights before they call it
+        self._is_at_start = isinstance(backend.optimizer, torch.optim.LBFGS)
+        backend.closure = self._take_anew
+        try:
+            return self._hooks._apply_update()
+        except NonFiniteError:
+            with torch.no_grad():
+                for one, value in kept:
+                    one.copy_(value)
+            raise
+        finally:
+            backend.closure = None
+            self.go_back(first)
+            self.loss.go_back((before[0][0] + first[0][0], before[0][1] + first[0][1]))
+
+    def _take_anew(self) -> torch.Tensor:
+        """Return the loss of the window at the present weights, over all ranks, and add up its gradients."""
+        if not self._is_at_start:
+            self._backend.clear_gradients()
+            self.loss.go_back((0.0, 0.0))
+            with torch.enable_grad():
+                self.restart(self._window)
+                self._run_micro_batches()
+                self._divide_by_targets()
+            clip = self._change_and_clip if self._transforms["before_update"] else self._hooks._clip_gradients
+            if not math.isfinite(self._evidence(clip())):
+                raise self._error_at(self._place())
+        self._is_at_start = False
+        total, weight = self._ranks.sum(
+            "the loss of a closure", *self._ranks.once([self.loss.read(), self.loss.weight])
+        )
+        value = total if self._settings.grad_reduction == "sum" else total / weight
+        return torch.tensor(value, dtype=torch.float64)
+
+    def _change_and_clip(self) -> torch.Tensor:
+        """Have algorithms change the gradients before they are clipped; return their norm before either."""
+        norm = self._hooks._gradient_norm()
+        for change in self._transforms["before_update"]:
+            change(self._hooks)
+        self._hooks._clip_gradients()
+        return norm
+
+    def _divide_by_targets(self) -> bool:
+        """Divide the gradients by the window's targets, if the forward passes counted them; return False if none."""
+        if self._targets is None or self._settings.grad_reduction == "sum":
+            return True
+        (targets,) = self._ranks.sum("the targets of a step", *self._ranks.once([self._targets]))
+        if targets:
+            self._hooks._scale_gradients(self._window.divisor * self._ranks.data.size / targets)
+        return bool(targets)
+
+    def _warn_of_empty(self) -> None:
+        if not self._has_warned_of_empty:
+            self._has_warned_of_empty = True
+            logger.warning(
+                "No sample of step %d has a label that counts, on any rank: the weights are not updated. Such steps "
+                "are counted in `progress.skipped_steps`; later ones are not reported.",
+                self._lifecycle.progress.step + 1,
+            )
+
+    # --- means
+
+    def mark(self) -> Any:
+        """Return what was added to the means so far, for `go_back`."""
+        return self.loss.mark(), self.metrics.mark()
+
+    def go_back(self, mark: Any) -> None:
+        """Take back what was added since `mark()`."""
+        self.loss.go_back(mark[0])
+        self.metrics.go_back(mark[1])
+
+    def means_since_last(self) -> tuple[float, dict[str, float]]:
+        """Return the mean loss (NaN of nothing) and what was named, over all ranks since this was last asked."""
+        own = self._ranks.once([*self.loss.since_last(), len(self.metrics)])
+        total, weight, named = self._ranks.sum("the loss for a log", *own)
+        # ranks may have met other names, or none, so those of all are gathered if any has one
+        self.latest_metrics = self.metrics.means_since_last() if named else {}
+        return total / weight if weight else math.nan, self.latest_metrics
+
+    def metrics_of_epoch(self) -> dict[str, float]:
+        """Return the means of what was named in the epoch so far, over all ranks."""
+        (named,) = self._ranks.sum("the names of metrics", len(self.metrics))
+        return self.metrics.means() if named else {}
+
+    def begin_means(self) -> None:
+        """Start the means of a new epoch."""
+        self.loss.begin_epoch()
+        self.metrics.begin_epoch()
+
+    # --- losses and gradients that are not finite
+
+    def _is_admitted(self, norm: torch.Tensor) -> bool:
+        """Return whether to make the update, under the policy for numbers that are not finite."""
+        if self.guard.admits(self._evidence(norm), self._place):
+            if self.guard.deferred:
+                self.raise_if_bad()
+            return True
+        place, policy = self._place(), self._settings.on_nonfinite
+        if policy == "raise":
+            raise self._error_at(place)
+        skips = policy == "skip"
+        todo = "the step is skipped" if skips else "the update is made all the same (on_nonfinite='warn')"
+        logger.warning("The loss or a gradient is not finite at step %d: %s.", place.step, todo)
+        if not skips:
+            self.go_back(self._before)
+        return not skips
+
+    def _place(self) -> Place:
+        """Return the position of the current step."""
+        progress = self._lifecycle.progress
+        return Place(progress.step + 1, progress.epoch, progress.samples_in_epoch, self._window.samples)
+
+    def _evidence(self, norm: torch.Tensor) -> float | torch.Tensor:
+        """Return a number that is finite if and only if the losses so far and the gradients are."""
+        if self._backend.may_skip:
+            return self.loss.sum  # the scaler handles an infinite gradient: it skips the step
+        if self._ranks.world_size > 1:
+            return norm
+        return self.loss.sum + (read_on_cpu(norm) if isinstance(self.loss.sum, float) else norm)
+
+    def raise_if_bad(self, wait: bool = False) -> None:
+        """Raise NonFiniteError for a bad step that the device has reported; with `wait`, check all steps so far."""
+        place = self.guard.first_bad(wait)
+        if place is not None:
+            raise self._error_at(place)
+
+    def _check_loss_scale(self) -> None:
+        """Raise NonFiniteError if the gradients overflow at any loss scale."""
+        scaler, least = self._backend.scaler, self._settings.fp16_loss_scale[1]
+        if scaler.is_enabled() and scaler.get_scale() < least:
+            raise NonFiniteError(
+                f"The fp16 loss scale fell to {scaler.get_scale():g}, below its minimum {least:g}, at step "
+                f"{self._lifecycle.progress.step + 1}: the gradients overflow whatever the scale. Lower the learning "
+                "rate, use autocast='bf16', or lower the minimum in `fp16_loss_scale`."
+            )
+
+    # --- checkpoints
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the losses of all ranks, what was named there, the latest norm and rates: numbers and lists."""
+        own = self.loss.state_dict(), self.metrics.state_dict()
+        everywhere = self._ranks.by_share(self._ranks.gather("the losses for a checkpoint", own))
+        losses, metrics = zip(*everywhere, strict=True)
+        return {
+            "loss": list(losses),
+            **({"metrics": list(metrics)} if any(metrics) else {}),
+            "grad_norm": None if self.grad_norm is None else float(self.grad_norm),
+            "learning_rates": [float(rate) for rate in self.rates],
+            **({} if self._memory is None else {"microbatch_size": self._feed.microbatch_size}),
+            "loss_mean": self._hooks.loss_mean.state_dict(),
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restore the state from `state_dict`, on any number of ranks."""
+        losses, norm = state["loss"], state["grad_norm"]
+        self.loss.load_state_dict(losses if isinstance(losses, list) else [losses])  # one entry in old checkpoints
+        self.metrics.load_state_dict(state.get("metrics", []))
+        self.grad_norm = None if norm is None else torch.tensor(norm, dtype=torch.float64)
+        self.rates = list(state.get("learning_rates", []))  # old checkpoints lack them
+        self._hooks.loss_mean.load_state_dict(state.get("loss_mean", {}))
+        if self._memory is not None:
+            self._feed.microbatch_size = state.get("microbatch_size")

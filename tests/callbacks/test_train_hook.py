@@ -1,0 +1,150 @@
+"""Hooks under nnScaler's names."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from recipes import rows, same, t16, weights
+from torch import nn
+
+from omnitrain import ConfigError, HookCallback, Trainer, TrainHook
+from omnitrain.core.events import Callback
+
+NAMES = [name for name in vars(TrainHook) if not name.startswith("_")]
+STEP = ["before_zero_grad", "after_zero_grad", "on_step_end"]
+CALLS = [
+    "after_setup", "on_train_start", "on_epoch_start", "on_step_start", "on_train_step_start", "on_train_step_end",
+    "after_sync_grad", "before_gnorm_clip", "after_gnorm_clip", "before_optimizer_step", "after_optimizer_step", *STEP,
+    "before_log_train_metrics", "on_val_start", *["on_val_step_start", "on_val_step_end"] * 2,
+    "before_log_val_metrics", "on_val_end", "on_save_checkpoint", "on_epoch_end",
+]  # fmt: skip
+
+
+def trainer_with(*callbacks: Callback, model: nn.Module | None = None, **options: Any) -> Trainer:
+    options = {"epochs": 1, "batch_size": 2, "gradient_accumulation_steps": 2, **options}
+    return Trainer(
+        model or t16(), rows(4), callbacks=callbacks, loss_fn=F.mse_loss, device="cpu", progress_bar=False,
+        learning_rate=0.05, **options,
+    )  # fmt: skip
+
+
+def writing(calls: list[tuple[Any, ...]], *names: str) -> dict[str, Any]:
+    def hook(name: str) -> Any:
+        return lambda trainer, *details: calls.append((name, *details))
+
+    return {name: hook(name) for name in names or NAMES}
+
+
+def test_hooks_are_called_in_the_order_of_nnscaler(tmp_path: Path) -> None:
+    calls: list[tuple[Any, ...]] = []
+    callback = HookCallback(writing(calls))
+    trainer = trainer_with(
+        callback, eval_dataset=rows(4), eval_steps=1, save_dir=tmp_path, save_steps=1, log_steps=1, max_grad_norm=1.0
+    )
+    metrics = trainer.train()
+    begin = next(number for number, call in enumerate(calls) if call[0] == "after_setup")
+    names = [call[0] for call in calls]
+    assert names[begin : begin + len(CALLS)] == CALLS
+    assert names[-2:] == ["on_train_end", "on_finalize"]
+    of = {name: details for name, *details in calls}
+    batches, idx = of["on_train_step_start"]
+    assert [len(batch[0]) for batch in batches] == [2, 2] and idx == 0
+    outputs, same_batches, _ = of["on_train_step_end"]
+    assert [output.loss.item() > 0 for output in outputs] == [True, True] and same_batches is batches
+    assert of["on_epoch_end"] == [0] and of["on_step_end"] == [0, 0] and of["on_val_step_end"][2] == 1
+    assert of["on_val_end"] == [metrics["valid"][0]["eval_loss"]]
+    assert float(of["after_gnorm_clip"][0]) == pytest.approx(metrics["train_metrics_history"][0]["grad_norm"])
+    trainer.evaluate()
+    assert [call[0] for call in calls[len(names) :]] == []  # no validation of the run
+
+
+def test_hooks_may_take_fewer_arguments() -> None:
+    calls: list[Any] = []
+
+    hooks = {
+        "on_train_step_end": lambda trainer, outputs: calls.append(len(outputs)),
+        "on_train_step_start": lambda trainer, idx: calls.append(idx),
+        "on_epoch_start": lambda trainer, number: calls.append(number),
+        "on_epoch_end": lambda *everything: calls.append(everything[1:]),
+    }
+    trainer_with(HookCallback(hooks)).train()
+    assert calls == [0, 0, 2, (0,)]
+    assert trainer_with(HookCallback({"on_epoch_end": print})).lifecycle.inside_of_step is None
+
+
+def test_hooks_change_no_weights_and_keep_no_outputs() -> None:
+    models, outputs = [t16(dropout=0.3), t16(dropout=0.3)], []
+
+    def refer(trainer: Any, details: Any) -> None:
+        outputs.extend(weakref.ref(output.loss) for output in details)
+
+    hooks = dict.fromkeys(NAMES, lambda trainer: None) | {"on_train_step_end": refer}
+    callback = HookCallback(hooks)
+    trainer = trainer_with(callback, model=models[0], epochs=3)
+    trainer.train()
+    trainer_with(model=models[1], epochs=3).train()
+    assert same(weights(models[0]), weights(models[1]))
+    gc.collect()
+    assert len(outputs) == 6 and not any(output() is not None for output in outputs)
+
+
+def test_hook_state_is_saved_and_restored(tmp_path: Path) -> None:
+    class Counts(TrainHook):
+        def __init__(self) -> None:
+            self.steps, self.totals = 0, torch.zeros(2)
+
+        def after_optimizer_step(self, trainer: Any) -> None:
+            self.steps, self.totals = self.steps + 1, self.totals + 1
+
+        def on_save_checkpoint(self, trainer: Any, checkpoint: dict[str, Any]) -> None:
+            checkpoint |= {"steps": self.steps, "totals": self.totals}
+
+        def on_load_checkpoint(self, trainer: Any, checkpoint: dict[str, Any]) -> None:
+            assert trainer.progress.step == checkpoint["steps"]
+            self.steps, self.totals = checkpoint["steps"], checkpoint["totals"]
+
+    trainer_with(HookCallback(Counts()), save_dir=tmp_path, epochs=2).train()
+    hook = Counts()
+    trainer_with(HookCallback(hook), save_dir=tmp_path, epochs=3).train(resume_from="auto")
+    assert hook.steps == 3 and hook.totals.tolist() == [3.0, 3.0]
+
+
+def test_failing_hooks_and_callbacks_are_reported_by_class() -> None:
+    """An error around the forward pass is not reported as one of the samples."""
+
+    def fail(self: Any, trainer: Any, *details: Any) -> None:
+        raise RuntimeError("boom")
+
+    hook = HookCallback(type("Bad", (TrainHook,), {"before_gnorm_clip": fail})())
+    callback = type("Bad", (Callback,), {"on_after_forward": fail})()
+    for part, event in ((hook, "on_before_clip"), (callback, "on_after_forward")):
+        with pytest.raises(RuntimeError, match="boom") as caught:
+            trainer_with(part).train()
+        assert caught.value.__notes__[0] == f"Raised by the callback Bad.{event}."
+        assert not any("sample" in note for note in caught.value.__notes__)
+
+
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [
+        ("on_epochs_start", "no hook has that name. Did you mean 'on_epoch_start'?"),
+        ("before_sync_grad", "gradients are averaged over the ranks while the last backward pass makes them"),
+        ("after_aggregate_train_step_outputs", "added up over the ranks for a row of logs alone"),
+        ("after_aggregate_val_step_outputs", "added up over the ranks at its end alone"),
+    ],
+)
+def test_hooks_that_are_never_called_are_rejected(name: str, reason: str) -> None:
+    with pytest.raises(ConfigError, match="would never be called") as caught:
+        type("Mine", (TrainHook,), {name: lambda self, trainer: None})
+    assert f"Mine.{name} would never be called: " in str(caught.value) and reason in str(caught.value)
+    with pytest.raises(ConfigError, match="would never be called") as caught:
+        HookCallback({name: print})
+    assert reason in str(caught.value)
+    with pytest.raises(ConfigError, match="derived from TrainHook and from Callback"):
+        type("Both", (TrainHook, Callback), {})

@@ -1,0 +1,239 @@
+"""Fingerprints of data and code, and how a resume with other ones is rejected."""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import linecache
+import random
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from forging import content_of as manifest_of
+from forging import seal
+from marks import thinned
+from recipes import Noisy
+from torch import nn
+from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
+
+from omnitrain import AccelerateTrainer, CheckpointError, HFTrainer, Trainer
+from omnitrain.checkpoint.fingerprints import code_of, content_of, data_of
+from omnitrain.data.loaders import GivenLoader, make_loader
+
+TRAINERS = {"native": Trainer, "accelerate": AccelerateTrainer, "hf": HFTrainer}
+
+
+def plain_loss(outputs: Any, labels: Any) -> Any:
+    return F.cross_entropy(outputs, labels)
+
+
+def data(size: int = 12, flipped: bool = False) -> TensorDataset:
+    generator = torch.Generator().manual_seed(0)
+    labels = torch.arange(size) % 3
+    return TensorDataset(torch.randn(size, 4, generator=generator), 2 - labels if flipped else labels)
+
+
+def make(folder: Path, cls: Any = Trainer, model: nn.Module | None = None, **options: Any) -> Any:
+    torch.manual_seed(0)
+    defaults: dict[str, Any] = {
+        "train_dataset": data(), "loss_fn": plain_loss, "batch_size": 4, "save_dir": folder, "progress_bar": False,
+        **({"device": "cpu"} if cls is Trainer else {}),
+    }  # fmt: skip
+    return cls(model or nn.Linear(4, 3), **{**defaults, **options})
+
+
+def module_function(folder: Path, text: str) -> Callable[..., Any]:
+    """Return the function `f` of a module that is written and imported here."""
+    path = folder / "written.py"
+    path.write_text(text)
+    spec: Any = importlib.util.spec_from_file_location("written", path)
+    module = sys.modules["written"] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    linecache.checkcache()
+    return module.f
+
+
+@pytest.mark.parametrize("kind", thinned(TRAINERS, ["native", "hf"]))
+def test_identity_rejects_other_labels_and_names_a_sample(kind: str, tmp_path: Path) -> None:
+    cls = TRAINERS[kind]
+    make(tmp_path, cls, epochs=1).train()
+    other = {"train_dataset": data(flipped=True)}
+    with pytest.raises(CheckpointError, match=r"other data.* sample \d+ of the training set .*its entry 1"):
+        make(tmp_path, cls, **other, epochs=2).train(resume_from="auto")
+    trainer = make(tmp_path, cls, **other, epochs=2)
+    trainer.train(resume_from="auto", allow_change={"train_dataset"})
+    assert trainer.progress.step == 6
+    make(tmp_path, cls, **other, epochs=3).train(resume_from="auto")
+
+
+def test_identity_names_the_evaluation_set_that_differs(tmp_path: Path) -> None:
+    make(tmp_path, eval_dataset={"dev": data(8), "web": data(8)}, epochs=1).train()
+    for eval_dataset, message in (
+        ({"dev": data(8), "web": data(8, flipped=True)}, "of the evaluation set 'web' is not the one"),
+        ({"dev": data(9)}, "the evaluation set 'dev' has 9 samples now, and had 8"),
+    ):
+        trainer = make(tmp_path, epochs=2, eval_dataset=eval_dataset)
+        with pytest.raises(CheckpointError, match="which would change the run") as caught:
+            trainer.train(resume_from="auto")
+        assert message in str(caught.value) and "allow_change={'eval_dataset'}" in str(caught.value)
+        assert trainer.progress.step == 0
+        trainer.train(resume_from="auto", allow_change={"eval_dataset"})
+
+
+BODIES = {
+    "loss_fn": "def f(outputs, labels):\n    return F.cross_entropy(outputs, labels) {}\n",
+    "data_collator": "def f(samples):\n    return tuple(torch.stack(column) {} for column in zip(*samples))\n",
+    "unit": (
+        "class Unit:\n    def __init__(self, model):\n        self.model = model\n\n"
+        "    def __call__(self, batch):\n"
+        "        return F.cross_entropy(self.model(batch[0]), batch[1]) {}\n\n\n"
+        "def f(model):\n    return Unit(model)\n"
+    ),
+    "compute_metrics": "def f(y_true, y_pred):\n    return {{'acc': float((y_true == y_pred).mean()) {}}}\n",
+    "model": (
+        "class Net(torch.nn.Linear):\n    def forward(self, x):\n        return super().forward(x) {}\n\n\n"
+        "def f():\n    return Net(4, 3)\n"
+    ),
+}
+
+
+@pytest.mark.parametrize("name", thinned(BODIES, ["data_collator", "unit", "model"]))
+def test_identity_rejects_other_code_of_the_same_name(name: str, tmp_path: Path) -> None:
+    def trainer(change: str, epochs: int) -> Trainer:
+        head = "import torch\nimport torch.nn.functional as F\n\n\n"
+        function = module_function(tmp_path, head + BODIES[name].format(change))
+        model: nn.Module = function() if name == "model" else nn.Linear(4, 3)
+        options: dict[str, Any] = {"loss_fn": None if name == "unit" else plain_loss, "eval_dataset": data(8)}
+        if name != "model":
+            options[name] = function(model) if name == "unit" else function
+        return make(tmp_path / "run", model=model, epochs=epochs, **options)
+
+    trainer("* 1", 1).train()
+    trainer("*   1", 2).train(resume_from="auto")  # formatting is no change
+    with pytest.raises(CheckpointError, match=f"other code.*{name}: the code or the options of"):
+        trainer("* 1 * 1", 3).train(resume_from="auto")
+    trainer("* 1 * 1", 3).train(resume_from="auto", allow_change={name})
+
+
+def test_identity_is_not_compared_with_old_checkpoints(tmp_path: Path) -> None:
+    """The first versions of omnitrain saved no fingerprints."""
+    make(tmp_path, epochs=1).train()
+    folder = tmp_path / "checkpoint-3"
+    content = manifest_of(folder)
+    del content["identity"]
+    seal(folder, content)
+    trainer = make(tmp_path, train_dataset=data(flipped=True), epochs=2)
+    trainer.train(resume_from="auto")
+    assert trainer.progress.step == 6
+
+
+def generator_states() -> Any:
+    return random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist()  # type: ignore[index]
+
+
+def test_data_of_random_samples_is_keyed_and_leaves_generators() -> None:
+    """Samples that are random by their index are compared, and entries that are random otherwise are left out."""
+    random.seed(1)
+    before = generator_states()
+    first = data_of(make_loader(Noisy(), 4, name="train_dataset"))
+    assert before == generator_states()
+    torch.manual_seed(4)
+    assert first == data_of(make_loader(Noisy(), 4, name="train_dataset", seed=5)) and first is not None
+    assert first["samples"]
+
+    class Unkeyed(Dataset[Any]):
+        turn = 0
+
+        def __len__(self) -> int:
+            return 3
+
+        def __getitem__(self, index: int) -> Any:
+            self.turn += 1
+            return {"x": self.turn, "y": index, "z": object()}
+
+    mixed = data_of(make_loader(Unkeyed(), 2, name="train_dataset"))
+    assert mixed is not None and [list(parts) for parts in mixed["samples"].values()] == [["y"]] * 3
+
+
+class Counted(Dataset[Any]):
+    reads = 0
+
+    def __len__(self) -> int:
+        return 4
+
+    def __getitem__(self, index: int) -> Any:
+        self.reads += 1
+        return torch.tensor(index)
+
+
+def test_data_of_a_loader_is_that_of_its_dataset() -> None:
+    dataset = Counted()
+    fingerprint = data_of(make_loader(dataset, 2, name="train_dataset"))
+    assert fingerprint is not None and dataset.reads == 8
+    assert data_of(GivenLoader(DataLoader(dataset, 2), 0)) == fingerprint
+
+
+@pytest.mark.processes
+def test_data_of_a_loader_with_workers_is_read_by_workers() -> None:
+    dataset = Counted()
+    with_workers = data_of(make_loader(dataset, 2, name="train_dataset", num_workers=1))
+    assert dataset.reads == 0
+    assert with_workers == data_of(make_loader(dataset, 2, name="train_dataset")) is not None
+
+
+def test_data_of_streams_and_broken_datasets_is_empty() -> None:
+    class Stream(IterableDataset[Any]):
+        def __iter__(self) -> Any:
+            raise AssertionError("it is not to be read")
+
+    class Broken(Counted):
+        def __getitem__(self, index: int) -> Any:
+            raise KeyError(index)
+
+    assert data_of(make_loader(Stream(), 2, name="train_dataset")) is None
+    assert data_of(make_loader(Broken(), 2, name="train_dataset")) == {"size": 4, "samples": {}}
+
+
+def test_content_of_values_that_differ() -> None:
+    for value, other in (
+        (torch.zeros(2), torch.zeros(3)), (torch.zeros(2), torch.zeros(2, dtype=torch.int32)),
+        (torch.tensor([1.0], dtype=torch.bfloat16), torch.tensor([2.0], dtype=torch.bfloat16)),
+        (np.zeros(2), np.ones(2)), ("a", b"a"), ([1, 2], [2, 1]), ({"a": 1}, {"b": 1}), (["ab", "c"], ["a", "bc"]),
+        (True, 1), (np.array(["a", {"b": 1}], dtype=object), np.array(["a", {"b": 2}], dtype=object)),
+    ):  # fmt: skip
+        assert content_of(value) == content_of(value) is not None
+        assert content_of(value) != content_of(other)
+
+
+def focal(alpha: float) -> Callable[..., Any]:
+    def loss(outputs: Any, labels: Any) -> Any:
+        return alpha * F.cross_entropy(outputs, labels)
+
+    return loss
+
+
+def test_code_of_a_loss_includes_options_but_not_counters() -> None:
+    assert code_of(focal(0.5)) == code_of(focal(0.5)) != code_of(focal(0.6))
+    partial = functools.partial(F.cross_entropy, label_smoothing=0.1)
+    assert code_of(partial) == code_of(functools.partial(F.cross_entropy, label_smoothing=0.1))
+    assert code_of(partial) != code_of(F.cross_entropy)
+    weighted = [nn.CrossEntropyLoss(weight=torch.tensor([1.0, weight])) for weight in (1.0, 1.0, 2.0)]
+    assert code_of(weighted[0]) == code_of(weighted[1]) != code_of(weighted[2])
+    assert code_of(lambda o, y: o - y) != code_of(lambda o, y: y - o)
+
+    class Counting:
+        calls = 0
+
+        def __call__(self, outputs: Any, labels: Any) -> Any:
+            self.calls += 1
+
+    loss = Counting()
+    before = code_of(loss)
+    loss(1, 2)
+    assert code_of(loss) == before

@@ -1,0 +1,259 @@
+"""Checkpoints without the weights that do not train (`save_frozen`)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from adapting import TRAINERS, adapted, agree, content_of, make, run, weights_of
+from marks import thinned
+from recipes import StopAt, rows
+from resuming import Net
+from safetensors.torch import load_file
+from tiny import Tokens, llama
+from torch import nn
+
+from omnitrain import Callback, CheckpointError, ConfigError, Trainer
+from omnitrain.checkpoint import frozen_weights as frozen_module
+from omnitrain.distributed.ranks import Ranks
+
+
+def names(folder: Path) -> set[str]:
+    return set(load_file(folder / "model.safetensors"))
+
+
+def state(trainer: Trainer) -> dict[str, torch.Tensor]:
+    return trainer.get_model().state_dict()
+
+
+def headed(seed: int = 0, cls: type[Net] = Net) -> Net:
+    """Return a small regression model whose body, with batch norm and dropout, does not train."""
+    model = cls()
+    if seed:
+        torch.manual_seed(seed)
+        nn.init.normal_(model.body[0].weight)  # type: ignore[arg-type]
+    model.body.requires_grad_(False)
+    return model
+
+
+def train(model: nn.Module, folder: Path | None, *callbacks: Callback, resume: Any = None, **options: Any) -> Trainer:
+    options = {"epochs": 2, "batch_size": 4, "save_frozen": False, "progress_bar": False, **options}
+    if "optimizer" not in options:
+        options["learning_rate"] = 0.05
+    trainer = Trainer(
+        model, rows(16), loss_fn=F.mse_loss, save_dir=folder, device="cpu", callbacks=callbacks, **options
+    )
+    trainer.train(resume_from=resume)
+    return trainer
+
+
+def check_resumes(build: Callable[[], nn.Module], folder: Path, *callbacks: Callback) -> None:
+    """Check that a run that stops at step 5 and resumes equals one that does not stop, to the bit."""
+    straight = train(build(), folder / "straight", *callbacks)
+    train(build(), folder / "cut", *callbacks, StopAt(5))
+    assert agree(state(train(build(), folder / "cut", *callbacks, resume="auto")), state(straight))
+
+
+# --- adapters
+
+
+@pytest.mark.parametrize("kind", thinned(TRAINERS, ["native", "hf"]))
+def test_frozen_base_is_left_out_and_resume_is_exact(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its fingerprints are computed once a run."""
+    counts: list[int] = []
+    original = frozen_module.fingerprints
+    monkeypatch.setattr(frozen_module, "fingerprints", lambda *parts: counts.append(len(parts[0])) or original(*parts))
+    straight = run(kind, adapted(lora_dropout=0.1))
+    assert counts == []  # nothing is saved
+    run(kind, adapted(lora_dropout=0.1), tmp_path, callbacks=[StopAt(3)])
+    assert counts == [12]
+    resumed = make(kind, adapted(lora_dropout=0.1), tmp_path)
+    resumed.train(resume_from="auto")
+    assert counts == [12, 12]
+    assert agree(weights_of(resumed), weights_of(straight)) and resumed.metrics == straight.metrics
+    trained = {name for name, weight in resumed.get_model().named_parameters() if weight.requires_grad}
+    assert names(tmp_path / "last") == trained
+
+
+@pytest.mark.parametrize("kind", thinned(TRAINERS, ["native"]))
+def test_frozen_base_must_match_unless_allowed(kind: str, tmp_path: Path) -> None:
+    run(kind, adapted(), tmp_path / "run", epochs=1)
+
+    def other() -> Any:
+        base: Any = llama()
+        with torch.no_grad():
+            base.model.layers[0].mlp.up_proj.weight[0, 0] += 1e-9
+        return adapted(base)
+
+    trainer = make(kind, other(), tmp_path / "run")
+    before = {name: value.clone() for name, value in weights_of(trainer).items()}
+    with pytest.raises(CheckpointError, match=r"1 of the 12 are others in this model, the first of them '.*up_proj.w"):
+        trainer.train(resume_from="auto")
+    assert agree(weights_of(trainer), before)
+    trainer.train(resume_from="auto", allow_change={"frozen_weights"})
+    again = make(kind, other(), tmp_path / "run", epochs=3)
+    again.train(resume_from="auto")  # its checkpoints are of the new base
+    assert again.progress.step == 6
+
+
+def test_frozen_base_of_a_full_checkpoint_is_kept_if_loaded(tmp_path: Path) -> None:
+    """Later checkpoints leave it out if the model was built with it, and keep it if only the checkpoint had it."""
+    for name, base in (("same", llama()), ("other", llama(9))):
+        run("native", adapted(base), tmp_path / name, save_frozen=True, epochs=1)
+        make("native", adapted(), tmp_path / name).train(resume_from="auto")
+    assert len(names(tmp_path / "same" / "last")) == 4
+    assert len(names(tmp_path / "other" / "last")) > 12
+    trainer = make("native", adapted())
+    trainer.load_checkpoint(tmp_path / "other" / "last")
+    weight = "lm_head.weight"
+    assert torch.equal(weights_of(trainer)[f"base_model.model.{weight}"], llama(9).get_parameter(weight))
+
+
+def test_save_frozen_may_be_turned_on_on_resume(tmp_path: Path) -> None:
+    straight = run("native", adapted())
+    run("native", adapted(), tmp_path, callbacks=[StopAt(3)])
+    resumed = make("native", adapted(), tmp_path, save_frozen=True)
+    resumed.train(resume_from="auto")
+    assert agree(weights_of(resumed), weights_of(straight)) and names(tmp_path / "last") == set(weights_of(resumed))
+
+
+CASES = [(kind, saves) for kind in TRAINERS for saves in (True, False)]
+
+
+@pytest.mark.parametrize(("kind", "saves"), thinned(CASES, [("native", False), ("hf", True)]))
+def test_frozen_base_and_load_best_at_end(kind: str, saves: bool, tmp_path: Path) -> None:
+    folder = tmp_path / "run" if saves else None
+    trainer = run(kind, adapted(), folder, eval_dataset=Tokens(6), learning_rate=1.0, epochs=3, load_best_at_end=True)
+    best = trainer.metrics["best_valid"]
+    assert trainer.evaluate()["eval_loss"] == pytest.approx(best["eval_loss"], abs=1e-12)
+
+
+# --- any model
+
+
+def test_save_frozen_false_leaves_out_frozen_parameters(tmp_path: Path) -> None:
+    trainer = train(headed(), tmp_path / "lean")
+    trained = {"head.weight", "head.bias", "body.1.running_mean", "body.1.running_var", "body.1.num_batches_tracked"}
+    assert names(tmp_path / "lean" / "last") == trained
+    assert set(content_of(tmp_path / "lean" / "last")["frozen"]) == set(state(trainer)) - trained
+    for value in (True, None):
+        train(headed(), tmp_path / str(value), save_frozen=value)
+        assert names(tmp_path / str(value) / "last") == set(state(trainer))
+    train(Net(), tmp_path / "all")
+    assert content_of(tmp_path / "all" / "last")["frozen"] == {}
+
+
+def test_save_frozen_false_resumes_exactly(tmp_path: Path) -> None:
+    check_resumes(headed, tmp_path)
+    with pytest.raises(CheckpointError, match=r"the first of them 'body.0.weight'. Build the model on the weights"):
+        train(headed(3), tmp_path / "cut", resume="auto", epochs=3)
+    trainer = Trainer(headed(3), rows(16), loss_fn=F.mse_loss, device="cpu")
+    with pytest.raises(CheckpointError, match=r"body\.0\.weight"):
+        trainer.load_checkpoint(tmp_path / "cut" / "last")
+
+
+def test_frozen_weights_that_thaw_are_saved_from_then_on(tmp_path: Path) -> None:
+    class Thaw(Callback):
+        def on_step_start(self, trainer: Any) -> None:
+            trainer.model.body.requires_grad_(trainer.progress.step in (2, 3))
+
+    def run_thawing(folder: Path, *callbacks: Callback, **options: Any) -> dict[str, torch.Tensor]:
+        model = headed()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+        return state(train(model, folder, Thaw(), *callbacks, optimizer=optimizer, save_steps=1, **options))
+
+    straight = run_thawing(tmp_path / "straight")
+    weights = {name for name in straight if name.startswith("body") and name.endswith(("weight", "bias"))}
+    counts = [len(names(folder) & weights) for folder in sorted((tmp_path / "straight").glob("checkpoint-*"))]
+    assert counts == [0, 0, 4, 4, 4, 4, 4, 4]
+    run_thawing(tmp_path / "cut", StopAt(6))
+    assert agree(run_thawing(tmp_path / "cut", resume="auto"), straight)
+
+
+def test_frozen_weights_changed_by_a_callback_are_saved(tmp_path: Path) -> None:
+    class Decay(Callback):
+        def on_step_end(self, trainer: Any) -> None:
+            trainer.model.body[0].weight.data.mul_(0.9)
+
+    check_resumes(headed, tmp_path, Decay())
+    frozen = {"body.0.bias", "body.1.weight", "body.1.bias"}
+    assert set(content_of(tmp_path / "straight" / "last")["frozen"]) == frozen
+
+
+def test_frozen_weights_reach_a_custom_load_state_dict(tmp_path: Path) -> None:
+    class CustomLoading(Net):
+        def load_state_dict(self, state_dict: Any) -> Any:  # type: ignore[override]
+            return super().load_state_dict(state_dict)
+
+    check_resumes(lambda: headed(cls=CustomLoading), tmp_path)
+
+
+def test_frozen_fingerprints_are_equal_in_16_and_32_bits() -> None:
+    def fingerprints(dtype: torch.dtype) -> Any:
+        model = headed().to(torch.float32)
+        for parameter in model.parameters():
+            if not parameter.requires_grad:
+                parameter.data = parameter.data.to(torch.bfloat16).to(dtype)
+        return frozen_module.fingerprints(dict(model.named_parameters()), Ranks())
+
+    assert fingerprints(torch.bfloat16) == fingerprints(torch.float32)
+
+
+def test_frozen_checkpoint_has_no_transformers_config(tmp_path: Path) -> None:
+    """Without its frozen weights, transformers could not open the model."""
+    model = llama()
+    model.model.requires_grad_(False)
+    run("native", model, tmp_path / "lean", save_frozen=False)
+    run("native", model, tmp_path / "full")
+    assert not (tmp_path / "lean" / "last" / "config.json").exists()
+    assert (tmp_path / "full" / "last" / "config.json").exists()
+
+
+def test_save_frozen_is_validated() -> None:
+    for value, message in (
+        (False, "`save_frozen=False` needs a place for checkpoints"),
+        ("no", "`save_frozen` must be"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            train(headed(), None, save_frozen=value)
+
+
+class Quantised(nn.Module):
+    """A linear layer of integers whose scale gets into the state by custom code, as that of bitsandbytes does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        weight = torch.arange(-8, 8, dtype=torch.int8).reshape(4, 4)
+        self.weight = nn.Parameter(weight, requires_grad=False)
+        self.scale = torch.tensor(0.25, dtype=torch.float64)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x @ (self.weight * self.scale).T
+
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        destination[f"{prefix}weight.absmax"] = self.scale
+
+    def _load_from_state_dict(self, state_dict: Any, prefix: str, *rest: Any) -> None:
+        self.scale = state_dict.pop(f"{prefix}weight.absmax", self.scale)
+        super()._load_from_state_dict(state_dict, prefix, *rest)
+
+
+def test_frozen_quantised_weights_include_their_scale(tmp_path: Path) -> None:
+    def model(scale: float = 0.25) -> nn.Module:
+        torch.manual_seed(0)
+        layers = nn.Sequential(Quantised(), nn.Linear(4, 1, dtype=torch.float64))
+        layers[0].scale.fill_(scale)  # type: ignore[operator]
+        return layers
+
+    train(model(), tmp_path / "other", StopAt(5))
+    with pytest.raises(CheckpointError, match=r"the first of them '0\.weight\.absmax'"):
+        train(model(0.5), tmp_path / "other", resume="auto")
+    check_resumes(model, tmp_path)
+    assert names(tmp_path / "straight" / "last") == {"1.weight", "1.bias"}

@@ -1,0 +1,288 @@
+"""Initial weights (`init_from`): checkpoints and files of other programs, in full or in part."""
+
+from __future__ import annotations
+
+import json
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from forging import content_of, seal, spoil
+from recipes import StopAt, distance, rows, t16, weights
+from safetensors.torch import save_file
+from tiny import gpt
+from torch import nn
+
+from omnitrain import AccelerateTrainer, CheckpointError, ConfigError, HFTrainer, Trainer
+from omnitrain.checkpoint.disk import FileSystem
+from omnitrain.checkpoint.sharded_files import own_blocks, write_shards
+
+TRAINERS = {"native": Trainer, "accelerate": AccelerateTrainer, "hf": HFTrainer}
+
+
+@pytest.fixture(params=TRAINERS)
+def trainer_class(request: pytest.FixtureRequest) -> Any:
+    return TRAINERS[request.param]
+
+
+def make(cls: Any = Trainer, model: nn.Module | None = None, **options: Any) -> Any:
+    defaults: dict[str, Any] = {"loss_fn": F.mse_loss, "epochs": 1, "learning_rate": 0.05, "progress_bar": False}
+    device = {"device": "cpu"} if cls is Trainer else {}
+    return cls(model or t16(seed=1), rows(16), **{**defaults, **device, **options})
+
+
+def initialized(source: Any, model: nn.Module | None = None) -> nn.Module:
+    return make(model=model, init_from=source).model
+
+
+def flip_last_byte(path: Path) -> None:
+    spoil(path, "flip", path.stat().st_size - 1)
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    """The weights of the small model from seed 0; those of the trainers here are from seed 1."""
+    path = tmp_path / "weights.safetensors"
+    save_file(t16().state_dict(), path)
+    return path
+
+
+def test_init_from_loads_once_on_every_trainer(trainer_class: Any, file: Path) -> None:
+    trainer, expected = make(trainer_class, init_from=file), make(trainer_class, t16())
+    assert distance(weights(trainer.model), weights(t16())) == 0
+    for each in (trainer, expected):
+        each.train()
+        each.train()
+    assert distance(weights(trainer.model), weights(expected.model)) == 0
+    config = trainer.resolved_config()["init_from"]
+    assert config == {"path": str(file), "ignore": [], "convert": None} and json.dumps(config)
+
+
+def test_init_from_reads_checkpoints_pointers_and_files(tmp_path: Path, file: Path) -> None:
+    trainer = make(model=t16(), save_dir=tmp_path / "run", eval_dataset=rows(8))
+    trainer.train()
+    for name in ("checkpoint-2", "last", "best", "checkpoint-2/model.safetensors"):
+        assert distance(weights(initialized(tmp_path / "run" / name)), weights(trainer.model)) == 0
+    torch.save(t16().state_dict(), tmp_path / "plain.pt")
+    torch.save({"step": 3, "state": t16().state_dict()}, tmp_path / "nested.bin")
+    nested = {"path": tmp_path / "nested.bin", "convert": lambda content: content["state"]}
+    for source in (str(file), tmp_path / "plain.pt", nested):
+        assert distance(weights(initialized(source)), weights(t16())) == 0
+    flip_last_byte(tmp_path / "run" / "checkpoint-2" / "model.safetensors")
+    with pytest.raises(CheckpointError, match=r"'model\.safetensors' does not match its sha256"):
+        initialized(tmp_path / "run" / "checkpoint-2")
+
+
+def test_init_from_reads_and_verifies_sharded_checkpoints(tmp_path: Path) -> None:
+    trainer = make(model=t16(), save_dir=tmp_path / "run")
+    trainer.train()
+    folder = tmp_path / "run" / "checkpoint-2"
+    content = content_of(folder)
+    del content["files"]["model.safetensors"]
+    (folder / "model.safetensors").unlink()
+    (folder / "model").mkdir()
+    for rank, names in enumerate((["0.weight", "3.bias"], ["0.bias", "3.weight"])):
+        blocks = {name: own_blocks(trainer.model.state_dict()[name], 0) for name in names}
+        entries = write_shards(blocks, folder / "model", rank, FileSystem())
+        content["files"] |= {f"model/{name}": entry for name, entry in entries.items()}
+    seal(folder, content)
+    with torch.device("meta"):
+        empty = t16()
+    for model in (None, empty):
+        assert distance(weights(initialized(folder, model)), weights(trainer.model)) == 0
+    flip_last_byte(folder / "model/rank-00001.safetensors")
+    with pytest.raises(CheckpointError, match=r"'model/rank-00001.safetensors' does not match its sha256"):
+        initialized(folder)
+
+
+def test_init_from_reads_transformers_folders(tmp_path: Path) -> None:
+    gpt(seed=3).float().save_pretrained(tmp_path / "single")
+    gpt(seed=3).save_pretrained(tmp_path / "several", max_shard_size="5KB")
+    assert len(list((tmp_path / "several").glob("*.safetensors"))) > 1
+    for name, limit in (("several", 0), ("single", 1e-7)):  # tied weights are in the files once
+        model = HFTrainer(gpt(), init_from=tmp_path / name, progress_bar=False).model
+        assert distance(weights(model), weights(gpt(seed=3))) <= limit
+    source = {"path": tmp_path / "single", "convert": lambda all: {"lm_head.weight": all["transformer.wte.weight"]}}
+    assert torch.equal(initialized(source, gpt()).lm_head.weight, gpt(seed=3).float().double().lm_head.weight)  # type: ignore[union-attr]
+    next((tmp_path / "several").glob("*-00002-*")).unlink()
+    with pytest.raises(CheckpointError, match=r"several' is incomplete: 'model-00002-of-.*' is missing"):
+        HFTrainer(gpt(), init_from=tmp_path / "several")
+
+
+def test_init_from_logs_what_was_loaded_and_what_not(file: Path, caplog: pytest.LogCaptureFixture) -> None:
+    class Wider(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.body, self.head = t16(seed=1).float()[:3], nn.Linear(16, 5)  # type: ignore[index]
+
+    model = Wider()
+    head = weights(model.head)
+    save_file({f"body.{name}": tensor for name, tensor in t16().state_dict().items()}, file)
+    initialized(file, model)
+    assert distance(weights(model.body), weights(t16().float())[:2]) == 0 and distance(weights(model.head), head) == 0
+    (record,) = [record for record in caplog.records if "begins with" in record.message]
+    assert record.levelno == logging.WARNING
+    assert record.message.splitlines()[1:] == [
+        "  loaded: 2 tensors, 80 values, cast from torch.float64",
+        "  not in the file, and left as they are: 2: head.weight, head.bias",
+        "  not in the model: 2: body.3.bias, body.3.weight",
+    ]
+    caplog.clear()
+    with caplog.at_level(logging.INFO, "omnitrain"):
+        initialized({"path": file, "ignore": ["head.*", "body.3.*"]}, Wider())
+    (record,) = [record for record in caplog.records if "begins with" in record.message]
+    assert record.levelno == logging.INFO and "ignored: 4: body.3.bias" in record.message
+
+
+class Counting(nn.Linear):
+    """A layer with extra state, which is no tensor."""
+
+    def __init__(self, count: int = 0) -> None:
+        super().__init__(4, 1)
+        self.count = count
+        self.double()
+
+    def get_extra_state(self) -> dict[str, Any]:
+        return {"count": self.count}
+
+    def set_extra_state(self, state: dict[str, Any]) -> None:
+        self.count = state["count"]
+
+
+def test_init_from_loads_extra_state(trainer_class: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    def counting(source: Any) -> nn.Sequential:
+        return make(trainer_class, nn.Sequential(Counting(5)), init_from=source).get_model()
+
+    trainer = make(trainer_class, nn.Sequential(Counting(3)), save_dir=tmp_path / "run")
+    trainer.train()
+    torch.save(trainer.get_model().state_dict(), tmp_path / "weights.pt")
+    checkpoint = tmp_path / "run" / "last"
+    for source in (checkpoint, tmp_path / "weights.pt", {"path": checkpoint, "convert": dict}):
+        caplog.clear()
+        model = counting(source)
+        assert model[0].count == 3 and distance(weights(model), weights(trainer.get_model())) == 0
+        assert "left as they are" not in caplog.text
+    assert counting({"path": checkpoint, "ignore": ["*_state"]})[0].count == 5
+    plain = {name: value for name, value in trainer.get_model().state_dict().items() if "extra" not in name}
+    save_file(plain, tmp_path / "plain.safetensors")
+    assert counting(tmp_path / "plain.safetensors")[0].count == 5
+    assert "left as they are: 1: 0._extra_state" in caplog.text
+    make(trainer_class, nn.Sequential(nn.Linear(4, 1).double()), init_from=checkpoint)
+    assert "not in the model: 1: 0._extra_state" in caplog.text
+
+
+def test_init_from_rejects_other_shapes_unless_ignored(file: Path) -> None:
+    model = nn.Sequential(nn.Linear(4, 16), nn.ReLU(), nn.Dropout(0), nn.Linear(16, 2)).double()
+    before = weights(model)
+    message = r"3\.weight \(\[1, 16\] float64 there, \[2, 16\] float64 in the model\), 3\.bias .*Name them in 'ignore'"
+    with pytest.raises(ConfigError, match=message):
+        initialized(file, model)
+    assert distance(weights(model), before) == 0
+    initialized({"path": file, "ignore": ["3.*"]}, model)
+    assert distance(weights(model)[:2], weights(t16())[:2]) == 0 and distance(weights(model)[2:], before[2:]) == 0
+
+
+def test_init_from_gives_way_to_the_checkpoint_of_a_resume(
+    trainer_class: Any, file: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    options: dict[str, Any] = {"init_from": file, "save_dir": tmp_path / "run", "save_steps": 1}
+    straight = make(trainer_class, init_from=file)
+    straight.train()
+    make(trainer_class, callbacks=[StopAt(1)], **options).train()
+    with caplog.at_level(logging.INFO, "omnitrain"):
+        resumed = make(trainer_class, **options)
+        resumed.train(resume_from="auto")
+    assert "The weights are those of the checkpoint, and no longer those of `init_from`" in caplog.text
+    assert distance(weights(resumed.model), weights(straight.model)) == 0
+
+
+def test_init_from_supplies_frozen_weights_on_resume(file: Path, tmp_path: Path) -> None:
+    options: dict[str, Any] = {"save_dir": tmp_path / "run", "save_steps": 1, "save_frozen": False, "freeze": [r"^0\."]}
+    make(init_from=file, callbacks=[StopAt(1)], **options).train()
+    with pytest.raises(CheckpointError, match="saved without the weights that did not train"):
+        make(**options).train(resume_from="auto")
+    resumed = make(init_from=file, **options)
+    resumed.train(resume_from="auto")
+    assert distance(weights(resumed.model)[:2], weights(t16())[:2]) == 0
+
+
+class RunsCode:
+    def __reduce__(self) -> Any:
+        return print, ("code of a file has run",)
+
+
+@pytest.fixture(scope="module")
+def sources(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with files and folders that have no weights of the model."""
+    folder = tmp_path_factory.mktemp("sources")
+    (folder / "empty").mkdir()
+    (folder / "adapter").mkdir()
+    (folder / "adapter" / "adapter_model.safetensors").write_bytes(b"")
+    (folder / "text.txt").write_text("none")
+    torch.save({"weight": RunsCode()}, folder / "code.pt")
+    torch.save({"step": 1, "model": t16().state_dict()}, folder / "nested.pt")
+    save_file({f"model.{name}": tensor for name, tensor in t16().state_dict().items()}, folder / "other.safetensors")
+    make(save_dir=folder / "run").train()
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("source", "message"),
+    [
+        ("nowhere", r"`init_from='.*nowhere'` does not exist, or cannot be looked at\. Pass a checkpoint"),
+        ("empty", r"has no weights in it: none of 'model\.safetensors'"),
+        ("run", r"is the folder of a run\. Pass one of its checkpoints, such as '.*checkpoint-2'"),
+        ("adapter", r"holds adapters of PEFT alone\. .*PeftModel\.from_pretrained"),
+        ("text.txt", r"'text\.txt' is of no kind that is read"),
+        ("code.pt", r"'code\.pt' cannot be read as weights alone .*Files that would run code are refused"),
+        ("nested.pt", r"there is no dict of tensors by name, but step, model\. Have .*content: content\['model'\]"),
+        ("other.safetensors", r"has none of the model's weights\. Names there: model\.0\.bias, .*; in the model: 0"),
+        ({"path": "other.safetensors", "convert": lambda tensors: 3}, "'convert' returned no dict of tensors by name"),
+        ({"path": "other.safetensors", "ignore": ["nothing.*"]}, r"'ignore' has 'nothing\.\*', which is no name in"),
+        ({"path": "other.safetensors", "ignor": ["x"]}, r"`init_from` has 'ignor'.* Did you mean 'ignore'\?"),
+        ({"path": "other.safetensors", "ignore": "x"}, "'ignore' must be a list of names"),
+        ({"path": "other.safetensors", "convert": "x"}, "'convert' must be a function"),
+        ({"ignore": ["x"]}, "`init_from` must be a path, got None"),
+    ],
+)  # fmt: skip
+def test_init_from_rejects_sources_without_weights(
+    source: Any, message: str, sources: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(sources)
+    model = t16(seed=1)
+    with pytest.raises(ConfigError, match=message):
+        initialized(source, model)
+    assert distance(weights(model), weights(t16(seed=1))) == 0 and "has run" not in capsys.readouterr().out
+
+
+def test_init_from_fills_a_model_on_the_meta_device(trainer_class: Any, file: Path) -> None:
+    with torch.device("meta"):
+        model = t16(dtype=torch.float32)
+    for source in (file, {"path": file, "convert": dict}):
+        filled = make(trainer_class, model, init_from=source).get_model()
+        assert distance(weights(filled), weights(t16().float())) == 0 and filled[0].weight.requires_grad
+
+
+def test_init_from_rejects_custom_loading_on_meta(file: Path) -> None:
+    class Own(nn.Linear):
+        def _load_from_state_dict(self, *arguments: Any) -> None:
+            raise AssertionError
+
+    with torch.device("meta"):
+        model = nn.Sequential(Own(4, 16))
+    with pytest.raises(ConfigError, match=r"Own has loading code of its own.*2 of its tensors are on the meta device"):
+        initialized(file, model)
+
+
+def test_test_set_is_evaluated_with_the_best_weights(trainer_class: Any) -> None:
+    trainer = make(
+        trainer_class, eval_dataset=rows(8), test_dataset=rows(8), eval_steps=1, epochs=3, learning_rate=3.0,
+        compute_metrics="mae",
+    )  # fmt: skip
+    metrics = trainer.train()
+    assert metrics["best_step"] < trainer.progress.step
+    assert trainer.test()["test_loss"] == pytest.approx(metrics["best_valid"]["eval_loss"], rel=1e-12)
+    assert metrics["test"][-1]["step"] == metrics["best_step"]

@@ -1,0 +1,293 @@
+"""`omnitrain checkpoint` with checkpoints that have a part of a model: export, merge, show, diff."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import peft
+import pytest
+import torch
+import torch.nn.functional as F
+from adapting import adapted, agree, lora, make, reopened, run, weights_of
+from forging import content_of, seal, spoil
+from marks import thinned
+from recipes import rows, t16
+from safetensors.torch import load_file
+from tiny import Tokens, bert, llama
+from torch import nn
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
+
+from omnitrain import Trainer
+from omnitrain.checkpoint.disk import FileSystem
+from omnitrain.checkpoint.sharded_files import own_blocks, write_shards
+from omnitrain.cli.main import main
+
+Command = Callable[..., tuple[int, str]]
+
+
+@pytest.fixture
+def command(capsys: pytest.CaptureFixture[str]) -> Command:
+    """`omnitrain checkpoint`, which returns its exit code and what it prints."""
+
+    def call(*words: object) -> tuple[int, str]:
+        capsys.readouterr()
+        code = main(["checkpoint", *map(str, words)])
+        return code, "".join(capsys.readouterr())
+
+    return call
+
+
+@pytest.fixture
+def export(command: Command, tmp_path: Path) -> Callable[..., str]:
+    """Export the run in `tmp_path` to "out" there, which must succeed; returns what is printed."""
+
+    def call(*words: object, run: Path = tmp_path / "run") -> str:
+        code, output = command("export", run, tmp_path / "out", *words)
+        assert code == 0, output
+        return output
+
+    return call
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("models") / "base"
+    llama().save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
+    """The folder and the model of a run with adapters and a trained head."""
+    folder = tmp_path_factory.mktemp("runs") / "lora"
+    return folder, run("native", adapted(modules_to_save=["lm_head"]), folder, epochs=1).get_model()
+
+
+def logits(model: Any) -> torch.Tensor:
+    with torch.no_grad():
+        return model.eval()(input_ids=Tokens(4).ids).logits
+
+
+def check_logits(folder: Path, model: Any, auto: Any = AutoModelForCausalLM) -> None:
+    """Check that transformers opens a merged model in a folder, which predicts what the trained one does."""
+    merged = auto.from_pretrained(folder)
+    assert "lora" not in str(merged) and merged.dtype == torch.float64
+    assert torch.allclose(logits(merged), logits(model), atol=1e-12)
+
+
+def test_export_writes_or_merges_adapters(trained: Any, base: Path, export: Any, tmp_path: Path) -> None:
+    folder, model = trained
+    assert "none of the adapters'" not in export(run=folder)
+    assert {path.name for path in (tmp_path / "out").iterdir()} == {"adapter_config.json", "adapter_model.safetensors"}
+    assert agree(reopened(tmp_path / "out"), dict(model.named_parameters()))
+    shutil.rmtree(tmp_path / "out")
+    export("--merge", base, run=folder)
+    check_logits(tmp_path / "out", model)
+
+
+def test_export_reports_trained_weights_outside_adapters(base: Path, tmp_path: Path, export: Any, caplog: Any) -> None:
+    model = adapted(modules_to_save=["lm_head"])
+    model.base_model.model.model.norm.requires_grad_(True)
+    trainer = run("native", model, tmp_path / "run", epochs=1)
+    trainer.save_model(tmp_path / "model")
+    assert "1 weights that train are none of the adapters'" in caplog.text and "model.norm.weight" in caplog.text
+    assert "1 tensors of the checkpoint are none of the adapters', and are not in it: base_model" in export()
+    shutil.rmtree(tmp_path / "out")
+    export("--merge", base)  # which has a place for them
+    check_logits(tmp_path / "out", trainer.get_model())
+
+
+def test_merge_with_the_base_in_the_checkpoint(tmp_path: Path, export: Any) -> None:
+    trainer = run("native", adapted(modules_to_save=["lm_head"]), tmp_path / "run", save_frozen=True, epochs=1)
+    export("--merge")
+    check_logits(tmp_path / "out", trainer.get_model())
+
+
+def test_merge_adapters_of_transformers_integration(base: Path, tmp_path: Path, export: Any) -> None:
+    model = llama()
+    model.add_adapter(lora())
+    trainer = run("native", model, tmp_path / "run", epochs=1)
+    export("--merge", base)
+    check_logits(tmp_path / "out", trainer.get_model())
+
+
+def test_merge_a_classifier_with_more_classes(tmp_path: Path, export: Any) -> None:
+    bert(num_labels=2).save_pretrained(tmp_path / "base")
+
+    def trainer(epochs: int) -> Trainer:
+        """A trainer in a new process would have another random head, too."""
+        model = AutoModelForSequenceClassification.from_pretrained(
+            tmp_path / "base", num_labels=3, ignore_mismatched_sizes=True, dtype=torch.float64
+        )
+        config = lora(task_type="SEQ_CLS", target_modules=["query"])
+        return Trainer(
+            peft.get_peft_model(model, config), Tokens(8, "classes"), epochs=epochs, save_dir=tmp_path / "run",
+            device="cpu", learning_rate=0.05, progress_bar=False,
+        )  # fmt: skip
+
+    trainer(1).train()
+    resumed = trainer(2)
+    resumed.train(resume_from="auto")
+    export("--merge", tmp_path / "base")
+    check_logits(tmp_path / "out", resumed.get_model(), AutoModelForSequenceClassification)
+
+
+def test_merge_one_of_several_adapters(base: Path, tmp_path: Path, export: Any, command: Command) -> None:
+    model = adapted()
+    model.add_adapter("other", lora(2, r=3))
+    trainer = run("native", model, tmp_path / "run", epochs=1)
+    for words, message in (
+        (["--merge", base], "has the adapters default, other. Say which: --adapter NAME."),
+        (["--merge", base, "--adapter", "others"], "has no adapter 'others', only default, other"),
+        (["--adapter", "other"], "--adapter"),
+    ):
+        code, output = command("export", tmp_path / "run", tmp_path / "out", *words)
+        assert code == 2 and message in output
+    export("--merge", base, "--adapter", "other")
+    trainer.get_model().set_adapter("other")
+    check_logits(tmp_path / "out", trainer.get_model())
+    assert command("export", tmp_path / "run", tmp_path / "all")[0] == 0
+    assert "base_model.model.lm_head.weight" in reopened(tmp_path / "all", adapter="other")
+
+
+def test_merge_rejects_other_bases(trained: Any, base: Path, tmp_path: Path, command: Command) -> None:
+    llama(7).save_pretrained(tmp_path / "other")
+    shutil.copytree(base, tmp_path / "quantised")
+    config = json.loads((base / "config.json").read_text()) | {"quantization_config": {"quant_method": "gptq"}}
+    (tmp_path / "quantised" / "config.json").write_text(json.dumps(config))
+    out = tmp_path / "out"
+    for options, code, message in (
+        ([tmp_path / "other"], 1, "the first of them 'base_model.model."),
+        ([tmp_path / "quantised"], 2, "The base is quantised"),
+        ([tmp_path / "nowhere"], 2, "which is not a folder"),
+        ([], 2, "Pass the folder that the base of the run was loaded from: --merge BASE."),
+    ):
+        exit_code, output = command("export", trained[0], out, "--merge", *options)
+        assert exit_code == code and message in output, output
+        assert not out.exists() or not list(out.iterdir())
+
+
+def prompt_tuned(folder: Path) -> None:
+    config = peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3)
+    run("native", peft.get_peft_model(llama(), config).double(), folder, epochs=1)
+
+
+def train_rows(model: Any, folder: Path) -> None:
+    Trainer(model, rows(8), save_dir=folder, loss_fn=F.mse_loss, device="cpu", progress_bar=False, epochs=1).train()
+
+
+@pytest.mark.parametrize(
+    ("prepare", "message"),
+    [
+        (prompt_tuned, "PEFT cannot merge adapters of the kind PROMPT_TUNING"),
+        (lambda folder: train_rows(adapted(t16(), target_modules=["0"]), folder), "only your own code can build it"),
+        (lambda folder: train_rows(t16(), folder), "there is nothing to merge"),
+    ],
+)
+def test_merge_rejects_what_it_cannot_merge(
+    prepare: Any, message: str, base: Path, tmp_path: Path, command: Command
+) -> None:
+    prepare(tmp_path / "run")
+    code, output = command("export", tmp_path / "run", tmp_path / "out", "--merge", base)
+    assert code == 2 and message in output
+
+
+# --- models of which a part trains
+
+
+@pytest.fixture
+def headed() -> Any:
+    """A model of which only the head trains."""
+    model = llama()
+    model.model.requires_grad_(False)
+    return model
+
+
+@pytest.mark.parametrize("files", thinned(["one", "several", "bin"], ["several", "bin"]))
+def test_merge_frozen_weights_from_a_base(
+    files: str, headed: Any, tmp_path: Path, export: Any, command: Command
+) -> None:
+    base = tmp_path / "base"
+    if files == "bin":
+        base.mkdir()
+        torch.save(headed.state_dict(), base / "pytorch_model.bin")
+    else:
+        headed.save_pretrained(base, max_shard_size="2KB" if files == "several" else "1GB")
+    assert (base / "model.safetensors").exists() is (files == "one")
+    trainer = run("native", headed, tmp_path / "run", epochs=1, save_frozen=False)
+    code, output = command("export", tmp_path / "run", tmp_path / "out")
+    assert code == 2 and "--merge BASE" in output
+    export("--merge", base)
+    if files == "bin":  # without a config
+        assert agree(load_file(tmp_path / "out" / "model.safetensors"), weights_of(trainer))
+    else:
+        merged = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float64)
+        assert agree(dict(merged.named_parameters()), weights_of(trainer))
+
+
+def divide(folder: Path) -> None:
+    """Replace the weights of a checkpoint by the files that two ranks write."""
+    content, weights = content_of(folder), load_file(folder / "model.safetensors")
+    for path in folder.glob("model.safetensors*"):
+        path.unlink()
+        del content["files"][path.name]
+    (folder / "model").mkdir()
+    for rank, names in enumerate((sorted(weights)[::2], sorted(weights)[1::2])):
+        blocks = {name: own_blocks(weights[name], 0) for name in names}
+        entries = write_shards(blocks, folder / "model", rank, FileSystem())
+        content["files"] |= {f"model/{name}": entry for name, entry in entries.items()}
+    seal(folder, content)
+
+
+def test_merge_verifies_a_sharded_base(headed: Any, tmp_path: Path, export: Any, command: Command) -> None:
+    run("native", llama(), tmp_path / "base", epochs=1)
+    base = (tmp_path / "base" / "last").resolve()
+    headed.load_state_dict(load_file(base / "model.safetensors"))
+    trainer = run("native", headed, tmp_path / "run", epochs=1, save_frozen=False)
+    divide(base)
+    export("--merge", base)
+    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float64)
+    assert agree(dict(merged.named_parameters()), weights_of(trainer))
+    part = base / "model" / "rank-00001.safetensors"
+    spoil(part, "flip", part.stat().st_size - 1)
+    code, output = command("export", tmp_path / "run", tmp_path / "again", "--merge", base)
+    assert code == 1 and "'model/rank-00001.safetensors' does not match its sha256" in output
+    assert not list((tmp_path / "again").iterdir())
+
+
+def test_show_and_diff_include_frozen_weights(tmp_path: Path, command: Command) -> None:
+    run("native", adapted(), tmp_path / "a", epochs=1)
+    run("native", adapted(), tmp_path / "full", epochs=1, save_frozen=True)
+    other: Any = llama()
+    nn.init.zeros_(other.model.norm.weight)
+    run("native", adapted(other), tmp_path / "b", epochs=1)
+    assert "without the 12 tensors that did not train" in command("show", tmp_path / "a")[1]
+    output = command("diff", tmp_path / "a", tmp_path / "b")[1]
+    assert "1 of 12 tensors that did not train differ\nbase_model.model.model.norm.weight" in output
+    output = command("diff", tmp_path / "a", tmp_path / "full")[1]
+    assert "0 of 4 tensors differ" in output and "0 of 12 tensors that did not" in output and "only in" not in output
+
+
+def test_old_adapter_checkpoint_is_resumed_and_exported(tmp_path: Path, export: Any) -> None:
+    """The first versions saved adapters with the base, and with a config by which transformers misreads them."""
+    straight = run("native", adapted())
+    trainer = run("native", adapted(), tmp_path / "run", save_frozen=True, epochs=1)
+    folder = (tmp_path / "run" / "last").resolve()
+    content = content_of(folder)
+    del content["frozen"], content["settings"]["save_frozen"]
+    content["files"]["config.json"] = content["files"].pop("base_model/config.json")
+    (folder / "base_model" / "config.json").rename(folder / "config.json")
+    for name in ("README.md", "adapter_config.json", "adapter_model.safetensors", "base_model/generation_config.json"):
+        content["files"].pop(name, None)
+        (folder / name).unlink(missing_ok=True)
+    seal(folder, content)
+    export()
+    assert [path.name for path in (tmp_path / "out").iterdir()] == ["model.safetensors"]
+    assert agree(load_file(tmp_path / "out" / "model.safetensors"), weights_of(trainer))
+    resumed = make("native", adapted(), tmp_path / "run")
+    resumed.train(resume_from="auto")
+    assert agree(weights_of(resumed), weights_of(straight))

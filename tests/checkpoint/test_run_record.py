@@ -1,0 +1,292 @@
+"""The record of what ran, in run.json and in checkpoints, without secrets."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from forging import content_of, seal
+from recipes import rows, t16
+from resuming import Killed
+
+from omnitrain import AccelerateTrainer, Callback, ConfigError, HFTrainer, Trainer
+from omnitrain.checkpoint import run_record
+from omnitrain.checkpoint.disk import FileSystem
+from omnitrain.checkpoint.run_record import append_start, environment_of, read_starts
+from omnitrain.cli.checkpoint import show, show_run
+from omnitrain.cli.main import main
+from omnitrain.core.errors import CheckpointError
+from omnitrain.core.secrets import masked, masked_command
+
+TRAINERS = {"native": Trainer, "accelerate": AccelerateTrainer, "hf": HFTrainer}
+
+
+def make(folder: Path | None, cls: Any = Trainer, size: int = 16, **options: Any) -> Any:
+    defaults: dict[str, Any] = {
+        "loss_fn": F.mse_loss, "batch_size": 4, "epochs": 1, "progress_bar": False,
+        **({"device": "cpu"} if cls is Trainer else {}),
+    }  # fmt: skip
+    return cls(t16(), rows(size), save_dir=folder, **{**defaults, **options})
+
+
+def starts_of(folder: Path) -> list[dict[str, Any]]:
+    return json.loads((folder / "run.json").read_text())["starts"]
+
+
+@pytest.mark.parametrize("cls", TRAINERS.values(), ids=TRAINERS)
+def test_record_has_each_start_and_checkpoints_the_last(cls: Any, tmp_path: Path) -> None:
+    make(tmp_path, cls, epochs=1).train()
+    make(tmp_path, cls, epochs=2).train(resume_from="auto")
+    first, second = starts_of(tmp_path)
+    assert (first["step"], first["resumed_from"]) == (0, None)
+    assert (second["step"], second["resumed_from"]) == (4, "checkpoint-4")
+    saved = content_of(tmp_path / "checkpoint-8")["record"]
+    assert saved == {key: value for key, value in second.items() if key not in ("data", "code", "settings")}
+    assert second["packages"]["torch"] == torch.__version__ and second["processes"] == 1
+    assert second["devices"]["kind"] == "cpu" and list(second["hosts"]) == [run_record.host()]
+    assert second["settings"]["epochs"] == 2 and "save_dir" not in second["settings"]
+    assert second["data"]["train_dataset"][""]["size"] == 16 and second["code"]["loss_fn"]
+    assert second["command"][0].endswith(Path(sys.orig_argv[0]).name)
+
+
+def test_record_digest_depends_on_the_data(tmp_path: Path) -> None:
+    digests = []
+    for number, size in enumerate((16, 16, 12)):
+        make(tmp_path / str(number), size=size, epochs=None, max_steps=1).train()
+        digests.append(starts_of(tmp_path / str(number))[0]["data"]["train_dataset"][""]["digest"])
+    assert digests[0] == digests[1] != digests[2]
+
+
+def test_record_keeps_killed_starts_until_another_run(tmp_path: Path) -> None:
+    class Kill(Callback):
+        def on_step_end(self, trainer: Any) -> None:
+            assert starts_of(tmp_path)  # written before the first step
+            raise Killed
+
+    for _ in range(2):
+        with pytest.raises(Killed):
+            make(tmp_path, callbacks=[Kill()]).train(resume_from="auto")
+    assert len(starts_of(tmp_path)) == 2
+    make(tmp_path, overwrite=True).train()
+    assert len(starts_of(tmp_path)) == 1
+
+
+def test_record_needs_a_save_dir(real_git: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(subprocess, "Popen", None)
+    make(None).train()
+
+
+def test_record_is_absent_from_old_checkpoints(tmp_path: Path) -> None:
+    make(tmp_path, epochs=1).train()
+    folder = tmp_path / "checkpoint-4"
+    seal(folder, content_of(folder) | {"record": None, "identity": None})
+    (tmp_path / "run.json").unlink()
+    with pytest.raises(ConfigError, match=r"checkpoint-4' does not say what ran"):
+        show_run(tmp_path)
+    make(tmp_path, epochs=2).train(resume_from="auto")
+    assert len(starts_of(tmp_path)) == 1
+
+
+# --- git
+
+
+@pytest.mark.processes
+def test_git_reports_commit_branch_and_clean(real_git: None, tmp_path: Path) -> None:
+    def git(*words: str) -> str:
+        who = ["-c", "user.name=a", "-c", "user.email=a@b"]
+        command = ["git", "-C", str(tmp_path), *who, *words]
+        return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
+
+    git("init", "-q", "-b", "trunk")
+    (tmp_path / "a.py").write_text("1")
+    git("add", "a.py")
+    git("commit", "-qm", "a")
+    (tmp_path / "untracked.py").write_text("1")
+    commit = git("rev-parse", "HEAD")
+    for text, clean in (("1", True), ("2", False)):
+        (tmp_path / "a.py").write_text(text)
+        assert run_record.Git(tmp_path).answer(300) == {"commit": commit, "branch": "trunk", "clean": clean}
+
+
+@pytest.mark.processes
+def test_git_or_repository_may_be_missing(real_git: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    git = run_record.Git(tmp_path)
+    assert git.answer(300) is None and git.is_done
+    monkeypatch.setenv("PATH", str(tmp_path))
+    git = run_record.Git(tmp_path)
+    assert git.is_done and git.answer() is None
+
+
+@pytest.mark.processes
+def test_git_that_is_slow_is_recorded_by_a_later_save(
+    real_git: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    git, go = tmp_path / "git", tmp_path / "go"
+    text = "# branch.oid 12\\n# branch.head trunk\\n"
+    git.write_text(f"#!/bin/sh\nwhile [ ! -e {go} ]; do sleep 0.01; done\nprintf '{text}'\n")
+    git.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
+
+    class SaveUntilAnswered(Callback):
+        def on_step_end(self, trainer: Any) -> None:
+            if trainer.progress.step == 1:
+                assert starts_of(tmp_path / "run")[0]["git"] is None
+                go.touch()
+            trainer.request_save()
+
+        def on_save_end(self, trainer: Any) -> None:
+            if starts_of(tmp_path / "run")[0]["git"]:
+                trainer.stop()
+
+    make(tmp_path / "run", callbacks=[SaveUntilAnswered()], epochs=10**6, save_total_limit=1).train()
+    (start,) = starts_of(tmp_path / "run")
+    assert start["git"] == {"commit": "12", "branch": "trunk", "clean": True}
+    go.unlink()
+    make(tmp_path / "other").train()  # ends before git, which ends with it
+    assert starts_of(tmp_path / "other")[0]["git"] is None
+
+
+# --- secrets
+
+
+def test_environment_of_known_variables_without_secrets() -> None:
+    variables = {
+        "CUDA_VISIBLE_DEVICES": "0,1", "NCCL_DEBUG": "INFO", "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True",
+        "HF_TOKEN": "hf_abc", "AWS_SECRET_ACCESS_KEY": "x", "NCCL_AUTH_TOKEN": "x", "MY_OWN": "1", "PATH": "/bin",
+        "TORCH_HOME": "https://me:pw@host/", "HF_HOME": "/data/hf", "TORCH_LOGS": "hf_aaaaaaaaaaaaaaaaaaaa",
+    }  # fmt: skip
+    recorded = ("CUDA_VISIBLE_DEVICES", "HF_HOME", "NCCL_DEBUG", "PYTORCH_CUDA_ALLOC_CONF")
+    assert environment_of(variables) == {name: variables[name] for name in recorded}
+
+
+@pytest.mark.parametrize(
+    ("command", "expected"),
+    [
+        ("train.py --token=abc --lr 0.1", "train.py --token=*** --lr 0.1"),
+        ("train.py --hub_token abc --lr=1", "train.py --hub_token *** --lr=1"),
+        ("train.py --api-key --verbose", "train.py --api-key --verbose"),
+        ("train.py +wandb.api_key=abc model=gpt2", "train.py +wandb.api_key=*** model=gpt2"),
+        ("train.py --tokenizer gpt2 --max_tokens=5", "train.py --tokenizer gpt2 --max_tokens=5"),
+        ("train.py hf_abcdefghijklmnop", "train.py ***"),
+        ('train.py {"password":"abc","lr":1}', 'train.py {"password":"***","lr":1}'),
+        ("train.py s3://me:pw@host/a/b", "train.py s3://***@host/a/b"),
+        ("train.py runs/2026-01-01-resnet50-large-batch", "train.py runs/2026-01-01-resnet50-large-batch"),
+        ("train.py 0123456789abcdef0123456789abcdef01234567", "train.py ***"),
+    ],
+)
+def test_masked_command(command: str, expected: str) -> None:
+    assert " ".join(masked_command(command.split())) == expected
+
+
+def test_masked_leaves_plain_text_unchanged() -> None:
+    for text in ("omnitrain.trainer.native.Trainer", "2.13.0+cpu", "expandable_segments:True", "tokens=512", "a/b/c"):
+        assert masked(text) == text
+
+
+def test_record_has_no_secrets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    secret = "hf_0123456789abcdefghij"
+    monkeypatch.setattr(sys, "orig_argv", ["python", str(Path.cwd() / "a.py"), f"--token={secret}", secret])
+    for name in ("HF_TOKEN", "NCCL_SOMETHING", "UNKNOWN"):
+        monkeypatch.setenv(name, secret)
+    make(tmp_path, trial_name=secret).train()
+    text = (tmp_path / "run.json").read_text()
+    assert secret not in text and '"a.py"' in text and str(Path.home()) not in text.replace(sys.prefix, "")
+    assert secret not in json.dumps(content_of(tmp_path / "checkpoint-4")["record"])
+
+
+# --- the file
+
+
+def test_record_is_retried_at_the_next_save(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """A start that could not be written is added then, and replaces no earlier one."""
+
+    class Full(FileSystem):
+        def __init__(self, failures: int) -> None:
+            self.failures = failures
+
+        def sync(self, path: Path) -> None:
+            if path.name.startswith("run.json") and self.failures:
+                self.failures -= 1
+                raise OSError(28, "No space left on device")
+            super().sync(path)
+
+    make(tmp_path, epochs=1).train()
+    before = starts_of(tmp_path)
+    for failures in (1, 2):
+        trainer = make(tmp_path, epochs=1 + failures)
+        trainer.store.fs = Full(failures)
+        trainer.train(resume_from="auto")
+        after = starts_of(tmp_path)
+        assert after[:-1] == before and len(after) == 1 + failures
+        before = after
+    assert caplog.text.count("run.json cannot be written") == 2
+
+
+@pytest.mark.parametrize("text", ["[1]", "half a fi", '{"format_version": 9, "starts": []}'])
+def test_record_does_not_overwrite_other_content(text: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (tmp_path / "run.json").write_text(text)
+    with caplog.at_level(logging.WARNING):
+        append_start(FileSystem(), tmp_path / "run.json", {"step": 0}, "all")
+    assert (tmp_path / "run.json").read_text() == text and "move it away" in caplog.text
+    with pytest.raises(CheckpointError, match="no record of the starts"):
+        read_starts(tmp_path / "run.json")
+
+
+def test_record_is_replaced_atomically(tmp_path: Path) -> None:
+    path, stop, counts = tmp_path / "run.json", threading.Event(), set()
+    append_start(FileSystem(), path, {"step": 0})
+
+    def watch() -> None:
+        while not stop.is_set():
+            counts.add(len(read_starts(path)))
+
+    reader = threading.Thread(target=watch)
+    reader.start()
+    for step in range(1, 30):
+        append_start(FileSystem(), path, {"step": step})
+    append_start(FileSystem(), path, {"step": 99}, "last")
+    stop.set()
+    reader.join()
+    assert 0 not in counts and [start["step"] for start in read_starts(path)] == [*range(29), 99]
+
+
+# --- shown
+
+
+def test_show_run_lists_starts_and_changes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    make(tmp_path, epochs=1).train()
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    monkeypatch.setattr(sys, "orig_argv", ["python", "train.py", "a b"])
+    make(tmp_path, epochs=2).train(resume_from="auto")
+    capsys.readouterr()
+    assert main(["show", "run", str(tmp_path)]) == 0
+    output = capsys.readouterr().out
+    assert "checkpoint-4" in output and "python train.py 'a b'" in output and run_record.host() in output
+    changes = output.partition("changes since start 1")[2]
+    assert "settings.epochs" in changes and "environment.CUDA_VISIBLE_DEVICES" in changes
+    assert "packages" not in changes and "started_at" not in changes
+    show_run(tmp_path / "checkpoint-8")
+    assert "python train.py 'a b'" in capsys.readouterr().out
+    show(tmp_path / "checkpoint-8")
+    assert "what ran" in capsys.readouterr().out
+
+
+def test_show_run_rejects_other_folders(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["show", "run", str(tmp_path / "none")]) == 2
+    assert "none' does not exist" in capsys.readouterr().err
+    assert main(["show", "run", str(tmp_path)]) == 2
+    assert "has no 'run.json' and no checkpoints" in capsys.readouterr().err
+    (tmp_path / "run.json").write_text("{")
+    assert main(["show", "run", str(tmp_path)]) == 1
+    assert "no record of the starts" in capsys.readouterr().err

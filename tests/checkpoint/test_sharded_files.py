@@ -1,0 +1,593 @@
+"""Tensors in the files of several ranks: written, read in full and in parts, by omnitrain and by PyTorch."""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import json
+import math
+import os
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import safetensors.torch
+import torch
+import torch.distributed.checkpoint as dcp
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.distributed.checkpoint import HuggingFaceStorageReader, HuggingFaceStorageWriter
+from torch.distributed.checkpoint._consolidate_hf_safetensors import consolidate_safetensors_files
+from torch.distributed.tensor.placement_types import Replicate, Shard, _StridedShard
+
+from omnitrain.checkpoint import disk, sharded_files, tensor_reader
+from omnitrain.checkpoint.disk import FileSystem
+from omnitrain.checkpoint.sharded_files import (
+    Block,
+    can_shard,
+    files_of,
+    own_blocks,
+    staged,
+    whole_files,
+    write_shards,
+    write_whole,
+)
+from omnitrain.checkpoint.tensor_files import DTYPES, Gathered, TensorFile, mark_of, save_tensors
+from omnitrain.checkpoint.tensor_reader import rectangles
+from omnitrain.core.errors import CheckpointError
+from omnitrain.distributed.ranks import Ranks
+
+FS = FileSystem()
+Shape = tuple[int, ...]
+shapes = st.lists(st.integers(1, 5), max_size=4).map(tuple)
+
+
+def values_of(shape: Shape, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """Return a tensor of different values, as far as its type has as many."""
+    count = math.prod(shape)
+    if dtype == torch.bool:
+        return (torch.arange(count) % 3 == 0).view(shape)
+    return (torch.arange(count, dtype=torch.float32) % 120).to(dtype).view(shape)
+
+
+def flat_part(tensor: torch.Tensor, begin: int, end: int) -> Gathered:
+    """Return a tensor of which this rank has a range of its values."""
+    return Gathered(
+        tuple(tensor.shape), tensor.dtype, lambda: tensor, flat=lambda: (begin, tensor.reshape(-1)[begin:end])
+    )
+
+
+def write_flat(tensors: dict[str, torch.Tensor], folder: Path, world_size: int) -> dict[str, Any]:
+    """Write equal ranges of tensors from so many ranks, and return the entries of all files."""
+    entries: dict[str, Any] = {}
+    for rank in range(world_size):
+        parts = {
+            name: flat_part(tensor, tensor.numel() * rank // world_size, tensor.numel() * (rank + 1) // world_size)
+            for name, tensor in tensors.items()
+        }
+        entries |= write_shards({name: own_blocks(part, rank) for name, part in parts.items()}, folder, rank, FS)
+    return entries
+
+
+def write_rows(tensor: torch.Tensor, begins: Iterable[int], count: int, folder: Path, *shape: Shape) -> None:
+    """Write so many rows of a tensor from each rank, beginning at these."""
+    for rank, begin in enumerate(begins):
+        offsets = (begin, *(0 for _ in tensor.shape[1:]))
+        write_shards({"w": [Block(offsets, tensor[begin : begin + count], *shape)]}, folder, rank, FS)
+
+
+def files_in(folder: Path) -> list[Path]:
+    return sorted(folder.glob("*.safetensors"))
+
+
+def opened(folder: Path) -> TensorFile:
+    return TensorFile(files_in(folder))
+
+
+def same(a: torch.Tensor, b: torch.Tensor) -> bool:
+    if a.dtype != b.dtype or a.shape != b.shape:
+        return False
+    return torch.equal(a.reshape(-1).view(torch.uint8), b.reshape(-1).view(torch.uint8))
+
+
+class Mesh:
+    """A device mesh, as far as the placement of one rank needs it."""
+
+    def __init__(self, shape: Shape, coordinate: Shape, ranks: torch.Tensor | None = None) -> None:
+        self.shape, self.coordinate = shape, coordinate
+        self.mesh: torch.Tensor = torch.arange(math.prod(shape)).view(shape) if ranks is None else ranks
+
+    def get_coordinate(self) -> list[int]:
+        return list(self.coordinate)
+
+    def only(self, dimensions: Shape) -> Mesh:
+        """Return the mesh of some dimensions in which this rank is."""
+        index = tuple(slice(None) if axis in dimensions else at for axis, at in enumerate(self.coordinate))
+        chosen = [tuple(sizes[axis] for axis in dimensions) for sizes in (self.shape, self.coordinate)]
+        return Mesh(*chosen, self.mesh[index])
+
+
+class Placed:
+    """A DTensor without processes: one rank's part of a tensor, by PyTorch's placements."""
+
+    def __init__(self, tensor: torch.Tensor, mesh: Mesh, placements: list[Any]) -> None:
+        self.shape, self.dtype, self.device_mesh, self.placements = tensor.shape, tensor.dtype, mesh, placements
+        self.local = tensor
+        for placement, parts, index in zip(placements, mesh.shape, mesh.coordinate, strict=True):
+            if not isinstance(placement, Replicate):
+                self.local = placement._split_tensor(self.local, parts, with_padding=False)[0][index]
+
+    def full_tensor(self) -> torch.Tensor:
+        raise AssertionError("this would communicate")
+
+    def to_local(self) -> torch.Tensor:
+        return self.local
+
+    def numel(self) -> int:
+        return self.shape.numel()
+
+
+# --- what a rank writes
+
+
+@settings(max_examples=50)
+@given(shapes, st.data())
+def test_rectangles_cover_a_flat_range_in_order(shape: Shape, data: Any) -> None:
+    whole = torch.arange(math.prod(shape)).view(shape)
+    begin = data.draw(st.integers(0, whole.numel()))
+    end = data.draw(st.integers(begin, whole.numel()))
+    boxes = rectangles(shape, begin, end)
+    cuts = [whole[tuple(slice(a, a + n) for a, n in zip(*box, strict=True))].reshape(-1) for box in boxes]
+    assert torch.cat([torch.empty(0, dtype=torch.int64), *cuts]).tolist() == list(range(begin, end))
+    assert len(boxes) <= max(1, 2 * len(shape) - 1)
+
+
+@pytest.mark.parametrize(
+    ("mesh", "placements"),
+    [
+        ((3,), [Shard(1)]), ((7,), [Shard(0)]), ((3,), [Replicate()]),
+        ((2, 2), [Replicate(), Shard(0)]), ((2, 3), [Shard(0), Shard(1)]), ((2, 2), [Shard(0), Shard(0)]),
+        ((3, 2), [_StridedShard(0, split_factor=2), Shard(0)]), ((2, 2), [_StridedShard(1, split_factor=2), Shard(1)]),
+    ],
+)  # fmt: skip
+def test_sharded_tensor_reads_as_slices_of_the_full(mesh: Shape, placements: list[Any], tmp_path: Path) -> None:
+    for shape in ((5, 7), (4, 4, 3), (1, 2), (6, 5, 1, 2), (0, 3)):
+        folder, whole, count = tmp_path / str(shape), values_of(shape), 0
+        folder.mkdir()
+        for rank, coordinate in enumerate(itertools.product(*map(range, mesh))):
+            blocks = own_blocks(Placed(whole, Mesh(mesh, coordinate), placements), rank)
+            count += sum(block.tensor.numel() for block in blocks)
+            write_shards({"w": blocks}, folder, rank, FS)
+        assert count == whole.numel(), "no rank writes what another does"
+        source, size = opened(folder), whole.numel()
+        assert same(source["w"], whole)
+        for begin, end in ((0, size), (size // 3, size // 2), (size // 2, size // 2)):
+            assert same(source.part("w", begin, end), whole.reshape(-1)[begin:end])
+        if size:
+            offsets, sizes = [n // 2 for n in shape], [n - n // 2 for n in shape]
+            assert same(source.block("w", offsets, sizes), whole[tuple(slice(begin, None) for begin in offsets)])
+
+
+@pytest.mark.parametrize(
+    ("dimensions", "placements"),
+    [
+        ((0,), [Shard(0)]), ((1,), [Shard(1)]), ((0, 1), [Replicate(), Shard(0)]), ((0, 2), [Shard(0), Shard(1)]),
+        ((0, 1, 2), [Replicate(), Shard(0), Shard(1)]),
+    ],
+)  # fmt: skip
+def test_sharded_tensor_on_a_submesh_is_written_once(dimensions: Shape, placements: list[Any], tmp_path: Path) -> None:
+    for shape in ((5, 7), (1, 2), (0, 3)):
+        folder, whole, sizes, written = tmp_path / str(shape), values_of(shape), (2, 3, 2), list[Block]()
+        folder.mkdir()
+        for rank, coordinate in enumerate(itertools.product(*map(range, sizes))):
+            mesh = Mesh(sizes, coordinate)
+            blocks = own_blocks(Placed(whole, mesh.only(dimensions), placements), rank, mesh)
+            write_shards({"w": blocks}, folder, rank, FS)
+            written += blocks
+        assert sum(block.tensor.numel() for block in written) == whole.numel()
+        assert len(written) == len({block.offsets for block in written}), "no rank writes what another does"
+        assert same(opened(folder)["w"], whole)
+
+
+@settings(max_examples=25)
+@given(shapes, st.integers(1, 6), st.data())
+def test_flat_ranges_read_as_any_part_or_block(tmp_path_factory: Any, shape: Shape, world_size: int, data: Any) -> None:
+    folder, whole = tmp_path_factory.mktemp("flat"), values_of(shape)
+    write_flat({"w": whole}, folder, world_size)
+    source = opened(folder)
+    begin = data.draw(st.integers(0, whole.numel()))
+    end = data.draw(st.integers(begin, whole.numel()))
+    assert same(source.part("w", begin, end), whole.reshape(-1)[begin:end])
+    offsets = [data.draw(st.integers(0, n)) for n in shape]
+    sizes = [data.draw(st.integers(0, n - first)) for n, first in zip(shape, offsets, strict=True)]
+    cut = tuple(slice(first, first + size) for first, size in zip(offsets, sizes, strict=True))
+    assert same(source.block("w", offsets, sizes), whole[cut])
+
+
+@pytest.mark.parametrize("dtype", list(DTYPES))
+def test_shards_of_every_dtype(dtype: torch.dtype, tmp_path: Path) -> None:
+    tensors = {"w": values_of((5, 3), dtype), "scalar": values_of((), dtype), "empty": values_of((0, 2), dtype)}
+    write_flat(tensors, tmp_path, 2)
+    source = opened(tmp_path)
+    assert source.keys() == tensors.keys()
+    for name, tensor in tensors.items():
+        assert source.spec_of(name) == (tuple(tensor.shape), dtype) and same(source[name], tensor)
+
+
+def test_conjugated_and_negated_views_are_resolved(tmp_path: Path) -> None:
+    number = torch.tensor([1 + 2j, 3 - 4j])
+    tensors = {
+        "conjugate": number.conj(), "negative": number.conj().imag, "rows": (torch.ones(2, 2) * 1j).conj().T,
+        "strided": torch.arange(4.0)[1::4],
+    }  # fmt: skip
+    save_tensors(tensors, tmp_path / "all")
+    write_flat(tensors, tmp_path, 2)
+    write_shards({"whole": own_blocks(number.conj(), 0)}, tmp_path, 2, FS)
+    source = opened(tmp_path)
+    for name, tensor in tensors.items():
+        for stored in (source[name], TensorFile(tmp_path / "all")[name]):
+            assert torch.equal(stored, tensor.resolve_conj().resolve_neg()), name
+        assert mark_of(tensor)[1]
+    assert torch.equal(source["whole"], number.conj().resolve_conj())
+
+
+def test_own_blocks_of_full_and_gathered_tensors() -> None:
+    """The first rank writes full tensors, and what must be gathered cannot be written in parts."""
+    assert len(own_blocks(torch.ones(3), 0)) == 1 and own_blocks(torch.ones(3), 1) == []
+    gathered = Gathered((3,), torch.float32, lambda: torch.ones(3))
+    assert not can_shard({"a": gathered}) and can_shard({"a": torch.ones(3), "b": flat_part(torch.ones(3), 0, 1)})
+    with pytest.raises(ValueError, match="no parts to write"):
+        own_blocks(gathered, 0)
+
+
+def test_staged_blocks_are_copies_that_reuse_memory() -> None:
+    whole, buffers = values_of((4, 3)), {}
+    first = staged({"w": flat_part(whole, 1, 8), "v": whole}, 0, buffers)
+    pointers = {name: buffer.data_ptr() for name, buffer in buffers.items()}
+    whole += 1
+    assert torch.cat([block.tensor.reshape(-1) for block in first["w"]]).tolist() == list(range(1, 8))
+    staged({"w": flat_part(whole, 1, 8), "v": whole}, 0, buffers)
+    assert {name: buffer.data_ptr() for name, buffer in buffers.items()} == pointers and buffers["v:0"][0, 0] == 1
+
+
+# --- files
+
+
+def test_write_shards_returns_sizes_and_hashes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sharded_files, "_PIECE", 1 << 10)
+    monkeypatch.setattr(sharded_files, "_SMALL", 1 << 9)
+    big = values_of((70, 50))
+    blocks = {"big": own_blocks(big, 0), "turned": own_blocks(big.T, 0), "few": own_blocks(torch.ones(2), 0)}
+    blocks |= {f"x{i}": own_blocks(flat_part(big, 3, 2999), 0) for i in range(3)}
+    entries = write_shards(blocks, tmp_path, 0, FS)
+    assert sorted(entries) == sorted(file.name for file in tmp_path.iterdir()) and len(entries) == 3
+    for name, entry in entries.items():
+        data = (tmp_path / name).read_bytes()
+        assert entry == {"size": len(data), "sha256": hashlib.sha256(data).hexdigest()}
+    stored = safetensors.torch.load_file(tmp_path / "rank-00000.safetensors")
+    assert same(stored["big"], big) and same(stored["turned"], big.T)
+
+
+def test_write_shards_uses_the_file_system(tmp_path: Path) -> None:
+    calls: list[tuple[str, str]] = []
+
+    class Watched(FileSystem):
+        def create(self, path: Path, pieces: Iterable[bytes | memoryview]) -> None:
+            super().create(path, pieces)
+            calls.append(("create", path.name))
+
+        def sync(self, path: Path) -> None:
+            calls.append(("sync", path.name))
+
+    assert write_shards({"w": []}, tmp_path, 1, Watched()) == {} == write_shards({}, tmp_path, 1, Watched())
+    write_shards({"w": own_blocks(flat_part(values_of((4, 3)), 1, 8), 0)}, tmp_path, 0, Watched())
+    names = ["rank-00000.safetensors", "rank-00000.1.safetensors", "rank-00000.2.safetensors"]
+    assert calls == [(what, name) for name in names for what in ("create", "sync")]
+
+
+def test_write_shards_raises_the_error_of_the_disk(tmp_path: Path) -> None:
+    class Full(FileSystem):
+        def create(self, path: Path, pieces: Iterable[bytes | memoryview]) -> None:
+            next(iter(pieces))
+            raise OSError(28, "No space left on device")
+
+    with pytest.raises(OSError, match="No space left"):
+        write_shards({"w": own_blocks(torch.ones(1 << 20), 0)}, tmp_path, 0, Full())
+
+
+@pytest.mark.parametrize("hint", ["accepted", "rejected", "missing"])
+def test_write_pieces_flushes_pages_early(hint: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernel is advised to write pages while the file grows, where it can be."""
+    ranges: list[tuple[int, int]] = []
+
+    def advise(descriptor: int, begin: int, length: int, advice: int) -> None:
+        ranges.append((begin, length))
+        if hint == "rejected":
+            raise OSError(22, "Invalid argument")
+
+    monkeypatch.setattr(disk, "_AT_ONCE", 8)
+    monkeypatch.setattr(os, "posix_fadvise", advise)
+    if hint == "missing":
+        monkeypatch.delattr(os, "posix_fadvise")
+    disk.write_pieces(tmp_path / "file", [b"abc", memoryview(b"d" * 20), b"", b"e" * 4])
+    assert (tmp_path / "file").read_bytes() == b"abc" + b"d" * 20 + b"e" * 4
+    assert ranges == ([] if hint == "missing" else [(0, 11), (11, 8), (19, 8)])
+
+
+# --- PyTorch's reader and writer
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("dtypes", [(torch.float32, torch.bfloat16), (torch.int64, torch.bool, torch.float8_e4m3fn)])
+def test_torch_reads_and_consolidates_shards(dtypes: Any, tmp_path: Path) -> None:
+    (tmp_path / "shards").mkdir()
+    (tmp_path / "whole").mkdir()
+    tensors = {f"{dtype}": values_of((5, 4, 3), dtype) for dtype in dtypes} | {"b": values_of((11,), dtypes[0])}
+    write_flat(tensors, tmp_path / "shards", 3)
+    target = {name: torch.zeros_like(tensor) for name, tensor in tensors.items()}
+    dcp.load(target, storage_reader=HuggingFaceStorageReader(str(tmp_path / "shards")), no_dist=True)
+    assert all(same(target[name], tensor) for name, tensor in tensors.items())
+    if torch.float32 in dtypes:  # PyTorch consolidates no others
+        consolidate_safetensors_files(str(tmp_path / "shards"), str(tmp_path / "whole"), dict.fromkeys(tensors, 1))
+        (file,) = files_in(tmp_path / "whole")
+        stored = safetensors.torch.load_file(file)
+        assert all(same(stored[name], tensor) for name, tensor in tensors.items())
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_shards_of_torch_are_read(tmp_path: Path) -> None:
+    tensors = {"w": torch.randn(5, 3), "b": torch.randn(4).bfloat16()}
+    writer = HuggingFaceStorageWriter(str(tmp_path), save_distributed=True)
+    dcp.save(dict(tensors), storage_writer=writer, no_dist=True)
+    source = opened(tmp_path)
+    assert all(same(source[name], tensor) for name, tensor in tensors.items())
+    assert same(source.block("w", (2, 1), (3, 2)), tensors["w"][2:, 1:])
+
+
+# --- damage
+
+
+def test_blocks_are_combined(tmp_path: Path) -> None:
+    """Without a full shape, or if the same block is in two files."""
+    for begins, shape in (((0, 2), ()), ((0, 0, 2), ((4, 3),))):
+        write_rows(values_of((4, 3)), begins, 2, tmp_path, *shape)
+        assert same(opened(tmp_path)["w"], values_of((4, 3)))
+
+
+def test_blocks_that_do_not_fit_are_errors(tmp_path: Path) -> None:
+    for name in ("no rank 1", "gap", "two dtypes"):
+        (tmp_path / name).mkdir()
+    write_flat({"w": values_of((6, 3))}, tmp_path / "no rank 1", 3)
+    (tmp_path / "no rank 1" / "rank-00001.safetensors").unlink()
+    write_rows(torch.ones(5), (0, 1), 3, tmp_path / "gap", (5,))
+    for rank, tensor in enumerate((torch.ones(3), torch.ones(3).half())):
+        write_shards({"w": [Block((3 * rank,), tensor, (6,))]}, tmp_path / "two dtypes", rank, FS)
+    for name, message in (
+        ("no rank 1", r"incomplete: none of its 2 files has 6 of its 18 values of 'w'"),
+        ("gap", r"has the block of \(1,\) at \(4,\) of 'w'"),
+        ("two dtypes", "differ in dtype"),
+    ):
+        with pytest.raises(CheckpointError, match=message):
+            opened(tmp_path / name)["w"]
+
+
+def test_truncated_file_is_an_error(tmp_path: Path) -> None:
+    write_flat({"w": values_of((64, 3))}, tmp_path, 2)
+    source, file = opened(tmp_path), tmp_path / "rank-00001.safetensors"
+    file.write_bytes(file.read_bytes()[:-8])
+    with pytest.raises(CheckpointError, match="shorter than its header"):
+        source.part("w", 100, 192)
+    assert same(source.part("w", 0, 96), values_of((64, 3)).view(-1)[:96])
+    with pytest.raises(CheckpointError, match="is damaged"):
+        opened(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["[]", "{", '{"w": []}', '{"w": {}}', '{"w": {"saved_offsets": [-1, 0]}}', '{"w": {"saved_offsets": [0]}}',
+     '{"w": {"saved_offsets": [0, 1], "shape": [2, 2]}}', '{"w": {"saved_offsets": [0, 0], "shape": 4}}'],
+)  # fmt: skip
+def test_damaged_sharding_info_is_an_error(text: str, tmp_path: Path) -> None:
+    file = tmp_path / "rank-00000.safetensors"
+    safetensors.torch.save_file({"w": torch.ones(2, 2)}, file, {"DCP_SHARDING_INFO": text})
+    with pytest.raises(CheckpointError, match="is damaged"):
+        TensorFile(file)
+
+
+def test_part_outside_of_a_tensor_is_an_error(tmp_path: Path) -> None:
+    write_flat({"w": values_of((4, 3))}, tmp_path, 1)
+    source = opened(tmp_path)
+    for begin, end in ((-1, 2), (2, 1), (0, 13)):
+        with pytest.raises(ValueError, match="12 values"):
+            source.part("w", begin, end)
+    for begin in (-1, 0):
+        with pytest.raises(ValueError, match="is not in it"):
+            source.block("w", (3, begin), (1, 4))
+
+
+def test_file_that_differs_between_ranks_is_an_error(tmp_path: Path) -> None:
+    write_flat({"w": values_of((4, 3))}, tmp_path, 1)
+    catalogue = opened(tmp_path).catalogue
+    write_flat({"w": values_of((3, 4))}, tmp_path, 1)
+    with pytest.raises(CheckpointError, match="is another file on rank 0"):
+        TensorFile(files_in(tmp_path), None, catalogue).part("w", 0, 4)
+
+
+# --- what reading costs
+
+
+def test_block_allocates_the_result_and_one_buffer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole, tensors = values_of((256, 64)), []
+    save_tensors({"w": whole}, tmp_path / "rank-00000.safetensors")
+    source, empty = opened(tmp_path), torch.empty
+    with monkeypatch.context() as patch:
+        patch.setattr(tensor_reader, "_BUFFER", 1 << 12)
+        patch.setattr(torch, "empty", lambda *a, **k: tensors.append(empty(*a, **k)) or tensors[-1])
+        block = source.block("w", (0, 3), (256, 4))
+    assert same(block, whole[:, 3:7])
+    assert [tensor.numel() * 4 for tensor in tensors] == [256 * 4 * 4, 1 << 12]
+
+
+@pytest.mark.parametrize(("buffer", "run"), [(1 << 26, 1 << 16), (64, 1 << 16), (1 << 26, 8), (8, 8)])
+def test_block_is_the_same_for_any_buffer(
+    buffer: int, run: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tensor_reader, "_BUFFER", buffer)
+    monkeypatch.setattr(tensor_reader, "_RUN", run)
+    whole = values_of((4, 5, 6))
+    save_tensors({"w": whole}, tmp_path / "rank-00000.safetensors")
+    source = opened(tmp_path)
+    for box in itertools.product(*[[(0, n), (1, n - 1), (1, 2)] for n in whole.shape]):
+        offsets, sizes = zip(*box, strict=True)
+        assert same(source.block("w", offsets, sizes), whole[tuple(slice(a, a + n) for a, n in box)])
+
+
+class OneOfMany(Ranks):
+    """A rank of many without communication, so that what it opens can be counted."""
+
+    def __init__(self, rank: int, world_size: int) -> None:
+        super().__init__()
+        self.rank, self.world_size = rank, world_size
+
+    def sum(self, what: str, *values: float) -> list[float]:
+        return [self.world_size * value for value in values]
+
+
+@pytest.fixture
+def headers(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The names of the files whose headers are read."""
+    names, read = list[str](), tensor_reader.read_marked_header
+    monkeypatch.setattr(tensor_reader, "read_marked_header", lambda path: names.append(path.name) or read(path))
+    return names
+
+
+def rows_of(rank: int, rows: int, world_size: int) -> tuple[int, int]:
+    """Return the first row of a rank, and how many it has, as PyTorch divides them."""
+    most = -(-rows // world_size)
+    begin = min(rows, rank * most)
+    return begin, min(rows, begin + most) - begin
+
+
+@pytest.fixture(scope="module")
+def many_files(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, torch.Tensor]]:
+    """The files of 60 ranks: rows for all, for some, and unequally many; columns; and what only the first rank has."""
+    folder = tmp_path_factory.mktemp("many")
+    whole = {name: values_of(shape) for name, shape in {"even": (120, 2), "few": (40, 2), "odd": (130, 3)}.items()}
+    whole |= {"columns": values_of((2, 60)), "step": torch.tensor(3.0)}
+    for rank in range(60):
+        blocks: dict[str, list[Block]] = {}
+        for name in ("even", "few", "odd"):
+            begin, count = rows_of(rank, len(whole[name]), 60)
+            rows = whole[name][begin : begin + count]
+            blocks[name] = [Block((begin, 0), rows, tuple(whole[name].shape))] if count else []
+        blocks["columns"] = [Block((0, rank), whole["columns"][:, rank : rank + 1], (2, 60))]
+        blocks["step"] = [Block((), whole["step"], ())] if rank == 0 else []
+        write_shards(blocks, folder, rank, FS)
+    return folder, whole
+
+
+@pytest.mark.parametrize(("world_size", "rank"), [(60, 0), (60, 39), (8, 3), (8, 7), (7, 5), (100, 99)])
+def test_block_of_a_rank_opens_few_of_many_files(
+    many_files: Any, headers: list[str], world_size: int, rank: int
+) -> None:
+    """It opens no more files than have its part, two, and the first one."""
+    folder, whole = many_files
+    catalogue, names = opened(folder).catalogue, [file.name for file in files_in(folder)]
+    first, own_file = names[0], names[rank * 60 // world_size]
+
+    def read(name: str, offsets: Shape, sizes: Shape) -> tuple[torch.Tensor, set[str]]:
+        headers.clear()
+        source = TensorFile(files_in(folder), OneOfMany(rank, world_size), catalogue)
+        assert source.is_local
+        return source.block(name, offsets, sizes), set(headers)
+
+    for name in ("even", "few", "odd"):
+        begin, count = rows_of(rank, len(whole[name]), world_size)
+        rows, opened_names = read(name, (begin, 0), (count, whole[name].shape[1]))
+        assert same(rows, whole[name][begin : begin + count])
+        parts = [rows_of(other, len(whole[name]), 60) for other in range(60)]
+        has_part = [at < begin + count and begin < at + size for at, size in parts]
+        assert len(opened_names - {first}) <= 2 + sum(has_part)
+    step, opened_names = read("step", (), ())
+    assert same(step, whole["step"]) and opened_names == {first, own_file}
+    column = rank * 60 // world_size
+    values, opened_names = read("columns", (0, column), (2, 1))
+    assert same(values, whole["columns"][:, column : column + 1].contiguous())
+    assert len(opened_names - {first, own_file}) <= 1
+
+
+def test_catalogue_replaces_reading_headers(many_files: Any, headers: list[str]) -> None:
+    folder, whole = many_files
+    catalogue = opened(folder).catalogue
+    headers.clear()
+    source = TensorFile(files_in(folder), None, catalogue)
+    assert not headers and source.spec_of("odd") == ((130, 3), torch.float32)
+    assert all(same(source[name], tensor) for name, tensor in whole.items())
+
+
+# --- consolidating
+
+
+def test_write_whole_equals_transformers_files(tmp_path: Path) -> None:
+    """The files are the same for any number of ranks that write them."""
+    tensors = {f"t{i}": torch.randn(i + 1, 3) for i in range(6)} | {"s": torch.tensor(2.0)}
+    (tmp_path / "shards").mkdir()
+    write_flat(tensors, tmp_path / "shards", 4)
+    source, contents = opened(tmp_path / "shards"), []
+    for world_size in (1, 3, 10):
+        out = tmp_path / f"out{world_size}"
+        out.mkdir()
+        entries: dict[str, Any] = {}
+        for rank in range(world_size):
+            written = write_whole(source, out, rank, world_size, FS, limit=100)
+            assert bool(written) is (rank < whole_files(tensors, 100))
+            entries |= written
+        contents.append({file.name: file.read_bytes() for file in out.iterdir()})
+        assert {name: entry["sha256"] for name, entry in entries.items()} == {
+            name: hashlib.sha256(data).hexdigest() for name, data in contents[-1].items()
+        }
+        index = json.loads((out / "model.safetensors.index.json").read_text())
+        assert index["metadata"] == {"total_size": 4 * (21 * 3 + 1)} and index["weight_map"].keys() == tensors.keys()
+        for name, file in index["weight_map"].items():
+            assert same(safetensors.torch.load_file(out / file)[name], tensors[name])
+            assert "-of-00004" in file
+    assert contents[0] == contents[1] == contents[2]
+
+
+def test_write_whole_opens_each_file_once(many_files: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder, whole = many_files
+    source, names, open_file = opened(folder), list[str](), tensor_reader.open_regular
+    monkeypatch.setattr(tensor_reader, "open_regular", lambda path: names.append(path.name) or open_file(path))
+    write_whole(source, tmp_path, 0, 1, FS)
+    assert sorted(names) == [file.name for file in files_in(folder)]
+    stored = safetensors.torch.load_file(tmp_path / "model.safetensors")
+    assert all(same(tensor, whole[name]) for name, tensor in stored.items())
+
+
+@pytest.mark.parametrize("at_once", [50, 1 << 24])
+def test_write_whole_equals_save_tensors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, at_once: int) -> None:
+    monkeypatch.setattr(sharded_files, "_PIECE", 64)
+    monkeypatch.setattr(sharded_files, "_AT_ONCE", at_once)
+    tensors = {"w": torch.randn(7, 3), "b": torch.randn(4).bfloat16(), "s": torch.tensor(True), "e": torch.empty(0, 2)}
+    write_flat(tensors, tmp_path, 3)
+    assert list(write_whole(opened(tmp_path), tmp_path, 0, 1, FS)) == ["model.safetensors"]
+    save_tensors(tensors, tmp_path / "expected")
+    assert (tmp_path / "model.safetensors").read_bytes() == (tmp_path / "expected").read_bytes()
+
+
+@pytest.mark.parametrize(
+    ("files", "part", "expected"),
+    [
+        (["model.safetensors", "optimizer/state.safetensors"], "model", ["model.safetensors"]),
+        (["model/rank-00001.safetensors", "model/rank-00000.1.safetensors", "model/rank-00000.safetensors"], "model",
+         ["model/rank-00000.1.safetensors", "model/rank-00000.safetensors", "model/rank-00001.safetensors"]),
+        (["model.safetensors.index.json", "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors",
+          "states.safetensors"], "model", ["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"]),
+        (["optimizer/rank-00000.safetensors", "model.safetensors"], "optimizer", ["optimizer/rank-00000.safetensors"]),
+        (["states.safetensors", "model/config.json"], "model", []),
+    ],
+    ids=["model", "model of ranks", "indexed model", "optimizer of ranks", "none"],
+)  # fmt: skip
+def test_files_of_a_part_by_name(files: list[str], part: str, expected: list[str]) -> None:
+    assert files_of(Path("run"), files, part) == [Path("run") / name for name in expected]

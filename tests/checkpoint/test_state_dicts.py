@@ -1,0 +1,583 @@
+"""Weights, moments and random states are restored bit for bit, under the names of the bare module."""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import itertools
+import json
+import math
+import os
+import random
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import safetensors.torch
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from marks import thinned
+from tiny import bert, gpt
+from torch import nn
+
+from omnitrain.checkpoint import state_dicts, tensor_files
+from omnitrain.checkpoint.tensor_files import TensorFile
+from omnitrain.core.errors import CheckpointError, ConfigError
+
+
+class Tied(nn.Module):
+    """Has tied weights, buffers that are views of another, one that is not persistent, and empty ones."""
+
+    def __init__(self, seed: int = 0) -> None:
+        super().__init__()
+        torch.manual_seed(seed)
+        self.embed, self.head = nn.Embedding(5, 3), nn.Linear(3, 5, bias=False)
+        self.head.weight = self.embed.weight
+        self.register_buffer("table", torch.arange(6.0) + seed)
+        self.register_buffer("whole_table", self.table)
+        self.register_buffer("first_half", self.table[:3])
+        self.register_buffer("bits", self.table.view(torch.int32))
+        self.register_buffer("scratch", torch.zeros(2), persistent=False)
+        self.register_buffer("empty", torch.zeros(0))
+        self.register_buffer("also_empty", torch.zeros(0, 3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.embed(x))
+
+
+def same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
+    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
+
+
+def two_layers() -> nn.Sequential:
+    return nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1))
+
+
+# --- files
+
+
+def test_file_contains_only_the_tensors_of_views(tmp_path: Path) -> None:
+    """Not the large tensor that they are views of."""
+    large = torch.zeros(1_000_000)
+    tensors = {"head": large[:10], "overlapping": large[5:15], "transposed": torch.arange(6.0).reshape(2, 3).T}
+    state_dicts.save_tensors(tensors, tmp_path / "file")
+    assert (tmp_path / "file").stat().st_size < 1000
+    assert same(tensor_files.load_tensors(tmp_path / "file"), tensors)
+
+
+def test_file_restores_every_dtype(tmp_path: Path) -> None:
+    for dtype in tensor_files.DTYPES:
+        saved = {"a": torch.tensor([[0.0, 1.0], [2.0, -0.0]]).to(dtype), "scalar": torch.tensor(1.0).to(dtype)}
+        state_dicts.save_tensors(saved, tmp_path / "file")
+        loaded = tensor_files.load_tensors(tmp_path / "file")
+        for name, tensor in saved.items():
+            assert loaded[name].dtype is dtype and loaded[name].shape == tensor.shape
+            assert torch.equal(loaded[name].to(torch.complex128), tensor.to(torch.complex128)), dtype
+
+
+def test_file_equals_that_of_safetensors_and_its_digest(tmp_path: Path) -> None:
+    def header_and_data(path: Path) -> tuple[Any, bytes]:
+        content = path.read_bytes()
+        begin = 8 + int.from_bytes(content[:8], "little")
+        assert begin % 8 == 0
+        return json.loads(content[8:begin]), content[begin:]
+
+    tensors = {
+        "flag": torch.tensor([True]), "b": torch.randn(3), "wide": torch.randn(2, 2, dtype=torch.float64),
+        "a": torch.tensor(1.0), "none": torch.zeros(0, 3), "h\u00e4lfte": torch.randn(5).half(),
+        "transposed": torch.arange(6.0).reshape(2, 3).T,
+    }  # fmt: skip
+    state_dicts.save_tensors(tensors, tmp_path / "ours")
+    assert tensor_files.digest(tensors) == hashlib.sha256((tmp_path / "ours").read_bytes()).hexdigest()
+    tensors["transposed"] = tensors["transposed"].contiguous()
+    safetensors.torch.save_file(tensors, tmp_path / "theirs", metadata={"format": "pt"})
+    assert header_and_data(tmp_path / "ours") == header_and_data(tmp_path / "theirs")
+
+
+# --- models
+
+
+def test_load_weights_keeps_tied_tensors_and_memory(tmp_path: Path) -> None:
+    source, target = Tied(), Tied(seed=1)
+    addresses = {name: tensor.data_ptr() for name, tensor in target.state_dict().items()}
+    tensors = state_dicts.model_tensors(source)
+    assert list(tensors) == ["table", "first_half", "bits", "empty", "also_empty", "embed.weight"]
+    state_dicts.save_tensors(tensors, tmp_path / "file")
+    state_dicts.load_weights(target, tensor_files.load_tensors(tmp_path / "file"), "there")
+    assert same(dict(target.state_dict()), dict(source.state_dict()))
+    assert {name: tensor.data_ptr() for name, tensor in target.state_dict().items()} == addresses
+    assert target.head.weight is target.embed.weight
+
+
+def test_wrapped_models_have_the_names_of_the_bare_module() -> None:
+    names = list(two_layers().state_dict())
+    half = two_layers()
+    half[0] = torch.compile(half[0], backend="eager")  # type: ignore[assignment]
+    for model in (torch.compile(two_layers(), backend="eager"), half, nn.DataParallel(two_layers())):
+        assert list(state_dicts.model_tensors(model)) == names  # type: ignore[arg-type]
+        tensors = {name: torch.full_like(tensor, 0.5) for name, tensor in two_layers().state_dict().items()}
+        state_dicts.load_weights(model, tensors, "there")  # type: ignore[arg-type]
+        assert all((parameter == 0.5).all() for parameter in model.parameters())  # type: ignore[attr-defined]
+
+
+def test_load_weights_converts_only_without_loss() -> None:
+    model = nn.Linear(2, 1).bfloat16()
+    wide = {"weight": torch.ones(1, 2), "bias": torch.ones(1)}
+    with pytest.raises(CheckpointError, match=r"'weight' is of torch.float32 there and of torch.bfloat16 in the model"):
+        state_dicts.load_weights(model, wide, "there")
+    state_dicts.load_weights(model.double(), wide, "there")
+    assert model.weight.tolist() == [[1.0, 1.0]]
+
+
+class Queue(nn.Module):
+    """Collects what it has seen in a buffer, which grows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(1, 1)
+        self.register_buffer("seen", torch.zeros(0))
+
+
+class Growing(Queue):
+    """Has loading code for its buffer, which may raise."""
+
+    raises = False
+
+    def _load_from_state_dict(self, state_dict: Any, prefix: str, *rest: Any) -> None:
+        if f"{prefix}seen" in state_dict:
+            self.seen = torch.zeros_like(state_dict[f"{prefix}seen"])
+        if self.raises:
+            raise KeyError("no")
+        super()._load_from_state_dict(state_dict, prefix, *rest)
+
+
+class Loading(Queue):
+    def load_state_dict(self, state_dict: Any) -> Any:  # type: ignore[override]
+        self.seen = state_dict["seen"].clone()
+        return super().load_state_dict(state_dict)
+
+
+@pytest.mark.parametrize("make", [Growing, Loading, lambda: nn.Sequential(Growing())], ids=["own", "all", "inner"])
+def test_load_weights_leaves_buffers_to_custom_loaders(make: Any) -> None:
+    source, target = make(), make()
+    queues = [module for model in (source, target) for module in model.modules() if isinstance(module, Queue)]
+    queues[0].seen = torch.arange(3.0)
+    state_dicts.load_weights(target, state_dicts.model_tensors(source), "there")
+    assert queues[1].seen.tolist() == [0.0, 1.0, 2.0]
+    assert queues[1].layer.weight.equal(queues[0].layer.weight)
+
+
+@pytest.mark.parametrize(
+    ("model", "attribute", "value", "message"),
+    [
+        (Queue, "seen", torch.arange(3.0), r"'seen' has shape \(3,\) there and \(0,\).*`_load_from_state_dict` of"),
+        (Growing, "raises", True, r"there does not fit the model, which refused it: KeyError: 'no'"),
+        (Growing, "layer", nn.Linear(2, 1), r"'layer.weight' has shape \(1, 2\) there and \(1, 1\) in the model"),
+    ],
+    ids=["no loader", "loader raises", "parameter"],
+)
+def test_load_weights_failure_leaves_the_model(model: Any, attribute: str, value: Any, message: str) -> None:
+    """A loader decides about buffers only, and the model is restored if it raises."""
+    source, target = model(), model()
+    source.seen = torch.arange(3.0)
+    setattr(target if attribute == "raises" else source, attribute, value)
+    before = copy.deepcopy(dict(target.state_dict()))
+    with pytest.raises(CheckpointError, match=message):
+        state_dicts.load_weights(target, state_dicts.model_tensors(source), "there")
+    assert same(dict(target.state_dict()), before)
+
+
+def test_load_weights_works_if_state_dict_returns_copies() -> None:
+    model = nn.Linear(2, 1)
+    model._register_state_dict_hook(lambda module, result, *_: result.update({k: v.clone() for k, v in result.items()}))
+    state_dicts.load_weights(model, {"weight": torch.ones(1, 2), "bias": torch.ones(1)}, "there")
+    assert model.weight.tolist() == [[1.0, 1.0]]
+
+
+# --- save_weights
+
+
+@pytest.mark.parametrize(
+    ("make", "dtype", "is_compiled"),
+    thinned(
+        itertools.product([gpt, bert], [torch.float32, torch.bfloat16], [False, True]),
+        [(gpt, torch.float32, True), (bert, torch.bfloat16, False)],
+    ),
+)
+def test_save_weights_config_equals_save_pretrained(make: Any, dtype: Any, is_compiled: bool, tmp_path: Path) -> None:
+    import transformers
+
+    model = make().to(dtype)
+    before = model.config.to_dict()
+    wrapped: Any = torch.compile(model, backend="eager") if is_compiled else model
+    state_dicts.save_weights(wrapped, tmp_path / "ours", overwrite=False)
+    assert model.config.to_dict() == before
+    model.save_pretrained(tmp_path / "theirs")
+    for name in ("config.json", "generation_config.json"):
+        ours, theirs = (tmp_path / side / name for side in ("ours", "theirs"))
+        assert ours.exists() == theirs.exists()
+        if ours.exists():
+            assert json.loads(ours.read_text()) == json.loads(theirs.read_text())
+    loaded = type(model).from_pretrained(tmp_path / "ours")
+    assert loaded.dtype == dtype and same(dict(loaded.state_dict()), dict(model.state_dict()))
+    family = type(model).__name__
+    assert type(transformers.AutoModel.from_pretrained(tmp_path / "ours")).__name__ == f"{family[:4]}Model"
+    assert json.loads((tmp_path / "ours" / "config.json").read_text())["architectures"] == [family]
+
+
+def test_save_weights_overwrites_atomically(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    state_dicts.save_weights(Tied(0), tmp_path, overwrite=False)
+    before = (tmp_path / "model.safetensors").read_bytes()
+    with pytest.raises(ConfigError, match=r"model.safetensors' already exists.*overwrite=True"):
+        state_dicts.save_weights(Tied(1), tmp_path, overwrite=False)
+
+    def write_half(tensors: Any, path: Path, **options: Any) -> None:
+        path.write_bytes(b"half")
+        raise OSError("No space left on device")
+
+    with monkeypatch.context() as patch, pytest.raises(OSError):  # noqa: PT012
+        patch.setattr(state_dicts, "save_tensors", write_half)
+        state_dicts.save_weights(Tied(1), tmp_path, overwrite=True)
+    assert (tmp_path / "model.safetensors").read_bytes() == before
+    assert [path.name for path in tmp_path.iterdir()] == ["model.safetensors"]
+    state_dicts.save_weights(Tied(1), tmp_path, overwrite=True)
+    assert (tmp_path / "model.safetensors").read_bytes() != before
+    with pytest.raises(ConfigError, match="it is a file"):
+        state_dicts.save_weights(Tied(), tmp_path / "model.safetensors", overwrite=True)
+
+
+# --- optimizers
+
+
+def trained(make: Any, order: list[str] | None = None) -> tuple[nn.Module, torch.optim.Optimizer]:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 1))
+    parameters = dict(model.named_parameters())
+    optimizer = make([parameters[name] for name in order or parameters])
+    for _ in range(3):
+        model(torch.ones(4, 3)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return model, optimizer
+
+
+def saved(optimizer: torch.optim.Optimizer, model: nn.Module) -> tuple[dict[str, torch.Tensor], Any]:
+    tensors, rest = state_dicts.optimizer_state(optimizer, model)
+    return dict(tensors), through_json(rest)
+
+
+def restore(optimizer: torch.optim.Optimizer, model: nn.Module, tensors: Any, rest: Any) -> dict[str, Any]:
+    """Restore a state; return what the optimizer has for each parameter."""
+    state_dicts.restore_optimizer(optimizer, model, tensors, rest, "there")
+    return by_name(optimizer, model)
+
+
+def by_name(optimizer: torch.optim.Optimizer, model: nn.Module) -> dict[str, Any]:
+    return {name: dict(optimizer.state.get(parameter, {})) for name, parameter in model.named_parameters()}
+
+
+def through_json(rest: Any) -> Any:
+    return json.loads(json.dumps(rest, allow_nan=False))
+
+
+OPTIMIZERS = {
+    "AdamW": lambda parameters: torch.optim.AdamW(parameters, fused=True),
+    "amsgrad": lambda parameters: torch.optim.Adam(parameters, amsgrad=True),
+    "SGD": lambda parameters: torch.optim.SGD(parameters, 0.1, momentum=0.9),
+    "plain SGD": lambda parameters: torch.optim.SGD(parameters, 0.1),
+    "Adafactor": lambda parameters: torch.optim.Adafactor(parameters),
+    "ASGD": lambda parameters: torch.optim.ASGD(parameters),
+    "NAdam": lambda parameters: torch.optim.NAdam(parameters),
+    "Rprop": lambda parameters: torch.optim.Rprop(parameters),
+    "RMSprop": lambda parameters: torch.optim.RMSprop(parameters, momentum=0.9, centered=True),
+}
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_optimizer_state_is_restored_in_any_order(name: str, tmp_path: Path) -> None:
+    model, optimizer = trained(OPTIMIZERS[name])
+    tensors, rest = saved(optimizer, model)
+    state_dicts.save_tensors(tensors, tmp_path / "file")
+    other, twin = trained(OPTIMIZERS[name], ["1.bias", "0.weight", "1.weight", "0.bias"])
+    for entry in twin.state.values():
+        entry.clear()
+    restored = restore(twin, other, tensor_files.load_tensors(tmp_path / "file"), rest)
+    expected = by_name(optimizer, model)
+    assert {key: set(entry) for key, entry in expected.items()} == {key: set(entry) for key, entry in restored.items()}
+    for parameter, entry in expected.items():
+        for key, value in entry.items():
+            result = restored[parameter][key]
+            assert type(result) is type(value)
+            assert isinstance(value, torch.Tensor) or result == value
+            if isinstance(value, torch.Tensor):
+                assert f"{parameter}/{key}" in tensors
+                assert result.dtype is value.dtype and torch.equal(result, value), f"{parameter}/{key}"
+
+
+def test_restore_optimizer_handles_lists_and_shared_entries(tmp_path: Path) -> None:
+    model, optimizer = trained(OPTIMIZERS["SGD"])
+    optimizer.state[next(model.parameters())]["factors"] = [torch.eye(2), {"power": torch.tensor([3.0])}, None]
+    optimizer.state["steps"] = 3
+    optimizer.state["mean"] = torch.tensor([1.0, 2.0])
+    tensors, rest = saved(optimizer, model)
+    state_dicts.save_tensors(tensors, tmp_path / "file")
+    other, twin = trained(OPTIMIZERS["SGD"])
+    factors = restore(twin, other, tensor_files.load_tensors(tmp_path / "file"), rest)["0.weight"]["factors"]
+    assert torch.equal(factors[0], torch.eye(2)) and torch.equal(factors[1]["power"], torch.tensor([3.0]))
+    assert factors[2] is None
+    assert twin.state["steps"] == 3 and twin.state["mean"].tolist() == [1.0, 2.0]
+
+
+def test_restore_optimizer_keeps_the_implementation() -> None:
+    """The options of the groups are restored, except those that choose how it computes (fused, foreach)."""
+    model, optimizer = trained(lambda parameters: torch.optim.AdamW(parameters, 0.1, betas=(0.7, 0.8), fused=True))
+    optimizer.param_groups[0] |= {"lr": 0.03, "own": (1, [2], {"x": None})}
+    for options in ({"lr": 0.1, "foreach": True}, {"lr": torch.tensor(0.1)}):
+        other, twin = trained(lambda parameters: torch.optim.AdamW(parameters, **options))  # noqa: B023
+        restore(twin, other, *saved(optimizer, model))
+        group = twin.param_groups[0]
+        assert group["betas"] == (0.7, 0.8) and group["own"] == (1, [2], {"x": None})
+        assert type(group["lr"]) is type(options["lr"]) and float(group["lr"]) == pytest.approx(0.03)
+        assert not group["fused"] and group["foreach"] == options.get("foreach")
+
+
+def test_restore_optimizer_keeps_dtypes_of_moments() -> None:
+    model, optimizer = trained(OPTIMIZERS["SGD"])
+    for entry in optimizer.state.values():
+        entry["wide"] = torch.full((2,), 1 / 3, dtype=torch.float64)
+        entry["quantized"] = torch.tensor([200], dtype=torch.uint8)
+    entry = restore(optimizer, model, *saved(optimizer, model))["0.weight"]
+    assert entry["wide"].dtype is torch.float64 and float(entry["wide"][0]) == 1 / 3
+    assert entry["quantized"].dtype is torch.uint8
+
+
+def test_restore_optimizer_accepts_rate_of_rounding_error() -> None:
+    """A schedule may leave a learning rate slightly below zero."""
+    model, optimizer = trained(OPTIMIZERS["AdamW"])
+    tensors, rest = saved(optimizer, model)
+    rest["groups"][0]["lr"] = -1e-20
+    restore(optimizer, model, tensors, rest)
+    assert optimizer.param_groups[0]["lr"] == -1e-20
+
+
+def test_restore_optimizer_leaves_no_map_of_the_file(tmp_path: Path) -> None:
+    model, optimizer = trained(OPTIMIZERS["AdamW"])
+    tensors, rest = saved(optimizer, model)
+    state_dicts.save_tensors(tensors, tmp_path / "file")
+    restore(optimizer, model, TensorFile(tmp_path / "file"), rest)
+    loaded = tensor_files.load_tensors(tmp_path / "file")
+    os.truncate(tmp_path / "file", 0)
+    optimizer.step()  # into a map of the file it would be SIGBUS
+    assert all(torch.isfinite(tensor).all() for tensor in loaded.values())
+    maps = Path("/proc/self/maps")
+    assert not maps.exists() or str(tmp_path) not in maps.read_text()
+
+
+def test_restore_optimizer_converts_only_without_loss() -> None:
+    def make(dtype: torch.dtype) -> tuple[torch.optim.Optimizer, nn.Module]:
+        model, _ = trained(OPTIMIZERS["SGD"])
+        optimizer = torch.optim.AdamW(model.to(dtype).parameters(), fused=True)
+        model(torch.ones(4, 3, dtype=dtype)).sum().backward()
+        optimizer.step()
+        return optimizer, model
+
+    half, full = make(torch.bfloat16), make(torch.float32)
+    with pytest.raises(CheckpointError, match=r"torch.float32 there.*torch.bfloat16 in the optimizer"):
+        restore(*half, *saved(*full))
+    moments = restore(*full, *saved(*half))["0.weight"]
+    assert moments["exp_avg"].dtype is moments["step"].dtype is torch.float32
+    full[0].step()
+
+
+def test_restore_optimizer_does_not_step_custom_optimizers() -> None:
+    """PyTorch's are stepped to learn what they would hold; one with a custom `step` is trusted until it has a state."""
+
+    class Custom(torch.optim.Optimizer):
+        steps = 0
+
+        def __init__(self, parameters: Any) -> None:
+            super().__init__(parameters, {"lr": 0.1})
+
+        def step(self, closure: Any = None) -> Any:
+            Custom.steps += 1
+            for group in self.param_groups:
+                for parameter in group["params"]:
+                    self.state[parameter]["rows"] = torch.ones(parameter.shape[0])
+
+    model, optimizer = trained(Custom)
+    tensors, rest = saved(optimizer, model)
+    twin = Custom(model.parameters())
+    assert restore(twin, model, tensors, rest)["0.weight"]["rows"].tolist() == [1.0, 1.0] and Custom.steps == 3
+    with pytest.raises(CheckpointError, match="does not fit the optimizer"):
+        restore(twin, model, {key: grown(tensor) for key, tensor in tensors.items()}, rest)
+
+
+def grown(tensor: torch.Tensor) -> torch.Tensor:
+    return torch.zeros([size + 1 for size in tensor.shape] or [2], dtype=tensor.dtype)
+
+
+def shrunk(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.flatten()[:1].clone()
+
+
+def wide(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.double()
+
+
+@pytest.mark.parametrize(
+    ("name", "change"),
+    thinned(
+        itertools.product(["AdamW", "amsgrad", "SGD", "Adafactor", "NAdam", "RMSprop"], [grown, shrunk, wide]),
+        [("AdamW", grown), ("AdamW", wide), ("Adafactor", shrunk)],
+    ),
+)
+def test_restore_optimizer_rejects_forged_tensors(name: str, change: Any) -> None:
+    """Before any is loaded, into an optimizer with a state and into a new one."""
+    model, optimizer = trained(OPTIMIZERS[name])
+    tensors, rest = saved(optimizer, model)
+    for target in (optimizer, OPTIMIZERS[name](model.parameters())):
+        before = by_name(target, model)
+        for key in (key for key in tensors if key.startswith("0.weight/")):
+            forged = {**tensors, key: change(tensors[key])}
+            if forged[key].shape == tensors[key].shape == ():
+                continue  # a number is one in any type
+            with pytest.raises(CheckpointError, match=rf"there does not fit the optimizer: '{key}' is of shape .* the"):
+                restore(target, model, forged, rest)
+            lacking = {other: tensor for other, tensor in tensors.items() if other != key}
+            if any(other.startswith("0.weight/") for other in lacking):
+                with pytest.raises(CheckpointError, match=rf"'{key}' is missing"):
+                    restore(target, model, lacking, rest)
+            assert by_name(target, model) == before
+
+
+def with_fewer(optimizer: Any, model: Any, tensors: Any, rest: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW([*model.parameters()][:-1])
+
+
+def regrouped(optimizer: Any, model: Any, tensors: Any, rest: Any) -> torch.optim.Optimizer:
+    first, *others = model.parameters()
+    return torch.optim.AdamW([{"params": [first]}, {"params": others}])
+
+
+def without_reference(optimizer: Any, model: Any, tensors: Any, rest: Any) -> torch.optim.Optimizer:
+    optimizer.state[next(model.parameters())]["factors"] = [torch.eye(2)]
+    rest["rest"] = saved(optimizer, model)[1]["rest"]
+    return optimizer
+
+
+def option(name: str, value: Any) -> Any:
+    def change(optimizer: Any, model: Any, tensors: Any, rest: Any) -> torch.optim.Optimizer:
+        rest["groups"][0][name] = value
+        return optimizer
+
+    return change
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "message"),
+    [
+        ("AdamW", with_fewer, r"there does not fit the optimizer.*other parameters: 1\.bias"),
+        ("AdamW", regrouped, "in other groups"),
+        ("SGD", without_reference, "'0.weight/factors/0' is missing"),
+        ("AdamW", option("lr", "high"), "optimizer option 'lr' is "),
+        ("AdamW", option("lr", math.nan), "optimizer option 'lr' is "),
+        ("AdamW", option("amsgrad", 7), "optimizer option 'amsgrad' is "),
+        ("AdamW", option("betas", {"__tuple__": [0.9, 1.5]}), "optimizer option 'betas' is .*which AdamW refuses"),
+        ("SGD", option("momentum", -1), "optimizer option 'momentum' is .*which SGD refuses"),
+    ],
+)
+def test_restore_optimizer_rejects_other_states(name: str, change: Any, message: str) -> None:
+    model, optimizer = trained(OPTIMIZERS[name])
+    tensors, rest = saved(optimizer, model)
+    target = change(optimizer, model, tensors, rest)
+    with pytest.raises(CheckpointError, match=message):
+        restore(target, model, tensors, rest)
+
+
+def test_check_numbers_rejects_impossible_steps() -> None:
+    tensors, rest = saved(*reversed(trained(OPTIMIZERS["AdamW"])))
+    state_dicts.check_numbers(tensors, rest, "there")
+    key = next(key for key in tensors if key.endswith("/step"))
+    with pytest.raises(CheckpointError, match=rf"there is damaged: '{key}' of the optimizer is"):
+        state_dicts.check_numbers({**tensors, key: torch.tensor(math.inf)}, rest, "there")
+    with pytest.raises(CheckpointError, match=rf"there is damaged: '{key}' of the optimizer is 'x'"):
+        state_dicts.check_numbers({}, {"rest": {key.removesuffix("/step"): {"step": "x"}}}, "there")
+
+
+# --- random numbers
+
+
+def draw() -> list[Any]:
+    return [torch.rand(2).tolist(), np.random.rand(), np.random.randn(), random.random(), random.gauss(0, 1)]
+
+
+def test_random_states_are_restored_with_cached_numbers(tmp_path: Path) -> None:
+    """Generators draw normal numbers in pairs, and cache the second."""
+    np.random.randn()
+    random.gauss(0, 1)
+    torch.randn(1)
+    tensors, rest = state_dicts.rng_tensors(torch.device("cpu"))
+    state_dicts.save_tensors(tensors, tmp_path / "file")
+    expected = [draw(), draw()]
+    draw()
+    state_dicts.restore_rng_tensors(
+        tensor_files.load_tensors(tmp_path / "file"), through_json(rest), torch.device("cpu")
+    )
+    assert [draw(), draw()] == expected
+
+
+# --- JSON
+
+
+plain = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text()
+states = st.recursive(
+    plain,
+    lambda inner: (
+        st.lists(inner)
+        | st.lists(inner).map(tuple)
+        | st.dictionaries(st.text() | st.integers() | st.tuples(st.integers()), inner)
+        | st.dictionaries(st.sampled_from(["__tuple__", "__float__", "__dict__", "__tensor__"]), inner)
+    ),
+    max_leaves=12,
+)
+
+
+def shape_of(value: Any) -> Any:
+    """Distinguish 1 from 1.0 and True, and a tuple from a list."""
+    if isinstance(value, (list, tuple)):
+        return type(value), [shape_of(entry) for entry in value]
+    if isinstance(value, dict):
+        return type(value), [(shape_of(key), shape_of(entry)) for key, entry in value.items()]
+    return type(value), value
+
+
+@settings(max_examples=40)
+@given(states)
+def test_to_json_preserves_any_state(value: Any) -> None:
+    text = json.dumps(state_dicts.to_json(value, "state"), allow_nan=False)
+    assert shape_of(state_dicts.from_json(json.loads(text))) == shape_of(value)
+
+
+def test_to_json_converts_numbers_and_preserves_counters() -> None:
+    value = {"a": np.float32(0.5), "b": torch.tensor(3), "c": Counter({2: 1, 4: 2}), "d": math.nan, "e": -math.inf}
+    result = state_dicts.from_json(through_json(state_dicts.to_json(value, "state")))
+    assert (result["a"], result["b"]) == (0.5, 3) and type(result["b"]) is int
+    assert type(result["c"]) is Counter and result["c"] == {2: 1, 4: 2}
+    assert math.isnan(result["d"]) and result["e"] == -math.inf
+
+
+def test_unsavable_state_is_reported_by_name(tmp_path: Path) -> None:
+    class Opaque(nn.Linear):
+        def get_extra_state(self) -> Any:
+            return {"what": object()}
+
+    with pytest.raises(CheckpointError, match=r"'a/b' is of torch\.complex128"):
+        state_dicts.save_tensors({"a/b": torch.zeros(1, dtype=torch.complex128)}, tmp_path / "file")
+    with pytest.raises(CheckpointError, match=r"`0\._extra_state/what` holds a object"):
+        state_dicts.extra_state(nn.Sequential(Opaque(1, 1)))
+    for value in (object(), {1, 2}, b"bytes", torch.zeros(2), np.zeros(2), lambda: None):
+        with pytest.raises(CheckpointError, match=r"`mine/list/1/deep` holds a \w+, which has no place"):
+            state_dicts.to_json({"list": [1, {"deep": value}]}, "mine")

@@ -1,0 +1,419 @@
+"""`omnitrain checkpoint`: what it answers about real checkpoints, complete and damaged ones."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import itertools
+import os
+import platform
+import re
+import shutil
+import sys
+from datetime import datetime
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import programs
+import pytest
+import torch
+import torch.nn.functional as F
+from forging import content_of, seal, spoil
+from recipes import rows, t16
+from safetensors.torch import load_file, save_file
+from tiny import Tokens, gpt
+
+from omnitrain import Trainer, __version__
+from omnitrain.checkpoint import sharded_files
+from omnitrain.checkpoint.disk import FileSystem
+from omnitrain.checkpoint.sharded_files import Block, own_blocks, write_shards
+from omnitrain.checkpoint.store import Store
+from omnitrain.checkpoint.tensor_files import Gathered
+from omnitrain.cli.main import main
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def train(folder: Path, **options: Any) -> None:
+    options = {"epochs": 3, "learning_rate": 0.05, "device": "cpu", "progress_bar": False, **options}
+    Trainer(t16(), rows(16), loss_fn=F.mse_loss, batch_size=4, save_dir=folder, **options).train()
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("runs") / "[a]"  # brackets mean something to rich
+    train(folder, eval_dataset=rows(8))
+    return folder
+
+
+@pytest.fixture
+def run(trained: Path, tmp_path: Path) -> Path:
+    """A run of three checkpoints, at steps 4, 8 and 12, that a test may spoil."""
+    return shutil.copytree(trained, tmp_path / "[a]")
+
+
+def flip(path: Path) -> None:
+    spoil(path, "flip", path.stat().st_size - 1)
+
+
+def answer(capsys: pytest.CaptureFixture[str], *words: object) -> tuple[int, str, str]:
+    capsys.readouterr()
+    code = main(["checkpoint", *map(str, words)])
+    out, err = capsys.readouterr()
+    return code, out, err
+
+
+def row_of(out: str, name: str) -> list[str]:
+    """The cells of the row that begins with `name`; cells are two spaces apart."""
+    line = next(line for line in out.splitlines() if line.split("  ")[0] == name)
+    return [cell.strip() for cell in line.split("  ") if cell.strip()]
+
+
+# --- ls
+
+
+def test_ls_has_row_per_checkpoint(run: Path, capsys: Any) -> None:
+    store, folder = Store(run), run / "checkpoint-8"
+    code, out, _ = answer(capsys, "ls", run)
+    assert code == 0 and "score: loss, lower is better" in out
+    lines = out.splitlines()[1:4]
+    steps = [["checkpoint-4", "4", "1"], ["checkpoint-8", "8", "2"], ["checkpoint-12", "12", "3"]]
+    assert [line.split()[:3] for line in lines] == steps
+    cells = row_of(out, "checkpoint-8")
+    size = sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
+    assert cells[3] == f"{store.verify(folder)['score']:.6g}" and cells[-3] == f"{size / 1000:.3g} kB"
+    assert cells[-2].startswith("20") and cells[-1] == "complete"
+    for pointer in ("last", "best"):
+        target, _ = store.resolve(pointer)  # type: ignore[misc]
+        assert [line.split()[0] for line in lines if pointer in line] == [target.name]
+    _, out, _ = answer(capsys, "ls", folder)
+    assert [line.split()[0] for line in out.splitlines() if line.startswith("checkpoint-")] == ["checkpoint-8"]
+
+
+def test_ls_marks_damaged_checkpoints(run: Path, capsys: Any) -> None:
+    spoil(run / "checkpoint-8" / "model.safetensors", "truncate", -1)
+    (run / "checkpoint-12" / "omnitrain.json").unlink()
+    code, out, _ = answer(capsys, "ls", run)
+    assert code == 0 and "'model.safetensors' has" in out
+    states = {name: row_of(out, f"checkpoint-{name}")[-1] for name in (4, 8, 12)}
+    assert states == {4: "complete", 8: "damaged", 12: "damaged"}
+    assert row_of(out, "checkpoint-12")[1] == "12"
+
+
+def test_ls_without_evaluations(tmp_path: Path, capsys: Any) -> None:
+    train(tmp_path, epochs=1)
+    code, out, _ = answer(capsys, "ls", tmp_path)
+    assert code == 0 and row_of(out, "checkpoint-4")[3:5] == ["-", "last"]
+    assert answer(capsys, "show", tmp_path / "best")[0] == 1
+
+
+def test_pipe_gets_plain_columns(run: Path, capsys: Any, monkeypatch: Any) -> None:
+    plain = answer(capsys, "show", run)[1]
+    monkeypatch.setenv("FORCE_COLOR", "1")  # as Jupyter's kernels and many CI systems do
+    assert answer(capsys, "show", run)[1] == plain and plain.isascii() and "\x1b" not in plain
+    assert all(line == line.rstrip() for line in plain.splitlines())
+    options = next(line for line in plain.splitlines() if line.startswith("optimizer_groups"))
+    assert options.endswith("}]") and len(options) > 120
+
+
+def test_terminal_gets_fitting_tables(run: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True)
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setenv("COLUMNS", "90")
+    header, rule, *_ = answer(capsys, "ls", run)[1].splitlines()
+    assert "\x1b[1m" in header and set(rule) == {"─"} and len(rule) <= 90
+    monkeypatch.setenv("COLUMNS", "40")  # a narrow one loses nothing
+    out = answer(capsys, "ls", run)[1]
+    assert all(word in out for word in ("checkpoint-8", " 8 ", " kB ", "complete"))
+
+
+# --- verify
+
+
+def test_verify_reports_flipped_bit_and_missing_file(run: Path, capsys: Any) -> None:
+    code, out, _ = answer(capsys, "verify", run)
+    assert code == 0 and out.splitlines()[-1] == "3 of 3 complete."
+    for file in ("model.safetensors", "optimizer/state.safetensors", "rng/state.safetensors", "omnitrain.json"):
+        flip(run / "checkpoint-8" / file)
+        code, out, _ = answer(capsys, "verify", run)
+        (damaged,) = [line for line in out.splitlines() if line.startswith("damaged")]
+        assert code == 1 and "checkpoint-8" in damaged and repr(file) in damaged
+        assert out.splitlines()[-1] == "2 of 3 complete."
+        hidden = (run / "checkpoint-8" / file).rename(run / "hidden")
+        code, out, _ = answer(capsys, "verify", run / "checkpoint-8")
+        assert code == 1 and f"{file!r} is missing" in out and "0 of 1 complete." in out
+        flip(hidden.rename(run / "checkpoint-8" / file))
+    assert answer(capsys, "verify", run)[0] == 0
+
+
+# --- show
+
+
+def test_show_prints_settings_versions_and_tensors(run: Path, capsys: Any) -> None:
+    code, out, _ = answer(capsys, "show", run / "checkpoint-8")
+    assert code == 0 and "model.safetensors: 4 tensors" in out
+    for name, *cells in (
+        ("step", "8"),
+        ("metric", "loss"),
+        ("learning_rate", "0.05"),
+        ("torch", importlib.metadata.version("torch")),
+        ("world_size", "1"),
+        ("omnitrain", __version__),
+        ("python", platform.python_version()),
+        ("0.weight", "F64", "[16, 4]"),
+        ("3.bias/exp_avg", "F64", "[1]"),
+    ):
+        assert row_of(out, name) == [name, *cells]
+
+
+def test_show_and_ls_print_the_date_of_the_save(run: Path, capsys: Any) -> None:
+    store, folder = Store(run), run / "checkpoint-8"
+    date = datetime.fromisoformat(content_of(folder)["saved_at"]).astimezone().strftime("%Y-%m-%d %H:%M")
+    os.utime(folder / "omnitrain.json", (0, 0))  # as in a copy
+    assert f", saved {date}, " in answer(capsys, "show", folder)[1]
+    store.save(99, lambda folder: (folder / "a").touch(), {})  # without a date, as earlier versions did
+    os.utime(store.path(99) / "omnitrain.json", (1e9, 1e9))
+    out = answer(capsys, "ls", run)[1]
+    assert row_of(out, folder.name)[-2] == date and row_of(out, "checkpoint-99")[-2].startswith("2001-09-0")
+
+
+def test_show_takes_runs_pointers_and_relative_paths(run: Path, capsys: Any, monkeypatch: Any) -> None:
+    for name in ("last", "best"):
+        folder, _ = Store(run).resolve(name)  # type: ignore[misc]
+        assert answer(capsys, "show", run / name)[1].startswith(f"{folder}:")
+    assert answer(capsys, "show", run)[1].startswith(f"{run / 'checkpoint-12'}:")
+    monkeypatch.chdir(run / "checkpoint-8")
+    assert answer(capsys, "show", ".")[1].startswith(f"{run / 'checkpoint-8'}:")
+    assert "3 of 3 complete." in answer(capsys, "verify", "..")[1]
+
+
+def test_show_and_export_reject_damaged_checkpoints(run: Path, tmp_path: Path, capsys: Any) -> None:
+    flip(run / "checkpoint-12" / "model.safetensors")
+    code, out, err = answer(capsys, "show", run)
+    assert code == 1 and not out and "'model.safetensors'" in err and "checkpoint-8" in err
+    assert answer(capsys, "export", run, tmp_path / "out")[0] == 1 and not (tmp_path / "out").exists()
+
+
+# --- export
+
+
+@pytest.fixture(scope="module")
+def transformers_run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
+    """A checkpoint of a tiny model of transformers whose output layer is tied to its embedding."""
+    folder, model = tmp_path_factory.mktemp("runs") / "gpt2", gpt()
+    Trainer(model, Tokens(8), epochs=1, batch_size=8, save_dir=folder, device="cpu", progress_bar=False).train()
+    return folder, model
+
+
+def slice_of(tensor: torch.Tensor, begin: int, end: int) -> tuple[int, torch.Tensor]:
+    return begin, tensor.reshape(-1)[begin:end]
+
+
+def shard(folder: Path, ranks: int = 2) -> None:
+    """Make a checkpoint one whose ranks have written their parts of the weights and of the optimizer's tensors."""
+    content = content_of(folder)
+    for file, part in (("model.safetensors", "model"), ("optimizer/state.safetensors", "optimizer")):
+        if content["files"].pop(file, None) is None:
+            continue
+        tensors = load_file(folder / file)
+        (folder / file).unlink()
+        (folder / part).mkdir(exist_ok=True)
+        for rank in range(ranks):
+            blocks: dict[str, list[Block]] = {}
+            for name, tensor in tensors.items():
+                begin, end = (tensor.numel() * (rank + step) // ranks for step in (0, 1))
+                flat = partial(slice_of, tensor, begin, end)
+                blocks[name] = own_blocks(Gathered(tuple(tensor.shape), tensor.dtype, tensor.clone, flat=flat), rank)
+            entries = write_shards(blocks, folder / part, rank, FileSystem())
+            content["files"] |= {f"{part}/{name}": entry for name, entry in entries.items()}
+    seal(folder, content)
+
+
+@pytest.mark.parametrize("limit", [None, 2000], ids=["unsharded", "several files"])
+def test_export_opens_with_from_pretrained(
+    limit: int | None, transformers_run: tuple[Path, Any], tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source, model = transformers_run
+    run, out = shutil.copytree(source, tmp_path / "run"), tmp_path / "new" / "out"
+    if limit is not None:
+        shard(next(run.glob("checkpoint-*")))
+        assert sharded_files.write_whole.__defaults__ == (sharded_files.LARGEST_FILE,)
+        monkeypatch.setattr(sharded_files.write_whole, "__defaults__", (limit,))
+    code, _, error = answer(capsys, "export", run, out)
+    loaded, info = type(model).from_pretrained(out, output_loading_info=True)
+    assert (code, error) == (0, "") and not any(info.values())
+    assert all(torch.equal(tensor, loaded.state_dict()[name]) for name, tensor in model.state_dict().items())
+    assert (out / "model.safetensors").exists() == (limit is None)
+
+
+def test_commands_take_sharded_checkpoint(run: Path, tmp_path: Path, capsys: Any) -> None:
+    unsharded = shutil.copytree(run, tmp_path / "unsharded")
+    shard(run / "checkpoint-8")
+    assert answer(capsys, "verify", run)[0] == 0
+    out, expected = (answer(capsys, "show", folder / "checkpoint-8")[1] for folder in (run, unsharded))
+    lines = [line for line in expected.splitlines() if re.search(r" [FI]\d+ +\[", line)]
+    assert lines and all(re.sub(" +", " ", line) in re.sub(" +", " ", out) for line in lines)
+    assert "model: " in out and "rank-" not in out
+    assert answer(capsys, "export", run / "checkpoint-8", tmp_path / "out")[0] == 0
+    exported, expected = (
+        load_file(path / "model.safetensors") for path in (tmp_path / "out", unsharded / "checkpoint-8")
+    )
+    assert all(torch.equal(expected[name], exported[name]) for name in expected)  # in one file
+    assert "0 of 4 tensors differ" in answer(capsys, "diff", run / "checkpoint-8", unsharded / "checkpoint-8")[1]
+    flip(run / "checkpoint-8" / "model" / "rank-00001.safetensors")
+    code, out, _ = answer(capsys, "verify", run / "checkpoint-8")
+    assert code == 1 and "model/rank-00001.safetensors" in out
+
+
+def test_export_writes_named_checkpoint(run: Path, tmp_path: Path, capsys: Any) -> None:
+    out = tmp_path / "out"
+    out.mkdir()  # an empty folder is filled
+    assert answer(capsys, "export", run / "checkpoint-4", out)[0] == 0
+    assert [path.name for path in out.iterdir()] == ["model.safetensors"]
+    expected, exported = (load_file(folder / "model.safetensors") for folder in (run / "checkpoint-4", out))
+    assert all(torch.equal(expected[name], exported[name]) for name in expected)
+
+
+def test_export_does_not_overwrite(run: Path, tmp_path: Path, capsys: Any) -> None:
+    (tmp_path / "mine").write_text("mine")
+    code, _, err = answer(capsys, "export", run, tmp_path)
+    assert code == 2 and "not overwritten" in err
+    assert {path.name for path in tmp_path.iterdir()} == {"mine", run.name}
+    assert answer(capsys, "export", run, tmp_path / "mine")[0] == 2
+
+
+def test_export_leaves_nothing_after_failure(run: Path, tmp_path: Path, capsys: Any, monkeypatch: Any) -> None:
+    def fill(source: Path, target: Path) -> None:
+        target.write_bytes(b"half")
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(shutil, "copyfile", fill)
+    code, _, err = answer(capsys, "export", run, tmp_path / "out")
+    assert code == 1 and "No space left" in err and not list((tmp_path / "out").iterdir())
+
+
+# --- diff
+
+
+def test_diff_lists_changed_settings(run: Path, tmp_path: Path, capsys: Any) -> None:
+    changes = {"weight_decay": 0.1, "max_grad_norm": None, "test_dataset": {"dev": rows(4)}}
+    train(tmp_path / "b", eval_dataset=rows(8), **changes)
+    code, out, _ = answer(capsys, "diff", run, tmp_path / "b")
+    assert code == 0 and not any(line.startswith("learning_rate") for line in out.splitlines())
+    for name, *cells in (
+        ("weight_decay", "0.0", "0.1"),
+        ("max_grad_norm", "1.0", "null"),
+        ("optimizer_groups.0.weight_decay", "0.0", "0.1"),
+        ("test_dataset.dev", "(absent)", "torch.utils.data.dataset.TensorDataset"),
+        ("test_dataset", "null", "(absent)"),
+    ):
+        assert row_of(out, name) == [name, *cells]
+
+
+def test_diff_orders_tensors(run: Path, capsys: Any) -> None:
+    a, b = (load_file(run / f"checkpoint-{step}" / "model.safetensors") for step in (4, 12))
+    largest = {name: float((a[name] - b[name]).abs().max()) for name in a}
+    expected = sorted(largest, key=lambda name: -largest[name])
+    _, out, _ = answer(capsys, "diff", run / "checkpoint-4", run)
+    lines = out.split("4 of 4 tensors differ\n")[1].splitlines()[1:]
+    assert [line.split()[0] for line in lines] == expected
+    assert row_of(out, expected[0])[-1] == f"{largest[expected[0]]:.6g}"
+    _, out, _ = answer(capsys, "diff", run, run / "last")
+    assert "0 settings differ" in out and "0 of 4 tensors differ" in out
+
+
+NAN, INF = float("nan"), float("inf")
+
+
+DTYPES: list[tuple[torch.Tensor, torch.Tensor, str]] = [
+    (torch.tensor([1.0, NAN]), torch.tensor([1.0, NAN]), ""),
+    (torch.tensor([INF]), torch.tensor([INF]), ""),
+    (torch.empty(0, dtype=torch.int64), torch.empty(0, dtype=torch.int32), ""),
+    (torch.empty(0), torch.empty(0), ""),
+    (torch.tensor([INF]), torch.tensor([-INF]), "inf"),
+    (torch.tensor([2**60 + 1]), torch.tensor([2**60]), "1"),
+    (torch.tensor([2**63 - 1]), torch.tensor([-(2**63)]), f"{2.0**64:.6g}"),
+    (torch.tensor([0, 200], dtype=torch.uint8), torch.tensor([250, 0], dtype=torch.uint8), "250"),
+    (torch.tensor([-100], dtype=torch.int8), torch.tensor([100], dtype=torch.int8), "200"),
+    (torch.tensor([2**64 - 1], dtype=torch.uint64), torch.tensor([0], dtype=torch.uint64), f"{2.0**64:.6g}"),
+    (torch.tensor([-1], dtype=torch.int32), torch.tensor([True]), "2"),
+    (torch.tensor([1.0], dtype=torch.bfloat16), torch.tensor([1.5]), "0.5"),
+    (torch.tensor([3 + 4j]), torch.tensor([0j]), "5"),
+]
+
+
+def diff(capsys: Any, folder: Path, a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> str:
+    """Save the weights as checkpoints, and return what `diff` prints about them."""
+    for name, tensors in (("a", a), ("b", b)):
+        Store(folder / name).save(1, lambda path, tensors=tensors: save_file(tensors, path / "model.safetensors"), {})
+    return answer(capsys, "diff", folder / "a", folder / "b")[1]
+
+
+def test_diff_of_every_dtype(tmp_path: Path, capsys: Any) -> None:
+    a, b = ({f"w{number}": case[side] for number, case in enumerate(DTYPES)} for side in (0, 1))
+    out = diff(capsys, tmp_path, a, b)
+    assert f"9 of {len(DTYPES)} tensors differ" in out
+    for number, (*_, difference) in enumerate(DTYPES):
+        assert not difference or row_of(out, f"w{number}")[-1] == difference
+
+
+MARKUP = "[red]layers[0]:smile:"
+
+
+@pytest.mark.parametrize(
+    ("a", "b", "fragments"),
+    [
+        ({"w": torch.zeros(2, 3)}, {"w": torch.zeros(3, 3)}, ["w: shape [2, 3] in A, [3, 3] in B"]),
+        ({"old": torch.zeros(1)}, {"new": torch.zeros(1)}, ["only in A: old", "only in B: new"]),
+        ({MARKUP: torch.zeros(1)}, {MARKUP: torch.ones(1)}, [f"\n{MARKUP} [1] 1\n"]),
+        (
+            {name: torch.zeros(2) for name in "abc"},
+            {"a": torch.ones(2), "b": torch.tensor([0.0, NAN]), "c": torch.full((2,), INF)},
+            ["\nb ", "\nc ", "\na "],
+        ),
+        (
+            {f"w{i}": torch.zeros(1) for i in range(13)},
+            {f"w{i}": torch.full((1,), float(i)) for i in range(13)},
+            ["12 of 13 tensors differ", *(f"\nw{i} " for i in range(12, 2, -1)), "and 2 more that differ less"],
+        ),
+    ],
+    ids=["shapes", "names", "markup", "nan first", "many"],
+)  # fmt: skip
+def test_diff_prints_in_order(a: Any, b: Any, fragments: list[str], tmp_path: Path, capsys: Any) -> None:
+    out = re.sub(" +", " ", diff(capsys, tmp_path, a, b))
+    positions = [out.find(fragment) for fragment in fragments]
+    assert -1 not in positions and positions == sorted(positions), out
+    assert "\nw2 " not in out
+
+
+# --- paths and costs
+
+
+def test_commands_reject_other_paths(tmp_path: Path, capsys: Any) -> None:
+    (tmp_path / "file").write_text("")
+    (tmp_path / "empty").mkdir()
+    messages = {"nowhere": "does not exist", "file": "is no folder", "empty": "holds no checkpoints"}
+    for command, name in itertools.product(["ls", "verify", "show", "export", "diff"], messages):
+        words = {"export": ["out"], "diff": [tmp_path / name]}.get(command, [])
+        code, out, err = answer(capsys, command, tmp_path / name, *words)
+        assert code == 2 and not out and repr(str(tmp_path / name)) in err and messages[name] in err, command
+
+
+@pytest.mark.processes
+def test_only_diff_imports_torch(run: Path, tmp_path: Path) -> None:
+    code = (
+        "import sys; from omnitrain.cli.main import main\n"
+        "for words in (['ls'], ['verify'], ['show'], ['export', sys.argv[2]]):\n"
+        "    assert main(['checkpoint', words[0], sys.argv[1], *words[1:]]) == 0\n"
+        "print('torch' in sys.modules)"
+    )
+    result = programs.run(sys.executable, "-c", code, str(run), str(tmp_path / "out"), cwd=ROOT)
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.splitlines()[-1] == "False"
+
+
+def test_format_page_describes_every_field(run: Path) -> None:
+    page = (ROOT / "docs" / "checkpoint-format.md").read_text(encoding="utf-8").split("## omnitrain.json")[1]
+    assert sorted(re.findall(r"^\| `(\w+)` \|", page, re.MULTILINE)) == sorted(
+        [*content_of(run / "checkpoint-12"), "parts"]
+    )

@@ -1,0 +1,460 @@
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import signal
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import named
+import programs
+import pytest
+import torch
+from marks import thinned
+from safetensors.torch import load_file
+from stores import shelf_of, watching
+
+from omnitrain import ConfigError, Trainer
+from omnitrain.checkpoint import run_record
+from omnitrain.cli.config import help_of_trainers, pairs_of
+from omnitrain.cli.main import main
+from omnitrain.config.reading import read
+from omnitrain.config.yaml_writer import write
+from omnitrain.core.paths import local_folder
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+TRAINER: dict[str, Any] = {
+    "model": {"class_path": "named.Net", "init_args": {"width": 4}},
+    "train_dataset": "named.rows",
+    "eval_dataset": {"class_path": "named.rows", "init_args": {"seed": 1}},
+    "loss_fn": "named.loss",
+    "callbacks": [{"class_path": "EarlyStopping", "init_args": {"patience": 5}}],
+    "learning_rate": 1e-2,
+    "epochs": 2,
+    "batch_size": 8,
+    "progress_bar": False,
+    "save_dir": "runs/a",
+}
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    (tmp_path / "a.yaml").write_text(write({"trainer": TRAINER}))
+    return tmp_path
+
+
+def run(*words: str, folder: Path, **options: Any) -> Any:
+    environment = {**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'tests'}", **options.pop("env", {})}
+    return programs.run(sys.executable, "-m", "omnitrain", *words, cwd=folder, env=environment, **options)
+
+
+def rows(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (path / "metrics.jsonl").read_text().splitlines()]
+
+
+# Training
+
+
+def test_train_equals_python(folder: Path) -> None:
+    assert main(["train", "a.yaml"]) == 0
+    with torch.random.fork_rng():
+        torch.manual_seed(42)
+        model = named.Net(width=4)
+    same = Trainer(
+        model, named.rows(), named.rows(seed=1), loss_fn=named.loss, learning_rate=1e-2, epochs=2, batch_size=8,
+        progress_bar=False, save_dir="runs/b", patience=5,
+    )  # fmt: skip
+    same.train()
+    one, other = (load_file(folder / "runs" / name / "checkpoint-8" / "model.safetensors") for name in "ab")
+    assert all(torch.equal(one[name], other[name]) for name in one)
+
+
+def test_train_words_override_file(folder: Path) -> None:
+    words = [
+        "--trainer",
+        "AccelerateTrainer",
+        "--trainer.epochs=1",
+        "--trainer.model.width",
+        "6",
+        "--trainer.callbacks.0.patience",
+        "2",
+    ]
+    words += ["--trainer.learning-rate", "1e-3", "--trainer.overwrite", "--trainer.eval_dataset.seed", "3"]
+    words += [
+        "--trainer.loss_fn",
+        "CrossEntropyLoss",
+        "--trainer.loss_fn.label_smoothing",
+        "0.1",
+        "--trainer.batch_size!",
+    ]
+    assert main(["train", "a.yaml", *words]) == 0
+    trainer = read(folder / "runs" / "a" / "config.yaml").values["trainer"]
+    assert trainer["model"]["init_args"] == {"width": 6} and trainer["epochs"] == 1 and "batch_size" not in trainer
+    assert trainer["class_path"] == "AccelerateTrainer"
+    assert trainer["callbacks"][0]["init_args"] == {"patience": 2} and trainer["learning_rate"] == 1e-3
+    assert trainer["eval_dataset"]["init_args"] == {"seed": 3} and trainer["overwrite"] is True
+    assert trainer["loss_fn"] == {"class_path": "torch.nn.CrossEntropyLoss", "init_args": {"label_smoothing": 0.1}}
+
+
+def test_print_config_keeps_environment_references(
+    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MY_WORD", "horse")
+    (folder / "a.yaml").write_text(write({"trainer": {**TRAINER, "trial_name": "${env:MY_WORD}-1"}}))
+    assert main(["train", "a.yaml", "--print_config"]) == 0
+    assert "trial_name: ${env:MY_WORD}-1\n" in capsys.readouterr().out
+
+
+def test_sweep_passes_sampler_and_pruner_to_search(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    options: dict[str, Any] = {}
+
+    def search(make_trainer: Any, space: Any, **given: Any) -> Any:
+        options.update(given)
+        raise ConfigError("seen")
+
+    monkeypatch.setattr("omnitrain.sweeps.search.search", search)
+    words = ["--trainer.learning_rate", "0.1,0.2", "--trials", "2", "--sampler", "random", "--pruner", "none"]
+    assert main(["sweep", "a.yaml", *words]) == 2
+    assert (options["trials"], options["sampler"], options["pruner"]) == (2, "random", "none")
+
+
+HOSTILE = {
+    "object": "{call: !!python/object/apply:os.system ['touch pwned']}",
+    "name": "[!!python/name:os.system]",
+    "aliases": "".join(f"[&a{n} [{', '.join([f'*a{n - 1}' if n else 'x'] * 9)}], " for n in range(9)) + "x" + "]" * 9,
+    "merges": "".join(f"[&b{n} {{<<: [{', '.join([f'*b{n - 1}' if n else '{x: 1}'] * 4)}]}}, " for n in range(15))
+    + "x" + "]" * 15,
+    "merge of a text": "{<<: x}",
+    "merge of itself": "&a {<<: *a}",
+    "circle": "&a [*a]",
+    "nesting": "[" * 900 + "]" * 900,
+    "open nesting": "{a: " * 3000,
+    "number": "9" * 10_000,
+    "key twice": "{a: 1, a: 2}",
+    "key that is a list": "{[a, b]: 1}",
+    "binary": "!!binary aGVsbG8=",
+    "zero byte": "\0",
+    "control codes": '{"\\e[31mx": "\\e[2J"}',
+    "reference": f"${{trainer.callbacks.{'9' * 10_000}}}",
+    "references": "'" + "${" * 3000 + "}" * 3000 + "'",
+    "no module": "{class_path: a.}",
+    "module": "{class_path: os}",
+    "constant": "{class_path: math.pi}",
+    "path of a number": "{class_path: 3}",
+    "long path": f"{{class_path: {'a.' * 3000}b}}",
+    "target": "{_target_: os.system, command: touch pwned}",
+    "file": "{class_path: Net, import_path: /etc/passwd}",
+}  # fmt: skip
+"""Values of a file that nobody wrote in good faith."""
+READERS = {
+    "check": ["config", "check", "evil.yaml"], "print": ["train", "evil.yaml", "--print_config"],
+    "train": ["train", "evil.yaml"], "convert": ["config", "convert", "evil.yaml"],
+    "sweep": ["sweep", "evil.yaml", "--trainer.learning_rate", "0.1,0.2", "--save_dir", "sweep"],
+    "resume": ["train", "--resume", "run"], "second": ["train", "a.yaml", "-f", "evil.yaml", "--print_config"],
+}  # fmt: skip
+QUICK = [(command, value) for number, command in enumerate(READERS) for value in list(HOSTILE)[number::7]]
+
+
+@pytest.mark.parametrize(("command", "value"), thinned([(c, v) for c in READERS for v in HOSTILE], QUICK))
+def test_command_survives_a_hostile_file(
+    command: str, value: str, folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It ends with a code and no error of Python's, runs nothing and writes nothing."""
+    text = write({"trainer": {name: part for name, part in TRAINER.items() if name not in ("save_dir", "callbacks")}})
+    (folder / "run").mkdir()
+    for path in (folder / "evil.yaml", folder / "run" / "config.yaml"):
+        path.write_text(f"{text}  callbacks: {HOSTILE[value]}\n")
+    before = sorted(folder.rglob("*"))
+    signal.alarm(60)
+    try:
+        code = main(READERS[command])
+    finally:
+        signal.alarm(0)
+    assert code in ((0, 1, 2) if command in ("print", "second", "convert") else (1, 2))
+    assert sorted(folder.rglob("*")) == before
+    printed = capsys.readouterr()
+    assert "\x1b" not in printed.out + printed.err
+
+
+def test_train_merges_files(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (folder / "b.yaml").write_text(
+        "vars: {width: 3}\ntrainer:\n  model: {init_args: {width: '${vars.width}'}}\n  epochs: 1\n"
+    )
+    assert main(["train", "a.yaml", "b.yaml", "--vars.width", "9", "--print_config"]) == 0
+    (folder / "c.yaml").write_text(capsys.readouterr().out)
+    found = read("c.yaml").values["trainer"]
+    assert (found["model"]["init_args"], found["epochs"], found["batch_size"]) == ({"width": 9}, 1, 8)
+    assert not (folder / "runs").exists()
+
+
+def test_train_finds_files_anywhere(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    found = set()
+    for words in (["-f", "a.yaml"], ["--config", "a.yaml"], ["a.yaml"]):
+        assert main(["train", "--trainer.epochs", "7", "--print_config", *words, "--trainer.delta", "-1"]) == 0
+        found.add(capsys.readouterr().out)
+    assert len(found) == 1 and "epochs: 7" in found.pop()
+
+
+def test_train_records_git_of_configuration(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The script is omnitrain's command, whose folder is the environment."""
+    asked: list[Path] = []
+
+    class Noted(programs.AnsweredGit):
+        def __init__(self, folder: Path) -> None:
+            asked.append(folder)
+
+    monkeypatch.setattr(run_record, "Git", Noted)
+    (folder / "conf").mkdir()
+    (folder / "a.yaml").rename(folder / "conf" / "a.yaml")
+    short = ["--trainer.epochs", "1"]
+    assert main(["train", "conf/a.yaml", *short]) == 0
+    assert main(["train", "--resume", "runs/a", "--trainer.epochs", "2"]) == 0
+    assert main(["sweep", "conf/a.yaml", *short, "--trainer.learning_rate", "1e-3,1e-2", "--save_dir", "s"]) == 0
+    assert set(asked[:1] + asked[2:]) == {folder / "conf"} and asked[1] == folder and len(asked) >= 4
+    monkeypatch.setattr(run_record, "_script", lambda: folder / "other" / "train.py")
+    Trainer(named.Net(4), named.rows(), loss_fn=named.loss, epochs=1, progress_bar=False, save_dir="b").train()
+    assert asked[-1] == folder / "other"
+
+
+def test_train_resumes_without_file(folder: Path) -> None:
+    assert main(["train", "a.yaml", "--trainer.epochs", "1", "--trainer.save_dir", "runs/b"]) == 0
+    (folder / "runs" / "b").rename(folder / "moved")
+    assert main(["train", "--resume", "moved", "--trainer.epochs", "2"]) == 0
+    assert main(["train", "a.yaml"]) == 0
+    whole, cut = (load_file(folder / run / "checkpoint-8" / "model.safetensors") for run in ("runs/a", "moved"))
+    assert all(torch.equal(whole[name], cut[name]) for name in whole)
+    assert (
+        main(["train", "--resume", "moved/checkpoint-4", "--trainer.save_dir", "third", "--trainer.epochs", "2"]) == 0
+    )
+    again = load_file(folder / "third" / "checkpoint-8" / "model.safetensors")
+    assert all(torch.equal(whole[name], again[name]) for name in whole)
+
+
+@pytest.mark.parametrize("which", thinned(["", "/", "/checkpoint-4"], ["/checkpoint-4"]))
+def test_train_resumes_from_remote_store(which: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OMNITRAIN_LOCAL_DIR", str(folder / "local"))
+    for name, value in shelf_of(folder / "shelf").items():
+        monkeypatch.setenv(name, value)
+    with watching():
+        place = "watched://bucket/run"
+        assert main(["train", "a.yaml", "--trainer.epochs", "1", "--trainer.save_dir", place]) == 0
+        shutil.rmtree(folder / "local")
+        assert main(["train", "--resume", f"{place}{which}", "--trainer.epochs", "2"]) == 0
+        assert not list((folder / "local").rglob("*.tmp"))
+        resumed = local_folder(place)
+        assert rows(resumed)[-1]["step"] == 8
+        assert main(["train", "a.yaml"]) == 0
+        whole, cut = (load_file(run / "checkpoint-8" / "model.safetensors") for run in (folder / "runs" / "a", resumed))
+        assert all(torch.equal(whole[name], cut[name]) for name in whole)
+
+
+def test_train_reports_missing_remote_run(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("OMNITRAIN_LOCAL_DIR", str(folder / "local"))
+    assert main(["train", "--resume", "memory://bucket/nowhere"]) == 2
+    said = capsys.readouterr().err
+    assert (
+        "--resume memory://bucket/nowhere: 'memory://bucket/nowhere/config.yaml' does not exist, or is empty." in said
+    )
+    assert main(["train", "--resume", "mem://bucket/nowhere"]) == 2
+    assert "fsspec knows no file system 'mem'" in capsys.readouterr().err
+    assert not (folder / "local").exists()
+
+
+def test_train_takes_training_arguments(folder: Path) -> None:
+    arguments = {"output_dir": "hf", "num_train_epochs": 2, "use_cpu": True, "report_to": "none", "disable_tqdm": True}
+    trainer = {name: TRAINER[name] for name in ("model", "train_dataset", "loss_fn", "progress_bar")}
+    (folder / "hf.yaml").write_text(
+        write({"trainer": {**trainer, "class_path": "HFTrainer", "training_args": arguments}})
+    )
+    words = ["--per_device_train_batch_size", "4", "--learning_rate=1e-3", "--num_train_epochs", "1"]
+    assert main(["train", "hf.yaml", *words]) == 0
+    written = read(folder / "hf" / "config.yaml").values["trainer"]["training_args"]["init_args"]
+    assert (written["per_device_train_batch_size"], written["learning_rate"], written["num_train_epochs"]) == (
+        4,
+        1e-3,
+        1,
+    )
+    assert rows(folder / "hf")[-1]["step"] == 8
+    (folder / "hf").rename(folder / "moved")
+    assert main(["train", "--resume", "moved", "--num_train_epochs", "2"]) == 0
+    assert rows(folder / "moved")[-1]["step"] == 16 and not (folder / "hf").exists()
+
+
+def test_train_takes_deepspeed_config_path(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (folder / "ds.json").write_text('{"zero_optimization": {"stage": 7}}')
+    words = ["--trainer", "AccelerateTrainer", "--trainer.deepspeed_config", "ds.json"]
+    assert main(["config", "check", "a.yaml", *words]) == 0
+    assert main(["config", "check", "a.yaml", "--trainer.deepspeed_config", "ds.json"]) == 2
+    assert "--trainer.deepspeed_config: " in capsys.readouterr().err
+
+
+@pytest.mark.slow
+@pytest.mark.processes
+def test_train_on_two_processes_equals_one(folder: Path) -> None:
+    words = ["train", "--trust", "a.yaml", "--trainer", "AccelerateTrainer", "--trainer.batch_size", "4"]
+    done = run("launch", "-n", "2", "--cpu", *words, folder=folder)
+    assert done.returncode == 0, done.stderr
+    assert main(["train", "a.yaml", "--trainer.save_dir", "runs/b"]) == 0
+    one, two = (load_file(folder / "runs" / name / "checkpoint-8" / "model.safetensors") for name in "ba")
+    assert all(torch.allclose(one[name], two[name], rtol=1e-5, atol=1e-7) for name in one)
+    written = read(folder / "runs" / "a" / "config.yaml").values["trainer"]
+    assert written["class_path"] == "AccelerateTrainer"
+
+
+def test_train_runs_file_of_docs(folder: Path) -> None:
+    page = (ROOT / "docs" / "configuration.md").read_text()
+    (folder / "digits.py").write_text(page.partition("```python\n")[2].partition("```")[0])
+    (folder / "digits.yaml").write_text(page.partition("```yaml\n")[2].partition("```")[0])
+    assert main(["train", "digits.yaml", "--trainer.epochs", "1", "--trainer.callbacks.0.patience", "3"]) == 0
+    assert rows(folder / "runs" / "digits")[-1]["step"] == 24
+
+
+# What is wrong
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        ([], "Name a file, such as config.yaml, or a run to go on with: --resume runs/a."),
+        (["nothing.yaml"], "'nothing.yaml' cannot be read as a configuration"),
+        (["a.yaml", "b"], "'b' cannot be read as a configuration"),
+        (
+            ["a.yaml", "--epochs", "3"],
+            "--epochs: options begin with --vars., --trainer., --train.. Write --trainer.epochs.",
+        ),
+        (["a.yaml", "--trainer.epochs", "3", "4"], "'4' cannot be read as a configuration"),
+        (["a.yaml", "-x", "4"], "'-x' is no option. Values are given as --trainer.epochs 3"),
+        (["-f"], "-f needs a file, such as config.yaml."),
+        (["a.yaml", "--trainer.epoch", "3"], "--trainer.epoch: Trainer has no argument 'epoch'."),
+        (["a.yaml", "--trainer.epochs", "x"], "--trainer.epochs: `epochs` must be a positive number or None, got 'x'."),
+        (["a.yaml", "--trainer.epochz!"], "there is no 'trainer.epochz' to remove. Did you mean 'epochs'?"),
+        (["a.yaml", "--trainer.callbacks.3.patience", "1"], "'3' is no position"),
+        (["a.yaml", "--trainer.model.widht", "1"], "--trainer.model.widht: named.Net has no argument 'widht'."),
+        (["a.yaml", "--trainer.model", "named.Nett"], "--trainer.model: named has no 'Nett'"),
+        (["--resume", "nowhere"], "--resume nowhere: there is no 'config.yaml' in 'nowhere'."),
+        (["a.yaml", "--train.resume_frm", "last"], "train() has no argument 'resume_frm'. Did you mean 'resume_from'?"),
+    ],
+)
+def test_train_rejects_wrong_words(
+    folder: Path, words: list[str], expected: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["train", *words]) == 2
+    assert expected in capsys.readouterr().err
+    assert not (folder / "runs").exists()
+
+
+def test_check_lists_all_errors_with_lines(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["config", "check", "a.yaml"]) == 0
+    assert capsys.readouterr().out == "Nothing is wrong.\n"
+    (folder / "b.yaml").write_text(write({"trainer": {**TRAINER, "epochs": "x", "batch_size": 0, "shufle": False}}))
+    assert main(["config", "check", "b.yaml"]) == 2
+    lines = capsys.readouterr().err.splitlines()
+    assert lines[0] == "omnitrain: 3 errors:" and len(lines) == 4
+    assert all(re.match(r"  b\.yaml:\d+: ", line) for line in lines[1:])
+
+
+@pytest.mark.parametrize("trainer", ["Trainer", "AccelerateTrainer", "HFTrainer"])
+def test_check_finds_missing_model_and_data(trainer: str, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """What `train` would reject, `check` has found; `train` of it has no traceback."""
+    given = {"class_path": trainer, **TRAINER}
+    for missing, words in (("model", f"{trainer} needs `model`"), ("train_dataset", "there is nothing to train on")):
+        (folder / "b.yaml").write_text(write({"trainer": {key: one for key, one in given.items() if key != missing}}))
+        for command in (["config", "check"], ["train"]):
+            assert main([*command, "b.yaml"]) == 2
+            assert words in capsys.readouterr().err.replace("There is nothing", "there is nothing")
+
+
+def test_help_lists_all_arguments() -> None:
+    import inspect
+
+    from omnitrain import AccelerateTrainer, HFTrainer
+
+    text = help_of_trainers()
+    for kind in (Trainer, AccelerateTrainer, HFTrainer):
+        for name in inspect.signature(kind).parameters:
+            assert re.search(rf"^  {name} +\S", text, re.M), name
+
+
+@pytest.mark.processes
+def test_help_and_errors_do_not_import_torch(folder: Path) -> None:
+    program = (
+        "import sys; from omnitrain import cli\n"
+        "try: cli.main({})\nexcept SystemExit: pass\nassert 'torch' not in sys.modules"
+    )
+    for words in (
+        ["train", "--help"],
+        ["train", "a.yaml", "--trainer.epochs", "x"],
+        ["config", "check", "a.yaml", "--e", "3"],
+    ):
+        done = programs.run(sys.executable, "-c", program.format(words), cwd=folder)
+        assert done.returncode == 0, done.stderr
+
+
+def test_pairs_are_parsed() -> None:
+    assert pairs_of(["--trainer.delta", "-1e-3", "--trainer.loss_fn="]) == [
+        ("trainer.delta", "-1e-3"),
+        ("trainer.loss_fn", ""),
+    ]
+    with pytest.raises(ConfigError, match="'-x' is no option"):
+        pairs_of(["-x"])
+
+
+# Sweeps
+
+
+def test_sweep_tries_every_value(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["--trainer.learning_rate", "1e-4,1e-1", "--trainer.model.width", "4,8", "--trainer.epochs", "1"]
+    assert main(["sweep", "a.yaml", *words, "--save_dir", "s"]) == 0
+    out = capsys.readouterr().out
+    assert "trainer.learning_rate" in out and "The best is in" in out and (folder / "s" / "search.txt").exists()
+    tried = [read(folder / "s" / f"trial-000{n}" / "config.yaml").values["trainer"] for n in range(4)]
+    found = [(one["learning_rate"], one["model"]["init_args"]["width"]) for one in tried]
+    assert found == [(1e-4, 4), (1e-4, 8), (1e-1, 4), (1e-1, 8)]
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (["--trainer.epochs", "3"], "Nothing is searched."),
+        (["--trainer.epochs", "3,x"], "--trainer.epochs: `epochs` must be a positive number or None, got 'x'."),
+        (["--trainer.epoch", "3,4"], "--trainer.epoch: Trainer has no argument 'epoch'."),
+        (["--trainer.delta", "{low: 3, high: 1}"], "'low' must be below 'high'"),
+        (["--trainer.delta", "{low: 0.1, high: 1}"], "`trials` says how many trials there are in all"),
+        (["--trainer.epochs", "1,2", "--trials", "0"], "`trials` must be a positive integer"),
+    ],
+)
+def test_sweep_rejects_wrong_words(
+    folder: Path, words: list[str], expected: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["sweep", "a.yaml", *words]) == 2
+    assert expected in capsys.readouterr().err
+    assert not list((folder / "runs").rglob("*.safetensors"))
+
+
+@pytest.mark.slow
+@pytest.mark.processes
+def test_sweep_resumes_after_kill(folder: Path) -> None:
+    space = ["--trainer.learning_rate", "{low: 1e-4, high: 1e-1, log: true}", "--trainer.model.width", "4,8,16"]
+    words = ["sweep", "--trust", "a.yaml", *space, "--trials", "12", "--trainer.epochs", "3", "--save_dir"]
+    environment = {**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'tests'}"}
+    command = [sys.executable, "-m", "omnitrain", *words, "cut"]
+    with programs.started(*command, cwd=folder, env=environment) as process:
+        end = time.monotonic() + programs.LIMIT
+        while not (folder / "cut" / "trial-0004" / "checkpoint-4").exists():
+            assert process.poll() is None and time.monotonic() < end
+            time.sleep(0.01)
+        os.kill(process.pid, signal.SIGKILL)
+        process.wait()
+    assert main([*words, "cut"]) == 0
+    assert main([*words, "whole"]) == 0
+    one, other = ((folder / name / "search.txt").read_text() for name in ("cut", "whole"))
+    assert [line.split()[:-1] for line in one.splitlines()] == [line.split()[:-1] for line in other.splitlines()]
+    assert sorted(path.name for path in (folder / "cut").glob("trial-*")) == [f"trial-{n:04d}" for n in range(12)]

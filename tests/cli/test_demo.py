@@ -1,0 +1,237 @@
+from __future__ import annotations
+
+import ast
+import contextlib
+import importlib
+import inspect
+import io
+import json
+import os
+import shutil
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from forking import Case, play
+from recipes import rows
+from safetensors.torch import load_file
+from torch import nn
+
+import omnitrain
+from omnitrain import BaseTrainer, ConfigError, DataError, HFTrainer, MetricsDict, Trainer
+from omnitrain.cli import demo
+from omnitrain.cli.main import main
+
+SHORT = {"epochs": 1, "progress_bar": False, "warmup_steps": 0}
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> tuple[BaseTrainer, Path, str]:
+    """A short demo: its trainer, folder, and what it printed."""
+    out = tmp_path_factory.mktemp("runs") / "demo"
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        trainer = demo.digits(Trainer, out, **SHORT)
+    return trainer, out, printed.getvalue()
+
+
+@pytest.fixture
+def little_text(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(demo, "MODULES", ("csv", "json"))
+
+
+# What it learns
+
+
+@pytest.mark.slow
+def test_digits_reach_97_percent_and_stop_early(tmp_path: Path) -> None:
+    metrics = demo.digits(Trainer, tmp_path / "demo", progress_bar=False).metrics
+    assert metrics["test"][-1]["accuracy"] >= 0.97
+    assert metrics["stop_reason"] == "early_stopping"
+
+
+def test_digits_are_split_and_learned(finished: tuple[BaseTrainer, Path, str]) -> None:
+    trainer = finished[0]
+    parts = [set(part.indices) for part in (trainer.train_dataset, trainer.eval_dataset, trainer.test_dataset)]
+    assert [len(part) for part in parts] == [1200, 297, 300]
+    assert set.union(*parts) == set(range(1797))
+    assert trainer.metrics["test"][-1]["accuracy"] > 0.5  # by chance: 0.1
+
+
+def test_demo_records_the_commit_of_the_package(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, real_git: None
+) -> None:
+    """Not of the repository in which the command was given; of an installed package there is none."""
+    asked: list[Path] = []
+
+    class Asked(run_record.Git):
+        def __init__(self, folder: Path) -> None:
+            asked.append(folder)
+            super().__init__(folder / "site-packages")
+            assert self.is_done  # without a process
+
+    def short(trainer_class: type[BaseTrainer], out: Path) -> None:
+        trainer_class(
+            nn.Linear(4, 1).double(), rows(2), loss_fn=nn.MSELoss(), epochs=1, save_dir=out, progress_bar=False
+        ).train()
+
+    monkeypatch.setattr(run_record, "Git", Asked)
+    monkeypatch.setattr(demo, "digits", short)
+    monkeypatch.chdir(tmp_path)
+    assert main(["demo", "--data", "digits", "--out", str(tmp_path / "demo")]) == 0
+    assert asked == [Path(omnitrain.__file__).parent]
+    (start,) = json.loads((tmp_path / "demo" / "run.json").read_text())["starts"]
+    assert start["git"] is None
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("little_text")
+def test_stdlib_learns(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    trainer = demo.stdlib(Trainer, tmp_path / "demo", **SHORT | {"epochs": 5})
+    characters = torch.bincount(demo.to_characters(demo.read_sources())).double()
+    shares = characters[characters > 0] / characters.sum()
+    assert trainer.metrics["test"][-1]["loss"] < -(shares * shares.log()).sum() - 0.3
+    assert "what it writes after 'def ':\n\ndef " in capsys.readouterr().out
+
+
+@pytest.mark.slow
+def test_hf_trainer_equals_native(tmp_path: Path) -> None:
+    native, hf = (demo.digits(kind, tmp_path / kind.__name__, **SHORT | {"epochs": 2}) for kind in (Trainer, HFTrainer))
+    assert native.metrics == hf.metrics
+    weights = hf.get_model().state_dict()
+    assert all(
+        torch.equal(tensor.cpu(), weights[name].cpu()) for name, tensor in native.get_model().state_dict().items()
+    )
+    assert json.loads((tmp_path / "HFTrainer" / "demo.json").read_text())["trainer"] == "HFTrainer"
+
+
+def on_two(folder: str) -> None:
+    """Run the demo as one of the processes of a launch does."""
+    os.chdir(folder)
+    sys.exit(main(["demo", "--trainer", "accelerate"]))
+
+
+@pytest.mark.slow
+@pytest.mark.processes
+@pytest.mark.skipif(sys.platform == "win32", reason="Windows has no gloo over loopback")
+def test_digits_on_two_processes(tmp_path: Path) -> None:
+    case = Case("demo", "cli.test_demo:on_two", {"folder": str(tmp_path)})
+    ends = play([case], tmp_path / "case")["demo"]
+    assert [end.code for end in ends] == [0, 0], ends
+    assert [end.output.count("images that it never saw") for end in ends] == [1, 0]
+    out = tmp_path / "runs" / "demo"
+    assert MetricsDict.from_json(out / "metrics.json")["test"][-1]["accuracy"] >= 0.96
+    assert {"curves.png", "metrics.jsonl", "model", "demo.json"} <= {path.name for path in out.iterdir()}
+    assert json.loads((out / "demo.json").read_text())["trainer"] == "AccelerateTrainer"
+
+
+# What it leaves
+
+
+def test_demo_saves_and_prints_results(finished: tuple[BaseTrainer, Path, str]) -> None:
+    trainer, out, printed = finished
+    saved, weights = load_file(out / "model" / "model.safetensors"), trainer.get_model().state_dict()
+    assert saved.keys() == weights.keys()
+    assert all(torch.equal(saved[name], weights[name].cpu()) for name in weights)
+    assert MetricsDict.from_json(out / "metrics.json") == trainer.metrics
+    kinds = {json.loads(line)["kind"] for line in (out / "metrics.jsonl").read_text().splitlines()}
+    assert kinds == {"train", "eval", "test"}
+    assert (out / "curves.png").read_bytes().startswith(b"\x89PNG")
+    assert str(trainer.metrics) in printed
+    assert f"never saw: {trainer.metrics['test'][-1]['accuracy']:.4f}" in printed
+
+
+def test_demo_without_matplotlib(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("matplotlib", "matplotlib.figure"):
+        monkeypatch.setitem(sys.modules, name, None)
+    demo.digits(Trainer, tmp_path / "demo", **SHORT)
+    assert "pip install -e '.[plot]'" in capsys.readouterr().out
+    assert (tmp_path / "demo" / "metrics.json").exists()
+    assert not (tmp_path / "demo" / "curves.png").exists()
+
+
+# Whose folder it is
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("little_text")
+def test_demo_replaces_earlier_demo(tmp_path: Path) -> None:
+    demo.digits(Trainer, tmp_path / "demo", **SHORT)
+    second = demo.stdlib(Trainer, tmp_path / "demo", **SHORT)
+    fresh = demo.stdlib(Trainer, tmp_path / "fresh", **SHORT)
+    folders = (tmp_path / "demo", tmp_path / "fresh")
+    names = [sorted(str(path.relative_to(folder)) for path in folder.rglob("*")) for folder in folders]
+    assert names[0] == names[1]
+    assert second.metrics == fresh.metrics
+    weights = [load_file(folder / "model" / "model.safetensors") for folder in folders]
+    assert weights[0].keys() == weights[1].keys()
+    assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
+
+
+def test_demo_deletes_only_results_of_earlier_demo(finished: tuple[BaseTrainer, Path, str], tmp_path: Path) -> None:
+    class Interrupted(Trainer):
+        def train(self, *args: Any, **kwargs: Any) -> MetricsDict:
+            raise KeyboardInterrupt
+
+    out = tmp_path / "demo"
+    shutil.copytree(finished[1], out)
+    (out / "notes.txt").write_text("mine")
+    with pytest.raises(KeyboardInterrupt):
+        demo.digits(Interrupted, out, **SHORT)
+    names = {path.name for path in out.iterdir()}
+    assert "notes.txt" in names and not names & {"metrics.json", "metrics.jsonl", "curves.png"}
+
+
+def test_demo_rejects_other_folders(tmp_path: Path) -> None:
+    file = tmp_path / "metrics.json"
+    file.write_text("mine")
+    with pytest.raises(ConfigError, match=r"was not made by the demo.*--out"):
+        demo.digits(Trainer, tmp_path, **SHORT)
+    assert list(tmp_path.iterdir()) == [file] and file.read_text() == "mine"
+    with pytest.raises(ConfigError, match=r"save_dir.*demo.* is a file"):
+        demo.digits(Trainer, file / "demo", **SHORT)
+
+
+# The text and the model
+
+
+def test_read_sources_covers_every_module(monkeypatch: pytest.MonkeyPatch) -> None:
+    text = demo.read_sources()
+    assert 400_000 < len(text) <= len(demo.MODULES) * (demo.CHARACTERS_PER_MODULE + 1)
+    for name in demo.MODULES:
+        beginning = inspect.getsource(importlib.import_module(name)).replace("    ", "\t")[:1000]
+        assert beginning in text, name
+    monkeypatch.setattr(demo, "MODULES", ("sys",))
+    with pytest.raises(DataError, match="'sys'"):  # which has no source
+        demo.read_sources()
+
+
+def test_character_gpt_is_causal() -> None:
+    model = demo.CharacterGPT().eval()
+    text = torch.randint(0, demo.VOCABULARY, (1, demo.BLOCK))
+    other = text.clone()
+    other[0, 40:] = 0
+    torch.testing.assert_close(model(text)[0, :40], model(other)[0, :40])
+    assert not torch.allclose(model(text)[0, 40], model(other)[0, 40])
+
+
+def test_character_gpt_writes_same_text_in_ascii() -> None:
+    assert bytes(demo.to_characters("na\u00efve\n").tolist()) == b"na?ve\n"
+    model = demo.CharacterGPT()
+    text = model.write("def ", 70)
+    assert text == model.write("def ", 70)
+    assert text.startswith("def ") and len(text) >= 74
+
+
+def test_demo_imports_public_names() -> None:
+    used = [
+        (node.module, alias.name)
+        for node in ast.walk(ast.parse(Path(demo.__file__).read_text(encoding="utf-8")))
+        if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "omnitrain"
+        for alias in node.names
+    ]
+    assert {module for module, _ in used} == {"omnitrain"}
+    assert {name for _, name in used} <= {*omnitrain.__all__, "__version__"}

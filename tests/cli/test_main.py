@@ -1,0 +1,183 @@
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import programs
+import pytest
+
+import omnitrain
+from omnitrain import ConfigError
+from omnitrain.cli import demo, main
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def start(*arguments: str, cwd: Path) -> contextlib.AbstractContextManager[subprocess.Popen[str]]:
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1"}
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    return programs.started(sys.executable, *arguments, cwd=cwd, env=environment, **pipes)
+
+
+# What may be typed
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        ([], "command"), (["dmo"], "'demo'"), (["demo", "--trainer", "magic"], "'native'"),
+        (["demo", "--data", "mnist"], "'digits', 'stdlib'"), (["demo", "--epochs", "3"], "--epochs"),
+        (["demo", "--dat", "digits"], "--dat"), (["demo", "--out"], "--out"), (["schedule"], "NAME"),
+        (["checkpoint"], "usage: omnitrain checkpoint"), (["launch"], "script"),
+        (["launch", "-n", "two", "train.py"], "'two'"), (["launch", "--zero", "4", "train.py"], "invalid choice: 4"),
+        (["launch", "--fsdp", "--zero", "3", "train.py"], "not allowed with"),
+        (["launch", "--nproc-per-node", "2", "train.py"], "--nproc-per-node"),
+        (["schedule", "cosine", "--max-step", "9"], "--max-step"),
+    ],
+)  # fmt: skip
+def test_cli_rejects_wrong_words(words: list[str], expected: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as exit_:
+        main.main(words)
+    assert exit_.value.code == 2
+    assert expected in capsys.readouterr().err
+
+
+def test_cli_version(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as exit_:
+        main.main(["--version"])
+    assert (exit_.value.code, capsys.readouterr().out) == (0, f"omnitrain {omnitrain.__version__}\n")
+
+
+def test_cli_help_lists_choices(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as exit_:
+        main.main(["demo", "--help"])
+    assert exit_.value.code == 0
+    printed = capsys.readouterr().out
+    assert all(name in printed for name in (*main.TRAINERS, *main.DATA, "runs/demo"))
+    assert set(main.TRAINERS.values()) <= set(omnitrain.__all__) and set(main.DATA) <= set(demo.__all__)
+
+
+@pytest.mark.processes
+def test_cli_runs_as_module_without_torch() -> None:
+    done = programs.run(sys.executable, "-m", "omnitrain", "--version", cwd=ROOT)
+    assert (done.returncode, done.stdout) == (0, f"omnitrain {omnitrain.__version__}\n")
+    code = "import sys; from omnitrain.cli.main import main\ntry: main(['demo', '--help'])\nexcept SystemExit: pass\n"
+    done = programs.run(sys.executable, "-c", f"{code}sys.exit('torch' in sys.modules)", cwd=ROOT)
+    assert done.returncode == 0
+
+
+# What it does
+
+
+def test_cli_passes_words_to_demo(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[tuple[Any, ...]] = []
+    monkeypatch.setattr(demo, "digits", lambda *args: calls.append(("digits", *args)))
+    monkeypatch.setattr(demo, "stdlib", lambda *args: calls.append(("stdlib", *args)))
+    assert main.main(["demo"]) == 0
+    assert main.main(["demo", "--trainer", "native", "--data", "stdlib", "--out", "here"]) == 0
+    trainer = omnitrain.Trainer
+    assert calls == [("digits", trainer, Path("runs/demo")), ("stdlib", trainer, Path("here"))]
+
+
+# How it ends
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "message"),
+    [
+        (ConfigError("what is wrong"), 1, "omnitrain: ConfigError: what is wrong\n"),
+        (OSError(28, "No space left on device"), 1, "No space left on device"),
+        (KeyboardInterrupt(), 130, ""),
+        (ZeroDivisionError(), None, ""),  # a bug keeps its traceback
+    ],
+)
+def test_cli_exit_code_of_errors(
+    error: BaseException, code: int | None, message: str, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    def fail(*_: Any) -> None:
+        raise error
+
+    monkeypatch.setattr(demo, "digits", fail)
+    with pytest.raises(ZeroDivisionError) if code is None else contextlib.nullcontext():
+        assert main.main(["demo"]) == code
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.slow
+@pytest.mark.processes
+@pytest.mark.skipif(sys.platform == "win32", reason="Windows has other signals")
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_cli_saves_and_exits_on_signal(number: signal.Signals, code: int, tmp_path: Path) -> None:
+    with start("-m", "omnitrain", "demo", "--data", "stdlib", cwd=tmp_path) as process:
+        assert process.stdout is not None
+        lines = iter(process.stdout.readline, "")
+        assert any(line.startswith("step ") for line in lines)  # it trains
+        process.send_signal(number)
+        output, errors = process.communicate(timeout=programs.LIMIT)
+    assert process.returncode == code
+    assert "Traceback" not in errors
+    last = output.splitlines()[-1]  # of a pipe
+    assert last.startswith(f"end    {number.name} at step") and "saved in runs/demo/checkpoint-" in last
+    assert list((tmp_path / "runs" / "demo").glob("checkpoint-*")), "nothing was saved"
+
+
+@pytest.mark.slow
+@pytest.mark.processes
+@pytest.mark.skipif(sys.platform == "win32", reason="Windows has other pipes")
+def test_cli_survives_closed_pipe(tmp_path: Path) -> None:
+    code = (
+        "import sys; from omnitrain import cli, demo; demo.digits = lambda *_: [print('x' * 9999) for _ in range(99)]"
+    )
+    with start("-c", f"{code}; sys.exit(cli.main(['demo']))", cwd=tmp_path) as process:
+        assert process.stdout is not None and process.stderr is not None
+        process.stdout.readline()
+        process.stdout.close()
+        errors = process.stderr.read()
+        assert (process.wait(programs.LIMIT), errors) == (1, "")
+
+
+# A schedule
+
+
+def test_cli_prints_and_draws_schedule(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("matplotlib")
+    words = "schedule multistep milestones=0.5dur,9ep gamma=0.1 --epochs 10 --steps-per-epoch 20 --warmup 0.1"
+    assert main.main([*words.split(), "--rows", "5", "--plot", str(tmp_path / "rate.png")]) == 0
+    out = capsys.readouterr().out
+    table = [line.split() for line in out.splitlines()[:-1]]
+    assert table == [
+        ["run", "step", "learning", "rate"], ["0%", "0", "0"], ["25%", "50", "1"], ["50%", "100", "0.1"],
+        ["75%", "150", "0.1"], ["100%", "200", "0.01"],
+    ]  # fmt: skip
+    assert str(tmp_path / "rate.png") in out and (tmp_path / "rate.png").stat().st_size > 1000
+
+
+@pytest.mark.parametrize(
+    ("flag", "length"),
+    [("--samples-per-step", "40sp"), ("--tokens-per-step", "40tok"), ("--seconds-per-step", "40s")],
+)
+def test_cli_schedule_takes_pace_and_rate(flag: str, length: str, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["schedule", "constant", "--max-duration", length, "--warmup", "4", "--learning-rate", "0.5", "--rows", "9"]
+    assert main.main([*words, flag, "5"]) == 0
+    rates = [float(line.split()[-1]) for line in capsys.readouterr().out.splitlines()[1:]]
+    assert rates == [0, 0.125, 0.25, 0.375, 0.5, 0.5, 0.5, 0.5, 0.5]
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        ("cosin --epochs 3", "Did you mean 'cosine'?"),
+        ("cosine --epochs 3", "Give `steps_per_epoch`"),
+        ("cosine min_lr --max-steps 3", "'min_lr' is no option of a schedule. Write it as name=value"),
+        ("cosine min_rl=3 --max-steps 3", "Did you mean 'min_lr'?"),
+        ("linear --max-duration 2h --warmup 100", "Pass `seconds_per_step`"),
+    ],
+)
+def test_cli_rejects_wrong_schedule(words: str, expected: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main.main(["schedule", *words.split()]) == 2
+    assert expected in capsys.readouterr().err

@@ -1,0 +1,173 @@
+"""Activations that are computed again instead of kept: the same numbers to the bit, on every trainer, of any model."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from accelerate import FullyShardedDataParallelPlugin
+from marks import thinned
+from recipes import rows, same, t16, weights
+from tiny import Tokens, bert
+from torch import nn
+from transformers import TrainingArguments
+
+from omnitrain import AccelerateTrainer, ConfigError, HFTrainer, Trainer
+from omnitrain.compute.activation_checkpointing import recompute_activations
+
+
+class Block(nn.Module):
+    """Has all that a second forward pass could change: dropout, running statistics, a spectral norm, an option."""
+
+    calls = 0
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.utils.parametrizations.spectral_norm(nn.Linear(16, 16))
+        self.norm, self.drop = nn.BatchNorm1d(16), nn.Dropout(0.3)
+
+    def forward(self, x: torch.Tensor, *, scale: float, bias: torch.Tensor) -> torch.Tensor:
+        Block.calls += 1
+        return x + self.drop(self.norm(torch.tanh(self.layer(x)))) * scale + bias
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.begin, self.end = nn.Linear(4, 16), nn.Linear(16, 1)
+        self.blocks = nn.ModuleList([Block() for _ in range(3)])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.begin(x)
+        for block in self.blocks:
+            x = block(x, scale=0.5, bias=x.mean(0))
+        return self.end(x)
+
+
+def net() -> Net:
+    torch.manual_seed(0)
+    return Net().double()
+
+
+def run(trainer_class: Any, model: nn.Module, *args: Any, data: Any = None, **options: Any) -> Any:
+    options |= {"device": "cpu"} if trainer_class is Trainer else {}
+    options = {"progress_bar": False, "max_steps": 3, "learning_rate": 1e-2, **options}
+    data = rows(24) if data is None else data
+    loss = {} if isinstance(data, Tokens) else {"loss_fn": F.mse_loss}
+    trainer = trainer_class(model, *args, train_dataset=data, eval_dataset=data, **loss, **options)
+    return trainer, trainer.train()
+
+
+@pytest.mark.parametrize("layers", thinned([True, "blocks"], [True]))
+def test_checkpointing_keeps_bits_of_plain_model(trainer_class: Any, layers: Any) -> None:
+    results = []
+    for recomputes in (False, [r"blocks\.\d+"] if layers == "blocks" else True):
+        Block.calls, model = 0, net()
+        options = {"gradient_accumulation_steps": 2, "batch_size": 4, "gradient_checkpointing": recomputes}
+        _, metrics = run(trainer_class, model, **options)
+        results.append((weights(model), list(model.buffers()), metrics["valid"], list(model.state_dict()), Block.calls))
+    (*expected, calls), (*values, more_calls) = results
+    assert same(expected[0], values[0]) and same(expected[1], values[1]) and expected[2:] == values[2:]
+    assert more_calls - calls == 3 * 2 * 3  # steps, micro-batches, blocks
+
+
+def test_checkpointing_keeps_bits_of_transformers_model(trainer_class: Any) -> None:
+    results = []
+    for recomputes in (False, True):
+        model = bert()
+        for module in model.modules():
+            if isinstance(module, nn.Dropout):
+                module.p = 0.2
+        run(trainer_class, model, data=Tokens(12, "classes"), gradient_checkpointing=recomputes)
+        results.append(weights(model))
+        assert any(getattr(module, "gradient_checkpointing", False) for module in model.modules()) is recomputes
+    assert same(*results)
+
+
+def test_checkpointing_frees_activations() -> None:
+    sizes: dict[bool, int] = {False: 0, True: 0}
+    for recomputes in sizes:
+        model = net()
+        if recomputes:
+            recompute_activations(model, True)
+
+        def note(tensor: torch.Tensor, recomputes: bool = recomputes) -> torch.Tensor:
+            sizes[recomputes] += tensor.numel()
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+            model(torch.randn(64, 4, dtype=torch.float64))
+    assert sizes[True] < sizes[False] / 3
+
+
+def recomputed(model: nn.Module) -> list[str]:
+    return [name for name, module in model.named_modules() if "forward" in vars(module)]
+
+
+def test_checkpointing_finds_blocks() -> None:
+    def layer() -> nn.Module:
+        return nn.Sequential(nn.Linear(2, 2), nn.ReLU())
+
+    encoder = nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 2), 2, enable_nested_tensor=False)
+    stages = nn.Sequential(nn.Linear(2, 2), nn.Sequential(layer(), layer()), nn.Sequential(layer()))
+    tree: Any = nn.ModuleDict({"features": nn.Sequential(nn.Linear(2, 2), nn.ReLU()), "head": layer()})
+    transformer: Any = bert()
+    transformer.supports_gradient_checkpointing = False
+    for model, names in (
+        (encoder, ["layers.0", "layers.1"]),
+        (stages, ["1.0", "1.1", "2.0"]),
+        (tree, ["features", "head"]),
+        (transformer, ["bert.encoder.layer.0"]),
+    ):
+        recompute_activations(model, True)
+        assert recomputed(model) == names
+    model: Any = net()
+    recompute_activations(model, [r"blocks\.[01]", r"blocks\.0\.norm", "end"])
+    recompute_activations(model, ["end"])
+    assert recomputed(model) == ["end", "blocks.0", "blocks.1"]
+    assert not hasattr(model.end.forward.run, "run")  # once
+
+
+def test_checkpointing_rejects_model_without_blocks(trainer_class: Any) -> None:
+    with pytest.raises(ConfigError, match=r"gradient_checkpointing=True.*no blocks in Sequential.*Name those"):
+        run(trainer_class, t16(), gradient_checkpointing=True)
+    with pytest.raises(ConfigError, match=r"no module is called 'layer.*begin, end, blocks"):
+        run(trainer_class, net(), gradient_checkpointing=[r"layer\d"])
+    for wrong in ("blocks", [], ["("], 3):
+        with pytest.raises(ConfigError, match="gradient_checkpointing"):
+            run(trainer_class, net(), gradient_checkpointing=wrong)
+
+
+def test_checkpointing_takes_layer_names(trainer_class: Any) -> None:
+    models = t16(dropout=0.3), t16(dropout=0.3)
+    run(trainer_class, models[0])
+    run(trainer_class, models[1], gradient_checkpointing=["0", "2"])
+    assert same(weights(models[0]), weights(models[1]))
+
+
+def test_checkpointing_survives_copy_and_pickle() -> None:
+    model: Any = nn.Sequential(*(nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2)) for _ in range(2)))
+    recompute_activations(model, True)
+    for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        assert other[0].forward.block is other[0]
+        assert other[0].forward.run.__self__ is other[0]
+
+
+def test_checkpointing_by_training_arguments(tmp_path: Any) -> None:
+    options: dict[str, Any] = {"use_cpu": True, "report_to": "none", "max_steps": 3, "save_strategy": "no"}
+    models = net(), net()
+    run(HFTrainer, models[0], TrainingArguments(str(tmp_path), **options), max_steps=None, learning_rate=None)
+    args = TrainingArguments(str(tmp_path), gradient_checkpointing=True, **options)
+    Block.calls = 0
+    trainer, _ = run(HFTrainer, models[1], args, max_steps=None, learning_rate=None)
+    assert same(weights(models[0]), weights(models[1]))
+    assert Block.calls == 3 * 2 * 3 and trainer.settings.gradient_checkpointing is True
+    with pytest.raises(ConfigError, match="gradient_checkpointing"):
+        run(HFTrainer, net(), args, gradient_checkpointing=False, max_steps=None, learning_rate=None)
+    plugin = FullyShardedDataParallelPlugin(fsdp_version=2, activation_checkpointing=True)
+    with pytest.raises(ConfigError, match="activation_checkpointing are both set"):
+        run(AccelerateTrainer, net(), fsdp_plugin=plugin, gradient_checkpointing=True)

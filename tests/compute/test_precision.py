@@ -1,0 +1,135 @@
+"""One vocabulary of precisions, turned into autocast and loss scaler, or into an error."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import eighths
+import pytest
+import torch
+import torch.nn.functional as F
+from recipes import rows, same, t16, weights
+
+from omnitrain import Trainer
+from omnitrain.compute.precision import Precision, choose_device, matmul_precision
+from omnitrain.core.errors import ConfigError, MissingExtraError
+
+CPU, CUDA = torch.device("cpu"), torch.device("cuda")  # naming a device needs none
+
+
+@pytest.mark.parametrize(
+    "names, expected",
+    [
+        ((None, "fp32", "float32", "FP32", torch.float32, "torch.float32"), "fp32"),
+        (("bf16", "bfloat16", "BF16", torch.bfloat16), "bf16"),
+        (("fp16", "float16", "half", torch.float16), "fp16"),
+    ],
+)
+def test_autocast_spellings(names: tuple[Any, ...], expected: str) -> None:
+    assert {Precision.parse(name, CUDA) for name in names} == {Precision(expected, "cuda")}
+
+
+def test_autocast_rejects_unknown_precision_and_fp16_on_cpu() -> None:
+    for name in ("fp15", "", True, 16, torch.float64):
+        with pytest.raises(
+            ConfigError, match=r"`autocast` must be one of 'fp32'.*'bfloat16'.* or None, got "
+        ) as caught:
+            Precision.parse(name, CPU)
+        assert repr(name) in str(caught.value)
+    with pytest.raises(ConfigError, match=r"not available on a CPU. Use `autocast='bf16'`"):
+        Precision.parse("half", CPU)
+
+
+@pytest.mark.parametrize("capability", [None, (8, 0)])
+def test_autocast_rejects_fp8_without_hardware_or_torchao(capability: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "torchao", None)
+    with pytest.raises(MissingExtraError, match="autocast='fp8' needs torchao"):
+        Precision("fp8", "cuda").convert(torch.nn.Sequential(torch.nn.Linear(16, 16)))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "A100")
+    device, words = (CPU, "the device is cpu") if capability is None else (CUDA, r"A100 has 8\.0")
+    with pytest.raises(ConfigError, match=rf"`autocast='float8'` needs an NVIDIA GPU .*8\.9.*{words}\. Use .*bf16"):
+        Precision.parse("float8", device)
+
+
+def test_fp8_layers_are_converted_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    eighths.install(monkeypatch)
+    model = torch.nn.Sequential(torch.nn.Linear(16, 16), torch.nn.Linear(16, 3))
+    before = dict(model.named_parameters())
+    for _ in range(2):  # by one trainer after the other
+        Precision("fp8", "cuda").convert(model)
+    assert [type(layer).__name__ for layer in model] == ["Float8Linear", "Linear"]
+    assert all(weight is before[name] for name, weight in model.named_parameters())
+
+
+@pytest.mark.parametrize("name, dtype", [("fp32", torch.float32), ("bf16", torch.bfloat16)])
+def test_forward_runs_in_autocast_dtype(name: str, dtype: torch.dtype) -> None:
+    layer = torch.nn.Linear(2, 2)
+    precision = Precision.parse(name, CPU)
+    for _ in range(2):  # a context may be asked for in every step
+        with precision.autocast():
+            assert layer(torch.ones(1, 2)).dtype is dtype
+    assert layer.weight.dtype is torch.float32
+    assert layer(torch.ones(1, 2)).dtype is torch.float32
+
+
+def test_autocast_fp32_keeps_user_autocast() -> None:
+    with torch.autocast("cpu", dtype=torch.bfloat16), Precision.parse("fp32", CPU).autocast():
+        assert torch.nn.Linear(2, 2)(torch.ones(1, 2)).dtype is torch.bfloat16
+
+
+def test_train_inside_user_autocast_sees_each_update(trainer_class: Any) -> None:
+    """`torch.autocast` keeps the weights that it has cast until it is left; a run inside computed with the first."""
+
+    def trained(options: dict[str, Any]) -> Any:
+        device = {"device": "cpu"} if trainer_class is Trainer else {}
+        return trainer_class(
+            t16(dtype=torch.float32), rows(16, torch.float32), loss_fn=F.mse_loss, max_steps=4, learning_rate=0.1,
+            progress_bar=False, **device, **options,
+        )  # fmt: skip
+
+    expected = trained({"autocast": "bf16"})
+    expected.train()
+    for options in ({}, {"autocast": "bf16"}):
+        trainer = trained(options)
+        with torch.autocast("cpu", torch.bfloat16):
+            before = trainer.predict(rows(4, torch.float32)).predictions
+            trainer.train()
+            assert torch.is_autocast_cache_enabled()
+            after = trainer.predict(rows(4, torch.float32)).predictions
+        assert (before != after).any()
+        assert (after == expected.predict(rows(4, torch.float32)).predictions).all()
+        assert same(weights(trainer.model), weights(expected.model))
+
+
+def test_grad_scaler_only_for_fp16() -> None:
+    loss = torch.tensor(2.0)
+    for name in ("fp32", "bf16"):
+        scaler = Precision(name, "cpu").grad_scaler((8.0, 1e-4))
+        assert not scaler.is_enabled() and scaler.scale(loss) is loss and scaler.get_scale() == 1.0
+    scaler = Precision("fp16", "cpu").grad_scaler((8.0, 1e-4))
+    assert scaler.is_enabled() and scaler.scale(loss).item() == 16.0
+
+
+@pytest.mark.parametrize("before", ["tf32", "ieee"])
+def test_matmul_precision_is_restored(before: str) -> None:
+    backends: Any = torch.backends
+    if not hasattr(backends, "fp32_precision"):
+        pytest.skip("this PyTorch has only one way")
+    backends.cuda.matmul.fp32_precision = backends.mkldnn.matmul.fp32_precision = "none"  # whatever ran before
+    try:
+        backends.fp32_precision = before
+        precision = matmul_precision()
+        with Precision("fp32", "cuda", "medium").of_products():
+            assert matmul_precision() == torch.get_float32_matmul_precision() == "medium"
+        assert matmul_precision() == precision == {"tf32": "high", "ieee": "highest"}[before]
+    finally:
+        backends.fp32_precision = "none"
+        torch.set_float32_matmul_precision("highest")
+
+
+def test_device_that_cannot_be_used_is_an_error() -> None:
+    for device, words in (("meta", "tensors on it have no values"), ("cuda:99", r"[^.].*[^.]\. Leave it out")):
+        with pytest.raises(ConfigError, match=f"`device='{device}'` cannot be used: {words}"):
+            choose_device(device)

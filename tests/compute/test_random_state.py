@@ -1,0 +1,230 @@
+"""Seeds, snapshots, and the three global generators: noticing that they moved, and putting them back exactly."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import os
+import random
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from omnitrain.compute.random_state import (
+    GENERATORS,
+    derive_seed,
+    deterministic,
+    isolated_rng,
+    restore_rng,
+    seed_everything,
+    snapshot_rng,
+)
+
+TORCH, NUMPY, PYTHON = GENERATORS
+
+MOVES: dict[str, tuple[Any, Callable[[], Any]]] = {
+    "torch": (TORCH, lambda: torch.rand(1)),
+    "torch normal": (TORCH, lambda: torch.randn(1)),
+    "torch dropout": (TORCH, lambda: torch.nn.functional.dropout(torch.ones(3))),
+    "torch seeded": (TORCH, lambda: torch.manual_seed(3)),
+    "torch 624 words": (TORCH, lambda: torch.rand(624)),
+    "numpy": (NUMPY, lambda: np.random.rand()),
+    "numpy normal": (NUMPY, lambda: np.random.randn()),
+    "numpy shuffle": (NUMPY, lambda: np.random.permutation(2)),
+    "numpy seeded": (NUMPY, lambda: np.random.seed(3)),
+    "numpy seeded by a list": (NUMPY, lambda: np.random.seed([3, 4])),
+    "numpy 624 words": (NUMPY, lambda: np.random.bytes(4 * 624)),
+    "python": (PYTHON, lambda: random.random()),
+    "python normal": (PYTHON, lambda: random.gauss(0, 1)),
+    "python seeded": (PYTHON, lambda: random.seed(3)),
+    "python 624 words": (PYTHON, lambda: random.getrandbits(32 * 624)),
+}
+STARTS: dict[str, Callable[[], Any]] = {
+    "fresh": lambda: None,
+    "in the middle": lambda: (torch.rand(5), np.random.rand(5), random.random()),
+    "with a normal number in store": lambda: (torch.randn(1), np.random.randn(), random.gauss(0, 1)),
+    "seeded by a list": lambda: (np.random.seed([1, 2]), random.seed("text")),
+}
+
+
+def states() -> list[Any]:
+    """The whole of the three generators."""
+    return [torch.get_rng_state().tolist(), repr(np.random.get_state(legacy=False)), random.getstate()]
+
+
+@pytest.mark.parametrize("start", STARTS)
+def test_draws_are_detected_and_undone(start: str) -> None:
+    STARTS[start]()
+    for name in MOVES:
+        check_move(name)
+
+
+def check_move(name: str) -> None:
+    generator, draw = MOVES[name]
+    before = states()
+    marks = [generator.mark() for generator in GENERATORS]
+    assert not any(other.moved(mark) for other, mark in zip(GENERATORS, marks, strict=True)), name
+    draw()
+    assert [other for other, mark in zip(GENERATORS, marks, strict=True) if other.moved(mark)] == [generator], name
+    for other, mark in zip(GENERATORS, marks, strict=True):
+        other.restore(mark)
+    assert states() == before, name
+    assert not any(other.moved(mark) for other, mark in zip(GENERATORS, marks, strict=True)), name
+
+
+def test_draws_of_stored_normal_are_detected() -> None:
+    np.random.randn()  # makes two, and keeps one for the next call, which then moves nothing else
+    before, mark = states(), NUMPY.mark()
+    np.random.randn()
+    assert NUMPY.moved(mark)
+    NUMPY.restore(mark)
+    assert states() == before
+    np.random.randn()  # from the store
+    before, mark = states(), NUMPY.mark()  # not the same mark again
+    np.random.rand()
+    NUMPY.restore(mark)
+    assert states() == before
+
+
+def test_draws_of_other_numpy_generators() -> None:
+    own = np.random.get_bit_generator()  # type: ignore[attr-defined]
+    try:
+        np.random.set_bit_generator(np.random.PCG64(1))  # type: ignore[attr-defined]
+        mark = NUMPY.mark()
+        assert not NUMPY.moved(mark)
+        first = np.random.rand()
+        assert NUMPY.moved(mark)
+        NUMPY.restore(mark)
+        assert np.random.rand() == first
+    finally:
+        np.random.set_bit_generator(own)  # type: ignore[attr-defined]
+    mark = NUMPY.mark()
+    first = np.random.rand()
+    NUMPY.restore(mark)
+    assert np.random.rand() == first
+
+
+@settings(max_examples=25)
+@given(st.lists(st.sampled_from(sorted(MOVES)), max_size=6), st.lists(st.sampled_from(sorted(MOVES)), max_size=6))
+def test_draws_of_any_sequence_are_undone(before: list[str], inside: list[str]) -> None:
+    for name in before:
+        MOVES[name][1]()
+    state = states()
+    marks = [generator.mark() for generator in GENERATORS]
+    for name in inside:
+        MOVES[name][1]()
+    for generator, mark in zip(GENERATORS, marks, strict=True):
+        generator.restore(mark)
+    assert states() == state
+
+
+def test_seeds_of_generators_are_unrelated() -> None:
+    draws: list[Callable[[], list[int]]] = [
+        lambda: torch.randint(0, 256, (20,)).tolist(),
+        lambda: np.random.randint(0, 256, 20).tolist(),
+        lambda: [random.getrandbits(32) % 256 for _ in range(20)],
+    ]
+    values = []
+    for generator, draw in zip(GENERATORS, draws, strict=True):
+        for parts in ((42, 0, 7), (42, 0, 8), (42, 0, 7)):  # the third time like the first
+            generator.seed(derive_seed(*parts))
+            values.append(draw())
+        assert values.pop() == values[-2]
+    for first, second in itertools.combinations(values, 2):
+        assert sum(a == b for a, b in zip(first, second, strict=True)) < 5
+
+
+@given(st.lists(st.integers(-(2**40), 2**70), max_size=4))
+def test_derive_seed_has_64_bits(parts: list[int]) -> None:
+    seed = derive_seed(*parts)
+    assert 0 <= seed < 2**64
+    assert seed == derive_seed(*parts)
+    for generator in GENERATORS:
+        generator.seed(seed)
+
+
+def test_derive_seed_of_near_inputs() -> None:
+    seeds = {derive_seed(a, b, c) for a in range(10) for b in range(10) for c in range(50)}
+    assert len(seeds) == 5000
+    assert derive_seed(1, 2) != derive_seed(2, 1)
+    assert derive_seed(1) != derive_seed(1, 0)
+    assert len({seed & 0xFFFFFFFF for seed in seeds}) > 4990
+    assert len({seed >> 32 for seed in seeds}) > 4990
+
+
+@pytest.mark.parametrize("start", STARTS)
+def test_snapshot_and_isolation_preserve_generators(start: str) -> None:
+    STARTS[start]()
+    before, state = states(), snapshot_rng(torch.device("cpu"))
+    assert set(state) == {"torch", "numpy", "python"}
+    for seed in (None, 5):
+        with isolated_rng(torch.device("cpu"), seed):
+            for _, draw in MOVES.values():
+                draw()
+        assert states() == before
+    for _, draw in MOVES.values():
+        draw()
+    restore_rng(state, torch.device("cpu"))
+    assert states() == before
+
+
+def test_isolation_nests_and_repeats() -> None:
+    def draw() -> list[float]:
+        return [torch.rand(1).item(), np.random.rand(), random.random()]
+
+    with isolated_rng(seed=1):
+        expected = draw()
+    draw()
+    before = states()
+    with isolated_rng(seed=1):
+        with contextlib.suppress(KeyError), isolated_rng(seed=2):
+            draw()
+            raise KeyError
+        assert draw() == expected
+    assert states() == before
+
+
+def test_seed_everything_equals_each_library() -> None:
+    seed_everything(7)
+    drawn = torch.rand(1).item(), np.random.rand(), random.random()
+    torch.manual_seed(7)
+    assert drawn == (torch.rand(1).item(), np.random.RandomState(7).rand(), random.Random(7).random())
+    seed_everything(2**40 + 1)
+    assert torch.initial_seed() == 2**40 + 1
+
+
+def test_deterministic_mode_ends_with_block(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":16:8")
+    for wanted in (True, False):
+        with contextlib.suppress(KeyError), deterministic(wanted):
+            assert torch.are_deterministic_algorithms_enabled() is wanted
+            raise KeyError
+        assert not torch.are_deterministic_algorithms_enabled()
+    assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":16:8"  # a setting of the user's own stays
+
+
+def test_snapshot_keeps_stored_normal() -> None:
+    def state_after(seed: int, draw: Callable[[], Any]) -> dict[str, Any]:
+        np.random.seed(seed)
+        draw()
+        return np.random.get_state(legacy=False)  # type: ignore[return-value]
+
+    def words_after(seed: int, draw: Callable[[], Any]) -> tuple[Any, ...]:
+        state = state_after(seed, draw)["state"]
+        return (*state["key"].tolist(), state["pos"])
+
+    # two numbers take as many words as a pair of normal ones, of which one is stored, unless a pair is rejected
+    uniform, normal = (lambda: np.random.rand(2)), np.random.randn
+    seed = next(seed for seed in range(50) if words_after(seed, uniform) == words_after(seed, normal))
+    state_after(seed, uniform)
+    without = NUMPY.mark()
+    stored = state_after(seed, normal)["gauss"]
+    assert NUMPY.moved(without)
+    with isolated_rng():
+        np.random.rand(3)
+    assert np.random.randn() == stored

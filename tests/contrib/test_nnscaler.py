@@ -1,0 +1,773 @@
+"""nnScaler's configuration files, key by key, and runs that are made of what they become."""
+
+from __future__ import annotations
+
+import sys
+import textwrap
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from marks import thinned
+from torch import nn
+from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset
+
+from omnitrain import ConfigError, TrainHook
+from omnitrain.cli.main import main
+from omnitrain.config.configuration import Config
+from omnitrain.config.reading import read
+from omnitrain.config.yaml_writer import write
+from omnitrain.contrib.nnscaler import convert, make_loader, of_value
+
+PLAIN: dict[str, Any] = {
+    "model": {"type": "my.Net"},
+    "optimizer": {"type": "torch.optim.Adam"},
+    "dataset": {"type": "my.Rows"},
+    "max_epochs": 1,
+}
+
+
+def trainer_of(**values: Any) -> dict[str, Any]:
+    return convert({**PLAIN, **values})[0]["trainer"]
+
+
+def notes_of(**values: Any) -> str:
+    return "\n".join(convert({**PLAIN, **values})[1])
+
+
+# --- models, data and hooks for runs
+
+
+class Net(nn.Module):
+    """Takes a whole batch and returns its loss first, as nnScaler wants it."""
+
+    def __init__(self, dim: int = 4) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer = nn.Linear(dim, 1, dtype=torch.float64)
+
+    def forward(self, data: dict[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+        found = self.layer(data["data"])
+        return ((found - data["target"]) ** 2).mean(), found
+
+
+class Alone(Net):
+    """Returns its loss alone."""
+
+    def forward(self, data: Any) -> Any:
+        return super().forward(data)[0]
+
+
+class Rows(Dataset[dict[str, torch.Tensor]]):
+    """Rows of numbers, and a target for each."""
+
+    def __init__(self, dim: int = 4, size: int = 12) -> None:
+        generator = torch.Generator().manual_seed(1)
+        self.data = torch.randn(size, dim, generator=generator, dtype=torch.float64)
+        self.target = self.data.sum(1, keepdim=True)
+
+    def __len__(self) -> int:
+        return len(self.data)
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        return {"data": self.data[index], "target": self.target[index]}
+
+
+class Stream(IterableDataset[int]):
+    """A few numbers."""
+
+    def __iter__(self) -> Any:
+        return iter(range(6))
+
+
+class Backwards(DistributedSampler[Any]):
+    """The other way round, every `step`-th."""
+
+    def __init__(self, dataset: Any, num_replicas: int, rank: int, step: int = 1) -> None:
+        super().__init__(dataset, num_replicas, rank, shuffle=False)
+        self.step = step
+
+    def __iter__(self) -> Any:
+        return iter(list(super().__iter__())[:: -self.step])
+
+
+CALLS: list[Any] = []
+
+
+def on_epoch_end(trainer: Any, epoch: int) -> None:
+    CALLS.append(("epoch", epoch))
+
+
+class Counting(TrainHook):
+    """Notes losses of evaluations."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def on_val_end(self, trainer: Any, val_loss: float) -> None:
+        CALLS.append((self.name, val_loss))
+
+
+def converted(folder: Path, text: str, **changes: Any) -> Config:
+    """Return what a file of nnScaler becomes, as `omnitrain config convert` and `omnitrain train` read it."""
+    theirs, ours = folder / "nnscaler.yaml", folder / "ours.yaml"
+    theirs.write_text(textwrap.dedent(text).replace("HERE", __name__))
+    ours.write_text(write(convert({**read(theirs).values, **changes})[0]))
+    return Config.read(ours)
+
+
+# --- what keys become
+
+
+def part(path: str, **init_args: Any) -> dict[str, Any]:
+    return {"class_path": path, "init_args": init_args}
+
+
+def model_of(**arguments: Any) -> dict[str, Any]:
+    return {"model": {"type": "my.Net", "args": arguments}}
+
+
+def optimizer(**values: Any) -> dict[str, Any]:
+    return {"optimizer": {"type": "torch.optim.SGD", **values}}
+
+
+SGD, STEPS = {"lr": 0.1, "momentum": 0.9}, {"type": "torch.optim.lr_scheduler.StepLR", "args": {"step_size": 1}}
+LOADING = {"num_workers": 2, "pin_memory": True, "prefetch_factor": 4, "drop_last": True}
+TWO_BY_FOUR = {"micro_batch_size": 4, "grad_accumulation_steps": 2}
+SAVES = {"save_dir": "runs", "every_n_train_steps": 50, "keep_last_n_checkpoints": 3, "save_best": False}
+BF16 = {"parameters": "bf16", "buffers": "bf16", "inputs": "bf16"}
+HERE = "omnitrain.contrib.nnscaler"
+SIZE = {"class_path": "my.Size"}
+INNER = {"__type": "my.Config", "parts": [{"__type": "my.Part", "sizes": {"a": {"__type": "my.Size"}}}]}
+TYPED = {
+    "text": {"__value_type": "str", "value": "1e3"},
+    "number": {"__value_type": "float", "value": "1e-3"},
+    "function": {"__value_type": "function", "value": "my.function"},
+    "folder": {"__value_type": "pathlib.Path", "value": "runs"},
+    "made": {"__value_type": "set", "value": [{"__type": "my.Thing"}]},
+}
+LITERALS = {
+    "a": "1e-3",
+    "b": "true",
+    "c": "[1, 'x']",
+    "d": "(0.9, 0.99)",
+    "e": "None",
+    "f": "plain",
+    "g": "1/2",
+    "h": "1j",
+}
+CONVERSIONS: list[tuple[dict[str, Any], dict[str, Any]]] = [
+    (model_of(width=32, name="small"), {"model": part("my.Net", width=32, name="small")}),
+    ({}, {"unit": {"class_path": "omnitrain.model.units.WholeBatchUnit"}, "save_dir": "./checkpoints", "shuffle": ...}),
+    (optimizer(args=SGD), {"optimizer": part("torch.optim.SGD", **SGD), "max_grad_norm": None, "grad_reduction": ...}),
+    (optimizer(clip_gnorm=0.0), {"max_grad_norm": None}),
+    (optimizer(clip_gnorm="5e-1"), {"max_grad_norm": 0.5}),
+    (optimizer(grad_reduction="sum"), {"grad_reduction": "sum"}),
+    (optimizer(grad_reduction="per-token-mean", aggregate_outputs_fn="my.f"), {"grad_reduction": "per-token-mean"}),
+    ({"lr_scheduler": STEPS}, {"lr_scheduler": part(STEPS["type"], step_size=1), "scheduler_interval": "epoch"}),
+    ({"lr_scheduler": {**STEPS, "interval": "step"}}, {"scheduler_interval": "step"}),
+    # data
+    (
+        {"dataset": {"type": "my.Rows", "val_args": {"split": "val"}, "test_args": {}}},
+        {"train_dataset": {"class_path": "my.Rows"}, "eval_dataset": part("my.Rows", split="val"),
+         "test_dataset": ...},
+    ),
+    ({"dataset": {"type": "my.Rows", "test_args": {"a": 1}}}, {"test_dataset": part("my.Rows", a=1)}),
+    (
+        {"dataloader": {"train_args": {**LOADING, "collate_fn": "my.collate", "persistent_workers": True}}},
+        {**LOADING, "data_collator": {"import_path": "my.collate"}},
+    ),
+    (
+        {"dataloader": {"train_args": {"collate_fn": {"__type": "my.Collator", "size": 8}}}},
+        {"data_collator": part("my.Collator", size=8)},
+    ),
+    ({"dataset_sampler": {"train_args": {"shuffle": False}}}, {"shuffle": False}),
+    (
+        {"dataloader": {"type": "my.Loader", "train_args": {"turns": 2}}, "micro_batch_size": 2,
+         "dataset": {"type": "my.Rows", "train_args": {"size": 8}}, "grad_accumulation_steps": 3},
+        {"train_loader": part(f"{HERE}.make_loader", loader={"import_path": "my.Loader"}, batch_size=2,
+                              dataset=part("my.Rows", size=8), sampler_args={"shuffle": True}, turns=2),
+         "gradient_accumulation_steps": 3, "train_dataset": ..., "batch_size": ..., "global_batch_size": ...},
+    ),
+    (
+        {"dataloader": {"type": "my.Loader"}, "micro_batch_size": 2, "global_batch_size": 16,
+         "compute_config": {"runtime_ngpus": 4, "plan_ngpus": 1}},
+        {"gradient_accumulation_steps": 2},
+    ),
+    # lengths and intervals
+    (
+        {"max_epochs": 4, "max_train_steps": "100", "seed": 0, "tracing_from_weights": "w.pt"},
+        {"epochs": 4, "max_steps": 100, "seed": 0, "init_from": "w.pt"},
+    ),
+    ({}, {"batch_size": 1, "global_batch_size": ..., "eval_steps": ..., "save_steps": ..., "progress_bar": ...}),
+    ({"micro_batch_size": 4, "global_batch_size": 16}, {"batch_size": 4, "global_batch_size": 16}),
+    (TWO_BY_FOUR, {"batch_size": 4, "gradient_accumulation_steps": 2, "global_batch_size": ...}),
+    (  # a model on two devices: two replicas of it, and four processes here
+        {**TWO_BY_FOUR, "compute_config": {"plan_ngpus": 2, "runtime_ngpus": 4}},
+        {"batch_size": 4, "global_batch_size": 16, "gradient_accumulation_steps": ...},
+    ),
+    ({"checkpoint": {"no_save": True, "keep_last_n_checkpoints": 3}}, {"save_dir": ...}),
+    ({"checkpoint": SAVES}, {"save_dir": "runs", "save_steps": 50, "save_total_limit": 3, "keep_best": 0}),
+    ({"checkpoint": {"every_n_epochs": 2}}, {"save_steps": "2ep"}),
+    ({"checkpoint": {"every_n_epochs": 1}}, {"save_steps": ...}),  # which is the default
+    # precision, processes and reports
+    ({"precision": "bf16"}, {"dtypes": BF16}),
+    ({"precision": {"param": "bf16", "buffer": "fp32"}}, {"dtypes": {"parameters": "bf16", "buffers": "fp32"}}),
+    ({"precision": "none"}, {"dtypes": ...}),
+    ({"precision": {"input": "fp16"}}, {"dtypes": {"inputs": "fp16"}}),
+    ({"precision": "fp16"}, {"autocast": "fp16", "dtypes": ...}),
+    ({"compute_config": {"plan_ngpus": 1, "runtime_ngpus": 1}}, {"class_path": "Trainer"}),
+    ({"compute_config": {"plan_ngpus": 1}}, {"class_path": "AccelerateTrainer"}),
+    (
+        {"seed": 7, "log": [
+            {"type": "TensorBoardLogger", "args": {"name": "tb", "root_dir": "logs/$(seed)", "max_queue": 3}},
+            {"type": "nnscaler.cli.loggers.WandbLogger", "args": {"project": "p", "entity": "e"}},
+        ]},
+        {"loggers": [part("TensorBoardLogger", log_dir="logs/7/tb"), part("WandbLogger", project="p", entity="e")]},
+    ),
+    ({"enable_progress_bar": False}, {"progress_bar": False}),
+    ({"enable_progress_bar": True}, {"progress_bar": ...}),
+    (
+        {"hook": {"type": "my.Hook", "args": {"every": 2}}},
+        {"callbacks": [part("HookCallback", hooks=part("my.Hook", every=2))]},
+    ),
+    (
+        {"hook": {"on_epoch_end": "my.end", "before_sync_grad": "my.sync", "after_setup": None}},
+        {"callbacks": [part("HookCallback", hooks={"on_epoch_end": {"import_path": "my.end"}})]},
+    ),
+    # values
+    (
+        model_of(config=INNER),
+        {"model": part("my.Net", config=part("my.Config", parts=[part("my.Part", sizes={"a": SIZE})]))},
+    ),
+    (
+        model_of(**TYPED),
+        {"model": part(
+            "my.Net", text="1e3", number=0.001, function={"import_path": "my.function"},
+            folder=part(f"{HERE}.of_value", type={"import_path": "pathlib.Path"}, value="runs"),
+            made=part(f"{HERE}.of_value", type={"import_path": "builtins.set"}, value=[{"class_path": "my.Thing"}]),
+        )},
+    ),
+    (
+        model_of(**LITERALS),
+        {"model": part("my.Net", a=0.001, b=True, c=[1, "x"], d=[0.9, 0.99], e=None, f="plain", g="1/2", h="1j")},
+    ),
+    (model_of(sizes={"1": "a", "[1]": "b"}), {"model": part("my.Net", sizes={1: "a", "[1]": "b"})}),
+    (
+        {"micro_batch_size": 2, "log": [{"type": "TensorBoardLogger", "args": {"root_dir": "logs"}}],
+         "dataset": {"type": "my.Rows", "train_args": {"size": "$(micro_batch_size)", "name": "b${micro_batch_size}"},
+                     "val_args": "$(dataset.train_args)"}, **model_of(logs="$(log.0.args.root_dir)")},
+        {"train_dataset": part("my.Rows", size=2, name="b2"), "eval_dataset": part("my.Rows", size=2, name="b2"),
+         "model": part("my.Net", logs="logs")},
+    ),
+    (
+        {**model_of(home="${HOME}/data", user="$(USER)"), "checkpoint": {"save_dir": "${RUNS}"}},
+        {"model": part("my.Net", home="${env:HOME}/data", user="${env:USER}"), "save_dir": "${env:RUNS}"},
+    ),
+    (
+        model_of(a="$$(vars.dim)", b="$$x", c="$$!(vars.dim)"),
+        {"model": part("my.Net", a="$(vars.dim)", b="$$x", c="$$!(vars.dim)")},
+    ),
+]  # fmt: skip
+"""Keys of nnScaler and what they set; `...` for what is left out."""
+
+
+@pytest.mark.parametrize(("values", "expected"), CONVERSIONS, ids=map(str, range(len(CONVERSIONS))))
+def test_convert_sets_arguments(values: dict[str, Any], expected: dict[str, Any]) -> None:
+    trainer = trainer_of(**values)
+    assert {name: trainer.get(name, ...) for name in expected} == expected
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ({}, None),
+        ({"val_every_n_train_steps": 5}, 5),
+        ({"val_every_n_epochs": 2, "checkpoint": {"no_save": True}}, "2ep"),
+        # where it saves, it evaluates
+        ({"val_every_n_epochs": 2}, None),
+        ({"checkpoint": {"every_n_train_steps": 7}}, 7),
+        ({"val_every_n_epochs": 0, "checkpoint": {"every_n_train_steps": "7"}}, 7),
+        ({"val_every_n_train_steps": 5, "checkpoint": {"every_n_train_steps": 7}}, 7),
+        ({"val_every_n_train_steps": 5, "checkpoint": {"every_n_train_steps": 10}}, 5),
+        ({"val_every_n_train_steps": 20, "checkpoint": {"every_n_train_steps": 10}}, 10),
+        ({"val_every_n_epochs": 0, "checkpoint": {"every_n_epochs": 3}}, "3ep"),
+        ({"checkpoint": {"every_n_epochs": 3}}, None),
+        ({"val_every_n_epochs": 6, "checkpoint": {"every_n_epochs": 3}}, "3ep"),
+        ({"val_every_n_epochs": 0, "checkpoint": {"no_save": True}}, None),
+    ],
+)
+def test_convert_evaluation_intervals(given: dict[str, Any], expected: Any) -> None:
+    """A converted run evaluates what it saves, so that it has the same best."""
+    assert trainer_of(**given, dataset={"type": "my.Rows", "val_args": {"size": 1}}).get("eval_steps") == expected
+    assert "eval_steps" not in trainer_of(**given)  # there is nothing to evaluate
+
+
+def test_convert_reports_missed_evaluations() -> None:
+    given = {**PLAIN, "dataset": {"type": "my.Rows", "val_args": {"size": 1}}, "val_every_n_epochs": 1}
+    _, notes = convert({**given, "checkpoint": {"every_n_train_steps": 7}, "val_every_n_train_steps": 5})
+    for missed in ("every 5 steps as well", "every 1 epochs as well"):
+        assert any(f"{missed}. Evaluations have one interval, here 7 steps" in note for note in notes)
+    _, notes = convert({**given, "checkpoint": {"every_n_epochs": 2}})
+    assert not any("as well" in note for note in notes)
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"dataset_sampler": {"type": "my.Sampler", "train_args": {"length": 3}}},
+        {"dataloader": {"train_args": {"timeout": 5}}},
+    ],
+)
+def test_convert_sampler_to_loader(values: dict[str, Any]) -> None:
+    loader = trainer_of(**values)["train_loader"]["init_args"]["loader"]
+    assert loader == {"import_path": "torch.utils.data.DataLoader"} and "each takes every n-th" in notes_of(**values)
+
+
+def test_convert_evaluation_collator_and_sampler() -> None:
+    dataset, arguments = {"type": "my.Rows", "val_args": {"size": 4}}, {"collate_fn": "my.one"}
+    trainer = trainer_of(dataset=dataset, dataloader={"train_args": arguments, "val_args": {"collate_fn": "my.two"}})
+    assert trainer["data_collator"] == {"import_path": "my.one"}
+    assert trainer["eval_loader"]["init_args"]["collate_fn"] == {"import_path": "my.two"}
+    trainer = trainer_of(dataset=dataset, dataloader={"type": "my.Loader"})
+    assert trainer["eval_loader"]["init_args"]["sampler_args"] == {"shuffle": False} and "eval_dataset" not in trainer
+
+
+def test_make_loader_keeps_sampler_order() -> None:
+    loader = make_loader(DataLoader, [10, 11, 12, 13], 2, Backwards, {"step": 1})
+    assert [batch.tolist() for batch in loader] == [[13, 12], [11, 10]]
+    plain = make_loader(DataLoader, [10, 11, 12], 2, sampler_args={"shuffle": False}, drop_last=True)
+    assert [batch.tolist() for batch in plain] == [[10, 11]]
+    assert [batch.tolist() for batch in make_loader(DataLoader, Stream(), 3)] == [[0, 1, 2], [3, 4, 5]]
+    with pytest.raises(ConfigError, match="no effect on Stream"):
+        make_loader(DataLoader, Stream(), 3, Backwards)
+    assert of_value(Path, "runs") == Path("runs")
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ("last", "auto"), ("best", "best"), ("runs/a", "runs/a"), ({}, "auto"),
+        ({"checkpoint": "runs/a", "convert_fn": "my.convert"}, "runs/a"),
+        ({"checkpoint": {"__type": "my.choose", "kind": "x"}}, part("my.choose", kind="x")),
+    ],
+)  # fmt: skip
+def test_convert_resume(given: Any, expected: Any) -> None:
+    config, notes = convert({**PLAIN, "checkpoint": {"resume_from": given}})
+    assert config["train"] == {"resume_from": expected}
+    assert ("convert_fn" in given) == any("checkpoint.resume_from.convert_fn" in note for note in notes)
+
+
+HOOKS = """
+    after_setup on_finalize on_train_start on_train_end on_val_start on_val_end on_epoch_start on_epoch_end
+    on_step_start on_step_end on_train_step_start on_train_step_end on_val_step_start on_val_step_end
+    after_aggregate_train_step_outputs after_aggregate_val_step_outputs before_zero_grad after_zero_grad
+    before_sync_grad after_sync_grad before_gnorm_clip after_gnorm_clip before_optimizer_step after_optimizer_step
+    before_log_train_metrics before_log_val_metrics on_load_checkpoint after_load_checkpoint on_save_checkpoint
+"""
+
+
+def test_convert_every_hook() -> None:
+    for name in HOOKS.split():
+        config, notes = convert({**PLAIN, "hook": {name: "my.function"}})
+        assert ("callbacks" in config["trainer"]) or any(name in note for note in notes), name
+
+
+def test_convert_references_to_vars() -> None:
+    config, _ = convert(
+        {
+            **PLAIN,
+            "vars": {"dim": 16, "rate": "1e-3", "double": "$(vars.dim)", "name": "a", "shape": {"dim": 3},
+                     "tokens": {"__type": "my.Tokens"}},
+            **model_of(dim="$(vars.dim)", shape="$(vars.shape)", tokens="$!(vars.tokens)"),
+            "checkpoint": {"save_dir": "runs/$(vars.name)/x"},
+            "max_epochs": "$(vars.dim)",
+        }
+    )  # fmt: skip
+    assert config["vars"] == {
+        "dim": 16, "rate": 0.001, "double": "${vars.dim}", "name": "a", "shape": {"dim": 3},
+        "tokens": {"class_path": "my.Tokens"},
+    }  # fmt: skip
+    trainer = config["trainer"]
+    assert trainer["model"]["init_args"] == {"dim": "${vars.dim}", "shape": {"dim": 3}, "tokens": "${vars.tokens}"}
+    assert (trainer["save_dir"], trainer["epochs"]) == ("runs/${vars.name}/x", "${vars.dim}")
+
+
+# --- errors
+
+
+CIRCLE = {"vars": {"a": "$(vars.b)", "b": "$(vars.a)"}}
+DIM = {"vars": {"dim": 1}}
+REJECTED: list[tuple[str, dict[str, Any]]] = [
+    ("`max_epoch` is no key of nnScaler. Did you mean 'max_epochs'", {"max_epoch": 1}),
+    ("`optimizer.clip_norm` .*Did you mean 'clip_gnorm'", {"optimizer": {"type": "a.B", "clip_norm": 1}}),
+    ("`checkpoint.every_n_step`", {"checkpoint": {"every_n_step": 1}}),
+    ("`compute_config.use_zeros` .*'use_zero'", {"compute_config": {"use_zeros": True}}),
+    ("`hook.on_epoch_ends` .*Did you mean 'on_epoch_end'", {"hook": {"on_epoch_ends": "my.f"}}),
+    ("`checkpoint.resume_from.converter`", {"checkpoint": {"resume_from": {"converter": "my.f"}}}),
+    (r"`log\[0\].kind`", {"log": [{"type": "TensorBoardLogger", "kind": 1}]}),
+    ("Did you mean 'WandbLogger'", {"log": [{"type": "WandBLogger"}]}),
+    ("`max_epochs` must be a whole number, got 'many'", {"max_epochs": "many"}),
+    ("`max_epochs` must be a whole number, got 1.5", {"max_epochs": 1.5}),
+    ("`micro_batch_size` must be at least 1, got 0", {"micro_batch_size": 0}),
+    ("`enable_progress_bar` must be true or false, got 'maybe'", {"enable_progress_bar": "maybe"}),
+    ("`model` must be a map, got 'my.Net'", {"model": "my.Net"}),
+    ("`log` must be a list", {"log": {"type": "TensorBoardLogger"}}),
+    ("`optimizer.clip_gnorm` must be a number", {"optimizer": {"type": "a.B", "clip_gnorm": [1]}}),
+    ("`optimizer.grad_reduction` must be one of", {"optimizer": {"type": "a.B", "grad_reduction": "avg"}}),
+    ("`lr_scheduler.interval` .*'epochs'.*'epoch'", {"lr_scheduler": {"type": "a.B", "interval": "epochs"}}),
+    ("`compute_config.use_zero` must be true, false, .*'4'", {"compute_config": {"use_zero": 4}}),
+    ("`precision` must be one of .*'fp64'", {"precision": "fp64"}),
+    ("`precision.params` .*'param'", {"precision": {"params": "bf16"}}),
+    ("`model.type` must be the name of a class", {"model": {"type": "my net"}}),
+    ("`lr_scheduler.type` is missing", {"lr_scheduler": {"args": {"gamma": 1}}}),
+    ("`optimizer.type` is missing", {"optimizer": None}),
+    ("`max_epochs` or `max_train_steps` is missing", {"max_epochs": None}),
+    ("`max_epochs` is read from the environment", {"max_epochs": "${EPOCHS}"}),
+    ("'__value_type' and no 'value'", {"model": {"type": "a.B", "args": {"x": {"__value_type": "str"}}}}),
+    ("names of arguments as keys, got 1", {"dataloader": {"train_args": {1: 2}}}),
+    ("names of arguments as keys, got 1", {"model": {"type": "a.B", "args": {"x": {"__type": "a.C", 1: 2}}}}),
+    ("`precision.1` is none of", {"precision": {1: "bf16"}}),
+    ("refers to itself", {"vars": "$(vars.x)"}),
+    ("of the type int, got 'x'", {"model": {"type": "a.B", "args": {"x": {"__value_type": "int", "value": "x"}}}}),
+    (
+        "`global_batch_size` is 8, and `micro_batch_size` 2 x 25 replicas .*100 / .*4.* makes 50.*leave "
+        "`runtime_ngpus` out",
+        {"micro_batch_size": 2, "global_batch_size": 8, "compute_config": {"plan_ngpus": 4, "runtime_ngpus": 100}},
+    ),
+    (
+        "`global_batch_size` is 16, .*2 replicas .*`grad_accumulation_steps` 2 makes 8. Make it that",
+        {"micro_batch_size": 2, "global_batch_size": 16, "grad_accumulation_steps": 2,
+         "compute_config": {"plan_ngpus": 1, "runtime_ngpus": 2}},
+    ),
+    ("makes 6. Make it a multiple", {"micro_batch_size": 3, "global_batch_size": 9, "grad_accumulation_steps": 2}),
+    ("5, which is no multiple of .*, 2", {"compute_config": {"plan_ngpus": 2, "runtime_ngpus": 5}}),
+    ("use_end2end", {"compute_config": {"plan_ngpus": 1, "use_end2end": False}}),
+    ("takes one. Leave one", {"checkpoint": {"every_n_train_steps": 1, "every_n_epochs": 1}}),
+    ("no_save", {"checkpoint": {"no_save": True, "resume_from": "last"}}),
+    ("aggregate_outputs_fn. is missing", {"optimizer": {"type": "a.B", "grad_reduction": "per-token-mean"}}),
+    ("`micro_batch_size` instead", {"dataloader": {"train_args": {"batch_size": 4}}}),
+    ("beside a sampler", {"dataloader": {"train_args": {"shuffle": True}}}),
+    ("no argument that nnScaler could pass", {"dataloader": {"train_args": {"num_worker": 4}}}),
+    ("no argument of a DistributedSampler.*'shuffle'", {"dataset_sampler": {"train_args": {"shufle": False}}}),
+    ("grad_accumulation_steps", {"dataloader": {"type": "my.Loader"}, "global_batch_size": 16}),
+    ("`model.args.x` refers to 'vars.dims', .*Did you mean 'vars.dim'", {**model_of(x="$(vars.dims)"), **DIM}),
+    ("must be 'self', or begin with 'vars.'", {**model_of(x="$!(model.type)"), **DIM}),
+    ("one by one", {**model_of(x="$!(self)"), **DIM}),
+    ("literal", {**model_of(x=r"$\{x}"), **DIM}),
+    ("literal", {**model_of(x="$${x}"), **DIM}),
+    ("describes an object here", {**model_of(x={"class_path": "y"}), **DIM}),
+    ("refers to itself: vars.a -> vars.b -> vars.a", {**model_of(x="$(vars.a)"), **CIRCLE}),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("match", "values"), REJECTED)
+def test_convert_rejects_values(match: str, values: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match=match):
+        convert({**PLAIN, **values})
+
+
+def test_convert_rejects_non_mapping() -> None:
+    with pytest.raises(ConfigError, match="is a map"):
+        convert([])  # type: ignore[arg-type]
+
+
+# --- notes
+
+
+NOTES: list[tuple[str, dict[str, Any]]] = [
+    ("gen_savedir", {"gen_savedir": "./gen"}),
+    ("pas_policy", {"pas_policy": "autodist"}),
+    ("instance_name", {"instance_name": {"__type": "my.name"}}),
+    ("init_module", {"init_module": "my"}),
+    ("init_env_fn", {"init_env_fn": "my.init"}),
+    ("run_mode", {"run_mode": "compile"}),
+    ("compute_config.plan_ngpus", {"compute_config": {"plan_ngpus": 2}}),
+    ("compute_config.pas_config", {"compute_config": {"plan_ngpus": 1, "pas_config": {"seed": 1}}}),
+    ("model.parallel_modules", {"model": {"type": "my.Net", "parallel_modules": [{"type": "my.Part"}]}}),
+    ("debug.check_gradient_sync_cross_devices", {"debug": {"check_gradient_sync_cross_devices": True}}),
+    ("checkpoint.save_type", {"checkpoint": {"save_type": "deduped"}}),
+    ("checkpoint.format", {"checkpoint": {"format": "safetensors"}}),
+    ("checkpoint.serializer", {"checkpoint": {"serializer": {"name": "mine"}}}),
+    ("compute_config.use_zero", {"compute_config": {"plan_ngpus": 1, "use_zero": 3}}),
+    ("compute_config.zero_param_level_sharding", {"compute_config": {"zero_param_level_sharding": True}}),
+    ("optimizer.param_clss_fn", {"optimizer": {"type": "a.B", "param_clss_fn": "my.f"}}),
+    ("optimizer.grad_reduce_divisor", {"optimizer": {"type": "a.B", "grad_reduce_divisor": 2}}),
+    ("dummy_sample_post_process_fn", {"dummy_sample_post_process_fn": "my.f"}),
+    ("hook.on_expire_checkpoint", {"hook": {"on_expire_checkpoint": "my.f"}}),
+    ("vars.a", {"vars": {"a": {"__type": "my.A"}}, **model_of(x="$!(vars.a)", y="$!{vars.a}")}),
+    ("max_val_steps", {"max_val_steps": 5, "dataset": {"type": "my.Rows", "val_args": {"size": 3}}}),
+    ("log_progress_every_n_train_steps", {"log_progress_every_n_train_steps": 10}),
+    ("optimizer.aggregate_outputs_fn", optimizer(aggregate_outputs_fn="my.f", grad_reduction="per-token-mean")),
+    ("optimizer.loss_reduction", optimizer(loss_reduction="sum")),
+    *(
+        (f"dataset_sampler.train_args.{name}", {"dataset_sampler": {"train_args": {name: 1}}})
+        for name in ("seed", "rank")
+    ),
+    ("dataset_sampler.train_args.drop_last", {"dataset_sampler": {"train_args": {"drop_last": True}}}),
+    ("dataset_sampler.val_args", {"dataset_sampler": {"val_args": {"seed": 1}}}),
+    ("precision", {"precision": "fp16"}),
+    ("log[0].args.max_queue", {"log": [{"type": "TensorBoardLogger", "args": {"root_dir": "a", "max_queue": 3}}]}),
+    ("log[0]", {"log": [{"type": "my.Logger"}]}),
+    ("hook.type", {"hook": {"type": "my.Hook"}}),
+    ("hook.before_sync_grad", {"hook": {"before_sync_grad": "my.sync"}}),
+    ("hook.on_step_end", {"hook": {"on_step_end": "my.step"}}),
+]
+
+
+@pytest.mark.parametrize(("key", "values"), NOTES, ids=[key for key, _ in NOTES])
+def test_convert_notes_keys_without_counterpart(key: str, values: dict[str, Any]) -> None:
+    (note,) = (note for note in convert({**PLAIN, **values})[1] if note.startswith(f"`{key}`: "))
+    assert note.endswith(".")
+
+
+@pytest.mark.parametrize("command", [["train"], ["config", "check"]], ids=" ".join)
+@pytest.mark.parametrize("extra", [{}, {"compute_config": {"plan_ngpus": 1}, "vars": {"a": "$(max_epochs)"}}], ids=len)
+def test_other_commands_name_convert(
+    command: list[str], extra: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "nnscaler.yaml"
+    file.write_text(write({**extra, **PLAIN}))
+    assert main([*command, str(file), "--trainer.epochs", "1"]) == 2
+    assert f"Convert it with `omnitrain config convert {file} > converted.yaml`" in capsys.readouterr().err
+
+
+def test_convert_notes_how_to_launch() -> None:
+    assert "omnitrain launch --fsdp" in notes_of(compute_config={"plan_ngpus": 1, "use_zero": True})
+    assert "omnitrain launch -n 4" in notes_of(compute_config={"plan_ngpus": 1, "runtime_ngpus": 4})
+
+
+def test_convert_without_notes() -> None:
+    assert not convert({**PLAIN, "compute_config": {"plan_ngpus": 1, "use_end2end": True, "use_zero": False}})[1]
+
+
+# --- runs
+
+
+def test_converted_run_equals_nnscaler_loop(tmp_path: Path) -> None:
+    file = f"""
+        compute_config: {{plan_ngpus: 1, runtime_ngpus: 1, use_end2end: true}}
+        vars: {{dim: 4, size: 12}}
+        micro_batch_size: 2
+        global_batch_size: 4
+        max_epochs: 3
+        model: {{type: HERE.Net, args: {{dim: $(vars.dim)}}}}
+        optimizer: {{type: torch.optim.SGD, args: {{lr: 1e-1, momentum: 0.9}}, clip_gnorm: 0.5}}
+        lr_scheduler: {{type: torch.optim.lr_scheduler.StepLR, args: {{step_size: 1, gamma: 0.5}}}}
+        dataset: {{type: HERE.Rows, train_args: {{size: $(vars.size)}}, val_args: {{size: 6}}}}
+        dataset_sampler: {{train_args: {{shuffle: false}}}}
+        checkpoint: {{save_dir: {tmp_path}/runs, keep_last_n_checkpoints: 1}}
+        enable_progress_bar: false
+    """
+    trainer = converted(tmp_path, file).make_trainer()
+    trainer.train()
+
+    model, rows = Net(4), Rows(4, 12)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
+    losses = []
+    for _ in range(3):
+        for start in range(0, 12, 4):
+            optimizer.zero_grad()
+            for micro in (slice(start, start + 2), slice(start + 2, start + 4)):
+                (model({"data": rows.data[micro], "target": rows.target[micro]})[0] / 2).backward()
+            nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+            optimizer.step()
+        schedule.step()
+        valid = Rows(4, 6)
+        with torch.no_grad():
+            losses.append(model({"data": valid.data, "target": valid.target})[0].item())
+    assert trainer.progress.step == 9
+    assert [row["eval_loss"] for row in trainer.metrics["valid"]] == pytest.approx(losses, rel=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("hook", "loading"),
+    [
+        ("{on_epoch_end: HERE.on_epoch_end}", "{}"),
+        ("{type: HERE.Counting, args: {name: mine}}", "{type: torch.utils.data.DataLoader, train_args: {timeout: 0}}"),
+    ],
+    ids=["function", "class"],
+)
+def test_converted_hooks_loaders_and_models_run(tmp_path: Path, hook: str, loading: str) -> None:
+    file = f"""
+        max_train_steps: 4
+        micro_batch_size: 3
+        model: {{type: HERE.Alone}}
+        optimizer: {{type: torch.optim.Adam, args: {{lr: 0.01}}}}
+        dataset: {{type: HERE.Rows, train_args: {{size: 6}}, val_args: {{size: 3}}}}
+        dataset_sampler: {{type: HERE.Backwards, train_args: {{step: 1}}}}
+        dataloader: {loading}
+        checkpoint: {{no_save: true}}
+        hook: {hook}
+        enable_progress_bar: false
+    """
+    CALLS.clear()
+    trainer = converted(tmp_path, file).make_trainer()
+    trainer.train()
+    assert trainer.progress.step == 4
+    assert len(CALLS) == 2
+    expected = ["epoch", "epoch"] if "on_epoch_end" in hook else ["mine", "mine"]
+    assert [name for name, _ in CALLS] == expected
+
+
+def test_converted_bf16_run_resumes(tmp_path: Path) -> None:
+    file = f"""
+        max_epochs: 1
+        micro_batch_size: 2
+        precision: bf16
+        model: {{type: HERE.Alone}}
+        optimizer: {{type: torch.optim.Adam, args: {{lr: 0.01}}}}
+        dataset: {{type: HERE.Rows, train_args: {{size: 6}}}}
+        dataloader: {{train_args: {{drop_last: true, num_workers: 0}}}}
+        checkpoint: {{save_dir: {tmp_path}/runs, resume_from: last}}
+        enable_progress_bar: false
+    """
+    for epochs, steps in ((1, 3), (2, 6)):
+        config = converted(tmp_path, file, max_epochs=epochs)
+        trainer = config.make_trainer()
+        trainer.train(**config.tree.values["train"])
+        assert trainer.progress.step == steps
+        assert trainer.model.get_parameter("layer.weight").dtype == torch.bfloat16
+
+
+MINE = """
+    import torch
+    from torch.utils.data import Dataset, DistributedSampler
+
+    from omnitrain import TrainHook
+
+
+    class Tokens:
+        def __init__(self, size, kind):
+            self.size, self.kind = size, kind
+
+
+    class Shape:
+        def __init__(self, tokens, width, names, folder, act):
+            self.tokens, self.width, self.names, self.folder, self.act = tokens, width, names, folder, act
+
+
+    class Net(torch.nn.Module):
+        def __init__(self, shape, dropout=0.0):
+            super().__init__()
+            print("shape", shape.tokens.size, shape.tokens.kind, shape.width, shape.names, shape.folder, shape.act(-1))
+            self.embedding = torch.nn.Embedding(shape.tokens.size, shape.width)
+            self.head = torch.nn.Linear(shape.width, shape.tokens.size)
+
+        def forward(self, batch):
+            found = self.head(self.embedding(batch["inputs"]))
+            return torch.nn.functional.cross_entropy(found, batch["labels"]), found
+
+
+    class Rows(Dataset):
+        def __init__(self, tokens, size, split="train"):
+            self.tokens, self.size = tokens, size
+
+        def __len__(self):
+            return self.size
+
+        def __getitem__(self, index):
+            return index % self.tokens.size
+
+
+    def collate(rows, shift=1, size=8):
+        return {"inputs": torch.tensor(rows), "labels": (torch.tensor(rows) + shift) % size}
+
+
+    class Sampler(DistributedSampler):
+        pass
+
+
+    def negative(number):
+        return -number
+
+
+    class Hook(TrainHook):
+        def __init__(self, word):
+            self.word = word
+
+        def on_val_end(self, trainer, val_loss):
+            print(self.word, round(val_loss, 4))
+
+
+    def on_epoch_end(trainer, epoch):
+        print("epoch ended")
+"""
+DOCUMENTED = """
+    compute_config: {plan_ngpus: 1, runtime_ngpus: 1, use_end2end: true, constant_folding: true}
+    run_mode: run
+    pas_policy: autodist
+    vars:
+      tokens: {__type: mine.Tokens, size: 8, kind: {__value_type: str, value: 12}}
+      width: 16
+      rate: 1e-2
+    micro_batch_size: 4
+    global_batch_size: 8
+    max_epochs: 3
+    seed: 1
+    val_every_n_epochs: 1
+    enable_progress_bar: true
+    precision: {param: fp32, input: none}
+    model:
+      type: mine.Net
+      args:
+        shape:
+          __type: mine.Shape
+          tokens: $!(vars.tokens)
+          width: $(vars.width)
+          names: "['a', 'b']"
+          folder: {__value_type: pathlib.PurePosixPath, value: data/$(vars.width)}
+          act: {__value_type: function, value: mine.negative}
+        dropout: "0.1"
+    optimizer:
+      type: torch.optim.AdamW
+      args: {lr: $(vars.rate), betas: "(0.9, 0.99)", fused: false}
+      clip_gnorm: 1.0
+    lr_scheduler: {type: torch.optim.lr_scheduler.CosineAnnealingLR, args: {T_max: 12}, interval: step}
+    dataset:
+      type: mine.Rows
+      train_args: {tokens: $!(vars.tokens), size: 32}
+      val_args: {tokens: $!(vars.tokens), size: 8, split: val}
+    dataloader:
+      train_args: {collate_fn: {__value_type: function, value: mine.collate}, drop_last: true, num_workers: 0}
+      SAMPLER_OPTION
+    dataset_sampler: SAMPLER
+    checkpoint: {save_dir: runs, every_n_epochs: 1, keep_last_n_checkpoints: 2, resume_from: last}
+    log:
+      - {type: nnscaler.cli.loggers.TensorBoardLogger, args: {root_dir: logs, name: small}}
+    hook: HOOK
+"""
+
+
+@pytest.mark.parametrize("way", thinned(["plain", "own"], ["own"]))
+def test_convert_and_train_every_section(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], way: str
+) -> None:
+    pytest.importorskip("tensorboard")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
+    monkeypatch.setitem(sys.modules, "mine", sys)  # so that it is forgotten after the test
+    monkeypatch.delitem(sys.modules, "mine")
+    own = way == "own"
+    text = DOCUMENTED.replace("SAMPLER_OPTION", "type: torch.utils.data.DataLoader" if own else "test_args: {}")
+    text = text.replace("SAMPLER", "{type: mine.Sampler, train_args: {shuffle: true}}" if own else "{}")
+    text = text.replace("HOOK", "{type: mine.Hook, args: {word: mean}}" if own else "{on_epoch_end: mine.on_epoch_end}")
+    Path("mine.py").write_text(textwrap.dedent(MINE))
+    Path("nnscaler.yaml").write_text(textwrap.dedent(text))
+
+    def command(*words: str) -> str:
+        code, printed = main([*words]), capsys.readouterr()
+        assert code == 0, printed.err
+        return printed.out
+
+    Path("a.yaml").write_text(command("config", "convert", "nnscaler.yaml"))
+    assert "# `pas_policy`: the model runs as it is" in Path("a.yaml").read_text()
+    first = command("train", "a.yaml", "--trainer.epochs", "2", "--vars.width", "24")
+    assert "shape 8 12 24 ['a', 'b'] data/24 1" in first
+    assert first.count("mean " if own else "epoch ended") == 2
+    assert (Path("logs") / "small").is_dir()
+    again = command("train", "a.yaml", "--vars.width", "24")  # goes on with what there is
+    assert again.count("mean " if own else "epoch ended") == 1
+    assert Path("runs/last").resolve().name == "checkpoint-12"

@@ -1,0 +1,254 @@
+"""Exchanges between ranks, and exchanges that only some of them make."""
+
+from __future__ import annotations
+
+import atexit
+import datetime
+import os
+import signal
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from forking import Case, Found, Outcome, play
+
+from omnitrain.checkpoint.tensor_reader import DTYPES
+from omnitrain.core.errors import CheckpointError, DistributedError
+from omnitrain.core.events import Control
+from omnitrain.distributed import ranks as ranks_module
+from omnitrain.distributed.ranks import ProcessRanks, Ranks
+from omnitrain.distributed.rendezvous import connected_ranks
+
+
+class Unsendable(Exception):
+    def __init__(self, first: str, second: str) -> None:
+        super().__init__(f"{first} {second}")
+
+
+# --- cases
+
+
+def join() -> ProcessRanks:
+    ranks_module._POLL_INTERVAL = datetime.timedelta(seconds=0.1)
+    dist.init_process_group("gloo")
+    return connected_ranks()
+
+
+def exchange() -> dict[str, Any]:
+    """Make every exchange, first as few ranks do, then as many, of which each one gets only sums."""
+    ranks = join()
+    results = {"few": exchange_values(ranks), "errors": raise_on_main(ranks), "waits": wait_long(ranks)}
+    results["fork"] = exit_in_fork(ranks)
+    ranks_module._LISTED = 1
+    rank, many = ranks.rank, exchange_values(ranks)
+    results |= {
+        "many": many,
+        "bits": [value.hex() for value in ranks.sum("floats", 0.1 + rank, 1e-17 * (rank + 1), 1 / 3)],
+        "combined": ranks.combine("f", {rank}, lambda each: sorted(set().union(*each))),
+        "dealt": [ranks.deal("g", lambda count=count: ["a" * 9, "b", "c"][:count]) for count in (0, 1, 2, 3)],
+    }
+    ranks.check_alike("The numbers", {"a": 1, "b": [2, 3]}, "Do.")
+    try:
+        ranks.check_alike("The numbers", {"a": rank}, "Do.")
+    except DistributedError as error:
+        results["unlike"] = str(error)
+    return results
+
+
+def exchange_values(ranks: ProcessRanks) -> dict[str, Any]:
+    rank = ranks.rank
+    results: dict[str, Any] = {"who": [ranks.rank, ranks.world_size, ranks.is_main]}
+    results["sum"] = ranks.sum("a", rank + 1, 10.0, *range(12))
+    results["gather"] = ranks.gather("b", {"rank": rank, "long": "x" * rank * 100_000})[1]["rank"]
+    results["nothing"] = ranks.gather("b", None)
+    results["main"] = ranks.on_main("c", lambda: [rank, "done"])
+    tensor = torch.arange(6.0).reshape(2, 3) if rank == 0 else torch.zeros(2, 3)
+    results["broadcast"] = ranks.broadcast(tensor).tolist()
+    results["unsent dtypes"] = [str(dtype) for dtype in DTYPES if not is_broadcast(ranks, dtype)]
+    with ranks.calling("d"):
+        results["called"] = True
+    requests = Control(log=rank == 0, save=rank == 1, stop=["early_stopping", "max_steps"][rank])
+    agreed, totals = ranks.agree("e", requests, 2.0)
+    assert totals == [2.0 * ranks.world_size]
+    results["agreed"] = [agreed.log, agreed.evaluate, agreed.save, agreed.stop, agreed.signal]
+    agreed, _ = ranks.agree("e", Control(stop="epochs") if rank else Control(stop="signal", signal=signal.SIGINT), 2.0)
+    results["signalled"] = [agreed.stop, agreed.signal]
+    return results
+
+
+def is_broadcast(ranks: ProcessRanks, dtype: torch.dtype) -> bool:
+    """Whether tensors of a dtype reach all ranks, with and without values."""
+    equal = []
+    for shape in ((2, 3), (), (0, 3)):
+        values = torch.arange(6).reshape(2, 3)[: shape[0]] if shape else torch.tensor(1)
+        expected = values.to(torch.float32).to(dtype)
+        tensor = expected.clone() if ranks.is_main else torch.zeros(shape).to(dtype)
+        equal.append(bool((ranks.broadcast(tensor).float() == expected.float()).all()))
+    return all(equal)
+
+
+def raise_on_main(ranks: ProcessRanks) -> list[list[str]]:
+    errors = []
+
+    def fail() -> None:
+        try:
+            raise OSError(28, "full")
+        except OSError as cause:
+            raise CheckpointError("cannot") from cause
+
+    def raise_unsendable() -> None:
+        raise Unsendable("one", "two")
+
+    for work in (fail, raise_unsendable, threading.Lock):
+        try:
+            ranks.on_main("the work", work)
+        except Exception as error:
+            notes = "".join(getattr(error, "__notes__", []))
+            errors.append([type(error).__name__, str(error), type(error.__cause__).__name__, notes])
+    return errors
+
+
+def wait_long(ranks: ProcessRanks) -> list[float]:
+    """Work on one rank for several polls, while the other waits for it."""
+    if ranks.is_main:
+        time.sleep(0.5)
+    return ranks.sum("late", 1) + ranks.on_main("later", lambda: time.sleep(0.3) or [3.0])
+
+
+def exit_in_fork(ranks: ProcessRanks) -> list[float]:
+    """End a fork of this process, and let the other rank wait long enough to notice if that counted as this one."""
+    child = os.fork()
+    if not child:
+        atexit._run_exitfuncs()
+        os._exit(0)
+    os.waitpid(child, 0)
+    return wait_long(ranks)
+
+
+def survive_late() -> list[Any]:
+    """Raise the same error on both, one of them late; the second time after the other has stopped waiting for it."""
+    ranks = join()
+    folder, results = Path(os.environ["CASE_FOLDER"]), list[Any]()
+    for too_late in (False, True):
+        ranks_module._ERROR_SYNC_S = 0.2 if too_late else 600.0
+        try:
+            with ranks.calling("work"):
+                if too_late and not ranks.is_main:
+                    wait_for(folder / "given up")
+                time.sleep(0.2 * ranks.rank)
+                raise ValueError("of both")
+        except ValueError:
+            results.append("both")
+        if too_late:
+            (folder / ("given up" if ranks.is_main else "late")).touch()
+            wait_for(folder / "late")  # the main process is still there when the other comes
+        try:
+            results += ranks.sum("after", 1)
+        except DistributedError as error:
+            results.append(str(error).partition(":")[2])
+    return results
+
+
+def wait_for(path: Path) -> None:
+    while not path.exists():
+        time.sleep(0.01)
+
+
+def call_differently(listed: int = 64) -> None:
+    ranks_module._LISTED = listed
+    ranks = join()
+    with ranks.calling("work"):
+        ranks.sum("this" if ranks.is_main else "that", 1)
+
+
+CASES = [
+    Case("exchange", "test_ranks:exchange"),
+    Case("late", "test_ranks:survive_late"),
+    Case("few", "test_ranks:call_differently"),
+    Case("many", "test_ranks:call_differently", {"listed": 1}),
+]
+
+
+@pytest.fixture(scope="module")
+def outcomes(tmp_path_factory: pytest.TempPathFactory) -> Found[list[Outcome]]:
+    return play(CASES, tmp_path_factory.mktemp("ranks"))
+
+
+def results_of(outcomes: list[Outcome]) -> list[Any]:
+    assert [outcome.code for outcome in outcomes] == [0, 0], outcomes
+    return [outcome.result for outcome in outcomes]
+
+
+@pytest.fixture
+def exchanged(outcomes: dict[str, list[Outcome]]) -> list[Any]:
+    return results_of(outcomes["exchange"])
+
+
+# --- tests
+
+
+def test_ranks_of_one_process_return_their_own_values() -> None:
+    ranks = Ranks()
+    tensor, requests = torch.ones(2), Control(save=True)
+    assert (ranks.rank, ranks.world_size, ranks.is_main) == (0, 1, True)
+    assert ranks.sum("a", 1, 2) == [1, 2] and ranks.gather("b", "x") == ["x"] and ranks.on_main("c", lambda: 3) == 3
+    assert ranks.agree("d", requests) == (requests, []) and ranks.broadcast(tensor) is tensor
+    with pytest.raises(KeyError), ranks.calling("e"):
+        raise KeyError
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("count", ["few", "many"])
+def test_exchanges_return_the_same_on_all_ranks(exchanged: list[Any], count: str) -> None:
+    first, second = (result[count] for result in exchanged)
+    assert (first.pop("who"), second.pop("who")) == ([0, 2, True], [1, 2, False])
+    assert first == second
+    assert first["sum"] == [3.0, 20.0, *(2.0 * number for number in range(12))]
+    assert (first["gather"], first["nothing"], first["main"]) == (1, [None, None], [0, "done"])
+    assert first["broadcast"] == [[0, 1, 2], [3, 4, 5]] and first["called"] and first["unsent dtypes"] == []
+    assert first["agreed"] == [True, False, True, "max_steps", 0]  # requests add up, the first reason to stop counts
+    assert first["signalled"] == ["signal", signal.SIGINT]
+
+
+@pytest.mark.processes
+def test_exchanges_of_many_ranks_by_sums(exchanged: list[Any]) -> None:
+    main, other = exchanged
+    assert main["bits"] == other["bits"] and main["combined"] == other["combined"] == [0, 1]
+    assert main["dealt"] == [None, *["a" * 9] * 3] and other["dealt"] == [None, None, "b", "b"]
+    assert main["unlike"] == other["unlike"] == "The numbers differ: `a` is 0 on rank 0 and 1 on rank 1. Do."
+
+
+@pytest.mark.processes
+def test_on_main_raises_on_all_ranks_with_origin(exchanged: list[Any]) -> None:
+    main, other = (result["errors"] for result in exchanged)
+    assert [entry[:3] for entry in main[:2]] == [
+        ["CheckpointError", "cannot", "OSError"], ["Unsendable", "one two", "NoneType"],
+    ]  # fmt: skip
+    assert other[0][:3] == main[0][:3] and other[1][:2] == ["RuntimeError", "Unsendable: one two"]
+    assert "Raised on rank 0, in the work:\nTraceback" in other[0][3] and "in fail\n" in other[0][3]
+    assert "lock" in main[2][1] and "lock" in other[2][1]  # a result that cannot be sent
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("name", ["waits", "fork"])
+def test_exchange_waits_for_ranks_that_work_or_fork(exchanged: list[Any], name: str) -> None:
+    assert [result[name] for result in exchanged] == [[2.0, 3.0]] * 2
+
+
+@pytest.mark.processes
+def test_calling_agrees_if_an_error_was_common(outcomes: dict[str, list[Outcome]]) -> None:
+    ended = " this run has ended by an error on one of its ranks. Start it again."
+    assert results_of(outcomes["late"]) == [["both", 2.0, "both", ended]] * 2
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("count", ["few", "many"])
+def test_exchange_reports_ranks_in_different_calls(outcomes: dict[str, list[Outcome]], count: str) -> None:
+    for outcome in outcomes[count]:
+        assert outcome.code == 1
+        assert "DistributedError: The processes of the run are at different places" in outcome.output
+        assert "rank 0: this; rank 1: that." in outcome.output

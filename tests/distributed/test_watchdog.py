@@ -1,0 +1,292 @@
+"""Stalled ranks, as judged from what ranks post."""
+
+from __future__ import annotations
+
+import json
+import re
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from forking import Case, Found, Outcome, play
+from hypothesis import assume, example, given, settings
+from hypothesis import strategies as st
+from marks import thinned
+from torch import nn
+
+from omnitrain import Trainer
+from omnitrain.distributed import ranks, watchdog
+from omnitrain.distributed.watchdog import GONE_S, Group, Post, Report, Stall, Stalls, Tree, in_words
+
+STEP = Post(0, "step", 12, 70, False)
+"""A rank that may be waiting in a collective of the model, which nobody can see."""
+WAITS = Post(0, "step", 12, 70, True)
+DATA = Post(0, "data", 12, 69, False)
+OUTSIDE = Post(0, "", 0, 0, False)
+
+
+def watch(seconds: int, *posts: Post, silent: tuple[int, ...] = ()) -> Stalls:
+    """Return what has seen these posts for so long, each with a new beat but those of silent ranks."""
+    observer = Stalls()
+    for second in range(seconds + 1):
+        latest = {rank: post if rank in silent else post._replace(beat=second) for rank, post in enumerate(posts)}
+        observer.look(latest, 1.0)
+    return observer
+
+
+@pytest.mark.parametrize(
+    ("posts", "silent", "expected"),
+    [
+        pytest.param([WAITS, DATA, WAITS], (), [(1, False)], id="the rank that does not wait"),
+        pytest.param([STEP, DATA], (), [(1, False)], id="the earlier place"),
+        pytest.param([STEP, STEP._replace(step=11)], (), [(1, False)], id="the earlier step"),
+        pytest.param([STEP._replace(place="evaluation"), STEP], (), [(1, False)], id="the step before evaluation"),
+        pytest.param([STEP, STEP], (), [(0, False), (1, False)], id="all at the same place"),
+        pytest.param([WAITS, WAITS], (), [(0, False), (1, False)], id="all wait for each other"),
+        pytest.param([DATA, WAITS], (1,), [(1, True)], id="a silent rank first"),
+        pytest.param([OUTSIDE, WAITS], (), [(0, False)], id="outside of the trainer"),
+        pytest.param([OUTSIDE, OUTSIDE], (), [], id="all outside of the trainer"),
+        pytest.param([OUTSIDE._replace(has_ended=True), DATA], (0,), [(1, False)], id="the end of the program"),
+    ],
+)
+def test_stalls_found(posts: list[Post], silent: tuple[int, ...], expected: list[tuple[int, bool]]) -> None:
+    assert [(stall.rank, stall.is_silent) for stall in watch(30, *posts, silent=silent).found(30.0)] == expected
+
+
+def test_stalls_outside_of_the_trainer_end_if_silent() -> None:
+    for silent in ((), (0,)):
+        (stall,) = watch(30, OUTSIDE, WAITS, silent=silent).found(30.0)
+        assert stall.rank == 0 and stall.may_end == bool(silent)
+
+
+def test_stalls_empty_while_any_rank_moves() -> None:
+    observer = Stalls()
+    for second in range(100):
+        observer.look({0: WAITS._replace(beat=second), 1: Post(second, "evaluation", 12, second, False)}, 1.0)
+    assert not observer.found(3.0)
+
+
+def test_stalls_due_seldom_and_once_for_usual_steps() -> None:
+    observer, reported = Stalls(), []
+    for second in range(300):
+        observer.look({0: WAITS._replace(beat=second), 1: DATA._replace(beat=second)}, 1.0)
+        reported += [stall.seconds for stall in observer.due(30.0)]
+    assert reported == [30, 60, 120, 240]
+    assert observer.look({1: STEP._replace(beat=300)}, 1.0) == ["Rank 1 goes on, after 299 s in 'data'."]
+    observer, reported = Stalls(), []
+    for second in range(400):  # each step takes 40 seconds
+        observer.look({0: Post(second, "step", second // 40, second // 40, False)}, 1.0)
+        reported += [stall.post.step for stall in observer.due(30.0)]
+    assert reported == [0]
+
+
+def test_digest_and_words_of_stalls() -> None:
+    (stall,) = watch(31, WAITS, DATA).found(30.0)
+    assert in_words(stall) == "Rank 1 has been in 'data' for 31 s (step 12)."
+    (stall,) = watch(31, WAITS, Post(0, "train()", 0, 0, False), silent=(1,)).found(30.0)
+    assert in_words(stall) == (
+        "Rank 1 has posted nothing for 31 s, and was in 'train()' before: "
+        "its process is stopped, swapped out, cut off or gone."
+    )
+    (group,) = watch(39, *[DATA] * 20).digest()
+    assert group == Group(tuple(range(8)), 20, DATA._replace(beat=39), 39.0, 39.0, 0.0)
+
+
+# --- a tree of many ranks
+
+Posts = Callable[[int, int], Post | None]
+"""The post of a rank in a second; None while its process does not run."""
+
+
+class Run:
+    """Ranks that read each other's reports second by second, and an observer that reads all posts itself."""
+
+    def __init__(self, size: int, posts: Posts) -> None:
+        self.trees = [Tree(rank, size) for rank in range(size)]
+        self.posts = posts
+        self.second = 0
+        self.store: list[str] = [self.report(rank, posts(rank, 0) or STEP) for rank in range(size)]
+        self.observer = Stalls()
+        self.reads: list[int] = []
+        self.lines: dict[int, list[str]] = {}
+
+    def report(self, rank: int, post: Post) -> str:
+        return json.dumps(Report(post._replace(beat=self.second), self.trees[rank].digest()).plain())
+
+    def tick(self) -> None:
+        self.second += 1
+        running = {rank: post for rank in range(len(self.trees)) if (post := self.posts(rank, self.second))}
+        for rank, post in running.items():
+            self.store[rank] = self.report(rank, post)
+        self.reads = []
+        for rank in running:
+            tree = self.trees[rank]
+            ranks = tree.to_read(tree.is_top)
+            self.reads.append(len(ranks))
+            reports = {number: Report.of(*json.loads(self.store[number])) for number in ranks}
+            self.lines[rank] = tree.look(reports, 1.0, tree.is_top)
+        self.observer.look({rank: Report.of(*json.loads(text)).post for rank, text in enumerate(self.store)}, 1.0)
+
+    def judges(self) -> list[Stalls]:
+        """Return the observers of running ranks that do the work of rank 0."""
+        return [tree.whole for tree in self.trees if tree.is_top and self.posts(tree.rank, self.second)]
+
+
+def check_tree(size: int, posts: Posts, seconds: float = 30.0, levels: int = 2) -> None:
+    """Find by the tree what reading all finds, not earlier and later by some seconds for each level of the tree."""
+    run, expected = Run(size, posts), list[Stall]()
+    for _ in range(int(seconds + (levels + 1) * (GONE_S + 2))):
+        run.tick()
+        expected = run.observer.found(seconds)
+        assert expected or not any(judge.found(seconds) for judge in run.judges())
+    assert run.judges(), "nobody judges"
+    for judge in run.judges():
+        stalled = judge.found(seconds)
+        assert {stall.rank for stall in stalled} <= {stall.rank for stall in expected}
+        assert len(stalled) + sum(stall.others for stall in stalled) == len(expected)
+        assert [stall.is_silent for stall in stalled] == [expected[0].is_silent] * len(stalled)
+
+
+@pytest.mark.parametrize(
+    ("size", "ranks", "is_stopped"),
+    thinned(
+        [
+            (128, (100,), False),
+            (128, (0,), True),
+            (128, (1, 33, 64, 65), True),
+            (1024, (0,), False),
+            (1024, (5,), True),
+            (1024, (700,), False),
+            (1024, (1, 33, 64, 65), False),
+            (1024, tuple(range(100, 120)), True),
+        ],
+        [(128, (100,), False)],
+    ),
+    ids=str,
+)
+def test_tree_finds_stalls_of_many_ranks(size: int, ranks: tuple[int, ...], is_stopped: bool) -> None:
+    def posts(rank: int, second: int) -> Post | None:
+        if second < 2:
+            return Post(0, "step", 1, second, False)
+        return WAITS if rank not in ranks else None if is_stopped else DATA
+
+    check_tree(size, posts, 20.0)
+
+
+def check_stopped(size: int, stopped: set[int], behind: set[int]) -> None:
+    def posts(rank: int, second: int) -> Post | None:
+        return None if rank in stopped and second > 1 else DATA if rank in behind else WAITS
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(watchdog, "_CHILDREN", 2)
+        check_tree(size, posts, levels=6)
+
+
+@pytest.mark.parametrize(
+    ("stopped", "behind"),
+    thinned([({0, 1, 2}, {7}), (set(range(7)), set()), (set(), {39})], [({0, 1, 2}, {7})]),
+    ids=str,
+)
+def test_tree_finds_stalls_below_stopped_ranks(stopped: set[int], behind: set[int]) -> None:
+    check_stopped(40, stopped, behind)
+
+
+@pytest.mark.slow
+@settings(deadline=None, max_examples=30)
+@given(
+    size=st.integers(4, 40),
+    stopped=st.sets(st.integers(0, 39), max_size=8),
+    behind=st.sets(st.integers(0, 39), max_size=3),
+)
+@example(size=40, stopped={0, 1, 2}, behind={7})
+def test_tree_finds_stalls_below_any_stopped_ranks(size: int, stopped: set[int], behind: set[int]) -> None:
+    assume(not stopped.issuperset(range(size)))
+    check_stopped(size, stopped, behind)
+
+
+@pytest.mark.parametrize("size", thinned([256, 1024], [256]))
+def test_tree_reads_few_and_short_reports(size: int) -> None:
+    run = Run(size, lambda rank, second: Post(0, "step", second // 3, second * rank, rank % 3 > 0))
+    for _ in range(12):
+        run.tick()
+    limit = 2 * watchdog._CHILDREN + 1
+    assert max(run.reads) <= limit and sum(run.reads) <= 4 * size
+    assert max(map(len, run.store)) < 600
+    healthy = Run(size, lambda rank, second: Post(0, "step", 1, second, False))
+    healthy.tick()
+    healthy.tick()
+    assert max(healthy.reads) <= limit
+
+
+def test_tree_of_few_ranks_reads_all_while_judging() -> None:
+    tree = Tree(3, 33)
+    assert tree.is_top and tree.to_read(judges=False) == [0] and sorted(tree.to_read(judges=True)) == list(range(33))
+    assert Tree(0, 33).to_read(judges=False) == [] and not tree.digest()
+
+
+def test_tree_reports_a_distant_rank_that_continues() -> None:
+    def posts(rank: int, second: int) -> Post:
+        if rank != 100:
+            return WAITS
+        return Post(0, "evaluation", 3, second, False) if second < 15 else DATA if second < 50 else STEP
+
+    run = Run(128, posts)
+    reported: list[tuple[int, int]] = []
+    for second in range(55):
+        run.tick()
+        reported += [(second, stall.rank) for stall in run.trees[0].whole.due(30.0)]
+        if run.lines[0]:
+            break
+    ((second, rank),) = reported
+    assert rank == 100 and second > 40  # not while it moves
+    (line,) = run.lines[0]
+    assert re.fullmatch(r"Rank 100 goes on, after 3\d s or more in 'data'\.", line)
+
+
+def test_tree_top_returns_to_rank_0() -> None:
+    run = Run(66, lambda rank, second: None if rank == 0 and 2 < second < 30 else WAITS)
+    tops = {}
+    for second in range(1, 50):
+        run.tick()
+        tops[second] = [tree.rank for tree in run.trees if tree.is_top]
+    assert tops[2] == [0] and tops[29] == [*range(33)] and tops[49] == [0]
+
+
+# --- one process
+
+
+class Hanging(torch.utils.data.Dataset[Any]):
+    def __len__(self) -> int:
+        return 8
+
+    def __getitem__(self, index: int) -> Any:
+        time.sleep(1000 if index == 5 else 0)
+        return torch.zeros(4), torch.zeros(1)
+
+
+def hang(workers: int) -> None:
+    """Train on one process, of which reading data never ends."""
+    ranks.QUIET_S = 1.0
+    Trainer(
+        nn.Linear(4, 1), Hanging(), loss_fn=nn.functional.mse_loss, batch_size=2, epochs=1, device="cpu",
+        num_workers=workers, shuffle=False, timeout="4s", progress_bar=False,
+    ).train()  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def outcomes(tmp_path_factory: pytest.TempPathFactory) -> Found[list[Outcome]]:
+    cases = [Case(f"{workers}", "test_watchdog:hang", {"workers": workers}, processes=1) for workers in (0, 1)]
+    return play(cases, tmp_path_factory.mktemp("hanging"))
+
+
+@pytest.mark.slow
+@pytest.mark.processes
+@pytest.mark.parametrize("workers", [0, 1])
+def test_timeout_ends_a_single_process(workers: int, outcomes: dict[str, list[Outcome]]) -> None:
+    (outcome,) = outcomes[f"{workers}"]
+    assert outcome.code == 1
+    assert re.search(r"^Rank 0 has been in 'data' for \d s \(step \d\)\.$", outcome.output, re.M)
+    assert "DistributedError: Rank 0 has been in 'data'" in outcome.output
+    assert "No progress for `timeout=4` seconds ends the run. Start it again" in outcome.output

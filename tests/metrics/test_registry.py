@@ -1,0 +1,572 @@
+"""Metrics by name: each against scikit-learn, however the data is cut into batches and processes."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from marks import thinned
+from scipy.stats import kendalltau, pearsonr, spearmanr
+from sklearn import metrics as sk
+
+from omnitrain.core.errors import ConfigError, DataError
+from omnitrain.metrics.registry import NamedMetrics
+from omnitrain.metrics.scorer import scores_for
+
+pytestmark = pytest.mark.filterwarnings("ignore")  # scikit-learn's own, on classes without samples
+
+CLASSES = 4
+
+
+def softmax(scores: np.ndarray) -> np.ndarray:
+    powers = np.exp(scores - scores.max(-1, keepdims=True))
+    return powers / powers.sum(-1, keepdims=True)
+
+
+def rank_of_label(true: np.ndarray, scores: np.ndarray, k: int) -> float:
+    return float(sk.top_k_accuracy_score(true, scores, k=k, labels=range(scores.shape[-1])))
+
+
+AVERAGES = ("macro", "micro", "weighted")
+
+
+def averaged(stem: str) -> dict:
+    function = getattr(sk, f"{stem}_score")
+    return {f"{stem}_{a}": lambda t, s, a=a: function(t, s.argmax(-1), average=a) for a in AVERAGES}
+
+
+BY_CLASS = {
+    "accuracy": lambda t, s: sk.accuracy_score(t, s.argmax(-1)),
+    "balanced_accuracy_score": lambda t, s: sk.balanced_accuracy_score(t, s.argmax(-1)),
+    **averaged("f1"),
+    **averaged("precision"),
+    **averaged("recall"),
+    **averaged("jaccard"),
+    "matthews_corrcoef": lambda t, s: sk.matthews_corrcoef(t, s.argmax(-1)),
+    "cohen_kappa": lambda t, s: sk.cohen_kappa_score(t, s.argmax(-1)),
+    "hamming_loss": lambda t, s: sk.hamming_loss(t, s.argmax(-1)),
+    "zero_one_loss": lambda t, s: sk.zero_one_loss(t, s.argmax(-1)),
+    "neg_zero_one_loss": lambda t, s: -sk.zero_one_loss(t, s.argmax(-1)),
+    "top2_accuracy": lambda t, s: rank_of_label(t, s, 2),
+    "top3_accuracy": lambda t, s: rank_of_label(t, s, 3),
+    "log_loss": lambda t, s: sk.log_loss(t, softmax(s), labels=range(s.shape[-1])),
+    "perplexity": lambda t, s: math.exp(sk.log_loss(t, softmax(s), labels=range(s.shape[-1]))),
+    "roc_auc": lambda t, s: sk.roc_auc_score(t, softmax(s), multi_class="ovr", labels=range(s.shape[-1])),
+    "average_precision": lambda t, s: sk.average_precision_score(np.eye(s.shape[-1])[t], softmax(s)),
+}
+BINARY = {
+    name: lambda t, s, name=name: getattr(sk, f"{name}_score")(t, s.argmax(-1))
+    for name in ("f1", "precision", "recall", "jaccard")
+}
+BINARY_SCORES = {
+    "roc_auc": lambda t, s: sk.roc_auc_score(t, softmax(s)[:, 1]),
+    "average_precision": lambda t, s: sk.average_precision_score(t, softmax(s)[:, 1]),
+}
+BY_VALUE = {
+    "mse": sk.mean_squared_error,
+    "neg_mean_squared_error": lambda t, p: -sk.mean_squared_error(t, p),
+    "rmse": sk.root_mean_squared_error,
+    "mean_absolute_error": sk.mean_absolute_error,
+    "mape": sk.mean_absolute_percentage_error,
+    "r2": sk.r2_score,
+    "explained_variance": sk.explained_variance_score,
+    "max_error": lambda t, p: np.abs(t - p).max(),
+    "pearson": lambda t, p: np.mean(
+        [pearsonr(a, b)[0] for a, b in zip(np.atleast_2d(t.T), np.atleast_2d(p.T), strict=True)]
+    ),
+}
+
+
+def score(names, outputs, labels, batch_size=3, processes=1):
+    """Score as a run does: batch by batch on each process, then everything merged into a fresh scorer."""
+    outputs, labels = torch.as_tensor(outputs), torch.as_tensor(labels)
+    scorers = [NamedMetrics(names) for _ in range(processes)]
+    for i, start in enumerate(range(0, len(labels), batch_size)):
+        rows = slice(start, start + batch_size)
+        scorers[i % processes].update(outputs[rows], labels[rows])
+    if processes == 1:
+        return scorers[0].compute()
+    merged = NamedMetrics(names)
+    for scorer in scorers:
+        merged.merge(scorer.state())
+    return merged.compute()
+
+
+def expect(reference, *arrays):
+    return {name: float(function(*arrays)) for name, function in reference.items()}
+
+
+class Drawn:
+    """Data of a random size, and how they are cut into batches and processes."""
+
+    def __init__(self, seed: int) -> None:
+        self.random = np.random.default_rng(seed)
+        self.cut = int(self.random.integers(1, 8)), int(self.random.integers(1, 4))
+
+    def size(self, smallest: int, largest: int = 40) -> int:
+        return int(self.random.integers(smallest, largest + 1))
+
+    def normal(self, *size: int) -> np.ndarray:
+        return self.random.normal(size=size)
+
+
+@pytest.fixture(params=thinned(range(8), range(2)))
+def drawn(request: pytest.FixtureRequest) -> Drawn:
+    return Drawn(request.param)
+
+
+def test_metrics_of_classes_equal_scikit_learn(drawn):
+    samples = drawn.size(8)
+    labels, outputs = drawn.random.integers(0, CLASSES, samples), drawn.normal(samples, CLASSES) * 3
+    labels[:CLASSES] = range(CLASSES)
+    scores = score(list(BY_CLASS), outputs, labels, *drawn.cut)
+    assert scores == pytest.approx(expect(BY_CLASS, labels, outputs), rel=1e-12, nan_ok=True)
+
+
+def test_metrics_of_two_classes_equal_scikit_learn(drawn):
+    samples = drawn.size(4)
+    labels, outputs = drawn.random.integers(0, 2, samples), drawn.normal(samples, 2)
+    labels[:2] = 0, 1
+    reference = BINARY | BINARY_SCORES
+    scores = score(list(reference), outputs, labels, *drawn.cut)
+    assert scores == pytest.approx(expect(reference, labels, outputs), rel=1e-12)
+
+
+def test_metrics_of_values_equal_scikit_learn(drawn):
+    samples, columns = drawn.size(2), drawn.size(1, 3)
+    labels = drawn.normal(samples, columns) * 3 + 1
+    outputs = labels + drawn.normal(samples, columns)
+    scores = score(list(BY_VALUE), outputs, labels, *drawn.cut)
+    assert scores == pytest.approx(expect(BY_VALUE, labels, outputs), rel=1e-9)
+
+
+def test_references_cover_every_name():
+    with pytest.raises(ConfigError) as caught:
+        NamedMetrics(["nosuch"])
+    kinds = set(str(caught.value).split("The names are ")[1].split(", top<k>")[0].split(", "))
+    tested = BY_CLASS.keys() | BINARY.keys() | BY_VALUE.keys()
+    tested |= TWO_CLASSES.keys() | TWO_CLASS_SCORES.keys() | BY_PAIRS.keys()
+    assert len(kinds) > 30 and kinds - tested == {"brier", "mae", "medae"}  # of which the long names are tested
+
+
+def test_values_with_large_means_lose_no_digits():
+    random = np.random.default_rng(0)
+    labels = random.normal(size=200) + 1e8
+    outputs = labels + random.normal(size=200)
+    reference = {name: BY_VALUE[name] for name in ("r2", "explained_variance", "pearson")}
+    assert score(list(reference), outputs, labels, 7, 3) == pytest.approx(expect(reference, labels, outputs), rel=1e-6)
+
+
+NAN = float("nan")
+EDGES = {
+    "a label of -100 is a number": (["mae"], [-90.0, 1.0], [-100.0, 1.0], {"mae": 5.0}),
+    "constant labels": (["r2"], [2.0] * 5, [2.0] * 5, {"r2": 1.0}),
+    "constant labels, other values": (["r2"], [3.0] * 5, [2.0] * 5, {"r2": 0.0}),
+    "a column of outputs": (["mse"], [[1.0], [2.0], [3.0]], [1.0, 2.0, 3.0], {"mse": 0.0}),
+    "a column of labels": (["mse"], [1.0, 2.0, 3.0], [[1.0], [2.0], [3.0]], {"mse": 0.0}),
+    "dimensions are columns": (["rmse"], [[[1.0, 0.0]], [[3.0, 0.0]]], [[[0.0, 4.0]], [[0.0, 4.0]]],
+                               {"rmse": (5**0.5 + 4) / 2}),
+    "NaN": (["mse", "max_error"], [1.0, NAN, 2.0], [1.0, 1.0, 1.0], {"mse": NAN, "max_error": NAN}),
+    "no label": (["mse", "r2"], [1.0, 1.0], [NAN, NAN], {"mse": None, "r2": None}),
+    "bools are classes": (["accuracy"], [[1.0, 0.0], [0.0, 1.0]], [False, False], {"accuracy": 0.5}),
+    "equal scores rank like argmax": (["accuracy", "top1_accuracy", "top2_accuracy"], [[0.0] * 3] * 3, [0, 1, 2],
+                                      {"accuracy": 1 / 3, "top1_accuracy": 1 / 3, "top2_accuracy": 2 / 3}),
+    "confident scores": (["roc_auc"], [[0.0, 100.0], [0.0, 101.0], [0.0, 102.0]], [0, 0, 1], {"roc_auc": 1.0}),
+    "labels of -100 of many": (["hamming_loss", "accuracy"], [[1.0, -1.0], [9.0, 1.0], [1.0, 9.0]],
+                               [[1, 0], [-100, 1], [0, -100]], {"hamming_loss": 0.25, "accuracy": 2 / 3}),
+    "labels of -100 of two classes": (["accuracy"], [1.0, 9.0, 1.0], [1, -100, 0], {"accuracy": 0.5}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("names", "outputs", "labels", "expected"), EDGES.values(), ids=EDGES)
+def test_metrics_at_the_edges(names, outputs, labels, expected):
+    assert score(names, outputs, labels, 2) == pytest.approx(expected, nan_ok=True)
+
+
+def test_nan_labels_are_ignored_by_column():
+    labels = np.array([[1.0, 2.0, np.nan], [np.nan, 4.0, np.nan], [3.0, 8.0, np.nan], [5.0, np.nan, np.nan]])
+    outputs = labels + np.array([1.0, 2.0, 3.0])
+    outputs[np.isnan(labels)] = 1e6
+    scores = score(["rmse", "mae", "max_error", "r2"], outputs, labels, 2)
+    r2 = [sk.r2_score(labels[~np.isnan(labels[:, i]), i], outputs[~np.isnan(labels[:, i]), i]) for i in (0, 1)]
+    assert scores == pytest.approx({"rmse": 1.5, "mae": 1.5, "max_error": 2.0, "r2": np.mean(r2)})
+
+
+@pytest.mark.parametrize("classes_at", [1, -1])
+def test_token_labels_of_minus_100_are_ignored(classes_at):
+    random = np.random.default_rng(3)
+    labels, outputs = random.integers(0, CLASSES, (9, 5)), random.normal(size=(9, 5, CLASSES))
+    labels[random.random((9, 5)) < 0.4] = -100
+    labelled = labels != -100
+    reference = {name: BY_CLASS[name] for name in ("accuracy", "f1_macro", "log_loss", "top2_accuracy", "roc_auc")}
+    scores = score(list(reference), np.moveaxis(outputs, -1, classes_at).copy(), labels, 2)
+    assert scores == pytest.approx(expect(reference, labels[labelled], outputs[labelled]), rel=1e-12)
+
+
+def test_class_dimension_follows_from_earlier_batches():
+    scores = torch.zeros(2, 3, 3)
+    scores[:, 1, :] = 1.0  # torch's (N, C, L): class 1 everywhere
+    alone, after = NamedMetrics(["accuracy"]), NamedMetrics(["accuracy"])
+    after.update(torch.nn.functional.one_hot(torch.ones(2, 5, dtype=torch.long), 3).mT.float(), torch.ones(2, 5).long())
+    for scorer in (alone, after):
+        scorer.update(scores, torch.ones(2, 3).long())
+    assert (alone.compute()["accuracy"], after.compute()["accuracy"]) == (0.0, 1.0)
+
+
+def test_changed_number_of_classes_is_an_error():
+    three, four = NamedMetrics(["accuracy"]), NamedMetrics(["accuracy"])
+    three.update(torch.zeros(2, 3), torch.zeros(2).long())
+    four.update(torch.zeros(2, 4), torch.zeros(2).long())
+    with pytest.raises(DataError, match="3 classes in dimension -1, as in the batches before"):
+        three.update(torch.zeros(2, 4), torch.zeros(2).long())
+    with pytest.raises(DataError, match="3 in dimension -1, and 4 in dimension -1"):
+        three.merge(four.state())
+
+
+def test_integer_predictions_are_classes():
+    labels, predicted = torch.tensor([-1, 1, 1, -1, 7, -100]), torch.tensor([-1, 1, -1, -1, 3, 5])
+    scores = score(["accuracy", "f1_macro"], predicted, labels, 2, 2)
+    true, guess = labels[:-1].numpy(), predicted[:-1].numpy()
+    assert scores == pytest.approx({"accuracy": 0.6, "f1_macro": sk.f1_score(true, guess, average="macro")}, rel=1e-12)
+    assert score(["f1"], predicted[:4], labels[:4])["f1"] == pytest.approx(sk.f1_score(true[:4], guess[:4]))
+
+
+def test_many_classes_need_no_square_matrix():
+    classes, samples = 60_000, 50
+    generator = torch.Generator().manual_seed(0)
+    labels = torch.randint(classes, (samples,), generator=generator)
+    outputs = torch.rand(samples, classes, generator=generator)
+    outputs[torch.arange(0, samples, 2), labels[::2]] = 2.0
+    scorer = NamedMetrics(["accuracy", "f1_macro"])
+    for rows in torch.arange(samples).split(7):
+        scorer.update(outputs[rows], labels[rows])
+    true, guess = labels.numpy(), outputs.argmax(-1).numpy()
+    assert scorer.compute() == pytest.approx(
+        {"accuracy": sk.accuracy_score(true, guess), "f1_macro": sk.f1_score(true, guess, average="macro")}, rel=1e-12
+    )
+    arrays = [value for value in scorer.state()["statistics"][0].values() if isinstance(value, np.ndarray)]
+    assert sum(array.nbytes for array in arrays) < 16 * 2 * samples
+
+
+def test_pairs_of_many_batches_are_all_counted():
+    random = np.random.default_rng(0)
+    labels, predicted = random.integers(0, 5000, 300_000), random.integers(0, 5000, 300_000)
+    predicted[::3] = labels[::3]
+    assert score(["accuracy"], predicted, labels, 30_000)["accuracy"] == sk.accuracy_score(labels, predicted)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
+def test_scores_of_any_float_type_are_read(dtype):
+    generator = torch.Generator().manual_seed(0)
+    outputs = torch.randn(30, CLASSES, generator=generator).to(dtype)
+    labels = torch.arange(30) % CLASSES
+    exact = outputs.double().numpy()
+    names = ["accuracy", "log_loss", "roc_auc"]
+    expected = expect({name: BY_CLASS[name] for name in names}, labels.numpy(), exact)
+    assert score(names, outputs, labels, 4) == pytest.approx(expected, rel=1e-6)
+
+
+def test_one_score_a_sample_is_ranked():
+    scores, labels = torch.tensor([0.1, 0.9, 0.4, 0.35]), torch.tensor([0, 1, 1, 0])
+    for outputs in (scores, scores.unsqueeze(1)):
+        for truth in (labels, labels.float(), labels.bool(), labels.unsqueeze(1)):
+            assert score(["roc_auc"], outputs, truth, 3) == {"roc_auc": 1.0}
+
+
+def test_log_loss_is_summed_in_chunks(monkeypatch):
+    outputs, labels = torch.randn(10, 6, CLASSES, generator=torch.Generator().manual_seed(1)), torch.zeros(10, 6).long()
+    whole = score(["log_loss"], outputs, labels, 10)
+    monkeypatch.setattr("omnitrain.metrics.classification.CrossEntropy.CHUNK", 50)
+    assert score(["log_loss"], outputs, labels, 10) == pytest.approx(whole)
+
+
+@pytest.mark.parametrize("labels", [torch.zeros(0).long(), torch.full((3,), -100)])
+def test_metrics_of_nothing_are_none(labels):
+    names = list(BY_CLASS)
+    scores = score(names, torch.rand(len(labels), CLASSES), labels, 2, 2)
+    assert scores == dict.fromkeys(names)
+
+
+def test_merge_of_an_empty_process_changes_nothing():
+    outputs, labels = torch.eye(3)[[0, 1, 1]], torch.tensor([0, 1, 2])
+    for names in (["accuracy"], ["log_loss"], ["roc_auc"], ["top2_accuracy"]):
+        assert score(names, outputs, labels, 3, 2) == score(names, outputs, labels, 3, 1)
+
+
+def test_state_is_independent_of_later_updates():
+    scorer, fresh = NamedMetrics(["accuracy", "roc_auc", "log_loss"]), NamedMetrics(["accuracy", "roc_auc", "log_loss"])
+    scorer.update(torch.eye(2), torch.tensor([0, 1]))
+    state = scorer.state()
+    scorer.update(torch.eye(2), torch.tensor([1, 0]))
+    scorer.merge(state)
+    fresh.merge(state)
+    assert fresh.compute()["accuracy"] == fresh.compute()["roc_auc"] == 1.0
+
+
+def test_update_never_waits_for_the_device():
+    scorer = NamedMetrics(["accuracy", "f1_macro", "top2_accuracy", "log_loss"])
+    regression = NamedMetrics(["rmse", "r2"])
+    for _ in range(2):  # tensors on "meta" have no values: whoever looks at one gets an error
+        scorer.update(torch.empty(4, CLASSES, device="meta"), torch.empty(4, dtype=torch.long, device="meta"))
+        regression.update(torch.empty(4, device="meta"), torch.empty(4, device="meta"))
+
+
+HOW = "(?s){}.*pass a function"
+UNSCORABLE = [
+    ("accuracy", torch.zeros(8, 3), torch.zeros(8, 2).long(), HOW.format(r"class scores \(N, C\)")),
+    ("accuracy", torch.zeros(8, 3), torch.zeros(8),
+     HOW.format(r"labels that are float32 of shape \(8,\)\. Expected integer labels")),
+    ("accuracy", torch.zeros(8, 2).long(), torch.zeros(8).long(),
+     HOW.format("integer predictions of the labels' shape")),
+    ("accuracy", torch.zeros(8, 3), torch.tensor(0), HOW.format("dimension of samples")),
+    ("mse", torch.zeros(8, 2), torch.zeros(8), "'mse' cannot score outputs that are float32 of shape"),
+    *((name, torch.tensor([1, 0]), torch.tensor([1, 0]), "needs class scores")
+      for name in ("log_loss", "top2_accuracy", "roc_auc")),
+    ("f1", torch.zeros(2, 3), torch.zeros(2).long(), r"3 classes\. Use 'f1_macro', 'f1_micro' or 'f1_weighted'"),
+    ("recall_score", torch.tensor([0, 1, 2]), torch.tensor([0, 1, 2]),
+     r"the classes \[0, 1, 2\]. Use 'recall_macro'"),
+    ("accuracy", {"a": torch.eye(2), "b": torch.zeros(2, 7)}, torch.tensor([0, 1]),
+     r"\['a', 'b'\] is to be scored"),
+    ("accuracy", torch.zeros(4, 3), ["cat", "dog", "cat", "eel"], "Give labels as numbers"),
+    ("f1", torch.randn(6, 3), torch.ones(6, 3), "for the 3 labels that each sample has. Use 'f1_macro'"),
+    ("mcc", torch.randn(6, 3), torch.ones(6, 3), "'mcc' has no value for the 3 labels"),
+    ("log_loss", torch.randn(6, 3), torch.ones(6, 3), "Use 'roc_auc' or 'average_precision'"),
+    ("top2_accuracy", torch.randn(6, 3), torch.ones(6, 3), "has no value for the 3 labels"),
+    ("accuracy", torch.randn(6), torch.arange(6),
+     "4 labels are outside 0 and 1, though the model gives one score"),
+    ("specificity", torch.randn(6, 3), torch.arange(6) % 3, "for the two classes 0 and 1"),
+    ("f1", ["cat", "cat"], ["cat", "dog"], "Use 'f1_macro'"),
+    ("log_loss", ["cat", "cat"], ["cat", "dog"], "no value for labels that are text"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("name, outputs, labels, words", UNSCORABLE, ids=[row[0] for row in UNSCORABLE])
+def test_metric_without_a_value_is_an_error_with_the_remedy(name, outputs, labels, words):
+    def score_at_once():
+        metrics = NamedMetrics([name])
+        metrics.update(outputs, labels)
+        metrics.compute()
+
+    with pytest.raises(DataError, match=words):
+        score_at_once()
+
+
+def test_labels_outside_the_classes_are_an_error():
+    scorer = NamedMetrics(["accuracy"])
+    scorer.update(torch.zeros(4, 3), torch.tensor([0, 3, -1, -100]))
+    with pytest.raises(DataError, match=r"2 labels are outside 0\.\.2"):
+        scorer.compute()
+    merged = NamedMetrics(["accuracy"])
+    merged.merge(scorer.state())
+    with pytest.raises(DataError, match="2 labels are outside"):
+        merged.compute()
+    scorer.reset()  # which forgets them, and the number of classes
+    scorer.update(torch.eye(2), torch.tensor([0, 1]))
+    assert scorer.compute() == {"accuracy": 1.0}
+
+
+def test_unknown_name_is_an_error_with_all_names():
+    for name, message in (
+        ("acuracy", "'acuracy'. Did you mean 'accuracy'.(.|\n)*jaccard_weighted"),
+        ("fbeta", r"Say which, such as 'f2' or 'f0\.5_macro'"),
+        *((name, "") for name in ("neg_accuracy", "top0_accuracy", "neg_r2", "")),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            NamedMetrics([name])
+
+
+def test_names_have_directions():
+    names = ["accuracy", "mse", "neg_mse", "perplexity", "top5_accuracy", "neg_log_loss", "r2", "hamming_loss"]
+    assert NamedMetrics(names).higher_is_better == dict(
+        zip(names, [True, False, True, False, True, True, True, False], strict=True)
+    )
+
+
+def test_outputs_are_taken_from_tuples_and_mappings():
+    labels, logits, other = torch.tensor([0, 1]), torch.eye(2), torch.zeros(2, 7)
+    for outputs in ((logits, other), [logits], {"hidden": other, "logits": logits}, {"scores": logits}):
+        scorer = NamedMetrics(["accuracy"])
+        scorer.update(outputs, labels)
+        assert scorer.compute() == {"accuracy": 1.0}
+
+
+# One score for each label: two classes, many labels, one-hot classes
+
+TWO_CLASSES = {
+    "accuracy": sk.accuracy_score,
+    "balanced_accuracy": sk.balanced_accuracy_score,
+    **{name: getattr(sk, f"{name}_score") for name in ("f1", "precision", "recall", "jaccard")},
+    **{f"f1_{a}": lambda t, p, a=a: sk.f1_score(t, p, average=a) for a in AVERAGES},
+    "f2": lambda t, p: sk.fbeta_score(t, p, beta=2),
+    "fbeta_0.5_macro": lambda t, p: sk.fbeta_score(t, p, beta=0.5, average="macro"),
+    "specificity": lambda t, p: sk.recall_score(t, p, pos_label=0),
+    "mcc": sk.matthews_corrcoef,
+    "cohen_kappa": sk.cohen_kappa_score,
+    "hamming_loss": sk.hamming_loss,
+    "zero_one_loss": sk.zero_one_loss,
+    "acc": sk.accuracy_score,
+    "iou": sk.jaccard_score,
+    "miou": lambda t, p: sk.jaccard_score(t, p, average="macro"),
+    "dice": sk.f1_score,
+    "sensitivity": sk.recall_score,
+}
+TWO_CLASS_SCORES = {
+    "auc": sk.roc_auc_score,
+    "auroc": sk.roc_auc_score,
+    "average_precision": sk.average_precision_score,
+    "log_loss": sk.log_loss,
+    "brier_score": sk.brier_score_loss,
+}
+MANY_LABELS = {
+    "accuracy": sk.accuracy_score,
+    "hamming_loss": sk.hamming_loss,
+    "zero_one_loss": sk.zero_one_loss,
+    **{
+        f"{stem}_{a}": lambda t, p, stem=stem, a=a: getattr(sk, f"{stem}_score")(t, p, average=a, zero_division=0)
+        for stem in ("f1", "precision", "recall", "jaccard")
+        for a in AVERAGES
+    },
+    "f2_macro": lambda t, p: sk.fbeta_score(t, p, beta=2, average="macro", zero_division=0),
+}
+BY_PAIRS = {
+    "msle": sk.mean_squared_log_error,
+    "rmsle": sk.root_mean_squared_log_error,
+    "median_absolute_error": sk.median_absolute_error,
+    "spearman": lambda t, p: np.mean([spearmanr(a, b)[0] for a, b in zip(t.T, p.T, strict=True)]),
+    "kendall": lambda t, p: np.mean([kendalltau(a, b)[0] for a, b in zip(t.T, p.T, strict=True)]),
+}
+
+
+@pytest.mark.parametrize("as_probabilities", thinned([False, True], [False]), ids=["logits", "probabilities"])
+def test_metrics_of_one_score_equal_scikit_learn(drawn, as_probabilities):
+    samples = drawn.size(8)
+    labels, logits = drawn.random.integers(0, 2, samples), drawn.normal(samples) * 3
+    labels[:2], logits[:2] = (0, 1), (-3, 4)
+    probabilities = 1 / (1 + np.exp(-logits))
+    outputs = probabilities if as_probabilities else logits
+    reference = TWO_CLASSES | TWO_CLASS_SCORES
+    expected = expect(TWO_CLASSES, labels, (logits > 0).astype(int)) | expect(TWO_CLASS_SCORES, labels, probabilities)
+    shapes = [(outputs, labels), (outputs[:, None], labels), (outputs[:, None], labels[:, None].astype(float))]
+    for shaped in [*shapes, (outputs, labels.astype(bool))]:
+        assert score(list(reference), *shaped, *drawn.cut) == pytest.approx(expected, rel=1e-9)
+
+
+@pytest.mark.parametrize("as_probabilities", thinned([False, True], [True]), ids=["logits", "probabilities"])
+def test_metrics_of_many_labels_equal_scikit_learn(drawn, as_probabilities):
+    samples, columns = drawn.size(6, 30), drawn.size(2, 5)
+    labels, logits = drawn.random.integers(0, 2, (samples, columns)), drawn.normal(samples, columns) * 2
+    labels[0], labels[1], logits[0] = 1, 0, 3.0
+    probabilities = 1 / (1 + np.exp(-logits))
+    outputs = probabilities if as_probabilities else logits
+    ranked = {name: TWO_CLASS_SCORES[name] for name in ("auc", "average_precision")}
+    expected = expect(MANY_LABELS, labels, (logits > 0).astype(int)) | expect(ranked, labels, probabilities)
+    assert score([*MANY_LABELS, *ranked], outputs, labels, *drawn.cut) == pytest.approx(expected, rel=1e-9)
+
+
+@pytest.mark.parametrize("dtype", [np.int64, np.float32])
+def test_one_hot_labels_score_like_classes(dtype):
+    random = np.random.default_rng(4)
+    labels, outputs = random.integers(0, CLASSES, 30), random.normal(size=(30, CLASSES))
+    names = ["accuracy", "f1_macro", "log_loss", "roc_auc", "top2_accuracy", "cohen_kappa", "brier"]
+    expected = score(names, outputs, labels, 7)
+    for processes in (1, 2):
+        assert score(names, outputs, np.eye(CLASSES)[labels].astype(dtype), 7, processes) == pytest.approx(expected)
+
+
+def test_loss_decides_whether_single_labels_are_one_hot():
+    labels, outputs = torch.eye(3), torch.tensor([[2.0, 1.0, -1.0], [-1.0, 2.0, -1.0], [-1.0, -1.0, 2.0]])
+    scores = []
+    for loss in (torch.nn.BCEWithLogitsLoss(), torch.nn.CrossEntropyLoss(), None):
+        metrics = NamedMetrics(["accuracy"], scores_for(loss))
+        metrics.update(outputs, labels)
+        scores.append(metrics.compute()["accuracy"])
+    assert scores == [pytest.approx(2 / 3), 1.0, 1.0]
+
+
+def test_loss_decides_whether_scores_are_logits(caplog):
+    outputs, labels, scores = torch.tensor([0.2, 0.3, 0.9]), torch.tensor([1, 0, 1]), []
+    for loss in (torch.nn.functional.binary_cross_entropy_with_logits, torch.nn.BCELoss(), None):
+        metrics = NamedMetrics(["accuracy"], scores_for(loss))
+        for _ in range(2):
+            metrics.reset()
+            metrics.update(outputs, labels)
+            value = metrics.compute()["accuracy"]
+        scores.append(value)
+    assert scores == pytest.approx([2 / 3, 2 / 3, 2 / 3])
+    assert score(["recall"], outputs, labels) == {"recall": 0.5}
+    logits = NamedMetrics(["recall"], scores_for(torch.nn.BCEWithLogitsLoss()))
+    logits.update(outputs, labels)
+    assert logits.compute() == {"recall": 1.0}
+    assert sum("take them for probabilities" in record.message for record in caplog.records) == 2  # once each
+
+
+def test_class_probabilities_are_read_as_such(caplog):
+    random = np.random.default_rng(0)
+    labels, outputs = random.integers(0, CLASSES, 40), softmax(random.normal(size=(40, CLASSES)) * 2)
+    names = {"log_loss": sk.log_loss, "roc_auc": lambda t, s: sk.roc_auc_score(t, s, multi_class="ovr")}
+    expected = expect(names, labels, outputs)
+    for processes in (1, 2):
+        assert score(list(names), outputs, labels, 7, processes) == pytest.approx(expected, rel=1e-12)
+        single = score(list(names), outputs.astype(np.float32), labels, 7, processes)
+        assert single == pytest.approx(expected, rel=1e-5)
+    assert "within 0 and 1 and sum to one, so metrics take them for probabilities" in caplog.text
+    known = NamedMetrics(["log_loss"], scores_for(torch.nn.CrossEntropyLoss()))
+    known.update(torch.as_tensor(outputs), torch.as_tensor(labels))
+    assert known.compute()["log_loss"] == pytest.approx(sk.log_loss(labels, softmax(outputs)))
+
+
+def test_brier_score_equals_scikit_learn():
+    random = np.random.default_rng(1)
+    for classes in (2, CLASSES):
+        labels, outputs = random.integers(0, classes, 30), random.normal(size=(30, classes))
+        labels[:classes] = range(classes)
+        probabilities = softmax(outputs)
+        if classes == 2:
+            expected = sk.brier_score_loss(labels, probabilities[:, 1])
+        else:
+            expected = np.square(probabilities - np.eye(classes)[labels]).sum(1).mean()
+        assert score(["brier"], outputs, labels, 7, 2)["brier"] == pytest.approx(expected, rel=1e-12)
+        assert score(["brier"], probabilities, labels, 7)["brier"] == pytest.approx(expected, rel=1e-9)
+
+
+def test_nan_scores_give_nan_and_warn_once(caplog):
+    outputs = torch.eye(CLASSES)[[0, 1, 2]]
+    outputs[1, 2] = float("nan")
+    metrics = NamedMetrics(["accuracy", "f1_macro", "top2_accuracy", "log_loss"])
+    for _ in range(2):
+        metrics.reset()
+        metrics.update(outputs, torch.tensor([0, 1, 2]))
+        assert all(math.isnan(value) for value in metrics.compute().values())
+    assert caplog.text.count("Some scores are NaN") == 1
+    outputs[1, 2] = 0.0
+    metrics.reset()
+    metrics.update(outputs, torch.tensor([0, 1, 2]))
+    assert metrics.compute()["accuracy"] == 1.0
+    assert math.isnan(score(["accuracy"], torch.tensor([float("nan"), 1.0]), torch.tensor([0, 1]))["accuracy"])
+    ignored = score(["accuracy"], torch.full((2, 3), float("nan")), torch.tensor([-100, -100]))
+    assert ignored == {"accuracy": None}
+
+
+def test_text_labels_are_compared_with_text():
+    labels, predicted = ["cat", "dog", "cat", "eel"], ["cat", "cat", "cat", "eel"]
+    names = ["accuracy", "f1_macro", "cohen_kappa", "hamming_loss"]
+    expected = {
+        "accuracy": 0.75, "f1_macro": sk.f1_score(labels, predicted, average="macro"),
+        "cohen_kappa": sk.cohen_kappa_score(labels, predicted), "hamming_loss": 0.25,
+    }  # fmt: skip
+    first, rest = NamedMetrics(names), NamedMetrics(names)
+    first.update(predicted[:1], labels[:1])
+    rest.update(predicted[1:], labels[1:])
+    first.merge(rest.state())
+    assert first.compute() == pytest.approx(expected)
+
+
+def test_metrics_of_pairs_equal_scikit_learn_and_scipy(drawn):
+    """Logarithms, medians and rankings."""
+    size = drawn.size(3), drawn.size(1, 3)
+    labels = drawn.random.exponential(size=size)
+    outputs = labels * drawn.random.uniform(0.5, 2, size=size)
+    scores = score(list(BY_PAIRS), outputs, labels, *drawn.cut)
+    assert scores == pytest.approx(expect(BY_PAIRS, labels, outputs), rel=1e-9)

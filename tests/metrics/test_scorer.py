@@ -1,0 +1,392 @@
+"""The `compute_metrics` argument: what may be passed, how it is called, what comes back."""
+
+from __future__ import annotations
+
+import functools
+import logging
+import pathlib
+import pickle
+import sys
+
+import numpy as np
+import pytest
+import torch
+import torchmetrics
+from sklearn import metrics as sk
+
+from omnitrain.core.errors import ConfigError, DataError
+from omnitrain.metrics.scorer import EvalPrediction, make_scorer, to_numpy
+
+LABELS = np.array([0, 1, 2, 1, 0])
+SCORES = np.eye(3, dtype=np.float32)[[0, 1, 1, 1, 2]]
+
+
+def run(compute_metrics, outputs=SCORES, labels=LABELS, batch_size=2):
+    """Score as the evaluation loop does: batches for what streams, arrays for functions."""
+    scorer = make_scorer(compute_metrics)
+    for start in range(0, len(labels), batch_size):
+        rows = slice(start, start + batch_size)
+        scorer.update(torch.as_tensor(outputs[rows]), torch.as_tensor(labels[rows]))
+    return scorer.compute(outputs, labels) if scorer.keeps_predictions else scorer.compute()
+
+
+def two(y_true, y_pred):
+    return {"right": (y_true == y_pred).mean()}
+
+
+# What may be passed
+
+
+def test_score_none():
+    scorer = make_scorer(None)
+    scorer.update(torch.zeros(2), None)
+    assert (scorer.compute(), scorer.names, scorer.keeps_predictions) == ({}, [], False)
+
+
+def test_score_names_and_functions():
+    scorer = make_scorer(["accuracy", "zero_one_loss", "recall_macro"])
+    assert scorer.names == ["accuracy", "zero_one_loss", "recall_macro"]
+    assert scorer.higher_is_better == {"accuracy": True, "zero_one_loss": False, "recall_macro": True}
+    assert not scorer.keeps_predictions
+    assert run(scorer.names) == pytest.approx({"accuracy": 0.6, "zero_one_loss": 0.4, "recall_macro": 0.5})
+    scorer = make_scorer(["accuracy", two])
+    assert scorer.keeps_predictions and scorer.names is None
+    scorer.update(torch.as_tensor(SCORES), torch.as_tensor(LABELS))
+    assert len(scorer.states()) == 1  # functions keep no batches
+    assert run(["accuracy", two]) == {"accuracy": 0.6, "right": 0.6}
+
+
+class NoSignature:
+    __signature__ = 5
+
+    def __call__(self, a):
+        return a
+
+
+def returns_none(eval_pred):
+    pass
+
+
+@pytest.mark.parametrize(
+    "compute_metrics, fragment",
+    [
+        *(
+            (other, "Expected the name of a metric, a function")
+            for other in (3, {"accuracy": two}, {"accuracy"}, [None])
+        ),
+        (torchmetrics.MeanMetric, "Expected the name of a metric, a function"),
+        (lambda: {}, "and has 0"),
+        (lambda a, b, c: {}, "and has 3"),
+        (lambda *args: {}, r"\(\*args\)"),
+        (lambda pred, *, threshold: {}, "threshold"),
+        (torch.nn.MSELoss(), "cannot tell how to call MSELoss"),
+        (NoSignature(), "signature|has 2|how to call"),
+        (["accuracy", "accuracy"], "named 'accuracy'"),
+        ([torchmetrics.MeanSquaredError(), torchmetrics.MeanSquaredError()], "named 'MeanSquaredError'"),
+    ],
+)
+def test_score_rejects_other_metrics(compute_metrics, fragment):
+    with pytest.raises(ConfigError, match=fragment):
+        make_scorer(compute_metrics)
+
+
+@pytest.mark.parametrize(
+    "compute_metrics, fragment",
+    [
+        *(
+            (lambda eval_pred, value=value: {"per_class": value}, "The metric 'per_class' is no number but")
+            for value in ({"a": 1}, [1, 2], np.ones(2), torch.ones(2), "0.5", None, 1j)
+        ),
+        (returns_none, "'returns_none' is no number but NoneType"),
+        (lambda y_true, y_pred: 0.5, "lambda"),  # has no name for its number
+        ([two, two], "named 'right'"),
+        (
+            torchmetrics.classification.MulticlassConfusionMatrix(3),
+            "'MulticlassConfusionMatrix' is no number but Tensor of shape",
+        ),
+    ],
+)
+def test_score_rejects_other_results(compute_metrics, fragment):
+    with pytest.raises(DataError, match=fragment):
+        run(compute_metrics)
+
+
+# Functions of one argument
+
+
+def test_score_function_of_eval_prediction():
+    predictions = []
+
+    def compute(eval_pred):
+        outputs, labels = eval_pred
+        predictions.append((eval_pred.predictions, eval_pred.label_ids, eval_pred[0]))
+        return {"accuracy": (outputs.argmax(-1) == labels).mean()}
+
+    assert run(compute) == {"accuracy": 0.6}
+    outputs, labels, first = predictions[0]
+    assert outputs is first is SCORES and labels is LABELS
+    make_scorer(lambda pred: predictions.append(pred.predictions) or {"x": 1}).compute((SCORES, LABELS), LABELS)
+    assert isinstance(predictions[1], tuple) and predictions[1][1] is LABELS
+
+
+def test_score_uses_transformers_class(monkeypatch):
+    transformers = pytest.importorskip("transformers")
+    kinds = []
+    scorer = make_scorer(lambda eval_pred: kinds.append(type(eval_pred)) or {"x": 1})
+    scorer.compute(SCORES, LABELS)
+    monkeypatch.delitem(sys.modules, "transformers")
+    scorer.compute(SCORES, LABELS)
+    assert kinds == [transformers.EvalPrediction, EvalPrediction]
+
+
+def test_score_ignores_optional_argument():
+    assert run(lambda pred, threshold=0.5: {"t": threshold}) == {"t": 0.5}
+    assert run(functools.partial(lambda pred, threshold: {"t": threshold}, threshold=0.25)) == {"t": 0.25}
+
+
+def test_score_methods_and_callables():
+    class Judge:
+        def __call__(self, y_true, y_pred):
+            return 0.5
+
+        def judge(self, eval_pred):
+            return {"judged": 1}
+
+    assert run([Judge(), Judge().judge]) == {"Judge": 0.5, "judged": 1.0}
+
+
+# Functions of two arguments
+
+
+def test_score_scikit_learn_functions():
+    fbeta = functools.partial(sk.fbeta_score, beta=0.5, average="macro")
+    classes, scores = SCORES.argmax(-1), np.random.default_rng(0).random((5, 3))
+    assert run([sk.accuracy_score, fbeta]) == {
+        "accuracy_score": 0.6,
+        "fbeta_score": pytest.approx(sk.fbeta_score(LABELS, classes, beta=0.5, average="macro")),
+    }
+    top_2 = run(functools.partial(sk.top_k_accuracy_score, k=2), scores)
+    assert top_2 == {"top_k_accuracy_score": sk.top_k_accuracy_score(LABELS, scores, k=2)}
+
+
+def arguments_of_call(predictions, labels):
+    """Return the labels and predictions that a function of two arguments gets."""
+    calls = []
+    make_scorer(lambda y_true, y_pred: calls.append((y_true, y_pred)) or {"x": 1}).compute(predictions, labels)
+    return calls[0]
+
+
+@pytest.mark.parametrize(
+    "predictions, labels",
+    [
+        *((np.ones((4, 1)), labels) for labels in (np.ones(4), np.ones(4, int))), (np.ones(4), np.ones(4, int)),
+        *((np.ones((4, 3)), labels) for labels in (np.ones((4, 3)), np.ones((4, 3), int))),  # many labels a sample
+    ],
+)  # fmt: skip
+def test_score_passes_other_outputs(predictions, labels):
+    y_true, y_pred = arguments_of_call(predictions, labels)
+    assert y_true is labels and y_pred is predictions
+
+
+def test_score_flattens_token_labels():
+    labels = np.array([[0, 1, -100], [2, -100, -100]])
+    classes = np.array([[0, 2, 5], [2, 5, 5]])
+    scores = np.eye(6)[classes]
+    for outputs in (scores, np.moveaxis(scores, -1, 1), classes, classes.astype(float)):  # the second as torch has them
+        y_true, y_pred = arguments_of_call(outputs, labels)
+        assert (y_true.tolist(), y_pred.tolist()) == ([0, 1, 2], [0, 2, 2])
+
+
+def test_score_takes_first_of_tuple():
+    assert make_scorer(two).compute((SCORES, np.zeros(5)), LABELS) == {"right": 0.6}
+
+
+# What comes back
+
+
+def test_score_converts_numbers():
+    scalars = [0.5, np.float32(0.5), np.array(0.5), np.array([0.5]), torch.tensor([[0.5]])]
+    for value in (*scalars, torch.tensor(0.5, requires_grad=True)):
+        scores = run(lambda eval_pred, value=value: {"x": value})
+        assert scores == {"x": 0.5} and type(scores["x"]) is float
+
+
+# Nothing to score
+
+
+@pytest.mark.parametrize("labels", [np.zeros(0, int), np.full(4, -100), np.full((2, 3), -100)])
+def test_score_warns_once_without_labels(labels, caplog):
+    def never(y_true, y_pred):
+        raise AssertionError
+
+    def nor_this(eval_pred):
+        raise AssertionError
+
+    metric = torchmetrics.classification.MulticlassAccuracy(3, ignore_index=-100)
+    outputs = np.zeros((*labels.shape, 3), np.float32)
+    outputs = outputs if labels.ndim == 1 else np.moveaxis(outputs, -1, 1)
+    with caplog.at_level(logging.WARNING, logger="omnitrain"):
+        assert run(["accuracy", metric, never, nor_this], outputs, labels) == {}
+    assert len(caplog.records) == 1
+    assert "accuracy, MulticlassAccuracy, never, nor_this" in caplog.text
+
+
+def test_score_rejects_missing_labels():
+    with pytest.raises(DataError, match="needs labels"):
+        make_scorer("accuracy").update(torch.zeros(2, 2), None)
+    with pytest.raises(DataError, match="needs labels for two"):
+        make_scorer(two).compute(SCORES, None)
+
+
+# torchmetrics
+
+
+def multiclass(**options):
+    return torchmetrics.classification.MulticlassAccuracy(3, average="micro", **options)
+
+
+def test_score_torchmetrics_stream():
+    collection = torchmetrics.MetricCollection(
+        {"acc": multiclass(), "f1": torchmetrics.classification.MulticlassF1Score(3)}
+    )
+    scorer = make_scorer(["accuracy", multiclass(), collection])
+    assert not scorer.keeps_predictions
+    assert scorer.names == ["accuracy", "MulticlassAccuracy", "acc", "f1"]
+    assert scorer.higher_is_better["MulticlassAccuracy"]
+    scores = run(["accuracy", multiclass(), collection])
+    assert scores == pytest.approx(
+        {
+            "accuracy": 0.6, "MulticlassAccuracy": 0.6, "acc": 0.6,
+            "f1": sk.f1_score(LABELS, [0, 1, 1, 1, 2], average="macro"),
+        }
+    )  # fmt: skip
+    assert {type(score) for score in scores.values()} == {float}
+
+
+def test_score_vector_has_number_per_entry():
+    metric = torchmetrics.classification.MulticlassRecall(3, average=None)
+    recalls = {"MulticlassRecall_0": 0.5, "MulticlassRecall_1": 1.0, "MulticlassRecall_2": 0.0}
+    assert make_scorer(torchmetrics.SpearmanCorrCoef()).names is None  # known after data
+    assert make_scorer(metric).names == [*recalls] and run(metric) == pytest.approx(recalls)
+
+
+def test_score_leaves_user_metric_unchanged_and_gathers_nothing():
+    def ask():
+        raise AssertionError("it asked whether there are other processes")
+
+    metric = multiclass(distributed_available_fn=ask)
+    scorers = [make_scorer(metric) for _ in range(2)]
+    scorers[0].update(torch.as_tensor(SCORES), torch.as_tensor(LABELS))
+    assert scorers[1].compute() == {} and metric.update_count == 0
+    assert scorers[0].compute() == {"MulticlassAccuracy": pytest.approx(0.6)}
+
+
+class Largest(torchmetrics.Metric):
+    """A user's own metric, with a maximum as its state."""
+
+    def __init__(self):
+        super().__init__()
+        self.add_state("largest", torch.tensor(float("-inf")), dist_reduce_fx="max")
+
+    def update(self, outputs, labels):
+        self.largest = torch.maximum(self.largest, (outputs - labels).abs().max())
+
+    def compute(self):
+        return self.largest
+
+
+METRICS = {
+    "sum": multiclass,
+    "cat": lambda: torchmetrics.classification.MulticlassAUROC(3),
+    "none": torchmetrics.PearsonCorrCoef,
+    "max": Largest,
+    "list": torchmetrics.SpearmanCorrCoef,
+    "composed": lambda: multiclass() + multiclass(),
+    "collection": lambda: torchmetrics.MetricCollection(
+        [
+            torchmetrics.wrappers.ClasswiseWrapper(torchmetrics.classification.MulticlassRecall(3, average=None)),
+            torchmetrics.classification.MulticlassF1Score(3, average="micro"),
+        ]
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", METRICS)
+def test_score_torchmetrics_merge(kind):
+    generator = torch.Generator().manual_seed(0)
+    labels = torch.randint(3, (20,), generator=generator)
+    outputs = torch.rand(20, 3, generator=generator).softmax(-1)
+    if kind in ("none", "list", "max"):
+        outputs, labels = outputs[:, 0], outputs[:, 1]
+    alone = make_scorer(METRICS[kind]())
+    scorers = [make_scorer(METRICS[kind]()) for _ in range(4)]  # the last one sees nothing
+    for i, rows in enumerate(torch.arange(20).split(3)):
+        alone.update(outputs[rows], labels[rows])
+        scorers[i % 3].update(outputs[rows], labels[rows])
+    states = pickle.loads(pickle.dumps([scorer.states() for scorer in scorers]))
+    assert len(scorers[0].compute()) > 0  # which is computed anew after a merge
+    scorers[0].reset()
+    for state in states:
+        scorers[0].merge(state)
+    assert scorers[1].compute() != alone.compute()
+    for state in states[1:]:
+        scorers[1].merge(states[0] if state is states[1] else state)
+    assert scorers[0].compute() == pytest.approx(alone.compute(), rel=1e-5)
+    assert scorers[1].compute() == pytest.approx(alone.compute(), rel=1e-5)
+    assert scorers[1].compute() == scorers[1].compute()
+
+
+def test_score_merge_with_empty_process():
+    class Level(torchmetrics.Metric):
+        def __init__(self):
+            super().__init__()
+            self.add_state("level", torch.tensor(0.0), dist_reduce_fx="mean")
+
+        def update(self, outputs, labels):
+            self.level = outputs.mean()
+
+        def compute(self):
+            return self.level
+
+    scorer = make_scorer(Level())
+    scorer.update(torch.full((2,), 3.0), torch.zeros(2))
+    scorer.merge(make_scorer(Level()).states())
+    assert scorer.compute() == {"Level": 3.0}
+
+
+# A pass, and the next
+
+
+def test_score_reset():
+    """A first pass in inference mode leaves no tensors behind that the next one could not use."""
+    scorer = make_scorer(["accuracy", multiclass()])
+    with torch.inference_mode():
+        scorer.update((torch.eye(3),), (torch.arange(3),))
+    assert scorer.compute() == {"accuracy": 1.0, "MulticlassAccuracy": 1.0}
+    scorer.update(torch.eye(3, requires_grad=True), torch.arange(3))
+    assert scorer.compute() == {"accuracy": 1.0, "MulticlassAccuracy": 1.0}
+    scorer.reset()
+    scorer.update(torch.eye(3), torch.arange(3).roll(1))
+    assert scorer.compute() == {"accuracy": 0.0, "MulticlassAccuracy": 0.0}
+
+
+@pytest.mark.slow
+def test_score_streams_large_batches():
+    statm = pathlib.Path("/proc/self/statm")
+    if not statm.exists():
+        pytest.skip("reads the memory in use from /proc")
+    scorer = make_scorer(["accuracy", "log_loss"])
+    base, labels = torch.rand(1024, 256), torch.arange(1024) % 256
+    scorer.update(base.clone(), labels)
+    before = int(statm.read_text().split()[1])
+    for _ in range(2000):
+        scorer.update(base.clone(), labels)
+    grown = (int(statm.read_text().split()[1]) - before) * 4096
+    assert grown < 50e6
+
+
+def test_score_converts_bfloat16():
+    tree = to_numpy({"a": torch.ones(2, dtype=torch.bfloat16), "b": (torch.ones(1), [torch.ones(1)]), "c": None})
+    assert tree["a"].dtype == np.float32
+    assert isinstance(tree["b"], tuple)
+    assert tree["c"] is None

@@ -1,0 +1,108 @@
+"""Runs and metrics without scikit-learn, which is an extra."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from sklearn import metrics as sk
+from torch import nn
+
+from omnitrain import AccelerateTrainer, HFTrainer, MissingExtraError, Trainer
+from omnitrain.cli import demo
+from omnitrain.cli.main import main
+from omnitrain.metrics.classification import OF_HITS
+from omnitrain.metrics.registry import NamedMetrics
+
+COMPUTED_HERE = {
+    *("accuracy", "hamming_loss", "zero_one_loss", "log_loss", "perplexity", "brier", "top2_accuracy", "medae"),
+    *("mse", "rmse", "mae", "mape", "msle", "rmsle", "max_error", "r2", "explained_variance", "pearson"),
+}
+
+
+@pytest.fixture
+def without_scikit_learn(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Make scikit-learn, and SciPy that comes with it, impossible to import."""
+    for name in [*sys.modules, "sklearn", "scipy"]:
+        if name.partition(".")[0] in ("sklearn", "scipy"):
+            monkeypatch.setitem(sys.modules, name, None)
+
+
+def small_run(trainer_class: type[Any], **changes: Any) -> Any:
+    torch.manual_seed(0)
+    data = (torch.randn(12, 4), torch.arange(12) % 2)
+    return trainer_class(nn.Linear(4, 2), data, data, loss_fn=nn.CrossEntropyLoss(), epochs=1, **changes)
+
+
+@pytest.mark.usefixtures("without_scikit_learn")
+@pytest.mark.parametrize("trainer_class", [Trainer, AccelerateTrainer, HFTrainer])
+def test_trainers_run_without_scikit_learn(trainer_class: Any) -> None:
+    assert "accuracy" not in small_run(trainer_class).train()["valid"][-1]
+    metrics = small_run(trainer_class, compute_metrics="accuracy", optimization_metric="accuracy").train()
+    assert 0 <= metrics["valid"][-1]["accuracy"] <= 1
+
+
+@pytest.mark.usefixtures("without_scikit_learn")
+def test_metric_names_are_errors_if_they_need_scikit_learn() -> None:
+    with pytest.raises(MissingExtraError, match=r"metric 'f1' needs scikit-learn.*-e '\.\[metrics\]'"):
+        small_run(Trainer, compute_metrics=["accuracy", "f1"])  # before the first step
+    for name in ("f2", "precision_macro", "roc_auc", "average_precision", "spearman", "kendall"):
+        package = "scipy" if name in ("spearman", "kendall") else "scikit-learn"
+        with pytest.raises(MissingExtraError, match=rf"'{name}' needs {package}, .*\[metrics\]") as error:
+            NamedMetrics([name])
+        assert error.value.name == package
+
+
+@pytest.mark.usefixtures("without_scikit_learn")
+def test_metric_names_without_scikit_learn_are_computed() -> None:
+    for name in COMPUTED_HERE:
+        metrics = NamedMetrics([name])
+        if name in {*OF_HITS, "log_loss", "perplexity", "brier", "top2_accuracy"}:
+            metrics.update(torch.eye(3), torch.arange(3))
+        else:
+            metrics.update(torch.tensor([1.0, 2.0, 4.0]), torch.tensor([1.0, 3.0, 4.0]))
+        (value,) = metrics.compute().values()
+        assert value is not None and np.isfinite(value), name
+
+
+@pytest.mark.usefixtures("without_scikit_learn")
+def test_demo_of_digits_reports_what_to_install(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["demo", "--out", str(tmp_path / "demo")]) == 1
+    assert "demo --data digits` needs scikit-learn" in capsys.readouterr().err
+    assert not (tmp_path / "demo").exists()
+
+
+@pytest.mark.usefixtures("without_scikit_learn")
+def test_demo_of_stdlib_runs_without_scikit_learn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(demo, "MODULES", ("csv",))
+    options = {"epochs": None, "max_steps": 12, "eval_steps": 12, "warmup_steps": 2, "progress_bar": False}
+    trainer = demo.stdlib(Trainer, tmp_path / "demo", **options)
+    assert trainer.metrics["test"][-1]["loss"] < 4.85
+
+
+def both(kind: str, layout: str, hits: int, misses: int) -> tuple[float, float]:
+    """Return a metric as it is computed here, and by scikit-learn."""
+    labels = np.arange(hits + misses) % 2
+    predicted = np.where(np.arange(hits + misses) < hits, labels, 1 - labels)
+    metrics = NamedMetrics([kind])
+    inputs: dict[str, tuple[Any, Any]] = {
+        "text": ([f"class {number}" for number in predicted], [f"class {number}" for number in labels]),
+        "one score": (torch.tensor(predicted * 2.0 - 1), torch.tensor(labels)),
+        "class scores": (nn.functional.one_hot(torch.tensor(predicted), 2).double(), torch.tensor(labels)),
+        "classes": (torch.tensor(predicted), torch.tensor(labels)),
+    }
+    metrics.update(*inputs[layout])
+    function = getattr(sk, "accuracy_score" if kind == "accuracy" else kind)
+    return metrics.compute()[kind], float(function(labels, predicted))
+
+
+@pytest.mark.parametrize("kind", sorted(OF_HITS))
+@pytest.mark.parametrize("layout", ["class scores", "classes", "one score", "text"])
+def test_metrics_of_hits_equal_scikit_learn_to_the_bit(kind: str, layout: str) -> None:
+    for hits, misses in ((0, 3), (2, 1), (7, 0), (1, 48), (333, 667)):
+        ours, reference = both(kind, layout, hits, misses)
+        assert ours == reference, (hits, misses)

@@ -1,0 +1,626 @@
+"""What is computed on one batch: every shape of model, loss and unit that is promised to work."""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections import namedtuple
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+import transformers
+from marks import TRAINERS
+from tiny import bert, gpt, llama, t5
+from torch import Tensor, nn
+from transformers import BatchEncoding, BertForMaskedLM, BertForTokenClassification, TrainingArguments
+
+from omnitrain import AccelerateTrainer, HFTrainer, Trainer
+from omnitrain.core.errors import DataError
+from omnitrain.model.losses import count_labels, shifts_by_default
+from omnitrain.model.units import (
+    EvalUnit,
+    ModelUnit,
+    StepOutput,
+    TrainUnit,
+    WholeBatchUnit,
+    count_tokens,
+    move_loss,
+    move_unit,
+    run_unit,
+    without_effect,
+)
+
+X, Y = torch.arange(6.0).reshape(3, 2), torch.tensor([1.0, 2.0, 3.0])
+
+
+class Scores(nn.Module):
+    """Gives one score a sample; subclasses say what they take and what they return."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.out = nn.Linear(2, 1)
+
+    def scores(self, x: Tensor) -> Tensor:
+        return self.out(x)[:, 0]
+
+    def forward(self, x: Tensor) -> Any:
+        return self.scores(x)
+
+
+def model_of(forward: Callable[..., Any], **methods: Any) -> Any:
+    """A model with the scores of `Scores`, this forward pass and more methods."""
+    return type("Model", (Scores,), {"forward": forward, **methods})()
+
+
+def returning(shape: Callable[[Any, Tensor], Any]) -> Any:
+    """A model that takes `x` and `labels` and returns this shape of its loss and scores."""
+
+    def forward(self: Any, x: Tensor, labels: Tensor | None = None) -> Any:
+        scores = self.scores(x)
+        return shape(F.mse_loss(scores, labels) if labels is not None else None, scores)
+
+    return model_of(forward)
+
+
+def same(value: Any, other: Any) -> bool:
+    return torch.equal(value, other)
+
+
+Named = namedtuple("Named", "logits loss")
+Second = namedtuple("Second", "scores loss")
+
+
+# Where the loss is found
+
+SHAPES: dict[str, Callable[[Tensor, Tensor], Any]] = {
+    "an object": lambda loss, scores: SimpleNamespace(loss=loss, logits=scores),
+    "a dict": lambda loss, scores: {"loss": loss, "logits": scores},
+    "a dict with predictions": lambda loss, scores: {"predictions": scores, "hidden": scores + 1, "loss": loss},
+    "a dict with another name": lambda loss, scores: {"loss": loss, "scores": scores},
+    "a dict with a total": lambda loss, scores: {"total": loss, "scores": scores},
+    "a tuple": lambda loss, scores: (loss, scores),
+    "a list": lambda loss, scores: [loss, scores],
+    "a named tuple": lambda loss, scores: Named(scores, loss),
+    "a named tuple with other names": lambda loss, scores: Second(scores, loss),
+}
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_unit_finds_loss_and_scores_of_model(shape: str) -> None:
+    model = returning(SHAPES[shape])
+    output = ModelUnit(model)(model, {"x": X, "labels": Y})
+    scores = model.scores(X)
+    assert same(output.loss, F.mse_loss(scores, Y)) and same(output.outputs, scores) and output.labels is Y
+    assert output.loss is not None and output.loss.requires_grad
+    if shape not in ("a tuple", "a list"):  # the loss comes first
+        with torch.no_grad():
+            output = ModelUnit(model)(model, {"x": X})
+        assert (output.loss, output.labels) == (None, None) and same(output.outputs, scores)
+
+
+def test_unit_scalar_is_loss_and_rest_are_outputs() -> None:
+    model = returning(lambda loss, scores: loss)
+    output = ModelUnit(model)(model, {"x": X, "labels": Y})
+    assert same(output.loss, F.mse_loss(model.scores(X), Y)) and output.outputs is None
+    for shape in (
+        lambda loss, scores: {"loss": loss.reshape(1), "start": scores, "end": scores + 1, "none": None},
+        lambda loss, scores: SimpleNamespace(loss=loss.reshape(1, 1), logits=(scores, scores + 1)),
+    ):
+        model = returning(shape)
+        output = ModelUnit(model)(model, {"x": X, "labels": Y})
+        assert output.required_loss().shape == () and len(output.outputs) == 2
+        assert same(output.outputs[0] + 1, output.outputs[1])
+
+
+@pytest.mark.parametrize(("batch_size", "dims"), [(1, 1), (1, 2), (3, 1)])
+@pytest.mark.parametrize("wrap", [lambda scores: scores, lambda scores: (scores, scores)], ids=["tensor", "tuple"])
+@pytest.mark.parametrize("kind", ["tuple", "dict"])
+def test_unit_score_of_one_sample_is_no_loss(kind: str, wrap: Any, dims: int, batch_size: int) -> None:
+    model = model_of(lambda self, x: wrap(self.out(x) if dims == 2 else self.scores(x)))
+    x, y = X[:batch_size], Y[:batch_size]
+    batch = (x, y) if kind == "tuple" else {"x": x, "labels": y}
+    with torch.no_grad():
+        output = ModelUnit(model)(model, batch)
+    assert output.loss is None
+    first = output.outputs if isinstance(output.outputs, Tensor) else output.outputs[0]
+    assert first.shape == ((batch_size, 1) if dims == 2 else (batch_size,))
+    with pytest.raises(DataError, match="No loss found"):
+        ModelUnit(model)(model, batch)
+    loss = ModelUnit(model, lambda outputs, labels: 7 * labels.sum())(model, batch)
+    assert same(loss.loss, 7 * y.sum())
+    assert loss.outputs is not None
+
+
+# loss_fn
+
+
+@pytest.mark.parametrize("batch", [(X, Y), [X, Y], {"x": X, "labels": Y}, {"x": X, "target": Y}], ids=str)
+def test_loss_fn_gets_outputs_and_labels(batch: Any) -> None:
+    model = Scores()
+    output = ModelUnit(model, F.mse_loss)(model, batch)
+    assert same(output.loss, F.mse_loss(model.scores(X), Y))
+    assert same(output.outputs, model.scores(X))
+    assert output.labels is Y
+
+
+def test_loss_fn_replaces_loss_of_model() -> None:
+    model = returning(lambda loss, scores: {"loss": loss, "logits": scores})
+    losses: list[Any] = []
+
+    def loss_fn(outputs: Any, labels: Tensor) -> Tensor:
+        losses.append(outputs["loss"])
+        return 2 * F.mse_loss(outputs["logits"], labels)
+
+    output = ModelUnit(model, loss_fn)(model, {"x": X, "labels": Y})
+    assert same(output.loss, 2 * F.mse_loss(model.scores(X), Y)) and same(output.outputs, model.scores(X))
+    assert losses == [None]  # the labels were not passed to the model, which would have computed a loss in vain
+
+
+def test_loss_fn_gets_last_input_that_model_may_need() -> None:
+    model = model_of(lambda self, x, labels: self.scores(x) + 0 * labels)
+    assert ModelUnit(model, F.mse_loss)(model, {"x": X, "labels": Y}).loss is not None
+    model = model_of(lambda self, x, shift: self.scores(x) + shift)
+    output = ModelUnit(model, F.mse_loss)(model, (X, Y, Y + 1))
+    assert same(output.outputs, model.scores(X) + Y) and same(output.labels, Y + 1)
+
+
+@pytest.mark.parametrize("batch", [X, (X,), [X], {"x": X}], ids=["tensor", "tuple", "list", "dict"])
+def test_loss_fn_without_labels_in_training(batch: Any) -> None:
+    model = Scores()
+    output = ModelUnit(model, lambda outputs, labels: outputs.sum() if labels is None else Y)(model, batch)
+    assert same(output.loss, model.scores(X).sum())
+    with torch.no_grad():
+        output = ModelUnit(model, F.mse_loss)(model, batch)  # which would fail on labels=None
+    assert output.loss is None
+    assert same(output.outputs, model.scores(X))
+
+
+# What is passed to the model
+
+
+@pytest.mark.parametrize("compiles", [False, True], ids=["plain", "compiled"])
+def test_unit_drops_unknown_keys_and_warns_once(compiles: bool, caplog: pytest.LogCaptureFixture) -> None:
+    model = returning(lambda loss, scores: {"loss": loss, "logits": scores})
+    called: Any = torch.compile(model, backend="eager") if compiles else model
+    unit = ModelUnit(called)
+    with caplog.at_level(logging.WARNING, "omnitrain"):
+        for _ in range(3):
+            output = unit(called, {"x": X, "label": Y, "text": ["a"], "idx": Y})
+    assert [record.getMessage().split()[2] for record in caplog.records] == ["'text'", "'idx'"]
+    assert same(output.loss, F.mse_loss(model.scores(X), Y))  # pyright: ignore[reportPossiblyUnbound]
+
+
+@pytest.mark.parametrize("loss_fn", [None, lambda outputs, labels: outputs["sum"]])
+def test_unit_passes_every_key_to_kwargs(loss_fn: Any, caplog: pytest.LogCaptureFixture) -> None:
+    def forward(self: Any, **batch: Any) -> Any:
+        return {"loss": self.scores(batch["x"]).sum(), "sum": self.scores(batch["x"]).sum(), "keys": list(batch)}
+
+    model = model_of(forward)
+    with caplog.at_level(logging.WARNING, "omnitrain"):
+        output = ModelUnit(model, loss_fn)(model, {"x": X, "labels": Y, "text": ["a"]})
+    assert output.outputs[-1] == (["x", "labels", "text"] if loss_fn is None else ["x", "text"])
+    assert not caplog.records
+
+
+def test_unit_passes_labels_of_other_name() -> None:
+    def forward(self: Any, x: Tensor, labels: Tensor, **rest: Any) -> Any:
+        assert not rest
+        return {"loss": F.mse_loss(self.scores(x), labels)}
+
+    for key in ("label", "label_ids", "targets", "target"):
+        for model in (model_of(forward), returning(lambda loss, scores: {"loss": loss})):
+            output = ModelUnit(model)(model, {"x": X, key: Y})
+            assert same(output.loss, F.mse_loss(model.scores(X), Y)) and output.labels is Y
+
+
+def test_unit_passes_label_by_name() -> None:
+    model = model_of(lambda self, x, label, labels=None: {"loss": F.mse_loss(self.scores(x), label), "none": labels})
+    output = ModelUnit(model)(model, {"x": X, "label": Y})
+    assert output.loss is not None and output.outputs is None
+
+
+# Composer's shape
+
+
+def composer(loss: Callable[[Tensor, Any], Any]) -> Any:
+    return model_of(
+        lambda self, batch: self.scores(batch[0]), loss=lambda self, outputs, batch: loss(outputs, batch[1])
+    )
+
+
+@pytest.mark.parametrize(
+    "loss",
+    [
+        F.mse_loss,
+        lambda outputs, labels: (F.mse_loss(outputs, labels) / 2, F.mse_loss(outputs, labels) / 2),
+        lambda outputs, labels: {"total": F.mse_loss(outputs, labels), "part": outputs.sum()},
+        lambda outputs, labels: {"a": F.mse_loss(outputs, labels) / 2, "b": F.mse_loss(outputs, labels) / 2},
+    ],
+    ids=["tensor", "tuple", "total", "parts"],
+)
+def test_unit_calls_composer_loss(loss: Any) -> None:
+    model = composer(loss)
+    output = ModelUnit(model)(model, (X, Y))
+    assert torch.allclose(output.loss, F.mse_loss(model.scores(X), Y))  # type: ignore[arg-type]
+    assert same(output.outputs, model.scores(X))
+    assert output.labels is Y
+
+
+def test_unit_skips_composer_loss() -> None:
+    def fail(outputs: Any, labels: Any) -> Tensor:
+        raise AssertionError
+
+    model = composer(fail)
+    with torch.no_grad():
+        assert ModelUnit(model)(model, (X,)).loss is None
+    plain = Scores()
+    plain.loss = fail  # type: ignore[assignment]
+    assert ModelUnit(plain, F.mse_loss)(plain, (X, Y)).loss is not None
+
+
+def test_unit_ignores_other_loss_methods() -> None:
+    def forward(self: Any, x: Tensor, labels: Tensor) -> Any:
+        scores = self.scores(x)
+        return {"loss": self.loss(scores, labels), "logits": scores}
+
+    model = model_of(forward, loss=lambda self, scores, labels: F.mse_loss(scores, labels))
+    assert same(ModelUnit(model)(model, {"x": X, "labels": Y}).loss, F.mse_loss(model.scores(X), Y))
+
+
+# What is no loss
+
+
+NO_LOSS: list[tuple[Any, str]] = [
+    (lambda loss, scores: scores, r"a tensor of shape \(3,\)"),
+    (lambda loss, scores: {"logits": scores}, "a dict with the keys 'logits'"),
+    (lambda loss, scores: (scores, loss), r"a tuple of 2: a tensor of shape \(3,\)"),
+    (lambda loss, scores: {"loss": 0.5}, "No loss found"),
+    (lambda loss, scores: SimpleNamespace(logits=scores), "SimpleNamespace"),
+    (lambda loss, scores: None, "None"),
+    (lambda loss, scores: (), "a tuple of 0"),
+    (lambda loss, scores: {"loss": scores}, r"must be a scalar, got a tensor of shape \(3,\)"),
+]
+
+
+@pytest.mark.parametrize(("shape", "words"), NO_LOSS)
+def test_unit_rejects_output_without_loss(shape: Any, words: str) -> None:
+    model = returning(shape)
+    with pytest.raises(DataError, match=words):
+        ModelUnit(model)(model, {"x": X, "labels": Y})
+
+
+def test_unit_rejects_loss_per_sample() -> None:
+    model = Scores()
+    unit = ModelUnit(model, nn.MSELoss(reduction="none"))
+    for context in (torch.no_grad(), torch.enable_grad()):
+        with context, pytest.raises(DataError, match=r"scalar, got a tensor of shape \(3,\).*reduction='mean'"):
+            unit(model, (X, Y))
+
+
+# Dicts of losses, and metrics
+
+
+def losses_of(scores: Tensor, labels: Tensor) -> dict[str, Tensor]:
+    return {"mse": F.mse_loss(scores, labels), "loss_l1": F.l1_loss(scores, labels)}
+
+
+def outputs_of(model: Any) -> list[StepOutput]:
+    """Outputs of the same model where its loss is a dict, by each way for it to be one."""
+    in_method, inside = composer(losses_of), returning(lambda loss, scores: {"loss": losses_of(scores, Y), "y": scores})
+    for other in (in_method, inside):
+        other.load_state_dict(model.state_dict())
+    return [
+        ModelUnit(model, losses_of)(model, (X, Y)),
+        ModelUnit(in_method)(in_method, (X, Y)),
+        ModelUnit(inside)(inside, {"x": X, "labels": Y}),
+        run_unit(lambda batch: losses_of(model(X), Y), None, (X, Y)),
+    ]
+
+
+def test_unit_sums_dict_of_losses() -> None:
+    model = Scores()
+    scores = model.scores(X)
+    for output in outputs_of(model):
+        loss, metrics = output.required_loss(), output.metrics or {}
+        assert torch.equal(loss, F.mse_loss(scores, Y) + F.l1_loss(scores, Y)) and loss.requires_grad
+        assert list(metrics) == ["loss_mse", "loss_l1"]
+        assert torch.equal(metrics["loss_l1"], F.l1_loss(scores, Y)) and not metrics["loss_l1"].requires_grad
+        assert output.outputs is None or torch.equal(output.outputs, scores)
+
+
+def test_unit_total_is_loss() -> None:
+    model = Scores()
+    output = ModelUnit(model, lambda s, y: {**losses_of(s, y), "total": s.sum()})(model, (X, Y))
+    assert torch.equal(output.required_loss(), model.scores(X).sum())
+    assert list(output.metrics or {}) == ["loss_mse", "loss_l1"]
+    with pytest.raises(DataError, match=r"'loss', 'kl', .* Call the sum 'total'"):
+        ModelUnit(model, lambda s, y: {"loss": s.sum(), "kl": s.mean()})(model, (X, Y))
+
+
+def test_step_output_needs_loss_and_named_metrics() -> None:
+    with pytest.raises(DataError, match="needs a loss"):
+        StepOutput(None).required_loss()
+    with pytest.raises(DataError, match=r"`metrics` must be a dict.*a tuple of 1"):
+        StepOutput(Y.sum(), metrics=(1.0,))  # type: ignore[arg-type]
+
+
+def test_unit_divides_parts_of_sum() -> None:
+    losses = {"a": torch.tensor(6.0), "b": torch.tensor(3.0)}
+    for count in (4, torch.tensor(4)):
+        output = run_unit(lambda batch, count=count: (losses, count), None, (X, Y))
+        assert (output.loss, output.num_targets) == (9.0, 4)
+        assert output.metrics == {"loss_a": 1.5, "loss_b": 0.75}
+    assert run_unit(lambda batch: (losses, 0), None, (X, Y)).loss == 9.0
+
+
+@pytest.mark.parametrize("shape", [dict, SimpleNamespace], ids=["dict", "object"])
+def test_unit_logs_metrics_of_output(shape: Any) -> None:
+    model = returning(lambda loss, scores: shape(loss=loss, logits=scores, metrics={"bias": scores.mean()}))
+    output = ModelUnit(model)(model, {"x": X, "labels": Y})
+    assert torch.equal(output.outputs, model.scores(X))
+    assert torch.equal(output.metrics["bias"], model.scores(X).mean())  # type: ignore[index]
+    assert not output.metrics["bias"].requires_grad  # type: ignore[index]
+    tensor = returning(lambda loss, scores: {"loss": loss, "metrics": scores})  # an output of that name
+    output = ModelUnit(tensor)(tensor, {"x": X, "labels": Y})
+    assert output.metrics is None and torch.equal(output.outputs, tensor.scores(X))
+
+
+# Units of the user's own
+
+
+def test_unit_returns_mean_or_sum() -> None:
+    loss, batch = torch.tensor(2.0), {"x": X, "labels": Y}
+    mean = run_unit(lambda batch: loss, None, batch)
+    assert (mean.loss, mean.num_targets, mean.labels) == (loss, None, Y)
+    for count, expected in ((5, 5), (None, None), (torch.tensor(5), 5)):
+        total = run_unit(lambda batch, count=count: (loss, count), None, batch)
+        assert (total.loss, total.num_targets) == (loss, expected)
+    assert run_unit(lambda batch: loss.reshape(1), None, batch).loss.shape == ()  # type: ignore[union-attr]
+    output = StepOutput(loss)
+    assert run_unit(lambda batch: output, None, batch) is output
+
+
+@pytest.mark.parametrize("result", [None, 1.0, X, (X, 2), (), (Y.sum(), 1, 2), {}, {"a": X}], ids=str)
+def test_unit_rejects_wrong_results(result: Any) -> None:
+    with pytest.raises(DataError, match="`unit` must return a scalar loss or"):
+        run_unit(lambda batch: result, None, (X, Y))
+
+
+@pytest.mark.parametrize("kind", [Trainer, AccelerateTrainer, HFTrainer])
+def test_unit_rejects_a_step_output_of_a_dict(kind: Any) -> None:
+    def unit(batch: Any) -> StepOutput:
+        return StepOutput({"a": model(batch[0]).sum()})  # type: ignore[arg-type]
+
+    model = Scores()
+    trainer = kind(model, (X, Y), unit=unit, progress_bar=False, batch_size=1, epochs=1)
+    with pytest.raises(DataError, match=r"must be a scalar tensor, got a dict with the keys 'a'. .* a dict of losses"):
+        trainer.train()
+
+
+@pytest.mark.parametrize("loss", [1.0, X, torch.zeros(0), (Y.sum(), 3)], ids=str)
+def test_step_output_rejects_other_losses(loss: Any) -> None:
+    with pytest.raises(DataError, match="`loss` of a StepOutput must be a scalar tensor, got"):
+        StepOutput(loss)
+
+
+def test_unit_evaluate_runs_without_gradients() -> None:
+    class Both:
+        def __call__(self, batch: Any) -> Tensor:
+            return Y.sum()
+
+        def evaluate(self, batch: Any) -> StepOutput:
+            return StepOutput(Y.mean(), outputs=batch)
+
+    unit, bare, wrapped = Both(), Scores(), Scores()
+    assert isinstance(unit, TrainUnit) and isinstance(unit, EvalUnit)
+    assert run_unit(unit, None, X).loss == 6
+    with torch.no_grad():
+        assert run_unit(unit, None, X).loss == 2
+        assert run_unit(lambda batch: Y.sum(), None, X).loss == 6
+    assert same(run_unit(ModelUnit(bare, F.mse_loss), wrapped, (X, Y)).outputs, wrapped.scores(X))
+
+
+# Counting
+
+
+LABELS = torch.tensor([[1, -100, 2], [-100, -100, 3]])
+
+
+COUNTED: list[tuple[Any, int | None, int | None]] = [
+    ({"labels": LABELS}, 3, 2),
+    ((X, LABELS), 3, 2),
+    ({"targets": LABELS.int()}, 3, 2),
+    ({"labels": LABELS, "shift_labels": LABELS[:, :2]}, 1, 1),
+    ({"labels": torch.full((2, 3), -100)}, 0, 0),
+    ({"labels": torch.ones(2, 3, dtype=torch.bool)}, 6, 4),
+    ({"labels": torch.ones(2, 3, dtype=torch.uint8)}, 6, 4),
+    *((batch, None, None) for batch in ({"labels": torch.ones(2, 3)}, {"labels": torch.tensor([1, 2])})),
+    *((batch, None, None) for batch in ({"labels": ["a", "b"]}, {"x": LABELS}, LABELS)),
+]
+
+
+def test_count_labels() -> None:
+    for batch, count, shifted in COUNTED:
+        assert (count_labels(batch), count_labels(batch, shift=True)) == (count, shifted), batch
+
+
+def test_count_tokens() -> None:
+    mask, ids = torch.tensor([[1, 1, 0], [1, 0, 0]]), torch.ones(2, 3, dtype=torch.long)
+    assert count_tokens({"input_ids": ids, "attention_mask": mask, "labels": LABELS}) == 3
+    assert count_tokens({"input_ids": ids, "labels": LABELS}) == 6
+    assert count_tokens({"labels": LABELS}) == 3
+    assert count_tokens((X, Y)) == count_tokens(X) == count_tokens({"x": X}) == 0
+
+
+# transformers
+
+
+IDS = torch.randint(1, 20, (2, 5), generator=torch.Generator().manual_seed(0))
+
+
+@pytest.mark.parametrize("key", ["labels", "label"])
+@pytest.mark.parametrize("returns_dict", [True, False], ids=["dict", "tuple"])
+def test_unit_transformers_classifier(returns_dict: bool, key: str) -> None:
+    model, labels = bert(return_dict=returns_dict).eval(), torch.tensor([0, 1])
+    batch = BatchEncoding({"input_ids": IDS, key: labels, "idx": labels})
+    output, expected = ModelUnit(model)(model, batch), model(input_ids=IDS, labels=labels)
+    assert same(output.loss, expected[0]) and same(output.outputs, expected[1]) and output.labels is labels
+    if returns_dict:
+        unit = ModelUnit(model, lambda outputs, labels: F.cross_entropy(outputs.logits, labels))
+        assert torch.allclose(unit(model, batch).required_loss(), expected[0])
+
+
+def test_unit_transformers_regression_batch_of_one() -> None:
+    model = bert(num_labels=1).eval()
+    with torch.no_grad():
+        output = ModelUnit(model)(model, {"input_ids": IDS[:1]})
+    assert output.loss is None and output.outputs.shape == (1, 1)
+
+
+@pytest.mark.parametrize("make", [llama, gpt])  # GPT2's loss has no name in transformers, and shifts all the same
+def test_causal_loss_counts_shifted_labels(make: Any) -> None:
+    model, labels = make().eval(), IDS.clone()
+    labels[0, :3] = -100
+    labels[1, 4] = -100
+    batch = {"input_ids": IDS, "labels": labels}
+    assert shifts_by_default(model) and not shifts_by_default(Scores())
+    output, count = ModelUnit(model)(model, batch), count_labels(batch, shifts_by_default(model))
+    assert count == 5
+    total = model(**batch, num_items_in_batch=1).loss
+    assert torch.allclose(output.required_loss() * count, total)
+
+
+def test_causal_loss_counts_as_transformers(tmp_path: Any) -> None:
+    config = bert().config
+    labels = torch.tensor([[1, 2, -100, 4], [5, -100, -100, 1]])
+    for model in (llama(), BertForMaskedLM(config), BertForTokenClassification(config), t5()):
+        trainer = transformers.Trainer(model, TrainingArguments(str(tmp_path), report_to=[], use_cpu=True))
+        if not hasattr(trainer, "_loss_shifts_labels"):
+            pytest.skip("this transformers does not count shifted labels yet")
+        trainer.model_accepts_loss_kwargs = True
+        expected = trainer._get_num_items_in_batch([{"labels": labels}], torch.device("cpu"))
+        assert count_labels({"labels": labels}, shifts_by_default(model)) == int(expected), type(model)
+
+
+# Errors
+
+
+ONES = torch.ones(2, 1)
+WRONG_CALLS: list[tuple[Any, Any, str]] = [
+    (
+        F.mse_loss,
+        {"input": ONES, "answer": ONES},
+        r"needs labels.*the keys 'input', 'answer'.*label_names=\['answer'\]",
+    ),
+    *(
+        (loss, {"x": ONES, "labels": ONES}, r"forward\(\) needs 'input', and .* keys 'x', 'labels'")
+        for loss in (None, len)
+    ),
+    (lambda outputs, labels: None, (ONES, ONES), "`loss_fn` returned NoneType"),
+    (lambda outputs, labels: 0.5, (ONES, ONES), "`loss_fn` returned float"),
+]
+
+
+@pytest.mark.parametrize(("loss_fn", "batch", "words"), WRONG_CALLS)
+def test_unit_errors_report_keys_and_types(loss_fn: Any, batch: Any, words: str) -> None:
+    model = nn.Linear(1, 1)
+    with pytest.raises(DataError, match=words):
+        ModelUnit(model, loss_fn)(model, batch)
+
+
+def test_loss_fn_error_reports_outputs() -> None:
+    model = model_of(lambda self, x: (self.out(x), x))
+    with pytest.raises(AttributeError) as caught:
+        ModelUnit(model, F.mse_loss)(model, (X, Y))
+    assert "a tuple of 2: a tensor of shape (3, 1), a tensor of shape (3, 2)" in caught.value.__notes__[0]
+
+
+class TwoHeads(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.first, self.second, self.unused = (nn.Linear(2, 2) for _ in range(4))
+
+    def forward(self, x: torch.Tensor) -> dict[str, Any]:
+        hidden = self.body(x)
+        return {"logits": self.first(hidden), "others": [self.second(hidden), self.unused(hidden)]}
+
+
+@pytest.mark.parametrize("label", [1, -100])
+def test_zero_grad_loss_keeps_graph(label: int) -> None:
+    def loss_fn(outputs: dict[str, Any], labels: torch.Tensor) -> torch.Tensor:
+        return F.cross_entropy(outputs["logits"], labels) + outputs["others"][0].square().mean()
+
+    model = TwoHeads()
+    output = ModelUnit(model, loss_fn)(model, (torch.ones(1, 2), torch.tensor([label])))
+    loss = output.required_loss()
+    assert bool(loss.isnan()) is (label == -100)
+    without_effect(output, loss).backward()
+    gradients = {name: parameter.grad for name, parameter in model.named_parameters()}
+    assert {name for name, gradient in gradients.items() if gradient is None} == {"unused.weight", "unused.bias"}
+    assert not any(gradient.any() for gradient in gradients.values() if gradient is not None)
+
+
+@pytest.mark.parametrize("returns_more", [False, True])
+def test_unit_of_whole_batches(returns_more: bool) -> None:
+    def forward(self: Any, data: Any, scale: float = 1.0) -> Any:
+        x, y = data.values() if isinstance(data, dict) else data
+        loss = scale * F.mse_loss(self.scores(x), y)
+        return (loss, self.scores(x)) if returns_more else loss
+
+    model = model_of(forward)
+    for batch in ({"x": X, "labels": Y}, (X, Y), [X, Y]):
+        output = run_unit(WholeBatchUnit(), model, batch)
+        assert output.required_loss().equal(F.mse_loss(model.scores(X), Y))
+        assert (output.outputs is not None) == returns_more
+        with torch.no_grad():
+            assert run_unit(WholeBatchUnit(), model, batch).required_loss() == output.loss
+
+
+def test_move_loss_moves_what_is_not_the_models() -> None:
+    model, loss = nn.Linear(2, 2), nn.CrossEntropyLoss(weight=torch.ones(2))
+    teacher = nn.Linear(2, 2)
+    loss.teacher, loss.student = teacher, model
+    move_loss(functools.partial(loss), model, torch.device("meta"))
+    assert teacher.weight.is_meta and not model.weight.is_meta
+    del loss.student
+    move_loss(loss, model, torch.device("meta"))
+    assert loss.weight is not None and loss.weight.is_meta
+
+
+class Weighted:
+    """A unit with tensors and a loss as attributes, a frozen parameter, and parts of its model."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model, self.bias = model, next(model.parameters())
+        self.weights, self.scale = torch.ones(2), nn.Parameter(torch.ones(1), requires_grad=False)
+        self.losses = {"ce": nn.CrossEntropyLoss(torch.ones(2)), "shares": torch.ones(2)}
+        self.steps, self.name = [torch.ones(1), 3], "unit"
+
+    def __call__(self, batch: Any) -> Any:
+        return (self.model(batch[0]) - batch[1]).square().mean() * self.weights.mean()
+
+
+def test_move_unit_moves_tensors_and_modules() -> None:
+    """What it shares with the model stays, and a function has nothing."""
+    model = Scores()
+    unit, meta = Weighted(model), torch.device("meta")
+    move_unit(unit, model, meta)
+    moved = [unit.weights, unit.losses["ce"].weight, unit.losses["shares"], unit.steps[0], unit.scale]
+    assert {tensor.device for tensor in moved} == {meta} and type(unit.scale) is nn.Parameter
+    assert unit.bias is next(model.parameters()) and {one.device.type for one in model.parameters()} == {"cpu"}
+    assert (unit.steps[1], unit.name) == (3, "unit")
+    move_unit(lambda batch: batch, model, meta)
+    move_unit(None, model, meta)
+
+
+@pytest.mark.parametrize("trainer_class", TRAINERS.values())
+def test_unit_is_moved_to_the_device_of_the_trainer(trainer_class: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    moved: list[torch.device] = []
+    unit = Weighted(model := Scores())
+    monkeypatch.setattr(unit.losses["ce"], "to", lambda device: moved.append(device))
+    trainer = trainer_class(model, (X, Y), unit=unit, epochs=1, progress_bar=False)
+    assert moved == [trainer.device]

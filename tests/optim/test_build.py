@@ -1,0 +1,242 @@
+"""Optimizers and schedules from what a user may pass: instances, names, paths, classes and callables."""
+
+from __future__ import annotations
+
+import inspect
+import re
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, get_args
+
+import pytest
+import torch
+from torch import nn
+from torch.optim.lr_scheduler import (
+    ChainedScheduler,
+    ConstantLR,
+    CosineAnnealingLR,
+    LinearLR,
+    ReduceLROnPlateau,
+    SequentialLR,
+    StepLR,
+)
+
+from omnitrain import Trainer
+from omnitrain.arguments import ScheduleName
+from omnitrain.core.errors import ConfigError, MissingExtraError
+from omnitrain.optim.build import build_optimizer, build_scheduler
+from omnitrain.optim.schedules import NAMED
+
+
+class AnyOptions(torch.optim.AdamW):
+    """Takes the options of its parent by **kwargs."""
+
+    def __init__(self, params: Any, **options: Any) -> None:
+        super().__init__(params, **options)
+
+
+class NoOptions(torch.optim.SGD):
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, lr=0.7)
+
+
+@pytest.fixture
+def model() -> nn.Module:
+    return nn.Linear(2, 2)
+
+
+def optimizer_for(model: nn.Module, lr: float = 1.0) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=lr)
+
+
+# Optimizers
+
+
+def test_optimizer_defaults_to_fused_adamw(model: nn.Module) -> None:
+    optimizer = build_optimizer(None, model, 3e-4, 0.1)
+    assert type(optimizer) is torch.optim.AdamW
+    assert [optimizer.defaults[key] for key in ("lr", "weight_decay", "fused")] == [3e-4, 0.1, True]
+    model = nn.ParameterList([nn.Parameter(torch.ones(2, dtype=torch.complex64))])  # which has no fused kernel
+    optimizer = build_optimizer(None, model, 1e-3, 0.0)
+    assert not optimizer.defaults["fused"]
+    model[0].abs().sum().backward()
+    optimizer.step()
+
+
+SPECS = [
+    "torch.optim.AdamW", "torch.optim.adamw.AdamW", torch.optim.AdamW, AnyOptions, "adamw", "AdamW", "sgd", "rmsprop",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("spec", SPECS, ids=str)
+def test_optimizer_class_gets_rate_and_decay(spec: Any, model: nn.Module) -> None:
+    optimizer = build_optimizer(spec, model, 0.25, 0.5)
+    name = spec if isinstance(spec, str) else spec.__name__
+    assert type(optimizer).__name__.lower() == name.rpartition(".")[2].lower()
+    assert (optimizer.param_groups[0]["lr"], optimizer.param_groups[0]["weight_decay"]) == (0.25, 0.5)
+
+
+def test_optimizer_class_gets_known_options(model: nn.Module) -> None:
+    assert build_optimizer(torch.optim.Rprop, model, 0.25, 0.0).param_groups[0]["lr"] == 0.25
+    assert build_optimizer(NoOptions, model, 2e-5, 0.0).param_groups[0]["lr"] == 0.7
+    with pytest.raises(ConfigError, match=r"`weight_decay=0.5` has no effect: Rprop takes no argument"):
+        build_optimizer(torch.optim.Rprop, model, 0.25, 0.5)
+    with pytest.raises(ConfigError, match=r"`learning_rate=0.25` has no effect: NoOptions takes no argument 'lr'"):
+        build_optimizer(NoOptions, model, 0.25, 0.0)
+
+
+def test_optimizer_gets_trainable_parameters() -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1))
+    model[0].requires_grad_(False)
+    for spec in (None, "torch.optim.SGD", lambda parameters: torch.optim.SGD(parameters, lr=0.9)):
+        group = build_optimizer(spec, model, 1e-3, 0.0).param_groups[0]
+        assert group["lr"] == (0.9 if callable(spec) else 1e-3)
+        assert [id(parameter) for parameter in group["params"]] == [id(weight) for weight in model[1].parameters()]
+
+
+def test_optimizer_instance_is_kept() -> None:
+    """Also one of a part of the model, and one whose `step` a schedule has replaced."""
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1))
+    optimizer = optimizer_for(model[1])
+    StepLR(optimizer, 1)
+    assert "closure" in inspect.signature(optimizer.step).parameters
+    assert build_optimizer(optimizer, model, 1e-3, 0.0) is optimizer
+
+
+FROZEN = nn.Linear(2, 2).requires_grad_(False)
+WRONG_OPTIMIZERS: list[tuple[Any, nn.Module, str]] = [
+    *(
+        (spec, nn.Linear(2, 2), words)
+        for spec, words in [
+            ("torch.optim.AdamV", r"`optimizer='torch.optim.AdamV'` cannot be imported"),
+            ("adamx", r"`optimizer` must be one of .*'adamw'.* got 'adamx'. Did you mean 'adam"),
+            ("no_such_package.AdamW", "is in no package that is imported. Import 'no_such_package' before"),
+            ("", "`optimizer` must be one of .* got ''"),
+            (3, "`optimizer` must be an optimizer, its class.* got 3"),
+            (lambda parameters: None, "must give an optimizer.* got None"),
+            (torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=1.0), "SGD.*holds none of the model's parameters"),
+            *((path, "not a subclass of") for path in ("os.system", "os.path.join", "subprocess.Popen")),
+        ]
+    ),
+    (None, FROZEN, "nothing to train"),
+    (None, nn.ReLU(), "nothing to train"),
+]
+
+
+@pytest.mark.parametrize(("spec", "model", "words"), WRONG_OPTIMIZERS)
+def test_optimizer_rejects_wrong_values(spec: Any, model: nn.Module, words: str) -> None:
+    """A path to something else is not called."""
+    with pytest.raises(ConfigError, match=words):
+        build_optimizer(spec, model, 1e-3, 0.0)
+
+
+# Schedules
+
+
+def rates(scheduler: Any, optimizer: torch.optim.Optimizer, steps: int) -> list[float]:
+    """The learning rate of every step, and of one after the end."""
+    values = []
+    for _ in range(steps + 1):
+        values.append(optimizer.param_groups[0]["lr"])
+        optimizer.step()
+        scheduler.step()
+    return values
+
+
+@pytest.mark.parametrize(
+    ("name", "warmup", "total", "expected"),
+    [
+        ("constant", 0, 10, [1.0, 1.0]), ("constant", 2, None, [0.0, 0.5, 1.0, 1.0]),
+        (None, 4, None, [0.0, 0.25, 0.5, 0.75, 1.0, 1.0]),
+        ("linear", 0, 2, [1.0, 0.5, 0.0, 0.0, 0.0]), ("cosine", 0, 2, [1.0, 0.5, 0.0, 0.0, 0.0]),
+    ],
+)  # fmt: skip
+def test_schedule_warms_up_and_stays_after_end(
+    name: Any, warmup: int, total: int | None, expected: list[float], model: nn.Module
+) -> None:
+    groups = [{"params": [parameter], "lr": lr} for parameter, lr in zip(model.parameters(), (1.0, 0.5), strict=True)]
+    optimizer = torch.optim.SGD(groups)
+    scheduler = build_scheduler(name, optimizer, warmup_steps=warmup, total_steps=total)
+    assert rates(scheduler, optimizer, len(expected) - 1) == pytest.approx(expected, abs=1e-15)
+    first, second = (group["lr"] for group in optimizer.param_groups)
+    assert second == 0.5 * first
+    assert build_scheduler(None, optimizer, warmup_steps=0, total_steps=10) is None
+    for endless in ("constant", "constant_with_warmup", "inverse_sqrt"):
+        assert build_scheduler(endless, optimizer, warmup_steps=1, total_steps=None) is not None
+
+
+INSTANCES: list[Callable[[torch.optim.Optimizer], Any]] = [
+    LinearLR,
+    lambda optimizer: StepLR(optimizer, 2),
+    lambda optimizer: CosineAnnealingLR(optimizer, 10),
+    lambda optimizer: ReduceLROnPlateau(optimizer),
+    lambda optimizer: SequentialLR(optimizer, [LinearLR(optimizer), ConstantLR(optimizer)], [2]),
+    lambda optimizer: ChainedScheduler([LinearLR(optimizer), ConstantLR(optimizer)]),
+]
+
+
+@pytest.mark.parametrize("make", INSTANCES)
+def test_schedule_instance_or_callable(make: Any, model: nn.Module) -> None:
+    optimizer = optimizer_for(model)
+    instance = make(optimizer)
+    assert build_scheduler(instance, optimizer, warmup_steps=0, total_steps=None) is instance
+    built = build_scheduler(make, optimizer, warmup_steps=0, total_steps=None)
+    assert type(built) is type(instance) and built.optimizer is optimizer
+
+
+WRONG_SCHEDULES: list[tuple[Any, int, int | None, str]] = [
+    (StepLR(optimizer_for(nn.Linear(1, 1)), 2), 0, 10, "belongs to another optimizer"),
+    ("cosin", 0, 10, r"`lr_scheduler` must be one of 'constant'.* got 'cosin'. Did you mean 'cosine'\?"),
+    (5, 0, 10, "`lr_scheduler` must be a scheduler, a name or a callable of the optimizer, got 5"),
+    (lambda optimizer: StepLR(optimizer, 2), 3, 10, "`warmup_steps=3` has no effect"),
+    ("linear", 10, 10, "`warmup_steps=10` leaves nothing of the run's 10 steps"),
+    ("cosine", 11, 10, "`warmup_steps=11` leaves nothing"),
+    *(
+        (name, 0, None, f"`lr_scheduler='{name}'` needs the number of steps.*Set `max_steps`")
+        for name in ("linear", "cosine", "polynomial", "cosine_with_restarts")
+    ),
+]
+
+
+@pytest.mark.parametrize(("spec", "warmup", "total", "words"), WRONG_SCHEDULES)
+def test_schedule_rejects_wrong_values(spec: Any, warmup: int, total: int | None, words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        build_scheduler(spec, optimizer_for(nn.Linear(1, 1)), warmup_steps=warmup, total_steps=total)
+
+
+def test_schedule_names_without_transformers(model: nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    for name in NAMED.keys() - {"cosine_with_min_lr", "step", "multistep", "exponential"}:
+        assert build_scheduler(name, optimizer_for(model), warmup_steps=0, total_steps=10) is not None
+    with pytest.raises(MissingExtraError, match=r"lr_scheduler='warmup_stable_decay' needs transformers.*-e .*\[hf\]"):
+        build_scheduler("warmup_stable_decay", optimizer_for(model), warmup_steps=0, total_steps=10)
+
+
+def test_schedule_literals_are_accepted_and_documented() -> None:
+    options: dict[str, Any] = {
+        "cosine_with_min_lr": {"min_lr": 1e-6}, "cosine_warmup_with_min_lr": {"min_lr": 1e-6},
+        "warmup_stable_decay": {"num_decay_steps": 2}, "step": {"step_size": "2ba"}, "exponential": {"gamma": 0.5},
+        "multistep": {"milestones": ["0.5dur"]},
+    }  # fmt: skip
+    data = torch.rand(8, 4), torch.rand(8, 1)
+    for name in get_args(ScheduleName):
+        Trainer(
+            nn.Linear(4, 1), data, data, loss_fn=nn.MSELoss(), lr_scheduler=name, max_steps=4, warmup_steps=0,
+            lr_scheduler_kwargs=options.get(name), device="cpu",
+        )  # fmt: skip
+    page = (Path(__file__).parents[2] / "docs" / "arguments.md").read_text(encoding="utf-8")
+    row = next(line for line in page.splitlines() if line.startswith("| `lr_scheduler` |"))
+    assert set(re.findall(r'`"(\w+)"`', row)) == set(get_args(ScheduleName))
+
+
+def test_optimizer_has_its_own_rate_unless_one_is_given(trainer_class: Any) -> None:
+    data = [(torch.ones(2), torch.ones(1))] * 4
+    for options, expected in (
+        ({"optimizer": "sgd"}, 1e-3), ({"optimizer": "adadelta"}, 1.0), ({"optimizer": torch.optim.LBFGS}, 1.0),
+        ({"optimizer": "sgd", "learning_rate": 2e-5}, 2e-5), ({"optimizer": "adamw"}, 2e-5), ({}, 2e-5),
+        ({"optimizer": torch.optim.Adam}, 1e-3),
+    ):  # fmt: skip
+        trainer = trainer_class(nn.Linear(2, 1), data, loss_fn=nn.functional.mse_loss, progress_bar=False, **options)
+        assert trainer.learning_rate == expected
+        assert {group["lr"] for group in trainer.optimizer.param_groups} == {expected}

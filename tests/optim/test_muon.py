@@ -1,0 +1,158 @@
+"""optimizer="muon": matrices by Muon and the rest by AdamW, in one optimizer; and optimizers of other packages."""
+
+from __future__ import annotations
+
+import copy
+import logging
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from marks import TRAINERS, thinned
+from recipes import StopAt, distance, rows, weights
+from tiny import Tokens, bert, gpt, t5
+from torch import nn
+
+from omnitrain import CheckpointError, ConfigError, HFTrainer, MissingExtraError, Trainer
+from omnitrain.checkpoint import state_dicts
+from omnitrain.optim.build import build_optimizer
+from omnitrain.optim.muon import Muon
+
+
+def deep() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 1)).double()
+
+
+def run(kind: Any = Trainer, resume: str | None = None, **options: Any) -> Any:
+    defaults: dict[str, Any] = {
+        "loss_fn": F.mse_loss, "batch_size": 8, "epochs": 2, "learning_rate": 0.05, "weight_decay": 0.1,
+        "lr_scheduler": "cosine", "log_steps": 1, "progress_bar": False, "optimizer": "muon",
+    }  # fmt: skip
+    place = {"device": "cpu"} if kind is Trainer else {}
+    trainer = kind(deep(), rows(20), **{**defaults, **place, **options})
+    trainer.train(resume_from=resume)
+    return trainer
+
+
+def matrices_of(model: nn.Module) -> set[str]:
+    optimizer = build_optimizer("muon", model, 1e-3, 0.0)
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    return {names[id(weight)] for group in optimizer.param_groups if "ns_steps" in group for weight in group["params"]}
+
+
+def test_muon_step_equals_torch_optimizers() -> None:
+    ours, theirs = deep(), deep()
+    matrices = [theirs[0].weight, theirs[2].weight]  # type: ignore[index]
+    rest = [parameter for parameter in theirs.parameters() if not any(parameter is matrix for matrix in matrices)]
+    options: dict[str, Any] = {"lr": 0.05, "weight_decay": 0.1}
+    pair = [torch.optim.Muon(matrices, adjust_lr_fn="match_rms_adamw", **options), torch.optim.AdamW(rest, **options)]
+    muon = build_optimizer("muon", ours, 0.05, 0.1)
+    x, y = rows(8).tensors
+    for _ in range(3):
+        for model, optimizers in ((ours, [muon]), (theirs, pair)):
+            F.mse_loss(model(x), y).backward()
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
+    assert distance(weights(ours), weights(theirs)) <= 1e-15
+    again = copy.deepcopy(muon)
+    assert isinstance(again, Muon) and len(again.state) == len(muon.state) == 6
+
+
+def test_muon_skips_embeddings_and_output_layer() -> None:
+    assert matrices_of(deep()) == {"0.weight", "2.weight"}
+    assert not any("wte" in name or "lm_head" in name for name in matrices_of(gpt()))
+    assert matrices_of(bert()) >= {"bert.encoder.layer.0.output.dense.weight", "bert.pooler.dense.weight"}
+    assert "classifier.weight" not in matrices_of(bert()) and "shared.weight" not in matrices_of(t5())
+    with pytest.raises(ConfigError, match="matrices that are neither embeddings nor the output layer, and Linear has"):
+        build_optimizer("muon", nn.Linear(4, 2), 1e-3, 0.0)
+
+
+@pytest.mark.parametrize("trainer_class", thinned(TRAINERS.values(), [Trainer, HFTrainer]))
+def test_muon_resumes_on_every_trainer(trainer_class: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, "omnitrain"):
+        straight = run(trainer_class)
+    assert "Muon updates 2 matrices, and AdamW the 4 other parameters: vectors, and 4.weight" in caplog.text
+    assert type(straight.optimizer) is Muon and straight.optimizer.param_groups[0]["lr"] == 0.0
+    if trainer_class is not Trainer:
+        assert distance(weights(straight.model), weights(run().model)) == 0
+    split = run(trainer_class, batch_size=2, gradient_accumulation_steps=4)
+    assert distance(weights(split.model), weights(straight.model)) <= 1e-3  # Muon computes in bfloat16
+    run(trainer_class, save_dir=tmp_path, callbacks=[StopAt(2)])
+    resumed = run(trainer_class, "auto", save_dir=tmp_path)
+    assert distance(weights(resumed.model), weights(straight.model)) == 0
+
+
+def test_muon_with_grad_scaler() -> None:
+    model, data = deep(), rows(8)
+    optimizer = build_optimizer("muon", model, 0.05, 0.0)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
+    before = weights(model)
+    scaler.scale(F.mse_loss(model(data.tensors[0]), data.tensors[1])).backward()
+    next(model.parameters()).grad.mul_(float("inf"))  # type: ignore[union-attr]
+    scaler.step(optimizer)
+    scaler.update()
+    assert distance(weights(model), before) == 0 and scaler.get_scale() == 2.0**9
+
+
+def test_muon_groups_take_options() -> None:
+    trainer = run(
+        param_groups=[{"match": r"^4\.", "betas": (0.8, 0.9)}, {"match": r"^2\.w", "momentum": 0.9}], max_steps=1
+    )
+    options = [group.get("momentum", group.get("betas")) for group in trainer.optimizer.param_groups]
+    assert options == [0.9, 0.95, (0.8, 0.9), (0.9, 0.999)]
+    for group, words in (
+        ({"match": r"^2\.", "betas": (0.8, 0.9)}, "'betas', which is no option of Muon for these parameters"),
+        ({"match": r"^2\.w", "momentum": -1.0}, "Muon refuses it: momentum should be >= 0"),
+    ):
+        with pytest.raises(ConfigError, match=words):
+            run(param_groups=[group])
+
+
+def test_muon_rejects_moments_of_other_shape() -> None:
+    model = deep()
+    optimizer = build_optimizer("muon", model, 0.1, 0.0)
+    model(rows(2).tensors[0]).sum().backward()
+    optimizer.step()
+    tensors, rest = state_dicts.optimizer_state(optimizer, model)
+    for key in ("0.weight/momentum_buffer", "4.weight/exp_avg"):
+        fresh, wrong = deep(), {**tensors, key: torch.zeros(3)}
+        empty = build_optimizer("muon", fresh, 0.1, 0.0)
+        with pytest.raises(CheckpointError, match=f"{key!r} is of shape"):
+            state_dicts.restore_optimizer(empty, fresh, wrong, rest, "it")
+
+
+def test_muon_trains_transformers_model() -> None:
+    trainer = HFTrainer(gpt(), None, Tokens(8), optimizer="muon", max_steps=2, progress_bar=False, learning_rate=1e-3)
+    trainer.train()
+    assert trainer.progress.step == 2
+
+
+# --- other packages
+
+
+@pytest.mark.parametrize(
+    ("name", "package", "kind"),
+    [("lion", "lion_pytorch", "Lion"), ("Lion", "timm.optim", "Lion"),
+     ("paged_adamw_8bit", "bitsandbytes.optim", "PagedAdamW8bit"), ("adamw_torch_8bit", "torchao.optim", "AdamW8bit")],
+)  # fmt: skip
+def test_optimizer_name_of_other_package(name: str, package: str, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for path in {package.partition(".")[0], package}:
+        monkeypatch.setitem(sys.modules, path, ModuleType(path))
+    optimizer_class = type(kind, (torch.optim.SGD,), {})
+    setattr(sys.modules[package], kind, optimizer_class)
+    assert type(build_optimizer(name, deep(), 0.25, 0.5)) is optimizer_class
+
+
+def test_optimizer_names_of_transformers() -> None:
+    for name, package in (("lion", "lion_pytorch"), ("adamw_bnb_8bit", "bitsandbytes")):
+        with pytest.raises(MissingExtraError, match=f"optimizer='{name}' needs {package}, which is not installed"):
+            build_optimizer(name, deep(), 0.1, 0.0)
+    for name, kind in (("adamw_torch", "AdamW"), ("adafactor", "Adafactor"), ("NAdam", "NAdam")):
+        assert type(build_optimizer(name, deep(), 0.1, 0.0)) is getattr(torch.optim, kind)
+    assert build_optimizer("adamw_torch_fused", deep(), 0.1, 0.0).defaults["fused"]

@@ -1,0 +1,259 @@
+"""`param_groups`, `freeze` and layer-wise decay: which parameters train, and with what options."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from recipes import StopAt, distance, rows, t16, weights
+from torch import nn
+from transformers import BertConfig, BertForSequenceClassification, TrainingArguments
+
+from omnitrain import (
+    CheckpointError,
+    ConfigError,
+    HFTrainer,
+    LinearScheduler,
+    Trainer,
+    layerwise_decay,
+)
+from omnitrain.checkpoint.state_dicts import named_parameters
+from omnitrain.optim.param_groups import group_parameters
+
+GROUPS = [{"match": "bias", "weight_decay": 0.0}, {"match": r"^3\.", "lr_scale": 0.5}]
+
+
+def bert() -> nn.Module:
+    sizes = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 2, "num_attention_heads": 2}
+    return BertForSequenceClassification(BertConfig(vocab_size=9, max_position_embeddings=8, **sizes))
+
+
+def make(kind: Any = Trainer, model: nn.Module | None = None, **options: Any) -> Any:
+    defaults: dict[str, Any] = {
+        "loss_fn": F.mse_loss, "batch_size": 8, "epochs": 2, "learning_rate": 0.05, "weight_decay": 0.1,
+        "lr_scheduler": "cosine", "log_steps": 1, "progress_bar": False,
+    }  # fmt: skip
+    place = {"device": "cpu"} if kind is Trainer else {}
+    return kind(model or t16(), rows(20), **{**defaults, **place, **options})
+
+
+def run(kind: Any = Trainer, resume: str | None = None, allow: Any = (), **options: Any) -> Any:
+    trainer = make(kind, **options)
+    trainer.train(resume_from=resume, allow_change=allow)
+    return trainer
+
+
+def groups_of(trainer: Any) -> list[tuple[list[str], float, float]]:
+    names = {id(parameter): name for name, parameter in trainer.model.named_parameters()}
+    return [
+        ([names[id(weight)] for weight in group["params"]], group.get("initial_lr", group["lr"]), group["weight_decay"])
+        for group in trainer.optimizer.param_groups
+    ]
+
+
+# --- groups
+
+
+def test_param_groups_equal_groups_by_hand_and_resume(trainer_class: Any, tmp_path: Path) -> None:
+    def by_hand(parameters: Any) -> torch.optim.Optimizer:
+        first, *_, last, bias = model.parameters()
+        groups: list[dict[str, Any]] = [
+            {"params": [bias], "weight_decay": 0.0}, {"params": [last], "lr": 0.025}, {"params": [first]}
+        ]  # fmt: skip
+        return torch.optim.AdamW(groups, lr=0.05, weight_decay=0.1)
+
+    model = t16()
+    model[0].bias.requires_grad_(False)
+    plain = {"learning_rate": 2e-5, "weight_decay": 0.0}  # those of an optimizer that is made by hand
+    expected = run(model=model, optimizer=by_hand, **plain)
+    options = {"optimizer": "adamw", "param_groups": GROUPS, "freeze": [r"^0\.bias"]}
+    split = {"batch_size": 2, "gradient_accumulation_steps": 4}
+    run(trainer_class, **options, save_dir=tmp_path, callbacks=[StopAt(2)])
+    for changes, bound in (({"save_dir": tmp_path, "resume": "auto"}, 0), (split, 1e-12)):
+        trainer = run(trainer_class, **options, **changes)
+        assert groups_of(trainer) == [(["3.bias"], 0.05, 0.0), (["3.weight"], 0.025, 0.1), (["0.weight"], 0.05, 0.1)]
+        assert distance(weights(trainer.model), weights(expected.model)) <= bound
+        assert torch.equal(trainer.model[0].bias, t16()[0].bias)  # type: ignore[index]
+
+
+def test_param_groups_for_every_optimizer(tmp_path: Path) -> None:
+    args = TrainingArguments(
+        str(tmp_path), learning_rate=0.05, weight_decay=0.1, report_to="none", use_cpu=True, optim="adafactor"
+    )
+    groups = [{"match": r"layer\.1\.", "lr": 0.5}]
+    trainer = HFTrainer(bert(), args, rows(4), param_groups=groups, progress_bar=False)
+    assert type(trainer.optimizer).__name__ == "Adafactor"
+    named = groups_of(trainer)
+    assert [(rate, decay) for _, rate, decay in named] == [(0.5, 0.1), (0.05, 0.1), (0.5, 0.0), (0.05, 0.0)]
+    assert all(("layer.1." in name) is (rate == 0.5) for names, rate, _ in named for name in names)
+    assert all("bias" in name or "LayerNorm" in name for names, _, decay in named for name in names if not decay)
+    by_function = make(
+        learning_rate=2e-5, weight_decay=0.0, param_groups=[{"match": "weight", "momentum": 0.5}],
+        optimizer=lambda parameters: torch.optim.SGD(parameters, lr=1.0, momentum=0.9),
+    )  # fmt: skip
+    assert [group["momentum"] for group in by_function.optimizer.param_groups] == [0.5, 0.9]
+
+
+def test_param_groups_match_tied_names() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4), nn.Linear(4, 1))
+    model[2].weight = model[0].weight  # type: ignore[union-attr]
+    trainer = make(model=model.double(), param_groups=[{"match": r"2\.weight", "lr": 0.5}])
+    assert groups_of(trainer)[0] == (["0.weight"], 0.5, 0.1)
+
+
+def test_param_groups_under_compile() -> None:
+    compiled = torch.compile(t16(), backend="eager")
+    trainer = make(model=compiled, param_groups=[{"match": r"^3\.", "lr": 0.5}], freeze=["^0.bias$"])
+    assert groups_of(trainer)[0][1] == 0.5 and not trainer.get_model()[0].bias.requires_grad
+
+
+WRONG_GROUPS: list[tuple[Any, str]] = [
+    ([{"match": r"^9\.", "lr": 1.0}], r"`param_groups\[0\]`: '\^9.*' is found in no parameter's name.* 0.weight"),
+    ([{"match": ".", "lr": 1.0}, {"match": "bias", "lr": 0.1}], r"\[1\]`: 'bias' is left without a parameter"),
+    ([{"match": "bias", "weigth_decay": 0.0}], r"'weigth_decay', which is no option of AdamW .*'weight_decay'\?"),
+    ([{"match": "bias", "betas": (0.9, 1.5)}], r"AdamW refuses it: Invalid beta parameter at index 1: 1.5"),
+    ([{"match": "bias", "lr": -1.0}], "'lr' must be a finite number of at least 0, got -1.0"),
+    ([{"match": "bias", "lr": 1.0, "lr_scale": 0.1}], "has both 'lr' and 'lr_scale'"),
+    ([{"match": "bias"}], "must have options beside 'match'"),
+    ([{"match": "(", "lr": 1.0}], r"must have a regular expression of parameters' names as 'match', got '\('"),
+    ([{"lr": 1.0}], "as 'match', got None"),
+    ({"match": "bias", "lr": 1.0}, "`param_groups` must be a list of dicts"),
+    ([], "`param_groups` must be a list of dicts"),
+]
+WRONG_FREEZE: list[tuple[Any, str]] = [
+    (["body"], "`freeze`: 'body' is found in no parameter's name. They are called 0.weight, 0.bias"),
+    (["0.weight", "body"], "`freeze`: 'body' is found in no parameter's name"),
+    (["weight", "bias"], r"`freeze=\['weight', 'bias'\]` leaves no parameter that trains"),
+    *((patterns, "`freeze` must be a list of regular expressions") for patterns in ("weight", ["["], [])),
+]
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        *(({"param_groups": groups}, words) for groups, words in WRONG_GROUPS),
+        *(({"freeze": patterns}, words) for patterns, words in WRONG_FREEZE),
+    ],
+)
+def test_param_groups_and_freeze_reject_wrong_values(options: dict[str, Any], words: str) -> None:
+    model = t16()
+    with pytest.raises(ConfigError, match=words):
+        make(model=model, optimizer="adamw", **options)
+    assert all(parameter.requires_grad for parameter in model.parameters())
+
+
+def test_param_groups_reject_built_optimizer() -> None:
+    model = t16()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with pytest.raises(ConfigError, match="`param_groups` has no effect with an `optimizer` that is made already"):
+        make(model=model, optimizer=optimizer, param_groups=GROUPS, learning_rate=2e-5, weight_decay=0.0)
+    with pytest.raises(ConfigError, match="`param_groups` would have no effect on an optimizer that is assigned"):
+        make(param_groups=GROUPS).optimizer = optimizer
+
+
+# --- freezing
+
+
+def test_freeze_keeps_parameters(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, "omnitrain"):
+        trainer = run(freeze=["bias"], param_groups=[{"match": "bias", "lr": 1.0}, {"match": r"^0\.", "lr": 0.5}])
+    assert [parameter.requires_grad for parameter in trainer.model.parameters()] == [True, False, True, False]
+    assert "bias: frozen" in caplog.text and "the rest: 1 tensors, 16 values, lr 0.05" in caplog.text
+
+
+# --- resuming
+
+
+def test_param_groups_reject_changes_on_resume(trainer_class: Any, tmp_path: Path) -> None:
+    options = {"kind": trainer_class, "save_dir": tmp_path, "lr_scheduler": "linear"}
+    run(**options, callbacks=[StopAt(3)], freeze=[r"^0\."])
+    with pytest.raises(CheckpointError, match=r"freeze: \['\^0.*'\] -> None"):
+        run(**options, resume="auto")
+    options["param_groups"] = [{"match": "bias", "lr_scale": 0.1}]
+    with pytest.raises(CheckpointError, match=r"param_groups: None -> \[\{'match': 'bias', 'lr_scale': 0.1"):
+        run(**options, freeze=[r"^0\."], resume="auto")
+    look = Look()
+    trainer = run(**options, callbacks=[look], resume="auto", allow={"freeze", "param_groups"})
+    # step 3 of 6 of a linear schedule; what trained before has its moments, what did not has none
+    assert look.rates == pytest.approx([0.0025, 0.025])
+    assert look.steps == {"0.weight": None, "0.bias": None, "3.weight": 3.0, "3.bias": 3.0}
+    assert all(group["weight_decay"] == 0.1 for group in trainer.optimizer.param_groups)
+    assert trainer.progress.step == 6
+
+
+class Look(StopAt):
+    """Looks at the optimizer as a resumed run begins."""
+
+    def __init__(self) -> None:
+        super().__init__(0)
+        self.rates: list[float] = []
+        self.steps: dict[str, float | None] = {}
+
+    def on_train_start(self, trainer: Any) -> None:
+        self.rates = [group["lr"] for group in trainer.optimizer.param_groups]
+        for name, parameter in trainer.model.named_parameters():
+            step = trainer.optimizer.state.get(parameter, {}).get("step")
+            self.steps[name] = None if step is None else float(step)
+
+
+@pytest.mark.parametrize("kind", ["StepLR", "in time"])
+def test_param_groups_change_under_a_schedule_in_time_only(kind: str, tmp_path: Path) -> None:
+    schedules = {"StepLR": lambda it: torch.optim.lr_scheduler.StepLR(it, 2), "in time": LinearScheduler()}
+    options = {"save_dir": tmp_path, "lr_scheduler": schedules[kind]}
+    run(**options, callbacks=[StopAt(3)])
+    look = Look()
+    change = {"param_groups": GROUPS, "resume": "auto", "allow": {"param_groups", "freeze"}, "callbacks": [look]}
+    if kind != "in time":
+        with pytest.raises(CheckpointError, match="another number of parameter groups, and `lr_scheduler` is a sched"):
+            run(**options, **change)
+        return
+    trainer = run(**options, **change, freeze=["^0.bias"])
+    assert look.rates == pytest.approx([0.025, 0.0125, 0.025])
+    assert look.steps["0.bias"] is None and look.steps["0.weight"] == 3 and len(trainer.optimizer.state) == 3
+
+
+def test_param_groups_are_kept_as_text() -> None:
+    groups = [{"match": "bias", "betas": (0.8, 0.9)}, {"match": "0.weight", "lr": 1.0}]
+    config = make(param_groups=groups, freeze=["3.bias"]).resolved_config()
+    assert config["param_groups"] == [{"match": "bias", "betas": [0.8, 0.9]}, {"match": "0.weight", "lr": 1.0}]
+    assert config["freeze"] == ["3.bias"]
+    assert [group["lr"] for group in config["optimizer_groups"]] == [0.05, 1.0, 0.05]
+
+
+# --- layer-wise decay
+
+
+def test_layer_wise_decay_lowers_rates() -> None:
+    model = bert()
+    named = named_parameters(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    group_parameters(optimizer, named, layerwise_decay(model, 0.5))
+    rate_of = {id(parameter): group["lr"] for group in optimizer.param_groups for parameter in group["params"]}
+    for name, parameter in named:
+        block = 2 if "layer.1." in name else 1 if "layer.0." in name else 0 if "embeddings" in name else 3
+        assert rate_of[id(parameter)] == 0.5 ** (3 - block), name
+
+
+def test_layer_wise_decay_on_every_trainer(trainer_class: Any) -> None:
+    def deep() -> nn.Module:
+        torch.manual_seed(0)
+        blocks = [nn.Sequential(nn.Linear(4, 4), nn.Tanh()) for _ in range(3)]
+        return nn.Sequential(nn.Linear(4, 4), nn.Sequential(*blocks), nn.Linear(4, 1)).double()
+
+    options: dict[str, Any] = {"freeze": [r"^0\.", r"^1\.0\."], "optimizer": "adamw"}
+    trainer = run(trainer_class, model=deep(), param_groups=layerwise_decay(deep(), 0.5), **options)
+    assert [rate for _, rate, _ in groups_of(trainer)] == [0.0125, 0.025, 0.05]
+    assert trainer.progress.step == 6
+    native = run(model=deep(), param_groups=layerwise_decay(deep(), 0.5), **options)
+    assert distance(weights(trainer.model), weights(native.model)) == 0
+
+
+def test_layer_wise_decay_rejects_model_without_blocks() -> None:
+    with pytest.raises(ConfigError, match=r"layerwise_decay\(\) finds no blocks in Sequential"):
+        layerwise_decay(t16())
+    with pytest.raises(ConfigError, match="`decay` must be above 0 and at most 1, got 1"):
+        layerwise_decay(bert(), 1.5)

@@ -1,0 +1,524 @@
+"""Schedules as functions of progress: their values, what they are written in, and the runs that they span."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import math
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+import transformers
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from recipes import StopAt, Trace, rows, same, t16, weights
+from torch import nn
+from torch.optim.lr_scheduler import ExponentialLR, LambdaLR, LRScheduler, MultiStepLR, ReduceLROnPlateau, StepLR
+from torch.utils.data import IterableDataset
+
+import omnitrain
+from omnitrain import (
+    CheckpointError,
+    ConfigError,
+    ConstantScheduler,
+    CosineAnnealingScheduler,
+    CosineWithRestartsScheduler,
+    DataError,
+    Duration,
+    ExponentialScheduler,
+    InverseSqrtScheduler,
+    LinearScheduler,
+    MultiStepScheduler,
+    PolynomialScheduler,
+    ProductScheduler,
+    Progress,
+    Schedule,
+    StepScheduler,
+    Trainer,
+    WSDScheduler,
+    preview_schedule,
+)
+from omnitrain.core.duration import Limits
+from omnitrain.optim.build import build_scheduler
+from omnitrain.optim.schedules import NAMED, Course, Place, named_schedule
+from omnitrain.trainer import lifecycle
+
+EXAMPLES: list[Schedule] = [
+    ConstantScheduler(warmup=3), LinearScheduler(warmup="0.1dur"), LinearScheduler(t_max="0.5dur", min_lr_rate=0.2),
+    CosineAnnealingScheduler(warmup=5, min_lr=0.01), CosineWithRestartsScheduler(3, warmup="0.2dur"),
+    PolynomialScheduler(2.0, warmup=2), StepScheduler("0.2dur", gamma=0.5),
+    MultiStepScheduler(["0.3dur", "17ba"], gamma=0.1, warmup=4), ExponentialScheduler(0.5, "0.1dur", min_lr_rate=0.1),
+    InverseSqrtScheduler(warmup=4, timescale="9ba"), WSDScheduler("0.2dur", warmup="0.1dur"),
+    WSDScheduler("10ba", kind="exponential", min_lr_rate=0.01), LinearScheduler(warmup=3) * StepScheduler("0.5dur"),
+]  # fmt: skip
+
+
+def optimizer_of(*rates: float) -> torch.optim.Optimizer:
+    return torch.optim.SGD([{"params": [nn.Parameter(torch.ones(1))], "lr": rate} for rate in rates], lr=rates[0])
+
+
+def walked(scheduler: Any, optimizer: torch.optim.Optimizer, steps: int) -> list[float]:
+    """The rate of each step, and of one after the end."""
+    rates = []
+    for _ in range(steps + 1):
+        rates.append(optimizer.param_groups[0]["lr"])
+        optimizer.step()
+        scheduler.step()
+    return rates
+
+
+def over_steps(schedule: Any, total: int, rate: float = 0.1, **options: Any) -> list[float]:
+    optimizer = optimizer_of(rate)
+    return walked(build_scheduler(schedule, optimizer, total_steps=total, **options), optimizer, total)
+
+
+# --- values
+
+
+@settings(max_examples=20)
+@given(
+    st.sampled_from([
+        ("constant_with_warmup", {}), ("linear", {}), ("cosine", {}), ("cosine_with_restarts", {}),
+        ("inverse_sqrt", {}), ("inverse_sqrt", {"timescale": 7}),
+        ("cosine_with_min_lr", {"min_lr": 0.01}), ("cosine_with_min_lr", {"min_lr_rate": 0.3, "num_cycles": 1.5}),
+        ("cosine", {"num_cycles": 0.75}), ("cosine_with_restarts", {"num_cycles": 3}),
+        ("polynomial", {"lr_end": 1e-3, "power": 2.5}), ("polynomial", {}),
+        ("warmup_stable_decay", {"num_decay_steps": 4, "min_lr_ratio": 0.1, "decay_type": "1-sqrt"}),
+        ("cosine_warmup_with_min_lr", {"min_lr_rate": 0.1}),
+    ]), st.integers(0, 20), st.integers(6, 40),
+)  # fmt: skip
+def test_schedule_names_equal_transformers(case: Any, warmup: int, more: int) -> None:
+    name, options = case
+    if name not in list(transformers.SchedulerType):
+        return
+    optimizer, total = optimizer_of(0.1), warmup + more
+    theirs = transformers.get_scheduler(name, optimizer, warmup, total, scheduler_specific_kwargs=dict(options))
+    expected = walked(theirs, optimizer, total)
+    assert over_steps(name, total, warmup_steps=warmup, options=options) == pytest.approx(
+        expected, rel=1e-12, abs=1e-17
+    )
+
+
+@settings(max_examples=10)
+@given(
+    st.integers(1, 12), st.floats(0.05, 1.5), st.lists(st.integers(1, 40), max_size=4, unique=True), st.integers(1, 9)
+)
+def test_schedule_steps_equal_torch(size: int, gamma: float, milestones: list[int], period: int) -> None:
+    pairs: list[tuple[Schedule, Any]] = [
+        (StepScheduler(f"{size}ba", gamma), lambda optimizer: StepLR(optimizer, size, gamma)),
+        (MultiStepScheduler([f"{step}ba" for step in milestones], gamma),
+         lambda optimizer: MultiStepLR(optimizer, milestones, gamma)),
+        (ExponentialScheduler(gamma, f"{period}ba"), lambda optimizer: ExponentialLR(optimizer, gamma ** (1 / period))),
+    ]  # fmt: skip
+    for ours, theirs in pairs:
+        optimizer = optimizer_of(0.1)
+        assert over_steps(ours, 40) == pytest.approx(walked(theirs(optimizer), optimizer, 40), rel=1e-10)
+
+
+@pytest.mark.parametrize(
+    ("kind", "half"), [("linear", 0.5), ("cosine", 0.5), ("1-sqrt", 1 - math.sqrt(0.5)), ("exponential", 0.0)]
+)
+def test_schedule_wsd(kind: Any, half: float) -> None:
+    rates = over_steps(WSDScheduler("0.2dur", kind=kind, warmup=4, min_lr=0.001), 40, rate=0.1)
+    assert rates[:5] == pytest.approx([0, 0.025, 0.05, 0.075, 0.1])
+    assert rates[5:33] == [0.1] * 28 and rates[33] < 0.1
+    middle = 0.01 if kind == "exponential" else 0.001 + 0.099 * half  # the root of 0.1 x 0.001
+    assert rates[36] == pytest.approx(middle)
+    assert rates[40:] == pytest.approx([0.001])
+
+
+def test_schedule_milestones_in_units() -> None:
+    course = Course.of(Limits(epochs=10), steps_per_epoch=7, samples_per_epoch=50)
+    schedule = MultiStepScheduler(["0.3dur", "8ep", "10ba", "175sp"], gamma=0.5)
+    factors = [schedule.factor(Place(course, step)) for step in range(71)]
+    drops = [step for step in range(1, 71) if factors[step] < factors[step - 1]]
+    assert drops == [10, 21, 25, 56]  # 175 of 50 samples an epoch are 24.5 steps
+
+
+def test_schedule_min_lr_per_group() -> None:
+    optimizer = optimizer_of(0.1, 0.02, 0.0)
+    scheduler = build_scheduler("cosine_with_min_lr", optimizer, options={"min_lr": 0.01}, total_steps=10)
+    walked(scheduler, optimizer, 10)
+    assert [group["lr"] for group in optimizer.param_groups] == pytest.approx([0.01, 0.01, 0.0])
+
+
+@pytest.mark.parametrize("schedule", EXAMPLES, ids=repr)
+def test_schedule_scale_ratio_and_repr(schedule: Schedule) -> None:
+    assert eval(repr(schedule), vars(omnitrain)) == schedule
+    if len(schedule.parts) == 1 and all(length.unit == "dur" for length in schedule.lengths()):
+        with pytest.raises(ConfigError, match=rf"{type(schedule).__name__}.scale_ratio=2.0` has no effect"):
+            dataclasses.replace(schedule, scale_ratio=2.0)
+    elif len(schedule.parts) == 1:
+        whole = [schedule.factor(Place(Course("ba", 50), step), 0.1) for step in range(51)]
+        twice = dataclasses.replace(schedule, scale_ratio=2.0)
+        scaled = [twice.factor(Place(Course("ba", 100), step), 0.1) for step in range(0, 101, 2)]
+        assert scaled == pytest.approx(whole, rel=1e-9, abs=1e-12)
+
+
+LEAST: dict[str, dict[str, Any]] = {"warmup": {"warmup": "3ba"}, "min_lr": {"min_lr": 2.0}}
+SHARED = {**LEAST, "min_lr_rate": {"min_lr_rate": 0.99999}, "scale_ratio": {"warmup": "3ba", "scale_ratio": 0.5}}
+ARGUMENTS: dict[type[Schedule], tuple[dict[str, Any], dict[str, dict[str, Any]]]] = {
+    ConstantScheduler: ({}, {**LEAST, "scale_ratio": SHARED["scale_ratio"]}),
+    LinearScheduler: ({}, {**SHARED, "t_max": {"t_max": "8ba"}}),
+    CosineAnnealingScheduler: ({}, {**SHARED, "t_max": {"t_max": "8ba"}, "num_cycles": {"num_cycles": 1.0}}),
+    CosineWithRestartsScheduler: ({}, {**SHARED, "t_max": {"t_max": "8ba"}, "num_cycles": {"num_cycles": 3}}),
+    PolynomialScheduler: ({}, {**SHARED, "t_max": {"t_max": "8ba"}, "power": {"power": 3.0}}),
+    StepScheduler: ({"step_size": "4ba"}, {**SHARED, "gamma": {"gamma": 0.5}}),
+    MultiStepScheduler: ({"milestones": ["4ba"]}, {**SHARED, "gamma": {"gamma": 0.5}}),
+    ExponentialScheduler: ({"gamma": 0.5}, {**SHARED, "decay_period": {"decay_period": "4ba"}}),
+    InverseSqrtScheduler: ({}, {**SHARED, "timescale": {"timescale": "2ba"}}),
+    WSDScheduler: (
+        {}, {**SHARED, "t_max": {"t_max": "8ba"}, "decay": {"decay": "0.5dur"}, "kind": {"kind": "linear"}},
+    ),
+}  # fmt: skip
+"""What each schedule needs, and what shows the effect of each of its other arguments."""
+
+
+@pytest.mark.parametrize(
+    ("kind", "name"),
+    [(kind, name) for kind, (_, cases) in ARGUMENTS.items() for name in cases],
+    ids=lambda value: getattr(value, "__name__", value),
+)
+def test_schedule_arguments_change_the_rates(kind: type[Schedule], name: str) -> None:
+    needed, cases = ARGUMENTS[kind]
+    rest = {other: value for other, value in cases[name].items() if other != name}
+
+    def rates(**options: Any) -> list[float]:
+        schedule = kind(**{**needed, **options})
+        return preview_schedule(schedule, max_steps=24, steps_per_epoch=6, rows=25).rates
+
+    assert rates(**cases[name]) != rates(**rest)
+
+
+def test_schedule_rejects_least_share_of_a_constant_rate() -> None:
+    with pytest.raises(ConfigError, match="has no effect, as the rate never falls"):
+        ConstantScheduler(min_lr_rate=0.1)
+    with pytest.raises(ConfigError, match="takes no options"):
+        ProductScheduler((ConstantScheduler(), StepScheduler("2ba")), warmup="2ba")
+    for name, value in (("min_lr", 0.1), ("min_lr_rate", 0.1), ("scale_ratio", 2.0)):
+        with pytest.raises(ConfigError, match="takes no options"):
+            ProductScheduler((ConstantScheduler(), StepScheduler("2ba")), **{name: value})
+
+
+# --- a function of progress alone
+
+
+PACES = st.lists(st.tuples(st.integers(1, 9), st.integers(1, 500), st.floats(0.01, 9)), min_size=5, max_size=40)
+
+
+@settings(max_examples=15)
+@given(st.sampled_from(EXAMPLES), st.sampled_from(["tok", "sp", "s"]), PACES, st.data())
+def test_schedule_depends_on_progress_only(schedule: Schedule, unit: str, windows: Any, data: Any) -> None:
+    """Whatever came before, and whatever steps were skipped, the same progress gives the same rate, to the bit."""
+    totals = dict(zip(("sp", "tok", "s"), map(sum, zip(*windows, strict=True)), strict=True))
+    limits = Limits(max_duration=Duration(max(1, totals[unit]), unit))
+    course = Course.of(limits)
+    optimizer = optimizer_of(0.1)
+    scheduler = build_scheduler(schedule, optimizer, course=course)
+    progress = Progress()
+    for samples, tokens, seconds in windows:
+        skipped = data.draw(st.booleans())
+        progress.advance(samples, tokens, skipped)
+        progress.seconds += seconds
+        if scheduler.follows:
+            _ = skipped or optimizer.step()
+            scheduler.move(progress, not skipped)
+        elif not skipped:
+            optimizer.step()
+            scheduler.step()
+        other = optimizer_of(0.1)
+        fresh = build_scheduler(schedule, other, course=course)
+        fresh.last_epoch = progress.step - 1
+        other.step()
+        if fresh.follows:
+            fresh.move(progress, True)
+        else:
+            fresh.step()
+        rate = optimizer.param_groups[0]["lr"]
+        assert rate == other.param_groups[0]["lr"]
+        assert 0 <= rate <= 0.1 * (1 + 1e-12)
+        assert scheduler.last_epoch == progress.step
+
+
+@settings(max_examples=20)
+@given(st.sampled_from(EXAMPLES), st.integers(20, 60))
+def test_schedule_in_tokens_equals_steps(schedule: Schedule, total: int) -> None:
+    course = Course.of(Limits(max_duration=f"{total * 64}tok"))
+    if any(not float(length.exact * total).is_integer() for length in schedule.lengths() if length.unit == "dur"):
+        return  # in steps, a length that ends inside of one ends with it
+    for step in range(total + 1):
+        by_steps = schedule.factor(Place(Course("ba", total), step), 0.1)
+        scheduler = build_scheduler(schedule, optimizer_of(0.1), course=course)
+        if scheduler.follows:
+            scheduler.last_epoch = step - 1
+            scheduler.optimizer.step()
+            scheduler.move(Progress(step=step, samples=4 * step, tokens=64 * step), True)
+            rate = scheduler.optimizer.param_groups[0]["lr"]
+            assert rate == pytest.approx(0.1 * by_steps, rel=1e-9, abs=1e-12)
+
+
+# --- runs
+
+
+class Endless(IterableDataset[Any]):
+    """A stream of unknown length."""
+
+    def __iter__(self) -> Any:
+        while True:
+            yield from zip(*rows(32).tensors, strict=True)
+
+
+def rates_of(data: Any, save_dir: Path | None = None, stop: int = 0, resume: Any = None, **options: Any) -> Any:
+    model, trace = options.pop("model", None) or t16(), Trace()
+    trainer = Trainer(
+        model, data, batch_size=4, learning_rate=0.05, progress_bar=False, log_steps=1, device="cpu",
+        save_dir=save_dir, callbacks=[trace, StopAt(stop)], loss_fn=F.mse_loss, **options,
+    )  # fmt: skip
+    trainer.train(resume_from=resume)
+    return trainer, [row["learning_rate"] for row in trace.logs]
+
+
+def test_schedule_by_clock_reaches_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = [0.0]
+    monkeypatch.setattr(lifecycle.time, "perf_counter", lambda: clock[0])
+
+    class Waiting(Endless):
+        def __iter__(self) -> Any:
+            for row in super().__iter__():
+                clock[0] += 0.25
+                yield row
+
+    trainer, rates = rates_of(Waiting(), max_duration="10s", lr_scheduler="linear")
+    assert rates[0] == 0.05 and rates == sorted(rates, reverse=True) and rates[-1] <= 0.01
+    assert trainer.optimizer.param_groups[0]["lr"] == 0.0
+
+
+def test_schedule_restarts_with_second_training() -> None:
+    trace = Trace()
+    trainer = Trainer(
+        t16(), Endless(), batch_size=4, learning_rate=0.05, progress_bar=False, log_steps=1, device="cpu",
+        callbacks=[trace], loss_fn=F.mse_loss, max_duration="20sp", lr_scheduler="linear",
+    )  # fmt: skip
+    trainer.train()
+    trainer.train()
+    assert [row["learning_rate"] for row in trace.logs] == pytest.approx([0.05, 0.04, 0.03, 0.02, 0.01] * 2)
+
+
+class TwoSteps(Endless):
+    """Eight rows an epoch."""
+
+    def __iter__(self) -> Any:
+        yield from zip(*rows(8).tensors, strict=True)
+
+
+PER_EPOCH: list[tuple[Any, dict[str, Any], Schedule, list[float]]] = [
+    (rows(8), {"epochs": 4}, MultiStepScheduler(["2ep"], gamma=0.5), [1, 1, 0.5, 0.5]),
+    (rows(8), {"max_duration": "32sp"}, LinearScheduler(), [1, 0.75, 0.5, 0.25]),
+    (TwoSteps(), {"max_duration": "32sp"}, MultiStepScheduler(["2ep"], gamma=0.5) * LinearScheduler(),
+     [1, 0.75, 0.25, 0.125]),
+]  # fmt: skip
+
+
+def test_schedule_per_epoch() -> None:
+    for data, length, schedule, expected in PER_EPOCH:
+        _, rates = rates_of(data, lr_scheduler=schedule, scheduler_interval="epoch", **length)
+        assert rates == pytest.approx([0.05 * factor for factor in expected for _ in range(2)])
+
+
+LENGTHS: list[dict[str, Any]] = [{"epochs": 3}, {"epochs": None, "max_steps": 20}, {"max_duration": "120sp"}]
+GROWING: list[dict[str, Any]] = [
+    {"lr_scheduler": LinearScheduler(warmup="1ep")}, {"lr_scheduler": StepScheduler("1ep")},
+    {"lr_scheduler": "multistep", "lr_scheduler_kwargs": {"milestones": ["1ep", "60sp"]}, "warmup_steps": 2},
+    {"lr_scheduler": "linear", "scheduler_interval": "epoch"},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("options", "length"),
+    [(options, LENGTHS[number % 3]) for number, options in enumerate(GROWING)] + [(GROWING[0], LENGTHS[2])],
+)
+def test_schedule_of_growing_batch(options: dict[str, Any], length: dict[str, Any]) -> None:
+    """Where the size of a batch may change, epochs count as where it stays."""
+    common = {**options, **length}
+    _, expected = rates_of(rows(40), **common)
+    assert rates_of(rows(40), global_batch_size={0: 4, "1ep": 4}, **common)[1] == pytest.approx(expected)
+    grown = rates_of(rows(40), global_batch_size={0: 4, "1ep": 8}, **common)[1]
+    assert grown[:10] == pytest.approx(expected[:10]) and len(set(grown)) > 1
+
+
+def test_schedule_class_path_with_options() -> None:
+    def scheduler_of(name: str, **options: Any) -> Any:
+        trainer, _ = rates_of(rows(8), lr_scheduler=name, lr_scheduler_kwargs=options, eval_dataset=rows(4), epochs=1)
+        return trainer.lr_scheduler
+
+    assert scheduler_of("omnitrain.WSDScheduler", decay="0.5dur").schedule == WSDScheduler("0.5dur")
+    scheduler = scheduler_of("torch.optim.lr_scheduler.StepLR", step_size=3)
+    assert (type(scheduler), scheduler.step_size) == (StepLR, 3)
+    scheduler = scheduler_of("reduce_lr_on_plateau", patience=3)
+    assert (type(scheduler), scheduler.patience) == (ReduceLROnPlateau, 3)
+
+
+# --- a longer run
+
+
+LINEAR, WSD = LinearScheduler(), WSDScheduler("0.25dur")
+EXTENSIONS: dict[str, tuple[Any, Schedule, dict[str, Any], dict[str, Any], str]] = {
+    "steps": (rows(16), LINEAR, {"epochs": 2}, {"epochs": 4}, "since .* 16 steps now .*8 steps"),
+    "samples": (Endless(), LINEAR, {"max_duration": "32sp"}, {"max_duration": "64sp"},
+                "since the schedule spans max_duration='64sp' now .*max_duration='32sp'"),
+    "before its decay": (rows(16), WSD, {"epochs": 2}, {"epochs": 4}, ""),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", EXTENSIONS)
+def test_schedule_extension_warns_of_jump(case: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    data, schedule, first, second, words = EXTENSIONS[case]
+    caplog.set_level(logging.INFO)
+    rates_of(data, tmp_path, 4, lr_scheduler=schedule, **first)
+    assert "goes from" not in caplog.text
+    _, rates = rates_of(data, tmp_path, resume="auto", lr_scheduler=schedule, **second)
+    assert rates[0] == pytest.approx(0.0375 if words else 0.05)
+    pattern = f"step 4 goes from 0.025 to 0.0375, {words}" if words else "goes from"
+    assert bool(re.search(pattern, caplog.text)) is bool(words), caplog.text
+
+
+def test_schedule_options_are_compared_on_resume(tmp_path: Path) -> None:
+    options = {"lr_scheduler": "cosine", "epochs": 2}
+    rates_of(rows(16), tmp_path, 4, lr_scheduler_kwargs={"min_lr": 0.01}, **options)
+    with pytest.raises(CheckpointError, match=r"lr_scheduler_kwargs: \{'min_lr': 0.01\} -> \{'min_lr': 0.02\}"):
+        rates_of(rows(16), tmp_path, resume="auto", lr_scheduler_kwargs={"min_lr": 0.02}, **options)
+
+
+def test_schedule_warns_of_late_milestone(caplog: pytest.LogCaptureFixture) -> None:
+    for data, length, milestones, late in (
+        (rows(8), {"epochs": 4}, ["0.5dur", "4ep", "5ep", "30sp", "33sp", "9tok"], {"5ep", "33sp"}),
+        (Endless(), {"max_duration": "32sp"}, ["0.5dur", "30sp", "33sp", "9tok"], {"33sp"}),
+    ):
+        caplog.clear()
+        schedule, options = MultiStepScheduler(milestones), {"loss_fn": F.mse_loss, "device": "cpu", "batch_size": 4}
+        Trainer(t16(), data, lr_scheduler=schedule, **options, **length)
+        assert {text.split("'")[1] for text in caplog.messages if "after the end of the run" in text} == late
+
+
+# --- errors
+
+
+WRONG: dict[str, tuple[dict[str, Any], str]] = {
+    "options of no name": ({"lr_scheduler_kwargs": {"min_lr": 1e-3}}, "`lr_scheduler_kwargs=.*no name and no class"),
+    "options of an instance": (
+        {"lr_scheduler": LinearScheduler(), "lr_scheduler_kwargs": {"min_lr": 1e-3}}, "`lr_scheduler_kwargs=.*has no"),
+    "an unknown option": (
+        {"lr_scheduler": "cosine", "lr_scheduler_kwargs": {"min_rl": 1}}, "'min_rl'.*`lr_scheduler='cosine'` takes.*"
+        r"Did you mean 'min_lr'\?"),
+    "a name that needs options": ({"lr_scheduler": "multistep"}, "'multistep'` needs `lr_scheduler_kwargs` with 'mile"),
+    "transformers' options": (
+        {"lr_scheduler": "warmup_stable_decay"}, "warmup_stable_decay.*transformers refuses it.*num_decay_steps"),
+    "a warm-up twice": (
+        {"lr_scheduler": LinearScheduler(warmup=2), "warmup_steps": 3}, "`warmup_steps=3` has no effect.*warmup="),
+    "a warm-up as long as the run": ({"warmup_steps": "1dur"}, "`warmup_steps='1dur'` leaves nothing of the run's 6"),
+    "a warm-up of an instance": ({"lr_scheduler": LinearScheduler(warmup="9ep")}, "'9ep'` leaves nothing"),
+    "a warm-up of a fraction above 1": ({"warmup_steps": 1.5}, "`warmup_steps`.*a share of the run below 1.*1.5"),
+    "a warm-up of words": ({"warmup_steps": "long"}, "`warmup_steps` must be a positive duration, got 'long'"),
+    "a warm-up per epoch": (
+        {"lr_scheduler": LinearScheduler(warmup=2), "scheduler_interval": "epoch"}, "`warmup_steps=2ba` counts steps"),
+    "phases longer than the run": (
+        {"lr_scheduler": WSDScheduler("0.7dur", warmup="0.5dur")}, "take 3 [+] 5 steps, and there are 6"),
+    "a least rate above the rate": (
+        {"lr_scheduler": "cosine", "lr_scheduler_kwargs": {"min_lr": 0.1}}, "min_lr=0.1` is not below.*0.05"),
+    "shares of a stream by epochs": ({"train_dataset": Endless(), "lr_scheduler": "wsd"}, "the data has no length"),
+    "epochs of a stream": (
+        {"train_dataset": Endless(), "epochs": None, "max_duration": "9sp", "lr_scheduler": StepScheduler("2ep")},
+        "counts epochs .'2ep'., but the data has no length"),
+    "a class that is none": ({"lr_scheduler": "omnitrain.Trainer"}, "not a subclass of .*LRScheduler or .*Schedule"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_schedule_rejects_wrong_options(name: str) -> None:
+    options, words = WRONG[name]
+    options = {"train_dataset": rows(8), "batch_size": 4, "loss_fn": F.mse_loss, "learning_rate": 0.05, **options}
+    with pytest.raises(ConfigError, match=words):
+        Trainer(t16(), device="cpu", **options)
+
+
+WRONG_VALUES: list[tuple[Any, str]] = [
+    (lambda: MultiStepScheduler([30, 80]), "`MultiStepScheduler.milestones` must say what it counts, got 30"),
+    (lambda: MultiStepScheduler("0.3dur"), "must be a list of durations"),
+    (lambda: StepScheduler("30"), "`StepScheduler.step_size` must be a positive duration, got '30'"),
+    (lambda: StepScheduler("3ep", gamma=0), "`StepScheduler.gamma` must be a finite number above 0, got 0"),
+    (lambda: WSDScheduler(kind="sqrt"), "`WSDScheduler.kind` must be one of .* got 'sqrt'. Did you mean '1-sqrt'"),
+    (lambda: WSDScheduler(kind="exponential"), "never reaches 0. Pass `min_lr`"),
+    (lambda: LinearScheduler(min_lr=0.1, min_lr_rate=0.1), "are both given"),
+    (lambda: LinearScheduler(min_lr_rate=1.0), "at least 0 and below 1, got 1.0"),
+    (lambda: LinearScheduler(scale_ratio=0), "`LinearScheduler.scale_ratio`.*above 0"),
+    (
+        lambda: LinearScheduler(warmup=0.1, scale_ratio=0.5),
+        "`LinearScheduler.scale_ratio=0.5` has no effect: .*'500ba'",
+    ),
+    (lambda: named_schedule("wds"), "Did you mean 'wsd'"),
+    (lambda: preview_schedule("linear"), "Nothing would end this run"),
+    (lambda: preview_schedule("linear", epochs=2), "Give `steps_per_epoch`, or `max_steps`"),
+    (lambda: preview_schedule("linear", max_duration="1h", warmup_steps=9), "Pass `seconds_per_step`"),
+]
+
+
+@pytest.mark.parametrize(("make", "words"), WRONG_VALUES)
+def test_schedule_rejects_wrong_values(make: Any, words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        make()
+
+
+def test_schedule_rejects_missing_tokens() -> None:
+    model = t16()
+    with pytest.raises(DataError, match=r"`lr_scheduler=LinearScheduler\(\)` follows the tokens.*batches have none"):
+        rates_of(Endless(), model=model, max_duration="99tok", lr_scheduler="linear")
+    assert same(weights(model), weights(t16()))
+
+
+def test_schedule_rejects_custom_epoch() -> None:
+    class Own(Trainer):
+        def _train_epoch(self, epoch: int) -> float:
+            return 0.0
+
+    with pytest.raises(ConfigError, match="follows samples, tokens or time, which nothing counts in a `_train_epoch`"):
+        Own(t16(), Endless(), loss_fn=F.mse_loss, max_duration="99sp", lr_scheduler="linear", device="cpu")
+    Own(t16(), Endless(), loss_fn=F.mse_loss, max_steps=9, lr_scheduler="linear", device="cpu")
+
+
+# --- a look before the run
+
+
+def test_preview_equals_run(tmp_path: Path) -> None:
+    examples: dict[str, Any] = {
+        "cosine_with_min_lr": {"min_lr": 0.01}, "step": {"step_size": "3ba"}, "multistep": {"milestones": ["3ba"]},
+        "exponential": {"gamma": 0.5},
+    }  # fmt: skip
+    for name in NAMED:
+        options: dict[str, Any] = {"lr_scheduler_kwargs": examples.get(name, {}), "warmup_steps": 2, "epochs": 2}
+        _, rates = rates_of(rows(12), lr_scheduler=name, **options)
+        preview = preview_schedule(name, learning_rate=0.05, steps_per_epoch=3, rows=7, **options)
+        assert preview.rates[:-1] == rates, name
+    pytest.importorskip("matplotlib")
+    path = preview.plot(tmp_path / "new" / "rate.png")  # pyright: ignore[reportPossiblyUnbound]
+    assert path.read_bytes().startswith(b"\x89PNG")
+
+
+def test_preview_takes_pace() -> None:
+    preview = preview_schedule("linear", max_duration="1h", warmup_steps=900, seconds_per_step=2, rows=5)
+    assert (preview.unit, preview.places) == ("s", [0, 900, 1800, 2700, 3600])
+    assert preview.rates == pytest.approx([0, 0.5, 1, 0.5, 0])
+    preview = preview_schedule("constant", max_duration="400tok", warmup_steps=4, tokens_per_step=50, rows=9)
+    assert preview.rates == [0, 0.25, 0.5, 0.75, 1, 1, 1, 1, 1] and preview.unit == "tok"
+    assert str(preview).splitlines()[0].split() == ["run", "tokens", "learning", "rate"]
+    preview = preview_schedule("constant", max_duration="40sp", warmup_steps=4, samples_per_step=5, rows=9)
+    assert preview.rates == [0, 0.25, 0.5, 0.75, 1, 1, 1, 1, 1] and preview.unit == "sp"
+
+
+def test_schedule_is_torch_scheduler() -> None:
+    scheduler = build_scheduler("wsd", optimizer_of(0.1), total_steps=10)
+    assert isinstance(scheduler, LambdaLR) and isinstance(scheduler, LRScheduler)
+    assert scheduler.state_dict().keys() == LambdaLR(optimizer_of(0.1), lambda _: 1.0).state_dict().keys()

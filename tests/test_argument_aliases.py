@@ -1,0 +1,236 @@
+"""The names of other trainers' arguments: what an unknown argument is told, and the page that lists them."""
+
+from __future__ import annotations
+
+import ast
+import functools
+import inspect
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+import omnitrain
+from omnitrain import AccelerateTrainer, BaseTrainer, ConfigError, HFTrainer, HFTrainingArguments, Trainer
+from omnitrain.argument_aliases import VOCABULARY, advice
+from omnitrain.cli.main import main
+from omnitrain.contrib import nnscaler
+
+ROOT = Path(__file__).resolve().parent.parent
+TRAINERS: dict[str, Any] = {kind.__name__: kind for kind in (Trainer, AccelerateTrainer, HFTrainer)}
+NAMES = {name: meant for names in VOCABULARY.values() for name, meant in names.items()}
+
+
+@functools.cache
+def arguments_of(kind: Any) -> set[str]:
+    return set(inspect.signature(kind.__init__).parameters) - {"self", "unknown"}
+
+
+def refusal(kind: Any, name: str) -> str:
+    with pytest.raises(TypeError) as caught:
+        kind(None, **{name: 1})
+    return str(caught.value)
+
+
+ALIASES = {
+    "lr": "learning_rate", "per_device_train_batch_size": "batch_size", "grad_clip": "max_grad_norm",
+    "max_epochs": "epochs", "save_folder": "save_dir", "validation_data": "eval_dataset",
+    "mixed_precision": "autocast", "keep_last_n_checkpoints": "save_total_limit",
+    "total_batch_size": "global_batch_size", "grad_accumulation_steps": "gradient_accumulation_steps",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", TRAINERS)
+def test_alias_suggests_our_name(kind: str) -> None:
+    for name, ours in ALIASES.items():
+        assert f"unexpected argument {name!r}. Here it is `{ours}`" in refusal(TRAINERS[kind], name)
+
+
+def test_alias_without_counterpart_suggests_remedy() -> None:
+    assert "There is none: Pass it in `lr_scheduler_kwargs`" in refusal(Trainer, "gamma")
+    assert "AccelerateTrainer" in refusal(Trainer, "deepspeed_config")
+    assert "HFTrainer: `training_args`" in refusal(Trainer, "args")
+    assert refusal(Trainer, "learning_rte").endswith("Did you mean 'learning_rate'?")
+    assert refusal(Trainer, "bananas").endswith("'bananas'.")
+
+
+@pytest.mark.parametrize("kind", TRAINERS)
+def test_all_unknown_arguments_are_in_one_error(kind: str) -> None:
+    wrong = {"unit": None, "data_reader": 1, "gamma": 1, "learning_rte": 1, "bananas": None, "max_num_steps": 30}
+    with pytest.raises(TypeError) as caught:
+        TRAINERS[kind](None, **wrong)
+    assert str(caught.value).splitlines() == [
+        f"{kind}() got 5 unexpected arguments:",
+        "  'data_reader'. Here it is `train_loader`.",
+        "  'gamma'. There is none: Pass it in `lr_scheduler_kwargs`, beside the name of a schedule.",
+        "  'learning_rte'. Did you mean 'learning_rate'?",
+        "  'bananas'.",
+        "  'max_num_steps'. Here it is `max_steps`.",
+    ]
+
+
+@pytest.mark.parametrize("kind", ["AccelerateTrainer", "HFTrainer"])
+def test_argument_of_another_trainer_is_in_the_same_error(kind: str) -> None:
+    with pytest.raises(TypeError, match=r"got 2 unexpected arguments:\n  'lr'.*\n  `device='cpu'` is an argument of"):
+        TRAINERS[kind](None, lr=1, device="cpu")
+    with pytest.raises(TypeError, match="got an unexpected argument 'lr'"):
+        TRAINERS[kind](None, lr=1, device=None)
+    with pytest.raises(ConfigError, match=r"^`device='cpu'` is an argument of Trainer"):
+        TRAINERS[kind](None, device="cpu")
+
+
+def test_all_unknown_training_arguments_are_in_one_error() -> None:
+    with pytest.raises(TypeError) as caught:
+        HFTrainingArguments("a", num_train_epoch=1, evaluation_strategy="no", bananas=2)
+    assert str(caught.value).splitlines() == [
+        "HFTrainingArguments() got 2 unexpected arguments:",
+        "  'num_train_epoch'. Did you mean 'num_train_epochs'?",
+        "  'bananas'.",
+    ]
+
+
+def test_aliases_point_to_existing_names() -> None:
+    assert len(NAMES) == sum(map(len, VOCABULARY.values())) >= 300  # no name is there twice
+    for name, meant in NAMES.items():
+        kind, _, ours = meant.ours.rpartition(".")
+        if ours.endswith("()"):
+            assert callable(getattr(BaseTrainer, ours.removesuffix("()"))), name
+        elif ours:
+            assert ours in arguments_of(TRAINERS.get(kind, BaseTrainer)) and (name != ours or kind), name
+        else:
+            assert meant.word, name
+        assert name not in arguments_of(Trainer)
+
+
+def test_hint_fits_by_argument() -> None:
+    hints = {name: advice(name, [*arguments_of(Trainer)]) for name in NAMES}
+    for name in ("limit_val_batches", "eval_subset_num_batches", "max_val_steps", "max_evaluation_steps"):
+        assert hints[name].startswith(" Here it is `eval_dataset`") and "EvalSet(dataset, subset=1000)" in hints[name]
+    for name, text in {
+        "limit_test_batches": "`test_dataset`", "num_sanity_val_steps": "`sanity`", "no_save": "`save_dir` (leave",
+        "gradient_clip_algorithm": '`[GradientClipping("value", 0.5)]`', "save_best": "`keep_best`",
+        "init_env_fn": "before the trainer is made", "max_train_steps_per_epoch": "`torch.utils.data.Subset`",
+    }.items():  # fmt: skip
+        assert text in hints[name], name
+
+
+def test_every_key_of_nnscaler_has_hint() -> None:
+    assert set(nnscaler._KEYS[""]) <= NAMES.keys() | arguments_of(Trainer)
+    common = {"no_save", "save_best", "save_last", "save_type", "every_n_epochs", "keep_last_n_checkpoints"}
+    assert common <= set(nnscaler._KEYS["checkpoint"]) & NAMES.keys()
+
+
+CODE = sorted({code for meant in NAMES.values() for code in re.findall(r"`([^`]+)`", meant.word)})
+"""What hints quote as code."""
+OF_THEIR_OWN = {"WithWarmup", "eval_", "*", "metrics.jsonl", "best", "last", "trainer:", "from_pretrained"}
+PLACEHOLDERS = {
+    "dataset", "folder", "parameters", "outputs", "labels", "batch", "length", "num_classes", "options", "path",
+    "config", "trainer", "ignore", "evaluate", "warmup", "Accelerator", "ParallelismConfig", "get_peft_model",
+}  # fmt: skip
+"""Names in an example that stand for a value, or are of a package that the hint names."""
+
+
+def missing_names(code: str) -> set[str]:
+    """Return the names in an example that do not exist; calls of ours must fit their signatures."""
+    modules = {"torch": torch, "nn": torch.nn, "trainer": BaseTrainer}
+    known = set().union(*map(arguments_of, TRAINERS.values())) | {*dir(BaseTrainer), *modules, *PLACEHOLDERS}
+    loading = vars(torch.utils.data)
+    missing = set()
+    for node in ast.walk(ast.parse(code)):
+        if isinstance(node, ast.Name) and not (node.id in known or hasattr(omnitrain, node.id) or node.id in loading):
+            missing.add(node.id)
+        elif isinstance(node, ast.Attribute):
+            root, *path = ast.unparse(node).split(".")
+            thing = modules.get(root)
+            for name in path if thing is not None else ():
+                thing = getattr(thing, name, None)
+                missing |= {ast.unparse(node)} if thing is None else set()
+        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
+            name = node.func.id
+            called = getattr(omnitrain, name, None) or getattr(BaseTrainer, name, None)
+            if called is not None and not any(keyword.arg is None for keyword in node.keywords):
+                bound = [None] * (name in dir(BaseTrainer)) + node.args
+                inspect.signature(called).bind_partial(*bound, **{str(keyword.arg): None for keyword in node.keywords})
+    return missing
+
+
+@pytest.mark.parametrize("code", CODE)
+def test_code_in_hint_exists(code: str, capsys: pytest.CaptureFixture[str]) -> None:
+    command, *words = code.split()
+    if command == "omnitrain":
+        with pytest.raises(SystemExit) as caught:
+            main([words[0], "--help"])
+        usage = capsys.readouterr().out
+        assert not caught.value.code and all(word in usage for word in words if word.startswith("-"))
+    elif code not in (*OF_THEIR_OWN, "torchrun", "accelerate launch"):
+        assert missing_names(code) == set()
+
+
+def test_code_that_does_not_exist_is_found() -> None:
+    assert missing_names("max_grad_nrm") == {"max_grad_nrm"}
+    assert missing_names("torch.nn.SyncBatchNrm(model)") == {"torch.nn.SyncBatchNrm"}
+    assert missing_names("trainer.request_logs()") == {"trainer.request_logs"}
+    with pytest.raises(TypeError, match="subsets"):
+        missing_names("EvalSet(dataset, subsets=3)")
+
+
+def test_aliases_cover_transformers() -> None:
+    common = {
+        "output_dir", "num_train_epochs", "per_device_train_batch_size", "per_device_eval_batch_size", "report_to",
+        "lr_scheduler_type", "logging_steps", "eval_strategy", "save_strategy", "load_best_model_at_end", "use_cpu",
+        "metric_for_best_model", "greater_is_better", "bf16", "fp16", "optim", "dataloader_num_workers", "run_name",
+        "remove_unused_columns", "label_smoothing_factor",
+    }  # fmt: skip
+    assert common <= set(transformers.TrainingArguments.__dataclass_fields__)
+    assert common - arguments_of(HFTrainer) <= NAMES.keys()
+
+
+def chapters() -> dict[str, str]:
+    """Return the chapters of the page with an example for each source of names."""
+    page = (ROOT / "docs" / "coming-from.md").read_text(encoding="utf-8")
+    return dict(re.findall(r"^## (.+?)\n(.*?)(?=^## |\Z)", page, re.MULTILINE | re.DOTALL))
+
+
+SOURCES = [source for source in VOCABULARY if source != "Loops by hand"]
+OF_OTHERS = {
+    "Lightning": {"shuffle"},
+    "Composer": {"sampler", "batch_size"},
+    "accelerate": {"shuffle"},
+    "fairseq2": {"reduction"},
+    "nnScaler": {"type", "args", "split", "val_args"},
+}
+"""What is no argument of a trainer in the examples of theirs."""
+
+
+@pytest.mark.parametrize("source", SOURCES)
+def test_coming_from_page_uses_aliases(source: str) -> None:
+    text = chapters()[source]
+    assert f"](names.md#{source.lower()})" in text
+    (theirs, *printed), (ours, *_) = (
+        re.findall(rf"^```{kind}\n(.*?)^```$", text, re.M | re.S) for kind in ("text", "python")
+    )
+    assert len(theirs.splitlines()) <= 13 and printed
+    used = {
+        *re.findall(r"[(\s{](\w+)=(?!=)", theirs),
+        *re.findall(r"[{\s](\w+): ", theirs if source == "nnScaler" else ""),
+    }
+    known = {*VOCABULARY[source], *NAMES, *arguments_of(Trainer)} | OF_OTHERS.get(source, set())
+    assert used and used - known == set()
+    assert re.search(r"Trainer\(", ours)
+
+
+def test_coming_from_page_has_every_trainer() -> None:
+    assert set(chapters()) == {"Plain PyTorch", *SOURCES}
+
+
+@pytest.mark.processes
+def test_names_page_is_generated() -> None:
+    done = subprocess.run([sys.executable, ROOT / ".ci" / "signatures.py", "--check"], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    page = (ROOT / "docs" / "names.md").read_text(encoding="utf-8")
+    assert all(f"| `{name}` |" in page for name in NAMES)

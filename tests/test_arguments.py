@@ -1,0 +1,330 @@
+"""Every wrong input is an error before the first step that names the value and the remedy; nothing is written."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from pathlib import Path
+from typing import Any
+
+import accelerate.utils
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+import transformers
+from counting import Streamed
+from recipes import Holding, rows, same, t16, weights
+from torch import nn
+from torch.optim import SGD, AdamW
+from torch.optim.lr_scheduler import CosineAnnealingLR, ReduceLROnPlateau
+from torch.utils.data import DataLoader
+
+from omnitrain import (
+    AccelerateTrainer,
+    Algorithm,
+    Callback,
+    ConfigError,
+    DataError,
+    HFTrainer,
+    ObjectiveError,
+    ShardedStream,
+    Trainer,
+)
+from omnitrain.arguments import Settings, resolve_accumulation, samples_of_step
+
+
+def loader() -> DataLoader[Any]:
+    return DataLoader(rows(8), 4)
+
+
+MODEL = t16()
+EVAL = {"eval_dataset": rows(4)}
+CONFIG_ERRORS: list[tuple[dict[str, Any], str]] = [
+    ({"batch_size": 0}, "batch_size.*positive.*0"),
+    ({"batch_size": True}, "batch_size.*True"),
+    ({"learning_rate": -1.0}, "learning_rate.*-1.0"),
+    ({"patience": 0, **EVAL}, "patience.*0.*Leave it out"),
+    ({"patience": 3}, "patience=3.*eval_dataset"),
+    ({"eval_steps": 0, **EVAL}, "eval_steps.*0"),
+    ({"max_duration": "3 parsecs"}, "max_duration.*parsecs.*ep"),
+    ({"epochs": 0}, "epochs.*0"),
+    ({"max_steps": -5}, "max_steps.*-5"),
+    ({"max_grad_norm": 0}, "max_grad_norm.*0.*None"),
+    ({"autocast": "fp61"}, "fp61.*fp16"),
+    ({"autocast": "fp16"}, "fp16.*bf16"),
+    ({"device": "gpuu"}, "gpuu"),
+    ({"on_nonfinite": "ignore"}, "raise.*skip.*warn.*ignore"),
+    ({"optimization_direction": "up"}, "max.*min.*up"),
+    ({"compute_metrics": "acuracy", **EVAL}, "acuracy.*accuracy"),
+    ({"train_loader": loader()}, "train_dataset.*train_loader"),
+    ({"model": "bert"}, "model.*str"),
+    ({"model": torch.nn.ReLU()}, "nothing to train"),
+    (
+        {"train_dataset": ShardedStream([Streamed(1)] * 2), "global_batch_size": 30},
+        "30.*8 x 1 with a ShardedStream",
+    ),
+    ({"global_batch_size": {0: 8, "1ep": 12}}, "8 x 1.*12"),
+    ({"global_batch_size": {"1ep": 8}}, "begin with.* at 0"),
+    ({"global_batch_size": {0: 8, "1ep": "x"}}, "'x' at '1ep'"),
+    ({"global_batch_size": {0: 8, 5: 16}}, "with its unit.*got 5"),
+    ({"global_batch_size": {0: 8, "5ba": 16}}, "got '5ba'"),
+    ({"global_batch_size": {0: 8, "2ep": 16, "1ep": 32}}, "'1ep' after '2ep'"),
+    ({"global_batch_size": {0: 8, "2ep": 16, "90sp": 32}}, "one unit.*'90sp' after '2ep'"),
+    ({"global_batch_size": {0: 8, "0.5dur": 16}, "max_steps": 5, "epochs": None}, "ends after '5ba'"),
+    ({"global_batch_size": {0: 8, "1ep": 16, "5ep": 32}, "epochs": 2}, "becomes 32 at '5ep'.*ends after '2ep'.*never"),
+    ({"global_batch_size": {0: 8, "3ep": 16}}, "becomes 16 at '3ep'.*ends after '3ep'"),
+    ({"global_batch_size": {0: 8, "90sp": 16}, "epochs": 2}, "becomes 16 at '90sp'.*'2ep'"),
+    ({"global_batch_size": {0: 8, "2ep": 16}, "epochs": None, "max_duration": "16sp"}, "at '2ep'.*after '16sp'"),
+    ({"global_batch_size": {0: 8, "16sp": 16, "96sp": 32}, "max_steps": 7}, "becomes 32 at '96sp'.*after '7ba'"),
+    ({"global_batch_size": {0: 8, "1dur": 16}}, "at '1dur'"),
+    ({"global_batch_size": {0: 8, "1ep": 16}, "drop_last": True}, "drop_last=True.*several sizes"),
+    (
+        {"global_batch_size": {0: 8, "1ep": 16}, "gradient_accumulation_steps": 2},
+        "gradient_accumulation_steps=2.*global_batch_size",
+    ),
+    ({"global_batch_size": 32, "gradient_accumulation_steps": 3}, "3.*32.*4"),
+    ({"optimizer": AdamW(MODEL.parameters()), "learning_rate": 1e-3}, "learning_rate=0.001.*optimizer"),
+    ({"train_dataset": Streamed(rows(8)), "lr_scheduler": "linear"}, "max_steps"),
+    ({"scheduler_interval": "epoch"}, "lr_scheduler"),
+    ({"scheduler_interval": "epoch", "lr_scheduler": "cosine", "warmup_steps": 2}, "warmup_steps=2.*epoch"),
+    ({"lr_scheduler": ReduceLROnPlateau}, "ReduceLROnPlateau.*eval_dataset"),
+    ({"prefetch_factor": 2}, "prefetch_factor=2.*num_workers"),
+    ({"unit": lambda batch: 0}, "unit.*loss_fn"),
+    ({"algorithms": [print]}, "algorithms.*print"),
+    ({"save_steps": 5}, "save_steps=5.*save_dir"),
+    ({"train_dataset": None, "train_loader": loader(), "batch_size": 4}, "batch_size=4.*train_loader.*loader"),
+    (
+        {"train_dataset": loader(), "batch_size": 4, "eval_batch_size": 8, **EVAL},
+        "batch_size=4.*train_dataset.*eval_batch_size",
+    ),
+    ({"train_dataset": loader(), "num_workers": 2}, "num_workers=2.*train_dataset"),
+    ({"optimization_metric": "accuracy"}, "optimization_metric='accuracy'.*eval_dataset"),
+    ({"delta": 0.1, **EVAL}, "delta=0.1.*patience"),
+    ({"keep_best": 3}, "keep_best=3.*save_dir"),
+    ({"keep_every": 3, "save_dir": "run"}, "keep_every=3.*save_total_limit"),
+    (
+        {"lr_scheduler": ReduceLROnPlateau, "scheduler_interval": "epoch", **EVAL},
+        "scheduler_interval='epoch'.*follows evaluations",
+    ),
+    ({"fp16_loss_scale": (1.0, 2.0)}, "fp16_loss_scale"),
+    ({"fp16_loss_scale": (2.0, 1.0, 2.5)}, "fp16_loss_scale"),
+    ({"dtypes": {"parameter": "bf16"}}, "Did you mean 'parameters'"),
+    ({"dtypes": {}}, "must be a dict such as"),
+    ({"dtypes": {"parameters": "half"}}, "would not train.*autocast='fp16'"),
+    ({"matmul_precision": "tf32"}, "'highest', 'high', 'medium'"),
+    ({"seed": 2**64}, f"seed.*at most {2**64 - 1}"),
+    ({"model": torch.nn.Linear}, r"model.*the class Linear.*Linear\(\.\.\.\)"),
+    ({"lr_scheduler": "os.system"}, "os.system.*LRScheduler"),
+    ({"optimizer": "adamww"}, "'sgd'.*adamww.*Did you mean 'adamw'"),
+    ({"lr_scheduler": CosineAnnealingLR}, "Cosine.*T_max.*lambda"),
+    ({"optimization_metric": 3, **EVAL}, "optimization_metric.*3"),
+    ({"callbacks": 7}, "callbacks.*list.*7"),
+    ({"seed": "x"}, "seed.*'x'"),
+    ({"loss_fn": 3}, "loss_fn.*3"),
+    ({"timeout": -1}, "timeout"),
+    ({"timeout": "3ep"}, "timeout"),
+    ({"deterministic": "yes"}, "deterministic.*'yes'"),
+]
+"""Arguments, and what the message must contain."""
+OTHER_ERRORS: list[tuple[dict[str, Any], type[Exception], str]] = [
+    ({"learning_rte": 1}, TypeError, "learning_rte.*learning_rate"),
+    ({"optimization_metric": "foo", **EVAL}, ObjectiveError, "foo.*optimization_direction"),
+    ({"optimization_metric": "acc", "compute_metrics": "accuracy", **EVAL}, ObjectiveError, "acc.*accuracy"),
+    ({"train_dataset": []}, DataError, "train_dataset.*empty"),
+    ({"train_dataset": (x for x in [])}, DataError, "train_dataset.*generator"),
+]
+
+
+def test_settings_split_global_batch_size() -> None:
+    settings = Settings(batch_size=2, global_batch_size=7)
+    splits = [(resolve_accumulation(settings, ranks), samples_of_step(settings, ranks)) for ranks in (1, 2, 3, 4, 7)]
+    assert splits == [(4, 7), (2, 7), (2, 7), (1, 7), (1, 7)]
+    with pytest.raises(ConfigError, match=r"`global_batch_size=7` has no sample for each of 8 processes.* 7 processes"):
+        resolve_accumulation(settings, 8)
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "words"), [*((options, ConfigError, words) for options, words in CONFIG_ERRORS), *OTHER_ERRORS]
+)
+def test_settings_reject_wrong_values(
+    options: dict[str, Any], error: type[Exception], words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    before = weights(MODEL)
+    with pytest.raises(error, match=f"(?s){words}"):
+        Trainer(**{"loss_fn": F.mse_loss, "device": "cpu", "model": MODEL, "train_dataset": rows(8), **options})
+    assert same(before, MODEL.parameters()) and list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("path", ["runs/a\0b", "runs/" + "x" * 256, "runs/" + "\u00e9" * 200 + "/a"])
+def test_settings_reject_names_of_no_file_system(path: str) -> None:
+    for trainer_class in (Trainer, HFTrainer):
+        with pytest.raises(ConfigError, match=r"`save_dir=.* is no path that a file system takes"):
+            trainer_class(t16(), rows(4), loss_fn=F.mse_loss, save_dir=path)
+
+
+def test_train_rejects_missing_data_and_unknown_hook() -> None:
+    with pytest.raises(ConfigError, match="train_dataset"):
+        Trainer(t16(), eval_dataset=rows(4), loss_fn=F.mse_loss, device="cpu").train()
+    with pytest.raises(ConfigError, match=r"on_steps_end.*Did you mean 'on_step_end'"):
+        type("Typo", (Callback,), {"on_steps_end": lambda self, trainer: None})
+
+
+# --- settings after the trainer was made
+
+
+MAY_BE_ASSIGNED = {"model", "optimizer", "lr_scheduler", "unit"}
+
+
+def quiet(trainer_class: Any, model: Any = None, **options: Any) -> Any:
+    options = {"train_dataset": rows(8), "loss_fn": F.mse_loss, "progress_bar": False, "epochs": 1, **options}
+    placed = {"device": "cpu"} if trainer_class is Trainer else {}
+    return trainer_class(model or t16(), **{**placed, **options})
+
+
+def test_settings_take_numbers_of_numpy(trainer_class: Any, tmp_path: Path) -> None:
+    """Of one bit pattern: a checkpoint, too, has them as JSON."""
+    trainer = quiet(
+        trainer_class, batch_size=np.int64(4), seed=np.int32(3), learning_rate=np.float32(0.5), max_steps=np.int16(2),
+        shuffle=np.bool_(False), save_dir=tmp_path,
+    )  # fmt: skip
+    trainer.train()
+    settings = trainer.settings
+    assert [settings.batch_size, settings.seed, settings.learning_rate, settings.shuffle] == [4, 3, 0.5, False]
+    assert {type(value) for value in (settings.batch_size, settings.learning_rate, settings.shuffle)} == {
+        int, float, bool,
+    }  # fmt: skip
+
+
+def test_labels_in_place_of_the_evaluation_set_are_rejected(trainer_class: Any) -> None:
+    words = r"looks like its labels. Pass both as one dataset: train_dataset=\(X, y\)"
+    for labels in (np.ones(8), np.ones((8, 1))):
+        with pytest.raises(ConfigError, match=words):
+            trainer_class(nn.Linear(4, 1), train_dataset=np.ones((8, 4)), eval_dataset=labels, loss_fn=F.mse_loss)
+
+
+def test_settings_none_means_default(trainer_class: Any) -> None:
+    trainer = quiet(trainer_class, callbacks=None, algorithms=None, optimization_metric=None, eval_dataset=rows(4))
+    assert trainer.algorithms == []
+    assert trainer.objective.metric == "loss"
+    trainer.train()
+
+
+def test_settings_reject_class_in_list(trainer_class: Any) -> None:
+    for argument, base in (("callbacks", Callback), ("algorithms", Algorithm)):
+        words = rf"`{argument}` takes instances, got the class Mine. Pass Mine\(\.\.\.\)"
+        with pytest.raises(ConfigError, match=words):
+            quiet(trainer_class, **{argument: [type("Mine", (base,), {})]})
+
+
+def test_hf_trainer_rejects_ambiguous_arguments(tmp_path: Path) -> None:
+    args = transformers.TrainingArguments(str(tmp_path), use_cpu=True, report_to=[])
+    with pytest.raises(TypeError, match=r"HFTrainer\(\): multiple values for argument 'training_args'.*by name"):
+        HFTrainer(t16(), rows(8), rows(4), training_args=args)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="`args` and `training_args`"):
+        quiet(HFTrainer, args=args, training_args=args)
+
+
+def test_settings_reject_assignment(trainer_class: Any) -> None:
+    trainer = quiet(trainer_class)
+    names = [name for name in inspect.signature(trainer_class.__init__).parameters if name not in ("self", "unknown")]
+    for name in set(names) - MAY_BE_ASSIGNED - getattr(trainer_class, "ASSIGNABLE", frozenset()):
+        for error in (ConfigError, AttributeError):
+            with pytest.raises(error, match=f"`{name}` is fixed.*{trainer_class.__name__}\\(..., {name}=64"):
+                setattr(trainer, name, 64)
+    assert trainer.batch_size == 8
+    trainer.own_attribute = 1
+
+
+def test_settings_reject_assignment_in_subclass_and_callback(trainer_class: Any) -> None:
+    class Before(trainer_class):
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            self.learning_rate = 0.5
+            super().__init__(*args, **kwargs)
+
+    class After(trainer_class):
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            super().__init__(*args, **kwargs)
+            self.loss_fn = F.l1_loss
+
+    class Grow(Callback):
+        def on_step_end(self, trainer: Any) -> None:
+            trainer.batch_size = 64
+
+    for kind, name in ((Before, "learning_rate"), (After, "loss_fn")):
+        with pytest.raises(AttributeError, match=f"`{name}` is fixed"):
+            quiet(kind)
+    with pytest.raises(ConfigError, match="`batch_size` is fixed"):
+        quiet(trainer_class, callbacks=[Grow()]).train()
+
+
+def test_assigned_optimizer_trains_on_without_old_schedule(trainer_class: Any) -> None:
+    trainer = quiet(trainer_class, lr_scheduler="linear")
+    trainer.optimizer = SGD(trainer.model.parameters(), lr=0.5)
+    with pytest.raises(ConfigError, match=r"lr_scheduler.*another optimizer"):
+        trainer.train()
+    trainer.lr_scheduler = None
+    for _ in range(2):
+        trainer.train()
+        assert type(trainer.optimizer) is SGD
+
+
+# --- what would train nothing
+
+
+def test_unit_rejects_other_model(trainer_class: Any) -> None:
+    with pytest.raises(ConfigError, match=r"No parameter of the optimizer got a gradient.*unit"):
+        quiet(trainer_class, unit=Holding(t16()), loss_fn=None).train()
+
+
+@pytest.mark.parametrize("in_callback", [False, True])
+def test_unfrozen_layers_are_reported_once(
+    trainer_class: Any, in_callback: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Unfreeze(Callback):
+        def on_epoch_end(self, trainer: Any) -> None:
+            trainer.model[0].requires_grad_(True)
+
+    model = t16()
+    model[0].requires_grad_(False)
+    trainer = quiet(trainer_class, model, epochs=3, callbacks=[Unfreeze()] if in_callback else [])
+    model[0].requires_grad_(not in_callback)
+    with caplog.at_level("WARNING", "omnitrain"):
+        trainer.train()
+    (message,) = [text for text in caplog.messages if "in no group of the optimizer" in text]
+    assert re.search(r"2 parameters.*0\.weight, 0\.bias.*add_param_group", message)
+
+
+def test_settings_reject_unused_loss_scale(trainer_class: Any) -> None:
+    with pytest.raises(ConfigError, match=r"fp16_loss_scale=.*autocast='fp16'"):
+        quiet(trainer_class, fp16_loss_scale=(8.0, 1.0)).train()
+
+
+@pytest.mark.parametrize("options", [{"find_unused_parameters": True}, {"parallelism_config": object()}])
+def test_settings_reject_conflict_with_accelerator(options: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match=f"{next(iter(options))}.*accelerator"):
+        quiet(AccelerateTrainer, accelerator=accelerate.Accelerator(cpu=True), **options)
+
+
+def test_settings_take_accumulation_of_accelerator() -> None:
+    accelerator = accelerate.Accelerator(cpu=True, gradient_accumulation_steps=2)
+    assert quiet(AccelerateTrainer, accelerator=accelerator).gradient_accumulation_steps == 2
+    assert quiet(AccelerateTrainer, accelerator=accelerator, global_batch_size=24).gradient_accumulation_steps == 3
+    with pytest.raises(
+        ConfigError, match=r"`gradient_accumulation_steps=4` contradicts that of `accelerator`.* is 2\."
+    ):
+        quiet(AccelerateTrainer, accelerator=accelerator, gradient_accumulation_steps=4)
+
+
+def test_parallelism_errors_are_ours(monkeypatch: pytest.MonkeyPatch) -> None:
+    kind = getattr(accelerate.utils, "ParallelismConfig", None)
+    if kind is not None:
+        for name in ("cp_size", "sp_size"):
+            with pytest.raises(ConfigError, match=f"{name}=2, which is not supported"):
+                quiet(AccelerateTrainer, parallelism_config=kind(**{name: 2}))
+        with pytest.raises(ConfigError, match="`parallelism_config` cannot be used here"):
+            quiet(AccelerateTrainer, parallelism_config=kind(dp_replicate_size=2))
+        monkeypatch.delattr(accelerate.utils, "ParallelismConfig")
+    with pytest.raises(ConfigError, match=r"`parallelism_config` needs accelerate 1\.10 or newer, and this is"):
+        quiet(AccelerateTrainer, parallelism_config=object())

@@ -1,0 +1,560 @@
+"""Habits that users of transformers bring along, on every trainer: tokenizers, columns, logits before metrics."""
+
+from __future__ import annotations
+
+import functools
+import logging
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from marks import TRAINERS, thinned
+from recipes import StopAt, Tagger, distance, rows, same, t16, weights
+from tiny import VOCABULARY, Tokens, bert, gpt
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from torch import nn
+from transformers import (
+    AutoModelForSequenceClassification,
+    AutoTokenizer,
+    DataCollatorWithPadding,
+    PreTrainedTokenizerFast,
+)
+
+from omnitrain import AccelerateTrainer, Algorithm, Callback, ConfigError, HFTrainer, Trainer, WeightedLosses
+from omnitrain.core.errors import CheckpointError, DataError
+from omnitrain.data.collation import Collator
+
+datasets = pytest.importorskip("datasets")
+
+
+def make(trainer_class: Any, model: nn.Module, data: Any, **options: Any) -> Any:
+    placed = {"device": "cpu"} if trainer_class is Trainer else {}
+    options = {"progress_bar": False, "max_steps": 2, **placed, **options}
+    return trainer_class(model, train_dataset=data, **options)
+
+
+def tokenizer(side: str = "left") -> PreTrainedTokenizerFast:
+    """A tokenizer that pads with 1 on the left, as no collator of ours does unless it is told to."""
+    words = {f"w{number}": number for number in range(VOCABULARY)}
+    inner = Tokenizer(WordLevel(words, unk_token="w0"))
+    return PreTrainedTokenizerFast(tokenizer_object=inner, pad_token="w1", padding_side=side)
+
+
+def sentences(size: int = 12) -> list[dict[str, Any]]:
+    ids = Tokens(size).ids
+    return [
+        {"input_ids": ids[i, : 3 + i % 5].tolist(), "attention_mask": [1] * (3 + i % 5), "labels": i % 3}
+        for i in range(size)
+    ]
+
+
+class Watching(nn.Module):
+    """Records its input; takes only the arguments named here."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.inputs = bert(), []
+
+    def forward(self, input_ids: Any, attention_mask: Any = None, labels: Any = None) -> Any:
+        self.inputs.append(input_ids)
+        return self.inner(input_ids=input_ids, attention_mask=attention_mask, labels=labels)
+
+
+# --- processing_class
+
+
+def test_tokenizer_pads_unless_there_is_a_collator(trainer_class: Any) -> None:
+    model, other = Watching(), Watching()
+    trainer = make(trainer_class, model, sentences(), processing_class=tokenizer())
+    trainer.train()
+    assert isinstance(trainer.data_collator, DataCollatorWithPadding)
+    assert any((batch[:, 0] == 1).any() for batch in model.inputs)
+    make(trainer_class, other, sentences(), data_collator=DataCollatorWithPadding(tokenizer())).train()
+    assert same(weights(model), weights(other))
+    right = DataCollatorWithPadding(tokenizer("right"))
+    third = Watching()
+    make(trainer_class, third, sentences(), processing_class=tokenizer(), data_collator=right).train()
+    assert not any((batch[:, 0] == 1).any() for batch in third.inputs)
+
+
+@pytest.mark.parametrize(
+    ("kind", "in_background"), [("native", False), ("native", True), ("accelerate", True), ("hf", False)]
+)
+def test_tokenizer_is_saved_with_models_and_checkpoints(kind: str, in_background: bool, tmp_path: Path) -> None:
+    options = {"save_dir": tmp_path, "save_steps": 1, "save_total_limit": 1, "async_save": in_background}
+    options |= {"processing_class": tokenizer(), "eval_dataset": sentences(6)}
+    trainer = make(TRAINERS[kind], bert(), sentences(), **options)
+    trainer.train()
+    assert trainer.save_model(tmp_path / "model") == tmp_path / "model"
+    AutoModelForSequenceClassification.from_pretrained(tmp_path / "model")
+    for folder in (tmp_path / "best", tmp_path / "last", tmp_path / "model"):
+        saved = AutoTokenizer.from_pretrained(folder.resolve())
+        assert (saved.padding_side, saved.pad_token, saved("w3")["input_ids"]) == ("left", "w1", [3])
+    assert trainer.load_checkpoint("last")
+
+
+def test_processing_class_without_padding_is_only_saved(trainer_class: Any, tmp_path: Path) -> None:
+    class Processor:
+        def save_pretrained(self, folder: str) -> None:
+            (Path(folder) / "processor.txt").write_text("here")
+
+    trainer = make(trainer_class, t16(), rows(8), loss_fn=nn.functional.mse_loss, processing_class=Processor())
+    trainer.train()
+    trainer.save_model(tmp_path)
+    assert trainer.data_collator is None and (tmp_path / "processor.txt").read_text() == "here"
+
+
+def test_processing_class_that_cannot_be_saved_is_an_error(trainer_class: Any) -> None:
+    for value in ("bert-base-uncased", PreTrainedTokenizerFast, 7):
+        with pytest.raises(ConfigError, match="processing_class"):
+            make(trainer_class, t16(), rows(8), processing_class=value)
+
+
+# --- preprocess_logits_for_metrics
+
+
+def test_preprocessed_logits_reach_metrics_and_predictions(trainer_class: Any) -> None:
+    labels_of_batches: list[Any] = []
+
+    def classes(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        labels_of_batches.append(labels)
+        return logits.argmax(-1)
+
+    def accuracy(prediction: Any) -> dict[str, float]:
+        assert prediction.predictions.shape == (7,)
+        return {"accuracy": float((prediction.predictions == prediction.label_ids).mean())}
+
+    options: dict[str, Any] = {"processing_class": tokenizer(), "eval_dataset": sentences(7)}
+    plain = make(trainer_class, bert(), sentences(), compute_metrics="accuracy", **options)
+    options |= {"compute_metrics": accuracy, "preprocess_logits_for_metrics": classes}
+    trainer = make(trainer_class, bert(), sentences(), **options)
+    assert trainer.evaluate() == plain.evaluate()
+    assert isinstance(labels_of_batches[0], torch.Tensor)
+    expected = plain.predict(sentences(7)).predictions.argmax(-1)
+    assert np.array_equal(trainer.predict(sentences(7)).predictions, expected)
+
+
+def test_preprocessed_logits_of_causal_models_are_shifted(trainer_class: Any) -> None:
+    options: dict[str, Any] = {"eval_dataset": Tokens(6), "compute_metrics": "accuracy"}
+    scores = make(trainer_class, gpt(), Tokens(6), **options).evaluate()
+    classes = make(
+        trainer_class, gpt(), Tokens(6), preprocess_logits_for_metrics=lambda logits, _: logits.argmax(-1), **options
+    ).evaluate()
+    assert classes == scores
+
+
+def test_resume_rejects_other_preprocessing_of_logits(trainer_class: Any, tmp_path: Path) -> None:
+    def run(preprocess: Any, **how: Any) -> Any:
+        options: dict[str, Any] = {"save_dir": tmp_path, "eval_dataset": rows(4), "epochs": 2, "max_steps": None}
+        options |= {"callbacks": [] if how else [StopAt(1)], "preprocess_logits_for_metrics": preprocess}
+        return make(trainer_class, t16(), rows(8), loss_fn=nn.functional.mse_loss, **options).train(**how)
+
+    run(lambda logits, labels: logits)
+    with pytest.raises(CheckpointError, match="preprocess_logits_for_metrics"):
+        run(lambda logits, labels: -logits, resume_from="auto")
+    run(lambda logits, labels: -logits, resume_from="auto", allow_change=["preprocess_logits_for_metrics"])
+
+
+# --- columns
+
+
+def table(size: int = 12) -> Any:
+    rows = sentences(size)
+    for number, row in enumerate(rows):
+        row |= {"text": f"line {number}", "number": number}
+    return datasets.Dataset.from_list(rows)
+
+
+def test_columns_unknown_to_the_model_are_removed_and_logged(
+    trainer_class: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    results = []
+    with caplog.at_level(logging.INFO, "omnitrain"):
+        for data in (table(), sentences()):
+            model = bert()
+            trainer = make(trainer_class, model, data, eval_dataset=data, processing_class=tokenizer())
+            metrics = trainer.train()
+            results.append((weights(model), metrics["best_valid"]))
+    assert same(results[0][0], results[1][0]) and results[0][1] == results[1][1]
+    (message,) = [text for text in caplog.messages if "left out of the data" in text]
+    assert message.endswith(": 'number', 'text'.")
+
+
+def test_columns_of_labels_are_kept(trainer_class: Any) -> None:
+    data = table().rename_column("labels", "topic")
+    named = make(trainer_class, Watching(), data, processing_class=tokenizer(), label_names=["topic"])
+    assert set(named.train_loader.dataset.column_names) == {"input_ids", "attention_mask", "topic"}
+
+
+class Open(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(1, 1)
+
+    def forward(self, **columns: Any) -> Any:
+        return {"loss": self.layer(columns["number"].float()[:, None]).mean()}
+
+
+class Whole(nn.Module):
+    """In Composer's shape: it is handed the whole batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(1, 1)
+
+    def forward(self, labels: Any) -> Any:
+        return self.layer(labels["number"].float()[:, None])
+
+    def loss(self, outputs: Any, batch: Any) -> Any:
+        return outputs.mean() + batch["weight"].mean() * 0
+
+
+@pytest.mark.parametrize("model", [Open, Whole])
+def test_columns_all_reach_a_model_that_takes_any(trainer_class: Any, model: Any) -> None:
+    data = datasets.Dataset.from_dict({"number": range(8), "weight": [0.5] * 8, "labels": [0] * 8})
+    make(trainer_class, model(), data).train()
+
+
+def test_columns_all_reach_units_and_transforms(trainer_class: Any) -> None:
+    data, model = table(), bert()
+    columns: list[set[str]] = []
+
+    def unit(batch: Any) -> torch.Tensor:
+        columns.append(set(batch))
+        return model(input_ids=batch["number"][:, None], labels=batch["labels"]).loss
+
+    plain = data.remove_columns(["input_ids", "attention_mask"])
+    make(trainer_class, model, plain, unit=unit).train()
+    assert columns[0] == {"number", "text", "labels"}
+    plain.set_transform(lambda rows: {"input_ids": [[number] for number in rows["number"]], "labels": rows["labels"]})
+    make(trainer_class, bert(), plain).train()
+
+
+@pytest.mark.parametrize("trainer_class", [Trainer, AccelerateTrainer])  # HFTrainer removes them, as transformers does
+def test_columns_all_reach_custom_code_that_sees_batches(trainer_class: Any) -> None:
+    columns: list[set[str]] = []
+
+    def collate(samples: list[Any]) -> Any:
+        columns.append(set(samples[0]))
+        return DataCollatorWithPadding(tokenizer())([{**sample, "text": 0} for sample in samples])
+
+    class Look(Algorithm):
+        def transform_batch(self, trainer: Any, batch: Any) -> Any:
+            columns.append(set(batch))
+            return batch
+
+    class Own(trainer_class):
+        def _prepare_batch(self, batch: Any) -> Any:
+            columns.append(set(batch))
+            return super()._prepare_batch(batch)
+
+    numbers = table().remove_columns("text")
+    for kind, data, options in (
+        (trainer_class, table(), {"data_collator": collate}),
+        (trainer_class, numbers, {"algorithms": [Look()], "processing_class": tokenizer()}),
+        (Own, numbers, {"processing_class": tokenizer()}),
+    ):
+        columns.clear()
+        make(kind, Watching(), data, max_steps=1, **options).train()
+        assert "number" in columns[0]
+
+
+def test_columns_that_the_model_needs_must_exist(trainer_class: Any) -> None:
+    data = datasets.Dataset.from_dict({"ids": [[1, 2]] * 8, "labels": [[1, 2]] * 8})
+    make(trainer_class, Tagger(), data).train()
+    with pytest.raises(DataError, match="needs 'ids'"):
+        make(trainer_class, Tagger(), data.rename_column("ids", "tokens")).train()
+
+
+# --- padding without a mask
+
+
+def ragged() -> list[dict[str, Any]]:
+    """Sentences of several lengths, without a mask."""
+    return [{"input_ids": sentence["input_ids"], "labels": sentence["labels"]} for sentence in sentences()]
+
+
+def test_padded_inputs_without_mask_get_one(trainer_class: Any) -> None:
+    """Predictions and tokens do not depend on which samples are padded to the same length."""
+    results, data = {}, ragged()
+    for size in (1, 4):
+        trainer = make(trainer_class, bert(), data, eval_dataset=data, batch_size=size, epochs=1, max_steps=None)
+        results[size] = trainer.predict(data).predictions
+        trainer.train()
+        assert trainer.progress.tokens == sum(len(sentence["input_ids"]) for sentence in data)
+    torch.testing.assert_close(torch.as_tensor(results[1]), torch.as_tensor(results[4]), rtol=0, atol=1e-12)
+
+
+class Unmasked(nn.Module):
+    """Classifies the first token; takes no mask."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed, self.out = nn.Embedding(VOCABULARY, 4).double(), nn.Linear(4, 3).double()
+
+    def forward(self, input_ids: Any, labels: Any) -> Any:
+        scores = self.out(self.embed(input_ids[:, 0]))
+        return {"loss": nn.functional.cross_entropy(scores, labels), "logits": scores}
+
+
+def test_mask_comes_with_any_collator_if_the_model_takes_it(trainer_class: Any) -> None:
+    collator = Collator(pad_values={"input_ids": 5})
+    trainer = make(trainer_class, Watching(), ragged(), data_collator=collator)
+    assert "attention_mask" in next(iter(trainer.train_loader)) and "attention_mask" not in collator(ragged())
+    assert trainer.data_collator is collator
+    trainer = make(trainer_class, Unmasked(), ragged())
+    assert set(next(iter(trainer.train_loader))) == {"input_ids", "labels"}
+    trainer.train()
+
+
+def test_tokens_of_padded_batches_leave_out_padding(trainer_class: Any) -> None:
+    """Lengths and schedules in tokens do not depend on how a step is split."""
+    data, results = ragged(), []
+    total = sum(len(sentence["input_ids"]) for sentence in data)
+    for size, accumulation, microbatch in ((4, 1, None), (1, 4, None), (4, 1, 1)):
+        model = Unmasked()
+        trainer = make(
+            trainer_class, model, data, batch_size=size, gradient_accumulation_steps=accumulation, learning_rate=0.1,
+            max_steps=None, max_duration=f"{2 * total}tok", lr_scheduler="linear", microbatch_size=microbatch,
+        )  # fmt: skip
+        trainer.train()
+        assert (trainer.progress.step, trainer.progress.tokens) == (6, 2 * total)
+        results.append(weights(model))
+    assert distance(results[0], results[1]) <= 1e-12 >= distance(results[0], results[2])
+
+
+# --- losses that are sums
+
+
+def sum_of_parts(outputs: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
+    gaps = outputs - labels
+    return {"squared": gaps.square().sum(), "absolute": 0.5 * gaps.abs().sum()}
+
+
+def test_loss_of_sums_is_a_mean_over_samples(trainer_class: Any) -> None:
+    """Whatever the split of a step and of an evaluation, and so are the parts of the loss."""
+    x, y = rows(24).tensors
+    gaps = (t16()(x) - y).detach()
+    parts = {"loss_squared": float(gaps.square().mean()), "loss_absolute": float(0.5 * gaps.abs().mean())}
+    expected = {**parts, "loss": sum(parts.values())}
+    for size, accumulation, eval_size in ((8, 1, 3), (3, 3, 24)):
+        trainer = make(
+            trainer_class, t16(), rows(24), eval_dataset=rows(24), loss_fn=sum_of_parts, grad_reduction="sum", epochs=1,
+            batch_size=size, gradient_accumulation_steps=accumulation, eval_batch_size=eval_size, max_steps=None,
+            learning_rate=0.0, optimizer="sgd", compute_metrics=None,
+        )  # fmt: skip
+        history = trainer.train()
+        train, valid = history["train_metrics_history"][0], history["valid"][0]
+        for name, value in expected.items():
+            assert train[f"train_{name}"] == pytest.approx(value, rel=1e-12), (size, name)
+            assert valid[f"eval_{name}"] == pytest.approx(value, rel=1e-12), (size, name)
+
+
+# --- losses that are modules
+
+
+class Centres(nn.Module):
+    """Squared distance to a target, scaled by a learned temperature; counts its calls in a buffer."""
+
+    calls: torch.Tensor
+
+    def __init__(self, learned: bool = True, counts: bool = False) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones((), dtype=torch.float64), requires_grad=learned)
+        self.register_buffer("calls", torch.zeros(()), persistent=counts)
+
+    def forward(self, outputs: Any, labels: Any, num_items_in_batch: Any = None) -> torch.Tensor:
+        self.calls.add_(1)
+        return self.scale * nn.functional.mse_loss(outputs, labels)
+
+    def method(self, outputs: Any, labels: Any) -> torch.Tensor:
+        return self(outputs, labels)
+
+
+class WithLoss(nn.Module):
+    """A model that has its loss as a submodule, as the error recommends."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.model, self.loss_module = t16(), Centres(counts=True)
+
+    def forward(self, x: torch.Tensor, labels: Any = None) -> dict[str, torch.Tensor]:
+        scores = self.model(x)
+        return {"loss": self.loss_module(scores, labels), "logits": scores}
+
+
+def named_rows(size: int = 8) -> dict[str, torch.Tensor]:
+    x, y = rows(size).tensors
+    return {"x": x, "labels": y}
+
+
+def test_loss_with_own_parameters_is_rejected(trainer_class: Any) -> None:
+    losses = {
+        "module": Centres(),
+        "method": Centres().method,
+        "partial": functools.partial(Centres(), num_items_in_batch=None),
+        "nested": WeightedLosses({"a": Centres(), "b": nn.MSELoss()}),
+    }
+    for name, loss in losses.items():
+        with pytest.raises(ConfigError, match=r"`loss_fn` .* has parameters .*scale.* submodule.*requires_grad_"):
+            pytest.fail(f"{name}: {make(trainer_class, t16(), rows(8), loss_fn=loss)}")
+    with pytest.raises(ConfigError, match=r"`unit` \(Centres\) has parameters"):
+        make(trainer_class, t16(), rows(8), unit=Centres())
+    if trainer_class is HFTrainer:
+        with pytest.raises(ConfigError, match=r"`loss_fn` .* has parameters"):
+            make(trainer_class, t16(), rows(8), compute_loss_func=Centres())
+
+
+def test_loss_with_frozen_parameters_is_accepted(trainer_class: Any) -> None:
+    model = t16()
+    plain = t16()
+    make(trainer_class, model, rows(8), loss_fn=Centres(learned=False)).train()
+    make(trainer_class, plain, rows(8), loss_fn=nn.functional.mse_loss).train()
+    assert same(weights(model), weights(plain))
+    make(trainer_class, plain, rows(8), loss_fn=functools.partial(_with_penalty, plain)).train()
+
+
+def _with_penalty(model: nn.Module, outputs: Any, labels: Any) -> torch.Tensor:
+    return nn.functional.mse_loss(outputs, labels) + 1e-3 * sum(weight.square().sum() for weight in model.parameters())
+
+
+def test_loss_that_changes_its_buffers_is_rejected(trainer_class: Any, tmp_path: Path) -> None:
+    model, loss = t16(), Centres(learned=False, counts=True)
+    with pytest.raises(ConfigError, match=r"`loss_fn` \(Centres\) changes its buffer 'calls'.*submodule"):
+        make(trainer_class, model, rows(8), loss_fn=loss, save_dir=tmp_path / "run").train()
+    assert same(weights(model), weights(t16())) and not list((tmp_path / "run").glob("checkpoint-*"))
+
+
+def test_loss_in_the_model_is_trained_and_saved(trainer_class: Any, tmp_path: Path) -> None:
+    model = WithLoss()
+    make(trainer_class, model, named_rows(), save_dir=tmp_path, learning_rate=0.1).train()
+    assert model.loss_module.scale.item() != 1.0
+    other = WithLoss()
+    again = make(trainer_class, other, named_rows(), save_dir=tmp_path, learning_rate=0.1)
+    again.load_checkpoint("last")
+    assert same(weights(model), weights(other)) and other.loss_module.calls.item() == model.loss_module.calls.item() > 0
+
+
+# --- dtypes that checkpoints cannot hold
+
+
+class Rotated(nn.Module):
+    """Multiplies its input by complex numbers, which are a parameter, a buffer, or a buffer that is not saved."""
+
+    def __init__(self, held: str, dtype: torch.dtype) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.out, phases = nn.Linear(4, 1, dtype=torch.float64), torch.randn(4, dtype=dtype)
+        if held == "parameter":
+            self.phases = nn.Parameter(phases)
+        else:
+            self.register_buffer("phases", phases, persistent=held == "buffer")
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.out((x * self.phases).abs().double())
+
+
+@pytest.mark.parametrize("held", ["parameter", "buffer"])
+def test_complex128_is_rejected_where_it_would_be_saved(trainer_class: Any, held: str, tmp_path: Path) -> None:
+    message = r"'phases' is of torch\.complex128, .*torch\.view_as_real"
+    with pytest.raises(ConfigError, match=message):
+        make(trainer_class, Rotated(held, torch.complex128), rows(8), loss_fn=F.mse_loss, save_dir=tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+    make(trainer_class, Rotated(held, torch.complex128), rows(8), loss_fn=F.mse_loss).train()  # nothing is saved
+
+
+@pytest.mark.parametrize(("held", "dtype"), [
+    ("parameter", torch.complex64), ("buffer", torch.complex64), ("temporary buffer", torch.complex128),
+])  # fmt: skip
+def test_complex_tensors_are_trained_and_resumed(trainer_class: Any, held: str, dtype: Any, tmp_path: Path) -> None:
+    def build(folder: str, **options: Any) -> Any:
+        options |= {"loss_fn": F.mse_loss, "batch_size": 4, "max_steps": 4, "save_steps": 1}
+        return make(trainer_class, Rotated(held, dtype), rows(16), save_dir=tmp_path / folder, **options)
+
+    straight, resumed = build("straight"), build("run")
+    straight.train()
+    build("run", callbacks=[StopAt(2)]).train()
+    resumed.train(resume_from="auto")
+    assert resumed.progress.step == 4 and same(weights(straight.get_model()), weights(resumed.get_model()))
+
+
+@pytest.mark.parametrize("kind", thinned(TRAINERS, ["native", "hf"]))
+def test_train_rejects_a_second_thread(kind: str) -> None:
+    """Two threads would share their random numbers; a trainer inside of another's callback may train."""
+
+    def make(*callbacks: Callback, **options: Any) -> Any:
+        device = {"device": "cpu"} if kind == "native" else {}
+        return TRAINERS[kind](
+            t16(dropout=0.5), rows(8), loss_fn=nn.MSELoss(), max_steps=1, progress_bar=False, callbacks=callbacks,
+            **device, **options,
+        )  # fmt: skip
+
+    class Nested(Callback):
+        def on_train_start(self, trainer: Any) -> None:
+            make().train()
+            with ThreadPoolExecutor(1) as pool:
+                self.error = pool.submit(other.train).exception()
+
+    other, nested = make(), Nested()
+    make(nested).train()
+    assert isinstance(nested.error, ConfigError) and "'MainThread' of this program trains" in str(nested.error)
+    assert other.progress.step == 0
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit(other.train).result()
+    assert other.progress.step == 1
+
+
+CALLS = {
+    "compile": lambda trainer: trainer.compile(),
+    "evaluate": lambda trainer: trainer.evaluate(rows(8)),
+    "predict": lambda trainer: trainer.predict(rows(8)),
+    "test": lambda trainer: trainer.test(rows(8)),
+}
+
+
+@pytest.mark.parametrize("name", CALLS)
+@pytest.mark.parametrize("kind", TRAINERS)
+def test_calls_beside_train_are_rejected(kind: str, name: str) -> None:
+    """From another thread, also on another trainer; in the run's thread they work."""
+
+    def make(*callbacks: Callback) -> Any:
+        device = {"device": "cpu"} if kind == "native" else {}
+        return TRAINERS[kind](
+            t16(dropout=0.5), rows(8), loss_fn=nn.MSELoss(), max_steps=1, progress_bar=False, callbacks=callbacks,
+            **device,
+        )  # fmt: skip
+
+    class Nested(Callback):
+        def on_train_start(self, trainer: Any) -> None:
+            with ThreadPoolExecutor(1) as pool:
+                self.error = pool.submit(CALLS[name], other).exception()
+            CALLS[name](other)
+
+    other, nested = make(), Nested()
+    make(nested).train()
+    assert isinstance(nested.error, ConfigError)
+    message = str(nested.error)
+    assert f"`{name}()` was called in" in message and "'MainThread' of this program trains" in message
+
+
+@pytest.mark.parametrize("kind", TRAINERS)
+def test_train_beside_an_evaluation_is_rejected(kind: str) -> None:
+    """Its end would restore the random numbers from before, in the middle of the run."""
+    errors: list[Any] = []
+
+    class Training(list[Any]):
+        def __getitem__(self, index: Any) -> Any:
+            with ThreadPoolExecutor(1) as pool:
+                errors.append(pool.submit(trainer.train).exception())
+            return super().__getitem__(index)
+
+    device = {"device": "cpu"} if kind == "native" else {}
+    trainer = TRAINERS[kind](t16(), rows(8), loss_fn=nn.MSELoss(), max_steps=1, progress_bar=False, **device)
+    trainer.evaluate(Training(rows(1)))
+    assert "'MainThread' of this program is in `evaluate()`" in str(errors[0]) and isinstance(errors[0], ConfigError)

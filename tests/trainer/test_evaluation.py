@@ -1,0 +1,628 @@
+"""Evaluation and prediction: exact, bounded in memory, and without effect on training."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import json
+import multiprocessing
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from counting import Streamed
+from marks import TRAINERS, thinned
+from recipes import CountsPasses, Sentences, Tagger, Trace, rows, same, t16
+from torch import nn
+from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
+
+from omnitrain import (
+    ConfigError,
+    DataError,
+    EvalSet,
+    HFTrainer,
+    NonFiniteError,
+    ObjectiveError,
+    StepOutput,
+    Trainer,
+)
+
+
+@pytest.fixture(params=thinned(TRAINERS, ["native", "hf"]))
+def trainer_class(request: pytest.FixtureRequest) -> Any:
+    return TRAINERS[request.param]
+
+
+def build(trainer_class: Any, model: nn.Module, data: Any, valid: Any, **options: Any) -> Any:
+    device = {"device": "cpu"} if trainer_class is Trainer else {}
+    options = {"progress_bar": False, "epochs": 2, **device, **options}
+    return trainer_class(model, train_dataset=data, eval_dataset=valid, **options)
+
+
+def train(*args: Any, **options: Any) -> Any:
+    trainer = build(*args, **options)
+    trainer.train()
+    return trainer
+
+
+def evaluator(model: nn.Module, **options: Any) -> Trainer:
+    return Trainer(model, **{"device": "cpu", "progress_bar": False, **options})
+
+
+class Ragged(Dataset[dict[str, torch.Tensor]]):
+    """Sequences of 1 to 5 tokens."""
+
+    def __init__(self, labels: str) -> None:
+        self.labels = labels
+
+    def __len__(self) -> int:
+        return 5
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        ids = torch.arange(index + 1)
+        return {"ids": ids, self.labels: ids % 5}
+
+
+def test_loss_is_the_mean_over_labels_for_any_batch_size() -> None:
+    model, data = Tagger(), Sentences(17)
+    expected = model(data.ids, data.labels)["loss"].item()
+    for batch_size in (3, 17):
+        result = evaluator(model, eval_batch_size=batch_size).evaluate(data)
+        assert result == {"eval_loss": pytest.approx(expected, abs=1e-13)}
+
+
+def test_evaluate_takes_datasets_loaders_and_tensors() -> None:
+    sets = {"a": DataLoader(rows(5), 2), "b": DataLoader(rows(10), 4)}
+    trainer, data = evaluator(t16(), loss_fn=F.mse_loss, eval_loader=sets), rows(10)
+    expected = trainer.evaluate(data)
+    for source in (DataLoader(data, 10), data.tensors, [data[i] for i in range(10)]):
+        assert trainer.evaluate(source) == pytest.approx(expected)
+    assert trainer.evaluate(data, prefix="dev") == pytest.approx({"dev_loss": expected["eval_loss"]})
+    row = trainer.evaluate()
+    assert row == pytest.approx(trainer.evaluate({"a": rows(5), "b": data}))
+    assert row["eval_b_loss"] == pytest.approx(expected["eval_loss"]) and len(row) == 3
+    with pytest.raises(ValueError, match="one dataset, got the sets a, b"):
+        trainer.predict(sets)
+
+
+def test_test_uses_the_test_loader_or_dataset(trainer_class: Any) -> None:
+    data, options = rows(10), {"loss_fn": F.mse_loss, "batch_size": 4}
+    expected = build(trainer_class, t16(), rows(8), None, **options).test(data)
+    assert expected.keys() == {"test_loss"}
+    for source in ({"test_loader": DataLoader(data, 5)}, {"test_dataset": data}):
+        assert build(trainer_class, t16(), rows(8), None, **options, **source).test() == pytest.approx(expected)
+
+
+def test_extra_of_a_step_output_reaches_compute_metrics() -> None:
+    class Unit:
+        def __call__(self, batch: Any) -> StepOutput:
+            x, y = batch
+            outputs = model(x)
+            return StepOutput(F.mse_loss(outputs, y), outputs, y, extra={"inputs": x})
+
+    def compute_metrics(prediction: Any) -> dict[str, float]:
+        return {"largest": float(prediction.inputs.max())}
+
+    model, data = t16(), rows(10)
+    scores = evaluator(model, unit=Unit(), compute_metrics=compute_metrics, eval_batch_size=4).evaluate(data)
+    assert scores["eval_largest"] == data.tensors[0].max().item()
+
+
+def test_evaluate_leaves_modes_and_generators_unchanged() -> None:
+    class Fails(nn.Identity):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            raise RuntimeError("boom")
+
+    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Dropout(0.5), nn.Linear(4, 1)).double()
+    model.train()
+    model[1].eval()  # a frozen batch norm stays frozen
+    modes = [module.training for module in model.modules()]
+    state = torch.get_rng_state(), np.random.get_state()[1].copy()
+    means = model[1].running_mean.clone()
+    trainer = evaluator(model, loss_fn=F.mse_loss)
+    assert trainer.evaluate(rows(9)) == trainer.evaluate(rows(9))
+    assert [module.training for module in model.modules()] == modes
+    assert torch.equal(state[0], torch.get_rng_state()) and np.array_equal(state[1], np.random.get_state()[1])
+    assert torch.equal(means, model[1].running_mean)
+    model.append(Fails())
+    with pytest.raises(RuntimeError, match="boom"):
+        trainer.evaluate(rows(9))
+    assert [module.training for module in model.modules()] == [*modes, True]
+
+
+def test_predict_needs_no_labels_and_pads_ragged_outputs() -> None:
+    trainer, x = evaluator(t16(), loss_fn=F.mse_loss), rows(6).tensors[0]
+    result = trainer.predict(x)
+    assert result.predictions.shape == (6, 1) and result.labels is None and result.metrics == {}
+    with pytest.raises(DataError, match="`loss_fn` needs labels"):
+        trainer.evaluate(x)
+    result = evaluator(Tagger(), eval_batch_size=2).predict(Ragged("labels"))
+    assert result.predictions.shape == (5, 5, 5) and result.labels.shape == (5, 5)
+    assert (result.predictions[0, 2:] == -100).all() and (result.labels[0, 1:] == -100).all()
+
+
+def test_metrics_of_functions_names_and_units_agree() -> None:
+    """A function gets all arrays once; a unit chooses what is scored."""
+    model, calls = nn.Linear(4, 3), list[tuple[Any, ...]]()
+
+    def metric(pair: Any) -> dict[str, float]:
+        predictions, labels = pair
+        calls.append((predictions.shape, labels.shape))
+        return {"accuracy": float((predictions.argmax(-1) == labels).mean())}
+
+    class Unit:
+        def __call__(self, batch: Any) -> torch.Tensor:
+            return F.cross_entropy(model(batch[0]), batch[1])
+
+        def evaluate(self, batch: Any) -> StepOutput:
+            outputs = model(batch[0])
+            return StepOutput(F.cross_entropy(outputs, batch[1]), outputs, batch[1])
+
+    data = TensorDataset(torch.randn(11, 4), torch.randint(0, 3, (11,)))
+    by_name, by_function, by_unit = (
+        evaluator(model, **options).evaluate(data)
+        for options in (
+            {"loss_fn": F.cross_entropy, "compute_metrics": "accuracy"},
+            {"loss_fn": F.cross_entropy, "compute_metrics": metric},
+            {"unit": Unit(), "compute_metrics": "accuracy"},
+        )
+    )
+    assert by_function == pytest.approx(by_name) and by_unit == pytest.approx(by_name)
+    assert calls == [((11, 3), (11,))]
+    with pytest.raises(DataError, match=r"only a loss comes of a batch.*evaluate\(batch\)"):
+        evaluator(model, unit=Unit().__call__, compute_metrics="accuracy").evaluate(data)
+
+
+def test_evaluate_has_bounded_memory() -> None:
+    import psutil
+
+    class Wide(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(1, 1)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x.expand(-1, 32_768) + self.layer(x)  # 8 samples are a megabyte of logits
+
+    data = TensorDataset(torch.randn(8 * 60, 1), torch.randint(0, 32_768, (8 * 60,)))
+    trainer = evaluator(Wide(), loss_fn=F.cross_entropy, compute_metrics="accuracy")
+    trainer.evaluate(TensorDataset(*data[:80]))  # what the allocator keeps for itself does not count
+    before = psutil.Process().memory_info().rss
+    trainer.evaluate(data)
+    assert psutil.Process().memory_info().rss - before <= 20e6
+
+
+def test_causal_language_models_are_scored_on_the_next_token() -> None:
+    transformers = pytest.importorskip("transformers")
+    config = transformers.GPT2Config(vocab_size=13, n_positions=16, n_embd=8, n_layer=1, n_head=1)
+    model = transformers.GPT2LMHeadModel(config)
+    ids = torch.randint(0, 13, (6, 9))
+    trainer = evaluator(model, compute_metrics=["accuracy", "perplexity"], eval_batch_size=4)
+    result = trainer.evaluate([{"input_ids": row, "labels": row} for row in ids])
+    with torch.no_grad():
+        out = model.eval()(input_ids=ids, labels=ids)
+    hits = (out.logits[:, :-1].argmax(-1) == ids[:, 1:]).float().mean().item()
+    assert result["eval_loss"] == pytest.approx(out.loss.item(), abs=1e-6)
+    assert result["eval_accuracy"] == pytest.approx(hits)
+    assert result["eval_perplexity"] == pytest.approx(out.loss.exp().item(), rel=1e-5)
+
+
+# --- values that are not finite, and empty sets
+
+
+def rows_with_nan(size: int, index: int) -> TensorDataset:
+    x, y = rows(size).tensors
+    y = y.clone()
+    y[index] = float("nan")
+    return TensorDataset(x, y)
+
+
+@pytest.mark.parametrize("kind", ["named", "stream"])
+def test_nan_ends_the_run_and_reports_set_and_sample(trainer_class: Any, kind: str, tmp_path: Path) -> None:
+    bad = rows_with_nan(20, index=13)
+    valid: Any = {"named": {"fine": rows(8), "web": bad}, "stream": Streamed(bad)}[kind]
+    options = {"patience": 1, "save_dir": tmp_path / "run", "eval_batch_size": 4}
+    with pytest.raises(NonFiniteError) as caught:
+        train(trainer_class, t16(), rows(8), valid, loss_fn=F.mse_loss, **options)
+    name = "the evaluation set 'web'" if kind == "named" else "the evaluation set"
+    place = "from batch 4 of it" if kind == "stream" else "from these samples of it: 13."
+    assert f"The loss of {name} is nan at step 1. It comes {place}" in str(caught.value)
+    if kind != "stream":
+        assert json.loads((tmp_path / "run" / "nonfinite.json").read_text())["sample_indices"] == [13]
+
+
+@pytest.mark.parametrize(
+    ("kind", "policy"), thinned(itertools.product(TRAINERS, ["skip", "warn"]), [("native", "skip"), ("hf", "warn")])
+)
+def test_nan_is_logged_and_uses_no_patience(kind: str, policy: str, caplog: pytest.LogCaptureFixture) -> None:
+    options: dict[str, Any] = {"patience": 1, "epochs": 3, "on_nonfinite": policy}
+    trainer = train(TRAINERS[kind], t16(), rows(8), rows_with_nan(8, 3), loss_fn=F.mse_loss, **options)
+    assert (trainer.metrics["stop_reason"], trainer.progress.step) == ("epochs", 3)
+    assert trainer.metrics["best_valid"] == {}
+    assert "Not finite in the evaluation at step 2: eval_loss=nan. `eval_loss` is what" in caplog.text
+    if kind == "native":  # a metric without a value: one class has no ranking
+        data = TensorDataset(torch.randn(8, 4), torch.zeros(8, dtype=torch.long))
+        options |= {"compute_metrics": "roc_auc", "optimization_metric": "roc_auc", "loss_fn": F.cross_entropy}
+        assert train(Trainer, nn.Linear(4, 2), data, data, **options).metrics["stop_reason"] == "epochs"
+        assert "Not finite in the evaluation at step 1: eval_roc_auc=nan." in caplog.text
+
+
+@pytest.mark.parametrize("has_nan", [True, False])
+def test_schedule_by_evaluations_ignores_nan(has_nan: bool) -> None:
+    values: list[float] = []
+
+    class Plateau(torch.optim.lr_scheduler.ReduceLROnPlateau):
+        def step(self, metrics: Any, epoch: Any = None) -> None:
+            values.append(metrics)
+
+    valid = rows_with_nan(8, 3) if has_nan else rows(8)
+    train(Trainer, t16(), rows(8), valid, loss_fn=F.mse_loss, on_nonfinite="skip", lr_scheduler=Plateau)
+    assert len(values) == (0 if has_nan else 2)
+
+
+@pytest.mark.parametrize("kind", ["stream", "loader", "named"])
+def test_empty_set_is_an_error(trainer_class: Any, kind: str) -> None:
+    empty: Any = {"stream": Streamed([]), "loader": DataLoader([], 2), "named": {"a": rows(4), "b": Streamed([])}}[kind]
+    name = "set 'b'" if kind == "named" else "set"
+    with pytest.raises(DataError, match=f"The evaluation {name} has no samples. Give it at least one"):
+        train(trainer_class, t16(), rows(8), empty, loss_fn=F.mse_loss)
+    if trainer_class is Trainer:
+        unlabelled = Sentences(4)
+        unlabelled.labels[:] = -100
+        with pytest.raises(DataError, match="nothing to evaluate in the evaluation set: none of its labels counts"):
+            train(Trainer, Tagger(), Sentences(8), unlabelled)
+
+
+# --- the rehearsal before the first step
+
+
+def classes(size: int = 16, dtype: torch.dtype = torch.long) -> TensorDataset:
+    generator = torch.Generator().manual_seed(2)
+    return TensorDataset(torch.randn(size, 4, generator=generator), (torch.arange(size) % 3).to(dtype))
+
+
+def crashing(y_true: Any, y_pred: Any) -> dict[str, float]:
+    raise KeyError("no such thing")
+
+
+WRONG: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
+    "metric crashes": ({"compute_metrics": crashing}, KeyError, "no such thing"),
+    "metric no number": ({"compute_metrics": lambda p: {"m": "high"}}, DataError, "'m' is no number"),
+    "other objective": (
+        {"compute_metrics": lambda p: {"hits": 1.0}, "optimization_metric": "accuracy"}, ObjectiveError, "'hits'"
+    ),
+    "label range": (
+        {"eval_dataset": TensorDataset(torch.randn(8, 4), torch.full((8,), 7)), "compute_metrics": "accuracy",
+         "loss_fn": lambda outputs, labels: F.cross_entropy(outputs, labels.clamp(max=2))},
+        DataError, "8 labels are outside 0..2",
+    ),
+    "label shape": (
+        {"eval_dataset": TensorDataset(torch.randn(8, 4), torch.zeros(8, 2).long()), "compute_metrics": "accuracy",
+         "loss_fn": lambda outputs, labels: outputs.sum() * 0}, DataError, "cannot score",
+    ),
+    "NaN": (
+        {"eval_dataset": TensorDataset(torch.full((8, 4), float("nan")), torch.zeros(8).long())}, NonFiniteError, "0, 1"
+    ),
+    "named set": (
+        {"eval_dataset": {"dev": classes(), "web": TensorDataset(torch.randn(8, 5), torch.zeros(8).long())}},
+        RuntimeError, "shapes",
+    ),
+}  # fmt: skip
+
+
+REHEARSED = [*(("native", case) for case in WRONG), ("accelerate", "NaN"), ("hf", "NaN")]
+REHEARSED_SLOWLY = [(("accelerate", "hf")[number % 2], case) for number, case in enumerate(WRONG) if case != "NaN"]
+
+
+@pytest.mark.parametrize(("kind", "case"), thinned([*REHEARSED, *REHEARSED_SLOWLY], REHEARSED))
+def test_rehearsal_raises_errors_before_the_first_step(kind: str, case: str) -> None:
+    """The same error comes at the first evaluation without it."""
+    options, error, message = WRONG[case]
+    options = {"loss_fn": F.cross_entropy, "eval_dataset": classes(), **options}
+    valid = options.pop("eval_dataset")
+    for sanity in (True, False):
+        trainer = build(TRAINERS[kind], nn.Linear(4, 3), classes(), valid, sanity=sanity, **options)
+        with pytest.raises(error, match=message) as caught:
+            trainer.train()
+        assert trainer.progress.step == (0 if sanity else 2)
+        notes = getattr(caught.value, "__notes__", [])
+        assert any("rehearsal of evaluations before the first step" in note for note in notes) == sanity
+
+
+class Graph:
+    """A batch of its own type, whose labels are its attribute `y`."""
+
+    def __init__(self) -> None:
+        self.x, self.y = torch.randn(3, 4), torch.zeros(3, dtype=torch.long)
+
+    def to(self, *args: Any, **kwargs: Any) -> Graph:
+        return self
+
+
+class OfGraph(nn.Linear):
+    def forward(self, graph: Graph) -> torch.Tensor:
+        return super().forward(graph.x)
+
+
+class Losses(nn.Linear):
+    def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
+        logits = super().forward(x)
+        return {"losses": logits.sum(), "logits": logits}
+
+
+class Labelled(nn.Linear):
+    def forward(self, x: torch.Tensor, labels: torch.Tensor | None = None) -> dict[str, torch.Tensor]:
+        logits = super().forward(x)
+        return {"logits": logits} if labels is None else {"loss": F.cross_entropy(logits, labels), "logits": logits}
+
+
+NO_LOSS: dict[str, tuple[type[nn.Module], str | None, bool, str]] = {
+    "no loss_fn": (nn.Linear, None, False, "No loss found: the model returned a tensor .* Pass `loss_fn=`"),
+    "label column": (Labelled, "topic", False, "The loss of the model needs labels, .* label_names=..topic.."),
+    "label column of loss_fn": (Losses, "topic", True, "`loss_fn` needs labels, .* label_names=..topic.."),
+    "graph": (OfGraph, "graph", True, "`loss_fn` needs labels, .* It is a Graph, .* as attributes: .* label_names="),
+    "other key": (Losses, "labels", False, "No loss found: .* If 'losses' is the loss, call it 'loss'"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", TRAINERS)
+def test_missing_loss_is_explained_as_in_training(kind: str) -> None:
+    """Each cause has a message of its own, the same with and without an evaluation set."""
+    for model, key, has_loss_fn, message in NO_LOSS.values():
+        options: dict[str, Any] = {"batch_size": 1, "loss_fn": F.cross_entropy if has_loss_fn else None}
+        data: Any = classes(4) if key is None else [{"x": x, key: y} for x, y in classes(4)]
+        if key == "graph":
+            data, options["data_collator"] = [Graph() for _ in range(4)], lambda samples: samples[0]
+        raised = []
+        for valid in (data, None):
+            with pytest.raises(DataError, match=message) as caught:
+                train(TRAINERS[kind], model(4, 3), data, valid, **options)
+            raised.append(str(caught.value))
+        assert raised[0] == raised[1]
+
+
+def test_rehearsal_uses_the_full_set_for_a_metric_that_needs_it(caplog: pytest.LogCaptureFixture) -> None:
+    sizes = []
+
+    def needs_all(y_true: Any, y_pred: Any) -> dict[str, float]:
+        sizes.append(len(y_true))
+        if len(set(y_true)) < 3:
+            raise ValueError("a class is missing")
+        return {"agreement": float((y_true == y_pred).mean())}
+
+    x, y = classes(12).tensors
+    trainer = train(
+        Trainer, nn.Linear(4, 3), classes(), TensorDataset(x, y.sort().values), loss_fn=F.cross_entropy, epochs=1,
+        compute_metrics=needs_all, optimization_metric="agreement", optimization_direction="max", eval_batch_size=4,
+    )  # fmt: skip
+    assert sizes == [4, 12, 12] and len(trainer.metrics["valid"]) == 1
+    assert "(ValueError: a class is missing)" in caplog.text
+
+
+class Counted(Dataset[Any]):
+    """Rows that draw random numbers and note which of them are read; with a file for the notes, they do not draw."""
+
+    def __init__(self, size: int, file: Path | None = None) -> None:
+        self.data, self.file = rows(size), file
+        self.read: list[int] = []
+
+    def __len__(self) -> int:
+        return len(self.data)
+
+    def __getitem__(self, index: int) -> Any:
+        self.read.append(index)
+        if self.file is not None:
+            with open(self.file, "a") as file:
+                file.write(f"{index}\n")
+            return self.data[index]
+        x, y = self.data[index]
+        return x + 0.1 * torch.randn(4, dtype=torch.float64), y
+
+
+def test_rehearsal_has_no_effect_on_the_run(trainer_class: Any) -> None:
+    def history(sanity: bool) -> tuple[Any, ...]:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Dropout(0.5), nn.Linear(4, 1)).double()
+        trace, valid = Trace(), Counted(10)
+        trainer = train(
+            trainer_class, model, Counted(12), valid, loss_fn=F.mse_loss, callbacks=[trace], patience=1, log_steps=1,
+            batch_size=4, epochs=3, learning_rate=0.05, sanity=sanity, compute_metrics=["mse"], load_best_at_end=False,
+        )  # fmt: skip
+        logs = [{key: value for key, value in row.items() if "per_second" not in key} for row in trace.logs]
+        return list(model.state_dict().values()), trace.events, logs, trainer.metrics.to_dict(), valid.read
+
+    rehearsed, plain = history(True), history(False)
+    assert same(rehearsed[0], plain[0])
+    assert rehearsed[1:4] == plain[1:4]
+    # the first of four is read twice, since it was then noticed that it draws random numbers
+    assert len(rehearsed[4]) == len(plain[4]) + 4 and rehearsed[4][:4] == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize("kind", thinned(TRAINERS, ["native", "hf"]))
+def test_rehearsal_of_a_resumed_run_has_no_effect(kind: str, tmp_path: Path) -> None:
+    """Neither on random numbers, nor on buffers that count forward passes, evaluations included."""
+
+    def trained(folder: Path, epochs: int, resume: Any = None, **options: Any) -> Any:
+        model = nn.Sequential(CountsPasses(), t16(dropout=0.3))
+        trainer = build(
+            TRAINERS[kind], model, rows(24), rows(10), loss_fn=F.mse_loss, epochs=epochs, save_dir=folder,
+            learning_rate=0.05, load_best_at_end=False, **options,
+        )  # fmt: skip
+        trainer.train(resume)
+        return list(model.state_dict().values())
+
+    straight = trained(tmp_path / "a", 3, sanity=False)
+    trained(tmp_path / "b", 1)
+    with pytest.raises(KeyError):
+        trained(tmp_path / "b", 3, "auto", compute_metrics=crashing)
+    assert same(trained(tmp_path / "b", 3, "auto"), straight)
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("trainer_class", thinned(TRAINERS.values(), [Trainer]))
+def test_workers_end_after_each_call_and_rehearse_one_batch(trainer_class: Any, tmp_path: Path) -> None:
+    data, before = Counted(20, tmp_path / "read"), len(multiprocessing.active_children())
+    options = {"loss_fn": F.mse_loss, "epochs": 1, "num_workers": 2, "eval_batch_size": 4}
+    trainer = train(trainer_class, t16(), rows(8), data, **options)
+    read = [int(line) for line in (tmp_path / "read").read_text().split()]
+    assert sorted(read) == sorted([0, 1, 2, 3, *range(20)])
+    for call in (lambda: None, trainer.evaluate, lambda: trainer.predict(data)):
+        call()
+        assert len(multiprocessing.active_children()) == before
+
+
+def test_eval_on_start_needs_no_rehearsal() -> None:
+    valid = Counted(8)
+    train(Trainer, t16(), rows(8), valid, loss_fn=F.mse_loss, epochs=1, eval_on_start=True, eval_batch_size=8)
+    assert valid.read == list(range(8)) * 3  # once more, since it was noticed that it draws
+
+
+class Endless(IterableDataset[Any]):
+    """Rows until `end()` is true."""
+
+    def __init__(self, end: Callable[[int], bool]) -> None:
+        self.end = end
+
+    def __iter__(self) -> Iterator[Any]:
+        return (rows(1)[0] for _ in itertools.takewhile(lambda number: not self.end(number), itertools.count()))
+
+
+def test_evaluation_without_end_warns_within_seconds(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Data that have ended once are not warned of again."""
+    seconds = itertools.count()
+    monkeypatch.setattr("omnitrain.trainer.evaluation.time", SimpleNamespace(monotonic=lambda: next(seconds)))
+    data = Endless(lambda number: bool(caplog.messages) or number == 30)
+    trainer = evaluator(t16(), loss_fn=F.mse_loss, eval_dataset=data, batch_size=1)
+    trainer.evaluate()
+    (warning,) = caplog.messages
+    assert "has taken 6 batches and 6 seconds, and its length is unknown" in warning
+    assert "EvalSet(data, subset=1000)" in warning
+    caplog.clear()
+    trainer.evaluate()
+    trainer.evaluate(EvalSet(Endless(lambda number: number == 30), subset=3))
+    assert not caplog.messages
+
+
+# --- labels under other keys
+
+
+def topics(*keys: str) -> list[dict[str, torch.Tensor]]:
+    return [{"x": x, **dict.fromkeys(keys, y)} for x, y in classes(12)]
+
+
+class Plain(nn.Linear):
+    def __init__(self) -> None:
+        super().__init__(4, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x)
+
+
+class Topic(Plain):
+    def forward(self, x: torch.Tensor, topic: torch.Tensor) -> dict[str, torch.Tensor]:  # type: ignore[override]
+        logits = super().forward(x)
+        return {"loss": F.cross_entropy(logits, topic), "logits": logits}
+
+
+class TwoTopics(Topic):
+    def forward(self, x: torch.Tensor, first: torch.Tensor, second: torch.Tensor) -> Any:  # type: ignore[override]
+        return super().forward(x, first)
+
+
+def test_metrics_without_known_labels_report_the_keys(trainer_class: Any) -> None:
+    for metrics in ("accuracy", crashing):
+        with pytest.raises(DataError) as caught:
+            train(trainer_class, Topic(), topics("topic"), topics("topic"), compute_metrics=metrics)
+        assert "its batches have the keys 'x', 'topic', and labels are looked for under 'labels'," in str(caught.value)
+        assert "label_names=['topic']" in str(caught.value)
+
+
+def test_label_names_choose_the_labels(trainer_class: Any) -> None:
+    model = Plain()
+    by_default, by_name = (
+        train(
+            trainer_class, copy.deepcopy(model), topics(key), topics(key), compute_metrics="accuracy",
+            loss_fn=F.cross_entropy, label_names=names, epochs=1,
+        ).metrics["valid"][0]
+        for key, names in (("labels", None), ("topic", ["topic"]))
+    )  # fmt: skip
+    assert by_default == by_name and "eval_accuracy" in by_name
+
+
+def test_several_labels_are_a_tuple(trainer_class: Any) -> None:
+    def compute(eval_pred: Any) -> dict[str, float]:
+        first, second = eval_pred.label_ids
+        return {"agreement": float((first == second).mean()), "hits": float((eval_pred[0].argmax(-1) == first).mean())}
+
+    def loss(outputs: torch.Tensor, labels: Any) -> torch.Tensor:
+        return F.cross_entropy(outputs, labels[0]) + F.cross_entropy(outputs, labels[1])
+
+    names, model = ["first", "second"], Plain()
+    data = topics(*names)
+    options: dict[str, Any] = {"compute_metrics": compute, "label_names": names, "epochs": 1}
+    trainer = train(trainer_class, TwoTopics(), data, data, **options)
+    assert trainer.metrics["valid"][0]["eval_agreement"] == 1.0
+    assert [labels.shape for labels in trainer.predict(data).labels] == [(12,), (12,)]
+    trainer = train(trainer_class, model, data, data, loss_fn=loss, **options)
+    x, y = classes(12).tensors
+    assert trainer.evaluate(data)["eval_loss"] == pytest.approx(2 * F.cross_entropy(model(x), y).item(), rel=1e-6)
+
+
+def test_label_names_agree_with_training_arguments(tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    args = transformers.TrainingArguments(str(tmp_path), label_names=["topic"], use_cpu=True, report_to="none")
+    assert HFTrainer(Topic(), args, topics("topic")).settings.label_names == ["topic"]
+    with pytest.raises(ConfigError, match="label_names"):
+        HFTrainer(Topic(), args, topics("topic"), label_names=["other"])
+    with pytest.raises(ConfigError, match="must be a list of the keys of labels"):
+        Trainer(Topic(), topics("topic"), label_names="topic")
+
+
+def test_label_sequences_of_any_name_are_padded_as_labels() -> None:
+    class Tags(Tagger):
+        def forward(self, ids: torch.Tensor, tags: torch.Tensor) -> Any:
+            return super().forward(ids, tags)
+
+    options = {"label_names": ["tags"], "compute_metrics": "accuracy"}
+    padded, single = (evaluator(Tags(), eval_batch_size=size, **options).evaluate(Ragged("tags")) for size in (4, 1))
+    assert padded == pytest.approx(single)
+
+
+# --- metrics by name for one score per label
+
+
+def test_metrics_by_name_of_one_score_per_label(trainer_class: Any) -> None:
+    from sklearn.metrics import f1_score, roc_auc_score
+
+    generator = torch.Generator().manual_seed(5)
+    x = torch.randn(30, 4, generator=generator)
+    y = (x[:, :3] + 0.5 * torch.randn(30, 3, generator=generator) > 0).float()
+    data, model = TensorDataset(x, y), nn.Linear(4, 3)
+    nn.init.eye_(model.weight)
+    options = {"compute_metrics": ["accuracy", "f1_macro", "auc"], "optimization_metric": "f1_macro"}
+    trainer = train(
+        trainer_class, model, data, data, loss_fn=nn.BCEWithLogitsLoss(), epochs=1, eval_batch_size=7, **options
+    )
+    row, scores, labels = trainer.metrics["valid"][0], trainer.predict(data).predictions, y.numpy()
+    assert row["eval_accuracy"] == pytest.approx(((scores > 0) == labels).all(1).mean())
+    assert row["eval_f1_macro"] == pytest.approx(f1_score(labels, scores > 0, average="macro"))
+    assert row["eval_auc"] == pytest.approx(roc_auc_score(labels, scores))
+
+
+@pytest.mark.parametrize(
+    ("kind", "name"), [("native", "loss"), ("native", "eval_loss"), ("accelerate", "loss"), ("hf", "eval_loss")]
+)
+def test_metric_called_loss_is_rejected_before_the_first_step(kind: str, name: str) -> None:
+    data = rows(8)
+    metrics = {"compute_metrics": lambda outputs, labels: {name: 0.0}, "sanity": True}
+    trainer = build(TRAINERS[kind], t16(), data, data, loss_fn=F.mse_loss, **metrics)
+    with pytest.raises(ConfigError, match="A metric is called 'loss'"):
+        trainer.train()
+    assert trainer.progress.step == 0

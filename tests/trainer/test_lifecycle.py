@@ -1,0 +1,199 @@
+"""Lifecycle: the order of callbacks, their errors and state, and the counts of a run."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from omnitrain.core.errors import ConfigError, DistributedError
+from omnitrain.core.events import INSIDE_OF_STEPS, Callback, Event
+from omnitrain.core.objective import Objective
+from omnitrain.trainer.lifecycle import Lifecycle
+
+
+def lifecycle(*callbacks: Callback) -> Lifecycle:
+    return Lifecycle(SimpleNamespace(), callbacks, Objective("loss"))  # type: ignore[arg-type]
+
+
+class Named(Callback):
+    def __init__(self, name: str, order: int, calls: list[str]) -> None:
+        self.name, self.order, self.calls = name, order, calls
+
+    def on_step_end(self, trainer: Any) -> None:
+        self.calls.append(self.name)
+
+
+def test_callbacks_run_by_order_which_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
+    calls: list[str] = []
+    run = lifecycle(*(Named(name, order, calls) for name, order in [("c", 40), ("a", 10), ("b", 10), ("0", 0)]))
+    with caplog.at_level(logging.INFO, logger="omnitrain"):
+        run.begin_train()
+        run.end_step(samples=1)
+        run.end_step(samples=1)
+    assert calls == ["0", "a", "b", "c"] * 2
+    assert caplog.text.count("Named (0), Named (10), Named (10), Named (40)") == 1
+
+
+def test_error_at_the_end_does_not_hide_the_first(caplog: pytest.LogCaptureFixture) -> None:
+    class Bad(Callback):
+        def on_train_end(self, trainer: Any) -> None:
+            raise RuntimeError("second")
+
+    run = lifecycle(Bad())
+    run.end_train(failed=True)
+    assert "Bad.on_train_end failed" in caplog.text
+    with pytest.raises(RuntimeError, match="second"):
+        run.end_train(failed=False)
+
+
+def test_incomplete_epoch_does_not_count_and_has_no_row() -> None:
+    run = lifecycle()
+    run.progress.epoch_size = 10
+    run.end_step(samples=4)
+    run.end_epoch(complete=False, row={"train_loss": 1.0})
+    assert run.progress.epoch == 0 and run.progress.samples_in_epoch == 4
+    assert run.metrics["train_metrics_history"] == []
+    run.end_step(samples=6)
+    run.end_epoch(complete=True, row={"train_loss": 0.5})
+    assert run.progress.epoch == 1 and run.progress.samples_in_epoch == 0
+    assert run.metrics["train_metrics_history"] == [{"epoch": 1, "step": 2, "train_loss": 0.5}]
+
+
+def test_callback_state_is_restored_by_class(caplog: pytest.LogCaptureFixture) -> None:
+    class Counter(Callback):
+        def __init__(self, count: int = 0) -> None:
+            self.count = count
+
+        def state_dict(self) -> dict[str, Any]:
+            return {"count": self.count}
+
+        def load_state_dict(self, state: dict[str, Any]) -> None:
+            self.count = state["count"]
+
+    old = lifecycle(Counter(3), Counter(4))
+    old.end_step(samples=5)
+    counters = Counter(), Counter()
+    new, state = lifecycle(Callback(), *counters), old.state_dict()
+    new.load_state_dict({**state, "metrics": old.metrics.to_dict()})
+    with contextlib.ExitStack() as undo:
+        new.load_callbacks(state["callbacks"], undo)
+        undo.pop_all()
+    assert ([counter.count for counter in counters], new.progress.samples) == ([3, 4], 5)
+    lifecycle().load_callbacks(state["callbacks"], contextlib.ExitStack())
+    assert "Counter', which is not among the callbacks" in caplog.text
+
+
+class Failing(Callback):
+    """Fails in every step; its state is the number of its calls."""
+
+    def __init__(self, on_error: str, error: type[BaseException] = RuntimeError) -> None:
+        self.on_error, self.error, self.calls = on_error, error, 0
+
+    def on_step_end(self, trainer: Any) -> None:
+        self.calls += 1
+        raise self.error("boom")
+
+    def log_values(self, trainer: Any) -> dict[str, float]:
+        return {"calls": self.calls}
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"calls": self.calls}
+
+
+def test_on_error_warn_logs_a_traceback_and_each_10th_failure(caplog: pytest.LogCaptureFixture) -> None:
+    calls: list[str] = []
+    run = lifecycle(Failing("warn"), Named("next", 10, calls))
+    for _ in range(25):
+        run.end_step(samples=1)
+    assert len(calls) == 25 and run.listeners[0].failures == 25
+    reports = [record for record in caplog.records if "Failing.on_step_end failed" in record.message]
+    assert len(reports) == 2 and reports[0].exc_info is not None and "the 10th failure" in reports[1].message
+    run.end_train(failed=False)
+    assert "The callback Failing failed 25 times in this run." in caplog.text
+
+
+def test_on_error_disable_unsubscribes_and_keeps_state(caplog: pytest.LogCaptureFixture) -> None:
+    bad = Failing("disable")
+    run = lifecycle(bad)
+    for _ in range(3):
+        run.end_step(samples=1)
+    row: dict[str, Any] = {}
+    run.add_values(row)
+    assert bad.calls == 1 and row == {} and caplog.text.count("Traceback") == 1
+    assert run.state_dict()["callbacks"] == [{"callback": "Failing", "turn": 0, "state": {"calls": 1}}]
+    run.end_train(failed=False)
+    assert "Failing failed once in this run, and was called no more after that" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("values", "error", "message"),
+    [
+        ({"loss": 1.0}, ConfigError, r"Adds\.log_values returns 'loss', which the row of logs has already"),
+        *((values, TypeError, "must return a dict of numbers") for values in (3, {"a": "b"}, {"a": [1.0, 2.0]})),
+    ],
+)
+def test_log_values_are_numbers_under_new_names(values: Any, error: type[Exception], message: str) -> None:
+    class Adds(Callback):
+        def log_values(self, trainer: Any) -> Any:
+            return values
+
+    row = {"loss": 0.5}
+    with pytest.raises(error, match=message):
+        lifecycle(Adds()).add_values(row)
+    values = {"half": torch.tensor(0.5)}
+    lifecycle(Adds()).add_values(row)
+    assert row == {"loss": 0.5, "half": 0.5} and type(row["half"]) is float
+
+
+def test_callbacks_and_their_on_error_are_validated() -> None:
+    with pytest.raises(ConfigError, match=r"subclass of omnitrain\.Callback"):
+        lifecycle(print)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match=r"Failing.on_error must be one of 'raise', 'warn', 'disable', got 'ignore'"):
+        lifecycle(Failing("ignore"))
+    for error in (KeyboardInterrupt, SystemExit, DistributedError):  # which `on_error` does not concern
+        with pytest.raises(error):
+            lifecycle(Failing("warn", error)).end_step(samples=1)
+
+
+def test_time_in_callbacks_is_logged_at_the_end(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = iter(range(100))
+    run = lifecycle(Named("a", 10, []), Callback())
+    monkeypatch.setattr("omnitrain.trainer.lifecycle.time", SimpleNamespace(perf_counter=lambda: float(next(clock))))
+    for _ in range(3):
+        run.end_step(samples=1)
+    assert [(listener.seconds, listener.calls) for listener in run.listeners] == [(3.0, 3), (0.0, 0)]
+    with caplog.at_level(logging.INFO, logger="omnitrain"):
+        run.end_train(failed=False)
+    assert "Time in callbacks: Named 3.000 s (3 calls)." in caplog.text
+
+
+def test_batch_events_are_off_without_listeners() -> None:
+    class Batches(Callback):
+        def on_batch_start(self, trainer: Any, batch: Any, number: int) -> None: ...
+
+        def on_eval_batch_end(self, trainer: Any, batch: Any, output: Any) -> None: ...
+
+    idle = lifecycle(Named("a", 10, []))
+    assert idle.inside_of_step is None and idle.inside_of_evaluation is None
+    run = lifecycle(Batches())
+    assert run.inside_of_step == run.inside_of_evaluation == run.emit
+    with run.silent():
+        assert run.inside_of_step is None and run.inside_of_evaluation is None
+    assert run.inside_of_step == run.inside_of_evaluation == run.emit
+
+
+def test_asks_alone_follows_listeners_inside_of_steps() -> None:
+    assert all(callable(getattr(Callback, f"on_{event}")) and event.name in (Event.__doc__ or "") for event in Event)
+    for event in (*INSIDE_OF_STEPS, Event.STEP_START, Event.STEP_END):
+        kind = type("Listens", (Callback,), {f"on_{event}": lambda self, trainer, *details: None})
+        listens, quiet = kind(), kind()
+        quiet.asks_alone = False
+        assert lifecycle(listens).asks_alone and not lifecycle(quiet).asks_alone
+    assert not lifecycle(type("Others", (Callback,), {"on_eval_batch_end": lambda *details: None})()).asks_alone

@@ -1,0 +1,371 @@
+"""What a loss is a mean over, and which labels scores are compared with: as the loss itself shows."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import logging
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from marks import TRAINERS
+from recipes import StopAt, distance, rows, t16, weights
+from tiny import VOCABULARY, Tokens, bert, gpt
+from torch import nn
+from transformers import (
+    BartConfig,
+    BartForCausalLM,
+    BertForMaskedLM,
+    BertForPreTraining,
+    MusicgenDecoderConfig,
+    MusicgenForCausalLM,
+)
+
+from omnitrain import ConfigError, CrossEntropy, StepOutput, Trainer
+from omnitrain.algorithms.label_smoothing import LabelSmoothing
+from omnitrain.algorithms.seq_length_warmup import SeqLengthWarmup
+from omnitrain.model.multitask import MultiTask, MultiTaskUnit
+
+SPLITS = [(8, 1), (2, 4)]
+
+
+class Wrapped(nn.Module):
+    """A causal language model inside of a module that says nothing about it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = gpt()
+
+    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor | None = None, task: str = "") -> Any:
+        return self.inner(input_ids=input_ids, labels=labels)
+
+
+class Own(nn.Module):
+    """A model that predicts the next token, and shifts labels in its own loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed = nn.Embedding(VOCABULARY, 16, dtype=torch.float64)
+        self.head = nn.Linear(16, VOCABULARY, dtype=torch.float64)
+
+    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor | None = None) -> Any:
+        logits = self.head(self.embed(input_ids))
+        if labels is None:
+            return {"logits": logits}
+        loss = F.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
+        return {"loss": loss, "logits": logits}
+
+
+def bart() -> BartForCausalLM:
+    """A class whose name says that it shifts labels, and whose loss does not."""
+    torch.manual_seed(0)
+    config = BartConfig(
+        vocab_size=VOCABULARY, d_model=16, decoder_layers=1, decoder_attention_heads=2, decoder_ffn_dim=16,
+        max_position_embeddings=32, dropout=0.0, is_decoder=True, is_encoder_decoder=False,
+    )  # fmt: skip
+    return BartForCausalLM(config).double()
+
+
+def mlm() -> BertForMaskedLM:
+    """A class whose labels are not shifted."""
+    torch.manual_seed(0)
+    return BertForMaskedLM(bert().config).double()
+
+
+def pretraining() -> BertForPreTraining:
+    """A class whose loss is a mean over tokens plus a mean over rows."""
+    torch.manual_seed(0)
+    return BertForPreTraining(bert().config).double()
+
+
+def pairs(size: int = 8) -> list[dict[str, Any]]:
+    data = Tokens(size)
+    return [{**data[index], "next_sentence_label": torch.tensor(index % 2)} for index in range(size)]
+
+
+def make(trainer_class: Any, model: Any, batch: int, accumulation: int, **options: Any) -> Any:
+    device = {"device": "cpu"} if trainer_class is Trainer else {}
+    defaults = {
+        "optimizer": "sgd", "learning_rate": 0.1, "max_grad_norm": None, "max_steps": 1, "batch_size": batch,
+        "gradient_accumulation_steps": accumulation, "eval_batch_size": batch, "progress_bar": False, "log_steps": 1,
+    }  # fmt: skip
+    return trainer_class(model, options.pop("data", Tokens(8)), **device, **{**defaults, **options})
+
+
+LOSSES: dict[str, tuple[Any, dict[str, Any]]] = {
+    "wrapped": (Wrapped, {}),
+    "own": (Own, {}),
+    "loss_fn": (Own, {"loss_fn": CrossEntropy(shift=True)}),
+    "function": (Own, {"loss_fn": lambda out, y: F.cross_entropy(out["logits"][:, :-1].mT, y[:, 1:])}),
+    "bart": (bart, {}),
+}
+
+
+@pytest.mark.parametrize(
+    ("trainer_class", "kind"),
+    [*((Trainer, kind) for kind in LOSSES), (TRAINERS["accelerate"], "own"), (TRAINERS["hf"], "wrapped")],
+)
+def test_shift_is_that_of_the_loss(trainer_class: Any, kind: str) -> None:
+    """Weights are those of one batch, and metrics by name are of the scores and labels that the loss compares."""
+    build, options = LOSSES[kind]
+    results, losses = [], []
+    for batch, accumulation in SPLITS:
+        trainer = make(
+            trainer_class, build(), batch, accumulation, eval_dataset=Tokens(8), load_best_at_end=False,
+            compute_metrics=["perplexity", "accuracy"], **options,
+        )  # fmt: skip
+        (row,) = trainer.train()["valid"]
+        assert row["eval_perplexity"] == pytest.approx(math.exp(row["eval_loss"]), rel=1e-5)
+        results.append(weights(trainer.model))
+        losses.append(row["eval_loss"])
+    assert distance(*results) <= 1e-7
+    assert losses[0] == pytest.approx(losses[1], rel=1e-6)
+
+
+@pytest.mark.parametrize("trainer_class", TRAINERS.values(), ids=TRAINERS)
+def test_shift_of_codebooks_is_that_of_the_loss(trainer_class: Any) -> None:
+    """Labels of (rows, places, codebooks), whose first place counts although the class is a causal model."""
+    torch.manual_seed(0)
+    config = MusicgenDecoderConfig(
+        vocab_size=VOCABULARY, hidden_size=16, num_hidden_layers=1, num_attention_heads=2, ffn_dim=16, dropout=0.0,
+        num_codebooks=1, pad_token_id=0, bos_token_id=1,
+    )  # fmt: skip
+    model = MusicgenForCausalLM(config).double()
+    labels = torch.randint(1, VOCABULARY, (8, 6, 1), generator=torch.Generator().manual_seed(0))
+    for row in range(8):
+        labels[row, : row % 4] = -100
+    data = [{"labels": row} for row in labels]
+    results = []
+    for batch, accumulation in SPLITS:
+        trainer = make(trainer_class, copy.deepcopy(model), batch, accumulation, data=data)
+        trainer.train()
+        results.append(weights(trainer.model))
+    assert distance(*results) <= 1e-7
+
+
+@pytest.mark.parametrize(
+    ("build", "algorithm"),
+    [(Wrapped, LabelSmoothing(VOCABULARY, 0.3)), (Own, SeqLengthWarmup(9, 4, 1.0, 1)),
+     (mlm, LabelSmoothing(VOCABULARY, 0.3)), (mlm, SeqLengthWarmup(9, 4, 1.0, 1))],
+)  # fmt: skip
+def test_algorithms_use_the_labels_of_the_loss(build: Any, algorithm: Any) -> None:
+    results = []
+    for batch, accumulation in SPLITS:
+        trainer = make(Trainer, build(), batch, accumulation, algorithms=[copy.copy(algorithm)])
+        trainer.train()
+        results.append(weights(trainer.model))
+    assert distance(*results) <= 1e-7
+
+
+def test_label_smoothing_is_that_of_a_shifted_loss() -> None:
+    """One step with smoothed labels is one step with the loss that `cross_entropy` smooths."""
+
+    def smoothed(outputs: Any, labels: torch.Tensor) -> torch.Tensor:
+        scores = outputs["logits"][:, :-1].flatten(0, 1)
+        return F.cross_entropy(scores, labels[:, 1:].flatten(), label_smoothing=0.3)
+
+    plain = make(Trainer, Own(), 8, 1, algorithms=[LabelSmoothing(VOCABULARY, 0.3)])
+    expected = make(Trainer, Own(), 8, 1, loss_fn=smoothed)
+    for trainer in (plain, expected):
+        trainer.train()
+    assert distance(weights(plain.model), weights(expected.model)) <= 1e-12
+
+
+@pytest.mark.parametrize("losses", [{}, dict.fromkeys("ab", CrossEntropy(shift=True))], ids=["model", "losses"])
+def test_multitask_uses_the_labels_of_each_loss(losses: Any) -> None:
+    results = []
+    for batch, accumulation in SPLITS:
+        model, tasks = Wrapped(), MultiTask({"a": Tokens(4), "b": Tokens(4)})
+        unit = MultiTaskUnit(model, losses)
+        evaluated = tasks.evaluation({"a": Tokens(4)}, {"a": "perplexity"})
+        trainer = make(Trainer, model, batch, accumulation, data=tasks, unit=unit, eval_dataset=evaluated)
+        (row,) = trainer.train()["valid"]
+        assert row["eval_a_perplexity"] == pytest.approx(math.exp(row["eval_a_loss"]), rel=1e-5)
+        results.append(weights(trainer.model))
+    assert distance(*results) <= 1e-7
+
+
+def test_unit_says_that_it_shifts(caplog: pytest.LogCaptureFixture) -> None:
+    """A unit may compute its loss from what no question reaches; then its word counts, and a wrong one is noticed."""
+
+    class Unit:
+        def __init__(self, model: nn.Module, shift: bool) -> None:
+            self.model, self.shift = model, shift
+
+        def __call__(self, batch: Any) -> StepOutput:
+            output = self.model(**batch)
+            return StepOutput(output["loss"], output["logits"], batch["labels"])
+
+        evaluate = __call__
+
+    results = []
+    for shift in (True, False):
+        model = Own()
+        caplog.clear()
+        trainer = make(Trainer, model, 8, 1, unit=Unit(model, shift), compute_metrics="perplexity")
+        result = trainer.evaluate(Tokens(8))
+        results.append(math.isclose(math.log(result["eval_perplexity"]), result["eval_loss"], rel_tol=1e-5))
+        assert ("shift = True" in caplog.text) is not shift
+    assert results == [True, False]
+
+
+CLASS_WEIGHTS = torch.tensor([1.0, 5.0, 0.2], dtype=torch.float64)
+
+
+def hidden_weights(outputs: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    return F.cross_entropy(outputs, labels, weight=CLASS_WEIGHTS)
+
+
+class Weighing(nn.Linear):
+    """Computes the loss itself, with class weights."""
+
+    def forward(self, x: torch.Tensor, labels: torch.Tensor) -> Any:
+        scores = super().forward(x)
+        return {"loss": hidden_weights(scores, labels), "logits": scores}
+
+
+def classes(model: type[nn.Linear] = nn.Linear, **options: Any) -> dict[str, Any]:
+    torch.manual_seed(0)
+    x, labels = torch.randn(8, 4, dtype=torch.float64), torch.tensor([0, 1, 2, 1, 0, 2, 2, 1])
+    data = [{"x": x[i], "labels": labels[i]} if model is Weighing else (x[i], labels[i]) for i in range(8)]
+    return {"model": model(4, 3).double(), "data": data, "shuffle": False, **options}
+
+
+NO_MEANS: dict[str, tuple[Any, str]] = {
+    "two means": (lambda: {"model": pretraining(), "data": pairs()}, "The loss of BertForPreTraining .*Pass a `unit`"),
+    "partial": (
+        lambda: classes(loss_fn=functools.partial(F.cross_entropy, weight=CLASS_WEIGHTS)),
+        r"`loss_fn` \(partial\) .*mean_over",
+    ),
+    "function": (lambda: classes(loss_fn=hidden_weights), r"`loss_fn` \(hidden_weights\) .*mean_over"),
+    "model": (lambda: classes(Weighing), "The loss of Weighing .*Pass a `unit`"),
+}
+
+
+@pytest.mark.parametrize("is_evaluated", [False, True], ids=["", "evaluated"])
+@pytest.mark.parametrize("kind", NO_MEANS)
+def test_loss_that_is_no_mean_is_rejected_if_split(
+    kind: str, is_evaluated: bool, trainer_class: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The evaluation before step 1 asks the loss first, and only warns."""
+    build, message = NO_MEANS[kind]
+
+    def run(batch: int, accumulation: int, **options: Any) -> None:
+        options |= build()
+        options |= {"eval_dataset": options["data"]} if is_evaluated else {}
+        make(trainer_class, batch=batch, accumulation=accumulation, **options).train()
+
+    with pytest.raises(ConfigError, match=message):
+        run(4, 2, save_dir=tmp_path / "run")
+    assert not list((tmp_path / "run").glob("checkpoint*"))
+    caplog.clear()
+    run(8, 1)
+    assert caplog.text.count("depends on `eval_batch_size`") == 1
+
+
+def test_unit_trains_a_sum_of_two_means() -> None:
+    class Unit:
+        def __init__(self, model: nn.Module) -> None:
+            self.model = model
+
+        def __call__(self, batch: Any) -> Any:
+            labels, order = batch["labels"], batch["next_sentence_label"]
+            out = self.model(input_ids=batch["input_ids"])
+            losses = F.cross_entropy(out.prediction_logits.movedim(-1, 1), labels, reduction="none")
+            of_rows = F.cross_entropy(out.seq_relationship_logits, order, reduction="none")
+            return (losses.sum(1) / 9 + of_rows).sum(), len(order)
+
+    results = []
+    for batch, accumulation in SPLITS:
+        model = pretraining()
+        make(Trainer, model, batch, accumulation, data=pairs(), unit=Unit(model)).train()
+        results.append(weights(model))
+    assert distance(*results) <= 1e-12
+
+
+class Contrastive(nn.Module):
+    """Compares each sample with the others of its batch, as CLIP does."""
+
+    class Config:
+        model_type = "contrastive"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.config = t16(), self.Config()
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> Any:
+        scores = self.body(x) @ y.T
+        return {"loss": F.cross_entropy(scores, torch.arange(len(x)))}
+
+
+def test_contrastive_loss_is_reported_not_rejected(caplog: pytest.LogCaptureFixture) -> None:
+    x, y = rows(8).tensors
+    with caplog.at_level(logging.WARNING):
+        make(Trainer, Contrastive(), 4, 2, data=[{"x": x[i], "y": y[i]} for i in range(8)]).train()
+    assert "The loss of Contrastive compares the samples of a batch with each other" in caplog.text
+
+
+class Masked(nn.Module):
+    """A sequence labeller that ignores label 0, which is its padding."""
+
+    class Config:
+        model_type, pad_token_id = "masked", 0
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.own, self.config = Own(), self.Config()
+
+    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor) -> Any:
+        logits = self.own(input_ids)["logits"]
+        return {"loss": F.cross_entropy(logits.movedim(-1, 1), labels.clamp(min=0), ignore_index=0), "logits": logits}
+
+
+def test_ignored_label_is_that_of_the_loss() -> None:
+    data = [{**sample, "labels": sample["labels"].clamp(min=0)} for sample in map(Tokens(8).__getitem__, range(8))]
+    results = []
+    for batch, accumulation in SPLITS:
+        trainer = make(Trainer, Masked(), batch, accumulation, data=data, shuffle=False)
+        trainer.train()
+        results.append(weights(trainer.model))
+    assert distance(*results) <= 1e-12
+
+
+def test_resumed_run_keeps_what_the_loss_is(tmp_path: Path) -> None:
+    """The first batch after a resume may show nothing: here it has labels of one class only."""
+    options: dict[str, Any] = {"shuffle": False, "max_steps": 2, "data": Tokens(16)}
+    straight = make(Trainer, Own(), 2, 4, **options)
+    straight.train()
+    options |= {"save_dir": tmp_path, "save_steps": 1}
+    make(Trainer, Own(), 2, 4, callbacks=[StopAt(1)], **options).train()
+    resumed = make(Trainer, Own(), 2, 4, **options)
+    resumed.loss_mean.shift = False  # what a first batch that shows nothing would leave
+    resumed.train(resume_from="auto")
+    assert resumed.loss_mean.shift and distance(weights(straight.model), weights(resumed.model)) == 0
+
+
+def test_asking_leaves_no_trace() -> None:
+    """A run that asks and one that knows are the same, with dropout and with buffers that count forward passes."""
+
+    class Counting(Own):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("passes", torch.zeros((), dtype=torch.int64))
+
+        def forward(self, input_ids: torch.Tensor, labels: torch.Tensor | None = None) -> Any:
+            self.passes += 1
+            return super().forward(F.dropout(input_ids.double(), 0.1, self.training).long() % VOCABULARY, labels)
+
+    results = []
+    for known in (False, True):
+        trainer = make(Trainer, Counting(), 4, 2)
+        if known:
+            trainer.loss_mean.shift, trainer.loss_mean.is_checked = True, True
+        trainer.train()
+        assert int(trainer.model.passes) == 2
+        results.append(weights(trainer.model))
+    assert distance(*results) == 0
