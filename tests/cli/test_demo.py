@@ -21,6 +21,7 @@ from torch import nn
 
 import omnitrain
 from omnitrain import BaseTrainer, ConfigError, DataError, HFTrainer, MetricsDict, Trainer
+from omnitrain.checkpoint import run_record
 from omnitrain.cli import demo
 from omnitrain.cli.main import main
 
