@@ -67,7 +67,7 @@ def make_accelerator(
         raise MissingExtraError("AccelerateTrainer", "accelerate") from None
 
     check_type("fsdp_plugin", fsdp_plugin, FullyShardedDataParallelPlugin)
-    _check_launched(deepspeed_plugin is not None)
+    check_launched(deepspeed_plugin is not None)
     _check_dimensions(parallelism_config, deepspeed_plugin is not None)
     # Trainers may follow each other, each with its own settings, on the same processes.
     kind = PartialState._shared_state.get("distributed_type")
@@ -120,7 +120,7 @@ _LAUNCHED = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 """What a launcher sets; without one of them, DeepSpeed takes the program for one of MPI's and needs mpi4py."""
 
 
-def _check_launched(is_zero: bool) -> None:
+def check_launched(is_zero: bool) -> None:
     """Raise ConfigError if DeepSpeed is used without a launcher: it has a process group for one process, too."""
     missing = [name for name in _LAUNCHED if not os.environ.get(name)]
     if is_zero and missing and not torch.distributed.is_initialized():

@@ -24,7 +24,7 @@ from accelerate.utils import FullyShardedDataParallelPlugin
 from transformers.trainer_utils import IntervalStrategy, SaveStrategy
 
 from omnitrain.arguments import Settings, is_loader, seconds_of
-from omnitrain.backends.accelerators import is_set, make_accelerator
+from omnitrain.backends.accelerators import check_launched, is_set, make_accelerator
 from omnitrain.backends.deepspeed import adopt_config, deepspeed_plugin
 from omnitrain.checkpoint.state_dicts import unwrap
 from omnitrain.compute.activation_checkpointing import own_way
@@ -72,6 +72,9 @@ WITHOUT_EFFECT = (
 class HFTrainingArguments(transformers.TrainingArguments):
     """transformers' TrainingArguments, which also accepts names that newer versions have dropped.
 
+    Raises:
+        ConfigError: If two names contradict each other, or `deepspeed` is ZeRO 3 and there is no launcher.
+
     >>> import tempfile
     >>> folder = tempfile.mkdtemp()
     >>> args = HFTrainingArguments(folder, evaluation_strategy="steps", use_cpu=True)
@@ -97,6 +100,9 @@ class HFTrainingArguments(transformers.TrainingArguments):
             listed = ", ".join(f"{old!r} ({new})" for old, new in translated.items())
             logger.warning("transformers %s no longer has %s.", transformers.__version__, listed)
         super().__init__(*args, **kwargs)
+        config = getattr(self, "hf_deepspeed_config", None)
+        if config is not None and config.is_zero3():  # from_pretrained would go by it, and end in an error about MPI
+            check_launched(True)
 
     overwrite = False
     """The value of `overwrite_output_dir`."""

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+import transformers
 from accelerate.utils import FullyShardedDataParallelPlugin
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
-from omnitrain import AccelerateTrainer, ConfigError
+from omnitrain import AccelerateTrainer, ConfigError, HFTrainer, HFTrainingArguments
 from omnitrain.backends.deepspeed import adopt_config, fill_config
 from omnitrain.backends.zero import LossScale
 
@@ -35,6 +37,27 @@ def test_deepspeed_without_a_launcher_is_rejected(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setenv("RANK", "0")
     with pytest.raises(ConfigError, match="no LOCAL_RANK, WORLD_SIZE"):
         AccelerateTrainer(torch.nn.Linear(2, 1), deepspeed_config={})
+
+
+@pytest.mark.parametrize(("stage", "kind"), [(2, transformers.TrainingArguments), (2, HFTrainingArguments),
+                                             (3, HFTrainingArguments)])  # fmt: skip
+def test_training_arguments_without_a_launcher_are_rejected(
+    stage: int, kind: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Under ZeRO 3 before `from_pretrained`, which goes by the arguments and would end in an error about MPI."""
+    pytest.importorskip("deepspeed")
+    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("DS_ACCELERATOR", "cpu")
+    config = {"zero_optimization": {"stage": stage}, "train_micro_batch_size_per_gpu": "auto"}
+    match = r"Start .* `omnitrain launch -n 1`"
+    if stage == 3:
+        with pytest.raises(ConfigError, match=match):
+            kind(str(tmp_path), deepspeed=config, report_to=[])
+        return
+    args, data = kind(str(tmp_path), deepspeed=config, report_to=[]), [(torch.zeros(2), torch.zeros(1))]
+    with pytest.raises(ConfigError, match=match):
+        HFTrainer(torch.nn.Linear(2, 1), args, data, loss_fn=torch.nn.MSELoss())
 
 
 def test_deepspeed_config_loss_scale_conflict() -> None:
