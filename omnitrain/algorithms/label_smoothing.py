@@ -40,6 +40,11 @@ class LabelSmoothing(Algorithm):
             raise ConfigError(f"`smoothing` must be between 0 and 1, got {smoothing!r}.")
         self.num_classes = num_classes
         self.smoothing = smoothing
+        self._is_checked = False
+
+    def set_up(self, trainer: TrainerLike) -> None:
+        """Check the loss of the next run again."""
+        self._is_checked = False
 
     def transform_batch(self, trainer: TrainerLike, batch: Any) -> Any:
         """Return the batch with smoothed labels, where these are one for each sample."""
@@ -56,7 +61,9 @@ class LabelSmoothing(Algorithm):
         labels, scores = output.labels, output.outputs
         if not isinstance(labels, torch.Tensor) or not _is_of_many(labels):
             return output
-        _check_loss(output, trainer.loss_mean)
+        if not self._is_checked:  # once, as reading class weights waits for the device
+            _check_loss(output, trainer.loss_mean)
+            self._is_checked = True
         counts = trainer.loss_mean.counted(labels)
         shape = tuple(scores.shape) if isinstance(scores, torch.Tensor) else ()
         if shape == (*labels.shape, self.num_classes):

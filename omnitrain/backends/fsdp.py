@@ -58,7 +58,7 @@ class FSDP(DDP):
         self._add_up_by_sums(bare)
         if self.ranks.is_main:
             _warn_if_undivided(bare)
-        if self.device.type == "cpu" and self._compile_options is None:
+        if self.device.type == "cpu":
             match_norm_dtypes(bare)  # FSDP gathers weights in the dtype of autocast and leaves statistics in fp32
         return bare, self.compiled(model)
 

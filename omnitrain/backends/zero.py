@@ -232,7 +232,7 @@ class Zero(DDP):
         self._options = [
             {key: value for key, value in group.items() if key != "params"} for group in self.optimizer.param_groups
         ]
-        if self.device.type == "cpu" and self._compile_options is None:
+        if self.device.type == "cpu":
             match_norm_dtypes(self.model)  # DeepSpeed casts weights and leaves statistics in fp32
         return self.model, engine
 

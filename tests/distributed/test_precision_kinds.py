@@ -68,6 +68,8 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "bf16 inputs": {"autocast": "bf16", "dtypes": {"inputs": "bf16"}},
     "bf16 buffers": {"autocast": "bf16", "dtypes": {"buffers": "bf16"}},
     "scale": {"fp16_loss_scale": (1024.0, 1.0)},
+    "bf16 compiled": {"autocast": "bf16", "compile": {"backend": "eager"}},
+    "bf16 recomputed": {"autocast": "bf16", "gradient_checkpointing": ["1"]},
 }
 BACKENDS = ("ddp", "fsdp", "zero1", "zero2", "zero3")
 
@@ -111,7 +113,8 @@ CASES = [
     for backend in BACKENDS
     for kind in KINDS
     for options in OPTIONS
-    if kind == "plain" or options not in ("fp16", "scale")
+    if (kind == "plain" or options not in ("fp16", "scale"))
+    and (kind == "batch norm" or options not in ("bf16 compiled", "bf16 recomputed"))
 ]
 QUICK = [
     ("ddp", "batch norm", "weights inputs"), ("fsdp", "batch norm", "bf16"), ("zero2", "batch norm", "bf16"),
