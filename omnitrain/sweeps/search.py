@@ -600,8 +600,12 @@ class _Run:
         return result
 
 
+_NUMBER = "line"
+"""The key of an entry's number in the journal, by which a deleted line is noticed."""
+
+
 class _Journal:
-    """The journal of a search in a file, for optuna's JournalStorage: JSON, a line for each entry.
+    """The journal of a search in a file, for optuna's JournalStorage: JSON, a line for each entry, with its number.
 
     One process writes it, which holds the lock of the folder. While the disk fails, entries are kept in memory.
 
@@ -609,7 +613,7 @@ class _Journal:
         path: The file. What a killed process has left of its last line is cut off with the next entry.
 
     Raises:
-        CheckpointError: A line is damaged.
+        CheckpointError: A line is damaged or missing. Lines of earlier versions have no numbers.
         OSError: It is a link, or cannot be read.
     """
 
@@ -622,6 +626,7 @@ class _Journal:
         self._written = len(self._content)
         """Bytes of the content that are in the file."""
         self._tolerance = Tolerance(path.name, "Its entries are kept in memory until they can be written.")
+        is_numbered = False
         for number, line in enumerate(self._content.splitlines(), 1):
             try:
                 entry = json.loads(line)
@@ -629,6 +634,10 @@ class _Journal:
                 raise _damage(path, f"line {number} is not JSON ({error})") from error
             if not isinstance(entry, dict):
                 raise _damage(path, f"line {number} is {line.decode()!r:.80} instead of an entry")
+            is_numbered = is_numbered or _NUMBER in entry
+            found = entry.pop(_NUMBER, None)
+            if is_numbered and found != number:
+                raise _damage(path, f"line {number} has the number {found}: a line was deleted, added or moved")
             self.entries.append(entry)
 
     def read_logs(self, log_number_from: int) -> list[dict[str, Any]]:
@@ -637,9 +646,12 @@ class _Journal:
 
     def append_logs(self, logs: list[dict[str, Any]]) -> None:
         """Add entries, and write them if the disk lets it."""
-        lines = [json.dumps(entry, separators=(",", ":")) for entry in logs]
-        self.entries += map(json.loads, lines)
-        self._content += "".join(f"{line}\n" for line in lines).encode()
+        for number, log in enumerate(logs, len(self.entries) + 1):
+            line = json.dumps({_NUMBER: number, **log}, separators=(",", ":"))
+            self._content += f"{line}\n".encode()
+            entry = json.loads(line)
+            del entry[_NUMBER]
+            self.entries.append(entry)
         self._write()
 
     def close(self) -> None:

@@ -6,6 +6,7 @@ import errno
 import functools
 import json
 import os
+import re
 import signal
 import sys
 import weakref
@@ -272,6 +273,27 @@ def test_search_resumes_with_more_trials_and_torn_journal(straight: Any, tmp_pat
     assert shown(search(native, RATES, trials=1, save_dir=tmp_path)) == straight()
 
 
+def test_search_reads_a_journal_without_numbers(straight: Any, tmp_path: Path) -> None:
+    """An earlier version wrote none; what is added has them."""
+    search(native, RATES, trials=1, save_dir=tmp_path)
+    journal = tmp_path / "search.journal"
+    journal.write_bytes(earlier := unnumbered(journal.read_bytes()))
+    for _ in range(2):
+        assert shown(search(native, RATES, trials=2, save_dir=tmp_path)) == straight()
+    assert journal.read_bytes().startswith(earlier) and b'"line":' in journal.read_bytes()
+
+
+def test_search_notices_any_deleted_line(tmp_path: Path) -> None:
+    """But the last one, which a kill may have taken."""
+    search(native, RATES, trials=1, save_dir=tmp_path)
+    journal = tmp_path / "search.journal"
+    content = journal.read_bytes()
+    for number in range(content.count(b"\n") - 1):
+        journal.write_bytes(without_line(content, number))
+        with pytest.raises(CheckpointError, match=r"search\.journal'"):
+            search(native, RATES, trials=1, save_dir=tmp_path)
+
+
 OTHER_SEARCHES: list[tuple[dict[str, Any], str]] = [
     ({"space": {"learning_rate": [0.1]}}, r"`space\['learning_rate'\]` was {'low': 0.001.* and is \[0.1\]"),
     ({"space": {**RATES, "width": [1]}}, r"`space\['width'\]` was 'not there' and is \[1\]"),
@@ -353,6 +375,11 @@ def test_search_continues_on_full_disk(
         assert shown(search(native, RATES, trials=2, save_dir=tmp_path)) == straight()
 
 
+def unnumbered(content: bytes) -> bytes:
+    """Return a journal as earlier versions wrote it."""
+    return re.sub(rb'"line":[0-9]+,', b"", content)
+
+
 def without_line(content: bytes, number: int) -> bytes:
     lines = content.splitlines(keepends=True)
     del lines[number]
@@ -367,8 +394,9 @@ DAMAGES: list[tuple[str, Callable[[bytes], bytes | None], str]] = [
     ("search.json", lambda content: None, "is damaged: it is missing"),
     ("search.journal", lambda content: b"\0\0\n" + content, "is damaged: line 1 is not JSON"),
     ("search.journal", lambda content: b"3\n" + content, "is damaged: line 1 is '3' instead of an entry"),
-    ("search.journal", lambda content: without_line(content, 0), "is damaged: its entries do not fit together"),
-    ("search.journal", lambda content: without_line(content, -2), "is damaged: its entries do not fit together"),
+    ("search.journal", lambda content: without_line(content, 0), "is damaged: line 1 has the number 2: a line was"),
+    ("search.journal", lambda content: without_line(content, -2), "a line was deleted, added or moved"),
+    ("search.journal", lambda content: unnumbered(without_line(content, 0)), "its entries do not fit together"),
 ]
 
 
