@@ -386,8 +386,8 @@ def test_help_lists_all_arguments() -> None:
 @pytest.mark.processes
 def test_help_and_errors_do_not_import_torch(folder: Path) -> None:
     program = (
-        "import sys; from omnitrain import cli\n"
-        "try: cli.main({})\nexcept SystemExit: pass\nassert 'torch' not in sys.modules"
+        "import sys; from omnitrain.cli.main import main\n"
+        "try: main({})\nexcept SystemExit: pass\nassert 'torch' not in sys.modules"
     )
     for words in (
         ["train", "--help"],
