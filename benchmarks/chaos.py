@@ -43,7 +43,7 @@ from torch import nn
 from torch.utils.data import Dataset
 
 from omnitrain import Callback, Trainer
-from omnitrain.checkpoint.tensor_files import whole
+from omnitrain.checkpoint.tensor_files import gather_to_host
 
 BACKENDS: dict[str, int] = {
     "native": 1, "native async": 1, "native workers": 1, "ddp": 2, "ddp async": 2, "ddp workers": 2, "fsdp": 2,
@@ -136,7 +136,9 @@ def train(backend: str, folder: Path, has_full_disk: bool) -> dict[str, Any]:
     metrics = trainer.train(resume_from="auto")
     tensors = {f"weights/{name}": one for name, one in trainer.backend.model_tensors().items()}
     tensors |= {f"moments/{name}": one for name, one in trainer.backend.optimizer_state()[0].items()}
-    digests = {name: hashlib.sha256(whole(tensors[name]).numpy().tobytes()).hexdigest() for name in sorted(tensors)}
+    digests = {
+        name: hashlib.sha256(gather_to_host(tensors[name]).numpy().tobytes()).hexdigest() for name in sorted(tensors)
+    }
     return {
         "tensors": digests,
         "metrics": {name: value for name, value in metrics.to_dict().items() if name != "best_checkpoint"},

@@ -21,7 +21,7 @@ from torch import nn
 from torch.utils.data import Dataset
 
 from omnitrain import Algorithm, Callback, Event, Trainer
-from omnitrain.checkpoint.tensor_files import is_in_parts, whole
+from omnitrain.checkpoint.tensor_files import gather_to_host, is_sharded
 
 
 class Killed(BaseException):
@@ -255,7 +255,7 @@ def outcome(trainer: Trainer) -> dict[str, Any]:
         entries = entry if isinstance(entry, dict) else {"shared": entry}
         tensors |= {f"optimizer/{index}/{name}": value for name, value in entries.items()}
     for name, value in tensors.items():
-        tensors[name] = whole(value) if is_in_parts(value) else value
+        tensors[name] = gather_to_host(value) if is_sharded(value) else value
     scaler = getattr(trainer, "scaler", None)
     result = {
         "metrics": trainer.metrics.to_dict(),

@@ -25,7 +25,7 @@ from omnitrain import (
     TensorBoardLogger,
     Throughput,
 )
-from omnitrain.checkpoint.tensor_files import whole
+from omnitrain.checkpoint.tensor_files import gather_to_host
 from omnitrain.core.events import Histogram
 
 
@@ -110,7 +110,10 @@ def outcome(trainer: Any) -> dict[str, Any]:
     }  # fmt: skip
     assert moments
     return {
-        "tensors": {**{name: whole(tensor) for name, tensor in trainer.backend.model_tensors().items()}, **moments},
+        "tensors": {
+            **{name: gather_to_host(tensor) for name, tensor in trainer.backend.model_tensors().items()},
+            **moments,
+        },
         "history": {name: trainer.metrics[name] for name in ("train_metrics_history", "valid", "best_valid")},
     }
 

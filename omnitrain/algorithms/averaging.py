@@ -12,7 +12,7 @@ import torch
 
 from omnitrain.algorithms.weights import local_part
 from omnitrain.checkpoint.state_dicts import bare_name
-from omnitrain.checkpoint.tensor_files import whole
+from omnitrain.checkpoint.tensor_files import gather_to_host
 from omnitrain.core.errors import ConfigError
 from omnitrain.core.events import Algorithm, TrainerLike
 
@@ -93,6 +93,6 @@ class WeightAverage(Algorithm):
 def _copied(tensor: Any, like: torch.Tensor | None = None) -> torch.Tensor:
     """Return a copy of a weight on the device, in 32 bits at least."""
     if like is not None and not isinstance(tensor, torch.Tensor):  # it is put together from all ranks
-        return whole(tensor).to(like.device)
+        return gather_to_host(tensor).to(like.device)
     tensor = tensor.detach()
     return tensor.float() if tensor.dtype in (torch.float16, torch.bfloat16) else tensor.clone()

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from omnitrain.algorithms.weights import local_part, matching, parameters_by_name, patterns_of, whole_tensor
-from omnitrain.checkpoint.tensor_files import placed_like
+from omnitrain.checkpoint.tensor_files import shard_like
 from omnitrain.core.duration import Duration
 from omnitrain.core.errors import ConfigError
 from omnitrain.core.events import Algorithm, TrainerLike, share_of_run
@@ -130,7 +130,7 @@ class MagnitudePruning(Algorithm):
 
     def _pair(self, model: nn.Module) -> None:
         live = parameters_by_name(model)
-        self._masks = {name: placed_like(mask.to(live[name].device), live[name]) for name, mask in self._masks.items()}
+        self._masks = {name: shard_like(mask.to(live[name].device), live[name]) for name, mask in self._masks.items()}
         self._pairs = [(live[name], local_part(mask)) for name, mask in self._masks.items()]
 
     @torch.no_grad()

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from omnitrain.algorithms.weights import local_part, matching, parameters_by_name, patterns_of, whole_tensor
-from omnitrain.checkpoint.tensor_files import placed_like
+from omnitrain.checkpoint.tensor_files import shard_like
 from omnitrain.core.errors import ConfigError
 from omnitrain.core.events import Algorithm, TrainerLike
 
@@ -88,7 +88,7 @@ class StraightThrough(Algorithm):
                 f"`function` of StraightThrough must return a tensor of the shape of its argument, "
                 f"{tuple(given.shape)} for {name!r}, got {made!r:.80}."
             )
-        return placed_like(made.to(given.dtype), weight)
+        return shard_like(made.to(given.dtype), weight)
 
     def _put_back(self) -> None:
         for own, kept in self._kept:

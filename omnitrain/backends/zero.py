@@ -39,7 +39,7 @@ from omnitrain.checkpoint.state_dicts import (
     to_json,
     unwrap,
 )
-from omnitrain.checkpoint.tensor_files import Gathered, is_local, read_alone, read_range, spec_of
+from omnitrain.checkpoint.tensor_files import Gathered, is_local, read_local, read_range, spec_of
 from omnitrain.compute.precision import Dtypes, growth_interval
 from omnitrain.core.errors import CheckpointError, ConfigError, NonFiniteError
 from omnitrain.optim.build import has_modes, needs_closure
@@ -394,7 +394,7 @@ class Zero(DDP):
         def read() -> None:
             for name in present:
                 if name not in parameters:
-                    buffers[name] = read_alone(tensors, name)
+                    buffers[name] = read_local(tensors, name)
                 elif name not in in_turn:
                     values[name] = _read_own(parameters[name], tensors, name)
 
@@ -487,7 +487,7 @@ class Zero(DDP):
             name, _, entry = key.rpartition("/")
             by_entry.setdefault(entry, []).append(name)
         numbers = {
-            entry: read_alone(tensors, f"{names[0]}/{entry}")
+            entry: read_local(tensors, f"{names[0]}/{entry}")
             for entry, names in by_entry.items()
             if all(spec_of(tensors, f"{name}/{entry}")[0] == () for name in names)
         }
@@ -652,7 +652,7 @@ def _is_whole(parameter: Any) -> bool:
 def _read_own(parameter: Any, tensors: Mapping[str, torch.Tensor], name: str) -> torch.Tensor:
     """Read what this rank holds of a weight: all of it, or its range."""
     if _is_whole(parameter):
-        return read_alone(tensors, name)
+        return read_local(tensors, name)
     begin, end = _bounds(parameter)
     if is_local(tensors):
         return read_range(tensors, name, begin, end)

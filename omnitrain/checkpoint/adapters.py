@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from omnitrain.checkpoint.state_dicts import WEIGHTS, bare_name, save_weights, unwrap, write_config
-from omnitrain.checkpoint.tensor_files import TensorFile, load_tensors, save_tensors, spec_of, whole
+from omnitrain.checkpoint.tensor_files import TensorFile, gather_to_host, load_tensors, save_tensors, spec_of
 from omnitrain.core.errors import ConfigError
 from omnitrain.distributed.ranks import Ranks
 
@@ -171,7 +171,7 @@ def save_model(
     adapters: dict[str, torch.Tensor] = {}
     if has_adapters(model):
         names = _names(model, tensors, "auto")
-        adapters = {name: whole(tensors[name]) for name in sorted(names)}
+        adapters = {name: gather_to_host(tensors[name]) for name in sorted(names)}
         trained = {bare_name(name) for name, one in unwrap(model).named_parameters() if one.requires_grad}
         lost = sorted(trained.intersection(tensors) - names)
         if lost and ranks.is_main:

@@ -9,7 +9,7 @@ from omnitrain.arguments import Settings
 from omnitrain.backends.backend import Backend
 from omnitrain.checkpoint.adapters import adapter_names, has_adapters
 from omnitrain.checkpoint.state_dicts import bare_name, unwrap
-from omnitrain.checkpoint.tensor_files import fingerprints, mark_of
+from omnitrain.checkpoint.tensor_files import change_marker, fingerprints
 from omnitrain.core.errors import CheckpointError
 from omnitrain.distributed.ranks import Ranks
 
@@ -68,14 +68,14 @@ class Frozen:
         names = list(names)
         if not names:
             return {}
-        marks = {name: mark_of(tensors[name]) for name in names}
+        marks = {name: change_marker(tensors[name]) for name in names}
         stale = [name for name in names if self._known.get(name, (None,))[0] != marks[name]]
         stale = self._run.ranks.combine(
             "the frozen weights that were written to", stale, lambda each: set().union(*each)
         )
         if stale:
             taken = fingerprints({name: tensors[name] for name in stale}, self._run.ranks)
-            self._known |= {name: (mark_of(tensors[name]), taken[name]) for name in stale}
+            self._known |= {name: (change_marker(tensors[name]), taken[name]) for name in stale}
         return {name: self._known[name][1] for name in names}
 
     def check(self, then: Mapping[str, str], where: str) -> None:

@@ -21,7 +21,7 @@ import torch
 from omnitrain.checkpoint.disk import FileSystem
 from omnitrain.checkpoint.manifest import FileEntry
 from omnitrain.checkpoint.safetensors_header import SHARDING
-from omnitrain.checkpoint.tensor_files import Gathered, host_copy, is_in_parts
+from omnitrain.checkpoint.tensor_files import Gathered, host_copy, is_sharded
 from omnitrain.checkpoint.tensor_reader import Box, Spec, TensorFile, dtype_name, rectangles
 from omnitrain.distributed.ranks import as_bytes
 
@@ -80,7 +80,7 @@ def own_blocks(tensor: Any, rank: int, mesh: Any = None) -> list[Block]:
             found.append(Block(offsets, values[done : done + count].view(sizes), shape))
             done += count
         return found
-    if not is_in_parts(tensor):
+    if not is_sharded(tensor):
         return [Block(whole[0], tensor.detach(), shape)] if rank == 0 else []
     return _blocks_of_dtensor(tensor) if _is_first_of(tensor.device_mesh, mesh) else []
 
@@ -94,7 +94,7 @@ def can_shard(tensors: Mapping[str, Any] | Iterable[Any]) -> bool:
 def _has_own_part(tensor: Any) -> bool:
     if isinstance(tensor, Gathered):
         return tensor.flat is not None
-    if not is_in_parts(tensor):
+    if not is_sharded(tensor):
         return True
     return hasattr(tensor, "placements") and not any(one.is_partial() for one in tensor.placements)
 

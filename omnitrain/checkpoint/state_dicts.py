@@ -26,11 +26,11 @@ from torch import nn
 from omnitrain.checkpoint.tensor_files import (
     Gather,
     Spec,
-    read_alone,
     read_like,
+    read_local,
     save_tensors,
     spec_of,
-    written_by_main,
+    write_on_main,
 )
 from omnitrain.core.errors import CheckpointError, ConfigError
 from omnitrain.distributed.ranks import Ranks
@@ -138,7 +138,7 @@ def save_weights(
         write_config(model, folder)
         return folder
 
-    return written_by_main(ranks or Ranks(), [weights], write)
+    return write_on_main(ranks or Ranks(), [weights], write)
 
 
 def write_config(model: nn.Module, folder: Path) -> None:
@@ -200,7 +200,7 @@ def load_weights(
         content.update(
             {name: read_like(tensors, first, tensor) for name, (tensor, first) in named.items() if first in tensors}
         )
-        content.update({name: read_alone(tensors, name) for name in tensors if name not in named})
+        content.update({name: read_local(tensors, name) for name in tensors if name not in named})
 
     ranks.attempt("the reading of weights", read)
     content |= {name: from_json(value) for name, value in (extra or {}).items()}

@@ -55,21 +55,21 @@ class Gathered:
 # --- sharded tensors
 
 
-def is_in_parts(tensor: Any) -> bool:
+def is_sharded(tensor: Any) -> bool:
     """Return whether all ranks are needed to gather this tensor."""
     return isinstance(tensor, Gathered) or hasattr(tensor, "full_tensor")
 
 
-def whole(tensor: Any) -> torch.Tensor:
+def gather_to_host(tensor: Any) -> torch.Tensor:
     """Return a whole tensor in host memory; a sharded one is gathered, on all ranks at once."""
     if isinstance(tensor, Gathered):
         return tensor.read().contiguous()
     tensor = tensor.detach()
-    own = tensor.full_tensor() if is_in_parts(tensor) else tensor
+    own = tensor.full_tensor() if is_sharded(tensor) else tensor
     return own.cpu().resolve_conj().resolve_neg().contiguous()
 
 
-def mark_of(tensor: Any) -> tuple[int, bytes]:
+def change_marker(tensor: Any) -> tuple[int, bytes]:
     """Return a mark that changes when this rank's part of a tensor is written to, without reading all of it.
 
     PyTorch counts writes in place, but not those through `.data`, which code for averaged weights often uses. Such code
@@ -79,12 +79,12 @@ def mark_of(tensor: Any) -> tuple[int, bytes]:
         if tensor.own is None:
             return 0, b""
         tensor = tensor.own()
-    own = (tensor.to_local() if is_in_parts(tensor) else tensor).detach()
+    own = (tensor.to_local() if is_sharded(tensor) else tensor).detach()
     few = own.reshape(-1)[:: max(1, own.numel() // 16)]
     return own._version, as_bytes(few.cpu().resolve_conj().resolve_neg().contiguous()).numpy().tobytes()
 
 
-def placed_like(tensor: torch.Tensor, present: Any) -> torch.Tensor:
+def shard_like(tensor: torch.Tensor, present: Any) -> torch.Tensor:
     """Return this process's part of a whole tensor, sharded like `present`; all of it if that is whole."""
     if not hasattr(present, "full_tensor") or hasattr(tensor, "full_tensor") or tensor.shape != present.shape:
         return tensor
@@ -95,7 +95,7 @@ def placed_like(tensor: torch.Tensor, present: Any) -> torch.Tensor:
     return part.clone()  # a view of the whole would keep it in memory
 
 
-def read_alone(tensors: Mapping[str, torch.Tensor], name: str) -> torch.Tensor:
+def read_local(tensors: Mapping[str, torch.Tensor], name: str) -> torch.Tensor:
     """Return a whole tensor; without communication, if every rank can read the files."""
     if not is_local(tensors):
         return tensors[name]
@@ -120,12 +120,12 @@ def read_like(tensors: Any, name: str, present: Any) -> torch.Tensor:
     """
     shape, _ = spec_of(tensors, name)
     if not is_local(tensors) or not hasattr(present, "full_tensor") or shape != tuple(present.shape):
-        return placed_like(read_alone(tensors, name), present)
+        return shard_like(read_local(tensors, name), present)
     from torch.distributed.tensor import DTensor, Replicate, Shard
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
     if any(type(one) not in (Shard, Replicate) for one in present.placements):  # a strided shard is no rectangle
-        return placed_like(read_alone(tensors, name), present)
+        return shard_like(read_local(tensors, name), present)
     mesh, placements = present.device_mesh, present.placements
     sizes, offsets = compute_local_shape_and_global_offset(shape, mesh, placements)
     block = tensors.block(name, tuple(offsets), tuple(sizes)).to(present.to_local().device)
@@ -133,7 +133,7 @@ def read_like(tensors: Any, name: str, present: Any) -> torch.Tensor:
     return DTensor.from_local(block, mesh, placements, run_check=False, shape=torch.Size(shape), stride=stride)
 
 
-def written_by_main(ranks: Ranks, files: Sequence[Mapping[str, Any]], write: Callable[[Gather], T]) -> T:
+def write_on_main(ranks: Ranks, files: Sequence[Mapping[str, Any]], write: Callable[[Gather], T]) -> T:
     """Return the result of `write` on the main process, while the others contribute their parts of the tensors.
 
     Args:
@@ -141,14 +141,14 @@ def written_by_main(ranks: Ranks, files: Sequence[Mapping[str, Any]], write: Cal
         files: All tensors that `write` will gather with the function it gets, in the order of the files.
         write: Writes them. An error in it is raised on all ranks, and none is left waiting.
     """
-    parts = [tensor for tensors in files for _, tensor in _in_file_order(tensors) if is_in_parts(tensor)]
+    parts = [tensor for tensors in files for _, tensor in _in_file_order(tensors) if is_sharded(tensor)]
     done, lost = 0, False
 
     def gather(tensor: Any) -> torch.Tensor:
         nonlocal done, lost
-        done += is_in_parts(tensor)
-        lost = is_in_parts(tensor)
-        result = whole(tensor)
+        done += is_sharded(tensor)
+        lost = is_sharded(tensor)
+        result = gather_to_host(tensor)
         lost = False
         return result
 
@@ -167,7 +167,7 @@ def written_by_main(ranks: Ranks, files: Sequence[Mapping[str, Any]], write: Cal
                 raise  # the other ranks are in the middle of a tensor, where they cannot be told
             failed = error
     for tensor in parts[done:]:
-        whole(tensor)
+        gather_to_host(tensor)
     return ranks.on_main("the writing of a checkpoint or model", work)
 
 
@@ -176,7 +176,7 @@ def written_by_main(ranks: Ranks, files: Sequence[Mapping[str, Any]], write: Cal
 
 def host_tensors(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Return tensors ready for writing: in host memory, each contiguous; copied only if needed."""
-    return {name: whole(tensor) for name, tensor in tensors.items()}
+    return {name: gather_to_host(tensor) for name, tensor in tensors.items()}
 
 
 def host_copy(tensor: torch.Tensor, held: torch.Tensor | None) -> torch.Tensor:
@@ -189,7 +189,7 @@ def host_copy(tensor: torch.Tensor, held: torch.Tensor | None) -> torch.Tensor:
     return held.copy_(tensor.detach())
 
 
-def save_tensors(tensors: Mapping[str, Any], path: Path, hasher: Any = None, gather: Gather = whole) -> None:
+def save_tensors(tensors: Mapping[str, Any], path: Path, hasher: Any = None, gather: Gather = gather_to_host) -> None:
     """Write tensors to one safetensors file; views of the same memory become separate tensors.
 
     Args:
@@ -211,7 +211,7 @@ def save_tensors(tensors: Mapping[str, Any], path: Path, hasher: Any = None, gat
 def digest(tensors: Mapping[str, torch.Tensor]) -> str:
     """Return the sha256 of the file that `save_tensors` writes, without reading it."""
     found = hashlib.sha256()
-    for piece in _pieces(tensors, whole):
+    for piece in _pieces(tensors, gather_to_host):
         found.update(piece)
     return found.hexdigest()
 
@@ -237,7 +237,7 @@ def fingerprints(tensors: Mapping[str, Any], ranks: Ranks) -> dict[str, str]:
                 waiting.append(found[name])
         return {name: digest.result() for name, digest in sorted(found.items())}
 
-    return written_by_main(ranks, [tensors], take)
+    return write_on_main(ranks, [tensors], take)
 
 
 _HASHERS = 4

@@ -144,7 +144,7 @@ class Writer:
         if phases is None:
             gathered = [snapshot.files[file] for file in snapshot.by_size]
             write = functools.partial(self._write_alone, store, snapshot)
-            return state_dicts.written_by_main(self._run.ranks, gathered, write)
+            return state_dicts.write_on_main(self._run.ranks, gathered, write)
         following: Callable[[], Any] | Path = next(phases)
         while not isinstance(following, Path):
             following = _agreed(self._run.ranks, phases, following)
@@ -280,7 +280,7 @@ class Writer:
                 emptied = folder / part_of(state_dicts.WEIGHTS)
                 if emptied.is_dir() and not any(emptied.iterdir()):  # its parts are whole files by now
                     store.fs.rmdir(emptied)
-                digests = self._write_files(store, snapshot, folder, pool, tensor_files.whole, weights)
+                digests = self._write_files(store, snapshot, folder, pool, tensor_files.gather_to_host, weights)
                 if not has_beside:
                     self._write_beside(folder)
             return store.commit(
@@ -325,7 +325,7 @@ class Writer:
         for file in snapshot.by_size:
             tensors, path = snapshot.files[file], folder / file
             path.parent.mkdir(parents=True, exist_ok=True)
-            if any(map(tensor_files.is_in_parts, tensors.values())):
+            if any(map(tensor_files.is_sharded, tensors.values())):
                 hasher, digests[file] = hashlib.sha256(), Future()
                 state_dicts.save_tensors(tensors, path, hasher, gather)
                 digests[file].set_result(hasher.hexdigest())
@@ -354,7 +354,7 @@ class Writer:
 
 def _in_parts(snapshot: Snapshot) -> list[str]:
     """Return the files with tensors of which each rank has a part."""
-    return [file for file in snapshot.by_size if any(map(tensor_files.is_in_parts, snapshot.files[file].values()))]
+    return [file for file in snapshot.by_size if any(map(tensor_files.is_sharded, snapshot.files[file].values()))]
 
 
 def _nothing(store: Store, folder: Path, parts: Sequence[str]) -> Entries:

@@ -16,7 +16,7 @@ from omnitrain.checkpoint.adapters import save_model
 from omnitrain.checkpoint.contents import OPTIMIZER
 from omnitrain.checkpoint.sharded_files import files_of, part_of
 from omnitrain.checkpoint.state_dicts import bare_name, from_json, unwrap
-from omnitrain.checkpoint.tensor_files import is_in_parts
+from omnitrain.checkpoint.tensor_files import is_sharded
 from omnitrain.checkpoint.tensor_reader import TensorFile
 from omnitrain.core.errors import ConfigError
 from omnitrain.trainer.base import BaseTrainer
@@ -68,7 +68,7 @@ def write_optimizer(owner: BaseTrainer, decaying: Collection[str], steps: Mappin
 def _optimizer_state(owner: BaseTrainer, decaying: Collection[str], folder: Path) -> dict[str, Any]:
     """Return the optimizer's state by number as in a stock Trainer: in its two groups, if ours has one."""
     tensors, content = owner.backend.optimizer_state()
-    if any(map(is_in_parts, tensors.values())):
+    if any(map(is_sharded, tensors.values())):
         there = {path.relative_to(folder).as_posix(): None for path in folder.rglob("*.safetensors")}
         tensors = dict(TensorFile(files_of(folder, there, part_of(OPTIMIZER))))
     state: dict[str, dict[str, Any]] = {name: from_json(rest) for name, rest in content["rest"].items()}

@@ -33,7 +33,7 @@ from omnitrain.checkpoint.sharded_files import (
     write_shards,
     write_whole,
 )
-from omnitrain.checkpoint.tensor_files import DTYPES, Gathered, TensorFile, mark_of, save_tensors
+from omnitrain.checkpoint.tensor_files import DTYPES, Gathered, TensorFile, change_marker, save_tensors
 from omnitrain.checkpoint.tensor_reader import rectangles
 from omnitrain.core.errors import CheckpointError
 from omnitrain.distributed.ranks import Ranks
@@ -228,7 +228,7 @@ def test_conjugated_and_negated_views_are_resolved(tmp_path: Path) -> None:
     for name, tensor in tensors.items():
         for stored in (source[name], TensorFile(tmp_path / "all")[name]):
             assert torch.equal(stored, tensor.resolve_conj().resolve_neg()), name
-        assert mark_of(tensor)[1]
+        assert change_marker(tensor)[1]
     assert torch.equal(source["whole"], number.conj().resolve_conj())
 
 

@@ -30,7 +30,7 @@ from torch import nn
 
 from omnitrain import Algorithm, Trainer
 from omnitrain.checkpoint.sharded_files import files_of, part_of
-from omnitrain.checkpoint.tensor_files import TensorFile, whole
+from omnitrain.checkpoint.tensor_files import TensorFile, gather_to_host
 
 PROCESSES = {
     "native": 1, "accelerate": 1, "hf": 1, "ddp": 2, "fsdp": 2, "hf2": 2, "zero1": 2, "zero2": 2, "zero3": 2,
@@ -293,7 +293,7 @@ def regress(
 
 def tensors_of(trainer: Any) -> dict[str, torch.Tensor]:
     """Return copies of the whole weights and buffers; all ranks call this."""
-    return {name: whole(tensor).clone() for name, tensor in sorted(trainer.backend.model_tensors().items())}
+    return {name: gather_to_host(tensor).clone() for name, tensor in sorted(trainer.backend.model_tensors().items())}
 
 
 def _trained(trainer: Any, resume: str | None = None) -> dict[str, Any]:
@@ -302,7 +302,7 @@ def _trained(trainer: Any, resume: str | None = None) -> dict[str, Any]:
     speeds = ("samples_per_second", "tokens_per_second")
     tensors = {f"weights/{name}": tensor for name, tensor in tensors_of(trainer).items()}
     moments, _ = trainer.backend.optimizer_state()
-    tensors |= {f"moments/{name}": whole(one) for name, one in sorted(moments.items())}
+    tensors |= {f"moments/{name}": gather_to_host(one) for name, one in sorted(moments.items())}
     return {
         "events": noted.events,
         "logs": [{key: value for key, value in row.items() if key not in speeds} for row in noted.logs],

@@ -13,7 +13,7 @@ from marks import thinned
 from recipes import StopAt, Trace
 from torch import nn
 
-from omnitrain.checkpoint.tensor_files import whole
+from omnitrain.checkpoint.tensor_files import gather_to_host
 
 HERE = "test_embeddings"
 SHARDED = [name for name, processes in PROCESSES.items() if processes > 1 and name not in ("ddp", "hf2")]
@@ -44,7 +44,7 @@ def learn(backend: str, kind: str, sparse: bool = True, folder: str = "") -> dic
     trainer = run(**({"save_dir": folder, "save_steps": 2} if folder else {}))
     return {
         "logs": [[row["loss"], row["grad_norm"]] for row in trace.logs],
-        "tensors": {name: whole(one) for name, one in sorted(trainer.backend.model_tensors().items())},
+        "tensors": {name: gather_to_host(one) for name, one in sorted(trainer.backend.model_tensors().items())},
     }
 
 

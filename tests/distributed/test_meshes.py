@@ -23,7 +23,7 @@ from torch.utils.data import TensorDataset
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from omnitrain import AccelerateTrainer, Algorithm, HFTrainer, Trainer
-from omnitrain.checkpoint.tensor_files import TensorFile, whole
+from omnitrain.checkpoint.tensor_files import TensorFile, gather_to_host
 from omnitrain.loggers.summary import opening
 
 HERE = "test_meshes"
@@ -128,7 +128,7 @@ def learn(mesh: str, kind: str, resume: str = "", dropout: float = 0.0, **option
         "history": trainer.metrics.to_dict(),
         "opening": opening(trainer)[1], "whole": trainer.resolved_config()["global_batch_size"],
         "sizes": sizes, "sums": sums, "samples": trainer.progress.samples,
-        "tensors": {name: whole(one).double().tolist() for name, one in sorted(tensors.items())},
+        "tensors": {name: gather_to_host(one).double().tolist() for name, one in sorted(tensors.items())},
         "evaluated": trainer.evaluate(), "predicted": predicted.predictions.tolist(), "tested": predicted.metrics,
         "mesh": [] if trainer.mesh is None else list(trainer.mesh.mesh_dim_names),
     }  # fmt: skip

@@ -13,7 +13,7 @@ from marks import thinned
 from recipes import rows
 from torch import nn
 
-from omnitrain.checkpoint.tensor_files import whole
+from omnitrain.checkpoint.tensor_files import gather_to_host
 
 HERE = "test_sharded_optimizers"
 NAMES = sorted(
@@ -45,7 +45,7 @@ def train(backend: str, optimizer: str, folder: str) -> dict[str, Any]:
     trainer.train()
     if backend == "fsdp":
         trainer.optimizer.state_dict()  # has no state of the weights before they were sharded
-    return {"tensors": {name: whole(one) for name, one in sorted(trainer.backend.model_tensors().items())}}
+    return {"tensors": {name: gather_to_host(one) for name, one in sorted(trainer.backend.model_tensors().items())}}
 
 
 @pytest.fixture(scope="module")

@@ -23,7 +23,7 @@ from omnitrain import CheckpointError
 from omnitrain.checkpoint import lock
 from omnitrain.checkpoint.disk import FileSystem
 from omnitrain.checkpoint.store import Store
-from omnitrain.checkpoint.tensor_files import whole
+from omnitrain.checkpoint.tensor_files import gather_to_host
 from omnitrain.distributed import ranks
 
 HERE = "test_sharded_saves"
@@ -104,7 +104,7 @@ class Disk(FileSystem):
 def digest(tensors: dict[str, Any]) -> dict[str, str]:
     """Return the sha256 of each tensor's bytes; all ranks call this."""
     return {
-        name: hashlib.sha256(whole(one).contiguous().view(-1).view(torch.uint8).numpy().tobytes()).hexdigest()
+        name: hashlib.sha256(gather_to_host(one).contiguous().view(-1).view(torch.uint8).numpy().tobytes()).hexdigest()
         for name, one in sorted(tensors.items())
     }
 

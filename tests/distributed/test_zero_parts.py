@@ -14,7 +14,7 @@ from recipes import rows
 from torch import nn
 
 from omnitrain import AccelerateTrainer, Trainer
-from omnitrain.checkpoint.tensor_files import whole
+from omnitrain.checkpoint.tensor_files import gather_to_host
 
 IN_PARTS = {"stage3_param_persistence_threshold": 0}
 OFFLOADED = {"offload_optimizer": {"device": "cpu"}}
@@ -72,7 +72,7 @@ def resume(backend: str, kind: str, folder: str) -> dict[str, Any]:
         trainer.train(resume_from=resume_from)
         moments, _ = trainer.backend.optimizer_state()
         parts = {**trainer.backend.model_tensors(), **moments}
-        tensors |= {f"{name}/{key}": whole(one) for key, one in parts.items()}
+        tensors |= {f"{name}/{key}": gather_to_host(one) for key, one in parts.items()}
     return {"tensors": tensors}
 
 

@@ -20,7 +20,7 @@ from fuzz.options import BACKENDS, LISTS, TABLE, TRAINERS, Option, altered_aspec
 from resuming import Cut, Failed, KillAtEvent, Killed, Rates, differences, outcome, train
 
 from omnitrain import Event
-from omnitrain.checkpoint.tensor_files import whole
+from omnitrain.checkpoint.tensor_files import gather_to_host
 
 SPLITS = {8: [(4, 2), (2, 4), (8, 1)], 6: [(3, 2), (6, 1), (2, 3)], 4: [(4, 1), (2, 2), (1, 4)], 3: [(3, 1), (1, 3)]}
 """Batch sizes and accumulations, by the samples of a step on each process."""
@@ -180,7 +180,7 @@ class Record(Rates):
     def on_step_end(self, trainer: Any) -> None:
         super().on_step_end(trainer)
         parameters = trainer.get_model().parameters()
-        self.weights.append(torch.cat([whole(parameter).double().flatten() for parameter in parameters]))
+        self.weights.append(torch.cat([gather_to_host(parameter).double().flatten() for parameter in parameters]))
 
 
 class CutAtEvent(KillAtEvent):
@@ -248,7 +248,7 @@ def play(case: Case, folder: Path, cuts: Iterable[tuple[str, float]] = (TO_END,)
     if case.trainer == "zero2":  # whose flat tensors end in padding, of which Adamax makes other numbers than 0
         moments, _ = trainer.backend.optimizer_state()
         kept = {name: one for name, one in state["tensors"].items() if not name.startswith("optimizer/")}
-        state["tensors"] = kept | {f"optimizer/{name}": whole(one) for name, one in moments.items()}
+        state["tensors"] = kept | {f"optimizer/{name}": gather_to_host(one) for name, one in moments.items()}
     state["tensors"].pop("model/_extra_state", None)  # a skipped step changes it, and a save after one has it
     rows = [
         {name: value for name, value in row.items() if not UNSTEADY.search(name)} for row in state.get("journal", ())

@@ -28,7 +28,7 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 from omnitrain import AccelerateTrainer, Callback, NonFiniteError, Trainer
-from omnitrain.checkpoint.tensor_files import load_tensors, whole
+from omnitrain.checkpoint.tensor_files import gather_to_host, load_tensors
 
 ROOT = Path(__file__).resolve().parents[2]
 OFFLOAD = {"device": "cpu"}
@@ -99,7 +99,7 @@ def train(way: str, folder: Path, *guests: Any, resume: str | None = None, **opt
 
 
 def state_of(trainer: Any) -> dict[str, torch.Tensor]:
-    return {name: whole(one).clone() for name, one in trainer.backend.model_tensors().items()}
+    return {name: gather_to_host(one).clone() for name, one in trainer.backend.model_tensors().items()}
 
 
 def apart(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> float:
