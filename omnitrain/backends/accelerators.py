@@ -157,7 +157,7 @@ def _meeting_of(init_method: str | None, is_zero_on_cpu: bool) -> Any:
     return InitProcessGroupKwargs(backend="gloo", init_method=init_method)  # or accelerate assumes a single process
 
 
-def backend_for(accelerator: Any, settings: Settings, *parts: Any) -> Backend:
+def build_backend(accelerator: Any, settings: Settings, *parts: Any) -> Backend:
     """Return the backend for an accelerator.
 
     Called once, when the accelerator is new: its state is shared, and the next accelerator changes it.
@@ -229,7 +229,7 @@ def _shard_on_cpu(accelerator: Any, plugin: Any, precision: str) -> None:
     accelerator.state.fsdp_plugin = plugin
 
 
-def adopt_precision(given: dict[str, Any]) -> None:
+def merge_precision(given: dict[str, Any]) -> None:
     """Take over the precision of `accelerate launch` or its config file, if the program sets none."""
     precision = os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
     if given.get("autocast") is None and precision != "no":
@@ -311,7 +311,7 @@ def find_ranks(accelerator: Any, timeout: float | None = None) -> Ranks:
     return connected_ranks(timeout, getattr(accelerator, "torch_device_mesh", None))
 
 
-def refuse_lost_processes(world_size: int) -> None:
+def check_lost_processes(world_size: int) -> None:
     """Report it if several processes were started but the trainer sees only itself.
 
     Raises:

@@ -15,7 +15,7 @@ from typing import Any, ClassVar, TypeVar
 import torch
 from torch import nn
 
-from omnitrain.backends.start import Start, named_tensors, sharing_buffers, whole_slot
+from omnitrain.backends.start import Start, named_tensors, preserve_shared_buffers, whole_slot
 from omnitrain.checkpoint import state_dicts
 from omnitrain.checkpoint.initial_weights import Initial
 from omnitrain.checkpoint.tensor_files import host_copy
@@ -49,18 +49,18 @@ class Backend:
 
     sharding: ClassVar[str | None] = None
     """What shards the weights over the ranks ("FSDP" or "DEEPSPEED"); None if each rank has all of them."""
-    passes_together: ClassVar[bool] = False
+    forward_is_collective: ClassVar[bool] = False
     """Whether all ranks must take part in each forward pass."""
-    keeps_masters: ClassVar[bool] = False
+    has_master_weights: ClassVar[bool] = False
     """Whether 16-bit weights are updated in a 32-bit copy."""
-    lacks: ClassVar[Mapping[str, str]] = MappingProxyType({})
+    unsupported: ClassVar[Mapping[str, str]] = MappingProxyType({})
     """What algorithms and optimizers cannot do here, and why: a method's name, one of `Algorithm.needs`, "closure",
     "sparse_gradients"."""
-    takes_optimizers: ClassVar[bool] = True
+    supports_several_optimizers: ClassVar[bool] = True
     """Whether the user's own loop may have several optimizers."""
     closure: Callable[[], torch.Tensor] | None = None
     """What the optimizer's step is given, if it needs one: takes loss and gradients anew."""
-    rehearses_whole: ClassVar[bool] = True
+    dry_run_completes_gradients: ClassVar[bool] = True
     """Whether passes whose gradients are dropped complete them, as the last micro-batch of a step does."""
     _compile_options: Mapping[str, Any] | None = None
     """The options of `torch.compile`; None if nothing is compiled."""
@@ -99,7 +99,7 @@ class Backend:
         self._build_optimizer = build_optimizer
         self._optimizer: torch.optim.Optimizer | None = None
 
-    def compile_by(self, options: bool | Mapping[str, Any] | None) -> None:
+    def enable_compile(self, options: bool | Mapping[str, Any] | None) -> None:
         """Compile the module that runs with `torch.compile`; call this before `place`.
 
         Args:
@@ -130,7 +130,7 @@ class Backend:
                 f"`compile={dict(self._compile_options)!r}`: torch.compile refuses these options: {error}"
             ) from error
 
-    def take_dtypes(self, dtypes: Dtypes) -> None:
+    def set_dtypes(self, dtypes: Dtypes) -> None:
         """Take note of the dtype in which gradients are added up over the ranks; call this before `place`.
 
         Raises:
@@ -150,7 +150,7 @@ class Backend:
     def _wrap(self) -> tuple[nn.Module, nn.Module]:
         """Return the model on its device, and the module that runs in a forward pass."""
         self._fill_whole()
-        with sharing_buffers(self.model):
+        with preserve_shared_buffers(self.model):
             model = self.model.to(self.device)
         return model, self.compiled(model)
 
@@ -173,14 +173,14 @@ class Backend:
         self.initial = None
         self.unfilled, self._lacking = start.unfilled, start.lacking
         if self.unfilled:
-            self._refusing = self.model.register_forward_pre_hook(lambda *_: self.check_filled(), prepend=True)
+            self._refusing = self.model.register_forward_pre_hook(lambda *_: self.check_weights_loaded(), prepend=True)
 
-    def check_filled(self) -> None:
+    def check_weights_loaded(self) -> None:
         """Raise ConfigError if the model was made without memory, and no weights have been loaded."""
         if self.unfilled:
             raise ConfigError(self.unfilled)
 
-    def note_filled(self, absent: Collection[str] = ()) -> None:
+    def mark_weights_loaded(self, absent: Collection[str] = ()) -> None:
         """Note that the weights of a checkpoint have been loaded, which may leave some out."""
         if self.unfilled and not set(absent) & set(self._lacking):
             self.unfilled = ""
@@ -213,7 +213,7 @@ class Backend:
         return self.sharding is not None
 
     @property
-    def may_skip(self) -> bool:
+    def can_skip(self) -> bool:
         """Whether a loss scaler may skip updates."""
         return self.scaler.is_enabled()
 
@@ -248,20 +248,20 @@ class Backend:
         """Add the gradients of `loss`."""
         self.scaler.scale(loss).backward()
 
-    def mark(self, ranges: Ranges | None) -> None:
+    def annotate(self, ranges: Ranges | None) -> None:
         """Run forward, backward and update inside of `ranges(name)` each; None runs them as they are."""
         for name in ("forward", "backward", "update"):
             vars(self).pop(name, None)
             if ranges is not None:
                 vars(self)[name] = within(ranges, name, getattr(self, name))
 
-    def check_reduces_apart(self) -> None:
+    def check_separate_all_reduce(self) -> None:
         """Raise ConfigError if gradients cannot be averaged over the ranks by `reduce_gradients` alone."""
 
     def reduce_gradients(self) -> None:
         """Average over the ranks the gradients of backward passes of which none was the last."""
 
-    def abandon_gradients(self) -> None:
+    def discard_gradients(self) -> None:
         """Undo what micro-batches leave behind of which the last one has not run."""
         self.clear_gradients()
 
@@ -311,7 +311,7 @@ class Backend:
         if self.closure is not None:
             self.optimizer.step(self.closure)  # type: ignore[arg-type]
             return True
-        if not self.may_skip:
+        if not self.can_skip:
             self.optimizer.step()
             return True
         scale = self.scaler.get_scale()
@@ -319,7 +319,7 @@ class Backend:
         self.scaler.update()
         return self.scaler.get_scale() >= scale  # the scale falls only after a skipped step
 
-    def check_reduced(self) -> None:
+    def check_all_reduced(self) -> None:
         """Refuse an update with gradients that were not averaged over the ranks."""
 
     def clear_gradients(self) -> None:
@@ -363,15 +363,15 @@ class Backend:
             sparse: The names of those with sparse gradients, by the `id` of the parameter.
             dense: The names of those with dense ones.
         """
-        if sparse and "sparse_gradients" in self.lacks:
+        if sparse and "sparse_gradients" in self.unsupported:
             raise ConfigError(
                 f"The gradients of {listed(map(repr, sparse.values()))} are sparse, which cannot be trained here: "
-                f"{self.lacks['sparse_gradients']}. Make the layer with sparse=False."
+                f"{self.unsupported['sparse_gradients']}. Make the layer with sparse=False."
             )
         for optimizer in self.optimizers.values() or [self.optimizer]:
             check_optimizer(optimizer, sparse, dense)
 
-    def parameters_without_group(self) -> list[str]:
+    def ungrouped_parameters(self) -> list[str]:
         """Return the names of the model's parameters that require a gradient but are not in the optimizer."""
         held = {id(one) for group in self.groups for one in group["params"]}
         return [name for name, one in self.model.named_parameters() if one.requires_grad and id(one) not in held]
@@ -379,11 +379,11 @@ class Backend:
     def end_evaluation(self) -> None:
         """Clean up after forward passes without a backward pass."""
 
-    def unseen(self) -> dict[str, str]:
+    def unsupported_monitoring(self) -> dict[str, str]:
         """Return what cannot be watched here, "weights", "updates" or "gradients", and why."""
         return {}
 
-    def part_of_whole(self, tensor: torch.Tensor) -> tuple[torch.Tensor, list[Any]]:
+    def shard_and_groups(self, tensor: torch.Tensor) -> tuple[torch.Tensor, list[Any]]:
         """Return this rank's part of a weight or gradient, and the groups of processes that have the others."""
         return tensor, []
 
@@ -397,7 +397,7 @@ class Backend:
         """Raise the CheckpointError of `load_weights`, if there is one; nothing is changed."""
         state_dicts.check_weights(self.model, tensors, where, absent)
 
-    def keep_weights(self, kept: dict[str, torch.Tensor], tensors: Mapping[str, Any]) -> None:
+    def snapshot_weights(self, kept: dict[str, torch.Tensor], tensors: Mapping[str, Any]) -> None:
         """Copy this rank's part of the weights to the host.
 
         Args:
@@ -405,13 +405,13 @@ class Backend:
             tensors: The weights, as `model_tensors` returns them.
         """
         for name, tensor in tensors.items():
-            kept[name] = host_copy(self.own_part(tensor), kept.get(name))
+            kept[name] = host_copy(self.local_shard(tensor), kept.get(name))
 
-    def put_back_weights(self, kept: Mapping[str, torch.Tensor], extra: Mapping[str, Any]) -> None:
-        """Copy the weights from `keep_weights` and the state from `checkpoint.state.extra_state` back to the model."""
+    def restore_snapshot(self, kept: Mapping[str, torch.Tensor], extra: Mapping[str, Any]) -> None:
+        """Copy the weights of `snapshot_weights` and the state of `extra_state` back to the model."""
         self.load_weights(kept, "the weights on the host", extra)
 
-    def own_part(self, tensor: Any) -> torch.Tensor:
+    def local_shard(self, tensor: Any) -> torch.Tensor:
         """Return this rank's part of a parameter, or of an entry of `model_tensors`."""
         return tensor.detach()
 

@@ -20,7 +20,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from omnitrain.backends.backend import Backend
-from omnitrain.backends.start import sharing_buffers
+from omnitrain.backends.start import preserve_shared_buffers
 from omnitrain.checkpoint.state_dicts import unshare_elements
 from omnitrain.compute.precision import Dtypes
 from omnitrain.core.errors import ConfigError, DistributedError, listed
@@ -61,7 +61,7 @@ class Runner(nn.Module):
         return {field.name: getattr(output, field.name) for field in fields(output)}
 
 
-def run_through(wrapper: Any, run: Callable[[nn.Module, Any], Output], batch: Any) -> Output:
+def run_wrapped(wrapper: Any, run: Callable[[nn.Module, Any], Output], batch: Any) -> Output:
     """Return `run(model, batch)`, called inside the forward pass of a Runner's wrapper."""
     output = wrapper(run_step=lambda model: run(model, batch))
     return StepOutput(**output) if isinstance(output, dict) else output  # type: ignore[return-value]
@@ -117,7 +117,7 @@ class DDP(Backend):
         parts: The arguments of `Backend`.
     """
 
-    rehearses_whole: ClassVar[bool] = False  # or DDP would lay out its buckets anew before the first step
+    dry_run_completes_gradients: ClassVar[bool] = False  # or DDP would lay out its buckets anew before the first step
     _ddp: DistributedDataParallel | None = None
     _reductions: torch.dtype | None = None
     """The dtype in which gradients are added up over the ranks; None is their own."""
@@ -131,12 +131,12 @@ class DDP(Backend):
         self.accelerator = accelerator
         self._syncs_each_batch: bool = syncs_each_batch(accelerator)
 
-    def take_dtypes(self, dtypes: Dtypes) -> None:
+    def set_dtypes(self, dtypes: Dtypes) -> None:
         self._reductions = dtypes.reductions
 
     def _wrap(self) -> tuple[nn.Module, nn.Module]:
         self._fill_whole()
-        with sharing_buffers(self.model):
+        with preserve_shared_buffers(self.model):
             model = self.accelerator.prepare_model(self.model, evaluation_mode=True)  # and compiled, if asked for
         model = self.compiled(model)
         trains = any(parameter.requires_grad for parameter in self.model.parameters())
@@ -177,7 +177,7 @@ class DDP(Backend):
             return run(self.wrapped, batch)
         if not torch.is_grad_enabled():
             return run(self._ddp.module._orig_mod, batch)
-        return run_through(self._ddp, run, batch)
+        return run_wrapped(self._ddp, run, batch)
 
     def begin_window(self) -> None:
         """Give every rank the main rank's buffers before the window, as DDP does in its forward pass.
@@ -221,7 +221,7 @@ class DDP(Backend):
     def accumulating(self, last: bool) -> AbstractContextManager[Any]:
         return _NOTHING if last or self._syncs_each_batch or self._ddp is None else self._ddp.no_sync()
 
-    def check_reduces_apart(self) -> None:
+    def check_separate_all_reduce(self) -> None:
         if self.sharding is not None:
             raise ConfigError(
                 "`microbatch_size='auto'` cannot be used where the weights are sharded (FSDP, DeepSpeed): each forward "
@@ -305,13 +305,13 @@ class DDP(Backend):
         are_sparse = [id(one) in sparse for one in members]
         self._ddp(run_step=lambda model: _Nothing.apply(are_sparse, *members)).backward()
 
-    def abandon_gradients(self) -> None:
-        super().abandon_gradients()
+    def discard_gradients(self) -> None:
+        super().discard_gradients()
         if self._ddp is not None:  # some ranks may have been past the forward pass that shares out buffers
             self._ddp.require_forward_param_sync = True
 
     def update(self) -> bool:
-        self.check_reduced()
+        self.check_all_reduced()
         try:
             return super().update()
         except RuntimeError:
@@ -319,7 +319,7 @@ class DDP(Backend):
                 self._ddp.module.has_run = True  # it may be made once more
             raise
 
-    def check_reduced(self) -> None:
+    def check_all_reduced(self) -> None:
         """Raise DistributedError if no forward pass has gone through DDP since the latest update."""
         if self._ddp is None:
             return

@@ -72,7 +72,7 @@ def _refuse_misspelt(config: Mapping[str, Any]) -> None:
             raise ConfigError(f"The DeepSpeed configuration has {key!r}, which it ignores. Did you mean {near[0]!r}?")
 
 
-def adopt_config(plugin: Any, given: dict[str, Any]) -> None:
+def merge_config(plugin: Any, given: dict[str, Any]) -> None:
     """Reconcile the DeepSpeed configuration with the trainer's arguments.
 
     Values set only in the configuration become the trainer's arguments; values set in both must be equal.
@@ -159,7 +159,7 @@ def fill_config(
     }
 
 
-def schedule_of(content: Mapping[str, Any], **automatic: Any) -> Any:
+def deepspeed_scheduler(content: Mapping[str, Any], **automatic: Any) -> Any:
     """Return the 'scheduler' of a DeepSpeed configuration as a callable of the optimizer.
 
     Args:

@@ -33,15 +33,15 @@ class FSDP(DDP):
     """accelerate shards the model in place, so every call of it is a sharded one, even by a unit that holds it."""
 
     sharding: ClassVar[str | None] = "FSDP"
-    lacks: ClassVar[Mapping[str, str]] = MappingProxyType(
+    unsupported: ClassVar[Mapping[str, str]] = MappingProxyType(
         {
             "closure": "each rank has a part of every weight, and such optimizers go by all weights at once",
             "sparse_gradients": "each rank has a part of every weight, and PyTorch cuts up dense gradients alone",
         }
     )
-    takes_optimizers = False
-    passes_together: ClassVar[bool] = True
-    rehearses_whole: ClassVar[bool] = True  # which leaves no gathered gradients behind
+    supports_several_optimizers = False
+    forward_is_collective: ClassVar[bool] = True
+    dry_run_completes_gradients: ClassVar[bool] = True  # which leaves no gathered gradients behind
     _reduces = True
     """Whether backward passes currently average the gradients."""
 
@@ -151,14 +151,14 @@ class FSDP(DDP):
             plugin.mixed_precision_policy = policy
             plugin.cpu_ram_efficient_loading = efficient
 
-    def put_back_weights(self, kept: Mapping[str, torch.Tensor], extra: Mapping[str, Any]) -> None:
+    def restore_snapshot(self, kept: Mapping[str, torch.Tensor], extra: Mapping[str, Any]) -> None:
         with torch.no_grad():
             for name, tensor in self.model_tensors().items():
-                self.own_part(tensor).copy_(kept[name])
+                self.local_shard(tensor).copy_(kept[name])
         if extra:
             load_by_own_way(self.model, {name: from_json(value) for name, value in extra.items()}, "the best weights")
 
-    def part_of_whole(self, tensor: torch.Tensor) -> tuple[torch.Tensor, list[Any]]:
+    def shard_and_groups(self, tensor: torch.Tensor) -> tuple[torch.Tensor, list[Any]]:
         if not isinstance(tensor, DTensor):
             return tensor, []
         mesh = tensor.device_mesh
@@ -167,7 +167,7 @@ class FSDP(DDP):
         groups = [mesh.get_group(number) for number, one in enumerate(tensor.placements) if not one.is_replicate()]
         return tensor.to_local(), groups
 
-    def own_part(self, tensor: Any) -> torch.Tensor:
+    def local_shard(self, tensor: Any) -> torch.Tensor:
         return tensor.to_local().detach() if isinstance(tensor, DTensor) else tensor.detach()
 
     def accumulating(self, last: bool) -> AbstractContextManager[Any]:

@@ -259,7 +259,7 @@ def _replace(model: nn.Module, new: Mapping[int, torch.Tensor]) -> None:
 
 
 @contextlib.contextmanager
-def sharing_buffers(model: nn.Module) -> Iterator[None]:
+def preserve_shared_buffers(model: nn.Module) -> Iterator[None]:
     """Move a model inside, and keep its buffers that have several names one: `Module.to` makes one of each name."""
     places: dict[int, list[tuple[nn.Module, str]]] = {}
     for module in model.modules():

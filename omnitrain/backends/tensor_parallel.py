@@ -16,7 +16,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from omnitrain.backends.fsdp import FSDP
-from omnitrain.backends.start import sharing_buffers
+from omnitrain.backends.start import preserve_shared_buffers
 from omnitrain.core.errors import ConfigError
 
 
@@ -26,7 +26,7 @@ class TensorParallel(FSDP):
     def _wrap(self) -> tuple[nn.Module, nn.Module]:
         self._fill_whole(always=True)  # before it is cut up
         mesh = self.accelerator.torch_device_mesh
-        with sharing_buffers(self.model):
+        with preserve_shared_buffers(self.model):
             model = self.model.to(self.device)
         cut_up(model, mesh["tp"])
         if self.ranks.data.size > 1:
@@ -43,7 +43,7 @@ class TensorParallel(FSDP):
         sums: dict[tuple[Any, ...], torch.Tensor] = {}
         for parameter in self.parameters:
             if parameter.grad is not None:
-                part, groups = self.part_of_whole(parameter.grad)
+                part, groups = self.shard_and_groups(parameter.grad)
                 square = torch.linalg.vector_norm(part, dtype=torch.promote_types(part.dtype, torch.float32)) ** 2
                 sums[tuple(groups)] = sums.get(tuple(groups), torch.zeros_like(square)) + square
         for groups, square in sums.items():
@@ -55,7 +55,7 @@ class TensorParallel(FSDP):
         factor = (limit / (norm + 1e-6)).clamp(max=1.0)
         for parameter in self.parameters:
             if parameter.grad is not None:
-                own = self.own_part(parameter.grad)
+                own = self.local_shard(parameter.grad)
                 own.mul_(factor.to(own.device, own.dtype))
 
 

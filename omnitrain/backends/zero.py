@@ -19,10 +19,10 @@ import torch
 from torch import nn
 
 from omnitrain.arguments import DEFAULTS
-from omnitrain.backends.ddp import DDP, Runner, run_through
+from omnitrain.backends.ddp import DDP, Runner, run_wrapped
 from omnitrain.backends.deepspeed import fill_config
 from omnitrain.backends.norms import match_norm_dtypes
-from omnitrain.backends.start import Slot, Start, flat_slot, is_plain, named_tensors, sharing_buffers
+from omnitrain.backends.start import Slot, Start, flat_slot, is_plain, named_tensors, preserve_shared_buffers
 from omnitrain.checkpoint.state_dicts import (
     IMPLEMENTATION,
     Held,
@@ -141,8 +141,8 @@ class Zero(DDP):
     """
 
     sharding: ClassVar[str | None] = "DEEPSPEED"
-    keeps_masters = True
-    lacks: ClassVar[Mapping[str, str]] = MappingProxyType(
+    has_master_weights = True
+    unsupported: ClassVar[Mapping[str, str]] = MappingProxyType(
         {
             "before_second_pass": "DeepSpeed's engine adds gradients up in buffers of its own, and keeps those of both",
             "before_update": "DeepSpeed's engine clips and updates at once, in buffers of its own",
@@ -150,8 +150,8 @@ class Zero(DDP):
             "sparse_gradients": "DeepSpeed's engine adds gradients up in buffers of its own, which are dense",
         }
     )
-    takes_optimizers = False
-    passes_together: ClassVar[bool] = True
+    supports_several_optimizers = False
+    forward_is_collective: ClassVar[bool] = True
     _is_last = True
     _was_applied = True
 
@@ -168,14 +168,14 @@ class Zero(DDP):
         self._max_grad_norm = max_grad_norm
         self._optimizer_options = optimizer_options
 
-    def take_dtypes(self, dtypes: Dtypes) -> None:
+    def set_dtypes(self, dtypes: Dtypes) -> None:
         for name in ("parameters", "buffers"):
             if getattr(dtypes, name) is not None:
                 raise ConfigError(
                     f"`dtypes` sets {name!r}, which DeepSpeed ZeRO casts itself, as autocast='bf16' and 'fp16' say, "
                     "and it updates a copy in fp32. Leave it out, or cast the model before it is passed."
                 )
-        super().take_dtypes(dtypes)
+        super().set_dtypes(dtypes)
 
     def _wrap(self) -> tuple[nn.Module, nn.Module]:
         plugin = self.accelerator.state.deepspeed_plugin
@@ -222,7 +222,7 @@ class Zero(DDP):
             self._end_start(start)
         if self._compile_options is not None:
             self.model.compile(**self._compile_options)  # in place, as ZeRO 3 replaces the modules' parameter dicts
-        with sharing_buffers(self.model):
+        with preserve_shared_buffers(self.model):
             engine, prepared = self.accelerator.prepare(Runner(self.model), optimizer)
         self._zero = prepared.optimizer  # DeepSpeed's optimizer, inside accelerate's, whose `step` does nothing
         self._factor = 1.0
@@ -279,20 +279,20 @@ class Zero(DDP):
     # --- a step
 
     @property
-    def may_skip(self) -> bool:
+    def can_skip(self) -> bool:
         return bool(self.wrapped.fp16_enabled())  # type: ignore[operator]
 
     def forward(self, run: Callable[[nn.Module, Any], Output], batch: Any) -> Output:
         device_type = self.device.type
         if not torch.is_autocast_enabled(device_type):
-            return run_through(self.wrapped, run, batch)
+            return run_wrapped(self.wrapped, run, batch)
         dtype, is_cached = torch.get_autocast_dtype(device_type), torch.is_autocast_cache_enabled()
 
         def run_in_autocast(model: nn.Module, batch: Any) -> Output:
             with torch.autocast(device_type, dtype, cache_enabled=is_cached):  # DeepSpeed's engine disables it on GPUs
                 return run(model, batch)
 
-        return run_through(self.wrapped, run_in_autocast, batch)
+        return run_wrapped(self.wrapped, run_in_autocast, batch)
 
     def accumulating(self, last: bool) -> AbstractContextManager[Any]:
         self._is_last = last
@@ -338,7 +338,7 @@ class Zero(DDP):
     def has_gradients(self) -> bool:
         return True  # gradients are in DeepSpeed's buffers
 
-    def parameters_without_group(self) -> list[str]:
+    def ungrouped_parameters(self) -> list[str]:
         held = {name for group in self._groups for name in group}
         return [name for name, one in self._parameters().items() if one.requires_grad and name not in held]
 
@@ -416,13 +416,13 @@ class Zero(DDP):
         if parameter.requires_grad:
             _set(parameter, value)
 
-    def unseen(self) -> dict[str, str]:
+    def unsupported_monitoring(self) -> dict[str, str]:
         found = {"gradients": "DeepSpeed keeps them in buffers of its own"}
         if any(hasattr(one, "ds_id") for one in self.model.parameters()):
             found |= dict.fromkeys(("weights", "updates"), "ZeRO 3 keeps the weights in parts of its own")
         return found
 
-    def own_part(self, tensor: Any) -> torch.Tensor:
+    def local_shard(self, tensor: Any) -> torch.Tensor:
         # DeepSpeed's buffers differ between stages, so the whole weight is kept, as in a checkpoint
         return tensor.read() if isinstance(tensor, Gathered) else tensor.detach()
 

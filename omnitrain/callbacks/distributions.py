@@ -134,12 +134,12 @@ class Distributions(Callback):
                 raise ConfigError(
                     "`of` holds 'activations', and the model is a single module without parts. Leave them out."
                 )
-        self._part_of = run.backend.part_of_whole
+        self._part_of = run.backend.shard_and_groups
         self._refuse_unseen(run)
 
     def _refuse_unseen(self, run: Any) -> None:
         """Raise ConfigError for what this backend does not show."""
-        unseen = run.backend.unseen()
+        unseen = run.backend.unsupported_monitoring()
         if hidden := [one for one in self.of if one in unseen]:
             raise ConfigError(
                 f"`of` holds {hidden[0]!r}, which cannot be seen here: {unseen[hidden[0]]}. Leave it out, or train "

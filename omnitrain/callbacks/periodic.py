@@ -98,7 +98,7 @@ class Periodic(Callback):
                 f"`every={str(self.every)!r}` of {self.name} is a time, and the clocks of {trainer.world_size} "
                 "processes differ. Give steps, samples, tokens or epochs."
             )
-        if self.main_only and _run(trainer).backend.passes_together:
+        if self.main_only and _run(trainer).backend.forward_is_collective:
             raise ConfigError(
                 f"`main_only=True` of {self.name} does not work with sharded weights: the model runs on all "
                 "processes or on none. Leave it out."

@@ -96,7 +96,7 @@ class Preview(Periodic):
 
     def runs_on_main_only(self, trainer: TrainerLike) -> bool:
         run: Any = trainer
-        return not run.backend.passes_together
+        return not run.backend.forward_is_collective
 
     def work(self, trainer: TrainerLike) -> Iterator[Mapping[str, float] | None]:
         """Generate text by text, and report those that there are, even after an error or at the limit of time."""
@@ -118,7 +118,7 @@ class Preview(Periodic):
         inputs = tokenizer(prompt, return_tensors="pt") if isinstance(prompt, str) else _inputs(prompt)
         inputs = {name: one.to(trainer.device) if hasattr(one, "to") else one for name, one in inputs.items()}
         options = {**self.options, "stopping_criteria": self._criteria(trainer)}
-        tokens = generated(model, inputs, run.backend.passes_together, options)
+        tokens = generated(model, inputs, run.backend.forward_is_collective, options)
         texts = [
             " ".join(map(str, one.tolist())) if tokenizer is None else tokenizer.decode(one, skip_special_tokens=True)
             for one in tokens

@@ -506,7 +506,7 @@ class Checkpointer:
         """Restore a checkpoint, except for its random numbers."""
         with self._run.ranks.at("load"):
             self._contents.restore(folder, content, changed)
-        self._run.backend.note_filled(content.get("frozen") or {})
+        self._run.backend.mark_weights_loaded(content.get("frozen") or {})
         self.weights_from = None
         resets_best = not {"optimization_metric", "optimization_direction"}.isdisjoint(changed)
         self._credited_step = -1 if resets_best else content["credited_step"]
@@ -563,7 +563,7 @@ class Checkpointer:
         """Keep the weights in training on the host, which the model is about to lose, if no checkpoint has them."""
         if self.store is None and isinstance(self.ended, Ended):
             backend = self._run.backend
-            backend.keep_weights(self.ended.weights, backend.model_tensors())
+            backend.snapshot_weights(self.ended.weights, backend.model_tensors())
             self.ended.extra = state_dicts.extra_state(backend.model)
 
     def required_end(self) -> Ended:
@@ -605,9 +605,9 @@ class Checkpointer:
             self._best, self._best_extra, self._best_progress = former._best, former._best_extra, former._best_progress
             if ended.weights:
                 if self._best_progress is not None and not self._best:  # the model has them
-                    backend.keep_weights(self._best, backend.model_tensors())
+                    backend.snapshot_weights(self._best, backend.model_tensors())
                     self._best_extra = state_dicts.extra_state(backend.model)
-                backend.put_back_weights(ended.weights, ended.extra)
+                backend.restore_snapshot(ended.weights, ended.extra)
         for group, options in zip(backend.groups, changed, strict=True):
             group |= options
 
@@ -622,7 +622,7 @@ class Checkpointer:
         if self.store is None and self.loads_best and self._lifecycle.is_closing:
             self._closing_progress = Progress.from_state(self._lifecycle.progress.state_dict())
         elif self.store is None and self.loads_best:
-            self._run.backend.keep_weights(self._best, self.shown.model_tensors())
+            self._run.backend.snapshot_weights(self._best, self.shown.model_tensors())
             self._best_extra = state_dicts.extra_state(self._run.backend.model)
             self._best_progress = Progress.from_state(self._lifecycle.progress.state_dict())
 
@@ -637,7 +637,7 @@ class Checkpointer:
             self.weights_from = self._closing_progress
         elif self._best_progress is not None:
             self._keep_last()
-            self._run.backend.put_back_weights(self._best, self._best_extra)
+            self._run.backend.restore_snapshot(self._best, self._best_extra)
             self._mark_in_place()
             self.weights_from, self._best = self._best_progress, {}
         if self.weights_from is not None:

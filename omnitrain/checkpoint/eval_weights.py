@@ -46,7 +46,7 @@ class ShownWeights:
         backend = self._run.backend
         kinds = {one.dtype for one in backend.model.parameters() if one.requires_grad}
         kinds &= {torch.float16, torch.bfloat16}
-        if self._made_by and kinds and not backend.keeps_masters:
+        if self._made_by and kinds and not backend.has_master_weights:
             name = type(self._made_by[0].__self__).__name__
             raise ConfigError(
                 f"`algorithms` holds {name}, and the weights are of {min(map(str, kinds))}, in which what one "
@@ -105,7 +105,7 @@ class ShownWeights:
     def _keeping_weights(self, optimizers: list[Any]) -> Iterator[None]:
         """Leave the weights of optimizers unchanged by what is done inside, to the bit."""
         groups = [group for optimizer in optimizers for group in optimizer.param_groups]
-        weights = [self._run.backend.own_part(parameter) for group in groups for parameter in group["params"]]
+        weights = [self._run.backend.local_shard(parameter) for group in groups for parameter in group["params"]]
         copies = [weight.clone() for weight in weights]
         try:
             yield
@@ -147,11 +147,11 @@ class ShownWeights:
         backend = self._run.backend
         named = unwrap(backend.model)
         live = {bare_name(name): one for name, one in (*named.named_parameters(), *named.named_buffers())}
-        own = [backend.own_part(live[name]) for name in others]
+        own = [backend.local_shard(live[name]) for name in others]
         kept = [one.clone() for one in own]
         try:
             for target, one in zip(own, others.values(), strict=True):
-                target.copy_(backend.own_part(one))
+                target.copy_(backend.local_shard(one))
             yield
         finally:
             for target, one in zip(own, kept, strict=True):

@@ -25,7 +25,7 @@ from transformers.trainer_utils import IntervalStrategy, SaveStrategy
 
 from omnitrain.arguments import Settings, is_loader, seconds_of
 from omnitrain.backends.accelerators import check_launched, is_set, make_accelerator
-from omnitrain.backends.deepspeed import adopt_config, deepspeed_plugin
+from omnitrain.backends.deepspeed import deepspeed_plugin, merge_config
 from omnitrain.checkpoint.state_dicts import unwrap
 from omnitrain.compute.activation_checkpointing import own_way
 from omnitrain.compute.precision import precision_name
@@ -541,7 +541,7 @@ def sharding_accelerator(args: transformers.TrainingArguments | None, given: dic
             )
         if args is not None and given.get("lr_scheduler") is None:
             schedule = zero.deepspeed_config.pop("scheduler", None)
-        adopt_config(zero, given)
+        merge_config(zero, given)
         if mismatches := getattr(config, "mismatches", None):
             raise ConfigError(
                 "`training_args.deepspeed` contradicts the other training arguments:\n"

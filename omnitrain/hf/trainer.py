@@ -26,9 +26,9 @@ from omnitrain.arguments import (
     samples_of_step,
     takes_arguments,
 )
-from omnitrain.backends.accelerators import adopt_precision, backend_for, refuse_lost_processes
+from omnitrain.backends.accelerators import build_backend, check_lost_processes, merge_precision
 from omnitrain.backends.backend import Backend
-from omnitrain.backends.deepspeed import schedule_of
+from omnitrain.backends.deepspeed import deepspeed_scheduler
 from omnitrain.checkpoint.state_dicts import unwrap
 from omnitrain.compute.precision import choose_device
 from omnitrain.compute.random_state import isolated_rng
@@ -395,7 +395,7 @@ class HFTrainer(Calls):
             self._engine_args._n_gpu = 1  # or transformers copies the model to all GPUs, which changes the numbers
         self._sharding, self._scheduler_config = sharding_accelerator(training_args, given)
         ranks = connected_ranks(timeout) if self._engine_args.world_size > 1 else Ranks()
-        refuse_lost_processes(ranks.world_size)
+        check_lost_processes(ranks.world_size)
         self.model_init: Any = given.pop("model_init", None)
         check_model_init(model, self.model_init, given)
         if self.model_init is not None:
@@ -449,7 +449,7 @@ class HFTrainer(Calls):
             tell_of_unread(self.training_args)
             adopt_arguments(self.training_args, given)
         else:
-            adopt_precision(given)
+            merge_precision(given)
 
     def _split(self, callbacks: Iterable[Any], given: dict[str, Any]) -> list[Callback]:
         """Separate transformers' callbacks; its early stopping is replaced by ours, whose state is in checkpoints."""
@@ -531,7 +531,7 @@ class HFTrainer(Calls):
         return sets
 
     def _make_backend(self, model: nn.Module, make: Callable[..., Backend] | None = None) -> Backend:
-        return super()._make_backend(model, make or functools.partial(backend_for, self._sharding, self.settings))
+        return super()._make_backend(model, make or functools.partial(build_backend, self._sharding, self.settings))
 
     def _assemble(self, *parts: Any) -> None:
         def engine() -> Engine:
@@ -623,7 +623,7 @@ class HFTrainer(Calls):
         if self._scheduler_config is not None:
             automatic = {"warmup_min_lr": 0, "warmup_max_lr": self.learning_rate}
             counts = {"warmup_num_steps": self._whole_steps(warmup), "total_num_steps": total}
-            return schedule_of(self._scheduler_config, **automatic, **counts), 0
+            return deepspeed_scheduler(self._scheduler_config, **automatic, **counts), 0
         is_short = total is None or not isinstance(warmup, int) or warmup < total
         if own is not None or (name in NAMED and is_short):
             return name, warmup

@@ -23,14 +23,14 @@ from omnitrain.arguments import (
     takes_arguments,
 )
 from omnitrain.backends.accelerators import (
-    adopt_precision,
-    backend_for,
+    build_backend,
+    check_lost_processes,
     find_ranks,
     make_accelerator,
-    refuse_lost_processes,
+    merge_precision,
 )
 from omnitrain.backends.backend import Backend
-from omnitrain.backends.deepspeed import adopt_config, deepspeed_plugin
+from omnitrain.backends.deepspeed import deepspeed_plugin, merge_config
 from omnitrain.compute.precision import precision_name
 from omnitrain.core.duration import Duration
 from omnitrain.core.errors import ConfigError
@@ -275,7 +275,7 @@ class AccelerateTrainer(BaseTrainer):
         if accelerator is None:
             plugin = deepspeed_plugin(ways["deepspeed_config"])
             if plugin is not None:
-                adopt_config(plugin, given)
+                merge_config(plugin, given)
             else:
                 _adopt_launcher(given)
             accelerator = make_accelerator(
@@ -296,7 +296,7 @@ class AccelerateTrainer(BaseTrainer):
         self.accelerator = accelerator
         self._own_settings = {**ways, "find_unused_parameters": unused}
         ranks = find_ranks(accelerator, timeout)
-        refuse_lost_processes(ranks.world_size)
+        check_lost_processes(ranks.world_size)
         _refuse_two_ways(given, ways["fsdp_plugin"] or getattr(accelerator.state, "fsdp_plugin", None))
         with ranks.calling(f"{type(self).__name__}()", timeout, is_start=True):
             super()._construct(given, ranks)
@@ -305,7 +305,7 @@ class AccelerateTrainer(BaseTrainer):
         return self.accelerator.device
 
     def _make_backend(self, model: nn.Module, make: Callable[..., Backend] | None = None) -> Backend:
-        return super()._make_backend(model, make or functools.partial(backend_for, self.accelerator, self.settings))
+        return super()._make_backend(model, make or functools.partial(build_backend, self.accelerator, self.settings))
 
     def resolved_config(self) -> dict[str, Any]:
         own = {name: describe(value) for name, value in self._own_settings.items()}
@@ -314,7 +314,7 @@ class AccelerateTrainer(BaseTrainer):
 
 def _adopt_launcher(given: dict[str, Any]) -> None:
     """Take over the settings of `accelerate launch` or its config file that the user's program leaves open."""
-    adopt_precision(given)
+    merge_precision(given)
     steps = os.environ.get("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "1")
     if steps.isdigit() and int(steps) > 1 and not {"gradient_accumulation_steps", "global_batch_size"} & given.keys():
         given["gradient_accumulation_steps"] = int(steps)

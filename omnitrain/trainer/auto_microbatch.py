@@ -94,7 +94,7 @@ class Memory:
         Raises:
             ConfigError: Naming what makes them.
         """
-        self._backend.check_reduces_apart()
+        self._backend.check_separate_all_reduce()
         modules = self._backend.model.modules()
         if self._ranks.world_size > 1 and any(isinstance(module, nn.SyncBatchNorm) for module in modules):
             raise ConfigError(
@@ -145,7 +145,7 @@ class Memory:
                 del result
             # out here the error is gone, and with it what it kept alive
             first = first or size
-            self._backend.abandon_gradients()
+            self._backend.discard_gradients()
             self._go_back(means)
             self._buffers.put_back()
             restore_rng(random_numbers, self._hooks.device)

@@ -459,10 +459,10 @@ class BaseTrainer(Hooks, ABC):
         )
         self.backend: Backend = self._make_backend(model)
         self.backend.initial = initial
-        self.backend.take_dtypes(dtypes)
+        self.backend.set_dtypes(dtypes)
         dtypes.cast(state_dicts.unwrap(model))
         self.precision.convert(state_dicts.unwrap(model))
-        self.backend.compile_by(settings.compile)
+        self.backend.enable_compile(settings.compile)
         self._sets = self._make_sets()
         self._assemble()
         self._setup_training_components()
@@ -531,7 +531,7 @@ class BaseTrainer(Hooks, ABC):
         former = vars(self).get("_feed")
         stages = stages_of(settings, self.limits, ranks.data.size, lifecycle.progress.epoch_size)
         self._feed = Feed(self, lifecycle, ranks, settings, self.gradient_accumulation_steps, stages)
-        lifecycle.take_markers(self.backend.mark, self._feed.mark)
+        lifecycle.take_markers(self.backend.annotate, self._feed.mark)
         if former is not None:  # of an earlier run
             self._feed.microbatch_size = former.microbatch_size
         self._step = Step(
@@ -790,7 +790,7 @@ class BaseTrainer(Hooks, ABC):
         """
         with self._calling("save_model()"):
             folder = local_path(path, "path")
-            self.backend.check_filled()
+            self.backend.check_weights_loaded()
             beside = [] if self.processing_class is None else [self.processing_class]
             return save_model(
                 self.model, folder, overwrite, self._checkpointer.shown.model_tensors(), self.ranks, beside
@@ -804,7 +804,7 @@ class BaseTrainer(Hooks, ABC):
             CheckpointError: If it cannot be written; earlier checkpoints are untouched.
         """
         with self._calling("save_checkpoint()"), self.lifecycle.aside():
-            self.backend.check_filled()
+            self.backend.check_weights_loaded()
             return self._checkpointer.save_now()
 
     def load_checkpoint(self, path: str | Path) -> Path:
@@ -903,7 +903,7 @@ class BaseTrainer(Hooks, ABC):
 
     @optimizers.setter
     def optimizers(self, optimizers: Mapping[str, torch.optim.Optimizer]) -> None:
-        check_optimizers(optimizers, self.backend.takes_optimizers)
+        check_optimizers(optimizers, self.backend.supports_several_optimizers)
         self.backend.optimizers = dict(optimizers)
         self.optimizer = next(iter(optimizers.values()))
         self._initial.optimizer = None
@@ -1072,7 +1072,7 @@ def _start(trainer: BaseTrainer, resume_from: Any, allow_change: Collection[str]
     elif found is None:
         checkpointer.check_save_dir()
     if found is None:
-        trainer.backend.check_filled()
+        trainer.backend.check_weights_loaded()
     trainer._begin_run(resumes=found is not None)
     trainer._checkpointer.check_optimizers(vars(trainer), resumes=found is not None)
     if found is not None:

@@ -608,7 +608,7 @@ class Loop:
         def check(*_: Any) -> None:
             if self.step.window is window:  # otherwise steps of ours are taken
                 self._refuse_unreached()
-            backend.check_reduced()
+            backend.check_all_reduced()
 
         def count(*_: Any) -> None:
             taken[0] += 1
@@ -644,7 +644,7 @@ class Loop:
         """Refuse algorithms that change what a loop of the user's own does without them."""
         for one in self.hooks.algorithms:
             unreached = [place for place in IN_STEPS if overriding([one], place)]
-            if not self.hooks.backend.keeps_masters:  # the weights are there when the optimizer has stepped
+            if not self.hooks.backend.has_master_weights:  # the weights are there when the optimizer has stepped
                 unreached = [place for place in unreached if place != "after_update"]
             if unreached:
                 raise ConfigError(

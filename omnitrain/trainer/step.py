@@ -159,7 +159,7 @@ class Step:
     def prepare(self) -> None:
         """Prepare for a run: no gradients, and a guard that fits the optimizer."""
         optimizer, settings = self._backend.optimizer, self._settings
-        if settings.fp16_loss_scale != DEFAULTS["fp16_loss_scale"] and not self._backend.may_skip:
+        if settings.fp16_loss_scale != DEFAULTS["fp16_loss_scale"] and not self._backend.can_skip:
             raise ConfigError(
                 f"`fp16_loss_scale={settings.fp16_loss_scale!r}` has no effect, as the loss is not scaled. Leave it "
                 "out, or set autocast='fp16'."
@@ -183,10 +183,10 @@ class Step:
         if has_second_pass:
             self._check_second_pass()
         self._repeats = has_second_pass or self._memory is not None
-        self._may_undo = settings.on_nonfinite != "raise" or self._backend.may_skip or self._needs_closure
-        self._buffers = Buffers() if settings.on_nonfinite == "skip" or self._backend.may_skip else None
+        self._may_undo = settings.on_nonfinite != "raise" or self._backend.can_skip or self._needs_closure
+        self._buffers = Buffers() if settings.on_nonfinite == "skip" or self._backend.can_skip else None
         self._tell_unit = getattr(self._hooks.unit, "set_step_nr", None)
-        defers = settings.on_nonfinite == "raise" and not self._backend.may_skip
+        defers = settings.on_nonfinite == "raise" and not self._backend.can_skip
         defers = defers and FiniteGuard.can_defer(self._backend.device, optimizer)
         self.guard = FiniteGuard(self._backend.device, optimizer, defers)
 
@@ -198,7 +198,9 @@ class Step:
             self._transforms[place].reverse()
         for one in algorithms:
             used = [place for place in IN_STEPS if overriding([one], place)]
-            lacking = [self._backend.lacks[need] for need in (*used, *one.needs) if need in self._backend.lacks]
+            lacking = [
+                self._backend.unsupported[need] for need in (*used, *one.needs) if need in self._backend.unsupported
+            ]
             if lacking:
                 raise ConfigError(
                     f"`algorithms` holds {type(one).__name__}, which cannot work here: {lacking[0]}. Leave it out, or "
@@ -207,7 +209,7 @@ class Step:
 
     def _tell_of_unheard(self) -> None:
         """Warn about callbacks that wait for events which the backend cannot give."""
-        lacking = self._backend.lacks.get("before_update")
+        lacking = self._backend.unsupported.get("before_update")
         names = self._lifecycle.listeners_to(Event.BEFORE_CLIP, Event.AFTER_CLIP) if lacking else []
         if names:
             logger.warning(
@@ -222,7 +224,7 @@ class Step:
     def _tell_of_low_precision(self) -> None:
         """Warn about weights that train in 16 bits, unless the backend updates a 32-bit copy."""
         kinds = {one.dtype for one in self._backend.parameters if one.dtype in (torch.bfloat16, torch.float16)}
-        if kinds and not self._backend.keeps_masters and self._ranks.is_main:
+        if kinds and not self._backend.has_master_weights and self._ranks.is_main:
             (kind, *_) = kinds
             logger.warning(
                 "Weights that train are of %s: an update that is smaller than about 1/%d of a weight is lost. Load the "
@@ -264,7 +266,7 @@ class Step:
 
     def _tell_of_left_out(self) -> None:
         """Warn once about parameters that require a gradient and are in no optimizer group."""
-        left_out = self._backend.parameters_without_group()
+        left_out = self._backend.ungrouped_parameters()
         if set(left_out) - set(self._left_out):
             logger.warning(
                 "%d parameters require a gradient and are in no group of the optimizer, so they are not trained: %s%s. "
@@ -298,13 +300,13 @@ class Step:
             self._put_into_training()
             self.restart(window)
             for batch in self.batches:
-                with hooks._accumulating(last=backend.rehearses_whole):
+                with hooks._accumulating(last=backend.dry_run_completes_gradients):
                     loss = self.loss_of(batch)
                     if loss is not None:
                         hooks._backward(loss * 0)  # DeepSpeed adds gradients up in buffers of its own
         finally:
             self._is_in_training = False
-            backend.abandon_gradients()
+            backend.discard_gradients()
             self.go_back(mark)
             for module, mode in modes:
                 module.training = mode
@@ -641,11 +643,13 @@ class Step:
         """Refuse what an optimizer that needs a closure cannot be given."""
         settings, backend = self._settings, self._backend
         what = f"`optimizer` ({type(backend.optimizer).__name__}) takes loss and gradients several times in a step"
-        if "closure" in backend.lacks:
-            raise ConfigError(f"{what}, which cannot work here: {backend.lacks['closure']}. Use DDP or one process.")
+        if "closure" in backend.unsupported:
+            raise ConfigError(
+                f"{what}, which cannot work here: {backend.unsupported['closure']}. Use DDP or one process."
+            )
         second = [one for one in self._hooks.algorithms if overriding([one], "before_second_pass")]
         reasons = {
-            "autocast='fp16'": (backend.may_skip, "has a loss scale that may leave an update out", "autocast='bf16'"),
+            "autocast='fp16'": (backend.can_skip, "has a loss scale that may leave an update out", "autocast='bf16'"),
             f"max_grad_norm={settings.max_grad_norm!r}": (
                 settings.max_grad_norm is not None, "would clip what it compares with each other", "max_grad_norm=None"
             ),
@@ -781,7 +785,7 @@ class Step:
 
     def _evidence(self, norm: torch.Tensor) -> float | torch.Tensor:
         """Return a number that is finite if and only if the losses so far and the gradients are."""
-        if self._backend.may_skip:
+        if self._backend.can_skip:
             return self.loss.sum  # the scaler handles an infinite gradient: it skips the step
         if self._ranks.world_size > 1:
             return norm

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from omnitrain.backends.ddp import Runner, run_through
+from omnitrain.backends.ddp import Runner, run_wrapped
 from omnitrain.model.units import StepOutput
 
 
@@ -34,6 +34,6 @@ def test_runner_runs_function_and_shows_tensors() -> None:
 
     inside = wrapped(run_step=lambda model: run(model, x))
     assert isinstance(inside, dict) and inside.keys() == {field.name for field in fields(StepOutput)}
-    output = run_through(wrapped, run, x)
+    output = run_wrapped(wrapped, run, x)
     assert isinstance(output, StepOutput) and torch.equal(output.required_loss(), inside["loss"])
-    assert run_through(wrapped, lambda model, batch: batch + 1, 3) == 4
+    assert run_wrapped(wrapped, lambda model, batch: batch + 1, 3) == 4

@@ -13,17 +13,17 @@ from accelerate.utils import FullyShardedDataParallelPlugin
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from omnitrain import AccelerateTrainer, ConfigError, HFTrainer, HFTrainingArguments
-from omnitrain.backends.deepspeed import adopt_config, fill_config
+from omnitrain.backends.deepspeed import fill_config, merge_config
 from omnitrain.backends.zero import LossScale
 
 
 def test_deepspeed_config_misspelt_suggests_nearest() -> None:
     pytest.importorskip("deepspeed")
     known = ("zero_optimization", "wall_clock_breakdown", "flops_profiler", "bf16", "my_own_notes")
-    adopt_config(SimpleNamespace(deepspeed_config={name: {} for name in known}), {})
+    merge_config(SimpleNamespace(deepspeed_config={name: {} for name in known}), {})
     plugin = SimpleNamespace(deepspeed_config={"zero_optimisation": {"stage": 3}})
     with pytest.raises(ConfigError, match=r"'zero_optimisation', which it ignores. Did you mean 'zero_optimization'"):
-        adopt_config(plugin, {})
+        merge_config(plugin, {})
 
 
 def test_deepspeed_without_a_launcher_is_rejected(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -115,7 +115,7 @@ def test_values_that_wait_for_a_row_are_resumed(kind: Any, tmp_path: Path) -> No
 def test_main_only_is_rejected_with_sharded_weights(monkeypatch: pytest.MonkeyPatch) -> None:
     for main_only in (False, True):
         trainer = trained(Trainer, Periodic(draws, "2ba", main_only=main_only), max_steps=2)
-        monkeypatch.setattr(type(trainer.backend), "passes_together", True, raising=False)
+        monkeypatch.setattr(type(trainer.backend), "forward_is_collective", True, raising=False)
         with pytest.raises(ConfigError, match="main_only=True") if main_only else nullcontext():
             trained(Trainer, Periodic(draws, "2ba", main_only=main_only), max_steps=2)
         monkeypatch.undo()

@@ -50,7 +50,7 @@ class Rounded(Callback):
 
     def on_before_optimizer_step(self, trainer: Any) -> None:
         gradients = [one.grad for one in trainer.model.parameters() if one.grad is not None]
-        parts = [trainer.backend.own_part(one).float() for one in gradients]
+        parts = [trainer.backend.local_shard(one).float() for one in gradients]
         shares = [(part == part.bfloat16().float()).float().mean().item() for part in parts if part.numel()]
         self.shares.append(sum(shares) / len(shares))
 
