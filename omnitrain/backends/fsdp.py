@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor, Shard
 from omnitrain.backends.ddp import DDP
 from omnitrain.backends.norms import match_norm_dtypes
 from omnitrain.backends.start import Start, block_slot, is_plain, named_tensors, names_of, whole_slot
-from omnitrain.checkpoint.state_dicts import from_json, load_by_own_way
+from omnitrain.checkpoint.state_dicts import from_json, load_with_custom_hooks
 from omnitrain.compute.activation_checkpointing import blocks_in
 from omnitrain.core.errors import ConfigError, listed
 from omnitrain.optim.build import try_step
@@ -156,7 +156,9 @@ class FSDP(DDP):
             for name, tensor in self.model_tensors().items():
                 self.local_shard(tensor).copy_(kept[name])
         if extra:
-            load_by_own_way(self.model, {name: from_json(value) for name, value in extra.items()}, "the best weights")
+            load_with_custom_hooks(
+                self.model, {name: from_json(value) for name, value in extra.items()}, "the best weights"
+            )
 
     def shard_and_groups(self, tensor: torch.Tensor) -> tuple[torch.Tensor, list[Any]]:
         if not isinstance(tensor, DTensor):

@@ -25,16 +25,16 @@ from omnitrain.backends.norms import match_norm_dtypes
 from omnitrain.backends.start import Slot, Start, flat_slot, is_plain, named_tensors, preserve_shared_buffers
 from omnitrain.checkpoint.state_dicts import (
     IMPLEMENTATION,
-    Held,
+    ParamState,
     bare_name,
     check_fit,
     check_groups,
     check_options,
     check_state,
+    custom_entries,
     from_json,
     like,
-    load_by_own_way,
-    own_entries,
+    load_with_custom_hooks,
     state_specs,
     to_json,
     unwrap,
@@ -400,7 +400,7 @@ class Zero(DDP):
 
         self.ranks.attempt("the reading of weights", read)
         content = buffers | {name: from_json(value) for name, value in extra.items()}
-        load_by_own_way(self.model, content, where, self.ranks)
+        load_with_custom_hooks(self.model, content, where, self.ranks)
         for name in list(values):
             _set_own(parameters[name], values.pop(name))
         for name in in_turn:
@@ -431,7 +431,7 @@ class Zero(DDP):
         from deepspeed.utils import safe_get_full_optimizer_state
 
         if isinstance(self.optimizer, torch.optim.Optimizer) and self.optimizer is not self._zero:
-            own_entries(self.optimizer, is_sharded=True)
+            custom_entries(self.optimizer, is_sharded=True)
         tensors: dict[str, Any] = {}
         numbers, vectors = self._entries()
         if vectors:
@@ -465,16 +465,16 @@ class Zero(DDP):
         for key in tensors:  # a vector is a number only where the parameter is one
             entry = key.rpartition("/")[2]
             entries[entry] = entries.get(entry) or spec_of(tensors, key)[0]
-        parameters, wanted = self._parameters(), dict[str, Held]()
+        parameters, wanted = self._parameters(), dict[str, ParamState]()
         for group, names in zip(self.optimizer.param_groups, self._groups, strict=True):
-            held = Held({})
+            held = ParamState({})
             for one in group["params"]:
                 held = flat[id(one)]
             shapes = {entry: shape for entry, (shape, _) in held.specs.items()} or entries
             for name in names:
                 own = _shape(parameters[name])
                 specs = {entry: (own if shape else (), torch.float32) for entry, shape in shapes.items()}
-                wanted[name] = Held(specs, held.required)
+                wanted[name] = ParamState(specs, held.required)
         check_state(wanted, tensors, (), where)
 
     def load_optimizer(self, tensors: Mapping[str, torch.Tensor], saved: Any, where: str) -> None:

@@ -102,7 +102,7 @@ class Ended:
         parts: Model, optimizer and schedule: assigned ones would begin another run.
         groups: The options of the optimizer's groups.
         folder: The checkpoint of the last step; None without a `save_dir`.
-        rest: What `Contents.capture_rest` returned; None with a `save_dir`.
+        rest: What `Contents.capture_live_state` returned; None with a `save_dir`.
         weights: This rank's part of the weights in training, if the model has others now.
         extra: The state of modules besides tensors.
     """
@@ -542,7 +542,7 @@ class Checkpointer:
         if self.store is not None:
             return
         try:
-            self.ended.rest = self._contents.capture_rest()
+            self.ended.rest = self._contents.capture_live_state()
         except Exception as error:  # not raised: the run has ended well, and may be all that is wanted
             logger.debug("The run cannot go on.", exc_info=True)
             self.ended = f"what it was at its end could not be kept ({type(error).__name__}: {error})"
@@ -601,7 +601,7 @@ class Checkpointer:
         backend = self._run.backend
         if ended.rest is not None:
             self.continued, self.resumed = ended.rest, former.resumed
-            self._contents.restore_rest(ended.rest)
+            self._contents.restore_live_state(ended.rest)
             self._best, self._best_extra, self._best_progress = former._best, former._best_extra, former._best_progress
             if ended.weights:
                 if self._best_progress is not None and not self._best:  # the model has them

@@ -1,4 +1,4 @@
-"""Contents of a checkpoint: for each part of a run, capture and restore side by side.
+"""Capture and restore of each part of a run for checkpoints.
 
 The backend reads and writes weights and optimizer state; `store.py` has folders and manifests, and `checkpointer.py`
 decides when to save.
@@ -61,13 +61,13 @@ OPTIMIZER = "optimizer/state.safetensors"
 RNG = "rng/state.safetensors"
 """The random number generators of all ranks; the first checkpoints have one file per rank."""
 TRAINED = "trained.safetensors"
-"""The weights that training goes on from, if the model's file has others, such as averages of them."""
+"""The weights in training, if the model's file has others, such as averages of them."""
 STATES = "states.safetensors"
 """The tensors in the states of callbacks, algorithms and data."""
 _GIT_S = 2.0
-"""How long a checkpoint outside of a run waits for git."""
+"""How many seconds a checkpoint outside of a run waits for git."""
 _STREAM = "stream"
-"""What the names of the tensors of data begin with."""
+"""The prefix of the names of tensors in the state of data."""
 
 Files = dict[str, dict[str, torch.Tensor]]
 """Tensors by file and name."""
@@ -137,15 +137,15 @@ class Lifecycle(Protocol):
         ...
 
     def loaded(self, folder: Path) -> None:
-        """Tell the callbacks that a checkpoint was restored."""
+        """Notify the callbacks that a checkpoint was restored."""
         ...
 
     def begin_save(self) -> None:
-        """Tell the callbacks that a checkpoint is about to be saved."""
+        """Notify the callbacks that a checkpoint is about to be saved."""
         ...
 
     def saved(self, path: Path) -> None:
-        """Record that a checkpoint is complete, and tell the callbacks."""
+        """Record that a checkpoint is complete, and notify the callbacks."""
         ...
 
 
@@ -172,37 +172,37 @@ class Snapshot:
         return sorted(self.files, key=lambda file: (-size(file), file))
 
     def only(self, files: Iterable[str]) -> Snapshot:
-        """Return it with some of its files alone."""
+        """Return it with only these files."""
         return replace(self, files={file: self.files[file] for file in files})
 
-    def on_host(self, kept: dict[str, dict[str, torch.Tensor]], files: Iterable[str]) -> Snapshot:
-        """Return a copy of some files that further training cannot change, in the host memory of the previous copy.
+    def on_host(self, buffers: dict[str, dict[str, torch.Tensor]], files: Iterable[str]) -> Snapshot:
+        """Return a copy of some files on the host, which further training cannot change.
 
         Args:
-            kept: The tensors of the previous copy by file, no longer in use; filled for the next one.
-            files: These files.
+            buffers: The tensors of the previous copy by file, whose memory is reused; updated for the next copy.
+            files: The files to copy.
         """
         copies: Files = {}
         for file in files:
-            held = kept.setdefault(file, {})
-            copies[file] = {name: host_copy(one, held.get(name)) for name, one in self.files[file].items()}
-            held.update(copies[file])
+            previous = buffers.setdefault(file, {})
+            copies[file] = {name: host_copy(tensor, previous.get(name)) for name, tensor in self.files[file].items()}
+            previous.update(copies[file])
         return replace(self, files=copies)
 
 
 class Contents:
-    """Everything that a checkpoint holds of a run.
+    """The contents of a run's checkpoints.
 
     Args:
-        run: The trainer: model, optimizer, schedule, scaler, algorithms, settings.
+        trainer: Model, optimizer, schedule, scaler, algorithms and settings.
         lifecycle: Progress, objective, history, and the states of the callbacks.
         step: Losses and norm of the current epoch.
         sets: The data.
         initial: The options of optimizer and schedule at the beginning of the run.
-        shown: The weights that are evaluated.
+        eval_weights: The weights for evaluations.
 
     Attributes:
-        start: What runs, since the latest `identify`; None on other ranks than the main one.
+        start: The record of this start since the latest `identify`; only on the main rank.
     """
 
     def __init__(
@@ -223,19 +223,19 @@ class Contents:
         self._identity: dict[str, Any] | None = None
         self.start: Start | None = None
         self._catalogued: tuple[tuple[str, str], dict[str, Catalogue]] = ("", ""), {}
-        """What is in the files of the checkpoint that was opened last."""
+        """The tensors in the files of the checkpoint that was opened last."""
         self._frozen = Frozen(run)
 
     def identify(self, resumed: str | None = None) -> None:
-        """Compute the fingerprints of data and code, which each checkpoint of the run then holds, and what runs.
+        """Compute the fingerprints of data and code for the checkpoints of the run, and the record of this start.
 
         Args:
             resumed: The checkpoint from which the run was resumed.
         """
         ranks, device = self._run.ranks, self._run.device
-        found = ranks.gather_on_main("the hosts of a run", [(host(), device_of(device))])
+        gathered = ranks.gather_on_main("the hosts of a run", [(host(), device_of(device))])
         if ranks.is_main:
-            places = [place for (place,) in found]
+            places = [place for (place,) in gathered]
             self.forget_start()
             self.start = Start(device, places, {"step": self._lifecycle.progress.step, "resumed_from": resumed})
         take = Identity(self._run.settings, self._sets, self._run.backend.model).to_dict
@@ -243,12 +243,12 @@ class Contents:
             self._identity = ranks.on_main("the fingerprints of data and code", take)
 
     def forget_start(self) -> None:
-        """End what runs beside the run to find out what it is."""
+        """End the git process of the record of this start."""
         if self.start is not None:
             self.start.close()
 
     def what_runs(self, seconds: float) -> dict[str, Any]:
-        """Return what runs, with its settings and digests of its data and code; on the main rank.
+        """Return the record of this start, with settings and digests of data and code; on the main rank.
 
         Args:
             seconds: How long to wait for git.
@@ -258,8 +258,8 @@ class Contents:
         settings = {key: value for key, value in self._run.resolved_config().items() if key != "save_dir"}
         data = {
             name: {
-                key: None if one is None else {"size": one["size"], "digest": content_of(one)}
-                for key, one in sets.items()
+                key: None if fingerprint is None else {"size": fingerprint["size"], "digest": content_of(fingerprint)}
+                for key, fingerprint in sets.items()
             }
             for name, sets in self._identity["data"].items()
         }
@@ -267,13 +267,13 @@ class Contents:
         return {**self.start.to_dict(seconds), **without_secrets(about)}
 
     def differences(self, content: Mapping[str, Any]) -> list[Difference]:
-        """Return where data and code differ from those of a checkpoint; nothing if it has no fingerprints."""
-        then = content.get("identity")
-        if then is None:
+        """Return the differences of data and code from a checkpoint's; empty if it has no fingerprints."""
+        saved = content.get("identity")
+        if saved is None:
             return []
         identity = Identity(self._run.settings, self._sets, self._run.backend.model)
         with self._run.ranks.at("data"), untouched(data_parts(self._run.settings)):
-            return self._run.ranks.on_main("a look at data and code", lambda: identity.differences(then))
+            return self._run.ranks.on_main("the check of data and code", lambda: identity.differences(saved))
 
     def capture(self, history: dict[str, Any] | None = None) -> tuple[Files, dict[str, Any]]:
         """Return the state of the run: references to its live tensors by file and name, and the rest as JSON types.
@@ -305,13 +305,13 @@ class Contents:
         }
         return files, payload
 
-    def capture_rest(self) -> dict[str, Any]:
-        """Return what the live objects of a run do not keep beyond its end, for a run that goes on in this process."""
+    def capture_live_state(self) -> dict[str, Any]:
+        """Return the state that live objects lose when a run ends, for continuing the run in this process."""
         run, lifecycle, loader = self._run, self._lifecycle, self._sets.train
         read = getattr(loader, "loader", getattr(loader, "dataset", None))
         if lifecycle.progress.samples_in_epoch and not isinstance(loader, MapLoader) and has_state(read):
-            raise CheckpointError("the place of data with a `state_dict()` inside of an epoch needs a `save_dir`")
-        loop = self._capture_history(lifecycle.state_dict())  # all ranks take part in it
+            raise CheckpointError("the position of data with a `state_dict()` inside an epoch needs a `save_dir`")
+        loop = self._capture_history(lifecycle.state_dict())  # collective
         return {
             **loop,
             "callbacks": copy.deepcopy(loop["callbacks"]),
@@ -322,19 +322,19 @@ class Contents:
             "rng": state_dicts.rng_tensors(run.device),
         }
 
-    def restore_rest(self, kept: Mapping[str, Any]) -> None:
-        """Give the parts of a new run what `capture_rest` kept; weights, optimizer and algorithms are live."""
+    def restore_live_state(self, state: Mapping[str, Any]) -> None:
+        """Restore the state from `capture_live_state`; weights, optimizer state and algorithms are live."""
         scheduler, groups = self._run.lr_scheduler, self._run.backend.groups
         fresh = self._fresh_schedule()
         with contextlib.ExitStack() as undo:
-            self._lifecycle.load_callbacks(kept["callbacks"], undo)
+            self._lifecycle.load_callbacks(state["callbacks"], undo)
             if scheduler is not None:
-                give_back(scheduler, kept["scheduler"], undo)
+                give_back(scheduler, state["scheduler"], undo)
             undo.pop_all()
-        for group, options in zip(groups, kept["groups"], strict=True):
+        for group, options in zip(groups, state["groups"], strict=True):
             group |= options
-        self._restore_schedule(kept, (), *fresh)
-        self._restore_history(kept, ())
+        self._restore_schedule(state, (), *fresh)
+        self._restore_history(state, ())
 
     def capture_tensors(self) -> tuple[Files, dict[str, Any]]:
         """Return weights, optimizer, schedule, scaler, random numbers and data."""
@@ -351,19 +351,19 @@ class Contents:
         return files, payload
 
     def check(self, folder: Path, content: Mapping[str, Any]) -> None:
-        """Refuse a checkpoint that no run can have written, or one whose parts do not fit together.
+        """Reject a checkpoint that no run can have written, or whose parts do not fit together.
 
-        Whether it fits this run is checked by `restore`. Called only on the main rank.
+        `restore` checks whether it fits this run. Called only on the main rank.
 
         Raises:
-            CheckpointError: It says what is wrong; nothing has changed.
+            CheckpointError: If it is damaged or incomplete; nothing has changed.
         """
         where, files = repr(str(folder)), content["files"]
         validate(content, where)
         only_model = content.get("only_model", False)
         count = len(content["rng"]) if isinstance(content.get("rng"), list) else 1
         generators = [] if only_model else [RNG] if RNG in files else [_rng_file(rank) for rank in range(count)]
-        optimizers = [] if only_model else [OPTIMIZER, *map(optimizer_file, _others(content))]
+        optimizers = [] if only_model else [OPTIMIZER, *map(optimizer_file, _other_optimizers(content))]
         for name in [state_dicts.WEIGHTS, *optimizers, *generators]:
             if not files_of(folder, files, part_of(name)):
                 raise CheckpointError(f"{where} is incomplete: {name!r} is not among its files.")
@@ -382,28 +382,32 @@ class Contents:
         if "optimizer" in changed_settings(content["settings"], self._run.resolved_config()):
             return
         try:
-            backend.check_weights(weights, where, _absent(content))
+            backend.check_weights(weights, where, _excluded_weights(content))
             self._check_names(folder, content)
             backend.check_groups(content["optimizer"], where)
         except CheckpointError:
-            return  # from another model, so `restore` will refuse it
+            return  # from another model, so `restore` will reject it
         backend.check_optimizer(self._tensors_of(folder, content, OPTIMIZER), content["optimizer"], where)
-        for name, saved in _others(content).items():
+        for name, saved in _other_optimizers(content).items():
             self._check_other(folder, content, name, saved)
         saved = {OPTIMIZER: content["optimizer"]}
-        saved |= {optimizer_file(name): one for name, one in _others(content).items()}
-        for file, one in saved.items():
-            state_dicts.check_numbers(self._tensors_of(folder, content, file), one, repr(str(folder / file)))
+        saved |= {optimizer_file(name): state for name, state in _other_optimizers(content).items()}
+        for file, state in saved.items():
+            state_dicts.check_numbers(self._tensors_of(folder, content, file), state, repr(str(folder / file)))
 
     def _check_stream(self, content: Mapping[str, Any], where: str) -> None:
-        """Refuse the position of a stream if a dataset of the same kind cannot be restored to it."""
+        """Reject the position of a stream if a dataset of the same kind cannot be restored to it."""
         loader, mark = self._sets.train, content.get("stream")
-        then, now = content["settings"], self._run.resolved_config()
-        if mark is not None and isinstance(loader, StreamLoader) and then.get("train_dataset") == now["train_dataset"]:
+        saved, current = content["settings"], self._run.resolved_config()
+        if (
+            mark is not None
+            and isinstance(loader, StreamLoader)
+            and saved.get("train_dataset") == current["train_dataset"]
+        ):
             check_state(loader.dataset, state_dicts.from_json(mark["state"]), where)
 
     def restore(self, folder: Path, content: Mapping[str, Any], changed: Collection[str] = ()) -> None:
-        """Restore a checkpoint, except for its random numbers; if it is refused, the run stays as it was.
+        """Restore a checkpoint, except for its random numbers; if it is rejected, the run is unchanged.
 
         Args:
             folder: The folder of the checkpoint.
@@ -416,15 +420,15 @@ class Contents:
         scheduler = self._run.lr_scheduler
         is_composed = "lr_scheduler_options" in changed and hasattr(scheduler, "_schedulers")
         if (content["scheduler"] is None) != (scheduler is None) or is_composed:
-            changed = {*changed, "lr_scheduler"} - {"lr_scheduler_options"}  # a warm-up alone is a schedule too
+            changed = {*changed, "lr_scheduler"} - {"lr_scheduler_options"}  # a warm-up without decay is a schedule too
         if "optimizer" not in changed and has_other_groups(changed, content["optimizer"], self._run.backend.groups):
             is_counted = isinstance(scheduler, LambdaLR) and not callable(self._run.settings.lr_scheduler)
             check_schedule(scheduler is None or is_counted, repr(str(folder)))
-            changed = {*changed, "lr_scheduler"}  # which keeps rates of each group: the named one finds its place
+            changed = {*changed, "lr_scheduler"}  # its state has rates for the old groups
         self._run.ranks.on_main("the check of a checkpoint", lambda: self._check_fit(folder, content, changed))
-        self._frozen.left_out()  # of the user's model, before a whole checkpoint loads other frozen weights
+        self._frozen.left_out()  # of the user's model, before a full checkpoint loads other frozen weights
         if FROZEN not in changed:
-            self._frozen.check(_absent(content), repr(str(folder)))
+            self._frozen.check(_excluded_weights(content), repr(str(folder)))
         has_states = bool(files_of(folder, content["files"], part_of(STATES)))
         states = self._tensors_of(folder, content, STATES, self._run.ranks) if has_states else {}
         fresh = self._fresh_schedule()
@@ -445,32 +449,34 @@ class Contents:
         self._restore_data(content, states)
 
     def _check_fit(self, folder: Path, content: Mapping[str, Any], changed: Collection[str]) -> None:
-        """Refuse a checkpoint that does not fit this run."""
+        """Reject a checkpoint that does not fit this run."""
         where, run = repr(str(folder)), self._run
         weights = self._tensors_of(folder, content, state_dicts.WEIGHTS)
-        run.backend.check_weights(weights, where, _absent(content))
+        run.backend.check_weights(weights, where, _excluded_weights(content))
         if files_of(folder, content["files"], part_of(TRAINED)):
             trained = self._tensors_of(folder, content, TRAINED)
-            run.backend.check_weights(trained, repr(str(folder / TRAINED)), _rest(weights, trained, content))
+            run.backend.check_weights(
+                trained, repr(str(folder / TRAINED)), _remaining_weights(weights, trained, content)
+            )
         if "optimizer" not in changed:
             self._check_names(folder, content)
             run.backend.check_optimizer(*self._saved_optimizer(folder, content, changed, Ranks()), where)
-            for name, saved in _others(content).items():
+            for name, saved in _other_optimizers(content).items():
                 self._check_other(folder, content, name, saved)
         if run.lr_scheduler is not None and "lr_scheduler" not in changed:
             saved, present = state_dicts.from_json(content["scheduler"]), run.lr_scheduler.state_dict()
-            taken = sorted(key for key in saved.keys() - present.keys() if hasattr(run.lr_scheduler, str(key)))
-            if taken:
+            clobbered = sorted(key for key in saved.keys() - present.keys() if hasattr(run.lr_scheduler, str(key)))
+            if clobbered:
                 raise CheckpointError(
-                    f"{where} is damaged: the schedule's state has {taken[0]!r}, which is not a state."
+                    f"{where} is damaged: the schedule's state has {clobbered[0]!r}, which is not a state."
                 )
             if (
                 type(run.lr_scheduler).__module__.startswith(("torch.", "omnitrain."))
                 and "lr_scheduler_options" not in changed
             ):
-                lacking = sorted(key for key in present.keys() - saved.keys() if isinstance(present[key], list))
-                if lacking:
-                    raise CheckpointError(f"{where} is damaged: the schedule's state lacks {lacking[0]!r}.")
+                absent = sorted(key for key in present.keys() - saved.keys() if isinstance(present[key], list))
+                if absent:
+                    raise CheckpointError(f"{where} is damaged: the schedule's state lacks {absent[0]!r}.")
                 state_dicts.check_like(saved, present, "the schedule's state", where)
         scaler = run.backend.scaler
         if scaler.is_enabled() and content["scaler"]:
@@ -494,17 +500,17 @@ class Contents:
     def _tensors_of(
         self, folder: Path, content: Mapping[str, Any], file: str, ranks: Ranks | None = None
     ) -> TensorFile:
-        """Return the tensors of a file of a checkpoint, which may be there in parts.
+        """Return the tensors of a file of a checkpoint, which may be sharded.
 
-        The main rank looks for what is in the files of all ranks only once for a checkpoint.
+        The main rank reads the headers of all files only once for each checkpoint.
         """
         checkpoint = str(folder), content["sha256"]
         if self._catalogued[0] != checkpoint:
             self._catalogued = checkpoint, {}
         known = self._catalogued[1]
-        found = TensorFile(files_of(folder, content["files"], part_of(file)), ranks, known.get(file))
-        known[file] = found.catalogue
-        return found
+        tensors = TensorFile(files_of(folder, content["files"], part_of(file)), ranks, known.get(file))
+        known[file] = tensors.catalogue
+        return tensors
 
     # --- weights
 
@@ -513,19 +519,19 @@ class Contents:
         backend.sync_buffers()
         trained = backend.model_tensors()
         shown = self._shown.of(trained)
-        files = {state_dicts.WEIGHTS: {name: one for name, one in shown.items() if name not in frozen}}
-        others = {name: one for name, one in trained.items() if one is not shown[name]}
-        if others and not self._run.settings.save_only_model:
-            files[TRAINED] = others
+        files = {state_dicts.WEIGHTS: {name: tensor for name, tensor in shown.items() if name not in frozen}}
+        training_only = {name: tensor for name, tensor in trained.items() if tensor is not shown[name]}
+        if training_only and not self._run.settings.save_only_model:
+            files[TRAINED] = training_only
         return files, {"extra_state": state_dicts.extra_state(backend.model), "frozen": frozen}
 
     def restore_weights(self, folder: Path, content: Mapping[str, Any]) -> None:
-        """Copy only the weights of a checkpoint into the model; weights that it left out are unchanged."""
+        """Copy only the weights of a checkpoint into the model; frozen weights that it excludes are unchanged."""
         tensors = self._tensors_of(folder, content, state_dicts.WEIGHTS, self._run.ranks)
-        self._run.backend.load_weights(tensors, repr(str(folder)), content["extra_state"], _absent(content))
+        self._run.backend.load_weights(tensors, repr(str(folder)), content["extra_state"], _excluded_weights(content))
 
     def _restore_trained(self, folder: Path, content: Mapping[str, Any], changed: Collection[str]) -> None:
-        """Give algorithms what they made of the weights, which the model has now, and the model those in training."""
+        """Move the weights for evaluations, which the model has now, to the algorithms, and load those in training."""
         self._shown.are_in_place = False
         if not files_of(folder, content["files"], part_of(TRAINED)):
             return
@@ -534,7 +540,7 @@ class Contents:
         )
         if "algorithms" not in changed:
             self._shown.restore(trained)
-        where, rest = repr(str(folder / TRAINED)), _rest(weights, trained, content)
+        where, rest = repr(str(folder / TRAINED)), _remaining_weights(weights, trained, content)
         self._run.backend.load_weights(trained, where, content["extra_state"], rest)
 
     # --- the optimizer
@@ -542,23 +548,23 @@ class Contents:
     def _capture_optimizer(self) -> tuple[Files, dict[str, Any]]:
         backend = self._run.backend
         tensors, rest = backend.optimizer_state()
-        files, others = {OPTIMIZER: tensors}, {}
+        files, entries = {OPTIMIZER: tensors}, {}
         for name, optimizer in backend.optimizers.items():
             if optimizer is backend.optimizer:
-                others[name] = None  # saved as `optimizer`
+                entries[name] = None  # saved as `optimizer`
             else:
-                files[optimizer_file(name)], others[name] = state_dicts.optimizer_state(optimizer, backend.model)
-        return files, {"optimizer": rest, "optimizers": others}
+                files[optimizer_file(name)], entries[name] = state_dicts.optimizer_state(optimizer, backend.model)
+        return files, {"optimizer": rest, "optimizers": entries}
 
     def _restore_optimizer(self, folder: Path, content: Mapping[str, Any], changed: Collection[str]) -> None:
         backend = self._run.backend
         if "optimizer" in changed:
-            logger.warning("The optimizer is another one now: it starts without the state of the old one.")
+            logger.warning("The optimizer has changed: it starts without the state of the saved one.")
             return
         fresh = [dict(group) for group in backend.groups]
         tensors, rest = self._saved_optimizer(folder, content, changed, self._run.ranks)
         backend.load_optimizer(tensors, rest, repr(str(folder)))
-        for name, saved in _others(content).items():
+        for name, saved in _other_optimizers(content).items():
             tensors = self._tensors_of(folder, content, optimizer_file(name), self._run.ranks)
             state_dicts.restore_optimizer(backend.optimizers[name], backend.model, tensors, saved, repr(str(folder)))
         if has_other_groups(changed, content["optimizer"], backend.groups):
@@ -566,40 +572,40 @@ class Contents:
                 group |= {key: value for key, value in new.items() if key != "params"}
             return
         before, after = content["settings"]["optimizer_groups"], self._initial.optimizer or []
-        for group, new, now, then in zip(backend.groups, fresh, after, before, strict=True):
+        for group, new, current, previous in zip(backend.groups, fresh, after, before, strict=True):
             if "lr_scheduler" in changed:
                 group |= {key: new[key] for key in ("lr", "initial_lr") if key in new}
-            elif now["lr"] != then["lr"]:  # allowed to change: the current rate changes in proportion
-                group["lr"] = group["lr"] * (now["lr"] / then["lr"]) if then["lr"] else now["lr"]
-                group |= {"initial_lr": now["lr"]} if "initial_lr" in group else {}
-            group |= {key: new[key] for key in now.keys() - {"lr"} if now[key] != then.get(key)}
+            elif current["lr"] != previous["lr"]:  # allowed to change: the current rate changes in proportion
+                group["lr"] = group["lr"] * (current["lr"] / previous["lr"]) if previous["lr"] else current["lr"]
+                group |= {"initial_lr": current["lr"]} if "initial_lr" in group else {}
+            group |= {key: new[key] for key in current.keys() - {"lr"} if current[key] != previous.get(key)}
 
     def _saved_optimizer(
         self, folder: Path, content: Mapping[str, Any], changed: Collection[str], ranks: Ranks
     ) -> tuple[Mapping[str, Any], Any]:
-        """Return what was saved of the optimizer, tensors and rest; for other groups, if these may have changed."""
+        """Return the saved optimizer state, tensors and rest, regrouped if the groups were allowed to change."""
         tensors, saved = self._tensors_of(folder, content, OPTIMIZER, ranks), content["optimizer"]
         if GROUPING.isdisjoint(changed):
             return tensors, saved
         backend = self._run.backend
         groups = list(zip(backend.names_by_group(), backend.groups, strict=True))
-        saved, kept = regrouped(saved, tensors, groups, repr(str(folder)))
-        return kept, saved
+        saved, selected = regrouped(saved, tensors, groups, repr(str(folder)))
+        return selected, saved
 
     def _check_names(self, folder: Path, content: Mapping[str, Any]) -> None:
-        """Refuse a checkpoint of other optimizers, and a run with optimizers that the checkpoint lacks."""
+        """Reject a checkpoint of other optimizers than those of this run."""
         saved, backend = content.get("optimizers", {}), self._run.backend
-        then = {name: one is None for name, one in saved.items()}
-        now = {name: one is backend.optimizer for name, one in backend.optimizers.items()}
-        if then != now:
-            told = [", ".join(map(repr, names)) or "nothing" for names in (then, now)]
+        expected = {name: entry is None for name, entry in saved.items()}
+        present = {name: entry is backend.optimizer for name, entry in backend.optimizers.items()}
+        if expected != present:
+            old, new = (", ".join(map(repr, names)) or "nothing" for names in (expected, present))
             raise CheckpointError(
-                f"{str(folder)!r} was saved with {told[0]} in `self.optimizers`, and the trainer has {told[1]} there. "
+                f"{str(folder)!r} was saved with {old} in `self.optimizers`, and the trainer has {new} there. "
                 "Give it the same names, in the same order."
             )
 
     def _check_other(self, folder: Path, content: Mapping[str, Any], name: str, saved: Any) -> None:
-        """Refuse the saved state of one of several optimizers if it does not fit the optimizer."""
+        """Reject the saved state of one of several optimizers if it does not fit the optimizer."""
         backend, tensors = self._run.backend, self._tensors_of(folder, content, optimizer_file(name))
         state_dicts.check_optimizer(backend.optimizers[name], backend.model, tensors, saved, repr(str(folder)))
 
@@ -610,10 +616,10 @@ class Contents:
         return {"scheduler": None if scheduler is None else state_dicts.to_json(scheduler.state_dict(), "scheduler")}
 
     def _fresh_schedule(self) -> tuple[dict[str, Any], list[Any]]:
-        """Return the state of the schedule now, and the initial rates of it and its parts."""
+        """Return the present state of the schedule, and the initial rates of it and its parts."""
         scheduler = self._run.lr_scheduler
         parts = [] if scheduler is None else [scheduler, *getattr(scheduler, "_schedulers", ())]
-        return dict(vars(scheduler)) if parts else {}, [getattr(one, "base_lrs", None) for one in parts]
+        return dict(vars(scheduler)) if parts else {}, [getattr(part, "base_lrs", None) for part in parts]
 
     def _restore_schedule(
         self, content: Mapping[str, Any], changed: Collection[str], fresh: dict[str, Any], fresh_rates: list[Any]
@@ -634,14 +640,14 @@ class Contents:
             optimizer._opt_called = True
         parts = [scheduler, *getattr(scheduler, "_schedulers", ())]
         if "lr_scheduler_options" in changed:
-            then, now = content["settings"]["lr_scheduler_options"] or {}, self._initial.schedule or {}
-            vars(scheduler).update({key: fresh[key] for key in now if now[key] != then.get(key)})
+            previous, current = content["settings"]["lr_scheduler_options"] or {}, self._initial.schedule or {}
+            vars(scheduler).update({key: fresh[key] for key in current if current[key] != previous.get(key)})
         has_new_rates = not {"learning_rate", "optimizer_groups", *GROUPING}.isdisjoint(changed)
-        for one, rates in zip(parts, fresh_rates, strict=True):
+        for part, rates in zip(parts, fresh_rates, strict=True):
             if rates is not None:
-                one.base_lrs = rates if has_new_rates else state_dicts.like(one.base_lrs, rates)
-        then, now = content["settings"], self._run.resolved_config()
-        spans = [_span(one) for one in (then, now)]
+                part.base_lrs = rates if has_new_rates else state_dicts.like(part.base_lrs, rates)
+        previous, current = content["settings"], self._run.resolved_config()
+        spans = [_span(settings) for settings in (previous, current)]
         is_other = not {"lr_scheduler", "lr_scheduler_kwargs", "warmup_steps"}.isdisjoint(changed) or (
             has_new_rates and isinstance(scheduler, ScheduleLR)  # `min_lr` stays
         )
@@ -654,12 +660,12 @@ class Contents:
                 self._move_schedule(scheduler, Progress.from_state(content["progress"]), spans)
 
     def _move_schedule(self, scheduler: LambdaLR, progress: Progress, spans: list[str]) -> None:
-        """Take the rates of a schedule that is another one now, and tell what becomes of them.
+        """Set the rates of a schedule that has changed, and log how they change.
 
         Args:
-            scheduler: The schedule, whose rates are a function of the steps or the progress alone.
-            progress: Where the run is.
-            spans: The length of the run before and now.
+            scheduler: The schedule, whose rates are a function only of the steps or the progress.
+            progress: The position of the run.
+            spans: The length of the saved and of the present run.
         """
         groups = self._run.backend.optimizer.param_groups
         if isinstance(scheduler, ScheduleLR) and scheduler.follows:
@@ -684,19 +690,21 @@ class Contents:
         return {"scaler": state_dicts.to_json(self._run.backend.scaler.state_dict(), "scaler")}
 
     def _restore_scaler(self, content: Mapping[str, Any], has_changed: bool) -> None:
-        scaler, wanted = self._run.backend.scaler, self._run.settings.fp16_loss_scale
+        scaler, loss_scale = self._run.backend.scaler, self._run.settings.fp16_loss_scale
         if scaler.is_enabled() and content["scaler"]:
             scaler.load_state_dict(state_dicts.from_json(content["scaler"]))
             if has_changed:
-                scaler.set_growth_interval(growth_interval(wanted))
+                scaler.set_growth_interval(growth_interval(loss_scale))
 
     # --- random numbers
 
     def _capture_random_numbers(self) -> tuple[Files, dict[str, Any]]:
-        own = state_dicts.rng_tensors(self._run.device)
-        found = self._run.ranks.gather_on_main("the random numbers for a checkpoint", [own])
-        generators = self._run.ranks.by_share([one for (one,) in found])
-        tensors = {f"{rank}/{name}": one for rank, (held, _) in enumerate(generators) for name, one in held.items()}
+        state = state_dicts.rng_tensors(self._run.device)
+        gathered = self._run.ranks.gather_on_main("the random numbers for a checkpoint", [state])
+        generators = self._run.ranks.by_share([entry for (entry,) in gathered])
+        tensors = {
+            f"{rank}/{name}": tensor for rank, (state, _) in enumerate(generators) for name, tensor in state.items()
+        }
         return {RNG: tensors}, {"rng": [rest for _, rest in generators]}
 
     def restore_random_numbers(self, folder: Path, content: Mapping[str, Any]) -> None:
@@ -707,11 +715,11 @@ class Contents:
         alike = ranks.world_size // ranks.data.size  # ranks that have the same samples
         saved = ranks.deal(
             "the random numbers of a checkpoint",
-            lambda: [one for one in self._generators(folder, content) for _ in range(alike)],
+            lambda: [state for state in self._generators(folder, content) for _ in range(alike)],
         )
         if saved is not None:
             state_dicts.restore_rng_tensors(*saved, self._run.device)
-        else:  # more ranks than there were
+        else:  # more ranks than in the checkpoint
             seed_everything(derive_seed(seed, ranks.data.rank, self._lifecycle.progress.step) & 0x7FFFFFFF)
 
     @staticmethod
@@ -734,7 +742,7 @@ class Contents:
         """Return the states of callbacks and algorithms: the tensors in them, and the rest as JSON types.
 
         Raises:
-            CheckpointError: If a state has something that cannot be saved; the message names the object and the key.
+            CheckpointError: If a state has something that cannot be saved; the message has the object and the key.
         """
         tensors: dict[str, torch.Tensor] = {}
         entries = []
@@ -744,8 +752,8 @@ class Contents:
                 {**entry, "state": state_dicts.to_json(entry["state"], f"callbacks/{index}/{name}", tensors)}
             )
         algorithms = [
-            state_dicts.to_json(one.state_dict(), f"algorithms/{index}/{type(one).__qualname__}", tensors)
-            for index, one in enumerate(self._run.algorithms)
+            state_dicts.to_json(algorithm.state_dict(), f"algorithms/{index}/{type(algorithm).__qualname__}", tensors)
+            for index, algorithm in enumerate(self._run.algorithms)
         ]
         if self._run.settings.save_only_model:
             return tensors, {"callbacks": entries}
@@ -761,12 +769,15 @@ class Contents:
         parts = stateful_parts(settings, self._run.backend.model)
         if not parts:
             return {}
-        own: dict[str, torch.Tensor] = {}
+        local_tensors: dict[str, torch.Tensor] = {}
         place = f"parts/{ranks.data.rank}"
-        states = {name: state_dicts.to_json(part.state_dict(), f"{place}/{name}", own) for name, part in parts.items()}
-        own = {name: tensor.detach().cpu() for name, tensor in own.items()}
-        gathered = ranks.gather_on_main("the states of the user's parts", [(states, own)])
-        everywhere = [entry for (entry,) in ranks.by_share(gathered)] or [(states, own)]
+        states = {
+            name: state_dicts.to_json(part.state_dict(), f"{place}/{name}", local_tensors)
+            for name, part in parts.items()
+        }
+        local_tensors = {name: tensor.detach().cpu() for name, tensor in local_tensors.items()}
+        gathered = ranks.gather_on_main("the states of the user's parts", [(states, local_tensors)])
+        everywhere = [entry for (entry,) in ranks.by_share(gathered)] or [(states, local_tensors)]
         if all(_is_same_state(everywhere[0], entry) for entry in everywhere[1:]):
             del everywhere[1:]
         for _, entry in everywhere:
@@ -787,10 +798,10 @@ class Contents:
         data = self._run.ranks.data
         if len(saved) not in (1, data.size):
             logger.warning(
-                "The states of %s differ between the %d ranks of the checkpoint, and there are %d now: all get those "
+                "The states of %s differ between the %d ranks of the checkpoint, and this run has %d: all get those "
                 "of the main one.", ", ".join(f"`{name}`" for name in saved[0]), len(saved), data.size,
             )  # fmt: skip
-        states = [state_dicts.from_json(entry, tensors) for entry in saved]  # all ranks read all of them, together
+        states = [state_dicts.from_json(entry, tensors) for entry in saved]  # reading is collective: all ranks read all
         for name, entry in states[data.rank if len(saved) == data.size else 0].items():
             if name.partition(".")[0] in changed:
                 continue
@@ -804,7 +815,7 @@ class Contents:
 
         Raises:
             CheckpointError: As for `capture_states`.
-            ConfigError: If worker processes change a state in copies of their own.
+            ConfigError: If worker processes change copies of a state.
         """
         if not self._run.settings.save_only_model:
             check_parts(self._run.settings, stateful_parts(self._run.settings, self._run.backend.model))
@@ -813,7 +824,7 @@ class Contents:
         except CheckpointError:
             raise
         except Exception:  # a state that exists only once the run has begun: the first save tries again
-            logger.debug("There is no state before the run.", exc_info=True)
+            logger.debug("A state cannot be captured before the run.", exc_info=True)
 
     def _capture_history(self, history: dict[str, Any]) -> dict[str, Any]:
         lifecycle = self._lifecycle
@@ -862,22 +873,22 @@ class Contents:
     # --- data
 
     def _capture_data(self) -> dict[str, Any]:
-        """Return what the order and the samples follow from: the generators drawn from, and the kind of order."""
+        """Return the random number generators that the data draw from, and the kind of order."""
         loader = self._sets.train
         is_keyed = isinstance(loader, MapLoader) and loader.sampler.is_keyed
-        own = [GENERATORS.index(g) for g in loader.fetch.drawn] if isinstance(loader, MapLoader) else []
-        drawn = self._run.ranks.combine("what the data draws", own, lambda each: sorted(set().union(*each)))
+        indices = [GENERATORS.index(g) for g in loader.fetch.drawn] if isinstance(loader, MapLoader) else []
+        drawn = self._run.ranks.combine("what the data draws", indices, lambda each: sorted(set().union(*each)))
         return {"drawn": drawn, "order": "keyed" if is_keyed else "drawn"}
 
     def _restore_data(self, content: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -> None:
         loader = self._sets.train
         if isinstance(loader, MapLoader):
             loader.fetch.drawn = [GENERATORS[index] for index in content["drawn"]]
-            loader.sampler.is_keyed = content.get("order") == "keyed"  # earlier versions drew every order as a whole
+            loader.sampler.is_keyed = content.get("order") == "keyed"  # earlier versions drew a full permutation
         elif loader is not None:
             mark = state_dicts.from_json(content.get("stream"), tensors)  # missing in the first checkpoints of format 1
-            then, now = content["settings"], self._run.resolved_config()
-            if any(then.get(name) != now[name] for name in ("train_dataset", "train_loader")):
+            saved, current = content["settings"], self._run.resolved_config()
+            if any(saved.get(name) != current[name] for name in ("train_dataset", "train_loader")):
                 mark = None
             if mark is not None and loader.is_split:
                 mark["state"] = loader.part_of(mark["state"])
@@ -885,7 +896,7 @@ class Contents:
             loader.start_from(None if mark is None else Mark(**mark))
 
     def _stream_mark(self, tensors: dict[str, torch.Tensor]) -> Any:
-        """Return the position of data that have states, as JSON types; None if there is none.
+        """Return the position of data that have states, as JSON types; None for data without states.
 
         Args:
             tensors: Filled with the tensors in the state.
@@ -895,8 +906,8 @@ class Contents:
         if loader is not None:
             mark = loader.mark_at(progress.epoch, progress.samples_in_epoch, progress.batches_in_epoch)
         if loader is not None and loader.is_split:
-            found = ranks.gather_on_main("the states of the training data", [None if mark is None else mark.state])
-            states = list(ranks.by_share([one for (one,) in found]))  # on the main rank, which writes them
+            gathered = ranks.gather_on_main("the states of the training data", [None if mark is None else mark.state])
+            states = list(ranks.by_share([state for (state,) in gathered]))  # on the main rank, which writes them
             mark = None if mark is None or None in states or not states else mark._replace(state=loader.joined(states))
         try:
             return None if mark is None else state_dicts.to_json(mark._asdict(), _STREAM, tensors)
@@ -905,7 +916,7 @@ class Contents:
             return None
 
 
-def _others(content: Mapping[str, Any]) -> dict[str, Any]:
+def _other_optimizers(content: Mapping[str, Any]) -> dict[str, Any]:
     """Return a checkpoint's entries for several optimizers, without the one saved as `optimizer`."""
     return {name: saved for name, saved in content.get("optimizers", {}).items() if saved is not None}
 
@@ -916,18 +927,18 @@ def group_options(groups: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _span(settings: Mapping[str, Any]) -> str:
-    """Return what the settings of a run say of its length: steps, where these are known."""
+    """Return the length of a run as text: in steps, if their number is known."""
     if settings["total_steps"] is not None:
         return f"{settings['total_steps']} steps"
     limits = {name: settings.get(name) for name in ("epochs", "max_steps", "max_duration")}
     return ", ".join(f"{name}={value!r}" for name, value in limits.items() if value is not None)
 
 
-def _is_same_state(one: tuple[Any, dict[str, torch.Tensor]], other: tuple[Any, dict[str, torch.Tensor]]) -> bool:
-    """Return whether two ranks have the same states: JSON types, and tensors in the order in which these have them."""
-    if len(one[1]) != len(other[1]) or not all(map(torch.equal, one[1].values(), other[1].values())):
+def _is_same_state(first: tuple[Any, dict[str, torch.Tensor]], second: tuple[Any, dict[str, torch.Tensor]]) -> bool:
+    """Return whether two ranks have the same states: JSON types, and tensors in the same order."""
+    if len(first[1]) != len(second[1]) or not all(map(torch.equal, first[1].values(), second[1].values())):
         return False
-    return _without_names(one[0]) == _without_names(other[0])
+    return _without_names(first[0]) == _without_names(second[0])
 
 
 def _without_names(value: Any) -> Any:
@@ -936,14 +947,14 @@ def _without_names(value: Any) -> Any:
     return [_without_names(entry) for entry in value] if isinstance(value, list) else value
 
 
-def _absent(content: Mapping[str, Any]) -> dict[str, str]:
-    """Return the fingerprints of the weights that a checkpoint left out; the first checkpoints are whole."""
+def _excluded_weights(content: Mapping[str, Any]) -> dict[str, str]:
+    """Return the fingerprints of the weights that a checkpoint excludes; the first checkpoints have all weights."""
     return content.get("frozen") or {}
 
 
-def _rest(weights: Collection[str], trained: Collection[str], content: Mapping[str, Any]) -> set[str]:
-    """Return the names of the weights in training that are in no file of their own."""
-    return {*weights, *_absent(content)} - set(trained)
+def _remaining_weights(weights: Collection[str], trained: Collection[str], content: Mapping[str, Any]) -> set[str]:
+    """Return the names of the weights that are not in the file of those in training."""
+    return {*weights, *_excluded_weights(content)} - set(trained)
 
 
 def _rng_file(rank: int) -> str:

@@ -22,7 +22,14 @@ from omnitrain.checkpoint.adapters import ADAPTER
 from omnitrain.checkpoint.manifest import MANIFEST, Check, check_hashes
 from omnitrain.checkpoint.remote import local_copy
 from omnitrain.checkpoint.sharded_files import files_of
-from omnitrain.checkpoint.state_dicts import WEIGHTS, bare_name, from_json, has_own_loader, load_by_own_way, unwrap
+from omnitrain.checkpoint.state_dicts import (
+    WEIGHTS,
+    bare_name,
+    from_json,
+    has_custom_loader,
+    load_with_custom_hooks,
+    unwrap,
+)
 from omnitrain.checkpoint.store import Store, is_pointer
 from omnitrain.checkpoint.tensor_files import Spec, TensorFile
 from omnitrain.checkpoint.verifying import hashed_by_all
@@ -101,7 +108,7 @@ def load_initial(model: nn.Module, source: Mapping[str, Any], ranks: Ranks) -> I
     content: dict[str, torch.Tensor] = {}
     states, initial = hashed_by_all(ranks, lambda check: _load(model, **_here(source), content=content, check=check))
     if states and (not ranks.is_main or initial is not None):
-        load_by_own_way(model, states, "`init_from`")
+        load_with_custom_hooks(model, states, "`init_from`")
     if initial is not None:
         initial.content = content
     return initial
@@ -211,7 +218,9 @@ def _later(
         return None
     bare = unwrap(model)
     for path, module in bare.named_modules():
-        if has_own_loader(module) and (module is bare or any(name.startswith(f"{bare_name(path)}.") for name in pairs)):
+        if has_custom_loader(module) and (
+            module is bare or any(name.startswith(f"{bare_name(path)}.") for name in pairs)
+        ):
             raise ConfigError(
                 f"{where}: {type(module).__name__} has loading code of its own, which needs the whole model, and "
                 f"{len(empty)} of its tensors are on the meta device, {empty[0]!r} for instance. Make the model "
@@ -229,14 +238,14 @@ def _copy(
     states: Mapping[str, Any],
     where: str,
 ) -> None:
-    if any(map(has_own_loader, unwrap(model).modules())):
-        load_by_own_way(model, {first: tensors[own] for first, own in pairs.items()} | dict(states), where)
+    if any(map(has_custom_loader, unwrap(model).modules())):
+        load_with_custom_hooks(model, {first: tensors[own] for first, own in pairs.items()} | dict(states), where)
         return
     for first, own in pairs.items():  # one at a time in memory
         with torch.no_grad():
             kinds[first].copy_(tensors[own])
     if states:
-        load_by_own_way(model, states, where)
+        load_with_custom_hooks(model, states, where)
 
 
 def _spec_of(tensors: Mapping[str, Any], name: str) -> Spec:

@@ -1,7 +1,7 @@
-"""Model and optimizer state by name: weights under the bare module's names, moments under parameter names.
+"""Model and optimizer state dicts by parameter name, for safetensors and JSON.
 
-Only safetensors and JSON: nothing is pickled or unpickled. `store.py` has folders, manifests and retention,
-`contents.py` the parts of a trainer that are saved.
+Nothing is pickled or unpickled. `store.py` has folders, manifests and retention, `contents.py` the parts of a trainer
+that are saved.
 """
 
 from __future__ import annotations
@@ -61,41 +61,41 @@ def unwrap(model: nn.Module) -> nn.Module:
 
 def class_of(model: nn.Module) -> type:
     """Return the class of the user's module, which FSDP 2 replaces by a derived class."""
-    own, *bases = type(unwrap(model)).__mro__
-    return bases[1] if bases[0].__name__ == "FSDPModule" else own
+    cls, *bases = type(unwrap(model)).__mro__
+    return bases[1] if bases[0].__name__ == "FSDPModule" else cls
 
 
 def bare_name(name: str) -> str:
-    """Return a parameter's name without what `torch.compile` or activation checkpointing of submodules added to it."""
+    """Return a parameter's name without the prefixes of `torch.compile` and activation checkpointing."""
     return name.replace("_orig_mod.", "").replace("_checkpoint_wrapped_module.", "")
 
 
 def named_parameters(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
-    """Return the parameters with the names of the bare module; tied ones come under each of theirs."""
-    found = unwrap(model).named_parameters(remove_duplicate=False)
-    return [(bare_name(name), parameter) for name, parameter in found]
+    """Return the parameters with the names of the bare module; tied ones under each of their names."""
+    parameters = unwrap(model).named_parameters(remove_duplicate=False)
+    return [(bare_name(name), parameter) for name, parameter in parameters]
 
 
 def model_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Return the tensors of the bare module by name; a tensor with several names comes under the first."""
-    return {name: tensor for name, tensor, first in _named(model) if name == first}
+    """Return the tensors of the bare module by name; tied ones under their first name."""
+    return {name: tensor for name, tensor, first in _named_tensors(model) if name == first}
 
 
-def _named(model: nn.Module) -> Iterator[tuple[str, torch.Tensor, str]]:
+def _named_tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor, str]]:
     """Yield name, tensor, and the tensor's first name: tied weights have several names."""
-    seen: dict[Any, str] = {}
+    first_names: dict[Any, str] = {}
     module = unwrap(model)
     parameters = dict(module.named_parameters(remove_duplicate=False))
     for name, value in module.state_dict().items():
         if not isinstance(value, torch.Tensor):
             continue  # see `extra_state`
         tensor = value.detach()
-        if hasattr(tensor, "full_tensor"):  # the address of this process's part does not identify the whole
-            place: Any = id(parameters.get(name, name))
+        if hasattr(tensor, "full_tensor"):  # the address of the local shard does not identify a DTensor
+            key: Any = id(parameters.get(name, name))
         else:
-            place = (tensor.device, tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype)
+            key = (tensor.device, tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype)
         name = bare_name(name)
-        yield name, tensor, seen.setdefault(place if tensor.numel() else name, name)
+        yield name, tensor, first_names.setdefault(key if tensor.numel() else name, name)
 
 
 def save_weights(
@@ -107,13 +107,13 @@ def save_weights(
 ) -> Path:
     """Write `model.safetensors` to `folder`, and `config.json` if the model has a config.
 
-    The file appears whole or not at all. `from_pretrained` opens the folder of a transformers model.
+    The file is replaced atomically. `from_pretrained` opens the folder of a transformers model.
 
     Args:
         model: The model, wrapped or not.
         folder: Created if needed.
         overwrite: Whether to replace existing weights.
-        tensors: Its weights by name, if it does not hold them itself.
+        tensors: Its weights by name; None reads them from the model.
         ranks: The ranks that have the weights; the main one writes.
 
     Raises:
@@ -158,13 +158,13 @@ def write_config(model: nn.Module, folder: Path) -> None:
 
 
 def extra_state(model: nn.Module) -> dict[str, Any]:
-    """Return the state of modules besides tensors (`get_extra_state`) by name, as JSON types.
+    """Return what the modules' `get_extra_state` returns, by name, as JSON types.
 
     Raises:
-        CheckpointError: If it holds something that is neither plain nor a number.
+        CheckpointError: If it has something that JSON cannot hold.
     """
-    found = unwrap(model).state_dict().items()
-    return {bare_name(name): to_json(value, name) for name, value in found if not isinstance(value, torch.Tensor)}
+    entries = unwrap(model).state_dict().items()
+    return {bare_name(name): to_json(value, name) for name, value in entries if not isinstance(value, torch.Tensor)}
 
 
 def load_weights(
@@ -177,7 +177,7 @@ def load_weights(
 ) -> None:
     """Copy tensors into a model in place, so optimizers and tied weights stay valid; names, shapes and dtypes must fit.
 
-    For a buffer that does not fit, a module with its own loading code decides.
+    A module with custom loading code decides about its buffers.
 
     Args:
         model: The model, wrapped or not.
@@ -185,7 +185,7 @@ def load_weights(
         where: Their name in errors.
         extra: What `extra_state` returned.
         absent: Names of tensors that were left out, and stay unchanged.
-        ranks: The ranks that load them, each into its own part of the model.
+        ranks: The ranks that load them, each into its shard of the model.
 
     Raises:
         CheckpointError: On all ranks, if a tensor is missing, left over, of another shape or dtype, or cannot be read
@@ -193,7 +193,7 @@ def load_weights(
     """
     ranks = ranks or Ranks()
     check_weights(model, tensors, where, absent)
-    named = {name: (tensor, first) for name, tensor, first in _named(model)}
+    named = {name: (tensor, first) for name, tensor, first in _named_tensors(model)}
     content: dict[str, Any] = {}
 
     def read() -> None:
@@ -204,20 +204,22 @@ def load_weights(
 
     ranks.attempt("the reading of weights", read)
     content |= {name: from_json(value) for name, value in (extra or {}).items()}
-    load_by_own_way(model, content, where, ranks)
+    load_with_custom_hooks(model, content, where, ranks)
 
 
-def load_by_own_way(model: nn.Module, content: Mapping[str, Any], where: str, ranks: Ranks | None = None) -> None:
-    """Have a model load tensors and extra state by bare names: its modules may have hooks, or their own loading code.
+def load_with_custom_hooks(
+    model: nn.Module, content: Mapping[str, Any], where: str, ranks: Ranks | None = None
+) -> None:
+    """Load tensors and extra state through a model's `load_state_dict`, with its hooks and custom loading code.
 
     Args:
         model: The model, wrapped or not.
-        content: The tensors and the extra state.
+        content: The tensors and the extra state by bare names.
         where: Their name in errors.
         ranks: The ranks that load them together.
 
     Raises:
-        CheckpointError: On all ranks, if the model of one of them refuses them; the model is unchanged.
+        CheckpointError: On all ranks, if the model rejects them on one of them; the model is unchanged.
     """
     bare = unwrap(model)
     copy_expanded(bare)  # a forward pass may have expanded a buffer since it was placed
@@ -226,28 +228,28 @@ def load_by_own_way(model: nn.Module, content: Mapping[str, Any], where: str, ra
     loads = getattr(bare.load_state_dict, "__func__", None)
     accepted = inspect.signature(bare.load_state_dict).parameters
     is_strict = loads is nn.Module.load_state_dict or "strict" in accepted
-    if not is_strict:  # its code may need all of them
+    if not is_strict:  # custom code without `strict` may need every entry
         content = {**bare.state_dict(), **content}
-    before = _copies(bare) if any(map(has_own_loader, bare.modules())) else {}
+    before = _copies(bare) if any(map(has_custom_loader, bare.modules())) else {}
 
     def load() -> None:
         try:
             bare.load_state_dict(content, **({"strict": False} if is_strict else {}))
         except Exception as error:
             raise CheckpointError(
-                f"{where} does not fit the model, which refused it: {type(error).__name__}: {error}. "
+                f"{where} does not fit the model, which rejected it: {type(error).__name__}: {error}. "
                 "Build the model as it was built for that run."
             ) from error
 
     try:
         (ranks or Ranks()).attempt("the loading of weights", load)
     except CheckpointError:
-        _put_back(bare, before)
+        _restore_copies(bare, before)
         raise
 
 
 def is_expanded(tensor: torch.Tensor) -> bool:
-    """Whether elements of a tensor share memory, as `expand` makes them; nothing can be written to such a tensor.
+    """Return whether elements of a tensor share memory, as after `expand`; such a tensor cannot be written to.
 
     >>> is_expanded(torch.zeros(1).expand(4)), is_expanded(torch.zeros(1, 4).expand(1, 4))
     (True, False)
@@ -258,7 +260,7 @@ def is_expanded(tensor: torch.Tensor) -> bool:
 
 
 def copy_expanded(model: nn.Module) -> None:
-    """Give parameters and buffers made by `expand` memory for each element, as `Module.to` does for another device.
+    """Allocate memory for each element of expanded parameters and buffers, as `Module.to` does for another device.
 
     No checkpoint could be loaded into them, and an optimizer would update an element several times.
     """
@@ -266,36 +268,38 @@ def copy_expanded(model: nn.Module) -> None:
 
 
 def unshare_elements(tensors: Iterable[torch.Tensor]) -> None:
-    """Give those of these tensors that `expand` has made memory for each element."""
+    """Allocate memory for each element of those tensors that are expanded."""
     for tensor in tensors:
         if is_expanded(tensor):
             tensor.data = tensor.detach().clone(memory_format=torch.contiguous_format)
 
 
 def _copies(model: nn.Module) -> dict[str, torch.Tensor]:
-    return {name: one.detach().clone() for name, one in model.state_dict().items() if isinstance(one, torch.Tensor)}
+    return {
+        name: tensor.detach().clone() for name, tensor in model.state_dict().items() if isinstance(tensor, torch.Tensor)
+    }
 
 
-def _put_back(model: nn.Module, before: Mapping[str, torch.Tensor]) -> None:
+def _restore_copies(model: nn.Module, before: Mapping[str, torch.Tensor]) -> None:
     present = dict(model.named_parameters(remove_duplicate=False)) | dict(model.named_buffers(remove_duplicate=False))
     for name, tensor in before.items():
         with torch.no_grad():
             if name in present and present[name].shape == tensor.shape:
                 present[name].copy_(tensor)
             elif name in present:
-                owner, _, own = name.rpartition(".")
-                setattr(model.get_submodule(owner), own, tensor)
+                owner, _, attribute = name.rpartition(".")
+                setattr(model.get_submodule(owner), attribute, tensor)
 
 
-def has_own_loader(module: nn.Module) -> bool:
-    """Whether a module has its own loading code; PyTorch's modules have some too, for files of older versions."""
-    ways = [getattr(type(module), name) for name in ("load_state_dict", "_load_from_state_dict")]
-    ways += [getattr(hook, "hook", hook) for hook in module._load_state_dict_pre_hooks.values()]
-    return any(not getattr(way, "__module__", "").startswith("torch.") for way in ways)
+def has_custom_loader(module: nn.Module) -> bool:
+    """Return whether a module has loading code that is not PyTorch's."""
+    loaders = [getattr(type(module), name) for name in ("load_state_dict", "_load_from_state_dict")]
+    loaders += [getattr(hook, "hook", hook) for hook in module._load_state_dict_pre_hooks.values()]
+    return any(not getattr(loader, "__module__", "").startswith("torch.") for loader in loaders)
 
 
 def check_weights(model: nn.Module, tensors: Mapping[str, Any], where: str, absent: Collection[str] = ()) -> None:
-    """Refuse tensors that do not fit a model; modules with their own loading code decide about their buffers.
+    """Reject tensors that do not fit a model; modules with custom loading code decide about their buffers.
 
     Args:
         model: The model, wrapped or not.
@@ -308,46 +312,48 @@ def check_weights(model: nn.Module, tensors: Mapping[str, Any], where: str, abse
     """
     bare = unwrap(model)
     parameters = {bare_name(name) for name, _ in bare.named_parameters(remove_duplicate=False)}
-    prefixes = [f"{bare_name(name)}." if name else "" for name, one in bare.named_modules() if has_own_loader(one)]
-    wanted = {
+    prefixes = [
+        f"{bare_name(name)}." if name else "" for name, module in bare.named_modules() if has_custom_loader(module)
+    ]
+    expected = {
         name: (first, (tuple(tensor.shape), tensor.dtype))
-        for name, tensor, first in _named(model)
+        for name, tensor, first in _named_tensors(model)
         if name in parameters or not any(map(name.startswith, prefixes))
     }
-    kept = {name for name, _, first in _named(model) if name not in wanted} | {
+    loader_names = {name for name, _, first in _named_tensors(model) if name not in expected} | {
         name for name in tensors if name not in parameters and any(map(name.startswith, prefixes))
     }
-    check_fit(wanted, tensors, where, kept, absent)
+    check_fit(expected, tensors, where, loader_names, absent)
 
 
 def check_fit(
-    wanted: Mapping[str, tuple[str, Spec]],
+    expected: Mapping[str, tuple[str, Spec]],
     tensors: Mapping[str, Any],
     where: str,
     loaders: Collection[str] = (),
     absent: Collection[str] = (),
 ) -> None:
-    """Refuse tensors that do not fit a model.
+    """Reject tensors that do not fit a model.
 
     Args:
-        wanted: For each name in the model, the first name of the same tensor, its shape and its dtype.
+        expected: For each name in the model, the first name of the same tensor, its shape and its dtype.
         tensors: The saved tensors.
         where: Their name in errors.
-        loaders: Names that a module loads with its own code, whatever they hold.
+        loaders: Names that custom loading code handles, with any content.
         absent: Names of tensors that were left out.
 
     Raises:
         CheckpointError: If one is missing, left over, of another shape, or of a dtype that would lose precision.
     """
-    expected = {first for first, _ in wanted.values()}
-    missing = sorted(expected - tensors.keys() - set(absent))
-    left_over = sorted({*tensors, *absent} - wanted.keys() - set(loaders))
+    first_names = {first for first, _ in expected.values()}
+    missing = sorted(first_names - tensors.keys() - set(absent))
+    left_over = sorted({*tensors, *absent} - expected.keys() - set(loaders))
     if missing or left_over:
         raise CheckpointError(
             f"{where} does not fit the model: missing {missing[:5]}, not in the model {left_over[:5]}. "
             "Build the model as it was built for that run."
         )
-    for name, (first, (shape, dtype)) in wanted.items():
+    for name, (first, (shape, dtype)) in expected.items():
         if name != first or name not in tensors:
             continue
         saved_shape, saved_dtype = spec_of(tensors, name)
@@ -355,7 +361,7 @@ def check_fit(
             raise CheckpointError(
                 f"{where} does not fit the model: {name!r} has shape {saved_shape} there and {shape} in the model. "
                 "Build the model as it was built for that run; a buffer that changes its shape needs a module with a "
-                "`load_state_dict` or `_load_from_state_dict` of its own."
+                "custom `load_state_dict` or `_load_from_state_dict`."
             )
         if not holds(dtype, saved_dtype):
             raise CheckpointError(
@@ -386,14 +392,14 @@ def parameter_names(model: nn.Module) -> dict[int, str]:
 def names_by_group(optimizer: torch.optim.Optimizer, model: nn.Module) -> list[list[str]]:
     """Return the bare names of the parameters in each group of an optimizer; "?" for one not in the model."""
     names = parameter_names(model)
-    return [[names.get(id(one), "?") for one in group["params"]] for group in optimizer.param_groups]
+    return [[names.get(id(parameter), "?") for parameter in group["params"]] for group in optimizer.param_groups]
 
 
 def optimizer_state(optimizer: torch.optim.Optimizer, model: nn.Module) -> tuple[dict[str, torch.Tensor], Any]:
     """Return an optimizer's tensors, keyed "<parameter>/<entry>", and the rest as JSON types.
 
     Raises:
-        CheckpointError: If it holds a parameter that is not in the model and so has no name.
+        CheckpointError: If it has a parameter that is not in the model and so has no name.
     """
     names, tensors, rest = parameter_names(model), {}, {}
     groups = []
@@ -415,38 +421,37 @@ def optimizer_state(optimizer: torch.optim.Optimizer, model: nn.Module) -> tuple
                     rest.setdefault(name, {})[key] = to_json(value, f"{name}/{key}", tensors)
     shared = {key: value for key, value in optimizer.state.items() if not isinstance(key, torch.Tensor)}
     saved = {"groups": groups, "rest": rest, "shared": to_json(shared, "", tensors)}
-    if own := own_entries(optimizer):
-        saved["own"] = to_json(own, "own", tensors)
+    if extra := custom_entries(optimizer):
+        saved["own"] = to_json(extra, "own", tensors)
     return tensors, saved
 
 
-def own_entries(optimizer: torch.optim.Optimizer, is_sharded: bool = False) -> dict[str, Any]:
-    """Return what the `state_dict()` of an optimizer has beyond PyTorch's two entries.
+def custom_entries(optimizer: torch.optim.Optimizer, is_sharded: bool = False) -> dict[str, Any]:
+    """Return the entries of an optimizer's `state_dict()` other than PyTorch's "state" and "param_groups".
 
     Args:
         optimizer: The optimizer.
-        is_sharded: Whether each rank has a part of its weights.
+        is_sharded: Whether each rank has a shard of its weights.
 
     Raises:
-        CheckpointError: If it lacks those two, or has more where the weights are sharded.
+        CheckpointError: If PyTorch's two are missing, or there are others and the weights are sharded.
     """
-    held = optimizer.state_dict() if type(optimizer).state_dict is not torch.optim.Optimizer.state_dict else {}
+    state = optimizer.state_dict() if type(optimizer).state_dict is not torch.optim.Optimizer.state_dict else {}
     kind = type(optimizer).__name__
-    if held and not {"state", "param_groups"} <= held.keys():
+    if state and not {"state", "param_groups"} <= state.keys():
         raise CheckpointError(
-            f"`optimizer` ({kind}) has a state_dict() with {', '.join(map(repr, held))}, where checkpoints need "
-            "'state' and 'param_groups', PyTorch's own, and take further entries besides. Write it so, or pass another "
-            "optimizer."
+            f"`optimizer` ({kind}) has a state_dict() with {', '.join(map(repr, state))}, where checkpoints need "
+            "PyTorch's 'state' and 'param_groups', and accept further entries. Return both, or pass another optimizer."
         )
-    own = {key: value for key, value in held.items() if key not in ("state", "param_groups")}
+    extra = {key: value for key, value in state.items() if key not in ("state", "param_groups")}
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    if own and (is_sharded or any(hasattr(parameter, "to_local") for parameter in parameters)):
+    if extra and (is_sharded or any(hasattr(parameter, "to_local") for parameter in parameters)):
         raise CheckpointError(
-            f"`optimizer` ({kind}) has {next(iter(own))!r} in its state_dict(), beyond PyTorch's entries. Where the "
-            "weights are sharded (FSDP, DeepSpeed) nobody knows to which of them it belongs. Keep it in "
+            f"`optimizer` ({kind}) has {next(iter(extra))!r} in its state_dict(), which is none of PyTorch's entries. "
+            "If the weights are sharded (FSDP, DeepSpeed), it cannot be split between the ranks. Keep it in "
             "`self.state[parameter]`, or use DDP."
         )
-    return own
+    return extra
 
 
 def restore_optimizer(
@@ -455,25 +460,27 @@ def restore_optimizer(
     """Restore what `optimizer_state` returned, by parameter name.
 
     Raises:
-        CheckpointError: If the optimizer's parameters, their groups, or the tensors that it holds for them are not
-            those that were saved; the optimizer is then unchanged.
+        CheckpointError: If the optimizer's parameters, groups, or state tensors differ from the saved ones; the
+            optimizer is then unchanged.
     """
     check_optimizer(optimizer, model, tensors, saved, where)
     names = parameter_names(model)
-    parameters = {names.get(id(one), ""): one for group in optimizer.param_groups for one in group["params"]}
-    now = names_by_group(optimizer, model)
-    wanted = {names[key]: held.specs for key, held in state_specs(optimizer).items()}
+    parameters = {
+        names.get(id(parameter), ""): parameter for group in optimizer.param_groups for parameter in group["params"]
+    }
+    names_of_groups = names_by_group(optimizer, model)
+    specs = {names[key]: expected.specs for key, expected in state_specs(optimizer).items()}
     optimizer.state.clear()  # before reading the new state: there may not be room for both
     state: dict[str, dict[str, Any]] = {name: dict(from_json(entry, tensors)) for name, entry in saved["rest"].items()}
     nested = check_references([saved["rest"], saved["shared"], saved.get("own")], tensors, where)
     for key in tensors.keys() - nested:
         name, _, entry = key.rpartition("/")
-        spec = wanted.get(name, {}).get(entry)
+        spec = specs.get(name, {}).get(entry)
         tensor = read_like(tensors, key, parameters.get(name))
         state.setdefault(name, {})[entry] = tensor if spec is None else tensor.to(spec[1])
-    order = [name for group in now for name in group]
+    order = [name for group in names_of_groups for name in group]
     groups, start = [], 0
-    for group, present, options in zip(now, optimizer.param_groups, saved["groups"], strict=True):
+    for group, present, options in zip(names_of_groups, optimizer.param_groups, saved["groups"], strict=True):
         plain = {key: like(from_json(value), present.get(key)) for key, value in options.items() if key != "params"}
         plain |= {key: present[key] for key in present if key in IMPLEMENTATION or key not in options}
         plain.pop("params", None)
@@ -486,55 +493,55 @@ def restore_optimizer(
     moved = {key: tensors[key] for key in check_references([saved.get("own")], tensors, where)}
     if len(devices) == 1:  # numbers, such as counts, stay on the host
         moved = {key: tensor.to(*devices) if tensor.dim() else tensor for key, tensor in moved.items()}
-    own = from_json(saved.get("own", {}), moved)
-    optimizer.load_state_dict({"state": {**shared, **entries}, "param_groups": groups, **own})
+    extra = from_json(saved.get("own", {}), moved)
+    optimizer.load_state_dict({"state": {**shared, **entries}, "param_groups": groups, **extra})
     for parameter in (parameter for group in optimizer.param_groups for parameter in group["params"]):
-        held = optimizer.state.get(parameter, {})
+        loaded = optimizer.state.get(parameter, {})
         for key, tensor in state.get(names[id(parameter)], {}).items():
             if not isinstance(tensor, torch.Tensor):
                 continue
-            if held[key].dtype != tensor.dtype:
-                held[key] = tensor.to(parameter.device)  # torch would cast to the parameter's dtype, losing precision
-            if held[key].shape == parameter.shape and held[key].stride() != parameter.stride():
+            if loaded[key].dtype != tensor.dtype:
+                loaded[key] = tensor.to(parameter.device)  # torch would cast to the parameter's dtype, losing precision
+            if loaded[key].shape == parameter.shape and loaded[key].stride() != parameter.stride():
                 # fused kernels need both in the same memory layout, such as channels last
-                held[key] = torch.empty_like(parameter, dtype=held[key].dtype).copy_(held[key])
+                loaded[key] = torch.empty_like(parameter, dtype=loaded[key].dtype).copy_(loaded[key])
 
 
 def check_optimizer(
     optimizer: torch.optim.Optimizer, model: nn.Module, tensors: Mapping[str, Any], saved: Any, where: str
 ) -> None:
-    """Refuse a saved state that does not fit this optimizer; only shapes and dtypes are read.
+    """Reject a saved state that does not fit this optimizer; only shapes and dtypes are read.
 
     Raises:
-        CheckpointError: If its parameters or groups differ, or a tensor is not what it holds for its parameter.
+        CheckpointError: If its parameters, groups, or state tensors differ.
     """
     names = parameter_names(model)
     check_groups(names_by_group(optimizer, model), [group["params"] for group in saved["groups"]], where)
     check_options(optimizer, saved["groups"], where)
     nested = check_references([saved["rest"], saved["shared"], saved.get("own")], tensors, where)
-    wanted = {names[key]: held for key, held in state_specs(optimizer).items()}
-    check_state(wanted, tensors, nested, where)
+    expected = {names[key]: state for key, state in state_specs(optimizer).items()}
+    check_state(expected, tensors, nested, where)
 
 
 def check_options(optimizer: torch.optim.Optimizer, saved: Iterable[Mapping[str, Any]], where: str) -> None:
-    """Refuse options for an optimizer's groups that do not fit it; options of the implementation are not compared.
+    """Reject options that do not fit an optimizer's groups; those of the implementation are not compared.
 
-    PyTorch's own optimizers check the range of each option, as in their constructor.
+    The constructors of PyTorch's optimizers check the range of each option.
     """
     for present, options in zip(optimizer.param_groups, saved, strict=True):
         restored = {}
         for key, value in options.items():
             if key == "params" or key in IMPLEMENTATION or key not in present:
                 continue
-            now, then = present[key], from_json(value)
-            now = now.item() if isinstance(now, torch.Tensor) and now.numel() == 1 else now
-            check_like(then, now, f"optimizer option {key!r}", where)
-            restored[key] = then
+            current, restored_value = present[key], from_json(value)
+            current = current.item() if isinstance(current, torch.Tensor) and current.numel() == 1 else current
+            check_like(restored_value, current, f"optimizer option {key!r}", where)
+            restored[key] = restored_value
         _check_legal(stepping(optimizer, present), present, restored, where)
 
 
 def _check_legal(kind: type, present: Mapping[str, Any], saved: Mapping[str, Any], where: str) -> None:
-    """Refuse options of a group that the constructor of one of PyTorch's optimizers refuses.
+    """Reject options of a group that the constructor of a PyTorch optimizer rejects.
 
     All are passed at once, as one may depend on another: Nesterov momentum needs momentum.
     """
@@ -542,39 +549,39 @@ def _check_legal(kind: type, present: Mapping[str, Any], saved: Mapping[str, Any
         return
     known = set(inspect.signature(kind).parameters) - {"params", *IMPLEMENTATION}
 
-    def refusal(options: Mapping[str, Any]) -> str:
-        make: Any = kind
+    def error_with(options: Mapping[str, Any]) -> str:
+        constructor: Any = kind
         # a schedule that ends at zero may get a little below it
-        options = {key: max(value, 0.0) if _is_rounded(value) else value for key, value in options.items()}
+        options = {key: max(value, 0.0) if _is_rounding_error(value) else value for key, value in options.items()}
         try:
-            make([nn.Parameter(torch.empty(1, 1))], **{key: options[key] for key in known & options.keys()})
+            constructor([nn.Parameter(torch.empty(1, 1))], **{key: options[key] for key in known & options.keys()})
         except (TypeError, ValueError) as error:
             return str(error)
         return ""
 
-    reason = refusal({**present, **saved})
+    reason = error_with({**present, **saved})
     if not reason:
         return
-    wrong = next((key for key in saved if refusal({**present, key: saved[key]})), "")
+    wrong = next((key for key in saved if error_with({**present, key: saved[key]})), "")
     options = f"option {wrong!r} is {reprlib.repr(saved[wrong])}" if wrong else f"options are {reprlib.repr(saved)}"
     raise CheckpointError(
-        f"{where} is damaged: optimizer {options} there, which {kind.__name__} refuses ({reason}). Take another "
+        f"{where} is damaged: optimizer {options} there, which {kind.__name__} rejects ({reason}). Take another "
         "checkpoint."
     )
 
 
-def _is_rounded(value: Any) -> bool:
+def _is_rounding_error(value: Any) -> bool:
     return isinstance(value, float) and -_ROUNDING < value < 0
 
 
 _ROUNDING = 1e-9
 """How far below zero a schedule that ends at zero may get by rounding."""
 _BOOKKEEPING = ("step", "eta", "mu", "mu_product")
-"""What PyTorch's optimizers keep for each parameter as a single number; the first is a count."""
+"""Entries that PyTorch's optimizers keep for each parameter as a single number; the first is a count."""
 
 
 def check_numbers(tensors: Mapping[str, torch.Tensor], saved: Any, where: str) -> None:
-    """Refuse single numbers of an optimizer's state that would spoil all further steps: NaN, or a negative count.
+    """Reject single numbers of an optimizer's state that would spoil all further steps: NaN, or a negative count.
 
     Args:
         tensors: Its saved tensors, keyed "<parameter>/<entry>"; only those with a single number are read.
@@ -582,16 +589,16 @@ def check_numbers(tensors: Mapping[str, torch.Tensor], saved: Any, where: str) -
         where: Their name in errors.
 
     Raises:
-        CheckpointError: It names the key.
+        CheckpointError: With the key of the wrong number.
     """
-    found = {
+    numbers = {
         key: tensors[key].item()
         for key in tensors
         if key.rpartition("/")[2] in _BOOKKEEPING and spec_of(tensors, key)[0] == ()
     }
     for name, entries in saved["rest"].items():
-        found |= {f"{name}/{key}": from_json(entries[key], tensors) for key in entries if key in _BOOKKEEPING}
-    for key, value in found.items():
+        numbers |= {f"{name}/{key}": from_json(entries[key], tensors) for key in entries if key in _BOOKKEEPING}
+    for key, value in numbers.items():
         is_number = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
         if not is_number or (value < 0 and key.endswith("/step")):
             raise CheckpointError(
@@ -606,27 +613,29 @@ def check_references(values: Any, tensors: Mapping[str, Any], where: str) -> set
     Raises:
         CheckpointError: If one of them is missing.
     """
-    found: set[str] = set()
+    names: set[str] = set()
     waiting = [values]
     while waiting:
         value = waiting.pop()
         if isinstance(value, dict):
             if "__tensor__" in value:
-                found.add(value["__tensor__"])
+                names.add(value["__tensor__"])
             waiting.extend(value.values())
         elif isinstance(value, list):
             waiting.extend(value)
-    missing = sorted(found - tensors.keys())
+    missing = sorted(names - tensors.keys())
     if missing:
         raise CheckpointError(f"{where} is damaged: the tensor {missing[0]!r} is missing. Take another checkpoint.")
-    return found
+    return names
 
 
-def check_state(wanted: Mapping[str, Held], tensors: Mapping[str, Any], nested: Collection[str], where: str) -> None:
-    """Refuse tensors that do not fit an optimizer: its kernels do not check them.
+def check_state(
+    expected: Mapping[str, ParamState], tensors: Mapping[str, Any], nested: Collection[str], where: str
+) -> None:
+    """Reject tensors that do not fit an optimizer: its kernels do not check them.
 
     Args:
-        wanted: What it holds, by parameter.
+        expected: Its state, by parameter.
         tensors: The saved tensors, keyed "<parameter>/<entry>".
         nested: Keys of tensors to which the rest of the state refers.
         where: Their name in errors.
@@ -635,17 +644,18 @@ def check_state(wanted: Mapping[str, Held], tensors: Mapping[str, Any], nested: 
         CheckpointError: If one belongs to no parameter, is missing, of another shape, or of a dtype that would lose
             precision.
     """
-    found: dict[str, set[str]] = {}
+    entries_of: dict[str, set[str]] = {}
     for key in tensors:
         name, _, entry = key.rpartition("/")
         if key in nested:
             continue
-        if name not in wanted:
+        if name not in expected:
             raise CheckpointError(
-                f"{where} does not fit the optimizer: {key!r} is of no parameter that it has. Take another checkpoint."
+                f"{where} does not fit the optimizer: {key!r} belongs to none of its parameters. Take another "
+                "checkpoint."
             )
-        found.setdefault(name, set()).add(entry)
-        spec = wanted[name].specs.get(entry)
+        entries_of.setdefault(name, set()).add(entry)
+        spec = expected[name].specs.get(entry)
         if spec is None:
             continue
         shape, dtype = spec_of(tensors, key)
@@ -656,33 +666,33 @@ def check_state(wanted: Mapping[str, Held], tensors: Mapping[str, Any], nested: 
                 f"{spec[0]} and {spec[1]} in the optimizer. Build model and optimizer as they were built for that run, "
                 "or take another checkpoint."
             )
-    for name, entries in found.items():
-        lacking = sorted(set(wanted[name].required) - entries)
-        if lacking:
+    for name, entries in entries_of.items():
+        missing = sorted(set(expected[name].required) - entries)
+        if missing:
             raise CheckpointError(
-                f"{where} does not fit the optimizer: {name + '/' + lacking[0]!r} is missing. Build the optimizer as "
+                f"{where} does not fit the optimizer: {name + '/' + missing[0]!r} is missing. Build the optimizer as "
                 "it was built for that run, or take another checkpoint."
             )
 
 
-class Held(NamedTuple):
-    """What an optimizer holds for a parameter."""
+class ParamState(NamedTuple):
+    """The state of an optimizer for a parameter."""
 
     specs: Mapping[str, Spec]
     """Shape and dtype of its tensors, as far as they are known."""
     required: Collection[str] = ()
-    """The tensors without which it cannot take a step, once it holds any."""
+    """The tensors that a step needs, once the optimizer has any."""
 
 
-def state_specs(optimizer: torch.optim.Optimizer) -> dict[int, Held]:
-    """Return what an optimizer holds for each parameter, by the `id` of the parameter.
+def state_specs(optimizer: torch.optim.Optimizer) -> dict[int, ParamState]:
+    """Return the state of an optimizer for each parameter, by the `id` of the parameter.
 
-    It is read from the optimizer's state, and from that of a copy that takes a step on the meta device. Only steps of
-    PyTorch's own optimizers are taken, as any other may have side effects. For an optimizer with its own step, nothing
-    is known while it has no state: its arithmetic refuses tensors that do not fit, except in fused kernels, and these
-    need what the PyTorch optimizer from which it is derived holds.
+    It is read from the optimizer, and from a copy that takes a step on the meta device. Only steps of PyTorch's
+    optimizers are taken, as others may have side effects. For an optimizer with a custom step nothing is known while
+    it has no state: its arithmetic rejects tensors that do not fit, except in fused kernels, which need the state of
+    the PyTorch optimizer that it derives from.
     """
-    found: dict[int, Held] = {}
+    states: dict[int, ParamState] = {}
     fresh: dict[Any, dict[str, Spec]] = {}
     for index, group in enumerate(optimizer.param_groups):
         kinds = stepping(optimizer, group).__mro__[:-2]
@@ -694,21 +704,21 @@ def state_specs(optimizer: torch.optim.Optimizer) -> dict[int, Held]:
             key = index, parameter.shape, parameter.dtype
             if key not in fresh:
                 is_taken = known is not None and (group.get("fused") or not is_own)
-                fresh[key] = _after_a_step(optimizer, known, group, parameter) if is_taken else {}
-            found[id(parameter)] = Held(specs | fresh[key], () if is_own else (fresh[key] or specs).keys())
-    return found
+                fresh[key] = _specs_after_step(optimizer, known, group, parameter) if is_taken else {}
+            states[id(parameter)] = ParamState(specs | fresh[key], () if is_own else (fresh[key] or specs).keys())
+    return states
 
 
 def stepping(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> type:
-    """Return the class of optimizer that steps a group: of one that is made of others, this is one of theirs."""
+    """Return the class of optimizer that steps a group; Muon steps some of its groups with another."""
     return optimizer.stepping(group) if isinstance(optimizer, Muon) else type(optimizer)
 
 
 def _specs(state: Mapping[str, Any]) -> dict[str, Spec]:
-    return {name: (tuple(one.shape), one.dtype) for name, one in state.items() if torch.is_tensor(one)}
+    return {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in state.items() if torch.is_tensor(tensor)}
 
 
-def _after_a_step(optimizer: Any, step: Any, group: Mapping[str, Any], present: torch.Tensor) -> dict[str, Spec]:
+def _specs_after_step(optimizer: Any, step: Any, group: Mapping[str, Any], present: torch.Tensor) -> dict[str, Spec]:
     parameter = nn.Parameter(torch.empty(present.shape, dtype=present.dtype, device="meta"))
     parameter.grad = torch.empty_like(parameter)
     copied = object.__new__(stepping(optimizer, group))
@@ -725,10 +735,10 @@ def _after_a_step(optimizer: Any, step: Any, group: Mapping[str, Any], present: 
 
 
 def check_like(value: Any, present: Any, what: str, where: str) -> None:
-    """Refuse a saved value of another kind than the present one: a number needs a number, a list one as long.
+    """Reject a saved value of another kind than the present one: a number needs a number, a list one as long.
 
     Raises:
-        CheckpointError: It says what is wrong.
+        CheckpointError: If it is of another kind.
     """
     if present is None:
         return
@@ -739,8 +749,8 @@ def check_like(value: Any, present: Any, what: str, where: str) -> None:
         fits = fits and (math.isfinite(value) or not (math.isfinite(present) or math.isnan(value)))
     elif isinstance(present, (list, tuple)):
         fits = isinstance(value, (list, tuple)) and len(value) == len(present)
-        for index, (one, other) in enumerate(zip(value, present, strict=True) if fits else ()):
-            check_like(one, other, f"{what}[{index}]", where)
+        for index, (entry, reference) in enumerate(zip(value, present, strict=True) if fits else ()):
+            check_like(entry, reference, f"{what}[{index}]", where)
     elif isinstance(present, Mapping):
         fits = isinstance(value, Mapping)
         for key in value.keys() & present.keys() if fits else ():
@@ -754,16 +764,16 @@ def check_like(value: Any, present: Any, what: str, where: str) -> None:
         )
 
 
-def check_groups(now: list[list[str]], then: list[list[str]], where: str) -> None:
+def check_groups(present: list[list[str]], saved: list[list[str]], where: str) -> None:
     """Raise CheckpointError if an optimizer's groups hold other parameters than the saved ones.
 
     Args:
-        now: Names of the parameters of each group.
-        then: The saved names.
+        present: Names of the parameters of each group.
+        saved: The saved names.
         where: Their name in errors.
     """
-    if [sorted(group) for group in now] != [sorted(group) for group in then]:
-        changed = sorted({name for group in now for name in group} ^ {name for group in then for name in group})
+    if [sorted(group) for group in present] != [sorted(group) for group in saved]:
+        changed = sorted({name for group in present for name in group} ^ {name for group in saved for name in group})
         raise CheckpointError(
             f"{where} does not fit the optimizer: its parameter groups hold other parameters"
             f"{': ' + ', '.join(changed[:5]) if changed else ' in other groups'}. "
@@ -772,11 +782,11 @@ def check_groups(now: list[list[str]], then: list[list[str]], where: str) -> Non
 
 
 def like(value: Any, present: Any) -> Any:
-    """Return a saved option, as a tensor where the present one is a tensor, such as the rate of a compiled step."""
+    """Return a saved option, as a tensor if the present one is one, such as the rate of a compiled step."""
     if isinstance(present, torch.Tensor) and isinstance(value, (int, float)):
         return torch.full_like(present, value)
     if isinstance(present, list) and isinstance(value, list) and len(present) == len(value):
-        return [like(one, other) for one, other in zip(value, present, strict=True)]
+        return [like(entry, reference) for entry, reference in zip(value, present, strict=True)]
     return value
 
 
@@ -812,7 +822,7 @@ def restore_rng_tensors(tensors: Mapping[str, torch.Tensor], rest: Any, device: 
 
 
 def check_rng_tensors(tensors: Mapping[str, torch.Tensor], rest: Any, device: torch.device, where: str) -> None:
-    """Refuse states that are not from `rng_tensors`, by trying them on spare generators.
+    """Reject states that are not from `rng_tensors`, by trying them on spare generators.
 
     Raises:
         CheckpointError: If a generator does not accept one.
@@ -826,7 +836,7 @@ def check_rng_tensors(tensors: Mapping[str, torch.Tensor], rest: Any, device: to
             torch.Generator(device).set_state(tensors["device"])
     except (KeyError, TypeError, ValueError, RuntimeError, OverflowError) as error:
         raise CheckpointError(
-            f"{where} is damaged: no random number generator takes the state in it ({type(error).__name__}: {error}). "
+            f"{where} is damaged: the random number generators reject its state ({type(error).__name__}: {error}). "
             "Take another checkpoint."
         ) from None
 
@@ -858,7 +868,7 @@ def to_json(value: Any, where: str, tensors: dict[str, torch.Tensor] | None = No
         tensors: Filled with the tensors in the state; if None, tensors with a single number become numbers.
 
     Raises:
-        CheckpointError: If it holds something that is neither plain nor a number.
+        CheckpointError: If it has something that JSON cannot hold.
     """
     if isinstance(value, torch.Tensor) and tensors is not None:
         while where in tensors:  # {"a/b": one, "a": {"b": other}}
@@ -881,13 +891,13 @@ def to_json(value: Any, where: str, tensors: dict[str, torch.Tensor] | None = No
             return {key: to_json(entry, f"{where}/{key}", tensors) for key, entry in value.items()}
         return {"__dict__": [[to_json(k, where), to_json(v, f"{where}/{k}", tensors)] for k, v in value.items()]}
     raise CheckpointError(
-        f"`{where}` holds a {type(value).__name__}, which has no place in a checkpoint of tensors and JSON. "
+        f"`{where}` holds a {type(value).__name__}, which checkpoints of tensors and JSON cannot store. "
         "Keep numbers, text, lists and dicts in a state."
     )
 
 
 def from_json(value: Any, tensors: Mapping[str, torch.Tensor] | None = None) -> Any:
-    """Return what `to_json` was given."""
+    """Return the state from which `to_json` made these JSON types."""
     if isinstance(value, list):
         return [from_json(entry, tensors) for entry in value]
     if not isinstance(value, dict):
@@ -895,7 +905,7 @@ def from_json(value: Any, tensors: Mapping[str, torch.Tensor] | None = None) -> 
     if "__tensor__" in value:
         if value["__tensor__"] not in (tensors or {}):
             raise CheckpointError(
-                f"A state refers to the tensor {value['__tensor__']!r}, which is not there. Take another checkpoint."
+                f"A state refers to the tensor {value['__tensor__']!r}, which is missing. Take another checkpoint."
             )
         return (tensors or {})[value["__tensor__"]]
     if "__float__" in value:
