@@ -17,7 +17,7 @@ from omnitrain.config.yaml_writer import FromEnvironment
 from omnitrain.core.duration import Duration, Limits, Stages, check_stages, check_stages_reached
 from omnitrain.core.errors import ConfigError, FixedSettingError, did_you_mean, unexpected_arguments
 from omnitrain.core.events import Algorithm, Callback
-from omnitrain.core.metric_format import as_plain
+from omnitrain.core.metric_format import to_python_scalar
 from omnitrain.core.paths import is_address, local_path
 from omnitrain.optim.schedules import Schedule, warmup_length
 
@@ -279,7 +279,7 @@ class Settings:
     def of(cls, given: Mapping[str, Any]) -> Settings:
         """Return the settings for a caller's arguments, with None replaced by its meaning."""
         filled: dict[str, Any] = {
-            name: as_plain(value)  # np.int64(8), of a grid of values for example
+            name: to_python_scalar(value)  # np.int64(8), of a grid of values for example
             for name, value in given.items()
             if value is not None or name not in NONE_IS_DEFAULT
         }

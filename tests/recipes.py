@@ -12,7 +12,7 @@ from torch import nn
 from torch.utils.data import Dataset, IterableDataset, TensorDataset
 
 from omnitrain import Callback, Event
-from omnitrain.core.events import INSIDE_OF_STEPS
+from omnitrain.core.events import INNER_STEP_EVENTS
 
 
 def t16(dropout: float = 0.0, dtype: torch.dtype = torch.float64, seed: int = 0) -> nn.Module:
@@ -267,7 +267,7 @@ def _noting(event: Event) -> Any:
 
 
 for _event in Event:
-    if _event not in (Event.LOG, Event.EVAL_BATCH_START, Event.EVAL_BATCH_END, Event.SAVE_START, *INSIDE_OF_STEPS):
+    if _event not in (Event.LOG, Event.EVAL_BATCH_START, Event.EVAL_BATCH_END, Event.SAVE_START, *INNER_STEP_EVENTS):
         setattr(Trace, f"on_{_event}", _noting(_event))
 
 

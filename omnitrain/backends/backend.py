@@ -20,8 +20,8 @@ from omnitrain.checkpoint import state_dicts
 from omnitrain.checkpoint.initial_weights import Initial
 from omnitrain.checkpoint.tensor_files import host_copy
 from omnitrain.compute.precision import Dtypes
-from omnitrain.core.errors import ConfigError, listed
-from omnitrain.core.events import Ranges, within
+from omnitrain.core.errors import ConfigError, format_list
+from omnitrain.core.events import ProfilerRanges, wrap_in_range
 from omnitrain.distributed.ranks import Ranks
 from omnitrain.optim.sparse_gradients import check_optimizer, coalesce
 
@@ -248,12 +248,12 @@ class Backend:
         """Add the gradients of `loss`."""
         self.scaler.scale(loss).backward()
 
-    def annotate(self, ranges: Ranges | None) -> None:
+    def annotate(self, ranges: ProfilerRanges | None) -> None:
         """Run forward, backward and update inside of `ranges(name)` each; None runs them as they are."""
         for name in ("forward", "backward", "update"):
             vars(self).pop(name, None)
             if ranges is not None:
-                vars(self)[name] = within(ranges, name, getattr(self, name))
+                vars(self)[name] = wrap_in_range(ranges, name, getattr(self, name))
 
     def check_separate_all_reduce(self) -> None:
         """Raise ConfigError if gradients cannot be averaged over the ranks by `reduce_gradients` alone."""
@@ -335,10 +335,10 @@ class Backend:
         if (trains := self._names_that_train()) != self._trains:
             self._trains = trains
             self.wrapped = self._follow_freezing()
-        listed = {id(parameter): parameter for parameter in self.model.parameters()}
+        format_list = {id(parameter): parameter for parameter in self.model.parameters()}
         for group in self.groups:
-            listed |= {id(parameter): parameter for parameter in group["params"]}
-        self.parameters = list(listed.values())
+            format_list |= {id(parameter): parameter for parameter in group["params"]}
+        self.parameters = list(format_list.values())
         self._are_alike = len({(type(one), one.device, one.dtype) for one in self.parameters}) == 1
         self._are_alike = self._are_alike and type(self.parameters[0]) is nn.Parameter
 
@@ -365,7 +365,7 @@ class Backend:
         """
         if sparse and "sparse_gradients" in self.unsupported:
             raise ConfigError(
-                f"The gradients of {listed(map(repr, sparse.values()))} are sparse, which cannot be trained here: "
+                f"The gradients of {format_list(map(repr, sparse.values()))} are sparse, which cannot be trained here: "
                 f"{self.unsupported['sparse_gradients']}. Make the layer with sparse=False."
             )
         for optimizer in self.optimizers.values() or [self.optimizer]:

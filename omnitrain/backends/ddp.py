@@ -23,7 +23,7 @@ from omnitrain.backends.backend import Backend
 from omnitrain.backends.start import preserve_shared_buffers
 from omnitrain.checkpoint.state_dicts import unshare_elements
 from omnitrain.compute.precision import Dtypes
-from omnitrain.core.errors import ConfigError, DistributedError, listed
+from omnitrain.core.errors import ConfigError, DistributedError, format_list
 from omnitrain.distributed.ranks import as_bytes
 from omnitrain.model.units import StepOutput
 from omnitrain.optim.sparse_gradients import has_sparse_gradients, parameters_by_layout
@@ -245,8 +245,8 @@ class DDP(Backend):
             return
         if sparse and f"{self.device.type}:nccl" in str(dist.get_backend_config()):
             raise ConfigError(
-                f"The gradients of {listed(map(repr, sparse.values()))} are sparse, and NCCL averages dense ones only. "
-                "Make the layer with sparse=False."
+                f"The gradients of {format_list(map(repr, sparse.values()))} are sparse, and NCCL averages dense ones "
+                "only. Make the layer with sparse=False."
             )
         expected, _ = parameters_by_layout(self.model)
         layers = [module for module in self.model.modules() if has_sparse_gradients(module)]
@@ -254,8 +254,8 @@ class DDP(Backend):
         names = [name for name, one in self.model.named_parameters() if one.requires_grad and id(one) in shared]
         if names:
             raise ConfigError(
-                f"{listed(map(repr, names))} belongs to an embedding with sparse=True and to another layer too, so "
-                "that its gradient is dense, and DDP takes only sparse ones for it. Make the embedding with "
+                f"{format_list(map(repr, names))} belongs to an embedding with sparse=True and to another layer too, "
+                "so that its gradient is dense, and DDP takes only sparse ones for it. Make the embedding with "
                 "sparse=False."
             )
 

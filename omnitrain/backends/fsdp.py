@@ -20,7 +20,7 @@ from omnitrain.backends.norms import match_norm_dtypes
 from omnitrain.backends.start import Start, block_slot, is_plain, named_tensors, names_of, whole_slot
 from omnitrain.checkpoint.state_dicts import from_json, load_with_custom_hooks
 from omnitrain.compute.activation_checkpointing import blocks_in
-from omnitrain.core.errors import ConfigError, listed
+from omnitrain.core.errors import ConfigError, format_list
 from omnitrain.optim.build import try_step
 from omnitrain.optim.muon import Muon
 
@@ -67,8 +67,8 @@ class FSDP(DDP):
         names = [name for name, one in named_tensors(self.model) if isinstance(one, nn.Parameter) and not one.ndim]
         if names and not self.accelerator.state.fsdp_plugin.ignored_modules:
             raise ConfigError(
-                f"{listed(map(repr, names))} has no dimension, and FSDP shards parameters along their first one. Give "
-                "it one, as nn.Parameter(torch.tensor([1.0])) has it, or use DDP or ZeRO."
+                f"{format_list(map(repr, names))} has no dimension, and FSDP shards parameters along their first one. "
+                "Give it one, as nn.Parameter(torch.tensor([1.0])) has it, or use DDP or ZeRO."
             )
 
     def _divided(self) -> nn.Module:

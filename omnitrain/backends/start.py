@@ -16,7 +16,7 @@ from torch import nn
 from omnitrain.backends.initialization import OwnWeights
 from omnitrain.checkpoint.initial_weights import Initial
 from omnitrain.checkpoint.state_dicts import bare_name, unwrap
-from omnitrain.core.errors import CheckpointError, ConfigError, listed
+from omnitrain.core.errors import CheckpointError, ConfigError, format_list
 from omnitrain.distributed.ranks import Ranks
 
 
@@ -238,14 +238,14 @@ class Start:
         if derived:  # of which no file has a value
             raise ConfigError(
                 f"The model was made on the meta device, and nothing computes {len(derived)} of its buffers, which no "
-                f"file has: {listed(derived)}. Give these modules a `reset_parameters` that sets them, or make the "
-                "model outside of `torch.device('meta')` on the main rank."
+                f"file has: {format_list(derived)}. Give these modules a `reset_parameters` that sets them, or make "
+                "the model outside of `torch.device('meta')` on the main rank."
             )
         named = [f"{name} ({kind})" for name, kind in lacking.items()]
         self.lacking = set(lacking)
         self.unfilled = (
             f"{len(named)} tensors of the main rank's model are on the meta device, and there is nothing to begin "
-            f"them with: {listed(named)}. {ways}. A run that goes on from a checkpoint (resume_from) has its weights."
+            f"them with: {format_list(named)}. {ways}. A resumed run (resume_from) has its weights."
         )
 
 

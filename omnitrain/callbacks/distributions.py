@@ -190,7 +190,7 @@ class Distributions(Callback):
             return
         self._is_due = False
         run: Any = trainer
-        with torch.no_grad(), run.lifecycle.aside():
+        with torch.no_grad(), run.lifecycle.untimed():
             self._measure_weights()
             if self._modules:
                 self._reduce_activations(trainer)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from omnitrain.compute.precision import is_out_of_memory
 from omnitrain.core.errors import ConfigError, Tolerance
 from omnitrain.core.events import Callback, TrainerLike
-from omnitrain.core.files import check_not_link, make_folder
+from omnitrain.core.files import check_not_link, create_folder
 from omnitrain.core.paths import folder_path
 
 if TYPE_CHECKING:
@@ -210,7 +210,7 @@ class MemoryMonitor(Callback):
         path = folder / f"rank{trainer.rank}-step{trainer.progress.step}.pickle"
         with Tolerance("The snapshot of the memory", "The run ends without it."):
             if self.folder is None:
-                make_folder(folder)
+                create_folder(folder)
             folder.mkdir(parents=True, exist_ok=True)
             check_not_link(path)
             torch.cuda.memory._dump_snapshot(str(path))

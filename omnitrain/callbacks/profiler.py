@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from omnitrain.core.errors import ConfigError, Tolerance
 from omnitrain.core.events import Callback, TrainerLike
-from omnitrain.core.files import check_not_link, make_folder
+from omnitrain.core.files import check_not_link, create_folder
 from omnitrain.core.paths import folder_path
 
 if TYPE_CHECKING:
@@ -141,7 +141,7 @@ class Profiler(Callback):
         if self._profile is not None:
             done = self._seen - self.skip
             is_last = done % self._cycle == 0
-            with trainer.lifecycle.aside() if is_last else contextlib.nullcontext():  # a trace is written
+            with trainer.lifecycle.untimed() if is_last else contextlib.nullcontext():  # a trace is written
                 self._profile.step()
                 self._mark(trainer)
                 if is_last:
@@ -157,7 +157,7 @@ class Profiler(Callback):
         Profiler._running = None
         complete = self._traces
         if self._profile is not None:
-            with trainer.lifecycle.aside():
+            with trainer.lifecycle.untimed():
                 self._end(trainer)
         first = self.skip + self.wait + self.warmup + 1
         if self._traces > complete:
@@ -200,7 +200,7 @@ class Profiler(Callback):
 
     def _end(self, trainer: TrainerLike) -> None:
         ended, self._profile = self._profile, None
-        trainer.lifecycle.mark_parts(self, None)
+        trainer.lifecycle.set_profiler_ranges(self, None)
         if ended is not None:
             ended.stop()
 
@@ -215,7 +215,7 @@ class Profiler(Callback):
         from torch.profiler import ProfilerAction, record_function
 
         traced = self._profile.current_action in (ProfilerAction.RECORD, ProfilerAction.RECORD_AND_SAVE)
-        trainer.lifecycle.mark_parts(self, record_function if traced else None)
+        trainer.lifecycle.set_profiler_ranges(self, record_function if traced else None)
 
     def _keep(self, trainer: TrainerLike, made: torch.profiler.profile) -> None:
         """Write the trace of this rank, and show the table of the main one."""
@@ -224,7 +224,7 @@ class Profiler(Callback):
         path = folder / f"rank{trainer.rank}-step{trainer.progress.step}.json.gz"
         with self._tolerance:
             if self.folder is None:
-                make_folder(folder)
+                create_folder(folder)
             folder.mkdir(parents=True, exist_ok=True)
             check_not_link(path)
             made.export_chrome_trace(str(path))

@@ -102,22 +102,22 @@ class Throughput(Callback):
             self._tell(trainer, "the model is compiled, and what it computes cannot be counted. Pass `flops`.")
         self._forward = self._backward = 0.0
         if self.flops is not None or trainer.settings.compile:
-            trainer.lifecycle.stop_calling(self, Event.STEP_START, Event.STEP_END)
+            trainer.lifecycle.unsubscribe(self, Event.STEP_START, Event.STEP_END)
 
     def on_step_start(self, trainer: TrainerLike) -> None:
         """Count what this step computes."""
         self._forward = self._backward = 0.0
         self._before = trainer.progress.samples, trainer.progress.tokens
-        trainer.lifecycle.mark_parts(self, self._counting)
+        trainer.lifecycle.set_profiler_ranges(self, self._counting)
 
     def on_step_end(self, trainer: TrainerLike) -> None:
         """Note what the step has computed; the further ones are not counted."""
-        trainer.lifecycle.mark_parts(self, None)
+        trainer.lifecycle.set_profiler_ranges(self, None)
         samples, tokens = trainer.progress.samples - self._before[0], trainer.progress.tokens - self._before[1]
         units = (tokens or samples) * _computed(trainer, samples)
         if not units or not self._forward:
             return  # nothing but a step that was left out, or the user's own loop
-        trainer.lifecycle.stop_calling(self, Event.STEP_START, Event.STEP_END)
+        trainer.lifecycle.unsubscribe(self, Event.STEP_START, Event.STEP_END)
         done = self._forward + self._backward
         recomputes = bool(trainer.settings.gradient_checkpointing)
         # backward computes two products for each of forward: what is beyond that is forward computed again
@@ -126,7 +126,7 @@ class Throughput(Callback):
 
     def on_train_end(self, trainer: TrainerLike) -> None:
         """Say how much of the time has moved the model forward."""
-        trainer.lifecycle.mark_parts(self, None)
+        trainer.lifecycle.set_profiler_ranges(self, None)
         if not trainer.is_main_process:
             return
         clock, total = trainer.lifecycle.clock, trainer.progress.seconds

@@ -42,11 +42,11 @@ from omnitrain.compute.precision import growth_interval
 from omnitrain.compute.random_state import GENERATORS, derive_seed, seed_everything
 from omnitrain.config.instantiation import TrainerConfig
 from omnitrain.core.errors import CheckpointError
-from omnitrain.core.events import Algorithm, give_back
+from omnitrain.core.events import Algorithm, restore_with_undo
 from omnitrain.core.history import MetricsDict
 from omnitrain.core.objective import Objective
 from omnitrain.core.progress import Progress
-from omnitrain.core.secrets import without_secrets
+from omnitrain.core.secrets import mask_secrets
 from omnitrain.data.loaders import MapLoader, StreamLoader
 from omnitrain.data.sets import Sets
 from omnitrain.data.stateful import check_parts, data_parts, stateful_parts, untouched
@@ -264,7 +264,7 @@ class Contents:
             for name, sets in self._identity["data"].items()
         }
         about = {"data": data, "code": self._identity["code"], "settings": settings}
-        return {**self.start.to_dict(seconds), **without_secrets(about)}
+        return {**self.start.to_dict(seconds), **mask_secrets(about)}
 
     def differences(self, content: Mapping[str, Any]) -> list[Difference]:
         """Return the differences of data and code from a checkpoint's; empty if it has no fingerprints."""
@@ -329,7 +329,7 @@ class Contents:
         with contextlib.ExitStack() as undo:
             self._lifecycle.load_callbacks(state["callbacks"], undo)
             if scheduler is not None:
-                give_back(scheduler, state["scheduler"], undo)
+                restore_with_undo(scheduler, state["scheduler"], undo)
             undo.pop_all()
         for group, options in zip(groups, state["groups"], strict=True):
             group |= options
@@ -438,7 +438,7 @@ class Contents:
             self._restore_algorithms(content, changed, states, undo)
             self._restore_parts(content, changed, states, undo)
             if scheduler is not None and "lr_scheduler" not in changed:
-                give_back(scheduler, state_dicts.from_json(content["scheduler"]), undo)
+                restore_with_undo(scheduler, state_dicts.from_json(content["scheduler"]), undo)
             self.restore_weights(folder, content)
             self._restore_trained(folder, content, changed)
             undo.pop_all()
@@ -806,7 +806,7 @@ class Contents:
             if name.partition(".")[0] in changed:
                 continue
             if name in parts:
-                give_back(parts[name], entry, undo)
+                restore_with_undo(parts[name], entry, undo)
             else:
                 logger.warning("The checkpoint has a state of `%s`, which has none in this run.", name)
 
@@ -868,7 +868,7 @@ class Contents:
         for algorithm, saved in zip(
             self._run.algorithms, state_dicts.from_json(content["algorithms"], tensors), strict=True
         ):
-            give_back(algorithm, saved, undo)
+            restore_with_undo(algorithm, saved, undo)
 
     # --- data
 

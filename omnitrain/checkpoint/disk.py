@@ -17,7 +17,7 @@ from pathlib import Path
 
 from omnitrain.checkpoint.safetensors_header import open_regular
 from omnitrain.core.errors import CheckpointError, ConfigError
-from omnitrain.core.files import new_file
+from omnitrain.core.files import create_file
 from omnitrain.core.paths import folder_path
 
 _WORTH_A_THREAD = 1 << 24  # bytes; starting threads costs about a millisecond
@@ -42,7 +42,7 @@ class FileSystem:
 
     def write(self, path: Path, data: bytes) -> None:
         """Write a whole file."""
-        with new_file(path) as file:
+        with create_file(path) as file:
             file.write(data)
 
     def create(self, path: Path, pieces: Iterable[bytes | memoryview]) -> None:
@@ -148,7 +148,7 @@ def write_pieces(path: Path, pieces: Iterable[bytes | memoryview]) -> None:
 
     By itself Linux begins to write when a sync asks for it, or when a tenth of the memory is waiting.
     """
-    with new_file(path) as file:
+    with create_file(path) as file:
         begun = written = 0
         for piece in pieces:
             whole = memoryview(piece)

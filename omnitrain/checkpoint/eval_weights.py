@@ -11,7 +11,7 @@ import torch
 from omnitrain.backends.backend import Backend
 from omnitrain.checkpoint.state_dicts import bare_name, parameter_names, unwrap
 from omnitrain.core.errors import ConfigError
-from omnitrain.core.events import Algorithm, overriding
+from omnitrain.core.events import Algorithm, find_overrides
 from omnitrain.optim.build import has_modes
 
 
@@ -39,7 +39,7 @@ class ShownWeights:
 
     @property
     def _made_by(self) -> list[Any]:
-        return overriding(self._run.algorithms, "transform_weights")
+        return find_overrides(self._run.algorithms, "transform_weights")
 
     def check(self) -> None:
         """Refuse weights whose dtype cannot hold what one step adds, before the first step."""
@@ -172,7 +172,7 @@ class ShownWeights:
             names: Which weights are others than in training.
         """
         weights = self._run.backend.model_tensors()
-        for one in overriding(self._run.algorithms, "restore_weights"):
+        for one in find_overrides(self._run.algorithms, "restore_weights"):
             one(self._run, {name: weights[name] for name in names})
 
 

@@ -33,7 +33,7 @@ from omnitrain.checkpoint.state_dicts import (
 from omnitrain.checkpoint.store import Store, is_pointer
 from omnitrain.checkpoint.tensor_files import Spec, TensorFile
 from omnitrain.checkpoint.verifying import hashed_by_all
-from omnitrain.core.errors import CheckpointError, ConfigError, listed
+from omnitrain.core.errors import CheckpointError, ConfigError, format_list
 from omnitrain.core.paths import is_address
 from omnitrain.distributed.ranks import Ranks
 
@@ -194,14 +194,14 @@ def _check_fit(
             wrong.append(f"{name} ({_spec(shape, dtype)} there, {_spec(tuple(own.shape), own.dtype)} in the model)")
     if wrong:
         raise ConfigError(
-            f"{where} has weights that do not fit the model: {listed(wrong)}. Name them in 'ignore' to leave them out, "
-            "as in init_from={'path': ..., 'ignore': ['head.*']}, or build the model to fit."
+            f"{where} has weights that do not fit the model: {format_list(wrong)}. Name them in 'ignore' to leave them "
+            "out, as in init_from={'path': ..., 'ignore': ['head.*']}, or build the model to fit."
         )
     if not pairs:
         raise ConfigError(
-            f"{where} has none of the model's weights. Names there: {listed(list(tensors)[:5])}; in the model: "
-            f"{listed(list(kinds)[:5])}. If they differ by a prefix, rename them: init_from={{'path': ..., 'convert': "
-            "lambda weights: {name.removeprefix('model.'): one for name, one in weights.items()}}."
+            f"{where} has none of the model's weights. Names there: {format_list(list(tensors)[:5])}; in the model: "
+            f"{format_list(list(kinds)[:5])}. If they differ by a prefix, rename them: init_from={{'path': ..., "
+            "'convert': lambda weights: {name.removeprefix('model.'): one for name, one in weights.items()}}."
         )
 
 
@@ -278,7 +278,7 @@ def _tell(
 ) -> None:
     cast = sorted({str(dtype) for name, dtype in loaded.items() if dtype != kinds[name].dtype})
     values = sum(kinds[name].numel() for name in loaded)
-    rows = [("loaded", f"{len(loaded)} tensors, {values} values{f', cast from {listed(cast)}' if cast else ''}")]
+    rows = [("loaded", f"{len(loaded)} tensors, {values} values{f', cast from {format_list(cast)}' if cast else ''}")]
     rows += [("loaded by modules themselves", _counted(states))] if states else []
     rows += [("not in the file, and left as they are", _counted(missing))] if missing else []
     rows += [("not in the model", _counted(left_over))] if left_over else []
@@ -289,7 +289,7 @@ def _tell(
 
 
 def _counted(names: Sequence[str]) -> str:
-    return f"{len(names)}: {listed(names)}"
+    return f"{len(names)}: {format_list(names)}"
 
 
 def _spec(shape: tuple[int, ...], dtype: torch.dtype) -> str:
@@ -412,5 +412,5 @@ def _divided(
     inner = next((key for key in keys if isinstance(content, Mapping) and isinstance(content[key], Mapping)), None)
     hint = "" if inner is None else f", as in 'convert': lambda content: content[{inner!r}]"
     raise ConfigError(
-        f"{where}: {who} no dict of tensors by name, but {listed(keys)}. Have 'convert' return one{hint}."
+        f"{where}: {who} no dict of tensors by name, but {format_list(keys)}. Have 'convert' return one{hint}."
     )

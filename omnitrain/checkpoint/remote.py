@@ -33,9 +33,9 @@ from omnitrain.checkpoint.lock import LOCK
 from omnitrain.checkpoint.manifest import LARGEST_MANIFEST, MANIFEST, FileEntry, inspect, parse_manifest
 from omnitrain.checkpoint.retention import Kept
 from omnitrain.core.errors import CheckpointError, ConfigError, MissingExtraError, OmnitrainError
-from omnitrain.core.files import is_inside, new_file, open_file
+from omnitrain.core.files import create_file, is_inside, open_file
 from omnitrain.core.paths import local_folder
-from omnitrain.core.secrets import masked
+from omnitrain.core.secrets import mask_text
 
 logger: logging.Logger = logging.getLogger("omnitrain")
 
@@ -75,7 +75,7 @@ def check_address(address: str, name: str) -> None:
         ConfigError: The kind of store is unknown, or is none.
         MissingExtraError: fsspec, or the package for this kind of store, is not installed.
     """
-    shown, protocol = f"`{name}={masked(address)!r}`", address.partition("://")[0].lower()
+    shown, protocol = f"`{name}={mask_text(address)!r}`", address.partition("://")[0].lower()
     try:
         import fsspec
         from fsspec.registry import known_implementations
@@ -155,7 +155,7 @@ def reaching(place: Place, doing: str) -> Iterator[None]:
 
 def worded(error: BaseException) -> str:
     """Return an error in a line, without secrets."""
-    return masked(f"{type(error).__name__}: {' '.join(str(error).split())[:500]}").rstrip(".")
+    return mask_text(f"{type(error).__name__}: {' '.join(str(error).split())[:500]}").rstrip(".")
 
 
 @dataclass(slots=True)
@@ -208,7 +208,7 @@ class Place:
 
     def __init__(self, address: str) -> None:
         self.address: str = address.rstrip("/")
-        self.name: str = masked(self.address)
+        self.name: str = mask_text(self.address)
         self.protocol: str = address.partition("://")[0].lower()
         self._trusts_checksums = True
         self._incomplete: dict[str, CheckpointError] = {}
@@ -612,7 +612,7 @@ def download_files(place: Place, sizes: Mapping[str, int], into: Path, prefix: i
     for key, size in sizes.items():
         path = into / key[prefix:]
         path.parent.mkdir(parents=True, exist_ok=True)
-        with new_file(path) as file:
+        with create_file(path) as file:
             file.truncate(size)
     in_parallel(piece, [(key, start) for key, size in sizes.items() for start in range(0, size, PIECE)], 2 * WORKERS)
 
@@ -694,13 +694,15 @@ def download_run(address: str, into: Path, whole: bool) -> Path:
         folders = {name for name in {key.partition("/")[0] for key in found} if _FOLDER.fullmatch(name)}
         found = {key: info for key, info in found.items() if "/" not in key or key.partition("/")[0] in folders}
         if not folders:
-            raise ConfigError(f"{masked(address)!r} holds no checkpoints, or does not exist. Give a run's `save_dir`.")
+            raise ConfigError(
+                f"{mask_text(address)!r} holds no checkpoints, or does not exist. Give a run's `save_dir`."
+            )
         sizes = {key: place.size_of(key, info) for key, info in found.items() if not key.endswith(LOCK)}
         read = {key: size for key, size in sizes.items() if whole or key.endswith(MANIFEST) or "/" not in key}
         download_files(place, read, into, 0)
         for key in sizes.keys() - read.keys():
             (into / key).parent.mkdir(parents=True, exist_ok=True)
-            with new_file(into / key) as file:
+            with create_file(into / key) as file:
                 file.write(_head(place, key, sizes[key]) if key.endswith(".safetensors") else b"")
                 file.truncate(sizes[key])
     return into / last if is_one else into

@@ -30,7 +30,7 @@ from omnitrain.checkpoint.disk import FileSystem
 from omnitrain.checkpoint.manifest_schema import unique_keys
 from omnitrain.checkpoint.safetensors_header import open_regular
 from omnitrain.core.errors import CheckpointError, Tolerance
-from omnitrain.core.secrets import is_secret_name, masked, masked_command
+from omnitrain.core.secrets import is_secret_name, mask_command, mask_text
 
 if TYPE_CHECKING:
     import torch
@@ -66,7 +66,7 @@ def environment_of(variables: Mapping[str, str]) -> dict[str, str]:
     """Return those variables that change what a run computes or where; no other one, and none that may be secret."""
     names = (name for name in variables if name in VARIABLES or name.startswith(FAMILIES))
     kept = {name: variables[name] for name in sorted(names) if not is_secret_name(name)}
-    return {name: value for name, value in kept.items() if masked(value) == value and len(value) <= _LONGEST}
+    return {name: value for name, value in kept.items() if mask_text(value) == value and len(value) <= _LONGEST}
 
 
 # --- what is there
@@ -233,7 +233,7 @@ class Start:
         self._known = {
             "started_at": datetime.now(UTC).isoformat(timespec="seconds"),
             **where,
-            "command": masked_command([_shortened(word, folder) for word in sys.orig_argv]),
+            "command": mask_command([_shortened(word, folder) for word in sys.orig_argv]),
             "script": None if script is None else {"name": script.name, "sha256": _digest(script)},
             "git": None,
             "packages": packages(),

@@ -14,8 +14,8 @@ import torch
 
 from omnitrain.arguments import describe
 from omnitrain.checkpoint.state_dicts import IMPLEMENTATION
-from omnitrain.core.events import arguments_of
-from omnitrain.core.secrets import without_secrets
+from omnitrain.core.events import init_arguments
+from omnitrain.core.secrets import mask_secrets
 
 DECIDING = (
     "model",
@@ -129,7 +129,7 @@ def changed_options(then: Mapping[str, Any], now: Mapping[str, Any], name: str) 
     """
     before, after = then.get(name) or {}, now.get(name) or {}
     if name == "callback_options":  # earlier checkpoints have them with secrets
-        before = without_secrets(before)
+        before = mask_secrets(before)
     differ = [key for key in before if key in after and before[key] != after[key]]
     return {key: before[key] for key in differ}, {key: after[key] for key in differ}
 
@@ -158,7 +158,7 @@ def made_with(parts: Iterable[Any]) -> dict[str, Any]:
         name = type(one).__qualname__
         turn = turns[name] = turns.get(name, 0) + 1
         prefix = name if turn == 1 else f"{name} {turn}"
-        found |= {f"{prefix}.{option}": _without_module(value) for option, value in arguments_of(one).items()}
+        found |= {f"{prefix}.{option}": _without_module(value) for option, value in init_arguments(one).items()}
     return found
 
 

@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any, overload
 
 from omnitrain.core.errors import ConfigError, ObjectiveError
-from omnitrain.core.history import MetricsDict, new_figure, read_row, save_figure
-from omnitrain.core.metric_format import descriptor_of, in_order
+from omnitrain.core.history import MetricsDict, create_figure, read_row, save_figure
+from omnitrain.core.metric_format import get_descriptor, sort_for_display
 from omnitrain.core.objective import infer_direction
 
 logger: logging.Logger = logging.getLogger("omnitrain")
@@ -68,7 +68,7 @@ class RunComparison:
             MissingExtraError: matplotlib is not installed.
         """
         names = [name for name in self._names() if not name.startswith("test_")]
-        figure = new_figure("RunComparison.plot", 2.8 * len(names) + 0.4)
+        figure = create_figure("RunComparison.plot", 2.8 * len(names) + 0.4)
         for axes, name in zip(figure.subplots(len(names), squeeze=False, sharex=True)[:, 0], names, strict=True):
             for number, (run, rows) in enumerate(self.runs.items()):
                 points = _points(rows, name)
@@ -92,7 +92,10 @@ class RunComparison:
                 names = ("loss",) if row["kind"] == "train" else row.keys() - {*_NO_CURVE}
                 found |= {name: 0.0 for name in row if name in names and _is_number(row[name])}
         tests = {name for name in found if name.startswith("test_")}
-        return [*in_order({name: 0.0 for name in found if name not in tests}), *in_order(dict.fromkeys(tests, 0.0))]
+        return [
+            *sort_for_display({name: 0.0 for name in found if name not in tests}),
+            *sort_for_display(dict.fromkeys(tests, 0.0)),
+        ]
 
     def _cells(self) -> tuple[list[str], list[list[str]]]:
         """Return the titles of the columns, and the cells of each run."""
@@ -107,7 +110,7 @@ class RunComparison:
             direction = None if name == "loss" else _direction(name)
             values = [point[1] for point in chosen if point is not None]
             top = None if direction is None or len(values) < 2 else (max if direction == "max" else min)(values)
-            form = descriptor_of(name).format
+            form = get_descriptor(name).format
             cells = []
             for point in chosen:
                 words = "-" if point is None else format(point[1], form)
@@ -213,7 +216,7 @@ def _direction(name: str) -> str | None:
 
 
 def _title(name: str) -> str:
-    title = descriptor_of(name).title
+    title = get_descriptor(name).title
     return name if title is None else f"{name.split('_')[0]} {title}" if name.startswith(("eval_", "test_")) else title
 
 

@@ -23,7 +23,7 @@ from omnitrain.config.reading import Place, Tree, parse_value, read
 from omnitrain.config.yaml_writer import write
 from omnitrain.core.errors import CheckpointError, ConfigError
 from omnitrain.core.paths import is_address
-from omnitrain.core.secrets import masked
+from omnitrain.core.secrets import mask_text
 
 Pairs = Sequence[tuple[str, str | None]]
 
@@ -107,7 +107,7 @@ def _config_of(resume: str, run: str) -> Path:
         try:
             return local_copy(f"{run}/{CONFIG_FILE}", "--resume")
         except CheckpointError as error:
-            raise ConfigError(f"--resume {masked(resume)}: {error} {remedy}") from error
+            raise ConfigError(f"--resume {mask_text(resume)}: {error} {remedy}") from error
     file = Path(run) / CONFIG_FILE
     if not file.is_file():
         raise ConfigError(f"--resume {resume}: there is no {CONFIG_FILE!r} in {run!r}. {remedy}")

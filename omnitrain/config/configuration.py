@@ -20,7 +20,7 @@ from omnitrain.config.parts import Parts, StandIn, mode_of
 from omnitrain.config.reading import OF_A_PART, Place, Tree, read, spelled
 from omnitrain.config.yaml_writer import MISSING
 from omnitrain.core.duration import Limits
-from omnitrain.core.errors import ConfigError, OmnitrainError, add_place, did_you_mean
+from omnitrain.core.errors import ConfigError, OmnitrainError, add_location, did_you_mean
 
 if TYPE_CHECKING:
     from omnitrain.core.history import MetricsDict
@@ -119,7 +119,7 @@ class Config:
             return trainer_class(**arguments)
         except OmnitrainError as error:
             if not isinstance(error, ConfigError):
-                add_place(error, f"{self.tree.place(('trainer',))}, in {trainer_class.__name__}()")
+                add_location(error, f"{self.tree.place(('trainer',))}, in {trainer_class.__name__}()")
                 raise
             raise ConfigError(f"{self._place_of(error)}: {error}") from error
 

@@ -28,9 +28,9 @@ from omnitrain.compute.random_state import isolated_rng
 from omnitrain.config.yaml_writer import MISSING, FromEnvironment, write
 from omnitrain.core.duration import Duration
 from omnitrain.core.errors import ConfigError, did_you_mean
-from omnitrain.core.events import Algorithm, Callback, arguments_of
-from omnitrain.core.metric_format import as_plain
-from omnitrain.core.secrets import is_secret_name, masked
+from omnitrain.core.events import Algorithm, Callback, init_arguments
+from omnitrain.core.metric_format import to_python_scalar
+from omnitrain.core.secrets import is_secret_name, mask_text
 
 Missing = dict[tuple[str | int, ...], str]
 """Why a part has no name, by its place."""
@@ -179,7 +179,7 @@ def _config(value: Any, missing: Missing, place: tuple[str | int, ...]) -> Any:
     if isinstance(value, (Path, Duration, torch.device)):
         return str(value)
     if isinstance(value, (Callback, Algorithm)):
-        return _part(value, arguments_of(value), missing, place)
+        return _part(value, init_arguments(value), missing, place)
     if type(value) in (list, tuple) and len(value) <= _LONGEST:
         return [_config(one, missing, (*place, number)) for number, one in enumerate(value)]
     if isinstance(value, Mapping) and all(type(one) in (str, int, float) for one in value) and len(value) <= _LONGEST:
@@ -291,7 +291,7 @@ class TrainerConfig:
             trainer: The trainer, whose constructor has not run yet.
             given: The arguments that it was called with, by name.
         """
-        given = {name: as_plain(value) for name, value in given.items()}
+        given = {name: to_python_scalar(value) for name, value in given.items()}
         kind, missing = type(trainer), Missing()
         path = _path_of(kind)
         if path is None:
@@ -345,9 +345,9 @@ def _without_secrets(value: Any, missing: Missing, place: tuple[str | int, ...])
     if not isinstance(value, str) or value == MISSING or value[:1] in "<[":  # such as `pad_token`
         return value
     rest = _REFERENCE.sub("", value)
-    if rest != value and masked(rest) == rest:  # what it refers to is not written
+    if rest != value and mask_text(rest) == rest:  # what it refers to is not written
         return value
-    if is_secret_name(str(place[-1])) or masked(value) != value:
+    if is_secret_name(str(place[-1])) or mask_text(value) != value:
         missing[place] = "it looks like a secret, and none is written"
         return MISSING
     return value

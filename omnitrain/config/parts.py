@@ -21,7 +21,7 @@ from typing import Any, Literal, TypeVar
 
 from omnitrain.config import names
 from omnitrain.config.reading import OF_A_PART, Key, Tree, read
-from omnitrain.core.errors import ConfigError, MissingExtraError, OmnitrainError, add_place, did_you_mean
+from omnitrain.core.errors import ConfigError, MissingExtraError, OmnitrainError, add_location, did_you_mean
 
 Mode = Literal["text", "object", "function", "class"]
 """What a text means where it stands as an argument: itself, what an object is made of, a function, or a class."""
@@ -282,7 +282,7 @@ class Parts:
         except OmnitrainError as error:
             return self.fail(key, str(error), error)
         except Exception as error:
-            add_place(error, f"{self.tree.place(key)}, where {full} is called")
+            add_location(error, f"{self.tree.place(key)}, where {full} is called")
             raise
 
     def _arguments(self, full: str, function: Any, init_args: Any, key: Key) -> Any:

@@ -205,19 +205,19 @@ class Every:
             lengths = [(duration.unit, Fraction(*_ratio(duration.value)))]
         self._intervals = [(unit, length.numerator, length.denominator) for unit, length in lengths]
         self._steps = int(duration.value) if duration.unit == "ba" else 0
-        self.seen: int = 0
+        self.count: int = 0
 
     def due(self, progress: Progress) -> bool:
         """Return whether a multiple was reached since the last call."""
         # Called after every step: the usual case is one integer division.
         count = progress.step // self._steps if self._steps else self._count(progress)
-        is_new = count > self.seen
-        self.seen = count
+        is_new = count > self.count
+        self.count = count
         return is_new
 
     def restart(self, progress: Progress) -> None:
         """Skip the multiples before `progress`, so that nothing fires twice after a resume."""
-        self.seen = self._count(progress)
+        self.count = self._count(progress)
 
     def _count(self, progress: Progress) -> int:
         return max(_multiples(progress, *interval) for interval in self._intervals)

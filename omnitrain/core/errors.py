@@ -11,7 +11,7 @@
     └── DistributedError     (RuntimeError)     the processes of a run disagree or have lost each other
 
 A message says what is wrong, with the value, what was expected, and what to do. Only exception types, functions that
-word their messages, and the tolerance for a failing disk belong here.
+format their messages, and the tolerance for a failing disk belong here.
 """
 
 from __future__ import annotations
@@ -24,10 +24,16 @@ from typing import Any
 
 logger: logging.Logger = logging.getLogger("omnitrain")
 
-_OF_TORCH = ("PytorchStreamWriter", "inline_container", "unexpected pos", "iostream error", "Parent directory ")
+_TORCH_ERRORS = (
+    "PytorchStreamWriter",
+    "inline_container",
+    "unexpected pos",
+    "iostream error",
+    "Parent directory ",
+)
 """Parts of the messages of `torch.save` on a failing disk: it raises RuntimeError."""
 
-_OF_RUST = ("(os error ", "Os { code: ")
+_RUST_ERRORS = ("(os error ", "Os { code: ")
 """The same for safetensors and tokenizers, in newer and older releases."""
 
 
@@ -41,13 +47,15 @@ class OmnitrainError(Exception):
     """
 
     def __init__(self, *args: Any, **options: Any) -> None:
-        super().__init__(*(_printable(one) if isinstance(one, str) else one for one in args), **options)
+        super().__init__(*(_escape_unprintable(arg) if isinstance(arg, str) else arg for arg in args), **options)
 
 
-def _printable(text: str) -> str:
+def _escape_unprintable(text: str) -> str:
     if text.isprintable():
         return text
-    return "".join(one if one.isprintable() or one in "\n\t" else one.encode("unicode_escape").decode() for one in text)
+    return "".join(
+        char if char.isprintable() or char in "\n\t" else char.encode("unicode_escape").decode() for char in text
+    )
 
 
 class ConfigError(OmnitrainError, ValueError):
@@ -107,26 +115,26 @@ def unexpected_arguments(callee: str, errors: Sequence[str]) -> TypeError:
     return TypeError("\n  ".join([f"{callee}() got {len(errors)} unexpected arguments:", *errors]))
 
 
-_PLACE = "Where: "
+_LOCATION = "Where: "
 
 
-def add_place(error: BaseException, place: str) -> None:
+def add_location(error: BaseException, place: str) -> None:
     """Add a note that says where in the run an error was raised, unless it has one: the innermost is most exact."""
-    if not any(note.startswith(_PLACE) for note in getattr(error, "__notes__", ())):
-        error.add_note(f"{_PLACE}{place}.")
+    if not any(note.startswith(_LOCATION) for note in getattr(error, "__notes__", ())):
+        error.add_note(f"{_LOCATION}{place}.")
 
 
-def named_samples(indices: Iterable[int], of: str = "") -> str:
-    """Name samples of a dataset in words, the first 20 by their index.
+def describe_samples(indices: Iterable[int], of: str = "") -> str:
+    """Describe samples of a dataset for a message, the first 20 by index.
 
-    >>> named_samples([37], "the training set"), named_samples([3, 4])
+    >>> describe_samples([37], "the training set"), describe_samples([3, 4])
     ('sample 37 of the training set', 'samples 3, 4')
     """
     indices = list(indices)
-    return f"sample{'s' * (len(indices) > 1)} {listed(indices)}" + (f" of {of}" if of else "")
+    return f"sample{'s' * (len(indices) > 1)} {format_list(indices)}" + (f" of {of}" if of else "")
 
 
-def listed(values: Iterable[Any]) -> str:
+def format_list(values: Iterable[Any]) -> str:
     """Return the first 20 values, separated by commas."""
     texts = [str(value) for value in values]
     return ", ".join(texts[:20]) + (", ..." if len(texts) > 20 else "")
@@ -142,18 +150,18 @@ def is_disk_error(error: BaseException | None) -> bool:
         return True
     if isinstance(error, OmnitrainError) or not isinstance(error, Exception):
         return False
-    if isinstance(error, RuntimeError) and any(words in str(error) for words in _OF_TORCH):
+    if isinstance(error, RuntimeError) and any(words in str(error) for words in _TORCH_ERRORS):
         return True
-    return any(words in str(error) for words in _OF_RUST)
+    return any(words in str(error) for words in _RUST_ERRORS)
 
 
 class Tolerance:
     """Tolerates a failing disk inside `with`: reports it once, and once more when writing works again.
 
     Args:
-        what: What is written, as the subject of a message.
-        then: What happens to it, as a sentence.
-        also: Another type of error that is tolerated, such as that of a service.
+        subject: What is written, as the subject of a message.
+        consequence: What happens to it, as a sentence.
+        tolerated: Another type of error that is tolerated, such as that of a service.
 
     >>> tolerance = Tolerance("metrics.jsonl", "It is tried again.")
     >>> with tolerance:
@@ -162,25 +170,25 @@ class Tolerance:
     True
     """
 
-    def __init__(self, what: str, then: str, also: type[Exception] | tuple[()] = ()) -> None:
-        self.what = what
-        self.then = then
-        self.also = also
+    def __init__(self, subject: str, consequence: str, tolerated: type[Exception] | tuple[()] = ()) -> None:
+        self.subject = subject
+        self.consequence = consequence
+        self.tolerated = tolerated
         self.has_failed: bool = False
 
     def __enter__(self) -> None:
         """Start writing."""
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> bool:
-        """Suppress the error of a disk, and what `also` names."""
+        """Suppress the error of a disk, and those of the type `tolerated`."""
         if error is None:
             if self.has_failed:
-                logger.warning("%s: writing works again.", self.what)
+                logger.warning("%s: writing works again.", self.subject)
             self.has_failed = False
             return False
-        if not is_disk_error(error) and not isinstance(error, self.also):
+        if not is_disk_error(error) and not isinstance(error, self.tolerated):
             return False
         if not self.has_failed:
-            logger.error("%s cannot be written: %s. %s", self.what, error, self.then)
+            logger.error("%s cannot be written: %s. %s", self.subject, error, self.consequence)
         self.has_failed = True
         return True

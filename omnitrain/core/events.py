@@ -103,7 +103,7 @@ class Event(StrEnum):
     TRAIN_END = "train_end"
 
 
-INSIDE_OF_STEPS = (
+INNER_STEP_EVENTS = (
     Event.DATA_FETCHED,
     Event.BATCH_START,
     Event.AFTER_FORWARD,
@@ -147,7 +147,7 @@ STOP_REASONS = ("epochs", "max_steps", "max_duration", "early_stopping", "signal
 """Why a run can end; one of them is in `metrics["stop_reason"]`."""
 
 
-def first_reason(reasons: Collection[str]) -> str:
+def pick_stop_reason(reasons: Collection[str]) -> str:
     """Return the reason, out of several, that ends the run: a signal, or the first in `STOP_REASONS`; "" if none."""
     return next((reason for reason in ("signal", *STOP_REASONS) if reason in reasons), "")
 
@@ -177,7 +177,7 @@ class Control:
         """Move what `control` has scheduled to this object."""
         for what in control.scheduled:
             if what in STOP_REASONS:
-                self.stop = first_reason({self.stop, what})
+                self.stop = pick_stop_reason({self.stop, what})
             else:
                 setattr(self, what, True)
                 setattr(control, what, False)
@@ -188,7 +188,7 @@ class Control:
         """Whether anything is requested."""
         return self.log or self.evaluate or self.save or self.stop != ""
 
-    def taken(self, *names: str) -> Control:
+    def pop(self, *names: str) -> Control:
         """Return and clear the requests with these names; a requested stop is returned too, and stays."""
         asked = Control(stop=self.stop, signal=self.signal)
         for name in names:
@@ -199,7 +199,7 @@ class Control:
         return asked
 
 
-Ranges = Callable[[str], contextlib.AbstractContextManager[Any]]
+ProfilerRanges = Callable[[str], contextlib.AbstractContextManager[Any]]
 """Makes the context for a part of a step, by its name: "data", "forward", "backward" or "update"."""
 
 
@@ -340,15 +340,15 @@ class LifecycleLike(Protocol):
         """Send texts and histograms to every callback that shows them, on the ranks that call it."""
         ...
 
-    def aside(self) -> contextlib.AbstractContextManager[None]:
+    def untimed(self) -> contextlib.AbstractContextManager[None]:
         """Exclude the work inside from the time between two logs, from which rates are computed."""
         ...
 
-    def mark_parts(self, owner: object, ranges: Ranges | None) -> None:
+    def set_profiler_ranges(self, owner: object, ranges: ProfilerRanges | None) -> None:
         """Run each part of a step inside of `ranges(name)`, beside other owners'; None takes the owner's off."""
         ...
 
-    def stop_calling(self, callback: Callback, *events: Event) -> None:
+    def unsubscribe(self, callback: Callback, *events: Event) -> None:
         """Tell a callback of these events no more, until the callbacks are registered anew."""
         ...
 
@@ -358,7 +358,7 @@ class LifecycleLike(Protocol):
         ...
 
 
-def within(ranges: Ranges, name: str, run: Callable[..., Any]) -> Callable[..., Any]:
+def wrap_in_range(ranges: ProfilerRanges, name: str, run: Callable[..., Any]) -> Callable[..., Any]:
     """Return a function that does what `run` does, inside of `ranges(name)`."""
 
     def ranged(*args: Any, **kwargs: Any) -> Any:
@@ -368,42 +368,42 @@ def within(ranges: Ranges, name: str, run: Callable[..., Any]) -> Callable[..., 
     return ranged
 
 
-def _note_arguments(cls: Any) -> None:
-    """Have the constructor of a class note in each object what it was given, for `arguments_of`."""
+def _record_arguments(cls: Any) -> None:
+    """Have the constructor of a class note in each object what it was given, for `init_arguments`."""
     init = vars(cls).get("__init__")
     if init is None:
         return
 
     @functools.wraps(init)
     def noting(self: Any, *args: Any, **kwargs: Any) -> None:
-        if _GIVEN not in vars(self):  # or a derived class has noted its own
+        if _ARGUMENTS not in vars(self):  # or a derived class has noted its own
             with contextlib.suppress(TypeError):  # which the call itself raises
                 bound = inspect.signature(init).bind(self, *args, **kwargs)
                 bound.apply_defaults()
                 given = dict(list(bound.arguments.items())[1:])
-                vars(self)[_GIVEN] = {name: _kept(value) for name, value in given.items()}
+                vars(self)[_ARGUMENTS] = {name: _copy_container(value) for name, value in given.items()}
         init(self, *args, **kwargs)
 
     cls.__init__ = noting
 
 
-_GIVEN = "_arguments_given"
+_ARGUMENTS = "_arguments_given"
 
 
-def _kept(value: Any) -> Any:
+def _copy_container(value: Any) -> Any:
     return copy.copy(value) if type(value) in (list, dict, set) else value
 
 
-def arguments_of(part: Any) -> dict[str, Any]:
+def init_arguments(part: Any) -> dict[str, Any]:
     """Return what a callback or algorithm was made with, by name, defaults included; nothing if it is not known.
 
     >>> class Every(Callback):
     ...     def __init__(self, steps, scale=1.0):
     ...         self.turns = steps
-    >>> arguments_of(Every(3))
+    >>> init_arguments(Every(3))
     {'steps': 3, 'scale': 1.0}
     """
-    return dict(vars(part).get(_GIVEN, {}))
+    return dict(vars(part).get(_ARGUMENTS, {}))
 
 
 class Callback:
@@ -439,7 +439,7 @@ class Callback:
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
-        _note_arguments(cls)
+        _record_arguments(cls)
         known = [f"on_{event}" for event in Event]
         for name in vars(cls):
             if name.startswith("on_") and name not in known and callable(getattr(cls, name)):
@@ -587,7 +587,7 @@ class Algorithm:
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
-        _note_arguments(cls)
+        _record_arguments(cls)
         known = [name for name in vars(Algorithm) if name.startswith(_PLACES)]
         for name in vars(cls):
             if name.startswith(_PLACES) and name not in known and callable(getattr(cls, name)):
@@ -673,7 +673,7 @@ _PLACES = ("transform_", "before_", "after_", "begin_", "end_", "restore_", "set
 """What the names of the places begin with at which algorithms are called."""
 
 
-def overriding(algorithms: Iterable[Algorithm], place: str) -> list[Callable[..., Any]]:
+def find_overrides(algorithms: Iterable[Algorithm], place: str) -> list[Callable[..., Any]]:
     """Return the methods for a place of the algorithms that override it, in their order."""
     plain = getattr(Algorithm, place)
     methods = [getattr(one, place) for one in algorithms]
@@ -694,7 +694,7 @@ def check_algorithms(algorithms: Iterable[Algorithm]) -> None:
                 raise ConfigError(
                     f"`algorithms` holds {names[0]} and {names[1]}, which exclude each other. Leave one out."
                 )
-    averaging = [one for one in known if overriding([one], "transform_weights")]
+    averaging = [one for one in known if find_overrides([one], "transform_weights")]
     if len(averaging) > 1:
         names = [type(one).__name__ for one in averaging]
         raise ConfigError(
@@ -725,7 +725,7 @@ def share_of_run(trainer: TrainerLike, who: str, step: int) -> float:
     return step / total
 
 
-def give_back(part: Any, state: dict[str, Any], undo: contextlib.ExitStack) -> None:
+def restore_with_undo(part: Any, state: dict[str, Any], undo: contextlib.ExitStack) -> None:
     """Restore the state of a callback, an algorithm or a schedule from a checkpoint.
 
     Args:

@@ -46,7 +46,7 @@ def check_not_link(path: Path) -> None:
         raise OSError(errno.EINVAL, "It is not a file: delete it", str(path))
 
 
-def make_folder(path: Path) -> None:
+def create_folder(path: Path) -> None:
     """Make a folder in the folder of a run, if it does not exist.
 
     Raises:
@@ -76,7 +76,7 @@ def open_to_append(path: Path) -> io.FileIO:
     return open(path, "ab", buffering=0, opener=open_file)
 
 
-def new_file(path: Path) -> BinaryIO:
+def create_file(path: Path) -> BinaryIO:
     """Open a new file for writing, in the place of the file or link that has its name.
 
     Raises:
@@ -100,7 +100,7 @@ def replace_file(path: Path, content: bytes | Iterable[bytes], sync: bool = True
     """
     new = path.with_name(f"{path.name}.tmp")
     try:
-        with new_file(new) as file:
+        with create_file(new) as file:
             file.writelines([content] if isinstance(content, bytes) else content)
             if sync:
                 file.flush()

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, Literal, overload
 
 from omnitrain.core.errors import ConfigError, MissingExtraError, Tolerance, did_you_mean
 from omnitrain.core.files import replace_file
-from omnitrain.core.metric_format import bare_name, descriptor_of, in_order, is_described, titled
+from omnitrain.core.metric_format import bare_name, format_title, get_descriptor, is_described, sort_for_display
 
 _PREFIXES = ("eval_", "test_", "train_")
 _POSITION = ("epoch", "step")
@@ -78,7 +78,7 @@ class MetricRow(dict[str, Any]):
             raise KeyError(f"There is no metric {key!r} here: nothing has been evaluated.")
         if stored is None:
             raise KeyError(
-                f"There is no metric {key!r} here, only {quoted(self)}."
+                f"There is no metric {key!r} here, only {quote_names(self)}."
                 f"{did_you_mean(str(key), [*self, *map(bare_name, self)])}"
             )
         return self[stored]
@@ -142,7 +142,7 @@ class MetricsDict(dict[str, Any]):
         else:
             known = [*TABLES, "best_valid", *_FACTS]
             raise ConfigError(
-                f"MetricsDict has no place for {key!r}, only for {quoted(known)}.{did_you_mean(str(key), known)}"
+                f"MetricsDict has no place for {key!r}, only for {quote_names(known)}.{did_you_mean(str(key), known)}"
             )
         super().__setitem__(key, value)
 
@@ -155,7 +155,9 @@ class MetricsDict(dict[str, Any]):
         if key in _FACTS:
             why = "the run is not over" if key == "stop_reason" else "no evaluation was selected, or nothing was saved"
             raise KeyError(f"{key!r} is not known: {why}.")
-        raise KeyError(f"There is no {key!r} here, only {quoted(self.keys())}.{did_you_mean(str(key), self.keys())}")
+        raise KeyError(
+            f"There is no {key!r} here, only {quote_names(self.keys())}.{did_you_mean(str(key), self.keys())}"
+        )
 
     def add_train(self, row: Mapping[str, Any]) -> None:
         """Add an epoch: `epoch, step, train_loss, learning_rate, grad_norm`."""
@@ -245,8 +247,8 @@ class MetricsDict(dict[str, Any]):
         rows = self._joined()
         names = list(dict.fromkeys(name for row, _ in rows for name in row))
         first = [name for name in (*_POSITION, *_TRAIN_COLUMNS) if name in names]
-        columns = [*first, *in_order({name: 0.0 for name in names if name not in first})]
-        titles = [titled(_TRAIN_COLUMNS.get(name, name)) for name in columns]
+        columns = [*first, *sort_for_display({name: 0.0 for name in names if name not in first})]
+        titles = [format_title(_TRAIN_COLUMNS.get(name, name)) for name in columns]
         return titles, [([_cell(name, row.get(name, "")) for name in columns], is_best) for row, is_best in rows]
 
     def _table(self) -> Iterator[str]:
@@ -301,8 +303,11 @@ class MetricsDict(dict[str, Any]):
         texts = {name for row in valid for name, value in row.items() if isinstance(value, str)}
         names = {name for row in valid for name in row} - texts
         losses = sorted(name for name in names if name.endswith("_loss"))
-        panels = [losses, *([name] for name in in_order(dict.fromkeys(sorted(names - {*losses, *_POSITION}), 0.0)))]
-        figure = new_figure("MetricsDict.plot", 2.8 * len(panels) + 0.4)
+        panels = [
+            losses,
+            *([name] for name in sort_for_display(dict.fromkeys(sorted(names - {*losses, *_POSITION}), 0.0))),
+        ]
+        figure = create_figure("MetricsDict.plot", 2.8 * len(panels) + 0.4)
         steps = [row["step"] for row in (*train, *valid) if "step" in row]
         marks = {"best": self.get("best_step"), "end": max(steps, default=None)}
         for axes, panel in zip(figure.subplots(len(panels), squeeze=False, sharex=True)[:, 0], panels, strict=True):
@@ -360,7 +365,7 @@ class WeightedMean:
         return cls(**state)
 
 
-def quoted(names: Iterable[str]) -> str:
+def quote_names(names: Iterable[str]) -> str:
     """Return names for a message: 'loss', 'accuracy'."""
     return ", ".join(repr(name) for name in names) or "nothing"
 
@@ -387,7 +392,7 @@ def _plain_row(row: Mapping[str, Any]) -> MetricRow:
     return MetricRow({str(name): _plain(str(name), value) for name, value in row.items()})
 
 
-def new_figure(caller: str, height: float) -> Any:
+def create_figure(caller: str, height: float) -> Any:
     """Return an empty figure of matplotlib, made without pyplot, whose global state belongs to the user.
 
     Args:
@@ -446,7 +451,7 @@ def _show(value: float | int | str) -> str:
 def _cell(name: str, value: float | int | str) -> str:
     """Return a value as its descriptor says, or in a few digits."""
     if is_described(name) and isinstance(value, (int, float)):
-        return format(value, descriptor_of(name).format)
+        return format(value, get_descriptor(name).format)
     return _show(value)
 
 
@@ -458,7 +463,7 @@ def _position(value: float | int | str) -> str:
 def _words(row: Mapping[str, Any]) -> str:
     """Return the metrics of a row as words: loss 0.6000, accuracy 0.8000."""
     return ", ".join(
-        f"{titled(bare_name(name))} {_cell(name, value)}" for name, value in row.items() if name not in _POSITION
+        f"{format_title(bare_name(name))} {_cell(name, value)}" for name, value in row.items() if name not in _POSITION
     )
 
 
@@ -466,7 +471,7 @@ def _draw(axes: Any, rows: list[MetricRow], name: str) -> None:
     """Draw one curve, if it has any points."""
     points = [(row["step"], row[name]) for row in rows if name in row]
     if points:
-        axes.plot(*zip(*points, strict=True), marker="." if len(points) < 100 else None, label=titled(name))
+        axes.plot(*zip(*points, strict=True), marker="." if len(points) < 100 else None, label=format_title(name))
 
 
 def _mark(axes: Any, marks: Mapping[str, int | None], reason: str | None, is_named: bool) -> None:

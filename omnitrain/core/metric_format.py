@@ -67,7 +67,7 @@ def describe_metric(name: str, descriptor: MetricDescriptor) -> None:
         ConfigError: If the format is not one of Python for numbers.
 
     >>> describe_metric("wer", MetricDescriptor("WER", unit="%", format=".1f", order=11))
-    >>> worded("eval_wer", 12.34)
+    >>> format_metric("eval_wer", 12.34)
     'eval WER 12.3 %'
     """
     try:
@@ -80,7 +80,7 @@ def describe_metric(name: str, descriptor: MetricDescriptor) -> None:
     _DESCRIBED.add(bare_name(name))
 
 
-def descriptor_of(name: str) -> MetricDescriptor:
+def get_descriptor(name: str) -> MetricDescriptor:
     """Return how values of a name are shown."""
     known = _KNOWN.get(bare_name(name))
     if known is None and name.endswith("_per_second"):
@@ -95,35 +95,35 @@ def is_described(name: str) -> bool:
     return bare_name(name) in _DESCRIBED
 
 
-def titled(name: str) -> str:
+def format_title(name: str) -> str:
     """Return the title of a column or an axis: the name of a value, or what `describe_metric` calls it, with its unit.
 
     >>> describe_metric("cer", MetricDescriptor("CER", unit="%", format=".1f"))
-    >>> titled("eval_cer"), titled("eval_accuracy")
+    >>> format_title("eval_cer"), format_title("eval_accuracy")
     ('eval CER (%)', 'eval_accuracy')
     """
     if not is_described(name):
         return name
-    descriptor, bare = descriptor_of(name), bare_name(name)
+    descriptor, bare = get_descriptor(name), bare_name(name)
     title = f"{name.removesuffix(bare)}{bare}" if not descriptor.title else (
         f"{name.removesuffix(bare).replace('_', ' ')}{descriptor.title}"
     )  # fmt: skip
     return f"{title} ({descriptor.unit})" if descriptor.unit else title
 
 
-def in_order(values: Mapping[str, float]) -> dict[str, float]:
+def sort_for_display(values: Mapping[str, float]) -> dict[str, float]:
     """Return values in the order in which they are shown."""
-    names: Iterable[str] = sorted(values, key=lambda name: descriptor_of(name).order)
+    names: Iterable[str] = sorted(values, key=lambda name: get_descriptor(name).order)
     return {name: values[name] for name in names}
 
 
-def worded(name: str, value: float) -> str:
+def format_metric(name: str, value: float) -> str:
     """Return a value with its title and unit.
 
-    >>> worded("loss", 0.51234), worded("samples_per_second", 20860.5)
+    >>> format_metric("loss", 0.51234), format_metric("samples_per_second", 20860.5)
     ('loss 0.5123', '20860 samples/s')
     """
-    descriptor = descriptor_of(name)
+    descriptor = get_descriptor(name)
     bare = bare_name(name)
     title = bare if descriptor.title is None else descriptor.title
     before = name.removesuffix(bare) if title == bare else name.removesuffix(bare).replace("_", " ")
@@ -132,7 +132,7 @@ def worded(name: str, value: float) -> str:
     return " ".join(f"{before}{title} {format(value, form)} {descriptor.unit}".split())
 
 
-def as_plain(value: Any) -> Any:
+def to_python_scalar(value: Any) -> Any:
     """Return a number or a bool of NumPy as one of Python, and any other value unchanged."""
     is_scalar = type(value).__module__ == "numpy" and getattr(value, "shape", None) == () and hasattr(value, "dtype")
     return value.item() if is_scalar else value

@@ -13,8 +13,8 @@ from collections.abc import Iterable, Mapping
 from typing import Any, Literal
 
 from omnitrain.core.errors import CheckpointError, ConfigError, ObjectiveError, did_you_mean
-from omnitrain.core.history import quoted
-from omnitrain.core.metric_format import bare_name, descriptor_of
+from omnitrain.core.history import quote_names
+from omnitrain.core.metric_format import bare_name, get_descriptor
 
 Direction = Literal["max", "min"]
 
@@ -101,7 +101,7 @@ def infer_direction(metric: str, higher_is_better: bool | None = None) -> tuple[
     """
     if higher_is_better is not None:
         return ("max" if higher_is_better else "min"), "the metric's own higher_is_better"
-    if (told := descriptor_of(metric).higher_is_better) is not None:
+    if (told := get_descriptor(metric).higher_is_better) is not None:
         return ("max" if told else "min"), "the metric's descriptor"
     found = None if re.search(r"(?:^|[_/\s])1\s*-", metric) else _infer(_words(metric))  # "1-ssim" is not "ssim"
     if found is None:
@@ -225,7 +225,7 @@ class Objective:
                 return name
         known = [bare_name(name) for name in metrics if name not in ("epoch", "step")]
         raise ObjectiveError(
-            f"`optimization_metric={self.metric!r}` is not among the metrics: {quoted(known)}."
+            f"`optimization_metric={self.metric!r}` is not among the metrics: {quote_names(known)}."
             f"{did_you_mean(self.metric, known)}"
         )
 

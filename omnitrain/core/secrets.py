@@ -43,10 +43,10 @@ def is_secret_name(name: str) -> bool:
 _AS_SPACES = {ord(one): " " for one in "-_.+:/@~"}
 
 
-def masked(text: str) -> str:
+def mask_text(text: str) -> str:
     """Return a text without what looks like a token or a password in it.
 
-    >>> masked("https://me:pw@host/x?api_key=abc&n=1"), masked("lr=0.1")
+    >>> mask_text("https://me:pw@host/x?api_key=abc&n=1"), mask_text("lr=0.1")
     ('https://***@host/x?api_key=***&n=1', 'lr=0.1')
     """
     for pattern, instead in ((_IN_ADDRESS, MASK), (_ASSIGNED, rf"\1{MASK}"), (_TOKEN, MASK)):
@@ -54,10 +54,10 @@ def masked(text: str) -> str:
     return text
 
 
-def masked_command(words: Sequence[str]) -> list[str]:
+def mask_command(words: Sequence[str]) -> list[str]:
     """Return a command line without the values of options that are secret by their name or by their looks.
 
-    >>> masked_command(["python", "a.py", "--token=abc", "--password", "b", "--max-tokens", "5"])
+    >>> mask_command(["python", "a.py", "--token=abc", "--password", "b", "--max-tokens", "5"])
     ['python', 'a.py', '--token=***', '--password', '***', '--max-tokens', '5']
     """
     found, is_next = list[str](), False
@@ -69,18 +69,18 @@ def masked_command(words: Sequence[str]) -> list[str]:
         elif equals and re.fullmatch(r"[-+~@\w./]+", name) and is_secret_name(name):
             found.append(f"{name}={MASK}")
         else:
-            found.append(masked(word if len(word) <= _LONGEST else f"{word[:_LONGEST]}..."))
+            found.append(mask_text(word if len(word) <= _LONGEST else f"{word[:_LONGEST]}..."))
         is_next = is_option and not equals and is_secret_name(word)
     return found
 
 
-def without_secrets(value: Any) -> Any:
+def mask_secrets(value: Any) -> Any:
     """Return JSON types with the texts masked that look like secrets, or whose key promises one."""
     if isinstance(value, Mapping):
         return {
-            key: MASK if isinstance(one, str) and is_secret_name(key) else without_secrets(one)
+            key: MASK if isinstance(one, str) and is_secret_name(key) else mask_secrets(one)
             for key, one in value.items()
         }
     if isinstance(value, (list, tuple)):
-        return [without_secrets(one) for one in value]
-    return masked(value) if isinstance(value, str) else value
+        return [mask_secrets(one) for one in value]
+    return mask_text(value) if isinstance(value, str) else value

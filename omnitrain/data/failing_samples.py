@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from omnitrain.core.errors import named_samples
+from omnitrain.core.errors import describe_samples
 
 _LIMIT_S = 10.0
 """How long to try samples again: other ranks may be waiting."""
@@ -61,16 +61,16 @@ def told(error: Exception, samples: Sequence[int], of: str, attempt: Attempt, pa
     >>> told(IndexError(), [0, 1, 7], "the training set", lambda samples: [[0, 0, 0][one] for one in samples])
     'sample 7 of the training set, which fails alone'
     """
-    everyone = named_samples(samples, of)
+    everyone = describe_samples(samples, of)
     if len(samples) == 1:
         return everyone
     alone = failing_alone(error, samples, attempt)
     if len(alone) == len(samples):
         return f"{everyone}, each of which fails alone: look at the model, or at the types of the data"
     if alone:
-        return f"{named_samples(alone, of)}, which fail{'s' * (len(alone) == 1)} alone"
+        return f"{describe_samples(alone, of)}, which fail{'s' * (len(alone) == 1)} alone"
     odd = _differing(error, samples, attempt) if pairs else []
     if odd:
         differ = f"which differ{'s' * (len(odd) == 1)} from the others of the batch"
-        return f"{named_samples(odd, of)}, {differ} ({named_samples(samples)})"
+        return f"{describe_samples(odd, of)}, {differ} ({describe_samples(samples)})"
     return everyone

@@ -23,7 +23,7 @@ import torch
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 
 from omnitrain.compute.random_state import derive_seed, isolated_rng, seed_generators
-from omnitrain.core.errors import DataError, listed, named_samples
+from omnitrain.core.errors import DataError, describe_samples, format_list
 from omnitrain.core.progress import Progress
 from omnitrain.data.collation import Collator, count_samples, first_row, pinned
 from omnitrain.data.sampling import (
@@ -209,7 +209,7 @@ class _Requests:
 
     def named(self, numbers: Iterable[int]) -> str:
         """Name the samples of some of the latest requests, counted from 0 in a pass."""
-        return named_samples(itertools.chain.from_iterable(self._latest.get(number, ()) for number in numbers))
+        return describe_samples(itertools.chain.from_iterable(self._latest.get(number, ()) for number in numbers))
 
 
 class _Answers:
@@ -468,7 +468,7 @@ class StreamLoader(Loader):
         has_ended = False
         try:
             with explaining_dead_workers():  # before they are ended
-                yield from start_workers(self._worker, lambda tasks: f"batches {listed(tasks)} of {self.name}")
+                yield from start_workers(self._worker, lambda tasks: f"batches {format_list(tasks)} of {self.name}")
             has_ended = True
         finally:
             if not has_ended:
@@ -660,7 +660,7 @@ class GivenLoader(Loader):
                     if batches is None:  # what it draws to begin with, it has drawn for the first batch of the epoch
                         seed_generators(derive_seed(self.seed, epoch, 0))
                         batches = iter(self.loader)
-                        watch_workers(batches, lambda tasks: f"batches {listed(tasks)} of {self.name}")
+                        watch_workers(batches, lambda tasks: f"batches {format_list(tasks)} of {self.name}")
                     if number:
                         seed_generators(derive_seed(self.seed, epoch, number))
                     batch = next(batches, _END)

@@ -19,7 +19,7 @@ import torch
 from torch.utils.data import DistributedSampler, Subset, TensorDataset
 
 from omnitrain.compute.random_state import GENERATORS, Generator, derive_seed, isolated_rng
-from omnitrain.core.errors import DataError, named_samples
+from omnitrain.core.errors import DataError, describe_samples
 from omnitrain.data.collation import Collator, DictBatch
 from omnitrain.data.failing_samples import told
 
@@ -433,7 +433,7 @@ class Fetch:
         except Exception as error:
             taken = len(positions) - operator.length_hint(turns)
             if taken:
-                found = named_samples(positions[taken - 1 : taken], self.name)
+                found = describe_samples(positions[taken - 1 : taken], self.name)
             else:  # all at once
                 found = told(error, positions, self.name, self.dataset.__getitems__)
             if isinstance(error, StopIteration):

@@ -16,7 +16,7 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset
 
 from omnitrain.compute.random_state import derive_seed, isolated_rng, seed_generators
-from omnitrain.core.errors import CheckpointError, ConfigError, listed
+from omnitrain.core.errors import CheckpointError, ConfigError, format_list
 from omnitrain.core.progress import Progress
 from omnitrain.data.collation import pinned
 from omnitrain.data.loaders import Loader, as_is, has_length
@@ -450,4 +450,4 @@ class ShardedLoader(Loader):
             reader, batch_size=None, collate_fn=as_is, num_workers=1, prefetch_factor=self._prefetch_factor,
             generator=torch.Generator().manual_seed(self.seed), worker_init_fn=outlive_signals,
         )  # fmt: skip
-        return start_workers(loader, lambda tasks: f"batches {listed(tasks)} of {self.name}")
+        return start_workers(loader, lambda tasks: f"batches {format_list(tasks)} of {self.name}")

@@ -16,8 +16,8 @@ from typing import Any, NamedTuple
 from torch.utils.data import IterableDataset, get_worker_info
 
 from omnitrain.compute.random_state import derive_seed, isolated_rng, seed_generators
-from omnitrain.core.errors import CheckpointError, named_samples
-from omnitrain.core.events import give_back
+from omnitrain.core.errors import CheckpointError, describe_samples
+from omnitrain.core.events import restore_with_undo
 from omnitrain.data.sampling import Collate, Counted, Rounds, no_end, share
 
 
@@ -98,7 +98,7 @@ class Stream(IterableDataset[Any]):
                     batch = self.collate(own or taken[:1]) if taken else None
                 except Exception as error:
                     own = share(range(number, number + len(taken)), self.rank, self.world_size)
-                    found = f"{named_samples(own, self.name)}, a stream"
+                    found = f"{describe_samples(own, self.name)}, a stream"
                     if isinstance(error, StopIteration):
                         raise no_end("The collator", found) from error
                     error.add_note(f"Raised by the collator for {found}.")
@@ -174,7 +174,7 @@ def check_state(dataset: Any, state: Any, where: str) -> None:
         )
     try:
         with contextlib.ExitStack() as undo:
-            give_back(dataset, state, undo)
+            restore_with_undo(dataset, state, undo)
     except CheckpointError as error:
         raise CheckpointError(f"{where}: the state of `train_dataset` in 'omnitrain.json': {error}") from error
 

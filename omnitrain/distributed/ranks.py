@@ -38,7 +38,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from omnitrain.core.errors import DistributedError
-from omnitrain.core.events import STOP_REASONS, Control, first_reason
+from omnitrain.core.events import STOP_REASONS, Control, pick_stop_reason
 from omnitrain.distributed import signals
 from omnitrain.distributed.processes import is_alive, is_known, own_process
 from omnitrain.distributed.watchdog import Post, Report, Stall, Stalls, Tree, in_words
@@ -458,7 +458,7 @@ def _as_control(numbers: list[float]) -> Control:
     log, evaluate, save, *rest = map(bool, numbers)
     signal_number = next((number for number, is_asked in zip(_SIGNALS, rest, strict=False) if is_asked), 0)
     reasons = [reason for reason, is_asked in zip(STOP_REASONS, rest[len(_SIGNALS) :], strict=True) if is_asked]
-    return Control(log, evaluate, save, first_reason(reasons), signal_number)
+    return Control(log, evaluate, save, pick_stop_reason(reasons), signal_number)
 
 
 class ProcessRanks(Ranks):

@@ -16,7 +16,7 @@ from omnitrain.core.duration import Duration
 from omnitrain.core.events import Histogram, TrainerLike
 from omnitrain.core.files import replace_file
 from omnitrain.core.history import is_position
-from omnitrain.core.metric_format import in_order
+from omnitrain.core.metric_format import sort_for_display
 from omnitrain.loggers.rows import DAMAGED, Row, RowFile
 
 _FIRST, _LAST = ("kind", "step", "epoch"), ("final",)
@@ -88,7 +88,7 @@ class CsvLogger(RowFile):
         assert self._path is not None
         before = self._columns
         values = dict.fromkeys([*before, *names], 0.0)
-        inner = [name for name in in_order(values) if name not in (*_FIRST, *_LAST)]
+        inner = [name for name in sort_for_display(values) if name not in (*_FIRST, *_LAST)]
         self._close()
         columns = [*_FIRST, *inner, *_LAST]
 

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, TextIO
 from omnitrain.core.duration import Duration, Every
 from omnitrain.core.errors import ConfigError
 from omnitrain.core.events import Callback, Histogram, TrainerLike
-from omnitrain.core.metric_format import in_order, worded
+from omnitrain.core.metric_format import format_metric, sort_for_display
 from omnitrain.loggers.notebook import NotebookPanel, is_notebook
 from omnitrain.loggers.summary import clock, closing, may_stop_early, opening, position
 
@@ -228,9 +228,9 @@ class ProgressBar(Callback):
         elapsed, left = self._times(trainer)
         # The words in their order, each with its rank: the higher it is, the sooner they are left out.
         ranked = [(2, one) for one in _words({name: logs[name] for name in logs if name == "loss"})]
-        ranked.append((4, worded("epoch", trainer.progress.epochs)))
+        ranked.append((4, format_metric("epoch", trainer.progress.epochs)))
         ranked += [(5, one) for one in _words({name: logs[name] for name in logs if name == "learning_rate"})]
-        for name in in_order(self._latest_eval):
+        for name in sort_for_display(self._latest_eval):
             ranked += [
                 (6 if name == f"eval_{trainer.objective.metric}" else 8, one)
                 for one in _words({name: self._latest_eval[name]})
@@ -294,11 +294,11 @@ _MANY = ("weights_", "gradients_", "updates_", "update_ratio/", "activations_")
 def _words(values: Mapping[str, float], total_steps: int | None = None, fraction: float | None = None) -> list[str]:
     """Format a row of values for people; a `fraction` means that it is of the run, with its place in it."""
     words = []
-    for name, value in in_order(values).items():
+    for name, value in sort_for_display(values).items():
         if name.startswith(_MANY) and "/" in name:  # for files and dashboards
             continue
         if name == "step" and fraction is not None:
             words.append(position(value, total_steps, fraction))
         elif name != "skipped_steps" or value:
-            words.append(worded(name, value))
+            words.append(format_metric(name, value))
     return words

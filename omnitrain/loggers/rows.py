@@ -21,7 +21,7 @@ from omnitrain.core.duration import Duration, Every
 from omnitrain.core.errors import Tolerance
 from omnitrain.core.events import Callback, Histogram, TrainerLike
 from omnitrain.core.files import check_not_link, open_file, open_to_append, replace_file
-from omnitrain.core.metric_format import in_order
+from omnitrain.core.metric_format import sort_for_display
 from omnitrain.core.paths import local_path
 
 logger: logging.Logger = logging.getLogger("omnitrain")
@@ -82,7 +82,7 @@ class Pace:
         self._every = Every(self._duration, trainer.limits)
         self._every.restart(trainer.progress)
         if self._seen is not None and trainer.progress.step:
-            self._every.seen = self._seen
+            self._every.count = self._seen
         self._seen = None
 
     def shows(self, trainer: TrainerLike) -> bool:
@@ -91,7 +91,7 @@ class Pace:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the intervals counted, if there are any."""
-        return {} if self._every is None else {"shown": self._every.seen}
+        return {} if self._every is None else {"shown": self._every.count}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take back the intervals counted."""
@@ -211,7 +211,7 @@ class RowFile(Callback, ABC):
             if kind != "report":  # of which a step may have several
                 self._last[kind] = position
         row: dict[str, Any] = {"kind": kind, "step": step, "epoch": epoch}
-        row |= {name: value for name, value in in_order(values).items() if name not in row}
+        row |= {name: value for name, value in sort_for_display(values).items() if name not in row}
         if trainer.lifecycle.is_closing:
             row["final"] = True
         self._lost += len(self._waiting) == self._waiting.maxlen

@@ -13,7 +13,7 @@ from typing import Any
 from omnitrain.callbacks.early_stopping import EarlyStopping
 from omnitrain.core.duration import Duration
 from omnitrain.core.events import TrainerLike
-from omnitrain.core.metric_format import worded
+from omnitrain.core.metric_format import format_metric
 
 _REASONS = {
     "epochs": "all epochs are done",
@@ -197,7 +197,7 @@ def _best(trainer: TrainerLike) -> list[str]:
     if not best or "best_step" not in metrics:
         return []
     key = trainer.objective.key(best)
-    words = f"best: {worded(key, best[key])} at step {metrics['best_step']}"
+    words = f"best: {format_metric(key, best[key])} at step {metrics['best_step']}"
     if "best_checkpoint" in metrics:
         words += f", {metrics['best_checkpoint']}"
     return [words]

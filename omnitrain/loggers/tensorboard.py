@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from omnitrain.core.duration import Duration
 from omnitrain.core.errors import MissingExtraError, Tolerance
 from omnitrain.core.events import Callback, Histogram, TrainerLike
-from omnitrain.core.files import make_folder
+from omnitrain.core.files import create_folder
 from omnitrain.core.paths import folder_path
 from omnitrain.loggers.rows import MAX_WAITING, Pace, row_kind
 
@@ -145,7 +145,7 @@ class TensorBoardLogger(Callback):
             raise MissingExtraError("TensorBoardLogger", "tensorboard", "tensorboard") from error
         log_dir = self.log_dir or Path(trainer.save_dir or "runs") / "tensorboard"
         if self.log_dir is None and trainer.save_dir is not None:
-            make_folder(Path(log_dir))
+            create_folder(Path(log_dir))
         self._writer, self._given = SummaryWriter(str(log_dir), purge_step=self._purge_step), 0
         return self._writer
 

@@ -21,7 +21,7 @@ from omnitrain.core.duration import Duration
 from omnitrain.core.errors import ConfigError, MissingExtraError, Tolerance, did_you_mean
 from omnitrain.core.events import Callback, Histogram, TrainerLike
 from omnitrain.core.files import replace_file
-from omnitrain.core.metric_format import in_order
+from omnitrain.core.metric_format import sort_for_display
 from omnitrain.loggers.rows import Pace, numbers_of, row_kind
 from omnitrain.loggers.services import SERVICES, Service
 from omnitrain.loggers.tensorboard import dashboard_names
@@ -90,7 +90,7 @@ class Tracking(Callback):
         self._before: dict[str, Position] = {}
         """The last row of each kind that an earlier process had sent to this run."""
         self._sent: dict[str, Position] = {}
-        self._tolerance = Tolerance(self.name, "The rows of the time in between are lost.", also=Exception)
+        self._tolerance = Tolerance(self.name, "The rows of the time in between are lost.", tolerated=Exception)
 
     def on_train_start(self, trainer: TrainerLike) -> None:
         """Open a run, or continue the one of the checkpoint."""
@@ -265,7 +265,7 @@ def _position(trainer: TrainerLike, values: Mapping[str, float]) -> Position:
 
 
 def _scalars(values: Mapping[str, float], kind: str, service: Service) -> dict[str, float]:
-    named = dashboard_names(in_order(values), kind)
+    named = dashboard_names(sort_for_display(values), kind)
     return {name.replace("/", service.separator, 1): float(value) for name, value in named.items()}
 
 

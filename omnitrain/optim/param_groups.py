@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from omnitrain.compute.activation_checkpointing import blocks_in
-from omnitrain.core.errors import ConfigError, did_you_mean, listed
+from omnitrain.core.errors import ConfigError, did_you_mean, format_list
 from omnitrain.optim.muon import Muon
 
 logger: logging.Logger = logging.getLogger("omnitrain")
@@ -181,7 +181,7 @@ def not_found(where: str, pattern: str, named: Iterable[tuple[str, Any]]) -> Con
         pattern: The regular expression.
         named: The parameters that there are, with their names.
     """
-    names = listed(name for name, _ in named)
+    names = format_list(name for name, _ in named)
     return ConfigError(f"{where}: {pattern!r} is found in no parameter's name. They are called {names}.")
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from omnitrain.core.duration import Duration, Limits
 from omnitrain.core.errors import ConfigError
-from omnitrain.core.history import new_figure, save_figure
+from omnitrain.core.history import create_figure, save_figure
 from omnitrain.core.progress import Progress
 from omnitrain.optim.schedules import Course, Length, Place, Schedule, check_number, named_schedule, warmup_length
 
@@ -43,7 +43,7 @@ class SchedulePreview:
         Raises:
             MissingExtraError: matplotlib is not installed.
         """
-        figure = new_figure("SchedulePreview.plot", 3.2)
+        figure = create_figure("SchedulePreview.plot", 3.2)
         axes = figure.subplots()
         axes.plot(*self._curve)
         axes.set_xlabel(_COUNTED[self.unit])

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from omnitrain.core.errors import ConfigError, listed
+from omnitrain.core.errors import ConfigError, format_list
 from omnitrain.optim.build import try_step
 
 
@@ -72,7 +72,7 @@ def check_optimizer(optimizer: torch.optim.Optimizer, sparse: Mapping[int, str],
         reason = _reason_against_sparse(optimizer, group, members[0]) if members else None
         if reason is not None:
             raise ConfigError(
-                f"`optimizer` ({name}) cannot train {listed([repr(sparse[id(one)]) for one in members])}, whose "
+                f"`optimizer` ({name}) cannot train {format_list([repr(sparse[id(one)]) for one in members])}, whose "
                 f"gradients are sparse: {reason}. Make the layer with sparse=False, or use optimizer='sgd' or "
                 "'adagrad' without weight decay and momentum; 'sparseadam' takes embeddings alone."
             )
@@ -80,8 +80,8 @@ def check_optimizer(optimizer: torch.optim.Optimizer, sparse: Mapping[int, str],
         if members and isinstance(optimizer, torch.optim.SparseAdam):
             raise ConfigError(
                 f"`optimizer` ({name}) takes sparse gradients only, and those of "
-                f"{listed([repr(dense[id(one)]) for one in members])} are dense. Use optimizer='sgd' or 'adagrad', "
-                "which take both, or make the embeddings with sparse=False and use 'adamw'."
+                f"{format_list([repr(dense[id(one)]) for one in members])} are dense. Use optimizer='sgd' or "
+                "'adagrad', which take both, or make the embeddings with sparse=False and use 'adamw'."
             )
 
 

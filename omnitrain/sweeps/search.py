@@ -34,8 +34,8 @@ from omnitrain.core.errors import (
 )
 from omnitrain.core.events import Callback
 from omnitrain.core.files import check_not_link, open_to_append, replace_file
-from omnitrain.core.history import new_figure, save_figure
-from omnitrain.core.metric_format import descriptor_of
+from omnitrain.core.history import create_figure, save_figure
+from omnitrain.core.metric_format import get_descriptor
 from omnitrain.core.paths import folder_path
 from omnitrain.distributed.ranks import Ranks
 from omnitrain.sweeps.spaces import Space
@@ -117,7 +117,7 @@ class SearchResult:
     def table(self) -> str:
         """Return a row per trial: number, values, score and its step, last step, state and seconds; `*` is the best."""
         names = list(dict.fromkeys(name for one in self.trials for name in one.params))
-        best, form = _best_of(self._complete, _score, self.direction), descriptor_of(f"eval_{self.metric}").format
+        best, form = _best_of(self._complete, _score, self.direction), get_descriptor(f"eval_{self.metric}").format
         rows = [["trial", *names, f"{self.metric}  ", "step", "state", "seconds"]]
         for one in self.trials:
             score = "-" if one.score is None else f"{format(one.score, form)} @{one.score_step}"
@@ -150,7 +150,7 @@ class SearchResult:
             MissingExtraError: matplotlib is not installed.
         """
         names = list(dict.fromkeys(name for one in self.trials for name in one.params))
-        figure = new_figure("SearchResult.plot", 2.8 * (len(names) + 1) + 0.4)
+        figure = create_figure("SearchResult.plot", 2.8 * (len(names) + 1) + 0.4)
         first, *others = figure.subplots(len(names) + 1, squeeze=False)[:, 0]
         _draw(first, self.trials, lambda one: one.number)
         _draw_best(first, self._complete, self.direction)

@@ -18,7 +18,7 @@ from omnitrain.backends.backend import Backend
 from omnitrain.compute.precision import free_memory, is_out_of_memory
 from omnitrain.compute.random_state import restore_rng, snapshot_rng
 from omnitrain.core.errors import ConfigError, DataError
-from omnitrain.core.events import Algorithm, overriding
+from omnitrain.core.events import Algorithm, find_overrides
 from omnitrain.data.collation import count_samples
 from omnitrain.data.sampling import Window
 from omnitrain.distributed.ranks import Ranks
@@ -78,7 +78,7 @@ class Memory:
         self._mark, self._go_back = mark, go_back
         self._buffers = Buffers()
         kept = [one for one in hooks.algorithms if type(one).state_dict is not Algorithm.state_dict]
-        self._algorithms = [one for one in kept if any(overriding([one], name) for name in _IN_PASSES)]
+        self._algorithms = [one for one in kept if any(find_overrides([one], name) for name in _IN_PASSES)]
         self._has_failed_in_update = False
         """Whether memory ran out in the latest update, which was made all the same."""
         self.prepare()

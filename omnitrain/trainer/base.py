@@ -56,13 +56,13 @@ from omnitrain.compute.random_state import deterministic as deterministic_kernel
 from omnitrain.compute.random_state import isolated_rng
 from omnitrain.config.instantiation import TrainerConfig
 from omnitrain.core.duration import Duration, Limits
-from omnitrain.core.errors import CheckpointError, ConfigError, DistributedError, NonFiniteError, add_place
-from omnitrain.core.events import STOP_REASONS, Algorithm, Callback, Control, check_algorithms, overriding
+from omnitrain.core.errors import CheckpointError, ConfigError, DistributedError, NonFiniteError, add_location
+from omnitrain.core.events import STOP_REASONS, Algorithm, Callback, Control, check_algorithms, find_overrides
 from omnitrain.core.history import MetricsDict, write_results
 from omnitrain.core.objective import Objective
 from omnitrain.core.paths import local_path, run_folder
 from omnitrain.core.progress import Progress
-from omnitrain.core.secrets import masked, without_secrets
+from omnitrain.core.secrets import mask_secrets, mask_text
 from omnitrain.data.collation import padding_collator
 from omnitrain.data.columns import Columns, is_of_user
 from omnitrain.data.sets import Sets
@@ -644,7 +644,7 @@ class BaseTrainer(Hooks, ABC):
             except BaseException as error:
                 if isinstance(error, Exception) and not isinstance(error, NonFiniteError):  # which says where it was
                     progress = self.progress
-                    add_place(error, f"after step {progress.step} (epoch {progress.epoch + 1}), rank {self.rank}")
+                    add_location(error, f"after step {progress.step} (epoch {progress.epoch + 1}), rank {self.rank}")
                 self.lifecycle.failed(error)
                 self._checkpointer.ended = "its last run failed"
                 if isinstance(error, DistributedError) and self.control.signal:
@@ -653,7 +653,7 @@ class BaseTrainer(Hooks, ABC):
                 raise
             finally:
                 try:
-                    for end in overriding(self.algorithms, "end_run"):
+                    for end in find_overrides(self.algorithms, "end_run"):
                         end(self)
                     self._step.guard.release(self.optimizer)
                     self._sets.end_workers()
@@ -714,7 +714,7 @@ class BaseTrainer(Hooks, ABC):
                 with _kernels(self.settings, self.precision), self.lifecycle.silent():
                     return compile_ahead(self._loop, steps)
             finally:
-                for end in overriding(self.algorithms, "end_run"):
+                for end in find_overrides(self.algorithms, "end_run"):
                     end(self)
                 self._step.guard.release(self.optimizer)
                 self._sets.end_workers()
@@ -803,7 +803,7 @@ class BaseTrainer(Hooks, ABC):
             ConfigError: If there is no `save_dir`.
             CheckpointError: If it cannot be written; earlier checkpoints are untouched.
         """
-        with self._calling("save_checkpoint()"), self.lifecycle.aside():
+        with self._calling("save_checkpoint()"), self.lifecycle.untimed():
             self.backend.check_weights_loaded()
             return self._checkpointer.save_now()
 
@@ -834,7 +834,7 @@ class BaseTrainer(Hooks, ABC):
             "autocast": self.precision.name,
             "batch_size": self.batch_size,
             "dtypes": self.precision.dtypes.described,
-            "callback_options": without_secrets(made_with(self._callbacks)),
+            "callback_options": mask_secrets(made_with(self._callbacks)),
             "device": str(self.device),
             "eval_batch_size": self.eval_batch_size,
             "gradient_accumulation_steps": self.gradient_accumulation_steps,
@@ -851,7 +851,7 @@ class BaseTrainer(Hooks, ABC):
         if changes_in_size(self.settings):
             resolved["global_batch_size"] = self.settings.global_batch_size
         if isinstance(self.settings.save_dir, str):  # an address, which may have credentials
-            resolved["save_dir"] = masked(self.settings.save_dir)
+            resolved["save_dir"] = mask_text(self.settings.save_dir)
         plain = describe_all({**self.settings.to_dict(), **resolved})
         return {"trainer": describe(type(self)), "model": describe(state_dicts.class_of(self.model)), **plain}
 

@@ -13,7 +13,7 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 from omnitrain.core.errors import ConfigError
-from omnitrain.core.events import Algorithm, overriding
+from omnitrain.core.events import Algorithm, find_overrides
 from omnitrain.data.collation import tensors_in
 from omnitrain.data.sampling import Window
 from omnitrain.trainer.buffers import unchanged_buffers
@@ -79,7 +79,7 @@ def compile_ahead(loop: Loop, steps: int) -> Compiled:
     shapes: dict[str, list[str]] = {}
     progress, loop.lifecycle.progress = loop.lifecycle.progress, copy.copy(loop.lifecycle.progress)
     try:
-        for start in overriding(hooks.algorithms, "begin_epoch"):
+        for start in find_overrides(hooks.algorithms, "begin_epoch"):
             start(hooks)
         with unchanged_buffers(hooks.backend.model):
             with loop.sets.train.untouched():
@@ -94,7 +94,7 @@ def compile_ahead(loop: Loop, steps: int) -> Compiled:
     finally:
         loop.lifecycle.progress = progress
         for algorithm, state in zip(hooks.algorithms, states, strict=True):
-            for forget in overriding([algorithm], "set_up"):
+            for forget in find_overrides([algorithm], "set_up"):
                 forget(hooks)
             if type(algorithm).state_dict is not Algorithm.state_dict:
                 algorithm.load_state_dict(state)
@@ -141,7 +141,7 @@ def _of_new_shapes(loop: Loop, steps: int) -> Iterator[tuple[Window, list[str]]]
 
 def _transformed(loop: Loop, batch: Any) -> Any:
     """Return a training batch as algorithms make it, which may be longer or larger in later steps."""
-    transforms = overriding(loop.hooks.algorithms, "transform_batch")
+    transforms = find_overrides(loop.hooks.algorithms, "transform_batch")
     if transforms:
         batch = loop.hooks._prepare_batch(batch)
     for transform in transforms:

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from omnitrain.compute.precision import is_device_lost, is_out_of_memory
-from omnitrain.core.errors import named_samples
+from omnitrain.core.errors import describe_samples
 from omnitrain.data.collation import tensors_in
 from omnitrain.data.failing_samples import told
 from omnitrain.distributed.ranks import is_of_connection
@@ -47,7 +47,7 @@ def suspects(
     samples = loader.indices_at(*place)
     if not samples or is_of_connection(error):
         return ""
-    everyone = named_samples(samples, loader.name)
+    everyone = describe_samples(samples, loader.name)
     if is_device_lost(error):
         return f"{everyone} or before, as the device reports errors late (at once with CUDA_LAUNCH_BLOCKING=1)"
     if not hasattr(loader, "fetch") or hooks.backend.sharding is not None or is_out_of_memory(error):

@@ -20,8 +20,8 @@ import torch
 from omnitrain.arguments import Settings
 from omnitrain.checkpoint.fingerprints import content_of
 from omnitrain.core.duration import Stages
-from omnitrain.core.errors import DataError, DistributedError, add_place
-from omnitrain.core.events import Ranges, overriding, within
+from omnitrain.core.errors import DataError, DistributedError, add_location
+from omnitrain.core.events import ProfilerRanges, find_overrides, wrap_in_range
 from omnitrain.core.progress import Progress
 from omnitrain.data.collation import copied_ahead, count_samples, move_to_device, split_batch
 from omnitrain.data.loaders import GivenLoader, Loader, MapLoader
@@ -152,7 +152,7 @@ class Feed:
                     raise group
             except Exception as error:
                 place = f"the data of step {progress.step + 1} (epoch {progress.epoch + 1}), rank {ranks.rank}"
-                add_place(error, place)
+                add_location(error, place)
                 raise
             self._lifecycle.clock.add("data", time.perf_counter() - began)
             last = group[-1] if group else last
@@ -255,9 +255,9 @@ class Feed:
         self._ranks.place = "step"
         return () if isinstance(ahead, Exception) else self._ranks.once(_part(ahead))
 
-    def mark(self, ranges: Ranges | None) -> None:
+    def mark(self, ranges: ProfilerRanges | None) -> None:
         """Read data inside of `ranges("data")`; None reads them as they are."""
-        self._next = next if ranges is None else within(ranges, "data", next)
+        self._next = next if ranges is None else wrap_in_range(ranges, "data", next)
 
     def take_totals(self, totals: Sequence[float]) -> None:
         """Take the results of `read_ahead`, summed over all ranks."""
@@ -389,7 +389,7 @@ class Feed:
             return weight
         if "compute_loss" in getattr(hooks, "_overridden", ()):  # which is given the weight
             return weight
-        changes = hooks.loss_mean.counts_unequally and overriding(hooks.algorithms, "transform_batch")
+        changes = hooks.loss_mean.counts_unequally and find_overrides(hooks.algorithms, "transform_batch")
         return _WITHOUT_CLASS_WEIGHT if changes else weight
 
     def count_targets(self, output: StepOutput, weight: float) -> None:

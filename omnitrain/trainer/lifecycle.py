@@ -18,14 +18,14 @@ from omnitrain.callbacks.train_hook import HookCallback, TrainHook
 from omnitrain.core.errors import ConfigError, DataError, DistributedError
 from omnitrain.core.events import (
     ERROR_POLICIES,
-    INSIDE_OF_STEPS,
+    INNER_STEP_EVENTS,
     Callback,
     Control,
     Event,
     Histogram,
-    Ranges,
+    ProfilerRanges,
     TrainerLike,
-    give_back,
+    restore_with_undo,
 )
 from omnitrain.core.history import MetricsDict
 from omnitrain.core.objective import Objective
@@ -145,9 +145,9 @@ class Lifecycle:
         self.inside_of_evaluation: Callable[..., None] | None = None
         """The same for the batches of an evaluation."""
         self._is_silent = False
-        self._markers: tuple[Callable[[Ranges | None], None], ...] = ()
+        self._markers: tuple[Callable[[ProfilerRanges | None], None], ...] = ()
         """What names the parts of a step."""
-        self._ranges: dict[int, Ranges] = {}
+        self._ranges: dict[int, ProfilerRanges] = {}
         self._listeners: dict[Event, list[Called]] = {}
         self._with_values: list[Called] = []
         self._parts: list[tuple[Any, Callback]] = []
@@ -204,7 +204,7 @@ class Lifecycle:
 
     def _note_silence(self) -> None:
         in_evaluation = (Event.EVAL_BATCH_START, Event.EVAL_BATCH_END)
-        self.inside_of_step = self.emit if self._is_heard(INSIDE_OF_STEPS) else None
+        self.inside_of_step = self.emit if self._is_heard(INNER_STEP_EVENTS) else None
         self.inside_of_evaluation = self.emit if self._is_heard(in_evaluation) else None
 
     def _is_heard(self, events: Iterable[Event]) -> bool:
@@ -228,7 +228,7 @@ class Lifecycle:
     @property
     def asks_alone(self) -> bool:
         """Whether a callback may request something in a step that other ranks do not."""
-        events = (Event.STEP_START, *INSIDE_OF_STEPS, Event.BEFORE_OPTIMIZER_STEP, Event.STEP_END)
+        events = (Event.STEP_START, *INNER_STEP_EVENTS, Event.BEFORE_OPTIMIZER_STEP, Event.STEP_END)
         return any(one.callback.asks_alone for event in events for one, _ in self._listeners[event])
 
     def emit(self, event: Event, *details: Any) -> None:
@@ -330,7 +330,7 @@ class Lifecycle:
         self._clock = now
 
     @contextlib.contextmanager
-    def aside(self) -> Iterator[None]:
+    def untimed(self) -> Iterator[None]:
         """Exclude the work inside from the time between two logs, from which rates are computed."""
         if self._is_aside:
             yield
@@ -343,11 +343,11 @@ class Lifecycle:
             step, seconds, samples, tokens = self.logged_at
             self.logged_at = (step, seconds + time.perf_counter() - start, samples, tokens)
 
-    def take_markers(self, *markers: Callable[[Ranges | None], None]) -> None:
-        """Take what names parts of a step, for `mark_parts`."""
+    def take_markers(self, *markers: Callable[[ProfilerRanges | None], None]) -> None:
+        """Take what names parts of a step, for `set_profiler_ranges`."""
         self._markers = markers
 
-    def mark_parts(self, owner: object, ranges: Ranges | None) -> None:
+    def set_profiler_ranges(self, owner: object, ranges: ProfilerRanges | None) -> None:
         """Run data, forward, backward and update of each step inside of `ranges(name)`; None takes an owner's off.
 
         Args:
@@ -368,7 +368,7 @@ class Lifecycle:
         for mark in self._markers:
             mark(all_of_them if inside else None)
 
-    def stop_calling(self, callback: Callback, *events: Event) -> None:
+    def unsubscribe(self, callback: Callback, *events: Event) -> None:
         """Tell a callback of these events no more, until the callbacks are registered anew."""
         for event in events:
             self._listeners[event] = [one for one in self._listeners[event] if one[0].callback is not callback]
@@ -577,7 +577,7 @@ class Lifecycle:
                 logger.warning("The checkpoint has the state of a callback %r, which is not among the callbacks.", name)
                 continue
             waiting.remove(heir)
-            give_back(heir, entry["state"], undo)
+            restore_with_undo(heir, entry["state"], undo)
 
     def begin_again(self, steps: int) -> None:
         """The run begins afresh with the weights that so many steps of an earlier one have trained."""

@@ -17,8 +17,8 @@ import torch
 from omnitrain.arguments import Settings
 from omnitrain.checkpoint.checkpointer import Checkpointer
 from omnitrain.checkpoint.fingerprints import check_same_data
-from omnitrain.core.errors import ConfigError, DataError, NonFiniteError, ObjectiveError, add_place
-from omnitrain.core.events import Control, overriding
+from omnitrain.core.errors import ConfigError, DataError, NonFiniteError, ObjectiveError, add_location
+from omnitrain.core.events import Control, find_overrides
 from omnitrain.data.loaders import Loader, end_workers
 from omnitrain.data.sets import Sets
 from omnitrain.data.stateful import stateful_parts, untouched
@@ -105,12 +105,12 @@ class Loop:
         self._recompilations.begin()
         self.checkpointer.shown.check()
         self.checkpointer.shown.begin_training()
-        with lifecycle.aside(), lifecycle.clock.during("setup"):
+        with lifecycle.untimed(), lifecycle.clock.during("setup"):
             lifecycle.begin_train()
         if self.hooks.algorithms:
             order = ", ".join(type(one).__name__ for one in self.hooks.algorithms)
             logger.info("Algorithms in the order they run: %s.", order)
-        with lifecycle.aside(), lifecycle.clock.during("setup"):
+        with lifecycle.untimed(), lifecycle.clock.during("setup"):
             # both read data, which can take seconds, so only now that signals are handled
             check_same_data(self.ranks, [self.sets.train, *_each(self.sets.eval)])
             self.checkpointer.identify()
@@ -125,7 +125,7 @@ class Loop:
         self.agree("the beginning of the run")
         if lifecycle.owes_evaluation and lifecycle.stop != "signal":
             lifecycle.control.save = lifecycle.control.save or lifecycle.owes_save
-            with lifecycle.aside():
+            with lifecycle.untimed():
                 self.evaluate(counts=lifecycle.progress.step > 0)
             self.answer()
             self._save(is_asked=False)
@@ -133,7 +133,7 @@ class Loop:
             model = self.hooks.backend.model
             parts = stateful_parts(self.settings, model)
             with (
-                lifecycle.aside(),
+                lifecycle.untimed(),
                 lifecycle.clock.during("setup"),
                 lifecycle.silent(),
                 untouched(parts),
@@ -207,7 +207,7 @@ class Loop:
         """Begin an epoch, or the rest of one."""
         self.lifecycle.begin_epoch()
         self.lifecycle.is_epoch_complete = True
-        for begin in overriding(self.hooks.algorithms, "begin_epoch"):
+        for begin in find_overrides(self.hooks.algorithms, "begin_epoch"):
             begin(self.hooks)
         self._update_training_set()
 
@@ -253,7 +253,7 @@ class Loop:
             if hooks.lr_scheduler is not None and hooks.scheduler_interval == "epoch":
                 self.step.move_schedule(hooks.lr_scheduler, ends_epoch=True)
             self.step.begin_means()
-            for end in overriding(hooks.algorithms, "end_epoch"):
+            for end in find_overrides(hooks.algorithms, "end_epoch"):
                 end(hooks)
         lifecycle.end_epoch(lifecycle.is_epoch_complete, row)
 
@@ -277,10 +277,10 @@ class Loop:
         checkpointer.note_end()
         lifecycle.is_closing = True
         if self.is_at_limit and lifecycle.evaluates and lifecycle.evaluated_step != lifecycle.progress.step:
-            with lifecycle.aside():
+            with lifecycle.untimed():
                 self.evaluate()
             self.agree("the end of the last evaluation")
-        with lifecycle.aside(), lifecycle.clock.during("saving"):
+        with lifecycle.untimed(), lifecycle.clock.during("saving"):
             if lifecycle.saved_at != lifecycle.progress.position or checkpointer.has_unsaved_best:
                 with explaining_memory(self.hooks, "saving"):
                     checkpointer.save(history)
@@ -321,7 +321,7 @@ class Loop:
         if asked.log:
             self.log()
         if asked.evaluate and lifecycle.evaluated_step != lifecycle.progress.step:
-            with lifecycle.aside():
+            with lifecycle.untimed():
                 self.evaluate()
                 asked.save |= self.agree("the end of an evaluation", "save").save
         self._save(asked.save)
@@ -331,7 +331,7 @@ class Loop:
         lifecycle, checkpointer = self.lifecycle, self.checkpointer
         is_asked = is_asked and lifecycle.saved_at != lifecycle.progress.position
         if is_asked or checkpointer.owes_best:
-            with lifecycle.aside(), lifecycle.clock.during("saving"), explaining_memory(self.hooks, "saving"):
+            with lifecycle.untimed(), lifecycle.clock.during("saving"), explaining_memory(self.hooks, "saving"):
                 checkpointer.save(for_best=not is_asked)
                 self.agree("the end of a save")
 
@@ -349,7 +349,7 @@ class Loop:
         need no exchange.
         """
         if self._sends_ahead:
-            asked, ahead = self.lifecycle.control.taken(*_REQUESTS), self.feed.read_ahead()
+            asked, ahead = self.lifecycle.control.pop(*_REQUESTS), self.feed.read_ahead()
             self._sent = self.ranks.begin_agreeing("the end of a step", asked, *ahead)
 
     def _agree_after_step(self) -> Control:
@@ -374,7 +374,7 @@ class Loop:
         The data of the next step go along, as each exchange costs about as much as a small model's forward pass.
         """
         lifecycle, began = self.lifecycle, time.perf_counter()
-        asked, totals = self.ranks.agree(where, lifecycle.control.taken(*requests), *ahead)
+        asked, totals = self.ranks.agree(where, lifecycle.control.pop(*requests), *ahead)
         lifecycle.clock.add("waiting", time.perf_counter() - began)
         self._take(asked, totals)
         return asked
@@ -402,7 +402,7 @@ class Loop:
         check_same_data(self.ranks, _each(loader))
         try:
             with (
-                self.lifecycle.aside(),
+                self.lifecycle.untimed(),
                 self.evaluation.outside_run(),
                 self.hooks.precision.of_products(),
                 self.hooks.precision.without_cache(),
@@ -428,7 +428,7 @@ class Loop:
                 metrics = self.evaluation.evaluate(self.sets.eval, "eval", self.is_interrupted)
         except Exception as error:
             step, epoch = lifecycle.progress.step, lifecycle.progress.epoch
-            add_place(error, f"the evaluation after step {step} (epoch {epoch + 1}), rank {self.ranks.rank}")
+            add_location(error, f"the evaluation after step {step} (epoch {epoch + 1}), rank {self.ranks.rank}")
             raise
         finally:
             self.is_evaluating, self.evaluation.left_out = False, frozenset()
@@ -437,7 +437,7 @@ class Loop:
             return  # interrupted by a signal: a resumed run repeats the whole evaluation
         if self.settings.on_nonfinite == "raise":
             self._refuse_nonfinite(metrics)
-        for transform in reversed(overriding(hooks.algorithms, "transform_metrics")):
+        for transform in reversed(find_overrides(hooks.algorithms, "transform_metrics")):
             metrics = transform(hooks, metrics)
         key = lifecycle.objective.key(metrics)
         bad = ", ".join(f"{name}={value}" for name, value in metrics.items() if not math.isfinite(value))
@@ -496,7 +496,7 @@ class Loop:
             return
         if self.settings.on_nonfinite == "raise":
             self._refuse_nonfinite(metrics)
-        if not overriding(self.hooks.algorithms, "transform_metrics"):
+        if not find_overrides(self.hooks.algorithms, "transform_metrics"):
             self.lifecycle.objective.key(metrics)
 
     def _refuse_nonfinite(self, metrics: Mapping[str, float]) -> None:
@@ -598,7 +598,7 @@ class Loop:
             return
         progress, backend, window = self.lifecycle.progress, self.hooks.backend, self.step.window
         backend.collect_parameters()  # an algorithm may have frozen or unfrozen layers
-        updates = overriding(self.hooks.algorithms, "after_update")
+        updates = find_overrides(self.hooks.algorithms, "after_update")
         if isinstance(self.sets.train, Loader):
             self.sets.train.set_epoch(progress.epoch)
         before, taken = progress.step, [0]
@@ -643,7 +643,7 @@ class Loop:
     def _refuse_unreached(self) -> None:
         """Refuse algorithms that change what a loop of the user's own does without them."""
         for one in self.hooks.algorithms:
-            unreached = [place for place in IN_STEPS if overriding([one], place)]
+            unreached = [place for place in IN_STEPS if find_overrides([one], place)]
             if not self.hooks.backend.has_master_weights:  # the weights are there when the optimizer has stepped
                 unreached = [place for place in unreached if place != "after_update"]
             if unreached:

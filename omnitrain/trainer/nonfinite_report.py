@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from omnitrain.core.errors import NonFiniteError, Tolerance, listed
+from omnitrain.core.errors import NonFiniteError, Tolerance, format_list
 from omnitrain.core.files import replace_file
 from omnitrain.optim.sparse_gradients import stored_values
 from omnitrain.trainer.evaluation import Evaluation
@@ -40,7 +40,7 @@ def nonfinite_error(hooks: Hooks, loader: Any, save_dir: Path | None, place: Pla
     checks = (_is_bad, _has_bad_gradient) if hooks.backend.sharding is None else (_is_bad,)
     indices, rank = _suspects(hooks, loader, place.epoch, place.position, place.samples, checks), hooks.ranks.data.rank
     _report(hooks, save_dir, {**place._asdict(), "rank": rank, "sample_indices": indices})
-    which = f" It comes from these samples of the training set: {listed(indices)}." if indices else ""
+    which = f" It comes from these samples of the training set: {format_list(indices)}." if indices else ""
     return NonFiniteError(
         f"The loss or a gradient is not finite at step {place.step} (epoch {place.epoch + 1}, rank {rank})."
         f"{which} The weights were not updated by it. Look at these samples, lower the learning rate, or pass "
@@ -68,7 +68,7 @@ def evaluation_error(
     _report(hooks, save_dir, {"step": step, "set": loader.name, "batch": number, "sample_indices": indices})
     which = "" if number is None else f" It comes from batch {number + 1} of it."
     if indices:
-        which = f" It comes from these samples of it: {listed(indices)}."
+        which = f" It comes from these samples of it: {format_list(indices)}."
     return NonFiniteError(
         f"The loss of {loader.name} is {loss} at step {step}.{which} Look at these samples, or pass "
         "on_nonfinite='skip' to go on without such an evaluation."

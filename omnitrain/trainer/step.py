@@ -18,8 +18,8 @@ from torch import nn
 
 from omnitrain.arguments import DEFAULTS, Settings
 from omnitrain.backends.backend import Backend
-from omnitrain.core.errors import ConfigError, DataError, NonFiniteError, add_place
-from omnitrain.core.events import Event, overriding
+from omnitrain.core.errors import ConfigError, DataError, NonFiniteError, add_location
+from omnitrain.core.events import Event, find_overrides
 from omnitrain.data.sampling import Window
 from omnitrain.distributed.ranks import Ranks
 from omnitrain.model.units import ModelUnit, no_token_counts
@@ -193,11 +193,11 @@ class Step:
     def _list_transforms(self) -> None:
         """Find out which algorithm changes what, and refuse what the backend cannot do."""
         algorithms: list[Any] = self._hooks.algorithms
-        self._transforms = {place: overriding(algorithms, place) for place in IN_STEPS}
+        self._transforms = {place: find_overrides(algorithms, place) for place in IN_STEPS}
         for place in ("transform_output", "transform_loss"):
             self._transforms[place].reverse()
         for one in algorithms:
-            used = [place for place in IN_STEPS if overriding([one], place)]
+            used = [place for place in IN_STEPS if find_overrides([one], place)]
             lacking = [
                 self._backend.unsupported[need] for need in (*used, *one.needs) if need in self._backend.unsupported
             ]
@@ -471,7 +471,7 @@ class Step:
             found = suspects(error, hooks, loader, (place.epoch, place.position, turn), run, mode)
             if found:
                 error.add_note(f"Raised for {found}.")
-        add_place(error, f"step {place.step} (epoch {place.epoch + 1}), rank {self._ranks.rank}")
+        add_location(error, f"step {place.step} (epoch {place.epoch + 1}), rank {self._ranks.rank}")
 
     def finish(self) -> bool:
         """Make the gradients final, tell the callbacks, and return whether to make the update."""
@@ -647,7 +647,7 @@ class Step:
             raise ConfigError(
                 f"{what}, which cannot work here: {backend.unsupported['closure']}. Use DDP or one process."
             )
-        second = [one for one in self._hooks.algorithms if overriding([one], "before_second_pass")]
+        second = [one for one in self._hooks.algorithms if find_overrides([one], "before_second_pass")]
         reasons = {
             "autocast='fp16'": (backend.can_skip, "has a loss scale that may leave an update out", "autocast='bf16'"),
             f"max_grad_norm={settings.max_grad_norm!r}": (

@@ -24,7 +24,7 @@ def requests(limits: Limits, **intervals: str | int | None) -> list[str]:
 
     def note(moment: str) -> None:
         noted.extend(
-            f"{name} {moment}" for name in ("log", "evaluate", "save") if getattr(trainer.control.taken(name), name)
+            f"{name} {moment}" for name in ("log", "evaluate", "save") if getattr(trainer.control.pop(name), name)
         )
 
     while not trainer.control.stop:

@@ -57,7 +57,7 @@ from omnitrain import Algorithm, Callback, CheckpointError, ConfigError, Trainer
 from omnitrain.checkpoint import state_dicts, tensor_files
 from omnitrain.checkpoint.history import HISTORY
 from omnitrain.checkpoint.store import MANIFEST, Store
-from omnitrain.core.events import INSIDE_OF_STEPS
+from omnitrain.core.events import INNER_STEP_EVENTS
 from omnitrain.data import sampling
 
 
@@ -365,7 +365,7 @@ def test_run_killed_at_event_resumes_identically(name: str, order: int, extent: 
     kinds: dict[str, list[int]] = {}
     for number, event in enumerate(recorder.names, 1):
         kinds.setdefault(event, []).append(number)
-    middle = [numbers[len(numbers) // 2] for event, numbers in kinds.items() if event not in INSIDE_OF_STEPS]
+    middle = [numbers[len(numbers) // 2] for event, numbers in kinds.items() if event not in INNER_STEP_EVENTS]
     for number in middle[1::4] if isinstance(extent, str) else range(extent + 1, recorder.count + 1, 6):
         result = play(folder / str(number), [{"cut": KillAtEvent(number, order)}, {}], **options)
         assert_same(result, expected, f"killed at event {number}, {recorder.names[number - 1]}")

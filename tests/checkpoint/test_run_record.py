@@ -25,7 +25,7 @@ from omnitrain.checkpoint.run_record import append_start, environment_of, read_s
 from omnitrain.cli.checkpoint import show, show_run
 from omnitrain.cli.main import main
 from omnitrain.core.errors import CheckpointError
-from omnitrain.core.secrets import masked, masked_command
+from omnitrain.core.secrets import mask_command, mask_text
 
 TRAINERS = {"native": Trainer, "accelerate": AccelerateTrainer, "hf": HFTrainer}
 
@@ -184,12 +184,12 @@ def test_environment_of_known_variables_without_secrets() -> None:
     ],
 )
 def test_masked_command(command: str, expected: str) -> None:
-    assert " ".join(masked_command(command.split())) == expected
+    assert " ".join(mask_command(command.split())) == expected
 
 
 def test_masked_leaves_plain_text_unchanged() -> None:
     for text in ("omnitrain.trainer.native.Trainer", "2.13.0+cpu", "expandable_segments:True", "tokens=512", "a/b/c"):
-        assert masked(text) == text
+        assert mask_text(text) == text
 
 
 def test_record_has_no_secrets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -22,7 +22,7 @@ from omnitrain.checkpoint.manifest import MANIFEST, encode
 from omnitrain.checkpoint.remote import local_copy
 from omnitrain.cli.main import main
 from omnitrain.core.files import is_inside
-from omnitrain.core.secrets import masked
+from omnitrain.core.secrets import mask_text
 
 ADDRESS = "memory://bucket/run"
 FOLDERS = ("tensorboard", "profile")
@@ -425,7 +425,7 @@ def test_command_survives_a_hostile_bucket(
     ],
 )
 def test_masked_hides_secrets_and_nothing_else(text: str, expected: str) -> None:
-    assert masked(text) == expected
+    assert mask_text(text) == expected
 
 
 class Notify(Callback):

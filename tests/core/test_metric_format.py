@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from omnitrain import ConfigError, MetricDescriptor, MetricsDict, Trainer, describe_metric
-from omnitrain.core.metric_format import in_order, titled, worded
+from omnitrain.core.metric_format import format_metric, format_title, sort_for_display
 from omnitrain.core.objective import infer_direction
 
 PERCENT = MetricDescriptor("Hits", unit="%", format=".1f", order=5, higher_is_better=False)
@@ -17,8 +17,8 @@ def test_describe_metric_sets_title_unit_format_and_place():
     metrics = MetricsDict()
     row = {"epoch": 1, "step": 10, "eval_loss": 0.5, "eval_f1": 0.25, "eval_hits": 12.34}
     metrics.add_valid(row, best=True)
-    assert list(in_order(row)) == ["step", "epoch", "eval_hits", "eval_loss", "eval_f1"]
-    assert (worded("eval_hits", 12.34), titled("eval_hits")) == ("eval Hits 12.3 %", "eval Hits (%)")
+    assert list(sort_for_display(row)) == ["step", "epoch", "eval_hits", "eval_loss", "eval_f1"]
+    assert (format_metric("eval_hits", 12.34), format_title("eval_hits")) == ("eval Hits 12.3 %", "eval Hits (%)")
     assert str(metrics).splitlines() == [
         "best: step 10 (epoch 1), loss 0.5000, f1 0.2500, Hits (%) 12.3",
         "epoch  step  eval Hits (%)  eval_loss  eval_f1",

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from omnitrain.core.errors import ConfigError, DistributedError
-from omnitrain.core.events import INSIDE_OF_STEPS, Callback, Event
+from omnitrain.core.events import INNER_STEP_EVENTS, Callback, Event
 from omnitrain.core.objective import Objective
 from omnitrain.trainer.lifecycle import Lifecycle
 
@@ -191,7 +191,7 @@ def test_batch_events_are_off_without_listeners() -> None:
 
 def test_asks_alone_follows_listeners_inside_of_steps() -> None:
     assert all(callable(getattr(Callback, f"on_{event}")) and event.name in (Event.__doc__ or "") for event in Event)
-    for event in (*INSIDE_OF_STEPS, Event.STEP_START, Event.STEP_END):
+    for event in (*INNER_STEP_EVENTS, Event.STEP_START, Event.STEP_END):
         kind = type("Listens", (Callback,), {f"on_{event}": lambda self, trainer, *details: None})
         listens, quiet = kind(), kind()
         quiet.asks_alone = False
