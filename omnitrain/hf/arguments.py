@@ -182,7 +182,7 @@ FIELDS: dict[str, tuple[str, ...]] = {
 """The fields of transformers' arguments that mean the same as one of ours under another name."""
 
 
-def _set_fields(args: transformers.TrainingArguments, name: str) -> dict[str, Any]:
+def _user_fields(args: transformers.TrainingArguments, name: str) -> dict[str, Any]:
     """Return the fields for one of our arguments that the user has set, those that differ from their default."""
     defaults = {
         field.name: field.default if field.default is not dataclasses.MISSING else None
@@ -194,30 +194,30 @@ def _set_fields(args: transformers.TrainingArguments, name: str) -> dict[str, An
         derived["metric_for_best_model"] = "loss"
     found = {}
     for field in FIELDS.get(name, (name,)):
-        value = word_of(getattr(args, field, None))
+        value = enum_value(getattr(args, field, None))
         if field == "accelerator_config":
-            value = _steps_of_accelerate(args)
-        if value != word_of(defaults.get(field)) and value not in ({}, derived.get(field, {})):
+            value = _accelerate_steps(args)
+        if value != enum_value(defaults.get(field)) and value not in ({}, derived.get(field, {})):
             found[field] = value
     return found
 
 
-def _accumulation_of_accelerate(args: transformers.TrainingArguments | None) -> Mapping[str, Any]:
+def _accelerate_accumulation(args: transformers.TrainingArguments | None) -> Mapping[str, Any]:
     config = None if args is None else args.accelerator_config
     return getattr(config, "gradient_accumulation_kwargs", None) or {}
 
 
-def _steps_of_accelerate(args: transformers.TrainingArguments) -> int | None:
+def _accelerate_steps(args: transformers.TrainingArguments) -> int | None:
     """Return the number of accumulation steps in the settings for accelerate; None if not set."""
-    return _accumulation_of_accelerate(args).get("num_steps")
+    return _accelerate_accumulation(args).get("num_steps")
 
 
 def syncs_each_batch(args: transformers.TrainingArguments | None) -> bool:
     """Return whether to exchange gradients after each micro-batch, which saves memory under FSDP."""
-    return bool(_accumulation_of_accelerate(args).get("sync_each_batch"))
+    return bool(_accelerate_accumulation(args).get("sync_each_batch"))
 
 
-def adopt_arguments(args: transformers.TrainingArguments, given: dict[str, Any]) -> None:
+def merge_training_args(args: transformers.TrainingArguments, given: dict[str, Any]) -> None:
     """Fill our arguments from transformers'; contradictions are an error.
 
     An argument of ours takes precedence over a field of `args` with its default value, as the user has not set that.
@@ -230,23 +230,23 @@ def adopt_arguments(args: transformers.TrainingArguments, given: dict[str, Any])
         ConfigError: If both are set and differ, or if `args` asks for something unsupported.
     """
     for name, idle in UNSUPPORTED.items():
-        value = word_of(getattr(args, name, idle[0]))
+        value = enum_value(getattr(args, name, idle[0]))
         if value not in idle:
             raise ConfigError(f"`training_args.{name}={value!r}` is not supported by HFTrainer. {_ADVICE[name]}")
-    if word_of(args.optim) in ("lomo", "adalomo") or str(word_of(args.optim)).endswith("_layerwise"):
+    if enum_value(args.optim) in ("lomo", "adalomo") or str(enum_value(args.optim)).endswith("_layerwise"):
         raise ConfigError(
-            f"`training_args.optim={word_of(args.optim)!r}` updates weights while gradients are computed, before they "
-            "are known to be finite, and keeps nothing that a checkpoint could hold. Choose the one without layers, "
-            "such as 'galore_adamw' or 'adamw_torch'."
+            f"`training_args.optim={enum_value(args.optim)!r}` updates weights while gradients are computed, before "
+            "they are known to be finite, and has no state that a checkpoint could hold. Choose the one without "
+            "layers, such as 'galore_adamw' or 'adamw_torch'."
         )
     steps = args.gradient_accumulation_steps
-    if steps != 1 and _steps_of_accelerate(args) not in (None, steps):
+    if steps != 1 and _accelerate_steps(args) not in (None, steps):
         raise ConfigError(
-            f"`training_args.gradient_accumulation_steps={steps}` and num_steps={_steps_of_accelerate(args)} of their "
+            f"`training_args.gradient_accumulation_steps={steps}` and num_steps={_accelerate_steps(args)} of their "
             "`accelerator_config` are two numbers for one thing. Leave one of them out."
         )
     meant = [name for name in ("save_steps", "save_dir") if given.get(name) is not None]
-    if meant and word_of(args.save_strategy) == "no":
+    if meant and enum_value(args.save_strategy) == "no":
         raise ConfigError(
             f"`{meant[0]}={str(given[meant[0]])!r}` contradicts the training arguments, which say save_strategy='no'. "
             "Set their save_strategy instead."
@@ -256,8 +256,8 @@ def adopt_arguments(args: transformers.TrainingArguments, given: dict[str, Any])
             raise ConfigError("`compile` and torch_compile=True of the training arguments are both set. Leave one out.")
         options = {"backend": args.torch_compile_backend, "mode": args.torch_compile_mode}
         given["compile"] = {name: value for name, value in options.items() if value is not None}
-    _adopt_metrics(args, given)
-    said = _translated(args)
+    _merge_metrics(args, given)
+    said = _translate_fields(args)
     if getattr(args.accelerator_config, "split_batches", False):
         for name in ("batch_size", "eval_batch_size"):
             if said[name] % args.world_size:
@@ -277,10 +277,10 @@ def adopt_arguments(args: transformers.TrainingArguments, given: dict[str, Any])
     if all(given.get(name) is None for name in ("eval_dataset", "eval_loader")):
         for name in ("optimization_metric", "optimization_direction"):
             said.pop(name, None)  # transformers' scripts name a metric even if they do not evaluate
-    _adopt_said(args, said, given)
+    _merge_arguments(args, said, given)
 
 
-def tell_of_unread(args: transformers.TrainingArguments) -> None:
+def warn_unread_fields(args: transformers.TrainingArguments) -> None:
     """Warn about fields of another library's training arguments that nothing here reads.
 
     Fields of the user's own class are for the user's own program.
@@ -302,7 +302,7 @@ def tell_of_unread(args: transformers.TrainingArguments) -> None:
     )  # fmt: skip
 
 
-def adopt_recomputation(args: transformers.TrainingArguments, model: Any, given: dict[str, Any]) -> None:
+def merge_activation_checkpointing(args: transformers.TrainingArguments, model: Any, given: dict[str, Any]) -> None:
     """Let us recompute activations if transformers' arguments ask for it and the model has no support of its own.
 
     Args:
@@ -317,14 +317,14 @@ def adopt_recomputation(args: transformers.TrainingArguments, model: Any, given:
     if not names:
         return
     if not isinstance(given.get("gradient_checkpointing"), (list, tuple)):
-        adopt({"gradient_checkpointing": True}, given, "the training arguments")
+        fill_arguments({"gradient_checkpointing": True}, given, "the training arguments")
         if own_way(unwrap(model)) is not None:
             return  # transformers' loop enables it, with the options in its arguments
     for name in names:
         setattr(args, name, False)
 
 
-def refuse_of_datasets(args: transformers.TrainingArguments | None, has_order: bool) -> None:
+def reject_dataset_fields(args: transformers.TrainingArguments | None, has_order: bool) -> None:
     """Refuse arguments without effect on training data that transformers' loop gets in whole steps.
 
     Args:
@@ -339,7 +339,7 @@ def refuse_of_datasets(args: transformers.TrainingArguments | None, has_order: b
     asked = {
         "dataloader_drop_last": args.dataloader_drop_last and not has_order,
         "data_seed": args.data_seed not in (None, args.seed) and not has_order,
-        "include_num_input_tokens_seen": word_of(args.include_num_input_tokens_seen) not in ("no", False),
+        "include_num_input_tokens_seen": enum_value(args.include_num_input_tokens_seen) not in ("no", False),
     }
     for name, is_asked in asked.items():
         if is_asked:
@@ -350,7 +350,7 @@ def refuse_of_datasets(args: transformers.TrainingArguments | None, has_order: b
             )
 
 
-def _adopt_metrics(args: transformers.TrainingArguments, given: dict[str, Any]) -> None:
+def _merge_metrics(args: transformers.TrainingArguments, given: dict[str, Any]) -> None:
     """Check a metric function's inputs, and warn if it is called batch by batch."""
     for name in args.include_for_metrics or ():
         if name not in ("inputs", "loss"):
@@ -381,19 +381,19 @@ def _parameters_of(function: Any) -> list[str]:
     return list(inspect.signature(function).parameters)
 
 
-def _adopt_said(args: transformers.TrainingArguments, said: Mapping[str, Any], given: dict[str, Any]) -> None:
+def _merge_arguments(args: transformers.TrainingArguments, said: Mapping[str, Any], given: dict[str, Any]) -> None:
     """Fill our arguments from transformers', except those that the user passed.
 
     Raises:
         ConfigError: If the user set both, and they differ.
     """
     own_metric = given.get("optimization_metric")
-    for name, value in {**said, **_words_of_names(args, given)}.items():
+    for name, value in {**said, **_optimizer_fields(args, given)}.items():
         if given.get(name) is None and not (name == "max_grad_norm" and name in given):  # whose None has a meaning
             if name != "optimization_direction" or own_metric in (None, said.get("optimization_metric")):
                 given[name] = value  # a direction belongs to the metric named with it
             continue
-        own, theirs = given[name], _set_fields(args, name)
+        own, theirs = given[name], _user_fields(args, name)
         if theirs and value is not None and not _is_same(name, own, value):
             spelled = " and ".join(f"`{field}={word!r}`" for field, word in theirs.items())
             raise ConfigError(
@@ -402,13 +402,13 @@ def _adopt_said(args: transformers.TrainingArguments, said: Mapping[str, Any], g
             )
 
 
-def _words_of_names(args: transformers.TrainingArguments, given: Mapping[str, Any]) -> dict[str, Any]:
+def _optimizer_fields(args: transformers.TrainingArguments, given: Mapping[str, Any]) -> dict[str, Any]:
     """Return the optimizer, the schedule and its warm-up named in transformers' arguments, if the user named one here.
 
     Otherwise transformers creates them.
     """
     found = {"optimizer": args.optim, "lr_scheduler": args.lr_scheduler_type}
-    named: dict[str, Any] = {name: word_of(word) for name, word in found.items() if isinstance(given.get(name), str)}
+    named: dict[str, Any] = {name: enum_value(word) for name, word in found.items() if isinstance(given.get(name), str)}
     if given.get("warmup_steps") is not None:
         named["warmup_steps"] = args.warmup_steps
     return named
@@ -423,7 +423,7 @@ def _is_same(name: str, own: Any, value: Any) -> bool:
     return own == value or str(own) == str(value)
 
 
-def adopt(said: Mapping[str, Any], given: dict[str, Any], who: str) -> None:
+def fill_arguments(said: Mapping[str, Any], given: dict[str, Any], who: str) -> None:
     """Fill our arguments from another source; None means not set.
 
     Raises:
@@ -461,9 +461,9 @@ _ADVICE = {
 """The reason, and what to do instead."""
 
 
-def _translated(args: transformers.TrainingArguments) -> dict[str, Any]:
+def _translate_fields(args: transformers.TrainingArguments) -> dict[str, Any]:
     """Return transformers' arguments as ours."""
-    saves = word_of(args.save_strategy)
+    saves = enum_value(args.save_strategy)
     found: dict[str, Any] = {
         "epochs": args.num_train_epochs if args.max_steps <= 0 else None,
         "max_steps": args.max_steps if args.max_steps > 0 else None,
@@ -471,12 +471,12 @@ def _translated(args: transformers.TrainingArguments) -> dict[str, Any]:
         "eval_batch_size": args.per_device_eval_batch_size,
         "learning_rate": args.learning_rate,
         "weight_decay": args.weight_decay,
-        "gradient_accumulation_steps": _steps_of_accelerate(args) or args.gradient_accumulation_steps,
+        "gradient_accumulation_steps": _accelerate_steps(args) or args.gradient_accumulation_steps,
         "max_grad_norm": args.max_grad_norm or None,
         "seed": args.seed,
-        "shuffle": word_of(getattr(args, "train_sampling_strategy", "random")) != "sequential",
+        "shuffle": enum_value(getattr(args, "train_sampling_strategy", "random")) != "sequential",
         "num_workers": args.dataloader_num_workers,
-        "log_steps": _interval(word_of(args.logging_strategy), args.logging_steps),
+        "log_steps": _interval(enum_value(args.logging_strategy), args.logging_steps),
         "eval_on_start": args.eval_on_start,
         "deterministic": args.full_determinism,
         "autocast": None if args.mixed_precision == "no" else args.mixed_precision,
@@ -485,8 +485,8 @@ def _translated(args: transformers.TrainingArguments) -> dict[str, Any]:
     }
     if args.lr_scheduler_kwargs:
         found["lr_scheduler_kwargs"] = args.lr_scheduler_kwargs
-    if word_of(args.eval_strategy) != "no":
-        found["eval_steps"] = _interval(word_of(args.eval_strategy), args.eval_steps)
+    if enum_value(args.eval_strategy) != "no":
+        found["eval_steps"] = _interval(enum_value(args.eval_strategy), args.eval_steps)
     if saves != "no":
         found["save_dir"] = args.output_dir
         found["save_total_limit"] = args.save_total_limit
@@ -559,17 +559,17 @@ def sharding_accelerator(args: transformers.TrainingArguments | None, given: dic
         fsdp = FullyShardedDataParallelPlugin(**{**options, **kept})
     precision = precision_name(given.get("autocast"))
     accelerator = make_accelerator(
-        precision=precision, deepspeed_plugin=zero, fsdp_plugin=fsdp, timeout=timeout_of(given)
+        precision=precision, deepspeed_plugin=zero, fsdp_plugin=fsdp, timeout=timeout_seconds(given)
     )
     return accelerator, schedule
 
 
-def timeout_of(given: Mapping[str, Any]) -> float | None:
+def timeout_seconds(given: Mapping[str, Any]) -> float | None:
     """Return the `timeout` among the keyword arguments for our trainer in seconds; None if not set."""
     return None if given.get("timeout") is None else seconds_of("timeout", given["timeout"])
 
 
-def word_of(choice: Any) -> Any:
+def enum_value(choice: Any) -> Any:
     """Return the string value of one of transformers' enumerations."""
     return getattr(choice, "value", choice)
 
@@ -578,12 +578,12 @@ def _interval(strategy: str, steps: Any) -> Any:
     """Return an interval in our form, which can be a fraction of the run too."""
     if strategy == "epoch":
         return "1ep"
-    if strategy in ("no", "best"):  # a callback saves for "best", see `policies_of`
+    if strategy in ("no", "best"):  # a callback saves for "best", see `policy_callbacks`
         return "1dur"
     return f"{steps}dur" if isinstance(steps, float) and steps < 1 else int(steps)
 
 
-def either_name(name: str, value: Any, other_name: str, other: Any) -> Any:
+def resolve_alias(name: str, value: Any, other_name: str, other: Any) -> Any:
     """Return the value passed under one of two names, or None.
 
     Raises:
@@ -594,7 +594,7 @@ def either_name(name: str, value: Any, other_name: str, other: Any) -> Any:
     return other if value is None else value
 
 
-def schedule_for(args: transformers.TrainingArguments, warmup: int, steps: int | None) -> Callable[[Any], Any]:
+def scheduler_factory(args: transformers.TrainingArguments, warmup: int, steps: int | None) -> Callable[[Any], Any]:
     """Return a callable that builds the schedule named in transformers' arguments, for a run of this many steps."""
     options: Any = args.lr_scheduler_kwargs or {}
     return functools.partial(
@@ -603,7 +603,7 @@ def schedule_for(args: transformers.TrainingArguments, warmup: int, steps: int |
     )  # fmt: skip
 
 
-def plain_arguments(output_dir: str, timeout: float | None, **ours: Any) -> transformers.TrainingArguments:
+def default_training_args(output_dir: str, timeout: float | None, **ours: Any) -> transformers.TrainingArguments:
     """Return training arguments for a user who has passed none.
 
     Args:
@@ -618,7 +618,7 @@ def plain_arguments(output_dir: str, timeout: float | None, **ours: Any) -> tran
         return transformers.TrainingArguments(output_dir, report_to=[], **ours)
 
 
-def refuse_fp16(args: transformers.TrainingArguments | None, device: torch.device) -> None:
+def reject_fp16_on_cpu(args: transformers.TrainingArguments | None, device: torch.device) -> None:
     """Refuse `fp16` in the training arguments if transformers would train without it."""
     if args is not None and args.fp16 and device.type == "cpu":
         raise ConfigError(
@@ -670,7 +670,7 @@ def engine_arguments(args: transformers.TrainingArguments, output_dir: str) -> t
     return engine
 
 
-def arguments_in_force(
+def effective_arguments(
     args: transformers.TrainingArguments, settings: Settings, own: Collection[str], evaluates: bool
 ) -> transformers.TrainingArguments:
     """Return the training arguments for transformers' callbacks, with the values of our own arguments.
@@ -692,7 +692,7 @@ def arguments_in_force(
             setattr(shown, field, type(getattr(args, field))(word if is_on else "no"))
             if isinstance(value, int):
                 setattr(shown, FIELDS[name][1], value)
-        elif name in _ALIKE and (value is not None or name == "max_grad_norm"):
+        elif name in _SAME_VALUE and (value is not None or name == "max_grad_norm"):
             setattr(shown, field, 0.0 if value is None else value)
     if settings.save_dir is not None and "save_dir" in own:
         shown.output_dir = str(settings.save_dir)
@@ -701,7 +701,7 @@ def arguments_in_force(
 
 _INTERVALS = ("log_steps", "eval_steps", "save_steps")
 
-_ALIKE = (
+_SAME_VALUE = (
     "epochs", "max_steps", "batch_size", "eval_batch_size", "gradient_accumulation_steps", "learning_rate",
     "weight_decay", "warmup_steps", "max_grad_norm", "seed", "num_workers", "pin_memory", "prefetch_factor",
     "drop_last", "deterministic", "eval_on_start", "save_total_limit", "save_only_model", "load_best_at_end",
@@ -725,7 +725,7 @@ def ddp_options(args: transformers.TrainingArguments, model: Any) -> Any:
     return DistributedDataParallelKwargs(**options)
 
 
-def refuse_two_reports(args: transformers.TrainingArguments | None, loggers: object) -> None:
+def reject_duplicate_loggers(args: transformers.TrainingArguments | None, loggers: object) -> None:
     """Refuse a service that both `report_to` of the training arguments and `loggers` name: each row would go twice.
 
     Raises:

@@ -33,9 +33,9 @@ from omnitrain.core.history import MetricsDict, write_results
 from omnitrain.core.paths import local_path
 from omnitrain.data.collation import labels_of
 from omnitrain.data.sets import is_named_sets
-from omnitrain.hf.arguments import either_name, schedule_for
+from omnitrain.hf.arguments import resolve_alias, scheduler_factory
 from omnitrain.hf.callbacks import Controls
-from omnitrain.hf.data import unprepared
+from omnitrain.hf.data import undo_prepare
 from omnitrain.hf.engine import Engine
 from omnitrain.hf.evaluation import prefixed
 from omnitrain.hf.files import write_model
@@ -47,7 +47,7 @@ from omnitrain.trainer.evaluation import Predictions
 
 logger: logging.Logger = logging.getLogger("omnitrain")
 
-ANSWERED_BY_ENGINE = (
+ENGINE_ATTRIBUTES = (
     # what transformers keeps of a run
     "callback_handler", "can_return_loss", "current_flos", "deepspeed", "hp_name", "hp_search_backend",
     "hub_model_id", "is_fsdp_xla_enabled", "is_fsdp_xla_v1_enabled", "is_fsdp_xla_v2_enabled",
@@ -61,9 +61,9 @@ ANSWERED_BY_ENGINE = (
 """Attributes of `transformers.Trainer` that are read from the engine."""
 
 
-_AT_THE_START = ("get_train_dataloader", "create_optimizer", "create_scheduler", "create_optimizer_and_scheduler")
-CALLED = (
-    *_AT_THE_START,
+_SETUP_METHODS = ("get_train_dataloader", "create_optimizer", "create_scheduler", "create_optimizer_and_scheduler")
+OVERRIDABLE = (
+    *_SETUP_METHODS,
     "get_eval_dataloader",
     "get_test_dataloader",
     "compute_loss",
@@ -103,7 +103,7 @@ class TrainResult(MetricsDict):
         return iter((self.global_step, self.training_loss, self.metrics))
 
 
-class Calls(BaseTrainer):
+class TransformersAPI(BaseTrainer):
     """The interface of `transformers.Trainer`. If a call has two meanings, the names of its arguments decide."""
 
     ASSIGNABLE: ClassVar[frozenset[str]] = frozenset({"compute_metrics"})
@@ -117,26 +117,26 @@ class Calls(BaseTrainer):
     _output_dir: Path | None
     _engine_args: transformers.TrainingArguments
     lr_scheduler: Any
-    _has_own_schedule: bool
+    _has_user_schedule: bool
     """Whether the user has passed `lr_scheduler`."""
-    _adopted: dict[str, Any]
+    _initial_args: dict[str, Any]
     """The training arguments as they were when the trainer was created."""
-    _replaces: bool
+    _replaces_earlier_run: bool
     """Whether a second run in the folder of the training arguments replaces the first, as transformers does."""
 
-    _threshold: float | None = None
+    _early_stopping_threshold: float | None = None
     """The threshold of an early stopping callback that was added."""
     _overridden: frozenset[str] = frozenset()
-    """Which of `CALLED` a subclass overrides."""
-    _named: Mapping[str, Any] | None = None
+    """Which of `OVERRIDABLE` a subclass overrides."""
+    _loss_metrics: Mapping[str, Any] | None = None
     """What the latest `compute_loss` of ours has found to log."""
     _is_building = False
     """Whether a subclass is making the optimizer."""
-    _made: Any = None
+    _built_optimizer: Any = None
     """What it has created so far."""
-    _own_scheduler: Any = None
+    _built_scheduler: Any = None
     """The schedule that it has created together with the optimizer."""
-    _begins = False
+    _is_beginning_run = False
     """Whether a run is beginning."""
     _is_set_up = True
     """Whether the objects that a subclass creates at the beginning of a run exist."""
@@ -146,7 +146,7 @@ class Calls(BaseTrainer):
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
         own = hooks.members_of_user(cls)
-        cls._overridden = frozenset(name for name in CALLED if name in own)
+        cls._overridden = frozenset(name for name in OVERRIDABLE if name in own)
 
     if TYPE_CHECKING:  # at run time they are looked up in the engine
         callback_handler: Any
@@ -179,9 +179,9 @@ class Calls(BaseTrainer):
         num_examples: Callable[..., Any]
         store_flos: Callable[..., Any]
 
-    def _of_engine(self, name: str) -> Any:
+    def _get_engine_attribute(self, name: str) -> Any:
         """Return what transformers records of the run."""
-        if name in ANSWERED_BY_ENGINE and "engine" in vars(self):
+        if name in ENGINE_ATTRIBUTES and "engine" in vars(self):
             return getattr(self.engine, name)
         raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
@@ -262,18 +262,18 @@ class Calls(BaseTrainer):
         if trial is not None:
             raise ConfigError("`train(trial=...)` is for transformers' own search. Call hyperparameter_search().")
         names = "resume_from", resume_from or None, "resume_from_checkpoint", resume_from_checkpoint or None
-        which: Any = either_name(*names)
-        self._refuse_changed_arguments()
+        which: Any = resolve_alias(*names)
+        self._reject_changed_arguments()
         if which is True:
-            which = self._newest()
+            which = self._newest_checkpoint()
         elif which is None and more is None:
-            self._tell_of_earlier_run()
+            self._warn_earlier_run()
         self.engine.output = None
-        with self._leaving_out(ignore_keys_for_eval):
+        with self._ignore_keys(ignore_keys_for_eval):
             history = super().train(which, allow_change or (), more=more)
         return TrainResult(history, self._output())
 
-    def _newest(self) -> str:
+    def _newest_checkpoint(self) -> str:
         """Return the value of `resume_from` for the newest checkpoint of the run."""
         if self.store is None or not self.ranks.on_main("a look at `save_dir`", self.store.checkpoints):
             raise ConfigError(
@@ -283,19 +283,23 @@ class Calls(BaseTrainer):
             )
         return "auto"
 
-    def _refuse_changed_arguments(self) -> None:
+    def _reject_changed_arguments(self) -> None:
         """Raise ConfigError for training arguments that were changed after the trainer was created."""
         now = {} if self.training_args is None else vars(self.training_args)
-        changed = [name for name, value in self._adopted.items() if now.get(name) != value]
+        changed = [name for name, value in self._initial_args.items() if now.get(name) != value]
         if changed:
             raise ConfigError(
-                f"`args.{changed[0]}` was {self._adopted[changed[0]]!r} when the trainer was made, and is "
+                f"`args.{changed[0]}` was {self._initial_args[changed[0]]!r} when the trainer was made, and is "
                 f"{now.get(changed[0])!r} now, which would change nothing. Make a trainer with the new arguments."
             )
 
-    def _tell_of_earlier_run(self) -> None:
+    def _warn_earlier_run(self) -> None:
         """Warn that the checkpoints of an earlier run in the same folder will be replaced."""
-        there = self.store.checkpoints() if self._replaces and self.store is not None and self.is_main_process else []
+        there = (
+            self.store.checkpoints()
+            if self._replaces_earlier_run and self.store is not None and self.is_main_process
+            else []
+        )
         if there:
             logger.warning(
                 "%r holds %d checkpoints of an earlier run, up to %s. This run starts afresh, as with "
@@ -325,8 +329,8 @@ class Calls(BaseTrainer):
 
     def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
         """Return the optimizer, which is built on first use."""
-        if self._is_building and self._made is None:
-            self._made = self._default_optimizer()
+        if self._is_building and self._built_optimizer is None:
+            self._built_optimizer = self._default_optimizer()
         return self.optimizer
 
     def create_scheduler(self, num_training_steps: int, optimizer: torch.optim.Optimizer | None = None) -> Any:
@@ -336,9 +340,9 @@ class Calls(BaseTrainer):
             num_training_steps: Optimizer steps of the run.
             optimizer: The optimizer whose rates it sets; None is the trainer's.
         """
-        if not self._has_own_schedule:
+        if not self._has_user_schedule:
             args = self.args
-            make = schedule_for(args, args.get_warmup_steps(num_training_steps), num_training_steps)
+            make = scheduler_factory(args, args.get_warmup_steps(num_training_steps), num_training_steps)
             self.lr_scheduler = make(optimizer or self.optimizer)
         return self.lr_scheduler
 
@@ -399,18 +403,18 @@ class Calls(BaseTrainer):
             generation: With `predict_with_generate`, arguments of `model.generate` such as `max_length`, `num_beams`.
         """
         evaluation: Any = self._evaluation
-        if evaluation.is_of_run:  # called by an override of this method, as part of the run
-            return evaluation.go_on()
-        dataset = either_name("dataset", dataset, "eval_dataset", eval_dataset)
+        if evaluation.is_run_evaluation:  # called by an override of this method, as part of the run
+            return evaluation.evaluate_for_run()
+        dataset = resolve_alias("dataset", dataset, "eval_dataset", eval_dataset)
         if prefix is None or not isinstance(prefix, str):
             prefix, ignore_keys = "eval", prefix if ignore_keys is None else ignore_keys
         prefix = prefix if metric_key_prefix is None else metric_key_prefix
         if isinstance(dataset, str):
             dataset, prefix = self._named_set(dataset), f"{prefix}_{dataset}"
         if "get_eval_dataloader" in self._overridden:
-            dataset = self._eval_loader_of(dataset)
+            dataset = self._user_eval_loader(dataset)
         self.engine._memory_tracker.start()
-        with self._leaving_out(ignore_keys), evaluation.generating("evaluate", generation):
+        with self._ignore_keys(ignore_keys), evaluation.generation_options("evaluate", generation):
             metrics = super().evaluate(dataset, prefix)
         self.engine.report_evaluation(metrics)
         self.engine._memory_tracker.stop_and_update_metrics(metrics)
@@ -442,11 +446,11 @@ class Calls(BaseTrainer):
             generation: With `predict_with_generate`, arguments of `model.generate` such as `max_length`, `num_beams`.
         """
         evaluation: Any = self._evaluation
-        dataset = either_name("dataset", dataset, "test_dataset", test_dataset)
+        dataset = resolve_alias("dataset", dataset, "test_dataset", test_dataset)
         if "get_test_dataloader" in self._overridden:
-            dataset = unprepared(self.get_test_dataloader(dataset))
+            dataset = undo_prepare(self.get_test_dataloader(dataset))
         self.engine._memory_tracker.start()
-        with self._leaving_out(ignore_keys), evaluation.generating("predict", generation):
+        with self._ignore_keys(ignore_keys), evaluation.generation_options("predict", generation):
             found = super().predict(dataset)
         metrics = prefixed(found.metrics, metric_key_prefix)
         self.engine.report_prediction({**metrics, **prefixed(evaluation.speeds, metric_key_prefix)})
@@ -474,11 +478,11 @@ class Calls(BaseTrainer):
         """
         evaluation: Any = self._evaluation
         loss_only = self.args.prediction_loss_only if prediction_loss_only is None else prediction_loss_only
-        loader, part = self._sets.loader_for(unprepared(dataloader)), (metric_key_prefix, not loss_only)
+        loader, part = self._sets.loader_for(undo_prepare(dataloader)), (metric_key_prefix, not loss_only)
         generation = vars(self).get("_gen_kwargs", {})  # set by subclasses written for Seq2SeqTrainer
-        with self._leaving_out(ignore_keys), evaluation.generating("evaluation_loop", generation):
-            if evaluation.is_of_run:
-                found = evaluation.go_over(loader, *part)
+        with self._ignore_keys(ignore_keys), evaluation.generation_options("evaluation_loop", generation):
+            if evaluation.is_run_evaluation:
+                found = evaluation.evaluate_loader(loader, *part)
             else:
                 with self._calling("evaluation_loop()"):
                     found = self._loop.outside(loader, lambda stop: evaluation.over(loader, *part, stop))
@@ -487,8 +491,8 @@ class Calls(BaseTrainer):
             size = next((len(one) for one in (found.labels, *_parts(found.predictions)) if one is not None), None)
         return EvalLoopOutput(found.predictions, found.labels, found.metrics, size)
 
-    def _leaving_out(self, keys: Collection[str] | None) -> Any:
-        return self._evaluation.leaving_out(keys or ())  # type: ignore[attr-defined]
+    def _ignore_keys(self, keys: Collection[str] | None) -> Any:
+        return self._evaluation.ignore_output_keys(keys or ())  # type: ignore[attr-defined]
 
     # --- logs and callbacks
 
@@ -511,7 +515,7 @@ class Calls(BaseTrainer):
         if not self._evaluates:
             raise ConfigError("EarlyStoppingCallback judges evaluations, and there are none. Pass `eval_dataset`.")
         threshold = float(callback.early_stopping_threshold or 0.0)
-        self._threshold = self.objective.delta = threshold
+        self._early_stopping_threshold = self.objective.delta = threshold
         return EarlyStopping(callback.early_stopping_patience)
 
     def pop_callback(self, callback: Any) -> Any:
@@ -561,8 +565,8 @@ class Calls(BaseTrainer):
         """
         if overwrite is None:
             overwrite = path is None or output_dir is not None or self.training_args is not None
-        place = either_name("path", path, "output_dir", output_dir)
-        place = self._own_folder() if place is None else place
+        place = resolve_alias("path", path, "output_dir", output_dir)
+        place = self._run_folder() if place is None else place
         folder = local_path(place, "path")
         write_model(self, self.engine.saved_processor, folder, overwrite)
         if self.training_args is not None and self.is_main_process:
@@ -575,12 +579,12 @@ class Calls(BaseTrainer):
     def save_state(self) -> None:
         """Write transformers' history to `trainer_state.json` in the folder of the run."""
         if self.is_main_process:
-            folder = Path(self._own_folder())
+            folder = Path(self._run_folder())
             folder.mkdir(parents=True, exist_ok=True)
             check_not_link(folder / "trainer_state.json")
             self.engine.state.save_to_json(str(folder / "trainer_state.json"))
 
-    def _own_folder(self) -> Path:
+    def _run_folder(self) -> Path:
         folder = self._output_dir or self.save_dir
         if folder is None:
             raise ConfigError("There is no folder of the run. Pass `output_dir`, or `save_dir` to the constructor.")
@@ -630,10 +634,14 @@ class Calls(BaseTrainer):
         """
         unit = self.unit
         if isinstance(unit, ModelUnit):
-            loss, outputs, self._named = unit.run(model, inputs)
+            loss, outputs, self._loss_metrics = unit.run(model, inputs)
         else:
             output = run_unit(unit, model, inputs)
-            loss, outputs, self._named = output.loss, {"loss": output.loss, "logits": output.outputs}, output.metrics
+            loss, outputs, self._loss_metrics = (
+                output.loss,
+                {"loss": output.loss, "logits": output.outputs},
+                output.metrics,
+            )
         return (loss, outputs) if return_outputs else loss
 
     def prediction_step(
@@ -641,25 +649,25 @@ class Calls(BaseTrainer):
     ) -> tuple[Any, Any, Any]:
         """Return the loss, logits and labels of an evaluation batch; called without gradients."""
         with torch.no_grad(), self._autocast():
-            output = self._evaluated(model, self._prepare_batch(inputs))
+            output = self._eval_forward(model, self._prepare_batch(inputs))
         return output.loss, None if prediction_loss_only else output.outputs, output.labels
 
     def _forward(self, model: nn.Module, batch: Any) -> StepOutput:
         if torch.is_grad_enabled():
-            return self._trained(model, batch)
+            return self._train_forward(model, batch)
         if "prediction_step" in self._overridden:
             ignored = list(self._evaluation.ignored) or None  # type: ignore[attr-defined]
-            loss, logits, labels = self.prediction_step(model, _copied(batch), False, ignored)
+            loss, logits, labels = self.prediction_step(model, _shallow_copy(batch), False, ignored)
             return StepOutput(loss, logits, labels)
-        return self._evaluated(model, batch)
+        return self._eval_forward(model, batch)
 
-    def _trained(self, model: nn.Module, batch: Any) -> StepOutput:
+    def _train_forward(self, model: nn.Module, batch: Any) -> StepOutput:
         if "compute_loss" not in self._overridden:
             return super()._forward(model, batch)
         labels, weight = labels_of(batch, self.settings.label_names or ()), self._step.weight
         weight = min(weight, 1) if self.grad_reduction == "sum" else weight  # then it returns a sum
         count = int(weight) if weight == int(weight) else weight
-        loss, _, metrics = self._own_loss(model, batch, num_items_in_batch=count or None)
+        loss, _, metrics = self._custom_loss(model, batch, num_items_in_batch=count or None)
         if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
             raise ConfigError(
                 f"{type(self).__name__}.compute_loss must return a scalar tensor, the mean loss of the batch, got "
@@ -667,10 +675,10 @@ class Calls(BaseTrainer):
             )
         return StepOutput(loss.reshape(()), None, labels, metrics=metrics)
 
-    def _own_loss(self, model: nn.Module, batch: Any, **options: Any) -> tuple[Any, Any, dict[str, Any] | None]:
+    def _custom_loss(self, model: nn.Module, batch: Any, **options: Any) -> tuple[Any, Any, dict[str, Any] | None]:
         """Return the loss of a subclass's `compute_loss`, its outputs, and what is to be logged."""
-        self._named = None
-        found = self.compute_loss(model, _copied(batch), **options)
+        self._loss_metrics = None
+        found = self.compute_loss(model, _shallow_copy(batch), **options)
         if isinstance(found, StepOutput):
             if found.num_targets is not None:
                 raise ConfigError(
@@ -681,16 +689,16 @@ class Calls(BaseTrainer):
         else:
             loss, outputs = (*found, None)[:2] if isinstance(found, tuple) else (found, None)
             own = metrics_in(outputs)
-        return loss, outputs, {**(self._named or {}), **(own or {})} or None
+        return loss, outputs, {**(self._loss_metrics or {}), **(own or {})} or None
 
-    def _evaluated(self, model: nn.Module, batch: Any) -> StepOutput:
+    def _eval_forward(self, model: nn.Module, batch: Any) -> StepOutput:
         """Return loss and outputs without gradients and without `ignore_keys`."""
         labels = labels_of(batch, self.settings.label_names or ())
         evaluation: Any = self._evaluation
         needs_loss = labels is not None or not evaluation.is_predicting
         metrics = None
         if "compute_loss" in self._overridden and needs_loss:
-            loss, outputs, metrics = self._own_loss(model, batch, return_outputs=True)
+            loss, outputs, metrics = self._custom_loss(model, batch, return_outputs=True)
         elif isinstance(self.unit, ModelUnit):
             loss, outputs, metrics = self.unit.run(model, batch)
         else:
@@ -700,9 +708,9 @@ class Calls(BaseTrainer):
 
     # --- logs
 
-    def take_log(self, logs: dict[str, float], start_time: float | None) -> None:
+    def call_log(self, logs: dict[str, float], start_time: float | None) -> None:
         """Pass a row of logs to `log`; a subclass's may take only the row, as in earlier versions."""
-        if "log" in self._overridden and not _takes(self.log, logs, start_time):
+        if "log" in self._overridden and not _accepts(self.log, logs, start_time):
             self.log(logs)
         else:
             self.log(logs, start_time)
@@ -716,7 +724,7 @@ class Calls(BaseTrainer):
         """
         return self.engine.run_micro_batch(model, inputs, num_items_in_batch)
 
-    def take_micro_batch(self, model: nn.Module, inputs: Any) -> torch.Tensor:
+    def call_training_step(self, model: nn.Module, inputs: Any) -> torch.Tensor:
         """Return the result of `training_step` for the next micro-batch; called by transformers' loop."""
         before = self._step.turn
         loss = self.training_step(model, inputs, None)
@@ -733,12 +741,12 @@ class Calls(BaseTrainer):
     @property
     def optimizer(self) -> Any:
         """The optimizer; None while a subclass is creating it, as in transformers."""
-        return self._made if self._is_building else self.backend.optimizer
+        return self._built_optimizer if self._is_building else self.backend.optimizer
 
     @optimizer.setter
     def optimizer(self, optimizer: torch.optim.Optimizer) -> None:
         if self._is_building:
-            self._made = optimizer
+            self._built_optimizer = optimizer
         else:
             BaseTrainer.optimizer.fset(self, optimizer)  # type: ignore[attr-defined]
 
@@ -746,17 +754,17 @@ class Calls(BaseTrainer):
         making = [name for name in ("create_optimizer", "create_optimizer_and_scheduler") if name in self._overridden]
         if not making or self._is_building:
             return self._default_optimizer()
-        self._is_building, self._made = True, None
+        self._is_building, self._built_optimizer = True, None
         try:
             if "create_optimizer" in making:
-                self._made = self.create_optimizer() or self._made
+                self._built_optimizer = self.create_optimizer() or self._built_optimizer
             else:
                 self.lr_scheduler = None
                 self.create_optimizer_and_scheduler(self.total_steps or 0)
-                self._own_scheduler = self.lr_scheduler
-            if self._made is None:
+                self._built_scheduler = self.lr_scheduler
+            if self._built_optimizer is None:
                 raise ConfigError(f"{type(self).__name__}.{making[0]} made no optimizer. Return it, or set it.")
-            return self._made
+            return self._built_optimizer
         finally:
             self._is_building = False
 
@@ -765,45 +773,45 @@ class Calls(BaseTrainer):
         return super()._build_optimizer()
 
     def _begin_run(self, resumes: bool, is_live: bool = False) -> None:
-        self._begins = True
+        self._is_beginning_run = True
         try:
             if "get_train_dataloader" in self._overridden:
-                self._sets.take_train(unprepared(self.get_train_dataloader()))
+                self._sets.take_train(undo_prepare(self.get_train_dataloader()))
                 self.lifecycle.progress.epoch_size = self._sets.train.size
             if "get_eval_dataloader" in self._overridden and self._evaluates:
-                self._sets.take_eval(self._eval_loader_of(None))
+                self._sets.take_eval(self._user_eval_loader(None))
             if not self._is_set_up:
                 self._finish_setup()
             super()._begin_run(resumes, is_live)
         finally:
-            self._begins = False
+            self._is_beginning_run = False
 
     def _finish_setup(self, lr_scheduler: Any = None, warmup_steps: Any = None) -> None:
-        self._is_set_up = self._begins or self._overridden.isdisjoint(_AT_THE_START)
+        self._is_set_up = self._is_beginning_run or self._overridden.isdisjoint(_SETUP_METHODS)
         if not self._is_set_up:
             return
         super()._finish_setup(lr_scheduler, warmup_steps)
         if "create_scheduler" in self._overridden:
             self.lr_scheduler = None
             self.lr_scheduler = self.create_scheduler(self.total_steps or 0, self.optimizer) or self.lr_scheduler
-        elif "create_optimizer_and_scheduler" in self._overridden and self._own_scheduler is not None:
-            self.lr_scheduler = self._own_scheduler
+        elif "create_optimizer_and_scheduler" in self._overridden and self._built_scheduler is not None:
+            self.lr_scheduler = self._built_scheduler
 
     # --- data
 
-    def _eval_loader_of(self, dataset: Any) -> Any:
+    def _user_eval_loader(self, dataset: Any) -> Any:
         """Return the loader from a subclass's `get_eval_dataloader` for a set, or for each of several."""
         named = self.eval_dataset if dataset is None else dataset
         if is_named_sets(named):
-            return {name: unprepared(self.get_eval_dataloader(one)) for name, one in named.items()}
-        return unprepared(self.get_eval_dataloader(dataset))
+            return {name: undo_prepare(self.get_eval_dataloader(one)) for name, one in named.items()}
+        return undo_prepare(self.get_eval_dataloader(dataset))
 
 
 if not TYPE_CHECKING:  # with __getattr__, a type checker would accept any attribute
-    Calls.__getattr__ = Calls._of_engine
+    TransformersAPI.__getattr__ = TransformersAPI._get_engine_attribute
 
 
-def _takes(function: Any, *args: Any) -> bool:
+def _accepts(function: Any, *args: Any) -> bool:
     try:
         inspect.signature(function).bind(*args)
     except TypeError:
@@ -815,7 +823,7 @@ def _parts(predictions: Any) -> Sequence[Any]:
     return predictions if isinstance(predictions, tuple) else (predictions,)
 
 
-def _copied(batch: Any) -> Any:
+def _shallow_copy(batch: Any) -> Any:
     """Return a copy of a batch, from which labels can be popped."""
     return dict(batch) if isinstance(batch, Mapping) else batch
 

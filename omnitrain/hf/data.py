@@ -16,26 +16,26 @@ from omnitrain.core.errors import ConfigError
 from omnitrain.data.grouping import GroupByLength, lengths_of
 from omnitrain.data.loaders import GivenLoader, MapLoader, StreamLoader, as_is, is_stream
 from omnitrain.data.sampling import windows
-from omnitrain.hf.arguments import word_of
+from omnitrain.hf.arguments import enum_value
 from omnitrain.trainer.base import BaseTrainer
 
 
-class _Requests(Sampler[Any]):
+class _MicroBatchSampler(Sampler[Any]):
     """The micro-batches of the current epoch as (epoch, indices); skipping some of them reads nothing."""
 
-    def __init__(self, owner: BaseTrainer) -> None:
-        self.owner = owner
+    def __init__(self, trainer: BaseTrainer) -> None:
+        self.trainer = trainer
 
     def __len__(self) -> int:
-        return len(self.owner.train_loader)
+        return len(self.trainer.train_loader)
 
     def __iter__(self) -> Iterator[list[Any]]:
-        epoch = self.owner.progress.epoch
-        for indices in self.owner.train_loader.sampler.batches(epoch):
+        epoch = self.trainer.progress.epoch
+        for indices in self.trainer.train_loader.sampler.batches(epoch):
             yield [(epoch, indices)]
 
 
-class _Fetched(Dataset[Any]):
+class _FetchDataset(Dataset[Any]):
     def __init__(self, fetch: Any, size: int) -> None:
         self.fetch = fetch
         self.size = size
@@ -47,41 +47,41 @@ class _Fetched(Dataset[Any]):
         return self.fetch(*request)
 
 
-class _Windows(IterableDataset[Any]):
+class _WindowDataset(IterableDataset[Any]):
     """The rest of the current epoch of data without indices, as lists of a window's micro-batches."""
 
-    def __init__(self, owner: BaseTrainer) -> None:
-        self.owner = owner
+    def __init__(self, trainer: BaseTrainer) -> None:
+        self.trainer = trainer
 
     def __iter__(self) -> Iterator[list[Any]]:
-        owner, progress = self.owner, self.owner.progress
-        rest = owner.train_loader.rest(progress.epoch, progress)
-        return windows((batch for batch, _ in rest), owner.gradient_accumulation_steps)
+        trainer, progress = self.trainer, self.trainer.progress
+        rest = trainer.train_loader.rest(progress.epoch, progress)
+        return windows((batch for batch, _ in rest), trainer.gradient_accumulation_steps)
 
 
-def _only(batches: list[Any]) -> Any:
+def _first(batches: list[Any]) -> Any:
     return batches[0]
 
 
-def counting_loader(owner: BaseTrainer, by_window: bool) -> DataLoader[Any]:
+def counting_loader(trainer: BaseTrainer, by_window: bool) -> DataLoader[Any]:
     """Return a loader by which transformers' loop counts micro-batches, or windows.
 
     It reads nothing unless it is iterated: the loop's own batches come from the trainer's feed.
     """
-    loader = owner.train_loader
-    generator = torch.Generator().manual_seed(owner.seed)  # otherwise it draws from the generator of training
+    loader = trainer.train_loader
+    generator = torch.Generator().manual_seed(trainer.seed)  # otherwise it draws from the generator of training
     if by_window or not isinstance(loader, MapLoader):
-        return DataLoader(_Windows(owner), batch_size=None, collate_fn=as_is, generator=generator)
+        return DataLoader(_WindowDataset(trainer), batch_size=None, collate_fn=as_is, generator=generator)
     return DataLoader(
-        _Fetched(loader.fetch, loader.sampler.size),
-        batch_sampler=_Requests(owner),
-        collate_fn=_only,
+        _FetchDataset(loader.fetch, loader.sampler.size),
+        batch_sampler=_MicroBatchSampler(trainer),
+        collate_fn=_first,
         pin_memory=loader.pin_memory,
         generator=generator,
     )
 
 
-def grouped_by_length(settings: Settings, args: Any, group_size: int) -> Settings:
+def with_length_groups(settings: Settings, args: Any, group_size: int) -> Settings:
     """Return the settings with the training set in an order by length, if the training arguments ask for it.
 
     Args:
@@ -92,7 +92,7 @@ def grouped_by_length(settings: Settings, args: Any, group_size: int) -> Setting
     Raises:
         ConfigError: If the data are no dataset with a length, or have an order of their own.
     """
-    strategy = word_of(getattr(args, "train_sampling_strategy", ""))
+    strategy = enum_value(getattr(args, "train_sampling_strategy", ""))
     dataset: Any = settings.train_dataset if settings.train_loader is None else settings.train_loader
     if dataset is None or (strategy != "group_by_length" and getattr(args, "group_by_length", None) is not True):
         return settings
@@ -109,7 +109,7 @@ def grouped_by_length(settings: Settings, args: Any, group_size: int) -> Setting
     return replace(settings, train_dataset=GroupByLength(dataset, group_size, lengths))
 
 
-class _Batches(Sampler[Any]):
+class _BatchSampler(Sampler[Any]):
     """The indices of the micro-batches of the first epoch on this rank, as lists."""
 
     def __init__(self, loader: MapLoader) -> None:
@@ -122,7 +122,7 @@ class _Batches(Sampler[Any]):
         return (indices.tolist() for indices in self.loader.sampler.batches(0))
 
 
-def shown_loader(loader: Any, batch_size: int) -> Any:
+def loader_for_callbacks(loader: Any, batch_size: int) -> Any:
     """Return a loader for transformers' callbacks: the user's own, or a DataLoader with the user's dataset.
 
     It reads nothing unless it is iterated, and does not disturb a run that uses our loader meanwhile.
@@ -131,7 +131,7 @@ def shown_loader(loader: Any, batch_size: int) -> Any:
         return loader.loader
     generator = torch.Generator().manual_seed(0)  # otherwise it draws from the generator of training
     if isinstance(loader, MapLoader):
-        batches, collate = _Batches(loader), loader.fetch.collate
+        batches, collate = _BatchSampler(loader), loader.fetch.collate
         return DataLoader(loader.dataset, batch_sampler=batches, collate_fn=collate, generator=generator)
     if isinstance(loader, StreamLoader) and isinstance(loader.dataset, IterableDataset):
         collate = loader.collate
@@ -139,12 +139,14 @@ def shown_loader(loader: Any, batch_size: int) -> Any:
     return loader
 
 
-_KEPT = ("collate_fn", "num_workers", "pin_memory", "timeout", "worker_init_fn", "multiprocessing_context", "generator",
-         "prefetch_factor", "persistent_workers")  # fmt: skip
+_LOADER_OPTIONS = (
+    "collate_fn", "num_workers", "pin_memory", "timeout", "worker_init_fn", "multiprocessing_context", "generator",
+    "prefetch_factor", "persistent_workers",
+)  # fmt: skip
 """The arguments of a loader, besides its dataset and order."""
 
 
-def unprepared(loader: Any) -> Any:
+def undo_prepare(loader: Any) -> Any:
     """Return the loader as it was before `accelerator.prepare`, which splits the data as the trainer does itself.
 
     Raises:
@@ -157,7 +159,9 @@ def unprepared(loader: Any) -> Any:
     while isinstance(sampler, BatchSamplerShard):
         sampler = sampler.batch_sampler
     if sampler is not base.batch_sampler:
-        return DataLoader(base.dataset, batch_sampler=sampler, **{name: getattr(base, name) for name in _KEPT})
+        return DataLoader(
+            base.dataset, batch_sampler=sampler, **{name: getattr(base, name) for name in _LOADER_OPTIONS}
+        )
     if sampler is None and isinstance(loader, DataLoaderShard) and PartialState().num_processes > 1:
         raise ConfigError(
             "A loader of a stream was prepared by accelerate, so that it yields a share of the data, which the trainer "

@@ -29,12 +29,12 @@ from omnitrain.checkpoint.store import Store
 from omnitrain.core.errors import ConfigError, Tolerance
 from omnitrain.core.events import Callback, Control, Event
 from omnitrain.data.sampling import Window
-from omnitrain.hf.arguments import syncs_each_batch, word_of
+from omnitrain.hf.arguments import enum_value, syncs_each_batch
 from omnitrain.hf.callbacks import Callbacks
-from omnitrain.hf.data import counting_loader, shown_loader
+from omnitrain.hf.data import counting_loader, loader_for_callbacks
 from omnitrain.hf.files import write_optimizer, write_state
 from omnitrain.hf.policies import is_delayed
-from omnitrain.hf.search import Searching, Trial, run_trial
+from omnitrain.hf.search import SearchTrainer, Trial, run_trial
 from omnitrain.trainer.base import BaseTrainer
 from omnitrain.trainer.loop import Loop
 
@@ -60,7 +60,7 @@ class EngineLoop(Loop):
         if not self.lifecycle.stop:
             self._engine().run()
         elif self.checkpointer.goes_on:
-            self._engine().recall()
+            self._engine().restore_state()
 
     @property
     def asks_alone(self) -> bool:
@@ -77,7 +77,7 @@ class EngineLoop(Loop):
         engine = self._engine()
         if not engine.is_in_train:  # the flags belong to an earlier run
             return super().agree(where, *requests, ahead=ahead)
-        engine.take_flags(requests)
+        engine.sync_control_flags(requests)
         asked = super().agree(where, *requests, ahead=ahead)
         engine.control.should_training_stop = bool(self.lifecycle.stop)
         return asked
@@ -101,14 +101,14 @@ class EngineLoop(Loop):
 
     def rehearse_evaluation(self) -> None:
         evaluation: Any = self.evaluation
-        with self._untold():
-            if "evaluate" in self._engine().owner._overridden:  # the user's `evaluate` may need no loss
+        with self.mute_callbacks():
+            if "evaluate" in self._engine().trainer._overridden:  # the user's `evaluate` may need no loss
                 evaluation.rehearse(self.sets.eval, self.is_interrupted)
             else:
                 super().rehearse_evaluation()
 
     @contextlib.contextmanager
-    def _untold(self) -> Iterator[None]:
+    def mute_callbacks(self) -> Iterator[None]:
         """Hide batches evaluated inside from transformers' callbacks, which do not know yet that a run begins."""
         evaluation: Any = self.evaluation
         evaluation.is_told = False
@@ -119,30 +119,30 @@ class EngineLoop(Loop):
 
     def settle(self) -> None:
         self._engine().count_operations()
-        self._engine().note_state()
+        self._engine().record_final_state()
         super().settle()
 
     def _save(self, is_asked: bool) -> None:
         """Save as usual; what a callback requests with `save_strategy="no"` goes to `output_dir`."""
-        owner: Any = self.hooks
+        trainer: Any = self.hooks
         if is_asked or self.checkpointer.owes_best:
             self._engine().count_operations()
         if not is_asked or self.checkpointer.store is not None:
             super()._save(is_asked)
             return
-        owner.store = self.checkpointer.store = Store(self._engine().args.output_dir)
+        trainer.store = self.checkpointer.store = Store(self._engine().args.output_dir)
         try:
             super()._save(is_asked)
         finally:
-            owner.store = self.checkpointer.store = None
+            trainer.store = self.checkpointer.store = None
 
-    def settle_by_steps(self) -> None:
+    def finish_run_by_steps(self) -> None:
         """Settle a run that has ended, if its evaluations and checkpoints come at intervals of steps.
 
         transformers' callbacks expect these before the end of the epoch.
         """
-        args = self._engine().shown_args
-        if "epoch" not in (word_of(args.eval_strategy), word_of(args.save_strategy)):
+        args = self._engine().callback_args
+        if "epoch" not in (enum_value(args.eval_strategy), enum_value(args.save_strategy)):
             self.agree("the end of an epoch")
             if self.is_at_limit:
                 self.settle()
@@ -151,20 +151,20 @@ class EngineLoop(Loop):
         """Evaluate as part of the run, unless it is the last evaluation and too early by `eval_delay`."""
         engine, lifecycle = self._engine(), self.lifecycle
         if not (lifecycle.is_closing and is_delayed(engine.training_args, lifecycle.progress)):
-            with contextlib.nullcontext() if engine.is_in_train else self._untold():
+            with contextlib.nullcontext() if engine.is_in_train else self.mute_callbacks():
                 super().evaluate(counts)
 
 
-class Engine(Searching):
+class Engine(SearchTrainer):
     """transformers' Trainer, used only for its loop.
 
     A subclass for `HFTrainer.engine_class` may override `training_step`, `log` and other methods that the loop calls.
 
     Args:
-        owner: The trainer whose run this is.
+        trainer: The trainer whose run this is.
         training_args: The user's TrainingArguments, or None.
         by_window: Whether transformers' loop gets whole windows, because the data's length is unknown or may change.
-        shown_args: The arguments that callbacks see, theirs and ours; `args` is for transformers' loop.
+        callback_args: The arguments that callbacks see, theirs and ours; `args` is for transformers' loop.
         scratch: A folder for temporary files.
         trial: The trial of a search that this run is, or None.
         accelerator: The `Accelerator` of a backend that shards; None lets transformers create one.
@@ -175,7 +175,7 @@ class Engine(Searching):
     """Whether the current epoch is over."""
     stops: bool | None = None
     """Whether transformers' callbacks had requested a stop when the data of an epoch ended."""
-    owner: Any
+    trainer: Any
     state: transformers.TrainerState
     control: transformers.TrainerControl
     train_dataset: Any
@@ -189,42 +189,42 @@ class Engine(Searching):
     """The window of the current step."""
     windows: Iterator[Window]
     """The windows of the rest of the epoch."""
-    ended_state: transformers.TrainerState | None = None
+    final_state: transformers.TrainerState | None = None
     """Transformers' state at the end of the latest run, before its last rows."""
     output: Any = None
     """The return value of transformers' loop."""
-    _own_means: Mapping[str, float] | None = None
+    _row_means: Mapping[str, float] | None = None
     """The means of the row of logs that transformers is about to write."""
-    _evaluated: tuple[Any, Any] = (None, None)
+    _eval_loaders: tuple[Any, Any] = (None, None)
     """The loader of the latest evaluation, and the loader that callbacks see."""
-    _asked_in_log = (False, False)
+    _flags_after_log = (False, False)
     """The flags for an evaluation and a checkpoint after callbacks were called for a log."""
-    _is_asked_for = False
+    _is_called_by_trainer = False
     """Whether our trainer runs transformers' loop."""
-    _untold_evaluation: dict[str, float] | None = None
+    _initial_evaluation: dict[str, float] | None = None
     """The evaluation before the first step, until transformers' callbacks know that the run has begun."""
-    _told_save: int = -1
+    _reported_save: int = -1
     """The step of the last checkpoint for which callbacks were called."""
     _log_arguments: tuple[tuple[Any, ...], dict[str, Any]] = ((), {})
     """What transformers' loop passed to `_maybe_log_save_evaluate` at this step."""
 
     def __init__(
         self,
-        owner: BaseTrainer,
+        trainer: BaseTrainer,
         training_args: transformers.TrainingArguments | None,
         by_window: bool,
-        shown_args: transformers.TrainingArguments,
+        callback_args: transformers.TrainingArguments,
         scratch: Path,
         trial: Trial | None,
         accelerator: Any,
         **kwargs: Any,
     ) -> None:
-        self.owner = owner
+        self.trainer = trainer
         self.training_args = training_args
-        self.shown_args = shown_args
+        self.callback_args = callback_args
         self.by_window = by_window
         self.scratch = scratch
-        self.own_trial = trial
+        self.search_trial = trial
         self.syncs_each_batch: bool = syncs_each_batch(training_args)
         self.real_accelerator = accelerator
         self._tolerance = Tolerance("output_dir", "It is tried again when something is written there.")
@@ -236,13 +236,13 @@ class Engine(Searching):
         super().__init__(**kwargs)
         self.args.output_dir = place
 
-    def _give_callbacks(self) -> Callbacks:
+    def _get_callbacks(self) -> Callbacks:
         return self._callbacks
 
-    def _take_callbacks(self, made: CallbackHandler) -> None:
-        self._callbacks = Callbacks(made, self.shown_args, Bridge(self), Boundary(self))
+    def _set_callbacks(self, made: CallbackHandler) -> None:
+        self._callbacks = Callbacks(made, self.callback_args, Bridge(self), Boundary(self))
 
-    callback_handler: Any = property(_give_callbacks, _take_callbacks, doc="The callbacks, who are told of each event.")
+    callback_handler: Any = property(_get_callbacks, _set_callbacks, doc="The callbacks, who are told of each event.")
     """transformers creates one, and would call it for the first event before it could be replaced."""
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
@@ -251,36 +251,38 @@ class Engine(Searching):
         Raises:
             ConfigError: If HFTrainer did not call it.
         """
-        if not self._is_asked_for and self.hp_search_backend is not None:
+        if not self._is_called_by_trainer and self.hp_search_backend is not None:
             return run_trial(self, *args, **kwargs)
-        if not self._is_asked_for:
+        if not self._is_called_by_trainer:
             raise ConfigError(
                 "`engine.train()` would train without checkpoints, history and limits. Call HFTrainer.train()."
             )
-        self._is_asked_for = False
+        self._is_called_by_trainer = False
         return super().train(*args, **kwargs)
 
     def run(self) -> None:
         """Run transformers' loop from the current position."""
-        owner = self.owner
-        self.optimizer, self.lr_scheduler = owner.optimizer, ScheduleFacade(owner)  # type: ignore[assignment]
-        self.has_ended, self._is_asked_for, self._told_save = False, True, -1
-        self.output = self.train(resume_from_checkpoint=self._start(), trial=self.own_trial and self.own_trial.trial)
+        trainer = self.trainer
+        self.optimizer, self.lr_scheduler = trainer.optimizer, ScheduleFacade(trainer)  # type: ignore[assignment]
+        self.has_ended, self._is_called_by_trainer, self._reported_save = False, True, -1
+        self.output = self.train(
+            resume_from_checkpoint=self._start(), trial=self.search_trial and self.search_trial.trial
+        )
 
-    def recall(self) -> None:
+    def restore_state(self) -> None:
         """Restore transformers' history and the states of its callbacks if a run is resumed after its end."""
-        self.state = self.present_state()
+        self.state = self.current_state()
         self._load_callback_state()
 
     def _start(self) -> str | None:
         """Return a folder with the state that transformers needs to start at the current position; None at 0."""
-        owner, progress = self.owner, self.owner.progress
+        trainer, progress = self.trainer, self.trainer.progress
         if not (progress.epoch or progress.samples_in_epoch):
             return None
-        share = samples_of_step(owner.settings, owner._sets.share.size)
-        state = self.present_state()
+        share = samples_of_step(trainer.settings, trainer._sets.share.size)
+        state = self.current_state()
         # transformers' loop derives the position in the data from this; the Bridge sets the step
-        state.global_step = progress.epoch * (owner.steps_per_epoch or 0) + -(-progress.samples_in_epoch // share)
+        state.global_step = progress.epoch * (trainer.steps_per_epoch or 0) + -(-progress.samples_in_epoch // share)
         for name in ("logging_steps", "eval_steps", "save_steps"):  # our callbacks have the intervals
             setattr(state, name, getattr(self.args, name))
         folder = self.scratch / "start"
@@ -290,24 +292,24 @@ class Engine(Searching):
 
     def get_total_train_batch_size(self, args: transformers.TrainingArguments) -> int:
         """Return the samples of an optimizer step over all ranks."""
-        return samples_of_step(self.owner.settings, self.owner._sets.share.size)
+        return samples_of_step(self.trainer.settings, self.trainer._sets.share.size)
 
-    def note_state(self) -> None:
+    def record_final_state(self) -> None:
         """Note transformers' state at the end of a run, for one that goes on in this process."""
-        self.ended_state = copy.deepcopy(self.state)
+        self.final_state = copy.deepcopy(self.state)
 
-    def present_state(self) -> transformers.TrainerState:
+    def current_state(self) -> transformers.TrainerState:
         """Return transformers' state of the run so far: its own history, and the states of its callbacks."""
-        owner, state = self.owner, transformers.TrainerState()
-        checkpointer = owner._checkpointer
+        trainer, state = self.trainer, transformers.TrainerState()
+        checkpointer = trainer._checkpointer
         resumed = checkpointer.resumed
         left = None if resumed is None else resumed[0] / "trainer_state.json"
-        if checkpointer.continued is not None and self.ended_state is not None:
-            state = copy.deepcopy(self.ended_state)
+        if checkpointer.continued is not None and self.final_state is not None:
+            state = copy.deepcopy(self.final_state)
         elif left is not None and left.exists():
             state = transformers.TrainerState.load_from_json(str(left))
-        state.global_step = owner.progress.step + owner.progress.skipped_steps
-        state.epoch, state.train_batch_size = owner.progress.epochs, owner.batch_size
+        state.global_step = trainer.progress.step + trainer.progress.skipped_steps
+        state.epoch, state.train_batch_size = trainer.progress.epochs, trainer.batch_size
         return state
 
     # --- set-up
@@ -317,12 +319,12 @@ class Engine(Searching):
         if self.real_accelerator is None:
             super().create_accelerator_and_postprocess()
             self.real_accelerator = self.accelerator
-        self.accelerator = AcceleratorFacade(self.owner, self.real_accelerator)  # type: ignore[assignment]
+        self.accelerator = AcceleratorFacade(self.trainer, self.real_accelerator)  # type: ignore[assignment]
         self.gather_function = self.real_accelerator.gather_for_metrics
         self.is_deepspeed_enabled = self.is_fsdp_enabled = self.is_tp_enabled = False  # the backend shards
 
     @property
-    def facade(self) -> OptimizerFacade:
+    def optimizer_facade(self) -> OptimizerFacade:
         """The optimizer of transformers' loop."""
         return self.accelerator.optimizer  # type: ignore[attr-defined]
 
@@ -333,25 +335,25 @@ class Engine(Searching):
 
     def get_train_dataloader(self) -> DataLoader[Any]:
         """Return a loader by which transformers' loop counts; batches come from `get_batch_samples`."""
-        return counting_loader(self.owner, self.by_window)
+        return counting_loader(self.trainer, self.by_window)
 
     def stock_train_dataloader(self) -> DataLoader[Any]:
         """Return the loader that transformers builds for the training set."""
-        with self._as_stock():
+        with self._accelerate_loaders():
             return super().get_train_dataloader()
 
     def get_eval_dataloader(self, eval_dataset: Any = None) -> DataLoader[Any]:
         """Return the loader that transformers builds for an evaluation set."""
-        with self._as_stock():
+        with self._accelerate_loaders():
             return super().get_eval_dataloader(eval_dataset)
 
     def get_test_dataloader(self, test_dataset: Any) -> DataLoader[Any]:
         """Return the loader that transformers builds for a test set."""
-        with self._as_stock():
+        with self._accelerate_loaders():
             return super().get_test_dataloader(test_dataset)
 
     @contextlib.contextmanager
-    def _as_stock(self) -> Iterator[None]:
+    def _accelerate_loaders(self) -> Iterator[None]:
         """Let accelerate split the samples of loaders built inside, and move their batches to the device."""
         self.accelerator.prepares_loaders = True  # type: ignore[attr-defined]
         try:
@@ -372,15 +374,15 @@ class Engine(Searching):
     def _run_epoch(self, *args: Any, **kwargs: Any) -> Any:
         """Run one epoch, of the length that the data have by now; transformers asks for it once in a run."""
         if not self.by_window and "steps_in_epoch" in kwargs:
-            batches = len(self.owner.train_loader)
+            batches = len(self.trainer.train_loader)
             kwargs["steps_in_epoch"] = batches
             kwargs["num_update_steps_per_epoch"] = -(-batches // self.args.gradient_accumulation_steps)
         return super()._run_epoch(*args, **kwargs)
 
     def start_windows(self) -> None:
         """Start the windows of the epoch at the current position."""
-        owner, progress, feed = self.owner, self.owner.progress, self.owner._feed
-        windows = feed.windows(owner.train_loader, progress.epoch, progress)
+        trainer, progress, feed = self.trainer, self.trainer.progress, self.trainer._feed
+        windows = feed.windows(trainer.train_loader, progress.epoch, progress)
         self.windows = iter(feed.until_signal(windows))
 
     def _prepare_inputs(self, inputs: Any) -> Any:
@@ -390,7 +392,7 @@ class Engine(Searching):
 
     def training_step(self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None) -> torch.Tensor:
         """Run forward and backward on a micro-batch, or on each one of a window; return the loss."""
-        step = self.owner._step
+        step = self.trainer._step
         if step.is_empty:
             return torch.zeros((), device=self.args.device)
         if self.by_window:
@@ -398,22 +400,22 @@ class Engine(Searching):
         return self._take_micro_batch(model, inputs)
 
     def _take_micro_batch(self, model: nn.Module, inputs: Any) -> torch.Tensor:
-        owner, tell = self.owner, self.owner.lifecycle.inside_of_step
-        with owner._accumulating(last=owner._step.completes or self.syncs_each_batch):
-            loss = owner.take_micro_batch(model, inputs)
+        trainer, tell = self.trainer, self.trainer.lifecycle.inside_of_step
+        with trainer._accumulating(last=trainer._step.completes or self.syncs_each_batch):
+            loss = trainer.call_training_step(model, inputs)
         if tell is not None:
             tell(Event.BATCH_END)
         return loss
 
     def _run_micro_batches(self, model: nn.Module) -> torch.Tensor:
         total = torch.zeros((), device=self.args.device)
-        for batch in self.owner._step.batches:
+        for batch in self.trainer._step.batches:
             total += self._take_micro_batch(model, batch)
         return total
 
     def run_micro_batch(self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None) -> torch.Tensor:
         """Run forward and backward on a micro-batch as transformers does, and return its part of the step's loss."""
-        with _keeping_modes(model):
+        with _preserve_modes(model):
             return super().training_step(model, inputs, num_items_in_batch)
 
     def compute_loss(
@@ -424,11 +426,11 @@ class Engine(Searching):
         num_items_in_batch: Any = None,
     ) -> Any:
         """Return a micro-batch's part of the window's loss; outside training, the plain loss."""
-        owner = self.owner
+        trainer = self.trainer
         if not (model.training and self.is_in_train):
-            output = owner.backend.forward(owner._forward, owner._prepare_batch(inputs))
+            output = trainer.backend.forward(trainer._forward, trainer._prepare_batch(inputs))
             return (output.loss, {"loss": output.loss, "logits": output.outputs}) if return_outputs else output.loss
-        loss = owner._step.loss_of(inputs)
+        loss = trainer._step.loss_of(inputs)
         return (loss, {}) if return_outputs else loss
 
     def floating_point_ops(self, inputs: Any) -> int:
@@ -445,22 +447,22 @@ class Engine(Searching):
         """Leave norm and clipping to our step, which does them once, as in every trainer."""
 
     def _get_learning_rate(self) -> float:
-        return self.owner._loop.learning_rates()["learning_rate"]
+        return self.trainer._loop.learning_rates()["learning_rate"]
 
     # --- logs, evaluation, checkpoints
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         if "train_runtime" in logs:  # the end of the run; transformers does not know its length
             seconds = logs["train_runtime"] or 1.0
-            logs["train_samples_per_second"] = round(self.owner.progress.samples / seconds, 3)
-        elif "loss" in logs and self.is_in_train and (norm := self.owner._step.grad_norm) is not None:
+            logs["train_samples_per_second"] = round(self.trainer.progress.samples / seconds, 3)
+        elif "loss" in logs and self.is_in_train and (norm := self.trainer._step.grad_norm) is not None:
             logs["grad_norm"] = float(norm)
-        if "loss" in logs and self._own_means is not None:
-            logs |= self._own_means  # transformers' loss lacks what was before a resume
-            self._own_means = None
-        self.owner.take_log(logs, start_time)
+        if "loss" in logs and self._row_means is not None:
+            logs |= self._row_means  # transformers' loss lacks what was before a resume
+            self._row_means = None
+        self.trainer.call_log(logs, start_time)
         # our loop acts on the requests of callbacks, not transformers'
-        self._asked_in_log = self.control.should_evaluate, self.control.should_save
+        self._flags_after_log = self.control.should_evaluate, self.control.should_save
         if "loss" in logs:
             self.control.should_evaluate = self.control.should_save = False
 
@@ -471,39 +473,39 @@ class Engine(Searching):
     def _maybe_log_save_evaluate(self, *args: Any, **kwargs: Any) -> None:
         """Act on the requests of our callbacks and transformers', and end the run at its limit."""
         self._log_arguments = args, kwargs
-        loop = self.owner._loop
+        loop = self.trainer._loop
         loop.answer()
-        if self.has_ended and self.owner.lifecycle.stop:
+        if self.has_ended and self.trainer.lifecycle.stop:
             loop.close()  # before transformers' own end-of-training code
 
     def _get_output_dir(self, trial: Any) -> str:
         """Return the folder only for saving: transformers lists it at the end, where a bad disk would be an error."""
         return super()._get_output_dir(trial) if self.control.should_save else os.devnull
 
-    def take_flags(self, requests: Sequence[str]) -> None:
+    def sync_control_flags(self, requests: Sequence[str]) -> None:
         """Turn the flags of transformers' callbacks into our requests."""
-        owner, control = self.owner, self.control
+        trainer, control = self.trainer, self.control
         if control.should_training_stop:
-            owner.stop()
+            trainer.stop()
         if "log" in requests and control.should_log:
-            owner.control.log |= owner.lifecycle.logged_at[0] < owner.progress.step
+            trainer.control.log |= trainer.lifecycle.logged_at[0] < trainer.progress.step
             control.should_log = False
         if "evaluate" in requests and control.should_evaluate:
-            if owner.eval_loader is None:
-                owner.request_evaluate()  # which raises the error that there is no evaluation set
-            owner.control.evaluate, control.should_evaluate = True, False
+            if trainer.eval_loader is None:
+                trainer.request_evaluate()  # which raises the error that there is no evaluation set
+            trainer.control.evaluate, control.should_evaluate = True, False
         if "save" in requests and control.should_save:
-            owner.control.save, control.should_save = True, False
+            trainer.control.save, control.should_save = True, False
 
     def report_log(self, logs: Mapping[str, float]) -> None:
         """Let transformers write its row of logs for this step, with our means."""
-        means = ("loss", *self.owner._step.latest_metrics)
-        self._own_means = {name: logs[name] for name in means if name in logs}
+        means = ("loss", *self.trainer._step.latest_metrics)
+        self._row_means = {name: logs[name] for name in means if name in logs}
         self.control.should_log = True
         args, kwargs = self._log_arguments
         super()._maybe_log_save_evaluate(*args, **kwargs)
         self.control.should_log = False
-        self.control.should_evaluate, self.control.should_save = self._asked_in_log
+        self.control.should_evaluate, self.control.should_save = self._flags_after_log
 
     def report_evaluation(self, metrics: Mapping[str, float], is_told: bool = False) -> None:
         """Report an evaluation and its timings to transformers' history, state and callbacks.
@@ -513,19 +515,19 @@ class Engine(Searching):
             is_told: Whether the user's own `evaluate` has written the row of logs and called the callbacks.
         """
         if not is_told:
-            told = {**metrics, **self.owner._evaluation.speeds}  # type: ignore[attr-defined]
+            told = {**metrics, **self.trainer._evaluation.speeds}  # type: ignore[attr-defined]
             self.log(told)
             self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, told)
-        objective = self.owner.objective
+        objective = self.trainer.objective
         self.state.best_metric, self.state.best_global_step = objective.best, objective.best_step
         for callback in self.callback_handler.idle:
             callback.early_stopping_patience_counter = objective.evaluations_without_gain
 
     def report_batch(self, loader: Any) -> None:
         """Call transformers' callbacks for a finished batch of an evaluation or a prediction."""
-        if loader is not self._evaluated[0]:
-            self._evaluated = loader, shown_loader(loader, self.owner.eval_batch_size)
-        self.callback_handler.eval_dataloader = self._evaluated[1]
+        if loader is not self._eval_loaders[0]:
+            self._eval_loaders = loader, loader_for_callbacks(loader, self.trainer.eval_batch_size)
+        self.callback_handler.eval_dataloader = self._eval_loaders[1]
         self.control = self.callback_handler.on_prediction_step(self.args, self.state, self.control)
 
     def report_prediction(self, metrics: Mapping[str, float]) -> None:
@@ -534,36 +536,38 @@ class Engine(Searching):
 
     def report_save(self) -> None:
         """Call transformers' callbacks for a complete checkpoint, only once: it may be written again at the end."""
-        if self._told_save == self.state.global_step:
+        if self._reported_save == self.state.global_step:
             return
-        self._told_save = self.state.global_step
+        self._reported_save = self.state.global_step
         self.control = self.callback_handler.on_save(self.args, self.state, self.control)
 
     def evaluate(
         self, eval_dataset: Any = None, ignore_keys: list[str] | None = None, metric_key_prefix: str = "eval"
     ) -> dict[str, float]:
         """Evaluate as every trainer does, and call transformers' callbacks."""
-        return self.owner.evaluate(eval_dataset, metric_key_prefix)
+        return self.trainer.evaluate(eval_dataset, metric_key_prefix)
 
-    def write_own_files(self, folder: Path, stock: bool) -> None:
+    def write_transformers_files(self, folder: Path, stock: bool) -> None:
         """Write transformers' history, model files, and optionally the files from which its stock Trainer resumes.
 
         Args:
             folder: The folder of the checkpoint.
             stock: Whether to write these: they are pickled, and we read none of them.
         """
-        owner = self.owner
+        trainer = self.trainer
         if self.args.push_to_hub:
-            store: Any = owner.store
-            self.await_folder(store.path(owner.progress.step))
+            store: Any = trainer.store
+            self.wait_for_upload(store.path(trainer.progress.step))
         if stock:
-            decaying = self.get_decay_parameter_names(unwrap(owner.model))  # type: ignore[arg-type]
-            write_optimizer(owner, decaying, ScheduleFacade(owner).state_dict(), folder)
+            decaying = self.get_decay_parameter_names(unwrap(trainer.model))  # type: ignore[arg-type]
+            write_optimizer(trainer, decaying, ScheduleFacade(trainer).state_dict(), folder)
             self._save_rng_state(str(folder))
-        if self.state.global_step != owner.progress.step + owner.progress.skipped_steps:
-            self.state = self.present_state()  # transformers' loop has not begun yet
-        with self.showing_arguments() as shown:
-            write_state(owner, self.state, [*self.stateful_callbacks(), self.control], shown if stock else None, folder)
+        if self.state.global_step != trainer.progress.step + trainer.progress.skipped_steps:
+            self.state = self.current_state()  # transformers' loop has not begun yet
+        with self.expose_run_args() as shown:
+            write_state(
+                trainer, self.state, [*self.stateful_callbacks(), self.control], shown if stock else None, folder
+            )
         if self.saved_processor is not None:
             self.saved_processor.save_pretrained(str(folder))
 
@@ -596,12 +600,12 @@ class Engine(Searching):
 
     def _load_rng_state(self, checkpoint: str | None) -> None:
         """Restore the generators; called once the first batch of the resumed run is ready."""
-        checkpointer = self.owner._checkpointer
+        checkpointer = self.trainer._checkpointer
         checkpointer.recall_random_numbers()
 
 
 @contextlib.contextmanager
-def _keeping_modes(model: nn.Module) -> Iterator[None]:
+def _preserve_modes(model: nn.Module) -> Iterator[None]:
     """Keep transformers' step, which calls `model.train()`, from putting all modules into training mode."""
     own = vars(model).get("train")
     vars(model)["train"] = lambda mode=True: model
@@ -618,73 +622,73 @@ class Bridge(transformers.TrainerCallback):
 
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
-        self.owner: BaseTrainer = engine.owner
+        self.trainer: BaseTrainer = engine.trainer
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> Any:
         """Set the length of the run, which only our limits know."""
-        owner, engine = self.owner, self.engine
-        state.max_steps = owner.total_steps or state.max_steps
-        epochs = owner.epochs or (owner.total_steps or 0) / (owner.steps_per_epoch or 1) or state.num_train_epochs
+        trainer, engine = self.trainer, self.engine
+        state.max_steps = trainer.total_steps or state.max_steps
+        epochs = trainer.epochs or (trainer.total_steps or 0) / (trainer.steps_per_epoch or 1) or state.num_train_epochs
         state.num_train_epochs = math.ceil(epochs)
         state.compute_steps(args, state.max_steps)
         handler = engine.callback_handler
-        handler.optimizer, handler.lr_scheduler = owner.optimizer, owner.lr_scheduler or engine.lr_scheduler
-        handler.train_dataloader = shown_loader(owner.train_loader, owner.batch_size)
-        state.global_step = owner.progress.step + owner.progress.skipped_steps
+        handler.optimizer, handler.lr_scheduler = trainer.optimizer, trainer.lr_scheduler or engine.lr_scheduler
+        handler.train_dataloader = loader_for_callbacks(trainer.train_loader, trainer.batch_size)
+        state.global_step = trainer.progress.step + trainer.progress.skipped_steps
         engine._globalstep_last_logged = engine._initial_global_step = state.global_step
         return control
 
     def on_epoch_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> Any:
         """An epoch begins."""
-        owner, engine = self.owner, self.engine
+        trainer, engine = self.trainer, self.engine
         engine.has_ended = False
-        owner._loop.begin_epoch()
-        owner._step.begin_epoch()
+        trainer._loop.begin_epoch()
+        trainer._step.begin_epoch()
         engine.start_windows()
         return control
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> Any:
         """A window begins."""
-        self.owner.lifecycle.begin_step(self.engine.window.batches)
-        self.owner._step.begin(self.engine.window)
+        self.trainer.lifecycle.begin_step(self.engine.window.batches)
+        self.trainer._step.begin(self.engine.window)
         return control
 
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> Any:
         """The gradients are complete: clip them and tell our callbacks."""
-        self.engine.facade.is_admitted = self.owner._step.finish()
+        self.engine.optimizer_facade.should_update = self.trainer._step.finish()
         return control
 
     def on_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> Any:
         """The optimizer has stepped, or the step was skipped."""
-        self.owner._step.conclude(self.engine.facade.was_applied)
+        self.trainer._step.conclude(self.engine.optimizer_facade.was_applied)
         return control
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> Any:
         """A window is done."""
-        owner, window = self.owner, self.engine.window
-        skipped = not self.engine.facade.was_applied
-        owner.lifecycle.end_step(window.samples, window.tokens, skipped, window.micro_batches)
+        trainer, window = self.trainer, self.engine.window
+        skipped = not self.engine.optimizer_facade.was_applied
+        trainer.lifecycle.end_step(window.samples, window.tokens, skipped, window.micro_batches)
         if self.engine.by_window:  # otherwise transformers counts the same
-            state.epoch = owner.progress.epochs
+            state.epoch = trainer.progress.epochs
         return self._show(control)
 
     def on_epoch_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> Any:
         """An epoch is over, or the run."""
         engine = self.engine
-        loop: Any = self.owner._loop
+        loop: Any = self.trainer._loop
         if engine.stops is not None:
             control.should_training_stop, engine.stops = engine.stops, None
         loop.end_epoch(loop.finish_data())
         control.should_epoch_stop, engine.has_ended = False, True
-        loop.settle_by_steps()
+        loop.finish_run_by_steps()
         return self._show(control)
 
     def _show(self, control: Any) -> Any:
         """Show the requests of our callbacks in transformers' flags, where its callbacks can see and change them."""
-        lifecycle = self.owner.lifecycle
+        lifecycle = self.trainer.lifecycle
         asked = lifecycle.control
         control.should_log |= asked.log
-        control.should_evaluate |= asked.evaluate and lifecycle.evaluated_step != self.owner.progress.step
+        control.should_evaluate |= asked.evaluate and lifecycle.evaluated_step != self.trainer.progress.step
         control.should_save |= asked.save
         control.should_training_stop |= bool(asked.stop or lifecycle.stop)
         asked.log = asked.evaluate = asked.save = False
@@ -696,13 +700,13 @@ class Boundary(transformers.TrainerCallback):
 
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
-        self.owner: BaseTrainer = engine.owner
+        self.trainer: BaseTrainer = engine.trainer
         self._ends_epoch = False
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> Any:
         """All callbacks know that the run has begun."""
-        engine, lifecycle = self.engine, self.owner.lifecycle
-        metrics, engine._untold_evaluation = engine._untold_evaluation, None
+        engine, lifecycle = self.engine, self.trainer.lifecycle
+        metrics, engine._initial_evaluation = engine._initial_evaluation, None
         if metrics is not None and lifecycle.evaluated_step == lifecycle.progress.step:
             engine.report_evaluation(metrics)  # otherwise it belongs to a run that made no step
         return control
@@ -710,7 +714,7 @@ class Boundary(transformers.TrainerCallback):
     def on_substep_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> Any:
         """A micro-batch is done, and the step is not."""
         if control.should_training_stop:
-            self.owner.stop()
+            self.trainer.stop()
         self._ends_epoch |= control.should_epoch_stop
         control.should_training_stop = control.should_epoch_stop = False
         return control
@@ -732,26 +736,28 @@ class Reporter(Callback):
 
     def on_log(self, trainer: Any, logs: Any) -> None:
         """A row of logs is ready; rows written only because the run ends are not reported to transformers."""
-        engine, lifecycle = self._engine(), self._engine().owner.lifecycle
-        is_left_over = lifecycle.is_closing or (word_of(engine.shown_args.logging_strategy) == "no" and lifecycle.stop)
+        engine, lifecycle = self._engine(), self._engine().trainer.lifecycle
+        is_left_over = lifecycle.is_closing or (
+            enum_value(engine.callback_args.logging_strategy) == "no" and lifecycle.stop
+        )
         if engine.is_in_train and not is_left_over:
             engine.report_log(logs)
 
     def on_eval_end(self, trainer: Any, metrics: Mapping[str, float]) -> None:
         """An evaluation of the run is done."""
         engine = self._engine()
-        evaluation: Any = engine.owner._evaluation
-        is_told, evaluation.is_told_by_user = evaluation.is_told_by_user, False
+        evaluation: Any = engine.trainer._evaluation
+        is_told, evaluation.is_reported_by_user = evaluation.is_reported_by_user, False
         if engine.is_in_train:
             engine.report_evaluation(metrics, is_told)
-        elif not is_told and not engine.owner.lifecycle.is_closing:
-            engine._untold_evaluation = dict(metrics)
-        if engine.own_trial is not None:
-            engine.own_trial.report(engine, metrics)
+        elif not is_told and not engine.trainer.lifecycle.is_closing:
+            engine._initial_evaluation = dict(metrics)
+        if engine.search_trial is not None:
+            engine.search_trial.report(engine, metrics)
 
     def on_save_end(self, trainer: Any) -> None:
         """A checkpoint is complete."""
-        engine, path = self._engine(), self._engine().owner.lifecycle.saved_path
+        engine, path = self._engine(), self._engine().trainer.lifecycle.saved_path
         if engine.args.push_to_hub and path is not None:
             engine.push_checkpoint(path)
         if engine.is_in_train:
@@ -764,8 +770,8 @@ class Reporter(Callback):
 class AcceleratorFacade:
     """accelerate's Accelerator as transformers' loop sees it: the backend has wrapped the model, and steps."""
 
-    def __init__(self, owner: BaseTrainer, accelerator: Any) -> None:
-        self._owner = owner
+    def __init__(self, trainer: BaseTrainer, accelerator: Any) -> None:
+        self._trainer = trainer
         self._accelerator = accelerator
         self.prepares_loaders = False
         self.optimizer: OptimizerFacade
@@ -779,13 +785,13 @@ class AcceleratorFacade:
             if self.prepares_loaders:
                 objects = tuple(self._accelerator.prepare_data_loader(one) for one in objects)
             return objects if objects[1:] else objects[0]
-        self.optimizer = OptimizerFacade(self._owner)
-        found = [self._owner.backend.wrapped if isinstance(one, nn.Module) else self.optimizer for one in objects]
+        self.optimizer = OptimizerFacade(self._trainer)
+        found = [self._trainer.backend.wrapped if isinstance(one, nn.Module) else self.optimizer for one in objects]
         return tuple(found) if len(found) > 1 else found[0]
 
     def prepare_model(self, model: nn.Module, **kwargs: Any) -> nn.Module:
         """Return the wrapped model."""
-        return self._owner.backend.wrapped
+        return self._trainer.backend.wrapped
 
     @property
     def optimizer_step_was_skipped(self) -> bool:
@@ -798,8 +804,8 @@ class AcceleratorFacade:
 
     def backward(self, loss: torch.Tensor, **kwargs: Any) -> None:
         """Run backward as the trainer does."""
-        self._owner._backward(loss)
-        tell = self._owner.lifecycle.inside_of_step
+        self._trainer._backward(loss)
+        tell = self._trainer.lifecycle.inside_of_step
         if tell is not None:
             tell(Event.AFTER_BACKWARD)
 
@@ -813,51 +819,51 @@ class AcceleratorFacade:
 class OptimizerFacade(torch.optim.Optimizer):
     """The optimizer for transformers' loop: its step is the trainer's update, if the gradients are finite."""
 
-    def __init__(self, owner: BaseTrainer) -> None:
-        self._owner = owner
-        self.is_admitted: bool = True
+    def __init__(self, trainer: BaseTrainer) -> None:
+        self._trainer = trainer
+        self.should_update: bool = True
         self.was_applied: bool = True
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self._owner.optimizer, name)
+        return getattr(self._trainer.optimizer, name)
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         """Update the weights."""
-        self.was_applied = self.is_admitted and self._owner._step.update()
+        self.was_applied = self.should_update and self._trainer._step.update()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Do nothing: the step has cleared the gradients."""
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state of the real optimizer."""
-        return self._owner.optimizer.state_dict()
+        return self._trainer.optimizer.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load the state of the real optimizer."""
-        self._owner.optimizer.load_state_dict(state_dict)
+        self._trainer.optimizer.load_state_dict(state_dict)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group to the real optimizer."""
-        self._owner.optimizer.add_param_group(param_group)
+        self._trainer.optimizer.add_param_group(param_group)
 
 
 class ScheduleFacade:
     """Our schedule as transformers' loop sees it, which reads the rate and saves the state; our step advances it."""
 
-    def __init__(self, owner: BaseTrainer) -> None:
-        self._owner = owner
+    def __init__(self, trainer: BaseTrainer) -> None:
+        self._trainer = trainer
 
     def step(self, *args: Any) -> None:
         """Do nothing: our step has already advanced the schedule, if the update was made."""
 
     def get_last_lr(self) -> list[float]:
         """Return the rates in force."""
-        return [float(group["lr"]) for group in self._owner.optimizer.param_groups]
+        return [float(group["lr"]) for group in self._trainer.optimizer.param_groups]
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state of the real schedule."""
-        if self._owner.lr_scheduler is not None:
-            return self._owner.lr_scheduler.state_dict()
-        rates, step = self.get_last_lr(), self._owner.progress.step  # as in transformers' constant schedule
+        if self._trainer.lr_scheduler is not None:
+            return self._trainer.lr_scheduler.state_dict()
+        rates, step = self.get_last_lr(), self._trainer.progress.step  # as in transformers' constant schedule
         steps = {"last_epoch": step, "_step_count": step + 1}
         return {"base_lrs": rates, "_last_lr": rates, "lr_lambdas": [None] * len(rates), **steps}

@@ -24,7 +24,7 @@ from omnitrain.hf.generation import Generation
 from omnitrain.model.units import StepOutput
 from omnitrain.trainer.evaluation import Evaluation, Inconclusive, Predictions
 
-_OF_THE_CLOCK = ("_runtime", "_samples_per_second", "_steps_per_second")
+_TIMING_SUFFIXES = ("_runtime", "_samples_per_second", "_steps_per_second")
 """Suffixes of the timings that transformers adds to metrics, which differ in every run."""
 
 
@@ -33,7 +33,7 @@ def prefixed(metrics: Mapping[str, float], prefix: str) -> dict[str, float]:
     return {f"{prefix}_{name.removeprefix('test_')}": value for name, value in metrics.items()}
 
 
-class _CutShort(BaseException):
+class _Interrupted(BaseException):
     """A signal has interrupted an evaluation."""
 
 
@@ -66,15 +66,15 @@ class HFEvaluation(Evaluation):
         """The timings of the latest evaluation or prediction, as transformers adds them to the metrics."""
         self.ignored: frozenset[str] = frozenset()
         """Keys of the model's output to leave out of the predictions."""
-        self._of_run: Callable[[], dict[str, float] | None] | None = None
+        self._run_evaluation: Callable[[], dict[str, float] | None] | None = None
         """Runs an evaluation of the run, for which the user's `evaluate` was called."""
         self._is_interrupted: Callable[[int], bool] = lambda number: False
         """Whether to end that evaluation."""
-        self.is_told_by_user: bool = False
+        self.is_reported_by_user: bool = False
         """Whether the user's `evaluate` ran the latest evaluation of the run, wrote its log and called callbacks."""
 
     @contextlib.contextmanager
-    def leaving_out(self, keys: Collection[str]) -> Iterator[None]:
+    def ignore_output_keys(self, keys: Collection[str]) -> Iterator[None]:
         """Leave these keys of the model's output out of the predictions inside."""
         before = self.ignored
         self.ignored = frozenset(keys) or before
@@ -84,7 +84,7 @@ class HFEvaluation(Evaluation):
             self.ignored = before
 
     @contextlib.contextmanager
-    def generating(self, call: str, options: Mapping[str, Any]) -> Iterator[None]:
+    def generation_options(self, call: str, options: Mapping[str, Any]) -> Iterator[None]:
         """Generate with these arguments of `model.generate` inside, if anything is generated.
 
         Args:
@@ -99,46 +99,46 @@ class HFEvaluation(Evaluation):
                 f"{call}() got an unexpected keyword argument {next(iter(options))!r}. What is for `model.generate` "
                 "needs Seq2SeqTrainingArguments, with predict_with_generate=True."
             )
-        with contextlib.nullcontext() if self.generation is None else self.generation.limited(options):
+        with contextlib.nullcontext() if self.generation is None else self.generation.with_options(options):
             yield
 
     def evaluate(
         self, loader: Any, prefix: str, is_interrupted: Callable[[int], bool], only_first: bool = False
     ) -> dict[str, float] | None:
         """Evaluate as every trainer does; as part of the run, by the user's own `evaluate` if there is one."""
-        owner, evaluate = self._engine().owner, self._timed
-        is_of_run = loader is owner.eval_loader and owner._loop.is_evaluating and not only_first
-        if not is_of_run or self._of_run is not None or "evaluate" not in owner._overridden:
+        trainer, evaluate = self._engine().trainer, self._timed
+        is_run_evaluation = loader is trainer.eval_loader and trainer._loop.is_evaluating and not only_first
+        if not is_run_evaluation or self._run_evaluation is not None or "evaluate" not in trainer._overridden:
             return evaluate(loader, prefix, is_interrupted, only_first)
-        self._of_run, self._is_interrupted = lambda: evaluate(loader, prefix, is_interrupted), is_interrupted
-        self.is_told_by_user = True
+        self._run_evaluation, self._is_interrupted = lambda: evaluate(loader, prefix, is_interrupted), is_interrupted
+        self.is_reported_by_user = True
         try:
-            metrics = dict(owner.evaluate())
-        except _CutShort:
+            metrics = dict(trainer.evaluate())
+        except _Interrupted:
             return None
         finally:
-            self._of_run = None
-        return {name: value for name, value in metrics.items() if not name.endswith(_OF_THE_CLOCK)}
+            self._run_evaluation = None
+        return {name: value for name, value in metrics.items() if not name.endswith(_TIMING_SUFFIXES)}
 
     @property
-    def is_of_run(self) -> bool:
+    def is_run_evaluation(self) -> bool:
         """Whether the user's `evaluate` was called for an evaluation of the run."""
-        return self._of_run is not None
+        return self._run_evaluation is not None
 
-    def go_on(self) -> dict[str, float]:
+    def evaluate_for_run(self) -> dict[str, float]:
         """Run the evaluation of the run for which the user's `evaluate` was called."""
-        assert self._of_run is not None
-        self.is_told_by_user = False
-        metrics = self._of_run()
+        assert self._run_evaluation is not None
+        self.is_reported_by_user = False
+        metrics = self._run_evaluation()
         if metrics is None:
-            raise _CutShort
+            raise _Interrupted
         return metrics
 
-    def go_over(self, loader: Loader, prefix: str, predicts: bool) -> Predictions:
+    def evaluate_loader(self, loader: Loader, prefix: str, predicts: bool) -> Predictions:
         """Evaluate another loader within that evaluation, for predictions or only for metrics."""
         found = self.over(loader, prefix, predicts, self._is_interrupted)
         if found is None:
-            raise _CutShort
+            raise _Interrupted
         return found
 
     def over(
@@ -173,10 +173,10 @@ class HFEvaluation(Evaluation):
         """Return the result of `Evaluation.evaluate`, and record how long it took."""
         start = time.time()
         metrics = super().evaluate(loader, prefix, is_interrupted, only_first)
-        self._note_speeds(loader, prefix, start)
+        self._record_speeds(loader, prefix, start)
         return metrics
 
-    def _note_speeds(self, loader: Any, prefix: str, start: float) -> None:
+    def _record_speeds(self, loader: Any, prefix: str, start: float) -> None:
         loaders = [loader]
         if isinstance(loader, Mapping):
             loaders = [one for name, one in loader.items() if name not in self.left_out]
@@ -184,12 +184,12 @@ class HFEvaluation(Evaluation):
         if None in sizes:
             self.speeds = {f"{prefix}_runtime": round(time.time() - start, 4)}
         else:
-            steps = sum(math.ceil(size / self._samples_at_once) for size in sizes)
+            steps = sum(math.ceil(size / self._samples_per_batch) for size in sizes)
             self.speeds = speed_metrics(prefix, start, sum(sizes), steps)
 
     @property
-    def _samples_at_once(self) -> int:
-        return self._engine().owner.eval_batch_size * self.hooks.ranks.world_size
+    def _samples_per_batch(self) -> int:
+        return self._engine().trainer.eval_batch_size * self.hooks.ranks.world_size
 
     def _run_batch(self, batch: Any, loader: Loader, number: int) -> StepOutput:
         output = super()._run_batch(batch, loader, number)
@@ -207,7 +207,7 @@ class HFEvaluation(Evaluation):
             output.labels = labels_of(batch, names)
         if generation is not None:
             synced = backend.sharding is not None
-            output.outputs, output.labels = generation.answers(unwrap(backend.model), batch, output.labels, synced)
+            output.outputs, output.labels = generation.generate(unwrap(backend.model), batch, output.labels, synced)
         output.extra = self._extra(batch, output)
         return output
 
@@ -253,7 +253,7 @@ class HFEvaluation(Evaluation):
         self.is_predicting, start = True, time.time()
         try:
             found = super().predict(loader, is_interrupted)
-            self._note_speeds(loader, "test", start)
+            self._record_speeds(loader, "test", start)
             return found
         finally:
             self.is_predicting = False
@@ -264,7 +264,7 @@ class HFEvaluation(Evaluation):
 
         The original weights are kept and restored.
         """
-        dtype, model = _full_evaluation(self._training_args), self.hooks.backend.model
+        dtype, model = _full_eval_dtype(self._training_args), self.hooks.backend.model
         kept: list[tuple[torch.Tensor, torch.Tensor]] = []
         try:
             if dtype is not None and not self._engine().is_in_train:
@@ -278,7 +278,7 @@ class HFEvaluation(Evaluation):
                 tensor.data = data
 
 
-def _full_evaluation(args: Any) -> torch.dtype | None:
+def _full_eval_dtype(args: Any) -> torch.dtype | None:
     """Return the precision of evaluations in transformers' arguments; None is that of the weights."""
     if args is None or not (args.bf16_full_eval or args.fp16_full_eval):
         return None

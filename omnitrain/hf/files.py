@@ -45,29 +45,29 @@ def check_stock_checkpoints(stock_checkpoints: Any, given: Mapping[str, Any]) ->
         )
 
 
-def write_optimizer(owner: BaseTrainer, decaying: Collection[str], steps: Mapping[str, Any], folder: Path) -> None:
+def write_optimizer(trainer: BaseTrainer, decaying: Collection[str], steps: Mapping[str, Any], folder: Path) -> None:
     """Write the states of optimizer and schedule.
 
     Sharded state was gathered for the checkpoint's own file and is read from there: for a moment all of it is in the
     main process's memory, as with a stock Trainer.
 
     Args:
-        owner: The trainer.
+        trainer: The trainer.
         decaying: The parameters with weight decay in transformers; in a stock Trainer they form a separate group.
         steps: The state of the schedule.
         folder: The folder of the checkpoint.
     """
-    optimizer = _optimizer_state(owner, decaying, folder)
-    if len(optimizer["param_groups"]) > len(owner.optimizer.param_groups):
+    optimizer = _optimizer_state(trainer, decaying, folder)
+    if len(optimizer["param_groups"]) > len(trainer.optimizer.param_groups):
         lists = ("base_lrs", "_last_lr", "lr_lambdas")  # one entry per group
         steps = {**steps, **{name: 2 * list(steps[name]) for name in lists if name in steps}}
     torch.save(optimizer, folder / "optimizer.pt")
     torch.save(steps, folder / "scheduler.pt")
 
 
-def _optimizer_state(owner: BaseTrainer, decaying: Collection[str], folder: Path) -> dict[str, Any]:
+def _optimizer_state(trainer: BaseTrainer, decaying: Collection[str], folder: Path) -> dict[str, Any]:
     """Return the optimizer's state by number as in a stock Trainer: in its two groups, if ours has one."""
-    tensors, content = owner.backend.optimizer_state()
+    tensors, content = trainer.backend.optimizer_state()
     if any(map(is_sharded, tensors.values())):
         there = {path.relative_to(folder).as_posix(): None for path in folder.rglob("*.safetensors")}
         tensors = dict(TensorFile(files_of(folder, there, part_of(OPTIMIZER))))
@@ -76,9 +76,9 @@ def _optimizer_state(owner: BaseTrainer, decaying: Collection[str], folder: Path
         name, _, entry = key.rpartition("/")
         state.setdefault(name, {})[entry] = tensor
     groups = [{key: from_json(value) for key, value in group.items()} for group in content["groups"]]
-    if owner.settings.optimizer is None and len(groups) == 1:
+    if trainer.settings.optimizer is None and len(groups) == 1:
         held, bare_decaying = set(groups[0]["params"]), set(map(bare_name, decaying))
-        model = unwrap(owner.model)
+        model = unwrap(trainer.model)
         names = [name for name in (bare_name(name) for name, _ in model.named_parameters()) if name in held]
         halves = ([n for n in names if n in bare_decaying], [n for n in names if n not in bare_decaying])
         groups = [{**groups[0], "params": half} for half in halves]
@@ -90,7 +90,7 @@ def _optimizer_state(owner: BaseTrainer, decaying: Collection[str], folder: Path
 
 
 def write_state(
-    owner: BaseTrainer,
+    trainer: BaseTrainer,
     state: transformers.TrainerState,
     stateful: Iterable[Any],
     args: transformers.TrainingArguments | None,
@@ -99,7 +99,7 @@ def write_state(
     """Write transformers' history, and the states of its callbacks.
 
     Args:
-        owner: The trainer.
+        trainer: The trainer.
         state: transformers' state of the run.
         stateful: The callbacks with a state, and transformers' control.
         args: The user's training arguments, which are written too.
@@ -109,17 +109,17 @@ def write_state(
     for one in stateful:
         held.setdefault(type(one).__name__, []).append(one.state())
     vars(state)["stateful_callbacks"] = held
-    store: Any = owner.store
-    best = owner.metrics.get("best_checkpoint")
-    if owner._checkpointer.has_unsaved_best:
-        best = store.path(owner.progress.step).name
+    store: Any = trainer.store
+    best = trainer.metrics.get("best_checkpoint")
+    if trainer._checkpointer.has_unsaved_best:
+        best = store.path(trainer.progress.step).name
     state.best_model_checkpoint = best and str(store.root / best)
     state.save_to_json(str(folder / "trainer_state.json"))
     if args is not None:
         torch.save(args, folder / "training_args.bin")
 
 
-def write_model(owner: BaseTrainer, processing_class: Any, path: Path, overwrite: bool) -> None:
+def write_model(trainer: BaseTrainer, processing_class: Any, path: Path, overwrite: bool) -> None:
     """Write what `BaseTrainer.save_model` does, and the tokenizer or processor if there is one.
 
     Called on every rank.
@@ -128,5 +128,5 @@ def write_model(owner: BaseTrainer, processing_class: Any, path: Path, overwrite
         ConfigError: If there are weights in `path` already and `overwrite` is False.
     """
     beside = [] if processing_class is None else [processing_class]
-    with owner._calling("save_model()"):
-        save_model(owner.model, path, overwrite, owner._checkpointer.shown.model_tensors(), owner.ranks, beside)
+    with trainer._calling("save_model()"):
+        save_model(trainer.model, path, overwrite, trainer._checkpointer.shown.model_tensors(), trainer.ranks, beside)

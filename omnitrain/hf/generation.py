@@ -34,7 +34,7 @@ class Generation:
         self.limits: dict[str, Any] = {name: value for name, value in limits.items() if value is not None}
 
     @contextlib.contextmanager
-    def limited(self, options: Mapping[str, Any]) -> Iterator[None]:
+    def with_options(self, options: Mapping[str, Any]) -> Iterator[None]:
         """Generate with these arguments of `model.generate` inside, and those of the training arguments otherwise."""
         before, said = self.limits, {name: value for name, value in options.items() if value is not None}
         kept = before if "max_new_tokens" not in said else before.keys() - {"max_length"}
@@ -44,7 +44,7 @@ class Generation:
         finally:
             self.limits = before
 
-    def answers(self, model: Any, batch: Any, labels: Any, synced: bool) -> tuple[torch.Tensor, Any]:
+    def generate(self, model: Any, batch: Any, labels: Any, synced: bool) -> tuple[torch.Tensor, Any]:
         """Return the tokens that the model generates for a batch, and its labels, both padded.
 
         Args:
@@ -53,7 +53,7 @@ class Generation:
             labels: The labels of the batch, or None.
             synced: Whether no process may finish before the others, because each has a part of the weights.
         """
-        tokens = generated(model, _questions(batch), synced, self.limits)
+        tokens = generated(model, _generation_inputs(batch), synced, self.limits)
         if len(tokens) != count_samples(batch):
             raise DataError(
                 f"The model generated {len(tokens)} sequences for {count_samples(batch)} samples. Set "
@@ -83,7 +83,7 @@ class Generation:
         )
 
 
-def take_generation(args: Any, model: Any, metrics: Any, processing_class: Any) -> Generation | None:
+def make_generation(args: Any, model: Any, metrics: Any, processing_class: Any) -> Generation | None:
     """Set the model's generation config from transformers' arguments, and return a Generation if they ask for it.
 
     Args:
@@ -121,7 +121,7 @@ def _width(config: Any, tokens: torch.Tensor) -> int:
     return max(size, longest)
 
 
-def _questions(batch: Any) -> dict[str, Any]:
+def _generation_inputs(batch: Any) -> dict[str, Any]:
     """Return the inputs for generation: without labels, and without decoder tokens that were made from labels."""
     if not isinstance(batch, Mapping):
         raise DataError(
@@ -131,8 +131,8 @@ def _questions(batch: Any) -> dict[str, Any]:
     found = {key: value for key, value in batch.items() if key not in LABEL_KEYS}
     labels, given = batch.get("labels"), batch.get("decoder_input_ids")
     if labels is not None and given is not None and labels.shape == given.shape:
-        found = {key: value for key, value in found.items() if key not in _OF_LABELS}
+        found = {key: value for key, value in found.items() if key not in _LABEL_DERIVED}
     return found
 
 
-_OF_LABELS = ("decoder_input_ids", "decoder_attention_mask")
+_LABEL_DERIVED = ("decoder_input_ids", "decoder_attention_mask")

@@ -26,7 +26,7 @@ from omnitrain.trainer.base import BaseTrainer
 
 logger: logging.Logger = logging.getLogger("omnitrain")
 
-OF_THE_RUN = (
+EXCLUDED_FILES = (
     RUN_FILE, CONFIG_FILE, LOCK, "metrics.jsonl", "metrics.csv", "nonfinite.json", "tracking-*.json", "profile/*",
     "memory/*", "*.tmp",
 )  # fmt: skip
@@ -44,25 +44,28 @@ class _Api:
         return getattr(self._api, name)
 
 
-class Uploading(transformers.Trainer):
+class HubTrainer(transformers.Trainer):
     """transformers' Trainer, which uploads whole checkpoints and the user's own arguments."""
 
-    owner: BaseTrainer
+    trainer: BaseTrainer
     training_args: transformers.TrainingArguments | None
-    shown_args: transformers.TrainingArguments
+    callback_args: transformers.TrainingArguments
     _has_output_dir = True
     """Whether the user set an output folder, from which a model on the Hub gets its name."""
-    _sent: Path | None = None
+    _uploaded_checkpoint: Path | None = None
     """The checkpoint that was uploaded last."""
 
     @contextlib.contextmanager
-    def showing_arguments(self) -> Iterator[transformers.TrainingArguments]:
+    def expose_run_args(self) -> Iterator[transformers.TrainingArguments]:
         """Let transformers use the arguments of the run inside, where it writes them; its loop has others."""
-        owner, own = self.owner, self.args
-        shown = copy.copy(self.shown_args)
+        trainer, own = self.trainer, self.args
+        shown = copy.copy(self.callback_args)
         shown.output_dir, shown._n_gpu = own.output_dir, own.n_gpu
-        shown.per_device_train_batch_size, shown.per_device_eval_batch_size = owner.batch_size, owner.eval_batch_size
-        shown.gradient_accumulation_steps = owner.gradient_accumulation_steps
+        shown.per_device_train_batch_size, shown.per_device_eval_batch_size = (
+            trainer.batch_size,
+            trainer.eval_batch_size,
+        )
+        shown.gradient_accumulation_steps = trainer.gradient_accumulation_steps
         self.args: Any = shown
         try:
             yield shown
@@ -76,22 +79,22 @@ class Uploading(transformers.Trainer):
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Write the model as transformers does, except for sharded weights, which our trainer gathers."""
-        if self.owner.backend.sharding is None:
+        if self.trainer.backend.sharding is None:
             super().save_model(output_dir, _internal_call)
         else:
             path = Path(output_dir or str(self.args.output_dir))
-            write_model(self.owner, self.saved_processor, path, overwrite=True)
+            write_model(self.trainer, self.saved_processor, path, overwrite=True)
 
     def create_model_card(self, *args: Any, **kwargs: Any) -> None:
-        with self.showing_arguments() as shown:
+        with self.expose_run_args() as shown:
             check_not_link(Path(str(shown.output_dir)) / "README.md")
             super().create_model_card(*args, **kwargs)
             if self.is_world_process_zero():
-                self._write_samples_of_step(Path(str(shown.output_dir)) / "README.md", shown)
+                self._write_total_batch_size(Path(str(shown.output_dir)) / "README.md", shown)
 
-    def _write_samples_of_step(self, card: Path, shown: transformers.TrainingArguments) -> None:
+    def _write_total_batch_size(self, card: Path, shown: transformers.TrainingArguments) -> None:
         """Write into the card how many samples a step has, where that is no product of the batch sizes in it."""
-        step = samples_of_step(self.owner.settings, self.owner._sets.share.size)
+        step = samples_of_step(self.trainer.settings, self.trainer._sets.share.size)
         if step == shown.train_batch_size * shown.world_size * shown.gradient_accumulation_steps or not card.is_file():
             return
         text, line = card.read_text(encoding="utf-8"), f"- total_train_batch_size: {step}"
@@ -101,7 +104,7 @@ class Uploading(transformers.Trainer):
         card.write_text(text, encoding="utf-8")
 
     @contextlib.contextmanager
-    def _leaving_out_files_of_the_run(self) -> Iterator[None]:
+    def _exclude_run_files(self) -> Iterator[None]:
         """Have transformers upload what its own Trainer would inside, and not what else a run folder has.
 
         Raises:
@@ -117,7 +120,7 @@ class Uploading(transformers.Trainer):
         def upload_folder(*, ignore_patterns: Any = None, **options: Any) -> Any:
             patterns = [ignore_patterns] if isinstance(ignore_patterns, str) else list(ignore_patterns or ())
             upload = before().upload_folder if name == "hf_api" else before
-            return upload(ignore_patterns=[*patterns, *OF_THE_RUN], **options)
+            return upload(ignore_patterns=[*patterns, *EXCLUDED_FILES], **options)
 
         setattr(module, name, (lambda: _Api(before(), upload_folder)) if name == "hf_api" else upload_folder)
         try:
@@ -135,37 +138,37 @@ class Uploading(transformers.Trainer):
             raise ConfigError(
                 "The model has no name on the Hub. Pass training_args=TrainingArguments(..., hub_model_id='me/model')."
             )
-        with self.showing_arguments(), self._leaving_out_files_of_the_run():
+        with self.expose_run_args(), self._exclude_run_files():
             return super().push_to_hub(*args, **kwargs)
 
     def push_checkpoint(self, folder: Path) -> None:
         """Upload a checkpoint in the background, as `hub_strategy` says; the last one of a run in any case."""
-        if self.owner.lifecycle.is_closing:
-            if self.owner.lifecycle.stop == "signal":
+        if self.trainer.lifecycle.is_closing:
+            if self.trainer.lifecycle.stop == "signal":
                 return  # there is little time after a signal
             self._finish_current_push()  # otherwise this upload would be skipped
-        self._tell_failed_pushes()
-        self._sent = folder
+        self._warn_failed_pushes()
+        self._uploaded_checkpoint = folder
         try:
-            with self.showing_arguments(), self._leaving_out_files_of_the_run():
+            with self.expose_run_args(), self._exclude_run_files():
                 self._push_from_checkpoint(str(folder))
         except Exception as error:  # from the network, or the disk of a copy: the checkpoint itself is safe
-            if self.owner.settings.save_required:
+            if self.trainer.settings.save_required:
                 raise
             logger.warning("%s could not be sent to the Hub: %s. The run goes on.", folder.name, error)
 
-    def await_folder(self, folder: Path) -> None:
+    def wait_for_upload(self, folder: Path) -> None:
         """Wait for an upload that reads what the next checkpoint will replace or delete."""
         if self.args.hub_strategy not in (HubStrategy.CHECKPOINT, HubStrategy.ALL_CHECKPOINTS):
             return  # for other strategies a copy is uploaded
-        if self._sent == folder or self.owner.settings.save_total_limit is not None:
+        if self._uploaded_checkpoint == folder or self.trainer.settings.save_total_limit is not None:
             self._finish_current_push()
 
     def _finish_current_push(self) -> None:
         super()._finish_current_push()
-        self._tell_failed_pushes()
+        self._warn_failed_pushes()
 
-    def _tell_failed_pushes(self) -> None:
+    def _warn_failed_pushes(self) -> None:
         """Warn about failed uploads, which transformers does not."""
         jobs: list[Any] = getattr(getattr(self, "push_in_progress", None), "jobs", [])
         for job in [job for job in jobs if job.done() and job.exception() is not None]:

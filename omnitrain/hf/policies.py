@@ -8,15 +8,15 @@ import transformers
 
 from omnitrain.core.events import Callback
 from omnitrain.core.progress import Progress
-from omnitrain.hf.arguments import word_of
+from omnitrain.hf.arguments import enum_value
 
 
-def policies_of(args: transformers.TrainingArguments | None) -> list[Callback]:
+def policy_callbacks(args: transformers.TrainingArguments | None) -> list[Callback]:
     """Return callbacks for the training arguments that are not plain intervals."""
     found: list[Callback] = []
     if args is not None and args.logging_first_step:
         found.append(_LogsFirstStep())
-    if args is not None and word_of(args.save_strategy) == "best":
+    if args is not None and enum_value(args.save_strategy) == "best":
         found.append(_SavesBest())
     if args is not None and args.eval_delay:
         found.append(_DelaysEvaluations(args))
@@ -27,7 +27,7 @@ def is_delayed(args: transformers.TrainingArguments | None, progress: Progress) 
     """Return whether it is too early for an evaluation, by transformers' `eval_delay`."""
     if args is None or not args.eval_delay:
         return False
-    return (progress.step if word_of(args.eval_strategy) == "steps" else progress.epochs) < args.eval_delay
+    return (progress.step if enum_value(args.eval_strategy) == "steps" else progress.epochs) < args.eval_delay
 
 
 class _LogsFirstStep(Callback):

@@ -19,14 +19,14 @@ import transformers
 from transformers.hyperparameter_search import default_hp_search_backend
 
 from omnitrain.core.errors import ConfigError, NonFiniteError, did_you_mean
-from omnitrain.hf.hub import Uploading
+from omnitrain.hf.hub import HubTrainer
 
 Constructor = TypeVar("Constructor", bound=Callable[..., None])
 
 logger: logging.Logger = logging.getLogger("omnitrain")
 
 
-def take_callbacks(new: Searching, old: Searching) -> None:
+def transfer_callbacks(new: SearchTrainer, old: SearchTrainer) -> None:
     """Give an engine the same callback objects as another one, including those that get no events."""
     ours: Any = new.callback_handler
     theirs: Any = old.callback_handler
@@ -34,29 +34,31 @@ def take_callbacks(new: Searching, old: Searching) -> None:
     ours.idle += [one for one in theirs.idle if one not in ours.idle]
 
 
-def remembered(init: Constructor) -> Constructor:
+def record_arguments(init: Constructor) -> Constructor:
     """Return a constructor that records its arguments, so that a search can create equal trainers."""
 
     @functools.wraps(init)
     def noting(self: Any, *args: Any, **kwargs: Any) -> None:
-        vars(self).setdefault("_made_with", (args, kwargs))  # a subclass's constructor comes first and sets its own
+        vars(self).setdefault(
+            "_constructor_arguments", (args, kwargs)
+        )  # a subclass's constructor comes first and sets its own
         init(self, *args, **kwargs)
 
     return cast(Constructor, noting)
 
 
 @contextlib.contextmanager
-def searching(engine: Searching, backend: Any, options: Mapping[str, Any]) -> Iterator[None]:
+def prepare_search(engine: SearchTrainer, backend: Any, options: Mapping[str, Any]) -> Iterator[None]:
     """Let `engine` search inside: it then trains trials.
 
     Raises:
         ConfigError: If the search lacks something it needs, or would not give the same result twice.
     """
-    owner: Any = engine.owner
+    trainer: Any = engine.trainer
     for name, value, why in (
-        ("model_init", owner.model_init, "makes the model of each trial"),
-        ("training_args", owner.training_args, "hold what a trial changes"),
-        ("eval_dataset", owner.eval_loader, "is what trials are judged by"),
+        ("model_init", trainer.model_init, "makes the model of each trial"),
+        ("training_args", trainer.training_args, "hold what a trial changes"),
+        ("eval_dataset", trainer.eval_loader, "is what trials are judged by"),
     ):
         if value is None:
             raise ConfigError(f"A search for hyperparameters needs `{name}`, which {why}. Pass it to HFTrainer.")
@@ -69,13 +71,13 @@ def searching(engine: Searching, backend: Any, options: Mapping[str, Any]) -> It
             f"n_jobs={options['n_jobs']} would have trials draw from each other's random numbers. Leave it out."
         )
     for name in ("timeout", "catch"):
-        if owner.world_size > 1 and options.get(name):
+        if trainer.world_size > 1 and options.get(name):
             raise ConfigError(
-                f"`{name}` would only act on the main process, and there are {owner.world_size}. Leave it out."
+                f"`{name}` would only act on the main process, and there are {trainer.world_size}. Leave it out."
             )
     kept = engine.model, engine.model_wrapped
     engine._folders = ()
-    setattr(engine, "model_init", owner.model_init)  # noqa: B010 - transformers needs it, and types it as None
+    setattr(engine, "model_init", trainer.model_init)  # noqa: B010 - transformers needs it, and types it as None
     try:
         yield
     finally:
@@ -83,48 +85,48 @@ def searching(engine: Searching, backend: Any, options: Mapping[str, Any]) -> It
         engine.model, engine.model_wrapped = kept
 
 
-def run_trial(engine: Searching, resume_from_checkpoint: str | None = None, trial: Any = None) -> None:
+def run_trial(engine: SearchTrainer, resume_from_checkpoint: str | None = None, trial: Any = None) -> None:
     """Train a trainer like that of `engine` with the values of a trial, and set the objective on `engine`.
 
-    A trial whose loss is not finite gets NaN as its objective: the backend counts it as failed, and goes on.
+    A trial whose loss is not finite gets NaN as its objective: the backend counts it as failed, and continues.
 
     Raises:
         ConfigError: If the trial names something that is not a training argument.
         optuna.TrialPruned: If the backend has pruned the trial.
     """
-    owner: Any = engine.owner
-    args, kwargs = owner._made_with
-    trainer = object.__new__(type(owner))
-    own = trainer._trial = Trial(engine, trial)
+    search_trainer: Any = engine.trainer
+    args, kwargs = search_trainer._constructor_arguments
+    trainer = object.__new__(type(search_trainer))
+    trainer._trial = Trial(engine, trial)
     trainer.__init__(*args, **kwargs)
-    take_callbacks(trainer.engine, engine)
+    transfer_callbacks(trainer.engine, engine)
     trainer.engine.hp_name = engine.hp_name
     try:
         trainer.train(resume_from=resume_from_checkpoint)
         if engine.objective is None:
             engine.objective = engine.compute_objective(trainer.evaluate())
     except NonFiniteError as error:
-        logger.warning("Trial %s has failed: %s", own.name, error)
+        logger.warning("Trial %s has failed: %s", trainer._trial.name, error)
         engine.objective = math.nan
     except Exception as error:
-        if owner.is_main_process or not _is_pruned(error):
+        if search_trainer.is_main_process or not _is_pruned(error):
             raise  # only the main process is asked for the result of a pruned trial
     finally:
         trainer.backend.release()
         trainer._scratch.cleanup()
 
 
-class Searching(Uploading):
+class SearchTrainer(HubTrainer):
     """transformers' Trainer, whose search runs one of our trainers for each trial."""
 
-    def folder_of(self, trial: Any) -> str:
+    def trial_folder(self, trial: Any) -> str:
         """Return the folder of a trial."""
         return super()._get_output_dir(trial)
 
     _folders: tuple[str, ...] = ()
     """The folders of the trials of the current search."""
 
-    def free_folder(self, wanted: str) -> str:
+    def unique_folder(self, wanted: str) -> str:
         """Return the folder for a trial, with a number appended if another trial of the search has that name."""
         numbered = (f"{wanted}-{number}" for number in itertools.count(2))
         folder = next(one for one in itertools.chain([wanted], numbered) if one not in self._folders)
@@ -142,7 +144,7 @@ class Searching(Uploading):
         **kwargs: Any,
     ) -> Any:
         """Search as transformers does, with a whole run of a trainer like ours for each trial."""
-        with searching(self, backend, kwargs), self.owner._calling("hyperparameter_search()"):
+        with prepare_search(self, backend, kwargs), self.trainer._calling("hyperparameter_search()"):
             return super().hyperparameter_search(
                 hp_space, compute_objective, n_trials, direction, backend, hp_name, **kwargs
             )
@@ -156,11 +158,11 @@ class Trial:
         trial: The backend's trial: an object from optuna, or a dict of values.
     """
 
-    def __init__(self, engine: Searching, trial: Any) -> None:
+    def __init__(self, engine: SearchTrainer, trial: Any) -> None:
         self.engine = engine
         self.trial = trial
         self.values: dict[str, Any] = self._values()
-        self.folder: Any = engine.free_folder(engine.folder_of(trial))
+        self.folder: Any = engine.unique_folder(engine.trial_folder(trial))
         self.name: str = Path(self.folder).name
 
     def _values(self) -> dict[str, Any]:
@@ -188,7 +190,7 @@ class Trial:
             vars(changed).setdefault(name, value)
         return changed
 
-    def report(self, running: Searching, metrics: Mapping[str, float]) -> None:
+    def report(self, running: SearchTrainer, metrics: Mapping[str, float]) -> None:
         """Tell the backend of an evaluation.
 
         Args:
@@ -198,15 +200,15 @@ class Trial:
         Raises:
             optuna.TrialPruned: On all ranks, if the backend prunes the trial.
         """
-        trainer = running.owner
+        trainer = running.trainer
         self.engine.objective = self.engine.compute_objective(dict(metrics))
-        if trainer.ranks.on_main("the pruning of a trial", lambda: self._is_given_up(trainer.progress.step)):
+        if trainer.ranks.on_main("the pruning of a trial", lambda: self._should_prune(trainer.progress.step)):
             from optuna import TrialPruned
 
             running.control = running.callback_handler.on_train_end(running.args, running.state, running.control)
             raise TrialPruned
 
-    def _is_given_up(self, step: int) -> bool:
+    def _should_prune(self, step: int) -> bool:
         trial = self.trial
         if not hasattr(trial, "study") or len(trial.study.directions) > 1:
             return False

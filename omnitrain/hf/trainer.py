@@ -44,34 +44,34 @@ from omnitrain.distributed.ranks import Ranks
 from omnitrain.distributed.rendezvous import connected_ranks
 from omnitrain.hf.arguments import (
     FIELDS,
-    adopt,
-    adopt_arguments,
-    adopt_recomputation,
-    arguments_in_force,
     ddp_options,
-    either_name,
+    default_training_args,
+    effective_arguments,
     engine_arguments,
-    plain_arguments,
-    refuse_fp16,
-    refuse_of_datasets,
-    refuse_two_reports,
-    schedule_for,
+    enum_value,
+    fill_arguments,
+    merge_activation_checkpointing,
+    merge_training_args,
+    reject_dataset_fields,
+    reject_duplicate_loggers,
+    reject_fp16_on_cpu,
+    resolve_alias,
+    scheduler_factory,
     sharding_accelerator,
     syncs_each_batch,
-    tell_of_unread,
-    timeout_of,
-    word_of,
+    timeout_seconds,
+    warn_unread_fields,
 )
-from omnitrain.hf.calls import CALLED, Calls
-from omnitrain.hf.data import grouped_by_length
+from omnitrain.hf.calls import OVERRIDABLE, TransformersAPI
+from omnitrain.hf.data import with_length_groups
 from omnitrain.hf.engine import Engine, EngineLoop, Reporter
 from omnitrain.hf.evaluation import HFEvaluation
 from omnitrain.hf.files import check_stock_checkpoints
-from omnitrain.hf.generation import take_generation
+from omnitrain.hf.generation import make_generation
 from omnitrain.hf.label_smoothing import smooth_labels
 from omnitrain.hf.model_init import check_model_init, new_model
-from omnitrain.hf.policies import policies_of
-from omnitrain.hf.search import Trial, remembered, take_callbacks
+from omnitrain.hf.policies import policy_callbacks
+from omnitrain.hf.search import Trial, record_arguments, transfer_callbacks
 from omnitrain.model.units import ModelUnit, StepOutput, forward_names, without_effect
 from omnitrain.optim.schedules import NAMED, Course, Schedule, warmup_length
 from omnitrain.trainer import hooks
@@ -85,30 +85,31 @@ NEVER_CALLED = {
 }
 """Hooks that transformers' loop does not call, and what to use instead."""
 
-_ENDLESS = 1 << 40
-_OF_DATA = ("__getitem__", "__iter__", "__len__")
-_THEIR_ORDER = ("data_collator", "train_dataset", "eval_dataset", "processing_class", "model_init", "compute_loss_func",
-                "compute_metrics", "callbacks", "optimizers", "optimizer_cls_and_kwargs",
-                "preprocess_logits_for_metrics")  # fmt: skip
+_UNLIMITED_STEPS = 1 << 40
+_DATA_METHODS = ("__getitem__", "__iter__", "__len__")
+_STOCK_POSITIONAL = (
+    "data_collator", "train_dataset", "eval_dataset", "processing_class", "model_init", "compute_loss_func",
+    "compute_metrics", "callbacks", "optimizers", "optimizer_cls_and_kwargs", "preprocess_logits_for_metrics",
+)  # fmt: skip
 """The positional arguments of `transformers.Trainer`, after model and training arguments."""
 AnyCallback: TypeAlias = Callback | transformers.TrainerCallback | type[transformers.TrainerCallback]
 Constructor = TypeVar("Constructor", bound=Callable[..., None])
 
 
-def in_either_order(init: Constructor) -> Constructor:
+def accept_stock_order(init: Constructor) -> Constructor:
     """Let our constructor accept transformers' positional arguments, of which the third is the collator."""
 
     @functools.wraps(init)
     def ordered(self: Any, *args: Any, **kwargs: Any) -> None:
-        if len(args) > 2 and callable(args[2]) and not any(hasattr(args[2], name) for name in _OF_DATA):
-            init(self, *args[:2], **dict(zip(_THEIR_ORDER, args[2:], strict=False)), **kwargs)
+        if len(args) > 2 and callable(args[2]) and not any(hasattr(args[2], name) for name in _DATA_METHODS):
+            init(self, *args[:2], **dict(zip(_STOCK_POSITIONAL, args[2:], strict=False)), **kwargs)
         else:
             init(self, *args, **kwargs)
 
     return cast(Constructor, ordered)
 
 
-class HFTrainer(Calls):
+class HFTrainer(TransformersAPI):
     """Trains with transformers' own loop, and gives the numbers, checkpoints and guarantees of the other trainers.
 
     `trainer.engine` is the real `transformers.Trainer`, for everything that is not ours (`engine.push_to_hub()`,
@@ -151,18 +152,18 @@ class HFTrainer(Calls):
             )
         super().__init_subclass__(**kwargs)
         if "__init__" in vars(cls):
-            cls.__init__ = remembered(cls.__init__)
+            cls.__init__ = record_arguments(cls.__init__)
         for name in own:
-            is_asked_for = hasattr(Calls, name) and name != "evaluation_loop"
-            if hasattr(StockTrainer, name) and name not in CALLED and not is_asked_for:
+            is_asked_for = hasattr(TransformersAPI, name) and name != "evaluation_loop"
+            if hasattr(StockTrainer, name) and name not in OVERRIDABLE and not is_asked_for:
                 raise TypeError(
                     f"{cls.__name__} overrides {name} of transformers.Trainer, which would never be called here: of "
-                    f"its methods these are: {', '.join(sorted(CALLED))}. Put it into a subclass of "
+                    f"its methods these are: {', '.join(sorted(OVERRIDABLE))}. Put it into a subclass of "
                     "omnitrain.hf.engine.Engine, and name that as `engine_class`."
                 )
 
-    @remembered
-    @in_either_order
+    @record_arguments
+    @accept_stock_order
     @takes_arguments
     def __init__(
         self,
@@ -357,28 +358,28 @@ class HFTrainer(Calls):
         """
 
     def _construct(self, given: dict[str, Any], ranks: Ranks | None = None) -> None:
-        model, training_args = given.pop("model", None), self._training_args_in(given)
+        model, training_args = given.pop("model", None), self._pop_training_args(given)
         callbacks = given.pop("callbacks", None)
         callbacks = () if callbacks is None else callbacks
         check_list("callbacks", callbacks)
-        callbacks = self._given_callbacks = list(callbacks)
+        callbacks = self._user_callbacks = list(callbacks)
         if self._trial is not None and training_args is not None:
-            searching: Any = self._trial.engine.owner
-            training_args, callbacks = self._trial.arguments(training_args), searching._given_callbacks
+            search_trainer: Any = self._trial.engine.trainer
+            training_args, callbacks = self._trial.arguments(training_args), search_trainer._user_callbacks
             given |= {"save_dir": training_args.output_dir} if given.get("save_dir") is not None else {}
         self.training_args = training_args
         self._stock_checkpoints = given.pop("stock_checkpoints", False)
-        self._adopted = {} if training_args is None else dict(vars(training_args))
+        self._initial_args = {} if training_args is None else dict(vars(training_args))
         own = {name for name, value in given.items() if value is not None or name == "max_grad_norm"}
-        self._adopt(given)
-        self._own_words = own if training_args is not None else {*given, *FIELDS, "learning_rate", "weight_decay"}
-        self._replaces = False
+        self._merge_stock_arguments(given)
+        self._user_arguments = own if training_args is not None else {*given, *FIELDS, "learning_rate", "weight_decay"}
+        self._replaces_earlier_run = False
         if training_args is not None and given.get("save_dir") == training_args.output_dir and "overwrite" not in own:
-            self._replaces = given["overwrite"] = True
-        self._has_own_schedule = given.get("lr_scheduler") is not None
+            self._replaces_earlier_run = given["overwrite"] = True
+        self._has_user_schedule = given.get("lr_scheduler") is not None
         check_stock_checkpoints(self._stock_checkpoints, given)
-        own = self._split(callbacks, given)
-        refuse_two_reports(training_args, given.get("loggers"))
+        own = self._split_callbacks(callbacks, given)
+        reject_duplicate_loggers(training_args, given.get("loggers"))
         self._scratch = tempfile.TemporaryDirectory(prefix="omnitrain-")
         output_dir, name = given.get("save_dir"), "save_dir"
         if output_dir is None:
@@ -388,9 +389,9 @@ class HFTrainer(Calls):
         if training_args is None:  # on a CPU, transformers forms a process group only if its arguments ask for it
             ours = {"seed": given.get("seed", 42), "use_cpu": choose_device(None).type == "cpu"}
             ours["ddp_find_unused_parameters"] = False
-        timeout, place = timeout_of(given), str(self._output_dir or self._scratch.name)
-        self._plain_args = training_args or plain_arguments(place, timeout, **ours)
-        self._engine_args = engine_arguments(self._plain_args, place)
+        timeout, place = timeout_seconds(given), str(self._output_dir or self._scratch.name)
+        self._base_args = training_args or default_training_args(place, timeout, **ours)
+        self._engine_args = engine_arguments(self._base_args, place)
         if self._engine_args.n_gpu > 1:
             self._engine_args._n_gpu = 1  # or transformers copies the model to all GPUs, which changes the numbers
         self._sharding, self._scheduler_config = sharding_accelerator(training_args, given)
@@ -401,15 +402,15 @@ class HFTrainer(Calls):
         if self.model_init is not None:
             model = self._new_model(given.get("seed", 42), self._engine_args.device)
         smooth_labels(training_args, model, given)
-        adopt_recomputation(self._engine_args, model, given)
-        refuse_fp16(training_args, self._engine_args.device)
-        given |= {"model": model, "callbacks": [*policies_of(training_args), *own, Reporter(lambda: self.engine)]}
+        merge_activation_checkpointing(self._engine_args, model, given)
+        reject_fp16_on_cpu(training_args, self._engine_args.device)
+        given |= {"model": model, "callbacks": [*policy_callbacks(training_args), *own, Reporter(lambda: self.engine)]}
         # transformers seeds the program's generators when its Trainer is created
         with ranks.calling(f"{type(self).__name__}()", timeout, is_start=True), isolated_rng(self._engine_args.device):
             super()._construct(given, ranks)
 
     @staticmethod
-    def _training_args_in(given: dict[str, Any]) -> transformers.TrainingArguments | None:
+    def _pop_training_args(given: dict[str, Any]) -> transformers.TrainingArguments | None:
         """Remove the training arguments from the user's arguments, where they may be positional or missing."""
         training_args = given.pop("training_args", None)
         for name, value in (("training_args", training_args), ("args", given.get("args"))):
@@ -423,9 +424,9 @@ class HFTrainer(Calls):
             given |= {name: value for name, value in zip(names, shifted, strict=True) if value is not None}
             training_args = None
         called_args = given.pop("args", None)
-        return either_name("args", called_args, "training_args", training_args)
+        return resolve_alias("args", called_args, "training_args", training_args)
 
-    def _adopt(self, given: dict[str, Any]) -> None:
+    def _merge_stock_arguments(self, given: dict[str, Any]) -> None:
         """Take over transformers' arguments into ours."""
         loss, optimizers = given.pop("compute_loss_func", None), given.pop("optimizers", (None, None))
         if given.get("optimizer_cls_and_kwargs") is not None:
@@ -437,36 +438,36 @@ class HFTrainer(Calls):
                     f"{pair!r:.200}."
                 )
             make, options = pair
-            adopt({"optimizer": functools.partial(make, **options)}, given, "`optimizer_cls_and_kwargs`")
+            fill_arguments({"optimizer": functools.partial(make, **options)}, given, "`optimizer_cls_and_kwargs`")
         given.pop("optimizer_cls_and_kwargs", None)
         if loss is not None:
-            either_name("loss_fn", given.get("loss_fn"), "compute_loss_func", loss)
+            resolve_alias("loss_fn", given.get("loss_fn"), "compute_loss_func", loss)
             given["loss_fn"] = functools.partial(loss, num_items_in_batch=None)
         if not isinstance(optimizers, (tuple, list)) or len(optimizers) != 2:
             raise ConfigError(f"`optimizers` must be a pair of optimizer and schedule, got {optimizers!r:.200}.")
-        adopt(dict(zip(("optimizer", "lr_scheduler"), optimizers, strict=True)), given, "`optimizers`")
+        fill_arguments(dict(zip(("optimizer", "lr_scheduler"), optimizers, strict=True)), given, "`optimizers`")
         if self.training_args is not None:
-            tell_of_unread(self.training_args)
-            adopt_arguments(self.training_args, given)
+            warn_unread_fields(self.training_args)
+            merge_training_args(self.training_args, given)
         else:
             merge_precision(given)
 
-    def _split(self, callbacks: Iterable[Any], given: dict[str, Any]) -> list[Callback]:
+    def _split_callbacks(self, callbacks: Iterable[Any], given: dict[str, Any]) -> list[Callback]:
         """Separate transformers' callbacks; its early stopping is replaced by ours, whose state is in checkpoints."""
-        self._foreign: list[Any] = []
-        self._idle: list[Any] = []
+        self._stock_callbacks: list[Any] = []
+        self._replaced_callbacks: list[Any] = []
         own: list[Any] = []
         for callback in callbacks:
             if callback is transformers.EarlyStoppingCallback:
                 callback = transformers.EarlyStoppingCallback()
             if type(callback) is transformers.EarlyStoppingCallback:  # a subclass may decide in its own way
-                self._foreign.append(callback)
-                self._idle.append(callback)
+                self._stock_callbacks.append(callback)
+                self._replaced_callbacks.append(callback)
                 meant = {"patience": callback.early_stopping_patience, "delta": callback.early_stopping_threshold}
-                adopt(meant, given, "transformers' EarlyStoppingCallback")
+                fill_arguments(meant, given, "transformers' EarlyStoppingCallback")
             else:
-                (own if isinstance(callback, Callback) else self._foreign).append(callback)
-        for callback in self._foreign:
+                (own if isinstance(callback, Callback) else self._stock_callbacks).append(callback)
+        for callback in self._stock_callbacks:
             kind = callback if isinstance(callback, type) else type(callback)
             if issubclass(kind, Callback):
                 refuse_class("callbacks", callback)
@@ -489,7 +490,7 @@ class HFTrainer(Calls):
     @property
     def _evaluates(self) -> bool:
         args, own = self.training_args, self.settings.eval_steps
-        return super()._evaluates and (args is None or own is not None or word_of(args.eval_strategy) != "no")
+        return super()._evaluates and (args is None or own is not None or enum_value(args.eval_strategy) != "no")
 
     @property
     def _by_window(self) -> bool:
@@ -519,7 +520,7 @@ class HFTrainer(Calls):
         self._engine_args.remove_unused_columns = not keeps_all
         columns = Columns(None if keeps_all else unit.columns, self.get_model())
         adds_mask = "attention_mask" in forward_names(self.get_model())
-        settings = grouped_by_length(self.settings, args, step)
+        settings = with_length_groups(self.settings, args, step)
         sets = Sets(settings, self.device, self.ranks, columns, adds_mask, **sampling)
         if self.settings.microbatch_size == "auto" and self.world_size > 1 and syncs_each_batch(args):
             raise ConfigError(
@@ -527,7 +528,7 @@ class HFTrainer(Calls):
                 "`microbatch_size='auto'` the ranks do so once all of them have come through. Leave one of them out."
             )
         if sets.train is not None and (self._splits or not isinstance(sets.train, MapLoader)):
-            refuse_of_datasets(args, isinstance(sets.train, MapLoader))
+            reject_dataset_fields(args, isinstance(sets.train, MapLoader))
         return sets
 
     def _make_backend(self, model: nn.Module, make: Callable[..., Backend] | None = None) -> Backend:
@@ -541,10 +542,10 @@ class HFTrainer(Calls):
         super()._assemble(
             evaluation,
             functools.partial(EngineLoop, engine),
-            lambda folder: engine().write_own_files(folder, self._stock_checkpoints),
+            lambda folder: engine().write_transformers_files(folder, self._stock_checkpoints),
         )
-        if self._threshold is not None:
-            self.objective.delta = self._threshold
+        if self._early_stopping_threshold is not None:
+            self.objective.delta = self._early_stopping_threshold
 
     def _setup_training_components(self) -> None:
         """Build the engine around the model, and put the model on its device."""
@@ -554,13 +555,13 @@ class HFTrainer(Calls):
         self._engine_args.gradient_accumulation_steps = self.gradient_accumulation_steps
         if by_window:  # of any length: the lifecycle ends the run, and the data end an epoch
             self._engine_args.gradient_accumulation_steps = 1
-            self._engine_args.max_steps = _ENDLESS
+            self._engine_args.max_steps = _UNLIMITED_STEPS
             self._engine_args.ignore_data_skip = True
         self.engine = self.engine_class(
             self,
             self.training_args,
             by_window,
-            arguments_in_force(self._plain_args, self.settings, self._own_words, self._evaluates),
+            effective_arguments(self._base_args, self.settings, self._user_arguments, self._evaluates),
             Path(self._scratch.name),
             self._trial,
             self._sharding,
@@ -571,14 +572,14 @@ class HFTrainer(Calls):
             eval_dataset=self.eval_dataset,
             processing_class=self.processing_class,
             compute_loss_func=_never,  # so that no version divides the loss again; see Engine.compute_loss
-            callbacks=self._foreign,
+            callbacks=self._stock_callbacks,
         )
-        is_told = self.training_args is not None and "progress_bar" not in self._own_words
+        is_told = self.training_args is not None and "progress_bar" not in self._user_arguments
         if not is_told or self.settings.progress_bar is not False:
             # transformers' printer replaces our bar only if the training arguments ask for it by `disable_tqdm`
             printers = [one for one in self.engine.callback_handler.callbacks if type(one) is PrinterCallback]
-            self._idle += printers
-        self.engine.callback_handler.idle = self._idle
+            self._replaced_callbacks += printers
+        self.engine.callback_handler.idle = self._replaced_callbacks
         self.engine.train_dataset = self.train_dataset
         self.engine.loss_is_scaled_for_ga = True
         self.engine._has_output_dir = self._output_dir is not None
@@ -603,7 +604,7 @@ class HFTrainer(Calls):
         return optimizer
 
     def _finish_setup(self, lr_scheduler: Any = None, warmup_steps: Any = None) -> None:
-        generation = take_generation(
+        generation = make_generation(
             self.training_args, unwrap(self.model), self.compute_metrics, self.processing_class
         )
         self._evaluation.generation = generation  # type: ignore[attr-defined]
@@ -617,20 +618,20 @@ class HFTrainer(Calls):
         warmup = self.settings.warmup_steps or (
             args.get_warmup_steps(total or 0) if total or args.warmup_steps >= 1 else args.warmup_steps
         )
-        name = word_of(args.lr_scheduler_type)
+        name = enum_value(args.lr_scheduler_type)
         if own not in (None, name):
             return None, warmup
         if self._scheduler_config is not None:
             automatic = {"warmup_min_lr": 0, "warmup_max_lr": self.learning_rate}
-            counts = {"warmup_num_steps": self._whole_steps(warmup), "total_num_steps": total}
+            counts = {"warmup_num_steps": self._warmup_in_steps(warmup), "total_num_steps": total}
             return deepspeed_scheduler(self._scheduler_config, **automatic, **counts), 0
         is_short = total is None or not isinstance(warmup, int) or warmup < total
         if own is not None or (name in NAMED and is_short):
             return name, warmup
         # options that a name alone does not have, or a warm-up longer than the run
-        return schedule_for(args, self._whole_steps(warmup), total), 0
+        return scheduler_factory(args, self._warmup_in_steps(warmup), total), 0
 
-    def _whole_steps(self, warmup: Any) -> int:
+    def _warmup_in_steps(self, warmup: Any) -> int:
         """Return a warm-up as what asks for steps takes it."""
         length = warmup_length(warmup)
         steps = 0 if length == 0 else Course("ba", self.total_steps, None, self.steps_per_epoch).convert(length)
@@ -658,7 +659,7 @@ class HFTrainer(Calls):
             given["lr_scheduler"] = None
         self._sharding, self._scheduler_config = sharding_accelerator(self.training_args, given)
         self._take_model(self._new_model(self.seed, self.device))
-        take_callbacks(self.engine, former)
+        transfer_callbacks(self.engine, former)
 
     def resolved_config(self) -> dict[str, Any]:
         """Return every setting in force, as JSON types."""

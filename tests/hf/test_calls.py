@@ -24,7 +24,7 @@ from transformers.trainer_callback import CallbackHandler
 
 from omnitrain import Callback, HFTrainer, StepOutput, Trainer
 from omnitrain.core.errors import ConfigError
-from omnitrain.hf.calls import ANSWERED_BY_ENGINE, CALLED
+from omnitrain.hf.calls import ENGINE_ATTRIBUTES, OVERRIDABLE
 
 KINDS: tuple[Any, Any] = (transformers.Trainer, HFTrainer)
 DEFAULTS = {
@@ -83,7 +83,7 @@ def test_public_names_of_transformers_are_on_the_page() -> None:
     supported = {*kinds["same"], *kinds["engine"], *kinds["another"]} & public_names()
     assert not [name for name in supported if not hasattr(trainer, name)]
     assert not [name for name in kinds["absent"] - {"objective"} if hasattr(trainer, name)]  # ours is another one
-    assert kinds["engine"] == set(ANSWERED_BY_ENGINE)
+    assert kinds["engine"] == set(ENGINE_ATTRIBUTES)
     with pytest.raises(AttributeError, match="no attribute 'nonsense'"):
         trainer.nonsense  # noqa: B018
 
@@ -584,8 +584,8 @@ def test_create_optimizer_and_scheduler_of_a_subclass_is_used(arguments: Any) ->
 
 
 def test_methods_that_are_called_may_be_overridden() -> None:
-    kind = type("Own", (HFTrainer,), dict.fromkeys(CALLED, lambda self, *args, **kwargs: None))
-    assert issubclass(kind, HFTrainer) and all(hasattr(HFTrainer, name) for name in CALLED)
+    kind = type("Own", (HFTrainer,), dict.fromkeys(OVERRIDABLE, lambda self, *args, **kwargs: None))
+    assert issubclass(kind, HFTrainer) and all(hasattr(HFTrainer, name) for name in OVERRIDABLE)
 
 
 class Unlabelled(Keyed):

@@ -184,7 +184,7 @@ def test_save_during_an_upload_is_left_out_but_the_last(hub: Hub, build: Any, mo
 
     def finish(engine: Any) -> None:
         if hub.waiting:
-            waits.append(engine.owner.progress.step)
+            waits.append(engine.trainer.progress.step)
             hub.finish()
         real(engine)
 

@@ -15,7 +15,7 @@ from torch.nn.functional import mse_loss
 
 from omnitrain import BaseTrainer, Callback, ConfigError, HFTrainer, Trainer
 from omnitrain.core.events import Algorithm, Event
-from omnitrain.hf.calls import CALLED
+from omnitrain.hf.calls import OVERRIDABLE
 from omnitrain.trainer.hooks import EVENTS_OF_TRAINERS, METHODS_OF_MODELS, NEVER_CALLED, members_of_user
 
 HOOKS = ["_prepare_batch", "_forward", "_weigh", "_backward", "_clip_gradients", "_gradient_norm", "_apply_update"]
@@ -27,7 +27,7 @@ def nothing(self: Any, *args: Any) -> None:
 
 def test_method_that_is_never_called_cannot_be_overridden(trainer_class: type) -> None:
     for name in NEVER_CALLED:
-        if trainer_class is not HFTrainer or name not in CALLED:
+        if trainer_class is not HFTrainer or name not in OVERRIDABLE:
             with pytest.raises(TypeError, match=f"^Mine overrides {name}[ ,].*(Use .* instead|`engine_class`)\\.$"):
                 type("Mine", (trainer_class,), {name: nothing})
     for event in Event:
