@@ -124,7 +124,7 @@ class EngineLoop(Loop):
 
     def _save(self, is_asked: bool) -> None:
         """Save as usual; what a callback requests with `save_strategy="no"` goes to `output_dir`."""
-        trainer: Any = self.hooks
+        trainer: Any = self.trainer
         if is_asked or self.checkpointer.owes_best:
             self._engine().count_operations()
         if not is_asked or self.checkpointer.store is not None:

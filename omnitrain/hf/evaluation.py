@@ -189,7 +189,7 @@ class HFEvaluation(Evaluation):
 
     @property
     def _samples_per_batch(self) -> int:
-        return self._engine().trainer.eval_batch_size * self.hooks.ranks.world_size
+        return self._engine().trainer.eval_batch_size * self.trainer.ranks.world_size
 
     def _run_batch(self, batch: Any, loader: Loader, number: int) -> StepOutput:
         output = super()._run_batch(batch, loader, number)
@@ -198,7 +198,7 @@ class HFEvaluation(Evaluation):
         return output
 
     def forward(self, batch: Any) -> StepOutput:
-        backend, generation = self.hooks.backend, self._generation_in_use
+        backend, generation = self.trainer.backend, self._generation_in_use
         # without labels an encoder-decoder model cannot run forward, but it can generate
         needs_forward = generation is None or labels_of(batch) is not None
         output = super().forward(batch) if needs_forward else StepOutput(None)
@@ -216,7 +216,7 @@ class HFEvaluation(Evaluation):
         wanted = (self._training_args and self._training_args.include_for_metrics) or ()
         found: dict[str, Any] = {}
         if "inputs" in wanted:
-            name = getattr(unwrap(self.hooks.backend.model), "main_input_name", "input_ids")
+            name = getattr(unwrap(self.trainer.backend.model), "main_input_name", "input_ids")
             if not isinstance(batch, Mapping) or name not in batch:
                 has = f"holds {', '.join(map(repr, batch))}" if isinstance(batch, Mapping) else "is no dict"
                 raise DataError(
@@ -235,18 +235,18 @@ class HFEvaluation(Evaluation):
         For question answering, these are the start and end positions.
         """
         found = self._engine().label_names
-        return self.hooks.settings.label_names or (found if len(found) > 1 else ())
+        return self.trainer.settings.label_names or (found if len(found) > 1 else ())
 
     @property
     def _generation_in_use(self) -> Generation | None:
         """The Generation, if its predictions are used."""
-        return self.generation if self.is_predicting or self.hooks.settings.compute_metrics is not None else None
+        return self.generation if self.is_predicting or self.trainer.settings.compute_metrics is not None else None
 
     @property
     def filler(self) -> int:  # type: ignore[override]
         """The value that pads predictions of different lengths to one array."""
         generation = self._generation_in_use
-        return IGNORED_LABEL if generation is None else generation.filler(unwrap(self.hooks.backend.model))
+        return IGNORED_LABEL if generation is None else generation.filler(unwrap(self.trainer.backend.model))
 
     def predict(self, loader: Any, is_interrupted: Callable[[int], bool]) -> Predictions | None:
         """Return the predictions for every sample; with `predict_with_generate`, the generated tokens."""
@@ -264,7 +264,7 @@ class HFEvaluation(Evaluation):
 
         The original weights are kept and restored.
         """
-        dtype, model = _full_eval_dtype(self._training_args), self.hooks.backend.model
+        dtype, model = _full_eval_dtype(self._training_args), self.trainer.backend.model
         kept: list[tuple[torch.Tensor, torch.Tensor]] = []
         try:
             if dtype is not None and not self._engine().is_in_train:

@@ -48,7 +48,7 @@ class Memory:
     ranks agree that all of them are through, and only then the gradients are averaged.
 
     Args:
-        hooks: Of the trainer.
+        trainer: The trainer.
         backend: Where weights and gradients are.
         feed: Splits batches.
         ranks: The ranks of the run.
@@ -62,7 +62,7 @@ class Memory:
 
     def __init__(
         self,
-        hooks: Hooks,
+        trainer: Hooks,
         backend: Backend,
         feed: Feed,
         ranks: Ranks,
@@ -70,14 +70,14 @@ class Memory:
         mark: Callable[[], Any],
         go_back: Callable[[Any], None],
     ) -> None:
-        self._hooks = hooks
+        self._trainer = trainer
         self._backend = backend
         self._feed = feed
         self._ranks = ranks
         self._lifecycle = lifecycle
         self._mark, self._go_back = mark, go_back
         self._buffers = Buffers()
-        kept = [one for one in hooks.algorithms if type(one).state_dict is not Algorithm.state_dict]
+        kept = [one for one in trainer.algorithms if type(one).state_dict is not Algorithm.state_dict]
         self._algorithms = [one for one in kept if any(find_overrides([one], name) for name in _IN_PASSES)]
         self._has_failed_in_update = False
         """Whether memory ran out in the latest update, which was made all the same."""
@@ -120,7 +120,7 @@ class Memory:
         Raises:
             RuntimeError: The error of the memory, if not even a single row fits.
         """
-        means, random_numbers, first = self._mark(), snapshot_rng(self._hooks.device), 0
+        means, random_numbers, first = self._mark(), snapshot_rng(self._trainer.device), 0
         states = [copy.deepcopy(one.state_dict()) for one in self._algorithms]
         self._buffers.keep()
         while True:
@@ -148,7 +148,7 @@ class Memory:
             self._backend.discard_gradients()
             self._go_back(means)
             self._buffers.put_back()
-            restore_rng(random_numbers, self._hooks.device)
+            restore_rng(random_numbers, self._trainer.device)
             for algorithm, state in zip(self._algorithms, states, strict=True):
                 algorithm.load_state_dict(copy.deepcopy(state))
             free_memory()
@@ -174,7 +174,7 @@ class Memory:
         try:
             return count_samples(batch)
         except DataError:  # an object that only the user's own `split_batch` knows
-            return self._hooks.settings.batch_size
+            return self._trainer.settings.batch_size
 
     def _tell(self, where: str, size: int) -> None:
         if self._ranks.is_main:
@@ -198,7 +198,7 @@ class Memory:
         optimizer = self._backend.optimizer
         before = _marks(optimizer)
         try:
-            return self._hooks._apply_update()
+            return self._trainer._apply_update()
         except RuntimeError as error:
             if not is_out_of_memory(error):
                 raise
@@ -211,7 +211,7 @@ class Memory:
                 raise
         free_memory()
         try:
-            applied = self._hooks._apply_update()
+            applied = self._trainer._apply_update()
         except RuntimeError as error:
             if is_out_of_memory(error):
                 error.add_note(

@@ -45,7 +45,7 @@ def check_compilable(loop: Loop, steps: Any) -> None:
     Raises:
         ConfigError: Naming the reason.
     """
-    hooks, lifecycle = loop.hooks, loop.lifecycle
+    trainer, lifecycle = loop.trainer, loop.lifecycle
     if isinstance(steps, bool) or not isinstance(steps, int) or steps < 1:
         raise ConfigError(f"`steps` of `compile()` must be a positive integer, got {steps!r}.")
     if lifecycle.is_running or lifecycle.progress.step or lifecycle.metrics["train_metrics_history"]:
@@ -53,10 +53,10 @@ def check_compilable(loop: Loop, steps: Any) -> None:
             f"`compile()` is for the time before a run, and this trainer is at step {lifecycle.progress.step}. Call it "
             "before `train()` or `load_checkpoint()`; a run that is resumed finds what it has compiled."
         )
-    own = [name for name in ("_train_epoch", "_train_step") if name in members_of_user(type(hooks))]
+    own = [name for name in ("_train_epoch", "_train_step") if name in members_of_user(type(trainer))]
     if own:
         raise ConfigError(
-            f"`compile()` cannot know what {type(hooks).__name__}.{own[0]} runs, which is your own. Run a batch of "
+            f"`compile()` cannot know what {type(trainer).__name__}.{own[0]} runs, which is your own. Run a batch of "
             "each shape through `trainer.model_wrapped`, forward and backward, or leave it out: the run compiles."
         )
     if loop.sets.train is None:
@@ -72,16 +72,16 @@ def compile_ahead(loop: Loop, steps: int) -> Compiled:
     """
     from torch._dynamo.utils import counters  # seconds to load, and loaded only where something is compiled
 
-    hooks, ranks, begin = loop.hooks, loop.ranks, time.perf_counter()
+    trainer, ranks, begin = loop.trainer, loop.ranks, time.perf_counter()
     ranks.check_alike("The arguments of compile()", {"steps": steps}, "Call it alike on every rank.")
     graphs, breaks = counters["stats"]["unique_graphs"], dict(counters["graph_break"])
-    states = [copy.deepcopy(one.state_dict()) for one in hooks.algorithms]
+    states = [copy.deepcopy(one.state_dict()) for one in trainer.algorithms]
     shapes: dict[str, list[str]] = {}
     progress, loop.lifecycle.progress = loop.lifecycle.progress, copy.copy(loop.lifecycle.progress)
     try:
-        for start in find_overrides(hooks.algorithms, "begin_epoch"):
-            start(hooks)
-        with unchanged_buffers(hooks.backend.model):
+        for start in find_overrides(trainer.algorithms, "begin_epoch"):
+            start(trainer)
+        with unchanged_buffers(trainer.backend.model):
             with loop.sets.train.untouched():
                 for window, found in _of_new_shapes(loop, steps):
                     shapes.setdefault("train", []).extend(found)
@@ -93,9 +93,9 @@ def compile_ahead(loop: Loop, steps: int) -> Compiled:
                     shapes[name] = list(dict.fromkeys(map(_shape_of, batches)))
     finally:
         loop.lifecycle.progress = progress
-        for algorithm, state in zip(hooks.algorithms, states, strict=True):
+        for algorithm, state in zip(trainer.algorithms, states, strict=True):
             for forget in find_overrides([algorithm], "set_up"):
-                forget(hooks)
+                forget(trainer)
             if type(algorithm).state_dict is not Algorithm.state_dict:
                 algorithm.load_state_dict(state)
     compiled = Compiled(
@@ -141,11 +141,11 @@ def _of_new_shapes(loop: Loop, steps: int) -> Iterator[tuple[Window, list[str]]]
 
 def _transformed(loop: Loop, batch: Any) -> Any:
     """Return a training batch as algorithms make it, which may be longer or larger in later steps."""
-    transforms = find_overrides(loop.hooks.algorithms, "transform_batch")
+    transforms = find_overrides(loop.trainer.algorithms, "transform_batch")
     if transforms:
-        batch = loop.hooks._prepare_batch(batch)
+        batch = loop.trainer._prepare_batch(batch)
     for transform in transforms:
-        batch = transform(loop.hooks, batch)
+        batch = transform(loop.trainer, batch)
     return batch
 
 

@@ -94,7 +94,7 @@ class Evaluation:
     """Runs the model over a dataset, for losses, metrics and predictions.
 
     Args:
-        hooks: Prepare and run a batch.
+        trainer: The trainer, whose hooks prepare and run a batch.
         feed: Weighs batches, and gives all ranks equally many.
         scorer: Computes the metrics.
         shown: The weights that are evaluated.
@@ -104,8 +104,8 @@ class Evaluation:
     filler: int = IGNORED_LABEL
     """The value that pads predictions of different lengths to one array."""
 
-    def __init__(self, hooks: Hooks, feed: Feed, scorer: Scorer, shown: ShownWeights, lifecycle: Lifecycle) -> None:
-        self.hooks = hooks
+    def __init__(self, trainer: Hooks, feed: Feed, scorer: Scorer, shown: ShownWeights, lifecycle: Lifecycle) -> None:
+        self.trainer = trainer
         self.feed = feed
         self.shown = shown
         self.lifecycle = lifecycle
@@ -123,7 +123,7 @@ class Evaluation:
         rules = loader.rules
         if rules is None or _is_same(rules.metrics):
             return self.scorer
-        settings, model = self.hooks.settings, self.hooks.backend.model
+        settings, model = self.trainer.settings, self.trainer.backend.model
         if id(rules) not in self._scorers:
             self._scorers[id(rules)] = make_scorer(rules.metrics, scores_for(settings.loss_fn, model))
         return self._scorers[id(rules)]
@@ -194,7 +194,7 @@ class Evaluation:
 
     def _as_trained(self, metrics: Mapping[str, float], loader: Loader) -> dict[str, float]:
         """Return the metrics of a set with its loss as it is trained on: that of a task times its weight."""
-        unit = getattr(loader.rules, "unit", None) or self.hooks.unit
+        unit = getattr(loader.rules, "unit", None) or self.trainer.unit
         tasks = getattr(getattr(loader, "dataset", None), "tasks", None)
         if "loss" not in metrics or not isinstance(unit, MultiTaskUnit) or not isinstance(tasks, dict):
             return dict(metrics)
@@ -203,11 +203,11 @@ class Evaluation:
 
     def rehearse_batches(self, loader: Loader) -> list[Any]:
         """Run the first batch of a loader, and the last one if it can be reached at once; return both."""
-        hooks, before, seen = self.hooks, self._unit, list[Any]()
-        hooks.backend.sync_buffers()
+        trainer, before, seen = self.trainer, self._unit, list[Any]()
+        trainer.backend.sync_buffers()
         self._unit = getattr(loader.rules, "unit", None)
         try:
-            with self.shown.swapped_in(), evaluating(hooks), hooks.ranks.at("evaluation"), loader.untouched():
+            with self.shown.swapped_in(), evaluating(trainer), trainer.ranks.at("evaluation"), loader.untouched():
                 for batches in (self.feed.in_step(loader, only_first=True), loader.last_batch()):
                     for number, (batch, _) in enumerate(batches):
                         seen.append(batch)
@@ -223,7 +223,7 @@ class Evaluation:
             return None
         metrics = {f"test_{key}": value for key, value in self._as_trained(result.metrics, loader).items()}
         shared = result.predictions, result.labels
-        return Predictions(*self.hooks.ranks.share("the predictions of all samples", shared), metrics)
+        return Predictions(*self.trainer.ranks.share("the predictions of all samples", shared), metrics)
 
     @contextlib.contextmanager
     def apart(self) -> Iterator[None]:
@@ -231,7 +231,7 @@ class Evaluation:
 
         Weights, modes and random numbers are restored afterwards.
         """
-        with self.shown.swapped_in(), evaluating(self.hooks), self.hooks._autocast():
+        with self.shown.swapped_in(), evaluating(self.trainer), self.trainer._autocast():
             yield
 
     def outside_run(self) -> AbstractContextManager[Any]:
@@ -240,15 +240,15 @@ class Evaluation:
 
     def output_of(self, batch: Any) -> StepOutput:
         """Return the model's output for a batch on the device, in the form for metrics."""
-        output, preprocess = self.forward(batch), self.hooks.settings.preprocess_logits_for_metrics
+        output, preprocess = self.forward(batch), self.trainer.settings.preprocess_logits_for_metrics
         if preprocess is not None:
             output.outputs = preprocess(output.outputs, output.labels)
         return output
 
     def forward(self, batch: Any) -> StepOutput:
         """Return the model's output for a batch on the device."""
-        run = self.hooks._forward if self._unit is None else functools.partial(run_unit, self._unit)
-        return self.hooks.backend.forward(run, batch)
+        run = self.trainer._forward if self._unit is None else functools.partial(run_unit, self._unit)
+        return self.trainer.backend.forward(run, batch)
 
     def _run(
         self,
@@ -267,7 +267,7 @@ class Evaluation:
             needs_loss: Whether a loss is required, and something to score if metrics are asked for.
             only_first: Whether to end after the first batch.
         """
-        self.hooks.backend.sync_buffers()
+        self.trainer.backend.sync_buffers()
         before = self.scorer, self._unit
         self.scorer, self._unit = self.scorer_of(loader), getattr(loader.rules, "unit", None)
         try:
@@ -276,7 +276,7 @@ class Evaluation:
             result = self._pass(loader, is_interrupted, keeps, needs_loss, only_first)
         finally:
             self.scorer, self._unit = before
-        if result is not None and "loss" in result.metrics and not only_first and self.hooks.ranks.is_main:
+        if result is not None and "loss" in result.metrics and not only_first and self.trainer.ranks.is_main:
             self._check_perplexity(result.metrics)
         return result
 
@@ -284,14 +284,19 @@ class Evaluation:
         self, loader: Loader, is_interrupted: Callable[[int], bool], keeps: bool, needs_loss: bool, only_first: bool
     ) -> Predictions | None:
         """Run the model over a loader. Losses and streaming metrics are summed on the device."""
-        hooks, scorer = self.hooks, self.scorer
-        ranks, device = hooks.ranks, hooks.device
+        trainer, scorer = self.trainer, self.scorer
+        ranks, device = trainer.ranks, trainer.device
         total = torch.zeros((), dtype=torch.float32 if device.type == "mps" else torch.float64, device=device)
         weights, has_labels, lacks_loss, number, batch, output = 0.0, False, False, -1, None, StepOutput(None)
         named, kept = Meters(device), list[tuple[Any, ...]]()
         batches = self.feed.in_step(loader, only_first)
         batches = batches if loader.size is not None or only_first else _warned_if_long(batches, loader, ranks.is_main)
-        with self.shown.swapped_in(), evaluating(hooks), ranks.at("evaluation"), untouched(data_parts(hooks.settings)):
+        with (
+            self.shown.swapped_in(),
+            evaluating(trainer),
+            ranks.at("evaluation"),
+            untouched(data_parts(trainer.settings)),
+        ):
             for number, (batch, samples) in enumerate(batches):
                 ranks.moves += 1
                 if is_interrupted(number):
@@ -299,7 +304,7 @@ class Evaluation:
                 self._ask_loss(batch, is_needed=needs_loss and not number)
                 counts = samples > 0  # otherwise it is a stand-in
                 self.feed.samples = samples or None
-                weight = hooks._weigh(batch) if self._unit is None else self.feed.rows_of(batch)
+                weight = trainer._weigh(batch) if self._unit is None else self.feed.rows_of(batch)
                 output = self._run_batch(batch, loader, number)
                 self.feed.count_targets(output, weight)
                 if counts:
@@ -343,8 +348,8 @@ class Evaluation:
 
     def _ask_loss(self, batch: Any, is_needed: bool) -> None:
         """Ask the loss what it is a mean over, unless it was asked, or the set has its own unit."""
-        if is_needed and self._unit is None and not self.hooks.loss_mean.is_checked:
-            ask_loss(self.hooks, [batch])
+        if is_needed and self._unit is None and not self.trainer.loss_mean.is_checked:
+            ask_loss(self.trainer, [batch])
 
     def _check_perplexity(self, metrics: Mapping[str, float]) -> None:
         """Warn once about a perplexity that is not the exponential of the loss."""
@@ -364,10 +369,10 @@ class Evaluation:
         """Return the loss and outputs of a batch; an error names its samples."""
         tell = self.lifecycle.inside_of_evaluation
         try:
-            batch = self.hooks._prepare_batch(batch)
+            batch = self.trainer._prepare_batch(batch)
             if tell is not None:
                 tell(Event.EVAL_BATCH_START, batch)
-            with self.hooks._autocast():
+            with self.trainer._autocast():
                 output = self.output_of(batch)
             if isinstance(output.outputs, list):  # a tuple is one of several outputs
                 output.outputs = per_sample(output.outputs, self.feed.samples)
@@ -378,14 +383,14 @@ class Evaluation:
         except Exception as error:
             if is_of_callback(error):
                 raise
-            name_dtypes(error, self.hooks.backend.model, batch)
-            found = suspects(error, self.hooks, loader, (0, 0, number), self.output_of)
+            name_dtypes(error, self.trainer.backend.model, batch)
+            found = suspects(error, self.trainer, loader, (0, 0, number), self.output_of)
             error.add_note(f"Raised for {found or f'batch {number} of {loader.name}, from 0 on'}.")
             raise
 
     def _arrays(self, loader: Loader, kept: list[Any]) -> tuple[Any, Any, Any]:
         """Return outputs, labels and extra inputs of all samples as arrays, on the main rank; `kept` is emptied."""
-        ranks = self.hooks.ranks
+        ranks = self.trainer.ranks
         if ranks.world_size > 1:
             own = [row for batch in kept for row in _rows(batch)] if loader.deals_samples else list(kept)
             kept.clear()
@@ -400,7 +405,7 @@ class Evaluation:
         self, loader: Loader, states: list[Any], arrays: tuple[Any, Any, Any], only_first: bool
     ) -> dict[str, float]:
         """Return the metrics, computed on the main rank, which has the states of the others."""
-        ranks, scorer = self.hooks.ranks, self.scorer
+        ranks, scorer = self.trainer.ranks, self.scorer
 
         def compute(*arrays: Any) -> dict[str, float]:
             for (of_rank,) in states:
@@ -443,14 +448,14 @@ class Evaluation:
 
         That is so for a unit that gives no loss, and for objects for each sample, such as boxes.
         """
-        unit = self.hooks.unit if self._unit is None else self._unit
+        unit = self.trainer.unit if self._unit is None else self._unit
         is_meant = isinstance(output.outputs, SampleList) or not isinstance(unit, ModelUnit)
         has_both = output.outputs is not None and output.labels is not None
         return is_meant and has_both and not self.scorer.is_empty
 
     def _missing_loss(self, output: StepOutput, batch: Any) -> DataError:
         """Return the error for a batch without a loss; the default unit gives the one that training would raise."""
-        unit = self.hooks.unit if self._unit is None else self._unit
+        unit = self.trainer.unit if self._unit is None else self._unit
         if isinstance(unit, ModelUnit) and output._returned is not None:
             return unit.missing_loss(output._returned, batch)
         return DataError(
@@ -468,7 +473,7 @@ class Evaluation:
             )
         keys = list(batch) if isinstance(batch, Mapping) else []
         found = f"its batches have the keys {', '.join(map(repr, keys))}" if keys else "its batches have no labels"
-        usual = ", ".join(map(repr, self.hooks.settings.label_names or LABEL_KEYS))
+        usual = ", ".join(map(repr, self.trainer.settings.label_names or LABEL_KEYS))
         return DataError(
             f"{begin}{found}, and labels are looked for under {usual}. Name the keys of the labels, as in "
             f"label_names={keys[-1:]!r}, or evaluate without metrics."
@@ -480,18 +485,18 @@ class Evaluation:
             return None
         if self.scorer.takes_whole_batches:  # a metric function for transformers, which shifts labels itself
             return output.outputs, output.labels
-        has_classes = self.hooks.settings.preprocess_logits_for_metrics is not None
+        has_classes = self.trainer.settings.preprocess_logits_for_metrics is not None
         mean = output._loss_mean
         if mean is None:
-            mean = self.hooks.loss_mean if self._unit is None else LossMean.of(self._unit, self.hooks.backend.model)
+            mean = self.trainer.loss_mean if self._unit is None else LossMean.of(self._unit, self.trainer.backend.model)
         return mean.compared(output.outputs, output.labels, has_classes)
 
     def _gathered(self, loader: Loader, seen: tuple[Any, Any] | None) -> tuple[Any, Any] | None:
         """Return the batches of all ranks on the main one, in the order of the data, on the host; None on others."""
-        own = [] if seen is None or not self.hooks.ranks.data.counts else [to_numpy(seen)]
+        own = [] if seen is None or not self.trainer.ranks.data.counts else [to_numpy(seen)]
         if loader.deals_samples:
             own = [row for batch in own for row in _rows(batch)]
-        parts = _in_order(self.hooks.ranks.gather_on_main("a batch of an evaluation", own))
+        parts = _in_order(self.trainer.ranks.gather_on_main("a batch of an evaluation", own))
         if not parts:
             return None
         predictions, labels = _join([one for one, _ in parts], lambda: self.filler), _join([one for _, one in parts])

@@ -25,7 +25,7 @@ from omnitrain.trainer.hooks import Hooks
 
 def suspects(
     error: Exception,
-    hooks: Hooks,
+    trainer: Hooks,
     loader: Any,
     place: tuple[int, int, int],
     run: Callable[[Any], Any],
@@ -38,7 +38,7 @@ def suspects(
 
     Args:
         error: The error that the micro-batch raised.
-        hooks: The trainer's hooks.
+        trainer: The trainer.
         loader: The loader of the micro-batch.
         place: The epoch, the position in it where the window begins, and the number of the micro-batch in the window.
         run: The function that failed, called with a batch.
@@ -50,12 +50,12 @@ def suspects(
     everyone = describe_samples(samples, loader.name)
     if is_device_lost(error):
         return f"{everyone} or before, as the device reports errors late (at once with CUDA_LAUNCH_BLOCKING=1)"
-    if not hasattr(loader, "fetch") or hooks.backend.sharding is not None or is_out_of_memory(error):
+    if not hasattr(loader, "fetch") or trainer.backend.sharding is not None or is_out_of_memory(error):
         return everyone
 
     def attempt(some: list[int]) -> None:
-        batch = hooks._prepare_batch(loader.fetch(place[0], np.array(some)))
-        with hooks._autocast():
+        batch = trainer._prepare_batch(loader.fetch(place[0], np.array(some)))
+        with trainer._autocast():
             run(batch)
 
     with mode():

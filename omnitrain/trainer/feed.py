@@ -73,7 +73,7 @@ class Feed:
     """Yields the windows of an epoch.
 
     Args:
-        hooks: Weighs and prepares batches.
+        trainer: The trainer, whose hooks weigh and prepare batches.
         lifecycle: Knows whether a signal has arrived.
         ranks: The ranks of the run.
         settings: The arguments of the trainer.
@@ -87,7 +87,7 @@ class Feed:
 
     def __init__(
         self,
-        hooks: Hooks,
+        trainer: Hooks,
         lifecycle: Lifecycle,
         ranks: Ranks,
         settings: Settings,
@@ -104,7 +104,7 @@ class Feed:
         """The samples of the batch that is weighed, if they are known."""
         self._may_split = wanted is not None
         self._split: Callable[[Any, int], list[Any]] = split_batch
-        self._hooks = hooks
+        self._trainer = trainer
         self._lifecycle = lifecycle
         self._ranks = ranks
         self._reduction = settings.grad_reduction
@@ -158,9 +158,9 @@ class Feed:
             last = group[-1] if group else last
             if not self._has_compared:
                 self._compare_first(loader)
-            if not self._hooks.loss_mean.is_checked:
+            if not self._trainer.loss_mean.is_checked:
                 group = self._ask_loss(group)
-            if not self._hooks.loss_mean.is_mean:
+            if not self._trainer.loss_mean.is_mean:
                 self._check_split()
             totals, self._totals_ahead = self._totals_ahead, ()
             window = self.window_of(group, last, totals)
@@ -178,10 +178,10 @@ class Feed:
 
     def _ask_loss(self, group: list[Weighed]) -> list[Weighed]:
         """Find out what the loss is a mean over, and return the first micro-batches, weighed accordingly."""
-        mean = self._hooks.loss_mean
+        mean = self._trainer.loss_mean
         before = copy.copy(mean)
         with self._lifecycle.clock.during("setup"):
-            ask_loss(self._hooks, [batch for batch, *_ in group])
+            ask_loss(self._trainer, [batch for batch, *_ in group])
         if (
             dataclasses.replace(before, is_checked=True, is_shift_known=mean.is_shift_known, is_mean=mean.is_mean)
             == mean
@@ -198,7 +198,7 @@ class Feed:
     def _check_split(self) -> None:
         """Raise ConfigError if a step has several micro-batches or ranks, for a loss that no weights of them fit."""
         if self.accumulation > 1 or self._may_split or self._ranks.data.size > 1 or self._stages is not None:
-            raise split_error(self._hooks)
+            raise split_error(self._trainer)
 
     def _size_of_next(self) -> int:
         """Return the batches on each rank of the window that is read next, which may be read during the one before."""
@@ -329,10 +329,14 @@ class Feed:
 
     def weighed(self, batches: Iterable[Counted]) -> Iterator[Weighed]:
         """Yield each batch with its weight, samples and tokens; with a GPU, the next batch is copied meanwhile."""
-        hooks = self._hooks
+        trainer = self._trainer
         pairs = ((one, one) for one in batches)
-        if hooks.device.type == "cuda" and not self._has_states and type(hooks)._prepare_batch is Hooks._prepare_batch:
-            pairs = copied_ahead(batches, hooks.device)
+        if (
+            trainer.device.type == "cuda"
+            and not self._has_states
+            and type(trainer)._prepare_batch is Hooks._prepare_batch
+        ):
+            pairs = copied_ahead(batches, trainer.device)
         for (batch, samples), (ready, _) in pairs:
             self._ranks.moves += 1
             if self.microbatch_size is not None:
@@ -373,8 +377,8 @@ class Feed:
         The loss is a mean over these, or, with `grad_reduction="sum"`, a sum. There are as many rows as samples, unless
         a collator makes other rows.
         """
-        if isinstance(self._hooks.unit, ModelUnit):  # the user's own unit counts targets, or averages over samples
-            mean, names = self._hooks.loss_mean, self._label_names
+        if isinstance(self._trainer.unit, ModelUnit):  # the user's own unit counts targets, or averages over samples
+            mean, names = self._trainer.loss_mean, self._label_names
             if self._reduction == "per-token-mean" and mean.divisor(batch, names, of_labels=True) is None:
                 raise no_token_counts()
             divisor = mean.divisor(batch, names)
@@ -384,12 +388,12 @@ class Feed:
 
     def _weight_in_step(self, batch: Any) -> float:
         """Return the weight of a training batch; that of labels which count nothing, until algorithms change them."""
-        weight, hooks = self._hooks._weigh(batch), self._hooks
-        if weight or self._reduction == "sum" or not isinstance(hooks.unit, ModelUnit):
+        weight, trainer = self._trainer._weigh(batch), self._trainer
+        if weight or self._reduction == "sum" or not isinstance(trainer.unit, ModelUnit):
             return weight
-        if "compute_loss" in getattr(hooks, "_overridden", ()):  # which is given the weight
+        if "compute_loss" in getattr(trainer, "_overridden", ()):  # which is given the weight
             return weight
-        changes = hooks.loss_mean.counts_unequally and find_overrides(hooks.algorithms, "transform_batch")
+        changes = trainer.loss_mean.counts_unequally and find_overrides(trainer.algorithms, "transform_batch")
         return _WITHOUT_CLASS_WEIGHT if changes else weight
 
     def count_targets(self, output: StepOutput, weight: float) -> None:
@@ -406,8 +410,8 @@ class Feed:
             output: The result of the micro-batch, as algorithms changed it.
             weight: Its weight, of the labels that it had before.
         """
-        mean, labels = self._hooks.loss_mean, output.labels
-        if output.num_targets is not None or not isinstance(self._hooks.unit, ModelUnit) or not mean.counts_unequally:
+        mean, labels = self._trainer.loss_mean, output.labels
+        if output.num_targets is not None or not isinstance(self._trainer.unit, ModelUnit) or not mean.counts_unequally:
             return
         has_probabilities = isinstance(labels, torch.Tensor) and labels.is_floating_point()
         weight = 0.0 if weight == _WITHOUT_CLASS_WEIGHT else weight

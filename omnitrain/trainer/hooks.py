@@ -297,18 +297,18 @@ class Hooks:
 
 
 @contextlib.contextmanager
-def evaluating(hooks: Hooks) -> Iterator[None]:
+def evaluating(trainer: Hooks) -> Iterator[None]:
     """Put the model into evaluation mode without gradients; modes and random numbers are restored afterwards.
 
     Random numbers inside start from the seed every time, so a repeated evaluation gives the same result.
     """
-    training = [module for module in hooks.backend.wrapped.modules() if module.training]
-    hooks.backend.wrapped.eval()
+    training = [module for module in trainer.backend.wrapped.modules() if module.training]
+    trainer.backend.wrapped.eval()
     try:
         # no_grad, not inference_mode: tensors that a model caches here must be usable in training
-        with isolated_rng(hooks.device, seed=hooks.settings.seed), torch.no_grad():
+        with isolated_rng(trainer.device, seed=trainer.settings.seed), torch.no_grad():
             yield
     finally:
         for module in training:
             module.training = True
-        hooks.backend.end_evaluation()
+        trainer.backend.end_evaluation()

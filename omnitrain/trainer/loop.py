@@ -53,7 +53,7 @@ class Loop:
     """Calls the hooks of each epoch and step, and the lifecycle after each of them.
 
     Args:
-        hooks: The trainer's epochs and steps, which a subclass may override.
+        trainer: The trainer, whose hooks a subclass may override.
         lifecycle: Emits the events, and keeps the requests.
         sets: The data.
         feed: Turns batches into windows.
@@ -66,7 +66,7 @@ class Loop:
 
     def __init__(
         self,
-        hooks: Hooks,
+        trainer: Hooks,
         lifecycle: Lifecycle,
         sets: Sets,
         feed: Feed,
@@ -76,7 +76,7 @@ class Loop:
         ranks: Ranks,
         settings: Settings,
     ) -> None:
-        self.hooks = hooks
+        self.trainer = trainer
         self.lifecycle = lifecycle
         self.sets = sets
         self.feed = feed
@@ -97,7 +97,7 @@ class Loop:
 
     def run(self) -> None:
         """Train from the current position until something ends the run, and close it."""
-        with explaining_dead_workers(), explaining_memory(self.hooks, "training"):
+        with explaining_dead_workers(), explaining_memory(self.trainer, "training"):
             self._run()
 
     def _run(self) -> None:
@@ -107,8 +107,8 @@ class Loop:
         self.checkpointer.shown.begin_training()
         with lifecycle.untimed(), lifecycle.clock.during("setup"):
             lifecycle.begin_train()
-        if self.hooks.algorithms:
-            order = ", ".join(type(one).__name__ for one in self.hooks.algorithms)
+        if self.trainer.algorithms:
+            order = ", ".join(type(one).__name__ for one in self.trainer.algorithms)
             logger.info("Algorithms in the order they run: %s.", order)
         with lifecycle.untimed(), lifecycle.clock.during("setup"):
             # both read data, which can take seconds, so only now that signals are handled
@@ -130,7 +130,7 @@ class Loop:
             self.answer()
             self._save(is_asked=False)
         elif self.settings.sanity and lifecycle.evaluates and not lifecycle.stop:
-            model = self.hooks.backend.model
+            model = self.trainer.backend.model
             parts = stateful_parts(self.settings, model)
             with (
                 lifecycle.untimed(),
@@ -154,7 +154,7 @@ class Loop:
         size, splits = self.settings.microbatch_size, self.feed.accumulation * self.ranks.world_size
         if isinstance(size, int):
             splits *= -(-self.settings.batch_size // size)
-        if splits > 1 and has_batch_norm(self.hooks.backend.model):
+        if splits > 1 and has_batch_norm(self.trainer.backend.model):
             logger.info(
                 "The model has BatchNorm, whose statistics are of one micro-batch on one rank: a step of %d of them "
                 "does not give the numbers of one large batch.", splits,
@@ -165,19 +165,19 @@ class Loop:
         while not self.lifecycle.stop:
             self.begin_epoch()
             with self._counting_steps_of_others():
-                train_loss = self.hooks._train_epoch(self.lifecycle.progress.epoch)
+                train_loss = self.trainer._train_epoch(self.lifecycle.progress.epoch)
             self.end_epoch(train_loss)
             self.answer()
 
     def train_epoch(self, epoch: int) -> float:
         """Train on an epoch, or the rest of one, and return its mean loss."""
-        hooks, lifecycle = self.hooks, self.lifecycle
+        trainer, lifecycle = self.trainer, self.lifecycle
         self.step.begin_epoch()
         windows = self.feed.windows(self.sets.train, epoch, lifecycle.progress)
         for window in self.feed.until_signal(windows):
             lifecycle.begin_step(window.batches)
             self.send_ahead()
-            applied = hooks._train_step(window)
+            applied = trainer._train_step(window)
             lifecycle.end_step(window.samples, window.tokens, not applied, window.micro_batches)
             self.answer()
             if lifecycle.stop:
@@ -207,13 +207,13 @@ class Loop:
         """Begin an epoch, or the rest of one."""
         self.lifecycle.begin_epoch()
         self.lifecycle.is_epoch_complete = True
-        for begin in find_overrides(self.hooks.algorithms, "begin_epoch"):
-            begin(self.hooks)
+        for begin in find_overrides(self.trainer.algorithms, "begin_epoch"):
+            begin(self.trainer)
         self._update_training_set()
 
     def _update_training_set(self) -> None:
         """Take over how the training set has changed since the latest epoch; the epoch has the length of its start."""
-        loader, progress, hooks = self.sets.train, self.lifecycle.progress, self.hooks
+        loader, progress, trainer = self.sets.train, self.lifecycle.progress, self.trainer
         if not isinstance(loader, Loader) or progress.is_epoch_consumed:
             return
         before = progress.epoch_size
@@ -221,7 +221,7 @@ class Loop:
         self.sets.check_sizes(loader)
         progress.epoch_size = loader.size
         if loader.size != before and self.ranks.is_main:
-            has_steps = hooks.lr_scheduler is not None and hooks.scheduler_interval == "step"
+            has_steps = trainer.lr_scheduler is not None and trainer.scheduler_interval == "step"
             logger.info(
                 "%s has %s samples from epoch %d on, and had %s.%s", loader.name[:1].upper() + loader.name[1:],
                 loader.size, progress.epoch + 1, before,
@@ -237,24 +237,25 @@ class Loop:
 
     def end_epoch(self, train_loss: Any) -> None:
         """End an epoch, or the part of one in which the run ends."""
-        hooks, lifecycle, meter = self.hooks, self.lifecycle, self.step.loss
+        trainer, lifecycle, meter = self.trainer, self.lifecycle, self.step.loss
         self.step.raise_if_bad(wait=True)
         if not isinstance(train_loss, (int, float)) and not hasattr(train_loss, "__float__"):
             raise ConfigError(
-                f"{type(hooks).__name__}._train_epoch must return the epoch's mean loss as a float, got {train_loss!r}."
+                f"{type(trainer).__name__}._train_epoch must return the epoch's mean loss as a float, "
+                f"got {train_loss!r}."
             )
         train_loss = self._mean_over_ranks(float(train_loss))
         if self.has_own_epoch and not meter.weight and math.isfinite(train_loss):
             meter.add(torch.tensor(train_loss), 1)  # the user's own loop: only its mean can be logged
         elif not math.isfinite(train_loss) and self.settings.on_nonfinite == "raise" and self.has_own_epoch:
-            raise NonFiniteError(f"{type(hooks).__name__}._train_epoch returned {train_loss} as the epoch's loss.")
+            raise NonFiniteError(f"{type(trainer).__name__}._train_epoch returned {train_loss} as the epoch's loss.")
         row = self._epoch_row(train_loss)
         if lifecycle.is_epoch_complete:
-            if hooks.lr_scheduler is not None and hooks.scheduler_interval == "epoch":
-                self.step.move_schedule(hooks.lr_scheduler, ends_epoch=True)
+            if trainer.lr_scheduler is not None and trainer.scheduler_interval == "epoch":
+                self.step.move_schedule(trainer.lr_scheduler, ends_epoch=True)
             self.step.begin_means()
-            for end in find_overrides(hooks.algorithms, "end_epoch"):
-                end(hooks)
+            for end in find_overrides(trainer.algorithms, "end_epoch"):
+                end(trainer)
         lifecycle.end_epoch(lifecycle.is_epoch_complete, row)
 
     @property
@@ -272,7 +273,7 @@ class Loop:
         if self.is_at_limit:
             lifecycle.check_updates()
         checkpointer.await_background()
-        self.hooks.backend.sync_buffers()
+        self.trainer.backend.sync_buffers()
         history = lifecycle.state_dict() if checkpointer.store is not None else None
         checkpointer.note_end()
         lifecycle.is_closing = True
@@ -282,7 +283,7 @@ class Loop:
             self.agree("the end of the last evaluation")
         with lifecycle.untimed(), lifecycle.clock.during("saving"):
             if lifecycle.saved_at != lifecycle.progress.position or checkpointer.has_unsaved_best:
-                with explaining_memory(self.hooks, "saving"):
+                with explaining_memory(self.trainer, "saving"):
                     checkpointer.save(history)
             checkpointer.await_background()
         checkpointer.note_last_save()
@@ -331,16 +332,16 @@ class Loop:
         lifecycle, checkpointer = self.lifecycle, self.checkpointer
         is_asked = is_asked and lifecycle.saved_at != lifecycle.progress.position
         if is_asked or checkpointer.owes_best:
-            with lifecycle.untimed(), lifecycle.clock.during("saving"), explaining_memory(self.hooks, "saving"):
+            with lifecycle.untimed(), lifecycle.clock.during("saving"), explaining_memory(self.trainer, "saving"):
                 checkpointer.save(for_best=not is_asked)
                 self.agree("the end of a save")
 
     @property
     def asks_alone(self) -> bool:
         """Whether this rank may request something in the middle of a step that others do not."""
-        hooks = self.hooks
-        is_ours = type(hooks).__module__.startswith("omnitrain.") and isinstance(hooks.unit, ModelUnit)
-        return self.lifecycle.asks_alone or not is_ours or any(one.asks_alone for one in hooks.algorithms)
+        trainer = self.trainer
+        is_ours = type(trainer).__module__.startswith("omnitrain.") and isinstance(trainer.unit, ModelUnit)
+        return self.lifecycle.asks_alone or not is_ours or any(one.asks_alone for one in trainer.algorithms)
 
     def send_ahead(self) -> None:
         """Start the exchange that ends a step before the step, if its content is known already.
@@ -404,10 +405,10 @@ class Loop:
             with (
                 self.lifecycle.untimed(),
                 self.evaluation.outside_run(),
-                self.hooks.precision.of_products(),
-                self.hooks.precision.without_cache(),
+                self.trainer.precision.of_products(),
+                self.trainer.precision.without_cache(),
                 explaining_dead_workers(),
-                explaining_memory(self.hooks, "evaluation"),
+                explaining_memory(self.trainer, "evaluation"),
             ):
                 result = work(self.is_interrupted)
         finally:
@@ -418,13 +419,13 @@ class Loop:
 
     def evaluate(self, counts: bool = True) -> None:
         """Evaluate as part of the run; `counts=False` leaves patience alone."""
-        hooks, lifecycle = self.hooks, self.lifecycle
+        trainer, lifecycle = self.trainer, self.lifecycle
         lifecycle.begin_evaluation()
         self.is_evaluating = True
         self._update_sets(self.sets.eval)
         self.evaluation.left_out = self._sets_not_due()
         try:
-            with lifecycle.clock.during("evaluation"), explaining_memory(hooks, "evaluation"):
+            with lifecycle.clock.during("evaluation"), explaining_memory(trainer, "evaluation"):
                 metrics = self.evaluation.evaluate(self.sets.eval, "eval", self.is_interrupted)
         except Exception as error:
             step, epoch = lifecycle.progress.step, lifecycle.progress.epoch
@@ -437,8 +438,8 @@ class Loop:
             return  # interrupted by a signal: a resumed run repeats the whole evaluation
         if self.settings.on_nonfinite == "raise":
             self._refuse_nonfinite(metrics)
-        for transform in reversed(find_overrides(hooks.algorithms, "transform_metrics")):
-            metrics = transform(hooks, metrics)
+        for transform in reversed(find_overrides(trainer.algorithms, "transform_metrics")):
+            metrics = transform(trainer, metrics)
         key = lifecycle.objective.key(metrics)
         bad = ", ".join(f"{name}={value}" for name, value in metrics.items() if not math.isfinite(value))
         if bad:
@@ -449,9 +450,9 @@ class Loop:
         lifecycle.evaluated(metrics, counts)
         if lifecycle.improved:
             self.checkpointer.keep_best()
-        follows = hooks.scheduler_interval == "evaluation" and not lifecycle.is_closing
-        if hooks.lr_scheduler is not None and follows and math.isfinite(metrics[key]):
-            hooks.lr_scheduler.step(metrics[key])
+        follows = trainer.scheduler_interval == "evaluation" and not lifecycle.is_closing
+        if trainer.lr_scheduler is not None and follows and math.isfinite(metrics[key]):
+            trainer.lr_scheduler.step(metrics[key])
 
     def _sets_not_due(self) -> frozenset[str]:
         """Return the named sets that have an interval of their own, and that this evaluation leaves out."""
@@ -473,7 +474,7 @@ class Loop:
         """
         evaluation, loader = self.evaluation, self.sets.eval
         try:
-            with explaining_memory(self.hooks, "evaluation"):
+            with explaining_memory(self.trainer, "evaluation"):
                 try:
                     self._check(evaluation.evaluate(loader, "eval", self.is_interrupted, only_first=True))
                 except (Inconclusive, ObjectiveError) as error:
@@ -496,7 +497,7 @@ class Loop:
             return
         if self.settings.on_nonfinite == "raise":
             self._refuse_nonfinite(metrics)
-        if not find_overrides(self.hooks.algorithms, "transform_metrics"):
+        if not find_overrides(self.trainer.algorithms, "transform_metrics"):
             self.lifecycle.objective.key(metrics)
 
     def _refuse_nonfinite(self, metrics: Mapping[str, float]) -> None:
@@ -536,7 +537,7 @@ class Loop:
             logs["tokens_per_second"] = (progress.tokens - tokens) / passed
         if progress.skipped_steps:
             logs["skipped_steps"] = progress.skipped_steps
-        added = self.hooks._backend_logs()
+        added = self.trainer._backend_logs()
         if twice := metrics.keys() & added.keys():
             raise ConfigError(
                 f"{min(twice)!r} is both a metric of the forward pass and what `_backend_logs` adds to a row of logs. "
@@ -550,7 +551,7 @@ class Loop:
 
     def learning_rates(self) -> dict[str, float]:
         """Return the learning rate of the latest update, and the rates of groups that differ from the first."""
-        groups = self.hooks.backend.optimizer.param_groups
+        groups = self.trainer.backend.optimizer.param_groups
         rates = [float(rate) for rate in self.step.rates or [group["lr"] for group in groups]]
         bases = [group.get("initial_lr", group["lr"]) for group in groups]
         named = {"learning_rate": rates[0]}
@@ -572,7 +573,7 @@ class Loop:
     @property
     def has_own_epoch(self) -> bool:
         """Whether the trainer's class overrides `_train_epoch`."""
-        return type(self.hooks)._train_epoch is not Hooks._train_epoch
+        return type(self.trainer)._train_epoch is not Hooks._train_epoch
 
     def _mean_over_ranks(self, train_loss: float) -> float:
         """Return the mean of the ranks' losses, weighted by the samples that each took from `train_loader`.
@@ -596,13 +597,13 @@ class Loop:
         if not self.has_own_epoch:
             yield
             return
-        progress, backend, window = self.lifecycle.progress, self.hooks.backend, self.step.window
+        progress, backend, window = self.lifecycle.progress, self.trainer.backend, self.step.window
         backend.collect_parameters()  # an algorithm may have frozen or unfrozen layers
-        updates = find_overrides(self.hooks.algorithms, "after_update")
+        updates = find_overrides(self.trainer.algorithms, "after_update")
         if isinstance(self.sets.train, Loader):
             self.sets.train.set_epoch(progress.epoch)
         before, taken = progress.step, [0]
-        schedule = self.hooks.lr_scheduler if self.hooks.scheduler_interval == "step" else None
+        schedule = self.trainer.lr_scheduler if self.trainer.scheduler_interval == "step" else None
         place = getattr(schedule, "last_epoch", None)
 
         def check(*_: Any) -> None:
@@ -616,7 +617,7 @@ class Loop:
             if self.step.window is window and updates:
                 progress.step = before + taken[0] - 1
                 for update in updates:
-                    update(self.hooks)
+                    update(self.trainer)
                 progress.step = before
 
         optimizer = backend.optimizer
@@ -642,9 +643,9 @@ class Loop:
 
     def _refuse_unreached(self) -> None:
         """Refuse algorithms that change what a loop of the user's own does without them."""
-        for one in self.hooks.algorithms:
+        for one in self.trainer.algorithms:
             unreached = [place for place in IN_STEPS if find_overrides([one], place)]
-            if not self.hooks.backend.has_master_weights:  # the weights are there when the optimizer has stepped
+            if not self.trainer.backend.has_master_weights:  # the weights are there when the optimizer has stepped
                 unreached = [place for place in unreached if place != "after_update"]
             if unreached:
                 raise ConfigError(

@@ -32,30 +32,34 @@ _ROWS = 4
 """Rows of a batch that are run: few, as they are run up to eight times."""
 
 
-def ask_loss(hooks: Hooks, batches: Sequence[Any]) -> None:
+def ask_loss(trainer: Hooks, batches: Sequence[Any]) -> None:
     """Ask the loss by means of a batch; once in a run, on all ranks.
 
     The passes are those of an evaluation: modes, random numbers and weights stay unchanged. A loss that cannot be
     asked, since it fails, draws random numbers or gets labels of one class only, is taken to be what it seems.
 
     Args:
-        hooks: The trainer's hooks; `hooks.loss_mean` learns the answers.
+        trainer: The trainer; `trainer.loss_mean` receives the answers.
         batches: Batches on the host or on the device, of which one is asked, or two of one row each; none if this
             rank has none.
     """
-    hooks.loss_mean.is_checked = True
+    trainer.loss_mean.is_checked = True
     batch = _first_of(batches)
-    parts = stateful_parts(hooks.settings, hooks.backend.model)
+    parts = stateful_parts(trainer.settings, trainer.backend.model)
     forwards = {name: parts[name] for name in ("unit", "loss_fn") if name in parts}
     is_compiled = "torch._dynamo" in sys.modules  # which takes seconds to import
     stance = torch.compiler.set_stance("force_eager") if is_compiled else contextlib.nullcontext()
-    with unchanged_buffers(hooks.backend.model), untouched(forwards), stance:  # nothing is compiled for these few rows
-        if isinstance(hooks.unit, MultiTaskUnit):
+    with (
+        unchanged_buffers(trainer.backend.model),
+        untouched(forwards),
+        stance,
+    ):  # nothing is compiled for these few rows
+        if isinstance(trainer.unit, MultiTaskUnit):
             for name, part in batch.parts.items() if isinstance(batch, TaskBatch) else ():
-                forward = functools.partial(_run_task, hooks.unit, name)
-                _ask(_Probe(hooks, part, forward, hooks.unit.mean_of(name)))
+                forward = functools.partial(_run_task, trainer.unit, name)
+                _ask(_Probe(trainer, part, forward, trainer.unit.mean_of(name)))
         else:
-            _ask(_Probe(hooks, batch, hooks._forward, hooks.loss_mean))
+            _ask(_Probe(trainer, batch, trainer._forward, trainer.loss_mean))
 
 
 def _first_of(batches: Sequence[Any]) -> Any:
@@ -75,7 +79,7 @@ def _run_task(unit: MultiTaskUnit, name: str, model: Any, batch: Any) -> StepOut
 
 
 def _ask(probe: _Probe) -> None:
-    mean, ranks = probe.mean, probe.hooks.ranks
+    mean, ranks = probe.mean, probe.trainer.ranks
     mean.is_checked = True
     answers = ranks.gather("what the loss can be asked", (probe.can_shift, probe.can_split))
     can_shift, can_split = (all(of_ranks) for of_ranks in zip(*answers, strict=True))
@@ -89,7 +93,7 @@ def _ask(probe: _Probe) -> None:
 
 def _take_rule(mean: LossMean, answers: list[list[int] | None], probe: _Probe) -> None:
     """Have the loss be the mean that is right on all ranks; warn about one that none is right for."""
-    if probe.has_router and probe.hooks.ranks.is_main:
+    if probe.has_router and probe.trainer.ranks.is_main:
         logger.info(
             "The loss has a part that balances experts over the tokens of a micro-batch on one rank, so it depends "
             "slightly on how a step is split into them."
@@ -102,40 +106,40 @@ def _take_rule(mean: LossMean, answers: list[list[int] | None], probe: _Probe) -
         rule = probe.rules[min(right)]
         mean.ignore_index, mean.counts_labels, mean.is_sum = rule.ignore_index, rule.counts_labels, rule.is_sum
         return
-    kinds = probe.hooks.ranks.gather("what the loss depends on", probe.kind_of_dependence())
+    kinds = probe.trainer.ranks.gather("what the loss depends on", probe.kind_of_dependence())
     mean.is_mean = not all(kind == "means" for kind in kinds)
-    if not probe.hooks.ranks.is_main:
+    if not probe.trainer.ranks.is_main:
         return
     if not mean.is_mean:
         logger.warning(
             "%s: its value in evaluations depends on `eval_batch_size`. %s.",
-            _no_mean(probe.hooks), _remedy(probe.hooks),
+            _no_mean(probe.trainer), _remedy(probe.trainer),
         )  # fmt: skip
     elif "samples" in kinds:
         logger.warning(
             "%s compares the samples of a batch with each other, so it depends on the size of the batch: on "
             "`batch_size`, `gradient_accumulation_steps` and processes, and in evaluations on `eval_batch_size`.",
-            _name_of_loss(probe.hooks),
+            _name_of_loss(probe.trainer),
         )  # fmt: skip
 
 
-def _name_of_loss(hooks: Hooks) -> str:
-    loss_fn = hooks.settings.loss_fn
+def _name_of_loss(trainer: Hooks) -> str:
+    loss_fn = trainer.settings.loss_fn
     if loss_fn is None:
-        return f"The loss of {type(unwrap(hooks.backend.model)).__name__}"
+        return f"The loss of {type(unwrap(trainer.backend.model)).__name__}"
     return f"`loss_fn` ({getattr(loss_fn, '__name__', type(loss_fn).__name__)})"
 
 
-def _no_mean(hooks: Hooks) -> str:
+def _no_mean(trainer: Hooks) -> str:
     return (
-        f"{_name_of_loss(hooks)} is no mean over the labels or the rows of a batch, but over something else, or a sum "
-        "of several means"
+        f"{_name_of_loss(trainer)} is no mean over the labels or the rows of a batch, but over something else, or a "
+        "sum of several means"
     )
 
 
-def _remedy(hooks: Hooks) -> str:
+def _remedy(trainer: Hooks) -> str:
     unit = "a `unit` that returns (sum of losses, number of targets)"
-    if hooks.settings.loss_fn is None:
+    if trainer.settings.loss_fn is None:
         return f"Pass {unit}"
     return (
         "Give it a method `mean_over(labels)` that returns what its sum over these labels is divided by, as "
@@ -143,11 +147,11 @@ def _remedy(hooks: Hooks) -> str:
     )
 
 
-def split_error(hooks: Hooks) -> ConfigError:
+def split_error(trainer: Hooks) -> ConfigError:
     """Return the error of a loss that is no mean in a run whose steps have several micro-batches or ranks."""
     return ConfigError(
-        f"{_no_mean(hooks)}: no weights of micro-batches make a step the same in every split. {_remedy(hooks)}; a unit "
-        "that returns the mean has micro-batches weighed by their rows. Or take steps of a single batch, with "
+        f"{_no_mean(trainer)}: no weights of micro-batches make a step the same in every split. {_remedy(trainer)}; a "
+        "unit that returns the mean has micro-batches weighed by their rows. Or take steps of a single batch, with "
         "gradient_accumulation_steps=1 on one process."
     )
 
@@ -155,13 +159,13 @@ def split_error(hooks: Hooks) -> ConfigError:
 class _Probe:
     """Runs the first rows of a batch with changed labels, and in two parts."""
 
-    def __init__(self, hooks: Hooks, batch: Any, forward: Callable[[Any, Any], StepOutput], mean: LossMean) -> None:
-        self.hooks = hooks
+    def __init__(self, trainer: Hooks, batch: Any, forward: Callable[[Any, Any], StepOutput], mean: LossMean) -> None:
+        self.trainer = trainer
         self.forward = forward
         self.mean = mean
-        self.names = hooks.settings.label_names or ()
-        self.is_plain = type(hooks)._forward.__module__.startswith("omnitrain.") and not (
-            {"compute_loss", "prediction_step"} & set(getattr(hooks, "_overridden", ()))
+        self.names = trainer.settings.label_names or ()
+        self.is_plain = type(trainer)._forward.__module__.startswith("omnitrain.") and not (
+            {"compute_loss", "prediction_step"} & set(getattr(trainer, "_overridden", ()))
         )
         self.has_router = False
         """Whether the loss has a part that balances experts."""
@@ -220,12 +224,12 @@ class _Probe:
 
         It is known for PyTorch's losses, those with `mean_over`, and models of transformers with one label for a row.
         """
-        unit = self.hooks.unit
+        unit = self.trainer.unit
         if not isinstance(unit, ModelUnit) or len(self.parts) != 2 or not self.is_plain:
             return False
         if unit.loss_fn is not None:
-            return not is_known(unit.loss_fn) and self.hooks.settings.grad_reduction != "sum"
-        is_of_transformers = hasattr(getattr(unwrap(self.hooks.backend.model), "config", None), "model_type")
+            return not is_known(unit.loss_fn) and self.trainer.settings.grad_reduction != "sum"
+        is_of_transformers = hasattr(getattr(unwrap(self.trainer.backend.model), "config", None), "model_type")
         if self._has_token_labels or not is_of_transformers:
             return True
         others = [key for key in self.batch if "label" in str(key)] if isinstance(self.batch, Mapping) else []
@@ -234,7 +238,7 @@ class _Probe:
     @property
     def rules(self) -> list[LossMean]:
         """What the loss may be a mean over: first what it seems to be."""
-        mean, config = self.mean, getattr(unwrap(self.hooks.backend.model), "config", None)
+        mean, config = self.mean, getattr(unwrap(self.trainer.backend.model), "config", None)
         ignored = [getattr(config, name, None) for name in ("pad_token_id", "semantic_loss_ignore_index")]
         changes: list[dict[str, Any]] = [{}, {"counts_labels": True, "is_sum": False}]
         changes += [{**changes[1], "ignore_index": index} for index in ignored if type(index) is int]
@@ -268,16 +272,16 @@ class _Probe:
     @property
     def _tolerance(self) -> float:
         """How much losses of the same rows differ by rounding: kernels depend on the size of the batch."""
-        hooks = self.hooks
-        dtypes = {parameter.dtype for parameter in hooks.backend.model.parameters()}
-        if {torch.float16, torch.bfloat16} & dtypes or hooks.precision.name in ("bf16", "fp16", "fp8"):
+        trainer = self.trainer
+        dtypes = {parameter.dtype for parameter in trainer.backend.model.parameters()}
+        if {torch.float16, torch.bfloat16} & dtypes or trainer.precision.name in ("bf16", "fp16", "fp8"):
             return 2e-2
-        is_exact = hooks.device.type == "cpu" and torch.get_float32_matmul_precision() == "highest"
+        is_exact = trainer.device.type == "cpu" and torch.get_float32_matmul_precision() == "highest"
         return 1e-5 if is_exact else 1e-3  # accelerators take convolutions in TF32 unless told otherwise
 
     def kind_of_dependence(self) -> str:
         """Return "samples" if they are compared with each other, "means" if not, "chance" if numbers are random."""
-        with evaluating(self.hooks):
+        with evaluating(self.trainer):
             first, second = (self._raw_loss(self.batch, restarts=False) for _ in range(2))
         doubled = self._raw_loss(joined(self.batch, self.batch, count_samples(self.batch)))
         if first is None or first != second:
@@ -292,8 +296,8 @@ class _Probe:
         return loss * count_samples(batch) if self.mean.is_sum and loss is not None else loss
 
     def _without_router(self, model: Any, batch: Any) -> Any:
-        loss, outputs, _ = self.hooks.unit.run(model, batch)
-        config = getattr(unwrap(self.hooks.backend.model), "config", None)
+        loss, outputs, _ = self.trainer.unit.run(model, batch)
+        config = getattr(unwrap(self.trainer.backend.model), "config", None)
         share = getattr(config, "router_aux_loss_coef", None)
         balance = outputs.get("aux_loss") if isinstance(outputs, Mapping) else getattr(outputs, "aux_loss", None)
         if isinstance(balance, torch.Tensor) and isinstance(share, float):
@@ -303,10 +307,10 @@ class _Probe:
 
     def _loss(self, batch: Any, run: Any = None, restarts: bool = True) -> float | None:
         """Return the loss of a batch, or None if there is none; random numbers begin with the seed if it restarts."""
-        hooks, run = self.hooks, run or self._of_trainer
+        trainer, run = self.trainer, run or self._of_trainer
         try:
-            with evaluating(hooks) if restarts else contextlib.nullcontext(), hooks._autocast():
-                loss = hooks.backend.forward(run, hooks._prepare_batch(batch))
+            with evaluating(trainer) if restarts else contextlib.nullcontext(), trainer._autocast():
+                loss = trainer.backend.forward(run, trainer._prepare_batch(batch))
             return None if loss is None else float(loss)
         except Exception as error:  # the first step, or the evaluation, raises it for the user
             logger.debug("The loss could not be asked: %r.", error)

@@ -27,19 +27,22 @@ class Place(NamedTuple):
     samples: int
 
 
-def nonfinite_error(hooks: Hooks, loader: Any, save_dir: Path | None, place: Place) -> NonFiniteError:
+def nonfinite_error(trainer: Hooks, loader: Any, save_dir: Path | None, place: Place) -> NonFiniteError:
     """Return the error for a window that is not finite, and write `nonfinite.json` to `save_dir`.
 
     Args:
-        hooks: The trainer's hooks, to run single samples.
+        trainer: The trainer, to run single samples.
         loader: The loader of the training set.
         save_dir: The folder of the run; None writes no file.
         place: The position of the window.
     """
     # computing a gradient of sharded weights needs all ranks
-    checks = (_is_bad, _has_bad_gradient) if hooks.backend.sharding is None else (_is_bad,)
-    indices, rank = _suspects(hooks, loader, place.epoch, place.position, place.samples, checks), hooks.ranks.data.rank
-    _report(hooks, save_dir, {**place._asdict(), "rank": rank, "sample_indices": indices})
+    checks = (_is_bad, _has_bad_gradient) if trainer.backend.sharding is None else (_is_bad,)
+    indices, rank = (
+        _suspects(trainer, loader, place.epoch, place.position, place.samples, checks),
+        trainer.ranks.data.rank,
+    )
+    _report(trainer, save_dir, {**place._asdict(), "rank": rank, "sample_indices": indices})
     which = f" It comes from these samples of the training set: {format_list(indices)}." if indices else ""
     return NonFiniteError(
         f"The loss or a gradient is not finite at step {place.step} (epoch {place.epoch + 1}, rank {rank})."
@@ -60,12 +63,12 @@ def evaluation_error(
         step: The step of the run.
         save_dir: The folder of the run; None writes no file.
     """
-    hooks, number = evaluation.hooks, _first_bad_batch(evaluation, loader)
+    trainer, number = evaluation.trainer, _first_bad_batch(evaluation, loader)
     sampler, indices = getattr(loader, "sampler", None), []
     if number is not None and sampler is not None:
         first, end = sampler.rounds.start(number), sampler.rounds.start(number + 1)
-        indices = _suspects(hooks, loader, 0, first, end - first, (_is_bad,))
-    _report(hooks, save_dir, {"step": step, "set": loader.name, "batch": number, "sample_indices": indices})
+        indices = _suspects(trainer, loader, 0, first, end - first, (_is_bad,))
+    _report(trainer, save_dir, {"step": step, "set": loader.name, "batch": number, "sample_indices": indices})
     which = "" if number is None else f" It comes from batch {number + 1} of it."
     if indices:
         which = f" It comes from these samples of it: {format_list(indices)}."
@@ -75,8 +78,8 @@ def evaluation_error(
     )
 
 
-def _report(hooks: Hooks, save_dir: Path | None, report: dict[str, Any]) -> None:
-    if save_dir is not None and hooks.ranks.is_main:
+def _report(trainer: Hooks, save_dir: Path | None, report: dict[str, Any]) -> None:
+    if save_dir is not None and trainer.ranks.is_main:
         with Tolerance("nonfinite.json", "What it would have said is in the error that follows."):
             save_dir.mkdir(parents=True, exist_ok=True)
             replace_file(save_dir / "nonfinite.json", (json.dumps(report, indent=2) + "\n").encode())
@@ -84,17 +87,17 @@ def _report(hooks: Hooks, save_dir: Path | None, report: dict[str, Any]) -> None
 
 def _first_bad_batch(evaluation: Evaluation, loader: Any) -> int | None:
     """Return the number, from 0, of the first batch whose loss is not finite on any rank."""
-    hooks = evaluation.hooks
-    with evaluating(hooks):
+    trainer = evaluation.trainer
+    with evaluating(trainer):
         for number, (batch, _) in enumerate(evaluation.feed.in_step(loader)):
-            is_bad = _is_bad(hooks, batch)
-            if any(hooks.ranks.sum("the search for a loss that is not finite", is_bad)):
+            is_bad = _is_bad(trainer, batch)
+            if any(trainer.ranks.sum("the search for a loss that is not finite", is_bad)):
                 return number
     return None
 
 
 def _suspects(
-    hooks: Hooks, loader: Any, epoch: int, position: int, samples: int, checks: Sequence[Callable[[Hooks, Any], bool]]
+    trainer: Hooks, loader: Any, epoch: int, position: int, samples: int, checks: Sequence[Callable[[Hooks, Any], bool]]
 ) -> list[int]:
     """Return the indices of the samples that fail the first check that any of them fails, or of all samples."""
     sampler, fetch = getattr(loader, "sampler", None), getattr(loader, "fetch", None)
@@ -103,8 +106,8 @@ def _suspects(
     window = sampler.samples(epoch, position, position + samples)
     for is_bad in checks:
         try:
-            with evaluating(hooks):
-                bad = [int(index) for index in window if is_bad(hooks, fetch(epoch, np.array([index])))]
+            with evaluating(trainer):
+                bad = [int(index) for index in window if is_bad(trainer, fetch(epoch, np.array([index])))]
         except Exception:  # the model cannot process a single sample: name the whole window
             break
         if bad:
@@ -112,20 +115,20 @@ def _suspects(
     return window.tolist()
 
 
-def _is_bad(hooks: Hooks, batch: Any) -> bool:
-    weight, batch = hooks._weigh(batch), hooks._prepare_batch(batch)
-    with hooks._autocast():
-        loss = hooks.backend.forward(hooks._forward, batch).loss
+def _is_bad(trainer: Hooks, batch: Any) -> bool:
+    weight, batch = trainer._weigh(batch), trainer._prepare_batch(batch)
+    with trainer._autocast():
+        loss = trainer.backend.forward(trainer._forward, batch).loss
     return loss is not None and bool(weight) and not math.isfinite(float(loss))
 
 
-def _has_bad_gradient(hooks: Hooks, batch: Any) -> bool:
+def _has_bad_gradient(trainer: Hooks, batch: Any) -> bool:
     """Whether a batch with a finite loss has a gradient that is not finite; all weights must be on this rank."""
-    batch = hooks._prepare_batch(batch)
-    with torch.enable_grad(), hooks._autocast():
-        loss = hooks._forward(hooks.backend.model, batch).loss  # without DDP, which would wait for all ranks
+    batch = trainer._prepare_batch(batch)
+    with torch.enable_grad(), trainer._autocast():
+        loss = trainer._forward(trainer.backend.model, batch).loss  # without DDP, which would wait for all ranks
     if loss is None or not loss.requires_grad:
         return False
-    trained = [one for one in hooks.backend.model.parameters() if one.requires_grad]
+    trained = [one for one in trainer.backend.model.parameters() if one.requires_grad]
     gradients = torch.autograd.grad(loss, trained, allow_unused=True)
     return not all(one is None or bool(stored_values(one).isfinite().all()) for one in gradients)

@@ -162,7 +162,7 @@ def state_to_come(options: Mapping[str, Any], trained: int) -> int:
 
 
 @contextlib.contextmanager
-def explaining_memory(hooks: Hooks, work: Work) -> Iterator[None]:
+def explaining_memory(trainer: Hooks, work: Work) -> Iterator[None]:
     """Add to an error of memory that runs out inside what took it, unless that was added further inside."""
     try:
         yield
@@ -170,7 +170,7 @@ def explaining_memory(hooks: Hooks, work: Work) -> Iterator[None]:
         has_note = any(note.startswith(_HEAD) for note in getattr(error, "__notes__", ()))
         if not has_note and is_out_of_memory(error):
             try:
-                error.add_note(worded_shortage(shortage_of(hooks, work, wanted_in(error))))
+                error.add_note(worded_shortage(shortage_of(trainer, work, wanted_in(error))))
             except Exception:  # it must not hide the error
                 logger.exception("What took the memory could not be found out.")
         raise
@@ -186,9 +186,9 @@ def wanted_in(error: BaseException) -> int:
     return 0 if found is None else round(float(found[1]) * _UNITS[found[2]])
 
 
-def shortage_of(hooks: Hooks, work: Work, wanted: int = 0) -> Shortage:
+def shortage_of(trainer: Hooks, work: Work, wanted: int = 0) -> Shortage:
     """Return what is on the device of a rank now; `wanted` are the bytes for which there was no room."""
-    backend, settings, device = hooks.backend, hooks.settings, hooks.device
+    backend, settings, device = trainer.backend, trainer.settings, trainer.device
     parameters = list(backend.model.parameters())
     held = [*parameters, *backend.model.buffers()]
     trained = [one for group in backend.groups for one in group["params"] if one.requires_grad]
@@ -197,7 +197,7 @@ def shortage_of(hooks: Hooks, work: Work, wanted: int = 0) -> Shortage:
     state = [value for one in optimizers for kept in one.state.values() for value in kept.values()]
     is_first = work == "training" and not any(isinstance(one, torch.Tensor) for one in state)
     coming = sum(state_to_come(group, _bytes(group["params"], device)) for group in backend.groups) if is_first else 0
-    splits = settings.batch_size if hooks._feed.microbatch_size is None else hooks._feed.microbatch_size
+    splits = settings.batch_size if trainer._feed.microbatch_size is None else trainer._feed.microbatch_size
     peak, capacity = _counted(device)
     return Shortage(
         work,
@@ -210,10 +210,10 @@ def shortage_of(hooks: Hooks, work: Work, wanted: int = 0) -> Shortage:
         wanted=wanted,
         capacity=capacity,
         rows=splits if work == "training" else settings.eval_batch_size or settings.batch_size,
-        world_size=hooks.ranks.world_size,
+        world_size=trainer.ranks.world_size,
         is_sharded=backend.is_sharded,
         is_recomputed=bool(settings.gradient_checkpointing),
-        is_full_precision=hooks.precision.name == "fp32" and _is_wide(parameters),
+        is_full_precision=trainer.precision.name == "fp32" and _is_wide(parameters),
     )
 
 

@@ -77,7 +77,7 @@ class Step:
     """Trains on one window at a time.
 
     Args:
-        hooks: The trainer's hooks of a step.
+        trainer: The trainer, whose hooks make a step.
         backend: How gradients are added up and weights updated.
         lifecycle: Counts, and calls the callbacks.
         ranks: The ranks of the run.
@@ -99,7 +99,7 @@ class Step:
 
     def __init__(
         self,
-        hooks: Hooks,
+        trainer: Hooks,
         backend: Backend,
         lifecycle: Lifecycle,
         ranks: Ranks,
@@ -112,11 +112,11 @@ class Step:
         self.metrics: Meters = Meters(backend.device, ranks)
         self.latest_metrics: dict[str, float] = {}
         is_auto = settings.microbatch_size == "auto"
-        self._memory = Memory(hooks, backend, feed, ranks, lifecycle, self.mark, self.go_back) if is_auto else None
+        self._memory = Memory(trainer, backend, feed, ranks, lifecycle, self.mark, self.go_back) if is_auto else None
         self._feed = feed
         self.grad_norm: torch.Tensor | None = None
         self.rates: list[Any] = []
-        self._hooks = hooks
+        self._trainer = trainer
         self._backend = backend
         self._lifecycle = lifecycle
         self._ranks = ranks
@@ -176,7 +176,7 @@ class Step:
         self._tell_of_low_precision()
         if self._memory is not None:
             self._memory.prepare()
-        self._needs_closure = needs_closure(optimizer) and type(self._hooks)._train_epoch is Hooks._train_epoch
+        self._needs_closure = needs_closure(optimizer) and type(self._trainer)._train_epoch is Hooks._train_epoch
         if self._needs_closure:
             self._check_closure()
         has_second_pass = self._needs_closure or bool(self._transforms["before_second_pass"])
@@ -185,14 +185,14 @@ class Step:
         self._repeats = has_second_pass or self._memory is not None
         self._may_undo = settings.on_nonfinite != "raise" or self._backend.can_skip or self._needs_closure
         self._buffers = Buffers() if settings.on_nonfinite == "skip" or self._backend.can_skip else None
-        self._tell_unit = getattr(self._hooks.unit, "set_step_nr", None)
+        self._tell_unit = getattr(self._trainer.unit, "set_step_nr", None)
         defers = settings.on_nonfinite == "raise" and not self._backend.can_skip
         defers = defers and FiniteGuard.can_defer(self._backend.device, optimizer)
         self.guard = FiniteGuard(self._backend.device, optimizer, defers)
 
     def _list_transforms(self) -> None:
         """Find out which algorithm changes what, and refuse what the backend cannot do."""
-        algorithms: list[Any] = self._hooks.algorithms
+        algorithms: list[Any] = self._trainer.algorithms
         self._transforms = {place: find_overrides(algorithms, place) for place in IN_STEPS}
         for place in ("transform_output", "transform_loss"):
             self._transforms[place].reverse()
@@ -289,7 +289,7 @@ class Step:
 
         Buffers, what algorithms keep, and random numbers, do not.
         """
-        hooks, backend, mark = self._hooks, self._backend, self.mark()
+        trainer, backend, mark = self._trainer, self._backend, self.mark()
         modes = [(module, module.training) for module in backend.wrapped.modules()]
         gradients = [(parameter, parameter.grad) for parameter in backend.model.parameters()]
         self._list_transforms()
@@ -300,10 +300,10 @@ class Step:
             self._put_into_training()
             self.restart(window)
             for batch in self.batches:
-                with hooks._accumulating(last=backend.dry_run_completes_gradients):
+                with trainer._accumulating(last=backend.dry_run_completes_gradients):
                     loss = self.loss_of(batch)
                     if loss is not None:
-                        hooks._backward(loss * 0)  # DeepSpeed adds gradients up in buffers of its own
+                        trainer._backward(loss * 0)  # DeepSpeed adds gradients up in buffers of its own
         finally:
             self._is_in_training = False
             backend.discard_gradients()
@@ -314,12 +314,12 @@ class Step:
                 parameter.grad = gradient
 
     def _run_micro_batches(self) -> None:
-        hooks, tell = self._hooks, self._lifecycle.inside_of_step
+        trainer, tell = self._trainer, self._lifecycle.inside_of_step
         for batch in self.batches:
-            with hooks._accumulating(last=self.completes):
+            with trainer._accumulating(last=self.completes):
                 loss = self.loss_of(batch)
                 if loss is not None:
-                    hooks._backward(loss)
+                    trainer._backward(loss)
                     if tell is not None:
                         tell(Event.AFTER_BACKWARD)
             if tell is not None:
@@ -333,7 +333,7 @@ class Step:
         """Update the weights, and return whether that was done."""
         if self._needs_closure:
             return self._update_by_closure()
-        return self._hooks._apply_update() if self._memory is None else self._memory.update()
+        return self._trainer._apply_update() if self._memory is None else self._memory.update()
 
     def begin(self, window: Window) -> None:
         """Start on a window."""
@@ -411,31 +411,31 @@ class Step:
         )
 
     def _loss_of(self, batch: Any, weight: float, last: bool) -> torch.Tensor | None:
-        hooks, window, tell = self._hooks, self._window, self._lifecycle.inside_of_step
+        trainer, window, tell = self._trainer, self._window, self._lifecycle.inside_of_step
         self.weight = weight
-        if self._repeats and hooks.device.type == "cpu":  # elsewhere the passes get copies anyway
+        if self._repeats and trainer.device.type == "cpu":  # elsewhere the passes get copies anyway
             batch = copy.deepcopy(batch)  # the model may change it in place
-        batch = hooks._prepare_batch(batch)
+        batch = trainer._prepare_batch(batch)
         for transform in self._transforms["transform_batch"]:
-            batch = transform(hooks, batch)
+            batch = transform(trainer, batch)
         if tell is not None:
             tell(Event.BATCH_START, batch, self.turn - 1)
-        with hooks._autocast():
-            output = self._backend.forward(hooks._forward, batch)
+        with trainer._autocast():
+            output = self._backend.forward(trainer._forward, batch)
             if tell is not None:
                 tell(Event.AFTER_FORWARD, batch, output)
             self._feed.count_targets(output, weight)
             for transform in self._transforms["transform_output"]:
-                output = transform(hooks, output)
+                output = transform(trainer, output)
             if self._transforms["transform_batch"]:
                 self._feed.count_classes(output, weight)
             loss = output.required_loss()
             for transform in self._transforms["transform_loss"]:
-                loss = transform(hooks, loss)
+                loss = transform(trainer, loss)
         if tell is not None:
             tell(Event.AFTER_LOSS, loss)
         if output.num_targets is None:
-            if self._settings.grad_reduction == "per-token-mean" and not isinstance(hooks.unit, ModelUnit):
+            if self._settings.grad_reduction == "per-token-mean" and not isinstance(trainer.unit, ModelUnit):
                 raise no_token_counts()
             self.loss.add(loss, weight)
             count: float = weight
@@ -449,7 +449,7 @@ class Step:
         # the mean of nothing is NaN, and 0 x NaN is NaN
         divisor = window.divisor
         if not weight:
-            scaled = hooks._idle_loss(output, loss)
+            scaled = trainer._idle_loss(output, loss)
         else:
             scaled = loss if weight == divisor else loss * (weight / divisor)
         if last and self._ranks.world_size > 1 and scaled is not None:
@@ -463,12 +463,15 @@ class Step:
 
     def _name_samples(self, error: Exception, turn: int) -> None:
         """Add to an error of a forward pass its step and rank, and the samples that raise it."""
-        hooks, loader, place = self._hooks, self._loader(), self._place()
+        trainer, loader, place = self._trainer, self._loader(), self._place()
         if self._window.origins is not None:
             turn = self._window.origins[turn]
         if loader is not None:
-            run, mode = functools.partial(self._backend.forward, hooks._forward), functools.partial(evaluating, hooks)
-            found = suspects(error, hooks, loader, (place.epoch, place.position, turn), run, mode)
+            run, mode = (
+                functools.partial(self._backend.forward, trainer._forward),
+                functools.partial(evaluating, trainer),
+            )
+            found = suspects(error, trainer, loader, (place.epoch, place.position, turn), run, mode)
             if found:
                 error.add_note(f"Raised for {found}.")
         add_location(error, f"step {place.step} (epoch {place.epoch + 1}), rank {self._ranks.rank}")
@@ -478,14 +481,14 @@ class Step:
         if self.is_empty or not self._divide_by_targets():
             self._warn_of_empty()
             return False
-        hooks = self._hooks
+        trainer = self._trainer
         if self._is_first:
             self._check_gradients()
-            if isinstance(hooks.lr_scheduler, ScheduleLR):
-                self._check_tokens(hooks.lr_scheduler)
+            if isinstance(trainer.lr_scheduler, ScheduleLR):
+                self._check_tokens(trainer.lr_scheduler)
         if self._transforms["before_second_pass"]:
             self._run_again()
-        clip = self._change_and_clip if self._transforms["before_update"] else self._hooks._clip_gradients
+        clip = self._change_and_clip if self._transforms["before_update"] else self._trainer._clip_gradients
         if self._lifecycle.inside_of_step is not None:
             clip = functools.partial(self._clip_aloud, self._lifecycle.inside_of_step, clip)
         self.grad_norm = self._backend.finish_gradients(clip, self._lifecycle.before_optimizer_step)
@@ -523,7 +526,7 @@ class Step:
 
     def conclude(self, applied: bool) -> bool:
         """Step the schedule if the update was made, clear the gradients, and return `applied`."""
-        hooks, backend, tell = self._hooks, self._backend, self._lifecycle.inside_of_step
+        trainer, backend, tell = self._trainer, self._backend, self._lifecycle.inside_of_step
         if applied:
             # tensors are copied, because schedules change them in place
             self.rates = [
@@ -531,7 +534,7 @@ class Step:
                 for group in backend.optimizer.param_groups
             ]
             for update in self._transforms["after_update"]:
-                update(hooks)
+                update(trainer)
             if tell is not None:
                 tell(Event.AFTER_OPTIMIZER_STEP)
         else:
@@ -540,8 +543,8 @@ class Step:
                 self.go_back(self._before)
             if self._buffers is not None:
                 self._buffers.put_back()
-        if hooks.lr_scheduler is not None and hooks.scheduler_interval == "step":
-            self.move_schedule(hooks.lr_scheduler, applied)
+        if trainer.lr_scheduler is not None and trainer.scheduler_interval == "step":
+            self.move_schedule(trainer.lr_scheduler, applied)
         if tell is not None:
             tell(Event.BEFORE_ZERO_GRAD)
         backend.clear_gradients()
@@ -602,7 +605,7 @@ class Step:
 
     def clip_gradients(self) -> torch.Tensor:
         """Clip the gradients to `max_grad_norm`, if set, and return their norm before clipping."""
-        norm = self._hooks._gradient_norm()
+        norm = self._trainer._gradient_norm()
         limit = self._settings.max_grad_norm
         # Reading the norm is free on a CPU, and most steps need no clipping: the factor would be exactly 1.
         if limit is None or (norm.device.type == "cpu" and read_on_cpu(norm) < limit * (1 - 1e-6) - 1e-6):
@@ -612,9 +615,9 @@ class Step:
 
     def _run_again(self) -> None:
         """Run the window's micro-batches once more, at weights that algorithms have moved; its loss is not counted."""
-        hooks, mark = self._hooks, self.mark()
+        trainer, mark = self._trainer, self.mark()
         for move in self._transforms["before_second_pass"]:
-            move(hooks)
+            move(trainer)
         self._backend.clear_gradients()
         try:
             self.restart(self._window)
@@ -623,7 +626,7 @@ class Step:
         finally:
             self.go_back(mark)
             for put_back in reversed(self._transforms["after_second_pass"]):
-                put_back(hooks)
+                put_back(trainer)
 
     def _check_second_pass(self) -> None:
         """Refuse a method of the user's, around each micro-batch of transformers' loop, that others do not go through.
@@ -631,9 +634,9 @@ class Step:
         Raises:
             ConfigError: Naming it.
         """
-        if "training_step" in getattr(self._hooks, "_overridden", ()):
+        if "training_step" in getattr(self._trainer, "_overridden", ()):
             raise ConfigError(
-                f"{type(self._hooks).__name__}.training_step is not called for micro-batches that are run again, as "
+                f"{type(self._trainer).__name__}.training_step is not called for micro-batches that are run again, as "
                 "`optimizer` or `algorithms` ask for. Put what it does into `compute_loss`, or leave one of them out."
             )
 
@@ -647,7 +650,7 @@ class Step:
             raise ConfigError(
                 f"{what}, which cannot work here: {backend.unsupported['closure']}. Use DDP or one process."
             )
-        second = [one for one in self._hooks.algorithms if find_overrides([one], "before_second_pass")]
+        second = [one for one in self._trainer.algorithms if find_overrides([one], "before_second_pass")]
         reasons = {
             "autocast='fp16'": (backend.can_skip, "has a loss scale that may leave an update out", "autocast='bf16'"),
             f"max_grad_norm={settings.max_grad_norm!r}": (
@@ -675,7 +678,7 @@ class Step:
         self._is_at_start = isinstance(backend.optimizer, torch.optim.LBFGS)
         backend.closure = self._take_anew
         try:
-            return self._hooks._apply_update()
+            return self._trainer._apply_update()
         except NonFiniteError:
             with torch.no_grad():
                 for one, value in kept:
@@ -695,7 +698,7 @@ class Step:
                 self.restart(self._window)
                 self._run_micro_batches()
                 self._divide_by_targets()
-            clip = self._change_and_clip if self._transforms["before_update"] else self._hooks._clip_gradients
+            clip = self._change_and_clip if self._transforms["before_update"] else self._trainer._clip_gradients
             if not math.isfinite(self._evidence(clip())):
                 raise self._error_at(self._place())
         self._is_at_start = False
@@ -707,10 +710,10 @@ class Step:
 
     def _change_and_clip(self) -> torch.Tensor:
         """Have algorithms change the gradients before they are clipped; return their norm before either."""
-        norm = self._hooks._gradient_norm()
+        norm = self._trainer._gradient_norm()
         for change in self._transforms["before_update"]:
-            change(self._hooks)
-        self._hooks._clip_gradients()
+            change(self._trainer)
+        self._trainer._clip_gradients()
         return norm
 
     def _divide_by_targets(self) -> bool:
@@ -719,7 +722,7 @@ class Step:
             return True
         (targets,) = self._ranks.sum("the targets of a step", *self._ranks.once([self._targets]))
         if targets:
-            self._hooks._scale_gradients(self._window.divisor * self._ranks.data.size / targets)
+            self._trainer._scale_gradients(self._window.divisor * self._ranks.data.size / targets)
         return bool(targets)
 
     def _warn_of_empty(self) -> None:
@@ -820,7 +823,7 @@ class Step:
             "grad_norm": None if self.grad_norm is None else float(self.grad_norm),
             "learning_rates": [float(rate) for rate in self.rates],
             **({} if self._memory is None else {"microbatch_size": self._feed.microbatch_size}),
-            "loss_mean": self._hooks.loss_mean.state_dict(),
+            "loss_mean": self._trainer.loss_mean.state_dict(),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -830,6 +833,6 @@ class Step:
         self.metrics.load_state_dict(state.get("metrics", []))
         self.grad_norm = None if norm is None else torch.tensor(norm, dtype=torch.float64)
         self.rates = list(state.get("learning_rates", []))  # old checkpoints lack them
-        self._hooks.loss_mean.load_state_dict(state.get("loss_mean", {}))
+        self._trainer.loss_mean.load_state_dict(state.get("loss_mean", {}))
         if self._memory is not None:
             self._feed.microbatch_size = state.get("microbatch_size")
