@@ -1,4 +1,4 @@
-"""transformers' TrainingArguments, translated to a trainer's arguments and back, including their former names.
+"""Translation of transformers' TrainingArguments to trainer arguments and back.
 
 The list of arguments is read from the installed transformers; nothing here lists all of them.
 """
@@ -47,7 +47,7 @@ RENAMED = {
 """Names that transformers has dropped, and their replacements."""
 
 MOVED = ("logging_dir", "warmup_ratio", "overwrite_output_dir", "adafactor", "group_by_length")
-"""Names that transformers has dropped and whose values are translated; see `_translate`."""
+"""Names that transformers has dropped and whose values are translated; see `_translate_dropped`."""
 
 WITHOUT_EFFECT = (
     "save_safetensors",
@@ -66,7 +66,7 @@ WITHOUT_EFFECT = (
     "torchdynamo",
     "mp_parameters",
 )
-"""Names that transformers has dropped because they ask for what happens anyway, or for what no longer exists."""
+"""Names that transformers has dropped because they are the only behavior now, or their feature no longer exists."""
 
 
 class HFTrainingArguments(transformers.TrainingArguments):
@@ -88,7 +88,7 @@ class HFTrainingArguments(transformers.TrainingArguments):
         errors = []
         for name in [name for name in kwargs if name not in known]:
             value = kwargs.pop(name)
-            target = self._translate(name, value, kwargs)
+            target = self._translate_dropped(name, value, kwargs)
             if target is None:
                 nearest = did_you_mean(name, [*known, *RENAMED, *MOVED, *WITHOUT_EFFECT])
                 errors.append(f"{name!r}.{nearest}")
@@ -101,19 +101,19 @@ class HFTrainingArguments(transformers.TrainingArguments):
             logger.warning("transformers %s no longer has %s.", transformers.__version__, listed)
         super().__init__(*args, **kwargs)
         config = getattr(self, "hf_deepspeed_config", None)
-        if config is not None and config.is_zero3():  # from_pretrained would go by it, and end in an error about MPI
+        if config is not None and config.is_zero3():  # from_pretrained would follow it, and fail in MPI
             check_launched(True)
 
     overwrite = False
     """The value of `overwrite_output_dir`."""
 
-    def _translate(self, name: str, value: Any, kwargs: dict[str, Any]) -> str | None:
-        """Translate a dropped argument into `kwargs`, and return in words what became of it; None if unknown."""
+    def _translate_dropped(self, name: str, value: Any, kwargs: dict[str, Any]) -> str | None:
+        """Translate a dropped argument into `kwargs`, and return a text for the warning; None if unknown."""
         if name in RENAMED:
             new = RENAMED[name]
             if new in kwargs and kwargs[new] != value:
                 raise ConfigError(
-                    f"`{name}={value!r}` and `{new}={kwargs[new]!r}` say different things. Drop the first."
+                    f"`{name}={value!r}` and `{new}={kwargs[new]!r}` contradict each other. Drop the first."
                 )
             kwargs[new] = value
             return f"now {new!r}"
@@ -149,7 +149,7 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "dataloader_in_order": (True,),
     "dataloader_multiprocessing_context": (None,),
 }
-"""Fields that have no effect here, with the values that are allowed because they ask for nothing."""
+"""Fields that have no effect here, with their allowed values, which request nothing."""
 
 
 FIELDS: dict[str, tuple[str, ...]] = {
@@ -192,14 +192,14 @@ def _user_fields(args: transformers.TrainingArguments, name: str) -> dict[str, A
     derived = {"output_dir": "trainer_output"}
     if args.load_best_model_at_end:
         derived["metric_for_best_model"] = "loss"
-    found = {}
+    fields_set = {}
     for field in FIELDS.get(name, (name,)):
         value = enum_value(getattr(args, field, None))
         if field == "accelerator_config":
             value = _accelerate_steps(args)
         if value != enum_value(defaults.get(field)) and value not in ({}, derived.get(field, {})):
-            found[field] = value
-    return found
+            fields_set[field] = value
+    return fields_set
 
 
 def _accelerate_accumulation(args: transformers.TrainingArguments | None) -> Mapping[str, Any]:
@@ -217,21 +217,21 @@ def syncs_each_batch(args: transformers.TrainingArguments | None) -> bool:
     return bool(_accelerate_accumulation(args).get("sync_each_batch"))
 
 
-def merge_training_args(args: transformers.TrainingArguments, given: dict[str, Any]) -> None:
+def merge_training_args(args: transformers.TrainingArguments, kwargs: dict[str, Any]) -> None:
     """Fill our arguments from transformers'; contradictions are an error.
 
     An argument of ours takes precedence over a field of `args` with its default value, as the user has not set that.
 
     Args:
         args: The user's TrainingArguments.
-        given: The keyword arguments that the user passed to HFTrainer; missing ones are filled in.
+        kwargs: The keyword arguments that the user passed to HFTrainer; missing ones are filled in.
 
     Raises:
         ConfigError: If both are set and differ, or if `args` asks for something unsupported.
     """
-    for name, idle in UNSUPPORTED.items():
-        value = enum_value(getattr(args, name, idle[0]))
-        if value not in idle:
+    for name, allowed in UNSUPPORTED.items():
+        value = enum_value(getattr(args, name, allowed[0]))
+        if value not in allowed:
             raise ConfigError(f"`training_args.{name}={value!r}` is not supported by HFTrainer. {_ADVICE[name]}")
     if enum_value(args.optim) in ("lomo", "adalomo") or str(enum_value(args.optim)).endswith("_layerwise"):
         raise ConfigError(
@@ -243,41 +243,41 @@ def merge_training_args(args: transformers.TrainingArguments, given: dict[str, A
     if steps != 1 and _accelerate_steps(args) not in (None, steps):
         raise ConfigError(
             f"`training_args.gradient_accumulation_steps={steps}` and num_steps={_accelerate_steps(args)} of their "
-            "`accelerator_config` are two numbers for one thing. Leave one of them out."
+            "`accelerator_config` contradict each other. Leave one of them out."
         )
-    meant = [name for name in ("save_steps", "save_dir") if given.get(name) is not None]
-    if meant and enum_value(args.save_strategy) == "no":
+    conflicts = [name for name in ("save_steps", "save_dir") if kwargs.get(name) is not None]
+    if conflicts and enum_value(args.save_strategy) == "no":
         raise ConfigError(
-            f"`{meant[0]}={str(given[meant[0]])!r}` contradicts the training arguments, which say save_strategy='no'. "
+            f"`{conflicts[0]}={str(kwargs[conflicts[0]])!r}` contradicts save_strategy='no' of the training arguments. "
             "Set their save_strategy instead."
         )
     if args.torch_compile:
-        if given.get("compile") not in (None, False):
+        if kwargs.get("compile") not in (None, False):
             raise ConfigError("`compile` and torch_compile=True of the training arguments are both set. Leave one out.")
         options = {"backend": args.torch_compile_backend, "mode": args.torch_compile_mode}
-        given["compile"] = {name: value for name, value in options.items() if value is not None}
-    _merge_metrics(args, given)
-    said = _translate_fields(args)
+        kwargs["compile"] = {name: value for name, value in options.items() if value is not None}
+    _merge_metrics(args, kwargs)
+    values = _translate_fields(args)
     if getattr(args.accelerator_config, "split_batches", False):
         for name in ("batch_size", "eval_batch_size"):
-            if said[name] % args.world_size:
+            if values[name] % args.world_size:
                 raise ConfigError(
-                    f"`training_args.accelerator_config` has split_batches=True, which shares a batch of {said[name]} "
-                    f"out to {args.world_size} processes. Choose a batch size that they divide."
+                    "`training_args.accelerator_config` has split_batches=True, which splits a batch of "
+                    f"{values[name]} over {args.world_size} processes. Choose a batch size that they divide."
                 )
-            said[name] //= args.world_size
-    has_own_length = given.get("max_duration") is not None and args.num_train_epochs == _DEFAULT_EPOCHS
-    if given.get("epochs") is None and (given.get("max_steps") is not None or has_own_length):
-        del said["epochs"]  # as in transformers, where `max_steps` replaces the epochs
-    if given.get("optimizer") is not None and not isinstance(given["optimizer"], (str, type)):
-        del said["learning_rate"], said["weight_decay"]  # they are for an optimizer that we would create
-    if given.get("train_loader") is not None or is_loader(given.get("train_dataset")):
+            values[name] //= args.world_size
+    has_max_duration = kwargs.get("max_duration") is not None and args.num_train_epochs == _DEFAULT_EPOCHS
+    if kwargs.get("epochs") is None and (kwargs.get("max_steps") is not None or has_max_duration):
+        del values["epochs"]  # as in transformers, where `max_steps` replaces the epochs
+    if kwargs.get("optimizer") is not None and not isinstance(kwargs["optimizer"], (str, type)):
+        del values["learning_rate"], values["weight_decay"]  # for an optimizer that we would create
+    if kwargs.get("train_loader") is not None or is_loader(kwargs.get("train_dataset")):
         for name in ("batch_size", "pin_memory"):
-            said.pop(name, None)  # training arguments always have a value
-    if all(given.get(name) is None for name in ("eval_dataset", "eval_loader")):
+            values.pop(name, None)  # training arguments always have a value
+    if all(kwargs.get(name) is None for name in ("eval_dataset", "eval_loader")):
         for name in ("optimization_metric", "optimization_direction"):
-            said.pop(name, None)  # transformers' scripts name a metric even if they do not evaluate
-    _merge_arguments(args, said, given)
+            values.pop(name, None)  # transformers' scripts name a metric even if they do not evaluate
+    _merge_arguments(args, values, kwargs)
 
 
 def warn_unread_fields(args: transformers.TrainingArguments) -> None:
@@ -285,39 +285,47 @@ def warn_unread_fields(args: transformers.TrainingArguments) -> None:
 
     Fields of the user's own class are for the user's own program.
     """
-    known = {field.name for field in dataclasses.fields(transformers.Seq2SeqTrainingArguments)}
-    own = [field for field in dataclasses.fields(args) if field.name not in known]
+    known_names = {field.name for field in dataclasses.fields(transformers.Seq2SeqTrainingArguments)}
+    extra_fields = [field for field in dataclasses.fields(args) if field.name not in known_names]
     module = sys.modules.get(type(args).__module__)
-    is_of_library = not {"site-packages", "dist-packages"}.isdisjoint(Path(getattr(module, "__file__", "") or "").parts)
-    if not own or not is_of_library or args.process_index:
+    is_from_library = not {"site-packages", "dist-packages"}.isdisjoint(
+        Path(getattr(module, "__file__", "") or "").parts
+    )
+    if not extra_fields or not is_from_library or args.process_index:
         return
-    made = {one.name: one.default_factory() for one in own if callable(one.default_factory)}
-    found = {one.name: getattr(args, one.name) for one in own}
-    said = [f"{one.name}={found[one.name]!r:.80}" for one in own if found[one.name] != made.get(one.name, one.default)]
+    factory_defaults = {
+        field.name: field.default_factory() for field in extra_fields if callable(field.default_factory)
+    }
+    values = {field.name: getattr(args, field.name) for field in extra_fields}
+    changed = [
+        f"{field.name}={values[field.name]!r:.80}"
+        for field in extra_fields
+        if values[field.name] != factory_defaults.get(field.name, field.default)
+    ]
     logger.warning(
-        "%s has %d fields beside those of TrainingArguments, which are for a trainer of %r and are not read here%s. "
-        "Prepare model and data as they say, or let that trainer do so.",
-        type(args).__name__, len(own), type(args).__module__.partition(".")[0],
-        f", not even {', '.join(said)}" if said else "",
+        "%s has %d fields in addition to those of TrainingArguments, which are for a trainer of %r and have no effect "
+        "here%s. Prepare model and data accordingly, or let that trainer do so.",
+        type(args).__name__, len(extra_fields), type(args).__module__.partition(".")[0],
+        f", not even {', '.join(changed)}" if changed else "",
     )  # fmt: skip
 
 
-def merge_activation_checkpointing(args: transformers.TrainingArguments, model: Any, given: dict[str, Any]) -> None:
-    """Let us recompute activations if transformers' arguments ask for it and the model has no support of its own.
+def merge_activation_checkpointing(args: transformers.TrainingArguments, model: Any, kwargs: dict[str, Any]) -> None:
+    """Recompute activations if transformers' arguments request it and the model does not support it itself.
 
     Args:
-        args: The engine's arguments; if we recompute, they no longer ask for it.
+        args: The engine's arguments; if we recompute, they no longer request it.
         model: The user's model.
-        given: The keyword arguments that the user passed to HFTrainer; missing ones are filled in.
+        kwargs: The keyword arguments that the user passed to HFTrainer; missing ones are filled in.
 
     Raises:
-        ConfigError: If these say that activations are kept.
+        ConfigError: If these disable it.
     """
     names = [name for name in ("activation_checkpointing", "gradient_checkpointing") if getattr(args, name, False)]
     if not names:
         return
-    if not isinstance(given.get("gradient_checkpointing"), (list, tuple)):
-        fill_arguments({"gradient_checkpointing": True}, given, "the training arguments")
+    if not isinstance(kwargs.get("gradient_checkpointing"), (list, tuple)):
+        fill_arguments({"gradient_checkpointing": True}, kwargs, "the training arguments")
         if own_way(unwrap(model)) is not None:
             return  # transformers' loop enables it, with the options in its arguments
     for name in names:
@@ -325,32 +333,29 @@ def merge_activation_checkpointing(args: transformers.TrainingArguments, model: 
 
 
 def reject_dataset_fields(args: transformers.TrainingArguments | None, has_order: bool) -> None:
-    """Refuse arguments without effect on training data that transformers' loop gets in whole steps.
+    """Raise ConfigError for arguments without effect on training data that transformers' loop gets in full steps.
 
     Args:
         args: The user's TrainingArguments.
-        has_order: Whether the data nevertheless are a dataset, whose samples can be named.
-
-    Raises:
-        ConfigError: It names the argument.
+        has_order: Whether the data nevertheless are a map-style dataset.
     """
     if args is None:
         return
-    asked = {
+    fields_in_use = {
         "dataloader_drop_last": args.dataloader_drop_last and not has_order,
         "data_seed": args.data_seed not in (None, args.seed) and not has_order,
         "include_num_input_tokens_seen": enum_value(args.include_num_input_tokens_seen) not in ("no", False),
     }
-    for name, is_asked in asked.items():
-        if is_asked:
+    for name, is_set_by_user in fields_in_use.items():
+        if is_set_by_user:
             raise ConfigError(
                 f"`training_args.{name}={getattr(args, name)!r}` would have no effect on "
-                + ("whole steps, as `microbatch_size` has them" if has_order else "a stream or a loader of your own")
+                + ("full steps, as with `microbatch_size`" if has_order else "a stream or a custom loader")
                 + ", where transformers' loop sees no single batch. Leave it out."
             )
 
 
-def _merge_metrics(args: transformers.TrainingArguments, given: dict[str, Any]) -> None:
+def _merge_metrics(args: transformers.TrainingArguments, kwargs: dict[str, Any]) -> None:
     """Check a metric function's inputs, and warn if it is called batch by batch."""
     for name in args.include_for_metrics or ():
         if name not in ("inputs", "loss"):
@@ -358,105 +363,106 @@ def _merge_metrics(args: transformers.TrainingArguments, given: dict[str, Any]) 
             raise ConfigError(
                 f"`training_args.include_for_metrics` may hold 'inputs' and 'loss', got {name!r}.{nearest}"
             )
-    metrics = given.get("compute_metrics")
+    metrics = kwargs.get("compute_metrics")
     if args.prediction_loss_only:
-        given["compute_metrics"] = None
+        kwargs["compute_metrics"] = None
     elif args.batch_eval_metrics and metrics is not None:
         if args.include_for_metrics:
             raise ConfigError(
                 f"`training_args.batch_eval_metrics=True` and their `include_for_metrics={args.include_for_metrics!r}` "
                 "are both set. Leave one of them out."
             )
-        takes = [] if not callable(metrics) or isinstance(metrics, torch.nn.Module) else _parameters_of(metrics)
+        takes = [] if not callable(metrics) or isinstance(metrics, torch.nn.Module) else _parameter_names(metrics)
         if "compute_result" not in takes:
             raise ConfigError(
                 "`training_args.batch_eval_metrics=True` is for a `compute_metrics` that is called as f(eval_pred, "
-                f"compute_result=...), got {metrics!r}. Give it that argument, or leave batch_eval_metrics out: "
+                f"compute_result=...), got {metrics!r}. Add that argument, or leave batch_eval_metrics out: "
                 "metrics by name, and those of torchmetrics, keep no predictions anyway."
             )
-        given["compute_metrics"] = ByBatch(metrics)
+        kwargs["compute_metrics"] = ByBatch(metrics)
 
 
-def _parameters_of(function: Any) -> list[str]:
+def _parameter_names(function: Any) -> list[str]:
     return list(inspect.signature(function).parameters)
 
 
-def _merge_arguments(args: transformers.TrainingArguments, said: Mapping[str, Any], given: dict[str, Any]) -> None:
+def _merge_arguments(args: transformers.TrainingArguments, values: Mapping[str, Any], kwargs: dict[str, Any]) -> None:
     """Fill our arguments from transformers', except those that the user passed.
 
     Raises:
         ConfigError: If the user set both, and they differ.
     """
-    own_metric = given.get("optimization_metric")
-    for name, value in {**said, **_optimizer_fields(args, given)}.items():
-        if given.get(name) is None and not (name == "max_grad_norm" and name in given):  # whose None has a meaning
-            if name != "optimization_direction" or own_metric in (None, said.get("optimization_metric")):
-                given[name] = value  # a direction belongs to the metric named with it
+    user_metric = kwargs.get("optimization_metric")
+    for name, value in {**values, **_optimizer_fields(args, kwargs)}.items():
+        if kwargs.get(name) is None and not (name == "max_grad_norm" and name in kwargs):  # None means no clipping
+            if name != "optimization_direction" or user_metric in (None, values.get("optimization_metric")):
+                kwargs[name] = value  # a direction belongs to the metric named with it
             continue
-        own, theirs = given[name], _user_fields(args, name)
-        if theirs and value is not None and not _is_same(name, own, value):
-            spelled = " and ".join(f"`{field}={word!r}`" for field, word in theirs.items())
+        argument, fields = kwargs[name], _user_fields(args, name)
+        if fields and value is not None and not _is_same(name, argument, value):
+            spelled = " and ".join(f"`{field}={field_value!r}`" for field, field_value in fields.items())
+            shown = str(argument) if isinstance(argument, Path) else argument
             raise ConfigError(
-                f"`{name}={str(own) if isinstance(own, Path) else own!r}` contradicts {spelled} of the training "
-                "arguments. Leave one of them out."
+                f"`{name}={shown!r}` contradicts {spelled} of the training arguments. Leave one of them out."
             )
 
 
-def _optimizer_fields(args: transformers.TrainingArguments, given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the optimizer, the schedule and its warm-up named in transformers' arguments, if the user named one here.
+def _optimizer_fields(args: transformers.TrainingArguments, kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """Return optimizer, schedule and warm-up of transformers' arguments, to compare with those that the user passed.
 
-    Otherwise transformers creates them.
+    Without the latter, transformers creates them.
     """
-    found = {"optimizer": args.optim, "lr_scheduler": args.lr_scheduler_type}
-    named: dict[str, Any] = {name: enum_value(word) for name, word in found.items() if isinstance(given.get(name), str)}
-    if given.get("warmup_steps") is not None:
-        named["warmup_steps"] = args.warmup_steps
-    return named
+    choices = {"optimizer": args.optim, "lr_scheduler": args.lr_scheduler_type}
+    fields: dict[str, Any] = {
+        name: enum_value(choice) for name, choice in choices.items() if isinstance(kwargs.get(name), str)
+    }
+    if kwargs.get("warmup_steps") is not None:
+        fields["warmup_steps"] = args.warmup_steps
+    return fields
 
 
-def _is_same(name: str, own: Any, value: Any) -> bool:
+def _is_same(name: str, argument: Any, value: Any) -> bool:
     """Return whether one of our arguments means the same as theirs."""
     if name == "optimization_metric":
-        own, value = str(own).removeprefix("eval_"), str(value).removeprefix("eval_")
+        argument, value = str(argument).removeprefix("eval_"), str(value).removeprefix("eval_")
     if name == "optimizer":  # such as "adamw" and "adamw_torch_fused"
-        return own.rpartition(".")[2].lower() in value
-    return own == value or str(own) == str(value)
+        return argument.rpartition(".")[2].lower() in value
+    return argument == value or str(argument) == str(value)
 
 
-def fill_arguments(said: Mapping[str, Any], given: dict[str, Any], who: str) -> None:
+def fill_arguments(values: Mapping[str, Any], kwargs: dict[str, Any], source: str) -> None:
     """Fill our arguments from another source; None means not set.
 
     Raises:
         ConfigError: If one was also passed by the user, with another value.
     """
-    for name, value in said.items():
-        own = given.get(name)
-        if own is None:
-            given[name] = value
-        elif value is not None and own != value and str(own) != str(value):
+    for name, value in values.items():
+        argument = kwargs.get(name)
+        if argument is None:
+            kwargs[name] = value
+        elif value is not None and argument != value and str(argument) != str(value):
             raise ConfigError(
-                f"`{name}={own!r}` contradicts {who}, which say {name}={value!r}. Leave it out of one of them."
+                f"`{name}={argument!r}` contradicts {name}={value!r} of {source}. Leave it out of one of them."
             )
 
 
 _DEFAULT_EPOCHS = transformers.TrainingArguments.__dataclass_fields__["num_train_epochs"].default
 
-_GROUPED = (
+_ORDER_ADVICE = (
     "Samples come in one order, which is the same on every number of processes. Use "
-    "train_sampling_strategy='group_by_length', which keeps padding short, and ranks as busy as each other."
+    "train_sampling_strategy='group_by_length', which keeps padding short and the load of the ranks balanced."
 )
 _ADVICE = {
-    "train_sampling_strategy": _GROUPED,
-    "sortish_sampler": _GROUPED,
-    "eval_do_concat_batches": "Functions of metrics get whole arrays, filled up to one length. Leave it out; for "
-    "metrics of single batches set batch_eval_metrics=True.",
-    "ignore_data_skip": "A resumed run goes on with the sample that comes next, which costs nothing. Leave it out.",
-    "average_tokens_across_devices": "Each label of a step counts the same, on whatever process it is. Leave it out.",
+    "train_sampling_strategy": _ORDER_ADVICE,
+    "sortish_sampler": _ORDER_ADVICE,
+    "eval_do_concat_batches": "Metric functions get full arrays, padded to one length. Leave it out; for metrics per "
+    "batch set batch_eval_metrics=True.",
+    "ignore_data_skip": "A resumed run continues with the next sample, which costs nothing. Leave it out.",
+    "average_tokens_across_devices": "Each label of a step counts the same on every process. Leave it out.",
     "parallelism_config": "Use AccelerateTrainer with `parallelism_config`: its checkpoints and numbers are the same.",
     "dataloader_in_order": "Samples come in one order here, with any number of workers. Leave it out.",
     "dataloader_multiprocessing_context": "Call torch.multiprocessing.set_start_method() at the start of the program.",
-    "save_on_each_node": "The main process writes checkpoints, and hands them to all others when they are read. Leave "
-    "it out.",
+    "save_on_each_node": "The main process writes checkpoints, and broadcasts them when they are read. Leave it out.",
 }
 """The reason, and what to do instead."""
 
@@ -464,7 +470,7 @@ _ADVICE = {
 def _translate_fields(args: transformers.TrainingArguments) -> dict[str, Any]:
     """Return transformers' arguments as ours."""
     saves = enum_value(args.save_strategy)
-    found: dict[str, Any] = {
+    values: dict[str, Any] = {
         "epochs": args.num_train_epochs if args.max_steps <= 0 else None,
         "max_steps": args.max_steps if args.max_steps > 0 else None,
         "batch_size": args.per_device_train_batch_size,
@@ -484,46 +490,46 @@ def _translate_fields(args: transformers.TrainingArguments) -> dict[str, Any]:
         "load_best_at_end": args.load_best_model_at_end,  # off by default, with and without checkpoints
     }
     if args.lr_scheduler_kwargs:
-        found["lr_scheduler_kwargs"] = args.lr_scheduler_kwargs
+        values["lr_scheduler_kwargs"] = args.lr_scheduler_kwargs
     if enum_value(args.eval_strategy) != "no":
-        found["eval_steps"] = _interval(enum_value(args.eval_strategy), args.eval_steps)
+        values["eval_steps"] = _interval(enum_value(args.eval_strategy), args.eval_steps)
     if saves != "no":
-        found["save_dir"] = args.output_dir
-        found["save_total_limit"] = args.save_total_limit
+        values["save_dir"] = args.output_dir
+        values["save_total_limit"] = args.save_total_limit
         if getattr(args, "overwrite", False):  # only HFTrainingArguments has it
-            found["overwrite"] = True
-        found["save_only_model"] = args.save_only_model
-        found["save_steps"] = _interval(saves, args.save_steps)
+            values["overwrite"] = True
+        values["save_only_model"] = args.save_only_model
+        values["save_steps"] = _interval(saves, args.save_steps)
     if args.metric_for_best_model is not None:
-        found["optimization_metric"] = args.metric_for_best_model
+        values["optimization_metric"] = args.metric_for_best_model
     if args.greater_is_better is False and args.metric_for_best_model is not None:
-        found["optimization_direction"] = "min"  # transformers itself fills in True, so only False is the user's
+        values["optimization_direction"] = "min"  # transformers itself fills in True, so only False is the user's
     if args.run_name is not None and args.run_name != args.output_dir:
-        found["trial_name"] = args.run_name
+        values["trial_name"] = args.run_name
     if args.auto_find_batch_size:
-        found["microbatch_size"] = "auto"
+        values["microbatch_size"] = "auto"
     if args.tf32 is not None:
-        found["matmul_precision"] = "high" if args.tf32 else "highest"
+        values["matmul_precision"] = "high" if args.tf32 else "highest"
     if args.label_names:
-        found["label_names"] = list(args.label_names)
+        values["label_names"] = list(args.label_names)
     if args.disable_tqdm:
-        found["progress_bar"] = False
+        values["progress_bar"] = False
     if args.ddp_timeout != 1800 and args.world_size > 1:  # 1800 is our default too
-        found["timeout"] = args.ddp_timeout
+        values["timeout"] = args.ddp_timeout
     if args.dataloader_prefetch_factor is not None:
-        found["prefetch_factor"] = args.dataloader_prefetch_factor
-    return found
+        values["prefetch_factor"] = args.dataloader_prefetch_factor
+    return values
 
 
-def sharding_accelerator(args: transformers.TrainingArguments | None, given: dict[str, Any]) -> tuple[Any, Any]:
-    """Return an `Accelerator` that shards the weights, and DeepSpeed's schedule; None for each that is not asked for.
+def sharding_accelerator(args: transformers.TrainingArguments | None, kwargs: dict[str, Any]) -> tuple[Any, Any]:
+    """Return an `Accelerator` that shards the weights, and DeepSpeed's schedule; None for each without a request.
 
     Args:
-        args: The user's TrainingArguments; `accelerate launch` may ask for sharding too.
-        given: The keyword arguments for our trainer; values set only in DeepSpeed's configuration are filled in.
+        args: The user's TrainingArguments; `accelerate launch` may request sharding too.
+        kwargs: The keyword arguments for our trainer; values set only in DeepSpeed's configuration are filled in.
 
     Raises:
-        ConfigError: If they contradict each other, or ask for FSDP 1 or anything incompatible with sharding.
+        ConfigError: If they contradict each other, or request FSDP 1 or anything incompatible with sharding.
     """
     config = getattr(args, "hf_deepspeed_config", None)  # where "auto" is filled in from the arguments
     zero = deepspeed_plugin(None if config is None else config.config)
@@ -536,17 +542,17 @@ def sharding_accelerator(args: transformers.TrainingArguments | None, given: dic
     if zero is not None:
         if syncs_each_batch(args):
             raise ConfigError(
-                "`training_args.accelerator_config` has sync_each_batch=True, but DeepSpeed has its own way of "
-                "accumulating gradients; the numbers are the same. Leave it out."
+                "`training_args.accelerator_config` has sync_each_batch=True, but DeepSpeed accumulates gradients "
+                "itself; the numbers are the same. Leave it out."
             )
-        if args is not None and given.get("lr_scheduler") is None:
+        if args is not None and kwargs.get("lr_scheduler") is None:
             schedule = zero.deepspeed_config.pop("scheduler", None)
-        merge_config(zero, given)
+        merge_config(zero, kwargs)
         if mismatches := getattr(config, "mismatches", None):
             raise ConfigError(
                 "`training_args.deepspeed` contradicts the other training arguments:\n"
                 + "\n".join(mismatches)
-                + "\nGive both the same values, or say 'auto' in the configuration."
+                + "\nSet both to the same values, or to 'auto' in the configuration."
             )
     elif options is not None and args is not None:
         if options["fsdp_version"] != 2:
@@ -555,18 +561,18 @@ def sharding_accelerator(args: transformers.TrainingArguments | None, given: dic
                 "PyTorch has replaced it. Pass fsdp_config={'version': 2}."
             )
         settings: Any = args.fsdp_config  # transformers 5.4 does not pass all of it to the plugin
-        kept = {name: settings[name] for name in ("activation_checkpointing",) if name in settings}
-        fsdp = FullyShardedDataParallelPlugin(**{**options, **kept})
-    precision = precision_name(given.get("autocast"))
+        untranslated = {name: settings[name] for name in ("activation_checkpointing",) if name in settings}
+        fsdp = FullyShardedDataParallelPlugin(**{**options, **untranslated})
+    precision = precision_name(kwargs.get("autocast"))
     accelerator = make_accelerator(
-        precision=precision, deepspeed_plugin=zero, fsdp_plugin=fsdp, timeout=timeout_seconds(given)
+        precision=precision, deepspeed_plugin=zero, fsdp_plugin=fsdp, timeout=timeout_seconds(kwargs)
     )
     return accelerator, schedule
 
 
-def timeout_seconds(given: Mapping[str, Any]) -> float | None:
+def timeout_seconds(kwargs: Mapping[str, Any]) -> float | None:
     """Return the `timeout` among the keyword arguments for our trainer in seconds; None if not set."""
-    return None if given.get("timeout") is None else seconds_of("timeout", given["timeout"])
+    return None if kwargs.get("timeout") is None else seconds_of("timeout", kwargs["timeout"])
 
 
 def enum_value(choice: Any) -> Any:
@@ -583,15 +589,15 @@ def _interval(strategy: str, steps: Any) -> Any:
     return f"{steps}dur" if isinstance(steps, float) and steps < 1 else int(steps)
 
 
-def resolve_alias(name: str, value: Any, other_name: str, other: Any) -> Any:
+def resolve_alias(name: str, value: Any, alias: str, alias_value: Any) -> Any:
     """Return the value passed under one of two names, or None.
 
     Raises:
         ConfigError: If values were passed under both.
     """
-    if value is not None and other is not None:
-        raise ConfigError(f"`{name}` and `{other_name}` are two names for one thing. Leave one of them out.")
-    return other if value is None else value
+    if value is not None and alias_value is not None:
+        raise ConfigError(f"`{name}` and `{alias}` are two names of one argument. Leave one of them out.")
+    return alias_value if value is None else value
 
 
 def scheduler_factory(args: transformers.TrainingArguments, warmup: int, steps: int | None) -> Callable[[Any], Any]:
@@ -603,23 +609,23 @@ def scheduler_factory(args: transformers.TrainingArguments, warmup: int, steps: 
     )  # fmt: skip
 
 
-def default_training_args(output_dir: str, timeout: float | None, **ours: Any) -> transformers.TrainingArguments:
+def default_training_args(output_dir: str, timeout: float | None, **fields: Any) -> transformers.TrainingArguments:
     """Return training arguments for a user who has passed none.
 
     Args:
         output_dir: The folder to which transformers may write.
         timeout: Seconds without progress until forming the process group fails; None is 30 minutes.
-        ours: Fields that the trainer decides.
+        fields: Fields that the trainer sets.
     """
     with meeting(timeout) as init_method:
         if init_method is not None and not torch.distributed.is_initialized():
             limit = datetime.timedelta(seconds=1800)  # as in transformers for NCCL, whose default is shorter
-            PartialState(cpu=ours.get("use_cpu", False), init_method=init_method, timeout=limit)
-        return transformers.TrainingArguments(output_dir, report_to=[], **ours)
+            PartialState(cpu=fields.get("use_cpu", False), init_method=init_method, timeout=limit)
+        return transformers.TrainingArguments(output_dir, report_to=[], **fields)
 
 
 def reject_fp16_on_cpu(args: transformers.TrainingArguments | None, device: torch.device) -> None:
-    """Refuse `fp16` in the training arguments if transformers would train without it."""
+    """Raise ConfigError for `fp16` in the training arguments if transformers would train without it."""
     if args is not None and args.fp16 and device.type == "cpu":
         raise ConfigError(
             "`training_args.fp16=True` is not available on a CPU, and transformers would silently ignore it. "
@@ -628,14 +634,14 @@ def reject_fp16_on_cpu(args: transformers.TrainingArguments | None, device: torc
 
 
 def engine_arguments(args: transformers.TrainingArguments, output_dir: str) -> transformers.TrainingArguments:
-    """Return the engine's arguments: the user's, except for what our lifecycle decides.
+    """Return the engine's arguments: the user's, except for those that our lifecycle decides.
 
     Args:
         args: The user's TrainingArguments, which stay unchanged.
         output_dir: The folder to which the engine may write.
     """
     engine = copy.copy(args)
-    quiet = {
+    overrides = {
         "max_grad_norm": 0.0,  # the Bridge clips
         "logging_nan_inf_filter": False,
         "load_best_model_at_end": False,
@@ -657,7 +663,7 @@ def engine_arguments(args: transformers.TrainingArguments, output_dir: str) -> t
         "deepspeed_plugin": None,
         "label_smoothing_factor": 0,  # the trainer computes the loss; theirs needs a config, which some models lack
     }
-    for name, value in {**quiet, "output_dir": output_dir}.items():
+    for name, value in {**overrides, "output_dir": output_dir}.items():
         setattr(engine, name, value)
     if engine.accelerator_config is not None:  # transformers would modify the user's object
         config: Any = copy.copy(engine.accelerator_config)
@@ -671,37 +677,37 @@ def engine_arguments(args: transformers.TrainingArguments, output_dir: str) -> t
 
 
 def effective_arguments(
-    args: transformers.TrainingArguments, settings: Settings, own: Collection[str], evaluates: bool
+    args: transformers.TrainingArguments, settings: Settings, user_arguments: Collection[str], evaluates: bool
 ) -> transformers.TrainingArguments:
-    """Return the training arguments for transformers' callbacks, with the values of our own arguments.
+    """Return the training arguments for transformers' callbacks, with the values of our arguments.
 
-    This is the user's own object if our arguments change nothing.
+    This is the user's object if our arguments change nothing.
 
     Args:
         args: The user's TrainingArguments.
         settings: All of our arguments in force.
-        own: Those that the user passed, or that do not come from `args`.
+        user_arguments: Those that the user passed, or that do not come from `args`.
         evaluates: Whether the run evaluates.
     """
-    shown = copy.copy(args)
-    for name in own:
+    effective = copy.copy(args)
+    for name in user_arguments:
         value, field = getattr(settings, name, None), FIELDS.get(name, (name,))[0]
         if name in _INTERVALS:
             is_on = {"eval_steps": evaluates, "save_steps": settings.save_dir is not None}.get(name, True)
-            word = "steps" if isinstance(value, int) else "epoch"
-            setattr(shown, field, type(getattr(args, field))(word if is_on else "no"))
+            strategy = "steps" if isinstance(value, int) else "epoch"
+            setattr(effective, field, type(getattr(args, field))(strategy if is_on else "no"))
             if isinstance(value, int):
-                setattr(shown, FIELDS[name][1], value)
-        elif name in _SAME_VALUE and (value is not None or name == "max_grad_norm"):
-            setattr(shown, field, 0.0 if value is None else value)
-    if settings.save_dir is not None and "save_dir" in own:
-        shown.output_dir = str(settings.save_dir)
-    return args if vars(shown) == vars(args) else shown
+                setattr(effective, FIELDS[name][1], value)
+        elif name in _SAME_VALUE_FIELDS and (value is not None or name == "max_grad_norm"):
+            setattr(effective, field, 0.0 if value is None else value)
+    if settings.save_dir is not None and "save_dir" in user_arguments:
+        effective.output_dir = str(settings.save_dir)
+    return args if vars(effective) == vars(args) else effective
 
 
 _INTERVALS = ("log_steps", "eval_steps", "save_steps")
 
-_SAME_VALUE = (
+_SAME_VALUE_FIELDS = (
     "epochs", "max_steps", "batch_size", "eval_batch_size", "gradient_accumulation_steps", "learning_rate",
     "weight_decay", "warmup_steps", "max_grad_norm", "seed", "num_workers", "pin_memory", "prefetch_factor",
     "drop_last", "deterministic", "eval_on_start", "save_total_limit", "save_only_model", "load_best_at_end",
@@ -726,20 +732,19 @@ def ddp_options(args: transformers.TrainingArguments, model: Any) -> Any:
 
 
 def reject_duplicate_loggers(args: transformers.TrainingArguments | None, loggers: object) -> None:
-    """Refuse a service that both `report_to` of the training arguments and `loggers` name: each row would go twice.
-
-    Raises:
-        ConfigError: Naming it.
-    """
+    """Raise ConfigError for a service in both `loggers` and `report_to` of the training arguments."""
     if args is None or loggers is None:
         return
-    told = [args.report_to] if isinstance(args.report_to, str) else list(args.report_to or [])
-    given = loggers if isinstance(loggers, (list, tuple)) else [loggers]
+    reported = [args.report_to] if isinstance(args.report_to, str) else list(args.report_to or [])
+    logger_list = loggers if isinstance(loggers, (list, tuple)) else [loggers]
     kinds = {"TensorBoardLogger": "tensorboard", "WandbLogger": "wandb"}
-    names = [one if isinstance(one, str) else kinds.get(type(one).__name__, getattr(one, "name", "")) for one in given]
-    twice = [name for name in names if name in told or (name and "all" in told)]
-    if twice:
+    names = [
+        entry if isinstance(entry, str) else kinds.get(type(entry).__name__, getattr(entry, "name", ""))
+        for entry in logger_list
+    ]
+    duplicates = [name for name in names if name in reported or (name and "all" in reported)]
+    if duplicates:
         raise ConfigError(
-            f"`loggers` and `report_to` of the training arguments both name {twice[0]!r}: each row would be there "
-            "twice. Leave it out of one of them; those of `report_to` are transformers' own."
+            f"`loggers` and `report_to` of the training arguments both have {duplicates[0]!r}, which would log each "
+            "row twice. Leave it out of one of them; `report_to` uses transformers' callbacks."
         )

@@ -1,7 +1,6 @@
-"""Search for hyperparameters: each trial is a run of any trainer, in a folder of its own. optuna chooses the values.
+"""Hyperparameter search with optuna for any trainer.
 
-What is `search` for its callers, and how trials are kept and continued, belongs here. What the values of a search may
-be is in `omnitrain/sweeps/spaces.py`; the search that transformers' Trainer has is in `hf/search.py`.
+Each trial is a run in its own folder. `spaces.py` has the search space, `hf/search.py` the search of transformers.
 """
 
 from __future__ import annotations
@@ -46,13 +45,13 @@ logger: logging.Logger = logging.getLogger("omnitrain")
 T = TypeVar("T")
 MakeTrainer = Callable[[dict[str, Any], Path], BaseTrainer]
 
-_JOURNAL = "search.journal"
-_FACTS = "search.json"
-_NAME = "search"
+_JOURNAL_FILE = "search.journal"
+_SETTINGS_FILE = "search.json"
+_STUDY_NAME = "search"
 _SAMPLERS = ("tpe", "random", "grid")
 _PRUNERS = ("median", "none")
-_TRIES = 3
-"""So many trials in a row from the first on end a search by failing: then it is not their values that are wrong."""
+_MAX_FIRST_FAILURES = 3
+"""If the first trials all fail, so many of them end the search: the cause is not in their values."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,13 +61,13 @@ class SearchTrial:
     Attributes:
         number: From 0.
         params: Its values by name, as JSON types.
-        score: Its best value of the metric; None if it has none.
+        score: Its best value of the metric; None without a finite value.
         score_step: The step of that evaluation.
         step: The step at which the run ended.
         state: "complete", "pruned" or "failed".
         seconds: How long the run took.
         folder: The folder of the run.
-        error: What it failed with; "" if it did not.
+        error: The error as one line; "" without one.
     """
 
     number: int
@@ -87,7 +86,7 @@ class SearchResult:
     """The trials of a search, which print as a table.
 
     Attributes:
-        trials: All trials that have ended, by number.
+        trials: All finished trials, by number.
         metric: The metric of the score.
         direction: Whether a higher score is better ("max"), or a lower one ("min").
         folder: The `save_dir` of the search.
@@ -100,7 +99,7 @@ class SearchResult:
 
     @property
     def _complete(self) -> list[SearchTrial]:
-        return [one for one in self.trials if one.state == "complete"]
+        return [trial for trial in self.trials if trial.state == "complete"]
 
     @property
     def best(self) -> SearchTrial:
@@ -109,24 +108,26 @@ class SearchResult:
         Raises:
             ConfigError: No trial is complete.
         """
-        best = _best_of(self._complete, _score, self.direction)
+        best = _select_best(self._complete, _score, self.direction)
         if best is None:
-            raise ConfigError(f"No trial of {str(self.folder)!r} is complete, so none is the best:\n{self.table()}")
+            raise ConfigError(f"No trial of {str(self.folder)!r} is complete, so there is no best:\n{self.table()}")
         return best
 
     def table(self) -> str:
         """Return a row per trial: number, values, score and its step, last step, state and seconds; `*` is the best."""
-        names = list(dict.fromkeys(name for one in self.trials for name in one.params))
-        best, form = _best_of(self._complete, _score, self.direction), get_descriptor(f"eval_{self.metric}").format
-        rows = [["trial", *names, f"{self.metric}  ", "step", "state", "seconds"]]
-        for one in self.trials:
-            score = "-" if one.score is None else f"{format(one.score, form)} @{one.score_step}"
-            values = [_cell(one.params.get(name, "-")) for name in names]
-            mark = " *" if one is best else "  "
-            rows.append([str(one.number), *values, score + mark, str(one.step), one.state, f"{one.seconds:.1f}"])
+        params = list(dict.fromkeys(name for trial in self.trials for name in trial.params))
+        best, form = _select_best(self._complete, _score, self.direction), get_descriptor(f"eval_{self.metric}").format
+        rows = [["trial", *params, f"{self.metric}  ", "step", "state", "seconds"]]
+        for trial in self.trials:
+            score = "-" if trial.score is None else f"{format(trial.score, form)} @{trial.score_step}"
+            values = [_format_cell(trial.params.get(name, "-")) for name in params]
+            mark = " *" if trial is best else "  "
+            rows.append(
+                [str(trial.number), *values, score + mark, str(trial.step), trial.state, f"{trial.seconds:.1f}"]
+            )
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
         lines = ["  ".join(map(str.rjust, row, widths)).rstrip() for row in rows]
-        return "\n".join([*lines, *(f"trial {one.number}: {one.error}" for one in self.trials if one.error)])
+        return "\n".join([*lines, *(f"trial {trial.number}: {trial.error}" for trial in self.trials if trial.error)])
 
     def __str__(self) -> str:
         """Return the table."""
@@ -149,24 +150,28 @@ class SearchResult:
         Raises:
             MissingExtraError: matplotlib is not installed.
         """
-        names = list(dict.fromkeys(name for one in self.trials for name in one.params))
+        names = list(dict.fromkeys(name for trial in self.trials for name in trial.params))
         figure = create_figure("SearchResult.plot", 2.8 * (len(names) + 1) + 0.4)
-        first, *others = figure.subplots(len(names) + 1, squeeze=False)[:, 0]
-        _draw(first, self.trials, lambda one: one.number)
-        _draw_best(first, self._complete, self.direction)
-        first.set_xlabel("trial")
-        for axes, name in zip(others, names, strict=True):
-            values = [one.params[name] for one in self.trials if name in one.params]
+        overview, *parameter_axes = figure.subplots(len(names) + 1, squeeze=False)[:, 0]
+        _draw(overview, self.trials, lambda trial: trial.number)
+        _draw_best(overview, self._complete, self.direction)
+        overview.set_xlabel("trial")
+        for axes, name in zip(parameter_axes, names, strict=True):
+            values = [trial.params[name] for trial in self.trials if name in trial.params]
             is_number = all(isinstance(value, (int, float)) and not isinstance(value, bool) for value in values)
-            _draw(axes, self.trials, lambda one, name=name, is_number=is_number: _place(one.params, name, is_number))
+            _draw(
+                axes,
+                self.trials,
+                lambda trial, name=name, is_number=is_number: _coordinate(trial.params, name, is_number),
+            )
             if is_number and min(values) > 0 and max(values) >= 30 * min(values):
                 axes.set_xscale("log")
             axes.set_xlabel(name)
-        for axes in (first, *others):
+        for axes in (overview, *parameter_axes):
             axes.set_ylabel(self.metric)
             axes.grid(alpha=0.3)
-        if first.get_legend_handles_labels()[0]:
-            first.legend(fontsize="small")
+        if overview.get_legend_handles_labels()[0]:
+            overview.legend(fontsize="small")
         return figure if path is None else save_figure(figure, path)
 
 
@@ -181,36 +186,36 @@ def search(
     pruner: Any = None,
     seed: int = 42,
 ) -> SearchResult:
-    """Train with many values of hyperparameters, one run for each, and return what they gave.
+    """Search hyperparameters, with one run per trial, and return the trials.
 
     The score of a trial is the best value of its trainer's objective (`optimization_metric`). Called again with the
-    same `save_dir`, a search goes on: trials that have ended are kept, one that was interrupted or killed resumes
-    from its last checkpoint. Evaluations are reported to the pruner, which may stop a trial. A trial that raises an
-    error has failed, and the search goes on.
+    same `save_dir`, a search continues: finished trials are kept, and an interrupted trial resumes from its last
+    checkpoint. Evaluations are reported to the pruner, which may stop a trial. A trial that raises an error has
+    failed, and the search continues.
 
     Args:
         make_trainer: Called as `make_trainer(params, folder)`; returns a new trainer with `save_dir=folder`. It is
-            called with the random generators seeded alike for each trial, and once more at the beginning of a search,
-            for the objective.
-        space: What to try, by the name in `params`: a list of choices, a range such as {"low": 1e-5, "high": 1e-2,
+            called with the random generators seeded equally for each trial, and once more at the start of a search,
+            to read the objective.
+        space: The values by the name in `params`: a list of choices, a range such as {"low": 1e-5, "high": 1e-2,
             "log": True} or {"low": 16, "high": 128, "step": 16} (of integers if `low`, `high` and `step` are), or a
             function of optuna's trial.
-        trials: How many trials in all, with those of earlier calls; None, for "grid", tries everything once.
+        trials: The total number of trials, with those of earlier calls; None, for "grid", tries each point once.
         save_dir: The folder of the search; trials are in trial-0000, trial-0001, ... in it.
-        direction: "max" or "min", to be sure that it is that of the trainers' objective; None takes theirs.
-        sampler: "tpe" (default), "random", "grid", or a sampler of optuna, whose random numbers begin anew when a
+        direction: "max" or "min", to check that of the trainers' objective; None takes theirs.
+        sampler: "tpe" (default), "random", "grid", or a sampler of optuna, whose random numbers start again when a
             search is continued.
         pruner: "median" (default; it stops no trial before five are complete), "none", or a pruner of optuna.
         seed: Seed for the choices and for `make_trainer`; default 42.
 
     Returns:
-        The trials. `save_dir` gets their table, search.txt, and with matplotlib a picture, search.png.
+        The trials. `save_dir` gets their table, search.txt, and with matplotlib a plot, search.png.
 
     Raises:
-        ConfigError: An argument is wrong, `save_dir` holds another search, or a trainer does not fit: nothing to
-            evaluate on, another folder or another objective.
-        CheckpointError: The folder is in use, or cannot be written when the search begins; a file of the search is
-            damaged; or a trial cannot be resumed as `make_trainer` makes it now.
+        ConfigError: An argument is wrong, `save_dir` holds another search, or a trainer does not fit: no evaluation
+            set, another folder or another objective.
+        CheckpointError: The folder is in use or not writable when the search begins; a file of the search is damaged;
+            or the trainer of `make_trainer` cannot resume a trial.
         MissingExtraError: optuna is not installed.
         Exception: That of a trial, if each of the first three has failed.
     """
@@ -227,15 +232,15 @@ def search(
         trials = size if trials is None else min(trials, size)
     if trials is None:
         raise ConfigError(
-            "`trials` says how many trials there are in all; it may be left out with sampler='grid' only."
+            "`trials` is the total number of trials, and may be left out only with sampler='grid'. Pass a number."
         )
-    before = optuna.logging.get_verbosity()
-    optuna.logging.set_verbosity(optuna.logging.WARNING)  # each of its trials would be a line
+    verbosity = optuna.logging.get_verbosity()
+    optuna.logging.set_verbosity(optuna.logging.WARNING)  # optuna logs a line per trial
     try:
-        run = _Run(make_trainer, described, folder, sampler or "tpe", pruner or "median", seed)
-        return run.until(trials, direction)
+        run = _Search(make_trainer, described, folder, sampler or "tpe", pruner or "median", seed)
+        return run.run_trials(trials, direction)
     finally:
-        optuna.logging.set_verbosity(before)
+        optuna.logging.set_verbosity(verbosity)
 
 
 def _check_arguments(trials: Any, direction: Any, sampler: Any, pruner: Any, seed: Any) -> None:
@@ -257,17 +262,8 @@ def _check_arguments(trials: Any, direction: Any, sampler: Any, pruner: Any, see
             raise ConfigError(f"`{name}` must be one of {words}, or a {name} of optuna, got {value!r}.{near}")
 
 
-class _Run:
-    """A search that is under way, on each rank; only the main one has its journal.
-
-    Args:
-        make_trainer: Makes the trainer of a trial.
-        space: What to try.
-        folder: Where the search is kept.
-        sampler: A name or a sampler.
-        pruner: A name or a pruner.
-        seed: The seed.
-    """
+class _Search:
+    """An active search, on each rank; only the main rank has its journal."""
 
     def __init__(
         self, make_trainer: MakeTrainer, space: Space, folder: Path, sampler: Any, pruner: Any, seed: int
@@ -285,27 +281,27 @@ class _Run:
         self.trial: Any = None
         self._storage: Any = None
         self._reported: dict[int, float] = {}
-        """The values of the present trial's evaluations by their step."""
+        """The values of the current trial's evaluations by step."""
 
-    def until(self, trials: int, direction: str | None) -> SearchResult:
-        """Run trials until there are so many, and return all."""
-        if not (self.folder / _FACTS).exists() or os.environ.get("WORLD_SIZE", "1") != "1":
-            self._look_at_a_trainer()
-            gc.collect()  # a trainer and its parts know each other
+    def run_trials(self, trials: int, direction: str | None) -> SearchResult:
+        """Run trials up to this total number, and return all."""
+        if not (self.folder / _SETTINGS_FILE).exists() or os.environ.get("WORLD_SIZE", "1") != "1":
+            self._probe_trainer()
+            gc.collect()  # a trainer and its parts refer to each other
         failures, has_trained = list[str](), False
         with contextlib.ExitStack() as stack:
-            facts = self._on_main("the journal of the search", lambda: self._open(stack, direction))
-            self.metric, self.direction = facts["metric"], facts["direction"]
-            while (turn := self._on_main("the next trial", lambda: self._next(trials))) is not None:
-                error = self._play(*turn)
+            settings = self._on_main("the journal of the search", lambda: self._open_journal(stack, direction))
+            self.metric, self.direction = settings["metric"], settings["direction"]
+            while (turn := self._on_main("the next trial", lambda: self._next_trial(trials))) is not None:
+                error = self._run_trial(*turn)
                 has_trained = has_trained or error is None
                 if error is None or has_trained:
                     continue
-                failures.append(f"trial {turn[0]}: {_words(error)}")
-                if len(failures) == min(_TRIES, trials):
+                failures.append(f"trial {turn[0]}: {_one_line_error(error)}")
+                if len(failures) == min(_MAX_FIRST_FAILURES, trials):
                     error.add_note(f"Every trial so far has failed: {'; '.join(failures)}")
                     raise error
-            return self._on_main("the result of the search", self._conclude)
+            return self._on_main("the result of the search", self._write_result)
 
     def _on_main(self, what: str, work: Callable[[], T]) -> T:
         with self.ranks.calling("search()"):
@@ -313,76 +309,72 @@ class _Run:
 
     # --- trials
 
-    def _look_at_a_trainer(self) -> None:
-        """Learn the objective, and the ranks, from the first trainer that can be made; nothing is trained."""
+    def _probe_trainer(self) -> None:
+        """Read the objective and the ranks from the first trainer that can be made; nothing is trained."""
         import optuna
 
-        study = optuna.create_study(sampler=copy.deepcopy(self._sampler_of(0)))
-        for number in range(_TRIES):
+        probe = optuna.create_study(sampler=copy.deepcopy(self._make_sampler(0)))
+        for number in range(_MAX_FIRST_FAILURES):
             if isinstance(self.sampler, str):
-                study.sampler = self._sampler_of(number)
-            params = self.space.suggest(study.ask())
+                probe.sampler = self._make_sampler(number)
+            params = self.space.suggest(probe.ask())
             try:
                 trainer = self._make(params, number)
             except Exception:
-                if number == _TRIES - 1:
+                if number == _MAX_FIRST_FAILURES - 1:
                     raise
                 continue
-            self._check(trainer, number)
+            self._check_trainer(trainer, number)
             self.ranks = trainer.ranks
             self.metric, self.direction = trainer.objective.metric, trainer.objective.direction
             trainer.backend.release()
             break
 
-    def _folder_of(self, number: int) -> Path:
+    def _trial_folder(self, number: int) -> Path:
         return self.folder / f"trial-{number:04d}"
 
     def _make(self, params: dict[str, Any], number: int) -> BaseTrainer:
         with isolated_rng(None, self.seed):
-            return self.make_trainer(dict(params), self._folder_of(number))
+            return self.make_trainer(dict(params), self._trial_folder(number))
 
-    def _check(self, trainer: Any, number: int) -> None:
-        """Refuse a trainer that a search cannot use.
-
-        Raises:
-            ConfigError: Says why.
-        """
-        folder = self._folder_of(number)
+    def _check_trainer(self, trainer: Any, number: int) -> None:
+        """Raise ConfigError for a trainer that a search cannot use."""
+        folder = self._trial_folder(number)
         if not isinstance(trainer, BaseTrainer):
             raise ConfigError(f"`make_trainer` must return a trainer, got {type(trainer).__name__}.")
         if trainer.save_dir is None or trainer.save_dir.resolve() != folder.resolve():
-            given = None if trainer.save_dir is None else str(trainer.save_dir)
-            hint = " With TrainingArguments, `save_strategy` must not be 'no'." if given is None else ""
+            save_dir = None if trainer.save_dir is None else str(trainer.save_dir)
+            hint = " With TrainingArguments, `save_strategy` must not be 'no'." if save_dir is None else ""
             raise ConfigError(
-                f"The trainer of trial {number} has save_dir={given!r}, and a trial must save into a folder of its "
-                f"own. Pass on the second argument of `make_trainer`: save_dir=folder, here {str(folder)!r}.{hint}"
+                f"The trainer of trial {number} has save_dir={save_dir!r}, and each trial needs its own folder. Pass "
+                f"the second argument of `make_trainer` as `save_dir`, here {str(folder)!r}.{hint}"
             )
         if trainer.progress.step:
             raise ConfigError(
-                f"The trainer of trial {number} has trained before. `make_trainer` must make a new one each time."
+                f"The trainer of trial {number} has trained before. `make_trainer` must return a new one each time."
             )
         if trainer.eval_loader is None:
             raise ConfigError(
-                "A search compares what trials evaluate, and the trainer has nothing to evaluate on. Pass "
+                "A search compares the evaluations of its trials, and the trainer has no evaluation set. Pass "
                 "`eval_dataset`."
             )
-        now, then = (trainer.objective.metric, trainer.objective.direction), (self.metric, self.direction)
-        if self.metric and now != then:
+        metric, direction = trainer.objective.metric, trainer.objective.direction
+        if self.metric and (metric, direction) != (self.metric, self.direction):
             raise ConfigError(
-                f"The trainer of trial {number} optimizes {now[0]!r} ({now[1]}), and this search {then[0]!r} "
-                f"({then[1]}). All trainers of a search need the same `optimization_metric` and direction."
+                f"The trainer of trial {number} optimizes {metric!r} ({direction}), and this search {self.metric!r} "
+                f"({self.direction}). All trainers of a search need the same `optimization_metric` and direction."
             )
 
-    def _play(self, number: int, params: dict[str, Any]) -> Exception | None:
-        """Run a trial to its end, and let go of its trainer; return the error if it has failed."""
-        error = self._attempt(number, params)
+    def _run_trial(self, number: int, params: dict[str, Any]) -> Exception | None:
+        """Run a trial to its end, and free its trainer; return the error if it has failed."""
+        error = self._train_trial(number, params)
         if error is not None:
-            logger.warning("Trial %d has failed: %s", number, _words(error), exc_info=error)
+            logger.warning("Trial %d has failed: %s", number, _one_line_error(error), exc_info=error)
             traceback.clear_frames(error.__traceback__)  # they keep the model
         gc.collect()
         return error
 
-    def _attempt(self, number: int, params: dict[str, Any]) -> Exception | None:
+    def _train_trial(self, number: int, params: dict[str, Any]) -> Exception | None:
         trainer, error, pruning = None, None, _Pruning(self)
         try:
             trainer = self._make(params, number)
@@ -390,16 +382,16 @@ class _Run:
             error = raised
         try:
             if trainer is not None:
-                self._check(trainer, number)
-                trainer._callbacks.append(pruning)  # a new model, from `model_init`, has these registered again
+                self._check_trainer(trainer, number)
+                trainer._callbacks.append(pruning)  # `model_init` makes a new model, which registers these again
                 trainer.lifecycle.register([*trainer.lifecycle.callbacks, pruning])
                 error = self._train(trainer)
-            # a rank that has failed alone meets the others at another call, which is an error on all of them
+            # if only this rank has failed, the others wait in another collective, which raises on all of them
             with self.ranks.calling("search()"):
-                told = self.ranks.gather("the end of a trial", "" if error is None else _words(error))
-            words = next(filter(None, told), "")
-            self._on_main("the record of a trial", lambda: self._record(trainer, pruning.has_pruned, words))
-            return error or (DistributedError(words) if words else None)
+                errors = self.ranks.gather("the end of a trial", "" if error is None else _one_line_error(error))
+            message = next(filter(None, errors), "")
+            self._on_main("the record of a trial", lambda: self._record(trainer, pruning.has_pruned, message))
+            return error or (DistributedError(message) if message else None)
         finally:
             if trainer is not None:
                 trainer.backend.release()
@@ -409,47 +401,43 @@ class _Run:
         try:
             trainer.train(resume_from="auto")
         except (CheckpointError, DistributedError):
-            raise  # it is not due to the values of the trial, which can be continued
+            raise  # not due to the values of the trial, which can be resumed
         except Exception as error:
             return error
         if trainer.objective.best is None:
-            return ConfigError(f"No evaluation has given a finite value of {self.metric!r}.")
+            return ConfigError(f"No evaluation had a finite value of {self.metric!r}.")
         return None
 
     # --- the journal, on the main rank
 
-    def _open(self, stack: contextlib.ExitStack, direction: str | None) -> dict[str, Any]:
-        """Open the journal of this search, or begin it; return its metric and direction.
+    def _open_journal(self, stack: contextlib.ExitStack, direction: str | None) -> dict[str, Any]:
+        """Open or create the journal of this search; return its metric and direction.
 
         Raises:
-            CheckpointError: Another process searches here, a file is damaged, or the folder cannot be written.
+            CheckpointError: Another process uses the folder, a file is damaged, or the folder is not writable.
             ConfigError: It is the journal of another search.
         """
         try:
-            facts = self._facts(direction)
+            settings = self._current_settings(direction)
             self.folder.mkdir(parents=True, exist_ok=True)
             stack.enter_context(Lock(self.folder).held())
-            file = self.folder / _FACTS
-            journal = _Journal(self.folder / _JOURNAL)
+            file = self.folder / _SETTINGS_FILE
+            journal = _Journal(self.folder / _JOURNAL_FILE)
             if not file.exists():
                 if journal.entries:
-                    raise _damage(file, "it is missing")
-                replace_file(file, (json.dumps(facts, indent=2) + "\n").encode())
+                    raise _damage_error(file, "it is missing")
+                replace_file(file, (json.dumps(settings, indent=2) + "\n").encode())
         except OSError as error:
             raise CheckpointError(
-                f"A search cannot use its folder {str(self.folder)!r}: {error}. Make room or allow writing there, or "
+                f"A search cannot use its folder {str(self.folder)!r}: {error}. Free space or allow writing there, or "
                 "pass another `save_dir`."
             ) from error
         stack.callback(journal.close)
-        self._open_study(journal, facts["direction"])
-        return facts
+        self._open_study(journal, settings["direction"])
+        return settings
 
     def _open_study(self, journal: _Journal, direction: str) -> None:
-        """Make the study of a journal.
-
-        Raises:
-            CheckpointError: The entries do not fit together.
-        """
+        """Create the study of a journal; raise CheckpointError if its entries are inconsistent."""
         import optuna
         from optuna.storages import JournalStorage
 
@@ -459,38 +447,40 @@ class _Run:
         try:
             self._storage = JournalStorage(journal)  # type: ignore[arg-type]
             if is_new:
-                self.study = optuna.create_study(storage=self._storage, study_name=_NAME, direction=goal, pruner=pruner)
+                self.study = optuna.create_study(
+                    storage=self._storage, study_name=_STUDY_NAME, direction=goal, pruner=pruner
+                )
             else:
-                self.study = optuna.load_study(storage=self._storage, study_name=_NAME, pruner=pruner)
-            self._ended_trials()
+                self.study = optuna.load_study(storage=self._storage, study_name=_STUDY_NAME, pruner=pruner)
+            self._finished_trials()
         except Exception as error:
-            raise _damage(journal.path, f"its entries do not fit together ({_words(error)})") from error
+            raise _damage_error(journal.path, f"its entries do not fit together ({_one_line_error(error)})") from error
 
-    def _facts(self, direction: str | None) -> dict[str, Any]:
-        """Return what must stay the same when a search is continued.
+    def _current_settings(self, direction: str | None) -> dict[str, Any]:
+        """Return the settings that must stay the same when a search is continued.
 
         Raises:
-            CheckpointError: The file of a search that is continued is damaged.
-            ConfigError: It does not.
+            CheckpointError: The settings file is damaged.
+            ConfigError: They differ.
         """
-        now = {
+        settings = {
             "metric": self.metric,
             "direction": self.direction,
             "space": self.space.described(),
             "sampler": describe(self.sampler),
             "seed": self.seed,
         }
-        then = _read_facts(self.folder / _FACTS)
-        if then is not None and not self.metric:
-            now |= {"metric": then["metric"], "direction": then["direction"]}
-        if direction not in (None, now["direction"]):
+        saved = _read_settings(self.folder / _SETTINGS_FILE)
+        if saved is not None and not self.metric:
+            settings |= {"metric": saved["metric"], "direction": saved["direction"]}
+        if direction not in (None, settings["direction"]):
             raise ConfigError(
-                f"direction={direction!r}, but the objective of the trainers is {now['metric']!r} with direction "
-                f"{now['direction']!r}. Pass `optimization_metric` and `optimization_direction` to the trainer."
+                f"direction={direction!r}, but the objective of the trainers is {settings['metric']!r} with direction "
+                f"{settings['direction']!r}. Pass `optimization_metric` and `optimization_direction` to the trainer."
             )
-        if then is None:
-            return now
-        before, after = ({**facts, **_by_parameter(facts["space"])} for facts in (then, now))
+        if saved is None:
+            return settings
+        before, after = ({**entries, **_flatten_space(entries["space"])} for entries in (saved, settings))
         changed = [
             f"`{name}` was {before.get(name, 'not there')!r} and is {after.get(name, 'not there')!r}"
             for name in dict.fromkeys([*before, *after])
@@ -498,13 +488,13 @@ class _Run:
         ]
         if changed:
             raise ConfigError(
-                f"{str(self.folder)!r} holds another search: {'; '.join(changed)}. Pass what it was to go on with it, "
-                "or another `save_dir`."
+                f"{str(self.folder)!r} holds another search: {'; '.join(changed)}. Pass the earlier values to continue "
+                "it, or another `save_dir`."
             )
-        return now
+        return settings
 
-    def _sampler_of(self, number: int) -> Any:
-        """Return the sampler for a trial, which chooses the same whether the search was interrupted or not."""
+    def _make_sampler(self, number: int) -> Any:
+        """Return the sampler of a trial, seeded by its number: an interruption changes no choice."""
         import optuna
 
         seed = derive_seed(self.seed, number) % 2**32
@@ -512,50 +502,50 @@ class _Run:
             return optuna.samplers.TPESampler(seed=seed)
         if self.sampler == "random":
             return optuna.samplers.RandomSampler(seed=seed)
-        return _in_order(self.space.points()) if self.sampler == "grid" else self.sampler
+        return _grid_sampler(self.space.points()) if self.sampler == "grid" else self.sampler
 
-    def _next(self, trials: int) -> tuple[int, dict[str, Any]] | None:
-        """Return number and values of the next trial: first one that was interrupted; None after the last.
+    def _next_trial(self, trials: int) -> tuple[int, dict[str, Any]] | None:
+        """Return number and values of the next trial, an interrupted one first; None after the last.
 
         Raises:
-            ConfigError: There is a run in its folder already.
+            ConfigError: Its folder has a run already.
         """
         import optuna
 
-        found = self.study.get_trials(deepcopy=False)
-        begun = [one for one in found if one.state == optuna.trial.TrialState.RUNNING]
-        if not begun and len(found) >= trials:
+        existing = self.study.get_trials(deepcopy=False)
+        interrupted = [trial for trial in existing if trial.state == optuna.trial.TrialState.RUNNING]
+        if not interrupted and len(existing) >= trials:
             return None
-        number = begun[0].number if begun else len(found)
-        self.study.sampler = self._sampler_of(number)
-        if begun:
-            study_id = self._storage.get_study_id_from_name(_NAME)
-            known = self._storage.get_trial_id_from_study_id_trial_number(study_id, number)
-            self.trial = optuna.trial.Trial(self.study, known)
-        elif any((folder := self._folder_of(number)).glob("checkpoint-*")):  # from which it would go on
+        number = interrupted[0].number if interrupted else len(existing)
+        self.study.sampler = self._make_sampler(number)
+        if interrupted:
+            study_id = self._storage.get_study_id_from_name(_STUDY_NAME)
+            trial_id = self._storage.get_trial_id_from_study_id_trial_number(study_id, number)
+            self.trial = optuna.trial.Trial(self.study, trial_id)
+        elif any((folder := self._trial_folder(number)).glob("checkpoint-*")):  # the trial would resume from them
             raise ConfigError(
-                f"{str(folder)!r} has checkpoints, and trial {number} of this search has not begun. Delete what an "
-                "earlier search has left, or pass another `save_dir`."
+                f"{str(folder)!r} has checkpoints, and trial {number} of this search has not begun. Delete the files "
+                "of an earlier search, or pass another `save_dir`."
             )
         else:
             self.trial = self.study.ask()
-        self._reported = dict(begun[0].intermediate_values) if begun else {}
+        self._reported = dict(interrupted[0].intermediate_values) if interrupted else {}
         params = self.space.suggest(self.trial)
         self.trial.set_user_attr("params", describe(params))
         return number, params
 
     def report(self, step: int, value: float) -> None:
-        """Note the value of an evaluation; one that a resumed run repeats is there already."""
+        """Report an evaluation to the pruner, once: a resumed run repeats evaluations."""
         if step not in self._reported:
             self._reported[step] = value
             self.trial.report(value, step)
 
-    def is_pruned(self) -> bool:
-        """Return whether the pruner gives up the present trial, by what was reported."""
+    def should_prune(self) -> bool:
+        """Return whether the pruner stops the current trial."""
         return bool(self._reported) and self.trial.should_prune()
 
     def _record(self, trainer: BaseTrainer | None, is_pruned: bool, error: str) -> None:
-        """Note how the present trial has ended."""
+        """Record the result of the current trial."""
         from optuna.trial import TrialState
 
         end: dict[str, Any] = {"step": 0, "seconds": 0.0, "score": None, "score_step": None, "error": error}
@@ -564,9 +554,9 @@ class _Run:
             objective = trainer.objective
             end |= {"step": trainer.progress.step, "seconds": trainer.progress.seconds}
             end |= {"score": objective.best, "score_step": objective.best_step}
-            if not error and is_pruned and trainer.stop_reason == "requested":  # else it had come to its end anyway
+            if not error and is_pruned and trainer.stop_reason == "requested":  # otherwise it had ended anyway
                 state = TrialState.PRUNED
-                best = _best_of(values, values.get, self.direction)
+                best = _select_best(values, values.get, self.direction)
                 end |= {
                     "step": max(values),
                     "score": None if best is None else values[best],
@@ -579,19 +569,19 @@ class _Run:
         self.study.tell(self.trial, value, state=state)
         logger.info("Trial %d: %s, %s %s.", self.trial.number, state.name.lower(), self.metric, end["score"])
 
-    def _ended_trials(self) -> list[SearchTrial]:
+    def _finished_trials(self) -> list[SearchTrial]:
         states = {"COMPLETE": "complete", "PRUNED": "pruned", "FAIL": "failed"}
         trials = []
-        for one in self.study.get_trials(deepcopy=False):
-            if one.state.name in states:
-                params, end = one.user_attrs["params"], one.user_attrs["end"]
-                state, folder = states[one.state.name], self._folder_of(one.number)
-                trials.append(SearchTrial(number=one.number, params=params, state=state, folder=folder, **end))
+        for trial in self.study.get_trials(deepcopy=False):
+            if trial.state.name in states:
+                params, end = trial.user_attrs["params"], trial.user_attrs["end"]
+                state, folder = states[trial.state.name], self._trial_folder(trial.number)
+                trials.append(SearchTrial(number=trial.number, params=params, state=state, folder=folder, **end))
         return trials
 
-    def _conclude(self) -> SearchResult:
-        """Return the result, after writing its table and its picture."""
-        result = SearchResult(self._ended_trials(), self.metric, self.direction, self.folder)
+    def _write_result(self) -> SearchResult:
+        """Write table and plot of the result, and return it."""
+        result = SearchResult(self._finished_trials(), self.metric, self.direction, self.folder)
         with Tolerance("search.txt", "The result is returned without it."):
             replace_file(self.folder / "search.txt", f"{result}\n".encode())
         with Tolerance("search.png", "The result is returned without it."), contextlib.suppress(MissingExtraError):
@@ -600,7 +590,7 @@ class _Run:
         return result
 
 
-_NUMBER = "line"
+_LINE_KEY = "line"
 """The key of an entry's number in the journal, by which a deleted line is noticed."""
 
 
@@ -610,7 +600,7 @@ class _Journal:
     One process writes it, which holds the lock of the folder. While the disk fails, entries are kept in memory.
 
     Args:
-        path: The file. What a killed process has left of its last line is cut off with the next entry.
+        path: The file. An incomplete last line, of a killed process, is cut off with the next entry.
 
     Raises:
         CheckpointError: A line is damaged or missing. Lines of earlier versions have no numbers.
@@ -631,36 +621,38 @@ class _Journal:
             try:
                 entry = json.loads(line)
             except ValueError as error:
-                raise _damage(path, f"line {number} is not JSON ({error})") from error
+                raise _damage_error(path, f"line {number} is not JSON ({error})") from error
             if not isinstance(entry, dict):
-                raise _damage(path, f"line {number} is {line.decode()!r:.80} instead of an entry")
-            is_numbered = is_numbered or _NUMBER in entry
-            found = entry.pop(_NUMBER, None)
-            if is_numbered and found != number:
-                raise _damage(path, f"line {number} has the number {found}: a line was deleted, added or moved")
+                raise _damage_error(path, f"line {number} is {line.decode()!r:.80} instead of an entry")
+            is_numbered = is_numbered or _LINE_KEY in entry
+            entry_number = entry.pop(_LINE_KEY, None)
+            if is_numbered and entry_number != number:
+                raise _damage_error(
+                    path, f"line {number} has the number {entry_number}: a line was deleted, added or moved"
+                )
             self.entries.append(entry)
 
     def read_logs(self, log_number_from: int) -> list[dict[str, Any]]:
-        """Return the entries from this one on."""
+        """Return the entries from this number on."""
         return self.entries[log_number_from:]
 
     def append_logs(self, logs: list[dict[str, Any]]) -> None:
-        """Add entries, and write them if the disk lets it."""
+        """Add entries, and write them if the disk allows it."""
         for number, log in enumerate(logs, len(self.entries) + 1):
-            line = json.dumps({_NUMBER: number, **log}, separators=(",", ":"))
+            line = json.dumps({_LINE_KEY: number, **log}, separators=(",", ":"))
             self._content += f"{line}\n".encode()
             entry = json.loads(line)
-            del entry[_NUMBER]
+            del entry[_LINE_KEY]
             self.entries.append(entry)
         self._write()
 
     def close(self) -> None:
-        """Write what a failing disk has left out; log an error if it still fails."""
+        """Write the entries missing in the file; log an error if the disk still fails."""
         if self._written < len(self._content):
             self._write()
         if self._written < len(self._content):
             logger.error(
-                "%r lacks what happened since the disk failed: a search that is continued will repeat it.",
+                "%r lacks the entries since the disk failed: a continued search repeats these trials.",
                 str(self.path),
             )
 
@@ -669,40 +661,40 @@ class _Journal:
             if os.fstat(file.fileno()).st_size < self._written:  # it was deleted in the meantime
                 self._written = 0
             file.truncate(self._written)
-            rest = self._content[self._written :]
-            if file.write(rest) != len(rest):
+            pending = self._content[self._written :]
+            if file.write(pending) != len(pending):
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self.path))
             os.fsync(file.fileno())
             self._written = len(self._content)
 
 
 class _Pruning(Callback):
-    """Reports the evaluations of a trial, and ends its run if it is given up."""
+    """Reports the evaluations of a trial, and stops its run if it is pruned."""
 
     order = 20
 
-    def __init__(self, run: _Run) -> None:
+    def __init__(self, run: _Search) -> None:
         self.run = run
         self.has_pruned: bool = False
 
     def on_train_start(self, trainer: Any) -> None:
-        """End a resumed run that had been given up when it was killed."""
-        self._ask(trainer)
+        """Stop a resumed run that was pruned before it was killed."""
+        self._stop_if_pruned(trainer)
 
     def on_eval_end(self, trainer: Any, metrics: Mapping[str, float]) -> None:
-        """Report the objective, and end the run if the pruner says so."""
+        """Report the objective, and stop the run if it is pruned."""
         step, value = trainer.progress.step, metrics[trainer.objective.key(metrics)]
         trainer.ranks.on_main("the report of a trial", lambda: self.run.report(step, value))
-        self._ask(trainer)
+        self._stop_if_pruned(trainer)
 
-    def _ask(self, trainer: Any) -> None:
-        if trainer.ranks.on_main("the pruning of a trial", self.run.is_pruned):
+    def _stop_if_pruned(self, trainer: Any) -> None:
+        if trainer.ranks.on_main("the pruning of a trial", self.run.should_prune):
             self.has_pruned = True
             trainer.stop()
 
 
-def _in_order(points: list[dict[str, Any]]) -> Any:
-    """Return a sampler of optuna that gives each trial the point of its number."""
+def _grid_sampler(points: list[dict[str, Any]]) -> Any:
+    """Return an optuna sampler that gives trial n the n-th point."""
     from optuna.samplers import BaseSampler
 
     class InOrder(BaseSampler):
@@ -718,50 +710,50 @@ def _in_order(points: list[dict[str, Any]]) -> Any:
     return InOrder()
 
 
-def _read_facts(file: Path) -> dict[str, Any] | None:
-    """Return what a search has written about itself; None if there is no file.
+def _read_settings(file: Path) -> dict[str, Any] | None:
+    """Return the saved settings of a search; None without a file.
 
     Raises:
         CheckpointError: The file is damaged.
     """
     try:
-        facts = json.loads(file.read_text(encoding="utf-8"))
+        settings = json.loads(file.read_text(encoding="utf-8"))
     except FileNotFoundError:
         return None
     except ValueError as error:
-        raise _damage(file, f"it is not JSON ({error})") from error
+        raise _damage_error(file, f"it is not JSON ({error})") from error
     names = ("metric", "direction", "space", "sampler", "seed")
-    missing = [name for name in names if name not in facts] if isinstance(facts, dict) else names
-    if missing or not isinstance(facts["space"], dict):
-        raise _damage(file, f"it lacks {', '.join(map(repr, missing or ['space']))}")
-    return facts
+    missing = [name for name in names if name not in settings] if isinstance(settings, dict) else names
+    if missing or not isinstance(settings["space"], dict):
+        raise _damage_error(file, f"it lacks {', '.join(map(repr, missing or ['space']))}")
+    return settings
 
 
-def _damage(file: Path, problem: str) -> CheckpointError:
+def _damage_error(file: Path, problem: str) -> CheckpointError:
     return CheckpointError(
         f"{str(file)!r}, without which a search cannot be continued, is damaged: {problem}. Restore the file from a "
         "copy, or pass another `save_dir` for a new search."
     )
 
 
-def _by_parameter(space: Mapping[str, Any]) -> dict[str, Any]:
-    return {f"space[{name!r}]": one for name, one in space.items()}
+def _flatten_space(space: Mapping[str, Any]) -> dict[str, Any]:
+    return {f"space[{name!r}]": dimension for name, dimension in space.items()}
 
 
-def _words(error: BaseException) -> str:
+def _one_line_error(error: BaseException) -> str:
     """Return an error as one line."""
     return " ".join(f"{type(error).__name__}: {error}".split())
 
 
-def _best_of(found: Iterable[T], score: Callable[[T], float | None], direction: str) -> T | None:
-    """Return the first one with the best score; None if no score is a finite number."""
+def _select_best(candidates: Iterable[T], score: Callable[[T], float | None], direction: str) -> T | None:
+    """Return the first candidate with the best finite score, or None."""
     best, top = None, math.nan
-    for one in found:
-        value = score(one)
+    for candidate in candidates:
+        value = score(candidate)
         if value is None or not math.isfinite(value):
             continue
         if math.isnan(top) or (value > top if direction == "max" else value < top):
-            best, top = one, value
+            best, top = candidate, value
     return best
 
 
@@ -769,12 +761,12 @@ def _score(trial: SearchTrial) -> float | None:
     return trial.score
 
 
-def _cell(value: Any) -> str:
+def _format_cell(value: Any) -> str:
     return f"{value:.4g}" if isinstance(value, float) else str(value)
 
 
-def _place(params: Mapping[str, Any], name: str, is_number: bool) -> Any:
-    """Return where a trial is on the axis of a parameter: its number, or its words; None without the parameter."""
+def _coordinate(params: Mapping[str, Any], name: str, is_number: bool) -> Any:
+    """Return the coordinate of a trial on the axis of a parameter: a number or a string; None without it."""
     value = params.get(name)
     return value if is_number or name not in params else str(value)
 
@@ -782,16 +774,16 @@ def _place(params: Mapping[str, Any], name: str, is_number: bool) -> Any:
 def _draw(axes: Any, trials: list[SearchTrial], place: Callable[[SearchTrial], Any]) -> None:
     """Draw the scores as points, those of pruned trials hollow."""
     for state, style in (("complete", {"color": "C0"}), ("pruned", {"facecolors": "none", "edgecolors": "0.5"})):
-        found = [(place(one), one.score) for one in trials if one.state == state and one.score is not None]
-        found = [(at, score) for at, score in found if at is not None]
-        if found:
-            axes.scatter(*zip(*found, strict=True), label=state, **style)
+        points = [(place(trial), trial.score) for trial in trials if trial.state == state and trial.score is not None]
+        points = [(x, score) for x, score in points if x is not None]
+        if points:
+            axes.scatter(*zip(*points, strict=True), label=state, **style)
 
 
 def _draw_best(axes: Any, trials: list[SearchTrial], direction: str) -> None:
     """Draw the best score so far as steps."""
     choose = max if direction == "max" else min
-    scores = [one.score for one in trials if one.score is not None]
+    scores = [trial.score for trial in trials if trial.score is not None]
     if scores:
         best = list(itertools.accumulate(scores, choose))
-        axes.step([one.number for one in trials], best, where="post", color="C1", label="best so far")
+        axes.step([trial.number for trial in trials], best, where="post", color="C1", label="best so far")

@@ -200,7 +200,7 @@ def test_other_errors_are_raised_unchanged(build: Any) -> None:
 
 
 def test_contradicting_options_are_rejected(build: Any) -> None:
-    with pytest.raises(ConfigError, match=r"include_num_input_tokens_seen=.*no effect on whole steps"):
+    with pytest.raises(ConfigError, match=r"include_num_input_tokens_seen=.*no effect on full steps"):
         build(Greedy(), include_num_input_tokens_seen="all")
     with pytest.raises(ConfigError, match="`microbatch_size=4` contradicts `auto_find_batch_size=True`"):
         build(Greedy(), microbatch_size=4)

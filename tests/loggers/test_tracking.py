@@ -260,7 +260,7 @@ def test_loggers_by_name_and_as_objects_get_the_same_rows(kind, tmp_path):
 
 def test_report_to_and_loggers_must_not_overlap(tmp_path):
     args = omnitrain.HFTrainingArguments(output_dir=str(tmp_path / "out"), report_to=["tensorboard"], use_cpu=True)
-    with pytest.raises(ConfigError, match="both name 'tensorboard'"):
+    with pytest.raises(ConfigError, match="both have 'tensorboard'"):
         HFTrainer(KeyedModel(), args, Keyed(), loggers="tensorboard")
     HFTrainer(KeyedModel(), args, Keyed(), loggers=[CsvLogger()])
 

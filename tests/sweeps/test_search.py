@@ -191,7 +191,9 @@ def test_search_grid_tries_every_combination(tmp_path: Path) -> None:
 def test_search_takes_functions_and_optuna_samplers(tmp_path: Path) -> None:
     space = {"learning_rate": lambda trial: 10.0 ** -trial.suggest_int("exponent", 1, 3)}
     sampler = optuna.samplers.GridSampler({"exponent": [1, 2, 3]}, seed=0)
-    with pytest.raises(ConfigError, match=r"sampler='grid' tries everything, and space\['learning_rate'\] cannot be"):
+    with pytest.raises(
+        ConfigError, match=r"sampler='grid' tries all values, and those of space\['learning_rate'\] cannot be"
+    ):
         search(native, space, sampler="grid", save_dir=tmp_path)
     result = search(native, space, trials=1, sampler=sampler, pruner="none", save_dir=tmp_path)
     assert result.trials[0].params["learning_rate"] in (0.1, 0.01, 0.001)
@@ -202,18 +204,18 @@ def test_search_takes_functions_and_optuna_samplers(tmp_path: Path) -> None:
 
 @makers("HFTrainer", "AccelerateTrainer", "init")
 def test_search_resumes_interrupted_trial(make: Any, straight: Any, tmp_path: Path) -> None:
-    made: list[tuple[float, str]] = []
+    attempts: list[tuple[float, str]] = []
 
     def interrupted(params: dict[str, Any], folder: Path) -> Any:
-        made.append((params["learning_rate"], folder.name))
-        callbacks = [RaisesAt(12, KeyboardInterrupt())] if folder.name == "trial-0001" and len(made) == 3 else []
+        attempts.append((params["learning_rate"], folder.name))
+        callbacks = [RaisesAt(12, KeyboardInterrupt())] if folder.name == "trial-0001" and len(attempts) == 3 else []
         return make(params, folder, callbacks=callbacks)
 
     with pytest.raises(KeyboardInterrupt):
         search(interrupted, RATES, trials=2, save_dir=tmp_path)
     first = (tmp_path / "trial-0000" / "run.json").stat().st_mtime_ns
     assert shown(search(interrupted, RATES, trials=2, save_dir=tmp_path)) == straight(make)
-    assert made[2] == made[3] and made[3][1] == "trial-0001" and len(made) == 4
+    assert attempts[2] == attempts[3] and attempts[3][1] == "trial-0001" and len(attempts) == 4
     assert (tmp_path / "trial-0000" / "run.json").stat().st_mtime_ns == first
     assert len(json.loads((tmp_path / "trial-0001" / "run.json").read_text())["starts"]) == 2
 
@@ -306,7 +308,7 @@ def test_search_rejects_folder_of_other_search(tmp_path: Path) -> None:
     search(native, RATES, trials=1, save_dir=tmp_path)
     before = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")}
     for changes, words in OTHER_SEARCHES:
-        with pytest.raises(ConfigError, match=f"holds another search: {words}. Pass what it was to go on"):
+        with pytest.raises(ConfigError, match=f"holds another search: {words}. Pass the earlier values to continue"):
             search(native, **{"space": RATES, "trials": 2, "save_dir": tmp_path, **changes})
     assert {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")} == before
     other = functools.partial(native, compute_metrics="mae", optimization_metric="mae")
@@ -370,7 +372,7 @@ def test_search_continues_on_full_disk(
     for name in ("search.journal", "search.txt", "search.png"):
         assert sum(f"{name} cannot be written" in line for line in caplog.messages) == 1
     assert ("search.journal: writing works again." in caplog.messages) is not to_end
-    assert any("lacks what happened since the disk failed" in line for line in caplog.messages) is to_end
+    assert any("lacks the entries since the disk failed" in line for line in caplog.messages) is to_end
     if not to_end:
         assert shown(search(native, RATES, trials=2, save_dir=tmp_path)) == straight()
 
@@ -561,7 +563,7 @@ WRONG_SPACES: list[tuple[Any, str]] = [
     ({3: [1]}, "`space` has the key 3"),
     ({"a": []}, r"space\['a'\] is an empty list"),
     ({"a": [1, 2, 1]}, "has the choice 1 twice"),
-    ({"a": [nn.ReLU]}, "has the choice .*ReLU.* name other things by a string"),
+    ({"a": [nn.ReLU]}, "has the choice .*ReLU.* choose other objects by a string"),
     ({"a": [float("nan")]}, "has the choice nan"),
     ({"a": 0.1}, r"must be a list of choices.*got 0.1.*or write \[0.1\]"),
     ({"a": (1, 2)}, r'Write \[1, 2\] for two choices, or {"low": 1, "high": 2} for a range'),
@@ -579,7 +581,7 @@ WRONG_SPACES: list[tuple[Any, str]] = [
 WRONG_ARGUMENTS: list[tuple[dict[str, Any], str]] = [
     *(({"space": space}, words) for space, words in WRONG_SPACES),
     ({"trials": 0}, "`trials` must be a positive integer, got 0"),
-    ({"trials": None}, "`trials` says how many trials there are in all"),
+    ({"trials": None}, "`trials` is the total number of trials"),
     ({"seed": -1}, "`seed` must be an integer of at least 0"),
     ({"direction": "up"}, "`direction` must be 'max', 'min' or None, got 'up'"),
     ({"direction": "max"}, "direction='max', but the objective of the trainers is 'loss' with direction 'min'"),
@@ -588,10 +590,10 @@ WRONG_ARGUMENTS: list[tuple[dict[str, Any], str]] = [
     ({"sampler": "grid"}, r"space\['learning_rate'\] cannot be listed"),
     ({"make_trainer": None}, "`make_trainer` must be callable"),
     ({"make_trainer": lambda params, folder: None}, "`make_trainer` must return a trainer, got NoneType"),
-    ({"make_trainer": lambda params, folder: native(params, folder.parent)}, "must save into a folder of its own"),
+    ({"make_trainer": lambda params, folder: native(params, folder.parent)}, "each trial needs its own folder"),
     (
         {"make_trainer": lambda params, folder: Trainer(t16(), rows(8), save_dir=folder, loss_fn=nn.MSELoss())},
-        "nothing to evaluate on. Pass `eval_dataset`",
+        "the trainer has no evaluation set. Pass `eval_dataset`",
     ),
     (
         {"make_trainer": functools.partial(of_transformers, save_strategy="no")},
