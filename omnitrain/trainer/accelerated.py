@@ -246,16 +246,16 @@ class AccelerateTrainer(BaseTrainer):
             TypeError: If arguments are unknown; the message lists all of them with the nearest names.
         """
 
-    def _construct(self, given: dict[str, Any], ranks: Ranks | None = None) -> None:
-        check_switch("find_unused_parameters", given.get("find_unused_parameters"))
-        check_type("deepspeed_config", given.get("deepspeed_config"), str, Path, Mapping)
-        ways = {name: given.pop(name, None) for name in ("deepspeed_config", "fsdp_plugin", "accelerator")}
-        parallelism, unused = given.pop("parallelism_config", None), given.pop("find_unused_parameters", False)
-        chosen = [name for name, value in ways.items() if value is not None]
+    def _construct(self, arguments: dict[str, Any], ranks: Ranks | None = None) -> None:
+        check_switch("find_unused_parameters", arguments.get("find_unused_parameters"))
+        check_type("deepspeed_config", arguments.get("deepspeed_config"), str, Path, Mapping)
+        setups = {name: arguments.pop(name, None) for name in ("deepspeed_config", "fsdp_plugin", "accelerator")}
+        parallelism, unused = arguments.pop("parallelism_config", None), arguments.pop("find_unused_parameters", False)
+        chosen = [name for name, value in setups.items() if value is not None]
         if len(chosen) > 1:
             raise ConfigError(f"`{chosen[0]}` and `{chosen[1]}` exclude each other. Pass one of them.")
-        accelerator = ways.pop("accelerator")
-        timeout = None if given.get("timeout") is None else seconds_of("timeout", given["timeout"])
+        accelerator = setups.pop("accelerator")
+        timeout = None if arguments.get("timeout") is None else seconds_of("timeout", arguments["timeout"])
         if accelerator is not None and not hasattr(accelerator, "mixed_precision"):
             raise ConfigError(f"`accelerator` must be an accelerate.Accelerator, got {accelerator!r:.200}.")
         for name, value in {"parallelism_config": parallelism, "find_unused_parameters": unused or None}.items():
@@ -264,42 +264,44 @@ class AccelerateTrainer(BaseTrainer):
                     f"`{name}` has no effect beside an `accelerator` of your own. Make that accelerator with it: "
                     "Accelerator(parallelism_config=..., kwargs_handlers=[DistributedDataParallelKwargs(...)])."
                 )
-        sums = (given.get("dtypes") or {}).get("reductions") if isinstance(given.get("dtypes"), Mapping) else None
-        if sums is not None and getattr(ways["fsdp_plugin"], "mixed_precision_policy", None) is not None:
+        reductions = (
+            (arguments.get("dtypes") or {}).get("reductions") if isinstance(arguments.get("dtypes"), Mapping) else None
+        )
+        if reductions is not None and getattr(setups["fsdp_plugin"], "mixed_precision_policy", None) is not None:
             raise ConfigError(
-                f"`dtypes` sets 'reductions' to {str(sums)!r}, and `fsdp_plugin` has a mixed_precision_policy with a "
-                "reduce_dtype of its own. Leave one of them out."
+                f"`dtypes` sets 'reductions' to {str(reductions)!r}, and `fsdp_plugin` has a mixed_precision_policy "
+                "with a reduce_dtype of its own. Leave one of them out."
             )
         if accelerator is not None:
-            _adopt_accumulation(accelerator, given)
+            _adopt_accumulation(accelerator, arguments)
         if accelerator is None:
-            plugin = deepspeed_plugin(ways["deepspeed_config"])
+            plugin = deepspeed_plugin(setups["deepspeed_config"])
             if plugin is not None:
-                merge_config(plugin, given)
+                merge_config(plugin, arguments)
             else:
-                _adopt_launcher(given)
+                _adopt_launcher(arguments)
             accelerator = make_accelerator(
-                precision=precision_name(given.get("autocast")),
+                precision=precision_name(arguments.get("autocast")),
                 deepspeed_plugin=plugin,
-                fsdp_plugin=ways["fsdp_plugin"],
+                fsdp_plugin=setups["fsdp_plugin"],
                 parallelism_config=parallelism,
                 find_unused_parameters=unused,
                 timeout=timeout,
             )
-        elif given.get("autocast") is None and accelerator.mixed_precision != "no":
+        elif arguments.get("autocast") is None and accelerator.mixed_precision != "no":
             if accelerator.mixed_precision == "fp8":
                 raise ConfigError(
                     "`accelerator` has mixed_precision='fp8', by which accelerate changes the layers of the model when "
                     "it prepares that. Make it without, and pass autocast='fp8'."
                 )
-            given["autocast"] = accelerator.mixed_precision
+            arguments["autocast"] = accelerator.mixed_precision
         self.accelerator = accelerator
-        self._own_settings = {**ways, "find_unused_parameters": unused}
+        self._own_settings = {**setups, "find_unused_parameters": unused}
         ranks = find_ranks(accelerator, timeout)
         check_lost_processes(ranks.world_size)
-        _refuse_two_ways(given, ways["fsdp_plugin"] or getattr(accelerator.state, "fsdp_plugin", None))
+        _refuse_two_ways(arguments, setups["fsdp_plugin"] or getattr(accelerator.state, "fsdp_plugin", None))
         with ranks.calling(f"{type(self).__name__}()", timeout, is_start=True):
-            super()._construct(given, ranks)
+            super()._construct(arguments, ranks)
 
     def _choose_device(self, device: str | torch.device | None) -> torch.device:
         return self.accelerator.device
@@ -308,38 +310,46 @@ class AccelerateTrainer(BaseTrainer):
         return super()._make_backend(model, make or functools.partial(build_backend, self.accelerator, self.settings))
 
     def resolved_config(self) -> dict[str, Any]:
-        own = {name: describe(value) for name, value in self._own_settings.items()}
-        return {**super().resolved_config(), **own}
+        settings = {name: describe(value) for name, value in self._own_settings.items()}
+        return {**super().resolved_config(), **settings}
 
 
-def _adopt_launcher(given: dict[str, Any]) -> None:
+def _adopt_launcher(arguments: dict[str, Any]) -> None:
     """Take over the settings of `accelerate launch` or its config file that the user's program leaves open."""
-    merge_precision(given)
+    merge_precision(arguments)
     steps = os.environ.get("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "1")
-    if steps.isdigit() and int(steps) > 1 and not {"gradient_accumulation_steps", "global_batch_size"} & given.keys():
-        given["gradient_accumulation_steps"] = int(steps)
+    if (
+        steps.isdigit()
+        and int(steps) > 1
+        and not {"gradient_accumulation_steps", "global_batch_size"} & arguments.keys()
+    ):
+        arguments["gradient_accumulation_steps"] = int(steps)
 
 
-def _adopt_accumulation(accelerator: Any, given: dict[str, Any]) -> None:
+def _adopt_accumulation(accelerator: Any, arguments: dict[str, Any]) -> None:
     """Take over the number of micro-batches in a step that the user's `Accelerator` was made with.
 
     Raises:
         ConfigError: If the trainer's own is another one.
     """
     steps = getattr(accelerator, "gradient_accumulation_steps", 1)
-    if steps == 1 or "global_batch_size" in given:
+    if steps == 1 or "global_batch_size" in arguments:
         return
-    if given.setdefault("gradient_accumulation_steps", steps) != steps:
+    if arguments.setdefault("gradient_accumulation_steps", steps) != steps:
         raise ConfigError(
-            f"`gradient_accumulation_steps={given['gradient_accumulation_steps']}` contradicts that of `accelerator`, "
-            f"which is {steps}. Leave one of them out."
+            f"`gradient_accumulation_steps={arguments['gradient_accumulation_steps']}` contradicts that of "
+            f"`accelerator`, which is {steps}. Leave one of them out."
         )
 
 
-def _refuse_two_ways(given: Mapping[str, Any], plugin: Any) -> None:
+def _refuse_two_ways(arguments: Mapping[str, Any], plugin: Any) -> None:
     """Raise ConfigError if both we and FSDP would recompute activations."""
-    wanted = given.get("gradient_checkpointing")
-    if isinstance(wanted, (bool, list, tuple)) and wanted and getattr(plugin, "activation_checkpointing", False):
+    checkpointing = arguments.get("gradient_checkpointing")
+    if (
+        isinstance(checkpointing, (bool, list, tuple))
+        and checkpointing
+        and getattr(plugin, "activation_checkpointing", False)
+    ):
         raise ConfigError(
             "`gradient_checkpointing` and the FSDP plugin's activation_checkpointing are both set, and each has "
             "activations computed once more. Leave one of them out."

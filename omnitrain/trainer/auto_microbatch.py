@@ -77,8 +77,12 @@ class Memory:
         self._lifecycle = lifecycle
         self._mark, self._go_back = mark, go_back
         self._buffers = Buffers()
-        kept = [one for one in trainer.algorithms if type(one).state_dict is not Algorithm.state_dict]
-        self._algorithms = [one for one in kept if any(find_overrides([one], name) for name in _IN_PASSES)]
+        stateful = [
+            algorithm for algorithm in trainer.algorithms if type(algorithm).state_dict is not Algorithm.state_dict
+        ]
+        self._algorithms = [
+            algorithm for algorithm in stateful if any(find_overrides([algorithm], name) for name in _IN_PASSES)
+        ]
         self._has_failed_in_update = False
         """Whether memory ran out in the latest update, which was made all the same."""
         self.prepare()
@@ -121,7 +125,7 @@ class Memory:
             RuntimeError: The error of the memory, if not even a single row fits.
         """
         means, random_numbers, first = self._mark(), snapshot_rng(self._trainer.device), 0
-        states = [copy.deepcopy(one.state_dict()) for one in self._algorithms]
+        states = [copy.deepcopy(algorithm.state_dict()) for algorithm in self._algorithms]
         self._buffers.keep()
         while True:
             try:
@@ -228,9 +232,9 @@ Marks = tuple[dict[Any, list[Any]], list[Any]]
 
 def _marks(optimizer: torch.optim.Optimizer) -> Marks:
     """Return what tells whether an optimizer has changed its state, and its weights and groups."""
-    state = {one: [_mark(value) for value in held.values()] for one, held in optimizer.state.items()}
+    state = {parameter: [_mark(value) for value in entries.values()] for parameter, entries in optimizer.state.items()}
     groups = [_mark(value) for group in optimizer.param_groups for key, value in group.items() if key != "params"]
-    return state, groups + [one._version for group in optimizer.param_groups for one in group["params"]]
+    return state, groups + [parameter._version for group in optimizer.param_groups for parameter in group["params"]]
 
 
 def _mark(value: Any) -> Any:
@@ -245,14 +249,18 @@ def _is_unchanged(optimizer: torch.optim.Optimizer, before: Marks) -> bool:
     A fused kernel does not mark what it changes, but the counts of steps beside it are marked.
     """
     state, rest = _marks(optimizer)
-    fresh = [one for one in state if not before[0].get(one)]
+    fresh = [parameter for parameter in state if not before[0].get(parameter)]
     tells = len(optimizer.param_groups) == 1 or not any(group.get("fused") for group in optimizer.param_groups)
-    tells = tells or all("step" in held for held in optimizer.state.values())
-    if not tells or rest != before[1] or any(state[one] != marks for one, marks in before[0].items() if marks):
+    tells = tells or all("step" in entries for entries in optimizer.state.values())
+    if (
+        not tells
+        or rest != before[1]
+        or any(state[parameter] != marks for parameter, marks in before[0].items() if marks)
+    ):
         return False
-    values = [value for one in fresh for value in optimizer.state[one].values()]
+    values = [value for parameter in fresh for value in optimizer.state[parameter].values()]
     if any(bool(value.any() if isinstance(value, torch.Tensor) else value) for value in values):
         return False
-    for one in fresh:
-        del optimizer.state[one]
+    for parameter in fresh:
+        del optimizer.state[parameter]
     return True

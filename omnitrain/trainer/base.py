@@ -337,25 +337,25 @@ class BaseTrainer(Hooks, ABC):
             refuse_assignment(self, name, value)
         super().__setattr__(name, value)
 
-    def _construct(self, given: dict[str, Any], ranks: Ranks | None = None) -> None:
+    def _construct(self, arguments: dict[str, Any], ranks: Ranks | None = None) -> None:
         """Build the trainer.
 
         Args:
-            given: The arguments that the caller passed, by name.
+            arguments: The arguments that the caller passed, by name.
             ranks: The ranks of the run; None is this process alone.
         """
         if ranks is None:
             reject_several_processes(type(self).__name__)
-        model = given.pop("model")
+        model = arguments.pop("model")
         _check_model(model)
-        place = given.get("save_dir")
+        place = arguments.get("save_dir")
         if place is not None:
-            given["save_dir"] = run_folder(place, "save_dir")
-        if given.get("init_from") is not None:
-            given["init_from"] = source_of(given["init_from"])
-        if "learning_rate" not in given and (rate := default_rate(given.get("optimizer"))) is not None:
-            given["learning_rate"] = rate
-        settings = Settings.of(given)
+            arguments["save_dir"] = run_folder(place, "save_dir")
+        if arguments.get("init_from") is not None:
+            arguments["init_from"] = source_of(arguments["init_from"])
+        if "learning_rate" not in arguments and (rate := default_rate(arguments.get("optimizer"))) is not None:
+            arguments["learning_rate"] = rate
+        settings = Settings.of(arguments)
         check_settings(settings)
         if settings.data_collator is None:
             settings = replace(settings, data_collator=padding_collator(settings.processing_class))
@@ -448,11 +448,11 @@ class BaseTrainer(Hooks, ABC):
             freeze_parameters(state_dicts.named_parameters(model), settings.freeze)
         if settings.gradient_checkpointing:
             recompute_activations(state_dicts.unwrap(model), settings.gradient_checkpointing)
-        own = settings.unit
-        check_untrained_loss("`unit`", own, model)
+        unit = settings.unit
+        check_untrained_loss("`unit`", unit, model)
         move_loss(settings.loss_fn, model, self.device)
-        move_unit(own, model, self.device)
-        self.unit: Any = own if own is not None else ModelUnit(model, settings.loss_fn, settings.label_names or ())
+        move_unit(unit, model, self.device)
+        self.unit: Any = unit if unit is not None else ModelUnit(model, settings.loss_fn, settings.label_names or ())
         mean = getattr(self.unit, "loss_mean", None)
         self.loss_mean: LossMean = (
             mean if isinstance(mean, LossMean) else LossMean.of(self.unit, state_dicts.unwrap(model))
@@ -473,9 +473,9 @@ class BaseTrainer(Hooks, ABC):
         """Return the data."""
         settings = self.settings
         handlers = [settings.data_collator, *settings.algorithms]
-        is_seen = bool(members_of_user(type(self)).keys() & SEE_BATCHES) or any(map(is_of_user, handlers))
-        taken = None if is_seen or type(self.unit) is not ModelUnit else self.unit.columns
-        columns, adds_mask = Columns(taken, self.get_model()), "attention_mask" in forward_names(self.get_model())
+        reads_batches = bool(members_of_user(type(self)).keys() & SEE_BATCHES) or any(map(is_of_user, handlers))
+        names = None if reads_batches or type(self.unit) is not ModelUnit else self.unit.columns
+        columns, adds_mask = Columns(names, self.get_model()), "attention_mask" in forward_names(self.get_model())
         return Sets(settings, self.device, self.ranks, columns, adds_mask)
 
     def _make_backend(self, model: nn.Module, make: Callable[..., Backend] = Backend) -> Backend:
@@ -487,9 +487,9 @@ class BaseTrainer(Hooks, ABC):
         """
 
         def grouped() -> torch.optim.Optimizer:
-            optimizer, wanted = self._build_optimizer(), self.settings.param_groups
-            if wanted is not None:
-                group_parameters(optimizer, state_dicts.named_parameters(self.model), wanted, self.is_main_process)
+            optimizer, groups = self._build_optimizer(), self.settings.param_groups
+            if groups is not None:
+                group_parameters(optimizer, state_dicts.named_parameters(self.model), groups, self.is_main_process)
             return optimizer
 
         scaler = self.precision.grad_scaler(self.settings.fp16_loss_scale)
@@ -525,15 +525,15 @@ class BaseTrainer(Hooks, ABC):
         metric = settings.optimization_metric
         direction = own_direction(metric, self.scorer, sets.eval)
         objective = Objective(metric, settings.optimization_direction, settings.delta, direction)
-        own = default_callbacks(settings, self.limits, self.store, self._evaluates, self._callbacks)
-        lifecycle = self.lifecycle = Lifecycle(self, [*own, *self._callbacks], objective, self._evaluates)
+        callbacks = default_callbacks(settings, self.limits, self.store, self._evaluates, self._callbacks)
+        lifecycle = self.lifecycle = Lifecycle(self, [*callbacks, *self._callbacks], objective, self._evaluates)
         lifecycle.progress.epoch_size = None if sets.train is None else sets.train.size
-        former = vars(self).get("_feed")
+        previous = vars(self).get("_feed")
         stages = stages_of(settings, self.limits, ranks.data.size, lifecycle.progress.epoch_size)
         self._feed = Feed(self, lifecycle, ranks, settings, self.gradient_accumulation_steps, stages)
         lifecycle.take_markers(self.backend.annotate, self._feed.mark)
-        if former is not None:  # of an earlier run
-            self._feed.microbatch_size = former.microbatch_size
+        if previous is not None:  # of an earlier run
+            self._feed.microbatch_size = previous.microbatch_size
         self._step = Step(
             self, self.backend, lifecycle, ranks, settings,
             lambda place: nonfinite_error(self, sets.train, self.save_dir, place), lambda: sets.train,
@@ -777,9 +777,9 @@ class BaseTrainer(Hooks, ABC):
             )
         with _only_thread("predict()"), self._calling("predict()"):
             self.lifecycle.begin_prediction()
-            found = self._loop.outside(loader, lambda stop: self._evaluation.predict(loader, stop))
-            self.lifecycle.predicted(found)
-            return found
+            predictions = self._loop.outside(loader, lambda stop: self._evaluation.predict(loader, stop))
+            self.lifecycle.predicted(predictions)
+            return predictions
 
     # --- saving and loading
 
@@ -998,7 +998,7 @@ def _check_model(model: Any) -> None:
     refuse_class("model", model)
     if not isinstance(model, nn.Module):
         raise ConfigError(f"`model` must be an nn.Module, got {type(model).__name__}.")
-    lazy = [name for name, one in model.named_parameters() if nn.parameter.is_lazy(one)]
+    lazy = [name for name, parameter in model.named_parameters() if nn.parameter.is_lazy(parameter)]
     if lazy:
         raise ConfigError(
             f"`model` has lazy parameters, {lazy[0]!r} for instance, whose shapes only a first batch tells. Call "
@@ -1066,17 +1066,17 @@ def _kernels(settings: Settings, precision: Precision) -> Iterator[None]:
 def _start(trainer: BaseTrainer, resume_from: Any, allow_change: Collection[str]) -> None:
     """Begin a run, afresh or from a checkpoint."""
     checkpointer = trainer._checkpointer
-    found = None if resume_from is None else checkpointer.find(resume_from)
-    if found is None and resume_from == "auto":
+    checkpoint = None if resume_from is None else checkpointer.find(resume_from)
+    if checkpoint is None and resume_from == "auto":
         logger.info("No checkpoint in %r yet: the run starts afresh.", str(trainer.save_dir))
-    elif found is None:
+    elif checkpoint is None:
         checkpointer.check_save_dir()
-    if found is None:
+    if checkpoint is None:
         trainer.backend.check_weights_loaded()
-    trainer._begin_run(resumes=found is not None)
-    trainer._checkpointer.check_optimizers(vars(trainer), resumes=found is not None)
-    if found is not None:
-        trainer._checkpointer.resume(*found, allow_change)
+    trainer._begin_run(resumes=checkpoint is not None)
+    trainer._checkpointer.check_optimizers(vars(trainer), resumes=checkpoint is not None)
+    if checkpoint is not None:
+        trainer._checkpointer.resume(*checkpoint, allow_change)
 
 
 def _go_on(trainer: BaseTrainer, more: Any, resume_from: Any, allow_change: Collection[str]) -> None:
@@ -1091,25 +1091,25 @@ def _go_on(trainer: BaseTrainer, more: Any, resume_from: Any, allow_change: Coll
             f"`more` goes on with the run that this trainer has ended, and `{name}` with one from a checkpoint. Leave "
             "one of them out."
         )
-    former, reason, tests = trainer._checkpointer, trainer.stop_reason, trainer.metrics["test"]
-    ended, length = former.required_end(), Limits.after(trainer.progress, more)
-    now = group_options(trainer.backend.groups)
+    checkpointer, reason, tests = trainer._checkpointer, trainer.stop_reason, trainer.metrics["test"]
+    ended, length = checkpointer.required_end(), Limits.after(trainer.progress, more)
+    groups = group_options(trainer.backend.groups)
     changed = [
-        {key: value for key, value in one.items() if key not in then or then[key] != value}
-        for one, then in zip(now, ended.groups, strict=True)
+        {key: value for key, value in group.items() if key not in previous or previous[key] != value}
+        for group, previous in zip(groups, ended.groups, strict=True)
     ]
-    found = None if ended.folder is None else former.find(ended.folder)
-    if found is not None:  # the optimizer is made anew, and there may not be room for the state of both
-        former.ended, ended = "a longer run has begun", replace(ended, parts=())
+    checkpoint = None if ended.folder is None else checkpointer.find(ended.folder)
+    if checkpoint is not None:  # the optimizer is made anew, and there may not be room for the state of both
+        checkpointer.ended, ended = "a longer run has begun", replace(ended, parts=())
     change_setting(
         trainer, settings=replace(trainer.settings, **length), limits=Limits(**length), epochs=length["epochs"],
         max_steps=length["max_steps"],
     )  # fmt: skip
-    trainer._begin_run(resumes=True, is_live=found is None)
-    if found is not None:
+    trainer._begin_run(resumes=True, is_live=checkpoint is None)
+    if checkpoint is not None:
         trainer._checkpointer.check_optimizers(vars(trainer), resumes=True)
-        trainer._checkpointer.resume(*found, ())
-    trainer._checkpointer.go_on(ended, former, changed)
+        trainer._checkpointer.resume(*checkpoint, ())
+    trainer._checkpointer.go_on(ended, checkpointer, changed)
     trainer.metrics["test"] = tests
     if reason == "early_stopping":
         trainer.objective.evaluations_without_gain = 0

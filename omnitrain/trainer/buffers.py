@@ -25,26 +25,28 @@ class Buffers:
 
     def collect(self, model: nn.Module) -> None:
         """List the buffers of a model."""
-        places = [(one._buffers, name) for one in model.modules() for name in one._buffers]
-        self._places = [(held, name) for held, name in places if held[name] is not None]
+        places = [(module._buffers, name) for module in model.modules() for name in module._buffers]
+        self._places = [(buffers, name) for buffers, name in places if buffers[name] is not None]
         self._kept = []
 
     def keep(self) -> None:
         """Copy them."""
-        now = [held[name] for held, name in self._places]
-        if len(now) != len(self._kept) or any(one is not kept for one, kept in zip(now, self._kept, strict=True)):
-            self._kept, self._copies = now, [one.detach().clone() for one in now]
-        elif now:
-            torch._foreach_copy_(self._copies, now)  # pyright: ignore
+        tensors = [buffers[name] for buffers, name in self._places]
+        if len(tensors) != len(self._kept) or any(
+            tensor is not previous for tensor, previous in zip(tensors, self._kept, strict=True)
+        ):
+            self._kept, self._copies = tensors, [tensor.detach().clone() for tensor in tensors]
+        elif tensors:
+            torch._foreach_copy_(self._copies, tensors)  # pyright: ignore
 
     def put_back(self) -> None:
         """Give back to each what it was when they were copied."""
-        for (held, name), kept in zip(self._places, self._kept, strict=True):
-            held[name] = kept
+        for (buffers, name), tensor in zip(self._places, self._kept, strict=True):
+            buffers[name] = tensor
         with torch.no_grad():
-            for kept, copied in zip(self._kept, self._copies, strict=True):
-                if not is_expanded(kept):  # nothing has written to it
-                    kept.copy_(copied)
+            for tensor, snapshot in zip(self._kept, self._copies, strict=True):
+                if not is_expanded(tensor):  # nothing has written to it
+                    tensor.copy_(snapshot)
 
 
 @contextlib.contextmanager

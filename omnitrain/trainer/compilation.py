@@ -53,11 +53,12 @@ def check_compilable(loop: Loop, steps: Any) -> None:
             f"`compile()` is for the time before a run, and this trainer is at step {lifecycle.progress.step}. Call it "
             "before `train()` or `load_checkpoint()`; a run that is resumed finds what it has compiled."
         )
-    own = [name for name in ("_train_epoch", "_train_step") if name in members_of_user(type(trainer))]
-    if own:
+    overrides = [name for name in ("_train_epoch", "_train_step") if name in members_of_user(type(trainer))]
+    if overrides:
         raise ConfigError(
-            f"`compile()` cannot know what {type(trainer).__name__}.{own[0]} runs, which is your own. Run a batch of "
-            "each shape through `trainer.model_wrapped`, forward and backward, or leave it out: the run compiles."
+            f"`compile()` cannot know what {type(trainer).__name__}.{overrides[0]} runs, which is your own. Run a "
+            "batch of each shape through `trainer.model_wrapped`, forward and backward, or leave it out: the run "
+            "compiles."
         )
     if loop.sets.train is None:
         raise ConfigError("There is nothing to compile for: pass `train_dataset` or `train_loader`.")
@@ -75,7 +76,7 @@ def compile_ahead(loop: Loop, steps: int) -> Compiled:
     trainer, ranks, begin = loop.trainer, loop.ranks, time.perf_counter()
     ranks.check_alike("The arguments of compile()", {"steps": steps}, "Call it alike on every rank.")
     graphs, breaks = counters["stats"]["unique_graphs"], dict(counters["graph_break"])
-    states = [copy.deepcopy(one.state_dict()) for one in trainer.algorithms]
+    states = [copy.deepcopy(algorithm.state_dict()) for algorithm in trainer.algorithms]
     shapes: dict[str, list[str]] = {}
     progress, loop.lifecycle.progress = loop.lifecycle.progress, copy.copy(loop.lifecycle.progress)
     try:
@@ -83,12 +84,12 @@ def compile_ahead(loop: Loop, steps: int) -> Compiled:
             start(trainer)
         with unchanged_buffers(trainer.backend.model):
             with loop.sets.train.untouched():
-                for window, found in _of_new_shapes(loop, steps):
-                    shapes.setdefault("train", []).extend(found)
+                for window, window_shapes in _of_new_shapes(loop, steps):
+                    shapes.setdefault("train", []).extend(window_shapes)
                     loop.step.rehearse(window)
             if loop.lifecycle.evaluates:
-                named = loop.sets.eval if isinstance(loop.sets.eval, Mapping) else {"eval": loop.sets.eval}
-                for name, loader in named.items():
+                loaders = loop.sets.eval if isinstance(loop.sets.eval, Mapping) else {"eval": loop.sets.eval}
+                for name, loader in loaders.items():
                     batches = loop.evaluation.rehearse_batches(loader)
                     shapes[name] = list(dict.fromkeys(map(_shape_of, batches)))
     finally:
@@ -116,7 +117,7 @@ def _of_new_shapes(loop: Loop, steps: int) -> Iterator[tuple[Window, list[str]]]
 
     All ranks take the same batches, as they wait for each other in them: those of which some rank has seen none alike.
     """
-    seen = set[str]()
+    known = set[str]()
     lifecycle, loader = loop.lifecycle, loop.sets.train
     per_step = loop.feed.accumulation
     last = loader.last_step(per_step)
@@ -127,14 +128,17 @@ def _of_new_shapes(loop: Loop, steps: int) -> Iterator[tuple[Window, list[str]]]
         windows = loop.feed.windows(loader, 0, lifecycle.progress)
         for _, window in zip(range(limit), windows, strict=False):
             shapes = [_shape_of(_transformed(loop, batch)) for batch in window.batches]
-            own = [shape not in seen and shape not in shapes[:turn] for turn, shape in enumerate(shapes)]
-            marks = loop.ranks.gather("the shapes of a step", own)
+            is_new = [shape not in known and shape not in shapes[:turn] for turn, shape in enumerate(shapes)]
+            marks = loop.ranks.gather("the shapes of a step", is_new)
             turns = [turn for turn, each in enumerate(zip(*marks, strict=True)) if any(each)]
-            seen.update(shapes)
+            known.update(shapes)
             if turns and window.weight:
                 batches, weights = ([of[turn] for turn in turns] for of in (window.batches, window.weights))
                 origins = turns if window.origins is None else [window.origins[turn] for turn in turns]
-                yield replace(window, batches=batches, weights=weights, origins=origins), [shapes[one] for one in turns]
+                yield (
+                    replace(window, batches=batches, weights=weights, origins=origins),
+                    [shapes[turn] for turn in turns],
+                )
             lifecycle.progress.advance(window.samples, window.tokens, batches=window.micro_batches)
         loader.close()
 
@@ -152,8 +156,8 @@ def _transformed(loop: Loop, batch: Any) -> Any:
 def _shape_of(batch: Any) -> str:
     """Return the shapes of the tensors of a batch: "x [8, 4], labels [8]"."""
     if isinstance(batch, Mapping):
-        return ", ".join(f"{name} {list(one.shape)}" for name in batch for one in tensors_in(batch[name]))
-    return ", ".join(str(list(one.shape)) for one in tensors_in(batch))
+        return ", ".join(f"{name} {list(tensor.shape)}" for name in batch for tensor in tensors_in(batch[name]))
+    return ", ".join(str(list(tensor.shape)) for tensor in tensors_in(batch))
 
 
 def _brief(reason: str) -> str:
@@ -161,13 +165,13 @@ def _brief(reason: str) -> str:
     return " ".join(reason.split("\n\n")[0].split())
 
 
-def _tell(loop: Loop, found: Compiled) -> None:
+def _tell(loop: Loop, compiled: Compiled) -> None:
     if not loop.ranks.is_main:
         return
-    told = "".join(f"\n  {name}: {'; '.join(shapes)}" for name, shapes in found.shapes.items())
-    told += "".join(f"\n  graph break ({count} times): {why}" for why, count in found.breaks.items())
-    logger.info("Compiled %d graphs ahead of the run in %.1f s.%s", found.graphs, found.seconds, told)
-    if not found.graphs and loop.settings.compile in (None, False):
+    details = "".join(f"\n  {name}: {'; '.join(shapes)}" for name, shapes in compiled.shapes.items())
+    details += "".join(f"\n  graph break ({count} times): {why}" for why, count in compiled.breaks.items())
+    logger.info("Compiled %d graphs ahead of the run in %.1f s.%s", compiled.graphs, compiled.seconds, details)
+    if not compiled.graphs and loop.settings.compile in (None, False):
         logger.warning(
             "`compile()` has run the first batches, and nothing of the model was compiled. Pass compile=True, or "
             "compile parts of the model with `torch.compile`."

@@ -26,7 +26,7 @@ from omnitrain.loggers.wandb import WandbLogger
 
 
 def default_callbacks(
-    settings: Settings, limits: Limits, store: Store | None, evaluates: bool, given: Sequence[Callback] = ()
+    settings: Settings, limits: Limits, store: Store | None, evaluates: bool, user_callbacks: Sequence[Callback] = ()
 ) -> list[Callback]:
     """Return the callbacks for signals, intervals, early stopping and progress, and for files if the run writes any.
 
@@ -35,7 +35,7 @@ def default_callbacks(
         limits: Where the run ends.
         store: The checkpoints of the run; None without a `save_dir`.
         evaluates: Whether the run evaluates.
-        given: The user's own; a logger of theirs replaces the one that writes the same file.
+        user_callbacks: The user's own; a logger of theirs replaces the one that writes the same file.
 
     Raises:
         ConfigError: If `progress_bar` contradicts a ProgressBar among the callbacks.
@@ -48,24 +48,27 @@ def default_callbacks(
     evaluate = interval("eval_steps") if evaluates else None
     save = interval("save_steps") if store is not None else None
     patience = None if settings.patience == -1 else settings.patience
-    found: list[Callback] = [
+    callbacks: list[Callback] = [
         Interrupt(),
         Cadence(limits, interval("log_steps"), evaluate, save),
         EarlyStopping(patience, settings.early_stopper),
     ]
-    if not any(isinstance(one, ProgressBar) for one in given):
-        found.append(ProgressBar(settings.progress_bar))
+    if not any(isinstance(callback, ProgressBar) for callback in user_callbacks):
+        callbacks.append(ProgressBar(settings.progress_bar))
     elif settings.progress_bar is not None:
         raise ConfigError(
             f"`progress_bar={settings.progress_bar}` has no effect beside the ProgressBar in `callbacks`. Leave it "
             f"out, or make that one with enabled={settings.progress_bar}."
         )
     if store is not None:
-        kept = settings.save_total_limit, settings.keep_best, settings.keep_every
-        rows, taken = JsonlLogger(), {one.filename for one in given if isinstance(one, RowFile)}
-        found += [rows] if rows.filename not in taken else []
-        found.append(Retention(store, *kept, replaces=settings.overwrite))
-    return found
+        retention = settings.save_total_limit, settings.keep_best, settings.keep_every
+        rows, filenames = (
+            JsonlLogger(),
+            {callback.filename for callback in user_callbacks if isinstance(callback, RowFile)},
+        )
+        callbacks += [rows] if rows.filename not in filenames else []
+        callbacks.append(Retention(store, *retention, replaces=settings.overwrite))
+    return callbacks
 
 
 _OWN: dict[str, type[Callback]] = {"tensorboard": TensorBoardLogger, "wandb": WandbLogger, "csv": CsvLogger}
@@ -83,45 +86,47 @@ def make_loggers(loggers: object, callbacks: Iterable[object], has_folder: bool 
         ConfigError: If one of them is no logger or has no place to write to, or two would write to the same place.
         MissingExtraError: If a package is not installed.
     """
-    given = [loggers] if isinstance(loggers, (str, Callback)) else loggers
-    if given is None:
+    specs = [loggers] if isinstance(loggers, (str, Callback)) else loggers
+    if specs is None:
         return []
-    if not isinstance(given, (list, tuple)):
-        raise ConfigError(f"`loggers` must be a name or a list of names and loggers, got {given!r}.")
-    made = [_make_logger(one) for one in given]
-    places = [_place_of(one) for one in (*made, *callbacks) if isinstance(one, Callback)]
-    for place in filter(None, places):
-        if places.count(place) > 1:
+    if not isinstance(specs, (list, tuple)):
+        raise ConfigError(f"`loggers` must be a name or a list of names and loggers, got {specs!r}.")
+    instances = [_make_logger(logger) for logger in specs]
+    destinations = [_place_of(logger) for logger in (*instances, *callbacks) if isinstance(logger, Callback)]
+    for destination in filter(None, destinations):
+        if destinations.count(destination) > 1:
             raise ConfigError(
-                f"`loggers` has {place} twice, or beside the same one in `callbacks`: each row would be there twice. "
-                "Leave one out."
+                f"`loggers` has {destination} twice, or beside the same one in `callbacks`: each row would be there "
+                "twice. Leave one out."
             )
-    files = [] if has_folder else [one.filename for one in made if isinstance(one, RowFile)]
+    files = [] if has_folder else [logger.filename for logger in instances if isinstance(logger, RowFile)]
     if files:
         raise ConfigError(f"`loggers` asks for {files[0]!r}, and there is no place for it. Pass `save_dir`.")
-    return made
+    return instances
 
 
-def _make_logger(one: object) -> Callback:
-    if isinstance(one, Callback):
-        return one
-    if isinstance(one, type):
-        raise ConfigError(f"`loggers` takes names and objects, got the class {one.__name__}. Pass {one.__name__}(...).")
-    if not isinstance(one, str):
+def _make_logger(spec: object) -> Callback:
+    if isinstance(spec, Callback):
+        return spec
+    if isinstance(spec, type):
+        raise ConfigError(
+            f"`loggers` takes names and objects, got the class {spec.__name__}. Pass {spec.__name__}(...)."
+        )
+    if not isinstance(spec, str):
         try:
-            return Tracking(one)  # type: ignore[arg-type]  # which refuses what is no tracker
+            return Tracking(spec)  # type: ignore[arg-type]  # which refuses what is no tracker
         except ConfigError as error:
-            raise ConfigError(f"`loggers` holds {one!r}, which is no name and no logger. {error}") from error
-    if one in _OWN:
-        if one != "csv" and find_spec(one) is None:
-            raise MissingExtraError(f"loggers={[one]}", one, one)
-        return _OWN[one]()
+            raise ConfigError(f"`loggers` holds {spec!r}, which is no name and no logger. {error}") from error
+    if spec in _OWN:
+        if spec != "csv" and find_spec(spec) is None:
+            raise MissingExtraError(f"loggers={[spec]}", spec, spec)
+        return _OWN[spec]()
     try:
-        return Tracking(one)
+        return Tracking(spec)
     except ConfigError as error:
         names = ["tensorboard", "wandb", "csv", *(name for name in SERVICES if name not in _OWN)]
         raise ConfigError(
-            f"`loggers` holds {one!r}, and there is no such logger.{did_you_mean(one, names)} There are "
+            f"`loggers` holds {spec!r}, and there is no such logger.{did_you_mean(spec, names)} There are "
             f"{', '.join(names)}; `accelerate.tracking.register_tracker_class` adds others."
         ) from error
 

@@ -76,12 +76,14 @@ def own_direction(metric: str, scorer: Scorer, loaders: Any) -> bool | None:
         loaders: The loader of the evaluation set, or a dict of loaders.
     """
     bare = metric.removeprefix("eval_")
-    named = {f"{name}_": one for name, one in loaders.items()} if isinstance(loaders, Mapping) else {"": loaders}
-    for prefix, loader in named.items():
+    by_prefix = (
+        {f"{name}_": loader for name, loader in loaders.items()} if isinstance(loaders, Mapping) else {"": loaders}
+    )
+    for prefix, loader in by_prefix.items():
         rules = None if loader is None else loader.rules
-        found = scorer if rules is None or _is_same(rules.metrics) else make_scorer(rules.metrics)
-        if bare.startswith(prefix) and bare.removeprefix(prefix) in found.higher_is_better:
-            return found.higher_is_better[bare.removeprefix(prefix)]
+        set_scorer = scorer if rules is None or _is_same(rules.metrics) else make_scorer(rules.metrics)
+        if bare.startswith(prefix) and bare.removeprefix(prefix) in set_scorer.higher_is_better:
+            return set_scorer.higher_is_better[bare.removeprefix(prefix)]
     return scorer.higher_is_better.get(bare)
 
 
@@ -131,12 +133,13 @@ class Evaluation:
     def check(self, objective: Objective, loaders: Any) -> None:
         """Raise ObjectiveError if the metric to optimize will be missing from some evaluations, or from all."""
         metric = objective.metric.removeprefix("eval_")
-        named = loaders if isinstance(loaders, Mapping) else {}
-        for name, one in named.items():
-            if one.rules is not None and one.rules.every is not None and metric.startswith(f"{name}_"):
+        sets = loaders if isinstance(loaders, Mapping) else {}
+        for name, loader in sets.items():
+            if loader.rules is not None and loader.rules.every is not None and metric.startswith(f"{name}_"):
                 raise ObjectiveError(
                     f"`optimization_metric={objective.metric!r}` is of the set {name!r}, which is evaluated at "
-                    f"intervals of its own (every={str(one.rules.every)!r}). Leave `every` out, or choose another set."
+                    f"intervals of its own (every={str(loader.rules.every)!r}). Leave `every` out, or choose another "
+                    "set."
                 )
         names = self.names_of(loaders)
         if names is not None:
@@ -147,12 +150,12 @@ class Evaluation:
         if not isinstance(loader, Mapping):
             names = self.scorer_of(loader).names
             return None if names is None else ["loss", *names]
-        parts = {name: self.names_of(one) for name, one in loader.items()}
+        parts = {name: self.names_of(set_loader) for name, set_loader in loader.items()}
         if None in parts.values():
             return None
-        named = [f"{name}_{one}" for name, names in parts.items() for one in names or ()]
-        counted = [parts[name] or [] for name, one in loader.items() if _counts(one)]
-        return [*(one for one in counted[0] if all(one in names for names in counted)), *named]
+        prefixed = [f"{name}_{metric}" for name, metrics in parts.items() for metric in metrics or ()]
+        counted = [parts[name] or [] for name, set_loader in loader.items() if _counts(set_loader)]
+        return [*(metric for metric in counted[0] if all(metric in metrics for metrics in counted)), *prefixed]
 
     def evaluate(
         self, loader: Any, prefix: str, is_interrupted: Callable[[int], bool], only_first: bool = False
@@ -178,19 +181,19 @@ class Evaluation:
                 return None
             metrics = self._as_trained(result.metrics, loader)
             return {f"{prefix}_{key}": value for key, value in metrics.items()}
-        named: dict[str, float] = {}
+        named_metrics: dict[str, float] = {}
         counted: list[tuple[float, dict[str, float]]] = []
-        for name, one in loader.items():
+        for name, set_loader in loader.items():
             if name in self.left_out:
                 continue
-            result = self._run(one, is_interrupted, only_first=only_first)
+            result = self._run(set_loader, is_interrupted, only_first=only_first)
             if result is None:
                 return None
-            named |= {f"{prefix}_{name}_{key}": value for key, value in result.metrics.items()}
-            if _counts(one):
-                metrics = self._as_trained(result.metrics, one)
-                counted.append((1.0 if one.rules is None else one.rules.weight, metrics))
-        return {**{f"{prefix}_{name}": value for name, value in _means(counted).items()}, **named}
+            named_metrics |= {f"{prefix}_{name}_{key}": value for key, value in result.metrics.items()}
+            if _counts(set_loader):
+                metrics = self._as_trained(result.metrics, set_loader)
+                counted.append((1.0 if set_loader.rules is None else set_loader.rules.weight, metrics))
+        return {**{f"{prefix}_{name}": value for name, value in _means(counted).items()}, **named_metrics}
 
     def _as_trained(self, metrics: Mapping[str, float], loader: Loader) -> dict[str, float]:
         """Return the metrics of a set with its loss as it is trained on: that of a task times its weight."""
@@ -198,23 +201,23 @@ class Evaluation:
         tasks = getattr(getattr(loader, "dataset", None), "tasks", None)
         if "loss" not in metrics or not isinstance(unit, MultiTaskUnit) or not isinstance(tasks, dict):
             return dict(metrics)
-        (weight, *others) = (unit.weights.get(name, 1.0) for name in tasks)
-        return {**metrics, "loss": metrics["loss"] * (1.0 if others else weight)}
+        (weight, *other_weights) = (unit.weights.get(name, 1.0) for name in tasks)
+        return {**metrics, "loss": metrics["loss"] * (1.0 if other_weights else weight)}
 
     def rehearse_batches(self, loader: Loader) -> list[Any]:
         """Run the first batch of a loader, and the last one if it can be reached at once; return both."""
-        trainer, before, seen = self.trainer, self._unit, list[Any]()
+        trainer, before, rehearsed = self.trainer, self._unit, list[Any]()
         trainer.backend.sync_buffers()
         self._unit = getattr(loader.rules, "unit", None)
         try:
             with self.shown.swapped_in(), evaluating(trainer), trainer.ranks.at("evaluation"), loader.untouched():
                 for batches in (self.feed.in_step(loader, only_first=True), loader.last_batch()):
                     for number, (batch, _) in enumerate(batches):
-                        seen.append(batch)
+                        rehearsed.append(batch)
                         self._run_batch(batch, loader, number)
         finally:
             self._unit = before
-        return seen
+        return rehearsed
 
     def predict(self, loader: Loader, is_interrupted: Callable[[int], bool]) -> Predictions | None:
         """Return the predictions for every sample of a loader, in its order; None if a signal interrupted it."""
@@ -281,14 +284,19 @@ class Evaluation:
         return result
 
     def _pass(
-        self, loader: Loader, is_interrupted: Callable[[int], bool], keeps: bool, needs_loss: bool, only_first: bool
+        self,
+        loader: Loader,
+        is_interrupted: Callable[[int], bool],
+        keeps_arrays: bool,
+        needs_loss: bool,
+        only_first: bool,
     ) -> Predictions | None:
         """Run the model over a loader. Losses and streaming metrics are summed on the device."""
         trainer, scorer = self.trainer, self.scorer
         ranks, device = trainer.ranks, trainer.device
         total = torch.zeros((), dtype=torch.float32 if device.type == "mps" else torch.float64, device=device)
         weights, has_labels, lacks_loss, number, batch, output = 0.0, False, False, -1, None, StepOutput(None)
-        named, kept = Meters(device), list[tuple[Any, ...]]()
+        meters, arrays = Meters(device), list[tuple[Any, ...]]()
         batches = self.feed.in_step(loader, only_first)
         batches = batches if loader.size is not None or only_first else _warned_if_long(batches, loader, ranks.is_main)
         with (
@@ -311,28 +319,28 @@ class Evaluation:
                     counted = self._add_loss(total, output, weight, batch if needs_loss else None)
                     lacks_loss |= output.loss is None
                     weights += counted
-                    named.add(output.metrics or {}, counted)
+                    meters.add(output.metrics or {}, counted)
                 if counts and not needs_loss and loader.counts_samples:
                     _check_rows(output.outputs, samples)
-                seen = self._seen(output) if counts else None
+                pair = self._seen(output) if counts else None
                 if scorer.takes_whole_batches and ranks.world_size > 1:
-                    seen = self._gathered(loader, seen)
-                if seen is not None:
+                    pair = self._gathered(loader, pair)
+                if pair is not None:
                     has_labels = True
-                    _scored(loader, scorer.update, *seen)
-                if keeps and counts:
-                    kept.append(tuple(map(to_numpy, (output.outputs, output.labels, output.extra))))
+                    _scored(loader, scorer.update, *pair)
+                if keeps_arrays and counts:
+                    arrays.append(tuple(map(to_numpy, (output.outputs, output.labels, output.extra))))
             if is_interrupted(0):
                 return None
             # inside the context, since a metric may draw random numbers too
-            own = total.item(), weights, has_labels, lacks_loss, number >= 0, named.sums()
+            local_sums = total.item(), weights, has_labels, lacks_loss, number >= 0, meters.sums()
             loss, weights, has_labels, lacks_loss, has_batches, means = ranks.combine(
-                "the end of an evaluation", own, lambda found: _totals(list(ranks.by_share(found)))
+                "the end of an evaluation", local_sums, lambda gathered: _totals(list(ranks.by_share(gathered)))
             )
             has_states = ranks.world_size > 1 and not scorer.is_empty  # they may hold all predictions
-            found = ranks.gather_on_main("the states of metrics", [scorer.states()]) if has_states else []
-            states = list(ranks.by_share(found))
-            predictions, labels, extra = self._arrays(loader, kept) if keeps else (None, None, None)
+            gathered = ranks.gather_on_main("the states of metrics", [scorer.states()]) if has_states else []
+            states = list(ranks.by_share(gathered))
+            predictions, labels, extra = self._arrays(loader, arrays) if keeps_arrays else (None, None, None)
             error = _missing_mean(loader.name, weights, lacks_loss, has_batches) if needs_loss else None
             if error is not None:
                 if only_first and has_batches:
@@ -384,21 +392,21 @@ class Evaluation:
             if is_of_callback(error):
                 raise
             name_dtypes(error, self.trainer.backend.model, batch)
-            found = suspects(error, self.trainer, loader, (0, 0, number), self.output_of)
-            error.add_note(f"Raised for {found or f'batch {number} of {loader.name}, from 0 on'}.")
+            samples = suspects(error, self.trainer, loader, (0, 0, number), self.output_of)
+            error.add_note(f"Raised for {samples or f'batch {number} of {loader.name}, from 0 on'}.")
             raise
 
-    def _arrays(self, loader: Loader, kept: list[Any]) -> tuple[Any, Any, Any]:
+    def _arrays(self, loader: Loader, batches: list[Any]) -> tuple[Any, Any, Any]:
         """Return outputs, labels and extra inputs of all samples as arrays, on the main rank; `kept` is emptied."""
         ranks = self.trainer.ranks
         if ranks.world_size > 1:
-            own = [row for batch in kept for row in _rows(batch)] if loader.deals_samples else list(kept)
-            kept.clear()
-            own = own if ranks.data.counts else []
-            kept += _in_order(ranks.gather_on_main("the predictions of an evaluation", own))
-        predictions = _join([one for one, *_ in kept], lambda: self.filler)
-        labels, extra = (_join([one[i] for one in kept]) for i in (1, 2))
-        kept.clear()
+            local = [row for batch in batches for row in _rows(batch)] if loader.deals_samples else list(batches)
+            batches.clear()
+            local = local if ranks.data.counts else []
+            batches += _in_order(ranks.gather_on_main("the predictions of an evaluation", local))
+        predictions = _join([batch for batch, *_ in batches], lambda: self.filler)
+        labels, extra = (_join([batch[i] for batch in batches]) for i in (1, 2))
+        batches.clear()
         return predictions, labels, extra
 
     def _compute(
@@ -463,19 +471,19 @@ class Evaluation:
             "`compute_loss` or from `_forward`. Data without labels are for `predict`."
         )
 
-    def _nothing_to_score(self, named: str, batch: Any, output: StepOutput) -> DataError:
+    def _nothing_to_score(self, set_name: str, batch: Any, output: StepOutput) -> DataError:
         """Return the error for a set whose batches had nothing for the metrics; `batch` is the last."""
-        begin = f"`compute_metrics` has nothing to score in {named}: "
+        begin = f"`compute_metrics` has nothing to score in {set_name}: "
         if output.outputs is None and output.loss is not None:
             return DataError(
                 f"{begin}only a loss comes of a batch. Return outputs beside the loss from the model, or give the unit "
                 "a method evaluate(batch) that returns StepOutput(loss, outputs, labels)."
             )
         keys = list(batch) if isinstance(batch, Mapping) else []
-        found = f"its batches have the keys {', '.join(map(repr, keys))}" if keys else "its batches have no labels"
+        reason = f"its batches have the keys {', '.join(map(repr, keys))}" if keys else "its batches have no labels"
         usual = ", ".join(map(repr, self.trainer.settings.label_names or LABEL_KEYS))
         return DataError(
-            f"{begin}{found}, and labels are looked for under {usual}. Name the keys of the labels, as in "
+            f"{begin}{reason}, and labels are looked for under {usual}. Name the keys of the labels, as in "
             f"label_names={keys[-1:]!r}, or evaluate without metrics."
         )
 
@@ -491,15 +499,18 @@ class Evaluation:
             mean = self.trainer.loss_mean if self._unit is None else LossMean.of(self._unit, self.trainer.backend.model)
         return mean.compared(output.outputs, output.labels, has_classes)
 
-    def _gathered(self, loader: Loader, seen: tuple[Any, Any] | None) -> tuple[Any, Any] | None:
+    def _gathered(self, loader: Loader, pair: tuple[Any, Any] | None) -> tuple[Any, Any] | None:
         """Return the batches of all ranks on the main one, in the order of the data, on the host; None on others."""
-        own = [] if seen is None or not self.trainer.ranks.data.counts else [to_numpy(seen)]
+        local = [] if pair is None or not self.trainer.ranks.data.counts else [to_numpy(pair)]
         if loader.deals_samples:
-            own = [row for batch in own for row in _rows(batch)]
-        parts = _in_order(self.trainer.ranks.gather_on_main("a batch of an evaluation", own))
+            local = [row for batch in local for row in _rows(batch)]
+        parts = _in_order(self.trainer.ranks.gather_on_main("a batch of an evaluation", local))
         if not parts:
             return None
-        predictions, labels = _join([one for one, _ in parts], lambda: self.filler), _join([one for _, one in parts])
+        predictions, labels = (
+            _join([array for array, _ in parts], lambda: self.filler),
+            _join([array for _, array in parts]),
+        )
         return default_convert(predictions), default_convert(labels)
 
 
@@ -538,16 +549,16 @@ def _warned_if_long(batches: Iterable[Any], loader: Loader, is_main: bool) -> It
     loader.has_ended = True
 
 
-def _missing_mean(named: str, weights: float, lacks_loss: bool, has_batches: bool) -> DataError | None:
+def _missing_mean(set_name: str, weights: float, lacks_loss: bool, has_batches: bool) -> DataError | None:
     """Return the error for a set without a mean loss, or None if it has one, or none of its batches has a loss."""
     if weights and lacks_loss:
-        return DataError(f"Some batches of {named} have a loss, and others none. Give all of them one.")
+        return DataError(f"Some batches of {set_name} have a loss, and others none. Give all of them one.")
     if weights or lacks_loss:
         return None
     if not has_batches:
-        return DataError(f"{named[0].upper()}{named[1:]} has no samples. Give it at least one.")
+        return DataError(f"{set_name[0].upper()}{set_name[1:]} has no samples. Give it at least one.")
     return DataError(
-        f"There is nothing to evaluate in {named}: none of its labels counts (integer labels of {IGNORED_LABEL} are "
+        f"There is nothing to evaluate in {set_name}: none of its labels counts (integer labels of {IGNORED_LABEL} are "
         "left out). Give it at least one label."
     )
 
@@ -579,7 +590,7 @@ def _check_rows(outputs: Any, samples: int) -> None:
     """Refuse a batch that does not have one prediction per sample."""
     if isinstance(outputs, SampleList):
         return
-    rows = [len(one) for one in tensors_in(outputs) if one.ndim]
+    rows = [len(tensor) for tensor in tensors_in(outputs) if tensor.ndim]
     if rows and samples not in rows:
         raise DataError(
             f"`predict` returns one row a sample, but the model returned {rows[0]} rows for {samples} samples. Use a "
@@ -592,7 +603,7 @@ def _rows(batch: Any) -> list[Any]:
     if isinstance(batch, Mapping):
         return [dict(zip(batch, row, strict=True)) for row in _rows(tuple(batch.values()))]
     if isinstance(batch, tuple):
-        columns = [None if one is None else _rows(one) for one in batch]
+        columns = [None if array is None else _rows(array) for array in batch]
         size = max(len(column) for column in columns if column is not None)
         return list(zip(*([None] * size if column is None else column for column in columns), strict=True))
     return [batch[i : i + 1] for i in range(len(batch))]

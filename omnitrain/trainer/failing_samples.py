@@ -47,14 +47,14 @@ def suspects(
     samples = loader.indices_at(*place)
     if not samples or is_of_connection(error):
         return ""
-    everyone = describe_samples(samples, loader.name)
+    names = describe_samples(samples, loader.name)
     if is_device_lost(error):
-        return f"{everyone} or before, as the device reports errors late (at once with CUDA_LAUNCH_BLOCKING=1)"
+        return f"{names} or before, as the device reports errors late (at once with CUDA_LAUNCH_BLOCKING=1)"
     if not hasattr(loader, "fetch") or trainer.backend.sharding is not None or is_out_of_memory(error):
-        return everyone
+        return names
 
-    def attempt(some: list[int]) -> None:
-        batch = trainer._prepare_batch(loader.fetch(place[0], np.array(some)))
+    def attempt(indices: list[int]) -> None:
+        batch = trainer._prepare_batch(loader.fetch(place[0], np.array(indices)))
         with trainer._autocast():
             run(batch)
 
@@ -82,25 +82,28 @@ def name_dtypes(error: Exception, model: nn.Module, batch: Any) -> None:
         return
     if "dtype" not in str(error):
         return
-    found = {str(one.dtype) for one in tensors_in(batch) if one.is_floating_point()}
-    own = {str(one.dtype) for one in model.parameters() if one.is_floating_point()}
-    if found - own:
+    batch_dtypes = {str(tensor.dtype) for tensor in tensors_in(batch) if tensor.is_floating_point()}
+    model_dtypes = {str(tensor.dtype) for tensor in model.parameters() if tensor.is_floating_point()}
+    if batch_dtypes - model_dtypes:
         remedy = "Give both the same type: model.to(dtype), or tensor.to(dtype) in the dataset."
-        if found == {"torch.float64"}:
+        if batch_dtypes == {"torch.float64"}:
             remedy = (
                 "Arrays of NumPy are float64 unless told otherwise: convert the data, array.astype('float32') or "
                 "tensor.float()."
             )
-        error.add_note(f"The batch has {', '.join(sorted(found))}, and the model {', '.join(sorted(own))}. {remedy}")
+        error.add_note(
+            f"The batch has {', '.join(sorted(batch_dtypes))}, and the model {', '.join(sorted(model_dtypes))}. "
+            f"{remedy}"
+        )
 
 
 def _mixed_layers(model: nn.Module) -> str:
     """Return the layers whose weights have another dtype than their statistics, as text."""
-    found = [
+    layers = [
         f"{name or type(module).__name__!r} ({str(weight.dtype)[6:]} and {str(statistics.dtype)[6:]})"
         for name, module in model.named_modules()
         if isinstance(weight := getattr(module, "weight", None), torch.Tensor)
         and isinstance(statistics := getattr(module, "running_mean", None), torch.Tensor)
         and weight.dtype != statistics.dtype
     ]
-    return ", ".join(found[:3]) + (", ..." if len(found) > 3 else "")
+    return ", ".join(layers[:3]) + (", ..." if len(layers) > 3 else "")

@@ -50,19 +50,19 @@ rows. Where they do not, it counts nothing; otherwise the number cancels out, as
 def _part(group: list[Weighed]) -> tuple[float, ...]:
     """Return the numbers of a window to sum over ranks: those of `Weighed`, micro-batches, and their square."""
     weight = samples = tokens = batches = 0
-    for one in group:
-        weight, samples, tokens, batches = weight + one[1], samples + one[2], tokens + one[3], batches + one[4]
+    for entry in group:
+        weight, samples, tokens, batches = weight + entry[1], samples + entry[2], tokens + entry[3], batches + entry[4]
     return weight, samples, tokens, batches, len(group), len(group) ** 2
 
 
 def _in_steps(parts: Iterable[Weighed], size: Callable[[], int]) -> Iterator[list[Weighed]]:
     """Group the micro-batches of so many batches, as `windows` does where none is split; each group asks for `size`."""
-    group, left = list[Weighed](), 0
-    for one in parts:
-        left = left or size()
-        group.append(one)
-        left -= one[4]
-        if not left:
+    group, remaining = list[Weighed](), 0
+    for micro_batch in parts:
+        remaining = remaining or size()
+        group.append(micro_batch)
+        remaining -= micro_batch[4]
+        if not remaining:
             yield group
             group = []
     if group:
@@ -98,11 +98,11 @@ class Feed:
         self._stages = stages
         self._given: tuple[int, Window] | None = None
         """The latest window, and how many samples the run had consumed before it."""
-        wanted = settings.microbatch_size
-        self.microbatch_size: int | None = None if wanted == "auto" else wanted
+        microbatch_size = settings.microbatch_size
+        self.microbatch_size: int | None = None if microbatch_size == "auto" else microbatch_size
         self.samples: int | None = None
         """The samples of the batch that is weighed, if they are known."""
-        self._may_split = wanted is not None
+        self._may_split = microbatch_size is not None
         self._split: Callable[[Any, int], list[Any]] = split_batch
         self._trainer = trainer
         self._lifecycle = lifecycle
@@ -170,7 +170,7 @@ class Feed:
                 if size not in (None, done):
                     raise _other_count(done, size)
                 return
-            loader.turn += len(group) if is_plain else sum(one[4] for one in group)
+            loader.turn += len(group) if is_plain else sum(micro_batch[4] for micro_batch in group)
             if window.samples:  # otherwise all ranks have only stand-ins
                 done += window.samples
                 self._given = progress.samples, window
@@ -220,16 +220,20 @@ class Feed:
         if isinstance(loader, MapLoader) or loader.is_split:
             return
         first, loader.first = loader.first, None
-        own = None if first is None else (content_of(_lasting(first)), content_of(first))
-        found = {one for one in self._ranks.gather("the first sample of the ranks", own) if one is not None}
-        if len({lasting for lasting, _ in found}) > 1:
+        fingerprint = None if first is None else (content_of(_lasting(first)), content_of(first))
+        fingerprints = {
+            fingerprint
+            for fingerprint in self._ranks.gather("the first sample of the ranks", fingerprint)
+            if fingerprint is not None
+        }
+        if len({lasting for lasting, _ in fingerprints}) > 1:
             raise DistributedError(
                 f"The first sample of {loader.name} is another one on each rank. Every rank takes its share of what it "
                 "reads here, and of data that are split already the rest would never be used. Give every rank the same "
                 "data in the same order; or, so that each reads only its part, pass ShardedStream(parts) as "
                 "`train_dataset`, or a DataLoader with a DistributedSampler."
             )
-        if len(found) > 1 and self._ranks.is_main:
+        if len(fingerprints) > 1 and self._ranks.is_main:
             logger.warning(
                 "The first sample of %s has other numbers on each rank. If it draws random numbers by a generator of "
                 "its own, seed that alike on all ranks. If the data are split already, the rest of each part is never "
@@ -273,26 +277,28 @@ class Feed:
     def divided(self, window: Window) -> Window:
         """Return a window of the same samples in the micro-batches that are now in force; called on all ranks."""
         origins = window.origins or []
-        ends = [int(one != other) for one, other in zip(origins, [*origins[1:], None], strict=True)]
+        ends = [int(origin != following) for origin, following in zip(origins, [*origins[1:], None], strict=True)]
         parts = zip(window.batches, window.weights, ends, strict=True)
         group = self._in_parts([(batch, weight, 0, 0, end) for batch, weight, end in parts])
-        made = self.window_of(group, group[-1])
-        assert made is not None
-        made.micro_batches, made.samples, made.tokens = window.micro_batches, window.samples, window.tokens
-        return made
+        smaller = self.window_of(group, group[-1])
+        assert smaller is not None
+        smaller.micro_batches, smaller.samples, smaller.tokens = window.micro_batches, window.samples, window.tokens
+        return smaller
 
     def _in_parts(self, group: list[Weighed]) -> list[Weighed]:
         """Split micro-batches once more; those without weight are cut down, not multiplied."""
-        found = list[Weighed]()
+        micro_batches = list[Weighed]()
         for batch, weight, samples, tokens, end in group:
             parts = self._split(batch, self.microbatch_size or 1)
             if not weight or len(parts) == 1:
-                found.append((parts[0], weight, samples, tokens, end))
+                micro_batches.append((parts[0], weight, samples, tokens, end))
                 continue
             weights = [self._weight_in_step(move_to_device(part, torch.device("cpu"))) for part in parts]
-            found += [(part, own, 0, 0, 0) for part, own in zip(parts[:-1], weights[:-1], strict=True)]
-            found.append((parts[-1], weights[-1], samples, tokens, end))
-        return found
+            micro_batches += [
+                (part, part_weight, 0, 0, 0) for part, part_weight in zip(parts[:-1], weights[:-1], strict=True)
+            ]
+            micro_batches.append((parts[-1], weights[-1], samples, tokens, end))
+        return micro_batches
 
     def window_of(self, group: list[Weighed], last: Weighed | None, totals: Sequence[float] = ()) -> Window | None:
         """Return the window of these micro-batches and those of the other ranks; None if no rank has any.
@@ -304,14 +310,16 @@ class Feed:
         """
         size = len(group)
         totals = totals or self._ranks.sum("the beginning of a step", *self._ranks.once(_part(group)))
-        weight, samples, tokens, taken, sizes, squares = totals
+        weight, samples, tokens, batch_count, sizes, squares = totals
         if not sizes:
             return None
         if squares * self._ranks.data.size != sizes * sizes:  # true if and only if the sizes differ
             group = group + self._stand_ins(size, last)
-        batches, weights = [one[0] for one in group], [one[1] for one in group]
+        batches, weights = [micro_batch[0] for micro_batch in group], [micro_batch[1] for micro_batch in group]
         origins = _origins(group) if self._may_split else None
-        return Window(batches, weights, weight, int(taken), int(samples), int(tokens), self._divisor(weight), origins)
+        return Window(
+            batches, weights, weight, int(batch_count), int(samples), int(tokens), self._divisor(weight), origins
+        )
 
     def _divisor(self, weight: float) -> float:
         """Return the divisor of this rank's weighted losses; gradients are averaged over the ranks later."""
@@ -323,14 +331,14 @@ class Feed:
         """Return the micro-batches that fill a window up to the size of the largest: all ranks must run forward."""
         sizes = self._ranks.gather("the micro-batches of a step", None if last is None else size)
         _refuse_empty(sizes)
-        return [] if last is None else [(last[0], 0, 0, 0, 0)] * (max(one or 0 for one in sizes) - size)
+        return [] if last is None else [(last[0], 0, 0, 0, 0)] * (max(count or 0 for count in sizes) - size)
 
     # --- weights
 
     def weighed(self, batches: Iterable[Counted]) -> Iterator[Weighed]:
         """Yield each batch with its weight, samples and tokens; with a GPU, the next batch is copied meanwhile."""
         trainer = self._trainer
-        pairs = ((one, one) for one in batches)
+        pairs = ((batch, batch) for batch in batches)
         if (
             trainer.device.type == "cuda"
             and not self._has_states
@@ -362,14 +370,14 @@ class Feed:
             raise DataError(
                 f"split_batch(batch, size) returned {parts!r:.80}. Return a list of batches of at most `size` rows."
             )
-        there = parts if ready is batch else self._split(ready, size)
+        device_parts = parts if ready is batch else self._split(ready, size)
         if not samples:
-            yield there[0], 0, 0, 0, 1
+            yield device_parts[0], 0, 0, 0, 1
             return
         tokens = count_tokens(batch)
-        for part, one in zip(parts[:-1], there[:-1], strict=True):
-            yield one, self._weight_in_step(part), 0, 0, 0
-        yield there[-1], self._weight_in_step(parts[-1]), samples, tokens, 1
+        for part, device_part in zip(parts[:-1], device_parts[:-1], strict=True):
+            yield device_part, self._weight_in_step(part), 0, 0, 0
+        yield device_parts[-1], self._weight_in_step(parts[-1]), samples, tokens, 1
 
     def weigh(self, batch: Any) -> float:
         """Return the weight of a micro-batch (on the host) in its window: its labels that count, or its rows.
@@ -445,8 +453,8 @@ class Feed:
         while True:
             counted = next(batches, None)
             last = last if counted is None else counted
-            (own,) = ranks.once([0 if counted is None else counted.samples])
-            count, empty, samples = ranks.sum("the turn of a batch", counted is not None, last is None, own)
+            (local_samples,) = ranks.once([0 if counted is None else counted.samples])
+            count, empty, samples = ranks.sum("the turn of a batch", counted is not None, last is None, local_samples)
             done += int(samples)
             if not count:
                 if size not in (None, done) and self._lifecycle.control.stop != "signal":
@@ -469,11 +477,11 @@ class Feed:
 
 def _splitter(loader: Loader, collate: Any) -> Callable[[Any, int], list[Any]]:
     """Return what splits the batches of a loader: that of the user's own, or of what puts its batches together."""
-    own, fetch = getattr(loader, "loader", None), getattr(loader, "fetch", None)
-    for part in (own, getattr(own, "collate_fn", None), getattr(fetch, "collate", None), collate):
-        found = getattr(part, "split_batch", None)
-        if callable(found):
-            return cast("Callable[[Any, int], list[Any]]", found)
+    user_loader, fetch = getattr(loader, "loader", None), getattr(loader, "fetch", None)
+    for part in (user_loader, getattr(user_loader, "collate_fn", None), getattr(fetch, "collate", None), collate):
+        split = getattr(part, "split_batch", None)
+        if callable(split):
+            return cast("Callable[[Any, int], list[Any]]", split)
     return split_batch
 
 
@@ -491,18 +499,18 @@ def _lasting(value: Any) -> Any:
 
 def _origins(group: list[Weighed]) -> list[int]:
     """Return which batch of its window each micro-batch is a part of."""
-    return list(itertools.accumulate([one[4] for one in group[:-1]], initial=0))
+    return list(itertools.accumulate([micro_batch[4] for micro_batch in group[:-1]], initial=0))
 
 
-def _other_count(found: int, size: int) -> DataError:
+def _other_count(count: int, size: int) -> DataError:
     return DataError(
-        f"The data ended after {found} samples, but their length is {size}. Correct the `__len__` of the dataset, or "
+        f"The data ended after {count} samples, but their length is {size}. Correct the `__len__` of the dataset, or "
         "what ends it early."
     )
 
 
-def _refuse_empty(found: list[Any]) -> None:
-    empty = [str(rank) for rank, one in enumerate(found) if one is None]
+def _refuse_empty(counts: list[Any]) -> None:
+    empty = [str(rank) for rank, count in enumerate(counts) if count is None]
     if empty:
         raise DataError(
             f"The data yield nothing on rank {', '.join(empty)}, but do on others. Give every process a part of "

@@ -61,9 +61,9 @@ class LossMeter:
 
     def since_last(self) -> tuple[float, float]:
         """Return the sum and the weight that were added on this rank since the last call."""
-        now = self.read(), self.weight
-        (total, weight), self._marked = self._marked, now
-        return now[0] - total, now[1] - weight
+        current = self.read(), self.weight
+        (total, weight), self._marked = self._marked, current
+        return current[0] - total, current[1] - weight
 
     def mark(self) -> tuple[float | torch.Tensor, float]:
         """Return sum and weight for `go_back`, without waiting for the device."""
@@ -80,8 +80,8 @@ class LossMeter:
     def load_state_dict(self, states: Sequence[Mapping[str, Any]]) -> None:
         """Restore the states from `state_dict()` of each process; if their number differs, the first gets the total."""
         if len(states) != self.ranks.data.size:
-            added: dict[str, Any] = {key: sum(one[key] for one in states) for key in ("sum", "weight")}
-            added["marked"] = [sum(one["marked"][i] for one in states) for i in (0, 1)]
+            added: dict[str, Any] = {key: sum(state[key] for state in states) for key in ("sum", "weight")}
+            added["marked"] = [sum(state["marked"][i] for state in states) for i in (0, 1)]
             states = [added, *[{"sum": 0.0, "weight": 0.0, "marked": [0.0, 0.0]}] * (self.ranks.data.size - 1)]
         state = states[self.ranks.data.rank]
         self._set(state["sum"], state["weight"])

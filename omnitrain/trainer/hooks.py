@@ -143,10 +143,10 @@ def refuse_dead_methods(**parts: Any) -> None:
         kind = part if isinstance(part, type) else type(part)
         if issubclass(kind, (Callback, TrainHook)):
             continue  # they are called
-        for one in kind.__mro__:
-            if one.__module__.partition(".")[0] in _LIBRARIES:
+        for base in kind.__mro__:
+            if base.__module__.partition(".")[0] in _LIBRARIES:
                 continue
-            for name in [name for name in vars(one) if name in EVENTS_OF_TRAINERS and callable(getattr(one, name))]:
+            for name in [name for name in vars(base) if name in EVENTS_OF_TRAINERS and callable(getattr(base, name))]:
                 ours = functools.reduce(lambda text, part: text.replace(*part), _OURS.items(), name)
                 event = ours if ours.removeprefix("on_") in list(Event) else "on_<event>"
                 raise ConfigError(
@@ -180,11 +180,11 @@ def reject_uncalled_methods(model: nn.Module, settings: Settings, trainer_class:
 
 def members_of_user(cls: type) -> dict[str, Any]:
     """Return what a subclass of a trainer and its mixins define, without omnitrain's own classes."""
-    found: dict[str, Any] = {}
-    for one in reversed(cls.__mro__):
-        if one is not object and not one.__module__.startswith("omnitrain."):
-            found |= vars(one)
-    return found
+    members: dict[str, Any] = {}
+    for base in reversed(cls.__mro__):
+        if base is not object and not base.__module__.startswith("omnitrain."):
+            members |= vars(base)
+    return members
 
 
 class Hooks:

@@ -67,8 +67,8 @@ class Listener:
     @property
     def name(self) -> str:
         """The name of its class, or of the class of its hooks."""
-        one = self.callback
-        return one.name if isinstance(one, HookCallback) else type(one).__name__
+        callback = self.callback
+        return callback.name if isinstance(callback, HookCallback) else type(callback).__name__
 
 
 Called = tuple[Listener, Callable[..., Any]]
@@ -77,7 +77,7 @@ Called = tuple[Listener, Callable[..., Any]]
 def _numbers(values: Any) -> dict[str, float]:
     """Return what `log_values` has returned, tensors of one number as numbers."""
     try:
-        return {name: one if isinstance(one, (int, float)) else float(one) for name, one in values.items()}
+        return {name: value if isinstance(value, (int, float)) else float(value) for name, value in values.items()}
     except (AttributeError, TypeError, ValueError) as error:
         raise TypeError(f"log_values must return a dict of numbers by name, got {values!r:.200}") from error
 
@@ -169,34 +169,38 @@ class Lifecycle:
                     f"{callback.on_error!r}."
                 )
         self.callbacks = sorted(callbacks, key=lambda callback: callback.order)
-        known = {id(one.callback): one for one in self.listeners}
-        self.listeners = [known.get(id(one)) or Listener(one) for one in self.callbacks]
+        known = {id(listener.callback): listener for listener in self.listeners}
+        self.listeners = [known.get(id(callback)) or Listener(callback) for callback in self.callbacks]
         self._bind()
 
     def adopt(self, *parts: Any) -> None:
         """Call the parts of a trainer that are callbacks or hooks, in this order and before the user's callbacks."""
         before, self._parts = self._parts, []
-        left = {id(callback) for _, callback in before}
+        previous = {id(callback) for _, callback in before}
         for part in parts:
-            known = next((callback for one, callback in before if one is part), None)
-            if known is None and isinstance(part, TrainHook):
-                known = HookCallback(part)
-            elif known is None and isinstance(part, Callback):
-                known = part
-            if known is not None:
-                self._parts.append((part, known))
-                left.add(id(known))
+            callback = next((callback for registered, callback in before if registered is part), None)
+            if callback is None and isinstance(part, TrainHook):
+                callback = HookCallback(part)
+            elif callback is None and isinstance(part, Callback):
+                callback = part
+            if callback is not None:
+                self._parts.append((part, callback))
+                previous.add(id(callback))
         if before or self._parts:
-            self.register([callback for _, callback in self._parts] + [c for c in self.callbacks if id(c) not in left])
+            self.register(
+                [callback for _, callback in self._parts] + [c for c in self.callbacks if id(c) not in previous]
+            )
 
     def _bind(self) -> None:
         """Find out who listens to what. Only overridden methods are called."""
-        live = [one for one in self.listeners if not one.is_disabled]
+        live = [listener for listener in self.listeners if not listener.is_disabled]
 
         def listening(name: str) -> list[Called]:
             plain = getattr(Callback, name)
-            methods = [(one, getattr(one.callback, name)) for one in live]
-            return [(one, method) for one, method in methods if getattr(method, "__func__", method) is not plain]
+            methods = [(listener, getattr(listener.callback, name)) for listener in live]
+            return [
+                (listener, method) for listener, method in methods if getattr(method, "__func__", method) is not plain
+            ]
 
         self._with_values = listening("log_values")
         self._listeners = {event: listening(f"on_{event}") for event in Event}
@@ -212,7 +216,7 @@ class Lifecycle:
 
     def listeners_to(self, *events: Event) -> list[str]:
         """Return the names of the callbacks that listen to any of these events."""
-        return list(dict.fromkeys(one.name for event in events for one, _ in self._listeners[event]))
+        return list(dict.fromkeys(listener.name for event in events for listener, _ in self._listeners[event]))
 
     @contextlib.contextmanager
     def silent(self) -> Iterator[None]:
@@ -229,7 +233,7 @@ class Lifecycle:
     def asks_alone(self) -> bool:
         """Whether a callback may request something in a step that other ranks do not."""
         events = (Event.STEP_START, *INNER_STEP_EVENTS, Event.BEFORE_OPTIMIZER_STEP, Event.STEP_END)
-        return any(one.callback.asks_alone for event in events for one, _ in self._listeners[event])
+        return any(listener.callback.asks_alone for event in events for listener, _ in self._listeners[event])
 
     def emit(self, event: Event, *details: Any) -> None:
         """Call every callback that listens to `event`; what becomes of an error its `on_error` says."""
@@ -305,15 +309,17 @@ class Lifecycle:
 
     def _sum_up(self) -> None:
         """Log how long each callback took, and which have failed."""
-        ran = sorted((one for one in self.listeners if one.calls), key=lambda one: -one.seconds)
+        ran = sorted(
+            (listener for listener in self.listeners if listener.calls), key=lambda listener: -listener.seconds
+        )
         if ran:
-            text = ", ".join(f"{one.name} {one.seconds:.3f} s ({one.calls} calls)" for one in ran)
+            text = ", ".join(f"{listener.name} {listener.seconds:.3f} s ({listener.calls} calls)" for listener in ran)
             logger.info("Time in callbacks: %s.", text)
-        for one in self.listeners:
-            if one.failures:
-                end = ", and was called no more after that" if one.is_disabled else ""
-                times = "once" if one.failures == 1 else f"{one.failures} times"
-                logger.warning("The callback %s failed %s in this run%s.", one.name, times, end)
+        for listener in self.listeners:
+            if listener.failures:
+                end = ", and was called no more after that" if listener.is_disabled else ""
+                times = "once" if listener.failures == 1 else f"{listener.failures} times"
+                logger.warning("The callback %s failed %s in this run%s.", listener.name, times, end)
 
     def _emit_safely(self, event: Event, *details: Any) -> None:
         for listener, handler in self._listeners[event]:
@@ -324,10 +330,10 @@ class Lifecycle:
 
     def tick(self) -> None:
         """Update `progress.seconds` to now, in a run; the time before it and after it is not part of it."""
-        now = time.perf_counter()
+        current = time.perf_counter()
         if self.is_running:
-            self.progress.seconds += now - self._clock
-        self._clock = now
+            self.progress.seconds += current - self._clock
+        self._clock = current
 
     @contextlib.contextmanager
     def untimed(self) -> Iterator[None]:
@@ -357,21 +363,21 @@ class Lifecycle:
         self._ranges.pop(id(owner), None)
         if ranges is not None:
             self._ranges[id(owner)] = ranges
-        inside = list(self._ranges.values())
+        profilers = list(self._ranges.values())
 
         def all_of_them(name: str) -> contextlib.ExitStack:
             stack = contextlib.ExitStack()
-            for one in inside:
-                stack.enter_context(one(name))
+            for profiler in profilers:
+                stack.enter_context(profiler(name))
             return stack
 
         for mark in self._markers:
-            mark(all_of_them if inside else None)
+            mark(all_of_them if profilers else None)
 
     def unsubscribe(self, callback: Callback, *events: Event) -> None:
         """Tell a callback of these events no more, until the callbacks are registered anew."""
         for event in events:
-            self._listeners[event] = [one for one in self._listeners[event] if one[0].callback is not callback]
+            self._listeners[event] = [entry for entry in self._listeners[event] if entry[0].callback is not callback]
         self._note_silence()
 
     # --- epochs and steps
@@ -500,7 +506,7 @@ class Lifecycle:
     def state_dict(self) -> dict[str, Any]:
         """Return the progress, the objective, the length of the history, and the callbacks' states."""
         self.tick()
-        callbacks = [one for one in self.callbacks if not self._is_part(one)]
+        callbacks = [callback for callback in self.callbacks if not self._is_part(callback)]
         names = [type(callback).__qualname__ for callback in callbacks]
         states = [
             {"callback": name, "turn": names[:number].count(name), "state": callback.state_dict()}
@@ -567,17 +573,21 @@ class Lifecycle:
         Raises:
             CheckpointError: If one of them refuses its state.
         """
-        waiting = list(self.callbacks)
+        unmatched = list(self.callbacks)
         for entry in entries:
             name = entry["callback"]
             # callbacks without a state have no entry, and are not counted among those of their class
-            alike = [one for one in self.callbacks if type(one).__qualname__ == name and not self._is_part(one)]
-            heir = next((one for one in alike[entry.get("turn", 0) :] if one in waiting), None)
-            if heir is None:
+            candidates = [
+                callback
+                for callback in self.callbacks
+                if type(callback).__qualname__ == name and not self._is_part(callback)
+            ]
+            match = next((callback for callback in candidates[entry.get("turn", 0) :] if callback in unmatched), None)
+            if match is None:
                 logger.warning("The checkpoint has the state of a callback %r, which is not among the callbacks.", name)
                 continue
-            waiting.remove(heir)
-            restore_with_undo(heir, entry["state"], undo)
+            unmatched.remove(match)
+            restore_with_undo(match, entry["state"], undo)
 
     def begin_again(self, steps: int) -> None:
         """The run begins afresh with the weights that so many steps of an earlier one have trained."""

@@ -108,7 +108,7 @@ class Loop:
         with lifecycle.untimed(), lifecycle.clock.during("setup"):
             lifecycle.begin_train()
         if self.trainer.algorithms:
-            order = ", ".join(type(one).__name__ for one in self.trainer.algorithms)
+            order = ", ".join(type(algorithm).__name__ for algorithm in self.trainer.algorithms)
             logger.info("Algorithms in the order they run: %s.", order)
         with lifecycle.untimed(), lifecycle.clock.during("setup"):
             # both read data, which can take seconds, so only now that signals are handled
@@ -341,7 +341,7 @@ class Loop:
         """Whether this rank may request something in the middle of a step that others do not."""
         trainer = self.trainer
         is_ours = type(trainer).__module__.startswith("omnitrain.") and isinstance(trainer.unit, ModelUnit)
-        return self.lifecycle.asks_alone or not is_ours or any(one.asks_alone for one in trainer.algorithms)
+        return self.lifecycle.asks_alone or not is_ours or any(algorithm.asks_alone for algorithm in trainer.algorithms)
 
     def send_ahead(self) -> None:
         """Start the exchange that ends a step before the step, if its content is known already.
@@ -456,15 +456,15 @@ class Loop:
 
     def _sets_not_due(self) -> frozenset[str]:
         """Return the named sets that have an interval of their own, and that this evaluation leaves out."""
-        lifecycle, named = self.lifecycle, self.sets.eval if isinstance(self.sets.eval, Mapping) else {}
-        now = {"step": lifecycle.progress.step, "epoch": lifecycle.progress.epochs}
-        found = []
-        for name, loader in named.items():
+        lifecycle, sets = self.lifecycle, self.sets.eval if isinstance(self.sets.eval, Mapping) else {}
+        position = {"step": lifecycle.progress.step, "epoch": lifecycle.progress.epochs}
+        excluded = []
+        for name, loader in sets.items():
             rows = reversed(lifecycle.metrics["valid"])
             last = next((row for row in rows if f"eval_{name}_loss" in row), None)
-            if loader.rules is not None and not loader.rules.is_due(now, last):
-                found.append(name)
-        return frozenset(found)
+            if loader.rules is not None and not loader.rules.is_due(position, last):
+                excluded.append(name)
+        return frozenset(excluded)
 
     def rehearse_evaluation(self) -> None:
         """Evaluate the first batch of each set to find errors that would otherwise come after hours of training.
@@ -554,11 +554,11 @@ class Loop:
         groups = self.trainer.backend.optimizer.param_groups
         rates = [float(rate) for rate in self.step.rates or [group["lr"] for group in groups]]
         bases = [group.get("initial_lr", group["lr"]) for group in groups]
-        named = {"learning_rate": rates[0]}
+        logs = {"learning_rate": rates[0]}
         for i in range(1, len(rates)):
             if rates[i] != rates[0] or bases[i] != bases[0]:
-                named[f"learning_rate_{i}"] = rates[i]
-        return named
+                logs[f"learning_rate_{i}"] = rates[i]
+        return logs
 
     def _grad_norm(self) -> dict[str, float]:
         norm = self.step.grad_norm
@@ -602,7 +602,7 @@ class Loop:
         updates = find_overrides(self.trainer.algorithms, "after_update")
         if isinstance(self.sets.train, Loader):
             self.sets.train.set_epoch(progress.epoch)
-        before, taken = progress.step, [0]
+        before, update_count = progress.step, [0]
         schedule = self.trainer.lr_scheduler if self.trainer.scheduler_interval == "step" else None
         place = getattr(schedule, "last_epoch", None)
 
@@ -612,10 +612,10 @@ class Loop:
             backend.check_all_reduced()
 
         def count(*_: Any) -> None:
-            taken[0] += 1
+            update_count[0] += 1
             self.ranks.moves += 1
             if self.step.window is window and updates:
-                progress.step = before + taken[0] - 1
+                progress.step = before + update_count[0] - 1
                 for update in updates:
                     update(self.trainer)
                 progress.step = before
@@ -627,29 +627,29 @@ class Loop:
         finally:
             for handle in handles:
                 handle.remove()
-        if taken[0] and place is not None and schedule.last_epoch == place:  # type: ignore[union-attr]
+        if update_count[0] and place is not None and schedule.last_epoch == place:  # type: ignore[union-attr]
             raise ConfigError(
-                f"`lr_scheduler` was not stepped in an epoch of {taken[0]} updates: the learning rate stays where the "
-                "schedule begins, which is 0 with `warmup_steps`. Call `self.lr_scheduler.step()` after each update in "
-                "`_train_epoch`, or pass scheduler_interval='epoch'."
+                f"`lr_scheduler` was not stepped in an epoch of {update_count[0]} updates: the learning rate stays "
+                "where the schedule begins, which is 0 with `warmup_steps`. Call `self.lr_scheduler.step()` after each "
+                "update in `_train_epoch`, or pass scheduler_interval='epoch'."
             )
         if progress.step == before:
-            if taken[0] and self.settings.microbatch_size is not None:
+            if update_count[0] and self.settings.microbatch_size is not None:
                 raise ConfigError(
                     f"`microbatch_size={self.settings.microbatch_size!r}` has no effect on a `_train_epoch` of your "
                     "own, which goes through whole batches. Make `batch_size` smaller, or split them there."
                 )
-            progress.step += taken[0]
+            progress.step += update_count[0]
 
     def _refuse_unreached(self) -> None:
         """Refuse algorithms that change what a loop of the user's own does without them."""
-        for one in self.trainer.algorithms:
-            unreached = [place for place in IN_STEPS if find_overrides([one], place)]
+        for algorithm in self.trainer.algorithms:
+            unreached = [place for place in IN_STEPS if find_overrides([algorithm], place)]
             if not self.trainer.backend.has_master_weights:  # the weights are there when the optimizer has stepped
                 unreached = [place for place in unreached if place != "after_update"]
             if unreached:
                 raise ConfigError(
-                    f"`algorithms` holds {type(one).__name__}, whose {unreached[0]}() nothing calls in a "
+                    f"`algorithms` holds {type(algorithm).__name__}, whose {unreached[0]}() nothing calls in a "
                     "`_train_epoch` of your own that steps the optimizer. Leave it out and do the same in your loop, "
                     "or have super()._train_epoch(epoch) take the steps."
                 )

@@ -210,7 +210,7 @@ class _Probe:
             first[..., 0] = classes[0] if (labels[..., 0] != classes[0]).any() else classes[-1]
         later = labels[..., 1:] != self.mean.ignore_index
         rest[..., 1:] = torch.where(later, other[..., 1:], labels[..., 1:])
-        losses = [self._loss(with_labels(self.batch, one, self.names)) for one in (labels, first, rest)]
+        losses = [self._loss(with_labels(self.batch, variant, self.names)) for variant in (labels, first, rest)]
         plain, of_first, of_rest = (math.nan if loss is None else loss for loss in losses)
         if len(classes) < 2 or not math.isfinite(plain + of_first + of_rest) or plain == of_first == of_rest:
             return None  # the last: labels have no effect on the loss
@@ -232,8 +232,8 @@ class _Probe:
         is_of_transformers = hasattr(getattr(unwrap(self.trainer.backend.model), "config", None), "model_type")
         if self._has_token_labels or not is_of_transformers:
             return True
-        others = [key for key in self.batch if "label" in str(key)] if isinstance(self.batch, Mapping) else []
-        return not isinstance(self.labels, torch.Tensor) or len(others) > 1
+        label_keys = [key for key in self.batch if "label" in str(key)] if isinstance(self.batch, Mapping) else []
+        return not isinstance(self.labels, torch.Tensor) or len(label_keys) > 1
 
     @property
     def rules(self) -> list[LossMean]:
@@ -324,22 +324,25 @@ def _labels_on_host(batch: Any) -> Any:
     """Return a batch whose labels are counted without waiting for a device more than once."""
     if isinstance(batch, Mapping):
         keys = (*LABEL_KEYS, "shift_labels")
-        return {key: one.cpu() if isinstance(one, torch.Tensor) and key in keys else one for key, one in batch.items()}
+        return {
+            key: tensor.cpu() if isinstance(tensor, torch.Tensor) and key in keys else tensor
+            for key, tensor in batch.items()
+        }
     return batch
 
 
-def joined(one: Any, other: Any, rows: int) -> Any:
+def joined(first: Any, second: Any, rows: int) -> Any:
     """Return the rows of two batches of so many rows as one batch; None if their shapes differ."""
-    if isinstance(one, torch.Tensor):
-        if not one.ndim or len(one) != rows:
-            return one
-        return torch.cat([one, other]) if one.shape == other.shape else None
-    if isinstance(one, (Mapping, tuple)):
-        keys = list(one.keys()) if isinstance(one, Mapping) else range(len(one))
-        entries = [joined(one[key], other[key], rows) for key in keys]
-        if any(entry is None and one[key] is not None for key, entry in zip(keys, entries, strict=True)):
+    if isinstance(first, torch.Tensor):
+        if not first.ndim or len(first) != rows:
+            return first
+        return torch.cat([first, second]) if first.shape == second.shape else None
+    if isinstance(first, (Mapping, tuple)):
+        keys = list(first.keys()) if isinstance(first, Mapping) else range(len(first))
+        entries = [joined(first[key], second[key], rows) for key in keys]
+        if any(entry is None and first[key] is not None for key, entry in zip(keys, entries, strict=True)):
             return None
-        return dict(zip(keys, entries, strict=True)) if isinstance(one, Mapping) else tuple(entries)
-    if isinstance(one, list):
-        return [*one, *other] if len(one) == rows else one
-    return one
+        return dict(zip(keys, entries, strict=True)) if isinstance(first, Mapping) else tuple(entries)
+    if isinstance(first, list):
+        return [*first, *second] if len(first) == rows else first
+    return first

@@ -73,14 +73,14 @@ class Meters:
         """
         if not weight:
             return
-        for name, given in values.items():
-            value, own = given if type(given) is tuple and len(given) == 2 else (given, weight)
-            if not own:
+        for name, entry in values.items():
+            value, value_weight = entry if type(entry) is tuple and len(entry) == 2 else (entry, weight)
+            if not value_weight:
                 continue
             meter = self._meters.get(name) or self._begin(name)
-            meter.sums.add_(_scalar(name, value), alpha=own)
-            meter.weights[_LOG] += own
-            meter.weights[_EPOCH] += own
+            meter.sums.add_(_scalar(name, value), alpha=value_weight)
+            meter.weights[_LOG] += value_weight
+            meter.weights[_EPOCH] += value_weight
 
     def _begin(self, name: Any) -> _Meter:
         if not isinstance(name, str) or not name or name in _TAKEN or name.startswith(_PREFIXES):
@@ -95,10 +95,10 @@ class Meters:
 
     def means_since_last(self) -> dict[str, float]:
         """Return the means of what was added since this was last asked; called on all ranks."""
-        found = self._means("the metrics for a log", _LOG)
+        means = self._means("the metrics for a log", _LOG)
         for meter in self._meters.values():
             meter.sums[_LOG] = meter.weights[_LOG] = 0.0
-        return found
+        return means
 
     def means(self) -> dict[str, float]:
         """Return the means since the epoch began; called on all ranks."""
@@ -112,9 +112,9 @@ class Meters:
         return self._sums(_EPOCH)
 
     def _sums(self, since: int) -> dict[str, tuple[float, float]]:
-        found = {name: meter for name, meter in self._meters.items() if meter.weights[since]}
-        totals = torch.stack([meter.sums[since] for meter in found.values()]).tolist() if found else []
-        return {name: (total, found[name].weights[since]) for name, total in zip(found, totals, strict=True)}
+        meters = {name: meter for name, meter in self._meters.items() if meter.weights[since]}
+        totals = torch.stack([meter.sums[since] for meter in meters.values()]).tolist() if meters else []
+        return {name: (total, meters[name].weights[since]) for name, total in zip(meters, totals, strict=True)}
 
     def begin_epoch(self) -> None:
         """Start the means of a new epoch; what was added since the latest log still counts in the next."""
@@ -137,13 +137,13 @@ class Meters:
 
     def load_state_dict(self, states: Sequence[Sequence[Any]]) -> None:
         """Take back what `state_dict()` returned on each process; if they are others now, the first has all of it."""
-        ranks, own = self.ranks, states
+        ranks, local_states = self.ranks, states
         if len(states) == ranks.data.size:
-            own = states[ranks.data.rank : ranks.data.rank + 1]
+            local_states = states[ranks.data.rank : ranks.data.rank + 1]
         elif ranks.data.rank:
-            own = []
+            local_states = []
         self._meters = {}
-        for name, *numbers_of in (one for state in own for one in state):
+        for name, *numbers_of in (entry for state in local_states for entry in state):
             meter = self._meters.setdefault(name, _Meter(self._zeros(), [0.0, 0.0]))
             meter.sums += torch.tensor(numbers_of[:2], dtype=meter.sums.dtype).to(meter.sums.device)
             meter.weights = [a + b for a, b in zip(meter.weights, numbers_of[2:], strict=True)]
@@ -167,12 +167,12 @@ def _scalar(name: str, value: Any) -> torch.Tensor:
     if isinstance(value, torch.Tensor):
         if value.numel() == 1 and not value.is_complex():
             return value.detach().reshape(())
-        found = f"a tensor of shape {tuple(value.shape)} and type {value.dtype}"
+        description = f"a tensor of shape {tuple(value.shape)} and type {value.dtype}"
     elif isinstance(value, numbers.Real):
         return torch.tensor(float(value), dtype=torch.float64)  # the device takes a number of the host without waiting
     else:
-        found = f"{type(value).__name__} {value!r}"[:80]
+        description = f"{type(value).__name__} {value!r}"[:80]
     raise DataError(
-        f"The metric {name!r} must be a scalar, a number or a tensor of one element, got {found}. Reduce it to the "
-        "mean over the batch, for example with .mean()."
+        f"The metric {name!r} must be a scalar, a number or a tensor of one element, got {description}. Reduce it to "
+        "the mean over the batch, for example with .mean()."
     )

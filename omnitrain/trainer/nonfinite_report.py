@@ -129,6 +129,6 @@ def _has_bad_gradient(trainer: Hooks, batch: Any) -> bool:
         loss = trainer._forward(trainer.backend.model, batch).loss  # without DDP, which would wait for all ranks
     if loss is None or not loss.requires_grad:
         return False
-    trained = [one for one in trainer.backend.model.parameters() if one.requires_grad]
+    trained = [parameter for parameter in trainer.backend.model.parameters() if parameter.requires_grad]
     gradients = torch.autograd.grad(loss, trained, allow_unused=True)
-    return not all(one is None or bool(stored_values(one).isfinite().all()) for one in gradients)
+    return not all(gradient is None or bool(stored_values(gradient).isfinite().all()) for gradient in gradients)

@@ -80,7 +80,7 @@ def size_of(number: float) -> str:
     return f"{value:.1f} {unit}" if value else f"0 {unit}"
 
 
-def worded_shortage(found: Shortage) -> str:
+def worded_shortage(shortage: Shortage) -> str:
     """Return what took the memory, and what would give some of it back, as the text of a note.
 
     >>> print(worded_shortage(Shortage("training", 10**9, 10**9, 2 * 10**9, peak=9 * 10**9, rows=8)))
@@ -93,55 +93,59 @@ def worded_shortage(found: Shortage) -> str:
       FSDP or ZeRO 3 over 8 processes: -3.5 GB
       ZeRO 2 over 8 processes: -2.6 GB
     """  # noqa: E501
-    parts = {"parameters": found.parameters, "gradients": found.gradients, "optimizer state": found.state}
+    parts = {"parameters": shortage.parameters, "gradients": shortage.gradients, "optimizer state": shortage.state}
     words = [f"{name} {size_of(size)}" for name, size in parts.items()]
-    if found.gradients_to_come or found.state_to_come:
-        coming = {"gradients": found.gradients_to_come, "state": found.state_to_come}
-        named = " and ".join(f"{size_of(size)} of {name}" for name, size in coming.items() if size)
-        words[-1] += f" (of the first step, {named} were still to come)"
-    if found.activations is not None:
-        words.append(f"activations and work space {size_of(found.activations)} at most")
-    if found.wanted:
+    if shortage.gradients_to_come or shortage.state_to_come:
+        future_bytes = {"gradients": shortage.gradients_to_come, "state": shortage.state_to_come}
+        future = " and ".join(f"{size_of(size)} of {name}" for name, size in future_bytes.items() if size)
+        words[-1] += f" (of the first step, {future} were still to come)"
+    if shortage.activations is not None:
+        words.append(f"activations and work space {size_of(shortage.activations)} at most")
+    if shortage.wanted:
         words.append(
-            f"{'with' if found.peak is not None else 'and'} the {size_of(found.wanted)} for which there was no room"
+            f"{'with' if shortage.peak is not None else 'and'} the {size_of(shortage.wanted)} for which there was no "
+            "room"
         )
-    whole = f" The device has {size_of(found.capacity)}." if found.capacity else ""
-    text = f"{_HEAD} in {found.work}, and this is what was in it: {', '.join(words)}.{whole}"
-    remedies = [f"  {name}{f': {gain}' if gain else ''}" for name, gain in _remedies(found)]
+    capacity = f" The device has {size_of(shortage.capacity)}." if shortage.capacity else ""
+    text = f"{_HEAD} in {shortage.work}, and this is what was in it: {', '.join(words)}.{capacity}"
+    remedies = [f"  {name}{f': {gain}' if gain else ''}" for name, gain in _remedies(shortage)]
     return "\n".join([text, "What would take less, and about how much:", *remedies] if remedies else [text])
 
 
 _HEAD = "Memory ran out"
 
 
-def _remedies(found: Shortage) -> Iterator[tuple[str, str]]:
+def _remedies(shortage: Shortage) -> Iterator[tuple[str, str]]:
     """Yield what would take less memory, with how much that is."""
-    active, least = found.activations, _LEAST * (max(found.peak or 0, found.parameters) + found.wanted)
+    active, least = shortage.activations, _LEAST * (max(shortage.peak or 0, shortage.parameters) + shortage.wanted)
     matters = active is None or active > least
 
     def of_active(share: float, words: str = "") -> str:
         return "" if active is None else f"{words}-{size_of(active * share)}"
 
-    if found.work == "saving":
+    if shortage.work == "saving":
         matters = False
-    if matters and found.rows > 1:
-        half = found.rows // 2
-        share, before = 1 - half / found.rows, f"(instead of {found.rows}"
-        if found.work == "training":
+    if matters and shortage.rows > 1:
+        half = shortage.rows // 2
+        share, before = 1 - half / shortage.rows, f"(instead of {shortage.rows}"
+        if shortage.work == "training":
             yield f"microbatch_size={half} {before}; the same step, in more parts)", of_active(share)
         else:
             yield f"eval_batch_size={half} {before})", of_active(share)
-    if matters and found.is_full_precision:
+    if matters and shortage.is_full_precision:
         yield 'autocast="bf16"', of_active(0.5, "up to ")
-    if found.work == "training" and matters and not found.is_recomputed:
+    if shortage.work == "training" and matters and not shortage.is_recomputed:
         most = "" if active is None else f"most of {size_of(active)}"
         yield "gradient_checkpointing=True (slower, the same numbers)", most
-    state, gradients = found.state + found.state_to_come, found.gradients + found.gradients_to_come
+    state, gradients = shortage.state + shortage.state_to_come, shortage.gradients + shortage.gradients_to_come
     if state > least:
         yield "an optimizer whose state has 8 bits", f"-{size_of(state * 0.75)}"
-    if not found.is_sharded:
-        ranks = found.world_size if found.world_size > 1 else _MANY
-        for name, sharded in (("FSDP or ZeRO 3", found.parameters + gradients + state), ("ZeRO 2", gradients + state)):
+    if not shortage.is_sharded:
+        ranks = shortage.world_size if shortage.world_size > 1 else _MANY
+        for name, sharded in (
+            ("FSDP or ZeRO 3", shortage.parameters + gradients + state),
+            ("ZeRO 2", gradients + state),
+        ):
             if sharded > least:
                 yield f"{name} over {ranks} processes", f"-{size_of(sharded * (1 - 1 / ranks))}"
 
@@ -182,32 +186,34 @@ def wanted_in(error: BaseException) -> int:
     >>> wanted_in(RuntimeError("CUDA out of memory. Tried to allocate 1.50 GiB.")), wanted_in(RuntimeError("no room"))
     (1610612736, 0)
     """
-    found = re.search(r"[Tt]ried to allocate ([\d.]+) ?(bytes|[KMGT]iB)", str(error))
-    return 0 if found is None else round(float(found[1]) * _UNITS[found[2]])
+    match = re.search(r"[Tt]ried to allocate ([\d.]+) ?(bytes|[KMGT]iB)", str(error))
+    return 0 if match is None else round(float(match[1]) * _UNITS[match[2]])
 
 
-def shortage_of(trainer: Hooks, work: Work, wanted: int = 0) -> Shortage:
+def shortage_of(trainer: Hooks, work: Work, requested: int = 0) -> Shortage:
     """Return what is on the device of a rank now; `wanted` are the bytes for which there was no room."""
     backend, settings, device = trainer.backend, trainer.settings, trainer.device
     parameters = list(backend.model.parameters())
-    held = [*parameters, *backend.model.buffers()]
-    trained = [one for group in backend.groups for one in group["params"] if one.requires_grad]
-    gradients = [stored_values(one.grad) for one in parameters if one.grad is not None]
+    tensors = [*parameters, *backend.model.buffers()]
+    trained = [parameter for group in backend.groups for parameter in group["params"] if parameter.requires_grad]
+    gradients = [stored_values(parameter.grad) for parameter in parameters if parameter.grad is not None]
     optimizers = backend.optimizers.values() or [backend.optimizer]
-    state = [value for one in optimizers for kept in one.state.values() for value in kept.values()]
-    is_first = work == "training" and not any(isinstance(one, torch.Tensor) for one in state)
+    state = [value for optimizer in optimizers for entries in optimizer.state.values() for value in entries.values()]
+    is_first = work == "training" and not any(isinstance(value, torch.Tensor) for value in state)
     coming = sum(state_to_come(group, _bytes(group["params"], device)) for group in backend.groups) if is_first else 0
     splits = settings.batch_size if trainer._feed.microbatch_size is None else trainer._feed.microbatch_size
     peak, capacity = _counted(device)
     return Shortage(
         work,
-        parameters=_bytes(held, device),
+        parameters=_bytes(tensors, device),
         gradients=_bytes(gradients, device),
         state=_bytes(state, device),
-        gradients_to_come=_bytes([one for one in trained if one.grad is None], device) if is_first else 0,
+        gradients_to_come=_bytes([parameter for parameter in trained if parameter.grad is None], device)
+        if is_first
+        else 0,
         state_to_come=coming,
         peak=peak,
-        wanted=wanted,
+        wanted=requested,
         capacity=capacity,
         rows=splits if work == "training" else settings.eval_batch_size or settings.batch_size,
         world_size=trainer.ranks.world_size,
@@ -220,9 +226,9 @@ def shortage_of(trainer: Hooks, work: Work, wanted: int = 0) -> Shortage:
 def _bytes(tensors: Iterable[Any], device: torch.device) -> int:
     """Return the bytes of this rank's parts of tensors on a device."""
     total = 0
-    for one in tensors:
-        part = getattr(one, "ds_tensor", None)  # DeepSpeed's ZeRO 3 keeps the rank's part of a parameter there
-        part = one if part is None else part
+    for tensor in tensors:
+        part = getattr(tensor, "ds_tensor", None)  # DeepSpeed's ZeRO 3 keeps the rank's part of a parameter there
+        part = tensor if part is None else part
         part = part.to_local() if hasattr(part, "to_local") else part
         if isinstance(part, torch.Tensor) and part.device.type == device.type:
             total += part.numel() * part.element_size()
@@ -230,7 +236,7 @@ def _bytes(tensors: Iterable[Any], device: torch.device) -> int:
 
 
 def _is_wide(parameters: Iterable[torch.Tensor]) -> bool:
-    return any(one.is_floating_point() and one.element_size() >= 4 for one in parameters)
+    return any(parameter.is_floating_point() and parameter.element_size() >= 4 for parameter in parameters)
 
 
 def _counted(device: torch.device) -> tuple[int | None, int | None]:
@@ -238,5 +244,5 @@ def _counted(device: torch.device) -> tuple[int | None, int | None]:
     if device.type not in ("cuda", "xpu"):
         return None, None
     peak = torch.accelerator.max_memory_allocated(device)
-    whole = torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else None
-    return peak, whole
+    capacity = torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else None
+    return peak, capacity

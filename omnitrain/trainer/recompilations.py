@@ -35,12 +35,12 @@ class Recompilations:
         records = _records()
         if not records or records[-1] is self._last:
             return
-        known = next((number for number, one in enumerate(records) if one is self._last), -1)
-        for one in records[known + 1 :]:
-            why = (one.recompile_reason or "").partition("  #")[0]
+        known = next((number for number, record in enumerate(records) if record is self._last), -1)
+        for record in records[known + 1 :]:
+            why = (record.recompile_reason or "").partition("  #")[0]
             if _OF_SHAPE.search(why):
                 self._reasons.append(why)
-                self._seconds += one.entire_frame_compile_time_s or 0.0
+                self._seconds += record.entire_frame_compile_time_s or 0.0
         self._last = records[-1]
         if len(self._reasons) >= _MANY and not self._has_told:
             self._has_told = True

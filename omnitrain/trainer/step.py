@@ -58,19 +58,19 @@ def kept_in_evaluation(model: nn.Module) -> list[nn.Module]:
     If the whole model is in evaluation mode, that means nothing: `from_pretrained` leaves models so, and the user
     expects training. The same goes for a part that has `from_pretrained`, unless all of it is frozen.
     """
-    found: list[nn.Module] = []
+    modules: list[nn.Module] = []
 
     def look(module: nn.Module) -> None:
-        trains = any(one.requires_grad for one in module.parameters())
+        trains = any(parameter.requires_grad for parameter in module.parameters())
         if not module.training and trains and hasattr(type(module), "from_pretrained"):
             return
-        found.extend([] if module.training else [module])
+        modules.extend([] if module.training else [module])
         for child in module.children():
             look(child)
 
     if model.training:
         look(model)
-    return found
+    return modules
 
 
 class Step:
@@ -196,15 +196,17 @@ class Step:
         self._transforms = {place: find_overrides(algorithms, place) for place in IN_STEPS}
         for place in ("transform_output", "transform_loss"):
             self._transforms[place].reverse()
-        for one in algorithms:
-            used = [place for place in IN_STEPS if find_overrides([one], place)]
+        for algorithm in algorithms:
+            used = [place for place in IN_STEPS if find_overrides([algorithm], place)]
             lacking = [
-                self._backend.unsupported[need] for need in (*used, *one.needs) if need in self._backend.unsupported
+                self._backend.unsupported[need]
+                for need in (*used, *algorithm.needs)
+                if need in self._backend.unsupported
             ]
             if lacking:
                 raise ConfigError(
-                    f"`algorithms` holds {type(one).__name__}, which cannot work here: {lacking[0]}. Leave it out, or "
-                    "train with DDP or FSDP."
+                    f"`algorithms` holds {type(algorithm).__name__}, which cannot work here: {lacking[0]}. Leave it "
+                    "out, or train with DDP or FSDP."
                 )
 
     def _tell_of_unheard(self) -> None:
@@ -223,7 +225,11 @@ class Step:
 
     def _tell_of_low_precision(self) -> None:
         """Warn about weights that train in 16 bits, unless the backend updates a 32-bit copy."""
-        kinds = {one.dtype for one in self._backend.parameters if one.dtype in (torch.bfloat16, torch.float16)}
+        kinds = {
+            parameter.dtype
+            for parameter in self._backend.parameters
+            if parameter.dtype in (torch.bfloat16, torch.float16)
+        }
         if kinds and not self._backend.has_master_weights and self._ranks.is_main:
             (kind, *_) = kinds
             logger.warning(
@@ -257,7 +263,7 @@ class Step:
         for module in self._evaluating:
             module.training = False
         if self._evaluating and not self._is_in_training:
-            names = [name for name, one in model.named_modules() if one in self._evaluating]
+            names = [name for name, module in model.named_modules() if module in self._evaluating]
             logger.info(
                 "Modules that are in evaluation mode stay in it while the rest trains: %s%s. Call train() on them "
                 "before the run, if they are to train.", ", ".join(names[:3]), ", ..." if len(names) > 3 else "",
@@ -397,7 +403,7 @@ class Step:
         """Return the error for a layer that normalizes over a batch of a single sample."""
         place, size = self._place(), self._lifecycle.progress.epoch_size
         is_rest = size is not None and place.position + place.samples >= size
-        left = f", which is what the batches leave over of {size} samples" if is_rest else ""
+        cause = f", which is what the batches leave over of {size} samples" if is_rest else ""
         remedy = (
             "Choose a `batch_size` that leaves more, or pass `drop_last=True`, which leaves out the last step of an "
             "epoch if it is short"
@@ -406,7 +412,7 @@ class Step:
             remedy = "Choose a `microbatch_size`, and a `batch_size`, that leave more"
         return DataError(
             f"Micro-batch {turn + 1} of step {place.step} (epoch {place.epoch + 1}, rank {self._ranks.rank}) has a "
-            f"single row{left}, and BatchNorm, or a layer like it, cannot take mean and variance of one value per "
+            f"single row{cause}, and BatchNorm, or a layer like it, cannot take mean and variance of one value per "
             f"channel. {remedy}; LayerNorm and GroupNorm take any batch."
         )
 
@@ -471,9 +477,9 @@ class Step:
                 functools.partial(self._backend.forward, trainer._forward),
                 functools.partial(evaluating, trainer),
             )
-            found = suspects(error, trainer, loader, (place.epoch, place.position, turn), run, mode)
-            if found:
-                error.add_note(f"Raised for {found}.")
+            samples = suspects(error, trainer, loader, (place.epoch, place.position, turn), run, mode)
+            if samples:
+                error.add_note(f"Raised for {samples}.")
         add_location(error, f"step {place.step} (epoch {place.epoch + 1}), rank {self._ranks.rank}")
 
     def finish(self) -> bool:
@@ -510,10 +516,16 @@ class Step:
                 "depends on none of them: is it computed by another model than the one that was passed (by a `unit` "
                 "that holds its own, say), under torch.no_grad(), or were all of them frozen since?"
             )
-        gradients = [(one, one.grad) for one in self._backend.parameters if one.grad is not None]
-        names = {id(one): name for name, one in self._backend.model.named_parameters()}
-        sparse = {id(one): names.get(id(one), "?") for one, gradient in gradients if gradient.is_sparse}
-        dense = {id(one): names.get(id(one), "?") for one, gradient in gradients if not gradient.is_sparse}
+        gradients = [
+            (parameter, parameter.grad) for parameter in self._backend.parameters if parameter.grad is not None
+        ]
+        names = {id(parameter): name for name, parameter in self._backend.model.named_parameters()}
+        sparse = {
+            id(parameter): names.get(id(parameter), "?") for parameter, gradient in gradients if gradient.is_sparse
+        }
+        dense = {
+            id(parameter): names.get(id(parameter), "?") for parameter, gradient in gradients if not gradient.is_sparse
+        }
         self._backend.check_layouts(sparse, dense)
 
     def _check_tokens(self, scheduler: ScheduleLR) -> None:
@@ -650,7 +662,9 @@ class Step:
             raise ConfigError(
                 f"{what}, which cannot work here: {backend.unsupported['closure']}. Use DDP or one process."
             )
-        second = [one for one in self._trainer.algorithms if find_overrides([one], "before_second_pass")]
+        second = [
+            algorithm for algorithm in self._trainer.algorithms if find_overrides([algorithm], "before_second_pass")
+        ]
         reasons = {
             "autocast='fp16'": (backend.can_skip, "has a loss scale that may leave an update out", "autocast='bf16'"),
             f"max_grad_norm={settings.max_grad_norm!r}": (
@@ -666,14 +680,16 @@ class Step:
                 second, "moves the weights between two passes of its own", "no such algorithm"
             ),
         }  # fmt: skip
-        for given, (is_given, reason, remedy) in reasons.items():
-            if is_given:
-                raise ConfigError(f"{what}, and `{given}` {reason}. Pass {remedy}, or another optimizer.")
+        for argument, (is_set, reason, remedy) in reasons.items():
+            if is_set:
+                raise ConfigError(f"{what}, and `{argument}` {reason}. Pass {remedy}, or another optimizer.")
 
     def _update_by_closure(self) -> bool:
         """Update the weights by an optimizer that runs the window's micro-batches anew; the first pass is logged."""
         backend, first, before = self._backend, self.mark(), self._before
-        kept = [(one, one.detach().clone()) for one in backend.parameters if one.requires_grad]
+        weights = [
+            (parameter, parameter.detach().clone()) for parameter in backend.parameters if parameter.requires_grad
+        ]
         # others may have moved the weights before they call it
         self._is_at_start = isinstance(backend.optimizer, torch.optim.LBFGS)
         backend.closure = self._take_anew
@@ -681,8 +697,8 @@ class Step:
             return self._trainer._apply_update()
         except NonFiniteError:
             with torch.no_grad():
-                for one, value in kept:
-                    one.copy_(value)
+                for parameter, value in weights:
+                    parameter.copy_(value)
             raise
         finally:
             backend.closure = None
@@ -747,16 +763,16 @@ class Step:
 
     def means_since_last(self) -> tuple[float, dict[str, float]]:
         """Return the mean loss (NaN of nothing) and what was named, over all ranks since this was last asked."""
-        own = self._ranks.once([*self.loss.since_last(), len(self.metrics)])
-        total, weight, named = self._ranks.sum("the loss for a log", *own)
+        local_sums = self._ranks.once([*self.loss.since_last(), len(self.metrics)])
+        total, weight, name_count = self._ranks.sum("the loss for a log", *local_sums)
         # ranks may have met other names, or none, so those of all are gathered if any has one
-        self.latest_metrics = self.metrics.means_since_last() if named else {}
+        self.latest_metrics = self.metrics.means_since_last() if name_count else {}
         return total / weight if weight else math.nan, self.latest_metrics
 
     def metrics_of_epoch(self) -> dict[str, float]:
         """Return the means of what was named in the epoch so far, over all ranks."""
-        (named,) = self._ranks.sum("the names of metrics", len(self.metrics))
-        return self.metrics.means() if named else {}
+        (name_count,) = self._ranks.sum("the names of metrics", len(self.metrics))
+        return self.metrics.means() if name_count else {}
 
     def begin_means(self) -> None:
         """Start the means of a new epoch."""
@@ -814,8 +830,8 @@ class Step:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the losses of all ranks, what was named there, the latest norm and rates: numbers and lists."""
-        own = self.loss.state_dict(), self.metrics.state_dict()
-        everywhere = self._ranks.by_share(self._ranks.gather("the losses for a checkpoint", own))
+        local = self.loss.state_dict(), self.metrics.state_dict()
+        everywhere = self._ranks.by_share(self._ranks.gather("the losses for a checkpoint", local))
         losses, metrics = zip(*everywhere, strict=True)
         return {
             "loss": list(losses),
