@@ -1,8 +1,7 @@
-"""The `omnitrain checkpoint` command: lists, verifies, shows, exports and compares the checkpoints of a run.
+"""The commands `omnitrain checkpoint` and `omnitrain show run`.
 
-`omnitrain show run`, what has run, is here too. Only reading and reporting belong here. `cli.py` has the command line,
-`checkpoint/` the checkpoints themselves. Only what computes with weights, or joins shards of them, imports torch. A
-terminal gets tables, everything else plain columns.
+Only reading and reporting belong here. `main.py` has the command line, `checkpoint/` the checkpoints themselves. Only
+code that computes with weights, or joins shards, imports torch. A terminal gets tables, everything else plain columns.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ if TYPE_CHECKING:
 WEIGHTS = "model.safetensors"  # as in checkpoint/state.py, which would import torch
 CONFIGS = ("config.json", "generation_config.json")
 ADAPTERS = ("adapter_config.json", "adapter_model.safetensors")
-MOST_ROWS = 10
+MAX_ROWS = 10
 """How many tensors `diff` lists: those that differ most."""
 
 _FOLDER = re.compile(r"checkpoint-([0-9]+)(\.old)?")
@@ -50,20 +49,20 @@ def ls(path: Path) -> None:
         path: A run folder or a checkpoint. Only sizes are compared; `verify` checks contents.
     """
     store, folders = _checkpoints(path)
-    marks = _marks(store)
+    marks = _pointer_names(store)
     rows, problems, metric = [], [], ""
     for folder in folders:
         name = _FOLDER.fullmatch(folder.name)
-        step, epoch, score, date, state = str(int(name[1])) if name else "", "", "", _date(folder), "complete"
+        step, epoch, score, date, state = str(int(name[1])) if name else "", "", "", _format_date(folder), "complete"
         try:
             content = store.verify(folder, hashes=False, accept=_check)
         except CheckpointError as error:
             state = "damaged"
             problems.append(str(error))
         else:
-            step, epoch, score = str(content["step"]), _epochs(content), _number(content["score"])
-            date, metric = _date(folder, content), _metric(content) or metric
-        rows.append([folder.name, step, epoch, score, marks.get(folder.name, ""), _size(folder), date, state])
+            step, epoch, score = str(content["step"]), _format_epochs(content), _format_number(content["score"])
+            date, metric = _format_date(folder, content), _describe_metric(content) or metric
+        rows.append([folder.name, step, epoch, score, marks.get(folder.name, ""), _format_size(folder), date, state])
     _print_table("checkpoint >step >epoch >score ~mark >size ~saved state", rows)
     for line in ([f"\nscore: {metric}"] if metric else []) + problems:
         _print(line)
@@ -84,15 +83,16 @@ def verify(path: Path) -> int:
             damaged += 1
             _print(f"damaged   {error}")
         else:
-            _print(f"complete  {folder}: {len(content['files']) + 1} files, {_size(folder)}")
+            _print(f"complete  {folder}: {len(content['files']) + 1} files, {_format_size(folder)}")
     _print(f"{len(folders) - damaged} of {len(folders)} complete.")
     return 1 if damaged else 0
 
 
 def show(path: Path) -> None:
     """Print a checkpoint's information about the run, and its tensors."""
-    folder, content = _one_checkpoint(path)
-    _print(f"{folder}: {_size(folder)}, saved {_date(folder, content)}, format version {content['format_version']}")
+    folder, content = _resolve_checkpoint(path)
+    version = f"format version {content['format_version']}"
+    _print(f"{folder}: {_format_size(folder)}, saved {_format_date(folder, content)}, {version}")
     if content.get("frozen"):
         _print(f"without the {len(content['frozen'])} tensors that did not train, whose hashes it has")
     for title in ("progress", "objective", "settings", "versions"):
@@ -100,71 +100,74 @@ def show(path: Path) -> None:
         if title == "versions" and "world_size" in content:
             entries = {**entries, "world_size": content["world_size"]}
         _print_title(title)
-        _print_table("name ~value", [[name, _say(value)] for name, value in entries.items()])
+        _print_table("name ~value", [[name, _format_setting(value)] for name, value in entries.items()])
     if content.get("record"):
         _print_title("what ran")
-        _print_table("name ~value", [[name, _say(value)] for name, value in _flattened(content["record"], "")])
+        _print_table("name ~value", [[name, _format_setting(value)] for name, value in _flatten(content["record"], "")])
     parts: dict[str, list[Path]] = {}
     for file in content["files"]:
         if file.endswith(".safetensors"):
             parts.setdefault(_SHARD.sub("", file), []).append(folder / file)
     for part, files in parts.items():
-        rows = list(_tensors(files))
+        rows = list(_list_tensors(files))
         _print_title(f"{part}: {len(rows)} tensors{f' in {len(files)} files' if len(files) > 1 else ''}")
         _print_table("~tensor dtype shape", rows)
 
 
 def show_run(path: Path) -> None:
-    """Print each start of a run, all that is known of the last one, and what has changed since the one before.
+    """Print the starts of a run, everything known of the last one, and its changes from the one before.
 
     Args:
-        path: A run folder, or a checkpoint for what it was written by.
+        path: A run folder, or a checkpoint for the start that wrote it.
 
     Raises:
-        ConfigError: Nothing there says what ran.
+        ConfigError: It has no record of a start.
         CheckpointError: It cannot be read.
     """
-    starts = read_starts(path / RUN_FILE) or _recorded(path)
+    starts = read_starts(path / RUN_FILE) or _read_record(path)
     rows = [
-        [str(number), _started(one), str(one.get("step", "")), one.get("resumed_from") or "", str(_hosts(one)),
-         str(one.get("processes", "")), _devices(one), _commit(one)]
-        for number, one in enumerate(starts, 1)
+        [str(number), _start_time(start), str(start.get("step", "")), start.get("resumed_from") or "",
+         _format_hosts(start), str(start.get("processes", "")), _format_devices(start), _format_commit(start)]
+        for number, start in enumerate(starts, 1)
     ]  # fmt: skip
     _print_table(">start ~began >step ~resumed_from ~host >processes ~devices ~commit", rows)
-    last = dict(_flattened({**starts[-1], "command": shlex.join(starts[-1].get("command", []))}, ""))
+    last = dict(_flatten({**starts[-1], "command": shlex.join(starts[-1].get("command", []))}, ""))
     for title in ("", "settings", "data", "code"):
         rest = ("settings.", "data.", "code.")
-        own = {
+        section = {
             name: value for name, value in last.items()
             if (name.startswith(f"{title}.") if title else not name.startswith(rest))
         }  # fmt: skip
-        if own:
+        if section:
             _print_title(title or f"start {len(starts)}")
-            _print_table("name ~value", [[name.removeprefix(f"{title}."), _say(one)] for name, one in own.items()])
+            _print_table(
+                "name ~value",
+                [[name.removeprefix(f"{title}."), _format_setting(value)] for name, value in section.items()],
+            )
     if len(starts) > 1:
-        before, now = (
-            dict(_flattened({name: value for name, value in one.items() if name not in _OF_ITS_OWN}, ""))
-            for one in starts[-2:]
+        before, after = (
+            dict(_flatten({name: value for name, value in start.items() if name not in _PER_START}, ""))
+            for start in starts[-2:]
         )
-        names = [name for name in {**before, **now} if before.get(name, _ABSENT) != now.get(name, _ABSENT)]
+        names = [name for name in {**before, **after} if before.get(name, _ABSENT) != after.get(name, _ABSENT)]
         _print_title(f"{len(names)} changes since start {len(starts) - 1}")
         if names:
-            sides = ([_say(one.get(name, _ABSENT)) for one in (before, now)] for name in names)
+            sides = ([_format_setting(values.get(name, _ABSENT)) for values in (before, after)] for name in names)
             _print_table("~name ~before ~now", [[name, *side] for name, side in zip(names, sides, strict=True)])
 
 
-_OF_ITS_OWN = ("started_at", "step", "resumed_from")
-"""What differs between any two starts of a run."""
+_PER_START = ("started_at", "step", "resumed_from")
+"""Entries that differ between any two starts."""
 
 
-def _recorded(path: Path) -> list[dict[str, Any]]:
-    """Return what a checkpoint says of the start that wrote it."""
+def _read_record(path: Path) -> list[dict[str, Any]]:
+    """Return a checkpoint's record of the start that wrote it."""
     try:
-        folder, content = _one_checkpoint(path)
+        folder, content = _resolve_checkpoint(path)
     except ConfigError:
-        there = f"has no {RUN_FILE!r} and no checkpoints" if path.is_dir() else "is no folder of a run"
+        problem = f"has no {RUN_FILE!r} and no checkpoints" if path.is_dir() else "is no folder of a run"
         raise ConfigError(
-            f"{str(path)!r} {there if path.exists() else 'does not exist'}. Give a run's `save_dir`."
+            f"{str(path)!r} {problem if path.exists() else 'does not exist'}. Give a run's `save_dir`."
         ) from None
     if not content.get("record"):
         raise ConfigError(
@@ -174,7 +177,7 @@ def _recorded(path: Path) -> list[dict[str, Any]]:
     return [content["record"]]
 
 
-def _started(start: Mapping[str, Any]) -> str:
+def _start_time(start: Mapping[str, Any]) -> str:
     """Return when a start began, in local time."""
     try:
         return datetime.fromisoformat(start["started_at"]).astimezone().replace(tzinfo=None).isoformat(" ", "seconds")
@@ -182,20 +185,20 @@ def _started(start: Mapping[str, Any]) -> str:
         return ""
 
 
-def _hosts(start: Mapping[str, Any]) -> str:
+def _format_hosts(start: Mapping[str, Any]) -> str:
     return ", ".join(map(str, start.get("hosts") or ()))
 
 
-def _devices(start: Mapping[str, Any]) -> str:
+def _format_devices(start: Mapping[str, Any]) -> str:
     """Return the devices that a start trained on: "8 x NVIDIA H200"."""
-    found: dict[str, int] = {}
+    counts: dict[str, int] = {}
     for names in (start.get("hosts") or {}).values():
         for name, count in names.items():
-            found[name] = found.get(name, 0) + count
-    return ", ".join(f"{count} x {name}" for name, count in found.items())
+            counts[name] = counts.get(name, 0) + count
+    return ", ".join(f"{count} x {name}" for name, count in counts.items())
 
 
-def _commit(start: Mapping[str, Any]) -> str:
+def _format_commit(start: Mapping[str, Any]) -> str:
     git = start.get("git")
     return f"{git['commit'][:10]}{'' if git.get('clean') else ', changed'}" if git else ""
 
@@ -216,8 +219,8 @@ def export(path: Path, out: Path, merge: Path | bool = False, adapter: str | Non
         CheckpointError: The checkpoint is damaged, has no weights, or they belong to another base.
         ConfigError: `out` exists and is not an empty folder, or there is nothing to merge, or something is missing.
     """
-    folder, content = _one_checkpoint(path)
-    held = _names_of_weights(folder, content)
+    folder, content = _resolve_checkpoint(path)
+    weights = _weight_names(folder, content)
     if out.is_symlink() or (out.exists() and not (out.is_dir() and not any(out.iterdir()))):
         raise ConfigError(f"{str(out)!r} already exists and is not overwritten. Give the path of a new folder.")
     if adapter is not None and not merge:
@@ -225,12 +228,12 @@ def export(path: Path, out: Path, merge: Path | bool = False, adapter: str | Non
     if merge:
         from omnitrain.checkpoint.merge_adapters import write_merged
 
-        with _undone(out):
+        with _clean_on_error(out):
             done = write_merged(folder, content, None if merge is True else Path(merge), adapter, out)
         _print(f"{out}: {done}, from {folder.name}")
         return
     names = [name for name in content["files"] if Path(name).name in ADAPTERS]
-    is_old = not names and any(name.startswith("base_model.model.") for name in held)
+    is_old = not names and any(name.startswith("base_model.model.") for name in weights)
     if content.get("frozen") and not names:
         raise ConfigError(
             f"{str(folder)!r} was saved without the {len(content['frozen'])} tensors that did not train. Pass the "
@@ -238,7 +241,7 @@ def export(path: Path, out: Path, merge: Path | bool = False, adapter: str | Non
         )
     if not names:
         names = [WEIGHTS, *(name for name in CONFIGS if name in content["files"] and not is_old)]
-    with _undone(out):
+    with _clean_on_error(out):
         for name in reversed(names):  # the weights last, so that a folder with weights is complete
             if name == WEIGHTS and name not in content["files"]:
                 _consolidate(folder, content, out)
@@ -247,11 +250,11 @@ def export(path: Path, out: Path, merge: Path | bool = False, adapter: str | Non
             shutil.copyfile(folder / name, out / f"{name}.tmp")
             os.replace(out / f"{name}.tmp", out / name)
     _print(f"{out}: {', '.join(names)} of {folder.name}")
-    lost = _outside_of_adapters(folder, content, held) if WEIGHTS not in names else []
-    if lost:
+    missing = _names_outside_adapters(folder, content, weights) if WEIGHTS not in names else []
+    if missing:
         _print(
-            f"{len(lost)} tensors of the checkpoint are none of the adapters', and are not in it: {', '.join(lost[:3])}"
-            f"{', ...' if lost[3:] else ''}. --merge BASE makes a model with them."
+            f"{len(missing)} tensors of the checkpoint belong to no adapter and are left out: {', '.join(missing[:3])}"
+            f"{', ...' if missing[3:] else ''}. --merge BASE makes a model with them."
         )
     if is_old:
         _print("The weights have the names that PEFT gives them inside: load them into a model with the same adapters.")
@@ -259,9 +262,9 @@ def export(path: Path, out: Path, merge: Path | bool = False, adapter: str | Non
         _print("The model had no config, so there is none. safetensors.torch.load_file reads the weights.")
 
 
-def _names_of_weights(folder: Path, content: Mapping[str, Any]) -> set[str]:
+def _weight_names(folder: Path, content: Mapping[str, Any]) -> set[str]:
     """Return the names of a checkpoint's weights, in one file or many, without importing torch."""
-    files = [WEIGHTS] if WEIGHTS in content["files"] else [one for one in content["files"] if _PART.fullmatch(one)]
+    files = [WEIGHTS] if WEIGHTS in content["files"] else [name for name in content["files"] if _PART.fullmatch(name)]
     if not files:
         raise CheckpointError(f"{str(folder)!r} has no {WEIGHTS!r} to export, only {', '.join(content['files'])}.")
     return {name for file in files for name in read_header(folder / file)}
@@ -276,7 +279,7 @@ def _weights(folder: Path, content: Mapping[str, Any]) -> TensorFile:
 
 
 def _consolidate(folder: Path, content: Mapping[str, Any], out: Path) -> None:
-    """Write the whole weights of a checkpoint that has them in shards; in their place only when all are there."""
+    """Join the weights of a sharded checkpoint; files appear in `out` only once all are written."""
     from omnitrain.checkpoint.disk import FileSystem
     from omnitrain.checkpoint.sharded_files import write_whole
 
@@ -287,25 +290,25 @@ def _consolidate(folder: Path, content: Mapping[str, Any], out: Path) -> None:
     place.rmdir()
 
 
-def _outside_of_adapters(folder: Path, content: Mapping[str, Any], weights: Collection[str]) -> list[str]:
+def _names_outside_adapters(folder: Path, content: Mapping[str, Any], weights: Collection[str]) -> list[str]:
     """Return the names of the trained tensors and buffers that are in no adapter's file."""
     if not content.get("frozen"):  # it has the whole base as well
         return []
-    lost = {name for name in weights if ".original_module." not in name}
+    outside = {name for name in weights if ".original_module." not in name}
     for file in content["files"]:
         if Path(file).name == ADAPTERS[1]:
-            held = {name.removeprefix("base_model.model.") for name in read_header(folder / file)}
+            adapted = {name.removeprefix("base_model.model.") for name in read_header(folder / file)}
             mark = f".{Path(file).parent.as_posix()}." if "/" in file else ".default."
-            lost -= {
-                name for name in lost
+            outside -= {
+                name for name in outside
                 if mark in f".{name}."
-                or name.replace(".modules_to_save", "").replace(mark, ".").removeprefix("base_model.model.") in held
+                or name.replace(".modules_to_save", "").replace(mark, ".").removeprefix("base_model.model.") in adapted
             }  # fmt: skip
-    return sorted(lost)
+    return sorted(outside)
 
 
 @contextlib.contextmanager
-def _undone(out: Path) -> Iterator[None]:
+def _clean_on_error(out: Path) -> Iterator[None]:
     """Create a folder, and leave nothing in it if the code inside fails."""
     out.mkdir(parents=True, exist_ok=True)
     try:
@@ -318,17 +321,17 @@ def _undone(out: Path) -> Iterator[None]:
 
 def diff(a: Path, b: Path) -> None:
     """Print the settings in which two checkpoints differ, and the tensors of the model that differ most."""
-    (folder_a, content_a), (folder_b, content_b) = _one_checkpoint(a), _one_checkpoint(b)
+    (folder_a, content_a), (folder_b, content_b) = _resolve_checkpoint(a), _resolve_checkpoint(b)
     rows = [
-        [label, str(folder), str(content["step"]), _epochs(content), _number(content["score"])]
+        [label, str(folder), str(content["step"]), _format_epochs(content), _format_number(content["score"])]
         for label, folder, content in (("A", folder_a, content_a), ("B", folder_b, content_b))
     ]
     _print_table("side ~checkpoint >step >epoch >score", rows)
-    flat_a, flat_b = _comparable(content_a), _comparable(content_b)
+    flat_a, flat_b = _settings_to_compare(content_a), _settings_to_compare(content_b)
     names = [name for name in {**flat_a, **flat_b} if flat_a.get(name, _ABSENT) != flat_b.get(name, _ABSENT)]
     _print_title(f"{len(names)} settings differ")
     if names:
-        sides = ([_say(flat.get(name, _ABSENT)) for flat in (flat_a, flat_b)] for name in names)
+        sides = ([_format_setting(flat.get(name, _ABSENT)) for flat in (flat_a, flat_b)] for name in names)
         _print_table("~setting ~A ~B", [[name, *side] for name, side in zip(names, sides, strict=True)])
     frozen_a, frozen_b = (content.get("frozen") or {} for content in (content_a, content_b))
     weights_a, weights_b = _weights(folder_a, content_a), _weights(folder_b, content_b)
@@ -342,22 +345,22 @@ def diff(a: Path, b: Path) -> None:
 def _print_frozen_differences(
     a: TensorFile, b: TensorFile, hashes_a: Mapping[str, str], hashes_b: Mapping[str, str]
 ) -> None:
-    """Print how many of the tensors that one of two checkpoints left out differ."""
+    """Print how many of the tensors differ that one of two checkpoints left out."""
     from omnitrain.checkpoint.tensor_files import fingerprints
     from omnitrain.distributed.ranks import Ranks
 
-    wanted = hashes_a.keys() | hashes_b.keys()
-    if not wanted:
+    names = hashes_a.keys() | hashes_b.keys()
+    if not names:
         return
-    found: list[dict[str, str]] = []
-    for held, hashes in ((a, hashes_a), (b, hashes_b)):
-        rest = {name: held[name] for name in wanted.intersection(held)}
-        found.append({**hashes, **fingerprints(rest, Ranks())})
-    both = sorted(found[0].keys() & found[1].keys())
-    others = [name for name in both if found[0][name] != found[1][name]]
-    _print_title(f"{len(others)} of {len(both)} tensors that did not train differ")
-    if others:
-        _print(f"{', '.join(others[:MOST_ROWS])}{', ...' if len(others) > MOST_ROWS else ''}")
+    hashes_by_side: list[dict[str, str]] = []
+    for tensors, hashes in ((a, hashes_a), (b, hashes_b)):
+        rest = {name: tensors[name] for name in names.intersection(tensors)}
+        hashes_by_side.append({**hashes, **fingerprints(rest, Ranks())})
+    both = sorted(hashes_by_side[0].keys() & hashes_by_side[1].keys())
+    differing = [name for name in both if hashes_by_side[0][name] != hashes_by_side[1][name]]
+    _print_title(f"{len(differing)} of {len(both)} tensors that did not train differ")
+    if differing:
+        _print(f"{', '.join(differing[:MAX_ROWS])}{', ...' if len(differing) > MAX_ROWS else ''}")
 
 
 def _print_weight_differences(
@@ -367,14 +370,14 @@ def _print_weight_differences(
     both = sorted(names_a & names_b)
     shapes = {name: (list(a.spec_of(name)[0]), list(b.spec_of(name)[0])) for name in both}
     fitting = [name for name in both if shapes[name][0] == shapes[name][1]]
-    found = [(_largest_difference(a[name], b[name]), name) for name in fitting]
-    differing = sorted((pair for pair in found if pair[0] != 0), key=_by_difference)
+    differences = [(_largest_difference(a[name], b[name]), name) for name in fitting]
+    differing = sorted((pair for pair in differences if pair[0] != 0), key=_difference_key)
     _print_title(f"{len(differing)} of {len(fitting)} tensors differ")
     if differing:
-        rows = [[name, str(shapes[name][0]), _number(value)] for value, name in differing[:MOST_ROWS]]
+        rows = [[name, str(shapes[name][0]), _format_number(value)] for value, name in differing[:MAX_ROWS]]
         _print_table("~tensor shape >difference", rows)
-    if len(differing) > MOST_ROWS:
-        _print(f"and {len(differing) - MOST_ROWS} more that differ less")
+    if len(differing) > MAX_ROWS:
+        _print(f"and {len(differing) - MAX_ROWS} more that differ less")
     for name in both:
         if name not in fitting:
             _print(f"{name}: shape {shapes[name][0]} in A, {shapes[name][1]} in B")
@@ -383,7 +386,7 @@ def _print_weight_differences(
             _print(f"only in {label}: {', '.join(sorted(only))}")
 
 
-def _by_difference(pair: tuple[float, str]) -> tuple[bool, float, str]:
+def _difference_key(pair: tuple[float, str]) -> tuple[bool, float, str]:
     """Sort NaN first, then by size, the largest first."""
     value, name = pair
     return value == value, -value, name
@@ -395,8 +398,8 @@ def _largest_difference(a: torch.Tensor, b: torch.Tensor) -> float:
 
     if a.dtype == b.dtype and torch.equal(a, b):
         return 0.0
-    if not any(one.is_floating_point() or one.is_complex() for one in (a, b)):
-        return _largest_whole_difference(a, b)
+    if not any(tensor.is_floating_point() or tensor.is_complex() for tensor in (a, b)):
+        return _largest_integer_difference(a, b)
     wide = torch.complex128 if a.is_complex() or b.is_complex() else torch.float64
     a, b = a.to(wide), b.to(wide)
     distance = (a - b).abs()
@@ -404,35 +407,37 @@ def _largest_difference(a: torch.Tensor, b: torch.Tensor) -> float:
     return float(distance.max()) if distance.numel() else 0.0
 
 
-def _largest_whole_difference(a: torch.Tensor, b: torch.Tensor) -> float:
+def _largest_integer_difference(a: torch.Tensor, b: torch.Tensor) -> float:
     """Return the largest absolute difference of integers, of which float64 does not have all."""
     import numpy as np
 
-    first, second = (one.numpy().view(np.uint8) if one.numpy().dtype == bool else one.numpy() for one in (a, b))
+    first, second = (
+        tensor.numpy().view(np.uint8) if tensor.numpy().dtype == bool else tensor.numpy() for tensor in (a, b)
+    )
     distance: Any = np.maximum(first, second) - np.minimum(first, second)
     if distance.dtype.kind == "i":
         distance = distance.view(f"u{distance.itemsize}")  # which has the distance of any two
     return float(distance.max(initial=0))
 
 
-def _tensors(files: list[Path]) -> Iterator[list[str]]:
+def _list_tensors(files: list[Path]) -> Iterator[list[str]]:
     """Yield name, dtype and whole shape of each tensor in some files, without reading its values."""
-    found: dict[str, tuple[str, list[int]]] = {}
+    entries: dict[str, tuple[str, list[int]]] = {}
     for path in files:
         for name, entry in read_header(path).items():
             ends = [begin + size for begin, size in zip(entry.corner, entry.shape, strict=True)]
-            known = found[name][1] if name in found else ends
-            found[name] = entry.dtype, list(entry.whole or map(max, zip(known, ends, strict=False)))
-    for name, (dtype, shape) in found.items():
+            known = entries[name][1] if name in entries else ends
+            entries[name] = entry.dtype, list(entry.whole or map(max, zip(known, ends, strict=False)))
+    for name, (dtype, shape) in entries.items():
         yield [name, dtype, str(shape)]
 
 
-# --- finding
+# --- lookup
 
 
 @contextlib.contextmanager
-def brought(*places: Path | str, whole: bool = True) -> Iterator[list[Path]]:
-    """Yield a path of this machine for each place; what an address names is downloaded, and deleted afterwards.
+def local_copies(*places: Path | str, whole: bool = True) -> Iterator[list[Path]]:
+    """Yield a local path for each place; remote runs are downloaded, and deleted afterwards.
 
     Args:
         places: Paths, and addresses of remote stores.
@@ -446,13 +451,13 @@ def brought(*places: Path | str, whole: bool = True) -> Iterator[list[Path]]:
     from omnitrain.core.paths import is_address
 
     with contextlib.ExitStack() as ends:
-        here: list[Path] = []
+        paths: list[Path] = []
         for place in places:
             if is_address(place):
                 folder = Path(ends.enter_context(tempfile.TemporaryDirectory(prefix="omnitrain-")))
                 place = download_run(str(place), folder, whole)
-            here.append(Path(place))
-        yield here
+            paths.append(Path(place))
+        yield paths
 
 
 def _locate(path: Path) -> tuple[Store, Path | None]:
@@ -483,7 +488,7 @@ def _checkpoints(path: Path) -> tuple[Store, list[Path]]:
     return store, [step_folder for _, step_folder in sorted(store.folders().items())] if folder is None else [folder]
 
 
-def _one_checkpoint(path: Path) -> tuple[Path, dict[str, Any]]:
+def _resolve_checkpoint(path: Path) -> tuple[Path, dict[str, Any]]:
     """Return the verified checkpoint at `path`, or the last one if `path` is a run."""
     store, folder = _locate(path)
     folder = folder or store.named("last")
@@ -491,14 +496,14 @@ def _one_checkpoint(path: Path) -> tuple[Path, dict[str, Any]]:
 
 
 def _check(folder: Path, content: Mapping[str, Any]) -> None:
-    """Refuse content that no run can have written; another program's checkpoint need not have all that a run needs."""
+    """Reject invalid content; checkpoints of other programs may lack entries that a run needs."""
     validate(content, repr(str(folder)), complete=False)
     for name in content["files"]:
         if name.endswith(".safetensors"):
             read_header(folder / name)
 
 
-def _marks(store: Store) -> dict[str, str]:
+def _pointer_names(store: Store) -> dict[str, str]:
     """Return "last", "best" or "last, best" by the name of a folder."""
     marks: dict[str, str] = {}
     for which in ("last", "best"):
@@ -508,51 +513,51 @@ def _marks(store: Store) -> dict[str, str]:
     return marks
 
 
-# --- wording
+# --- formatting
 
 _ABSENT = object()
 
 
-def _comparable(content: Mapping[str, Any]) -> dict[str, Any]:
+def _settings_to_compare(content: Mapping[str, Any]) -> dict[str, Any]:
     """Return the settings, and other possible causes of a difference, by dotted names."""
     parts = {"world_size": content.get("world_size"), "versions": content.get("versions", {})}
-    return dict(_flattened({**content.get("settings", {}), **parts}, ""))
+    return dict(_flatten({**content.get("settings", {}), **parts}, ""))
 
 
-def _flattened(value: Any, name: str) -> Iterator[tuple[str, Any]]:
-    """Yield the plain values in a nested setting, so that a difference is named exactly."""
+def _flatten(value: Any, name: str) -> Iterator[tuple[str, Any]]:
+    """Yield the plain values in a nested setting by dotted names."""
     entries = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
     empty = True
     for key, entry in entries:
         empty = False
-        yield from _flattened(entry, f"{name}.{key}" if name else str(key))
+        yield from _flatten(entry, f"{name}.{key}" if name else str(key))
     if empty:
         yield name, value
 
 
-def _say(value: Any) -> str:
-    """Return a setting in the form that a person would write."""
+def _format_setting(value: Any) -> str:
+    """Return a setting as a person would write it."""
     if value is _ABSENT:
         return "(absent)"
     return value if isinstance(value, str) else json.dumps(value)
 
 
-def _number(value: float | None) -> str:
+def _format_number(value: float | None) -> str:
     return "" if value is None else f"{value:.6g}"
 
 
-def _epochs(content: Mapping[str, Any]) -> str:
+def _format_epochs(content: Mapping[str, Any]) -> str:
     return f"{Progress.from_state(content['progress']).epochs:.6g}" if "progress" in content else ""
 
 
-def _metric(content: Mapping[str, Any]) -> str:
+def _describe_metric(content: Mapping[str, Any]) -> str:
     objective = content.get("objective")
     if not objective:
         return ""
     return f"{objective['metric']}, {'lower' if objective['direction'] == 'min' else 'higher'} is better"
 
 
-def _size(folder: Path) -> str:
+def _format_size(folder: Path) -> str:
     """Return the size of all files of a checkpoint, in decimal units."""
     size = float(sum(file.stat().st_size for file in folder.rglob("*") if file.is_file()))
     for unit in ("B", "kB", "MB"):
@@ -562,7 +567,7 @@ def _size(folder: Path) -> str:
     return f"{size:.2f} GB"
 
 
-def _date(folder: Path, content: Mapping[str, Any] | None = None) -> str:
+def _format_date(folder: Path, content: Mapping[str, Any] | None = None) -> str:
     """Return when a checkpoint was saved, in local time; if unknown, when its last file was written."""
     if content and content.get("saved_at"):
         saved = datetime.fromisoformat(content["saved_at"]).astimezone()
@@ -572,13 +577,13 @@ def _date(folder: Path, content: Mapping[str, Any] | None = None) -> str:
     return saved.replace(tzinfo=None).isoformat(" ", "minutes")
 
 
-def _escaped(text: str) -> str:
-    """Return text without terminal control codes: anyone can have written a checkpoint."""
-    return "".join(one if one.isprintable() or one == "\n" else repr(one)[1:-1] for one in text)
+def _escape(text: str) -> str:
+    """Return text without terminal control codes, as a checkpoint can be from anyone."""
+    return "".join(char if char.isprintable() or char == "\n" else repr(char)[1:-1] for char in text)
 
 
 def _print(text: str) -> None:
-    print(_escaped(text), flush=True)
+    print(_escape(text), flush=True)
 
 
 def _print_title(text: str) -> None:
@@ -610,7 +615,7 @@ def _print_table(columns: str, rows: list[list[str]]) -> None:
         justify = "right" if kind == ">" else "left"
         table.add_column(column.lstrip(">~"), justify=justify, no_wrap=kind != "~", overflow="fold")
     for row in rows:
-        table.add_row(*(_escaped(cell) or "-" for cell in row))
+        table.add_row(*(_escape(cell) or "-" for cell in row))
     with console.capture() as capture:
         console.print(table)
     for line in capture.get().splitlines():

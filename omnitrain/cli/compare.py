@@ -1,4 +1,4 @@
-"""Several runs side by side: a table of their best results and a picture of their curves. No torch."""
+"""Comparison of runs: a table of results and plots. No torch."""
 
 from __future__ import annotations
 
@@ -86,14 +86,14 @@ class RunComparison:
 
     def _names(self) -> list[str]:
         """Return the values that have a column: the loss, and those of evaluations and tests."""
-        found: dict[str, float] = {}
+        columns: dict[str, float] = {}
         for rows in self.runs.values():
             for row in rows:
                 names = ("loss",) if row["kind"] == "train" else row.keys() - {*_NO_CURVE}
-                found |= {name: 0.0 for name in row if name in names and _is_number(row[name])}
-        tests = {name for name in found if name.startswith("test_")}
+                columns |= {name: 0.0 for name in row if name in names and _is_number(row[name])}
+        tests = {name for name in columns if name.startswith("test_")}
         return [
-            *sort_for_display({name: 0.0 for name in found if name not in tests}),
+            *sort_for_display({name: 0.0 for name in columns if name not in tests}),
             *sort_for_display(dict.fromkeys(tests, 0.0)),
         ]
 
@@ -105,8 +105,8 @@ class RunComparison:
         columns.append([f"{end['step']}" for end in ends])
         columns.append([f"{end['epoch']:.2f}" if _is_number(end.get("epoch")) else "-" for end in ends])
         for name in names:
-            found = [_points(rows, name) for rows in self.runs.values()]
-            chosen = [_best(points, name) or (points[-1] if points else None) for points in found]
+            curves = [_points(rows, name) for rows in self.runs.values()]
+            chosen = [_best(points, name) or (points[-1] if points else None) for points in curves]
             direction = None if name == "loss" else _direction(name)
             values = [point[1] for point in chosen if point is not None]
             top = None if direction is None or len(values) < 2 else (max if direction == "max" else min)(values)
@@ -140,22 +140,22 @@ def compare_runs(*runs: str | os.PathLike[str] | Mapping[str, Any]) -> RunCompar
     small     10    1.00    0.6 @10
     large     20    2.00  0.4 @20 *
     """
-    named: list[tuple[str, Any]] = []
+    entries: list[tuple[str, Any]] = []
     for run in runs:
         if isinstance(run, MetricsDict):
             raise ConfigError('A MetricsDict has no name: pass compare_runs({"name": metrics, ...}).')
-        named += run.items() if isinstance(run, Mapping) else [(os.fspath(run).rstrip("/") or "/", run)]
-    if not named:
+        entries += run.items() if isinstance(run, Mapping) else [(os.fspath(run).rstrip("/") or "/", run)]
+    if not entries:
         raise ConfigError("There is nothing to compare: pass folders of runs, or a dict of them by name.")
-    found: dict[str, list[dict[str, Any]]] = {}
-    for name, run in named:
-        if name in found:
+    rows_by_run: dict[str, list[dict[str, Any]]] = {}
+    for name, run in entries:
+        if name in rows_by_run:
             raise ConfigError(f"The run {name!r} is there twice. Leave one out, or name them by a dict.")
         rows = _rows_of_history(run) if isinstance(run, MetricsDict) else _read(Path(run))
         if not rows:
             raise ConfigError(f"The run {name!r} has no rows: it has neither logged nor evaluated.")
-        found[name] = rows
-    return RunComparison(found)
+        rows_by_run[name] = rows
+    return RunComparison(rows_by_run)
 
 
 def _read(path: Path) -> list[dict[str, Any]]:

@@ -1,6 +1,6 @@
-"""The commands `omnitrain train`, `omnitrain sweep` and `omnitrain config`: their words, and what they print.
+"""The commands `omnitrain train`, `omnitrain sweep` and `omnitrain config`.
 
-`cli.py` adds their parsers. Nothing here imports torch before a configuration has been read and found right.
+`main.py` adds their parsers. Nothing here imports torch before a configuration was read and is valid.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Any
 
 from omnitrain.arguments import DEFAULTS
 from omnitrain.checkpoint.run_record import CONFIG_FILE, code_in
-from omnitrain.config.configuration import SECTIONS, TRAINERS, Config, merged, raise_all
+from omnitrain.config.configuration import SECTIONS, TRAINERS, Config, merge_files, raise_all
 from omnitrain.config.reading import Place, Tree, parse_value, read
 from omnitrain.config.yaml_writer import write
 from omnitrain.core.errors import CheckpointError, ConfigError
@@ -29,30 +29,30 @@ Pairs = Sequence[tuple[str, str | None]]
 
 
 def train(words: Sequence[str], resume: str | None, trust: bool, only_print: bool) -> None:
-    """Train what files and the words after them describe.
+    """Train as configuration files and options say.
 
     Args:
-        words: Configuration files, each put over those before, and then options such as --trainer.epochs 3.
-        resume: The folder or address of a run, or of a checkpoint, with which to go on.
+        words: Configuration files, later ones over earlier ones, then options such as --trainer.epochs 3.
+        resume: The folder or address of a run or checkpoint to resume.
         trust: Whether modules may be imported that are neither installed nor in the current folder.
         only_print: Whether only to print the configuration.
 
     Raises:
-        ConfigError: If something is wrong; nothing has been made or written then.
+        ConfigError: If something is wrong; nothing was built or written.
     """
     config = make_config(words, resume, trust)
     if only_print:
         print(write(config.tree.values), end="")
         return
-    with code_in(_folder_of(words)):
+    with code_in(_config_folder(words)):
         config.train()
 
 
 def check(words: Sequence[str], trust: bool) -> None:
-    """Print what is wrong with a configuration, without making anything.
+    """Check a configuration without building anything.
 
     Raises:
-        ConfigError: With all of it.
+        ConfigError: With all errors.
     """
     raise_all(make_config(words, None, trust).check())
     print("Nothing is wrong.")
@@ -74,23 +74,23 @@ def make_config(words: Sequence[str], resume: str | None = None, trust: bool = F
     Raises:
         ConfigError: If it cannot be read, or there is none.
     """
-    files, pairs = _divided(words)
+    files, pairs = _split_words(words)
     if resume is not None:
-        run, checkpoint = _run_of(resume)
-        files.insert(0, _config_of(resume, run))
+        run, checkpoint = _locate_run(resume)
+        files.insert(0, _find_config(resume, run))
         pairs = [("trainer.overwrite", "false"), ("train.resume_from", checkpoint), *pairs]
     if not files:
-        raise ConfigError("Name a file, such as config.yaml, or a run to go on with: --resume runs/a.")
-    tree = merged(files)
+        raise ConfigError("Name a file, such as config.yaml, or a run to resume: --resume runs/a.")
+    tree = merge_files(files)
     if resume is not None:
         pairs = [(_folder_key(tree), run), *pairs]
-    return Config.over(tree, _of_transformers(tree, pairs), trust)
+    return Config.over(tree, _qualify_options(tree, pairs), trust)
 
 
-def _run_of(resume: str) -> tuple[str, str]:
-    """Return the run that is to go on, and the checkpoint of it to begin with.
+def _locate_run(resume: str) -> tuple[str, str]:
+    """Return the run to resume, and its checkpoint.
 
-    >>> _run_of("runs/a"), _run_of("s3://bucket/a/checkpoint-4/")
+    >>> _locate_run("runs/a"), _locate_run("s3://bucket/a/checkpoint-4/")
     (('runs/a', 'last'), ('s3://bucket/a', 's3://bucket/a/checkpoint-4'))
     """
     place = resume.rstrip("/") if is_address(resume) else str(Path(resume))
@@ -98,7 +98,7 @@ def _run_of(resume: str) -> tuple[str, str]:
     return (parent, place) if name.startswith("checkpoint-") else (place, "last")
 
 
-def _config_of(resume: str, run: str) -> Path:
+def _find_config(resume: str, run: str) -> Path:
     """Return the file that describes a run, downloaded if the run is on a remote store."""
     remedy = "Name the folder of a run, or the file that it was started with and --train.resume_from last."
     if is_address(run):
@@ -114,30 +114,30 @@ def _config_of(resume: str, run: str) -> Path:
     return file
 
 
-def _divided(words: Sequence[str]) -> tuple[list[Path], list[tuple[str, str | None]]]:
+def _split_words(words: Sequence[str]) -> tuple[list[Path], list[tuple[str, str | None]]]:
     """Return the files and the options of a command line; modules of the current folder can be imported then."""
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
-    files, options, left = list[Path](), list[str](), list(words)
-    while left:
-        word = left.pop(0)
+    files, options, remaining = list[Path](), list[str](), list(words)
+    while remaining:
+        word = remaining.pop(0)
         if word in ("-f", "--config"):  # as nnScaler and Lightning have it
-            if not left:
+            if not remaining:
                 raise ConfigError(f"{word} needs a file, such as config.yaml.")
-            files.append(Path(left.pop(0)))
+            files.append(Path(remaining.pop(0)))
         elif word.startswith("-"):
             options.append(word)
-            takes_next = "=" not in word and not word.endswith("!") and bool(left)
-            if takes_next and not re.match(r"--[A-Za-z_]|-f$", left[0]):
-                options.append(left.pop(0))
+            takes_next = "=" not in word and not word.endswith("!") and bool(remaining)
+            if takes_next and not re.match(r"--[A-Za-z_]|-f$", remaining[0]):
+                options.append(remaining.pop(0))
         else:
             files.append(Path(word))
-    return files, pairs_of(options)
+    return files, parse_options(options)
 
 
-def _folder_of(words: Sequence[str]) -> Path:
+def _config_folder(words: Sequence[str]) -> Path:
     """Return the folder of the first file of a command line; the current one if a run is resumed without any."""
-    files, _ = _divided(words)
+    files, _ = _split_words(words)
     return files[0].parent if files else Path()
 
 
@@ -157,7 +157,7 @@ def sweep(
     save_dir: Path | None,
     trust: bool,
 ) -> None:
-    """Train once for each of many values, and print what they gave; the same command goes on where it ended.
+    """Train once for each of many values, and print the results; the same command resumes an unfinished sweep.
 
     Args:
         words: As for `train`; options with several values, `1e-4,3e-4` or `{low: 1e-5, high: 1e-2}`, are searched.
@@ -168,14 +168,14 @@ def sweep(
         trust: Whether modules may be imported that are neither installed nor in the current folder.
 
     Raises:
-        ConfigError: If something is wrong; nothing has been made or written then.
+        ConfigError: If something is wrong; nothing was built or written.
     """
-    files, pairs = _divided(words)
+    files, pairs = _split_words(words)
     if not files:
         raise ConfigError("Name a file, such as config.yaml.")
-    tree = merged(files)
-    pairs = _of_transformers(tree, pairs)
-    space = {name: values for name, text in pairs if (values := _searched(name, text)) is not None}
+    tree = merge_files(files)
+    pairs = _qualify_options(tree, pairs)
+    space = {name: values for name, text in pairs if (values := _parse_choices(name, text)) is not None}
     if not space:
         raise ConfigError(
             "Nothing is searched. Give several values, --trainer.learning_rate 1e-4,3e-4, or a range, "
@@ -183,12 +183,15 @@ def sweep(
         )
     fixed = [(name, text) for name, text in pairs if name not in space]
     key = _folder_key(tree)
-    values = {name: one if isinstance(one, list) else [one["low"], one["high"]] for name, one in space.items()}
-    first = [(name, json.dumps(some[0])) for name, some in values.items()]
+    values = {
+        name: choices if isinstance(choices, list) else [choices["low"], choices["high"]]
+        for name, choices in space.items()
+    }
+    first = [(name, json.dumps(choices[0])) for name, choices in values.items()]
     config = Config.over(tree, [*fixed, *first], trust)
     raise_all(config.check())
-    for name, some in values.items():  # each value by itself, beside the first of the others
-        for value in some[1:]:
+    for name, choices in values.items():  # each value with the first ones of the other options
+        for value in choices[1:]:
             raise_all(Config.over(tree, [*fixed, *first, (name, json.dumps(value))], trust).check())
     if save_dir is None:
         save_dir = Path(config.tree.get(tuple(key.split("."))) or "runs/sweep")
@@ -199,16 +202,16 @@ def sweep(
 
     from omnitrain.sweeps.search import search
 
-    count = math.prod(len(one) if isinstance(one, list) else math.inf for one in space.values())
+    count = math.prod(len(choices) if isinstance(choices, list) else math.inf for choices in space.values())
     if sampler is None and count < math.inf and (trials is None or count <= trials):
         sampler = "grid"  # all of them
     with code_in(files[0].parent):
-        found = search(make_trainer, space, trials=trials, save_dir=save_dir, sampler=sampler, pruner=pruner)
+        result = search(make_trainer, space, trials=trials, save_dir=save_dir, sampler=sampler, pruner=pruner)
     if os.environ.get("RANK", "0") == "0":
-        print(f"{found}\nThe best is in {found.best.folder}.")
+        print(f"{result}\nThe best is in {result.best.folder}.")
 
 
-def _searched(name: str, text: str | None) -> Any:
+def _parse_choices(name: str, text: str | None) -> Any:
     """Return the values of an option that is searched: a list of choices, or a range; None for one value."""
     if text is None:
         return None
@@ -217,75 +220,81 @@ def _searched(name: str, text: str | None) -> Any:
     if isinstance(value, Mapping) and {"low", "high"} <= value.keys():
         return dict(value)
     if isinstance(value, str) and "," in value:
-        return [parse_value(one.strip(), place) for one in value.split(",")]
+        return [parse_value(part.strip(), place) for part in value.split(",")]
     return None
 
 
-def pairs_of(words: Sequence[str]) -> list[tuple[str, str | None]]:
+def parse_options(words: Sequence[str]) -> list[tuple[str, str | None]]:
     """Return names and texts from the words of a command line; None for a name to remove, `--trainer.patience!`.
 
     Raises:
         ConfigError: If a word belongs to no name.
 
-    >>> pairs_of(["--trainer.epochs", "3", "--trainer.shuffle=false", "--trainer.overwrite", "--trainer.patience!"])
-    [('trainer.epochs', '3'), ('trainer.shuffle', 'false'), ('trainer.overwrite', 'true'), ('trainer.patience', None)]
+    >>> parse_options(["--trainer.epochs", "3", "--trainer.shuffle=false", "--trainer.save!", "--trainer.overwrite"])
+    [('trainer.epochs', '3'), ('trainer.shuffle', 'false'), ('trainer.save', None), ('trainer.overwrite', 'true')]
     """
-    found: list[tuple[str, str | None]] = []
-    left = list(words)
-    while left:
-        word = left.pop(0)
+    pairs: list[tuple[str, str | None]] = []
+    remaining = list(words)
+    while remaining:
+        word = remaining.pop(0)
         name, equals, text = word.partition("=")
         if not re.fullmatch(r"--[A-Za-z_][\w.-]*!?", name):
             raise ConfigError(f"{word!r} is no option. Values are given as --trainer.epochs 3 or --trainer.epochs=3.")
         name = re.sub(r"(?<=[A-Za-z0-9])-(?=[A-Za-z0-9])", "_", name[2:])
         if name.endswith("!"):
-            found.append((name[:-1], None))
+            pairs.append((name[:-1], None))
         elif equals:
-            found.append((name, text))
+            pairs.append((name, text))
         else:
-            is_value = bool(left) and not re.match(r"--[A-Za-z_]", left[0])
-            found.append((name, left.pop(0) if is_value else "true"))
-    return found
+            is_value = bool(remaining) and not re.match(r"--[A-Za-z_]", remaining[0])
+            pairs.append((name, remaining.pop(0) if is_value else "true"))
+    return pairs
 
 
-def _of_transformers(tree: Tree, pairs: Pairs) -> list[tuple[str, str | None]]:
-    """Return the pairs with transformers' own options, which have no dots, in their place under `training_args`."""
-    given, found = dict(pairs), list[tuple[str, str | None]]()
-    trainer = given.get("trainer.class_path", given.get("trainer", tree.get(("trainer", "class_path"))))
+def _qualify_options(tree: Tree, pairs: Pairs) -> list[tuple[str, str | None]]:
+    """Return the pairs with transformers' options, which have no dots, moved to `training_args`."""
+    options, placed = dict(pairs), list[tuple[str, str | None]]()
+    trainer = options.get("trainer.class_path", options.get("trainer", tree.get(("trainer", "class_path"))))
     for name, text in pairs:
         if name.partition(".")[0] not in SECTIONS:
             if str(trainer).rpartition(".")[2] != "HFTrainer":
                 is_argument = name in DEFAULTS or name == "model"
                 hint = f" Write --trainer.{name}." if is_argument else ""
-                raise ConfigError(f"--{name}: options begin with {', '.join(f'--{one}.' for one in SECTIONS)}.{hint}")
+                raise ConfigError(
+                    f"--{name}: options begin with {', '.join(f'--{section}.' for section in SECTIONS)}.{hint}"
+                )
             name = f"trainer.training_args.{name}"
-        found.append((name, text))
-    return found
+        placed.append((name, text))
+    return placed
 
 
-def help_of_trainers(names: Sequence[str] = TRAINERS) -> str:
-    """Return the arguments of the trainers in words, read from their docstrings without importing them."""
+def format_trainer_help(names: Sequence[str] = TRAINERS) -> str:
+    """Return the help on the trainers' arguments, read from their docstrings without importing them."""
     package = Path(__file__).resolve().parent.parent
-    homes = {
+    files = {
         "Trainer": "trainer/base.py",
         "AccelerateTrainer": "trainer/accelerated.py",
         "HFTrainer": "hf/trainer.py",
     }
-    lines, seen = [], set[str]()
+    lines, documented = [], set[str]()
     for name in names:
-        arguments = {one: words for one, words in _arguments_in(package / homes[name]).items() if one not in seen}
-        seen |= arguments.keys()
+        arguments = {
+            argument: words
+            for argument, words in _read_arguments(package / files[name]).items()
+            if argument not in documented
+        }
+        documented |= arguments.keys()
         lines.append(f"arguments of {'every trainer' if name == 'Trainer' else name}, each as --trainer.NAME VALUE:")
-        lines += [f"  {one:<30}{words}" for one, words in arguments.items()]
+        lines += [f"  {argument:<30}{words}" for argument, words in arguments.items()]
         lines.append("")
     return "\n".join(lines)
 
 
-def _arguments_in(path: Path) -> Mapping[str, str]:
-    """Return what the docstrings of the constructors in a file say of each argument."""
-    found: dict[str, Any] = {}
+def _read_arguments(path: Path) -> Mapping[str, str]:
+    """Return the descriptions of arguments in the docstrings of a file's constructors."""
+    descriptions: dict[str, Any] = {}
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.FunctionDef) and node.name == "__init__" and len(node.args.kwonlyargs) > 20:
             text = inspect.cleandoc(ast.get_docstring(node) or "").partition("Args:\n")[2].partition("\n\n")[0]
-            found |= dict(re.findall(r"^ +(\w+): (.*)$", text, re.M))
-    return found
+            descriptions |= dict(re.findall(r"^ +(\w+): (.*)$", text, re.M))
+    return descriptions

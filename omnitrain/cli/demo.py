@@ -1,7 +1,7 @@
-"""The `omnitrain demo` command: two small trainings on real data that every installation has.
+"""The `omnitrain demo` command: two small trainings on real data.
 
 `digits` tells handwritten digits apart, `stdlib` learns to write like Python's standard library. Both use public names
-only, and are meant to be read after the quickstart. Reading the command line belongs in `cli.py`.
+only, and are meant to be read after the quickstart. Reading the command line belongs in `main.py`.
 """
 
 from __future__ import annotations
@@ -144,8 +144,8 @@ class _Block(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         per_head = self.query_key_value(self.norm(x)).unflatten(-1, (3, self.heads, -1))
         query, key, value = per_head.permute(2, 0, 3, 1, 4)
-        seen = F.scaled_dot_product_attention(query, key, value, is_causal=True)
-        x = x + self.projection(seen.transpose(1, 2).flatten(-2))
+        attended = F.scaled_dot_product_attention(query, key, value, is_causal=True)
+        x = x + self.projection(attended.transpose(1, 2).flatten(-2))
         return x + self.network(x)
 
 

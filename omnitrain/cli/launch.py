@@ -2,7 +2,7 @@
 
 It is torchrun with accelerate's environment: torchrun's agent starts, watches and restarts the processes, and
 `AccelerateTrainer` finds the environment variables of accelerate's own launcher, which would start only a single
-process on a CPU. `cli.py` reads the command line.
+process on a CPU. `main.py` reads the command line.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class Launch:
     max_restarts: int = 0
 
     def check(self, gpus: int = 0) -> None:
-        """Refuse options that cannot work, before anything is started.
+        """Reject options that cannot work, before anything is started.
 
         Args:
             gpus: The number of GPUs of this machine.
@@ -63,8 +63,8 @@ class Launch:
             )
         if fewest != most and not self.max_restarts:
             raise ConfigError(
-                f"`--nnodes {self.machines}` needs `--max-restarts N`: the run goes on with other machines by a start "
-                "of all processes anew."
+                f"`--nnodes {self.machines}` needs `--max-restarts N`: the run continues on other machines by a "
+                "restart of all processes."
             )
         if self.fsdp and self.zero is not None:
             raise ConfigError(f"`--fsdp` and `--zero {self.zero}` exclude each other. Choose one of them.")
@@ -109,32 +109,32 @@ class Launch:
         return [*words, *(["-m"] if self.is_module else []), self.script, *self.arguments]
 
     def environment(self, cores: int) -> dict[str, str]:
-        """Return the environment variables to set for the processes; all others stay as the user has set them.
+        """Return the environment variables to set for the processes; all others stay unchanged.
 
         Args:
             cores: The number of cores of this machine, which the processes share.
         """
         fewest, most = self._machines()
-        found = {"OMNITRAIN_NUM_PROCESSES": str(self.processes * fewest)} if fewest == most else {}
+        variables = {"OMNITRAIN_NUM_PROCESSES": str(self.processes * fewest)} if fewest == most else {}
         if most > 1 and self.max_restarts:
             # torchrun shares one store between attempts, and does not tell a machine that joins later where it is
-            found["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
+            variables["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
         if self.fsdp or self.zero is not None:
-            found["ACCELERATE_USE_FSDP"] = str(self.fsdp).lower()
-            found["ACCELERATE_USE_DEEPSPEED"] = str(self.zero is not None).lower()
+            variables["ACCELERATE_USE_FSDP"] = str(self.fsdp).lower()
+            variables["ACCELERATE_USE_DEEPSPEED"] = str(self.zero is not None).lower()
         if self.fsdp:
-            found["FSDP_VERSION"] = "2"
+            variables["FSDP_VERSION"] = "2"
         if self.zero is not None:
-            found["ACCELERATE_DEEPSPEED_ZERO_STAGE"] = str(self.zero)
+            variables["ACCELERATE_DEEPSPEED_ZERO_STAGE"] = str(self.zero)
         if self.cpu and self.zero is not None:  # accelerate turns DeepSpeed off if ACCELERATE_USE_CPU is set
-            found |= {"DS_ACCELERATOR": "cpu", "CUDA_VISIBLE_DEVICES": "", "ACCELERATE_USE_CPU": "false"}
+            variables |= {"DS_ACCELERATOR": "cpu", "CUDA_VISIBLE_DEVICES": "", "ACCELERATE_USE_CPU": "false"}
         elif self.cpu:
-            found["ACCELERATE_USE_CPU"] = "true"
+            variables["ACCELERATE_USE_CPU"] = "true"
         if "OMP_NUM_THREADS" not in os.environ:
-            found["OMP_NUM_THREADS"] = str(max(1, cores // self.processes))
+            variables["OMP_NUM_THREADS"] = str(max(1, cores // self.processes))
         # torchrun's 30 seconds are too short to save a large model after a signal
-        found["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"] = os.environ.get("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "300")
-        return found
+        variables["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"] = os.environ.get("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "300")
+        return variables
 
 
 def start(launch: Launch) -> int:

@@ -91,19 +91,23 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _refusing(run: Callable[[argparse.Namespace], int | None]) -> Callable[[argparse.Namespace], int | None]:
+def _exits_on_config_error(
+    run: Callable[[argparse.Namespace], int | None],
+) -> Callable[[argparse.Namespace], int | None]:
     """Return a command that exits with 2 after a ConfigError: a wrong path or value counts like a wrong option."""
 
     @functools.wraps(run)
-    def refusing(args: argparse.Namespace) -> int | None:
+    def wrapper(args: argparse.Namespace) -> int | None:
         try:
             return run(args)
         except ConfigError as error:
-            if "runs_on_ranks" not in args or os.environ.get("LOCAL_RANK", "0") == "0":  # the others find the same
+            if (
+                "runs_on_ranks" not in args or os.environ.get("LOCAL_RANK", "0") == "0"
+            ):  # other ranks raise the same error
                 print(f"omnitrain: {error}", file=sys.stderr)
             return 2
 
-    return refusing
+    return wrapper
 
 
 def _add_demo(commands: Any) -> None:
@@ -136,7 +140,7 @@ def _demo(args: argparse.Namespace) -> None:
 
 
 def _add_train(commands: Any) -> None:
-    about = "Train what a file describes."
+    about = "Train as a file describes."
     train = commands.add_parser(
         "train",
         help=about,
@@ -147,31 +151,31 @@ def _add_train(commands: Any) -> None:
     )
     _add_configuration(train)
     add = train.add_argument
-    add("--resume", metavar="RUN", help="the run or checkpoint to go on with, a folder or address; needs no CONFIG")
+    add("--resume", metavar="RUN", help="the run or checkpoint to resume, a folder or address; needs no CONFIG")
     add("--print_config", action="store_true", help="print the configuration with all changes, and train nothing")
-    add("-h", "--help", action=_HelpOfTrain, nargs=0, help="show this, with the arguments of the trainers, and exit")
+    add("-h", "--help", action=_TrainHelp, nargs=0, help="show this, with the arguments of the trainers, and exit")
     train.set_defaults(run=_train, takes_words=True, runs_on_ranks=True)
 
 
 def _add_configuration(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    parser.epilog = "CONFIG is a YAML file, with or without -f or --config; of several, each is put over those before."
+    parser.epilog = "CONFIG is a YAML file, with or without -f or --config; later files override earlier ones."
     about = "import modules that are neither installed nor in the current folder: a configuration can run any code"
     add("--trust", action="store_true", help=about)
 
 
-class _HelpOfTrain(argparse.Action):
+class _TrainHelp(argparse.Action):
     """Prints the help with the arguments of the trainers."""
 
     def __call__(self, parser: argparse.ArgumentParser, *args: Any) -> None:
-        from omnitrain.cli.config import help_of_trainers
+        from omnitrain.cli.config import format_trainer_help
 
         parser.print_help()
-        print(f"\n{help_of_trainers()}", end="")
+        print(f"\n{format_trainer_help()}", end="")
         parser.exit()
 
 
-@_refusing
+@_exits_on_config_error
 def _train(args: argparse.Namespace) -> None:
     from omnitrain.cli import config
 
@@ -179,7 +183,7 @@ def _train(args: argparse.Namespace) -> None:
 
 
 def _add_sweep(commands: Any) -> None:
-    about = "Train what a file describes with many values, one run for each; the same command goes on where it ended."
+    about = "Train once for each of many values; the same command resumes an unfinished sweep."
     sweep = commands.add_parser(
         "sweep",
         help=about,
@@ -190,13 +194,13 @@ def _add_sweep(commands: Any) -> None:
     _add_configuration(sweep)
     add = sweep.add_argument
     add("--trials", type=int, metavar="N", help="trials in all; may be left out if the values can be listed")
-    add("--sampler", choices=("tpe", "random", "grid"), help="what chooses (default: grid if all fit in, else tpe)")
-    add("--pruner", choices=("median", "none"), help="what stops bad trials (default: median)")
+    add("--sampler", choices=("tpe", "random", "grid"), help="the sampler (default: grid if all fit in, else tpe)")
+    add("--pruner", choices=("median", "none"), help="the pruner of bad trials (default: median)")
     add("--save_dir", type=Path, metavar="FOLDER", help="of the sweep (default: that of the configuration)")
     sweep.set_defaults(run=_sweep, takes_words=True, runs_on_ranks=True)
 
 
-@_refusing
+@_exits_on_config_error
 def _sweep(args: argparse.Namespace) -> None:
     from omnitrain.cli import config
 
@@ -207,7 +211,7 @@ def _add_config(commands: Any) -> None:
     about = "Check configuration files, and convert those of nnScaler."
     config = commands.add_parser("config", help=about, description=about, allow_abbrev=False)
     actions = config.add_subparsers(title="commands", metavar="command", required=True)
-    about = "Name everything that is wrong with a configuration, with file and line, without making anything."
+    about = "Report all errors in a configuration, with file and line, without building anything."
     usage = "omnitrain config check CONFIG ... [options] [--trainer.NAME VALUE ...]"
     check = actions.add_parser("check", help=about, description=about, usage=usage, allow_abbrev=False)
     _add_configuration(check)
@@ -218,7 +222,7 @@ def _add_config(commands: Any) -> None:
     convert.set_defaults(run=_config, action="convert")
 
 
-@_refusing
+@_exits_on_config_error
 def _config(args: argparse.Namespace) -> None:
     from omnitrain.cli import config
 
@@ -257,7 +261,7 @@ def _machines(text: str) -> int | str:
     return int(text) if text.removeprefix("-").isdecimal() else text
 
 
-@_refusing
+@_exits_on_config_error
 def _launch(args: argparse.Namespace) -> int:
     from omnitrain.cli import launch
 
@@ -288,18 +292,18 @@ def _add_checkpoint(commands: Any) -> None:
 
 
 def _place(text: str) -> Path | str:
-    """Return a path, or the address of a remote store as it is."""
+    """Return a path, or the unchanged address of a remote store."""
     return text if "://" in text else Path(text)
 
 
-@_refusing
+@_exits_on_config_error
 def _checkpoint(args: argparse.Namespace) -> int | None:
     from omnitrain.cli import checkpoint
 
-    paths = [value for name, value in vars(args).items() if name.startswith("path")]
+    places = [value for name, value in vars(args).items() if name.startswith("path")]
     options = {name: getattr(args, name) for name in ("merge", "adapter") if name in args}
-    with checkpoint.brought(*paths, whole=args.action != "ls") as here:
-        return getattr(checkpoint, args.action)(*here, **options)
+    with checkpoint.local_copies(*places, whole=args.action != "ls") as paths:
+        return getattr(checkpoint, args.action)(*paths, **options)
 
 
 def _add_compare(commands: Any) -> None:
@@ -371,10 +375,10 @@ def _schedule(args: argparse.Namespace) -> int | None:
             name, is_pair, value = word.partition("=")
             if not is_pair:
                 raise ConfigError(f"{word!r} is no option of a schedule. Write it as name=value.")
-            options[name] = _value_of(value)
+            options[name] = _parse_option(value)
         names = "epochs max_steps max_duration learning_rate steps_per_epoch samples_per_step tokens_per_step"
         preview = preview_schedule(
-            args.name, lr_scheduler_kwargs=options, warmup_steps=_value_of(args.warmup), rows=args.rows,
+            args.name, lr_scheduler_kwargs=options, warmup_steps=_parse_option(args.warmup), rows=args.rows,
             seconds_per_step=args.seconds_per_step, **{name: getattr(args, name) for name in names.split()},
         )  # fmt: skip
     except ConfigError as error:
@@ -386,10 +390,10 @@ def _schedule(args: argparse.Namespace) -> int | None:
     return None
 
 
-def _value_of(text: str) -> Any:
-    """Return a number, a list of what commas divide, or the text itself."""
+def _parse_option(text: str) -> Any:
+    """Return a number, a list if there are commas, or the text itself."""
     if "," in text:
-        return [_value_of(part) for part in text.split(",") if part]
+        return [_parse_option(part) for part in text.split(",") if part]
     for kind in (int, float):
         with contextlib.suppress(ValueError):
             return kind(text)

@@ -1,7 +1,7 @@
-"""A configuration as a run: what is wrong with it, and the trainer that it describes.
+"""Configurations of runs: their errors, and the trainer they describe.
 
-The arguments of a trainer are those of its constructor's signature, and their values are checked as it does. What can
-be said without importing what the file names is said first. `parts.py` makes the objects.
+The arguments of a trainer are those of its constructor's signature, and are checked as it checks them. Errors that can
+be found without importing the modules in the file come first. `parts.py` builds the objects.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any
 from omnitrain.argument_aliases import advice
 from omnitrain.arguments import DEFAULTS, Settings, check_settings
 from omnitrain.config import names
-from omnitrain.config.parts import Parts, StandIn, mode_of
-from omnitrain.config.reading import OF_A_PART, Place, Tree, read, spelled
+from omnitrain.config.parts import Parts, Placeholder, text_mode
+from omnitrain.config.reading import PART_KEYS, Place, Tree, dotted_name, read
 from omnitrain.config.yaml_writer import MISSING
 from omnitrain.core.duration import Limits
 from omnitrain.core.errors import ConfigError, OmnitrainError, add_location, did_you_mean
@@ -64,7 +64,7 @@ class Config:
         overrides: Mapping[str, Any] | Sequence[tuple[str, str | None]] = (),
         trust: bool = False,
     ) -> Config:
-        """Read one or several files, of which each is put over those before.
+        """Read one or several files, later ones over earlier ones.
 
         Args:
             files: YAML files.
@@ -76,13 +76,13 @@ class Config:
             ConfigError: With file and line.
             MissingExtraError: If PyYAML is not installed.
         """
-        return cls.over(merged(files), overrides, trust)
+        return cls.over(merge_files(files), overrides, trust)
 
     @classmethod
     def over(
         cls, tree: Tree, overrides: Mapping[str, Any] | Sequence[tuple[str, str | None]] = (), trust: bool = False
     ) -> Config:
-        """Return the configuration of files that have been read, which stay as they are; as `read` otherwise."""
+        """Return the configuration of files that have been read, which stay unchanged; otherwise as `read`."""
         tree = Tree(copy.deepcopy(tree.values), dict(tree.places))
         if isinstance(overrides, Mapping):
             for word, value in overrides.items():
@@ -95,13 +95,13 @@ class Config:
 
     @property
     def arguments(self) -> dict[str, Any]:
-        """The arguments of the trainer, as they stand in the file."""
+        """The arguments of the trainer, as written in the file."""
         return {name: value for name, value in self.tree.values["trainer"].items() if name != "class_path"}
 
     def check(self) -> list[ConfigError]:
-        """Return everything that is wrong, with file and line; no object is made, and nothing is written.
+        """Return all errors, with file and line; no object is built, and nothing is written.
 
-        Modules that the file names are imported only if nothing else is wrong.
+        Modules in the file are imported only if there is no other error.
         """
         return self._check_plain() or self._check_parts() or self._check_data()
 
@@ -114,27 +114,27 @@ class Config:
         raise_all(self._check_plain() or self._check_parts())
         building = Parts(self.tree, self.trust, self._seed, makes=True)
         trainer_class = self._trainer_class()
-        arguments = building.arguments_of_trainer(trainer_class, self.arguments)
+        arguments = building.build_arguments(trainer_class, self.arguments)
         try:
             return trainer_class(**arguments)
         except OmnitrainError as error:
             if not isinstance(error, ConfigError):
                 add_location(error, f"{self.tree.place(('trainer',))}, in {trainer_class.__name__}()")
                 raise
-            raise ConfigError(f"{self._place_of(error)}: {error}") from error
+            raise ConfigError(f"{self._find_place(error)}: {error}") from error
 
     def train(self) -> MetricsDict:
         """Make the trainer, train it with the arguments under `train:`, and return what `train()` returns."""
         return self.make_trainer().train(**(self.tree.values.get("train") or {}))
 
-    # --- what is wrong
+    # --- errors
 
     @property
     def _seed(self) -> int:
         arguments = self.arguments
         theirs = arguments.get("training_args") or arguments.get("args")
-        within = theirs.get("init_args", theirs) if isinstance(theirs, Mapping) else {}
-        seed = arguments.get("seed", within.get("seed") if isinstance(within, Mapping) else None)
+        inner = theirs.get("init_args", theirs) if isinstance(theirs, Mapping) else {}
+        seed = arguments.get("seed", inner.get("seed") if isinstance(inner, Mapping) else None)
         return DEFAULTS["seed"] if seed is None else seed
 
     def _trainer_name(self) -> str:
@@ -143,7 +143,7 @@ class Config:
             raise self.tree.error(("trainer", "class_path"), f"a class is named by a text, got {name!r:.100}.")
         short = name.removeprefix("omnitrain.")
         if "." not in short and short not in TRAINERS:
-            near = did_you_mean(short, TRAINERS) or " Give the path of a trainer of your own: my.Trainer."
+            near = did_you_mean(short, TRAINERS) or " Give the path of a custom trainer: my.Trainer."
             raise self.tree.error(
                 ("trainer", "class_path"), f"there is no trainer {name!r}, but {', '.join(TRAINERS)}.{near}"
             )
@@ -153,41 +153,43 @@ class Config:
         from omnitrain.trainer.base import BaseTrainer
 
         try:
-            path, found = names.find(self._trainer_name(), self.trust)
+            path, trainer_class = names.find(self._trainer_name(), self.trust)
         except ConfigError as error:
             raise self.tree.error(("trainer", "class_path"), str(error)) from error
-        if not isinstance(found, type) or not issubclass(found, BaseTrainer):
+        if not isinstance(trainer_class, type) or not issubclass(trainer_class, BaseTrainer):
             raise self.tree.error(
                 ("trainer", "class_path"), f"{path} is no trainer: it does not derive from BaseTrainer."
             )
-        return found
+        return trainer_class
 
     def _check_plain(self) -> list[ConfigError]:
-        """Return what is wrong with names and plain values, without torch."""
-        empty = [key for key in self.tree.every_key() if self.tree.get(key) == MISSING]
-        errors = [self.tree.error(key, f"`{spelled(key)}` has no value ({MISSING}): {_WRITE_IT}") for key in empty]
+        """Return the errors in names and plain values, without torch."""
+        empty = [key for key in self.tree.iter_keys() if self.tree.get(key) == MISSING]
+        errors = [
+            self.tree.error(key, f"`{dotted_name(key)}` has no value ({MISSING}): {_MISSING_REMEDY}") for key in empty
+        ]
         try:
             name = self._trainer_name()
         except ConfigError as error:
             return [*errors, error]
-        given = dict(self.arguments)
+        arguments = dict(self.arguments)
         known = [*DEFAULTS, "model"]
         if name == "Trainer":
-            errors += self._unknown(name, [one for one in given if one not in known], known)
-        errors += self._unknown("train()", [one for one in self.tree.values.get("train") or {} if one not in _OF_TRAIN],
-                                _OF_TRAIN, "train")  # fmt: skip
-        started = self.tree.values.get("train") or {}
-        if not isinstance(started.get("resume_from"), (str, type(None))):
-            wrong = started["resume_from"]
+            errors += self._unknown(name, [arg for arg in arguments if arg not in known], known)
+        train_arguments = self.tree.values.get("train") or {}
+        unknown = [arg for arg in train_arguments if arg not in _TRAIN_ARGUMENTS]
+        errors += self._unknown("train()", unknown, _TRAIN_ARGUMENTS, "train")
+        if not isinstance(train_arguments.get("resume_from"), (str, type(None))):
+            wrong = train_arguments["resume_from"]
             errors.append(
                 self.tree.error(("train", "resume_from"), f"`resume_from` must be a text, got {wrong!r:.100}.")
             )
-        of_lists = self._check_lists(given)
-        errors += of_lists.values()
+        list_errors = self._check_lists(arguments)
+        errors += list_errors.values()
         plain = {
-            one: _stand_ins(value, one)
-            for one, value in given.items()
-            if one in DEFAULTS and value != MISSING and one not in of_lists
+            arg: _insert_placeholders(value, arg)
+            for arg, value in arguments.items()
+            if arg in DEFAULTS and value != MISSING and arg not in list_errors
         }
         for _ in range(len(plain) + 1):
             try:
@@ -195,47 +197,47 @@ class Config:
                 check_settings(settings)
                 Limits(settings.epochs, settings.max_steps, settings.max_duration)
             except ConfigError as error:
-                errors.append(ConfigError(f"{self._place_of(error)}: {error}"))
-                named = [one for one in re.findall(r"`(\w+)", str(error)) if one in plain]
-                if not named:
+                errors.append(ConfigError(f"{self._find_place(error)}: {error}"))
+                rejected = [arg for arg in re.findall(r"`(\w+)", str(error)) if arg in plain]
+                if not rejected:
                     break
-                del plain[named[0]]
+                del plain[rejected[0]]
             else:
                 break
         return errors
 
-    def _check_lists(self, given: Mapping[str, Any]) -> dict[str, ConfigError]:
-        """Return, by argument, the first error in those that hold objects: an entry, or the list, that makes none."""
-        found: dict[str, ConfigError] = {}
+    def _check_lists(self, arguments: Mapping[str, Any]) -> dict[str, ConfigError]:
+        """Return the first error of each argument that lists objects, by argument."""
+        errors: dict[str, ConfigError] = {}
         for name in ("callbacks", "algorithms", "loggers"):
-            value = given.get(name)
+            value = arguments.get(name)
             if value is None or value == MISSING or (name == "loggers" and _is_part(value)):
                 continue
             if not isinstance(value, list):
                 remedy = " Make it an entry of one." if _is_part(value) else ""
-                found[name] = self.tree.error(
+                errors[name] = self.tree.error(
                     ("trainer", name), f"`{name}` must be a list, got {value!r:.100}.{remedy}"
                 )
                 continue
-            for number, one in enumerate(value):
-                if not _is_part(one):
-                    found[name] = self.tree.error(
+            for number, entry in enumerate(value):
+                if not _is_part(entry):
+                    errors[name] = self.tree.error(
                         ("trainer", name, number),
                         f"`{name}` holds objects, each named by a text or by `class_path` and `init_args`, got "
-                        f"{one!r:.100}.",
+                        f"{entry!r:.100}.",
                     )
                     break
-        return found
+        return errors
 
     def _unknown(
         self, who: str, unknown: Iterable[str], known: Sequence[str], section: str = "trainer"
     ) -> list[ConfigError]:
-        found = []
-        for one in unknown:
-            hint = advice(str(one), list(known)) if section == "trainer" else ""
-            hint = hint or did_you_mean(str(one), known)
-            found.append(self.tree.error((section, one), f"{who} has no argument {one!r}.{hint}"))
-        return found
+        errors = []
+        for arg in unknown:
+            hint = advice(str(arg), list(known)) if section == "trainer" else ""
+            hint = hint or did_you_mean(str(arg), known)
+            errors.append(self.tree.error((section, arg), f"{who} has no argument {arg!r}.{hint}"))
+        return errors
 
     def _check_parts(self) -> list[ConfigError]:
         building = Parts(self.tree, self.trust, self._seed, makes=False)
@@ -244,23 +246,28 @@ class Config:
         except ConfigError as error:
             return [error]
         known = [name for name in inspect.signature(trainer_class).parameters if name != "unknown"]
-        takes_any = any(one.kind is one.VAR_KEYWORD for one in inspect.signature(trainer_class).parameters.values())
+        parameters = inspect.signature(trainer_class).parameters.values()
+        takes_any = any(param.kind is param.VAR_KEYWORD for param in parameters)
         if not takes_any:
-            refused = getattr(trainer_class, "REFUSED", {})
-            unknown = [one for one in self.arguments if one not in known]
-            errors = [self.tree.error(("trainer", one), f"`{one}` {refused[one]}") for one in unknown if one in refused]
-            errors += self._unknown(trainer_class.__name__, [one for one in unknown if one not in refused], known)
+            rejections = getattr(trainer_class, "REFUSED", {})
+            unknown = [arg for arg in self.arguments if arg not in known]
+            errors = [
+                self.tree.error(("trainer", arg), f"`{arg}` {rejections[arg]}") for arg in unknown if arg in rejections
+            ]
+            errors += self._unknown(trainer_class.__name__, [arg for arg in unknown if arg not in rejections], known)
             if errors:
                 return errors
         if errors := self._missing_arguments(trainer_class):
             return errors
-        building.arguments_of_trainer(trainer_class, self.arguments)
+        building.build_arguments(trainer_class, self.arguments)
         return building.errors
 
     def _missing_arguments(self, trainer_class: Any) -> list[ConfigError]:
         """Return the errors for arguments that the trainer requires."""
         parameters = inspect.signature(trainer_class).parameters
-        required = [name for name, one in parameters.items() if one.default is one.empty and one.kind in _BY_NAME]
+        required = [
+            name for name, param in parameters.items() if param.default is param.empty and param.kind in _KEYWORD_KINDS
+        ]
         missing = [name for name in required if self.arguments.get(name) is None]
         if "model_init" in parameters and self.arguments.get("model") is self.arguments.get("model_init") is None:
             missing.append("model")
@@ -273,7 +280,7 @@ class Config:
         ]
 
     def _check_data(self) -> list[ConfigError]:
-        """Return the error for a file with nothing to train on, unless the trainer has its own constructor or loop."""
+        """Return the error for a file without training data, unless the trainer has a custom constructor or loop."""
         from omnitrain.trainer.hooks import Hooks
 
         trainer_class = self._trainer_class()
@@ -285,39 +292,39 @@ class Config:
             self.tree.error(("trainer",), "there is nothing to train on. Write `train_dataset` or `train_loader` here.")
         ]
 
-    def _place_of(self, error: Exception) -> Place:
-        """Return the place of the first argument that a message names."""
+    def _find_place(self, error: Exception) -> Place:
+        """Return the place of the first argument in a message."""
         for name in re.findall(r"`(\w+)", str(error)):
             if name in self.tree.values["trainer"]:
                 return self.tree.place(("trainer", name))
         return self.tree.place(("trainer",))
 
 
-_BY_NAME = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
-_OF_TRAIN = ("resume_from", "allow_change", "more")
-_WRITE_IT = "the run that wrote this file was made in Python, and its part has no name. Write one here."
+_KEYWORD_KINDS = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+_TRAIN_ARGUMENTS = ("resume_from", "allow_change", "more")
+_MISSING_REMEDY = "the run that wrote this file was made in Python, and its part has no name. Write one here."
 
 
 def _is_part(value: Any) -> bool:
     """Return whether a value can stand for an object."""
-    return isinstance(value, str) or (isinstance(value, Mapping) and not value.keys().isdisjoint(OF_A_PART))
+    return isinstance(value, str) or (isinstance(value, Mapping) and not value.keys().isdisjoint(PART_KEYS))
 
 
-def _stand_ins(value: Any, name: str) -> Any:
-    if isinstance(value, Mapping) and not value.keys().isdisjoint(OF_A_PART):
-        return StandIn if name == "optimizer" and "import_path" in value else StandIn()
-    if name in _NAMES_OBJECTS and isinstance(value, str):
-        return StandIn()
+def _insert_placeholders(value: Any, name: str) -> Any:
+    if isinstance(value, Mapping) and not value.keys().isdisjoint(PART_KEYS):
+        return Placeholder if name == "optimizer" and "import_path" in value else Placeholder()
+    if name in _OBJECT_ARGUMENTS and isinstance(value, str):
+        return Placeholder()
     if isinstance(value, list):
-        return [_stand_ins(one, "") for one in value]
+        return [_insert_placeholders(entry, "") for entry in value]
     if isinstance(value, dict):
-        return {key: _stand_ins(one, "") for key, one in value.items()}
+        return {key: _insert_placeholders(entry, "") for key, entry in value.items()}
     return value
 
 
-_NAMES_OBJECTS = frozenset(
-    name for name, one in inspect.signature(Settings).parameters.items()
-    if mode_of(one.annotation, name.endswith(("_dataset", "_loader", "_class"))) != "text"
+_OBJECT_ARGUMENTS = frozenset(
+    name for name, param in inspect.signature(Settings).parameters.items()
+    if text_mode(param.annotation, name.endswith(("_dataset", "_loader", "_class"))) != "text"
 )  # fmt: skip
 """Arguments of a trainer for which a text is the name of something."""
 
@@ -331,9 +338,9 @@ def raise_all(errors: Sequence[ConfigError]) -> None:
 
 
 def _check_not_nnscaler(tree: Tree) -> None:
-    """Raise ConfigError for a file of nnScaler's trainer, whose names stand without sections."""
-    names_there = tree.values.keys()
-    if "compute_config" in names_there or {"model", "dataset"} <= names_there:
+    """Raise ConfigError for a file of nnScaler's trainer, which has no sections."""
+    keys = tree.values.keys()
+    if "compute_config" in keys or {"model", "dataset"} <= keys:
         source = tree.place(("model",)).source
         raise ConfigError(
             f"{source}: this is a configuration of nnScaler's trainer: it has `model`, `dataset` or `compute_config` "
@@ -341,16 +348,16 @@ def _check_not_nnscaler(tree: Tree) -> None:
         )
 
 
-def merged(files: Sequence[str | Path]) -> Tree:
-    """Read files, of which each is put over those before."""
+def merge_files(files: Sequence[str | Path]) -> Tree:
+    """Read files and merge them, later ones over earlier ones."""
     tree = Tree()
     for file in files:
-        tree.merge(_flat(read(file)))
+        tree.merge(_flatten_init_args(read(file)))
     return tree
 
 
-def _flat(tree: Tree) -> Tree:
-    """Put the arguments of the trainer beside its class, where they stand under `init_args`."""
+def _flatten_init_args(tree: Tree) -> Tree:
+    """Move the arguments of the trainer from `init_args` to its class."""
     trainer = tree.values.get("trainer")
     if isinstance(trainer, dict) and isinstance(trainer.get("init_args"), dict):
         inner = trainer.pop("init_args")

@@ -1,8 +1,8 @@
-"""How parts of a run were made, in names and plain values, so that a file can make them again.
+"""Records how objects were built, so that a configuration can rebuild them.
 
-A model or a dataset does not know its arguments. `instantiate` makes one by the name of its class or function, and
-notes both; callbacks and algorithms note their arguments themselves. `config_of` writes all that down. What a file
-contains is read and built in `config/`.
+A model or a dataset does not know its arguments. `instantiate` builds one by the name of its class or function, and
+records both; callbacks and algorithms record their arguments themselves. `to_config` returns the records as plain
+values. Files are read in `reading.py`.
 """
 
 from __future__ import annotations
@@ -33,22 +33,22 @@ from omnitrain.core.metric_format import to_python_scalar
 from omnitrain.core.secrets import is_secret_name, mask_text
 
 Missing = dict[tuple[str | int, ...], str]
-"""Why a part has no name, by its place."""
-_LONGEST = 1000
-"""The most entries of a list that are written down."""
+"""Why an object cannot be written, by its place."""
+_MAX_LENGTH = 1000
+"""The longest list that is written."""
 
 _REFERENCE = re.compile(r"\$\{env:[^${}]*\}")
-_made: dict[int, tuple[Any, str, Any, int]] = {}
-"""How objects were made, by id: the object, or a weak reference to it, its class or function, arguments and seed."""
-_held: deque[int] = deque(maxlen=32)
-"""The latest of those to which there are no weak references, such as lists, whose memory stays in use."""
+_origins: dict[int, tuple[Any, str, Any, int]] = {}
+"""How objects were built, by id: a weak reference or the object, its class or function, arguments and seed."""
+_strong_refs: deque[int] = deque(maxlen=32)
+"""The latest objects without weak references, such as lists, whose memory stays in use."""
 
 
 def instantiate(class_path: str, init_args: Mapping[str, Any] | Sequence[Any] = (), *, seed: int = 42) -> Any:
-    """Make an object by the name of its class or function, and note how, so that `config.yaml` of a run says it.
+    """Build an object by the name of its class or function, and record both for `config.yaml` of a run.
 
-    Random numbers begin from `seed` inside, and outside they are as they were: the weights of a model depend on nothing
-    that was made before. `omnitrain train` makes the parts of a file in this way, with the seed of the trainer.
+    Random numbers start from `seed` inside, and are unchanged outside: the weights of a model do not depend on what
+    was built before. `omnitrain train` builds the objects of a file in this way, with the seed of the trainer.
 
     Args:
         class_path: The dotted path of a class or function, such as "torch.nn.Linear".
@@ -59,14 +59,14 @@ def instantiate(class_path: str, init_args: Mapping[str, Any] | Sequence[Any] = 
         ConfigError: If there is nothing of this name.
 
     >>> model = instantiate("torch.nn.Linear", {"in_features": 4, "out_features": 2})
-    >>> config_of(model)
+    >>> to_config(model)
     {'class_path': 'torch.nn.Linear', 'init_args': {'in_features': 4, 'out_features': 2}}
     """
-    return made(class_path, imported(class_path), init_args, seed)
+    return make_part(class_path, import_object(class_path), init_args, seed)
 
 
-def imported(name: str) -> Any:
-    """Return what a dotted path leads to: attributes of the innermost module that there is.
+def import_object(name: str) -> Any:
+    """Return the object at a dotted path: attributes of the innermost module that exists.
 
     Raises:
         ConfigError: If there is nothing.
@@ -75,7 +75,7 @@ def imported(name: str) -> Any:
     for end in range(len(words) - 1, 0, -1):
         module = ".".join(words[:end])
         try:
-            found: Any = importlib.import_module(module)
+            target: Any = importlib.import_module(module)
         except ModuleNotFoundError as error:
             if end > 1 and error.name is not None and module.startswith(error.name):
                 continue
@@ -88,43 +88,43 @@ def imported(name: str) -> Any:
         except Exception as error:
             raise ConfigError(f"{name!r} cannot be imported: {type(error).__name__} in {module}: {error}") from error
         for word in words[end:]:
-            if not hasattr(found, word):
-                where = getattr(found, "__name__", module)
-                raise ConfigError(f"{where} has no {word!r}, which {name!r} needs.{did_you_mean(word, dir(found))}")
-            found = getattr(found, word)
-        return found
+            if not hasattr(target, word):
+                where = getattr(target, "__name__", module)
+                raise ConfigError(f"{where} has no {word!r}, which {name!r} needs.{did_you_mean(word, dir(target))}")
+            target = getattr(target, word)
+        return target
     raise ConfigError(f"there is no module {words[0]!r}, which {name!r} needs.")
 
 
-def made(class_path: str, function: Any, init_args: Any, seed: int, config: Any = None) -> Any:
-    """Call a class or function under a seed, and note how its result was made.
+def make_part(class_path: str, function: Any, init_args: Any, seed: int, config: Any = None) -> Any:
+    """Call a class or function under a seed, and record how its result was built.
 
     Args:
         class_path: Its dotted path.
         function: The thing itself.
         init_args: Its arguments, by name or by position.
         seed: The seed of all random numbers inside.
-        config: The arguments as plain values, if they are others.
+        config: The arguments as plain values, if they differ.
     """
     with isolated_rng(seed=seed):
-        found = function(**init_args) if isinstance(init_args, Mapping) else function(*init_args)
-    note: Any = class_path, init_args if config is None else config, seed
-    is_shared = isinstance(found, (str, int, float, bool, bytes, type(None))) or (
-        isinstance(found, tuple) and not found
+        instance = function(**init_args) if isinstance(init_args, Mapping) else function(*init_args)
+    origin: Any = class_path, init_args if config is None else config, seed
+    is_shared = isinstance(instance, (str, int, float, bool, bytes, type(None))) or (
+        isinstance(instance, tuple) and not instance
     )
-    if not is_shared and not isinstance(found, (Callback, Algorithm)):  # which note it themselves
+    if not is_shared and not isinstance(instance, (Callback, Algorithm)):  # which record it themselves
         try:
-            _made[id(found)] = weakref.ref(found, functools.partial(_forget, id(found))), *note
+            _origins[id(instance)] = weakref.ref(instance, functools.partial(_forget, id(instance))), *origin
         except TypeError:  # such as a list, which allows no weak references
-            if len(_held) == _held.maxlen:
-                _forget(_held[0])
-            _held.append(id(found))
-            _made[id(found)] = found, *note
-    return found
+            if len(_strong_refs) == _strong_refs.maxlen:
+                _forget(_strong_refs[0])
+            _strong_refs.append(id(instance))
+            _origins[id(instance)] = instance, *origin
+    return instance
 
 
 def _forget(number: int, _: Any = None) -> None:
-    _made.pop(number, None)
+    _origins.pop(number, None)
 
 
 def is_partial(function: Any, init_args: Mapping[str, Any]) -> bool:
@@ -137,31 +137,32 @@ def is_partial(function: Any, init_args: Mapping[str, Any]) -> bool:
         parameters = inspect.signature(function).parameters.values()
     except (TypeError, ValueError):
         return False
-    named = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
     return any(
-        one.kind in named and one.default is inspect.Parameter.empty and one.name not in init_args for one in parameters
+        param.kind in kinds and param.default is inspect.Parameter.empty and param.name not in init_args
+        for param in parameters
     )
 
 
-def config_of(value: Any, missing: Missing | None = None, seed: int = 42) -> Any:
-    """Return plain values from which `omnitrain train` makes an equal object.
+def to_config(value: Any, missing: Missing | None = None, seed: int = 42) -> Any:
+    """Return plain values from which `omnitrain train` builds an equal object.
 
     Args:
         value: The object.
-        missing: Takes the reason for each part that has no name, by its place; "???" stands for it in the result.
-        seed: That of the trainer; parts that were made with another one say so.
+        missing: Gets the reason for each object that cannot be written, by its place; the result has "???" there.
+        seed: The seed of the trainer; the result has those of objects with another one.
     """
     return _without_seed(_config(value, {} if missing is None else missing, ()), seed)
 
 
 def _without_seed(value: Any, seed: int) -> Any:
-    """Return the values without the seeds of parts that are this one."""
+    """Return the values without the seeds that equal this one."""
     if isinstance(value, list):
-        return [_without_seed(one, seed) for one in value]
+        return [_without_seed(entry, seed) for entry in value]
     if not isinstance(value, dict):
         return value
     is_part = "class_path" in value and value.get("seed") == seed
-    return {key: _without_seed(one, seed) for key, one in value.items() if not (is_part and key == "seed")}
+    return {key: _without_seed(entry, seed) for key, entry in value.items() if not (is_part and key == "seed")}
 
 
 def _config(value: Any, missing: Missing, place: tuple[str | int, ...]) -> Any:
@@ -169,90 +170,96 @@ def _config(value: Any, missing: Missing, place: tuple[str | int, ...]) -> Any:
         return value.reference
     if value is None or (isinstance(value, (bool, int, float, str)) and not isinstance(value, enum.Enum)):
         return value
-    if id(value) in _made:
-        _, path, arguments, seed = _made[id(value)]
+    if id(value) in _origins:
+        _, path, arguments, seed = _origins[id(value)]
         init_args = _config(arguments, missing, (*place, "init_args"))
         return {"class_path": path, **({"init_args": init_args} if init_args else {}), "seed": seed}
     if isinstance(value, enum.Enum):
-        path = None if isinstance(value, (str, int)) else _path_of(type(value))
+        path = None if isinstance(value, (str, int)) else _import_path(type(value))
         return _config(value.value, missing, place) if path is None else {"import_path": f"{path}.{value.name}"}
     if isinstance(value, (Path, Duration, torch.device)):
         return str(value)
     if isinstance(value, (Callback, Algorithm)):
-        return _part(value, init_arguments(value), missing, place)
-    if type(value) in (list, tuple) and len(value) <= _LONGEST:
-        return [_config(one, missing, (*place, number)) for number, one in enumerate(value)]
-    if isinstance(value, Mapping) and all(type(one) in (str, int, float) for one in value) and len(value) <= _LONGEST:
-        return {key: _config(one, missing, (*place, key)) for key, one in value.items()}
+        return _part_config(value, init_arguments(value), missing, place)
+    if type(value) in (list, tuple) and len(value) <= _MAX_LENGTH:
+        return [_config(entry, missing, (*place, number)) for number, entry in enumerate(value)]
+    if (
+        isinstance(value, Mapping)
+        and all(type(key) in (str, int, float) for key in value)
+        and len(value) <= _MAX_LENGTH
+    ):
+        return {key: _config(entry, missing, (*place, key)) for key, entry in value.items()}
     if isinstance(value, functools.partial) and not value.args and is_partial(value.func, value.keywords):
-        return _part(value, value.keywords, missing, place, value.func)
+        return _part_config(value, value.keywords, missing, place, value.func)
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return _part(value, _changed_fields(value), missing, place)
-    if (path := _path_of(value)) is not None:
+        return _part_config(value, _changed_fields(value), missing, place)
+    if (path := _import_path(value)) is not None:
         return {"import_path": path}
-    if isinstance(value, nn.Module) and (arguments := _arguments_of_module(value)) is not None:
-        return _part(value, arguments, missing, place)
-    return _unnamed(value, missing, place)
+    if isinstance(value, nn.Module) and (arguments := _module_arguments(value)) is not None:
+        return _part_config(value, arguments, missing, place)
+    return _note_missing(value, missing, place)
 
 
-def _part(value: Any, arguments: Mapping[str, Any], missing: Missing, place: Any, function: Any = None) -> Any:
+def _part_config(value: Any, arguments: Mapping[str, Any], missing: Missing, place: Any, function: Any = None) -> Any:
     kind = type(value) if function is None else function
-    path = _path_of(kind)
+    path = _import_path(kind)
     if path is None:
-        return _unnamed(value, missing, place, f"{kind.__qualname__} is no name in a module that can be imported")
+        return _note_missing(value, missing, place, f"{kind.__qualname__} is no name in a module that can be imported")
     values, parameters = dict(arguments), inspect.signature(kind).parameters
-    for name, one in parameters.items():
-        if one.kind is one.VAR_KEYWORD:
+    for name, param in parameters.items():
+        if param.kind is param.VAR_KEYWORD:
             values |= values.pop(name, {})
-        elif one.kind is one.VAR_POSITIONAL and values.pop(name, ()):
-            return _unnamed(value, missing, place, f"{kind.__qualname__} was given arguments by position (*{name})")
-        elif name in values and values[name] is one.default:
+        elif param.kind is param.VAR_POSITIONAL and values.pop(name, ()):
+            return _note_missing(
+                value, missing, place, f"{kind.__qualname__} was given arguments by position (*{name})"
+            )
+        elif name in values and values[name] is param.default:
             del values[name]
-    init_args = {name: _config(one, missing, (*place, "init_args", name)) for name, one in values.items()}
-    return {"class_path": _short(path), **({"init_args": init_args} if init_args else {})}
+    init_args = {name: _config(entry, missing, (*place, "init_args", name)) for name, entry in values.items()}
+    return {"class_path": _short_name(path), **({"init_args": init_args} if init_args else {})}
 
 
-def _unnamed(value: Any, missing: Missing, place: tuple[str | int, ...], why: str = "") -> str:
+def _note_missing(value: Any, missing: Missing, place: tuple[str | int, ...], why: str = "") -> str:
     kind = type(value)
     missing[place] = why or f"an object of {kind.__module__}.{kind.__qualname__}, whose arguments are not known"
     return MISSING
 
 
-def _path_of(value: Any) -> str | None:
+def _import_path(value: Any) -> str | None:
     """Return the dotted path by which a class, function or constant of torch is imported; None if there is none."""
     if isinstance(value, torch.dtype):
         return str(value)
     module, name = getattr(value, "__module__", None), getattr(value, "__qualname__", None)
     if not isinstance(module, str) or not isinstance(name, str) or module in ("__main__", "builtins"):
         return None
-    found: Any = sys.modules.get(module)
+    target: Any = sys.modules.get(module)
     for part in name.split("."):
-        found = getattr(found, part, None)
-    if found is not value:
+        target = getattr(target, part, None)
+    if target is not value:
         return None
     is_public = module.startswith("omnitrain.") and name in sys.modules["omnitrain"].__all__
     return f"omnitrain.{name}" if is_public else f"{module}.{name}"  # which stays where it is when a module moves
 
 
 def _changed_fields(value: Any) -> dict[str, Any]:
-    """Return the fields of a dataclass that its constructor takes and that have not their defaults."""
-    found = {}
+    """Return the fields of a dataclass that its constructor takes and that differ from their defaults."""
+    changed = {}
     for field in dataclasses.fields(value):
         default = field.default_factory() if callable(field.default_factory) else field.default
-        now = getattr(value, field.name)
-        if field.init and (default is dataclasses.MISSING or not _same(now, default)):
-            found[field.name] = now
-    return found
+        current = getattr(value, field.name)
+        if field.init and (default is dataclasses.MISSING or not _is_same(current, default)):
+            changed[field.name] = current
+    return changed
 
 
-def _same(one: Any, other: Any) -> bool:
-    return one is other or (type(one) is type(other) and bool(one == other))
+def _is_same(first: Any, second: Any) -> bool:
+    return first is second or (type(first) is type(second) and bool(first == second))
 
 
-def _arguments_of_module(module: nn.Module) -> dict[str, Any] | None:
-    """Return what a loss of torch was made with; None for a module that holds tensors, or that is none of torch's.
+def _module_arguments(module: nn.Module) -> dict[str, Any] | None:
+    """Return the arguments of a loss of torch; None for a module with tensors, or one that is not torch's.
 
-    They are read from the attributes of the same names, and what is made from them must be the same in all attributes.
+    They are read from the attributes of the same names; a module that is rebuilt from them must have equal attributes.
     """
     kind = type(module)
     if not kind.__module__.startswith("torch.nn.") or module.state_dict() or list(module.children()):
@@ -260,40 +267,40 @@ def _arguments_of_module(module: nn.Module) -> dict[str, Any] | None:
     has_hooks = any(value for name, value in vars(module).items() if name.endswith("_hooks"))
     attributes = {name: value for name, value in vars(module).items() if not name.startswith("_")}
     names = [name for name in inspect.signature(kind).parameters if name in attributes]
-    found = {name: attributes[name] for name in names}
+    arguments = {name: attributes[name] for name in names}
     try:
-        again = kind(**found)
+        again = kind(**arguments)
     except Exception:
         return None
     same = vars(again).keys() == vars(module).keys() and all(
-        _same(vars(again)[name], value) for name, value in attributes.items()
+        _is_same(vars(again)[name], value) for name, value in attributes.items()
     )
-    return found if same and not has_hooks else None
+    return arguments if same and not has_hooks else None
 
 
 @dataclass(frozen=True)
 class TrainerConfig:
-    """What a trainer was made with, as a file from which `omnitrain train` makes it again.
+    """The arguments of a trainer, as a file from which `omnitrain train` rebuilds it.
 
     Attributes:
-        values: Plain values, with "???" for each part that has no name.
-        missing: Why it has none, by its place.
+        values: Plain values, with "???" for each object that cannot be written.
+        missing: The reason for it, by its place.
     """
 
     values: dict[str, Any]
     missing: Missing
 
     @classmethod
-    def of(cls, trainer: Any, given: Mapping[str, Any]) -> TrainerConfig:
-        """Return that of a trainer.
+    def of(cls, trainer: Any, arguments: Mapping[str, Any]) -> TrainerConfig:
+        """Return the configuration of a trainer.
 
         Args:
             trainer: The trainer, whose constructor has not run yet.
-            given: The arguments that it was called with, by name.
+            arguments: The arguments of the call, by name.
         """
-        given = {name: to_python_scalar(value) for name, value in given.items()}
+        arguments = {name: to_python_scalar(value) for name, value in arguments.items()}
         kind, missing = type(trainer), Missing()
-        path = _path_of(kind)
+        path = _import_path(kind)
         if path is None:
             missing["trainer", "class_path"] = f"{kind.__qualname__} is no name in a module that can be imported"
         elif not kind.__init__.__module__.startswith("omnitrain."):
@@ -301,17 +308,17 @@ class TrainerConfig:
                 f"the arguments of {path}'s own constructor are not known, only those below"
             )
         is_known = ("trainer", "class_path") not in missing
-        values: dict[str, Any] = {"class_path": _short(path or "") if is_known else MISSING}
-        for name, value in given.items():
+        values: dict[str, Any] = {"class_path": _short_name(path or "") if is_known else MISSING}
+        for name, value in arguments.items():
             place = ("trainer", name)
-            if name.endswith(("_dataset", "_loader")) and type(value) is list and id(value) not in _made:
-                values[name] = _unnamed(value, missing, place, "a list of samples; have a function return it")
+            if name.endswith(("_dataset", "_loader")) and type(value) is list and id(value) not in _origins:
+                values[name] = _note_missing(value, missing, place, "a list of samples; have a function return it")
             else:
                 values[name] = _config(value, missing, place)
-        theirs = given.get("training_args", given.get("args"))
-        seed = given.get("seed", getattr(theirs, "seed", 42))
-        values = _without_seed(values, seed) | ({"seed": seed} if "seed" in given else {})
-        return cls({"trainer": _without_secrets(values, missing, ("trainer",))}, missing)
+        theirs = arguments.get("training_args", arguments.get("args"))
+        seed = arguments.get("seed", getattr(theirs, "seed", 42))
+        values = _without_seed(values, seed) | ({"seed": seed} if "seed" in arguments else {})
+        return cls({"trainer": _mask_secrets(values, missing, ("trainer",))}, missing)
 
     def text(self) -> str:
         """Return the file."""
@@ -328,20 +335,20 @@ class TrainerConfig:
         return self.text()
 
 
-def _short(path: str) -> str:
-    """Return the name that needs no path, for what omnitrain offers."""
+def _short_name(path: str) -> str:
+    """Return the name without a path for the public names of omnitrain."""
     import omnitrain
 
     name = path.rpartition(".")[2]
     return name if path.startswith("omnitrain.") and name in omnitrain.__all__ else path
 
 
-def _without_secrets(value: Any, missing: Missing, place: tuple[str | int, ...]) -> Any:
-    """Return the values with "???" for each text that looks like a secret, or whose name promises one."""
+def _mask_secrets(value: Any, missing: Missing, place: tuple[str | int, ...]) -> Any:
+    """Return the values with "???" for each string that looks like a secret, or has the name of one."""
     if isinstance(value, dict):
-        return {key: _without_secrets(one, missing, (*place, key)) for key, one in value.items()}
+        return {key: _mask_secrets(entry, missing, (*place, key)) for key, entry in value.items()}
     if isinstance(value, list):
-        return [_without_secrets(one, missing, (*place, number)) for number, one in enumerate(value)]
+        return [_mask_secrets(entry, missing, (*place, number)) for number, entry in enumerate(value)]
     if not isinstance(value, str) or value == MISSING or value[:1] in "<[":  # such as `pad_token`
         return value
     rest = _REFERENCE.sub("", value)

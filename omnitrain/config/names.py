@@ -1,7 +1,7 @@
-"""What the names in a configuration mean: modules, classes and functions, by dotted paths or short names.
+"""Lookup of modules, classes and functions by dotted paths or short names.
 
-Importing a module runs its code. What a file names is imported without a question only if it is installed, or lies in
-the current folder.
+Importing a module runs its code. Without `trust`, only modules that are installed or in the current folder are
+imported.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from omnitrain.core.errors import ConfigError, did_you_mean
 
 _PATH = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)+")
 SHORT = ("omnitrain", "torch.nn", "torch.optim", "torch.optim.lr_scheduler", "torch.utils.data")
-"""Modules whose names need no path, in the order in which they are asked."""
+"""Modules whose names need no path, in the order of the search."""
 
 
 def is_path(text: str) -> bool:
@@ -34,15 +34,15 @@ def is_path(text: str) -> bool:
 
 def short_names() -> list[str]:
     """Return the names that need no path."""
-    found = []
+    exported = []
     for name in SHORT:
         module = importlib.import_module(name)
-        found += [one for one in getattr(module, "__all__", dir(module)) if not one.startswith("_")]
-    return found
+        exported += [attr for attr in getattr(module, "__all__", dir(module)) if not attr.startswith("_")]
+    return exported
 
 
 def find(name: str, trust: bool) -> tuple[str, Any]:
-    """Return the dotted path of a class, function or object, and the thing itself.
+    """Return the dotted path of a class, function or object, and the object itself.
 
     Args:
         name: A dotted path, or a short name such as "EMA".
@@ -52,13 +52,13 @@ def find(name: str, trust: bool) -> tuple[str, Any]:
         ConfigError: If there is nothing of this name, or its module is not trusted.
     """
     if not is_path(name):
-        for home in SHORT:
-            module = importlib.import_module(home)
+        for module_name in SHORT:
+            module = importlib.import_module(module_name)
             if name.isidentifier() and not name.startswith("_") and hasattr(module, name):
-                return f"{home}.{name}", getattr(module, name)
+                return f"{module_name}.{name}", getattr(module, name)
         hint = did_you_mean(name, short_names())
         raise ConfigError(
-            f"there is nothing called {name!r} in {', '.join(SHORT)}.{hint or ' Give the path of your own: my.Net.'}"
+            f"there is nothing called {name!r} in {', '.join(SHORT)}.{hint or ' Give the full path: my.Net.'}"
         )
     package = name.partition(".")[0]
     if package == "__main__":
@@ -68,13 +68,13 @@ def find(name: str, trust: bool) -> tuple[str, Any]:
         )
     if not trust:
         check_trust(name)
-    from omnitrain.config.instantiation import imported
+    from omnitrain.config.instantiation import import_object
 
-    return name, imported(name)
+    return name, import_object(name)
 
 
-def _places_of(name: str) -> list[str]:
-    """Return the files and folders of the first module of a dotted path that has code, and does not run already."""
+def _find_sources(name: str) -> list[str]:
+    """Return the files of the first module of a dotted path that has code; none if it is imported already."""
     module = ""
     for word in name.split("."):
         module = f"{module}.{word}" if module else word
@@ -87,26 +87,26 @@ def _places_of(name: str) -> list[str]:
         if spec is None:
             return []
         if spec.origin not in (None, "namespace"):
-            own = [] if spec.origin in ("built-in", "frozen") else [spec.origin or ""]
-            return own + list(spec.submodule_search_locations or ())
+            files = [] if spec.origin in ("built-in", "frozen") else [spec.origin or ""]
+            return files + list(spec.submodule_search_locations or ())
     return []
 
 
 def check_trust(name: str) -> None:
     """Raise ConfigError for a dotted path into a module that is neither installed nor in the current folder."""
-    places = _places_of(name)
-    allowed = [*_installed(), Path.cwd()]
+    places = _find_sources(name)
+    allowed = [*_installed_folders(), Path.cwd()]
     for place in filter(None, places):
         real = Path(place).resolve()
-        if not any(real.is_relative_to(one) for one in allowed):
+        if not any(real.is_relative_to(folder) for folder in allowed):
             raise ConfigError(
                 f"{name!r} is in {os.fspath(real)!r}, which is neither installed nor in the current folder. A "
                 "configuration can run any code that it names: pass --trust if you know where this one comes from."
             )
 
 
-def _installed() -> Iterable[Path]:
+def _installed_folders() -> Iterable[Path]:
     paths = {sysconfig.get_paths()[name] for name in ("stdlib", "platstdlib", "purelib", "platlib")}
     paths |= {path for path in sys.path if Path(path).name in ("site-packages", "dist-packages")}
-    own = Path(__file__).resolve().parent.parent
-    return [own, *(Path(path).resolve() for path in paths)]
+    package = Path(__file__).resolve().parent.parent
+    return [package, *(Path(path).resolve() for path in paths)]

@@ -1,7 +1,7 @@
-"""YAML files as trees of plain values that know the file and line they come from.
+"""YAML files as trees of plain values with their file and line.
 
-Files are read, merged and overridden here, and references in them are resolved. What the values mean, and what is made
-of them, is decided in `building.py`. Nothing that a file names is imported here.
+Files are read, merged and overridden here, and references in them are resolved. `parts.py` builds objects from the
+values. Nothing is imported here.
 """
 
 from __future__ import annotations
@@ -18,27 +18,27 @@ from omnitrain.config.yaml_writer import FromEnvironment, loader
 from omnitrain.core.errors import ConfigError, MissingExtraError, did_you_mean
 
 Key = tuple[str | int, ...]
-"""The way to a value: names of mappings and positions in lists."""
+"""The path to a value: names of mappings and positions in lists."""
 
 _REFERENCE = re.compile(r"\$\{([^${}]*)\}")
 _POSITION = re.compile(r"[0-9]{1,9}")
-OF_A_PART = ("class_path", "init_args", "import_path")
+PART_KEYS = ("class_path", "init_args", "import_path")
 """The keys of a mapping that stands for an object."""
-_MOST_VALUES = 100_000
+_MAX_VALUES = 100_000
 """Values in one file, and after its references are resolved; more of them are aliases or references that multiply."""
-_LONGEST_TEXT = 1_000_000
+_MAX_TEXT = 1_000_000
 """Characters of a text with references."""
-_DEEPEST = 100
-"""Values inside of one another, and references by way of one another."""
+_MAX_DEPTH = 100
+"""Nested values, and chained references."""
 
 
-class _Nothing:
+class _Missing:
     """No value."""
 
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where a value stands: a file and a line of it, or a word of the command line."""
+    """The location of a value: a file and line, or an option of the command line."""
 
     source: str
     line: int = 0
@@ -55,7 +55,7 @@ class Tree:
     places: dict[Key, Place] = field(default_factory=dict)
 
     def place(self, key: Key) -> Place:
-        """Return where a value stands, or else the closest one around it."""
+        """Return the place of a value, or of the closest one around it."""
         for end in range(len(key), -1, -1):
             if key[:end] in self.places:
                 return self.places[key[:end]]
@@ -69,24 +69,24 @@ class Tree:
         """Return the value at a key."""
         value: Any = self.values
         for number, part in enumerate(key):
-            if isinstance(value, Mapping) and "class_path" in value and number > 1 and part not in OF_A_PART:
+            if isinstance(value, Mapping) and "class_path" in value and number > 1 and part not in PART_KEYS:
                 value = value.get("init_args", {})
-            found: Any = _Nothing
+            child: Any = _Missing
             if isinstance(value, Mapping):
-                found = value.get(part, _Nothing)
+                child = value.get(part, _Missing)
             elif isinstance(value, list) and isinstance(part, int) and part < len(value):
-                found = value[part]
-            if found is _Nothing:
+                child = value[part]
+            if child is _Missing:
                 return default
-            value = found
+            value = child
         return value
 
     def merge(self, other: Tree) -> None:
-        """Put the values of another tree over these: mappings are joined, anything else is replaced.
+        """Merge another tree into this one: mappings are joined, anything else is replaced.
 
-        A part that gets another class loses the arguments of the one before, which the new class may not take.
+        An object that gets another class loses the arguments of the old one, which the new class may not take.
         """
-        self.values = _merged(self.values, other.values)
+        self.values = _merge(self.values, other.values)
         self.places |= other.places
 
     def override(self, word: str, text: str | None, place: Place) -> None:
@@ -95,7 +95,7 @@ class Tree:
         Args:
             word: The names and positions with dots between them.
             text: The value, as in a file; None removes the key.
-            place: Where it is said.
+            place: Its location.
 
         Raises:
             ConfigError: If there is no such position in a list, nothing to remove, or the text is no value.
@@ -111,27 +111,27 @@ class Tree:
         parts = word.split(".")
         for number, part in enumerate(parts):
             is_last = number == len(parts) - 1
-            if isinstance(inside, dict) and "class_path" in inside and number > 1 and part not in OF_A_PART:
+            if isinstance(inside, dict) and "class_path" in inside and number > 1 and part not in PART_KEYS:
                 inside, key = inside.setdefault("init_args", {}), (*key, "init_args")
-            index = self._position(inside, part, word, place) if isinstance(inside, list) else _name_in(inside, part)
+            index = self._position(inside, part, word, place) if isinstance(inside, list) else _find_key(inside, part)
             key = (*key, index)
             if not is_last:
-                inside = self._within(inside, index, parts[number + 1], word, place)
+                inside = self._descend(inside, index, parts[number + 1], word, place)
                 continue
             if removes:
                 self._remove(inside, index, word, place)
                 continue
             if key == ("trainer",) and isinstance(value, str):  # such as `--trainer AccelerateTrainer`
                 inside, index, key = self.values.setdefault("trainer", {}), "class_path", ("trainer", "class_path")
-            self.places = {one: there for one, there in self.places.items() if one[: len(key)] != key}
-            _put(inside, index, value)
+            self.places = {path: origin for path, origin in self.places.items() if path[: len(key)] != key}
+            _set_item(inside, index, value)
             self.places[key] = place
 
     @staticmethod
-    def _within(inside: Any, index: Any, part: str, word: str, place: Place) -> Any:
-        """Return what lies inside of a value; a name becomes that of a class.
+    def _descend(inside: Any, index: Any, part: str, word: str, place: Place) -> Any:
+        """Return the child of a value; a name becomes the name of a class.
 
-        Where nothing is, a list begins if the next part of the word is position 0, and else a mapping.
+        A missing child becomes a list if the next part of the word is position 0, and else a mapping.
         """
         if isinstance(inside, dict) and inside.get(index) is None and _POSITION.fullmatch(part):
             if int(part):
@@ -150,7 +150,7 @@ class Tree:
     @staticmethod
     def _remove(inside: Any, index: Any, word: str, place: Place) -> None:
         if isinstance(inside, dict) and index not in inside:
-            near = did_you_mean(str(index), [str(one) for one in inside])
+            near = did_you_mean(str(index), [str(name) for name in inside])
             raise ConfigError(f"{place}: there is no {word!r} to remove.{near}")
         if isinstance(inside, list) and index >= len(inside):
             raise ConfigError(f"{place}: there is no {word!r} to remove: the list has {len(inside)} entries.")
@@ -171,32 +171,32 @@ class Tree:
         Raises:
             ConfigError: If one refers to nothing, or to itself.
         """
-        self.values = self._resolved(self.values, (), (), itertools.count())
+        self.values = self._resolve_value(self.values, (), (), itertools.count())
 
-    def _resolved(self, value: Any, key: Key, within: tuple[str, ...], counter: Iterator[int]) -> Any:
-        if next(counter) > _MOST_VALUES or len(within) > _DEEPEST:
+    def _resolve_value(self, value: Any, key: Key, chain: tuple[str, ...], counter: Iterator[int]) -> Any:
+        if next(counter) > _MAX_VALUES or len(chain) > _MAX_DEPTH:
             raise self.error(key, "references lead to too many values. Write the values out.")
         if isinstance(value, dict):
-            return {name: self._resolved(one, (*key, name), within, counter) for name, one in value.items()}
+            return {name: self._resolve_value(entry, (*key, name), chain, counter) for name, entry in value.items()}
         if isinstance(value, list):
-            return [self._resolved(one, (*key, number), within, counter) for number, one in enumerate(value)]
+            return [self._resolve_value(entry, (*key, number), chain, counter) for number, entry in enumerate(value)]
         if not isinstance(value, str) or "${" not in value:
             return value
-        whole = _REFERENCE.fullmatch(value)
-        if whole:
-            return self._referred(whole[1].strip(), key, within, counter)
-        parts = [self._referred(name.strip(), key, within, counter) for name in _REFERENCE.findall(value)]
-        if sum(len(str(part)) for part in parts) > _LONGEST_TEXT:
-            raise self.error(key, f"references make a text of more than {_LONGEST_TEXT:,} characters. Write it out.")
+        match = _REFERENCE.fullmatch(value)
+        if match:
+            return self._look_up(match[1].strip(), key, chain, counter)
+        parts = [self._look_up(name.strip(), key, chain, counter) for name in _REFERENCE.findall(value)]
+        if sum(len(str(part)) for part in parts) > _MAX_TEXT:
+            raise self.error(key, f"references make a text of more than {_MAX_TEXT:,} characters. Write it out.")
         values, references = iter(parts), iter(parts)
         text = _REFERENCE.sub(lambda _: str(next(values)), value)
         if not any(isinstance(part, FromEnvironment) for part in parts):
             return text
-        return FromEnvironment(text, _REFERENCE.sub(lambda _: _written(next(references)), value))
+        return FromEnvironment(text, _REFERENCE.sub(lambda _: _to_reference(next(references)), value))
 
-    def _referred(self, name: str, key: Key, within: tuple[str, ...], counter: Iterator[int]) -> Any:
-        if name in within:
-            circle = " -> ".join((*within[within.index(name) :], name))
+    def _look_up(self, name: str, key: Key, chain: tuple[str, ...], counter: Iterator[int]) -> Any:
+        if name in chain:
+            circle = " -> ".join((*chain[chain.index(name) :], name))
             raise self.error(key, f"the reference {circle} leads back to itself. Write the value out in one of them.")
         if name.startswith("env:"):
             variable, has_default, default = name.removeprefix("env:").partition(",")
@@ -210,23 +210,23 @@ class Tree:
         missing = object()
         value = self.get(target, missing)
         if value is missing:
-            names = [spelled(one) for one in self.every_key()]
+            names = [dotted_name(path) for path in self.iter_keys()]
             raise self.error(key, f"${{{name}}} refers to nothing.{did_you_mean(name, names)}")
-        return self._resolved(value, target, (*within, name), counter)
+        return self._resolve_value(value, target, (*chain, name), counter)
 
-    def every_key(self) -> Iterator[Key]:
+    def iter_keys(self) -> Iterator[Key]:
         """Yield the key of every value, those of mappings and lists too."""
         yield from _keys(self.values, ())
 
 
-def _written(value: Any) -> str:
+def _to_reference(value: Any) -> str:
     return value.reference if isinstance(value, FromEnvironment) else str(value)
 
 
-def spelled(key: Key) -> str:
+def dotted_name(key: Key) -> str:
     """Return a key as it is written on the command line.
 
-    >>> spelled(("trainer", "callbacks", 0, "patience"))
+    >>> dotted_name(("trainer", "callbacks", 0, "patience"))
     'trainer.callbacks.0.patience'
     """
     return ".".join(map(str, key))
@@ -251,8 +251,8 @@ def read(path: str | Path) -> Tree:
 def parse_value(text: str, place: Place) -> Any:
     """Return the value of a text of YAML, such as that of an option of the command line.
 
-    >>> here = Place("here")
-    >>> [parse_value(text, here) for text in ("1e-4", "2h", "null", "[1, a]", "off")]
+    >>> place = Place("doctest")
+    >>> [parse_value(text, place) for text in ("1e-4", "2h", "null", "[1, a]", "off")]
     [0.0001, '2h', None, [1, 'a'], 'off']
     """
     if not text.strip():
@@ -283,7 +283,7 @@ def _parse(text: str, source: str) -> Tree:
     if node is None:
         raise ConfigError(f"{source}: the file is empty. It needs at least `trainer:` and its arguments.")
     tree = Tree()
-    values = _Reading(source, tree.places).value(node, ())
+    values = _NodeReader(source, tree.places).value(node, ())
     if not isinstance(values, dict):
         raise ConfigError(f"{Place(source, node.start_mark.line + 1)}: expected names with values, got {values!r}.")
     tree.values = values
@@ -291,35 +291,35 @@ def _parse(text: str, source: str) -> Tree:
 
 
 _MERGE = "tag:yaml.org,2002:merge"
-_TOO_DEEP = f"brackets or indentation are nested too deep. At most {_DEEPEST} values can be inside of one another."
+_TOO_DEEP = f"brackets or indentation are nested too deep. At most {_MAX_DEPTH} values can be inside of one another."
 
 
-class _Reading:
-    """Turns nodes of PyYAML into values, and notes where each stands."""
+class _NodeReader:
+    """Converts nodes of PyYAML into values, and records their places."""
 
     def __init__(self, source: str, places: dict[Key, Place]) -> None:
         self._source, self._places = source, places
         self._open: list[Any] = []
         self._entries_by_node: dict[int, dict[Any, tuple[Any, Any]] | None] = {}
-        """What the mappings read so far hold; None while one is read."""
+        """The entries of the mappings read so far; None while one is read."""
 
     def value(self, node: Any, key: Key) -> Any:
         """Return the value of a node."""
-        here = self._place(node)
-        self._places.setdefault(key, here)
-        if len(key) > _DEEPEST:
-            raise ConfigError(f"{here}: {_TOO_DEEP}")
-        if len(self._places) > _MOST_VALUES or any(node is one for one in self._open):
-            raise ConfigError(f"{here}: an alias (*name) contains itself, or too many. Write the values out.")
+        place = self._place(node)
+        self._places.setdefault(key, place)
+        if len(key) > _MAX_DEPTH:
+            raise ConfigError(f"{place}: {_TOO_DEEP}")
+        if len(self._places) > _MAX_VALUES or any(node is open_node for open_node in self._open):
+            raise ConfigError(f"{place}: an alias (*name) contains itself, or too many. Write the values out.")
         if node.id != "scalar" and node.tag not in ("tag:yaml.org,2002:map", "tag:yaml.org,2002:seq"):
-            raise _unknown_tag(node, here)
+            raise _unknown_tag(node, place)
         self._open.append(node)
         try:
             if node.id == "mapping":
                 return self._mapping(node, key)
             if node.id == "sequence":
-                return [self.value(one, (*key, number)) for number, one in enumerate(node.value)]
-            return self._scalar(node, here)
+                return [self.value(entry, (*key, number)) for number, entry in enumerate(node.value)]
+            return self._scalar(node, place)
         finally:
             self._open.pop()
 
@@ -338,32 +338,32 @@ class _Reading:
                 raise ConfigError(f"{self._place(node)}: a mapping merges itself (<<). Write the values out.")
             return entries
         self._entries_by_node[id(node)] = None
-        own: dict[Any, tuple[Any, Any]] = {}
+        explicit: dict[Any, tuple[Any, Any]] = {}
         merged: dict[Any, tuple[Any, Any]] = {}
         for name_node, value_node in node.value:
-            here = self._place(name_node)
-            name = self._scalar(name_node, here) if name_node.id == "scalar" else None
+            place = self._place(name_node)
+            name = self._scalar(name_node, place) if name_node.id == "scalar" else None
             if name is None:
-                raise ConfigError(f"{here}: a key must be a name or a number.")
-            if name in own:
+                raise ConfigError(f"{place}: a key must be a name or a number.")
+            if name in explicit:
                 raise ConfigError(
-                    f"{here}: {name!r} stands here a second time; the first is in line "
-                    f"{self._place(own[name][0]).line}. Leave one out."
+                    f"{place}: {name!r} is here a second time; the first is in line "
+                    f"{self._place(explicit[name][0]).line}. Leave one out."
                 )
-            own[name] = name_node, value_node
+            explicit[name] = name_node, value_node
             if name_node.tag == _MERGE:
                 for source in value_node.value if value_node.id == "sequence" else [value_node]:
                     if source.id != "mapping":
                         raise ConfigError(f"{self._place(value_node)}: `<<` takes a mapping, or a list of mappings.")
                     merged = self._entries(source) | merged
-        entries = merged | {name: pair for name, pair in own.items() if pair[0].tag != _MERGE}
+        entries = merged | {name: pair for name, pair in explicit.items() if pair[0].tag != _MERGE}
         self._entries_by_node[id(node)] = entries
         return entries
 
     def _place(self, node: Any) -> Place:
         return Place(self._source, node.start_mark.line + 1)
 
-    def _scalar(self, node: Any, here: Place) -> Any:
+    def _scalar(self, node: Any, place: Place) -> Any:
         text, kind = node.value, node.tag.removeprefix("tag:yaml.org,2002:")
         if kind in ("str", "merge"):
             return text
@@ -374,31 +374,31 @@ class _Reading:
         if kind == "int":
             digits = text.replace("_", "")
             if len(digits) > 20 or abs(int(digits)) >= 2**64:
-                raise ConfigError(f"{here}: {digits[:20]}... is too large: integers have at most 64 bits.")
+                raise ConfigError(f"{place}: {digits[:20]}... is too large: integers have at most 64 bits.")
             return int(digits)
         if kind == "float":
             return float(re.sub(r"^([-+]?)\.(inf|nan)$", r"\1\2", text.lower()).replace("_", ""))
-        raise _unknown_tag(node, here)
+        raise _unknown_tag(node, place)
 
 
-def _unknown_tag(node: Any, here: Place) -> ConfigError:
-    return ConfigError(f"{here}: the tag {node.tag!r} is not known. Only plain values are read.")
+def _unknown_tag(node: Any, place: Place) -> ConfigError:
+    return ConfigError(f"{place}: the tag {node.tag!r} is not known. Only plain values are read.")
 
 
-def _merged(below: Any, above: Any) -> Any:
+def _merge(below: Any, above: Any) -> Any:
     if not isinstance(below, dict) or not isinstance(above, dict):
         return above
     if "class_path" in above and above["class_path"] != below.get("class_path", above["class_path"]):
         below = {name: value for name, value in below.items() if name != "init_args"}
-    return below | {name: _merged(below.get(name), value) for name, value in above.items()}
+    return below | {name: _merge(below.get(name), value) for name, value in above.items()}
 
 
-def _name_in(inside: Any, part: str) -> Any:
-    """Return the key of a mapping that is spelled so; it may be a number."""
+def _find_key(inside: Any, part: str) -> Any:
+    """Return the key of a mapping with this spelling; it may be a number."""
     return next((name for name in inside if str(name) == part), part) if isinstance(inside, dict) else part
 
 
-def _put(inside: Any, index: Any, value: Any) -> None:
+def _set_item(inside: Any, index: Any, value: Any) -> None:
     if isinstance(inside, list) and index == len(inside):
         inside.append(value)
     else:
@@ -411,6 +411,6 @@ def _keys(value: Any, key: Key) -> Iterator[Key]:
         items = value.items()
     elif isinstance(value, Sequence) and not isinstance(value, str):
         items = enumerate(value)
-    for name, one in items:
+    for name, entry in items:
         yield (*key, name)
-        yield from _keys(one, (*key, name))
+        yield from _keys(entry, (*key, name))

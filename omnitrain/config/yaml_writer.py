@@ -1,6 +1,7 @@
-"""YAML with the plain values of version 1.2: `1e-4` is a number, and only `true` and `false` are truth values.
+"""YAML with the plain values of version 1.2.
 
-PyYAML knows version 1.1, in which `on` is true, `1:30` is 90 and `1e-4` a text. It is imported on first use.
+`1e-4` is a number, and only `true` and `false` are booleans. PyYAML, which is imported on first use, implements
+version 1.1, in which `on` is true, `1:30` is 90 and `1e-4` a string.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from collections.abc import Mapping
 from typing import Any
 
 MISSING = "???"
-"""What stands in a file for a value that is not known; the file is not used before something else stands there."""
+"""The placeholder in a file for an unknown value; the file is rejected until it is replaced."""
 
 _EXPONENT = r"(?:[eE][-+]?\d+)"
 _VALUES = {
@@ -44,14 +45,14 @@ class FromEnvironment(str):
         return text
 
     def __reduce__(self) -> Any:
-        """Pickle it as the text alone."""
+        """Pickle it as plain text."""
         return str, (str(self),)
 
 
-def _with_values(base: type, others: dict[str, Any]) -> Any:
-    """Return a class of PyYAML's that resolves plain values so, beside those of `others`."""
+def _with_plain_values(base: type, resolvers: dict[str, Any]) -> Any:
+    """Return a class of PyYAML's that resolves plain values so, besides those of `resolvers`."""
     kind: Any = type(
-        base.__name__, (base,), {"yaml_implicit_resolvers": {key: [*some] for key, some in others.items()}}
+        base.__name__, (base,), {"yaml_implicit_resolvers": {key: [*some] for key, some in resolvers.items()}}
     )
     for name, (pattern, first) in _VALUES.items():
         letters = [*first, ""] if name == "null" else [*first]
@@ -64,7 +65,7 @@ def loader() -> Any:
     """Return PyYAML's safe loader with these values."""
     import yaml
 
-    return _with_values(yaml.SafeLoader, {})
+    return _with_plain_values(yaml.SafeLoader, {})
 
 
 @functools.cache
@@ -72,7 +73,7 @@ def _dumper() -> Any:
     """Return PyYAML's safe dumper, which puts into quotes what either version takes for something else than a text."""
     import yaml
 
-    dumper = _with_values(yaml.SafeDumper, yaml.SafeDumper.yaml_implicit_resolvers)
+    dumper = _with_plain_values(yaml.SafeDumper, yaml.SafeDumper.yaml_implicit_resolvers)
     dumper.add_representer(FromEnvironment, lambda kind, value: kind.represent_str(value.reference))
     return dumper
 

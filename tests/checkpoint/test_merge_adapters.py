@@ -95,7 +95,7 @@ def test_export_reports_trained_weights_outside_adapters(base: Path, tmp_path: P
     trainer = run("native", model, tmp_path / "run", epochs=1)
     trainer.save_model(tmp_path / "model")
     assert "1 weights that train are none of the adapters'" in caplog.text and "model.norm.weight" in caplog.text
-    assert "1 tensors of the checkpoint are none of the adapters', and are not in it: base_model" in export()
+    assert "1 tensors of the checkpoint belong to no adapter and are left out: base_model" in export()
     shutil.rmtree(tmp_path / "out")
     export("--merge", base)  # which has a place for them
     check_logits(tmp_path / "out", trainer.get_model())

@@ -20,7 +20,7 @@ from stores import shelf_of, watching
 
 from omnitrain import ConfigError, Trainer
 from omnitrain.checkpoint import run_record
-from omnitrain.cli.config import help_of_trainers, pairs_of
+from omnitrain.cli.config import format_trainer_help, parse_options
 from omnitrain.cli.main import main
 from omnitrain.config.reading import read
 from omnitrain.config.yaml_writer import write
@@ -323,7 +323,7 @@ def test_train_runs_file_of_docs(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("words", "expected"),
     [
-        ([], "Name a file, such as config.yaml, or a run to go on with: --resume runs/a."),
+        ([], "Name a file, such as config.yaml, or a run to resume: --resume runs/a."),
         (["nothing.yaml"], "'nothing.yaml' cannot be read as a configuration"),
         (["a.yaml", "b"], "'b' cannot be read as a configuration"),
         (
@@ -377,7 +377,7 @@ def test_help_lists_all_arguments() -> None:
 
     from omnitrain import AccelerateTrainer, HFTrainer
 
-    text = help_of_trainers()
+    text = format_trainer_help()
     for kind in (Trainer, AccelerateTrainer, HFTrainer):
         for name in inspect.signature(kind).parameters:
             assert re.search(rf"^  {name} +\S", text, re.M), name
@@ -399,12 +399,12 @@ def test_help_and_errors_do_not_import_torch(folder: Path) -> None:
 
 
 def test_pairs_are_parsed() -> None:
-    assert pairs_of(["--trainer.delta", "-1e-3", "--trainer.loss_fn="]) == [
+    assert parse_options(["--trainer.delta", "-1e-3", "--trainer.loss_fn="]) == [
         ("trainer.delta", "-1e-3"),
         ("trainer.loss_fn", ""),
     ]
     with pytest.raises(ConfigError, match="'-x' is no option"):
-        pairs_of(["-x"])
+        parse_options(["-x"])
 
 
 # Sweeps

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from omnitrain import AccelerateTrainer, ConfigError, HFTrainer, Trainer, instantiate
-from omnitrain.config.configuration import Config, merged
+from omnitrain.config.configuration import Config, merge_files
 from omnitrain.config.yaml_writer import write
 
 BASE: dict[str, Any] = {
@@ -267,7 +267,7 @@ def test_parts_are_seeded_and_preserve_rng_state(folder: Path) -> None:
         ({"model": part("torch.nn.Linear", in_features=4)}, "a.yaml:2: torch.nn.Linear needs 'out_features'"),
         ({"train_dataset": part("named.loader")}, "named.loader needs 'dataset': give a value under `init_args`."),
         ({"train_dataset": part("named.loader", dataset=part("named.loader"))}, "named.loader needs 'dataset'"),
-        ({"model": {"class_path": "named.Net", "width": 3}}, "a.yaml:4: beside `class_path` stands `init_args`"),
+        ({"model": {"class_path": "named.Net", "width": 3}}, "a.yaml:4: next to `class_path` only `init_args`"),
         ({"model": {"class_path": "named.Net", "import_path": "named.Net"}}, "exclude each other"),
         ({"model": {"class_path": 3}}, "a.yaml:2: a class or function is named by a text, got 3."),
         ({"model": {"class_path": "named.Net", "init_args": 3}}, "a.yaml:4: the arguments of named.Net are names"),
@@ -419,7 +419,7 @@ def test_values_changed_in_python(folder: Path) -> None:
 
 def test_files_are_not_modified(folder: Path) -> None:
     config(folder, model=part("named.Net", width=3))
-    tree = merged(["a.yaml"])
+    tree = merge_files(["a.yaml"])
     changed = Config.over(tree, {"trainer.model.width": 5, "trainer.epochs": 7})
     (folder / "a.yaml").unlink()
     assert changed.arguments["epochs"] == 7 and changed.arguments["model"]["init_args"] == {"width": 5}

@@ -66,8 +66,8 @@ def test_yaml_anchors_and_merge_keys(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "line", "words"),
     [
-        ("a: 1\nb: 2\na: 3\n", 3, "'a' stands here a second time; the first is in line 1"),
-        ("a:\n  b: 1\n  c: {d: 1, d: 2}\n", 3, "'d' stands here a second time"),
+        ("a: 1\nb: 2\na: 3\n", 3, "'a' is here a second time; the first is in line 1"),
+        ("a:\n  b: 1\n  c: {d: 1, d: 2}\n", 3, "'d' is here a second time"),
         ("a:\n\tb: 1\n", 2, "Indent with spaces: YAML allows no tabs"),
         ("a: [1,\nb: 2\n", 3, "this is not YAML"),
         ("a: b: c\n", 1, "this is not YAML"),
