@@ -1,7 +1,7 @@
-"""nnScaler's configuration files as ours: what each key is called here, and what to do where there is no such key.
+"""Conversion of nnScaler's configuration files.
 
-`convert` turns plain values into plain values and imports nothing that they name. The functions below it are named by
-converted files, where a class and its arguments do not say enough.
+`convert` maps plain values to plain values and imports nothing. Converted files call the functions at the end of the
+module where a class and its arguments are not enough.
 """
 
 from __future__ import annotations
@@ -14,33 +14,33 @@ from typing import Any
 from omnitrain.callbacks.train_hook import TrainHook
 from omnitrain.core.errors import ConfigError, did_you_mean
 
-_TEXT, _WHOLE, _NUMBER, _SWITCH, _MAP, _LIST, _ANY = "text", "whole", "number", "switch", "map", "list", "any"
+_TEXT, _INTEGER, _NUMBER, _BOOL, _MAP, _LIST, _ANY = "text", "whole", "number", "switch", "map", "list", "any"
 _EXPECTED = {
     _TEXT: "a string",
-    _WHOLE: "a whole number",
+    _INTEGER: "a whole number",
     _NUMBER: "a number",
-    _SWITCH: "true or false",
+    _BOOL: "true or false",
     _MAP: "a map",
     _LIST: "a list",
 }
-_OF_STAGES = {"type": _TEXT, "train_args": _MAP, "val_args": _MAP, "test_args": _MAP}
+_STAGE_KEYS = {"type": _TEXT, "train_args": _MAP, "val_args": _MAP, "test_args": _MAP}
 _KEYS: dict[str, dict[str, str]] = {
     "": {
         "init_module": _TEXT, "vars": _MAP, "compute_config": _MAP, "gen_savedir": _TEXT, "gen_reuse": _TEXT,
         "pas_policy": _TEXT, "broadcast_strategy": _TEXT, "instance_name": _ANY, "run_mode": _TEXT,
         "dummy_sample_gen_fn": _TEXT, "tracing_from_weights": _TEXT, "model": _MAP, "optimizer": _MAP,
         "dataset": _MAP, "dataloader": _MAP, "dataset_sampler": _MAP, "lr_scheduler": _MAP, "checkpoint": _MAP,
-        "log": _LIST, "hook": _MAP, "debug": _MAP, "precision": _ANY, "micro_batch_size": _WHOLE,
-        "global_batch_size": _WHOLE, "grad_accumulation_steps": _WHOLE, "max_epochs": _WHOLE,
-        "max_train_steps": _WHOLE, "max_val_steps": _WHOLE, "val_every_n_train_steps": _WHOLE,
-        "val_every_n_epochs": _WHOLE, "enable_progress_bar": _SWITCH, "log_progress_every_n_train_steps": _WHOLE,
-        "seed": _WHOLE, "init_env_fn": _TEXT, "dummy_sample_post_process_fn": _TEXT,
+        "log": _LIST, "hook": _MAP, "debug": _MAP, "precision": _ANY, "micro_batch_size": _INTEGER,
+        "global_batch_size": _INTEGER, "grad_accumulation_steps": _INTEGER, "max_epochs": _INTEGER,
+        "max_train_steps": _INTEGER, "max_val_steps": _INTEGER, "val_every_n_train_steps": _INTEGER,
+        "val_every_n_epochs": _INTEGER, "enable_progress_bar": _BOOL, "log_progress_every_n_train_steps": _INTEGER,
+        "seed": _INTEGER, "init_env_fn": _TEXT, "dummy_sample_post_process_fn": _TEXT,
     },
     "compute_config": {
-        "plan_ngpus": _WHOLE, "runtime_ngpus": _WHOLE, "constant_folding": _SWITCH, "trace_strategy": _TEXT,
-        "use_zero": _ANY, "zero_ngroups": _WHOLE, "zero_use_reduce_scatter": _SWITCH,
-        "zero_param_level_sharding": _SWITCH, "inference_only": _SWITCH,
-        "use_end2end": _SWITCH, "use_async_reducer": _SWITCH, "reducer_bucket_cap_mb": _NUMBER, "pas_config": _MAP,
+        "plan_ngpus": _INTEGER, "runtime_ngpus": _INTEGER, "constant_folding": _BOOL, "trace_strategy": _TEXT,
+        "use_zero": _ANY, "zero_ngroups": _INTEGER, "zero_use_reduce_scatter": _BOOL,
+        "zero_param_level_sharding": _BOOL, "inference_only": _BOOL,
+        "use_end2end": _BOOL, "use_async_reducer": _BOOL, "reducer_bucket_cap_mb": _NUMBER, "pas_config": _MAP,
         "user_config": _MAP,
     },
     "model": {"type": _TEXT, "args": _MAP, "parallel_modules": _LIST},
@@ -48,41 +48,41 @@ _KEYS: dict[str, dict[str, str]] = {
         "type": _TEXT, "args": _MAP, "clip_gnorm": _NUMBER, "loss_reduction": _TEXT, "grad_reduction": _TEXT,
         "aggregate_outputs_fn": _TEXT, "param_clss_fn": _TEXT, "grad_reduce_divisor": _NUMBER,
     },
-    "dataset": _OF_STAGES,
-    "dataloader": _OF_STAGES,
-    "dataset_sampler": _OF_STAGES,
+    "dataset": _STAGE_KEYS,
+    "dataloader": _STAGE_KEYS,
+    "dataset_sampler": _STAGE_KEYS,
     "lr_scheduler": {"type": _TEXT, "args": _MAP, "interval": _TEXT},
     "checkpoint": {
-        "save_dir": _TEXT, "no_save": _SWITCH, "format": _TEXT, "serializer": _ANY,
-        "save_type": _TEXT, "save_last": _SWITCH, "save_best": _SWITCH,
-        "symlink_best_and_last": _SWITCH, "every_n_train_steps": _WHOLE, "every_n_epochs": _WHOLE,
-        "keep_last_n_checkpoints": _WHOLE, "resume_from": _ANY,
+        "save_dir": _TEXT, "no_save": _BOOL, "format": _TEXT, "serializer": _ANY,
+        "save_type": _TEXT, "save_last": _BOOL, "save_best": _BOOL,
+        "symlink_best_and_last": _BOOL, "every_n_train_steps": _INTEGER, "every_n_epochs": _INTEGER,
+        "keep_last_n_checkpoints": _INTEGER, "resume_from": _ANY,
     },
-    "checkpoint.resume_from": {"checkpoint": _ANY, "convert_fn": _TEXT, "with_merged": _SWITCH, "save_memory": _SWITCH},
+    "checkpoint.resume_from": {"checkpoint": _ANY, "convert_fn": _TEXT, "with_merged": _BOOL, "save_memory": _BOOL},
     "log": {"type": _TEXT, "args": _MAP},
     "hook": {"type": _TEXT, "args": _MAP},
-    "debug": {"check_gradient_sync_cross_devices": _SWITCH},
+    "debug": {"check_gradient_sync_cross_devices": _BOOL},
 }  # fmt: skip
-"""nnScaler's keys by section, and what each may hold; any other is an error there too."""
+"""nnScaler's keys by section, and the type of each; any other key is an error in nnScaler too."""
 
-_AS_IT_IS = "the model runs as it is: nothing is traced, and no code is generated."
+_UNTRACED = "the model runs unchanged: nothing is traced, and no code is generated."
 _SHARDS = "`omnitrain launch --fsdp` (or --zero 1, 2 or 3) shards the run, with AccelerateTrainer."
-_NONE_HERE: dict[str, str] = {
+_UNSUPPORTED: dict[str, str] = {
     "init_module": "import it in the module of the model, which is imported first.",
-    "gen_savedir": _AS_IT_IS,
-    "gen_reuse": _AS_IT_IS,
-    "pas_policy": f"{_AS_IT_IS} {_SHARDS}",
-    "broadcast_strategy": _AS_IT_IS,
-    "instance_name": _AS_IT_IS,
-    "dummy_sample_gen_fn": _AS_IT_IS,
-    "dummy_sample_post_process_fn": _AS_IT_IS,
+    "gen_savedir": _UNTRACED,
+    "gen_reuse": _UNTRACED,
+    "pas_policy": f"{_UNTRACED} {_SHARDS}",
+    "broadcast_strategy": _UNTRACED,
+    "instance_name": _UNTRACED,
+    "dummy_sample_gen_fn": _UNTRACED,
+    "dummy_sample_post_process_fn": _UNTRACED,
     "init_env_fn": "there is no call before the model is made. Do it at the top of the model's module; `seed`, "
     "`deterministic` and `matmul_precision` of the trainer may be what it is for.",
-    "compute_config.constant_folding": _AS_IT_IS,
-    "compute_config.trace_strategy": _AS_IT_IS,
-    "compute_config.inference_only": _AS_IT_IS,
-    "compute_config.pas_config": _AS_IT_IS,
-    "compute_config.user_config": _AS_IT_IS,
+    "compute_config.constant_folding": _UNTRACED,
+    "compute_config.trace_strategy": _UNTRACED,
+    "compute_config.inference_only": _UNTRACED,
+    "compute_config.pas_config": _UNTRACED,
+    "compute_config.user_config": _UNTRACED,
     "compute_config.zero_ngroups": _SHARDS,
     "compute_config.zero_use_reduce_scatter": _SHARDS,
     "compute_config.zero_param_level_sharding": _SHARDS,
@@ -90,14 +90,14 @@ _NONE_HERE: dict[str, str] = {
     "compute_config.reducer_bucket_cap_mb": "PyTorch's default of 25 MB holds.",
     "model.parallel_modules": f"the model is sharded as a whole. {_SHARDS}",
     "optimizer.param_clss_fn": "PyTorch decides which gradients are sent together. `param_groups` of the trainer gives "
-    "parameters options of their own.",
+    "parameters their own options.",
     "optimizer.grad_reduce_divisor": "gradients are averaged by PyTorch.",
     "checkpoint.format": "checkpoints have one format, of safetensors and JSON.",
     "checkpoint.serializer": "checkpoints have one format, of safetensors and JSON.",
     "checkpoint.symlink_best_and_last": "`best` and `last` are small files that name a checkpoint.",
     "debug.check_gradient_sync_cross_devices": "gradients are averaged by PyTorch, and not compared again.",
 }
-"""Keys without counterpart, and what to do instead."""
+"""Keys without counterpart, and their replacement."""
 
 _NEVER_CALLED = {
     "after_aggregate_train_step_outputs": "use before_log_train_metrics, or on_train_step_end for this rank's outputs",
@@ -105,22 +105,22 @@ _NEVER_CALLED = {
     "on_expire_checkpoint": "copy what is to be kept in on_save_checkpoint: nothing is called before one is deleted",
     "before_sync_grad": "use after_sync_grad: gradients are averaged while the backward pass makes them",
 }
-"""Hooks that are not called here, and what to use instead."""
-_CALLED_WITH_LESS = {
+"""Hooks that are not called here, and their replacement."""
+_FEWER_ARGUMENTS = {
     "on_step_end": "it is called with trainer, epoch, idx",
     "before_log_train_metrics": "it is called with trainer, step_metrics",
 }
-"""Hooks that get less than there."""
+"""Hooks that get fewer arguments than in nnScaler."""
 _HOOKS = [name for name in vars(TrainHook) if not name.startswith("_")]
 
 _DATA_LOADER = ("torch.utils.data.DataLoader", "torch.utils.data.dataloader.DataLoader")
 _SAMPLER = ("torch.utils.data.DistributedSampler", "torch.utils.data.distributed.DistributedSampler")
 _LOADING = ("num_workers", "pin_memory", "prefetch_factor", "drop_last", "collate_fn", "persistent_workers", "shuffle")
-"""Arguments of a DataLoader that our trainers have too, or need not have."""
-_ONLY_LOADERS = ("timeout", "worker_init_fn", "multiprocessing_context", "generator", "pin_memory_device", "in_order")
-_GIVEN_TO_SAMPLERS = ("dataset", "num_replicas", "rank")
-_SETS = {"train": "train", "val": "eval", "test": "test"}
-_HERE = "omnitrain.contrib.nnscaler"
+"""Arguments of a DataLoader that our trainers have too, or do not need."""
+_LOADER_ONLY = ("timeout", "worker_init_fn", "multiprocessing_context", "generator", "pin_memory_device", "in_order")
+_SAMPLER_ARGUMENTS = ("dataset", "num_replicas", "rank")
+_DATASETS = {"train": "train", "val": "eval", "test": "test"}
+_MODULE = "omnitrain.contrib.nnscaler"
 _DTYPES = ("fp32", "fp16", "bf16", "none")
 _TENSORS = {"param": "parameters", "buffer": "buffers", "input": "inputs"}
 _BUILTIN_TYPES: dict[str, Callable[[Any], Any]] = {"str": str, "int": int, "float": float, "bool": bool}
@@ -130,9 +130,9 @@ _OBJECT_REFERENCE = re.compile(r"\$!(?:\(([^)]+)\)|\{([^}]+)\})")
 
 
 def convert(values: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
-    """Return our configuration for one of nnScaler's, and a line for each key that has no counterpart.
+    """Return our configuration for one of nnScaler's, and a line for each key without counterpart.
 
-    A line names the key and says what to do instead.
+    The line has the key and its replacement.
 
     >>> config, notes = convert({
     ...     "model": {"type": "my.Net"}, "dataset": {"type": "my.Rows"}, "max_epochs": 2, "gen_reuse": "auto",
@@ -141,10 +141,10 @@ def convert(values: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
     >>> config["trainer"]["optimizer"]
     {'class_path': 'torch.optim.Adam', 'init_args': {'lr': 0.001}}
     >>> notes
-    ['`gen_reuse`: the model runs as it is: nothing is traced, and no code is generated.']
+    ['`gen_reuse`: the model runs unchanged: nothing is traced, and no code is generated.']
 
     Args:
-        values: What nnScaler's file holds, with all that was to be changed on its command line.
+        values: The values of nnScaler's file, with the changes of its command line.
 
     Raises:
         ConfigError: If a key is unknown to nnScaler, a value wrong, or two contradict each other.
@@ -159,7 +159,7 @@ class _References:
     """References between the values of a file.
 
     Args:
-        tree: All of the file.
+        tree: The values of the file.
     """
 
     def __init__(self, tree: Mapping[str, Any]) -> None:
@@ -167,28 +167,30 @@ class _References:
         self.objects: dict[str, int] = {}  # how often each is referred to
 
     def resolve(self, value: Any, where: str, inline: bool, pending: tuple[str, ...] = ()) -> Any:
-        """Return a value with references as ours.
+        """Return a value with references in our syntax.
 
         Args:
             value: The value.
             where: Its key.
-            inline: Whether to put in what `vars` hold; otherwise single values are referred to in our way.
+            inline: Whether to insert values of `vars`; otherwise references to single values are kept.
             pending: The references that led here.
 
         Raises:
             ConfigError: If one leads nowhere, or into a circle.
         """
         if isinstance(value, Mapping):
-            return {key: self.resolve(one, _joined(where, key), inline, pending) for key, one in value.items()}
+            return {key: self.resolve(entry, _join_key(where, key), inline, pending) for key, entry in value.items()}
         if isinstance(value, list | tuple):
-            return [self.resolve(one, _joined(where, number), inline, pending) for number, one in enumerate(value)]
+            return [
+                self.resolve(entry, _join_key(where, number), inline, pending) for number, entry in enumerate(value)
+            ]
         if not isinstance(value, str):
             return value
-        if whole := _OBJECT_REFERENCE.fullmatch(value):
-            return self._object(whole[1] or whole[2], where, inline, pending)
-        if whole := _REFERENCE.fullmatch(value):
-            return self._target(whole[1] or whole[2], where, inline, pending)
-        text = _REFERENCE.sub(lambda one: str(self._target(one[1] or one[2], where, inline, pending)), value)
+        if match := _OBJECT_REFERENCE.fullmatch(value):
+            return self._object(match[1] or match[2], where, inline, pending)
+        if match := _REFERENCE.fullmatch(value):
+            return self._target(match[1] or match[2], where, inline, pending)
+        text = _REFERENCE.sub(lambda match: str(self._target(match[1] or match[2], where, inline, pending)), value)
         if r"$\{" in text or "$${" in text:
             raise ConfigError(f"`{where}` has a literal '${{' in {value!r}, which begins a reference here. Change it.")
         return text.replace(r"$\(", "$(").replace("$$(", "$(")
@@ -197,14 +199,14 @@ class _References:
         if name in pending:
             raise ConfigError(f"`{where}` refers to itself: {' -> '.join([*pending, name])}. Write a value in one.")
         try:
-            found = self._at(name, (*pending, name))
+            value = self._lookup(name, (*pending, name))
         except LookupError:
-            if name.isidentifier():  # nnScaler, too, looks into the file first
+            if name.isidentifier():  # nnScaler looks into the file first, too
                 return f"${{env:{name}}}"
-            raise ConfigError(f"`{where}` refers to {name!r}, and there is no such key.{self._near(name)}") from None
-        found = self.resolve(found, name, inline, (*pending, name))
-        is_single = not isinstance(found, dict | list)
-        return f"${{{name}}}" if name.startswith("vars.") and is_single and not inline else found
+            raise ConfigError(f"`{where}` refers to {name!r}, and there is no such key.{self._suggest(name)}") from None
+        value = self.resolve(value, name, inline, (*pending, name))
+        is_single = not isinstance(value, dict | list)
+        return f"${{{name}}}" if name.startswith("vars.") and is_single and not inline else value
 
     def _object(self, name: str, where: str, inline: bool, pending: tuple[str, ...]) -> Any:
         if name != "self" and not name.startswith("vars."):
@@ -214,78 +216,78 @@ class _References:
                 f"`{where}` asks for nnScaler's whole configuration, which does not exist here. Pass the values that "
                 "are needed one by one: '$(micro_batch_size)'."
             )
-        found = self._target(name, where, inline, pending)
+        value = self._target(name, where, inline, pending)
         if inline:
-            return found
+            return value
         self.objects[name] = self.objects.get(name, 0) + 1
         return f"${{{name}}}"
 
-    def _at(self, name: str, pending: tuple[str, ...]) -> Any:
-        found: Any = self._tree
+    def _lookup(self, name: str, pending: tuple[str, ...]) -> Any:
+        value: Any = self._tree
         for part in name.split("."):
-            if isinstance(found, str):  # a map that is a reference itself
-                found = self.resolve(found, name, inline=True, pending=pending)
-            if isinstance(found, list | tuple) and part.isdigit():
-                found = found[int(part)]
-            elif isinstance(found, Mapping):
-                found = found[part]
+            if isinstance(value, str):  # a map that is a reference itself
+                value = self.resolve(value, name, inline=True, pending=pending)
+            if isinstance(value, list | tuple) and part.isdigit():
+                value = value[int(part)]
+            elif isinstance(value, Mapping):
+                value = value[part]
             else:
                 raise LookupError(name)
-        return found
+        return value
 
-    def _near(self, name: str) -> str:
-        return did_you_mean(name, list(_names_in(self._tree)))
+    def _suggest(self, name: str) -> str:
+        return did_you_mean(name, list(_iter_names(self._tree)))
 
 
-def _names_in(tree: Any, before: str = "") -> Iterable[str]:
+def _iter_names(tree: Any, before: str = "") -> Iterable[str]:
     for key, value in tree.items() if isinstance(tree, Mapping) else ():
-        yield _joined(before, key)
-        yield from _names_in(value, _joined(before, key))
+        yield _join_key(before, key)
+        yield from _iter_names(value, _join_key(before, key))
 
 
-def _joined(*parts: Any) -> str:
+def _join_key(*parts: Any) -> str:
     return ".".join(str(part) for part in parts if part != "")
 
 
 # --- values
 
 
-def _guessed(value: Any) -> Any:
-    """Return what nnScaler takes an argument for: strings that are literals of Python are these."""
+def _parse_literal(value: Any) -> Any:
+    """Return an argument as nnScaler reads it: strings that are literals of Python are evaluated."""
     if isinstance(value, dict):
         if value.keys() == {"__value_type", "value"}:
             return value
-        return {_guessed_key(key): _guessed(one) for key, one in value.items()}
+        return {_parse_key(key): _parse_literal(entry) for key, entry in value.items()}
     if isinstance(value, list):
-        return [_guessed(one) for one in value]
+        return [_parse_literal(entry) for entry in value]
     if not isinstance(value, str):
         return value
     if value in ("true", "false"):
         return value == "true"
     try:
-        return _plain(ast.literal_eval(value), value)
+        return _to_plain(ast.literal_eval(value), value)
     except (ValueError, SyntaxError, MemoryError, RecursionError, TypeError):
         return value
 
 
-def _guessed_key(key: Any) -> Any:
-    found = _guessed(key)
-    return key if isinstance(found, list | dict) else found
+def _parse_key(key: Any) -> Any:
+    literal = _parse_literal(key)
+    return key if isinstance(literal, list | dict) else literal
 
 
-def _plain(found: Any, text: str) -> Any:
-    """Return a literal as values that a file can hold; a string where there is no such thing."""
-    if isinstance(found, tuple | list | set):
-        return [_plain(one, repr(one)) for one in found]
-    if isinstance(found, dict):
-        return {key: _plain(one, repr(one)) for key, one in found.items()}
-    return found if found is None or isinstance(found, bool | int | float | str) else text
+def _to_plain(literal: Any, text: str) -> Any:
+    """Return a literal as values that a file can have, or else as a string."""
+    if isinstance(literal, tuple | list | set):
+        return [_to_plain(entry, repr(entry)) for entry in literal]
+    if isinstance(literal, dict):
+        return {key: _to_plain(entry, repr(entry)) for key, entry in literal.items()}
+    return literal if literal is None or isinstance(literal, bool | int | float | str) else text
 
 
-def _made(value: Any, where: str) -> Any:
-    """Return an argument with objects and functions described in our way."""
+def _convert_value(value: Any, where: str) -> Any:
+    """Return an argument with objects and functions in our syntax."""
     if isinstance(value, list):
-        return [_made(one, _joined(where, number)) for number, one in enumerate(value)]
+        return [_convert_value(entry, _join_key(where, number)) for number, entry in enumerate(value)]
     if not isinstance(value, dict):
         return value
     if value.keys() & {"class_path", "import_path"}:
@@ -294,33 +296,36 @@ def _made(value: Any, where: str) -> Any:
             "converted file by hand at this place."
         )
     if "__type" in value:
-        rest = {key: one for key, one in value.items() if key != "__type"}
-        return _call_of(_name(value["__type"], f"{where}.__type"), rest, where)
+        rest = {key: entry for key, entry in value.items() if key != "__type"}
+        return _describe_call(_name(value["__type"], f"{where}.__type"), rest, where)
     if "__value_type" not in value:
-        return {key: _made(one, _joined(where, key)) for key, one in value.items()}
+        return {key: _convert_value(entry, _join_key(where, key)) for key, entry in value.items()}
     if "value" not in value:
         raise ConfigError(f"`{where}` has '__value_type' and no 'value'. Write both, or '__type'.")
-    kind, given = _name(value["__value_type"], f"{where}.__value_type"), _made(value["value"], f"{where}.value")
+    kind, value = (
+        _name(value["__value_type"], f"{where}.__value_type"),
+        _convert_value(value["value"], f"{where}.value"),
+    )
     if kind == "function":
-        return {"import_path": _name(given, f"{where}.value")}
-    if kind in _BUILTIN_TYPES and not (isinstance(given, str) and "${" in given) and not isinstance(given, dict | list):
+        return {"import_path": _name(value, f"{where}.value")}
+    if kind in _BUILTIN_TYPES and not (isinstance(value, str) and "${" in value) and not isinstance(value, dict | list):
         try:
-            return _BUILTIN_TYPES[kind](given)
+            return _BUILTIN_TYPES[kind](value)
         except (TypeError, ValueError):
-            raise ConfigError(f"`{where}.value` must be of the type {kind}, got {given!r}.") from None
+            raise ConfigError(f"`{where}.value` must be of the type {kind}, got {value!r}.") from None
     target = kind if "." in kind else f"builtins.{kind}"
-    return {"class_path": f"{_HERE}.of_value", "init_args": {"type": {"import_path": target}, "value": given}}
+    return {"class_path": f"{_MODULE}.of_value", "init_args": {"type": {"import_path": target}, "value": value}}
 
 
-def _call_of(path: str, arguments: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """Return the description of an object that is made by a call."""
+def _describe_call(path: str, arguments: Mapping[str, Any], where: str) -> dict[str, Any]:
+    """Return the description of an object that a call returns."""
     _check_names(arguments, where)
-    made = {key: _made(one, _joined(where, key)) for key, one in arguments.items()}
-    return {"class_path": path, "init_args": made} if made else {"class_path": path}
+    init_args = {key: _convert_value(value, _join_key(where, key)) for key, value in arguments.items()}
+    return {"class_path": path, "init_args": init_args} if init_args else {"class_path": path}
 
 
 def _check_names(arguments: Mapping[Any, Any], where: str) -> None:
-    """Raise ConfigError for a key that is no name of an argument."""
+    """Raise ConfigError for a key that is no string."""
     for key in arguments:
         if not isinstance(key, str):
             raise ConfigError(f"`{where}` must have names of arguments as keys, got {key!r}.")
@@ -334,17 +339,17 @@ def _name(value: Any, where: str) -> str:
     return value
 
 
-def _coerced(value: Any, kind: str, where: str) -> Any:
-    """Return a value of a key as its type, as nnScaler reads it.
+def _coerce(value: Any, kind: str, where: str) -> Any:
+    """Return a value converted to the type of its key, as nnScaler does.
 
     Raises:
-        ConfigError: If it is none.
+        ConfigError: If it does not fit.
     """
     wrong = ConfigError(f"`{where}` must be {_EXPECTED.get(kind, '')}, got {value!r:.200}.")
     if kind == _ANY:
         return value
     if kind in (_MAP, _LIST):
-        value = _guessed(value) if isinstance(value, str) else value
+        value = _parse_literal(value) if isinstance(value, str) else value
         if not isinstance(value, dict if kind == _MAP else list):
             raise wrong
         return value
@@ -357,15 +362,15 @@ def _coerced(value: Any, kind: str, where: str) -> Any:
             f"`{where}` is read from the environment, and what it becomes here depends on it. Write a number, and "
             f"{value!r} into the converted file."
         )
-    if kind == _SWITCH:
+    if kind == _BOOL:
         words = {"true": True, "1": True, "false": False, "0": False}
         if str(value).lower() not in words:
             raise wrong
         return words[str(value).lower()]
     try:
-        if isinstance(value, bool) or (kind == _WHOLE and float(value) != int(float(value))):
+        if isinstance(value, bool) or (kind == _INTEGER and float(value) != int(float(value))):
             raise wrong
-        return int(float(value)) if kind == _WHOLE else float(value)
+        return int(float(value)) if kind == _INTEGER else float(value)
     except (TypeError, ValueError, OverflowError):
         raise wrong from None
 
@@ -375,9 +380,9 @@ class _Section:
 
     Args:
         name: Its name; "" is the file itself.
-        plain: Its values, without any reference.
-        linked: The same, where what comes from `vars` is a reference.
-        kinds: The keys that there are.
+        plain: Its values, with all references resolved.
+        linked: Its values, with references to `vars`.
+        kinds: Its keys, with their types.
 
     Raises:
         ConfigError: If a key is unknown, or a value is of another type.
@@ -389,13 +394,13 @@ class _Section:
             raise ConfigError(f"`{name or 'the file'}` must be a map of keys and values, got {plain!r:.200}.")
         for key in plain:
             if key not in kinds:
-                there = "" if len(kinds) > 20 else f" `{name}` has {', '.join(kinds)}."
+                hint = "" if len(kinds) > 20 else f" `{name}` has {', '.join(kinds)}."
                 raise ConfigError(
-                    f"`{_joined(name, key)}` is no key of nnScaler.{did_you_mean(str(key), kinds)}{there}"
+                    f"`{_join_key(name, key)}` is no key of nnScaler.{did_you_mean(str(key), kinds)}{hint}"
                 )
-        # nnScaler takes a key without a value for one that is not there
+        # nnScaler ignores a key without a value
         self._values = {
-            key: _coerced(value, kinds[key], _joined(name, key)) for key, value in plain.items() if value is not None
+            key: _coerce(value, kinds[key], _join_key(name, key)) for key, value in plain.items() if value is not None
         }
         self._linked = {key: linked[key] if isinstance(linked, dict) else value for key, value in plain.items()}
 
@@ -406,8 +411,8 @@ class _Section:
         """Return a value without references."""
         return self._values.get(key, default)
 
-    def shown(self, key: str) -> Any:
-        """Return a value as it is to be written: as a reference if it is one to `vars`."""
+    def as_written(self, key: str) -> Any:
+        """Return a value for the converted file, which keeps references to `vars`."""
         linked = self._linked[key]
         return linked if isinstance(linked, str) and "${" in linked else self._values[key]
 
@@ -419,10 +424,10 @@ class _Section:
         """Return the arguments of a call, as nnScaler guesses their types."""
         if key not in self._values:
             return {}
-        where = _joined(self.name, key)
-        found = _coerced(self._linked[key], _MAP, where)
-        _check_names(found, where)
-        return {name: _guessed(one) for name, one in found.items()}
+        where = _join_key(self.name, key)
+        arguments = _coerce(self._linked[key], _MAP, where)
+        _check_names(arguments, where)
+        return {name: _parse_literal(value) for name, value in arguments.items()}
 
     def target(self) -> str:
         """Return the name of the class or function that this section calls."""
@@ -431,28 +436,28 @@ class _Section:
         return _name(self._values["type"], f"{self.name}.type")
 
     def choice(self, key: str, default: str, choices: tuple[str, ...]) -> str:
-        """Return one of a few words."""
-        found = self.get(key, default)
-        if found not in choices:
+        """Return the value of a key with a few choices."""
+        word = self.get(key, default)
+        if word not in choices:
             raise ConfigError(
-                f"`{_joined(self.name, key)}` must be one of {', '.join(choices)}, got {found!r}."
-                f"{did_you_mean(found, choices)}"
+                f"`{_join_key(self.name, key)}` must be one of {', '.join(choices)}, got {word!r}."
+                f"{did_you_mean(word, choices)}"
             )
-        return found
+        return word
 
     def positive(self, key: str, default: int | None = None) -> int | None:
         """Return a number of at least 1, or None."""
-        found = self.get(key, default)
-        if found is not None and found < 1:
-            raise ConfigError(f"`{_joined(self.name, key)}` must be at least 1, got {found}. Leave it out instead.")
-        return found
+        number = self.get(key, default)
+        if number is not None and number < 1:
+            raise ConfigError(f"`{_join_key(self.name, key)}` must be at least 1, got {number}. Leave it out instead.")
+        return number
 
 
 # --- the conversion
 
 
 class _Conversion:
-    """One file on its way from nnScaler's keys to ours."""
+    """The conversion of one file."""
 
     def __init__(self, values: Mapping[str, Any]) -> None:
         if not isinstance(values, Mapping):
@@ -463,7 +468,7 @@ class _Conversion:
         self.trainer: dict[str, Any] = {}
         self.train: dict[str, Any] = {}
         several = [name for name, times in references.objects.items() if times > 1]
-        self.notes = [f"`{name}`: each place that refers to it gets an object of its own." for name in several]
+        self.notes = [f"`{name}`: each place that refers to it gets its own object." for name in several]
         self.run = self._section("")
         self.checkpoint = self._section("checkpoint")
 
@@ -478,28 +483,28 @@ class _Conversion:
         self._precision()
         self._reports()
         self._section("debug")
-        free = _made(self.run.arguments("vars"), "vars")
+        free = _convert_value(self.run.arguments("vars"), "vars")
         parts = {"vars": free, "trainer": self.trainer, "train": self.train}
         return {name: part for name, part in parts.items() if part}, self.notes
 
     def note(self, key: str, advice: str) -> None:
-        """Tell what to do instead of a key."""
+        """Note the replacement of a key."""
         self.notes.append(f"`{key}`: {advice}")
 
     def _section(self, name: str, plain: Any = None, linked: Any = None) -> _Section:
-        """Return a section of the file, empty if it is not there."""
+        """Return a section of the file, empty if it is missing."""
         if not name:
             plain, linked = self._plain, self._linked
         elif plain is None:
             plain, linked = self.run.get(name, {}), self.run.linked(name)
         section = _Section(name, plain, linked, _KEYS[name.split("[")[0]])
-        for key, advice in _NONE_HERE.items():
+        for key, advice in _UNSUPPORTED.items():
             before, _, last = key.rpartition(".")
             if before == name and section.get(last) not in (None, False, "", {}, []):
                 self.note(key, advice)
         return section
 
-    # --- what runs
+    # --- processes and model
 
     def _compute(self) -> None:
         compute = self._section("compute_config")
@@ -509,17 +514,17 @@ class _Conversion:
                 "take a batch and return its loss. Set it to true."
             )
         self.processes = compute.positive("runtime_ngpus")
-        self.of_a_model = compute.positive("plan_ngpus", 1) or 1
-        if self.processes and self.processes % self.of_a_model:
+        self.plan_ngpus = compute.positive("plan_ngpus", 1) or 1
+        if self.processes and self.processes % self.plan_ngpus:
             raise ConfigError(
                 f"`compute_config.runtime_ngpus` is {self.processes}, which is no multiple of "
-                f"`compute_config.plan_ngpus`, {self.of_a_model}. Change one of them."
+                f"`compute_config.plan_ngpus`, {self.plan_ngpus}. Change one of them."
             )
         self.trainer["class_path"] = "Trainer" if self.processes == 1 else "AccelerateTrainer"
-        if self.of_a_model > 1:
+        if self.plan_ngpus > 1:
             self.note(
                 "compute_config.plan_ngpus",
-                f"a model is not cut into {self.of_a_model} parts. Each process takes batches of its own, and "
+                f"a model is not cut into {self.plan_ngpus} parts. Each process takes its own batches, and "
                 "`omnitrain launch --fsdp` shards the weights.",
             )
         if self.processes:
@@ -529,45 +534,47 @@ class _Conversion:
             raise ConfigError(f"`compute_config.use_zero` must be true, false, or a stage from 0 to 3, got {zero!r}.")
         if zero not in ("false", "0"):
             self.note("compute_config.use_zero", "`omnitrain launch --fsdp` shards weights, gradients and moments; "
-                      "`--zero 1` the moments alone, by DeepSpeed.")  # fmt: skip
+                      "`--zero 1` only the moments, by DeepSpeed.")  # fmt: skip
         if self.run.choice("run_mode", "run", ("run", "compile")) == "compile":
-            self.note("run_mode", "there is nothing to compile ahead: start the run.")
+            self.note("run_mode", "nothing is compiled ahead: start the run.")
         self.run.choice("gen_reuse", "auto", ("auto", "match", "override", "moo", "graph"))
 
     def _model(self) -> None:
         model = self._section("model")
-        self.trainer["model"] = _call_of(model.target(), model.arguments(), "model.args")
+        self.trainer["model"] = _describe_call(model.target(), model.arguments(), "model.args")
         self.trainer["unit"] = {"class_path": "omnitrain.model.units.WholeBatchUnit"}
         if "tracing_from_weights" in self.run:
-            self.trainer["init_from"] = self.run.shown("tracing_from_weights")
+            self.trainer["init_from"] = self.run.as_written("tracing_from_weights")
 
     # --- data
 
     def _data(self) -> None:
         dataset = self._section("dataset")
         loading, sampling = self._section("dataloader"), self._section("dataset_sampler")
-        own_sampler = _name(sampling.get("type", _SAMPLER[0]), "dataset_sampler.type")
-        own_loader = _name(loading.get("type", _DATA_LOADER[0]), "dataloader.type")
-        options = {stage: self._options(loading, stage, own_loader in _DATA_LOADER) for stage in _SETS}
-        is_plain = own_loader in _DATA_LOADER and own_sampler in _SAMPLER
-        self.has_loader = not is_plain or any(name in options["train"] for name in _ONLY_LOADERS)
+        sampler_name = _name(sampling.get("type", _SAMPLER[0]), "dataset_sampler.type")
+        loader_name = _name(loading.get("type", _DATA_LOADER[0]), "dataloader.type")
+        options = {stage: self._options(loading, stage, loader_name in _DATA_LOADER) for stage in _DATASETS}
+        is_plain = loader_name in _DATA_LOADER and sampler_name in _SAMPLER
+        self.has_loader = not is_plain or any(name in options["train"] for name in _LOADER_ONLY)
         if self.has_loader:
             self.note(
-                "dataset_sampler.type" if own_loader in _DATA_LOADER and own_sampler not in _SAMPLER else "dataloader",
-                "the loader is made as there and used as it is: on several processes each takes every n-th of its "
+                "dataset_sampler.type"
+                if loader_name in _DATA_LOADER and sampler_name not in _SAMPLER
+                else "dataloader",
+                "the loader is built as in nnScaler and used unchanged: each of n processes takes every n-th of its "
                 "batches, so neither it nor its dataset may split the data by rank.",
             )
-        made: dict[str, dict[str, Any]] = {}
-        for stage in _SETS:
+        datasets: dict[str, dict[str, Any]] = {}
+        for stage in _DATASETS:
             arguments = dataset.arguments(f"{stage}_args")
-            if arguments or stage == "train":  # nnScaler makes the others only of arguments
-                made[stage] = _call_of(dataset.target(), arguments, f"dataset.{stage}_args")
-        for stage, data in made.items():
-            name, given = _SETS[stage], options[stage]
-            differs = given.get("collate_fn") != options["train"].get("collate_fn")
-            if self.has_loader or differs or any(one in given for one in _ONLY_LOADERS):
-                sampler = own_sampler if "type" in sampling or sampling.get("train_args") else None
-                self.trainer[f"{name}_loader"] = self._loader(own_loader, sampler, sampling, stage, data, given)
+            if arguments or stage == "train":  # nnScaler builds the other sets only if they have arguments
+                datasets[stage] = _describe_call(dataset.target(), arguments, f"dataset.{stage}_args")
+        for stage, data in datasets.items():
+            name, kwargs = _DATASETS[stage], options[stage]
+            differs = kwargs.get("collate_fn") != options["train"].get("collate_fn")
+            if self.has_loader or differs or any(option in kwargs for option in _LOADER_ONLY):
+                sampler = sampler_name if "type" in sampling or sampling.get("train_args") else None
+                self.trainer[f"{name}_loader"] = self._loader(loader_name, sampler, sampling, stage, data, kwargs)
             else:
                 self.trainer[f"{name}_dataset"] = data
         self._batches()
@@ -578,135 +585,135 @@ class _Conversion:
     def _options(self, loading: _Section, stage: str, is_known: bool) -> dict[str, Any]:
         """Return the arguments of the loader of a stage."""
         key = f"{stage}_args" if loading.get(f"{stage}_args") else "train_args"
-        given, where = loading.arguments(key), f"dataloader.{key}"
-        if "batch_size" in given:
-            raise ConfigError(f"`{where}.batch_size` is refused by nnScaler, too. Write `micro_batch_size` instead.")
-        for name in [name for name in ("dataset", "sampler") if name in given]:
-            del given[name]  # as there
+        options, where = loading.arguments(key), f"dataloader.{key}"
+        if "batch_size" in options:
+            raise ConfigError(f"`{where}.batch_size` is rejected by nnScaler, too. Write `micro_batch_size` instead.")
+        for name in [name for name in ("dataset", "sampler") if name in options]:
+            del options[name]  # as nnScaler does
             if key.startswith(stage):
-                self.note(f"{where}.{name}", "it has no effect there either.")
-        if isinstance(given.get("collate_fn"), str):
-            given["collate_fn"] = {"__value_type": "function", "value": given["collate_fn"]}
+                self.note(f"{where}.{name}", "it has no effect in nnScaler either.")
+        if isinstance(options.get("collate_fn"), str):
+            options["collate_fn"] = {"__value_type": "function", "value": options["collate_fn"]}
         if not is_known:
-            return given
-        for name in given:
-            if name not in _LOADING and name not in _ONLY_LOADERS:
+            return options
+        for name in options:
+            if name not in _LOADING and name not in _LOADER_ONLY:
                 raise ConfigError(
                     f"`{where}.{name}` is no argument that nnScaler could pass to a DataLoader."
-                    f"{did_you_mean(name, (*_LOADING, *_ONLY_LOADERS))}"
+                    f"{did_you_mean(name, (*_LOADING, *_LOADER_ONLY))}"
                 )
-        given.pop("shuffle", None)
-        if _guessed(loading.get(key, {}).get("shuffle")):
+        options.pop("shuffle", None)
+        if _parse_literal(loading.get(key, {}).get("shuffle")):
             raise ConfigError(
-                f"`{where}.shuffle` cannot be true beside a sampler, which nnScaler always passes. Write "
+                f"`{where}.shuffle` cannot be true with a sampler, which nnScaler always passes. Write "
                 "`dataset_sampler.train_args.shuffle`, which is true by default."
             )
-        return given
+        return options
 
     def _loader(
-        self, loader: str, sampler: str | None, sampling: _Section, stage: str, data: Any, given: dict[str, Any]
+        self, loader: str, sampler: str | None, sampling: _Section, stage: str, data: Any, options: dict[str, Any]
     ) -> dict[str, Any]:
-        """Return the description of a loader that is made as nnScaler does."""
+        """Return the description of a loader built as in nnScaler."""
         key = f"{stage}_args" if sampling.get(f"{stage}_args") else "train_args"
-        arguments = {name: one for name, one in sampling.arguments(key).items() if name not in _GIVEN_TO_SAMPLERS}
+        arguments = {name: value for name, value in sampling.arguments(key).items() if name not in _SAMPLER_ARGUMENTS}
         if sampler is None or sampler in _SAMPLER:
             arguments = {"shuffle": stage == "train", **(arguments if stage == "train" else {})}
-        found: dict[str, Any] = {
+        init_args: dict[str, Any] = {
             "loader": {"import_path": loader},
             "dataset": data,
             "batch_size": self._micro_batch()[1],
-            "sampler_args": _made(arguments, f"dataset_sampler.{key}"),
-            **{name: _made(one, f"dataloader.{name}") for name, one in given.items()},
+            "sampler_args": _convert_value(arguments, f"dataset_sampler.{key}"),
+            **{name: _convert_value(value, f"dataloader.{name}") for name, value in options.items()},
         }
         if sampler is not None:
-            found["sampler"] = {"import_path": sampler}
-        return {"class_path": f"{_HERE}.make_loader", "init_args": found}
+            init_args["sampler"] = {"import_path": sampler}
+        return {"class_path": f"{_MODULE}.make_loader", "init_args": init_args}
 
     def _sampling(self, sampling: _Section) -> None:
         """Translate the arguments of nnScaler's default sampler."""
-        given = sampling.arguments("train_args")
-        known = ("shuffle", "seed", "drop_last", *_GIVEN_TO_SAMPLERS)
-        for name in given:
+        arguments = sampling.arguments("train_args")
+        known = ("shuffle", "seed", "drop_last", *_SAMPLER_ARGUMENTS)
+        for name in arguments:
             if name not in known:
                 raise ConfigError(
                     f"`dataset_sampler.train_args.{name}` is no argument of a DistributedSampler."
                     f"{did_you_mean(name, known)}"
                 )
-            if name in _GIVEN_TO_SAMPLERS:
-                self.note(f"dataset_sampler.train_args.{name}", "it has no effect there either.")
-        if "shuffle" in given:
-            self.trainer["shuffle"] = given["shuffle"]
-        if "seed" in given:
+            if name in _SAMPLER_ARGUMENTS:
+                self.note(f"dataset_sampler.train_args.{name}", "it has no effect in nnScaler either.")
+        if "shuffle" in arguments:
+            self.trainer["shuffle"] = arguments["shuffle"]
+        if "seed" in arguments:
             self.note("dataset_sampler.train_args.seed", "the order follows from `seed` of the trainer.")
-        if given.get("drop_last"):
+        if arguments.get("drop_last"):
             self.note("dataset_sampler.train_args.drop_last", "each sample is read once, whatever the number of "
                       "processes: none is dropped or repeated.")  # fmt: skip
         for stage in ("val", "test"):
             if sampling.get(f"{stage}_args"):
                 self.note(f"dataset_sampler.{stage}_args", "evaluations read each sample once, in order.")
 
-    def _loading(self, given: dict[str, Any]) -> None:
+    def _loading(self, options: dict[str, Any]) -> None:
         """Translate the arguments of a DataLoader."""
         for name in ("drop_last", "num_workers", "pin_memory", "prefetch_factor"):
-            if given.get(name) is not None:
-                self.trainer[name] = given[name]
-        if given.get("collate_fn") is not None:
-            self.trainer["data_collator"] = _made(given["collate_fn"], "dataloader.train_args.collate_fn")
-        if given.get("persistent_workers") is False:
+            if options.get(name) is not None:
+                self.trainer[name] = options[name]
+        if options.get("collate_fn") is not None:
+            self.trainer["data_collator"] = _convert_value(options["collate_fn"], "dataloader.train_args.collate_fn")
+        if options.get("persistent_workers") is False:
             self.note("dataloader.train_args.persistent_workers", "workers are kept for the whole run.")
 
     def _micro_batch(self) -> tuple[int, Any]:
-        """Return the size of a micro-batch, and how it is to be written."""
+        """Return the size of a micro-batch, as a number and for the converted file."""
         size = self.run.positive("micro_batch_size", 1) or 1
-        return size, self.run.shown("micro_batch_size") if "micro_batch_size" in self.run else size
+        return size, self.run.as_written("micro_batch_size") if "micro_batch_size" in self.run else size
 
     def _batches(self) -> None:
-        """Translate the three numbers that nnScaler compares, and the number of processes."""
+        """Convert the sizes of batches and the number of processes."""
         run, (micro, shown) = self.run, self._micro_batch()
-        whole, accumulation = run.get("global_batch_size") or None, run.get("grad_accumulation_steps") or None
-        replicas = self.processes // self.of_a_model if self.processes else None
-        each = micro * (replicas or 1)
-        turns, rest = divmod(whole or each, each)
-        is_off = accumulation and (turns != accumulation if replicas else turns % accumulation)
-        if whole is not None and (rest or is_off):
-            raise _inconsistent(whole, micro, accumulation, self.processes, self.of_a_model)
-        if whole is None and replicas and self.of_a_model > 1:
-            whole = each * (accumulation or 1)
+        global_batch, accumulation = run.get("global_batch_size") or None, run.get("grad_accumulation_steps") or None
+        replicas = self.processes // self.plan_ngpus if self.processes else None
+        per_round = micro * (replicas or 1)
+        rounds, rest = divmod(global_batch or per_round, per_round)
+        is_off = accumulation and (rounds != accumulation if replicas else rounds % accumulation)
+        if global_batch is not None and (rest or is_off):
+            raise _batch_size_error(global_batch, micro, accumulation, self.processes, self.plan_ngpus)
+        if global_batch is None and replicas and self.plan_ngpus > 1:
+            global_batch = per_round * (accumulation or 1)
         if self.has_loader:
-            turns = self._turns(whole, accumulation, micro)
-            if turns != 1:
-                self.trainer["gradient_accumulation_steps"] = turns
+            rounds = self._accumulation_steps(global_batch, accumulation, micro)
+            if rounds != 1:
+                self.trainer["gradient_accumulation_steps"] = rounds
             return
         self.trainer["batch_size"] = shown
-        if whole is not None:
+        if global_batch is not None:
             is_given = bool(run.get("global_batch_size"))
-            self.trainer["global_batch_size"] = run.shown("global_batch_size") if is_given else whole
+            self.trainer["global_batch_size"] = run.as_written("global_batch_size") if is_given else global_batch
         elif accumulation:
-            self.trainer["gradient_accumulation_steps"] = run.shown("grad_accumulation_steps")
+            self.trainer["gradient_accumulation_steps"] = run.as_written("grad_accumulation_steps")
 
-    def _turns(self, whole: int | None, accumulation: int | None, micro: int) -> int:
-        """Return the micro-batches of a step and process, where a loader of one's own makes them."""
-        if whole is None:
+    def _accumulation_steps(self, global_batch: int | None, accumulation: int | None, micro: int) -> int:
+        """Return the micro-batches per step and process of a custom loader."""
+        if global_batch is None:
             return accumulation or 1
         if self.processes is None:
             raise ConfigError(
-                f"`global_batch_size` is {whole}, and with a loader of your own, gradients are accumulated over so "
-                "many micro-batches as `grad_accumulation_steps` says. Write it, or `compute_config.runtime_ngpus`, "
+                f"`global_batch_size` is {global_batch}, and with a custom loader, gradients are accumulated over "
+                "`grad_accumulation_steps` micro-batches. Write it, or `compute_config.runtime_ngpus`, "
                 "in place of `global_batch_size`."
             )
-        if whole % (micro * self.processes):
+        if global_batch % (micro * self.processes):
             raise ConfigError(
-                f"`global_batch_size` is {whole}, and {self.processes} processes of `micro_batch_size` {micro} make "
-                f"{micro * self.processes} at a time. Make it a multiple of that."
+                f"`global_batch_size` is {global_batch}, and {self.processes} processes of `micro_batch_size` {micro} "
+                f"make {micro * self.processes} at a time. Make it a multiple of that."
             )
-        return whole // (micro * self.processes)
+        return global_batch // (micro * self.processes)
 
     # --- optimization
 
     def _optimization(self) -> None:
         optimizer = self._section("optimizer")
-        self.trainer["optimizer"] = _call_of(optimizer.target(), optimizer.arguments(), "optimizer.args")
-        self.trainer["max_grad_norm"] = optimizer.shown("clip_gnorm") if optimizer.get("clip_gnorm") else None
+        self.trainer["optimizer"] = _describe_call(optimizer.target(), optimizer.arguments(), "optimizer.args")
+        self.trainer["max_grad_norm"] = optimizer.as_written("clip_gnorm") if optimizer.get("clip_gnorm") else None
         kinds = ("mean", "sum", "per-token-mean")
         reduction = optimizer.choice("grad_reduction", "mean", kinds)
         shown = optimizer.choice("loss_reduction", "mean", kinds)
@@ -729,7 +736,7 @@ class _Conversion:
         if "lr_scheduler" not in self.run:
             return
         schedule = self._section("lr_scheduler")
-        self.trainer["lr_scheduler"] = _call_of(schedule.target(), schedule.arguments(), "lr_scheduler.args")
+        self.trainer["lr_scheduler"] = _describe_call(schedule.target(), schedule.arguments(), "lr_scheduler.args")
         self.trainer["scheduler_interval"] = schedule.choice("interval", "epoch", ("epoch", "step"))
 
     def _length(self) -> None:
@@ -739,9 +746,9 @@ class _Conversion:
         for theirs, ours in (("max_epochs", "epochs"), ("max_train_steps", "max_steps")):
             if run.get(theirs):
                 run.positive(theirs)
-                trainer[ours] = run.shown(theirs)
+                trainer[ours] = run.as_written(theirs)
         if "seed" in run:
-            trainer["seed"] = run.shown("seed")
+            trainer["seed"] = run.as_written("seed")
         if "eval_dataset" not in trainer and "eval_loader" not in trainer:
             return
         interval = self._evaluation_interval()
@@ -752,7 +759,7 @@ class _Conversion:
                       "omnitrain.EvalSet(data, subset=...), which counts samples.")  # fmt: skip
 
     def _evaluation_interval(self) -> int | str:
-        """Return the one interval of evaluations: nnScaler evaluates before each save too, and scores what it saves."""
+        """Return the interval of evaluations; nnScaler evaluates before each save too, to score the checkpoint."""
         run, checkpoint = self.run, self.checkpoint
         steps, epochs = run.get("val_every_n_train_steps"), run.get("val_every_n_epochs", 1)
         save_steps, save_epochs = checkpoint.get("every_n_train_steps"), checkpoint.get("every_n_epochs")
@@ -771,7 +778,7 @@ class _Conversion:
             return "1ep"
         unit = moments[0][1]
         alike = [moment for moment in moments if moment[1] == unit]
-        # the shortest if it meets all others, else that of the saves
+        # the shortest if it divides all others, else that of the saves
         chosen = min(alike, key=lambda moment: moment[0])
         if any(moment[0] % chosen[0] for moment in alike):
             chosen = alike[0]
@@ -784,7 +791,7 @@ class _Conversion:
             )
         if unit == "epochs":
             return f"{chosen[0]}ep"
-        return chosen[3].shown(chosen[2].rpartition(".")[2])
+        return chosen[3].as_written(chosen[2].rpartition(".")[2])
 
     # --- files
 
@@ -799,7 +806,7 @@ class _Conversion:
                 )
             return
         checkpoint.choice("save_type", "sharded", ("sharded", "deduped", "merged"))
-        trainer["save_dir"] = checkpoint.shown("save_dir") if "save_dir" in checkpoint else "./checkpoints"
+        trainer["save_dir"] = checkpoint.as_written("save_dir") if "save_dir" in checkpoint else "./checkpoints"
         steps, epochs = checkpoint.positive("every_n_train_steps"), checkpoint.positive("every_n_epochs")
         if steps and epochs:
             raise ConfigError(
@@ -807,11 +814,11 @@ class _Conversion:
                 "nnScaler takes one. Leave one of them out."
             )
         if steps:
-            trainer["save_steps"] = checkpoint.shown("every_n_train_steps")
+            trainer["save_steps"] = checkpoint.as_written("every_n_train_steps")
         elif epochs and epochs > 1:
             trainer["save_steps"] = f"{epochs}ep"
         if checkpoint.positive("keep_last_n_checkpoints"):
-            trainer["save_total_limit"] = checkpoint.shown("keep_last_n_checkpoints")
+            trainer["save_total_limit"] = checkpoint.as_written("keep_last_n_checkpoints")
         if checkpoint.get("save_best") is False:
             trainer["keep_best"] = 0
         if checkpoint.get("save_last") is False:
@@ -821,16 +828,16 @@ class _Conversion:
                       "nothing to merge.")  # fmt: skip
 
     def _resume(self, checkpoint: _Section) -> None:
-        given, linked = checkpoint.get("resume_from"), checkpoint.linked("resume_from")
-        if given is None:
+        resume_from, linked = checkpoint.get("resume_from"), checkpoint.linked("resume_from")
+        if resume_from is None:
             return
         where = "checkpoint.resume_from"
-        if isinstance(given, str):
-            given, linked = {"checkpoint": given}, {"checkpoint": linked}
-        resume = _Section(where, given, linked, _KEYS[where])
+        if isinstance(resume_from, str):
+            resume_from, linked = {"checkpoint": resume_from}, {"checkpoint": linked}
+        resume = _Section(where, resume_from, linked, _KEYS[where])
         source = resume.get("checkpoint", "last")
         if source == "last":
-            self.train["resume_from"] = "auto"  # which starts afresh where there is none, as nnScaler does
+            self.train["resume_from"] = "auto"  # starts afresh without a checkpoint, as nnScaler does
             return
         if source == "best":
             self.train["resume_from"] = "best"
@@ -838,7 +845,7 @@ class _Conversion:
             return
         is_path = isinstance(source, str)
         self.train["resume_from"] = (
-            resume.shown("checkpoint") if is_path else _made(_guessed(linked["checkpoint"]), where)
+            resume.as_written("checkpoint") if is_path else _convert_value(_parse_literal(linked["checkpoint"]), where)
         )
         self.note(where, "it must be a checkpoint of omnitrain. For weights of nnScaler, merge them with its "
                   "Trainer.merge_checkpoint, and pass the file as `init_from` of the trainer.")  # fmt: skip
@@ -848,13 +855,15 @@ class _Conversion:
                           if key == "convert_fn" else "any number of processes reads any checkpoint.")  # fmt: skip
 
     def _precision(self) -> None:
-        given = self.run.get("precision") or "none"
-        if isinstance(given, str):
-            given = dict.fromkeys(_TENSORS, given)
-        if not isinstance(given, dict):
-            raise ConfigError(f"`precision` must be one of {', '.join(_DTYPES)}, or a map of them, got {given!r}.")
+        dtype_by_kind = self.run.get("precision") or "none"
+        if isinstance(dtype_by_kind, str):
+            dtype_by_kind = dict.fromkeys(_TENSORS, dtype_by_kind)
+        if not isinstance(dtype_by_kind, dict):
+            raise ConfigError(
+                f"`precision` must be one of {', '.join(_DTYPES)}, or a map of them, got {dtype_by_kind!r}."
+            )
         dtypes: dict[str, str] = {}
-        for name, dtype in given.items():
+        for name, dtype in dtype_by_kind.items():
             if name not in _TENSORS:
                 raise ConfigError(
                     f"`precision.{name}` is none of {', '.join(_TENSORS)}.{did_you_mean(str(name), _TENSORS)}"
@@ -869,8 +878,8 @@ class _Conversion:
         if dtypes.get("parameters") == "fp16":
             self.trainer["autocast"] = "fp16"
             dtypes = {name: dtype for name, dtype in dtypes.items() if dtype != "fp16"}
-            self.note("precision", "parameters of fp16 do not train: they stay as they are, and the forward pass is in "
-                      "fp16 by `autocast`, with a scaled loss. 'bf16' is converted as it is.")  # fmt: skip
+            self.note("precision", "parameters of fp16 do not train: they keep their dtype, and the forward pass is in "
+                      "fp16 by `autocast`, with a scaled loss. 'bf16' is converted unchanged.")  # fmt: skip
         if dtypes:
             self.trainer["dtypes"] = dtypes
 
@@ -881,11 +890,11 @@ class _Conversion:
         for number, plain in enumerate(self.run.get("log", [])):
             linked = self.run.linked("log")
             name = f"log[{number}]"
-            found = self._logger(name, self._section(name, plain, linked[number]))
-            loggers += [found] if found else []
+            part = self._logger(name, self._section(name, plain, linked[number]))
+            loggers += [part] if part else []
         if "hook" in self.run:
-            found = self._hook()
-            callbacks += [found] if found else []
+            part = self._hook()
+            callbacks += [part] if part else []
         if callbacks:
             self.trainer["callbacks"] = callbacks
         if loggers:
@@ -895,20 +904,20 @@ class _Conversion:
             self.note("enable_progress_bar", "false prints nothing. Leave `progress_bar` out for plain lines wherever "
                       "there is no terminal, at `log_steps`.")  # fmt: skip
         elif "log_progress_every_n_train_steps" in self.run:
-            self.note("log_progress_every_n_train_steps", "it has no effect beside a progress bar, there either. Rows "
+            self.note("log_progress_every_n_train_steps", "it has no effect with a progress bar, in nnScaler too. Rows "
                       "are logged at `log_steps`.")  # fmt: skip
 
     def _logger(self, name: str, section: _Section) -> dict[str, Any] | None:
-        target, given = section.target(), section.arguments()
+        target, arguments = section.target(), section.arguments()
         kind = target.rpartition(".")[2]
         is_theirs = target == kind or target.startswith("nnscaler.")
         if kind == "WandbLogger" and is_theirs:
-            return _call_of("WandbLogger", given, f"{name}.args")
+            return _describe_call("WandbLogger", arguments, f"{name}.args")
         if kind == "TensorBoardLogger" and is_theirs:
-            folder = "/".join(str(given.pop(one)) for one in ("root_dir", "name") if given.get(one))
-            for one in sorted(given.keys() - {"root_dir", "name"}):
-                self.note(f"{name}.args.{one}", "TensorBoardLogger takes `log_dir` and `every` alone.")
-            return _call_of("TensorBoardLogger", {"log_dir": folder} if folder else {}, name)
+            folder = "/".join(str(arguments.pop(key)) for key in ("root_dir", "name") if arguments.get(key))
+            for key in sorted(arguments.keys() - {"root_dir", "name"}):
+                self.note(f"{name}.args.{key}", "TensorBoardLogger takes only `log_dir` and `every`.")
+            return _describe_call("TensorBoardLogger", {"log_dir": folder} if folder else {}, name)
         if is_theirs:
             raise ConfigError(
                 f"`{name}.type` is {target!r}, and nnScaler has no such logger."
@@ -922,10 +931,13 @@ class _Conversion:
         plain, linked = self.run.get("hook"), self.run.linked("hook")
         if "type" in plain:
             section = self._section("hook", plain, linked)
-            target, given = section.target(), section.arguments()
+            target, arguments = section.target(), section.arguments()
             self.note("hook.type", f"derive {target} from omnitrain.TrainHook, which has the same methods." + (
-                " Its arguments are passed by name, not as one dict." if given else ""))  # fmt: skip
-            return {"class_path": "HookCallback", "init_args": {"hooks": _call_of(target, given, "hook.args")}}
+                " Its arguments are passed by name, not as one dict." if arguments else ""))  # fmt: skip
+            return {
+                "class_path": "HookCallback",
+                "init_args": {"hooks": _describe_call(target, arguments, "hook.args")},
+            }
         known = dict.fromkeys((*_HOOKS, *_NEVER_CALLED), _TEXT)
         section, functions = _Section("hook", plain, linked, known), dict[str, Any]()
         for name in plain:
@@ -934,14 +946,16 @@ class _Conversion:
             if name in _NEVER_CALLED:
                 self.note(f"hook.{name}", f"it is never called. {_NEVER_CALLED[name].capitalize()}.")
                 continue
-            if name in _CALLED_WITH_LESS:
-                self.note(f"hook.{name}", f"{_CALLED_WITH_LESS[name]} here.")
+            if name in _FEWER_ARGUMENTS:
+                self.note(f"hook.{name}", f"{_FEWER_ARGUMENTS[name]} here.")
             functions[name] = {"import_path": _name(section.get(name), f"hook.{name}")}
         return {"class_path": "HookCallback", "init_args": {"hooks": functions}} if functions else None
 
 
-def _inconsistent(whole: int, micro: int, accumulation: int | None, processes: int | None, plan: int) -> ConfigError:
-    """Return the error for numbers that do not make a global batch."""
+def _batch_size_error(
+    global_batch: int, micro: int, accumulation: int | None, processes: int | None, plan: int
+) -> ConfigError:
+    """Return the error for batch sizes that contradict each other."""
     replicas = processes // plan if processes else 1
     parts = [f"`micro_batch_size` {micro}"]
     if processes:
@@ -950,13 +964,15 @@ def _inconsistent(whole: int, micro: int, accumulation: int | None, processes: i
         )
     if accumulation:
         parts.append(f"`grad_accumulation_steps` {accumulation}")
-    made = micro * replicas * (accumulation or 1)
+    product = micro * replicas * (accumulation or 1)
     remedy = " Or leave `runtime_ngpus` out: here the launcher counts the processes." if processes else ""
     must = "that" if accumulation and processes else "a multiple of that"
-    return ConfigError(f"`global_batch_size` is {whole}, and {' x '.join(parts)} makes {made}. Make it {must}.{remedy}")
+    return ConfigError(
+        f"`global_batch_size` is {global_batch}, and {' x '.join(parts)} makes {product}. Make it {must}.{remedy}"
+    )
 
 
-# --- what converted files call
+# --- functions for converted files
 
 
 def of_value(type: Callable[[Any], Any], value: Any) -> Any:
@@ -976,7 +992,7 @@ def make_loader(
     sampler_args: Mapping[str, Any] | None = None,
     **options: Any,
 ) -> Any:
-    """Return a loader as nnScaler makes it: called with the dataset, the batch size and a sampler.
+    """Build a loader as nnScaler does: from the dataset, the batch size and a sampler.
 
     The sampler is for one process: each process of a run takes its share of the loader's batches.
 
@@ -985,7 +1001,7 @@ def make_loader(
         dataset: The dataset. A stream gets no sampler.
         batch_size: Samples in a micro-batch.
         sampler: The class of the sampler, or a function; None is PyTorch's DistributedSampler.
-        sampler_args: Its arguments beside `dataset`, `num_replicas` and `rank`.
+        sampler_args: Its arguments other than `dataset`, `num_replicas` and `rank`.
         **options: Other arguments of the loader.
 
     Raises:
@@ -998,7 +1014,7 @@ def make_loader(
         options["sampler"] = make(**{**(sampler_args or {}), "dataset": dataset, "num_replicas": 1, "rank": 0})
     elif sampler is not None:
         raise ConfigError(
-            f"`dataset_sampler` has no effect on {type(dataset).__name__}, a stream, which has an order of its own. "
+            f"`dataset_sampler` has no effect on {type(dataset).__name__}, a stream, which has its own order. "
             "Leave it out."
         )
     return loader(dataset=dataset, batch_size=batch_size, **options)

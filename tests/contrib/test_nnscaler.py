@@ -448,7 +448,7 @@ REJECTED: list[tuple[str, dict[str, Any]]] = [
     ("no_save", {"checkpoint": {"no_save": True, "resume_from": "last"}}),
     ("aggregate_outputs_fn. is missing", {"optimizer": {"type": "a.B", "grad_reduction": "per-token-mean"}}),
     ("`micro_batch_size` instead", {"dataloader": {"train_args": {"batch_size": 4}}}),
-    ("beside a sampler", {"dataloader": {"train_args": {"shuffle": True}}}),
+    ("with a sampler", {"dataloader": {"train_args": {"shuffle": True}}}),
     ("no argument that nnScaler could pass", {"dataloader": {"train_args": {"num_worker": 4}}}),
     ("no argument of a DistributedSampler.*'shuffle'", {"dataset_sampler": {"train_args": {"shufle": False}}}),
     ("grad_accumulation_steps", {"dataloader": {"type": "my.Loader"}, "global_batch_size": 16}),
@@ -763,7 +763,7 @@ def test_convert_and_train_every_section(
         return printed.out
 
     Path("a.yaml").write_text(command("config", "convert", "nnscaler.yaml"))
-    assert "# `pas_policy`: the model runs as it is" in Path("a.yaml").read_text()
+    assert "# `pas_policy`: the model runs unchanged" in Path("a.yaml").read_text()
     first = command("train", "a.yaml", "--trainer.epochs", "2", "--vars.width", "24")
     assert "shape 8 12 24 ['a', 'b'] data/24 1" in first
     assert first.count("mean " if own else "epoch ended") == 2
