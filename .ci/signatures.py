@@ -111,7 +111,7 @@ def written() -> dict[Path, str]:
     )  # fmt: skip
     found[NAMES] = between(
         NAMES.read_text(encoding="utf-8"), "<!-- names, written by `make signatures` -->\n", "<!-- end of names -->\n",
-        argument_aliases.table(),
+        argument_aliases.format_tables(),
     )  # fmt: skip
     return found
 

@@ -1,6 +1,6 @@
-"""Other trainers' names of arguments and their equivalents here, for errors about unknown arguments and for the docs.
+"""Names of arguments in other trainers, and their equivalents.
 
-`make signatures` writes `docs/names.md` from this table.
+Errors about unknown arguments and the docs use them. `make signatures` writes `docs/names.md` from this table.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ _CUT = "`Collator(max_length=512)` cuts longer samples"
 _TOKENIZE = "Tokenize the dataset yourself, and pass what `model(**batch)` takes."
 _EVAL_PART = "`EvalSet(dataset, subset=1000)` evaluates the first 1000 samples"
 _TRAIN_PART = "Pass a `torch.utils.data.Subset` as `train_dataset`."
-_ITS_OWN = "HFTrainer takes it in its training arguments."
+_TRAINING_ARGUMENTS = "HFTrainer takes it in its training arguments."
 _AUTO_RESUME = 'Pass it to the call: `train(resume_from="auto")`.'
 _NOT_GENERATED = "The model runs unchanged: nothing is traced, and no code is generated."
 _FORMAT = "Checkpoints have one format, of safetensors and JSON."
 _RESUME = "Pass it to the call, not the constructor: `train(resume_from=...)`."
-_LAUNCHED = "`omnitrain launch -n N`, `torchrun` or `accelerate launch` start processes; use AccelerateTrainer."
+_LAUNCH = "`omnitrain launch -n N`, `torchrun` or `accelerate launch` start processes; use AccelerateTrainer."
 _OPTIONS = "as in `[{'match': '.', 'betas': (0.9, 0.98)}]`"
 _OPTIMIZER = "Pass a function of the parameters: `optimizer=lambda parameters: torch.optim.AdamW(parameters, ...)`."
 _SCHEDULE = "Pass it in `lr_scheduler_kwargs`, beside the name of a schedule."
@@ -107,16 +107,16 @@ _TRANSFORMERS: dict[str, Meaning] = {
     "torch_compile": Meaning("compile", "True, or a dict of the options of `torch.compile`"),
     "save_safetensors": Meaning("", "Weights are always written as safetensors."),
     "auto_find_batch_size": Meaning("microbatch_size", '"auto"; HFTrainer takes it in its training arguments too'),
-    "include_inputs_for_metrics": Meaning("", _ITS_OWN),
+    "include_inputs_for_metrics": Meaning("", _TRAINING_ARGUMENTS),
     "max_seq_length": Meaning("data_collator", _CUT),
     "max_length": Meaning("data_collator", _CUT),
     "dataset_text_field": Meaning("", _TOKENIZE),
     "peft_config": Meaning("", "Pass `get_peft_model(model, config)`."),
     "early_stopping_patience": Meaning("patience"),
     "early_stopping_threshold": Meaning("delta"),
-    "bf16_full_eval": Meaning("", _ITS_OWN),
-    "fp16_full_eval": Meaning("", _ITS_OWN),
-    "neftune_noise_alpha": Meaning("", _ITS_OWN),
+    "bf16_full_eval": Meaning("", _TRAINING_ARGUMENTS),
+    "fp16_full_eval": Meaning("", _TRAINING_ARGUMENTS),
+    "neftune_noise_alpha": Meaning("", _TRAINING_ARGUMENTS),
     "gradient_checkpointing_kwargs": Meaning("gradient_checkpointing"),
     "torch_compile_backend": Meaning("compile", '{"backend": ...}'),
     "torch_compile_mode": Meaning("compile", '{"mode": ...}'),
@@ -128,9 +128,9 @@ _LIGHTNING: dict[str, Meaning] = {
     "min_epochs": Meaning("", "Early stopping waits for `patience` evaluations; a longer patience is a longer run."),
     "max_time": Meaning("max_duration", '"2h30m"'),
     "accelerator": Meaning("device", "accelerate's `Accelerator` is an argument of AccelerateTrainer"),
-    "devices": Meaning("", _LAUNCHED),
-    "num_nodes": Meaning("", _LAUNCHED),
-    "strategy": Meaning("", _LAUNCHED),
+    "devices": Meaning("", _LAUNCH),
+    "num_nodes": Meaning("", _LAUNCH),
+    "strategy": Meaning("", _LAUNCH),
     "precision": Meaning("autocast", '"16-mixed" is "fp16", "bf16-mixed" is "bf16"'),
     "auto_scale_batch_size": Meaning("microbatch_size", '"auto", which leaves the samples of a step as they are'),
     "accumulate_grad_batches": Meaning("gradient_accumulation_steps"),
@@ -175,9 +175,9 @@ _LIGHTNING: dict[str, Meaning] = {
     "reload_dataloaders_every_n_epochs": Meaning("", _SET_EPOCH),
     "enable_autolog_hparams": Meaning("", "Two files in `save_dir` have the settings, config.yaml and run.json."),
     "model_registry": Meaning("save_dir", "a path or an address, as of a bucket"),
-    "tpu_cores": Meaning("", _LAUNCHED),
-    "ipus": Meaning("", _LAUNCHED),
-    "hpus": Meaning("", _LAUNCHED),
+    "tpu_cores": Meaning("", _LAUNCH),
+    "ipus": Meaning("", _LAUNCH),
+    "hpus": Meaning("", _LAUNCH),
     "auto_select_gpus": Meaning("device", 'device="cuda:0"'),
     "auto_lr_find": Meaning("", "A search tries rates: `search` of omnitrain."),
     "checkpoint_callback": Meaning("save_dir", "leave it out to write nothing"),
@@ -320,9 +320,9 @@ _FAIRSEQ2: dict[str, Meaning] = {
     "max_gradient_norm": Meaning("max_grad_norm"),
     "checkpoint_manager": Meaning("save_dir"),
     "anomaly_detection": Meaning("detect_anomaly"),
-    "gangs": Meaning("", _LAUNCHED),
-    "root_gang": Meaning("", _LAUNCHED),
-    "dp_gang": Meaning("", _LAUNCHED),
+    "gangs": Meaning("", _LAUNCH),
+    "root_gang": Meaning("", _LAUNCH),
+    "dp_gang": Meaning("", _LAUNCH),
     "tp_gang": Meaning(_A + "parallelism_config", "`ParallelismConfig(tp_size=2)` of accelerate"),
     "tb_dir": Meaning("loggers", "`[TensorBoardLogger(folder)]`"),
     "metrics_dir": Meaning("save_dir", "`metrics.jsonl` in it has all rows"),
@@ -364,8 +364,8 @@ _FAIRSEQ2: dict[str, Meaning] = {
     "device_stat_tracker": Meaning("callbacks", "`[MemoryMonitor()]`"),
     "progress_reporter": Meaning("progress_bar"),
     "activation_checkpointing": Meaning("gradient_checkpointing"),
-    "data_parallelism": Meaning("", _LAUNCHED),
-    "tensor_parallel_size": Meaning("", _LAUNCHED),
+    "data_parallelism": Meaning("", _LAUNCH),
+    "tensor_parallel_size": Meaning("", _LAUNCH),
     "fsdp_granularity": Meaning(_A + "fsdp_plugin", "or `omnitrain launch --fsdp`"),
     "num_accumulate": Meaning("gradient_accumulation_steps"),
     "keep_last_checkpoint": Meaning("save_total_limit"),
@@ -380,7 +380,7 @@ _NNSCALER: dict[str, Meaning] = {
     "micro_batch_size": Meaning("batch_size", "or `microbatch_size`, which splits each batch"),
     "grad_accumulation_steps": Meaning("gradient_accumulation_steps"),
     "gen_savedir": Meaning("", _NOT_GENERATED),
-    "compute_config": Meaning("", _LAUNCHED),
+    "compute_config": Meaning("", _LAUNCH),
     "max_val_steps": Meaning("eval_dataset", _EVAL_PART),
     "max_train_steps_per_epoch": Meaning("", _TRAIN_PART),
     "every_n_steps": Meaning("save_steps"),
@@ -417,8 +417,8 @@ _NNSCALER: dict[str, Meaning] = {
     "broadcast_strategy": Meaning("", _NOT_GENERATED),
     "dummy_sample_gen_fn": Meaning("", _NOT_GENERATED),
     "dummy_sample_post_process_fn": Meaning("", _NOT_GENERATED),
-    "plan_ngpus": Meaning("", _LAUNCHED),
-    "runtime_ngpus": Meaning("", _LAUNCHED),
+    "plan_ngpus": Meaning("", _LAUNCH),
+    "runtime_ngpus": Meaning("", _LAUNCH),
     "use_zero": Meaning("", "`omnitrain launch --fsdp` or `omnitrain launch --zero 2` shards; use AccelerateTrainer."),
     "loss_reduction": Meaning("grad_reduction", '"mean", "sum" or "per-token-mean"'),
     "aggregate_outputs_fn": Meaning("unit", "returns the loss and the number of targets, or a `StepOutput`"),
@@ -475,12 +475,12 @@ _EASYDEL: dict[str, Meaning] = {
     "track_memory": Meaning("callbacks", "`[MemoryMonitor()]`"),
     "custom_scheduler": Meaning("lr_scheduler"),
     "extra_optimizer_kwargs": Meaning("param_groups", _OPTIONS),
-    "step_partition_spec": Meaning("", _LAUNCHED),
-    "auto_shard_states": Meaning("", _LAUNCHED),
-    "sharding_array": Meaning("", _LAUNCHED),
+    "step_partition_spec": Meaning("", _LAUNCH),
+    "auto_shard_states": Meaning("", _LAUNCH),
+    "sharding_array": Meaning("", _LAUNCH),
     "fully_sharded_data_parallel": Meaning(_A + "fsdp_plugin", "or `omnitrain launch --fsdp`"),
-    "do_shard_fns": Meaning("", _LAUNCHED),
-    "jax_distributed_config": Meaning("", _LAUNCHED),
+    "do_shard_fns": Meaning("", _LAUNCH),
+    "jax_distributed_config": Meaning("", _LAUNCH),
     "process_zero_is_admin": Meaning("", "The main rank writes and logs; `trainer.is_main_process` tells it."),
     "log_all_workers": Meaning("", "The main rank writes and logs; `trainer.is_main_process` tells it."),
     "force_batch_size_to_use_global_batch_size_on_dp": Meaning("global_batch_size"),
@@ -597,13 +597,13 @@ _HABITS: dict[str, Meaning] = {
     "half": Meaning("autocast", '"fp16"'),
     "allow_tf32": Meaning("matmul_precision", '"high"'),
     "float32_matmul_precision": Meaning("matmul_precision"),
-    "gpus": Meaning("", _LAUNCHED),
-    "n_gpus": Meaning("", _LAUNCHED),
-    "num_gpus": Meaning("", _LAUNCHED),
-    "num_processes": Meaning("", _LAUNCHED),
-    "local_rank": Meaning("", _LAUNCHED),
-    "world_size": Meaning("", _LAUNCHED),
-    "ddp": Meaning("", _LAUNCHED),
+    "gpus": Meaning("", _LAUNCH),
+    "n_gpus": Meaning("", _LAUNCH),
+    "num_gpus": Meaning("", _LAUNCH),
+    "num_processes": Meaning("", _LAUNCH),
+    "local_rank": Meaning("", _LAUNCH),
+    "world_size": Meaning("", _LAUNCH),
+    "ddp": Meaning("", _LAUNCH),
     "log_interval": Meaning("log_steps"),
     "log_dir": Meaning("save_dir"),
     "log_every": Meaning("log_steps"),
@@ -670,32 +670,32 @@ def advice(name: str, known: list[str]) -> str:
         known: The arguments that the trainer has.
     """
     for names in VOCABULARY.values():
-        meant = names.get(name)
-        if meant is None:
+        meaning = names.get(name)
+        if meaning is None:
             continue
-        if not meant.ours:
-            return f" There is none: {meant.word}"
-        kind, _, argument = meant.ours.rpartition(".")
+        if not meaning.ours:
+            return f" There is none: {meaning.word}"
+        kind, _, argument = meaning.ours.rpartition(".")
         if kind and argument in known:
             kind = ""
         if not kind and argument not in known and not argument.endswith("()"):
             return ""  # this trainer has its own advice
         where = f"an argument of {kind}: `{argument}`" if kind else f"`{argument}`"
-        return f" Here it is {where}{f' ({word})' if (word := meant.word.rstrip('.')) else ''}."
+        return f" Here it is {where}{f' ({word})' if (word := meaning.word.rstrip('.')) else ''}."
     return ""
 
 
-def table() -> str:
+def format_tables() -> str:
     """Return the names as the tables of a page of Markdown."""
     parts = []
     for source, names in VOCABULARY.items():
-        rows = [f"| `{name}` | {_cell(meant)} |" for name, meant in sorted(names.items())]
+        rows = [f"| `{name}` | {_cell(meaning)} |" for name, meaning in sorted(names.items())]
         parts.append("\n".join([f"## {source}", "", "| there | here |", "|---|---|", *rows]))
     return "\n\n".join(parts) + "\n"
 
 
-def _cell(meant: Meaning) -> str:
-    kind, _, argument = meant.ours.rpartition(".")
+def _cell(meaning: Meaning) -> str:
+    kind, _, argument = meaning.ours.rpartition(".")
     if not argument:
-        return f"none. {meant.word}"
-    return f"`{argument}`" + (f" of `{kind}`" if kind else "") + (f": {meant.word}" if meant.word else "")
+        return f"none. {meaning.word}"
+    return f"`{argument}`" + (f" of `{kind}`" if kind else "") + (f": {meaning.word}" if meaning.word else "")

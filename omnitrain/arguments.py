@@ -53,12 +53,12 @@ PrecisionName = Literal["fp32", "fp16", "bf16", "fp8", "float32", "float16", "ha
 """The names for `autocast`."""
 
 
-class Nothing(TypedDict):
-    """The further arguments of a constructor, which has none: so a type checker finds misspelt names."""
+class NoExtraArguments(TypedDict):
+    """The type of `**unknown`, without keys: a type checker finds misspelt arguments."""
 
 
 def takes_arguments(constructor: Constructor) -> Constructor:
-    """Let a constructor declare and document its arguments, while `_construct(given)` does the work.
+    """Have a constructor declare and document its arguments, while `_construct(arguments)` does the work.
 
     `_construct` is called with the arguments that the caller passed, by name, so it can tell them from defaults. Names
     that the constructor does not declare raise one TypeError with the nearest name for each.
@@ -71,7 +71,7 @@ def takes_arguments(constructor: Constructor) -> Constructor:
         if unknown := {name: kwargs.pop(name) for name in [*kwargs] if name not in known}:
             _reject_unknown(type(self), unknown, known)
         try:
-            given = dict(signature.bind(self, *args, **kwargs).arguments)
+            arguments = dict(signature.bind(self, *args, **kwargs).arguments)
         except TypeError as error:
             by_position = [
                 name for name in known if signature.parameters[name].kind is inspect.Parameter.POSITIONAL_OR_KEYWORD
@@ -80,57 +80,57 @@ def takes_arguments(constructor: Constructor) -> Constructor:
                 f"{type(self).__name__}(): {error}. By position it takes {', '.join(by_position)}, in this order; pass "
                 "the others by name."
             ) from None
-        del given["self"]
-        fixed = frozenset(known) - MAY_BE_ASSIGNED - getattr(type(self), "ASSIGNABLE", frozenset())
+        del arguments["self"]
+        fixed = frozenset(known) - ASSIGNABLE_SETTINGS - getattr(type(self), "ASSIGNABLE", frozenset())
         for name in fixed & vars(self).keys():
-            refuse_assignment(self, name, vars(self)[name])
-        vars(self)["config"] = _config_of(self, given)
-        _construct(self, given, fixed)
+            reject_assignment(self, name, vars(self)[name])
+        vars(self)["config"] = _make_config(self, arguments)
+        _construct(self, arguments, fixed)
 
-    shown = [one for one in signature.parameters.values() if one.name != "unknown"]
-    declared.__signature__ = signature.replace(parameters=shown)  # type: ignore[attr-defined]
+    visible = [param for param in signature.parameters.values() if param.name != "unknown"]
+    declared.__signature__ = signature.replace(parameters=visible)  # type: ignore[attr-defined]
     return cast(Constructor, declared)
 
 
 def _construct(trainer: Any, arguments: dict[str, Any], fixed: frozenset[str]) -> None:
-    """Build a trainer from its arguments, and note these and the names of the attributes that are not the user's."""
+    """Build a trainer from its arguments; record them and the names of its internal attributes."""
     attributes = vars(trainer)
     names = attributes.keys() - {"config"}
     trainer._construct(dict(arguments))
     attributes |= {"fixed_settings": fixed, "_arguments": arguments, "_attributes": frozenset(attributes) - names}
 
 
-def construction_of(trainer: Any) -> dict[str, Any]:
-    """Return what a trainer can be built from again: its arguments, and the attributes that a subclass has set."""
+def get_construction(trainer: Any) -> dict[str, Any]:
+    """Return the arguments of a trainer and the attributes that a subclass has set, for `reconstruct`."""
     attributes = vars(trainer)
-    own = attributes["_attributes"] | {"config", "fixed_settings", "_arguments", "_attributes"}
+    internal = attributes["_attributes"] | {"config", "fixed_settings", "_arguments", "_attributes"}
     return {
         "config": trainer.config,
         "fixed": attributes["fixed_settings"],
         "arguments": attributes["_arguments"],
-        "attributes": {name: value for name, value in attributes.items() if name not in own},
+        "attributes": {name: value for name, value in attributes.items() if name not in internal},
     }
 
 
-def construct_again(trainer: Any, state: Mapping[str, Any]) -> None:
-    """Build a trainer from what `construction_of` has returned, or a copy of it."""
+def reconstruct(trainer: Any, state: Mapping[str, Any]) -> None:
+    """Build a trainer from the result of `get_construction`, or a copy of it."""
     vars(trainer).update(state["attributes"], config=state["config"])
     _construct(trainer, state["arguments"], state["fixed"])
 
 
-def _config_of(trainer: Any, given: Mapping[str, Any]) -> Any:
+def _make_config(trainer: Any, arguments: Mapping[str, Any]) -> Any:
     from omnitrain.config.instantiation import TrainerConfig
 
-    return TrainerConfig.of(trainer, given)
+    return TrainerConfig.of(trainer, arguments)
 
 
-def refuse_assignment(trainer: Any, name: str, value: Any) -> None:
+def reject_assignment(trainer: Any, name: str, value: Any) -> None:
     """Raise FixedSettingError for an argument that is assigned to a trainer instead of passed to its constructor."""
     kind = type(trainer).__name__
-    shown = repr(value) if isinstance(value, (bool, int, float, str, type(None))) else "..."
+    text = repr(value) if isinstance(value, (bool, int, float, str, type(None))) else "..."
     raise FixedSettingError(
         f"`{name}` is fixed when a trainer is made: assigning it would change nothing. Pass it to the constructor, "
-        f"{kind}(..., {name}={shown}).{_INSTEAD.get(name, '')}"
+        f"{kind}(..., {name}={text}).{_ALTERNATIVES.get(name, '')}"
     )
 
 
@@ -141,7 +141,7 @@ def change_setting(trainer: Any, **values: Any) -> None:
 
 _RATE = " During a run, set {!r} in the groups of `trainer.optimizer.param_groups`."
 _END = " A callback can end a run earlier: trainer.stop()."
-_INSTEAD: dict[str, str] = {
+_ALTERNATIVES: dict[str, str] = {
     "learning_rate": _RATE.format("lr"),
     "weight_decay": _RATE.format("weight_decay"),
     "epochs": _END,
@@ -153,14 +153,14 @@ _INSTEAD: dict[str, str] = {
     "save_steps": " A callback can ask for more: trainer.request_save().",
     "log_steps": " A callback can ask for more: trainer.request_log().",
 }
-"""What to do instead of assigning a setting, by its name."""
+"""The alternative to assigning a setting, by its name."""
 
-MAY_BE_ASSIGNED = frozenset(["model", "optimizer", "lr_scheduler", "unit"])
+ASSIGNABLE_SETTINGS = frozenset(["model", "optimizer", "lr_scheduler", "unit"])
 """Arguments that may also be assigned to a trainer; `ASSIGNABLE` of its class names others."""
 
 
 def _reject_unknown(trainer: type, unknown: Mapping[str, Any], known: list[str]) -> None:
-    """Raise one error for all arguments that a trainer lacks; those of other trainers may be passed as None or False.
+    """Raise one error for all unknown arguments; those of other trainers may be passed as None or False.
 
     Args:
         trainer: The class of the trainer.
@@ -276,14 +276,14 @@ class Settings:
     # </fields>
 
     @classmethod
-    def of(cls, given: Mapping[str, Any]) -> Settings:
+    def of(cls, arguments: Mapping[str, Any]) -> Settings:
         """Return the settings for a caller's arguments, with None replaced by its meaning."""
         filled: dict[str, Any] = {
             name: to_python_scalar(value)  # np.int64(8), of a grid of values for example
-            for name, value in given.items()
+            for name, value in arguments.items()
             if value is not None or name not in NONE_IS_DEFAULT
         }
-        if all(given.get(name) is None for name in ("epochs", "max_steps", "max_duration")):
+        if all(arguments.get(name) is None for name in ("epochs", "max_steps", "max_duration")):
             filled["epochs"] = DEFAULT_EPOCHS
         return cls(**filled)
 
@@ -305,7 +305,7 @@ CHOICES: dict[str, tuple[str | None, ...]] = {
 }
 POSITIVE = ("batch_size", "eval_batch_size", "gradient_accumulation_steps", "prefetch_factor", "keep_every")
 NOT_NEGATIVE = ("num_workers", "seed", "keep_best", "save_total_limit")
-MOST = {"seed": 2**64 - 1}
+MAXIMUM = {"seed": 2**64 - 1}
 """The largest allowed integers, by argument, if there is a limit."""
 SWITCHES = ("shuffle", "drop_last", "pin_memory", "sanity", "eval_on_start", "load_best_at_end", "overwrite",
             "save_required", "save_only_model", "save_frozen", "async_save", "consolidate", "deterministic",
@@ -319,22 +319,22 @@ NEEDS_SAVE_DIR = ("save_steps", "save_total_limit", "keep_best", "keep_every", "
                   "save_required", "save_only_model", "save_frozen", "async_save", "consolidate")  # fmt: skip
 NEEDS_A_LIMIT = ("keep_every",)
 """Arguments without effect if there is no `save_total_limit`, as all checkpoints are kept."""
-OF_A_LOADER = ("shuffle", "drop_last", "global_batch_size")
+LOADER_SETTINGS = ("shuffle", "drop_last", "global_batch_size")
 """Arguments without effect on a `train_loader`."""
-OF_DATASETS = ("batch_size", "data_collator", "num_workers", "pin_memory")
+DATASET_SETTINGS = ("batch_size", "data_collator", "num_workers", "pin_memory")
 """Arguments without effect if every set is a loader."""
 DEFAULTS: dict[str, Any] = {field.name: field.default for field in fields(Settings)}
 
 
 def check_settings(settings: Settings) -> None:
     """Raise ConfigError for the first wrong argument, or pair of contradicting arguments."""
-    given = settings.to_dict()
-    _check_each(given)
-    _check_data(given)
-    _check_pairs(given)
+    values = settings.to_dict()
+    _check_each(values)
+    _check_data(values)
+    _check_pairs(values)
 
 
-def refuse_class(name: str, value: Any) -> None:
+def reject_class(name: str, value: Any) -> None:
     """Raise ConfigError for a class if an instance is needed.
 
     Args:
@@ -347,41 +347,43 @@ def refuse_class(name: str, value: Any) -> None:
 
 def check_list(name: str, value: Any) -> None:
     """Raise ConfigError for a value that is not a list of instances."""
-    refuse_class(name, value)
+    reject_class(name, value)
     if isinstance(value, (str, bytes)) or not isinstance(value, Iterable):
-        raise ConfigError(f"`{name}` must be a list of instances, got {_shown(value)}.")
+        raise ConfigError(f"`{name}` must be a list of instances, got {_format_value(value)}.")
 
 
 def check_switch(name: str, value: Any) -> None:
     """Raise ConfigError for a value other than True, False and None."""
     if not isinstance(value, (bool, type(None))):
-        raise ConfigError(f"`{name}` must be True or False, got {_shown(value)}.")
+        raise ConfigError(f"`{name}` must be True or False, got {_format_value(value)}.")
 
 
-def check_type(name: str, value: Any, *wanted: type) -> None:
+def check_type(name: str, value: Any, *types: type) -> None:
     """Raise ConfigError for a value that is neither None nor of one of these types."""
-    if value is not None and not isinstance(value, wanted):
-        names = " or ".join(one.__name__ for one in wanted)
-        raise ConfigError(f"`{name}` must be an instance of {names}, got {_shown(value)}.")
+    if value is not None and not isinstance(value, types):
+        names = " or ".join(kind.__name__ for kind in types)
+        raise ConfigError(f"`{name}` must be an instance of {names}, got {_format_value(value)}.")
 
 
-def source_of(value: Any) -> dict[str, Any]:
-    """Return what `init_from` says: "path", which is made absolute, "ignore" and "convert".
+def parse_init_from(value: Any) -> dict[str, Any]:
+    """Return the entries of `init_from`: "path", which is made absolute, "ignore" and "convert".
 
     Raises:
-        ConfigError: If it says something else.
+        ConfigError: If it has another entry.
     """
-    said = dict(value) if isinstance(value, Mapping) else {"path": value}
+    source = dict(value) if isinstance(value, Mapping) else {"path": value}
     form = "{'path': ..., 'ignore': ['head.*'], 'convert': function}"
-    for name in said:
+    for name in source:
         if name not in ("path", "ignore", "convert"):
             nearest = did_you_mean(str(name), ["path", "ignore", "convert"])
             raise ConfigError(f"`init_from` has {name!r}. It must be a path, or {form}.{nearest}")
-    path, ignore, convert = said.get("path"), said.get("ignore"), said.get("convert")
+    path, ignore, convert = source.get("path"), source.get("ignore"), source.get("convert")
     if ignore is not None and not _is_names(ignore):
-        raise ConfigError(f"`init_from`: 'ignore' must be a list of names with * and ?, got {_shown(ignore)}.")
+        raise ConfigError(f"`init_from`: 'ignore' must be a list of names with * and ?, got {_format_value(ignore)}.")
     if convert is not None and not callable(convert):
-        raise ConfigError(f"`init_from`: 'convert' must be a function of the weights by name, got {_shown(convert)}.")
+        raise ConfigError(
+            f"`init_from`: 'convert' must be a function of the weights by name, got {_format_value(convert)}."
+        )
     place = path if is_address(path) else local_path(path, "init_from").absolute()
     return {"path": place, "ignore": list(ignore or ()), "convert": convert}
 
@@ -400,7 +402,7 @@ def _is_finite(value: Any) -> bool:
         return False
 
 
-def _shown(value: Any) -> str:
+def _format_value(value: Any) -> str:
     """Return a value in a form for errors, shortened if it is long."""
     if isinstance(value, type):
         return f"the class {value.__name__}"
@@ -411,72 +413,75 @@ def _shown(value: Any) -> str:
 
 
 def _check_integer(name: str, value: Any, least: int, words: str) -> None:
-    most = MOST.get(name, sys.maxsize)
+    most = MAXIMUM.get(name, sys.maxsize)
     if not _is_integer(value) or value < least:
-        raise ConfigError(f"`{name}` must be {words}, got {_shown(value)}.")
+        raise ConfigError(f"`{name}` must be {words}, got {_format_value(value)}.")
     if value > most:
-        raise ConfigError(f"`{name}` must be {words}, at most {most}, got {_shown(value)}.")
+        raise ConfigError(f"`{name}` must be {words}, at most {most}, got {_format_value(value)}.")
 
 
-def _check_each(given: Mapping[str, Any]) -> None:
+def _check_each(values: Mapping[str, Any]) -> None:
     for name, choices in CHOICES.items():
-        if not isinstance(given[name], (str, type(None))) or given[name] not in choices:
+        if not isinstance(values[name], (str, type(None))) or values[name] not in choices:
             raise ConfigError(
-                f"`{name}` must be one of {', '.join(map(repr, choices))}, got {_shown(given[name])}."
-                f"{did_you_mean(str(given[name]), filter(None, choices))}"
+                f"`{name}` must be one of {', '.join(map(repr, choices))}, got {_format_value(values[name])}."
+                f"{did_you_mean(str(values[name]), filter(None, choices))}"
             )
     for names, least, words in ((POSITIVE, 1, "a positive integer"), (NOT_NEGATIVE, 0, "an integer of at least 0")):
         for name in names:
-            if given[name] is not None:
-                _check_integer(name, given[name], least, words)
-    if isinstance(given["global_batch_size"], Mapping):
-        check_stages("global_batch_size", given["global_batch_size"])
-    elif given["global_batch_size"] is not None:
-        _check_integer("global_batch_size", given["global_batch_size"], 1, "a positive integer")
-    _check_warmup(given["warmup_steps"])
-    _check_split(given["microbatch_size"])
+            if values[name] is not None:
+                _check_integer(name, values[name], least, words)
+    if isinstance(values["global_batch_size"], Mapping):
+        check_stages("global_batch_size", values["global_batch_size"])
+    elif values["global_batch_size"] is not None:
+        _check_integer("global_batch_size", values["global_batch_size"], 1, "a positive integer")
+    _check_warmup(values["warmup_steps"])
+    _check_split(values["microbatch_size"])
     for name in ("batch_size", "gradient_accumulation_steps", "num_workers", "warmup_steps", "seed", "keep_best"):
-        if given[name] is None:
+        if values[name] is None:
             raise ConfigError(f"`{name}` must be an integer, got None. Leave it out for its default.")
     for name in SWITCHES:
-        check_switch(name, given[name])
+        check_switch(name, values[name])
     for name in CALLABLE:
-        refuse_class(name, given[name])
-        if given[name] is not None and not callable(given[name]):
-            raise ConfigError(f"`{name}` must be callable, got {_shown(given[name])}.")
-    _check_processing_class(given["processing_class"])
-    _check_blocks(given["gradient_checkpointing"])
-    _check_groups(given["param_groups"])
-    _check_frozen(given["freeze"])
-    if not isinstance(given["compile"], (bool, type(None), Mapping)):
+        reject_class(name, values[name])
+        if values[name] is not None and not callable(values[name]):
+            raise ConfigError(f"`{name}` must be callable, got {_format_value(values[name])}.")
+    _check_processing_class(values["processing_class"])
+    _check_blocks(values["gradient_checkpointing"])
+    _check_groups(values["param_groups"])
+    _check_frozen(values["freeze"])
+    if not isinstance(values["compile"], (bool, type(None), Mapping)):
         raise ConfigError(
-            f"`compile` must be True, False or a dict of options of torch.compile, got {_shown(given['compile'])}."
+            f"`compile` must be True, False or a dict of options of torch.compile, got "
+            f"{_format_value(values['compile'])}."
         )
-    names = given["label_names"]
+    names = values["label_names"]
     if names is not None and not _is_names(names):
         raise ConfigError(
             f"`label_names` must be a list of the keys of labels, such as ['start_positions', 'end_positions'], got "
             f"{names!r}."
         )
     for name in ("callbacks", "algorithms"):
-        check_list(name, given[name])
-    metric = given["optimization_metric"]
+        check_list(name, values[name])
+    metric = values["optimization_metric"]
     if not isinstance(metric, str) or not metric:
-        raise ConfigError(f"`optimization_metric` must be the name of a metric, got {_shown(metric)}.")
+        raise ConfigError(f"`optimization_metric` must be the name of a metric, got {_format_value(metric)}.")
     for name in ("learning_rate", "weight_decay", "delta"):
-        if not _is_finite(given[name]) or given[name] < 0:
-            raise ConfigError(f"`{name}` must be a finite number of at least 0, got {_shown(given[name])}.")
-    norm = given["max_grad_norm"]
+        if not _is_finite(values[name]) or values[name] < 0:
+            raise ConfigError(f"`{name}` must be a finite number of at least 0, got {_format_value(values[name])}.")
+    norm = values["max_grad_norm"]
     if norm is not None and (not _is_finite(norm) or norm <= 0):
-        raise ConfigError(f"`max_grad_norm` must be a positive number or None, got {_shown(norm)}. None does not clip.")
-    patience = given["patience"]
+        raise ConfigError(
+            f"`max_grad_norm` must be a positive number or None, got {_format_value(norm)}. None does not clip."
+        )
+    patience = values["patience"]
     if patience is not None and (not _is_integer(patience) or patience < -1 or patience == 0):
         raise ConfigError(
             f"`patience` must be a positive integer or None, got {patience!r}. Leave it out to train all epochs."
         )
-    if given["timeout"] is not None:
-        seconds_of("timeout", given["timeout"])
-    _check_loss_scale(given["fp16_loss_scale"])
+    if values["timeout"] is not None:
+        parse_seconds("timeout", values["timeout"])
+    _check_loss_scale(values["fp16_loss_scale"])
 
 
 def _check_loss_scale(scale: Any) -> None:
@@ -487,21 +492,21 @@ def _check_loss_scale(scale: Any) -> None:
             "(initial, minimum) with 0 < minimum <= initial, or (initial, minimum, window), of which the window is the "
             "steps without an overflow until the scale doubles"
         )
-        raise ConfigError(f"`fp16_loss_scale` must be {words}, got {_shown(scale)}.")
+        raise ConfigError(f"`fp16_loss_scale` must be {words}, got {_format_value(scale)}.")
 
 
 def _check_warmup(value: Any) -> None:
     if _is_integer(value) and not 0 <= value <= sys.maxsize:
         raise ConfigError(
             f"`warmup_steps` must be an integer of at least 0, at most {sys.maxsize}, or a duration such as '0.1dur', "
-            f"got {_shown(value)}."
+            f"got {_format_value(value)}."
         )
     if value is not None:
         warmup_length(value)
 
 
 def _is_names(value: Any) -> bool:
-    return isinstance(value, (list, tuple)) and bool(value) and all(isinstance(one, str) for one in value)
+    return isinstance(value, (list, tuple)) and bool(value) and all(isinstance(entry, str) for entry in value)
 
 
 def _is_pattern(value: Any) -> bool:
@@ -515,7 +520,7 @@ def _check_frozen(value: Any) -> None:
     if value is not None and not (_is_names(value) and all(map(_is_pattern, value))):
         raise ConfigError(
             "`freeze` must be a list of regular expressions of parameters' names, such as ['embeddings', "
-            f"r'layer\\.[0-5]\\.'], got {_shown(value)}."
+            f"r'layer\\.[0-5]\\.'], got {_format_value(value)}."
         )
 
 
@@ -523,17 +528,17 @@ def _check_groups(value: Any) -> None:
     if value is None:
         return
     form = "a list of dicts such as {'match': 'bias|norm', 'weight_decay': 0.0}"
-    if not isinstance(value, (list, tuple)) or not value or not all(isinstance(one, Mapping) for one in value):
-        raise ConfigError(f"`param_groups` must be {form}, got {_shown(value)}.")
+    if not isinstance(value, (list, tuple)) or not value or not all(isinstance(entry, Mapping) for entry in value):
+        raise ConfigError(f"`param_groups` must be {form}, got {_format_value(value)}.")
     for place, group in enumerate(value):
         where, pattern = f"`param_groups[{place}]`", group.get("match")
         if not isinstance(pattern, str) or not pattern or not _is_pattern(pattern):
             raise ConfigError(
-                f"{where} must have a regular expression of parameters' names as 'match', got {_shown(pattern)}. "
-                f"`param_groups` is {form}."
+                f"{where} must have a regular expression of parameters' names as 'match', got "
+                f"{_format_value(pattern)}. `param_groups` is {form}."
             )
         if len(group) == 1 or not all(isinstance(key, str) for key in group):
-            raise ConfigError(f"{where} must have options beside 'match', by name, got {_shown(group)}.")
+            raise ConfigError(f"{where} must have options next to 'match', by name, got {_format_value(group)}.")
         if "lr" in group and "lr_scale" in group:
             raise ConfigError(
                 f"{where} has both 'lr' and 'lr_scale', which are the rate and a factor of `learning_rate`. Give one."
@@ -541,14 +546,14 @@ def _check_groups(value: Any) -> None:
         for name in ("lr", "lr_scale", "weight_decay"):
             if name in group and (not _is_finite(group[name]) or group[name] < 0):
                 raise ConfigError(
-                    f"{where}: {name!r} must be a finite number of at least 0, got {_shown(group[name])}. What is not "
-                    "to train belongs into `freeze`."
+                    f"{where}: {name!r} must be a finite number of at least 0, got {_format_value(group[name])}. "
+                    "Parameters that do not train belong into `freeze`."
                 )
 
 
 def _check_split(value: Any) -> None:
     if value is not None and value != "auto" and (not _is_integer(value) or value < 1):
-        raise ConfigError(f"`microbatch_size` must be a positive integer, 'auto' or None, got {_shown(value)}.")
+        raise ConfigError(f"`microbatch_size` must be a positive integer, 'auto' or None, got {_format_value(value)}.")
 
 
 def _check_blocks(value: Any) -> None:
@@ -563,45 +568,47 @@ def _check_blocks(value: Any) -> None:
     if not isinstance(value, (bool, type(None))):
         raise ConfigError(
             "`gradient_checkpointing` must be True, False or a list of regular expressions of modules' names, such as "
-            f"[r'layers\\.\\d+'], got {_shown(value)}{f' ({error})' if error else ''}."
+            f"[r'layers\\.\\d+'], got {_format_value(value)}{f' ({error})' if error else ''}."
         ) from error
 
 
 def _check_processing_class(value: Any) -> None:
-    refuse_class("processing_class", value)
+    reject_class("processing_class", value)
     if value is not None and not callable(getattr(value, "save_pretrained", None)):
         raise ConfigError(
             "`processing_class` must be a tokenizer or processor, with a method save_pretrained(folder), got "
-            f"{_shown(value)}."
+            f"{_format_value(value)}."
         )
 
 
-def _check_data(given: Mapping[str, Any]) -> None:
+def _check_data(values: Mapping[str, Any]) -> None:
     for kind in ("train", "eval", "test"):
-        if given[f"{kind}_dataset"] is not None and given[f"{kind}_loader"] is not None:
+        if values[f"{kind}_dataset"] is not None and values[f"{kind}_loader"] is not None:
             raise ConfigError(f"`{kind}_dataset` and `{kind}_loader` are both given. Pass one of them.")
-    has_eval = given["eval_dataset"] is not None or given["eval_loader"] is not None
+    has_eval = values["eval_dataset"] is not None or values["eval_loader"] is not None
     for name, off in NEEDS_EVALUATION.items():
-        if not has_eval and given[name] not in off:
+        if not has_eval and values[name] not in off:
             raise ConfigError(
-                f"`{name}={given[name]!r}` needs evaluations, but there is no evaluation set. "
+                f"`{name}={values[name]!r}` needs evaluations, but there is no evaluation set. "
                 f"Pass `eval_dataset`, or leave `{name}` out."
             )
-    if given["prefetch_factor"] is not None and not given["num_workers"]:
+    if values["prefetch_factor"] is not None and not values["num_workers"]:
         raise ConfigError(
-            f"`prefetch_factor={given['prefetch_factor']}` has no effect with `num_workers=0`. Set `num_workers`."
+            f"`prefetch_factor={values['prefetch_factor']}` has no effect with `num_workers=0`. Set `num_workers`."
         )
-    sets = [given["train_dataset"], given["eval_dataset"], given["test_dataset"]]
-    if given["train_loader"] is not None or is_loader(given["train_dataset"]):
-        only_loaders = all(one is None or is_loader(one) for one in sets)
-        name = "train_dataset" if given["train_loader"] is None else "train_loader"
-        of_datasets = OF_DATASETS if only_loaders else ("batch_size",) if given["eval_batch_size"] is not None else ()
-        for unused in OF_A_LOADER + of_datasets:
-            if given[unused] != DEFAULTS[unused]:
+    sets = [values["train_dataset"], values["eval_dataset"], values["test_dataset"]]
+    if values["train_loader"] is not None or is_loader(values["train_dataset"]):
+        only_loaders = all(dataset is None or is_loader(dataset) for dataset in sets)
+        name = "train_dataset" if values["train_loader"] is None else "train_loader"
+        of_datasets = (
+            DATASET_SETTINGS if only_loaders else ("batch_size",) if values["eval_batch_size"] is not None else ()
+        )
+        for unused in LOADER_SETTINGS + of_datasets:
+            if values[unused] != DEFAULTS[unused]:
                 instead = " For evaluations there is `eval_batch_size`." if unused == "batch_size" else ""
                 raise ConfigError(
-                    f"`{unused}={given[unused]!r}` has no effect on a `{name}` that is a loader of your own, which is "
-                    f"used as it is. Set it in that loader, or pass its dataset instead.{instead}"
+                    f"`{unused}={values[unused]!r}` has no effect on a `{name}` that is a loader, which is used "
+                    f"unchanged. Set it in that loader, or pass its dataset instead.{instead}"
                 )
 
 
@@ -610,63 +617,62 @@ def is_loader(data: Any) -> bool:
     return hasattr(data, "batch_sampler") and hasattr(data, "collate_fn")
 
 
-def _check_pairs(given: Mapping[str, Any]) -> None:
-    if given["unit"] is not None and given["loss_fn"] is not None:
+def _check_pairs(values: Mapping[str, Any]) -> None:
+    if values["unit"] is not None and values["loss_fn"] is not None:
         raise ConfigError("`unit` and `loss_fn` are both given: the unit computes its own loss. Pass one of them.")
-    if given["unit"] is not None and given["compile"] not in (None, False):
+    if values["unit"] is not None and values["compile"] not in (None, False):
         raise ConfigError(
-            "`compile` has no effect on a `unit` of your own, which calls the model that it holds. Have it call "
-            "torch.compile(model)."
+            "`compile` has no effect on a custom `unit`, which calls its own model. Have it call torch.compile(model)."
         )
-    optimizer = given["optimizer"]
+    optimizer = values["optimizer"]
     if optimizer is not None and not isinstance(optimizer, (str, type)):
         for name in ("learning_rate", "weight_decay"):
-            if given[name] != DEFAULTS[name]:
+            if values[name] != DEFAULTS[name]:
                 raise ConfigError(
-                    f"`{name}={given[name]!r}` has no effect with an `optimizer` of your own. "
+                    f"`{name}={values[name]!r}` has no effect with an `optimizer` instance. "
                     "Set it in that optimizer, or pass its class instead."
                 )
-    options = given["lr_scheduler_kwargs"]
-    if options is not None and (not isinstance(options, Mapping) or not all(isinstance(one, str) for one in options)):
+    options = values["lr_scheduler_kwargs"]
+    if options is not None and (not isinstance(options, Mapping) or not all(isinstance(key, str) for key in options)):
         raise ConfigError(
             f"`lr_scheduler_kwargs` must be a dict of what the schedule takes, such as {{'min_lr': 1e-6}}, got "
-            f"{_shown(options)}."
+            f"{_format_value(options)}."
         )
-    if given["param_groups"] is not None and hasattr(optimizer, "param_groups"):
+    if values["param_groups"] is not None and hasattr(optimizer, "param_groups"):
         raise ConfigError(
             "`param_groups` has no effect with an `optimizer` that is made already. Make it with these groups, or pass "
             "its class, or a callable of the parameters."
         )
-    if given["scheduler_interval"] == "epoch":
-        if given["lr_scheduler"] is None:
+    if values["scheduler_interval"] == "epoch":
+        if values["lr_scheduler"] is None:
             raise ConfigError("`scheduler_interval='epoch'` has no effect without `lr_scheduler`. Pass one.")
-        schedule = given["lr_scheduler"]
-        warmups = [one.warmup for one in schedule.parts] if isinstance(schedule, Schedule) else [given["warmup_steps"]]
+        schedule = values["lr_scheduler"]
+        warmups = (
+            [part.warmup for part in schedule.parts] if isinstance(schedule, Schedule) else [values["warmup_steps"]]
+        )
         if warmup := next(filter(None, warmups), None):
             raise ConfigError(
                 f"`warmup_steps={warmup}` counts steps, but `scheduler_interval='epoch'` moves the "
                 "schedule once per epoch. Use scheduler_interval='step'."
             )
-    if given["delta"] and given["patience"] in (None, -1) and not given["callbacks"]:
-        raise ConfigError(
-            f"`delta={given['delta']!r}` has no effect without `patience`: the best is the plain best. Pass `patience`."
-        )
+    if values["delta"] and values["patience"] in (None, -1) and not values["callbacks"]:
+        raise ConfigError(f"`delta={values['delta']!r}` has no effect without `patience`. Pass `patience`.")
     for name in NEEDS_A_LIMIT:
-        if given["save_dir"] is not None and given["save_total_limit"] is None and given[name] != DEFAULTS[name]:
+        if values["save_dir"] is not None and values["save_total_limit"] is None and values[name] != DEFAULTS[name]:
             raise ConfigError(
-                f"`{name}={given[name]!r}` has no effect without `save_total_limit`, as all checkpoints are kept. "
+                f"`{name}={values[name]!r}` has no effect without `save_total_limit`, as all checkpoints are kept. "
                 "Pass it."
             )
-    if given["save_dir"] is None:
+    if values["save_dir"] is None:
         for name in NEEDS_SAVE_DIR:
-            is_off = given[name] is False and DEFAULTS[name] is not None
-            if given[name] != DEFAULTS[name] and not is_off:
+            is_off = values[name] is False and DEFAULTS[name] is not None
+            if values[name] != DEFAULTS[name] and not is_off:
                 raise ConfigError(
-                    f"`{name}={given[name]!r}` needs a place for checkpoints. Pass `save_dir`, or leave `{name}` out."
+                    f"`{name}={values[name]!r}` needs a place for checkpoints. Pass `save_dir`, or leave `{name}` out."
                 )
 
 
-def seconds_of(name: str, value: Any) -> float:
+def parse_seconds(name: str, value: Any) -> float:
     """Return the seconds of an argument that is a time: a number of seconds, or a string such as "10m".
 
     Raises:
@@ -679,24 +685,24 @@ def seconds_of(name: str, value: Any) -> float:
         return float(length.value)
     except OverflowError:
         raise ConfigError(
-            f"`{name}` must be a time such as 600 (seconds), '10m' or '2h', got {_shown(value)}."
+            f"`{name}` must be a time such as 600 (seconds), '10m' or '2h', got {_format_value(value)}."
         ) from None
 
 
-def changes_in_size(settings: Settings) -> bool:
-    """Return whether the samples of a step change as the run goes on."""
+def has_changing_batch_size(settings: Settings) -> bool:
+    """Return whether the samples of a step change during the run."""
     return isinstance(settings.global_batch_size, Mapping)
 
 
-def stages_of(
+def accumulation_stages(
     settings: Settings, limits: Limits, world_size: int, samples_per_epoch: int | None = None
 ) -> Stages | None:
-    """Return the micro-batches per window and process as the run goes on; None if they stay the same.
+    """Return the stages of micro-batches per window and process; None if they stay the same.
 
     Args:
         settings: The arguments of the trainer.
         limits: The end of the run.
-        world_size: How many processes have samples of their own.
+        world_size: How many processes have different samples.
         samples_per_epoch: Samples of an epoch; None for data of unknown length.
 
     Raises:
@@ -723,10 +729,10 @@ def _accumulations(sizes: Mapping[Any, int], batch_size: int, world_size: int) -
     return {place: size // share for place, size in sizes.items()}
 
 
-def _indivisible(whole: int, batch_size: int, world_size: int) -> ConfigError:
+def _indivisible(total: int, batch_size: int, world_size: int) -> ConfigError:
     return ConfigError(
         f"A `global_batch_size` that changes must be a multiple of batch_size x processes = {batch_size} x "
-        f"{world_size} = {batch_size * world_size} at every place, got {whole}. One that stays the same need not be."
+        f"{world_size} = {batch_size * world_size} at every place, got {total}. One that stays the same need not be."
     )
 
 
@@ -739,41 +745,41 @@ def resolve_accumulation(settings: Settings, world_size: int) -> int:
         ConfigError: If the global batch size has no sample for each process, or contradicts
             `gradient_accumulation_steps`.
     """
-    accumulation, whole = settings.gradient_accumulation_steps, settings.global_batch_size
-    if whole is None:
+    accumulation, total = settings.gradient_accumulation_steps, settings.global_batch_size
+    if total is None:
         return accumulation
-    if isinstance(whole, Mapping):
+    if isinstance(total, Mapping):
         if accumulation != 1:
             raise ConfigError(
                 f"`gradient_accumulation_steps={accumulation}` contradicts a `global_batch_size` that changes, which "
                 "sets it in each step. Leave one of them out."
             )
-        return _accumulations(whole, settings.batch_size, world_size)[0]
-    if whole < world_size:
+        return _accumulations(total, settings.batch_size, world_size)[0]
+    if total < world_size:
         raise ConfigError(
-            f"`global_batch_size={whole}` has no sample for each of {world_size} processes. Make it larger, or start "
-            f"{whole} processes at most."
+            f"`global_batch_size={total}` has no sample for each of {world_size} processes. Make it larger, or start "
+            f"{total} processes at most."
         )
     size = settings.batch_size
-    needed = math.ceil(whole / (size * world_size))
+    needed = math.ceil(total / (size * world_size))
     if accumulation not in (1, needed):
         raise ConfigError(
-            f"`gradient_accumulation_steps={accumulation}` contradicts `global_batch_size={whole}`, which makes it "
-            f"{whole} / ({size} x {world_size}) = {needed}. Leave one of them out."
+            f"`gradient_accumulation_steps={accumulation}` contradicts `global_batch_size={total}`, which makes it "
+            f"{total} / ({size} x {world_size}) = {needed}. Leave one of them out."
         )
     return needed
 
 
 def samples_of_step(settings: Settings, world_size: int) -> int:
     """Return the samples of an optimizer step over all ranks; where that changes, those of the first one."""
-    whole = settings.global_batch_size
-    if isinstance(whole, int):
-        return whole
+    total = settings.global_batch_size
+    if isinstance(total, int):
+        return total
     return settings.batch_size * world_size * resolve_accumulation(settings, world_size)
 
 
 def describe(value: Any) -> Any:
-    """Return a setting as JSON types: plain values as they are, objects by a name."""
+    """Return a setting as JSON types: plain values unchanged, objects by a name."""
     if isinstance(value, FromEnvironment):
         return value.reference
     if value is None or isinstance(value, (bool, int, float, str)):
@@ -784,8 +790,8 @@ def describe(value: Any) -> Any:
         return {str(key): describe(entry) for key, entry in value.items()}
     if isinstance(value, (list, tuple)) and type(value) in (list, tuple) and len(value) < 1000:
         return [describe(entry) for entry in value]
-    named: Any = value if hasattr(value, "__qualname__") and hasattr(value, "__module__") else type(value)
-    return f"{named.__module__}.{named.__qualname__}"
+    target: Any = value if hasattr(value, "__qualname__") and hasattr(value, "__module__") else type(value)
+    return f"{target.__module__}.{target.__qualname__}"
 
 
 def describe_all(values: Mapping[str, Any]) -> dict[str, Any]:
@@ -798,12 +804,12 @@ def describe_all(values: Mapping[str, Any]) -> dict[str, Any]:
 
 def _describe_data(data: Any) -> Any:
     if isinstance(data, dict):
-        return {str(name): describe(type(one)) for name, one in data.items()}
+        return {str(name): describe(type(dataset)) for name, dataset in data.items()}
     return None if data is None else describe(type(data))
 
 
-OF_ONE_RANK = ("callbacks", "callback_options", "loggers", "device", "num_workers", "pin_memory", "prefetch_factor",
-               "progress_bar", "timeout", "trial_name")  # fmt: skip
+RANK_LOCAL_SETTINGS = ("callbacks", "callback_options", "loggers", "device", "num_workers", "pin_memory",
+                       "prefetch_factor", "progress_bar", "timeout", "trial_name")  # fmt: skip
 """Arguments that may differ between ranks: they affect neither the numbers nor what the ranks do together."""
 
 
@@ -819,10 +825,10 @@ def check_same_on_ranks(ranks: Ranks, described: Mapping[str, Any]) -> None:
     Raises:
         DistributedError: On all ranks; it names the arguments that differ, with the value on each rank.
     """
-    common = {name: value for name, value in described.items() if name not in OF_ONE_RANK}
+    common = {name: value for name, value in described.items() if name not in RANK_LOCAL_SETTINGS}
     if common.get("save_dir") is not None:
         common["save_dir"] = "a folder"
     ranks.check_alike(
         "The arguments of the ranks", common,
-        f"Pass the same on every rank. Only {', '.join(OF_ONE_RANK)} may differ, and where `save_dir` is.",
+        f"Pass the same on every rank. Only {', '.join(RANK_LOCAL_SETTINGS)} may differ, and where `save_dir` is.",
     )  # fmt: skip

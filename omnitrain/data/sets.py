@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from omnitrain.arguments import Settings, changes_in_size, describe, is_loader, samples_of_step
+from omnitrain.arguments import Settings, describe, has_changing_batch_size, is_loader, samples_of_step
 from omnitrain.core.duration import Duration
 from omnitrain.core.errors import ConfigError, DataError
 from omnitrain.data.collation import Collator
@@ -131,7 +131,7 @@ class Sets:
         self.share: Coordinates = ranks.data
         self._transform = transform
         self._sampling = sampling
-        if settings.drop_last and changes_in_size(settings):
+        if settings.drop_last and has_changing_batch_size(settings):
             raise ConfigError(
                 "`drop_last=True` leaves out a step that is shorter than the others, and `global_batch_size` has steps "
                 "of several sizes. Leave one of them out."

@@ -23,7 +23,7 @@ from accelerate.state import PartialState
 from accelerate.utils import FullyShardedDataParallelPlugin
 from transformers.trainer_utils import IntervalStrategy, SaveStrategy
 
-from omnitrain.arguments import Settings, is_loader, seconds_of
+from omnitrain.arguments import Settings, is_loader, parse_seconds
 from omnitrain.backends.accelerators import check_launched, is_set, make_accelerator
 from omnitrain.backends.deepspeed import deepspeed_plugin, merge_config
 from omnitrain.checkpoint.state_dicts import unwrap
@@ -572,7 +572,7 @@ def sharding_accelerator(args: transformers.TrainingArguments | None, kwargs: di
 
 def timeout_seconds(kwargs: Mapping[str, Any]) -> float | None:
     """Return the `timeout` among the keyword arguments for our trainer in seconds; None if not set."""
-    return None if kwargs.get("timeout") is None else seconds_of("timeout", kwargs["timeout"])
+    return None if kwargs.get("timeout") is None else parse_seconds("timeout", kwargs["timeout"])
 
 
 def enum_value(choice: Any) -> Any:

@@ -23,7 +23,7 @@ from torch.utils.data import DataLoader
 from transformers import trainer_pt_utils
 from transformers.trainer_utils import EvalLoopOutput, TrainOutput
 
-from omnitrain.arguments import change_setting, refuse_assignment
+from omnitrain.arguments import change_setting, reject_assignment
 from omnitrain.callbacks.early_stopping import EarlyStopping
 from omnitrain.core.duration import Duration
 from omnitrain.core.errors import ConfigError
@@ -230,7 +230,7 @@ class TransformersAPI(BaseTrainer):
             change_setting(self, settings=settings, scorer=scorer)
             self._evaluation.scorer = scorer
         elif "settings" not in vars(self) or compute_metrics is not self.settings.compute_metrics:
-            refuse_assignment(self, "compute_metrics", compute_metrics)
+            reject_assignment(self, "compute_metrics", compute_metrics)
 
     # --- training
 

@@ -16,13 +16,13 @@ from transformers import PrinterCallback
 from transformers import Trainer as StockTrainer  # a program may put ours in its place later
 
 from omnitrain.arguments import (
-    Nothing,
+    NoExtraArguments,
     PrecisionName,
     ScheduleName,
-    changes_in_size,
     check_list,
     check_type,
-    refuse_class,
+    has_changing_batch_size,
+    reject_class,
     samples_of_step,
     takes_arguments,
 )
@@ -262,7 +262,7 @@ class HFTrainer(TransformersAPI):
         progress_bar: bool | None = None,
         trial_name: str | None = None,
         # </arguments>
-        **unknown: Unpack[Nothing],
+        **unknown: Unpack[NoExtraArguments],
     ) -> None:
         """Set up a trainer; nothing is trained or written before `train()`.
 
@@ -470,7 +470,7 @@ class HFTrainer(TransformersAPI):
         for callback in self._stock_callbacks:
             kind = callback if isinstance(callback, type) else type(callback)
             if issubclass(kind, Callback):
-                refuse_class("callbacks", callback)
+                reject_class("callbacks", callback)
             if not issubclass(kind, transformers.TrainerCallback):
                 raise ConfigError(
                     f"`callbacks` must hold callbacks of omnitrain or of transformers, got {callback!r}. "
@@ -496,7 +496,7 @@ class HFTrainer(TransformersAPI):
     def _by_window(self) -> bool:
         """Whether transformers' loop gets whole windows, because the length of the data is unknown or may change."""
         is_own = "get_train_dataloader" in self._overridden
-        varies = self._splits or changes_in_size(self.settings)
+        varies = self._splits or has_changing_batch_size(self.settings)
         return is_own or varies or not isinstance(self.train_loader, MapLoader)
 
     @property

@@ -13,13 +13,13 @@ from torch import nn
 from torch.optim.lr_scheduler import LRScheduler
 
 from omnitrain.arguments import (
-    Nothing,
+    NoExtraArguments,
     PrecisionName,
     ScheduleName,
     check_switch,
     check_type,
     describe,
-    seconds_of,
+    parse_seconds,
     takes_arguments,
 )
 from omnitrain.backends.accelerators import (
@@ -152,7 +152,7 @@ class AccelerateTrainer(BaseTrainer):
         progress_bar: bool | None = None,
         trial_name: str | None = None,
         # </arguments>
-        **unknown: Unpack[Nothing],
+        **unknown: Unpack[NoExtraArguments],
     ) -> None:
         """Set up a trainer; call it on every process. Nothing is trained or written before `train()`.
 
@@ -255,7 +255,7 @@ class AccelerateTrainer(BaseTrainer):
         if len(chosen) > 1:
             raise ConfigError(f"`{chosen[0]}` and `{chosen[1]}` exclude each other. Pass one of them.")
         accelerator = setups.pop("accelerator")
-        timeout = None if arguments.get("timeout") is None else seconds_of("timeout", arguments["timeout"])
+        timeout = None if arguments.get("timeout") is None else parse_seconds("timeout", arguments["timeout"])
         if accelerator is not None and not hasattr(accelerator, "mixed_precision"):
             raise ConfigError(f"`accelerator` must be an accelerate.Accelerator, got {accelerator!r:.200}.")
         for name, value in {"parallelism_config": parallelism, "find_unused_parameters": unused or None}.items():

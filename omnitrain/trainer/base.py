@@ -17,25 +17,25 @@ from torch import nn
 from torch.optim.lr_scheduler import LRScheduler
 
 from omnitrain.arguments import (
-    Nothing,
+    NoExtraArguments,
     PrecisionName,
     ScheduleName,
     Settings,
+    accumulation_stages,
     change_setting,
-    changes_in_size,
     check_same_on_ranks,
     check_settings,
-    construct_again,
-    construction_of,
     describe,
     describe_all,
-    refuse_assignment,
-    refuse_class,
+    get_construction,
+    has_changing_batch_size,
+    parse_init_from,
+    parse_seconds,
+    reconstruct,
+    reject_assignment,
+    reject_class,
     resolve_accumulation,
     samples_of_step,
-    seconds_of,
-    source_of,
-    stages_of,
     takes_arguments,
 )
 from omnitrain.backends.backend import Backend
@@ -242,7 +242,7 @@ class BaseTrainer(Hooks, ABC):
         algorithms: Iterable[Algorithm] = (),
         progress_bar: bool | None = None,
         trial_name: str | None = None,
-        **unknown: Unpack[Nothing],
+        **unknown: Unpack[NoExtraArguments],
     ) -> None:
         """Set up a trainer; nothing is trained or written before `train()`.
 
@@ -334,7 +334,7 @@ class BaseTrainer(Hooks, ABC):
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name in vars(self).get("fixed_settings", ()):
-            refuse_assignment(self, name, value)
+            reject_assignment(self, name, value)
         super().__setattr__(name, value)
 
     def _construct(self, arguments: dict[str, Any], ranks: Ranks | None = None) -> None:
@@ -352,7 +352,7 @@ class BaseTrainer(Hooks, ABC):
         if place is not None:
             arguments["save_dir"] = run_folder(place, "save_dir")
         if arguments.get("init_from") is not None:
-            arguments["init_from"] = source_of(arguments["init_from"])
+            arguments["init_from"] = parse_init_from(arguments["init_from"])
         if "learning_rate" not in arguments and (rate := default_rate(arguments.get("optimizer"))) is not None:
             arguments["learning_rate"] = rate
         settings = Settings.of(arguments)
@@ -381,19 +381,19 @@ class BaseTrainer(Hooks, ABC):
         self.scorer = make_scorer(settings.compute_metrics, scores_for(settings.loss_fn, model))
         self.save_dir = cast("Path | None", settings.save_dir)
         self.store = None if place is None else make_store(place, settings.save_required, settings.overwrite)
-        timeout = None if settings.timeout is None else seconds_of("timeout", settings.timeout)
+        timeout = None if settings.timeout is None else parse_seconds("timeout", settings.timeout)
         self._calling = functools.partial(_calling, self.ranks, self.mesh, timeout)
         self.seed, self.on_nonfinite, self.trial_name = settings.seed, settings.on_nonfinite, settings.trial_name
         self.algorithms: list[Algorithm] = list(settings.algorithms)
         for algorithm in self.algorithms:
-            refuse_class("algorithms", algorithm)
+            reject_class("algorithms", algorithm)
             if not isinstance(algorithm, Algorithm):
                 raise ConfigError(f"`algorithms` must hold omnitrain.Algorithm instances, got {algorithm!r}.")
             refuse_dead_methods(algorithms=algorithm)
         check_algorithms(self.algorithms)
         self._callbacks = list(settings.callbacks)
         for callback in self._callbacks:
-            refuse_class("callbacks", callback)
+            reject_class("callbacks", callback)
         self._callbacks += make_loggers(settings.loggers, self._callbacks, settings.save_dir is not None)
         self._initial = InitialOptions()
         self.lr_scheduler: Any = None
@@ -417,11 +417,11 @@ class BaseTrainer(Hooks, ABC):
                 "`save_checkpoint()`, and `train(resume_from=...)` of another trainer."
             )
         weights = None if "model" in vars(self)["_arguments"] else self.get_model().state_dict()  # of `model_init`
-        return {**construction_of(self), "weights": weights, "run": self.lifecycle.outcome()}
+        return {**get_construction(self), "weights": weights, "run": self.lifecycle.outcome()}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Build the trainer again; the optimizer's state of a run that has ended is not in a copy."""
-        construct_again(self, state)
+        reconstruct(self, state)
         if state["weights"] is not None:
             self.get_model().load_state_dict(state["weights"])
         self.lifecycle.load_outcome(state["run"])
@@ -529,7 +529,7 @@ class BaseTrainer(Hooks, ABC):
         lifecycle = self.lifecycle = Lifecycle(self, [*callbacks, *self._callbacks], objective, self._evaluates)
         lifecycle.progress.epoch_size = None if sets.train is None else sets.train.size
         previous = vars(self).get("_feed")
-        stages = stages_of(settings, self.limits, ranks.data.size, lifecycle.progress.epoch_size)
+        stages = accumulation_stages(settings, self.limits, ranks.data.size, lifecycle.progress.epoch_size)
         self._feed = Feed(self, lifecycle, ranks, settings, self.gradient_accumulation_steps, stages)
         lifecycle.take_markers(self.backend.annotate, self._feed.mark)
         if previous is not None:  # of an earlier run
@@ -848,7 +848,7 @@ class BaseTrainer(Hooks, ABC):
             "total_steps": self.total_steps,
             "unit": self.unit,
         }
-        if changes_in_size(self.settings):
+        if has_changing_batch_size(self.settings):
             resolved["global_batch_size"] = self.settings.global_batch_size
         if isinstance(self.settings.save_dir, str):  # an address, which may have credentials
             resolved["save_dir"] = mask_text(self.settings.save_dir)
@@ -961,7 +961,7 @@ class BaseTrainer(Hooks, ABC):
     @property
     def steps_per_epoch(self) -> int | None:
         """Optimizer steps in an epoch; None for data without length, and where `global_batch_size` changes."""
-        if changes_in_size(self.settings):
+        if has_changing_batch_size(self.settings):
             return None
         try:
             batches = len(self.train_loader)
@@ -995,7 +995,7 @@ show_in_notebooks(BaseTrainer, trainer_html)  # a method for it would be one mor
 
 
 def _check_model(model: Any) -> None:
-    refuse_class("model", model)
+    reject_class("model", model)
     if not isinstance(model, nn.Module):
         raise ConfigError(f"`model` must be an nn.Module, got {type(model).__name__}.")
     lazy = [name for name, parameter in model.named_parameters() if nn.parameter.is_lazy(parameter)]

@@ -118,7 +118,7 @@ WRONG_GROUPS: list[tuple[Any, str]] = [
     ([{"match": "bias", "betas": (0.9, 1.5)}], r"AdamW refuses it: Invalid beta parameter at index 1: 1.5"),
     ([{"match": "bias", "lr": -1.0}], "'lr' must be a finite number of at least 0, got -1.0"),
     ([{"match": "bias", "lr": 1.0, "lr_scale": 0.1}], "has both 'lr' and 'lr_scale'"),
-    ([{"match": "bias"}], "must have options beside 'match'"),
+    ([{"match": "bias"}], "must have options next to 'match'"),
     ([{"match": "(", "lr": 1.0}], r"must have a regular expression of parameters' names as 'match', got '\('"),
     ([{"lr": 1.0}], "as 'match', got None"),
     ({"match": "bias", "lr": 1.0}, "`param_groups` must be a list of dicts"),
