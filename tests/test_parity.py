@@ -1978,9 +1978,7 @@ def test_resume_rejects_other_options_of_algorithms(
     train(0.9, 0.5, 1, steps=2)
     with caplog.at_level("INFO", "omnitrain"):
         train(0.9, 0.5, 2, steps=3, resume_from="auto")  # though the list was emptied
-    assert (
-        "Callbacks have other options than in the checkpoint: {'Quiet.level': 1} -> {'Quiet.level': 2}." in caplog.text
-    )
+    assert "Options of callbacks differ from the checkpoint: {'Quiet.level': 1} -> {'Quiet.level': 2}." in caplog.text
     words = (
         r"algorithm_options: \{'EMA\.decay': 0\.9, 'Shrinking\.rates': \[0\.9, 0\.5\]\} -> "
         r"\{'EMA\.decay': 0\.5, 'Shrinking\.rates': \[0\.9, 0\.1\]\}\."

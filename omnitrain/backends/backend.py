@@ -17,7 +17,7 @@ from torch import nn
 
 from omnitrain.backends.start import Start, named_tensors, preserve_shared_buffers, whole_slot
 from omnitrain.checkpoint import state_dicts
-from omnitrain.checkpoint.initial_weights import Initial
+from omnitrain.checkpoint.initial_weights import InitialWeights
 from omnitrain.checkpoint.tensor_files import host_copy
 from omnitrain.compute.precision import Dtypes
 from omnitrain.core.errors import ConfigError, format_list
@@ -64,7 +64,7 @@ class Backend:
     """Whether passes whose gradients are dropped complete them, as the last micro-batch of a step does."""
     _compile_options: Mapping[str, Any] | None = None
     """The options of `torch.compile`; None if nothing is compiled."""
-    initial: Initial | None = None
+    initial: InitialWeights | None = None
     """Weights to begin with that are read when the model is in its place."""
     unfilled: str = ""
     """Why the model has no weights yet, if so: it was made without memory, and waits for a checkpoint."""

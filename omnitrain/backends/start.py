@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from omnitrain.backends.initialization import OwnWeights
-from omnitrain.checkpoint.initial_weights import Initial
+from omnitrain.checkpoint.initial_weights import InitialWeights
 from omnitrain.checkpoint.state_dicts import bare_name, unwrap
 from omnitrain.core.errors import CheckpointError, ConfigError, format_list
 from omnitrain.distributed.ranks import Ranks
@@ -81,7 +81,7 @@ class Start:
         DistributedError: If the models of the ranks differ.
     """
 
-    def __init__(self, model: nn.Module, ranks: Ranks, initial: Initial | None = None) -> None:
+    def __init__(self, model: nn.Module, ranks: Ranks, initial: InitialWeights | None = None) -> None:
         held = named_tensors(model)
         ranks.check_alike("The models of the ranks", dict(map(_described, held)), "Make the same model on every rank.")
         empty = [name for name, one in held if one.device.type == "meta"]
@@ -176,7 +176,7 @@ class Start:
         with torch.no_grad():
             slot.local.copy_(slot.cut(self._ranks.broadcast(whole.cpu().contiguous())))
 
-    def _read(self, initial: Initial, slots: Mapping[str, Slot]) -> None:
+    def _read(self, initial: InitialWeights, slots: Mapping[str, Slot]) -> None:
         """Fill parts from files: each rank reads its own, or the main rank reads them whole."""
         source = initial.open(self._ranks)
         failed = ""

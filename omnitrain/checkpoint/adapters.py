@@ -1,6 +1,6 @@
-"""PEFT adapters: which weights of a model belong to them, and folders in PEFT's format.
+"""PEFT adapters: their weights in a model, and folders in PEFT's format.
 
-`PeftModel.from_pretrained` opens these folders. `frozen.py` decides which weights a checkpoint holds.
+`PeftModel.from_pretrained` opens these folders. `frozen_weights.py` decides which weights a checkpoint has.
 """
 
 from __future__ import annotations
@@ -22,8 +22,9 @@ from omnitrain.distributed.ranks import Ranks
 logger: logging.Logger = logging.getLogger("omnitrain")
 
 BASE = "base_model"
-"""The folder in a checkpoint for the config of the adapters' base model: next to the weights, transformers would take
-these for the weights of the base model."""
+"""The folder in a checkpoint for the config of the adapters' base model.
+
+Next to the weights, transformers would take those for the weights of the base model."""
 ADAPTER, CONFIG = "adapter_model.safetensors", "adapter_config.json"
 
 
@@ -34,10 +35,9 @@ def has_adapters(model: nn.Module) -> bool:
 
 
 def adapter_names(model: nn.Module, tensors: Mapping[str, Any]) -> set[str]:
-    """Return the names of the weights in the files of a model's adapters, active or not, and of layers behind copies.
+    """Return the names of the weights of a model's adapters, active or not, and of the originals of copied layers.
 
-    A layer that is trained as a copy may have been initialized at random, such as a new head: then only the checkpoint
-    has it.
+    The original of a copied layer may be random, such as a new head: then only the checkpoint has it.
 
     Args:
         model: A model with adapters.
@@ -45,9 +45,9 @@ def adapter_names(model: nn.Module, tensors: Mapping[str, Any]) -> set[str]:
     """
     from peft.utils import ModulesToSaveWrapper
 
-    copied = [name for name, one in unwrap(model).named_modules() if isinstance(one, ModulesToSaveWrapper)]
-    behind = tuple(f"{bare_name(name)}.original_module." for name in copied)
-    return _names(model, tensors, "auto") | {name for name in tensors if name.startswith(behind)}
+    wrapped = [name for name, module in unwrap(model).named_modules() if isinstance(module, ModulesToSaveWrapper)]
+    prefixes = tuple(f"{bare_name(name)}.original_module." for name in wrapped)
+    return _names(model, tensors, "auto") | {name for name in tensors if name.startswith(prefixes)}
 
 
 def _names(model: nn.Module, tensors: Mapping[str, Any], embeddings: bool | Literal["auto"]) -> set[str]:
@@ -56,35 +56,32 @@ def _names(model: nn.Module, tensors: Mapping[str, Any], embeddings: bool | Lite
     bare: Any = unwrap(model)
     raw = _raw_names(bare)
     blank = torch.zeros(1)
-    stand_ins = {raw.get(name, name): blank.expand(spec_of(tensors, name)[0]) for name in tensors}
-    name_of = {id(one): bare_name(name) for name, one in stand_ins.items()}
-    found = set[str]()
+    placeholders = {raw.get(name, name): blank.expand(spec_of(tensors, name)[0]) for name in tensors}
+    names_by_id = {id(placeholder): bare_name(name) for name, placeholder in placeholders.items()}
+    names = set[str]()
     for adapter in bare.peft_config:
-        found |= {name for name in tensors if _without_adapter(name, adapter, _entries(bare, adapter)) != name}
-        held = get_peft_model_state_dict(
-            bare, state_dict=stand_ins, adapter_name=adapter, save_embedding_layers=embeddings
+        names |= {name for name in tensors if _strip_adapter(name, adapter, _entries(bare, adapter)) != name}
+        entries = get_peft_model_state_dict(
+            bare, state_dict=placeholders, adapter_name=adapter, save_embedding_layers=embeddings
         )
-        found |= {name_of[id(one)] for one in held.values() if id(one) in name_of}
-    return found
+        names |= {names_by_id[id(placeholder)] for placeholder in entries.values() if id(placeholder) in names_by_id}
+    return names
 
 
 def _entries(bare: nn.Module, adapter: str) -> set[str]:
-    """Return the bare names of what PEFT's layers hold under the name of an adapter, in dicts by adapter.
-
-    A layer of the model may have the same name.
-    """
+    """Return the bare names of an adapter's entries in the dicts of PEFT's layers; a layer may have the same name."""
     names = set[str]()
     for name, module in bare.named_modules(remove_duplicate=False):
         if any(kind.__module__.startswith("peft.") for kind in type(module).__mro__):
             for child, entries in module.named_children():
                 is_dict = isinstance(entries, (nn.ModuleDict, nn.ParameterDict))
-                if is_dict or type(entries).__name__ == "BufferDict":  # PEFT's own
+                if is_dict or type(entries).__name__ == "BufferDict":  # a class of PEFT
                     names.add(bare_name(".".join(filter(None, (name, child, adapter)))))
     return names
 
 
-def _without_adapter(name: str, adapter: str, entries: set[str]) -> str:
-    """Return the name of a tensor in PEFT's files, which is without that of its adapter; others are unchanged."""
+def _strip_adapter(name: str, adapter: str, entries: set[str]) -> str:
+    """Return the name of a tensor in PEFT's files, which lacks the name of its adapter."""
     parts = name.split(".")
     for end, part in enumerate(parts):
         if part == adapter and ".".join(parts[: end + 1]) in entries:
@@ -93,13 +90,13 @@ def _without_adapter(name: str, adapter: str, entries: set[str]) -> str:
 
 
 def _raw_names(bare: nn.Module) -> dict[str, str]:
-    """Return the names under which PEFT looks for tensors, by bare name: they include wrappers inside the model."""
+    """Return the names under which PEFT looks for tensors, with those of wrappers inside the model, by bare name."""
     # the names of the modules, not of the state dict, from which activation checkpointing removes its prefix
-    named = [*bare.named_parameters(remove_duplicate=False), *bare.named_buffers(remove_duplicate=False)]
-    return {bare_name(name): name for name, _ in named}
+    tensors = [*bare.named_parameters(remove_duplicate=False), *bare.named_buffers(remove_duplicate=False)]
+    return {bare_name(name): name for name, _ in tensors}
 
 
-def _folder_of(folder: Path, adapter: str) -> Path:
+def _adapter_folder(folder: Path, adapter: str) -> Path:
     return folder if adapter == "default" else folder / adapter
 
 
@@ -117,26 +114,26 @@ def write_adapters(model: nn.Module, folder: Path, tensors: Mapping[str, torch.T
     names = _names(model, tensors, "auto")
     has_embeddings = names != _names(model, tensors, False)  # so that PEFT does not ask the Hub again
     raw = _raw_names(bare)
-    held = {raw.get(name, name): tensors[name] for name in tensors if name in names}
+    state_dict = {raw.get(name, name): tensors[name] for name in tensors if name in names}
     if isinstance(bare, peft.PeftModel):
-        bare.save_pretrained(str(folder), state_dict=held, save_embedding_layers=has_embeddings)
+        bare.save_pretrained(str(folder), state_dict=state_dict, save_embedding_layers=has_embeddings)
     for adapter, config in bare.peft_config.items():
-        place = _folder_of(folder, adapter)
+        target = _adapter_folder(folder, adapter)
         if isinstance(bare, peft.PeftModel):
-            written = load_tensors(place / ADAPTER)
-        else:  # transformers itself writes only the active adapter
-            place.mkdir(parents=True, exist_ok=True)
-            config.save_pretrained(str(place))
-            found = peft.get_peft_model_state_dict(
-                bare, state_dict=held, adapter_name=adapter, save_embedding_layers=has_embeddings
+            written = load_tensors(target / ADAPTER)
+        else:  # transformers writes only the active adapter
+            target.mkdir(parents=True, exist_ok=True)
+            config.save_pretrained(str(target))
+            active = peft.get_peft_model_state_dict(
+                bare, state_dict=state_dict, adapter_name=adapter, save_embedding_layers=has_embeddings
             )
-            written = {f"base_model.model.{name}": one for name, one in found.items()}
+            written = {f"base_model.model.{name}": tensor for name, tensor in active.items()}
         prefix = "" if isinstance(bare, peft.PeftModel) else "base_model.model."
         entries = _entries(bare, adapter)
-        short = {prefix + name: prefix + _without_adapter(name, adapter, entries) for name in names}
-        renamed = {short.get(bare_name(name), bare_name(name)): one for name, one in written.items()}
-        if renamed.keys() != written.keys() or not (place / ADAPTER).exists():
-            save_tensors(renamed, place / ADAPTER)
+        short = {prefix + name: prefix + _strip_adapter(name, adapter, entries) for name in names}
+        renamed = {short.get(bare_name(name), bare_name(name)): tensor for name, tensor in written.items()}
+        if renamed.keys() != written.keys() or not (target / ADAPTER).exists():
+            save_tensors(renamed, target / ADAPTER)
 
 
 def save_model(
@@ -145,7 +142,7 @@ def save_model(
     overwrite: bool,
     tensors: Mapping[str, Any],
     ranks: Ranks,
-    beside: Iterable[Any] = (),
+    extras: Iterable[Any] = (),
 ) -> Path:
     """Write a folder that `from_pretrained` opens: weights and config, or only the adapters if the model has any.
 
@@ -155,7 +152,7 @@ def save_model(
         overwrite: Whether to replace an earlier model.
         tensors: Its weights by name. Sharded ones are gathered; all ranks call this.
         ranks: The ranks that have the weights; the main one writes.
-        beside: Other objects to save there by their `save_pretrained`, such as a tokenizer.
+        extras: Further objects with a `save_pretrained`, such as a tokenizer.
 
     Raises:
         ConfigError: If there are weights already and `overwrite` is False, or `folder` is a file.
@@ -163,22 +160,22 @@ def save_model(
 
     def write() -> None:
         if has_adapters(model):
-            _check_place(model, folder, overwrite)
+            _check_overwrite(model, folder, overwrite)
             write_adapters(model, folder, adapters)
-        for one in beside:
-            one.save_pretrained(str(folder))
+        for extra in extras:
+            extra.save_pretrained(str(folder))
 
     adapters: dict[str, torch.Tensor] = {}
     if has_adapters(model):
         names = _names(model, tensors, "auto")
         adapters = {name: gather_to_host(tensors[name]) for name in sorted(names)}
-        trained = {bare_name(name) for name, one in unwrap(model).named_parameters() if one.requires_grad}
-        lost = sorted(trained.intersection(tensors) - names)
-        if lost and ranks.is_main:
+        trained = {bare_name(name) for name, parameter in unwrap(model).named_parameters() if parameter.requires_grad}
+        omitted = sorted(trained.intersection(tensors) - names)
+        if omitted and ranks.is_main:
             logger.warning(
-                "%d weights that train are none of the adapters', and PEFT's form has no place for them: %s%s. Name "
-                "their modules in `modules_to_save`; checkpoints hold them.",
-                len(lost), ", ".join(lost[:3]), ", ..." if lost[3:] else "",
+                "%d weights that train belong to no adapter, and PEFT's format cannot store them: %s%s. Name "
+                "their modules in `modules_to_save`; checkpoints have them.",
+                len(omitted), ", ".join(omitted[:3]), ", ..." if omitted[3:] else "",
             )  # fmt: skip
     else:
         save_weights(model, folder, overwrite, tensors, ranks)
@@ -186,28 +183,30 @@ def save_model(
     return folder
 
 
-def _check_place(model: nn.Module, folder: Path, overwrite: bool) -> None:
+def _check_overwrite(model: nn.Module, folder: Path, overwrite: bool) -> None:
     if folder.exists() and not folder.is_dir():
         raise ConfigError(f"Cannot save the model to {str(folder)!r}: it is a file. Give the path of a folder.")
     bare: Any = unwrap(model)
-    places = [_folder_of(folder, adapter) / CONFIG for adapter in bare.peft_config]
-    there = [place for place in [*places, folder / WEIGHTS] if place.exists()]
-    if there and not overwrite:
-        raise ConfigError(f"{str(there[0])!r} already exists. Pass overwrite=True to replace it, or give another path.")
+    files = [_adapter_folder(folder, adapter) / CONFIG for adapter in bare.peft_config]
+    existing = [file for file in [*files, folder / WEIGHTS] if file.exists()]
+    if existing and not overwrite:
+        raise ConfigError(
+            f"{str(existing[0])!r} already exists. Pass overwrite=True to replace it, or give another path."
+        )
 
 
-def write_model_files(model: nn.Module, folder: Path, is_whole: bool, weights: Sequence[Path]) -> None:
-    """Write the files with which the weights of a checkpoint can be opened: the model's config, or PEFT's adapters.
+def write_model_files(model: nn.Module, folder: Path, has_all_weights: bool, weights: Sequence[Path]) -> None:
+    """Write the files that opening the weights of a checkpoint needs: the model's config, or PEFT's adapters.
 
     Args:
         model: The model, wrapped or not.
         folder: The folder with the weights.
-        is_whole: Whether the folder has all weights of the model; without the frozen ones no config can open it.
+        has_all_weights: Whether the folder has the frozen weights too; without them no config can open it.
         weights: The files with the weights.
     """
     if has_adapters(model):
         write_adapters(model, folder, TensorFile(list(weights)))
         bare: Any = unwrap(model)
         write_config(bare.get_base_model() if hasattr(bare, "get_base_model") else bare, folder / BASE)
-    elif is_whole:
+    elif has_all_weights:
         write_config(model, folder)

@@ -1,6 +1,6 @@
-"""Saving and loading during a run: when and where to save, resume, and what to do if the disk fails.
+"""Saving and loading of checkpoints during a run, with failing disks.
 
-`contents.py` has the contents of a checkpoint, `tensors.py` writes tensors, `store.py` has folders and manifests.
+`contents.py` has the contents of a checkpoint, `writing.py` writes it, `store.py` has folders and manifests.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from typing import Any
 import torch
 
 from omnitrain.checkpoint import state_dicts
-from omnitrain.checkpoint.contents import Contents, Lifecycle, Run, Snapshot, group_options
+from omnitrain.checkpoint.contents import CheckpointedLifecycle, CheckpointedTrainer, Contents, Snapshot, group_options
 from omnitrain.checkpoint.disk import check_free_space, check_writable
-from omnitrain.checkpoint.eval_weights import ShownWeights
+from omnitrain.checkpoint.eval_weights import EvalWeights
 from omnitrain.checkpoint.fingerprints import IDENTITIES
 from omnitrain.checkpoint.frozen_weights import FROZEN
 from omnitrain.checkpoint.history import Lines, read_history
@@ -37,20 +37,20 @@ from omnitrain.optim.build import optimizers_among
 logger: logging.Logger = logging.getLogger("omnitrain")
 
 _GIT_S = 0.03
-"""How long the start of a run waits for git; afterwards what it says is written with the first checkpoint."""
+"""How many seconds the start of a run waits for git; a later answer is written with the first checkpoint."""
 
 
 @contextlib.contextmanager
 def locked(
-    store: Store | None, ranks: Ranks, at_end: Callable[[], None], after: contextlib.ExitStack
+    store: Store | None, ranks: Ranks, at_end: Callable[[], None], exit_stack: contextlib.ExitStack
 ) -> Iterator[None]:
-    """Lock `save_dir` against other runs inside, and wait at the end until all is uploaded.
+    """Lock `save_dir` against other runs, and wait at the end until everything is uploaded.
 
     Args:
         store: The checkpoints of the run; None locks nothing.
         ranks: The ranks of the run.
         at_end: Called on the main rank before the lock is released.
-        after: What releases the lock at last, outside of the call: then all ranks know of an error before its uploads.
+        exit_stack: Releases the lock outside of the call, so that all ranks know of an error before the uploads end.
 
     Raises:
         CheckpointError: If another run uses it; raised on all ranks.
@@ -60,7 +60,7 @@ def locked(
         yield
         return
 
-    def take() -> None:
+    def acquire() -> None:
         check_writable(store.root)
         store.take()
 
@@ -73,20 +73,20 @@ def locked(
         finally:
             store.lock.release()
 
-    ranks.on_main("the lock of `save_dir`", take)
+    ranks.on_main("the lock of `save_dir`", acquire)
     if ranks.is_main:
-        after.callback(release)
+        exit_stack.callback(release)
     yield
     finish_uploads(store, ranks)
 
 
 def finish_uploads(store: Store, ranks: Ranks) -> None:
-    """Wait until the main rank has uploaded all; raises its error on all ranks."""
+    """Wait until the main rank has uploaded everything; raises its error on all ranks."""
     ranks.on_main("the end of the uploads", lambda: _finish(store, ranks))
 
 
 def _finish(store: Store, ranks: Ranks) -> None:
-    """Wait on the main rank for what is uploaded, which counts as progress as long as there is any."""
+    """Wait on the main rank for the uploads, which count as progress for the watchdog."""
 
     def tick() -> None:
         ranks.moves += 1
@@ -95,22 +95,22 @@ def _finish(store: Store, ranks: Ranks) -> None:
 
 
 @dataclass(slots=True)
-class Ended:
-    """The end of a run, from which a longer one can go on in this process.
+class FinishedRun:
+    """The end of a run, which a longer one can continue in this process.
 
     Attributes:
-        parts: Model, optimizer and schedule: assigned ones would begin another run.
+        parts: Model, optimizer and schedule; if one is replaced, the run cannot be continued.
         groups: The options of the optimizer's groups.
         folder: The checkpoint of the last step; None without a `save_dir`.
-        rest: What `Contents.capture_live_state` returned; None with a `save_dir`.
-        weights: This rank's part of the weights in training, if the model has others now.
-        extra: The state of modules besides tensors.
+        live_state: The state from `Contents.capture_live_state`; None with a `save_dir`.
+        weights: This rank's shard of the weights in training, if the model has others.
+        extra: The extra state of modules.
     """
 
     parts: tuple[Any, ...]
     groups: list[dict[str, Any]]
     folder: Path | None = None
-    rest: dict[str, Any] | None = None
+    live_state: dict[str, Any] | None = None
     weights: dict[str, torch.Tensor] = field(default_factory=dict)
     extra: dict[str, Any] = field(default_factory=dict)
 
@@ -119,70 +119,70 @@ class Checkpointer:
     """Saves the state of a run at any step boundary, and restores it.
 
     Args:
-        run: The trainer.
+        trainer: The trainer.
         lifecycle: The lifecycle of the run.
-        contents: Captures and restores what a checkpoint holds.
-        shown: The weights that are evaluated.
+        contents: Captures and restores the state of the run.
+        eval_weights: The weights for evaluations.
         store: The checkpoints of the run; None saves nothing.
-        write_beside: Writes further files to a checkpoint's folder, on the main rank; the manifest includes them.
+        write_extra_files: Writes further files to a checkpoint's folder on the main rank; the manifest includes them.
 
     Attributes:
-        shown: The weights that are evaluated.
+        eval_weights: The weights for evaluations.
         weights_from: The position in the run of the present weights, if they are not those of the last step.
         resumed: The folder and omnitrain.json of the checkpoint from which the run resumed; None for a fresh start.
-        ended: What `train(more=...)` goes on from once the run has ended; or why it cannot.
-        continued: What a run that goes on in this process, without a `save_dir`, has of the one before.
+        finished_run: The finished run that `train(more=...)` continues, or the reason why it cannot.
+        continued_state: The state of the run that this one continues in this process without a `save_dir`.
     """
 
     def __init__(
         self,
-        run: Run,
-        lifecycle: Lifecycle,
+        trainer: CheckpointedTrainer,
+        lifecycle: CheckpointedLifecycle,
         contents: Contents,
-        shown: ShownWeights,
+        eval_weights: EvalWeights,
         store: Store | None,
-        write_beside: Callable[[Path], None],
+        write_extra_files: Callable[[Path], None],
     ) -> None:
         self.store = store
         self.weights_from: Progress | None = None
         self.resumed: tuple[Path, Mapping[str, Any]] | None = None
-        self.ended: Ended | str = "it has not trained yet"
-        self.continued: Mapping[str, Any] | None = None
-        self._run = run
+        self.finished_run: FinishedRun | str = "it has not trained yet"
+        self.continued_state: Mapping[str, Any] | None = None
+        self._trainer = trainer
         self._lifecycle = lifecycle
         self._contents = contents
-        self.shown = shown
-        self._writer = Writer(run, write_beside)
-        self._credited_step = -1
-        """The step of the best evaluation that has a checkpoint; later saves without a new evaluation are not best."""
+        self.eval_weights = eval_weights
+        self._writer = Writer(trainer, write_extra_files)
+        self._best_saved_step = -1
+        """The step of the best evaluation that has a checkpoint."""
         self._scored = (-1, -1)
         """(evaluation step, checkpoint step) of the latest evaluation whose score is in a checkpoint."""
-        self._asked_step = -1
+        self._requested_step = -1
         """The step of the latest checkpoint saved for another reason than being the best."""
         self._has_failed = False
         """Whether the disk failed at the latest checkpoint."""
         self._best: dict[str, torch.Tensor] = {}
-        """This rank's part of the weights of the best evaluation, on the host; used only without a `save_dir`."""
+        """This rank's shard of the weights of the best evaluation, on the host; used only without a `save_dir`."""
         self._best_extra: dict[str, Any] = {}
         self._best_progress: Progress | None = None
-        """The position of those weights in the run, or None."""
+        """The position of those weights in the run."""
         self._closing_progress: Progress | None = None
-        """The position of the last evaluation of a run that is closed, if it is the best; a longer run lacks it."""
-        self._is_noted = True
-        """Whether all of what runs is in `run.json`."""
-        self._noting = Tolerance(RUN_FILE, "The next save tries again; what ran is in the checkpoints, too.")
-        self._replaced: str | None = None
-        """The starts in `run.json` that this one takes the place of: "all", or itself, the "last"; None adds it."""
+        """The position of the closing evaluation of a run, if it is the best; a longer run does not have it."""
+        self._is_record_complete = True
+        """Whether the record of this start in `run.json` is complete."""
+        self._record_tolerance = Tolerance(RUN_FILE, "The next save tries again; what ran is in the checkpoints, too.")
+        self._record_replaces: str | None = None
+        """The starts in `run.json` that this one replaces: "all", or the "last", which is itself; None adds it."""
         self._lines = Lines()
         self._in_flight: Save | None = None
         """The checkpoint that is being written in the background."""
 
     # --- saving
 
-    def note_start(self) -> None:
-        """Note what is still to be noted of the start of a run that ends, on the main rank."""
-        self._note_rest()
-        self._contents.forget_start()
+    def end_record(self) -> None:
+        """Complete the record of this start at the end of a run, on the main rank."""
+        self._complete_record()
+        self._contents.close_record()
 
     def save(self, history: dict[str, Any] | None = None, for_best: bool = False) -> None:
         """Save during a run; a failing disk costs this checkpoint, not the run, unless `save_required`.
@@ -192,7 +192,7 @@ class Checkpointer:
             for_best: Whether a new best is the only reason.
         """
         if self.store is not None:
-            with self._run.ranks.at("save"):
+            with self._trainer.ranks.at("save"):
                 self._save(self.store, history, for_best)
 
     def _save(self, store: Store, history: dict[str, Any] | None, for_best: bool) -> None:
@@ -201,9 +201,10 @@ class Checkpointer:
         lifecycle.begin_save()
         lifecycle.owes_save = lifecycle.owes_evaluation and (lifecycle.owes_save or history is None)
         snapshot = self._snapshot(history)
-        snapshot.payload["for_best"] = for_best and snapshot.step != self._asked_step  # may replace one of this step
+        # a save for the best may follow another one of the same step
+        snapshot.payload["for_best"] = for_best and snapshot.step != self._requested_step
         if not for_best:
-            self._asked_step = snapshot.step
+            self._requested_step = snapshot.step
         lifecycle.saved_at = lifecycle.progress.position
         try:
             if self._writer.is_in_background:
@@ -223,44 +224,44 @@ class Checkpointer:
             CheckpointError: If it cannot be written; earlier checkpoints are untouched.
         """
         if self.store is None:
-            raise ConfigError("There is no place for a checkpoint. Pass `save_dir` to the constructor.")
+            raise ConfigError("A checkpoint needs `save_dir`, which is not given. Pass it to the constructor.")
         self.await_background()
         self._lifecycle.begin_save()
         snapshot = self._snapshot()
         snapshot.payload["for_best"] = False
         path = self._committed(snapshot, self._writer.write(self.store, snapshot))
         if not self._lifecycle.is_running:
-            finish_uploads(self.store, self._run.ranks)
+            finish_uploads(self.store, self._trainer.ranks)
         return path
 
     @property
     def has_unsaved_best(self) -> bool:
         """Whether the latest evaluation is the best so far, and no checkpoint was saved since."""
-        return self._lifecycle.objective.best_step == self._lifecycle.evaluated_step != self._credited_step
+        return self._lifecycle.objective.best_step == self._lifecycle.evaluated_step != self._best_saved_step
 
     @property
-    def owes_best(self) -> bool:
-        """Whether this step has a new best that must be saved and is not yet."""
-        if self.store is None or not self._run.settings.keep_best or not self.has_unsaved_best:
+    def requires_best_save(self) -> bool:
+        """Whether this step has a new best that must be saved and is not saved yet."""
+        if self.store is None or not self._trainer.settings.keep_best or not self.has_unsaved_best:
             return False
         evaluated = self._lifecycle.evaluated_step
-        on_its_way = self._in_flight.snapshot if self._in_flight is not None else None
-        is_saved_soon = on_its_way is not None and on_its_way.best and on_its_way.evaluated_step == evaluated
-        return evaluated == self._lifecycle.progress.step and not is_saved_soon
+        snapshot = self._in_flight.snapshot if self._in_flight is not None else None
+        is_in_flight = snapshot is not None and snapshot.best and snapshot.evaluated_step == evaluated
+        return evaluated == self._lifecycle.progress.step and not is_in_flight
 
     def check_save_dir(self) -> None:
-        """Refuse a fresh start among the checkpoints of another run.
+        """Reject a fresh start in a `save_dir` with checkpoints of another run.
 
         Raises:
             ConfigError: If `save_dir` has checkpoints, and `overwrite` is False.
         """
         if self.store is None:
             return
-        there = self._run.ranks.on_main("a look at `save_dir`", self._list)
-        if there and not self._run.settings.overwrite:
+        checkpoints = self._trainer.ranks.on_main("the check of `save_dir`", self._list)
+        if checkpoints and not self._trainer.settings.overwrite:
             raise ConfigError(
-                f"`save_dir={str(self._run.settings.save_dir)!r}` already holds checkpoints, the newest being "
-                f"{there[-1].name!r}. Pass resume_from='auto' to train() to go on with that run, overwrite=True to "
+                f"`save_dir={str(self._trainer.settings.save_dir)!r}` already holds checkpoints, the newest being "
+                f"{checkpoints[-1].name!r}. Pass resume_from='auto' to train() to continue that run, overwrite=True to "
                 "replace it, or another `save_dir`."
             )
 
@@ -270,71 +271,74 @@ class Checkpointer:
             return self.store.checkpoints()
         except OSError as error:
             raise CheckpointError(
-                f"`save_dir={str(self._run.settings.save_dir)!r}` cannot be read, so that checkpoints of another run "
-                f"there would not be seen: {error}. Fix that, or choose another folder."
+                f"`save_dir={str(self._trainer.settings.save_dir)!r}` cannot be read, so it cannot be checked for "
+                f"checkpoints of another run: {error}. Fix that, or choose another folder."
             ) from error
 
-    def check_optimizers(self, attributes: Mapping[str, Any], resumes: bool) -> None:
-        """Warn about optimizers among a trainer's attributes that no checkpoint holds, and refuse to resume then.
+    def check_optimizers(self, attributes: Mapping[str, Any], is_resuming: bool) -> None:
+        """Warn about optimizers among a trainer's attributes that no checkpoint includes; reject them in a resume.
 
         Args:
             attributes: The attributes of the trainer.
-            resumes: Whether a checkpoint is about to be restored.
+            is_resuming: Whether a checkpoint is about to be restored.
 
         Raises:
-            CheckpointError: If there are such optimizers, and a checkpoint is about to be restored.
+            CheckpointError: If such optimizers exist, and a checkpoint is about to be restored.
         """
-        backend = self._run.backend
-        held = [id(backend.optimizer), *map(id, backend.optimizers.values())]
-        loose = [name for name, one in optimizers_among(attributes).items() if id(one) not in held]
-        if not loose or (self.store is None and not resumes):
+        backend = self._trainer.backend
+        registered = [id(backend.optimizer), *map(id, backend.optimizers.values())]
+        unregistered = [
+            name for name, optimizer in optimizers_among(attributes).items() if id(optimizer) not in registered
+        ]
+        if not unregistered or (self.store is None and not is_resuming):
             return
-        named, remedy = ", ".join(loose), "Put them into `self.optimizers`, a dict by name, which checkpoints hold."
-        if resumes:
+        names = ", ".join(unregistered)
+        remedy = "Put them into `self.optimizers`, a dict by name, which checkpoints include."
+        if is_resuming:
             raise CheckpointError(
-                f"The trainer has optimizers of its own, whose state is in no checkpoint: {named}. A resumed run would "
-                f"start them anew. {remedy}"
+                f"The trainer has optimizers whose state is in no checkpoint: {names}. A resumed run would start them "
+                f"without it. {remedy}"
             )
-        logger.warning("The trainer has optimizers whose state is in no checkpoint: %s. %s", named, remedy)
+        logger.warning("The trainer has optimizers whose state is in no checkpoint: %s. %s", names, remedy)
 
-    def identify(self) -> None:
-        """Compute the fingerprints of data and code for the checkpoints of the run, and note what runs."""
+    def record_start(self) -> None:
+        """Compute the fingerprints of data and code for the checkpoints of the run, and record this start."""
         if self.store is None:
             return
-        self._contents.identify(None if self.resumed is None else self.resumed[0].name)
-        if self._contents.start is not None:
-            self._replaced = "all" if self._run.settings.overwrite and not self.goes_on else None
-            self._note(self.store, self._contents.what_runs(_GIT_S))
-            write_config(self.store.fs, self.store.root / CONFIG_FILE, self._run.config.text())
-            self._is_noted = self._contents.start.is_complete and not self._noting.has_failed
+        self._contents.record_start(None if self.resumed is None else self.resumed[0].name)
+        if self._contents.record is not None:
+            self._record_replaces = "all" if self._trainer.settings.overwrite and not self.is_resuming else None
+            self._write_record(self.store, self._contents.describe_start(_GIT_S))
+            write_config(self.store.fs, self.store.root / CONFIG_FILE, self._trainer.config.text())
+            self._is_record_complete = self._contents.record.is_complete and not self._record_tolerance.has_failed
 
-    def _note_rest(self) -> None:
-        """Note what git has said of the code, where it took longer than the start of the run, and what failed then."""
-        start = self._contents.start
-        if self._is_noted or self.store is None or start is None:
+    def _complete_record(self) -> None:
+        """Add a late answer of git to the record of this start, and write again what failed."""
+        record = self._contents.record
+        if self._is_record_complete or self.store is None or record is None:
             return
-        what = self._contents.what_runs(0)
-        if start.is_complete or self._noting.has_failed:
-            self._note(self.store, what)
-            self._is_noted = start.is_complete and not self._noting.has_failed
+        entry = self._contents.describe_start(0)
+        if record.is_complete or self._record_tolerance.has_failed:
+            self._write_record(self.store, entry)
+            self._is_record_complete = record.is_complete and not self._record_tolerance.has_failed
 
-    def _note(self, store: Store, what: Mapping[str, Any]) -> None:
-        """Write into `run.json` what runs."""
-        with self._noting:
-            append_start(store.fs, store.root / RUN_FILE, what, self._replaced)
-            self._replaced = "last"
+    def _write_record(self, store: Store, entry: Mapping[str, Any]) -> None:
+        """Write the record of this start into `run.json`."""
+        with self._record_tolerance:
+            append_start(store.fs, store.root / RUN_FILE, entry, self._record_replaces)
+            self._record_replaces = "last"
 
     def check_disk(self) -> None:
-        """Check before the first step that everything can be saved, and that the disk has room for it."""
+        """Check before the first step that everything can be saved, and that the disk has enough space."""
         if self.store is None:
             return
         files, _ = self._contents.capture_tensors()
         self._contents.check_states()
-        if not self._run.ranks.is_main:
+        if not self._trainer.ranks.is_main:
             return
         sizes = [tensor.numel() * tensor.element_size() for tensor in files[state_dicts.WEIGHTS].values()]
-        needed = (1 if self._run.settings.save_only_model else 3) * sum(sizes)  # with Adam's two moments
-        with Tolerance("The free space of the disk", "It is not known whether there is room for checkpoints."):
+        needed = (1 if self._trainer.settings.save_only_model else 3) * sum(sizes)  # with Adam's two moments
+        with Tolerance("The free space of the disk", "It is not known whether checkpoints fit."):
             warning = check_free_space(self.store.root, self.store.newest_size() or needed)
             if warning:
                 logger.warning("%s", warning)
@@ -342,11 +346,11 @@ class Checkpointer:
     def _snapshot(self, history: dict[str, Any] | None = None) -> Snapshot:
         """Return the current state, as references to the live tensors."""
         lifecycle = self._lifecycle
-        step, evaluated, credited = lifecycle.progress.step, lifecycle.evaluated_step, self._credited_step
+        step, evaluated, best_saved = lifecycle.progress.step, lifecycle.evaluated_step, self._best_saved_step
         name = f"checkpoint-{step}"
         best = self.has_unsaved_best or (
             # the last step of an epoch is saved again after the epoch ends
-            credited == evaluated >= 0 and _step_of(lifecycle.metrics.get("best_checkpoint")) == step
+            best_saved == evaluated >= 0 and _step_of(lifecycle.metrics.get("best_checkpoint")) == step
         )
         # one checkpoint per evaluation, or the few best would be the same weights under several names
         scored = evaluated, step
@@ -354,22 +358,24 @@ class Checkpointer:
         is_final = history is None and not lifecycle.owes_evaluation  # otherwise a resume may save this step again
         history = history or lifecycle.state_dict()
         if best and is_final:
-            history["metrics"]["best_checkpoint"], credited = name, evaluated
+            history["metrics"]["best_checkpoint"], best_saved = name, evaluated
         files, payload = self._contents.capture(history)
-        self._note_rest()
+        self._complete_record()
         payload |= {
-            "credited_step": credited,
+            "credited_step": best_saved,
             "scored": list(scored if score is not None and is_final else self._scored),
         }
         rows = (
-            self._lines.up_to(history["metrics"]["rows"], lifecycle.metrics) if self._run.ranks.is_main else (b"", "")
+            self._lines.up_to(history["metrics"]["rows"], lifecycle.metrics)
+            if self._trainer.ranks.is_main
+            else (b"", "")
         )
         return Snapshot(files, payload, step, score, best, evaluated, rows)
 
     def _committed(self, snapshot: Snapshot, path: Path) -> Path:
         if snapshot.best:
             self._lifecycle.metrics["best_checkpoint"] = path.name
-            self._credited_step = snapshot.evaluated_step
+            self._best_saved_step = snapshot.evaluated_step
         if self._has_failed:
             logger.warning("%s is complete: saving works again.", path.name)
         self._has_failed = False
@@ -380,31 +386,32 @@ class Checkpointer:
 
     def _report_failed_save(self, error: CheckpointError) -> None:
         self._lifecycle.saved_at = None
-        if self._run.settings.save_required or not is_disk_error(error.__cause__):
+        if self._trainer.settings.save_required or not is_disk_error(error.__cause__):
             raise error
         self._has_failed = True
-        logger.error("%s Training goes on without it (save_required=True would end it).", error)
+        logger.error("%s Training continues without it (save_required=True would end it).", error)
 
     # --- saving in the background
 
     @contextlib.contextmanager
     def background(self) -> Iterator[None]:
-        """Write checkpoints in a thread inside, if `async_save` is set; wait for it at the end."""
-        if self.store is None or not self._run.settings.async_save:
+        """Write checkpoints in a thread, if `async_save` is set; wait for it at the end."""
+        if self.store is None or not self._trainer.settings.async_save:
             yield
             return
         with self._writer.in_background():
             try:
                 yield
             finally:
-                left, self._in_flight = self._in_flight, None  # there is one only after an error
-                if left is not None and (error := left.give_up()) is not None:
+                save, self._in_flight = self._in_flight, None  # not None only after an error
+                if save is not None and (error := save.give_up()) is not None:
                     logger.error("%s", error)
 
     def await_background(self, wait: bool = True) -> None:
-        """Handle a checkpoint that was written in the background; with `wait`, wait for an unfinished one.
+        """Finish a checkpoint that was written in the background.
 
-        Without, what all ranks are done with is followed by what comes next, which takes a few saves of a step.
+        Args:
+            wait: Whether to wait for an unfinished one; else it advances by a phase once all ranks have ended the last.
         """
         path = None
         while self._in_flight is not None and path is None:
@@ -425,12 +432,12 @@ class Checkpointer:
 
     # --- loading
 
-    def find(self, which: str | Path, weights_suffice: bool = False) -> tuple[Path, dict[str, Any]] | None:
-        """Return the folder and omnitrain.json of a verified checkpoint; None if "auto" finds none at all.
+    def find(self, which: str | Path, allow_weights_only: bool = False) -> tuple[Path, dict[str, Any]] | None:
+        """Return the folder and omnitrain.json of a verified checkpoint; None if "auto" finds none.
 
         Args:
             which: A path, "last", "best" or "auto".
-            weights_suffice: Whether to accept a checkpoint saved with `save_only_model`.
+            allow_weights_only: Whether to accept a checkpoint saved with `save_only_model`.
 
         Raises:
             ConfigError: If the search needs a `save_dir`, and none was given.
@@ -438,32 +445,30 @@ class Checkpointer:
         """
         if self.store is None and str(which) in ("auto", "last", "best"):
             raise ConfigError(
-                f"`resume_from={str(which)!r}` looks into `save_dir`, which is not given. Pass it, or a path."
+                f"`resume_from={str(which)!r}` searches `save_dir`, which is not given. Pass it, or a path."
             )
         if which not in ("auto", "last", "best"):
             if which is True:
-                raise ConfigError(
-                    "`resume_from=True`: pass 'auto' (a fresh start where there is no checkpoint) or 'last'."
-                )
+                raise ConfigError("`resume_from=True`: pass 'auto' (a fresh start if no checkpoint exists) or 'last'.")
             which = which if is_address(which) else local_path(which, "resume_from")
-        store, ranks = self.store, self._run.ranks
+        store, ranks = self.store, self._trainer.ranks
 
         def accept(folder: Path, content: dict[str, Any]) -> None:
             self._contents.check(folder, content)
             content["metrics"] = read_history(folder, content)
 
         with ranks.at("load"):
-            found = hashed_by_all(ranks, lambda check: resolved(store, which, accept, check))
-        if not weights_suffice and found is not None and found[1].get("only_model"):
+            checkpoint = hashed_by_all(ranks, lambda check: resolved(store, which, accept, check))
+        if not allow_weights_only and checkpoint is not None and checkpoint[1].get("only_model"):
             raise CheckpointError(
-                f"{str(found[0])!r} was saved with save_only_model=True: it holds weights, and nothing else that a run "
-                f"could continue from. Load its {state_dicts.WEIGHTS!r} into the model (safetensors.torch.load_model) "
-                "and start in another `save_dir`, or name a checkpoint that was saved in full."
+                f"{str(checkpoint[0])!r} was saved with save_only_model=True: no run can continue from weights only. "
+                f"Load its {state_dicts.WEIGHTS!r} into the model (safetensors.torch.load_model) "
+                "and start in another `save_dir`, or pass a full checkpoint."
             )
-        return found
+        return checkpoint
 
     def resume(self, folder: Path, content: Mapping[str, Any], allow_change: Collection[str]) -> None:
-        """Restore a checkpoint for a run that resumes from it; its random numbers are restored separately.
+        """Restore a checkpoint for a resumed run; its random numbers are restored separately.
 
         Args:
             folder: The folder of the checkpoint.
@@ -473,44 +478,46 @@ class Checkpointer:
         Raises:
             CheckpointError: If a setting, the data or a function differs, or it is from another model or optimizer.
         """
-        settings = self._run.resolved_config()
+        settings = self._trainer.resolved_config()
         changed = changed_settings(content["settings"], settings)
-        refused = {name: pair for name, pair in changed.items() if name not in allow_change}
-        others = [
-            one for one in self._contents.differences(content)
-            if one.name not in allow_change and one.name not in changed
+        rejected = {name: pair for name, pair in changed.items() if name not in allow_change}
+        differences = [
+            difference for difference in self._contents.differences(content)
+            if difference.name not in allow_change and difference.name not in changed
         ]  # fmt: skip
-        if refused or others:
-            told = [f"{name}: {old!r} -> {new!r}" for name, (old, new) in refused.items()]
-            listed = "; ".join([*told, *(f"{one.name}: {one.words}" for one in others)])
-            kinds = ["settings"] * bool(refused) + sorted({one.kind for one in others}, reverse=True)
-            kept = ""
-            if "global_batch_size" in refused:
-                kept = f"global_batch_size={refused['global_batch_size'][0]} keeps it on any number of processes. "
+        if rejected or differences:
+            descriptions = [f"{name}: {old!r} -> {new!r}" for name, (old, new) in rejected.items()]
+            descriptions += [f"{difference.name}: {difference.text}" for difference in differences]
+            changes = "; ".join(descriptions)
+            kinds = sorted({difference.kind for difference in differences}, reverse=True)
+            kinds = [*(["settings"] if rejected else []), *kinds]
+            hint = ""
+            if "global_batch_size" in rejected:
+                hint = f"global_batch_size={rejected['global_batch_size'][0]} keeps it on any number of processes. "
             raise CheckpointError(
-                f"{str(folder)!r} was saved under other {' and '.join(kinds)}, which would change the run: {listed}. "
-                f"{kept}Set them back, or allow them by name: train(resume_from=..., "
-                f"allow_change={ {*refused, *(one.name for one in others)}!r})."
+                f"{str(folder)!r} was saved under other {' and '.join(kinds)}, which would change the run: {changes}. "
+                f"{hint}Set them back, or allow them by name: train(resume_from=..., "
+                f"allow_change={ {*rejected, *(difference.name for difference in differences)}!r})."
             )
         self.restore(folder, content, {*changed, *({FROZEN} & set(allow_change))})
         self.resumed = folder, content
         self._lifecycle.loaded(folder)
-        if self._run.settings.init_from is not None:
-            logger.info("The weights are those of the checkpoint, and no longer those of `init_from`.")
+        if self._trainer.settings.init_from is not None:
+            logger.info("The weights of the checkpoint replace those of `init_from`.")
         before, after = changed_options(content["settings"], settings, "callback_options")
         if before:
-            logger.info("Callbacks have other options than in the checkpoint: %s -> %s.", before, after)
+            logger.info("Options of callbacks differ from the checkpoint: %s -> %s.", before, after)
         logger.info("Resumed from %s at step %d.", folder.name, self._lifecycle.progress.step)
 
     def restore(self, folder: Path, content: Mapping[str, Any], changed: Collection[str] = ()) -> None:
         """Restore a checkpoint, except for its random numbers."""
-        with self._run.ranks.at("load"):
+        with self._trainer.ranks.at("load"):
             self._contents.restore(folder, content, changed)
-        self._run.backend.mark_weights_loaded(content.get("frozen") or {})
+        self._trainer.backend.mark_weights_loaded(content.get("frozen") or {})
         self.weights_from = None
         resets_best = not {"optimization_metric", "optimization_direction"}.isdisjoint(changed)
-        self._credited_step = -1 if resets_best else content["credited_step"]
-        self._asked_step = -1 if content.get("for_best") else content["step"]
+        self._best_saved_step = -1 if resets_best else content["credited_step"]
+        self._requested_step = -1 if content.get("for_best") else content["step"]
         # missing in the first checkpoints of format 1: each of them has the score of the evaluation before it
         evaluated, step = content.get("scored") or (content["evaluated_step"], content["step"])
         self._scored = evaluated, step
@@ -520,134 +527,134 @@ class Checkpointer:
         self._contents.restore_random_numbers(folder, content)
 
     @property
-    def goes_on(self) -> bool:
-        """Whether the run goes on from a checkpoint, or from one that has ended in this process."""
-        return self.resumed is not None or self.continued is not None
+    def is_resuming(self) -> bool:
+        """Whether the run resumes from a checkpoint, or continues a run that has ended in this process."""
+        return self.resumed is not None or self.continued_state is not None
 
-    def recall_random_numbers(self) -> None:
-        """Restore the random number generators of the run that goes on."""
-        if self.continued is not None:
-            tensors, rest = self.continued["rng"]
-            state_dicts.restore_rng_tensors(tensors, rest, self._run.device)
+    def resume_random_numbers(self) -> None:
+        """Restore the random number generators of the resumed or continued run."""
+        if self.continued_state is not None:
+            tensors, rest = self.continued_state["rng"]
+            state_dicts.restore_rng_tensors(tensors, rest, self._trainer.device)
         elif self.resumed is not None:
             self.restore_random_numbers(*self.resumed)
 
-    # --- going on in this process
+    # --- continuing a finished run in this process
 
-    def note_end(self) -> None:
-        """Note what is lost when the run is closed, and what a longer run would have; before the last evaluation."""
-        run = self._run
-        self.ended = Ended((run.backend.model, run.backend.optimizer, run.lr_scheduler), [])
-        self.ended.groups = group_options(run.backend.groups)
+    def record_end(self) -> None:
+        """Capture the state that a longer run needs, before the closing evaluation changes it."""
+        trainer = self._trainer
+        self.finished_run = FinishedRun((trainer.backend.model, trainer.backend.optimizer, trainer.lr_scheduler), [])
+        self.finished_run.groups = group_options(trainer.backend.groups)
         if self.store is not None:
             return
         try:
-            self.ended.rest = self._contents.capture_live_state()
-        except Exception as error:  # not raised: the run has ended well, and may be all that is wanted
-            logger.debug("The run cannot go on.", exc_info=True)
-            self.ended = f"what it was at its end could not be kept ({type(error).__name__}: {error})"
+            self.finished_run.live_state = self._contents.capture_live_state()
+        except Exception as error:  # not raised: the run has ended well, and may never be continued
+            logger.debug("The run cannot be continued.", exc_info=True)
+            self.finished_run = f"its final state could not be captured ({type(error).__name__}: {error})"
 
-    def note_last_save(self) -> None:
-        """Note the checkpoint of the last step, from which the run can go on."""
-        if self.store is None or isinstance(self.ended, str):
+    def record_last_save(self) -> None:
+        """Record the checkpoint of the last step, from which the run can continue."""
+        if self.store is None or isinstance(self.finished_run, str):
             return
-        lifecycle, settings = self._lifecycle, self._run.settings
+        lifecycle, settings = self._lifecycle, self._trainer.settings
         if settings.save_only_model:
-            self.ended = "save_only_model=True keeps weights alone, from which no run goes on"
+            self.finished_run = "save_only_model=True keeps only weights, from which no run can continue"
         elif lifecycle.saved_at != lifecycle.progress.position:
-            self.ended = "its last checkpoint could not be saved"
+            self.finished_run = "its last checkpoint could not be saved"
         else:
-            self.ended.folder = lifecycle.saved_path
+            self.finished_run.folder = lifecycle.saved_path
 
-    def _keep_last(self) -> None:
-        """Keep the weights in training on the host, which the model is about to lose, if no checkpoint has them."""
-        if self.store is None and isinstance(self.ended, Ended):
-            backend = self._run.backend
-            backend.snapshot_weights(self.ended.weights, backend.model_tensors())
-            self.ended.extra = state_dicts.extra_state(backend.model)
+    def _snapshot_final_weights(self) -> None:
+        """Copy the weights in training to the host before others replace them, if no checkpoint has them."""
+        if self.store is None and isinstance(self.finished_run, FinishedRun):
+            backend = self._trainer.backend
+            backend.snapshot_weights(self.finished_run.weights, backend.model_tensors())
+            self.finished_run.extra = state_dicts.extra_state(backend.model)
 
-    def required_end(self) -> Ended:
-        """Return the end of the run from which a longer one is to go on.
+    def require_finished_run(self) -> FinishedRun:
+        """Return the finished run that a longer one continues.
 
         Raises:
-            ConfigError: If there is none, or something was assigned since that begins another run.
+            ConfigError: If there is none, or its model, optimizer or schedule was replaced since.
         """
-        ended, run = self.ended, self._run
-        if isinstance(ended, str):
+        finished_run, trainer = self.finished_run, self._trainer
+        if isinstance(finished_run, str):
             raise ConfigError(
-                f"`more` goes on with a run that this trainer has ended, and it cannot: {ended}. Call train() "
+                f"`more` continues a run that this trainer has ended, and it cannot: {finished_run}. Call train() "
                 "first, or train(resume_from=...) on a trainer with a larger `epochs`, `max_steps` or `max_duration`."
             )
-        names, present = (
-            ("model", "optimizer", "lr_scheduler"),
-            (run.backend.model, run.backend.optimizer, run.lr_scheduler),
-        )
-        other = [name for name, one, now in zip(names, ended.parts, present, strict=True) if one is not now]
-        if other:
+        names = ("model", "optimizer", "lr_scheduler")
+        present = (trainer.backend.model, trainer.backend.optimizer, trainer.lr_scheduler)
+        assigned = [
+            name
+            for name, former, current in zip(names, finished_run.parts, present, strict=True)
+            if former is not current
+        ]
+        if assigned:
             raise ConfigError(
-                f"`more` goes on with the run that has ended, and `trainer.{other[0]}` was assigned since. Call "
+                f"`more` continues the run that has ended, and `trainer.{assigned[0]}` was assigned since. Call "
                 "train() for a new run with it."
             )
-        return ended
+        return finished_run
 
-    def go_on(self, ended: Ended, former: Checkpointer, changed: list[dict[str, Any]]) -> None:
-        """Go on from the end of a run in this process.
+    def continue_run(self, finished_run: FinishedRun, previous: Checkpointer, changed: list[dict[str, Any]]) -> None:
+        """Continue a run that has ended in this process.
 
         Args:
-            ended: The end of the run.
-            former: The checkpointer of that run.
-            changed: What was changed since in the groups of the optimizer.
+            finished_run: The run.
+            previous: Its checkpointer.
+            changed: Options of the optimizer's groups that were changed since.
         """
-        backend = self._run.backend
-        if ended.rest is not None:
-            self.continued, self.resumed = ended.rest, former.resumed
-            self._contents.restore_live_state(ended.rest)
-            self._best, self._best_extra, self._best_progress = former._best, former._best_extra, former._best_progress
-            if ended.weights:
+        backend = self._trainer.backend
+        if finished_run.live_state is not None:
+            self.continued_state, self.resumed = finished_run.live_state, previous.resumed
+            self._contents.restore_live_state(finished_run.live_state)
+            self._best, self._best_extra = previous._best, previous._best_extra
+            self._best_progress = previous._best_progress
+            if finished_run.weights:
                 if self._best_progress is not None and not self._best:  # the model has them
                     backend.snapshot_weights(self._best, backend.model_tensors())
                     self._best_extra = state_dicts.extra_state(backend.model)
-                backend.restore_snapshot(ended.weights, ended.extra)
+                backend.restore_snapshot(finished_run.weights, finished_run.extra)
         for group, options in zip(backend.groups, changed, strict=True):
             group |= options
 
     @property
     def loads_best(self) -> bool:
         """Whether the model gets the best weights at the end of the run."""
-        wanted = self._run.settings.load_best_at_end
-        return self._lifecycle.evaluates and wanted is not False
+        choice = self._trainer.settings.load_best_at_end
+        return self._lifecycle.evaluates and choice is not False
 
     def keep_best(self) -> None:
-        """Keep the weights of the best evaluation so far on the host, if there is no folder for checkpoints."""
+        """Copy the weights of the best evaluation to the host, if the run has no `save_dir`."""
         if self.store is None and self.loads_best and self._lifecycle.is_closing:
             self._closing_progress = Progress.from_state(self._lifecycle.progress.state_dict())
         elif self.store is None and self.loads_best:
-            self._run.backend.snapshot_weights(self._best, self.shown.model_tensors())
-            self._best_extra = state_dicts.extra_state(self._run.backend.model)
+            self._trainer.backend.snapshot_weights(self._best, self.eval_weights.model_tensors())
+            self._best_extra = state_dicts.extra_state(self._trainer.backend.model)
             self._best_progress = Progress.from_state(self._lifecycle.progress.state_dict())
 
     def load_best(self) -> None:
-        """Load the best weights into the model, if there are any; nothing else changes.
-
-        They are on the host, or in the checkpoint that was saved as the best.
-        """
-        lifecycle, ranks = self._lifecycle, self._run.ranks
-        if self._closing_progress is not None:  # the model has them, or what it is evaluated with
-            self._put_shown_in_place()
+        """Load the best weights into the model, from the host or from the checkpoint saved as the best."""
+        lifecycle, ranks = self._lifecycle, self._trainer.ranks
+        if self._closing_progress is not None:  # the model has them, except for `eval_weights`
+            self._load_eval_weights()
             self.weights_from = self._closing_progress
         elif self._best_progress is not None:
-            self._keep_last()
-            self._run.backend.restore_snapshot(self._best, self._best_extra)
-            self._mark_in_place()
+            self._snapshot_final_weights()
+            self._trainer.backend.restore_snapshot(self._best, self._best_extra)
+            self._set_loaded()
             self.weights_from, self._best = self._best_progress, {}
         if self.weights_from is not None:
             logger.info("The model has the best weights now, those of step %d.", self.weights_from.step)
             return
         name = lifecycle.metrics.get("best_checkpoint")
         if name is None:
-            self.tell_last("no weights of a better evaluation were kept")
+            self.log_final_weights("no weights of a better evaluation were kept")
             return
-        if lifecycle.objective.best_step != self._credited_step:
+        if lifecycle.objective.best_step != self._best_saved_step:
             logger.warning(
                 "The best evaluation, that of step %s, has no checkpoint: %r is the best of those that have one. "
                 "`keep_best=1` saves each new best.", lifecycle.objective.best_step, name,
@@ -656,60 +663,62 @@ class Checkpointer:
         # the folder from which the run resumed may be another than `save_dir`
         roots = [] if self.store is None else [self.store.root]
         roots += [] if self.resumed is None else [self.resumed[0].parent]
-        places = [*(root / name for root in roots), *(root / "best" for root in roots)]
+        candidates = [*(root / name for root in roots), *(root / "best" for root in roots)]
 
-        def look() -> Path | None:
+        def find_candidate() -> Path | None:
             if self.store is not None and not any(os.path.lexists(root / name) for root in roots):
                 self.store.bring(name)
-            return next((one for one in places if os.path.lexists(one)), None)
+            return next((path for path in candidates if os.path.lexists(path)), None)
 
-        found = ranks.on_main("a look for the best", look)
-        if found is None:
+        candidate = ranks.on_main("the search for the best checkpoint", find_candidate)
+        if candidate is None:
             logger.warning("The best checkpoint, %r, is gone: the model keeps the weights of the last step.", name)
             return
         try:
-            place = self.find(found, weights_suffice=True)
-            if place is None:
+            checkpoint = self.find(candidate, allow_weights_only=True)
+            if checkpoint is None:
                 return
-            folder, content = place
+            folder, content = checkpoint
             with ranks.at("load"):
                 self._contents.restore_weights(folder, content)
         except (CheckpointError, OSError) as error:  # not raised: the run itself has ended well
             logger.warning("The best weights cannot be loaded: %s The model keeps those of the last step.", error)
             return
-        self._mark_in_place()
+        self._set_loaded()
         self.weights_from = Progress.from_state(content["progress"])
         logger.info("The model has the best weights now, those of %s.", folder.name)
 
-    def put_shown_in_place(self) -> None:
-        """Have the model end with the weights that were evaluated last, unless it has those of a better evaluation."""
-        if not self.shown.are_in_place and self._put_shown_in_place():
+    def load_eval_weights(self) -> None:
+        """Load the weights for evaluations at the end of a run, unless the model has those of a better one."""
+        if not self.eval_weights.are_loaded and self._load_eval_weights():
             logger.info("The model has the averaged weights now, those of step %d.", self._lifecycle.progress.step)
 
-    def _put_shown_in_place(self) -> bool:
-        if self.shown.are_others:
-            self._keep_last()
-        are_others = self.shown.put_in_place()
-        self._mark_in_place()
+    def _load_eval_weights(self) -> bool:
+        if self.eval_weights.are_different:
+            self._snapshot_final_weights()
+        are_others = self.eval_weights.load()
+        self._set_loaded()
         return are_others
 
-    def _mark_in_place(self) -> None:
-        self.shown.mark_in_place()
-        if isinstance(self.ended, Ended):
-            self.ended.groups = group_options(self._run.backend.groups)  # the mode of an optimizer may be in them
+    def _set_loaded(self) -> None:
+        self.eval_weights.set_loaded()
+        if isinstance(self.finished_run, FinishedRun):
+            self.finished_run.groups = group_options(
+                self._trainer.backend.groups
+            )  # the mode of an optimizer may be in them
 
-    def tell_last(self, reason: str) -> None:
+    def log_final_weights(self, reason: str) -> None:
         """Log that the model ends with its last weights although there were evaluations."""
         step = self._lifecycle.progress.step
         logger.info("The model keeps its last weights, those of step %d: %s.", step, reason)
 
 
 def check_allowed(names: Collection[str]) -> None:
-    """Raise ConfigError for a name in `allow_change` that does not determine the numbers of a run."""
+    """Raise ConfigError for a name in `allow_change` that is no deciding setting."""
     known = (*DECIDING, *IDENTITIES, FROZEN)
     unknown = sorted(set(names) - set(known))
     if unknown:
-        raise ConfigError(f"`allow_change` knows no setting {unknown[0]!r}, only {', '.join(known)}.")
+        raise ConfigError(f"`allow_change` has no setting {unknown[0]!r}, only {', '.join(known)}.")
 
 
 def _step_of(name: str | None) -> int:

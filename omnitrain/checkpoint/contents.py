@@ -27,12 +27,12 @@ from omnitrain import __version__
 from omnitrain.arguments import Settings
 from omnitrain.backends.backend import Backend
 from omnitrain.checkpoint import state_dicts
-from omnitrain.checkpoint.eval_weights import ShownWeights
+from omnitrain.checkpoint.eval_weights import EvalWeights
 from omnitrain.checkpoint.fingerprints import Difference, Identity, content_of
-from omnitrain.checkpoint.frozen_weights import FROZEN, Frozen
+from omnitrain.checkpoint.frozen_weights import FROZEN, FrozenWeights
 from omnitrain.checkpoint.manifest_schema import validate
 from omnitrain.checkpoint.param_group_changes import check_schedule, has_other_groups, regrouped
-from omnitrain.checkpoint.run_record import Start, device_of, host
+from omnitrain.checkpoint.run_record import StartRecord, device_of, host
 from omnitrain.checkpoint.safetensors_header import read_header
 from omnitrain.checkpoint.setting_changes import GROUPING, InitialOptions, changed_settings
 from omnitrain.checkpoint.sharded_files import files_of, part_of
@@ -78,7 +78,7 @@ def optimizer_file(name: str) -> str:
     return f"optimizer/{name}.safetensors"
 
 
-class Run(Protocol):
+class CheckpointedTrainer(Protocol):
     """The part of a trainer that a checkpoint uses."""
 
     config: TrainerConfig
@@ -107,7 +107,7 @@ class Stateful(Protocol):
         ...
 
 
-class Lifecycle(Protocol):
+class CheckpointedLifecycle(Protocol):
     """The part of a run's lifecycle that a checkpoint uses."""
 
     progress: Progress
@@ -202,60 +202,61 @@ class Contents:
         eval_weights: The weights for evaluations.
 
     Attributes:
-        start: The record of this start since the latest `identify`; only on the main rank.
+        start: The record of this start since the latest `record_start`; only on the main rank.
     """
 
     def __init__(
         self,
-        run: Run,
-        lifecycle: Lifecycle,
+        trainer: CheckpointedTrainer,
+        lifecycle: CheckpointedLifecycle,
         step: Stateful,
         sets: Sets,
         initial: InitialOptions,
-        shown: ShownWeights,
+        eval_weights: EvalWeights,
     ) -> None:
-        self._run = run
+        self._trainer = trainer
         self._lifecycle = lifecycle
         self._step = step
         self._sets = sets
         self._initial = initial
-        self._shown = shown
+        self._eval_weights = eval_weights
         self._identity: dict[str, Any] | None = None
-        self.start: Start | None = None
+        self.record: StartRecord | None = None
         self._catalogued: tuple[tuple[str, str], dict[str, Catalogue]] = ("", ""), {}
         """The tensors in the files of the checkpoint that was opened last."""
-        self._frozen = Frozen(run)
+        self._frozen = FrozenWeights(trainer)
 
-    def identify(self, resumed: str | None = None) -> None:
+    def record_start(self, resumed: str | None = None) -> None:
         """Compute the fingerprints of data and code for the checkpoints of the run, and the record of this start.
 
         Args:
             resumed: The checkpoint from which the run was resumed.
         """
-        ranks, device = self._run.ranks, self._run.device
+        ranks, device = self._trainer.ranks, self._trainer.device
         gathered = ranks.gather_on_main("the hosts of a run", [(host(), device_of(device))])
         if ranks.is_main:
-            places = [place for (place,) in gathered]
-            self.forget_start()
-            self.start = Start(device, places, {"step": self._lifecycle.progress.step, "resumed_from": resumed})
-        take = Identity(self._run.settings, self._sets, self._run.backend.model).to_dict
-        with ranks.at("data"), untouched(data_parts(self._run.settings)):
-            self._identity = ranks.on_main("the fingerprints of data and code", take)
+            processes = [process for (process,) in gathered]
+            self.close_record()
+            position = {"step": self._lifecycle.progress.step, "resumed_from": resumed}
+            self.record = StartRecord(device, processes, position)
+        compute = Identity(self._trainer.settings, self._sets, self._trainer.backend.model).to_dict
+        with ranks.at("data"), untouched(data_parts(self._trainer.settings)):
+            self._identity = ranks.on_main("the fingerprints of data and code", compute)
 
-    def forget_start(self) -> None:
+    def close_record(self) -> None:
         """End the git process of the record of this start."""
-        if self.start is not None:
-            self.start.close()
+        if self.record is not None:
+            self.record.close()
 
-    def what_runs(self, seconds: float) -> dict[str, Any]:
+    def describe_start(self, seconds: float) -> dict[str, Any]:
         """Return the record of this start, with settings and digests of data and code; on the main rank.
 
         Args:
             seconds: How long to wait for git.
         """
-        assert self.start is not None and self._identity is not None
+        assert self.record is not None and self._identity is not None
         # without the folder of the run, which can be moved
-        settings = {key: value for key, value in self._run.resolved_config().items() if key != "save_dir"}
+        settings = {key: value for key, value in self._trainer.resolved_config().items() if key != "save_dir"}
         data = {
             name: {
                 key: None if fingerprint is None else {"size": fingerprint["size"], "digest": content_of(fingerprint)}
@@ -264,16 +265,16 @@ class Contents:
             for name, sets in self._identity["data"].items()
         }
         about = {"data": data, "code": self._identity["code"], "settings": settings}
-        return {**self.start.to_dict(seconds), **mask_secrets(about)}
+        return {**self.record.to_dict(seconds), **mask_secrets(about)}
 
     def differences(self, content: Mapping[str, Any]) -> list[Difference]:
         """Return the differences of data and code from a checkpoint's; empty if it has no fingerprints."""
         saved = content.get("identity")
         if saved is None:
             return []
-        identity = Identity(self._run.settings, self._sets, self._run.backend.model)
-        with self._run.ranks.at("data"), untouched(data_parts(self._run.settings)):
-            return self._run.ranks.on_main("the check of data and code", lambda: identity.differences(saved))
+        identity = Identity(self._trainer.settings, self._sets, self._trainer.backend.model)
+        with self._trainer.ranks.at("data"), untouched(data_parts(self._trainer.settings)):
+            return self._trainer.ranks.on_main("the check of data and code", lambda: identity.differences(saved))
 
     def capture(self, history: dict[str, Any] | None = None) -> tuple[Files, dict[str, Any]]:
         """Return the state of the run: references to its live tensors by file and name, and the rest as JSON types.
@@ -283,10 +284,10 @@ class Contents:
         """
         files, payload = self.capture_tensors()
         if self._identity is None:  # outside of train()
-            self.identify()
-            if self.start is not None:
-                self.start.to_dict(_GIT_S)
-                self.forget_start()
+            self.record_start()
+            if self.record is not None:
+                self.record.to_dict(_GIT_S)
+                self.close_record()
         history = history or self._lifecycle.state_dict()
         tensors, states = self.capture_states(history["callbacks"])
         if not payload["only_model"]:
@@ -296,10 +297,10 @@ class Contents:
         payload |= self._capture_history(history) | states
         payload |= {
             # the folder is not a setting of the run: it can be moved
-            "settings": {key: value for key, value in self._run.resolved_config().items() if key != "save_dir"},
+            "settings": {key: value for key, value in self._trainer.resolved_config().items() if key != "save_dir"},
             "identity": self._identity,
-            "record": None if self.start is None else self.start.to_dict(),
-            "world_size": self._run.ranks.world_size,
+            "record": None if self.record is None else self.record.to_dict(),
+            "world_size": self._trainer.ranks.world_size,
             "versions": _versions(),
             "saved_at": datetime.now(UTC).isoformat(timespec="seconds"),
         }
@@ -307,24 +308,24 @@ class Contents:
 
     def capture_live_state(self) -> dict[str, Any]:
         """Return the state that live objects lose when a run ends, for continuing the run in this process."""
-        run, lifecycle, loader = self._run, self._lifecycle, self._sets.train
-        read = getattr(loader, "loader", getattr(loader, "dataset", None))
-        if lifecycle.progress.samples_in_epoch and not isinstance(loader, MapLoader) and has_state(read):
+        trainer, lifecycle, loader = self._trainer, self._lifecycle, self._sets.train
+        source = getattr(loader, "loader", getattr(loader, "dataset", None))
+        if lifecycle.progress.samples_in_epoch and not isinstance(loader, MapLoader) and has_state(source):
             raise CheckpointError("the position of data with a `state_dict()` inside an epoch needs a `save_dir`")
         loop = self._capture_history(lifecycle.state_dict())  # collective
         return {
             **loop,
             "callbacks": copy.deepcopy(loop["callbacks"]),
             "metrics": lifecycle.metrics.to_dict(),
-            "settings": run.resolved_config(),
-            "scheduler": None if run.lr_scheduler is None else copy.deepcopy(run.lr_scheduler.state_dict()),
-            "groups": group_options(run.backend.groups),
-            "rng": state_dicts.rng_tensors(run.device),
+            "settings": trainer.resolved_config(),
+            "scheduler": None if trainer.lr_scheduler is None else copy.deepcopy(trainer.lr_scheduler.state_dict()),
+            "groups": group_options(trainer.backend.groups),
+            "rng": state_dicts.rng_tensors(trainer.device),
         }
 
     def restore_live_state(self, state: Mapping[str, Any]) -> None:
         """Restore the state from `capture_live_state`; weights, optimizer state and algorithms are live."""
-        scheduler, groups = self._run.lr_scheduler, self._run.backend.groups
+        scheduler, groups = self._trainer.lr_scheduler, self._trainer.backend.groups
         fresh = self._fresh_schedule()
         with contextlib.ExitStack() as undo:
             self._lifecycle.load_callbacks(state["callbacks"], undo)
@@ -338,7 +339,7 @@ class Contents:
 
     def capture_tensors(self) -> tuple[Files, dict[str, Any]]:
         """Return weights, optimizer, schedule, scaler, random numbers and data."""
-        only_model = self._run.settings.save_only_model
+        only_model = self._trainer.settings.save_only_model
         files, payload = self._capture_weights()
         payload["only_model"] = only_model
         if only_model:
@@ -376,10 +377,10 @@ class Contents:
             [content["callbacks"], content["algorithms"], content.get("stream"), parts], states, where
         )
         for tensors, rest in self._generators(folder, content):
-            state_dicts.check_rng_tensors(tensors, rest, self._run.device, where)
+            state_dicts.check_rng_tensors(tensors, rest, self._trainer.device, where)
         self._check_stream(content, where)
-        backend = self._run.backend
-        if "optimizer" in changed_settings(content["settings"], self._run.resolved_config()):
+        backend = self._trainer.backend
+        if "optimizer" in changed_settings(content["settings"], self._trainer.resolved_config()):
             return
         try:
             backend.check_weights(weights, where, _excluded_weights(content))
@@ -398,7 +399,7 @@ class Contents:
     def _check_stream(self, content: Mapping[str, Any], where: str) -> None:
         """Reject the position of a stream if a dataset of the same kind cannot be restored to it."""
         loader, mark = self._sets.train, content.get("stream")
-        saved, current = content["settings"], self._run.resolved_config()
+        saved, current = content["settings"], self._trainer.resolved_config()
         if (
             mark is not None
             and isinstance(loader, StreamLoader)
@@ -417,20 +418,20 @@ class Contents:
         Raises:
             CheckpointError: If the checkpoint is damaged, or from another model or optimizer.
         """
-        scheduler = self._run.lr_scheduler
+        scheduler = self._trainer.lr_scheduler
         is_composed = "lr_scheduler_options" in changed and hasattr(scheduler, "_schedulers")
         if (content["scheduler"] is None) != (scheduler is None) or is_composed:
             changed = {*changed, "lr_scheduler"} - {"lr_scheduler_options"}  # a warm-up without decay is a schedule too
-        if "optimizer" not in changed and has_other_groups(changed, content["optimizer"], self._run.backend.groups):
-            is_counted = isinstance(scheduler, LambdaLR) and not callable(self._run.settings.lr_scheduler)
+        if "optimizer" not in changed and has_other_groups(changed, content["optimizer"], self._trainer.backend.groups):
+            is_counted = isinstance(scheduler, LambdaLR) and not callable(self._trainer.settings.lr_scheduler)
             check_schedule(scheduler is None or is_counted, repr(str(folder)))
             changed = {*changed, "lr_scheduler"}  # its state has rates for the old groups
-        self._run.ranks.on_main("the check of a checkpoint", lambda: self._check_fit(folder, content, changed))
-        self._frozen.left_out()  # of the user's model, before a full checkpoint loads other frozen weights
+        self._trainer.ranks.on_main("the check of a checkpoint", lambda: self._check_fit(folder, content, changed))
+        self._frozen.excluded()  # of the user's model, before a full checkpoint loads other frozen weights
         if FROZEN not in changed:
             self._frozen.check(_excluded_weights(content), repr(str(folder)))
         has_states = bool(files_of(folder, content["files"], part_of(STATES)))
-        states = self._tensors_of(folder, content, STATES, self._run.ranks) if has_states else {}
+        states = self._tensors_of(folder, content, STATES, self._trainer.ranks) if has_states else {}
         fresh = self._fresh_schedule()
         with contextlib.ExitStack() as undo:
             # first the states that only the objects' own code can check
@@ -450,45 +451,45 @@ class Contents:
 
     def _check_fit(self, folder: Path, content: Mapping[str, Any], changed: Collection[str]) -> None:
         """Reject a checkpoint that does not fit this run."""
-        where, run = repr(str(folder)), self._run
+        where, trainer = repr(str(folder)), self._trainer
         weights = self._tensors_of(folder, content, state_dicts.WEIGHTS)
-        run.backend.check_weights(weights, where, _excluded_weights(content))
+        trainer.backend.check_weights(weights, where, _excluded_weights(content))
         if files_of(folder, content["files"], part_of(TRAINED)):
             trained = self._tensors_of(folder, content, TRAINED)
-            run.backend.check_weights(
+            trainer.backend.check_weights(
                 trained, repr(str(folder / TRAINED)), _remaining_weights(weights, trained, content)
             )
         if "optimizer" not in changed:
             self._check_names(folder, content)
-            run.backend.check_optimizer(*self._saved_optimizer(folder, content, changed, Ranks()), where)
+            trainer.backend.check_optimizer(*self._saved_optimizer(folder, content, changed, Ranks()), where)
             for name, saved in _other_optimizers(content).items():
                 self._check_other(folder, content, name, saved)
-        if run.lr_scheduler is not None and "lr_scheduler" not in changed:
-            saved, present = state_dicts.from_json(content["scheduler"]), run.lr_scheduler.state_dict()
-            clobbered = sorted(key for key in saved.keys() - present.keys() if hasattr(run.lr_scheduler, str(key)))
+        if trainer.lr_scheduler is not None and "lr_scheduler" not in changed:
+            saved, present = state_dicts.from_json(content["scheduler"]), trainer.lr_scheduler.state_dict()
+            clobbered = sorted(key for key in saved.keys() - present.keys() if hasattr(trainer.lr_scheduler, str(key)))
             if clobbered:
                 raise CheckpointError(
                     f"{where} is damaged: the schedule's state has {clobbered[0]!r}, which is not a state."
                 )
             if (
-                type(run.lr_scheduler).__module__.startswith(("torch.", "omnitrain."))
+                type(trainer.lr_scheduler).__module__.startswith(("torch.", "omnitrain."))
                 and "lr_scheduler_options" not in changed
             ):
                 absent = sorted(key for key in present.keys() - saved.keys() if isinstance(present[key], list))
                 if absent:
                     raise CheckpointError(f"{where} is damaged: the schedule's state lacks {absent[0]!r}.")
                 state_dicts.check_like(saved, present, "the schedule's state", where)
-        scaler = run.backend.scaler
+        scaler = trainer.backend.scaler
         if scaler.is_enabled() and content["scaler"]:
             present = scaler.state_dict()
             saved = state_dicts.from_json(content["scaler"])
             state_dicts.check_like(saved, present, "the loss scaler's state", where)
             if missing := sorted(present.keys() - saved.keys() - {"deepspeed"}):
                 raise CheckpointError(f"{where} is damaged: the loss scaler's state lacks {missing[0]!r}.")
-        if "algorithms" not in changed and len(content["algorithms"]) != len(run.algorithms):
+        if "algorithms" not in changed and len(content["algorithms"]) != len(trainer.algorithms):
             raise CheckpointError(
                 f"{where} has the states of {len(content['algorithms'])} algorithms, and this run has "
-                f"{len(run.algorithms)}. Pass the algorithms of that run."
+                f"{len(trainer.algorithms)}. Pass the algorithms of that run."
             )
         if not self._resets_best(changed):
             self._lifecycle.objective.check_state(state_dicts.from_json(content["objective"]))
@@ -515,38 +516,40 @@ class Contents:
     # --- weights
 
     def _capture_weights(self) -> tuple[Files, dict[str, Any]]:
-        backend, frozen = self._run.backend, self._frozen.left_out()
+        backend, frozen = self._trainer.backend, self._frozen.excluded()
         backend.sync_buffers()
         trained = backend.model_tensors()
-        shown = self._shown.of(trained)
-        files = {state_dicts.WEIGHTS: {name: tensor for name, tensor in shown.items() if name not in frozen}}
-        training_only = {name: tensor for name, tensor in trained.items() if tensor is not shown[name]}
-        if training_only and not self._run.settings.save_only_model:
+        eval_weights = self._eval_weights.transform(trained)
+        files = {state_dicts.WEIGHTS: {name: tensor for name, tensor in eval_weights.items() if name not in frozen}}
+        training_only = {name: tensor for name, tensor in trained.items() if tensor is not eval_weights[name]}
+        if training_only and not self._trainer.settings.save_only_model:
             files[TRAINED] = training_only
         return files, {"extra_state": state_dicts.extra_state(backend.model), "frozen": frozen}
 
     def restore_weights(self, folder: Path, content: Mapping[str, Any]) -> None:
         """Copy only the weights of a checkpoint into the model; frozen weights that it excludes are unchanged."""
-        tensors = self._tensors_of(folder, content, state_dicts.WEIGHTS, self._run.ranks)
-        self._run.backend.load_weights(tensors, repr(str(folder)), content["extra_state"], _excluded_weights(content))
+        tensors = self._tensors_of(folder, content, state_dicts.WEIGHTS, self._trainer.ranks)
+        self._trainer.backend.load_weights(
+            tensors, repr(str(folder)), content["extra_state"], _excluded_weights(content)
+        )
 
     def _restore_trained(self, folder: Path, content: Mapping[str, Any], changed: Collection[str]) -> None:
         """Move the weights for evaluations, which the model has now, to the algorithms, and load those in training."""
-        self._shown.are_in_place = False
+        self._eval_weights.are_loaded = False
         if not files_of(folder, content["files"], part_of(TRAINED)):
             return
         weights, trained = (
-            self._tensors_of(folder, content, file, self._run.ranks) for file in (state_dicts.WEIGHTS, TRAINED)
+            self._tensors_of(folder, content, file, self._trainer.ranks) for file in (state_dicts.WEIGHTS, TRAINED)
         )
         if "algorithms" not in changed:
-            self._shown.restore(trained)
+            self._eval_weights.restore(trained)
         where, rest = repr(str(folder / TRAINED)), _remaining_weights(weights, trained, content)
-        self._run.backend.load_weights(trained, where, content["extra_state"], rest)
+        self._trainer.backend.load_weights(trained, where, content["extra_state"], rest)
 
     # --- the optimizer
 
     def _capture_optimizer(self) -> tuple[Files, dict[str, Any]]:
-        backend = self._run.backend
+        backend = self._trainer.backend
         tensors, rest = backend.optimizer_state()
         files, entries = {OPTIMIZER: tensors}, {}
         for name, optimizer in backend.optimizers.items():
@@ -557,15 +560,15 @@ class Contents:
         return files, {"optimizer": rest, "optimizers": entries}
 
     def _restore_optimizer(self, folder: Path, content: Mapping[str, Any], changed: Collection[str]) -> None:
-        backend = self._run.backend
+        backend = self._trainer.backend
         if "optimizer" in changed:
             logger.warning("The optimizer has changed: it starts without the state of the saved one.")
             return
         fresh = [dict(group) for group in backend.groups]
-        tensors, rest = self._saved_optimizer(folder, content, changed, self._run.ranks)
+        tensors, rest = self._saved_optimizer(folder, content, changed, self._trainer.ranks)
         backend.load_optimizer(tensors, rest, repr(str(folder)))
         for name, saved in _other_optimizers(content).items():
-            tensors = self._tensors_of(folder, content, optimizer_file(name), self._run.ranks)
+            tensors = self._tensors_of(folder, content, optimizer_file(name), self._trainer.ranks)
             state_dicts.restore_optimizer(backend.optimizers[name], backend.model, tensors, saved, repr(str(folder)))
         if has_other_groups(changed, content["optimizer"], backend.groups):
             for group, new in zip(backend.groups, fresh, strict=True):
@@ -587,14 +590,14 @@ class Contents:
         tensors, saved = self._tensors_of(folder, content, OPTIMIZER, ranks), content["optimizer"]
         if GROUPING.isdisjoint(changed):
             return tensors, saved
-        backend = self._run.backend
+        backend = self._trainer.backend
         groups = list(zip(backend.names_by_group(), backend.groups, strict=True))
         saved, selected = regrouped(saved, tensors, groups, repr(str(folder)))
         return selected, saved
 
     def _check_names(self, folder: Path, content: Mapping[str, Any]) -> None:
         """Reject a checkpoint of other optimizers than those of this run."""
-        saved, backend = content.get("optimizers", {}), self._run.backend
+        saved, backend = content.get("optimizers", {}), self._trainer.backend
         expected = {name: entry is None for name, entry in saved.items()}
         present = {name: entry is backend.optimizer for name, entry in backend.optimizers.items()}
         if expected != present:
@@ -606,18 +609,18 @@ class Contents:
 
     def _check_other(self, folder: Path, content: Mapping[str, Any], name: str, saved: Any) -> None:
         """Reject the saved state of one of several optimizers if it does not fit the optimizer."""
-        backend, tensors = self._run.backend, self._tensors_of(folder, content, optimizer_file(name))
+        backend, tensors = self._trainer.backend, self._tensors_of(folder, content, optimizer_file(name))
         state_dicts.check_optimizer(backend.optimizers[name], backend.model, tensors, saved, repr(str(folder)))
 
     # --- the schedule
 
     def _capture_schedule(self) -> dict[str, Any]:
-        scheduler = self._run.lr_scheduler
+        scheduler = self._trainer.lr_scheduler
         return {"scheduler": None if scheduler is None else state_dicts.to_json(scheduler.state_dict(), "scheduler")}
 
     def _fresh_schedule(self) -> tuple[dict[str, Any], list[Any]]:
         """Return the present state of the schedule, and the initial rates of it and its parts."""
-        scheduler = self._run.lr_scheduler
+        scheduler = self._trainer.lr_scheduler
         parts = [] if scheduler is None else [scheduler, *getattr(scheduler, "_schedulers", ())]
         return dict(vars(scheduler)) if parts else {}, [getattr(part, "base_lrs", None) for part in parts]
 
@@ -632,11 +635,11 @@ class Contents:
             fresh: The state of the schedule before it was restored.
             fresh_rates: The initial rates of it and its parts.
         """
-        scheduler = self._run.lr_scheduler
+        scheduler = self._trainer.lr_scheduler
         if scheduler is None:
             return
         if content["progress"]["step"]:  # PyTorch warns of a schedule that moves before the first update
-            optimizer: Any = getattr(scheduler, "optimizer", self._run.backend.optimizer)
+            optimizer: Any = getattr(scheduler, "optimizer", self._trainer.backend.optimizer)
             optimizer._opt_called = True
         parts = [scheduler, *getattr(scheduler, "_schedulers", ())]
         if "lr_scheduler_options" in changed:
@@ -646,15 +649,15 @@ class Contents:
         for part, rates in zip(parts, fresh_rates, strict=True):
             if rates is not None:
                 part.base_lrs = rates if has_new_rates else state_dicts.like(part.base_lrs, rates)
-        previous, current = content["settings"], self._run.resolved_config()
+        previous, current = content["settings"], self._trainer.resolved_config()
         spans = [_span(settings) for settings in (previous, current)]
         is_other = not {"lr_scheduler", "lr_scheduler_kwargs", "warmup_steps"}.isdisjoint(changed) or (
             has_new_rates and isinstance(scheduler, ScheduleLR)  # `min_lr` stays
         )
-        is_counted = not callable(self._run.settings.lr_scheduler)  # else it has its own count
+        is_counted = not callable(self._trainer.settings.lr_scheduler)  # else it has its own count
         if isinstance(scheduler, LambdaLR) and (spans[0] != spans[1] or is_other):
             if is_counted:
-                scheduler.last_epoch = content["progress"][self._run.scheduler_interval]
+                scheduler.last_epoch = content["progress"][self._trainer.scheduler_interval]
                 scheduler._step_count = scheduler.last_epoch + 1
             if is_counted or "lr_scheduler" not in changed:
                 self._move_schedule(scheduler, Progress.from_state(content["progress"]), spans)
@@ -667,7 +670,7 @@ class Contents:
             progress: The position of the run.
             spans: The length of the saved and of the present run.
         """
-        groups = self._run.backend.optimizer.param_groups
+        groups = self._trainer.backend.optimizer.param_groups
         if isinstance(scheduler, ScheduleLR) and scheduler.follows:
             scheduler.progress = progress
         before = [float(group["lr"]) for group in groups]
@@ -687,10 +690,10 @@ class Contents:
     # --- the loss scaler
 
     def _capture_scaler(self) -> dict[str, Any]:
-        return {"scaler": state_dicts.to_json(self._run.backend.scaler.state_dict(), "scaler")}
+        return {"scaler": state_dicts.to_json(self._trainer.backend.scaler.state_dict(), "scaler")}
 
     def _restore_scaler(self, content: Mapping[str, Any], has_changed: bool) -> None:
-        scaler, loss_scale = self._run.backend.scaler, self._run.settings.fp16_loss_scale
+        scaler, loss_scale = self._trainer.backend.scaler, self._trainer.settings.fp16_loss_scale
         if scaler.is_enabled() and content["scaler"]:
             scaler.load_state_dict(state_dicts.from_json(content["scaler"]))
             if has_changed:
@@ -699,9 +702,9 @@ class Contents:
     # --- random numbers
 
     def _capture_random_numbers(self) -> tuple[Files, dict[str, Any]]:
-        state = state_dicts.rng_tensors(self._run.device)
-        gathered = self._run.ranks.gather_on_main("the random numbers for a checkpoint", [state])
-        generators = self._run.ranks.by_share([entry for (entry,) in gathered])
+        state = state_dicts.rng_tensors(self._trainer.device)
+        gathered = self._trainer.ranks.gather_on_main("the random numbers for a checkpoint", [state])
+        generators = self._trainer.ranks.by_share([entry for (entry,) in gathered])
         tensors = {
             f"{rank}/{name}": tensor for rank, (state, _) in enumerate(generators) for name, tensor in state.items()
         }
@@ -709,7 +712,7 @@ class Contents:
 
     def restore_random_numbers(self, folder: Path, content: Mapping[str, Any]) -> None:
         """Restore the random number generators of training from a checkpoint."""
-        ranks, seed = self._run.ranks, self._run.settings.seed
+        ranks, seed = self._trainer.ranks, self._trainer.settings.seed
         if content["settings"]["seed"] != seed:
             return  # it was allowed to change
         alike = ranks.world_size // ranks.data.size  # ranks that have the same samples
@@ -718,7 +721,7 @@ class Contents:
             lambda: [state for state in self._generators(folder, content) for _ in range(alike)],
         )
         if saved is not None:
-            state_dicts.restore_rng_tensors(*saved, self._run.device)
+            state_dicts.restore_rng_tensors(*saved, self._trainer.device)
         else:  # more ranks than in the checkpoint
             seed_everything(derive_seed(seed, ranks.data.rank, self._lifecycle.progress.step) & 0x7FFFFFFF)
 
@@ -753,9 +756,9 @@ class Contents:
             )
         algorithms = [
             state_dicts.to_json(algorithm.state_dict(), f"algorithms/{index}/{type(algorithm).__qualname__}", tensors)
-            for index, algorithm in enumerate(self._run.algorithms)
+            for index, algorithm in enumerate(self._trainer.algorithms)
         ]
-        if self._run.settings.save_only_model:
+        if self._trainer.settings.save_only_model:
             return tensors, {"callbacks": entries}
         return tensors, {"callbacks": entries, "algorithms": algorithms, **self._capture_parts(tensors)}
 
@@ -765,8 +768,8 @@ class Contents:
         Args:
             tensors: Filled with the tensors in the states.
         """
-        settings, ranks = self._run.settings, self._run.ranks
-        parts = stateful_parts(settings, self._run.backend.model)
+        settings, ranks = self._trainer.settings, self._trainer.ranks
+        parts = stateful_parts(settings, self._trainer.backend.model)
         if not parts:
             return {}
         local_tensors: dict[str, torch.Tensor] = {}
@@ -792,10 +795,10 @@ class Contents:
         undo: contextlib.ExitStack,
     ) -> None:
         """Restore the states of the user's parts; those that were allowed to change keep theirs."""
-        saved, parts = content.get("parts"), stateful_parts(self._run.settings, self._run.backend.model)
+        saved, parts = content.get("parts"), stateful_parts(self._trainer.settings, self._trainer.backend.model)
         if saved is None:  # earlier versions saved none
             return
-        data = self._run.ranks.data
+        data = self._trainer.ranks.data
         if len(saved) not in (1, data.size):
             logger.warning(
                 "The states of %s differ between the %d ranks of the checkpoint, and this run has %d: all get those "
@@ -817,8 +820,8 @@ class Contents:
             CheckpointError: As for `capture_states`.
             ConfigError: If worker processes change copies of a state.
         """
-        if not self._run.settings.save_only_model:
-            check_parts(self._run.settings, stateful_parts(self._run.settings, self._run.backend.model))
+        if not self._trainer.settings.save_only_model:
+            check_parts(self._trainer.settings, stateful_parts(self._trainer.settings, self._trainer.backend.model))
         try:
             self.capture_states(self._lifecycle.state_dict()["callbacks"])
         except CheckpointError:
@@ -866,7 +869,7 @@ class Contents:
         if "algorithms" in changed:
             return
         for algorithm, saved in zip(
-            self._run.algorithms, state_dicts.from_json(content["algorithms"], tensors), strict=True
+            self._trainer.algorithms, state_dicts.from_json(content["algorithms"], tensors), strict=True
         ):
             restore_with_undo(algorithm, saved, undo)
 
@@ -877,7 +880,7 @@ class Contents:
         loader = self._sets.train
         is_keyed = isinstance(loader, MapLoader) and loader.sampler.is_keyed
         indices = [GENERATORS.index(g) for g in loader.fetch.drawn] if isinstance(loader, MapLoader) else []
-        drawn = self._run.ranks.combine("what the data draws", indices, lambda each: sorted(set().union(*each)))
+        drawn = self._trainer.ranks.combine("what the data draws", indices, lambda each: sorted(set().union(*each)))
         return {"drawn": drawn, "order": "keyed" if is_keyed else "drawn"}
 
     def _restore_data(self, content: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -> None:
@@ -887,7 +890,7 @@ class Contents:
             loader.sampler.is_keyed = content.get("order") == "keyed"  # earlier versions drew a full permutation
         elif loader is not None:
             mark = state_dicts.from_json(content.get("stream"), tensors)  # missing in the first checkpoints of format 1
-            saved, current = content["settings"], self._run.resolved_config()
+            saved, current = content["settings"], self._trainer.resolved_config()
             if any(saved.get(name) != current[name] for name in ("train_dataset", "train_loader")):
                 mark = None
             if mark is not None and loader.is_split:
@@ -901,7 +904,7 @@ class Contents:
         Args:
             tensors: Filled with the tensors in the state.
         """
-        loader, progress, ranks = self._sets.train, self._lifecycle.progress, self._run.ranks
+        loader, progress, ranks = self._sets.train, self._lifecycle.progress, self._trainer.ranks
         mark = None
         if loader is not None:
             mark = loader.mark_at(progress.epoch, progress.samples_in_epoch, progress.batches_in_epoch)

@@ -1,4 +1,4 @@
-"""Weights for evaluations and model files, where an algorithm or an optimizer makes others of those in training."""
+"""Weights for evaluations and model files, such as averages of those in training."""
 
 from __future__ import annotations
 
@@ -15,97 +15,94 @@ from omnitrain.core.events import Algorithm, find_overrides
 from omnitrain.optim.build import has_modes
 
 
-class Holder(Protocol):
-    """What is used of a trainer."""
+class EvaluatedTrainer(Protocol):
+    """The part of a trainer that determines its weights for evaluations."""
 
     backend: Backend
     algorithms: list[Algorithm]
 
 
-class ShownWeights:
-    """The weights of a run as others see them: those in training, or what an algorithm or the optimizer makes of them.
+class EvalWeights:
+    """The weights for evaluations: those in training, as an algorithm or the optimizer transforms them.
 
     A schedule-free optimizer has `train()` and `eval()`, which change the weights in place. Rounding would move those
     in training each time, so these are copied before `eval()` and copied back after `train()`.
-
-    Args:
-        run: The trainer.
     """
 
-    def __init__(self, run: Holder) -> None:
-        self._run = run
-        self.are_in_place: bool = False
-        """Whether the model itself has them, as it does when the run has ended."""
+    def __init__(self, trainer: EvaluatedTrainer) -> None:
+        self._trainer = trainer
+        self.are_loaded: bool = False
+        """Whether the model has them, as after the end of a run."""
 
     @property
-    def _made_by(self) -> list[Any]:
-        return find_overrides(self._run.algorithms, "transform_weights")
+    def _transforms(self) -> list[Any]:
+        return find_overrides(self._trainer.algorithms, "transform_weights")
 
     def check(self) -> None:
-        """Refuse weights whose dtype cannot hold what one step adds, before the first step."""
-        backend = self._run.backend
-        kinds = {one.dtype for one in backend.model.parameters() if one.requires_grad}
-        kinds &= {torch.float16, torch.bfloat16}
-        if self._made_by and kinds and not backend.has_master_weights:
-            name = type(self._made_by[0].__self__).__name__
+        """Reject weights in 16 bits without master weights if an algorithm transforms them."""
+        backend = self._trainer.backend
+        dtypes = {parameter.dtype for parameter in backend.model.parameters() if parameter.requires_grad}
+        dtypes &= {torch.float16, torch.bfloat16}
+        if self._transforms and dtypes and not backend.has_master_weights:
+            name = type(self._transforms[0].__self__).__name__
             raise ConfigError(
-                f"`algorithms` holds {name}, and the weights are of {min(map(str, kinds))}, in which what one "
+                f"`algorithms` holds {name}, and the weights are of {min(map(str, dtypes))}, in which what one "
                 "step adds is lost. Load the model in float32 (dtype=torch.float32), and pass autocast='bf16' to "
                 "compute in 16 bits."
             )
 
-    def of(self, trained: Mapping[str, Any]) -> dict[str, Any]:
-        """Return what evaluations and model files have, by name.
+    def transform(self, trained: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the weights for evaluations by name; those that do not differ are the same objects.
 
         Args:
-            trained: What `Backend.model_tensors` returned; entries that are no others come back as they are.
+            trained: The weights in training from `Backend.model_tensors`.
         """
-        shown = dict(trained)
-        if self.are_in_place:
-            return shown
-        shown |= self._of_optimizers(shown)
-        for make in self._made_by:
-            shown = make(self._run, shown)
-        return shown
+        weights = dict(trained)
+        if self.are_loaded:
+            return weights
+        weights |= self._optimizer_eval_weights(weights)
+        for transform in self._transforms:
+            weights = transform(self._trainer, weights)
+        return weights
 
     def model_tensors(self) -> dict[str, Any]:
-        """Return them for the present moment."""
-        return self.of(self._run.backend.model_tensors())
+        """Return the present weights for evaluations by name."""
+        return self.transform(self._trainer.backend.model_tensors())
 
-    def _others(self) -> dict[str, Any]:
-        """Return those that are others than in training."""
-        if self.are_in_place or not (self._made_by or self._in_training_mode):
+    def _differing(self) -> dict[str, Any]:
+        """Return those that differ from the weights in training."""
+        if self.are_loaded or not (self._transforms or self._optimizers_in_training):
             return {}
-        trained = self._run.backend.model_tensors()
-        return {name: one for name, one in self.of(trained).items() if one is not trained[name]}
+        trained = self._trainer.backend.model_tensors()
+        return {name: weight for name, weight in self.transform(trained).items() if weight is not trained[name]}
 
     @property
-    def are_others(self) -> bool:
-        """Whether they are others than in training."""
-        return bool(self._others())
+    def are_different(self) -> bool:
+        """Whether they differ from the weights in training."""
+        return bool(self._differing())
 
     # --- optimizers with a mode for training and one for evaluations
 
     @property
-    def _with_modes(self) -> list[Any]:
-        return [optimizer for optimizer in self._run.backend.built_optimizers if has_modes(optimizer)]
+    def _optimizers_with_modes(self) -> list[Any]:
+        return [optimizer for optimizer in self._trainer.backend.built_optimizers if has_modes(optimizer)]
 
     @property
-    def _in_training_mode(self) -> list[Any]:
-        """The optimizers with modes that have stepped, and are in that of training."""
-        return [optimizer for optimizer in self._with_modes if optimizer.state and not _is_in_eval_mode(optimizer)]
+    def _optimizers_in_training(self) -> list[Any]:
+        """The optimizers with modes that have stepped and are in training mode."""
+        return [opt for opt in self._optimizers_with_modes if opt.state and not _is_in_eval_mode(opt)]
 
     def begin_training(self) -> None:
-        """Put the optimizers into training mode, at the beginning of a run, before and after it is resumed."""
-        for optimizer in self._with_modes:
+        """Set the optimizers to training mode, at the beginning of a run, before and after it is resumed."""
+        for optimizer in self._optimizers_with_modes:
             if not optimizer.state or _is_in_eval_mode(optimizer):
                 optimizer.train()
 
     @contextlib.contextmanager
-    def _keeping_weights(self, optimizers: list[Any]) -> Iterator[None]:
-        """Leave the weights of optimizers unchanged by what is done inside, to the bit."""
+    def _restoring_weights(self, optimizers: list[Any]) -> Iterator[None]:
+        """Restore the weights of optimizers at the end, bit for bit."""
         groups = [group for optimizer in optimizers for group in optimizer.param_groups]
-        weights = [self._run.backend.local_shard(parameter) for group in groups for parameter in group["params"]]
+        weights = [self._trainer.backend.local_shard(parameter) for group in groups for parameter in group["params"]]
         copies = [weight.clone() for weight in weights]
         try:
             yield
@@ -113,15 +110,15 @@ class ShownWeights:
             for weight, copied in zip(weights, copies, strict=True):
                 weight.copy_(copied)
 
-    def _of_optimizers(self, trained: Mapping[str, Any]) -> dict[str, Any]:
-        """Return copies of the weights as optimizers with modes have them in evaluations."""
-        optimizers = self._in_training_mode
+    def _optimizer_eval_weights(self, trained: Mapping[str, Any]) -> dict[str, Any]:
+        """Return copies of the weights in the evaluation mode of optimizers."""
+        optimizers = self._optimizers_in_training
         if not optimizers:
             return {}
-        known = parameter_names(self._run.backend.model)
+        known = parameter_names(self._trainer.backend.model)
         groups = [group for optimizer in optimizers for group in optimizer.param_groups]
         names = {known.get(id(parameter), "") for group in groups for parameter in group["params"]}
-        with torch.no_grad(), self._keeping_weights(optimizers):
+        with torch.no_grad(), self._restoring_weights(optimizers):
             for optimizer in optimizers:
                 optimizer.eval()
             shown = {name: trained[name].clone() for name in names & trained.keys()}
@@ -129,54 +126,54 @@ class ShownWeights:
                 optimizer.train()
         return shown
 
-    def mark_in_place(self) -> None:
-        """Note that the model has them, as the run has ended; optimizers with modes are in that of evaluations."""
-        optimizers = self._in_training_mode
-        with torch.no_grad(), self._keeping_weights(optimizers):
+    def set_loaded(self) -> None:
+        """Record that the model has them after the end of a run, and set optimizers to evaluation mode."""
+        optimizers = self._optimizers_in_training
+        with torch.no_grad(), self._restoring_weights(optimizers):
             for optimizer in optimizers:
                 optimizer.eval()
-        self.are_in_place = True
+        self.are_loaded = True
 
     @contextlib.contextmanager
     def swapped_in(self) -> Iterator[None]:
-        """Have them in the model inside; those in training are back afterwards, whatever was raised."""
-        others = self._others()
-        if not others:
+        """Swap them into the model; the weights in training are restored at the end."""
+        eval_weights = self._differing()
+        if not eval_weights:
             yield
             return
-        backend = self._run.backend
-        named = unwrap(backend.model)
-        live = {bare_name(name): one for name, one in (*named.named_parameters(), *named.named_buffers())}
-        own = [backend.local_shard(live[name]) for name in others]
-        kept = [one.clone() for one in own]
+        backend = self._trainer.backend
+        model = unwrap(backend.model)
+        tensors = {bare_name(name): tensor for name, tensor in (*model.named_parameters(), *model.named_buffers())}
+        shards = [backend.local_shard(tensors[name]) for name in eval_weights]
+        copies = [tensor.clone() for tensor in shards]
         try:
-            for target, one in zip(own, others.values(), strict=True):
-                target.copy_(backend.local_shard(one))
+            for target, tensor in zip(shards, eval_weights.values(), strict=True):
+                target.copy_(backend.local_shard(tensor))
             yield
         finally:
-            for target, one in zip(own, kept, strict=True):
-                target.copy_(one)
+            for target, tensor in zip(shards, copies, strict=True):
+                target.copy_(tensor)
 
-    def put_in_place(self) -> bool:
-        """Have the model keep them, as the run has ended; return whether they are others than those in training."""
-        others = self._others()
-        if others:
-            rest = self._run.backend.model_tensors().keys() - others.keys()
-            self._run.backend.load_weights(others, "the weights that are evaluated", {}, rest)
-        return bool(others)
+    def load(self) -> bool:
+        """Load them into the model at the end of a run; return whether they differ from those in training."""
+        eval_weights = self._differing()
+        if eval_weights:
+            unchanged = self._trainer.backend.model_tensors().keys() - eval_weights.keys()
+            self._trainer.backend.load_weights(eval_weights, "the weights that are evaluated", {}, unchanged)
+        return bool(eval_weights)
 
     def restore(self, names: Mapping[str, Any]) -> None:
-        """Give algorithms back what it made, which is in the model.
+        """Restore the algorithms' state from the model, which has the weights for evaluations.
 
         Args:
-            names: Which weights are others than in training.
+            names: The weights that differ from those in training.
         """
-        weights = self._run.backend.model_tensors()
-        for one in find_overrides(self._run.algorithms, "restore_weights"):
-            one(self._run, {name: weights[name] for name in names})
+        weights = self._trainer.backend.model_tensors()
+        for restore in find_overrides(self._trainer.algorithms, "restore_weights"):
+            restore(self._trainer, {name: weights[name] for name in names})
 
 
 def _is_in_eval_mode(optimizer: Any) -> bool:
-    """Return whether an optimizer says that it is in the mode of evaluations, in its groups or its attributes."""
+    """Return whether an optimizer is in evaluation mode by `train_mode`, in its groups or its attributes."""
     modes = [group.get("train_mode") for group in optimizer.param_groups]
     return any(mode is False for mode in (*modes, getattr(optimizer, "train_mode", None)))

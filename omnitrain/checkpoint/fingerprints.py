@@ -1,6 +1,6 @@
-"""Fingerprints of the data and the user's code, by which a resumed run detects changes.
+"""Fingerprints of data and user code, by which a resumed run detects changes.
 
-`changes.py` compares settings by name; this module compares the objects behind the names.
+`setting_changes.py` compares settings by name; this module compares the objects behind the names.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ _INSTALLED = tuple({sysconfig.get_path(name) for name in ("stdlib", "platstdlib"
 
 
 def content_of(value: Any) -> str | None:
-    """Return a digest of a value made of tensors, arrays, text, numbers, lists and dicts; None for anything else.
+    """Return a digest of tensors, arrays, text, numbers, and lists and dicts of these; None for anything else.
 
     >>> content_of({"x": [1, 2.5], "y": "a"}) == content_of({"y": "a", "x": [1, 2.5]}), content_of(object())
     (True, None)
@@ -88,27 +88,27 @@ def _digest(value: Any, update: Callable[[bytes], None]) -> bool:
 
 
 def _named_parts(sample: Any) -> dict[str, Any]:
-    """Return the parts of a sample by key or by position, or the whole sample as ""."""
+    """Return the parts of a sample by key or by position, or the sample itself as ""."""
     if isinstance(sample, Mapping):
         return {str(key): value for key, value in sample.items()}
     return {str(i): part for i, part in enumerate(sample)} if isinstance(sample, (tuple, list)) else {"": sample}
 
 
-def _parts_of(sample: Any) -> dict[str, str]:
+def _part_digests(sample: Any) -> dict[str, str]:
     """Return the digest of each part of a sample that has one."""
     digests = {name: content_of(value) for name, value in _named_parts(sample).items()}
     return {name: digest for name, digest in digests.items() if digest is not None}
 
 
-def _only(samples: Sequence[Any]) -> Any:
+def _first_sample(samples: Sequence[Any]) -> Any:
     return samples[0]
 
 
 class _Digests(Dataset[tuple[int, dict[str, Any]]]):
-    """What is known of samples by `describe`, if it is the same each time they are read, here or in a worker."""
+    """Digests of samples from `describe`, as far as they are the same when a sample is read twice."""
 
     def __init__(self, dataset: Any, indices: Sequence[int], describe: Callable[[Any], dict[str, Any]]) -> None:
-        self.fetch = Fetch(dataset, _only, seed=0)
+        self.fetch = Fetch(dataset, _first_sample, seed=0)
         self.indices = indices
         self.describe = describe
 
@@ -119,7 +119,7 @@ class _Digests(Dataset[tuple[int, dict[str, Any]]]):
         index = self.indices[turn]
         try:
             first, second = (self.describe(self.fetch(0, np.array([index]))) for _ in range(2))
-        except Exception:  # training will raise it
+        except Exception:  # training raises it again, with its own report
             return index, {}
         return index, {name: digest for name, digest in first.items() if second.get(name) == digest}
 
@@ -127,7 +127,7 @@ class _Digests(Dataset[tuple[int, dict[str, Any]]]):
 def _read_samples(
     dataset: Any, indices: Iterable[int] | int, has_workers: bool, describe: Callable[[Any], dict[str, Any]]
 ) -> dict[str, dict[str, Any]]:
-    """Return what `describe` says of each sample, by index; of fewer samples if reading takes long.
+    """Return the digests of samples by index; of fewer samples if reading takes long.
 
     Args:
         dataset: A map-style dataset.
@@ -165,11 +165,11 @@ def _map_style(loader: Any) -> tuple[Any, bool]:
 def data_of(loader: Any, indices: Iterable[int] | None = None) -> dict[str, Any] | None:
     """Return the size of a loader's dataset, and digests of some samples by index; None for data without indices.
 
-    Reading draws none of the run's random numbers. If the loader has workers, it takes place in a worker process, so
-    files that the dataset opens on first use are not shared with the workers.
+    Reading draws none of the run's random numbers. If the loader has workers, a worker process reads, so files that the
+    dataset opens on first use are not shared with the workers.
 
     Args:
-        loader: Any of our loaders.
+        loader: A loader of this package.
         indices: The samples; None chooses some.
     """
     if isinstance(loader, GivenLoader) and not loader.reads_all:
@@ -177,19 +177,19 @@ def data_of(loader: Any, indices: Iterable[int] | None = None) -> dict[str, Any]
     dataset, has_workers = _map_style(loader)
     if dataset is None:
         return None
-    samples = _read_samples(dataset, _SAMPLES if indices is None else indices, has_workers, _parts_of)
-    found = {"size": count_rows(dataset), "samples": samples}
+    samples = _read_samples(dataset, _SAMPLES if indices is None else indices, has_workers, _part_digests)
+    fingerprint = {"size": count_rows(dataset), "samples": samples}
     rules = {} if loader.rules is None else loader.rules.to_dict()
     options = getattr(dataset, "order_options", None)
     if callable(options):
         rules |= {"order": type(dataset).__name__, **options()}  # type: ignore[operator]
-    return {**found, "rules": rules} if rules else found
+    return {**fingerprint, "rules": rules} if rules else fingerprint
 
 
 def check_same_data(ranks: Ranks, loaders: Iterable[Any]) -> None:
-    """Compare some samples of map-style data on all ranks, of which each takes its share; once for each loader.
+    """Check, once for each loader, that map-style data, which ranks share out by index, are the same on all ranks.
 
-    Numbers may differ as they do between kinds of processors.
+    Floats may differ as they do between kinds of processors.
 
     Raises:
         DistributedError: On all ranks, if a sample differs.
@@ -197,17 +197,17 @@ def check_same_data(ranks: Ranks, loaders: Iterable[Any]) -> None:
     loaders = [loader for loader in loaders if isinstance(loader, Loader) and not loader.is_compared]
     if ranks.world_size == 1 or not loaders:
         return
-    own = {}
+    samples = {}
     with ranks.at("data"):
         for loader in loaders:
             dataset, has_workers = _map_style(loader)
             if dataset is not None:
-                own[loader.name] = _read_samples(dataset, _COMPARED, has_workers, _outline)
-        difference = ranks.combine("some samples of the data", own, _differing_sample)
+                samples[loader.name] = _read_samples(dataset, _COMPARED, has_workers, _summarize_sample)
+        difference = ranks.combine("some samples of the data", samples, _differing_sample)
     if difference:
         name, index = difference
         raise DistributedError(
-            f"Sample {index} of {name} is not the same on all ranks, of which each takes its share: some samples would "
+            f"Sample {index} of {name} is not the same on all ranks, which share the samples out by index: some would "
             "be used several times, and others never. Give every rank the same data: seed a random split, as in "
             "random_split(dataset, lengths, generator=torch.Generator().manual_seed(0)), and sort lists of files."
         )
@@ -216,7 +216,7 @@ def check_same_data(ranks: Ranks, loaders: Iterable[Any]) -> None:
 
 
 def _differing_sample(of_ranks: Sequence[Mapping[str, Mapping[str, Any]]]) -> tuple[str, str] | None:
-    """Return the set and the index of a sample that is not the same on all ranks; None if there is none."""
+    """Return the set and the index of a sample that differs between ranks, or None."""
     reference: dict[tuple[str, str], Any] = {}
     for sets in of_ranks:
         for name, samples in sets.items():
@@ -226,16 +226,16 @@ def _differing_sample(of_ranks: Sequence[Mapping[str, Mapping[str, Any]]]) -> tu
     return None
 
 
-def _is_alike(parts: Mapping[str, tuple[str, list[float]]], others: Mapping[str, tuple[str, list[float]]]) -> bool:
-    """Whether two samples are alike in the parts that both have."""
+def _is_alike(parts: Mapping[str, tuple[str, list[float]]], other: Mapping[str, tuple[str, list[float]]]) -> bool:
+    """Return whether two samples are alike in the parts that both have."""
     return all(
-        parts[name][0] == others[name][0] and np.allclose(parts[name][1], others[name][1], 1e-3, 1e-6, equal_nan=True)
-        for name in parts.keys() & others.keys()
+        parts[name][0] == other[name][0] and np.allclose(parts[name][1], other[name][1], 1e-3, 1e-6, equal_nan=True)
+        for name in parts.keys() & other.keys()
     )
 
 
-def _outline(sample: Any) -> dict[str, tuple[str, list[float]]]:
-    """Return, of each part of a sample, a digest of what is exact, and means of its other numbers.
+def _summarize_sample(sample: Any) -> dict[str, tuple[str, list[float]]]:
+    """Return, for each part of a sample, a digest of its exact values, and means of its floats.
 
     >>> _outline((torch.tensor([1.0, -3.0]), 2))["0"][1]
     [-1.0, 2.0]
@@ -243,18 +243,18 @@ def _outline(sample: Any) -> dict[str, tuple[str, list[float]]]:
     outlines = {}
     for name, value in _named_parts(sample).items():
         means: list[float] = []
-        digest = content_of(_exact(value, means))
+        digest = content_of(_replace_floats(value, means))
         if digest is not None:
             outlines[name] = digest, means
     return outlines
 
 
-def _exact(value: Any, means: list[float]) -> Any:
-    """Return a value with means in the place of its floats and images, which are added to `means`."""
+def _replace_floats(value: Any, means: list[float]) -> Any:
+    """Return a value with dtypes and shapes in place of floats and images, whose means are added to `means`."""
     if isinstance(value, Mapping):
-        return {key: _exact(value[key], means) for key in sorted(value, key=repr)}
+        return {key: _replace_floats(value[key], means) for key in sorted(value, key=repr)}
     if isinstance(value, (list, tuple)) and not {type(entry) for entry in value} <= _PLAIN - {float}:
-        return [_exact(entry, means) for entry in value]
+        return [_replace_floats(entry, means) for entry in value]
     if isinstance(value, (float, np.floating)) or (hasattr(value, "tobytes") and hasattr(value, "mode")):
         value = np.asarray(value)
     if isinstance(value, torch.Tensor):
@@ -268,25 +268,27 @@ def _exact(value: Any, means: list[float]) -> Any:
     return f"{value.dtype}{value.shape}"
 
 
-def _changed_data(then: Mapping[str, Any], loader: Any) -> str:
-    """Return in words how the data of a loader differ; empty if no difference is found."""
-    now = data_of(loader, map(int, then["samples"]))
-    if now is None:
+def _changed_data(saved: Mapping[str, Any], loader: Any) -> str:
+    """Return the difference of a loader's data as text; empty if none is found."""
+    current = data_of(loader, map(int, saved["samples"]))
+    if current is None:
         return ""
-    if now["size"] != then["size"]:
-        return f"{loader.name} has {now['size']} samples now, and had {then['size']}"
-    before, after = then.get("rules", {}), now.get("rules", {})
+    if current["size"] != saved["size"]:
+        return f"{loader.name} has {current['size']} samples now, and had {saved['size']}"
+    before, after = saved.get("rules", {}), current.get("rules", {})
     names = {"order", *(before.keys() & after.keys())}
-    for name in sorted(names, key=lambda name: (name == "lengths", name)):  # whose values say little
+    for name in sorted(names, key=lambda name: (name == "lengths", name)):  # lengths last: their values say little
         if before.get(name) != after.get(name):
             return f"{loader.name} has {name}={after.get(name)!r} now, and had {before.get(name)!r}"
-    for index, parts in then["samples"].items():
-        found = now["samples"].get(index, {})
-        other = [name for name, digest in parts.items() if found.get(name, digest) != digest]
-        if other or (found and not parts.keys() & found.keys()):
-            named = [f"entry {one}" if one.isdigit() else one if one.isprintable() else repr(one) for one in other]
-            which = f" (its {', '.join(named)})" if any(other) else ""
-            return f"sample {index} of {loader.name} is not the one that the run was trained with{which}"
+    for index, parts in saved["samples"].items():
+        present = current["samples"].get(index, {})
+        changed = [name for name, digest in parts.items() if present.get(name, digest) != digest]
+        if changed or (present and not parts.keys() & present.keys()):
+            labels = [
+                f"entry {name}" if name.isdigit() else name if name.isprintable() else repr(name) for name in changed
+            ]
+            entries = f" (its {', '.join(labels)})" if any(changed) else ""
+            return f"sample {index} of {loader.name} is not the one that the run was trained with{entries}"
     return ""
 
 
@@ -296,26 +298,26 @@ def _changed_data(then: Mapping[str, Any], loader: Any) -> str:
 def code_of(value: Any) -> str | None:
     """Return a digest of the code of a function or of an object's class, and of the object's attributes.
 
-    Comments, docstrings and formatting do not count. For installed code, such as PyTorch's losses, the name and the
-    options count; for a model, its `forward` and those of its parts. None if there is nothing to compare.
+    Comments, docstrings and formatting do not count. Of installed code, such as PyTorch's losses, the name and the
+    options count; of a model, its `forward` and those of its submodules. None if nothing can be compared.
 
     >>> code_of(nn.CrossEntropyLoss(label_smoothing=0.1)) == code_of(nn.CrossEntropyLoss())
     False
     """
     if value is None:
         return None
-    parts = [one for one in _code_parts(value) if one]
+    parts = [part for part in _code_parts(value) if part]
     return hashlib.blake2b("\n".join(parts).encode(), digest_size=8).hexdigest() if parts else None
 
 
 def _code_parts(value: Any) -> list[str]:
     if isinstance(value, functools.partial):
-        options = [content_of(one) or "" for one in (list(value.args), value.keywords)]
+        options = [content_of(argument) or "" for argument in (list(value.args), value.keywords)]
         return [*_code_parts(value.func), *options]
     if inspect.ismethod(value):
         return [value.__func__.__qualname__, *_code_parts(value.__self__)]
     if isinstance(value, FunctionType):
-        return [_source(value), *_held(value)]
+        return [_source(value), *_closure_parts(value)]
     if not hasattr(value, "__dict__") or isinstance(value, type):
         return [_name_of(value)]  # a built-in, or a class
     if isinstance(value, WeightedLosses):
@@ -327,17 +329,17 @@ def _code_parts(value: Any) -> list[str]:
         options |= {name: buffer for name, buffer in value._buffers.items() if buffer is not None}
     elif dataclasses.is_dataclass(value):
         options = {field.name: getattr(value, field.name, None) for field in dataclasses.fields(value)}
-    told = [f"{name}={content_of(option)}" for name, option in sorted(options.items()) if content_of(option)]
-    return [_source(type(value)), *told]
+    option_digests = [f"{name}={content_of(option)}" for name, option in sorted(options.items()) if content_of(option)]
+    return [_source(type(value)), *option_digests]
 
 
-def _held(function: FunctionType) -> list[str]:
-    """Return the closure and the defaults of a function, as far as they cannot change by themselves."""
-    cells = [cell.cell_contents for cell in function.__closure__ or () if _is_filled(cell)]
-    lasting = [one for one in (*cells, *(function.__defaults__ or ())) if isinstance(one, (str, int, float, tuple))]
-    tensors = [one for one in cells if isinstance(one, torch.Tensor) and not one.requires_grad]
-    functions = [part for one in cells if isinstance(one, FunctionType) for part in _code_parts(one)]
-    return [*(content_of(one) or "" for one in (*lasting, *tensors)), *functions]
+def _closure_parts(function: FunctionType) -> list[str]:
+    """Return the closure and the defaults of a function, as far as training does not change them."""
+    closure = [cell.cell_contents for cell in function.__closure__ or () if _is_filled(cell)]
+    constants = [v for v in (*closure, *(function.__defaults__ or ())) if isinstance(v, (str, int, float, tuple))]
+    tensors = [v for v in closure if isinstance(v, torch.Tensor) and not v.requires_grad]
+    functions = [part for v in closure if isinstance(v, FunctionType) for part in _code_parts(v)]
+    return [*(content_of(v) or "" for v in (*constants, *tensors)), *functions]
 
 
 def _is_filled(cell: Any) -> bool:
@@ -348,30 +350,33 @@ def _is_filled(cell: Any) -> bool:
 
 
 def _name_of(value: Any) -> str:
-    named: Any = value if hasattr(value, "__qualname__") else type(value)
-    return f"{named.__module__}.{named.__qualname__}"
+    cls: Any = value if hasattr(value, "__qualname__") else type(value)
+    return f"{cls.__module__}.{cls.__qualname__}"
 
 
 def _source(value: Any) -> str:
-    """Return the code of the user's function or class in a normal form; for installed code its name."""
+    """Return the code of the user's function or class in a normal form; of installed code its name."""
     module = sys.modules.get(value.__module__)
     file = getattr(module, "__file__", None) or ""
     if file.startswith(_INSTALLED) or value.__module__.partition(".")[0] in ("builtins", "omnitrain"):
         return _name_of(value)
-    if getattr(value, "__name__", "") != "<lambda>":  # whose source is the whole statement around it
+    if getattr(value, "__name__", "") != "<lambda>":  # the source of a lambda is the full statement around it
         try:
             tree = ast.parse(textwrap.dedent(inspect.getsource(value)))
         except (OSError, TypeError, SyntaxError, ValueError):
             pass
         else:
-            return ast.dump(_Bare().visit(tree))
+            return ast.dump(_DocstringRemover().visit(tree))
     code = getattr(value, "__code__", None)
-    return _name_of(value) if code is None else _compiled(code)
+    return _name_of(value) if code is None else _normalized_bytecode(code)
 
 
-def _compiled(code: Any) -> str:
-    """Return byte code and the names in it, in a form without addresses."""
-    constants = [_compiled(one) if hasattr(one, "co_code") else _constant(one) for one in code.co_consts]
+def _normalized_bytecode(code: Any) -> str:
+    """Return bytecode and the names in it, in a form without addresses."""
+    constants = [
+        _normalized_bytecode(constant) if hasattr(constant, "co_code") else _constant(constant)
+        for constant in code.co_consts
+    ]
     return f"{code.co_code.hex()}{constants}{code.co_names}{code.co_varnames}"
 
 
@@ -379,7 +384,7 @@ def _constant(value: Any) -> str:
     return str(sorted(map(repr, value))) if isinstance(value, frozenset) else repr(value)
 
 
-class _Bare(ast.NodeTransformer):
+class _DocstringRemover(ast.NodeTransformer):
     """Removes docstrings."""
 
     def generic_visit(self, node: ast.AST) -> ast.AST:
@@ -404,15 +409,15 @@ class Difference(NamedTuple):
 
     Attributes:
         name: The name in `allow_change` that allows it.
-        words: What differs.
+        text: What differs.
     """
 
     name: str
-    words: str
+    text: str
 
     @property
     def kind(self) -> str:
-        """Whether it is data or code."""
+        """The kind of the difference: "data" or "code"."""
         return "data" if self.name.endswith("_dataset") else "code"
 
 
@@ -432,35 +437,35 @@ class Identity:
 
     def to_dict(self) -> dict[str, Any]:
         """Return the digests as JSON types."""
-        data = {name: {key: data_of(one) for key, one in sets.items()} for name, sets in self._loaders().items()}
+        data = {name: {key: data_of(loader) for key, loader in sets.items()} for name, sets in self._loaders().items()}
         return {"python": _PYTHON, "data": data, "code": self._code()}
 
-    def differences(self, then: Mapping[str, Any]) -> list[Difference]:
+    def differences(self, saved: Mapping[str, Any]) -> list[Difference]:
         """Return the differences from the digests of a checkpoint, where both have digests."""
-        found = []
+        differences = []
         for name, sets in self._loaders().items():
             for key, loader in sets.items():
-                before = then["data"].get(name, {}).get(key)
+                before = saved["data"].get(name, {}).get(key)
                 if before is not None and name == "train_dataset" and loader.size != before["size"]:
                     continue  # the settings show that
-                words = "" if before is None else _changed_data(before, loader)
-                if words:
-                    found.append(Difference(name, words))
-        if then["python"] != _PYTHON:
-            return found  # in which the same code has another form
-        now = self._code()
-        for name, parts in then["code"].items():
+                text = "" if before is None else _changed_data(before, loader)
+                if text:
+                    differences.append(Difference(name, text))
+        if saved["python"] != _PYTHON:
+            return differences  # `ast` has another form for the same code in another version of Python
+        code = self._code()
+        for name, parts in saved["code"].items():
             for part, digest in parts.items():
-                if now.get(name, {}).get(part, digest) != digest:
+                if code.get(name, {}).get(part, digest) != digest:
                     which = f"{part!r}" if part else f"`{name}`"
-                    words = f"the code or the options of {which} are not those that the run was trained with"
-                    found.append(Difference(name, words))
-        return found
+                    text = f"the code or the options of {which} are not those that the run was trained with"
+                    differences.append(Difference(name, text))
+        return differences
 
     def _loaders(self) -> dict[str, dict[str, Any]]:
         train, evaluated = self._sets.train, self._sets.eval
-        named = evaluated if isinstance(evaluated, dict) else {"": evaluated}
-        return {"train_dataset": {"": train}, "eval_dataset": named}
+        eval_loaders = evaluated if isinstance(evaluated, dict) else {"": evaluated}
+        return {"train_dataset": {"": train}, "eval_dataset": eval_loaders}
 
     def _code(self) -> dict[str, dict[str, str]]:
         """Return digests by argument, and then by name if there can be several."""
@@ -468,9 +473,9 @@ class Identity:
         names = ("loss_fn", "unit", "data_collator", "preprocess_logits_for_metrics")
         single = {name: code_of(getattr(settings, name)) for name in names}
         single["model"] = _model_code(self._model)
-        found = {name: {"": digest} for name, digest in single.items() if digest}
+        digests = {name: {"": digest} for name, digest in single.items() if digest}
         metrics = settings.compute_metrics
         metrics = list(metrics) if isinstance(metrics, (list, tuple)) else [metrics]
-        functions = [one for one in metrics if one is not None and not isinstance(one, str)]
-        digests = {_name_of(one): code_of(one) for one in functions}
-        return {**found, "compute_metrics": {name: digest for name, digest in digests.items() if digest}}
+        functions = [function for function in metrics if function is not None and not isinstance(function, str)]
+        by_metric = {_name_of(function): code_of(function) for function in functions}
+        return {**digests, "compute_metrics": {name: digest for name, digest in by_metric.items() if digest}}

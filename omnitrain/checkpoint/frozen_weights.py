@@ -1,4 +1,4 @@
-"""Weights that are not trained: which of them a checkpoint leaves out, and how a resume recognizes them."""
+"""Frozen weights that checkpoints exclude, and their fingerprints."""
 
 from __future__ import annotations
 
@@ -17,49 +17,44 @@ FROZEN = "frozen_weights"
 """Their name in `allow_change`."""
 
 
-class Holder(Protocol):
-    """The part of a trainer that is used here."""
+class FrozenTrainer(Protocol):
+    """The part of a trainer that determines its frozen weights."""
 
     settings: Settings
     backend: Backend
     ranks: Ranks
 
 
-class Frozen:
-    """The frozen weights of a run: fingerprints are computed once, and again for weights that were written to.
+class FrozenWeights:
+    """The frozen weights of a run: fingerprints are computed once, and again for weights that were written to."""
 
-    Args:
-        run: The trainer.
-    """
-
-    def __init__(self, run: Holder) -> None:
-        self._run = run
+    def __init__(self, trainer: FrozenTrainer) -> None:
+        self._trainer = trainer
         self._known: dict[str, tuple[Any, str]] = {}
-        """Mark and fingerprint of each weight, by name."""
-        self._left_out: dict[str, str] | None = None
+        """Version and fingerprint of each weight, by name."""
+        self._excluded: dict[str, str] | None = None
 
-    def left_out(self) -> dict[str, str]:
-        """Return the fingerprints, by name, of the weights that a checkpoint leaves out now.
+    def excluded(self) -> dict[str, str]:
+        """Return the fingerprints, by name, of the weights that a checkpoint excludes.
 
-        They have not changed since the first call and were not trained at any checkpoint since, so they are there
-        again when the model of the run is built anew. All ranks call it.
+        They have not changed since the first call and were not trained at any checkpoint since, so building the model
+        of the run again restores them. A collective call.
         """
-        run = self._run
-        model = run.backend.model
-        wanted = run.settings.save_frozen
-        if not (has_adapters(model) if wanted is None else not wanted):
+        model = self._trainer.backend.model
+        save_frozen = self._trainer.settings.save_frozen
+        if not (has_adapters(model) if save_frozen is None else not save_frozen):
             return {}
-        tensors = run.backend.model_tensors()
-        if self._left_out is None:
-            self._left_out = self.fingerprints(_frozen(model, tensors), tensors)
-        trained = _trained(model)
-        kept = {name: one for name, one in self._left_out.items() if name in tensors and name not in trained}
-        now = self.fingerprints(kept, tensors)
-        self._left_out = {name: one for name, one in kept.items() if now[name] == one}
-        return self._left_out
+        tensors = self._trainer.backend.model_tensors()
+        if self._excluded is None:
+            self._excluded = self.fingerprints(_frozen_names(model, tensors), tensors)
+        trained = _trained_names(model)
+        saved = {name: digest for name, digest in self._excluded.items() if name in tensors and name not in trained}
+        current = self.fingerprints(saved, tensors)
+        self._excluded = {name: digest for name, digest in saved.items() if current[name] == digest}
+        return self._excluded
 
     def fingerprints(self, names: Iterable[str], tensors: Mapping[str, Any]) -> dict[str, str]:
-        """Return the fingerprints of weights as they are now; all ranks call it.
+        """Return the fingerprints of the present weights; a collective call.
 
         Args:
             names: The names of these weights.
@@ -68,60 +63,61 @@ class Frozen:
         names = list(names)
         if not names:
             return {}
-        marks = {name: change_marker(tensors[name]) for name in names}
-        stale = [name for name in names if self._known.get(name, (None,))[0] != marks[name]]
-        stale = self._run.ranks.combine(
+        versions = {name: change_marker(tensors[name]) for name in names}
+        stale = [name for name in names if self._known.get(name, (None,))[0] != versions[name]]
+        stale = self._trainer.ranks.combine(
             "the frozen weights that were written to", stale, lambda each: set().union(*each)
         )
         if stale:
-            taken = fingerprints({name: tensors[name] for name in stale}, self._run.ranks)
-            self._known |= {name: (change_marker(tensors[name]), taken[name]) for name in stale}
+            computed = fingerprints({name: tensors[name] for name in stale}, self._trainer.ranks)
+            self._known |= {name: (change_marker(tensors[name]), computed[name]) for name in stale}
         return {name: self._known[name][1] for name in names}
 
-    def check(self, then: Mapping[str, str], where: str) -> None:
-        """Refuse a checkpoint that left out other weights than the present ones; all ranks call it.
+    def check(self, saved: Mapping[str, str], where: str) -> None:
+        """Reject a checkpoint that excludes other weights than the present ones; a collective call.
 
         Args:
-            then: The fingerprints in it.
+            saved: The fingerprints in it.
             where: The name of the checkpoint in errors.
 
         Raises:
-            CheckpointError: It names the first weight that differs.
+            CheckpointError: With the name of the first weight that differs.
         """
         check_fingerprints(
-            then,
-            self.fingerprints(then, self._run.backend.model_tensors()),
+            saved,
+            self.fingerprints(saved, self._trainer.backend.model_tensors()),
             where,
-            "Build the model on the weights of that run (those that are made at random need its seed), or go on with "
+            "Build the model on the weights of that run (random ones need its seed), or continue with "
             f"these: train(resume_from=..., allow_change={ {FROZEN}!r}). `save_frozen=True` saves them from now on.",
         )
 
 
-def check_fingerprints(then: Mapping[str, str], now: Mapping[str, str], where: str, remedy: str) -> None:
-    """Raise CheckpointError if weights that a checkpoint left out differ now, and name the first.
+def check_fingerprints(saved: Mapping[str, str], current: Mapping[str, str], where: str, remedy: str) -> None:
+    """Raise CheckpointError if weights that a checkpoint excludes have changed.
 
     Args:
-        then: The fingerprints in the checkpoint.
-        now: The fingerprints of the present weights.
+        saved: The fingerprints in the checkpoint.
+        current: The fingerprints of the present weights.
         where: The name of the checkpoint in the error.
-        remedy: What to do about it.
+        remedy: The last sentences of the error.
     """
-    others = [name for name in then if now[name] != then[name]]
-    if others:
+    changed = [name for name in saved if current[name] != saved[name]]
+    if changed:
         raise CheckpointError(
-            f"{where} was saved without the weights that did not train, and {len(others)} of the {len(then)} are "
-            f"others in this model, the first of them {others[0]!r}. {remedy}"
+            f"{where} was saved without the weights that did not train, and {len(changed)} of the {len(saved)} differ "
+            f"in this model, the first of them {changed[0]!r}. {remedy}"
         )
 
 
-def _frozen(model: Any, tensors: Mapping[str, Any]) -> list[str]:
+def _frozen_names(model: Any, tensors: Mapping[str, Any]) -> list[str]:
     """Return the names of the weights that are not trained; without buffers, which may change anyway."""
-    kept = _trained(model) | {bare_name(name) for name, _ in unwrap(model).named_buffers(remove_duplicate=False)}
+    buffers = unwrap(model).named_buffers(remove_duplicate=False)
+    changing = _trained_names(model) | {bare_name(name) for name, _ in buffers}
     if has_adapters(model):
-        kept |= adapter_names(model, tensors)
-    return [name for name in tensors if name not in kept]
+        changing |= adapter_names(model, tensors)
+    return [name for name in tensors if name not in changing]
 
 
-def _trained(model: Any) -> set[str]:
-    named = unwrap(model).named_parameters(remove_duplicate=False)
-    return {bare_name(name) for name, one in named if one.requires_grad}
+def _trained_names(model: Any) -> set[str]:
+    parameters = unwrap(model).named_parameters(remove_duplicate=False)
+    return {bare_name(name) for name, parameter in parameters if parameter.requires_grad}

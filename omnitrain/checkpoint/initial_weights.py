@@ -1,7 +1,6 @@
-"""Weights that a model begins with (`init_from`), from checkpoints, model folders and files of other programs.
+"""InitialWeights weights of a model (`init_from`), from checkpoints, model folders and files.
 
-They may be a part of the model's, or more; what was loaded and what was not is logged. How a run goes on from its own
-checkpoint is in `checkpointer.py`.
+They may be some of the model's, or more; a report of what was loaded is logged. `checkpointer.py` resumes runs.
 """
 
 from __future__ import annotations
@@ -42,19 +41,19 @@ logger: logging.Logger = logging.getLogger("omnitrain")
 _INDEX = ".index.json"
 _PICKLED = (".bin", ".pt", ".pth", ".ckpt")
 _IN_FOLDERS = (WEIGHTS, WEIGHTS + _INDEX, "pytorch_model.bin", "pytorch_model.bin" + _INDEX)
-"""Files with the weights of a folder, the first of which is taken."""
+"""Files with the weights of a folder; the first that exists is used."""
 
 
 @dataclass(slots=True)
-class Initial:
-    """Weights that are read once the model is in its place, because it was made on the meta device.
+class InitialWeights:
+    """Weights that are read after the model is placed, because it was built on the meta device.
 
     Attributes:
         names: Their names in the files, by bare names in the model.
-        dtypes: What the model casts them to, by the same.
+        dtypes: The model's dtypes, by bare names in the model.
         specs: Their shapes and dtypes in the files, by names there.
-        files: Files of safetensors, if each rank may read its parts of them.
-        content: The weights by names in the files, on the main rank alone, if it holds them already.
+        files: Files of safetensors, if each rank can read its shards of them.
+        content: The weights by names in the files, if they are in memory already; only on the main rank.
     """
 
     names: dict[str, str]
@@ -64,16 +63,16 @@ class Initial:
     content: Mapping[str, torch.Tensor] = field(default_factory=dict)
 
     def open(self, ranks: Ranks) -> Any:
-        """Return the weights by names in the files; all ranks open them together, and look up each together."""
-        return TensorFile(self.files, ranks) if self.files else _Sent(self, ranks)
+        """Return the weights by names in the files; opening them and each look-up are collective."""
+        return TensorFile(self.files, ranks) if self.files else _BroadcastTensors(self, ranks)
 
 
-class _Sent(Mapping[str, torch.Tensor]):
-    """Tensors that the main rank holds, and sends one at a time."""
+class _BroadcastTensors(Mapping[str, torch.Tensor]):
+    """Tensors of the main rank, which are broadcast one at a time."""
 
     is_local = False
 
-    def __init__(self, initial: Initial, ranks: Ranks) -> None:
+    def __init__(self, initial: InitialWeights, ranks: Ranks) -> None:
         self._initial, self._ranks = initial, ranks
 
     def __getitem__(self, name: str) -> torch.Tensor:
@@ -89,8 +88,8 @@ class _Sent(Mapping[str, torch.Tensor]):
         return len(self._initial.specs)
 
 
-def load_initial(model: nn.Module, source: Mapping[str, Any], ranks: Ranks) -> Initial | None:
-    """Copy weights into a model that is not in its place yet, on the main rank, from which all ranks start.
+def load_initial(model: nn.Module, source: Mapping[str, Any], ranks: Ranks) -> InitialWeights | None:
+    """Copy weights into a model before it is placed, on the main rank, from which they are broadcast later.
 
     Args:
         model: The user's model.
@@ -98,15 +97,17 @@ def load_initial(model: nn.Module, source: Mapping[str, Any], ranks: Ranks) -> I
         ranks: The ranks of the run.
 
     Returns:
-        What is to be read when the model is in its place, if the main rank's has no memory yet.
+        The weights to read after the model is placed, if the main rank's is on the meta device.
 
     Raises:
-        ConfigError: If there are no weights, none that the model has, or some of another shape; on all ranks, and
-            nothing is changed.
+        ConfigError: On all ranks, if there are no weights, none that the model has, or some of another shape; nothing
+            is changed.
         CheckpointError: If a file is damaged.
     """
     content: dict[str, torch.Tensor] = {}
-    states, initial = hashed_by_all(ranks, lambda check: _load(model, **_here(source), content=content, check=check))
+    states, initial = hashed_by_all(
+        ranks, lambda check: _load(model, **_with_local_path(source), content=content, check=check)
+    )
     if states and (not ranks.is_main or initial is not None):
         load_with_custom_hooks(model, states, "`init_from`")
     if initial is not None:
@@ -114,10 +115,10 @@ def load_initial(model: nn.Module, source: Mapping[str, Any], ranks: Ranks) -> I
     return initial
 
 
-def _here(source: Mapping[str, Any]) -> dict[str, Any]:
-    """Return `source` with a path of this machine, for weights that an address names."""
-    place = source["path"]
-    return {**source, "path": local_copy(place, "init_from") if is_address(place) else place}
+def _with_local_path(source: Mapping[str, Any]) -> dict[str, Any]:
+    """Return `source` with a local copy of weights at a remote address."""
+    path = source["path"]
+    return {**source, "path": local_copy(path, "init_from") if is_address(path) else path}
 
 
 def _load(
@@ -127,123 +128,126 @@ def _load(
     convert: Callable[[Any], Any] | None,
     content: dict[str, torch.Tensor],
     check: Check,
-) -> tuple[dict[str, Any], Initial | None]:
-    """Load what fits, or say what is to be loaded later.
+) -> tuple[dict[str, Any], InitialWeights | None]:
+    """Load the weights, or return those to load later.
 
     Returns:
-        The states of modules among it, which are no tensors that ranks could share; and what is to be loaded later, of
-        which `content` gets what is in memory already.
+        The extra states of modules, which cannot be broadcast; and the weights to load later, of which those in memory
+        are added to `content`.
     """
     where = f"`init_from={str(path)[:500]!r}`"
-    read, files, states = _read(path, where, check)
-    tensors, states = _divided(read, states, convert, where)
-    kinds = _kinds(model)
-    with_state = [bare_name(name) for name in unwrap(model).state_dict() if _is_state(name)]
-    ignored = _ignored(dict.fromkeys([*tensors, *states, *kinds, *with_state]), ignore, where)
+    content_of_files, files, states = _read(path, where, check)
+    tensors, states = _split_states(content_of_files, states, convert, where)
+    targets = _named_targets(model)
+    state_names = [bare_name(name) for name in unwrap(model).state_dict() if _is_state(name)]
+    ignored = _match_ignored(dict.fromkeys([*tensors, *states, *targets, *state_names]), ignore, where)
     present = tensors.keys() - states.keys() - ignored
-    pairs, missing = _pairs(kinds, present, ignored)
-    _check_fit(kinds, tensors, pairs, where)
-    loaded = {name: states[name] for name in with_state if name in states and name not in ignored}
-    initial = _later(model, kinds, tensors, pairs, where)
+    file_names, missing = _match_names(targets, present, ignored)
+    _check_fit(targets, tensors, file_names, where)
+    loaded = {name: states[name] for name in state_names if name in states and name not in ignored}
+    initial = _defer(model, targets, tensors, file_names, where)
     if initial is None:
-        _copy(model, kinds, tensors, pairs, loaded, where)
+        _copy_weights(model, targets, tensors, file_names, loaded, where)
     elif isinstance(tensors, TensorFile):
         initial.files = files
     else:
-        content.update({own: tensors[own] for own in pairs.values()})
-    missing += [name for name in with_state if name not in loaded and name not in ignored]
-    left_over = [name for name in tensors if name in present and name not in kinds]
-    left_over += [name for name in states if name not in loaded and name not in ignored]
-    dtypes = {name: _spec_of(tensors, own)[1] for name, own in pairs.items()}
-    _tell(path, dtypes, kinds, list(loaded), missing, left_over, sorted(ignored))
+        content.update({file_name: tensors[file_name] for file_name in file_names.values()})
+    missing += [name for name in state_names if name not in loaded and name not in ignored]
+    unexpected = [name for name in tensors if name in present and name not in targets]
+    unexpected += [name for name in states if name not in loaded and name not in ignored]
+    dtypes = {name: _spec_of(tensors, file_name)[1] for name, file_name in file_names.items()}
+    _log_report(path, dtypes, targets, list(loaded), missing, unexpected, sorted(ignored))
     return loaded, initial
 
 
-def _ignored(names: Iterable[str], ignore: Sequence[str], where: str) -> set[str]:
+def _match_ignored(names: Iterable[str], ignore: Sequence[str], where: str) -> set[str]:
     for pattern in ignore:
         if not fnmatch.filter(names, pattern):
             raise ConfigError(f"{where}: 'ignore' has {pattern!r}, which is no name in the model or in the file.")
-    return {name for name in names for one in ignore if fnmatch.fnmatchcase(name, one)}
+    return {name for name in names for pattern in ignore if fnmatch.fnmatchcase(name, pattern)}
 
 
-def _pairs(
-    kinds: Mapping[str, torch.Tensor], present: Iterable[str], ignored: Iterable[str]
+def _match_names(
+    targets: Mapping[str, torch.Tensor], present: Iterable[str], ignored: Iterable[str]
 ) -> tuple[dict[str, str], list[str]]:
-    """Return the name in the file for each tensor of the model, by its first name there, and those without one."""
+    """Return the names in the file by the tensors' first names in the model, and the names that are missing."""
     present, ignored = set(present), set(ignored)
     names_of: dict[int, list[str]] = {}
-    for name, tensor in kinds.items():
+    for name, tensor in targets.items():
         names_of.setdefault(id(tensor), []).append(name)
-    pairs, missing = dict[str, str](), list[str]()
-    for first, *others in names_of.values():  # of tied weights, any name does
-        name = next((name for name in (first, *others) if name in present), None)
+    file_names, missing = dict[str, str](), list[str]()
+    for names in names_of.values():  # tied weights may be saved under any of their names
+        first = names[0]
+        name = next((name for name in names if name in present), None)
         if name is not None:
-            pairs[first] = name
+            file_names[first] = name
         elif first not in ignored:
             missing.append(first)
-    return pairs, missing
+    return file_names, missing
 
 
 def _check_fit(
-    kinds: Mapping[str, torch.Tensor], tensors: Mapping[str, Any], pairs: Mapping[str, str], where: str
+    targets: Mapping[str, torch.Tensor], tensors: Mapping[str, Any], file_names: Mapping[str, str], where: str
 ) -> None:
-    wrong: list[str] = []
-    for first, name in pairs.items():
-        (shape, dtype), own = _spec_of(tensors, name), kinds[first]
-        if shape != tuple(own.shape) or dtype.is_floating_point != own.dtype.is_floating_point:
-            wrong.append(f"{name} ({_spec(shape, dtype)} there, {_spec(tuple(own.shape), own.dtype)} in the model)")
-    if wrong:
+    mismatches: list[str] = []
+    for first, name in file_names.items():
+        (shape, dtype), target = _spec_of(tensors, name), targets[first]
+        if shape != tuple(target.shape) or dtype.is_floating_point != target.dtype.is_floating_point:
+            saved, expected = _format_spec(shape, dtype), _format_spec(tuple(target.shape), target.dtype)
+            mismatches.append(f"{name} ({saved} there, {expected} in the model)")
+    if mismatches:
         raise ConfigError(
-            f"{where} has weights that do not fit the model: {format_list(wrong)}. Name them in 'ignore' to leave them "
-            "out, as in init_from={'path': ..., 'ignore': ['head.*']}, or build the model to fit."
+            f"{where} has weights that do not fit the model: {format_list(mismatches)}. Name them in 'ignore' to leave "
+            "them out, as in init_from={'path': ..., 'ignore': ['head.*']}, or build the model to fit."
         )
-    if not pairs:
+    if not file_names:
         raise ConfigError(
             f"{where} has none of the model's weights. Names there: {format_list(list(tensors)[:5])}; in the model: "
-            f"{format_list(list(kinds)[:5])}. If they differ by a prefix, rename them: init_from={{'path': ..., "
-            "'convert': lambda weights: {name.removeprefix('model.'): one for name, one in weights.items()}}."
+            f"{format_list(list(targets)[:5])}. If they differ by a prefix, rename them: init_from={{'path': ..., "
+            "'convert': lambda weights: {name.removeprefix('model.'): w for name, w in weights.items()}}."
         )
 
 
-def _later(
+def _defer(
     model: nn.Module,
-    kinds: Mapping[str, torch.Tensor],
+    targets: Mapping[str, torch.Tensor],
     tensors: Mapping[str, Any],
-    pairs: Mapping[str, str],
+    file_names: Mapping[str, str],
     where: str,
-) -> Initial | None:
-    """Return what is to be read later, if the model has tensors without memory."""
-    empty = [name for name, one in kinds.items() if one.device.type == "meta"]
-    if not empty:
+) -> InitialWeights | None:
+    """Return the weights to read later, if the model has tensors on the meta device."""
+    meta_names = [name for name, tensor in targets.items() if tensor.device.type == "meta"]
+    if not meta_names:
         return None
     bare = unwrap(model)
     for path, module in bare.named_modules():
         if has_custom_loader(module) and (
-            module is bare or any(name.startswith(f"{bare_name(path)}.") for name in pairs)
+            module is bare or any(name.startswith(f"{bare_name(path)}.") for name in file_names)
         ):
             raise ConfigError(
-                f"{where}: {type(module).__name__} has loading code of its own, which needs the whole model, and "
-                f"{len(empty)} of its tensors are on the meta device, {empty[0]!r} for instance. Make the model "
-                "outside of `torch.device('meta')`, on the main rank at least."
+                f"{where}: {type(module).__name__} has custom loading code, which needs the full model, and "
+                f"{len(meta_names)} of its tensors are on the meta device, {meta_names[0]!r} for instance. Build the "
+                "model outside of `torch.device('meta')`, at least on the main rank."
             )
-    specs = {own: _spec_of(tensors, own) for own in pairs.values()}
-    return Initial(dict(pairs), {name: kinds[name].dtype for name in pairs}, specs)
+    specs = {name: _spec_of(tensors, name) for name in file_names.values()}
+    return InitialWeights(dict(file_names), {name: targets[name].dtype for name in file_names}, specs)
 
 
-def _copy(
+def _copy_weights(
     model: nn.Module,
-    kinds: Mapping[str, torch.Tensor],
+    targets: Mapping[str, torch.Tensor],
     tensors: Mapping[str, torch.Tensor],
-    pairs: Mapping[str, str],
+    file_names: Mapping[str, str],
     states: Mapping[str, Any],
     where: str,
 ) -> None:
     if any(map(has_custom_loader, unwrap(model).modules())):
-        load_with_custom_hooks(model, {first: tensors[own] for first, own in pairs.items()} | dict(states), where)
+        weights = {first: tensors[name] for first, name in file_names.items()}
+        load_with_custom_hooks(model, weights | dict(states), where)
         return
-    for first, own in pairs.items():  # one at a time in memory
+    for first, name in file_names.items():  # one at a time in memory
         with torch.no_grad():
-            kinds[first].copy_(tensors[own])
+            targets[first].copy_(tensors[name])
     if states:
         load_with_custom_hooks(model, states, where)
 
@@ -255,52 +259,54 @@ def _spec_of(tensors: Mapping[str, Any], name: str) -> Spec:
 
 
 def _is_state(name: str) -> bool:
-    """Whether this is PyTorch's name for what a module's `get_extra_state` returns."""
+    """Return whether this is PyTorch's name for what a module's `get_extra_state` returns."""
     return name.rpartition(".")[2] == "_extra_state"
 
 
-def _kinds(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Return the model's tensors by bare name, tied ones under each of theirs."""
+def _named_targets(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Return the model's tensors by bare name, tied ones under each of their names."""
     bare = unwrap(model)
-    kept = bare.state_dict().keys()
-    held = [*bare.named_parameters(remove_duplicate=False), *bare.named_buffers(remove_duplicate=False)]
-    return {bare_name(name): one for name, one in held if name in kept or bare_name(name) in kept}
+    saved_names = bare.state_dict().keys()
+    tensors = [*bare.named_parameters(remove_duplicate=False), *bare.named_buffers(remove_duplicate=False)]
+    return {
+        bare_name(name): tensor for name, tensor in tensors if name in saved_names or bare_name(name) in saved_names
+    }
 
 
-def _tell(
+def _log_report(
     path: Path,
     loaded: Mapping[str, torch.dtype],
-    kinds: Mapping[str, torch.Tensor],
+    targets: Mapping[str, torch.Tensor],
     states: Sequence[str],
     missing: Sequence[str],
-    left_over: Sequence[str],
+    unexpected: Sequence[str],
     ignored: Sequence[str],
 ) -> None:
-    cast = sorted({str(dtype) for name, dtype in loaded.items() if dtype != kinds[name].dtype})
-    values = sum(kinds[name].numel() for name in loaded)
+    cast = sorted({str(dtype) for name, dtype in loaded.items() if dtype != targets[name].dtype})
+    values = sum(targets[name].numel() for name in loaded)
     rows = [("loaded", f"{len(loaded)} tensors, {values} values{f', cast from {format_list(cast)}' if cast else ''}")]
-    rows += [("loaded by modules themselves", _counted(states))] if states else []
-    rows += [("not in the file, and left as they are", _counted(missing))] if missing else []
-    rows += [("not in the model", _counted(left_over))] if left_over else []
-    rows += [("ignored", _counted(ignored))] if ignored else []
-    level = logging.WARNING if missing or left_over else logging.INFO
-    text = "".join(f"\n  {name}: {what}" for name, what in rows)
-    logger.log(level, "The model begins with weights of %s.%s", path, text)
+    rows += [("loaded by modules themselves", _format_names(states))] if states else []
+    rows += [("not in the file, unchanged", _format_names(missing))] if missing else []
+    rows += [("not in the model", _format_names(unexpected))] if unexpected else []
+    rows += [("ignored", _format_names(ignored))] if ignored else []
+    level = logging.WARNING if missing or unexpected else logging.INFO
+    report = "".join(f"\n  {name}: {text}" for name, text in rows)
+    logger.log(level, "The model begins with weights of %s.%s", path, report)
 
 
-def _counted(names: Sequence[str]) -> str:
+def _format_names(names: Sequence[str]) -> str:
     return f"{len(names)}: {format_list(names)}"
 
 
-def _spec(shape: tuple[int, ...], dtype: torch.dtype) -> str:
+def _format_spec(shape: tuple[int, ...], dtype: torch.dtype) -> str:
     return f"{list(shape)} {str(dtype).removeprefix('torch.')}"
 
 
 # --- files
 
 
-def weights_in(path: Path, where: str) -> Mapping[str, torch.Tensor]:
-    """Return the weights of a checkpoint, of the folder of a model or of a file, by name; most are read one at a time.
+def read_weights(path: Path, where: str) -> Mapping[str, torch.Tensor]:
+    """Return the weights of a checkpoint, a model folder or a file by name; most are read one at a time.
 
     Args:
         path: The folder or file.
@@ -311,16 +317,16 @@ def weights_in(path: Path, where: str) -> Mapping[str, torch.Tensor]:
         CheckpointError: If a file is missing or damaged.
     """
     content, _, states = _read(path, where)
-    return _divided(content, states, None, where)[0]
+    return _split_states(content, states, None, where)[0]
 
 
 def _read(path: Path, where: str, check: Check = check_hashes) -> tuple[Any, list[Path], dict[str, Any]]:
-    """Return what is in a file, or in the files of a folder, mostly a dict of tensors; the files; and states beside."""
+    """Return the content of a file or folder, usually a dict of tensors; its files; and extra states."""
     try:
         path.lstat()
     except (OSError, ValueError) as error:  # ValueError: a name that no file can have
         raise ConfigError(
-            f"{where} does not exist, or cannot be looked at. Pass a checkpoint, a folder with {WEIGHTS!r}, or a file "
+            f"{where} does not exist, or cannot be read. Pass a checkpoint, a folder with {WEIGHTS!r}, or a file "
             "of weights; a model of the Hub is loaded by `from_pretrained`."
         ) from error
     if is_pointer(path):
@@ -335,10 +341,10 @@ def _read(path: Path, where: str, check: Check = check_hashes) -> tuple[Any, lis
         return TensorFile(files), files, states
     if len(files) == 1:
         return _read_file(files[0], where), files, states
-    found: dict[str, torch.Tensor] = {}
+    tensors: dict[str, torch.Tensor] = {}
     for file in files:
-        found |= _read_file(file, where)
-    return found, files, states
+        tensors |= _read_file(file, where)
+    return tensors, files, states
 
 
 def _files_of_index(path: Path, where: str) -> list[Path]:
@@ -361,21 +367,21 @@ def _files_in(folder: Path, where: str, check: Check) -> tuple[list[Path], dict[
             raise CheckpointError(f"{str(folder)!r} is incomplete: {WEIGHTS!r} is not among its files.")
         names = [file.relative_to(folder).as_posix() for file in files]
         check(folder, {name: manifest["files"][name] for name in names})
-        kept = manifest.get("extra_state") or {}
-        return files, {name: from_json(value) for name, value in kept.items()}
+        extra_state = manifest.get("extra_state") or {}
+        return files, {name: from_json(value) for name, value in extra_state.items()}
     for name in _IN_FOLDERS:
         if (folder / name).is_file():
             return [folder / name], {}
     if (folder / ADAPTER).is_file():
         raise ConfigError(
-            f"{where} holds adapters of PEFT alone. Load them before the model is passed: "
+            f"{where} has only adapters of PEFT. Load them before the model is passed: "
             "PeftModel.from_pretrained(model, path, is_trainable=True)."
         )
-    inside = Store(folder).kept()
-    if inside:
-        newest = str(Store(folder).path(inside[-1].step))
+    checkpoints = Store(folder).kept()
+    if checkpoints:
+        newest = str(Store(folder).path(checkpoints[-1].step))
         raise ConfigError(f"{where} is the folder of a run. Pass one of its checkpoints, such as {newest!r}.")
-    raise ConfigError(f"{where} has no weights in it: none of {', '.join(map(repr, _IN_FOLDERS))}.")
+    raise ConfigError(f"{where} has no weights: none of {', '.join(map(repr, _IN_FOLDERS))}.")
 
 
 def _read_file(path: Path, where: str) -> Any:
@@ -383,34 +389,35 @@ def _read_file(path: Path, where: str) -> Any:
         return dict(TensorFile(path))
     if path.suffix not in _PICKLED:
         raise ConfigError(
-            f"{where}: {path.name!r} is of no kind that is read: .safetensors, {', '.join(_PICKLED)}, or {_INDEX}."
+            f"{where}: {path.name!r} is not a supported file: .safetensors, {', '.join(_PICKLED)}, or {_INDEX}."
         )
     try:
         return torch.load(path, map_location="cpu", weights_only=True)
     except (OSError, RuntimeError, EOFError, pickle.UnpicklingError) as error:
         raise ConfigError(
-            f"{where}: {path.name!r} cannot be read as weights alone ({str(error).splitlines()[0]:.200}). Files that "
-            "would run code are refused: load it yourself if you trust it, and save its weights as safetensors."
+            f"{where}: {path.name!r} cannot be loaded with `weights_only=True` ({str(error).splitlines()[0]:.200}). "
+            "Files that would run code are rejected: load it yourself if you trust it, and save its weights as "
+            "safetensors."
         ) from error
 
 
-def _divided(
+def _split_states(
     content: Any, states: dict[str, Any], convert: Callable[[Any], Any] | None, where: str
 ) -> tuple[Mapping[str, torch.Tensor], dict[str, Any]]:
-    """Return tensors by name, and the states of modules by theirs, as `convert` makes them."""
+    """Return tensors and extra states of modules by name, after `convert`."""
     if convert is not None:
         content, states = convert({**content, **states} if isinstance(content, TensorFile) else content), {}
     if isinstance(content, TensorFile):
         return content, states | {name: content[name] for name in content if _is_state(name)}
     if isinstance(content, Mapping):
-        named = {bare_name(str(name)): one for name, one in content.items()}
-        states = states | {name: one for name, one in named.items() if _is_state(name)}
-        if all(isinstance(one, torch.Tensor) for name, one in named.items() if name not in states):
-            return {name: one for name, one in named.items() if name not in states}, states
-    who = "'convert' returned" if convert is not None else "there is"
+        entries = {bare_name(str(name)): entry for name, entry in content.items()}
+        states = states | {name: entry for name, entry in entries.items() if _is_state(name)}
+        if all(isinstance(entry, torch.Tensor) for name, entry in entries.items() if name not in states):
+            return {name: entry for name, entry in entries.items() if name not in states}, states
+    subject = "'convert' returned" if convert is not None else "it has"
     keys: Iterable[Any] = content if isinstance(content, Mapping) else [type(content).__name__]
     inner = next((key for key in keys if isinstance(content, Mapping) and isinstance(content[key], Mapping)), None)
     hint = "" if inner is None else f", as in 'convert': lambda content: content[{inner!r}]"
     raise ConfigError(
-        f"{where}: {who} no dict of tensors by name, but {format_list(keys)}. Have 'convert' return one{hint}."
+        f"{where}: {subject} no dict of tensors by name, but {format_list(keys)}. Have 'convert' return one{hint}."
     )

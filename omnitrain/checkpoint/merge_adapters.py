@@ -1,4 +1,4 @@
-"""Whole models from partial checkpoints: adapters merged into their base, or trained weights joined with the rest."""
+"""Full models from checkpoints of adapters or trained weights."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 
 from omnitrain.checkpoint.adapters import BASE, CONFIG
 from omnitrain.checkpoint.frozen_weights import check_fingerprints
-from omnitrain.checkpoint.initial_weights import weights_in
+from omnitrain.checkpoint.initial_weights import read_weights
 from omnitrain.checkpoint.sharded_files import files_of
 from omnitrain.checkpoint.state_dicts import WEIGHTS, load_weights, model_tensors
 from omnitrain.checkpoint.tensor_files import fingerprints, save_tensors
@@ -22,18 +22,18 @@ from omnitrain.distributed.ranks import Ranks
 
 
 def adapters_in(content: Mapping[str, Any]) -> dict[str, str]:
-    """Return the folders of the adapters in a checkpoint by name; "default" is in the checkpoint's own folder."""
-    found = [Path(file).parent.as_posix() for file in content["files"] if Path(file).name == CONFIG]
-    return {"default" if folder == "." else folder: folder for folder in found}
+    """Return the folders of the adapters in a checkpoint by name; that of "default" is the checkpoint's."""
+    folders = [Path(file).parent.as_posix() for file in content["files"] if Path(file).name == CONFIG]
+    return {"default" if folder == "." else folder: folder for folder in folders}
 
 
 def write_merged(folder: Path, content: Mapping[str, Any], base: Path | None, adapter: str | None, out: Path) -> str:
-    """Write the whole model to which a checkpoint belongs, and return in words what was done.
+    """Write the full model of a checkpoint, and return a description of what was merged.
 
     Args:
         folder: A verified checkpoint.
         content: Its omnitrain.json.
-        base: The folder of the weights that were not trained; None if the checkpoint has them.
+        base: The folder of the frozen weights; None if the checkpoint has them.
         adapter: Which of several adapters to merge.
         out: A new folder.
 
@@ -44,7 +44,7 @@ def write_merged(folder: Path, content: Mapping[str, Any], base: Path | None, ad
     """
     adapters, frozen = adapters_in(content), content.get("frozen") or {}
     if not adapters and not frozen:
-        raise ConfigError(f"{str(folder)!r} holds all of its model: there is nothing to merge. Leave --merge out.")
+        raise ConfigError(f"{str(folder)!r} has the full model: nothing has to be merged. Leave --merge out.")
     if frozen and base is None:
         raise ConfigError(
             f"{str(folder)!r} was saved without the {len(frozen)} tensors that did not train. Pass the folder that the "
@@ -54,14 +54,14 @@ def write_merged(folder: Path, content: Mapping[str, Any], base: Path | None, ad
         raise ConfigError(f"--merge takes the folder of the base's weights, got {str(base)!r}, which is not a folder.")
     if not adapters:
         assert base is not None
-        return _joined(folder, content, base, out)
+        return _write_joined(folder, content, base, out)
     if adapter is None and len(adapters) > 1:
         raise ConfigError(f"{str(folder)!r} has the adapters {', '.join(adapters)}. Say which: --adapter NAME.")
     chosen = next(iter(adapters)) if adapter is None else adapter
     if chosen not in adapters:
         raise ConfigError(f"{str(folder)!r} has no adapter {chosen!r}, only {', '.join(adapters)}.")
     try:
-        model = _adapted(folder, content, adapters, base)
+        model = _load_peft_model(folder, content, adapters, base)
     except ImportError as error:
         raise MissingExtraError("`omnitrain checkpoint export --merge`", error.name or "peft") from error
     if not hasattr(model.base_model, "merge_and_unload"):
@@ -75,63 +75,67 @@ def write_merged(folder: Path, content: Mapping[str, Any], base: Path | None, ad
 # --- adapters
 
 
-def _adapted(folder: Path, content: Mapping[str, Any], adapters: Mapping[str, str], base: Path | None) -> Any:
+def _load_peft_model(folder: Path, content: Mapping[str, Any], adapters: Mapping[str, str], base: Path | None) -> Any:
     """Return the model of a checkpoint, as a PeftModel."""
     from peft import PeftModel
 
     model: Any = None
-    for name, place in adapters.items():
+    for name, subfolder in adapters.items():
         if model is None:
-            model = PeftModel.from_pretrained(_base(folder, content, base), str(folder / place), adapter_name=name)
+            model = PeftModel.from_pretrained(
+                _load_base(folder, content, base), str(folder / subfolder), adapter_name=name
+            )
         else:
-            model.load_adapter(str(folder / place), name)
-    tensors, frozen = _own_weights(folder, content), content.get("frozen") or {}
+            model.load_adapter(str(folder / subfolder), name)
+    tensors, frozen = _checkpoint_weights(folder, content), content.get("frozen") or {}
     prefix = "base_model.model."
     if not any(name.startswith(prefix) for name in [*tensors, *frozen]):  # adapters from `add_adapter`
-        tensors = {prefix + name: one for name, one in tensors.items()}
-        frozen = {prefix + name: one for name, one in frozen.items()}
-    for name, one in model.named_parameters():  # PEFT creates new ones in fp32
+        tensors = {prefix + name: tensor for name, tensor in tensors.items()}
+        frozen = {prefix + name: tensor for name, tensor in frozen.items()}
+    for name, tensor in model.named_parameters():  # PEFT creates new ones in fp32
         if name in tensors:
-            one.data = one.data.to(tensors[name].dtype)
+            tensor.data = tensor.data.to(tensors[name].dtype)
     load_weights(model, tensors, repr(str(folder)), absent=frozen)
     if frozen:
-        now = fingerprints({name: one for name, one in model_tensors(model).items() if name in frozen}, Ranks())
-        check_fingerprints(frozen, now, repr(str(folder)), f"Pass the base of that run, not {str(base)!r}.")
+        current = fingerprints(
+            {name: tensor for name, tensor in model_tensors(model).items() if name in frozen}, Ranks()
+        )
+        check_fingerprints(frozen, current, repr(str(folder)), f"Pass the base of that run, not {str(base)!r}.")
     return model
 
 
-def _base(folder: Path, content: Mapping[str, Any], base: Path | None) -> Any:
+def _load_base(folder: Path, content: Mapping[str, Any], base: Path | None) -> Any:
     """Return the adapters' base model: with its weights, or uninitialized if the checkpoint has them."""
     import transformers
 
     file = f"{BASE}/config.json"
     if file not in content["files"]:
         raise ConfigError(
-            f"The base of {str(folder)!r} is not a model of transformers: only your own code can build it. Merge "
-            "there: `PeftModel.from_pretrained(base, folder).merge_and_unload()`."
+            f"The base of {str(folder)!r} is not a model of transformers: only your code can build it. Merge "
+            "in Python: `PeftModel.from_pretrained(base, folder).merge_and_unload()`."
         )
-    found = json.loads((folder / file).read_text())
-    if found.get("quantization_config") or (base is not None and _is_quantised(base)):
+    config = json.loads((folder / file).read_text())
+    if config.get("quantization_config") or (base is not None and _is_quantized(base)):
         raise ConfigError(
-            "The base is quantised, and adapters that are merged into rounded weights are rounded with them. "
-            "Pass the folder of the base before it was quantised: --merge BASE."
+            "The base is quantized, and adapters that are merged into rounded weights are rounded with them. "
+            "Pass the folder of the base before it was quantized: --merge BASE."
         )
-    name = (found.get("architectures") or [""])[0]
+    name = (config.get("architectures") or [""])[0]
     cls = getattr(transformers, name, None) if name.isidentifier() else None
     if not (isinstance(cls, type) and issubclass(cls, transformers.PreTrainedModel)):
         raise ConfigError(
-            f"transformers {transformers.__version__} has no model {name!r}, of which the base is. Merge in Python: "
+            f"transformers {transformers.__version__} has no model {name!r}, the base's class. Merge in Python: "
             "`PeftModel.from_pretrained(base, folder).merge_and_unload()`."
         )
     kind: Any = cls.config_class
-    config = kind.from_pretrained(folder / BASE)
+    model_config = kind.from_pretrained(folder / BASE)
     if base is None:
-        return cls(config)
-    # a new head differs in size from the base's: the checkpoint has it, and everything else is compared
-    return cls.from_pretrained(base, config=config, dtype="auto", ignore_mismatched_sizes=True)
+        return cls(model_config)
+    # a new head differs in size from the base's: the checkpoint has it, and all other weights are compared
+    return cls.from_pretrained(base, config=model_config, dtype="auto", ignore_mismatched_sizes=True)
 
 
-def _is_quantised(base: Path) -> bool:
+def _is_quantized(base: Path) -> bool:
     config = base / "config.json"
     return config.is_file() and bool(json.loads(config.read_text()).get("quantization_config"))
 
@@ -139,14 +143,14 @@ def _is_quantised(base: Path) -> bool:
 # --- weights that were not trained
 
 
-def _own_weights(folder: Path, content: Mapping[str, Any]) -> dict[str, torch.Tensor]:
-    """Return the weights of a checkpoint, which may have them in shards."""
+def _checkpoint_weights(folder: Path, content: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+    """Return the weights of a checkpoint, sharded or not."""
     return dict(TensorFile(files_of(folder, content["files"], "model") or [folder / WEIGHTS]))
 
 
-def _joined(folder: Path, content: Mapping[str, Any], base: Path, out: Path) -> str:
-    tensors, frozen = _own_weights(folder, content), content["frozen"]
-    rest = _weights_in(base, frozen)
+def _write_joined(folder: Path, content: Mapping[str, Any], base: Path, out: Path) -> str:
+    tensors, frozen = _checkpoint_weights(folder, content), content["frozen"]
+    rest = _base_weights(base, frozen)
     check_fingerprints(
         frozen, fingerprints(rest, Ranks()), repr(str(folder)), f"Pass the base of that run, not {str(base)!r}."
     )
@@ -158,10 +162,10 @@ def _joined(folder: Path, content: Mapping[str, Any], base: Path, out: Path) -> 
     return f"the {len(tensors)} tensors of the checkpoint and the {len(rest)} of {base} that did not train"
 
 
-def _weights_in(base: Path, names: Mapping[str, str]) -> dict[str, torch.Tensor]:
-    """Return tensors from a model folder or a checkpoint, which may have them in several files."""
-    held = weights_in(base, repr(str(base)))
-    missing = sorted(names.keys() - held.keys())
+def _base_weights(base: Path, names: Mapping[str, str]) -> dict[str, torch.Tensor]:
+    """Return tensors from a model folder or a checkpoint, in one or several files."""
+    weights = read_weights(base, repr(str(base)))
+    missing = sorted(names.keys() - weights.keys())
     if missing:
         raise CheckpointError(f"{str(base)!r} has no {missing[0]!r}: it is not the base of that run. Pass that one.")
-    return {name: held[name] for name in held if name in names}
+    return {name: weights[name] for name in weights if name in names}

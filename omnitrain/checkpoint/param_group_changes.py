@@ -1,4 +1,4 @@
-"""An optimizer's state for other groups than those it was saved from, where `param_groups` or `freeze` may change."""
+"""Optimizer state for changed parameter groups (`param_groups`, `freeze`)."""
 
 from __future__ import annotations
 
@@ -12,30 +12,30 @@ from omnitrain.core.errors import CheckpointError
 
 
 def has_other_groups(changed: Collection[str], saved: Mapping[str, Any], groups: Sequence[Any]) -> bool:
-    """Return whether there are more groups now than in a checkpoint, or fewer, and this is allowed.
+    """Return whether the number of groups differs from the checkpoint's, and may.
 
     Args:
         changed: The settings that were allowed to change.
         saved: The optimizer's state in the checkpoint.
-        groups: Those of the present one.
+        groups: The present groups.
     """
     return not GROUPING.isdisjoint(changed) and len(saved["groups"]) != len(groups)
 
 
-def check_schedule(finds_place: bool, where: str) -> None:
-    """Refuse other groups under a schedule that keeps something of each in a way of its own.
+def check_schedule(is_supported: bool, where: str) -> None:
+    """Reject another number of groups under a schedule with state for each group.
 
     Args:
-        finds_place: Whether there is none, or one whose rates follow from the progress alone.
-        where: What an error calls the checkpoint.
+        is_supported: Whether the schedule has none: its rates follow from the progress.
+        where: The name of the checkpoint in errors.
 
     Raises:
-        CheckpointError: If it is not.
+        CheckpointError: If it has.
     """
-    if not finds_place:
+    if not is_supported:
         raise CheckpointError(
-            f"{where} has another number of parameter groups, and `lr_scheduler` is a schedule that "
-            "keeps something of each. Take one by name ('cosine', ...), or keep as many groups as there were."
+            f"{where} has another number of parameter groups, and `lr_scheduler` is a schedule with state for each. "
+            "Use a schedule by name ('cosine', ...), or keep the number of groups."
         )
 
 
@@ -45,22 +45,23 @@ def regrouped(
     groups: Sequence[tuple[list[str], Mapping[str, Any]]],
     where: str,
 ) -> tuple[dict[str, Any], TensorFile]:
-    """Return an optimizer's state, rest and tensors, as if it had been saved from other groups; no tensor is read.
+    """Return a saved optimizer state, rest and tensors, for other groups; no tensor is read.
 
-    Parameters that train only now have none; that of those which no longer do is left out.
+    Parameters that did not train have no state; the state of those that no longer train is excluded.
 
     Args:
-        saved: The rest of what was saved.
-        tensors: What was saved, keyed "<parameter>/<entry>".
-        groups: The names and options of each of the present ones.
-        where: What an error calls the checkpoint.
+        saved: The rest of the saved state.
+        tensors: The saved tensors, keyed "<parameter>/<entry>".
+        groups: The names and options of each of the present groups.
+        where: The name of the checkpoint in errors.
     """
-    held = {name for names, _ in groups for name in names}
-    rest = {name: entries for name, entries in saved["rest"].items() if name in held}
+    present = {name for names, _ in groups for name in names}
+    rest = {name: entries for name, entries in saved["rest"].items() if name in present}
     nested = check_references([rest, saved["shared"]], tensors, where)
-    kept = {key for key in tensors if key.rpartition("/")[0] in held or key in nested}
-    moved = []
-    for place, (names, options) in enumerate(groups):
-        former = saved["groups"][min(place, len(saved["groups"]) - 1)]
-        moved.append({**{key: value for key, value in former.items() if key in options}, "params": names})
-    return {**saved, "rest": rest, "groups": moved}, tensors.only(kept)
+    keys = {key for key in tensors if key.rpartition("/")[0] in present or key in nested}
+    saved_groups = saved["groups"]
+    new_groups = []
+    for index, (names, options) in enumerate(groups):
+        group = saved_groups[min(index, len(saved_groups) - 1)]
+        new_groups.append({**{key: value for key, value in group.items() if key in options}, "params": names})
+    return {**saved, "rest": rest, "groups": new_groups}, tensors.only(keys)

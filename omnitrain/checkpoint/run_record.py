@@ -1,7 +1,8 @@
-"""What ran: the command, code, packages, devices and host of each start of a run, in `run.json` and in checkpoints.
+"""Record of each start of a run, in `run.json` and in checkpoints.
 
-Nothing secret is kept: of the environment only what a list here names, and no value that looks like a token. The
-fingerprints of data and code are made in `identity.py`. Torch is imported by the function that asks for devices alone.
+It has the command, code, packages, devices and hosts, and no secrets: only listed environment variables, and no value
+that looks like a token. `fingerprints.py` computes the digests of data and code. Only the functions for devices import
+torch.
 """
 
 from __future__ import annotations
@@ -43,10 +44,10 @@ FORMAT_VERSION = 1
 _LARGEST = 1 << 28
 """The most bytes of run.json that are read."""
 _LONGEST = 2000
-"""The most characters of a value that are kept."""
+"""The most characters of a value that is recorded."""
 
 PACKAGES = ("torch", "numpy", "accelerate", "transformers", "deepspeed", "safetensors", "datasets", "peft", "torchao")
-"""The packages whose versions are kept, beside omnitrain and Python."""
+"""The packages whose versions are recorded, in addition to omnitrain and Python."""
 
 VARIABLES = {
     "CUBLAS_WORKSPACE_CONFIG", "CUDA_DEVICE_MAX_CONNECTIONS", "CUDA_DEVICE_ORDER", "CUDA_LAUNCH_BLOCKING",
@@ -57,39 +58,39 @@ VARIABLES = {
     "TOKENIZERS_PARALLELISM", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE", "SLURM_JOB_ID",
     "SLURM_JOB_NUM_NODES", "SLURM_NTASKS",
 }  # fmt: skip
-"""The variables of the environment that are kept, beside those of a family."""
+"""The environment variables that are recorded, in addition to those with a prefix below."""
 FAMILIES = ("NCCL_", "GLOO_", "TORCH_", "TORCHDYNAMO_", "TORCHINDUCTOR_", "PYTORCH_", "ACCELERATE_", "FSDP_")
-"""What the names of further such variables begin with."""
+"""The prefixes of further variables that are recorded."""
 
 
 def environment_of(variables: Mapping[str, str]) -> dict[str, str]:
-    """Return those variables that change what a run computes or where; no other one, and none that may be secret."""
+    """Return the recorded variables, which affect what a run computes or where, without those that may be secret."""
     names = (name for name in variables if name in VARIABLES or name.startswith(FAMILIES))
-    kept = {name: variables[name] for name in sorted(names) if not is_secret_name(name)}
-    return {name: value for name, value in kept.items() if mask_text(value) == value and len(value) <= _LONGEST}
+    selected = {name: variables[name] for name in sorted(names) if not is_secret_name(name)}
+    return {name: value for name, value in selected.items() if mask_text(value) == value and len(value) <= _LONGEST}
 
 
-# --- what is there
+# --- software and devices
 
 
 @functools.cache
 def packages() -> dict[str, str]:
-    """Return the versions of Python, of omnitrain, and of the packages of a list that are installed."""
-    found = {"python": platform.python_version(), "omnitrain": __version__}
+    """Return the versions of Python, omnitrain and the installed packages of `PACKAGES`."""
+    versions = {"python": platform.python_version(), "omnitrain": __version__}
     for name in PACKAGES:
         try:
-            found[name] = importlib.metadata.version(name)
+            versions[name] = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
             continue
-    return found
+    return versions
 
 
 def _first_match(path: str, pattern: str) -> str | None:
-    """Return the group of the first line of a file in which a pattern is found; None if there is none."""
+    """Return the group of a pattern in the first line of a file that matches; None if no line does."""
     try:
         with open(path, encoding="utf-8", errors="replace") as file:
-            found = (re.search(pattern, line) for line in file)
-            return next((one[1].strip() for one in found if one), None)
+            matches = (re.search(pattern, line) for line in file)
+            return next((match[1].strip() for match in matches if match), None)
     except OSError:
         return None
 
@@ -100,7 +101,7 @@ def _cpu() -> str:
 
 
 def device_of(device: torch.device) -> str:
-    """Return the name of a device, such as "NVIDIA H200"; for others than GPUs that of the processor."""
+    """Return the name of a device, such as "NVIDIA H200"; for the CPU that of the processor."""
     import torch
 
     if device.type in ("cpu", "meta"):
@@ -110,21 +111,21 @@ def device_of(device: torch.device) -> str:
 
 
 def devices_of(device: torch.device) -> dict[str, Any]:
-    """Return the kind, names, capability and driver of the devices that this process sees, by the one it trains on."""
+    """Return kind, names, capability and driver of the visible devices of the same type as the given one."""
     import torch
 
     if device.type in ("cpu", "meta"):
         return {"kind": device.type, "names": {_cpu(): 1}, "threads": torch.get_num_threads()}
     module: Any = torch.get_device_module(device)
     count = module.device_count()
-    found: dict[str, Any] = {"kind": device.type}
-    found["names"] = dict(Counter(device_of(torch.device(device.type, index)) for index in range(count)))
+    description: dict[str, Any] = {"kind": device.type}
+    description["names"] = dict(Counter(device_of(torch.device(device.type, index)) for index in range(count)))
     if hasattr(module, "get_device_capability") and device.type == "cuda":
-        found["capability"] = ".".join(map(str, module.get_device_capability(device)))
-        found["memory"] = int(module.get_device_properties(device).total_memory)
-    found["driver"] = _first_match("/proc/driver/nvidia/version", r"Kernel Module\s+(?:for \S+\s+)?([0-9.]+)")
-    found["runtime"] = torch.version.cuda or getattr(torch.version, "hip", None)
-    return {name: value for name, value in found.items() if value is not None}
+        description["capability"] = ".".join(map(str, module.get_device_capability(device)))
+        description["memory"] = int(module.get_device_properties(device).total_memory)
+    description["driver"] = _first_match("/proc/driver/nvidia/version", r"Kernel Module\s+(?:for \S+\s+)?([0-9.]+)")
+    description["runtime"] = torch.version.cuda or getattr(torch.version, "hip", None)
+    return {name: value for name, value in description.items() if value is not None}
 
 
 def _script() -> Path | None:
@@ -134,15 +135,15 @@ def _script() -> Path | None:
 
 
 _code_folder: Path | None = None
-"""The folder of the code that runs, where that is not the one of the script."""
+"""The folder of the code, if it is not that of the script."""
 
 
 @contextlib.contextmanager
 def code_in(folder: Path) -> Iterator[None]:
-    """Record the commit of this folder for runs that start inside, rather than that of the script's folder.
+    """Record the commit of this folder instead of the script's for runs that start in the context.
 
     Args:
-        folder: The folder, of a configuration for instance, whose script is omnitrain's command.
+        folder: The folder, for instance of a configuration that omnitrain's command runs.
     """
     global _code_folder
     before, _code_folder = _code_folder, folder.absolute()
@@ -153,11 +154,11 @@ def code_in(folder: Path) -> Iterator[None]:
 
 
 class Git:
-    """Asks git for the commit of a folder, in a process that runs beside this one.
+    """A git process that reads the commit of a folder in the background.
 
     Args:
-        folder: The folder of the code. An installed package has no commit: the repository around its folder, if any,
-            is that of a project with a virtual environment.
+        folder: The folder of the code. An installed package has no commit: a repository around its folder is that of a
+            project with a virtual environment.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -168,7 +169,7 @@ class Git:
         self._output: IO[bytes] | None = None
         if {"site-packages", "dist-packages"} & set(folder.parts):
             return
-        with contextlib.suppress(OSError):  # there is no git on this machine, or no place for its output
+        with contextlib.suppress(OSError):  # git is not installed, or the disk for its output is full
             self._output = tempfile.TemporaryFile()  # noqa: SIM115 (a pipe would have to be read while git runs)
             self._process = subprocess.Popen(
                 command, stdin=subprocess.DEVNULL, stdout=self._output, stderr=subprocess.DEVNULL
@@ -176,13 +177,13 @@ class Git:
 
     @property
     def is_done(self) -> bool:
-        """Whether its answer is all there will be."""
+        """Whether its answer is final."""
         return self._process is None
 
     def answer(self, seconds: float = 0.0) -> dict[str, Any] | None:
-        """Return "commit", "branch" and whether the tree is "clean"; None without a repository, or an answer yet.
+        """Return "commit", "branch" and whether the tree is "clean"; None without a repository or a final answer.
 
-        Files that git does not track are not looked at.
+        Untracked files are ignored.
 
         Args:
             seconds: How long to wait.
@@ -205,7 +206,7 @@ class Git:
         return self._answer
 
     def close(self) -> None:
-        """End it, if it has not answered."""
+        """End the process, if it has not answered."""
         if self._process is not None:
             self._process.kill()
             self._process.wait()
@@ -214,16 +215,16 @@ class Git:
         self._process = self._output = None
 
 
-class Start:
-    """One start of a run: what is known when it begins, and what git says a moment later.
+class StartRecord:
+    """The record of one start of a run, to which the answer of git is added later.
 
     Args:
         device: The device of the main rank.
         ranks: Host and device of each rank.
-        where: Where in the run it begins: "step", and "resumed_from".
+        position: The position in the run: "step" and "resumed_from".
     """
 
-    def __init__(self, device: torch.device, ranks: Iterable[tuple[str, str]], where: Mapping[str, Any]) -> None:
+    def __init__(self, device: torch.device, ranks: Iterable[tuple[str, str]], position: Mapping[str, Any]) -> None:
         script = _script()
         folder = _folder()
         self._git = Git(_code_folder or (Path(folder) if script is None else script.parent))
@@ -232,8 +233,8 @@ class Start:
             hosts.setdefault(host, Counter())[name] += 1
         self._known = {
             "started_at": datetime.now(UTC).isoformat(timespec="seconds"),
-            **where,
-            "command": mask_command([_shortened(word, folder) for word in sys.orig_argv]),
+            **position,
+            "command": mask_command([_shorten_paths(argument, folder) for argument in sys.orig_argv]),
             "script": None if script is None else {"name": script.name, "sha256": _digest(script)},
             "git": None,
             "packages": packages(),
@@ -246,7 +247,7 @@ class Start:
         }
 
     def to_dict(self, seconds: float = 0.0) -> dict[str, Any]:
-        """Return it as JSON types; "git" is null unless git has answered after so many seconds."""
+        """Return the record as JSON types; "git" is null unless git answers within some seconds."""
         return {**self._known, "git": self._git.answer(seconds)}
 
     @property
@@ -255,16 +256,16 @@ class Start:
         return self._git.is_done
 
     def close(self) -> None:
-        """End what runs beside it."""
+        """End the git process."""
         self._git.close()
 
 
-def _shortened(word: str, folder: str) -> str:
-    """Return a word of the command without what only this machine knows: the folder, or where its user is at home."""
-    for path, instead in ((folder, ""), (os.path.expanduser("~"), "~/")):
+def _shorten_paths(argument: str, folder: str) -> str:
+    """Return an argument of the command without the working and the home directory."""
+    for path, replacement in ((folder, ""), (os.path.expanduser("~"), "~/")):
         if len(path) > 1:
-            word = word.replace(f"{path}{os.sep}", instead)
-    return word
+            argument = argument.replace(f"{path}{os.sep}", replacement)
+    return argument
 
 
 def _folder() -> str:
@@ -290,10 +291,10 @@ def host() -> str:
 
 
 def read_starts(path: Path) -> list[dict[str, Any]]:
-    """Return the starts in a `run.json`, the first one first; none if there is no such file.
+    """Return the starts in a `run.json`, oldest first; none if it does not exist.
 
     Raises:
-        CheckpointError: If it holds something else.
+        CheckpointError: If the file is something else.
     """
     try:
         with open_regular(path) as file:
@@ -306,7 +307,7 @@ def read_starts(path: Path) -> list[dict[str, Any]]:
         starts = content["starts"]
         if content["format_version"] > FORMAT_VERSION:
             problem = f" It has format_version {content['format_version']}: upgrade omnitrain."
-        elif isinstance(starts, list) and all(isinstance(one, dict) for one in starts):
+        elif isinstance(starts, list) and all(isinstance(start, dict) for start in starts):
             return starts
     except (ValueError, TypeError, KeyError, RecursionError):
         pass
@@ -314,13 +315,13 @@ def read_starts(path: Path) -> list[dict[str, Any]]:
 
 
 def append_start(fs: FileSystem, path: Path, start: Mapping[str, Any], replaces: str | None = None) -> None:
-    """Add a start to a `run.json`, which is replaced as a whole.
+    """Append a start to a `run.json`, which is replaced atomically.
 
     Args:
         fs: The disk.
         path: The file.
-        start: What ran, as JSON types.
-        replaces: "all" for a run that takes the place of another one; "last" if the start is there already.
+        start: The record, as JSON types.
+        replaces: "all" if the run replaces another one; "last" if the start is already in the file.
 
     Raises:
         OSError: It cannot be written.
@@ -330,14 +331,14 @@ def append_start(fs: FileSystem, path: Path, start: Mapping[str, Any], replaces:
     except CheckpointError as error:
         logger.warning("%s Nothing is written into it: move it away.", error)
         return
-    kept = [] if replaces == "all" else starts[:-1] if replaces == "last" else starts
-    text = json.dumps({"format_version": FORMAT_VERSION, "starts": [*kept, start]}, indent=2) + "\n"
+    previous = [] if replaces == "all" else starts[:-1] if replaces == "last" else starts
+    text = json.dumps({"format_version": FORMAT_VERSION, "starts": [*previous, start]}, indent=2) + "\n"
     _replace(fs, path, text)
 
 
 def write_config(fs: FileSystem, path: Path, text: str) -> None:
-    """Write the configuration of a run, if it is not there already; a failing disk is reported, and nothing else."""
-    with Tolerance(path.name, "The run goes on."):
+    """Write the configuration of a run unless the file has it already; a failing disk is only reported."""
+    with Tolerance(path.name, "The run continues."):
         with contextlib.suppress(OSError, UnicodeDecodeError):
             if path.read_text() == text:
                 return
@@ -345,7 +346,7 @@ def write_config(fs: FileSystem, path: Path, text: str) -> None:
 
 
 def _replace(fs: FileSystem, path: Path, text: str) -> None:
-    """Write a file that takes the place of another one as a whole."""
+    """Replace a file atomically."""
     new = path.with_name(f"{path.name}.tmp")
     try:
         fs.write(new, text.encode())

@@ -1,4 +1,4 @@
-"""The settings that determine the numbers of a run, and which of them differ from those of a checkpoint.
+"""Changes of the settings that determine the numbers of a run.
 
 `checkpointer.py` and `contents.py` decide what follows from a change: an error, or the new value.
 """
@@ -75,98 +75,98 @@ _MOVING = frozenset(
 """The attributes of PyTorch's schedules that hold their position, and rates, which are settings of the optimizer."""
 
 
-def changed_settings(then: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
-    """Return the deciding settings that have changed: (then, now) by name.
+def changed_settings(saved: Mapping[str, Any], current: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
+    """Return the deciding settings that have changed: (saved, current) by name.
 
     Args:
-        then: The resolved settings of a checkpoint.
-        now: The settings of the run that resumes from it.
+        saved: The resolved settings of a checkpoint.
+        current: The settings of the resumed run.
     """
     changed = {
-        name: (then.get(name), now.get(name))
+        name: (saved.get(name), current.get(name))
         for name in DECIDING
-        if _without_home(then.get(name)) != _without_home(now.get(name))
+        if _without_home(saved.get(name)) != _without_home(current.get(name))
     }
     for name in _LATER:
-        if name not in then:
+        if name not in saved:
             changed.pop(name, None)
     changed.pop("optimizer_groups", None)
     if GROUPING.isdisjoint(changed):  # groups that hold other parameters cannot be compared
         for name in ("learning_rate", "weight_decay"):
-            changed.pop(name, None)  # with the user's own optimizer, only its groups count
+            changed.pop(name, None)  # of a custom optimizer, only the groups count
     if "optimizer" not in changed and GROUPING.isdisjoint(changed):
-        changed |= _changed_groups(then["optimizer_groups"] or [], now["optimizer_groups"] or [])
-    if "lr_scheduler_kwargs" not in then and then.get("lr_scheduler") == "functools.partial":
+        changed |= _changed_groups(saved["optimizer_groups"] or [], current["optimizer_groups"] or [])
+    if "lr_scheduler_kwargs" not in saved and saved.get("lr_scheduler") == "functools.partial":
         # what earlier checkpoints have of a schedule that transformers made by name and options
         for name in ("lr_scheduler", "lr_scheduler_kwargs", "lr_scheduler_options", "warmup_steps"):
             changed.pop(name, None)
     if "lr_scheduler" in changed:
         changed.pop("lr_scheduler_options", None)
     changed.pop("algorithm_options", None)
-    differ = changed_options(then, now, "algorithm_options")
+    differ = changed_options(saved, current, "algorithm_options")
     if differ[0] and "algorithms" not in changed:
         changed["algorithm_options"] = differ
     return changed
 
 
 def _without_home(value: Any) -> Any:
-    """Return a setting with our own classes by their bare names: a class that moved to another module is the same."""
+    """Return a setting with this package's classes by their bare names, as they may move to other modules."""
     if isinstance(value, list):
         return [_without_home(entry) for entry in value]
     is_ours = isinstance(value, str) and value.startswith("omnitrain.")
     return value.rpartition(".")[2] if is_ours else value
 
 
-def changed_options(then: Mapping[str, Any], now: Mapping[str, Any], name: str) -> tuple[Any, Any]:
-    """Return the options of algorithms or callbacks that differ, then and now: {"EMA.decay": 0.9}.
+def changed_options(saved: Mapping[str, Any], current: Mapping[str, Any], name: str) -> tuple[Any, Any]:
+    """Return the options of algorithms or callbacks that differ, saved and current: {"EMA.decay": 0.9}.
 
-    Those that only one side has are left out: another version may have other ones.
+    Those that only one side has are ignored: versions may have different ones.
 
     Args:
-        then: The resolved settings of a checkpoint.
-        now: The settings of the run that resumes from it.
+        saved: The resolved settings of a checkpoint.
+        current: The settings of the resumed run.
         name: "algorithm_options" or "callback_options".
     """
-    before, after = then.get(name) or {}, now.get(name) or {}
+    before, after = saved.get(name) or {}, current.get(name) or {}
     if name == "callback_options":  # earlier checkpoints have them with secrets
         before = mask_secrets(before)
     differ = [key for key in before if key in after and before[key] != after[key]]
     return {key: before[key] for key in differ}, {key: after[key] for key in differ}
 
 
-def _changed_groups(then: list[dict[str, Any]], now: list[dict[str, Any]]) -> dict[str, tuple[Any, Any]]:
+def _changed_groups(saved: list[dict[str, Any]], current: list[dict[str, Any]]) -> dict[str, tuple[Any, Any]]:
     """Return the differences between the options of two optimizers, by the name of the setting."""
     changed = {}
     for option, name in (("lr", "learning_rate"), ("weight_decay", "weight_decay")):
-        old, new = ([group.get(option) for group in groups] for groups in (then, now))
+        old, new = ([group.get(option) for group in groups] for groups in (saved, current))
         if old != new:
             changed[name] = (old[0], new[0]) if len(old) == len(new) == 1 else (old, new)
     rest = [
         [{key: value for key, value in group.items() if key not in ("lr", "weight_decay")} for group in groups]
-        for groups in (then, now)
+        for groups in (saved, current)
     ]
     if rest[0] != rest[1]:
         changed["optimizer_groups"] = (rest[0], rest[1])
     return changed
 
 
-def made_with(parts: Iterable[Any]) -> dict[str, Any]:
-    """Return what algorithms or callbacks were made with, as JSON types by "<class>.<argument>"."""
-    found: dict[str, Any] = {}
-    turns: dict[str, int] = {}
-    for one in parts:
-        name = type(one).__qualname__
-        turn = turns[name] = turns.get(name, 0) + 1
-        prefix = name if turn == 1 else f"{name} {turn}"
-        found |= {f"{prefix}.{option}": _without_module(value) for option, value in init_arguments(one).items()}
-    return found
+def constructor_arguments(parts: Iterable[Any]) -> dict[str, Any]:
+    """Return the constructor arguments of algorithms or callbacks, as JSON types by "<class>.<argument>"."""
+    arguments: dict[str, Any] = {}
+    counts: dict[str, int] = {}
+    for part in parts:
+        name = type(part).__qualname__
+        count = counts[name] = counts.get(name, 0) + 1
+        prefix = name if count == 1 else f"{name} {count}"
+        arguments |= {f"{prefix}.{option}": _without_module(value) for option, value in init_arguments(part).items()}
+    return arguments
 
 
 def _without_module(value: Any) -> Any:
-    """Return an option as JSON types; an object by a name without its module, which is another one in a script."""
-    named: Any = value if hasattr(value, "__qualname__") else type(value)
+    """Return an option as JSON types; an object by its name without the module, which differs in a script."""
+    cls: Any = value if hasattr(value, "__qualname__") else type(value)
     plain = _plain(value)
-    return named.__qualname__ if plain == f"{named.__module__}.{named.__qualname__}" else plain
+    return cls.__qualname__ if plain == f"{cls.__module__}.{cls.__qualname__}" else plain
 
 
 @dataclass(slots=True)
@@ -175,31 +175,31 @@ class InitialOptions:
 
     Attributes:
         optimizer: The options of each group.
-        schedule: The options of the user's own schedule; None for a named one, which the settings describe.
+        schedule: The options of a custom schedule; None for a named one, which the settings describe.
     """
 
     optimizer: list[dict[str, Any]] | None = None
     schedule: dict[str, Any] | None = None
 
-    def note_optimizer(self, groups: Iterable[Mapping[str, Any]]) -> None:
+    def record_optimizer(self, groups: Iterable[Mapping[str, Any]]) -> None:
         """Record the options of the groups, unless already recorded; called before a schedule changes them."""
         if self.optimizer is None:
             self.optimizer = options_of(groups)
 
-    def note_schedule(self, scheduler: Any) -> None:
-        """Record the options of the user's own schedule, unless already recorded."""
+    def record_schedule(self, scheduler: Any) -> None:
+        """Record the options of a custom schedule, unless already recorded."""
         if self.schedule is None:
             self.schedule = _schedule_options(scheduler)
 
 
 def options_of(groups: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Return the initial options of the groups as JSON types, without those of the implementation."""
-    found = []
+    options_of_groups = []
     for group in groups:
         options = {key: value for key, value in group.items() if key not in ("params", "initial_lr", *IMPLEMENTATION)}
         options["lr"] = group.get("initial_lr", group.get("lr"))
-        found.append({key: _plain(value) for key, value in options.items()})
-    return found
+        options_of_groups.append({key: _plain(value) for key, value in options.items()})
+    return options_of_groups
 
 
 def _schedule_options(scheduler: Any) -> dict[str, Any]:

@@ -19,7 +19,7 @@ import torch
 
 from omnitrain.checkpoint import state_dicts, tensor_files
 from omnitrain.checkpoint.adapters import write_model_files
-from omnitrain.checkpoint.contents import Run, Snapshot
+from omnitrain.checkpoint.contents import CheckpointedTrainer, Snapshot
 from omnitrain.checkpoint.history import HISTORY
 from omnitrain.checkpoint.manifest import FileEntry
 from omnitrain.checkpoint.sharded_files import (
@@ -111,7 +111,7 @@ class Writer:
         write_beside: Writes further files to a checkpoint's folder, on the main rank; the manifest includes them.
     """
 
-    def __init__(self, run: Run, write_beside: Callable[[Path], None]) -> None:
+    def __init__(self, run: CheckpointedTrainer, write_beside: Callable[[Path], None]) -> None:
         self._run = run
         self._write_beside = write_beside
         self._thread: ThreadPoolExecutor | None = None

@@ -59,7 +59,7 @@ class EngineLoop(Loop):
         """Let transformers train until the run ends."""
         if not self.lifecycle.stop:
             self._engine().run()
-        elif self.checkpointer.goes_on:
+        elif self.checkpointer.is_resuming:
             self._engine().restore_state()
 
     @property
@@ -125,7 +125,7 @@ class EngineLoop(Loop):
     def _save(self, is_asked: bool) -> None:
         """Save as usual; what a callback requests with `save_strategy="no"` goes to `output_dir`."""
         trainer: Any = self.trainer
-        if is_asked or self.checkpointer.owes_best:
+        if is_asked or self.checkpointer.requires_best_save:
             self._engine().count_operations()
         if not is_asked or self.checkpointer.store is not None:
             super()._save(is_asked)
@@ -304,7 +304,7 @@ class Engine(SearchTrainer):
         checkpointer = trainer._checkpointer
         resumed = checkpointer.resumed
         left = None if resumed is None else resumed[0] / "trainer_state.json"
-        if checkpointer.continued is not None and self.final_state is not None:
+        if checkpointer.continued_state is not None and self.final_state is not None:
             state = copy.deepcopy(self.final_state)
         elif left is not None and left.exists():
             state = transformers.TrainerState.load_from_json(str(left))
@@ -601,7 +601,7 @@ class Engine(SearchTrainer):
     def _load_rng_state(self, checkpoint: str | None) -> None:
         """Restore the generators; called once the first batch of the resumed run is ready."""
         checkpointer = self.trainer._checkpointer
-        checkpointer.recall_random_numbers()
+        checkpointer.resume_random_numbers()
 
 
 @contextlib.contextmanager

@@ -129,4 +129,6 @@ def write_model(trainer: BaseTrainer, processing_class: Any, path: Path, overwri
     """
     beside = [] if processing_class is None else [processing_class]
     with trainer._calling("save_model()"):
-        save_model(trainer.model, path, overwrite, trainer._checkpointer.shown.model_tensors(), trainer.ranks, beside)
+        save_model(
+            trainer.model, path, overwrite, trainer._checkpointer.eval_weights.model_tensors(), trainer.ranks, beside
+        )

@@ -44,10 +44,10 @@ from omnitrain.checkpoint import state_dicts
 from omnitrain.checkpoint.adapters import save_model
 from omnitrain.checkpoint.checkpointer import Checkpointer, check_allowed, locked
 from omnitrain.checkpoint.contents import Contents, group_options
-from omnitrain.checkpoint.eval_weights import ShownWeights
+from omnitrain.checkpoint.eval_weights import EvalWeights
 from omnitrain.checkpoint.initial_weights import load_initial
 from omnitrain.checkpoint.mirrored_store import make_store
-from omnitrain.checkpoint.setting_changes import InitialOptions, made_with, options_of
+from omnitrain.checkpoint.setting_changes import InitialOptions, constructor_arguments, options_of
 from omnitrain.checkpoint.store import Store
 from omnitrain.checkpoint.tensor_reader import DTYPES, unsaved_dtype
 from omnitrain.compute.activation_checkpointing import recompute_activations
@@ -426,7 +426,7 @@ class BaseTrainer(Hooks, ABC):
             self.get_model().load_state_dict(state["weights"])
         self.lifecycle.load_outcome(state["run"])
         if self.progress.step:
-            self._checkpointer.ended = "this trainer is a copy, without the optimizer's state"
+            self._checkpointer.finished_run = "this trainer is a copy, without the optimizer's state"
 
     # --- the parts of a run
 
@@ -539,11 +539,11 @@ class BaseTrainer(Hooks, ABC):
             lambda place: nonfinite_error(self, sets.train, self.save_dir, place), lambda: sets.train,
             self._feed,
         )  # fmt: skip
-        shown = ShownWeights(self)
-        contents = Contents(self, lifecycle, self._step, sets, self._initial, shown)
+        eval_weights = EvalWeights(self)
+        contents = Contents(self, lifecycle, self._step, sets, self._initial, eval_weights)
         write_beside = write_beside or functools.partial(_write_processor, self)
-        self._checkpointer = Checkpointer(self, lifecycle, contents, shown, self.store, write_beside)
-        self._evaluation = evaluation(self, self._feed, self.scorer, shown, lifecycle)
+        self._checkpointer = Checkpointer(self, lifecycle, contents, eval_weights, self.store, write_beside)
+        self._evaluation = evaluation(self, self._feed, self.scorer, eval_weights, lifecycle)
         if self._evaluates:
             self._evaluation.check(objective, sets.eval)
         self._loop = loop(
@@ -563,7 +563,7 @@ class BaseTrainer(Hooks, ABC):
         spec = self.settings.lr_scheduler if lr_scheduler is None else lr_scheduler
         warmup = self.settings.warmup_steps if warmup_steps is None else warmup_steps
         self.settings = replace(self.settings, lr_scheduler=spec, warmup_steps=warmup)
-        self._initial.note_optimizer(self.backend.groups)
+        self._initial.record_optimizer(self.backend.groups)
         # another part has made the schedule with its options, unless it has named it
         options = self.settings.lr_scheduler_kwargs if lr_scheduler is None or isinstance(lr_scheduler, str) else None
         size = None if self.train_loader is None else self.train_loader.size
@@ -572,7 +572,7 @@ class BaseTrainer(Hooks, ABC):
             spec, self.optimizer, warmup_steps=warmup, options=options, course=course, mode=self.objective.direction,
         )  # fmt: skip
         if not isinstance(spec, str | Schedule | None):
-            self._initial.note_schedule(self.lr_scheduler)
+            self._initial.record_schedule(self.lr_scheduler)
         self._step.take_schedule(self.lr_scheduler, self._loop.has_own_epoch)
         if follows_evaluations(self.lr_scheduler):
             if not self._evaluates:
@@ -625,7 +625,7 @@ class BaseTrainer(Hooks, ABC):
             _only_thread("train()"),
             self._calling("train()"),
             isolated_rng(self.device),
-            locked(self.store, self.ranks, lambda: self._checkpointer.note_start(), after),
+            locked(self.store, self.ranks, lambda: self._checkpointer.end_record(), after),
         ):
             if self.train_loader is None and not self._loop.has_own_epoch:
                 raise ConfigError("There is nothing to train on: pass `train_dataset` or `train_loader`.")
@@ -646,7 +646,7 @@ class BaseTrainer(Hooks, ABC):
                     progress = self.progress
                     add_location(error, f"after step {progress.step} (epoch {progress.epoch + 1}), rank {self.rank}")
                 self.lifecycle.failed(error)
-                self._checkpointer.ended = "its last run failed"
+                self._checkpointer.finished_run = "its last run failed"
                 if isinstance(error, DistributedError) and self.control.signal:
                     logger.error("%s", error)
                     raise error_of(self.control.signal) from error
@@ -688,7 +688,7 @@ class BaseTrainer(Hooks, ABC):
             )
         _adopt_parts(self)
         if not is_live:
-            self._checkpointer.shown.begin_training()
+            self._checkpointer.eval_weights.begin_training()
         self._seed()
         self._step.prepare()
 
@@ -793,7 +793,7 @@ class BaseTrainer(Hooks, ABC):
             self.backend.check_weights_loaded()
             beside = [] if self.processing_class is None else [self.processing_class]
             return save_model(
-                self.model, folder, overwrite, self._checkpointer.shown.model_tensors(), self.ranks, beside
+                self.model, folder, overwrite, self._checkpointer.eval_weights.model_tensors(), self.ranks, beside
             )
 
     def save_checkpoint(self) -> Path:
@@ -818,7 +818,7 @@ class BaseTrainer(Hooks, ABC):
             if folder is None or content is None:
                 raise CheckpointError(f"{str(path)!r} holds no checkpoint.")
             self._checkpointer.restore(folder, content)
-            self._checkpointer.ended = "load_checkpoint() has restored another state since"
+            self._checkpointer.finished_run = "load_checkpoint() has restored another state since"
             self.lifecycle.loaded(folder)
             self._checkpointer.restore_random_numbers(folder, content)
         return folder
@@ -830,11 +830,11 @@ class BaseTrainer(Hooks, ABC):
     def resolved_config(self) -> dict[str, Any]:
         """Return every setting in force, as JSON types."""
         resolved = {
-            "algorithm_options": made_with(self.algorithms),
+            "algorithm_options": constructor_arguments(self.algorithms),
             "autocast": self.precision.name,
             "batch_size": self.batch_size,
             "dtypes": self.precision.dtypes.described,
-            "callback_options": mask_secrets(made_with(self._callbacks)),
+            "callback_options": mask_secrets(constructor_arguments(self._callbacks)),
             "device": str(self.device),
             "eval_batch_size": self.eval_batch_size,
             "gradient_accumulation_steps": self.gradient_accumulation_steps,
@@ -907,7 +907,7 @@ class BaseTrainer(Hooks, ABC):
         self.backend.optimizers = dict(optimizers)
         self.optimizer = next(iter(optimizers.values()))
         self._initial.optimizer = None
-        self._initial.note_optimizer(self.backend.groups)
+        self._initial.record_optimizer(self.backend.groups)
 
     @property
     def scaler(self) -> torch.amp.GradScaler:
@@ -1074,7 +1074,7 @@ def _start(trainer: BaseTrainer, resume_from: Any, allow_change: Collection[str]
     if checkpoint is None:
         trainer.backend.check_weights_loaded()
     trainer._begin_run(resumes=checkpoint is not None)
-    trainer._checkpointer.check_optimizers(vars(trainer), resumes=checkpoint is not None)
+    trainer._checkpointer.check_optimizers(vars(trainer), is_resuming=checkpoint is not None)
     if checkpoint is not None:
         trainer._checkpointer.resume(*checkpoint, allow_change)
 
@@ -1092,7 +1092,7 @@ def _go_on(trainer: BaseTrainer, more: Any, resume_from: Any, allow_change: Coll
             "one of them out."
         )
     checkpointer, reason, tests = trainer._checkpointer, trainer.stop_reason, trainer.metrics["test"]
-    ended, length = checkpointer.required_end(), Limits.after(trainer.progress, more)
+    ended, length = checkpointer.require_finished_run(), Limits.after(trainer.progress, more)
     groups = group_options(trainer.backend.groups)
     changed = [
         {key: value for key, value in group.items() if key not in previous or previous[key] != value}
@@ -1100,16 +1100,16 @@ def _go_on(trainer: BaseTrainer, more: Any, resume_from: Any, allow_change: Coll
     ]
     checkpoint = None if ended.folder is None else checkpointer.find(ended.folder)
     if checkpoint is not None:  # the optimizer is made anew, and there may not be room for the state of both
-        checkpointer.ended, ended = "a longer run has begun", replace(ended, parts=())
+        checkpointer.finished_run, ended = "a longer run has begun", replace(ended, parts=())
     change_setting(
         trainer, settings=replace(trainer.settings, **length), limits=Limits(**length), epochs=length["epochs"],
         max_steps=length["max_steps"],
     )  # fmt: skip
     trainer._begin_run(resumes=True, is_live=checkpoint is None)
     if checkpoint is not None:
-        trainer._checkpointer.check_optimizers(vars(trainer), resumes=True)
+        trainer._checkpointer.check_optimizers(vars(trainer), is_resuming=True)
         trainer._checkpointer.resume(*checkpoint, ())
-    trainer._checkpointer.go_on(ended, checkpointer, changed)
+    trainer._checkpointer.continue_run(ended, checkpointer, changed)
     trainer.metrics["test"] = tests
     if reason == "early_stopping":
         trainer.objective.evaluations_without_gain = 0

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch.utils.data import default_convert
 
-from omnitrain.checkpoint.eval_weights import ShownWeights
+from omnitrain.checkpoint.eval_weights import EvalWeights
 from omnitrain.core.errors import ConfigError, DataError, ObjectiveError, OmnitrainError
 from omnitrain.core.events import Event
 from omnitrain.core.objective import Objective
@@ -99,17 +99,19 @@ class Evaluation:
         trainer: The trainer, whose hooks prepare and run a batch.
         feed: Weighs batches, and gives all ranks equally many.
         scorer: Computes the metrics.
-        shown: The weights that are evaluated.
+        eval_weights: The weights for evaluations.
         lifecycle: Calls the callbacks.
     """
 
     filler: int = IGNORED_LABEL
     """The value that pads predictions of different lengths to one array."""
 
-    def __init__(self, trainer: Hooks, feed: Feed, scorer: Scorer, shown: ShownWeights, lifecycle: Lifecycle) -> None:
+    def __init__(
+        self, trainer: Hooks, feed: Feed, scorer: Scorer, eval_weights: EvalWeights, lifecycle: Lifecycle
+    ) -> None:
         self.trainer = trainer
         self.feed = feed
-        self.shown = shown
+        self.eval_weights = eval_weights
         self.lifecycle = lifecycle
         self.scorer: Scorer = scorer
         self.left_out: frozenset[str] = frozenset()
@@ -210,7 +212,12 @@ class Evaluation:
         trainer.backend.sync_buffers()
         self._unit = getattr(loader.rules, "unit", None)
         try:
-            with self.shown.swapped_in(), evaluating(trainer), trainer.ranks.at("evaluation"), loader.untouched():
+            with (
+                self.eval_weights.swapped_in(),
+                evaluating(trainer),
+                trainer.ranks.at("evaluation"),
+                loader.untouched(),
+            ):
                 for batches in (self.feed.in_step(loader, only_first=True), loader.last_batch()):
                     for number, (batch, _) in enumerate(batches):
                         rehearsed.append(batch)
@@ -234,7 +241,7 @@ class Evaluation:
 
         Weights, modes and random numbers are restored afterwards.
         """
-        with self.shown.swapped_in(), evaluating(self.trainer), self.trainer._autocast():
+        with self.eval_weights.swapped_in(), evaluating(self.trainer), self.trainer._autocast():
             yield
 
     def outside_run(self) -> AbstractContextManager[Any]:
@@ -300,7 +307,7 @@ class Evaluation:
         batches = self.feed.in_step(loader, only_first)
         batches = batches if loader.size is not None or only_first else _warned_if_long(batches, loader, ranks.is_main)
         with (
-            self.shown.swapped_in(),
+            self.eval_weights.swapped_in(),
             evaluating(trainer),
             ranks.at("evaluation"),
             untouched(data_parts(trainer.settings)),

@@ -103,8 +103,8 @@ class Loop:
     def _run(self) -> None:
         lifecycle = self.lifecycle
         self._recompilations.begin()
-        self.checkpointer.shown.check()
-        self.checkpointer.shown.begin_training()
+        self.checkpointer.eval_weights.check()
+        self.checkpointer.eval_weights.begin_training()
         with lifecycle.untimed(), lifecycle.clock.during("setup"):
             lifecycle.begin_train()
         if self.trainer.algorithms:
@@ -113,13 +113,13 @@ class Loop:
         with lifecycle.untimed(), lifecycle.clock.during("setup"):
             # both read data, which can take seconds, so only now that signals are handled
             check_same_data(self.ranks, [self.sets.train, *_each(self.sets.eval)])
-            self.checkpointer.identify()
+            self.checkpointer.record_start()
         self._tell_of_batch_norm()
         self._sent = None
         (alone,) = self.ranks.sum("what may be requested in a step", self.asks_alone)
         self._sends_ahead = self.ranks.world_size > 1 and not alone
-        if self.checkpointer.goes_on:
-            self.checkpointer.recall_random_numbers()
+        if self.checkpointer.is_resuming:
+            self.checkpointer.resume_random_numbers()
         else:
             lifecycle.owes_evaluation = self.settings.eval_on_start
         self.agree("the beginning of the run")
@@ -275,7 +275,7 @@ class Loop:
         checkpointer.await_background()
         self.trainer.backend.sync_buffers()
         history = lifecycle.state_dict() if checkpointer.store is not None else None
-        checkpointer.note_end()
+        checkpointer.record_end()
         lifecycle.is_closing = True
         if self.is_at_limit and lifecycle.evaluates and lifecycle.evaluated_step != lifecycle.progress.step:
             with lifecycle.untimed():
@@ -286,7 +286,7 @@ class Loop:
                 with explaining_memory(self.trainer, "saving"):
                     checkpointer.save(history)
             checkpointer.await_background()
-        checkpointer.note_last_save()
+        checkpointer.record_last_save()
 
     def close(self) -> None:
         """Complete a run that has ended: the last evaluation, checkpoint and log, and the best weights."""
@@ -302,9 +302,11 @@ class Loop:
         if checkpointer.loads_best and has_time:
             checkpointer.load_best()
         elif lifecycle.evaluates:
-            checkpointer.tell_last("a signal ended the run" if checkpointer.loads_best else "load_best_at_end=False")
+            checkpointer.log_final_weights(
+                "a signal ended the run" if checkpointer.loads_best else "load_best_at_end=False"
+            )
         if has_time:
-            checkpointer.put_shown_in_place()
+            checkpointer.load_eval_weights()
 
     # --- answers to requests
 
@@ -331,7 +333,7 @@ class Loop:
         """Save if requested and not yet saved here, or if a new best has to be saved."""
         lifecycle, checkpointer = self.lifecycle, self.checkpointer
         is_asked = is_asked and lifecycle.saved_at != lifecycle.progress.position
-        if is_asked or checkpointer.owes_best:
+        if is_asked or checkpointer.requires_best_save:
             with lifecycle.untimed(), lifecycle.clock.during("saving"), explaining_memory(self.trainer, "saving"):
                 checkpointer.save(for_best=not is_asked)
                 self.agree("the end of a save")

@@ -93,7 +93,7 @@ def test_frozen_base_must_match_unless_allowed(kind: str, tmp_path: Path) -> Non
 
     trainer = make(kind, other(), tmp_path / "run")
     before = {name: value.clone() for name, value in weights_of(trainer).items()}
-    with pytest.raises(CheckpointError, match=r"1 of the 12 are others in this model, the first of them '.*up_proj.w"):
+    with pytest.raises(CheckpointError, match=r"1 of the 12 differ in this model, the first of them '.*up_proj.w"):
         trainer.train(resume_from="auto")
     assert agree(weights_of(trainer), before)
     trainer.train(resume_from="auto", allow_change={"frozen_weights"})

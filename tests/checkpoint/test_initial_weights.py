@@ -127,7 +127,7 @@ def test_init_from_logs_what_was_loaded_and_what_not(file: Path, caplog: pytest.
     assert record.levelno == logging.WARNING
     assert record.message.splitlines()[1:] == [
         "  loaded: 2 tensors, 80 values, cast from torch.float64",
-        "  not in the file, and left as they are: 2: head.weight, head.bias",
+        "  not in the file, unchanged: 2: head.weight, head.bias",
         "  not in the model: 2: body.3.bias, body.3.weight",
     ]
     caplog.clear()
@@ -195,7 +195,7 @@ def test_init_from_gives_way_to_the_checkpoint_of_a_resume(
     with caplog.at_level(logging.INFO, "omnitrain"):
         resumed = make(trainer_class, **options)
         resumed.train(resume_from="auto")
-    assert "The weights are those of the checkpoint, and no longer those of `init_from`" in caplog.text
+    assert "The weights of the checkpoint replace those of `init_from`" in caplog.text
     assert distance(weights(resumed.model), weights(straight.model)) == 0
 
 
@@ -232,12 +232,12 @@ def sources(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize(
     ("source", "message"),
     [
-        ("nowhere", r"`init_from='.*nowhere'` does not exist, or cannot be looked at\. Pass a checkpoint"),
-        ("empty", r"has no weights in it: none of 'model\.safetensors'"),
+        ("nowhere", r"`init_from='.*nowhere'` does not exist, or cannot be read\. Pass a checkpoint"),
+        ("empty", r"has no weights: none of 'model\.safetensors'"),
         ("run", r"is the folder of a run\. Pass one of its checkpoints, such as '.*checkpoint-2'"),
-        ("adapter", r"holds adapters of PEFT alone\. .*PeftModel\.from_pretrained"),
-        ("text.txt", r"'text\.txt' is of no kind that is read"),
-        ("code.pt", r"'code\.pt' cannot be read as weights alone .*Files that would run code are refused"),
+        ("adapter", r"has only adapters of PEFT\. .*PeftModel\.from_pretrained"),
+        ("text.txt", r"'text\.txt' is not a supported file"),
+        ("code.pt", r"'code\.pt' cannot be loaded with `weights_only=True` .*Files that would run code are rejected"),
         ("nested.pt", r"there is no dict of tensors by name, but step, model\. Have .*content: content\['model'\]"),
         ("other.safetensors", r"has none of the model's weights\. Names there: model\.0\.bias, .*; in the model: 0"),
         ({"path": "other.safetensors", "convert": lambda tensors: 3}, "'convert' returned no dict of tensors by name"),
@@ -273,7 +273,7 @@ def test_init_from_rejects_custom_loading_on_meta(file: Path) -> None:
 
     with torch.device("meta"):
         model = nn.Sequential(Own(4, 16))
-    with pytest.raises(ConfigError, match=r"Own has loading code of its own.*2 of its tensors are on the meta device"):
+    with pytest.raises(ConfigError, match=r"Own has custom loading code.*2 of its tensors are on the meta device"):
         initialized(file, model)
 
 

@@ -94,7 +94,7 @@ def test_export_reports_trained_weights_outside_adapters(base: Path, tmp_path: P
     model.base_model.model.model.norm.requires_grad_(True)
     trainer = run("native", model, tmp_path / "run", epochs=1)
     trainer.save_model(tmp_path / "model")
-    assert "1 weights that train are none of the adapters'" in caplog.text and "model.norm.weight" in caplog.text
+    assert "1 weights that train belong to no adapter" in caplog.text and "model.norm.weight" in caplog.text
     assert "1 tensors of the checkpoint belong to no adapter and are left out: base_model" in export()
     shutil.rmtree(tmp_path / "out")
     export("--merge", base)  # which has a place for them
@@ -162,7 +162,7 @@ def test_merge_rejects_other_bases(trained: Any, base: Path, tmp_path: Path, com
     out = tmp_path / "out"
     for options, code, message in (
         ([tmp_path / "other"], 1, "the first of them 'base_model.model."),
-        ([tmp_path / "quantised"], 2, "The base is quantised"),
+        ([tmp_path / "quantised"], 2, "The base is quantized"),
         ([tmp_path / "nowhere"], 2, "which is not a folder"),
         ([], 2, "Pass the folder that the base of the run was loaded from: --merge BASE."),
     ):
@@ -184,8 +184,8 @@ def train_rows(model: Any, folder: Path) -> None:
     ("prepare", "message"),
     [
         (prompt_tuned, "PEFT cannot merge adapters of the kind PROMPT_TUNING"),
-        (lambda folder: train_rows(adapted(t16(), target_modules=["0"]), folder), "only your own code can build it"),
-        (lambda folder: train_rows(t16(), folder), "there is nothing to merge"),
+        (lambda folder: train_rows(adapted(t16(), target_modules=["0"]), folder), "only your code can build it"),
+        (lambda folder: train_rows(t16(), folder), "nothing has to be merged"),
     ],
 )
 def test_merge_rejects_what_it_cannot_merge(

@@ -93,7 +93,7 @@ def test_optimizers_of_a_custom_loop_are_saved_and_resumed(base: Any, tmp_path: 
 def test_optimizers_in_other_attributes_prevent_a_resume(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     make(tmp_path, attribute="own").train()
     assert "in no checkpoint: own['generator'], own['discriminator']. Put them into `self.optimizers`" in caplog.text
-    with pytest.raises(CheckpointError, match=r"start them anew. Put them into `self.optimizers`"):
+    with pytest.raises(CheckpointError, match=r"start them without it. Put them into `self.optimizers`"):
         make(tmp_path, attribute="own").train(resume_from="auto")
 
 

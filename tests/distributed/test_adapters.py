@@ -121,7 +121,7 @@ def test_adapters_resume_exactly_without_the_base(results: Any, folder: Path, ba
     assert content_of(folder / f"straight-{backend}" / "last")["frozen"] == fingerprints(base, Ranks())
     for rank in results[f"another-{backend}"]:
         assert rank.get("error") == "CheckpointError", rank
-        assert "others in this model, the first of them 'base_model.model." in rank["message"]
+        assert "differ in this model, the first of them 'base_model.model." in rank["message"]
 
 
 @pytest.mark.parametrize("backend", thinned(BACKENDS, ["fsdp"]))

@@ -206,7 +206,7 @@ def test_more_that_cannot_continue_is_an_error(tmp_path: Path) -> None:
         trainer.train(more=1)
     light = made(tmp_path / "light", max_steps=1, save_only_model=True)
     light.train()
-    with pytest.raises(ConfigError, match="save_only_model=True keeps weights alone"):
+    with pytest.raises(ConfigError, match="save_only_model=True keeps only weights"):
         light.train(more=1)
 
     class Failing(Callback):
