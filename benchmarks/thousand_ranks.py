@@ -43,7 +43,7 @@ from omnitrain.checkpoint.disk import FileSystem
 from omnitrain.checkpoint.writing import Writer
 from omnitrain.distributed import ranks as ranks_module
 from omnitrain.distributed import rendezvous
-from omnitrain.distributed.watchdog import Post, Report
+from omnitrain.distributed.watchdog import Heartbeat, Report
 
 SIZES = (2, 8, 64, 256, 1024)
 RUNS = ("ddp", "parts", "whole")
@@ -171,7 +171,7 @@ class Store:
 
     def get(self, key: str) -> bytes:
         self._count()
-        report = json.dumps(Report(Post(len(self.kept), "", 0, 0, False)).plain()).encode()
+        report = json.dumps(Report(Heartbeat(len(self.kept), "", 0, 0, False)).to_json()).encode()
         return self.kept.get(key, report)
 
     def multi_get(self, keys: Sequence[str]) -> list[bytes]:
@@ -241,7 +241,7 @@ class Exchanges:
     def gather(self, own: torch.Tensor, parts: Sequence[torch.Tensor] | None, **options: Any) -> Work:
         of_main = self._of_main("gather", own)
         if parts and self.of_others:
-            own = ranks_module._with_length(self.of_others.pop(0), len(own) - ranks_module._HEAD)
+            own = ranks_module._add_length(self.of_others.pop(0), len(own) - ranks_module._HEAD)
         return Work(0 if parts else own.nbytes, self._fill(parts, own, of_main) if parts else 0)
 
     def all_reduce(self, own: torch.Tensor, op: Any = dist.ReduceOp.SUM, **options: Any) -> Work:

@@ -828,7 +828,7 @@ def check_same_on_ranks(ranks: Ranks, described: Mapping[str, Any]) -> None:
     common = {name: value for name, value in described.items() if name not in RANK_LOCAL_SETTINGS}
     if common.get("save_dir") is not None:
         common["save_dir"] = "a folder"
-    ranks.check_alike(
+    ranks.check_equal(
         "The arguments of the ranks", common,
         f"Pass the same on every rank. Only {', '.join(RANK_LOCAL_SETTINGS)} may differ, and where `save_dir` is.",
     )  # fmt: skip

@@ -22,7 +22,7 @@ from omnitrain.backends.zero import LossScale, Zero
 from omnitrain.compute.precision import choose_device, computes_in_fp8
 from omnitrain.core.errors import ConfigError, DistributedError, MissingExtraError
 from omnitrain.distributed.ranks import Ranks
-from omnitrain.distributed.rendezvous import connected_ranks, meeting
+from omnitrain.distributed.rendezvous import connected_ranks, watch_init_process_group
 
 logger: logging.Logger = logging.getLogger("omnitrain")
 
@@ -82,7 +82,7 @@ def make_accelerator(
     if not wants_fsdp:
         os.environ.pop("ACCELERATE_USE_FSDP", None)
     try:
-        with meeting(timeout) as init_method:
+        with watch_init_process_group(timeout) as init_method:
             handlers.append(_meeting_of(init_method, deepspeed_plugin is not None and not has_gpu))
             accelerator = Accelerator(
                 mixed_precision=precision if deepspeed_plugin is not None or wants_fsdp else "no",

@@ -83,7 +83,7 @@ class Start:
 
     def __init__(self, model: nn.Module, ranks: Ranks, initial: InitialWeights | None = None) -> None:
         held = named_tensors(model)
-        ranks.check_alike("The models of the ranks", dict(map(_described, held)), "Make the same model on every rank.")
+        ranks.check_equal("The models of the ranks", dict(map(_described, held)), "Make the same model on every rank.")
         empty = [name for name, one in held if one.device.type == "meta"]
         everywhere = ranks.gather("the tensors on the meta device", empty)
         self._model, self._ranks, self._initial = model, ranks, initial
@@ -197,7 +197,7 @@ class Start:
             with torch.no_grad():
                 # as if a whole model had been loaded, and cast afterwards
                 slot.local.copy_(part.to(initial.dtypes[name]).to(self._dtypes[name]))
-            self._ranks.moves += 1
+            self._ranks.progress_count += 1
         errors = [one for one in self._ranks.gather("the parts that were read", failed) if one]
         if errors:
             raise CheckpointError(errors[0])

@@ -398,7 +398,7 @@ class Zero(DDP):
                 elif name not in in_turn:
                     values[name] = _read_own(parameters[name], tensors, name)
 
-        self.ranks.attempt("the reading of weights", read)
+        self.ranks.run_on_all("the reading of weights", read)
         content = buffers | {name: from_json(value) for name, value in extra.items()}
         load_with_custom_hooks(self.model, content, where, self.ranks)
         for name in list(values):

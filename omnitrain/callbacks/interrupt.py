@@ -15,7 +15,7 @@ from typing import Any
 
 from omnitrain.core.events import Callback, TrainerLike
 from omnitrain.distributed import signals
-from omnitrain.distributed.signals import error_of
+from omnitrain.distributed.signals import signal_error
 
 logger: logging.Logger = logging.getLogger("omnitrain")
 
@@ -24,7 +24,7 @@ class Interrupt(Callback):
     """Turns SIGTERM and SIGINT into a stop at the next step boundary, only during `train()` in the main thread.
 
     The handler only records the signal: it touches no collective, file or lock. After TRAIN_END the trainer raises
-    `error_of` the signal: SystemExit(143) for SIGTERM, KeyboardInterrupt for SIGINT, as the shell expects.
+    `signal_error` the signal: SystemExit(143) for SIGTERM, KeyboardInterrupt for SIGINT, as the shell expects.
     """
 
     order = 0
@@ -69,7 +69,7 @@ class Interrupt(Callback):
             return
         if not signals.handle(number):
             return
-        error = error_of(number)
+        error = signal_error(number)
         if self.error is not None or self._trainer is None:
             raise error
         self.error = error

@@ -157,7 +157,7 @@ class Periodic(Callback):
         if self._schedule is None or not self._schedule.due(_closed(trainer.progress)) or self.is_disabled:
             return
         run = _run(trainer)
-        with run.lifecycle.untimed(), run._evaluation.apart(), run.ranks.at(type(self).__name__):
+        with run.lifecycle.untimed(), run._evaluation.apart(), run.ranks.in_phase(type(self).__name__):
             values, error, is_complete = self._done(trainer)
         if error is not None:
             self._failed(trainer, error)

@@ -133,7 +133,7 @@ class Preview(Periodic):
 
         class InTime(StoppingCriteria):
             def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
-                ranks.moves += 1
+                ranks.progress_count += 1
                 return torch.full((len(input_ids),), time.monotonic() > until, device=input_ids.device)
 
         own = self.options.get("stopping_criteria") or []

@@ -89,7 +89,7 @@ def _finish(store: Store, ranks: Ranks) -> None:
     """Wait on the main rank for the uploads, which count as progress for the watchdog."""
 
     def tick() -> None:
-        ranks.moves += 1
+        ranks.progress_count += 1
 
     store.finish(tick)
 
@@ -192,7 +192,7 @@ class Checkpointer:
             for_best: Whether a new best is the only reason.
         """
         if self.store is not None:
-            with self._trainer.ranks.at("save"):
+            with self._trainer.ranks.in_phase("save"):
                 self._save(self.store, history, for_best)
 
     def _save(self, store: Store, history: dict[str, Any] | None, for_best: bool) -> None:
@@ -457,7 +457,7 @@ class Checkpointer:
             self._contents.check(folder, content)
             content["metrics"] = read_history(folder, content)
 
-        with ranks.at("load"):
+        with ranks.in_phase("load"):
             checkpoint = hashed_by_all(ranks, lambda check: resolved(store, which, accept, check))
         if not allow_weights_only and checkpoint is not None and checkpoint[1].get("only_model"):
             raise CheckpointError(
@@ -511,7 +511,7 @@ class Checkpointer:
 
     def restore(self, folder: Path, content: Mapping[str, Any], changed: Collection[str] = ()) -> None:
         """Restore a checkpoint, except for its random numbers."""
-        with self._trainer.ranks.at("load"):
+        with self._trainer.ranks.in_phase("load"):
             self._contents.restore(folder, content, changed)
         self._trainer.backend.mark_weights_loaded(content.get("frozen") or {})
         self.weights_from = None
@@ -679,7 +679,7 @@ class Checkpointer:
             if checkpoint is None:
                 return
             folder, content = checkpoint
-            with ranks.at("load"):
+            with ranks.in_phase("load"):
                 self._contents.restore_weights(folder, content)
         except (CheckpointError, OSError) as error:  # not raised: the run itself has ended well
             logger.warning("The best weights cannot be loaded: %s The model keeps those of the last step.", error)

@@ -240,7 +240,7 @@ class Contents:
             position = {"step": self._lifecycle.progress.step, "resumed_from": resumed}
             self.record = StartRecord(device, processes, position)
         compute = Identity(self._trainer.settings, self._sets, self._trainer.backend.model).to_dict
-        with ranks.at("data"), untouched(data_parts(self._trainer.settings)):
+        with ranks.in_phase("data"), untouched(data_parts(self._trainer.settings)):
             self._identity = ranks.on_main("the fingerprints of data and code", compute)
 
     def close_record(self) -> None:
@@ -273,7 +273,7 @@ class Contents:
         if saved is None:
             return []
         identity = Identity(self._trainer.settings, self._sets, self._trainer.backend.model)
-        with self._trainer.ranks.at("data"), untouched(data_parts(self._trainer.settings)):
+        with self._trainer.ranks.in_phase("data"), untouched(data_parts(self._trainer.settings)):
             return self._trainer.ranks.on_main("the check of data and code", lambda: identity.differences(saved))
 
     def capture(self, history: dict[str, Any] | None = None) -> tuple[Files, dict[str, Any]]:
@@ -704,7 +704,7 @@ class Contents:
     def _capture_random_numbers(self) -> tuple[Files, dict[str, Any]]:
         state = state_dicts.rng_tensors(self._trainer.device)
         gathered = self._trainer.ranks.gather_on_main("the random numbers for a checkpoint", [state])
-        generators = self._trainer.ranks.by_share([entry for (entry,) in gathered])
+        generators = self._trainer.ranks.one_per_share([entry for (entry,) in gathered])
         tensors = {
             f"{rank}/{name}": tensor for rank, (state, _) in enumerate(generators) for name, tensor in state.items()
         }
@@ -716,7 +716,7 @@ class Contents:
         if content["settings"]["seed"] != seed:
             return  # it was allowed to change
         alike = ranks.world_size // ranks.data.size  # ranks that have the same samples
-        saved = ranks.deal(
+        saved = ranks.scatter(
             "the random numbers of a checkpoint",
             lambda: [state for state in self._generators(folder, content) for _ in range(alike)],
         )
@@ -780,7 +780,7 @@ class Contents:
         }
         local_tensors = {name: tensor.detach().cpu() for name, tensor in local_tensors.items()}
         gathered = ranks.gather_on_main("the states of the user's parts", [(states, local_tensors)])
-        everywhere = [entry for (entry,) in ranks.by_share(gathered)] or [(states, local_tensors)]
+        everywhere = [entry for (entry,) in ranks.one_per_share(gathered)] or [(states, local_tensors)]
         if all(_is_same_state(everywhere[0], entry) for entry in everywhere[1:]):
             del everywhere[1:]
         for _, entry in everywhere:
@@ -910,7 +910,7 @@ class Contents:
             mark = loader.mark_at(progress.epoch, progress.samples_in_epoch, progress.batches_in_epoch)
         if loader is not None and loader.is_split:
             gathered = ranks.gather_on_main("the states of the training data", [None if mark is None else mark.state])
-            states = list(ranks.by_share([state for (state,) in gathered]))  # on the main rank, which writes them
+            states = list(ranks.one_per_share([state for (state,) in gathered]))  # on the main rank, which writes them
             mark = None if mark is None or None in states or not states else mark._replace(state=loader.joined(states))
         try:
             return None if mark is None else state_dicts.to_json(mark._asdict(), _STREAM, tensors)

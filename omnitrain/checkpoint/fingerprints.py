@@ -198,7 +198,7 @@ def check_same_data(ranks: Ranks, loaders: Iterable[Any]) -> None:
     if ranks.world_size == 1 or not loaders:
         return
     samples = {}
-    with ranks.at("data"):
+    with ranks.in_phase("data"):
         for loader in loaders:
             dataset, has_workers = _map_style(loader)
             if dataset is not None:

@@ -25,7 +25,7 @@ from typing import Any, Literal
 
 from omnitrain.core.errors import CheckpointError
 from omnitrain.core.files import open_file
-from omnitrain.distributed.processes import is_alive, is_known, own_process
+from omnitrain.distributed.processes import identify_process, is_alive, is_in_same_container
 
 try:
     import fcntl
@@ -223,7 +223,7 @@ class Lock:
         place = os.fstat(descriptor)
         owner = {
             "token": self.token,
-            **own_process(),
+            **identify_process(),
             "device": place.st_dev,
             "inode": place.st_ino,
             "since": datetime.now(UTC).isoformat(timespec="seconds"),
@@ -380,8 +380,8 @@ def _state_of(
         descriptor: The file.
         is_exclusive: Whether the system's lock on the file is ours.
     """
-    place, can_tell = os.fstat(descriptor), is_known(owner)
-    if owner["boot"] == own_process()["boot"] and (owner["device"] == place.st_dev or can_tell):
+    place, can_tell = os.fstat(descriptor), is_in_same_container(owner)
+    if owner["boot"] == identify_process()["boot"] and (owner["device"] == place.st_dev or can_tell):
         if (owner["device"], owner["inode"]) != (place.st_dev, place.st_ino):
             return "copy"
         if is_exclusive:

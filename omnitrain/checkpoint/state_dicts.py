@@ -202,7 +202,7 @@ def load_weights(
         )
         content.update({name: read_local(tensors, name) for name in tensors if name not in named})
 
-    ranks.attempt("the reading of weights", read)
+    ranks.run_on_all("the reading of weights", read)
     content |= {name: from_json(value) for name, value in (extra or {}).items()}
     load_with_custom_hooks(model, content, where, ranks)
 
@@ -242,7 +242,7 @@ def load_with_custom_hooks(
             ) from error
 
     try:
-        (ranks or Ranks()).attempt("the loading of weights", load)
+        (ranks or Ranks()).run_on_all("the loading of weights", load)
     except CheckpointError:
         _restore_copies(bare, before)
         raise

@@ -23,7 +23,7 @@ from omnitrain.checkpoint.manifest import MANIFEST, FileEntry
 from omnitrain.checkpoint.remote import WORKERS, Copy, Place, in_bytes, in_parallel, reaching, worded
 from omnitrain.checkpoint.retention import to_delete
 from omnitrain.core.errors import CheckpointError
-from omnitrain.distributed.processes import is_alive, is_known, own_process
+from omnitrain.distributed.processes import identify_process, is_alive, is_in_same_container
 
 logger: logging.Logger = logging.getLogger("omnitrain")
 
@@ -138,11 +138,17 @@ class RemoteLock:
 
     def _write(self) -> None:
         self._beats += 1
-        owner = {"token": self._token, **own_process(), "since": self._since, "beat": self._beats, "at": time.time()}
+        owner = {
+            "token": self._token,
+            **identify_process(),
+            "since": self._since,
+            "beat": self._beats,
+            "at": time.time(),
+        }
         self._place.write(LOCK, json.dumps(owner).encode())
 
     def _is_gone(self, owner: Mapping[str, Any]) -> bool:
-        if is_known(owner):
+        if is_in_same_container(owner):
             return owner["token"] in _released or not is_alive(owner)
         if time.time() - float(owner.get("at") or 0) > STALE_S:
             return True

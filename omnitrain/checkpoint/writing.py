@@ -93,7 +93,7 @@ class Save:
 def _agreed(ranks: Ranks, phases: Phases, work: Callable[[], Any]) -> Callable[[], Any] | Path:
     """Finish a phase on all ranks, and return the next one; after the last the folder."""
     try:
-        results = ranks.together("the writing of a checkpoint", work)
+        results = ranks.gather_results("the writing of a checkpoint", work)
     except Exception as error:
         phases.throw(error)  # cleans up, and raises it again
         raise

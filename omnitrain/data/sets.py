@@ -237,7 +237,7 @@ class Sets:
         """
         each = [one for loader in loaders for one in (loader.values() if isinstance(loader, dict) else [loader])]
         sizes = {one.name: _told_size(one) for one in each if one is not None and not isinstance(one, GivenLoader)}
-        self._ranks.check_alike(
+        self._ranks.check_equal(
             "The numbers of samples on the ranks", sizes,
             "Give every rank the same data, and each takes its share; or pass a DataLoader with a "
             "DistributedSampler, as `train_loader` for instance.",

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 
-def own_process() -> dict[str, Any]:
+def identify_process() -> dict[str, Any]:
     """Return an identification of this process, unique over machines; JSON types."""
     return {
         "host": platform.node(),
@@ -23,7 +23,7 @@ def own_process() -> dict[str, Any]:
     }
 
 
-def is_known(process: Mapping[str, Any]) -> bool:
+def is_in_same_container(process: Mapping[str, Any]) -> bool:
     """Return whether this process can check another one, which must be in the same container."""
     return (process["boot"], process["namespace"]) == (_boot(), _namespace()) and os.name == "posix"
 

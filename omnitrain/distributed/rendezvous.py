@@ -26,7 +26,7 @@ from torch.distributed.rendezvous import rendezvous as rendezvous_by
 
 from omnitrain.core.errors import DistributedError
 from omnitrain.distributed import ranks
-from omnitrain.distributed.ranks import ProcessRanks, is_of_connection
+from omnitrain.distributed.ranks import ProcessRanks, is_connection_error
 
 logger: logging.Logger = logging.getLogger("omnitrain")
 
@@ -34,13 +34,13 @@ _SCHEME = "omnitrain"
 _VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 _registered: set[str] = set()
 _timeout: float | None = None
-"""The timeout of the latest `meeting`."""
+"""The timeout of the latest `watch_init_process_group`."""
 _met: ProcessRanks | None = None
 """The ranks of the latest rendezvous; the trainers of a program share them."""
 
 
 @contextlib.contextmanager
-def meeting(timeout: float | None) -> Iterator[str | None]:
+def watch_init_process_group(timeout: float | None) -> Iterator[str | None]:
     """Detect lost ranks while libraries form the process group, and set up more, inside.
 
     Args:
@@ -61,12 +61,12 @@ def meeting(timeout: float | None) -> Iterator[str | None]:
     try:
         yield f"{_SCHEME}://" if all(map(os.environ.get, _VARIABLES)) else None
     except RuntimeError as error:
-        if _met is not None and _met is not before and is_of_connection(error):
+        if _met is not None and _met is not before and is_connection_error(error):
             raise _met.lost_at_start(error) from error
         raise
     finally:
         if _met is not None and _met is not before:
-            _met.world, _met.place = dist.group.WORLD, ""
+            _met.world, _met.phase = dist.group.WORLD, ""
 
 
 def connected_ranks(timeout: float | None = None, mesh: Any = None) -> ProcessRanks:
@@ -82,7 +82,7 @@ def connected_ranks(timeout: float | None = None, mesh: Any = None) -> ProcessRa
         _met = ProcessRanks(store, dist.get_rank(), dist.get_world_size(), timeout)
     if not _met.is_connected:
         _met.connect()
-    _met.lay_out(mesh)
+    _met.set_mesh(mesh)
     return _met
 
 
@@ -153,7 +153,7 @@ def _give_up(text: str) -> None:
     """End this process, from another thread than the main one, as the main one waits for ever."""
     sys.stdout.flush()
     print(f"omnitrain.core.errors.DistributedError: {text}", file=sys.stderr, flush=True)
-    ranks.leave_now(1)
+    ranks.exit_now(1)
 
 
 def _await_store(seconds: float) -> None:

@@ -22,7 +22,7 @@ _pipe: list[int] = []
 """The two ends of the pipe, for reading and writing; empty if nobody listens."""
 
 
-def error_of(number: int) -> BaseException:
+def signal_error(number: int) -> BaseException:
     """Return the exception that ends a program as this signal does: KeyboardInterrupt, or exit code 128 + number."""
     return KeyboardInterrupt() if number == signal.SIGINT else SystemExit(128 + (number or signal.SIGTERM))
 

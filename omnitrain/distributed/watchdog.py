@@ -1,91 +1,92 @@
-"""Ranks that make no progress: which, where and for how long, as seen from their posts.
+"""Detection of ranks that make no progress, from their heartbeats.
 
-Nothing here knows how posts are sent or what ends a run; that is in `distributed.py`. Times are the observer's own: how
-long it has seen no change. Clocks of different machines are never compared. With many ranks they form a tree (`Tree`),
-in which each one reads the posts of its children and posts a digest of them, so rank 0 need not read all.
+Nothing here knows how heartbeats are sent or what ends a run; that is in `ranks.py`. Times are the observer's own: how
+long it has seen no change. Clocks of different machines are never compared. With many ranks they form a tree
+(`RankTree`): each one reads the heartbeats of its children and posts a digest of them, so rank 0 need not read all.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 GONE_S = 5.0
-"""Seconds without a post after which others do the work of a rank: they read what it would have read."""
+"""Seconds without a heartbeat after which others do the work of a rank: they read what it would have read."""
 _CHILDREN = 32
-"""The children of a rank in the tree; with no more ranks than that, each reads the posts of all others itself."""
+"""The children of a rank in the tree; with no more ranks than that, each reads the heartbeats of all others itself."""
 _LISTED = 8
 """The most ranks that a group lists by number."""
 
-_ORDER = {place: number for number, place in enumerate(("data", "step", "evaluation", "metrics", "save"))}
-"""The places of a step, in order."""
+_ORDER = {phase: number for number, phase in enumerate(("data", "step", "evaluation", "metrics", "save"))}
+"""The phases of a step, in order."""
 
 
-class Post(NamedTuple):
+class Heartbeat(NamedTuple):
     """A rank's report about itself, posted about once a second.
 
     Attributes:
-        beat: Counts the posts; it stops if the process does not run.
-        place: What the rank is doing: "data", "step", "evaluation", "metrics", "save", "load", or the name of a call;
+        beat: Counts the heartbeats; it stops if the process does not run.
+        phase: What the rank is doing: "data", "step", "evaluation", "metrics", "save", "load", or the name of a call;
             empty outside the trainer's calls.
         step: The number of its current optimizer step.
-        moves: Counts progress within a place: batches, exchanges, files.
-        waits: Whether it is waiting for other ranks in an exchange.
-        has_ended: Whether this is the last post.
+        progress_count: Counts progress within a phase: batches, exchanges, files.
+        is_waiting: Whether it is waiting for other ranks in an exchange.
+        has_ended: Whether this is the last heartbeat.
     """
 
     beat: int
-    place: str
+    phase: str
     step: int
-    moves: int
-    waits: bool
+    progress_count: int
+    is_waiting: bool
     has_ended: bool = False
 
 
 class Group(NamedTuple):
-    """Ranks at the same place, of which a digest tells together.
+    """Ranks in the same phase, summarized in a digest.
 
     Attributes:
-        ranks: Their numbers, of the first ones.
-        count: How many there are.
-        post: The latest post of the first one.
-        settled: Seconds that the one that came last has been at its place of its step.
-        still: Seconds without progress, of the rank with the fewest.
-        silent: Seconds without a post, of the rank with the fewest.
+        ranks: The numbers of the first ones.
+        count: The number of ranks.
+        heartbeat: The latest heartbeat of the first one.
+        settled: Seconds that the one that came last has been in this phase of its step.
+        idle: Seconds without progress, of the rank with the fewest.
+        silent: Seconds without a heartbeat, of the rank with the fewest.
     """
 
     ranks: tuple[int, ...]
     count: int
-    post: Post
+    heartbeat: Heartbeat
     settled: float
-    still: float
+    idle: float
     silent: float
 
 
 class Report(NamedTuple):
-    """What a rank puts into the store about once a second.
+    """What a rank writes to the store about once a second.
 
     Attributes:
-        post: Where it is itself.
+        heartbeat: Its own state.
         below: Its digest of the ranks below it in the tree.
 
-    >>> report = Report(Post(3, "data", 1, 7, False), (Group((5, 6), 2, Post(3, "step", 1, 8, True), 4.0, 3.0, 0.0),))
-    >>> Report.of(*report.plain()) == report
+    >>> first = Heartbeat(3, "step", 1, 8, True)
+    >>> report = Report(Heartbeat(3, "data", 1, 7, False), (Group((5, 6), 2, first, 4.0, 3.0, 0.0),))
+    >>> Report.from_json(*report.to_json()) == report
     True
     """
 
-    post: Post
+    heartbeat: Heartbeat
     below: tuple[Group, ...] = ()
 
-    def plain(self) -> tuple[Post, list[list[object]]]:
+    def to_json(self) -> tuple[Heartbeat, list[list[object]]]:
         """Return it as lists and numbers, which JSON can hold."""
-        return self.post, [[*group[:3], *(round(seconds, 1) for seconds in group[3:])] for group in self.below]
+        return self.heartbeat, [[*group[:3], *(round(seconds, 1) for seconds in group[3:])] for group in self.below]
 
     @classmethod
-    def of(cls, post: Sequence[object], below: Sequence[Sequence[object]]) -> Report:
-        """Return the report of which `plain` returned this."""
-        groups = (Group(tuple(ranks), count, Post(*of_first), *seconds) for ranks, count, of_first, *seconds in below)  # type: ignore[arg-type]
-        return cls(Post(*post), tuple(groups))  # type: ignore[arg-type]
+    def from_json(cls, heartbeat: Sequence[Any], below: Sequence[Sequence[Any]]) -> Report:
+        """Return the report of which `to_json` returned this."""
+        groups = (Group(tuple(ranks), count, Heartbeat(*first), *seconds) for ranks, count, first, *seconds in below)
+        return cls(Heartbeat(*heartbeat), tuple(groups))
 
 
 class Stall(NamedTuple):
@@ -93,177 +94,180 @@ class Stall(NamedTuple):
 
     Attributes:
         rank: Its number.
-        post: Its latest post.
-        seconds: How long that has not changed, or how long there was no post.
-        is_silent: Whether it has stopped posting: its process does not run.
-        others: How many more ranks are in the same state, of which the number is not known.
+        heartbeat: Its latest heartbeat.
+        seconds: How long that has not changed, or how long there was none.
+        is_silent: Whether its heartbeats have stopped: its process does not run.
+        more: How many more ranks, whose numbers are not known, are in the same state.
     """
 
     rank: int
-    post: Post
+    heartbeat: Heartbeat
     seconds: float
     is_silent: bool
-    others: int = 0
+    more: int = 0
 
     @property
-    def may_end(self) -> bool:
+    def may_end_run(self) -> bool:
         """Whether this may end a run: the user's code outside the trainer may take any time."""
-        return bool(self.post.place) or self.is_silent
+        return bool(self.heartbeat.phase) or self.is_silent
 
 
-class Stalls:
-    """Judges ranks by their posts.
+class StallDetector:
+    """Judges ranks by their heartbeats.
 
-    >>> stalls, waits = Stalls(), Post(0, "step", 12, 70, True)
+    >>> detector, waiting = StallDetector(), Heartbeat(0, "step", 12, 70, True)
     >>> for second in range(41):
-    ...     _ = stalls.look({0: waits._replace(beat=second), 1: Post(second, "data", 12, 69, False)}, 1.0)
-    >>> [(stall.rank, stall.post.place, stall.seconds) for stall in stalls.found(30.0)]
+    ...     _ = detector.update({0: waiting._replace(beat=second), 1: Heartbeat(second, "data", 12, 69, False)}, 1.0)
+    >>> [(stall.rank, stall.heartbeat.phase, stall.seconds) for stall in detector.stalled(30.0)]
     [(1, 'data', 40.0)]
     """
 
     def __init__(self) -> None:
-        self._posts: dict[int, Post] = {}
-        self._still: dict[int, float] = {}
+        self._heartbeats: dict[int, Heartbeat] = {}
+        self._idle: dict[int, float] = {}
         """How long the progress of a rank has not changed."""
         self._settled: dict[int, float] = {}
-        """How long it has been at the same place of the same step."""
+        """How long it has been in the same phase of the same step."""
         self._silent: dict[int, float] = {}
-        """How long a rank has posted nothing."""
+        """How long a rank has sent no heartbeat."""
         self._longest: dict[str, float] = {}
-        """The longest time that a rank was in a place before it went on."""
-        self._told: dict[int, Stall] = {}
-        """What was last reported of a rank."""
+        """The longest time that a rank was in a phase before it continued."""
+        self._reported: dict[int, Stall] = {}
+        """The last stall that was reported of a rank."""
         self._below: dict[int, tuple[Group, ...]] = {}
         """The latest digests, by the rank that has made them."""
 
-    def look(
-        self, posts: Mapping[int, Post], passed: float, below: Mapping[int, tuple[Group, ...]] | None = None
+    def update(
+        self,
+        heartbeats: Mapping[int, Heartbeat],
+        elapsed: float,
+        below: Mapping[int, tuple[Group, ...]] | None = None,
     ) -> list[str]:
-        """Record the latest posts; return a line for each rank that goes on after it was reported.
+        """Record the latest heartbeats; return a line for each rank that continues after it was reported.
 
         Args:
-            posts: The latest post of each rank; ranks that are not among them any more are forgotten.
-            passed: Seconds since the last call in which the observer itself was running.
+            heartbeats: The latest heartbeat of each rank; ranks that are no longer among them are forgotten.
+            elapsed: Seconds since the last call in which the observer itself was running.
             below: The latest digests of some of these ranks.
         """
         lines = []
         self._below = {rank: groups for rank, groups in (below or {}).items() if groups}
-        for rank in [rank for rank in self._posts if rank not in posts]:
-            for known in (self._posts, self._still, self._settled, self._silent):
-                del known[rank]
-        for rank, post in posts.items():
-            before = self._posts.get(rank, post)
-            new = rank not in self._posts
+        for rank in [rank for rank in self._heartbeats if rank not in heartbeats]:
+            for by_rank in (self._heartbeats, self._idle, self._settled, self._silent):
+                del by_rank[rank]
+        for rank, current in heartbeats.items():
+            is_new = rank not in self._heartbeats
+            previous = self._heartbeats.get(rank, current)
             silent = self._silent.get(rank, 0.0)
-            self._silent[rank] = 0.0 if new or post.beat != before.beat else silent + passed
-            has_left = new or (post.place, post.step) != (before.place, before.step)
-            self._settled[rank] = 0.0 if has_left else self._settled[rank] + passed
-            if new or post[1:] != before[1:] or post.has_ended:
-                still = max(self._still.get(rank, 0.0), silent)
-                self._longest[before.place] = max(self._longest.get(before.place, 0.0), still)
-                if not new and self._told.pop(rank, None) is not None and not post.has_ended:
-                    lines.append(f"Rank {rank} goes on, after {still:.0f} s in {_place_of(before)}.")
-                self._still[rank] = 0.0
+            self._silent[rank] = 0.0 if is_new or current.beat != previous.beat else silent + elapsed
+            has_moved = is_new or (current.phase, current.step) != (previous.phase, previous.step)
+            self._settled[rank] = 0.0 if has_moved else self._settled[rank] + elapsed
+            if is_new or current[1:] != previous[1:] or current.has_ended:
+                idle = max(self._idle.get(rank, 0.0), silent)
+                self._longest[previous.phase] = max(self._longest.get(previous.phase, 0.0), idle)
+                if not is_new and self._reported.pop(rank, None) is not None and not current.has_ended:
+                    lines.append(f"Rank {rank} continues after {idle:.0f} s in {_phase_name(previous)}.")
+                self._idle[rank] = 0.0
             else:
-                self._still[rank] += passed
-            self._posts[rank] = post
-        return lines + self._gone_on()
+                self._idle[rank] += elapsed
+            self._heartbeats[rank] = current
+        return lines + self._pop_resumed()
 
-    def _gone_on(self) -> list[str]:
-        """Return a line for each rank that goes on after it was reported, of those that are known by digests."""
+    def _pop_resumed(self) -> list[str]:
+        """Return a line for each rank that continues after it was reported, of those that are known by digests."""
         lines: list[str] = []
-        known = {rank: group for group in self._groups() for rank in group.ranks} if self._told else {}
-        for rank, told in [*self._told.items()]:
+        known = {rank: group for group in self._groups() for rank in group.ranks} if self._reported else {}
+        for rank, stall in [*self._reported.items()]:
             group = known.get(rank)
-            if rank not in self._posts and (group is None or max(group.still, group.silent) < told.seconds):
-                del self._told[rank]
-                lines.append(f"Rank {rank} goes on, after {told.seconds:.0f} s or more in {_place_of(told.post)}.")
+            if rank not in self._heartbeats and (group is None or max(group.idle, group.silent) < stall.seconds):
+                del self._reported[rank]
+                phase = _phase_name(stall.heartbeat)
+                lines.append(f"Rank {rank} continues after {stall.seconds:.0f} s or more in {phase}.")
         return lines
 
     def _groups(self) -> list[Group]:
-        """Return all ranks that are known: each one by itself, and those of digests in groups."""
-        found = [
-            Group((rank,), 1, post, self._settled[rank], self._still[rank], self._silent[rank])
-            for rank, post in self._posts.items()
+        """Return all known ranks: each one by itself, and those of digests in groups."""
+        singles = [
+            Group((rank,), 1, heartbeat, self._settled[rank], self._idle[rank], self._silent[rank])
+            for rank, heartbeat in self._heartbeats.items()
         ]
-        return found + [group for rank, groups in self._below.items() if not self.is_gone(rank) for group in groups]
+        return singles + [group for rank, groups in self._below.items() if not self.is_gone(rank) for group in groups]
 
     def is_gone(self, rank: int) -> bool:
-        """Return whether a rank has posted nothing for some seconds, so that its digest is out of date."""
+        """Return whether a rank has sent no heartbeat for some seconds, so that its digest is out of date."""
         return self._silent.get(rank, 0.0) >= GONE_S
 
     def digest(self) -> tuple[Group, ...]:
-        """Return what is known, in as many groups as there are places where ranks are."""
-        found: dict[tuple[object, ...], Group] = {}
+        """Return what is known, in as many groups as there are phases with ranks in them."""
+        groups: dict[tuple[object, ...], Group] = {}
         for group in self._groups():
-            post, silent = group.post, group.silent if group.silent >= GONE_S else 0.0
-            # Ranks that are silent, or outside of the trainer, are judged one by one: they need like times.
-            times = (silent // GONE_S, 0.0 if post.place else group.still // GONE_S)
-            place = (post.place, post.step, post.waits, post.has_ended, *times)
-            found[place] = _joined(found[place], group) if place in found else group
-        return tuple(found.values())
+            heartbeat, silent = group.heartbeat, group.silent if group.silent >= GONE_S else 0.0
+            # Ranks that are silent, or outside the trainer, are judged one by one: they need similar times.
+            times = (silent // GONE_S, 0.0 if heartbeat.phase else group.idle // GONE_S)
+            key = (heartbeat.phase, heartbeat.step, heartbeat.is_waiting, heartbeat.has_ended, *times)
+            groups[key] = _merge(groups[key], group) if key in groups else group
+        return tuple(groups.values())
 
-    def found(self, seconds: float) -> list[Stall]:
+    def stalled(self, seconds: float) -> list[Stall]:
         """Return the ranks for which all others wait, if nothing has moved for this many seconds.
 
         These are the ranks whose processes do not run; if all run, those that do not wait themselves, and of these the
         ones furthest behind.
         """
-        present = [group for group in self._groups() if not group.post.has_ended]
-        inside = [group for group in present if group.post.place]
+        present = [group for group in self._groups() if not group.heartbeat.has_ended]
+        inside = [group for group in present if group.heartbeat.phase]
         if not inside or any(group.settled < seconds for group in inside):
             return []
         chosen = [group for group in present if group.silent >= seconds]
-        if not chosen and any(group.still < seconds for group in inside):
+        if not chosen and any(group.idle < seconds for group in inside):
             return []
         if not chosen:
-            chosen = [group for group in inside if not group.post.waits]
-            least = min((_far(group.post) for group in chosen), default=None)
-            chosen = [group for group in chosen if _far(group.post) == least]
+            chosen = [group for group in inside if not group.heartbeat.is_waiting]
+            least = min((_progress(group.heartbeat) for group in chosen), default=None)
+            chosen = [group for group in chosen if _progress(group.heartbeat) == least]
         if not chosen:
-            chosen = [group for group in present if not group.post.place and group.still >= seconds] or inside
-        found = []
+            chosen = [group for group in present if not group.heartbeat.phase and group.idle >= seconds] or inside
+        stalls = []
         for group in chosen:
             is_silent = group.silent >= seconds
             for rank in group.ranks:
-                others = group.count - len(group.ranks) if rank == group.ranks[-1] else 0
-                seconds_of = group.silent if is_silent else group.still
-                found.append(Stall(rank, group.post, seconds_of, is_silent, others))
-        return sorted(found, key=lambda stall: stall.rank)
+                more = group.count - len(group.ranks) if rank == group.ranks[-1] else 0
+                duration = group.silent if is_silent else group.idle
+                stalls.append(Stall(rank, group.heartbeat, duration, is_silent, more))
+        return sorted(stalls, key=lambda stall: stall.rank)
 
     def due(self, seconds: float) -> list[Stall]:
-        """Return those of `found` to report now: less and less often, and not if it has taken as long before."""
-        told = []
-        for stall in self.found(seconds):
-            usual = 0.0 if stall.is_silent else 2 * self._longest.get(stall.post.place, 0.0)
-            before = self._told.get(stall.rank)
-            if stall.seconds >= max(2 * before.seconds if before else 0.0, usual):
-                self._told[stall.rank] = stall
-                told.append(stall)
-        return told
+        """Return those of `stalled` to report now: less and less often, and not if it has taken as long before."""
+        stalls = []
+        for stall in self.stalled(seconds):
+            usual = 0.0 if stall.is_silent else 2 * self._longest.get(stall.heartbeat.phase, 0.0)
+            previous = self._reported.get(stall.rank)
+            if stall.seconds >= max(2 * previous.seconds if previous else 0.0, usual):
+                self._reported[stall.rank] = stall
+                stalls.append(stall)
+        return stalls
 
     @property
-    def has_told(self) -> bool:
-        """Whether a rank was reported and has not gone on."""
-        return bool(self._told)
+    def has_reported(self) -> bool:
+        """Whether a rank was reported and has not continued."""
+        return bool(self._reported)
+
+    def are_reported(self, stalls: Sequence[Stall]) -> bool:
+        """Return whether all of these were reported and have not moved since."""
+        return all(stall.rank in self._reported for stall in stalls)
 
     def first_alive(self, seconds: float) -> int:
-        """Return the first rank that has posted within this many seconds."""
-        return min((rank for rank in self._posts if self._silent[rank] < seconds), default=-1)
+        """Return the first rank that has sent a heartbeat within this many seconds."""
+        return min((rank for rank in self._heartbeats if self._silent[rank] < seconds), default=-1)
 
-    def begun_anew(self) -> Stalls:
-        """Return a new object without posts that keeps the longest times of places."""
-        new = Stalls()
-        new._longest = self._longest
-        return new
-
-    def are_told(self, ranks: list[Stall]) -> bool:
-        """Return whether all of these were reported and have not moved since."""
-        return all(stall.rank in self._told for stall in ranks)
+    def reset(self) -> None:
+        """Forget all heartbeats, but not the longest times of phases."""
+        for by_rank in (self._heartbeats, self._idle, self._settled, self._silent, self._reported, self._below):
+            by_rank.clear()
 
 
-class Tree:
-    """The ranks as a tree: what one of them reads of the others' reports, and what it tells about them.
+class RankTree:
+    """The ranks as a tree: which reports one of them reads, and its digest of them.
 
     Rank 0 is at the top. A rank reads the reports of its children, and posts a digest of what it sees and of their
     digests. Where a child is gone, its own children are read instead. A rank above which all are gone does the work of
@@ -275,11 +279,11 @@ class Tree:
         size: The number of all ranks.
 
     Attributes:
-        is_deep: Whether there are ranks that rank 0 knows by digests alone.
-        whole: All ranks, as seen from rank 0; only a rank that judges keeps this up to date.
+        is_deep: Whether rank 0 knows some ranks only by digests.
+        all_ranks: All ranks, as seen from rank 0; only a rank that judges keeps this up to date.
 
-    >>> tree = Tree(40, 1024)
-    >>> tree.above, tree.to_read(judges=False), Tree(1, 1024).to_read(judges=False)[:4]
+    >>> tree = RankTree(40, 1024)
+    >>> tree.ancestors, tree.ranks_to_read(judges=False), RankTree(1, 1024).ranks_to_read(judges=False)[:4]
     ((1, 0), [1, 0], [33, 34, 35, 36])
     """
 
@@ -287,54 +291,52 @@ class Tree:
         self.rank = rank
         self.size = size
         self.is_deep: bool = size > 1 + _CHILDREN
-        self.above: tuple[int, ...] = tuple(_ancestors(rank))
-        self.whole: Stalls = Stalls()
-        self._over = Stalls()
-        """The ranks above this one."""
-        self._under = Stalls()
-        """The ranks below this one."""
+        self.ancestors: tuple[int, ...] = tuple(_ancestors(rank))
+        self.all_ranks: StallDetector = StallDetector()
+        self._above = StallDetector()
+        self._below = StallDetector()
 
     @property
     def is_top(self) -> bool:
         """Whether this rank does the work of rank 0; with few ranks, all do."""
-        return not self.is_deep or all(self._over.is_gone(rank) for rank in self.above)
+        return not self.is_deep or all(self._above.is_gone(rank) for rank in self.ancestors)
 
-    def to_read(self, judges: bool) -> list[int]:
+    def ranks_to_read(self, judges: bool) -> list[int]:
         """Return the ranks whose reports are to be read, each once.
 
         Args:
-            judges: Whether this rank is to know of all ranks now.
+            judges: Whether this rank needs to know of all ranks.
         """
-        under = self._below(self._under, self.rank) if self.is_deep and self.rank else ()
-        whole = (0, *self._below(self.whole, 0)) if judges else ()
-        return list(dict.fromkeys((*under, *self.above, *whole)))
+        below = self._children(self._below, self.rank) if self.is_deep and self.rank else ()
+        every = (0, *self._children(self.all_ranks, 0)) if judges else ()
+        return list(dict.fromkeys((*below, *self.ancestors, *every)))
 
-    def look(self, reports: Mapping[int, Report], passed: float, judges: bool) -> list[str]:
-        """Record the reports of the ranks that `to_read` has named; return lines as `Stalls.look` does."""
+    def update(self, reports: Mapping[int, Report], elapsed: float, judges: bool) -> list[str]:
+        """Record the reports of `ranks_to_read`; return lines as `StallDetector.update` does."""
 
-        def see(stalls: Stalls, ranks: Iterator[int] | Sequence[int]) -> list[str]:
+        def record(detector: StallDetector, ranks: Iterator[int] | Sequence[int]) -> list[str]:
             read = {rank: reports[rank] for rank in ranks if rank in reports}
             below = {rank: report.below for rank, report in read.items() if rank}
-            return stalls.look({rank: report.post for rank, report in read.items()}, passed, below)
+            return detector.update({rank: report.heartbeat for rank, report in read.items()}, elapsed, below)
 
-        see(self._over, self.above)
+        record(self._above, self.ancestors)
         if self.is_deep and self.rank:
-            see(self._under, [*self._below(self._under, self.rank)])
+            record(self._below, [*self._children(self._below, self.rank)])
         if not judges:
-            self.whole = self.whole.begun_anew()
+            self.all_ranks.reset()
             return []
-        return see(self.whole, [0, *self._below(self.whole, 0)])
+        return record(self.all_ranks, [0, *self._children(self.all_ranks, 0)])
 
     def digest(self) -> tuple[Group, ...]:
         """Return the digest of the ranks below this one; none at the top, where nobody would read it."""
-        return self._under.digest() if self.is_deep and self.rank else ()
+        return self._below.digest() if self.is_deep and self.rank else ()
 
-    def _below(self, stalls: Stalls, rank: int) -> Iterator[int]:
+    def _children(self, detector: StallDetector, rank: int) -> Iterator[int]:
         """Yield the children of a rank, and in turn those of each child that is gone."""
         for child in range(rank * _CHILDREN + 1, min((rank + 1) * _CHILDREN + 1, self.size)):
             yield child
-            if stalls.is_gone(child):
-                yield from self._below(stalls, child)
+            if detector.is_gone(child):
+                yield from self._children(detector, child)
 
 
 def _ancestors(rank: int) -> Iterator[int]:
@@ -343,29 +345,29 @@ def _ancestors(rank: int) -> Iterator[int]:
         yield rank
 
 
-def _joined(one: Group, other: Group) -> Group:
-    """Return two groups of ranks at the same place as one."""
-    first, second = sorted((one, other), key=lambda group: group.ranks)
-    ranks = tuple(sorted((*one.ranks, *other.ranks))[:_LISTED])
-    least = (min(pair) for pair in zip(one[3:], other[3:], strict=True))
-    return Group(ranks, first.count + second.count, first.post, *least)
+def _merge(group: Group, other: Group) -> Group:
+    """Return two groups of ranks in the same phase as one."""
+    first, second = sorted((group, other), key=lambda group: group.ranks)
+    ranks = tuple(sorted((*group.ranks, *other.ranks))[:_LISTED])
+    least = (min(pair) for pair in zip(group[3:], other[3:], strict=True))
+    return Group(ranks, first.count + second.count, first.heartbeat, *least)
 
 
-def in_words(stall: Stall) -> str:
+def describe_stall(stall: Stall) -> str:
     """Describe a rank that makes no progress in a sentence."""
-    post, step = stall.post, f" (step {stall.post.step})" if stall.post.step else ""
+    phase, step = _phase_name(stall.heartbeat), f" (step {stall.heartbeat.step})" if stall.heartbeat.step else ""
     if not stall.is_silent:
-        return f"Rank {stall.rank} has been in {_place_of(post)} for {stall.seconds:.0f} s{step}."
+        return f"Rank {stall.rank} has been in {phase} for {stall.seconds:.0f} s{step}."
     return (
-        f"Rank {stall.rank} has posted nothing for {stall.seconds:.0f} s, and was in {_place_of(post)}{step} before: "
+        f"Rank {stall.rank} has sent no heartbeat for {stall.seconds:.0f} s, and was in {phase}{step} before: "
         "its process is stopped, swapped out, cut off or gone."
     )
 
 
-def _place_of(post: Post) -> str:
-    return repr(post.place) if post.place else "the program around the trainer"
+def _phase_name(heartbeat: Heartbeat) -> str:
+    return repr(heartbeat.phase) if heartbeat.phase else "the program around the trainer"
 
 
-def _far(post: Post) -> tuple[int, int]:
+def _progress(heartbeat: Heartbeat) -> tuple[int, int]:
     """Return the progress of a rank, for comparison."""
-    return post.step, _ORDER.get(post.place, len(_ORDER))
+    return heartbeat.step, _ORDER.get(heartbeat.phase, len(_ORDER))

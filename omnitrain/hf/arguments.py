@@ -30,7 +30,7 @@ from omnitrain.checkpoint.state_dicts import unwrap
 from omnitrain.compute.activation_checkpointing import own_way
 from omnitrain.compute.precision import precision_name
 from omnitrain.core.errors import ConfigError, did_you_mean, unexpected_arguments
-from omnitrain.distributed.rendezvous import meeting
+from omnitrain.distributed.rendezvous import watch_init_process_group
 from omnitrain.metrics.scorer import ByBatch
 
 logger: logging.Logger = logging.getLogger("omnitrain")
@@ -617,7 +617,7 @@ def default_training_args(output_dir: str, timeout: float | None, **fields: Any)
         timeout: Seconds without progress until forming the process group fails; None is 30 minutes.
         fields: Fields that the trainer sets.
     """
-    with meeting(timeout) as init_method:
+    with watch_init_process_group(timeout) as init_method:
         if init_method is not None and not torch.distributed.is_initialized():
             limit = datetime.timedelta(seconds=1800)  # as in transformers for NCCL, whose default is shorter
             PartialState(cpu=fields.get("use_cpu", False), init_method=init_method, timeout=limit)

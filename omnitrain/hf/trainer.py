@@ -406,7 +406,10 @@ class HFTrainer(TransformersAPI):
         reject_fp16_on_cpu(training_args, self._engine_args.device)
         given |= {"model": model, "callbacks": [*policy_callbacks(training_args), *own, Reporter(lambda: self.engine)]}
         # transformers seeds the program's generators when its Trainer is created
-        with ranks.calling(f"{type(self).__name__}()", timeout, is_start=True), isolated_rng(self._engine_args.device):
+        with (
+            ranks.collective_call(f"{type(self).__name__}()", timeout, is_start=True),
+            isolated_rng(self._engine_args.device),
+        ):
             super()._construct(given, ranks)
 
     @staticmethod

@@ -304,7 +304,7 @@ class _Search:
             return self._on_main("the result of the search", self._write_result)
 
     def _on_main(self, what: str, work: Callable[[], T]) -> T:
-        with self.ranks.calling("search()"):
+        with self.ranks.collective_call("search()"):
             return self.ranks.on_main(what, work)
 
     # --- trials
@@ -387,7 +387,7 @@ class _Search:
                 trainer.lifecycle.register([*trainer.lifecycle.callbacks, pruning])
                 error = self._train(trainer)
             # if only this rank has failed, the others wait in another collective, which raises on all of them
-            with self.ranks.calling("search()"):
+            with self.ranks.collective_call("search()"):
                 errors = self.ranks.gather("the end of a trial", "" if error is None else _one_line_error(error))
             message = next(filter(None, errors), "")
             self._on_main("the record of a trial", lambda: self._record(trainer, pruning.has_pruned, message))

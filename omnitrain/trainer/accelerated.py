@@ -300,7 +300,7 @@ class AccelerateTrainer(BaseTrainer):
         ranks = find_ranks(accelerator, timeout)
         check_lost_processes(ranks.world_size)
         _refuse_two_ways(arguments, setups["fsdp_plugin"] or getattr(accelerator.state, "fsdp_plugin", None))
-        with ranks.calling(f"{type(self).__name__}()", timeout, is_start=True):
+        with ranks.collective_call(f"{type(self).__name__}()", timeout, is_start=True):
             super()._construct(arguments, ranks)
 
     def _choose_device(self, device: str | torch.device | None) -> torch.device:

@@ -68,7 +68,7 @@ from omnitrain.data.columns import Columns, is_of_user
 from omnitrain.data.sets import Sets
 from omnitrain.distributed.ranks import Ranks
 from omnitrain.distributed.rendezvous import reject_several_processes
-from omnitrain.distributed.signals import error_of
+from omnitrain.distributed.signals import signal_error
 from omnitrain.loggers.notebook import show_in_notebooks, trainer_html
 from omnitrain.metrics.scorer import Scorer, make_scorer, scores_for
 from omnitrain.model.losses import LossMean
@@ -649,7 +649,7 @@ class BaseTrainer(Hooks, ABC):
                 self._checkpointer.finished_run = "its last run failed"
                 if isinstance(error, DistributedError) and self.control.signal:
                     logger.error("%s", error)
-                    raise error_of(self.control.signal) from error
+                    raise signal_error(self.control.signal) from error
                 raise
             finally:
                 try:
@@ -660,7 +660,7 @@ class BaseTrainer(Hooks, ABC):
                 finally:  # after a second signal, too
                     self.lifecycle.end_train(failed)
         if number := self.lifecycle.signal or self.control.signal:  # which may come after the last save
-            raise error_of(number)
+            raise signal_error(number)
         return self.metrics
 
     def _begin_run(self, resumes: bool, is_live: bool = False) -> None:
@@ -1019,7 +1019,7 @@ def _check_dtypes(model: nn.Module) -> None:
 @contextlib.contextmanager
 def _calling(ranks: Ranks, mesh: Any, timeout: float | None, what: str) -> Iterator[None]:
     """Enter a call that all ranks make, laid out in the mesh that their trainer was made with."""
-    with ranks.laid_out(mesh), ranks.calling(what, timeout):
+    with ranks.use_mesh(mesh), ranks.collective_call(what, timeout):
         yield
 
 

@@ -74,7 +74,7 @@ def compile_ahead(loop: Loop, steps: int) -> Compiled:
     from torch._dynamo.utils import counters  # seconds to load, and loaded only where something is compiled
 
     trainer, ranks, begin = loop.trainer, loop.ranks, time.perf_counter()
-    ranks.check_alike("The arguments of compile()", {"steps": steps}, "Call it alike on every rank.")
+    ranks.check_equal("The arguments of compile()", {"steps": steps}, "Call it alike on every rank.")
     graphs, breaks = counters["stats"]["unique_graphs"], dict(counters["graph_break"])
     states = [copy.deepcopy(algorithm.state_dict()) for algorithm in trainer.algorithms]
     shapes: dict[str, list[str]] = {}

@@ -215,7 +215,7 @@ class Evaluation:
             with (
                 self.eval_weights.swapped_in(),
                 evaluating(trainer),
-                trainer.ranks.at("evaluation"),
+                trainer.ranks.in_phase("evaluation"),
                 loader.untouched(),
             ):
                 for batches in (self.feed.in_step(loader, only_first=True), loader.last_batch()):
@@ -233,7 +233,7 @@ class Evaluation:
             return None
         metrics = {f"test_{key}": value for key, value in self._as_trained(result.metrics, loader).items()}
         shared = result.predictions, result.labels
-        return Predictions(*self.trainer.ranks.share("the predictions of all samples", shared), metrics)
+        return Predictions(*self.trainer.ranks.broadcast_object("the predictions of all samples", shared), metrics)
 
     @contextlib.contextmanager
     def apart(self) -> Iterator[None]:
@@ -309,11 +309,11 @@ class Evaluation:
         with (
             self.eval_weights.swapped_in(),
             evaluating(trainer),
-            ranks.at("evaluation"),
+            ranks.in_phase("evaluation"),
             untouched(data_parts(trainer.settings)),
         ):
             for number, (batch, samples) in enumerate(batches):
-                ranks.moves += 1
+                ranks.progress_count += 1
                 if is_interrupted(number):
                     return None
                 self._ask_loss(batch, is_needed=needs_loss and not number)
@@ -342,11 +342,11 @@ class Evaluation:
             # inside the context, since a metric may draw random numbers too
             local_sums = total.item(), weights, has_labels, lacks_loss, number >= 0, meters.sums()
             loss, weights, has_labels, lacks_loss, has_batches, means = ranks.combine(
-                "the end of an evaluation", local_sums, lambda gathered: _totals(list(ranks.by_share(gathered)))
+                "the end of an evaluation", local_sums, lambda gathered: _totals(list(ranks.one_per_share(gathered)))
             )
             has_states = ranks.world_size > 1 and not scorer.is_empty  # they may hold all predictions
             gathered = ranks.gather_on_main("the states of metrics", [scorer.states()]) if has_states else []
-            states = list(ranks.by_share(gathered))
+            states = list(ranks.one_per_share(gathered))
             predictions, labels, extra = self._arrays(loader, arrays) if keeps_arrays else (None, None, None)
             error = _missing_mean(loader.name, weights, lacks_loss, has_batches) if needs_loss else None
             if error is not None:
@@ -429,7 +429,7 @@ class Evaluation:
             return scorer.compute(*arrays)
 
         try:
-            with ranks.at("metrics"):
+            with ranks.in_phase("metrics"):
                 return ranks.on_main("the metrics of an evaluation", lambda: _scored(loader, compute, *arrays))
         except OmnitrainError:  # our own errors do not depend on the number of batches
             raise

@@ -19,7 +19,7 @@ from omnitrain.compute.precision import is_device_lost, is_out_of_memory
 from omnitrain.core.errors import describe_samples
 from omnitrain.data.collation import tensors_in
 from omnitrain.data.failing_samples import told
-from omnitrain.distributed.ranks import is_of_connection
+from omnitrain.distributed.ranks import is_connection_error
 from omnitrain.trainer.hooks import Hooks
 
 
@@ -45,7 +45,7 @@ def suspects(
         mode: The context for running it again: without gradients, and without an effect on the run.
     """
     samples = loader.indices_at(*place)
-    if not samples or is_of_connection(error):
+    if not samples or is_connection_error(error):
         return ""
     names = describe_samples(samples, loader.name)
     if is_device_lost(error):

@@ -144,7 +144,7 @@ class Feed:
         self._ahead, self._totals_ahead, self._are_totals_stale = None, (), False
         ranks, progress = self._ranks, self._lifecycle.progress
         while True:
-            ranks.place, ranks.step = "data", progress.step + progress.skipped_steps + 1
+            ranks.phase, ranks.step = "data", progress.step + progress.skipped_steps + 1
             began = time.perf_counter()
             try:
                 group, self._ahead = self._ahead if self._ahead is not None else self._next(groups, []), None
@@ -164,7 +164,7 @@ class Feed:
                 self._check_split()
             totals, self._totals_ahead = self._totals_ahead, ()
             window = self.window_of(group, last, totals)
-            ranks.place = "step"
+            ranks.phase = "step"
             if window is None:
                 self._groups = None
                 if size not in (None, done):
@@ -248,7 +248,7 @@ class Feed:
         """Read the next window at the end of a step, and return what the other ranks need to know about it."""
         if self._groups is None or self._ahead is not None:
             return ()
-        self._ranks.place, began = "data", time.perf_counter()
+        self._ranks.phase, began = "data", time.perf_counter()
         ahead: list[Weighed] | Exception
         try:
             ahead = self._next(self._groups, [])
@@ -256,8 +256,8 @@ class Feed:
             ahead = error
         self._ahead = ahead
         self._lifecycle.clock.add("data", time.perf_counter() - began)
-        self._ranks.place = "step"
-        return () if isinstance(ahead, Exception) else self._ranks.once(_part(ahead))
+        self._ranks.phase = "step"
+        return () if isinstance(ahead, Exception) else self._ranks.count_once(_part(ahead))
 
     def mark(self, ranges: ProfilerRanges | None) -> None:
         """Read data inside of `ranges("data")`; None reads them as they are."""
@@ -309,7 +309,7 @@ class Feed:
             totals: `_part` summed over all ranks, if known already.
         """
         size = len(group)
-        totals = totals or self._ranks.sum("the beginning of a step", *self._ranks.once(_part(group)))
+        totals = totals or self._ranks.sum("the beginning of a step", *self._ranks.count_once(_part(group)))
         weight, samples, tokens, batch_count, sizes, squares = totals
         if not sizes:
             return None
@@ -346,7 +346,7 @@ class Feed:
         ):
             pairs = copied_ahead(batches, trainer.device)
         for (batch, samples), (ready, _) in pairs:
-            self._ranks.moves += 1
+            self._ranks.progress_count += 1
             if self.microbatch_size is not None:
                 yield from self._parts(batch, ready, samples, self.microbatch_size)
             elif samples:
@@ -453,7 +453,7 @@ class Feed:
         while True:
             counted = next(batches, None)
             last = last if counted is None else counted
-            (local_samples,) = ranks.once([0 if counted is None else counted.samples])
+            (local_samples,) = ranks.count_once([0 if counted is None else counted.samples])
             count, empty, samples = ranks.sum("the turn of a batch", counted is not None, last is None, local_samples)
             done += int(samples)
             if not count:

@@ -56,7 +56,7 @@ class LossMeter:
 
     def mean(self) -> float:
         """Return the mean over all ranks since the epoch began."""
-        total, weight = self.ranks.sum("the mean loss of an epoch", *self.ranks.once([self.read(), self.weight]))
+        total, weight = self.ranks.sum("the mean loss of an epoch", *self.ranks.count_once([self.read(), self.weight]))
         return total / weight if weight else math.nan
 
     def since_last(self) -> tuple[float, float]:

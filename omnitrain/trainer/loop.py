@@ -353,7 +353,7 @@ class Loop:
         """
         if self._sends_ahead:
             asked, ahead = self.lifecycle.control.pop(*_REQUESTS), self.feed.read_ahead()
-            self._sent = self.ranks.begin_agreeing("the end of a step", asked, *ahead)
+            self._sent = self.ranks.start_sync_requests("the end of a step", asked, *ahead)
 
     def _agree_after_step(self) -> Control:
         """Return the requests at the end of a step or an epoch."""
@@ -377,7 +377,7 @@ class Loop:
         The data of the next step go along, as each exchange costs about as much as a small model's forward pass.
         """
         lifecycle, began = self.lifecycle, time.perf_counter()
-        asked, totals = self.ranks.agree(where, lifecycle.control.pop(*requests), *ahead)
+        asked, totals = self.ranks.sync_requests(where, lifecycle.control.pop(*requests), *ahead)
         lifecycle.clock.add("waiting", time.perf_counter() - began)
         self._take(asked, totals)
         return asked
@@ -615,7 +615,7 @@ class Loop:
 
         def count(*_: Any) -> None:
             update_count[0] += 1
-            self.ranks.moves += 1
+            self.ranks.progress_count += 1
             if self.step.window is window and updates:
                 progress.step = before + update_count[0] - 1
                 for update in updates:

@@ -105,7 +105,7 @@ class Meters:
         return self._means("the metrics of an epoch", _EPOCH)
 
     def _means(self, what: str, since: int) -> dict[str, float]:
-        return self.ranks.combine(what, self._sums(since), lambda sums: means_of(self.ranks.by_share(sums)))
+        return self.ranks.combine(what, self._sums(since), lambda sums: means_of(self.ranks.one_per_share(sums)))
 
     def sums(self) -> dict[str, tuple[float, float]]:
         """Return sum and weight on this rank since the epoch began, waiting for the device."""

@@ -387,7 +387,7 @@ class Step:
         """Run the next forward pass; return its part of the window's loss, or None if no backward pass is needed."""
         turn, last = self.turn, self.is_last
         self.turn += 1
-        self._ranks.moves += 1
+        self._ranks.progress_count += 1
         try:
             return self._loss_of(batch, self._window.weights[turn], last)
         except Exception as error:
@@ -719,7 +719,7 @@ class Step:
                 raise self._error_at(self._place())
         self._is_at_start = False
         total, weight = self._ranks.sum(
-            "the loss of a closure", *self._ranks.once([self.loss.read(), self.loss.weight])
+            "the loss of a closure", *self._ranks.count_once([self.loss.read(), self.loss.weight])
         )
         value = total if self._settings.grad_reduction == "sum" else total / weight
         return torch.tensor(value, dtype=torch.float64)
@@ -736,7 +736,7 @@ class Step:
         """Divide the gradients by the window's targets, if the forward passes counted them; return False if none."""
         if self._targets is None or self._settings.grad_reduction == "sum":
             return True
-        (targets,) = self._ranks.sum("the targets of a step", *self._ranks.once([self._targets]))
+        (targets,) = self._ranks.sum("the targets of a step", *self._ranks.count_once([self._targets]))
         if targets:
             self._trainer._scale_gradients(self._window.divisor * self._ranks.data.size / targets)
         return bool(targets)
@@ -763,7 +763,7 @@ class Step:
 
     def means_since_last(self) -> tuple[float, dict[str, float]]:
         """Return the mean loss (NaN of nothing) and what was named, over all ranks since this was last asked."""
-        local_sums = self._ranks.once([*self.loss.since_last(), len(self.metrics)])
+        local_sums = self._ranks.count_once([*self.loss.since_last(), len(self.metrics)])
         total, weight, name_count = self._ranks.sum("the loss for a log", *local_sums)
         # ranks may have met other names, or none, so those of all are gathered if any has one
         self.latest_metrics = self.metrics.means_since_last() if name_count else {}
@@ -831,7 +831,7 @@ class Step:
     def state_dict(self) -> dict[str, Any]:
         """Return the losses of all ranks, what was named there, the latest norm and rates: numbers and lists."""
         local = self.loss.state_dict(), self.metrics.state_dict()
-        everywhere = self._ranks.by_share(self._ranks.gather("the losses for a checkpoint", local))
+        everywhere = self._ranks.one_per_share(self._ranks.gather("the losses for a checkpoint", local))
         losses, metrics = zip(*everywhere, strict=True)
         return {
             "loss": list(losses),

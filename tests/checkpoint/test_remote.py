@@ -48,7 +48,7 @@ from omnitrain.checkpoint.remote import Place, local_copy
 from omnitrain.checkpoint.store import MANIFEST
 from omnitrain.cli.main import main
 from omnitrain.core.paths import local_folder
-from omnitrain.distributed.processes import own_process
+from omnitrain.distributed.processes import identify_process
 
 RUN: dict[str, Any] = {"epochs": 2, "save_steps": 2, "eval_steps": 2, "log_steps": 1}
 SHORT: dict[str, Any] = {**RUN, "epochs": 1}
@@ -605,7 +605,9 @@ def test_save_dir_address_is_validated_by_the_constructor(
 
 
 def owner(**changes: Any) -> bytes:
-    return json.dumps({**own_process(), "token": "0badcafe", "since": "today", "at": time.time(), **changes}).encode()
+    return json.dumps(
+        {**identify_process(), "token": "0badcafe", "since": "today", "at": time.time(), **changes}
+    ).encode()
 
 
 def lock_threads() -> list[threading.Thread]:

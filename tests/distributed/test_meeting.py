@@ -75,7 +75,7 @@ def make(
     backend: str, moment: str, rank: int, how: str, timeout: float | None = None, is_other_late: bool = False
 ) -> None:
     """Make a trainer, and leave on one rank at a moment."""
-    ranks.SILENCE_S = ranks._MUTE_S = 3.0
+    ranks.SILENCE_S = ranks._UNRESPONSIVE_S = 3.0
     what, _, number = moment.partition(" ")
     owner, name = {
         "group": (distributed_c10d, "_new_process_group_helper"),

@@ -49,11 +49,11 @@ def exchange() -> dict[str, Any]:
         "many": many,
         "bits": [value.hex() for value in ranks.sum("floats", 0.1 + rank, 1e-17 * (rank + 1), 1 / 3)],
         "combined": ranks.combine("f", {rank}, lambda each: sorted(set().union(*each))),
-        "dealt": [ranks.deal("g", lambda count=count: ["a" * 9, "b", "c"][:count]) for count in (0, 1, 2, 3)],
+        "dealt": [ranks.scatter("g", lambda count=count: ["a" * 9, "b", "c"][:count]) for count in (0, 1, 2, 3)],
     }
-    ranks.check_alike("The numbers", {"a": 1, "b": [2, 3]}, "Do.")
+    ranks.check_equal("The numbers", {"a": 1, "b": [2, 3]}, "Do.")
     try:
-        ranks.check_alike("The numbers", {"a": rank}, "Do.")
+        ranks.check_equal("The numbers", {"a": rank}, "Do.")
     except DistributedError as error:
         results["unlike"] = str(error)
     return results
@@ -69,13 +69,15 @@ def exchange_values(ranks: ProcessRanks) -> dict[str, Any]:
     tensor = torch.arange(6.0).reshape(2, 3) if rank == 0 else torch.zeros(2, 3)
     results["broadcast"] = ranks.broadcast(tensor).tolist()
     results["unsent dtypes"] = [str(dtype) for dtype in DTYPES if not is_broadcast(ranks, dtype)]
-    with ranks.calling("d"):
+    with ranks.collective_call("d"):
         results["called"] = True
     requests = Control(log=rank == 0, save=rank == 1, stop=["early_stopping", "max_steps"][rank])
-    agreed, totals = ranks.agree("e", requests, 2.0)
+    agreed, totals = ranks.sync_requests("e", requests, 2.0)
     assert totals == [2.0 * ranks.world_size]
     results["agreed"] = [agreed.log, agreed.evaluate, agreed.save, agreed.stop, agreed.signal]
-    agreed, _ = ranks.agree("e", Control(stop="epochs") if rank else Control(stop="signal", signal=signal.SIGINT), 2.0)
+    agreed, _ = ranks.sync_requests(
+        "e", Control(stop="epochs") if rank else Control(stop="signal", signal=signal.SIGINT), 2.0
+    )
     results["signalled"] = [agreed.stop, agreed.signal]
     return results
 
@@ -136,7 +138,7 @@ def survive_late() -> list[Any]:
     for too_late in (False, True):
         ranks_module._ERROR_SYNC_S = 0.2 if too_late else 600.0
         try:
-            with ranks.calling("work"):
+            with ranks.collective_call("work"):
                 if too_late and not ranks.is_main:
                     wait_for(folder / "given up")
                 time.sleep(0.2 * ranks.rank)
@@ -161,7 +163,7 @@ def wait_for(path: Path) -> None:
 def call_differently(listed: int = 64) -> None:
     ranks_module._LISTED = listed
     ranks = join()
-    with ranks.calling("work"):
+    with ranks.collective_call("work"):
         ranks.sum("this" if ranks.is_main else "that", 1)
 
 
@@ -196,8 +198,8 @@ def test_ranks_of_one_process_return_their_own_values() -> None:
     tensor, requests = torch.ones(2), Control(save=True)
     assert (ranks.rank, ranks.world_size, ranks.is_main) == (0, 1, True)
     assert ranks.sum("a", 1, 2) == [1, 2] and ranks.gather("b", "x") == ["x"] and ranks.on_main("c", lambda: 3) == 3
-    assert ranks.agree("d", requests) == (requests, []) and ranks.broadcast(tensor) is tensor
-    with pytest.raises(KeyError), ranks.calling("e"):
+    assert ranks.sync_requests("d", requests) == (requests, []) and ranks.broadcast(tensor) is tensor
+    with pytest.raises(KeyError), ranks.collective_call("e"):
         raise KeyError
 
 

@@ -48,12 +48,12 @@ def test_agree_on_name_without_rank_0_times_out() -> None:
 def test_meeting_yields_init_method_under_a_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in VARIABLES:
         monkeypatch.delenv(name, raising=False)
-    with rendezvous.meeting(None) as method:
+    with rendezvous.watch_init_process_group(None) as method:
         assert method is None
     for name in VARIABLES:
         monkeypatch.setenv(name, "0")
     for _ in range(2):
-        with rendezvous.meeting(None) as method:
+        with rendezvous.watch_init_process_group(None) as method:
             assert method == "omnitrain://"
 
 
@@ -63,14 +63,17 @@ def test_meeting_reports_ranks_that_never_start(monkeypatch: pytest.MonkeyPatch)
     for rank in "01":
         for name, value in zip(VARIABLES, (rank, "2", "localhost", str(programs.free_port())), strict=True):
             monkeypatch.setenv(name, value)
-        with rendezvous.meeting(0.5) as method, pytest.raises(DistributedError, match=f"Rank {rank} has not met the"):
+        with (
+            rendezvous.watch_init_process_group(0.5) as method,
+            pytest.raises(DistributedError, match=f"Rank {rank} has not met the"),
+        ):
             dist.init_process_group("gloo", init_method=method)
 
 
 def wait_for_silent_store() -> None:
     """Join a group whose store accepts connections, and never answers."""
     ranks.SILENCE_S = 0.3
-    with socket.create_server(("localhost", 0)) as store, rendezvous.meeting(0.3):
+    with socket.create_server(("localhost", 0)) as store, rendezvous.watch_init_process_group(0.3):
         os.environ |= {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost"}
         os.environ["MASTER_PORT"] = str(store.getsockname()[1])
         dist.init_process_group("gloo", init_method="omnitrain://")

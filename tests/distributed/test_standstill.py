@@ -63,7 +63,7 @@ class Fault:
         ranks: Any = find_ranks(SimpleNamespace(num_processes=2))
 
         def move() -> int:
-            ranks.moves += 1
+            ranks.progress_count += 1
             time.sleep(0.01)
             return json.loads(ranks._store.get(f"post/{1 - ranks.rank}"))[0][0]
 
@@ -132,7 +132,7 @@ def train(
         timeout: Of the trainer.
         signals: How many SIGTERM the other process gets when it has reported the stall.
     """
-    ranks.QUIET_S, ranks._MUTE_S = 2.0, 4.0
+    ranks.QUIET_S, ranks._UNRESPONSIVE_S = 2.0, 4.0
     if signals:
         ranks._SIGNALLED_S = 3.0
     number, case = int(os.environ["RANK"]), Path(os.environ["CASE_FOLDER"])
@@ -236,7 +236,7 @@ def test_stalled_rank_is_reported_and_ends_the_run(name: str, outcomes: dict[str
     report = rf"Rank {rank} has been in '{phase}' for \d+ s \(step \d+\)\."
     if not hangs:
         report = (
-            rf"Rank {rank} has posted nothing for \d+ s, and was in '{phase}' \(step \d+\) before: its process is .*\."
+            rf"Rank {rank} has sent no heartbeat for \d+ s, and was in '{phase}' \(step \d+\) before: its process is"
         )
     for outcome in outcomes[name]:
         assert outcome.code == 1, outcome.output
@@ -253,7 +253,7 @@ def test_stalled_rank_is_reported_and_ends_the_run(name: str, outcomes: dict[str
 @pytest.mark.parametrize("name", thinned(TREE, list(TREE)[:1]))
 def test_stalled_rank_known_by_digests_ends_the_run(name: str, outcomes: dict[str, list[Outcome]]) -> None:
     rank, hangs = TREE[name].options["rank"], TREE[name].options["how"] == "hangs"
-    state = "has been in 'step' for" if hangs else "has posted nothing for"
+    state = "has been in 'step' for" if hangs else "has sent no heartbeat for"
     for number, outcome in enumerate(outcomes[name]):
         assert outcome.code == 1, outcome.output
         if number != rank or hangs:
@@ -266,7 +266,7 @@ def test_stalled_rank_known_by_digests_ends_the_run(name: str, outcomes: dict[st
 def test_stalled_rank_that_continues_ends_no_run(name: str, outcomes: dict[str, list[Outcome]]) -> None:
     for outcome in outcomes[name]:
         assert (outcome.code, outcome.result) == (0, 16), outcome.output
-    assert re.search(r"Rank 1 goes on, after \d+ s in 'data'\.", outcomes[name][0].output)
+    assert re.search(r"Rank 1 continues after \d+ s in 'data'\.", outcomes[name][0].output)
 
 
 @pytest.mark.parametrize("name", thinned(SIGNALLED, list(SIGNALLED)[:2]))

@@ -1,4 +1,4 @@
-"""Stalled ranks, as judged from what ranks post."""
+"""Detection of stalled ranks from heartbeats."""
 
 from __future__ import annotations
 
@@ -18,76 +18,90 @@ from torch import nn
 
 from omnitrain import Trainer
 from omnitrain.distributed import ranks, watchdog
-from omnitrain.distributed.watchdog import GONE_S, Group, Post, Report, Stall, Stalls, Tree, in_words
+from omnitrain.distributed.watchdog import (
+    GONE_S,
+    Group,
+    Heartbeat,
+    RankTree,
+    Report,
+    Stall,
+    StallDetector,
+    describe_stall,
+)
 
-STEP = Post(0, "step", 12, 70, False)
+STEP = Heartbeat(0, "step", 12, 70, False)
 """A rank that may be waiting in a collective of the model, which nobody can see."""
-WAITS = Post(0, "step", 12, 70, True)
-DATA = Post(0, "data", 12, 69, False)
-OUTSIDE = Post(0, "", 0, 0, False)
+WAITS = Heartbeat(0, "step", 12, 70, True)
+DATA = Heartbeat(0, "data", 12, 69, False)
+OUTSIDE = Heartbeat(0, "", 0, 0, False)
 
 
-def watch(seconds: int, *posts: Post, silent: tuple[int, ...] = ()) -> Stalls:
-    """Return what has seen these posts for so long, each with a new beat but those of silent ranks."""
-    observer = Stalls()
+def watch(seconds: int, *heartbeats: Heartbeat, silent: tuple[int, ...] = ()) -> StallDetector:
+    """Return a detector that has seen these heartbeats for so long; those of silent ranks do not count up."""
+    observer = StallDetector()
     for second in range(seconds + 1):
-        latest = {rank: post if rank in silent else post._replace(beat=second) for rank, post in enumerate(posts)}
-        observer.look(latest, 1.0)
+        latest = {
+            rank: heartbeat if rank in silent else heartbeat._replace(beat=second)
+            for rank, heartbeat in enumerate(heartbeats)
+        }
+        observer.update(latest, 1.0)
     return observer
 
 
 @pytest.mark.parametrize(
-    ("posts", "silent", "expected"),
+    ("heartbeats", "silent", "expected"),
     [
         pytest.param([WAITS, DATA, WAITS], (), [(1, False)], id="the rank that does not wait"),
-        pytest.param([STEP, DATA], (), [(1, False)], id="the earlier place"),
+        pytest.param([STEP, DATA], (), [(1, False)], id="the earlier phase"),
         pytest.param([STEP, STEP._replace(step=11)], (), [(1, False)], id="the earlier step"),
-        pytest.param([STEP._replace(place="evaluation"), STEP], (), [(1, False)], id="the step before evaluation"),
-        pytest.param([STEP, STEP], (), [(0, False), (1, False)], id="all at the same place"),
+        pytest.param([STEP._replace(phase="evaluation"), STEP], (), [(1, False)], id="the step before evaluation"),
+        pytest.param([STEP, STEP], (), [(0, False), (1, False)], id="all in the same phase"),
         pytest.param([WAITS, WAITS], (), [(0, False), (1, False)], id="all wait for each other"),
         pytest.param([DATA, WAITS], (1,), [(1, True)], id="a silent rank first"),
-        pytest.param([OUTSIDE, WAITS], (), [(0, False)], id="outside of the trainer"),
-        pytest.param([OUTSIDE, OUTSIDE], (), [], id="all outside of the trainer"),
+        pytest.param([OUTSIDE, WAITS], (), [(0, False)], id="outside the trainer"),
+        pytest.param([OUTSIDE, OUTSIDE], (), [], id="all outside the trainer"),
         pytest.param([OUTSIDE._replace(has_ended=True), DATA], (0,), [(1, False)], id="the end of the program"),
     ],
 )
-def test_stalls_found(posts: list[Post], silent: tuple[int, ...], expected: list[tuple[int, bool]]) -> None:
-    assert [(stall.rank, stall.is_silent) for stall in watch(30, *posts, silent=silent).found(30.0)] == expected
+def test_stall_detector_finds_stalled_ranks(
+    heartbeats: list[Heartbeat], silent: tuple[int, ...], expected: list[tuple[int, bool]]
+) -> None:
+    assert [(stall.rank, stall.is_silent) for stall in watch(30, *heartbeats, silent=silent).stalled(30.0)] == expected
 
 
 def test_stalls_outside_of_the_trainer_end_if_silent() -> None:
     for silent in ((), (0,)):
-        (stall,) = watch(30, OUTSIDE, WAITS, silent=silent).found(30.0)
-        assert stall.rank == 0 and stall.may_end == bool(silent)
+        (stall,) = watch(30, OUTSIDE, WAITS, silent=silent).stalled(30.0)
+        assert stall.rank == 0 and stall.may_end_run == bool(silent)
 
 
 def test_stalls_empty_while_any_rank_moves() -> None:
-    observer = Stalls()
+    observer = StallDetector()
     for second in range(100):
-        observer.look({0: WAITS._replace(beat=second), 1: Post(second, "evaluation", 12, second, False)}, 1.0)
-    assert not observer.found(3.0)
+        observer.update({0: WAITS._replace(beat=second), 1: Heartbeat(second, "evaluation", 12, second, False)}, 1.0)
+    assert not observer.stalled(3.0)
 
 
 def test_stalls_due_seldom_and_once_for_usual_steps() -> None:
-    observer, reported = Stalls(), []
+    observer, reported = StallDetector(), []
     for second in range(300):
-        observer.look({0: WAITS._replace(beat=second), 1: DATA._replace(beat=second)}, 1.0)
+        observer.update({0: WAITS._replace(beat=second), 1: DATA._replace(beat=second)}, 1.0)
         reported += [stall.seconds for stall in observer.due(30.0)]
     assert reported == [30, 60, 120, 240]
-    assert observer.look({1: STEP._replace(beat=300)}, 1.0) == ["Rank 1 goes on, after 299 s in 'data'."]
-    observer, reported = Stalls(), []
+    assert observer.update({1: STEP._replace(beat=300)}, 1.0) == ["Rank 1 continues after 299 s in 'data'."]
+    observer, reported = StallDetector(), []
     for second in range(400):  # each step takes 40 seconds
-        observer.look({0: Post(second, "step", second // 40, second // 40, False)}, 1.0)
-        reported += [stall.post.step for stall in observer.due(30.0)]
+        observer.update({0: Heartbeat(second, "step", second // 40, second // 40, False)}, 1.0)
+        reported += [stall.heartbeat.step for stall in observer.due(30.0)]
     assert reported == [0]
 
 
 def test_digest_and_words_of_stalls() -> None:
-    (stall,) = watch(31, WAITS, DATA).found(30.0)
-    assert in_words(stall) == "Rank 1 has been in 'data' for 31 s (step 12)."
-    (stall,) = watch(31, WAITS, Post(0, "train()", 0, 0, False), silent=(1,)).found(30.0)
-    assert in_words(stall) == (
-        "Rank 1 has posted nothing for 31 s, and was in 'train()' before: "
+    (stall,) = watch(31, WAITS, DATA).stalled(30.0)
+    assert describe_stall(stall) == "Rank 1 has been in 'data' for 31 s (step 12)."
+    (stall,) = watch(31, WAITS, Heartbeat(0, "train()", 0, 0, False), silent=(1,)).stalled(30.0)
+    assert describe_stall(stall) == (
+        "Rank 1 has sent no heartbeat for 31 s, and was in 'train()' before: "
         "its process is stopped, swapped out, cut off or gone."
     )
     (group,) = watch(39, *[DATA] * 20).digest()
@@ -96,56 +110,60 @@ def test_digest_and_words_of_stalls() -> None:
 
 # --- a tree of many ranks
 
-Posts = Callable[[int, int], Post | None]
-"""The post of a rank in a second; None while its process does not run."""
+Heartbeats = Callable[[int, int], Heartbeat | None]
+"""The heartbeat of a rank in a second; None while its process does not run."""
 
 
 class Run:
-    """Ranks that read each other's reports second by second, and an observer that reads all posts itself."""
+    """Ranks that read each other's reports second by second, and an observer that reads all heartbeats itself."""
 
-    def __init__(self, size: int, posts: Posts) -> None:
-        self.trees = [Tree(rank, size) for rank in range(size)]
-        self.posts = posts
+    def __init__(self, size: int, heartbeats: Heartbeats) -> None:
+        self.trees = [RankTree(rank, size) for rank in range(size)]
+        self.heartbeats = heartbeats
         self.second = 0
-        self.store: list[str] = [self.report(rank, posts(rank, 0) or STEP) for rank in range(size)]
-        self.observer = Stalls()
+        self.store: list[str] = [self.report(rank, heartbeats(rank, 0) or STEP) for rank in range(size)]
+        self.observer = StallDetector()
         self.reads: list[int] = []
         self.lines: dict[int, list[str]] = {}
 
-    def report(self, rank: int, post: Post) -> str:
-        return json.dumps(Report(post._replace(beat=self.second), self.trees[rank].digest()).plain())
+    def report(self, rank: int, heartbeat: Heartbeat) -> str:
+        return json.dumps(Report(heartbeat._replace(beat=self.second), self.trees[rank].digest()).to_json())
 
     def tick(self) -> None:
         self.second += 1
-        running = {rank: post for rank in range(len(self.trees)) if (post := self.posts(rank, self.second))}
-        for rank, post in running.items():
-            self.store[rank] = self.report(rank, post)
+        running = {
+            rank: heartbeat for rank in range(len(self.trees)) if (heartbeat := self.heartbeats(rank, self.second))
+        }
+        for rank, heartbeat in running.items():
+            self.store[rank] = self.report(rank, heartbeat)
         self.reads = []
         for rank in running:
             tree = self.trees[rank]
-            ranks = tree.to_read(tree.is_top)
+            ranks = tree.ranks_to_read(tree.is_top)
             self.reads.append(len(ranks))
-            reports = {number: Report.of(*json.loads(self.store[number])) for number in ranks}
-            self.lines[rank] = tree.look(reports, 1.0, tree.is_top)
-        self.observer.look({rank: Report.of(*json.loads(text)).post for rank, text in enumerate(self.store)}, 1.0)
+            reports = {number: Report.from_json(*json.loads(self.store[number])) for number in ranks}
+            self.lines[rank] = tree.update(reports, 1.0, tree.is_top)
+        self.observer.update(
+            {rank: Report.from_json(*json.loads(text)).heartbeat for rank, text in enumerate(self.store)}, 1.0
+        )
 
-    def judges(self) -> list[Stalls]:
+    def judges(self) -> list[StallDetector]:
         """Return the observers of running ranks that do the work of rank 0."""
-        return [tree.whole for tree in self.trees if tree.is_top and self.posts(tree.rank, self.second)]
+        return [tree.all_ranks for tree in self.trees if tree.is_top and self.heartbeats(tree.rank, self.second)]
 
 
-def check_tree(size: int, posts: Posts, seconds: float = 30.0, levels: int = 2) -> None:
+def check_tree(size: int, heartbeats: Heartbeats, seconds: float = 30.0, levels: int = 2) -> None:
     """Find by the tree what reading all finds, not earlier and later by some seconds for each level of the tree."""
-    run, expected = Run(size, posts), list[Stall]()
+    run, expected = Run(size, heartbeats), list[Stall]()
     for _ in range(int(seconds + (levels + 1) * (GONE_S + 2))):
         run.tick()
-        expected = run.observer.found(seconds)
-        assert expected or not any(judge.found(seconds) for judge in run.judges())
+        expected = run.observer.stalled(seconds)
+        assert expected or not any(judge.stalled(seconds) for judge in run.judges())
     assert run.judges(), "nobody judges"
     for judge in run.judges():
-        stalled = judge.found(seconds)
+        stalled = judge.stalled(seconds)
         assert {stall.rank for stall in stalled} <= {stall.rank for stall in expected}
-        assert len(stalled) + sum(stall.others for stall in stalled) == len(expected)
+        assert len(stalled) + sum(stall.more for stall in stalled) == len(expected)
         assert [stall.is_silent for stall in stalled] == [expected[0].is_silent] * len(stalled)
 
 
@@ -167,21 +185,21 @@ def check_tree(size: int, posts: Posts, seconds: float = 30.0, levels: int = 2) 
     ids=str,
 )
 def test_tree_finds_stalls_of_many_ranks(size: int, ranks: tuple[int, ...], is_stopped: bool) -> None:
-    def posts(rank: int, second: int) -> Post | None:
+    def heartbeats(rank: int, second: int) -> Heartbeat | None:
         if second < 2:
-            return Post(0, "step", 1, second, False)
+            return Heartbeat(0, "step", 1, second, False)
         return WAITS if rank not in ranks else None if is_stopped else DATA
 
-    check_tree(size, posts, 20.0)
+    check_tree(size, heartbeats, 20.0)
 
 
 def check_stopped(size: int, stopped: set[int], behind: set[int]) -> None:
-    def posts(rank: int, second: int) -> Post | None:
+    def heartbeats(rank: int, second: int) -> Heartbeat | None:
         return None if rank in stopped and second > 1 else DATA if rank in behind else WAITS
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(watchdog, "_CHILDREN", 2)
-        check_tree(size, posts, levels=6)
+        check_tree(size, heartbeats, levels=6)
 
 
 @pytest.mark.parametrize(
@@ -208,41 +226,42 @@ def test_tree_finds_stalls_below_any_stopped_ranks(size: int, stopped: set[int],
 
 @pytest.mark.parametrize("size", thinned([256, 1024], [256]))
 def test_tree_reads_few_and_short_reports(size: int) -> None:
-    run = Run(size, lambda rank, second: Post(0, "step", second // 3, second * rank, rank % 3 > 0))
+    run = Run(size, lambda rank, second: Heartbeat(0, "step", second // 3, second * rank, rank % 3 > 0))
     for _ in range(12):
         run.tick()
     limit = 2 * watchdog._CHILDREN + 1
     assert max(run.reads) <= limit and sum(run.reads) <= 4 * size
     assert max(map(len, run.store)) < 600
-    healthy = Run(size, lambda rank, second: Post(0, "step", 1, second, False))
+    healthy = Run(size, lambda rank, second: Heartbeat(0, "step", 1, second, False))
     healthy.tick()
     healthy.tick()
     assert max(healthy.reads) <= limit
 
 
 def test_tree_of_few_ranks_reads_all_while_judging() -> None:
-    tree = Tree(3, 33)
-    assert tree.is_top and tree.to_read(judges=False) == [0] and sorted(tree.to_read(judges=True)) == list(range(33))
-    assert Tree(0, 33).to_read(judges=False) == [] and not tree.digest()
+    tree = RankTree(3, 33)
+    assert tree.is_top and tree.ranks_to_read(judges=False) == [0]
+    assert sorted(tree.ranks_to_read(judges=True)) == list(range(33))
+    assert RankTree(0, 33).ranks_to_read(judges=False) == [] and not tree.digest()
 
 
 def test_tree_reports_a_distant_rank_that_continues() -> None:
-    def posts(rank: int, second: int) -> Post:
+    def heartbeats(rank: int, second: int) -> Heartbeat:
         if rank != 100:
             return WAITS
-        return Post(0, "evaluation", 3, second, False) if second < 15 else DATA if second < 50 else STEP
+        return Heartbeat(0, "evaluation", 3, second, False) if second < 15 else DATA if second < 50 else STEP
 
-    run = Run(128, posts)
+    run = Run(128, heartbeats)
     reported: list[tuple[int, int]] = []
     for second in range(55):
         run.tick()
-        reported += [(second, stall.rank) for stall in run.trees[0].whole.due(30.0)]
+        reported += [(second, stall.rank) for stall in run.trees[0].all_ranks.due(30.0)]
         if run.lines[0]:
             break
     ((second, rank),) = reported
     assert rank == 100 and second > 40  # not while it moves
     (line,) = run.lines[0]
-    assert re.fullmatch(r"Rank 100 goes on, after 3\d s or more in 'data'\.", line)
+    assert re.fullmatch(r"Rank 100 continues after 3\d s or more in 'data'\.", line)
 
 
 def test_tree_top_returns_to_rank_0() -> None:
