@@ -1,7 +1,6 @@
 """Durations: lengths of a run and of its intervals.
 
-Only arithmetic on them and on a `Progress` belongs here. The lifecycle and the callbacks decide when to ask, and what
-follows.
+Only arithmetic on them and on a `Progress` belongs here. The lifecycle and the callbacks act on it.
 """
 
 from __future__ import annotations
@@ -20,14 +19,14 @@ from omnitrain.core.progress import Progress
 
 _COUNTERS = {"ep": "epochs", "ba": "step", "sp": "samples", "tok": "tokens", "s": "seconds"}
 _WORDS = {"ep": "epochs", "ba": "steps", "sp": "samples", "tok": "tokens", "s": "seconds", "dur": "run"}
-_UNDIVIDED = ("ba", "sp", "tok")
+_WHOLE_UNITS = ("ba", "sp", "tok")
 _SECONDS = {"d": 86400, "h": 3600, "m": 60, "s": 1}
 _UNITS = (
     "'10ep' (epochs), '500ba' (optimizer steps), '4e4sp' (samples), '3e6tok' (tokens), "
     "'90s', '45m', '2h30m' or '1d' (time), '0.3dur' (share of the run, at most 1)"
 )
 _NUMBER = r"([+-]?(?:\d+\.?\d*|\.\d+)(?:[eE][+-]?\d+)?)\s*"
-_COUNTED = re.compile(_NUMBER + "(ep|ba|sp|tok|dur)", re.ASCII)
+_COUNT = re.compile(_NUMBER + "(ep|ba|sp|tok|dur)", re.ASCII)
 _CLOCK = re.compile(r"\s*".join(f"(?:{_NUMBER}{letter})?" for letter in _SECONDS), re.ASCII)
 
 
@@ -49,13 +48,13 @@ class Duration:
     """
 
     value: float
-    """How many of `unit`. Whole numbers are kept as ints, so counting has no rounding errors."""
+    """The number of units. Whole numbers are ints, so counting has no rounding errors."""
     unit: str
     """One of "ep", "ba", "sp", "tok", "s" and "dur"."""
 
     def __post_init__(self) -> None:
-        """Refuse an invalid length; `parse` does so with the argument's name in the message."""
-        value = _checked(self.value, self.unit, "Duration", f"Duration({self.value!r}, {self.unit!r})")
+        """Reject an invalid length; `parse` does so with the argument's name in the message."""
+        value = _validate(self.value, self.unit, "Duration", f"Duration({self.value!r}, {self.unit!r})")
         object.__setattr__(self, "value", value)
 
     @classmethod
@@ -73,9 +72,9 @@ class Duration:
         if isinstance(text, Duration):
             return text
         if isinstance(text, str):
-            value, own_unit = _read(text) or (math.nan, unit)
-            return cls(_checked(value, own_unit, name, repr(text), _WORDS[unit]), own_unit)
-        return cls(_checked(text, unit, name, repr(text), _WORDS[unit]), unit)
+            value, own_unit = _parse_text(text) or (math.nan, unit)
+            return cls(_validate(value, own_unit, name, repr(text), _WORDS[unit]), own_unit)
+        return cls(_validate(text, unit, name, repr(text), _WORDS[unit]), unit)
 
     def amount(self, progress: Progress) -> float:
         """Return how much a run has done, in this unit.
@@ -84,9 +83,7 @@ class Duration:
             ConfigError: The unit is "dur", which only the run's `Limits` can measure.
         """
         if self.unit == "dur":
-            raise ConfigError(
-                f"'{self}' is a share of the whole run, and cannot be used where its length is not known."
-            )
+            raise ConfigError(f"'{self}' is a share of the run, and cannot be used where its length is not known.")
         return getattr(progress, _COUNTERS[self.unit])
 
     def due(self, progress: Progress) -> bool:
@@ -98,7 +95,7 @@ class Duration:
         return _multiples(progress, "ep", *_ratio(self.value)) > 0
 
     def __add__(self, other: Duration | str) -> Duration:
-        """Return the two lengths together.
+        """Return the sum of the two lengths.
 
         Raises:
             ConfigError: They are of two units.
@@ -108,10 +105,10 @@ class Duration:
     __radd__ = __add__
 
     def __sub__(self, other: Duration | str) -> Duration:
-        """Return what is left of this one without the other.
+        """Return the difference of the two lengths.
 
         Raises:
-            ConfigError: They are of two units, or nothing is left.
+            ConfigError: They are of two units, or the difference is not positive.
         """
         return self._new(self.exact - self._same_unit(other, "subtracted"))
 
@@ -119,7 +116,7 @@ class Duration:
         return self._new(self._same_unit(other, "subtracted") - self.exact)
 
     def __mul__(self, number: float) -> Duration:
-        """Return it a number of times."""
+        """Return a multiple."""
         return self._new(self.exact * Fraction(*_ratio(number))) if _is_positive(number) else NotImplemented
 
     __rmul__ = __mul__
@@ -129,7 +126,7 @@ class Duration:
     @overload
     def __truediv__(self, other: Duration | str) -> float: ...
     def __truediv__(self, other: Duration | str | float) -> Duration | float:
-        """Return a part of it, where the other is a number; how often the other goes into it, where that is a length.
+        """Return a fraction of it for a number, or the ratio of two lengths.
 
         Raises:
             ConfigError: They are of two units.
@@ -152,7 +149,7 @@ class Duration:
 
     @property
     def exact(self) -> Fraction:
-        """The value as the fraction that it stands for: 1/10 for 0.1."""
+        """The value as a fraction: 1/10 for 0.1."""
         return Fraction(*_ratio(self.value))
 
     def _same_unit(self, other: Duration | str, done: str) -> Fraction:
@@ -164,14 +161,14 @@ class Duration:
         if other.unit != self.unit:
             raise ConfigError(
                 f"'{self}' and '{other}' cannot be {done}: one counts {_WORDS[self.unit]}, the other "
-                f"{_WORDS[other.unit]}, and what these are in each other depends on the run. Give both in one unit."
+                f"{_WORDS[other.unit]}, which only a run can convert. Give both in one unit."
             )
         return other.exact
 
     def _new(self, value: Fraction) -> Duration:
         """Return a duration of this unit, rounded to a whole number where the unit cannot be divided."""
-        number = round(value) if self.unit in _UNDIVIDED else float(value)
-        return Duration(_checked(number, self.unit, "duration", f"{float(value):g}{self.unit}"), self.unit)
+        number = round(value) if self.unit in _WHOLE_UNITS else float(value)
+        return Duration(_validate(number, self.unit, "duration", f"{float(value):g}{self.unit}"), self.unit)
 
     def __str__(self) -> str:
         """Write it as `parse` reads it."""
@@ -197,7 +194,7 @@ class Every:
         self.duration = duration
         if duration.unit == "dur":
             if limits is None:
-                raise ConfigError(f"'{duration}' is a share of the whole run, and nothing says how long the run is.")
+                raise ConfigError(f"'{duration}' is a share of the run, whose length is not known. Give its `limits`.")
             # With several limits, a share of the run is reached at the first limit whose share is reached.
             share = Fraction(*_ratio(duration.value))
             lengths = [(limit.unit, share * Fraction(*_ratio(limit.value))) for limit in limits.durations]
@@ -269,7 +266,7 @@ class Limits:
 
     @staticmethod
     def after(progress: Progress, more: int | float | str | Duration) -> dict[str, Any]:
-        """Return `epochs`, `max_steps` and `max_duration` of a run that goes on for `more` from where it is.
+        """Return `epochs`, `max_steps` and `max_duration` of a run that continues for `more`.
 
         Raises:
             ConfigError: `more` is no length, or a share of the run.
@@ -289,8 +286,8 @@ class Limits:
         end = done + length.exact
         limit = Duration(int(end) if end.denominator == 1 else float(end), length.unit)
         names = {"ep": "epochs", "ba": "max_steps"}
-        found: dict[str, Any] = {"epochs": None, "max_steps": None, "max_duration": None}
-        return found | ({names[limit.unit]: limit.value} if limit.unit in names else {"max_duration": str(limit)})
+        limits: dict[str, Any] = {"epochs": None, "max_steps": None, "max_duration": None}
+        return limits | ({names[limit.unit]: limit.value} if limit.unit in names else {"max_duration": str(limit)})
 
     @property
     def durations(self) -> list[Duration]:
@@ -298,7 +295,7 @@ class Limits:
         return [duration for _, duration in self._limits]
 
     def reached(self, progress: Progress) -> str:
-        """Return "epochs", "max_steps" or "max_duration", in this order, or "" while the run goes on."""
+        """Return "epochs", "max_steps" or "max_duration", in this order, or "" if none is reached."""
         for reason, duration in self._limits:
             if duration.due(progress):
                 return reason
@@ -309,7 +306,7 @@ class Limits:
         return min(1.0, max(duration.amount(progress) / duration.value for _, duration in self._limits))
 
     def total_steps(self, steps_per_epoch: int | None, samples_per_epoch: int | None) -> int | None:
-        """Return the optimizer steps of the whole run, or None if its limits do not determine them.
+        """Return the optimizer steps of the run, or None if its limits do not determine them.
 
         Limits in tokens or seconds do not. If a limit falls inside an epoch, the steps are rounded up as if all had
         the same size, so with a short last step the run may end one step earlier.
@@ -331,7 +328,7 @@ class Limits:
 
 
 class Stages:
-    """A whole number that changes as a run goes on, at places that follow from the samples it has consumed.
+    """An integer that changes during a run, at places that depend on the consumed samples.
 
     >>> sizes = Stages({0: 32, "0.5dur": 64}, Limits(epochs=4))
     >>> [sizes.at(Progress(epoch=epoch)) for epoch in range(4)]
@@ -339,10 +336,10 @@ class Stages:
     """
 
     def __init__(self, numbers: Mapping[Any, int], limits: Limits) -> None:
-        """Read the places; `check_stages` has looked at them.
+        """Read the places, after `check_stages`.
 
         Args:
-            numbers: The first number under 0, and each other one under the Duration from which on it holds.
+            numbers: The first number by 0, and each later one by the Duration from which it holds.
             limits: The end of the run, for shares of it.
 
         Raises:
@@ -361,27 +358,27 @@ class Stages:
                 lengths = [(limit.unit, limit.exact * length.exact) for limit in limits.durations]
             else:
                 lengths = [] if length is None else [(length.unit, length.exact)]
-            self._stages.append((number, [(unit, one.numerator, one.denominator) for unit, one in lengths]))
+            self._stages.append((number, [(unit, length.numerator, length.denominator) for unit, length in lengths]))
 
     def at(self, progress: Progress) -> int:
-        """Return the number that holds where a run is."""
-        found = self._stages[0][0]
-        for number, lengths in self._stages[1:]:
+        """Return the number at a position of the run."""
+        number = self._stages[0][0]
+        for value, lengths in self._stages[1:]:
             if not any(_multiples(progress, *length) for length in lengths):
                 break
-            found = number
-        return found
+            number = value
+        return number
 
 
 def check_stages(name: str, numbers: Mapping[Any, int]) -> None:
-    """Refuse what is no number that changes as a run goes on.
+    """Reject an invalid number that changes during a run.
 
     Args:
         name: The argument.
         numbers: Its value.
 
     Raises:
-        ConfigError: Naming what is wrong.
+        ConfigError: With the wrong place or number.
     """
     example = f"{name}={{0: 64, '0.2dur': 128, '0.5dur': 256}}"
     if 0 not in numbers or next(iter(numbers)) != 0:
@@ -409,21 +406,21 @@ def check_stages(name: str, numbers: Mapping[Any, int]) -> None:
 
 
 def check_stages_reached(name: str, numbers: Mapping[Any, int], limits: Limits, samples_per_epoch: int | None) -> None:
-    """Refuse a number of samples per step whose place lies after the end of the run, as far as that is known.
+    """Reject a number of samples per step that a run ends before, as far as that is known.
 
     Args:
         name: The argument.
-        numbers: Its value, which `check_stages` has looked at.
+        numbers: Its value, after `check_stages`.
         limits: The end of the run.
         samples_per_epoch: Samples of an epoch; None for data of unknown length.
 
     Raises:
-        ConfigError: Naming the place.
+        ConfigError: With the place.
     """
     places = [Duration.parse(place, "sp", name) for place in numbers if place != 0]
     for place, number in zip(places, list(numbers.values())[1:], strict=True):
         for limit in limits.durations:
-            start, end = _in_samples(place, samples_per_epoch), _in_samples(limit, samples_per_epoch)
+            start, end = _to_samples(place, samples_per_epoch), _to_samples(limit, samples_per_epoch)
             if limit.unit == "ba" and start is not None:
                 end = _samples_of_steps(int(limit.value), numbers, places, samples_per_epoch)
             elif limit.unit == place.unit or place.unit == "dur":
@@ -435,7 +432,7 @@ def check_stages_reached(name: str, numbers: Mapping[Any, int], limits: Limits, 
                 )
 
 
-def _in_samples(length: Duration, samples_per_epoch: int | None) -> Fraction | None:
+def _to_samples(length: Duration, samples_per_epoch: int | None) -> Fraction | None:
     """Return a length in samples; None if that is not known."""
     if length.unit == "ep" and samples_per_epoch:
         return length.exact * samples_per_epoch
@@ -445,10 +442,10 @@ def _in_samples(length: Duration, samples_per_epoch: int | None) -> Fraction | N
 def _samples_of_steps(
     steps: int, numbers: Mapping[Any, int], places: list[Duration], samples_per_epoch: int | None
 ) -> Fraction:
-    """Return how many samples so many steps have at most: short steps at the end of an epoch are not counted."""
+    """Return the maximal samples of a number of steps: short steps at the end of an epoch are ignored."""
     done, sizes = Fraction(0), list(numbers.values())
     for size, place in zip(sizes, places, strict=False):
-        start = _in_samples(place, samples_per_epoch)
+        start = _to_samples(place, samples_per_epoch)
         if start is None:
             break
         needed = min(steps, math.ceil((start - done) / size))
@@ -457,7 +454,7 @@ def _samples_of_steps(
 
 
 def _multiples(progress: Progress, unit: str, numerator: int, denominator: int) -> int:
-    """Count how often a run has done `numerator / denominator` of `unit`, without rounding errors."""
+    """Return how often a run has done `numerator / denominator` of `unit`, without rounding errors."""
     if unit != "ep":
         return int(getattr(progress, _COUNTERS[unit]) * denominator // numerator)
     size, done = progress.epoch_size, progress.samples_in_epoch
@@ -471,14 +468,14 @@ def _multiples(progress: Progress, unit: str, numerator: int, denominator: int) 
 @functools.cache
 def _ratio(value: float) -> tuple[int, int]:
     """Return the simple fraction closest to a float: 1/10 for 0.1, and 1/3 for 0.3333333333333333."""
-    meant = Fraction(value).limit_denominator(10**9) or Fraction(value)
-    return meant.numerator, meant.denominator
+    fraction = Fraction(value).limit_denominator(10**9) or Fraction(value)
+    return fraction.numerator, fraction.denominator
 
 
-def _read(text: str) -> tuple[float, str] | None:
+def _parse_text(text: str) -> tuple[float, str] | None:
     """Return value and unit of a string, or None if it is not a duration."""
     text = text.strip()
-    if match := _COUNTED.fullmatch(text):
+    if match := _COUNT.fullmatch(text):
         return float(match[1]), match[2]
     if text and (match := _CLOCK.fullmatch(text)):
         parts = [
@@ -489,8 +486,8 @@ def _read(text: str) -> tuple[float, str] | None:
     return None
 
 
-def _checked(value: Any, unit: str, name: str, shown: str, bare: str = "") -> float:
-    """Return `value`, as an int if it is whole, or raise a ConfigError that says what is wrong with `shown`."""
+def _validate(value: Any, unit: str, name: str, shown: str, bare: str = "") -> float:
+    """Return `value`, as an int if it is whole, or raise a ConfigError about `shown`."""
     if unit not in _WORDS or not _is_positive(value) or (unit == "dur" and value > 1):
         bare = bare and f"a number of {bare} or "
         raise ConfigError(
@@ -499,7 +496,7 @@ def _checked(value: Any, unit: str, name: str, shown: str, bare: str = "") -> fl
     whole = int(value)
     if whole == value:
         return whole
-    if unit in _UNDIVIDED:
+    if unit in _WHOLE_UNITS:
         raise ConfigError(f"`{name}` must be a whole number of {_WORDS[unit]}, got {shown}.")
     return float(value)
 

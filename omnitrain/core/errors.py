@@ -119,7 +119,7 @@ _LOCATION = "Where: "
 
 
 def add_location(error: BaseException, place: str) -> None:
-    """Add a note that says where in the run an error was raised, unless it has one: the innermost is most exact."""
+    """Add a note that says where in the run an error was raised, unless it has one: the innermost is the most exact."""
     if not any(note.startswith(_LOCATION) for note in getattr(error, "__notes__", ())):
         error.add_note(f"{_LOCATION}{place}.")
 
@@ -156,7 +156,7 @@ def is_disk_error(error: BaseException | None) -> bool:
 
 
 class Tolerance:
-    """Tolerates a failing disk inside `with`: reports it once, and once more when writing works again.
+    """Tolerates a failing disk inside `with`: logs it once, and once more when writing works again.
 
     Args:
         subject: What is written, as the subject of a message.

@@ -1,7 +1,7 @@
-"""The events of a run, and the two kinds of objects that take part in it: callbacks and algorithms.
+"""Events of a run, callbacks and algorithms.
 
 A `Callback` observes and returns nothing; an `Algorithm` gets a value and returns a new one.
-`run/lifecycle.py` emits the events; `run/loop.py` acts on requests.
+`trainer/lifecycle.py` emits the events; `trainer/loop.py` acts on requests.
 """
 
 from __future__ import annotations
@@ -61,9 +61,9 @@ class Event(StrEnum):
     CHECKPOINT_LOADED also follows each call of `load_checkpoint()`; SAVE_START and SAVE_END belong to each of
     `save_checkpoint()`, EVAL_BATCH_START and EVAL_BATCH_END to each batch of `evaluate()`, `test()` and `predict()`,
     and PREDICT_START and PREDICT_END to each `predict()`.
-    The events of micro-batches come for each pass over them: again where an algorithm asks for a second pass, the
-    optimizer for losses anew (between BEFORE_OPTIMIZER_STEP and AFTER_OPTIMIZER_STEP), or `microbatch_size="auto"`
-    begins a step anew. A step without a label that counts has none of them. AFTER_BACKWARD comes where there is a
+    The events of micro-batches come for each pass over them: again if an algorithm has a second pass, if the optimizer
+    evaluates the loss again (between BEFORE_OPTIMIZER_STEP and AFTER_OPTIMIZER_STEP), or if `microbatch_size="auto"`
+    restarts a step. A step without a label that counts has none of them. AFTER_BACKWARD comes where there is a
     backward pass, AFTER_OPTIMIZER_STEP where the weights were updated. BEFORE_CLIP and AFTER_CLIP do not come under
     DeepSpeed, which clips and updates at once. SAVE_END comes later with `async_save`, and not if the disk fails.
     REPORT comes whenever a callback reports a text or a histogram.
@@ -116,15 +116,15 @@ INNER_STEP_EVENTS = (
     Event.BEFORE_ZERO_GRAD,
     Event.AFTER_ZERO_GRAD,
 )
-"""The events that come so often that the loop asks first whether anybody listens to any of them."""
+"""Events inside of a step: the loop emits them only if a callback listens to one of them."""
 
 ERROR_POLICIES = ("raise", "warn", "disable")
-"""What happens when a callback fails: see `Callback.on_error`."""
+"""The values of `Callback.on_error`."""
 
 
 @dataclass(frozen=True, slots=True)
 class Histogram:
-    """How many values lie between neighbouring edges: what a callback reports of many values, such as weights.
+    """A histogram that a callback reports, such as that of the weights.
 
     Args:
         edges: Limits of the bins in ascending order, one more than there are bins.
@@ -144,26 +144,26 @@ class Histogram:
 
 
 STOP_REASONS = ("epochs", "max_steps", "max_duration", "early_stopping", "signal", "requested")
-"""Why a run can end; one of them is in `metrics["stop_reason"]`."""
+"""The values of `metrics["stop_reason"]`."""
 
 
 def pick_stop_reason(reasons: Collection[str]) -> str:
-    """Return the reason, out of several, that ends the run: a signal, or the first in `STOP_REASONS`; "" if none."""
+    """Return the reason that takes precedence: a signal, or the first in `STOP_REASONS`; "" if none."""
     return next((reason for reason in ("signal", *STOP_REASONS) if reason in reasons), "")
 
 
 @dataclass(slots=True)
 class Control:
-    """What callbacks have requested. Only the loop acts on it, and only at a step boundary."""
+    """The requests of callbacks. Only the loop acts on them, and only at a step boundary."""
 
     log: bool = False
     evaluate: bool = False
     save: bool = False
     stop: str = ""
     signal: int = 0
-    """The number of the signal that requests the end."""
+    """The number of the signal that requested the end."""
     scheduled: set[str] = field(default_factory=set)
-    """The requests that every rank makes at the same step: "log", "evaluate", "save", or why the run ends."""
+    """The requests that every rank makes at the same step: "log", "evaluate", "save", or a stop reason."""
 
     def schedule(self, what: str) -> None:
         """Request "log", "evaluate", "save" or a stop for one of `STOP_REASONS`, as every rank does at this step."""
@@ -174,7 +174,7 @@ class Control:
         self.scheduled.add(what)
 
     def add_scheduled(self, control: Control) -> None:
-        """Move what `control` has scheduled to this object."""
+        """Move the scheduled requests of `control` to this object."""
         for what in control.scheduled:
             if what in STOP_REASONS:
                 self.stop = pick_stop_reason({self.stop, what})
@@ -189,18 +189,18 @@ class Control:
         return self.log or self.evaluate or self.save or self.stop != ""
 
     def pop(self, *names: str) -> Control:
-        """Return and clear the requests with these names; a requested stop is returned too, and stays."""
-        asked = Control(stop=self.stop, signal=self.signal)
+        """Return and clear the requests with these names; a requested stop is returned too, but not cleared."""
+        popped = Control(stop=self.stop, signal=self.signal)
         for name in names:
             self.scheduled.discard(name)
             if getattr(self, name):
-                setattr(asked, name, True)
+                setattr(popped, name, True)
                 setattr(self, name, False)
-        return asked
+        return popped
 
 
 ProfilerRanges = Callable[[str], contextlib.AbstractContextManager[Any]]
-"""Makes the context for a part of a step, by its name: "data", "forward", "backward" or "update"."""
+"""Returns the context for a part of a step: "data", "forward", "backward" or "update"."""
 
 
 class TrainerLike(Protocol):
@@ -210,9 +210,9 @@ class TrainerLike(Protocol):
     """The arguments of the trainer, by name."""
     lr_scheduler: Any
     precision: Any
-    """In what precision the run computes: `precision.name` is "fp32", "bf16", "fp16" or "fp8"."""
+    """The precision of the run: `precision.name` is "fp32", "bf16", "fp16" or "fp8"."""
     ranks: Any
-    """The ranks of the run; `ranks.data.size` of them have samples of their own."""
+    """The ranks of the run; `ranks.data.size` is the number of those with different samples."""
     device: torch.device
     loss_mean: Any
     """What the loss of a batch is a mean over: an `omnitrain.model.losses.LossMean`."""
@@ -264,7 +264,7 @@ class TrainerLike(Protocol):
 
     @property
     def total_steps(self) -> int | None:
-        """Optimizer steps of the whole run, or None if unknown."""
+        """Optimizer steps of the run, or None if unknown."""
         ...
 
     @property
@@ -294,7 +294,7 @@ class TrainerLike(Protocol):
 
     @property
     def lifecycle(self) -> LifecycleLike:
-        """The state of the run behind its events."""
+        """The lifecycle of the run."""
         ...
 
     def stop(self, reason: str = "requested") -> None:
@@ -328,38 +328,38 @@ class LifecycleLike(Protocol):
     saved_path: Path | None
     """The folder of the latest checkpoint of the run."""
     resumed_from: Path | None
-    """The folder of the checkpoint from which the run goes on; None for a fresh start."""
+    """The folder of the checkpoint that the run was resumed from; None for a fresh start."""
     trained_before: int
-    """Steps of an earlier `train()` with whose weights this run begins afresh."""
+    """Steps of an earlier `train()` whose final weights this run starts from."""
     signal: int
     """The number of the signal that ended the run."""
     is_closing: bool
-    """Whether the run is writing its last rows, which a longer run would not have had."""
+    """Whether the run is writing its last rows, which a longer run would not have."""
 
     def report(self, values: Mapping[str, str | Histogram]) -> None:
-        """Send texts and histograms to every callback that shows them, on the ranks that call it."""
+        """Send texts and histograms to the callbacks with `on_report`, on the ranks that call it."""
         ...
 
     def untimed(self) -> contextlib.AbstractContextManager[None]:
-        """Exclude the work inside from the time between two logs, from which rates are computed."""
+        """Exclude the time inside from the rates in the logs."""
         ...
 
     def set_profiler_ranges(self, owner: object, ranges: ProfilerRanges | None) -> None:
-        """Run each part of a step inside of `ranges(name)`, beside other owners'; None takes the owner's off."""
+        """Run each part of a step inside of `ranges(name)`, within those of other owners; None removes the owner's."""
         ...
 
     def unsubscribe(self, callback: Callback, *events: Event) -> None:
-        """Tell a callback of these events no more, until the callbacks are registered anew."""
+        """Unsubscribe a callback from events, until the callbacks are registered again."""
         ...
 
     @property
     def clock(self) -> Clock:
-        """What the seconds of the run were spent on."""
+        """The seconds of the run by phase."""
         ...
 
 
 def wrap_in_range(ranges: ProfilerRanges, name: str, run: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a function that does what `run` does, inside of `ranges(name)`."""
+    """Return `run`, wrapped in `ranges(name)`."""
 
     def ranged(*args: Any, **kwargs: Any) -> Any:
         with ranges(name):
@@ -369,22 +369,22 @@ def wrap_in_range(ranges: ProfilerRanges, name: str, run: Callable[..., Any]) ->
 
 
 def _record_arguments(cls: Any) -> None:
-    """Have the constructor of a class note in each object what it was given, for `init_arguments`."""
+    """Wrap the constructor of a class so that each object records its arguments, for `init_arguments`."""
     init = vars(cls).get("__init__")
     if init is None:
         return
 
     @functools.wraps(init)
-    def noting(self: Any, *args: Any, **kwargs: Any) -> None:
-        if _ARGUMENTS not in vars(self):  # or a derived class has noted its own
+    def wrapper(self: Any, *args: Any, **kwargs: Any) -> None:
+        if _ARGUMENTS not in vars(self):  # otherwise a derived class has recorded its own
             with contextlib.suppress(TypeError):  # which the call itself raises
                 bound = inspect.signature(init).bind(self, *args, **kwargs)
                 bound.apply_defaults()
-                given = dict(list(bound.arguments.items())[1:])
-                vars(self)[_ARGUMENTS] = {name: _copy_container(value) for name, value in given.items()}
+                arguments = dict(list(bound.arguments.items())[1:])
+                vars(self)[_ARGUMENTS] = {name: _copy_container(value) for name, value in arguments.items()}
         init(self, *args, **kwargs)
 
-    cls.__init__ = noting
+    cls.__init__ = wrapper
 
 
 _ARGUMENTS = "_arguments_given"
@@ -395,7 +395,7 @@ def _copy_container(value: Any) -> Any:
 
 
 def init_arguments(part: Any) -> dict[str, Any]:
-    """Return what a callback or algorithm was made with, by name, defaults included; nothing if it is not known.
+    """Return the arguments that a callback or algorithm was created with, with defaults; empty if unknown.
 
     >>> class Every(Callback):
     ...     def __init__(self, steps, scale=1.0):
@@ -432,9 +432,9 @@ class Callback:
     on_error: ClassVar[str] | str = "raise"
     """What happens when one of its methods raises an exception.
 
-    "raise": the run ends by it. "warn": it is logged, and the run goes on. "disable": it is logged, and the callback is
-    not called again in this run; checkpoints keep its state. KeyboardInterrupt, SystemExit and errors of other ranks
-    always end the run. A callback in which ranks wait for each other must raise: if it fails on one rank alone, the
+    "raise": the run ends with it. "warn": it is logged, and the run continues. "disable": it is logged, and the
+    callback is not called again in this run; checkpoints keep its state. KeyboardInterrupt, SystemExit and errors of
+    other ranks always end the run. A callback in which ranks wait for each other must raise: if it failed on a single rank, the
     others would wait."""
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
@@ -457,29 +457,29 @@ class Callback:
     def on_epoch_start(self, trainer: TrainerLike) -> None:
         """Before the first window of an epoch, or of the rest of one after a resume."""
 
-    # Tensors that these methods are given live on the device. To keep one keeps its memory, to read one makes the host
-    # wait, and to change one in place changes the run.
+    # Tensors passed to these methods are on the device: keeping one keeps its memory, reading one makes the host wait,
+    # and changing one in place changes the run.
 
     def on_data_fetched(self, trainer: TrainerLike, batches: Sequence[Any]) -> None:
-        """The micro-batches of the next window are there, as the loader has made them."""
+        """The micro-batches of the next window are loaded, as the loader returns them."""
 
     def on_step_start(self, trainer: TrainerLike) -> None:
         """Before the first micro-batch of a window."""
 
     def on_batch_start(self, trainer: TrainerLike, batch: Any, number: int) -> None:
-        """Before the forward pass of a micro-batch, which is as the model gets it.
+        """Before the forward pass of a micro-batch; `batch` is the input of the model.
 
-        `number` counts those of the window from 0; it is 0 again where the window is run once more.
+        `number` counts the micro-batches of the window from 0, and again from 0 if the window is repeated.
         """
 
     def on_after_forward(self, trainer: TrainerLike, batch: Any, output: Any) -> None:
         """After the forward pass of a micro-batch; `output` is its `StepOutput`, before any algorithm."""
 
     def on_after_loss(self, trainer: TrainerLike, loss: torch.Tensor) -> None:
-        """The loss of a micro-batch is there, after all algorithms; it is not weighted yet."""
+        """After the loss of a micro-batch is computed, by all algorithms too; it is not weighted yet."""
 
     def on_after_backward(self, trainer: TrainerLike) -> None:
-        """After the backward pass of a micro-batch: gradients of the window so far, with the loss scale in them."""
+        """After the backward pass of a micro-batch: gradients are those of the window so far, times the loss scale."""
 
     def on_batch_end(self, trainer: TrainerLike) -> None:
         """A micro-batch is done."""
@@ -488,19 +488,19 @@ class Callback:
         """Gradients are complete, averaged over the ranks and unscaled; not clipped. Not called under DeepSpeed."""
 
     def on_after_clip(self, trainer: TrainerLike, norm: torch.Tensor) -> None:
-        """Gradients are clipped to `max_grad_norm`, if it is set; `norm` is theirs before. Not under DeepSpeed."""
+        """Gradients are clipped to `max_grad_norm`, if set; `norm` is their norm before. Not under DeepSpeed."""
 
     def on_before_optimizer_step(self, trainer: TrainerLike) -> None:
         """Gradients are complete, unscaled and clipped; the optimizer has not stepped."""
 
     def on_after_optimizer_step(self, trainer: TrainerLike) -> None:
-        """The weights are updated, and the gradients still there; the step is not counted yet."""
+        """The weights are updated, and gradients not freed; the step is not counted yet."""
 
     def on_before_zero_grad(self, trainer: TrainerLike) -> None:
         """Before the gradients are freed, also those of a step that was skipped."""
 
     def on_after_zero_grad(self, trainer: TrainerLike) -> None:
-        """There are no gradients."""
+        """After the gradients were freed."""
 
     def on_step_end(self, trainer: TrainerLike) -> None:
         """After an optimizer update, or a skipped one, was counted."""
@@ -518,7 +518,7 @@ class Callback:
         """Before an evaluation that belongs to the run."""
 
     def on_eval_batch_start(self, trainer: TrainerLike, batch: Any) -> None:
-        """Before the forward pass of a batch of any evaluation or prediction; `batch` is as the model gets it."""
+        """Before the forward pass of a batch of any evaluation or prediction; `batch` is the input of the model."""
 
     def on_eval_batch_end(self, trainer: TrainerLike, batch: Any, output: Any) -> None:
         """After it; `output` is a `StepOutput`."""
@@ -533,7 +533,7 @@ class Callback:
         """After a `predict()`; `predictions` is what it returns."""
 
     def on_save_start(self, trainer: TrainerLike) -> None:
-        """Before the state of the run is taken for a checkpoint."""
+        """Before the state of the run is captured for a checkpoint."""
 
     def on_save_end(self, trainer: TrainerLike) -> None:
         """After a checkpoint is complete."""
@@ -548,18 +548,18 @@ class Callback:
         """After everything else in `train()`, even if it failed."""
 
     def log_values(self, trainer: TrainerLike) -> Mapping[str, float]:
-        """Return what the row of logs that is being made shows beside the rest; called once a row, on every rank.
+        """Return more values for the current row of logs; called once per row, on every rank.
 
-        Names that the row has already are refused. The time it takes is no part of the rates in a row.
+        Names that the row already has are an error. The time of this call is excluded from rates.
         """
         return {}
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what a resumed run must know: JSON types and tensors, in lists and dicts."""
+        """Return the state for checkpoints: JSON types and tensors, in lists and dicts."""
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take back what `state_dict()` returned, tensors in host memory; whatever it raises refuses the checkpoint."""
+        """Restore the state from `state_dict()`, with tensors in host memory; any exception rejects the checkpoint."""
 
 
 class Algorithm:
@@ -576,28 +576,27 @@ class Algorithm:
     """
 
     conflicts: ClassVar[Collection[str]] = ()
-    """Names of the classes of algorithms that cannot be used beside it; it is enough that one of two names the other.
-    """
+    """Names of classes of algorithms that cannot be used together with this one; one of the two needs to say so."""
 
     asks_alone: ClassVar[bool] | bool = True
-    """Whether it may request, in a step, what other ranks do not, as a callback may."""
+    """Whether it may request something in a step that other ranks do not; see `Callback.asks_alone`."""
 
     needs: ClassVar[Collection[str]] = ()
-    """What the backend must allow beside the methods that it overrides: "freezing" of weights during a run."""
+    """What the backend must support besides the overridden methods: "freezing" of weights during a run."""
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
         _record_arguments(cls)
-        known = [name for name in vars(Algorithm) if name.startswith(_PLACES)]
+        known = [name for name in vars(Algorithm) if name.startswith(_METHOD_PREFIXES)]
         for name in vars(cls):
-            if name.startswith(_PLACES) and name not in known and callable(getattr(cls, name)):
+            if name.startswith(_METHOD_PREFIXES) and name not in known and callable(getattr(cls, name)):
                 raise ConfigError(
-                    f"{cls.__name__}.{name} would never be called: there is no such place.{did_you_mean(name, known)} "
-                    f"The places are {', '.join(known)}. Begin the name of a method of your own with an underscore."
+                    f"{cls.__name__}.{name} would never be called: no method has that name.{did_you_mean(name, known)} "
+                    f"The methods are {', '.join(known)}. Begin the names of your own methods with an underscore."
                 )
 
     def set_up(self, trainer: TrainerLike) -> None:
-        """Before each run, and before a checkpoint is put back: forget an earlier run, and refuse what cannot work.
+        """Before each run, and before a checkpoint is restored: reset the state, and reject what cannot work.
 
         `trainer.progress` may still be that of the earlier run.
         """
@@ -618,38 +617,39 @@ class Algorithm:
         return loss
 
     def before_second_pass(self, trainer: TrainerLike) -> None:
-        """Gradients of all micro-batches are added up, the loss scale in them: move the weights for a second pass.
+        """Gradients of all micro-batches are accumulated, times the loss scale: move the weights for a second pass.
 
-        Whoever overrides this has every step run its micro-batches twice; the gradients of the second pass alone make
-        the update. Refused under DeepSpeed.
+        An algorithm that overrides this runs the micro-batches of each step twice; the update uses only the gradients
+        of the second pass. An error under DeepSpeed.
         """
 
     def after_second_pass(self, trainer: TrainerLike) -> None:
-        """The second pass is done, or has failed: put the weights back."""
+        """The second pass is done, or has failed: restore the weights."""
 
     def before_update(self, trainer: TrainerLike) -> None:
-        """Gradients are complete and unscaled, their norm is taken, and they are not clipped: change them in place.
+        """Gradients are complete and unscaled, their norm is computed, and they are not clipped: change them in place.
 
-        Refused under DeepSpeed, whose engine clips and updates at once, in buffers of its own.
+        An error under DeepSpeed, whose engine clips and updates at once, in its own buffers.
         """
 
     def after_update(self, trainer: TrainerLike) -> None:
         """The optimizer has updated the weights; not called for a skipped step. The step is not counted yet."""
 
     def transform_weights(self, trainer: TrainerLike, weights: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the weights by name that are evaluated, and that model files and the end of the run have.
+        """Return the weights by name for evaluations, model files and the end of the run.
 
-        Training goes on from its own, which checkpoints hold beside these. One algorithm of a run may do it.
+        Training continues with the original ones, and checkpoints have both. Only one algorithm of a run may override
+        this.
 
         Args:
             trainer: The trainer.
-            weights: Those in training: live tensors, sharded ones as they are. Entries that stay are returned as they
-                are; others have the same shape, dtype and sharding.
+            weights: The weights in training: live tensors, which may be sharded. Return unchanged entries as the same
+                object; others need the same shape, dtype and sharding.
         """
         return dict(weights)
 
     def restore_weights(self, trainer: TrainerLike, weights: Mapping[str, Any]) -> None:
-        """Take a copy of what `transform_weights` made for the checkpoint that is put back, and only that."""
+        """Restore a copy of the weights that `transform_weights` returned for the loaded checkpoint."""
 
     def transform_metrics(self, trainer: TrainerLike, metrics: dict[str, float]) -> dict[str, float]:
         """Return the metrics of an evaluation, before anything else uses them."""
@@ -659,68 +659,67 @@ class Algorithm:
         """After the last window of an epoch that is complete, before it is counted and before its evaluation."""
 
     def end_run(self, trainer: TrainerLike) -> None:
-        """After a run, even one that failed: take off what was put on the model. A longer run may follow."""
+        """After a run, even one that failed: remove all hooks from the model. A longer run may follow."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what a resumed run must know: JSON types and tensors, in lists and dicts."""
+        """Return the state for checkpoints: JSON types and tensors, in lists and dicts."""
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take back what `state_dict()` returned, tensors in host memory; whatever it raises refuses the checkpoint."""
+        """Restore the state from `state_dict()`, with tensors in host memory; any exception rejects the checkpoint."""
 
 
-_PLACES = ("transform_", "before_", "after_", "begin_", "end_", "restore_", "set_up")
-"""What the names of the places begin with at which algorithms are called."""
+_METHOD_PREFIXES = ("transform_", "before_", "after_", "begin_", "end_", "restore_", "set_up")
+"""Prefixes of the names of algorithms' methods."""
 
 
-def find_overrides(algorithms: Iterable[Algorithm], place: str) -> list[Callable[..., Any]]:
-    """Return the methods for a place of the algorithms that override it, in their order."""
-    plain = getattr(Algorithm, place)
-    methods = [getattr(one, place) for one in algorithms]
-    return [one for one in methods if getattr(one, "__func__", one) is not plain]
+def find_overrides(algorithms: Iterable[Algorithm], name: str) -> list[Callable[..., Any]]:
+    """Return the methods of this name of the algorithms that override it, in their order."""
+    plain = getattr(Algorithm, name)
+    methods = [getattr(algorithm, name) for algorithm in algorithms]
+    return [method for method in methods if getattr(method, "__func__", method) is not plain]
 
 
 def check_algorithms(algorithms: Iterable[Algorithm]) -> None:
-    """Refuse algorithms that cannot be used together.
+    """Reject algorithms that cannot be used together.
 
     Raises:
-        ConfigError: Naming two of them.
+        ConfigError: With two of them.
     """
     known = list(algorithms)
-    for number, one in enumerate(known):
+    for number, algorithm in enumerate(known):
         for other in known[number + 1 :]:
-            names = type(one).__name__, type(other).__name__
-            if names[1] in one.conflicts or names[0] in other.conflicts:
+            names = type(algorithm).__name__, type(other).__name__
+            if names[1] in algorithm.conflicts or names[0] in other.conflicts:
                 raise ConfigError(
                     f"`algorithms` holds {names[0]} and {names[1]}, which exclude each other. Leave one out."
                 )
-    averaging = [one for one in known if find_overrides([one], "transform_weights")]
+    averaging = [algorithm for algorithm in known if find_overrides([algorithm], "transform_weights")]
     if len(averaging) > 1:
-        names = [type(one).__name__ for one in averaging]
+        names = [type(algorithm).__name__ for algorithm in averaging]
         raise ConfigError(
-            f"`algorithms` holds {names[0]} and {names[1]}, and only one may say with which weights the run is "
-            "evaluated. Leave one out."
+            f"`algorithms` holds {names[0]} and {names[1]}, and only one may set the weights for evaluations. "
+            "Leave one out."
         )
 
 
 def share_of_run(trainer: TrainerLike, who: str, step: int) -> float:
-    """Return the share of a run's updates that are done after a step: the same on every rank, and after a resume.
+    """Return the share of a run's updates that are done at a step: the same on every rank, and after a resume.
 
     Raises:
-        ConfigError: If it is not known how many updates the run has.
+        ConfigError: If the number of updates is unknown.
     """
     total = trainer.total_steps
     if total is None and isinstance(trainer.settings.global_batch_size, Mapping):
         raise ConfigError(
-            f"{who} goes by the share of the run that is done, and how many steps this run has is not known: "
+            f"{who} needs the share of the run that is done, and its number of steps is unknown: "
             f"`global_batch_size={dict(trainer.settings.global_batch_size)!r}` changes in the run. Pass `max_steps`, "
             "or one number of samples a step."
         )
     if total is None:
         raise ConfigError(
-            f"{who} goes by the share of the run that is done, and how many steps this run has is not known: its "
-            "length is one of time or tokens, or its data have none. Pass `max_steps`, or `epochs` and data of known "
-            "length."
+            f"{who} needs the share of the run that is done, and its number of steps is unknown: its length is in time "
+            "or tokens, or its data have no length. Pass `max_steps`, or `epochs` and data of known length."
         )
     return step / total
 
@@ -734,7 +733,7 @@ def restore_with_undo(part: Any, state: dict[str, Any], undo: contextlib.ExitSta
         undo: Gets a function that restores the present state.
 
     Raises:
-        CheckpointError: If the object refuses the state.
+        CheckpointError: If the object rejects the state.
     """
     with contextlib.suppress(Exception):  # some objects have no state before a run
         before = copy.deepcopy(part.state_dict())
@@ -743,7 +742,7 @@ def restore_with_undo(part: Any, state: dict[str, Any], undo: contextlib.ExitSta
         part.load_state_dict(state)
     except Exception as error:
         raise CheckpointError(
-            f"{type(part).__qualname__}.load_state_dict refused what the checkpoint holds: "
+            f"{type(part).__qualname__}.load_state_dict rejected the state in the checkpoint: "
             f"{type(error).__name__}: {error}. Take another checkpoint, or leave it out."
         ) from error
 

@@ -1,7 +1,7 @@
-"""Writing into a folder that somebody else may have filled: an archive, a shared disk, a remote store.
+"""Safe writing into folders whose content is not trusted.
 
-A file of such a folder can be a link to any other file of the user, or a pipe. Whatever a run writes into its folder is
-opened here, so that nothing is written through a link, and opening never waits. No torch.
+A file in an archive, on a shared disk or a remote store can be a link to any other file of the user, or a pipe. All
+files of a run folder are opened here, so that nothing is written through a link, and opening never waits. No torch.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def is_inside(name: str) -> bool:
 
 
 def check_not_link(path: Path) -> None:
-    """Refuse to write to what is there, unless it is a file, a device such as /dev/full, or nothing.
+    """Reject a path that exists and is neither a file nor a device such as /dev/full.
 
     Raises:
         OSError: It is a link, a folder or a pipe.
@@ -47,7 +47,7 @@ def check_not_link(path: Path) -> None:
 
 
 def create_folder(path: Path) -> None:
-    """Make a folder in the folder of a run, if it does not exist.
+    """Create a folder in the folder of a run, if it does not exist.
 
     Raises:
         OSError: It is a link, through which a run would write elsewhere, or it cannot be made.
@@ -77,10 +77,10 @@ def open_to_append(path: Path) -> io.FileIO:
 
 
 def create_file(path: Path) -> BinaryIO:
-    """Open a new file for writing, in the place of the file or link that has its name.
+    """Open a new file for writing, after deleting a file or link of its name.
 
     Raises:
-        OSError: A folder has its name, or somebody was faster to create it.
+        OSError: A folder has its name, or another process has created it.
     """
     with contextlib.suppress(FileNotFoundError):
         os.unlink(path)
@@ -88,15 +88,15 @@ def create_file(path: Path) -> BinaryIO:
 
 
 def replace_file(path: Path, content: bytes | Iterable[bytes], sync: bool = True) -> None:
-    """Write a whole file that takes the place of another one at once; of a link the target stays as it is.
+    """Write a file and replace an existing one atomically; the target of a link stays unchanged.
 
     Args:
         path: The file.
-        content: Its bytes, or its lines, which may be read from the old one.
-        sync: Whether to wait until it is on the disk, so that a power cut leaves the old one or the new one.
+        content: Its bytes, or its lines, which may be read from the old file.
+        sync: Whether to flush it to the disk, so that a power cut leaves either the old file or the new one.
 
     Raises:
-        OSError: It cannot be written. The old one stays.
+        OSError: It cannot be written. The old file stays.
     """
     new = path.with_name(f"{path.name}.tmp")
     try:

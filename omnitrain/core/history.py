@@ -1,6 +1,6 @@
-"""History and metrics of a run: `MetricsDict`, its rows, and exact weighted means.
+"""History of a run, and exact weighted means.
 
-Values are converted to plain numbers and strings as they come in, so no tensor or graph is kept alive.
+Values are converted to plain numbers and strings when they are added, so no tensor or graph is kept alive.
 `objective.py` decides which evaluation is the best.
 """
 
@@ -24,7 +24,7 @@ from omnitrain.core.metric_format import bare_name, format_title, get_descriptor
 _PREFIXES = ("eval_", "test_", "train_")
 _POSITION = ("epoch", "step")
 TABLES = ("train_metrics_history", "valid", "test")
-_FACTS = ("best_step", "best_checkpoint", "stop_reason")
+_SCALARS = ("best_step", "best_checkpoint", "stop_reason")
 _TRAIN_COLUMNS = {"train_loss": "train_loss", "learning_rate": "lr", "grad_norm": "grad_norm"}
 _FIRST_ROWS, _LAST_ROWS = 5, 15
 
@@ -62,7 +62,7 @@ class MetricRow(dict[str, Any]):
     (0.5, 0.5, True, None)
     """
 
-    def _stored(self, key: object) -> str | None:
+    def _x(self, key: object) -> str | None:
         """Return the spelling under which `key` is stored, or None."""
         if not isinstance(key, str):
             return None
@@ -73,7 +73,7 @@ class MetricRow(dict[str, Any]):
 
     def __missing__(self, key: str) -> Any:
         """Look `key` up in its other spellings."""
-        stored = self._stored(key)
+        stored = self._find_key(key)
         if not self:
             raise KeyError(f"There is no metric {key!r} here: nothing has been evaluated.")
         if stored is None:
@@ -84,12 +84,12 @@ class MetricRow(dict[str, Any]):
         return self[stored]
 
     def __contains__(self, key: object) -> bool:
-        """Return whether `key` is there in any spelling."""
-        return self._stored(key) is not None
+        """Return whether `key` is stored in any spelling."""
+        return self._find_key(key) is not None
 
     def get(self, key: str, default: Any = None) -> Any:
         """Return the value of `key` in any spelling, or `default`."""
-        stored = self._stored(key)
+        stored = self._find_key(key)
         return default if stored is None else self[stored]
 
 
@@ -134,13 +134,13 @@ class MetricsDict(dict[str, Any]):
     def __setitem__(self, key: str, value: Any) -> None:
         """Store a copy of `value` as plain numbers and strings."""
         if key in TABLES:
-            value = [_plain_row(row) for row in value]
+            value = [_to_plain_row(row) for row in value]
         elif key == "best_valid":
-            value = _plain_row(value)
-        elif key in _FACTS:
-            value = _plain(key, value)
+            value = _to_plain_row(value)
+        elif key in _SCALARS:
+            value = _to_plain(key, value)
         else:
-            known = [*TABLES, "best_valid", *_FACTS]
+            known = [*TABLES, "best_valid", *_SCALARS]
             raise ConfigError(
                 f"MetricsDict has no place for {key!r}, only for {quote_names(known)}.{did_you_mean(str(key), known)}"
             )
@@ -152,7 +152,7 @@ class MetricsDict(dict[str, Any]):
 
     def __missing__(self, key: str) -> Any:
         """Raise a KeyError that says why `key` is missing."""
-        if key in _FACTS:
+        if key in _SCALARS:
             why = "the run is not over" if key == "stop_reason" else "no evaluation was selected, or nothing was saved"
             raise KeyError(f"{key!r} is not known: {why}.")
         raise KeyError(
@@ -161,18 +161,18 @@ class MetricsDict(dict[str, Any]):
 
     def add_train(self, row: Mapping[str, Any]) -> None:
         """Add an epoch: `epoch, step, train_loss, learning_rate, grad_norm`."""
-        self["train_metrics_history"].append(_plain_row(row))
+        self["train_metrics_history"].append(_to_plain_row(row))
 
     def add_valid(self, row: Mapping[str, Any], best: bool) -> None:
         """Add an evaluation: `epoch, step, eval_loss, eval_<metric>, ...`; `best` marks it as the best."""
-        self["valid"].append(_plain_row(row))
+        self["valid"].append(_to_plain_row(row))
         if best:
             self["best_valid"] = row
             self["best_step"] = self["best_valid"]["step"]
 
     def add_test(self, row: Mapping[str, Any]) -> None:
         """Add a test: `epoch, step, test_loss, test_<metric>, ...`; it is never the best."""
-        self["test"].append(_plain_row(row))
+        self["test"].append(_to_plain_row(row))
 
     def to_dict(self, with_rows: bool = True) -> dict[str, Any]:
         """Return a copy for strict JSON: NaN and infinity, which JSON lacks, become strings.
@@ -204,7 +204,7 @@ class MetricsDict(dict[str, Any]):
 
     def to_json(self, path: str | os.PathLike[str]) -> Path:
         """Write the history to a JSON file, and return its path."""
-        path = _with_folder(path)
+        path = _ensure_folder(path)
         path.write_text(json.dumps(self.to_dict(), indent=2, allow_nan=False) + "\n", encoding="utf-8")
         return path
 
@@ -216,18 +216,18 @@ class MetricsDict(dict[str, Any]):
     def __str__(self) -> str:
         """Return a table with a row per epoch and evaluation; `*` marks the best."""
         lines = [self._headline(), *self._table()]
-        lines += [f"test: {_words(row)} (step {_show(row.get('step', '?'))})" for row in self["test"]]
+        lines += [f"test: {_format_row(row)} (step {_format_number(row.get('step', '?'))})" for row in self["test"]]
         return "\n".join(filter(None, lines)) or "no metrics yet"
 
     def _headline(self) -> str:
         parts = [f"stopped by: {self['stop_reason']}"] if "stop_reason" in self else []
         if best := self["best_valid"]:
-            where = f"step {_show(best.get('step', '?'))} (epoch {_position(best.get('epoch', '?'))})"
-            parts.append(f"best: {where}, {_words(best)}")
+            where = f"step {_format_number(best.get('step', '?'))} (epoch {_format_position(best.get('epoch', '?'))})"
+            parts.append(f"best: {where}, {_format_row(best)}")
         return " · ".join(parts)
 
-    def _joined(self) -> list[tuple[dict[str, Any], bool]]:
-        """Return the rows in order, with training and evaluation of a step joined, and whether each is the best."""
+    def _merge_rows(self) -> list[tuple[dict[str, Any], bool]]:
+        """Return the rows in order, with training and evaluation of a step merged, and whether each is the best."""
         rows: list[dict[str, Any]] = [dict(row) for row in self["train_metrics_history"]]
         free = {row.get("step"): row for row in rows}
         best: list[dict[str, Any]] = []
@@ -242,21 +242,21 @@ class MetricsDict(dict[str, Any]):
         rows.sort(key=lambda row: row.get("step", math.inf))
         return [(row, any(row is other for other in best[:1])) for row in rows]
 
-    def _cells(self) -> tuple[list[str], list[tuple[list[str], bool]]]:
+    def _format_cells(self) -> tuple[list[str], list[tuple[list[str], bool]]]:
         """Return the titles of the columns, and of each row its cells and whether it is the best."""
-        rows = self._joined()
+        rows = self._merge_rows()
         names = list(dict.fromkeys(name for row, _ in rows for name in row))
         first = [name for name in (*_POSITION, *_TRAIN_COLUMNS) if name in names]
         columns = [*first, *sort_for_display({name: 0.0 for name in names if name not in first})]
         titles = [format_title(_TRAIN_COLUMNS.get(name, name)) for name in columns]
-        return titles, [([_cell(name, row.get(name, "")) for name in columns], is_best) for row, is_best in rows]
+        return titles, [([_format_cell(name, row.get(name, "")) for name in columns], is_best) for row, is_best in rows]
 
     def _table(self) -> Iterator[str]:
-        titles, rows = self._cells()
+        titles, rows = self._format_cells()
         if not rows:
             return
         widths = [max(map(len, column)) for column in zip(titles, *(cells for cells, _ in rows), strict=True)]
-        rows, hidden = _shortened(rows)
+        rows, hidden = _truncate(rows)
         for number, (cells, is_best) in enumerate([(titles, False), *rows]):
             if hidden and number == _FIRST_ROWS + 1:
                 yield f"… {hidden} rows …"
@@ -265,8 +265,8 @@ class MetricsDict(dict[str, Any]):
 
     def _repr_html_(self) -> str:
         """Show the table in notebooks, with the best evaluation in bold."""
-        titles, rows = self._cells()
-        rows, hidden = _shortened(rows)
+        titles, rows = self._format_cells()
+        rows, hidden = _truncate(rows)
         lines = [f"<div>{escape(self._headline())}</div>"] if self._headline() else []
         if rows:
             lines += ["<table>", f"<tr>{''.join(f'<th>{escape(title)}</th>' for title in titles)}</tr>"]
@@ -276,7 +276,7 @@ class MetricsDict(dict[str, Any]):
                 kind = "th" if is_best else "td"
                 lines.append(f"<tr>{''.join(f'<{kind}>{escape(cell)}</{kind}>' for cell in cells)}</tr>")
             lines.append("</table>")
-        tests = [f"test: {_words(row)} (step {_show(row.get('step', '?'))})" for row in self["test"]]
+        tests = [f"test: {_format_row(row)} (step {_format_number(row.get('step', '?'))})" for row in self["test"]]
         lines += [f"<div>{escape(line)}</div>" for line in tests]
         return "\n".join(lines) or "no metrics yet"
 
@@ -315,12 +315,12 @@ class MetricsDict(dict[str, Any]):
                 _draw(axes, train, "train_loss")
             for name in panel:
                 _draw(axes, valid, name)
-            _mark(axes, marks, self.get("stop_reason"), is_named=panel is losses)
+            _draw_marks(axes, marks, self.get("stop_reason"), is_named=panel is losses)
             axes.grid(alpha=0.3)
-            others = _draw_rate(axes, train) if panel is losses else []
+            rate_lines = _draw_rate(axes, train) if panel is losses else []
             lines = [line for line in axes.get_lines() if not line.get_label().startswith("_")]
             if lines:
-                axes.legend(handles=[*lines, *others], fontsize="small")
+                axes.legend(handles=[*lines, *rate_lines], fontsize="small")
         axes.set_xlabel("step")
         return figure if path is None else save_figure(figure, path)
 
@@ -370,8 +370,8 @@ def quote_names(names: Iterable[str]) -> str:
     return ", ".join(repr(name) for name in names) or "nothing"
 
 
-def _plain(name: str, value: Any) -> float | int | str:
-    """Return the value as a float, int or string that keeps nothing else alive."""
+def _to_plain(name: str, value: Any) -> float | int | str:
+    """Return the value as a float, int or string."""
     if isinstance(value, os.PathLike):
         value = os.fspath(value)
     if hasattr(value, "item") and math.prod(getattr(value, "shape", ())) == 1:
@@ -388,8 +388,8 @@ def _plain(name: str, value: Any) -> float | int | str:
     raise ConfigError(f"{name!r} must be a number or a string, got a {kind}. Return one float per metric.")
 
 
-def _plain_row(row: Mapping[str, Any]) -> MetricRow:
-    return MetricRow({str(name): _plain(str(name), value) for name, value in row.items()})
+def _to_plain_row(row: Mapping[str, Any]) -> MetricRow:
+    return MetricRow({str(name): _to_plain(str(name), value) for name, value in row.items()})
 
 
 def create_figure(caller: str, height: float) -> Any:
@@ -409,7 +409,7 @@ def create_figure(caller: str, height: float) -> Any:
 
     class ShownFigure(Figure):
         def _repr_png_(self) -> bytes:
-            """Show the figure in notebooks, which otherwise show those of pyplot alone."""
+            """Show the figure in notebooks, which otherwise show only those of pyplot."""
             image = io.BytesIO()
             self.savefig(image, format="png")
             return image.getvalue()
@@ -419,27 +419,27 @@ def create_figure(caller: str, height: float) -> Any:
 
 def save_figure(figure: Any, path: str | os.PathLike[str]) -> Path:
     """Write a figure in the format of the path's suffix, PNG by default; return the path."""
-    path = _with_folder(path)
+    path = _ensure_folder(path)
     figure.savefig(path, format=path.suffix[1:] or "png")
     return path
 
 
-def _with_folder(path: str | os.PathLike[str]) -> Path:
+def _ensure_folder(path: str | os.PathLike[str]) -> Path:
     """Return the path, after creating its folder."""
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     return path
 
 
-def _shortened(rows: list[Any]) -> tuple[list[Any], int]:
-    """Return the first and the last rows, and how many between them are left out."""
+def _truncate(rows: list[Any]) -> tuple[list[Any], int]:
+    """Return the first and last rows, and the number of omitted ones."""
     hidden = len(rows) - _FIRST_ROWS - _LAST_ROWS
     if hidden <= 1:
         return rows, 0
     return [*rows[:_FIRST_ROWS], *rows[-_LAST_ROWS:]], hidden
 
 
-def _show(value: float | int | str) -> str:
+def _format_number(value: float | int | str) -> str:
     """Return a number in a few digits."""
     if not isinstance(value, float):
         return str(value)
@@ -448,22 +448,24 @@ def _show(value: float | int | str) -> str:
     return f"{value:.3g}"
 
 
-def _cell(name: str, value: float | int | str) -> str:
+def _format_cell(name: str, value: float | int | str) -> str:
     """Return a value as its descriptor says, or in a few digits."""
     if is_described(name) and isinstance(value, (int, float)):
         return format(value, get_descriptor(name).format)
-    return _show(value)
+    return _format_number(value)
 
 
-def _position(value: float | int | str) -> str:
-    """Return a position in a run, without decimals if it is whole: 2, or 2.5."""
+def _format_position(value: float | int | str) -> str:
+    """Return an epoch, without decimals if it is an integer: 2, or 2.5."""
     return value if isinstance(value, str) else f"{round(value, 4):g}"
 
 
-def _words(row: Mapping[str, Any]) -> str:
-    """Return the metrics of a row as words: loss 0.6000, accuracy 0.8000."""
+def _format_row(row: Mapping[str, Any]) -> str:
+    """Return the metrics of a row as text: loss 0.6000, accuracy 0.8000."""
     return ", ".join(
-        f"{format_title(bare_name(name))} {_cell(name, value)}" for name, value in row.items() if name not in _POSITION
+        f"{format_title(bare_name(name))} {_format_cell(name, value)}"
+        for name, value in row.items()
+        if name not in _POSITION
     )
 
 
@@ -474,8 +476,8 @@ def _draw(axes: Any, rows: list[MetricRow], name: str) -> None:
         axes.plot(*zip(*points, strict=True), marker="." if len(points) < 100 else None, label=format_title(name))
 
 
-def _mark(axes: Any, marks: Mapping[str, int | None], reason: str | None, is_named: bool) -> None:
-    """Mark places of a run by vertical lines, with names in the legend."""
+def _draw_marks(axes: Any, marks: Mapping[str, int | None], reason: str | None, is_named: bool) -> None:
+    """Draw vertical lines at steps, with names in the legend."""
     styles = {"best": {"color": "tab:green", "linestyle": "--"}, "end": {"color": "0.5", "linestyle": ":"}}
     for name, step in marks.items():
         if step is not None and axes.get_lines():
@@ -484,7 +486,7 @@ def _mark(axes: Any, marks: Mapping[str, int | None], reason: str | None, is_nam
 
 
 def _draw_rate(axes: Any, rows: list[MetricRow]) -> list[Any]:
-    """Draw the learning rate on an axis of its own at the right; return its line, if there is one."""
+    """Draw the learning rate on a second axis at the right; return its line, if any."""
     if len([row for row in rows if "learning_rate" in row]) < 2:
         return []
     right = axes.twinx()
@@ -501,7 +503,7 @@ def _draw_rate(axes: Any, rows: list[MetricRow]) -> list[Any]:
 def write_results(folder: Path, split: str, metrics: Mapping[str, Any], is_main: bool) -> Path:
     """Write metrics to `<split>_results.json` in a folder, on the main process only; return the path of the file.
 
-    If the disk fails, this is reported, and the file stays as it was.
+    If the disk fails, this is logged, and the file stays unchanged.
     """
     path = folder / f"{split}_results.json"
     if is_main:

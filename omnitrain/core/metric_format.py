@@ -1,6 +1,6 @@
-"""How the values of a row are shown to people: their title, unit, format and place.
+"""Display of metrics: title, unit, format and order.
 
-Console, tables, CSV columns and pictures read it here. Which evaluation is best is decided in `objective.py`.
+The console, tables, CSV columns and plots use it. `objective.py` decides which evaluation is the best.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ def bare_name(name: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class MetricDescriptor:
-    """How a value is shown.
+    """The display of a value.
 
     Args:
         title: Its name on the console; None is its name in the row, "" leaves it out, where the unit says enough.
         unit: Written after the value, such as "tok/s".
         format: A format of Python for the value, such as ".4g" or ".1%".
         order: Values are shown in ascending order, then as they come; those without a descriptor have 50.
-        higher_is_better: Whether it is, where `optimization_direction` and the metric itself do not say.
+        higher_is_better: Whether it is, if `optimization_direction` and the metric itself do not say.
     """
 
     title: str | None = None
@@ -57,11 +57,11 @@ _KNOWN: dict[str, MetricDescriptor] = {
 
 
 _DESCRIBED: set[str] = set()
-"""The names that `describe_metric` was told of."""
+"""The names passed to `describe_metric`."""
 
 
 def describe_metric(name: str, descriptor: MetricDescriptor) -> None:
-    """Say how values of a name are shown, with or without `eval_`, `test_` or `train_` before it, in this process.
+    """Set how values of a name are shown in this process, with or without `eval_`, `test_` or `train_` before it.
 
     Raises:
         ConfigError: If the format is not one of Python for numbers.
@@ -81,7 +81,7 @@ def describe_metric(name: str, descriptor: MetricDescriptor) -> None:
 
 
 def get_descriptor(name: str) -> MetricDescriptor:
-    """Return how values of a name are shown."""
+    """Return the display of the values of a name."""
     known = _KNOWN.get(bare_name(name))
     if known is None and name.endswith("_per_second"):
         known = MetricDescriptor("", name.removesuffix("_per_second") + "/s", order=70)
@@ -91,7 +91,7 @@ def get_descriptor(name: str) -> MetricDescriptor:
 
 
 def is_described(name: str) -> bool:
-    """Return whether `describe_metric` was told how values of a name are shown."""
+    """Return whether the name was passed to `describe_metric`."""
     return bare_name(name) in _DESCRIBED
 
 
@@ -112,7 +112,7 @@ def format_title(name: str) -> str:
 
 
 def sort_for_display(values: Mapping[str, float]) -> dict[str, float]:
-    """Return values in the order in which they are shown."""
+    """Return values in their display order."""
     names: Iterable[str] = sorted(values, key=lambda name: get_descriptor(name).order)
     return {name: values[name] for name in names}
 

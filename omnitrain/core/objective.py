@@ -1,7 +1,7 @@
-"""The objective of a run: the metric, its direction, and the best evaluation so far.
+"""The objective of a run: its metric, direction and best value.
 
-The table of directions and the rules for names outside it belong here. What follows from a gain or its absence
-(a checkpoint, the end of the run) is decided by the lifecycle and the callbacks.
+The table of directions and the rules for other names belong here. The lifecycle and the callbacks decide what follows
+from a gain (a checkpoint) or its absence (the end of the run).
 """
 
 from __future__ import annotations
@@ -62,12 +62,12 @@ risk penalty residual toxicity hallucination hallucinations
 _HIGHER_ALONE = "em ap ar map pq hr maj pass top top_k mc1 mc2 bert_score"
 _LOWER_ALONE = "ter ter_score mer per der jer far ate rpe ce hd mce l1 l2"
 
-_WHOLE: dict[str, Direction] = {
+_EXACT: dict[str, Direction] = {
     **dict.fromkeys(f"{_HIGHER} {_HIGHER_ALONE}".split(), "max"),
     **dict.fromkeys(f"{_LOWER} {_LOWER_ALONE}".split(), "min"),
 }
-_INSIDE: dict[str, Direction] = {**dict.fromkeys(_HIGHER.split(), "max"), **dict.fromkeys(_LOWER.split(), "min")}
-_LONGEST = max(name.count("_") for name in _WHOLE) + 1
+_WITHIN: dict[str, Direction] = {**dict.fromkeys(_HIGHER.split(), "max"), **dict.fromkeys(_LOWER.split(), "min")}
+_MAX_WORDS = max(name.count("_") for name in _EXACT) + 1
 _SPLITS = ("eval", "evaluation", "val", "valid", "validation", "dev", "test", "train")
 _SUFFIXES: dict[str, Direction] = {"score": "max", "error": "min", "loss": "min"}
 # Words that reverse the meaning of a name or make it another quantity: "accuracy_gap", "loss_scale".
@@ -101,66 +101,67 @@ def infer_direction(metric: str, higher_is_better: bool | None = None) -> tuple[
     """
     if higher_is_better is not None:
         return ("max" if higher_is_better else "min"), "the metric's own higher_is_better"
-    if (told := get_descriptor(metric).higher_is_better) is not None:
-        return ("max" if told else "min"), "the metric's descriptor"
-    found = None if re.search(r"(?:^|[_/\s])1\s*-", metric) else _infer(_words(metric))  # "1-ssim" is not "ssim"
-    if found is None:
+    if (higher := get_descriptor(metric).higher_is_better) is not None:
+        return ("max" if higher else "min"), "the metric's descriptor"
+    is_complement = re.search(r"(?:^|[_/\s])1\s*-", metric)  # "1-ssim" is not "ssim"
+    result = None if is_complement else _infer_from_words(_split_words(metric))
+    if result is None:
         raise ObjectiveError(
             f"Cannot tell whether a higher or lower {metric!r} is better. "
             "Pass `optimization_direction='max'` or `'min'`."
         )
-    return found
+    return result
 
 
-def _words(metric: str) -> list[str]:
+def _split_words(metric: str) -> list[str]:
     """Split a name into lower-case words, without parameters: "recall@10" is recall."""
     name = re.sub(r"_at_(?:k|\d+)(?=_|$)", "", re.sub(r"[^a-z0-9]+", "_", metric.lower()))
     parts = name.strip("_").split("_")
     while parts[0] in _SPLITS and len(parts) > 1:
         parts = parts[1:]
-    if "_".join(parts) in _WHOLE:
+    if "_".join(parts) in _EXACT:
         return parts
-    return [word for part in parts if (word := part if part in _WHOLE else part.strip("0123456789"))]
+    return [word for part in parts if (word := part if part in _EXACT else part.strip("0123456789"))]
 
 
-def _infer(words: list[str]) -> tuple[Direction, str] | None:
-    """Return direction and source for a name in words, or None if unknown."""
+def _infer_from_words(words: list[str]) -> tuple[Direction, str] | None:
+    """Return direction and source for the words of a name, or None if unknown."""
     for start, word in enumerate(words):
         rest = words[start:]
         is_suffix = start > 0 and word in _SUFFIXES  # "x_loss" is decided by the rule below, not by "loss"
-        if not is_suffix and (direction := _WHOLE.get("_".join(rest))):
+        if not is_suffix and (direction := _EXACT.get("_".join(rest))):
             return direction, "the exact table"
         if word in ("neg", "negative"):
-            if found := _infer(rest[1:]):
-                return ("min" if found[0] == "max" else "max"), f"{found[1]}, turned around by '{word}_'"
+            if inferred := _infer_from_words(rest[1:]):
+                return ("min" if inferred[0] == "max" else "max"), f"{inferred[1]}, turned around by '{word}_'"
             return None
-        if word in _INSIDE or word in _UNCLEAR_WORDS:
+        if word in _WITHIN or word in _UNCLEAR_WORDS:
             break  # the word belongs to the metric, so it is not the name of a dataset
     suffix = words[-1] if len(words) > 1 else ""
     if suffix in ("error", "loss"):
         return None if _INVERTING_WORDS.intersection(words) else (_SUFFIXES[suffix], "scikit-learn's suffix rule")
-    found = _read_words(words)
-    if suffix == "score" and found is not None:
-        return found[0], "scikit-learn's suffix rule"
-    return found
+    inferred = _infer_from_each_word(words)
+    if suffix == "score" and inferred is not None:
+        return inferred[0], "scikit-learn's suffix rule"
+    return inferred
 
 
-def _read_words(words: list[str]) -> tuple[Direction, str] | None:
-    """Return the direction that all words of a name agree on, and the first of them."""
-    found: list[tuple[Direction, str]] = []
+def _infer_from_each_word(words: list[str]) -> tuple[Direction, str] | None:
+    """Return the direction that all words agree on, and the first of them; None if they do not."""
+    directions: list[tuple[Direction, str]] = []
     start = 0
     while start < len(words):
-        for length in range(min(_LONGEST, len(words) - start), 0, -1):
+        for length in range(min(_MAX_WORDS, len(words) - start), 0, -1):
             name = "_".join(words[start : start + length])
-            if direction := _INSIDE.get(name):
-                found.append((direction, f"the word {name!r}"))
+            if direction := _WITHIN.get(name):
+                directions.append((direction, f"the word {name!r}"))
                 break
         else:
             length = 1
             if words[start] in _UNCLEAR_WORDS:
                 return None
         start += length
-    return found[0] if len({direction for direction, _ in found}) == 1 else None
+    return directions[0] if len({direction for direction, _ in directions}) == 1 else None
 
 
 class Objective:
@@ -230,10 +231,10 @@ class Objective:
         )
 
     def check(self, names: Iterable[str]) -> None:
-        """Refuse a metric that no evaluation will have, given the names of all results.
+        """Reject a metric that no evaluation will have.
 
         Args:
-            names: The names, without `eval_`.
+            names: The names of all results, without `eval_`.
 
         Raises:
             ObjectiveError: If the metric is not among them.
@@ -288,10 +289,10 @@ class Objective:
         }
 
     def check_state(self, state: Mapping[str, Any]) -> None:
-        """Refuse the state of an objective with another metric or direction: its best value means nothing here.
+        """Reject the state of an objective with another metric or direction, whose best value cannot be compared.
 
         Raises:
-            CheckpointError: The message names both.
+            CheckpointError: With both metrics and directions.
         """
         theirs, ours = (state["metric"], state["direction"]), (self.metric, self.direction)
         if theirs != ours:

@@ -14,7 +14,7 @@ _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:/")
 _ADDRESS = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+://")
 
 
-_LONGEST_NAME = 255
+_MAX_NAME = 255
 """Bytes of a name in usual file systems."""
 
 
@@ -34,20 +34,20 @@ def local_path(value: Any, name: str) -> Path:
     if not isinstance(value, (str, os.PathLike)) or isinstance(os.fspath(value), bytes) or not str(value).strip():
         raise ConfigError(f"`{name}` must be a path, got {value!r}. Pass the path of a file or folder.")
     text = str(os.fspath(value))
-    if "\0" in text or any(len(os.fsencode(part)) > _LONGEST_NAME for part in Path(text).parts):
+    if "\0" in text or any(len(os.fsencode(part)) > _MAX_NAME for part in Path(text).parts):
         raise ConfigError(
             f"`{name}={text!r:.60}...` is no path that a file system takes: it has a NUL, or a name of more than "
-            f"{_LONGEST_NAME} bytes. Pass a shorter one."
+            f"{_MAX_NAME} bytes. Pass a shorter one."
         )
     if _URL.match(text):
         raise ConfigError(
-            f"`{name}={text!r}` is an address, and a path of this machine is needed here. Pass one. `save_dir`, "
-            "`init_from`, `resume_from` and `load_checkpoint` take addresses, as text."
+            f"`{name}={text!r}` is an address, and a local path is needed here. Pass one. `save_dir`, "
+            "`init_from`, `resume_from` and `load_checkpoint` take addresses, as strings."
         )
     try:
         return Path(text).expanduser()
-    except RuntimeError as error:  # `~name`, and there is no such user
-        raise ConfigError(f"`{name}={text!r}`: {error} Pass the whole path.") from error
+    except RuntimeError as error:  # `~name` of an unknown user
+        raise ConfigError(f"`{name}={text!r}`: {error} Pass the full path.") from error
 
 
 def is_address(value: Any) -> bool:
@@ -60,20 +60,20 @@ def is_address(value: Any) -> bool:
 
 
 def local_folder(address: str) -> Path:
-    """Return the folder on this machine for a run whose `save_dir` is an address.
+    """Return the local folder of a run whose `save_dir` is an address.
 
     It is in `$OMNITRAIN_LOCAL_DIR`, or in `omnitrain/runs` of the user's cache; its name is that of the run, and a
     digest of the address.
     """
-    given, address = os.environ.get("OMNITRAIN_LOCAL_DIR"), address.rstrip("/")
+    folder, address = os.environ.get("OMNITRAIN_LOCAL_DIR"), address.rstrip("/")
     cache = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "omnitrain" / "runs"
     name = re.sub(r"[^A-Za-z0-9._-]", "_", address.rpartition("/")[2])[:80]
     digest = hashlib.sha256(address.encode()).hexdigest()[:12]
-    return Path(given or cache).expanduser().absolute() / f"{name}-{digest}"
+    return Path(folder or cache).expanduser().absolute() / f"{name}-{digest}"
 
 
 def run_folder(value: Any, name: str) -> Path:
-    """Return the folder on this machine for the files of a run, whose place is a path or an address.
+    """Return the local folder of a run, given its path or address.
 
     Raises:
         ConfigError: If it is neither.
@@ -88,7 +88,7 @@ def folder_path(value: Any, name: str) -> Path:
         ConfigError: If it is not a local path, or is a file.
     """
     path = local_path(value, name).absolute()
-    for there in (path, *path.parents):
-        if there.exists() and not there.is_dir():
-            raise ConfigError(f"`{name}={str(value)!r}`: {str(there)!r} is a file. Pass the path of a folder.")
+    for parent in (path, *path.parents):
+        if parent.exists() and not parent.is_dir():
+            raise ConfigError(f"`{name}={str(value)!r}`: {str(parent)!r} is a file. Pass the path of a folder.")
     return path

@@ -1,4 +1,4 @@
-"""Secrets in command lines, settings and texts, which are masked before anything is written."""
+"""Masking of secrets in command lines, settings and texts."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 MASK = "***"
-_LONGEST = 2000
-"""The most characters of a word of a command that are kept, as `python -c` takes whole programs."""
+_MAX_WORD = 2000
+"""The longest word of a command that is kept, as `python -c` takes entire programs."""
 _SECRET_WORDS = {
     "token", "secret", "password", "passwd", "passphrase", "pwd", "pass", "key", "apikey", "credential", "credentials",
     "auth", "bearer", "cookie", "pat",
@@ -31,20 +31,20 @@ _TOKEN = re.compile(
 
 
 def is_secret_name(name: str) -> bool:
-    """Return whether the name of an option or a variable promises a secret.
+    """Return whether the name of an option or a variable is that of a secret.
 
     >>> is_secret_name("--hub_token"), is_secret_name("wandbApiKey"), is_secret_name("--tokenizer")
     (True, True, False)
     """
-    words = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", " ", name).lower().translate(_AS_SPACES).split()
+    words = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", " ", name).lower().translate(_SEPARATORS).split()
     return not _SECRET_WORDS.isdisjoint(words)
 
 
-_AS_SPACES = {ord(one): " " for one in "-_.+:/@~"}
+_SEPARATORS = {ord(character): " " for character in "-_.+:/@~"}
 
 
 def mask_text(text: str) -> str:
-    """Return a text without what looks like a token or a password in it.
+    """Return a text with everything masked that looks like a token or a password.
 
     >>> mask_text("https://me:pw@host/x?api_key=abc&n=1"), mask_text("lr=0.1")
     ('https://***@host/x?api_key=***&n=1', 'lr=0.1')
@@ -55,32 +55,32 @@ def mask_text(text: str) -> str:
 
 
 def mask_command(words: Sequence[str]) -> list[str]:
-    """Return a command line without the values of options that are secret by their name or by their looks.
+    """Return a command line with values masked that are secret by their option's name or look like secrets.
 
     >>> mask_command(["python", "a.py", "--token=abc", "--password", "b", "--max-tokens", "5"])
     ['python', 'a.py', '--token=***', '--password', '***', '--max-tokens', '5']
     """
-    found, is_next = list[str](), False
+    safe, is_next = list[str](), False
     for word in words:
         name, equals, _ = word.partition("=")
         is_option = word.startswith("-") or bool(equals)
         if is_next and not word.startswith("--"):
-            found.append(MASK)
+            safe.append(MASK)
         elif equals and re.fullmatch(r"[-+~@\w./]+", name) and is_secret_name(name):
-            found.append(f"{name}={MASK}")
+            safe.append(f"{name}={MASK}")
         else:
-            found.append(mask_text(word if len(word) <= _LONGEST else f"{word[:_LONGEST]}..."))
+            safe.append(mask_text(word if len(word) <= _MAX_WORD else f"{word[:_MAX_WORD]}..."))
         is_next = is_option and not equals and is_secret_name(word)
-    return found
+    return safe
 
 
 def mask_secrets(value: Any) -> Any:
-    """Return JSON types with the texts masked that look like secrets, or whose key promises one."""
+    """Return JSON types with strings masked that look like secrets, or whose key is that of one."""
     if isinstance(value, Mapping):
         return {
-            key: MASK if isinstance(one, str) and is_secret_name(key) else mask_secrets(one)
-            for key, one in value.items()
+            key: MASK if isinstance(entry, str) and is_secret_name(key) else mask_secrets(entry)
+            for key, entry in value.items()
         }
     if isinstance(value, (list, tuple)):
-        return [mask_secrets(one) for one in value]
+        return [mask_secrets(entry) for entry in value]
     return mask_text(value) if isinstance(value, str) else value

@@ -1,4 +1,4 @@
-"""The seconds of a run, by what they were spent on."""
+"""Timing of a run by phase."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 PHASES = ("data", "evaluation", "saving", "waiting", "setup")
-"""What a run spends time on beside training: reading data, evaluating, saving, waiting for other ranks, and what comes
-before the first step."""
+"""Phases of a run other than training: reading data, evaluating, saving, waiting for other ranks, and everything before
+the first step."""
 
 
 class Clock:
-    """Counts the seconds of each phase; inside of another phase, they count for the inner one alone.
+    """Counts the seconds of each phase; those of a nested phase count only for the inner one.
 
-    Only the host is timed: work that a device still does is in the phase that waits for it.
+    Only the host is timed: pending work of a device counts for the phase that waits for it.
 
     >>> clock = Clock()
     >>> with clock.during("evaluation"):
@@ -26,9 +26,9 @@ class Clock:
 
     def __init__(self) -> None:
         self.seconds: dict[str, float] = dict.fromkeys(PHASES, 0.0)
-        """Seconds of each phase so far, those of the earlier parts of a resumed run included."""
+        """Seconds of each phase so far, including those before a resume."""
         self.began_at: float = time.time()
-        """When the run was started first, in seconds since 1970."""
+        """The first start of the run, in seconds since 1970."""
         self._within = 0.0
 
     def add(self, phase: str, seconds: float) -> None:
@@ -52,21 +52,21 @@ class Clock:
         return max(total - sum(self.seconds.values()), 0.0)
 
     def goodput(self, total: float) -> float:
-        """Return the share of the time since the run was started first that has moved the model forward.
+        """Return the share of the time since the first start of the run that was spent on training.
 
-        What a kill has lost, and was done again, does not count, nor does the time until the restart.
+        Steps that a kill has lost do not count, nor does the time until the restart.
 
         Args:
-            total: The seconds of the run, of which a resumed run has those up to its checkpoint and its own.
+            total: The seconds of the run; for a resumed run, those up to its checkpoint and since the resume.
         """
         return min(self.training(total) / max(time.time() - self.began_at, 1e-9), 1.0)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what checkpoints keep, as JSON types."""
+        """Return the state for checkpoints, as JSON types."""
         return {"began_at": self.began_at, "seconds": dict(self.seconds)}
 
     def load_state_dict(self, state: Mapping[str, Any] | None) -> None:
-        """Go on from `state_dict()`; older checkpoints have none, and count from now on."""
+        """Restore the state from `state_dict()`; with None, as of older checkpoints, count from the present."""
         if state is not None:
             self.began_at = float(state["began_at"])
             self.seconds = {name: float(state["seconds"].get(name, 0.0)) for name in PHASES}

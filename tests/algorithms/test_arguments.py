@@ -102,7 +102,7 @@ CLIPPING = GradientClipping("value", 1.0, exclude=["head"])
     [
         ([EMA()], {"model": t16(dtype=torch.bfloat16)}, r"EMA.*bfloat16.*autocast='bf16'"),
         *(
-            ([part], TIMED, f"{type(part).__name__} goes by the share of the run")
+            ([part], TIMED, f"{type(part).__name__} needs the share of the run")
             for part in (LayerFreezing(), SWA(), ProgressiveResizing(), SeqLengthWarmup(8), MagnitudePruning())
         ),
         ([LayerFreezing(layers=["0", "9"])], {}, "no module is called '9'"),

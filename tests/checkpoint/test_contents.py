@@ -170,7 +170,7 @@ def test_forged_weights_and_callbacks_are_rejected(kind: str, folder: Path) -> N
     """Weights of another shape or dtype are for another model: "auto" does not take an earlier checkpoint."""
     changes = (shrink("0.weight"), grow("3.bias"), to_complex("0.bias"), lambda tensors: tensors.pop("0.bias"))
     cases: list[Any] = [(partial(forge_tensors, file=WEIGHTS, change=change), "fit the model") for change in changes]
-    for forge, message in [*cases, (forge_callback, r"Keeper.load_state_dict refused .*: AssertionError")]:
+    for forge, message in [*cases, (forge_callback, r"Keeper.load_state_dict rejected .*: AssertionError")]:
         run = copied(saved(kind, folder), folder / "forged")
         forge(newest(run))
         trainer = make(kind, run)
