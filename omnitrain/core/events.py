@@ -434,8 +434,8 @@ class Callback:
 
     "raise": the run ends with it. "warn": it is logged, and the run continues. "disable": it is logged, and the
     callback is not called again in this run; checkpoints keep its state. KeyboardInterrupt, SystemExit and errors of
-    other ranks always end the run. A callback in which ranks wait for each other must raise: if it failed on a single rank, the
-    others would wait."""
+    other ranks always end the run. A callback in which ranks wait for each other must raise: if it failed on a single
+    rank, the others would wait."""
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
