@@ -1,7 +1,4 @@
-"""What averages of the weights have in common: one beside each weight that trains, which evaluations and files have.
-
-How an average is formed, and when, is in the file of each algorithm.
-"""
+"""Base class for weight averaging."""
 
 from __future__ import annotations
 
@@ -21,11 +18,11 @@ class WeightAverage(Algorithm):
     """Keeps an average of every parameter that requires a gradient, laid out as the parameter is.
 
     Evaluations run on the averages, `model.safetensors` of a checkpoint holds them, and the run ends with them; the
-    weights in training are beside them in `trained.safetensors`. Buffers, such as the statistics of BatchNorm, stay
-    those of training.
+    weights in training are saved next to them, in `trained.safetensors`. Buffers, such as the statistics of BatchNorm,
+    stay those of training.
 
     Args:
-        update: Brings averages up to the present weights; gets both, and how many states are in the averages already.
+        update: Updates averages in place; called with averages, weights, and the number of averaged states.
     """
 
     asks_alone = False
@@ -41,44 +38,43 @@ class WeightAverage(Algorithm):
         """Forget the averages of an earlier run.
 
         Raises:
-            ConfigError: Under ZeRO 3, whose weights lie in parts in DeepSpeed's own buffers.
+            ConfigError: Under ZeRO 3, which shards the weights in buffers of DeepSpeed.
         """
-        if any(hasattr(one, "ds_id") for one in trainer.model.parameters()):
+        if any(hasattr(parameter, "ds_id") for parameter in trainer.model.parameters()):
             raise ConfigError(
-                f"`algorithms` holds {type(self).__name__}, which cannot average weights under ZeRO 3: they lie in "
-                "parts, in buffers of DeepSpeed's own. Use ZeRO 1 or 2, or FSDP."
+                f"`algorithms` holds {type(self).__name__}, which cannot average weights under ZeRO 3, "
+                "which shards them in buffers of DeepSpeed. Use ZeRO 1 or 2, or FSDP."
             )
         self.count, self._averages, self._pairs = 0, {}, ([], [])
 
-    def _join(self, trainer: TrainerLike) -> None:
-        """Begin an average of each parameter that trains and has none, at the present weight."""
-        for name, one in trainer.model.named_parameters():
-            if one.requires_grad and one.is_floating_point() and bare_name(name) not in self._averages:
-                self._averages[bare_name(name)] = _copied(one)
+    def _add_parameters(self, trainer: TrainerLike) -> None:
+        """Start an average, at the current weight, of each trained parameter without one."""
+        for name, parameter in trainer.model.named_parameters():
+            if parameter.requires_grad and parameter.is_floating_point() and bare_name(name) not in self._averages:
+                self._averages[bare_name(name)] = _copy(parameter)
         self._pair(trainer)
 
     def _pair(self, trainer: TrainerLike) -> None:
-        """List averages and weights side by side, each as this rank has it."""
-        live = {bare_name(name): one for name, one in trainer.model.named_parameters()}
+        """Pair the local parts of averages and weights."""
+        live = {bare_name(name): parameter for name, parameter in trainer.model.named_parameters()}
         names = [name for name in self._averages if name in live]
         self._pairs = [local_part(self._averages[name]) for name in names], [live[name] for name in names]
 
-    def _add(self) -> None:
-        """Bring the averages up to the present weights."""
+    def _update_averages(self) -> None:
         averages, weights = self._pairs
         pairs = zip(averages, weights, strict=True)
         if averages:
-            self._update(averages, [local_part(one).to(average.dtype) for average, one in pairs], self.count)
+            self._update(averages, [local_part(weight).to(average.dtype) for average, weight in pairs], self.count)
         self.count += 1
 
     def transform_weights(self, trainer: TrainerLike, weights: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the weights with averages in place of those that have one."""
-        return {name: self._averages.get(name, one) for name, one in weights.items()}
+        """Return the weights, replaced by their averages where there are any."""
+        return {name: self._averages.get(name, weight) for name, weight in weights.items()}
 
     def restore_weights(self, trainer: TrainerLike, weights: Mapping[str, Any]) -> None:
-        """Take the averages of a checkpoint over."""
-        live = {bare_name(name): one for name, one in trainer.model.named_parameters()}
-        self._averages = {name: _copied(weights[name], live[name]) for name in weights}
+        """Restore the averages of a checkpoint."""
+        live = {bare_name(name): parameter for name, parameter in trainer.model.named_parameters()}
+        self._averages = {name: _copy(weights[name], live[name]) for name in weights}
         self._pair(trainer)
 
     def state_dict(self) -> dict[str, Any]:
@@ -86,13 +82,13 @@ class WeightAverage(Algorithm):
         return {"count": self.count}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take back what `state_dict` returned."""
+        """Restore what `state_dict` returned."""
         self.count = int(state["count"])
 
 
-def _copied(tensor: Any, like: torch.Tensor | None = None) -> torch.Tensor:
-    """Return a copy of a weight on the device, in 32 bits at least."""
-    if like is not None and not isinstance(tensor, torch.Tensor):  # it is put together from all ranks
+def _copy(tensor: Any, like: torch.Tensor | None = None) -> torch.Tensor:
+    """Copy a weight to the device, in at least 32 bits."""
+    if like is not None and not isinstance(tensor, torch.Tensor):  # gathered lazily from all ranks
         return gather_to_host(tensor).to(like.device)
     tensor = tensor.detach()
     return tensor.float() if tensor.dtype in (torch.float16, torch.bfloat16) else tensor.clone()

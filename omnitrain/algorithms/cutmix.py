@@ -15,7 +15,7 @@ from omnitrain.data.collation import is_image
 
 
 class CutMix(Mixing):
-    """Replaces a box of each image by that of the image beside it, and mixes labels by area (arXiv:1905.04899).
+    """Replaces a box of each image by that of its neighbor, and mixes labels by area (arXiv:1905.04899).
 
     Images are the floating-point tensors of the batch of shape (samples, channels, height, width). One box is drawn for
     each step: its area from Beta(alpha, alpha), its centre anywhere. Numbers are the same in every split of a step into
@@ -38,25 +38,25 @@ class CutMix(Mixing):
         super().__init__(num_classes, alpha)
         self._box = slice(0), slice(0)
 
-    def _prepared(self, batch: Any, share: float, draw: random.Random) -> float:
+    def _draw(self, batch: Any, share: float, draw: random.Random) -> float:
         entries = batch.values() if isinstance(batch, Mapping) else batch
-        sizes = {tuple(one.shape[-2:]) for one in entries if is_image(one)}
+        sizes = {tuple(entry.shape[-2:]) for entry in entries if is_image(entry)}
         if len(sizes) != 1:
-            found = "none" if not sizes else f"those of sizes {sorted(sizes)}"
+            received = "none" if not sizes else f"those of sizes {sorted(sizes)}"
             raise DataError(
                 "CutMix needs images of one size, floating-point tensors of shape (samples, channels, height, width), "
-                f"and found {found} in the batch."
+                f"and found {received} in the batch."
             )
-        places, side, area = [], math.sqrt(1 - share), 1.0  # up to the full image, unlike a mix, which is symmetric
+        slices, side, area = [], math.sqrt(1 - share), 1.0  # up to the full image, unlike a mix, which is symmetric
         for length in next(iter(sizes)):
             half, centre = length * side / 2, draw.random() * length
             first, last = max(round(centre - half), 0), min(round(centre + half), length)
-            places.append(slice(first, last))
+            slices.append(slice(first, last))
             area *= (last - first) / length
-        self._box = places[0], places[1]
+        self._box = slices[0], slices[1]
         return 1 - area
 
-    def _mixed(self, value: torch.Tensor, partner: torch.Tensor, share: float) -> torch.Tensor:
+    def _mix(self, value: torch.Tensor, partner: torch.Tensor, share: float) -> torch.Tensor:
         if not is_image(value):
             return value
         mixed = value.clone()

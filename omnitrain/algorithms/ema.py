@@ -20,7 +20,7 @@ class EMA(WeightAverage):
     """Evaluates, keeps and ends with an exponential moving average of the weights (arXiv:1703.01780).
 
     After each update every average becomes `d * average + (1 - d) * weight`; it begins at the first weights. At first
-    `d` is smaller than `decay`, so that these are forgotten in a short run too: after `n` updates it is
+    `d` is smaller than `decay`, so that a short run forgets these too: after `n` updates it is
     `min(decay, (1 + n) / (10 + n))`, as in diffusers and TensorFlow.
 
     Args:
@@ -39,14 +39,14 @@ class EMA(WeightAverage):
     def __init__(self, decay: float = 0.999) -> None:
         if isinstance(decay, bool) or not isinstance(decay, (int, float)) or not 0 < decay < 1:
             raise ConfigError(f"`decay` of EMA must be a number between 0 and 1, got {decay!r}.")
-        super().__init__(self._move)
+        super().__init__(self._average)
         self.decay = decay
 
     def decay_after(self, updates: int) -> float:
         """Return how much of the average stays at an update that comes after so many others."""
         return min(self.decay, (1 + updates) / (10 + updates))
 
-    def _move(self, averages: list[torch.Tensor], weights: list[torch.Tensor], updates: int) -> None:
+    def _average(self, averages: list[torch.Tensor], weights: list[torch.Tensor], updates: int) -> None:
         get_ema_multi_avg_fn(self.decay_after(updates))(averages, weights, updates)
 
     def set_up(self, trainer: TrainerLike) -> None:
@@ -60,9 +60,9 @@ class EMA(WeightAverage):
             )  # fmt: skip
 
     def begin_epoch(self, trainer: TrainerLike) -> None:
-        """Begin an average of each parameter that trains and has none."""
-        self._join(trainer)
+        """Start averages of parameters that began to train."""
+        self._add_parameters(trainer)
 
     def after_update(self, trainer: TrainerLike) -> None:
         """Move the averages towards the weights."""
-        self._add()
+        self._update_averages()

@@ -1,7 +1,4 @@
-"""What freezing and thawing layers have in common: which layers there are, and how one is frozen.
-
-How many are frozen, and when, is in the file of each algorithm.
-"""
+"""Base class for freezing layers."""
 
 from __future__ import annotations
 
@@ -18,12 +15,12 @@ from omnitrain.core.events import Algorithm, TrainerLike, share_of_run
 class Freezing(Algorithm):
     """Freezes the lower layers of a model, as many as the share of the run's updates says, at the start of epochs.
 
-    A frozen layer requires no gradient; what the optimizer keeps of it stays as it is until it trains again. Layers
+    A frozen layer requires no gradient; its optimizer state stays unchanged until it trains again. Layers
     that were frozen before the run stay so, and the last one always trains.
 
     Args:
-        layers: Regular expressions of the names of layers, from the lowest to the highest; None takes every module
-            that has parameters of its own, in the order in which the model holds them.
+        layers: Regular expressions of the names of layers, lowest first; None takes every module with direct
+            parameters, in the order of the model.
     """
 
     asks_alone = False
@@ -34,24 +31,23 @@ class Freezing(Algorithm):
         if isinstance(layers, str):
             raise ConfigError(f"`layers` must be a list of regular expressions, got {layers!r}.")
         self.layers: tuple[str, ...] | None = None if layers is None else tuple(layers)
-        self._own: list[nn.Parameter] = []
-        """What it has frozen."""
+        self._frozen: list[nn.Parameter] = []
 
     def set_up(self, trainer: TrainerLike) -> None:
-        """Thaw what an earlier run left frozen, and look for the layers.
+        """Unfreeze what an earlier run left frozen, and find the layers.
 
         Raises:
-            ConfigError: If there are fewer than two, it is not known how many updates the run has, or the same layers
-                would be frozen in all of its epochs.
+            ConfigError: If there are fewer than two layers, the length of the run is unknown, or all epochs would
+                freeze the same layers.
         """
         self._freeze([])
         share_of_run(trainer, type(self).__name__, 0)
-        if len(found := self._layers(trainer.model)) < 2:
+        if len(layers := self._layers(trainer.model)) < 2:
             raise ConfigError(
-                f"{type(self).__name__} needs two layers at least, of which the last always trains, and found "
-                f"{len(found)}. Name them in `layers`."
+                f"{type(self).__name__} needs at least two layers, of which the last always trains, and found "
+                f"{len(layers)}. Name them in `layers`."
             )
-        total, steps_per_epoch, changing = trainer.total_steps, trainer.steps_per_epoch, len(found) - 1
+        total, steps_per_epoch, changing = trainer.total_steps, trainer.steps_per_epoch, len(layers) - 1
         starts = range(0, total, steps_per_epoch) if total and steps_per_epoch else range(0)
         counts = [self._count(changing, start / starts.stop) for start in starts]
         if counts and len(set(counts)) == 1:
@@ -62,42 +58,42 @@ class Freezing(Algorithm):
             )
 
     def begin_epoch(self, trainer: TrainerLike) -> None:
-        """Freeze the layers that are to be frozen in this epoch, and thaw the others."""
+        """Freeze the layers due in this epoch, and unfreeze the others."""
         progress, layers = trainer.progress, self._layers(trainer.model)
-        # of a resumed run it may be the rest of an epoch
+        # a resumed run may begin in mid-epoch
         done = share_of_run(trainer, type(self).__name__, progress.step - progress.step_in_epoch)
-        kept = {id(one) for one in layers[-1]}
-        frozen = [one for layer in layers[: self._count(len(layers) - 1, done)] for one in layer]
-        self._freeze([one for one in frozen if id(one) not in kept])
+        trained = {id(parameter) for parameter in layers[-1]}
+        frozen = [parameter for layer in layers[: self._count(len(layers) - 1, done)] for parameter in layer]
+        self._freeze([parameter for parameter in frozen if id(parameter) not in trained])
 
     def _count(self, layers: int, done: float) -> int:
-        """Return how many of these, which are all layers but the last, are to be frozen.
+        """Return how many of the layers to freeze.
 
         Args:
-            layers: How many there are.
-            done: The share of the run that is done.
+            layers: Number of layers without the last.
+            done: Finished share of the run.
         """
         raise NotImplementedError
 
     def _freeze(self, parameters: list[nn.Parameter]) -> None:
-        for one in self._own:
-            one.requires_grad_(True)
-        self._own = [one for one in parameters if one.requires_grad]
-        for one in self._own:
-            one.requires_grad_(False)
+        for parameter in self._frozen:
+            parameter.requires_grad_(True)
+        self._frozen = [parameter for parameter in parameters if parameter.requires_grad]
+        for parameter in self._frozen:
+            parameter.requires_grad_(False)
 
     def _layers(self, model: nn.Module) -> list[list[nn.Parameter]]:
         """Return the parameters of each layer, the lowest first."""
         if self.layers is None:
-            own = [list(one.parameters(recurse=False)) for one in model.modules()]
+            layers = [list(module.parameters(recurse=False)) for module in model.modules()]
         else:
-            own = [self._named(model, pattern) for pattern in self.layers]
-        return [layer for layer in own if layer]
+            layers = [self._matching(model, pattern) for pattern in self.layers]
+        return [layer for layer in layers if layer]
 
     @staticmethod
-    def _named(model: nn.Module, pattern: str) -> list[nn.Parameter]:
-        found: list[Any] = [one for name, one in model.named_modules() if name and re.fullmatch(pattern, name)]
-        if not found:
+    def _matching(model: nn.Module, pattern: str) -> list[nn.Parameter]:
+        modules: list[Any] = [module for name, module in model.named_modules() if name and re.fullmatch(pattern, name)]
+        if not modules:
             names = ", ".join([name for name, _ in model.named_modules() if name][:20])
             raise ConfigError(f"`layers`: no module is called {pattern!r}. Those of the model are {names or 'none'}.")
-        return [parameter for one in found for parameter in one.parameters()]
+        return [parameter for module in modules for parameter in module.parameters()]

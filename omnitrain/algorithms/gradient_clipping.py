@@ -14,24 +14,24 @@ from omnitrain.core.events import Algorithm, TrainerLike
 from omnitrain.optim.param_groups import not_found
 from omnitrain.optim.sparse_gradients import stored_rows, stored_values
 
-_LEAST = 1e-3
-"""What the norm of a unit's weights counts at least, so that those that begin at zero can train."""
+_MIN_WEIGHT_NORM = 1e-3
+"""Lower bound on the norm of a unit's weights, so that units that start at zero can train."""
 
 
 class GradientClipping(Algorithm):
-    """Clips gradients in another way than by their norm, which `max_grad_norm` does; the norm before is still logged.
+    """Clips gradients by value or adaptively, in place of `max_grad_norm`; their norm before that is logged.
 
     "value" limits each entry to between `-limit` and `limit`. "adaptive" limits the norm of each unit's gradient to
-    `limit` times the norm of its weights (AGC, arXiv:2102.06171); a unit is what leads to one output: all but the first
-    dimension, and a vector as a whole.
+    `limit` times the norm of its weights (AGC, arXiv:2102.06171); a unit is the weights of one output: all dimensions
+    but the first, and a full vector.
 
     Args:
         kind: "value" or "adaptive".
         limit: The limit.
-        exclude: Regular expressions of names of parameters that are left alone; the paper leaves out the last layer.
+        exclude: Regular expressions of names of parameters that are not clipped; the paper excludes the last layer.
 
     Raises:
-        ConfigError: If an argument is wrong; before the first step, beside `max_grad_norm`, or under DeepSpeed.
+        ConfigError: If an argument is wrong; before the first step, together with `max_grad_norm`, or under DeepSpeed.
 
     >>> GradientClipping("adaptive", 0.01).kind
     'adaptive'
@@ -41,9 +41,7 @@ class GradientClipping(Algorithm):
 
     def __init__(self, kind: Literal["value", "adaptive"], limit: float, exclude: Sequence[str] = ()) -> None:
         if kind not in ("value", "adaptive"):
-            raise ConfigError(
-                f"`kind` must be 'value' or 'adaptive', got {kind!r}. By their norm, `max_grad_norm` clips."
-            )
+            raise ConfigError(f"`kind` must be 'value' or 'adaptive', got {kind!r}. `max_grad_norm` clips by norm.")
         if isinstance(limit, bool) or not isinstance(limit, (int, float)) or not 0 < limit < float("inf"):
             raise ConfigError(f"`limit` must be a positive number, got {limit!r}.")
         if isinstance(exclude, str):
@@ -54,7 +52,7 @@ class GradientClipping(Algorithm):
         self._clipped: list[Any] = []
 
     def set_up(self, trainer: TrainerLike) -> None:
-        """Refuse to clip twice.
+        """Validate `exclude`, and that nothing else clips.
 
         Raises:
             ConfigError: If `max_grad_norm` is set, or a pattern matches no parameter.
@@ -63,7 +61,7 @@ class GradientClipping(Algorithm):
         if norm is not None:
             raise ConfigError(
                 f"`algorithms` holds GradientClipping, and `max_grad_norm={norm}` clips as well. "
-                "Pass max_grad_norm=None; the norm is logged all the same."
+                "Pass max_grad_norm=None; the norm is still logged."
             )
         named = list(trainer.model.named_parameters())
         for pattern in self.exclude:
@@ -73,27 +71,29 @@ class GradientClipping(Algorithm):
     def begin_epoch(self, trainer: TrainerLike) -> None:
         """List the parameters."""
         named = trainer.model.named_parameters()
-        self._clipped = [one for name, one in named if not any(re.search(pattern, name) for pattern in self.exclude)]
+        self._clipped = [
+            parameter for name, parameter in named if not any(re.search(pattern, name) for pattern in self.exclude)
+        ]
 
     @torch.no_grad()
     def before_update(self, trainer: TrainerLike) -> None:
         """Clip the gradients."""
-        held = [one for one in self._clipped if one.grad is not None]
+        parameters = [parameter for parameter in self._clipped if parameter.grad is not None]
         if self.kind == "value":
-            for one in held:
-                stored_values(local_part(one.grad)).clamp_(-self.limit, self.limit)
+            for parameter in parameters:
+                stored_values(local_part(parameter.grad)).clamp_(-self.limit, self.limit)
             return
-        for one in held:
-            most = _unit_norms(stored_rows(one, one.grad)).clamp(min=_LEAST) * self.limit
-            norms = _unit_norms(stored_values(one.grad))
-            factors = torch.where(norms > most, most / norms, 1.0).to(one.grad.dtype)
-            if not hasattr(one.grad, "redistribute"):
-                stored_values(one.grad).mul_(factors)
-            else:  # sharded; in place it cannot be multiplied by what lies in another way
-                one.grad = (one.grad * factors).redistribute(placements=one.grad.placements)
+        for parameter in parameters:
+            max_norms = _unit_norms(stored_rows(parameter, parameter.grad)).clamp(min=_MIN_WEIGHT_NORM) * self.limit
+            norms = _unit_norms(stored_values(parameter.grad))
+            factors = torch.where(norms > max_norms, max_norms / norms, 1.0).to(parameter.grad.dtype)
+            if not hasattr(parameter.grad, "redistribute"):
+                stored_values(parameter.grad).mul_(factors)
+            else:  # a DTensor cannot be multiplied in place by one of other placements
+                parameter.grad = (parameter.grad * factors).redistribute(placements=parameter.grad.placements)
 
 
 def _unit_norms(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the norm of each unit, shaped so that the tensor can be multiplied by it."""
+    """Return the norm of each unit, in a shape that broadcasts to the tensor."""
     tensor = tensor.detach()
     return torch.linalg.vector_norm(tensor, dim=tuple(range(min(1, tensor.dim() - 1), tensor.dim())), keepdim=True)

@@ -9,15 +9,15 @@ from omnitrain.core.errors import ConfigError
 
 
 class GradualUnfreezing(Freezing):
-    """Begins with the last layer alone and thaws the others from the top down (arXiv:1801.06146).
+    """Begins with only the last layer and unfreezes the others from the top down (arXiv:1801.06146).
 
-    At the start of each epoch `done / until` of all layers but the last are thawed, `done` being the share of the run
-    that is done.
+    At the start of each epoch `done / until` of all layers but the last are unfrozen, `done` being the finished share
+    of the run.
 
     Args:
         until: The share of the run after which all layers train.
-        layers: Regular expressions of the names of layers, lowest first; None takes modules with parameters of their
-            own.
+        layers: Regular expressions of the names of layers, lowest first; None takes modules with direct
+            parameters.
 
     Raises:
         ConfigError: If an argument is wrong; before the first step, under DeepSpeed.

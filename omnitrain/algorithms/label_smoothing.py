@@ -17,7 +17,7 @@ class LabelSmoothing(Algorithm):
     Integer labels of shape (samples,) become probabilities of shape (samples, num_classes), and probabilities are
     smoothed. Of integer labels of more dimensions, such as one for each token or pixel, the loss is smoothed instead:
     the model's or `loss_fn`'s cross entropy becomes what it is for smoothed labels, over the labels that are not -100.
-    It must be the only part of the loss: beside a z-loss or others, `label_smoothing` of `CrossEntropy` smooths it.
+    It must be the only part of the loss: with a z-loss or others, use `label_smoothing` of `CrossEntropy`.
     Classes are the last dimension of the outputs, or the second one, as in (samples, classes, height, width).
 
     Args:
@@ -50,7 +50,7 @@ class LabelSmoothing(Algorithm):
         """Return the batch with smoothed labels, where these are one for each sample."""
         names = trainer.settings.label_names or ()
         labels = required_labels(batch, names, "LabelSmoothing")
-        if _is_of_many(labels):
+        if _has_many_per_sample(labels):
             return batch
         if not labels.is_floating_point():
             labels = as_probabilities(labels, self.num_classes)
@@ -59,7 +59,7 @@ class LabelSmoothing(Algorithm):
     def transform_output(self, trainer: TrainerLike, output: Any) -> Any:
         """Return the output with a smoothed loss, where labels are more than one for each sample."""
         labels, scores = output.labels, output.outputs
-        if not isinstance(labels, torch.Tensor) or not _is_of_many(labels):
+        if not isinstance(labels, torch.Tensor) or not _has_many_per_sample(labels):
             return output
         if not self._is_checked:  # once, as reading class weights waits for the device
             _check_loss(output, trainer.loss_mean)
@@ -72,10 +72,10 @@ class LabelSmoothing(Algorithm):
         elif shape == (labels.shape[0], self.num_classes, *labels.shape[1:]):
             scores = scores.movedim(1, -1)
         else:
-            found = f"of shape {shape}" if shape else f"a {type(scores).__name__}"
+            received = f"of shape {shape}" if shape else f"a {type(scores).__name__}"
             raise DataError(
                 f"LabelSmoothing needs scores of {self.num_classes} classes for labels of shape {tuple(labels.shape)}, "
-                f"and the outputs are {found}. Correct `num_classes`, or smooth in your own loss."
+                f"and the outputs are {received}. Correct `num_classes`, or smooth in a custom loss."
             )
         losses = -torch.log_softmax(scores.float() if scores.dtype.itemsize < 4 else scores, dim=-1)
         weights, divisor = trainer.loss_mean.class_weights, counts
@@ -89,7 +89,7 @@ class LabelSmoothing(Algorithm):
         return output
 
 
-def _is_of_many(labels: torch.Tensor) -> bool:
+def _has_many_per_sample(labels: torch.Tensor) -> bool:
     return labels.dim() > 1 and not labels.is_floating_point()
 
 
@@ -100,7 +100,7 @@ def _check_loss(output: Any, mean: Any) -> None:
         raise ConfigError(
             f"The loss has the parts {', '.join(map(repr, parts))}, and LabelSmoothing of tokens or pixels smooths a "
             "loss that is nothing but a cross entropy. Leave LabelSmoothing out, and smooth the cross entropy "
-            "itself: CrossEntropy(label_smoothing=...), beside a `z_loss` or as a part of WeightedLosses."
+            "itself: CrossEntropy(label_smoothing=...), with a `z_loss` or as a part of WeightedLosses."
         )
     weights = mean.class_weights
     if weights is not None and not bool(weights.all()):

@@ -12,13 +12,13 @@ class LayerFreezing(Freezing):
     """Freezes more and more of the lower layers, from a point of the run on (after arXiv:1706.04983).
 
     At the start of each epoch `freeze_level * (done - freeze_start) / (1 - freeze_start)` of all layers but the last
-    are frozen, `done` being the share of the run that is done.
+    are frozen, `done` being the finished share of the run.
 
     Args:
         freeze_start: The share of the run after which freezing begins.
         freeze_level: The share of the layers, but for the last, that would be frozen at the end of the run.
-        layers: Regular expressions of the names of layers, lowest first; None takes modules with parameters of their
-            own.
+        layers: Regular expressions of the names of layers, lowest first; None takes modules with direct
+            parameters.
 
     Raises:
         ConfigError: If an argument is wrong; before the first step, under DeepSpeed.

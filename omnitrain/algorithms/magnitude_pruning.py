@@ -1,4 +1,4 @@
-"""MagnitudePruning: more and more of the smallest weights become zero (Zhu and Gupta, 2017, arXiv:1710.01878)."""
+"""MagnitudePruning: the smallest weights become zero (Zhu and Gupta, 2017, arXiv:1710.01878)."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch import nn
 
-from omnitrain.algorithms.weights import local_part, matching, parameters_by_name, patterns_of, whole_tensor
+from omnitrain.algorithms.weights import full_tensor, local_part, matching, parameters_by_name, patterns_of
 from omnitrain.checkpoint.tensor_files import shard_like
 from omnitrain.core.duration import Duration
 from omnitrain.core.errors import ConfigError
@@ -21,21 +21,21 @@ logger: logging.Logger = logging.getLogger("omnitrain")
 
 
 class MagnitudePruning(Algorithm):
-    """Sets the smallest weights to zero, more of them from time to time, and keeps them there (arXiv:1710.01878).
+    """Sets a growing share of the smallest weights to zero, and keeps them there (arXiv:1710.01878).
 
     At a share `t` of the way from `start` to `end`, `sparsity + (initial - sparsity) * (1 - t)**3` of the weights are
     zero. Their gradients are zero as well. The norm that is logged is that of all gradients; it is clipped without
-    those. The model is an ordinary one: which weights are pruned is kept in checkpoints beside it.
+    those. The model itself is unchanged: masks of the pruned weights are saved next to it in checkpoints.
 
     Args:
-        sparsity: The share of the weights that is zero in the end, above 0 and below 1.
-        start: When the first are pruned: updates, or a duration such as "0.1dur" or "2ep"; None begins at once.
-        end: When the last are, in the same way.
-        every: How many updates are between two prunings; there is always one at `end`.
+        sparsity: The final share of zeros, above 0 and below 1.
+        start: When pruning starts: updates, or a duration such as "0.1dur" or "2ep"; None starts at once.
+        end: When pruning ends, in the same way.
+        every: Updates between two prunings; there is always one at `end`.
         initial: The share that is pruned at `start`.
-        match: Regular expressions; parameters in whose names one of them is found are pruned. None is every parameter
+        match: Regular expressions; parameters whose names contain a match are pruned. None is every parameter
             that trains and has two dimensions or more.
-        scope: "layer" prunes the same share of each parameter, "global" the smallest of all of them together.
+        scope: "layer" prunes the same share of each parameter, "global" the smallest weights of all.
 
     Raises:
         ConfigError: If an argument is wrong; before the first step, if the run ends before `end`, no parameter matches,
@@ -78,9 +78,9 @@ class MagnitudePruning(Algorithm):
         self.match: tuple[str, ...] | None = patterns_of(match)
         self.scope: Literal["layer", "global"] = scope
         self.reached: float = 0.0
-        """The share of the weights that is pruned now."""
+        """The current share of pruned weights."""
         self._masks: dict[str, torch.Tensor] = {}
-        """False for what is pruned, by the parameter's name; laid out as the parameter is."""
+        """False for pruned weights, by the parameter's name; sharded like the parameter."""
         self._pairs: list[tuple[nn.Parameter, torch.Tensor]] = []
         self._first, self._last = 0, 0
 
@@ -89,10 +89,10 @@ class MagnitudePruning(Algorithm):
         return self.sparsity + (self.initial - self.sparsity) * (1 - min(max(done, 0.0), 1.0)) ** 3
 
     def set_up(self, trainer: TrainerLike) -> None:
-        """Forget the masks of an earlier run, and find out which updates prune.
+        """Forget the masks of an earlier run, and compute which updates prune.
 
         Raises:
-            ConfigError: If it is not known when, the run ends before, or no parameter matches.
+            ConfigError: If `start` or `end` are unknown or out of range, or no parameter matches.
         """
         self.reached, self._masks, self._pairs = 0.0, {}, []
         self._first = 1 if self.start is None else max(1, self._update_of(self.start, trainer))
@@ -115,17 +115,17 @@ class MagnitudePruning(Algorithm):
             )
 
     def _update_of(self, length: Duration, trainer: TrainerLike) -> int:
-        """Return the number of the update at which a length of the run is over."""
+        """Return the update at which a duration has passed."""
         if length.unit == "ba":
             return int(length.value)
         per = trainer.steps_per_epoch if length.unit == "ep" else trainer.total_steps
         if per is None:
             share_of_run(trainer, "MagnitudePruning", 0)
-            raise ConfigError(f"MagnitudePruning: '{length}' is not known in data without length. Give updates.")
+            raise ConfigError(f"MagnitudePruning: '{length}' is unknown for data without length. Pass updates.")
         return math.ceil(round(length.value * per, 6))
 
     def begin_epoch(self, trainer: TrainerLike) -> None:
-        """Lay the masks of a checkpoint out as the parameters are."""
+        """Shard the masks of a checkpoint like the parameters."""
         self._pair(trainer.model)
 
     def _pair(self, model: nn.Module) -> None:
@@ -136,31 +136,31 @@ class MagnitudePruning(Algorithm):
     @torch.no_grad()
     def before_update(self, trainer: TrainerLike) -> None:
         """Set the gradients of pruned weights to zero."""
-        for one, mask in self._pairs:
-            if one.grad is not None:
-                stored_values(local_part(one.grad)).mul_(stored_rows(mask, one.grad))
+        for parameter, mask in self._pairs:
+            if parameter.grad is not None:
+                stored_values(local_part(parameter.grad)).mul_(stored_rows(mask, parameter.grad))
 
     @torch.no_grad()
     def after_update(self, trainer: TrainerLike) -> None:
-        """Prune more weights if it is time, and set all that are pruned to zero again, which momentum has moved."""
+        """Prune more weights if due, and set all pruned ones to zero again, which momentum has moved."""
         step = trainer.progress.step + 1
         is_due = self._first <= step < self._last and (step - self._first) % self.every == 0
         if is_due or (step >= self._last and self.reached < self.sparsity):
             self._prune(trainer.model, self.sparsity_at((step - self._first) / (self._last - self._first)))
-        for one, mask in self._pairs:
-            local_part(one).mul_(mask)
+        for parameter, mask in self._pairs:
+            local_part(parameter).mul_(mask)
 
     def _prune(self, model: nn.Module, sparsity: float) -> None:
-        """Choose the weights that are zero from now on; what was pruned stays so."""
+        """Choose the weights to prune; pruned ones stay pruned."""
         self.reached = max(self.reached, sparsity)
         live, sizes = parameters_by_name(model), dict[str, torch.Tensor]()
         for name in matching(model, self.match, "MagnitudePruning", self._masks):
-            sizes[name] = whole_tensor(live[name]).abs()
+            sizes[name] = full_tensor(live[name]).abs()
             if name in self._masks:
-                sizes[name].masked_fill_(~whole_tensor(self._masks[name]), -1.0)
+                sizes[name].masked_fill_(~full_tensor(self._masks[name]), -1.0)
         for names in [list(sizes)] if self.scope == "global" else [[name] for name in sizes]:
-            kept = _kept([sizes[name] for name in names], self.reached)
-            self._masks |= zip(names, kept, strict=True)
+            masks = _largest([sizes[name] for name in names], self.reached)
+            self._masks |= zip(names, masks, strict=True)
         self._pair(model)
 
     def end_run(self, trainer: TrainerLike) -> None:
@@ -175,17 +175,18 @@ class MagnitudePruning(Algorithm):
         )  # fmt: skip
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the share that is pruned, and the masks: bool tensors of the shape of their parameters."""
+        """Return the pruned share, and the masks: bool tensors of the shape of their parameters."""
         return {"reached": self.reached, "masks": dict(self._masks)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take back what `state_dict` returned."""
+        """Restore what `state_dict` returned."""
         self.reached, self._masks, self._pairs = float(state["reached"]), dict(state["masks"]), []
 
 
-def _kept(sizes: list[torch.Tensor], sparsity: float) -> list[torch.Tensor]:
-    """Return True for all but this share of the numbers, the smallest of all tensors together."""
-    flat = torch.cat([one.flatten() for one in sizes])
-    kept = torch.ones_like(flat, dtype=torch.bool)
-    kept[flat.argsort(stable=True)[: round(sparsity * flat.numel())]] = False
-    return [part.view_as(one) for part, one in zip(kept.split([one.numel() for one in sizes]), sizes, strict=True)]
+def _largest(sizes: list[torch.Tensor], sparsity: float) -> list[torch.Tensor]:
+    """Return masks that are False for the smallest share of the numbers of all tensors."""
+    flat = torch.cat([size.flatten() for size in sizes])
+    mask = torch.ones_like(flat, dtype=torch.bool)
+    mask[flat.argsort(stable=True)[: round(sparsity * flat.numel())]] = False
+    parts = mask.split([size.numel() for size in sizes])
+    return [part.view_as(size) for part, size in zip(parts, sizes, strict=True)]

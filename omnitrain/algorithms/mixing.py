@@ -1,7 +1,4 @@
-"""What MixUp and CutMix have in common: who is mixed with whom, by how much, and what becomes of the labels.
-
-How inputs are mixed is in the file of each algorithm.
-"""
+"""Base class of MixUp and CutMix."""
 
 from __future__ import annotations
 
@@ -18,16 +15,16 @@ from omnitrain.data.collation import as_probabilities, required_labels, with_lab
 
 
 class Mixing(Algorithm):
-    """Mixes each sample with the one beside it: the first with the second, the third with the fourth, and so on.
+    """Mixes each sample with its neighbor: the first with the second, the third with the fourth, and so on.
 
-    What is drawn is drawn once for each step, from the seed and the step's number, so that it is the same for all
-    micro-batches and ranks; and neighbours stay together in every split of a step into micro-batches of even size. A
-    sample without a neighbour, the last of an odd number, stays as it is. Labels become probabilities of shape
+    Random numbers are drawn once for each step, from the seed and the step's number, so that they are the same for all
+    micro-batches and ranks; and neighbors stay together in every split of a step into micro-batches of even size. A
+    sample without a neighbor, the last of an odd number, stays unchanged. Labels become probabilities of shape
     (samples, num_classes), which `cross_entropy` takes.
 
     Args:
         num_classes: Number of classes of integer labels; None for labels that are floats already.
-        alpha: Parameter of the Beta distribution of the shares; the larger, the stronger the mix.
+        alpha: Parameter of the Beta distribution of the shares; larger values mix more.
     """
 
     asks_alone = False
@@ -40,16 +37,17 @@ class Mixing(Algorithm):
         self.alpha = alpha
 
     def set_up(self, trainer: TrainerLike) -> None:
-        """Refuse micro-batches in which no sample has another one to be mixed with.
+        """Reject micro-batches of one sample, which has no neighbor.
 
         Raises:
             ConfigError: If `batch_size` or `microbatch_size` is 1, or that is "auto".
         """
         name, split = type(self).__name__, trainer.settings.microbatch_size
         if trainer.batch_size == 1 or split in (1, "auto"):
-            given = "batch_size=1" if trainer.batch_size == 1 else f"microbatch_size={split!r}"
+            setting = "batch_size=1" if trainer.batch_size == 1 else f"microbatch_size={split!r}"
             raise ConfigError(
-                f"`algorithms` holds {name}, which mixes samples of a micro-batch, and `{given}`. Pass an even number."
+                f"`algorithms` holds {name}, which mixes samples of a micro-batch, and `{setting}`. Pass an even "
+                "number."
             )
 
     def transform_batch(self, trainer: TrainerLike, batch: Any) -> Any:
@@ -63,26 +61,26 @@ class Mixing(Algorithm):
         partner = torch.arange(count, device=labels.device) ^ 1
         if count % 2:
             partner[-1] = count - 1
-        share = self._prepared(batch, share, draw)
+        share = self._draw(batch, share, draw)
         entries = batch.items() if isinstance(batch, Mapping) else enumerate(batch)
         inputs = {key: value for key, value in entries if isinstance(value, torch.Tensor) and value is not labels}
         if not any(value.is_floating_point() for value in inputs.values()):
             raise DataError(
-                f"{type(self).__name__} mixes inputs, and found none of floating-point numbers in the batch: only "
-                "labels would be mixed. Leave it out for token ids and the like, or scale images of integers to floats."
+                f"{type(self).__name__} mixes inputs, and found no floating-point tensors in the batch: only "
+                "labels would be mixed. Leave it out for token ids, or scale images of integers to floats."
             )
         mixed = dict(batch.items() if isinstance(batch, Mapping) else enumerate(batch))
-        mixed |= {key: self._mixed(value, partner, share) for key, value in inputs.items()}
-        known = self._as_probabilities(labels)
-        whole = mixed if isinstance(batch, Mapping) else tuple(mixed.values())
-        return with_labels(whole, share * known + (1 - share) * known[partner], names)
+        mixed |= {key: self._mix(value, partner, share) for key, value in inputs.items()}
+        probabilities = self._as_probabilities(labels)
+        mixed_batch = mixed if isinstance(batch, Mapping) else tuple(mixed.values())
+        return with_labels(mixed_batch, share * probabilities + (1 - share) * probabilities[partner], names)
 
-    def _prepared(self, batch: Any, share: float, draw: random.Random) -> float:
-        """Return the share of the labels that a sample keeps; what else is drawn of this step is drawn here."""
-        return max(share, 1 - share)  # of two samples that are mixed with each other, which is which has no meaning
+    def _draw(self, batch: Any, share: float, draw: random.Random) -> float:
+        """Draw the other random numbers of a step; return the share of its labels that a sample keeps."""
+        return max(share, 1 - share)  # two neighbors get the same mix, in either order
 
-    def _mixed(self, value: torch.Tensor, partner: torch.Tensor, share: float) -> torch.Tensor:
-        """Return a tensor of the batch mixed, or as it is."""
+    def _mix(self, value: torch.Tensor, partner: torch.Tensor, share: float) -> torch.Tensor:
+        """Return a tensor of the batch mixed, or unchanged."""
         raise NotImplementedError
 
     def _as_probabilities(self, labels: torch.Tensor) -> torch.Tensor:
@@ -94,4 +92,4 @@ class Mixing(Algorithm):
 
 
 _STREAM = 0x6D6978
-"""Keeps these numbers apart from others that are drawn of the same seed."""
+"""Separates these random numbers from others of the same seed."""

@@ -8,15 +8,15 @@ from omnitrain.algorithms.mixing import Mixing
 
 
 class MixUp(Mixing):
-    """Mixes each sample with the one beside it, inputs and labels alike (arXiv:1710.09412).
+    """Mixes each sample with its neighbor, inputs and labels (arXiv:1710.09412).
 
-    Every floating-point tensor of the batch becomes `share * sample + (1 - share) * neighbour`, with one share for each
+    Every floating-point tensor of the batch becomes `share * sample + (1 - share) * neighbor`, with one share for each
     step from Beta(alpha, alpha). Numbers are the same in every split of a step into micro-batches of even size. Labels
     become probabilities of shape (samples, num_classes), which `cross_entropy` takes.
 
     Args:
         num_classes: Number of classes of integer labels; None for labels that are floats already.
-        alpha: Parameter of the Beta distribution; the larger, the stronger the mix.
+        alpha: Parameter of the Beta distribution; larger values mix more.
 
     Raises:
         ConfigError: If `alpha` is not positive; before the first step, if a micro-batch holds one sample, or
@@ -30,5 +30,5 @@ class MixUp(Mixing):
     def __init__(self, num_classes: int | None = None, alpha: float = 0.2) -> None:
         super().__init__(num_classes, alpha)
 
-    def _mixed(self, value: torch.Tensor, partner: torch.Tensor, share: float) -> torch.Tensor:
+    def _mix(self, value: torch.Tensor, partner: torch.Tensor, share: float) -> torch.Tensor:
         return share * value + (1 - share) * value[partner] if value.is_floating_point() else value

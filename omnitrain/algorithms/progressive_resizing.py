@@ -1,4 +1,4 @@
-"""ProgressiveResizing: small images first, larger ones as the run goes on (Howard, 2018; fast.ai's DAWNBench entry)."""
+"""ProgressiveResizing: small images first, larger ones later (Howard, 2018; fast.ai's DAWNBench entry)."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ from omnitrain.data.collation import is_image, labels_of
 
 
 class ProgressiveResizing(Algorithm):
-    """Trains on images that are scaled down at first and grow to their own size.
+    """Trains on downscaled images that grow to their full size.
 
-    Images are the floating-point tensors of a batch of shape (samples, channels, height, width), labels excepted. Until
-    `delay` of the run's updates are done their sides are `initial_scale` of the full ones; from there they grow
-    linearly, and from `1 - finetune` on images are as they are.
+    Images are the floating-point tensors of a batch of shape (samples, channels, height, width), labels excepted. For
+    the first `delay` of the run's updates their sides are `initial_scale` of the full ones; then they grow linearly,
+    and from `1 - finetune` on images are unchanged.
 
     Args:
-        initial_scale: The sides of images at first, as a share of the full ones.
+        initial_scale: The initial sides of images, as a share of the full ones.
         delay: The share of the run after which images begin to grow.
         finetune: The share of the run, at its end, in which images have their full size.
         size_increment: Sides are multiples of this, in pixels.
 
     Raises:
-        ConfigError: If an argument is wrong; before the first step, if the number of updates is not known.
+        ConfigError: If an argument is wrong; before the first step, if the number of updates is unknown.
         DataError: If a batch has no images.
 
     >>> ProgressiveResizing(initial_scale=0.5).size_at(0.0, 224)
@@ -44,7 +44,7 @@ class ProgressiveResizing(Algorithm):
             if isinstance(value, bool) or not 0 <= value < 1:
                 raise ConfigError(f"`{name}` must be at least 0 and below 1, got {value!r}.")
         if delay + finetune > 1:
-            raise ConfigError(f"`delay={delay}` and `finetune={finetune}` are more than the whole run together.")
+            raise ConfigError(f"`delay={delay}` and `finetune={finetune}` add up to more than the run.")
         if isinstance(size_increment, bool) or not isinstance(size_increment, int) or size_increment < 1:
             raise ConfigError(f"`size_increment` must be a positive int, got {size_increment!r}.")
         self.initial_scale = initial_scale
@@ -53,16 +53,16 @@ class ProgressiveResizing(Algorithm):
         self.size_increment = size_increment
 
     def size_at(self, done: float, side: int) -> int:
-        """Return the length of a side of `side` pixels when this share of the run is done."""
+        """Return the length of a side of `side` pixels after this share of the run."""
         growing = 1 - self.finetune - self.delay
         if done >= 1 - self.finetune:
             return side
-        passed = max(done - self.delay, 0) / growing if growing > 0 else 0
-        scale = self.initial_scale + (1 - self.initial_scale) * passed
+        grown = max(done - self.delay, 0) / growing if growing > 0 else 0
+        scale = self.initial_scale + (1 - self.initial_scale) * grown
         return min(max(round(side * scale / self.size_increment) * self.size_increment, 1), side)
 
     def set_up(self, trainer: TrainerLike) -> None:
-        """Refuse a run of unknown length."""
+        """Reject a run of unknown length."""
         share_of_run(trainer, "ProgressiveResizing", 0)
 
     def transform_batch(self, trainer: TrainerLike, batch: Any) -> Any:
@@ -79,7 +79,7 @@ class ProgressiveResizing(Algorithm):
                 "leave it out."
             )
 
-        def scaled(value: Any) -> Any:
+        def rescale(value: Any) -> Any:
             if not is_image(value) or value is labels:
                 return value
             size = [self.size_at(done, side) for side in value.shape[-2:]]
@@ -88,5 +88,5 @@ class ProgressiveResizing(Algorithm):
             return F.interpolate(value, size=size, mode="bilinear", align_corners=False, antialias=True)
 
         if isinstance(batch, Mapping):
-            return {key: scaled(value) for key, value in batch.items()}
-        return tuple(map(scaled, batch)) if isinstance(batch, (tuple, list)) else scaled(batch)
+            return {key: rescale(value) for key, value in batch.items()}
+        return tuple(map(rescale, batch)) if isinstance(batch, (tuple, list)) else rescale(batch)

@@ -1,4 +1,4 @@
-"""SAM: the gradient is taken where the loss is worst nearby (Foret et al., 2021, arXiv:2010.01412)."""
+"""SAM: sharpness-aware minimization (Foret et al., 2021, arXiv:2010.01412)."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ class SAM(Algorithm):
     """Updates by the gradient at `weights + rho * gradient / |gradient|`, for flat minima (arXiv:2010.01412).
 
     Each step runs its micro-batches twice, and takes twice as long. The loss that is logged is that of the first pass,
-    the norm of the gradients that of the second. BatchNorm counts both in its statistics, and dropout draws anew.
+    the norm of the gradients that of the second. BatchNorm counts both in its statistics, and dropout draws new masks.
 
     Args:
-        rho: How far from the weights the second gradient is taken.
+        rho: Distance from the weights at which the second gradient is computed.
 
     Raises:
         ConfigError: If `rho` is not positive; before the first step, under DeepSpeed or with `microbatch_size="auto"`.
@@ -37,33 +37,34 @@ class SAM(Algorithm):
         if isinstance(rho, bool) or not isinstance(rho, (int, float)) or not 0 < rho < float("inf"):
             raise ConfigError(f"`rho` must be a positive number, got {rho!r}.")
         self.rho = rho
-        self._kept: list[tuple[Any, torch.Tensor]] = []
+        self._saved: list[tuple[Any, torch.Tensor]] = []
+        """Weights with their values before the second pass."""
 
     def set_up(self, trainer: TrainerLike) -> None:
-        """Refuse micro-batches that become smaller where memory runs out, as a second pass could not be done anew.
+        """Reject `microbatch_size="auto"`: a second pass cannot be run again if memory runs out.
 
         Raises:
             ConfigError: If `microbatch_size` is "auto".
         """
         if trainer.settings.microbatch_size == "auto":
             raise ConfigError(
-                "`algorithms` holds SAM, whose second pass cannot begin anew where memory runs out, and "
+                "`algorithms` holds SAM, whose second pass cannot run again if memory runs out, and "
                 "`microbatch_size='auto'`. Pass a number."
             )
 
     @torch.no_grad()
     def before_second_pass(self, trainer: TrainerLike) -> None:
         """Move the weights up the gradient."""
-        held: list[Any] = [one for one in trainer.model.parameters() if one.grad is not None]
-        norm: Any = nn.utils.get_total_norm(coalesce(held))
+        parameters: list[Any] = [parameter for parameter in trainer.model.parameters() if parameter.grad is not None]
+        norm: Any = nn.utils.get_total_norm(coalesce(parameters))
         norm = norm.full_tensor() if hasattr(norm, "full_tensor") else norm
         factor = self.rho / norm.clamp(min=1e-12)
-        self._kept = [(own := local_part(one), own.clone()) for one in held]
-        for (own, _), one in zip(self._kept, held, strict=True):
-            own.add_(local_part(one.grad) * factor.to(own.dtype))
+        self._saved = [(weight := local_part(parameter), weight.clone()) for parameter in parameters]
+        for (weight, _), parameter in zip(self._saved, parameters, strict=True):
+            weight.add_(local_part(parameter.grad) * factor.to(weight.dtype))
 
     def after_second_pass(self, trainer: TrainerLike) -> None:
-        """Put the weights back."""
-        for own, kept in self._kept:
-            own.copy_(kept)
-        self._kept = []
+        """Restore the weights."""
+        for weight, saved in self._saved:
+            weight.copy_(saved)
+        self._saved = []

@@ -1,4 +1,4 @@
-"""SeqLengthWarmup: short sequences first, longer ones as the run goes on (Li et al., 2022, arXiv:2108.06084)."""
+"""SeqLengthWarmup: short sequences first, longer ones later (Li et al., 2022, arXiv:2108.06084)."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from omnitrain.data.collation import required_labels
 
 
 class SeqLengthWarmup(Algorithm):
-    """Cuts sequences off at a length that grows linearly from `min_length` to `max_length` (arXiv:2108.06084).
+    """Truncates sequences to a length that grows linearly from `min_length` to `max_length` (arXiv:2108.06084).
 
-    Every tensor of a dict batch whose second dimension is that of the labels is cut. While sequences are cut, gradients
-    are means over the labels that are left, counted over the whole step, so that numbers are the same in every split.
+    Every tensor of a dict batch whose second dimension is that of the labels is truncated. Then gradients are means
+    over the remaining labels, counted over the full step, so that numbers are the same in every split.
 
     Args:
         max_length: The full length, in tokens.
         min_length: The length at the start.
-        duration: The share of the run's updates after which nothing is cut.
-        step_size: Lengths are multiples of this, but for the last.
+        duration: The share of the run's updates after which nothing is truncated.
+        step_size: Lengths are multiples of this, except the last.
 
     Raises:
-        ConfigError: If an argument is wrong; before the first step, if the number of updates is not known.
+        ConfigError: If an argument is wrong; before the first step, if the number of updates is unknown.
         DataError: If a batch is no dict, or has no integer labels of shape (samples, length).
 
     >>> SeqLengthWarmup(max_length=512).length_at(0.15)
@@ -48,22 +48,22 @@ class SeqLengthWarmup(Algorithm):
         self.step_size = step_size
 
     def length_at(self, done: float) -> int:
-        """Return the length when this share of the run is done."""
+        """Return the length after this share of the run."""
         if done >= self.duration:
             return self.max_length
         length = self.min_length + (self.max_length - self.min_length) * done / self.duration
         return max(int(length) // self.step_size * self.step_size, self.min_length)
 
-    def _present(self, trainer: TrainerLike) -> int:
+    def _current_length(self, trainer: TrainerLike) -> int:
         return self.length_at(share_of_run(trainer, "SeqLengthWarmup", trainer.progress.step))
 
     def set_up(self, trainer: TrainerLike) -> None:
-        """Refuse a run of unknown length."""
+        """Reject a run of unknown length."""
         share_of_run(trainer, "SeqLengthWarmup", 0)
 
     def transform_batch(self, trainer: TrainerLike, batch: Any) -> Any:
-        """Return the batch with its sequences cut off."""
-        length = self._present(trainer)
+        """Return the batch with truncated sequences."""
+        length = self._current_length(trainer)
         if length >= self.max_length:
             return batch
         labels = required_labels(batch, trainer.settings.label_names or (), "SeqLengthWarmup")
@@ -78,8 +78,8 @@ class SeqLengthWarmup(Algorithm):
         return {key: value[:, :length].contiguous() if key in cut else value for key, value in batch.items()}
 
     def transform_output(self, trainer: TrainerLike, output: Any) -> Any:
-        """Return the output with the sum of losses over the labels that are left, and what it was divided by."""
-        if self._present(trainer) >= self.max_length or output.num_targets is not None:
+        """Return the output with the sum of losses over the remaining labels, and their number."""
+        if self._current_length(trainer) >= self.max_length or output.num_targets is not None:
             return output
         output.num_targets = trainer.loss_mean.divisor({"labels": output.labels})
         if output.num_targets is not None:

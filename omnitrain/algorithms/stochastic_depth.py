@@ -1,4 +1,4 @@
-"""StochasticDepth: some layers of a deep network are left out of each step (Huang et al., 2016, arXiv:1603.09382)."""
+"""StochasticDepth: random layers are skipped in each step (Huang et al., 2016, arXiv:1603.09382)."""
 
 from __future__ import annotations
 
@@ -16,21 +16,21 @@ from omnitrain.core.events import Algorithm, TrainerLike
 
 
 class StochasticDepth(Algorithm):
-    """Leaves layers out at random, another choice in each step, as a regularizer (arXiv:1603.09382).
+    """Skips random layers, others in each step, as a regularizer (arXiv:1603.09382).
 
-    A layer is a module whose output is its input plus something, of the same shape. In a step for which it is left out,
-    its output is its input; otherwise what it adds is divided by the share of steps that it is kept in, so that
-    evaluations run on the model as it is. The choice is the same for all samples of a step, and follows from the seed
-    and the number of the step alone. All layers are computed: it saves no time.
+    A layer is a module whose output is its input plus something, of the same shape. In a step that skips it, its
+    output is its input; otherwise what it adds is divided by the share of steps that keep it, so that evaluations run
+    on the unchanged model. The choice is the same for all samples of a step, and depends only on the seed and the
+    number of the step. All layers are computed: it saves no time.
 
     Args:
-        layers: Regular expressions of the whole names of modules, or classes of modules.
-        drop_rate: The share of steps that the last layer is left out of.
-        distribution: "linear": the rate rises layer by layer up to `drop_rate`; "uniform": it is that of each.
+        layers: Regular expressions of the full names of modules, or classes of modules.
+        drop_rate: The share of steps that skip the last layer.
+        distribution: "linear": the rate rises layer by layer up to `drop_rate`; "uniform": it is the same for all.
 
     Raises:
         ConfigError: If an argument is wrong; before the first step, if there is no such module; in the first step, if a
-            module gives another shape than it takes.
+            module changes the shape of its input.
 
     >>> StochasticDepth(["layers.[0-9]+"], drop_rate=0.5).rates(2)
     [0.25, 0.5]
@@ -44,7 +44,7 @@ class StochasticDepth(Algorithm):
         drop_rate: float = 0.2,
         distribution: Literal["linear", "uniform"] = "linear",
     ) -> None:
-        if isinstance(layers, (str, type)) or not all(isinstance(one, (str, type)) for one in layers):
+        if isinstance(layers, (str, type)) or not all(isinstance(layer, (str, type)) for layer in layers):
             raise ConfigError(f"`layers` must be a list of regular expressions and classes, got {layers!r}.")
         if isinstance(drop_rate, bool) or not isinstance(drop_rate, (int, float)) or not 0 < drop_rate < 1:
             raise ConfigError(f"`drop_rate` must be a number between 0 and 1, got {drop_rate!r}.")
@@ -55,79 +55,79 @@ class StochasticDepth(Algorithm):
         self.distribution: Literal["linear", "uniform"] = distribution
         self._handles: list[Any] = []
         self._factors: torch.Tensor = torch.ones(0)
-        """What is multiplied with that which each layer adds, in the present step."""
+        """Factors of what each layer adds in the current step, of shape (layers,)."""
         self._step = -1
 
     def rates(self, layers: int) -> list[float]:
-        """Return the share of steps that each of so many layers is left out of."""
+        """Return the share of steps that skip each layer, for so many layers."""
         if self.distribution == "uniform":
             return [self.drop_rate] * layers
         return [self.drop_rate * (number + 1) / layers for number in range(layers)]
 
     def set_up(self, trainer: TrainerLike) -> None:
-        """Look for the layers.
+        """Find the layers.
 
         Raises:
-            ConfigError: If one of `layers` is not there.
+            ConfigError: If the model has no module for one of `layers`.
         """
         self.end_run(trainer)
-        self._found(trainer.model)
+        self._matching_layers(trainer.model)
 
-    def _found(self, model: nn.Module) -> dict[str, nn.Module]:
-        """Return the layers by name, in the order in which the model holds them."""
-        modules, found = dict(model.named_modules()), set[str]()
-        for one in self.layers:
-            if isinstance(one, type):
-                own = [name for name, module in modules.items() if isinstance(module, one)]
+    def _matching_layers(self, model: nn.Module) -> dict[str, nn.Module]:
+        """Return the layers by name, in the order of the model."""
+        modules, selected = dict(model.named_modules()), set[str]()
+        for layer in self.layers:
+            if isinstance(layer, type):
+                matches = [name for name, module in modules.items() if isinstance(module, layer)]
             else:
-                own = [name for name in modules if name and re.fullmatch(one, name)]
-            if not own:
-                what = f"is a {one.__name__}" if isinstance(one, type) else f"is called {one!r}"
+                matches = [name for name in modules if name and re.fullmatch(layer, name)]
+            if not matches:
+                what = f"is a {layer.__name__}" if isinstance(layer, type) else f"is called {layer!r}"
                 names = ", ".join([name for name in modules if name][:20])
                 raise ConfigError(f"`layers` of StochasticDepth: no module {what}. Those of the model are {names}.")
-            found.update(own)
-        return {name: module for name, module in modules.items() if name in found}
+            selected.update(matches)
+        return {name: module for name, module in modules.items() if name in selected}
 
-    def _begin(self, trainer: TrainerLike) -> None:
-        """Put hooks on the layers, until the run ends."""
-        layers = self._found(trainer.model)
+    def _register_hooks(self, trainer: TrainerLike) -> None:
+        layers = self._matching_layers(trainer.model)
         self._factors, self._step = torch.ones(len(layers), device=trainer.device), -1
         for number, (name, layer) in enumerate(layers.items()):
-            hook = functools.partial(self._leave_out, number, name)
+            hook = functools.partial(self._skip_or_scale, number, name)
             self._handles.append(layer.register_forward_hook(hook, with_kwargs=True))
 
     def end_run(self, trainer: TrainerLike) -> None:
-        """Take the hooks off the layers."""
+        """Remove the hooks."""
         for handle in self._handles:
             handle.remove()
         self._handles = []
 
     def transform_batch(self, trainer: TrainerLike, batch: Any) -> Any:
-        """Return the batch as it is; before the first one of a step, choose the layers."""
+        """Return the batch unchanged; before the first one of a step, choose the layers."""
         if not self._handles:
-            self._begin(trainer)
+            self._register_hooks(trainer)
         step = trainer.progress.step + trainer.progress.skipped_steps
         if step != self._step:
             self._step = step
-            kept = [1 - rate for rate in self.rates(len(self._factors))]
-            draws = [derive_seed(trainer.seed, _DEPTH, step, number) / 2**64 for number in range(len(kept))]
-            self._factors.copy_(torch.tensor([(u < one) / one for u, one in zip(draws, kept, strict=True)]))
+            keep_rates = [1 - rate for rate in self.rates(len(self._factors))]
+            draws = [derive_seed(trainer.seed, _STREAM, step, number) / 2**64 for number in range(len(keep_rates))]
+            factors = [(draw < rate) / rate for draw, rate in zip(draws, keep_rates, strict=True)]
+            self._factors.copy_(torch.tensor(factors))
         return batch
 
-    def _leave_out(self, number: int, name: str, module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
-        """Return the output of a layer for a step: its input alone, or with more of what it adds."""
+    def _skip_or_scale(self, number: int, name: str, module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
+        """Return only the input of a layer, or its output with a scaled residual; a forward hook."""
         if not module.training:
             return output
-        taken = next((one for one in (*args, *kwargs.values()) if isinstance(one, torch.Tensor)), None)
-        given = output[0] if isinstance(output, tuple) else output
-        if taken is None or not isinstance(given, torch.Tensor) or taken.shape != given.shape:
+        residual = next((value for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor)), None)
+        hidden = output[0] if isinstance(output, tuple) else output
+        if residual is None or not isinstance(hidden, torch.Tensor) or residual.shape != hidden.shape:
             raise ConfigError(
-                f"`layers` of StochasticDepth: {name!r} gives another shape than it takes, so it cannot be left out. "
+                f"`layers` of StochasticDepth: {name!r} changes the shape of its input, so it cannot be skipped. "
                 "Name modules whose output is their input plus something."
             )
-        made = (taken + (given - taken) * self._factors[number]).to(given.dtype)
-        return (made, *output[1:]) if isinstance(output, tuple) else made
+        scaled = (residual + (hidden - residual) * self._factors[number]).to(hidden.dtype)
+        return (scaled, *output[1:]) if isinstance(output, tuple) else scaled
 
 
-_DEPTH = 0xDE9
-"""Sets these draws apart from others that go by the same seed."""
+_STREAM = 0xDE9
+"""Separates these random numbers from others of the same seed."""

@@ -1,4 +1,4 @@
-"""StraightThrough: passes run on rounded weights, updates go to full ones (Bengio et al., 2013, arXiv:1308.3432)."""
+"""StraightThrough: rounded weights in forward and backward passes (Bengio et al., 2013, arXiv:1308.3432)."""
 
 from __future__ import annotations
 
@@ -7,23 +7,23 @@ from typing import Any
 
 import torch
 
-from omnitrain.algorithms.weights import local_part, matching, parameters_by_name, patterns_of, whole_tensor
+from omnitrain.algorithms.weights import full_tensor, local_part, matching, parameters_by_name, patterns_of
 from omnitrain.checkpoint.tensor_files import shard_like
 from omnitrain.core.errors import ConfigError
 from omnitrain.core.events import Algorithm, TrainerLike
 
 
 class StraightThrough(Algorithm):
-    """Trains with `function(weight)` in place of weights, for low precision: a straight-through estimator.
+    """Trains with `function(weight)` in place of weights: a straight-through estimator.
 
-    Forward and backward passes run on what `function` makes of the weights; the gradients, taken there, update the
-    weights themselves, as if it changed nothing (arXiv:1308.3432). Evaluations, `model.safetensors` and the end of the
-    run have what `function` makes of them; the weights themselves are beside it, in `trained.safetensors`.
+    Forward and backward passes run on `function(weight)`; its gradients update the weights themselves
+    (arXiv:1308.3432). Evaluations, `model.safetensors` and the end of the run have `function(weight)`; the weights
+    themselves are saved next to it, in `trained.safetensors`.
 
     Args:
-        function: Called with a weight, whole and without a gradient; returns a tensor of its shape, and the same one
-            for the same weight each time. It is called once for each weight in a step, and in each evaluation.
-        match: Regular expressions; parameters in whose names one of them is found are meant. None is every parameter
+        function: Called with a full weight without a gradient; returns a tensor of its shape, deterministically. It is
+            called once for each weight in a step, and in each evaluation.
+        match: Regular expressions; parameters in whose names one of them is found match. None is every parameter
             that trains and has two dimensions or more.
 
     Raises:
@@ -43,54 +43,54 @@ class StraightThrough(Algorithm):
         self.function: Callable[[torch.Tensor], torch.Tensor] = function
         self.match: tuple[str, ...] | None = patterns_of(match)
         self._names: list[str] = []
-        self._kept: list[tuple[torch.Tensor, torch.Tensor]] = []
-        """Parameters, each as this rank has it, and the values to put back, while a step runs its passes."""
+        self._saved: list[tuple[torch.Tensor, torch.Tensor]] = []
+        """Local parts of parameters with the values to restore, while a step runs its passes."""
 
     def set_up(self, trainer: TrainerLike) -> None:
-        """Put back what a step that failed has left, and look for the parameters.
+        """Restore the weights after a failed step, and find the parameters.
 
         Raises:
             ConfigError: If there are none, or `microbatch_size` is "auto".
         """
-        self._put_back()
+        self._restore()
         if trainer.settings.microbatch_size == "auto":
             raise ConfigError(
-                "`algorithms` holds StraightThrough, which cannot begin a step anew where memory runs out, and "
+                "`algorithms` holds StraightThrough, which cannot run a step again if memory runs out, and "
                 "`microbatch_size='auto'`. Pass a number."
             )
         self._names = matching(trainer.model, self.match, "StraightThrough")
 
     def transform_batch(self, trainer: TrainerLike, batch: Any) -> Any:
-        """Return the batch as it is; before the first one of a step, change the weights."""
-        if not self._kept:
+        """Return the batch unchanged; before the first one of a step, change the weights."""
+        if not self._saved:
             live = parameters_by_name(trainer.model)
-            self._kept = [(own := local_part(live[name]), own.clone()) for name in self._names]
-            for (own, _), name in zip(self._kept, self._names, strict=True):
-                own.copy_(local_part(self._made(live[name], name)))
+            self._saved = [(weight := local_part(live[name]), weight.clone()) for name in self._names]
+            for (weight, _), name in zip(self._saved, self._names, strict=True):
+                weight.copy_(local_part(self._transform(live[name], name)))
         return batch
 
     def before_update(self, trainer: TrainerLike) -> None:
-        """Put the weights back, which the update changes."""
-        self._put_back()
+        """Restore the weights for the update."""
+        self._restore()
 
     def transform_weights(self, trainer: TrainerLike, weights: Mapping[str, Any]) -> dict[str, Any]:
-        """Return what the function makes of the weights."""
-        self._put_back()  # after a step that made no update
-        return {**weights, **{name: self._made(weights[name], name) for name in self._names if name in weights}}
+        """Return the transformed weights."""
+        self._restore()  # after a step that made no update
+        return {**weights, **{name: self._transform(weights[name], name) for name in self._names if name in weights}}
 
     @torch.no_grad()
-    def _made(self, weight: Any, name: str) -> torch.Tensor:
-        """Return what the function makes of a weight, sharded as that is."""
-        given = whole_tensor(weight).clone()
-        made = self.function(given)
-        if not isinstance(made, torch.Tensor) or made.shape != given.shape:
+    def _transform(self, weight: Any, name: str) -> torch.Tensor:
+        """Return `function(weight)`, sharded like the weight."""
+        full_weight = full_tensor(weight).clone()
+        transformed = self.function(full_weight)
+        if not isinstance(transformed, torch.Tensor) or transformed.shape != full_weight.shape:
             raise ConfigError(
                 f"`function` of StraightThrough must return a tensor of the shape of its argument, "
-                f"{tuple(given.shape)} for {name!r}, got {made!r:.80}."
+                f"{tuple(full_weight.shape)} for {name!r}, got {transformed!r:.80}."
             )
-        return shard_like(made.to(given.dtype), weight)
+        return shard_like(transformed.to(full_weight.dtype), weight)
 
-    def _put_back(self) -> None:
-        for own, kept in self._kept:
-            own.copy_(kept)
-        self._kept = []
+    def _restore(self) -> None:
+        for weight, saved in self._saved:
+            weight.copy_(saved)
+        self._saved = []

@@ -19,16 +19,16 @@ from omnitrain.optim.schedules import Course
 class SWA(WeightAverage):
     """Evaluates, keeps and ends with the mean of the weights at the end of each late epoch (arXiv:1803.05407).
 
-    Before the first one is taken, evaluations and files have the weights in training. The learning rate is that of
+    Until the first average, evaluations and files have the weights in training. The learning rate is that of
     `lr_scheduler`; the paper keeps it high and constant, or lets it cycle.
 
     Args:
-        start: From where in the run on weights are taken: a duration such as "0.7dur" or "5ep"; an int counts steps.
-        every: Take them after so many updates instead of at the ends of epochs.
+        start: When averaging starts: a duration such as "0.7dur" or "5ep"; an int counts steps.
+        every: Average every so many updates instead of at the ends of epochs.
 
     Raises:
         ConfigError: If an argument is wrong; before the first step, under ZeRO 3, for weights of 16 bits, or if the run
-            ends before any weights would be taken.
+            ends before averaging starts.
 
     >>> SWA(start="0.5dur").start
     Duration(value=0.5, unit='dur')
@@ -52,7 +52,7 @@ class SWA(WeightAverage):
         """Forget the averages of an earlier run.
 
         Raises:
-            ConfigError: If it is not known when to start, or the run ends before any weights would be taken.
+            ConfigError: If the start is unknown, or the run ends before averaging starts.
         """
         super().set_up(trainer)
         if self.start.unit == "dur":
@@ -73,23 +73,23 @@ class SWA(WeightAverage):
             length = " or ".join(map(str, trainer.limits.durations)) if last is None else f"{last} updates"
             length += f", {steps_per_epoch} in an epoch" if steps_per_epoch and not self.every else ""
             raise ConfigError(
-                f"SWA would average nothing: it takes weights at the end of {moments} from '{self.start}' on, and the "
-                f"run has {length}. Give an earlier `start`, or take weights more often by `every`."
+                f"SWA would average nothing: it averages at the end of {moments} from '{self.start}' on, and the "
+                f"run has {length}. Set an earlier `start`, or average more often by `every`."
             )
 
     def after_update(self, trainer: TrainerLike) -> None:
-        """Take the weights, if it is their turn by updates."""
+        """Average the weights every `every` updates."""
         step = trainer.progress.step + 1
         if self.every is not None and step % self.every == 0:
-            self._take(trainer, replace(trainer.progress, step=step))
+            self._average_if_started(trainer, replace(trainer.progress, step=step))
 
     def end_epoch(self, trainer: TrainerLike) -> None:
-        """Take the weights, if it is their turn by epochs."""
+        """Average the weights at the end of an epoch."""
         if self.every is None:
             progress = trainer.progress
-            self._take(trainer, replace(progress, epoch=progress.epoch + 1, samples_in_epoch=0))
+            self._average_if_started(trainer, replace(progress, epoch=progress.epoch + 1, samples_in_epoch=0))
 
-    def _take(self, trainer: TrainerLike, progress: Progress) -> None:
+    def _average_if_started(self, trainer: TrainerLike, progress: Progress) -> None:
         if self.start.unit == "dur":
             has_started = share_of_run(trainer, "SWA", progress.step) >= self.start.value
         else:
@@ -97,5 +97,5 @@ class SWA(WeightAverage):
         if not has_started:
             return
         if self._averages:
-            self._add()
-        self._join(trainer)
+            self._update_averages()
+        self._add_parameters(trainer)

@@ -1,4 +1,4 @@
-"""What algorithms that change single weights have in common: which parameters are meant, their parts and wholes."""
+"""Parameters by name, and their local and full tensors."""
 
 from __future__ import annotations
 
@@ -26,42 +26,47 @@ def patterns_of(match: Sequence[str] | None) -> tuple[str, ...] | None:
 
 
 def parameters_by_name(model: nn.Module) -> dict[str, nn.Parameter]:
-    """Return the parameters that are numbers with a fraction, by their names in checkpoints."""
-    return {bare_name(name): one for name, one in model.named_parameters() if one.is_floating_point()}
+    """Return the floating-point parameters by their names in checkpoints."""
+    named = model.named_parameters()
+    return {bare_name(name): parameter for name, parameter in named if parameter.is_floating_point()}
 
 
-def matching(model: nn.Module, match: Sequence[str] | None, who: str, held: Collection[str] = ()) -> list[str]:
-    """Return the names of the parameters in which one of the patterns is found.
+def matching(model: nn.Module, match: Sequence[str] | None, owner: str, required: Collection[str] = ()) -> list[str]:
+    """Return the names of the parameters that match one of the patterns.
 
     Args:
         model: The model.
         match: The patterns; None is every parameter that trains and has two dimensions or more.
-        who: The algorithm, for the message.
-        held: Names that count without patterns too, as they did before they were frozen.
+        owner: The algorithm, for error messages.
+        required: Names that count without patterns, even if frozen.
 
     Raises:
-        ConfigError: If one of them is found in no name, or there is no such parameter.
+        ConfigError: If a pattern matches no name, or there is no such parameter.
     """
-    own = parameters_by_name(model)
+    parameters = parameters_by_name(model)
     if match is None:
-        found = [name for name, one in own.items() if name in held or (one.dim() > 1 and one.requires_grad)]
+        names = [
+            name
+            for name, parameter in parameters.items()
+            if name in required or (parameter.dim() > 1 and parameter.requires_grad)
+        ]
     else:
         for pattern in match:
-            if not any(re.search(pattern, name) for name in own):
-                raise not_found(f"`match` of {who}", pattern, own.items())
-        found = [name for name in own if any(re.search(pattern, name) for pattern in match)]
-    if not found:
-        raise ConfigError(f"{who} found no parameter that trains and has two dimensions. Name them in `match`.")
-    return found
+            if not any(re.search(pattern, name) for name in parameters):
+                raise not_found(f"`match` of {owner}", pattern, parameters.items())
+        names = [name for name in parameters if any(re.search(pattern, name) for pattern in match)]
+    if not names:
+        raise ConfigError(f"{owner} found no parameter that trains and has two dimensions. Name them in `match`.")
+    return names
 
 
 def local_part(tensor: Any) -> torch.Tensor:
-    """Return this rank's part of a sharded tensor; another one as it is."""
+    """Return the local shard of a DTensor; a plain tensor unchanged."""
     tensor = tensor.detach()
     return tensor.to_local() if hasattr(tensor, "to_local") else tensor
 
 
-def whole_tensor(tensor: Any) -> torch.Tensor:
-    """Return all of a tensor on its device; a sharded one is gathered, on all ranks at once."""
+def full_tensor(tensor: Any) -> torch.Tensor:
+    """Return the full tensor on its device; gathering a DTensor is a collective of all ranks."""
     tensor = tensor.detach()
     return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor

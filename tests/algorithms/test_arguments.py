@@ -125,7 +125,7 @@ CLIPPING = GradientClipping("value", 1.0, exclude=["head"])
         ([SAM()], {"microbatch_size": "auto"}, "SAM.*microbatch_size='auto'"),
         ([StochasticDepth(["block"])], {}, "no module is called 'block'"),
         ([StochasticDepth([nn.Conv2d])], {}, "no module is a Conv2d"),
-        ([StochasticDepth(["0"])], {}, "'0' gives another shape than it takes"),
+        ([StochasticDepth(["0"])], {}, "'0' changes the shape of its input"),
         ([StraightThrough(torch.relu, ["head"])], {}, "'head' is found in no parameter's name"),
         ([StraightThrough(torch.sum)], {}, r"tensor of the shape of its argument, \(16, 4\) for '0.weight'"),
         ([StraightThrough(torch.relu)], {"microbatch_size": "auto"}, "microbatch_size='auto'"),

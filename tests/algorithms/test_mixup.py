@@ -99,7 +99,7 @@ def area_of_paper(draw: random.Random) -> float:
 def test_mixing_validates_batches() -> None:
     with pytest.raises(ConfigError, match="num_classes"):
         MixUp().transform_batch(TRAINER, (torch.randn(2, 2), torch.tensor([0, 1])))
-    with pytest.raises(DataError, match="MixUp mixes inputs, and found none of floating-point numbers"):
+    with pytest.raises(DataError, match="MixUp mixes inputs, and found no floating-point tensors"):
         MixUp(2).transform_batch(TRAINER, (torch.ones(2, 2, dtype=torch.long), torch.tensor([0, 1])))
     with pytest.raises(DataError, match="labels"):
         MixUp().transform_batch(TRAINER, torch.randn(2, 2))
