@@ -43,4 +43,4 @@ def install(patch: pytest.MonkeyPatch) -> None:
     stand_in.convert_to_float8_training = convert
     patch.setitem(sys.modules, "torchao", ModuleType("torchao"))
     patch.setitem(sys.modules, "torchao.float8", stand_in)
-    patch.setattr("omnitrain.compute.precision._lacks_fp8", lambda device: "")
+    patch.setattr("omnitrain.compute.precision._fp8_obstacle", lambda device: "")

@@ -1,4 +1,4 @@
-"""Recomputation of activations in the backward pass, instead of keeping them, for any model."""
+"""Recomputation of activations in the backward pass, for any model."""
 
 from __future__ import annotations
 
@@ -19,50 +19,50 @@ _NAMES = ("activation_checkpointing", "gradient_checkpointing")  # transformers'
 _HOLDERS = (nn.ModuleList, nn.Sequential)
 
 
-def own_way(model: Any) -> functools.partial[Any] | None:
-    """Return the function with which a transformers model enables its own recomputation; None if it has none."""
+def builtin_checkpointing(model: Any) -> functools.partial[Any] | None:
+    """Return the function that enables a transformers model's own recomputation; None if it has none."""
     for name in _NAMES if getattr(model, "supports_gradient_checkpointing", True) else ():
         if callable(enable := getattr(model, f"{name}_enable", None)):
             return functools.partial(enable, **{f"{name}_kwargs": {"use_reentrant": False}})
     return None
 
 
-def recompute_activations(model: nn.Module, wanted: bool | Sequence[str]) -> None:
-    """Let a model recompute activations: in its own way if it is from transformers, otherwise block by block.
+def recompute_activations(model: nn.Module, blocks: bool | Sequence[str]) -> None:
+    """Enable recomputation: by the model's own method if it is from transformers, otherwise block by block.
 
     Args:
-        model: The bare module; changed in place, permanently.
-        wanted: Regular expressions for the names of its blocks; True finds them: the members of its `ModuleList`s and
-            `Sequential`s that have layers in turn.
+        model: The unwrapped module; modified in place, permanently.
+        blocks: Regular expressions for the names of its blocks; True finds them: the members of its `ModuleList`s and
+            `Sequential`s that contain layers.
 
     Raises:
         ConfigError: If there are no such blocks.
     """
-    enable = own_way(model) if wanted is True else None
+    enable = builtin_checkpointing(model) if blocks is True else None
     if enable is not None:
         return enable()
-    for block in _found_blocks(model) if wanted is True else _named_blocks(model, wanted or ()):
+    for block in _discover_blocks(model) if blocks is True else _named_blocks(model, blocks or ()):
         if not isinstance(block.forward, _Recomputed):
             block.forward = _Recomputed(block)
     return None
 
 
-def _found_blocks(model: nn.Module) -> list[nn.Module]:
-    found: list[nn.Module] = list(dict.fromkeys(blocks_in(model)))
-    if not found:  # then each Sequential of layers is a block, if there are several
-        found = [one for one in model.modules() if one is not model and isinstance(one, nn.Sequential) and len(one) > 1]
-    if not found or (len(found) == 1 and isinstance(found[0], nn.Sequential)):
+def _discover_blocks(model: nn.Module) -> list[nn.Module]:
+    blocks: list[nn.Module] = list(dict.fromkeys(blocks_in(model)))
+    if not blocks:  # then each Sequential of layers is a block, if there are several
+        inner = [module for module in model.modules() if module is not model]
+        blocks = [module for module in inner if isinstance(module, nn.Sequential) and len(module) > 1]
+    if not blocks or (len(blocks) == 1 and isinstance(blocks[0], nn.Sequential)):
         raise ConfigError(
             f"`gradient_checkpointing=True` finds no blocks in {type(model).__name__}: none of its parts is an "
-            "nn.ModuleList or nn.Sequential of modules that are made of layers. Name those whose activations are to be "
-            "computed again, as in gradient_checkpointing=['encoder', r'stages\\.\\d+'], or put layers into an "
-            "nn.Sequential each."
+            "nn.ModuleList or nn.Sequential of modules that contain layers. Name the modules to recompute, as in "
+            "gradient_checkpointing=['encoder', r'stages\\.\\d+'], or wrap each block in an nn.Sequential."
         )
-    return found
+    return blocks
 
 
 def blocks_in(module: nn.Module) -> Iterator[nn.Module]:
-    """Yield the blocks in a module: the members of its lists that consist of layers; the inner ones if nested."""
+    """Yield the members of a module's lists that contain layers; the innermost ones if lists are nested."""
     holds_blocks = isinstance(module, _HOLDERS)
     for child in module.children():
         inner = list(blocks_in(child)) if not holds_blocks or isinstance(child, _HOLDERS) else []
@@ -73,26 +73,22 @@ def blocks_in(module: nn.Module) -> Iterator[nn.Module]:
 
 
 def _named_blocks(model: nn.Module, patterns: Sequence[str]) -> list[nn.Module]:
-    found: dict[str, nn.Module] = {}
+    blocks: dict[str, nn.Module] = {}
     for pattern in patterns:
-        matching = {name: one for name, one in model.named_modules() if name and re.fullmatch(pattern, name)}
+        matching = {name: module for name, module in model.named_modules() if name and re.fullmatch(pattern, name)}
         if not matching:
             names = ", ".join([name for name, _ in model.named_modules() if name][:20])
             raise ConfigError(
                 f"`gradient_checkpointing={list(patterns)!r}`: no module is called {pattern!r}. Those of "
                 f"{type(model).__name__} are {names or 'none'}."
             )
-        found |= matching
-    outer = [name for name in found if not any(name.startswith(f"{other}.") for other in found)]
-    return list(dict.fromkeys(found[name] for name in outer))
+        blocks |= matching
+    outer = [name for name in blocks if not any(name.startswith(f"{other}.") for other in blocks)]
+    return list(dict.fromkeys(blocks[name] for name in outer))
 
 
 class _Recomputed:
-    """The `forward` of a block that keeps only its inputs, and is called again for the backward pass.
-
-    Args:
-        block: The module.
-    """
+    """The `forward` of a block that keeps only its inputs, and runs again in the backward pass."""
 
     def __init__(self, block: nn.Module) -> None:
         functools.update_wrapper(self, block.forward)
@@ -102,32 +98,31 @@ class _Recomputed:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
             return self.run(*args, **kwargs)
-        how: dict[str, Any] = {"context_fn": self._contexts} if next(self.block.buffers(), None) is not None else {}
-        # positional, because PyTorch finds there the devices whose random numbers it restores
-        return checkpoint(self._call, args, kwargs, use_reentrant=False, **how)
+        options: dict[str, Any] = {"context_fn": self._contexts} if next(self.block.buffers(), None) is not None else {}
+        # positional: PyTorch searches these for the devices whose random state it restores
+        return checkpoint(self._call, args, kwargs, use_reentrant=False, **options)
 
     def _call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return self.run(*args, **kwargs)
 
     def _contexts(self) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
-        """Return the contexts of both calls; the second one uses the earlier buffers, and leaves the present ones.
+        """Return the contexts of both calls; the second reads the buffers of the first, and leaves them unchanged.
 
         Otherwise BatchNorm would count a batch twice, and a spectral norm would iterate further.
         """
-        stores = [one._buffers for one in self.block.modules()]
-        before = [
-            (store, name, buffer.clone()) for store in stores for name, buffer in store.items() if buffer is not None
-        ]
-        return contextlib.nullcontext(), _with_buffers(before)
+        stores = [module._buffers for module in self.block.modules()]
+        entries = [(store, name, buffer) for store in stores for name, buffer in store.items() if buffer is not None]
+        buffers = [(store, name, buffer.clone()) for store, name, buffer in entries]
+        return contextlib.nullcontext(), _swapped_buffers(buffers)
 
 
 @contextlib.contextmanager
-def _with_buffers(buffers: Sequence[tuple[dict[str, Any], str, torch.Tensor]]) -> Iterator[None]:
-    now = [(store, name, store[name]) for store, name, _ in buffers]
+def _swapped_buffers(buffers: Sequence[tuple[dict[str, Any], str, torch.Tensor]]) -> Iterator[None]:
+    current = [(store, name, store[name]) for store, name, _ in buffers]
     try:
         for store, name, buffer in buffers:
             store[name] = buffer
         yield
     finally:
-        for store, name, buffer in now:
+        for store, name, buffer in current:
             store[name] = buffer

@@ -1,4 +1,4 @@
-"""Precision and device selection, and detection of out-of-memory errors."""
+"""Precision, device selection, and detection of out-of-memory errors."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ _NAMES = {
 }
 _DTYPES = {"fp32": None, "fp16": torch.float16, "bf16": torch.bfloat16, "fp8": torch.bfloat16}
 _FP8_FROM = (8, 9)
-"""The compute capability of NVIDIA GPUs from which on they multiply in fp8."""
+"""The lowest compute capability of NVIDIA GPUs that multiply in fp8."""
 
 
 @dataclass(frozen=True, slots=True)
 class Dtypes:
-    """The dtypes that the argument `dtypes` sets; None leaves one as it is.
+    """The dtypes that the argument `dtypes` sets; None leaves one unchanged.
 
     >>> Dtypes.parse({"inputs": "bf16", "reductions": torch.float32}).described
     {'inputs': 'bf16', 'reductions': 'fp32'}
@@ -44,49 +44,49 @@ class Dtypes:
     reductions: torch.dtype | None = None
 
     @classmethod
-    def parse(cls, given: Any) -> Dtypes:
+    def parse(cls, value: Any) -> Dtypes:
         """Read the argument `dtypes`.
 
         Raises:
-            ConfigError: If it is no such dict, or parameters are to be of fp16.
+            ConfigError: If it is no such dict, or sets parameters to fp16.
         """
         known = [field.name for field in fields(cls)]
-        if given is None:
+        if value is None:
             return cls()
-        if not isinstance(given, Mapping) or not given:
+        if not isinstance(value, Mapping) or not value:
             raise ConfigError(
-                f"`dtypes` must be a dict such as {{'parameters': 'bf16'}}, of {', '.join(known)}, got {given!r:.200}."
+                f"`dtypes` must be a dict such as {{'parameters': 'bf16'}}, of {', '.join(known)}, got {value!r:.200}."
             )
-        found: dict[str, torch.dtype | None] = {}
-        for name, dtype in given.items():
+        dtypes: dict[str, torch.dtype | None] = {}
+        for name, dtype in value.items():
             if name not in known:
                 raise ConfigError(
                     f"`dtypes` sets {name!r}. It may set {', '.join(known)}.{did_you_mean(str(name), known)}"
                 )
-            word = "fp32" if dtype is None else _name_of(dtype, f"dtypes[{name!r}]")
-            if word == "fp8":
-                raise ConfigError(f"`dtypes` sets {name!r} to fp8, which is for products alone: autocast='fp8'.")
-            found[name] = None if dtype is None else _DTYPES[word] or torch.float32
-        if found.get("parameters") is torch.float16:
+            precision = "fp32" if dtype is None else _precision_name(dtype, f"dtypes[{name!r}]")
+            if precision == "fp8":
+                raise ConfigError(f"`dtypes` sets {name!r} to fp8, which is only for products: use autocast='fp8'.")
+            dtypes[name] = None if dtype is None else _DTYPES[precision] or torch.float32
+        if dtypes.get("parameters") is torch.float16:
             raise ConfigError(
-                f"`dtypes` sets parameters to {given['parameters']!r}: they would not train, as fp16 holds neither "
+                f"`dtypes` sets parameters to {value['parameters']!r}: they would not train, as fp16 holds neither "
                 "small updates nor the epsilon of Adam. Use 'bf16', or autocast='fp16', which keeps them in fp32."
             )
-        return cls(**found)
+        return cls(**dtypes)
 
     @property
     def described(self) -> dict[str, str] | None:
-        """What is set, in the words of `autocast`; None if nothing is."""
-        words = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"}
-        said = {field.name: words[dtype] for field in fields(self) if (dtype := getattr(self, field.name)) is not None}
-        return said or None
+        """The dtypes that are set, by the names of `autocast`; None if none is."""
+        names = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"}
+        dtypes = {field.name: getattr(self, field.name) for field in fields(self)}
+        return {name: names[dtype] for name, dtype in dtypes.items() if dtype is not None} or None
 
     def cast(self, model: nn.Module) -> None:
         """Cast the floating-point parameters and buffers of a model in place."""
-        for wanted, held in ((self.parameters, model.parameters()), (self.buffers, model.buffers())):
-            for tensor in held if wanted is not None else ():
+        for dtype, tensors in ((self.parameters, model.parameters()), (self.buffers, model.buffers())):
+            for tensor in tensors if dtype is not None else ():
                 if tensor.is_floating_point():
-                    tensor.data = tensor.data.to(wanted)
+                    tensor.data = tensor.data.to(dtype)
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,18 +109,18 @@ class Precision:
         """Read the arguments `autocast`, `matmul_precision` and `dtypes`.
 
         Raises:
-            ConfigError: If the name is unknown, or it is fp16 on a CPU, which has no fp16 autocast, or fp8 on a device
-                that cannot multiply in it.
+            ConfigError: If the name is unknown, fp16 on a CPU, which has no fp16 autocast, or fp8 on a device that does
+                not support it.
         """
-        name = _name_of(autocast)
+        name = _precision_name(autocast)
         if name == "fp16" and device.type == "cpu":
             raise ConfigError(
                 f"`autocast={autocast!r}` is not available on a CPU. Use `autocast='bf16'` there, or a GPU device."
             )
-        if name == "fp8" and (lacking := _lacks_fp8(device)):
+        if name == "fp8" and (reason := _fp8_obstacle(device)):
             raise ConfigError(
                 f"`autocast={autocast!r}` needs an NVIDIA GPU of compute capability 8.9 or later (Ada, Hopper), and "
-                f"{lacking}. Use autocast='bf16'."
+                f"{reason}. Use autocast='bf16'."
             )
         return cls(name, device.type, matmul, Dtypes.parse(dtypes))
 
@@ -130,10 +130,10 @@ class Precision:
         return contextlib.nullcontext() if dtype is None else torch.autocast(self.device_type, dtype=dtype)
 
     @contextlib.contextmanager
-    def without_cache(self) -> Iterator[None]:
-        """Have a `torch.autocast` that the user's program is in cast the weights of each forward pass again.
+    def disabled_autocast_cache(self) -> Iterator[None]:
+        """Disable the weight cache of a `torch.autocast` around the run.
 
-        It keeps what it has cast until it is left, so a run inside would compute with the weights of its first step.
+        The cache lives until that context exits, so a run inside would compute with the weights of its first step.
         """
         if not torch.is_autocast_enabled(self.device_type):
             yield
@@ -147,12 +147,12 @@ class Precision:
             torch.set_autocast_cache_enabled(before)
 
     def convert(self, model: nn.Module) -> None:
-        """Have the linear layers of a model multiply in fp8, by torchao, if that is the precision.
+        """Convert the linear layers of a model to fp8 products by torchao, if that is the precision.
 
-        Their parameters stay the same objects under the same names. A layer needs sizes that are multiples of 16.
+        Their parameters stay the same objects under the same names. Only sizes that are multiples of 16 are supported.
 
         Raises:
-            ConfigError: If no layer can.
+            ConfigError: If no layer can be converted.
             MissingExtraError: If torchao is not installed.
         """
         if self.name != "fp8":
@@ -161,19 +161,19 @@ class Precision:
             from torchao.float8 import convert_to_float8_training  # pyright: ignore[reportMissingImports]
         except ImportError:
             raise MissingExtraError("autocast='fp8'", "torchao") from None
-        fit = [one for one in model.modules() if isinstance(one, nn.Linear) and one is not model]
-        fit = [one for one in fit if not (one.in_features % 16 or one.out_features % 16)]
-        if not fit:
+        layers = [layer for layer in model.modules() if isinstance(layer, nn.Linear) and layer is not model]
+        layers = [layer for layer in layers if not (layer.in_features % 16 or layer.out_features % 16)]
+        if not layers:
             raise ConfigError(
-                "`autocast='fp8'`: the model holds no linear layer whose sizes are both multiples of 16, so nothing "
-                "would be computed in fp8. Use autocast='bf16'."
+                "`autocast='fp8'` has nothing to convert: the model has no linear layer whose sizes are both multiples "
+                "of 16. Use autocast='bf16'."
             )
-        plain = {id(one) for one in fit if type(one) is nn.Linear}  # another trainer may have converted the others
+        plain = {id(layer) for layer in layers if type(layer) is nn.Linear}  # others may be converted already
         convert_to_float8_training(model, module_filter_fn=lambda module, name: id(module) in plain)
 
     @contextlib.contextmanager
-    def of_products(self) -> Iterator[None]:
-        """Have products of fp32 matrices computed inside as `matmul_precision` says; afterwards as before."""
+    def matmul_context(self) -> Iterator[None]:
+        """Set the precision of fp32 matrix products to `matmul_precision` inside the context."""
         if self.matmul is None:
             yield
             return
@@ -194,21 +194,22 @@ class Precision:
         return torch.amp.GradScaler(self.device_type, init_scale=scale[0], growth_interval=interval, enabled=is_on)
 
 
-def _lacks_fp8(device: torch.device) -> str:
-    """Return what is wrong with a device for fp8; nothing if it can multiply in it."""
+def _fp8_obstacle(device: torch.device) -> str:
+    """Return why a device does not support fp8; "" if it does."""
     if device.type != "cuda":
         return f"the device is {device}"
-    found = torch.cuda.get_device_capability(device)
-    return "" if found >= _FP8_FROM else f"{torch.cuda.get_device_name(device)} has {found[0]}.{found[1]}"
+    capability = torch.cuda.get_device_capability(device)
+    name, version = torch.cuda.get_device_name(device), ".".join(map(str, capability))
+    return "" if capability >= _FP8_FROM else f"{name} has {version}"
 
 
 def growth_interval(scale: Sequence[float]) -> int:
-    """Return the steps without an overflow after which the loss scale doubles, by `fp16_loss_scale`."""
+    """Return after how many steps without an overflow the loss scale doubles, by `fp16_loss_scale`."""
     return int(scale[2]) if len(scale) > 2 else 2000
 
 
 def matmul_precision() -> str:
-    """Return in what precision PyTorch computes products of fp32 matrices: "highest", "high" or "medium"."""
+    """Return the precision of PyTorch's fp32 matrix products: "highest", "high" or "medium"."""
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "Please use the new API settings")  # PyTorch 2.9 says so of this function
@@ -219,7 +220,7 @@ def matmul_precision() -> str:
         return "highest" if on_gpu != "tf32" else "medium" if on_cpu == "bf16" else "high"
 
 
-def _name_of(autocast: str | torch.dtype | None, argument: str = "autocast") -> str:
+def _precision_name(autocast: str | torch.dtype | None, argument: str = "autocast") -> str:
     text = "fp32" if autocast is None else str(autocast).removeprefix("torch.").lower()
     if text not in _NAMES:
         raise ConfigError(
@@ -229,30 +230,30 @@ def _name_of(autocast: str | torch.dtype | None, argument: str = "autocast") -> 
     return _NAMES[text]
 
 
-def precision_name(autocast: str | torch.dtype | None) -> str:
-    """Return accelerate's name for the precision: "no", "fp16" or "bf16", which fp8 is beside the products.
+def accelerate_precision(autocast: str | torch.dtype | None) -> str:
+    """Return accelerate's name for the precision: "no", "fp16" or "bf16"; with fp8, all but products is bf16.
 
     Raises:
         ConfigError: If the name is unknown.
     """
-    name = _name_of(autocast)
+    name = _precision_name(autocast)
     return {"fp32": "no", "fp8": "bf16"}.get(name, name)
 
 
 def computes_in_fp8(autocast: str | torch.dtype | None) -> bool:
-    """Return whether the argument `autocast` asks for products in fp8, in any of its spellings.
+    """Return whether the argument `autocast` selects fp8 products, in any of its spellings.
 
     Raises:
         ConfigError: If the name is unknown.
     """
-    return _name_of(autocast) == "fp8"
+    return _precision_name(autocast) == "fp8"
 
 
 def choose_device(device: str | torch.device | None) -> torch.device:
-    """Return the device that was asked for, or the first available of cuda, xpu, mps and cpu.
+    """Return the requested device, or the first available of cuda, xpu, mps and cpu.
 
     Raises:
-        ConfigError: If it does not exist here.
+        ConfigError: If it does not exist on this machine.
     """
     if device is None:
         kind = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
@@ -265,7 +266,7 @@ def choose_device(device: str | torch.device | None) -> torch.device:
     except (RuntimeError, AssertionError, ValueError) as error:
         reason = str(error).splitlines()[0].rstrip(".")
         raise ConfigError(
-            f"`device={device!r}` cannot be used: {reason}. Leave it out to take what there is."
+            f"`device={device!r}` cannot be used: {reason}. Leave it out to use the available one."
         ) from None
 
 
@@ -278,7 +279,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def free_memory() -> None:
-    """Give back to the device what nothing holds any more."""
+    """Collect garbage, and release the allocator's unused memory to the device."""
     from accelerate.utils.memory import clear_device_cache
 
     clear_device_cache(garbage_collection=True)

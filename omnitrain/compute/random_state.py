@@ -1,7 +1,7 @@
-"""Seeds and random state, and randomness in datasets that is keyed by sample.
+"""Seeds and random state of the global generators.
 
 User code draws from three global generators: torch's default one, numpy's and Python's `random`. They belong to
-training; data, evaluation and saving must leave them unchanged. Nothing here knows about datasets or trainers.
+training; data, evaluation and saving must leave them unchanged.
 """
 
 from __future__ import annotations
@@ -37,18 +37,18 @@ def derive_seed(*parts: int) -> int:
 
 
 class Generator(Protocol):
-    """One of the global generators, with four operations."""
+    """One of the global generators."""
 
-    def mark(self) -> Any:
+    def snapshot(self) -> Any:
         """Return its current state."""
         ...
 
-    def moved(self, mark: Any) -> bool:
-        """Return whether it was drawn from or seeded since `mark`."""
+    def has_changed(self, snapshot: Any) -> bool:
+        """Return whether it was drawn from or seeded since `snapshot`."""
         ...
 
-    def restore(self, mark: Any) -> None:
-        """Restore it to `mark`."""
+    def restore(self, snapshot: Any) -> None:
+        """Restore it to `snapshot`."""
         ...
 
     def seed(self, seed: int) -> None:
@@ -59,15 +59,15 @@ class Generator(Protocol):
 class _TorchGenerator:
     # torch.manual_seed would seed every device's generator too, which takes many times as long.
 
-    def mark(self) -> bytes:
+    def snapshot(self) -> bytes:
         # compared as bytes, since torch.equal takes five times as long
         return torch.default_generator.get_state().numpy().tobytes()
 
-    def moved(self, mark: bytes) -> bool:
-        return self.mark() != mark
+    def has_changed(self, snapshot: bytes) -> bool:
+        return self.snapshot() != snapshot
 
-    def restore(self, mark: bytes) -> None:
-        torch.default_generator.set_state(torch.frombuffer(bytearray(mark), dtype=torch.uint8))
+    def restore(self, snapshot: bytes) -> None:
+        torch.default_generator.set_state(torch.frombuffer(bytearray(snapshot), dtype=torch.uint8))
 
     def seed(self, seed: int) -> None:
         torch.default_generator.manual_seed(seed)
@@ -89,19 +89,19 @@ class _PythonGenerator:
             if tuple(memory) == (words[-1], *words[:-1]):
                 self._memory = memory
 
-    def mark(self) -> Any:
+    def snapshot(self) -> Any:
         if self._memory is None:
             return random.getstate()
         return bytes(self._memory), self._generator.gauss_next
 
-    def moved(self, mark: Any) -> bool:
-        return self.mark() != mark
+    def has_changed(self, snapshot: Any) -> bool:
+        return self.snapshot() != snapshot
 
-    def restore(self, mark: Any) -> None:
+    def restore(self, snapshot: Any) -> None:
         if self._memory is not None:
-            position, *words = struct.unpack("=625I", mark[0])
-            mark = (3, (*words, position), mark[1])
-        random.setstate(mark)
+            position, *words = struct.unpack("=625I", snapshot[0])
+            snapshot = (3, (*words, position), snapshot[1])
+        random.setstate(snapshot)
 
     def seed(self, seed: int) -> None:
         random.seed(seed)
@@ -154,17 +154,17 @@ class _NumpyGenerator:
             return repr(np.random.get_state(legacy=False)), True
         return bytes(self._memory), bool(self._in_store.value)
 
-    def mark(self) -> Any:
+    def snapshot(self) -> Any:
         peek = self._peek()
         if self._known[0] != peek or peek[1]:
             self._known = (peek, np.random.get_state(legacy=False))
         return self._known
 
-    def moved(self, mark: Any) -> bool:
-        return self._peek() != mark[0]
+    def has_changed(self, snapshot: Any) -> bool:
+        return self._peek() != snapshot[0]
 
-    def restore(self, mark: Any) -> None:
-        (words, has_more), state = mark
+    def restore(self, snapshot: Any) -> None:
+        (words, has_more), state = snapshot
         if has_more:
             np.random.set_state(state)
         else:
@@ -216,7 +216,7 @@ def restore_rng(state: dict[str, Any], device: torch.device | None = None) -> No
 
 
 def _devices_like(device: torch.device | None) -> list[torch.device]:
-    """Return all devices of a kind, as seeding one of them seeds them all; none for the CPU."""
+    """Return all devices of the type, as seeding one of them seeds them all; none for the CPU."""
     if device is None or device.type in ("cpu", "meta"):
         return []
     return [torch.device(device.type, index) for index in range(torch.get_device_module(device).device_count())]
@@ -224,26 +224,26 @@ def _devices_like(device: torch.device | None) -> list[torch.device]:
 
 @contextlib.contextmanager
 def isolated_rng(device: torch.device | None = None, seed: int | None = None) -> Iterator[None]:
-    """Restore the generators afterwards, whatever happens inside; if `seed` is given, seed them with it inside."""
-    marks = [(generator, generator.mark()) for generator in GENERATORS]
+    """Restore the generators on exit; seed them with `seed` on entry, if it is not None."""
+    snapshots = [(generator, generator.snapshot()) for generator in GENERATORS]
     devices = _devices_like(device)
-    on_devices = [_device_state(one) for one in devices]
+    on_devices = [_device_state(each_device) for each_device in devices]
     try:
         if seed is not None:
             seed_everything(seed)
         yield
     finally:
-        for generator, mark in marks:
-            generator.restore(mark)
-        for one, state in zip(devices, on_devices, strict=True):
-            torch.get_device_module(one).set_rng_state(state, one)
+        for generator, snapshot in snapshots:
+            generator.restore(snapshot)
+        for each_device, state in zip(devices, on_devices, strict=True):
+            torch.get_device_module(each_device).set_rng_state(state, each_device)
 
 
 @contextlib.contextmanager
-def deterministic(wanted: bool) -> Iterator[None]:
-    """Allow only deterministic kernels inside, if wanted; an operation without one raises an error."""
+def deterministic(enabled: bool) -> Iterator[None]:
+    """Allow only deterministic kernels inside, if enabled; an operation without one raises an error."""
     before = torch.are_deterministic_algorithms_enabled()
-    if wanted:
+    if enabled:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS needs it, before its first call
         torch.use_deterministic_algorithms(True)
     try:

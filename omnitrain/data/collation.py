@@ -275,7 +275,7 @@ def _is_record(value: Sequence[Any]) -> bool:
 def _columns(samples: Sequence[Sequence[Any]]) -> list[tuple[Any, ...]]:
     if len({len(sample) for sample in samples}) > 1:
         raise DataError(
-            f"The samples of one batch are tuples of unequal lengths: {', '.join(str(len(one)) for one in samples)}. "
+            f"The samples of one batch are tuples of unequal lengths: {', '.join(map(str, map(len, samples)))}. "
             "Give every sample equally many entries, or pass `data_collator`."
         )
     return list(zip(*samples, strict=True))
@@ -308,10 +308,10 @@ def labels_of(batch: Any, names: Sequence[str] = ()) -> Any:
     if isinstance(batch, torch.Tensor):
         return None
     if not isinstance(batch, (dict, Mapping)):
-        found: list[Any] = [getattr(batch, name, None) for name in names or LABEL_KEYS]
-        if names and len(found) > 1:
-            return None if any(one is None for one in found) else tuple(found)
-        return next((one for one in found if one is not None), None)
+        values: list[Any] = [getattr(batch, name, None) for name in names or LABEL_KEYS]
+        if names and len(values) > 1:
+            return None if any(value is None for value in values) else tuple(values)
+        return next((value for value in values if value is not None), None)
     keys = _label_keys_of(batch, names)
     return None if not keys else batch[keys[0]] if len(keys) == 1 else tuple(batch[key] for key in keys)
 
@@ -399,8 +399,8 @@ def count_samples(batch: Any) -> int:
     count = _count(batch)
     if count is not None:
         return count
-    named = [getattr(batch, name, None) for name in ("num_graphs", "batch_size")]
-    count = next((one for one in named if type(one) is int), None)
+    sizes = [getattr(batch, name, None) for name in ("num_graphs", "batch_size")]
+    count = next((size for size in sizes if type(size) is int), None)
     known = (torch.Tensor, np.ndarray, str, bytes, tuple, list, Mapping)
     if count is None and hasattr(type(batch), "__len__") and not isinstance(batch, known):
         count = len(batch)
@@ -449,7 +449,7 @@ def first_row(batch: Any) -> Any:
 
 def _fields_of(batch: Any) -> dict[str, Any]:
     """Return the fields of an instance of a dataclass."""
-    return {one.name: getattr(batch, one.name) for one in fields(batch)}
+    return {attribute.name: getattr(batch, attribute.name) for attribute in fields(batch)}
 
 
 def _opened(value: Any) -> Any:
@@ -459,10 +459,10 @@ def _opened(value: Any) -> Any:
 
 def _with_fields(batch: Any, values: Mapping[str, Any]) -> Any:
     """Return a copy of an instance of a dataclass, which may be frozen, with other values in its fields."""
-    made = copy.copy(batch)
+    clone = copy.copy(batch)
     for name, value in values.items():
-        object.__setattr__(made, name, value)
-    return made
+        object.__setattr__(clone, name, value)
+    return clone
 
 
 def split_batch(batch: Any, size: int) -> list[Any]:
@@ -504,8 +504,8 @@ def _has_columns(batch: Sequence[Any]) -> bool:
     """Whether the entries of a batch are its columns, as `count_samples` sees it, and not its samples."""
     if isinstance(batch, list) and all(isinstance(entry, Mapping) for entry in batch):
         raise _unsplittable(batch, " of dicts")  # samples, or columns: their rows do not tell
-    entries = [one for one in batch if not isinstance(one, (tuple, list))]
-    return isinstance(batch[0], (tuple, list)) or any(_count(one) is not None for one in entries)
+    entries = [entry for entry in batch if not isinstance(entry, (tuple, list))]
+    return isinstance(batch[0], (tuple, list)) or any(_count(entry) is not None for entry in entries)
 
 
 @dataclass(slots=True, frozen=True)
@@ -608,7 +608,7 @@ def cast_inputs(batch: Any, dtype: torch.dtype, label_names: Sequence[str]) -> A
         return _same_kind(batch, entries)
     if isinstance(batch, (tuple, list)):
         cut = len(batch) - 1 if len(batch) > 1 else 1  # the last of several are the labels
-        entries = [*(_cast(one, dtype) for one in batch[:cut]), *batch[cut:]]
+        entries = [*(_cast(value, dtype) for value in batch[:cut]), *batch[cut:]]
         return type(batch)(*entries) if hasattr(batch, "_fields") else type(batch)(entries)
     if is_dataclass(batch) and not isinstance(batch, type):
         return _with_fields(batch, cast_inputs(_fields_of(batch), dtype, label_names))
@@ -622,9 +622,9 @@ def _cast(value: Any, dtype: torch.dtype) -> Any:
     if isinstance(value, torch.Tensor):
         return value.to(dtype) if value.is_floating_point() else value
     if isinstance(value, Mapping):
-        return {key: _cast(one, dtype) for key, one in value.items()}
+        return {key: _cast(entry, dtype) for key, entry in value.items()}
     if isinstance(value, (tuple, list)):
-        entries = [_cast(one, dtype) for one in value]
+        entries = [_cast(entry, dtype) for entry in value]
         return type(value)(*entries) if hasattr(value, "_fields") else type(value)(entries)
     return value
 

@@ -23,8 +23,8 @@ class Columns:
         model: The model, which must keep the sequences of packed datasets apart.
     """
 
-    def __init__(self, taken: Collection[str] | None, model: nn.Module | None = None) -> None:
-        self._taken = taken
+    def __init__(self, used: Collection[str] | None, model: nn.Module | None = None) -> None:
+        self._taken = used
         self._model = model
         self._told: list[set[str]] = []
 

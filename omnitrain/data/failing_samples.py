@@ -34,7 +34,7 @@ def failing_alone(error: Exception, samples: Sequence[int], attempt: Attempt) ->
     [3, 4]
     """
     end = time.monotonic() + _LIMIT_S
-    return [one for one in samples if time.monotonic() < end and _fails(error, attempt, [one])]
+    return [sample for sample in samples if time.monotonic() < end and _fails(error, attempt, [sample])]
 
 
 def _differing(error: Exception, samples: Sequence[int], attempt: Attempt) -> list[int]:
@@ -43,8 +43,8 @@ def _differing(error: Exception, samples: Sequence[int], attempt: Attempt) -> li
     The result is empty if both groups are equally large.
     """
     first, end = samples[0], time.monotonic() + _LIMIT_S
-    unlike = [one for one in samples[1:] if time.monotonic() < end and _fails(error, attempt, [first, one])]
-    alike = [one for one in samples if one not in set(unlike)]
+    unlike = [sample for sample in samples[1:] if time.monotonic() < end and _fails(error, attempt, [first, sample])]
+    alike = [sample for sample in samples if sample not in set(unlike)]
     return [] if len(unlike) == len(alike) else min(unlike, alike, key=len)
 
 

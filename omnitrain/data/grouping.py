@@ -95,8 +95,8 @@ class GroupByLength(Dataset[Any]):
 
     def collate_with(self, collate: Collate) -> Collate:
         """Return the collator of the dataset itself, if it has one, or this one."""
-        own = getattr(self.dataset, "collate_with", None)
-        return cast(Collate, own(collate)) if callable(own) else collate
+        adapt = getattr(self.dataset, "collate_with", None)
+        return cast(Collate, adapt(collate)) if callable(adapt) else collate
 
 
 def lengths_of(dataset: Any, lengths: Lengths = None, column: str = "input_ids") -> np.ndarray:
@@ -121,34 +121,34 @@ def lengths_of(dataset: Any, lengths: Lengths = None, column: str = "input_ids")
     if not size:
         raise DataError("The dataset has no samples. Give it at least one.")
     if lengths is None:
-        found = _of_table(dataset, column)
-        if found is None:
-            found = _of_samples(dataset, lambda sample: _length(sample, column), size)
+        sizes = _of_table(dataset, column)
+        if sizes is None:
+            sizes = _of_samples(dataset, lambda sample: _length(sample, column), size)
     elif callable(lengths):
-        found = _of_samples(dataset, lengths, size)
+        sizes = _of_samples(dataset, lengths, size)
     else:
-        found = np.asarray(lengths[:])
-    if found.shape != (size,) or found.dtype.kind not in "iu" or found.min() < 0:
+        sizes = np.asarray(lengths[:])
+    if sizes.shape != (size,) or sizes.dtype.kind not in "iu" or sizes.min() < 0:
         raise ConfigError(
-            f"`lengths` must be {size} integers of 0 or more, one for each sample, got {found.dtype} of shape "
-            f"{found.shape}" + (f" with {found.min()}." if found.size and found.dtype.kind in "iu" else ".")
+            f"`lengths` must be {size} integers of 0 or more, one for each sample, got {sizes.dtype} of shape "
+            f"{sizes.shape}" + (f" with {sizes.min()}." if sizes.size and sizes.dtype.kind in "iu" else ".")
         )
-    return found.astype(np.int64)
+    return sizes.astype(np.int64)
 
 
 def _of_samples(dataset: Any, length: Callable[[Any], Any], size: int) -> np.ndarray:
-    start, told, found = time.monotonic(), False, []
+    start, has_warned, lengths = time.monotonic(), False, []
     with isolated_rng():
         for index in range(size):
             try:
-                found.append(length(dataset[index]))
+                lengths.append(length(dataset[index]))
             except Exception as error:
                 error.add_note(f"Raised for the length of sample {index}.")
                 raise
-            if not told and time.monotonic() - start > _SLOW_S:
-                told = True
+            if not has_warned and time.monotonic() - start > _SLOW_S:
+                has_warned = True
                 logger.warning("Reading %d samples for their lengths, which takes long; `lengths=` says them.", size)
-    return np.asarray(found)
+    return np.asarray(lengths)
 
 
 def _of_table(dataset: Any, column: str) -> np.ndarray | None:
@@ -157,14 +157,14 @@ def _of_table(dataset: Any, column: str) -> np.ndarray | None:
         return None
     if (getattr(dataset, "format", None) or {}).get("type") == "custom":
         return None  # its `set_transform` decides
-    table, found = dataset.select_columns([column]).with_format("arrow"), []
+    table, lengths = dataset.select_columns([column]).with_format("arrow"), []
     for first in range(0, len(dataset), _SLICE):
         values = table[first : first + _SLICE][column]
         try:
-            found.append(values.combine_chunks().value_lengths().to_numpy(zero_copy_only=False))
+            lengths.append(values.combine_chunks().value_lengths().to_numpy(zero_copy_only=False))
         except AttributeError:
             return None  # no lists
-    return np.concatenate(found)
+    return np.concatenate(lengths)
 
 
 def _length(sample: Any, column: str) -> int:

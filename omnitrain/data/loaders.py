@@ -187,10 +187,10 @@ class Loader:
 
 def end_workers(*loaders: Any) -> None:
     """End the worker processes of our loaders, and of dicts of loaders."""
-    for loader in loaders:
-        for one in loader.values() if isinstance(loader, dict) else (loader,):
-            if isinstance(one, Loader):
-                one.close()
+    for entry in loaders:
+        for loader in entry.values() if isinstance(entry, dict) else (entry,):
+            if isinstance(loader, Loader):
+                loader.close()
 
 
 class _Requests:
@@ -291,14 +291,14 @@ class MapLoader(Loader):
             samples = size
         sampler.resize(samples)
         self.size = sampler.size
-        named = f"{self.name[:1].upper()}{self.name[1:]} has {samples} samples now"
+        change = f"{self.name[:1].upper()}{self.name[1:]} has {samples} samples now"
         if size not in (None, self.size):
             raise DataError(
-                f"{named}, and had {size} when the epoch that the run continues began. Have load_state_dict() of the "
+                f"{change}, and had {size} when the epoch that the run continues began. Have load_state_dict() of the "
                 "dataset, or of the callback that changes it, restore its length."
             )
         if not self.size:
-            raise DataError(f"{named}, of which no step can be made. Leave at least as many as `batch_size`.")
+            raise DataError(f"{change}, of which no step can be made. Leave at least as many as `batch_size`.")
 
     def close(self) -> None:
         if self._workers is not None:
@@ -307,8 +307,8 @@ class MapLoader(Loader):
 
     def indices_at(self, epoch: int, position: int, turn: int) -> Sequence[int] | None:
         batches = self.sampler.batches(epoch, position)
-        found = next(itertools.islice(batches, turn, None), None)
-        return None if found is None else found.tolist()
+        indices = next(itertools.islice(batches, turn, None), None)
+        return None if indices is None else indices.tolist()
 
     def counted(self, epoch: int, position: int = 0) -> Iterator[Counted]:
         """Yield the micro-batches of an epoch, from the sample at `position` on, without reading those before it."""
@@ -406,8 +406,8 @@ class StreamLoader(Loader):
     def mark_at(self, epoch: int, position: int, batches: int = 0) -> Mark | None:
         """Return the latest mark not after a position, if any; at 0, that of the end of the previous epoch."""
         last = epoch if position else epoch - 1
-        found = (mark for mark in reversed(self._marks) if mark.epoch == last)
-        return next((mark for mark in found if not position or mark.position <= position), None)
+        candidates = (mark for mark in reversed(self._marks) if mark.epoch == last)
+        return next((mark for mark in candidates if not position or mark.position <= position), None)
 
     def start_from(self, mark: Mark | None) -> None:
         """Begin the next pass at a mark, if that is not after the position where the pass is to begin."""
@@ -513,17 +513,23 @@ class GivenLoader(Loader):
         self.size: int | None = len(loader.dataset) if _covers_dataset(loader) else None
         batch_sampler = getattr(loader, "batch_sampler", None)
         parts = (loader, getattr(loader, "sampler", None), batch_sampler, getattr(batch_sampler, "sampler", None))
-        own = {id(part): part for part in (*parts, getattr(loader, "dataset", None)) if part is not None}
-        self._with_epochs = [part for part in own.values() if callable(getattr(part, "set_epoch", None))]
-        generators = [getattr(part, "generator", None) for part in own.values()]
-        self._generators = {one: one.initial_seed() for one in generators if isinstance(one, torch.Generator)}
+        components = {id(part): part for part in (*parts, getattr(loader, "dataset", None)) if part is not None}
+        self._with_epochs = [part for part in components.values() if callable(getattr(part, "set_epoch", None))]
+        generators = [getattr(part, "generator", None) for part in components.values()]
+        self._generators = {
+            generator: generator.initial_seed() for generator in generators if isinstance(generator, torch.Generator)
+        }
         if _draws_own_seed(loader):  # which is another one in every process
             self._generators[loader.batch_sampler.sampler.generator] = seed
         self.marks: bool = marks and has_state(loader)
         self._workers: int = getattr(loader, "num_workers", 0) if isinstance(loader, DataLoader) else 0
         self._marks: deque[Mark] = deque(maxlen=world_size + 2)  # what ranks, and copies to a GPU, are ahead
         self._start: Mark | None = None
-        shared = [one for one in own.values() if isinstance(one, DistributedSampler) and one.num_replicas > 1]
+        shared = [
+            sampler
+            for sampler in components.values()
+            if isinstance(sampler, DistributedSampler) and sampler.num_replicas > 1
+        ]
         self.deals_samples: bool = bool(shared)
         self._own_rank = rank
         self._rank, self._world_size = (0, 1) if shared else (rank, world_size)
@@ -578,8 +584,8 @@ class GivenLoader(Loader):
         """Return the latest mark not after a position, if any; at 0, that of the end of the previous epoch."""
         if not batches:
             return next((mark for mark in self._marks if mark.has_ended and mark.epoch == epoch - 1), None)
-        found = (mark for mark in reversed(self._marks) if mark.epoch == epoch and not mark.has_ended)
-        return next((mark for mark in found if mark.batches <= batches // self._shares), None)
+        candidates = (mark for mark in reversed(self._marks) if mark.epoch == epoch and not mark.has_ended)
+        return next((mark for mark in candidates if mark.batches <= batches // self._shares), None)
 
     def start_from(self, mark: Mark | None) -> None:
         """Begin the next pass at a mark, if that is not after the position where the pass is to begin."""
@@ -650,10 +656,10 @@ class GivenLoader(Loader):
             part.set_epoch(epoch)
         for generator, seed in self._generators.items():
             generator.manual_seed(derive_seed(seed, epoch))
-        start, told = time.monotonic(), False
+        start, has_warned = time.monotonic(), False
         batches = None
-        first, seen = self._begin(epoch, skipped, samples)
-        read = seen
+        first, dropped_samples = self._begin(epoch, skipped, samples)
+        read = dropped_samples
         for number in itertools.count(first):
             with isolated_rng():
                 try:
@@ -667,9 +673,9 @@ class GivenLoader(Loader):
                 except Exception as error:
                     error.add_note(f"Raised by the loader of {self.name} for batch {number} of its epoch, from 0 on.")
                     raise
-            is_skipped = number < skipped or seen < samples
-            if rows is not None and seen != rows and (batch is _END or not is_skipped):
-                raise _other_batches(number, rows, seen)
+            is_skipped = number < skipped or dropped_samples < samples
+            if rows is not None and dropped_samples != rows and (batch is _END or not is_skipped):
+                raise _other_batches(number, rows, dropped_samples)
             if batch is _END:
                 self._check_length(number)
                 if self.marks:
@@ -684,9 +690,9 @@ class GivenLoader(Loader):
             if not is_skipped:
                 yield Counted(batch, count)
                 continue
-            seen += count
-            if not told and time.monotonic() - start > 1:
-                told = True
+            dropped_samples += count
+            if not has_warned and time.monotonic() - start > 1:
+                has_warned = True
                 logger.warning("Reading the first batches of the loader again to get to where the run was.")
 
     def _mark(self, epoch: int, samples: int, batches: int, has_ended: bool = False) -> None:
@@ -695,8 +701,8 @@ class GivenLoader(Loader):
     def _samples_in(self, number: int, batch: Any) -> int:
         """Return the number of samples of a batch, at least 1: with 0 it would be a stand-in."""
         sampler = self._batch_sampler
-        left = 0 if sampler is None else len(sampler.sampler) - number * sampler.batch_size  # type: ignore[arg-type]
-        return max(1, count_samples(batch)) if sampler is None or left <= 0 else min(sampler.batch_size, left)
+        remaining = 0 if sampler is None else len(sampler.sampler) - number * sampler.batch_size  # type: ignore[arg-type]
+        return max(1, count_samples(batch)) if sampler is None or remaining <= 0 else min(sampler.batch_size, remaining)
 
     def _check_length(self, batches: int) -> None:
         if not self._says_length:
@@ -715,10 +721,10 @@ class GivenLoader(Loader):
             )
 
 
-def _other_batches(number: int, rows: int, seen: int) -> DataError:
+def _other_batches(number: int, rows: int, actual_rows: int) -> DataError:
     return DataError(
-        f"The first {number} batches of the loader have {seen} rows; when the checkpoint was saved they had {rows}. "
-        "Where to go on is known by batches alone: give the loader the batch size that it had, and the same data in "
+        f"The first {number} batches of the loader have {actual_rows} rows; when the checkpoint was saved they had "
+        f"{rows}. The position is known only in batches: give the loader its former batch size, and the same data in "
         "the same order, or start from a checkpoint that was saved at the end of an epoch."
     )
 
@@ -740,8 +746,10 @@ def _is_used_up(iterable: Any) -> bool:
 
 def _is_exactly(part: Any, kind: type) -> bool:
     """Whether a part of a loader is of PyTorch's class itself, or of torchdata's class of this name."""
-    own = type(part)
-    return own is kind or (own.__module__.startswith("torchdata.") and own.__name__ == kind.__name__)
+    part_class = type(part)
+    return part_class is kind or (
+        part_class.__module__.startswith("torchdata.") and part_class.__name__ == kind.__name__
+    )
 
 
 def _covers_dataset(loader: Any) -> bool:
@@ -885,13 +893,13 @@ def make_loader(
         size = count_rows(dataset)
         if not size:
             raise DataError(f"`{name}` is empty. Give it at least one sample.")
-        own: Any = dataset  # which may say itself how it is ordered and collated
-        if callable(getattr(own, "collate_with", None)):
-            collate = cast(Collate, own.collate_with(collate))
+        source: Any = dataset  # which may say itself how it is ordered and collated
+        if callable(getattr(source, "collate_with", None)):
+            collate = cast(Collate, source.collate_with(collate))
         share: dict[str, Any] = {"rank": rank, "world_size": world_size, "whole": whole, "rounds": rounds}
         share["seed"] = seed if order_seed is None else order_seed
-        if shuffle and callable(getattr(own, "epoch_order", None)):
-            size, sampler = own.epoch_size, GivenOrder(own, batch_size, **share)
+        if shuffle and callable(getattr(source, "epoch_order", None)):
+            size, sampler = source.epoch_size, GivenOrder(source, batch_size, **share)
         else:
             size = size if subset is None else min(size, subset)
             sampler = EpochSampler(size, batch_size, shuffle=shuffle, **share)

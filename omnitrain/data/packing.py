@@ -86,7 +86,7 @@ class PackedDataset(Dataset[dict[str, torch.Tensor]]):
                 f"{did_you_mean(str(overlong), _OVERLONG)}"
             )
         self.borders: tuple[str, ...] = (borders,) if isinstance(borders, str) else tuple(borders)
-        for odd in [one for one in self.borders if one not in _BORDERS]:
+        for odd in [border for border in self.borders if border not in _BORDERS]:
             raise ConfigError(
                 f"`borders` must be of {', '.join(map(repr, _BORDERS))}, or (), got {odd!r}."
                 f"{did_you_mean(str(odd), _BORDERS)}"
@@ -171,15 +171,15 @@ class PackedDataset(Dataset[dict[str, torch.Tensor]]):
         if not -len(self) <= index < len(self):
             raise IndexError(f"There are {len(self)} rows, got {index}.")
         parts = self.sequences(index % len(self))
-        wanted = [sample for sample, _, _ in parts]
+        indices = [sample for sample, _, _ in parts]
         try:
             fetch: Any = getattr(self.dataset, "__getitems__", None)
-            samples: Any = fetch(wanted) if callable(fetch) else [self.dataset[sample] for sample in wanted]
-            found = [self._piece(sample, *part) for sample, part in zip(samples, parts, strict=True)]
+            samples: Any = fetch(indices) if callable(fetch) else [self.dataset[sample] for sample in indices]
+            pieces = [self._piece(sample, *part) for sample, part in zip(samples, parts, strict=True)]
         except Exception as error:
-            error.add_note(f"Row {index} is packed from the samples {', '.join(map(str, dict.fromkeys(wanted)))}.")
+            error.add_note(f"Row {index} is packed from the samples {', '.join(map(str, dict.fromkeys(indices)))}.")
             raise
-        columns = {name: [piece[name] for piece in found] for name in found[0]}
+        columns = {name: [piece[name] for piece in pieces] for name in pieces[0]}
         sizes, is_flat = [stop - first for _, first, stop in parts], "cu_seq_lens" in self.borders
         rest = 0 if is_flat else self.length - sum(sizes)
         row = {name: _joined(values, rest, self._columns.get(name, IGNORED_LABEL)) for name, values in columns.items()}
@@ -194,7 +194,7 @@ class PackedDataset(Dataset[dict[str, torch.Tensor]]):
 
     def _piece(self, sample: Any, number: int, first: int, stop: int) -> dict[str, np.ndarray]:
         """Return a part of a sample by column, with labels as a packed row has them."""
-        size, found = int(self._lengths[number]), {}
+        size, columns = int(self._lengths[number]), {}
         for name in self._columns:
             values = np.asarray(sample[name])
             if values.ndim < 1 or len(values) != size:
@@ -202,17 +202,17 @@ class PackedDataset(Dataset[dict[str, torch.Tensor]]):
                     f"{name!r} of sample {number} has the shape {values.shape}, and the sample {size} tokens. Packed "
                     "columns have an entry for each token, the same each time the sample is read."
                 )
-            found[name] = values[first:stop]
+            columns[name] = values[first:stop]
         if "attention_mask" in sample and not np.all(np.asarray(sample["attention_mask"])):
             raise DataError(f"Sample {number} is padded: its 'attention_mask' has zeros. Tokenize without padding.")
         labels = [name for name, value in self._columns.items() if value == IGNORED_LABEL]
         if not labels:
-            labels, found["labels"] = ["labels"], found[self.tokens]
+            labels, columns["labels"] = ["labels"], columns[self.tokens]
         if self.shift:
             for name in labels:
-                values = found[name] = found[name].astype(np.int64)  # a copy
+                values = columns[name] = columns[name].astype(np.int64)  # a copy
                 values[0] = IGNORED_LABEL
-        return found
+        return columns
 
     def collate_with(self, collate: Callable[[Sequence[Any]], Any]) -> Callable[[Sequence[Any]], dict[str, Any]]:
         """Return the collator of rows.
@@ -229,20 +229,20 @@ class PackedDataset(Dataset[dict[str, torch.Tensor]]):
             )
         return _flattened if "cu_seq_lens" in self.borders else _stacked
 
-    def check_model(self, model: nn.Module, taken: Collection[str]) -> None:
+    def check_model(self, model: nn.Module, parameters: Collection[str]) -> None:
         """Check that a model keeps the sequences of a row apart, as far as it shows.
 
         Args:
             model: The model.
-            taken: The columns that its forward names.
+            parameters: The names of the arguments of its forward.
 
         Raises:
             ConfigError: If it does not.
         """
-        lacking = [one for one in self.borders if one != "cu_seq_lens" and one not in taken]
-        if lacking:
+        missing = [border for border in self.borders if border != "cu_seq_lens" and border not in parameters]
+        if missing:
             raise ConfigError(
-                f"The model's forward() names no argument {lacking[0]!r}, by which a PackedDataset tells it where "
+                f"The model's forward() names no argument {missing[0]!r}, by which a PackedDataset tells it where "
                 "sequences begin, so that they would see each other. Give it that argument, choose other `borders`, or "
                 "let sequences see those before them by borders=()."
             )

@@ -236,15 +236,15 @@ class GivenOrder(EpochSampler):
         Raises:
             DataError: If it is not one of as many samples of the dataset.
         """
-        order, named = np.asarray(self._dataset.epoch_order(epoch, self.seed)), type(self._dataset).__name__
+        order, name = np.asarray(self._dataset.epoch_order(epoch, self.seed)), type(self._dataset).__name__
         if order.shape != (self._samples,) or order.dtype.kind not in "iu":
             raise DataError(
-                f"{named}.epoch_order must return {self._samples} samples (`epoch_size`) as integers, got "
+                f"{name}.epoch_order must return {self._samples} samples (`epoch_size`) as integers, got "
                 f"{order.dtype} of shape {order.shape}."
             )
         if not 0 <= order.min() <= order.max() < len(self._dataset):
             raise DataError(
-                f"{named}.epoch_order must return samples from 0 to {len(self._dataset) - 1}, got {order.min()} to "
+                f"{name}.epoch_order must return samples from 0 to {len(self._dataset) - 1}, got {order.min()} to "
                 f"{order.max()}."
             )
         return order.astype(np.int64)
@@ -271,15 +271,15 @@ def permuted(places: np.ndarray, size: int, key: int) -> np.ndarray:
     keys = [np.uint64(derive_seed(key, number)) for number in range(_ROUNDS)]
 
     def moved(places: np.ndarray) -> np.ndarray:
-        left, right = np.divmod(places, side)
-        for one in keys:
-            left, right = right, (left + _hashed(right + one) % side) % side
-        return left * side + right
+        row, column = np.divmod(places, side)
+        for round_key in keys:
+            row, column = column, (row + _hashed(column + round_key) % side) % side
+        return row * side + column
 
-    found = moved(places.astype(np.uint64))
-    while len(outside := np.flatnonzero(found >= size)):
-        found[outside] = moved(found[outside])
-    return found.astype(np.int64)
+    result = moved(places.astype(np.uint64))
+    while len(outside := np.flatnonzero(result >= size)):
+        result[outside] = moved(result[outside])
+    return result.astype(np.int64)
 
 
 def _hashed(values: np.ndarray) -> np.ndarray:
@@ -387,26 +387,28 @@ class Fetch:
                 batch = self._watched(self.drawn_in_collate, self._collated, epoch, positions, samples)
             except Exception as error:
                 with isolated_rng():
-                    found = told(error, positions, self.name, functools.partial(self._collated_anew, epoch), pairs=True)
+                    description = told(
+                        error, positions, self.name, functools.partial(self._collated_anew, epoch), pairs=True
+                    )
                 if isinstance(error, StopIteration):
-                    raise no_end("The collator", found) from error
-                error.add_note(f"Raised by the collator for {found}.")
+                    raise no_end("The collator", description) from error
+                error.add_note(f"Raised by the collator for {description}.")
                 raise
             if batch is not _AGAIN:  # if it is, fetch the samples again too: a collator may have changed them
                 return batch
 
     def _watched(self, seeded: list[Generator], work: Callable[..., Any], *args: Any) -> Any:
         """Return the result of `work`, or _AGAIN if it drew from a generator that was not in `seeded` and now is."""
-        watched = [(generator, generator.mark()) for generator in GENERATORS]
+        watched = [(generator, generator.snapshot()) for generator in GENERATORS]
         try:
             result = work(*args)
         finally:
-            moved = [(generator, mark) for generator, mark in watched if generator.moved(mark)]
+            moved = [(generator, mark) for generator, mark in watched if generator.has_changed(mark)]
             for generator, mark in moved:
                 generator.restore(mark)
-        unseen = [generator for generator, _ in moved if generator not in seeded]
-        seeded += unseen
-        return _AGAIN if unseen else result
+        new = [generator for generator, _ in moved if generator not in seeded]
+        seeded += new
+        return _AGAIN if new else result
 
     def _collated(self, epoch: int, positions: list[int], samples: Sequence[Any]) -> Any:
         for generator in self.drawn_in_collate:
@@ -431,14 +433,14 @@ class Fetch:
                 samples.append(self.dataset[position])
             return samples
         except Exception as error:
-            taken = len(positions) - operator.length_hint(turns)
-            if taken:
-                found = describe_samples(positions[taken - 1 : taken], self.name)
+            count = len(positions) - operator.length_hint(turns)
+            if count:
+                description = describe_samples(positions[count - 1 : count], self.name)
             else:  # all at once
-                found = told(error, positions, self.name, self.dataset.__getitems__)
+                description = told(error, positions, self.name, self.dataset.__getitems__)
             if isinstance(error, StopIteration):
-                raise no_end("The dataset", found) from error
-            error.add_note(f"Raised for {found}.")
+                raise no_end("The dataset", description) from error
+            error.add_note(f"Raised for {description}.")
             raise
 
     def _collated_anew(self, epoch: int, positions: list[int]) -> Any:

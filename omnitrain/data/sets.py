@@ -83,8 +83,8 @@ class EvalSet:
         if not isinstance(self.every, Duration) or not row["step"]:
             return True
         name = "step" if self.every.unit == "ba" else "epoch"
-        now, before = (int(round(one[name] / self.every.value, 6)) for one in (row, last or {name: 0}))
-        return now > before
+        current, previous = (int(round(position[name] / self.every.value, 6)) for position in (row, last or {name: 0}))
+        return current > previous
 
     def to_dict(self) -> dict[str, Any]:
         """Return the rules that determine the numbers, without the data, as JSON types."""
@@ -94,7 +94,7 @@ class EvalSet:
 def is_named_sets(dataset: Any) -> bool:
     """Return whether this is a dict of named sets, not a dict of tensors or arrays that form one set."""
     return type(dataset) is dict and not all(
-        isinstance(one, torch.Tensor | np.ndarray) or is_table(one) for one in dataset.values()
+        isinstance(value, torch.Tensor | np.ndarray) or is_table(value) for value in dataset.values()
     )
 
 
@@ -224,8 +224,8 @@ class Sets:
     def loader_for(self, dataset: Any) -> Any:
         """Return the loader of a set to evaluate; the trainer's own sets keep theirs, so their workers start once."""
         settings = self._settings
-        for own, loader in ((settings.eval_dataset, self.eval), (settings.test_dataset, self.test)):
-            if dataset is own:
+        for known_set, loader in ((settings.eval_dataset, self.eval), (settings.test_dataset, self.test)):
+            if dataset is known_set:
                 return loader
         return self._evaluation_loader(dataset, None, "dataset")
 
@@ -235,8 +235,9 @@ class Sets:
         Raises:
             DistributedError: On all ranks, if they differ.
         """
-        each = [one for loader in loaders for one in (loader.values() if isinstance(loader, dict) else [loader])]
-        sizes = {one.name: _told_size(one) for one in each if one is not None and not isinstance(one, GivenLoader)}
+        entries = [entry.values() if isinstance(entry, dict) else [entry] for entry in loaders]
+        ours = [loader for entry in entries for loader in entry if not isinstance(loader, GivenLoader | None)]
+        sizes = {loader.name: _told_size(loader) for loader in ours}
         self._ranks.check_equal(
             "The numbers of samples on the ranks", sizes,
             "Give every rank the same data, and each takes its share; or pass a DataLoader with a "
@@ -244,22 +245,22 @@ class Sets:
         )  # fmt: skip
 
     def _evaluation_loader(self, dataset: Any, loader: Any, name: str) -> Any:
-        given = dataset if loader is None else loader
-        if isinstance(given, EvalSet):
-            return self._by_rules(given, name, is_given=loader is not None)
-        if is_named_sets(given):
-            odd = next((key for key in given if not isinstance(key, str)), None)
+        source = dataset if loader is None else loader
+        if isinstance(source, EvalSet):
+            return self._by_rules(source, name, is_given=loader is not None)
+        if is_named_sets(source):
+            odd = next((key for key in source if not isinstance(key, str)), None)
             if odd is not None:
                 raise ConfigError(
                     f"`{name}` names its sets by text, as the names of metrics begin with it, got {odd!r}. Pass "
                     f"{{{str(odd)!r}: ...}}."
                 )
-            if given and not any(not isinstance(one, EvalSet) or one.counts for one in given.values()):
+            if source and not any(not isinstance(entry, EvalSet) or entry.counts for entry in source.values()):
                 raise ConfigError(
                     f"No set of `{name}` counts in the loss of an evaluation: each has `weight=0` or an interval of "
                     "its own (`every`). Leave both out for one of them."
                 )
-            parts = {key: (None, value) if dataset is None else (value, None) for key, value in given.items()}
+            parts = {key: (None, value) if dataset is None else (value, None) for key, value in source.items()}
             return {key: self._evaluation_loader(*part, f"{name}[{key!r}]") for key, part in parts.items()}
         if loader is not None:
             return self._given(loader, name)
@@ -296,8 +297,8 @@ class Sets:
     def _keeps_marks(self) -> bool:
         """Whether the states of the training data are to be saved; that of a loader is lost if others read it too."""
         settings = self._settings
-        others = (settings.eval_dataset, settings.eval_loader, settings.test_dataset, settings.test_loader)
-        is_shared = any(one is settings.train_loader for one in others) and settings.train_loader is not None
+        sources = (settings.eval_dataset, settings.eval_loader, settings.test_dataset, settings.test_loader)
+        is_shared = any(source is settings.train_loader for source in sources) and settings.train_loader is not None
         return settings.save_dir is not None and not is_shared
 
     def _given(self, loader: Any, name: str, marks: bool = False) -> GivenLoader:
@@ -337,9 +338,9 @@ def _check_labels(inputs: Any, labels: Any) -> None:
 
     These are as many numbers as there are inputs, which have another shape.
     """
-    if not all(isinstance(one, torch.Tensor | np.ndarray) or is_table(one) for one in (inputs, labels)):
+    if not all(isinstance(array, torch.Tensor | np.ndarray) or is_table(array) for array in (inputs, labels)):
         return
-    shapes = [tuple(one.shape) for one in (inputs, labels)]
+    shapes = [tuple(array.shape) for array in (inputs, labels)]
     if shapes[0][:1] == shapes[1][:1] and shapes[1][1:] in ((), (1,)) and shapes[0][1:] != shapes[1][1:]:
         raise ConfigError(
             f"`eval_dataset` has the shape {shapes[1]} and `train_dataset` {shapes[0]}, so it looks like its labels. "

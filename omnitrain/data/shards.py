@@ -93,11 +93,11 @@ class ShardedStream(IterableDataset[Any]):
     def __iter__(self) -> Iterator[Any]:
         live = [iter(shard) for shard in self.shards]
         while live:
-            for one in list(live):
+            for iterator in list(live):
                 try:
-                    sample = next(one)
+                    sample = next(iterator)
                 except StopIteration:
-                    live.remove(one)
+                    live.remove(iterator)
                     continue
                 yield sample
 
@@ -125,13 +125,13 @@ class _Reader(IterableDataset[_Part]):
         collates: Whether it makes batches.
     """
 
-    def __init__(self, owner: ShardedLoader, own: list[int], collates: bool) -> None:
-        self.shards = {number: owner.own[number] for number in own}
-        self.turns = len(owner.own)
-        self.rank, self.world_size, self.batch_size = owner.rank, owner.world_size, owner.batch_size
-        self.seed, self.name, self.collate = owner.seed, owner.name, owner.collate
+    def __init__(self, loader: ShardedLoader, numbers: list[int], collates: bool) -> None:
+        self.shards = {number: loader.own[number] for number in numbers}
+        self.turns = len(loader.own)
+        self.rank, self.world_size, self.batch_size = loader.rank, loader.world_size, loader.batch_size
+        self.seed, self.name, self.collate = loader.seed, loader.name, loader.collate
         self.collates = collates
-        self.marks: bool = owner.marks
+        self.marks: bool = loader.marks
         self.epoch = self.first = 0
         self.starts: dict[int, tuple[int, Any]] = {}
 
@@ -140,7 +140,7 @@ class _Reader(IterableDataset[_Part]):
         with isolated_rng():
             for number in self.shards:
                 live[number] = self._begun(number)
-        kept = {number: self._read_of(number, self.first) for number in live}
+        state_counts = {number: self._read_of(number, self.first) for number in live}
         for first in itertools.count(self.first, self.batch_size):
             if not live:
                 return
@@ -158,12 +158,12 @@ class _Reader(IterableDataset[_Part]):
                     places.append(place)
                     samples.append(sample)
             if self.marks:
-                states = self._states(live, kept, first + self.batch_size)
+                states = self._states(live, state_counts, first + self.batch_size)
             yield _Part(places, self.collated(places, samples) if self.collates else samples, states)
 
     def _begun(self, number: int) -> Iterator[Any]:
         """Return the rest of a shard, from the first place on."""
-        shard, wanted = self.shards[number], self._read_of(number, self.first)
+        shard, target = self.shards[number], self._read_of(number, self.first)
         if callable(getattr(shard, "set_epoch", None)):
             shard.set_epoch(self.epoch)
         count, state = self.starts.get(number, (0, None))
@@ -171,7 +171,7 @@ class _Reader(IterableDataset[_Part]):
             shard.load_state_dict(state)
         self._seed(number)
         samples = iter(shard)
-        for done in range(count, wanted):
+        for done in range(count, target):
             self._seed(number + done * self.turns)
             if self._next(samples, number, number + done * self.turns) is _END:
                 break
@@ -192,15 +192,15 @@ class _Reader(IterableDataset[_Part]):
     def _seed(self, place: int, *more: int) -> None:
         seed_generators(derive_seed(self.seed, self.epoch, self.rank + place * self.world_size, *more))
 
-    def _states(self, live: Iterable[int], kept: dict[int, int], place: int) -> dict[int, tuple[int, Any]]:
+    def _states(self, live: Iterable[int], state_counts: dict[int, int], place: int) -> dict[int, tuple[int, Any]]:
         """Return the states of the shards of which enough was read since the last."""
-        found = {}
+        states = {}
         for number in live:
             count = self._read_of(number, place)
-            if count - kept[number] >= _EVERY and can_seek(self.shards[number]):
-                kept[number] = count
-                found[number] = count, self.shards[number].state_dict()
-        return found
+            if count - state_counts[number] >= _EVERY and can_seek(self.shards[number]):
+                state_counts[number] = count
+                states[number] = count, self.shards[number].state_dict()
+        return states
 
     def collated(self, places: Sequence[int], samples: list[Any]) -> Any:
         """Return the batch of these samples; None if there are none."""
@@ -212,10 +212,10 @@ class _Reader(IterableDataset[_Part]):
                 return self.collate(samples)
             except Exception as error:
                 first, last = (self.rank + place * self.world_size for place in (places[0], places[-1]))
-                found = f"the samples from place {first} to {last} of {self.name}, a stream of shards"
+                description = f"the samples from place {first} to {last} of {self.name}, a stream of shards"
                 if isinstance(error, StopIteration):
-                    raise no_end("The collator", found) from error
-                error.add_note(f"Raised by the collator for {found}.")
+                    raise no_end("The collator", description) from error
+                error.add_note(f"Raised by the collator for {description}.")
                 raise
 
 
@@ -289,7 +289,7 @@ class ShardedLoader(Loader):
             )  # fmt: skip
         self._has_workers = num_workers > 0
         groups = [list(range(first, len(self.own), readers)) for first in range(readers)]
-        self._readers = [_Reader(self, own, readers == 1) for own in groups]
+        self._readers = [_Reader(self, numbers, readers == 1) for numbers in groups]
         self._iterators: list[Any] = []
         self._states: dict[int, deque[tuple[int, Any]]] = {}
         self._start: Mark | None = None
@@ -323,8 +323,8 @@ class ShardedLoader(Loader):
             return None
         place = self._from[1] + self.turn * self.batch_size
         states = {}
-        for number, found in self._states.items():
-            before = [one for one in found if one[0] <= self._readers[0]._read_of(number, place)]
+        for number, history in self._states.items():
+            before = [entry for entry in history if entry[0] <= self._readers[0]._read_of(number, place)]
             if before:
                 states[self.rank + number * self.world_size] = list(before[-1])
         count = len(self.dataset.shards)
@@ -332,7 +332,7 @@ class ShardedLoader(Loader):
 
     def joined(self, states: list[Any]) -> Any:
         """Return one state of the states of all ranks."""
-        return {**states[0], "states": {number: one for state in states for number, one in state["states"].items()}}
+        return {**states[0], "states": {number: entry for state in states for number, entry in state["states"].items()}}
 
     def part_of(self, state: Any) -> Any:
         """Return this rank's part of a joined state, None if it is of other data.
@@ -348,8 +348,10 @@ class ShardedLoader(Loader):
                 f"{state['shards']} when the checkpoint was saved in the middle of an epoch. Pass the shards of then, "
                 "or take a checkpoint from the end of an epoch."
             )
-        own = {number: one for number, one in state["states"].items() if number % self.world_size == self.rank}
-        return {**state, "states": own}
+        local_states = {
+            number: entry for number, entry in state["states"].items() if number % self.world_size == self.rank
+        }
+        return {**state, "states": local_states}
 
     def start_from(self, mark: Mark | None) -> None:
         self._start = mark
@@ -369,19 +371,19 @@ class ShardedLoader(Loader):
                     f"The checkpoint was saved after {mark.position} turns of the shards of {self.name}, which are no "
                     f"whole steps of {self.world_size} ranks. Take another number of ranks."
                 )
-        own = {number // self.world_size: (one[0], one[1]) for number, one in states.items()}
+        starts = {number // self.world_size: (entry[0], entry[1]) for number, entry in states.items()}
         counts = [self._readers[0]._read_of(number, place) for number in range(len(self.own))]
-        again = sum(count - min(count, own.get(number, (0,))[0]) for number, count in enumerate(counts))
+        again = sum(count - min(count, starts.get(number, (0,))[0]) for number, count in enumerate(counts))
         if again > len(self.own) * _EVERY:
             logger.warning("Reading up to %d samples of this rank's shards again to get to where the run was.", again)
-        return self._read(epoch, place, own)
+        return self._read(epoch, place, starts)
 
     def _read(self, epoch: int, place: int, states: dict[int, tuple[int, Any]]) -> Iterator[Counted]:
         self._from, self.turn = (epoch, place), 0
-        self._states = {number: deque([one], maxlen=3) for number, one in states.items()}
+        self._states = {number: deque([entry], maxlen=3) for number, entry in states.items()}
         for reader in self._readers:
             reader.epoch, reader.first = epoch, place
-            reader.starts = {number: one for number, one in states.items() if number in reader.shards}
+            reader.starts = {number: entry for number, entry in states.items() if number in reader.shards}
         return self._batches()
 
     def _batches(self) -> Iterator[Counted]:
@@ -424,18 +426,18 @@ class ShardedLoader(Loader):
         try:
             while True:
                 with explaining_dead_workers():  # before they are ended
-                    parts = [(one, next(one, None)) for one in live]
-                live = [one for one, part in parts if part is not None]
-                found = [part for _, part in parts if part is not None]
-                if not found:
+                    results = [(iterator, next(iterator, None)) for iterator in live]
+                live = [iterator for iterator, part in results if part is not None]
+                parts = [part for _, part in results if part is not None]
+                if not parts:
                     return
-                for part in found:
-                    for number, one in part.states.items():
-                        self._states.setdefault(number, deque(maxlen=3)).append(one)
+                for part in parts:
+                    for number, entry in part.states.items():
+                        self._states.setdefault(number, deque(maxlen=3)).append(entry)
                 if len(self._readers) == 1:
-                    yield found[0].places, found[0].samples
+                    yield parts[0].places, parts[0].samples
                     continue
-                pairs = [pair for part in found for pair in zip(part.places, part.samples, strict=True)]
+                pairs = [pair for part in parts for pair in zip(part.places, part.samples, strict=True)]
                 pairs.sort(key=lambda pair: pair[0])
                 places = [place for place, _ in pairs]
                 yield places, self._readers[0].collated(places, [sample for _, sample in pairs])

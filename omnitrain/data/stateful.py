@@ -23,8 +23,10 @@ class _ModuleState:
 
     def __init__(self, module: nn.Module, model: nn.Module) -> None:
         self._module = module
-        held = {id(tensor) for tensor in (*model.parameters(), *model.buffers())}
-        self._names = {name for name, tensor in module.state_dict(keep_vars=True).items() if id(tensor) not in held}
+        model_tensors = {id(tensor) for tensor in (*model.parameters(), *model.buffers())}
+        self._names = {
+            name for name, tensor in module.state_dict(keep_vars=True).items() if id(tensor) not in model_tensors
+        }
 
     def state_dict(self) -> dict[str, Any]:
         return {name: value for name, value in self._module.state_dict().items() if name in self._names}
@@ -48,7 +50,7 @@ def _datasets(name: str, dataset: Any) -> dict[str, Any]:
     if isinstance(dataset, Subset):
         return _datasets(f"{name}.dataset", dataset.dataset)
     if isinstance(dataset, ConcatDataset):
-        entries = [_datasets(f"{name}.datasets[{number}]", one) for number, one in enumerate(dataset.datasets)]
+        entries = [_datasets(f"{name}.datasets[{number}]", member) for number, member in enumerate(dataset.datasets)]
         return {key: part for entry in entries for key, part in entry.items()}
     is_map = hasattr(dataset, "__getitem__") and not isinstance(dataset, IterableDataset)
     return {name: dataset} if is_map else {}

@@ -91,25 +91,25 @@ class Stream(IterableDataset[Any]):
         number = self.position
         for size in itertools.cycle(self.rounds.sizes):
             with isolated_rng():
-                taken = list(itertools.islice(samples, size))
-                own = share(taken, self.rank, self.world_size)
+                window = list(itertools.islice(samples, size))
+                local_samples = share(window, self.rank, self.world_size)
                 # the random numbers of collation continue from the last sample's seed
                 try:
-                    batch = self.collate(own or taken[:1]) if taken else None
+                    batch = self.collate(local_samples or window[:1]) if window else None
                 except Exception as error:
-                    own = share(range(number, number + len(taken)), self.rank, self.world_size)
-                    found = f"{describe_samples(own, self.name)}, a stream"
+                    local_samples = share(range(number, number + len(window)), self.rank, self.world_size)
+                    description = f"{describe_samples(local_samples, self.name)}, a stream"
                     if isinstance(error, StopIteration):
-                        raise no_end("The collator", found) from error
-                    error.add_note(f"Raised by the collator for {found}.")
+                        raise no_end("The collator", description) from error
+                    error.add_note(f"Raised by the collator for {description}.")
                     raise
-            if not taken:
+            if not window:
                 return
-            first = taken[0] if self.world_size > 1 and number == self.position else None
-            number += len(taken)
-            has_ended = len(taken) < size
+            first = window[0] if self.world_size > 1 and number == self.position else None
+            number += len(window)
+            has_ended = len(window) < size
             yield (
-                Counted(batch, len(own)),
+                Counted(batch, len(local_samples)),
                 Mark(self.epoch, number, self.dataset.state_dict(), has_ended) if self.marks else None,
                 first,
             )
@@ -199,5 +199,5 @@ def _odd(value: Any, present: Any, key: str) -> Iterator[tuple[str, Any, Any]]:
 
 
 def _has_buffer(part: Any) -> bool:
-    inner = [getattr(part, "ex_iterable", None), *(getattr(part, "ex_iterables", None) or ())]
-    return "BufferShuffled" in type(part).__name__ or any(_has_buffer(one) for one in inner if one is not None)
+    children = [getattr(part, "ex_iterable", None), *(getattr(part, "ex_iterables", None) or ())]
+    return "BufferShuffled" in type(part).__name__ or any(_has_buffer(child) for child in children if child is not None)

@@ -40,7 +40,7 @@ if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_running.clear)  # a forked process did not start them and must not end them
 
 
-def start_workers(loader: DataLoader[Any], named: Callable[[Sequence[int]], str]) -> Any:
+def start_workers(loader: DataLoader[Any], describe: Callable[[Sequence[int]], str]) -> Any:
     """Return torch's iterator over a loader, whose workers end only when the iterator ends them, not by a signal.
 
     The loader's `worker_init_fn` is `outlive_signals`, so its workers survive SIGTERM, with which torch and Python end
@@ -48,25 +48,25 @@ def start_workers(loader: DataLoader[Any], named: Callable[[Sequence[int]], str]
 
     Args:
         loader: The loader.
-        named: Names the samples of tasks, by their numbers in a pass, for an error.
+        describe: Returns the samples of tasks as text for an error, by the numbers of the tasks in a pass.
     """
     iterator: Any = iter(loader)
     for process in iterator._workers:
         process._popen.terminate = process._popen.kill
     _running.add(iterator)
-    watch_workers(iterator, named)
+    watch_workers(iterator, describe)
     return iterator
 
 
-def watch_workers(iterator: Any, named: Callable[[Sequence[int]], str]) -> None:
+def watch_workers(iterator: Any, describe: Callable[[Sequence[int]], str]) -> None:
     """Have `explaining_dead_workers` know torch's iterator over a loader, if it has workers.
 
     Args:
         iterator: The iterator.
-        named: Names the samples of tasks, by their numbers in a pass.
+        describe: As in `start_workers`.
     """
     if getattr(iterator, "_workers", None):
-        _watched[iterator] = named
+        _watched[iterator] = describe
 
 
 @contextlib.contextmanager
@@ -86,13 +86,13 @@ def explaining_dead_workers() -> Iterator[None]:
         yield
     except (RuntimeError, OSError, EOFError, pickle.UnpicklingError) as error:
         is_own = isinstance(error, OmnitrainError) or "in DataLoader worker process" in str(error)  # raised in a worker
-        found = None
+        death = None
         if not is_own:
             with _default_child_signal():
-                found = _death(error)
-        if found is None:
+                death = _death(error)
+        if death is None:
             raise
-        raise found from error
+        raise death from error
 
 
 @contextlib.contextmanager
@@ -184,7 +184,7 @@ _BYTES = 1 << 24
 """The largest array whose content is looked at."""
 
 
-def snapshot(value: Any, depth: int = _DEPTH, left: list[int] | None = None) -> Any:
+def snapshot(value: Any, depth: int = _DEPTH, budget: list[int] | None = None) -> Any:
     """Return what can be compared cheaply of a dataset and its attributes, to notice changes.
 
     Seen are numbers and text, which objects, tensors and functions there are, writes to tensors and to arrays of up to
@@ -194,7 +194,7 @@ def snapshot(value: Any, depth: int = _DEPTH, left: list[int] | None = None) -> 
     Args:
         value: The dataset, or an object in it.
         depth: The levels of objects to look into.
-        left: How many more objects to look into; counted down.
+        budget: How many more objects to look into; counted down.
 
     >>> data = type("Data", (), {})()
     >>> data.sizes = [1, 2]
@@ -203,8 +203,8 @@ def snapshot(value: Any, depth: int = _DEPTH, left: list[int] | None = None) -> 
     >>> snapshot(data) == before
     False
     """
-    left = [_VISITED] if left is None else left
-    left[0] -= 1
+    budget = [_VISITED] if budget is None else budget
+    budget[0] -= 1
     if isinstance(value, _PLAIN):
         return type(value).__name__, hash(value)
     if isinstance(value, torch.Tensor):
@@ -216,11 +216,11 @@ def snapshot(value: Any, depth: int = _DEPTH, left: list[int] | None = None) -> 
         return id(value)
     if isinstance(value, (list, tuple, set, frozenset, dict)):
         entries = [entry for pair in value.items() for entry in pair] if isinstance(value, dict) else value
-        if len(entries) > left[0]:
+        if len(entries) > budget[0]:
             return id(value), len(value), hash(tuple(map(id, entries)))
-        return id(value), tuple(snapshot(entry, depth - 1, left) for entry in entries)
+        return id(value), tuple(snapshot(entry, depth - 1, budget) for entry in entries)
     attributes = getattr(value, "__dict__", None)
-    return id(value), None if attributes is None else snapshot(dict(attributes), depth, left)[1:]
+    return id(value), None if attributes is None else snapshot(dict(attributes), depth, budget)[1:]
 
 
 def outlive_signals(worker: int) -> None:

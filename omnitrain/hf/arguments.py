@@ -27,8 +27,8 @@ from omnitrain.arguments import Settings, is_loader, parse_seconds
 from omnitrain.backends.accelerators import check_launched, is_set, make_accelerator
 from omnitrain.backends.deepspeed import deepspeed_plugin, merge_config
 from omnitrain.checkpoint.state_dicts import unwrap
-from omnitrain.compute.activation_checkpointing import own_way
-from omnitrain.compute.precision import precision_name
+from omnitrain.compute.activation_checkpointing import builtin_checkpointing
+from omnitrain.compute.precision import accelerate_precision
 from omnitrain.core.errors import ConfigError, did_you_mean, unexpected_arguments
 from omnitrain.distributed.rendezvous import watch_init_process_group
 from omnitrain.metrics.scorer import ByBatch
@@ -326,7 +326,7 @@ def merge_activation_checkpointing(args: transformers.TrainingArguments, model: 
         return
     if not isinstance(kwargs.get("gradient_checkpointing"), (list, tuple)):
         fill_arguments({"gradient_checkpointing": True}, kwargs, "the training arguments")
-        if own_way(unwrap(model)) is not None:
+        if builtin_checkpointing(unwrap(model)) is not None:
             return  # transformers' loop enables it, with the options in its arguments
     for name in names:
         setattr(args, name, False)
@@ -563,7 +563,7 @@ def sharding_accelerator(args: transformers.TrainingArguments | None, kwargs: di
         settings: Any = args.fsdp_config  # transformers 5.4 does not pass all of it to the plugin
         untranslated = {name: settings[name] for name in ("activation_checkpointing",) if name in settings}
         fsdp = FullyShardedDataParallelPlugin(**{**options, **untranslated})
-    precision = precision_name(kwargs.get("autocast"))
+    precision = accelerate_precision(kwargs.get("autocast"))
     accelerator = make_accelerator(
         precision=precision, deepspeed_plugin=zero, fsdp_plugin=fsdp, timeout=timeout_seconds(kwargs)
     )

@@ -46,10 +46,10 @@ def counted(kind: str) -> tuple[str, dict[str, Any]] | None:
     >>> counted("f0.5_macro")
     ('fbeta_score', {'beta': 0.5, 'average': 'macro'})
     """
-    found = _FBETA.fullmatch(kind)
-    if kind in COUNTED or found is None:
+    match = _FBETA.fullmatch(kind)
+    if kind in COUNTED or match is None:
         return COUNTED.get(kind)
-    return "fbeta_score", {"beta": float(found[1]), "average": found[2] or "binary"}
+    return "fbeta_score", {"beta": float(match[1]), "average": match[2] or "binary"}
 
 
 def _score(kind: str, true: np.ndarray, predicted: np.ndarray, counts: np.ndarray) -> float:
@@ -76,8 +76,8 @@ def _of_many_labels(kind: str, counts: np.ndarray) -> float | None:
         return None
     beta = options.get("beta", 1.0) ** 2
     hit, alarm, miss = _SHARES.get(stem, (1 + beta, 1, beta))
-    own = counts.sum(0, keepdims=True) if average == "micro" else counts
-    _, fp, fn, tp = own.astype(np.float64).T
+    table = counts.sum(0, keepdims=True) if average == "micro" else counts
+    _, fp, fn, tp = table.astype(np.float64).T
     hits, whole = (tp if stem in _SHARES else tp * hit), tp * hit + fp * alarm + fn * miss
     values = np.divide(hits, whole, out=np.zeros_like(whole), where=whole > 0)
     support = tp + fn
@@ -98,15 +98,15 @@ class _Confusions:
 
     def update(self, read: Indicators) -> None:
         """Take in one batch."""
-        scores, labels, valid = (on_wide_device(one) for one in (read.scores, read.labels, read.valid))
+        scores, labels, valid = (on_wide_device(tensor) for tensor in (read.scores, read.labels, read.valid))
         columns = torch.arange(labels.shape[1], device=labels.device)
         counts, exact = [], []
         any_valid = valid.any(1)
         for threshold in (0.0, 0.5):
             predicted = (scores > threshold).long()
             cells = (columns * 4 + labels * 2 + predicted).where(valid, 4 * len(columns)).flatten()
-            found = torch.zeros(4 * len(columns) + 1, dtype=torch.int64, device=labels.device)
-            counts.append(found.scatter_add_(0, cells, torch.ones_like(cells))[:-1].view(-1, 4))
+            cell_counts = torch.zeros(4 * len(columns) + 1, dtype=torch.int64, device=labels.device)
+            counts.append(cell_counts.scatter_add_(0, cells, torch.ones_like(cells))[:-1].view(-1, 4))
             exact.append((((predicted == labels) | ~valid).all(1) & any_valid).sum())
         self._add(torch.stack(counts), torch.stack(exact), any_valid.sum())
 
@@ -119,12 +119,12 @@ class _Confusions:
         """Return what another process needs to merge."""
         if not isinstance(self.counts, torch.Tensor):
             return None
-        return [one.cpu().numpy() for one in (self.counts, self.exact, self.rows)]
+        return [tensor.cpu().numpy() for tensor in (self.counts, self.exact, self.rows)]
 
     def merge(self, state: Any) -> None:
         """Take in the state of another process."""
         if state is not None:
-            counts, exact, rows = (torch.from_numpy(np.asarray(one)) for one in state)
+            counts, exact, rows = (torch.from_numpy(np.asarray(array)) for array in state)
             self._add(counts, exact, rows)
 
     def compute(self, kind: str, name: str, layout: Layout) -> float | None:
@@ -156,11 +156,11 @@ class PairCounts:
 
     DENSE = 1024
 
-    def __init__(self, asked: Mapping[str, str]) -> None:
-        self._names = list(asked)
-        options = {name: (counted(kind) or ("", {}))[1] for name, kind in asked.items()}
-        self._binary = [name for name in asked if options[name].get("average") == "binary"]
-        self._by_kind = {kind: name for name, kind in asked.items()}
+    def __init__(self, kind_by_name: Mapping[str, str]) -> None:
+        self._names = list(kind_by_name)
+        options = {name: (counted(kind) or ("", {}))[1] for name, kind in kind_by_name.items()}
+        self._binary = [name for name in kind_by_name if options[name].get("average") == "binary"]
+        self._by_kind = {kind: name for name, kind in kind_by_name.items()}
         self._confusions = _Confusions()
         self._classes: int | None = None
         self._dense: torch.Tensor | None = None
@@ -245,18 +245,18 @@ class PairCounts:
         _, options = counted(kind) or ("", {})
         true, predicted = self._codes >> 32, self._codes.astype(np.uint32).view(np.int32).astype(np.int64)
         if options.get("average") == "binary" and self._classes is None:
-            found = np.union1d(true, predicted)
-            if not (np.isin(found, (0, 1)).all() or np.isin(found, (-1, 1)).all()):
-                raise self._not_binary(f"the classes {found[:5].tolist()}{' and more' if len(found) > 5 else ''}")
+            classes = np.union1d(true, predicted)
+            if not (np.isin(classes, (0, 1)).all() or np.isin(classes, (-1, 1)).all()):
+                raise self._not_binary(f"the classes {classes[:5].tolist()}{' and more' if len(classes) > 5 else ''}")
         return _score(kind, true, predicted, self._counts)
 
-    def _not_binary(self, found: str) -> DataError:
+    def _not_binary(self, classes: str) -> DataError:
         name = self._binary[0]
         stem = name.removesuffix("_score")
         if stem == "specificity":
-            return DataError(f"{name!r} is for the two classes 0 and 1, but there are {found}. Leave it out.")
+            return DataError(f"{name!r} is for the two classes 0 and 1, but there are {classes}. Leave it out.")
         return DataError(
-            f"{name!r} is for the two classes 0 and 1, but there are {found}. "
+            f"{name!r} is for the two classes 0 and 1, but there are {classes}. "
             f"Use '{stem}_macro', '{stem}_micro' or '{stem}_weighted'."
         )
 
@@ -264,8 +264,8 @@ class PairCounts:
 class _Sums:
     """A small vector of running sums on the device; its last entry is the number of labels."""
 
-    def __init__(self, asked: Mapping[str, str]) -> None:
-        self._names, self._kinds = list(asked), list(dict.fromkeys(asked.values()))
+    def __init__(self, kind_by_name: Mapping[str, str]) -> None:
+        self._names, self._kinds = list(kind_by_name), list(dict.fromkeys(kind_by_name.values()))
         self._sums: torch.Tensor | None = None
 
     def _add(self, sums: torch.Tensor) -> None:
@@ -298,12 +298,12 @@ class TopHits(_Sums):
         assert dim is not None
         read.layout.add(nan=(scores.amax(dim).isnan() & read.valid).sum())
         labels = read.labels.unsqueeze(dim)
-        own = scores.gather(dim, labels)
+        label_scores = scores.gather(dim, labels)
         shape = [1] * scores.ndim
         shape[dim] = -1
         earlier = torch.arange(scores.shape[dim], device=scores.device).view(shape) < labels
         # "not <=" and not ">": a score of NaN beats every label, so that it cannot make a hit.
-        rank = (~(scores <= own) | ((scores == own) & earlier)).sum(dim)
+        rank = (~(scores <= label_scores) | ((scores == label_scores) & earlier)).sum(dim)
         hits = [((rank < int(kind)) & read.valid).sum() for kind in self._kinds]
         self._add(torch.stack([*hits, read.valid.sum()]))
 
@@ -324,8 +324,8 @@ class CrossEntropy(_Sums):
     CHUNK = 2**24
     """Scores handled at a time: a batch of a language model is too large to copy as float32."""
 
-    def __init__(self, asked: Mapping[str, str]) -> None:
-        super().__init__(asked)
+    def __init__(self, kind_by_name: Mapping[str, str]) -> None:
+        super().__init__(kind_by_name)
         self._asks_brier = "brier" in self._kinds
         self._asks_loss = self._kinds != ["brier"]
 
@@ -346,11 +346,11 @@ class CrossEntropy(_Sums):
     def _add_binary(self, read: Indicators) -> None:
         scores = read.scores if read.scores.dtype == torch.float64 else read.scores.float()
         labels = read.labels.to(scores)
-        own = torch.where(read.labels == 1, scores, -scores)
+        margins = torch.where(read.labels == 1, scores, -scores)
         share = torch.where(read.labels == 1, scores, 1 - scores)
         eps = torch.finfo(scores.dtype).eps
         terms = [
-            torch.nn.functional.softplus(-own), -share.clamp(eps, 1 - eps).log(),
+            torch.nn.functional.softplus(-margins), -share.clamp(eps, 1 - eps).log(),
             (scores.sigmoid() - labels).square(), (scores - labels).square(),
         ]  # fmt: skip
         self._add_terms(terms, read.valid)
@@ -359,9 +359,9 @@ class CrossEntropy(_Sums):
         self, read: Classes, scores: torch.Tensor, labels: torch.Tensor, valid: torch.Tensor, dim: int
     ) -> None:
         zero = torch.zeros((), device=scores.device)
-        own = scores.gather(dim, labels.unsqueeze(dim)).squeeze(dim)
+        label_scores = scores.gather(dim, labels.unsqueeze(dim)).squeeze(dim)
         total = scores.logsumexp(dim)
-        terms = [(total - own), zero, zero, zero]
+        terms = [(total - label_scores), zero, zero, zero]
         known = read.layout.scores.are_probabilities
         if known is None:
             close = 2e-2 if read.outputs.dtype in (torch.float16, torch.bfloat16) else 1e-4
@@ -369,7 +369,7 @@ class CrossEntropy(_Sums):
             read.layout.add(unbounded=(off & valid).sum())
         if known is not False:
             eps = torch.finfo(scores.dtype).eps
-            terms[1] = -own.clamp(eps, 1 - eps).log()
+            terms[1] = -label_scores.clamp(eps, 1 - eps).log()
         if self._asks_brier:
             half = 0.5 if read.layout.classes == 2 else 1.0
             for place, probabilities in ((2, scores.softmax(dim)), (3, scores)):
@@ -405,8 +405,8 @@ def _refuse_many_labels(names: list[str], layout: Layout) -> None:
 class RankedScores:
     """Keeps what a ranking needs: one score and one label a sample for two classes, all N x C scores for more."""
 
-    def __init__(self, asked: Mapping[str, str]) -> None:
-        self._names = list(asked)
+    def __init__(self, kind_by_name: Mapping[str, str]) -> None:
+        self._names = list(kind_by_name)
         self._scores: list[np.ndarray] = []
         self._labels: list[np.ndarray] = []
 
@@ -458,8 +458,8 @@ class RankedScores:
             if labels.ndim == 1:  # one against the rest, averaged over classes
                 labels = np.eye(scores.shape[1], dtype=np.int8)[labels]
         if labels.ndim == 2 and (labels < 0).any():  # labels that are ignored, each in its column
-            kept = [labels[:, i] >= 0 for i in range(labels.shape[1])]
-            columns = [function(labels[one, i], scores[one, i]) for i, one in enumerate(kept) if one.any()]
+            masks = [labels[:, i] >= 0 for i in range(labels.shape[1])]
+            columns = [function(labels[mask, i], scores[mask, i]) for i, mask in enumerate(masks) if mask.any()]
             return float(np.mean(columns)) if columns else None
         return float(function(labels, scores))
 

@@ -57,15 +57,17 @@ def class_dimension(outputs: Sequence[int], labels: Sequence[int], known: int | 
     return known if known in fits else next(iter(fits), None)
 
 
-def differ_by_last_one(one: Sequence[int], other: Sequence[int]) -> bool:
+def differ_by_last_one(shape: Sequence[int], other: Sequence[int]) -> bool:
     """Return whether one of two shapes is the other with an added last dimension of 1."""
-    return tuple(one) == (*other, 1) or (*one, 1) == tuple(other)
+    return tuple(shape) == (*other, 1) or (*shape, 1) == tuple(other)
 
 
-def _differ_by_a_one(one: Sequence[int], other: Sequence[int]) -> bool:
+def _differ_by_a_one(shape: Sequence[int], other: Sequence[int]) -> bool:
     """Return whether one of two shapes is the other with an added dimension of 1, the last or torch's channels."""
-    longer, shorter = sorted((tuple(one), tuple(other)), key=len, reverse=True)
-    return differ_by_last_one(one, other) or (len(longer) > 1 and longer[1] == 1 and longer[:1] + longer[2:] == shorter)
+    longer, shorter = sorted((tuple(shape), tuple(other)), key=len, reverse=True)
+    return differ_by_last_one(shape, other) or (
+        len(longer) > 1 and longer[1] == 1 and longer[:1] + longer[2:] == shorter
+    )
 
 
 def is_integer(tensor: torch.Tensor) -> bool:

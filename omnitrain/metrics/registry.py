@@ -35,7 +35,7 @@ logger: logging.Logger = logging.getLogger("omnitrain")
 class Statistic(Protocol):
     """What a family of metrics remembers of the batches. `asked` maps the user's names to the kinds below."""
 
-    def __init__(self, asked: Mapping[str, str]) -> None: ...
+    def __init__(self, kind_by_name: Mapping[str, str]) -> None: ...
 
     def update(self, batch: Batch) -> None:
         """Take in one batch."""
@@ -117,8 +117,8 @@ class _Named:
 
 def _look_up(name: str) -> _Named:
     """Return what a name stands for, or raise ConfigError with all names."""
-    if found := re.fullmatch(r"top([1-9]\d*)_accuracy", name):
-        return _Named(TopHits, found[1], 1, higher_is_better=True)
+    if match := re.fullmatch(r"top([1-9]\d*)_accuracy", name):
+        return _Named(TopHits, match[1], 1, higher_is_better=True)
     plain = name.removeprefix("neg_")
     kind = _ALIASES.get(plain, plain)
     if plain == name and counted(kind) is not None and kind not in COUNTED:  # f2, f0.5_macro
@@ -180,10 +180,10 @@ class NamedMetrics:
         self._waiting: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._waiting_kind: Any = None
         self._waiting_size = 0
-        asked: dict[type[Statistic], dict[str, str]] = {}
+        kinds_by_statistic: dict[type[Statistic], dict[str, str]] = {}
         for name, metric in self._metrics.items():
-            asked.setdefault(metric.statistic, {})[name] = metric.kind
-        self._statistics = {statistic: statistic(kinds) for statistic, kinds in asked.items()}
+            kinds_by_statistic.setdefault(metric.statistic, {})[name] = metric.kind
+        self._statistics = {statistic: statistic(kinds) for statistic, kinds in kinds_by_statistic.items()}
 
     def update(self, outputs: Any, labels: Any) -> None:
         """Take in one batch, on its own device."""
@@ -218,7 +218,7 @@ class NamedMetrics:
         if len(waiting) == 1:
             self._take_in(*waiting[0])
         elif waiting:
-            self._take_in(torch.cat([one for one, _ in waiting]), torch.cat([one for _, one in waiting]))
+            self._take_in(torch.cat([outputs for outputs, _ in waiting]), torch.cat([labels for _, labels in waiting]))
 
     def _take_in(self, outputs: torch.Tensor, labels: torch.Tensor) -> None:
         batch = Batch(outputs.detach(), labels.detach(), self._layout)
@@ -260,8 +260,8 @@ class NamedMetrics:
         """Return the results, None for a name that had nothing to score."""
         self._settle()
         if not self._texts.is_empty:
-            found = {name: self._texts.compute(name, metric.kind) for name, metric in self._metrics.items()}
-            return {name: None if value is None else self._metrics[name].sign * value for name, value in found.items()}
+            values = {name: self._texts.compute(name, metric.kind) for name, metric in self._metrics.items()}
+            return {name: None if value is None else self._metrics[name].sign * value for name, value in values.items()}
         layout = self._layout
         if outside := int(layout.outside):
             expected = f"0..{(layout.classes or 0) - 1}, though the model gives {layout.classes} class scores"
@@ -308,4 +308,4 @@ class NamedMetrics:
 
 
 def _is_text(values: Any) -> bool:
-    return isinstance(values, (list, tuple)) and bool(values) and all(isinstance(one, str) for one in values)
+    return isinstance(values, (list, tuple)) and bool(values) and all(isinstance(value, str) for value in values)

@@ -84,8 +84,8 @@ def _columns(batch: Batch, names: list[str]) -> tuple[torch.Tensor, torch.Tensor
 class Moments:
     """Running moments of labels, predictions and errors, from which the regression metrics are computed."""
 
-    def __init__(self, asked: Mapping[str, str]) -> None:
-        self._names = list(asked)
+    def __init__(self, kind_by_name: Mapping[str, str]) -> None:
+        self._names = list(kind_by_name)
         self._total: _Moments | None = None
 
     def update(self, batch: Batch) -> None:
@@ -118,8 +118,8 @@ class Moments:
         state = self.state()
         if not state or not state["count"].any():
             return None
-        seen = state["count"] > 0  # a column without any label is left out of the average
-        columns = {name: array[..., seen] for name, array in state.items()}
+        has_labels = state["count"] > 0  # a column without any label is left out of the average
+        columns = {name: array[..., has_labels] for name, array in state.items()}
         with np.errstate(invalid="ignore", divide="ignore"):
             values = REGRESSION[kind](**columns)
         return float(values.max() if kind == "max_error" else values.mean())
@@ -154,8 +154,8 @@ REGRESSION: dict[str, Any] = {
 class Pairs:
     """Keeps all labels and predictions, for medians and rankings, which sums cannot give."""
 
-    def __init__(self, asked: Mapping[str, str]) -> None:
-        self._names = list(asked)
+    def __init__(self, kind_by_name: Mapping[str, str]) -> None:
+        self._names = list(kind_by_name)
         self._true: list[np.ndarray] = []
         self._predicted: list[np.ndarray] = []
 
@@ -181,8 +181,8 @@ class Pairs:
         if not self._true:
             return None
         columns = zip(np.concatenate(self._true).T, np.concatenate(self._predicted).T, strict=True)
-        kept = [(true[~np.isnan(true)], predicted[~np.isnan(true)]) for true, predicted in columns]
-        values = [PAIRED[kind](*pair) for pair in kept if len(pair[0])]
+        pairs = [(true[~np.isnan(true)], predicted[~np.isnan(true)]) for true, predicted in columns]
+        values = [PAIRED[kind](*pair) for pair in pairs if len(pair[0])]
         return float(np.mean(values)) if values else None
 
 

@@ -133,8 +133,8 @@ class Scorer:
         left_out: list[str] = []
         arrays = to_numpy(predictions), to_numpy(labels), extra or {}
         scored = [_named(part, part.compute) for part in self._parts]
-        for found in [*scored, *(_named(function, function.compute, *arrays) for function in self._functions)]:
-            for name, value in found.items():
+        for part_results in [*scored, *(_named(function, function.compute, *arrays) for function in self._functions)]:
+            for name, value in part_results.items():
                 if name in results:
                     raise DataError(f"Two metrics are named {name!r}. Return them from a function under other names.")
                 if value is None:
@@ -197,13 +197,13 @@ def make_scorer(compute_metrics: Any, scores: Scores | None = None) -> Scorer:
     Raises:
         ConfigError: An object is none of these, a name is unknown, or two metrics have the same name.
     """
-    asked = compute_metrics if isinstance(compute_metrics, (list, tuple)) else [compute_metrics]
-    asked = [] if compute_metrics is None else list(asked)
-    names = [one for one in asked if isinstance(one, str)]
-    metrics = [_Torchmetrics(one) for one in asked if _is_torchmetrics(one)]
-    by_batch = [one for one in asked if isinstance(one, ByBatch)]
-    rest = [one for one in asked if not isinstance(one, (str, ByBatch)) and not _is_torchmetrics(one)]
-    functions = [_Function.of(one) for one in rest]
+    entries = compute_metrics if isinstance(compute_metrics, (list, tuple)) else [compute_metrics]
+    entries = [] if compute_metrics is None else list(entries)
+    names = [metric for metric in entries if isinstance(metric, str)]
+    metrics = [_Torchmetrics(metric) for metric in entries if _is_torchmetrics(metric)]
+    by_batch = [metric for metric in entries if isinstance(metric, ByBatch)]
+    rest = [metric for metric in entries if not isinstance(metric, (str, ByBatch)) and not _is_torchmetrics(metric)]
+    functions = [_Function.of(metric) for metric in rest]
     known = names + [name for metric in metrics for name in metric.names or ()]
     for name in known:
         if known.count(name) > 1:
@@ -212,11 +212,11 @@ def make_scorer(compute_metrics: Any, scores: Scores | None = None) -> Scorer:
                 "with MetricCollection({'name': metric})."
             )
     parts: list[_Part] = [NamedMetrics(names, scores)] if names else []
-    for one in rest + [one for one in asked if _is_torchmetrics(one)]:
-        own = getattr(one, "descriptor", None)
-        if isinstance(own, MetricDescriptor):
-            own = {getattr(one, "__name__", type(one).__name__): own}
-        for name, descriptor in own.items() if isinstance(own, Mapping) else ():
+    for metric in rest + [metric for metric in entries if _is_torchmetrics(metric)]:
+        descriptors = getattr(metric, "descriptor", None)
+        if isinstance(descriptors, MetricDescriptor):
+            descriptors = {getattr(metric, "__name__", type(metric).__name__): descriptors}
+        for name, descriptor in descriptors.items() if isinstance(descriptors, Mapping) else ():
             describe_metric(name, descriptor)
     return Scorer([*parts, *metrics, *by_batch], functions)
 
@@ -289,8 +289,8 @@ class _Function:
     @classmethod
     def of(cls, function: Any) -> _Function:
         """Determine from its signature how to call the function."""
-        named = getattr(function, "func", function)  # functools.partial
-        name = getattr(named, "__name__", type(named).__name__)
+        target = getattr(function, "func", function)  # functools.partial
+        name = getattr(target, "__name__", type(target).__name__)
         if not callable(function) or inspect.isclass(function):
             what = f"the class {name}; pass an instance or a function" if inspect.isclass(function) else repr(function)
             raise ConfigError(f"`compute_metrics` cannot use {what}. {_EXPECTED}")
@@ -300,10 +300,10 @@ class _Function:
             raise ConfigError(f"`compute_metrics` cannot read the signature of {name}. {_EXPECTED}") from None
         required = [p for p in parameters if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
         if len(required) not in (1, 2) or any(p.kind is p.KEYWORD_ONLY for p in required):
-            given = ", ".join(map(str, parameters))
+            signature = ", ".join(map(str, parameters))
             raise ConfigError(
-                f"`compute_metrics` cannot tell how to call {name}({given}): it needs one or two required positional "
-                f"arguments, and has {len(required)}. {_EXPECTED}"
+                f"`compute_metrics` cannot tell how to call {name}({signature}): it needs one or two required "
+                f"positional arguments, and has {len(required)}. {_EXPECTED}"
             )
         scores = required[-1].name in ("y_score", "y_prob", "y_proba")
         return cls(function, name, takes_pair=len(required) == 2, takes_scores=scores)
@@ -411,8 +411,8 @@ def _true_and_predicted(predictions: Any, labels: Any, argmax: bool) -> tuple[An
     same = predicted.shape == true.shape
     # Floats of the labels' shape may be scores for several labels per sample: only -100 shows that they are tokens.
     if true.ndim > 1 and (dim is not None or (same and (is_class or bool((true == IGNORED).any())))):
-        kept = true != IGNORED
-        return true[kept], predicted[kept]
+        mask = true != IGNORED
+        return true[mask], predicted[mask]
     return true, predicted
 
 
@@ -434,12 +434,12 @@ class _Torchmetrics:
         self._metric = metric.clone()
         self.name: str = type(metric).__name__
         self._device: torch.device | None = None
-        for one in self._leaves(self._metric):
-            one.distributed_available_fn = _not_distributed
+        for leaf in self._leaves(self._metric):
+            leaf.distributed_available_fn = _not_distributed
         self.reset()
         self.names = self._tell_names()
         if isinstance(self._metric, sys.modules["torchmetrics"].MetricCollection):
-            directions = {str(name): one.higher_is_better for name, one in self._metric.items()}
+            directions = {str(name): leaf.higher_is_better for name, leaf in self._metric.items()}
         else:
             directions = {self.name: self._metric.higher_is_better}
         self.higher_is_better = {name: up for name, up in directions.items() if up is not None}
@@ -450,7 +450,7 @@ class _Torchmetrics:
 
     def _tell_names(self) -> list[str] | None:
         """Return the names of the results of a metric without data, if it gives any."""
-        if any(getattr(one, "multioutput", None) == "raw_values" for one in self._leaves(self._metric)):
+        if any(getattr(leaf, "multioutput", None) == "raw_values" for leaf in self._leaves(self._metric)):
             return None  # one value for each output column, of a number not known yet
         try:
             with warnings.catch_warnings():
@@ -488,8 +488,8 @@ class _Torchmetrics:
 
     def state(self) -> dict[str, Any]:
         leaves = self._leaves(self._metric)
-        states = [{name: _on_cpu(getattr(one, name)) for name in one._reductions} for one in leaves]
-        return {"states": states, "counts": [one.update_count for one in leaves], "scored": int(self._scored)}
+        states = [{name: _on_cpu(getattr(leaf, name)) for name in leaf._reductions} for leaf in leaves]
+        return {"states": states, "counts": [leaf.update_count for leaf in leaves], "scored": int(self._scored)}
 
     def merge(self, state: Mapping[str, Any]) -> None:
         self._others.append(state)
@@ -503,16 +503,16 @@ class _Torchmetrics:
         """Return a copy with the states of all processes, reduced as torchmetrics does over ranks."""
         joined = self._metric.clone().cpu()
         everyone = [self.state(), *self._others]
-        for i, one in enumerate(self._leaves(joined)):
+        for i, leaf in enumerate(self._leaves(joined)):
             # Leave out a process without data: its zeros would change a mean or a minimum.
             states = [each["states"][i] for each in everyone if each["counts"][i]]
             if not states:
                 continue
-            for name, reduce in one._reductions.items():
+            for name, reduce in leaf._reductions.items():
                 values = [state[name] for state in states]
                 value = [x for xs in values for x in xs] if isinstance(values[0], list) else torch.stack(values)
-                setattr(one, name, reduce(value) if reduce is not None and len(value) else value)
-            one._computed, one._update_count = None, sum(each["counts"][i] for each in everyone)
+                setattr(leaf, name, reduce(value) if reduce is not None and len(value) else value)
+            leaf._computed, leaf._update_count = None, sum(each["counts"][i] for each in everyone)
         return joined
 
 

@@ -31,7 +31,7 @@ from omnitrain.backends.accelerators import (
 )
 from omnitrain.backends.backend import Backend
 from omnitrain.backends.deepspeed import deepspeed_plugin, merge_config
-from omnitrain.compute.precision import precision_name
+from omnitrain.compute.precision import accelerate_precision
 from omnitrain.core.duration import Duration
 from omnitrain.core.errors import ConfigError
 from omnitrain.core.events import Algorithm, Callback
@@ -281,7 +281,7 @@ class AccelerateTrainer(BaseTrainer):
             else:
                 _adopt_launcher(arguments)
             accelerator = make_accelerator(
-                precision=precision_name(arguments.get("autocast")),
+                precision=accelerate_precision(arguments.get("autocast")),
                 deepspeed_plugin=plugin,
                 fsdp_plugin=setups["fsdp_plugin"],
                 parallelism_config=parallelism,

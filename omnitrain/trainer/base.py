@@ -1059,7 +1059,7 @@ def _kernels(settings: Settings, precision: Precision) -> Iterator[None]:
     """Have PyTorch compute inside as the settings say."""
     anomalies = torch.autograd.set_detect_anomaly if settings.detect_anomaly else contextlib.nullcontext
     deterministic = deterministic_kernels(settings.deterministic)
-    with deterministic, precision.of_products(), precision.without_cache(), anomalies(True):
+    with deterministic, precision.matmul_context(), precision.disabled_autocast_cache(), anomalies(True):
         yield
 
 

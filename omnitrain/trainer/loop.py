@@ -407,8 +407,8 @@ class Loop:
             with (
                 self.lifecycle.untimed(),
                 self.evaluation.outside_run(),
-                self.trainer.precision.of_products(),
-                self.trainer.precision.without_cache(),
+                self.trainer.precision.matmul_context(),
+                self.trainer.precision.disabled_autocast_cache(),
                 explaining_dead_workers(),
                 explaining_memory(self.trainer, "evaluation"),
             ):

@@ -1,4 +1,4 @@
-"""Activations that are computed again instead of kept: the same numbers to the bit, on every trainer, of any model."""
+"""Activation checkpointing: bit-identical results on every trainer, for any model."""
 
 from __future__ import annotations
 
@@ -133,7 +133,7 @@ def test_checkpointing_finds_blocks() -> None:
 
 
 def test_checkpointing_rejects_model_without_blocks(trainer_class: Any) -> None:
-    with pytest.raises(ConfigError, match=r"gradient_checkpointing=True.*no blocks in Sequential.*Name those"):
+    with pytest.raises(ConfigError, match=r"gradient_checkpointing=True.*no blocks in Sequential.*Name the modules"):
         run(trainer_class, t16(), gradient_checkpointing=True)
     with pytest.raises(ConfigError, match=r"no module is called 'layer.*begin, end, blocks"):
         run(trainer_class, net(), gradient_checkpointing=[r"layer\d"])

@@ -1,4 +1,4 @@
-"""One vocabulary of precisions, turned into autocast and loss scaler, or into an error."""
+"""Precision: autocast, loss scaler, fp8 and errors."""
 
 from __future__ import annotations
 
@@ -121,7 +121,7 @@ def test_matmul_precision_is_restored(before: str) -> None:
     try:
         backends.fp32_precision = before
         precision = matmul_precision()
-        with Precision("fp32", "cuda", "medium").of_products():
+        with Precision("fp32", "cuda", "medium").matmul_context():
             assert matmul_precision() == torch.get_float32_matmul_precision() == "medium"
         assert matmul_precision() == precision == {"tf32": "high", "ieee": "highest"}[before]
     finally:

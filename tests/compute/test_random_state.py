@@ -1,4 +1,4 @@
-"""Seeds, snapshots, and the three global generators: noticing that they moved, and putting them back exactly."""
+"""Seeds and snapshots of the three global generators."""
 
 from __future__ import annotations
 
@@ -67,45 +67,46 @@ def test_draws_are_detected_and_undone(start: str) -> None:
 def check_move(name: str) -> None:
     generator, draw = MOVES[name]
     before = states()
-    marks = [generator.mark() for generator in GENERATORS]
-    assert not any(other.moved(mark) for other, mark in zip(GENERATORS, marks, strict=True)), name
+    snapshots = [generator.snapshot() for generator in GENERATORS]
+    assert not any(other.has_changed(snapshot) for other, snapshot in zip(GENERATORS, snapshots, strict=True)), name
     draw()
-    assert [other for other, mark in zip(GENERATORS, marks, strict=True) if other.moved(mark)] == [generator], name
-    for other, mark in zip(GENERATORS, marks, strict=True):
-        other.restore(mark)
+    pairs = zip(GENERATORS, snapshots, strict=True)
+    assert [other for other, snapshot in pairs if other.has_changed(snapshot)] == [generator], name
+    for other, snapshot in zip(GENERATORS, snapshots, strict=True):
+        other.restore(snapshot)
     assert states() == before, name
-    assert not any(other.moved(mark) for other, mark in zip(GENERATORS, marks, strict=True)), name
+    assert not any(other.has_changed(snapshot) for other, snapshot in zip(GENERATORS, snapshots, strict=True)), name
 
 
 def test_draws_of_stored_normal_are_detected() -> None:
     np.random.randn()  # makes two, and keeps one for the next call, which then moves nothing else
-    before, mark = states(), NUMPY.mark()
+    before, snapshot = states(), NUMPY.snapshot()
     np.random.randn()
-    assert NUMPY.moved(mark)
-    NUMPY.restore(mark)
+    assert NUMPY.has_changed(snapshot)
+    NUMPY.restore(snapshot)
     assert states() == before
     np.random.randn()  # from the store
-    before, mark = states(), NUMPY.mark()  # not the same mark again
+    before, snapshot = states(), NUMPY.snapshot()  # not the same snapshot again
     np.random.rand()
-    NUMPY.restore(mark)
+    NUMPY.restore(snapshot)
     assert states() == before
 
 
 def test_draws_of_other_numpy_generators() -> None:
-    own = np.random.get_bit_generator()  # type: ignore[attr-defined]
+    original = np.random.get_bit_generator()  # type: ignore[attr-defined]
     try:
         np.random.set_bit_generator(np.random.PCG64(1))  # type: ignore[attr-defined]
-        mark = NUMPY.mark()
-        assert not NUMPY.moved(mark)
+        snapshot = NUMPY.snapshot()
+        assert not NUMPY.has_changed(snapshot)
         first = np.random.rand()
-        assert NUMPY.moved(mark)
-        NUMPY.restore(mark)
+        assert NUMPY.has_changed(snapshot)
+        NUMPY.restore(snapshot)
         assert np.random.rand() == first
     finally:
-        np.random.set_bit_generator(own)  # type: ignore[attr-defined]
-    mark = NUMPY.mark()
+        np.random.set_bit_generator(original)  # type: ignore[attr-defined]
+    snapshot = NUMPY.snapshot()
     first = np.random.rand()
-    NUMPY.restore(mark)
+    NUMPY.restore(snapshot)
     assert np.random.rand() == first
 
 
@@ -115,11 +116,11 @@ def test_draws_of_any_sequence_are_undone(before: list[str], inside: list[str]) 
     for name in before:
         MOVES[name][1]()
     state = states()
-    marks = [generator.mark() for generator in GENERATORS]
+    snapshots = [generator.snapshot() for generator in GENERATORS]
     for name in inside:
         MOVES[name][1]()
-    for generator, mark in zip(GENERATORS, marks, strict=True):
-        generator.restore(mark)
+    for generator, snapshot in zip(GENERATORS, snapshots, strict=True):
+        generator.restore(snapshot)
     assert states() == state
 
 
@@ -200,9 +201,9 @@ def test_seed_everything_equals_each_library() -> None:
 
 def test_deterministic_mode_ends_with_block(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":16:8")
-    for wanted in (True, False):
-        with contextlib.suppress(KeyError), deterministic(wanted):
-            assert torch.are_deterministic_algorithms_enabled() is wanted
+    for enabled in (True, False):
+        with contextlib.suppress(KeyError), deterministic(enabled):
+            assert torch.are_deterministic_algorithms_enabled() is enabled
             raise KeyError
         assert not torch.are_deterministic_algorithms_enabled()
     assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":16:8"  # a setting of the user's own stays
@@ -222,9 +223,9 @@ def test_snapshot_keeps_stored_normal() -> None:
     uniform, normal = (lambda: np.random.rand(2)), np.random.randn
     seed = next(seed for seed in range(50) if words_after(seed, uniform) == words_after(seed, normal))
     state_after(seed, uniform)
-    without = NUMPY.mark()
+    without = NUMPY.snapshot()
     stored = state_after(seed, normal)["gauss"]
-    assert NUMPY.moved(without)
+    assert NUMPY.has_changed(without)
     with isolated_rng():
         np.random.rand(3)
     assert np.random.randn() == stored
