@@ -199,7 +199,7 @@ class Checkpointer:
         self.await_background()
         lifecycle = self._lifecycle
         lifecycle.begin_save()
-        lifecycle.owes_save = lifecycle.owes_evaluation and (lifecycle.owes_save or history is None)
+        lifecycle.pending_save = lifecycle.pending_evaluation and (lifecycle.pending_save or history is None)
         snapshot = self._snapshot(history)
         # a save for the best may follow another one of the same step
         snapshot.payload["for_best"] = for_best and snapshot.step != self._requested_step
@@ -355,7 +355,7 @@ class Checkpointer:
         # one checkpoint per evaluation, or the few best would be the same weights under several names
         scored = evaluated, step
         score = None if evaluated == self._scored[0] and scored != self._scored else lifecycle.objective.latest
-        is_final = history is None and not lifecycle.owes_evaluation  # otherwise a resume may save this step again
+        is_final = history is None and not lifecycle.pending_evaluation  # otherwise a resume may save this step again
         history = history or lifecycle.state_dict()
         if best and is_final:
             history["metrics"]["best_checkpoint"], best_saved = name, evaluated

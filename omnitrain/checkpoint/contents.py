@@ -119,8 +119,8 @@ class CheckpointedLifecycle(Protocol):
     is_closing: bool
     is_running: bool
     evaluates: bool
-    owes_evaluation: bool
-    owes_save: bool
+    pending_evaluation: bool
+    pending_save: bool
     logged_at: tuple[int, float, int, int]
     control: Any
 
@@ -832,12 +832,12 @@ class Contents:
     def _capture_history(self, history: dict[str, Any]) -> dict[str, Any]:
         lifecycle = self._lifecycle
         loop = {**self._step.state_dict(), "logged": list(lifecycle.logged_at)}
-        owes = lifecycle.owes_evaluation or lifecycle.control.evaluate
+        owes = lifecycle.pending_evaluation or lifecycle.control.evaluate
         return {
             **history,
             "objective": state_dicts.to_json(history["objective"], "objective"),
             "loop": state_dicts.to_json(loop, "loop"),
-            "owes": {"evaluation": owes, "save": lifecycle.owes_save},
+            "owes": {"evaluation": owes, "save": lifecycle.pending_save},
         }
 
     def _restore_history(self, content: Mapping[str, Any], changed: Collection[str]) -> None:
@@ -852,9 +852,9 @@ class Contents:
             progress.epoch_size = size
         step, seconds, samples, tokens = history["loop"]["logged"]
         lifecycle.logged_at = (step, seconds, samples, tokens)
-        lifecycle.owes_evaluation = content["owes"]["evaluation"] and lifecycle.evaluates
-        lifecycle.owes_save = content["owes"]["save"]
-        if lifecycle.owes_save:
+        lifecycle.pending_evaluation = content["owes"]["evaluation"] and lifecycle.evaluates
+        lifecycle.pending_save = content["owes"]["save"]
+        if lifecycle.pending_save:
             lifecycle.saved_at = None
 
     # --- algorithms

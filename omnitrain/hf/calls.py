@@ -485,7 +485,7 @@ class TransformersAPI(BaseTrainer):
                 found = evaluation.evaluate_loader(loader, *part)
             else:
                 with self._calling("evaluation_loop()"):
-                    found = self._loop.outside(loader, lambda stop: evaluation.over(loader, *part, stop))
+                    found = self._loop.evaluate_outside_run(loader, lambda stop: evaluation.over(loader, *part, stop))
         size = loader.size
         if size is None:
             size = next((len(one) for one in (found.labels, *_parts(found.predictions)) if one is not None), None)

@@ -63,7 +63,7 @@ class EngineLoop(Loop):
             self._engine().restore_state()
 
     @property
-    def asks_alone(self) -> bool:
+    def has_rank_local_requests(self) -> bool:
         """Whether this rank may request something in a step that others do not, as transformers' callbacks may."""
         return True
 
@@ -99,13 +99,13 @@ class EngineLoop(Loop):
                 control.should_save, asked.save = asked.save, False
         super()._act_on(asked)
 
-    def rehearse_evaluation(self) -> None:
+    def sanity_check(self) -> None:
         evaluation: Any = self.evaluation
         with self.mute_callbacks():
             if "evaluate" in self._engine().trainer._overridden:  # the user's `evaluate` may need no loss
                 evaluation.rehearse(self.sets.eval, self.is_interrupted)
             else:
-                super().rehearse_evaluation()
+                super().sanity_check()
 
     @contextlib.contextmanager
     def mute_callbacks(self) -> Iterator[None]:
@@ -117,10 +117,10 @@ class EngineLoop(Loop):
         finally:
             evaluation.is_told = True
 
-    def settle(self) -> None:
+    def finish_run(self) -> None:
         self._engine().count_operations()
         self._engine().record_final_state()
-        super().settle()
+        super().finish_run()
 
     def _save(self, is_asked: bool) -> None:
         """Save as usual; what a callback requests with `save_strategy="no"` goes to `output_dir`."""
@@ -145,7 +145,7 @@ class EngineLoop(Loop):
         if "epoch" not in (enum_value(args.eval_strategy), enum_value(args.save_strategy)):
             self.agree("the end of an epoch")
             if self.is_at_limit:
-                self.settle()
+                self.finish_run()
 
     def evaluate(self, counts: bool = True) -> None:
         """Evaluate as part of the run, unless it is the last evaluation and too early by `eval_delay`."""
@@ -400,7 +400,7 @@ class Engine(SearchTrainer):
         return self._take_micro_batch(model, inputs)
 
     def _take_micro_batch(self, model: nn.Module, inputs: Any) -> torch.Tensor:
-        trainer, tell = self.trainer, self.trainer.lifecycle.inside_of_step
+        trainer, tell = self.trainer, self.trainer.lifecycle.emit_in_step
         with trainer._accumulating(last=trainer._step.completes or self.syncs_each_batch):
             loss = trainer.call_training_step(model, inputs)
         if tell is not None:
@@ -474,7 +474,7 @@ class Engine(SearchTrainer):
         """Act on the requests of our callbacks and transformers', and end the run at its limit."""
         self._log_arguments = args, kwargs
         loop = self.trainer._loop
-        loop.answer()
+        loop.handle_requests()
         if self.has_ended and self.trainer.lifecycle.stop:
             loop.close()  # before transformers' own end-of-training code
 
@@ -660,7 +660,7 @@ class Bridge(transformers.TrainerCallback):
 
     def on_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> Any:
         """The optimizer has stepped, or the step was skipped."""
-        self.trainer._step.conclude(self.engine.optimizer_facade.was_applied)
+        self.trainer._step.end_step(self.engine.optimizer_facade.was_applied)
         return control
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> Any:
@@ -805,7 +805,7 @@ class AcceleratorFacade:
     def backward(self, loss: torch.Tensor, **kwargs: Any) -> None:
         """Run backward as the trainer does."""
         self._trainer._backward(loss)
-        tell = self._trainer.lifecycle.inside_of_step
+        tell = self._trainer.lifecycle.emit_in_step
         if tell is not None:
             tell(Event.AFTER_BACKWARD)
 

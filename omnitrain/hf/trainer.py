@@ -661,7 +661,7 @@ class HFTrainer(TransformersAPI):
         if self._scheduler_config is not None:
             given["lr_scheduler"] = None
         self._sharding, self._scheduler_config = sharding_accelerator(self.training_args, given)
-        self._take_model(self._new_model(self.seed, self.device))
+        self._set_up_model(self._new_model(self.seed, self.device))
         transfer_callbacks(self.engine, former)
 
     def resolved_config(self) -> dict[str, Any]:

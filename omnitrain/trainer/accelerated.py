@@ -273,13 +273,13 @@ class AccelerateTrainer(BaseTrainer):
                 "with a reduce_dtype of its own. Leave one of them out."
             )
         if accelerator is not None:
-            _adopt_accumulation(accelerator, arguments)
+            _apply_accumulation(accelerator, arguments)
         if accelerator is None:
             plugin = deepspeed_plugin(setups["deepspeed_config"])
             if plugin is not None:
                 merge_config(plugin, arguments)
             else:
-                _adopt_launcher(arguments)
+                _apply_launcher_settings(arguments)
             accelerator = make_accelerator(
                 precision=accelerate_precision(arguments.get("autocast")),
                 deepspeed_plugin=plugin,
@@ -296,10 +296,10 @@ class AccelerateTrainer(BaseTrainer):
                 )
             arguments["autocast"] = accelerator.mixed_precision
         self.accelerator = accelerator
-        self._own_settings = {**setups, "find_unused_parameters": unused}
+        self._accelerate_settings = {**setups, "find_unused_parameters": unused}
         ranks = find_ranks(accelerator, timeout)
         check_lost_processes(ranks.world_size)
-        _refuse_two_ways(arguments, setups["fsdp_plugin"] or getattr(accelerator.state, "fsdp_plugin", None))
+        _check_double_recomputation(arguments, setups["fsdp_plugin"] or getattr(accelerator.state, "fsdp_plugin", None))
         with ranks.collective_call(f"{type(self).__name__}()", timeout, is_start=True):
             super()._construct(arguments, ranks)
 
@@ -310,11 +310,11 @@ class AccelerateTrainer(BaseTrainer):
         return super()._make_backend(model, make or functools.partial(build_backend, self.accelerator, self.settings))
 
     def resolved_config(self) -> dict[str, Any]:
-        settings = {name: describe(value) for name, value in self._own_settings.items()}
+        settings = {name: describe(value) for name, value in self._accelerate_settings.items()}
         return {**super().resolved_config(), **settings}
 
 
-def _adopt_launcher(arguments: dict[str, Any]) -> None:
+def _apply_launcher_settings(arguments: dict[str, Any]) -> None:
     """Take over the settings of `accelerate launch` or its config file that the user's program leaves open."""
     merge_precision(arguments)
     steps = os.environ.get("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "1")
@@ -326,7 +326,7 @@ def _adopt_launcher(arguments: dict[str, Any]) -> None:
         arguments["gradient_accumulation_steps"] = int(steps)
 
 
-def _adopt_accumulation(accelerator: Any, arguments: dict[str, Any]) -> None:
+def _apply_accumulation(accelerator: Any, arguments: dict[str, Any]) -> None:
     """Take over the number of micro-batches in a step that the user's `Accelerator` was made with.
 
     Raises:
@@ -342,7 +342,7 @@ def _adopt_accumulation(accelerator: Any, arguments: dict[str, Any]) -> None:
         )
 
 
-def _refuse_two_ways(arguments: Mapping[str, Any], plugin: Any) -> None:
+def _check_double_recomputation(arguments: Mapping[str, Any], plugin: Any) -> None:
     """Raise ConfigError if both we and FSDP would recompute activations."""
     checkpointing = arguments.get("gradient_checkpointing")
     if (

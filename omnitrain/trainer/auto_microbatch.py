@@ -53,8 +53,8 @@ class Memory:
         feed: Splits batches.
         ranks: The ranks of the run.
         lifecycle: Knows which step it is.
-        mark: Returns the means of the epoch so far.
-        go_back: Takes the means back to what `mark` returned.
+        snapshot: Returns the means of the epoch so far.
+        rollback: Takes the means back to what `snapshot` returned.
 
     Raises:
         ConfigError: If ranks exchange something inside of a forward or backward pass.
@@ -67,15 +67,15 @@ class Memory:
         feed: Feed,
         ranks: Ranks,
         lifecycle: Lifecycle,
-        mark: Callable[[], Any],
-        go_back: Callable[[Any], None],
+        snapshot: Callable[[], Any],
+        rollback: Callable[[Any], None],
     ) -> None:
         self._trainer = trainer
         self._backend = backend
         self._feed = feed
         self._ranks = ranks
         self._lifecycle = lifecycle
-        self._mark, self._go_back = mark, go_back
+        self._snapshot, self._rollback = snapshot, rollback
         self._buffers = Buffers()
         stateful = [
             algorithm for algorithm in trainer.algorithms if type(algorithm).state_dict is not Algorithm.state_dict
@@ -88,7 +88,7 @@ class Memory:
         self.prepare()
 
     @property
-    def reduces_apart(self) -> bool:
+    def separate_all_reduce(self) -> bool:
         """Whether gradients are averaged after the last backward pass, and not during it."""
         return self._ranks.world_size > 1
 
@@ -124,9 +124,9 @@ class Memory:
         Raises:
             RuntimeError: The error of the memory, if not even a single row fits.
         """
-        means, random_numbers, first = self._mark(), snapshot_rng(self._trainer.device), 0
+        means, random_numbers, first = self._snapshot(), snapshot_rng(self._trainer.device), 0
         states = [copy.deepcopy(algorithm.state_dict()) for algorithm in self._algorithms]
-        self._buffers.keep()
+        self._buffers.snapshot()
         while True:
             try:
                 result = attempt()
@@ -142,7 +142,7 @@ class Memory:
                 if not size:
                     self._backend.reduce_gradients()
                     if first:
-                        self._tell("", first)
+                        self._warn_out_of_memory("", first)
                     return result
                 if size == 1:  # the rank that has failed ends the others with its error
                     self._ranks.gather("the end of the memory of another rank", None)
@@ -150,14 +150,14 @@ class Memory:
             # out here the error is gone, and with it what it kept alive
             first = first or size
             self._backend.discard_gradients()
-            self._go_back(means)
-            self._buffers.put_back()
+            self._rollback(means)
+            self._buffers.restore()
             restore_rng(random_numbers, self._trainer.device)
             for algorithm, state in zip(self._algorithms, states, strict=True):
                 algorithm.load_state_dict(copy.deepcopy(state))
             free_memory()
             self._feed.shrink((size + 1) // 2)
-            window = self._feed.divided(window)
+            window = self._feed.split_again(window)
             restart(window)
 
     def _agree(self, window: Window, has_failed: bool) -> int:
@@ -171,7 +171,7 @@ class Memory:
         size = min(self._feed.microbatch_size or largest, largest)
         if not failed and size > 1:
             self._feed.shrink((size + 1) // 2)
-            self._tell(" in its update", size)
+            self._warn_out_of_memory(" in its update", size)
         return size if failed else 0
 
     def _rows_of(self, batch: Any) -> int:
@@ -180,7 +180,7 @@ class Memory:
         except DataError:  # an object that only the user's own `split_batch` knows
             return self._trainer.settings.batch_size
 
-    def _tell(self, where: str, size: int) -> None:
+    def _warn_out_of_memory(self, where: str, size: int) -> None:
         if self._ranks.is_main:
             logger.warning(
                 "Step %d has run out of memory%s with micro-batches of %d rows. From here on they are of %d at most, "
@@ -200,7 +200,7 @@ class Memory:
             RuntimeError: The error of the memory, if some of the update was made, or there is no room for it at all.
         """
         optimizer = self._backend.optimizer
-        before = _marks(optimizer)
+        before = _versions(optimizer)
         try:
             return self._trainer._apply_update()
         except RuntimeError as error:
@@ -227,35 +227,37 @@ class Memory:
         return applied
 
 
-Marks = tuple[dict[Any, list[Any]], list[Any]]
+Versions = tuple[dict[Any, list[Any]], list[Any]]
 
 
-def _marks(optimizer: torch.optim.Optimizer) -> Marks:
+def _versions(optimizer: torch.optim.Optimizer) -> Versions:
     """Return what tells whether an optimizer has changed its state, and its weights and groups."""
-    state = {parameter: [_mark(value) for value in entries.values()] for parameter, entries in optimizer.state.items()}
-    groups = [_mark(value) for group in optimizer.param_groups for key, value in group.items() if key != "params"]
+    state = {
+        parameter: [_version(value) for value in entries.values()] for parameter, entries in optimizer.state.items()
+    }
+    groups = [_version(value) for group in optimizer.param_groups for key, value in group.items() if key != "params"]
     return state, groups + [parameter._version for group in optimizer.param_groups for parameter in group["params"]]
 
 
-def _mark(value: Any) -> Any:
+def _version(value: Any) -> Any:
     if isinstance(value, torch.Tensor):
         return value._version
     return value if isinstance(value, (bool, int, float, str)) else id(value)
 
 
-def _is_unchanged(optimizer: torch.optim.Optimizer, before: Marks) -> bool:
+def _is_unchanged(optimizer: torch.optim.Optimizer, before: Versions) -> bool:
     """Whether an update that failed has changed nothing; state that it has only begun to fill is dropped then.
 
     A fused kernel does not mark what it changes, but the counts of steps beside it are marked.
     """
-    state, rest = _marks(optimizer)
+    state, rest = _versions(optimizer)
     fresh = [parameter for parameter in state if not before[0].get(parameter)]
     tells = len(optimizer.param_groups) == 1 or not any(group.get("fused") for group in optimizer.param_groups)
     tells = tells or all("step" in entries for entries in optimizer.state.values())
     if (
         not tells
         or rest != before[1]
-        or any(state[parameter] != marks for parameter, marks in before[0].items() if marks)
+        or any(state[parameter] != versions for parameter, versions in before[0].items() if versions)
     ):
         return False
     values = [value for parameter in fresh for value in optimizer.state[parameter].values()]

@@ -84,14 +84,14 @@ from omnitrain.optim.param_groups import freeze_parameters, group_parameters
 from omnitrain.optim.schedules import Course, Schedule
 from omnitrain.trainer.compilation import Compiled, check_compilable, compile_ahead
 from omnitrain.trainer.default_callbacks import default_callbacks, make_loggers
-from omnitrain.trainer.evaluation import Evaluation, Predictions, own_direction
+from omnitrain.trainer.evaluation import Evaluation, Predictions, metric_direction
 from omnitrain.trainer.feed import Feed
 from omnitrain.trainer.hooks import (
     NEVER_CALLED,
     SEE_BATCHES,
     Hooks,
     members_of_user,
-    refuse_dead_methods,
+    reject_event_methods,
     reject_uncalled_methods,
 )
 from omnitrain.trainer.lifecycle import Lifecycle
@@ -361,7 +361,7 @@ class BaseTrainer(Hooks, ABC):
             settings = replace(settings, data_collator=padding_collator(settings.processing_class))
         self.settings: Settings = settings
         parts = {name: getattr(settings, name) for name in ("optimizer", "lr_scheduler", "unit", "loss_fn")}
-        refuse_dead_methods(model=model, **parts)
+        reject_event_methods(model=model, **parts)
         reject_uncalled_methods(model, settings, type(self))
         self.ranks: Ranks = ranks or Ranks()
         self.mesh = self.ranks.mesh
@@ -389,7 +389,7 @@ class BaseTrainer(Hooks, ABC):
             reject_class("algorithms", algorithm)
             if not isinstance(algorithm, Algorithm):
                 raise ConfigError(f"`algorithms` must hold omnitrain.Algorithm instances, got {algorithm!r}.")
-            refuse_dead_methods(algorithms=algorithm)
+            reject_event_methods(algorithms=algorithm)
         check_algorithms(self.algorithms)
         self._callbacks = list(settings.callbacks)
         for callback in self._callbacks:
@@ -402,7 +402,7 @@ class BaseTrainer(Hooks, ABC):
         self.precision: Precision = Precision.parse(
             settings.autocast, self.device, settings.matmul_precision, settings.dtypes
         )
-        self._take_model(model)
+        self._set_up_model(model)
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the state for `pickle` and `copy.deepcopy`: how the trainer was made, its weights and its history.
@@ -430,7 +430,7 @@ class BaseTrainer(Hooks, ABC):
 
     # --- the parts of a run
 
-    def _take_model(self, model: nn.Module) -> None:
+    def _set_up_model(self, model: nn.Module) -> None:
         """Build what belongs to a model: its unit, its backend, and the parts of a run."""
         settings, dtypes = self.settings, self.precision.dtypes
         if self.store is not None:
@@ -466,7 +466,7 @@ class BaseTrainer(Hooks, ABC):
         self._sets = self._make_sets()
         self._assemble()
         self._setup_training_components()
-        self.lifecycle.adopt(self.get_model())  # the rest when it is made
+        self.lifecycle.register_components(self.get_model())  # the rest when it is made
         self._finish_setup()
 
     def _make_sets(self) -> Sets:
@@ -523,7 +523,7 @@ class BaseTrainer(Hooks, ABC):
         """
         settings, ranks, sets = self.settings, self.ranks, self._sets
         metric = settings.optimization_metric
-        direction = own_direction(metric, self.scorer, sets.eval)
+        direction = metric_direction(metric, self.scorer, sets.eval)
         objective = Objective(metric, settings.optimization_direction, settings.delta, direction)
         callbacks = default_callbacks(settings, self.limits, self.store, self._evaluates, self._callbacks)
         lifecycle = self.lifecycle = Lifecycle(self, [*callbacks, *self._callbacks], objective, self._evaluates)
@@ -531,7 +531,7 @@ class BaseTrainer(Hooks, ABC):
         previous = vars(self).get("_feed")
         stages = accumulation_stages(settings, self.limits, ranks.data.size, lifecycle.progress.epoch_size)
         self._feed = Feed(self, lifecycle, ranks, settings, self.gradient_accumulation_steps, stages)
-        lifecycle.take_markers(self.backend.annotate, self._feed.mark)
+        lifecycle.set_annotators(self.backend.annotate, self._feed.annotate)
         if previous is not None:  # of an earlier run
             self._feed.microbatch_size = previous.microbatch_size
         self._step = Step(
@@ -558,7 +558,7 @@ class BaseTrainer(Hooks, ABC):
             warmup_steps: Its warm-up; None is the argument of the trainer.
         """
         self.lr_scheduler = None
-        if self.train_loader is None and not self._loop.has_own_epoch:
+        if self.train_loader is None and not self._loop.has_custom_epoch:
             return
         spec = self.settings.lr_scheduler if lr_scheduler is None else lr_scheduler
         warmup = self.settings.warmup_steps if warmup_steps is None else warmup_steps
@@ -573,7 +573,7 @@ class BaseTrainer(Hooks, ABC):
         )  # fmt: skip
         if not isinstance(spec, str | Schedule | None):
             self._initial.record_schedule(self.lr_scheduler)
-        self._step.take_schedule(self.lr_scheduler, self._loop.has_own_epoch)
+        self._step.check_schedule(self.lr_scheduler, self._loop.has_custom_epoch)
         if follows_evaluations(self.lr_scheduler):
             if not self._evaluates:
                 kind = type(self.lr_scheduler).__name__
@@ -583,7 +583,7 @@ class BaseTrainer(Hooks, ABC):
                     "`scheduler_interval='epoch'` has no effect on a schedule that follows evaluations. Leave it out."
                 )
             change_setting(self, scheduler_interval="evaluation")
-        _adopt_parts(self)
+        _register_components(self)
 
     # --- training
 
@@ -627,14 +627,14 @@ class BaseTrainer(Hooks, ABC):
             isolated_rng(self.device),
             locked(self.store, self.ranks, lambda: self._checkpointer.end_record(), after),
         ):
-            if self.train_loader is None and not self._loop.has_own_epoch:
+            if self.train_loader is None and not self._loop.has_custom_epoch:
                 raise ConfigError("There is nothing to train on: pass `train_dataset` or `train_loader`.")
             check_allowed(allow_change)
             check_same_on_ranks(self.ranks, _described_run(self, resume_from, allow_change, more))
             if more is not None:
-                _go_on(self, more, resume_from, allow_change)
+                _continue_run(self, more, resume_from, allow_change)
             else:
-                _start(self, resume_from, allow_change)
+                _start_run(self, resume_from, allow_change)
             self._checkpointer.check_disk()
             failed = True
             try:
@@ -675,7 +675,7 @@ class BaseTrainer(Hooks, ABC):
         if is_live or self.progress.step or self.metrics["train_metrics_history"]:
             former = self.progress.step
             self._assemble()
-            self.lifecycle.begin_again(0 if resumes else former)
+            self.lifecycle.set_trained_before(0 if resumes else former)
             is_given = hasattr(self.settings.optimizer, "param_groups")
             if not is_live and not is_given:
                 self.backend.reset_optimizer()
@@ -686,7 +686,7 @@ class BaseTrainer(Hooks, ABC):
                 "`trainer.lr_scheduler` belongs to another optimizer than `trainer.optimizer`, so it would change "
                 "nothing. Assign a schedule of the new optimizer too, or pass `optimizer` to the constructor."
             )
-        _adopt_parts(self)
+        _register_components(self)
         if not is_live:
             self._checkpointer.eval_weights.begin_training()
         self._seed()
@@ -711,7 +711,7 @@ class BaseTrainer(Hooks, ABC):
         with _only_thread("compile()"), self._calling("compile()"), isolated_rng(self.device):
             self._begin_run(resumes=True)
             try:
-                with _kernels(self.settings, self.precision), self.lifecycle.silent():
+                with _kernels(self.settings, self.precision), self.lifecycle.suppress_events():
                     return compile_ahead(self._loop, steps)
             finally:
                 for end in find_overrides(self.algorithms, "end_run"):
@@ -753,7 +753,7 @@ class BaseTrainer(Hooks, ABC):
         if loader is None:
             raise ConfigError("There is nothing to evaluate: pass a dataset, or `eval_dataset` to the constructor.")
         with _only_thread("evaluate()"), self._calling("evaluate()"):
-            return self._loop.outside(loader, lambda stop: self._evaluation.evaluate(loader, prefix, stop))
+            return self._loop.evaluate_outside_run(loader, lambda stop: self._evaluation.evaluate(loader, prefix, stop))
 
     def test(self, dataset: Any = None) -> dict[str, float]:
         """Return `test_loss` and the metrics on a dataset or the test set; they never select a checkpoint."""
@@ -761,7 +761,9 @@ class BaseTrainer(Hooks, ABC):
         if loader is None:
             raise ConfigError("There is nothing to test: pass a dataset, or `test_dataset` to the constructor.")
         with _only_thread("test()"), self._calling("test()"):
-            metrics = self._loop.outside(loader, lambda stop: self._evaluation.evaluate(loader, "test", stop))
+            metrics = self._loop.evaluate_outside_run(
+                loader, lambda stop: self._evaluation.evaluate(loader, "test", stop)
+            )
         progress = self._checkpointer.weights_from or self.progress
         row = {"step": progress.step, "epoch": round(progress.epochs, 6), **metrics}
         self.metrics.add_test(row)
@@ -777,7 +779,7 @@ class BaseTrainer(Hooks, ABC):
             )
         with _only_thread("predict()"), self._calling("predict()"):
             self.lifecycle.begin_prediction()
-            predictions = self._loop.outside(loader, lambda stop: self._evaluation.predict(loader, stop))
+            predictions = self._loop.evaluate_outside_run(loader, lambda stop: self._evaluation.predict(loader, stop))
             self.lifecycle.predicted(predictions)
             return predictions
 
@@ -841,7 +843,7 @@ class BaseTrainer(Hooks, ABC):
             "global_batch_size": samples_of_step(self.settings, self._sets.share.size),
             "matmul_precision": self.precision.matmul or matmul_precision(),
             "optimization_direction": self.objective.direction,
-            "optimizer": None if self.train_loader is None and not self._loop.has_own_epoch else self.optimizer,
+            "optimizer": None if self.train_loader is None and not self._loop.has_custom_epoch else self.optimizer,
             "optimizer_groups": self._initial.optimizer,
             "lr_scheduler_options": self._initial.schedule,
             "samples_per_epoch": self._sets.train_size,
@@ -1063,7 +1065,7 @@ def _kernels(settings: Settings, precision: Precision) -> Iterator[None]:
         yield
 
 
-def _start(trainer: BaseTrainer, resume_from: Any, allow_change: Collection[str]) -> None:
+def _start_run(trainer: BaseTrainer, resume_from: Any, allow_change: Collection[str]) -> None:
     """Begin a run, afresh or from a checkpoint."""
     checkpointer = trainer._checkpointer
     checkpoint = None if resume_from is None else checkpointer.find(resume_from)
@@ -1079,7 +1081,7 @@ def _start(trainer: BaseTrainer, resume_from: Any, allow_change: Collection[str]
         trainer._checkpointer.resume(*checkpoint, allow_change)
 
 
-def _go_on(trainer: BaseTrainer, more: Any, resume_from: Any, allow_change: Collection[str]) -> None:
+def _continue_run(trainer: BaseTrainer, more: Any, resume_from: Any, allow_change: Collection[str]) -> None:
     """Begin the longer run that goes on from the end of the one before.
 
     Raises:
@@ -1125,11 +1127,13 @@ def _write_processor(trainer: BaseTrainer, folder: Path) -> None:
         trainer.processing_class.save_pretrained(str(folder))
 
 
-def _adopt_parts(trainer: BaseTrainer) -> None:
+def _register_components(trainer: BaseTrainer) -> None:
     """Have the model, the optimizer and the schedule called, if they are callbacks or hooks."""
-    optimizer = trainer.backend.optimizer if trainer.train_loader is not None or trainer._loop.has_own_epoch else None
+    optimizer = (
+        trainer.backend.optimizer if trainer.train_loader is not None or trainer._loop.has_custom_epoch else None
+    )
     bare = getattr(optimizer, "optimizer", optimizer)  # accelerate wraps it
-    trainer.lifecycle.adopt(trainer.get_model(), bare, trainer.lr_scheduler)
+    trainer.lifecycle.register_components(trainer.get_model(), bare, trainer.lr_scheduler)
 
 
 def _described_run(trainer: BaseTrainer, resume_from: Any, allow_change: Collection[str], more: Any) -> dict[str, Any]:

@@ -20,31 +20,31 @@ class Buffers:
 
     def __init__(self) -> None:
         self._places: list[tuple[dict[str, Any], str]] = []
-        self._kept: list[torch.Tensor] = []
+        self._tensors: list[torch.Tensor] = []
         self._copies: list[torch.Tensor] = []
 
     def collect(self, model: nn.Module) -> None:
         """List the buffers of a model."""
         places = [(module._buffers, name) for module in model.modules() for name in module._buffers]
         self._places = [(buffers, name) for buffers, name in places if buffers[name] is not None]
-        self._kept = []
+        self._tensors = []
 
-    def keep(self) -> None:
+    def snapshot(self) -> None:
         """Copy them."""
         tensors = [buffers[name] for buffers, name in self._places]
-        if len(tensors) != len(self._kept) or any(
-            tensor is not previous for tensor, previous in zip(tensors, self._kept, strict=True)
+        if len(tensors) != len(self._tensors) or any(
+            tensor is not previous for tensor, previous in zip(tensors, self._tensors, strict=True)
         ):
-            self._kept, self._copies = tensors, [tensor.detach().clone() for tensor in tensors]
+            self._tensors, self._copies = tensors, [tensor.detach().clone() for tensor in tensors]
         elif tensors:
             torch._foreach_copy_(self._copies, tensors)  # pyright: ignore
 
-    def put_back(self) -> None:
+    def restore(self) -> None:
         """Give back to each what it was when they were copied."""
-        for (buffers, name), tensor in zip(self._places, self._kept, strict=True):
+        for (buffers, name), tensor in zip(self._places, self._tensors, strict=True):
             buffers[name] = tensor
         with torch.no_grad():
-            for tensor, snapshot in zip(self._kept, self._copies, strict=True):
+            for tensor, snapshot in zip(self._tensors, self._copies, strict=True):
                 if not is_expanded(tensor):  # nothing has written to it
                     tensor.copy_(snapshot)
 
@@ -54,8 +54,8 @@ def unchanged_buffers(model: nn.Module) -> Iterator[None]:
     """Restore the buffers of a model afterwards: some count forward passes, in evaluations too."""
     buffers = Buffers()
     buffers.collect(model)
-    buffers.keep()
+    buffers.snapshot()
     try:
         yield
     finally:
-        buffers.put_back()
+        buffers.restore()

@@ -84,9 +84,9 @@ def compile_ahead(loop: Loop, steps: int) -> Compiled:
             start(trainer)
         with unchanged_buffers(trainer.backend.model):
             with loop.sets.train.untouched():
-                for window, window_shapes in _of_new_shapes(loop, steps):
+                for window, window_shapes in _windows_of_new_shapes(loop, steps):
                     shapes.setdefault("train", []).extend(window_shapes)
-                    loop.step.rehearse(window)
+                    loop.step.dry_run(window)
             if loop.lifecycle.evaluates:
                 loaders = loop.sets.eval if isinstance(loop.sets.eval, Mapping) else {"eval": loop.sets.eval}
                 for name, loader in loaders.items():
@@ -106,11 +106,11 @@ def compile_ahead(loop: Loop, steps: int) -> Compiled:
          if count > breaks.get(why, 0)},
         shapes,
     )  # fmt: skip
-    _tell(loop, compiled)
+    _log_compiled(loop, compiled)
     return compiled
 
 
-def _of_new_shapes(loop: Loop, steps: int) -> Iterator[tuple[Window, list[str]]]:
+def _windows_of_new_shapes(loop: Loop, steps: int) -> Iterator[tuple[Window, list[str]]]:
     """Yield the first steps of a run, and the last one of its first epoch, without batches of shapes that were there.
 
     With each window come the shapes of its batches, as the model sees them.
@@ -165,7 +165,7 @@ def _brief(reason: str) -> str:
     return " ".join(reason.split("\n\n")[0].split())
 
 
-def _tell(loop: Loop, compiled: Compiled) -> None:
+def _log_compiled(loop: Loop, compiled: Compiled) -> None:
     if not loop.ranks.is_main:
         return
     details = "".join(f"\n  {name}: {'; '.join(shapes)}" for name, shapes in compiled.shapes.items())

@@ -71,7 +71,7 @@ def default_callbacks(
     return callbacks
 
 
-_OWN: dict[str, type[Callback]] = {"tensorboard": TensorBoardLogger, "wandb": WandbLogger, "csv": CsvLogger}
+_BUILTIN: dict[str, type[Callback]] = {"tensorboard": TensorBoardLogger, "wandb": WandbLogger, "csv": CsvLogger}
 
 
 def make_loggers(loggers: object, callbacks: Iterable[object], has_folder: bool = True) -> list[Callback]:
@@ -92,7 +92,7 @@ def make_loggers(loggers: object, callbacks: Iterable[object], has_folder: bool 
     if not isinstance(specs, (list, tuple)):
         raise ConfigError(f"`loggers` must be a name or a list of names and loggers, got {specs!r}.")
     instances = [_make_logger(logger) for logger in specs]
-    destinations = [_place_of(logger) for logger in (*instances, *callbacks) if isinstance(logger, Callback)]
+    destinations = [_destination(logger) for logger in (*instances, *callbacks) if isinstance(logger, Callback)]
     for destination in filter(None, destinations):
         if destinations.count(destination) > 1:
             raise ConfigError(
@@ -117,21 +117,21 @@ def _make_logger(spec: object) -> Callback:
             return Tracking(spec)  # type: ignore[arg-type]  # which refuses what is no tracker
         except ConfigError as error:
             raise ConfigError(f"`loggers` holds {spec!r}, which is no name and no logger. {error}") from error
-    if spec in _OWN:
+    if spec in _BUILTIN:
         if spec != "csv" and find_spec(spec) is None:
             raise MissingExtraError(f"loggers={[spec]}", spec, spec)
-        return _OWN[spec]()
+        return _BUILTIN[spec]()
     try:
         return Tracking(spec)
     except ConfigError as error:
-        names = ["tensorboard", "wandb", "csv", *(name for name in SERVICES if name not in _OWN)]
+        names = ["tensorboard", "wandb", "csv", *(name for name in SERVICES if name not in _BUILTIN)]
         raise ConfigError(
             f"`loggers` holds {spec!r}, and there is no such logger.{did_you_mean(spec, names)} There are "
             f"{', '.join(names)}; `accelerate.tracking.register_tracker_class` adds others."
         ) from error
 
 
-def _place_of(logger: Callback) -> str:
+def _destination(logger: Callback) -> str:
     """Return where a logger writes to, in words; "" if nobody else could."""
     if isinstance(logger, TensorBoardLogger):
         return "TensorBoard" + (f" in {str(logger.log_dir)!r}" if logger.log_dir else "")

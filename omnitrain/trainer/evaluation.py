@@ -27,7 +27,7 @@ from omnitrain.metrics.scorer import SampleList, Scorer, make_scorer, per_sample
 from omnitrain.model.losses import LossMean
 from omnitrain.model.multitask import MultiTaskUnit
 from omnitrain.model.units import ModelUnit, StepOutput, run_unit
-from omnitrain.trainer.failing_samples import name_dtypes, suspects
+from omnitrain.trainer.failing_samples import describe_failing_samples, name_dtypes
 from omnitrain.trainer.feed import Feed
 from omnitrain.trainer.hooks import Hooks, evaluating
 from omnitrain.trainer.lifecycle import Lifecycle, is_of_callback
@@ -67,7 +67,7 @@ class Predictions(NamedTuple):
         return self.labels
 
 
-def own_direction(metric: str, scorer: Scorer, loaders: Any) -> bool | None:
+def metric_direction(metric: str, scorer: Scorer, loaders: Any) -> bool | None:
     """Return whether higher is better according to the metric object itself; None if it does not say.
 
     Args:
@@ -218,7 +218,7 @@ class Evaluation:
                 trainer.ranks.in_phase("evaluation"),
                 loader.untouched(),
             ):
-                for batches in (self.feed.in_step(loader, only_first=True), loader.last_batch()):
+                for batches in (self.feed.lockstep_batches(loader, only_first=True), loader.last_batch()):
                     for number, (batch, _) in enumerate(batches):
                         rehearsed.append(batch)
                         self._run_batch(batch, loader, number)
@@ -304,7 +304,7 @@ class Evaluation:
         total = torch.zeros((), dtype=torch.float32 if device.type == "mps" else torch.float64, device=device)
         weights, has_labels, lacks_loss, number, batch, output = 0.0, False, False, -1, None, StepOutput(None)
         meters, arrays = Meters(device), list[tuple[Any, ...]]()
-        batches = self.feed.in_step(loader, only_first)
+        batches = self.feed.lockstep_batches(loader, only_first)
         batches = batches if loader.size is not None or only_first else _warned_if_long(batches, loader, ranks.is_main)
         with (
             self.eval_weights.swapped_in(),
@@ -329,9 +329,9 @@ class Evaluation:
                     meters.add(output.metrics or {}, counted)
                 if counts and not needs_loss and loader.counts_samples:
                     _check_rows(output.outputs, samples)
-                pair = self._seen(output) if counts else None
+                pair = self._scored_pair(output) if counts else None
                 if scorer.takes_whole_batches and ranks.world_size > 1:
-                    pair = self._gathered(loader, pair)
+                    pair = self._gather_batches(loader, pair)
                 if pair is not None:
                     has_labels = True
                     _scored(loader, scorer.update, *pair)
@@ -382,24 +382,24 @@ class Evaluation:
 
     def _run_batch(self, batch: Any, loader: Loader, number: int) -> StepOutput:
         """Return the loss and outputs of a batch; an error names its samples."""
-        tell = self.lifecycle.inside_of_evaluation
+        emit = self.lifecycle.emit_in_evaluation
         try:
             batch = self.trainer._prepare_batch(batch)
-            if tell is not None:
-                tell(Event.EVAL_BATCH_START, batch)
+            if emit is not None:
+                emit(Event.EVAL_BATCH_START, batch)
             with self.trainer._autocast():
                 output = self.output_of(batch)
             if isinstance(output.outputs, list):  # a tuple is one of several outputs
                 output.outputs = per_sample(output.outputs, self.feed.samples)
             output.labels = per_sample(output.labels, self.feed.samples)
-            if tell is not None:
-                tell(Event.EVAL_BATCH_END, batch, output)
+            if emit is not None:
+                emit(Event.EVAL_BATCH_END, batch, output)
             return output
         except Exception as error:
             if is_of_callback(error):
                 raise
             name_dtypes(error, self.trainer.backend.model, batch)
-            samples = suspects(error, self.trainer, loader, (0, 0, number), self.output_of)
+            samples = describe_failing_samples(error, self.trainer, loader, (0, 0, number), self.output_of)
             error.add_note(f"Raised for {samples or f'batch {number} of {loader.name}, from 0 on'}.")
             raise
 
@@ -494,7 +494,7 @@ class Evaluation:
             f"label_names={keys[-1:]!r}, or evaluate without metrics."
         )
 
-    def _seen(self, output: StepOutput) -> tuple[Any, Any] | None:
+    def _scored_pair(self, output: StepOutput) -> tuple[Any, Any] | None:
         """Return the outputs and labels of a batch for streaming metrics, if it has both."""
         if output.labels is None or output.outputs is None:
             return None
@@ -506,7 +506,7 @@ class Evaluation:
             mean = self.trainer.loss_mean if self._unit is None else LossMean.of(self._unit, self.trainer.backend.model)
         return mean.compared(output.outputs, output.labels, has_classes)
 
-    def _gathered(self, loader: Loader, pair: tuple[Any, Any] | None) -> tuple[Any, Any] | None:
+    def _gather_batches(self, loader: Loader, pair: tuple[Any, Any] | None) -> tuple[Any, Any] | None:
         """Return the batches of all ranks on the main one, in the order of the data, on the host; None on others."""
         local = [] if pair is None or not self.trainer.ranks.data.counts else [to_numpy(pair)]
         if loader.deals_samples:

@@ -23,7 +23,7 @@ from omnitrain.distributed.ranks import is_connection_error
 from omnitrain.trainer.hooks import Hooks
 
 
-def suspects(
+def describe_failing_samples(
     error: Exception,
     trainer: Hooks,
     loader: Any,

@@ -47,7 +47,7 @@ _WITHOUT_CLASS_WEIGHT = math.nextafter(2.0**-10, 1.0)
 rows. Where they do not, it counts nothing; otherwise the number cancels out, as the step counts targets then."""
 
 
-def _part(group: list[Weighed]) -> tuple[float, ...]:
+def _window_sums(group: list[Weighed]) -> tuple[float, ...]:
     """Return the numbers of a window to sum over ranks: those of `Weighed`, micro-batches, and their square."""
     weight = samples = tokens = batches = 0
     for entry in group:
@@ -55,7 +55,7 @@ def _part(group: list[Weighed]) -> tuple[float, ...]:
     return weight, samples, tokens, batches, len(group), len(group) ** 2
 
 
-def _in_steps(parts: Iterable[Weighed], size: Callable[[], int]) -> Iterator[list[Weighed]]:
+def _group_by_step(parts: Iterable[Weighed], size: Callable[[], int]) -> Iterator[list[Weighed]]:
     """Group the micro-batches of so many batches, as `windows` does where none is split; each group asks for `size`."""
     group, remaining = list[Weighed](), 0
     for micro_batch in parts:
@@ -96,7 +96,7 @@ class Feed:
     ) -> None:
         self.accumulation: int = accumulation
         self._stages = stages
-        self._given: tuple[int, Window] | None = None
+        self._latest: tuple[int, Window] | None = None
         """The latest window, and how many samples the run had consumed before it."""
         microbatch_size = settings.microbatch_size
         self.microbatch_size: int | None = None if microbatch_size == "auto" else microbatch_size
@@ -119,7 +119,7 @@ class Feed:
         self._ahead: list[Weighed] | Exception | None = None
         """The next window, or the error from reading it."""
         self._totals_ahead: Sequence[float] = ()
-        """Its `_part`, summed over all ranks."""
+        """Its `_window_sums`, summed over all ranks."""
         self._are_totals_stale = False
         """Whether the next totals that come are of other micro-batches than it has now."""
         self._next: Callable[..., Any] = next
@@ -135,9 +135,9 @@ class Feed:
         """
         done, size = progress.samples_in_epoch, self._size_of(loader)
         self._split = _splitter(loader, self._collate)
-        parts, last, self._given = self.weighed(loader.rest(epoch, progress)), None, None
+        parts, last, self._latest = self.weighed(loader.rest(epoch, progress)), None, None
         is_plain = not self._may_split and self._stages is None
-        groups = windows(parts, self.accumulation) if is_plain else _in_steps(parts, self._size_of_next)
+        groups = windows(parts, self.accumulation) if is_plain else _group_by_step(parts, self._size_of_next)
         # only data by index may be read early: there each sample has random numbers of its own
         reads_ahead = self._ranks.world_size > 1 and isinstance(loader, MapLoader) and not self._has_states
         self._groups = groups if reads_ahead else None
@@ -168,12 +168,12 @@ class Feed:
             if window is None:
                 self._groups = None
                 if size not in (None, done):
-                    raise _other_count(done, size)
+                    raise _wrong_length(done, size)
                 return
             loader.turn += len(group) if is_plain else sum(micro_batch[4] for micro_batch in group)
             if window.samples:  # otherwise all ranks have only stand-ins
                 done += window.samples
-                self._given = progress.samples, window
+                self._latest = progress.samples, window
                 yield window
 
     def _ask_loss(self, group: list[Weighed]) -> list[Weighed]:
@@ -204,8 +204,8 @@ class Feed:
         """Return the batches on each rank of the window that is read next, which may be read during the one before."""
         if self._stages is not None:
             progress = self._lifecycle.progress
-            if self._given is not None and progress.samples == self._given[0]:  # it is not counted yet
-                window, progress = self._given[1], copy.copy(progress)
+            if self._latest is not None and progress.samples == self._latest[0]:  # it is not counted yet
+                window, progress = self._latest[1], copy.copy(progress)
                 progress.advance(window.samples, window.tokens)
             self.accumulation = self._stages.at(progress)
         return self.accumulation
@@ -257,13 +257,13 @@ class Feed:
         self._ahead = ahead
         self._lifecycle.clock.add("data", time.perf_counter() - began)
         self._ranks.phase = "step"
-        return () if isinstance(ahead, Exception) else self._ranks.count_once(_part(ahead))
+        return () if isinstance(ahead, Exception) else self._ranks.count_once(_window_sums(ahead))
 
-    def mark(self, ranges: ProfilerRanges | None) -> None:
+    def annotate(self, ranges: ProfilerRanges | None) -> None:
         """Read data inside of `ranges("data")`; None reads them as they are."""
         self._next = next if ranges is None else wrap_in_range(ranges, "data", next)
 
-    def take_totals(self, totals: Sequence[float]) -> None:
+    def set_totals(self, totals: Sequence[float]) -> None:
         """Take the results of `read_ahead`, summed over all ranks."""
         if totals:
             self._totals_ahead, self._are_totals_stale = () if self._are_totals_stale else totals, False
@@ -274,7 +274,7 @@ class Feed:
         if isinstance(self._ahead, list):  # the other ranks know of it, or are about to
             self._ahead, self._are_totals_stale = self._in_parts(self._ahead), True
 
-    def divided(self, window: Window) -> Window:
+    def split_again(self, window: Window) -> Window:
         """Return a window of the same samples in the micro-batches that are now in force; called on all ranks."""
         origins = window.origins or []
         ends = [int(origin != following) for origin, following in zip(origins, [*origins[1:], None], strict=True)]
@@ -306,15 +306,15 @@ class Feed:
         Args:
             group: The micro-batches.
             last: The one to repeat without weight if other ranks have more.
-            totals: `_part` summed over all ranks, if known already.
+            totals: `_window_sums` summed over all ranks, if known already.
         """
         size = len(group)
-        totals = totals or self._ranks.sum("the beginning of a step", *self._ranks.count_once(_part(group)))
+        totals = totals or self._ranks.sum("the beginning of a step", *self._ranks.count_once(_window_sums(group)))
         weight, samples, tokens, batch_count, sizes, squares = totals
         if not sizes:
             return None
         if squares * self._ranks.data.size != sizes * sizes:  # true if and only if the sizes differ
-            group = group + self._stand_ins(size, last)
+            group = group + self._dummy_batches(size, last)
         batches, weights = [micro_batch[0] for micro_batch in group], [micro_batch[1] for micro_batch in group]
         origins = _origins(group) if self._may_split else None
         return Window(
@@ -327,10 +327,10 @@ class Feed:
             return 1.0 / self._ranks.data.size
         return weight / self._ranks.data.size or 1.0
 
-    def _stand_ins(self, size: int, last: Weighed | None) -> list[Weighed]:
+    def _dummy_batches(self, size: int, last: Weighed | None) -> list[Weighed]:
         """Return the micro-batches that fill a window up to the size of the largest: all ranks must run forward."""
         sizes = self._ranks.gather("the micro-batches of a step", None if last is None else size)
-        _refuse_empty(sizes)
+        _reject_empty(sizes)
         return [] if last is None else [(last[0], 0, 0, 0, 0)] * (max(count or 0 for count in sizes) - size)
 
     # --- weights
@@ -437,7 +437,7 @@ class Feed:
 
     # --- evaluations
 
-    def in_step(self, loader: Loader, only_first: bool = False) -> Iterator[Counted]:
+    def lockstep_batches(self, loader: Loader, only_first: bool = False) -> Iterator[Counted]:
         """Yield the batches of an evaluation, equally many on all ranks: stand-ins follow data that end earlier.
 
         Args:
@@ -458,10 +458,10 @@ class Feed:
             done += int(samples)
             if not count:
                 if size not in (None, done) and self._lifecycle.control.stop != "signal":
-                    raise _other_count(done, size)
+                    raise _wrong_length(done, size)
                 return
             if empty:
-                _refuse_empty(ranks.gather("data that yield nothing", None if last is None else 0))
+                _reject_empty(ranks.gather("data that yield nothing", None if last is None else 0))
             if counted is not None:
                 yield counted
             elif last is not None:
@@ -502,14 +502,14 @@ def _origins(group: list[Weighed]) -> list[int]:
     return list(itertools.accumulate([micro_batch[4] for micro_batch in group[:-1]], initial=0))
 
 
-def _other_count(count: int, size: int) -> DataError:
+def _wrong_length(count: int, size: int) -> DataError:
     return DataError(
         f"The data ended after {count} samples, but their length is {size}. Correct the `__len__` of the dataset, or "
         "what ends it early."
     )
 
 
-def _refuse_empty(counts: list[Any]) -> None:
+def _reject_empty(counts: list[Any]) -> None:
     empty = [str(rank) for rank, count in enumerate(counts) if count is None]
     if empty:
         raise DataError(

@@ -65,13 +65,13 @@ class LossMeter:
         (total, weight), self._marked = self._marked, current
         return current[0] - total, current[1] - weight
 
-    def mark(self) -> tuple[float | torch.Tensor, float]:
-        """Return sum and weight for `go_back`, without waiting for the device."""
+    def snapshot(self) -> tuple[float | torch.Tensor, float]:
+        """Return sum and weight for `rollback`, without waiting for the device."""
         return (self.sum.clone() if isinstance(self.sum, torch.Tensor) else self.sum), self.weight
 
-    def go_back(self, mark: tuple[float | torch.Tensor, float]) -> None:
-        """Remove what was added since `mark()`."""
-        self._set(*mark)
+    def rollback(self, snapshot: tuple[float | torch.Tensor, float]) -> None:
+        """Remove what was added since `snapshot()`."""
+        self._set(*snapshot)
 
     def state_dict(self) -> dict[str, Any]:
         """Return sum and weight, now and at the latest log."""
@@ -121,10 +121,10 @@ class FiniteGuard:
         self.deferred: bool = deferred
         self._pending: deque[tuple[int, Any, Any]] = deque()
         if deferred:
-            self._found = torch.zeros((), dtype=torch.float32, device=device)
+            self._found_inf = torch.zeros((), dtype=torch.float32, device=device)
             self._host = torch.zeros(self._PENDING, dtype=torch.float32, pin_memory=device.type == "cuda")
             self._count = 0
-            optimizer.found_inf, optimizer.grad_scale = self._found, None
+            optimizer.found_inf, optimizer.grad_scale = self._found_inf, None
 
     @staticmethod
     def can_defer(device: torch.device, optimizer: Any) -> bool:
@@ -140,12 +140,12 @@ class FiniteGuard:
         """
         if not self.deferred:
             return math.isfinite(evidence)  # waits for the device
-        bad = ~torch.as_tensor(evidence, device=self._found.device).isfinite()
-        torch.maximum(self._found, bad.to(self._found.dtype), out=self._found)
+        bad = ~torch.as_tensor(evidence, device=self._found_inf.device).isfinite()
+        torch.maximum(self._found_inf, bad.to(self._found_inf.dtype), out=self._found_inf)
         slot = self._count % self._PENDING
         self._count += 1
-        self._host[slot].copy_(self._found, non_blocking=True)
-        event = torch.cuda.Event() if self._found.device.type == "cuda" else None
+        self._host[slot].copy_(self._found_inf, non_blocking=True)
+        event = torch.cuda.Event() if self._found_inf.device.type == "cuda" else None
         if event is not None:
             event.record()
         self._pending.append((slot, event, where()))

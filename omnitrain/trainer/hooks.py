@@ -137,7 +137,7 @@ _LIBRARIES = frozenset(
 """Packages whose base classes have such methods anyway; only the user's own are an error."""
 
 
-def refuse_dead_methods(**parts: Any) -> None:
+def reject_event_methods(**parts: Any) -> None:
     """Raise ConfigError for a method of a model, an optimizer, ... whose name suggests that an event calls it."""
     for argument, part in parts.items():
         kind = part if isinstance(part, type) else type(part)
@@ -231,7 +231,7 @@ class Hooks:
 
     def _train_step(self, window: Window) -> bool:
         """Train on one window, and return whether the weights were updated."""
-        return self._step.take(window)
+        return self._step.run_window(window)
 
     # --- a micro-batch
 

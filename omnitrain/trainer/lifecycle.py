@@ -114,9 +114,9 @@ class Lifecycle:
         """The folder of the checkpoint from which the run goes on; None for a fresh start."""
         self.trained_before: int = 0
         """Steps of an earlier `train()` with whose weights this run begins afresh."""
-        self.owes_evaluation = False
+        self.pending_evaluation = False
         """Whether an evaluation is still due: one that a signal interrupted, or the one before the first step."""
-        self.owes_save = False
+        self.pending_save = False
         """Whether a checkpoint was due after that evaluation."""
         self.is_epoch_complete = True
         """Whether the data of the current epoch were used up."""
@@ -140,9 +140,9 @@ class Lifecycle:
         """What the seconds of the run were spent on."""
         self.listeners: list[Listener] = []
         """The callbacks in the order they run, with the time that each has taken."""
-        self.inside_of_step: Callable[..., None] | None = None
+        self.emit_in_step: Callable[..., None] | None = None
         """What tells of the events inside of a step; None if nobody listens to any of them."""
-        self.inside_of_evaluation: Callable[..., None] | None = None
+        self.emit_in_evaluation: Callable[..., None] | None = None
         """The same for the batches of an evaluation."""
         self._is_silent = False
         self._markers: tuple[Callable[[ProfilerRanges | None], None], ...] = ()
@@ -173,7 +173,7 @@ class Lifecycle:
         self.listeners = [known.get(id(callback)) or Listener(callback) for callback in self.callbacks]
         self._bind()
 
-    def adopt(self, *parts: Any) -> None:
+    def register_components(self, *parts: Any) -> None:
         """Call the parts of a trainer that are callbacks or hooks, in this order and before the user's callbacks."""
         before, self._parts = self._parts, []
         previous = {id(callback) for _, callback in before}
@@ -204,14 +204,14 @@ class Lifecycle:
 
         self._with_values = listening("log_values")
         self._listeners = {event: listening(f"on_{event}") for event in Event}
-        self._note_silence()
+        self._update_emitters()
 
-    def _note_silence(self) -> None:
+    def _update_emitters(self) -> None:
         in_evaluation = (Event.EVAL_BATCH_START, Event.EVAL_BATCH_END)
-        self.inside_of_step = self.emit if self._is_heard(INNER_STEP_EVENTS) else None
-        self.inside_of_evaluation = self.emit if self._is_heard(in_evaluation) else None
+        self.emit_in_step = self.emit if self._has_listeners(INNER_STEP_EVENTS) else None
+        self.emit_in_evaluation = self.emit if self._has_listeners(in_evaluation) else None
 
-    def _is_heard(self, events: Iterable[Event]) -> bool:
+    def _has_listeners(self, events: Iterable[Event]) -> bool:
         return not self._is_silent and any(self._listeners[event] for event in events)
 
     def listeners_to(self, *events: Event) -> list[str]:
@@ -219,7 +219,7 @@ class Lifecycle:
         return list(dict.fromkeys(listener.name for event in events for listener, _ in self._listeners[event]))
 
     @contextlib.contextmanager
-    def silent(self) -> Iterator[None]:
+    def suppress_events(self) -> Iterator[None]:
         """Tell nobody of the micro-batches and the evaluated batches inside, which belong to no run."""
         self._is_silent = True
         self._bind()
@@ -230,7 +230,7 @@ class Lifecycle:
             self._bind()
 
     @property
-    def asks_alone(self) -> bool:
+    def has_rank_local_requests(self) -> bool:
         """Whether a callback may request something in a step that other ranks do not."""
         events = (Event.STEP_START, *INNER_STEP_EVENTS, Event.BEFORE_OPTIMIZER_STEP, Event.STEP_END)
         return any(listener.callback.asks_alone for event in events for listener, _ in self._listeners[event])
@@ -305,9 +305,9 @@ class Lifecycle:
                 self.emit(Event.TRAIN_END)
         finally:
             self.is_running = False
-            self._sum_up()
+            self._log_callback_times()
 
-    def _sum_up(self) -> None:
+    def _log_callback_times(self) -> None:
         """Log how long each callback took, and which have failed."""
         ran = sorted(
             (listener for listener in self.listeners if listener.calls), key=lambda listener: -listener.seconds
@@ -349,7 +349,7 @@ class Lifecycle:
             step, seconds, samples, tokens = self.logged_at
             self.logged_at = (step, seconds + time.perf_counter() - start, samples, tokens)
 
-    def take_markers(self, *markers: Callable[[ProfilerRanges | None], None]) -> None:
+    def set_annotators(self, *markers: Callable[[ProfilerRanges | None], None]) -> None:
         """Take what names parts of a step, for `set_profiler_ranges`."""
         self._markers = markers
 
@@ -378,7 +378,7 @@ class Lifecycle:
         """Tell a callback of these events no more, until the callbacks are registered anew."""
         for event in events:
             self._listeners[event] = [entry for entry in self._listeners[event] if entry[0].callback is not callback]
-        self._note_silence()
+        self._update_emitters()
 
     # --- epochs and steps
 
@@ -389,8 +389,8 @@ class Lifecycle:
 
     def begin_step(self, batches: Sequence[Any] = ()) -> None:
         """A window is about to be trained on."""
-        if self.inside_of_step is not None:
-            self.inside_of_step(Event.DATA_FETCHED, batches)
+        if self.emit_in_step is not None:
+            self.emit_in_step(Event.DATA_FETCHED, batches)
         if self._listeners[Event.STEP_START]:
             self.emit(Event.STEP_START)
 
@@ -404,7 +404,7 @@ class Lifecycle:
         self.progress.advance(samples, tokens, skipped, batches)
         self._skipped_in_a_row = self._skipped_in_a_row + 1 if skipped else 0
         if self._skipped_in_a_row >= _MOST_SKIPPED:  # for instance on a stream without an end
-            raise self._without_update()
+            raise self._no_update_error()
         self.tick()
         self.emit(Event.STEP_END)
 
@@ -412,7 +412,7 @@ class Lifecycle:
         """An epoch is over; it counts, and gets a row in the history, only if its data were used up."""
         self.progress.close_epoch(complete)
         if complete and self._epoch_from == self.progress.step and self._skipped_in_a_row >= _MANY_SKIPPED:
-            raise self._without_update()
+            raise self._no_update_error()
         if complete:
             self.add_epoch_row(row)
         self.tick()
@@ -421,9 +421,9 @@ class Lifecycle:
     def check_updates(self) -> None:
         """Raise DataError at the end of a run in which every step was skipped."""
         if self._skipped_in_a_row and not self.progress.step:
-            raise self._without_update()
+            raise self._no_update_error()
 
-    def _without_update(self) -> DataError:
+    def _no_update_error(self) -> DataError:
         return DataError(
             f"The last {self._skipped_in_a_row} steps were all skipped: nothing is trained. Either no sample has a "
             "label that counts (integer labels of -100 are left out), or no loss or gradient is finite "
@@ -589,7 +589,7 @@ class Lifecycle:
             unmatched.remove(match)
             restore_with_undo(match, entry["state"], undo)
 
-    def begin_again(self, steps: int) -> None:
+    def set_trained_before(self, steps: int) -> None:
         """The run begins afresh with the weights that so many steps of an earlier one have trained."""
         self.trained_before = steps
 

@@ -88,9 +88,9 @@ class Loop:
         self.is_evaluating: bool = False
         """Whether an evaluation that belongs to the run is under way."""
         self._recompilations = Recompilations()
-        self._sends_ahead = False
+        self._exchanges_early = False
         """Whether the ranks exchange the requests of a step before it, while the step runs."""
-        self._sent: Callable[[], tuple[Control, list[float]]] | None = None
+        self._exchange: Callable[[], tuple[Control, list[float]]] | None = None
         """Waits for the exchange begun before this step."""
 
     # --- the run
@@ -114,20 +114,20 @@ class Loop:
             # both read data, which can take seconds, so only now that signals are handled
             check_same_data(self.ranks, [self.sets.train, *_each(self.sets.eval)])
             self.checkpointer.record_start()
-        self._tell_of_batch_norm()
-        self._sent = None
-        (alone,) = self.ranks.sum("what may be requested in a step", self.asks_alone)
-        self._sends_ahead = self.ranks.world_size > 1 and not alone
+        self._warn_batch_norm()
+        self._exchange = None
+        (alone,) = self.ranks.sum("what may be requested in a step", self.has_rank_local_requests)
+        self._exchanges_early = self.ranks.world_size > 1 and not alone
         if self.checkpointer.is_resuming:
             self.checkpointer.resume_random_numbers()
         else:
-            lifecycle.owes_evaluation = self.settings.eval_on_start
+            lifecycle.pending_evaluation = self.settings.eval_on_start
         self.agree("the beginning of the run")
-        if lifecycle.owes_evaluation and lifecycle.stop != "signal":
-            lifecycle.control.save = lifecycle.control.save or lifecycle.owes_save
+        if lifecycle.pending_evaluation and lifecycle.stop != "signal":
+            lifecycle.control.save = lifecycle.control.save or lifecycle.pending_save
             with lifecycle.untimed():
                 self.evaluate(counts=lifecycle.progress.step > 0)
-            self.answer()
+            self.handle_requests()
             self._save(is_asked=False)
         elif self.settings.sanity and lifecycle.evaluates and not lifecycle.stop:
             model = self.trainer.backend.model
@@ -135,22 +135,22 @@ class Loop:
             with (
                 lifecycle.untimed(),
                 lifecycle.clock.during("setup"),
-                lifecycle.silent(),
+                lifecycle.suppress_events(),
                 untouched(parts),
                 unchanged_buffers(model),
             ):
-                self.rehearse_evaluation()
+                self.sanity_check()
             self.agree("the end of the rehearsal")
         lifecycle.is_epoch_complete = not lifecycle.progress.samples_in_epoch
         if self.has_epoch_to_end:  # a checkpoint on the last step of an epoch is saved before the epoch ends
             self.begin_epoch()
             self.end_epoch(self.step.loss.mean())
-            self.answer()
+            self.handle_requests()
         self.train()
         if not lifecycle.is_closing:
             self.close()
 
-    def _tell_of_batch_norm(self) -> None:
+    def _warn_batch_norm(self) -> None:
         size, splits = self.settings.microbatch_size, self.feed.accumulation * self.ranks.world_size
         if isinstance(size, int):
             splits *= -(-self.settings.batch_size // size)
@@ -164,10 +164,10 @@ class Loop:
         """Train epoch by epoch until something ends the run."""
         while not self.lifecycle.stop:
             self.begin_epoch()
-            with self._counting_steps_of_others():
+            with self._counting_user_steps():
                 train_loss = self.trainer._train_epoch(self.lifecycle.progress.epoch)
             self.end_epoch(train_loss)
-            self.answer()
+            self.handle_requests()
 
     def train_epoch(self, epoch: int) -> float:
         """Train on an epoch, or the rest of one, and return its mean loss."""
@@ -176,10 +176,10 @@ class Loop:
         windows = self.feed.windows(self.sets.train, epoch, lifecycle.progress)
         for window in self.feed.until_signal(windows):
             lifecycle.begin_step(window.batches)
-            self.send_ahead()
+            self.start_request_exchange()
             applied = trainer._train_step(window)
             lifecycle.end_step(window.samples, window.tokens, not applied, window.micro_batches)
-            self.answer()
+            self.handle_requests()
             if lifecycle.stop:
                 break
         return self.finish_data()
@@ -201,7 +201,7 @@ class Loop:
 
         An evaluation that a signal interrupted belongs before the end of the epoch.
         """
-        return self.lifecycle.progress.is_epoch_consumed and not self.lifecycle.owes_evaluation
+        return self.lifecycle.progress.is_epoch_consumed and not self.lifecycle.pending_evaluation
 
     def begin_epoch(self) -> None:
         """Begin an epoch, or the rest of one."""
@@ -238,22 +238,22 @@ class Loop:
     def end_epoch(self, train_loss: Any) -> None:
         """End an epoch, or the part of one in which the run ends."""
         trainer, lifecycle, meter = self.trainer, self.lifecycle, self.step.loss
-        self.step.raise_if_bad(wait=True)
+        self.step.raise_if_nonfinite(wait=True)
         if not isinstance(train_loss, (int, float)) and not hasattr(train_loss, "__float__"):
             raise ConfigError(
                 f"{type(trainer).__name__}._train_epoch must return the epoch's mean loss as a float, "
                 f"got {train_loss!r}."
             )
         train_loss = self._mean_over_ranks(float(train_loss))
-        if self.has_own_epoch and not meter.weight and math.isfinite(train_loss):
+        if self.has_custom_epoch and not meter.weight and math.isfinite(train_loss):
             meter.add(torch.tensor(train_loss), 1)  # the user's own loop: only its mean can be logged
-        elif not math.isfinite(train_loss) and self.settings.on_nonfinite == "raise" and self.has_own_epoch:
+        elif not math.isfinite(train_loss) and self.settings.on_nonfinite == "raise" and self.has_custom_epoch:
             raise NonFiniteError(f"{type(trainer).__name__}._train_epoch returned {train_loss} as the epoch's loss.")
         row = self._epoch_row(train_loss)
         if lifecycle.is_epoch_complete:
             if trainer.lr_scheduler is not None and trainer.scheduler_interval == "epoch":
-                self.step.move_schedule(trainer.lr_scheduler, ends_epoch=True)
-            self.step.begin_means()
+                self.step.step_schedule(trainer.lr_scheduler, ends_epoch=True)
+            self.step.begin_epoch_means()
             for end in find_overrides(trainer.algorithms, "end_epoch"):
                 end(trainer)
         lifecycle.end_epoch(lifecycle.is_epoch_complete, row)
@@ -263,7 +263,7 @@ class Loop:
         """Whether the run has reached its length."""
         return self.lifecycle.stop in ("epochs", "max_steps", "max_duration")
 
-    def settle(self) -> None:
+    def finish_run(self) -> None:
         """Run the last evaluation of a run that has ended, and save its last checkpoint.
 
         An evaluation that falls on no interval is left out of the saved history, because a longer run would not have
@@ -292,7 +292,7 @@ class Loop:
         """Complete a run that has ended: the last evaluation, checkpoint and log, and the best weights."""
         lifecycle, checkpointer = self.lifecycle, self.checkpointer
         if not lifecycle.is_closing:
-            self.settle()
+            self.finish_run()
         self.agree("the end of the last save")
         has_time = lifecycle.stop != "signal"
         if not lifecycle.is_epoch_complete and lifecycle.progress.samples_in_epoch:
@@ -310,7 +310,7 @@ class Loop:
 
     # --- answers to requests
 
-    def answer(self) -> None:
+    def handle_requests(self) -> None:
         """Act on the requests of callbacks: the only place where a run logs, evaluates or saves."""
         if self.ranks.world_size == 1 and not self.has_requests:
             self.checkpointer.await_background(wait=False)
@@ -339,28 +339,32 @@ class Loop:
                 self.agree("the end of a save")
 
     @property
-    def asks_alone(self) -> bool:
+    def has_rank_local_requests(self) -> bool:
         """Whether this rank may request something in the middle of a step that others do not."""
         trainer = self.trainer
         is_ours = type(trainer).__module__.startswith("omnitrain.") and isinstance(trainer.unit, ModelUnit)
-        return self.lifecycle.asks_alone or not is_ours or any(algorithm.asks_alone for algorithm in trainer.algorithms)
+        return (
+            self.lifecycle.has_rank_local_requests
+            or not is_ours
+            or any(algorithm.asks_alone for algorithm in trainer.algorithms)
+        )
 
-    def send_ahead(self) -> None:
+    def start_request_exchange(self) -> None:
         """Start the exchange that ends a step before the step, if its content is known already.
 
         It then runs during the step. Later requests are sent with the next step, except intervals and limits, which
         need no exchange.
         """
-        if self._sends_ahead:
+        if self._exchanges_early:
             asked, ahead = self.lifecycle.control.pop(*_REQUESTS), self.feed.read_ahead()
-            self._sent = self.ranks.start_sync_requests("the end of a step", asked, *ahead)
+            self._exchange = self.ranks.start_sync_requests("the end of a step", asked, *ahead)
 
     def _agree_after_step(self) -> Control:
         """Return the requests at the end of a step or an epoch."""
-        if self._sent is None:
+        if self._exchange is None:
             return self.agree("the end of a step", *_REQUESTS, ahead=self.feed.read_ahead())
         began = time.perf_counter()
-        (asked, totals), self._sent = self._sent(), None
+        (asked, totals), self._exchange = self._exchange(), None
         self.lifecycle.clock.add("waiting", time.perf_counter() - began)
         asked.add_scheduled(self.lifecycle.control)
         self._take(asked, totals)
@@ -383,7 +387,7 @@ class Loop:
         return asked
 
     def _take(self, asked: Control, totals: Sequence[float]) -> None:
-        self.feed.take_totals(totals)
+        self.feed.set_totals(totals)
         if asked.stop == "signal" or (asked.stop and not self.lifecycle.stop):  # a signal may come while the run closes
             self.lifecycle.stop, self.lifecycle.signal = asked.stop, asked.signal
 
@@ -395,7 +399,7 @@ class Loop:
             return False
         return self.agree("a batch of an evaluation").stop == "signal"
 
-    def outside(self, loader: Any, work: Callable[[Callable[[int], bool]], Result | None]) -> Result:
+    def evaluate_outside_run(self, loader: Any, work: Callable[[Callable[[int], bool]], Result | None]) -> Result:
         """Return the result of `work(is_interrupted)`, an evaluation outside the run, and end its workers.
 
         Raises:
@@ -435,11 +439,11 @@ class Loop:
             raise
         finally:
             self.is_evaluating, self.evaluation.left_out = False, frozenset()
-        lifecycle.owes_evaluation = metrics is None and not lifecycle.is_closing
+        lifecycle.pending_evaluation = metrics is None and not lifecycle.is_closing
         if metrics is None:
             return  # interrupted by a signal: a resumed run repeats the whole evaluation
         if self.settings.on_nonfinite == "raise":
-            self._refuse_nonfinite(metrics)
+            self._raise_if_nonfinite(metrics)
         for transform in reversed(find_overrides(trainer.algorithms, "transform_metrics")):
             metrics = transform(trainer, metrics)
         key = lifecycle.objective.key(metrics)
@@ -468,7 +472,7 @@ class Loop:
                 excluded.append(name)
         return frozenset(excluded)
 
-    def rehearse_evaluation(self) -> None:
+    def sanity_check(self) -> None:
         """Evaluate the first batch of each set to find errors that would otherwise come after hours of training.
 
         It leaves no trace: no event, no row, no random number, no change of a buffer, nothing for the best or for
@@ -498,11 +502,11 @@ class Loop:
         if metrics is None:
             return
         if self.settings.on_nonfinite == "raise":
-            self._refuse_nonfinite(metrics)
+            self._raise_if_nonfinite(metrics)
         if not find_overrides(self.trainer.algorithms, "transform_metrics"):
             self.lifecycle.objective.key(metrics)
 
-    def _refuse_nonfinite(self, metrics: Mapping[str, float]) -> None:
+    def _raise_if_nonfinite(self, metrics: Mapping[str, float]) -> None:
         """Raise if the loss of a set is not finite, and name the samples."""
         sets = self.sets.eval if isinstance(self.sets.eval, Mapping) else {"": self.sets.eval}
         for name, loader in sets.items():
@@ -519,7 +523,7 @@ class Loop:
         if self.ranks.is_main:
             self._recompilations.look()
         lifecycle.tick()
-        self.step.raise_if_bad(wait=True)
+        self.step.raise_if_nonfinite(wait=True)
         loss, metrics = self.step.means_since_last()
         step, seconds, samples, tokens = lifecycle.logged_at
         if math.isnan(loss) and progress.step == step:
@@ -573,7 +577,7 @@ class Loop:
     # --- the user's own loop
 
     @property
-    def has_own_epoch(self) -> bool:
+    def has_custom_epoch(self) -> bool:
         """Whether the trainer's class overrides `_train_epoch`."""
         return type(self.trainer)._train_epoch is not Hooks._train_epoch
 
@@ -582,7 +586,7 @@ class Loop:
 
         Our own loop has averaged them already.
         """
-        if not self.has_own_epoch or self.ranks.world_size == 1:
+        if not self.has_custom_epoch or self.ranks.world_size == 1:
             return train_loss
         samples = getattr(self.sets.train, "samples_iterated", 0)
         weighted = train_loss * samples if samples else 0.0
@@ -594,9 +598,9 @@ class Loop:
         return total / samples if samples else plain / self.ranks.world_size
 
     @contextlib.contextmanager
-    def _counting_steps_of_others(self) -> Iterator[None]:
+    def _counting_user_steps(self) -> Iterator[None]:
         """Count the optimizer steps of the user's own `_train_epoch`, which does not count them itself."""
-        if not self.has_own_epoch:
+        if not self.has_custom_epoch:
             yield
             return
         progress, backend, window = self.lifecycle.progress, self.trainer.backend, self.step.window
@@ -610,7 +614,7 @@ class Loop:
 
         def check(*_: Any) -> None:
             if self.step.window is window:  # otherwise steps of ours are taken
-                self._refuse_unreached()
+                self._check_uncalled_methods()
             backend.check_all_reduced()
 
         def count(*_: Any) -> None:
@@ -643,7 +647,7 @@ class Loop:
                 )
             progress.step += update_count[0]
 
-    def _refuse_unreached(self) -> None:
+    def _check_uncalled_methods(self) -> None:
         """Refuse algorithms that change what a loop of the user's own does without them."""
         for algorithm in self.trainer.algorithms:
             unreached = [place for place in IN_STEPS if find_overrides([algorithm], place)]

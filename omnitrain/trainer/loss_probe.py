@@ -69,7 +69,7 @@ def _first_of(batches: Sequence[Any]) -> Any:
     first = batches[0]
     with contextlib.suppress(DataError, AttributeError, KeyError, IndexError, TypeError):
         if len(batches) > 1 and not isinstance(first, TaskBatch) and count_samples(first) == 1:
-            both = joined(first, batches[1], 1)
+            both = join_batches(first, batches[1], 1)
             return first if both is None else both
     return first
 
@@ -283,7 +283,7 @@ class _Probe:
         """Return "samples" if they are compared with each other, "means" if not, "chance" if numbers are random."""
         with evaluating(self.trainer):
             first, second = (self._raw_loss(self.batch, restarts=False) for _ in range(2))
-        doubled = self._raw_loss(joined(self.batch, self.batch, count_samples(self.batch)))
+        doubled = self._raw_loss(join_batches(self.batch, self.batch, count_samples(self.batch)))
         if first is None or first != second:
             return "chance"
         return "means" if doubled is not None and self._is_close(doubled, first) else "samples"
@@ -307,7 +307,7 @@ class _Probe:
 
     def _loss(self, batch: Any, run: Any = None, restarts: bool = True) -> float | None:
         """Return the loss of a batch, or None if there is none; random numbers begin with the seed if it restarts."""
-        trainer, run = self.trainer, run or self._of_trainer
+        trainer, run = self.trainer, run or self._trainer_loss
         try:
             with evaluating(trainer) if restarts else contextlib.nullcontext(), trainer._autocast():
                 loss = trainer.backend.forward(run, trainer._prepare_batch(batch))
@@ -316,7 +316,7 @@ class _Probe:
             logger.debug("The loss could not be asked: %r.", error)
             return None
 
-    def _of_trainer(self, model: Any, batch: Any) -> torch.Tensor | None:
+    def _trainer_loss(self, model: Any, batch: Any) -> torch.Tensor | None:
         return self.forward(model, batch).loss
 
 
@@ -331,7 +331,7 @@ def _labels_on_host(batch: Any) -> Any:
     return batch
 
 
-def joined(first: Any, second: Any, rows: int) -> Any:
+def join_batches(first: Any, second: Any, rows: int) -> Any:
     """Return the rows of two batches of so many rows as one batch; None if their shapes differ."""
     if isinstance(first, torch.Tensor):
         if not first.ndim or len(first) != rows:
@@ -339,7 +339,7 @@ def joined(first: Any, second: Any, rows: int) -> Any:
         return torch.cat([first, second]) if first.shape == second.shape else None
     if isinstance(first, (Mapping, tuple)):
         keys = list(first.keys()) if isinstance(first, Mapping) else range(len(first))
-        entries = [joined(first[key], second[key], rows) for key in keys]
+        entries = [join_batches(first[key], second[key], rows) for key in keys]
         if any(entry is None and first[key] is not None for key, entry in zip(keys, entries, strict=True)):
             return None
         return dict(zip(keys, entries, strict=True)) if isinstance(first, Mapping) else tuple(entries)

@@ -123,13 +123,13 @@ class Meters:
 
     # --- steps that are taken back, and checkpoints
 
-    def mark(self) -> dict[str, _Meter]:
-        """Return what there is for `go_back`; nothing waits for the device."""
+    def snapshot(self) -> dict[str, _Meter]:
+        """Return what there is for `rollback`; nothing waits for the device."""
         return {name: meter.copy() for name, meter in self._meters.items()}
 
-    def go_back(self, mark: Mapping[str, _Meter]) -> None:
-        """Take back what was added since `mark()`."""
-        self._meters = {name: meter.copy() for name, meter in mark.items()}
+    def rollback(self, snapshot: Mapping[str, _Meter]) -> None:
+        """Take back what was added since `snapshot()`."""
+        self._meters = {name: meter.copy() for name, meter in snapshot.items()}
 
     def state_dict(self) -> list[Any]:
         """Return of each name the two sums and the two weights."""

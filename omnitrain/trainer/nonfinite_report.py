@@ -89,7 +89,7 @@ def _first_bad_batch(evaluation: Evaluation, loader: Any) -> int | None:
     """Return the number, from 0, of the first batch whose loss is not finite on any rank."""
     trainer = evaluation.trainer
     with evaluating(trainer):
-        for number, (batch, _) in enumerate(evaluation.feed.in_step(loader)):
+        for number, (batch, _) in enumerate(evaluation.feed.lockstep_batches(loader)):
             is_bad = _is_bad(trainer, batch)
             if any(trainer.ranks.sum("the search for a loss that is not finite", is_bad)):
                 return number

@@ -35,10 +35,10 @@ class Shortage:
         parameters: Parameters and buffers.
         gradients: Gradients.
         state: What the optimizer keeps.
-        gradients_to_come: Gradients that a step adds to these.
-        state_to_come: What the first update adds to the state, if that is known.
+        future_gradients: Gradients that a step adds to these.
+        future_optimizer_bytes: What the first update adds to the state, if that is known.
         peak: The most that tensors took at once, with all of these; None if the device does not count it.
-        wanted: What it was asked for when it ran out; 0 if the error does not say.
+        requested: What it was asked for when it ran out; 0 if the error does not say.
         capacity: The memory of the device; None if that is not known.
         rows: Rows of a micro-batch, or of a batch of an evaluation.
         world_size: Ranks of the run.
@@ -51,10 +51,10 @@ class Shortage:
     parameters: int
     gradients: int
     state: int
-    gradients_to_come: int = 0
-    state_to_come: int = 0
+    future_gradients: int = 0
+    future_optimizer_bytes: int = 0
     peak: int | None = None
-    wanted: int = 0
+    requested: int = 0
     capacity: int | None = None
     rows: int = 1
     world_size: int = 1
@@ -67,7 +67,7 @@ class Shortage:
         """The rest, with what it was asked for: activations, and the work space of operations; None if unknown."""
         if self.peak is None:
             return None
-        return max(self.peak - self.parameters - self.gradients - self.state, 0) + self.wanted
+        return max(self.peak - self.parameters - self.gradients - self.state, 0) + self.requested
 
 
 def size_of(number: float) -> str:
@@ -80,10 +80,10 @@ def size_of(number: float) -> str:
     return f"{value:.1f} {unit}" if value else f"0 {unit}"
 
 
-def worded_shortage(shortage: Shortage) -> str:
+def format_oom_report(shortage: Shortage) -> str:
     """Return what took the memory, and what would give some of it back, as the text of a note.
 
-    >>> print(worded_shortage(Shortage("training", 10**9, 10**9, 2 * 10**9, peak=9 * 10**9, rows=8)))
+    >>> print(format_oom_report(Shortage("training", 10**9, 10**9, 2 * 10**9, peak=9 * 10**9, rows=8)))
     Memory ran out in training, and this is what was in it: parameters 1.0 GB, gradients 1.0 GB, optimizer state 2.0 GB, activations and work space 5.0 GB at most.
     What would take less, and about how much:
       microbatch_size=4 (instead of 8; the same step, in more parts): -2.5 GB
@@ -95,16 +95,16 @@ def worded_shortage(shortage: Shortage) -> str:
     """  # noqa: E501
     parts = {"parameters": shortage.parameters, "gradients": shortage.gradients, "optimizer state": shortage.state}
     words = [f"{name} {size_of(size)}" for name, size in parts.items()]
-    if shortage.gradients_to_come or shortage.state_to_come:
-        future_bytes = {"gradients": shortage.gradients_to_come, "state": shortage.state_to_come}
+    if shortage.future_gradients or shortage.future_optimizer_bytes:
+        future_bytes = {"gradients": shortage.future_gradients, "state": shortage.future_optimizer_bytes}
         future = " and ".join(f"{size_of(size)} of {name}" for name, size in future_bytes.items() if size)
         words[-1] += f" (of the first step, {future} were still to come)"
     if shortage.activations is not None:
         words.append(f"activations and work space {size_of(shortage.activations)} at most")
-    if shortage.wanted:
+    if shortage.requested:
         words.append(
-            f"{'with' if shortage.peak is not None else 'and'} the {size_of(shortage.wanted)} for which there was no "
-            "room"
+            f"{'with' if shortage.peak is not None else 'and'} the {size_of(shortage.requested)} for which there was "
+            "no room"
         )
     capacity = f" The device has {size_of(shortage.capacity)}." if shortage.capacity else ""
     text = f"{_HEAD} in {shortage.work}, and this is what was in it: {', '.join(words)}.{capacity}"
@@ -117,7 +117,7 @@ _HEAD = "Memory ran out"
 
 def _remedies(shortage: Shortage) -> Iterator[tuple[str, str]]:
     """Yield what would take less memory, with how much that is."""
-    active, least = shortage.activations, _LEAST * (max(shortage.peak or 0, shortage.parameters) + shortage.wanted)
+    active, least = shortage.activations, _LEAST * (max(shortage.peak or 0, shortage.parameters) + shortage.requested)
     matters = active is None or active > least
 
     def of_active(share: float, words: str = "") -> str:
@@ -137,7 +137,7 @@ def _remedies(shortage: Shortage) -> Iterator[tuple[str, str]]:
     if shortage.work == "training" and matters and not shortage.is_recomputed:
         most = "" if active is None else f"most of {size_of(active)}"
         yield "gradient_checkpointing=True (slower, the same numbers)", most
-    state, gradients = shortage.state + shortage.state_to_come, shortage.gradients + shortage.gradients_to_come
+    state, gradients = shortage.state + shortage.future_optimizer_bytes, shortage.gradients + shortage.future_gradients
     if state > least:
         yield "an optimizer whose state has 8 bits", f"-{size_of(state * 0.75)}"
     if not shortage.is_sharded:
@@ -150,7 +150,7 @@ def _remedies(shortage: Shortage) -> Iterator[tuple[str, str]]:
                 yield f"{name} over {ranks} processes", f"-{size_of(sharded * (1 - 1 / ranks))}"
 
 
-def state_to_come(options: Mapping[str, Any], trained: int) -> int:
+def future_optimizer_bytes(options: Mapping[str, Any], trained: int) -> int:
     """Return the bytes of an optimizer's state after its first update, by its options; 0 if they do not tell.
 
     Args:
@@ -174,24 +174,26 @@ def explaining_memory(trainer: Hooks, work: Work) -> Iterator[None]:
         has_note = any(note.startswith(_HEAD) for note in getattr(error, "__notes__", ()))
         if not has_note and is_out_of_memory(error):
             try:
-                error.add_note(worded_shortage(shortage_of(trainer, work, wanted_in(error))))
+                error.add_note(format_oom_report(shortage_of(trainer, work, requested_bytes(error))))
             except Exception:  # it must not hide the error
                 logger.exception("What took the memory could not be found out.")
         raise
 
 
-def wanted_in(error: BaseException) -> int:
+def requested_bytes(error: BaseException) -> int:
     """Return the bytes for which there was no room, as the error says; 0 if it does not.
 
-    >>> wanted_in(RuntimeError("CUDA out of memory. Tried to allocate 1.50 GiB.")), wanted_in(RuntimeError("no room"))
-    (1610612736, 0)
+    >>> requested_bytes(RuntimeError("CUDA out of memory. Tried to allocate 1.50 GiB."))
+    1610612736
+    >>> requested_bytes(RuntimeError("no room"))
+    0
     """
     match = re.search(r"[Tt]ried to allocate ([\d.]+) ?(bytes|[KMGT]iB)", str(error))
     return 0 if match is None else round(float(match[1]) * _UNITS[match[2]])
 
 
 def shortage_of(trainer: Hooks, work: Work, requested: int = 0) -> Shortage:
-    """Return what is on the device of a rank now; `wanted` are the bytes for which there was no room."""
+    """Return what is on the device of a rank now; `requested` are the bytes for which there was no room."""
     backend, settings, device = trainer.backend, trainer.settings, trainer.device
     parameters = list(backend.model.parameters())
     tensors = [*parameters, *backend.model.buffers()]
@@ -200,7 +202,11 @@ def shortage_of(trainer: Hooks, work: Work, requested: int = 0) -> Shortage:
     optimizers = backend.optimizers.values() or [backend.optimizer]
     state = [value for optimizer in optimizers for entries in optimizer.state.values() for value in entries.values()]
     is_first = work == "training" and not any(isinstance(value, torch.Tensor) for value in state)
-    coming = sum(state_to_come(group, _bytes(group["params"], device)) for group in backend.groups) if is_first else 0
+    coming = (
+        sum(future_optimizer_bytes(group, _bytes(group["params"], device)) for group in backend.groups)
+        if is_first
+        else 0
+    )
     splits = settings.batch_size if trainer._feed.microbatch_size is None else trainer._feed.microbatch_size
     peak, capacity = _counted(device)
     return Shortage(
@@ -208,12 +214,12 @@ def shortage_of(trainer: Hooks, work: Work, requested: int = 0) -> Shortage:
         parameters=_bytes(tensors, device),
         gradients=_bytes(gradients, device),
         state=_bytes(state, device),
-        gradients_to_come=_bytes([parameter for parameter in trained if parameter.grad is None], device)
+        future_gradients=_bytes([parameter for parameter in trained if parameter.grad is None], device)
         if is_first
         else 0,
-        state_to_come=coming,
+        future_optimizer_bytes=coming,
         peak=peak,
-        wanted=requested,
+        requested=requested,
         capacity=capacity,
         rows=splits if work == "training" else settings.eval_batch_size or settings.batch_size,
         world_size=trainer.ranks.world_size,

@@ -19,7 +19,7 @@ class Recompilations:
     """Tells once if a run compiles again and again because batches have other shapes."""
 
     def __init__(self) -> None:
-        self._has_told = False
+        self._has_warned = False
         self._last: Any = None
         self._reasons: list[str] = []
         self._seconds = 0.0
@@ -28,7 +28,7 @@ class Recompilations:
         """Count from here on."""
         records = _records()
         self._last = records[-1] if records else None
-        self._reasons, self._seconds, self._has_told = [], 0.0, False
+        self._reasons, self._seconds, self._has_warned = [], 0.0, False
 
     def look(self) -> None:
         """Count what was compiled since the latest look; a log's time is enough for that, and steps need none."""
@@ -42,8 +42,8 @@ class Recompilations:
                 self._reasons.append(why)
                 self._seconds += record.entire_frame_compile_time_s or 0.0
         self._last = records[-1]
-        if len(self._reasons) >= _MANY and not self._has_told:
-            self._has_told = True
+        if len(self._reasons) >= _MANY and not self._has_warned:
+            self._has_warned = True
             logger.warning(
                 "torch.compile has compiled the model %d times more in this run, for %.1f s, as batches have other "
                 "shapes; the latest reason: %s. Pad to few lengths (`pad_to_multiple_of` of a collator), leave the "

@@ -1,7 +1,7 @@
-"""One optimizer step: forward and backward passes of each micro-batch of a window, then one update.
+"""One optimizer step: the passes of a window and its update.
 
-Our loop runs a whole step with `take`. transformers' loop runs the same step in parts: `begin`, `loss_of` for each
-micro-batch, `finish`, `conclude`.
+Our loop runs a full step with `run_window`. transformers' loop runs the same step in parts: `begin`, `loss_of` for
+each micro-batch, `finish`, `end_step`.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from omnitrain.optim.build import ScheduleLR, needs_closure
 from omnitrain.optim.sparse_gradients import parameters_by_layout
 from omnitrain.trainer.auto_microbatch import Memory
 from omnitrain.trainer.buffers import Buffers
-from omnitrain.trainer.failing_samples import name_dtypes, suspects
+from omnitrain.trainer.failing_samples import describe_failing_samples, name_dtypes
 from omnitrain.trainer.feed import Feed
 from omnitrain.trainer.finite import FiniteGuard, LossMeter, read_on_cpu
 from omnitrain.trainer.hooks import Hooks, evaluating
@@ -52,7 +52,7 @@ IN_STEPS = (
 """The places of algorithms in a step."""
 
 
-def kept_in_evaluation(model: nn.Module) -> list[nn.Module]:
+def modules_in_eval_mode(model: nn.Module) -> list[nn.Module]:
     """Return the modules of a model that the user has put into evaluation mode.
 
     If the whole model is in evaluation mode, that means nothing: `from_pretrained` leaves models so, and the user
@@ -112,7 +112,9 @@ class Step:
         self.metrics: Meters = Meters(backend.device, ranks)
         self.latest_metrics: dict[str, float] = {}
         is_auto = settings.microbatch_size == "auto"
-        self._memory = Memory(trainer, backend, feed, ranks, lifecycle, self.mark, self.go_back) if is_auto else None
+        self._memory = (
+            Memory(trainer, backend, feed, ranks, lifecycle, self.snapshot, self.rollback) if is_auto else None
+        )
         self._feed = feed
         self.grad_norm: torch.Tensor | None = None
         self.rates: list[Any] = []
@@ -134,7 +136,7 @@ class Step:
         self._may_undo = False
         """Whether a step can turn out to be skipped, so that its loss has to be subtracted again."""
         self._before: Any = None
-        """The means at the beginning of the present step, from `mark`, if it can turn out to be skipped."""
+        """The means at the beginning of the present step, from `snapshot`, if it can turn out to be skipped."""
         self._buffers: Buffers | None = None
         """Copies of the buffers of the model, if a step can be skipped: its passes may have put NaN into them."""
         self._is_first = True
@@ -147,7 +149,7 @@ class Step:
         """The parameters that require a gradient and are in no optimizer group, about which the user was warned."""
         self._transforms: dict[str, list[Callable[..., Any]]] = {}
         """What algorithms change of a step, by place: the methods of those that do, in the order they are called."""
-        self._tell_unit: Callable[[int], None] | None = None
+        self._set_step_nr: Callable[[int], None] | None = None
         """The unit's `set_step_nr`, if it has one."""
         self._needs_closure = False
         self._repeats = False
@@ -165,15 +167,15 @@ class Step:
                 "out, or set autocast='fp16'."
             )
         self._list_transforms()
-        self._tell_of_unheard()
+        self._warn_unsupported_events()
         self._is_first = True
         self._is_in_training = False
         self._backend.collect_parameters()
         self._backend.clear_gradients()
-        self._tell_of_left_out()
+        self._warn_untrained_parameters()
         self._check_sparse_gradients()
         self._backend.check_update()
-        self._tell_of_low_precision()
+        self._warn_low_precision()
         if self._memory is not None:
             self._memory.prepare()
         self._needs_closure = needs_closure(optimizer) and type(self._trainer)._train_epoch is Hooks._train_epoch
@@ -185,7 +187,7 @@ class Step:
         self._repeats = has_second_pass or self._memory is not None
         self._may_undo = settings.on_nonfinite != "raise" or self._backend.can_skip or self._needs_closure
         self._buffers = Buffers() if settings.on_nonfinite == "skip" or self._backend.can_skip else None
-        self._tell_unit = getattr(self._trainer.unit, "set_step_nr", None)
+        self._set_step_nr = getattr(self._trainer.unit, "set_step_nr", None)
         defers = settings.on_nonfinite == "raise" and not self._backend.can_skip
         defers = defers and FiniteGuard.can_defer(self._backend.device, optimizer)
         self.guard = FiniteGuard(self._backend.device, optimizer, defers)
@@ -209,7 +211,7 @@ class Step:
                     "out, or train with DDP or FSDP."
                 )
 
-    def _tell_of_unheard(self) -> None:
+    def _warn_unsupported_events(self) -> None:
         """Warn about callbacks that wait for events which the backend cannot give."""
         lacking = self._backend.unsupported.get("before_update")
         names = self._lifecycle.listeners_to(Event.BEFORE_CLIP, Event.AFTER_CLIP) if lacking else []
@@ -223,7 +225,7 @@ class Step:
         """Raise ConfigError if sparse gradients are known to come that cannot be trained."""
         self._backend.check_layouts(*parameters_by_layout(self._backend.model))
 
-    def _tell_of_low_precision(self) -> None:
+    def _warn_low_precision(self) -> None:
         """Warn about weights that train in 16 bits, unless the backend updates a 32-bit copy."""
         kinds = {
             parameter.dtype
@@ -244,7 +246,7 @@ class Step:
         self._backend.collect_parameters()
         if self._buffers is not None:
             self._buffers.collect(self._backend.model)
-        self._tell_of_left_out()
+        self._warn_untrained_parameters()
         self._check_sparse_gradients()
         if self._memory is not None:
             self._memory.begin_epoch()
@@ -258,7 +260,7 @@ class Step:
         if self._is_in_training and wrapped.training and model.training:
             return
         if not self._is_in_training:  # only now, since a callback may have set modes when the run began
-            self._evaluating = kept_in_evaluation(model)
+            self._evaluating = modules_in_eval_mode(model)
         wrapped.train()
         for module in self._evaluating:
             module.training = False
@@ -270,7 +272,7 @@ class Step:
             )  # fmt: skip
         self._is_in_training = True
 
-    def _tell_of_left_out(self) -> None:
+    def _warn_untrained_parameters(self) -> None:
         """Warn once about parameters that require a gradient and are in no optimizer group."""
         left_out = self._backend.ungrouped_parameters()
         if set(left_out) - set(self._left_out):
@@ -283,19 +285,19 @@ class Step:
 
     # --- the step
 
-    def take(self, window: Window) -> bool:
+    def run_window(self, window: Window) -> bool:
         """Train on a window, and return whether the weights were updated."""
         self.begin(window)
         if not self.is_empty:
             self.run(self._run_micro_batches)
-        return self.conclude(self.finish() and self.update())
+        return self.end_step(self.finish() and self.update())
 
-    def rehearse(self, window: Window) -> None:
+    def dry_run(self, window: Window) -> None:
         """Run the passes of a window without an update; weights, means, modes and gradients stay as they are.
 
         Buffers, what algorithms keep, and random numbers, do not.
         """
-        trainer, backend, mark = self._trainer, self._backend, self.mark()
+        trainer, backend, snapshot = self._trainer, self._backend, self.snapshot()
         modes = [(module, module.training) for module in backend.wrapped.modules()]
         gradients = [(parameter, parameter.grad) for parameter in backend.model.parameters()]
         self._list_transforms()
@@ -313,23 +315,23 @@ class Step:
         finally:
             self._is_in_training = False
             backend.discard_gradients()
-            self.go_back(mark)
+            self.rollback(snapshot)
             for module, mode in modes:
                 module.training = mode
             for parameter, gradient in gradients:
                 parameter.grad = gradient
 
     def _run_micro_batches(self) -> None:
-        trainer, tell = self._trainer, self._lifecycle.inside_of_step
+        trainer, emit = self._trainer, self._lifecycle.emit_in_step
         for batch in self.batches:
             with trainer._accumulating(last=self.completes):
                 loss = self.loss_of(batch)
                 if loss is not None:
                     trainer._backward(loss)
-                    if tell is not None:
-                        tell(Event.AFTER_BACKWARD)
-            if tell is not None:
-                tell(Event.BATCH_END)
+                    if emit is not None:
+                        emit(Event.AFTER_BACKWARD)
+            if emit is not None:
+                emit(Event.BATCH_END)
 
     def run(self, attempt: Callable[[], Result]) -> Result:
         """Return what `attempt()` returns, which runs all `batches`; more and smaller ones where memory has run out."""
@@ -344,13 +346,13 @@ class Step:
     def begin(self, window: Window) -> None:
         """Start on a window."""
         if self._may_undo:
-            self._before = self.mark()
+            self._before = self.snapshot()
         if self._buffers is not None:
-            self._buffers.keep()
+            self._buffers.snapshot()
         if self._needs_closure:
-            self.loss.go_back((0.0, 0.0))  # so that it is that of the window alone
-        if self._tell_unit is not None:
-            self._tell_unit(self._lifecycle.progress.step + 1)
+            self.loss.rollback((0.0, 0.0))  # so that it is that of the window alone
+        if self._set_step_nr is not None:
+            self._set_step_nr(self._lifecycle.progress.step + 1)
         self.restart(window)
 
     def restart(self, window: Window) -> None:
@@ -381,7 +383,7 @@ class Step:
     @property
     def completes(self) -> bool:
         """Whether the gradients are to be complete after the next micro-batch."""
-        return self.is_last and (self._memory is None or not self._memory.reduces_apart)
+        return self.is_last and (self._memory is None or not self._memory.separate_all_reduce)
 
     def loss_of(self, batch: Any) -> torch.Tensor | None:
         """Run the next forward pass; return its part of the window's loss, or None if no backward pass is needed."""
@@ -417,19 +419,19 @@ class Step:
         )
 
     def _loss_of(self, batch: Any, weight: float, last: bool) -> torch.Tensor | None:
-        trainer, window, tell = self._trainer, self._window, self._lifecycle.inside_of_step
+        trainer, window, emit = self._trainer, self._window, self._lifecycle.emit_in_step
         self.weight = weight
         if self._repeats and trainer.device.type == "cpu":  # elsewhere the passes get copies anyway
             batch = copy.deepcopy(batch)  # the model may change it in place
         batch = trainer._prepare_batch(batch)
         for transform in self._transforms["transform_batch"]:
             batch = transform(trainer, batch)
-        if tell is not None:
-            tell(Event.BATCH_START, batch, self.turn - 1)
+        if emit is not None:
+            emit(Event.BATCH_START, batch, self.turn - 1)
         with trainer._autocast():
             output = self._backend.forward(trainer._forward, batch)
-            if tell is not None:
-                tell(Event.AFTER_FORWARD, batch, output)
+            if emit is not None:
+                emit(Event.AFTER_FORWARD, batch, output)
             self._feed.count_targets(output, weight)
             for transform in self._transforms["transform_output"]:
                 output = transform(trainer, output)
@@ -438,8 +440,8 @@ class Step:
             loss = output.required_loss()
             for transform in self._transforms["transform_loss"]:
                 loss = transform(trainer, loss)
-        if tell is not None:
-            tell(Event.AFTER_LOSS, loss)
+        if emit is not None:
+            emit(Event.AFTER_LOSS, loss)
         if output.num_targets is None:
             if self._settings.grad_reduction == "per-token-mean" and not isinstance(trainer.unit, ModelUnit):
                 raise no_token_counts()
@@ -477,13 +479,13 @@ class Step:
                 functools.partial(self._backend.forward, trainer._forward),
                 functools.partial(evaluating, trainer),
             )
-            samples = suspects(error, trainer, loader, (place.epoch, place.position, turn), run, mode)
+            samples = describe_failing_samples(error, trainer, loader, (place.epoch, place.position, turn), run, mode)
             if samples:
                 error.add_note(f"Raised for {samples}.")
         add_location(error, f"step {place.step} (epoch {place.epoch + 1}), rank {self._ranks.rank}")
 
     def finish(self) -> bool:
-        """Make the gradients final, tell the callbacks, and return whether to make the update."""
+        """Make the gradients final, emit the callbacks, and return whether to make the update."""
         if self.is_empty or not self._divide_by_targets():
             self._warn_of_empty()
             return False
@@ -493,18 +495,18 @@ class Step:
             if isinstance(trainer.lr_scheduler, ScheduleLR):
                 self._check_tokens(trainer.lr_scheduler)
         if self._transforms["before_second_pass"]:
-            self._run_again()
-        clip = self._change_and_clip if self._transforms["before_update"] else self._trainer._clip_gradients
-        if self._lifecycle.inside_of_step is not None:
-            clip = functools.partial(self._clip_aloud, self._lifecycle.inside_of_step, clip)
+            self._run_second_pass()
+        clip = self._transform_and_clip if self._transforms["before_update"] else self._trainer._clip_gradients
+        if self._lifecycle.emit_in_step is not None:
+            clip = functools.partial(self._clip_with_events, self._lifecycle.emit_in_step, clip)
         self.grad_norm = self._backend.finish_gradients(clip, self._lifecycle.before_optimizer_step)
-        return self._is_admitted(self.grad_norm)
+        return self._should_update(self.grad_norm)
 
-    def _clip_aloud(self, tell: Callable[..., None], clip: Callable[[], torch.Tensor]) -> torch.Tensor:
-        """Clip, tell the callbacks before and after it, and return the norm before."""
-        tell(Event.BEFORE_CLIP)
+    def _clip_with_events(self, emit: Callable[..., None], clip: Callable[[], torch.Tensor]) -> torch.Tensor:
+        """Clip, emit the callbacks before and after it, and return the norm before."""
+        emit(Event.BEFORE_CLIP)
         norm = clip()
-        tell(Event.AFTER_CLIP, norm)
+        emit(Event.AFTER_CLIP, norm)
         return norm
 
     def _check_gradients(self) -> None:
@@ -536,9 +538,9 @@ class Step:
                 "are counted in 'attention_mask', 'input_ids' or labels. Give lengths in steps, samples or time."
             )
 
-    def conclude(self, applied: bool) -> bool:
+    def end_step(self, applied: bool) -> bool:
         """Step the schedule if the update was made, clear the gradients, and return `applied`."""
-        trainer, backend, tell = self._trainer, self._backend, self._lifecycle.inside_of_step
+        trainer, backend, emit = self._trainer, self._backend, self._lifecycle.emit_in_step
         if applied:
             # tensors are copied, because schedules change them in place
             self.rates = [
@@ -547,38 +549,38 @@ class Step:
             ]
             for update in self._transforms["after_update"]:
                 update(trainer)
-            if tell is not None:
-                tell(Event.AFTER_OPTIMIZER_STEP)
+            if emit is not None:
+                emit(Event.AFTER_OPTIMIZER_STEP)
         else:
             self._check_loss_scale()
             if self._may_undo:
-                self.go_back(self._before)
+                self.rollback(self._before)
             if self._buffers is not None:
-                self._buffers.put_back()
+                self._buffers.restore()
         if trainer.lr_scheduler is not None and trainer.scheduler_interval == "step":
-            self.move_schedule(trainer.lr_scheduler, applied)
-        if tell is not None:
-            tell(Event.BEFORE_ZERO_GRAD)
+            self.step_schedule(trainer.lr_scheduler, applied)
+        if emit is not None:
+            emit(Event.BEFORE_ZERO_GRAD)
         backend.clear_gradients()
-        if tell is not None:
-            tell(Event.AFTER_ZERO_GRAD)
+        if emit is not None:
+            emit(Event.AFTER_ZERO_GRAD)
         return applied
 
-    def take_schedule(self, scheduler: Any, has_own_epoch: bool) -> None:
-        """Refuse a schedule that the run could not tell where it is.
+    def check_schedule(self, scheduler: Any, has_custom_epoch: bool) -> None:
+        """Refuse a schedule that the run could not emit where it is.
 
         Args:
             scheduler: The schedule; None without one.
-            has_own_epoch: Whether the trainer's class has an epoch of its own, in which nothing counts.
+            has_custom_epoch: Whether the trainer's class has an epoch of its own, in which nothing counts.
         """
-        if has_own_epoch and isinstance(scheduler, ScheduleLR) and scheduler.follows:
+        if has_custom_epoch and isinstance(scheduler, ScheduleLR) and scheduler.follows:
             raise ConfigError(
                 f"`lr_scheduler={scheduler.schedule!r}` follows samples, tokens or time, which nothing counts in a "
                 "`_train_epoch` of your own. Give its lengths in steps or epochs, and the run's by `max_steps` or "
                 "`epochs`."
             )
 
-    def move_schedule(self, scheduler: Any, applied: bool = True, ends_epoch: bool = False) -> None:
+    def step_schedule(self, scheduler: Any, applied: bool = True, ends_epoch: bool = False) -> None:
         """Set the rates of the next step.
 
         Args:
@@ -625,9 +627,9 @@ class Step:
         self._backend.clip_gradients(limit, norm)
         return norm
 
-    def _run_again(self) -> None:
+    def _run_second_pass(self) -> None:
         """Run the window's micro-batches once more, at weights that algorithms have moved; its loss is not counted."""
-        trainer, mark = self._trainer, self.mark()
+        trainer, snapshot = self._trainer, self.snapshot()
         for move in self._transforms["before_second_pass"]:
             move(trainer)
         self._backend.clear_gradients()
@@ -636,7 +638,7 @@ class Step:
             self.run(self._run_micro_batches)
             self._divide_by_targets()
         finally:
-            self.go_back(mark)
+            self.rollback(snapshot)
             for put_back in reversed(self._transforms["after_second_pass"]):
                 put_back(trainer)
 
@@ -686,13 +688,13 @@ class Step:
 
     def _update_by_closure(self) -> bool:
         """Update the weights by an optimizer that runs the window's micro-batches anew; the first pass is logged."""
-        backend, first, before = self._backend, self.mark(), self._before
+        backend, first, before = self._backend, self.snapshot(), self._before
         weights = [
             (parameter, parameter.detach().clone()) for parameter in backend.parameters if parameter.requires_grad
         ]
         # others may have moved the weights before they call it
         self._is_at_start = isinstance(backend.optimizer, torch.optim.LBFGS)
-        backend.closure = self._take_anew
+        backend.closure = self._closure
         try:
             return self._trainer._apply_update()
         except NonFiniteError:
@@ -702,20 +704,20 @@ class Step:
             raise
         finally:
             backend.closure = None
-            self.go_back(first)
-            self.loss.go_back((before[0][0] + first[0][0], before[0][1] + first[0][1]))
+            self.rollback(first)
+            self.loss.rollback((before[0][0] + first[0][0], before[0][1] + first[0][1]))
 
-    def _take_anew(self) -> torch.Tensor:
+    def _closure(self) -> torch.Tensor:
         """Return the loss of the window at the present weights, over all ranks, and add up its gradients."""
         if not self._is_at_start:
             self._backend.clear_gradients()
-            self.loss.go_back((0.0, 0.0))
+            self.loss.rollback((0.0, 0.0))
             with torch.enable_grad():
                 self.restart(self._window)
                 self._run_micro_batches()
                 self._divide_by_targets()
-            clip = self._change_and_clip if self._transforms["before_update"] else self._trainer._clip_gradients
-            if not math.isfinite(self._evidence(clip())):
+            clip = self._transform_and_clip if self._transforms["before_update"] else self._trainer._clip_gradients
+            if not math.isfinite(self._finiteness_value(clip())):
                 raise self._error_at(self._place())
         self._is_at_start = False
         total, weight = self._ranks.sum(
@@ -724,7 +726,7 @@ class Step:
         value = total if self._settings.grad_reduction == "sum" else total / weight
         return torch.tensor(value, dtype=torch.float64)
 
-    def _change_and_clip(self) -> torch.Tensor:
+    def _transform_and_clip(self) -> torch.Tensor:
         """Have algorithms change the gradients before they are clipped; return their norm before either."""
         norm = self._trainer._gradient_norm()
         for change in self._transforms["before_update"]:
@@ -752,14 +754,14 @@ class Step:
 
     # --- means
 
-    def mark(self) -> Any:
-        """Return what was added to the means so far, for `go_back`."""
-        return self.loss.mark(), self.metrics.mark()
+    def snapshot(self) -> Any:
+        """Return what was added to the means so far, for `rollback`."""
+        return self.loss.snapshot(), self.metrics.snapshot()
 
-    def go_back(self, mark: Any) -> None:
-        """Take back what was added since `mark()`."""
-        self.loss.go_back(mark[0])
-        self.metrics.go_back(mark[1])
+    def rollback(self, snapshot: Any) -> None:
+        """Take back what was added since `snapshot()`."""
+        self.loss.rollback(snapshot[0])
+        self.metrics.rollback(snapshot[1])
 
     def means_since_last(self) -> tuple[float, dict[str, float]]:
         """Return the mean loss (NaN of nothing) and what was named, over all ranks since this was last asked."""
@@ -774,18 +776,18 @@ class Step:
         (name_count,) = self._ranks.sum("the names of metrics", len(self.metrics))
         return self.metrics.means() if name_count else {}
 
-    def begin_means(self) -> None:
+    def begin_epoch_means(self) -> None:
         """Start the means of a new epoch."""
         self.loss.begin_epoch()
         self.metrics.begin_epoch()
 
     # --- losses and gradients that are not finite
 
-    def _is_admitted(self, norm: torch.Tensor) -> bool:
+    def _should_update(self, norm: torch.Tensor) -> bool:
         """Return whether to make the update, under the policy for numbers that are not finite."""
-        if self.guard.admits(self._evidence(norm), self._place):
+        if self.guard.admits(self._finiteness_value(norm), self._place):
             if self.guard.deferred:
-                self.raise_if_bad()
+                self.raise_if_nonfinite()
             return True
         place, policy = self._place(), self._settings.on_nonfinite
         if policy == "raise":
@@ -794,7 +796,7 @@ class Step:
         todo = "the step is skipped" if skips else "the update is made all the same (on_nonfinite='warn')"
         logger.warning("The loss or a gradient is not finite at step %d: %s.", place.step, todo)
         if not skips:
-            self.go_back(self._before)
+            self.rollback(self._before)
         return not skips
 
     def _place(self) -> Place:
@@ -802,7 +804,7 @@ class Step:
         progress = self._lifecycle.progress
         return Place(progress.step + 1, progress.epoch, progress.samples_in_epoch, self._window.samples)
 
-    def _evidence(self, norm: torch.Tensor) -> float | torch.Tensor:
+    def _finiteness_value(self, norm: torch.Tensor) -> float | torch.Tensor:
         """Return a number that is finite if and only if the losses so far and the gradients are."""
         if self._backend.can_skip:
             return self.loss.sum  # the scaler handles an infinite gradient: it skips the step
@@ -810,7 +812,7 @@ class Step:
             return norm
         return self.loss.sum + (read_on_cpu(norm) if isinstance(self.loss.sum, float) else norm)
 
-    def raise_if_bad(self, wait: bool = False) -> None:
+    def raise_if_nonfinite(self, wait: bool = False) -> None:
         """Raise NonFiniteError for a bad step that the device has reported; with `wait`, check all steps so far."""
         place = self.guard.first_bad(wait)
         if place is not None:

@@ -75,7 +75,7 @@ def test_hooks_may_take_fewer_arguments() -> None:
     }
     trainer_with(HookCallback(hooks)).train()
     assert calls == [0, 0, 2, (0,)]
-    assert trainer_with(HookCallback({"on_epoch_end": print})).lifecycle.inside_of_step is None
+    assert trainer_with(HookCallback({"on_epoch_end": print})).lifecycle.emit_in_step is None
 
 
 def test_hooks_change_no_weights_and_keep_no_outputs() -> None:

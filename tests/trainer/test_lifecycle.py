@@ -181,12 +181,12 @@ def test_batch_events_are_off_without_listeners() -> None:
         def on_eval_batch_end(self, trainer: Any, batch: Any, output: Any) -> None: ...
 
     idle = lifecycle(Named("a", 10, []))
-    assert idle.inside_of_step is None and idle.inside_of_evaluation is None
+    assert idle.emit_in_step is None and idle.emit_in_evaluation is None
     run = lifecycle(Batches())
-    assert run.inside_of_step == run.inside_of_evaluation == run.emit
+    assert run.emit_in_step == run.emit_in_evaluation == run.emit
     with run.silent():
-        assert run.inside_of_step is None and run.inside_of_evaluation is None
-    assert run.inside_of_step == run.inside_of_evaluation == run.emit
+        assert run.emit_in_step is None and run.emit_in_evaluation is None
+    assert run.emit_in_step == run.emit_in_evaluation == run.emit
 
 
 def test_asks_alone_follows_listeners_inside_of_steps() -> None:

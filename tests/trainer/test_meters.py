@@ -110,10 +110,10 @@ def test_reserved_names_are_an_error(name: Any) -> None:
 def test_undone_step_removes_its_names(times: int) -> None:
     meters = Meters(CPU)
     meters.add({"a": 2.0}, 1)
-    mark = meters.mark()
+    mark = meters.snapshot()
     for _ in range(times):  # as a step is taken again in smaller micro-batches
         meters.add({"a": NAN, "b": 1.0}, 5)
-        meters.go_back(mark)
+        meters.rollback(mark)
     meters.add({"a": 4.0}, 1)
     assert meters.means() == meters.means_since_last() == {"a": 3.0} and len(meters) == 1
 

@@ -13,19 +13,19 @@ from recipes import rows
 from starving import Starving, no_room
 from torch import nn
 
-from omnitrain.trainer.out_of_memory import Shortage, state_to_come, wanted_in, worded_shortage
+from omnitrain.trainer.out_of_memory import Shortage, format_oom_report, future_optimizer_bytes, requested_bytes
 
 GB = 10**9
 
 
 def remedies(shortage: Shortage) -> dict[str, str]:
     """Return the remedies of a report and their gains."""
-    lines = worded_shortage(shortage).splitlines()[2:]
+    lines = format_oom_report(shortage).splitlines()[2:]
     return {name.strip(): gain for name, _, gain in (line.rpartition(": ") for line in lines)}
 
 
 def test_oom_report_has_remedies_and_their_gains() -> None:
-    shortage = Shortage("training", 2 * GB, 2 * GB, 4 * GB, peak=14 * GB, wanted=2 * GB, rows=16, world_size=4)
+    shortage = Shortage("training", 2 * GB, 2 * GB, 4 * GB, peak=14 * GB, requested=2 * GB, rows=16, world_size=4)
     assert shortage.activations == 8 * GB
     assert remedies(shortage) == {
         "microbatch_size=8 (instead of 16; the same step, in more parts)": "-4.0 GB",
@@ -42,27 +42,29 @@ def test_oom_report_omits_remedies_without_effect() -> None:
     assert list(remedies(Shortage("training", 2 * GB, 2 * GB, 4 * GB, peak=14 * GB, **done))) == [
         "an optimizer whose state has 8 bits"
     ]
-    small = Shortage("training", 10 * GB, 0, 0, peak=10 * GB, wanted=100, rows=8, world_size=2)
+    small = Shortage("training", 10 * GB, 0, 0, peak=10 * GB, requested=100, rows=8, world_size=2)
     assert remedies(small) == {"FSDP or ZeRO 3 over 2 processes": "-5.0 GB"}
-    assert worded_shortage(Shortage("evaluation", 0, 0, 0, peak=0)).count("\n") == 0
+    assert format_oom_report(Shortage("evaluation", 0, 0, 0, peak=0)).count("\n") == 0
     gains = remedies(Shortage("evaluation", GB, 0, 0, peak=4 * GB, rows=9, is_sharded=True))
     assert gains == {"eval_batch_size=4 (instead of 9)": "-1.7 GB", 'autocast="bf16"': "up to -1.5 GB"}
     assert remedies(Shortage("saving", GB, 0, 0, peak=4 * GB, rows=9, is_sharded=True)) == {}
 
 
 def test_oom_report_of_the_first_step_adds_future_state() -> None:
-    shortage = Shortage("training", GB, 0, 0, gradients_to_come=GB, state_to_come=2 * GB, peak=None, rows=1)
-    text = worded_shortage(shortage)
+    shortage = Shortage("training", GB, 0, 0, future_gradients=GB, future_optimizer_bytes=2 * GB, peak=None, rows=1)
+    text = format_oom_report(shortage)
     assert (
         "optimizer state 0 MB (of the first step, 1.0 GB of gradients and 2.0 GB of state were still to come)" in text
     )
     assert remedies(shortage)["FSDP or ZeRO 3 over 8 processes"] == "-3.5 GB"
     assert "activations" not in text  # which nothing has counted
-    assert wanted_in(RuntimeError("can't allocate memory: you tried to allocate 4096 bytes. Error code 12")) == 4096
+    assert (
+        requested_bytes(RuntimeError("can't allocate memory: you tried to allocate 4096 bytes. Error code 12")) == 4096
+    )
     for options, size in (
         ({"betas": ()}, 20), ({"betas": (), "amsgrad": True}, 30), ({"momentum": 0.9}, 10), ({"momentum": 0}, 0)
     ):  # fmt: skip
-        assert state_to_come(options, 10) == size
+        assert future_optimizer_bytes(options, 10) == size
 
 
 # --- in a run
