@@ -442,7 +442,7 @@ def fill_arguments(values: Mapping[str, Any], kwargs: dict[str, Any], source: st
             kwargs[name] = value
         elif value is not None and argument != value and str(argument) != str(value):
             raise ConfigError(
-                f"`{name}={argument!r}` contradicts {name}={value!r} of {source}. Leave it out of one of them."
+                f"`{name}={argument!r}` contradicts {source} ({name}={value!r}). Leave it out of one of them."
             )
 
 

@@ -1,9 +1,9 @@
-"""The methods that scripts call on a `transformers.Trainer` and that subclasses override, for our trainer.
+"""The interface of `transformers.Trainer`, for HFTrainer.
 
 Names, signatures and results are those of transformers. The default of a method that can be overridden is what our
 trainer does anyway, so `super()` works as in a subclass of `transformers.Trainer`. Methods that build a run (loaders,
-optimizer, schedule) are called at its beginning, as in transformers, not by the constructor: a subclass may set what
-they need after `super().__init__()`.
+optimizer, schedule) are called at its beginning, as in transformers, not by the constructor: a subclass may set
+attributes that they need after `super().__init__()`.
 """
 
 from __future__ import annotations
@@ -48,12 +48,12 @@ from omnitrain.trainer.evaluation import Predictions
 logger: logging.Logger = logging.getLogger("omnitrain")
 
 ENGINE_ATTRIBUTES = (
-    # what transformers keeps of a run
+    # transformers' state of a run
     "callback_handler", "can_return_loss", "current_flos", "deepspeed", "hp_name", "hp_search_backend",
     "hub_model_id", "is_fsdp_xla_enabled", "is_fsdp_xla_v1_enabled", "is_fsdp_xla_v2_enabled",
     "is_in_train", "is_model_parallel", "label_names", "label_smoother", "model_accepts_loss_kwargs",
     "neftune_noise_alpha", "place_model_on_device", "state",
-    # questions, and helpers of its own
+    # queries and internal functions
     "autocast_smart_context_manager", "compute_loss_context_manager", "floating_point_ops", "get_cp_size",
     "get_decay_parameter_names", "get_sp_size", "get_total_train_batch_size", "get_tp_size", "init_hf_repo",
     "num_examples", "store_flos",
@@ -120,7 +120,7 @@ class TransformersAPI(BaseTrainer):
     _has_user_schedule: bool
     """Whether the user has passed `lr_scheduler`."""
     _initial_args: dict[str, Any]
-    """The training arguments as they were when the trainer was created."""
+    """The training arguments when the trainer was created, to detect changes."""
     _replaces_earlier_run: bool
     """Whether a second run in the folder of the training arguments replaces the first, as transformers does."""
 
@@ -129,11 +129,11 @@ class TransformersAPI(BaseTrainer):
     _overridden: frozenset[str] = frozenset()
     """Which of `OVERRIDABLE` a subclass overrides."""
     _loss_metrics: Mapping[str, Any] | None = None
-    """What the latest `compute_loss` of ours has found to log."""
+    """The metrics to log from the latest `compute_loss` of ours."""
     _is_building = False
-    """Whether a subclass is making the optimizer."""
+    """Whether a subclass is creating the optimizer."""
     _built_optimizer: Any = None
-    """What it has created so far."""
+    """The optimizer that it has created so far."""
     _built_scheduler: Any = None
     """The schedule that it has created together with the optimizer."""
     _is_beginning_run = False
@@ -145,8 +145,8 @@ class TransformersAPI(BaseTrainer):
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
-        own = hooks.members_of_user(cls)
-        cls._overridden = frozenset(name for name in OVERRIDABLE if name in own)
+        overridden = hooks.members_of_user(cls)
+        cls._overridden = frozenset(name for name in OVERRIDABLE if name in overridden)
 
     if TYPE_CHECKING:  # at run time they are looked up in the engine
         callback_handler: Any
@@ -180,7 +180,7 @@ class TransformersAPI(BaseTrainer):
         store_flos: Callable[..., Any]
 
     def _get_engine_attribute(self, name: str) -> Any:
-        """Return what transformers records of the run."""
+        """Return an attribute of `transformers.Trainer` from the engine."""
         if name in ENGINE_ATTRIBUTES and "engine" in vars(self):
             return getattr(self.engine, name)
         raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
@@ -250,7 +250,7 @@ class TransformersAPI(BaseTrainer):
             resume_from: The folder of a checkpoint, "last", "best", or "auto"; True, as in transformers, is the newest
                 one in the run's folder, which must exist.
             allow_change: Names of arguments (settings, data, functions) that may differ from those of the checkpoint.
-            more: Go on with the run that has ended for so much longer, as for every trainer.
+            more: Continue the finished run for this much longer, as for every trainer.
             resume_from_checkpoint: transformers' name for `resume_from`.
             trial: Do not pass it: `hyperparameter_search` creates a trainer for each trial.
             ignore_keys_for_eval: Keys of the model's output to leave out of the predictions in evaluations.
@@ -262,52 +262,49 @@ class TransformersAPI(BaseTrainer):
         if trial is not None:
             raise ConfigError("`train(trial=...)` is for transformers' own search. Call hyperparameter_search().")
         names = "resume_from", resume_from or None, "resume_from_checkpoint", resume_from_checkpoint or None
-        which: Any = resolve_alias(*names)
+        checkpoint: Any = resolve_alias(*names)
         self._reject_changed_arguments()
-        if which is True:
-            which = self._newest_checkpoint()
-        elif which is None and more is None:
+        if checkpoint is True:
+            checkpoint = self._resume_newest()
+        elif checkpoint is None and more is None:
             self._warn_earlier_run()
         self.engine.output = None
         with self._ignore_keys(ignore_keys_for_eval):
-            history = super().train(which, allow_change or (), more=more)
-        return TrainResult(history, self._output())
+            history = super().train(checkpoint, allow_change or (), more=more)
+        return TrainResult(history, self._make_train_output())
 
-    def _newest_checkpoint(self) -> str:
+    def _resume_newest(self) -> str:
         """Return the value of `resume_from` for the newest checkpoint of the run."""
         if self.store is None or not self.ranks.on_main("a look at `save_dir`", self.store.checkpoints):
             raise ConfigError(
                 f"No valid checkpoint found in output directory ({self.save_dir or self._output_dir}), and "
-                "resume_from_checkpoint=True goes on from one. Leave it out for the first run, or pass "
-                "resume_from='auto', which starts afresh where there is none."
+                "resume_from_checkpoint=True needs one. Leave it out for the first run, or pass resume_from='auto', "
+                "which starts a new run without a checkpoint."
             )
         return "auto"
 
     def _reject_changed_arguments(self) -> None:
         """Raise ConfigError for training arguments that were changed after the trainer was created."""
-        now = {} if self.training_args is None else vars(self.training_args)
-        changed = [name for name, value in self._initial_args.items() if now.get(name) != value]
+        current = {} if self.training_args is None else vars(self.training_args)
+        changed = [name for name, value in self._initial_args.items() if current.get(name) != value]
         if changed:
             raise ConfigError(
-                f"`args.{changed[0]}` was {self._initial_args[changed[0]]!r} when the trainer was made, and is "
-                f"{now.get(changed[0])!r} now, which would change nothing. Make a trainer with the new arguments."
+                f"`args.{changed[0]}` was {self._initial_args[changed[0]]!r} when the trainer was created, and is "
+                f"{current.get(changed[0])!r} now, which has no effect. Create a trainer with the new arguments."
             )
 
     def _warn_earlier_run(self) -> None:
         """Warn that the checkpoints of an earlier run in the same folder will be replaced."""
-        there = (
-            self.store.checkpoints()
-            if self._replaces_earlier_run and self.store is not None and self.is_main_process
-            else []
-        )
-        if there:
+        if not self._replaces_earlier_run or self.store is None or not self.is_main_process:
+            return
+        if checkpoints := self.store.checkpoints():
             logger.warning(
-                "%r holds %d checkpoints of an earlier run, up to %s. This run starts afresh, as with "
-                "transformers.Trainer, and replaces them once it has saved its first. To go on with them: "
-                "train(resume_from_checkpoint=True).", str(self.save_dir), len(there), there[-1].name,
+                "%r holds %d checkpoints of an earlier run, up to %s. This run starts from scratch, as with "
+                "transformers.Trainer, and replaces them once it has saved its first. To resume from them: "
+                "train(resume_from_checkpoint=True).", str(self.save_dir), len(checkpoints), checkpoints[-1].name,
             )  # fmt: skip
 
-    def _output(self) -> TrainOutput:
+    def _make_train_output(self) -> TrainOutput:
         """Return the result of transformers' loop, or the equivalent if no step was left."""
         output, progress = self.engine.output, self.progress
         rows = self.metrics["train_metrics_history"]
@@ -320,7 +317,7 @@ class TransformersAPI(BaseTrainer):
     def call_model_init(self, trial: Any = None) -> nn.Module:
         """Return a new model from `model_init`; in a search, the trainer of each trial calls this itself."""
         if self.model_init is None:
-            raise ConfigError("There is no `model_init` to make a model with. Pass it to the constructor.")
+            raise ConfigError("`call_model_init()` needs `model_init`. Pass it to the constructor.")
         return self._new_model(self.seed, self.device)
 
     def hyperparameter_search(self, *args: Any, **kwargs: Any) -> Any:
@@ -352,10 +349,10 @@ class TransformersAPI(BaseTrainer):
 
     def get_num_trainable_parameters(self) -> int:
         """Return the number of trainable parameters, counted in single numbers."""
-        return sum(one.numel() for one in self.model.parameters() if one.requires_grad)
+        return sum(parameter.numel() for parameter in self.model.parameters() if parameter.requires_grad)
 
     def get_learning_rates(self) -> list[float]:
-        """Return the learning rate of each group of the optimizer."""
+        """Return the learning rate of each parameter group."""
         return [float(group["lr"]) for group in self.optimizer.param_groups]
 
     def get_optimizer_group(self, param: str | nn.Parameter | None = None) -> Any:
@@ -363,7 +360,7 @@ class TransformersAPI(BaseTrainer):
         groups = self.optimizer.param_groups
         if param is None:
             return [group["params"] for group in groups]
-        return next((group for group in groups if any(one is param for one in group["params"])), None)
+        return next((group for group in groups if any(parameter is param for parameter in group["params"])), None)
 
     # --- data
 
@@ -379,7 +376,7 @@ class TransformersAPI(BaseTrainer):
         """Return a loader of a set as transformers builds it."""
         return self.engine.get_test_dataloader(test_dataset)
 
-    # --- evaluating; transformers' memory tracker needs these method names, as it looks at the name of its caller
+    # --- evaluation; transformers' memory tracker needs these method names: it inspects the name of its caller
 
     def evaluate(
         self,
@@ -394,7 +391,7 @@ class TransformersAPI(BaseTrainer):
         """Return `<prefix>_loss` and the metrics on a dataset, a loader or a dict of named sets; default: the eval set.
 
         Args:
-            dataset: What to evaluate; can also be the name of one of several evaluation sets.
+            dataset: The data to evaluate, or the name of one of several evaluation sets.
             prefix: The prefix of the metrics' names. As a positional argument, a list or None is transformers'
                 `ignore_keys`.
             metric_key_prefix: transformers' name for `prefix`.
@@ -423,8 +420,8 @@ class TransformersAPI(BaseTrainer):
     def _named_set(self, name: str) -> Any:
         sets = self.eval_dataset
         if not isinstance(sets, Mapping) or name not in sets:
-            there = ", ".join(map(repr, sets)) if isinstance(sets, Mapping) else "no sets by name"
-            raise ConfigError(f"`eval_dataset` has no {name!r}: there are {there}.")
+            available = ", ".join(map(repr, sets)) if isinstance(sets, Mapping) else "no names"
+            raise ConfigError(f"`eval_dataset` has no set {name!r}. It has {available}.")
         return sets[name]
 
     def predict(
@@ -451,11 +448,11 @@ class TransformersAPI(BaseTrainer):
             dataset = undo_prepare(self.get_test_dataloader(dataset))
         self.engine._memory_tracker.start()
         with self._ignore_keys(ignore_keys), evaluation.generation_options("predict", generation):
-            found = super().predict(dataset)
-        metrics = prefixed(found.metrics, metric_key_prefix)
+            result = super().predict(dataset)
+        metrics = prefixed(result.metrics, metric_key_prefix)
         self.engine.report_prediction({**metrics, **prefixed(evaluation.speeds, metric_key_prefix)})
         self.engine._memory_tracker.stop_and_update_metrics(metrics)
-        return Predictions(found.predictions, found.labels, metrics)
+        return Predictions(result.predictions, result.labels, metrics)
 
     def evaluation_loop(
         self,
@@ -465,9 +462,9 @@ class TransformersAPI(BaseTrainer):
         ignore_keys: Collection[str] | None = None,
         metric_key_prefix: str = "eval",
     ) -> EvalLoopOutput:
-        """Return predictions, labels, metrics and the number of samples, for an `evaluate` of a subclass.
+        """Return predictions, labels, metrics and the number of samples, for a subclass's `evaluate`.
 
-        Such an `evaluate` writes the row of logs and calls the callbacks itself, as in transformers.
+        Such an `evaluate` logs and calls the callbacks itself, as in transformers.
 
         Args:
             dataloader: From `get_eval_dataloader` or `get_test_dataloader`.
@@ -478,18 +475,21 @@ class TransformersAPI(BaseTrainer):
         """
         evaluation: Any = self._evaluation
         loss_only = self.args.prediction_loss_only if prediction_loss_only is None else prediction_loss_only
-        loader, part = self._sets.loader_for(undo_prepare(dataloader)), (metric_key_prefix, not loss_only)
+        loader, request = self._sets.loader_for(undo_prepare(dataloader)), (metric_key_prefix, not loss_only)
         generation = vars(self).get("_gen_kwargs", {})  # set by subclasses written for Seq2SeqTrainer
         with self._ignore_keys(ignore_keys), evaluation.generation_options("evaluation_loop", generation):
             if evaluation.is_run_evaluation:
-                found = evaluation.evaluate_loader(loader, *part)
+                result = evaluation.evaluate_loader(loader, *request)
             else:
                 with self._calling("evaluation_loop()"):
-                    found = self._loop.evaluate_outside_run(loader, lambda stop: evaluation.over(loader, *part, stop))
+                    result = self._loop.evaluate_outside_run(
+                        loader, lambda stop: evaluation.over(loader, *request, stop)
+                    )
         size = loader.size
         if size is None:
-            size = next((len(one) for one in (found.labels, *_parts(found.predictions)) if one is not None), None)
-        return EvalLoopOutput(found.predictions, found.labels, found.metrics, size)
+            arrays = (result.labels, *_as_tuple(result.predictions))
+            size = next((len(array) for array in arrays if array is not None), None)
+        return EvalLoopOutput(result.predictions, result.labels, result.metrics, size)
 
     def _ignore_keys(self, keys: Collection[str] | None) -> Any:
         return self._evaluation.ignore_output_keys(keys or ())  # type: ignore[attr-defined]
@@ -511,9 +511,9 @@ class TransformersAPI(BaseTrainer):
             self.engine.add_callback(callback)
 
     def _early_stopping(self, callback: transformers.EarlyStoppingCallback) -> EarlyStopping:
-        """Return our callback for transformers': its count is kept in checkpoints."""
+        """Return our callback for transformers': its counter is saved in checkpoints."""
         if not self._evaluates:
-            raise ConfigError("EarlyStoppingCallback judges evaluations, and there are none. Pass `eval_dataset`.")
+            raise ConfigError("EarlyStoppingCallback needs evaluations, and there are none. Pass `eval_dataset`.")
         threshold = float(callback.early_stopping_threshold or 0.0)
         self._early_stopping_threshold = self.objective.delta = threshold
         return EarlyStopping(callback.early_stopping_patience)
@@ -521,11 +521,12 @@ class TransformersAPI(BaseTrainer):
     def pop_callback(self, callback: Any) -> Any:
         """Remove a callback, or the first one of a class, and return it; None if there is none."""
         if isinstance(callback, Callback) or (isinstance(callback, type) and issubclass(callback, Callback)):
-            found = next((one for one in self.lifecycle.callbacks if one is callback or type(one) is callback), None)
-            if found in self._callbacks:
-                self._callbacks.remove(found)
-            self.lifecycle.register([one for one in self.lifecycle.callbacks if one is not found])
-            return found
+            callbacks = self.lifecycle.callbacks
+            match = next((entry for entry in callbacks if entry is callback or type(entry) is callback), None)
+            if match in self._callbacks:
+                self._callbacks.remove(match)
+            self.lifecycle.register([entry for entry in callbacks if entry is not match])
+            return match
         return self.engine.pop_callback(callback)
 
     def remove_callback(self, callback: Any) -> None:
@@ -557,7 +558,7 @@ class TransformersAPI(BaseTrainer):
         Args:
             path: The folder; None is the folder of the run.
             overwrite: Whether to replace an existing model; None replaces it if training arguments were passed, as in
-                transformers, and refuses otherwise, like our other trainers.
+                transformers, and raises otherwise, like our other trainers.
             output_dir: transformers' name for `path`; an existing model is replaced.
 
         Raises:
@@ -565,9 +566,9 @@ class TransformersAPI(BaseTrainer):
         """
         if overwrite is None:
             overwrite = path is None or output_dir is not None or self.training_args is not None
-        place = resolve_alias("path", path, "output_dir", output_dir)
-        place = self._run_folder() if place is None else place
-        folder = local_path(place, "path")
+        target = resolve_alias("path", path, "output_dir", output_dir)
+        target = self._run_folder() if target is None else target
+        folder = local_path(target, "path")
         write_model(self, self.engine.saved_processor, folder, overwrite)
         if self.training_args is not None and self.is_main_process:
             check_not_link(folder / "training_args.bin")
@@ -587,7 +588,7 @@ class TransformersAPI(BaseTrainer):
     def _run_folder(self) -> Path:
         folder = self._output_dir or self.save_dir
         if folder is None:
-            raise ConfigError("There is no folder of the run. Pass `output_dir`, or `save_dir` to the constructor.")
+            raise ConfigError("The run has no folder. Pass `output_dir`, or `save_dir` to the constructor.")
         return Path(folder)
 
     def metrics_format(self, metrics: dict[str, float]) -> dict[str, Any]:
@@ -608,8 +609,8 @@ class TransformersAPI(BaseTrainer):
         """
         folder = self.save_dir or Path(self._output_dir or "")
         if combined:
-            everything = {**_read_results(folder / "all_results.json"), **metrics}
-            write_results(folder, "all", everything, self.is_main_process)
+            combined_metrics = {**_read_results(folder / "all_results.json"), **metrics}
+            write_results(folder, "all", combined_metrics, self.is_main_process)
         return write_results(folder, split, metrics, self.is_main_process)
 
     def push_to_hub(self, *args: Any, **kwargs: Any) -> Any:
@@ -628,9 +629,9 @@ class TransformersAPI(BaseTrainer):
         """Return the mean loss of a batch on the device, and with `return_outputs` the model's output.
 
         An override returns a mean, too: its weight in the step is counted as for every loss, so every split gives the
-        same numbers. `num_items_in_batch` is that weight: a sum divided by it is a mean. Beside what transformers
-        takes, it may return `StepOutput(loss, outputs, metrics={...})`, in training and in evaluations: the logs then
-        have these means over the batch.
+        same numbers. `num_items_in_batch` is that weight: a sum divided by it is a mean. In addition to transformers'
+        return values, it may return `StepOutput(loss, outputs, metrics={...})`, in training and in evaluations: the
+        logs then have these means over the batch.
         """
         unit = self.unit
         if isinstance(unit, ModelUnit):
@@ -649,19 +650,19 @@ class TransformersAPI(BaseTrainer):
     ) -> tuple[Any, Any, Any]:
         """Return the loss, logits and labels of an evaluation batch; called without gradients."""
         with torch.no_grad(), self._autocast():
-            output = self._eval_forward(model, self._prepare_batch(inputs))
+            output = self._forward_for_eval(model, self._prepare_batch(inputs))
         return output.loss, None if prediction_loss_only else output.outputs, output.labels
 
     def _forward(self, model: nn.Module, batch: Any) -> StepOutput:
         if torch.is_grad_enabled():
-            return self._train_forward(model, batch)
+            return self._forward_for_training(model, batch)
         if "prediction_step" in self._overridden:
             ignored = list(self._evaluation.ignored) or None  # type: ignore[attr-defined]
             loss, logits, labels = self.prediction_step(model, _shallow_copy(batch), False, ignored)
             return StepOutput(loss, logits, labels)
-        return self._eval_forward(model, batch)
+        return self._forward_for_eval(model, batch)
 
-    def _train_forward(self, model: nn.Module, batch: Any) -> StepOutput:
+    def _forward_for_training(self, model: nn.Module, batch: Any) -> StepOutput:
         if "compute_loss" not in self._overridden:
             return super()._forward(model, batch)
         labels, weight = labels_of(batch, self.settings.label_names or ()), self._step.weight
@@ -676,23 +677,23 @@ class TransformersAPI(BaseTrainer):
         return StepOutput(loss.reshape(()), None, labels, metrics=metrics)
 
     def _custom_loss(self, model: nn.Module, batch: Any, **options: Any) -> tuple[Any, Any, dict[str, Any] | None]:
-        """Return the loss of a subclass's `compute_loss`, its outputs, and what is to be logged."""
+        """Return loss, outputs and metrics to log from a subclass's `compute_loss`."""
         self._loss_metrics = None
-        found = self.compute_loss(model, _shallow_copy(batch), **options)
-        if isinstance(found, StepOutput):
-            if found.num_targets is not None:
+        result = self.compute_loss(model, _shallow_copy(batch), **options)
+        if isinstance(result, StepOutput):
+            if result.num_targets is not None:
                 raise ConfigError(
-                    f"{type(self).__name__}.compute_loss returned a StepOutput with num_targets. It returns a mean, "
-                    "whose weight is counted here; a sum over targets is for a `unit`."
+                    f"{type(self).__name__}.compute_loss returned a StepOutput with num_targets. Return a mean, whose "
+                    "weight is counted here; a sum over targets is for a `unit`."
                 )
-            loss, outputs, own = found.loss, found.outputs, found.metrics
+            loss, outputs, metrics = result.loss, result.outputs, result.metrics
         else:
-            loss, outputs = (*found, None)[:2] if isinstance(found, tuple) else (found, None)
-            own = metrics_in(outputs)
-        return loss, outputs, {**(self._loss_metrics or {}), **(own or {})} or None
+            loss, outputs = (*result, None)[:2] if isinstance(result, tuple) else (result, None)
+            metrics = metrics_in(outputs)
+        return loss, outputs, {**(self._loss_metrics or {}), **(metrics or {})} or None
 
-    def _eval_forward(self, model: nn.Module, batch: Any) -> StepOutput:
-        """Return loss and outputs without gradients and without `ignore_keys`."""
+    def _forward_for_eval(self, model: nn.Module, batch: Any) -> StepOutput:
+        """Return loss and outputs without `ignore_keys`."""
         labels = labels_of(batch, self.settings.label_names or ())
         evaluation: Any = self._evaluation
         needs_loss = labels is not None or not evaluation.is_predicting
@@ -709,7 +710,7 @@ class TransformersAPI(BaseTrainer):
     # --- logs
 
     def call_log(self, logs: dict[str, float], start_time: float | None) -> None:
-        """Pass a row of logs to `log`; a subclass's may take only the row, as in earlier versions."""
+        """Pass a row of logs to `log`; a subclass's may take only the row, as in earlier transformers."""
         if "log" in self._overridden and not _accepts(self.log, logs, start_time):
             self.log(logs)
         else:
@@ -725,14 +726,14 @@ class TransformersAPI(BaseTrainer):
         return self.engine.run_micro_batch(model, inputs, num_items_in_batch)
 
     def call_training_step(self, model: nn.Module, inputs: Any) -> torch.Tensor:
-        """Return the result of `training_step` for the next micro-batch; called by transformers' loop."""
-        before = self._step.turn
+        """Return the result of `training_step` for the next micro-batch, for transformers' loop."""
+        calls_before = self._step.turn
         loss = self.training_step(model, inputs, None)
-        if self._step.turn != before + 1:
+        if self._step.turn != calls_before + 1:
             raise ConfigError(
                 f"{type(self).__name__}.training_step must call super().training_step(model, inputs, ...) once for "
-                f"each batch, and called it {self._step.turn - before} times: gradients would not have the weight that "
-                "their samples have in the step."
+                f"each batch, and called it {self._step.turn - calls_before} times: gradients would not have the "
+                "weight of their samples in the step."
             )
         return loss
 
@@ -751,19 +752,20 @@ class TransformersAPI(BaseTrainer):
             BaseTrainer.optimizer.fset(self, optimizer)  # type: ignore[attr-defined]
 
     def _build_optimizer(self) -> torch.optim.Optimizer:
-        making = [name for name in ("create_optimizer", "create_optimizer_and_scheduler") if name in self._overridden]
-        if not making or self._is_building:
+        methods = ("create_optimizer", "create_optimizer_and_scheduler")
+        overridden = [name for name in methods if name in self._overridden]
+        if not overridden or self._is_building:
             return self._default_optimizer()
         self._is_building, self._built_optimizer = True, None
         try:
-            if "create_optimizer" in making:
+            if "create_optimizer" in overridden:
                 self._built_optimizer = self.create_optimizer() or self._built_optimizer
             else:
                 self.lr_scheduler = None
                 self.create_optimizer_and_scheduler(self.total_steps or 0)
                 self._built_scheduler = self.lr_scheduler
             if self._built_optimizer is None:
-                raise ConfigError(f"{type(self).__name__}.{making[0]} made no optimizer. Return it, or set it.")
+                raise ConfigError(f"{type(self).__name__}.{overridden[0]} created no optimizer. Return it, or set it.")
             return self._built_optimizer
         finally:
             self._is_building = False
@@ -801,9 +803,9 @@ class TransformersAPI(BaseTrainer):
 
     def _user_eval_loader(self, dataset: Any) -> Any:
         """Return the loader from a subclass's `get_eval_dataloader` for a set, or for each of several."""
-        named = self.eval_dataset if dataset is None else dataset
-        if is_named_sets(named):
-            return {name: undo_prepare(self.get_eval_dataloader(one)) for name, one in named.items()}
+        datasets = self.eval_dataset if dataset is None else dataset
+        if is_named_sets(datasets):
+            return {name: undo_prepare(self.get_eval_dataloader(eval_set)) for name, eval_set in datasets.items()}
         return undo_prepare(self.get_eval_dataloader(dataset))
 
 
@@ -819,18 +821,18 @@ def _accepts(function: Any, *args: Any) -> bool:
     return True
 
 
-def _parts(predictions: Any) -> Sequence[Any]:
+def _as_tuple(predictions: Any) -> Sequence[Any]:
     return predictions if isinstance(predictions, tuple) else (predictions,)
 
 
 def _shallow_copy(batch: Any) -> Any:
-    """Return a copy of a batch, from which labels can be popped."""
+    """Copy a batch, so that an override may pop its labels."""
     return dict(batch) if isinstance(batch, Mapping) else batch
 
 
 def _read_results(path: Path) -> dict[str, Any]:
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
+        results = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return {}
-    return found if isinstance(found, dict) else {}
+    return results if isinstance(results, dict) else {}

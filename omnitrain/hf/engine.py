@@ -1,4 +1,4 @@
-"""transformers' own Trainer as the engine of `HFTrainer`: its loop, with our data, step, evaluation and checkpoints.
+"""transformers' Trainer as the engine of `HFTrainer`.
 
 `Engine` overrides the methods by which that loop gets data, steps and saves. `Bridge` and `Boundary` pass its events to
 our lifecycle, and `Reporter` passes our events to transformers' callbacks. The facades replace the accelerator,
@@ -40,8 +40,6 @@ from omnitrain.trainer.loop import Loop
 
 logger: logging.Logger = logging.getLogger("omnitrain")
 
-logger: logging.Logger = logging.getLogger("omnitrain")
-
 
 class EngineLoop(Loop):
     """Our loop when transformers' loop runs the epochs; it acts on requests as usual.
@@ -56,7 +54,7 @@ class EngineLoop(Loop):
         self._engine = engine
 
     def train(self) -> None:
-        """Let transformers train until the run ends."""
+        """Run transformers' loop until the run ends."""
         if not self.lifecycle.stop:
             self._engine().run()
         elif self.checkpointer.is_resuming:
@@ -64,7 +62,7 @@ class EngineLoop(Loop):
 
     @property
     def has_rank_local_requests(self) -> bool:
-        """Whether this rank may request something in a step that others do not, as transformers' callbacks may."""
+        """Whether this rank may have requests that other ranks lack; transformers' callbacks may."""
         return True
 
     @property
@@ -83,9 +81,9 @@ class EngineLoop(Loop):
         return asked
 
     def _act_on(self, asked: Control) -> None:
-        """Act on requests as usual, including what transformers' callbacks cancel or add meanwhile.
+        """Act on requests as usual, including those that transformers' callbacks cancel or add meanwhile.
 
-        When they are called for a log or an evaluation, their flags show what is still to come.
+        When they are called for a log or an evaluation, their flags show the requests still pending.
         """
         engine, lifecycle = self._engine(), self.lifecycle
         if engine.is_in_train:
@@ -109,13 +107,13 @@ class EngineLoop(Loop):
 
     @contextlib.contextmanager
     def mute_callbacks(self) -> Iterator[None]:
-        """Hide batches evaluated inside from transformers' callbacks, which do not know yet that a run begins."""
+        """Evaluate without calling transformers' callbacks, for which the run has not begun yet."""
         evaluation: Any = self.evaluation
-        evaluation.is_told = False
+        evaluation.reports_batches = False
         try:
             yield
         finally:
-            evaluation.is_told = True
+            evaluation.reports_batches = True
 
     def finish_run(self) -> None:
         self._engine().count_operations()
@@ -123,7 +121,7 @@ class EngineLoop(Loop):
         super().finish_run()
 
     def _save(self, is_asked: bool) -> None:
-        """Save as usual; what a callback requests with `save_strategy="no"` goes to `output_dir`."""
+        """Save as usual; a callback's request with `save_strategy="no"` saves to `output_dir`."""
         trainer: Any = self.trainer
         if is_asked or self.checkpointer.requires_best_save:
             self._engine().count_operations()
@@ -161,19 +159,19 @@ class Engine(SearchTrainer):
     A subclass for `HFTrainer.engine_class` may override `training_step`, `log` and other methods that the loop calls.
 
     Args:
-        trainer: The trainer whose run this is.
+        trainer: The trainer of the run.
         training_args: The user's TrainingArguments, or None.
         by_window: Whether transformers' loop gets whole windows, because the data's length is unknown or may change.
         callback_args: The arguments that callbacks see, theirs and ours; `args` is for transformers' loop.
         scratch: A folder for temporary files.
-        trial: The trial of a search that this run is, or None.
+        trial: The trial of a search, or None.
         accelerator: The `Accelerator` of a backend that shards; None lets transformers create one.
         kwargs: The arguments of `transformers.Trainer`.
     """
 
-    has_ended: bool = False
-    """Whether the current epoch is over."""
-    stops: bool | None = None
+    epoch_has_ended: bool = False
+    """Whether the current epoch has ended."""
+    stop_requested: bool | None = None
     """Whether transformers' callbacks had requested a stop when the data of an epoch ended."""
     trainer: Any
     state: transformers.TrainerState
@@ -227,23 +225,23 @@ class Engine(SearchTrainer):
         self.search_trial = trial
         self.syncs_each_batch: bool = syncs_each_batch(training_args)
         self.real_accelerator = accelerator
-        self._tolerance = Tolerance("output_dir", "It is tried again when something is written there.")
-        place: Any = kwargs["args"].output_dir
+        self._tolerance = Tolerance("output_dir", "The next write there tries again.")
+        output_dir: Any = kwargs["args"].output_dir
         with self._tolerance:
-            os.makedirs(place, exist_ok=True)
+            os.makedirs(output_dir, exist_ok=True)
         if self._tolerance.has_failed:  # transformers creates the folder, and would raise the disk's error
             kwargs["args"].output_dir = str(scratch)
         super().__init__(**kwargs)
-        self.args.output_dir = place
+        self.args.output_dir = output_dir
 
     def _get_callbacks(self) -> Callbacks:
         return self._callbacks
 
-    def _set_callbacks(self, made: CallbackHandler) -> None:
-        self._callbacks = Callbacks(made, self.callback_args, Bridge(self), Boundary(self))
+    def _set_callbacks(self, handler: CallbackHandler) -> None:
+        self._callbacks = Callbacks(handler, self.callback_args, Bridge(self), Boundary(self))
 
-    callback_handler: Any = property(_get_callbacks, _set_callbacks, doc="The callbacks, who are told of each event.")
-    """transformers creates one, and would call it for the first event before it could be replaced."""
+    callback_handler: Any = property(_get_callbacks, _set_callbacks, doc="The callbacks, which get each event.")
+    """A property, because transformers creates a handler and calls it before it could be replaced."""
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
         """Run transformers' loop for `HFTrainer.train`, or for a trial of a search.
@@ -264,9 +262,9 @@ class Engine(SearchTrainer):
         """Run transformers' loop from the current position."""
         trainer = self.trainer
         self.optimizer, self.lr_scheduler = trainer.optimizer, ScheduleFacade(trainer)  # type: ignore[assignment]
-        self.has_ended, self._is_called_by_trainer, self._reported_save = False, True, -1
+        self.epoch_has_ended, self._is_called_by_trainer, self._reported_save = False, True, -1
         self.output = self.train(
-            resume_from_checkpoint=self._start(), trial=self.search_trial and self.search_trial.trial
+            resume_from_checkpoint=self._write_start_state(), trial=self.search_trial and self.search_trial.trial
         )
 
     def restore_state(self) -> None:
@@ -274,7 +272,7 @@ class Engine(SearchTrainer):
         self.state = self.current_state()
         self._load_callback_state()
 
-    def _start(self) -> str | None:
+    def _write_start_state(self) -> str | None:
         """Return a folder with the state that transformers needs to start at the current position; None at 0."""
         trainer, progress = self.trainer, self.trainer.progress
         if not (progress.epoch or progress.samples_in_epoch):
@@ -295,19 +293,19 @@ class Engine(SearchTrainer):
         return samples_of_step(self.trainer.settings, self.trainer._sets.share.size)
 
     def record_final_state(self) -> None:
-        """Note transformers' state at the end of a run, for one that goes on in this process."""
+        """Record transformers' state at the end of a run, for a continued run in this process."""
         self.final_state = copy.deepcopy(self.state)
 
     def current_state(self) -> transformers.TrainerState:
-        """Return transformers' state of the run so far: its own history, and the states of its callbacks."""
+        """Return transformers' state of the run so far: its history, and the states of its callbacks."""
         trainer, state = self.trainer, transformers.TrainerState()
         checkpointer = trainer._checkpointer
         resumed = checkpointer.resumed
-        left = None if resumed is None else resumed[0] / "trainer_state.json"
+        state_file = None if resumed is None else resumed[0] / "trainer_state.json"
         if checkpointer.continued_state is not None and self.final_state is not None:
             state = copy.deepcopy(self.final_state)
-        elif left is not None and left.exists():
-            state = transformers.TrainerState.load_from_json(str(left))
+        elif state_file is not None and state_file.exists():
+            state = transformers.TrainerState.load_from_json(str(state_file))
         state.global_step = trainer.progress.step + trainer.progress.skipped_steps
         state.epoch, state.train_batch_size = trainer.progress.epochs, trainer.batch_size
         return state
@@ -354,7 +352,7 @@ class Engine(SearchTrainer):
 
     @contextlib.contextmanager
     def _accelerate_loaders(self) -> Iterator[None]:
-        """Let accelerate split the samples of loaders built inside, and move their batches to the device."""
+        """Make accelerate split the samples of loaders built inside, and move their batches to the device."""
         self.accelerator.prepares_loaders = True  # type: ignore[attr-defined]
         try:
             yield
@@ -366,13 +364,13 @@ class Engine(SearchTrainer):
         window = next(self.windows, None)
         if window is None:
             # transformers' loop relies on a length, and would end the run after an epoch without a step
-            self.control.should_epoch_stop, self.stops = True, self.control.should_training_stop
+            self.control.should_epoch_stop, self.stop_requested = True, self.control.should_training_stop
             return [], None
         self.window = window
         return [window.batches] if self.by_window else window.batches, None
 
     def _run_epoch(self, *args: Any, **kwargs: Any) -> Any:
-        """Run one epoch, of the length that the data have by now; transformers asks for it once in a run."""
+        """Run one epoch of the data's current length; transformers reads the length only once."""
         if not self.by_window and "steps_in_epoch" in kwargs:
             batches = len(self.trainer.train_loader)
             kwargs["steps_in_epoch"] = batches
@@ -397,20 +395,20 @@ class Engine(SearchTrainer):
             return torch.zeros((), device=self.args.device)
         if self.by_window:
             return step.run(lambda: self._run_micro_batches(model))
-        return self._take_micro_batch(model, inputs)
+        return self._train_micro_batch(model, inputs)
 
-    def _take_micro_batch(self, model: nn.Module, inputs: Any) -> torch.Tensor:
-        trainer, tell = self.trainer, self.trainer.lifecycle.emit_in_step
+    def _train_micro_batch(self, model: nn.Module, inputs: Any) -> torch.Tensor:
+        trainer, emit = self.trainer, self.trainer.lifecycle.emit_in_step
         with trainer._accumulating(last=trainer._step.completes or self.syncs_each_batch):
             loss = trainer.call_training_step(model, inputs)
-        if tell is not None:
-            tell(Event.BATCH_END)
+        if emit is not None:
+            emit(Event.BATCH_END)
         return loss
 
     def _run_micro_batches(self, model: nn.Module) -> torch.Tensor:
         total = torch.zeros((), device=self.args.device)
         for batch in self.trainer._step.batches:
-            total += self._take_micro_batch(model, batch)
+            total += self._train_micro_batch(model, batch)
         return total
 
     def run_micro_batch(self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None) -> torch.Tensor:
@@ -434,9 +432,11 @@ class Engine(SearchTrainer):
         return (loss, {}) if return_outputs else loss
 
     def floating_point_ops(self, inputs: Any) -> int:
-        """Return the floating-point operations of a micro-batch, or of those of a window."""
+        """Return the floating-point operations of a micro-batch, or of a window."""
         batches = inputs if self.by_window else [inputs]
-        return sum(super(Engine, self).floating_point_ops(dict(one)) for one in batches if isinstance(one, Mapping))
+        return sum(
+            super(Engine, self).floating_point_ops(dict(batch)) for batch in batches if isinstance(batch, Mapping)
+        )
 
     def count_operations(self) -> None:
         """Add the operations since the latest log to transformers' state, which is in checkpoints."""
@@ -458,7 +458,7 @@ class Engine(SearchTrainer):
         elif "loss" in logs and self.is_in_train and (norm := self.trainer._step.grad_norm) is not None:
             logs["grad_norm"] = float(norm)
         if "loss" in logs and self._row_means is not None:
-            logs |= self._row_means  # transformers' loss lacks what was before a resume
+            logs |= self._row_means  # transformers' loss lacks the steps before a resume
             self._row_means = None
         self.trainer.call_log(logs, start_time)
         # our loop acts on the requests of callbacks, not transformers'
@@ -475,11 +475,11 @@ class Engine(SearchTrainer):
         self._log_arguments = args, kwargs
         loop = self.trainer._loop
         loop.handle_requests()
-        if self.has_ended and self.trainer.lifecycle.stop:
+        if self.epoch_has_ended and self.trainer.lifecycle.stop:
             loop.close()  # before transformers' own end-of-training code
 
     def _get_output_dir(self, trial: Any) -> str:
-        """Return the folder only for saving: transformers lists it at the end, where a bad disk would be an error."""
+        """Return the folder only for saving: transformers lists it at the end, which would raise on a bad disk."""
         return super()._get_output_dir(trial) if self.control.should_save else os.devnull
 
     def sync_control_flags(self, requests: Sequence[str]) -> None:
@@ -492,13 +492,13 @@ class Engine(SearchTrainer):
             control.should_log = False
         if "evaluate" in requests and control.should_evaluate:
             if trainer.eval_loader is None:
-                trainer.request_evaluate()  # which raises the error that there is no evaluation set
+                trainer.request_evaluate()  # raises, without an evaluation set
             trainer.control.evaluate, control.should_evaluate = True, False
         if "save" in requests and control.should_save:
             trainer.control.save, control.should_save = True, False
 
     def report_log(self, logs: Mapping[str, float]) -> None:
-        """Let transformers write its row of logs for this step, with our means."""
+        """Write transformers' row of logs for this step, with our means."""
         means = ("loss", *self.trainer._step.latest_metrics)
         self._row_means = {name: logs[name] for name in means if name in logs}
         self.control.should_log = True
@@ -507,17 +507,17 @@ class Engine(SearchTrainer):
         self.control.should_log = False
         self.control.should_evaluate, self.control.should_save = self._flags_after_log
 
-    def report_evaluation(self, metrics: Mapping[str, float], is_told: bool = False) -> None:
+    def report_evaluation(self, metrics: Mapping[str, float], is_reported: bool = False) -> None:
         """Report an evaluation and its timings to transformers' history, state and callbacks.
 
         Args:
             metrics: The result.
-            is_told: Whether the user's own `evaluate` has written the row of logs and called the callbacks.
+            is_reported: Whether the user's own `evaluate` has written the row of logs and called the callbacks.
         """
-        if not is_told:
-            told = {**metrics, **self.trainer._evaluation.speeds}  # type: ignore[attr-defined]
-            self.log(told)
-            self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, told)
+        if not is_reported:
+            logs = {**metrics, **self.trainer._evaluation.speeds}  # type: ignore[attr-defined]
+            self.log(logs)
+            self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, logs)
         objective = self.trainer.objective
         self.state.best_metric, self.state.best_global_step = objective.best, objective.best_step
         for callback in self.callback_handler.idle:
@@ -535,7 +535,7 @@ class Engine(SearchTrainer):
         self.control = self.callback_handler.on_predict(self.args, self.state, self.control, dict(metrics))
 
     def report_save(self) -> None:
-        """Call transformers' callbacks for a complete checkpoint, only once: it may be written again at the end."""
+        """Call transformers' callbacks once for a checkpoint, which may be written again at the end."""
         if self._reported_save == self.state.global_step:
             return
         self._reported_save = self.state.global_step
@@ -552,7 +552,7 @@ class Engine(SearchTrainer):
 
         Args:
             folder: The folder of the checkpoint.
-            stock: Whether to write these: they are pickled, and we read none of them.
+            stock: Whether to write the latter: they are pickled, and we read none of them.
         """
         trainer = self.trainer
         if self.args.push_to_hub:
@@ -564,30 +564,30 @@ class Engine(SearchTrainer):
             self._save_rng_state(str(folder))
         if self.state.global_step != trainer.progress.step + trainer.progress.skipped_steps:
             self.state = self.current_state()  # transformers' loop has not begun yet
-        with self.expose_run_args() as shown:
+        with self.expose_run_args() as run_args:
             write_state(
-                trainer, self.state, [*self.stateful_callbacks(), self.control], shown if stock else None, folder
+                trainer, self.state, [*self.stateful_callbacks(), self.control], run_args if stock else None, folder
             )
         if self.saved_processor is not None:
             self.saved_processor.save_pretrained(str(folder))
 
     def stateful_callbacks(self) -> list[Any]:
         """Return the callbacks of transformers that have a state."""
-        return [one for one in self.callback_handler.callbacks if isinstance(one, ExportableState)]
+        return [callback for callback in self.callback_handler.callbacks if isinstance(callback, ExportableState)]
 
     def _load_callback_state(self) -> None:
-        """Restore the states of transformers' callbacks, always, and in the user's own objects."""
+        """Restore the states of transformers' callbacks, in the user's objects."""
         states: Any = self.state.stateful_callbacks
-        for name, kept in states.items():
-            own = [one for one in self.stateful_callbacks() if type(one).__name__ == name]
-            states_of_name = kept if isinstance(kept, list) else [kept]
-            for callback, held in zip(own, states_of_name, strict=False):
-                vars(callback).update(held.get("attributes", {}))
+        for name, state in states.items():
+            callbacks = [callback for callback in self.stateful_callbacks() if type(callback).__name__ == name]
+            states_of_name = state if isinstance(state, list) else [state]
+            for callback, state_of_callback in zip(callbacks, states_of_name, strict=False):
+                vars(callback).update(state_of_callback.get("attributes", {}))
             is_ours = name in (type(self.control).__name__, transformers.EarlyStoppingCallback.__name__)
-            if len(own) < len(states_of_name) and not is_ours:
+            if len(callbacks) < len(states_of_name) and not is_ours:
                 logger.warning("The checkpoint has the state of a callback %r, which is not among the callbacks.", name)
 
-    # Everything has been restored from our files, or is restored in `_load_rng_state`.
+    # Our checkpoint has restored these, or `_load_rng_state` does.
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
         pass
@@ -606,15 +606,15 @@ class Engine(SearchTrainer):
 
 @contextlib.contextmanager
 def _preserve_modes(model: nn.Module) -> Iterator[None]:
-    """Keep transformers' step, which calls `model.train()`, from putting all modules into training mode."""
-    own = vars(model).get("train")
+    """Keep the modules' modes in transformers' step, which calls `model.train()`."""
+    original = vars(model).get("train")
     vars(model)["train"] = lambda mode=True: model
     try:
         yield
     finally:
         del vars(model)["train"]
-        if own is not None:
-            vars(model)["train"] = own
+        if original is not None:
+            vars(model)["train"] = original
 
 
 class Bridge(transformers.TrainerCallback):
@@ -625,7 +625,7 @@ class Bridge(transformers.TrainerCallback):
         self.trainer: BaseTrainer = engine.trainer
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> Any:
-        """Set the length of the run, which only our limits know."""
+        """Set the length of the run from our limits."""
         trainer, engine = self.trainer, self.engine
         state.max_steps = trainer.total_steps or state.max_steps
         epochs = trainer.epochs or (trainer.total_steps or 0) / (trainer.steps_per_epoch or 1) or state.num_train_epochs
@@ -639,52 +639,52 @@ class Bridge(transformers.TrainerCallback):
         return control
 
     def on_epoch_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> Any:
-        """An epoch begins."""
+        """Begin an epoch."""
         trainer, engine = self.trainer, self.engine
-        engine.has_ended = False
+        engine.epoch_has_ended = False
         trainer._loop.begin_epoch()
         trainer._step.begin_epoch()
         engine.start_windows()
         return control
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> Any:
-        """A window begins."""
+        """Begin a step."""
         self.trainer.lifecycle.begin_step(self.engine.window.batches)
         self.trainer._step.begin(self.engine.window)
         return control
 
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> Any:
-        """The gradients are complete: clip them and tell our callbacks."""
+        """Clip the complete gradients and call our callbacks."""
         self.engine.optimizer_facade.should_update = self.trainer._step.finish()
         return control
 
     def on_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> Any:
-        """The optimizer has stepped, or the step was skipped."""
+        """Finish the update, or the skipped one."""
         self.trainer._step.end_step(self.engine.optimizer_facade.was_applied)
         return control
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> Any:
-        """A window is done."""
+        """End a step."""
         trainer, window = self.trainer, self.engine.window
         skipped = not self.engine.optimizer_facade.was_applied
         trainer.lifecycle.end_step(window.samples, window.tokens, skipped, window.micro_batches)
         if self.engine.by_window:  # otherwise transformers counts the same
             state.epoch = trainer.progress.epochs
-        return self._show(control)
+        return self._export_requests(control)
 
     def on_epoch_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> Any:
-        """An epoch is over, or the run."""
+        """End an epoch, or the run."""
         engine = self.engine
         loop: Any = self.trainer._loop
-        if engine.stops is not None:
-            control.should_training_stop, engine.stops = engine.stops, None
+        if engine.stop_requested is not None:
+            control.should_training_stop, engine.stop_requested = engine.stop_requested, None
         loop.end_epoch(loop.finish_data())
-        control.should_epoch_stop, engine.has_ended = False, True
+        control.should_epoch_stop, engine.epoch_has_ended = False, True
         loop.finish_run_by_steps()
-        return self._show(control)
+        return self._export_requests(control)
 
-    def _show(self, control: Any) -> Any:
-        """Show the requests of our callbacks in transformers' flags, where its callbacks can see and change them."""
+    def _export_requests(self, control: Any) -> Any:
+        """Copy the requests of our callbacks to transformers' flags, which its callbacks can read and change."""
         lifecycle = self.trainer.lifecycle
         asked = lifecycle.control
         control.should_log |= asked.log
@@ -704,7 +704,7 @@ class Boundary(transformers.TrainerCallback):
         self._ends_epoch = False
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> Any:
-        """All callbacks know that the run has begun."""
+        """Report the evaluation before the run, once all callbacks have begun."""
         engine, lifecycle = self.engine, self.trainer.lifecycle
         metrics, engine._initial_evaluation = engine._initial_evaluation, None
         if metrics is not None and lifecycle.evaluated_step == lifecycle.progress.step:
@@ -712,7 +712,7 @@ class Boundary(transformers.TrainerCallback):
         return control
 
     def on_substep_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> Any:
-        """A micro-batch is done, and the step is not."""
+        """Defer stops between micro-batches to the end of the step."""
         if control.should_training_stop:
             self.trainer.stop()
         self._ends_epoch |= control.should_epoch_stop
@@ -720,7 +720,7 @@ class Boundary(transformers.TrainerCallback):
         return control
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> Any:
-        """The step is done."""
+        """End the epoch if a callback requested it between micro-batches."""
         control.should_epoch_stop |= self._ends_epoch
         self._ends_epoch = False
         return control
@@ -735,28 +735,28 @@ class Reporter(Callback):
         self._engine = engine
 
     def on_log(self, trainer: Any, logs: Any) -> None:
-        """A row of logs is ready; rows written only because the run ends are not reported to transformers."""
+        """Report a row of logs, except rows written only because the run ends."""
         engine, lifecycle = self._engine(), self._engine().trainer.lifecycle
-        is_left_over = lifecycle.is_closing or (
+        is_final_row = lifecycle.is_closing or (
             enum_value(engine.callback_args.logging_strategy) == "no" and lifecycle.stop
         )
-        if engine.is_in_train and not is_left_over:
+        if engine.is_in_train and not is_final_row:
             engine.report_log(logs)
 
     def on_eval_end(self, trainer: Any, metrics: Mapping[str, float]) -> None:
-        """An evaluation of the run is done."""
+        """Report an evaluation of the run."""
         engine = self._engine()
         evaluation: Any = engine.trainer._evaluation
-        is_told, evaluation.is_reported_by_user = evaluation.is_reported_by_user, False
+        is_reported, evaluation.is_reported_by_user = evaluation.is_reported_by_user, False
         if engine.is_in_train:
-            engine.report_evaluation(metrics, is_told)
-        elif not is_told and not engine.trainer.lifecycle.is_closing:
+            engine.report_evaluation(metrics, is_reported)
+        elif not is_reported and not engine.trainer.lifecycle.is_closing:
             engine._initial_evaluation = dict(metrics)
         if engine.search_trial is not None:
             engine.search_trial.report(engine, metrics)
 
     def on_save_end(self, trainer: Any) -> None:
-        """A checkpoint is complete."""
+        """Upload and report a complete checkpoint."""
         engine, path = self._engine(), self._engine().trainer.lifecycle.saved_path
         if engine.args.push_to_hub and path is not None:
             engine.push_checkpoint(path)
@@ -764,7 +764,7 @@ class Reporter(Callback):
             engine.report_save()
 
 
-# --- our parts as transformers' loop sees them
+# --- facades for transformers' loop
 
 
 class AcceleratorFacade:
@@ -781,13 +781,15 @@ class AcceleratorFacade:
 
     def prepare(self, *objects: Any, **kwargs: Any) -> Any:
         """Return the wrapped model for a model, a loader unchanged, and a facade for the optimizer."""
-        if objects and all(isinstance(one, DataLoader) for one in objects):
+        if objects and all(isinstance(entry, DataLoader) for entry in objects):
             if self.prepares_loaders:
-                objects = tuple(self._accelerator.prepare_data_loader(one) for one in objects)
+                objects = tuple(self._accelerator.prepare_data_loader(entry) for entry in objects)
             return objects if objects[1:] else objects[0]
         self.optimizer = OptimizerFacade(self._trainer)
-        found = [self._trainer.backend.wrapped if isinstance(one, nn.Module) else self.optimizer for one in objects]
-        return tuple(found) if len(found) > 1 else found[0]
+        prepared = [
+            self._trainer.backend.wrapped if isinstance(entry, nn.Module) else self.optimizer for entry in objects
+        ]
+        return tuple(prepared) if len(prepared) > 1 else prepared[0]
 
     def prepare_model(self, model: nn.Module, **kwargs: Any) -> nn.Module:
         """Return the wrapped model."""
@@ -805,9 +807,9 @@ class AcceleratorFacade:
     def backward(self, loss: torch.Tensor, **kwargs: Any) -> None:
         """Run backward as the trainer does."""
         self._trainer._backward(loss)
-        tell = self._trainer.lifecycle.emit_in_step
-        if tell is not None:
-            tell(Event.AFTER_BACKWARD)
+        emit = self._trainer.lifecycle.emit_in_step
+        if emit is not None:
+            emit(Event.AFTER_BACKWARD)
 
     def free_memory(self, *objects: Any) -> Any:
         """Do nothing: the objects are still needed."""

@@ -60,7 +60,7 @@ class HFEvaluation(Evaluation):
         self._training_args = training_args
         self.is_predicting: bool = False
         """Whether this is a prediction, for which there may be no labels."""
-        self.is_told: bool = True
+        self.reports_batches: bool = True
         """Whether transformers' callbacks are called for each batch."""
         self.speeds: dict[str, float] = {}
         """The timings of the latest evaluation or prediction, as transformers adds them to the metrics."""
@@ -161,11 +161,11 @@ class HFEvaluation(Evaluation):
 
     def rehearse_batches(self, loader: Loader) -> list[Any]:
         """Run the first and the last batch of a loader, of which transformers' callbacks are not told."""
-        self.is_told = False
+        self.reports_batches = False
         try:
             return super().rehearse_batches(loader)
         finally:
-            self.is_told = True
+            self.reports_batches = True
 
     def _timed(
         self, loader: Any, prefix: str, is_interrupted: Callable[[int], bool], only_first: bool = False
@@ -193,7 +193,7 @@ class HFEvaluation(Evaluation):
 
     def _run_batch(self, batch: Any, loader: Loader, number: int) -> StepOutput:
         output = super()._run_batch(batch, loader, number)
-        if self.is_told:
+        if self.reports_batches:
             self._engine().report_batch(loader)
         return output
 

@@ -265,7 +265,7 @@ ZERO = {"zero_optimization": {"stage": 2}}
         ({"gradient_accumulation_steps": 4}, {"gradient_accumulation_steps": 2}, ["steps=2", "steps=4"]),
         ({"disable_tqdm": True}, {"progress_bar": True}, ["progress_bar=True", "disable_tqdm=True"]),
         ({"eval_strategy": "epoch"}, {"patience": 3, "callbacks": [EarlyStoppingCallback(2)]},
-         ["`patience=3` contradicts patience=2 of", "EarlyStoppingCallback"]),
+         ["`patience=3` contradicts", "EarlyStoppingCallback (patience=2)"]),
         ({}, {"optimizer": "sgd", "optimizers": (torch.optim.SGD([torch.zeros(1, requires_grad=True)]), None)},
          ["`optimizer='sgd'` contradicts `optimizers`"]),
         ({}, {"compute_loss_func": lambda outputs, labels, num_items_in_batch=None: 0},
@@ -433,4 +433,4 @@ def test_fields_of_another_library_are_warned_of(
     if messages:
         fields = "Arguments has 3 fields in addition to those of TrainingArguments, which are for a trainer of"
         assert f"{fields} {name!r}" in messages[0]
-        assert "not even max_length=16, packing=True. Prepare model and data as they say" in messages[0]
+        assert "not even max_length=16, packing=True. Prepare model and data accordingly" in messages[0]
