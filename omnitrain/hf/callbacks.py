@@ -1,4 +1,4 @@
-"""transformers' callbacks: each gets every event with the user's own arguments, like the two that drive the run."""
+"""Dispatch of events to transformers' callbacks."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ logger: logging.Logger = logging.getLogger("omnitrain")
 
 _TRACKERS = tuple(INTEGRATION_TO_CALLBACK.values())
 """The callbacks of `report_to`: like our loggers, they never end a training."""
-_OURS = (
+_REPLACED = (
     transformers.DefaultFlowCallback,
     transformers.ProgressCallback,
     DEFAULT_PROGRESS_CALLBACK,  # another one in a notebook
 )
-"""transformers' callbacks that are replaced by ours: they are listed, but not called."""
+"""transformers' callbacks that ours replace: they are listed, but not called."""
 
 
 class Controls:
@@ -46,7 +46,7 @@ class Callbacks(CallbackHandler):
     """transformers' callbacks, in a list like that of a stock Trainer.
 
     Args:
-        made: The handler that transformers created.
+        handler: The handler that transformers created.
         args: The arguments that callbacks see; transformers' loop has others.
         first: The callback that gets each event before all others.
         last: The callback that gets each event after all others.
@@ -54,15 +54,15 @@ class Callbacks(CallbackHandler):
 
     def __init__(
         self,
-        made: CallbackHandler,
+        handler: CallbackHandler,
         args: transformers.TrainingArguments,
         first: transformers.TrainerCallback,
         last: transformers.TrainerCallback,
     ) -> None:
-        vars(self).update(vars(made))
+        vars(self).update(vars(handler))
         self.callbacks: list[transformers.TrainerCallback]
         self.idle: list[Any] = []
-        """The user's callbacks whose work is done by ours."""
+        """The user's callbacks that ours replace."""
         self.failures: dict[Any, int] = {}
         """How often each tracker has failed."""
         self.args = args
@@ -75,7 +75,7 @@ class Callbacks(CallbackHandler):
         A tracker that fails is logged, and the run continues, as with `loggers`.
         """
         for callback in (self.first, *self.callbacks, self.last):
-            if type(callback) in _OURS or callback in self.idle:
+            if type(callback) in _REPLACED or callback in self.idle:
                 continue
             try:
                 result = getattr(callback, event)(
@@ -106,6 +106,6 @@ class Callbacks(CallbackHandler):
         if str(count).strip("0") == "1":
             logger.warning(
                 "%s.%s of `report_to` failed after step %d, the failure number %d of this tracker. The run continues, "
-                "and what it was given may be lost.", type(callback).__name__, event, state.global_step, count,
+                "and its data may be lost.", type(callback).__name__, event, state.global_step, count,
                 exc_info=error if count == 1 else None,
             )  # fmt: skip

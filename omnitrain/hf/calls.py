@@ -483,7 +483,7 @@ class TransformersAPI(BaseTrainer):
             else:
                 with self._calling("evaluation_loop()"):
                     result = self._loop.evaluate_outside_run(
-                        loader, lambda stop: evaluation.over(loader, *request, stop)
+                        loader, lambda stop: evaluation.evaluate_or_predict(loader, *request, stop)
                     )
         size = loader.size
         if size is None:

@@ -1,4 +1,4 @@
-"""Data of HFTrainer: the loader by which transformers' loop counts, loaders for its callbacks, and prepared ones."""
+"""Loaders for transformers' loop and its callbacks."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def with_length_groups(settings: Settings, args: Any, group_size: int) -> Settin
         group_size: The samples of an optimizer step.
 
     Raises:
-        ConfigError: If the data are no dataset with a length, or have an order of their own.
+        ConfigError: If the data are no dataset with a length, or have a custom order.
     """
     strategy = enum_value(getattr(args, "train_sampling_strategy", ""))
     dataset: Any = settings.train_dataset if settings.train_loader is None else settings.train_loader
@@ -99,7 +99,7 @@ def with_length_groups(settings: Settings, args: Any, group_size: int) -> Settin
     if dataset is settings.train_loader or hasattr(dataset, "epoch_order") or is_loader(dataset) or is_stream(dataset):
         raise ConfigError(
             "`training_args.train_sampling_strategy='group_by_length'` needs a dataset with a length and items, and "
-            f"without an order of its own, got {type(dataset).__name__}. Leave it out."
+            f"without a custom order, got {type(dataset).__name__}. Leave it out."
         )
     if args.length_column_name in (getattr(dataset, "column_names", None) or ()):
         lengths = dataset[args.length_column_name]
@@ -123,7 +123,7 @@ class _BatchSampler(Sampler[Any]):
 
 
 def loader_for_callbacks(loader: Any, batch_size: int) -> Any:
-    """Return a loader for transformers' callbacks: the user's own, or a DataLoader with the user's dataset.
+    """Return a loader for transformers' callbacks: the user's, or a DataLoader with the user's dataset.
 
     It reads nothing unless it is iterated, and does not disturb a run that uses our loader meanwhile.
     """
@@ -154,17 +154,17 @@ def undo_prepare(loader: Any) -> Any:
     """
     if not isinstance(loader, (DataLoaderShard, DataLoaderDispatcher)):
         return loader
-    base: Any = loader.base_dataloader
-    sampler = base.batch_sampler
+    prepared: Any = loader.base_dataloader
+    sampler = prepared.batch_sampler
     while isinstance(sampler, BatchSamplerShard):
         sampler = sampler.batch_sampler
-    if sampler is not base.batch_sampler:
+    if sampler is not prepared.batch_sampler:
         return DataLoader(
-            base.dataset, batch_sampler=sampler, **{name: getattr(base, name) for name in _LOADER_OPTIONS}
+            prepared.dataset, batch_sampler=sampler, **{name: getattr(prepared, name) for name in _LOADER_OPTIONS}
         )
     if sampler is None and isinstance(loader, DataLoaderShard) and PartialState().num_processes > 1:
         raise ConfigError(
-            "A loader of a stream was prepared by accelerate, so that it yields a share of the data, which the trainer "
-            "would share out once more. Return it as it was before `accelerator.prepare`."
+            "A loader of a stream was prepared by accelerate, so it yields a share of the data, which the trainer "
+            "would split again. Return the loader before `accelerator.prepare`."
         )
-    return base
+    return prepared

@@ -1,6 +1,6 @@
-"""Evaluation features of HFTrainer: generation, label names, extra inputs of metrics, half-precision weights.
+"""Evaluation features of HFTrainer.
 
-`run/evaluation.py` has the evaluation loop itself.
+Generation, label names, extra inputs of metrics, half-precision weights. `trainer/evaluation.py` has the loop itself.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class HFEvaluation(Evaluation):
     """
 
     generation: Generation | None = None
-    """Generates the answers for metrics, if the training arguments ask for that."""
+    """Generates the answers for metrics, if the training arguments request that."""
 
     def __init__(
         self,
@@ -67,7 +67,7 @@ class HFEvaluation(Evaluation):
         self.ignored: frozenset[str] = frozenset()
         """Keys of the model's output to leave out of the predictions."""
         self._run_evaluation: Callable[[], dict[str, float] | None] | None = None
-        """Runs an evaluation of the run, for which the user's `evaluate` was called."""
+        """The evaluation of the run for which the user's `evaluate` was called."""
         self._is_interrupted: Callable[[int], bool] = lambda number: False
         """Whether to end that evaluation."""
         self.is_reported_by_user: bool = False
@@ -76,16 +76,16 @@ class HFEvaluation(Evaluation):
     @contextlib.contextmanager
     def ignore_output_keys(self, keys: Collection[str]) -> Iterator[None]:
         """Leave these keys of the model's output out of the predictions inside."""
-        before = self.ignored
-        self.ignored = frozenset(keys) or before
+        previous = self.ignored
+        self.ignored = frozenset(keys) or previous
         try:
             yield
         finally:
-            self.ignored = before
+            self.ignored = previous
 
     @contextlib.contextmanager
     def generation_options(self, call: str, options: Mapping[str, Any]) -> Iterator[None]:
-        """Generate with these arguments of `model.generate` inside, if anything is generated.
+        """Use these arguments of `model.generate` inside, if anything is generated.
 
         Args:
             call: The method to which they were passed.
@@ -96,8 +96,8 @@ class HFEvaluation(Evaluation):
         """
         if options and not isinstance(self._training_args, Seq2SeqTrainingArguments):
             raise TypeError(
-                f"{call}() got an unexpected keyword argument {next(iter(options))!r}. What is for `model.generate` "
-                "needs Seq2SeqTrainingArguments, with predict_with_generate=True."
+                f"{call}() got an unexpected keyword argument {next(iter(options))!r}. Arguments of `model.generate` "
+                "need Seq2SeqTrainingArguments, with predict_with_generate=True."
             )
         with contextlib.nullcontext() if self.generation is None else self.generation.with_options(options):
             yield
@@ -136,31 +136,31 @@ class HFEvaluation(Evaluation):
 
     def evaluate_loader(self, loader: Loader, prefix: str, predicts: bool) -> Predictions:
         """Evaluate another loader within that evaluation, for predictions or only for metrics."""
-        found = self.over(loader, prefix, predicts, self._is_interrupted)
-        if found is None:
+        predictions = self.evaluate_or_predict(loader, prefix, predicts, self._is_interrupted)
+        if predictions is None:
             raise _Interrupted
-        return found
+        return predictions
 
-    def over(
+    def evaluate_or_predict(
         self, loader: Loader, prefix: str, predicts: bool, is_interrupted: Callable[[int], bool]
     ) -> Predictions | None:
         """Return predictions and metrics of a loader, or only metrics; None if a signal interrupted it."""
         if not predicts:
             metrics = super().evaluate(loader, prefix, is_interrupted)
             return None if metrics is None else Predictions(None, None, metrics)
-        found = self.predict(loader, is_interrupted)
-        if found is None:
+        result = self.predict(loader, is_interrupted)
+        if result is None:
             return None
-        return Predictions(found.predictions, found.labels, prefixed(found.metrics, prefix))
+        return Predictions(result.predictions, result.labels, prefixed(result.metrics, prefix))
 
     def rehearse(self, loader: Any, is_interrupted: Callable[[int], bool]) -> None:
         """Run the first batch of each set, and ignore the result."""
-        for one in loader.values() if isinstance(loader, Mapping) else [loader]:
+        for eval_loader in loader.values() if isinstance(loader, Mapping) else [loader]:
             with contextlib.suppress(Inconclusive):
-                self._run(one, is_interrupted, needs_loss=False, only_first=True)
+                self._run(eval_loader, is_interrupted, needs_loss=False, only_first=True)
 
     def rehearse_batches(self, loader: Loader) -> list[Any]:
-        """Run the first and the last batch of a loader, of which transformers' callbacks are not told."""
+        """Run the first and the last batch of a loader, without calling transformers' callbacks."""
         self.reports_batches = False
         try:
             return super().rehearse_batches(loader)
@@ -179,8 +179,8 @@ class HFEvaluation(Evaluation):
     def _record_speeds(self, loader: Any, prefix: str, start: float) -> None:
         loaders = [loader]
         if isinstance(loader, Mapping):
-            loaders = [one for name, one in loader.items() if name not in self.left_out]
-        sizes = [one.size for one in loaders]
+            loaders = [eval_loader for name, eval_loader in loader.items() if name not in self.left_out]
+        sizes = [eval_loader.size for eval_loader in loaders]
         if None in sizes:
             self.speeds = {f"{prefix}_runtime": round(time.time() - start, 4)}
         else:
@@ -208,34 +208,34 @@ class HFEvaluation(Evaluation):
         if generation is not None:
             synced = backend.sharding is not None
             output.outputs, output.labels = generation.generate(unwrap(backend.model), batch, output.labels, synced)
-        output.extra = self._extra(batch, output)
+        output.extra = self._metric_extras(batch, output)
         return output
 
-    def _extra(self, batch: Any, output: StepOutput) -> dict[str, Any] | None:
+    def _metric_extras(self, batch: Any, output: StepOutput) -> dict[str, Any] | None:
         """Return the extras from `include_for_metrics`: the model's main input, and its loss for each sample."""
-        wanted = (self._training_args and self._training_args.include_for_metrics) or ()
-        found: dict[str, Any] = {}
-        if "inputs" in wanted:
+        requested = (self._training_args and self._training_args.include_for_metrics) or ()
+        extras: dict[str, Any] = {}
+        if "inputs" in requested:
             name = getattr(unwrap(self.trainer.backend.model), "main_input_name", "input_ids")
             if not isinstance(batch, Mapping) or name not in batch:
-                has = f"holds {', '.join(map(repr, batch))}" if isinstance(batch, Mapping) else "is no dict"
+                actual = f"holds {', '.join(map(repr, batch))}" if isinstance(batch, Mapping) else "is no dict"
                 raise DataError(
-                    f"`include_for_metrics` asks for the inputs, which are the model's {name!r}, but the batch {has}."
+                    f"`include_for_metrics` requests the inputs, the model's {name!r}, but the batch {actual}."
                 )
-            found["inputs"] = batch[name]
-        if "loss" in wanted and output.loss is not None:
+            extras["inputs"] = batch[name]
+        if "loss" in requested and output.loss is not None:
             targets = 1 if output.num_targets is None else output.num_targets
-            found["losses"] = (output.loss / targets).expand(count_samples(batch))
-        return found or None
+            extras["losses"] = (output.loss / targets).expand(count_samples(batch))
+        return extras or None
 
     @property
     def _label_names(self) -> Sequence[str]:
-        """The keys of labels if they differ from ours: the user's, or several that transformers finds.
+        """The keys of labels if they differ from ours: the user's, or several that transformers detects.
 
         For question answering, these are the start and end positions.
         """
-        found = self._engine().label_names
-        return self.trainer.settings.label_names or (found if len(found) > 1 else ())
+        names = self._engine().label_names
+        return self.trainer.settings.label_names or (names if len(names) > 1 else ())
 
     @property
     def _generation_in_use(self) -> Generation | None:
@@ -246,15 +246,15 @@ class HFEvaluation(Evaluation):
     def filler(self) -> int:  # type: ignore[override]
         """The value that pads predictions of different lengths to one array."""
         generation = self._generation_in_use
-        return IGNORED_LABEL if generation is None else generation.filler(unwrap(self.trainer.backend.model))
+        return IGNORED_LABEL if generation is None else generation.pad_token_id(unwrap(self.trainer.backend.model))
 
     def predict(self, loader: Any, is_interrupted: Callable[[int], bool]) -> Predictions | None:
         """Return the predictions for every sample; with `predict_with_generate`, the generated tokens."""
         self.is_predicting, start = True, time.time()
         try:
-            found = super().predict(loader, is_interrupted)
+            predictions = super().predict(loader, is_interrupted)
             self._record_speeds(loader, "test", start)
-            return found
+            return predictions
         finally:
             self.is_predicting = False
 
@@ -262,19 +262,19 @@ class HFEvaluation(Evaluation):
     def outside_run(self) -> Iterator[None]:
         """Convert the weights to the precision of `bf16_full_eval` or `fp16_full_eval`, unless a run is active.
 
-        The original weights are kept and restored.
+        The original weights are restored.
         """
         dtype, model = _full_eval_dtype(self._training_args), self.trainer.backend.model
-        kept: list[tuple[torch.Tensor, torch.Tensor]] = []
+        originals: list[tuple[torch.Tensor, torch.Tensor]] = []
         try:
             if dtype is not None and not self._engine().is_in_train:
                 for tensor in (*model.parameters(), *model.buffers()):
                     if tensor.is_floating_point():
-                        kept.append((tensor, tensor.data))
+                        originals.append((tensor, tensor.data))
                         tensor.data = tensor.data.to(dtype)
             yield
         finally:
-            for tensor, data in kept:
+            for tensor, data in originals:
                 tensor.data = data
 
 

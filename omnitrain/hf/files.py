@@ -1,6 +1,6 @@
-"""transformers' files in addition to a checkpoint's own: those from which a stock Trainer resumes, and model folders.
+"""transformers' files in checkpoints and model folders.
 
-Of these, we read only the history in `trainer_state.json`.
+A stock Trainer can resume from them. We read only the history in `trainer_state.json`.
 """
 
 from __future__ import annotations
@@ -22,23 +22,23 @@ from omnitrain.core.errors import ConfigError
 from omnitrain.trainer.base import BaseTrainer
 
 
-def check_stock_checkpoints(stock_checkpoints: Any, given: Mapping[str, Any]) -> None:
+def check_stock_checkpoints(stock_checkpoints: Any, kwargs: Mapping[str, Any]) -> None:
     """Raise ConfigError if `stock_checkpoints` is not True or False, or if there is no folder to write to.
 
     Args:
         stock_checkpoints: The argument.
-        given: The other arguments.
+        kwargs: The other arguments.
     """
     if not isinstance(stock_checkpoints, bool):
         raise ConfigError(f"`stock_checkpoints` must be True or False, got {stock_checkpoints!r}.")
-    if stock_checkpoints and given.get("save_dir") is None:
-        raise ConfigError("`stock_checkpoints=True` needs a place for checkpoints. Pass `save_dir`, or leave it out.")
-    if stock_checkpoints and given.get("save_only_model"):
+    if stock_checkpoints and kwargs.get("save_dir") is None:
+        raise ConfigError("`stock_checkpoints=True` needs a folder for checkpoints. Pass `save_dir`, or leave it out.")
+    if stock_checkpoints and kwargs.get("save_only_model"):
         raise ConfigError(
             "`stock_checkpoints=True` contradicts `save_only_model=True`, whose checkpoints nobody can resume from. "
             "Leave one of them out."
         )
-    if stock_checkpoints and given.get("async_save"):
+    if stock_checkpoints and kwargs.get("async_save"):
         raise ConfigError(
             "`async_save=True` contradicts `stock_checkpoints=True`, whose files are written at once. Leave one of "
             "them out."
@@ -48,8 +48,8 @@ def check_stock_checkpoints(stock_checkpoints: Any, given: Mapping[str, Any]) ->
 def write_optimizer(trainer: BaseTrainer, decaying: Collection[str], steps: Mapping[str, Any], folder: Path) -> None:
     """Write the states of optimizer and schedule.
 
-    Sharded state was gathered for the checkpoint's own file and is read from there: for a moment all of it is in the
-    main process's memory, as with a stock Trainer.
+    Sharded state was gathered for the checkpoint's own file and is read from there: the main process briefly holds all
+    of it in memory, as with a stock Trainer.
 
     Args:
         trainer: The trainer.
@@ -66,23 +66,23 @@ def write_optimizer(trainer: BaseTrainer, decaying: Collection[str], steps: Mapp
 
 
 def _optimizer_state(trainer: BaseTrainer, decaying: Collection[str], folder: Path) -> dict[str, Any]:
-    """Return the optimizer's state by number as in a stock Trainer: in its two groups, if ours has one."""
+    """Return the optimizer's state by index as in a stock Trainer, whose two groups replace a single one of ours."""
     tensors, content = trainer.backend.optimizer_state()
     if any(map(is_sharded, tensors.values())):
-        there = {path.relative_to(folder).as_posix(): None for path in folder.rglob("*.safetensors")}
-        tensors = dict(TensorFile(files_of(folder, there, part_of(OPTIMIZER))))
-    state: dict[str, dict[str, Any]] = {name: from_json(rest) for name, rest in content["rest"].items()}
+        files = {path.relative_to(folder).as_posix(): None for path in folder.rglob("*.safetensors")}
+        tensors = dict(TensorFile(files_of(folder, files, part_of(OPTIMIZER))))
+    state: dict[str, dict[str, Any]] = {name: from_json(entries) for name, entries in content["rest"].items()}
     for key, tensor in tensors.items():
         name, _, entry = key.rpartition("/")
         state.setdefault(name, {})[entry] = tensor
     groups = [{key: from_json(value) for key, value in group.items()} for group in content["groups"]]
     if trainer.settings.optimizer is None and len(groups) == 1:
-        held, bare_decaying = set(groups[0]["params"]), set(map(bare_name, decaying))
+        trained, bare_decaying = set(groups[0]["params"]), set(map(bare_name, decaying))
         model = unwrap(trainer.model)
-        names = [name for name in (bare_name(name) for name, _ in model.named_parameters()) if name in held]
+        names = [name for name in (bare_name(name) for name, _ in model.named_parameters()) if name in trained]
         halves = ([n for n in names if n in bare_decaying], [n for n in names if n not in bare_decaying])
         groups = [{**groups[0], "params": half} for half in halves]
-    number = {name: place for place, name in enumerate(name for group in groups for name in group["params"])}
+    number = {name: index for index, name in enumerate(name for group in groups for name in group["params"])}
     return {
         "state": {number[name]: entries for name, entries in state.items() if name in number},
         "param_groups": [{**group, "params": [number[name] for name in group["params"]]} for group in groups],
@@ -105,10 +105,10 @@ def write_state(
         args: The user's training arguments, which are written too.
         folder: The folder of the checkpoint.
     """
-    held: dict[str, Any] = {}
-    for one in stateful:
-        held.setdefault(type(one).__name__, []).append(one.state())
-    vars(state)["stateful_callbacks"] = held
+    states: dict[str, Any] = {}
+    for callback in stateful:
+        states.setdefault(type(callback).__name__, []).append(callback.state())
+    vars(state)["stateful_callbacks"] = states
     store: Any = trainer.store
     best = trainer.metrics.get("best_checkpoint")
     if trainer._checkpointer.has_unsaved_best:
@@ -127,8 +127,13 @@ def write_model(trainer: BaseTrainer, processing_class: Any, path: Path, overwri
     Raises:
         ConfigError: If there are weights in `path` already and `overwrite` is False.
     """
-    beside = [] if processing_class is None else [processing_class]
+    processors = [] if processing_class is None else [processing_class]
     with trainer._calling("save_model()"):
         save_model(
-            trainer.model, path, overwrite, trainer._checkpointer.eval_weights.model_tensors(), trainer.ranks, beside
+            trainer.model,
+            path,
+            overwrite,
+            trainer._checkpointer.eval_weights.model_tensors(),
+            trainer.ranks,
+            processors,
         )

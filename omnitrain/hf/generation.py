@@ -35,14 +35,14 @@ class Generation:
 
     @contextlib.contextmanager
     def with_options(self, options: Mapping[str, Any]) -> Iterator[None]:
-        """Generate with these arguments of `model.generate` inside, and those of the training arguments otherwise."""
-        before, said = self.limits, {name: value for name, value in options.items() if value is not None}
-        kept = before if "max_new_tokens" not in said else before.keys() - {"max_length"}
-        self.limits = {name: before[name] for name in kept} | said
+        """Use these arguments of `model.generate` inside, and those of the training arguments otherwise."""
+        previous, overrides = self.limits, {name: value for name, value in options.items() if value is not None}
+        retained = previous if "max_new_tokens" not in overrides else previous.keys() - {"max_length"}
+        self.limits = {name: previous[name] for name in retained} | overrides
         try:
             yield
         finally:
-            self.limits = before
+            self.limits = previous
 
     def generate(self, model: Any, batch: Any, labels: Any, synced: bool) -> tuple[torch.Tensor, Any]:
         """Return the tokens that the model generates for a batch, and its labels, both padded.
@@ -61,30 +61,30 @@ class Generation:
             )
         width = _width(model.generation_config, tokens)
         if tokens.shape[-1] < width:
-            tokens = nn.functional.pad(tokens, (0, width - tokens.shape[-1]), value=self.filler(model))
+            tokens = nn.functional.pad(tokens, (0, width - tokens.shape[-1]), value=self.pad_token_id(model))
         if isinstance(labels, torch.Tensor) and labels.ndim == 2:
             width = _width(model.generation_config, labels)
             labels = nn.functional.pad(labels, (0, width - labels.shape[-1]), value=IGNORED_LABEL)
         return tokens, labels
 
-    def filler(self, model: Any) -> int:
+    def pad_token_id(self, model: Any) -> int:
         """Return the token that pads short answers."""
-        for place, name in (
+        for source, name in (
             (self.processing_class, "pad_token_id"),
             (self.processing_class, "eos_token_id"),
             (model.config, "pad_token_id"),
             (model.generation_config, "pad_token_id"),
         ):
-            if getattr(place, name, None) is not None:
-                return int(getattr(place, name))
+            if getattr(source, name, None) is not None:
+                return int(getattr(source, name))
         raise DataError(
-            "Generated tokens are of different lengths, and nothing says what to pad them with. Set `pad_token` of the "
-            "tokenizer and pass it as `processing_class`, or set `pad_token_id` in the model's config."
+            "Generated tokens have different lengths, and there is no padding token. Set `pad_token` of the tokenizer "
+            "and pass it as `processing_class`, or set `pad_token_id` in the model's config."
         )
 
 
 def make_generation(args: Any, model: Any, metrics: Any, processing_class: Any) -> Generation | None:
-    """Set the model's generation config from transformers' arguments, and return a Generation if they ask for it.
+    """Set the model's generation config from transformers' arguments, and return a Generation if they request it.
 
     Args:
         args: The user's TrainingArguments, or None.
@@ -102,13 +102,13 @@ def make_generation(args: Any, model: Any, metrics: Any, processing_class: Any) 
     if not callable(getattr(model, "generate", None)):
         raise ConfigError(
             f"`training_args.predict_with_generate=True` needs a model with a method `generate`, which "
-            f"{type(model).__name__} has not. Leave it out."
+            f"{type(model).__name__} does not have. Leave it out."
         )
-    named = [one for one in (metrics if isinstance(metrics, (list, tuple)) else [metrics]) if isinstance(one, str)]
-    if named:
+    metrics = metrics if isinstance(metrics, (list, tuple)) else [metrics]
+    if metric_names := [metric for metric in metrics if isinstance(metric, str)]:
         raise ConfigError(
-            f"`compute_metrics={named[0]!r}` compares tokens place by place, which says nothing of generated ones "
-            "(`predict_with_generate=True`). Pass a function that decodes them."
+            f"`compute_metrics={metric_names[0]!r}` compares tokens by position, which is meaningless for generated "
+            "ones (`predict_with_generate=True`). Pass a function that decodes them."
         )
     return Generation(args, processing_class)
 
@@ -128,11 +128,11 @@ def _generation_inputs(batch: Any) -> dict[str, Any]:
             f"`predict_with_generate=True` needs batches that are dicts, got a {type(batch).__name__}: the entries "
             "are passed to model.generate by name."
         )
-    found = {key: value for key, value in batch.items() if key not in LABEL_KEYS}
-    labels, given = batch.get("labels"), batch.get("decoder_input_ids")
-    if labels is not None and given is not None and labels.shape == given.shape:
-        found = {key: value for key, value in found.items() if key not in _LABEL_DERIVED}
-    return found
+    inputs = {key: value for key, value in batch.items() if key not in LABEL_KEYS}
+    labels, decoder_inputs = batch.get("labels"), batch.get("decoder_input_ids")
+    if labels is not None and decoder_inputs is not None and labels.shape == decoder_inputs.shape:
+        inputs = {key: value for key, value in inputs.items() if key not in _LABEL_DERIVED}
+    return inputs
 
 
 _LABEL_DERIVED = ("decoder_input_ids", "decoder_attention_mask")

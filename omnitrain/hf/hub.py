@@ -1,4 +1,4 @@
-"""Uploads to the Hub by transformers' Trainer: when, and with which arguments.
+"""Uploads to the Hub by transformers' Trainer.
 
 `checkpoint/contents.py` and `files.py` have the contents of a checkpoint.
 """
@@ -30,7 +30,7 @@ EXCLUDED_FILES = (
     RUN_FILE, CONFIG_FILE, LOCK, "metrics.jsonl", "metrics.csv", "nonfinite.json", "tracking-*.json", "profile/*",
     "memory/*", "*.tmp",
 )  # fmt: skip
-"""Files of a run folder that stay there: they have command lines, hosts and paths, and a repository may be public."""
+"""Files of a run that are not uploaded: they have command lines, hosts and paths, and a repository may be public."""
 
 
 class _Api:
@@ -45,7 +45,7 @@ class _Api:
 
 
 class HubTrainer(transformers.Trainer):
-    """transformers' Trainer, which uploads whole checkpoints and the user's own arguments."""
+    """transformers' Trainer, which uploads complete checkpoints and the user's arguments."""
 
     trainer: BaseTrainer
     training_args: transformers.TrainingArguments | None
@@ -57,20 +57,18 @@ class HubTrainer(transformers.Trainer):
 
     @contextlib.contextmanager
     def expose_run_args(self) -> Iterator[transformers.TrainingArguments]:
-        """Let transformers use the arguments of the run inside, where it writes them; its loop has others."""
-        trainer, own = self.trainer, self.args
-        shown = copy.copy(self.callback_args)
-        shown.output_dir, shown._n_gpu = own.output_dir, own.n_gpu
-        shown.per_device_train_batch_size, shown.per_device_eval_batch_size = (
-            trainer.batch_size,
-            trainer.eval_batch_size,
-        )
-        shown.gradient_accumulation_steps = trainer.gradient_accumulation_steps
-        self.args: Any = shown
+        """Use the arguments of the run inside, for transformers to write; its loop has others."""
+        trainer, engine_args = self.trainer, self.args
+        run_args = copy.copy(self.callback_args)
+        run_args.output_dir, run_args._n_gpu = engine_args.output_dir, engine_args.n_gpu
+        run_args.per_device_train_batch_size = trainer.batch_size
+        run_args.per_device_eval_batch_size = trainer.eval_batch_size
+        run_args.gradient_accumulation_steps = trainer.gradient_accumulation_steps
+        self.args: Any = run_args
         try:
-            yield shown
+            yield run_args
         finally:
-            self.args = own
+            self.args = engine_args
 
     @property
     def saved_processor(self) -> Any:
@@ -86,26 +84,27 @@ class HubTrainer(transformers.Trainer):
             write_model(self.trainer, self.saved_processor, path, overwrite=True)
 
     def create_model_card(self, *args: Any, **kwargs: Any) -> None:
-        with self.expose_run_args() as shown:
-            check_not_link(Path(str(shown.output_dir)) / "README.md")
+        with self.expose_run_args() as run_args:
+            check_not_link(Path(str(run_args.output_dir)) / "README.md")
             super().create_model_card(*args, **kwargs)
             if self.is_world_process_zero():
-                self._write_total_batch_size(Path(str(shown.output_dir)) / "README.md", shown)
+                self._write_total_batch_size(Path(str(run_args.output_dir)) / "README.md", run_args)
 
-    def _write_total_batch_size(self, card: Path, shown: transformers.TrainingArguments) -> None:
-        """Write into the card how many samples a step has, where that is no product of the batch sizes in it."""
+    def _write_total_batch_size(self, card: Path, run_args: transformers.TrainingArguments) -> None:
+        """Write the samples per step into the card, unless they are the product of its batch sizes."""
         step = samples_of_step(self.trainer.settings, self.trainer._sets.share.size)
-        if step == shown.train_batch_size * shown.world_size * shown.gradient_accumulation_steps or not card.is_file():
+        product = run_args.train_batch_size * run_args.world_size * run_args.gradient_accumulation_steps
+        if step == product or not card.is_file():
             return
         text, line = card.read_text(encoding="utf-8"), f"- total_train_batch_size: {step}"
-        text, found = re.subn("^- total_train_batch_size: .*$", line, text, count=1, flags=re.MULTILINE)
-        if not found:
+        text, replacements = re.subn("^- total_train_batch_size: .*$", line, text, count=1, flags=re.MULTILINE)
+        if not replacements:
             text = re.sub("^(- train_batch_size: .*)$", rf"\1\n{line}", text, count=1, flags=re.MULTILINE)
         card.write_text(text, encoding="utf-8")
 
     @contextlib.contextmanager
     def _exclude_run_files(self) -> Iterator[None]:
-        """Have transformers upload what its own Trainer would inside, and not what else a run folder has.
+        """Limit transformers' uploads inside to the files that its own Trainer writes.
 
         Raises:
             OSError: The folder has a link to elsewhere, through which transformers would write.
@@ -115,18 +114,18 @@ class HubTrainer(transformers.Trainer):
                 check_not_link(path)
         module: Any = transformers.trainer
         name = "hf_api" if hasattr(module, "hf_api") else "upload_folder"  # the second in older versions
-        before = getattr(module, name)
+        original = getattr(module, name)
 
         def upload_folder(*, ignore_patterns: Any = None, **options: Any) -> Any:
             patterns = [ignore_patterns] if isinstance(ignore_patterns, str) else list(ignore_patterns or ())
-            upload = before().upload_folder if name == "hf_api" else before
+            upload = original().upload_folder if name == "hf_api" else original
             return upload(ignore_patterns=[*patterns, *EXCLUDED_FILES], **options)
 
-        setattr(module, name, (lambda: _Api(before(), upload_folder)) if name == "hf_api" else upload_folder)
+        setattr(module, name, (lambda: _Api(original(), upload_folder)) if name == "hf_api" else upload_folder)
         try:
             yield
         finally:
-            setattr(module, name, before)
+            setattr(module, name, original)
 
     def push_to_hub(self, *args: Any, **kwargs: Any) -> Any:
         """Upload the model as it is now, with a model card.
@@ -155,10 +154,10 @@ class HubTrainer(transformers.Trainer):
         except Exception as error:  # from the network, or the disk of a copy: the checkpoint itself is safe
             if self.trainer.settings.save_required:
                 raise
-            logger.warning("%s could not be sent to the Hub: %s. The run goes on.", folder.name, error)
+            logger.warning("%s could not be sent to the Hub: %s. The run continues.", folder.name, error)
 
     def wait_for_upload(self, folder: Path) -> None:
-        """Wait for an upload that reads what the next checkpoint will replace or delete."""
+        """Wait for an upload whose files the next checkpoint will replace or delete."""
         if self.args.hub_strategy not in (HubStrategy.CHECKPOINT, HubStrategy.ALL_CHECKPOINTS):
             return  # for other strategies a copy is uploaded
         if self._uploaded_checkpoint == folder or self.trainer.settings.save_total_limit is not None:

@@ -38,10 +38,10 @@ class SmoothedLoss:
     def __call__(self, outputs: Any, labels: Any) -> torch.Tensor:
         """Return the loss of a batch, from the model's output for it without labels."""
         if not isinstance(labels, torch.Tensor) or labels.is_floating_point():
-            found = "none" if labels is None else f"{getattr(labels, 'dtype', type(labels).__name__)}"
+            actual = "none" if labels is None else f"{getattr(labels, 'dtype', type(labels).__name__)}"
             raise DataError(
-                f"`label_smoothing_factor={self.factor}` needs labels that are numbers of classes, as integers under "
-                f"'labels'; this batch has {found}. Leave it out for this model."
+                f"`label_smoothing_factor={self.factor}` needs integer class labels under 'labels', and this batch has "
+                f"{actual}. Leave it out for this model."
             )
         scores = outputs["logits"] if isinstance(outputs, Mapping) else outputs
         scores = scores[0] if isinstance(scores, (tuple, list)) else scores
@@ -54,13 +54,13 @@ class SmoothedLoss:
         )
 
 
-def smooth_labels(args: Any, model: Any, given: dict[str, Any]) -> None:
+def smooth_labels(args: Any, model: Any, kwargs: dict[str, Any]) -> None:
     """Set `loss_fn` to the smoothed loss if transformers' arguments ask for it.
 
     Args:
         args: The user's TrainingArguments, or None.
         model: The model to train.
-        given: The keyword arguments of HFTrainer; `loss_fn` is filled in.
+        kwargs: The keyword arguments of HFTrainer; `loss_fn` is filled in.
 
     Raises:
         ConfigError: If there is a custom loss: transformers would silently smooth nothing.
@@ -70,13 +70,13 @@ def smooth_labels(args: Any, model: Any, given: dict[str, Any]) -> None:
         return
     if not 0 < factor <= 1:
         raise ConfigError(f"`training_args.label_smoothing_factor` must be between 0 and 1, got {factor!r}.")
-    for name, what in (("loss_fn", "`loss_fn` (or `compute_loss_func`)"), ("unit", "`unit`")):
-        if given.get(name) is not None:
+    for name, label in (("loss_fn", "`loss_fn` (or `compute_loss_func`)"), ("unit", "`unit`")):
+        if kwargs.get(name) is not None:
             raise ConfigError(
-                f"`training_args.label_smoothing_factor={factor!r}` and {what} are both given: a loss of your own is "
-                "computed as it is. Smooth in it, or leave it out."
+                f"`training_args.label_smoothing_factor={factor!r}` has no effect on {label}, which is a custom loss. "
+                "Smooth in it, or leave it out."
             )
     if getattr(getattr(model, "config", None), "problem_type", None) == "multi_label_classification":
         logger.warning("`label_smoothing_factor=%s` has no effect: a sample may have several of the labels.", factor)
         return
-    given["loss_fn"] = SmoothedLoss(factor, shifts_by_default(model))
+    kwargs["loss_fn"] = SmoothedLoss(factor, shifts_by_default(model))

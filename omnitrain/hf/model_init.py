@@ -13,43 +13,41 @@ from omnitrain.compute.random_state import isolated_rng
 from omnitrain.core.errors import ConfigError
 
 
-def check_model_init(model: Any, model_init: Any, given: Mapping[str, Any]) -> None:
-    """Check that either a model or `model_init` is given, and nothing bound to one model if each run has its own.
-
-    Raises:
-        ConfigError: If the check fails.
-    """
+def check_model_init(model: Any, model_init: Any, kwargs: Mapping[str, Any]) -> None:
+    """Raise ConfigError unless one of model and `model_init` is passed, with arguments that fit every new model."""
     if (model is None) == (model_init is None):
-        said = "neither is given" if model is None else "both are given"
-        raise ConfigError(f"HFTrainer needs `model` or `model_init`, and {said}. Pass one of them.")
+        problem = "neither is given" if model is None else "both are given"
+        raise ConfigError(f"HFTrainer needs `model` or `model_init`, and {problem}. Pass one of them.")
     if model_init is None:
         return
     if not callable(model_init) or isinstance(model_init, nn.Module):
         raise ConfigError(f"`model_init` must be a function that returns a model, got {type(model_init).__name__}.")
-    if hasattr(given.get("optimizer"), "param_groups"):
+    if hasattr(kwargs.get("optimizer"), "param_groups"):
         raise ConfigError(
             "`optimizer` belongs to one model, but `model_init` makes a new one for each run. Pass the optimizer's "
             "class, or a function of the parameters."
         )
-    if given.get("unit") is not None:
+    if kwargs.get("unit") is not None:
         raise ConfigError(
-            "`unit` has a model of its own, but `model_init` makes a new one for each run. Pass `model` instead."
+            "`unit` has its own model, but `model_init` makes a new one for each run. Pass `model` instead."
         )
 
 
 def new_model(model_init: Callable[..., Any], trial: Any, seed: int, device: torch.device) -> nn.Module:
-    """Return a new model, whose weights depend only on the seed; the program's random numbers stay as they are.
+    """Return a new model, whose weights depend only on the seed; the program's random state stays unchanged.
 
     Raises:
         ConfigError: If `model_init` takes other arguments than a trial, or returns no model.
     """
     positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    taken = [one for one in inspect.signature(model_init).parameters.values() if one.kind in positional]
-    if len(taken) > 1:
-        names = ", ".join(one.name for one in taken)
+    parameters = [
+        parameter for parameter in inspect.signature(model_init).parameters.values() if parameter.kind in positional
+    ]
+    if len(parameters) > 1:
+        names = ", ".join(parameter.name for parameter in parameters)
         raise ConfigError(f"`model_init` must take no argument, or one, the trial of a search. It takes {names}.")
     with isolated_rng(device, seed):
-        model = model_init(*[trial][: len(taken)])
+        model = model_init(*[trial][: len(parameters)])
     if not isinstance(model, nn.Module):
         raise ConfigError(f"`model_init` must return an nn.Module, got {type(model).__name__}.")
     return model

@@ -13,14 +13,14 @@ from omnitrain.hf.arguments import enum_value
 
 def policy_callbacks(args: transformers.TrainingArguments | None) -> list[Callback]:
     """Return callbacks for the training arguments that are not plain intervals."""
-    found: list[Callback] = []
+    callbacks: list[Callback] = []
     if args is not None and args.logging_first_step:
-        found.append(_LogsFirstStep())
+        callbacks.append(_LogsFirstStep())
     if args is not None and enum_value(args.save_strategy) == "best":
-        found.append(_SavesBest())
+        callbacks.append(_SavesBest())
     if args is not None and args.eval_delay:
-        found.append(_DelaysEvaluations(args))
-    return found
+        callbacks.append(_DelaysEvaluations(args))
+    return callbacks
 
 
 def is_delayed(args: transformers.TrainingArguments | None, progress: Progress) -> bool:

@@ -1,6 +1,6 @@
-"""Hyperparameter search: each trial runs a full trainer built with the same arguments.
+"""Hyperparameter search by transformers' backends.
 
-The backend of `transformers.Trainer.hyperparameter_search` chooses the values of each trial.
+Each trial runs a full trainer built with the same arguments, and the backend chooses its values.
 """
 
 from __future__ import annotations
@@ -27,38 +27,38 @@ logger: logging.Logger = logging.getLogger("omnitrain")
 
 
 def transfer_callbacks(new: SearchTrainer, old: SearchTrainer) -> None:
-    """Give an engine the same callback objects as another one, including those that get no events."""
+    """Share the callback objects of an engine with a new one, including those that get no events."""
     ours: Any = new.callback_handler
     theirs: Any = old.callback_handler
     ours.callbacks = list(theirs.callbacks)
-    ours.idle += [one for one in theirs.idle if one not in ours.idle]
+    ours.idle += [callback for callback in theirs.idle if callback not in ours.idle]
 
 
 def record_arguments(init: Constructor) -> Constructor:
     """Return a constructor that records its arguments, so that a search can create equal trainers."""
 
     @functools.wraps(init)
-    def noting(self: Any, *args: Any, **kwargs: Any) -> None:
+    def recording(self: Any, *args: Any, **kwargs: Any) -> None:
         vars(self).setdefault(
             "_constructor_arguments", (args, kwargs)
         )  # a subclass's constructor comes first and sets its own
         init(self, *args, **kwargs)
 
-    return cast(Constructor, noting)
+    return cast(Constructor, recording)
 
 
 @contextlib.contextmanager
 def prepare_search(engine: SearchTrainer, backend: Any, options: Mapping[str, Any]) -> Iterator[None]:
-    """Let `engine` search inside: it then trains trials.
+    """Prepare `engine` to train trials inside.
 
     Raises:
-        ConfigError: If the search lacks something it needs, or would not give the same result twice.
+        ConfigError: If the search lacks an argument, or would not give the same result twice.
     """
     trainer: Any = engine.trainer
     for name, value, why in (
         ("model_init", trainer.model_init, "makes the model of each trial"),
-        ("training_args", trainer.training_args, "hold what a trial changes"),
-        ("eval_dataset", trainer.eval_loader, "is what trials are judged by"),
+        ("training_args", trainer.training_args, "have the fields that a trial changes"),
+        ("eval_dataset", trainer.eval_loader, "gives the score of each trial"),
     ):
         if value is None:
             raise ConfigError(f"A search for hyperparameters needs `{name}`, which {why}. Pass it to HFTrainer.")
@@ -67,22 +67,20 @@ def prepare_search(engine: SearchTrainer, backend: Any, options: Mapping[str, An
             "backend='ray' would send the trainer to other processes, which HFTrainer cannot be. Use backend='optuna'."
         )
     if options.get("n_jobs", 1) != 1:
-        raise ConfigError(
-            f"n_jobs={options['n_jobs']} would have trials draw from each other's random numbers. Leave it out."
-        )
+        raise ConfigError(f"n_jobs={options['n_jobs']} would make trials share a random generator. Leave it out.")
     for name in ("timeout", "catch"):
         if trainer.world_size > 1 and options.get(name):
             raise ConfigError(
                 f"`{name}` would only act on the main process, and there are {trainer.world_size}. Leave it out."
             )
-    kept = engine.model, engine.model_wrapped
+    models = engine.model, engine.model_wrapped
     engine._folders = ()
     setattr(engine, "model_init", trainer.model_init)  # noqa: B010 - transformers needs it, and types it as None
     try:
         yield
     finally:
         engine.hp_search_backend = engine.model_init = None
-        engine.model, engine.model_wrapped = kept
+        engine.model, engine.model_wrapped = models
 
 
 def run_trial(engine: SearchTrainer, resume_from_checkpoint: str | None = None, trial: Any = None) -> None:
@@ -91,7 +89,7 @@ def run_trial(engine: SearchTrainer, resume_from_checkpoint: str | None = None, 
     A trial whose loss is not finite gets NaN as its objective: the backend counts it as failed, and continues.
 
     Raises:
-        ConfigError: If the trial names something that is not a training argument.
+        ConfigError: If the trial has a name that is not a training argument.
         optuna.TrialPruned: If the backend has pruned the trial.
     """
     search_trainer: Any = engine.trainer
@@ -126,10 +124,10 @@ class SearchTrainer(HubTrainer):
     _folders: tuple[str, ...] = ()
     """The folders of the trials of the current search."""
 
-    def unique_folder(self, wanted: str) -> str:
+    def unique_folder(self, name: str) -> str:
         """Return the folder for a trial, with a number appended if another trial of the search has that name."""
-        numbered = (f"{wanted}-{number}" for number in itertools.count(2))
-        folder = next(one for one in itertools.chain([wanted], numbered) if one not in self._folders)
+        numbered = (f"{name}-{number}" for number in itertools.count(2))
+        folder = next(candidate for candidate in itertools.chain([name], numbered) if candidate not in self._folders)
         self._folders += (folder,)
         return folder
 
@@ -143,7 +141,7 @@ class SearchTrainer(HubTrainer):
         hp_name: Any = None,
         **kwargs: Any,
     ) -> Any:
-        """Search as transformers does, with a whole run of a trainer like ours for each trial."""
+        """Search as transformers does, with a full run of a trainer like ours for each trial."""
         with prepare_search(self, backend, kwargs), self.trainer._calling("hyperparameter_search()"):
             return super().hyperparameter_search(
                 hp_space, compute_objective, n_trials, direction, backend, hp_name, **kwargs
@@ -167,45 +165,47 @@ class Trial:
 
     def _values(self) -> dict[str, Any]:
         engine, trial = self.engine, self.trial
-        asked: Any = None if isinstance(trial, dict) else trial
-        space: Any = engine.hp_space(asked)
+        optuna_trial: Any = None if isinstance(trial, dict) else trial
+        space: Any = engine.hp_space(optuna_trial)
         if not isinstance(space, Mapping):
             raise ConfigError(f"`hp_space` must return a dict of training arguments, got {space!r}.")
         if isinstance(trial, dict):  # from W&B, whose search space is the configuration of a sweep
             space = {name: trial[name] for name in space["parameters"] if name in trial}
-        given: Any = engine.training_args
-        known = [field.name for field in dataclasses.fields(given) if field.init]
+        training_args: Any = engine.training_args
+        fields = [field.name for field in dataclasses.fields(training_args) if field.init]
         for name in space:
-            if name not in known:
+            if name not in fields:
                 raise ConfigError(
-                    f"`hp_space` names {name!r}, which is not a field of TrainingArguments.{did_you_mean(name, known)} "
-                    "What is for the model, `model_init(trial)` asks the trial for."
+                    f"`hp_space` has {name!r}, which is not a field of TrainingArguments.{did_you_mean(name, fields)} "
+                    "Suggest values for the model in `model_init(trial)`."
                 )
         return dict(space)
 
-    def arguments(self, given: transformers.TrainingArguments) -> transformers.TrainingArguments:
+    def arguments(self, training_args: transformers.TrainingArguments) -> transformers.TrainingArguments:
         """Return the training arguments of the trial, which has its own folder."""
-        changed = dataclasses.replace(given, **{**self.values, "output_dir": self.folder, "push_to_hub": False})
-        for name, value in vars(given).items():  # attributes that are not fields
+        changed = dataclasses.replace(training_args, **{**self.values, "output_dir": self.folder, "push_to_hub": False})
+        for name, value in vars(training_args).items():  # attributes that are not fields
             vars(changed).setdefault(name, value)
         return changed
 
-    def report(self, running: SearchTrainer, metrics: Mapping[str, float]) -> None:
-        """Tell the backend of an evaluation.
+    def report(self, trial_engine: SearchTrainer, metrics: Mapping[str, float]) -> None:
+        """Report an evaluation to the backend.
 
         Args:
-            running: The engine of the trial's trainer.
+            trial_engine: The engine of the trial's trainer.
             metrics: The metrics of the evaluation.
 
         Raises:
             optuna.TrialPruned: On all ranks, if the backend prunes the trial.
         """
-        trainer = running.trainer
+        trainer = trial_engine.trainer
         self.engine.objective = self.engine.compute_objective(dict(metrics))
         if trainer.ranks.on_main("the pruning of a trial", lambda: self._should_prune(trainer.progress.step)):
             from optuna import TrialPruned
 
-            running.control = running.callback_handler.on_train_end(running.args, running.state, running.control)
+            trial_engine.control = trial_engine.callback_handler.on_train_end(
+                trial_engine.args, trial_engine.state, trial_engine.control
+            )
             raise TrialPruned
 
     def _should_prune(self, step: int) -> bool:

@@ -1,4 +1,4 @@
-"""HFTrainer: transformers' own loop and arguments, with the guarantees of the other trainers."""
+"""HFTrainer: transformers' loop and arguments, with the other trainers' guarantees."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ Constructor = TypeVar("Constructor", bound=Callable[..., None])
 
 
 def accept_stock_order(init: Constructor) -> Constructor:
-    """Let our constructor accept transformers' positional arguments, of which the third is the collator."""
+    """Accept transformers' positional arguments in our constructor; their third is the collator."""
 
     @functools.wraps(init)
     def ordered(self: Any, *args: Any, **kwargs: Any) -> None:
@@ -110,7 +110,7 @@ def accept_stock_order(init: Constructor) -> Constructor:
 
 
 class HFTrainer(TransformersAPI):
-    """Trains with transformers' own loop, and gives the numbers, checkpoints and guarantees of the other trainers.
+    """Trains with transformers' loop, and the numbers, checkpoints and guarantees of the other trainers.
 
     `trainer.engine` is the real `transformers.Trainer`, for everything that is not ours (`engine.push_to_hub()`,
     `engine.add_callback(...)`, ...). FSDP and DeepSpeed are enabled by the training arguments or by
@@ -135,17 +135,16 @@ class HFTrainer(TransformersAPI):
     """The trial of a search that this trainer runs."""
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
-        for one in (*cls.__mro__[1:], cls.engine_class):
-            if issubclass(one, StockTrainer) and not issubclass(one, Engine):
+        for base in (*cls.__mro__[1:], cls.engine_class):
+            if issubclass(base, StockTrainer) and not issubclass(base, Engine):
                 raise TypeError(
-                    f"{one.__name__} is a transformers.Trainer with a loop of its own, and cannot be a base or the "
-                    f"`engine_class` of {cls.__name__}. Let it prepare model and data, and give these to HFTrainer: "
-                    "HFTrainer(other.model, other.args, train_dataset=other.train_dataset, data_collator="
-                    "other.data_collator), with its loss as `compute_loss`. Its methods that change "
-                    "transformers' loop go into a subclass of omnitrain.hf.engine.Engine."
+                    f"{base.__name__} is a transformers.Trainer with its own loop, and cannot be a base or the "
+                    f"`engine_class` of {cls.__name__}. Pass its model and data to HFTrainer: HFTrainer(other.model, "
+                    "other.args, train_dataset=other.train_dataset, data_collator=other.data_collator), with its loss "
+                    "as `compute_loss`. Move its changes to the loop into a subclass of omnitrain.hf.engine.Engine."
                 )
-        own = hooks.members_of_user(cls)
-        for name in NEVER_CALLED.keys() & own.keys():
+        overridden = hooks.members_of_user(cls)
+        for name in NEVER_CALLED.keys() & overridden.keys():
             raise TypeError(
                 f"{cls.__name__} overrides {name}, which transformers' loop never calls. Use {NEVER_CALLED[name]} "
                 "instead."
@@ -153,13 +152,13 @@ class HFTrainer(TransformersAPI):
         super().__init_subclass__(**kwargs)
         if "__init__" in vars(cls):
             cls.__init__ = record_arguments(cls.__init__)
-        for name in own:
-            is_asked_for = hasattr(TransformersAPI, name) and name != "evaluation_loop"
-            if hasattr(StockTrainer, name) and name not in OVERRIDABLE and not is_asked_for:
+        for name in overridden:
+            is_offered = hasattr(TransformersAPI, name) and name != "evaluation_loop"
+            if hasattr(StockTrainer, name) and name not in OVERRIDABLE and not is_offered:
                 raise TypeError(
-                    f"{cls.__name__} overrides {name} of transformers.Trainer, which would never be called here: of "
-                    f"its methods these are: {', '.join(sorted(OVERRIDABLE))}. Put it into a subclass of "
-                    "omnitrain.hf.engine.Engine, and name that as `engine_class`."
+                    f"{cls.__name__} overrides {name} of transformers.Trainer, which is never called here; of its "
+                    f"methods these are: {', '.join(sorted(OVERRIDABLE))}. Put it into a subclass of "
+                    "omnitrain.hf.engine.Engine, and set that as `engine_class`."
                 )
 
     @record_arguments
@@ -357,83 +356,86 @@ class HFTrainer(TransformersAPI):
             TypeError: If arguments are unknown; the message lists all of them with the nearest names.
         """
 
-    def _construct(self, given: dict[str, Any], ranks: Ranks | None = None) -> None:
-        model, training_args = given.pop("model", None), self._pop_training_args(given)
-        callbacks = given.pop("callbacks", None)
+    def _construct(self, kwargs: dict[str, Any], ranks: Ranks | None = None) -> None:
+        model, training_args = kwargs.pop("model", None), self._pop_training_args(kwargs)
+        callbacks = kwargs.pop("callbacks", None)
         callbacks = () if callbacks is None else callbacks
         check_list("callbacks", callbacks)
         callbacks = self._user_callbacks = list(callbacks)
         if self._trial is not None and training_args is not None:
             search_trainer: Any = self._trial.engine.trainer
             training_args, callbacks = self._trial.arguments(training_args), search_trainer._user_callbacks
-            given |= {"save_dir": training_args.output_dir} if given.get("save_dir") is not None else {}
+            kwargs |= {"save_dir": training_args.output_dir} if kwargs.get("save_dir") is not None else {}
         self.training_args = training_args
-        self._stock_checkpoints = given.pop("stock_checkpoints", False)
+        self._stock_checkpoints = kwargs.pop("stock_checkpoints", False)
         self._initial_args = {} if training_args is None else dict(vars(training_args))
-        own = {name for name, value in given.items() if value is not None or name == "max_grad_norm"}
-        self._merge_stock_arguments(given)
-        self._user_arguments = own if training_args is not None else {*given, *FIELDS, "learning_rate", "weight_decay"}
+        explicit = {name for name, value in kwargs.items() if value is not None or name == "max_grad_norm"}
+        self._merge_stock_arguments(kwargs)
+        self._user_arguments = {*kwargs, *FIELDS, "learning_rate", "weight_decay"}
         self._replaces_earlier_run = False
-        if training_args is not None and given.get("save_dir") == training_args.output_dir and "overwrite" not in own:
-            self._replaces_earlier_run = given["overwrite"] = True
-        self._has_user_schedule = given.get("lr_scheduler") is not None
-        check_stock_checkpoints(self._stock_checkpoints, given)
-        own = self._split_callbacks(callbacks, given)
-        reject_duplicate_loggers(training_args, given.get("loggers"))
+        if training_args is not None:
+            self._user_arguments = explicit
+            if kwargs.get("save_dir") == training_args.output_dir and "overwrite" not in explicit:
+                self._replaces_earlier_run = kwargs["overwrite"] = True
+        self._has_user_schedule = kwargs.get("lr_scheduler") is not None
+        check_stock_checkpoints(self._stock_checkpoints, kwargs)
+        our_callbacks = self._split_callbacks(callbacks, kwargs)
+        reject_duplicate_loggers(training_args, kwargs.get("loggers"))
         self._scratch = tempfile.TemporaryDirectory(prefix="omnitrain-")
-        output_dir, name = given.get("save_dir"), "save_dir"
+        output_dir, name = kwargs.get("save_dir"), "save_dir"
         if output_dir is None:
             output_dir, name = training_args and training_args.output_dir, "output_dir"
         self._output_dir = None if output_dir is None else run_folder(output_dir, name)
-        ours: dict[str, Any] = {}
-        if training_args is None:  # on a CPU, transformers forms a process group only if its arguments ask for it
-            ours = {"seed": given.get("seed", 42), "use_cpu": choose_device(None).type == "cpu"}
-            ours["ddp_find_unused_parameters"] = False
-        timeout, place = timeout_seconds(given), str(self._output_dir or self._scratch.name)
-        self._base_args = training_args or default_training_args(place, timeout, **ours)
-        self._engine_args = engine_arguments(self._base_args, place)
+        fields: dict[str, Any] = {}
+        if training_args is None:  # on a CPU, transformers forms a process group only if its arguments request it
+            fields = {"seed": kwargs.get("seed", 42), "use_cpu": choose_device(None).type == "cpu"}
+            fields["ddp_find_unused_parameters"] = False
+        timeout, output_path = timeout_seconds(kwargs), str(self._output_dir or self._scratch.name)
+        self._base_args = training_args or default_training_args(output_path, timeout, **fields)
+        self._engine_args = engine_arguments(self._base_args, output_path)
         if self._engine_args.n_gpu > 1:
-            self._engine_args._n_gpu = 1  # or transformers copies the model to all GPUs, which changes the numbers
-        self._sharding, self._scheduler_config = sharding_accelerator(training_args, given)
+            self._engine_args._n_gpu = 1  # else transformers copies the model to all GPUs, which changes the numbers
+        self._sharding, self._scheduler_config = sharding_accelerator(training_args, kwargs)
         ranks = connected_ranks(timeout) if self._engine_args.world_size > 1 else Ranks()
         check_lost_processes(ranks.world_size)
-        self.model_init: Any = given.pop("model_init", None)
-        check_model_init(model, self.model_init, given)
+        self.model_init: Any = kwargs.pop("model_init", None)
+        check_model_init(model, self.model_init, kwargs)
         if self.model_init is not None:
-            model = self._new_model(given.get("seed", 42), self._engine_args.device)
-        smooth_labels(training_args, model, given)
-        merge_activation_checkpointing(self._engine_args, model, given)
+            model = self._new_model(kwargs.get("seed", 42), self._engine_args.device)
+        smooth_labels(training_args, model, kwargs)
+        merge_activation_checkpointing(self._engine_args, model, kwargs)
         reject_fp16_on_cpu(training_args, self._engine_args.device)
-        given |= {"model": model, "callbacks": [*policy_callbacks(training_args), *own, Reporter(lambda: self.engine)]}
+        callbacks = [*policy_callbacks(training_args), *our_callbacks, Reporter(lambda: self.engine)]
+        kwargs |= {"model": model, "callbacks": callbacks}
         # transformers seeds the program's generators when its Trainer is created
         with (
             ranks.collective_call(f"{type(self).__name__}()", timeout, is_start=True),
             isolated_rng(self._engine_args.device),
         ):
-            super()._construct(given, ranks)
+            super()._construct(kwargs, ranks)
 
     @staticmethod
-    def _pop_training_args(given: dict[str, Any]) -> transformers.TrainingArguments | None:
-        """Remove the training arguments from the user's arguments, where they may be positional or missing."""
-        training_args = given.pop("training_args", None)
-        for name, value in (("training_args", training_args), ("args", given.get("args"))):
+    def _pop_training_args(kwargs: dict[str, Any]) -> transformers.TrainingArguments | None:
+        """Pop the training arguments from the user's arguments, where they may be positional or missing."""
+        training_args = kwargs.pop("training_args", None)
+        for name, value in (("training_args", training_args), ("args", kwargs.get("args"))):
             is_data = name == "training_args" and (hasattr(value, "__iter__") or hasattr(value, "__getitem__"))
             if isinstance(value, (str, bytes, type)) or not is_data:
                 check_type(name, value, transformers.TrainingArguments)
         if training_args is not None and not isinstance(training_args, transformers.TrainingArguments):
             # HFTrainer(model, train_dataset, eval_dataset): positional, as with the other trainers
             names = ("train_dataset", "eval_dataset", "test_dataset")
-            shifted = (training_args, given.get("train_dataset"), given.get("eval_dataset"))
-            given |= {name: value for name, value in zip(names, shifted, strict=True) if value is not None}
+            datasets = (training_args, kwargs.get("train_dataset"), kwargs.get("eval_dataset"))
+            kwargs |= {name: value for name, value in zip(names, datasets, strict=True) if value is not None}
             training_args = None
-        called_args = given.pop("args", None)
-        return resolve_alias("args", called_args, "training_args", training_args)
+        args = kwargs.pop("args", None)
+        return resolve_alias("args", args, "training_args", training_args)
 
-    def _merge_stock_arguments(self, given: dict[str, Any]) -> None:
-        """Take over transformers' arguments into ours."""
-        loss, optimizers = given.pop("compute_loss_func", None), given.pop("optimizers", (None, None))
-        if given.get("optimizer_cls_and_kwargs") is not None:
-            pair: Any = given["optimizer_cls_and_kwargs"]
+    def _merge_stock_arguments(self, kwargs: dict[str, Any]) -> None:
+        """Merge transformers' arguments into ours."""
+        loss, optimizers = kwargs.pop("compute_loss_func", None), kwargs.pop("optimizers", (None, None))
+        if kwargs.get("optimizer_cls_and_kwargs") is not None:
+            pair: Any = kwargs["optimizer_cls_and_kwargs"]
             is_pair = isinstance(pair, (tuple, list)) and len(pair) == 2 and callable(pair[0])
             if not is_pair or not isinstance(pair[1], Mapping):
                 raise ConfigError(
@@ -441,35 +443,35 @@ class HFTrainer(TransformersAPI):
                     f"{pair!r:.200}."
                 )
             make, options = pair
-            fill_arguments({"optimizer": functools.partial(make, **options)}, given, "`optimizer_cls_and_kwargs`")
-        given.pop("optimizer_cls_and_kwargs", None)
+            fill_arguments({"optimizer": functools.partial(make, **options)}, kwargs, "`optimizer_cls_and_kwargs`")
+        kwargs.pop("optimizer_cls_and_kwargs", None)
         if loss is not None:
-            resolve_alias("loss_fn", given.get("loss_fn"), "compute_loss_func", loss)
-            given["loss_fn"] = functools.partial(loss, num_items_in_batch=None)
+            resolve_alias("loss_fn", kwargs.get("loss_fn"), "compute_loss_func", loss)
+            kwargs["loss_fn"] = functools.partial(loss, num_items_in_batch=None)
         if not isinstance(optimizers, (tuple, list)) or len(optimizers) != 2:
             raise ConfigError(f"`optimizers` must be a pair of optimizer and schedule, got {optimizers!r:.200}.")
-        fill_arguments(dict(zip(("optimizer", "lr_scheduler"), optimizers, strict=True)), given, "`optimizers`")
+        fill_arguments(dict(zip(("optimizer", "lr_scheduler"), optimizers, strict=True)), kwargs, "`optimizers`")
         if self.training_args is not None:
             warn_unread_fields(self.training_args)
-            merge_training_args(self.training_args, given)
+            merge_training_args(self.training_args, kwargs)
         else:
-            merge_precision(given)
+            merge_precision(kwargs)
 
-    def _split_callbacks(self, callbacks: Iterable[Any], given: dict[str, Any]) -> list[Callback]:
+    def _split_callbacks(self, callbacks: Iterable[Any], kwargs: dict[str, Any]) -> list[Callback]:
         """Separate transformers' callbacks; its early stopping is replaced by ours, whose state is in checkpoints."""
         self._stock_callbacks: list[Any] = []
         self._replaced_callbacks: list[Any] = []
-        own: list[Any] = []
+        our_callbacks: list[Any] = []
         for callback in callbacks:
             if callback is transformers.EarlyStoppingCallback:
                 callback = transformers.EarlyStoppingCallback()
-            if type(callback) is transformers.EarlyStoppingCallback:  # a subclass may decide in its own way
+            if type(callback) is transformers.EarlyStoppingCallback:  # a subclass may decide otherwise
                 self._stock_callbacks.append(callback)
                 self._replaced_callbacks.append(callback)
-                meant = {"patience": callback.early_stopping_patience, "delta": callback.early_stopping_threshold}
-                fill_arguments(meant, given, "transformers' EarlyStoppingCallback")
+                values = {"patience": callback.early_stopping_patience, "delta": callback.early_stopping_threshold}
+                fill_arguments(values, kwargs, "transformers' EarlyStoppingCallback")
             else:
-                (own if isinstance(callback, Callback) else self._stock_callbacks).append(callback)
+                (our_callbacks if isinstance(callback, Callback) else self._stock_callbacks).append(callback)
         for callback in self._stock_callbacks:
             kind = callback if isinstance(callback, type) else type(callback)
             if issubclass(kind, Callback):
@@ -479,7 +481,7 @@ class HFTrainer(TransformersAPI):
                     f"`callbacks` must hold callbacks of omnitrain or of transformers, got {callback!r}. "
                     "Make it a subclass of omnitrain.Callback (and pass an instance, not the class)."
                 )
-        return own
+        return our_callbacks
 
     def _new_model(self, seed: int, device: torch.device) -> nn.Module:
         trial = self._trial and self._trial.trial
@@ -492,15 +494,15 @@ class HFTrainer(TransformersAPI):
 
     @property
     def _evaluates(self) -> bool:
-        args, own = self.training_args, self.settings.eval_steps
-        return super()._evaluates and (args is None or own is not None or enum_value(args.eval_strategy) != "no")
+        args, eval_steps = self.training_args, self.settings.eval_steps
+        return super()._evaluates and (args is None or eval_steps is not None or enum_value(args.eval_strategy) != "no")
 
     @property
     def _by_window(self) -> bool:
         """Whether transformers' loop gets whole windows, because the length of the data is unknown or may change."""
-        is_own = "get_train_dataloader" in self._overridden
+        has_user_loader = "get_train_dataloader" in self._overridden
         varies = self._splits or has_changing_batch_size(self.settings)
-        return is_own or varies or not isinstance(self.train_loader, MapLoader)
+        return has_user_loader or varies or not isinstance(self.train_loader, MapLoader)
 
     @property
     def _splits(self) -> bool:
@@ -574,14 +576,14 @@ class HFTrainer(TransformersAPI):
             train_dataset=self.train_dataset if not by_window else [None],
             eval_dataset=self.eval_dataset,
             processing_class=self.processing_class,
-            compute_loss_func=_never,  # so that no version divides the loss again; see Engine.compute_loss
+            compute_loss_func=_unused_loss,  # so that no version divides the loss again; see Engine.compute_loss
             callbacks=self._stock_callbacks,
         )
-        is_told = self.training_args is not None and "progress_bar" not in self._user_arguments
-        if not is_told or self.settings.progress_bar is not False:
+        is_set_by_training_args = self.training_args is not None and "progress_bar" not in self._user_arguments
+        if not is_set_by_training_args or self.settings.progress_bar is not False:
             # transformers' printer replaces our bar only if the training arguments ask for it by `disable_tqdm`
-            printers = [one for one in self.engine.callback_handler.callbacks if type(one) is PrinterCallback]
-            self._replaced_callbacks += printers
+            callbacks = self.engine.callback_handler.callbacks
+            self._replaced_callbacks += [callback for callback in callbacks if type(callback) is PrinterCallback]
         self.engine.callback_handler.idle = self._replaced_callbacks
         self.engine.train_dataset = self.train_dataset
         self.engine.loss_is_scaled_for_ga = True
@@ -600,9 +602,10 @@ class HFTrainer(TransformersAPI):
         optimizer = self.engine.create_optimizer()
         groups = [group for group in optimizer.param_groups if group["params"]]
         options = [{name: value for name, value in group.items() if name != "params"} for group in groups]
-        if options[1:] and all(one == options[0] for one in options):  # with a decay of 0 the groups do not differ
-            held = {id(parameter) for group in groups for parameter in group["params"]}
-            groups = [{**options[0], "params": [one for one in self.model.parameters() if id(one) in held]}]
+        if options[1:] and all(entry == options[0] for entry in options):  # with a decay of 0 the groups are equal
+            ids = {id(parameter) for group in groups for parameter in group["params"]}
+            parameters = [parameter for parameter in self.model.parameters() if id(parameter) in ids]
+            groups = [{**options[0], "params": parameters}]
         optimizer.param_groups[:] = groups
         return optimizer
 
@@ -614,32 +617,34 @@ class HFTrainer(TransformersAPI):
         super()._finish_setup(*self._schedule())
 
     def _schedule(self) -> tuple[Any, Any]:
-        """Return the schedule and warm-up of the training arguments, unless our arguments name others."""
-        args, total, own = self.training_args, self.total_steps, self.settings.lr_scheduler
-        if args is None or not isinstance(own, str | None) or self.train_loader is None:
+        """Return the schedule and warm-up of the training arguments, unless ours are set."""
+        args, total, user_schedule = self.training_args, self.total_steps, self.settings.lr_scheduler
+        if args is None or not isinstance(user_schedule, str | None) or self.train_loader is None:
             return None, None
         warmup = self.settings.warmup_steps or (
             args.get_warmup_steps(total or 0) if total or args.warmup_steps >= 1 else args.warmup_steps
         )
         name = enum_value(args.lr_scheduler_type)
-        if own not in (None, name):
+        if user_schedule not in (None, name):
             return None, warmup
         if self._scheduler_config is not None:
-            automatic = {"warmup_min_lr": 0, "warmup_max_lr": self.learning_rate}
+            rates = {"warmup_min_lr": 0, "warmup_max_lr": self.learning_rate}
             counts = {"warmup_num_steps": self._warmup_in_steps(warmup), "total_num_steps": total}
-            return deepspeed_scheduler(self._scheduler_config, **automatic, **counts), 0
+            return deepspeed_scheduler(self._scheduler_config, **rates, **counts), 0
         is_short = total is None or not isinstance(warmup, int) or warmup < total
-        if own is not None or (name in NAMED and is_short):
+        if user_schedule is not None or (name in NAMED and is_short):
             return name, warmup
-        # options that a name alone does not have, or a warm-up longer than the run
+        # options that a name does not have, or a warm-up longer than the run
         return scheduler_factory(args, self._warmup_in_steps(warmup), total), 0
 
     def _warmup_in_steps(self, warmup: Any) -> int:
-        """Return a warm-up as what asks for steps takes it."""
-        length = warmup_length(warmup)
-        steps = 0 if length == 0 else Course("ba", self.total_steps, None, self.steps_per_epoch).convert(length)
+        """Return a warm-up in steps."""
+        duration = warmup_length(warmup)
+        steps = 0 if duration == 0 else Course("ba", self.total_steps, None, self.steps_per_epoch).convert(duration)
         if steps is None:
-            raise ConfigError(f"`warmup_steps={warmup!r}` cannot be told in steps here, as the schedule takes it.")
+            raise ConfigError(
+                f"`warmup_steps={warmup!r}` cannot be converted to steps, which this schedule needs. Pass steps."
+            )
         return int(steps)
 
     def _idle_loss(self, output: StepOutput, loss: torch.Tensor) -> torch.Tensor | None:
@@ -649,25 +654,25 @@ class HFTrainer(TransformersAPI):
 
     def _begin_run(self, resumes: bool, is_live: bool = False) -> None:
         if not resumes and self.model_init is not None and self._trial is None:  # the model of a trial is new already
-            self._renew_model()
+            self._reinitialize_model()
         super()._begin_run(resumes, is_live)
 
-    def _renew_model(self) -> None:
-        """Start with a new model and everything that belongs to it."""
-        former = self.engine
-        former._finish_current_push()
+    def _reinitialize_model(self) -> None:
+        """Start with a new model, engine and optimizer."""
+        old_engine = self.engine
+        old_engine._finish_current_push()
         self.backend.release()
-        given = self.settings.to_dict()
+        settings = self.settings.to_dict()
         if self._scheduler_config is not None:
-            given["lr_scheduler"] = None
-        self._sharding, self._scheduler_config = sharding_accelerator(self.training_args, given)
+            settings["lr_scheduler"] = None
+        self._sharding, self._scheduler_config = sharding_accelerator(self.training_args, settings)
         self._set_up_model(self._new_model(self.seed, self.device))
-        transfer_callbacks(self.engine, former)
+        transfer_callbacks(self.engine, old_engine)
 
     def resolved_config(self) -> dict[str, Any]:
         """Return every setting in force, as JSON types."""
         return {**super().resolved_config(), "order_seed": self._order_seed}
 
 
-def _never(*args: Any, **kwargs: Any) -> Any:
+def _unused_loss(*args: Any, **kwargs: Any) -> Any:
     raise AssertionError("Engine.compute_loss computes the loss")

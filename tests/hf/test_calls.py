@@ -228,7 +228,7 @@ def test_evaluate_and_predict_take_the_names_of_transformers(arguments: Any) -> 
 def test_evaluate_takes_the_name_of_a_set(arguments: Any) -> None:
     trainer = make(arguments(), eval_dataset={"near": Keyed(8), "far": Keyed(12)})
     assert trainer.evaluate("far") == {"eval_far_loss": trainer.evaluate(Keyed(12))["eval_loss"]}
-    with pytest.raises(ConfigError, match="no set 'elsewhere'. It has 'near', 'far'"):
+    with pytest.raises(ConfigError, match=r"no set 'elsewhere'\. It has 'near', 'far'"):
         trainer.evaluate(eval_dataset="elsewhere")
 
 

@@ -188,7 +188,7 @@ def test_model_init_may_take_the_trial(arguments: Any) -> None:
         ({"model_init": lambda: None}, "must return an nn.Module, got NoneType"),
         ({"model_init": 3}, "must be a function that returns a model, got int"),
         ({"optimizer": torch.optim.SGD(t16().parameters(), lr=0.1)}, "`optimizer` belongs to one model"),
-        ({"unit": lambda batch: None}, "`unit` has a model of its own"),
+        ({"unit": lambda batch: None}, "`unit` has its own model"),
     ],
 )
 def test_model_init_rejects_what_makes_no_models(arguments: Any, options: Any, message: str) -> None:
@@ -367,10 +367,10 @@ def test_search_for_several_objectives_returns_several_runs(arguments: Any) -> N
     ("trainer_options", "options", "message"),
     [
         ({"model": t16(), "model_init": None}, {}, "needs `model_init`, which makes the model of each trial"),
-        ({"eval_dataset": None}, {}, "needs `eval_dataset`, which is what trials are judged by"),
-        ({"args": None}, {}, "needs `training_args`, which hold what a trial changes"),
+        ({"eval_dataset": None}, {}, "needs `eval_dataset`, which gives the score of each trial"),
+        ({"args": None}, {}, "needs `training_args`, which have the fields that a trial changes"),
         ({}, {"backend": "ray"}, "backend='ray' would send the trainer to other processes.*backend='optuna'"),
-        ({}, {"n_jobs": 2}, "n_jobs=2 would have trials draw from each other's random numbers"),
+        ({}, {"n_jobs": 2}, "n_jobs=2 would make trials share a random generator"),
         ({}, {"hp_space": lambda trial: {"learning_rat": 0.1}},
          "'learning_rat', which is not a field.*Did you mean 'learning_rate'"),
         ({}, {"hp_space": lambda trial: None}, "must return a dict of training arguments, got None"),

@@ -105,7 +105,7 @@ class Foreign(transformers.Trainer):
     """As a trainer of another library."""
 
 
-FOREIGN = r"Foreign is a transformers.Trainer with a loop of its own.*other.data_collat"
+FOREIGN = r"Foreign is a transformers.Trainer with its own loop.*other.data_collat"
 
 
 @pytest.mark.parametrize(
