@@ -1513,14 +1513,14 @@ def test_log_of_speed_leaves_out_evaluations_and_saves(
 ) -> None:
     """Nor does what comes before the first step count."""
     clock = [0.0]
-    data_of = fingerprints.data_of
+    data_fingerprint = fingerprints.data_fingerprint
 
     def slowly(*args: Any) -> Any:
         clock[0] += 100
-        return data_of(*args)
+        return data_fingerprint(*args)
 
     monkeypatch.setattr(lifecycle.time, "perf_counter", lambda: clock[0])
-    monkeypatch.setattr(fingerprints, "data_of", slowly)
+    monkeypatch.setattr(fingerprints, "data_fingerprint", slowly)
 
     class Slow(Callback):
         def on_step_end(self, trainer: Any) -> None:

@@ -47,10 +47,10 @@ def adapter_names(model: nn.Module, tensors: Mapping[str, Any]) -> set[str]:
 
     wrapped = [name for name, module in unwrap(model).named_modules() if isinstance(module, ModulesToSaveWrapper)]
     prefixes = tuple(f"{bare_name(name)}.original_module." for name in wrapped)
-    return _names(model, tensors, "auto") | {name for name in tensors if name.startswith(prefixes)}
+    return _adapter_names(model, tensors, "auto") | {name for name in tensors if name.startswith(prefixes)}
 
 
-def _names(model: nn.Module, tensors: Mapping[str, Any], embeddings: bool | Literal["auto"]) -> set[str]:
+def _adapter_names(model: nn.Module, tensors: Mapping[str, Any], embeddings: bool | Literal["auto"]) -> set[str]:
     from peft import get_peft_model_state_dict
 
     bare: Any = unwrap(model)
@@ -60,7 +60,7 @@ def _names(model: nn.Module, tensors: Mapping[str, Any], embeddings: bool | Lite
     names_by_id = {id(placeholder): bare_name(name) for name, placeholder in placeholders.items()}
     names = set[str]()
     for adapter in bare.peft_config:
-        names |= {name for name in tensors if _strip_adapter(name, adapter, _entries(bare, adapter)) != name}
+        names |= {name for name in tensors if _strip_adapter(name, adapter, _adapter_entries(bare, adapter)) != name}
         entries = get_peft_model_state_dict(
             bare, state_dict=placeholders, adapter_name=adapter, save_embedding_layers=embeddings
         )
@@ -68,7 +68,7 @@ def _names(model: nn.Module, tensors: Mapping[str, Any], embeddings: bool | Lite
     return names
 
 
-def _entries(bare: nn.Module, adapter: str) -> set[str]:
+def _adapter_entries(bare: nn.Module, adapter: str) -> set[str]:
     """Return the bare names of an adapter's entries in the dicts of PEFT's layers; a layer may have the same name."""
     names = set[str]()
     for name, module in bare.named_modules(remove_duplicate=False):
@@ -111,8 +111,8 @@ def write_adapters(model: nn.Module, folder: Path, tensors: Mapping[str, torch.T
     import peft
 
     bare: Any = unwrap(model)
-    names = _names(model, tensors, "auto")
-    has_embeddings = names != _names(model, tensors, False)  # so that PEFT does not ask the Hub again
+    names = _adapter_names(model, tensors, "auto")
+    has_embeddings = names != _adapter_names(model, tensors, False)  # so that PEFT does not ask the Hub again
     raw = _raw_names(bare)
     state_dict = {raw.get(name, name): tensors[name] for name in tensors if name in names}
     if isinstance(bare, peft.PeftModel):
@@ -129,7 +129,7 @@ def write_adapters(model: nn.Module, folder: Path, tensors: Mapping[str, torch.T
             )
             written = {f"base_model.model.{name}": tensor for name, tensor in active.items()}
         prefix = "" if isinstance(bare, peft.PeftModel) else "base_model.model."
-        entries = _entries(bare, adapter)
+        entries = _adapter_entries(bare, adapter)
         short = {prefix + name: prefix + _strip_adapter(name, adapter, entries) for name in names}
         renamed = {short.get(bare_name(name), bare_name(name)): tensor for name, tensor in written.items()}
         if renamed.keys() != written.keys() or not (target / ADAPTER).exists():
@@ -167,7 +167,7 @@ def save_model(
 
     adapters: dict[str, torch.Tensor] = {}
     if has_adapters(model):
-        names = _names(model, tensors, "auto")
+        names = _adapter_names(model, tensors, "auto")
         adapters = {name: gather_to_host(tensors[name]) for name in sorted(names)}
         trained = {bare_name(name) for name, parameter in unwrap(model).named_parameters() if parameter.requires_grad}
         omitted = sorted(trained.intersection(tensors) - names)

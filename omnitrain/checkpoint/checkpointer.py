@@ -155,7 +155,7 @@ class Checkpointer:
         self._writer = Writer(trainer, write_extra_files)
         self._best_saved_step = -1
         """The step of the best evaluation that has a checkpoint."""
-        self._scored = (-1, -1)
+        self._scored_steps = (-1, -1)
         """(evaluation step, checkpoint step) of the latest evaluation whose score is in a checkpoint."""
         self._requested_step = -1
         """The step of the latest checkpoint saved for another reason than being the best."""
@@ -214,7 +214,7 @@ class Checkpointer:
         except CheckpointError as error:
             self._report_failed_save(error)
         else:
-            self._committed(snapshot, path)
+            self._commit(snapshot, path)
 
     def save_now(self) -> Path:
         """Save the current state, and return the folder of the checkpoint.
@@ -229,7 +229,7 @@ class Checkpointer:
         self._lifecycle.begin_save()
         snapshot = self._snapshot()
         snapshot.payload["for_best"] = False
-        path = self._committed(snapshot, self._writer.write(self.store, snapshot))
+        path = self._commit(snapshot, self._writer.write(self.store, snapshot))
         if not self._lifecycle.is_running:
             finish_uploads(self.store, self._trainer.ranks)
         return path
@@ -257,7 +257,7 @@ class Checkpointer:
         """
         if self.store is None:
             return
-        checkpoints = self._trainer.ranks.on_main("the check of `save_dir`", self._list)
+        checkpoints = self._trainer.ranks.on_main("the check of `save_dir`", self._list_checkpoints)
         if checkpoints and not self._trainer.settings.overwrite:
             raise ConfigError(
                 f"`save_dir={str(self._trainer.settings.save_dir)!r}` already holds checkpoints, the newest being "
@@ -265,7 +265,7 @@ class Checkpointer:
                 "replace it, or another `save_dir`."
             )
 
-    def _list(self) -> list[Path]:
+    def _list_checkpoints(self) -> list[Path]:
         assert self.store is not None
         try:
             return self.store.checkpoints()
@@ -350,11 +350,12 @@ class Checkpointer:
         name = f"checkpoint-{step}"
         best = self.has_unsaved_best or (
             # the last step of an epoch is saved again after the epoch ends
-            best_saved == evaluated >= 0 and _step_of(lifecycle.metrics.get("best_checkpoint")) == step
+            best_saved == evaluated >= 0 and _parse_step(lifecycle.metrics.get("best_checkpoint")) == step
         )
         # one checkpoint per evaluation, or the few best would be the same weights under several names
         scored = evaluated, step
-        score = None if evaluated == self._scored[0] and scored != self._scored else lifecycle.objective.latest
+        has_checkpoint = evaluated == self._scored_steps[0] and scored != self._scored_steps
+        score = None if has_checkpoint else lifecycle.objective.latest
         is_final = history is None and not lifecycle.pending_evaluation  # otherwise a resume may save this step again
         history = history or lifecycle.state_dict()
         if best and is_final:
@@ -363,7 +364,7 @@ class Checkpointer:
         self._complete_record()
         payload |= {
             "credited_step": best_saved,
-            "scored": list(scored if score is not None and is_final else self._scored),
+            "scored": list(scored if score is not None and is_final else self._scored_steps),
         }
         rows = (
             self._lines.up_to(history["metrics"]["rows"], lifecycle.metrics)
@@ -372,7 +373,7 @@ class Checkpointer:
         )
         return Snapshot(files, payload, step, score, best, evaluated, rows)
 
-    def _committed(self, snapshot: Snapshot, path: Path) -> Path:
+    def _commit(self, snapshot: Snapshot, path: Path) -> Path:
         if snapshot.best:
             self._lifecycle.metrics["best_checkpoint"] = path.name
             self._best_saved_step = snapshot.evaluated_step
@@ -380,7 +381,7 @@ class Checkpointer:
             logger.warning("%s is complete: saving works again.", path.name)
         self._has_failed = False
         if snapshot.score is not None:
-            self._scored = snapshot.evaluated_step, snapshot.step
+            self._scored_steps = snapshot.evaluated_step, snapshot.step
         self._lifecycle.saved(path)
         return path
 
@@ -428,7 +429,7 @@ class Checkpointer:
                 return
             if path is not None:
                 self._in_flight = None
-                self._committed(save.snapshot, path)
+                self._commit(save.snapshot, path)
 
     # --- loading
 
@@ -520,7 +521,7 @@ class Checkpointer:
         self._requested_step = -1 if content.get("for_best") else content["step"]
         # missing in the first checkpoints of format 1: each of them has the score of the evaluation before it
         evaluated, step = content.get("scored") or (content["evaluated_step"], content["step"])
-        self._scored = evaluated, step
+        self._scored_steps = evaluated, step
 
     def restore_random_numbers(self, folder: Path, content: Mapping[str, Any]) -> None:
         """Restore the random number generators of training from a checkpoint."""
@@ -622,16 +623,16 @@ class Checkpointer:
             group |= options
 
     @property
-    def loads_best(self) -> bool:
+    def should_load_best(self) -> bool:
         """Whether the model gets the best weights at the end of the run."""
         choice = self._trainer.settings.load_best_at_end
         return self._lifecycle.evaluates and choice is not False
 
     def keep_best(self) -> None:
         """Copy the weights of the best evaluation to the host, if the run has no `save_dir`."""
-        if self.store is None and self.loads_best and self._lifecycle.is_closing:
+        if self.store is None and self.should_load_best and self._lifecycle.is_closing:
             self._closing_progress = Progress.from_state(self._lifecycle.progress.state_dict())
-        elif self.store is None and self.loads_best:
+        elif self.store is None and self.should_load_best:
             self._trainer.backend.snapshot_weights(self._best, self.eval_weights.model_tensors())
             self._best_extra = state_dicts.extra_state(self._trainer.backend.model)
             self._best_progress = Progress.from_state(self._lifecycle.progress.state_dict())
@@ -665,12 +666,12 @@ class Checkpointer:
         roots += [] if self.resumed is None else [self.resumed[0].parent]
         candidates = [*(root / name for root in roots), *(root / "best" for root in roots)]
 
-        def find_candidate() -> Path | None:
+        def find_best() -> Path | None:
             if self.store is not None and not any(os.path.lexists(root / name) for root in roots):
                 self.store.bring(name)
             return next((path for path in candidates if os.path.lexists(path)), None)
 
-        candidate = ranks.on_main("the search for the best checkpoint", find_candidate)
+        candidate = ranks.on_main("the search for the best checkpoint", find_best)
         if candidate is None:
             logger.warning("The best checkpoint, %r, is gone: the model keeps the weights of the last step.", name)
             return
@@ -721,6 +722,6 @@ def check_allowed(names: Collection[str]) -> None:
         raise ConfigError(f"`allow_change` has no setting {unknown[0]!r}, only {', '.join(known)}.")
 
 
-def _step_of(name: str | None) -> int:
+def _parse_step(name: str | None) -> int:
     """Return the step in the name of a checkpoint's folder; -1 for None."""
     return -1 if name is None else int(name.rpartition("-")[2])

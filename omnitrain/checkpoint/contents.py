@@ -28,11 +28,11 @@ from omnitrain.arguments import Settings
 from omnitrain.backends.backend import Backend
 from omnitrain.checkpoint import state_dicts
 from omnitrain.checkpoint.eval_weights import EvalWeights
-from omnitrain.checkpoint.fingerprints import Difference, Identity, content_of
+from omnitrain.checkpoint.fingerprints import Difference, RunFingerprints, content_digest
 from omnitrain.checkpoint.frozen_weights import FROZEN, FrozenWeights
 from omnitrain.checkpoint.manifest_schema import validate
-from omnitrain.checkpoint.param_group_changes import check_schedule, has_other_groups, regrouped
-from omnitrain.checkpoint.run_record import StartRecord, device_of, host
+from omnitrain.checkpoint.param_group_changes import check_schedule, has_other_groups, regroup_state
+from omnitrain.checkpoint.run_record import StartRecord, device_name, host
 from omnitrain.checkpoint.safetensors_header import read_header
 from omnitrain.checkpoint.setting_changes import GROUPING, InitialOptions, changed_settings
 from omnitrain.checkpoint.sharded_files import files_of, part_of
@@ -222,7 +222,7 @@ class Contents:
         self._eval_weights = eval_weights
         self._identity: dict[str, Any] | None = None
         self.record: StartRecord | None = None
-        self._catalogued: tuple[tuple[str, str], dict[str, Catalogue]] = ("", ""), {}
+        self._catalogues: tuple[tuple[str, str], dict[str, Catalogue]] = ("", ""), {}
         """The tensors in the files of the checkpoint that was opened last."""
         self._frozen = FrozenWeights(trainer)
 
@@ -233,13 +233,13 @@ class Contents:
             resumed: The checkpoint from which the run was resumed.
         """
         ranks, device = self._trainer.ranks, self._trainer.device
-        gathered = ranks.gather_on_main("the hosts of a run", [(host(), device_of(device))])
+        gathered = ranks.gather_on_main("the hosts of a run", [(host(), device_name(device))])
         if ranks.is_main:
             processes = [process for (process,) in gathered]
             self.close_record()
             position = {"step": self._lifecycle.progress.step, "resumed_from": resumed}
             self.record = StartRecord(device, processes, position)
-        compute = Identity(self._trainer.settings, self._sets, self._trainer.backend.model).to_dict
+        compute = RunFingerprints(self._trainer.settings, self._sets, self._trainer.backend.model).to_dict
         with ranks.in_phase("data"), untouched(data_parts(self._trainer.settings)):
             self._identity = ranks.on_main("the fingerprints of data and code", compute)
 
@@ -259,8 +259,7 @@ class Contents:
         settings = {key: value for key, value in self._trainer.resolved_config().items() if key != "save_dir"}
         data = {
             name: {
-                key: None if fingerprint is None else {"size": fingerprint["size"], "digest": content_of(fingerprint)}
-                for key, fingerprint in sets.items()
+                key: entry and {"size": entry["size"], "digest": content_digest(entry)} for key, entry in sets.items()
             }
             for name, sets in self._identity["data"].items()
         }
@@ -272,7 +271,7 @@ class Contents:
         saved = content.get("identity")
         if saved is None:
             return []
-        identity = Identity(self._trainer.settings, self._sets, self._trainer.backend.model)
+        identity = RunFingerprints(self._trainer.settings, self._sets, self._trainer.backend.model)
         with self._trainer.ranks.in_phase("data"), untouched(data_parts(self._trainer.settings)):
             return self._trainer.ranks.on_main("the check of data and code", lambda: identity.differences(saved))
 
@@ -291,7 +290,7 @@ class Contents:
         history = history or self._lifecycle.state_dict()
         tensors, states = self.capture_states(history["callbacks"])
         if not payload["only_model"]:
-            states["stream"] = self._stream_mark(tensors)
+            states["stream"] = self._capture_stream(tensors)
         if tensors and not payload["only_model"]:
             files[STATES] = tensors
         payload |= self._capture_history(history) | states
@@ -368,10 +367,10 @@ class Contents:
         for name in [state_dicts.WEIGHTS, *optimizers, *generators]:
             if not files_of(folder, files, part_of(name)):
                 raise CheckpointError(f"{where} is incomplete: {name!r} is not among its files.")
-        weights = self._tensors_of(folder, content, state_dicts.WEIGHTS)
+        weights = self._open_tensors(folder, content, state_dicts.WEIGHTS)
         if only_model:
             return
-        states = self._tensors_of(folder, content, STATES) if files_of(folder, files, part_of(STATES)) else {}
+        states = self._open_tensors(folder, content, STATES) if files_of(folder, files, part_of(STATES)) else {}
         parts = content.get("parts")
         state_dicts.check_references(
             [content["callbacks"], content["algorithms"], content.get("stream"), parts], states, where
@@ -384,28 +383,26 @@ class Contents:
             return
         try:
             backend.check_weights(weights, where, _excluded_weights(content))
-            self._check_names(folder, content)
+            self._check_optimizer_names(folder, content)
             backend.check_groups(content["optimizer"], where)
         except CheckpointError:
             return  # from another model, so `restore` will reject it
-        backend.check_optimizer(self._tensors_of(folder, content, OPTIMIZER), content["optimizer"], where)
+        backend.check_optimizer(self._open_tensors(folder, content, OPTIMIZER), content["optimizer"], where)
         for name, saved in _other_optimizers(content).items():
-            self._check_other(folder, content, name, saved)
+            self._check_named_optimizer(folder, content, name, saved)
         saved = {OPTIMIZER: content["optimizer"]}
         saved |= {optimizer_file(name): state for name, state in _other_optimizers(content).items()}
         for file, state in saved.items():
-            state_dicts.check_numbers(self._tensors_of(folder, content, file), state, repr(str(folder / file)))
+            state_dicts.check_numbers(self._open_tensors(folder, content, file), state, repr(str(folder / file)))
 
     def _check_stream(self, content: Mapping[str, Any], where: str) -> None:
         """Reject the position of a stream if a dataset of the same kind cannot be restored to it."""
-        loader, mark = self._sets.train, content.get("stream")
+        loader, position = self._sets.train, content.get("stream")
         saved, current = content["settings"], self._trainer.resolved_config()
-        if (
-            mark is not None
-            and isinstance(loader, StreamLoader)
-            and saved.get("train_dataset") == current["train_dataset"]
-        ):
-            check_state(loader.dataset, state_dicts.from_json(mark["state"]), where)
+        if position is None or saved.get("train_dataset") != current["train_dataset"]:
+            return
+        if isinstance(loader, StreamLoader):
+            check_state(loader.dataset, state_dicts.from_json(position["state"]), where)
 
     def restore(self, folder: Path, content: Mapping[str, Any], changed: Collection[str] = ()) -> None:
         """Restore a checkpoint, except for its random numbers; if it is rejected, the run is unchanged.
@@ -431,7 +428,7 @@ class Contents:
         if FROZEN not in changed:
             self._frozen.check(_excluded_weights(content), repr(str(folder)))
         has_states = bool(files_of(folder, content["files"], part_of(STATES)))
-        states = self._tensors_of(folder, content, STATES, self._trainer.ranks) if has_states else {}
+        states = self._open_tensors(folder, content, STATES, self._trainer.ranks) if has_states else {}
         fresh = self._fresh_schedule()
         with contextlib.ExitStack() as undo:
             # first the states that only the objects' own code can check
@@ -452,18 +449,18 @@ class Contents:
     def _check_fit(self, folder: Path, content: Mapping[str, Any], changed: Collection[str]) -> None:
         """Reject a checkpoint that does not fit this run."""
         where, trainer = repr(str(folder)), self._trainer
-        weights = self._tensors_of(folder, content, state_dicts.WEIGHTS)
+        weights = self._open_tensors(folder, content, state_dicts.WEIGHTS)
         trainer.backend.check_weights(weights, where, _excluded_weights(content))
         if files_of(folder, content["files"], part_of(TRAINED)):
-            trained = self._tensors_of(folder, content, TRAINED)
+            trained = self._open_tensors(folder, content, TRAINED)
             trainer.backend.check_weights(
                 trained, repr(str(folder / TRAINED)), _remaining_weights(weights, trained, content)
             )
         if "optimizer" not in changed:
-            self._check_names(folder, content)
+            self._check_optimizer_names(folder, content)
             trainer.backend.check_optimizer(*self._saved_optimizer(folder, content, changed, Ranks()), where)
             for name, saved in _other_optimizers(content).items():
-                self._check_other(folder, content, name, saved)
+                self._check_named_optimizer(folder, content, name, saved)
         if trainer.lr_scheduler is not None and "lr_scheduler" not in changed:
             saved, present = state_dicts.from_json(content["scheduler"]), trainer.lr_scheduler.state_dict()
             clobbered = sorted(key for key in saved.keys() - present.keys() if hasattr(trainer.lr_scheduler, str(key)))
@@ -498,7 +495,7 @@ class Contents:
     def _resets_best(changed: Collection[str]) -> bool:
         return not {"optimization_metric", "optimization_direction"}.isdisjoint(changed)
 
-    def _tensors_of(
+    def _open_tensors(
         self, folder: Path, content: Mapping[str, Any], file: str, ranks: Ranks | None = None
     ) -> TensorFile:
         """Return the tensors of a file of a checkpoint, which may be sharded.
@@ -506,9 +503,9 @@ class Contents:
         The main rank reads the headers of all files only once for each checkpoint.
         """
         checkpoint = str(folder), content["sha256"]
-        if self._catalogued[0] != checkpoint:
-            self._catalogued = checkpoint, {}
-        known = self._catalogued[1]
+        if self._catalogues[0] != checkpoint:
+            self._catalogues = checkpoint, {}
+        known = self._catalogues[1]
         tensors = TensorFile(files_of(folder, content["files"], part_of(file)), ranks, known.get(file))
         known[file] = tensors.catalogue
         return tensors
@@ -528,7 +525,7 @@ class Contents:
 
     def restore_weights(self, folder: Path, content: Mapping[str, Any]) -> None:
         """Copy only the weights of a checkpoint into the model; frozen weights that it excludes are unchanged."""
-        tensors = self._tensors_of(folder, content, state_dicts.WEIGHTS, self._trainer.ranks)
+        tensors = self._open_tensors(folder, content, state_dicts.WEIGHTS, self._trainer.ranks)
         self._trainer.backend.load_weights(
             tensors, repr(str(folder)), content["extra_state"], _excluded_weights(content)
         )
@@ -539,7 +536,7 @@ class Contents:
         if not files_of(folder, content["files"], part_of(TRAINED)):
             return
         weights, trained = (
-            self._tensors_of(folder, content, file, self._trainer.ranks) for file in (state_dicts.WEIGHTS, TRAINED)
+            self._open_tensors(folder, content, file, self._trainer.ranks) for file in (state_dicts.WEIGHTS, TRAINED)
         )
         if "algorithms" not in changed:
             self._eval_weights.restore(trained)
@@ -568,7 +565,7 @@ class Contents:
         tensors, rest = self._saved_optimizer(folder, content, changed, self._trainer.ranks)
         backend.load_optimizer(tensors, rest, repr(str(folder)))
         for name, saved in _other_optimizers(content).items():
-            tensors = self._tensors_of(folder, content, optimizer_file(name), self._trainer.ranks)
+            tensors = self._open_tensors(folder, content, optimizer_file(name), self._trainer.ranks)
             state_dicts.restore_optimizer(backend.optimizers[name], backend.model, tensors, saved, repr(str(folder)))
         if has_other_groups(changed, content["optimizer"], backend.groups):
             for group, new in zip(backend.groups, fresh, strict=True):
@@ -586,16 +583,16 @@ class Contents:
     def _saved_optimizer(
         self, folder: Path, content: Mapping[str, Any], changed: Collection[str], ranks: Ranks
     ) -> tuple[Mapping[str, Any], Any]:
-        """Return the saved optimizer state, tensors and rest, regrouped if the groups were allowed to change."""
-        tensors, saved = self._tensors_of(folder, content, OPTIMIZER, ranks), content["optimizer"]
+        """Return the saved optimizer state, tensors and rest, regroup_state if the groups were allowed to change."""
+        tensors, saved = self._open_tensors(folder, content, OPTIMIZER, ranks), content["optimizer"]
         if GROUPING.isdisjoint(changed):
             return tensors, saved
         backend = self._trainer.backend
         groups = list(zip(backend.names_by_group(), backend.groups, strict=True))
-        saved, selected = regrouped(saved, tensors, groups, repr(str(folder)))
+        saved, selected = regroup_state(saved, tensors, groups, repr(str(folder)))
         return selected, saved
 
-    def _check_names(self, folder: Path, content: Mapping[str, Any]) -> None:
+    def _check_optimizer_names(self, folder: Path, content: Mapping[str, Any]) -> None:
         """Reject a checkpoint of other optimizers than those of this run."""
         saved, backend = content.get("optimizers", {}), self._trainer.backend
         expected = {name: entry is None for name, entry in saved.items()}
@@ -607,9 +604,9 @@ class Contents:
                 "Give it the same names, in the same order."
             )
 
-    def _check_other(self, folder: Path, content: Mapping[str, Any], name: str, saved: Any) -> None:
+    def _check_named_optimizer(self, folder: Path, content: Mapping[str, Any], name: str, saved: Any) -> None:
         """Reject the saved state of one of several optimizers if it does not fit the optimizer."""
-        backend, tensors = self._trainer.backend, self._tensors_of(folder, content, optimizer_file(name))
+        backend, tensors = self._trainer.backend, self._open_tensors(folder, content, optimizer_file(name))
         state_dicts.check_optimizer(backend.optimizers[name], backend.model, tensors, saved, repr(str(folder)))
 
     # --- the schedule
@@ -625,7 +622,7 @@ class Contents:
         return dict(vars(scheduler)) if parts else {}, [getattr(part, "base_lrs", None) for part in parts]
 
     def _restore_schedule(
-        self, content: Mapping[str, Any], changed: Collection[str], fresh: dict[str, Any], fresh_rates: list[Any]
+        self, content: Mapping[str, Any], changed: Collection[str], fresh: dict[str, Any], initial_rates: list[Any]
     ) -> None:
         """Apply the changed settings to a restored schedule; a named one continues at the same step of the new one.
 
@@ -633,7 +630,7 @@ class Contents:
             content: The checkpoint's omnitrain.json.
             changed: Settings that were allowed to change.
             fresh: The state of the schedule before it was restored.
-            fresh_rates: The initial rates of it and its parts.
+            initial_rates: The initial rates of it and its parts.
         """
         scheduler = self._trainer.lr_scheduler
         if scheduler is None:
@@ -646,29 +643,29 @@ class Contents:
             previous, current = content["settings"]["lr_scheduler_options"] or {}, self._initial.schedule or {}
             vars(scheduler).update({key: fresh[key] for key in current if current[key] != previous.get(key)})
         has_new_rates = not {"learning_rate", "optimizer_groups", *GROUPING}.isdisjoint(changed)
-        for part, rates in zip(parts, fresh_rates, strict=True):
+        for part, rates in zip(parts, initial_rates, strict=True):
             if rates is not None:
                 part.base_lrs = rates if has_new_rates else state_dicts.like(part.base_lrs, rates)
         previous, current = content["settings"], self._trainer.resolved_config()
-        spans = [_span(settings) for settings in (previous, current)]
+        lengths = [_format_length(settings) for settings in (previous, current)]
         is_other = not {"lr_scheduler", "lr_scheduler_kwargs", "warmup_steps"}.isdisjoint(changed) or (
             has_new_rates and isinstance(scheduler, ScheduleLR)  # `min_lr` stays
         )
         is_counted = not callable(self._trainer.settings.lr_scheduler)  # else it has its own count
-        if isinstance(scheduler, LambdaLR) and (spans[0] != spans[1] or is_other):
+        if isinstance(scheduler, LambdaLR) and (lengths[0] != lengths[1] or is_other):
             if is_counted:
                 scheduler.last_epoch = content["progress"][self._trainer.scheduler_interval]
                 scheduler._step_count = scheduler.last_epoch + 1
             if is_counted or "lr_scheduler" not in changed:
-                self._move_schedule(scheduler, Progress.from_state(content["progress"]), spans)
+                self._update_rates(scheduler, Progress.from_state(content["progress"]), lengths)
 
-    def _move_schedule(self, scheduler: LambdaLR, progress: Progress, spans: list[str]) -> None:
+    def _update_rates(self, scheduler: LambdaLR, progress: Progress, lengths: list[str]) -> None:
         """Set the rates of a schedule that has changed, and log how they change.
 
         Args:
             scheduler: The schedule, whose rates are a function only of the steps or the progress.
             progress: The position of the run.
-            spans: The length of the saved and of the present run.
+            lengths: The length of the saved and of the present run.
         """
         groups = self._trainer.backend.optimizer.param_groups
         if isinstance(scheduler, ScheduleLR) and scheduler.follows:
@@ -677,14 +674,14 @@ class Contents:
         for group, rate, factor in zip(groups, scheduler.base_lrs, scheduler.lr_lambdas, strict=True):
             group["lr"] = state_dicts.like(float(rate) * factor(scheduler.last_epoch), group["lr"])
         after = [float(group["lr"]) for group in groups]
-        if all(math.isclose(one, other, rel_tol=1e-9) for one, other in zip(before, after, strict=True)):
+        if all(math.isclose(old, new, rel_tol=1e-9) for old, new in zip(before, after, strict=True)):
             return
         first = next(number for number, pair in enumerate(zip(before, after, strict=True)) if pair[0] != pair[1])
-        why = "its settings are others" if spans[0] == spans[1] else f"the schedule spans {spans[1]} now"
+        why = "its settings are others" if lengths[0] == lengths[1] else f"the schedule lengths {lengths[1]} now"
         logger.warning(
             "The learning rate at step %d%s goes from %.6g to %.6g, since %s (before: %s).",
             progress.step, f", of group {first} of the optimizer," if first else "", before[first], after[first], why,
-            spans[0],
+            lengths[0],
         )  # fmt: skip
 
     # --- the loss scaler
@@ -731,13 +728,13 @@ class Contents:
         saved = content["rng"] if isinstance(content["rng"], list) else [content["rng"]]  # old checkpoints: one entry
         if RNG not in content["files"]:
             return [(load_tensors(folder / _rng_file(rank)), rest) for rank, rest in enumerate(saved)]
-        of_ranks: list[dict[str, torch.Tensor]] = [{} for _ in saved]
+        by_rank: list[dict[str, torch.Tensor]] = [{} for _ in saved]
         read_header(folder / RNG)  # which says what is wrong with a damaged file
         for name, tensor in safetensors.torch.load((folder / RNG).read_bytes()).items():  # opened once for all ranks
             rank, _, generator = name.partition("/")
             if rank.isdecimal() and int(rank) < len(saved):
-                of_ranks[int(rank)][generator] = tensor
-        return list(zip(of_ranks, saved, strict=True))
+                by_rank[int(rank)][generator] = tensor
+        return list(zip(by_rank, saved, strict=True))
 
     # --- progress, history, best, callbacks, losses
 
@@ -889,31 +886,34 @@ class Contents:
             loader.fetch.drawn = [GENERATORS[index] for index in content["drawn"]]
             loader.sampler.is_keyed = content.get("order") == "keyed"  # earlier versions drew a full permutation
         elif loader is not None:
-            mark = state_dicts.from_json(content.get("stream"), tensors)  # missing in the first checkpoints of format 1
+            # missing in the first checkpoints of format 1
+            position = state_dicts.from_json(content.get("stream"), tensors)
             saved, current = content["settings"], self._trainer.resolved_config()
             if any(saved.get(name) != current[name] for name in ("train_dataset", "train_loader")):
-                mark = None
-            if mark is not None and loader.is_split:
-                mark["state"] = loader.part_of(mark["state"])
-                mark = None if mark["state"] is None else mark
-            loader.start_from(None if mark is None else Mark(**mark))
+                position = None
+            if position is not None and loader.is_split:
+                position["state"] = loader.part_of(position["state"])
+                position = None if position["state"] is None else position
+            loader.start_from(None if position is None else Mark(**position))
 
-    def _stream_mark(self, tensors: dict[str, torch.Tensor]) -> Any:
+    def _capture_stream(self, tensors: dict[str, torch.Tensor]) -> Any:
         """Return the position of data that have states, as JSON types; None for data without states.
 
         Args:
             tensors: Filled with the tensors in the state.
         """
         loader, progress, ranks = self._sets.train, self._lifecycle.progress, self._trainer.ranks
-        mark = None
-        if loader is not None:
-            mark = loader.mark_at(progress.epoch, progress.samples_in_epoch, progress.batches_in_epoch)
-        if loader is not None and loader.is_split:
-            gathered = ranks.gather_on_main("the states of the training data", [None if mark is None else mark.state])
-            states = list(ranks.one_per_share([state for (state,) in gathered]))  # on the main rank, which writes them
-            mark = None if mark is None or None in states or not states else mark._replace(state=loader.joined(states))
+        if loader is None:
+            return None
+        position = loader.mark_at(progress.epoch, progress.samples_in_epoch, progress.batches_in_epoch)
+        if loader.is_split:
+            state = None if position is None else position.state
+            gathered = ranks.gather_on_main("the states of the training data", [state])
+            states = list(ranks.one_per_share([state for (state,) in gathered]))  # empty except on the main rank
+            is_complete = states and None not in states
+            position = position._replace(state=loader.joined(states)) if position is not None and is_complete else None
         try:
-            return None if mark is None else state_dicts.to_json(mark._asdict(), _STREAM, tensors)
+            return None if position is None else state_dicts.to_json(position._asdict(), _STREAM, tensors)
         except CheckpointError as error:
             logger.warning("A resumed run will read the epoch again from its beginning: %s", error)
             return None
@@ -929,7 +929,7 @@ def group_options(groups: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
     return [{key: copy.deepcopy(value) for key, value in group.items() if key != "params"} for group in groups]
 
 
-def _span(settings: Mapping[str, Any]) -> str:
+def _format_length(settings: Mapping[str, Any]) -> str:
     """Return the length of a run as text: in steps, if their number is known."""
     if settings["total_steps"] is not None:
         return f"{settings['total_steps']} steps"
@@ -941,13 +941,13 @@ def _is_same_state(first: tuple[Any, dict[str, torch.Tensor]], second: tuple[Any
     """Return whether two ranks have the same states: JSON types, and tensors in the same order."""
     if len(first[1]) != len(second[1]) or not all(map(torch.equal, first[1].values(), second[1].values())):
         return False
-    return _without_names(first[0]) == _without_names(second[0])
+    return _strip_tensor_names(first[0]) == _strip_tensor_names(second[0])
 
 
-def _without_names(value: Any) -> Any:
+def _strip_tensor_names(value: Any) -> Any:
     if isinstance(value, dict):
-        return {key: None if key == "__tensor__" else _without_names(entry) for key, entry in value.items()}
-    return [_without_names(entry) for entry in value] if isinstance(value, list) else value
+        return {key: None if key == "__tensor__" else _strip_tensor_names(entry) for key, entry in value.items()}
+    return [_strip_tensor_names(entry) for entry in value] if isinstance(value, list) else value
 
 
 def _excluded_weights(content: Mapping[str, Any]) -> dict[str, str]:

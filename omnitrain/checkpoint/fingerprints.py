@@ -51,10 +51,10 @@ _INSTALLED = tuple({sysconfig.get_path(name) for name in ("stdlib", "platstdlib"
 # --- data
 
 
-def content_of(value: Any) -> str | None:
+def content_digest(value: Any) -> str | None:
     """Return a digest of tensors, arrays, text, numbers, and lists and dicts of these; None for anything else.
 
-    >>> content_of({"x": [1, 2.5], "y": "a"}) == content_of({"y": "a", "x": [1, 2.5]}), content_of(object())
+    >>> content_digest({"x": [1, 2.5], "y": "a"}) == content_digest({"y": "a", "x": [1, 2.5]}), content_digest(object())
     (True, None)
     """
     hasher = hashlib.blake2b(digest_size=8)
@@ -96,7 +96,7 @@ def _named_parts(sample: Any) -> dict[str, Any]:
 
 def _part_digests(sample: Any) -> dict[str, str]:
     """Return the digest of each part of a sample that has one."""
-    digests = {name: content_of(value) for name, value in _named_parts(sample).items()}
+    digests = {name: content_digest(value) for name, value in _named_parts(sample).items()}
     return {name: digest for name, digest in digests.items() if digest is not None}
 
 
@@ -152,7 +152,7 @@ def _read_samples(
     return {index: parts for index, parts in samples.items() if parts}
 
 
-def _map_style(loader: Any) -> tuple[Any, bool]:
+def _map_style_dataset(loader: Any) -> tuple[Any, bool]:
     """Return the map-style dataset of a loader, or None, and whether worker processes read it."""
     if isinstance(loader, MapLoader):
         return loader.dataset, loader.has_workers
@@ -162,7 +162,7 @@ def _map_style(loader: Any) -> tuple[Any, bool]:
     return None, False
 
 
-def data_of(loader: Any, indices: Iterable[int] | None = None) -> dict[str, Any] | None:
+def data_fingerprint(loader: Any, indices: Iterable[int] | None = None) -> dict[str, Any] | None:
     """Return the size of a loader's dataset, and digests of some samples by index; None for data without indices.
 
     Reading draws none of the run's random numbers. If the loader has workers, a worker process reads, so files that the
@@ -174,7 +174,7 @@ def data_of(loader: Any, indices: Iterable[int] | None = None) -> dict[str, Any]
     """
     if isinstance(loader, GivenLoader) and not loader.reads_all:
         return None
-    dataset, has_workers = _map_style(loader)
+    dataset, has_workers = _map_style_dataset(loader)
     if dataset is None:
         return None
     samples = _read_samples(dataset, _SAMPLES if indices is None else indices, has_workers, _part_digests)
@@ -200,7 +200,7 @@ def check_same_data(ranks: Ranks, loaders: Iterable[Any]) -> None:
     samples = {}
     with ranks.in_phase("data"):
         for loader in loaders:
-            dataset, has_workers = _map_style(loader)
+            dataset, has_workers = _map_style_dataset(loader)
             if dataset is not None:
                 samples[loader.name] = _read_samples(dataset, _COMPARED, has_workers, _summarize_sample)
         difference = ranks.combine("some samples of the data", samples, _differing_sample)
@@ -215,10 +215,10 @@ def check_same_data(ranks: Ranks, loaders: Iterable[Any]) -> None:
         loader.is_compared = True
 
 
-def _differing_sample(of_ranks: Sequence[Mapping[str, Mapping[str, Any]]]) -> tuple[str, str] | None:
+def _differing_sample(by_rank: Sequence[Mapping[str, Mapping[str, Any]]]) -> tuple[str, str] | None:
     """Return the set and the index of a sample that differs between ranks, or None."""
     reference: dict[tuple[str, str], Any] = {}
-    for sets in of_ranks:
+    for sets in by_rank:
         for name, samples in sets.items():
             for index, parts in samples.items():
                 if not _is_alike(reference.setdefault((name, index), parts), parts):
@@ -243,7 +243,7 @@ def _summarize_sample(sample: Any) -> dict[str, tuple[str, list[float]]]:
     outlines = {}
     for name, value in _named_parts(sample).items():
         means: list[float] = []
-        digest = content_of(_replace_floats(value, means))
+        digest = content_digest(_replace_floats(value, means))
         if digest is not None:
             outlines[name] = digest, means
     return outlines
@@ -270,7 +270,7 @@ def _replace_floats(value: Any, means: list[float]) -> Any:
 
 def _changed_data(saved: Mapping[str, Any], loader: Any) -> str:
     """Return the difference of a loader's data as text; empty if none is found."""
-    current = data_of(loader, map(int, saved["samples"]))
+    current = data_fingerprint(loader, map(int, saved["samples"]))
     if current is None:
         return ""
     if current["size"] != saved["size"]:
@@ -295,13 +295,13 @@ def _changed_data(saved: Mapping[str, Any], loader: Any) -> str:
 # --- code
 
 
-def code_of(value: Any) -> str | None:
+def code_digest(value: Any) -> str | None:
     """Return a digest of the code of a function or of an object's class, and of the object's attributes.
 
     Comments, docstrings and formatting do not count. Of installed code, such as PyTorch's losses, the name and the
     options count; of a model, its `forward` and those of its submodules. None if nothing can be compared.
 
-    >>> code_of(nn.CrossEntropyLoss(label_smoothing=0.1)) == code_of(nn.CrossEntropyLoss())
+    >>> code_digest(nn.CrossEntropyLoss(label_smoothing=0.1)) == code_digest(nn.CrossEntropyLoss())
     False
     """
     if value is None:
@@ -312,54 +312,54 @@ def code_of(value: Any) -> str | None:
 
 def _code_parts(value: Any) -> list[str]:
     if isinstance(value, functools.partial):
-        options = [content_of(argument) or "" for argument in (list(value.args), value.keywords)]
+        options = [content_digest(argument) or "" for argument in (list(value.args), value.keywords)]
         return [*_code_parts(value.func), *options]
     if inspect.ismethod(value):
         return [value.__func__.__qualname__, *_code_parts(value.__self__)]
     if isinstance(value, FunctionType):
-        return [_source(value), *_closure_parts(value)]
+        return [_normalized_source(value), *_closure_parts(value)]
     if not hasattr(value, "__dict__") or isinstance(value, type):
-        return [_name_of(value)]  # a built-in, or a class
+        return [_qualified_name(value)]  # a built-in, or a class
     if isinstance(value, WeightedLosses):
         inner = [part for loss in value.losses.values() for part in _code_parts(loss)]
-        return [_name_of(value), content_of(value.weights) or "", *inner]
+        return [_qualified_name(value), content_digest(value.weights) or "", *inner]
     options = {}
     if isinstance(value, nn.Module):
         options = {name: getattr(value, name, None) for name in getattr(value, "__constants__", ())}
         options |= {name: buffer for name, buffer in value._buffers.items() if buffer is not None}
     elif dataclasses.is_dataclass(value):
         options = {field.name: getattr(value, field.name, None) for field in dataclasses.fields(value)}
-    option_digests = [f"{name}={content_of(option)}" for name, option in sorted(options.items()) if content_of(option)]
-    return [_source(type(value)), *option_digests]
+    digests = {name: content_digest(option) for name, option in sorted(options.items())}
+    return [_normalized_source(type(value)), *(f"{name}={digest}" for name, digest in digests.items() if digest)]
 
 
 def _closure_parts(function: FunctionType) -> list[str]:
     """Return the closure and the defaults of a function, as far as training does not change them."""
-    closure = [cell.cell_contents for cell in function.__closure__ or () if _is_filled(cell)]
+    closure = [cell.cell_contents for cell in function.__closure__ or () if _has_contents(cell)]
     constants = [v for v in (*closure, *(function.__defaults__ or ())) if isinstance(v, (str, int, float, tuple))]
     tensors = [v for v in closure if isinstance(v, torch.Tensor) and not v.requires_grad]
     functions = [part for v in closure if isinstance(v, FunctionType) for part in _code_parts(v)]
-    return [*(content_of(v) or "" for v in (*constants, *tensors)), *functions]
+    return [*(content_digest(v) or "" for v in (*constants, *tensors)), *functions]
 
 
-def _is_filled(cell: Any) -> bool:
+def _has_contents(cell: Any) -> bool:
     try:
         return cell.cell_contents is not cell
     except ValueError:
         return False
 
 
-def _name_of(value: Any) -> str:
+def _qualified_name(value: Any) -> str:
     cls: Any = value if hasattr(value, "__qualname__") else type(value)
     return f"{cls.__module__}.{cls.__qualname__}"
 
 
-def _source(value: Any) -> str:
+def _normalized_source(value: Any) -> str:
     """Return the code of the user's function or class in a normal form; of installed code its name."""
     module = sys.modules.get(value.__module__)
     file = getattr(module, "__file__", None) or ""
     if file.startswith(_INSTALLED) or value.__module__.partition(".")[0] in ("builtins", "omnitrain"):
-        return _name_of(value)
+        return _qualified_name(value)
     if getattr(value, "__name__", "") != "<lambda>":  # the source of a lambda is the full statement around it
         try:
             tree = ast.parse(textwrap.dedent(inspect.getsource(value)))
@@ -368,19 +368,19 @@ def _source(value: Any) -> str:
         else:
             return ast.dump(_DocstringRemover().visit(tree))
     code = getattr(value, "__code__", None)
-    return _name_of(value) if code is None else _normalized_bytecode(code)
+    return _qualified_name(value) if code is None else _normalized_bytecode(code)
 
 
 def _normalized_bytecode(code: Any) -> str:
     """Return bytecode and the names in it, in a form without addresses."""
     constants = [
-        _normalized_bytecode(constant) if hasattr(constant, "co_code") else _constant(constant)
+        _normalized_bytecode(constant) if hasattr(constant, "co_code") else _stable_repr(constant)
         for constant in code.co_consts
     ]
     return f"{code.co_code.hex()}{constants}{code.co_names}{code.co_varnames}"
 
 
-def _constant(value: Any) -> str:
+def _stable_repr(value: Any) -> str:
     return str(sorted(map(repr, value))) if isinstance(value, frozenset) else repr(value)
 
 
@@ -397,7 +397,7 @@ class _DocstringRemover(ast.NodeTransformer):
 
 def _model_code(model: nn.Module) -> str | None:
     kinds: set[Any] = {type(module).forward for module in unwrap(model).modules()}
-    sources = sorted({_source(forward) for forward in kinds if isinstance(forward, FunctionType)})
+    sources = sorted({_normalized_source(forward) for forward in kinds if isinstance(forward, FunctionType)})
     return hashlib.blake2b("\n".join(sources).encode(), digest_size=8).hexdigest()
 
 
@@ -421,7 +421,7 @@ class Difference(NamedTuple):
         return "data" if self.name.endswith("_dataset") else "code"
 
 
-class Identity:
+class RunFingerprints:
     """The data and code of a run, as digests.
 
     Args:
@@ -437,7 +437,10 @@ class Identity:
 
     def to_dict(self) -> dict[str, Any]:
         """Return the digests as JSON types."""
-        data = {name: {key: data_of(loader) for key, loader in sets.items()} for name, sets in self._loaders().items()}
+        data = {
+            name: {key: data_fingerprint(loader) for key, loader in sets.items()}
+            for name, sets in self._loaders().items()
+        }
         return {"python": _PYTHON, "data": data, "code": self._code()}
 
     def differences(self, saved: Mapping[str, Any]) -> list[Difference]:
@@ -471,11 +474,11 @@ class Identity:
         """Return digests by argument, and then by name if there can be several."""
         settings = self._settings
         names = ("loss_fn", "unit", "data_collator", "preprocess_logits_for_metrics")
-        single = {name: code_of(getattr(settings, name)) for name in names}
+        single = {name: code_digest(getattr(settings, name)) for name in names}
         single["model"] = _model_code(self._model)
         digests = {name: {"": digest} for name, digest in single.items() if digest}
         metrics = settings.compute_metrics
         metrics = list(metrics) if isinstance(metrics, (list, tuple)) else [metrics]
         functions = [function for function in metrics if function is not None and not isinstance(function, str)]
-        by_metric = {_name_of(function): code_of(function) for function in functions}
+        by_metric = {_qualified_name(function): code_digest(function) for function in functions}
         return {**digests, "compute_metrics": {name: digest for name, digest in by_metric.items() if digest}}

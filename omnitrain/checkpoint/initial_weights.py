@@ -39,8 +39,8 @@ from omnitrain.distributed.ranks import Ranks
 logger: logging.Logger = logging.getLogger("omnitrain")
 
 _INDEX = ".index.json"
-_PICKLED = (".bin", ".pt", ".pth", ".ckpt")
-_IN_FOLDERS = (WEIGHTS, WEIGHTS + _INDEX, "pytorch_model.bin", "pytorch_model.bin" + _INDEX)
+_PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt")
+_WEIGHT_FILES = (WEIGHTS, WEIGHTS + _INDEX, "pytorch_model.bin", "pytorch_model.bin" + _INDEX)
 """Files with the weights of a folder; the first that exists is used."""
 
 
@@ -155,7 +155,7 @@ def _load(
     missing += [name for name in state_names if name not in loaded and name not in ignored]
     unexpected = [name for name in tensors if name in present and name not in targets]
     unexpected += [name for name in states if name not in loaded and name not in ignored]
-    dtypes = {name: _spec_of(tensors, file_name)[1] for name, file_name in file_names.items()}
+    dtypes = {name: _saved_spec(tensors, file_name)[1] for name, file_name in file_names.items()}
     _log_report(path, dtypes, targets, list(loaded), missing, unexpected, sorted(ignored))
     return loaded, initial
 
@@ -191,7 +191,7 @@ def _check_fit(
 ) -> None:
     mismatches: list[str] = []
     for first, name in file_names.items():
-        (shape, dtype), target = _spec_of(tensors, name), targets[first]
+        (shape, dtype), target = _saved_spec(tensors, name), targets[first]
         if shape != tuple(target.shape) or dtype.is_floating_point != target.dtype.is_floating_point:
             saved, expected = _format_spec(shape, dtype), _format_spec(tuple(target.shape), target.dtype)
             mismatches.append(f"{name} ({saved} there, {expected} in the model)")
@@ -229,7 +229,7 @@ def _defer(
                 f"{len(meta_names)} of its tensors are on the meta device, {meta_names[0]!r} for instance. Build the "
                 "model outside of `torch.device('meta')`, at least on the main rank."
             )
-    specs = {name: _spec_of(tensors, name) for name in file_names.values()}
+    specs = {name: _saved_spec(tensors, name) for name in file_names.values()}
     return InitialWeights(dict(file_names), {name: targets[name].dtype for name in file_names}, specs)
 
 
@@ -252,7 +252,7 @@ def _copy_weights(
         load_with_custom_hooks(model, states, where)
 
 
-def _spec_of(tensors: Mapping[str, Any], name: str) -> Spec:
+def _saved_spec(tensors: Mapping[str, Any], name: str) -> Spec:
     if isinstance(tensors, TensorFile):
         return tensors.spec_of(name)
     return tuple(tensors[name].shape), tensors[name].dtype
@@ -369,7 +369,7 @@ def _files_in(folder: Path, where: str, check: Check) -> tuple[list[Path], dict[
         check(folder, {name: manifest["files"][name] for name in names})
         extra_state = manifest.get("extra_state") or {}
         return files, {name: from_json(value) for name, value in extra_state.items()}
-    for name in _IN_FOLDERS:
+    for name in _WEIGHT_FILES:
         if (folder / name).is_file():
             return [folder / name], {}
     if (folder / ADAPTER).is_file():
@@ -381,15 +381,15 @@ def _files_in(folder: Path, where: str, check: Check) -> tuple[list[Path], dict[
     if checkpoints:
         newest = str(Store(folder).path(checkpoints[-1].step))
         raise ConfigError(f"{where} is the folder of a run. Pass one of its checkpoints, such as {newest!r}.")
-    raise ConfigError(f"{where} has no weights: none of {', '.join(map(repr, _IN_FOLDERS))}.")
+    raise ConfigError(f"{where} has no weights: none of {', '.join(map(repr, _WEIGHT_FILES))}.")
 
 
 def _read_file(path: Path, where: str) -> Any:
     if path.suffix == ".safetensors":
         return dict(TensorFile(path))
-    if path.suffix not in _PICKLED:
+    if path.suffix not in _PICKLE_SUFFIXES:
         raise ConfigError(
-            f"{where}: {path.name!r} is not a supported file: .safetensors, {', '.join(_PICKLED)}, or {_INDEX}."
+            f"{where}: {path.name!r} is not a supported file: .safetensors, {', '.join(_PICKLE_SUFFIXES)}, or {_INDEX}."
         )
     try:
         return torch.load(path, map_location="cpu", weights_only=True)

@@ -21,7 +21,7 @@ from omnitrain.core.errors import CheckpointError, ConfigError, MissingExtraErro
 from omnitrain.distributed.ranks import Ranks
 
 
-def adapters_in(content: Mapping[str, Any]) -> dict[str, str]:
+def adapter_folders(content: Mapping[str, Any]) -> dict[str, str]:
     """Return the folders of the adapters in a checkpoint by name; that of "default" is the checkpoint's."""
     folders = [Path(file).parent.as_posix() for file in content["files"] if Path(file).name == CONFIG]
     return {"default" if folder == "." else folder: folder for folder in folders}
@@ -42,7 +42,7 @@ def write_merged(folder: Path, content: Mapping[str, Any], base: Path | None, ad
         ConfigError: If there is nothing to merge, the base is needed, or the adapters cannot be merged.
         MissingExtraError: If PEFT or transformers is not installed.
     """
-    adapters, frozen = adapters_in(content), content.get("frozen") or {}
+    adapters, frozen = adapter_folders(content), content.get("frozen") or {}
     if not adapters and not frozen:
         raise ConfigError(f"{str(folder)!r} has the full model: nothing has to be merged. Leave --merge out.")
     if frozen and base is None:

@@ -39,7 +39,7 @@ def check_schedule(is_supported: bool, where: str) -> None:
         )
 
 
-def regrouped(
+def regroup_state(
     saved: Mapping[str, Any],
     tensors: TensorFile,
     groups: Sequence[tuple[list[str], Mapping[str, Any]]],

@@ -63,7 +63,7 @@ FAMILIES = ("NCCL_", "GLOO_", "TORCH_", "TORCHDYNAMO_", "TORCHINDUCTOR_", "PYTOR
 """The prefixes of further variables that are recorded."""
 
 
-def environment_of(variables: Mapping[str, str]) -> dict[str, str]:
+def recorded_environment(variables: Mapping[str, str]) -> dict[str, str]:
     """Return the recorded variables, which affect what a run computes or where, without those that may be secret."""
     names = (name for name in variables if name in VARIABLES or name.startswith(FAMILIES))
     selected = {name: variables[name] for name in sorted(names) if not is_secret_name(name)}
@@ -74,7 +74,7 @@ def environment_of(variables: Mapping[str, str]) -> dict[str, str]:
 
 
 @functools.cache
-def packages() -> dict[str, str]:
+def package_versions() -> dict[str, str]:
     """Return the versions of Python, omnitrain and the installed packages of `PACKAGES`."""
     versions = {"python": platform.python_version(), "omnitrain": __version__}
     for name in PACKAGES:
@@ -100,7 +100,7 @@ def _cpu() -> str:
     return _first_match("/proc/cpuinfo", r"^model name\s*:(.*)") or platform.processor() or platform.machine()
 
 
-def device_of(device: torch.device) -> str:
+def device_name(device: torch.device) -> str:
     """Return the name of a device, such as "NVIDIA H200"; for the CPU that of the processor."""
     import torch
 
@@ -110,7 +110,7 @@ def device_of(device: torch.device) -> str:
     return device.type if name is None else str(name(device))
 
 
-def devices_of(device: torch.device) -> dict[str, Any]:
+def describe_devices(device: torch.device) -> dict[str, Any]:
     """Return kind, names, capability and driver of the visible devices of the same type as the given one."""
     import torch
 
@@ -119,7 +119,7 @@ def devices_of(device: torch.device) -> dict[str, Any]:
     module: Any = torch.get_device_module(device)
     count = module.device_count()
     description: dict[str, Any] = {"kind": device.type}
-    description["names"] = dict(Counter(device_of(torch.device(device.type, index)) for index in range(count)))
+    description["names"] = dict(Counter(device_name(torch.device(device.type, index)) for index in range(count)))
     if hasattr(module, "get_device_capability") and device.type == "cuda":
         description["capability"] = ".".join(map(str, module.get_device_capability(device)))
         description["memory"] = int(module.get_device_properties(device).total_memory)
@@ -128,7 +128,7 @@ def devices_of(device: torch.device) -> dict[str, Any]:
     return {name: value for name, value in description.items() if value is not None}
 
 
-def _script() -> Path | None:
+def _script_path() -> Path | None:
     """Return the file that Python was started with; None in a notebook or an interpreter."""
     file = getattr(sys.modules.get("__main__"), "__file__", None)
     return Path(file).absolute() if isinstance(file, str) and os.path.isfile(file) else None
@@ -225,7 +225,7 @@ class StartRecord:
     """
 
     def __init__(self, device: torch.device, ranks: Iterable[tuple[str, str]], position: Mapping[str, Any]) -> None:
-        script = _script()
+        script = _script_path()
         folder = _folder()
         self._git = Git(_code_folder or (Path(folder) if script is None else script.parent))
         hosts: dict[str, Counter[str]] = {}
@@ -237,13 +237,13 @@ class StartRecord:
             "command": mask_command([_shorten_paths(argument, folder) for argument in sys.orig_argv]),
             "script": None if script is None else {"name": script.name, "sha256": _digest(script)},
             "git": None,
-            "packages": packages(),
+            "packages": package_versions(),
             "platform": f"{platform.system()} {platform.release()} {platform.machine()}",
             "processor": {"name": _cpu(), "cores": os.cpu_count()},
-            "devices": devices_of(device),
+            "devices": describe_devices(device),
             "processes": sum(sum(names.values()) for names in hosts.values()),
             "hosts": {host: dict(names) for host, names in hosts.items()},
-            "environment": environment_of(os.environ),
+            "environment": recorded_environment(os.environ),
         }
 
     def to_dict(self, seconds: float = 0.0) -> dict[str, Any]:

@@ -51,13 +51,13 @@ DECIDING = (
 )
 """The settings that determine the numbers of a run: changing one on a resume is an error unless allowed by name."""
 
-_LATER = ("dtypes", "fp16_loss_scale", "matmul_precision")
+_ADDED_LATER = ("dtypes", "fp16_loss_scale", "matmul_precision")
 """Those that earlier checkpoints do not have, which says nothing about a change."""
 
 GROUPING = frozenset(["param_groups", "freeze"])
 """Those that decide which parameters an optimizer holds, and in which groups."""
 
-_MOVING = frozenset(
+_POSITION_KEYS = frozenset(
     [
         "last_epoch",
         "_step_count",
@@ -85,9 +85,9 @@ def changed_settings(saved: Mapping[str, Any], current: Mapping[str, Any]) -> di
     changed = {
         name: (saved.get(name), current.get(name))
         for name in DECIDING
-        if _without_home(saved.get(name)) != _without_home(current.get(name))
+        if _strip_package(saved.get(name)) != _strip_package(current.get(name))
     }
-    for name in _LATER:
+    for name in _ADDED_LATER:
         if name not in saved:
             changed.pop(name, None)
     changed.pop("optimizer_groups", None)
@@ -109,10 +109,10 @@ def changed_settings(saved: Mapping[str, Any], current: Mapping[str, Any]) -> di
     return changed
 
 
-def _without_home(value: Any) -> Any:
+def _strip_package(value: Any) -> Any:
     """Return a setting with this package's classes by their bare names, as they may move to other modules."""
     if isinstance(value, list):
-        return [_without_home(entry) for entry in value]
+        return [_strip_package(entry) for entry in value]
     is_ours = isinstance(value, str) and value.startswith("omnitrain.")
     return value.rpartition(".")[2] if is_ours else value
 
@@ -158,14 +158,14 @@ def constructor_arguments(parts: Iterable[Any]) -> dict[str, Any]:
         name = type(part).__qualname__
         count = counts[name] = counts.get(name, 0) + 1
         prefix = name if count == 1 else f"{name} {count}"
-        arguments |= {f"{prefix}.{option}": _without_module(value) for option, value in init_arguments(part).items()}
+        arguments |= {f"{prefix}.{option}": _strip_module(value) for option, value in init_arguments(part).items()}
     return arguments
 
 
-def _without_module(value: Any) -> Any:
+def _strip_module(value: Any) -> Any:
     """Return an option as JSON types; an object by its name without the module, which differs in a script."""
     cls: Any = value if hasattr(value, "__qualname__") else type(value)
-    plain = _plain(value)
+    plain = _to_plain(value)
     return cls.__qualname__ if plain == f"{cls.__module__}.{cls.__qualname__}" else plain
 
 
@@ -184,7 +184,7 @@ class InitialOptions:
     def record_optimizer(self, groups: Iterable[Mapping[str, Any]]) -> None:
         """Record the options of the groups, unless already recorded; called before a schedule changes them."""
         if self.optimizer is None:
-            self.optimizer = options_of(groups)
+            self.optimizer = initial_group_options(groups)
 
     def record_schedule(self, scheduler: Any) -> None:
         """Record the options of a custom schedule, unless already recorded."""
@@ -192,13 +192,13 @@ class InitialOptions:
             self.schedule = _schedule_options(scheduler)
 
 
-def options_of(groups: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
+def initial_group_options(groups: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Return the initial options of the groups as JSON types, without those of the implementation."""
     options_of_groups = []
     for group in groups:
         options = {key: value for key, value in group.items() if key not in ("params", "initial_lr", *IMPLEMENTATION)}
         options["lr"] = group.get("initial_lr", group.get("lr"))
-        options_of_groups.append({key: _plain(value) for key, value in options.items()})
+        options_of_groups.append({key: _to_plain(value) for key, value in options.items()})
     return options_of_groups
 
 
@@ -207,13 +207,13 @@ def _schedule_options(scheduler: Any) -> dict[str, Any]:
 
     def options(value: Any) -> Any:
         if isinstance(value, Mapping):
-            return {str(key): options(entry) for key, entry in value.items() if key not in _MOVING}
-        return [options(entry) for entry in value] if isinstance(value, (list, tuple)) else _plain(value)
+            return {str(key): options(entry) for key, entry in value.items() if key not in _POSITION_KEYS}
+        return [options(entry) for entry in value] if isinstance(value, (list, tuple)) else _to_plain(value)
 
     return options(scheduler.state_dict())
 
 
-def _plain(value: Any) -> Any:
+def _to_plain(value: Any) -> Any:
     if isinstance(value, torch.Tensor) and value.numel() == 1:
         value = value.item()
     is_odd = isinstance(value, float) and not math.isfinite(value)

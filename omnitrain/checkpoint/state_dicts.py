@@ -193,14 +193,14 @@ def load_weights(
     """
     ranks = ranks or Ranks()
     check_weights(model, tensors, where, absent)
-    named = {name: (tensor, first) for name, tensor, first in _named_tensors(model)}
+    targets = {name: (tensor, first) for name, tensor, first in _named_tensors(model)}
     content: dict[str, Any] = {}
 
     def read() -> None:
-        content.update(
-            {name: read_like(tensors, first, tensor) for name, (tensor, first) in named.items() if first in tensors}
-        )
-        content.update({name: read_local(tensors, name) for name in tensors if name not in named})
+        for name, (target, first) in targets.items():
+            if first in tensors:
+                content[name] = read_like(tensors, first, target)
+        content.update({name: read_local(tensors, name) for name in tensors if name not in targets})
 
     ranks.run_on_all("the reading of weights", read)
     content |= {name: from_json(value) for name, value in (extra or {}).items()}
@@ -230,7 +230,7 @@ def load_with_custom_hooks(
     is_strict = loads is nn.Module.load_state_dict or "strict" in accepted
     if not is_strict:  # custom code without `strict` may need every entry
         content = {**bare.state_dict(), **content}
-    before = _copies(bare) if any(map(has_custom_loader, bare.modules())) else {}
+    before = _clone_state(bare) if any(map(has_custom_loader, bare.modules())) else {}
 
     def load() -> None:
         try:
@@ -274,7 +274,7 @@ def unshare_elements(tensors: Iterable[torch.Tensor]) -> None:
             tensor.data = tensor.detach().clone(memory_format=torch.contiguous_format)
 
 
-def _copies(model: nn.Module) -> dict[str, torch.Tensor]:
+def _clone_state(model: nn.Module) -> dict[str, torch.Tensor]:
     return {
         name: tensor.detach().clone() for name, tensor in model.state_dict().items() if isinstance(tensor, torch.Tensor)
     }
@@ -537,7 +537,7 @@ def check_options(optimizer: torch.optim.Optimizer, saved: Iterable[Mapping[str,
             current = current.item() if isinstance(current, torch.Tensor) and current.numel() == 1 else current
             check_like(restored_value, current, f"optimizer option {key!r}", where)
             restored[key] = restored_value
-        _check_legal(stepping(optimizer, present), present, restored, where)
+        _check_legal(stepping_class(optimizer, present), present, restored, where)
 
 
 def _check_legal(kind: type, present: Mapping[str, Any], saved: Mapping[str, Any], where: str) -> None:
@@ -695,7 +695,7 @@ def state_specs(optimizer: torch.optim.Optimizer) -> dict[int, ParamState]:
     states: dict[int, ParamState] = {}
     fresh: dict[Any, dict[str, Spec]] = {}
     for index, group in enumerate(optimizer.param_groups):
-        kinds = stepping(optimizer, group).__mro__[:-2]
+        kinds = stepping_class(optimizer, group).__mro__[:-2]
         steps = [inspect.unwrap(vars(cls)["step"]) for cls in kinds if "step" in vars(cls)]
         known = next((step for step in steps if step.__module__.startswith("torch.optim.")), None)
         is_own = known is None or known is not steps[0]
@@ -709,7 +709,7 @@ def state_specs(optimizer: torch.optim.Optimizer) -> dict[int, ParamState]:
     return states
 
 
-def stepping(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> type:
+def stepping_class(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> type:
     """Return the class of optimizer that steps a group; Muon steps some of its groups with another."""
     return optimizer.stepping(group) if isinstance(optimizer, Muon) else type(optimizer)
 
@@ -721,7 +721,7 @@ def _specs(state: Mapping[str, Any]) -> dict[str, Spec]:
 def _specs_after_step(optimizer: Any, step: Any, group: Mapping[str, Any], present: torch.Tensor) -> dict[str, Spec]:
     parameter = nn.Parameter(torch.empty(present.shape, dtype=present.dtype, device="meta"))
     parameter.grad = torch.empty_like(parameter)
-    copied = object.__new__(stepping(optimizer, group))
+    copied = object.__new__(stepping_class(optimizer, group))
     copied.__dict__.update({key: value for key, value in vars(optimizer).items() if key != "step"})
     plain = {name: False for name in IMPLEMENTATION if name in group}
     copied.param_groups, copied.state = [{**group, **plain, "params": [parameter]}], defaultdict(dict)
@@ -842,15 +842,15 @@ def check_rng_tensors(tensors: Mapping[str, torch.Tensor], rest: Any, device: to
 
 
 def _python_state(tensors: Mapping[str, torch.Tensor], rest: Any) -> Any:
-    return rest["python"]["version"], tuple(_words(tensors["python"], 625).tolist()), rest["python"]["gauss"]
+    return rest["python"]["version"], tuple(_check_words(tensors["python"], 625).tolist()), rest["python"]["gauss"]
 
 
 def _numpy_state(tensors: Mapping[str, torch.Tensor], rest: Any) -> Any:
-    key = _words(tensors["numpy"], 624).numpy().astype(np.uint32)
+    key = _check_words(tensors["numpy"], 624).numpy().astype(np.uint32)
     return "MT19937", key, rest["numpy"]["pos"], rest["numpy"]["has_gauss"], rest["numpy"]["gauss"]
 
 
-def _words(tensor: torch.Tensor, count: int) -> torch.Tensor:
+def _check_words(tensor: torch.Tensor, count: int) -> torch.Tensor:
     if tensor.dtype != torch.int64 or tensor.shape != (count,) or tensor.min() < 0 or tensor.max() >= 2**32:
         raise ValueError(f"not {count} words of 32 bits")
     return tensor

@@ -47,7 +47,7 @@ from omnitrain.checkpoint.contents import Contents, group_options
 from omnitrain.checkpoint.eval_weights import EvalWeights
 from omnitrain.checkpoint.initial_weights import load_initial
 from omnitrain.checkpoint.mirrored_store import make_store
-from omnitrain.checkpoint.setting_changes import InitialOptions, constructor_arguments, options_of
+from omnitrain.checkpoint.setting_changes import InitialOptions, constructor_arguments, initial_group_options
 from omnitrain.checkpoint.store import Store
 from omnitrain.checkpoint.tensor_reader import DTYPES, unsaved_dtype
 from omnitrain.compute.activation_checkpointing import recompute_activations
@@ -1144,7 +1144,7 @@ def _described_run(trainer: BaseTrainer, resume_from: Any, allow_change: Collect
     if spec is None or hasattr(spec, "step"):
         del described["total_steps"]  # which follow from those samples, and decide nothing here
     return described | {
-        "optimizer_groups": options_of(groups),  # which may have changed since the trainer was made
+        "optimizer_groups": initial_group_options(groups),  # which may have changed since the trainer was made
         "learning_rates": [float(group["lr"]) for group in groups],
         "resume_from": resume_from if resume_from in (None, "auto", "last", "best") else "a folder",
         "allow_change": sorted(allow_change),

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 
 from omnitrain.arguments import Settings
-from omnitrain.checkpoint.fingerprints import content_of
+from omnitrain.checkpoint.fingerprints import content_digest
 from omnitrain.core.duration import Stages
 from omnitrain.core.errors import DataError, DistributedError, add_location
 from omnitrain.core.events import ProfilerRanges, find_overrides, wrap_in_range
@@ -220,7 +220,7 @@ class Feed:
         if isinstance(loader, MapLoader) or loader.is_split:
             return
         first, loader.first = loader.first, None
-        fingerprint = None if first is None else (content_of(_lasting(first)), content_of(first))
+        fingerprint = None if first is None else (content_digest(_lasting(first)), content_digest(first))
         fingerprints = {
             fingerprint
             for fingerprint in self._ranks.gather("the first sample of the ranks", fingerprint)

@@ -299,11 +299,11 @@ class Loop:
             lifecycle.add_epoch_row(self._epoch_row(self.step.loss.mean()))
         if has_time and lifecycle.logged_at[0] < lifecycle.progress.step:
             self.log()
-        if checkpointer.loads_best and has_time:
+        if checkpointer.should_load_best and has_time:
             checkpointer.load_best()
         elif lifecycle.evaluates:
             checkpointer.log_final_weights(
-                "a signal ended the run" if checkpointer.loads_best else "load_best_at_end=False"
+                "a signal ended the run" if checkpointer.should_load_best else "load_best_at_end=False"
             )
         if has_time:
             checkpointer.load_eval_weights()

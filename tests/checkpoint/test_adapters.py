@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM, TrainingArguments
 from transformers import Trainer as Stock
 
 from omnitrain import ConfigError, HFTrainer
-from omnitrain.checkpoint.merge_adapters import adapters_in
+from omnitrain.checkpoint.merge_adapters import adapter_folders
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*embedding layers found in `target_modules`")
 
@@ -67,7 +67,7 @@ def test_adapters_named_like_layers_reopen(name: str, tmp_path: Path) -> None:
     tensors = load_file(checkpoint / "model.safetensors")
     assert len(tensors) == 4 and all(".lora_" in tensor for tensor in tensors)
     assert len(content_of(checkpoint)["frozen"]) == 12
-    (place,) = sorted(adapters_in(content_of(checkpoint)).items())
+    (place,) = sorted(adapter_folders(content_of(checkpoint)).items())
     assert place == (name, name)
 
 

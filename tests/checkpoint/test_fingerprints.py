@@ -23,7 +23,7 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 from omnitrain import AccelerateTrainer, CheckpointError, HFTrainer, Trainer
-from omnitrain.checkpoint.fingerprints import code_of, content_of, data_of
+from omnitrain.checkpoint.fingerprints import code_digest, content_digest, data_fingerprint
 from omnitrain.data.loaders import GivenLoader, make_loader
 
 TRAINERS = {"native": Trainer, "accelerate": AccelerateTrainer, "hf": HFTrainer}
@@ -141,10 +141,10 @@ def test_data_of_random_samples_is_keyed_and_leaves_generators() -> None:
     """Samples that are random by their index are compared, and entries that are random otherwise are left out."""
     random.seed(1)
     before = generator_states()
-    first = data_of(make_loader(Noisy(), 4, name="train_dataset"))
+    first = data_fingerprint(make_loader(Noisy(), 4, name="train_dataset"))
     assert before == generator_states()
     torch.manual_seed(4)
-    assert first == data_of(make_loader(Noisy(), 4, name="train_dataset", seed=5)) and first is not None
+    assert first == data_fingerprint(make_loader(Noisy(), 4, name="train_dataset", seed=5)) and first is not None
     assert first["samples"]
 
     class Unkeyed(Dataset[Any]):
@@ -157,7 +157,7 @@ def test_data_of_random_samples_is_keyed_and_leaves_generators() -> None:
             self.turn += 1
             return {"x": self.turn, "y": index, "z": object()}
 
-    mixed = data_of(make_loader(Unkeyed(), 2, name="train_dataset"))
+    mixed = data_fingerprint(make_loader(Unkeyed(), 2, name="train_dataset"))
     assert mixed is not None and [list(parts) for parts in mixed["samples"].values()] == [["y"]] * 3
 
 
@@ -174,17 +174,17 @@ class Counted(Dataset[Any]):
 
 def test_data_of_a_loader_is_that_of_its_dataset() -> None:
     dataset = Counted()
-    fingerprint = data_of(make_loader(dataset, 2, name="train_dataset"))
+    fingerprint = data_fingerprint(make_loader(dataset, 2, name="train_dataset"))
     assert fingerprint is not None and dataset.reads == 8
-    assert data_of(GivenLoader(DataLoader(dataset, 2), 0)) == fingerprint
+    assert data_fingerprint(GivenLoader(DataLoader(dataset, 2), 0)) == fingerprint
 
 
 @pytest.mark.processes
 def test_data_of_a_loader_with_workers_is_read_by_workers() -> None:
     dataset = Counted()
-    with_workers = data_of(make_loader(dataset, 2, name="train_dataset", num_workers=1))
+    with_workers = data_fingerprint(make_loader(dataset, 2, name="train_dataset", num_workers=1))
     assert dataset.reads == 0
-    assert with_workers == data_of(make_loader(dataset, 2, name="train_dataset")) is not None
+    assert with_workers == data_fingerprint(make_loader(dataset, 2, name="train_dataset")) is not None
 
 
 def test_data_of_streams_and_broken_datasets_is_empty() -> None:
@@ -196,19 +196,19 @@ def test_data_of_streams_and_broken_datasets_is_empty() -> None:
         def __getitem__(self, index: int) -> Any:
             raise KeyError(index)
 
-    assert data_of(make_loader(Stream(), 2, name="train_dataset")) is None
-    assert data_of(make_loader(Broken(), 2, name="train_dataset")) == {"size": 4, "samples": {}}
+    assert data_fingerprint(make_loader(Stream(), 2, name="train_dataset")) is None
+    assert data_fingerprint(make_loader(Broken(), 2, name="train_dataset")) == {"size": 4, "samples": {}}
 
 
-def test_content_of_values_that_differ() -> None:
+def test_content_digest_of_values_that_differ() -> None:
     for value, other in (
         (torch.zeros(2), torch.zeros(3)), (torch.zeros(2), torch.zeros(2, dtype=torch.int32)),
         (torch.tensor([1.0], dtype=torch.bfloat16), torch.tensor([2.0], dtype=torch.bfloat16)),
         (np.zeros(2), np.ones(2)), ("a", b"a"), ([1, 2], [2, 1]), ({"a": 1}, {"b": 1}), (["ab", "c"], ["a", "bc"]),
         (True, 1), (np.array(["a", {"b": 1}], dtype=object), np.array(["a", {"b": 2}], dtype=object)),
     ):  # fmt: skip
-        assert content_of(value) == content_of(value) is not None
-        assert content_of(value) != content_of(other)
+        assert content_digest(value) == content_digest(value) is not None
+        assert content_digest(value) != content_digest(other)
 
 
 def focal(alpha: float) -> Callable[..., Any]:
@@ -219,13 +219,13 @@ def focal(alpha: float) -> Callable[..., Any]:
 
 
 def test_code_of_a_loss_includes_options_but_not_counters() -> None:
-    assert code_of(focal(0.5)) == code_of(focal(0.5)) != code_of(focal(0.6))
+    assert code_digest(focal(0.5)) == code_digest(focal(0.5)) != code_digest(focal(0.6))
     partial = functools.partial(F.cross_entropy, label_smoothing=0.1)
-    assert code_of(partial) == code_of(functools.partial(F.cross_entropy, label_smoothing=0.1))
-    assert code_of(partial) != code_of(F.cross_entropy)
+    assert code_digest(partial) == code_digest(functools.partial(F.cross_entropy, label_smoothing=0.1))
+    assert code_digest(partial) != code_digest(F.cross_entropy)
     weighted = [nn.CrossEntropyLoss(weight=torch.tensor([1.0, weight])) for weight in (1.0, 1.0, 2.0)]
-    assert code_of(weighted[0]) == code_of(weighted[1]) != code_of(weighted[2])
-    assert code_of(lambda o, y: o - y) != code_of(lambda o, y: y - o)
+    assert code_digest(weighted[0]) == code_digest(weighted[1]) != code_digest(weighted[2])
+    assert code_digest(lambda o, y: o - y) != code_digest(lambda o, y: y - o)
 
     class Counting:
         calls = 0
@@ -234,6 +234,6 @@ def test_code_of_a_loss_includes_options_but_not_counters() -> None:
             self.calls += 1
 
     loss = Counting()
-    before = code_of(loss)
+    before = code_digest(loss)
     loss(1, 2)
-    assert code_of(loss) == before
+    assert code_digest(loss) == before

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch
 
-from omnitrain.checkpoint.param_group_changes import regrouped
+from omnitrain.checkpoint.param_group_changes import regroup_state
 from omnitrain.checkpoint.tensor_files import is_local, save_tensors, spec_of
 from omnitrain.checkpoint.tensor_reader import TensorFile
 
@@ -18,7 +18,7 @@ def test_regrouped_state_is_read_on_access(tmp_path: Path) -> None:
     path.write_bytes(b"")  # nothing can be read
     saved = {"groups": [{"lr": 0.1, "params": ["first", "last"]}], "rest": {}, "shared": {"__tensor__": "count"}}
     groups = [(["last"], {"lr": 1.0}), (["new"], {"lr": 1.0})]
-    rest, tensors = regrouped(saved, source, groups, "here")
+    rest, tensors = regroup_state(saved, source, groups, "here")
     assert [group["params"] for group in rest["groups"]] == [["last"], ["new"]]
     assert sorted(tensors) == ["count", "last/exp_avg"] and len(tensors) == 2 and "first/exp_avg" not in tensors
     assert spec_of(tensors, "last/exp_avg") == ((4,), torch.float32) and is_local(tensors)

@@ -21,7 +21,7 @@ from resuming import Killed
 from omnitrain import AccelerateTrainer, Callback, ConfigError, HFTrainer, Trainer
 from omnitrain.checkpoint import run_record
 from omnitrain.checkpoint.disk import FileSystem
-from omnitrain.checkpoint.run_record import append_start, environment_of, read_starts
+from omnitrain.checkpoint.run_record import append_start, read_starts, recorded_environment
 from omnitrain.cli.checkpoint import show, show_run
 from omnitrain.cli.main import main
 from omnitrain.core.errors import CheckpointError
@@ -165,7 +165,7 @@ def test_environment_of_known_variables_without_secrets() -> None:
         "TORCH_HOME": "https://me:pw@host/", "HF_HOME": "/data/hf", "TORCH_LOGS": "hf_aaaaaaaaaaaaaaaaaaaa",
     }  # fmt: skip
     recorded = ("CUDA_VISIBLE_DEVICES", "HF_HOME", "NCCL_DEBUG", "PYTORCH_CUDA_ALLOC_CONF")
-    assert environment_of(variables) == {name: variables[name] for name in recorded}
+    assert recorded_environment(variables) == {name: variables[name] for name in recorded}
 
 
 @pytest.mark.parametrize(

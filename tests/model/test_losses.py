@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import LlamaForCausalLM
 
 from omnitrain import CrossEntropy, Trainer, WeightedLosses, chunked_cross_entropy
-from omnitrain.checkpoint.fingerprints import code_of
+from omnitrain.checkpoint.fingerprints import code_digest
 from omnitrain.core.errors import ConfigError, DataError
 from omnitrain.model.losses import divisor_of, total_of
 
@@ -202,11 +202,11 @@ def test_weighted_losses_reject_other_denominators() -> None:
 
 def test_resume_reports_other_loss() -> None:
     def make(**options: Any) -> str | None:
-        return code_of(WeightedLosses({"ce": CrossEntropy(**options)}))
+        return code_digest(WeightedLosses({"ce": CrossEntropy(**options)}))
 
     digests = {make(), make(z_loss=1e-4), make(shift=True), make(label_smoothing=0.1), make(weight=[1.0, 2.0])}
-    digests |= {code_of(CrossEntropy()), code_of(CrossEntropy(z_loss=1e-4))}
-    digests |= {code_of(WeightedLosses({"ce": CrossEntropy()}, {"ce": 2.0}))}
+    digests |= {code_digest(CrossEntropy()), code_digest(CrossEntropy(z_loss=1e-4))}
+    digests |= {code_digest(WeightedLosses({"ce": CrossEntropy()}, {"ce": 2.0}))}
     assert len(digests) == 8 and make() == make()
 
 
