@@ -1,6 +1,6 @@
-"""omnitrain: PyTorch trainers that give the same numbers on every backend, batch split and number of processes.
+"""PyTorch trainers with the same numbers on every backend and batch split.
 
-What is listed in `__all__` is public. Names load on first use, so that `import omnitrain` costs next to nothing.
+The names in `__all__` are public. They load on first use, so that `import omnitrain` is fast.
 """
 
 from __future__ import annotations
@@ -95,9 +95,9 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 
-sys.modules["omnitrain.errors"] = errors  # where scripts may import them from, too
+sys.modules["omnitrain.errors"] = errors  # scripts may import errors from there, too
 
-_HOMES = {
+_MODULES = {
     "AccelerateTrainer": "trainer.accelerated",
     "Algorithm": "core.events",
     "BaseTrainer": "trainer.base",
@@ -192,7 +192,7 @@ _HOMES = {
 }
 
 _OPTIONAL = {"transformers": "hf", "accelerate": ""}
-"""Packages that one of these names needs, and the extra that brings them along."""
+"""Packages that a name may need, and the extra that installs them."""
 
 __all__ = [  # noqa: RUF022  (which would put EMA first)
     "AccelerateTrainer",
@@ -290,10 +290,10 @@ __all__ = [  # noqa: RUF022  (which would put EMA first)
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
+    if name not in _MODULES:
         raise AttributeError(f"module 'omnitrain' has no attribute {name!r}")
     try:
-        module = import_module(f"omnitrain.{_HOMES[name]}")
+        module = import_module(f"omnitrain.{_MODULES[name]}")
     except ModuleNotFoundError as error:
         package = (error.name or "").partition(".")[0]
         if package not in _OPTIONAL:

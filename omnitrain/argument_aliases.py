@@ -18,7 +18,7 @@ class Meaning(NamedTuple):
 
 
 _A = "AccelerateTrainer."
-_LOADER = "A loader of your own has it: `train_loader=DataLoader(...)`."
+_LOADER = "A custom loader has it: `train_loader=DataLoader(...)`."
 _CUT = "`Collator(max_length=512)` cuts longer samples"
 _TOKENIZE = "Tokenize the dataset yourself, and pass what `model(**batch)` takes."
 _EVAL_PART = "`EvalSet(dataset, subset=1000)` evaluates the first 1000 samples"
@@ -31,7 +31,7 @@ _RESUME = "Pass it to the call, not the constructor: `train(resume_from=...)`."
 _LAUNCH = "`omnitrain launch -n N`, `torchrun` or `accelerate launch` start processes; use AccelerateTrainer."
 _OPTIONS = "as in `[{'match': '.', 'betas': (0.9, 0.98)}]`"
 _OPTIMIZER = "Pass a function of the parameters: `optimizer=lambda parameters: torch.optim.AdamW(parameters, ...)`."
-_SCHEDULE = "Pass it in `lr_scheduler_kwargs`, beside the name of a schedule."
+_SCHEDULE = "Pass it in `lr_scheduler_kwargs`, with the name of a schedule."
 _MODEL = "It is a matter of the model: do it before you pass it."
 _SET_EPOCH = "A stream with a method set_epoch() gets the number of each epoch, and may change then."
 _PREVIEW = "`[Preview(options)]` generates texts"
@@ -255,8 +255,8 @@ _COMPOSER: dict[str, Meaning] = {
     "grad_clip_norm": Meaning("max_grad_norm"),
     "reproducibility_mode": Meaning("deterministic"),
     "eval_batch_split": Meaning("eval_batch_size"),
-    "fsdp_state_dict_type": Meaning("consolidate", "whole weights beside the parts of the ranks"),
-    "state_dict_type": Meaning("consolidate", "whole weights beside the parts of the ranks"),
+    "fsdp_state_dict_type": Meaning("consolidate", "full weights next to the shards of the ranks"),
+    "state_dict_type": Meaning("consolidate", "full weights next to the shards of the ranks"),
     "load_fsdp_monolith_rank0_only": Meaning("", "Each rank reads its own part of a checkpoint."),
     "load_monolith_rank0_only": Meaning("", "Each rank reads its own part of a checkpoint."),
 }

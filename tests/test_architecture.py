@@ -214,7 +214,7 @@ def test_root_holds_no_rooms_of_its_own() -> None:
 
 def test_public_names_can_be_imported() -> None:
     assert len(omnitrain.__all__) == len(set(omnitrain.__all__))  # ruff keeps them sorted
-    assert set(omnitrain.__all__) == set(omnitrain._HOMES) <= set(dir(omnitrain))
+    assert set(omnitrain.__all__) == set(omnitrain._MODULES) <= set(dir(omnitrain))
     for name in omnitrain.__all__:
         assert getattr(omnitrain, name) is not None, name
     for name, value in vars(omnitrain).items():

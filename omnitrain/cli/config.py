@@ -19,7 +19,7 @@ from typing import Any
 from omnitrain.arguments import DEFAULTS
 from omnitrain.checkpoint.run_record import CONFIG_FILE, code_in
 from omnitrain.config.configuration import SECTIONS, TRAINERS, Config, merge_files, raise_all
-from omnitrain.config.reading import Place, Tree, parse_value, read
+from omnitrain.config.reading import SourceLocation, Tree, parse_value, read
 from omnitrain.config.yaml_writer import write
 from omnitrain.core.errors import CheckpointError, ConfigError
 from omnitrain.core.paths import is_address
@@ -215,7 +215,7 @@ def _parse_choices(name: str, text: str | None) -> Any:
     """Return the values of an option that is searched: a list of choices, or a range; None for one value."""
     if text is None:
         return None
-    place = Place(f"--{name}")
+    place = SourceLocation(f"--{name}")
     value = parse_value(text, place)
     if isinstance(value, Mapping) and {"low", "high"} <= value.keys():
         return dict(value)

@@ -1,4 +1,4 @@
-"""The `omnitrain launch` command: starts a script on several processes and returns its exit code.
+"""The `omnitrain launch` command, which starts a script on several processes.
 
 It is torchrun with accelerate's environment: torchrun's agent starts, watches and restarts the processes, and
 `AccelerateTrainer` finds the environment variables of accelerate's own launcher, which would start only a single

@@ -17,7 +17,7 @@ from omnitrain.argument_aliases import advice
 from omnitrain.arguments import DEFAULTS, Settings, check_settings
 from omnitrain.config import names
 from omnitrain.config.parts import Parts, Placeholder, text_mode
-from omnitrain.config.reading import PART_KEYS, Place, Tree, dotted_name, read
+from omnitrain.config.reading import PART_KEYS, SourceLocation, Tree, dotted_name, read
 from omnitrain.config.yaml_writer import MISSING
 from omnitrain.core.duration import Limits
 from omnitrain.core.errors import ConfigError, OmnitrainError, add_location, did_you_mean
@@ -86,10 +86,10 @@ class Config:
         tree = Tree(copy.deepcopy(tree.values), dict(tree.places))
         if isinstance(overrides, Mapping):
             for word, value in overrides.items():
-                tree.put(word, value, Place("the overrides"))
+                tree.put(word, value, SourceLocation("the overrides"))
         else:
             for word, text in overrides:
-                tree.override(word, text, Place(f"--{word}{'!' * (text is None)}"))
+                tree.override(word, text, SourceLocation(f"--{word}{'!' * (text is None)}"))
         tree.resolve()
         return cls(tree, trust)
 
@@ -292,7 +292,7 @@ class Config:
             self.tree.error(("trainer",), "there is nothing to train on. Write `train_dataset` or `train_loader` here.")
         ]
 
-    def _find_place(self, error: Exception) -> Place:
+    def _find_place(self, error: Exception) -> SourceLocation:
         """Return the place of the first argument in a message."""
         for name in re.findall(r"`(\w+)", str(error)):
             if name in self.tree.values["trainer"]:

@@ -37,7 +37,7 @@ class _Missing:
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class SourceLocation:
     """The location of a value: a file and line, or an option of the command line."""
 
     source: str
@@ -52,14 +52,14 @@ class Tree:
     """Values by name, and the place of each."""
 
     values: dict[str, Any] = field(default_factory=dict)
-    places: dict[Key, Place] = field(default_factory=dict)
+    places: dict[Key, SourceLocation] = field(default_factory=dict)
 
-    def place(self, key: Key) -> Place:
+    def place(self, key: Key) -> SourceLocation:
         """Return the place of a value, or of the closest one around it."""
         for end in range(len(key), -1, -1):
             if key[:end] in self.places:
                 return self.places[key[:end]]
-        return Place("the configuration")
+        return SourceLocation("the configuration")
 
     def error(self, key: Key, message: str) -> ConfigError:
         """Return the error for a value, with its place."""
@@ -89,7 +89,7 @@ class Tree:
         self.values = _merge(self.values, other.values)
         self.places |= other.places
 
-    def override(self, word: str, text: str | None, place: Place) -> None:
+    def override(self, word: str, text: str | None, place: SourceLocation) -> None:
         """Set one value from the command line, such as `trainer.callbacks.0.patience`.
 
         Args:
@@ -104,7 +104,7 @@ class Tree:
         value = None if text is None else parse_value(text, place)
         self.put(word, value, place, removes=text is None)
 
-    def put(self, word: str, value: Any, place: Place, removes: bool = False) -> None:
+    def put(self, word: str, value: Any, place: SourceLocation, removes: bool = False) -> None:
         """Set one value, or remove it; as `override`, with the value itself."""
         key: Key = ()
         inside: Any = self.values
@@ -128,7 +128,7 @@ class Tree:
             self.places[key] = place
 
     @staticmethod
-    def _descend(inside: Any, index: Any, part: str, word: str, place: Place) -> Any:
+    def _descend(inside: Any, index: Any, part: str, word: str, place: SourceLocation) -> Any:
         """Return the child of a value; a name becomes the name of a class.
 
         A missing child becomes a list if the next part of the word is position 0, and else a mapping.
@@ -148,7 +148,7 @@ class Tree:
         return inside[index]
 
     @staticmethod
-    def _remove(inside: Any, index: Any, word: str, place: Place) -> None:
+    def _remove(inside: Any, index: Any, word: str, place: SourceLocation) -> None:
         if isinstance(inside, dict) and index not in inside:
             near = did_you_mean(str(index), [str(name) for name in inside])
             raise ConfigError(f"{place}: there is no {word!r} to remove.{near}")
@@ -157,7 +157,7 @@ class Tree:
         del inside[index]
 
     @staticmethod
-    def _position(values: list[Any], part: str, word: str, place: Place) -> int:
+    def _position(values: list[Any], part: str, word: str, place: SourceLocation) -> int:
         if not _POSITION.fullmatch(part) or int(part) > len(values):
             raise ConfigError(
                 f"{place}: {word!r} goes into a list of {len(values)}, where {part!r} is no position. Those there are "
@@ -248,10 +248,10 @@ def read(path: str | Path) -> Tree:
     return _parse(text, str(path))
 
 
-def parse_value(text: str, place: Place) -> Any:
+def parse_value(text: str, place: SourceLocation) -> Any:
     """Return the value of a text of YAML, such as that of an option of the command line.
 
-    >>> place = Place("doctest")
+    >>> place = SourceLocation("doctest")
     >>> [parse_value(text, place) for text in ("1e-4", "2h", "null", "[1, a]", "off")]
     [0.0001, '2h', None, [1, 'a'], 'off']
     """
@@ -276,7 +276,7 @@ def _parse(text: str, source: str) -> Tree:
         raise ConfigError(f"{source}: {_TOO_DEEP}") from error
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
-        place = Place(source, mark.line + 1 if mark else 1)
+        place = SourceLocation(source, mark.line + 1 if mark else 1)
         what = getattr(error, "problem", None) or str(error)
         tab = " Indent with spaces: YAML allows no tabs." if "\\t" in what else ""
         raise ConfigError(f"{place}: this is not YAML: {what}.{tab}") from error
@@ -285,7 +285,9 @@ def _parse(text: str, source: str) -> Tree:
     tree = Tree()
     values = _NodeReader(source, tree.places).value(node, ())
     if not isinstance(values, dict):
-        raise ConfigError(f"{Place(source, node.start_mark.line + 1)}: expected names with values, got {values!r}.")
+        raise ConfigError(
+            f"{SourceLocation(source, node.start_mark.line + 1)}: expected names with values, got {values!r}."
+        )
     tree.values = values
     return tree
 
@@ -297,7 +299,7 @@ _TOO_DEEP = f"brackets or indentation are nested too deep. At most {_MAX_DEPTH} 
 class _NodeReader:
     """Converts nodes of PyYAML into values, and records their places."""
 
-    def __init__(self, source: str, places: dict[Key, Place]) -> None:
+    def __init__(self, source: str, places: dict[Key, SourceLocation]) -> None:
         self._source, self._places = source, places
         self._open: list[Any] = []
         self._entries_by_node: dict[int, dict[Any, tuple[Any, Any]] | None] = {}
@@ -360,10 +362,10 @@ class _NodeReader:
         self._entries_by_node[id(node)] = entries
         return entries
 
-    def _place(self, node: Any) -> Place:
-        return Place(self._source, node.start_mark.line + 1)
+    def _place(self, node: Any) -> SourceLocation:
+        return SourceLocation(self._source, node.start_mark.line + 1)
 
-    def _scalar(self, node: Any, place: Place) -> Any:
+    def _scalar(self, node: Any, place: SourceLocation) -> Any:
         text, kind = node.value, node.tag.removeprefix("tag:yaml.org,2002:")
         if kind in ("str", "merge"):
             return text
@@ -381,7 +383,7 @@ class _NodeReader:
         raise _unknown_tag(node, place)
 
 
-def _unknown_tag(node: Any, place: Place) -> ConfigError:
+def _unknown_tag(node: Any, place: SourceLocation) -> ConfigError:
     return ConfigError(f"{place}: the tag {node.tag!r} is not known. Only plain values are read.")
 
 

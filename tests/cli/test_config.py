@@ -71,8 +71,8 @@ def test_train_equals_python(folder: Path) -> None:
         progress_bar=False, save_dir="runs/b", patience=5,
     )  # fmt: skip
     same.train()
-    one, other = (load_file(folder / "runs" / name / "checkpoint-8" / "model.safetensors") for name in "ab")
-    assert all(torch.equal(one[name], other[name]) for name in one)
+    actual, expected = (load_file(folder / "runs" / name / "checkpoint-8" / "model.safetensors") for name in "ab")
+    assert all(torch.equal(actual[name], expected[name]) for name in actual)
 
 
 def test_train_words_override_file(folder: Path) -> None:
@@ -114,8 +114,8 @@ def test_print_config_keeps_environment_references(
 def test_sweep_passes_sampler_and_pruner_to_search(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     options: dict[str, Any] = {}
 
-    def search(make_trainer: Any, space: Any, **given: Any) -> Any:
-        options.update(given)
+    def search(make_trainer: Any, space: Any, **kwargs: Any) -> Any:
+        options.update(kwargs)
         raise ConfigError("seen")
 
     monkeypatch.setattr("omnitrain.sweeps.search.search", search)
@@ -188,17 +188,17 @@ def test_train_merges_files(folder: Path, capsys: pytest.CaptureFixture[str]) ->
     )
     assert main(["train", "a.yaml", "b.yaml", "--vars.width", "9", "--print_config"]) == 0
     (folder / "c.yaml").write_text(capsys.readouterr().out)
-    found = read("c.yaml").values["trainer"]
-    assert (found["model"]["init_args"], found["epochs"], found["batch_size"]) == ({"width": 9}, 1, 8)
+    trainer = read("c.yaml").values["trainer"]
+    assert (trainer["model"]["init_args"], trainer["epochs"], trainer["batch_size"]) == ({"width": 9}, 1, 8)
     assert not (folder / "runs").exists()
 
 
 def test_train_finds_files_anywhere(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    found = set()
+    outputs = set()
     for words in (["-f", "a.yaml"], ["--config", "a.yaml"], ["a.yaml"]):
         assert main(["train", "--trainer.epochs", "7", "--print_config", *words, "--trainer.delta", "-1"]) == 0
-        found.add(capsys.readouterr().out)
-    assert len(found) == 1 and "epochs: 7" in found.pop()
+        outputs.add(capsys.readouterr().out)
+    assert len(outputs) == 1 and "epochs: 7" in outputs.pop()
 
 
 def test_train_records_git_of_configuration(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -259,9 +259,9 @@ def test_train_reports_missing_remote_run(
 ) -> None:
     monkeypatch.setenv("OMNITRAIN_LOCAL_DIR", str(folder / "local"))
     assert main(["train", "--resume", "memory://bucket/nowhere"]) == 2
-    said = capsys.readouterr().err
+    error = capsys.readouterr().err
     assert (
-        "--resume memory://bucket/nowhere: 'memory://bucket/nowhere/config.yaml' does not exist, or is empty." in said
+        "--resume memory://bucket/nowhere: 'memory://bucket/nowhere/config.yaml' does not exist, or is empty." in error
     )
     assert main(["train", "--resume", "mem://bucket/nowhere"]) == 2
     assert "fsspec knows no file system 'mem'" in capsys.readouterr().err
@@ -303,8 +303,8 @@ def test_train_on_two_processes_equals_one(folder: Path) -> None:
     done = run("launch", "-n", "2", "--cpu", *words, folder=folder)
     assert done.returncode == 0, done.stderr
     assert main(["train", "a.yaml", "--trainer.save_dir", "runs/b"]) == 0
-    one, two = (load_file(folder / "runs" / name / "checkpoint-8" / "model.safetensors") for name in "ba")
-    assert all(torch.allclose(one[name], two[name], rtol=1e-5, atol=1e-7) for name in one)
+    actual, expected = (load_file(folder / "runs" / name / "checkpoint-8" / "model.safetensors") for name in "ba")
+    assert all(torch.allclose(actual[name], expected[name], rtol=1e-5, atol=1e-7) for name in actual)
     written = read(folder / "runs" / "a" / "config.yaml").values["trainer"]
     assert written["class_path"] == "AccelerateTrainer"
 
@@ -364,9 +364,11 @@ def test_check_lists_all_errors_with_lines(folder: Path, capsys: pytest.CaptureF
 @pytest.mark.parametrize("trainer", ["Trainer", "AccelerateTrainer", "HFTrainer"])
 def test_check_finds_missing_model_and_data(trainer: str, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """What `train` would reject, `check` has found; `train` of it has no traceback."""
-    given = {"class_path": trainer, **TRAINER}
+    arguments = {"class_path": trainer, **TRAINER}
     for missing, words in (("model", f"{trainer} needs `model`"), ("train_dataset", "there is nothing to train on")):
-        (folder / "b.yaml").write_text(write({"trainer": {key: one for key, one in given.items() if key != missing}}))
+        (folder / "b.yaml").write_text(
+            write({"trainer": {key: value for key, value in arguments.items() if key != missing}})
+        )
         for command in (["config", "check"], ["train"]):
             assert main([*command, "b.yaml"]) == 2
             assert words in capsys.readouterr().err.replace("There is nothing", "there is nothing")
@@ -416,8 +418,8 @@ def test_sweep_tries_every_value(folder: Path, capsys: pytest.CaptureFixture[str
     out = capsys.readouterr().out
     assert "trainer.learning_rate" in out and "The best is in" in out and (folder / "s" / "search.txt").exists()
     tried = [read(folder / "s" / f"trial-000{n}" / "config.yaml").values["trainer"] for n in range(4)]
-    found = [(one["learning_rate"], one["model"]["init_args"]["width"]) for one in tried]
-    assert found == [(1e-4, 4), (1e-4, 8), (1e-1, 4), (1e-1, 8)]
+    values = [(trainer["learning_rate"], trainer["model"]["init_args"]["width"]) for trainer in tried]
+    assert values == [(1e-4, 4), (1e-4, 8), (1e-1, 4), (1e-1, 8)]
 
 
 @pytest.mark.parametrize(
@@ -455,6 +457,6 @@ def test_sweep_resumes_after_kill(folder: Path) -> None:
         process.wait()
     assert main([*words, "cut"]) == 0
     assert main([*words, "whole"]) == 0
-    one, other = ((folder / name / "search.txt").read_text() for name in ("cut", "whole"))
-    assert [line.split()[:-1] for line in one.splitlines()] == [line.split()[:-1] for line in other.splitlines()]
+    actual, expected = ((folder / name / "search.txt").read_text() for name in ("cut", "whole"))
+    assert [line.split()[:-1] for line in actual.splitlines()] == [line.split()[:-1] for line in expected.splitlines()]
     assert sorted(path.name for path in (folder / "cut").glob("trial-*")) == [f"trial-{n:04d}" for n in range(12)]

@@ -32,8 +32,8 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def config(folder: Path, trust: bool = False, **arguments: Any) -> Config:
-    given = {name: value for name, value in {**BASE, **arguments}.items() if value != "left out"}
-    (folder / "a.yaml").write_text(write({"trainer": given}))
+    values = {name: value for name, value in {**BASE, **arguments}.items() if value != "left out"}
+    (folder / "a.yaml").write_text(write({"trainer": values}))
     return Config.read("a.yaml", trust=trust)
 
 
@@ -105,8 +105,8 @@ def test_texts_stay_texts_where_admitted(folder: Path, monkeypatch: pytest.Monke
     converted = made(folder, model=part("named.Texts", number="7", switch="true", either="x")).model.given
     assert (converted["number"], converted["switch"], converted["either"]) == (7, True, "x")
     monkeypatch.setenv("WORD", "007")
-    given = made(folder, model=part("named.Texts", maybe="${env:WORD}", listed=["${env:WORD}"])).model.given
-    assert given["maybe"] == "007" and given["maybe"].reference == given["listed"][0].reference == "${env:WORD}"
+    texts = made(folder, model=part("named.Texts", maybe="${env:WORD}", listed=["${env:WORD}"])).model.given
+    assert texts["maybe"] == "007" and texts["maybe"].reference == texts["listed"][0].reference == "${env:WORD}"
 
 
 @pytest.mark.parametrize(
@@ -139,9 +139,8 @@ def test_data_from_functions_classes_or_objects(folder: Path) -> None:
         folder, train_dataset=part("named.rows", size=12), test_dataset="named.CONSTANT",
         eval_dataset={"a": "named.rows", "b": part("named.rows", size=4)},
     )  # fmt: skip
-    assert len(trainer.train_dataset) == 12 and {name: len(one) for name, one in trainer.eval_dataset.items()} == {
-        "a": 32, "b": 4,
-    }  # fmt: skip
+    assert len(trainer.train_dataset) == 12
+    assert {name: len(dataset) for name, dataset in trainer.eval_dataset.items()} == {"a": 32, "b": 4}
     assert trainer.test_dataset is named.CONSTANT
     loader = part("named.loader", dataset=part("named.rows", size=8), batch_size=2)
     loaded = made(folder, train_dataset="left out", train_loader=loader)
@@ -194,7 +193,7 @@ def test_callbacks_algorithms_and_loggers_by_name(folder: Path) -> None:
     )  # fmt: skip
     kinds = [type(callback).__name__ for callback in trainer.lifecycle.callbacks]
     assert {"Counts", "EarlyStopping"} <= set(kinds)
-    assert [type(one).__name__ for one in trainer.algorithms] == ["EMA", "LabelSmoothing"]
+    assert [type(algorithm).__name__ for algorithm in trainer.algorithms] == ["EMA", "LabelSmoothing"]
     trainer.train()
     assert (folder / "tb").is_dir() and (folder / "run" / "metrics.csv").is_file()
 
@@ -212,8 +211,8 @@ def test_trainer_by_class(folder: Path, name: str, kind: type) -> None:
 
 def test_training_arguments_inline_or_in_file(folder: Path) -> None:
     values = {"output_dir": "hf", "num_train_epochs": 1, "use_cpu": True, "report_to": "none", "seed": 7}
-    for given in (values, part("transformers.TrainingArguments", **values), part("HFTrainingArguments", **values)):
-        trainer = made(folder, class_path="HFTrainer", training_args=given, epochs="left out")
+    for arguments in (values, part("transformers.TrainingArguments", **values), part("HFTrainingArguments", **values)):
+        trainer = made(folder, class_path="HFTrainer", training_args=arguments, epochs="left out")
         assert trainer.training_args.seed == 7
     (folder / "args.yaml").write_text(write(values))
     (folder / "args.json").write_text('{"output_dir": "hf", "use_cpu": true, "seed": 9}')
@@ -227,11 +226,13 @@ def test_training_arguments_inline_or_in_file(folder: Path) -> None:
 
 def test_parts_are_seeded_and_preserve_rng_state(folder: Path) -> None:
     state = torch.get_rng_state()
-    one, other = made(folder, train_dataset="named.drawn"), made(folder, model=part("named.Net", width=8))
+    first, second = made(folder, train_dataset="named.drawn"), made(folder, model=part("named.Net", width=8))
     assert torch.equal(torch.get_rng_state(), state)
-    assert torch.equal(one.model.body[0].weight, other.model.body[0].weight)
-    assert torch.equal(one.train_dataset.tensors[0], made(folder, train_dataset="named.drawn").train_dataset.tensors[0])
-    assert not torch.equal(one.model.body[0].weight, made(folder, seed=7).model.body[0].weight)
+    assert torch.equal(first.model.body[0].weight, second.model.body[0].weight)
+    assert torch.equal(
+        first.train_dataset.tensors[0], made(folder, train_dataset="named.drawn").train_dataset.tensors[0]
+    )
+    assert not torch.equal(first.model.body[0].weight, made(folder, seed=7).model.body[0].weight)
 
 
 # What is wrong
@@ -296,23 +297,23 @@ def test_error_reports_file_line_value_and_remedy(folder: Path, arguments: Any, 
     wrong = config(folder, **arguments)
     before = sorted(folder.iterdir())
     try:
-        found = " ".join(map(str, wrong.check()))
+        message = " ".join(map(str, wrong.check()))
     except ConfigError as error:
-        found = str(error)
-    assert words in found
+        message = str(error)
+    assert words in message
     with pytest.raises(ConfigError):
         wrong.make_trainer()
     assert sorted(folder.iterdir()) == before
 
 
 def test_all_errors_are_found_at_once(folder: Path) -> None:
-    found = config(folder, patience=-3, batch_size=0, shuffle="yes", learning_rat=1).check()
-    text = " ".join(map(str, found))
-    assert len(found) == 4 and all(name in text for name in ("patience", "batch_size", "shuffle", "learning_rat"))
-    found = config(
+    errors = config(folder, patience=-3, batch_size=0, shuffle="yes", learning_rat=1).check()
+    text = " ".join(map(str, errors))
+    assert len(errors) == 4 and all(name in text for name in ("patience", "batch_size", "shuffle", "learning_rat"))
+    errors = config(
         folder, model=part("named.Net", width="a", kind="b"), callbacks=["EarlyStoping"], loss_fn="x.y"
     ).check()
-    assert len(found) == 4
+    assert len(errors) == 4
 
 
 @pytest.mark.parametrize("kind", ["Trainer", "AccelerateTrainer", "HFTrainer"])
@@ -380,31 +381,31 @@ def test_failing_import_reports_module(folder: Path) -> None:
 
 
 def test_foreign_code_needs_trust(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    elsewhere, here = tmp_path / "elsewhere", tmp_path / "here"
-    for place in (elsewhere, here):
+    elsewhere, current = tmp_path / "elsewhere", tmp_path / "here"
+    for place in (elsewhere, current):
         place.mkdir()
         (place / f"of_{place.name}.py").write_text(
             f"open(r'{tmp_path}/ran-{place.name}', 'w').close()\nfrom named import Net\n"
         )
-    monkeypatch.chdir(here)
+    monkeypatch.chdir(current)
     monkeypatch.syspath_prepend(str(elsewhere))
-    monkeypatch.syspath_prepend(str(here))
-    (error,) = config(here, model="of_elsewhere.Net").check()
+    monkeypatch.syspath_prepend(str(current))
+    (error,) = config(current, model="of_elsewhere.Net").check()
     assert "neither installed nor in the current folder" in str(error) and "--trust" in str(error)
-    (error,) = config(here, optimizer={"import_path": "of_elsewhere.Net"}).check()
+    (error,) = config(current, optimizer={"import_path": "of_elsewhere.Net"}).check()
     assert not (tmp_path / "ran-elsewhere").exists()
-    assert config(here, model="of_here.Net").check() == [] and (tmp_path / "ran-here").exists()
-    for given in ({"functions": {"a": "of_elsewhere.f"}}, {"kind": "of_elsewhere.Net"}, {"either": "of_elsewhere.Net"},
+    assert config(current, model="of_here.Net").check() == [] and (tmp_path / "ran-here").exists()
+    for values in ({"functions": {"a": "of_elsewhere.f"}}, {"kind": "of_elsewhere.Net"}, {"either": "of_elsewhere.Net"},
                   {"pair": ["of_elsewhere.f", 3]}, {"lists": [["of_elsewhere.f"]]}):  # fmt: skip
-        (error,) = config(here, model=part("named.Takes", **given)).check()
+        (error,) = config(current, model=part("named.Takes", **values)).check()
         assert "neither installed nor in the current folder" in str(error)
     assert not (tmp_path / "ran-elsewhere").exists()
-    assert config(here, trust=True, model="of_elsewhere.Net").check() == [] and (tmp_path / "ran-elsewhere").exists()
+    assert config(current, trust=True, model="of_elsewhere.Net").check() == [] and (tmp_path / "ran-elsewhere").exists()
 
 
 def test_classes_are_passed_where_classes_are_expected(folder: Path) -> None:
-    taken = made(folder, model=part("named.Takes", kind="torch.nn.Tanh", functions={"a": "named.loss"})).model
-    assert taken.kind is nn.Tanh and taken.functions == {"a": named.loss}
+    model = made(folder, model=part("named.Takes", kind="torch.nn.Tanh", functions={"a": "named.loss"})).model
+    assert model.kind is nn.Tanh and model.functions == {"a": named.loss}
 
 
 def test_values_changed_in_python(folder: Path) -> None:

@@ -26,8 +26,8 @@ FILES = ["character_model", "multi_gpu", "native_digits", "regularized", "three_
 def at_the_root(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Be where the files are to be started, with no other folder `examples` in Python's path."""
     monkeypatch.chdir(ROOT)
-    others = [path for path in sys.path if Path(path).resolve() != ROOT and (Path(path) / "examples").is_dir()]
-    monkeypatch.setattr(sys, "path", [str(ROOT), *(path for path in sys.path if path not in others)])
+    foreign = [path for path in sys.path if Path(path).resolve() != ROOT and (Path(path) / "examples").is_dir()]
+    monkeypatch.setattr(sys, "path", [str(ROOT), *(path for path in sys.path if path not in foreign)])
     _forget()
     yield
     _forget()
@@ -44,7 +44,9 @@ def script(name: str) -> Any:
 
 def run_of(name: str, **overrides: Any) -> Any:
     """Return a trainer that has run what a file describes, with some of the trainer's arguments changed."""
-    config = Config.read(f"examples/{name}.yaml", overrides={f"trainer.{key}": one for key, one in overrides.items()})
+    config = Config.read(
+        f"examples/{name}.yaml", overrides={f"trainer.{key}": value for key, value in overrides.items()}
+    )
     trainer = config.make_trainer()
     trainer.train(**config.tree.values.get("train", {}))
     return trainer
@@ -68,8 +70,8 @@ def test_each_file_passes_check(name: str, capsys: pytest.CaptureFixture[str]) -
     option = re.search(r" --(trainer|vars)[\w.]* .*", lines[1])
     assert lines[1].startswith("# ") and option is not None
     words = option[0].split()
-    for given in ([], words):
-        assert main(["config", "check", f"examples/{name}.yaml", *given]) == 0
+    for options in ([], words):
+        assert main(["config", "check", f"examples/{name}.yaml", *options]) == 0
         assert "Nothing is wrong." in capsys.readouterr().out
 
 
@@ -85,8 +87,8 @@ def test_native_digits_equals_script(name: str, tmp_path: Path) -> None:
 def test_regularized_equals_script() -> None:
     trainer = run_of("regularized", epochs=1)
     tested = script("regularized").main(epochs=1)
-    found = trainer.test()
-    assert {name: found[name] for name in ("test_loss", "test_accuracy")} == {
+    results = trainer.test()
+    assert {name: results[name] for name in ("test_loss", "test_accuracy")} == {
         name: tested[name] for name in ("test_loss", "test_accuracy")
     }
 

@@ -8,7 +8,7 @@ import pytest
 import yaml
 
 from omnitrain import ConfigError
-from omnitrain.config.reading import Place, Tree, parse_value, read
+from omnitrain.config.reading import SourceLocation, Tree, parse_value, read
 from omnitrain.config.yaml_writer import write
 
 
@@ -38,8 +38,8 @@ def resolved(folder: Path, text: str) -> dict[str, Any]:
     ],
 )  # fmt: skip
 def test_yaml_values(text: str, value: Any) -> None:
-    found = parse_value(text, Place("here"))
-    assert found == value and type(found) is type(value)
+    parsed = parse_value(text, SourceLocation("here"))
+    assert parsed == value and type(parsed) is type(value)
 
 
 def test_yaml_round_trip(tmp_path: Path) -> None:
@@ -124,7 +124,7 @@ def test_yaml_rejects_deep_nesting_and_huge_integers(tmp_path: Path) -> None:
         with pytest.raises(ConfigError, match=r"a.yaml:1: 1\d+\.\.\. is too large"):
             read(written(tmp_path, f"a: {number}\n"))
     with pytest.raises(ConfigError, match="nested too deep"):
-        parse_value("[" * 5000, Place("--a"))
+        parse_value("[" * 5000, SourceLocation("--a"))
     assert read(written(tmp_path, f"a: {2**64 - 1}\n")).values == {"a": 2**64 - 1}
 
 
@@ -186,7 +186,7 @@ def test_merge_joins_mappings(tmp_path: Path) -> None:
 def overridden(word: str, text: str | None) -> dict[str, Any]:
     part = {"class_path": "A", "init_args": {"p": 1}}
     tree = Tree({"trainer": {"epochs": 1, "callbacks": [part], "sizes": {0: 64}, "loss_fn": "my.loss"}}, {})
-    tree.override(word, text, Place(f"--{word}"))
+    tree.override(word, text, SourceLocation(f"--{word}"))
     return tree.values["trainer"]
 
 
@@ -209,8 +209,8 @@ def test_override_changes_one_value() -> None:
 
 def test_override_changes_trainer_class(tmp_path: Path) -> None:
     tree = read(written(tmp_path, "trainer:\n  epochs: 1\n  model: {class_path: A}\n"))
-    tree.override("trainer", "HFTrainer", Place("--trainer"))
-    tree.override("trainer.model", "B", Place("--trainer.model"))
+    tree.override("trainer", "HFTrainer", SourceLocation("--trainer"))
+    tree.override("trainer.model", "B", SourceLocation("--trainer.model"))
     assert str(tree.place(("trainer", "class_path"))) == "--trainer"
     assert str(tree.place(("trainer", "epochs"))).endswith("a.yaml:2")
     assert str(tree.place(("trainer", "model", "class_path"))) == "--trainer.model"

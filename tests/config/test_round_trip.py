@@ -76,9 +76,12 @@ def outcome(trainer: Any) -> tuple[dict[str, torch.Tensor], list[Any]]:
     return trainer.get_model().state_dict(), rows
 
 
-def same(one: tuple[Any, Any], other: tuple[Any, Any]) -> bool:
-    weights = one[0].keys() == other[0].keys() and all(torch.equal(one[0][name], other[0][name]) for name in one[0])
-    return weights and repr(one[1]) == repr(other[1]) and bool(one[1])
+def same(actual: tuple[Any, Any], expected: tuple[Any, Any]) -> bool:
+    (weights, rows), (expected_weights, expected_rows) = actual, expected
+    is_equal = weights.keys() == expected_weights.keys() and all(
+        torch.equal(weights[name], expected_weights[name]) for name in weights
+    )
+    return is_equal and repr(rows) == repr(expected_rows) and bool(rows)
 
 
 QUICK = ("schedule", "loader", "groups", "callbacks", "algorithms", "transformers", "references")
@@ -86,9 +89,9 @@ QUICK = ("schedule", "loader", "groups", "callbacks", "algorithms", "transformer
 
 @pytest.mark.parametrize("name", thinned(RUNS, QUICK))
 def test_written_config_starts_same_run(folder: Path, name: str) -> None:
-    given = {key: value for key, value in {**BASE, "batch_size": 8, **RUNS[name]}.items() if value is not None}
-    place = "save_dir" if "training_args" not in given else "training_args.output_dir"
-    (folder / "a.yaml").write_text(write({"vars": {"rate": 0.02}, "trainer": given}))
+    arguments = {key: value for key, value in {**BASE, "batch_size": 8, **RUNS[name]}.items() if value is not None}
+    place = "save_dir" if "training_args" not in arguments else "training_args.output_dir"
+    (folder / "a.yaml").write_text(write({"vars": {"rate": 0.02}, "trainer": arguments}))
     first = outcome(Config.read("a.yaml", overrides={f"trainer.{place}": "one"}).make_trainer())
     written = folder / "one" / "config.yaml"
     assert "???" not in written.read_text()
@@ -149,8 +152,8 @@ def test_samples_are_not_written(folder: Path) -> None:
     assert trainer.config.values["trainer"]["train_dataset"] == "???"
     assert "a list of samples" in trainer.config.missing["trainer", "train_dataset"]
     assert trainer.config.values["trainer"]["eval_dataset"] == {"a": "???"}
-    made = Trainer(named.Own(), instantiate("named.dicts"), progress_bar=False)
-    assert made.config.values["trainer"]["train_dataset"] == {"class_path": "named.dicts"}
+    trainer = Trainer(named.Own(), instantiate("named.dicts"), progress_bar=False)
+    assert trainer.config.values["trainer"]["train_dataset"] == {"class_path": "named.dicts"}
 
 
 def test_unused_parts_are_freed(folder: Path) -> None:

@@ -48,8 +48,8 @@ class Net(nn.Module):
         self.layer = nn.Linear(dim, 1, dtype=torch.float64)
 
     def forward(self, data: dict[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
-        found = self.layer(data["data"])
-        return ((found - data["target"]) ** 2).mean(), found
+        outputs = self.layer(data["data"])
+        return ((outputs - data["target"]) ** 2).mean(), outputs
 
 
 class Alone(Net):
@@ -280,7 +280,7 @@ def test_convert_sets_arguments(values: dict[str, Any], expected: dict[str, Any]
 
 
 @pytest.mark.parametrize(
-    ("given", "expected"),
+    ("values", "expected"),
     [
         ({}, None),
         ({"val_every_n_train_steps": 5}, 5),
@@ -298,18 +298,18 @@ def test_convert_sets_arguments(values: dict[str, Any], expected: dict[str, Any]
         ({"val_every_n_epochs": 0, "checkpoint": {"no_save": True}}, None),
     ],
 )
-def test_convert_evaluation_intervals(given: dict[str, Any], expected: Any) -> None:
+def test_convert_evaluation_intervals(values: dict[str, Any], expected: Any) -> None:
     """A converted run evaluates what it saves, so that it has the same best."""
-    assert trainer_of(**given, dataset={"type": "my.Rows", "val_args": {"size": 1}}).get("eval_steps") == expected
-    assert "eval_steps" not in trainer_of(**given)  # there is nothing to evaluate
+    assert trainer_of(**values, dataset={"type": "my.Rows", "val_args": {"size": 1}}).get("eval_steps") == expected
+    assert "eval_steps" not in trainer_of(**values)  # there is nothing to evaluate
 
 
 def test_convert_reports_missed_evaluations() -> None:
-    given = {**PLAIN, "dataset": {"type": "my.Rows", "val_args": {"size": 1}}, "val_every_n_epochs": 1}
-    _, notes = convert({**given, "checkpoint": {"every_n_train_steps": 7}, "val_every_n_train_steps": 5})
+    values = {**PLAIN, "dataset": {"type": "my.Rows", "val_args": {"size": 1}}, "val_every_n_epochs": 1}
+    _, notes = convert({**values, "checkpoint": {"every_n_train_steps": 7}, "val_every_n_train_steps": 5})
     for missed in ("every 5 steps as well", "every 1 epochs as well"):
         assert any(f"{missed}. Evaluations have one interval, here 7 steps" in note for note in notes)
-    _, notes = convert({**given, "checkpoint": {"every_n_epochs": 2}})
+    _, notes = convert({**values, "checkpoint": {"every_n_epochs": 2}})
     assert not any("as well" in note for note in notes)
 
 
@@ -346,17 +346,17 @@ def test_make_loader_keeps_sampler_order() -> None:
 
 
 @pytest.mark.parametrize(
-    ("given", "expected"),
+    ("values", "expected"),
     [
         ("last", "auto"), ("best", "best"), ("runs/a", "runs/a"), ({}, "auto"),
         ({"checkpoint": "runs/a", "convert_fn": "my.convert"}, "runs/a"),
         ({"checkpoint": {"__type": "my.choose", "kind": "x"}}, part("my.choose", kind="x")),
     ],
 )  # fmt: skip
-def test_convert_resume(given: Any, expected: Any) -> None:
-    config, notes = convert({**PLAIN, "checkpoint": {"resume_from": given}})
+def test_convert_resume(values: Any, expected: Any) -> None:
+    config, notes = convert({**PLAIN, "checkpoint": {"resume_from": values}})
     assert config["train"] == {"resume_from": expected}
-    assert ("convert_fn" in given) == any("checkpoint.resume_from.convert_fn" in note for note in notes)
+    assert ("convert_fn" in values) == any("checkpoint.resume_from.convert_fn" in note for note in notes)
 
 
 HOOKS = """
@@ -750,10 +750,12 @@ def test_convert_and_train_every_section(
     monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
     monkeypatch.setitem(sys.modules, "mine", sys)  # so that it is forgotten after the test
     monkeypatch.delitem(sys.modules, "mine")
-    own = way == "own"
-    text = DOCUMENTED.replace("SAMPLER_OPTION", "type: torch.utils.data.DataLoader" if own else "test_args: {}")
-    text = text.replace("SAMPLER", "{type: mine.Sampler, train_args: {shuffle: true}}" if own else "{}")
-    text = text.replace("HOOK", "{type: mine.Hook, args: {word: mean}}" if own else "{on_epoch_end: mine.on_epoch_end}")
+    is_own = way == "own"
+    text = DOCUMENTED.replace("SAMPLER_OPTION", "type: torch.utils.data.DataLoader" if is_own else "test_args: {}")
+    text = text.replace("SAMPLER", "{type: mine.Sampler, train_args: {shuffle: true}}" if is_own else "{}")
+    text = text.replace(
+        "HOOK", "{type: mine.Hook, args: {word: mean}}" if is_own else "{on_epoch_end: mine.on_epoch_end}"
+    )
     Path("mine.py").write_text(textwrap.dedent(MINE))
     Path("nnscaler.yaml").write_text(textwrap.dedent(text))
 
@@ -766,8 +768,8 @@ def test_convert_and_train_every_section(
     assert "# `pas_policy`: the model runs unchanged" in Path("a.yaml").read_text()
     first = command("train", "a.yaml", "--trainer.epochs", "2", "--vars.width", "24")
     assert "shape 8 12 24 ['a', 'b'] data/24 1" in first
-    assert first.count("mean " if own else "epoch ended") == 2
+    assert first.count("mean " if is_own else "epoch ended") == 2
     assert (Path("logs") / "small").is_dir()
     again = command("train", "a.yaml", "--vars.width", "24")  # goes on with what there is
-    assert again.count("mean " if own else "epoch ended") == 1
+    assert again.count("mean " if is_own else "epoch ended") == 1
     assert Path("runs/last").resolve().name == "checkpoint-12"

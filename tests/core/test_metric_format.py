@@ -39,12 +39,12 @@ def test_plot_panels_and_direction_follow_descriptors():
     assert infer_direction("hits", higher_is_better=True)[0] == "max"
 
 
-@pytest.mark.parametrize("own", [PERCENT, {"hits": PERCENT}])
-def test_metric_brings_descriptor(own):
+@pytest.mark.parametrize("descriptor", [PERCENT, {"hits": PERCENT}])
+def test_metric_brings_descriptor(descriptor):
     def hits(y_true: Any, y_pred: Any) -> float:
         return 12.34
 
-    hits.descriptor = own  # type: ignore[attr-defined]
+    hits.descriptor = descriptor  # type: ignore[attr-defined]
     data = torch.ones(4, 2), torch.ones(4, 1)
     trainer = Trainer(
         torch.nn.Linear(2, 1), data, data, loss_fn=torch.nn.functional.mse_loss, compute_metrics=hits,
