@@ -67,7 +67,7 @@ def test_all_unknown_arguments_are_in_one_error(kind: str) -> None:
     assert str(caught.value).splitlines() == [
         f"{kind}() got 5 unexpected arguments:",
         "  'data_reader'. Here it is `train_loader`.",
-        "  'gamma'. There is none: Pass it in `lr_scheduler_kwargs`, beside the name of a schedule.",
+        "  'gamma'. There is none: Pass it in `lr_scheduler_kwargs`, with the name of a schedule.",
         "  'learning_rte'. Did you mean 'learning_rate'?",
         "  'bananas'.",
         "  'max_num_steps'. Here it is `max_steps`.",

@@ -62,7 +62,7 @@ class MetricRow(dict[str, Any]):
     (0.5, 0.5, True, None)
     """
 
-    def _x(self, key: object) -> str | None:
+    def _find_key(self, key: object) -> str | None:
         """Return the spelling under which `key` is stored, or None."""
         if not isinstance(key, str):
             return None
