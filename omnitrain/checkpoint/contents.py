@@ -677,7 +677,7 @@ class Contents:
         if all(math.isclose(old, new, rel_tol=1e-9) for old, new in zip(before, after, strict=True)):
             return
         first = next(number for number, pair in enumerate(zip(before, after, strict=True)) if pair[0] != pair[1])
-        why = "its settings are others" if lengths[0] == lengths[1] else f"the schedule lengths {lengths[1]} now"
+        why = "its settings have changed" if lengths[0] == lengths[1] else f"the schedule spans {lengths[1]} now"
         logger.warning(
             "The learning rate at step %d%s goes from %.6g to %.6g, since %s (before: %s).",
             progress.step, f", of group {first} of the optimizer," if first else "", before[first], after[first], why,
