@@ -227,7 +227,7 @@ def merge_training_args(args: transformers.TrainingArguments, kwargs: dict[str, 
         kwargs: The keyword arguments that the user passed to HFTrainer; missing ones are filled in.
 
     Raises:
-        ConfigError: If both are set and differ, or if `args` asks for something unsupported.
+        ConfigError: If both are set and differ, or if a field of `args` is unsupported.
     """
     for name, allowed in UNSUPPORTED.items():
         value = enum_value(getattr(args, name, allowed[0]))
@@ -464,7 +464,7 @@ _ADVICE = {
     "dataloader_multiprocessing_context": "Call torch.multiprocessing.set_start_method() at the start of the program.",
     "save_on_each_node": "The main process writes checkpoints, and broadcasts them when they are read. Leave it out.",
 }
-"""The reason, and what to do instead."""
+"""For each unsupported field, the reason and the alternative."""
 
 
 def _translate_fields(args: transformers.TrainingArguments) -> dict[str, Any]:
@@ -557,7 +557,7 @@ def sharding_accelerator(args: transformers.TrainingArguments | None, kwargs: di
     elif options is not None and args is not None:
         if options["fsdp_version"] != 2:
             raise ConfigError(
-                f"`training_args.fsdp_config` asks for FSDP {options['fsdp_version']}, explicitly or by default; "
+                f"`training_args.fsdp_config` requests FSDP {options['fsdp_version']}, explicitly or by default; "
                 "PyTorch has replaced it. Pass fsdp_config={'version': 2}."
             )
         settings: Any = args.fsdp_config  # transformers 5.4 does not pass all of it to the plugin

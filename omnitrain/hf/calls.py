@@ -1,9 +1,8 @@
 """The interface of `transformers.Trainer`, for HFTrainer.
 
-Names, signatures and results are those of transformers. The default of a method that can be overridden is what our
-trainer does anyway, so `super()` works as in a subclass of `transformers.Trainer`. Methods that build a run (loaders,
-optimizer, schedule) are called at its beginning, as in transformers, not by the constructor: a subclass may set
-attributes that they need after `super().__init__()`.
+Names, signatures and results are those of transformers. The default of an overridable method is our trainer's behavior,
+so `super()` works as in a subclass of `transformers.Trainer`. Methods that build a run (loaders, optimizer, schedule)
+are called at its beginning, not by the constructor: a subclass may set their attributes after `super().__init__()`.
 """
 
 from __future__ import annotations

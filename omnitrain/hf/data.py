@@ -82,7 +82,7 @@ def counting_loader(trainer: BaseTrainer, by_window: bool) -> DataLoader[Any]:
 
 
 def with_length_groups(settings: Settings, args: Any, group_size: int) -> Settings:
-    """Return the settings with the training set in an order by length, if the training arguments ask for it.
+    """Return the settings with the training set grouped by length, if the training arguments request it.
 
     Args:
         settings: The arguments of the trainer.

@@ -71,14 +71,14 @@ class EngineLoop(Loop):
         return self._engine().is_in_train or super().has_requests
 
     def agree(self, where: str, *requests: str, ahead: Sequence[float] = ()) -> Control:
-        """Return which of these requests any rank has made, including those of transformers' callbacks."""
+        """Return which of these requests any rank has, including those of transformers' callbacks."""
         engine = self._engine()
         if not engine.is_in_train:  # the flags belong to an earlier run
             return super().agree(where, *requests, ahead=ahead)
         engine.sync_control_flags(requests)
-        asked = super().agree(where, *requests, ahead=ahead)
+        agreed = super().agree(where, *requests, ahead=ahead)
         engine.control.should_training_stop = bool(self.lifecycle.stop)
-        return asked
+        return agreed
 
     def _act_on(self, asked: Control) -> None:
         """Act on requests as usual, including those that transformers' callbacks cancel or add meanwhile.
@@ -101,7 +101,7 @@ class EngineLoop(Loop):
         evaluation: Any = self.evaluation
         with self.mute_callbacks():
             if "evaluate" in self._engine().trainer._overridden:  # the user's `evaluate` may need no loss
-                evaluation.rehearse(self.sets.eval, self.is_interrupted)
+                evaluation.run_first_batches(self.sets.eval, self.is_interrupted)
             else:
                 super().sanity_check()
 
@@ -135,7 +135,7 @@ class EngineLoop(Loop):
             trainer.store = self.checkpointer.store = None
 
     def finish_run_by_steps(self) -> None:
-        """Settle a run that has ended, if its evaluations and checkpoints come at intervals of steps.
+        """Finish a run at its limit, if its evaluations and checkpoints come at intervals of steps.
 
         transformers' callbacks expect these before the end of the epoch.
         """
@@ -161,7 +161,7 @@ class Engine(SearchTrainer):
     Args:
         trainer: The trainer of the run.
         training_args: The user's TrainingArguments, or None.
-        by_window: Whether transformers' loop gets whole windows, because the data's length is unknown or may change.
+        by_window: Whether transformers' loop gets full windows, because the data's length is unknown or may change.
         callback_args: The arguments that callbacks see, theirs and ours; `args` is for transformers' loop.
         scratch: A folder for temporary files.
         trial: The trial of a search, or None.
@@ -204,7 +204,7 @@ class Engine(SearchTrainer):
     _reported_save: int = -1
     """The step of the last checkpoint for which callbacks were called."""
     _log_arguments: tuple[tuple[Any, ...], dict[str, Any]] = ((), {})
-    """What transformers' loop passed to `_maybe_log_save_evaluate` at this step."""
+    """The arguments of `_maybe_log_save_evaluate` at this step."""
 
     def __init__(
         self,
@@ -708,7 +708,7 @@ class Boundary(transformers.TrainerCallback):
         engine, lifecycle = self.engine, self.trainer.lifecycle
         metrics, engine._initial_evaluation = engine._initial_evaluation, None
         if metrics is not None and lifecycle.evaluated_step == lifecycle.progress.step:
-            engine.report_evaluation(metrics)  # otherwise it belongs to a run that made no step
+            engine.report_evaluation(metrics)  # otherwise it belongs to a run without a step
         return control
 
     def on_substep_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> Any:
@@ -727,7 +727,7 @@ class Boundary(transformers.TrainerCallback):
 
 
 class Reporter(Callback):
-    """Reports what our loop does to transformers' callbacks, the search and the Hub; runs after all our callbacks."""
+    """Reports our events to transformers' callbacks, the search and the Hub; runs after all our callbacks."""
 
     order = 95
 
@@ -856,7 +856,7 @@ class ScheduleFacade:
         self._trainer = trainer
 
     def step(self, *args: Any) -> None:
-        """Do nothing: our step has already advanced the schedule, if the update was made."""
+        """Do nothing: our step has already advanced the schedule, after the update."""
 
     def get_last_lr(self) -> list[float]:
         """Return the rates in force."""

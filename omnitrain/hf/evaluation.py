@@ -153,7 +153,7 @@ class HFEvaluation(Evaluation):
             return None
         return Predictions(result.predictions, result.labels, prefixed(result.metrics, prefix))
 
-    def rehearse(self, loader: Any, is_interrupted: Callable[[int], bool]) -> None:
+    def run_first_batches(self, loader: Any, is_interrupted: Callable[[int], bool]) -> None:
         """Run the first batch of each set, and ignore the result."""
         for eval_loader in loader.values() if isinstance(loader, Mapping) else [loader]:
             with contextlib.suppress(Inconclusive):

@@ -122,7 +122,7 @@ def _width(config: Any, tokens: torch.Tensor) -> int:
 
 
 def _generation_inputs(batch: Any) -> dict[str, Any]:
-    """Return the inputs for generation: without labels, and without decoder tokens that were made from labels."""
+    """Return the inputs for generation: without labels, and without decoder tokens derived from labels."""
     if not isinstance(batch, Mapping):
         raise DataError(
             f"`predict_with_generate=True` needs batches that are dicts, got a {type(batch).__name__}: the entries "

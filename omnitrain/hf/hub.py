@@ -72,7 +72,7 @@ class HubTrainer(transformers.Trainer):
 
     @property
     def saved_processor(self) -> Any:
-        """What is saved with the model: the tokenizer or processor, or otherwise the collator's tokenizer."""
+        """The processor saved with the model: `processing_class`, or otherwise the collator's tokenizer."""
         return self.processing_class or getattr(self.data_collator, "tokenizer", None)
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
@@ -128,7 +128,7 @@ class HubTrainer(transformers.Trainer):
             setattr(module, name, original)
 
     def push_to_hub(self, *args: Any, **kwargs: Any) -> Any:
-        """Upload the model as it is now, with a model card.
+        """Upload the current model, with a model card.
 
         Raises:
             ConfigError: If the model has no name.

@@ -55,7 +55,7 @@ class SmoothedLoss:
 
 
 def smooth_labels(args: Any, model: Any, kwargs: dict[str, Any]) -> None:
-    """Set `loss_fn` to the smoothed loss if transformers' arguments ask for it.
+    """Set `loss_fn` to the smoothed loss if transformers' arguments request it.
 
     Args:
         args: The user's TrainingArguments, or None.

@@ -1,4 +1,4 @@
-"""`model_init`: a new model for each fresh run, and for each trial of a search."""
+"""Model creation by `model_init`, for each fresh run and each trial."""
 
 from __future__ import annotations
 

@@ -108,7 +108,7 @@ def run_trial(engine: SearchTrainer, resume_from_checkpoint: str | None = None, 
         engine.objective = math.nan
     except Exception as error:
         if search_trainer.is_main_process or not _is_pruned(error):
-            raise  # only the main process is asked for the result of a pruned trial
+            raise  # only the main process returns the result of a pruned trial to the backend
     finally:
         trainer.backend.release()
         trainer._scratch.cleanup()

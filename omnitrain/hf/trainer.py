@@ -83,7 +83,7 @@ NEVER_CALLED = {
     "_optimizer_step": "a callback's on_before_optimizer_step",
     "_answer_requests": "a callback",
 }
-"""Hooks that transformers' loop does not call, and what to use instead."""
+"""Hooks that transformers' loop does not call, and their alternatives."""
 
 _UNLIMITED_STEPS = 1 << 40
 _DATA_METHODS = ("__getitem__", "__iter__", "__len__")
@@ -499,7 +499,7 @@ class HFTrainer(TransformersAPI):
 
     @property
     def _by_window(self) -> bool:
-        """Whether transformers' loop gets whole windows, because the length of the data is unknown or may change."""
+        """Whether transformers' loop gets full windows, because the length of the data is unknown or may change."""
         has_user_loader = "get_train_dataloader" in self._overridden
         varies = self._splits or has_changing_batch_size(self.settings)
         return has_user_loader or varies or not isinstance(self.train_loader, MapLoader)

@@ -310,7 +310,7 @@ class _Search:
     # --- trials
 
     def _probe_trainer(self) -> None:
-        """Read the objective and the ranks from the first trainer that can be made; nothing is trained."""
+        """Read the objective and the ranks from the first trainer that can be created; nothing is trained."""
         import optuna
 
         probe = optuna.create_study(sampler=copy.deepcopy(self._make_sampler(0)))

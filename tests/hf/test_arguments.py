@@ -275,7 +275,7 @@ ZERO = {"zero_optimization": {"stage": 2}}
          ["async_save=True", "stock_checkpoints=True"]),
         ({"eval_do_concat_batches": False}, {}, ["eval_do_concat_batches=False"]),
         ({"save_on_each_node": True}, {}, ["main process writes"]),
-        ({"fsdp": True, "fsdp_config": {"version": 1}}, {}, ["asks for FSDP 1", "version", "2"]),
+        ({"fsdp": True, "fsdp_config": {"version": 1}}, {}, ["requests FSDP 1", "version", "2"]),
         ({"deepspeed": ZERO, "bf16_full_eval": True}, {}, ["bf16_full_eval=True"]),
         ({"fp16": True}, {}, ["`training_args.fp16=True` is not available", "`bf16=True`"]),
         ({}, {"callbacks": [print]}, ["callbacks of omnitrain or of transformers"]),
