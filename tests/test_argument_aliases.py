@@ -1,4 +1,4 @@
-"""The names of other trainers' arguments: what an unknown argument is told, and the page that lists them."""
+"""The names of other trainers' arguments: errors for unknown arguments, and the page that lists them."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from omnitrain.contrib import nnscaler
 
 ROOT = Path(__file__).resolve().parent.parent
 TRAINERS: dict[str, Any] = {kind.__name__: kind for kind in (Trainer, AccelerateTrainer, HFTrainer)}
-NAMES = {name: meant for names in VOCABULARY.values() for name, meant in names.items()}
+NAMES = {name: meaning for names in VOCABULARY.values() for name, meaning in names.items()}
 
 
 @functools.cache
@@ -96,14 +96,14 @@ def test_all_unknown_training_arguments_are_in_one_error() -> None:
 
 def test_aliases_point_to_existing_names() -> None:
     assert len(NAMES) == sum(map(len, VOCABULARY.values())) >= 300  # no name is there twice
-    for name, meant in NAMES.items():
-        kind, _, ours = meant.ours.rpartition(".")
+    for name, meaning in NAMES.items():
+        kind, _, ours = meaning.ours.rpartition(".")
         if ours.endswith("()"):
             assert callable(getattr(BaseTrainer, ours.removesuffix("()"))), name
         elif ours:
             assert ours in arguments_of(TRAINERS.get(kind, BaseTrainer)) and (name != ours or kind), name
         else:
-            assert meant.word, name
+            assert meaning.word, name
         assert name not in arguments_of(Trainer)
 
 
@@ -181,7 +181,7 @@ def test_every_key_of_nnscaler_has_hint() -> None:
     assert common <= set(nnscaler._KEYS["checkpoint"]) & NAMES.keys()
 
 
-CODE = sorted({code for meant in NAMES.values() for code in re.findall(r"`([^`]+)`", meant.word)})
+CODE = sorted({code for meaning in NAMES.values() for code in re.findall(r"`([^`]+)`", meaning.word)})
 """What hints quote as code."""
 OF_THEIR_OWN = {"WithWarmup", "eval_", "*", "metrics.jsonl", "best", "last", "trainer:", "from_pretrained"}
 PLACEHOLDERS = {

@@ -75,8 +75,8 @@ def outcome(kind: Any, name: str, value: Any) -> str:
         if doing == "trained" and name in OF_THE_USER:
             return ""
         ours = isinstance(error, OmnitrainError) or "omnitrain" in traceback_end(error)
-        named = any(argument in str(error) for argument in (name, *ALSO.get(name, ())))
-        if ours and (named or doing == "trained"):
+        is_reported = any(argument in str(error) for argument in (name, *ALSO.get(name, ())))
+        if ours and (is_reported or doing == "trained"):
             return ""
         return f"{doing}: {type(error).__name__} {str(error)[:150]!r}"
     except Exception as error:
@@ -95,7 +95,7 @@ def traceback_end(error: BaseException) -> str:
 
 
 CASES = [("native", name) for name in arguments_of(Trainer)]
-"""All arguments of `Trainer`; of the others those that are theirs alone, and one half each of the shared ones."""
+"""All arguments of `Trainer`; of the others only their own ones, and one half each of the shared ones."""
 for number, kind in enumerate(("accelerate", "hf")):
     shared = arguments_of(Trainer)[number::2]
     CASES += [(kind, name) for name in arguments_of(TRAINERS[kind]) if name in shared or ("native", name) not in CASES]
@@ -111,8 +111,8 @@ def test_any_value_works_or_is_rejected_by_name(
     wrong = {}
     for shown, value in VALUES.items():
         if (name, shown) not in SKIPPED:
-            found = outcome(TRAINERS[kind], name, value)
-            wrong |= {shown: found} if found else {}
+            failure = outcome(TRAINERS[kind], name, value)
+            wrong |= {shown: failure} if failure else {}
     assert not wrong
     if name != "save_total_limit":
         assert list(tmp_path.iterdir()) == []
