@@ -55,7 +55,7 @@ def _adapter_names(model: nn.Module, tensors: Mapping[str, Any], embeddings: boo
 
     bare: Any = unwrap(model)
     raw = _raw_names(bare)
-    blank = torch.zeros(1)
+    blank = torch.zeros(1)  # PEFT reads only names and shapes, so the placeholders share one element
     placeholders = {raw.get(name, name): blank.expand(spec_of(tensors, name)[0]) for name in tensors}
     names_by_id = {id(placeholder): bare_name(name) for name, placeholder in placeholders.items()}
     names = set[str]()

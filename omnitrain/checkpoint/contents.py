@@ -326,7 +326,7 @@ class Contents:
         """Restore the state from `capture_live_state`; weights, optimizer state and algorithms are live."""
         scheduler, groups = self._trainer.lr_scheduler, self._trainer.backend.groups
         fresh = self._fresh_schedule()
-        with contextlib.ExitStack() as undo:
+        with contextlib.ExitStack() as undo:  # undone if the code of a callback or schedule rejects its state
             self._lifecycle.load_callbacks(state["callbacks"], undo)
             if scheduler is not None:
                 restore_with_undo(scheduler, state["scheduler"], undo)
@@ -380,7 +380,7 @@ class Contents:
         self._check_stream(content, where)
         backend = self._trainer.backend
         if "optimizer" in changed_settings(content["settings"], self._trainer.resolved_config()):
-            return
+            return  # its state is either rejected or not loaded
         try:
             backend.check_weights(weights, where, _excluded_weights(content))
             self._check_optimizer_names(folder, content)
@@ -568,6 +568,7 @@ class Contents:
             tensors = self._open_tensors(folder, content, optimizer_file(name), self._trainer.ranks)
             state_dicts.restore_optimizer(backend.optimizers[name], backend.model, tensors, saved, repr(str(folder)))
         if has_other_groups(changed, content["optimizer"], backend.groups):
+            # the saved options belong to other groups
             for group, new in zip(backend.groups, fresh, strict=True):
                 group |= {key: value for key, value in new.items() if key != "params"}
             return
@@ -583,7 +584,7 @@ class Contents:
     def _saved_optimizer(
         self, folder: Path, content: Mapping[str, Any], changed: Collection[str], ranks: Ranks
     ) -> tuple[Mapping[str, Any], Any]:
-        """Return the saved optimizer state, tensors and rest, regroup_state if the groups were allowed to change."""
+        """Return the saved optimizer state, tensors and rest, regrouped if the groups were allowed to change."""
         tensors, saved = self._open_tensors(folder, content, OPTIMIZER, ranks), content["optimizer"]
         if GROUPING.isdisjoint(changed):
             return tensors, saved

@@ -90,11 +90,13 @@ class EvalWeights:
     @property
     def _optimizers_in_training(self) -> list[Any]:
         """The optimizers with modes that have stepped and are in training mode."""
-        return [opt for opt in self._optimizers_with_modes if opt.state and not _is_in_eval_mode(opt)]
+        optimizers = self._optimizers_with_modes
+        return [optimizer for optimizer in optimizers if optimizer.state and not _is_in_eval_mode(optimizer)]
 
     def begin_training(self) -> None:
         """Set the optimizers to training mode, at the beginning of a run, before and after it is resumed."""
         for optimizer in self._optimizers_with_modes:
+            # without state `train()` moves no weights, and a new optimizer may not be in either mode
             if not optimizer.state or _is_in_eval_mode(optimizer):
                 optimizer.train()
 
@@ -121,10 +123,10 @@ class EvalWeights:
         with torch.no_grad(), self._restoring_weights(optimizers):
             for optimizer in optimizers:
                 optimizer.eval()
-            shown = {name: trained[name].clone() for name in names & trained.keys()}
+            eval_weights = {name: trained[name].clone() for name in names & trained.keys()}
             for optimizer in optimizers:
                 optimizer.train()
-        return shown
+        return eval_weights
 
     def set_loaded(self) -> None:
         """Record that the model has them after the end of a run, and set optimizers to evaluation mode."""

@@ -65,6 +65,7 @@ class FrozenWeights:
             return {}
         versions = {name: change_marker(tensors[name]) for name in names}
         stale = [name for name in names if self._known.get(name, (None,))[0] != versions[name]]
+        # computing them is collective, so all ranks must agree on the names
         stale = self._trainer.ranks.combine(
             "the frozen weights that were written to", stale, lambda each: set().union(*each)
         )

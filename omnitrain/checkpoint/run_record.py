@@ -163,6 +163,7 @@ class Git:
 
     def __init__(self, folder: Path) -> None:
         self._answer: dict[str, Any] | None = None
+        # without a lock on the user's index, and without starting a file monitor, which outlives the command
         command = ["git", "-C", str(folder), "--no-optional-locks", "-c", "core.fsmonitor=false", "status"]
         command += ["--porcelain=v2", "--branch", "--untracked-files=no"]
         self._process: subprocess.Popen[bytes] | None = None

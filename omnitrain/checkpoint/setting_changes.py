@@ -52,10 +52,10 @@ DECIDING = (
 """The settings that determine the numbers of a run: changing one on a resume is an error unless allowed by name."""
 
 _ADDED_LATER = ("dtypes", "fp16_loss_scale", "matmul_precision")
-"""Those that earlier checkpoints do not have, which says nothing about a change."""
+"""Settings that earlier checkpoints do not have; their absence is no change."""
 
 GROUPING = frozenset(["param_groups", "freeze"])
-"""Those that decide which parameters an optimizer holds, and in which groups."""
+"""Settings that assign parameters to the groups of an optimizer."""
 
 _POSITION_KEYS = frozenset(
     [
@@ -72,7 +72,7 @@ _POSITION_KEYS = frozenset(
         "_is_initial",
     ]
 )
-"""The attributes of PyTorch's schedules that hold their position, and rates, which are settings of the optimizer."""
+"""Attributes of PyTorch's schedules that change during a run, and rates, which are settings of the optimizer."""
 
 
 def changed_settings(saved: Mapping[str, Any], current: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
@@ -97,7 +97,7 @@ def changed_settings(saved: Mapping[str, Any], current: Mapping[str, Any]) -> di
     if "optimizer" not in changed and GROUPING.isdisjoint(changed):
         changed |= _changed_groups(saved["optimizer_groups"] or [], current["optimizer_groups"] or [])
     if "lr_scheduler_kwargs" not in saved and saved.get("lr_scheduler") == "functools.partial":
-        # what earlier checkpoints have of a schedule that transformers made by name and options
+        # earlier checkpoints recorded transformers' named schedules only as a partial, without their options
         for name in ("lr_scheduler", "lr_scheduler_kwargs", "lr_scheduler_options", "warmup_steps"):
             changed.pop(name, None)
     if "lr_scheduler" in changed:

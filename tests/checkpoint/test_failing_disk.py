@@ -211,10 +211,10 @@ def chosen(operations: list[str], kind: str, part: int | None, is_full: bool = F
     return [same_name[len(same_name) // 2] for same_name in numbers.values()]
 
 
-def cases(*kept: str) -> Any:
+def cases(*quick_kinds: str) -> Any:
     """Return a parametrization by trainer and part: all operations are slow, and so are other trainers than these."""
     extents = [(kind, part) for kind in TRAINERS for part in (None, *range(PARTS))]
-    return pytest.mark.parametrize(("kind", "part"), thinned(extents, [(kind, None) for kind in kept]))
+    return pytest.mark.parametrize(("kind", "part"), thinned(extents, [(kind, None) for kind in quick_kinds]))
 
 
 # --- a fault at each operation

@@ -254,8 +254,8 @@ class Requesting(Callback):
 
 
 def two_groups(parameters: Any) -> torch.optim.Optimizer:
-    first, *others = list(parameters)
-    return torch.optim.AdamW([{"params": others, "weight_decay": 0.1}, {"params": [first], "lr": 0.1}], lr=0.05)
+    first, *rest = list(parameters)
+    return torch.optim.AdamW([{"params": rest, "weight_decay": 0.1}, {"params": [first], "lr": 0.1}], lr=0.05)
 
 
 def custom_optimizer(make: Any) -> dict[str, Any]:

@@ -458,8 +458,8 @@ def with_fewer(optimizer: Any, model: Any, tensors: Any, rest: Any) -> torch.opt
 
 
 def regrouped(optimizer: Any, model: Any, tensors: Any, rest: Any) -> torch.optim.Optimizer:
-    first, *others = model.parameters()
-    return torch.optim.AdamW([{"params": [first]}, {"params": others}])
+    first, *remaining = model.parameters()
+    return torch.optim.AdamW([{"params": [first]}, {"params": remaining}])
 
 
 def without_reference(optimizer: Any, model: Any, tensors: Any, rest: Any) -> torch.optim.Optimizer:

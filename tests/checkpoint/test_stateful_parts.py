@@ -89,14 +89,14 @@ class Lookahead(torch.optim.SGD):
 
     def __init__(self, params: Any, lr: float = 0.05) -> None:
         super().__init__(params, lr=lr, momentum=0.9)
-        self.slow = [one.detach().clone() for group in self.param_groups for one in group["params"]]
+        self.slow = [parameter.detach().clone() for group in self.param_groups for parameter in group["params"]]
         self.count = 0
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:
         super().step()
         self.count += 1
-        parameters = [one for group in self.param_groups for one in group["params"]]
+        parameters = [parameter for group in self.param_groups for parameter in group["params"]]
         for slow, parameter in zip(self.slow, parameters, strict=True):
             if self.count % 2 == 0:
                 slow.lerp_(parameter, 0.5)
@@ -240,9 +240,9 @@ def test_states_of_the_table_survive_a_kill_and_a_move(source: str, target: str,
     expected = Everything(target).train()
     with pytest.raises(Killed):
         Everything(source, tmp_path, stop=5).train()
-    found = Everything(target, tmp_path).train(resume_from="auto")
+    states = Everything(target, tmp_path).train(resume_from="auto")
     for name, value in expected.items():
-        assert plain(found[name]) == plain(value), name
+        assert plain(states[name]) == plain(value), name
     text = (Path(__file__).parents[2] / "docs" / "checkpoints.md").read_text()
     table = text.partition("## What a state is")[2].partition("\n## ")[0]
     listed = {name for row in re.findall(r"^\| (`.*?) \|", table, re.M) for name in re.findall(r"`(\w+)`", row)}

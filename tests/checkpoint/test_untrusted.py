@@ -30,9 +30,9 @@ LINKS = ("run.lock", "metrics.jsonl", "metrics.csv", "run.json", "run.json.tmp",
 
 
 def run(
-    trainer_class: type[Any], folder: str | Path, resume_from: str | None = None, epochs: int = 1, **given: Any
+    trainer_class: type[Any], folder: str | Path, resume_from: str | None = None, epochs: int = 1, **arguments: Any
 ) -> None:
-    options = {"save_steps": 2, "log_steps": 1, "loggers": ["csv"], "progress_bar": False, **given}
+    options = {"save_steps": 2, "log_steps": 1, "loggers": ["csv"], "progress_bar": False, **arguments}
     trainer = trainer_class(
         t16(dtype=torch.float32), rows(16, torch.float32), loss_fn=F.mse_loss, epochs=epochs, batch_size=4,
         save_dir=folder, **options,
@@ -74,8 +74,8 @@ def test_checkpoint_command_rejects_keys_that_lead_out(
     before = {path for path in tmp_path.rglob("*") if path.is_file()}
     add(bucket, key)
     address = ADDRESS if command == "ls" else f"{ADDRESS}/last"
-    others = {"diff": [f"{ADDRESS}/checkpoint-2"], "export": [str(tmp_path / "exported")]}.get(command, [])
-    assert main(["checkpoint", command, address, *others]) != 0
+    arguments = {"diff": [f"{ADDRESS}/checkpoint-2"], "export": [str(tmp_path / "exported")]}.get(command, [])
+    assert main(["checkpoint", command, address, *arguments]) != 0
     assert "leads out of its folder" in capsys.readouterr().err
     assert {path for path in tmp_path.rglob("*") if path.is_file()} == before
 
@@ -319,22 +319,22 @@ CONTENTS: dict[str, Any] = {
 
 
 def resized(size: Any) -> Any:
-    return lambda found: {name: {**info, "size": size(info["size"])} for name, info in found.items()}
+    return lambda listing: {name: {**info, "size": size(info["size"])} for name, info in listing.items()}
 
 
-def with_replaced_model(found: dict[str, Any]) -> dict[str, Any]:
-    add(MemoryFileSystem.store, MODEL, b"x" * len(found))
-    return found
+def with_replaced_model(listing: dict[str, Any]) -> dict[str, Any]:
+    add(MemoryFileSystem.store, MODEL, b"x" * len(listing))
+    return listing
 
 
-def without_model(found: dict[str, Any]) -> dict[str, Any]:
+def without_model(listing: dict[str, Any]) -> dict[str, Any]:
     MemoryFileSystem.store.pop(f"/bucket/run/{MODEL}", None)
-    return found
+    return listing
 
 
-def with_crowd(found: dict[str, Any]) -> dict[str, Any]:
+def with_crowd(listing: dict[str, Any]) -> dict[str, Any]:
     names = [f"/bucket/run/crowd/{number}" for number in range(20_000)]
-    return found | {name: {"name": name, "size": 1, "type": "file"} for name in names}
+    return listing | {name: {"name": name, "size": 1, "type": "file"} for name in names}
 
 
 LISTINGS: dict[str, Any] = {
