@@ -333,7 +333,7 @@ class Disk:
     @contextlib.contextmanager
     def shared(self, ranks: Simulated) -> Iterator[None]:
         """Write inside what the others do, whenever a rank writes."""
-        write, taken, parts, unlink = Writer.write, Writer._taken, Writer._write_parts, FileSystem.unlink
+        write, taken, parts, unlink = Writer.write, Writer._local_share, Writer._write_shards, FileSystem.unlink
         held: dict[str, Any] = {}
         turns = iter(self.copies)
 
@@ -367,7 +367,7 @@ class Disk:
                     for other in path.parent.glob("rank-*"):
                         other.unlink()
 
-        names = "write", "_taken", "_write_parts"
+        names = "write", "_local_share", "_write_shards"
         for name, new in zip(names, (written, noted, in_parts), strict=True):
             setattr(Writer, name, new)
         FileSystem.unlink = unlinked
@@ -389,7 +389,7 @@ class Disk:
         """Write what another rank has of the tensors, and return the entries of its files for the manifest."""
         entries = {}
         for file, tensors in files.items():
-            part, blocks = sharded_files.part_of(file), {}
+            part, blocks = sharded_files.shard_folder(file), {}
             for name, one in tensors.items():
                 if isinstance(one, DTensor):
                     rows, count = one.shape[0], -(-one.shape[0] // one.device_mesh.size())

@@ -17,7 +17,7 @@ from fsspec.implementations.local import LocalFileSystem
 from fsspec.implementations.memory import MemoryFileSystem
 
 from omnitrain.checkpoint.mirrored_store import MirroredStore, make_store
-from omnitrain.checkpoint.remote import Place
+from omnitrain.checkpoint.remote import RemoteFolder
 from omnitrain.core.paths import local_folder
 
 Fault = Callable[[str, str], None]
@@ -123,7 +123,7 @@ def mirroring(address: str) -> Iterator[MirroredStore]:
     """Take the store inside; at the end all is uploaded."""
     mirror = make_store(address)
     assert isinstance(mirror, MirroredStore)
-    mirror.take()
+    mirror.acquire()
     try:
         yield mirror
     finally:
@@ -139,7 +139,7 @@ def save_texts(mirror: MirroredStore, *steps: int, text: str = "weights") -> Non
 
 def remote_steps(address: str) -> list[int]:
     """Return the steps of the complete checkpoints there."""
-    return sorted(Place(address).copies())
+    return sorted(RemoteFolder(address).complete_checkpoints())
 
 
 def remote_folders(address: str) -> set[str]:

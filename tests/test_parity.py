@@ -1566,7 +1566,7 @@ def test_best_weights_are_saved_at_once_between_saves(trainer_class: Any, where:
             states[trainer.progress.step] = weights(trainer.get_model())
 
         def on_step_start(self, trainer: Any) -> None:
-            best = store.resolve("best") if store.kept() else None
+            best = store.resolve("best") if store.checkpoint_infos() else None
             saved.append(-1 if best is None else best[1]["step"])
 
     trainer = run(
@@ -1579,7 +1579,7 @@ def test_best_weights_are_saved_at_once_between_saves(trainer_class: Any, where:
     assert best == (3 if where == "in the middle" else 0)
     assert saved == ([-1, 1, 2, 3, 3, 3, 3, 3] if best else [0] * 8)  # saved in the same step
     assert same(weights(trainer.get_model()), states[best])
-    assert [checkpoint.step for checkpoint in store.kept()] == [best, 4, 8]
+    assert [checkpoint.step for checkpoint in store.checkpoint_infos()] == [best, 4, 8]
 
 
 # --- where files are
@@ -1612,7 +1612,7 @@ def test_save_dir_stays_when_the_program_changes_folder(
     monkeypatch.setenv("HOME", str(tmp_path))
     trainer = run(trainer_class, t16(), rows(8), leaves, batch_size=4, epochs=1, save_steps=1, save_dir="run")
     assert trainer.save_dir == tmp_path / "run" and not list((tmp_path / "elsewhere").iterdir())
-    assert [checkpoint.step for checkpoint in Store(tmp_path / "run").kept()] == [1, 2]
+    assert [checkpoint.step for checkpoint in Store(tmp_path / "run").checkpoint_infos()] == [1, 2]
     assert trainer.save_model("~/model") == tmp_path / "model" and (tmp_path / "model" / "model.safetensors").exists()
     other = run(trainer_class, t16(), rows(8), batch_size=4, epochs=1, save_dir="~/again")
     assert other.save_dir == tmp_path / "again" and other.load_checkpoint("~/run/last").name == "checkpoint-2"

@@ -41,7 +41,7 @@ class Retention(Callback):
         self._earlier = []
         if self.replaces and is_fresh:
             with self._tolerance:
-                self._earlier = [kept.step for kept in self.store.kept()]
+                self._earlier = [kept.step for kept in self.store.checkpoint_infos()]
 
     def on_save_end(self, trainer: TrainerLike) -> None:
         """Delete what is no longer kept, now that a new checkpoint is complete."""

@@ -21,12 +21,12 @@ from omnitrain.checkpoint.disk import check_free_space, check_writable
 from omnitrain.checkpoint.eval_weights import EvalWeights
 from omnitrain.checkpoint.fingerprints import IDENTITIES
 from omnitrain.checkpoint.frozen_weights import FROZEN
-from omnitrain.checkpoint.history import Lines, read_history
-from omnitrain.checkpoint.mirrored_store import resolved
+from omnitrain.checkpoint.history import HistoryEncoder, read_history
+from omnitrain.checkpoint.mirrored_store import resolve_checkpoint
 from omnitrain.checkpoint.run_record import CONFIG_FILE, RUN_FILE, append_start, write_config
 from omnitrain.checkpoint.setting_changes import DECIDING, changed_options, changed_settings
 from omnitrain.checkpoint.store import Store
-from omnitrain.checkpoint.verifying import hashed_by_all
+from omnitrain.checkpoint.verifying import find_with_shared_hashing
 from omnitrain.checkpoint.writing import Save, Writer
 from omnitrain.core.errors import CheckpointError, ConfigError, Tolerance, is_disk_error
 from omnitrain.core.paths import is_address, local_path
@@ -62,7 +62,7 @@ def locked(
 
     def acquire() -> None:
         check_writable(store.root)
-        store.take()
+        store.acquire()
 
     def release() -> None:
         try:
@@ -173,7 +173,7 @@ class Checkpointer:
         self._record_tolerance = Tolerance(RUN_FILE, "The next save tries again; what ran is in the checkpoints, too.")
         self._record_replaces: str | None = None
         """The starts in `run.json` that this one replaces: "all", or the "last", which is itself; None adds it."""
-        self._lines = Lines()
+        self._history_encoder = HistoryEncoder()
         self._in_flight: Save | None = None
         """The checkpoint that is being written in the background."""
 
@@ -367,7 +367,7 @@ class Checkpointer:
             "scored": list(scored if score is not None and is_final else self._scored_steps),
         }
         rows = (
-            self._lines.up_to(history["metrics"]["rows"], lifecycle.metrics)
+            self._history_encoder.encode(history["metrics"]["rows"], lifecycle.metrics)
             if self._trainer.ranks.is_main
             else (b"", "")
         )
@@ -405,7 +405,7 @@ class Checkpointer:
                 yield
             finally:
                 save, self._in_flight = self._in_flight, None  # not None only after an error
-                if save is not None and (error := save.give_up()) is not None:
+                if save is not None and (error := save.cancel()) is not None:
                     logger.error("%s", error)
 
     def await_background(self, wait: bool = True) -> None:
@@ -459,7 +459,7 @@ class Checkpointer:
             content["metrics"] = read_history(folder, content)
 
         with ranks.in_phase("load"):
-            checkpoint = hashed_by_all(ranks, lambda check: resolved(store, which, accept, check))
+            checkpoint = find_with_shared_hashing(ranks, lambda check: resolve_checkpoint(store, which, accept, check))
         if not allow_weights_only and checkpoint is not None and checkpoint[1].get("only_model"):
             raise CheckpointError(
                 f"{str(checkpoint[0])!r} was saved with save_only_model=True: no run can continue from weights only. "
@@ -668,7 +668,7 @@ class Checkpointer:
 
         def find_best() -> Path | None:
             if self.store is not None and not any(os.path.lexists(root / name) for root in roots):
-                self.store.bring(name)
+                self.store.download(name)
             return next((path for path in candidates if os.path.lexists(path)), None)
 
         candidate = ranks.on_main("the search for the best checkpoint", find_best)

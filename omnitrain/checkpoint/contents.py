@@ -35,7 +35,7 @@ from omnitrain.checkpoint.param_group_changes import check_schedule, has_other_g
 from omnitrain.checkpoint.run_record import StartRecord, device_name, host
 from omnitrain.checkpoint.safetensors_header import read_header
 from omnitrain.checkpoint.setting_changes import GROUPING, InitialOptions, changed_settings
-from omnitrain.checkpoint.sharded_files import files_of, part_of
+from omnitrain.checkpoint.sharded_files import find_tensor_files, shard_folder
 from omnitrain.checkpoint.tensor_files import host_copy, load_tensors
 from omnitrain.checkpoint.tensor_reader import Catalogue, TensorFile
 from omnitrain.compute.precision import growth_interval
@@ -365,12 +365,13 @@ class Contents:
         generators = [] if only_model else [RNG] if RNG in files else [_rng_file(rank) for rank in range(count)]
         optimizers = [] if only_model else [OPTIMIZER, *map(optimizer_file, _other_optimizers(content))]
         for name in [state_dicts.WEIGHTS, *optimizers, *generators]:
-            if not files_of(folder, files, part_of(name)):
+            if not find_tensor_files(folder, files, shard_folder(name)):
                 raise CheckpointError(f"{where} is incomplete: {name!r} is not among its files.")
         weights = self._open_tensors(folder, content, state_dicts.WEIGHTS)
         if only_model:
             return
-        states = self._open_tensors(folder, content, STATES) if files_of(folder, files, part_of(STATES)) else {}
+        has_states = bool(find_tensor_files(folder, files, shard_folder(STATES)))
+        states = self._open_tensors(folder, content, STATES) if has_states else {}
         parts = content.get("parts")
         state_dicts.check_references(
             [content["callbacks"], content["algorithms"], content.get("stream"), parts], states, where
@@ -427,7 +428,7 @@ class Contents:
         self._frozen.excluded()  # of the user's model, before a full checkpoint loads other frozen weights
         if FROZEN not in changed:
             self._frozen.check(_excluded_weights(content), repr(str(folder)))
-        has_states = bool(files_of(folder, content["files"], part_of(STATES)))
+        has_states = bool(find_tensor_files(folder, content["files"], shard_folder(STATES)))
         states = self._open_tensors(folder, content, STATES, self._trainer.ranks) if has_states else {}
         fresh = self._fresh_schedule()
         with contextlib.ExitStack() as undo:
@@ -451,7 +452,7 @@ class Contents:
         where, trainer = repr(str(folder)), self._trainer
         weights = self._open_tensors(folder, content, state_dicts.WEIGHTS)
         trainer.backend.check_weights(weights, where, _excluded_weights(content))
-        if files_of(folder, content["files"], part_of(TRAINED)):
+        if find_tensor_files(folder, content["files"], shard_folder(TRAINED)):
             trained = self._open_tensors(folder, content, TRAINED)
             trainer.backend.check_weights(
                 trained, repr(str(folder / TRAINED)), _remaining_weights(weights, trained, content)
@@ -506,7 +507,7 @@ class Contents:
         if self._catalogues[0] != checkpoint:
             self._catalogues = checkpoint, {}
         known = self._catalogues[1]
-        tensors = TensorFile(files_of(folder, content["files"], part_of(file)), ranks, known.get(file))
+        tensors = TensorFile(find_tensor_files(folder, content["files"], shard_folder(file)), ranks, known.get(file))
         known[file] = tensors.catalogue
         return tensors
 
@@ -533,7 +534,7 @@ class Contents:
     def _restore_trained(self, folder: Path, content: Mapping[str, Any], changed: Collection[str]) -> None:
         """Move the weights for evaluations, which the model has now, to the algorithms, and load those in training."""
         self._eval_weights.are_loaded = False
-        if not files_of(folder, content["files"], part_of(TRAINED)):
+        if not find_tensor_files(folder, content["files"], shard_folder(TRAINED)):
             return
         weights, trained = (
             self._open_tensors(folder, content, file, self._trainer.ranks) for file in (state_dicts.WEIGHTS, TRAINED)

@@ -1,7 +1,6 @@
-"""File operations of checkpoints: every change to the disk goes through here.
+"""File operations of checkpoints.
 
-A test can stop a save at any operation by passing another `FileSystem`. Checkpoints and the contents of their files
-do not belong here.
+Every change of the disk goes through here, so that a test can stop a save at any operation by another `FileSystem`.
 """
 
 from __future__ import annotations
@@ -20,8 +19,8 @@ from omnitrain.core.errors import CheckpointError, ConfigError
 from omnitrain.core.files import create_file
 from omnitrain.core.paths import folder_path
 
-_WORTH_A_THREAD = 1 << 24  # bytes; starting threads costs about a millisecond
-_AT_ONCE = 1 << 25  # bytes that the disk is told to take at once
+_MIN_THREADED_BYTES = 1 << 24  # starting threads costs about a millisecond
+_WRITEBACK_BYTES = 1 << 25
 
 
 class FileSystem:
@@ -37,16 +36,16 @@ class FileSystem:
     """
 
     def mkdir(self, path: Path) -> None:
-        """Create one folder; its parent must exist, and it must not."""
+        """Create a folder, which must not exist, in an existing one."""
         path.mkdir()
 
     def write(self, path: Path, data: bytes) -> None:
-        """Write a whole file."""
+        """Write a file."""
         with create_file(path) as file:
             file.write(data)
 
     def create(self, path: Path, pieces: Iterable[bytes | memoryview]) -> None:
-        """Write a file piece by piece, so that it need not be in memory as a whole."""
+        """Write a file piece by piece."""
         write_pieces(path, pieces)
 
     def link(self, path: Path, name: str) -> None:
@@ -62,7 +61,7 @@ class FileSystem:
         try:
             os.fsync(descriptor)
         except OSError as error:
-            # Some network file systems cannot sync a folder; then it is up to them how safe its names are.
+            # some network file systems cannot sync a folder, and nothing else makes its names durable
             if not (is_folder and error.errno in (errno.EINVAL, errno.ENOTSUP)):
                 raise
         finally:
@@ -85,9 +84,9 @@ class FileSystem:
         if path.is_symlink() or not path.is_dir():
             self.unlink(path)
             return
-        with os.scandir(path) as found:
-            entries = sorted(found, key=lambda entry: entry.name)
-        for entry in entries:  # which know what they are, without a look at each of a few thousand files
+        with os.scandir(path) as iterator:
+            entries = sorted(iterator, key=lambda entry: entry.name)
+        for entry in entries:  # which know their type: no `stat` for each of a few thousand files
             child = Path(entry.path)
             if entry.is_dir(follow_symlinks=False):
                 self.remove(child)
@@ -99,8 +98,8 @@ class FileSystem:
 def check_free_space(root: str | os.PathLike[str], needed_bytes: int) -> str | None:
     """Return a warning if the disk under `root` (which need not exist yet) has less than `needed_bytes` free."""
     root = Path(root)
-    there = next(path for path in (root, *root.absolute().parents) if path.exists())
-    free = shutil.disk_usage(there).free
+    existing = next(path for path in (root, *root.absolute().parents) if path.exists())
+    free = shutil.disk_usage(existing).free
     if free >= needed_bytes:
         return None
     return (
@@ -110,26 +109,26 @@ def check_free_space(root: str | os.PathLike[str], needed_bytes: int) -> str | N
 
 
 def check_writable(root: Path) -> None:
-    """Refuse a run folder (which need not exist yet) that is not writable, without writing anything.
+    """Reject a run folder (which need not exist yet) that is not writable, without writing anything.
 
     Raises:
         ConfigError: If it, or the folder in which it would be created, is read-only or a file.
     """
-    root = folder_path(root, "save_dir")  # a file may have appeared there since the first check
-    there = next(path for path in (root, *root.parents) if path.exists())
-    if not os.access(there, os.W_OK | os.X_OK):
+    root = folder_path(root, "save_dir")  # a file may have been created there since the first check
+    existing = next(path for path in (root, *root.parents) if path.exists())
+    if not os.access(existing, os.W_OK | os.X_OK):
         raise ConfigError(
-            f"`save_dir={str(root)!r}`: nothing may be written into {str(there)!r}. Make it writable, or pass another "
+            f"`save_dir={str(root)!r}`: {str(existing)!r} is not writable. Change its permissions, or pass another "
             "folder."
         )
 
 
 def listing(folder: Path) -> tuple[list[Path], list[Path]]:
-    """Return the files under a folder, and its folders, itself first; parents before children."""
+    """Return the files under a folder, and the folder itself with all inner ones, parents first."""
     files, folders = [], [folder]
-    for inner in folders:  # which grows meanwhile
-        with os.scandir(inner) as found:
-            entries = sorted(found, key=lambda entry: entry.name)
+    for inner in folders:  # grows in the loop
+        with os.scandir(inner) as iterator:
+            entries = sorted(iterator, key=lambda entry: entry.name)
         for entry in entries:
             path = Path(entry.path)
             if entry.is_dir(follow_symlinks=False):
@@ -138,26 +137,26 @@ def listing(folder: Path) -> tuple[list[Path], list[Path]]:
                 files.append(path)
             else:
                 raise CheckpointError(
-                    f"{str(path)!r} is not a regular file; a checkpoint with it could not be moved. Copy it."
+                    f"{str(path)!r} is not a regular file, so the checkpoint could not be moved. Copy the file."
                 )
     return sorted(files), folders
 
 
 def write_pieces(path: Path, pieces: Iterable[bytes | memoryview]) -> None:
-    """Write a file piece by piece, while the disk takes what was written before: a sync afterwards waits less.
+    """Write a file piece by piece, and start the disk at once, so that a later sync waits less.
 
-    By itself Linux begins to write when a sync asks for it, or when a tenth of the memory is waiting.
+    By itself Linux starts when a sync asks for it, or when a tenth of the memory is waiting.
     """
     with create_file(path) as file:
-        begun = written = 0
+        synced = written = 0
         for piece in pieces:
-            whole = memoryview(piece)
-            for start in range(0, len(whole), _AT_ONCE):
-                written += file.write(whole[start : start + _AT_ONCE])
-                if written - begun >= _AT_ONCE and hasattr(os, "posix_fadvise"):
-                    with contextlib.suppress(OSError):  # a hint; what fails is an error of the sync
-                        os.posix_fadvise(file.fileno(), begun, written - begun, os.POSIX_FADV_DONTNEED)
-                    begun = written
+            buffer = memoryview(piece)
+            for start in range(0, len(buffer), _WRITEBACK_BYTES):
+                written += file.write(buffer[start : start + _WRITEBACK_BYTES])
+                if written - synced >= _WRITEBACK_BYTES and hasattr(os, "posix_fadvise"):
+                    with contextlib.suppress(OSError):  # only a hint: the sync reports errors of the disk
+                        os.posix_fadvise(file.fileno(), synced, written - synced, os.POSIX_FADV_DONTNEED)
+                    synced = written
 
 
 @contextlib.contextmanager
@@ -166,10 +165,10 @@ def hashing(files: Iterable[Path], size: int | None = None) -> Iterator[Iterator
 
     Args:
         files: The files.
-        size: Their bytes together, if these are known.
+        size: Their total bytes, if known.
     """
     files = list(files)
-    if (sum(file.stat().st_size for file in files) if size is None else size) < _WORTH_A_THREAD:
+    if (sum(file.stat().st_size for file in files) if size is None else size) < _MIN_THREADED_BYTES:
         yield map(_digest, files)
         return
     pool = ThreadPoolExecutor(min(4, os.cpu_count() or 1))

@@ -1,6 +1,6 @@
-"""The history of a run, next to omnitrain.json: a line of JSON for each row, encoded only once. No torch.
+"""The history file of a run, with a line of JSON per row.
 
-In omnitrain.json, every save would encode it again, and the time of a save would grow with the evaluations.
+In omnitrain.json, every save would encode all rows again, and its time would grow with the number of evaluations.
 """
 
 from __future__ import annotations
@@ -19,36 +19,36 @@ from omnitrain.core.history import TABLES, MetricsDict
 HISTORY = "history.jsonl"
 
 
-class Lines:
-    r"""The rows of a history as lines of JSON; rows of the previous call are not encoded again.
+class HistoryEncoder:
+    r"""Encodes the rows of a history as lines of JSON, each row only once.
 
-    >>> lines, metrics = Lines(), MetricsDict()
+    >>> encoder, metrics = HistoryEncoder(), MetricsDict()
     >>> metrics.add_train({"epoch": 1, "step": 10, "train_loss": 0.5})
-    >>> lines.up_to({"train_metrics_history": 1}, metrics)[0]
+    >>> encoder.encode({"train_metrics_history": 1}, metrics)[0]
     b'{"train_metrics_history":{"epoch":1,"step":10,"train_loss":0.5}}\n'
     """
 
     def __init__(self) -> None:
-        self._forget()
+        self._reset()
 
-    def _forget(self) -> None:
+    def _reset(self) -> None:
         self._tables: dict[str, Any] = {}
         self._counts: dict[str, int] = {}
         self._text = bytearray()
         self._hash = hashlib.sha256()
 
-    def up_to(self, counts: Mapping[str, int], metrics: MetricsDict) -> tuple[bytes, str]:
+    def encode(self, counts: Mapping[str, int], metrics: MetricsDict) -> tuple[bytes, str]:
         """Return the first rows of each table as text, and its sha256.
 
         Args:
-            counts: How many rows of each table; those of the previous call must not have changed.
+            counts: The number of rows of each table; rows of the previous call must not have changed.
             metrics: The history.
         """
         tables = {name: dict.__getitem__(metrics, name) for name in counts}
         if any(
             self._tables.get(name) is not tables[name] or self._counts[name] > counts[name] for name in self._counts
         ):
-            self._forget()  # a different history: a checkpoint was loaded
+            self._reset()  # a different history: a checkpoint was loaded
         new = bytearray()
         for name, count in counts.items():
             for entry in tables[name][self._counts.get(name, 0) : count]:
@@ -64,15 +64,15 @@ def read_history(folder: Path, content: Mapping[str, Any]) -> dict[str, Any]:
 
     Args:
         folder: The folder of the checkpoint.
-        content: Its omnitrain.json; the first checkpoints have the rows in it.
+        content: Its omnitrain.json, which holds the rows in the first checkpoints.
 
     Raises:
-        CheckpointError: If the file of the rows is not in the form that a run writes.
+        CheckpointError: If the file of the rows is invalid.
     """
-    facts = {name: value for name, value in content["metrics"].items() if name != "rows"}
+    metrics = {name: value for name, value in content["metrics"].items() if name != "rows"}
     counts = content["metrics"].get("rows")
     if counts is None:
-        return facts
+        return metrics
     tables: dict[str, list[Any]] = {name: [] for name in TABLES}
     number = 0
     try:
@@ -85,7 +85,7 @@ def read_history(folder: Path, content: Mapping[str, Any]) -> dict[str, Any]:
             row(entry, f"{name}")
             tables[name].append(entry)
         if {name: len(rows) for name, rows in tables.items()} != {name: counts.get(name, 0) for name in TABLES}:
-            raise ValueError(f"not the {counts} rows that are to be in it")
+            raise ValueError(f"its rows are not the expected {counts}")
     except OSError as error:
         raise CheckpointError(f"{str(folder / HISTORY)!r} cannot be read: {error}. Take another checkpoint.") from error
     except (ValueError, KeyError, AttributeError, TypeError, RecursionError) as error:
@@ -93,4 +93,4 @@ def read_history(folder: Path, content: Mapping[str, Any]) -> dict[str, Any]:
             f"{str(folder)!r} is damaged: line {number} of {HISTORY!r} is not a row of a history "
             f"({type(error).__name__}: {error}). Take another checkpoint."
         ) from None
-    return {**facts, **tables}
+    return {**metrics, **tables}

@@ -20,7 +20,7 @@ from torch import nn
 from omnitrain.checkpoint.adapters import ADAPTER
 from omnitrain.checkpoint.manifest import MANIFEST, Check, check_hashes
 from omnitrain.checkpoint.remote import local_copy
-from omnitrain.checkpoint.sharded_files import files_of
+from omnitrain.checkpoint.sharded_files import find_tensor_files
 from omnitrain.checkpoint.state_dicts import (
     WEIGHTS,
     bare_name,
@@ -31,7 +31,7 @@ from omnitrain.checkpoint.state_dicts import (
 )
 from omnitrain.checkpoint.store import Store, is_pointer
 from omnitrain.checkpoint.tensor_files import Spec, TensorFile
-from omnitrain.checkpoint.verifying import hashed_by_all
+from omnitrain.checkpoint.verifying import find_with_shared_hashing
 from omnitrain.core.errors import CheckpointError, ConfigError, format_list
 from omnitrain.core.paths import is_address
 from omnitrain.distributed.ranks import Ranks
@@ -105,7 +105,7 @@ def load_initial(model: nn.Module, source: Mapping[str, Any], ranks: Ranks) -> I
         CheckpointError: If a file is damaged.
     """
     content: dict[str, torch.Tensor] = {}
-    states, initial = hashed_by_all(
+    states, initial = find_with_shared_hashing(
         ranks, lambda check: _load(model, **_with_local_path(source), content=content, check=check)
     )
     if states and (not ranks.is_main or initial is not None):
@@ -330,7 +330,7 @@ def _read(path: Path, where: str, check: Check = check_hashes) -> tuple[Any, lis
             "of weights; a model of the Hub is loaded by `from_pretrained`."
         ) from error
     if is_pointer(path):
-        path = Store(path.parent).named(path.name)
+        path = Store(path.parent).resolve_pointer(path.name)
     states: dict[str, Any] = {}
     files = [path]
     if path.is_dir():
@@ -362,7 +362,7 @@ def _files_of_index(path: Path, where: str) -> list[Path]:
 def _files_in(folder: Path, where: str, check: Check) -> tuple[list[Path], dict[str, Any]]:
     if (folder / MANIFEST).is_file():
         manifest = Store(folder.parent).verify(folder, hashes=False)
-        files = files_of(folder, manifest["files"], "model")
+        files = find_tensor_files(folder, manifest["files"], "model")
         if not files:
             raise CheckpointError(f"{str(folder)!r} is incomplete: {WEIGHTS!r} is not among its files.")
         names = [file.relative_to(folder).as_posix() for file in files]
@@ -377,7 +377,7 @@ def _files_in(folder: Path, where: str, check: Check) -> tuple[list[Path], dict[
             f"{where} has only adapters of PEFT. Load them before the model is passed: "
             "PeftModel.from_pretrained(model, path, is_trainable=True)."
         )
-    checkpoints = Store(folder).kept()
+    checkpoints = Store(folder).checkpoint_infos()
     if checkpoints:
         newest = str(Store(folder).path(checkpoints[-1].step))
         raise ConfigError(f"{where} is the folder of a run. Pass one of its checkpoints, such as {newest!r}.")

@@ -1,8 +1,7 @@
-"""The manifest of a checkpoint, omnitrain.json: writing it, and verifying a folder against it.
+"""Manifest of a checkpoint (omnitrain.json).
 
 It holds "format_version", "sha256" (of its own text, with zeros in place of these 64 digits), "step", "sequence",
 "score", "best", the caller's payload, and "files": size and sha256 of every other file by its path in the folder.
-Nothing here changes the disk or knows where checkpoints are, or how many: that is in `store.py`.
 """
 
 from __future__ import annotations
@@ -18,7 +17,16 @@ from pathlib import Path
 from typing import Any, TypedDict
 
 from omnitrain.checkpoint.disk import hashing
-from omnitrain.checkpoint.manifest_schema import check_limits, flag, maybe, number, record, table, unique_keys, whole
+from omnitrain.checkpoint.manifest_schema import (
+    boolean,
+    check_limits,
+    dict_of,
+    integer,
+    nullable,
+    number,
+    record,
+    unique_keys,
+)
 from omnitrain.checkpoint.safetensors_header import open_regular
 from omnitrain.core.errors import CheckpointError
 from omnitrain.core.files import is_inside
@@ -40,20 +48,20 @@ class FileEntry(TypedDict):
 
 
 Check = Callable[[Path, Mapping[str, FileEntry]], None]
-"""Raises a CheckpointError if the content of a file in a folder is not what was written."""
+"""Raises a CheckpointError if the content of a file in a folder has changed."""
 
 
 def check_payload(payload: Mapping[str, Any]) -> None:
-    """Refuse a payload that omnitrain.json cannot hold, or would not return unchanged."""
-    taken = [key for key in _OWN_KEYS if key in payload]
-    if taken:
-        raise CheckpointError(f"The payload of a checkpoint may not have the keys {taken}: the store writes them.")
+    """Reject a payload that JSON cannot hold, or would not return unchanged."""
+    reserved = [key for key in _OWN_KEYS if key in payload]
+    if reserved:
+        raise CheckpointError(f"The payload of a checkpoint may not have the keys {reserved}: the store writes them.")
     for key, value in payload.items():
         _check_json(value, str(key))
 
 
 def _check_json(value: object, where: str) -> None:
-    """Refuse what JSON cannot hold, or would not return unchanged, such as keys that are not strings."""
+
     if isinstance(value, dict):
         for key, inner in value.items():
             if not isinstance(key, str):
@@ -70,13 +78,13 @@ def _check_json(value: object, where: str) -> None:
 
 
 def encode(content: Mapping[str, Any]) -> bytes:
-    """Return the text of omnitrain.json; its "sha256" is of this text with zeros in place of these 64 digits."""
+    """Return the text of omnitrain.json."""
     text = json.dumps({"format_version": FORMAT_VERSION, "sha256": _ZEROS, **content}, indent=2) + "\n"
     return text.replace(_ZEROS, hashlib.sha256(text.encode()).hexdigest(), 1).encode()
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:
-    """Return the content of omnitrain.json if it is unchanged since it was written; that is checked before parsing."""
+    """Return the content of omnitrain.json, after checking its hash."""
     name = repr(str(folder))
     if not folder.is_dir():
         raise CheckpointError(f"{name} does not exist.")
@@ -85,9 +93,9 @@ def read_manifest(folder: Path) -> dict[str, Any]:
             size = os.fstat(file.fileno()).st_size
             if size > LARGEST_MANIFEST:
                 raise CheckpointError(
-                    f"{name} is refused: {MANIFEST!r} has {size} bytes, and more than {LARGEST_MANIFEST} are not read."
+                    f"{name} is rejected: {MANIFEST!r} has {size} bytes, and at most {LARGEST_MANIFEST} are read."
                 )
-            data = file.read(size + 1)  # which makes room for so many bytes
+            data = file.read(size + 1)  # allocates so many bytes at once, hence the limit
     except FileNotFoundError:
         raise CheckpointError(f"{name} is incomplete: {MANIFEST!r} is missing.") from None
     except OSError as error:
@@ -96,7 +104,7 @@ def read_manifest(folder: Path) -> dict[str, Any]:
 
 
 def parse_manifest(data: bytes, name: str) -> dict[str, Any]:
-    """Return the content of this text of omnitrain.json, of the checkpoint that messages call `name`."""
+    """Return the content of an omnitrain.json; `name` is that of the checkpoint in errors."""
     version = re.search(rb'"format_version":\s*([0-9]{1,9})\b', data)
     if version and int(version[1]) > FORMAT_VERSION:
         raise CheckpointError(
@@ -111,12 +119,12 @@ def parse_manifest(data: bytes, name: str) -> dict[str, Any]:
         check_limits(content)
         _check_own(content, "")
     except RecursionError:
-        raise CheckpointError(f"{name} is refused: {MANIFEST!r} is nested too deeply.") from None
+        raise CheckpointError(f"{name} is rejected: {MANIFEST!r} is nested too deeply.") from None
     except ValueError as error:
         raise CheckpointError(f"{name} is damaged: {MANIFEST!r} has {error}. Take another checkpoint.") from None
     for file in content["files"]:
         if not is_inside(file):
-            raise CheckpointError(f"{name} is refused: {MANIFEST!r} lists {file!r}, which lies outside of the folder.")
+            raise CheckpointError(f"{name} is rejected: {MANIFEST!r} lists {file!r}, which is outside of the folder.")
     return content
 
 
@@ -127,19 +135,19 @@ def _check_digest(value: Any, where: str) -> None:
 
 _check_own = record(
     {
-        "format_version": whole(1, FORMAT_VERSION),
+        "format_version": integer(1, FORMAT_VERSION),
         "sha256": _check_digest,
-        "step": whole(),
-        "sequence": whole(),
-        "score": maybe(number()),
-        "best": flag,
-        "files": table(record({"size": whole(), "sha256": _check_digest})),
+        "step": integer(),
+        "sequence": integer(),
+        "score": nullable(number()),
+        "best": boolean,
+        "files": dict_of(record({"size": integer(), "sha256": _check_digest})),
     }
 )
 
 
 def check_hashes(folder: Path, files: Mapping[str, FileEntry]) -> None:
-    """Raise a CheckpointError that names the first file whose content is not what was written."""
+    """Raise a CheckpointError for the first file whose content has changed."""
     try:
         size = sum(entry["size"] for entry in files.values())
         with hashing((folder / name for name in files), size) as digests:
@@ -153,27 +161,27 @@ def check_hashes(folder: Path, files: Mapping[str, FileEntry]) -> None:
 
 
 def check_sizes(folder: Path, files: Mapping[str, FileEntry]) -> None:
-    """Raise a CheckpointError that names the first file that is missing, not a file, or of another size."""
+    """Raise a CheckpointError for the first file that is missing, not a regular file, or of another size."""
     for name, entry in files.items():
         try:
-            found = (folder / name).stat()
+            status = (folder / name).stat()
         except (OSError, ValueError):  # ValueError: a name that no file can have
             raise CheckpointError(f"{str(folder)!r} is incomplete: {name!r} is missing.") from None
-        if not stat.S_ISREG(found.st_mode):
+        if not stat.S_ISREG(status.st_mode):
             raise CheckpointError(f"{str(folder)!r} is damaged: {name!r} is not a regular file.")
-        if found.st_size != entry["size"]:
+        if status.st_size != entry["size"]:
             raise CheckpointError(
-                f"{str(folder)!r} is incomplete: {name!r} has {found.st_size} bytes, and {entry['size']} were written."
+                f"{str(folder)!r} is incomplete: {name!r} has {status.st_size} bytes, and {entry['size']} were written."
             )
 
 
 def inspect(folder: Path, hashes: bool, check: Check = check_hashes) -> dict[str, Any]:
-    """Return the content of omnitrain.json if all files that it lists are there and unchanged.
+    """Return the content of omnitrain.json, after checking that all files in it exist unchanged.
 
     Args:
         folder: The folder of a checkpoint.
         hashes: Whether to read and hash all files, instead of only comparing sizes.
-        check: Hashes them.
+        check: Hashes the files.
     """
     content = read_manifest(folder)
     check_sizes(folder, content["files"])

@@ -1,7 +1,7 @@
-"""What omnitrain.json may hold: the type and the range of every value that a run restores. No torch.
+"""Schema of omnitrain.json.
 
-It is checked before any value is used: a file with a correct hash can have been written by anyone. `manifest.py` checks
-what the store itself writes there, `contents.py` whether a checkpoint fits the run.
+Types and ranges are checked before any value is used: anyone can write a file with a correct hash. `manifest.py` checks
+the keys of the store, `contents.py` whether a checkpoint fits the run. No torch.
 """
 
 from __future__ import annotations
@@ -19,20 +19,20 @@ from omnitrain.core.history import TABLES
 from omnitrain.core.progress import Progress
 
 Check = Callable[[Any, str], None]
-"""Gets a value and its place, and raises a ValueError that says what is wrong."""
+"""Takes a value and its path in the file; raises a ValueError if it is invalid."""
 
 LARGEST = 2**63 - 1
 DEPTH = 100
-"""How deeply lists and dicts may be nested; ours are about ten levels deep."""
+"""How deeply lists and dicts may be nested; those of a run are about ten levels deep."""
 
 
 def check_limits(content: Any) -> None:
-    """Refuse values nested too deeply for recursion, and numbers beyond 64 bits."""
+    """Reject values nested too deeply for recursion, and numbers beyond 64 bits."""
     waiting = [(content, 0)]
     while waiting:
         value, depth = waiting.pop()
         if depth > DEPTH:
-            raise ValueError(f"more than {DEPTH} lists and objects in each other")
+            raise ValueError(f"more than {DEPTH} nested lists and objects")
         if isinstance(value, dict):
             waiting += [(inner, depth + 1) for inner in value.values()]
         elif isinstance(value, list):
@@ -42,15 +42,15 @@ def check_limits(content: Any) -> None:
 
 
 def unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Return a parsed JSON object if no key is in it twice: otherwise the last one would win silently."""
-    found = dict(pairs)
-    if len(found) != len(pairs):
-        raise ValueError("a key twice in one object")
-    return found
+    """Return a parsed JSON object; a key that is in it twice is an error, as the last one would win silently."""
+    parsed = dict(pairs)
+    if len(parsed) != len(pairs):
+        raise ValueError("the same key twice in an object")
+    return parsed
 
 
-def _wrong(value: Any, where: str, wanted: str) -> ValueError:
-    return ValueError(f"{where} = {reprlib.repr(value)}, where {wanted} was expected")
+def _wrong(value: Any, where: str, expected: str) -> ValueError:
+    return ValueError(f"{where} = {reprlib.repr(value)}, where {expected} was expected")
 
 
 def _inner(where: str, key: Any) -> str:
@@ -60,7 +60,7 @@ def _inner(where: str, key: Any) -> str:
 # --- plain values
 
 
-def whole(least: int = 0, most: int = LARGEST) -> Check:
+def integer(least: int = 0, most: int = LARGEST) -> Check:
     """Return a check for ints in a range."""
 
     def check(value: Any, where: str) -> None:
@@ -70,40 +70,40 @@ def whole(least: int = 0, most: int = LARGEST) -> Check:
     return check
 
 
-def number(least: float = -math.inf, odd: bool = False) -> Check:
-    """Return a check for finite numbers; with `odd`, NaN and infinities pass too, in all their spellings."""
+def number(least: float = -math.inf, allow_nonfinite: bool = False) -> Check:
+    """Return a check for numbers; NaN and infinities may also be tagged strings, as in `{"__float__": "nan"}`."""
 
     def check(value: Any, where: str) -> None:
-        found: Any = value
-        if odd and isinstance(value, dict) and value.keys() == {"__float__"}:
-            found = _ODD.get(str(value["__float__"]), "")
-        is_number = isinstance(found, (int, float)) and not isinstance(found, bool)
-        if not is_number or (not odd and not (math.isfinite(found) and found >= least)):
+        plain: Any = value
+        if allow_nonfinite and isinstance(value, dict) and value.keys() == {"__float__"}:
+            plain = _NONFINITE.get(str(value["__float__"]), "")
+        is_number = isinstance(plain, (int, float)) and not isinstance(plain, bool)
+        if not is_number or (not allow_nonfinite and not (math.isfinite(plain) and plain >= least)):
             bound = "" if least == -math.inf else f" of at least {least:g}"
-            raise _wrong(value, where, f"a number{bound}" if odd else f"a finite number{bound}")
+            raise _wrong(value, where, f"a number{bound}" if allow_nonfinite else f"a finite number{bound}")
 
     return check
 
 
-_ODD = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
+_NONFINITE = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
 
 
-def flag(value: Any, where: str) -> None:
+def boolean(value: Any, where: str) -> None:
     """Accept True and False."""
     if not isinstance(value, bool):
         raise _wrong(value, where, "true or false")
 
 
-def text(value: Any, where: str) -> None:
+def string(value: Any, where: str) -> None:
     """Accept strings."""
     if not isinstance(value, str):
         raise _wrong(value, where, "text")
 
 
-def _pattern(form: str, wanted: str) -> Check:
+def _pattern(form: str, expected: str) -> Check:
     def check(value: Any, where: str) -> None:
         if not isinstance(value, str) or not re.fullmatch(form, value, re.ASCII):
-            raise _wrong(value, where, wanted)
+            raise _wrong(value, where, expected)
 
     return check
 
@@ -115,15 +115,15 @@ def _date(value: Any, where: str) -> None:
         raise _wrong(value, where, "a date as ISO 8601 has it") from None
 
 
-# --- composed ones
+# --- composed checks
 
 
-def maybe(check: Check) -> Check:
+def nullable(check: Check) -> Check:
     """Return a check that also accepts None."""
     return lambda value, where: None if value is None else check(value, where)
 
 
-def each(check: Check, count: int | None = None) -> Check:
+def list_of(check: Check, count: int | None = None) -> Check:
     """Return a check for lists, applied to every entry."""
 
     def check_all(value: Any, where: str) -> None:
@@ -137,19 +137,19 @@ def each(check: Check, count: int | None = None) -> Check:
 
 def _row(*checks: Check) -> Check:
     def check_all(value: Any, where: str) -> None:
-        each(_anything, len(checks))(value, where)
+        list_of(_anything, len(checks))(value, where)
         for index, (check, inner) in enumerate(zip(checks, value, strict=True)):
             check(inner, f"{where}[{index}]")
 
     return check_all
 
 
-def _one_or_each(check: Check) -> Check:
+def _one_or_list(check: Check) -> Check:
     """Return a check for a list by rank; the first checkpoints have a single entry instead."""
-    return lambda value, where: (each(check) if isinstance(value, list) else check)(value, where)
+    return lambda value, where: (list_of(check) if isinstance(value, list) else check)(value, where)
 
 
-def table(check: Check) -> Check:
+def dict_of(check: Check) -> Check:
     """Return a check for objects with any keys, applied to every value."""
 
     def check_all(value: Any, where: str) -> None:
@@ -162,7 +162,7 @@ def table(check: Check) -> Check:
 
 
 def record(required: Mapping[str, Check], optional: Mapping[str, Check] | None = None, open: bool = True) -> Check:
-    """Return a check for objects with given keys; if `open`, other keys are accepted too."""
+    """Return a check for objects with these keys; if `open`, other keys are accepted too."""
     known = {**required, **(optional or {})}
 
     def check_all(value: Any, where: str) -> None:
@@ -172,7 +172,7 @@ def record(required: Mapping[str, Check], optional: Mapping[str, Check] | None =
             if key in known:
                 known[key](inner, _inner(where, key).lstrip("."))
             elif not open:
-                raise ValueError(f"{_inner(where, key)}, which is not known here")
+                raise ValueError(f"the unknown key {_inner(where, key)}")
         for key in required:
             if key not in value:
                 raise ValueError(f"no {_inner(where, key).lstrip('.')}")
@@ -198,7 +198,7 @@ def _number_or_text(value: Any, where: str) -> None:
 
 
 def tagged(value: Any, where: str) -> None:
-    """Accept what `state.to_json` returns, with a fitting value under each of its tags."""
+    """Accept the result of `state_dicts.to_json`, with a valid value under each of its tags."""
     if isinstance(value, list):
         for index, inner in enumerate(value):
             tagged(inner, f"{where}[{index}]")
@@ -212,37 +212,37 @@ def tagged(value: Any, where: str) -> None:
         return
     tag, content = tags[0], value[tags[0]]
     if len(value) > 1 or tag not in _TAGS:
-        raise _wrong(value, where, f"an object with one of {', '.join(_TAGS)} alone")
+        raise _wrong(value, where, f"an object with only one of {', '.join(_TAGS)}")
     _TAGS[tag](content, _inner(where, tag))
 
 
 def _key(value: Any, where: str) -> None:
     if isinstance(value, dict) and value.keys() == {"__tuple__"} and isinstance(value["__tuple__"], list):
-        each(_key)(value["__tuple__"], where)
-    elif isinstance(value, (dict, list)) and not any(value == {"__float__": odd} for odd in _ODD):
+        list_of(_key)(value["__tuple__"], where)
+    elif isinstance(value, (dict, list)) and not any(value == {"__float__": name} for name in _NONFINITE):
         raise _wrong(value, where, "the key of a dict")
 
 
 def _pairs(check: Check) -> Check:
     def check_all(value: Any, where: str) -> None:
-        each(_anything, 2)(value, where)
+        list_of(_anything, 2)(value, where)
         _key(value[0], where)
         check(value[1], where)
 
-    return each(check_all)
+    return list_of(check_all)
 
 
 def _object(value: Any, where: str) -> None:
-    """Accept what `state.to_json` makes of a dict."""
+    """Accept the result of `state_dicts.to_json` for a dict."""
     if not isinstance(value, dict) or any(key.startswith("__") and key != "__dict__" for key in value):
         raise _wrong(value, where, "an object")
     tagged(value, where)
 
 
 _TAGS: dict[str, Check] = {
-    "__tensor__": text,
+    "__tensor__": string,
     "__float__": _pattern("nan|inf|-inf", "nan, inf or -inf"),
-    "__tuple__": each(tagged),
+    "__tuple__": list_of(tagged),
     "__counter__": _pairs(_number_or_text),
     "__dict__": _pairs(tagged),
 }
@@ -251,173 +251,180 @@ _TAGS: dict[str, Check] = {
 
 
 def _counter(default: Any) -> Check:
-    return number(0) if isinstance(default, float) else whole() if isinstance(default, int) else maybe(whole())
+    return number(0) if isinstance(default, float) else integer() if isinstance(default, int) else nullable(integer())
 
 
-_steps = whole(-1)
+_steps = integer(-1)
 
 
 def row(value: Any, where: str) -> None:
     """Accept a row of the history: numbers and text by name."""
-    table(_number_or_text)(value, where)
+    dict_of(_number_or_text)(value, where)
 
 
-_rows = each(row)
-_sums = record({"sum": number(odd=True), "weight": number(), "marked": each(number(odd=True), 2)})
+_rows = list_of(row)
+_float = number(allow_nonfinite=True)
+_sums = record({"sum": _float, "weight": number(), "marked": list_of(_float, 2)})
 _generators = record(
-    {"python": record({"version": whole(3, 3), "gauss": maybe(number())})},
-    {"numpy": record({"pos": whole(0, 624), "has_gauss": whole(0, 1), "gauss": number()})},
+    {"python": record({"version": integer(3, 3), "gauss": nullable(number())})},
+    {"numpy": record({"pos": integer(0, 624), "has_gauss": integer(0, 1), "gauss": number()})},
 )
 _LOSS_MEAN = record(
     {},
     {
-        **dict.fromkeys(("shift", "counts_labels", "is_sum", "is_mean", "is_shift_known"), flag),
-        "ignore_index": whole(-LARGEST),
-        "tasks": table(_anything),
+        **dict.fromkeys(("shift", "counts_labels", "is_sum", "is_mean", "is_shift_known"), boolean),
+        "ignore_index": integer(-LARGEST),
+        "tasks": dict_of(_anything),
     },
 )
 _LOOP = record(
     {
-        "loss": _one_or_each(_sums),
-        "grad_norm": maybe(number(odd=True)),
-        "logged": _row(whole(), number(0), whole(), whole()),
+        "loss": _one_or_list(_sums),
+        "grad_norm": nullable(_float),
+        "logged": _row(integer(), number(0), integer(), integer()),
     },
     {
-        "learning_rates": each(number()),
-        "microbatch_size": maybe(whole(1)),
+        "learning_rates": list_of(number()),
+        "microbatch_size": nullable(integer(1)),
         "loss_mean": _LOSS_MEAN,
-        "metrics": each(each(_row(text, number(odd=True), number(odd=True), number(), number()))),
+        "metrics": list_of(list_of(_row(string, _float, _float, number(), number()))),
     },
 )
 
-_MARK = record({"epoch": _steps, "position": whole(), "state": _anything, "has_ended": flag}, open=False)
-
 _OPTIMIZER = record(
-    {"groups": each(_all_of(record({"params": each(text)}), tagged)), "rest": table(_object), "shared": _object}
+    {
+        "groups": list_of(_all_of(record({"params": list_of(string)}), tagged)),
+        "rest": dict_of(_object),
+        "shared": _object,
+    }
 )
 
-_ALWAYS: dict[str, Check] = {
-    "extra_state": _all_of(table(_anything), tagged),
+_REQUIRED: dict[str, Check] = {
+    "extra_state": _all_of(dict_of(_anything), tagged),
     "settings": record(
-        {"seed": whole(0, 2**64), "total_steps": maybe(whole()), "optimizer_groups": maybe(each(table(_anything)))},
         {
-            "optimizer_groups": maybe(each(record({}, {"lr": number()}))),
-            "lr_scheduler_options": maybe(table(_anything)),
-            "algorithm_options": maybe(table(_anything)),
-            "callback_options": maybe(table(_anything)),
+            "seed": integer(0, 2**64),
+            "total_steps": nullable(integer()),
+            "optimizer_groups": nullable(list_of(dict_of(_anything))),
+        },
+        {
+            "optimizer_groups": nullable(list_of(record({}, {"lr": number()}))),
+            "lr_scheduler_options": nullable(dict_of(_anything)),
+            "algorithm_options": nullable(dict_of(_anything)),
+            "callback_options": nullable(dict_of(_anything)),
         },
     ),
     "progress": record(
-        {"epoch": whole(), "step": whole()},
+        {"epoch": integer(), "step": integer()},
         {field.name: _counter(None if field.default is MISSING else field.default) for field in fields(Progress)},
         open=False,
     ),
     "objective": record(
         {
-            "metric": text,
+            "metric": string,
             "direction": _pattern("min|max", "'min' or 'max'"),
-            "best": maybe(number()),
-            "best_step": maybe(_steps),
-            "latest": maybe(number()),
-            "evaluations_without_gain": whole(),
-            "reference": maybe(number()),
+            "best": nullable(number()),
+            "best_step": nullable(_steps),
+            "latest": nullable(number()),
+            "evaluations_without_gain": integer(),
+            "reference": nullable(number()),
         }
     ),
     "metrics": record(
-        {"best_valid": table(_number_or_text)},
+        {"best_valid": dict_of(_number_or_text)},
         {
             "train_metrics_history": _rows,
             "valid": _rows,
             "test": _rows,
             "best_step": _steps,
             "best_checkpoint": _pattern(r"checkpoint-[0-9]{1,19}", "the name of a checkpoint"),
-            "stop_reason": text,
-            "rows": record({}, {name: whole() for name in TABLES}, open=False),
+            "stop_reason": string,
+            "rows": record({}, {name: integer() for name in TABLES}, open=False),
         },
         open=False,
     ),
     "evaluated_step": _steps,
     "credited_step": _steps,
-    "callbacks": each(record({"callback": text, "state": _object}, {"turn": whole()})),
+    "callbacks": list_of(record({"callback": string, "state": _object}, {"turn": integer()})),
     "loop": _LOOP,
-    "owes": record({"evaluation": flag, "save": flag}),
+    "owes": record({"evaluation": boolean, "save": boolean}),
 }
-_WHOLE: dict[str, Check] = {
+_FULL_RUN: dict[str, Check] = {
     "optimizer": _OPTIMIZER,
-    "rng": _one_or_each(_generators),
-    "scheduler": maybe(_object),
+    "rng": _one_or_list(_generators),
+    "scheduler": nullable(_object),
     "scaler": _object,
-    "algorithms": each(_object),
-    "drawn": each(whole(0, 2)),
+    "algorithms": list_of(_object),
+    "drawn": list_of(integer(0, 2)),
 }
 _OPTIONAL: dict[str, Check] = {
-    "only_model": flag,
-    "parts": each(table(_anything)),
-    "frozen": table(text),
-    "for_best": flag,
-    "optimizers": table(maybe(_OPTIMIZER)),
+    "only_model": boolean,
+    "parts": list_of(dict_of(_anything)),
+    "frozen": dict_of(string),
+    "for_best": boolean,
+    "optimizers": dict_of(nullable(_OPTIMIZER)),
     "order": _pattern("drawn|keyed", "'drawn' or 'keyed'"),
-    "identity": maybe(
+    "identity": nullable(
         record(
             {
-                "python": text,
-                "data": table(table(maybe(record({"size": whole(), "samples": table(table(text))})))),
-                "code": table(table(text)),
+                "python": string,
+                "data": dict_of(dict_of(nullable(record({"size": integer(), "samples": dict_of(dict_of(string))})))),
+                "code": dict_of(dict_of(string)),
             }
         )
     ),
-    "clock": record({"began_at": number(0), "seconds": table(number(0))}),
-    "scored": each(_steps, 2),
-    "stream": maybe(
+    "clock": record({"began_at": number(0), "seconds": dict_of(number(0))}),
+    "scored": list_of(_steps, 2),
+    "stream": nullable(
         _all_of(
             record(
-                {"epoch": _steps, "position": whole(), "state": _anything, "has_ended": flag},
-                {"batches": whole(), "workers": whole()},
+                {"epoch": _steps, "position": integer(), "state": _anything, "has_ended": boolean},
+                {"batches": integer(), "workers": integer()},
                 False,
             ),
             tagged,
         )
     ),
-    "record": maybe(
+    "record": nullable(
         record(
             {},
             {
                 "started_at": _date,
-                "step": whole(),
-                "resumed_from": maybe(text),
-                "command": each(text),
-                "script": maybe(table(maybe(text))),
-                "git": maybe(record({"commit": text}, {"branch": maybe(text), "clean": flag})),
-                "packages": table(text),
-                "platform": text,
-                "processes": whole(1),
-                "hosts": table(table(whole(1))),
-                "environment": table(text),
+                "step": integer(),
+                "resumed_from": nullable(string),
+                "command": list_of(string),
+                "script": nullable(dict_of(nullable(string))),
+                "git": nullable(record({"commit": string}, {"branch": nullable(string), "clean": boolean})),
+                "packages": dict_of(string),
+                "platform": string,
+                "processes": integer(1),
+                "hosts": dict_of(dict_of(integer(1))),
+                "environment": dict_of(string),
             },
         )
     ),
-    "world_size": whole(1),
-    "versions": table(text),
+    "world_size": integer(1),
+    "versions": dict_of(string),
     "saved_at": _date,
 }
 
 
 def validate(content: Mapping[str, Any], where: str, complete: bool = True) -> None:
-    """Refuse the content of an omnitrain.json that no run can have written.
+    """Reject the content of an omnitrain.json that no run can have written.
 
     Args:
         content: The content.
         where: The name of the checkpoint in errors.
-        complete: Whether everything that a run needs must be there; otherwise only what is there must be right.
+        complete: Whether all keys that a run needs are required; otherwise only the existing ones are checked.
 
     Raises:
-        CheckpointError: It names the key, the value, and what was expected.
+        CheckpointError: The content is invalid.
     """
-    needed = _ALWAYS if content.get("only_model") is True else {**_ALWAYS, **_WHOLE}
-    known = {**_ALWAYS, **_WHOLE, **_OPTIONAL}
+    needed = _REQUIRED if content.get("only_model") is True else {**_REQUIRED, **_FULL_RUN}
+    known = {**_REQUIRED, **_FULL_RUN, **_OPTIONAL}
     try:
         record(needed if complete else {}, known)(dict(content), "")
     except ValueError as error:
         raise CheckpointError(
-            f"{where} is damaged: 'omnitrain.json' has {error}. Take another checkpoint, or repair this one by hand."
+            f"{where} is damaged: 'omnitrain.json' has {error}. Use another checkpoint, or repair this one by hand."
         ) from None

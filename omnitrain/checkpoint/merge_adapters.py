@@ -13,7 +13,7 @@ import torch
 from omnitrain.checkpoint.adapters import BASE, CONFIG
 from omnitrain.checkpoint.frozen_weights import check_fingerprints
 from omnitrain.checkpoint.initial_weights import read_weights
-from omnitrain.checkpoint.sharded_files import files_of
+from omnitrain.checkpoint.sharded_files import find_tensor_files
 from omnitrain.checkpoint.state_dicts import WEIGHTS, load_weights, model_tensors
 from omnitrain.checkpoint.tensor_files import fingerprints, save_tensors
 from omnitrain.checkpoint.tensor_reader import TensorFile
@@ -145,7 +145,7 @@ def _is_quantized(base: Path) -> bool:
 
 def _checkpoint_weights(folder: Path, content: Mapping[str, Any]) -> dict[str, torch.Tensor]:
     """Return the weights of a checkpoint, sharded or not."""
-    return dict(TensorFile(files_of(folder, content["files"], "model") or [folder / WEIGHTS]))
+    return dict(TensorFile(find_tensor_files(folder, content["files"], "model") or [folder / WEIGHTS]))
 
 
 def _write_joined(folder: Path, content: Mapping[str, Any], base: Path, out: Path) -> str:

@@ -1,6 +1,6 @@
-"""The folder of a run that is kept on a remote store too: it is written here, and uploaded behind the run.
+"""A run folder that is mirrored to a remote store.
 
-`upload.py` has the thread that uploads, `remote.py` what reads a store. No torch.
+Saves go to a local folder, and are uploaded in the background by `uploader.py`; `remote.py` reads a store. No torch.
 """
 
 from __future__ import annotations
@@ -16,89 +16,86 @@ from typing import Any, Literal
 from omnitrain.checkpoint.lock import LOCK
 from omnitrain.checkpoint.manifest import MANIFEST, Check, check_hashes
 from omnitrain.checkpoint.remote import (
-    Copy,
-    Place,
+    RemoteCheckpoint,
+    RemoteFolder,
     check_address,
-    chosen,
     download_files,
     fetch,
     local_copy,
-    reaching,
+    select_checkpoint,
+    wrap_store_errors,
 )
-from omnitrain.checkpoint.store import Store
-from omnitrain.checkpoint.uploader import ENOUGH, RemoteLock, Upload, wait_limit
+from omnitrain.checkpoint.store import Store, accept_any
+from omnitrain.checkpoint.uploader import MAX_ATTEMPTS, RemoteLock, Uploader, wait_limit
 from omnitrain.core.errors import CheckpointError
 from omnitrain.core.paths import is_address, local_folder, run_folder
 
 logger: logging.Logger = logging.getLogger("omnitrain")
 
 
-def make_store(place: str | os.PathLike[str], is_required: bool = False, replaces: bool = False) -> Store:
-    """Return the checkpoints of a run whose `save_dir` is a path or an address; nothing is opened yet.
+def make_store(save_dir: str | os.PathLike[str], is_required: bool = False, replaces: bool = False) -> Store:
+    """Return the store of a run whose `save_dir` is a path or an address; nothing is opened yet.
 
     Args:
-        place: The path or the address.
-        is_required: Whether a store that fails ends the run.
-        replaces: Whether a fresh run replaces the checkpoints that are there.
+        save_dir: The path or the address.
+        is_required: Whether a failing remote store ends the run.
+        replaces: Whether a new run replaces existing checkpoints.
 
     Raises:
         ConfigError, MissingExtraError: No installed package can write to this address.
     """
-    if not is_address(place):
-        return Store(run_folder(place, "save_dir"))
-    check_address(str(place), "save_dir")
-    return MirroredStore(str(place), is_required, replaces)
+    if not is_address(save_dir):
+        return Store(run_folder(save_dir, "save_dir"))
+    check_address(str(save_dir), "save_dir")
+    return MirroredStore(str(save_dir), is_required, replaces)
 
 
-def resolved(
+def resolve_checkpoint(
     store: Store | None,
     which: str | os.PathLike[str],
     accept: Callable[[Path, dict[str, Any]], None],
     check: Check = check_hashes,
 ) -> tuple[Path, dict[str, Any]] | None:
-    """Return what `Store.resolve` does; without a store, or with one of this machine, for an address too."""
+    """Return `Store.resolve(...)`; also for an address if there is no store, or only a local one."""
     if is_address(which) and not isinstance(store, MirroredStore):
         which = local_copy(str(which), "resume_from")
     return (store or Store(Path(which).parent)).resolve(which, accept, check)
 
 
-def _any(folder: Path, content: dict[str, Any]) -> None:
-    """Accept any content."""
-
-
 class MirroredStore(Store):
-    """The checkpoints of a run folder on this machine, and their copies on a remote store.
+    """The checkpoints of a local run folder, and their copies on a remote store.
 
-    Saving is that of a `Store`; a thread uploads what was committed. What is newer there is downloaded before a run
-    resumes. The store is reached from `take` until `finish`, on the main rank alone.
+    Checkpoints are saved as by `Store`, and uploaded by a thread once they are committed. Newer ones of the remote
+    store are downloaded before a run resumes. The remote store is accessed between `acquire` and `finish`, only by the
+    main rank.
 
     Args:
         address: The address, such as s3://bucket/run.
-        is_required: Whether a store that fails ends the run.
-        replaces: Whether a fresh run replaces the checkpoints that are there.
+        is_required: Whether a failing remote store ends the run.
+        replaces: Whether a new run replaces existing checkpoints.
     """
 
     def __init__(self, address: str, is_required: bool = False, replaces: bool = False) -> None:
         super().__init__(local_folder(address))
-        self.place: Place = Place(address)
+        self.remote: RemoteFolder = RemoteFolder(address)
         self._is_required = is_required
         self._replaces = replaces
-        self._upload: Upload | None = None
-        self._earlier: set[int] = set()
-        """The steps there when the run began, which a fresh run replaces."""
-        self._owed: set[int] = set()
-        """Steps to delete here once they are uploaded."""
+        self._upload: Uploader | None = None
+        self._replaceable: set[int] = set()
+        """The remote steps when the run began, which a new run replaces."""
+        self._postponed: set[int] = set()
+        """Steps to delete locally once they are uploaded."""
 
     # --- beginning and end
 
-    def take(self) -> None:
-        """Lock the folder here and there; nothing is uploaded before.
+    def acquire(self) -> None:
+        """Lock the local and the remote folder.
 
         Raises:
             CheckpointError: Another run writes there, or the store cannot be reached.
-            ConfigError: Nothing can be written there.
+            ConfigError: The remote store is not writable.
         """
-        super().take()
+        super().acquire()
         if self._upload is not None:
             return
         try:
@@ -108,100 +105,100 @@ class MirroredStore(Store):
             raise
 
     def _attach(self) -> None:
-        self.place.check_writable()
-        lock = RemoteLock(self.place)
-        lock.take()
+        self.remote.check_writable()
+        lock = RemoteLock(self.remote)
+        lock.acquire()
         try:
-            with reaching(self.place, "read"):
-                self._clear_parts()
-                found = self.place.list()
-                copies, left = self.place.copies(found), self.place.leftovers(found)
+            with wrap_store_errors(self.remote, "read"):
+                self._abort_multipart_uploads()
+                listing = self.remote.list()
+                copies, leftovers = self.remote.complete_checkpoints(listing), self.remote.leftovers(listing)
         except BaseException:
             lock.release()
             raise
-        for key in self.place.obstacles(found):
+        for key in self.remote.blocking_files(listing):
             logger.warning(
-                "%s has a file %r, where a checkpoint has its folder: many stores then take no checkpoint of this "
-                "name. Delete the file there.", self.place.name, key,
+                "%s has a file %r with the name of a checkpoint's folder, so many stores reject a checkpoint of this "
+                "name. Delete the file.", self.remote.name, key,
             )  # fmt: skip
-        self._upload = Upload(self.place, self.root, copies, lock, left)
-        self._earlier, self._owed = set(copies), set()
-        newest = self._newest_elsewhere()
-        for kept in self.kept():
-            if kept.sequence > newest and self.path(kept.step).is_dir():  # an upload was interrupted
-                self._upload.add(kept.step)
+        self._upload = Uploader(self.remote, self.root, copies, lock, leftovers)
+        self._replaceable, self._postponed = set(copies), set()
+        newest = self._newest_remote_sequence()
+        for info in self.checkpoint_infos():
+            if info.sequence > newest and self.path(info.step).is_dir():  # an upload was interrupted
+                self._upload.add(info.step)
 
-    def _clear_parts(self) -> None:
-        """Give up the uploads in parts that a killed run has left: they cost storage, and no listing shows them."""
-        fs = self.place.fs
+    def _abort_multipart_uploads(self) -> None:
+        """Abort the multipart uploads of a killed run: they cost storage, and no listing shows them."""
+        fs = self.remote.fs
         if not hasattr(fs, "list_multipart_uploads"):
             return
-        with contextlib.suppress(Exception):  # not every store or account has a right to this
-            bucket, _, prefix = self.place.path("").partition("/")
-            for found in fs.list_multipart_uploads(bucket):
-                if found["Key"].startswith(f"{prefix}/"):
+        with contextlib.suppress(Exception):  # not every store supports it, nor every account may do it
+            bucket, _, prefix = self.remote.path("").partition("/")
+            for upload in fs.list_multipart_uploads(bucket):
+                if upload["Key"].startswith(f"{prefix}/"):
                     fs.call_s3(
-                        "abort_multipart_upload", Bucket=bucket, Key=found["Key"], UploadId=found["UploadId"]
+                        "abort_multipart_upload", Bucket=bucket, Key=upload["Key"], UploadId=upload["UploadId"]
                     )  # fmt: skip
 
     def finish(self, tick: Callable[[], None] = lambda: None) -> None:
-        """Wait until everything is uploaded, as long as there is progress, and unlock the store.
+        """Wait until everything is uploaded, as long as there is progress, and unlock the remote folder.
 
         Args:
             tick: Called while waiting.
 
         Raises:
-            CheckpointError: It could not be uploaded, and it is required.
+            CheckpointError: The upload failed, and it is required.
         """
         upload = self._upload
         if upload is None:
             return
-        left = "it was interrupted"
+        problem = "it was interrupted"
         try:
-            left = upload.wait(wait_limit(), tick, ENOUGH if self._is_required else None)
-            self._delete_owed()
+            problem = upload.wait(wait_limit(), tick, MAX_ATTEMPTS if self._is_required else None)
+            self._delete_postponed()
         finally:
             self._upload = None
-            if left:
+            if problem:
                 message = (
-                    f"Not everything was uploaded to {self.place.name!r}: {left}. It is complete in "
+                    f"Not everything was uploaded to {self.remote.name!r}: {problem}. It is complete in "
                     f"{str(self.root)!r}, and the next run with this `save_dir` on this machine uploads it."
                 )
                 logger.error("%s", message)
-        if left and self._is_required:
-            raise CheckpointError(message) from OSError(left)
+        if problem and self._is_required:
+            raise CheckpointError(message) from OSError(problem)
 
     # --- saving
 
     def begin(self, step: int) -> Path:
-        """Create the folder for the files of `step`; see `Store.begin`."""
+        """Create the folder for the files of `step`, as `Store.begin` does."""
         if self._is_required and self._upload is not None:
             self._upload.check()
-        self._delete_owed()
+        self._delete_postponed()
         return super().begin(step)
 
     def commit(self, step: int, payload: Mapping[str, Any], **options: Any) -> Path:
-        """Commit a checkpoint here, and have it uploaded; see `Store.commit`."""
+        """Commit a checkpoint as `Store.commit` does, and start its upload."""
         path = super().commit(step, payload, **options)
-        self._owed.discard(step)
+        self._postponed.discard(step)
         if self._upload is not None:
-            if self._replaces and self._earlier:
-                self._upload.replace(self._earlier - {step})
-            self._earlier = set()
+            if self._replaces and self._replaceable:
+                self._upload.delete_replaced(self._replaceable - {step})
+            self._replaceable = set()
             self._upload.add(step)
         return path
 
     def delete(self, step: int) -> None:
-        """Delete the checkpoint of `step` here, as soon as it is not being uploaded."""
-        if self._upload is not None and self._upload.holds(step):
-            self._owed.add(step)
+        """Delete the local checkpoint of `step`, once it is not being uploaded."""
+        if self._upload is not None and self._upload.is_uploading(step):
+            self._postponed.add(step)
         else:
             super().delete(step)
 
-    def _delete_owed(self) -> None:
-        for step in sorted(self._owed):
-            if self._upload is None or not self._upload.holds(step):
-                self._owed.discard(step)
+    def _delete_postponed(self) -> None:
+        for step in sorted(self._postponed):
+            if self._upload is None or not self._upload.is_uploading(step):
+                self._postponed.discard(step)
                 with contextlib.suppress(OSError):
                     super().delete(step)
 
@@ -212,26 +209,26 @@ class MirroredStore(Store):
         keep_every: int | None = None,
         direction: Literal["max", "min"] = "max",
     ) -> list[Path]:
-        """Delete here and there what is not kept; there, after the new one is complete there."""
+        """Delete local checkpoints by the policy, and remote ones after the new checkpoint is uploaded."""
         if self._upload is not None:
-            self._upload.keep(keep_last, keep_best, keep_every, direction)
-        self._delete_owed()
+            self._upload.set_retention(keep_last, keep_best, keep_every, direction)
+        self._delete_postponed()
         return super().prune(keep_last, keep_best, keep_every, direction)
 
     # --- finding
 
-    def _copies(self) -> dict[int, Copy]:
+    def _copies(self) -> dict[int, RemoteCheckpoint]:
         if self._upload is not None:
             return dict(self._upload.copies)
-        with reaching(self.place, "read"):
-            return self.place.copies()
+        with wrap_store_errors(self.remote, "read"):
+            return self.remote.complete_checkpoints()
 
-    def _newest_elsewhere(self) -> int:
+    def _newest_remote_sequence(self) -> int:
         copies = () if self._upload is None else self._upload.copies.values()
-        return max((copy.kept.sequence for copy in list(copies)), default=0)
+        return max((copy.info.sequence for copy in list(copies)), default=0)
 
     def checkpoints(self) -> list[Path]:
-        """Return the folders of all committed checkpoints, sorted by step; some may be on the store alone."""
+        """Return the folders of all committed checkpoints, sorted by step; some may exist only remotely."""
         steps = {step: self.path(step) for step in self._copies()} | {
             step: path for step, path in self.folders().items() if (path / MANIFEST).is_file()
         }
@@ -240,96 +237,96 @@ class MirroredStore(Store):
     def resolve(
         self,
         which: str | os.PathLike[str],
-        accept: Callable[[Path, dict[str, Any]], None] = _any,
+        accept: Callable[[Path, dict[str, Any]], None] = accept_any,
         check: Check = check_hashes,
     ) -> tuple[Path, dict[str, Any]] | None:
-        """Return a verified checkpoint, downloading it if that of the store is newer than what is here.
+        """Return a verified checkpoint as `Store.resolve` does, downloading it if the remote one is newer.
 
-        See `Store.resolve`; `which` can be an address too.
+        `which` can also be an address.
         """
-        found = self._resolve(which, accept, check)
-        if found is not None:
-            self._earlier = set()  # the run goes on, and replaces nothing
-        return found
+        resolved = self._resolve(which, accept, check)
+        if resolved is not None:
+            self._replaceable = set()  # a resumed run replaces nothing
+        return resolved
 
     def _resolve(
         self, which: str | os.PathLike[str], accept: Callable[[Path, dict[str, Any]], None], check: Check
     ) -> tuple[Path, dict[str, Any]] | None:
         if is_address(which):
-            return super().resolve(self._brought(str(which)), accept, check)
+            return super().resolve(self._download_address(str(which)), accept, check)
         if which not in ("auto", "last", "best"):
             return super().resolve(which, accept, check)
-        there = self._copies()
-        copies = sorted(there.values(), key=lambda copy: copy.order)
+        remote_checkpoints = self._copies()
+        copies = sorted(remote_checkpoints.values(), key=lambda copy: copy.order)
         if which == "best":
-            copies = [copy for copy in copies if copy.kept.best][-1:]
+            copies = [copy for copy in copies if copy.info.best][-1:]
         elif which == "last":
             copies = copies[-1:]
-        here: tuple[Path, dict[str, Any]] | None = None
+        local: tuple[Path, dict[str, Any]] | None = None
         problem: CheckpointError | None = None
         try:
-            here = super().resolve(which, accept, check)
+            local = super().resolve(which, accept, check)
         except CheckpointError as error:
             problem = error
-        order = (-1, -1) if here is None else (here[1]["sequence"], here[1]["step"])
+        order = (-1, -1) if local is None else (local[1]["sequence"], local[1]["step"])
         if which != "auto":
-            with reaching(self.place, "read"):
-                self.place.check_named(str(which), there, here=order[1])
+            with wrap_store_errors(self.remote, "read"):
+                self.remote.check_pointer(str(which), remote_checkpoints, local_step=order[1])
         for copy in reversed([copy for copy in copies if copy.order > order]):
             try:
-                folder = self._bring(copy)
-                found = folder, self.verify(folder, accept=accept, check=check)
+                folder = self._download(copy)
+                resolved = folder, self.verify(folder, accept=accept, check=check)
             except CheckpointError as error:
                 if which != "auto":
                     raise
                 problem = error
-                logger.warning("Passed over: %s", error)
+                logger.warning("Skipped: %s", error)
                 continue
-            self._bring_files()
-            return found
-        if here is None and problem is not None:
+            self._download_run_files()
+            return resolved
+        if local is None and problem is not None:
             raise problem
-        return here
+        return local
 
-    def _brought(self, address: str) -> Path:
-        """Return the folder here of a checkpoint by its address, of this run or of another."""
+    def _download_address(self, address: str) -> Path:
+        """Return the local folder of a checkpoint by its address, of this run or another."""
         parent, _, name = address.rstrip("/").rpartition("/")
-        if parent != self.place.address:
+        if parent != self.remote.address:
             return local_copy(address, "resume_from")
-        return self._bring(chosen(self.place, self._copies(), name))
+        return self._download(select_checkpoint(self.remote, self._copies(), name))
 
-    def bring(self, name: str) -> None:
-        """Download the checkpoint of this name, if it is on the store and not here."""
+    def download(self, name: str) -> None:
+        """Download the checkpoint of this name, if it exists only remotely."""
         folder = self.root / name
         copy = next((copy for copy in self._copies().values() if copy.name == name), None)
         if copy is not None and not folder.exists():
-            self._bring(copy)
+            self._download(copy)
 
-    def _bring(self, copy: Copy) -> Path:
-        """Return the folder here of a checkpoint of the store, downloading it unless it is here already."""
-        folder = self.path(copy.kept.step)
+    def _download(self, copy: RemoteCheckpoint) -> Path:
+        """Return the local folder of a remote checkpoint, downloading it if needed."""
+        folder = self.path(copy.info.step)
         if folder.exists():
             with contextlib.suppress(OSError, CheckpointError):
                 if (folder / MANIFEST).read_bytes() == copy.data:
                     self.verify(folder)
                     return folder
-            self._set_aside(folder, f"differs from that on {self.place.name}")
+            self._move_aside(folder, f"differs from its copy on {self.remote.name}")
         self._make_root()
-        return fetch(self.place, copy, folder, self.temporary(copy.kept.step), self.fs)
+        return fetch(self.remote, copy, folder, self.temporary(copy.info.step), self.fs)
 
-    def _bring_files(self) -> None:
-        """Download the files of the run beside its checkpoints: what is there is newer."""
-        with reaching(self.place, "read"):
-            for key, info in self.place.list().items():
+    def _download_run_files(self) -> None:
+        """Download the remote files of the run next to its checkpoints, which are newer."""
+        with wrap_store_errors(self.remote, "read"):
+            for key, info in self.remote.list().items():
                 if "/" in key or key in (LOCK, "last", "best") or key.endswith((".tmp", ".probe")):
                     continue
                 temporary = self.root / f"{key}.{os.getpid()}.tmp"
                 temporary.mkdir()
-                try:  # in pieces, for nobody bounds the size of what is there
-                    download_files(self.place, {key: self.place.size_of(key, info)}, temporary, 0)
+                try:  # in pieces, as their size is not bounded
+                    download_files(self.remote, {key: self.remote.size_of(key, info)}, temporary, 0)
                     self.fs.sync(temporary / key)
                     self.fs.rename(temporary / key, self.root / key)
-                except FileNotFoundError:  # deleted there in the meantime
+                except FileNotFoundError:  # deleted in the meantime
                     continue
                 finally:
                     shutil.rmtree(temporary, ignore_errors=True)

@@ -64,4 +64,4 @@ def regroup_state(
     for index, (names, options) in enumerate(groups):
         group = saved_groups[min(index, len(saved_groups) - 1)]
         new_groups.append({**{key: value for key, value in group.items() if key in options}, "params": names})
-    return {**saved, "rest": rest, "groups": new_groups}, tensors.only(keys)
+    return {**saved, "rest": rest, "groups": new_groups}, tensors.subset(keys)

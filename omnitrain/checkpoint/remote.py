@@ -1,13 +1,13 @@
-"""Remote stores by fsspec: what lies under an address such as s3://bucket/run, and bringing it to this machine.
+"""Reading and writing run folders on remote stores by fsspec.
 
 ::
 
     <address>/checkpoint-120/...            as in a run folder; omnitrain.json is uploaded last
     <address>/last, <address>/best          text files that name a folder; uploaded after it is complete
     <address>/metrics.jsonl, run.json, ...  the files of the run
-    <address>/run.lock                      names the run that writes here at present
+    <address>/run.lock                      names the run that writes here
 
-`upload.py` has the thread that brings a run there, `mirror.py` the run folder that is kept in both places. No torch.
+`uploader.py` uploads a run in a thread, `mirrored_store.py` keeps a local and a remote folder in step. No torch.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from typing import Any, TypeVar
 from omnitrain.checkpoint.disk import FileSystem, listing
 from omnitrain.checkpoint.lock import LOCK
 from omnitrain.checkpoint.manifest import LARGEST_MANIFEST, MANIFEST, FileEntry, inspect, parse_manifest
-from omnitrain.checkpoint.retention import Kept
+from omnitrain.checkpoint.retention import CheckpointInfo
 from omnitrain.core.errors import CheckpointError, ConfigError, MissingExtraError, OmnitrainError
 from omnitrain.core.files import create_file, is_inside, open_file
 from omnitrain.core.paths import local_folder
@@ -39,41 +39,44 @@ from omnitrain.core.secrets import mask_text
 
 logger: logging.Logger = logging.getLogger("omnitrain")
 
+Listing = Mapping[str, Mapping[str, Any]]
+"""The store's `info` of each file, by its path."""
+
 S = TypeVar("S")
 T = TypeVar("T")
 
 WORKERS = 4
-"""Files that are sent at the same time, or pieces that are fetched."""
+"""Files to upload, or pieces to download, at the same time."""
 PIECE = 1 << 25
-"""Bytes that are fetched with one request."""
+"""Bytes to download with one request."""
 SMALL = 1 << 20
-"""Files up to so many bytes are read back where the store tells no checksum."""
+"""The most bytes of a file that is read back if the store has no checksum of it."""
 
-MOST_OBJECTS = 1_000_000
-"""Files under an address, above which it is no run folder."""
+MAX_OBJECTS = 1_000_000
+"""The most files of a run folder."""
 LISTING_S = 300.0
-"""Seconds after which a listing counts as endless; a million files take about a third of it."""
-LARGEST_HEAD = 8 + 100_000_000
-"""The most bytes of a safetensors file before its tensors, by the limit of that package."""
+"""Seconds after which a listing counts as endless; a million files take about 100."""
+MAX_HEADER_BYTES = 8 + 100_000_000
+"""The most bytes of a safetensors file before its tensors, by the limit of the safetensors package."""
 
 _PART = 50 << 20
-"""The bytes of a part in s3fs' uploads in parts, on which the checksum of the whole depends."""
+"""The bytes of a part in multipart uploads of s3fs, on which the ETag of the file depends."""
 _FOLDER = re.compile(r"checkpoint-(0|[1-9][0-9]*|0[0-9]{5})(\.old)?")
-_WITH_FOLDERS = {"sftp", "ssh", "ftp", "smb", "hdfs", "webhdfs", "arrow_hdfs", "dropbox", "box"}
-"""Stores that need a folder to be made before a file is written; in the others names have slashes, and no more."""
-_OF_HERE = {"file", "local", "http", "https", "data"}
+_DIRECTORY_PROTOCOLS = {"sftp", "ssh", "ftp", "smb", "hdfs", "webhdfs", "arrow_hdfs", "dropbox", "box"}
+"""Stores that need a folder to be created before a file is written; the others have only names with slashes."""
+_LOCAL_PROTOCOLS = {"file", "local", "http", "https", "data"}
 
 
 def check_address(address: str, name: str) -> None:
-    """Refuse an address that no installed package of fsspec can write to, without connecting to anything.
+    """Reject an address that no installed fsspec package can write to, without connecting to anything.
 
     Args:
         address: The address.
-        name: The argument that has it.
+        name: The argument with the address, for errors.
 
     Raises:
-        ConfigError: The kind of store is unknown, or is none.
-        MissingExtraError: fsspec, or the package for this kind of store, is not installed.
+        ConfigError: The protocol is unknown, or not that of a writable store.
+        MissingExtraError: fsspec, or its package for this protocol, is not installed.
     """
     shown, protocol = f"`{name}={mask_text(address)!r}`", address.partition("://")[0].lower()
     try:
@@ -81,9 +84,9 @@ def check_address(address: str, name: str) -> None:
         from fsspec.registry import known_implementations
     except ImportError:
         raise MissingExtraError(shown, "fsspec", "remote") from None
-    if protocol in _OF_HERE:
+    if protocol in _LOCAL_PROTOCOLS:
         remedy = "Pass the path of a folder" if protocol in ("file", "local") else "Nothing can be written there"
-        raise ConfigError(f"{shown}: {protocol!r} is no store for a run. {remedy}.")
+        raise ConfigError(f"{shown}: {protocol!r} is not a remote store. {remedy}.")
     if not address.partition("://")[2].strip("/"):
         raise ConfigError(f"{shown} names no folder. Pass one, such as '{protocol}://bucket/run'.")
     try:
@@ -91,8 +94,8 @@ def check_address(address: str, name: str) -> None:
     except ImportError as error:
         known: Any = known_implementations.get(protocol, {})
         package = known.get("class", "fsspec").partition(".")[0]
-        if package == "fsspec":  # it is there, and what its file system needs is not
-            raise ConfigError(f"{shown}: {known.get('err') or error}. Install that, or pass another place.") from error
+        if package == "fsspec":  # a dependency of its file system is missing
+            raise ConfigError(f"{shown}: {known.get('err') or error}. Install it, or pass another address.") from error
         raise MissingExtraError(shown, package) from error
     except ValueError as error:
         raise ConfigError(
@@ -102,26 +105,26 @@ def check_address(address: str, name: str) -> None:
 
 
 def in_parallel(work: Callable[[T], S], items: Iterable[T], workers: int) -> list[S]:
-    """Return the results of `work` on each item, which daemon threads do: no exit waits for a store that hangs.
+    """Return the results of `work` on each item, in daemon threads, so that no exit waits for a store that hangs.
 
     Raises:
-        Exception: The first error, once the other threads have ended what they were doing.
+        Exception: The first error, once the other threads have finished their items.
     """
-    left, found, errors = deque(enumerate(items)), dict[int, S](), list[BaseException]()
+    queue, results, errors = deque(enumerate(items)), dict[int, S](), list[BaseException]()
 
     def run() -> None:
         while not errors:
             try:
-                number, item = left.popleft()
+                number, item = queue.popleft()
             except IndexError:
                 return
             try:
-                found[number] = work(item)
+                results[number] = work(item)
             except BaseException as error:
                 errors.append(error)
 
     threads = [
-        threading.Thread(target=run, name="omnitrain-store", daemon=True) for _ in range(min(workers, len(left)))
+        threading.Thread(target=run, name="omnitrain-store", daemon=True) for _ in range(min(workers, len(queue)))
     ]
     try:
         for thread in threads:
@@ -129,19 +132,19 @@ def in_parallel(work: Callable[[T], S], items: Iterable[T], workers: int) -> lis
         for thread in threads:
             thread.join()
     finally:
-        left.clear()
+        queue.clear()
     if errors:
         raise errors[0]
-    return [found[number] for number in sorted(found)]
+    return [results[number] for number in sorted(results)]
 
 
 @contextlib.contextmanager
-def reaching(place: Place, doing: str) -> Iterator[None]:
-    """Turn whatever a store raises inside into a CheckpointError.
+def wrap_store_errors(remote: RemoteFolder, operation: str) -> Iterator[None]:
+    """Turn any exception of a store inside the block into a CheckpointError.
 
     Args:
-        place: The store.
-        doing: What is done, as in "cannot be ...".
+        remote: The store.
+        operation: The participle of the operation for the message, as in "cannot be read".
     """
     try:
         yield
@@ -149,47 +152,46 @@ def reaching(place: Place, doing: str) -> Iterator[None]:
         raise
     except Exception as error:  # each package has its own errors
         raise CheckpointError(
-            f"{place.name!r} cannot be {doing}: {worded(error)}. Check the address, the credentials and the connection."
+            f"{remote.name!r} cannot be {operation}: {one_line_error(error)}. Check the address, the credentials and "
+            "the connection."
         ) from error
 
 
-def worded(error: BaseException) -> str:
-    """Return an error in a line, without secrets."""
+def one_line_error(error: BaseException) -> str:
+    """Return an error as one line of text, without secrets."""
     return mask_text(f"{type(error).__name__}: {' '.join(str(error).split())[:500]}").rstrip(".")
 
 
 @dataclass(slots=True)
-class Copy:
+class RemoteCheckpoint:
     """A complete checkpoint on a store.
 
     Attributes:
         name: Its folder.
-        kept: The facts for retention.
+        info: The properties that retention uses.
         data: Its omnitrain.json.
         files: Size and sha256 of every other file.
-        best: Whether it was the best so far when it was saved.
     """
 
     name: str
-    kept: Kept
+    info: CheckpointInfo
     data: bytes
     files: dict[str, FileEntry]
 
     @classmethod
-    def of(cls, name: str, data: bytes, where: str) -> Copy:
-        """Return it from the text of its omnitrain.json.
+    def parse(cls, name: str, data: bytes, where: str) -> RemoteCheckpoint:
+        """Return the checkpoint with this omnitrain.json.
 
         Raises:
-            CheckpointError: The text is damaged.
+            CheckpointError: `data` is damaged.
         """
         content = parse_manifest(data, where)
-        facts = (content["step"], content["score"], content["sequence"], content["best"])
-        return cls(name, Kept(*facts, bool(content.get("for_best"))), data, content["files"])
+        return cls(name, CheckpointInfo.from_manifest(content), data, content["files"])
 
     @property
     def order(self) -> tuple[int, int]:
-        """The place in the order of saves."""
-        return self.kept.sequence, self.kept.step
+        """The key by which checkpoints sort in the order of their saves."""
+        return self.info.sequence, self.info.step
 
     @property
     def size(self) -> int:
@@ -197,10 +199,10 @@ class Copy:
         return len(self.data) + sum(entry["size"] for entry in self.files.values())
 
 
-class Place:
-    """A folder of a remote store, with the operations that a run needs of it.
+class RemoteFolder:
+    """A folder of a remote store, with the operations that a run needs.
 
-    What the store's package raises is raised as it is: see `reaching`.
+    Exceptions of the store's package are not converted: see `wrap_store_errors`.
 
     Args:
         address: The address of the folder, such as s3://bucket/run.
@@ -212,7 +214,7 @@ class Place:
         self.protocol: str = address.partition("://")[0].lower()
         self._trusts_checksums = True
         self._incomplete: dict[str, CheckpointError] = {}
-        """What the latest `copies` has found incomplete, by folder."""
+        """The errors of incomplete checkpoints in the latest `complete_checkpoints`, by folder."""
 
     @functools.cached_property
     def _opened(self) -> tuple[Any, str]:
@@ -223,7 +225,7 @@ class Place:
 
     @property
     def fs(self) -> Any:
-        """Fsspec's file system."""
+        """The fsspec file system."""
         return self._opened[0]
 
     def path(self, key: str) -> str:
@@ -232,14 +234,14 @@ class Place:
 
     @property
     def has_history(self) -> bool:
-        """Whether each write is a commit of a repository, so that signs of life would fill it."""
+        """Whether each write is a commit to a repository, which heartbeats would fill."""
         return self.protocol == "hf"
 
     def check_writable(self) -> None:
-        """Write and delete a small file.
+        """Check that a small file can be written and deleted.
 
         Raises:
-            ConfigError: That does not succeed; the message has the reason.
+            ConfigError: It cannot.
         """
         if self.has_history:
             return
@@ -249,42 +251,42 @@ class Place:
             self.remove(key)
         except Exception as error:  # each package has its own errors
             raise ConfigError(
-                f"`save_dir={self.name!r}`: nothing can be written there, or deleted: {worded(error)}. Check the "
-                "address, the credentials and the rights, or pass another place."
+                f"`save_dir={self.name!r}`: files cannot be written or deleted there: {one_line_error(error)}. Check "
+                "the address, the credentials and the permissions, or pass another address."
             ) from error
 
     # --- reading
 
     def list(self, under: str = "") -> dict[str, dict[str, Any]]:
-        """Return what the store tells of each file under a folder, by its path in it.
+        """Return the store's `info` of each file under a folder, by its path in it.
 
         Raises:
-            CheckpointError: A name leads out of the folder, or there are too many.
+            CheckpointError: A name leads out of the folder, or the folder has too many files.
         """
-        found = self._find(under)
+        listing = self._find(under)
         start = len(self.fs._strip_protocol(self.path(under)).strip("/")) + 1
         files = {
-            name.strip("/")[start:]: info for name, info in found.items()
+            name.strip("/")[start:]: info for name, info in listing.items()
             if info.get("type") != "directory" and len(name.strip("/")) > start
         }  # fmt: skip
         for key in files:
             if not is_inside(key):
                 raise CheckpointError(
                     f"{self.name!r} has the file {key!r}, whose name leads out of its folder: somebody may want to "
-                    "overwrite files here. Delete it there, and find out who wrote it."
+                    "overwrite files on this machine. Delete it there, and find out who wrote it."
                 )
         return files
 
     def _find(self, under: str) -> dict[str, dict[str, Any]]:
-        """Return what the store lists, in a thread that is left behind if that never ends."""
-        found: list[dict[str, dict[str, Any]]] = []
+        """List files in a daemon thread, which is abandoned if the listing never ends."""
+        listings: list[dict[str, dict[str, Any]]] = []
         errors: list[BaseException] = []
 
         def find() -> None:
             try:
-                found.append(self.fs.find(self.path(under), detail=True))
+                listings.append(self.fs.find(self.path(under), detail=True))
             except FileNotFoundError:
-                found.append({})
+                listings.append({})
             except BaseException as error:
                 errors.append(error)
 
@@ -294,29 +296,29 @@ class Place:
         thread.join(LISTING_S)
         if errors:
             raise errors[0]
-        if not found:
+        if not listings:
             raise CheckpointError(
-                f"{self.name!r} was still being listed after {LISTING_S:.0f} s. Expected a run folder, which has few "
-                "files: check the address, and the store."
+                f"{self.name!r} was still being listed after {LISTING_S:.0f} s, and a run folder has few files. Check "
+                "the address and the store."
             )
-        if len(found[0]) > MOST_OBJECTS:
+        if len(listings[0]) > MAX_OBJECTS:
             raise CheckpointError(
-                f"{self.name!r} has {len(found[0]):,} files, more than the {MOST_OBJECTS:,} of any run folder. Check "
+                f"{self.name!r} has {len(listings[0]):,} files, more than the {MAX_OBJECTS:,} of any run folder. Check "
                 "the address."
             )
-        return found[0]
+        return listings[0]
 
     def size_of(self, key: str, info: Mapping[str, Any]) -> int:
-        """Return the bytes of a file, of which the store has told `info`.
+        """Return the bytes of a file with this `info` of the store.
 
         Raises:
-            CheckpointError: It has told no number of bytes.
+            CheckpointError: It has no valid size.
         """
         size = info.get("size")
         if not isinstance(size, int) or size < 0:
             raise CheckpointError(
-                f"{self.name!r}: the store gives {size!r} as the size of {key!r}, and a number of bytes is expected. "
-                "Write the file again, or delete it there."
+                f"{self.name!r}: the store reports {size!r} as the size of {key!r}, not a number of bytes. Write the "
+                "file again, or delete it there."
             )
         return size
 
@@ -324,13 +326,13 @@ class Place:
         """Return a file, or the bytes [start, end) of it."""
         return self.fs.cat_file(self.path(key), start=start, end=end)
 
-    def read_if_there(self, key: str, info: Mapping[str, Any] | None = None, most: int = SMALL) -> bytes | None:
-        """Return a small file, or None if there is none.
+    def read_small(self, key: str, info: Mapping[str, Any] | None = None, most: int = SMALL) -> bytes | None:
+        """Return the content of a small file, or None if it does not exist.
 
         Args:
             key: Its path.
-            info: What the store has told of it; None asks.
-            most: How many bytes it may have.
+            info: The store's `info` of it; None asks the store.
+            most: The most bytes it may have.
 
         Raises:
             CheckpointError: It has more.
@@ -345,18 +347,18 @@ class Place:
         except FileNotFoundError:
             return None
         raise CheckpointError(
-            f"{self.name!r}: {key!r} has {size} bytes, and more than {most} are not read. Delete it there, and find "
-            "out who wrote it."
+            f"{self.name!r}: {key!r} has {size} bytes, and at most {most} are read. Delete it there, and find out who "
+            "wrote it."
         )
 
-    def copies(self, found: Mapping[str, Mapping[str, Any]] | None = None) -> dict[int, Copy]:
-        """Return the complete checkpoints by step: all files of their omnitrain.json are there, with their sizes.
+    def complete_checkpoints(self, listing: Listing | None = None) -> dict[int, RemoteCheckpoint]:
+        """Return the complete checkpoints by step: all files in their omnitrain.json exist with their sizes.
 
         Args:
-            found: What `list` has returned; None lists.
+            listing: The result of `list`; None calls it.
         """
         folders: dict[str, dict[str, Mapping[str, Any]]] = {}
-        for path, info in (self.list() if found is None else found).items():
+        for path, info in (self.list() if listing is None else listing).items():
             name, _, file = path.partition("/")
             if _FOLDER.fullmatch(name) and file:
                 folders.setdefault(name, {})[file] = info
@@ -364,12 +366,12 @@ class Place:
 
         def read_manifest(name: str) -> tuple[str, bytes | CheckpointError | None]:
             try:
-                return name, self.read_if_there(f"{name}/{MANIFEST}", folders[name][MANIFEST], LARGEST_MANIFEST)
+                return name, self.read_small(f"{name}/{MANIFEST}", folders[name][MANIFEST], LARGEST_MANIFEST)
             except CheckpointError as error:
                 return name, error
 
         read = in_parallel(read_manifest, names, 4 * WORKERS)
-        complete: dict[int, Copy] = {}
+        complete: dict[int, RemoteCheckpoint] = {}
         self._incomplete = {}
         for name, data in sorted(read, key=lambda pair: not pair[0].endswith(".old")):
             try:
@@ -377,47 +379,49 @@ class Place:
                     raise data
                 copy = self._copy_of(name, data, folders[name])
             except CheckpointError as error:
-                logger.warning("Not used: %s", error)
+                logger.warning("Skipped: %s", error)
                 self._incomplete[name] = error
             else:
-                complete[copy.kept.step] = copy
+                complete[copy.info.step] = copy
         return complete
 
-    def check_named(self, which: str, copies: Mapping[int, Copy], here: int = -1) -> None:
-        """Refuse to take an older checkpoint in silence for the one that `last` or `best` names.
+    def check_pointer(self, which: str, copies: Mapping[int, RemoteCheckpoint], local_step: int = -1) -> None:
+        """Reject a `last` or `best` that refers to an incomplete checkpoint, instead of using an older one.
 
         Args:
             which: "last" or "best".
-            copies: What `copies` has returned, and what was uploaded since.
-            here: The step of what was found on this machine.
+            copies: The result of `complete_checkpoints`, and what was uploaded since.
+            local_step: The step of the local checkpoint; -1 if there is none.
 
         Raises:
-            CheckpointError: The one that it names is incomplete.
+            CheckpointError: The checkpoint that it refers to is incomplete.
         """
-        name = (self.read_if_there(which) or b"").decode(errors="replace").strip()
-        error, known = self._incomplete.get(name), _FOLDER.fullmatch(name)
-        if error is None or known is None or int(known[1]) in copies or int(known[1]) <= here:
+        name = (self.read_small(which) or b"").decode(errors="replace").strip()
+        error, match = self._incomplete.get(name), _FOLDER.fullmatch(name)
+        if error is None or match is None or int(match[1]) in copies or int(match[1]) <= local_step:
             return
         newest = max(copies.values(), key=lambda copy: copy.order, default=None)
-        more = "" if newest is None else f" The newest complete one is {newest.name!r}: name it, or resume from 'auto'."
-        raise CheckpointError(f"{error}{more}") from error
+        remedy = "" if newest is None else f" The newest complete one is {newest.name!r}: pass it, or pass 'auto'."
+        raise CheckpointError(f"{error}{remedy}") from error
 
-    def obstacles(self, found: Mapping[str, Any]) -> list[str]:
-        """Return the files, among what `list` has returned, that have the name of a checkpoint's folder."""
-        return [key for key in found if _FOLDER.fullmatch(key)]
+    def blocking_files(self, listing: Mapping[str, Any]) -> list[str]:
+        """Return the files in the result of `list` that have the name of a checkpoint's folder."""
+        return [key for key in listing if _FOLDER.fullmatch(key)]
 
-    def leftovers(self, found: Mapping[str, Any]) -> set[str]:
-        """Return the folders, among what `list` has returned, that a killed upload or deletion has left."""
-        names = {path.partition("/")[0] for path in found if "/" in path}
-        whole = {name for name in names if f"{name}/{MANIFEST}" in found}
-        left = {name for name in names - whole if _FOLDER.fullmatch(name)}
-        return left | {name for name in whole if name.endswith(".old") and name.removesuffix(".old") in whole}
+    def leftovers(self, listing: Mapping[str, Any]) -> set[str]:
+        """Return the folders in the result of `list` that a killed upload or deletion left behind."""
+        names = {path.partition("/")[0] for path in listing if "/" in path}
+        complete = {name for name in names if f"{name}/{MANIFEST}" in listing}
+        incomplete = {name for name in names - complete if _FOLDER.fullmatch(name)}
+        return incomplete | {
+            name for name in complete if name.endswith(".old") and name.removesuffix(".old") in complete
+        }
 
-    def _copy_of(self, name: str, data: bytes | None, files: Mapping[str, Mapping[str, Any]]) -> Copy:
+    def _copy_of(self, name: str, data: bytes | None, files: Listing) -> RemoteCheckpoint:
         where = f"{self.name}/{name}"
         if data is None:
             raise CheckpointError(f"{where!r} is incomplete: {MANIFEST!r} is missing.")
-        copy = Copy.of(name, data, repr(where))
+        copy = RemoteCheckpoint.parse(name, data, repr(where))
         for file, entry in copy.files.items():
             if file not in files:
                 raise CheckpointError(f"{where!r} is incomplete: {file!r} is missing.")
@@ -426,8 +430,8 @@ class Place:
                     f"{where!r} is incomplete: {file!r} has {files[file]['size']} bytes, and {entry['size']} were "
                     "written."
                 )
-        if copy.kept.step != int(_FOLDER.fullmatch(name)[1]):  # type: ignore[index]
-            raise CheckpointError(f"{where!r} was saved as step {copy.kept.step}, and renamed since.")
+        if copy.info.step != int(_FOLDER.fullmatch(name)[1]):  # type: ignore[index]
+            raise CheckpointError(f"{where!r} was saved as step {copy.info.step}, and renamed since.")
         return copy
 
     # --- writing
@@ -437,67 +441,67 @@ class Place:
         self._make_parent(key)
         self.fs.pipe_file(self.path(key), data)
 
-    def put(self, file: Path, key: str, moved: Callable[[], None] = lambda: None) -> None:
+    def put(self, file: Path, key: str, on_progress: Callable[[], None] = lambda: None) -> None:
         """Upload a file.
 
         Args:
             file: The file on this machine.
             key: Its path in this folder.
-            moved: Called for each part that is there.
+            on_progress: Called for each uploaded part.
         """
         from fsspec.callbacks import Callback
 
-        class Moving(Callback):
+        class Progress(Callback):
             def relative_update(self, inc: int = 1) -> None:
-                moved()
+                on_progress()
 
         self._make_parent(key)
-        self.fs.put_file(str(file), self.path(key), callback=Moving())
+        self.fs.put_file(str(file), self.path(key), callback=Progress())
 
     def _make_parent(self, key: str) -> None:
-        if self.protocol in _WITH_FOLDERS:  # elsewhere it would make a bucket of a misspelled name
+        if self.protocol in _DIRECTORY_PROTOCOLS:  # elsewhere it would create a bucket for a misspelled name
             self.fs.makedirs(self.path(key).rpartition("/")[0], exist_ok=True)
 
     def remove(self, key: str) -> None:
-        """Delete a file; one that is gone already is no error."""
+        """Delete a file, if it exists."""
         with contextlib.suppress(FileNotFoundError):
             self.fs.rm_file(self.path(key))
 
     def remove_folder(self, name: str) -> None:
-        """Delete a checkpoint; its omnitrain.json first, without which it is none."""
+        """Delete a checkpoint, its omnitrain.json first, so that no partial checkpoint remains."""
         self.remove(f"{name}/{MANIFEST}")
         rest = [key for key in self.list(name) if key != MANIFEST]
         in_parallel(lambda key: self.remove(f"{name}/{key}"), rest, WORKERS)
-        if self.protocol in _WITH_FOLDERS:
+        if self.protocol in _DIRECTORY_PROTOCOLS:
             with contextlib.suppress(Exception):
                 self.fs.rm(self.path(name), recursive=True)
 
-    def duplicate(self, copy: Copy, name: str) -> None:
-        """Copy a checkpoint inside of the store, its omnitrain.json last."""
+    def duplicate(self, copy: RemoteCheckpoint, name: str) -> None:
+        """Copy a checkpoint within the store, its omnitrain.json last."""
         for file in (*copy.files, MANIFEST):
             self._make_parent(f"{name}/{file}")
             self.fs.cp_file(self.path(f"{copy.name}/{file}"), self.path(f"{name}/{file}"))
 
     def check(self, key: str, file: Path, entry: FileEntry) -> None:
-        """Make sure that the store has a file as it is here: by size, and by checksum or by reading it back.
+        """Check that an uploaded file equals the local one: by size, and by checksum or by reading it back.
 
         Raises:
-            OSError: It has not.
+            OSError: It differs.
         """
         info = self.fs.info(self.path(key))
         if info.get("size") != entry["size"]:
-            raise OSError(f"{key!r} has {info.get('size')} bytes there after its upload, and {entry['size']} here")
+            raise OSError(f"{key!r} has {info.get('size')} bytes after its upload, not {entry['size']}")
         is_same = self.has_same(info, file, entry)
         if is_same or (is_same is None and entry["size"] > SMALL):
             return
         if _digest_of_pieces(self, key, entry["size"]) != entry["sha256"]:
             raise OSError(f"the content of {key!r} differs from what was uploaded")
-        if is_same is False:  # encrypted with a key of its own, for instance
-            logger.debug("%s tells checksums that are not of the content: they are not used.", self.name)
+        if is_same is False:  # encrypted by the store, for instance
+            logger.debug("%s has checksums that are not of the content: they are not used.", self.name)
             self._trusts_checksums = False
 
     def has_same(self, info: Mapping[str, Any], file: Path, entry: FileEntry) -> bool | None:
-        """Return whether a file there is the one here, by the checksum that the store tells; None if it tells none."""
+        """Return whether a remote file equals the local one by the checksum of the store; None if it has none."""
         if info.get("size") != entry["size"]:
             return False
         large = info.get("lfs")
@@ -534,37 +538,39 @@ def _md5_of_parts(file: Path) -> str:
     return f"{hashlib.md5(b''.join(digests), usedforsecurity=False).hexdigest()}-{len(digests)}"
 
 
-def _digest_of_pieces(place: Place, key: str, size: int) -> str:
+def _digest_of_pieces(remote: RemoteFolder, key: str, size: int) -> str:
     digest = hashlib.sha256()
     for start in range(0, size, PIECE):
-        digest.update(place.read(key, start, min(start + PIECE, size)))
+        digest.update(remote.read(key, start, min(start + PIECE, size)))
     return digest.hexdigest()
 
 
-# --- to this machine
+# --- downloading
 
 
-def fetch(place: Place, copy: Copy, folder: Path, temporary: Path, fs: FileSystem | None = None) -> Path:
-    """Download a checkpoint, check it against its omnitrain.json, and give it its name when it is whole.
+def fetch(
+    remote: RemoteFolder, copy: RemoteCheckpoint, folder: Path, temporary: Path, fs: FileSystem | None = None
+) -> Path:
+    """Download a checkpoint to a temporary folder, verify it, and rename the folder.
 
     Args:
-        place: Where it is.
+        remote: The store.
         copy: The checkpoint.
-        folder: Its folder here, which must not exist.
-        temporary: The folder for the meantime, in the same place.
-        fs: The operations on the disk here.
+        folder: The local folder, which must not exist.
+        temporary: The temporary folder, next to `folder`.
+        fs: The operations on the local disk.
 
     Raises:
-        CheckpointError: It cannot be read, or is damaged; nothing is left here.
+        CheckpointError: It cannot be read, or is damaged; nothing remains on the disk.
     """
     fs = fs or FileSystem()
-    logger.info("Downloading %s/%s (%s).", place.name, copy.name, in_bytes(copy.size))
+    logger.info("Downloading %s/%s (%s).", remote.name, copy.name, format_bytes(copy.size))
     shutil.rmtree(temporary, ignore_errors=True)
     try:
-        with reaching(place, "read"):
+        with wrap_store_errors(remote, "read"):
             temporary.mkdir(parents=True)
             sizes = {f"{copy.name}/{file}": entry["size"] for file, entry in copy.files.items()}
-            download_files(place, sizes, temporary, len(copy.name) + 1)
+            download_files(remote, sizes, temporary, len(copy.name) + 1)
         fs.write(temporary / MANIFEST, copy.data)
         inspect(temporary, hashes=True)
         files, folders = listing(temporary)
@@ -575,19 +581,19 @@ def fetch(place: Place, copy: Copy, folder: Path, temporary: Path, fs: FileSyste
     except BaseException as error:
         shutil.rmtree(temporary, ignore_errors=True)
         if isinstance(error, CheckpointError) and str(temporary) in str(error):
-            raise CheckpointError(str(error).replace(str(temporary), f"{place.name}/{copy.name}")) from error
+            raise CheckpointError(str(error).replace(str(temporary), f"{remote.name}/{copy.name}")) from error
         raise
     return folder
 
 
-def download_files(place: Place, sizes: Mapping[str, int], into: Path, prefix: int) -> None:
-    """Write files by pieces, several at a time.
+def download_files(remote: RemoteFolder, sizes: Mapping[str, int], into: Path, prefix: int) -> None:
+    """Download files in pieces, several at a time.
 
     Args:
-        place: Where they are.
-        sizes: Their bytes by their path there.
-        into: A folder here.
-        prefix: How much of the paths to leave out here.
+        remote: The store.
+        sizes: The bytes of each file by its remote path.
+        into: A local folder.
+        prefix: How many characters of the remote paths to leave out.
 
     Raises:
         CheckpointError: They do not fit on the disk.
@@ -595,16 +601,16 @@ def download_files(place: Place, sizes: Mapping[str, int], into: Path, prefix: i
     total, free = sum(sizes.values()), shutil.disk_usage(into).free
     if total > free:
         raise CheckpointError(
-            f"{place.name!r} has {in_bytes(total)} to download, and {str(into)!r} has room for {in_bytes(free)}. Make "
-            "room, or set OMNITRAIN_LOCAL_DIR to a larger disk."
+            f"{remote.name!r} has {format_bytes(total)} to download, and {str(into)!r} has {format_bytes(free)} free. "
+            "Free some space, or set OMNITRAIN_LOCAL_DIR to a larger disk."
         )
 
     def piece(which: tuple[str, int]) -> None:
         key, start = which
         end = min(start + PIECE, sizes[key])
-        data = place.read(key, start, end) if end > start else b""
+        data = remote.read(key, start, end) if end > start else b""
         if len(data) != end - start:
-            raise OSError(f"{key!r}: {len(data)} bytes came of the {end - start} from {start} on")
+            raise OSError(f"{key!r}: got {len(data)} of the {end - start} bytes from {start} on")
         with open(into / key[prefix:], "r+b", opener=open_file) as file:
             file.seek(start)
             file.write(data)
@@ -618,126 +624,124 @@ def download_files(place: Place, sizes: Mapping[str, int], into: Path, prefix: i
 
 
 def local_copy(address: str, name: str = "path") -> Path:
-    """Download what an address names, unless it is here already, and return its path here.
+    """Download a checkpoint or weights, unless they are in the cache, and return their local path.
 
     Args:
         address: A checkpoint, `last` or `best` of a run, or a file or folder of weights of any program.
-        name: The argument that has it.
+        name: The argument with the address, for errors.
 
     Raises:
-        ConfigError, MissingExtraError: It is no address that can be read.
-        CheckpointError: There is nothing, or it is damaged.
+        ConfigError, MissingExtraError: The address cannot be read.
+        CheckpointError: Nothing exists at the address, or it is damaged.
     """
     check_address(address, name)
     parent, _, last = address.rstrip("/").rpartition("/")
-    place = Place(address)
+    remote = RemoteFolder(address)
     downloads = local_folder(parent).with_name(local_folder(parent).name + "-downloads")
     if last in ("last", "best") or _FOLDER.fullmatch(last):
-        run = Place(parent)
-        with reaching(run, "read"):
-            found = (
+        run = RemoteFolder(parent)
+        with wrap_store_errors(run, "read"):
+            listing = (
                 run.list() if last in ("last", "best") else {f"{last}/{key}": i for key, i in run.list(last).items()}
             )
-            copies = run.copies(found)
+            copies = run.complete_checkpoints(listing)
         if copies or last.startswith("checkpoint"):
-            copy = chosen(run, copies, last)
-            return kept_or_fetched(run, copy, downloads)
-    with reaching(place, "read"):
-        if place.fs.isfile(place.path("")):
-            place, found = Place(parent), {last: place.fs.info(place.path(""))}
+            copy = select_checkpoint(run, copies, last)
+            return fetch_cached(run, copy, downloads)
+    with wrap_store_errors(remote, "read"):
+        if remote.fs.isfile(remote.path("")):
+            remote, listing = RemoteFolder(parent), {last: remote.fs.info(remote.path(""))}
         else:
-            found = place.list()
-            copies = place.copies(found)
-    if not found:
-        raise CheckpointError(f"{place.name!r} does not exist, or is empty.")
-    if place.address != parent and copies:
+            listing = remote.list()
+            copies = remote.complete_checkpoints(listing)
+    if not listing:
+        raise CheckpointError(f"{remote.name!r} does not exist, or is empty.")
+    if remote.address != parent and copies:
         newest = max(copies.values(), key=lambda copy: copy.order)
         raise CheckpointError(
-            f"{place.name!r} is a run folder, not a checkpoint. Did you mean '{place.name}/{newest.name}'?"
+            f"{remote.name!r} is a run folder, not a checkpoint. Did you mean '{remote.name}/{newest.name}'?"
         )
-    version = hashlib.sha256(repr(sorted((key, str(info)) for key, info in found.items())).encode()).hexdigest()[:12]
-    target = downloads / (f"{last}-{version}" if place.address != parent else version)
+    version = hashlib.sha256(repr(sorted((key, str(info)) for key, info in listing.items())).encode()).hexdigest()[:12]
+    target = downloads / (f"{last}-{version}" if remote.address != parent else version)
     if not target.exists():
         temporary = target.with_name(f"{target.name}.{os.urandom(4).hex()}.tmp")
         try:
-            with reaching(place, "read"):
+            with wrap_store_errors(remote, "read"):
                 temporary.mkdir(parents=True)
-                download_files(place, {key: place.size_of(key, info) for key, info in found.items()}, temporary, 0)
+                download_files(remote, {key: remote.size_of(key, info) for key, info in listing.items()}, temporary, 0)
                 with contextlib.suppress(OSError):  # another process was faster
                     os.replace(temporary, target)
         finally:
             shutil.rmtree(temporary, ignore_errors=True)
-    return target / last if place.address == parent else target
+    return target / last if remote.address == parent else target
 
 
 def download_run(address: str, into: Path, whole: bool) -> Path:
-    """Download a run, or one of its checkpoints, as it is on a store, damaged or not; return its path here.
+    """Download a run, or one of its checkpoints, without verifying it; return its local path.
 
     Args:
         address: The run, a checkpoint of it, or its `last` or `best`.
         into: An empty folder.
-        whole: Whether the tensors are wanted; otherwise files of the right size have their names and shapes alone.
+        whole: Whether to download the tensors; otherwise their files have the right size, and only names and shapes.
 
     Raises:
         CheckpointError: The store cannot be read.
-        ConfigError, MissingExtraError: There are no checkpoints, or it is no address that can be read.
+        ConfigError, MissingExtraError: No checkpoints exist, or the address cannot be read.
     """
     check_address(address, "path")
     parent, _, last = address.rstrip("/").rpartition("/")
     is_one = last in ("last", "best") or _FOLDER.fullmatch(last) is not None
-    place = Place(parent if is_one else address)
-    with reaching(place, "read"):
-        found = place.list()
+    remote = RemoteFolder(parent if is_one else address)
+    with wrap_store_errors(remote, "read"):
+        listing = remote.list()
         if is_one:
-            named = last if last.startswith("checkpoint") else (place.read_if_there(last) or b"").decode().strip()
-            found = {key: info for key, info in found.items() if key.startswith(f"{named}/") or key == last}
-        folders = {name for name in {key.partition("/")[0] for key in found} if _FOLDER.fullmatch(name)}
-        found = {key: info for key, info in found.items() if "/" not in key or key.partition("/")[0] in folders}
+            folder = last if last.startswith("checkpoint") else (remote.read_small(last) or b"").decode().strip()
+            listing = {key: info for key, info in listing.items() if key.startswith(f"{folder}/") or key == last}
+        folders = {name for name in {key.partition("/")[0] for key in listing} if _FOLDER.fullmatch(name)}
+        listing = {key: info for key, info in listing.items() if "/" not in key or key.partition("/")[0] in folders}
         if not folders:
-            raise ConfigError(
-                f"{mask_text(address)!r} holds no checkpoints, or does not exist. Give a run's `save_dir`."
-            )
-        sizes = {key: place.size_of(key, info) for key, info in found.items() if not key.endswith(LOCK)}
-        read = {key: size for key, size in sizes.items() if whole or key.endswith(MANIFEST) or "/" not in key}
-        download_files(place, read, into, 0)
-        for key in sizes.keys() - read.keys():
+            raise ConfigError(f"{mask_text(address)!r} has no checkpoints, or does not exist. Pass a run's `save_dir`.")
+        sizes = {key: remote.size_of(key, info) for key, info in listing.items() if not key.endswith(LOCK)}
+        sizes_to_read = {key: size for key, size in sizes.items() if whole or key.endswith(MANIFEST) or "/" not in key}
+        download_files(remote, sizes_to_read, into, 0)
+        for key in sizes.keys() - sizes_to_read.keys():
             (into / key).parent.mkdir(parents=True, exist_ok=True)
             with create_file(into / key) as file:
-                file.write(_head(place, key, sizes[key]) if key.endswith(".safetensors") else b"")
+                file.write(_read_header_bytes(remote, key, sizes[key]) if key.endswith(".safetensors") else b"")
                 file.truncate(sizes[key])
     return into / last if is_one else into
 
 
-def _head(place: Place, key: str, size: int) -> bytes:
-    """Return the beginning of a safetensors file, with the names and shapes of its tensors."""
-    head = place.read(key, 0, min(size, SMALL))
-    end = min(8 + int.from_bytes(head[:8], "little"), LARGEST_HEAD)
-    return place.read(key, 0, min(size, end)) if len(head) < end else head
+def _read_header_bytes(remote: RemoteFolder, key: str, size: int) -> bytes:
+    """Return the start of a safetensors file, with the names and shapes of its tensors."""
+    head = remote.read(key, 0, min(size, SMALL))
+    end = min(8 + int.from_bytes(head[:8], "little"), MAX_HEADER_BYTES)
+    return remote.read(key, 0, min(size, end)) if len(head) < end else head
 
 
-def chosen(place: Place, copies: Mapping[int, Copy], which: str) -> Copy:
-    """Return the complete checkpoint that "last", "best" or the name of a folder means.
+def select_checkpoint(remote: RemoteFolder, copies: Mapping[int, RemoteCheckpoint], which: str) -> RemoteCheckpoint:
+    """Return the complete checkpoint to which "last", "best" or the name of a folder refers.
 
     Raises:
-        CheckpointError: There is none, or `last` or `best` there names one that is incomplete.
+        CheckpointError: None exists, or `last` or `best` refers to an incomplete one.
     """
     if which in ("last", "best"):
-        with reaching(place, "read"):
-            place.check_named(which, copies)
-    those = {
+        with wrap_store_errors(remote, "read"):
+            remote.check_pointer(which, copies)
+    candidates = {
         "last": list(copies.values()),
-        "best": [copy for copy in copies.values() if copy.kept.best],
+        "best": [copy for copy in copies.values() if copy.info.best],
     }.get(which, [copy for copy in copies.values() if copy.name.removesuffix(".old") == which.removesuffix(".old")])
-    if not those:
-        there = ", ".join(f"'{copy.name}'" for copy in sorted(copies.values(), key=lambda copy: copy.order))
+    if not candidates:
+        complete = ", ".join(f"'{copy.name}'" for copy in sorted(copies.values(), key=lambda copy: copy.order))
         raise CheckpointError(
-            f"'{place.name}/{which}' does not exist, or is no complete checkpoint. Complete there: {there or 'none'}."
+            f"'{remote.name}/{which}' does not exist, or is not a complete checkpoint. Complete: {complete or 'none'}."
         )
-    return max(those, key=lambda copy: copy.order)
+    return max(candidates, key=lambda copy: copy.order)
 
 
-def kept_or_fetched(place: Place, copy: Copy, root: Path) -> Path:
-    """Return the folder in `root` of a checkpoint, which is downloaded unless it is there, undamaged."""
+def fetch_cached(remote: RemoteFolder, copy: RemoteCheckpoint, root: Path) -> Path:
+    """Return the folder of a checkpoint in `root`, downloading it unless it exists undamaged."""
     folder = root / copy.name.removesuffix(".old")
     if folder.exists():
         with contextlib.suppress(CheckpointError, OSError):
@@ -748,17 +752,17 @@ def kept_or_fetched(place: Place, copy: Copy, root: Path) -> Path:
     root.mkdir(parents=True, exist_ok=True)
     temporary = Path(tempfile.mkdtemp(prefix=f"{folder.name}.", suffix=".tmp", dir=root))
     try:
-        return fetch(place, copy, folder, temporary)
+        return fetch(remote, copy, folder, temporary)
     except OSError:  # another process was faster
         if (folder / MANIFEST).is_file() and (folder / MANIFEST).read_bytes() == copy.data:
             return folder
         raise
 
 
-def in_bytes(size: float) -> str:
-    """Return a size in words.
+def format_bytes(size: float) -> str:
+    """Return a size with its unit.
 
-    >>> in_bytes(1234567)
+    >>> format_bytes(1234567)
     '1.23 MB'
     """
     for unit in ("B", "kB", "MB", "GB"):

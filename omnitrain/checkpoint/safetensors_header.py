@@ -1,4 +1,4 @@
-"""The header of a safetensors file: its tensors and their places. `reading.py` reads the tensors. No torch here."""
+"""Headers of safetensors files, without torch."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from omnitrain.checkpoint.manifest_schema import unique_keys
 from omnitrain.core.errors import CheckpointError
 
 SHARDING = "DCP_SHARDING_INFO"
-"""The key under which torch.distributed.checkpoint says, in a file's metadata, of which tensors it holds blocks."""
+"""The key in a file's metadata under which torch.distributed.checkpoint lists the blocks of tensors in the file."""
 
 SIZES = {
     "F64": 8,
@@ -35,7 +35,7 @@ SIZES = {
     "F8_E4M3": 1,
     "F8_E5M2": 1,
 }
-"""Bytes of one entry of a tensor, by the name of its type in safetensors files."""
+"""Bytes per element, by the name of the dtype in safetensors files."""
 
 _LARGEST_HEADER = 100_000_000  # the limit of the safetensors package
 _LARGEST_DIMENSION = 1 << 48
@@ -43,30 +43,30 @@ _LARGEST_DIMENSION = 1 << 48
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """A header's entry for one tensor, or one block of it, and where in the file it begins.
+    """The entry of a header for a tensor, or for a block of one.
 
     Attributes:
-        dtype: The name of its type in safetensors files.
-        shape: The shape of what the file holds.
-        offset: The byte at which it begins.
-        begins: The index in the whole tensor at which the block begins; () if the file holds all of it.
-        whole: The shape of the whole tensor; None if the file does not say it.
+        dtype: The name of its dtype in safetensors files.
+        shape: The shape of the tensor or block.
+        offset: The byte in the file at which it starts.
+        begins: The index in the full tensor at which the block starts; () for a full tensor.
+        full_shape: The shape of the full tensor; None if the file does not have it.
     """
 
     dtype: str
     shape: tuple[int, ...]
     offset: int
     begins: tuple[int, ...] = ()
-    whole: tuple[int, ...] | None = None
+    full_shape: tuple[int, ...] | None = None
 
     @property
     def size(self) -> int:
-        """The size in the file in bytes."""
+        """The bytes in the file."""
         return math.prod(self.shape) * SIZES[self.dtype]
 
     @property
     def corner(self) -> tuple[int, ...]:
-        """The index in the whole tensor at which this begins."""
+        """The index in the full tensor at which this starts."""
         return self.begins or (0,) * len(self.shape)
 
 
@@ -79,31 +79,31 @@ class Header(NamedTuple):
 
 
 def open_regular(path: Path) -> BinaryIO:
-    """Open a regular file for reading: opening a pipe could block forever, and a device may do anything.
+    """Open a regular file for reading; a pipe could block forever, and a device may do anything.
 
     Raises:
         OSError: If it is missing, cannot be read, or is not a regular file.
     """
     if not stat.S_ISREG(os.stat(path).st_mode):
-        raise OSError("it is not a regular file")
+        raise OSError("the path is not a regular file")
     descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0))
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):  # replaced in the meantime
         os.close(descriptor)
-        raise OSError("it is not a regular file")
+        raise OSError("the path is not a regular file")
     return os.fdopen(descriptor, "rb", buffering=0)
 
 
 def read_header(path: Path) -> dict[str, Entry]:
-    """Return the entries of a safetensors file, after checking that all tensors lie within it.
+    """Return the entries of a safetensors file, after checking that its tensors fill it without gaps.
 
     Raises:
         CheckpointError: If it is missing or not a safetensors file.
     """
-    return read_marked_header(path).entries
+    return read_header_with_digest(path).entries
 
 
-def read_marked_header(path: Path) -> Header:
-    """Return the entries of a safetensors file, and what shows whether another process sees the same file.
+def read_header_with_digest(path: Path) -> Header:
+    """Return the entries of a safetensors file, and its digest, by which two processes compare their files.
 
     Raises:
         CheckpointError: If it is missing or not a safetensors file.
@@ -139,17 +139,17 @@ def read_marked_header(path: Path) -> Header:
 
 
 def _blocks(path: Path, metadata: Any) -> dict[str, Any]:
-    """Return what a file says of which parts of tensors it holds; nothing if it holds whole ones."""
+    """Return the blocks in the metadata of a file by tensor; empty if it holds full tensors."""
     text = metadata.get(SHARDING) if isinstance(metadata, dict) else None
     if not isinstance(text, str):
         return {}
     try:
-        found = json.loads(text, object_pairs_hook=unique_keys)
+        blocks = json.loads(text, object_pairs_hook=unique_keys)
     except (ValueError, RecursionError) as error:
-        raise _damaged(path, f"its {SHARDING} is no JSON: {error}") from None
-    if not isinstance(found, dict):
+        raise _damaged(path, f"its {SHARDING} is not JSON: {error}") from None
+    if not isinstance(blocks, dict):
         raise _damaged(path, f"its {SHARDING} is not a JSON object")
-    return found
+    return blocks
 
 
 def _entry(path: Path, name: str, content: Any, start: int, blocks: dict[str, Any]) -> tuple[Entry, int]:
@@ -157,32 +157,34 @@ def _entry(path: Path, name: str, content: Any, start: int, blocks: dict[str, An
         (content.get(key) for key in ("dtype", "shape", "data_offsets")) if isinstance(content, dict) else [None] * 3
     )
     if not isinstance(dtype, str) or dtype not in SIZES:
-        raise _damaged(path, f"the tensor {name!r} is of type {dtype!r}, which is not known here")
+        raise _damaged(path, f"the tensor {name!r} has the unknown dtype {dtype!r}")
     if shape is None or offsets is None or not (_are_counts(shape) and _are_counts(offsets)) or len(offsets) != 2:
         raise _damaged(path, f"the tensor {name!r} has the shape {shape!r} and the offsets {offsets!r}")
-    begins, whole = _place(path, name, shape, blocks[name]) if name in blocks else ((), tuple(shape))
-    entry = Entry(dtype, tuple(shape), start + offsets[0], begins, whole)
+    begins, full_shape = _locate_block(path, name, shape, blocks[name]) if name in blocks else ((), tuple(shape))
+    entry = Entry(dtype, tuple(shape), start + offsets[0], begins, full_shape)
     if entry.size != offsets[1] - offsets[0]:
         raise _damaged(path, f"the tensor {name!r} of shape {shape!r} has {offsets[1] - offsets[0]} bytes")
     return entry, start + offsets[1]
 
 
-def _place(path: Path, name: str, shape: list[int], block: Any) -> tuple[tuple[int, ...], tuple[int, ...] | None]:
-    """Return where a block begins in its tensor, and the shape of that, if the file says it."""
-    found = block if isinstance(block, dict) else {}
-    begins: Any = found.get("saved_offsets")
-    whole: Any = found.get("shape")
-    lies_within = _are_counts(begins) and len(begins) == len(shape)
-    if whole is not None and lies_within:
-        lies_within = _are_counts(whole) and len(whole) == len(shape)
-        lies_within = lies_within and all(a + b <= c for a, b, c in zip(begins, shape, whole, strict=True))
-    if not lies_within:
-        raise _damaged(path, f"the block of {name!r} of shape {shape!r} begins at {begins!r} of a tensor {whole!r}")
-    return tuple(begins), None if whole is None else tuple(whole)
+def _locate_block(
+    path: Path, name: str, shape: list[int], block: Any
+) -> tuple[tuple[int, ...], tuple[int, ...] | None]:
+    """Return the index at which a block starts in its tensor, and the shape of that, if the file has it."""
+    fields = block if isinstance(block, dict) else {}
+    begins: Any = fields.get("saved_offsets")
+    full: Any = fields.get("shape")
+    is_within = _are_counts(begins) and len(begins) == len(shape)
+    if full is not None and is_within:
+        is_within = _are_counts(full) and len(full) == len(shape)
+        is_within = is_within and all(a + b <= c for a, b, c in zip(begins, shape, full, strict=True))
+    if not is_within:
+        raise _damaged(path, f"the block of {name!r} of shape {shape!r} begins at {begins!r} of a tensor {full!r}")
+    return tuple(begins), None if full is None else tuple(full)
 
 
 def _are_counts(values: Any) -> bool:
-    return isinstance(values, list) and all(type(one) is int and 0 <= one < _LARGEST_DIMENSION for one in values)
+    return isinstance(values, list) and all(type(count) is int and 0 <= count < _LARGEST_DIMENSION for count in values)
 
 
 def _damaged(path: Path, what: str) -> CheckpointError:

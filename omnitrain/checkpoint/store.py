@@ -1,4 +1,4 @@
-"""The folder of a run: checkpoints, atomic commit, retention, `last` and `best`, and finding a checkpoint to resume.
+"""The run folder with its checkpoints.
 
 ::
 
@@ -6,12 +6,12 @@
     <root>/checkpoint-120/...              whatever the caller wrote; size and sha256 of each are in omnitrain.json
     <root>/last, <root>/best                  links to one of these folders; text files if links are not possible
     checkpoint-120.1f2e3d4c.tmp            being written: never read, removed by the next save
-    checkpoint-120.old                     renamed while the same step is saved again; counts if it is alone
+    checkpoint-120.old                     renamed while the same step is saved again; counts if there is no new one
     checkpoint-120.deleting                being deleted: never read, removed by the next save
-    <root>/run.lock                           names the run that writes here at present: see `lock.py`
+    <root>/run.lock                           names the run that writes here: see `lock.py`
 
-`manifest.py` writes omnitrain.json and verifies files; everything that changes the disk goes through `disk.py`. The
-meaning of the files (tensors, names, settings) does not belong here: that is in `state.py`. No torch.
+`manifest.py` writes omnitrain.json and verifies files; all changes of the disk go through `disk.py`. The meaning of the
+files (tensors, names, settings) belongs to `contents.py`. No torch.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from omnitrain.checkpoint.manifest import (
     inspect,
     read_manifest,
 )
-from omnitrain.checkpoint.retention import Kept, to_delete
+from omnitrain.checkpoint.retention import CheckpointInfo, to_delete
 from omnitrain.checkpoint.safetensors_header import open_regular
 from omnitrain.core.errors import CheckpointError, is_disk_error
 
@@ -49,44 +49,36 @@ logger: logging.Logger = logging.getLogger("omnitrain")
 
 _NAME = re.compile(r"checkpoint-(0|[1-9][0-9]*|0[0-9]{5})(?:\.[0-9a-f]{8}(?=\.tmp))?(\.tmp|\.old|\.deleting)?")
 
-_LONGEST_NAME = 255
+_MAX_NAME_LENGTH = 255
 _POINTER = re.compile(r"(last|best)\.[0-9a-f]{8}\.tmp")
 
 
 def is_pointer(path: Path) -> bool:
-    """Whether a path is `last` or `best` in a run, and not a run of that name.
-
-    If a copy of a run followed its links, these are folders, which are as old as the copy.
-    """
+    """Return whether a path is `last` or `best` in a run, and not a run of that name."""
     if path.name not in ("last", "best"):
         return False
+    # a copy of a run that followed its links has folders there, as old as the copy
     return path.is_symlink() or not path.is_dir() or bool(Store(path.parent).folders())
 
 
-def _any(folder: Path, content: dict[str, Any]) -> None:
+def accept_any(folder: Path, content: dict[str, Any]) -> None:
     """Accept any content."""
 
 
-def _facts(content: Mapping[str, Any]) -> Kept:
-    """Return the facts for retention, from the content of omnitrain.json."""
-    for_best = bool(content.get("for_best"))  # missing in the first checkpoints of format 1
-    return Kept(content["step"], content["score"], content["sequence"], content["best"], for_best)
-
-
-def _in_order(kept: Iterable[Kept]) -> list[Kept]:
-    return sorted(kept, key=lambda found: (found.sequence, found.step))
+def _by_save_order(infos: Iterable[CheckpointInfo]) -> list[CheckpointInfo]:
+    return sorted(infos, key=lambda info: (info.sequence, info.step))
 
 
 def _is_folder(entry: os.DirEntry[str]) -> bool:
-    """Return whether an entry is a folder or a link to one; for a folder without another look at the disk."""
+    """Return whether an entry is a folder or a link to one; folders need no `stat`."""
     return entry.is_dir(follow_symlinks=False) or (entry.is_symlink() and os.path.isdir(entry.path))
 
 
 class Store:
-    """The checkpoints of one run folder: saves them whole or not at all, and finds them again.
+    """Saves the checkpoints of a run folder atomically, and finds them again.
 
-    A lock ensures that only one process at a time saves to a folder, one save at a time. Any number may read meanwhile.
-    The folder need not exist: nothing is written before the first save or before the lock is taken.
+    A lock ensures that only one process at a time saves to a folder. Any number may read at the same time. The folder
+    need not exist: nothing is written before the first save or before the lock is acquired.
 
     >>> import tempfile
     >>> store = Store(tempfile.mkdtemp())
@@ -101,20 +93,20 @@ class Store:
         self.root: Path = Path(root)
         self.fs: FileSystem = fs or FileSystem()
         self.lock: Lock = Lock(self.root)
-        self._glances: dict[str, tuple[tuple[int, int], Kept, dict[str, FileEntry]]] = {}
-        self._present: dict[int, Kept] = {}
+        self._info_cache: dict[str, tuple[tuple[int, int], CheckpointInfo, dict[str, FileEntry]]] = {}
+        self._infos: dict[int, CheckpointInfo] = {}
         """The complete checkpoints found by the latest `begin`, updated by later saves and deletions."""
-        self._present_under = ""
-        """The token of the lock held then: the list is valid as long as this lock is held."""
-        self._sound: dict[int, int] = {}
-        """Step and sequence of the checkpoints known to be undamaged."""
+        self._infos_token = ""
+        """The token of the lock at that time: the list is valid as long as this lock is held."""
+        self._verified: dict[int, int] = {}
+        """The sequence of each checkpoint known to be undamaged, by step."""
 
     def path(self, step: int) -> Path:
-        """Return the folder for the checkpoint of `step`, existing or not."""
+        """Return the folder for the checkpoint of `step`, whether it exists or not."""
         return self.root / f"checkpoint-{step}"
 
-    def _earlier_path(self, step: int) -> Path:
-        """Return the folder of a step as earlier versions named it, which is still read."""
+    def _padded_path(self, step: int) -> Path:
+        """Return the folder of a step by its name in earlier versions, which is still read."""
         return self.root / f"checkpoint-{step:06d}"
 
     def temporary(self, step: int) -> Path:
@@ -123,7 +115,7 @@ class Store:
 
     # Saving
 
-    def take(self) -> None:
+    def acquire(self) -> None:
         """Lock the folder, creating it if needed; call `lock.release()` afterwards.
 
         Raises:
@@ -131,17 +123,17 @@ class Store:
         """
         with contextlib.suppress(OSError):  # the lock reports a failing disk
             self._make_root()
-        self.lock.take()
+        self.lock.acquire()
 
     def finish(self, tick: Callable[[], None] = lambda: None) -> None:
-        """Wait until what was saved is everywhere where it is to be; `tick` is called meanwhile."""
+        """Wait until all copies of the checkpoints are written; `tick` is called while waiting."""
 
-    def _newest_elsewhere(self) -> int:
-        """Return the number of the latest save in another copy of this folder; 0 if there is none."""
+    def _newest_remote_sequence(self) -> int:
+        """Return the sequence of the latest save in a remote copy of this folder; 0 if there is none."""
         return 0
 
-    def bring(self, name: str) -> None:
-        """Have the checkpoint of this name here, if there is one elsewhere."""
+    def download(self, name: str) -> None:
+        """Download the checkpoint of this name, if it exists only remotely."""
 
     def save(
         self,
@@ -156,8 +148,8 @@ class Store:
         """Save a checkpoint and return its folder: `begin`, `write(folder)`, `commit`; `write` may fill `digests`.
 
         Raises:
-            CheckpointError: It could not be written; an error of the disk is its cause. Earlier checkpoints are
-                untouched, and what was written is removed.
+            CheckpointError: It could not be written, because of an error of the disk. Earlier checkpoints are
+                unchanged, and the incomplete one is removed.
         """
         with self.saving(step) as folder:
             write(folder)
@@ -165,12 +157,12 @@ class Store:
 
     @contextlib.contextmanager
     def saving(self, step: int) -> Iterator[Path]:
-        """Lock the run's folder, and yield the new folder for the files of `step`; after an error it is removed.
+        """Lock the run folder, and yield the new folder for the files of `step`; after an error it is removed.
 
         Raises:
             CheckpointError: As for `save`.
         """
-        self.take()
+        self.acquire()
         try:
             folder = self.begin(step)
             with self._saving(step):
@@ -179,11 +171,11 @@ class Store:
             self.lock.release()
 
     def begin(self, step: int) -> Path:
-        """Create the folder for the files of `step`, and remove what a killed save left behind."""
+        """Create the folder for the files of `step`, after removing the leftovers of a killed save."""
         with self._saving(step):
             self.lock.check()
             self._make_root()
-            self._look_around()
+            self._scan()
             self.fs.mkdir(self.temporary(step))
         return self.temporary(step)
 
@@ -204,18 +196,18 @@ class Store:
         digests: Mapping[str, Future[str]] | None = None,
         written: Mapping[str, FileEntry] | None = None,
     ) -> Path:
-        """Atomically turn what was written since `begin(step)` into the checkpoint of `step`.
+        """Atomically turn the files written since `begin(step)` into the checkpoint of `step`.
 
         Every process that writes to the folder must have closed its files.
 
         Args:
-            step: The optimizer update after which it was captured.
+            step: The optimizer update after which the state was captured.
             payload: Further content of omnitrain.json; JSON types only.
             score: The value of the metric to optimize at this step, if it was evaluated.
             best: Whether that value is the best so far; `best` then points here.
-            digests: The sha256 of files by their path in the folder, known or being computed from what was written;
-                all other files are read back.
-            written: Size and sha256 of files that are on the disk already, synced by those who wrote them.
+            digests: The sha256 of files by their path in the folder, as far as it was computed while writing; all
+                other files are read back.
+            written: Size and sha256 of files that their writers have already synced to the disk.
 
         Score and best belong to this save: pass them again if a step is saved again.
         """
@@ -225,11 +217,12 @@ class Store:
             files, folders = listing(folder)
             content = {
                 "step": step,
-                "sequence": 1 + max((self._newest_elsewhere(), *(kept.sequence for kept in self._known()))),
+                "sequence": 1
+                + max((self._newest_remote_sequence(), *(info.sequence for info in self._current_infos()))),
                 "score": float(score) if score is not None and math.isfinite(score) else None,
                 "best": best,
                 **payload,
-                "files": self._seal(
+                "files": self._sync_and_hash(
                     folder, [file for file in files if file != folder / MANIFEST], digests or {}, written or {}
                 ),
             }
@@ -239,13 +232,13 @@ class Store:
                 self.fs.sync(inner)
             self.lock.check()
             self._publish(step)
-        self._sound[step] = content["sequence"]
-        self._present[step] = _facts(content)
-        self._point_to(step, best)
+        self._verified[step] = content["sequence"]
+        self._infos[step] = CheckpointInfo.from_manifest(content)
+        self._update_pointers(step, best)
         return self.path(step)
 
-    def abandon(self, step: int) -> None:
-        """Remove what was written since `begin(step)`, as far as the disk allows."""
+    def discard(self, step: int) -> None:
+        """Remove the files written since `begin(step)`, as far as the disk allows."""
         folder = self.temporary(step)
         with contextlib.suppress(OSError):
             if folder.exists():
@@ -253,53 +246,57 @@ class Store:
 
     @contextlib.contextmanager
     def _saving(self, step: int) -> Iterator[None]:
-        """Leave nothing of `step` behind after an error. After a kill, the next `begin` cleans up."""
+        """Remove the files of `step` after an error. After a kill, the next `begin` does."""
         try:
-            with self.reporting(step):
+            with self.reporting_errors(step):
                 yield
         except Exception:
-            self.abandon(step)
+            self.discard(step)
             raise
 
     @contextlib.contextmanager
-    def reporting(self, step: int) -> Iterator[None]:
-        """Raise a CheckpointError that names the checkpoint of `step` for an error of the disk inside."""
+    def reporting_errors(self, step: int) -> Iterator[None]:
+        """Turn an error of the disk into a CheckpointError about the checkpoint of `step`."""
         try:
             yield
         except Exception as error:
             if not is_disk_error(error):
                 raise
             raise CheckpointError(
-                f"Cannot save {str(self.path(step))!r}: {error}. Earlier checkpoints are untouched. "
+                f"Cannot save {str(self.path(step))!r}: {error}. Earlier checkpoints are unchanged. "
                 "Free some space or repair the disk; the next save tries again."
             ) from error
 
-    def _seal(
-        self, folder: Path, files: list[Path], known: Mapping[str, Future[str]], written: Mapping[str, FileEntry]
+    def _sync_and_hash(
+        self,
+        folder: Path,
+        files: list[Path],
+        known: Mapping[str, Future[str]],
+        written: Mapping[str, FileEntry],
     ) -> dict[str, FileEntry]:
         """Sync all files and return their manifest entries; hashing runs while the disk writes."""
-        named = {file.relative_to(folder).as_posix(): file for file in files}
-        open_ones = {name: file for name, file in named.items() if name not in written}
-        with hashing(file for name, file in open_ones.items() if name not in known) as digests:
-            for file in open_ones.values():
+        paths = {file.relative_to(folder).as_posix(): file for file in files}
+        unsynced = {name: file for name, file in paths.items() if name not in written}
+        with hashing(file for name, file in unsynced.items() if name not in known) as digests:
+            for file in unsynced.values():
                 self.fs.sync(file)
             entries: dict[str, FileEntry] = {
                 name: {
                     "size": file.stat().st_size,
                     "sha256": known[name].result() if name in known else next(digests),
                 }
-                for name, file in open_ones.items()
+                for name, file in unsynced.items()
             }
-        return {name: written.get(name) or entries[name] for name in sorted({*named, *written})}
+        return {name: written.get(name) or entries[name] for name in sorted({*paths, *written})}
 
     def _publish(self, step: int) -> None:
         """Give the finished folder its name; an existing checkpoint of that name is renamed first."""
         source, target = self.temporary(step), self.path(step)
-        self._glances.pop(target.name, None)
-        self._present.pop(step, None)
+        self._info_cache.pop(target.name, None)
+        self._infos.pop(step, None)
         if target.exists() and not (target / MANIFEST).exists():
-            # Not ours, or ours without its manifest: we cannot know, so it is kept.
-            self._set_aside(target, f"has no {MANIFEST}")
+            # a foreign folder, or a checkpoint that lost its manifest: nobody knows, so it is kept
+            self._move_aside(target, f"has no {MANIFEST}")
         if not target.exists():
             self.fs.rename(source, target)
         else:
@@ -312,52 +309,50 @@ class Store:
                 raise
         self.fs.sync(self.root)
 
-    def _point_to(self, step: int, best: bool) -> None:
-        """Update the links after a commit. The checkpoint is safe by now, so a failure here is only a warning."""
+    def _update_pointers(self, step: int, best: bool) -> None:
+        """Update `last` and `best` after a commit; the checkpoint is complete, so a failure is only a warning."""
         try:
             self._write_pointer("last", step)
-            best_step = step if best else self._pointed("best", self._known())
+            best_step = step if best else self._pointer_step("best", self._current_infos())
             if best_step is not None:
                 self._write_pointer("best", best_step)
-            path, earlier = self.path(step), self._earlier_path(step)
+            path, earlier = self.path(step), self._padded_path(step)
             for old in (path.with_name(path.name + ".old"), *([] if earlier == path else [earlier])):
                 if old.is_dir():
                     self._delete_folder(old)
         except OSError as error:
-            logger.warning("%r is complete, but tidying up after it failed: %s.", str(self.path(step)), error)
+            logger.warning("%r is complete, but the cleanup after it failed: %s.", str(self.path(step)), error)
 
-    def _look_around(self) -> None:
-        """Remove what a killed save left behind, and list the checkpoints, reading each only once."""
+    def _scan(self) -> None:
+        """Remove the leftovers of a killed save, and list the checkpoints, reading each only once."""
         listing = self._listing()
         if self._clear_leftovers(listing):
             listing = self._listing()
-        known = self._present if self._present_under == self.lock.token else {}
-        self._present, self._present_under = {}, self.lock.token if self.lock.is_held else ""
+        known = self._infos if self._infos_token == self.lock.token else {}
+        self._infos, self._infos_token = {}, self.lock.token if self.lock.is_held else ""
         for step, path in self._folders(listing).items():
             with contextlib.suppress(CheckpointError):
-                self._present[step] = known[step] if step in known else self._glance(step, path)
+                self._infos[step] = known[step] if step in known else self._quick_check(step, path)
 
-    def _known(self) -> list[Kept]:
-        """Return what `kept` does, without reading the disk again while the lock keeps others out."""
-        if self.lock.is_held and self._present_under == self.lock.token:
-            return _in_order(self._present.values())
-        return self.kept()
+    def _current_infos(self) -> list[CheckpointInfo]:
+        """Return `checkpoint_infos()`, without reading the disk again while the lock is held."""
+        if self.lock.is_held and self._infos_token == self.lock.token:
+            return _by_save_order(self._infos.values())
+        return self.checkpoint_infos()
 
     def _clear_leftovers(self, listing: Sequence[os.DirEntry[str]]) -> bool:
-        """Undo or finish what a killed save or deletion had begun; leftovers that cannot be removed give a warning.
-
-        Returns:
-            Whether there were any leftovers.
-        """
-        left = [Path(entry.path) for entry in listing if _POINTER.fullmatch(entry.name) and not self.lock.is_wanting]
-        for path in left:
+        """Undo or finish a killed save or deletion; return whether there were any leftovers."""
+        leftovers = [
+            Path(entry.path) for entry in listing if _POINTER.fullmatch(entry.name) and not self.lock.failed_to_acquire
+        ]
+        for path in leftovers:
             with contextlib.suppress(OSError):
                 self.fs.remove(path)
         for suffix in (".deleting", ".old", ".tmp"):  # .deleting first: deleting an .old needs that name
             for step, path in self._entries(suffix, listing):
-                if self.lock.is_wanting and path != self.temporary(step):
-                    continue  # it may belong to another run, which no lock keeps out
-                left.append(path)
+                if self.lock.failed_to_acquire and path != self.temporary(step):
+                    continue  # it may belong to another run, as no lock was acquired
+                leftovers.append(path)
                 try:
                     if suffix == ".old" and not path.with_suffix("").exists():
                         self.fs.rename(path, path.with_suffix(""))
@@ -367,7 +362,7 @@ class Store:
                         self.fs.remove(path)
                 except OSError as error:
                     logger.warning("Cannot clear %r, left by an interrupted save: %s.", str(path), error)
-        return bool(left)
+        return bool(leftovers)
 
     # Finding
 
@@ -375,31 +370,31 @@ class Store:
         """Return the folders of all committed checkpoints, sorted by step. `verify` checks them for damage."""
         return [path for _, path in sorted(self.folders().items()) if (path / MANIFEST).is_file()]
 
-    def kept(self) -> list[Kept]:
-        """Return the facts about each complete checkpoint (files and sizes are right), in save order."""
-        kept = []
+    def checkpoint_infos(self) -> list[CheckpointInfo]:
+        """Return step, score and so on of each complete checkpoint (all files have their sizes), in save order."""
+        infos = []
         for step, path in self.folders().items():
             with contextlib.suppress(CheckpointError):
-                kept.append(self._glance(step, path))
-        return _in_order(kept)
+                infos.append(self._quick_check(step, path))
+        return _by_save_order(infos)
 
     def verify(
         self,
         path: str | os.PathLike[str],
         hashes: bool = True,
-        accept: Callable[[Path, dict[str, Any]], None] = _any,
+        accept: Callable[[Path, dict[str, Any]], None] = accept_any,
         check: Check = check_hashes,
     ) -> dict[str, Any]:
-        """Return the content of a checkpoint's omnitrain.json after checking every file against it.
+        """Return the content of omnitrain.json after checking every file of the checkpoint against it.
 
         Args:
             path: The folder. Files that omnitrain.json does not list are ignored.
             hashes: Whether to read and hash all files, instead of only comparing sizes.
-            accept: Raises a CheckpointError if this content of omnitrain.json cannot be used, even with right hashes.
+            accept: Raises a CheckpointError if a run cannot use this content, even with matching hashes.
             check: Hashes the files.
 
         Raises:
-            CheckpointError: Something is missing or damaged; the message names it, and the newest complete one.
+            CheckpointError: A file is missing or damaged; the message has its name, and the newest complete checkpoint.
         """
         path = Path(path)
         try:
@@ -407,52 +402,60 @@ class Store:
             accept(path, content)
             return content
         except CheckpointError as error:
-            beside = Store(path.parent)
-            others = [kept.step for kept in beside.kept() if beside.path(kept.step).name != path.name]
-            advice = f"The newest complete one is {beside.path(others[-1]).name!r}." if others else "There is no other."
+            run = Store(path.parent)
+            other_steps = [info.step for info in run.checkpoint_infos() if run.path(info.step).name != path.name]
+            advice = (
+                f"The newest complete one is {run.path(other_steps[-1]).name!r}."
+                if other_steps
+                else "There is no other."
+            )
             raise CheckpointError(f"{error} {advice}") from error.__cause__
 
     def resolve(
         self,
         which: str | os.PathLike[str],
-        accept: Callable[[Path, dict[str, Any]], None] = _any,
+        accept: Callable[[Path, dict[str, Any]], None] = accept_any,
         check: Check = check_hashes,
     ) -> tuple[Path, dict[str, Any]] | None:
-        """Return a verified checkpoint's folder and the content of its omnitrain.json.
+        """Return the folder of a verified checkpoint and the content of its omnitrain.json.
 
         Args:
             which: "last" (saved last), "best" (saved last as the best so far), a path, or "auto": the latest
-                undamaged one; each one skipped is logged with the reason. Only "auto" can return None, if there is no
-                checkpoint at all.
-            accept: Raises a CheckpointError if this content of omnitrain.json cannot be used, even with right hashes.
+                undamaged one; skipped ones are logged with the reason. Only "auto" can return None, if no checkpoint
+                exists.
+            accept: Raises a CheckpointError if a run cannot use this content, even with matching hashes.
             check: Hashes the files of a checkpoint.
 
         Raises:
-            CheckpointError: The checkpoint is missing or damaged; for "auto": there are checkpoints, all damaged.
+            CheckpointError: The checkpoint is missing or damaged; for "auto": all existing ones are damaged.
         """
         if which == "auto":
             return self._newest_verified(accept, check)
-        folder = self.named(which) if isinstance(which, str) and which in ("last", "best") else self._given(Path(which))
+        folder = (
+            self.resolve_pointer(which)
+            if isinstance(which, str) and which in ("last", "best")
+            else self._resolve_path(Path(which))
+        )
         return folder, self.verify(folder, accept=accept, check=check)
 
     def newest_size(self) -> int | None:
-        """Return the size in bytes of the checkpoint saved last: about what the next one will need."""
-        kept = self.kept()
-        if not kept:
+        """Return the bytes of the checkpoint saved last, an estimate for the next one; None if none exists."""
+        infos = self.checkpoint_infos()
+        if not infos:
             return None
-        path = self.folders()[kept[-1].step]
-        files = self._glances[path.name][2]
+        path = self.folders()[infos[-1].step]
+        files = self._info_cache[path.name][2]
         return sum(entry["size"] for entry in files.values()) + (path / MANIFEST).stat().st_size
 
     def _listing(self) -> list[os.DirEntry[str]]:
         """Return the entries of the run folder, sorted by name; none if it does not exist."""
         if not self.root.is_dir():
             return []
-        with os.scandir(self.root) as found:
-            return sorted(found, key=lambda entry: entry.name)
+        with os.scandir(self.root) as entries:
+            return sorted(entries, key=lambda entry: entry.name)
 
     def _entries(self, suffix: str, listing: Sequence[os.DirEntry[str]]) -> list[tuple[int, Path]]:
-        """Return step and path of our folders with this suffix; everything else in the run folder is ignored."""
+        """Return step and path of the checkpoint folders with this suffix."""
         return [
             (int(match[1]), Path(entry.path))
             for match, entry in ((_NAME.fullmatch(entry.name), entry) for entry in listing)
@@ -460,33 +463,33 @@ class Store:
         ]
 
     def folders(self) -> dict[int, Path]:
-        """Return the folder of each step, damaged or not; an .old one counts until its successor has the name."""
+        """Return the folder of each step, damaged or not; an .old one counts until its successor is renamed."""
         return self._folders(self._listing())
 
     def _folders(self, listing: Sequence[os.DirEntry[str]]) -> dict[int, Path]:
         return dict(self._entries(".old", listing)) | dict(self._entries("", listing))
 
     def _folder_of(self, step: int) -> Path:
-        """Return the folder of a step like `folders`, without a listing; it may not exist."""
-        named = self.path(step), self._earlier_path(step)
-        places = [path.with_name(path.name + suffix) for suffix in ("", ".old") for path in named]
-        return next((path for path in places if path.is_dir()), named[0])
+        """Return the folder of a step, which may not exist, without listing the run folder."""
+        folders = self.path(step), self._padded_path(step)
+        candidates = [path.with_name(path.name + suffix) for suffix in ("", ".old") for path in folders]
+        return next((path for path in candidates if path.is_dir()), folders[0])
 
-    def _glance(self, step: int, path: Path) -> Kept:
-        """Check the sizes and return the facts about one checkpoint; an unchanged manifest is read only once."""
+    def _quick_check(self, step: int, path: Path) -> CheckpointInfo:
+        """Check the sizes of a checkpoint's files; an unchanged manifest is read only once."""
         try:
             stat = (path / MANIFEST).stat()
         except OSError:
             raise CheckpointError(f"{str(path)!r} is incomplete: {MANIFEST!r} is missing.") from None
         signature = (stat.st_ino, stat.st_mtime_ns)
-        known = self._glances.get(path.name)
-        if known is None or known[0] != signature:
+        cached = self._info_cache.get(path.name)
+        if cached is None or cached[0] != signature:
             content = read_manifest(path)
-            known = self._glances[path.name] = (signature, _facts(content), content["files"])
-        if known[1].step != step:
-            raise CheckpointError(f"{str(path)!r} was saved as step {known[1].step}, and renamed since.")
-        check_sizes(path, known[2])
-        return known[1]
+            cached = self._info_cache[path.name] = (signature, CheckpointInfo.from_manifest(content), content["files"])
+        if cached[1].step != step:
+            raise CheckpointError(f"{str(path)!r} was saved as step {cached[1].step}, and renamed since.")
+        check_sizes(path, cached[2])
+        return cached[1]
 
     def _newest_verified(
         self, accept: Callable[[Path, dict[str, Any]], None], check: Check
@@ -494,11 +497,11 @@ class Store:
         folders, candidates, reasons = self.folders(), [], []
         for step, path in sorted(folders.items(), reverse=True):
             try:
-                candidates.append(self._glance(step, path))
+                candidates.append(self._quick_check(step, path))
             except CheckpointError as error:
                 reasons.append(str(error))
-        for kept in reversed(_in_order(candidates)):
-            path = folders[kept.step]
+        for info in reversed(_by_save_order(candidates)):
+            path = folders[info.step]
             try:
                 content = inspect(path, hashes=True, check=check)
                 accept(path, content)
@@ -506,66 +509,66 @@ class Store:
                 reasons.append(str(error))
                 continue
             for reason in reasons:
-                logger.warning("Passed over: %s Taking %r instead.", reason, path.name)
+                logger.warning("Skipped: %s Using %r instead.", reason, path.name)
             return path, content
         if not reasons:
             return None
         raise CheckpointError(
             f"None of the checkpoints in {str(self.root)!r} can be used. " + " ".join(reasons) + " "
-            "Repair them or move them away, or choose another `save_dir`, to start afresh."
+            "Repair them or move them away, or choose another `save_dir` for a new run."
         )
 
-    def named(self, which: str) -> Path:
+    def resolve_pointer(self, which: str) -> Path:
         """Return the folder to which "last" or "best" refers, damaged or not.
 
         Raises:
-            CheckpointError: There is no such folder.
+            CheckpointError: No such folder exists.
         """
-        kept = self.kept()
-        step = self._pointed(which, kept)
+        infos = self.checkpoint_infos()
+        step = self._pointer_step(which, infos)
         if step is not None:
             return self._folder_of(step)
-        if which == "best" and kept:
+        if which == "best" and infos:
             raise CheckpointError(
                 f"No checkpoint in {str(self.root)!r} was saved as the best. Pass 'last', or evaluate before saving."
             )
-        raise CheckpointError(f"{str(self.root)!r} holds no complete checkpoint. Pass 'auto' to start afresh then.")
+        raise CheckpointError(f"{str(self.root)!r} has no complete checkpoint. Pass 'auto' to start a new run then.")
 
-    def _given(self, path: Path) -> Path:
+    def _resolve_path(self, path: Path) -> Path:
         if is_pointer(path):
-            return Store(path.parent).named(path.name)
-        here = [path, self.root / path]
-        aside = [place.with_name(place.name + ".old") for place in here if _NAME.fullmatch(place.name)]
-        found = next((place for place in here + aside if place.is_dir()), path)
-        inside = Store(found).kept() if not (found / MANIFEST).exists() else []
-        if inside:
-            newest = str(Store(found).path(inside[-1].step))
-            raise CheckpointError(f"{str(found)!r} is a run folder, not a checkpoint. Did you mean {newest!r}?")
-        return found
+            return Store(path.parent).resolve_pointer(path.name)
+        candidates = [path, self.root / path]
+        renamed = [
+            candidate.with_name(candidate.name + ".old") for candidate in candidates if _NAME.fullmatch(candidate.name)
+        ]
+        folder = next((candidate for candidate in candidates + renamed if candidate.is_dir()), path)
+        infos = Store(folder).checkpoint_infos() if not (folder / MANIFEST).exists() else []
+        if infos:
+            newest = str(Store(folder).path(infos[-1].step))
+            raise CheckpointError(f"{str(folder)!r} is a run folder, not a checkpoint. Did you mean {newest!r}?")
+        return folder
 
     # Pointers
 
-    def _pointed(self, which: str, kept: Sequence[Kept]) -> int | None:
-        """Return the step to which `last` or `best` refers, given the complete checkpoints.
-
-        A process may be killed between a commit and its pointers, so the manifests decide. But a pointer to a damaged
-        or missing checkpoint is followed, so that an older one is never used silently.
-        """
-        named = self._read_pointer(which)
-        if named is not None and named not in {found.step for found in kept}:
-            return named
-        steps = [found.step for found in kept if which == "last" or found.best]
-        return steps[-1] if steps else named
+    def _pointer_step(self, which: str, infos: Sequence[CheckpointInfo]) -> int | None:
+        """Return the step to which `last` or `best` refers, given the complete checkpoints."""
+        # A process may be killed between a commit and its pointers, so the manifests decide. But a pointer to a damaged
+        # or missing checkpoint is followed, so that an older one is never used silently.
+        step = self._read_pointer(which)
+        if step is not None and step not in {info.step for info in infos}:
+            return step
+        steps = [info.step for info in infos if which == "last" or info.best]
+        return steps[-1] if steps else step
 
     def _read_pointer(self, which: str) -> int | None:
-        """Return the step of the folder that a pointer names; one that leads out of the run folder is not ours."""
+        """Return the step of the folder in a pointer; None if it leads out of the run folder."""
         path = self.root / which
         try:
             if path.is_symlink():
                 name = os.readlink(path)
             else:
                 with open_regular(path) as file:
-                    name = file.read(_LONGEST_NAME).decode().strip()
+                    name = file.read(_MAX_NAME_LENGTH).decode().strip()
         except (OSError, ValueError):
             return None
         match = _NAME.fullmatch(name)
@@ -587,11 +590,11 @@ class Store:
             self.fs.write(temporary, f"{name}\n".encode())
             self.fs.sync(temporary)
         if (self.root / which).is_dir() and not (self.root / which).is_symlink():
-            self._set_aside(self.root / which, "is a copy of a checkpoint")
+            self._move_aside(self.root / which, "is a copy of a checkpoint")
         self.fs.rename(temporary, self.root / which)
         self.fs.sync(self.root)
 
-    def _set_aside(self, path: Path, why: str) -> None:
+    def _move_aside(self, path: Path, why: str) -> None:
         names = (path.with_name(f"{path.name}.aside-{n}") for n in itertools.count(1))
         aside = next(name for name in names if not name.exists())
         self.fs.rename(path, aside)
@@ -606,20 +609,20 @@ class Store:
         keep_every: int | None = None,
         direction: Literal["max", "min"] = "max",
     ) -> list[Path]:
-        """Delete the complete checkpoints named by `to_delete`; damaged and foreign folders stay.
+        """Delete the complete checkpoints that `to_delete` returns; damaged and foreign folders stay.
 
-        A folder that cannot be deleted stays, with a warning, and is tried again the next time. Nothing is deleted
-        unless at least one of the checkpoints that stay is verified.
+        A folder that cannot be deleted is logged, and tried again the next time. Nothing is deleted unless at least
+        one of the remaining checkpoints is verified.
         """
         self.lock.check()
         pointed = (self._read_pointer("last"), self._read_pointer("best"))
-        kept = self._known()
-        doomed = [s for s in to_delete(kept, keep_last, keep_best, keep_every, direction) if s not in pointed]
-        if doomed and not self._has_sound([found for found in kept if found.step not in doomed]):
-            logger.warning("No checkpoint in %r would be left that verifies: none is deleted.", str(self.root))
+        infos = self._current_infos()
+        steps = [s for s in to_delete(infos, keep_last, keep_best, keep_every, direction) if s not in pointed]
+        if steps and not self._has_verified([info for info in infos if info.step not in steps]):
+            logger.warning("None is deleted from %r: no remaining checkpoint would be undamaged.", str(self.root))
             return []
         deleted = []
-        for step in doomed:
+        for step in steps:
             try:
                 self.delete(step)
                 deleted.append(self.path(step))
@@ -627,26 +630,26 @@ class Store:
                 logger.warning("Cannot delete %r: %s.", str(self.path(step)), error)
         return deleted
 
-    def _has_sound(self, kept: Sequence[Kept]) -> bool:
-        """Return whether one of these verifies, the newest first; those saved here were hashed when written."""
-        for found in reversed(kept):
-            is_hashed = self._sound.get(found.step) == found.sequence
+    def _has_verified(self, infos: Sequence[CheckpointInfo]) -> bool:
+        """Return whether one of these is undamaged; those saved by this process were hashed when written."""
+        for info in reversed(infos):
+            is_hashed = self._verified.get(info.step) == info.sequence
             with contextlib.suppress(CheckpointError):
-                inspect(self._folder_of(found.step), hashes=not is_hashed)
-                self._sound[found.step] = found.sequence
+                inspect(self._folder_of(info.step), hashes=not is_hashed)
+                self._verified[info.step] = info.sequence
                 return True
         return False
 
     def delete(self, step: int) -> None:
-        """Delete the checkpoint of `step`; if killed meanwhile, nothing is left that looks like a checkpoint."""
+        """Delete the checkpoint of `step`; if the process is killed, no partial checkpoint remains."""
         self.lock.check()
-        self._present.pop(step, None)
+        self._infos.pop(step, None)
         self._delete_folder(self._folder_of(step))
 
     def _delete_folder(self, path: Path) -> None:
-        self._glances.pop(path.name, None)
-        doomed = path.with_name(path.name.removesuffix(".old") + ".deleting")
-        if doomed.exists():
-            self.fs.remove(doomed)
-        self.fs.rename(path, doomed)
-        self.fs.remove(doomed)
+        self._info_cache.pop(path.name, None)
+        deleting = path.with_name(path.name.removesuffix(".old") + ".deleting")
+        if deleting.exists():
+            self.fs.remove(deleting)
+        self.fs.rename(path, deleting)
+        self.fs.remove(deleting)

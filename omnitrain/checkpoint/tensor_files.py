@@ -1,4 +1,4 @@
-"""Files of tensors, which may be sharded over the ranks. `state.py` has their meaning."""
+"""Tensor files and sharded tensors."""
 
 from __future__ import annotations
 
@@ -25,30 +25,30 @@ Gather = Callable[[Any], torch.Tensor]
 
 @dataclass(slots=True)
 class Gathered:
-    """A sharded tensor that is gathered only when it is read, on all ranks at once.
+    """A sharded tensor that is gathered only when it is read, by a collective call.
 
     Attributes:
-        shape: The shape of the whole tensor.
-        dtype: The dtype of the whole tensor.
-        read: Returns the whole tensor in host memory; a collective call.
-        own: Returns this rank's part as it is, if possible.
-        flat: Returns, without communication, where in the row-major whole the contiguous range begins that this rank
-            is to write, and the range, 1-D (empty if there is none), on any device. The ranges of all ranks are
+        shape: The shape of the full tensor.
+        dtype: The dtype of the full tensor.
+        read: Returns the full tensor in host memory; a collective call.
+        local: Returns this rank's part, if possible.
+        flat: Returns, without communication, the contiguous range of the flattened tensor that this rank writes: its
+            first index, and its values, 1-D, on any device (empty if there are none). The ranges of all ranks are
             disjoint and cover the tensor.
     """
 
     shape: tuple[int, ...]
     dtype: torch.dtype
     read: Callable[[], torch.Tensor]
-    own: Callable[[], torch.Tensor] | None = None
+    local: Callable[[], torch.Tensor] | None = None
     flat: Callable[[], tuple[int, torch.Tensor]] | None = None
 
     def numel(self) -> int:
-        """Return the number of entries of the whole tensor."""
+        """Return the number of elements of the full tensor."""
         return torch.Size(self.shape).numel()
 
     def element_size(self) -> int:
-        """Return the bytes of one entry."""
+        """Return the bytes per element."""
         return self.dtype.itemsize
 
 
@@ -56,47 +56,47 @@ class Gathered:
 
 
 def is_sharded(tensor: Any) -> bool:
-    """Return whether all ranks are needed to gather this tensor."""
+    """Return whether gathering this tensor is a collective call."""
     return isinstance(tensor, Gathered) or hasattr(tensor, "full_tensor")
 
 
 def gather_to_host(tensor: Any) -> torch.Tensor:
-    """Return a whole tensor in host memory; a sharded one is gathered, on all ranks at once."""
+    """Return the full tensor in host memory; for a sharded one, a collective call."""
     if isinstance(tensor, Gathered):
         return tensor.read().contiguous()
     tensor = tensor.detach()
-    own = tensor.full_tensor() if is_sharded(tensor) else tensor
-    return own.cpu().resolve_conj().resolve_neg().contiguous()
+    full = tensor.full_tensor() if is_sharded(tensor) else tensor
+    return full.cpu().resolve_conj().resolve_neg().contiguous()
 
 
 def change_marker(tensor: Any) -> tuple[int, bytes]:
-    """Return a mark that changes when this rank's part of a tensor is written to, without reading all of it.
+    """Return a marker that changes when this rank's part of a tensor is written to, without reading all of it.
 
-    PyTorch counts writes in place, but not those through `.data`, which code for averaged weights often uses. Such code
-    changes all numbers, so the mark includes a few of them.
+    PyTorch counts in-place writes, but not those through `.data`, which code for averaged weights often uses. Such code
+    changes all values, so the marker includes a few of them.
     """
     if isinstance(tensor, Gathered):
-        if tensor.own is None:
+        if tensor.local is None:
             return 0, b""
-        tensor = tensor.own()
-    own = (tensor.to_local() if is_sharded(tensor) else tensor).detach()
-    few = own.reshape(-1)[:: max(1, own.numel() // 16)]
-    return own._version, as_bytes(few.cpu().resolve_conj().resolve_neg().contiguous()).numpy().tobytes()
+        tensor = tensor.local()
+    part = (tensor.to_local() if is_sharded(tensor) else tensor).detach()
+    sample = part.reshape(-1)[:: max(1, part.numel() // 16)]
+    return part._version, as_bytes(sample.cpu().resolve_conj().resolve_neg().contiguous()).numpy().tobytes()
 
 
 def shard_like(tensor: torch.Tensor, present: Any) -> torch.Tensor:
-    """Return this process's part of a whole tensor, sharded like `present`; all of it if that is whole."""
+    """Return this rank's part of a full tensor, sharded like `present`; all of it if that is not sharded."""
     if not hasattr(present, "full_tensor") or hasattr(tensor, "full_tensor") or tensor.shape != present.shape:
         return tensor
     from torch.distributed.tensor import distribute_tensor
 
     device = present.to_local().device
     part = distribute_tensor(tensor.to(device), present.device_mesh, present.placements, src_data_rank=None)
-    return part.clone()  # a view of the whole would keep it in memory
+    return part.clone()  # a view would keep the full tensor in memory
 
 
 def read_local(tensors: Mapping[str, torch.Tensor], name: str) -> torch.Tensor:
-    """Return a whole tensor; without communication, if every rank can read the files."""
+    """Return a full tensor; without communication, if every rank can read the files."""
     if not is_local(tensors):
         return tensors[name]
     shape, _ = spec_of(tensors, name)
@@ -109,12 +109,12 @@ def read_range(tensors: Any, name: str, begin: int, end: int) -> torch.Tensor:
 
 
 def is_local(tensors: Any) -> bool:
-    """Return whether every rank can read parts of these tensors by itself."""
+    """Return whether every rank can read parts of these tensors without communication."""
     return bool(getattr(tensors, "is_local", False))
 
 
 def read_like(tensors: Any, name: str, present: Any) -> torch.Tensor:
-    """Return this process's part of a saved tensor, sharded like `present`; all of it if that is whole.
+    """Return this rank's part of a saved tensor, sharded like `present`; all of it if that is not sharded.
 
     If every rank can read the files, only that part is read, without communication.
     """
@@ -124,7 +124,8 @@ def read_like(tensors: Any, name: str, present: Any) -> torch.Tensor:
     from torch.distributed.tensor import DTensor, Replicate, Shard
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-    if any(type(one) not in (Shard, Replicate) for one in present.placements):  # a strided shard is no rectangle
+    if any(type(placement) not in (Shard, Replicate) for placement in present.placements):
+        # a strided shard is not a rectangle
         return shard_like(read_local(tensors, name), present)
     mesh, placements = present.device_mesh, present.placements
     sizes, offsets = compute_local_shape_and_global_offset(shape, mesh, placements)
@@ -138,35 +139,35 @@ def write_on_main(ranks: Ranks, files: Sequence[Mapping[str, Any]], write: Calla
 
     Args:
         ranks: The ranks that have the tensors.
-        files: All tensors that `write` will gather with the function it gets, in the order of the files.
-        write: Writes them. An error in it is raised on all ranks, and none is left waiting.
+        files: All tensors that `write` gathers with the function it gets, in the order of the files.
+        write: Writes them. Its error is raised on all ranks.
     """
     parts = [tensor for tensors in files for _, tensor in _in_file_order(tensors) if is_sharded(tensor)]
-    done, lost = 0, False
+    gathered, is_gathering = 0, False
 
     def gather(tensor: Any) -> torch.Tensor:
-        nonlocal done, lost
-        done += is_sharded(tensor)
-        lost = is_sharded(tensor)
+        nonlocal gathered, is_gathering
+        gathered += is_sharded(tensor)
+        is_gathering = is_sharded(tensor)
         result = gather_to_host(tensor)
-        lost = False
+        is_gathering = False
         return result
 
     def work() -> T:
-        if failed is not None:
-            raise failed
+        if failure is not None:
+            raise failure
         return result
 
     result: Any = None
-    failed: Exception | None = None
+    failure: Exception | None = None
     if ranks.is_main:
         try:
             result = write(gather)
         except Exception as error:
-            if lost:
-                raise  # the other ranks are in the middle of a tensor, where they cannot be told
-            failed = error
-    for tensor in parts[done:]:
+            if is_gathering:
+                raise  # the other ranks are inside a collective call, and cannot be notified
+            failure = error
+    for tensor in parts[gathered:]:
         gather_to_host(tensor)
     return ranks.on_main("the writing of a checkpoint or model", work)
 
@@ -175,18 +176,18 @@ def write_on_main(ranks: Ranks, files: Sequence[Mapping[str, Any]], write: Calla
 
 
 def host_tensors(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Return tensors ready for writing: in host memory, each contiguous; copied only if needed."""
+    """Return contiguous tensors in host memory, copied only if needed."""
     return {name: gather_to_host(tensor) for name, tensor in tensors.items()}
 
 
-def host_copy(tensor: torch.Tensor, held: torch.Tensor | None) -> torch.Tensor:
-    """Return a copy in host memory, in the memory of `held`, an earlier copy, if it fits.
+def host_copy(tensor: torch.Tensor, buffer: torch.Tensor | None) -> torch.Tensor:
+    """Return a copy in host memory, written into `buffer`, an earlier copy, if it fits.
 
-    With newly allocated memory, most of the time goes into clearing each page on its first write.
+    With newly allocated memory, most of the time is spent on clearing each page at its first write.
     """
-    if held is None or held.shape != tensor.shape or held.dtype != tensor.dtype:
-        held = torch.empty_like(tensor, device="cpu", requires_grad=False)
-    return held.copy_(tensor.detach())
+    if buffer is None or buffer.shape != tensor.shape or buffer.dtype != tensor.dtype:
+        buffer = torch.empty_like(tensor, device="cpu", requires_grad=False)
+    return buffer.copy_(tensor.detach())
 
 
 def save_tensors(tensors: Mapping[str, Any], path: Path, hasher: Any = None, gather: Gather = gather_to_host) -> None:
@@ -209,17 +210,17 @@ def save_tensors(tensors: Mapping[str, Any], path: Path, hasher: Any = None, gat
 
 
 def digest(tensors: Mapping[str, torch.Tensor]) -> str:
-    """Return the sha256 of the file that `save_tensors` writes, without reading it."""
-    found = hashlib.sha256()
+    """Return the sha256 of the file that `save_tensors` writes."""
+    hasher = hashlib.sha256()
     for piece in _pieces(tensors, gather_to_host):
-        found.update(piece)
-    return found.hexdigest()
+        hasher.update(piece)
+    return hasher.hexdigest()
 
 
 def fingerprints(tensors: Mapping[str, Any], ranks: Ranks) -> dict[str, str]:
-    """Return a digest of each tensor's values and shape, on all ranks; the main one reads them.
+    """Return a digest of each tensor's values and shape, on all ranks; only the main one hashes.
 
-    16-bit numbers are converted to 32 bits, as some backends keep them so.
+    16-bit floats are converted to 32 bits, as some backends store them so.
 
     Args:
         tensors: Tensors by name. Sharded ones are gathered one at a time.
@@ -227,15 +228,15 @@ def fingerprints(tensors: Mapping[str, Any], ranks: Ranks) -> dict[str, str]:
     """
 
     def take(gather: Gather) -> dict[str, str]:
-        found: dict[str, Future[str]] = {}
+        digests: dict[str, Future[str]] = {}
         waiting: deque[Future[str]] = deque()
         with ThreadPoolExecutor(_HASHERS, thread_name_prefix="omnitrain-hash") as pool:
             for name, tensor in _in_file_order(tensors):
                 if len(waiting) > _HASHERS:  # limits how many are copied to the host at once
                     waiting.popleft().result()
-                found[name] = pool.submit(_fingerprint, gather(tensor))
-                waiting.append(found[name])
-        return {name: digest.result() for name, digest in sorted(found.items())}
+                digests[name] = pool.submit(_fingerprint, gather(tensor))
+                waiting.append(digests[name])
+        return {name: digest.result() for name, digest in sorted(digests.items())}
 
     return write_on_main(ranks, [tensors], take)
 
@@ -246,9 +247,9 @@ _HASHERS = 4
 def _fingerprint(tensor: torch.Tensor) -> str:
     if tensor.dtype in (torch.float16, torch.bfloat16):
         tensor = tensor.float()
-    found = hashlib.sha256(f"{DTYPES.get(tensor.dtype, tensor.dtype)}{list(tensor.shape)}".encode())
-    found.update(as_bytes(tensor).numpy().data)
-    return found.hexdigest()[:16]
+    hasher = hashlib.sha256(f"{DTYPES.get(tensor.dtype, tensor.dtype)}{list(tensor.shape)}".encode())
+    hasher.update(as_bytes(tensor).numpy().data)
+    return hasher.hexdigest()[:16]
 
 
 def _in_file_order(tensors: Mapping[str, Any]) -> list[tuple[str, Any]]:
@@ -257,10 +258,8 @@ def _in_file_order(tensors: Mapping[str, Any]) -> list[tuple[str, Any]]:
 
 
 def _pieces(tensors: Mapping[str, Any], gather: Gather) -> Iterator[bytes | memoryview]:
-    """Yield the content of a safetensors file: the length of the header, the header, and the memory of the tensors.
-
-    The package's own writer needs all tensors at once, and gives no hash of what it writes.
-    """
+    """Yield the content of a safetensors file: the length of the header, the header, and the memory of the tensors."""
+    # the writer of the safetensors package needs all tensors at once, and returns no hash
     ready = _in_file_order(tensors)
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}  # transformers requires this entry
     end = 0
@@ -279,7 +278,7 @@ def _pieces(tensors: Mapping[str, Any], gather: Gather) -> Iterator[bytes | memo
 
 
 def load_tensors(path: Path) -> dict[str, torch.Tensor]:
-    """Read the tensors of a safetensors file into host memory, not mapped: the file may be deleted or changed."""
+    """Read the tensors of a safetensors file into host memory, not memory-mapped: the file may be changed."""
     return dict(TensorFile(path))
 
 

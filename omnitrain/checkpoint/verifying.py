@@ -1,4 +1,4 @@
-"""Verifying a checkpoint on several ranks: the main one decides, and all that see the files hash a share of them."""
+"""Verification of checkpoints, shared by several ranks."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from omnitrain.distributed.ranks import Ranks
 
 T = TypeVar("T")
 
-_WORTH_IT = 1 << 28
-"""The bytes from which on files are hashed by several ranks."""
+_MIN_SHARED_BYTES = 1 << 28
+"""The least bytes of files that are hashed by several ranks."""
 _REQUEST = "the files of a checkpoint to hash"
 
 
-def hashed_by_all(ranks: Ranks, find: Callable[[Check], T]) -> T:
-    """Return the result of `find` on the main rank; all ranks call this, and raise its error.
+def find_with_shared_hashing(ranks: Ranks, find: Callable[[Check], T]) -> T:
+    """Return the result of `find`, which runs on the main rank while all ranks hash; all of them raise its error.
 
     Args:
-        ranks: The ranks.
-        find: Gets what hashes the files of a checkpoint, which it may call for several.
+        ranks: The ranks; all of them call this.
+        find: Gets a function that hashes the files of a checkpoint, and may call it for several checkpoints.
     """
     if not ranks.is_main:
         while request := cast(Any, ranks.on_main(_REQUEST, _nothing)):
@@ -31,53 +31,53 @@ def hashed_by_all(ranks: Ranks, find: Callable[[Check], T]) -> T:
         return cast(T, ranks.on_main("the choice of a checkpoint", _nothing))
 
     def check(folder: Path, files: Mapping[str, FileEntry]) -> None:
-        manifest, size = _read(folder / MANIFEST), sum(entry["size"] for entry in files.values())
-        if ranks.world_size == 1 or size < _WORTH_IT or manifest is None:
+        manifest, size = _read_bytes(folder / MANIFEST), sum(entry["size"] for entry in files.values())
+        if ranks.world_size == 1 or size < _MIN_SHARED_BYTES or manifest is None:
             check_hashes(folder, files)
             return
-        mark = hashlib.sha256(manifest).digest()
-        ranks.on_main(_REQUEST, lambda: (folder, dict(files), mark))
-        _hash_share(ranks, folder, files, mark)
+        digest = hashlib.sha256(manifest).digest()
+        ranks.on_main(_REQUEST, lambda: (folder, dict(files), digest))
+        _hash_share(ranks, folder, files, digest)
 
-    failed: Exception | None = None
-    found: T | None = None
+    result: T | None = None
+    failure: Exception | None = None
     try:
-        found = find(check)
+        result = find(check)
     except Exception as error:
-        failed = error
+        failure = error
     ranks.on_main(_REQUEST, _nothing)
 
-    def result() -> T:
-        if failed is not None:
-            raise failed
-        return found  # type: ignore[return-value]
+    def return_or_raise() -> T:
+        if failure is not None:
+            raise failure
+        return result  # type: ignore[return-value]
 
-    return ranks.on_main("the choice of a checkpoint", result)
+    return ranks.on_main("the choice of a checkpoint", return_or_raise)
 
 
-def _hash_share(ranks: Ranks, folder: Path, files: Mapping[str, FileEntry], mark: bytes) -> None:
+def _hash_share(ranks: Ranks, folder: Path, files: Mapping[str, FileEntry], manifest_digest: bytes) -> None:
     """Hash this rank's share of the files; on the main rank raise the error of any rank."""
-    has_it = ranks.is_main or hashlib.sha256(_read(folder / MANIFEST) or b"").digest() == mark
-    sees = ranks.gather("a look at a checkpoint", has_it)
-    shares = [rank for rank, one in enumerate(sees) if one]
-    loads = dict.fromkeys(shares, 0)
-    own: dict[str, FileEntry] = {}
-    for name, entry in sorted(files.items(), key=lambda one: (-one[1]["size"], one[0])):
-        rank = min(shares, key=loads.__getitem__)
+    # a folder of this name on another machine may hold a different checkpoint
+    has_files = ranks.is_main or hashlib.sha256(_read_bytes(folder / MANIFEST) or b"").digest() == manifest_digest
+    flags = ranks.gather("a look at a checkpoint", has_files)
+    loads = {rank: 0 for rank, flag in enumerate(flags) if flag}
+    share: dict[str, FileEntry] = {}
+    for name, entry in sorted(files.items(), key=lambda file: (-file[1]["size"], file[0])):
+        rank = min(loads, key=loads.__getitem__)
         loads[rank] += entry["size"]
         if rank == ranks.rank:
-            own[name] = entry
-    failed = ""
+            share[name] = entry
+    message = ""
     try:
-        check_hashes(folder, own)
+        check_hashes(folder, share)
     except CheckpointError as error:
-        failed = str(error)
-    reasons = [one for one in ranks.gather("the hashes of a checkpoint", failed) if one]
-    if reasons and ranks.is_main:
-        raise CheckpointError(reasons[0])
+        message = str(error)
+    messages = list(filter(None, ranks.gather("the hashes of a checkpoint", message)))
+    if messages and ranks.is_main:
+        raise CheckpointError(messages[0])
 
 
-def _read(path: Path) -> bytes | None:
+def _read_bytes(path: Path) -> bytes | None:
     try:
         return path.read_bytes()
     except OSError:

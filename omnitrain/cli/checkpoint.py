@@ -272,20 +272,20 @@ def _weight_names(folder: Path, content: Mapping[str, Any]) -> set[str]:
 
 def _weights(folder: Path, content: Mapping[str, Any]) -> TensorFile:
     """Return the weights of a checkpoint, read one at a time."""
-    from omnitrain.checkpoint.sharded_files import files_of
+    from omnitrain.checkpoint.sharded_files import find_tensor_files
     from omnitrain.checkpoint.tensor_reader import TensorFile
 
-    return TensorFile(files_of(folder, content["files"], "model") or [folder / WEIGHTS])
+    return TensorFile(find_tensor_files(folder, content["files"], "model") or [folder / WEIGHTS])
 
 
 def _consolidate(folder: Path, content: Mapping[str, Any], out: Path) -> None:
     """Join the weights of a sharded checkpoint; files appear in `out` only once all are written."""
     from omnitrain.checkpoint.disk import FileSystem
-    from omnitrain.checkpoint.sharded_files import write_whole
+    from omnitrain.checkpoint.sharded_files import write_full_files
 
     place = out / "weights.tmp"
     place.mkdir()
-    for name in write_whole(_weights(folder, content), place, 0, 1, FileSystem()):  # the index is the last
+    for name in write_full_files(_weights(folder, content), place, 0, 1, FileSystem()):  # the index is the last
         os.replace(place / name, out / name)
     place.rmdir()
 
@@ -427,7 +427,7 @@ def _list_tensors(files: list[Path]) -> Iterator[list[str]]:
         for name, entry in read_header(path).items():
             ends = [begin + size for begin, size in zip(entry.corner, entry.shape, strict=True)]
             known = entries[name][1] if name in entries else ends
-            entries[name] = entry.dtype, list(entry.whole or map(max, zip(known, ends, strict=False)))
+            entries[name] = entry.dtype, list(entry.full_shape or map(max, zip(known, ends, strict=False)))
     for name, (dtype, shape) in entries.items():
         yield [name, dtype, str(shape)]
 
@@ -469,7 +469,7 @@ def _locate(path: Path) -> tuple[Store, Path | None]:
     if path.name in ("", ".."):
         path = path.resolve()  # the names of the folder and of its run are needed
     if is_pointer(path) and Store(path.parent).folders():
-        return Store(path.parent), Store(path.parent).named(path.name)
+        return Store(path.parent), Store(path.parent).resolve_pointer(path.name)
     if (path / MANIFEST).is_file():
         return Store(path.parent), path
     if Store(path).folders():
@@ -491,7 +491,7 @@ def _checkpoints(path: Path) -> tuple[Store, list[Path]]:
 def _resolve_checkpoint(path: Path) -> tuple[Path, dict[str, Any]]:
     """Return the verified checkpoint at `path`, or the last one if `path` is a run."""
     store, folder = _locate(path)
-    folder = folder or store.named("last")
+    folder = folder or store.resolve_pointer("last")
     return folder, store.verify(folder, accept=_check)
 
 
@@ -508,7 +508,7 @@ def _pointer_names(store: Store) -> dict[str, str]:
     marks: dict[str, str] = {}
     for which in ("last", "best"):
         with contextlib.suppress(CheckpointError):  # no checkpoint was saved as the best, or none is complete
-            name = store.named(which).name
+            name = store.resolve_pointer(which).name
             marks[name] = f"{marks[name]}, {which}" if name in marks else which
     return marks
 

@@ -420,7 +420,7 @@ class _Search:
         try:
             settings = self._current_settings(direction)
             self.folder.mkdir(parents=True, exist_ok=True)
-            stack.enter_context(Lock(self.folder).held())
+            stack.enter_context(Lock(self.folder).hold())
             file = self.folder / _SETTINGS_FILE
             journal = _Journal(self.folder / _JOURNAL_FILE)
             if not file.exists():

@@ -155,7 +155,7 @@ def failing(disk: Disk) -> Iterator[Disk]:
 
 @pytest.fixture
 def folder(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    monkeypatch.setattr(lock, "LEAVE_S", 0.1)
+    monkeypatch.setattr(lock, "EXIT_GRACE_S", 0.1)
     monkeypatch.setattr(threading, "excepthook", lambda args: None)  # TensorBoard writes in a thread
     with memory_folder() as path:
         yield path

@@ -18,7 +18,7 @@ from torch import nn
 
 from omnitrain import AccelerateTrainer, CheckpointError, ConfigError, HFTrainer, Trainer
 from omnitrain.checkpoint.disk import FileSystem
-from omnitrain.checkpoint.sharded_files import own_blocks, write_shards
+from omnitrain.checkpoint.sharded_files import local_blocks, write_shards
 
 TRAINERS = {"native": Trainer, "accelerate": AccelerateTrainer, "hf": HFTrainer}
 
@@ -85,7 +85,7 @@ def test_init_from_reads_and_verifies_sharded_checkpoints(tmp_path: Path) -> Non
     (folder / "model.safetensors").unlink()
     (folder / "model").mkdir()
     for rank, names in enumerate((["0.weight", "3.bias"], ["0.bias", "3.weight"])):
-        blocks = {name: own_blocks(trainer.model.state_dict()[name], 0) for name in names}
+        blocks = {name: local_blocks(trainer.model.state_dict()[name], 0) for name in names}
         entries = write_shards(blocks, folder / "model", rank, FileSystem())
         content["files"] |= {f"model/{name}": entry for name, entry in entries.items()}
     seal(folder, content)

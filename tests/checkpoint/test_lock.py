@@ -38,7 +38,7 @@ def set_waits(monkeypatch: pytest.MonkeyPatch, **seconds: float) -> None:
 
 @pytest.fixture(autouse=True)
 def _short_waits(monkeypatch: pytest.MonkeyPatch) -> None:
-    set_waits(monkeypatch, BEAT_S=0.1, WATCH_S=0.2, STALE_S=0.3, LEAVE_S=0.1, SETTLE_S=0.02)
+    set_waits(monkeypatch, HEARTBEAT_S=0.1, WATCH_S=0.2, STALE_S=0.3, EXIT_GRACE_S=0.1, SETTLE_S=0.02)
 
 
 def fork(function: Callable[[], Any]) -> int:
@@ -99,7 +99,7 @@ def owner_of(folder: Path) -> dict[str, Any]:
 def leave_lock(folder: Path, **changes: Any) -> None:
     """Leave the lock of a run that is gone, as another machine or container would have left it."""
     folder.mkdir(parents=True, exist_ok=True)
-    with Lock(folder).held():
+    with Lock(folder).hold():
         owner = owner_of(folder) | changes
     (folder / LOCK).write_text("")
     owner["inode"] = changes.get("inode", (folder / LOCK).stat().st_ino)
@@ -107,7 +107,7 @@ def leave_lock(folder: Path, **changes: Any) -> None:
 
 
 def check_takes(folder: Path) -> None:
-    with Lock(folder).held():
+    with Lock(folder).hold():
         assert owner_of(folder)["pid"] == os.getpid()
 
 
@@ -119,7 +119,7 @@ def test_lock_rejects_a_second_run_and_leaves_the_first(tmp_path: Path, holder: 
     run = tmp_path / "run"
     for options in ({"resume_from": "auto"}, {"resume_from": "last"}, {}):
         second = build(run, overwrite=not options, save_steps=1)
-        with pytest.raises(CheckpointError, match=rf"in use by process {holder.pid} on .*Wait for its end"):
+        with pytest.raises(CheckpointError, match=rf"in use by process {holder.pid} on .*Wait until it ends"):
             second.train(**options)
         assert second.progress.step == 0
     with pytest.raises(CheckpointError, match="in use by process"):
@@ -136,7 +136,7 @@ def test_lock_of_a_killed_run_is_taken_at_once(tmp_path: Path, holder: Holder, c
     holder.kill()
     assert owner_of(tmp_path / "run")["pid"] == holder.pid
     check_takes(tmp_path / "run")
-    assert f"left locked by process {holder.pid}" in caplog.text and "sign of life" not in caplog.text
+    assert f"left locked by process {holder.pid}" in caplog.text and "heartbeat" not in caplog.text
     assert train(build(tmp_path / "run", **RUN), resume_from="auto").progress.step == 9
 
 
@@ -152,7 +152,7 @@ def test_lock_in_a_copy_of_a_folder_is_ignored(tmp_path: Path, holder: Holder, c
 @pytest.mark.processes
 @pytest.mark.parametrize("stale", [False, True])
 def test_lock_has_one_winner_of_many_at_once(stale: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    set_waits(monkeypatch, LEAVE_S=0.0)
+    set_waits(monkeypatch, EXIT_GRACE_S=0.0)
     if stale:
         leave_lock(tmp_path)
 
@@ -162,7 +162,7 @@ def test_lock_has_one_winner_of_many_at_once(stale: bool, tmp_path: Path, monkey
         while len(list(tmp_path.glob("ready-*"))) < 4:
             pass
         with contextlib.suppress(CheckpointError):
-            lock.take()
+            lock.acquire()
             code = 0
         (tmp_path / f"tried-{number}").touch()
         wait_for(lambda: len(list(tmp_path.glob("tried-*"))) == 4)  # with the lock, if this process has it
@@ -182,7 +182,7 @@ def test_lock_is_held_while_each_trainer_trains(kind: str, tmp_path: Path) -> No
         def on_step_end(self, trainer: Any) -> None:
             pids.append(owner_of(tmp_path / "run")["pid"])
             with pytest.raises(CheckpointError, match="in use by process"):
-                Store(tmp_path / "run").take()
+                Store(tmp_path / "run").acquire()
 
         def on_train_end(self, trainer: Any) -> None:
             raise RuntimeError("boom")
@@ -218,19 +218,19 @@ def test_lock_elsewhere_lives_by_its_signs_of_life(
         with monkeypatch.context() as patch:
             set_waits(patch, WATCH_S=programs.LIMIT, STALE_S=programs.LIMIT)
             with pytest.raises(CheckpointError, match=r"in use by process .* on 'elsewhere'"):
-                Lock(tmp_path).take()
+                Lock(tmp_path).acquire()
     finally:
         ends.set()
         thread.join()
     check_takes(tmp_path)
-    assert "Waiting for a sign of life" in caplog.text and "It is taken over" in caplog.text
+    assert "Waiting for a heartbeat" in caplog.text and "It is taken over" in caplog.text
 
 
 def test_lock_of_another_container_is_known_by_the_kernel(tmp_path: Path, caplog: Any) -> None:
     """Its kernel lock is gone, so its process is, whatever process has that number here."""
     leave_lock(tmp_path, namespace="pid:[1]", pid=os.getppid())
     check_takes(tmp_path)
-    assert "sign of life" not in caplog.text
+    assert "heartbeat" not in caplog.text
 
 
 FREE: dict[str, dict[str, Any]] = {
@@ -249,10 +249,10 @@ def test_lock_without_flock_asks_for_the_process(case: str, tmp_path: Path, monk
 
     monkeypatch.setattr(lock_module.fcntl, "flock", flock)
     leave_lock(tmp_path, **FREE.get(case, {"pid": os.getppid(), "started": None}))
-    with Lock(tmp_path).held() if case in FREE else contextlib.nullcontext():
+    with Lock(tmp_path).hold() if case in FREE else contextlib.nullcontext():
         assert case not in FREE or owner_of(tmp_path)["pid"] == os.getpid()
         with pytest.raises(CheckpointError, match="in use by process"):
-            Lock(tmp_path).take()
+            Lock(tmp_path).acquire()
 
 
 @pytest.mark.parametrize("text", ["", "{", "null", '{"pid": "x"}', "\0" * 300])
@@ -266,7 +266,7 @@ def test_lock_of_a_stopped_process_is_respected(tmp_path: Path, holder: Holder) 
     os.kill(holder.pid, signal.SIGSTOP)
     try:
         with pytest.raises(CheckpointError, match=f"in use by process {holder.pid}"):
-            Lock(tmp_path / "run").take()
+            Lock(tmp_path / "run").acquire()
     finally:
         os.kill(holder.pid, signal.SIGCONT)
 
@@ -275,7 +275,7 @@ def test_lock_of_a_stopped_process_is_respected(tmp_path: Path, holder: Holder) 
 def test_lock_is_not_held_by_forked_workers(tmp_path: Path) -> None:
     """A data loader's worker may outlive its run."""
     lock = Lock(tmp_path)
-    lock.take()
+    lock.acquire()
     reader, writer = os.pipe()
     child = fork(lambda: (os.close(writer), os.read(reader, 1)))
     lock.release()
@@ -293,7 +293,7 @@ def test_lock_taken_over_ends_the_saves_of_a_run(tmp_path: Path) -> None:
         def on_step_end(self, trainer: Any) -> None:
             if trainer.progress.step == 3:
                 (tmp_path / LOCK).unlink()
-                other.take()
+                other.acquire()
 
     other = Lock(tmp_path)
     trainer = build(tmp_path, save_steps=2, callbacks=lambda: [TakesOver()])
@@ -332,7 +332,7 @@ def test_lock_on_a_failing_disk_does_not_end_a_run(
     lock = Lock(tmp_path)
     with monkeypatch.context() as patch:
         patch.setattr(lock_module.os, operation, fails)
-        with lock.held():
+        with lock.hold():
             lock.check()
     assert ("Nothing keeps another run out" in caplog.text) == (operation == "open")
     check_takes(tmp_path)

@@ -23,7 +23,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 
 from omnitrain import Trainer
 from omnitrain.checkpoint.disk import FileSystem
-from omnitrain.checkpoint.sharded_files import own_blocks, write_shards
+from omnitrain.checkpoint.sharded_files import local_blocks, write_shards
 from omnitrain.cli.main import main
 
 Command = Callable[..., tuple[int, str]]
@@ -237,7 +237,7 @@ def divide(folder: Path) -> None:
         del content["files"][path.name]
     (folder / "model").mkdir()
     for rank, names in enumerate((sorted(weights)[::2], sorted(weights)[1::2])):
-        blocks = {name: own_blocks(weights[name], 0) for name in names}
+        blocks = {name: local_blocks(weights[name], 0) for name in names}
         entries = write_shards(blocks, folder / "model", rank, FileSystem())
         content["files"] |= {f"model/{name}": entry for name, entry in entries.items()}
     seal(folder, content)

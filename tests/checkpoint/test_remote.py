@@ -44,7 +44,7 @@ from omnitrain import CheckpointError, ConfigError, MissingExtraError
 from omnitrain.checkpoint import remote, uploader
 from omnitrain.checkpoint.lock import LOCK
 from omnitrain.checkpoint.mirrored_store import make_store
-from omnitrain.checkpoint.remote import Place, local_copy
+from omnitrain.checkpoint.remote import RemoteFolder, local_copy
 from omnitrain.checkpoint.store import MANIFEST
 from omnitrain.cli.main import main
 from omnitrain.core.paths import local_folder
@@ -144,7 +144,7 @@ def test_upload_equals_the_local_folder_and_run(finished: Finished, undisturbed:
     trainer, objects = finished.trainer, dict(finished.objects)
     check_outcome(outcome(trainer), undisturbed)
     assert trainer.save_dir == finished.folder
-    assert remote_steps(ADDRESS) == [entry.step for entry in trainer.store.kept()] == [2, 4, 6]
+    assert remote_steps(ADDRESS) == [entry.step for entry in trainer.store.checkpoint_infos()] == [2, 4, 6]
     assert objects.pop("last") == b"checkpoint-6\n"
     assert objects.pop("best").decode().strip() == trainer.metrics["best_checkpoint"]
     for name, data in objects.items():
@@ -216,7 +216,7 @@ def test_resume_without_the_folder_is_exact(undisturbed: dict[str, Any], limit: 
 
 
 def test_resume_updates_pointers_of_a_killed_run(finished: Finished, store: type[Watched]) -> None:
-    Place(ADDRESS).write("last", b"checkpoint-4\n")
+    RemoteFolder(ADDRESS).write("last", b"checkpoint-4\n")
     for _ in range(2):
         store.done.clear()
         train(build(ADDRESS, **RUN), resume_from="auto")
@@ -258,7 +258,7 @@ def test_resume_passes_over_incomplete_checkpoints(finished: Finished, tmp_path:
                 CheckpointError, match=r"incomplete: 'model.safetensors' is missing.* is 'checkpoint-4'"
             ):
                 build(save_dir, **RUN).load_checkpoint(name)
-    with pytest.raises(CheckpointError, match="checkpoint-6' does not exist, or is no complete checkpoint"):
+    with pytest.raises(CheckpointError, match="checkpoint-6' does not exist, or is not a complete checkpoint"):
         make_store(ADDRESS).resolve(f"{ADDRESS}/checkpoint-6")
     assert resolved_name("auto") == "checkpoint-4"
     assert "checkpoint-6" in caplog.text and "is incomplete" in caplog.text
@@ -325,9 +325,9 @@ def test_bring_downloads_a_checkpoint_in_pieces(finished: Finished, monkeypatch:
     """The best weights of a run that ends on another machine are loaded so."""
     monkeypatch.setattr(remote, "PIECE", 100)
     mirror = make_store(ADDRESS)
-    mirror.bring("checkpoint-6")
+    mirror.download("checkpoint-6")
     assert mirror.verify(mirror.root / "checkpoint-6")["best"]
-    mirror.bring("checkpoint-77")  # which does not exist
+    mirror.download("checkpoint-77")  # which does not exist
 
 
 # --- retention
@@ -336,7 +336,10 @@ def test_bring_downloads_a_checkpoint_in_pieces(finished: Finished, monkeypatch:
 def test_retention_on_the_store_follows_the_folder(store: type[Watched]) -> None:
     trainer = train(build(ADDRESS, **{**RUN, "epochs": 3}, save_total_limit=1, keep_best=1))
     assert trainer.store is not None
-    assert remote_steps(ADDRESS) == [entry.step for entry in trainer.store.kept()] and len(remote_steps(ADDRESS)) <= 2
+    assert (
+        remote_steps(ADDRESS) == [entry.step for entry in trainer.store.checkpoint_infos()]
+        and len(remote_steps(ADDRESS)) <= 2
+    )
     assert remote_folders(ADDRESS) == {f"checkpoint-{step}" for step in remote_steps(ADDRESS)}
     complete = 0
     for what, path in store.done:  # nothing is deleted before the new one is complete
@@ -366,9 +369,9 @@ def test_retention_waits_for_a_running_upload(store: type[Watched]) -> None:
         for step in (2, 3):
             save_texts(mirror, step)
             mirror.prune(keep_last=1)
-        assert [entry.step for entry in mirror.kept()] == [1, 3]
+        assert [entry.step for entry in mirror.checkpoint_infos()] == [1, 3]
         proceed.set()
-    assert [entry.step for entry in mirror.kept()] == [3] and remote_steps(ADDRESS) == [3]
+    assert [entry.step for entry in mirror.checkpoint_infos()] == [3] and remote_steps(ADDRESS) == [3]
     assert content_of(ADDRESS)["last"] == b"checkpoint-3\n"
 
 
@@ -377,7 +380,9 @@ def test_overwrite_is_needed_to_replace_a_run(finished: Finished) -> None:
         build(ADDRESS, **RUN).train()
     train(build(ADDRESS, **SHORT, overwrite=True))
     assert remote_steps(ADDRESS) == [2, 3] and content_of(ADDRESS)["last"] == b"checkpoint-3\n"
-    assert max(copy.kept.sequence for copy in Place(ADDRESS).copies().values()) > 3  # newer than what it replaced
+    assert (
+        max(copy.info.sequence for copy in RemoteFolder(ADDRESS).complete_checkpoints().values()) > 3
+    )  # newer than what it replaced
 
 
 # --- faults
@@ -397,7 +402,7 @@ def test_upload_that_never_works_is_left_to_the_next_run(
     store: type[Watched], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("OMNITRAIN_UPLOAD_WAIT", "0.1")
-    monkeypatch.setattr(uploader, "SAID_S", 0.0)
+    monkeypatch.setattr(uploader, "WAIT_NOTICE_S", 0.0)
     set_fault(store, failing(ALWAYS, "checkpoint"))
     with caplog.at_level(logging.INFO):
         trainer = train(build(ADDRESS, **RUN))
@@ -418,9 +423,9 @@ def test_upload_does_not_wait_for_a_name_that_is_taken(
     InMemory().pipe_file("/bucket/run/checkpoint-4", b"x")
     trainer = train(build(ADDRESS, **RUN))
     assert trainer.progress.step == 6 and 4 not in remote_steps(ADDRESS)
-    assert "has a file 'checkpoint-4', where a checkpoint has its folder" in caplog.text
-    assert "Something of this name is in the way: delete it there" in caplog.text
-    assert "Not everything was uploaded" in caplog.text and "nothing has moved" not in caplog.text
+    assert "has a file 'checkpoint-4' with the name of a checkpoint's folder" in caplog.text
+    assert "Delete the file or folder with this name there" in caplog.text
+    assert "Not everything was uploaded" in caplog.text and "no progress" not in caplog.text
 
 
 def test_upload_failure_ends_a_run_with_save_required(store: type[Watched]) -> None:
@@ -452,15 +457,15 @@ def test_upload_given_up_keeps_the_lock_until_it_ends(
     set_fault(store, hang)
     with monkeypatch.context() as patch:
         patch.setenv("OMNITRAIN_UPLOAD_WAIT", "0.1")
-        patch.setattr(uploader, "LAST_S", 0.1)
+        patch.setattr(uploader, "SHUTDOWN_S", 0.1)
         with mirroring(ADDRESS) as mirror:
             save_texts(mirror, 6)
             assert is_hanging.wait(programs.LIMIT)
     assert "Not everything was uploaded" in caplog.text
-    assert "stays locked until what is being written there has ended" in caplog.text
+    assert "stays locked until the current upload" in caplog.text
     monkeypatch.setenv("OMNITRAIN_LOCAL_DIR", str(tmp_path / "other"))
     with pytest.raises(CheckpointError, match="is in use by process"):
-        make_store(ADDRESS).take()
+        make_store(ADDRESS).acquire()
     later.clear()
     proceed.set()
     wait_for(lambda: LOCK not in content_of(ADDRESS))
@@ -475,7 +480,7 @@ def test_upload_that_hangs_does_not_keep_a_process_alive(tmp_path: Path) -> None
     script = """
 import time, stores
 from omnitrain.checkpoint import upload
-upload.LAST_S = 0.1
+upload.SHUTDOWN_S = 0.1
 stores.Watched.fault = staticmethod(lambda what, path: time.sleep(10**6 * ("model" in path)))
 with stores.mirroring("watched://bucket/run") as mirror:
     stores.save_texts(mirror, 1)
@@ -512,7 +517,7 @@ def test_save_dir_is_probed_before_the_first_step(store: type[Watched]) -> None:
 
     set_fault(store, reject)
     trainer = build(ADDRESS, **SHORT)
-    message = r"`save_dir='watched://bucket/run'`: nothing can be written.*Access Denied"
+    message = r"`save_dir='watched://bucket/run'`: files cannot be written.*Access Denied"
     with pytest.raises(ConfigError, match=message) as caught:
         trainer.train()
     assert trainer.progress.step == 0 and "abcdef" not in str(caught.value)
@@ -534,7 +539,7 @@ def test_listing_of_a_store_is_bounded(listing: str, finished: Finished, monkeyp
         monkeypatch.setattr(remote, "LISTING_S", 0.05)
         monkeypatch.setattr(InMemory, "find", lambda *args, **options: ends.wait(programs.LIMIT) and {})
     else:
-        monkeypatch.setattr(remote, "MOST_OBJECTS", 3)
+        monkeypatch.setattr(remote, "MAX_OBJECTS", 3)
     try:
         with pytest.raises(CheckpointError, match=r"still being listed after 0 s|files, more than the 3 of any run"):
             build(ADDRESS, **RUN).train(resume_from="auto")
@@ -567,7 +572,7 @@ def test_size_of_what_a_store_has_is_bounded(
     with pytest.raises(CheckpointError) as caught:
         read[name]()
     is_whole = name == "metrics.jsonl"
-    message = "has 1125.90 TB to download, and" if is_whole else "has 1125899906842624 bytes, and more than"
+    message = "has 1125.90 TB to download, and" if is_whole else "has 1125899906842624 bytes, and at most"
     assert message in str(caught.value) + caplog.text
     assert ("read", name) not in store.done
     if is_whole:
@@ -583,7 +588,7 @@ def test_size_of_what_a_store_has_is_bounded(
         ("https://host/run", ConfigError, "Nothing can be written there"),
         ("memory://", ConfigError, "names no folder"),
         ("gone://bucket/run", MissingExtraError, "pip install gone_package"),
-        ("sunk://bucket/run", ConfigError, 'Sunk requires "paramiko" to be installed. Install that'),
+        ("sunk://bucket/run", ConfigError, 'Sunk requires "paramiko" to be installed. Install it'),
     ],
     ids=lambda value: value.partition(":")[0] if isinstance(value, str) and "://" in value else "",
 )
@@ -626,14 +631,14 @@ def test_lock_rejects_a_second_run(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
     "changes", [{"pid": 2**22 + 5}, {"boot": "another", "at": 0}, {"boot": "another"}], ids=["dead", "old", "silent"]
 )
 def test_lock_of_a_run_that_is_gone_is_taken_over(changes: dict[str, Any], caplog: Any) -> None:
-    Place(ADDRESS).write(LOCK, owner(**changes))
+    RemoteFolder(ADDRESS).write(LOCK, owner(**changes))
     with mirroring(ADDRESS):
         assert b"0badcafe" not in content_of(ADDRESS)[LOCK]
     assert "was left locked by process" in caplog.text and LOCK not in content_of(ADDRESS)
 
 
 def test_lock_of_a_living_run_is_respected(store: type[Watched]) -> None:
-    place, beats = Place(ADDRESS), itertools.count()
+    place, beats = RemoteFolder(ADDRESS), itertools.count()
     place.write(LOCK, owner(boot="another"))
 
     def beat(what: str, path: str) -> None:
@@ -642,12 +647,12 @@ def test_lock_of_a_living_run_is_respected(store: type[Watched]) -> None:
 
     set_fault(store, beat)
     with pytest.raises(CheckpointError, match="is in use by"):
-        make_store(ADDRESS).take()
+        make_store(ADDRESS).acquire()
 
 
 def test_lock_is_not_written_after_its_release(store: type[Watched], monkeypatch: pytest.MonkeyPatch) -> None:
-    """The release waits for a sign of life that is being written."""
-    monkeypatch.setattr(uploader, "BEAT_S", 0.02)
+    """The release waits for a heartbeat that is being written."""
+    monkeypatch.setattr(uploader, "HEARTBEAT_S", 0.02)
     is_beating, proceed = threading.Event(), threading.Event()
 
     def block(what: str, path: str) -> None:
@@ -675,13 +680,13 @@ def test_lock_that_could_not_be_removed_is_taken_again(store: type[Watched]) -> 
 
 
 def test_lock_taken_over_ends_uploads(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    monkeypatch.setattr(uploader, "BEAT_S", 0.02)
+    monkeypatch.setattr(uploader, "HEARTBEAT_S", 0.02)
     earlier = set(lock_threads())
     with mirroring(ADDRESS) as mirror:
         save_texts(mirror, 1)
         wait_for(lambda: "last" in content_of(ADDRESS))
         while set(lock_threads()) - earlier:  # they end when they see another owner
-            Place(ADDRESS).write(LOCK, owner())
+            RemoteFolder(ADDRESS).write(LOCK, owner())
             time.sleep(0.05)
         save_texts(mirror, 2)
     assert remote_steps(ADDRESS) == [1] and LOCK in content_of(ADDRESS) and "was taken over by" in caplog.text

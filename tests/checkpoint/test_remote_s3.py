@@ -19,7 +19,7 @@ from resuming import build, differences, play, train
 from omnitrain import ConfigError
 from omnitrain.checkpoint import remote, uploader
 from omnitrain.checkpoint.manifest import FileEntry
-from omnitrain.checkpoint.remote import Place
+from omnitrain.checkpoint.remote import RemoteFolder
 from omnitrain.core.paths import local_folder
 
 s3fs = pytest.importorskip("s3fs")
@@ -96,7 +96,7 @@ def test_s3_checksums_and_bulk_deletes_are_used(store: S3) -> None:
             mirror.prune(keep_last=1)
     methods = {method for method, path in store.requests if path.endswith(".safetensors")}
     assert "HEAD" in methods and "GET" not in methods  # nothing is downloaded again to verify it
-    assert remote_steps(ADDRESS) == [entry.step for entry in mirror.kept()] == [3]
+    assert remote_steps(ADDRESS) == [entry.step for entry in mirror.checkpoint_infos()] == [3]
     assert remote_folders(ADDRESS) == {"checkpoint-3"}
 
 
@@ -176,7 +176,7 @@ def test_s3_multipart_upload_is_checked_by_its_checksum(
     with open(file, "wb") as stream:
         stream.write(os.urandom(1 << 20))
         stream.truncate(2 * part + (1 << 20) + 3)
-    place, entry = Place(ADDRESS), FileEntry(size=file.stat().st_size, sha256="not used")
+    place, entry = RemoteFolder(ADDRESS), FileEntry(size=file.stat().st_size, sha256="not used")
     place.put(file, "checkpoint-1/large")
     info = place.fs.info(place.path("checkpoint-1/large"))
     assert info["ETag"].strip('"').endswith("-3") and place.has_same(info, file, entry) is True
@@ -203,7 +203,7 @@ def test_s3_errors_are_raised_before_the_first_step(missing: str, monkeypatch: p
         monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{programs.free_port()}")
         s3fs.S3FileSystem.clear_instance_cache()
     trainer = build(ADDRESS, **RUN)
-    with pytest.raises(ConfigError, match=r"`save_dir='s3://bucket/some/run'`: nothing can be written"):
+    with pytest.raises(ConfigError, match=r"`save_dir='s3://bucket/some/run'`: files cannot be written"):
         trainer.train()
     assert trainer.progress.step == 0
     assert missing == "server" or not s3fs.S3FileSystem().exists("bucket")  # it is not created

@@ -26,12 +26,12 @@ from omnitrain.checkpoint.disk import FileSystem
 from omnitrain.checkpoint.sharded_files import (
     Block,
     can_shard,
-    files_of,
-    own_blocks,
-    staged,
-    whole_files,
+    count_full_files,
+    find_tensor_files,
+    local_blocks,
+    stage_blocks,
+    write_full_files,
     write_shards,
-    write_whole,
 )
 from omnitrain.checkpoint.tensor_files import DTYPES, Gathered, TensorFile, change_marker, save_tensors
 from omnitrain.checkpoint.tensor_reader import rectangles
@@ -66,7 +66,7 @@ def write_flat(tensors: dict[str, torch.Tensor], folder: Path, world_size: int) 
             name: flat_part(tensor, tensor.numel() * rank // world_size, tensor.numel() * (rank + 1) // world_size)
             for name, tensor in tensors.items()
         }
-        entries |= write_shards({name: own_blocks(part, rank) for name, part in parts.items()}, folder, rank, FS)
+        entries |= write_shards({name: local_blocks(part, rank) for name, part in parts.items()}, folder, rank, FS)
     return entries
 
 
@@ -156,7 +156,7 @@ def test_sharded_tensor_reads_as_slices_of_the_full(mesh: Shape, placements: lis
         folder, whole, count = tmp_path / str(shape), values_of(shape), 0
         folder.mkdir()
         for rank, coordinate in enumerate(itertools.product(*map(range, mesh))):
-            blocks = own_blocks(Placed(whole, Mesh(mesh, coordinate), placements), rank)
+            blocks = local_blocks(Placed(whole, Mesh(mesh, coordinate), placements), rank)
             count += sum(block.tensor.numel() for block in blocks)
             write_shards({"w": blocks}, folder, rank, FS)
         assert count == whole.numel(), "no rank writes what another does"
@@ -182,7 +182,7 @@ def test_sharded_tensor_on_a_submesh_is_written_once(dimensions: Shape, placemen
         folder.mkdir()
         for rank, coordinate in enumerate(itertools.product(*map(range, sizes))):
             mesh = Mesh(sizes, coordinate)
-            blocks = own_blocks(Placed(whole, mesh.only(dimensions), placements), rank, mesh)
+            blocks = local_blocks(Placed(whole, mesh.only(dimensions), placements), rank, mesh)
             write_shards({"w": blocks}, folder, rank, FS)
             written += blocks
         assert sum(block.tensor.numel() for block in written) == whole.numel()
@@ -223,7 +223,7 @@ def test_conjugated_and_negated_views_are_resolved(tmp_path: Path) -> None:
     }  # fmt: skip
     save_tensors(tensors, tmp_path / "all")
     write_flat(tensors, tmp_path, 2)
-    write_shards({"whole": own_blocks(number.conj(), 0)}, tmp_path, 2, FS)
+    write_shards({"whole": local_blocks(number.conj(), 0)}, tmp_path, 2, FS)
     source = opened(tmp_path)
     for name, tensor in tensors.items():
         for stored in (source[name], TensorFile(tmp_path / "all")[name]):
@@ -234,20 +234,20 @@ def test_conjugated_and_negated_views_are_resolved(tmp_path: Path) -> None:
 
 def test_own_blocks_of_full_and_gathered_tensors() -> None:
     """The first rank writes full tensors, and what must be gathered cannot be written in parts."""
-    assert len(own_blocks(torch.ones(3), 0)) == 1 and own_blocks(torch.ones(3), 1) == []
+    assert len(local_blocks(torch.ones(3), 0)) == 1 and local_blocks(torch.ones(3), 1) == []
     gathered = Gathered((3,), torch.float32, lambda: torch.ones(3))
     assert not can_shard({"a": gathered}) and can_shard({"a": torch.ones(3), "b": flat_part(torch.ones(3), 0, 1)})
-    with pytest.raises(ValueError, match="no parts to write"):
-        own_blocks(gathered, 0)
+    with pytest.raises(ValueError, match="must be gathered"):
+        local_blocks(gathered, 0)
 
 
 def test_staged_blocks_are_copies_that_reuse_memory() -> None:
     whole, buffers = values_of((4, 3)), {}
-    first = staged({"w": flat_part(whole, 1, 8), "v": whole}, 0, buffers)
+    first = stage_blocks({"w": flat_part(whole, 1, 8), "v": whole}, 0, buffers)
     pointers = {name: buffer.data_ptr() for name, buffer in buffers.items()}
     whole += 1
     assert torch.cat([block.tensor.reshape(-1) for block in first["w"]]).tolist() == list(range(1, 8))
-    staged({"w": flat_part(whole, 1, 8), "v": whole}, 0, buffers)
+    stage_blocks({"w": flat_part(whole, 1, 8), "v": whole}, 0, buffers)
     assert {name: buffer.data_ptr() for name, buffer in buffers.items()} == pointers and buffers["v:0"][0, 0] == 1
 
 
@@ -258,8 +258,8 @@ def test_write_shards_returns_sizes_and_hashes(tmp_path: Path, monkeypatch: pyte
     monkeypatch.setattr(sharded_files, "_PIECE", 1 << 10)
     monkeypatch.setattr(sharded_files, "_SMALL", 1 << 9)
     big = values_of((70, 50))
-    blocks = {"big": own_blocks(big, 0), "turned": own_blocks(big.T, 0), "few": own_blocks(torch.ones(2), 0)}
-    blocks |= {f"x{i}": own_blocks(flat_part(big, 3, 2999), 0) for i in range(3)}
+    blocks = {"big": local_blocks(big, 0), "turned": local_blocks(big.T, 0), "few": local_blocks(torch.ones(2), 0)}
+    blocks |= {f"x{i}": local_blocks(flat_part(big, 3, 2999), 0) for i in range(3)}
     entries = write_shards(blocks, tmp_path, 0, FS)
     assert sorted(entries) == sorted(file.name for file in tmp_path.iterdir()) and len(entries) == 3
     for name, entry in entries.items():
@@ -281,7 +281,7 @@ def test_write_shards_uses_the_file_system(tmp_path: Path) -> None:
             calls.append(("sync", path.name))
 
     assert write_shards({"w": []}, tmp_path, 1, Watched()) == {} == write_shards({}, tmp_path, 1, Watched())
-    write_shards({"w": own_blocks(flat_part(values_of((4, 3)), 1, 8), 0)}, tmp_path, 0, Watched())
+    write_shards({"w": local_blocks(flat_part(values_of((4, 3)), 1, 8), 0)}, tmp_path, 0, Watched())
     names = ["rank-00000.safetensors", "rank-00000.1.safetensors", "rank-00000.2.safetensors"]
     assert calls == [(what, name) for name in names for what in ("create", "sync")]
 
@@ -293,7 +293,7 @@ def test_write_shards_raises_the_error_of_the_disk(tmp_path: Path) -> None:
             raise OSError(28, "No space left on device")
 
     with pytest.raises(OSError, match="No space left"):
-        write_shards({"w": own_blocks(torch.ones(1 << 20), 0)}, tmp_path, 0, Full())
+        write_shards({"w": local_blocks(torch.ones(1 << 20), 0)}, tmp_path, 0, Full())
 
 
 @pytest.mark.parametrize("hint", ["accepted", "rejected", "missing"])
@@ -306,7 +306,7 @@ def test_write_pieces_flushes_pages_early(hint: str, tmp_path: Path, monkeypatch
         if hint == "rejected":
             raise OSError(22, "Invalid argument")
 
-    monkeypatch.setattr(disk, "_AT_ONCE", 8)
+    monkeypatch.setattr(disk, "_WRITEBACK_BYTES", 8)
     monkeypatch.setattr(os, "posix_fadvise", advise)
     if hint == "missing":
         monkeypatch.delattr(os, "posix_fadvise")
@@ -410,7 +410,7 @@ def test_file_that_differs_between_ranks_is_an_error(tmp_path: Path) -> None:
     write_flat({"w": values_of((4, 3))}, tmp_path, 1)
     catalogue = opened(tmp_path).catalogue
     write_flat({"w": values_of((3, 4))}, tmp_path, 1)
-    with pytest.raises(CheckpointError, match="is another file on rank 0"):
+    with pytest.raises(CheckpointError, match="on rank 0 differs"):
         TensorFile(files_in(tmp_path), None, catalogue).part("w", 0, 4)
 
 
@@ -457,8 +457,8 @@ class OneOfMany(Ranks):
 @pytest.fixture
 def headers(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The names of the files whose headers are read."""
-    names, read = list[str](), tensor_reader.read_marked_header
-    monkeypatch.setattr(tensor_reader, "read_marked_header", lambda path: names.append(path.name) or read(path))
+    names, read = list[str](), tensor_reader.read_header_with_digest
+    monkeypatch.setattr(tensor_reader, "read_header_with_digest", lambda path: names.append(path.name) or read(path))
     return names
 
 
@@ -540,8 +540,8 @@ def test_write_whole_equals_transformers_files(tmp_path: Path) -> None:
         out.mkdir()
         entries: dict[str, Any] = {}
         for rank in range(world_size):
-            written = write_whole(source, out, rank, world_size, FS, limit=100)
-            assert bool(written) is (rank < whole_files(tensors, 100))
+            written = write_full_files(source, out, rank, world_size, FS, limit=100)
+            assert bool(written) is (rank < count_full_files(tensors, 100))
             entries |= written
         contents.append({file.name: file.read_bytes() for file in out.iterdir()})
         assert {name: entry["sha256"] for name, entry in entries.items()} == {
@@ -559,7 +559,7 @@ def test_write_whole_opens_each_file_once(many_files: Any, tmp_path: Path, monke
     folder, whole = many_files
     source, names, open_file = opened(folder), list[str](), tensor_reader.open_regular
     monkeypatch.setattr(tensor_reader, "open_regular", lambda path: names.append(path.name) or open_file(path))
-    write_whole(source, tmp_path, 0, 1, FS)
+    write_full_files(source, tmp_path, 0, 1, FS)
     assert sorted(names) == [file.name for file in files_in(folder)]
     stored = safetensors.torch.load_file(tmp_path / "model.safetensors")
     assert all(same(tensor, whole[name]) for name, tensor in stored.items())
@@ -571,7 +571,7 @@ def test_write_whole_equals_save_tensors(tmp_path: Path, monkeypatch: pytest.Mon
     monkeypatch.setattr(sharded_files, "_AT_ONCE", at_once)
     tensors = {"w": torch.randn(7, 3), "b": torch.randn(4).bfloat16(), "s": torch.tensor(True), "e": torch.empty(0, 2)}
     write_flat(tensors, tmp_path, 3)
-    assert list(write_whole(opened(tmp_path), tmp_path, 0, 1, FS)) == ["model.safetensors"]
+    assert list(write_full_files(opened(tmp_path), tmp_path, 0, 1, FS)) == ["model.safetensors"]
     save_tensors(tensors, tmp_path / "expected")
     assert (tmp_path / "model.safetensors").read_bytes() == (tmp_path / "expected").read_bytes()
 
@@ -590,4 +590,4 @@ def test_write_whole_equals_save_tensors(tmp_path: Path, monkeypatch: pytest.Mon
     ids=["model", "model of ranks", "indexed model", "optimizer of ranks", "none"],
 )  # fmt: skip
 def test_files_of_a_part_by_name(files: list[str], part: str, expected: list[str]) -> None:
-    assert files_of(Path("run"), files, part) == [Path("run") / name for name in expected]
+    assert find_tensor_files(Path("run"), files, part) == [Path("run") / name for name in expected]

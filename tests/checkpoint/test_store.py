@@ -27,7 +27,7 @@ from resuming import Killed, memory_folder
 from omnitrain.checkpoint import disk as disk_module
 from omnitrain.checkpoint.disk import FileSystem
 from omnitrain.checkpoint.manifest import MANIFEST
-from omnitrain.checkpoint.retention import Kept, to_delete
+from omnitrain.checkpoint.retention import CheckpointInfo, to_delete
 from omnitrain.checkpoint.store import Store
 from omnitrain.core.errors import CheckpointError
 
@@ -308,7 +308,7 @@ def test_resolve_detects_any_damage(run: Path, every: int, caplog: pytest.LogCap
                 assert "The newest complete one is 'checkpoint-10'." in str(caught.value)
             caplog.clear()
             assert number_of(Store(run).resolve("auto")) == 1
-            assert repr(name) in caplog.text and "Taking 'checkpoint-10' instead" in caplog.text
+            assert repr(name) in caplog.text and "Using 'checkpoint-10' instead" in caplog.text
             count += 1
         file.write_bytes(data)
     assert number_of(Store(run).resolve("auto")) == 2
@@ -318,7 +318,7 @@ def test_resolve_detects_any_damage(run: Path, every: int, caplog: pytest.LogCap
 def test_resolve_of_missing_names_is_an_error(run: Path) -> None:
     """Only "auto" is None without checkpoints."""
     assert Store(run).resolve("auto") is None
-    with pytest.raises(CheckpointError, match="holds no complete checkpoint"):
+    with pytest.raises(CheckpointError, match="has no complete checkpoint"):
         Store(run).resolve("last")
     save_steps(Store(run), 10)
     for which, message in (
@@ -341,7 +341,7 @@ def test_verify_of_sizes_does_not_read_files(run: Path) -> None:
     (path / "a").write_bytes(b"ab")
     with pytest.raises(CheckpointError, match="'a' has 2 bytes, and 3 were written"):
         store.verify(path, hashes=False)
-    assert Store(run).kept() == []
+    assert Store(run).checkpoint_infos() == []
 
 
 # --- pointers
@@ -535,7 +535,7 @@ def test_renamed_copy_of_a_checkpoint_does_not_count(run: Path) -> None:
     save(Store(run), 1, 4)
     shutil.copytree(run / "checkpoint-10", run / "checkpoint-99")
     assert number_of(Store(run).resolve("auto")) == 4
-    assert [entry.step for entry in Store(run).kept()] == [10, 30]
+    assert [entry.step for entry in Store(run).checkpoint_infos()] == [10, 30]
     assert Store(run).prune(keep_last=1) == []
     assert number_of((run / "checkpoint-99", Store(run).verify(run / "checkpoint-99"))) == 1
 
@@ -563,7 +563,7 @@ def test_several_processes_write_one_checkpoint(run: Path) -> None:
     content = other.verify(store.commit(10, {"world_size": 2}))
     assert content["files"]["optimizer/rank-1"] == {"size": 1, "sha256": hashlib.sha256(b"1").hexdigest()}
     store.begin(20)
-    store.abandon(20)
+    store.discard(20)
     assert not list(run.glob("*.tmp"))
 
 
@@ -597,22 +597,22 @@ def test_save_uses_digests_instead_of_reading_files(run: Path) -> None:
 def test_writers_that_alternate_see_each_other(run: Path) -> None:
     stores = Store(run), Store(run)
     save_steps(stores[0], 1)
-    assert [entry.best for entry in stores[1].kept()] == [False]
+    assert [entry.best for entry in stores[1].checkpoint_infos()] == [False]
     save_steps(stores[0], 1, score=1.0, best=True)
-    assert [entry.best for entry in stores[1].kept()] == [True]
+    assert [entry.best for entry in stores[1].checkpoint_infos()] == [True]
     shutil.rmtree(run)
     for step in range(1, 6):
         store = stores[step % 2]
-        with store.lock.held() if run.exists() else contextlib.nullcontext():
+        with store.lock.hold() if run.exists() else contextlib.nullcontext():
             save_steps(store, step)
             store.prune(keep_last=2)
-        assert [entry.step for entry in Store(run).kept()] == list(range(max(1, step - 1), step + 1))
+        assert [entry.step for entry in Store(run).checkpoint_infos()] == list(range(max(1, step - 1), step + 1))
         assert Store(run).verify(store.path(step))["sequence"] == step
 
 
 def test_changes_by_hand_are_seen_by_the_next_save(run: Path, caplog: Any) -> None:
     store = Store(run)
-    store.take()
+    store.acquire()
     save_steps(store, 10, 20)
     shutil.rmtree(run / "checkpoint-10")
     shutil.copytree(run / "checkpoint-20", run / "checkpoint-15")  # which is step 20
@@ -629,7 +629,7 @@ def test_changes_by_hand_are_seen_by_the_next_save(run: Path, caplog: Any) -> No
 
 
 def test_large_files_are_hashed_in_threads(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(disk_module, "_WORTH_A_THREAD", 0)
+    monkeypatch.setattr(disk_module, "_MIN_THREADED_BYTES", 0)
     save(Store(run), 1, 2)
     assert number_of(Store(run).resolve("last")) == 2
     for file in ("model.safetensors", "rng.json"):
@@ -645,7 +645,7 @@ def test_save_after_the_end_of_the_main_thread(run: Path) -> None:
     script = f"""
 import concurrent.futures.thread, threading, time
 from omnitrain.checkpoint import disk, store
-disk._WORTH_A_THREAD = 0
+disk._MIN_THREADED_BYTES = 0
 def late():
     while not concurrent.futures.thread._shutdown:
         time.sleep(0.001)
@@ -675,14 +675,14 @@ def test_prune_ignores_and_keeps_damaged_checkpoints(run: Path, caplog: pytest.L
     save_steps(store, 40)
     (run / "checkpoint-40" / "a").write_bytes(b"xyz")
     assert Store(run).prune(keep_last=1, keep_best=1, direction="min") == []
-    assert "would be left that verifies" in caplog.text
+    assert "no remaining checkpoint would be undamaged" in caplog.text
     assert Store(run).resolve("auto")[0].name == "checkpoint-20"  # type: ignore[index]
 
 
 def test_prune_of_the_writer_checks_the_new_checkpoint(run: Path) -> None:
     """Nothing is deleted if it was damaged right after the save."""
     store = Store(run)
-    store.take()
+    store.acquire()
     save_steps(store, 10, 20)
     (run / "checkpoint-20" / "a").write_bytes(b"ab")
     assert store.prune(keep_last=1) == []
@@ -690,7 +690,7 @@ def test_prune_of_the_writer_checks_the_new_checkpoint(run: Path) -> None:
 
 
 def naively_kept(
-    checkpoints: list[Kept], last: int, best: int, every: int | None, direction: Literal["max", "min"]
+    checkpoints: list[CheckpointInfo], last: int, best: int, every: int | None, direction: Literal["max", "min"]
 ) -> set[int]:
     """Choose what to keep one by one."""
     steps: set[int] = set()
@@ -721,7 +721,7 @@ def naively_kept(
 def test_to_delete_equals_a_naive_model(
     steps: list[int], sequence: list[int], scores: list[float | None], policy: Any
 ) -> None:
-    checkpoints = [Kept(*facts) for facts in zip(steps, scores, sequence, strict=False)]
+    checkpoints = [CheckpointInfo(*facts) for facts in zip(steps, scores, sequence, strict=False)]
     deleted = to_delete(checkpoints, *policy)
     assert set(deleted) == set(steps) - naively_kept(checkpoints, *policy)
     assert deleted == sorted(deleted, key=lambda step: sequence[steps.index(step)])
@@ -729,11 +729,13 @@ def test_to_delete_equals_a_naive_model(
 
 
 def test_to_delete_includes_former_bests_saved_as_such() -> None:
-    assert to_delete([Kept(1, best=True), Kept(2, best=True), Kept(3), Kept(4)], keep_last=1) == [1, 3]
+    bests = [CheckpointInfo(step, best=step < 3) for step in range(1, 5)]
+    assert to_delete(bests, keep_last=1) == [1, 3]
+    scores = {100: 0.5, 110: 0.6, 120: 0.7, 200: 0.1, 210: 0.8, 300: 0.2}
     saved = [
-        Kept(100, 0.5, 1), Kept(110, 0.6, 2, best=True, for_best=True), Kept(120, 0.7, 3, best=True, for_best=True),
-        Kept(200, 0.1, 4), Kept(210, 0.8, 5, best=True, for_best=True), Kept(300, 0.2, 6),
-    ]  # fmt: skip
+        CheckpointInfo(step, score, sequence, best=step in (110, 120, 210), for_best=step in (110, 120, 210))
+        for sequence, (step, score) in enumerate(scores.items(), start=1)
+    ]
     assert to_delete(saved, keep_last=None) == [110, 120]
     assert to_delete(saved, keep_last=None, keep_best=2) == [110]
     assert to_delete(saved, keep_last=2) == [100, 110, 120]  # they do not count among the newest

@@ -26,7 +26,7 @@ from tiny import Tokens, gpt
 from omnitrain import Trainer, __version__
 from omnitrain.checkpoint import sharded_files
 from omnitrain.checkpoint.disk import FileSystem
-from omnitrain.checkpoint.sharded_files import Block, own_blocks, write_shards
+from omnitrain.checkpoint.sharded_files import Block, local_blocks, write_shards
 from omnitrain.checkpoint.store import Store
 from omnitrain.checkpoint.tensor_files import Gathered
 from omnitrain.cli.main import main
@@ -223,7 +223,7 @@ def shard(folder: Path, ranks: int = 2) -> None:
             for name, tensor in tensors.items():
                 begin, end = (tensor.numel() * (rank + step) // ranks for step in (0, 1))
                 flat = partial(slice_of, tensor, begin, end)
-                blocks[name] = own_blocks(Gathered(tuple(tensor.shape), tensor.dtype, tensor.clone, flat=flat), rank)
+                blocks[name] = local_blocks(Gathered(tuple(tensor.shape), tensor.dtype, tensor.clone, flat=flat), rank)
             entries = write_shards(blocks, folder / part, rank, FileSystem())
             content["files"] |= {f"{part}/{name}": entry for name, entry in entries.items()}
     seal(folder, content)
@@ -237,8 +237,8 @@ def test_export_opens_with_from_pretrained(
     run, out = shutil.copytree(source, tmp_path / "run"), tmp_path / "new" / "out"
     if limit is not None:
         shard(next(run.glob("checkpoint-*")))
-        assert sharded_files.write_whole.__defaults__ == (sharded_files.LARGEST_FILE,)
-        monkeypatch.setattr(sharded_files.write_whole, "__defaults__", (limit,))
+        assert sharded_files.write_full_files.__defaults__ == (sharded_files.LARGEST_FILE,)
+        monkeypatch.setattr(sharded_files.write_full_files, "__defaults__", (limit,))
     code, _, error = answer(capsys, "export", run, out)
     loaded, info = type(model).from_pretrained(out, output_loading_info=True)
     assert (code, error) == (0, "") and not any(info.values())

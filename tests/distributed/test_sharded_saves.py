@@ -144,7 +144,7 @@ def case(way: str, name: str, **options: Any) -> Case:
 
 def run_in_turn(folders: list[str]) -> list[Any]:
     """Train in one folder after the other; return the step and the error of each run."""
-    lock.LEAVE_S, results = 0.1, []
+    lock.EXIT_GRACE_S, results = 0.1, []
     for folder in folders:
         trainer, message = make(folder, "ddp"), ""
         try:
@@ -285,7 +285,7 @@ def test_lock_of_another_run_is_an_error_on_all_ranks(tmp_path: Path) -> None:
     folder = tmp_path / "locked"
     folder.mkdir()
     folders = {"folders": [str(folder), str(tmp_path / "free")]}
-    with lock.Lock(folder).held():
+    with lock.Lock(folder).hold():
         outcomes = play([Case("train", f"{HERE}:run_in_turn", folders)], tmp_path / "cases")["train"]
     for outcome in outcomes:
         (step, message), unlocked = outcome.result

@@ -30,7 +30,7 @@ class FirstStep(Callback):
 
 def noted_hashes(trouble: str = "", fail_on: int = -1) -> list[str]:
     """Have hashing shared out however small the files are, and return a list that gets the names of this rank's."""
-    verifying._WORTH_IT = 0
+    verifying._MIN_SHARED_BYTES = 0
     rank, hashed = int(os.environ["RANK"]), list[str]()
     check_hashes = manifest.check_hashes
 
@@ -42,7 +42,7 @@ def noted_hashes(trouble: str = "", fail_on: int = -1) -> list[str]:
 
     verifying.check_hashes = check
     if trouble == "unseen" and rank == fail_on:  # as on a local disk
-        verifying._read = lambda path: None
+        verifying._read_bytes = lambda path: None
     return hashed
 
 
@@ -66,7 +66,7 @@ def resume(folder: str, which: str = "auto", trouble: str = "", fail_on: int = -
 
 def break_reading(fail_on: int, is_local: bool) -> None:
     """Have the disk fail one rank in the middle of reading; each reads its part, or the main one all."""
-    calls, original, choose = itertools.count(), tensor_reader.TensorFile._fill, checkpointer.hashed_by_all
+    calls, original, choose = itertools.count(), tensor_reader.TensorFile._fill, checkpointer.find_with_shared_hashing
 
     def fill(self: Any, name: str, box: Any, target: Any) -> None:
         if int(os.environ["RANK"]) == fail_on and next(calls) == 3:
@@ -78,7 +78,7 @@ def break_reading(fail_on: int, is_local: bool) -> None:
         tensor_reader.TensorFile._fill = fill
         return chosen
 
-    checkpointer.hashed_by_all = choose_and_break
+    checkpointer.find_with_shared_hashing = choose_and_break
     if not is_local:
         tensor_reader.TensorFile._is_local = lambda self: self._ranks.world_size == 1
 
@@ -207,7 +207,7 @@ def test_damage_is_an_error_or_an_older_checkpoint(outcomes: Any, kind: str, ran
         assert [one.code for one in ranks] == [0, 0], ranks
         assert [one.result["step"] for one in ranks] == [2, 2]
         assert ranks[0].result["state"] == outcomes["none-0-auto"][0].result["state"]
-        assert "Taking 'checkpoint-2' instead" in ranks[0].output, ranks[0].output
+        assert "Using 'checkpoint-2' instead" in ranks[0].output, ranks[0].output
         return
     assert [one.code for one in ranks] == [1, 1], ranks
     for one in ranks:

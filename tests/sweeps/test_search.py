@@ -326,9 +326,9 @@ def test_search_rejects_leftover_checkpoints(tmp_path: Path) -> None:
 
 
 def test_search_rejects_locked_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lock, "LEAVE_S", 0.1)
+    monkeypatch.setattr(lock, "EXIT_GRACE_S", 0.1)
     tmp_path.joinpath("search").mkdir()
-    with lock.Lock(tmp_path / "search").held(), pytest.raises(CheckpointError, match="is in use by process"):
+    with lock.Lock(tmp_path / "search").hold(), pytest.raises(CheckpointError, match="is in use by process"):
         search(native, RATES, trials=1, save_dir=tmp_path / "search")
 
 
