@@ -171,7 +171,7 @@ def _read_record(path: Path) -> list[dict[str, Any]]:
         ) from None
     if not content.get("record"):
         raise ConfigError(
-            f"{str(folder)!r} does not say what ran: a version of omnitrain wrote it that kept no record. "
+            f"{str(folder)!r} has no record of its run: an older version of omnitrain wrote it. "
             "`omnitrain checkpoint show` prints its settings and versions."
         )
     return [content["record"]]
@@ -224,7 +224,7 @@ def export(path: Path, out: Path, merge: Path | bool = False, adapter: str | Non
     if out.is_symlink() or (out.exists() and not (out.is_dir() and not any(out.iterdir()))):
         raise ConfigError(f"{str(out)!r} already exists and is not overwritten. Give the path of a new folder.")
     if adapter is not None and not merge:
-        raise ConfigError("--adapter says which adapter is merged. Pass --merge, or leave it out: all are exported.")
+        raise ConfigError("--adapter has no effect without --merge. Pass --merge, or leave it out: all are exported.")
     if merge:
         from omnitrain.checkpoint.merge_adapters import write_merged
 
@@ -292,7 +292,7 @@ def _consolidate(folder: Path, content: Mapping[str, Any], out: Path) -> None:
 
 def _names_outside_adapters(folder: Path, content: Mapping[str, Any], weights: Collection[str]) -> list[str]:
     """Return the names of the trained tensors and buffers that are in no adapter's file."""
-    if not content.get("frozen"):  # it has the whole base as well
+    if not content.get("frozen"):  # it has the full base as well
         return []
     outside = {name for name in weights if ".original_module." not in name}
     for file in content["files"]:
@@ -421,7 +421,7 @@ def _largest_integer_difference(a: torch.Tensor, b: torch.Tensor) -> float:
 
 
 def _list_tensors(files: list[Path]) -> Iterator[list[str]]:
-    """Yield name, dtype and whole shape of each tensor in some files, without reading its values."""
+    """Yield name, dtype and full shape of each tensor in some files, without reading its values."""
     entries: dict[str, tuple[str, list[int]]] = {}
     for path in files:
         for name, entry in read_header(path).items():

@@ -26,7 +26,7 @@ _NO_CURVE = ("kind", "step", "epoch", "final", "learning_rate", "grad_norm", "sk
 class RunComparison:
     """The rows of several runs, which print as a table: the last loss, and the best value of each metric.
 
-    `*` marks the best of the runs, where a metric's name tells whether a higher value is better.
+    `*` marks the best of the runs, if the direction of a metric is known.
 
     Attributes:
         runs: The rows of each run by its name, as in `metrics.jsonl`.
@@ -201,7 +201,7 @@ def _points(rows: list[dict[str, Any]], name: str) -> list[tuple[int, float]]:
 
 
 def _best(points: list[tuple[int, float]], name: str) -> tuple[int, float] | None:
-    """Return the best point of an evaluation's metric, if its name tells which one that is."""
+    """Return the best point of an evaluation's metric, if its direction is known."""
     direction = _direction(name) if name.startswith("eval_") else None
     if direction is None or not points:
         return None

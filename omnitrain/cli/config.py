@@ -29,7 +29,7 @@ Pairs = Sequence[tuple[str, str | None]]
 
 
 def train(words: Sequence[str], resume: str | None, trust: bool, only_print: bool) -> None:
-    """Train as configuration files and options say.
+    """Train a configuration from files and options.
 
     Args:
         words: Configuration files, later ones over earlier ones, then options such as --trainer.epochs 3.

@@ -140,7 +140,7 @@ def _demo(args: argparse.Namespace) -> None:
 
 
 def _add_train(commands: Any) -> None:
-    about = "Train as a file describes."
+    about = "Train the run that a file describes."
     train = commands.add_parser(
         "train",
         help=about,

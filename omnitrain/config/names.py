@@ -83,7 +83,7 @@ def _find_sources(name: str) -> list[str]:
         try:
             spec = importlib.util.find_spec(module)  # which imports the package around it: one without code
         except (ImportError, ValueError, AttributeError):
-            return []  # importing it will say so
+            return []  # importing it raises the error
         if spec is None:
             return []
         if spec.origin not in (None, "namespace"):

@@ -224,7 +224,7 @@ def _to_reference(value: Any) -> str:
 
 
 def dotted_name(key: Key) -> str:
-    """Return a key as it is written on the command line.
+    """Return a key as on the command line.
 
     >>> dotted_name(("trainer", "callbacks", 0, "patience"))
     'trainer.callbacks.0.patience'

@@ -14,10 +14,10 @@ from typing import Any
 from omnitrain.callbacks.train_hook import TrainHook
 from omnitrain.core.errors import ConfigError, did_you_mean
 
-_TEXT, _INTEGER, _NUMBER, _BOOL, _MAP, _LIST, _ANY = "text", "whole", "number", "switch", "map", "list", "any"
+_TEXT, _INTEGER, _NUMBER, _BOOL, _MAP, _LIST, _ANY = "text", "integer", "number", "bool", "map", "list", "any"
 _EXPECTED = {
     _TEXT: "a string",
-    _INTEGER: "a whole number",
+    _INTEGER: "an integer",
     _NUMBER: "a number",
     _BOOL: "true or false",
     _MAP: "a map",
@@ -88,7 +88,7 @@ _UNSUPPORTED: dict[str, str] = {
     "compute_config.zero_param_level_sharding": _SHARDS,
     "compute_config.use_async_reducer": "gradients are averaged while the backward pass makes them.",
     "compute_config.reducer_bucket_cap_mb": "PyTorch's default of 25 MB holds.",
-    "model.parallel_modules": f"the model is sharded as a whole. {_SHARDS}",
+    "model.parallel_modules": f"the entire model is sharded. {_SHARDS}",
     "optimizer.param_clss_fn": "PyTorch decides which gradients are sent together. `param_groups` of the trainer gives "
     "parameters their own options.",
     "optimizer.grad_reduce_divisor": "gradients are averaged by PyTorch.",
@@ -213,7 +213,7 @@ class _References:
             raise ConfigError(f"`{where}` refers to {name!r} by '$!'. That must be 'self', or begin with 'vars.'.")
         if name == "self":
             raise ConfigError(
-                f"`{where}` asks for nnScaler's whole configuration, which does not exist here. Pass the values that "
+                f"`{where}` asks for nnScaler's full configuration, which does not exist here. Pass the values that "
                 "are needed one by one: '$(micro_batch_size)'."
             )
         value = self._target(name, where, inline, pending)
@@ -660,7 +660,7 @@ class _Conversion:
         if options.get("collate_fn") is not None:
             self.trainer["data_collator"] = _convert_value(options["collate_fn"], "dataloader.train_args.collate_fn")
         if options.get("persistent_workers") is False:
-            self.note("dataloader.train_args.persistent_workers", "workers are kept for the whole run.")
+            self.note("dataloader.train_args.persistent_workers", "workers are kept for the entire run.")
 
     def _micro_batch(self) -> tuple[int, Any]:
         """Return the size of a micro-batch, as a number and for the converted file."""
@@ -755,7 +755,7 @@ class _Conversion:
         if interval != "1ep":
             trainer["eval_steps"] = interval
         if run.get("max_val_steps"):
-            self.note("max_val_steps", "every evaluation is over the whole set. Wrap the dataset into "
+            self.note("max_val_steps", "every evaluation is over the entire set. Wrap the dataset into "
                       "omnitrain.EvalSet(data, subset=...), which counts samples.")  # fmt: skip
 
     def _evaluation_interval(self) -> int | str:

@@ -35,7 +35,7 @@ class Duration:
     """A length of training: epochs, optimizer steps, samples, tokens, seconds, or a share of the run.
 
     Durations of one unit can be added, subtracted, compared and divided; any can be multiplied or divided by a number.
-    What counts steps, samples or tokens is rounded to a whole number of them. Where one operand is a Duration, the
+    Counts of steps, samples and tokens are rounded to integers. Where one operand is a Duration, the
     other may be a string.
 
     >>> every = Duration.parse("2h30m", unit="ba", name="save_steps")
@@ -257,7 +257,7 @@ class Limits:
             duration = Duration.parse(max_duration, "ep", "max_duration")
             if duration.unit == "dur":
                 raise ConfigError(
-                    f"`max_duration` says how long the run is and cannot be a share of it, got {str(duration)!r}. "
+                    f"`max_duration` is the length of the run and cannot be a share of it, got {str(duration)!r}. "
                     "Give '10ep', '500ba', '4e4sp', '3e6tok' or '2h30m'."
                 )
             self._limits.append(("max_duration", duration))
@@ -277,7 +277,7 @@ class Limits:
         length = Duration.parse(more, "ep", "more")
         if length.unit == "dur":
             raise ConfigError(
-                f"`more` says how much longer the run is and cannot be a share of it, got {str(length)!r}. Give '2ep', "
+                f"`more` is a length and cannot be a share of the run, got {str(length)!r}. Give '2ep', "
                 "'500ba', '4e4sp', '3e6tok' or '2h30m'."
             )
         done = Fraction(length.amount(progress))
@@ -493,9 +493,8 @@ def _validate(value: Any, unit: str, name: str, shown: str, bare: str = "") -> f
         raise ConfigError(
             f"`{name}` must be a positive duration, got {shown}. Give {bare}a number with its unit: {_UNITS}."
         )
-    whole = int(value)
-    if whole == value:
-        return whole
+    if int(value) == value:
+        return int(value)
     if unit in _WHOLE_UNITS:
         raise ConfigError(f"`{name}` must be a whole number of {_WORDS[unit]}, got {shown}.")
     return float(value)

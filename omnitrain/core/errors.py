@@ -109,7 +109,7 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
 
 
 def unexpected_arguments(callee: str, errors: Sequence[str]) -> TypeError:
-    """Return one error for all unknown arguments of a call, each in a line of its own if there are several."""
+    """Return one error for all unknown arguments of a call, each on its own line if there are several."""
     if len(errors) == 1:
         return TypeError(f"{callee}() got an unexpected argument {errors[0]}")
     return TypeError("\n  ".join([f"{callee}() got {len(errors)} unexpected arguments:", *errors]))

@@ -576,7 +576,7 @@ class Algorithm:
     """
 
     conflicts: ClassVar[Collection[str]] = ()
-    """Names of classes of algorithms that cannot be used together with this one; one of the two needs to say so."""
+    """Names of classes of algorithms that cannot be used together with this one; one of the two is enough."""
 
     asks_alone: ClassVar[bool] | bool = True
     """Whether it may request something in a step that other ranks do not; see `Callback.asks_alone`."""

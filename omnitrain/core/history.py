@@ -151,7 +151,7 @@ class MetricsDict(dict[str, Any]):
         printer.text(str(self))
 
     def __missing__(self, key: str) -> Any:
-        """Raise a KeyError that says why `key` is missing."""
+        """Raise a KeyError with the reason why `key` is missing."""
         if key in _SCALARS:
             why = "the run is not over" if key == "stop_reason" else "no evaluation was selected, or nothing was saved"
             raise KeyError(f"{key!r} is not known: {why}.")
@@ -449,7 +449,7 @@ def _format_number(value: float | int | str) -> str:
 
 
 def _format_cell(name: str, value: float | int | str) -> str:
-    """Return a value as its descriptor says, or in a few digits."""
+    """Return a value in the format of its descriptor, or in a few digits."""
     if is_described(name) and isinstance(value, (int, float)):
         return format(value, get_descriptor(name).format)
     return _format_number(value)

@@ -24,11 +24,11 @@ class MetricDescriptor:
     """The display of a value.
 
     Args:
-        title: Its name on the console; None is its name in the row, "" leaves it out, where the unit says enough.
+        title: Its name on the console; None is its name in the row, "" omits it, if the unit is enough.
         unit: Written after the value, such as "tok/s".
         format: A format of Python for the value, such as ".4g" or ".1%".
         order: Values are shown in ascending order, then as they come; those without a descriptor have 50.
-        higher_is_better: Whether it is, if `optimization_direction` and the metric itself do not say.
+        higher_is_better: Whether it is, if `optimization_direction` and the metric itself do not.
     """
 
     title: str | None = None

@@ -90,7 +90,7 @@ def test_record_is_absent_from_old_checkpoints(tmp_path: Path) -> None:
     folder = tmp_path / "checkpoint-4"
     seal(folder, content_of(folder) | {"record": None, "identity": None})
     (tmp_path / "run.json").unlink()
-    with pytest.raises(ConfigError, match=r"checkpoint-4' does not say what ran"):
+    with pytest.raises(ConfigError, match=r"checkpoint-4' has no record of its run"):
         show_run(tmp_path)
     make(tmp_path, epochs=2).train(resume_from="auto")
     assert len(starts_of(tmp_path)) == 1
