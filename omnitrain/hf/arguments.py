@@ -399,7 +399,7 @@ def _merge_arguments(args: transformers.TrainingArguments, values: Mapping[str, 
                 kwargs[name] = value  # a direction belongs to the metric named with it
             continue
         argument, fields = kwargs[name], _user_fields(args, name)
-        if fields and value is not None and not _is_same(name, argument, value):
+        if fields and value is not None and not _is_equivalent(name, argument, value):
             spelled = " and ".join(f"`{field}={field_value!r}`" for field, field_value in fields.items())
             shown = str(argument) if isinstance(argument, Path) else argument
             raise ConfigError(
@@ -421,7 +421,7 @@ def _optimizer_fields(args: transformers.TrainingArguments, kwargs: Mapping[str,
     return fields
 
 
-def _is_same(name: str, argument: Any, value: Any) -> bool:
+def _is_equivalent(name: str, argument: Any, value: Any) -> bool:
     """Return whether one of our arguments means the same as theirs."""
     if name == "optimization_metric":
         argument, value = str(argument).removeprefix("eval_"), str(value).removeprefix("eval_")

@@ -32,14 +32,14 @@ class Controls:
     def __init__(self, trainer: Any) -> None:
         vars(self)["_trainer"] = trainer
 
-    def _holder(self, name: str) -> Any:
+    def _target(self, name: str) -> Any:
         return self._trainer.engine.control if name.startswith("should_") else self._trainer.lifecycle.control
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self._holder(name), name)
+        return getattr(self._target(name), name)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        setattr(self._holder(name), name, value)
+        setattr(self._target(name), name, value)
 
 
 class Callbacks(CallbackHandler):

@@ -36,7 +36,7 @@ from omnitrain.hf.arguments import resolve_alias, scheduler_factory
 from omnitrain.hf.callbacks import Controls
 from omnitrain.hf.data import undo_prepare
 from omnitrain.hf.engine import Engine
-from omnitrain.hf.evaluation import prefixed
+from omnitrain.hf.evaluation import replace_prefix
 from omnitrain.hf.files import write_model
 from omnitrain.metrics.scorer import make_scorer, scores_for
 from omnitrain.model.units import ModelUnit, StepOutput, metrics_in, run_unit, scores_in
@@ -448,8 +448,8 @@ class TransformersAPI(BaseTrainer):
         self.engine._memory_tracker.start()
         with self._ignore_keys(ignore_keys), evaluation.generation_options("predict", generation):
             result = super().predict(dataset)
-        metrics = prefixed(result.metrics, metric_key_prefix)
-        self.engine.report_prediction({**metrics, **prefixed(evaluation.speeds, metric_key_prefix)})
+        metrics = replace_prefix(result.metrics, metric_key_prefix)
+        self.engine.report_prediction({**metrics, **replace_prefix(evaluation.speeds, metric_key_prefix)})
         self.engine._memory_tracker.stop_and_update_metrics(metrics)
         return Predictions(result.predictions, result.labels, metrics)
 

@@ -81,7 +81,7 @@ def counting_loader(trainer: BaseTrainer, by_window: bool) -> DataLoader[Any]:
     )
 
 
-def with_length_groups(settings: Settings, args: Any, group_size: int) -> Settings:
+def apply_length_grouping(settings: Settings, args: Any, group_size: int) -> Settings:
     """Return the settings with the training set grouped by length, if the training arguments request it.
 
     Args:

@@ -337,21 +337,21 @@ class Engine(SearchTrainer):
 
     def stock_train_dataloader(self) -> DataLoader[Any]:
         """Return the loader that transformers builds for the training set."""
-        with self._accelerate_loaders():
+        with self._prepare_with_accelerate():
             return super().get_train_dataloader()
 
     def get_eval_dataloader(self, eval_dataset: Any = None) -> DataLoader[Any]:
         """Return the loader that transformers builds for an evaluation set."""
-        with self._accelerate_loaders():
+        with self._prepare_with_accelerate():
             return super().get_eval_dataloader(eval_dataset)
 
     def get_test_dataloader(self, test_dataset: Any) -> DataLoader[Any]:
         """Return the loader that transformers builds for a test set."""
-        with self._accelerate_loaders():
+        with self._prepare_with_accelerate():
             return super().get_test_dataloader(test_dataset)
 
     @contextlib.contextmanager
-    def _accelerate_loaders(self) -> Iterator[None]:
+    def _prepare_with_accelerate(self) -> Iterator[None]:
         """Make accelerate split the samples of loaders built inside, and move their batches to the device."""
         self.accelerator.prepares_loaders = True  # type: ignore[attr-defined]
         try:

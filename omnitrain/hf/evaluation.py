@@ -28,7 +28,7 @@ _TIMING_SUFFIXES = ("_runtime", "_samples_per_second", "_steps_per_second")
 """Suffixes of the timings that transformers adds to metrics, which differ in every run."""
 
 
-def prefixed(metrics: Mapping[str, float], prefix: str) -> dict[str, float]:
+def replace_prefix(metrics: Mapping[str, float], prefix: str) -> dict[str, float]:
     """Return the metrics of a prediction with another prefix than `test_`."""
     return {f"{prefix}_{name.removeprefix('test_')}": value for name, value in metrics.items()}
 
@@ -106,7 +106,7 @@ class HFEvaluation(Evaluation):
         self, loader: Any, prefix: str, is_interrupted: Callable[[int], bool], only_first: bool = False
     ) -> dict[str, float] | None:
         """Evaluate as every trainer does; as part of the run, by the user's own `evaluate` if there is one."""
-        trainer, evaluate = self._engine().trainer, self._timed
+        trainer, evaluate = self._engine().trainer, self._evaluate_timed
         is_run_evaluation = loader is trainer.eval_loader and trainer._loop.is_evaluating and not only_first
         if not is_run_evaluation or self._run_evaluation is not None or "evaluate" not in trainer._overridden:
             return evaluate(loader, prefix, is_interrupted, only_first)
@@ -151,7 +151,7 @@ class HFEvaluation(Evaluation):
         result = self.predict(loader, is_interrupted)
         if result is None:
             return None
-        return Predictions(result.predictions, result.labels, prefixed(result.metrics, prefix))
+        return Predictions(result.predictions, result.labels, replace_prefix(result.metrics, prefix))
 
     def run_first_batches(self, loader: Any, is_interrupted: Callable[[int], bool]) -> None:
         """Run the first batch of each set, and ignore the result."""
@@ -167,7 +167,7 @@ class HFEvaluation(Evaluation):
         finally:
             self.reports_batches = True
 
-    def _timed(
+    def _evaluate_timed(
         self, loader: Any, prefix: str, is_interrupted: Callable[[int], bool], only_first: bool = False
     ) -> dict[str, float] | None:
         """Return the result of `Evaluation.evaluate`, and record how long it took."""
@@ -198,7 +198,7 @@ class HFEvaluation(Evaluation):
         return output
 
     def forward(self, batch: Any) -> StepOutput:
-        backend, generation = self.trainer.backend, self._generation_in_use
+        backend, generation = self.trainer.backend, self._active_generation
         # without labels an encoder-decoder model cannot run forward, but it can generate
         needs_forward = generation is None or labels_of(batch) is not None
         output = super().forward(batch) if needs_forward else StepOutput(None)
@@ -238,14 +238,14 @@ class HFEvaluation(Evaluation):
         return self.trainer.settings.label_names or (names if len(names) > 1 else ())
 
     @property
-    def _generation_in_use(self) -> Generation | None:
+    def _active_generation(self) -> Generation | None:
         """The Generation, if its predictions are used."""
         return self.generation if self.is_predicting or self.trainer.settings.compute_metrics is not None else None
 
     @property
     def filler(self) -> int:  # type: ignore[override]
         """The value that pads predictions of different lengths to one array."""
-        generation = self._generation_in_use
+        generation = self._active_generation
         return IGNORED_LABEL if generation is None else generation.pad_token_id(unwrap(self.trainer.backend.model))
 
     def predict(self, loader: Any, is_interrupted: Callable[[int], bool]) -> Predictions | None:

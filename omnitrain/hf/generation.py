@@ -31,18 +31,19 @@ class Generation:
     def __init__(self, args: transformers.Seq2SeqTrainingArguments, processing_class: Any) -> None:
         self.processing_class = processing_class
         limits = {"max_length": args.generation_max_length, "num_beams": args.generation_num_beams}
-        self.limits: dict[str, Any] = {name: value for name, value in limits.items() if value is not None}
+        self.generate_kwargs: dict[str, Any] = {name: value for name, value in limits.items() if value is not None}
 
     @contextlib.contextmanager
     def with_options(self, options: Mapping[str, Any]) -> Iterator[None]:
         """Use these arguments of `model.generate` inside, and those of the training arguments otherwise."""
-        previous, overrides = self.limits, {name: value for name, value in options.items() if value is not None}
+        previous = self.generate_kwargs
+        overrides = {name: value for name, value in options.items() if value is not None}
         retained = previous if "max_new_tokens" not in overrides else previous.keys() - {"max_length"}
-        self.limits = {name: previous[name] for name in retained} | overrides
+        self.generate_kwargs = {name: previous[name] for name in retained} | overrides
         try:
             yield
         finally:
-            self.limits = previous
+            self.generate_kwargs = previous
 
     def generate(self, model: Any, batch: Any, labels: Any, synced: bool) -> tuple[torch.Tensor, Any]:
         """Return the tokens that the model generates for a batch, and its labels, both padded.
@@ -53,7 +54,7 @@ class Generation:
             labels: The labels of the batch, or None.
             synced: Whether no process may finish before the others, because each has a part of the weights.
         """
-        tokens = generated(model, _generation_inputs(batch), synced, self.limits)
+        tokens = generated(model, _generation_inputs(batch), synced, self.generate_kwargs)
         if len(tokens) != count_samples(batch):
             raise DataError(
                 f"The model generated {len(tokens)} sequences for {count_samples(batch)} samples. Set "

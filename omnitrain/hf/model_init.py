@@ -33,7 +33,7 @@ def check_model_init(model: Any, model_init: Any, kwargs: Mapping[str, Any]) -> 
         )
 
 
-def new_model(model_init: Callable[..., Any], trial: Any, seed: int, device: torch.device) -> nn.Module:
+def create_model(model_init: Callable[..., Any], trial: Any, seed: int, device: torch.device) -> nn.Module:
     """Return a new model, whose weights depend only on the seed; the program's random state stays unchanged.
 
     Raises:

@@ -63,13 +63,13 @@ from omnitrain.hf.arguments import (
     warn_unread_fields,
 )
 from omnitrain.hf.calls import OVERRIDABLE, TransformersAPI
-from omnitrain.hf.data import with_length_groups
+from omnitrain.hf.data import apply_length_grouping
 from omnitrain.hf.engine import Engine, EngineLoop, Reporter
 from omnitrain.hf.evaluation import HFEvaluation
 from omnitrain.hf.files import check_stock_checkpoints
 from omnitrain.hf.generation import make_generation
 from omnitrain.hf.label_smoothing import smooth_labels
-from omnitrain.hf.model_init import check_model_init, new_model
+from omnitrain.hf.model_init import check_model_init, create_model
 from omnitrain.hf.policies import policy_callbacks
 from omnitrain.hf.search import Trial, record_arguments, transfer_callbacks
 from omnitrain.model.units import ModelUnit, StepOutput, forward_names, without_effect
@@ -485,7 +485,7 @@ class HFTrainer(TransformersAPI):
 
     def _new_model(self, seed: int, device: torch.device) -> nn.Module:
         trial = self._trial and self._trial.trial
-        return new_model(self.model_init, trial, seed, device)  # type: ignore[arg-type]
+        return create_model(self.model_init, trial, seed, device)  # type: ignore[arg-type]
 
     # --- the parts of a run
 
@@ -525,7 +525,7 @@ class HFTrainer(TransformersAPI):
         self._engine_args.remove_unused_columns = not keeps_all
         columns = Columns(None if keeps_all else unit.columns, self.get_model())
         adds_mask = "attention_mask" in forward_names(self.get_model())
-        settings = with_length_groups(self.settings, args, step)
+        settings = apply_length_grouping(self.settings, args, step)
         sets = Sets(settings, self.device, self.ranks, columns, adds_mask, **sampling)
         if self.settings.microbatch_size == "auto" and self.world_size > 1 and syncs_each_batch(args):
             raise ConfigError(

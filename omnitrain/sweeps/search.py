@@ -225,10 +225,10 @@ def search(
         raise MissingExtraError("search", "optuna", "search") from None
     if not callable(make_trainer):
         raise ConfigError(f"`make_trainer` must be callable as make_trainer(params, folder), got {make_trainer!r}.")
-    folder, described = folder_path(os.fspath(save_dir), "save_dir"), Space(space)
+    folder, search_space = folder_path(os.fspath(save_dir), "save_dir"), Space(space)
     _check_arguments(trials, direction, sampler, pruner, seed)
     if sampler == "grid":
-        size = len(described.points())
+        size = len(search_space.points())
         trials = size if trials is None else min(trials, size)
     if trials is None:
         raise ConfigError(
@@ -237,7 +237,7 @@ def search(
     verbosity = optuna.logging.get_verbosity()
     optuna.logging.set_verbosity(optuna.logging.WARNING)  # optuna logs a line per trial
     try:
-        run = _Search(make_trainer, described, folder, sampler or "tpe", pruner or "median", seed)
+        run = _Search(make_trainer, search_space, folder, sampler or "tpe", pruner or "median", seed)
         return run.run_trials(trials, direction)
     finally:
         optuna.logging.set_verbosity(verbosity)
@@ -466,7 +466,7 @@ class _Search:
         settings = {
             "metric": self.metric,
             "direction": self.direction,
-            "space": self.space.described(),
+            "space": self.space.describe(),
             "sampler": describe(self.sampler),
             "seed": self.seed,
         }
@@ -697,7 +697,7 @@ def _grid_sampler(points: list[dict[str, Any]]) -> Any:
     """Return an optuna sampler that gives trial n the n-th point."""
     from optuna.samplers import BaseSampler
 
-    class InOrder(BaseSampler):
+    class GridSampler(BaseSampler):
         def infer_relative_search_space(self, study: Any, trial: Any) -> dict[str, Any]:
             return {}
 
@@ -707,7 +707,7 @@ def _grid_sampler(points: list[dict[str, Any]]) -> Any:
         def sample_independent(self, study: Any, trial: Any, param_name: str, param_distribution: Any) -> Any:
             return points[trial.number % len(points)][param_name]
 
-    return InOrder()
+    return GridSampler()
 
 
 def _read_settings(file: Path) -> dict[str, Any] | None:

@@ -23,12 +23,12 @@ class _Dimension:
 
     Args:
         suggest: Returns a value for a trial of optuna.
-        described: Its description, as JSON types.
+        description: Its description, as JSON types.
         values: All its values; None if they cannot be listed.
     """
 
     suggest: Callable[[Any], Any]
-    described: Any
+    description: Any
     values: list[Any] | None
 
 
@@ -57,9 +57,9 @@ class Space:
         """Return the values of a trial of optuna, which are always the same for the same trial."""
         return {name: dimension.suggest(trial) for name, dimension in self._dimensions.items()}
 
-    def described(self) -> dict[str, Any]:
+    def describe(self) -> dict[str, Any]:
         """Return the descriptions of the parameters, as JSON types."""
-        return {name: dimension.described for name, dimension in self._dimensions.items()}
+        return {name: dimension.description for name, dimension in self._dimensions.items()}
 
     def points(self) -> list[dict[str, Any]]:
         """Return all combinations; the values of the last parameter change first.
@@ -72,7 +72,7 @@ class Space:
             if dimension.values is None:
                 raise ConfigError(
                     f"sampler='grid' tries all values, and those of space[{name!r}] cannot be listed: "
-                    f'{dimension.described!r}. Pass a list, or a range with a "step".'
+                    f'{dimension.description!r}. Pass a list, or a range with a "step".'
                 )
             values.append(dimension.values)
         if (size := math.prod(map(len, values))) > _MOST_POINTS:
