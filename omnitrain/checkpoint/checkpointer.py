@@ -697,9 +697,9 @@ class Checkpointer:
     def _load_eval_weights(self) -> bool:
         if self.eval_weights.are_different:
             self._snapshot_final_weights()
-        are_others = self.eval_weights.load()
+        are_different = self.eval_weights.load()
         self._set_loaded()
-        return are_others
+        return are_different
 
     def _set_loaded(self) -> None:
         self.eval_weights.set_loaded()

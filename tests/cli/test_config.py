@@ -217,7 +217,7 @@ def test_train_records_git_of_configuration(folder: Path, monkeypatch: pytest.Mo
     assert main(["train", "--resume", "runs/a", "--trainer.epochs", "2"]) == 0
     assert main(["sweep", "conf/a.yaml", *short, "--trainer.learning_rate", "1e-3,1e-2", "--save_dir", "s"]) == 0
     assert set(asked[:1] + asked[2:]) == {folder / "conf"} and asked[1] == folder and len(asked) >= 4
-    monkeypatch.setattr(run_record, "_script", lambda: folder / "other" / "train.py")
+    monkeypatch.setattr(run_record, "_script_path", lambda: folder / "other" / "train.py")
     Trainer(named.Net(4), named.rows(), loss_fn=named.loss, epochs=1, progress_bar=False, save_dir="b").train()
     assert asked[-1] == folder / "other"
 
