@@ -27,7 +27,7 @@ from omnitrain.checkpoint.run_record import CONFIG_FILE, RUN_FILE, append_start,
 from omnitrain.checkpoint.setting_changes import DECIDING, changed_options, changed_settings
 from omnitrain.checkpoint.store import Store
 from omnitrain.checkpoint.verifying import find_with_shared_hashing
-from omnitrain.checkpoint.writing import Save, Writer
+from omnitrain.checkpoint.writing import BackgroundSave, Writer
 from omnitrain.core.errors import CheckpointError, ConfigError, Tolerance, is_disk_error
 from omnitrain.core.paths import is_address, local_path
 from omnitrain.core.progress import Progress
@@ -174,7 +174,7 @@ class Checkpointer:
         self._record_replaces: str | None = None
         """The starts in `run.json` that this one replaces: "all", or the "last", which is itself; None adds it."""
         self._history_encoder = HistoryEncoder()
-        self._in_flight: Save | None = None
+        self._in_flight: BackgroundSave | None = None
         """The checkpoint that is being written in the background."""
 
     # --- saving

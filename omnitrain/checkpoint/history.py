@@ -87,10 +87,10 @@ def read_history(folder: Path, content: Mapping[str, Any]) -> dict[str, Any]:
         if {name: len(rows) for name, rows in tables.items()} != {name: counts.get(name, 0) for name in TABLES}:
             raise ValueError(f"its rows are not the expected {counts}")
     except OSError as error:
-        raise CheckpointError(f"{str(folder / HISTORY)!r} cannot be read: {error}. Take another checkpoint.") from error
+        raise CheckpointError(f"{str(folder / HISTORY)!r} cannot be read: {error}. Use another checkpoint.") from error
     except (ValueError, KeyError, AttributeError, TypeError, RecursionError) as error:
         raise CheckpointError(
             f"{str(folder)!r} is damaged: line {number} of {HISTORY!r} is not a row of a history "
-            f"({type(error).__name__}: {error}). Take another checkpoint."
+            f"({type(error).__name__}: {error}). Use another checkpoint."
         ) from None
     return {**metrics, **tables}

@@ -121,7 +121,7 @@ def parse_manifest(data: bytes, name: str) -> dict[str, Any]:
     except RecursionError:
         raise CheckpointError(f"{name} is rejected: {MANIFEST!r} is nested too deeply.") from None
     except ValueError as error:
-        raise CheckpointError(f"{name} is damaged: {MANIFEST!r} has {error}. Take another checkpoint.") from None
+        raise CheckpointError(f"{name} is damaged: {MANIFEST!r} has {error}. Use another checkpoint.") from None
     for file in content["files"]:
         if not is_inside(file):
             raise CheckpointError(f"{name} is rejected: {MANIFEST!r} lists {file!r}, which is outside of the folder.")

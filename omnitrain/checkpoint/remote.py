@@ -676,13 +676,13 @@ def local_copy(address: str, name: str = "path") -> Path:
     return target / last if remote.address == parent else target
 
 
-def download_run(address: str, into: Path, whole: bool) -> Path:
+def download_run(address: str, into: Path, with_tensors: bool) -> Path:
     """Download a run, or one of its checkpoints, without verifying it; return its local path.
 
     Args:
         address: The run, a checkpoint of it, or its `last` or `best`.
         into: An empty folder.
-        whole: Whether to download the tensors; otherwise their files have the right size, and only names and shapes.
+        with_tensors: Whether to download the tensors; otherwise their files have the right sizes, and only headers.
 
     Raises:
         CheckpointError: The store cannot be read.
@@ -702,7 +702,9 @@ def download_run(address: str, into: Path, whole: bool) -> Path:
         if not folders:
             raise ConfigError(f"{mask_text(address)!r} has no checkpoints, or does not exist. Pass a run's `save_dir`.")
         sizes = {key: remote.size_of(key, info) for key, info in listing.items() if not key.endswith(LOCK)}
-        sizes_to_read = {key: size for key, size in sizes.items() if whole or key.endswith(MANIFEST) or "/" not in key}
+        sizes_to_read = {
+            key: size for key, size in sizes.items() if with_tensors or key.endswith(MANIFEST) or "/" not in key
+        }
         download_files(remote, sizes_to_read, into, 0)
         for key in sizes.keys() - sizes_to_read.keys():
             (into / key).parent.mkdir(parents=True, exist_ok=True)

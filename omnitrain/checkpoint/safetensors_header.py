@@ -117,7 +117,7 @@ def read_header_with_digest(path: Path) -> Header:
             text = file.read(length)
             header = json.loads(text.decode(), object_pairs_hook=unique_keys)
     except OSError as error:
-        raise CheckpointError(f"{str(path)!r} cannot be read: {error}. Take another checkpoint.") from error
+        raise CheckpointError(f"{str(path)!r} cannot be read: {error}. Use another checkpoint.") from error
     except (ValueError, RecursionError) as error:
         raise _damaged(path, str(error)) from None
     if not isinstance(header, dict):
@@ -188,4 +188,4 @@ def _are_counts(values: Any) -> bool:
 
 
 def _damaged(path: Path, what: str) -> CheckpointError:
-    return CheckpointError(f"{str(path)!r} is damaged: {what}. Take another checkpoint.")
+    return CheckpointError(f"{str(path)!r} is damaged: {what}. Use another checkpoint.")

@@ -603,7 +603,7 @@ def check_numbers(tensors: Mapping[str, torch.Tensor], saved: Any, where: str) -
         if not is_number or (value < 0 and key.endswith("/step")):
             raise CheckpointError(
                 f"{where} is damaged: {key!r} of the optimizer is {reprlib.repr(value)} there, which no step leaves. "
-                "Take another checkpoint."
+                "Use another checkpoint."
             )
 
 
@@ -625,7 +625,7 @@ def check_references(values: Any, tensors: Mapping[str, Any], where: str) -> set
             waiting.extend(value)
     missing = sorted(names - tensors.keys())
     if missing:
-        raise CheckpointError(f"{where} is damaged: the tensor {missing[0]!r} is missing. Take another checkpoint.")
+        raise CheckpointError(f"{where} is damaged: the tensor {missing[0]!r} is missing. Use another checkpoint.")
     return names
 
 
@@ -664,14 +664,14 @@ def check_state(
             raise CheckpointError(
                 f"{where} does not fit the optimizer: {key!r} is of shape {shape} and {dtype} there, and of shape "
                 f"{spec[0]} and {spec[1]} in the optimizer. Build model and optimizer as they were built for that run, "
-                "or take another checkpoint."
+                "or use another checkpoint."
             )
     for name, entries in entries_of.items():
         missing = sorted(set(expected[name].required) - entries)
         if missing:
             raise CheckpointError(
                 f"{where} does not fit the optimizer: {name + '/' + missing[0]!r} is missing. Build the optimizer as "
-                "it was built for that run, or take another checkpoint."
+                "it was built for that run, or use another checkpoint."
             )
 
 
@@ -760,7 +760,7 @@ def check_like(value: Any, present: Any, what: str, where: str) -> None:
     if not fits:
         raise CheckpointError(
             f"{where} is damaged: {what} is {reprlib.repr(value)} there, where {reprlib.repr(present)} was expected, "
-            "or another of its kind. Take another checkpoint."
+            "or another of its kind. Use another checkpoint."
         )
 
 
@@ -837,7 +837,7 @@ def check_rng_tensors(tensors: Mapping[str, torch.Tensor], rest: Any, device: to
     except (KeyError, TypeError, ValueError, RuntimeError, OverflowError) as error:
         raise CheckpointError(
             f"{where} is damaged: the random number generators reject its state ({type(error).__name__}: {error}). "
-            "Take another checkpoint."
+            "Use another checkpoint."
         ) from None
 
 
@@ -905,7 +905,7 @@ def from_json(value: Any, tensors: Mapping[str, torch.Tensor] | None = None) -> 
     if "__tensor__" in value:
         if value["__tensor__"] not in (tensors or {}):
             raise CheckpointError(
-                f"A state refers to the tensor {value['__tensor__']!r}, which is missing. Take another checkpoint."
+                f"A state refers to the tensor {value['__tensor__']!r}, which is missing. Use another checkpoint."
             )
         return (tensors or {})[value["__tensor__"]]
     if "__float__" in value:

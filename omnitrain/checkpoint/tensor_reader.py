@@ -313,7 +313,7 @@ class TensorFile(Mapping[str, torch.Tensor]):
                     missing[name] += _subtract(box, overlap)
         except OSError as error:
             raise CheckpointError(
-                f"{str(self._paths[number])!r} cannot be read: {error}. Take another checkpoint."
+                f"{str(self._paths[number])!r} cannot be read: {error}. Use another checkpoint."
             ) from error
 
     def _checked_header(self, number: int) -> dict[str, Entry]:
@@ -332,7 +332,7 @@ class TensorFile(Mapping[str, torch.Tensor]):
     def _incomplete(self, name: str, what: str) -> CheckpointError:
         return CheckpointError(
             f"{self._display_path()} is incomplete: none of its {len(self._paths)} files has {what} of {name!r}. "
-            "Take another checkpoint."
+            "Use another checkpoint."
         )
 
     def _display_path(self) -> str:

@@ -50,7 +50,7 @@ class _Cancelled(Exception):
     """Ends a save before it is complete."""
 
 
-class Save:
+class BackgroundSave:
     """A save whose phases run in a thread.
 
     Args:
@@ -150,7 +150,7 @@ class Writer:
             phase = _finish_phase(self._trainer.ranks, phases, phase)
         return phase
 
-    def begin(self, store: Store, snapshot: Snapshot) -> Save:
+    def begin(self, store: Store, snapshot: Snapshot) -> BackgroundSave:
         """Copy a snapshot to host memory, and start to write it in the background.
 
         Raises:
@@ -160,7 +160,7 @@ class Writer:
         phases = self._phases(store, snapshot, stages=True)
         if phases is None:
             raise CheckpointError(_unshared_folder_message("async_save=True", store))
-        return Save(snapshot, phases, self._trainer.ranks, self._thread)
+        return BackgroundSave(snapshot, phases, self._trainer.ranks, self._thread)
 
     # --- phases
 
@@ -189,7 +189,7 @@ class Writer:
                 write = functools.partial(
                     _run_within, store.reporting_errors, snapshot.step, lambda: self._write_extra_files(folder)
                 )
-                ranks.on_main("the files beside a checkpoint", write)
+                ranks.on_main("further files of a checkpoint", write)
             blocks, rest = self._local_share(snapshot, files, stages)
         except BaseException:
             _abort(store, snapshot.step, stack)

@@ -743,7 +743,7 @@ def restore_with_undo(part: Any, state: dict[str, Any], undo: contextlib.ExitSta
     except Exception as error:
         raise CheckpointError(
             f"{type(part).__qualname__}.load_state_dict rejected the state in the checkpoint: "
-            f"{type(error).__name__}: {error}. Take another checkpoint, or leave it out."
+            f"{type(error).__name__}: {error}. Use another checkpoint, or leave it out."
         ) from error
 
 

@@ -170,7 +170,7 @@ def check_state(dataset: Any, state: Any, where: str) -> None:
     for key, value, other in _odd(state, present, ""):
         raise CheckpointError(
             f"{where} is damaged: 'omnitrain.json' has {reprlib.repr(value)} for {key} of the state of `train_dataset` "
-            f"({name}), where {reprlib.repr(other)} was expected, or another of its kind. Take another checkpoint."
+            f"({name}), where {reprlib.repr(other)} was expected, or another of its kind. Use another checkpoint."
         )
     try:
         with contextlib.ExitStack() as undo:
