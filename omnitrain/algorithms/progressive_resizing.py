@@ -9,7 +9,7 @@ import torch.nn.functional as F
 
 from omnitrain.core.errors import ConfigError, DataError
 from omnitrain.core.events import Algorithm, TrainerLike, share_of_run
-from omnitrain.data.collation import is_image, labels_of
+from omnitrain.data.collation import get_labels, is_image
 
 
 class ProgressiveResizing(Algorithm):
@@ -68,7 +68,7 @@ class ProgressiveResizing(Algorithm):
     def transform_batch(self, trainer: TrainerLike, batch: Any) -> Any:
         """Return the batch with its images scaled."""
         done = share_of_run(trainer, "ProgressiveResizing", trainer.progress.step)
-        labels = labels_of(batch, trainer.settings.label_names or ())
+        labels = get_labels(batch, trainer.settings.label_names or ())
         entries = list(batch.values()) if isinstance(batch, Mapping) else batch
         entries = entries if isinstance(entries, (tuple, list)) else [entries]
         if not any(is_image(value) and value is not labels for value in entries):

@@ -49,8 +49,8 @@ from omnitrain.core.progress import Progress
 from omnitrain.core.secrets import mask_secrets
 from omnitrain.data.loaders import MapLoader, StreamLoader
 from omnitrain.data.sets import Sets
-from omnitrain.data.stateful import check_parts, data_parts, stateful_parts, untouched
-from omnitrain.data.streams import Mark, check_state, has_state
+from omnitrain.data.stateful import check_parts, data_parts, preserve_state, stateful_parts
+from omnitrain.data.streams import StreamPosition, check_state, has_state
 from omnitrain.distributed.ranks import Ranks
 from omnitrain.optim.build import ScheduleLR
 
@@ -240,7 +240,7 @@ class Contents:
             position = {"step": self._lifecycle.progress.step, "resumed_from": resumed}
             self.record = StartRecord(device, processes, position)
         compute = RunFingerprints(self._trainer.settings, self._sets, self._trainer.backend.model).to_dict
-        with ranks.in_phase("data"), untouched(data_parts(self._trainer.settings)):
+        with ranks.in_phase("data"), preserve_state(data_parts(self._trainer.settings)):
             self._identity = ranks.on_main("the fingerprints of data and code", compute)
 
     def close_record(self) -> None:
@@ -272,7 +272,7 @@ class Contents:
         if saved is None:
             return []
         identity = RunFingerprints(self._trainer.settings, self._sets, self._trainer.backend.model)
-        with self._trainer.ranks.in_phase("data"), untouched(data_parts(self._trainer.settings)):
+        with self._trainer.ranks.in_phase("data"), preserve_state(data_parts(self._trainer.settings)):
             return self._trainer.ranks.on_main("the check of data and code", lambda: identity.differences(saved))
 
     def capture(self, history: dict[str, Any] | None = None) -> tuple[Files, dict[str, Any]]:
@@ -894,9 +894,9 @@ class Contents:
             if any(saved.get(name) != current[name] for name in ("train_dataset", "train_loader")):
                 position = None
             if position is not None and loader.is_split:
-                position["state"] = loader.part_of(position["state"])
+                position["state"] = loader.local_state(position["state"])
                 position = None if position["state"] is None else position
-            loader.start_from(None if position is None else Mark(**position))
+            loader.resume_at(None if position is None else StreamPosition(**position))
 
     def _capture_stream(self, tensors: dict[str, torch.Tensor]) -> Any:
         """Return the position of data that have states, as JSON types; None for data without states.
@@ -907,13 +907,15 @@ class Contents:
         loader, progress, ranks = self._sets.train, self._lifecycle.progress, self._trainer.ranks
         if loader is None:
             return None
-        position = loader.mark_at(progress.epoch, progress.samples_in_epoch, progress.batches_in_epoch)
+        position = loader.position_at(progress.epoch, progress.samples_in_epoch, progress.batches_in_epoch)
         if loader.is_split:
             state = None if position is None else position.state
             gathered = ranks.gather_on_main("the states of the training data", [state])
             states = list(ranks.one_per_share([state for (state,) in gathered]))  # empty except on the main rank
             is_complete = states and None not in states
-            position = position._replace(state=loader.joined(states)) if position is not None and is_complete else None
+            position = (
+                position._replace(state=loader.merge_states(states)) if position is not None and is_complete else None
+            )
         try:
             return None if position is None else state_dicts.to_json(position._asdict(), _STREAM, tensors)
         except CheckpointError as error:

@@ -28,7 +28,7 @@ from omnitrain.arguments import Settings
 from omnitrain.checkpoint.state_dicts import unwrap
 from omnitrain.compute.random_state import derive_seed, isolated_rng
 from omnitrain.core.errors import DistributedError
-from omnitrain.data.loaders import GivenLoader, Loader, MapLoader, count_rows, is_stream
+from omnitrain.data.loaders import Loader, MapLoader, UserLoader, count_rows, is_stream
 from omnitrain.data.sampling import Fetch
 from omnitrain.data.sets import Sets
 from omnitrain.data.workers import outlive_signals
@@ -156,7 +156,7 @@ def _map_style_dataset(loader: Any) -> tuple[Any, bool]:
     """Return the map-style dataset of a loader, or None, and whether worker processes read it."""
     if isinstance(loader, MapLoader):
         return loader.dataset, loader.has_workers
-    if isinstance(loader, GivenLoader) and isinstance(loader.loader, DataLoader):
+    if isinstance(loader, UserLoader) and isinstance(loader.loader, DataLoader):
         dataset = loader.loader.dataset
         return (None, False) if is_stream(dataset) else (dataset, loader.loader.num_workers > 0)
     return None, False
@@ -172,7 +172,7 @@ def data_fingerprint(loader: Any, indices: Iterable[int] | None = None) -> dict[
         loader: A loader of this package.
         indices: The samples; None chooses some.
     """
-    if isinstance(loader, GivenLoader) and not loader.reads_all:
+    if isinstance(loader, UserLoader) and not loader.reads_all:
         return None
     dataset, has_workers = _map_style_dataset(loader)
     if dataset is None:

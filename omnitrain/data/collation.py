@@ -148,7 +148,7 @@ class Collator:
                         "Give every sample the same keys, or pass `data_collator`."
                     )
             batch = DictBatch({key: self._stack([sample[key] for sample in samples], key) for key in first})
-            return batch if _MASK in batch else self._with_padding_marked(batch, samples)
+            return batch if _MASK in batch else self._add_mask(batch, samples)
         if isinstance(first, tuple) or (isinstance(first, list) and _is_record(first)):
             columns = _columns(samples)
             last = len(first) - 1
@@ -156,13 +156,13 @@ class Collator:
             return tuple(self._stack(column, "labels" if 0 < i == last else "") for i, column in enumerate(columns))
         return self._stack(samples, "")
 
-    def with_mask(self) -> Collator:
+    def with_attention_mask(self) -> Collator:
         """Return a copy that gives padded batches an `attention_mask`."""
         collator = copy.copy(self)
         collator._adds_mask = True
         return collator
 
-    def _with_padding_marked(self, batch: DictBatch, samples: Sequence[Mapping[str, Any]]) -> DictBatch:
+    def _add_mask(self, batch: DictBatch, samples: Sequence[Mapping[str, Any]]) -> DictBatch:
         """Return a batch whose inputs were padded with a mask of them, or with its number of tokens."""
         key = next((key for key in _MASKED_KEYS if isinstance(batch.get(key), torch.Tensor)), None)
         if key is None or batch[key].ndim < 2:
@@ -188,8 +188,8 @@ class Collator:
             if first.dtype.kind not in "biufc":
                 return list(values)
             if all(value.shape == first.shape for value in values) and self.max_length is None:
-                return torch.from_numpy(_native(np.stack(values)))
-            tensors = [torch.from_numpy(_native(value)) for value in values]
+                return torch.from_numpy(_as_native(np.stack(values)))
+            tensors = [torch.from_numpy(_as_native(value)) for value in values]
         elif isinstance(first, _NUMBERS):
             if isinstance(first, np.bool_):  # which older NumPy does not let PyTorch read
                 values = [bool(value) if isinstance(value, np.bool_) else value for value in values]
@@ -281,7 +281,7 @@ def _columns(samples: Sequence[Sequence[Any]]) -> list[tuple[Any, ...]]:
     return list(zip(*samples, strict=True))
 
 
-def _native(array: np.ndarray) -> np.ndarray:
+def _as_native(array: np.ndarray) -> np.ndarray:
     """Return an array that torch accepts: it refuses negative strides or foreign byte order and warns if read-only."""
     is_native = array.dtype.isnative and array.flags.writeable and min(array.strides, default=0) >= 0
     return array if is_native else array.astype(array.dtype.newbyteorder("="), order="C", copy=True)
@@ -296,7 +296,7 @@ def is_image(value: Any) -> TypeGuard[torch.Tensor]:
     return isinstance(value, torch.Tensor) and value.is_floating_point() and value.dim() == 4
 
 
-def labels_of(batch: Any, names: Sequence[str] = ()) -> Any:
+def get_labels(batch: Any, names: Sequence[str] = ()) -> Any:
     """Return the labels of a batch: the last entry of a tuple, what a dict or an object has by such a name, or None.
 
     Args:
@@ -330,19 +330,19 @@ def required_labels(batch: Any, names: Sequence[str], who: str) -> torch.Tensor:
     Raises:
         DataError: If there are none or several, or they are not a tensor.
     """
-    labels = labels_of(batch, names)
+    labels = get_labels(batch, names)
     if isinstance(labels, torch.Tensor):
         return labels
     if isinstance(labels, tuple):
         raise DataError(f"{who} changes labels under one key, and `label_names={list(names)!r}` has several of them.")
-    raise DataError(f"{who} needs labels, and found {_kind_of(labels)} in the batch. {where_labels_are(batch)}")
+    raise DataError(f"{who} needs labels, and found {_kind_of(labels)} in the batch. {missing_labels_hint(batch)}")
 
 
 def _kind_of(labels: Any) -> str:
     return "none" if labels is None else f"a {type(labels).__name__} in their place"
 
 
-def where_labels_are(batch: Any, names: Sequence[str] = ()) -> str:
+def missing_labels_hint(batch: Any, names: Sequence[str] = ()) -> str:
     """Return the remedy for a batch whose labels were not found; `names` are the names that the user gave."""
     places = f"labels are looked for under {', '.join(dict.fromkeys([*names, *LABEL_KEYS]))}"
     if isinstance(batch, Mapping):
@@ -376,11 +376,11 @@ def as_probabilities(labels: torch.Tensor, num_classes: int) -> torch.Tensor:
 def with_labels(batch: Any, labels: Any, names: Sequence[str]) -> Any:
     """Return a batch with these labels instead of the ones that `required_labels` returned."""
     if isinstance(batch, Mapping):
-        return _same_kind(batch, {**batch, _label_keys_of(batch, names)[0]: labels})
+        return _like_batch(batch, {**batch, _label_keys_of(batch, names)[0]: labels})
     return (*batch[:-1], labels)
 
 
-def _same_kind(batch: Mapping[str, Any], entries: dict[str, Any]) -> Mapping[str, Any]:
+def _like_batch(batch: Mapping[str, Any], entries: dict[str, Any]) -> Mapping[str, Any]:
     """Return the entries as a batch that has `to`, if `batch` has it."""
     return batch.with_entries(entries) if isinstance(batch, DictBatch) else entries
 
@@ -426,7 +426,7 @@ def _count(batch: Any) -> int | None:
         # No tensors: columns of objects, such as images of different sizes, or the samples themselves, such as text
         return len(batch[0]) if isinstance(batch[0], (tuple, list)) else len(batch)
     if not isinstance(batch, dict):  # which most are
-        batch = _opened(batch)
+        batch = _fields_as_dict(batch)
     if isinstance(batch, (dict, Mapping)) or hasattr(batch, "values"):
         for value in batch.values():
             # A list in a dict has one entry for each sample, whatever the entries are.
@@ -452,7 +452,7 @@ def _fields_of(batch: Any) -> dict[str, Any]:
     return {attribute.name: getattr(batch, attribute.name) for attribute in fields(batch)}
 
 
-def _opened(value: Any) -> Any:
+def _fields_as_dict(value: Any) -> Any:
     """Return the fields of an instance of a dataclass as a dict, and anything else as it is."""
     return _fields_of(value) if is_dataclass(value) and not isinstance(value, (type, Mapping)) else value
 
@@ -605,7 +605,7 @@ def cast_inputs(batch: Any, dtype: torch.dtype, label_names: Sequence[str]) -> A
     if isinstance(batch, Mapping):
         labels = {*label_names, *LABEL_KEYS}
         entries = {key: value if key in labels else _cast(value, dtype) for key, value in batch.items()}
-        return _same_kind(batch, entries)
+        return _like_batch(batch, entries)
     if isinstance(batch, (tuple, list)):
         cut = len(batch) - 1 if len(batch) > 1 else 1  # the last of several are the labels
         entries = [*(_cast(value, dtype) for value in batch[:cut]), *batch[cut:]]
@@ -629,23 +629,23 @@ def _cast(value: Any, dtype: torch.dtype) -> Any:
     return value
 
 
-def pinned(batch: Any) -> Any:
+def pin_batch(batch: Any) -> Any:
     """Return the batch in page-locked memory, from which copies to a GPU do not block."""
     if isinstance(batch, torch.Tensor):
         return batch.pin_memory()
     if isinstance(batch, Mapping):
-        return _same_kind(batch, {key: pinned(value) for key, value in batch.items()})
+        return _like_batch(batch, {key: pin_batch(value) for key, value in batch.items()})
     if isinstance(batch, tuple):
-        entries = (pinned(value) for value in batch)
+        entries = (pin_batch(value) for value in batch)
         return type(batch)(*entries) if hasattr(batch, "_fields") else tuple(entries)
     if callable(getattr(batch, "pin_memory", None)):
         return batch.pin_memory()
     if is_dataclass(batch) and not isinstance(batch, type):
-        return _with_fields(batch, {key: pinned(value) for key, value in _fields_of(batch).items()})
+        return _with_fields(batch, {key: pin_batch(value) for key, value in _fields_of(batch).items()})
     return batch
 
 
-def copied_ahead(batches: Iterable[Any], device: torch.device) -> Iterator[tuple[Any, Any]]:
+def prefetch_to_device(batches: Iterable[Any], device: torch.device) -> Iterator[tuple[Any, Any]]:
     """Yield (batch on the host, batch on the GPU), copying the next one while this one is used.
 
     The copies run on their own CUDA stream, so they do not wait for the computation.
@@ -658,7 +658,7 @@ def copied_ahead(batches: Iterable[Any], device: torch.device) -> Iterator[tuple
         with torch.cuda.stream(stream):
             return batch, move_to_device(batch, device, non_blocking=True)
 
-    def hand_over(pair: tuple[Any, Any]) -> tuple[Any, Any]:
+    def synchronize(pair: tuple[Any, Any]) -> tuple[Any, Any]:
         torch.cuda.current_stream(device).wait_stream(stream)
         for tensor in tensors_in(pair[1]):
             tensor.record_stream(torch.cuda.current_stream(device))  # or its memory could be reused too early
@@ -668,10 +668,10 @@ def copied_ahead(batches: Iterable[Any], device: torch.device) -> Iterator[tuple
     for batch in batches:
         upcoming = copy(batch)
         if waiting is not None:
-            yield hand_over(waiting)
+            yield synchronize(waiting)
         waiting = upcoming
     if waiting is not None:
-        yield hand_over(waiting)
+        yield synchronize(waiting)
 
 
 def _hides_tensors(batch: Any) -> bool:
@@ -689,7 +689,7 @@ def _hides_tensors(batch: Any) -> bool:
 
 def tensors_in(batch: Any) -> Iterator[torch.Tensor]:
     """Yield every tensor of a batch."""
-    batch = _opened(batch)
+    batch = _fields_as_dict(batch)
     if isinstance(batch, torch.Tensor):
         yield batch
     elif isinstance(batch, Mapping):

@@ -26,7 +26,7 @@ class Columns:
     def __init__(self, used: Collection[str] | None, model: nn.Module | None = None) -> None:
         self._taken = used
         self._model = model
-        self._told: list[set[str]] = []
+        self._reported: list[set[str]] = []
 
     def __call__(self, dataset: Any) -> Any:
         """Return a Hugging Face dataset without the other columns; one with a transform, or other data, unchanged.
@@ -48,14 +48,14 @@ class Columns:
         unused = {name for name in columns if name not in self._taken}
         if not unused or set(columns) - unused <= {*LABEL_KEYS}:
             return dataset  # no column would be left: the model's own error says best what is missing
-        if unused not in self._told:
-            self._told.append(unused)
+        if unused not in self._reported:
+            self._reported.append(unused)
             names = ", ".join(map(repr, sorted(unused)))
             logger.warning("Columns that the model's forward() does not take are left out of the data: %s.", names)
         return dataset.remove_columns(sorted(unused))
 
 
-def is_of_user(value: Any) -> bool:
+def is_user_defined(value: Any) -> bool:
     """Return whether a function or object is the user's own, and may use any column."""
     module = getattr(value, "__module__", None) or ""
     return value is not None and module.partition(".")[0] not in ("omnitrain", "transformers")

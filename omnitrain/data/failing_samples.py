@@ -25,12 +25,12 @@ def _fails(error: Exception, attempt: Attempt, samples: list[int]) -> bool:
     return False
 
 
-def failing_alone(error: Exception, samples: Sequence[int], attempt: Attempt) -> list[int]:
+def isolate_failures(error: Exception, samples: Sequence[int], attempt: Attempt) -> list[int]:
     """Return the samples for which `attempt` alone raises the same kind of error.
 
-    >>> failing_alone(KeyError(), range(5), lambda samples: {0: "a", 1: "b"}[samples[0] // 3])
+    >>> isolate_failures(KeyError(), range(5), lambda samples: {0: "a", 1: "b"}[samples[0] // 3])
     []
-    >>> failing_alone(KeyError(), range(5), lambda samples: {0: "a"}[samples[0] // 3])
+    >>> isolate_failures(KeyError(), range(5), lambda samples: {0: "a"}[samples[0] // 3])
     [3, 4]
     """
     end = time.monotonic() + _LIMIT_S
@@ -48,7 +48,7 @@ def _differing(error: Exception, samples: Sequence[int], attempt: Attempt) -> li
     return [] if len(unlike) == len(alike) else min(unlike, alike, key=len)
 
 
-def told(error: Exception, samples: Sequence[int], of: str, attempt: Attempt, pairs: bool = False) -> str:
+def describe_failures(error: Exception, samples: Sequence[int], of: str, attempt: Attempt, pairs: bool = False) -> str:
     """Name the samples of a batch in words, and those that fail alone or differ from the others.
 
     Args:
@@ -58,13 +58,13 @@ def told(error: Exception, samples: Sequence[int], of: str, attempt: Attempt, pa
         attempt: Repeats the failed operation with a list of samples.
         pairs: Whether to try pairs too.
 
-    >>> told(IndexError(), [0, 1, 7], "the training set", lambda samples: [[0, 0, 0][one] for one in samples])
+    >>> describe_failures(IndexError(), [0, 1, 7], "the training set", lambda samples: [[0, 0][i] for i in samples])
     'sample 7 of the training set, which fails alone'
     """
     everyone = describe_samples(samples, of)
     if len(samples) == 1:
         return everyone
-    alone = failing_alone(error, samples, attempt)
+    alone = isolate_failures(error, samples, attempt)
     if len(alone) == len(samples):
         return f"{everyone}, each of which fails alone: look at the model, or at the types of the data"
     if alone:

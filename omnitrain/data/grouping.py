@@ -57,7 +57,7 @@ class GroupByLength(Dataset[Any]):
         self.dataset = dataset
         self.group_size = group_size
         self.pool = pool
-        self.lengths: np.ndarray = lengths_of(dataset, lengths)
+        self.lengths: np.ndarray = sample_lengths(dataset, lengths)
         self.epoch_size: int = len(self.lengths)
         if callable(getattr(dataset, "__getitems__", None)):
             self.__getitems__: Callable[[list[int]], Any] = dataset.__getitems__
@@ -99,7 +99,7 @@ class GroupByLength(Dataset[Any]):
         return cast(Collate, adapt(collate)) if callable(adapt) else collate
 
 
-def lengths_of(dataset: Any, lengths: Lengths = None, column: str = "input_ids") -> np.ndarray:
+def sample_lengths(dataset: Any, lengths: Lengths = None, column: str = "input_ids") -> np.ndarray:
     """Return the length of each sample, as int64 of shape (samples,).
 
     Args:

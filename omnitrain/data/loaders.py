@@ -25,25 +25,25 @@ from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 from omnitrain.compute.random_state import derive_seed, isolated_rng, seed_generators
 from omnitrain.core.errors import DataError, describe_samples, format_list
 from omnitrain.core.progress import Progress
-from omnitrain.data.collation import Collator, count_samples, first_row, pinned
+from omnitrain.data.collation import Collator, count_samples, first_row, pin_batch
 from omnitrain.data.sampling import (
     Collate,
-    Counted,
+    CountedBatch,
+    DatasetOrder,
     EpochSampler,
     Fetch,
-    GivenOrder,
-    Rounds,
-    arrays_of,
-    dealt,
-    filled_up,
+    MicrobatchLayout,
+    disable_padding,
+    pad_with_dummies,
+    round_robin,
     share,
+    tables_to_arrays,
     tensor_columns,
-    without_padding,
 )
-from omnitrain.data.streams import Mark, Stream, can_seek, has_state
+from omnitrain.data.streams import Stream, StreamPosition, can_seek, has_state
 from omnitrain.data.workers import (
-    explaining_dead_workers,
     outlive_signals,
+    report_dead_workers,
     snapshot,
     start_workers,
     stop_workers,
@@ -64,7 +64,7 @@ class Loader:
     Attributes:
         size: Samples in an epoch over all ranks, or None if unknown.
         counts_samples: Whether it knows how many samples a batch used; otherwise the rows of the batch are counted.
-        deals_samples: Whether ranks take turns with single samples instead of batches.
+        shards_samples: Whether ranks take turns with single samples instead of batches.
         name: The name of the data in messages.
         rules: The `EvalSet` that the data belong to, if there is one.
     """
@@ -73,7 +73,7 @@ class Loader:
     rules: Any = None
     name: str = "the data"
     counts_samples = True
-    deals_samples = False
+    shards_samples = False
     samples_iterated: int = 0
     """Samples yielded by `iter()` since `set_epoch`, as in the user's own loop."""
     first: Any = None
@@ -87,26 +87,26 @@ class Loader:
     is_compared: bool = False
     """Whether the ranks know that its samples are the same on all of them."""
     _epoch = 0
-    _marks: deque[Mark] = deque(maxlen=0)  # noqa: RUF012 (it can hold nothing)
-    _start: Mark | None = None
+    _marks: deque[StreamPosition] = deque(maxlen=0)  # noqa: RUF012 (it can hold nothing)
+    _start: StreamPosition | None = None
 
-    def counted(self, epoch: int, position: int = 0) -> Iterator[Counted]:
+    def counted_batches(self, epoch: int, position: int = 0) -> Iterator[CountedBatch]:
         """Yield the micro-batches of an epoch, from the sample at `position` on, each with its number of samples."""
         raise NotImplementedError
 
-    def rest(self, epoch: int, progress: Progress) -> Iterator[Counted]:
+    def remaining_batches(self, epoch: int, progress: Progress) -> Iterator[CountedBatch]:
         """Yield what `counted` does, from the position of a run on."""
-        return self.counted(epoch, progress.samples_in_epoch)
+        return self.counted_batches(epoch, progress.samples_in_epoch)
 
     def batches(self, epoch: int, position: int = 0) -> Iterator[Any]:
         """Yield the micro-batches of an epoch, from the sample at `position` on."""
-        return (batch for batch, _ in self.counted(epoch, position))
+        return (batch for batch, _ in self.counted_batches(epoch, position))
 
     def indices_at(self, epoch: int, position: int, turn: int) -> Sequence[int] | None:
         """Return the samples of this process's micro-batch, `turn` batches after a position; None if unknown."""
         return None
 
-    def mark_at(self, epoch: int, position: int, batches: int = 0) -> Mark | None:
+    def position_at(self, epoch: int, position: int, batches: int = 0) -> StreamPosition | None:
         """Return the latest state of the data not after a position, if they have states.
 
         Args:
@@ -116,14 +116,14 @@ class Loader:
         """
         return None
 
-    def start_from(self, mark: Mark | None) -> None:
+    def resume_at(self, mark: StreamPosition | None) -> None:
         """Begin the next pass at a mark, if that is not after the position where the pass is to begin."""
 
-    def joined(self, states: list[Any]) -> Any:
+    def merge_states(self, states: list[Any]) -> Any:
         """Return one state of those of all ranks, if each has a share of its own."""
         return {"ranks": states}
 
-    def part_of(self, state: Any) -> Any:
+    def local_state(self, state: Any) -> Any:
         """Return this rank's part of a joined state, or None."""
         return None
 
@@ -137,11 +137,11 @@ class Loader:
             DataError: If it is empty now, or has fewer samples than that.
         """
 
-    def first_batch(self) -> Iterator[Counted]:
+    def first_batch(self) -> Iterator[CountedBatch]:
         """Yield only the first batch of epoch 0; the next pass starts at the beginning again."""
-        return itertools.islice(self.counted(0), 1)
+        return itertools.islice(self.counted_batches(0), 1)
 
-    def last_batch(self) -> Iterator[Counted]:
+    def last_batch(self) -> Iterator[CountedBatch]:
         """Yield only the last batch of epoch 0, if it can be reached without those before it; else nothing."""
         return iter(())
 
@@ -154,9 +154,9 @@ class Loader:
         return None
 
     @contextlib.contextmanager
-    def untouched(self) -> Iterator[None]:
+    def preserve_state(self) -> Iterator[None]:
         """Have the next pass begin as it would have, whatever is read inside."""
-        states = [(source, copy.deepcopy(source.state_dict())) for source in self.with_states()]
+        states = [(source, copy.deepcopy(source.state_dict())) for source in self.stateful_sources()]
         marks, start = list(self._marks), self._start
         try:
             yield
@@ -164,11 +164,11 @@ class Loader:
             self.close()
             for source, state in states:
                 source.load_state_dict(state)
-            self.start_from(start)
+            self.resume_at(start)
             self._marks.clear()
             self._marks.extend(marks)
 
-    def with_states(self) -> Sequence[Any]:
+    def stateful_sources(self) -> Sequence[Any]:
         """Return what is read in a pass and has a state, by which it can be put back."""
         return ()
 
@@ -180,12 +180,12 @@ class Loader:
         self._epoch, self.samples_iterated = epoch, 0
 
     def __iter__(self) -> Iterator[Any]:
-        for batch, samples in self.counted(self._epoch):
+        for batch, samples in self.counted_batches(self._epoch):
             self.samples_iterated += samples
             yield batch
 
 
-def end_workers(*loaders: Any) -> None:
+def close_loaders(*loaders: Any) -> None:
     """End the worker processes of our loaders, and of dicts of loaders."""
     for entry in loaders:
         for loader in entry.values() if isinstance(entry, dict) else (entry,):
@@ -218,11 +218,11 @@ class _Answers:
     def __init__(self, fetch: Fetch) -> None:
         self.fetch = fetch
 
-    def __getitem__(self, request: tuple[int, np.ndarray]) -> Counted:
-        return Counted(self.fetch(*request), len(request[1]))
+    def __getitem__(self, request: tuple[int, np.ndarray]) -> CountedBatch:
+        return CountedBatch(self.fetch(*request), len(request[1]))
 
 
-def as_is(batch: Any) -> Any:
+def identity_collate(batch: Any) -> Any:
     """Return a batch as it is: a `collate_fn` that worker processes can import."""
     return batch
 
@@ -260,7 +260,7 @@ class MapLoader(Loader):
                 _Answers(self.fetch),  # type: ignore[arg-type]
                 batch_size=None,
                 sampler=self._requests,
-                collate_fn=as_is,
+                collate_fn=identity_collate,
                 num_workers=num_workers,
                 pin_memory=pin_memory,
                 prefetch_factor=prefetch_factor,
@@ -285,7 +285,7 @@ class MapLoader(Loader):
             self.fetch.update_columns()
             self.close()  # the workers have copies of the dataset as it was
         rows = count_rows(dataset)
-        samples = dataset.epoch_size if isinstance(sampler, GivenOrder) else rows
+        samples = dataset.epoch_size if isinstance(sampler, DatasetOrder) else rows
         samples = samples if self._subset is None else min(samples, self._subset)
         if size is not None and sampler.whole == 1 and size <= samples:
             samples = size
@@ -310,21 +310,21 @@ class MapLoader(Loader):
         indices = next(itertools.islice(batches, turn, None), None)
         return None if indices is None else indices.tolist()
 
-    def counted(self, epoch: int, position: int = 0) -> Iterator[Counted]:
+    def counted_batches(self, epoch: int, position: int = 0) -> Iterator[CountedBatch]:
         """Yield the micro-batches of an epoch, from the sample at `position` on, without reading those before it."""
         return self._read(epoch, self.sampler.batches(epoch, position))
 
-    def first_batch(self) -> Iterator[Counted]:
+    def first_batch(self) -> Iterator[CountedBatch]:
         """Yield the first batch of epoch 0; workers read no others in advance."""
         return self._read(0, itertools.islice(self.sampler.batches(0), 1))
 
-    def last_batch(self) -> Iterator[Counted]:
+    def last_batch(self) -> Iterator[CountedBatch]:
         return self._read(0, self.sampler.batches(0, self.last_step(1)))
 
     def last_step(self, batches: int) -> int:
         return self.sampler.rounds.start((len(self) - 1) // batches * batches)
 
-    def _read(self, epoch: int, requests: Iterator[np.ndarray]) -> Iterator[Counted]:
+    def _read(self, epoch: int, requests: Iterator[np.ndarray]) -> Iterator[CountedBatch]:
         if self._workers is not None:
             self._requests.pending = ((epoch, indices) for indices in requests)
             yield from start_workers(self._workers, lambda tasks: f"{self._requests.named(tasks)} of {self.name}")
@@ -338,14 +338,14 @@ class MapLoader(Loader):
         else:
             for indices in requests:
                 batch = self.fetch(epoch, indices)
-                yield Counted(pinned(batch) if self.pin_memory else batch, len(indices))
+                yield CountedBatch(pin_batch(batch) if self.pin_memory else batch, len(indices))
 
 
 class StreamLoader(Loader):
     """Batches an iterable dataset, in its own order; the samples before a position are read again and dropped.
 
     A dataset with `state_dict()` and `load_state_dict()` need not be read again: its state is kept with each of the
-    latest batches, and `mark_at` returns the state at a position.
+    latest batches, and `position_at` returns the state at a position.
 
     At most one worker reads a stream. Only then is every stream read once and in the same order, whether it splits
     itself over workers (as PyTorch's documentation advises, and Hugging Face's streams do) or not. With several ranks,
@@ -369,11 +369,11 @@ class StreamLoader(Loader):
         prefetch_factor: int | None = None,
         marks: bool = True,
         name: str = Loader.name,
-        rounds: Rounds | None = None,
+        rounds: MicrobatchLayout | None = None,
     ) -> None:
         self.dataset = dataset
         self.name = name
-        self.rounds: Rounds = rounds or Rounds((batch_size * world_size,))
+        self.rounds: MicrobatchLayout = rounds or MicrobatchLayout((batch_size * world_size,))
         self.collate = collate
         self.seed = seed
         self.size: int | None = len(dataset) if has_length(dataset) else None
@@ -389,8 +389,8 @@ class StreamLoader(Loader):
         self._worker: DataLoader[Any] | None = None
         """Has the worker, which goes on with its copy of the stream in the next pass, unless one is broken off."""
         self._snapshot = snapshot(dataset)
-        self._marks: deque[Mark] = deque(maxlen=_MARKS)
-        self._start: Mark | None = None
+        self._marks: deque[StreamPosition] = deque(maxlen=_MARKS)
+        self._start: StreamPosition | None = None
         self.first: Any = None
 
     def __len__(self) -> int:
@@ -403,13 +403,13 @@ class StreamLoader(Loader):
         places = range(position + self.rounds.start(turn), position + self.rounds.start(turn + 1))
         return share(places, self._stream.rank, self._stream.world_size)
 
-    def mark_at(self, epoch: int, position: int, batches: int = 0) -> Mark | None:
+    def position_at(self, epoch: int, position: int, batches: int = 0) -> StreamPosition | None:
         """Return the latest mark not after a position, if any; at 0, that of the end of the previous epoch."""
         last = epoch if position else epoch - 1
         candidates = (mark for mark in reversed(self._marks) if mark.epoch == last)
         return next((mark for mark in candidates if not position or mark.position <= position), None)
 
-    def start_from(self, mark: Mark | None) -> None:
+    def resume_at(self, mark: StreamPosition | None) -> None:
         """Begin the next pass at a mark, if that is not after the position where the pass is to begin."""
         mark = None if mark is None or mark.batches else mark  # that of a loader
         self._start = mark
@@ -427,10 +427,10 @@ class StreamLoader(Loader):
             stop_workers(self._worker._iterator)
         self._worker = None
 
-    def with_states(self) -> Sequence[Any]:
+    def stateful_sources(self) -> Sequence[Any]:
         return [self.dataset] if can_seek(self.dataset) else []
 
-    def counted(self, epoch: int, position: int = 0) -> Iterator[Counted]:
+    def counted_batches(self, epoch: int, position: int = 0) -> Iterator[CountedBatch]:
         """Yield the micro-batches of an epoch; to reach `position`, the samples before it are read and dropped."""
         start, self._start = self._start, None
         if start is not None and (start.epoch, start.position) > (epoch, position):
@@ -445,10 +445,10 @@ class StreamLoader(Loader):
             self.first = self.first if first is None else first
             yield batch
 
-    def _read(self) -> Iterator[tuple[Counted, Mark | None, Any]]:
+    def _read(self) -> Iterator[tuple[CountedBatch, StreamPosition | None, Any]]:
         if not self._has_worker:
             pin = self._pin_memory
-            yield from ((pinned(batch), mark, first) for batch, mark, first in self._stream) if pin else self._stream
+            yield from ((pin_batch(batch), mark, first) for batch, mark, first in self._stream) if pin else self._stream
             return
         stream = self._stream
         if self._worker is None:
@@ -456,7 +456,7 @@ class StreamLoader(Loader):
             self._worker = DataLoader(
                 stream,
                 batch_size=None,
-                collate_fn=as_is,
+                collate_fn=identity_collate,
                 generator=torch.Generator().manual_seed(self.seed),
                 worker_init_fn=outlive_signals,
                 num_workers=1,
@@ -467,7 +467,7 @@ class StreamLoader(Loader):
         stream.passes.put((stream.epoch, stream.position, stream.start))
         has_ended = False
         try:
-            with explaining_dead_workers():  # before they are ended
+            with report_dead_workers():  # before they are ended
                 yield from start_workers(self._worker, lambda tasks: f"batches {format_list(tasks)} of {self.name}")
             has_ended = True
         finally:
@@ -475,7 +475,7 @@ class StreamLoader(Loader):
                 self.close()
 
 
-class GivenLoader(Loader):
+class UserLoader(Loader):
     """The user's own loader, used as it is; the random numbers that it draws are keyed by (seed, epoch, batch).
 
     For a DataLoader with PyTorch's BatchSampler, it is known how many samples a batch used. For any other loader the
@@ -523,14 +523,14 @@ class GivenLoader(Loader):
             self._generators[loader.batch_sampler.sampler.generator] = seed
         self.marks: bool = marks and has_state(loader)
         self._workers: int = getattr(loader, "num_workers", 0) if isinstance(loader, DataLoader) else 0
-        self._marks: deque[Mark] = deque(maxlen=world_size + 2)  # what ranks, and copies to a GPU, are ahead
-        self._start: Mark | None = None
+        self._marks: deque[StreamPosition] = deque(maxlen=world_size + 2)  # what ranks, and copies to a GPU, are ahead
+        self._start: StreamPosition | None = None
         shared = [
             sampler
             for sampler in components.values()
             if isinstance(sampler, DistributedSampler) and sampler.num_replicas > 1
         ]
-        self.deals_samples: bool = bool(shared)
+        self.shards_samples: bool = bool(shared)
         self._own_rank = rank
         self._rank, self._world_size = (0, 1) if shared else (rank, world_size)
         self._shares = world_size if shared else 1
@@ -539,7 +539,7 @@ class GivenLoader(Loader):
         self._turns: int | None = None
         is_plain = _is_exactly(batch_sampler, torch.utils.data.BatchSampler)
         if shared and type(shared[0]) is DistributedSampler and batch_sampler is not None and is_plain:
-            turns = without_padding(shared[0]) / batch_sampler.batch_size
+            turns = disable_padding(shared[0]) / batch_sampler.batch_size
             self._turns = math.floor(turns) if batch_sampler.drop_last else math.ceil(turns)
         is_known = batch_sampler is not None and is_plain and has_length(batch_sampler.sampler)
         self._batch_sampler: torch.utils.data.BatchSampler | None = batch_sampler if is_known else None
@@ -555,39 +555,39 @@ class GivenLoader(Loader):
     def __len__(self) -> int:
         return math.ceil(len(self.loader) / self._world_size) if self._turns is None else self._turns
 
-    def counted(self, epoch: int, position: int = 0) -> Iterator[Counted]:
+    def counted_batches(self, epoch: int, position: int = 0) -> Iterator[CountedBatch]:
         """Yield this process's batches; to reach `position`, those before it are read and dropped."""
-        return self._shared_out(self._read(epoch, samples=position // self._shares), position)
+        return self._share_of(self._read(epoch, samples=position // self._shares), position)
 
-    def rest(self, epoch: int, progress: Progress) -> Iterator[Counted]:
+    def remaining_batches(self, epoch: int, progress: Progress) -> Iterator[CountedBatch]:
         """Yield what `counted` does, from the position of a run on; by batches if samples cannot be counted."""
         done = progress.samples_in_epoch
         if self.counts_samples or not progress.batches_in_epoch:  # 0 in checkpoints of earlier versions
-            return self.counted(epoch, done)
+            return self.counted_batches(epoch, done)
         rows = done if self._shares == 1 else None
-        return self._shared_out(self._read(epoch, progress.batches_in_epoch // self._shares, rows=rows), done)
+        return self._share_of(self._read(epoch, progress.batches_in_epoch // self._shares, rows=rows), done)
 
     def update(self, size: int | None = None) -> None:
         if size is None and self.size is not None:
             self.size = len(self.loader.dataset)
 
-    def part_of(self, state: Any) -> Any:
+    def local_state(self, state: Any) -> Any:
         """Return this rank's part of a joined state; None if it is of another number of ranks, or of other data."""
         if not isinstance(state, dict) or state.keys() != {"ranks"} or len(state["ranks"]) != self._shares:
             return None
         return state["ranks"][self._own_rank]
 
-    def with_states(self) -> Sequence[Any]:
+    def stateful_sources(self) -> Sequence[Any]:
         return [self.loader] if has_state(self.loader) else []
 
-    def mark_at(self, epoch: int, position: int, batches: int = 0) -> Mark | None:
+    def position_at(self, epoch: int, position: int, batches: int = 0) -> StreamPosition | None:
         """Return the latest mark not after a position, if any; at 0, that of the end of the previous epoch."""
         if not batches:
             return next((mark for mark in self._marks if mark.has_ended and mark.epoch == epoch - 1), None)
         candidates = (mark for mark in reversed(self._marks) if mark.epoch == epoch and not mark.has_ended)
         return next((mark for mark in candidates if mark.batches <= batches // self._shares), None)
 
-    def start_from(self, mark: Mark | None) -> None:
+    def resume_at(self, mark: StreamPosition | None) -> None:
         """Begin the next pass at a mark, if that is not after the position where the pass is to begin."""
         self._start = None
         if mark is None or not mark.batches or not has_state(self.loader):
@@ -633,17 +633,19 @@ class GivenLoader(Loader):
             raise
         return (0, 0) if is_at_end else (mark.batches, mark.position)
 
-    def _shared_out(self, batches: Iterator[Counted], position: int) -> Iterator[Counted]:
+    def _share_of(self, batches: Iterator[CountedBatch], position: int) -> Iterator[CountedBatch]:
         if self._turns is None:
-            return dealt(batches, self._rank, self._world_size)
+            return round_robin(batches, self._rank, self._world_size)
         done = position // self._shares // self.loader.batch_sampler.batch_size
-        return filled_up(batches, self._turns - done, self._some_batch)
+        return pad_with_dummies(batches, self._turns - done, self._dummy_batch)
 
-    def _some_batch(self) -> Any:
+    def _dummy_batch(self) -> Any:
         with isolated_rng():
             return self.loader.collate_fn([self.loader.dataset[0]])
 
-    def _read(self, epoch: int, skipped: int = 0, *, samples: int = 0, rows: int | None = None) -> Iterator[Counted]:
+    def _read(
+        self, epoch: int, skipped: int = 0, *, samples: int = 0, rows: int | None = None
+    ) -> Iterator[CountedBatch]:
         """Yield the batches of an epoch, each with its number of samples.
 
         Args:
@@ -675,7 +677,7 @@ class GivenLoader(Loader):
                     raise
             is_skipped = number < skipped or dropped_samples < samples
             if rows is not None and dropped_samples != rows and (batch is _END or not is_skipped):
-                raise _other_batches(number, rows, dropped_samples)
+                raise _row_count_error(number, rows, dropped_samples)
             if batch is _END:
                 self._check_length(number)
                 if self.marks:
@@ -688,7 +690,7 @@ class GivenLoader(Loader):
             if self.marks:
                 self._mark(epoch, read, number + 1)
             if not is_skipped:
-                yield Counted(batch, count)
+                yield CountedBatch(batch, count)
                 continue
             dropped_samples += count
             if not has_warned and time.monotonic() - start > 1:
@@ -696,7 +698,7 @@ class GivenLoader(Loader):
                 logger.warning("Reading the first batches of the loader again to get to where the run was.")
 
     def _mark(self, epoch: int, samples: int, batches: int, has_ended: bool = False) -> None:
-        self._marks.append(Mark(epoch, samples, self.loader.state_dict(), has_ended, batches, self._workers))
+        self._marks.append(StreamPosition(epoch, samples, self.loader.state_dict(), has_ended, batches, self._workers))
 
     def _samples_in(self, number: int, batch: Any) -> int:
         """Return the number of samples of a batch, at least 1: with 0 it would be a stand-in."""
@@ -721,7 +723,7 @@ class GivenLoader(Loader):
             )
 
 
-def _other_batches(number: int, rows: int, actual_rows: int) -> DataError:
+def _row_count_error(number: int, rows: int, actual_rows: int) -> DataError:
     return DataError(
         f"The first {number} batches of the loader have {actual_rows} rows; when the checkpoint was saved they had "
         f"{rows}. The position is known only in batches: give the loader its former batch size, and the same data in "
@@ -794,7 +796,7 @@ def count_rows(dataset: Any) -> int:
     return len(next(iter(columns.values() if isinstance(columns, dict) else columns)))
 
 
-def _refuse_tables(dataset: Any, name: str) -> None:
+def _reject_tables(dataset: Any, name: str) -> None:
     """Refuse data with a length and items if the items are columns instead of samples."""
     if type(dataset).__module__.partition(".")[0] in ("pandas", "polars"):
         raise DataError(
@@ -835,10 +837,10 @@ class _First(IterableDataset[Any]):
         return itertools.islice(iter(self.stream), self.size)
 
 
-def name_of_set(argument: str) -> str:
+def dataset_title(argument: str) -> str:
     """Return the name in messages of the data of an argument.
 
-    >>> name_of_set("train_dataset"), name_of_set("eval_loader['dev']"), name_of_set("dataset")
+    >>> dataset_title("train_dataset"), dataset_title("eval_loader['dev']"), dataset_title("dataset")
     ('the training set', "the evaluation set 'dev'", 'the dataset')
     """
     whole, _, part = argument.partition("[")
@@ -863,7 +865,7 @@ def make_loader(
     whole: int = 1,
     order_seed: int | None = None,
     subset: int | None = None,
-    rounds: Rounds | None = None,
+    rounds: MicrobatchLayout | None = None,
 ) -> Loader:
     """Return the loader for a dataset, which can be map-style (with a length and items), a stream or a DataLoader.
 
@@ -878,15 +880,15 @@ def make_loader(
     if isinstance(dataset, Loader):
         return dataset
     if isinstance(dataset, DataLoader):
-        return GivenLoader(dataset, seed, rank, world_size, name_of_set(name), marks)
-    dataset = arrays_of(dataset, name)
+        return UserLoader(dataset, seed, rank, world_size, dataset_title(name), marks)
+    dataset = tables_to_arrays(dataset, name)
     is_other_dict = isinstance(dataset, dict) and 0 not in dataset and tensor_columns(dataset)[0] is None
     if isinstance(dataset, (str, bytes)) or is_other_dict:
         raise DataError(
             f"`{name}` must be a dataset, tensors or a DataLoader, got {type(dataset).__name__} "
             f"{str(dataset)[:60]!r}. A dict is one if its values are tensors or arrays with equally many rows."
         )
-    _refuse_tables(dataset, name)
+    _reject_tables(dataset, name)
     collate = collate or Collator()
     workers = {"num_workers": num_workers, "pin_memory": pin_memory, "prefetch_factor": prefetch_factor}
     if not is_stream(dataset):
@@ -899,7 +901,7 @@ def make_loader(
         share: dict[str, Any] = {"rank": rank, "world_size": world_size, "whole": whole, "rounds": rounds}
         share["seed"] = seed if order_seed is None else order_seed
         if shuffle and callable(getattr(source, "epoch_order", None)):
-            size, sampler = source.epoch_size, GivenOrder(source, batch_size, **share)
+            size, sampler = source.epoch_size, DatasetOrder(source, batch_size, **share)
         else:
             size = size if subset is None else min(size, subset)
             sampler = EpochSampler(size, batch_size, shuffle=shuffle, **share)
@@ -908,7 +910,7 @@ def make_loader(
                 f"`{name}` has {size} samples, and without the last, incomplete batch of {whole} nothing is left. Make "
                 "the batches smaller, or keep the last one."
             )
-        return MapLoader(dataset, sampler, collate, seed=seed, name=name_of_set(name), subset=subset, **workers)
+        return MapLoader(dataset, sampler, collate, seed=seed, name=dataset_title(name), subset=subset, **workers)
     if not hasattr(dataset, "__iter__") or _is_used_up(dataset):
         raise DataError(
             f"`{name}` must be a dataset (with __len__ and __getitem__, or iterable any number of times), tensors, or "
@@ -916,5 +918,5 @@ def make_loader(
         )
     return StreamLoader(
         dataset if subset is None else _First(dataset, subset), batch_size, collate, seed, rank=rank,
-        world_size=world_size, marks=marks, name=name_of_set(name), rounds=rounds, **workers,
+        world_size=world_size, marks=marks, name=dataset_title(name), rounds=rounds, **workers,
     )  # fmt: skip

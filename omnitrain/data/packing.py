@@ -14,7 +14,7 @@ from torch.utils.data import Dataset
 
 from omnitrain.core.errors import ConfigError, DataError, did_you_mean
 from omnitrain.data.collation import IGNORED_LABEL, LABEL_KEYS, SEQUENCE_KEYS, Collator
-from omnitrain.data.grouping import Lengths, lengths_of
+from omnitrain.data.grouping import Lengths, sample_lengths
 
 logger: logging.Logger = logging.getLogger("omnitrain")
 
@@ -97,7 +97,7 @@ class PackedDataset(Dataset[dict[str, torch.Tensor]]):
         self.shift = shift
         self.tokens = tokens
         self.pad_values: dict[str, float] = dict(pad_values or {})
-        sizes = lengths_of(dataset, lengths, tokens)
+        sizes = sample_lengths(dataset, lengths, tokens)
         self._columns = self._columns_of(dataset[int(np.argmax(sizes))])
         self._lengths = sizes
         self._pieces = self._cut(sizes)

@@ -1,7 +1,4 @@
-"""The order of samples: which samples make up which micro-batch on which rank, and how they are fetched.
-
-`loaders.py` has the sources of batches (datasets, streams, the user's loader), `collation.py` makes them of samples.
-"""
+"""The order of samples, their split over ranks, and fetching."""
 
 from __future__ import annotations
 
@@ -21,7 +18,7 @@ from torch.utils.data import DistributedSampler, Subset, TensorDataset
 from omnitrain.compute.random_state import GENERATORS, Generator, derive_seed, isolated_rng
 from omnitrain.core.errors import DataError, describe_samples
 from omnitrain.data.collation import Collator, DictBatch
-from omnitrain.data.failing_samples import told
+from omnitrain.data.failing_samples import describe_failures
 
 Collate = Callable[[Sequence[Any]], Any]
 
@@ -51,13 +48,13 @@ class Window:
     origins: list[int] | None = None
 
 
-class Counted(NamedTuple):
+class CountedBatch(NamedTuple):
     """A batch and how many samples of the dataset it was made of: a collator may make any number of rows.
 
     Attributes:
         batch: The collated batch.
-        samples: 0 for a stand-in, a batch for a process that has run out of samples: it goes through the model,
-            because other ranks wait, and has no weight.
+        samples: 0 for a dummy batch of a process that has run out of samples: it goes through the model, because
+            other ranks wait, and has no weight.
     """
 
     batch: Any
@@ -76,13 +73,13 @@ def windows(batches: Iterable[Any], size: int) -> Iterator[list[Any]]:
 
 
 @dataclass(frozen=True, slots=True)
-class Rounds:
-    """How the samples of a step are dealt out: in a round, each rank takes its share of so many for a micro-batch.
+class MicrobatchLayout:
+    """The micro-batches of a step: in each round, every rank takes its share of a number of samples.
 
     Attributes:
-        sizes: The samples of each round of a step; the same sizes come again in the next step.
+        sizes: The samples of each round of a step; every step has the same sizes.
 
-    >>> rounds = Rounds.of(13, batch_size=2, world_size=3)
+    >>> rounds = MicrobatchLayout.of(13, batch_size=2, world_size=3)
     >>> rounds.sizes, rounds.count(18), [rounds.start(number) for number in range(5)]
     ((6, 3, 4), 4, [0, 6, 9, 13, 19])
     """
@@ -90,8 +87,8 @@ class Rounds:
     sizes: tuple[int, ...]
 
     @classmethod
-    def of(cls, step: int, batch_size: int, world_size: int) -> Rounds:
-        """Return as few rounds as a step of so many samples can have, in which no two ranks differ by two samples."""
+    def of(cls, step: int, batch_size: int, world_size: int) -> MicrobatchLayout:
+        """Return the fewest rounds for a step of `step` samples, in which ranks differ by at most one sample."""
         number = math.ceil(step / (batch_size * world_size))
         each, rest = divmod(step, world_size)
         sizes = [world_size * (each // number + (turn < each % number)) for turn in range(number)]
@@ -109,7 +106,7 @@ class Rounds:
         return steps * self.step + sum(self.sizes[:turns])
 
     def count(self, samples: int) -> int:
-        """Return the rounds in which so many samples are dealt out, the last of them maybe a short one."""
+        """Return the number of rounds of so many samples, of which the last may be short."""
         steps, rest = divmod(samples, self.step)
         starts = itertools.accumulate(self.sizes[:-1], initial=0)
         return steps * len(self.sizes) + sum(start < rest for start in starts)
@@ -118,11 +115,10 @@ class Rounds:
 class EpochSampler:
     """The order of samples in every epoch, and the split of each window over the ranks.
 
-    The order depends only on (seed, epoch), and a position is a number of samples, so a seek is arithmetic: step k
-    sees the same samples on any number of ranks if it has as many of them. Above 2^24 samples the order is not drawn
-    as a whole but computed position by position, so with a billion samples the first step starts at once and takes no
-    memory. A short last share is split unevenly: nothing is padded or counted twice,
-    and every process gets the same number of micro-batches, some of which may be empty.
+    The order depends only on (seed, epoch), and a position is a number of samples, so seeking is arithmetic: step k
+    has the same samples on any number of ranks. Above 2^24 samples the permutation is computed position by position,
+    so with a billion samples the first step starts at once and takes no memory. A short last share is split unevenly:
+    nothing is padded or counted twice, and every process gets the same number of micro-batches, some of them empty.
 
     Args:
         size: Samples in the dataset.
@@ -132,7 +128,7 @@ class EpochSampler:
         rank: The rank of this process.
         world_size: Number of ranks.
         whole: The samples in an epoch are a multiple of this; each epoch leaves out different ones.
-        rounds: How the samples of a step are dealt out; None: `batch_size` to each rank, again and again.
+        rounds: The samples of each micro-batch of a step; None gives `batch_size` to each rank.
 
     Attributes:
         size: Samples in an epoch.
@@ -156,7 +152,7 @@ class EpochSampler:
         rank: int = 0,
         world_size: int = 1,
         whole: int = 1,
-        rounds: Rounds | None = None,
+        rounds: MicrobatchLayout | None = None,
     ) -> None:
         self.whole = whole
         self.batch_size = batch_size
@@ -164,7 +160,7 @@ class EpochSampler:
         self.seed = seed
         self.rank = rank
         self.world_size = world_size
-        self.rounds: Rounds = rounds or Rounds((batch_size * world_size,))
+        self.rounds: MicrobatchLayout = rounds or MicrobatchLayout((batch_size * world_size,))
         self._drawn: tuple[int, np.ndarray] | None = None
         self._samples = -1
         self.size: int
@@ -172,7 +168,7 @@ class EpochSampler:
         self.resize(size)
 
     def resize(self, size: int) -> None:
-        """Set the samples in the dataset; epochs that are drawn from here on have them."""
+        """Set the number of samples in the dataset, for the epochs drawn from then on."""
         if size == self._samples:
             return
         self._samples = size
@@ -194,7 +190,7 @@ class EpochSampler:
         if not self.shuffle:
             return np.arange(start, stop)
         if self.is_keyed:
-            return permuted(np.arange(start, stop), self._samples, derive_seed(self.seed, epoch))
+            return permute(np.arange(start, stop), self._samples, derive_seed(self.seed, epoch))
         if self._drawn is None or self._drawn[0] != epoch:
             self._drawn = epoch, self._draw(epoch)
         return self._drawn[1][start:stop]
@@ -216,12 +212,12 @@ class EpochSampler:
                 yield share(samples[start:end], self.rank, self.world_size)
 
 
-class GivenOrder(EpochSampler):
-    """The order of a dataset that has one of its own: `epoch_order(epoch, seed)` with `epoch_size` samples.
+class DatasetOrder(EpochSampler):
+    """The order that a dataset defines: `epoch_order(epoch, seed)` with `epoch_size` samples.
 
     Args:
         dataset: The dataset.
-        options: The arguments of `EpochSampler` but for the size.
+        options: The arguments of `EpochSampler` except the size.
     """
 
     _is_drawn_whole = True
@@ -234,7 +230,7 @@ class GivenOrder(EpochSampler):
         """Return the order of the dataset.
 
         Raises:
-            DataError: If it is not one of as many samples of the dataset.
+            DataError: If it has another number of samples, or samples that are not in the dataset.
         """
         order, name = np.asarray(self._dataset.epoch_order(epoch, self.seed)), type(self._dataset).__name__
         if order.shape != (self._samples,) or order.dtype.kind not in "iu":
@@ -257,39 +253,39 @@ _BLOCK = 1 << 14
 _ROUNDS = 8
 
 
-def permuted(places: np.ndarray, size: int, key: int) -> np.ndarray:
-    """Return the numbers at these places of a permutation of `size` numbers, chosen by `key`, as int64.
+def permute(places: np.ndarray, size: int, key: int) -> np.ndarray:
+    """Return the numbers at these positions of a permutation of `size` numbers, selected by `key`, as int64.
 
-    A Feistel network: a place is a row and a column of a square, and each round shifts one of the two by a hash
-    (splitmix64's finalizer) of the other. A round can be undone, so no two places meet. The square is slightly larger
-    than `size`; a result outside `size` goes through the network again until it is inside.
+    A Feistel network: a position is a row and a column of a square, and each round shifts one of the two by a hash
+    (splitmix64's finalizer) of the other. Rounds are invertible, so no two positions collide. The square is slightly
+    larger than `size`; a result outside `size` goes through the network again until it is inside.
 
-    >>> sorted(permuted(np.arange(10), 10, key=1).tolist())
+    >>> sorted(permute(np.arange(10), 10, key=1).tolist())
     [0, 1, 2, 3, 4, 5, 6, 7, 8, 9]
     """
     side = np.uint64(math.isqrt(size - 1) + 1)
     keys = [np.uint64(derive_seed(key, number)) for number in range(_ROUNDS)]
 
-    def moved(places: np.ndarray) -> np.ndarray:
+    def apply_rounds(places: np.ndarray) -> np.ndarray:
         row, column = np.divmod(places, side)
         for round_key in keys:
-            row, column = column, (row + _hashed(column + round_key) % side) % side
+            row, column = column, (row + _hash(column + round_key) % side) % side
         return row * side + column
 
-    result = moved(places.astype(np.uint64))
+    result = apply_rounds(places.astype(np.uint64))
     while len(outside := np.flatnonzero(result >= size)):
-        result[outside] = moved(result[outside])
+        result[outside] = apply_rounds(result[outside])
     return result.astype(np.int64)
 
 
-def _hashed(values: np.ndarray) -> np.ndarray:
+def _hash(values: np.ndarray) -> np.ndarray:
     values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return values ^ (values >> np.uint64(31))
 
 
 def share(samples: Any, rank: int, world_size: int) -> Any:
-    """Return a process's part of the samples of one micro-batch of all ranks: equal parts, the first larger by one.
+    """Return a rank's part of the samples of a micro-batch of all ranks: equal parts, the first ones larger by one.
 
     >>> [share([1, 2, 3, 4], rank, 2) for rank in (0, 1)], [share([1], rank, 2) for rank in (0, 1)]
     ([[1, 2], [3, 4]], [[1], []])
@@ -299,10 +295,11 @@ def share(samples: Any, rank: int, world_size: int) -> Any:
     return samples[first : first + size + (rank < larger)]
 
 
-def dealt(batches: Iterable[Counted], rank: int, world_size: int) -> Iterator[Counted]:
-    """Yield one of every `world_size` batches, and a stand-in if the data end before this process's last turn.
+def round_robin(batches: Iterable[CountedBatch], rank: int, world_size: int) -> Iterator[CountedBatch]:
+    """Yield one of every `world_size` batches, and a dummy if the data end before this process's last turn.
 
-    >>> [[one.batch for one in dealt([Counted(number, 8) for number in range(5)], rank, 2)] for rank in (0, 1)]
+    >>> batches = [CountedBatch(number, 8) for number in range(5)]
+    >>> [[batch.batch for batch in round_robin(batches, rank, 2)] for rank in (0, 1)]
     [[0, 2, 4], [1, 3, 4]]
     """
     number, latest = -1, None
@@ -310,11 +307,11 @@ def dealt(batches: Iterable[Counted], rank: int, world_size: int) -> Iterator[Co
         if number % world_size == rank:
             yield latest
     if latest is not None and 0 < (number + 1) % world_size <= rank:
-        yield Counted(latest.batch, 0)
+        yield CountedBatch(latest.batch, 0)
 
 
-def without_padding(sampler: DistributedSampler[Any]) -> int:
-    """Make a DistributedSampler repeat no samples, and return the number of samples of the largest share.
+def disable_padding(sampler: DistributedSampler[Any]) -> int:
+    """Keep a DistributedSampler from repeating samples, and return the number of samples of the largest share.
 
     By default it repeats samples to make all shares equal, and these would count twice.
     """
@@ -324,29 +321,30 @@ def without_padding(sampler: DistributedSampler[Any]) -> int:
     return math.ceil(sampler.total_size / sampler.num_replicas)
 
 
-def filled_up(batches: Iterable[Counted], turns: int, stand_in: Callable[[], Any]) -> Iterator[Counted]:
-    """Yield the batches of a share, and stand-ins up to the number of `turns` of the largest share.
+def pad_with_dummies(
+    batches: Iterable[CountedBatch], turns: int, make_dummy: Callable[[], Any]
+) -> Iterator[CountedBatch]:
+    """Yield the batches of a share, and dummies up to the number of `turns` of the largest share.
 
-    >>> list(filled_up([Counted("a", 8)], 2, stand_in=str))
-    [Counted(batch='a', samples=8), Counted(batch='a', samples=0)]
+    >>> list(pad_with_dummies([CountedBatch("a", 8)], 2, make_dummy=str))
+    [CountedBatch(batch='a', samples=8), CountedBatch(batch='a', samples=0)]
     """
     latest = None
     for latest in batches:
         turns -= 1
         yield latest
     for _ in range(turns):
-        yield Counted(stand_in() if latest is None else latest.batch, 0)
+        yield CountedBatch(make_dummy() if latest is None else latest.batch, 0)
 
 
 class Fetch:
     """Fetches the samples of one micro-batch and collates them; random numbers depend only on the sample.
 
-    Tensors are indexed once for the whole batch. Otherwise each sample is fetched with generators seeded by (seed,
-    epoch, index), but only those generators that the dataset was ever seen to draw from: each fetch is watched, and if
-    it advances a generator that was not seeded, it is repeated with that one seeded. So workers, resumes and the
-    number of ranks cannot change a sample, a dataset that draws nothing costs next to nothing, and the generators of
-    training are left unchanged. The user's own collator is watched in the same way; its random numbers are keyed by
-    the batch's first sample.
+    Tensors are indexed once for the entire batch. Otherwise each sample is fetched with generators seeded by (seed,
+    epoch, index), but only those generators that the dataset has drawn from so far: if a fetch advances a generator
+    that was not seeded, it is repeated with that one seeded. So workers, resumes and the number of ranks cannot change
+    a sample, a dataset that draws nothing costs next to nothing, and the generators of training are unchanged. Custom
+    collators are treated in the same way; their random numbers are keyed by the batch's first sample.
     """
 
     def __init__(self, dataset: Any, collate: Collate, seed: int, name: str = "the data") -> None:
@@ -363,7 +361,7 @@ class Fetch:
         self._has_batch_fetch = callable(getattr(dataset, "__getitems__", None))
 
     def update_columns(self) -> None:
-        """Find the tensors of the dataset, which may have others since the latest pass."""
+        """Find the tensors of the dataset, which may have changed since the latest pass."""
         self.columns, self.rows = tensor_columns(self.dataset)
 
     def __call__(self, epoch: int, indices: np.ndarray) -> Any:
@@ -378,27 +376,27 @@ class Fetch:
             return self._fetch_columns(indices)
         positions = indices.tolist()
         while True:
-            samples = self._watched(self.drawn, self._samples, epoch, positions)
+            samples = self._run_watched(self.drawn, self._samples, epoch, positions)
             if samples is _AGAIN:
                 continue
             try:
                 if self._stacks:
                     return self.collate(samples)
-                batch = self._watched(self.drawn_in_collate, self._collated, epoch, positions, samples)
+                batch = self._run_watched(self.drawn_in_collate, self._seed_and_collate, epoch, positions, samples)
             except Exception as error:
                 with isolated_rng():
-                    description = told(
-                        error, positions, self.name, functools.partial(self._collated_anew, epoch), pairs=True
+                    description = describe_failures(
+                        error, positions, self.name, functools.partial(self._refetch_and_collate, epoch), pairs=True
                     )
                 if isinstance(error, StopIteration):
-                    raise no_end("The collator", description) from error
+                    raise stop_iteration_error("The collator", description) from error
                 error.add_note(f"Raised by the collator for {description}.")
                 raise
             if batch is not _AGAIN:  # if it is, fetch the samples again too: a collator may have changed them
                 return batch
 
-    def _watched(self, seeded: list[Generator], work: Callable[..., Any], *args: Any) -> Any:
-        """Return the result of `work`, or _AGAIN if it drew from a generator that was not in `seeded` and now is."""
+    def _run_watched(self, seeded: list[Generator], work: Callable[..., Any], *args: Any) -> Any:
+        """Return the result of `work`; _AGAIN if it drew from a generator not in `seeded`, which is then added."""
         watched = [(generator, generator.snapshot()) for generator in GENERATORS]
         try:
             result = work(*args)
@@ -410,7 +408,7 @@ class Fetch:
         seeded += new
         return _AGAIN if new else result
 
-    def _collated(self, epoch: int, positions: list[int], samples: Sequence[Any]) -> Any:
+    def _seed_and_collate(self, epoch: int, positions: list[int], samples: Sequence[Any]) -> Any:
         for generator in self.drawn_in_collate:
             generator.seed(derive_seed(self.seed, epoch, positions[0], _COLLATE))
         return self.collate(samples)
@@ -437,13 +435,13 @@ class Fetch:
             if count:
                 description = describe_samples(positions[count - 1 : count], self.name)
             else:  # all at once
-                description = told(error, positions, self.name, self.dataset.__getitems__)
+                description = describe_failures(error, positions, self.name, self.dataset.__getitems__)
             if isinstance(error, StopIteration):
-                raise no_end("The dataset", description) from error
+                raise stop_iteration_error("The dataset", description) from error
             error.add_note(f"Raised for {description}.")
             raise
 
-    def _collated_anew(self, epoch: int, positions: list[int]) -> Any:
+    def _refetch_and_collate(self, epoch: int, positions: list[int]) -> Any:
         return self.collate(self._samples(epoch, positions))
 
     def _fetch_columns(self, indices: np.ndarray) -> Any:
@@ -461,11 +459,11 @@ class Fetch:
         return tuple(pick(column) for column in self.columns or ())
 
 
-def no_end(what: str, samples: str) -> DataError:
-    """Return the error for a StopIteration that does not mean the end of the data, though a loop would take it so."""
+def stop_iteration_error(what: str, samples: str) -> DataError:
+    """Return the error for a StopIteration that a loop would mistake for the end of the data."""
     return DataError(
-        f"{what} raised StopIteration for {samples}. Taken for the end of the data, it would leave out the rest of the "
-        "epoch. It is often a next() on an iterator that is used up: catch it, or give it a default."
+        f"{what} raised StopIteration for {samples}, which a loop would mistake for the end of the data. It is often a "
+        "next() on an exhausted iterator: catch it, or give it a default."
     )
 
 
@@ -488,7 +486,7 @@ def is_table(value: Any) -> bool:
     return module in ("pandas", "polars") and hasattr(value, "to_numpy")
 
 
-def arrays_of(dataset: Any, name: str) -> Any:
+def tables_to_arrays(dataset: Any, name: str) -> Any:
     """Return a tuple or dict of tables and columns of pandas or polars as one of arrays; anything else unchanged.
 
     Raises:

@@ -15,8 +15,8 @@ from omnitrain.arguments import Settings, describe, has_changing_batch_size, is_
 from omnitrain.core.duration import Duration
 from omnitrain.core.errors import ConfigError, DataError
 from omnitrain.data.collation import Collator
-from omnitrain.data.loaders import GivenLoader, Loader, MapLoader, end_workers, is_stream, make_loader, name_of_set
-from omnitrain.data.sampling import Rounds, is_table
+from omnitrain.data.loaders import Loader, MapLoader, UserLoader, close_loaders, dataset_title, is_stream, make_loader
+from omnitrain.data.sampling import MicrobatchLayout, is_table
 from omnitrain.data.shards import ShardedLoader, ShardedStream
 from omnitrain.distributed.ranks import Coordinates, Ranks
 
@@ -52,7 +52,7 @@ class EvalSet:
     unit: Any = None
 
     def __post_init__(self) -> None:
-        if self.data is None or isinstance(self.data, EvalSet) or is_named_sets(self.data):
+        if self.data is None or isinstance(self.data, EvalSet) or is_dict_of_sets(self.data):
             raise ConfigError(f"`EvalSet` takes one dataset or loader, got {type(self.data).__name__}.")
         if isinstance(self.weight, bool) or not isinstance(self.weight, int | float) or not 0 <= self.weight < 1e300:
             raise ConfigError(f"`weight` of an `EvalSet` must be a number of 0 or more, got {self.weight!r}.")
@@ -91,7 +91,7 @@ class EvalSet:
         return {name: describe(getattr(self, name)) for name in ("metrics", "weight", "subset", "unit")}
 
 
-def is_named_sets(dataset: Any) -> bool:
+def is_dict_of_sets(dataset: Any) -> bool:
     """Return whether this is a dict of named sets, not a dict of tensors or arrays that form one set."""
     return type(dataset) is dict and not all(
         isinstance(value, torch.Tensor | np.ndarray) or is_table(value) for value in dataset.values()
@@ -141,7 +141,7 @@ class Sets:
         pin_memory = device.type == "cuda" if settings.pin_memory is None else settings.pin_memory
         collate = settings.data_collator or Collator(label_names=settings.label_names or ())
         self._loading = {
-            "collate": collate.with_mask() if adds_mask and isinstance(collate, Collator) else collate,
+            "collate": collate.with_attention_mask() if adds_mask and isinstance(collate, Collator) else collate,
             "seed": settings.seed,
             "rank": self.share.rank,
             "world_size": self.share.size,
@@ -152,7 +152,7 @@ class Sets:
         _check_labels(settings.train_dataset, settings.eval_dataset)
         self.train: Any = None
         if settings.train_loader is not None:
-            self.train = self._given(settings.train_loader, "train_loader", marks=self._keeps_marks())
+            self.train = self._wrap_loader(settings.train_loader, "train_loader", marks=self._saves_positions())
         elif settings.train_dataset is not None:
             self.train = self._train_loader()
         self.train_size: int | None = None if self.train is None else self.train.size
@@ -163,7 +163,7 @@ class Sets:
     def _train_loader(self) -> Loader:
         """Return the loader of the training set."""
         settings = self._settings
-        self._refuse_split(settings.train_dataset, "train_dataset")
+        self._reject_split_stream(settings.train_dataset, "train_dataset")
         if not settings.shuffle and hasattr(settings.train_dataset, "epoch_order"):
             raise ConfigError(
                 f"`shuffle=False` contradicts `train_dataset`, a {type(settings.train_dataset).__name__}, which has an "
@@ -174,36 +174,36 @@ class Sets:
                 "`drop_last=True` needs data with a length, so that the number of steps is known; "
                 "`train_dataset` is a stream. Leave it out, or end the stream after whole steps."
             )
-        rounds = self._rounds()
+        rounds = self._layout()
         if isinstance(settings.train_dataset, ShardedStream):
             if rounds is not None:
                 raise self._indivisible(rounds, "a ShardedStream, of which each rank reads parts of its own")
             return ShardedLoader(
                 settings.train_dataset, settings.batch_size, marks=settings.save_dir is not None, **self._loading,
-                name=name_of_set("train_dataset"),
+                name=dataset_title("train_dataset"),
             )  # fmt: skip
         if rounds is not None:
-            self._tell_of(rounds)
+            self._log_layout(rounds)
         return make_loader(
             self._transform(settings.train_dataset), settings.batch_size, name="train_dataset", rounds=rounds,
             shuffle=settings.shuffle, marks=settings.save_dir is not None, **self._sampling, **self._loading,
         )  # fmt: skip
 
-    def _indivisible(self, rounds: Rounds, data: str) -> ConfigError:
+    def _indivisible(self, rounds: MicrobatchLayout, data: str) -> ConfigError:
         return ConfigError(
             f"`global_batch_size={rounds.step}` must be a multiple of batch_size x processes = "
             f"{self._settings.batch_size} x {self.share.size} with {data}. Change one of the three, or pass a "
             "dataset that all ranks read."
         )
 
-    def _rounds(self) -> Rounds | None:
+    def _layout(self) -> MicrobatchLayout | None:
         """Return how the samples of a step are dealt out, if they cannot be dealt out evenly."""
         step, size = self._settings.global_batch_size, self._settings.batch_size
         if not isinstance(step, int) or not step % (size * self.share.size):
             return None
-        return Rounds.of(step, size, self.share.size)
+        return MicrobatchLayout.of(step, size, self.share.size)
 
-    def _tell_of(self, rounds: Rounds) -> None:
+    def _log_layout(self, rounds: MicrobatchLayout) -> None:
         settings, share = self._settings, self.share
         if self._ranks.is_main:
             logger.info(
@@ -212,7 +212,7 @@ class Sets:
                 math.ceil(max(rounds.sizes) / share.size), len(rounds.sizes),
             )  # fmt: skip
 
-    def _refuse_split(self, dataset: Any, name: str) -> None:
+    def _reject_split_stream(self, dataset: Any, name: str) -> None:
         """Raise ConfigError for a Hugging Face stream that is already split over the ranks."""
         if self._ranks.world_size > 1 and getattr(dataset, "_distributed", None) is not None and is_stream(dataset):
             raise ConfigError(
@@ -236,8 +236,8 @@ class Sets:
             DistributedError: On all ranks, if they differ.
         """
         entries = [entry.values() if isinstance(entry, dict) else [entry] for entry in loaders]
-        ours = [loader for entry in entries for loader in entry if not isinstance(loader, GivenLoader | None)]
-        sizes = {loader.name: _told_size(loader) for loader in ours}
+        ours = [loader for entry in entries for loader in entry if not isinstance(loader, UserLoader | None)]
+        sizes = {loader.name: _describe_size(loader) for loader in ours}
         self._ranks.check_equal(
             "The numbers of samples on the ranks", sizes,
             "Give every rank the same data, and each takes its share; or pass a DataLoader with a "
@@ -247,8 +247,8 @@ class Sets:
     def _evaluation_loader(self, dataset: Any, loader: Any, name: str) -> Any:
         source = dataset if loader is None else loader
         if isinstance(source, EvalSet):
-            return self._by_rules(source, name, is_given=loader is not None)
-        if is_named_sets(source):
+            return self._loader_with_rules(source, name, is_loader_argument=loader is not None)
+        if is_dict_of_sets(source):
             odd = next((key for key in source if not isinstance(key, str)), None)
             if odd is not None:
                 raise ConfigError(
@@ -263,17 +263,17 @@ class Sets:
             parts = {key: (None, value) if dataset is None else (value, None) for key, value in source.items()}
             return {key: self._evaluation_loader(*part, f"{name}[{key!r}]") for key, part in parts.items()}
         if loader is not None:
-            return self._given(loader, name)
+            return self._wrap_loader(loader, name)
         if dataset is None:
             return None
         return self._evaluated(self._transform(dataset), name)
 
     def _evaluated(self, dataset: Any, name: str, subset: int | None = None) -> Loader:
-        self._refuse_split(dataset, name)
+        self._reject_split_stream(dataset, name)
         size = self._settings.eval_batch_size or self._settings.batch_size
         return make_loader(dataset, size, name=name, marks=False, subset=subset, **self._loading)
 
-    def _by_rules(self, rules: EvalSet, name: str, is_given: bool) -> Loader:
+    def _loader_with_rules(self, rules: EvalSet, name: str, is_loader_argument: bool) -> Loader:
         """Return the loader of a set with its own rules, with these rules attached."""
         if rules.every is not None and "[" not in name:
             raise ConfigError(
@@ -281,27 +281,27 @@ class Sets:
                 f"...}} as `{name}`."
             )
         is_own = isinstance(rules.data, Loader)
-        if is_given or is_own or is_loader(rules.data):
+        if is_loader_argument or is_own or is_loader(rules.data):
             if rules.subset is not None:
                 raise ConfigError(
                     f"`subset={rules.subset}` has no effect on a loader, which is used as it is. Pass its dataset to "
                     f"the `EvalSet` in `{name}`."
                 )
-            loader = rules.data if is_own else self._given(rules.data, name)
+            loader = rules.data if is_own else self._wrap_loader(rules.data, name)
         else:  # the set's own unit may use any column
             data = rules.data if rules.unit is not None else self._transform(rules.data)
             loader = self._evaluated(data, name, rules.subset)
         loader.rules = rules
         return loader
 
-    def _keeps_marks(self) -> bool:
+    def _saves_positions(self) -> bool:
         """Whether the states of the training data are to be saved; that of a loader is lost if others read it too."""
         settings = self._settings
         sources = (settings.eval_dataset, settings.eval_loader, settings.test_dataset, settings.test_loader)
         is_shared = any(source is settings.train_loader for source in sources) and settings.train_loader is not None
         return settings.save_dir is not None and not is_shared
 
-    def _given(self, loader: Any, name: str, marks: bool = False) -> GivenLoader:
+    def _wrap_loader(self, loader: Any, name: str, marks: bool = False) -> UserLoader:
         """Return our loader around the user's own."""
         is_loader_like = hasattr(type(loader), "__iter__") and not isinstance(loader, (str, bytes, type))
         if not is_loader_like or hasattr(loader, "__next__"):
@@ -311,26 +311,26 @@ class Sets:
                 "A generator is used up after one epoch: wrap it in a class with __iter__."
             )
         share, seed = self.share, self._settings.seed
-        return GivenLoader(loader, seed, share.rank, share.size, name_of_set(name), marks)
+        return UserLoader(loader, seed, share.rank, share.size, dataset_title(name), marks)
 
-    def take_train(self, loader: Any) -> None:
+    def set_train_loader(self, loader: Any) -> None:
         """Train on the user's own loader from now on.
 
         Raises:
             ConfigError: If its batches do not make the steps that `global_batch_size` asks for.
         """
-        if (rounds := self._rounds()) is not None:
+        if (rounds := self._layout()) is not None:
             raise self._indivisible(rounds, "a loader of your own, which makes the batches")
-        self.train = self._given(loader, "train_loader", marks=self._keeps_marks())
+        self.train = self._wrap_loader(loader, "train_loader", marks=self._saves_positions())
         self.train_size = self.train.size
 
-    def take_eval(self, loader: Any) -> None:
+    def set_eval_loader(self, loader: Any) -> None:
         """Evaluate the user's own loader from now on, or several by name."""
         self.eval = self._evaluation_loader(None, loader, "eval_dataset")
 
-    def end_workers(self) -> None:
+    def close_loaders(self) -> None:
         """End the worker processes of the training and evaluation sets."""
-        end_workers(self.train, self.eval)
+        close_loaders(self.train, self.eval)
 
 
 def _check_labels(inputs: Any, labels: Any) -> None:
@@ -348,7 +348,7 @@ def _check_labels(inputs: Any, labels: Any) -> None:
         )
 
 
-def _told_size(loader: Loader) -> int | str | None:
+def _describe_size(loader: Loader) -> int | str | None:
     """Return the size of a loader's data, and what decides their order if they have one of their own."""
     options = getattr(loader.dataset, "order_options", None) if isinstance(loader, MapLoader) else None
     return f"{loader.size}, in the order of {options()}" if callable(options) else loader.size

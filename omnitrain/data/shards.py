@@ -18,11 +18,11 @@ from torch.utils.data import DataLoader, IterableDataset
 from omnitrain.compute.random_state import derive_seed, isolated_rng, seed_generators
 from omnitrain.core.errors import CheckpointError, ConfigError, format_list
 from omnitrain.core.progress import Progress
-from omnitrain.data.collation import pinned
-from omnitrain.data.loaders import Loader, as_is, has_length
-from omnitrain.data.sampling import Collate, Counted, no_end
-from omnitrain.data.streams import Mark, can_seek
-from omnitrain.data.workers import explaining_dead_workers, outlive_signals, start_workers, stop_workers
+from omnitrain.data.collation import pin_batch
+from omnitrain.data.loaders import Loader, has_length, identity_collate
+from omnitrain.data.sampling import Collate, CountedBatch, stop_iteration_error
+from omnitrain.data.streams import StreamPosition, can_seek
+from omnitrain.data.workers import outlive_signals, report_dead_workers, start_workers, stop_workers
 
 logger: logging.Logger = logging.getLogger("omnitrain")
 
@@ -102,7 +102,7 @@ class ShardedStream(IterableDataset[Any]):
                 yield sample
 
 
-class _Part(NamedTuple):
+class _ReaderBatch(NamedTuple):
     """What a reader has of one micro-batch.
 
     Attributes:
@@ -116,7 +116,7 @@ class _Part(NamedTuple):
     states: dict[int, tuple[int, Any]]
 
 
-class _Reader(IterableDataset[_Part]):
+class _Reader(IterableDataset[_ReaderBatch]):
     """Reads some of the shards of a rank; every place on the rank, in turn, belongs to one of them.
 
     Args:
@@ -135,12 +135,12 @@ class _Reader(IterableDataset[_Part]):
         self.epoch = self.first = 0
         self.starts: dict[int, tuple[int, Any]] = {}
 
-    def __iter__(self) -> Iterator[_Part]:
+    def __iter__(self) -> Iterator[_ReaderBatch]:
         live = dict[int, Iterator[Any]]()
         with isolated_rng():
             for number in self.shards:
-                live[number] = self._begun(number)
-        state_counts = {number: self._read_of(number, self.first) for number in live}
+                live[number] = self._open_shard(number)
+        state_counts = {number: self._samples_before(number, self.first) for number in live}
         for first in itertools.count(self.first, self.batch_size):
             if not live:
                 return
@@ -159,11 +159,11 @@ class _Reader(IterableDataset[_Part]):
                     samples.append(sample)
             if self.marks:
                 states = self._states(live, state_counts, first + self.batch_size)
-            yield _Part(places, self.collated(places, samples) if self.collates else samples, states)
+            yield _ReaderBatch(places, self.make_batch(places, samples) if self.collates else samples, states)
 
-    def _begun(self, number: int) -> Iterator[Any]:
+    def _open_shard(self, number: int) -> Iterator[Any]:
         """Return the rest of a shard, from the first place on."""
-        shard, target = self.shards[number], self._read_of(number, self.first)
+        shard, target = self.shards[number], self._samples_before(number, self.first)
         if callable(getattr(shard, "set_epoch", None)):
             shard.set_epoch(self.epoch)
         count, state = self.starts.get(number, (0, None))
@@ -177,7 +177,7 @@ class _Reader(IterableDataset[_Part]):
                 break
         return samples
 
-    def _read_of(self, number: int, place: int) -> int:
+    def _samples_before(self, number: int, place: int) -> int:
         """Return how many samples of a shard are before a place, if it has as many."""
         return max(0, math.ceil((place - number) / self.turns))
 
@@ -196,13 +196,13 @@ class _Reader(IterableDataset[_Part]):
         """Return the states of the shards of which enough was read since the last."""
         states = {}
         for number in live:
-            count = self._read_of(number, place)
+            count = self._samples_before(number, place)
             if count - state_counts[number] >= _EVERY and can_seek(self.shards[number]):
                 state_counts[number] = count
                 states[number] = count, self.shards[number].state_dict()
         return states
 
-    def collated(self, places: Sequence[int], samples: list[Any]) -> Any:
+    def make_batch(self, places: Sequence[int], samples: list[Any]) -> Any:
         """Return the batch of these samples; None if there are none."""
         if not samples:
             return None
@@ -214,7 +214,7 @@ class _Reader(IterableDataset[_Part]):
                 first, last = (self.rank + place * self.world_size for place in (places[0], places[-1]))
                 description = f"the samples from place {first} to {last} of {self.name}, a stream of shards"
                 if isinstance(error, StopIteration):
-                    raise no_end("The collator", description) from error
+                    raise stop_iteration_error("The collator", description) from error
                 error.add_note(f"Raised by the collator for {description}.")
                 raise
 
@@ -292,7 +292,7 @@ class ShardedLoader(Loader):
         self._readers = [_Reader(self, numbers, readers == 1) for numbers in groups]
         self._iterators: list[Any] = []
         self._states: dict[int, deque[tuple[int, Any]]] = {}
-        self._start: Mark | None = None
+        self._start: StreamPosition | None = None
         self._from: tuple[int, int] = (0, 0)
         """The epoch of the present pass, and the place on this rank where it began."""
 
@@ -312,29 +312,29 @@ class ShardedLoader(Loader):
             stop_workers(iterator)
         self._iterators = []
 
-    def with_states(self) -> Sequence[Any]:
+    def stateful_sources(self) -> Sequence[Any]:
         return [shard for shard in self.own if can_seek(shard)]
 
     # --- the position
 
-    def mark_at(self, epoch: int, position: int, batches: int = 0) -> Mark | None:
+    def position_at(self, epoch: int, position: int, batches: int = 0) -> StreamPosition | None:
         """Return the place up to which the windows so far go, and the states of this rank's shards not after it."""
         if not batches or self._from[0] != epoch:
             return None
         place = self._from[1] + self.turn * self.batch_size
         states = {}
         for number, history in self._states.items():
-            before = [entry for entry in history if entry[0] <= self._readers[0]._read_of(number, place)]
+            before = [entry for entry in history if entry[0] <= self._readers[0]._samples_before(number, place)]
             if before:
                 states[self.rank + number * self.world_size] = list(before[-1])
         count = len(self.dataset.shards)
-        return Mark(epoch, place * self.world_size, {"shards": count, "states": states}, False, batches)
+        return StreamPosition(epoch, place * self.world_size, {"shards": count, "states": states}, False, batches)
 
-    def joined(self, states: list[Any]) -> Any:
+    def merge_states(self, states: list[Any]) -> Any:
         """Return one state of the states of all ranks."""
         return {**states[0], "states": {number: entry for state in states for number, entry in state["states"].items()}}
 
-    def part_of(self, state: Any) -> Any:
+    def local_state(self, state: Any) -> Any:
         """Return this rank's part of a joined state, None if it is of other data.
 
         Raises:
@@ -353,14 +353,14 @@ class ShardedLoader(Loader):
         }
         return {**state, "states": local_states}
 
-    def start_from(self, mark: Mark | None) -> None:
+    def resume_at(self, mark: StreamPosition | None) -> None:
         self._start = mark
 
-    def counted(self, epoch: int, position: int = 0) -> Iterator[Counted]:
+    def counted_batches(self, epoch: int, position: int = 0) -> Iterator[CountedBatch]:
         """Yield the micro-batches of an epoch; `position` counts turns of all shards."""
         return self._read(epoch, position // self.world_size, {})
 
-    def rest(self, epoch: int, progress: Progress) -> Iterator[Counted]:
+    def remaining_batches(self, epoch: int, progress: Progress) -> Iterator[CountedBatch]:
         """Yield the micro-batches of an epoch from the position of a run on."""
         mark, self._start = self._start, None
         place, states = progress.batches_in_epoch // self.world_size * self.batch_size, {}
@@ -372,13 +372,13 @@ class ShardedLoader(Loader):
                     f"whole steps of {self.world_size} ranks. Take another number of ranks."
                 )
         starts = {number // self.world_size: (entry[0], entry[1]) for number, entry in states.items()}
-        counts = [self._readers[0]._read_of(number, place) for number in range(len(self.own))]
+        counts = [self._readers[0]._samples_before(number, place) for number in range(len(self.own))]
         again = sum(count - min(count, starts.get(number, (0,))[0]) for number, count in enumerate(counts))
         if again > len(self.own) * _EVERY:
             logger.warning("Reading up to %d samples of this rank's shards again to get to where the run was.", again)
         return self._read(epoch, place, starts)
 
-    def _read(self, epoch: int, place: int, states: dict[int, tuple[int, Any]]) -> Iterator[Counted]:
+    def _read(self, epoch: int, place: int, states: dict[int, tuple[int, Any]]) -> Iterator[CountedBatch]:
         self._from, self.turn = (epoch, place), 0
         self._states = {number: deque([entry], maxlen=3) for number, entry in states.items()}
         for reader in self._readers:
@@ -386,21 +386,21 @@ class ShardedLoader(Loader):
             reader.starts = {number: entry for number, entry in states.items() if number in reader.shards}
         return self._batches()
 
-    def _batches(self) -> Iterator[Counted]:
+    def _batches(self) -> Iterator[CountedBatch]:
         latest, missed = None, 0
         for places, batch in self._merged():
             if not places:
                 missed += latest is None
                 if latest is not None:
-                    yield Counted(latest, 0)
+                    yield CountedBatch(latest, 0)
                 continue
-            latest = pinned(batch) if self._pin_memory else batch
+            latest = pin_batch(batch) if self._pin_memory else batch
             for _ in range(missed):  # turns of empty shards before the first sample
-                yield Counted(latest, 0)
+                yield CountedBatch(latest, 0)
             missed = 0
-            yield Counted(latest, len(places))
+            yield CountedBatch(latest, len(places))
         if latest is None and (last := self._last_before(*self._from)) is not None:
-            yield Counted(pinned(last) if self._pin_memory else last, 0)  # other ranks may have more
+            yield CountedBatch(pin_batch(last) if self._pin_memory else last, 0)  # other ranks may have more
 
     def _last_before(self, epoch: int, end: int) -> Any:
         """Return the last micro-batch of this rank before a place at which its shards have ended; None if it has none.
@@ -421,11 +421,11 @@ class ShardedLoader(Loader):
     def _merged(self) -> Iterator[tuple[list[int], Any]]:
         """Yield the micro-batches of all readers together, each with the places of its samples."""
         self.close()
-        self._iterators = [self._started(reader) for reader in self._readers]
+        self._iterators = [self._start_reader(reader) for reader in self._readers]
         live = list(self._iterators)
         try:
             while True:
-                with explaining_dead_workers():  # before they are ended
+                with report_dead_workers():  # before they are ended
                     results = [(iterator, next(iterator, None)) for iterator in live]
                 live = [iterator for iterator, part in results if part is not None]
                 parts = [part for _, part in results if part is not None]
@@ -440,16 +440,16 @@ class ShardedLoader(Loader):
                 pairs = [pair for part in parts for pair in zip(part.places, part.samples, strict=True)]
                 pairs.sort(key=lambda pair: pair[0])
                 places = [place for place, _ in pairs]
-                yield places, self._readers[0].collated(places, [sample for _, sample in pairs])
+                yield places, self._readers[0].make_batch(places, [sample for _, sample in pairs])
         finally:
             self.close()
 
-    def _started(self, reader: _Reader) -> Any:
+    def _start_reader(self, reader: _Reader) -> Any:
         if not self._has_workers:
             return iter(reader)
         # one worker each, as a stream that shares itself out among workers takes all of its shard then
         loader = DataLoader(
-            reader, batch_size=None, collate_fn=as_is, num_workers=1, prefetch_factor=self._prefetch_factor,
+            reader, batch_size=None, collate_fn=identity_collate, num_workers=1, prefetch_factor=self._prefetch_factor,
             generator=torch.Generator().manual_seed(self.seed), worker_init_fn=outlive_signals,
         )  # fmt: skip
         return start_workers(loader, lambda tasks: f"batches {format_list(tasks)} of {self.name}")

@@ -80,7 +80,7 @@ def check_parts(settings: Settings, names: Collection[str]) -> None:
 
 
 @contextlib.contextmanager
-def untouched(parts: Mapping[str, Any]) -> Iterator[None]:
+def preserve_state(parts: Mapping[str, Any]) -> Iterator[None]:
     """Restore afterwards the states that parts have now: what is done inside belongs to no step."""
     states = {name: copy.deepcopy(part.state_dict()) for name, part in parts.items()}
     try:

@@ -18,10 +18,10 @@ from torch.utils.data import IterableDataset, get_worker_info
 from omnitrain.compute.random_state import derive_seed, isolated_rng, seed_generators
 from omnitrain.core.errors import CheckpointError, describe_samples
 from omnitrain.core.events import restore_with_undo
-from omnitrain.data.sampling import Collate, Counted, Rounds, no_end, share
+from omnitrain.data.sampling import Collate, CountedBatch, MicrobatchLayout, share, stop_iteration_error
 
 
-class Mark(NamedTuple):
+class StreamPosition(NamedTuple):
     """A position of a stream or a loader: the samples before it in the epoch, and its `state_dict()` there."""
 
     epoch: int
@@ -46,7 +46,7 @@ class Stream(IterableDataset[Any]):
     def __init__(
         self,
         dataset: Any,
-        rounds: Rounds,
+        rounds: MicrobatchLayout,
         collate: Collate,
         seed: int,
         rank: int = 0,
@@ -64,12 +64,12 @@ class Stream(IterableDataset[Any]):
         self.marks: bool = marks and can_seek(dataset)
         self.epoch: int = 0
         self.position: int = 0
-        self.start: Mark | None = None
+        self.start: StreamPosition | None = None
         """Where the next pass begins: in its epoch, or at the end of the previous one."""
         self.passes: Any = None
         """A queue of (epoch, position, start) of passes, for a worker, which goes on with its copy of the stream."""
 
-    def __iter__(self) -> Iterator[tuple[Counted, Mark | None, Any]]:
+    def __iter__(self) -> Iterator[tuple[CountedBatch, StreamPosition | None, Any]]:
         if self.passes is not None and get_worker_info() is not None:
             self.epoch, self.position, self.start = self.passes.get()
         start, self.start = self.start, None
@@ -100,7 +100,7 @@ class Stream(IterableDataset[Any]):
                     local_samples = share(range(number, number + len(window)), self.rank, self.world_size)
                     description = f"{describe_samples(local_samples, self.name)}, a stream"
                     if isinstance(error, StopIteration):
-                        raise no_end("The collator", description) from error
+                        raise stop_iteration_error("The collator", description) from error
                     error.add_note(f"Raised by the collator for {description}.")
                     raise
             if not window:
@@ -109,12 +109,12 @@ class Stream(IterableDataset[Any]):
             number += len(window)
             has_ended = len(window) < size
             yield (
-                Counted(batch, len(local_samples)),
-                Mark(self.epoch, number, self.dataset.state_dict(), has_ended) if self.marks else None,
+                CountedBatch(batch, len(local_samples)),
+                StreamPosition(self.epoch, number, self.dataset.state_dict(), has_ended) if self.marks else None,
                 first,
             )
 
-    def _samples(self, epoch: int, start: Mark | None) -> Iterator[Any]:
+    def _samples(self, epoch: int, start: StreamPosition | None) -> Iterator[Any]:
         if hasattr(self.dataset, "set_epoch"):
             self.dataset.set_epoch(epoch)
         if start is not None:

@@ -59,7 +59,7 @@ def start_workers(loader: DataLoader[Any], describe: Callable[[Sequence[int]], s
 
 
 def watch_workers(iterator: Any, describe: Callable[[Sequence[int]], str]) -> None:
-    """Have `explaining_dead_workers` know torch's iterator over a loader, if it has workers.
+    """Have `report_dead_workers` know torch's iterator over a loader, if it has workers.
 
     Args:
         iterator: The iterator.
@@ -70,7 +70,7 @@ def watch_workers(iterator: Any, describe: Callable[[Sequence[int]], str]) -> No
 
 
 @contextlib.contextmanager
-def explaining_dead_workers() -> Iterator[None]:
+def report_dead_workers() -> Iterator[None]:
     """Turn the errors that follow from the death of a worker process into one that says so.
 
     Torch raises a RuntimeError, in any place, where it sees the death first; else reading from the process fails in
@@ -89,7 +89,7 @@ def explaining_dead_workers() -> Iterator[None]:
         death = None
         if not is_own:
             with _default_child_signal():
-                death = _death(error)
+                death = _worker_death_error(error)
         if death is None:
             raise
         raise death from error
@@ -98,7 +98,7 @@ def explaining_dead_workers() -> Iterator[None]:
 @contextlib.contextmanager
 def _default_child_signal() -> Iterator[None]:
     """Leave out torch's handler of SIGCHLD, which raises RuntimeError anywhere, and so loses exit codes."""
-    handler = _answer_to_child_signal() if hasattr(signal, "SIGCHLD") else None
+    handler = _sigchld_handler() if hasattr(signal, "SIGCHLD") else None
     if handler is None or threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -111,21 +111,21 @@ def _default_child_signal() -> Iterator[None]:
         signal.signal(signal.SIGCHLD, handler)
 
 
-def _answer_to_child_signal() -> Any:
+def _sigchld_handler() -> Any:
     """Return the handler of SIGCHLD. Torch's may run in between, and raises once for each worker that dies."""
     while True:
         with contextlib.suppress(RuntimeError):
             return signal.getsignal(signal.SIGCHLD)
 
 
-def _death(error: Exception) -> DataError | None:
+def _worker_death_error(error: Exception) -> DataError | None:
     """Return the error for a worker that has died, or None.
 
     Args:
         error: The error that was raised; torch may name the worker in it.
     """
     workers = [(iterator, number) for iterator in _watched for number in range(len(iterator._workers))]
-    if workers and not isinstance(error, RuntimeError) and _is_of_loader(error):
+    if workers and not isinstance(error, RuntimeError) and _raised_in_loader(error):
         processes = {iterator._workers[number].sentinel: iterator._workers[number] for iterator, number in workers}
         for sentinel in connection.wait(list(processes), timeout=_DYING_S):
             processes[sentinel].join(_DYING_S)  # its files are closed a little before it has ended
@@ -151,7 +151,7 @@ def _death(error: Exception) -> DataError | None:
     return None
 
 
-def _is_of_loader(error: BaseException) -> bool:
+def _raised_in_loader(error: BaseException) -> bool:
     """Return whether an error was raised where torch's loader reads from its workers."""
     frames = traceback.walk_tb(error.__traceback__)
     return any(frame.f_code.co_filename.endswith("dataloader.py") for frame, _ in frames)
@@ -230,15 +230,15 @@ def outlive_signals(worker: int) -> None:
     """
     for name in ("SIGINT", "SIGTERM", "SIGUSR1"):
         if hasattr(signal, name):
-            signal.signal(getattr(signal, name), _do_nothing)
+            signal.signal(getattr(signal, name), _ignore_signal)
 
 
-def _do_nothing(number: int, frame: FrameType | None) -> None:
+def _ignore_signal(number: int, frame: FrameType | None) -> None:
     pass
 
 
 @atexit.register  # after torch's and multiprocessing's, so that it runs before them
-def _stop_all() -> None:
+def _stop_all_workers() -> None:
     for iterator in list(_running):
         stop_workers(iterator)
 

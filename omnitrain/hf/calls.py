@@ -30,8 +30,8 @@ from omnitrain.core.events import Callback, Control
 from omnitrain.core.files import check_not_link
 from omnitrain.core.history import MetricsDict, write_results
 from omnitrain.core.paths import local_path
-from omnitrain.data.collation import labels_of
-from omnitrain.data.sets import is_named_sets
+from omnitrain.data.collation import get_labels
+from omnitrain.data.sets import is_dict_of_sets
 from omnitrain.hf.arguments import resolve_alias, scheduler_factory
 from omnitrain.hf.callbacks import Controls
 from omnitrain.hf.data import undo_prepare
@@ -664,7 +664,7 @@ class TransformersAPI(BaseTrainer):
     def _forward_for_training(self, model: nn.Module, batch: Any) -> StepOutput:
         if "compute_loss" not in self._overridden:
             return super()._forward(model, batch)
-        labels, weight = labels_of(batch, self.settings.label_names or ()), self._step.weight
+        labels, weight = get_labels(batch, self.settings.label_names or ()), self._step.weight
         weight = min(weight, 1) if self.grad_reduction == "sum" else weight  # then it returns a sum
         count = int(weight) if weight == int(weight) else weight
         loss, _, metrics = self._custom_loss(model, batch, num_items_in_batch=count or None)
@@ -693,7 +693,7 @@ class TransformersAPI(BaseTrainer):
 
     def _forward_for_eval(self, model: nn.Module, batch: Any) -> StepOutput:
         """Return loss and outputs without `ignore_keys`."""
-        labels = labels_of(batch, self.settings.label_names or ())
+        labels = get_labels(batch, self.settings.label_names or ())
         evaluation: Any = self._evaluation
         needs_loss = labels is not None or not evaluation.is_predicting
         metrics = None
@@ -777,10 +777,10 @@ class TransformersAPI(BaseTrainer):
         self._is_beginning_run = True
         try:
             if "get_train_dataloader" in self._overridden:
-                self._sets.take_train(undo_prepare(self.get_train_dataloader()))
+                self._sets.set_train_loader(undo_prepare(self.get_train_dataloader()))
                 self.lifecycle.progress.epoch_size = self._sets.train.size
             if "get_eval_dataloader" in self._overridden and self._evaluates:
-                self._sets.take_eval(self._user_eval_loader(None))
+                self._sets.set_eval_loader(self._user_eval_loader(None))
             if not self._is_set_up:
                 self._finish_setup()
             super()._begin_run(resumes, is_live)
@@ -803,7 +803,7 @@ class TransformersAPI(BaseTrainer):
     def _user_eval_loader(self, dataset: Any) -> Any:
         """Return the loader from a subclass's `get_eval_dataloader` for a set, or for each of several."""
         datasets = self.eval_dataset if dataset is None else dataset
-        if is_named_sets(datasets):
+        if is_dict_of_sets(datasets):
             return {name: undo_prepare(self.get_eval_dataloader(eval_set)) for name, eval_set in datasets.items()}
         return undo_prepare(self.get_eval_dataloader(dataset))
 

@@ -13,8 +13,8 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler
 
 from omnitrain.arguments import Settings, is_loader
 from omnitrain.core.errors import ConfigError
-from omnitrain.data.grouping import GroupByLength, lengths_of
-from omnitrain.data.loaders import GivenLoader, MapLoader, StreamLoader, as_is, is_stream
+from omnitrain.data.grouping import GroupByLength, sample_lengths
+from omnitrain.data.loaders import MapLoader, StreamLoader, UserLoader, identity_collate, is_stream
 from omnitrain.data.sampling import windows
 from omnitrain.hf.arguments import enum_value
 from omnitrain.trainer.base import BaseTrainer
@@ -55,7 +55,7 @@ class _WindowDataset(IterableDataset[Any]):
 
     def __iter__(self) -> Iterator[list[Any]]:
         trainer, progress = self.trainer, self.trainer.progress
-        rest = trainer.train_loader.rest(progress.epoch, progress)
+        rest = trainer.train_loader.remaining_batches(progress.epoch, progress)
         return windows((batch for batch, _ in rest), trainer.gradient_accumulation_steps)
 
 
@@ -71,7 +71,7 @@ def counting_loader(trainer: BaseTrainer, by_window: bool) -> DataLoader[Any]:
     loader = trainer.train_loader
     generator = torch.Generator().manual_seed(trainer.seed)  # otherwise it draws from the generator of training
     if by_window or not isinstance(loader, MapLoader):
-        return DataLoader(_WindowDataset(trainer), batch_size=None, collate_fn=as_is, generator=generator)
+        return DataLoader(_WindowDataset(trainer), batch_size=None, collate_fn=identity_collate, generator=generator)
     return DataLoader(
         _FetchDataset(loader.fetch, loader.sampler.size),
         batch_sampler=_MicroBatchSampler(trainer),
@@ -105,7 +105,7 @@ def apply_length_grouping(settings: Settings, args: Any, group_size: int) -> Set
         lengths = dataset[args.length_column_name]
     else:
         column = next(iter(getattr(settings.processing_class, "model_input_names", ())), "input_ids")
-        lengths = lengths_of(dataset, column=column)
+        lengths = sample_lengths(dataset, column=column)
     return replace(settings, train_dataset=GroupByLength(dataset, group_size, lengths))
 
 
@@ -127,7 +127,7 @@ def loader_for_callbacks(loader: Any, batch_size: int) -> Any:
 
     It reads nothing unless it is iterated, and does not disturb a run that uses our loader meanwhile.
     """
-    if isinstance(loader, GivenLoader):
+    if isinstance(loader, UserLoader):
         return loader.loader
     generator = torch.Generator().manual_seed(0)  # otherwise it draws from the generator of training
     if isinstance(loader, MapLoader):

@@ -17,7 +17,7 @@ from transformers.trainer_utils import speed_metrics
 
 from omnitrain.checkpoint.state_dicts import unwrap
 from omnitrain.core.errors import DataError
-from omnitrain.data.collation import IGNORED_LABEL, count_samples, labels_of
+from omnitrain.data.collation import IGNORED_LABEL, count_samples, get_labels
 from omnitrain.data.loaders import Loader
 from omnitrain.hf.engine import Engine
 from omnitrain.hf.generation import Generation
@@ -200,11 +200,11 @@ class HFEvaluation(Evaluation):
     def forward(self, batch: Any) -> StepOutput:
         backend, generation = self.trainer.backend, self._active_generation
         # without labels an encoder-decoder model cannot run forward, but it can generate
-        needs_forward = generation is None or labels_of(batch) is not None
+        needs_forward = generation is None or get_labels(batch) is not None
         output = super().forward(batch) if needs_forward else StepOutput(None)
         names = self._label_names
         if isinstance(batch, Mapping) and names and all(name in batch for name in names):
-            output.labels = labels_of(batch, names)
+            output.labels = get_labels(batch, names)
         if generation is not None:
             synced = backend.sharding is not None
             output.outputs, output.labels = generation.generate(unwrap(backend.model), batch, output.labels, synced)

@@ -31,7 +31,7 @@ COUNTED: dict[str, tuple[str, dict[str, Any]]] = {
     "zero_one_loss": ("zero_one_loss", {}),
     "specificity": ("recall_score", {"pos_label": 0, "average": "binary"}),
 }
-OF_HITS: dict[str, Callable[[int, int], float]] = {
+FROM_HITS: dict[str, Callable[[int, int], float]] = {
     "accuracy": lambda hits, samples: hits / samples,
     "zero_one_loss": lambda hits, samples: 1 - hits / samples,
     "hamming_loss": lambda hits, samples: (samples - hits) / samples,
@@ -40,10 +40,10 @@ OF_HITS: dict[str, Callable[[int, int], float]] = {
 _FBETA = re.compile(r"f(?:beta_)?(\d+(?:\.\d+)?)(?:_(macro|micro|weighted))?")
 
 
-def counted(kind: str) -> tuple[str, dict[str, Any]] | None:
+def sklearn_function(kind: str) -> tuple[str, dict[str, Any]] | None:
     """Return scikit-learn's function and its options for a metric of counts; None for another name.
 
-    >>> counted("f0.5_macro")
+    >>> sklearn_function("f0.5_macro")
     ('fbeta_score', {'beta': 0.5, 'average': 'macro'})
     """
     match = _FBETA.fullmatch(kind)
@@ -54,11 +54,11 @@ def counted(kind: str) -> tuple[str, dict[str, Any]] | None:
 
 def _score(kind: str, true: np.ndarray, predicted: np.ndarray, counts: np.ndarray) -> float:
     """Return a metric from the distinct pairs of classes and how often each was seen."""
-    if kind in OF_HITS:
-        return OF_HITS[kind](int(counts[true == predicted].sum()), int(counts.sum()))
+    if kind in FROM_HITS:
+        return FROM_HITS[kind](int(counts[true == predicted].sum()), int(counts.sum()))
     from sklearn import metrics
 
-    function, options = counted(kind) or ("", {})
+    function, options = sklearn_function(kind) or ("", {})
     return float(getattr(metrics, function)(true, predicted, sample_weight=counts, **options))
 
 
@@ -66,11 +66,11 @@ _SHARES = {"precision": (1, 1, 0), "recall": (1, 0, 1), "jaccard": (1, 1, 1)}
 """How much hits, false alarms and misses count in the denominator."""
 
 
-def _of_many_labels(kind: str, counts: np.ndarray) -> float | None:
+def _multilabel_score(kind: str, counts: np.ndarray) -> float | None:
     """Return a metric of several labels a sample from (tn, fp, fn, tp) of each; None if it has none for them."""
     if kind == "hamming_loss":
         return float(counts[:, 1:3].sum() / counts.sum())
-    function, options = counted(kind) or ("", {})
+    function, options = sklearn_function(kind) or ("", {})
     stem, average = function.removesuffix("_score"), options.get("average")
     if average not in ("macro", "micro", "weighted"):
         return None
@@ -138,10 +138,10 @@ class _Confusions:
             (cells,) = counts[0].nonzero()
             return _score(kind, cells // 2, cells % 2, counts[0][cells])
         if kind in ("accuracy", "zero_one_loss"):
-            return OF_HITS[kind](exact, rows)
-        value = _of_many_labels(kind, counts)
+            return FROM_HITS[kind](exact, rows)
+        value = _multilabel_score(kind, counts)
         if value is None:
-            _, options = counted(kind) or ("", {})
+            _, options = sklearn_function(kind) or ("", {})
             also = f" Use '{name}_macro', '{name}_micro' or '{name}_weighted'." if "average" in options else ""
             raise DataError(f"{name!r} has no value for the {layout.columns} labels that each sample has.{also}")
         return value
@@ -158,7 +158,7 @@ class PairCounts:
 
     def __init__(self, kind_by_name: Mapping[str, str]) -> None:
         self._names = list(kind_by_name)
-        options = {name: (counted(kind) or ("", {}))[1] for name, kind in kind_by_name.items()}
+        options = {name: (sklearn_function(kind) or ("", {}))[1] for name, kind in kind_by_name.items()}
         self._binary = [name for name in kind_by_name if options[name].get("average") == "binary"]
         self._by_kind = {kind: name for name, kind in kind_by_name.items()}
         self._confusions = _Confusions()
@@ -199,9 +199,9 @@ class PairCounts:
         self._pending.append((codes, counts))
         self._pending_size += len(codes)
         if self._pending_size > max(65536, len(self._codes)):  # doubling: the sorting stays linear in the samples
-            self._settle()
+            self._flush()
 
-    def _settle(self) -> None:
+    def _flush(self) -> None:
         """Bring all that was counted into sorted, distinct codes."""
         if self._dense is None and not self._pending:
             return
@@ -221,7 +221,7 @@ class PairCounts:
 
     def state(self) -> dict[str, Any]:
         """Return what another process needs to merge."""
-        self._settle()
+        self._flush()
         return {
             "codes": self._codes, "counts": self._counts, "classes": self._classes,
             "confusions": self._confusions.state(),
@@ -239,10 +239,10 @@ class PairCounts:
             return self._confusions.compute(kind, self._by_kind[kind], layout)
         if layout.is_one_hot and self._binary and layout.columns != 2:
             raise self._not_binary(f"{layout.columns} classes")
-        self._settle()
+        self._flush()
         if not len(self._codes):
             return None
-        _, options = counted(kind) or ("", {})
+        _, options = sklearn_function(kind) or ("", {})
         true, predicted = self._codes >> 32, self._codes.astype(np.uint32).view(np.int32).astype(np.int64)
         if options.get("average") == "binary" and self._classes is None:
             classes = np.union1d(true, predicted)
@@ -261,7 +261,7 @@ class PairCounts:
         )
 
 
-class _Sums:
+class _RunningSums:
     """A small vector of running sums on the device; its last entry is the number of labels."""
 
     def __init__(self, kind_by_name: Mapping[str, str]) -> None:
@@ -285,7 +285,7 @@ class _Sums:
         return [total / totals[-1] for total in totals] if totals and totals[-1] else None
 
 
-class TopHits(_Sums):
+class TopHits(_RunningSums):
     """Counts labels among the k highest scores; of equal scores, the lower class comes first, as in an argmax.
 
     With k classes or fewer every label is a hit, as scikit-learn has it.
@@ -309,12 +309,12 @@ class TopHits(_Sums):
 
     def compute(self, kind: str, layout: Layout) -> float | None:
         """Return the result, or None if there was nothing to score."""
-        _refuse_many_labels(self._names, layout)
+        _reject_multilabel(self._names, layout)
         means = self._means()
         return None if means is None else means[self._kinds.index(kind)]
 
 
-class CrossEntropy(_Sums):
+class CrossEntropySums(_RunningSums):
     """Sums of log_loss, perplexity (its exp) and Brier's score, of scores as logits and as probabilities.
 
     Rows that all sum to one within 0 and 1 are probabilities, unless the loss says that they are logits. Unlike
@@ -383,7 +383,7 @@ class CrossEntropy(_Sums):
 
     def compute(self, kind: str, layout: Layout) -> float | None:
         """Return the result, or None if there was nothing to score."""
-        _refuse_many_labels(self._names, layout)
+        _reject_multilabel(self._names, layout)
         means = self._means()
         if means is None:
             return None
@@ -394,7 +394,7 @@ class CrossEntropy(_Sums):
             return float(np.exp(value))
 
 
-def _refuse_many_labels(names: list[str], layout: Layout) -> None:
+def _reject_multilabel(names: list[str], layout: Layout) -> None:
     if layout.is_multi_label:
         raise DataError(
             f"{quote(names)} has no value for the {layout.columns} labels that each sample has. Use 'roc_auc' or "
@@ -489,13 +489,13 @@ class TextPairs:
 
     def compute(self, name: str, kind: str) -> float | None:
         """Return the result, or None if there was nothing to score."""
-        function, options = counted(kind) or ("", {})
+        function, options = sklearn_function(kind) or ("", {})
         if not function or options.get("average") == "binary":
             also = f" Use '{name}_macro', '{name}_micro' or '{name}_weighted'." if function else ""
             raise DataError(f"{name!r} has no value for labels that are text.{also}")
-        if kind in OF_HITS:
+        if kind in FROM_HITS:
             hits = sum(count for (true, predicted), count in self._pairs.items() if true == predicted)
-            return OF_HITS[kind](hits, self._pairs.total())
+            return FROM_HITS[kind](hits, self._pairs.total())
         from sklearn import metrics
 
         pairs = sorted(self._pairs)

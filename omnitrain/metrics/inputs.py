@@ -57,15 +57,15 @@ def class_dimension(outputs: Sequence[int], labels: Sequence[int], known: int | 
     return known if known in fits else next(iter(fits), None)
 
 
-def differ_by_last_one(shape: Sequence[int], other: Sequence[int]) -> bool:
+def differ_by_unit_dim(shape: Sequence[int], other: Sequence[int]) -> bool:
     """Return whether one of two shapes is the other with an added last dimension of 1."""
     return tuple(shape) == (*other, 1) or (*shape, 1) == tuple(other)
 
 
-def _differ_by_a_one(shape: Sequence[int], other: Sequence[int]) -> bool:
+def _differ_by_inner_unit_dim(shape: Sequence[int], other: Sequence[int]) -> bool:
     """Return whether one of two shapes is the other with an added dimension of 1, the last or torch's channels."""
     longer, shorter = sorted((tuple(shape), tuple(other)), key=len, reverse=True)
-    return differ_by_last_one(shape, other) or (
+    return differ_by_unit_dim(shape, other) or (
         len(longer) > 1 and longer[1] == 1 and longer[:1] + longer[2:] == shorter
     )
 
@@ -203,12 +203,12 @@ class Batch:
 
     def _read_indicators(self, names: Sequence[str]) -> Indicators | None:
         scores, labels, layout = self.outputs, self.labels, self._layout
-        if labels.shape != scores.shape and not _differ_by_a_one(labels.shape, scores.shape):
+        if labels.shape != scores.shape and not _differ_by_inner_unit_dim(labels.shape, scores.shape):
             return None
         columns = scores.shape[1] if scores.ndim == 2 and labels.ndim == 2 else 1
         if (layout.classes is not None and layout.columns is None) or layout.columns not in (None, columns):
             expected = f"{layout.columns} labels a sample" if layout.columns else f"{layout.classes} class scores"
-            raise self.misfit(names, f"{expected}, as in the batches before")
+            raise self.shape_error(names, f"{expected}, as in the batches before")
         layout.columns = columns
         scores, labels = scores.reshape(-1, columns), labels.reshape(-1, columns)
         valid = (labels == 0) | (labels == 1)
@@ -235,24 +235,26 @@ class Batch:
             labels, valid = indicators.labels.argmax(1), indicators.valid.all(1)
             return Classes(outputs, labels.where(valid, 0), valid, layout, has_scores=True)
         if not is_integer(self.labels):
-            raise self.misfit(names, "integer labels, or labels of 0 and 1 with one score each")
+            raise self.shape_error(names, "integer labels, or labels of 0 and 1 with one score each")
         labels = self.labels.long()
         if is_integer(outputs):
             if outputs.shape != labels.shape:
-                raise self.misfit(names, "integer predictions of the labels' shape, or class scores (N, C)")
+                raise self.shape_error(names, "integer predictions of the labels' shape, or class scores (N, C)")
             valid = labels != IGNORED
             return Classes(outputs.long(), labels.where(valid, 0), valid, layout, has_scores=False)
         dim = class_dimension(outputs.shape, labels.shape, layout.dim)
         if dim is None:
-            raise self.misfit(names, "class scores (N, C) for labels (N,), or integer predictions")
+            raise self.shape_error(names, "class scores (N, C) for labels (N,), or integer predictions")
         if layout.classes is not None and (layout.dim, layout.classes) != (dim, outputs.shape[dim]):
-            raise self.misfit(names, f"{layout.classes} classes in dimension {layout.dim}, as in the batches before")
+            raise self.shape_error(
+                names, f"{layout.classes} classes in dimension {layout.dim}, as in the batches before"
+            )
         layout.dim, layout.classes = dim, outputs.shape[dim]
         valid = (labels >= 0) & (labels < layout.classes)
         layout.add(outside=((labels != IGNORED) & ~valid).sum())
         return Classes(outputs, labels.where(valid, 0), valid, layout, has_scores=True)
 
-    def misfit(self, names: Sequence[str], expected: str) -> DataError:
+    def shape_error(self, names: Sequence[str], expected: str) -> DataError:
         """Return the error that says which shapes and types were expected."""
         return DataError(
             f"{quote(names)} cannot score outputs that are {_describe(self.outputs)} against labels that are "

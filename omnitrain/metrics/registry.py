@@ -18,13 +18,13 @@ import torch
 from omnitrain.core.errors import ConfigError, DataError, MissingExtraError, did_you_mean
 from omnitrain.metrics.classification import (
     COUNTED,
-    OF_HITS,
-    CrossEntropy,
+    FROM_HITS,
+    CrossEntropySums,
     PairCounts,
     RankedScores,
     TextPairs,
     TopHits,
-    counted,
+    sklearn_function,
 )
 from omnitrain.metrics.inputs import IGNORED, Batch, Layout, Scores, main_output, quote
 from omnitrain.metrics.regression import PAIRED, REGRESSION, Moments, Pairs
@@ -57,7 +57,7 @@ class Statistic(Protocol):
 _FAMILIES: dict[type[Statistic], Sequence[str]] = {
     PairCounts: list(COUNTED),
     RankedScores: ["roc_auc", "average_precision"],
-    CrossEntropy: ["log_loss", "perplexity", "brier"],
+    CrossEntropySums: ["log_loss", "perplexity", "brier"],
     Moments: list(REGRESSION),
     Pairs: list(PAIRED),
 }
@@ -106,7 +106,7 @@ _LOWER_IS_BETTER = {
 
 
 @dataclass(slots=True, frozen=True)
-class _Named:
+class _RegisteredMetric:
     """One metric as the user asked for it."""
 
     statistic: type[Statistic]
@@ -115,19 +115,21 @@ class _Named:
     higher_is_better: bool
 
 
-def _look_up(name: str) -> _Named:
+def _look_up(name: str) -> _RegisteredMetric:
     """Return what a name stands for, or raise ConfigError with all names."""
     if match := re.fullmatch(r"top([1-9]\d*)_accuracy", name):
-        return _Named(TopHits, match[1], 1, higher_is_better=True)
+        return _RegisteredMetric(TopHits, match[1], 1, higher_is_better=True)
     plain = name.removeprefix("neg_")
     kind = _ALIASES.get(plain, plain)
-    if plain == name and counted(kind) is not None and kind not in COUNTED:  # f2, f0.5_macro
+    if plain == name and sklearn_function(kind) is not None and kind not in COUNTED:  # f2, f0.5_macro
         _require_extra(name, PairCounts, kind)
-        return _Named(PairCounts, kind, 1, higher_is_better=True)
+        return _RegisteredMetric(PairCounts, kind, 1, higher_is_better=True)
     for statistic, kinds in _FAMILIES.items():
         if kind in kinds and (plain == name or kind in _LOWER_IS_BETTER):
             _require_extra(name, statistic, kind)
-            return _Named(statistic, kind, 1 if plain == name else -1, plain != name or kind not in _LOWER_IS_BETTER)
+            return _RegisteredMetric(
+                statistic, kind, 1 if plain == name else -1, plain != name or kind not in _LOWER_IS_BETTER
+            )
     kinds = [kind for kinds in _FAMILIES.values() for kind in kinds]
     near = " Say which, such as 'f2' or 'f0.5_macro'." if "fbeta" in name or "f_beta" in name else ""
     raise ConfigError(
@@ -140,7 +142,7 @@ def _look_up(name: str) -> _Named:
 
 def _require_extra(name: str, statistic: type[Statistic], kind: str) -> None:
     """Raise MissingExtraError if a metric is not computed here and the package that computes it is not installed."""
-    if statistic is RankedScores or (statistic is PairCounts and kind not in OF_HITS):
+    if statistic is RankedScores or (statistic is PairCounts and kind not in FROM_HITS):
         module, package = "sklearn", "scikit-learn"
     elif statistic is Pairs and kind != "medae":
         module = package = "scipy"  # which scikit-learn brings along
@@ -165,7 +167,7 @@ class NamedMetrics:
 
     def __init__(self, names: Sequence[str], scores: Scores | None = None) -> None:
         self._scores = scores or Scores()
-        self._told: set[str] = set()
+        self._messages: set[str] = set()
         self._metrics = {name: _look_up(name) for name in names}
         self.names: list[str] = list(self._metrics)
         self.higher_is_better: dict[str, bool] = {
@@ -203,33 +205,34 @@ class NamedMetrics:
         # of a kind, which shows at once whether it can be read.
         kind = (outputs.shape[1:], labels.shape[1:], outputs.dtype, labels.dtype, outputs.device)
         if kind != self._waiting_kind or outputs.numel() >= _LARGE or not labels.ndim:
-            self._settle()
-            self._take_in(outputs, labels)
+            self._flush()
+            self._update_statistics(outputs, labels)
             self._waiting_kind = kind
             return
         self._waiting.append((outputs, labels))
         self._waiting_size += outputs.numel()
         if self._waiting_size >= _LARGE:
-            self._settle()
+            self._flush()
 
-    def _settle(self) -> None:
+    def _flush(self) -> None:
         """Read the small batches that are waiting, as one."""
         waiting, self._waiting, self._waiting_size = self._waiting, [], 0
         if len(waiting) == 1:
-            self._take_in(*waiting[0])
+            self._update_statistics(*waiting[0])
         elif waiting:
-            self._take_in(torch.cat([outputs for outputs, _ in waiting]), torch.cat([labels for _, labels in waiting]))
+            outputs, labels = map(torch.cat, zip(*waiting, strict=True))
+            self._update_statistics(outputs, labels)
 
-    def _take_in(self, outputs: torch.Tensor, labels: torch.Tensor) -> None:
+    def _update_statistics(self, outputs: torch.Tensor, labels: torch.Tensor) -> None:
         batch = Batch(outputs.detach(), labels.detach(), self._layout)
         if not labels.ndim:
-            raise batch.misfit(self.names, "labels with a dimension of samples")
+            raise batch.shape_error(self.names, "labels with a dimension of samples")
         for statistic in self._statistics.values():
             statistic.update(batch)
 
     def state(self) -> dict[str, Any]:
         """Return what another process needs to merge: numpy arrays, no predictions."""
-        self._settle()
+        self._flush()
         layout = self._layout
         return {
             "statistics": [statistic.state() for statistic in self._statistics.values()],
@@ -240,7 +243,7 @@ class NamedMetrics:
 
     def merge(self, state: Mapping[str, Any]) -> None:
         """Take in the state of another process."""
-        self._settle()
+        self._flush()
         layout, (dim, classes, columns) = self._layout, state["layout"]
         if None not in (layout.classes, classes) and (layout.dim, layout.classes) != (dim, classes):
             raise DataError(
@@ -258,7 +261,7 @@ class NamedMetrics:
 
     def compute(self) -> dict[str, float | None]:
         """Return the results, None for a name that had nothing to score."""
-        self._settle()
+        self._flush()
         if not self._texts.is_empty:
             values = {name: self._texts.compute(name, metric.kind) for name, metric in self._metrics.items()}
             return {name: None if value is None else self._metrics[name].sign * value for name, value in values.items()}
@@ -273,37 +276,37 @@ class NamedMetrics:
             )
         has_nan = bool(int(layout.nan))
         if has_nan:
-            self._tell("Some scores are NaN: metrics of classes are NaN too.")
+            self._warn_once("Some scores are NaN: metrics of classes are NaN too.")
         results: dict[str, float | None] = {}
         for name, metric in self._metrics.items():
             is_of_classes = metric.statistic in (PairCounts, TopHits)
             value = math.nan if has_nan and is_of_classes else self._compute(metric)
             results[name] = None if value is None else metric.sign * value
-        self._tell_of_reading({metric.statistic for metric in self._metrics.values()})
+        self._warn_score_interpretation({metric.statistic for metric in self._metrics.values()})
         return results
 
-    def _compute(self, metric: _Named) -> float | None:
+    def _compute(self, metric: _RegisteredMetric) -> float | None:
         return self._statistics[metric.statistic].compute(metric.kind, self._layout)
 
-    def _tell_of_reading(self, used: set[type[Statistic]]) -> None:
+    def _warn_score_interpretation(self, used: set[type[Statistic]]) -> None:
         """Say once how scores were read where only their values could tell."""
         layout, known = self._layout, self._scores
         thresholds = PairCounts in used and layout.columns is not None and not layout.is_one_hot
-        read_as_logits = CrossEntropy in used and (layout.columns is not None or layout.classes is not None)
+        read_as_logits = CrossEntropySums in used and (layout.columns is not None or layout.classes is not None)
         if known.are_probabilities is None and (thresholds or read_as_logits) and layout.are_probabilities:
-            self._tell(
+            self._warn_once(
                 "All scores of the set are within 0 and 1%s, so metrics take them for probabilities, not for logits. A "
                 "loss of PyTorch as `loss_fn` would tell." % ("" if layout.columns else " and sum to one")
             )
         if known.are_of_classes is None and layout.columns and layout.columns > 1:
             what = "one-hot: each sample has exactly one 1" if layout.is_one_hot else "several of each sample"
-            self._tell(
+            self._warn_once(
                 f"Metrics take the labels of 0 and 1 for {what}. A `loss_fn` of PyTorch would say which they are."
             )
 
-    def _tell(self, message: str) -> None:
-        if message not in self._told:
-            self._told.add(message)
+    def _warn_once(self, message: str) -> None:
+        if message not in self._messages:
+            self._messages.add(message)
             logger.warning(message)
 
 

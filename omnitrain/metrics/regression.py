@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from omnitrain.core.errors import DataError
-from omnitrain.metrics.inputs import Batch, Layout, differ_by_last_one, on_wide_device
+from omnitrain.metrics.inputs import Batch, Layout, differ_by_unit_dim, on_wide_device
 
 
 @dataclass(slots=True)
@@ -74,8 +74,8 @@ class _Moments:
 def _columns(batch: Batch, names: list[str]) -> tuple[torch.Tensor, torch.Tensor]:
     """Return labels and predictions in float64, one row per sample."""
     true, predicted = batch.labels, batch.outputs
-    if true.shape != predicted.shape and not differ_by_last_one(true.shape, predicted.shape):
-        raise batch.misfit(names, "outputs of the labels' shape")
+    if true.shape != predicted.shape and not differ_by_unit_dim(true.shape, predicted.shape):
+        raise batch.shape_error(names, "outputs of the labels' shape")
     rows = len(true)
     true, predicted = (on_wide_device(x).double().reshape(rows, -1) for x in (true, predicted))
     return true, predicted
@@ -98,7 +98,7 @@ class Moments:
             return
         if new.count.shape != self._total.count.shape:
             columns = f"rows of {len(self._total.count)} values, as in the batches before"
-            raise batch.misfit(self._names, columns) if batch else DataError(f"Expected {columns}.")
+            raise batch.shape_error(self._names, columns) if batch else DataError(f"Expected {columns}.")
         self._total = self._total + new
 
     def state(self) -> dict[str, Any]:
@@ -163,7 +163,7 @@ class Pairs:
         """Take in one batch."""
         true, predicted = _columns(batch, self._names)
         if self._true and true.shape[1] != self._true[0].shape[1]:
-            raise batch.misfit(self._names, f"rows of {self._true[0].shape[1]} values, as in the batches before")
+            raise batch.shape_error(self._names, f"rows of {self._true[0].shape[1]} values, as in the batches before")
         self._true.append(true.cpu().numpy())
         self._predicted.append(predicted.cpu().numpy())
 

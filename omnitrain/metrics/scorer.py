@@ -46,7 +46,7 @@ class EvalPrediction(NamedTuple):
     """The labels as an array, or a tuple of arrays."""
 
 
-class _Part(Protocol):
+class _StreamingMetric(Protocol):
     """One or several streaming metrics."""
 
     higher_is_better: dict[str, bool]
@@ -72,7 +72,7 @@ class Scorer:
     {'accuracy': 0.5, 'log_loss': 0.6931}
     """
 
-    def __init__(self, parts: Sequence[_Part], functions: Sequence[_Function]) -> None:
+    def __init__(self, parts: Sequence[_StreamingMetric], functions: Sequence[_Function]) -> None:
         self._parts, self._functions = list(parts), list(functions)
         self.keeps_predictions: bool = bool(functions)
         """Whether `compute()` needs all predictions and labels, because a plain function is called only once."""
@@ -107,7 +107,7 @@ class Scorer:
         # Normal tensors even in inference mode: otherwise the states could not be updated outside it.
         with torch.inference_mode(False), torch.no_grad():
             for part in self._parts:
-                _named(part, part.update, outputs, labels)
+                _annotate_errors(part, part.update, outputs, labels)
 
     def states(self) -> list[dict[str, Any]]:
         """Return the states for `merge()` on the main process; picklable, and small unless a metric keeps scores."""
@@ -132,9 +132,10 @@ class Scorer:
         results: dict[str, float] = {}
         left_out: list[str] = []
         arrays = to_numpy(predictions), to_numpy(labels), extra or {}
-        scored = [_named(part, part.compute) for part in self._parts]
-        for part_results in [*scored, *(_named(function, function.compute, *arrays) for function in self._functions)]:
-            for name, value in part_results.items():
+        outputs = [_annotate_errors(part, part.compute) for part in self._parts]
+        outputs += [_annotate_errors(function, function.compute, *arrays) for function in self._functions]
+        for output in outputs:
+            for name, value in output.items():
                 if name in results:
                     raise DataError(f"Two metrics are named {name!r}. Return them from a function under other names.")
                 if value is None:
@@ -211,7 +212,7 @@ def make_scorer(compute_metrics: Any, scores: Scores | None = None) -> Scorer:
                 f"Two metrics in `compute_metrics` are named {name!r}. Ask for it once; torchmetrics can be renamed "
                 "with MetricCollection({'name': metric})."
             )
-    parts: list[_Part] = [NamedMetrics(names, scores)] if names else []
+    parts: list[_StreamingMetric] = [NamedMetrics(names, scores)] if names else []
     for metric in rest + [metric for metric in entries if _is_torchmetrics(metric)]:
         descriptors = getattr(metric, "descriptor", None)
         if isinstance(descriptors, MetricDescriptor):
@@ -325,7 +326,7 @@ class _Function:
         return {self.name: _as_float(self.name, result)}
 
 
-def _named(metric: _Part | _Function, work: Callable[..., Any], *args: Any) -> Any:
+def _annotate_errors(metric: _StreamingMetric | _Function, work: Callable[..., Any], *args: Any) -> Any:
     """Return `work(*args)`; an error in it gets the name of the metric."""
     try:
         return work(*args)
@@ -437,7 +438,7 @@ class _Torchmetrics:
         for leaf in self._leaves(self._metric):
             leaf.distributed_available_fn = _not_distributed
         self.reset()
-        self.names = self._tell_names()
+        self.names = self._result_names()
         if isinstance(self._metric, sys.modules["torchmetrics"].MetricCollection):
             directions = {str(name): leaf.higher_is_better for name, leaf in self._metric.items()}
         else:
@@ -448,7 +449,7 @@ class _Torchmetrics:
     def _leaves(metric: Any) -> list[Any]:
         return [module for module in metric.modules() if isinstance(module, sys.modules["torchmetrics"].Metric)]
 
-    def _tell_names(self) -> list[str] | None:
+    def _result_names(self) -> list[str] | None:
         """Return the names of the results of a metric without data, if it gives any."""
         if any(getattr(leaf, "multioutput", None) == "raw_values" for leaf in self._leaves(self._metric)):
             return None  # one value for each output column, of a number not known yet
@@ -497,9 +498,9 @@ class _Torchmetrics:
     def compute(self) -> Mapping[str, float | None]:
         if not int(self._scored) and not any(other["scored"] for other in self._others):
             return dict.fromkeys(self.names or [self.name])
-        return self._flatten((self._joined() if self._others else self._metric).compute())
+        return self._flatten((self._merged() if self._others else self._metric).compute())
 
-    def _joined(self) -> Any:
+    def _merged(self) -> Any:
         """Return a copy with the states of all processes, reduced as torchmetrics does over ranks."""
         joined = self._metric.clone().cpu()
         everyone = [self.state(), *self._others]

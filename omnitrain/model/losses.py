@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from omnitrain.core.errors import ConfigError, DataError, did_you_mean
-from omnitrain.data.collation import IGNORED_LABEL, labels_of
+from omnitrain.data.collation import IGNORED_LABEL, get_labels
 
 
 class CrossEntropy(nn.Module):
@@ -418,7 +418,7 @@ class LossMean:
             of_labels: Whether to count labels even if the loss function says that its mean is over something else.
         """
         if not of_labels and self.loss_fn is not None:
-            divisor = divisor_of(self.loss_fn, labels_of(batch, names))
+            divisor = divisor_of(self.loss_fn, get_labels(batch, names))
             if divisor is not None:
                 return divisor
         if not self.counts_labels and not of_labels:
@@ -524,7 +524,7 @@ def count_labels(
         names: The keys of the labels, if they are not the usual ones.
         ignore_index: The label that does not count.
     """
-    labels = labels_of(batch, names)
+    labels = get_labels(batch, names)
     if isinstance(batch, Mapping) and "shift_labels" in batch:
         labels, shift = batch["shift_labels"], False
     if not isinstance(labels, Tensor) or labels.ndim < 2 or labels.is_floating_point() or labels.is_complex():

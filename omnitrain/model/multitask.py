@@ -15,7 +15,7 @@ from torch.utils.data import Dataset
 from omnitrain.checkpoint.state_dicts import unwrap
 from omnitrain.compute.random_state import derive_seed
 from omnitrain.core.errors import ConfigError, DataError, did_you_mean
-from omnitrain.data.collation import count_samples, labels_of, move_to_device, split_batch, split_by_sizes
+from omnitrain.data.collation import count_samples, get_labels, move_to_device, split_batch, split_by_sizes
 from omnitrain.data.loaders import count_rows, is_stream
 from omnitrain.data.sampling import tensor_columns
 from omnitrain.data.sets import EvalSet
@@ -376,7 +376,7 @@ class MultiTaskUnit:
 
 def _labels_by_name(batch: Any) -> dict[str, Any]:
     """Return what the loss of a batch is counted by."""
-    labels = {"labels": labels_of(batch)}
+    labels = {"labels": get_labels(batch)}
     if isinstance(batch, Mapping) and "shift_labels" in batch:
         labels["shift_labels"] = batch["shift_labels"]
     return labels

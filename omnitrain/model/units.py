@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from omnitrain.checkpoint.state_dicts import unwrap
 from omnitrain.core.errors import ConfigError, DataError
-from omnitrain.data.collation import LABEL_KEYS, count_samples, labels_of, tensors_in, where_labels_are
+from omnitrain.data.collation import LABEL_KEYS, count_samples, get_labels, missing_labels_hint, tensors_in
 from omnitrain.model.losses import CrossEntropy, LossMean, count_labels, parts_of, shifts_by_default, total_of
 
 logger: logging.Logger = logging.getLogger("omnitrain")
@@ -185,7 +185,7 @@ class ModelUnit:
             DataError: If a loss is needed and cannot be found, or is no scalar.
         """
         loss, outputs, metrics = self.run(model, batch)
-        scores, labels = scores_in(outputs, loss), labels_of(batch, self.label_names)
+        scores, labels = scores_in(outputs, loss), get_labels(batch, self.label_names)
         returned = outputs if loss is None or torch.is_grad_enabled() else None
         return StepOutput(loss, scores, labels, None, None, metrics, returned)
 
@@ -195,7 +195,7 @@ class ModelUnit:
         Raises:
             DataError: If a loss is needed and cannot be found, or is no scalar.
         """
-        labels = labels_of(batch, self.label_names)
+        labels = get_labels(batch, self.label_names)
         needs_loss = torch.is_grad_enabled()
         if self.model_loss is not None:
             outputs = model(batch)
@@ -225,10 +225,10 @@ class ModelUnit:
     def missing_loss(self, outputs: Any, batch: Any) -> DataError:
         """Return the error for a batch that gives no loss, which says why; `outputs` is what the model returned."""
         computes_loss = self.model_loss is not None or "labels" in self._names
-        if (self.loss_fn is not None or computes_loss) and labels_of(batch, self.label_names) is None:
+        if (self.loss_fn is not None or computes_loss) and get_labels(batch, self.label_names) is None:
             who = "`loss_fn`" if self.loss_fn is not None else "The loss of the model"
             return DataError(
-                f"{who} needs labels, and none were found in the batch. {where_labels_are(batch, self.label_names)} "
+                f"{who} needs labels, and none were found in the batch. {missing_labels_hint(batch, self.label_names)} "
                 "Data without labels are for `predict`."
             )
         similar = [name for name in outputs if "loss" in str(name)] if isinstance(outputs, Mapping) else []
@@ -378,7 +378,7 @@ def run_unit(unit: Any, model: Any, batch: Any) -> StepOutput:
             f" got {_describe(result)}."
         )
     loss = loss.reshape(()) if loss.ndim else loss
-    return StepOutput(loss, labels=labels_of(batch), num_targets=num_targets, metrics=metrics)
+    return StepOutput(loss, labels=get_labels(batch), num_targets=num_targets, metrics=metrics)
 
 
 def count_as_sum(output: StepOutput, count: int) -> None:

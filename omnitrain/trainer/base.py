@@ -64,7 +64,7 @@ from omnitrain.core.paths import local_path, run_folder
 from omnitrain.core.progress import Progress
 from omnitrain.core.secrets import mask_secrets, mask_text
 from omnitrain.data.collation import padding_collator
-from omnitrain.data.columns import Columns, is_of_user
+from omnitrain.data.columns import Columns, is_user_defined
 from omnitrain.data.sets import Sets
 from omnitrain.distributed.ranks import Ranks
 from omnitrain.distributed.rendezvous import reject_several_processes
@@ -473,7 +473,7 @@ class BaseTrainer(Hooks, ABC):
         """Return the data."""
         settings = self.settings
         handlers = [settings.data_collator, *settings.algorithms]
-        reads_batches = bool(members_of_user(type(self)).keys() & SEE_BATCHES) or any(map(is_of_user, handlers))
+        reads_batches = bool(members_of_user(type(self)).keys() & SEE_BATCHES) or any(map(is_user_defined, handlers))
         names = None if reads_batches or type(self.unit) is not ModelUnit else self.unit.columns
         columns, adds_mask = Columns(names, self.get_model()), "attention_mask" in forward_names(self.get_model())
         return Sets(settings, self.device, self.ranks, columns, adds_mask)
@@ -656,7 +656,7 @@ class BaseTrainer(Hooks, ABC):
                     for end in find_overrides(self.algorithms, "end_run"):
                         end(self)
                     self._step.guard.release(self.optimizer)
-                    self._sets.end_workers()
+                    self._sets.close_loaders()
                 finally:  # after a second signal, too
                     self.lifecycle.end_train(failed)
         if number := self.lifecycle.signal or self.control.signal:  # which may come after the last save
@@ -717,7 +717,7 @@ class BaseTrainer(Hooks, ABC):
                 for end in find_overrides(self.algorithms, "end_run"):
                     end(self)
                 self._step.guard.release(self.optimizer)
-                self._sets.end_workers()
+                self._sets.close_loaders()
 
     def stop(self, reason: str = "requested") -> None:
         """Request the end of the run at the next step boundary; only the first reason counts."""

@@ -83,7 +83,7 @@ def compile_ahead(loop: Loop, steps: int) -> Compiled:
         for start in find_overrides(trainer.algorithms, "begin_epoch"):
             start(trainer)
         with unchanged_buffers(trainer.backend.model):
-            with loop.sets.train.untouched():
+            with loop.sets.train.preserve_state():
                 for window, window_shapes in _windows_of_new_shapes(loop, steps):
                     shapes.setdefault("train", []).extend(window_shapes)
                     loop.step.dry_run(window)

@@ -22,7 +22,7 @@ from omnitrain.core.events import Event
 from omnitrain.core.objective import Objective
 from omnitrain.data.collation import IGNORED_LABEL, LABEL_KEYS, tensors_in
 from omnitrain.data.loaders import Loader
-from omnitrain.data.stateful import data_parts, untouched
+from omnitrain.data.stateful import data_parts, preserve_state
 from omnitrain.metrics.scorer import SampleList, Scorer, make_scorer, per_sample, scores_for, to_numpy
 from omnitrain.model.losses import LossMean
 from omnitrain.model.multitask import MultiTaskUnit
@@ -216,7 +216,7 @@ class Evaluation:
                 self.eval_weights.swapped_in(),
                 evaluating(trainer),
                 trainer.ranks.in_phase("evaluation"),
-                loader.untouched(),
+                loader.preserve_state(),
             ):
                 for batches in (self.feed.lockstep_batches(loader, only_first=True), loader.last_batch()):
                     for number, (batch, _) in enumerate(batches):
@@ -310,7 +310,7 @@ class Evaluation:
             self.eval_weights.swapped_in(),
             evaluating(trainer),
             ranks.in_phase("evaluation"),
-            untouched(data_parts(trainer.settings)),
+            preserve_state(data_parts(trainer.settings)),
         ):
             for number, (batch, samples) in enumerate(batches):
                 ranks.progress_count += 1
@@ -407,7 +407,7 @@ class Evaluation:
         """Return outputs, labels and extra inputs of all samples as arrays, on the main rank; `kept` is emptied."""
         ranks = self.trainer.ranks
         if ranks.world_size > 1:
-            local = [row for batch in batches for row in _rows(batch)] if loader.deals_samples else list(batches)
+            local = [row for batch in batches for row in _rows(batch)] if loader.shards_samples else list(batches)
             batches.clear()
             local = local if ranks.data.counts else []
             batches += _in_order(ranks.gather_on_main("the predictions of an evaluation", local))
@@ -509,7 +509,7 @@ class Evaluation:
     def _gather_batches(self, loader: Loader, pair: tuple[Any, Any] | None) -> tuple[Any, Any] | None:
         """Return the batches of all ranks on the main one, in the order of the data, on the host; None on others."""
         local = [] if pair is None or not self.trainer.ranks.data.counts else [to_numpy(pair)]
-        if loader.deals_samples:
+        if loader.shards_samples:
             local = [row for batch in local for row in _rows(batch)]
         parts = _in_order(self.trainer.ranks.gather_on_main("a batch of an evaluation", local))
         if not parts:

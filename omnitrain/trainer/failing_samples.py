@@ -18,7 +18,7 @@ from torch import nn
 from omnitrain.compute.precision import is_device_lost, is_out_of_memory
 from omnitrain.core.errors import describe_samples
 from omnitrain.data.collation import tensors_in
-from omnitrain.data.failing_samples import told
+from omnitrain.data.failing_samples import describe_failures
 from omnitrain.distributed.ranks import is_connection_error
 from omnitrain.trainer.hooks import Hooks
 
@@ -59,7 +59,7 @@ def describe_failing_samples(
             run(batch)
 
     with mode():
-        return told(error, samples, loader.name, attempt)
+        return describe_failures(error, samples, loader.name, attempt)
 
 
 def name_dtypes(error: Exception, model: nn.Module, batch: Any) -> None:

@@ -23,9 +23,9 @@ from omnitrain.core.duration import Stages
 from omnitrain.core.errors import DataError, DistributedError, add_location
 from omnitrain.core.events import ProfilerRanges, find_overrides, wrap_in_range
 from omnitrain.core.progress import Progress
-from omnitrain.data.collation import copied_ahead, count_samples, move_to_device, split_batch
-from omnitrain.data.loaders import GivenLoader, Loader, MapLoader
-from omnitrain.data.sampling import Counted, Window, windows
+from omnitrain.data.collation import count_samples, move_to_device, prefetch_to_device, split_batch
+from omnitrain.data.loaders import Loader, MapLoader, UserLoader
+from omnitrain.data.sampling import CountedBatch, Window, windows
 from omnitrain.data.stateful import data_parts
 from omnitrain.data.workers import until_signal
 from omnitrain.distributed.ranks import Ranks
@@ -135,7 +135,7 @@ class Feed:
         """
         done, size = progress.samples_in_epoch, self._size_of(loader)
         self._split = _splitter(loader, self._collate)
-        parts, last, self._latest = self.weighed(loader.rest(epoch, progress)), None, None
+        parts, last, self._latest = self.weighed(loader.remaining_batches(epoch, progress)), None, None
         is_plain = not self._may_split and self._stages is None
         groups = windows(parts, self.accumulation) if is_plain else _group_by_step(parts, self._size_of_next)
         # only data by index may be read early: there each sample has random numbers of its own
@@ -242,7 +242,7 @@ class Feed:
 
     def _size_of(self, loader: Loader) -> int | None:
         """Return the samples that an epoch must have over all ranks; None if each rank has the user's own loader."""
-        return None if isinstance(loader, GivenLoader) and self._ranks.data.size > 1 else loader.size
+        return None if isinstance(loader, UserLoader) and self._ranks.data.size > 1 else loader.size
 
     def read_ahead(self) -> Sequence[float]:
         """Read the next window at the end of a step, and return what the other ranks need to know about it."""
@@ -335,7 +335,7 @@ class Feed:
 
     # --- weights
 
-    def weighed(self, batches: Iterable[Counted]) -> Iterator[Weighed]:
+    def weighed(self, batches: Iterable[CountedBatch]) -> Iterator[Weighed]:
         """Yield each batch with its weight, samples and tokens; with a GPU, the next batch is copied meanwhile."""
         trainer = self._trainer
         pairs = ((batch, batch) for batch in batches)
@@ -344,7 +344,7 @@ class Feed:
             and not self._has_states
             and type(trainer)._prepare_batch is Hooks._prepare_batch
         ):
-            pairs = copied_ahead(batches, trainer.device)
+            pairs = prefetch_to_device(batches, trainer.device)
         for (batch, samples), (ready, _) in pairs:
             self._ranks.progress_count += 1
             if self.microbatch_size is not None:
@@ -437,14 +437,14 @@ class Feed:
 
     # --- evaluations
 
-    def lockstep_batches(self, loader: Loader, only_first: bool = False) -> Iterator[Counted]:
+    def lockstep_batches(self, loader: Loader, only_first: bool = False) -> Iterator[CountedBatch]:
         """Yield the batches of an evaluation, equally many on all ranks: stand-ins follow data that end earlier.
 
         Args:
             loader: The loader.
             only_first: Whether to yield only the first batch.
         """
-        batches, ranks = loader.first_batch() if only_first else loader.counted(0), self._ranks
+        batches, ranks = loader.first_batch() if only_first else loader.counted_batches(0), self._ranks
         if isinstance(loader, MapLoader):  # which has equally many batches on all ranks anyway
             yield from self.until_signal(batches)
             return
@@ -465,7 +465,7 @@ class Feed:
             if counted is not None:
                 yield counted
             elif last is not None:
-                yield Counted(last.batch, 0)
+                yield CountedBatch(last.batch, 0)
 
     def until_signal(self, items: Iterable[Any]) -> Iterable[Any]:
         """Return batches or windows, which end if a signal has killed their loader's workers.

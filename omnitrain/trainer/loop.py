@@ -19,10 +19,10 @@ from omnitrain.checkpoint.checkpointer import Checkpointer
 from omnitrain.checkpoint.fingerprints import check_same_data
 from omnitrain.core.errors import ConfigError, DataError, NonFiniteError, ObjectiveError, add_location
 from omnitrain.core.events import Control, find_overrides
-from omnitrain.data.loaders import Loader, end_workers
+from omnitrain.data.loaders import Loader, close_loaders
 from omnitrain.data.sets import Sets
-from omnitrain.data.stateful import stateful_parts, untouched
-from omnitrain.data.workers import explaining_dead_workers
+from omnitrain.data.stateful import preserve_state, stateful_parts
+from omnitrain.data.workers import report_dead_workers
 from omnitrain.distributed.ranks import Ranks
 from omnitrain.model.units import ModelUnit
 from omnitrain.trainer.auto_microbatch import has_batch_norm
@@ -97,7 +97,7 @@ class Loop:
 
     def run(self) -> None:
         """Train from the current position until something ends the run, and close it."""
-        with explaining_dead_workers(), explaining_memory(self.trainer, "training"):
+        with report_dead_workers(), explaining_memory(self.trainer, "training"):
             self._run()
 
     def _run(self) -> None:
@@ -136,7 +136,7 @@ class Loop:
                 lifecycle.untimed(),
                 lifecycle.clock.during("setup"),
                 lifecycle.suppress_events(),
-                untouched(parts),
+                preserve_state(parts),
                 unchanged_buffers(model),
             ):
                 self.sanity_check()
@@ -413,12 +413,12 @@ class Loop:
                 self.evaluation.outside_run(),
                 self.trainer.precision.matmul_context(),
                 self.trainer.precision.disabled_autocast_cache(),
-                explaining_dead_workers(),
+                report_dead_workers(),
                 explaining_memory(self.trainer, "evaluation"),
             ):
                 result = work(self.is_interrupted)
         finally:
-            end_workers(loader)
+            close_loaders(loader)
         if result is None:
             raise KeyboardInterrupt("The evaluation was cut short by a signal.")
         return result

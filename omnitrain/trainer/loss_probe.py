@@ -18,8 +18,8 @@ import torch
 
 from omnitrain.checkpoint.state_dicts import unwrap
 from omnitrain.core.errors import ConfigError, DataError
-from omnitrain.data.collation import LABEL_KEYS, count_samples, labels_of, split_batch, with_labels
-from omnitrain.data.stateful import stateful_parts, untouched
+from omnitrain.data.collation import LABEL_KEYS, count_samples, get_labels, split_batch, with_labels
+from omnitrain.data.stateful import preserve_state, stateful_parts
 from omnitrain.model.losses import LossMean, is_known
 from omnitrain.model.multitask import MultiTaskUnit, TaskBatch
 from omnitrain.model.units import ModelUnit, StepOutput
@@ -51,7 +51,7 @@ def ask_loss(trainer: Hooks, batches: Sequence[Any]) -> None:
     stance = torch.compiler.set_stance("force_eager") if is_compiled else contextlib.nullcontext()
     with (
         unchanged_buffers(trainer.backend.model),
-        untouched(forwards),
+        preserve_state(forwards),
         stance,
     ):  # nothing is compiled for these few rows
         if isinstance(trainer.unit, MultiTaskUnit):
@@ -182,7 +182,7 @@ class _Probe:
 
     @property
     def labels(self) -> Any:
-        return None if self.batch is None else labels_of(self.batch, self.names)
+        return None if self.batch is None else get_labels(self.batch, self.names)
 
     @property
     def _has_token_labels(self) -> bool:

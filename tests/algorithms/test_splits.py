@@ -38,7 +38,7 @@ from omnitrain import (
     Trainer,
     WeightedLosses,
 )
-from omnitrain.data.collation import as_probabilities, labels_of, with_labels
+from omnitrain.data.collation import as_probabilities, get_labels, with_labels
 
 CLASS_WEIGHTS = torch.tensor([1.0, 4.0, 0.3], dtype=torch.float64)
 TOKEN_WEIGHTS = torch.tensor([1.0, 4.0, 0.3, 2.0, 0.1], dtype=torch.float64)
@@ -67,7 +67,7 @@ class Alternating(Algorithm):
     """A custom algorithm that makes probabilities of labels in every other step."""
 
     def transform_batch(self, trainer: Any, batch: Any) -> Any:
-        labels = labels_of(batch)
+        labels = get_labels(batch)
         return batch if trainer.progress.step % 2 else with_labels(batch, as_probabilities(labels, 3).double(), ())
 
 

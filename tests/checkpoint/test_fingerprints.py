@@ -24,7 +24,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 from omnitrain import AccelerateTrainer, CheckpointError, HFTrainer, Trainer
 from omnitrain.checkpoint.fingerprints import code_digest, content_digest, data_fingerprint
-from omnitrain.data.loaders import GivenLoader, make_loader
+from omnitrain.data.loaders import UserLoader, make_loader
 
 TRAINERS = {"native": Trainer, "accelerate": AccelerateTrainer, "hf": HFTrainer}
 
@@ -176,7 +176,7 @@ def test_data_of_a_loader_is_that_of_its_dataset() -> None:
     dataset = Counted()
     fingerprint = data_fingerprint(make_loader(dataset, 2, name="train_dataset"))
     assert fingerprint is not None and dataset.reads == 8
-    assert data_fingerprint(GivenLoader(DataLoader(dataset, 2), 0)) == fingerprint
+    assert data_fingerprint(UserLoader(DataLoader(dataset, 2), 0)) == fingerprint
 
 
 @pytest.mark.processes

@@ -23,9 +23,9 @@ from omnitrain.data.collation import (
     PaddedBatch,
     cast_inputs,
     count_samples,
-    labels_of,
+    get_labels,
     move_to_device,
-    pinned,
+    pin_batch,
     split_batch,
     with_labels,
 )
@@ -188,7 +188,7 @@ def test_padding_and_truncation_need_a_sequence(values: list[Any], key: str) -> 
 @pytest.mark.parametrize("side", ["right", "left"])
 def test_collator_with_mask_hides_padding(side: str) -> None:
     """Only where padding is, and not where the samples have a mask."""
-    masking = Collator(padding_side=side, max_length=3, pad_value=7).with_mask()
+    masking = Collator(padding_side=side, max_length=3, pad_value=7).with_attention_mask()
     ragged = [{"input_ids": [4, 5, 6, 6], "labels": 1}, {"input_ids": [4], "labels": 0}]
     batch = masking(ragged)
     assert batch["attention_mask"].tolist() == [[1, 1, 1], [1, 0, 0] if side == "right" else [0, 0, 1]]
@@ -230,14 +230,14 @@ def test_dict_batch_keeps_to_where_it_is_changed() -> None:
     whole, padded = collate(samples), collate([samples[0], {"input_ids": [3], "labels": 1}])
     columns = {"x": torch.ones(2, 3), "labels": torch.arange(2)}
     batches = [next(make_loader(data, 2, name="train_dataset").batches(0)) for data in (columns, samples)]
-    batches += [collate.with_mask()([samples[0], {"input_ids": [3], "labels": 1}])]
+    batches += [collate.with_attention_mask()([samples[0], {"input_ids": [3], "labels": 1}])]
     for batch in (whole, padded):
         batches += [
             with_labels(batch, batch["labels"] + 1, ()),
             cast_inputs(batch, torch.float64, ()),
             *split_batch(batch, 1),
         ]
-    batches += [pinned(DictBatch(name=["a", "b"])), copy.copy(whole), pickle.loads(pickle.dumps(whole))]
+    batches += [pin_batch(DictBatch(name=["a", "b"])), copy.copy(whole), pickle.loads(pickle.dumps(whole))]
     assert [hasattr(batch, "to") for batch in batches] == [True] * len(batches)
     assert with_labels(padded, padded["labels"], ()).count_tokens() == 3
 
@@ -333,7 +333,7 @@ class UserMapping(collections.UserDict):  # type: ignore[type-arg]
     ids=str,
 )  # fmt: skip
 def test_labels_of_a_batch_are_found_by_name_or_position(batch: Any, labels: Any) -> None:
-    assert labels_of(batch) == labels
+    assert get_labels(batch) == labels
 
 
 @pytest.mark.parametrize(

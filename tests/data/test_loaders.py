@@ -34,9 +34,9 @@ from omnitrain.compute.random_state import snapshot_rng
 from omnitrain.core.errors import DataError
 from omnitrain.core.progress import Progress
 from omnitrain.data.collation import Collator
-from omnitrain.data.loaders import GivenLoader, MapLoader, StreamLoader, make_loader
-from omnitrain.data.sampling import Rounds
-from omnitrain.data.streams import Mark
+from omnitrain.data.loaders import MapLoader, StreamLoader, UserLoader, make_loader
+from omnitrain.data.sampling import MicrobatchLayout
+from omnitrain.data.streams import StreamPosition
 
 PROCESSES = pytest.mark.processes
 WORKERS = pytest.mark.parametrize("workers", [0, pytest.param(2, marks=PROCESSES)])
@@ -174,7 +174,7 @@ def test_make_loader_chooses_the_kind_by_dataset() -> None:
     for data, kind, size in (
         (Rows(), MapLoader, 11), ([{"x": 1}], MapLoader, 1), (np.ones((3, 2)), MapLoader, 3),
         (Numbers(), StreamLoader, None),
-        ({1, 2}, StreamLoader, 2), (DataLoader(Rows()), GivenLoader, 11),
+        ({1, 2}, StreamLoader, 2), (DataLoader(Rows()), UserLoader, 11),
         (Subset(Subset(TensorDataset(torch.arange(9)), [1, 3, 5, 7]), [3, 0]), MapLoader, 2),
     ):  # fmt: skip
         loader = make_loader(data, 2, name="d")
@@ -343,10 +343,10 @@ class Itself(IterableDataset[torch.Tensor]):
 
 
 def test_data_that_is_its_own_iterator_restarts() -> None:
-    stream, loader = make_loader(Itself(), 2, name="d"), GivenLoader(Itself(), 0)
+    stream, loader = make_loader(Itself(), 2, name="d"), UserLoader(Itself(), 0)
     assert read(stream, 0) == read(stream, 1) == [[[2], [1]], [[0]]]
     assert read(loader, 0) == read(loader, 1) == [[2], [1], [0]]
-    batches = GivenLoader([torch.arange(2), torch.arange(3)], 0)
+    batches = UserLoader([torch.arange(2), torch.arange(3)], 0)
     assert (len(batches), read(batches), read(batches, 0, position=2)) == (2, [[0, 1], [0, 1, 2]], [[0, 1, 2]])
 
 
@@ -445,7 +445,7 @@ def test_error_of_a_stream_or_loader_leaves_generators_unchanged() -> None:
             raise KeyError("the key")
 
     before = states()
-    for loader in (make_loader(Failing(), 4, name="d"), GivenLoader(DataLoader(Failing(), batch_size=4), 0)):
+    for loader in (make_loader(Failing(), 4, name="d"), UserLoader(DataLoader(Failing(), batch_size=4), 0)):
         with pytest.raises(KeyError, match="the key"):
             list(loader.batches(0))
         assert states() == before
@@ -454,11 +454,11 @@ def test_error_of_a_stream_or_loader_leaves_generators_unchanged() -> None:
 @pytest.mark.parametrize("position", [0, 8, 16])
 def test_stream_shares_steps_that_do_not_divide(position: int) -> None:
     """Steps of 8 on three ranks with batches of 2 at most, in rounds of 3 and 5."""
-    rounds, size = Rounds.of(8, 2, 3), 19
+    rounds, size = MicrobatchLayout.of(8, 2, 3), 19
     loaders = [
         make_loader(Numbers(size), 2, name="train_dataset", rank=rank, world_size=3, rounds=rounds) for rank in range(3)
     ]
-    turns = list(zip(*(loader.counted(0, position) for loader in loaders), strict=True))
+    turns = list(zip(*(loader.counted_batches(0, position) for loader in loaders), strict=True))
     shared = [[number for part in turn if part.samples for number in part.batch[:, 0].tolist()] for turn in turns]
     starts = [*range(position, size, 8), *range(position + 3, size, 8)]
     assert shared == [[*range(start, end)] for start, end in itertools.pairwise([*sorted(starts), size])]
@@ -468,7 +468,7 @@ def test_stream_shares_steps_that_do_not_divide(position: int) -> None:
 
 
 def test_map_loader_last_step_where_steps_do_not_divide() -> None:
-    data, rounds = torch.arange(30.0), Rounds.of(13, 2, 3)  # of 6, 3 and 4
+    data, rounds = torch.arange(30.0), MicrobatchLayout.of(13, 2, 3)  # of 6, 3 and 4
     loader = make_loader(data, 2, name="train_dataset", rank=0, world_size=3, rounds=rounds)
     assert isinstance(loader, MapLoader)
     assert (len(loader), loader.last_step(3)) == (7, 26)
@@ -535,9 +535,9 @@ USER_LOADERS: dict[str, dict[str, Any]] = {
 }
 
 
-def user_loader(kind: str) -> GivenLoader:
+def user_loader(kind: str) -> UserLoader:
     options = {name: value() if callable(value) else value for name, value in USER_LOADERS[kind].items()}
-    return GivenLoader(DataLoader(Rows(), **({} if "batch_sampler" in options else {"batch_size": 4}), **options), 0)
+    return UserLoader(DataLoader(Rows(), **({} if "batch_sampler" in options else {"batch_size": 4}), **options), 0)
 
 
 QUICK = ("shuffle", "generator in the sampler", "batch_sampler", "sampler in a batch_sampler")
@@ -573,26 +573,26 @@ class Filtering:
 
 
 def test_user_loader_of_unknown_samples_resumes_by_batches() -> None:
-    loader = GivenLoader(Filtering(), 0)
+    loader = UserLoader(Filtering(), 0)
     straight = [batch.tolist() for batch in loader.batches(0)]
     progress = Progress()
-    for done, (_, samples) in enumerate(loader.counted(0), 1):
+    for done, (_, samples) in enumerate(loader.counted_batches(0), 1):
         progress.advance(samples, batches=1)
-        assert [batch.tolist() for batch, _ in loader.rest(0, progress)] == straight[done:]
+        assert [batch.tolist() for batch, _ in loader.remaining_batches(0, progress)] == straight[done:]
     earlier = Progress(samples_in_epoch=4)  # of a version that did not count batches
-    assert [batch.tolist() for batch, _ in loader.rest(0, earlier)] == straight[1:]
+    assert [batch.tolist() for batch, _ in loader.remaining_batches(0, earlier)] == straight[1:]
 
 
 def test_user_loader_with_other_batches_is_reported(caplog: pytest.LogCaptureFixture) -> None:
     progress = Progress(samples_in_epoch=8, batches_in_epoch=2)
     with pytest.raises(DataError, match=r"The first 2 batches of the loader have 5 rows; .* they had 8"):
-        list(GivenLoader(Filtering(), 0).rest(0, progress))
+        list(UserLoader(Filtering(), 0).remaining_batches(0, progress))
 
     class Modest(Filtering):
         def __len__(self) -> int:
             return 3
 
-    assert len(list(GivenLoader(Modest(), 0).batches(0))) == 4
+    assert len(list(UserLoader(Modest(), 0).batches(0))) == 4
     assert "yielded 4 batches, but its length is 3" in caplog.text
 
 
@@ -605,20 +605,20 @@ def test_user_loader_size_is_known_if_it_covers_the_data() -> None:
         DataLoader(Rows(), batch_sampler=subset), DataLoader(Rows(), batch_sampler=short), [1, 2],
         DataLoader(TensorDataset(torch.ones(4, 3, 2)), batch_size=None), DataLoader(Numbers(), batch_size=2),
     ):  # fmt: skip
-        assert GivenLoader(loader, 0).size is None
+        assert UserLoader(loader, 0).size is None
 
 
 def test_user_loader_uses_its_generator_and_set_epoch() -> None:
     shuffled = [DataLoader(Rows(), batch_size=11, shuffle=True, generator=generator(seed)) for seed in (1, 2)]
-    assert read(GivenLoader(shuffled[0], 0)) != read(GivenLoader(shuffled[1], 0))
-    loader = GivenLoader(DataLoader(Shuffled(), batch_size=3), 0)
+    assert read(UserLoader(shuffled[0], 0)) != read(UserLoader(shuffled[1], 0))
+    loader = UserLoader(DataLoader(Shuffled(), batch_size=3), 0)
     assert read(loader, 2) == read(loader, 2) and min(number for number, _ in flat(read(loader, 2))) == 200
 
 
 @pytest.mark.parametrize("loader", [(i for i in range(3)), iter([1]), zip([1], [2], strict=True), 5])
 def test_user_loader_for_one_epoch_only_is_an_error(loader: Any) -> None:
     with pytest.raises(DataError, match=f"iterable any number of times.*{type(loader).__name__}"):
-        GivenLoader(loader, 0)
+        UserLoader(loader, 0)
 
 
 @WORKERS
@@ -630,11 +630,11 @@ def test_hf_stream_resumes_from_its_state(hf: Any, position: int, workers: int) 
 
     first = make_loader(stream(), 1, name="d", num_workers=workers)
     whole = values(first)
-    mark = first.mark_at(0, position)
+    mark = first.position_at(0, position)
     exact = tuple(map(int, hf.__version__.split(".")[:2])) >= (5, 1)
     assert (mark is None) == (position == 0 or not exact)
     second = make_loader(stream(), 1, name="d", num_workers=workers)
-    second.start_from(mark)
+    second.resume_at(mark)
     assert values(second, 0, position) == whole[position:]
     assert values(second, 1) == whole  # and an epoch later it is as if nothing had been
 
@@ -650,7 +650,7 @@ def test_hf_stream_with_a_lossy_state_is_read_again(
         monkeypatch.setattr(hf, "__version__", "5.0.1")
     loader = make_loader(stream.map(lambda row: row), 1, name="d")
     whole = values(loader)
-    assert loader.mark_at(0, 5) is None
+    assert loader.position_at(0, 5) is None
     assert values(loader, 0, 5) == whole[5:]
     assert "Reading 5 samples of the stream again" in caplog.text
 
@@ -658,8 +658,8 @@ def test_hf_stream_with_a_lossy_state_is_read_again(
 def test_stream_far_ahead_of_its_marks_is_read_again() -> None:
     loader = StreamLoader(Positioned(2000), 1, Collator(None), 0)
     assert len(list(loader.batches(0))) == 2000
-    assert loader.mark_at(0, 5) is None
-    mark = loader.mark_at(0, 1999)
+    assert loader.position_at(0, 5) is None
+    mark = loader.position_at(0, 1999)
     assert mark is not None and mark.position == 1999
 
 
@@ -722,29 +722,29 @@ class Positioned:
 def put_back(mark: Any, batches: int) -> tuple[Any, list[Any]]:
     """A new loader that begins at a mark, and what it yields from such a batch on."""
     source = Positioned()
-    loader = GivenLoader(source, 0, marks=True)
-    loader.start_from(mark)
+    loader = UserLoader(source, 0, marks=True)
+    loader.resume_at(mark)
     progress = Progress(epoch=1, samples_in_epoch=2 * batches, batches_in_epoch=batches)
-    return source, [batch.tolist() for batch, _ in loader.rest(1, progress)]
+    return source, [batch.tolist() for batch, _ in loader.remaining_batches(1, progress)]
 
 
 def test_user_loader_with_a_state_resumes_from_it() -> None:
-    loader = GivenLoader(Positioned(), 0, world_size=5, marks=True)
-    whole = read(GivenLoader(Positioned(), 0), 1)
-    list(loader.counted(1))
+    loader = UserLoader(Positioned(), 0, world_size=5, marks=True)
+    whole = read(UserLoader(Positioned(), 0), 1)
+    list(loader.counted_batches(1))
     for batches in range(1, 6):
-        mark = loader.mark_at(1, 2 * batches, batches)
+        mark = loader.position_at(1, 2 * batches, batches)
         assert mark is not None
         assert (mark.batches, mark.position) == (batches, 2 * batches)
         source, rest = put_back(mark, batches)
         assert (source.read, rest) == (5 - batches, whole[batches:])
-    assert loader.mark_at(2, 0) == (1, 10, {"at": 0}, True, 5, 0)
-    assert loader.mark_at(0, 2, 1) is None
+    assert loader.position_at(2, 0) == (1, 10, {"at": 0}, True, 5, 0)
+    assert loader.position_at(0, 2, 1) is None
 
 
 def test_user_loader_ignores_a_state_of_another_position(caplog: pytest.LogCaptureFixture) -> None:
-    whole = read(GivenLoader(Positioned(), 0), 1)
-    mark = Mark(1, 6, {"at": 3}, False, 3)
+    whole = read(UserLoader(Positioned(), 0), 1)
+    mark = StreamPosition(1, 6, {"at": 3}, False, 3)
     assert put_back(mark, 2)[1] == whole[2:]  # it is after the position
     assert put_back(mark._replace(epoch=0), 4)[1] == whole[4:]
     assert put_back(mark._replace(batches=0), 4)[1] == whole[4:]  # the state of a stream

@@ -18,7 +18,7 @@ from torch.utils.data import Dataset, Subset, TensorDataset
 
 from omnitrain.compute.random_state import derive_seed, snapshot_rng
 from omnitrain.data.collation import Collator
-from omnitrain.data.sampling import EpochSampler, Fetch, Rounds, permuted, share, tensor_columns, windows
+from omnitrain.data.sampling import EpochSampler, Fetch, MicrobatchLayout, permute, share, tensor_columns, windows
 
 fuzzed = settings(max_examples=30)
 sizes = st.integers(1, 60)
@@ -114,7 +114,7 @@ def test_order_differs_by_epoch_and_seed_only() -> None:
 @fuzzed
 @given(st.integers(1, 60), batch_sizes, worlds)
 def test_rounds_are_as_few_and_as_even_as_possible(step: int, batch_size: int, world: int) -> None:
-    sizes = Rounds.of(step, batch_size, world).sizes
+    sizes = MicrobatchLayout.of(step, batch_size, world).sizes
     shares = [sum(len(share(range(size), rank, world)) for size in sizes) for rank in range(world)]
     assert sum(sizes) == sum(shares) == step and max(shares) - min(shares) <= 1
     assert min(sizes) > 0 and max(sizes) <= batch_size * world and (len(sizes) - 1) * batch_size * world < step
@@ -125,7 +125,7 @@ def test_rounds_are_as_few_and_as_even_as_possible(step: int, batch_size: int, w
 @fuzzed
 @given(st.lists(st.integers(1, 9), min_size=1, max_size=5), st.integers(0, 60))
 def test_rounds_are_counted_when_they_begin(sizes: list[int], samples: int) -> None:
-    rounds, starts = Rounds(tuple(sizes)), [0]
+    rounds, starts = MicrobatchLayout(tuple(sizes)), [0]
     while starts[-1] < samples:
         starts.append(starts[-1] + sizes[(len(starts) - 1) % len(sizes)])
     assert [rounds.start(number) for number in range(len(starts))] == starts
@@ -137,7 +137,7 @@ def test_rounds_are_counted_when_they_begin(sizes: list[int], samples: int) -> N
 def test_rounds_of_any_step_have_its_samples_on_any_world(
     size: int, step: int, batch_size: int, world: int, epoch: int, data: st.DataObject
 ) -> None:
-    rounds = Rounds.of(step, batch_size, world)
+    rounds = MicrobatchLayout.of(step, batch_size, world)
     done = step * data.draw(st.integers(0, (size - 1) // step))
     ranks = per_rank(size, batch_size, world, epoch, done, rounds=rounds)
     assert all(len(batch) <= batch_size for batches in ranks for batch in batches)
@@ -151,7 +151,7 @@ def test_rounds_of_any_step_have_its_samples_on_any_world(
 def test_rounds_of_steps_larger_than_a_block(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("omnitrain.data.sampling._BLOCK", 16)
     for step in (5, 13, 16, 40):
-        rounds = Rounds.of(step, 2, 3)
+        rounds = MicrobatchLayout.of(step, 2, 3)
         ranks = per_rank(100, 2, 3, rounds=rounds)
         steps = [flat(flat(window)) for window in windows(zip(*ranks, strict=True), len(rounds.sizes))]
         assert [sorted(one) for one in steps] == [sorted(one) for one in per_rank(100, step, 1)[0]]
@@ -434,7 +434,7 @@ def test_collator_that_draws_and_changes_samples_gets_new_ones() -> None:
 @fuzzed
 @given(st.integers(1, 5000), st.integers(0, 2**64 - 1))
 def test_keyed_order_is_a_permutation(size: int, key: int) -> None:
-    assert sorted(permuted(np.arange(size), size, key).tolist()) == list(range(size))
+    assert sorted(permute(np.arange(size), size, key).tolist()) == list(range(size))
 
 
 @fuzzed
@@ -442,9 +442,9 @@ def test_keyed_order_is_a_permutation(size: int, key: int) -> None:
 def test_keyed_order_of_huge_data_repeats_nothing(size: int, key: int, data: st.DataObject) -> None:
     start = data.draw(st.integers(0, size - 1))
     places = np.arange(start, min(start + 100, size))
-    order = permuted(places, size, key)
+    order = permute(places, size, key)
     assert order.min() >= 0 and order.max() < size and len(set(order.tolist())) == len(places)
-    assert order[-1] == permuted(places[-1:], size, key)[0]
+    assert order[-1] == permute(places[-1:], size, key)[0]
 
 
 def keyed(size: int, batch_size: int = 8, **options: Any) -> EpochSampler:
@@ -473,7 +473,7 @@ def test_keyed_order_is_for_huge_data_only() -> None:
 
 @pytest.mark.parametrize("size", thinned([200_000, (1 << 18) + 1, 447**2], [447**2]))  # a whole square
 def test_keyed_order_looks_random(size: int) -> None:
-    order = permuted(np.arange(size), size, key=5)
+    order = permute(np.arange(size), size, key=5)
     # Each bound is what chance stays below but once in many thousands of orders.
     places = np.arange(size)
     correlation = np.corrcoef(places, order)[0, 1]
@@ -485,7 +485,7 @@ def test_keyed_order_looks_random(size: int) -> None:
     assert np.bincount(steps).max() < 12
     assert abs((np.diff(order) > 0).mean() - 0.5) * np.sqrt(12 * size) < 4.5
     assert (order == places).sum() < 10  # of a random permutation one on average
-    other = permuted(np.arange(size), size, key=6)
+    other = permute(np.arange(size), size, key=6)
     assert (order == other).sum() < 10 and abs(np.corrcoef(order, other)[0, 1]) * np.sqrt(size) < 4.5
 
 

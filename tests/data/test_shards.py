@@ -58,7 +58,7 @@ def values(batches: Any) -> list[list[float]]:
 
 def steps(world_size: int, **options: Any) -> list[list[float]]:
     """The samples of each step of 8 turns on all ranks together."""
-    ranks = [values(loader(rank, world_size, **options).counted(1)) for rank in range(world_size)]
+    ranks = [values(loader(rank, world_size, **options).counted_batches(1)) for rank in range(world_size)]
     turns = range(max(map(len, ranks)))
     return [sorted(value for rank in ranks if turn < len(rank) for value in rank[turn]) for turn in turns]
 
@@ -79,7 +79,7 @@ def test_steps_are_the_same_on_any_ranks_and_workers(options: dict[str, Any]) ->
 
 def test_rank_reads_its_shards_only() -> None:
     reader = loader(1, 2)
-    values(reader.counted(0))
+    values(reader.counted_batches(0))
     assert [shard.read for shard in reader.dataset.shards] == [0, 2, 0, 5]
     assert (reader.size, len(reader)) == (14, 4)
 
@@ -89,13 +89,13 @@ def state_after(ranks: int, windows: int, kind: Any) -> Any:
     states = []
     for rank in range(ranks):
         reader = loader(rank, ranks, kind)
-        batches = reader.rest(1, Progress(epoch=1))
+        batches = reader.remaining_batches(1, Progress(epoch=1))
         for _ in range(windows):
             next(batches, None)
         reader.turn += windows
-        mark = reader.mark_at(1, 0, 1)
+        mark = reader.position_at(1, 0, 1)
         states.append(mark.state)
-    return mark._replace(state=reader.joined(states))
+    return mark._replace(state=reader.merge_states(states))
 
 
 @pytest.mark.parametrize("kind", [Shard, Seekable])
@@ -108,8 +108,8 @@ def test_resume_on_another_number_of_ranks(kind: Any, before: int, after: int, m
         parts = []
         for rank in range(after):
             reader = loader(rank, after, kind)
-            reader.start_from(mark._replace(state=reader.part_of(mark.state)))
-            parts.append(values(reader.rest(1, Progress(epoch=1, samples_in_epoch=1, batches_in_epoch=1))))
+            reader.resume_at(mark._replace(state=reader.local_state(mark.state)))
+            parts.append(values(reader.remaining_batches(1, Progress(epoch=1, samples_in_epoch=1, batches_in_epoch=1))))
             read += sum(shard.read for shard in reader.dataset.shards)
         turns = range(max(map(len, parts)))
         rest = [sorted(value for part in parts if turn < len(part) for value in part[turn]) for turn in turns]
@@ -127,22 +127,22 @@ def test_resume_on_another_number_of_ranks(kind: Any, before: int, after: int, m
 def test_resume_after_the_end_of_a_rank_repeats_its_last_batch(windows: int, num_workers: int, kind: Any) -> None:
     sizes, last = (17, 5), None
     whole = loader(1, 2, kind, sizes, batch_size=2)
-    for batch, _ in whole.rest(1, Progress(epoch=1)):
+    for batch, _ in whole.remaining_batches(1, Progress(epoch=1)):
         last = batch
     states = []
     for rank in range(2):
         reader = loader(rank, 2, kind, sizes, batch_size=2)
-        batches = reader.rest(1, Progress(epoch=1))
+        batches = reader.remaining_batches(1, Progress(epoch=1))
         for _ in range(windows):
             next(batches, None)
         reader.turn += windows
-        states.append(reader.mark_at(1, 0, 1))
-    mark = states[0]._replace(state=whole.joined([mark.state for mark in states]))
+        states.append(reader.position_at(1, 0, 1))
+    mark = states[0]._replace(state=whole.merge_states([mark.state for mark in states]))
 
-    def rest(sizes: Any, **options: Any) -> list[Any]:
+    def remaining_batches(sizes: Any, **options: Any) -> list[Any]:
         reader = loader(1, 2, kind, sizes, batch_size=2, **options)
-        reader.start_from(mark._replace(state=reader.part_of(mark.state)))
-        return list(reader.rest(1, Progress(epoch=1, samples_in_epoch=1, batches_in_epoch=1)))
+        reader.resume_at(mark._replace(state=reader.local_state(mark.state)))
+        return list(reader.remaining_batches(1, Progress(epoch=1, samples_in_epoch=1, batches_in_epoch=1)))
 
     ((batch, samples),) = rest(sizes, num_workers=num_workers)
     assert samples == 0 and last is not None and torch.equal(batch, last)
@@ -152,8 +152,8 @@ def test_resume_after_the_end_of_a_rank_repeats_its_last_batch(windows: int, num
 def test_shards_of_another_number_are_an_error(caplog: pytest.LogCaptureFixture) -> None:
     mark = state_after(1, 1, Shard)
     with pytest.raises(CheckpointError, match="has 2 shards, and had 4"):
-        loader(sizes=(7, 7)).part_of(mark.state)
-    assert loader().part_of({"at": 3}) is None  # of another kind of data
+        loader(sizes=(7, 7)).local_state(mark.state)
+    assert loader().local_state({"at": 3}) is None  # of another kind of data
     with pytest.raises(ConfigError, match=r"has 4 shards, which cannot be shared out evenly among 3 ranks"):
         loader(0, 3)
     with caplog.at_level(logging.WARNING, "omnitrain"):
@@ -176,14 +176,14 @@ def test_error_reports_sample_and_shard() -> None:
             raise KeyError("gone")
 
     with pytest.raises(KeyError) as caught:
-        values(loader(1, 2, Broken, name="the training set").counted(0))
+        values(loader(1, 2, Broken, name="the training set").counted_batches(0))
     assert caught.value.__notes__ == ["Raised for sample 1 of shard 1 of the training set."]
 
     def ends(samples: Any) -> Any:
         raise StopIteration
 
     with pytest.raises(DataError, match="The collator raised StopIteration for the samples from place 0 to"):
-        values(ShardedLoader(ShardedStream([[1.0]]), 2, ends, 0).counted(0))
+        values(ShardedLoader(ShardedStream([[1.0]]), 2, ends, 0).counted_batches(0))
 
 
 @pytest.mark.parametrize("workers", [0, pytest.param(1, marks=PROCESSES)])
@@ -195,7 +195,7 @@ def test_shards_of_hf_streams_are_all_read_once(workers: int) -> None:
         ShardedLoader(ShardedStream(stream), 3, Collator(), 0, rank=rank, world_size=2, num_workers=workers)
         for rank in range(2)
     ]
-    parts = [[x for batch, count in rank.counted(0) if count for x in batch["x"].tolist()] for rank in ranks]
+    parts = [[x for batch, count in rank.counted_batches(0) if count for x in batch["x"].tolist()] for rank in ranks]
     assert [len(part) for part in parts] == [12, 12]
     assert sorted(parts[0] + parts[1]) == list(range(24))
     assert len(ShardedStream(stream, count=2).shards) == 2
@@ -208,5 +208,5 @@ def test_shards_of_hf_streams_are_all_read_once(workers: int) -> None:
 
 def test_empty_shards_keep_their_turns() -> None:
     shards = loader(sizes=(0, 0, 2, 1), batch_size=1)
-    counts = [count for _, count in shards.counted(0)]
+    counts = [count for _, count in shards.counted_batches(0)]
     assert counts[:7] == [0, 0, 1, 1, 0, 0, 1] and not any(counts[7:])

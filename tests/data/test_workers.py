@@ -371,7 +371,7 @@ def test_broken_pipe_of_dead_worker_is_a_data_error(error: type[Exception]) -> N
 
     with (
         pytest.raises(DataError, match=r"exit code 5 while it had to read batches \[1, 2\]"),
-        workers.explaining_dead_workers(),
+        workers.report_dead_workers(),
     ):
         read()
     workers.stop_workers(iterator)
@@ -379,6 +379,6 @@ def test_broken_pipe_of_dead_worker_is_a_data_error(error: type[Exception]) -> N
 
 def test_errors_beside_living_workers_are_left_alone() -> None:
     iterator = workers.start_workers(DataLoader(Rows(16), 4, num_workers=1), str)
-    with pytest.raises(FileNotFoundError), workers.explaining_dead_workers():
+    with pytest.raises(FileNotFoundError), workers.report_dead_workers():
         raise FileNotFoundError
     workers.stop_workers(iterator)

@@ -15,7 +15,7 @@ from torch import nn
 from omnitrain import AccelerateTrainer, HFTrainer, MissingExtraError, Trainer
 from omnitrain.cli import demo
 from omnitrain.cli.main import main
-from omnitrain.metrics.classification import OF_HITS
+from omnitrain.metrics.classification import FROM_HITS
 from omnitrain.metrics.registry import NamedMetrics
 
 COMPUTED_HERE = {
@@ -61,7 +61,7 @@ def test_metric_names_are_errors_if_they_need_scikit_learn() -> None:
 def test_metric_names_without_scikit_learn_are_computed() -> None:
     for name in COMPUTED_HERE:
         metrics = NamedMetrics([name])
-        if name in {*OF_HITS, "log_loss", "perplexity", "brier", "top2_accuracy"}:
+        if name in {*FROM_HITS, "log_loss", "perplexity", "brier", "top2_accuracy"}:
             metrics.update(torch.eye(3), torch.arange(3))
         else:
             metrics.update(torch.tensor([1.0, 2.0, 4.0]), torch.tensor([1.0, 3.0, 4.0]))
@@ -100,7 +100,7 @@ def both(kind: str, layout: str, hits: int, misses: int) -> tuple[float, float]:
     return metrics.compute()[kind], float(function(labels, predicted))
 
 
-@pytest.mark.parametrize("kind", sorted(OF_HITS))
+@pytest.mark.parametrize("kind", sorted(FROM_HITS))
 @pytest.mark.parametrize("layout", ["class scores", "classes", "one score", "text"])
 def test_metrics_of_hits_equal_scikit_learn_to_the_bit(kind: str, layout: str) -> None:
     for hits, misses in ((0, 3), (2, 1), (7, 0), (1, 48), (333, 667)):
