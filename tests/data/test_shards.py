@@ -139,14 +139,14 @@ def test_resume_after_the_end_of_a_rank_repeats_its_last_batch(windows: int, num
         states.append(reader.position_at(1, 0, 1))
     mark = states[0]._replace(state=whole.merge_states([mark.state for mark in states]))
 
-    def remaining_batches(sizes: Any, **options: Any) -> list[Any]:
+    def last_batches(sizes: Any, **options: Any) -> list[Any]:
         reader = loader(1, 2, kind, sizes, batch_size=2, **options)
         reader.resume_at(mark._replace(state=reader.local_state(mark.state)))
         return list(reader.remaining_batches(1, Progress(epoch=1, samples_in_epoch=1, batches_in_epoch=1)))
 
-    ((batch, samples),) = rest(sizes, num_workers=num_workers)
+    ((batch, samples),) = last_batches(sizes, num_workers=num_workers)
     assert samples == 0 and last is not None and torch.equal(batch, last)
-    assert not rest((17, 0))
+    assert not last_batches((17, 0))
 
 
 def test_shards_of_another_number_are_an_error(caplog: pytest.LogCaptureFixture) -> None:
