@@ -201,7 +201,7 @@ class Checkpointer:
         lifecycle.begin_save()
         lifecycle.pending_save = lifecycle.pending_evaluation and (lifecycle.pending_save or history is None)
         snapshot = self._snapshot(history)
-        # a save for the best may follow another one of the same step
+        # one that replaces a requested checkpoint of this step is not only for the best
         snapshot.payload["for_best"] = for_best and snapshot.step != self._requested_step
         if not for_best:
             self._requested_step = snapshot.step
@@ -704,9 +704,8 @@ class Checkpointer:
     def _set_loaded(self) -> None:
         self.eval_weights.set_loaded()
         if isinstance(self.finished_run, FinishedRun):
-            self.finished_run.groups = group_options(
-                self._trainer.backend.groups
-            )  # the mode of an optimizer may be in them
+            # the mode of an optimizer may be among its options
+            self.finished_run.groups = group_options(self._trainer.backend.groups)
 
     def log_final_weights(self, reason: str) -> None:
         """Log that the model ends with its last weights although there were evaluations."""
