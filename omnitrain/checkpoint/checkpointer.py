@@ -586,18 +586,14 @@ class Checkpointer:
                 f"`more` continues a run that this trainer has ended, and it cannot: {finished_run}. Call train() "
                 "first, or train(resume_from=...) on a trainer with a larger `epochs`, `max_steps` or `max_duration`."
             )
-        names = ("model", "optimizer", "lr_scheduler")
-        present = (trainer.backend.model, trainer.backend.optimizer, trainer.lr_scheduler)
-        assigned = [
-            name
-            for name, former, current in zip(names, finished_run.parts, present, strict=True)
-            if former is not current
-        ]
-        if assigned:
-            raise ConfigError(
-                f"`more` continues the run that has ended, and `trainer.{assigned[0]}` was assigned since. Call "
-                "train() for a new run with it."
-            )
+        backend = trainer.backend
+        present = {"model": backend.model, "optimizer": backend.optimizer, "lr_scheduler": trainer.lr_scheduler}
+        for name, part in zip(present, finished_run.parts, strict=True):
+            if present[name] is not part:
+                raise ConfigError(
+                    f"`more` continues the run that has ended, and `trainer.{name}` was assigned since. Call train() "
+                    "for a new run with it."
+                )
         return finished_run
 
     def continue_run(self, finished_run: FinishedRun, previous: Checkpointer, changed: list[dict[str, Any]]) -> None:

@@ -679,11 +679,11 @@ class Contents:
         if all(math.isclose(old, new, rel_tol=1e-9) for old, new in zip(before, after, strict=True)):
             return
         first = next(number for number, pair in enumerate(zip(before, after, strict=True)) if pair[0] != pair[1])
-        why = "its settings have changed" if lengths[0] == lengths[1] else f"the schedule spans {lengths[1]} now"
+        reason = "its settings have changed" if lengths[0] == lengths[1] else f"the schedule spans {lengths[1]} now"
         logger.warning(
             "The learning rate at step %d%s goes from %.6g to %.6g, since %s (before: %s).",
-            progress.step, f", of group {first} of the optimizer," if first else "", before[first], after[first], why,
-            lengths[0],
+            progress.step, f", of group {first} of the optimizer," if first else "", before[first], after[first],
+            reason, lengths[0],
         )  # fmt: skip
 
     # --- the loss scaler
@@ -771,20 +771,17 @@ class Contents:
         parts = stateful_parts(settings, self._trainer.backend.model)
         if not parts:
             return {}
-        local_tensors: dict[str, torch.Tensor] = {}
-        place = f"parts/{ranks.data.rank}"
-        states = {
-            name: state_dicts.to_json(part.state_dict(), f"{place}/{name}", local_tensors)
-            for name, part in parts.items()
-        }
-        local_tensors = {name: tensor.detach().cpu() for name, tensor in local_tensors.items()}
-        gathered = ranks.gather_on_main("the states of the user's parts", [(states, local_tensors)])
-        everywhere = [entry for (entry,) in ranks.one_per_share(gathered)] or [(states, local_tensors)]
-        if all(_is_same_state(everywhere[0], entry) for entry in everywhere[1:]):
-            del everywhere[1:]
-        for _, entry in everywhere:
+        local: dict[str, torch.Tensor] = {}
+        prefix = f"parts/{ranks.data.rank}"
+        states = {name: state_dicts.to_json(parts[name].state_dict(), f"{prefix}/{name}", local) for name in parts}
+        local = {name: tensor.detach().cpu() for name, tensor in local.items()}
+        gathered = ranks.gather_on_main("the states of the user's parts", [(states, local)])
+        entries = [entry for (entry,) in ranks.one_per_share(gathered)] or [(states, local)]
+        if all(_is_same_state(entries[0], entry) for entry in entries[1:]):
+            del entries[1:]
+        for _, entry in entries:
             tensors |= entry
-        return {"parts": [entry for entry, _ in everywhere]}
+        return {"parts": [entry for entry, _ in entries]}
 
     def _restore_parts(
         self,
@@ -867,10 +864,9 @@ class Contents:
     ) -> None:
         if "algorithms" in changed:
             return
-        for algorithm, saved in zip(
-            self._trainer.algorithms, state_dicts.from_json(content["algorithms"], tensors), strict=True
-        ):
-            restore_with_undo(algorithm, saved, undo)
+        states = state_dicts.from_json(content["algorithms"], tensors)
+        for algorithm, state in zip(self._trainer.algorithms, states, strict=True):
+            restore_with_undo(algorithm, state, undo)
 
     # --- data
 

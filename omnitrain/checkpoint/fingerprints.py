@@ -115,8 +115,8 @@ class _Digests(Dataset[tuple[int, dict[str, Any]]]):
     def __len__(self) -> int:
         return len(self.indices)
 
-    def __getitem__(self, turn: int) -> tuple[int, dict[str, Any]]:
-        index = self.indices[turn]
+    def __getitem__(self, number: int) -> tuple[int, dict[str, Any]]:
+        index = self.indices[number]
         try:
             first, second = (self.describe(self.fetch(0, np.array([index]))) for _ in range(2))
         except Exception:  # training raises it again, with its own report
@@ -137,7 +137,7 @@ def _read_samples(
     """
     size, samples = count_rows(dataset), dict[str, dict[str, Any]]()
     if isinstance(indices, int):
-        indices = [derive_seed(size, turn) % size for turn in range(indices)] if size else []
+        indices = [derive_seed(size, draw) % size for draw in range(indices)] if size else []
     digests = _Digests(dataset, [index for index in dict.fromkeys(indices) if index < size], describe)
     end = time.monotonic() + _LIMIT_S
     with isolated_rng():
@@ -373,10 +373,7 @@ def _normalized_source(value: Any) -> str:
 
 def _normalized_bytecode(code: Any) -> str:
     """Return bytecode and the names in it, in a form without addresses."""
-    constants = [
-        _normalized_bytecode(constant) if hasattr(constant, "co_code") else _stable_repr(constant)
-        for constant in code.co_consts
-    ]
+    constants = [_normalized_bytecode(c) if hasattr(c, "co_code") else _stable_repr(c) for c in code.co_consts]
     return f"{code.co_code.hex()}{constants}{code.co_names}{code.co_varnames}"
 
 
@@ -437,10 +434,8 @@ class RunFingerprints:
 
     def to_dict(self) -> dict[str, Any]:
         """Return the digests as JSON types."""
-        data = {
-            name: {key: data_fingerprint(loader) for key, loader in sets.items()}
-            for name, sets in self._loaders().items()
-        }
+        loaders = self._loaders()
+        data = {name: {key: data_fingerprint(sets[key]) for key in sets} for name, sets in loaders.items()}
         return {"python": _PYTHON, "data": data, "code": self._code()}
 
     def differences(self, saved: Mapping[str, Any]) -> list[Difference]:
@@ -460,8 +455,8 @@ class RunFingerprints:
         for name, parts in saved["code"].items():
             for part, digest in parts.items():
                 if code.get(name, {}).get(part, digest) != digest:
-                    which = f"{part!r}" if part else f"`{name}`"
-                    text = f"the code or the options of {which} are not those that the run was trained with"
+                    label = f"{part!r}" if part else f"`{name}`"
+                    text = f"the code or the options of {label} are not those that the run was trained with"
                     differences.append(Difference(name, text))
         return differences
 
