@@ -1,4 +1,4 @@
-"""Weights for evaluations and model files, such as averages of those in training."""
+"""Weights for evaluations and model files, such as averages."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Fingerprints of data and user code, by which a resumed run detects changes.
+"""Fingerprints of data and user code, to detect changes in resumed runs.
 
 `setting_changes.py` compares settings by name; this module compares the objects behind the names.
 """

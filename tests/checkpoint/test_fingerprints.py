@@ -1,4 +1,4 @@
-"""Fingerprints of data and code, and how a resume with other ones is rejected."""
+"""Fingerprints of data and code, and resumes that they reject."""
 
 from __future__ import annotations
 

@@ -164,12 +164,12 @@ def test_init_from_loads_extra_state(trainer_class: Any, tmp_path: Path, caplog:
         caplog.clear()
         model = counting(source)
         assert model[0].count == 3 and distance(weights(model), weights(trainer.get_model())) == 0
-        assert "left as they are" not in caplog.text
+        assert "not in the file" not in caplog.text
     assert counting({"path": checkpoint, "ignore": ["*_state"]})[0].count == 5
     plain = {name: value for name, value in trainer.get_model().state_dict().items() if "extra" not in name}
     save_file(plain, tmp_path / "plain.safetensors")
     assert counting(tmp_path / "plain.safetensors")[0].count == 5
-    assert "left as they are: 1: 0._extra_state" in caplog.text
+    assert "unchanged: 1: 0._extra_state" in caplog.text
     make(trainer_class, nn.Sequential(nn.Linear(4, 1).double()), init_from=checkpoint)
     assert "not in the model: 1: 0._extra_state" in caplog.text
 
@@ -238,7 +238,7 @@ def sources(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ("adapter", r"has only adapters of PEFT\. .*PeftModel\.from_pretrained"),
         ("text.txt", r"'text\.txt' is not a supported file"),
         ("code.pt", r"'code\.pt' cannot be loaded with `weights_only=True` .*Files that would run code are rejected"),
-        ("nested.pt", r"there is no dict of tensors by name, but step, model\. Have .*content: content\['model'\]"),
+        ("nested.pt", r"it has no dict of tensors by name, but step, model\. Have .*content: content\['model'\]"),
         ("other.safetensors", r"has none of the model's weights\. Names there: model\.0\.bias, .*; in the model: 0"),
         ({"path": "other.safetensors", "convert": lambda tensors: 3}, "'convert' returned no dict of tensors by name"),
         ({"path": "other.safetensors", "ignore": ["nothing.*"]}, r"'ignore' has 'nothing\.\*', which is no name in"),

@@ -1,4 +1,4 @@
-"""Interrupted and resumed runs end like uninterrupted ones; and what else a checkpoint folder guarantees."""
+"""Interrupted and resumed runs, which end like uninterrupted ones, and further guarantees of checkpoint folders."""
 
 from __future__ import annotations
 
@@ -427,7 +427,7 @@ def test_workers_change_nothing_before_or_after_resume(how: str, window: int, fo
 
 
 def test_resumed_run_keeps_its_kind_of_order(stopped: Path, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Larger datasets are shuffled without drawing the whole order; checkpoints of older versions do not say which."""
+    """Larger datasets are shuffled without a full permutation; older checkpoints do not record the order."""
     drawn = straight()
     content = content_of(stopped / "checkpoint-4")
     assert content.pop("order") == "drawn" and content["progress"].pop("batches_in_epoch") == 2

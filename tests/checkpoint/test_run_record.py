@@ -1,4 +1,4 @@
-"""The record of what ran, in run.json and in checkpoints, without secrets."""
+"""The record of the starts of a run, in run.json and in checkpoints, without secrets."""
 
 from __future__ import annotations
 

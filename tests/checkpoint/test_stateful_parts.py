@@ -1,4 +1,4 @@
-"""What has `state_dict` and `load_state_dict` and is no callback: optimizers, units, collators, datasets, losses."""
+"""Objects with `state_dict` and `load_state_dict` that are no callbacks: optimizers, units, datasets, losses."""
 
 from __future__ import annotations
 
@@ -246,17 +246,17 @@ def test_states_of_the_table_survive_a_kill_and_a_move(source: str, target: str,
     text = (Path(__file__).parents[2] / "docs" / "checkpoints.md").read_text()
     table = text.partition("## What a state is")[2].partition("\n## ")[0]
     listed = {name for row in re.findall(r"^\| (`.*?) \|", table, re.M) for name in re.findall(r"`(\w+)`", row)}
-    assert listed == {*expected, "loss_fn"}  # beside a unit there is none: `PARTS` has it
+    assert listed == {*expected, "loss_fn"}  # with a unit it is unused: `PARTS` has it
 
 
 @pytest.mark.parametrize("part", PARTS)
 @pytest.mark.parametrize("kind", TRAINERS)
 def test_state_of_parts_survives_a_resume(kind: str, part: str, tmp_path: Path) -> None:
-    """On the next trainer, too: to the bit, and evaluations leave it alone."""
+    """On the next trainer, too, bit for bit, and evaluations leave it unchanged."""
     straight = end_of(build(kind, part))
     folder, data = tmp_path / "run", rows(8, torch.float32)
     evaluations = {"eval_dataset": data, "eval_steps": 3, "load_best_at_end": False}
-    if part in ("unit", "module", "loss"):  # they run in evaluations, too, and it is for them to tell
+    if part in ("unit", "module", "loss"):  # they run in evaluations, too, and handle these themselves
         evaluations = {}
     end_of(build(kind, part, folder, callbacks=[StopAt(5)], **evaluations))
     if kind == "native":

@@ -183,7 +183,7 @@ def test_more_continues_streams(tmp_path: Path) -> None:
         assert same(weights(trainer.model), weights(whole.model))
     lost = made(max_steps=4, train_dataset=Pages(12))
     lost.train()
-    with pytest.raises(ConfigError, match="inside of an epoch needs a `save_dir`"):
+    with pytest.raises(ConfigError, match="inside an epoch needs a `save_dir`"):
         lost.train(more="1ba")
 
 
