@@ -322,7 +322,7 @@ def test_convert_reports_missed_evaluations() -> None:
 )
 def test_convert_sampler_to_loader(values: dict[str, Any]) -> None:
     loader = trainer_of(**values)["train_loader"]["init_args"]["loader"]
-    assert loader == {"import_path": "torch.utils.data.DataLoader"} and "each takes every n-th" in notes_of(**values)
+    assert loader == {"import_path": "torch.utils.data.DataLoader"} and "takes every n-th" in notes_of(**values)
 
 
 def test_convert_evaluation_collator_and_sampler() -> None:
