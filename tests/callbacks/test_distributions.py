@@ -102,7 +102,7 @@ def test_distributions_are_checked_and_omitted_on_the_console(capsys: pytest.Cap
     printed = capsys.readouterr().out
     assert "loss" in printed and "weights_norm" not in printed and "update_ratio" not in printed
     for distributions, options, message in (
-        (Distributions("nothing"), {}, "`match='nothing'` of Distributions is found in no name"),
+        (Distributions("nothing"), {}, "`match='nothing'` of Distributions matches no name"),
         (Distributions(of="activations"), {"compile": {"backend": "eager"}}, "compiled model does not call the hooks"),
     ):
         with pytest.raises(ConfigError, match=message):
