@@ -16,17 +16,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, TypedDict
 
+from omnitrain.checkpoint import manifest_schema as schema
 from omnitrain.checkpoint.disk import hashing
-from omnitrain.checkpoint.manifest_schema import (
-    boolean,
-    check_limits,
-    dict_of,
-    integer,
-    nullable,
-    number,
-    record,
-    unique_keys,
-)
 from omnitrain.checkpoint.safetensors_header import open_regular
 from omnitrain.core.errors import CheckpointError
 from omnitrain.core.files import is_inside
@@ -115,8 +106,8 @@ def parse_manifest(data: bytes, name: str) -> dict[str, Any]:
     if not digest or hashlib.sha256(data.replace(digest[1], _ZEROS.encode(), 1)).hexdigest() != digest[1].decode():
         raise CheckpointError(f"{name} is damaged: {MANIFEST!r} does not match its own sha256; it was changed.")
     try:
-        content = json.loads(data.decode(), object_pairs_hook=unique_keys)
-        check_limits(content)
+        content = json.loads(data.decode(), object_pairs_hook=schema.unique_keys)
+        schema.check_limits(content)
         _check_own(content, "")
     except RecursionError:
         raise CheckpointError(f"{name} is rejected: {MANIFEST!r} is nested too deeply.") from None
@@ -133,15 +124,15 @@ def _check_digest(value: Any, where: str) -> None:
         raise ValueError(f"{where} = {reprlib.repr(value)}, where 64 hexadecimal digits were expected")
 
 
-_check_own = record(
+_check_own = schema.record(
     {
-        "format_version": integer(1, FORMAT_VERSION),
+        "format_version": schema.integer(1, FORMAT_VERSION),
         "sha256": _check_digest,
-        "step": integer(),
-        "sequence": integer(),
-        "score": nullable(number()),
-        "best": boolean,
-        "files": dict_of(record({"size": integer(), "sha256": _check_digest})),
+        "step": schema.integer(),
+        "sequence": schema.integer(),
+        "score": schema.nullable(schema.number()),
+        "best": schema.boolean,
+        "files": schema.dict_of(schema.record({"size": schema.integer(), "sha256": _check_digest})),
     }
 )
 

@@ -22,8 +22,8 @@ import torch
 from omnitrain.checkpoint.disk import FileSystem
 from omnitrain.checkpoint.manifest import FileEntry
 from omnitrain.checkpoint.safetensors_header import SHARDING
-from omnitrain.checkpoint.tensor_files import Gathered, host_copy, is_sharded
-from omnitrain.checkpoint.tensor_reader import Spec, TensorFile, dtype_name, rectangles
+from omnitrain.checkpoint.tensor_files import Gathered, encode_header, file_order, host_copy, is_sharded, spec_of
+from omnitrain.checkpoint.tensor_reader import Spec, TensorFile, rectangles
 from omnitrain.distributed.ranks import as_bytes
 
 LARGEST_FILE = 5 * 10**9
@@ -232,19 +232,12 @@ def _write(
     fs: FileSystem,
 ) -> FileEntry:
     """Write a safetensors file and wait until it is on the disk; another thread hashes it."""
-    header: dict[str, Any] = {"__metadata__": {"format": "pt", **metadata}}  # transformers requires the format
-    order, end = _by_alignment(specs), 0
-    for name in order:
-        shape, dtype = specs[name]
-        begin, end = end, end + math.prod(shape) * dtype.itemsize
-        header[name] = {"dtype": dtype_name(name, dtype), "shape": list(shape), "data_offsets": [begin, end]}
-    text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
-    text += b" " * (-len(text) % 8)
+    header = encode_header(specs, metadata)
     hasher = _Hasher()
 
     def content() -> Iterator[bytes | memoryview]:
-        yield hasher.update(len(text).to_bytes(8, "little") + text)
-        for name in order:
+        yield hasher.update(header)
+        for name in file_order(specs):
             for piece in pieces(name):
                 yield hasher.update(as_bytes(piece).numpy().data)
 
@@ -254,12 +247,8 @@ def _write(
     finally:
         hasher.close()
     fs.sync(path)
-    return {"size": 8 + len(text) + end, "sha256": digest}
-
-
-def _by_alignment(specs: Mapping[str, Spec]) -> list[str]:
-    # the widest types first, so that each tensor starts at a multiple of its type's size
-    return sorted(specs, key=lambda name: (-specs[name][1].itemsize, name))
+    size = len(header) + sum(math.prod(shape) * dtype.itemsize for shape, dtype in specs.values())
+    return {"size": size, "sha256": digest}
 
 
 class _Hasher:
@@ -336,7 +325,7 @@ def find_tensor_files(folder: Path, manifest_files: Iterable[str], part: str) ->
 
 def count_full_files(tensors: Mapping[str, Any], limit: int = LARGEST_FILE) -> int:
     """Return how many files `write_full_files` writes; ranks from this number on write none."""
-    return len(_plan({name: (tuple(tensor.shape), tensor.dtype) for name, tensor in tensors.items()}, limit))
+    return len(_plan({name: spec_of(tensors, name) for name in tensors}, limit))
 
 
 def write_full_files(
@@ -402,7 +391,7 @@ def _plan(specs: Mapping[str, Spec], limit: int) -> dict[str, list[str]]:
     """Return the names of the tensors in each file, by its name."""
     groups: list[list[str]] = [[]]
     size = 0
-    for name in _by_alignment(specs):
+    for name in file_order(specs):
         tensor_size = math.prod(specs[name][0]) * specs[name][1].itemsize
         if groups[-1] and size + tensor_size > limit:
             groups.append([])

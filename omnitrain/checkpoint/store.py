@@ -215,10 +215,10 @@ class Store:
             folder = self.temporary(step)
             check_payload(payload)
             files, folders = listing(folder)
+            sequences = [self._newest_remote_sequence(), *(info.sequence for info in self._current_infos())]
             content = {
                 "step": step,
-                "sequence": 1
-                + max((self._newest_remote_sequence(), *(info.sequence for info in self._current_infos()))),
+                "sequence": 1 + max(sequences),
                 "score": float(score) if score is not None and math.isfinite(score) else None,
                 "best": best,
                 **payload,
@@ -290,7 +290,7 @@ class Store:
         return {name: written.get(name) or entries[name] for name in sorted({*paths, *written})}
 
     def _publish(self, step: int) -> None:
-        """Give the finished folder its name; an existing checkpoint of that name is renamed first."""
+        """Rename the finished folder, after an existing checkpoint of the same step."""
         source, target = self.temporary(step), self.path(step)
         self._info_cache.pop(target.name, None)
         self._infos.pop(step, None)

@@ -253,28 +253,34 @@ def _fingerprint(tensor: torch.Tensor) -> str:
 
 
 def _in_file_order(tensors: Mapping[str, Any]) -> list[tuple[str, Any]]:
-    # the widest types first, so that each tensor starts at a multiple of its type's size
-    return sorted(tensors.items(), key=lambda entry: (-entry[1].element_size(), entry[0]))
+    return [(name, tensors[name]) for name in file_order({name: spec_of(tensors, name) for name in tensors})]
 
 
 def _pieces(tensors: Mapping[str, Any], gather: Gather) -> Iterator[bytes | memoryview]:
-    """Yield the content of a safetensors file: the length of the header, the header, and the memory of the tensors."""
+    """Yield the content of a safetensors file: its header, and the memory of each tensor."""
     # the writer of the safetensors package needs all tensors at once, and returns no hash
-    ready = _in_file_order(tensors)
-    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}  # transformers requires this entry
+    yield encode_header({name: spec_of(tensors, name) for name in tensors})
+    for _, tensor in _in_file_order(tensors):
+        yield as_bytes(gather(tensor)).numpy().data
+
+
+def encode_header(specs: Mapping[str, Spec], metadata: Mapping[str, str] | None = None) -> bytes:
+    """Return the start of a safetensors file, up to its tensors, which follow in the order of `file_order`."""
+    header: dict[str, Any] = {"__metadata__": {"format": "pt", **(metadata or {})}}  # transformers requires the format
     end = 0
-    for name, tensor in ready:
-        begin, end = end, end + tensor.numel() * tensor.element_size()
-        header[name] = {
-            "dtype": dtype_name(name, tensor.dtype),
-            "shape": list(tensor.shape),
-            "data_offsets": [begin, end],
-        }
+    for name in file_order(specs):
+        shape, dtype = specs[name]
+        begin, end = end, end + math.prod(shape) * dtype.itemsize
+        header[name] = {"dtype": dtype_name(name, dtype), "shape": list(shape), "data_offsets": [begin, end]}
     text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
     text += b" " * (-len(text) % 8)
-    yield len(text).to_bytes(8, "little") + text
-    for _, tensor in ready:
-        yield as_bytes(gather(tensor)).numpy().data
+    return len(text).to_bytes(8, "little") + text
+
+
+def file_order(specs: Mapping[str, Spec]) -> list[str]:
+    """Return the names of tensors in the order of a file."""
+    # the widest dtypes first, so that each tensor starts at a multiple of its element size
+    return sorted(specs, key=lambda name: (-specs[name][1].itemsize, name))
 
 
 def load_tensors(path: Path) -> dict[str, torch.Tensor]:

@@ -421,10 +421,8 @@ class Uploader:
                 logger.warning("%s: uploading works again, and everything is uploaded.", self._remote.name)
                 self._outage_reported = False
         except BaseException:
-            self._files_pending, self._pointers_pending = (
-                files or self._files_pending,
-                pointers or self._pointers_pending,
-            )
+            self._files_pending |= files
+            self._pointers_pending |= pointers
             raise
         finally:
             with self._changed:
