@@ -429,7 +429,7 @@ def test_sweep_tries_every_value(folder: Path, capsys: pytest.CaptureFixture[str
         (["--trainer.epochs", "3,x"], "--trainer.epochs: `epochs` must be a positive number or None, got 'x'."),
         (["--trainer.epoch", "3,4"], "--trainer.epoch: Trainer has no argument 'epoch'."),
         (["--trainer.delta", "{low: 3, high: 1}"], "'low' must be below 'high'"),
-        (["--trainer.delta", "{low: 0.1, high: 1}"], "`trials` says how many trials there are in all"),
+        (["--trainer.delta", "{low: 0.1, high: 1}"], "`trials` is the total number of trials"),
         (["--trainer.epochs", "1,2", "--trials", "0"], "`trials` must be a positive integer"),
     ],
 )
