@@ -201,7 +201,7 @@ def test_lock_is_held_while_each_trainer_trains(kind: str, tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("shift", [-3600.0, 3600.0], ids=["an hour behind", "an hour ahead"])
-def test_lock_elsewhere_lives_by_its_signs_of_life(
+def test_lock_on_another_machine_needs_heartbeats(
     tmp_path: Path, shift: float, caplog: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A run on another machine is alive as long as it touches its lock, whatever its clock says."""

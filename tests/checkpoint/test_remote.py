@@ -248,7 +248,7 @@ def test_resume_takes_what_is_newer_on_the_store(finished: Finished, caplog: pyt
     assert [row["step"] for row in rows if row["kind"] == "train"] == list(range(1, 10))
 
 
-def test_resume_passes_over_incomplete_checkpoints(finished: Finished, tmp_path: Path, caplog: Any) -> None:
+def test_resume_skips_incomplete_checkpoints(finished: Finished, tmp_path: Path, caplog: Any) -> None:
     """It saves them again; "last" and "best" are errors."""
     del InMemory.store["/bucket/run/checkpoint-6/model.safetensors"]
     assert finished.objects["last"] == finished.objects["best"] == b"checkpoint-6\n"
@@ -321,7 +321,7 @@ def test_init_from_address(finished: Finished) -> None:
         build(None, init_from="watched://bucket/none")
 
 
-def test_bring_downloads_a_checkpoint_in_pieces(finished: Finished, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_download_of_a_checkpoint_in_pieces(finished: Finished, monkeypatch: pytest.MonkeyPatch) -> None:
     """The best weights of a run that ends on another machine are loaded so."""
     monkeypatch.setattr(remote, "PIECE", 100)
     mirror = make_store(ADDRESS)
@@ -415,7 +415,7 @@ def test_upload_that_never_works_is_left_to_the_next_run(
     assert remote_steps(ADDRESS) == [2, 4, 6]
 
 
-def test_upload_does_not_wait_for_a_name_that_is_taken(
+def test_upload_does_not_wait_if_a_name_is_blocked(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A file has the name of a checkpoint's folder: this is reported at the start, and the end waits for nothing."""
@@ -441,7 +441,7 @@ def test_upload_of_the_files_of_a_run_is_retried(store: type[Watched]) -> None:
     assert {"run.json", "config.yaml", "metrics.jsonl"} <= content_of(ADDRESS).keys()
 
 
-def test_upload_given_up_keeps_the_lock_until_it_ends(
+def test_upload_after_its_timeout_keeps_the_lock(
     store: type[Watched], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """Nothing is written after the run has given up, and no other run begins before that is certain."""
@@ -548,7 +548,7 @@ def test_listing_of_a_store_is_bounded(listing: str, finished: Finished, monkeyp
 
 
 @pytest.mark.parametrize("name", ["last", "run.lock", f"checkpoint-6/{MANIFEST}", "metrics.jsonl"])
-def test_size_of_what_a_store_has_is_bounded(
+def test_size_of_remote_files_is_bounded(
     name: str, finished: Finished, store: type[Watched], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: Any
 ) -> None:
     """By what the store says, before it fills the memory or the disk."""

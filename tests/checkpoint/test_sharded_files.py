@@ -232,7 +232,7 @@ def test_conjugated_and_negated_views_are_resolved(tmp_path: Path) -> None:
     assert torch.equal(source["whole"], number.conj().resolve_conj())
 
 
-def test_own_blocks_of_full_and_gathered_tensors() -> None:
+def test_local_blocks_of_full_and_gathered_tensors() -> None:
     """The first rank writes full tensors, and what must be gathered cannot be written in parts."""
     assert len(local_blocks(torch.ones(3), 0)) == 1 and local_blocks(torch.ones(3), 1) == []
     gathered = Gathered((3,), torch.float32, lambda: torch.ones(3))
@@ -529,7 +529,7 @@ def test_catalogue_replaces_reading_headers(many_files: Any, headers: list[str])
 # --- consolidating
 
 
-def test_write_whole_equals_transformers_files(tmp_path: Path) -> None:
+def test_write_full_files_equals_transformers_files(tmp_path: Path) -> None:
     """The files are the same for any number of ranks that write them."""
     tensors = {f"t{i}": torch.randn(i + 1, 3) for i in range(6)} | {"s": torch.tensor(2.0)}
     (tmp_path / "shards").mkdir()
@@ -555,7 +555,7 @@ def test_write_whole_equals_transformers_files(tmp_path: Path) -> None:
     assert contents[0] == contents[1] == contents[2]
 
 
-def test_write_whole_opens_each_file_once(many_files: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_write_full_files_opens_each_file_once(many_files: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder, whole = many_files
     source, names, open_file = opened(folder), list[str](), tensor_reader.open_regular
     monkeypatch.setattr(tensor_reader, "open_regular", lambda path: names.append(path.name) or open_file(path))
@@ -566,7 +566,7 @@ def test_write_whole_opens_each_file_once(many_files: Any, tmp_path: Path, monke
 
 
 @pytest.mark.parametrize("at_once", [50, 1 << 24])
-def test_write_whole_equals_save_tensors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, at_once: int) -> None:
+def test_write_full_files_equals_save_tensors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, at_once: int) -> None:
     monkeypatch.setattr(sharded_files, "_PIECE", 64)
     monkeypatch.setattr(sharded_files, "_AT_ONCE", at_once)
     tensors = {"w": torch.randn(7, 3), "b": torch.randn(4).bfloat16(), "s": torch.tensor(True), "e": torch.empty(0, 2)}
@@ -589,5 +589,5 @@ def test_write_whole_equals_save_tensors(tmp_path: Path, monkeypatch: pytest.Mon
     ],
     ids=["model", "model of ranks", "indexed model", "optimizer of ranks", "none"],
 )  # fmt: skip
-def test_files_of_a_part_by_name(files: list[str], part: str, expected: list[str]) -> None:
+def test_find_tensor_files_by_part(files: list[str], part: str, expected: list[str]) -> None:
     assert find_tensor_files(Path("run"), files, part) == [Path("run") / name for name in expected]

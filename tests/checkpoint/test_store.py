@@ -456,7 +456,7 @@ def test_payload_is_read_back_unchanged(run: Path) -> None:
 # --- folders
 
 
-def test_foreign_folders_are_left_alone(run: Path) -> None:
+def test_foreign_folders_are_left_unchanged(run: Path) -> None:
     names = ["checkpoint-0500", "checkpoint-00010", "checkpoint-abc", "checkpoint-1-backup", "wandb", "tmp.tmp"]
     for name in names:
         (run / name).mkdir(parents=True)
@@ -497,7 +497,7 @@ def test_folders_of_earlier_versions_are_used(run: Path) -> None:
     assert names_of(list(run.glob("checkpoint-*"))) == ["checkpoint-30"]
 
 
-def test_foreign_folder_of_a_checkpoint_name_is_set_aside(run: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_foreign_folder_with_a_checkpoint_name_is_renamed(run: Path, caplog: pytest.LogCaptureFixture) -> None:
     for text in ("first", "second"):
         shutil.rmtree(run / "checkpoint-10", ignore_errors=True)
         (run / "checkpoint-10").mkdir(parents=True)

@@ -113,7 +113,7 @@ def test_resume_rejects_keys_that_lead_out(bucket: dict[str, Any]) -> None:
         (".", False), ("./a", False), ("/a", False), ("a//b", False), ("a\\b", False), ("a\0b", False), ("a/..", False),
     ],
 )  # fmt: skip
-def test_is_inside_knows_names_that_stay_in_the_folder(name: str, expected: bool) -> None:
+def test_is_inside_accepts_names_within_the_folder(name: str, expected: bool) -> None:
     assert is_inside(name) is expected
 
 
