@@ -1,4 +1,4 @@
-"""Intervals of logging, evaluation and checkpoints, and the limits of the run."""
+"""Intervals of logs, evaluations and checkpoints, and limits of the run."""
 
 from __future__ import annotations
 
@@ -23,33 +23,33 @@ class Cadence(Callback):
         self.log = log
         self.evaluate = evaluate
         self.save = save
-        intervals = [one.duration for one in (log, evaluate, save) if one is not None]
+        intervals = [interval.duration for interval in (log, evaluate, save) if interval is not None]
         self.asks_alone: bool = any(duration.unit == "s" for duration in [*limits.durations, *intervals])
-        """Whether one of them is a time: the clocks of the ranks differ."""
+        """Whether a limit or interval is a time: the clocks of the ranks differ."""
 
     def on_train_start(self, trainer: TrainerLike) -> None:
         """Start the intervals at the current position, and end a run that is already at its limit."""
         for interval in (self.log, self.evaluate, self.save):
             if interval is not None:
                 interval.restart(trainer.progress)
-        self._finish(trainer)
+        self._stop_at_limit(trainer)
 
     def on_step_end(self, trainer: TrainerLike) -> None:
         """Request what is due at this step."""
-        self._ask(trainer)
-        self._finish(trainer)
+        self._request_due(trainer)
+        self._stop_at_limit(trainer)
 
     def on_epoch_end(self, trainer: TrainerLike) -> None:
         """Request what is due at the end of an epoch."""
-        self._ask(trainer)
-        self._finish(trainer)
+        self._request_due(trainer)
+        self._stop_at_limit(trainer)
 
-    def _finish(self, trainer: TrainerLike) -> None:
+    def _stop_at_limit(self, trainer: TrainerLike) -> None:
         reason = self.limits.reached(trainer.progress)
         if reason:
             trainer.control.schedule(reason)
 
-    def _ask(self, trainer: TrainerLike) -> None:
+    def _request_due(self, trainer: TrainerLike) -> None:
         if self.log.due(trainer.progress):
             trainer.control.schedule("log")
         if self.evaluate is not None and self.evaluate.due(trainer.progress):

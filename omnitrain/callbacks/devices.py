@@ -1,4 +1,4 @@
-"""What devices can compute at most, from their makers' data sheets."""
+"""Peak FLOP/s of devices, from their data sheets."""
 
 from __future__ import annotations
 
@@ -20,17 +20,16 @@ _DENSE_16_BIT = {
     "RTX 4090": 165.2,
     "RTX 3090": 71.0,
 }
-"""TFLOP/s of matrix products in 16 bits that are added up in 32, without sparsity. A more special name stands before a
-more general one."""
-_WITHOUT_BF16 = ("V100", "T4")
+"""Dense TFLOP/s of 16-bit matrix products with 32-bit accumulation. Specific names precede general ones."""
+_NO_BF16 = ("V100", "T4")
 
 
 def peak_flops(name: str, precision: str) -> float | None:
-    """Return the most operations per second of a device, or None if they are not known.
+    """Return the peak operations per second of a device, or None if unknown.
 
     Args:
-        name: What PyTorch calls the device, such as "NVIDIA H100 80GB HBM3".
-        precision: "fp32", "bf16", "fp16" or "fp8"; peaks are known for 16 bits alone.
+        name: The device name in PyTorch, such as "NVIDIA H100 80GB HBM3".
+        precision: "fp32", "bf16", "fp16" or "fp8"; only 16-bit peaks are known.
 
     >>> peak_flops("NVIDIA H100 80GB HBM3", "bf16"), peak_flops("NVIDIA H100 PCIe", "bf16"), peak_flops("cpu", "bf16")
     (989400000000000.0, 756000000000000.0, None)
@@ -38,9 +37,9 @@ def peak_flops(name: str, precision: str) -> float | None:
     if precision not in ("bf16", "fp16"):
         return None
     words = set(name.replace("-", " ").split())
-    if "Laptop" in words:  # slower parts of the same name
+    if "Laptop" in words:  # a slower chip under the same name
         return None
-    for known, peak in _DENSE_16_BIT.items():
-        if words.issuperset(known.split()):
-            return None if precision == "bf16" and known in _WITHOUT_BF16 else peak * 1e12
+    for model, peak in _DENSE_16_BIT.items():
+        if words.issuperset(model.split()):
+            return None if precision == "bf16" and model in _NO_BF16 else peak * 1e12
     return None

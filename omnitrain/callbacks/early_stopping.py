@@ -40,43 +40,43 @@ class EarlyStopping(Callback):
         self.patience = patience
         self.stopper = stopper
         self.stopped_at: int | None = None
-        """The step at which the stopper has ended the run; None before."""
+        """The step at which the stopper ended the run; None before."""
 
     def on_train_start(self, trainer: TrainerLike) -> None:
-        """End a resumed run at once if its patience has run out, or if its stopper has ended it."""
+        """End a resumed run at once if its patience has run out, or if its stopper ended it."""
         has_attributes = bool(getattr(self.stopper, "__dict__", None)) and not inspect.isroutine(self.stopper)
-        if trainer.save_dir is not None and has_attributes and not self._keeps_state:
+        if trainer.save_dir is not None and has_attributes and not self._has_state:
             logger.warning(
-                "The early stopper %s has attributes, but no `state_dict()` and `load_state_dict(state)`: what it has "
-                "counted starts over if the run is resumed.", type(self.stopper).__name__,
+                "The early stopper %s has attributes, but no `state_dict()` and `load_state_dict(state)`: its "
+                "counts start over if the run is resumed.", type(self.stopper).__name__,
             )  # fmt: skip
-        if self.stopped_at != trainer.progress.step:  # of another run, or of a later step than is resumed
+        if self.stopped_at != trainer.progress.step:  # from another run, or from a step after the resumed one
             self.stopped_at = None
-        if (self._has_run_out(trainer) or self.stopped_at is not None) and not trainer.control.stop:
+        if (self._is_out_of_patience(trainer) or self.stopped_at is not None) and not trainer.control.stop:
             trainer.stop("early_stopping")
 
     def on_eval_end(self, trainer: TrainerLike, metrics: Mapping[str, float]) -> None:
-        """Request the end of the run if this evaluation calls for it."""
-        stops, step = self._has_run_out(trainer), trainer.progress.step
+        """Stop the run if patience has run out or the stopper returns True."""
+        stops, step = self._is_out_of_patience(trainer), trainer.progress.step
         if self.stopper is not None and self.stopper(step, metrics[trainer.objective.key(metrics)]):
             stops, self.stopped_at = True, step
         if stops:
             trainer.stop("early_stopping")
 
     @property
-    def _keeps_state(self) -> bool:
+    def _has_state(self) -> bool:
         return all(callable(getattr(self.stopper, name, None)) for name in ("state_dict", "load_state_dict"))
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state of the stopper, if it keeps one, and the step at which it has ended the run."""
-        state: dict[str, Any] = {"stopper": self.stopper.state_dict()} if self._keeps_state else {}  # type: ignore[union-attr]
+        """Return the stopper's state, if it has one, and the step at which it ended the run."""
+        state: dict[str, Any] = {"stopper": self.stopper.state_dict()} if self._has_state else {}  # type: ignore[union-attr]
         return state if self.stopped_at is None else {**state, "stopped_at": self.stopped_at}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore the state of the stopper; without one, nothing has ended the run."""
+        """Restore the stopper's state and the step at which it ended the run."""
         self.stopped_at = None if self.stopper is None else state.get("stopped_at")
-        if self._keeps_state and "stopper" in state:
+        if self._has_state and "stopper" in state:
             self.stopper.load_state_dict(state["stopper"])  # type: ignore[union-attr]
 
-    def _has_run_out(self, trainer: TrainerLike) -> bool:
+    def _is_out_of_patience(self, trainer: TrainerLike) -> bool:
         return self.patience is not None and trainer.objective.evaluations_without_gain >= self.patience

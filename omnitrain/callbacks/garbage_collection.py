@@ -10,33 +10,33 @@ from omnitrain.core.events import Callback, TrainerLike
 
 
 class GarbageCollection(Callback):
-    """Collects cyclic garbage at an interval of the run, instead of whenever Python's counters say so.
+    """Collects cyclic garbage at an interval of the run, instead of when Python's counters trigger it.
 
-    Python collects in the middle of a step, on each rank at another one, and all others wait for it. In a run with
-    this callback the automatic collection is off, and every rank collects after the same steps. After the run,
-    even one that failed, it is as it was before. Data loader workers that run already keep their own.
+    Python collects in the middle of a step, on each rank in a different one, and all other ranks wait. With this
+    callback automatic collection is off during the run, and every rank collects after the same steps. It is
+    restored after the run, even a failed one. Running data loader workers keep their own setting.
 
     Args:
         every: The interval: an int counts steps; or a duration of steps, epochs, samples or tokens.
-        generation: The oldest generation that is collected: 0, 1 or 2; 2 is everything, and takes the longest.
+        generation: The oldest generation to collect: 0, 1 or 2; 2 collects everything and takes longest.
 
     >>> callbacks = [GarbageCollection("500ba")]  # Trainer(..., callbacks=callbacks)
     """
 
-    order = 0  # so that no other callback's error comes before the end of it
+    order = 0  # first, so that another callback's error cannot leave collection off
     asks_alone = False
 
     def __init__(self, every: int | str | Duration = "1000ba", generation: int = 1) -> None:
         """Check the arguments.
 
         Raises:
-            ConfigError: If the interval is none, or is one of time or of the run, or there is no such generation.
+            ConfigError: If the interval is a time or a share of the run, or the generation does not exist.
         """
         duration = Duration.parse(every, "ba", "every")
         if duration.unit in ("s", "dur"):
             raise ConfigError(
-                f"`every={every!r}` may be due after another step on each rank, and all ranks are to collect after the "
-                "same. Give it in steps ('1000ba'), epochs, samples or tokens."
+                f"`every={every!r}` may be due after different steps on the ranks, and all ranks must "
+                "collect after the same one. Give it in steps ('1000ba'), epochs, samples or tokens."
             )
         if isinstance(generation, bool) or generation not in (0, 1, 2):
             raise ConfigError(f"`generation` must be 0, 1 or 2, which is everything, got {generation!r}.")
@@ -45,7 +45,7 @@ class GarbageCollection(Callback):
         self._was_enabled = False
 
     def on_train_start(self, trainer: TrainerLike) -> None:
-        """Collect everything once, and turn the automatic collection off."""
+        """Collect everything once, and disable automatic collection."""
         self._every.restart(trainer.progress)
         self._was_enabled = gc.isenabled()
         gc.disable()
@@ -57,7 +57,7 @@ class GarbageCollection(Callback):
             gc.collect(self.generation)
 
     def on_train_end(self, trainer: TrainerLike) -> None:
-        """Turn the automatic collection on again, if it was on before."""
+        """Restore automatic collection, if it was enabled before."""
         if self._was_enabled:
             self._was_enabled = False
             gc.enable()

@@ -1,4 +1,4 @@
-"""Work of the user's own at intervals of a run, such as a benchmark; `Preview` shares its schedule and its limits."""
+"""Custom work at intervals of a run, such as a benchmark."""
 
 from __future__ import annotations
 
@@ -19,33 +19,33 @@ from omnitrain.core.progress import Progress
 logger: logging.Logger = logging.getLogger("omnitrain")
 
 OnError = Literal["raise", "warn", "disable"]
-_POLICIES = ("raise", "warn", "disable")
+_ERROR_POLICIES = ("raise", "warn", "disable")
 
 
 class Periodic(Callback):
-    """Calls a function of yours at an interval, and adds the values that it returns to the logs.
+    """Calls your function at an interval, and adds the values that it returns to the logs.
 
-    It runs at the end of a step, before its evaluation and its checkpoint. The model is
-    in evaluation mode, without gradients, in autocast, with the weights that evaluations show (those of an EMA, if
-    there is one). Modes, weights and random numbers are restored, and the time is in no rate. The values are in a row
-    of logs of that very step. After a resume nothing is done twice, and nothing is left out.
+    It runs at the end of a step, before the step's evaluation and checkpoint. The model is in evaluation mode, without
+    gradients, in autocast, with the weights of evaluations (such as those of an EMA). Modes, weights and random
+    numbers are restored, and the time is excluded from rates. The values are in a row of logs of the same step. A
+    resumed run repeats and skips nothing.
 
     Args:
-        function: `function(trainer)` returns values by name, or None. One that yields them, part by part, can be
-            ended between its parts.
+        function: `function(trainer)` returns values by name, or None. A generator that yields them can be ended
+            between its parts.
         every: The interval: steps, or a string such as "1ep", "500ba" or "0.1dur".
-        timeout: How long it may take, such as "30s"; None is no limit. One that yields is ended there, and what it
-            has yielded counts. One that does not cannot be interrupted: taking longer is an error.
+        timeout: The longest duration, such as "30s"; None is no limit. A generator is ended there, and the values
+            it has yielded are logged. Another function cannot be interrupted: taking longer is an error.
         on_error: What an error does: "raise" ends the run, "warn" logs it, and "disable" logs it and ends this
             callback for the rest of the run. An error on one rank counts on all of them.
-        main_only: Whether only the main rank calls the function, while the others wait. Refused where the weights
-            are sharded.
+        main_only: Whether only the main rank calls the function, while the others wait. An error with sharded
+            weights.
 
     Raises:
         ConfigError: If an argument is wrong.
 
     >>> def benchmark(trainer):
-    ...     return {"bench_weights": float(sum(one.sum() for one in trainer.model.parameters()))}
+    ...     return {"bench_weights": float(sum(weight.sum() for weight in trainer.model.parameters()))}
     >>> callbacks = [Periodic(benchmark, every="1ep")]  # Trainer(..., callbacks=callbacks)
     """
 
@@ -61,44 +61,44 @@ class Periodic(Callback):
         main_only: bool = False,
     ) -> None:
         self.every: Duration = Duration.parse(every, "ba", "every")
-        self.timeout: float = math.inf if timeout is None else _seconds(timeout)
-        if on_error not in _POLICIES:
+        self.timeout: float = math.inf if timeout is None else _parse_timeout(timeout)
+        if on_error not in _ERROR_POLICIES:
             raise ConfigError(
                 f"`on_error` must be 'raise', 'warn' or 'disable', got {on_error!r}."
-                f"{did_you_mean(str(on_error), _POLICIES)}"
+                f"{did_you_mean(str(on_error), _ERROR_POLICIES)}"
             )
         if function is not None and not callable(function):
             raise ConfigError(f"`function` must be a function of the trainer, got {function!r}.")
         self.function: Callable[..., Any] | None = function
         self.policy: OnError = on_error
-        """What an error in the work does. `Callback.on_error` stays "raise": the ranks agree on errors here."""
+        """The argument `on_error`. `Callback.on_error` stays "raise": the ranks agree on errors here."""
         self.main_only = main_only
         self.is_disabled: bool = False
-        """Whether an error has ended it for the rest of the run."""
+        """Whether an error disabled it for the rest of the run."""
         self._schedule: Every | None = None
         self._values: dict[str, float] = {}
-        """What the next row of logs shows."""
-        self._until = math.inf
-        """When the work that is being done has to end, by `time.monotonic`."""
+        """Values for the next row of logs."""
+        self._deadline = math.inf
+        """When the current work must end, by `time.monotonic`."""
 
     @property
     def name(self) -> str:
-        """What messages call it."""
+        """The name in messages."""
         name = getattr(self.function, "__name__", type(self.function).__name__)
         return f"{type(self).__name__}({name})"
 
     def check(self, trainer: TrainerLike) -> None:
-        """Refuse what cannot work, before the first step.
+        """Check the arguments against the trainer, before the first step.
 
         Raises:
-            ConfigError: Naming the argument.
+            ConfigError: If an argument does not work with this trainer.
         """
         if self.every.unit == "s" and trainer.world_size > 1:
             raise ConfigError(
                 f"`every={str(self.every)!r}` of {self.name} is a time, and the clocks of {trainer.world_size} "
                 "processes differ. Give steps, samples, tokens or epochs."
             )
-        if self.main_only and _run(trainer).backend.forward_is_collective:
+        if self.main_only and full_trainer(trainer).backend.forward_is_collective:
             raise ConfigError(
                 f"`main_only=True` of {self.name} does not work with sharded weights: the model runs on all "
                 "processes or on none. Leave it out."
@@ -109,18 +109,18 @@ class Periodic(Callback):
         self.check(trainer)
         self.is_disabled = False
         self._schedule = Every(self.every, trainer.limits)
-        self._schedule.restart(_closed(trainer.progress))
+        self._schedule.restart(_close_consumed_epoch(trainer.progress))
 
     def on_step_end(self, trainer: TrainerLike) -> None:
         """Do the work, if it is due."""
-        self._look(trainer)
+        self._work_if_due(trainer)
 
     def on_epoch_end(self, trainer: TrainerLike) -> None:
         """Do the work, if it is due."""
-        self._look(trainer)
+        self._work_if_due(trainer)
 
     def on_train_end(self, trainer: TrainerLike) -> None:
-        """Tell of values that came after the last row, as they do at the end of a stream of unknown length."""
+        """Report values that came after the last row, such as at the end of a stream of unknown length."""
         if self._values and trainer.is_main_process:
             logger.warning("%s came after the last row of logs: %s.", self.name, self._values)
         self._values = {}
@@ -130,7 +130,7 @@ class Periodic(Callback):
         return {"values": self._values} if self._values else {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore values that no row of logs had when the checkpoint was written."""
+        """Restore the values that wait for the next row of logs."""
         self._values = dict(state.get("values", {}))
 
     def log_values(self, trainer: TrainerLike) -> Mapping[str, float]:
@@ -143,24 +143,28 @@ class Periodic(Callback):
         return self.main_only
 
     def work(self, trainer: TrainerLike) -> Iterator[Mapping[str, float] | None]:
-        """Do the work, and yield the values of each part of it; on several ranks, equally many parts on each."""
+        """Do the work, and yield the values of each part; all ranks must yield the same number of parts."""
         assert self.function is not None
-        found: Any = self.function(trainer)
-        if inspect.isgenerator(found):
-            yield from cast(Iterator[Any], found)
-        elif time.monotonic() > self._until:
+        result: Any = self.function(trainer)
+        if inspect.isgenerator(result):
+            yield from cast(Iterator[Any], result)
+        elif time.monotonic() > self._deadline:
             raise TimeoutError(f"it took longer than `timeout={self.timeout:g}` seconds")
         else:
-            yield found
+            yield result
 
-    def _look(self, trainer: TrainerLike) -> None:
-        if self._schedule is None or not self._schedule.due(_closed(trainer.progress)) or self.is_disabled:
+    def _work_if_due(self, trainer: TrainerLike) -> None:
+        if (
+            self._schedule is None
+            or not self._schedule.due(_close_consumed_epoch(trainer.progress))
+            or self.is_disabled
+        ):
             return
-        run = _run(trainer)
-        with run.lifecycle.untimed(), run._evaluation.apart(), run.ranks.in_phase(type(self).__name__):
-            values, error, is_complete = self._done(trainer)
+        full = full_trainer(trainer)
+        with full.lifecycle.untimed(), full._evaluation.apart(), full.ranks.in_phase(type(self).__name__):
+            values, error, is_complete = self._work_until_timeout(trainer)
         if error is not None:
-            self._failed(trainer, error)
+            self._apply_error_policy(trainer, error)
         elif not is_complete:
             logger.warning(
                 "%s was ended at step %d by `timeout=%g` seconds.", self.name, trainer.progress.step, self.timeout
@@ -169,56 +173,55 @@ class Periodic(Callback):
         if values:
             trainer.control.schedule("log")
 
-    def _done(self, trainer: TrainerLike) -> tuple[dict[str, float], Exception | None, bool]:
-        """Return the values, the error of any rank, and whether all parts were done before the limit."""
-        ranks, values = _run(trainer).ranks, dict[str, float]()
-        self._until = time.monotonic() + self.timeout
-        is_alone = self.runs_on_main_only(trainer)
-        parts = self.work(trainer) if ranks.is_main or not is_alone else iter(())
+    def _work_until_timeout(self, trainer: TrainerLike) -> tuple[dict[str, float], Exception | None, bool]:
+        """Return the values, the error of any rank, and whether all parts were done before the timeout."""
+        ranks, values = full_trainer(trainer).ranks, dict[str, float]()
+        self._deadline = time.monotonic() + self.timeout
+        main_only = self.runs_on_main_only(trainer)
+        parts = self.work(trainer) if ranks.is_main or not main_only else iter(())
         with contextlib.ExitStack() as stack:
             if inspect.isgenerator(parts):
                 stack.callback(parts.close)
             while True:
-                error, found, has_ended = None, dict[str, float](), False
+                error, new_values, has_ended = None, dict[str, float](), False
                 try:
-                    found = _checked(next(parts), self.name)
+                    new_values = _check_values(next(parts), self.name)
                 except StopIteration:
                     has_ended = True
                 except Exception as raised:
                     error, has_ended = raised, True
-                is_late = time.monotonic() > self._until
-                # other ranks get the words of an error: it may not be one that can be sent
-                told = None if error is None else f"{type(error).__name__}: {error}"
-                alike = ranks.gather(f"a part of {self.name}", (found, has_ended, is_late, told))
-                values |= alike[0][0]  # those of the main rank, as all ranks show one row
-                if failed := [(rank, one[3]) for rank, one in enumerate(alike) if one[3] is not None]:
-                    rank, words = failed[0]
-                    return {}, error or RuntimeError(f"on rank {rank}: {words}"), True
-                asked = alike[:1] if is_alone else alike
-                if any(one[1] for one in asked):
-                    if not all(one[1] for one in asked):
+                is_late = time.monotonic() > self._deadline
+                # other ranks get the error as text: it may not be picklable
+                message = None if error is None else f"{type(error).__name__}: {error}"
+                states = ranks.gather(f"a part of {self.name}", (new_values, has_ended, is_late, message))
+                values |= states[0][0]  # those of the main rank, as all ranks show one row
+                if failures := [(rank, state[3]) for rank, state in enumerate(states) if state[3] is not None]:
+                    rank, message = failures[0]
+                    return {}, error or RuntimeError(f"on rank {rank}: {message}"), True
+                workers = states[:1] if main_only else states
+                if any(state[1] for state in workers):
+                    if not all(state[1] for state in workers):
                         return {}, RuntimeError("the ranks yield different numbers of parts"), True
                     return values, None, True
-                if any(one[2] for one in asked):
+                if any(state[2] for state in workers):
                     return values, None, False
 
-    def _failed(self, trainer: TrainerLike, error: Exception) -> None:
-        """Do what `on_error` says."""
+    def _apply_error_policy(self, trainer: TrainerLike, error: Exception) -> None:
         step = trainer.progress.step
         if self.policy == "raise":
-            error.add_note(f"Raised by {self.name} at step {step}; on_error='warn' goes on without it.")
+            error.add_note(f"Raised by {self.name} at step {step}; on_error='warn' continues without it.")
             raise error
-        rest = " It is disabled for the rest of the run." if self.policy == "disable" else ""
+        suffix = " It is disabled for the rest of the run." if self.policy == "disable" else ""
         self.is_disabled = self.policy == "disable"
         if trainer.is_main_process:
             logger.warning(
-                "%s failed at step %d, and the run goes on: %s: %s.%s", self.name, step, type(error).__name__, error,
-                rest, exc_info=error if error.__traceback__ else None,
+                "%s failed at step %d, and the run continues: %s: %s.%s", self.name, step, type(error).__name__, error,
+                suffix, exc_info=error if error.__traceback__ else None,
             )  # fmt: skip
 
 
-def _closed(progress: Progress) -> Progress:
-    """Return a position after the last step of an epoch as one after the epoch, so that the values are in its row."""
+def _close_consumed_epoch(progress: Progress) -> Progress:
+    """Return the position after the epoch for one after its last step, so that the values are in the epoch's row."""
     if not progress.is_epoch_consumed:
         return progress
     progress = copy.copy(progress)
@@ -226,16 +229,16 @@ def _closed(progress: Progress) -> Progress:
     return progress
 
 
-def _run(trainer: TrainerLike) -> Any:
-    """Return the trainer with its parts, which callbacks of ours may use and `TrainerLike` does not promise."""
+def full_trainer(trainer: TrainerLike) -> Any:
+    """Return the trainer with the attributes that only built-in callbacks may use, outside of `TrainerLike`."""
     return trainer
 
 
-def _checked(values: Any, name: str) -> dict[str, float]:
-    """Return the values that a function has returned, as floats.
+def _check_values(values: Any, name: str) -> dict[str, float]:
+    """Return the values of a function as floats.
 
     Raises:
-        TypeError: If they are no numbers by name.
+        TypeError: If they are not a dict of numbers.
     """
     if values is None:
         return {}
@@ -244,7 +247,7 @@ def _checked(values: Any, name: str) -> dict[str, float]:
     return {str(key): float(value) for key, value in values.items()}
 
 
-def _seconds(timeout: int | float | str | Duration) -> float:
+def _parse_timeout(timeout: int | float | str | Duration) -> float:
     duration = Duration.parse(timeout, "s", "timeout")
     if duration.unit != "s":
         raise ConfigError(f"`timeout` must be a time such as '30s' or '5m', got {str(duration)!r}.")

@@ -1,4 +1,4 @@
-"""Texts that the model generates in the course of a run, for people to read."""
+"""Sample texts generated at intervals of a run."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from omnitrain.callbacks.periodic import OnError, Periodic
+from omnitrain.callbacks.periodic import OnError, Periodic, full_trainer
 from omnitrain.checkpoint.state_dicts import unwrap
 from omnitrain.core.duration import Duration
 from omnitrain.core.errors import ConfigError
@@ -17,21 +17,21 @@ from omnitrain.model.units import generated
 
 
 class Preview(Periodic):
-    """Generates texts at an interval, with the weights that evaluations show, and sends them to every logger.
+    """Generates texts at an interval, with the weights of evaluations, and sends them to every logger.
 
     They are reported as "preview/0", "preview/1", ... The model is in evaluation mode and in autocast; modes, weights
-    and random numbers are restored, and each preview draws the same random numbers, so that two differ by the weights
-    alone. Where the weights are sharded (FSDP 2, ZeRO) all ranks generate together, otherwise the main rank does.
+    and random numbers are restored, and each preview draws the same random numbers, so that two differ only by the
+    weights. With sharded weights (FSDP 2, ZeRO) all ranks generate together, otherwise only the main rank does.
 
     Args:
         prompts: Texts, which need a tokenizer, or token ids: lists of integers, tensors of one or two dimensions, or
-            dicts of inputs for `model.generate`. With `function`, whatever it takes.
+            dicts of inputs for `model.generate`. With `function`, anything that it takes.
         every: The interval: steps, or a string such as "1ep", "500ba" or "0.1dur".
-        max_new_tokens: How many tokens at most.
-        processing_class: The tokenizer; None is that of the trainer, if it has one. Without one, texts are token ids.
+        max_new_tokens: Maximum number of generated tokens.
+        processing_class: The tokenizer; None is the trainer's. Without one, texts are token ids.
         function: `function(model, prompt)` returns the text, for models without `generate`.
-        timeout: How long all of it may take, such as "30s"; a text that is being generated ends there, and those
-            after it are left out. None is no limit.
+        timeout: The longest duration of a preview, such as "30s"; the current text ends there, and later ones are
+            skipped. None is no limit.
         on_error: What an error does: "raise" ends the run, "warn" logs it, and "disable" logs it and ends this
             callback for the rest of the run. An error on one rank counts on all of them.
         generate_options: Other arguments of `model.generate`, such as do_sample=True.
@@ -70,14 +70,14 @@ class Preview(Periodic):
 
     @property
     def name(self) -> str:
-        """What messages call it."""
+        """The name in messages."""
         return "Preview"
 
     def check(self, trainer: TrainerLike) -> None:
-        """Refuse a model that cannot generate, and texts without a tokenizer.
+        """Reject a model without `generate`, and texts without a tokenizer.
 
         Raises:
-            ConfigError: Naming the argument.
+            ConfigError: If an argument does not work with this trainer.
         """
         super().check(trainer)
         if self.function is not None:
@@ -85,25 +85,28 @@ class Preview(Periodic):
         model = unwrap(trainer.model)
         if not callable(getattr(model, "generate", None)):
             raise ConfigError(
-                f"Preview needs a model with a method `generate`, which {type(model).__name__} has not. Pass "
+                f"Preview needs a model with a method `generate`, which {type(model).__name__} lacks. Pass "
                 "function=f, with f(model, prompt) returning the text."
             )
-        if self._tokenizer(trainer) is None and any(isinstance(one, str) for one in self.prompts):
+        if self._tokenizer(trainer) is None and any(isinstance(prompt, str) for prompt in self.prompts):
             raise ConfigError(
-                "`prompts` of Preview holds texts, and there is no tokenizer. Pass it as `processing_class`, or give "
+                "`prompts` of Preview holds texts, and the trainer has no tokenizer. Pass it as `processing_class`, or give "
                 "token ids."
             )
 
     def runs_on_main_only(self, trainer: TrainerLike) -> bool:
-        run: Any = trainer
-        return not run.backend.forward_is_collective
+        return not full_trainer(trainer).backend.forward_is_collective
 
     def work(self, trainer: TrainerLike) -> Iterator[Mapping[str, float] | None]:
-        """Generate text by text, and report those that there are, even after an error or at the limit of time."""
+        """Generate the texts, and report those that are complete, even after an error or a timeout."""
         model, texts = unwrap(trainer.model), dict[str, str | Histogram]()
         try:
             for number, prompt in enumerate(self.prompts):
-                text = self._text(trainer, model, prompt) if self.function is None else self.function(model, prompt)
+                text = (
+                    self._generate_text(trainer, model, prompt)
+                    if self.function is None
+                    else self.function(model, prompt)
+                )
                 texts[f"preview/{number}"] = str(text)
                 yield None
         finally:
@@ -113,38 +116,36 @@ class Preview(Periodic):
     def _tokenizer(self, trainer: TrainerLike) -> Any:
         return self.processing_class or getattr(trainer, "processing_class", None)
 
-    def _text(self, trainer: TrainerLike, model: Any, prompt: Any) -> str:
-        run, tokenizer = _parts(trainer), self._tokenizer(trainer)
-        inputs = tokenizer(prompt, return_tensors="pt") if isinstance(prompt, str) else _inputs(prompt)
-        inputs = {name: one.to(trainer.device) if hasattr(one, "to") else one for name, one in inputs.items()}
-        options = {**self.options, "stopping_criteria": self._criteria(trainer)}
-        tokens = generated(model, inputs, run.backend.forward_is_collective, options)
+    def _generate_text(self, trainer: TrainerLike, model: Any, prompt: Any) -> str:
+        full, tokenizer = full_trainer(trainer), self._tokenizer(trainer)
+        inputs = tokenizer(prompt, return_tensors="pt") if isinstance(prompt, str) else _token_inputs(prompt)
+        inputs = {
+            name: tensor.to(trainer.device) if hasattr(tensor, "to") else tensor for name, tensor in inputs.items()
+        }
+        options = {**self.options, "stopping_criteria": self._stopping_criteria(trainer)}
+        tokens = generated(model, inputs, full.backend.forward_is_collective, options)
         texts = [
-            " ".join(map(str, one.tolist())) if tokenizer is None else tokenizer.decode(one, skip_special_tokens=True)
-            for one in tokens
+            " ".join(map(str, row.tolist())) if tokenizer is None else tokenizer.decode(row, skip_special_tokens=True)
+            for row in tokens
         ]
         return "\n".join(texts)
 
-    def _criteria(self, trainer: TrainerLike) -> Any:
-        """Return what ends a text at the limit of time; it also tells other ranks that this one makes progress."""
+    def _stopping_criteria(self, trainer: TrainerLike) -> Any:
+        """Return the criteria that end a text at the timeout; each token also counts as progress of this rank."""
         from transformers import StoppingCriteria, StoppingCriteriaList
 
-        ranks, until = _parts(trainer).ranks, self._until
+        ranks, deadline = full_trainer(trainer).ranks, self._deadline
 
-        class InTime(StoppingCriteria):
+        class DeadlineCriteria(StoppingCriteria):
             def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
                 ranks.progress_count += 1
-                return torch.full((len(input_ids),), time.monotonic() > until, device=input_ids.device)
+                return torch.full((len(input_ids),), time.monotonic() > deadline, device=input_ids.device)
 
-        own = self.options.get("stopping_criteria") or []
-        return StoppingCriteriaList([*own, InTime()])
-
-
-def _parts(trainer: TrainerLike) -> Any:
-    return trainer
+        criteria = self.options.get("stopping_criteria") or []
+        return StoppingCriteriaList([*criteria, DeadlineCriteria()])
 
 
-def _inputs(prompt: Any) -> Mapping[str, Any]:
+def _token_inputs(prompt: Any) -> Mapping[str, Any]:
     """Return token ids as inputs of `model.generate`."""
     if isinstance(prompt, Mapping):
         return prompt

@@ -1,4 +1,4 @@
-"""Deletes old checkpoints; `to_delete` in `checkpoint/retention.py` decides which."""
+"""Deletion of old checkpoints, chosen by `checkpoint/retention.py`."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ class Retention(Callback):
 
     Args:
         store: The run's checkpoints.
-        keep_last: How many of the newest to keep; None keeps all.
-        keep_best: How many of the best to keep.
+        keep_last: Number of newest checkpoints to keep; None keeps all.
+        keep_best: Number of best checkpoints to keep.
         keep_every: Keep checkpoints of steps divisible by this.
         replaces: Whether to delete the checkpoints of an earlier run in the same folder once this run has saved one.
     """
@@ -32,29 +32,29 @@ class Retention(Callback):
         self.keep_best = keep_best
         self.keep_every = keep_every
         self.replaces = replaces
-        self._earlier: list[int] = []
-        self._tolerance = Tolerance("The list of checkpoints", "Those that should go stay until the next save.")
+        self._stale_steps: list[int] = []
+        self._tolerance = Tolerance("The list of checkpoints", "Old checkpoints stay until the next save.")
 
     def on_train_start(self, trainer: TrainerLike) -> None:
         """Record the checkpoints of an earlier run, if this run replaces it."""
         is_fresh = trainer.lifecycle.saved_at is None
-        self._earlier = []
+        self._stale_steps = []
         if self.replaces and is_fresh:
             with self._tolerance:
-                self._earlier = [kept.step for kept in self.store.checkpoint_infos()]
+                self._stale_steps = [info.step for info in self.store.checkpoint_infos()]
 
     def on_save_end(self, trainer: TrainerLike) -> None:
-        """Delete what is no longer kept, now that a new checkpoint is complete."""
+        """Delete old checkpoints after a new one is complete."""
         if not trainer.is_main_process:
             return
-        earlier, self._earlier = self._earlier, []
-        for step in earlier:
-            if self.store.path(step) == trainer.lifecycle.saved_path:  # the run may have gone on since
+        stale_steps, self._stale_steps = self._stale_steps, []
+        for step in stale_steps:
+            if self.store.path(step) == trainer.lifecycle.saved_path:  # the run itself may have saved this step
                 continue
             try:
                 self.store.delete(step)
             except OSError as error:
                 logger.warning("Cannot delete %r, of an earlier run: %s.", str(self.store.path(step)), error)
-                self._earlier.append(step)  # until the next checkpoint
+                self._stale_steps.append(step)  # until the next checkpoint
         with self._tolerance:
             self.store.prune(self.keep_last, self.keep_best, self.keep_every, trainer.objective.direction)

@@ -15,7 +15,7 @@ from omnitrain.data.workers import until_signal
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="Windows has other signals")
 
-NOTICE = "{}: finishing the current step. Send it again to leave at once.\n"
+NOTICE = "{}: finishing the current step. Send it again to exit at once.\n"
 
 
 class Clock:

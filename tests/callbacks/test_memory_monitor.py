@@ -85,7 +85,7 @@ def test_peaks_are_logged_by_phase(
         "memory_allocated": 3.0, "memory_reserved": 6.0, "memory_train": 1.0, "memory_eval": 2.0, "memory_save": 3.0,
     }  # fmt: skip
     assert third == second
-    assert "The most memory on rank 0, in GiB: train 1.00, eval 2.00, save 3.00, process" in caplog.text
+    assert "Peak memory on rank 0, in GiB: train 1.00, eval 2.00, save 3.00, process" in caplog.text
 
 
 def test_memory_on_a_cpu_is_that_of_the_process(tmp_path: Path) -> None:

@@ -132,7 +132,7 @@ def test_periodic_errors_are_handled_by_on_error(policy: Any, count: int, caplog
     with caplog.at_level(logging.WARNING, "omnitrain"), expectation:
         trained(Trainer, periodic)
     assert caplog.text.count("Periodic(failing) failed at step") == count
-    assert ("the run goes on: ValueError: no such benchmark" in caplog.text) == (policy != "raise")
+    assert ("the run continues: ValueError: no such benchmark" in caplog.text) == (policy != "raise")
 
 
 def test_timeout_ends_a_generator_and_fails_a_function(
@@ -195,9 +195,9 @@ def test_preview_texts_are_those_of_generate(kind: Any) -> None:
 
 
 def test_preview_needs_generate_and_a_tokenizer() -> None:
-    with pytest.raises(ConfigError, match="a model with a method `generate`, which Sequential has not"):
+    with pytest.raises(ConfigError, match="a model with a method `generate`, which Sequential lacks"):
         trained(Trainer, Preview([[1]], 1))
-    with pytest.raises(ConfigError, match="holds texts, and there is no tokenizer"):
+    with pytest.raises(ConfigError, match="holds texts, and the trainer has no tokenizer"):
         texts_of(Trainer, Preview(["5"], 1))
 
 
