@@ -421,7 +421,7 @@ class Arguments(TrainingArguments):
 def test_fields_of_another_library_are_warned_of(
     place: str, tmp_path: Path, arguments: Any, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A program reads the fields of its own subclass by itself."""
+    """Fields of the user's own subclass cause no warning."""
     name = f"foreign_of_{place.replace('-', '_')}"
     (tmp_path / place).mkdir()
     (tmp_path / place / f"{name}.py").write_text(FOREIGN)

@@ -69,9 +69,9 @@ def parts(lines: list[str], tokenizer: Any) -> Any:
     """Lines to train on and to evaluate on, of which the label says whether they define or return something."""
     datasets.disable_progress_bars()
     rows = {"text": lines[:48], "label": [int("def" in line or "return" in line) for line in lines[:48]]}
-    whole = datasets.Dataset.from_dict({**rows, "number": list(range(48))})  # a column that no model takes
-    whole = whole.map(lambda row: tokenizer(row["text"], truncation=True))
-    return whole.select(range(35)), whole.select(range(35, 48))
+    dataset = datasets.Dataset.from_dict({**rows, "number": list(range(48))})  # a column that no model takes
+    dataset = dataset.map(lambda row: tokenizer(row["text"], truncation=True))
+    return dataset.select(range(35)), dataset.select(range(35, 48))
 
 
 DEFAULTS = {
@@ -175,7 +175,7 @@ def test_tokenizer_of_a_collator_is_saved(parts: Any, tokenizer: Any, arguments:
 
 @pytest.fixture(scope="module")
 def texts(parts: Any) -> Any:
-    """Tokens alone, of which the labels are made by a collator."""
+    """Samples of tokens only; a collator derives the labels."""
     return parts[0].remove_columns(["text", "label", "number"])
 
 
