@@ -349,20 +349,20 @@ def check_list(name: str, value: Any) -> None:
     """Raise ConfigError for a value that is not a list of instances."""
     reject_class(name, value)
     if isinstance(value, (str, bytes)) or not isinstance(value, Iterable):
-        raise ConfigError(f"`{name}` must be a list of instances, got {_format_value(value)}.")
+        raise ConfigError(f"`{name}` must be a list of instances, got {_repr(value)}.")
 
 
 def check_switch(name: str, value: Any) -> None:
     """Raise ConfigError for a value other than True, False and None."""
     if not isinstance(value, (bool, type(None))):
-        raise ConfigError(f"`{name}` must be True or False, got {_format_value(value)}.")
+        raise ConfigError(f"`{name}` must be True or False, got {_repr(value)}.")
 
 
 def check_type(name: str, value: Any, *types: type) -> None:
     """Raise ConfigError for a value that is neither None nor of one of these types."""
     if value is not None and not isinstance(value, types):
         names = " or ".join(kind.__name__ for kind in types)
-        raise ConfigError(f"`{name}` must be an instance of {names}, got {_format_value(value)}.")
+        raise ConfigError(f"`{name}` must be an instance of {names}, got {_repr(value)}.")
 
 
 def parse_init_from(value: Any) -> dict[str, Any]:
@@ -379,11 +379,9 @@ def parse_init_from(value: Any) -> dict[str, Any]:
             raise ConfigError(f"`init_from` has {name!r}. It must be a path, or {form}.{nearest}")
     path, ignore, convert = source.get("path"), source.get("ignore"), source.get("convert")
     if ignore is not None and not _is_names(ignore):
-        raise ConfigError(f"`init_from`: 'ignore' must be a list of names with * and ?, got {_format_value(ignore)}.")
+        raise ConfigError(f"`init_from`: 'ignore' must be a list of names with * and ?, got {_repr(ignore)}.")
     if convert is not None and not callable(convert):
-        raise ConfigError(
-            f"`init_from`: 'convert' must be a function of the weights by name, got {_format_value(convert)}."
-        )
+        raise ConfigError(f"`init_from`: 'convert' must be a function of the weights by name, got {_repr(convert)}.")
     place = path if is_address(path) else local_path(path, "init_from").absolute()
     return {"path": place, "ignore": list(ignore or ()), "convert": convert}
 
@@ -402,7 +400,7 @@ def _is_finite(value: Any) -> bool:
         return False
 
 
-def _format_value(value: Any) -> str:
+def _repr(value: Any) -> str:
     """Return a value in a form for errors, shortened if it is long."""
     if isinstance(value, type):
         return f"the class {value.__name__}"
@@ -415,16 +413,16 @@ def _format_value(value: Any) -> str:
 def _check_integer(name: str, value: Any, least: int, words: str) -> None:
     most = MAXIMUM.get(name, sys.maxsize)
     if not _is_integer(value) or value < least:
-        raise ConfigError(f"`{name}` must be {words}, got {_format_value(value)}.")
+        raise ConfigError(f"`{name}` must be {words}, got {_repr(value)}.")
     if value > most:
-        raise ConfigError(f"`{name}` must be {words}, at most {most}, got {_format_value(value)}.")
+        raise ConfigError(f"`{name}` must be {words}, at most {most}, got {_repr(value)}.")
 
 
 def _check_each(values: Mapping[str, Any]) -> None:
     for name, choices in CHOICES.items():
         if not isinstance(values[name], (str, type(None))) or values[name] not in choices:
             raise ConfigError(
-                f"`{name}` must be one of {', '.join(map(repr, choices))}, got {_format_value(values[name])}."
+                f"`{name}` must be one of {', '.join(map(repr, choices))}, got {_repr(values[name])}."
                 f"{did_you_mean(str(values[name]), filter(None, choices))}"
             )
     for names, least, words in ((POSITIVE, 1, "a positive integer"), (NOT_NEGATIVE, 0, "an integer of at least 0")):
@@ -445,15 +443,14 @@ def _check_each(values: Mapping[str, Any]) -> None:
     for name in CALLABLE:
         reject_class(name, values[name])
         if values[name] is not None and not callable(values[name]):
-            raise ConfigError(f"`{name}` must be callable, got {_format_value(values[name])}.")
+            raise ConfigError(f"`{name}` must be callable, got {_repr(values[name])}.")
     _check_processing_class(values["processing_class"])
     _check_blocks(values["gradient_checkpointing"])
     _check_groups(values["param_groups"])
     _check_frozen(values["freeze"])
     if not isinstance(values["compile"], (bool, type(None), Mapping)):
         raise ConfigError(
-            f"`compile` must be True, False or a dict of options of torch.compile, got "
-            f"{_format_value(values['compile'])}."
+            f"`compile` must be True, False or a dict of options of torch.compile, got {_repr(values['compile'])}."
         )
     names = values["label_names"]
     if names is not None and not _is_names(names):
@@ -465,15 +462,13 @@ def _check_each(values: Mapping[str, Any]) -> None:
         check_list(name, values[name])
     metric = values["optimization_metric"]
     if not isinstance(metric, str) or not metric:
-        raise ConfigError(f"`optimization_metric` must be the name of a metric, got {_format_value(metric)}.")
+        raise ConfigError(f"`optimization_metric` must be the name of a metric, got {_repr(metric)}.")
     for name in ("learning_rate", "weight_decay", "delta"):
         if not _is_finite(values[name]) or values[name] < 0:
-            raise ConfigError(f"`{name}` must be a finite number of at least 0, got {_format_value(values[name])}.")
+            raise ConfigError(f"`{name}` must be a finite number of at least 0, got {_repr(values[name])}.")
     norm = values["max_grad_norm"]
     if norm is not None and (not _is_finite(norm) or norm <= 0):
-        raise ConfigError(
-            f"`max_grad_norm` must be a positive number or None, got {_format_value(norm)}. None does not clip."
-        )
+        raise ConfigError(f"`max_grad_norm` must be a positive number or None, got {_repr(norm)}. None does not clip.")
     patience = values["patience"]
     if patience is not None and (not _is_integer(patience) or patience < -1 or patience == 0):
         raise ConfigError(
@@ -492,14 +487,14 @@ def _check_loss_scale(scale: Any) -> None:
             "(initial, minimum) with 0 < minimum <= initial, or (initial, minimum, window), of which the window is the "
             "steps without an overflow until the scale doubles"
         )
-        raise ConfigError(f"`fp16_loss_scale` must be {words}, got {_format_value(scale)}.")
+        raise ConfigError(f"`fp16_loss_scale` must be {words}, got {_repr(scale)}.")
 
 
 def _check_warmup(value: Any) -> None:
     if _is_integer(value) and not 0 <= value <= sys.maxsize:
         raise ConfigError(
             f"`warmup_steps` must be an integer of at least 0, at most {sys.maxsize}, or a duration such as '0.1dur', "
-            f"got {_format_value(value)}."
+            f"got {_repr(value)}."
         )
     if value is not None:
         warmup_length(value)
@@ -520,7 +515,7 @@ def _check_frozen(value: Any) -> None:
     if value is not None and not (_is_names(value) and all(map(_is_pattern, value))):
         raise ConfigError(
             "`freeze` must be a list of regular expressions of parameters' names, such as ['embeddings', "
-            f"r'layer\\.[0-5]\\.'], got {_format_value(value)}."
+            f"r'layer\\.[0-5]\\.'], got {_repr(value)}."
         )
 
 
@@ -529,16 +524,16 @@ def _check_groups(value: Any) -> None:
         return
     form = "a list of dicts such as {'match': 'bias|norm', 'weight_decay': 0.0}"
     if not isinstance(value, (list, tuple)) or not value or not all(isinstance(entry, Mapping) for entry in value):
-        raise ConfigError(f"`param_groups` must be {form}, got {_format_value(value)}.")
+        raise ConfigError(f"`param_groups` must be {form}, got {_repr(value)}.")
     for place, group in enumerate(value):
         where, pattern = f"`param_groups[{place}]`", group.get("match")
         if not isinstance(pattern, str) or not pattern or not _is_pattern(pattern):
             raise ConfigError(
                 f"{where} must have a regular expression of parameters' names as 'match', got "
-                f"{_format_value(pattern)}. `param_groups` is {form}."
+                f"{_repr(pattern)}. `param_groups` is {form}."
             )
         if len(group) == 1 or not all(isinstance(key, str) for key in group):
-            raise ConfigError(f"{where} must have options next to 'match', by name, got {_format_value(group)}.")
+            raise ConfigError(f"{where} must have options next to 'match', by name, got {_repr(group)}.")
         if "lr" in group and "lr_scale" in group:
             raise ConfigError(
                 f"{where} has both 'lr' and 'lr_scale', which are the rate and a factor of `learning_rate`. Give one."
@@ -546,14 +541,14 @@ def _check_groups(value: Any) -> None:
         for name in ("lr", "lr_scale", "weight_decay"):
             if name in group and (not _is_finite(group[name]) or group[name] < 0):
                 raise ConfigError(
-                    f"{where}: {name!r} must be a finite number of at least 0, got {_format_value(group[name])}. "
+                    f"{where}: {name!r} must be a finite number of at least 0, got {_repr(group[name])}. "
                     "Parameters that do not train belong into `freeze`."
                 )
 
 
 def _check_split(value: Any) -> None:
     if value is not None and value != "auto" and (not _is_integer(value) or value < 1):
-        raise ConfigError(f"`microbatch_size` must be a positive integer, 'auto' or None, got {_format_value(value)}.")
+        raise ConfigError(f"`microbatch_size` must be a positive integer, 'auto' or None, got {_repr(value)}.")
 
 
 def _check_blocks(value: Any) -> None:
@@ -568,7 +563,7 @@ def _check_blocks(value: Any) -> None:
     if not isinstance(value, (bool, type(None))):
         raise ConfigError(
             "`gradient_checkpointing` must be True, False or a list of regular expressions of modules' names, such as "
-            f"[r'layers\\.\\d+'], got {_format_value(value)}{f' ({error})' if error else ''}."
+            f"[r'layers\\.\\d+'], got {_repr(value)}{f' ({error})' if error else ''}."
         ) from error
 
 
@@ -577,7 +572,7 @@ def _check_processing_class(value: Any) -> None:
     if value is not None and not callable(getattr(value, "save_pretrained", None)):
         raise ConfigError(
             "`processing_class` must be a tokenizer or processor, with a method save_pretrained(folder), got "
-            f"{_format_value(value)}."
+            f"{_repr(value)}."
         )
 
 
@@ -600,10 +595,8 @@ def _check_data(values: Mapping[str, Any]) -> None:
     if values["train_loader"] is not None or is_loader(values["train_dataset"]):
         only_loaders = all(dataset is None or is_loader(dataset) for dataset in sets)
         name = "train_dataset" if values["train_loader"] is None else "train_loader"
-        of_datasets = (
-            DATASET_SETTINGS if only_loaders else ("batch_size",) if values["eval_batch_size"] is not None else ()
-        )
-        for unused in LOADER_SETTINGS + of_datasets:
+        batch_size = ("batch_size",) if values["eval_batch_size"] is not None else ()
+        for unused in LOADER_SETTINGS + (DATASET_SETTINGS if only_loaders else batch_size):
             if values[unused] != DEFAULTS[unused]:
                 instead = " For evaluations there is `eval_batch_size`." if unused == "batch_size" else ""
                 raise ConfigError(
@@ -636,7 +629,7 @@ def _check_pairs(values: Mapping[str, Any]) -> None:
     if options is not None and (not isinstance(options, Mapping) or not all(isinstance(key, str) for key in options)):
         raise ConfigError(
             f"`lr_scheduler_kwargs` must be a dict of what the schedule takes, such as {{'min_lr': 1e-6}}, got "
-            f"{_format_value(options)}."
+            f"{_repr(options)}."
         )
     if values["param_groups"] is not None and hasattr(optimizer, "param_groups"):
         raise ConfigError(
@@ -646,10 +639,8 @@ def _check_pairs(values: Mapping[str, Any]) -> None:
     if values["scheduler_interval"] == "epoch":
         if values["lr_scheduler"] is None:
             raise ConfigError("`scheduler_interval='epoch'` has no effect without `lr_scheduler`. Pass one.")
-        schedule = values["lr_scheduler"]
-        warmups = (
-            [part.warmup for part in schedule.parts] if isinstance(schedule, Schedule) else [values["warmup_steps"]]
-        )
+        schedule, steps = values["lr_scheduler"], values["warmup_steps"]
+        warmups = [part.warmup for part in schedule.parts] if isinstance(schedule, Schedule) else [steps]
         if warmup := next(filter(None, warmups), None):
             raise ConfigError(
                 f"`warmup_steps={warmup}` counts steps, but `scheduler_interval='epoch'` moves the "
@@ -685,7 +676,7 @@ def parse_seconds(name: str, value: Any) -> float:
         return float(length.value)
     except OverflowError:
         raise ConfigError(
-            f"`{name}` must be a time such as 600 (seconds), '10m' or '2h', got {_format_value(value)}."
+            f"`{name}` must be a time such as 600 (seconds), '10m' or '2h', got {_repr(value)}."
         ) from None
 
 

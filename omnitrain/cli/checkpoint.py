@@ -140,10 +140,8 @@ def show_run(path: Path) -> None:
         }  # fmt: skip
         if section:
             _print_title(title or f"start {len(starts)}")
-            _print_table(
-                "name ~value",
-                [[name.removeprefix(f"{title}."), _format_setting(value)] for name, value in section.items()],
-            )
+            rows = [[name.removeprefix(f"{title}."), _format_setting(value)] for name, value in section.items()]
+            _print_table("name ~value", rows)
     if len(starts) > 1:
         before, after = (
             dict(_flatten({name: value for name, value in start.items() if name not in _PER_START}, ""))
@@ -411,9 +409,8 @@ def _largest_integer_difference(a: torch.Tensor, b: torch.Tensor) -> float:
     """Return the largest absolute difference of integers, of which float64 does not have all."""
     import numpy as np
 
-    first, second = (
-        tensor.numpy().view(np.uint8) if tensor.numpy().dtype == bool else tensor.numpy() for tensor in (a, b)
-    )
+    arrays = a.numpy(), b.numpy()
+    first, second = (array.view(np.uint8) if array.dtype == bool else array for array in arrays)
     distance: Any = np.maximum(first, second) - np.minimum(first, second)
     if distance.dtype.kind == "i":
         distance = distance.view(f"u{distance.itemsize}")  # which has the distance of any two

@@ -183,10 +183,7 @@ def sweep(
         )
     fixed = [(name, text) for name, text in pairs if name not in space]
     key = _folder_key(tree)
-    values = {
-        name: choices if isinstance(choices, list) else [choices["low"], choices["high"]]
-        for name, choices in space.items()
-    }
+    values = {name: part if isinstance(part, list) else [part["low"], part["high"]] for name, part in space.items()}
     first = [(name, json.dumps(choices[0])) for name, choices in values.items()]
     config = Config.over(tree, [*fixed, *first], trust)
     raise_all(config.check())
@@ -260,9 +257,7 @@ def _qualify_options(tree: Tree, pairs: Pairs) -> list[tuple[str, str | None]]:
             if str(trainer).rpartition(".")[2] != "HFTrainer":
                 is_argument = name in DEFAULTS or name == "model"
                 hint = f" Write --trainer.{name}." if is_argument else ""
-                raise ConfigError(
-                    f"--{name}: options begin with {', '.join(f'--{section}.' for section in SECTIONS)}.{hint}"
-                )
+                raise ConfigError(f"--{name}: options begin with --{'., --'.join(SECTIONS)}..{hint}")
             name = f"trainer.training_args.{name}"
         placed.append((name, text))
     return placed
@@ -278,11 +273,8 @@ def format_trainer_help(names: Sequence[str] = TRAINERS) -> str:
     }
     lines, documented = [], set[str]()
     for name in names:
-        arguments = {
-            argument: words
-            for argument, words in _read_arguments(package / files[name]).items()
-            if argument not in documented
-        }
+        arguments = _read_arguments(package / files[name])
+        arguments = {argument: words for argument, words in arguments.items() if argument not in documented}
         documented |= arguments.keys()
         lines.append(f"arguments of {'every trainer' if name == 'Trainer' else name}, each as --trainer.NAME VALUE:")
         lines += [f"  {argument:<30}{words}" for argument, words in arguments.items()]

@@ -91,7 +91,7 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _exits_on_config_error(
+def _exit_2_on_error(
     run: Callable[[argparse.Namespace], int | None],
 ) -> Callable[[argparse.Namespace], int | None]:
     """Return a command that exits with 2 after a ConfigError: a wrong path or value counts like a wrong option."""
@@ -101,9 +101,8 @@ def _exits_on_config_error(
         try:
             return run(args)
         except ConfigError as error:
-            if (
-                "runs_on_ranks" not in args or os.environ.get("LOCAL_RANK", "0") == "0"
-            ):  # other ranks raise the same error
+            # the error of the other ranks is the same
+            if "runs_on_ranks" not in args or os.environ.get("LOCAL_RANK", "0") == "0":
                 print(f"omnitrain: {error}", file=sys.stderr)
             return 2
 
@@ -175,7 +174,7 @@ class _TrainHelp(argparse.Action):
         parser.exit()
 
 
-@_exits_on_config_error
+@_exit_2_on_error
 def _train(args: argparse.Namespace) -> None:
     from omnitrain.cli import config
 
@@ -200,7 +199,7 @@ def _add_sweep(commands: Any) -> None:
     sweep.set_defaults(run=_sweep, takes_words=True, runs_on_ranks=True)
 
 
-@_exits_on_config_error
+@_exit_2_on_error
 def _sweep(args: argparse.Namespace) -> None:
     from omnitrain.cli import config
 
@@ -222,7 +221,7 @@ def _add_config(commands: Any) -> None:
     convert.set_defaults(run=_config, action="convert")
 
 
-@_exits_on_config_error
+@_exit_2_on_error
 def _config(args: argparse.Namespace) -> None:
     from omnitrain.cli import config
 
@@ -261,7 +260,7 @@ def _machines(text: str) -> int | str:
     return int(text) if text.removeprefix("-").isdecimal() else text
 
 
-@_exits_on_config_error
+@_exit_2_on_error
 def _launch(args: argparse.Namespace) -> int:
     from omnitrain.cli import launch
 
@@ -296,7 +295,7 @@ def _place(text: str) -> Path | str:
     return text if "://" in text else Path(text)
 
 
-@_exits_on_config_error
+@_exit_2_on_error
 def _checkpoint(args: argparse.Namespace) -> int | None:
     from omnitrain.cli import checkpoint
 

@@ -165,9 +165,7 @@ class Config:
     def _check_plain(self) -> list[ConfigError]:
         """Return the errors in names and plain values, without torch."""
         empty = [key for key in self.tree.iter_keys() if self.tree.get(key) == MISSING]
-        errors = [
-            self.tree.error(key, f"`{dotted_name(key)}` has no value ({MISSING}): {_MISSING_REMEDY}") for key in empty
-        ]
+        errors = [self.tree.error(key, f"`{dotted_name(key)}` has no value ({MISSING}): {_REMEDY}") for key in empty]
         try:
             name = self._trainer_name()
         except ConfigError as error:
@@ -249,12 +247,10 @@ class Config:
         parameters = inspect.signature(trainer_class).parameters.values()
         takes_any = any(param.kind is param.VAR_KEYWORD for param in parameters)
         if not takes_any:
-            rejections = getattr(trainer_class, "REFUSED", {})
+            reasons = getattr(trainer_class, "REFUSED", {})
             unknown = [arg for arg in self.arguments if arg not in known]
-            errors = [
-                self.tree.error(("trainer", arg), f"`{arg}` {rejections[arg]}") for arg in unknown if arg in rejections
-            ]
-            errors += self._unknown(trainer_class.__name__, [arg for arg in unknown if arg not in rejections], known)
+            errors = [self.tree.error(("trainer", arg), f"`{arg}` {reasons[arg]}") for arg in unknown if arg in reasons]
+            errors += self._unknown(trainer_class.__name__, [arg for arg in unknown if arg not in reasons], known)
             if errors:
                 return errors
         if errors := self._missing_arguments(trainer_class):
@@ -265,9 +261,7 @@ class Config:
     def _missing_arguments(self, trainer_class: Any) -> list[ConfigError]:
         """Return the errors for arguments that the trainer requires."""
         parameters = inspect.signature(trainer_class).parameters
-        required = [
-            name for name, param in parameters.items() if param.default is param.empty and param.kind in _KEYWORD_KINDS
-        ]
+        required = [name for name, param in parameters.items() if param.default is param.empty and param.kind in _KINDS]
         missing = [name for name in required if self.arguments.get(name) is None]
         if "model_init" in parameters and self.arguments.get("model") is self.arguments.get("model_init") is None:
             missing.append("model")
@@ -300,9 +294,9 @@ class Config:
         return self.tree.place(("trainer",))
 
 
-_KEYWORD_KINDS = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+_KINDS = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
 _TRAIN_ARGUMENTS = ("resume_from", "allow_change", "more")
-_MISSING_REMEDY = "the run that wrote this file was made in Python, and its part has no name. Write one here."
+_REMEDY = "the run that wrote this file was made in Python, and its part has no name. Write one here."
 
 
 def _is_part(value: Any) -> bool:

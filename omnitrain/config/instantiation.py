@@ -34,7 +34,7 @@ from omnitrain.core.secrets import is_secret_name, mask_text
 
 Missing = dict[tuple[str | int, ...], str]
 """Why an object cannot be written, by its place."""
-_MAX_LENGTH = 1000
+_LIMIT = 1000
 """The longest list that is written."""
 
 _REFERENCE = re.compile(r"\$\{env:[^${}]*\}")
@@ -181,13 +181,9 @@ def _config(value: Any, missing: Missing, place: tuple[str | int, ...]) -> Any:
         return str(value)
     if isinstance(value, (Callback, Algorithm)):
         return _part_config(value, init_arguments(value), missing, place)
-    if type(value) in (list, tuple) and len(value) <= _MAX_LENGTH:
+    if type(value) in (list, tuple) and len(value) <= _LIMIT:
         return [_config(entry, missing, (*place, number)) for number, entry in enumerate(value)]
-    if (
-        isinstance(value, Mapping)
-        and all(type(key) in (str, int, float) for key in value)
-        and len(value) <= _MAX_LENGTH
-    ):
+    if isinstance(value, Mapping) and all(type(key) in (str, int, float) for key in value) and len(value) <= _LIMIT:
         return {key: _config(entry, missing, (*place, key)) for key, entry in value.items()}
     if isinstance(value, functools.partial) and not value.args and is_partial(value.func, value.keywords):
         return _part_config(value, value.keywords, missing, place, value.func)
@@ -197,29 +193,27 @@ def _config(value: Any, missing: Missing, place: tuple[str | int, ...]) -> Any:
         return {"import_path": path}
     if isinstance(value, nn.Module) and (arguments := _module_arguments(value)) is not None:
         return _part_config(value, arguments, missing, place)
-    return _note_missing(value, missing, place)
+    return _omit(value, missing, place)
 
 
 def _part_config(value: Any, arguments: Mapping[str, Any], missing: Missing, place: Any, function: Any = None) -> Any:
     kind = type(value) if function is None else function
     path = _import_path(kind)
     if path is None:
-        return _note_missing(value, missing, place, f"{kind.__qualname__} is no name in a module that can be imported")
+        return _omit(value, missing, place, f"{kind.__qualname__} is no name in a module that can be imported")
     values, parameters = dict(arguments), inspect.signature(kind).parameters
     for name, param in parameters.items():
         if param.kind is param.VAR_KEYWORD:
             values |= values.pop(name, {})
         elif param.kind is param.VAR_POSITIONAL and values.pop(name, ()):
-            return _note_missing(
-                value, missing, place, f"{kind.__qualname__} was given arguments by position (*{name})"
-            )
+            return _omit(value, missing, place, f"{kind.__qualname__} has arguments by position (*{name})")
         elif name in values and values[name] is param.default:
             del values[name]
     init_args = {name: _config(entry, missing, (*place, "init_args", name)) for name, entry in values.items()}
     return {"class_path": _short_name(path), **({"init_args": init_args} if init_args else {})}
 
 
-def _note_missing(value: Any, missing: Missing, place: tuple[str | int, ...], why: str = "") -> str:
+def _omit(value: Any, missing: Missing, place: tuple[str | int, ...], why: str = "") -> str:
     kind = type(value)
     missing[place] = why or f"an object of {kind.__module__}.{kind.__qualname__}, whose arguments are not known"
     return MISSING
@@ -312,7 +306,7 @@ class TrainerConfig:
         for name, value in arguments.items():
             place = ("trainer", name)
             if name.endswith(("_dataset", "_loader")) and type(value) is list and id(value) not in _origins:
-                values[name] = _note_missing(value, missing, place, "a list of samples; have a function return it")
+                values[name] = _omit(value, missing, place, "a list of samples; have a function return it")
             else:
                 values[name] = _config(value, missing, place)
         theirs = arguments.get("training_args", arguments.get("args"))

@@ -386,11 +386,8 @@ def _convert(
             # a copy, as it changes lists in place
             parsed = dict(parser.parse_object(copy.deepcopy(pending), defaults=False).as_dict())
             annotations = {**dict.fromkeys(parameters, Any), **_annotations(function, parameters)}
-            texts = {
-                name: _restore_texts(pending[name], parsed[name], annotations[name])
-                for name in parsed
-                if name in annotations
-            }
+            names = parsed.keys() & annotations.keys()
+            texts = {name: _restore_texts(pending[name], parsed[name], annotations[name]) for name in names}
             return arguments | parsed | texts
         except Exception as error:
             match = re.search(r'Parser key "([^".]+)', str(error))
@@ -416,9 +413,8 @@ def _restore_texts(plain: Any, parsed: Any, annotation: Any) -> Any:
     members = _members(annotation)
     takes_all = any(member in (Any, object) or isinstance(member, TypeVar) for member in members)
     if isinstance(plain, str):
-        choices = [
-            choice for member in members if typing.get_origin(member) is Literal for choice in typing.get_args(member)
-        ]
+        literals = [member for member in members if typing.get_origin(member) is Literal]
+        choices = [choice for literal in literals for choice in typing.get_args(literal)]
         is_converted = type(parsed) in (bool, int, float, complex, type(None), list, dict)
         keeps_text = is_converted and (takes_all or str in members or plain in choices)
         return plain if keeps_text or parsed == plain else parsed  # equal, but perhaps without its reference

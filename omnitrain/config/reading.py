@@ -285,9 +285,7 @@ def _parse(text: str, source: str) -> Tree:
     tree = Tree()
     values = _NodeReader(source, tree.places).value(node, ())
     if not isinstance(values, dict):
-        raise ConfigError(
-            f"{SourceLocation(source, node.start_mark.line + 1)}: expected names with values, got {values!r}."
-        )
+        raise tree.error((), f"expected names with values, got {values!r}.")
     tree.values = values
     return tree
 

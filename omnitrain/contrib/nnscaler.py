@@ -181,9 +181,7 @@ class _References:
         if isinstance(value, Mapping):
             return {key: self.resolve(entry, _join_key(where, key), inline, pending) for key, entry in value.items()}
         if isinstance(value, list | tuple):
-            return [
-                self.resolve(entry, _join_key(where, number), inline, pending) for number, entry in enumerate(value)
-            ]
+            return [self.resolve(entry, _join_key(where, n), inline, pending) for n, entry in enumerate(value)]
         if not isinstance(value, str):
             return value
         if match := _OBJECT_REFERENCE.fullmatch(value):
@@ -302,10 +300,8 @@ def _convert_value(value: Any, where: str) -> Any:
         return {key: _convert_value(entry, _join_key(where, key)) for key, entry in value.items()}
     if "value" not in value:
         raise ConfigError(f"`{where}` has '__value_type' and no 'value'. Write both, or '__type'.")
-    kind, value = (
-        _name(value["__value_type"], f"{where}.__value_type"),
-        _convert_value(value["value"], f"{where}.value"),
-    )
+    kind = _name(value["__value_type"], f"{where}.__value_type")
+    value = _convert_value(value["value"], f"{where}.value")
     if kind == "function":
         return {"import_path": _name(value, f"{where}.value")}
     if kind in _BUILTIN_TYPES and not (isinstance(value, str) and "${" in value) and not isinstance(value, dict | list):
@@ -551,16 +547,15 @@ class _Conversion:
     def _data(self) -> None:
         dataset = self._section("dataset")
         loading, sampling = self._section("dataloader"), self._section("dataset_sampler")
-        sampler_name = _name(sampling.get("type", _SAMPLER[0]), "dataset_sampler.type")
-        loader_name = _name(loading.get("type", _DATA_LOADER[0]), "dataloader.type")
-        options = {stage: self._options(loading, stage, loader_name in _DATA_LOADER) for stage in _DATASETS}
-        is_plain = loader_name in _DATA_LOADER and sampler_name in _SAMPLER
+        sampler_type = _name(sampling.get("type", _SAMPLER[0]), "dataset_sampler.type")
+        loader_type = _name(loading.get("type", _DATA_LOADER[0]), "dataloader.type")
+        options = {stage: self._options(loading, stage, loader_type in _DATA_LOADER) for stage in _DATASETS}
+        is_plain = loader_type in _DATA_LOADER and sampler_type in _SAMPLER
         self.has_loader = not is_plain or any(name in options["train"] for name in _LOADER_ONLY)
         if self.has_loader:
+            has_sampler = loader_type in _DATA_LOADER and sampler_type not in _SAMPLER
             self.note(
-                "dataset_sampler.type"
-                if loader_name in _DATA_LOADER and sampler_name not in _SAMPLER
-                else "dataloader",
+                "dataset_sampler.type" if has_sampler else "dataloader",
                 "the loader is built as in nnScaler and used unchanged: each of n processes takes every n-th of its "
                 "batches, so neither it nor its dataset may split the data by rank.",
             )
@@ -573,8 +568,8 @@ class _Conversion:
             name, kwargs = _DATASETS[stage], options[stage]
             differs = kwargs.get("collate_fn") != options["train"].get("collate_fn")
             if self.has_loader or differs or any(option in kwargs for option in _LOADER_ONLY):
-                sampler = sampler_name if "type" in sampling or sampling.get("train_args") else None
-                self.trainer[f"{name}_loader"] = self._loader(loader_name, sampler, sampling, stage, data, kwargs)
+                sampler = sampler_type if "type" in sampling or sampling.get("train_args") else None
+                self.trainer[f"{name}_loader"] = self._loader(loader_type, sampler, sampling, stage, data, kwargs)
             else:
                 self.trainer[f"{name}_dataset"] = data
         self._batches()
@@ -676,7 +671,7 @@ class _Conversion:
         rounds, rest = divmod(global_batch or per_round, per_round)
         is_off = accumulation and (rounds != accumulation if replicas else rounds % accumulation)
         if global_batch is not None and (rest or is_off):
-            raise _batch_size_error(global_batch, micro, accumulation, self.processes, self.plan_ngpus)
+            raise _size_error(global_batch, micro, accumulation, self.processes, self.plan_ngpus)
         if global_batch is None and replicas and self.plan_ngpus > 1:
             global_batch = per_round * (accumulation or 1)
         if self.has_loader:
@@ -855,15 +850,13 @@ class _Conversion:
                           if key == "convert_fn" else "any number of processes reads any checkpoint.")  # fmt: skip
 
     def _precision(self) -> None:
-        dtype_by_kind = self.run.get("precision") or "none"
-        if isinstance(dtype_by_kind, str):
-            dtype_by_kind = dict.fromkeys(_TENSORS, dtype_by_kind)
-        if not isinstance(dtype_by_kind, dict):
-            raise ConfigError(
-                f"`precision` must be one of {', '.join(_DTYPES)}, or a map of them, got {dtype_by_kind!r}."
-            )
+        precision = self.run.get("precision") or "none"
+        if isinstance(precision, str):
+            precision = dict.fromkeys(_TENSORS, precision)
+        if not isinstance(precision, dict):
+            raise ConfigError(f"`precision` must be one of {', '.join(_DTYPES)}, or a map of them, got {precision!r}.")
         dtypes: dict[str, str] = {}
-        for name, dtype in dtype_by_kind.items():
+        for name, dtype in precision.items():
             if name not in _TENSORS:
                 raise ConfigError(
                     f"`precision.{name}` is none of {', '.join(_TENSORS)}.{did_you_mean(str(name), _TENSORS)}"
@@ -934,10 +927,8 @@ class _Conversion:
             target, arguments = section.target(), section.arguments()
             self.note("hook.type", f"derive {target} from omnitrain.TrainHook, which has the same methods." + (
                 " Its arguments are passed by name, not as one dict." if arguments else ""))  # fmt: skip
-            return {
-                "class_path": "HookCallback",
-                "init_args": {"hooks": _describe_call(target, arguments, "hook.args")},
-            }
+            hooks = _describe_call(target, arguments, "hook.args")
+            return {"class_path": "HookCallback", "init_args": {"hooks": hooks}}
         known = dict.fromkeys((*_HOOKS, *_NEVER_CALLED), _TEXT)
         section, functions = _Section("hook", plain, linked, known), dict[str, Any]()
         for name in plain:
@@ -952,9 +943,7 @@ class _Conversion:
         return {"class_path": "HookCallback", "init_args": {"hooks": functions}} if functions else None
 
 
-def _batch_size_error(
-    global_batch: int, micro: int, accumulation: int | None, processes: int | None, plan: int
-) -> ConfigError:
+def _size_error(total: int, micro: int, accumulation: int | None, processes: int | None, plan: int) -> ConfigError:
     """Return the error for batch sizes that contradict each other."""
     replicas = processes // plan if processes else 1
     parts = [f"`micro_batch_size` {micro}"]
@@ -968,7 +957,7 @@ def _batch_size_error(
     remedy = " Or leave `runtime_ngpus` out: here the launcher counts the processes." if processes else ""
     must = "that" if accumulation and processes else "a multiple of that"
     return ConfigError(
-        f"`global_batch_size` is {global_batch}, and {' x '.join(parts)} makes {product}. Make it {must}.{remedy}"
+        f"`global_batch_size` is {total}, and {' x '.join(parts)} makes {product}. Make it {must}.{remedy}"
     )
 
 

@@ -24,13 +24,7 @@ from typing import Any
 
 logger: logging.Logger = logging.getLogger("omnitrain")
 
-_TORCH_ERRORS = (
-    "PytorchStreamWriter",
-    "inline_container",
-    "unexpected pos",
-    "iostream error",
-    "Parent directory ",
-)
+_TORCH_ERRORS = ("PytorchStreamWriter", "inline_container", "unexpected pos", "iostream error", "Parent directory ")
 """Parts of the messages of `torch.save` on a failing disk: it raises RuntimeError."""
 
 _RUST_ERRORS = ("(os error ", "Os { code: ")
@@ -53,9 +47,7 @@ class OmnitrainError(Exception):
 def _escape_unprintable(text: str) -> str:
     if text.isprintable():
         return text
-    return "".join(
-        char if char.isprintable() or char in "\n\t" else char.encode("unicode_escape").decode() for char in text
-    )
+    return "".join(c if c.isprintable() or c in "\n\t" else c.encode("unicode_escape").decode() for c in text)
 
 
 class ConfigError(OmnitrainError, ValueError):

@@ -155,9 +155,7 @@ class MetricsDict(dict[str, Any]):
         if key in _SCALARS:
             why = "the run is not over" if key == "stop_reason" else "no evaluation was selected, or nothing was saved"
             raise KeyError(f"{key!r} is not known: {why}.")
-        raise KeyError(
-            f"There is no {key!r} here, only {quote_names(self.keys())}.{did_you_mean(str(key), self.keys())}"
-        )
+        raise KeyError(f"There is no {key!r} here, only {quote_names(self)}.{did_you_mean(str(key), self)}")
 
     def add_train(self, row: Mapping[str, Any]) -> None:
         """Add an epoch: `epoch, step, train_loss, learning_rate, grad_norm`."""
@@ -303,10 +301,8 @@ class MetricsDict(dict[str, Any]):
         texts = {name for row in valid for name, value in row.items() if isinstance(value, str)}
         names = {name for row in valid for name in row} - texts
         losses = sorted(name for name in names if name.endswith("_loss"))
-        panels = [
-            losses,
-            *([name] for name in sort_for_display(dict.fromkeys(sorted(names - {*losses, *_POSITION}), 0.0))),
-        ]
+        metrics = dict.fromkeys(sorted(names - {*losses, *_POSITION}), 0.0)
+        panels = [losses, *([name] for name in sort_for_display(metrics))]
         figure = create_figure("MetricsDict.plot", 2.8 * len(panels) + 0.4)
         steps = [row["step"] for row in (*train, *valid) if "step" in row]
         marks = {"best": self.get("best_step"), "end": max(steps, default=None)}
