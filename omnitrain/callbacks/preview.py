@@ -90,7 +90,7 @@ class Preview(Periodic):
             )
         if self._tokenizer(trainer) is None and any(isinstance(prompt, str) for prompt in self.prompts):
             raise ConfigError(
-                "`prompts` of Preview holds texts, and the trainer has no tokenizer. Pass it as `processing_class`, or give "
+                "`prompts` of Preview holds texts, and the trainer has no tokenizer. Pass `processing_class`, or give "
                 "token ids."
             )
 

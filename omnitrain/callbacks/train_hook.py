@@ -1,4 +1,4 @@
-"""Hooks by the names that nnScaler's trainer calls: a class to derive from, or a map of names to functions."""
+"""Hooks under nnScaler's names, as a class or a mapping of functions."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from omnitrain.core.events import Callback, Event, TrainerLike
 class TrainHook:
     """Hooks under nnScaler's names: override those you need, and pass `HookCallback(hook)` in `callbacks`.
 
-    A model, an optimizer or a schedule that is derived from it is called without being passed, in this order and
-    before the callbacks. Each hook gets the trainer, and may leave out what it does not need of the rest. A class with
-    a method `on_...`, `before_...` or `after_...` that is none of these raises an error when it is defined.
+    Models, optimizers and schedules derived from it are called automatically, in this order and before the callbacks.
+    Each hook gets the trainer, and may omit other parameters that it does not need. Defining a class with an unknown
+    method `on_...`, `before_...` or `after_...` raises an error.
 
     >>> class Frozen(TrainHook):
     ...     def on_epoch_start(self, trainer, epoch):
@@ -34,7 +34,7 @@ class TrainHook:
                 _check_name(name, f"{cls.__name__}.{name}")
 
     def after_setup(self, trainer: TrainerLike) -> None:
-        """The run is set up, a checkpoint put back; before `on_train_start`."""
+        """The run is set up and a checkpoint is restored; before `on_train_start`."""
 
     def on_train_start(self, trainer: TrainerLike) -> None:
         """The run begins."""
@@ -46,22 +46,22 @@ class TrainHook:
         """Right after that."""
 
     def on_epoch_start(self, trainer: TrainerLike, epoch: int) -> None:
-        """An epoch, or the rest of one, begins; the first is 0."""
+        """An epoch begins or is resumed; the first is 0."""
 
     def on_epoch_end(self, trainer: TrainerLike, epoch: int) -> None:
         """It ends."""
 
     def on_step_start(self, trainer: TrainerLike, epoch: int, idx: int) -> None:
-        """A step begins; `idx` counts the updates of the epoch before it."""
+        """A step begins; `idx` is the number of previous updates in the epoch."""
 
     def on_step_end(self, trainer: TrainerLike, epoch: int, idx: int) -> None:
-        """A step is over and counted, or skipped."""
+        """A step has ended or was skipped."""
 
     def on_train_step_start(self, trainer: TrainerLike, batches: Sequence[Any], idx: int) -> None:
-        """Before the forward passes of a step; `batches` are its micro-batches as the loader has made them."""
+        """Before the forward passes of a step; `batches` are its micro-batches as the loader yields them."""
 
     def on_train_step_end(self, trainer: TrainerLike, outputs: Sequence[Any], batches: Sequence[Any], idx: int) -> None:
-        """After the backward passes of a step; `outputs` has the `StepOutput` of each, kept in memory till then."""
+        """After the backward passes of a step; `outputs` has the `StepOutput` of each, in memory until then."""
 
     def on_val_start(self, trainer: TrainerLike) -> None:
         """An evaluation of the run begins."""
@@ -70,13 +70,13 @@ class TrainHook:
         """It is over; `val_loss` is the mean over all samples of all ranks."""
 
     def on_val_step_start(self, trainer: TrainerLike, batches: Sequence[Any], idx: int) -> None:
-        """Before the forward pass of a batch of that evaluation; `batches` holds it alone."""
+        """Before the forward pass of a batch of that evaluation, the only one in `batches`."""
 
     def on_val_step_end(self, trainer: TrainerLike, outputs: Sequence[Any], batches: Sequence[Any], idx: int) -> None:
         """After it."""
 
     def before_zero_grad(self, trainer: TrainerLike) -> None:
-        """Before the gradients are freed, which is at the end of a step here."""
+        """Before the gradients are freed, at the end of a step."""
 
     def after_zero_grad(self, trainer: TrainerLike) -> None:
         """After it."""
@@ -88,7 +88,7 @@ class TrainHook:
         """Right after that."""
 
     def after_gnorm_clip(self, trainer: TrainerLike, gnorm: Any) -> None:
-        """Gradients are clipped, if they are to be; `gnorm`, on the device, was their norm. Not under DeepSpeed."""
+        """Gradients are clipped, if enabled; `gnorm` is their norm before, on the device. Not under DeepSpeed."""
 
     def before_optimizer_step(self, trainer: TrainerLike) -> None:
         """Gradients are final."""
@@ -103,32 +103,32 @@ class TrainHook:
         """The metrics of an evaluation of the run are ready; before `on_val_end`."""
 
     def on_save_checkpoint(self, trainer: TrainerLike, checkpoint: dict[str, Any]) -> None:
-        """Put into `checkpoint` what a resumed run must know: JSON types and tensors.
+        """Add state for a resumed run to `checkpoint`: JSON types and tensors.
 
-        It may be called more often than a checkpoint is written.
+        It may be called more often than checkpoints are written.
         """
 
     def on_load_checkpoint(self, trainer: TrainerLike, checkpoint: dict[str, Any]) -> None:
-        """Take back what `on_save_checkpoint` has put there, once everything else is restored."""
+        """Restore the state that `on_save_checkpoint` saved, after everything else is restored."""
 
     def after_load_checkpoint(self, trainer: TrainerLike, checkpoint: dict[str, Any]) -> None:
         """Right after that."""
 
 
-_DETAILS: dict[str, tuple[str, ...]] = {
+_ARGUMENTS: dict[str, tuple[str, ...]] = {
     name: tuple(inspect.signature(method).parameters)[2:]
     for name, method in vars(TrainHook).items()
     if not name.startswith("_")
 }
-"""The hooks, and what each gets beside the trainer."""
+"""The hooks and their arguments after the trainer."""
 
-_REFUSED = {
-    "before_sync_grad": "gradients are averaged over the ranks while the last backward pass makes them, so there is no "
-    "moment at which all of them are there and none is averaged. Use after_sync_grad",
-    "after_aggregate_train_step_outputs": "the losses of a step are added up over the ranks for a row of logs alone. "
-    "Use before_log_train_metrics, or on_train_step_end for this rank's own",
-    "after_aggregate_val_step_outputs": "the losses of an evaluation are added up over the ranks at its end alone. Use "
-    "on_val_end, or on_val_step_end for this rank's own",
+_UNSUPPORTED = {
+    "before_sync_grad": "gradients are averaged over the ranks during the last backward pass, so they are never "
+    "complete and not yet averaged. Use after_sync_grad",
+    "after_aggregate_train_step_outputs": "the losses of a step are added up over the ranks only for logs. Use "
+    "before_log_train_metrics, or on_train_step_end for the losses of this rank",
+    "after_aggregate_val_step_outputs": "the losses of an evaluation are added up over the ranks only at its end. Use "
+    "on_val_end, or on_val_step_end for the losses of this rank",
 }
 """Hooks of nnScaler that cannot be called here, and why."""
 
@@ -170,90 +170,88 @@ _EVENTS: dict[str, tuple[Event, ...]] = {
 
 def _check_name(name: str, where: str) -> None:
     """Raise ConfigError if no hook has this name."""
-    if name in _REFUSED:
-        raise ConfigError(f"{where} would never be called: {_REFUSED[name]}.")
-    if name not in _DETAILS:
+    if name in _UNSUPPORTED:
+        raise ConfigError(f"{where} would never be called: {_UNSUPPORTED[name]}.")
+    if name not in _ARGUMENTS:
         raise ConfigError(
-            f"{where} would never be called: no hook has that name.{did_you_mean(name, _DETAILS)} The hooks are "
-            f"{', '.join(_DETAILS)}. Begin the name of a method of your own with an underscore."
+            f"{where} would never be called: no hook has that name.{did_you_mean(name, _ARGUMENTS)} The hooks are "
+            f"{', '.join(_ARGUMENTS)}. Begin the name of a custom method with an underscore."
         )
 
 
-def _names_for(name: str, function: Callable[..., Any]) -> tuple[str, ...]:
-    """Return which details a function takes after the trainer: by the names of its parameters, else by their order.
+def _accepted_arguments(name: str, function: Callable[..., Any]) -> tuple[str, ...]:
+    """Return the arguments that a function takes after the trainer, by parameter name or else by order.
 
     Raises:
-        ConfigError: If it takes more than there is.
+        ConfigError: If it takes arguments that the hook does not have.
     """
-    known = _DETAILS[name]
+    arguments = _ARGUMENTS[name]
     try:
         parameters = list(inspect.signature(function).parameters.values())
-    except (TypeError, ValueError):  # of a function in C it may be unknown
-        return known
-    if any(one.kind is one.VAR_POSITIONAL for one in parameters):
-        return known
-    in_order = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    taken = [one for one in parameters if one.kind in in_order]
-    needed = [one for one in parameters if one.default is one.empty and one.kind is not one.VAR_KEYWORD]
-    if not taken or len(needed) > 1 + len(known) or any(one not in taken for one in needed):
+    except (TypeError, ValueError):  # functions in C may have no signature
+        return arguments
+    if any(parameter.kind is parameter.VAR_POSITIONAL for parameter in parameters):
+        return arguments
+    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    positional = [parameter for parameter in parameters if parameter.kind in kinds]
+    required = [p for p in parameters if p.default is p.empty and p.kind is not p.VAR_KEYWORD]
+    if not positional or len(required) > 1 + len(arguments) or any(p not in positional for p in required):
         raise ConfigError(
-            f"The hook {name} is called with {', '.join(('trainer', *known))}, got "
-            f"{getattr(function, '__qualname__', function)}({', '.join(one.name for one in parameters)}). It may take "
+            f"The hook {name} is called with {', '.join(('trainer', *arguments))}, got "
+            f"{getattr(function, '__qualname__', function)}({', '.join(p.name for p in parameters)}). It may take "
             "fewer of them, but no others."
         )
-    names = tuple(one.name for one in taken[1:])
-    if all(one in known for one in names):
-        return names
-    return known[: len(names)]
+    names = tuple(parameter.name for parameter in positional[1:])
+    return names if set(names) <= set(arguments) else arguments[: len(names)]
 
 
 class HookCallback(Callback):
-    """Calls hooks under nnScaler's names: those of a `TrainHook`, or functions in a map of names.
+    """Calls hooks under nnScaler's names: those of a `TrainHook`, or functions in a mapping by name.
 
-    What `on_save_checkpoint` puts into its dict is in every checkpoint.
+    The state that `on_save_checkpoint` adds to its dict is in every checkpoint.
 
     >>> HookCallback({"on_epoch_end": lambda trainer, epoch: print("epoch", epoch, "is over")}).name
     'HookCallback'
 
     Args:
-        hooks: A `TrainHook`, or functions by the names of its methods.
+        hooks: A `TrainHook`, or a mapping of its methods' names to functions.
 
     Raises:
-        ConfigError: If no hook has such a name, or a function takes other arguments.
+        ConfigError: If a hook is unknown, or a function takes other arguments.
     """
 
     def __init__(self, hooks: TrainHook | Mapping[str, Callable[..., Any]]) -> None:
         if isinstance(hooks, TrainHook):
-            plain = [name for name in _DETAILS if getattr(type(hooks), name) is not getattr(TrainHook, name)]
-            given: Mapping[str, Callable[..., Any]] = {name: getattr(hooks, name) for name in plain}
+            overridden = [name for name in _ARGUMENTS if getattr(type(hooks), name) is not getattr(TrainHook, name)]
+            functions: Mapping[str, Callable[..., Any]] = {name: getattr(hooks, name) for name in overridden}
         elif isinstance(hooks, Mapping):
-            given = hooks
+            functions = hooks
         else:
             raise ConfigError(
-                f"HookCallback takes a TrainHook, or a map of names to functions, got {hooks!r:.80}. Pass an instance, "
-                "such as HookCallback(MyHook())."
+                f"HookCallback takes a TrainHook, or a mapping of names to functions, got {hooks!r:.80}. Pass an "
+                "instance, such as HookCallback(MyHook())."
             )
         self.name: str = type(hooks).__name__ if isinstance(hooks, TrainHook) else type(self).__name__
-        """What logs and errors call it."""
+        """The name in logs and errors."""
         self._functions: dict[str, tuple[Callable[..., Any], tuple[str, ...]]] = {}
-        for name, function in given.items():
+        for name, function in functions.items():
             _check_name(name, f"The hook {name!r}")
             if not callable(function):
                 raise ConfigError(f"The hook {name!r} must be a function of the trainer, got {function!r:.80}.")
-            self._functions[name] = function, _names_for(name, function)
-        for event in dict.fromkeys(event for name in given for event in _EVENTS[name]):
-            vars(self)[f"on_{event}"] = getattr(self, f"_at_{event}")  # to the others it does not listen
+            self._functions[name] = function, _accepted_arguments(name, function)
+        for event in dict.fromkeys(event for name in functions for event in _EVENTS[name]):
+            vars(self)[f"on_{event}"] = getattr(self, f"_at_{event}")  # subscribes to these events only
         self._trainer: TrainerLike | None = None
         self._loaded: dict[str, Any] = {}
         self._epoch = self._idx = self._eval_idx = 0
         self._batches: Sequence[Any] = ()
         self._outputs: list[Any] = []
-        self._is_in_passes = self._is_in_evaluation = False
+        self._is_in_train_step = self._is_in_evaluation = False
 
     def _call(self, name: str, trainer: TrainerLike, **details: Any) -> None:
         function, names = self._functions.get(name, (None, ()))
         if function is not None:
-            function(trainer, *[details[one] for one in names])
+            function(trainer, *[details[name] for name in names])
 
     # --- a run
 
@@ -280,7 +278,7 @@ class HookCallback(Callback):
         self._batches = batches
 
     def _at_step_start(self, trainer: TrainerLike) -> None:
-        self._idx, self._is_in_passes = trainer.progress.step_in_epoch, True
+        self._idx, self._is_in_train_step = trainer.progress.step_in_epoch, True
         self._outputs = []
         self._call("on_step_start", trainer, epoch=self._epoch, idx=self._idx)
         self._call("on_train_step_start", trainer, batches=self._batches, idx=self._idx)
@@ -290,18 +288,18 @@ class HookCallback(Callback):
             self._outputs = []
 
     def _at_after_forward(self, trainer: TrainerLike, batch: Any, output: Any) -> None:
-        if self._is_in_passes:
+        if self._is_in_train_step:
             self._outputs.append(output)
 
-    def _end_passes(self, trainer: TrainerLike) -> None:
-        if self._is_in_passes:
-            self._is_in_passes = False
+    def _end_train_step(self, trainer: TrainerLike) -> None:
+        if self._is_in_train_step:
+            self._is_in_train_step = False
             outputs, self._outputs = self._outputs, []
             self._call("on_train_step_end", trainer, outputs=outputs, batches=self._batches, idx=self._idx)
             self._batches = ()
 
     def _at_before_clip(self, trainer: TrainerLike) -> None:
-        self._end_passes(trainer)
+        self._end_train_step(trainer)
         self._call("after_sync_grad", trainer)
         self._call("before_gnorm_clip", trainer)
 
@@ -309,7 +307,7 @@ class HookCallback(Callback):
         self._call("after_gnorm_clip", trainer, gnorm=norm)
 
     def _at_before_optimizer_step(self, trainer: TrainerLike) -> None:
-        self._end_passes(trainer)  # under DeepSpeed nothing is told before
+        self._end_train_step(trainer)  # DeepSpeed has no earlier event
         self._call("before_optimizer_step", trainer)
 
     def _at_after_optimizer_step(self, trainer: TrainerLike) -> None:
@@ -322,13 +320,13 @@ class HookCallback(Callback):
         self._call("after_zero_grad", trainer)
 
     def _at_step_end(self, trainer: TrainerLike) -> None:
-        self._end_passes(trainer)  # of a step that was skipped for lack of labels
+        self._end_train_step(trainer)  # of a step skipped for lack of labels
         self._call("on_step_end", trainer, epoch=self._epoch, idx=self._idx)
 
     # --- logs and evaluations
 
     def _at_log(self, trainer: TrainerLike, logs: Mapping[str, float]) -> None:
-        if "loss" in logs:  # otherwise it is the row of a test
+        if "loss" in logs:  # otherwise a row of a test
             self._call("before_log_train_metrics", trainer, step_metrics=logs)
 
     def _at_eval_start(self, trainer: TrainerLike) -> None:
@@ -360,12 +358,12 @@ class HookCallback(Callback):
         self._call("after_load_checkpoint", trainer, checkpoint=loaded)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what `on_save_checkpoint` puts into its dict; nothing before the run has begun."""
+        """Return the dict that `on_save_checkpoint` fills; empty before the run begins."""
         state: dict[str, Any] = {}
         if self._trainer is not None:
             self._call("on_save_checkpoint", self._trainer, checkpoint=state)
         return state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Keep it for `on_load_checkpoint`, which is called when everything is restored."""
+        """Store the state for `on_load_checkpoint`, called after everything is restored."""
         self._loaded = dict(state)

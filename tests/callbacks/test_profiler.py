@@ -16,7 +16,7 @@ from marks import thinned
 from recipes import rows, t16
 
 from omnitrain import Callback, ConfigError, Profiler
-from omnitrain.callbacks.profiler import PARTS, table_of
+from omnitrain.callbacks.profiler import PARTS, format_table
 
 CPU = torch.device("cpu")
 
@@ -105,7 +105,7 @@ def test_profiler_notes_what_is_asked_for(option: str, words: bytes, tmp_path: P
 
 
 @pytest.mark.parametrize(
-    ("steps", "message"), [(3, "has traced nothing: it counted 3 steps, and the first that it traces is step 6"),
+    ("steps", "message"), [(3, "has traced nothing: this run had 3 steps, and step 6 would be the first"),
                         (6, "its last trace has fewer than 3 steps")],
 )  # fmt: skip
 def test_run_shorter_than_the_schedule_warns(
@@ -129,15 +129,15 @@ def test_error_ends_the_profiler(kind: str, step: int, tmp_path: Path) -> None:
 
 
 def test_second_profiler_is_an_error(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="another one is at work, in the `callbacks` of this run"):
+    with pytest.raises(ConfigError, match="another one is active, in the `callbacks` of this run"):
         run("native", tmp_path, Profiler(), Profiler())
-    with torch.profiler.profile(), pytest.raises(ConfigError, match="another one is at work, around"):
+    with torch.profiler.profile(), pytest.raises(ConfigError, match="another one is active, around"):
         run("native", tmp_path, Profiler())
     run("native", tmp_path, Profiler(skip=0, active=1), max_steps=3)
 
 
 def test_profiler_needs_a_folder_but_no_disk(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    with pytest.raises(ConfigError, match="no place for the traces of a Profiler"):
+    with pytest.raises(ConfigError, match="A Profiler needs a folder for its traces"):
         make("native", CPU, t16(), rows(8), callbacks=[Profiler()]).train()
     profilers = [Profiler(skip=0, warmup=1, active=1, folder=tmp_path / name) for name in ("traces", "file")]
     (tmp_path / "file").write_text("")
@@ -155,7 +155,7 @@ def test_profiler_on_error_ends_the_profiler_only(policy: str, tmp_path: Path, m
     profiler = Profiler(skip=0, active=1, repeat=0)
     profiler.on_error = policy
     with monkeypatch.context() as patch:
-        patch.setattr("omnitrain.callbacks.profiler.table_of", fail)
+        patch.setattr("omnitrain.callbacks.profiler.format_table", fail)
         trainer = run("native", tmp_path / "a", profiler)
     assert trainer.progress.step == 12
     assert_no_annotations(trainer)
@@ -175,12 +175,12 @@ def test_table_is_sorted_by_time_on_the_device() -> None:
     on_host = [Operation("mm", 1000, 0, 4), Operation("add", 3000), Operation("forward", 5000)]
     on_host += [Operation("ProfilerStep#3", 9000)]
     on_device = [Operation("mm", 1000, 6000, 4), Operation("add", 3000, 2000), Operation("forward", 5000, 9999)]
-    assert table_of(on_host, 1).splitlines() == [
+    assert format_table(on_host, 1).splitlines() == [
         "operation    calls    ms on host  share",
         "add              1         3.000  75.0%",
         "Parts of the steps, in ms on the host: forward 5.000.",
     ]
-    assert table_of(on_device, 5).splitlines() == [
+    assert format_table(on_device, 5).splitlines() == [
         "operation    calls  ms on device  share",
         "mm               4         6.000  75.0%",
         "add              1         2.000  25.0%",
