@@ -84,7 +84,7 @@ def make_config(words: Sequence[str], resume: str | None = None, trust: bool = F
     tree = merge_files(files)
     if resume is not None:
         pairs = [(_folder_key(tree), run), *pairs]
-    return Config.over(tree, _qualify_options(tree, pairs), trust)
+    return Config.from_tree(tree, _qualify_options(tree, pairs), trust)
 
 
 def _locate_run(resume: str) -> tuple[str, str]:
@@ -185,17 +185,17 @@ def sweep(
     key = _folder_key(tree)
     values = {name: part if isinstance(part, list) else [part["low"], part["high"]] for name, part in space.items()}
     first = [(name, json.dumps(choices[0])) for name, choices in values.items()]
-    config = Config.over(tree, [*fixed, *first], trust)
+    config = Config.from_tree(tree, [*fixed, *first], trust)
     raise_all(config.check())
     for name, choices in values.items():  # each value with the first ones of the other options
         for value in choices[1:]:
-            raise_all(Config.over(tree, [*fixed, *first, (name, json.dumps(value))], trust).check())
+            raise_all(Config.from_tree(tree, [*fixed, *first, (name, json.dumps(value))], trust).check())
     if save_dir is None:
         save_dir = Path(config.tree.get(tuple(key.split("."))) or "runs/sweep")
 
     def make_trainer(params: Mapping[str, Any], folder: Path) -> Any:
         chosen = [(name, json.dumps(value)) for name, value in params.items()]
-        return Config.over(tree, [*fixed, *chosen, (key, json.dumps(str(folder)))], trust).make_trainer()
+        return Config.from_tree(tree, [*fixed, *chosen, (key, json.dumps(str(folder)))], trust).make_trainer()
 
     from omnitrain.sweeps.search import search
 

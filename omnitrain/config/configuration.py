@@ -76,10 +76,10 @@ class Config:
             ConfigError: With file and line.
             MissingExtraError: If PyYAML is not installed.
         """
-        return cls.over(merge_files(files), overrides, trust)
+        return cls.from_tree(merge_files(files), overrides, trust)
 
     @classmethod
-    def over(
+    def from_tree(
         cls, tree: Tree, overrides: Mapping[str, Any] | Sequence[tuple[str, str | None]] = (), trust: bool = False
     ) -> Config:
         """Return the configuration of files that have been read, which stay unchanged; otherwise as `read`."""
@@ -112,9 +112,9 @@ class Config:
             ConfigError: With file and line, for everything that is wrong.
         """
         raise_all(self._check_plain() or self._check_parts())
-        building = Parts(self.tree, self.trust, self._seed, makes=True)
+        parts = Parts(self.tree, self.trust, self._seed, makes=True)
         trainer_class = self._trainer_class()
-        arguments = building.build_arguments(trainer_class, self.arguments)
+        arguments = parts.build_arguments(trainer_class, self.arguments)
         try:
             return trainer_class(**arguments)
         except OmnitrainError as error:
@@ -238,7 +238,7 @@ class Config:
         return errors
 
     def _check_parts(self) -> list[ConfigError]:
-        building = Parts(self.tree, self.trust, self._seed, makes=False)
+        parts = Parts(self.tree, self.trust, self._seed, makes=False)
         try:
             trainer_class = self._trainer_class()
         except ConfigError as error:
@@ -255,8 +255,8 @@ class Config:
                 return errors
         if errors := self._missing_arguments(trainer_class):
             return errors
-        building.build_arguments(trainer_class, self.arguments)
-        return building.errors
+        parts.build_arguments(trainer_class, self.arguments)
+        return parts.errors
 
     def _missing_arguments(self, trainer_class: Any) -> list[ConfigError]:
         """Return the errors for arguments that the trainer requires."""

@@ -359,7 +359,7 @@ def _signature_error(function: Any, arguments: Any) -> TypeError | None:
 
 
 def _convert(
-    building: Parts, full: str, function: Any, plain: Mapping[str, Any], arguments: dict[str, Any], key: Key
+    parts: Parts, full: str, function: Any, plain: Mapping[str, Any], arguments: dict[str, Any], key: Key
 ) -> dict[str, Any]:
     """Return the arguments as jsonargparse converts them to the annotations; objects stay unchanged."""
     try:
@@ -379,7 +379,7 @@ def _convert(
     open_names = any(param.kind is param.VAR_KEYWORD for param in parameters.values())
     for name in arguments.keys() - {*objects, *known} if not open_names else ():
         hint = did_you_mean(name, {*known, *parameters} - {"self"})
-        building.fail((*key, name), f"{full} has no argument {name!r}.{hint}")
+        parts.fail((*key, name), f"{full} has no argument {name!r}.{hint}")
     pending = {name: value for name, value in arguments.items() if name in known}
     while pending:
         try:
@@ -396,7 +396,7 @@ def _convert(
             name, value = match[1], pending.pop(match[1])
             annotation = parameters[name].annotation if name in parameters else ""
             expected = _expected_type(str(error)) or f"does not fit {inspect.formatannotation(annotation)}"
-            building.fail((*key, name), f"`{name}` of {full} {expected}, got {value!r:.100}.", error)
+            parts.fail((*key, name), f"`{name}` of {full} {expected}, got {value!r:.100}.", error)
     return arguments
 
 

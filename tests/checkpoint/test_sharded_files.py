@@ -555,7 +555,9 @@ def test_write_full_files_equals_transformers_files(tmp_path: Path) -> None:
     assert contents[0] == contents[1] == contents[2]
 
 
-def test_write_full_files_opens_each_file_once(many_files: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_write_full_files_opens_each_file_once(
+    many_files: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     folder, whole = many_files
     source, names, open_file = opened(folder), list[str](), tensor_reader.open_regular
     monkeypatch.setattr(tensor_reader, "open_regular", lambda path: names.append(path.name) or open_file(path))

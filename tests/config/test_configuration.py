@@ -421,8 +421,8 @@ def test_values_changed_in_python(folder: Path) -> None:
 def test_files_are_not_modified(folder: Path) -> None:
     config(folder, model=part("named.Net", width=3))
     tree = merge_files(["a.yaml"])
-    changed = Config.over(tree, {"trainer.model.width": 5, "trainer.epochs": 7})
+    changed = Config.from_tree(tree, {"trainer.model.width": 5, "trainer.epochs": 7})
     (folder / "a.yaml").unlink()
     assert changed.arguments["epochs"] == 7 and changed.arguments["model"]["init_args"] == {"width": 5}
-    again = Config.over(tree).arguments
+    again = Config.from_tree(tree).arguments
     assert again["epochs"] == 1 and again["model"]["init_args"] == {"width": 3}
