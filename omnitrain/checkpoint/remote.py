@@ -451,12 +451,12 @@ class RemoteFolder:
         """
         from fsspec.callbacks import Callback
 
-        class Progress(Callback):
+        class UploadCallback(Callback):
             def relative_update(self, inc: int = 1) -> None:
                 on_progress()
 
         self._make_parent(key)
-        self.fs.put_file(str(file), self.path(key), callback=Progress())
+        self.fs.put_file(str(file), self.path(key), callback=UploadCallback())
 
     def _make_parent(self, key: str) -> None:
         if self.protocol in _DIRECTORY_PROTOCOLS:  # elsewhere it would create a bucket for a misspelled name

@@ -115,8 +115,8 @@ class Writer:
         self._trainer = trainer
         self._write_extra_files = write_extra_files
         self._thread: ThreadPoolExecutor | None = None
-        self._is_folder_shared: bool | None = None
-        """Whether every rank sees the run folder; None until the first sharded save."""
+        self._can_write_shards: bool | None = None
+        """Whether every rank sees the run folder and can write its shards; None until the first sharded save."""
         self._buffers: dict[str, dict[str, torch.Tensor]] = {}
         """The copies of the latest background save, by file; the next save reuses their memory."""
 
@@ -173,16 +173,16 @@ class Writer:
             stages: Whether to copy it to host memory first, because training continues.
         """
         ranks, files, stack = self._trainer.ranks, _sharded_files(snapshot), contextlib.ExitStack()
-        if files and self._is_folder_shared is not False and not all(can_shard(snapshot.files[file]) for file in files):
-            self._is_folder_shared = False
-        if files and self._is_folder_shared is False:
+        if files and self._can_write_shards is not False and not all(can_shard(snapshot.files[file]) for file in files):
+            self._can_write_shards = False
+        if files and self._can_write_shards is False:
             return self._check_can_gather(store)
         folder = store.root / ranks.on_main("the folder of a checkpoint", lambda: self._begin(store, snapshot, stack))
         try:
-            if files and self._is_folder_shared is None:
+            if files and self._can_write_shards is None:
                 (blind,) = ranks.sum("a look at the folder of a checkpoint", float(not folder.is_dir()))
-                self._is_folder_shared = not blind
-            if files and not self._is_folder_shared:
+                self._can_write_shards = not blind
+            if files and not self._can_write_shards:
                 _abort(store, snapshot.step, stack)
                 return self._check_can_gather(store)
             if stages:
