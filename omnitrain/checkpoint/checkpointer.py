@@ -287,9 +287,7 @@ class Checkpointer:
         """
         backend = self._trainer.backend
         registered = [id(backend.optimizer), *map(id, backend.optimizers.values())]
-        unregistered = [
-            name for name, optimizer in optimizers_among(attributes).items() if id(optimizer) not in registered
-        ]
+        unregistered = [name for name, opt in optimizers_among(attributes).items() if id(opt) not in registered]
         if not unregistered or (self.store is None and not is_resuming):
             return
         names = ", ".join(unregistered)
@@ -323,7 +321,6 @@ class Checkpointer:
             self._is_record_complete = record.is_complete and not self._record_tolerance.has_failed
 
     def _write_record(self, store: Store, entry: Mapping[str, Any]) -> None:
-        """Write the record of this start into `run.json`."""
         with self._record_tolerance:
             append_start(store.fs, store.root / RUN_FILE, entry, self._record_replaces)
             self._record_replaces = "last"
@@ -366,11 +363,9 @@ class Checkpointer:
             "credited_step": best_saved,
             "scored": list(scored if score is not None and is_final else self._scored_steps),
         }
-        rows = (
-            self._history_encoder.encode(history["metrics"]["rows"], lifecycle.metrics)
-            if self._trainer.ranks.is_main
-            else (b"", "")
-        )
+        rows = b"", ""
+        if self._trainer.ranks.is_main:
+            rows = self._history_encoder.encode(history["metrics"]["rows"], lifecycle.metrics)
         return Snapshot(files, payload, step, score, best, evaluated, rows)
 
     def _commit(self, snapshot: Snapshot, path: Path) -> Path:

@@ -448,7 +448,6 @@ class Contents:
         self._restore_data(content, states)
 
     def _check_fit(self, folder: Path, content: Mapping[str, Any], changed: Collection[str]) -> None:
-        """Reject a checkpoint that does not fit this run."""
         where, trainer = repr(str(folder)), self._trainer
         weights = self._open_tensors(folder, content, state_dicts.WEIGHTS)
         trainer.backend.check_weights(weights, where, _excluded_weights(content))
@@ -595,7 +594,6 @@ class Contents:
         return selected, saved
 
     def _check_optimizer_names(self, folder: Path, content: Mapping[str, Any]) -> None:
-        """Reject a checkpoint of other optimizers than those of this run."""
         saved, backend = content.get("optimizers", {}), self._trainer.backend
         expected = {name: entry is None for name, entry in saved.items()}
         present = {name: entry is backend.optimizer for name, entry in backend.optimizers.items()}
@@ -747,16 +745,13 @@ class Contents:
             CheckpointError: If a state has something that cannot be saved; the message has the object and the key.
         """
         tensors: dict[str, torch.Tensor] = {}
-        entries = []
+        entries, algorithms = [], []
         for index, entry in enumerate(callbacks):
-            name = entry["callback"]
-            entries.append(
-                {**entry, "state": state_dicts.to_json(entry["state"], f"callbacks/{index}/{name}", tensors)}
-            )
-        algorithms = [
-            state_dicts.to_json(algorithm.state_dict(), f"algorithms/{index}/{type(algorithm).__qualname__}", tensors)
-            for index, algorithm in enumerate(self._trainer.algorithms)
-        ]
+            name = f"callbacks/{index}/{entry['callback']}"
+            entries.append({**entry, "state": state_dicts.to_json(entry["state"], name, tensors)})
+        for index, algorithm in enumerate(self._trainer.algorithms):
+            name = f"algorithms/{index}/{type(algorithm).__qualname__}"
+            algorithms.append(state_dicts.to_json(algorithm.state_dict(), name, tensors))
         if self._trainer.settings.save_only_model:
             return tensors, {"callbacks": entries}
         return tensors, {"callbacks": entries, "algorithms": algorithms, **self._capture_parts(tensors)}
@@ -908,10 +903,9 @@ class Contents:
             state = None if position is None else position.state
             gathered = ranks.gather_on_main("the states of the training data", [state])
             states = list(ranks.one_per_share([state for (state,) in gathered]))  # empty except on the main rank
-            is_complete = states and None not in states
-            position = (
-                position._replace(state=loader.merge_states(states)) if position is not None and is_complete else None
-            )
+            if position is not None:
+                is_complete = states and None not in states
+                position = position._replace(state=loader.merge_states(states)) if is_complete else None
         try:
             return None if position is None else state_dicts.to_json(position._asdict(), _STREAM, tensors)
         except CheckpointError as error:
@@ -967,6 +961,5 @@ def _rng_file(rank: int) -> str:
 
 @functools.cache
 def _versions() -> dict[str, str]:
-    """Return the versions of the software that writes a checkpoint."""
     packages = {name: importlib.metadata.version(name) for name in ("torch", "numpy", "safetensors")}
     return {"omnitrain": __version__, "python": platform.python_version(), **packages}

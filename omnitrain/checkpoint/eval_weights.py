@@ -89,7 +89,6 @@ class EvalWeights:
 
     @property
     def _optimizers_in_training(self) -> list[Any]:
-        """The optimizers with modes that have stepped and are in training mode."""
         optimizers = self._optimizers_with_modes
         return [optimizer for optimizer in optimizers if optimizer.state and not _is_in_eval_mode(optimizer)]
 

@@ -95,7 +95,6 @@ def _named_parts(sample: Any) -> dict[str, Any]:
 
 
 def _part_digests(sample: Any) -> dict[str, str]:
-    """Return the digest of each part of a sample that has one."""
     digests = {name: content_digest(value) for name, value in _named_parts(sample).items()}
     return {name: digest for name, digest in digests.items() if digest is not None}
 
@@ -227,7 +226,6 @@ def _differing_sample(by_rank: Sequence[Mapping[str, Mapping[str, Any]]]) -> tup
 
 
 def _is_alike(parts: Mapping[str, tuple[str, list[float]]], other: Mapping[str, tuple[str, list[float]]]) -> bool:
-    """Return whether two samples are alike in the parts that both have."""
     return all(
         parts[name][0] == other[name][0] and np.allclose(parts[name][1], other[name][1], 1e-3, 1e-6, equal_nan=True)
         for name in parts.keys() & other.keys()

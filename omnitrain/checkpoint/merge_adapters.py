@@ -76,7 +76,6 @@ def write_merged(folder: Path, content: Mapping[str, Any], base: Path | None, ad
 
 
 def _load_peft_model(folder: Path, content: Mapping[str, Any], adapters: Mapping[str, str], base: Path | None) -> Any:
-    """Return the model of a checkpoint, as a PeftModel."""
     from peft import PeftModel
 
     model: Any = None
@@ -144,7 +143,6 @@ def _is_quantized(base: Path) -> bool:
 
 
 def _checkpoint_weights(folder: Path, content: Mapping[str, Any]) -> dict[str, torch.Tensor]:
-    """Return the weights of a checkpoint, sharded or not."""
     return dict(TensorFile(find_tensor_files(folder, content["files"], "model") or [folder / WEIGHTS]))
 
 
@@ -163,7 +161,6 @@ def _write_joined(folder: Path, content: Mapping[str, Any], base: Path, out: Pat
 
 
 def _base_weights(base: Path, names: Mapping[str, str]) -> dict[str, torch.Tensor]:
-    """Return tensors from a model folder or a checkpoint, in one or several files."""
     weights = read_weights(base, repr(str(base)))
     missing = sorted(names.keys() - weights.keys())
     if missing:

@@ -82,11 +82,8 @@ def changed_settings(saved: Mapping[str, Any], current: Mapping[str, Any]) -> di
         saved: The resolved settings of a checkpoint.
         current: The settings of the resumed run.
     """
-    changed = {
-        name: (saved.get(name), current.get(name))
-        for name in DECIDING
-        if _strip_package(saved.get(name)) != _strip_package(current.get(name))
-    }
+    pairs = {name: (saved.get(name), current.get(name)) for name in DECIDING}
+    changed = {name: pair for name, pair in pairs.items() if _strip_package(pair[0]) != _strip_package(pair[1])}
     for name in _ADDED_LATER:
         if name not in saved:
             changed.pop(name, None)

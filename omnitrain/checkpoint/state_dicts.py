@@ -312,9 +312,8 @@ def check_weights(model: nn.Module, tensors: Mapping[str, Any], where: str, abse
     """
     bare = unwrap(model)
     parameters = {bare_name(name) for name, _ in bare.named_parameters(remove_duplicate=False)}
-    prefixes = [
-        f"{bare_name(name)}." if name else "" for name, module in bare.named_modules() if has_custom_loader(module)
-    ]
+    custom = [bare_name(name) for name, module in bare.named_modules() if has_custom_loader(module)]
+    prefixes = [f"{name}." if name else "" for name in custom]
     expected = {
         name: (first, (tuple(tensor.shape), tensor.dtype))
         for name, tensor, first in _named_tensors(model)
@@ -465,9 +464,8 @@ def restore_optimizer(
     """
     check_optimizer(optimizer, model, tensors, saved, where)
     names = parameter_names(model)
-    parameters = {
-        names.get(id(parameter), ""): parameter for group in optimizer.param_groups for parameter in group["params"]
-    }
+    in_groups = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    parameters = {names.get(id(parameter), ""): parameter for parameter in in_groups}
     names_of_groups = names_by_group(optimizer, model)
     specs = {names[key]: expected.specs for key, expected in state_specs(optimizer).items()}
     optimizer.state.clear()  # before reading the new state: there may not be room for both
@@ -495,7 +493,7 @@ def restore_optimizer(
         moved = {key: tensor.to(*devices) if tensor.dim() else tensor for key, tensor in moved.items()}
     extra = from_json(saved.get("own", {}), moved)
     optimizer.load_state_dict({"state": {**shared, **entries}, "param_groups": groups, **extra})
-    for parameter in (parameter for group in optimizer.param_groups for parameter in group["params"]):
+    for parameter in in_groups:
         loaded = optimizer.state.get(parameter, {})
         for key, tensor in state.get(names[id(parameter)], {}).items():
             if not isinstance(tensor, torch.Tensor):
