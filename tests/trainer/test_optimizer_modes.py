@@ -95,7 +95,7 @@ def test_optimizer_modes_survive_the_best_and_a_longer_run(kind: str) -> None:
 
 def test_optimizer_modes_are_an_error_with_zero(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("deepspeed")
-    monkeypatch.setattr("omnitrain.backends.accelerators._check_launched", bool)  # it fails before that matters
+    monkeypatch.setattr("omnitrain.backends.accelerators.check_launched", bool)  # it fails before that matters
     build("accelerate")  # accelerate notes that there is one process
     with pytest.raises(ConfigError, match=r"ScheduleFree.*has train\(\) and eval\(\), which change the weights"):
         build("accelerate", deepspeed_config={"zero_optimization": {"stage": 2}}).train()
