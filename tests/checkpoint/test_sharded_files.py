@@ -570,7 +570,7 @@ def test_write_full_files_opens_each_file_once(
 @pytest.mark.parametrize("at_once", [50, 1 << 24])
 def test_write_full_files_equals_save_tensors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, at_once: int) -> None:
     monkeypatch.setattr(sharded_files, "_PIECE", 64)
-    monkeypatch.setattr(sharded_files, "_AT_ONCE", at_once)
+    monkeypatch.setattr(sharded_files, "_BATCH_BYTES", at_once)
     tensors = {"w": torch.randn(7, 3), "b": torch.randn(4).bfloat16(), "s": torch.tensor(True), "e": torch.empty(0, 2)}
     write_flat(tensors, tmp_path, 3)
     assert list(write_full_files(opened(tmp_path), tmp_path, 0, 1, FS)) == ["model.safetensors"]
