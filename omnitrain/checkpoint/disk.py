@@ -142,6 +142,14 @@ def listing(folder: Path) -> tuple[list[Path], list[Path]]:
     return sorted(files), folders
 
 
+def read_or_none(path: Path) -> bytes | None:
+    """Return the content of a file, or None if it cannot be read."""
+    try:
+        return path.read_bytes()
+    except OSError:
+        return None
+
+
 def write_pieces(path: Path, pieces: Iterable[bytes | memoryview]) -> None:
     """Write a file piece by piece, and start the disk at once, so that a later sync waits less.
 

@@ -195,7 +195,7 @@ class Lock:
             if time.monotonic() < end:
                 time.sleep(0.05)
                 return False
-            raise self._in_use_error(_read(descriptor))
+            raise in_use_error(str(self.path.parent), _read(descriptor))
         if not self._is_at_path(descriptor):
             return False
         owner, is_certain = _read(descriptor), True
@@ -205,11 +205,11 @@ class Lock:
                 time.sleep(0.05)
                 return False
             if state == "alive" or (state == "unknown" and self._sees_heartbeat(descriptor, owner)):
-                raise self._in_use_error(owner)
+                raise in_use_error(str(self.path.parent), owner)
             if _read(descriptor) != owner or not self._is_at_path(descriptor):
                 return False
             how = "is a copy, whose original is locked by" if state == "copy" else "was left locked by"
-            logger.warning("%r %s %s. It is taken over.", str(self.path.parent), how, _describe(owner))
+            logger.warning("%r %s %s. It is taken over.", str(self.path.parent), how, describe_owner(owner))
             is_certain = state != "unknown" and bool(is_exclusive)
         self._write(descriptor)
         if is_new or is_certain:
@@ -242,7 +242,7 @@ class Lock:
         patience = STALE_S if age < 0 else min(STALE_S, max(WATCH_S, STALE_S - age))
         logger.warning(
             "%r is locked by %s. Waiting for a heartbeat, at most %.0f s.",
-            str(self.path.parent), _describe(owner), patience,
+            str(self.path.parent), describe_owner(owner), patience,
         )  # fmt: skip
         end = time.monotonic() + patience
         while time.monotonic() < end:
@@ -271,12 +271,6 @@ class Lock:
         except OSError:
             return -1.0
 
-    def _in_use_error(self, owner: Owner | None) -> CheckpointError:
-        return CheckpointError(
-            f"{str(self.path.parent)!r} is in use by {_describe(owner)}. Wait until it ends, stop it, or pass another "
-            f"`save_dir`. If you are sure that it is gone, delete {str(self.path)!r}."
-        )
-
     def _taken_over_error(self, owner: Owner | None) -> CheckpointError:
         if owner is None:
             with contextlib.suppress(OSError):
@@ -284,8 +278,8 @@ class Lock:
                 owner = _read(descriptor)
                 os.close(descriptor)
         return CheckpointError(
-            f"{str(self.path.parent)!r} was taken over by {_describe(owner)}, because this run sent no heartbeat or "
-            f"its {LOCK!r} was deleted. This run saves nothing more there, so that files of the two do not mix. The "
+            f"{str(self.path.parent)!r} was taken over by {describe_owner(owner)}, because this run sent no heartbeat "
+            f"or its {LOCK!r} was deleted. This run saves nothing more there, so that files of the two do not mix. The "
             "checkpoints there are complete: stop the other run, or resume from them with another `save_dir`."
         )
 
@@ -384,7 +378,16 @@ def _state_of(
     return "alive" if is_alive(owner) else "gone"
 
 
-def _describe(owner: Mapping[str, Any] | None) -> str:
+def describe_owner(owner: Mapping[str, Any] | None) -> str:
+    """Return the owner of a lock as text for errors."""
     if owner is None:
         return "an unknown run"
-    return f"process {owner['pid']} on {owner['host']!r}, run {owner['token']}, since {owner.get('since')}"
+    return f"process {owner.get('pid')} on {owner['host']!r}, run {owner['token']}, since {owner.get('since')}"
+
+
+def in_use_error(folder: str, owner: Mapping[str, Any] | None) -> CheckpointError:
+    """Return the error for a folder that another run has locked."""
+    return CheckpointError(
+        f"{folder!r} is in use by {describe_owner(owner)}. Wait until it ends, stop it, or pass another `save_dir`. If "
+        f"you are sure that it is gone, delete {f'{folder}/{LOCK}'!r}."
+    )

@@ -264,6 +264,7 @@ def row(value: Any, where: str) -> None:
 
 _rows = list_of(row)
 _float = number(allow_nonfinite=True)
+_options = nullable(dict_of(_anything))
 _sums = record({"sum": _float, "weight": number(), "marked": list_of(_float, 2)})
 _generators = record(
     {"python": record({"version": integer(3, 3), "gauss": nullable(number())})},
@@ -309,9 +310,9 @@ _REQUIRED: dict[str, Check] = {
         },
         {
             "optimizer_groups": nullable(list_of(record({}, {"lr": number()}))),
-            "lr_scheduler_options": nullable(dict_of(_anything)),
-            "algorithm_options": nullable(dict_of(_anything)),
-            "callback_options": nullable(dict_of(_anything)),
+            "lr_scheduler_options": _options,
+            "algorithm_options": _options,
+            "callback_options": _options,
         },
     ),
     "progress": record(

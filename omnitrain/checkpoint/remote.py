@@ -199,6 +199,10 @@ class RemoteCheckpoint:
         return len(self.data) + sum(entry["size"] for entry in self.files.values())
 
 
+Copies = Mapping[int, RemoteCheckpoint]
+"""The complete checkpoints on a store, by step."""
+
+
 class RemoteFolder:
     """A folder of a remote store, with the operations that a run needs.
 
@@ -385,7 +389,7 @@ class RemoteFolder:
                 complete[copy.info.step] = copy
         return complete
 
-    def check_pointer(self, which: str, copies: Mapping[int, RemoteCheckpoint], local_step: int = -1) -> None:
+    def check_pointer(self, which: str, copies: Copies, local_step: int = -1) -> None:
         """Reject a `last` or `best` that refers to an incomplete checkpoint, instead of using an older one.
 
         Args:
@@ -721,7 +725,7 @@ def _read_header_bytes(remote: RemoteFolder, key: str, size: int) -> bytes:
     return remote.read(key, 0, min(size, end)) if len(head) < end else head
 
 
-def select_checkpoint(remote: RemoteFolder, copies: Mapping[int, RemoteCheckpoint], which: str) -> RemoteCheckpoint:
+def select_checkpoint(remote: RemoteFolder, copies: Copies, which: str) -> RemoteCheckpoint:
     """Return the complete checkpoint to which "last", "best" or the name of a folder refers.
 
     Raises:

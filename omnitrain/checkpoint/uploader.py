@@ -18,10 +18,12 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from omnitrain.checkpoint.lock import LOCK
+from omnitrain.checkpoint.disk import read_or_none
+from omnitrain.checkpoint.lock import LOCK, describe_owner, in_use_error
 from omnitrain.checkpoint.manifest import MANIFEST, FileEntry
 from omnitrain.checkpoint.remote import (
     WORKERS,
+    Copies,
     RemoteCheckpoint,
     RemoteFolder,
     format_bytes,
@@ -76,7 +78,7 @@ class RemoteLock:
         self._stopping = threading.Event()
         self._writing = threading.Lock()
         self._beats = 0
-        self._since = _now()
+        self._since = datetime.now(UTC).isoformat(timespec="seconds")
         self.lost: str = ""
 
     def acquire(self) -> None:
@@ -92,12 +94,12 @@ class RemoteLock:
             owner = self._read()
             if owner is not None:
                 if not self._is_gone(owner):
-                    raise self._in_use_error(owner)
-                logger.warning("%s was left locked by %s. It is taken over.", self._remote.name, _describe(owner))
+                    raise in_use_error(self._remote.name, owner)
+                logger.warning("%s was left locked by %s. It is taken over.", self._remote.name, describe_owner(owner))
             self._write()
             owner = self._read()
         if owner is not None and owner["token"] != self._token:
-            raise self._in_use_error(owner)
+            raise in_use_error(self._remote.name, owner)
         threading.Thread(target=self._beat, name="omnitrain-remote-lock", daemon=True).start()
 
     def release(self) -> None:
@@ -131,7 +133,7 @@ class RemoteLock:
                     return
                 owner = self._read()
                 if owner is not None and owner["token"] != self._token:
-                    self.lost = _describe(owner)
+                    self.lost = describe_owner(owner)
                     return
                 self._write()
 
@@ -161,8 +163,9 @@ class RemoteLock:
         if time.time() - float(owner.get("at") or 0) > STALE_S:
             return True
         logger.warning(
-            "%s is locked by %s. Waiting for a heartbeat, at most %.0f s.", self._remote.name, _describe(owner), WATCH_S
-        )
+            "%s is locked by %s. Waiting for a heartbeat, at most %.0f s.",
+            self._remote.name, describe_owner(owner), WATCH_S,
+        )  # fmt: skip
         end = time.monotonic() + WATCH_S
         while time.monotonic() < end:
             time.sleep(min(2.0, WATCH_S / 4))
@@ -171,22 +174,8 @@ class RemoteLock:
                 return current is None
         return True
 
-    def _in_use_error(self, owner: Mapping[str, Any]) -> CheckpointError:
-        return CheckpointError(
-            f"{self._remote.name!r} is in use by {_describe(owner)}. Wait until it ends, stop it, or pass another "
-            f"`save_dir`. If you are sure that it is gone, delete '{self._remote.name}/{LOCK}'."
-        )
-
 
 _NAMES = ("token", "host", "boot", "namespace")
-
-
-def _now() -> str:
-    return datetime.now(UTC).isoformat(timespec="seconds")
-
-
-def _describe(owner: Mapping[str, Any]) -> str:
-    return f"process {owner.get('pid')} on {owner['host']!r}, run {owner['token']}, since {owner.get('since')}"
 
 
 class _StoppedError(Exception):
@@ -210,12 +199,7 @@ class Uploader:
     """
 
     def __init__(
-        self,
-        remote: RemoteFolder,
-        root: Path,
-        copies: Mapping[int, RemoteCheckpoint],
-        lock: RemoteLock,
-        leftovers: Collection[str] = (),
+        self, remote: RemoteFolder, root: Path, copies: Copies, lock: RemoteLock, leftovers: Collection[str] = ()
     ) -> None:
         self._remote, self._root, self._lock, self._leftovers = remote, root, lock, set(leftovers)
         self.copies: dict[int, RemoteCheckpoint] = dict(copies)
@@ -447,7 +431,7 @@ class Uploader:
     def _upload(self, step: int) -> None:
         """Upload a checkpoint, unless it is uploaded already, or was deleted or replaced locally."""
         folder, remote = self._folder(step), self._remote
-        data = _read(folder / MANIFEST)
+        data = read_or_none(folder / MANIFEST)
         if data is None:  # deleted by retention
             return
         copy, previous = RemoteCheckpoint.parse(folder.name, data, repr(str(folder))), self.copies.get(step)
@@ -473,10 +457,10 @@ class Uploader:
         try:
             in_parallel(send, copy.files, WORKERS)
         except OSError:
-            if _read(folder / MANIFEST) != data:  # the files were deleted, or replaced by another save
+            if read_or_none(folder / MANIFEST) != data:  # the files were deleted, or replaced by another save
                 return
             raise
-        if _read(folder / MANIFEST) != data:
+        if read_or_none(folder / MANIFEST) != data:
             return
         self._send_files()  # before the manifest: a run that resumes from it needs all rows up to it
         self._check()
@@ -569,13 +553,6 @@ class Uploader:
             with self._changed:
                 self._to_delete.discard(step)
             self._progress += 1
-
-
-def _read(path: Path) -> bytes | None:
-    try:
-        return path.read_bytes()
-    except OSError:
-        return None
 
 
 def wait_limit() -> float:

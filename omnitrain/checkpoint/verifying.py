@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
+from omnitrain.checkpoint.disk import read_or_none
 from omnitrain.checkpoint.manifest import MANIFEST, Check, FileEntry, check_hashes
 from omnitrain.core.errors import CheckpointError
 from omnitrain.distributed.ranks import Ranks
@@ -31,7 +32,7 @@ def find_with_shared_hashing(ranks: Ranks, find: Callable[[Check], T]) -> T:
         return cast(T, ranks.on_main("the choice of a checkpoint", _nothing))
 
     def check(folder: Path, files: Mapping[str, FileEntry]) -> None:
-        manifest, size = _read_bytes(folder / MANIFEST), sum(entry["size"] for entry in files.values())
+        manifest, size = read_or_none(folder / MANIFEST), sum(entry["size"] for entry in files.values())
         if ranks.world_size == 1 or size < _MIN_SHARED_BYTES or manifest is None:
             check_hashes(folder, files)
             return
@@ -58,7 +59,7 @@ def find_with_shared_hashing(ranks: Ranks, find: Callable[[Check], T]) -> T:
 def _hash_share(ranks: Ranks, folder: Path, files: Mapping[str, FileEntry], manifest_digest: bytes) -> None:
     """Hash this rank's share of the files; on the main rank raise the error of any rank."""
     # a folder of this name on another machine may hold a different checkpoint
-    has_files = ranks.is_main or hashlib.sha256(_read_bytes(folder / MANIFEST) or b"").digest() == manifest_digest
+    has_files = ranks.is_main or hashlib.sha256(read_or_none(folder / MANIFEST) or b"").digest() == manifest_digest
     flags = ranks.gather("a look at a checkpoint", has_files)
     loads = {rank: 0 for rank, flag in enumerate(flags) if flag}
     share: dict[str, FileEntry] = {}
@@ -75,13 +76,6 @@ def _hash_share(ranks: Ranks, folder: Path, files: Mapping[str, FileEntry], mani
     messages = list(filter(None, ranks.gather("the hashes of a checkpoint", message)))
     if messages and ranks.is_main:
         raise CheckpointError(messages[0])
-
-
-def _read_bytes(path: Path) -> bytes | None:
-    try:
-        return path.read_bytes()
-    except OSError:
-        return None
 
 
 def _nothing() -> None:

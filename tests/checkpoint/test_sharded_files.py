@@ -434,7 +434,7 @@ def test_block_is_the_same_for_any_buffer(
     buffer: int, run: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(tensor_reader, "_BUFFER", buffer)
-    monkeypatch.setattr(tensor_reader, "_RUN", run)
+    monkeypatch.setattr(tensor_reader, "_MIN_RUN", run)
     whole = values_of((4, 5, 6))
     save_tensors({"w": whole}, tmp_path / "rank-00000.safetensors")
     source = opened(tmp_path)
