@@ -1,7 +1,6 @@
-"""Logs and evaluations as JSON rows in `metrics.jsonl`, which survives a kill and a resume.
+"""Logs and evaluations as JSON rows in `metrics.jsonl`.
 
-This file says how a row is written and read. It does not read them for a plot or a table: `MetricsDict` keeps the
-history of the evaluations.
+Not for reading rows back into a plot or a table: `MetricsDict` has the history of the evaluations.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ from typing import Any
 
 from omnitrain.core.duration import Duration
 from omnitrain.core.history import read_row
-from omnitrain.loggers.rows import DAMAGED, Row, RowFile, cut_back
+from omnitrain.loggers.rows import DAMAGED, Row, RowFile, truncate_rows
 
 
 class JsonlLogger(RowFile):
@@ -27,7 +26,7 @@ class JsonlLogger(RowFile):
 
     Args:
         filename: The name of the file in `save_dir`.
-        every: The interval of the rows of training, such as "100ba"; None writes each. Rows in between are left out.
+        every: The interval of the rows of training, such as "100ba"; None writes each.
 
     >>> reporters = [JsonlLogger()]  # Trainer(..., save_dir="runs/a", callbacks=reporters)
     """
@@ -36,35 +35,35 @@ class JsonlLogger(RowFile):
         super().__init__(filename, every)
 
     def _line(self, row: Mapping[str, Any]) -> bytes:
-        facts = ("kind", "step", "epoch", "final")
-        plain = {name: value if name in facts else _finite(value) for name, value in row.items()}
-        return (json.dumps(plain, allow_nan=False) + "\n").encode()
+        metadata = ("kind", "step", "epoch", "final")
+        values = {name: value if name in metadata else _finite(value) for name, value in row.items()}
+        return (json.dumps(values, allow_nan=False) + "\n").encode()
 
     def _rows_of(self, path: Path, until: float) -> Iterator[Row]:
         return _rows_of(path, until)
 
 
 def keep_rows(path: Path, until: float) -> dict[str, tuple[int, float]]:
-    """Drop the rows of `path` after the step `until`, and whatever is not a whole row.
+    """Drop the rows of `path` after the step `until`, and incomplete or damaged rows.
 
     Returns:
-        The last (step, epoch) kept of each kind.
+        The last remaining (step, epoch) of each kind.
     """
-    return cut_back(path, lambda path: _rows_of(path, until))
+    return truncate_rows(path, lambda path: _rows_of(path, until))
 
 
 def _rows_of(path: Path, until: float) -> Iterator[Row]:
-    """Yield each whole row up to the step `until`, and the lines that are no rows."""
+    """Yield each complete row up to the step `until`, and damaged lines."""
     start = 0
     with path.open("rb") as file:
         for line in file:
             start += len(line)
             row = read_row(line)
             if row is None or "epoch" not in row:
-                if line.endswith(b"\n") and until >= 0:  # else a killed run has written half of it
+                if line.endswith(b"\n") and until >= 0:  # otherwise a row that a killed run did not complete
                     yield start - len(line), line, DAMAGED, (0, 0.0)
                 continue
-            # The rows that close a run fall on no interval; a longer run would not have had them.
+            # Rows written at the end of a run are off the interval: a longer run would not have them.
             if row["step"] <= until and not (row.get("final") and until < math.inf):
                 yield start - len(line), line, row["kind"], (row["step"], round(float(row["epoch"]), 6))
 

@@ -1,6 +1,6 @@
-"""Rows of values in a file that survives a kill and a resume; JSON lines and CSV are two ways to write them.
+"""Crash-safe files of rows, the base of the JSONL and CSV loggers.
 
-Also here: which rows a logger shows, and what is left of a histogram where only numbers can be written.
+Also the interval of rows that all loggers share, and the statistics of histograms for loggers of numbers only.
 """
 
 from __future__ import annotations
@@ -26,18 +26,18 @@ from omnitrain.core.paths import local_path
 
 logger: logging.Logger = logging.getLogger("omnitrain")
 
-MAX_WAITING = 10_000
+MAX_PENDING = 10_000
 """Rows kept in memory while a disk fails; beyond that the oldest are lost, with a warning."""
 
 Row = tuple[int, bytes, str, tuple[int, float]]
-"""Offset, line, kind and (step, epoch) of a row in a file; the header of a table has no kind."""
+"""Offset, line, kind and (step, epoch) of a row in a file; the kind of a table header is empty."""
 
 DAMAGED = "damaged"
-"""The kind of a line that should be a row, and is none."""
+"""The kind of a line that is not a valid row."""
 
 
 def row_kind(logs: Mapping[str, float]) -> Literal["train", "test"]:
-    """Tell a row of training from the result of a test: both arrive by `on_log`.
+    """Distinguish a row of training from the result of a test: `on_log` receives both.
 
     >>> row_kind({"step": 10, "loss": 0.5}), row_kind({"test_loss": 0.6})
     ('train', 'test')
@@ -45,57 +45,57 @@ def row_kind(logs: Mapping[str, float]) -> Literal["train", "test"]:
     return "test" if any(name.startswith("test_") for name in logs) else "train"
 
 
-def numbers_of(name: str, histogram: Histogram) -> dict[str, float]:
-    """Return what describes a histogram in numbers.
+def histogram_stats(name: str, histogram: Histogram) -> dict[str, float]:
+    """Return the minimum, maximum, mean and standard deviation of a histogram.
 
-    >>> numbers_of("weights", Histogram(edges=[0, 2, 4], counts=[1, 1], low=1.0, high=3.0, total=4.0, squares=10.0))
+    >>> histogram_stats("weights", Histogram(edges=[0, 2, 4], counts=[1, 1], low=1.0, high=3.0, total=4.0, squares=10.0))
     {'weights/min': 1.0, 'weights/max': 3.0, 'weights/mean': 2.0, 'weights/std': 1.0}
     """
     count = sum(histogram.counts)
     mean = histogram.total / count if count else math.nan
     variance = histogram.squares / count - mean**2 if count else math.nan
     std = math.sqrt(max(variance, 0.0)) if math.isfinite(variance) else math.nan
-    values = {"min": histogram.low, "max": histogram.high, "mean": mean, "std": std}
-    return {f"{name}/{what}": float(value) for what, value in values.items()}
+    stats = {"min": histogram.low, "max": histogram.high, "mean": mean, "std": std}
+    return {f"{name}/{stat}": float(value) for stat, value in stats.items()}
 
 
 class Pace:
-    """Decides which rows of training a logger shows: all, or one per interval.
+    """Decides which rows of training a logger writes: all, or one per interval.
 
     Args:
         every: The interval, as a number of steps or a duration such as "100ba" or "10m"; None is every row.
 
     Raises:
-        ConfigError: If `every` is no duration.
+        ConfigError: If `every` is not a duration.
     """
 
     def __init__(self, every: int | str | Duration | None = None) -> None:
         self._duration = None if every is None else Duration.parse(every, "ba", "every")
         self._every: Every | None = None
-        self._seen: int | None = None
-        """How many intervals a checkpoint has counted."""
+        self._restored_count: int | None = None
+        """Number of intervals in the restored checkpoint."""
 
     def begin(self, trainer: TrainerLike) -> None:
-        """Start at the trainer's position, or where the checkpoint that is resumed was."""
+        """Start at the trainer's position, or at the count of the resumed checkpoint."""
         if self._duration is None:
             return
         self._every = Every(self._duration, trainer.limits)
         self._every.restart(trainer.progress)
-        if self._seen is not None and trainer.progress.step:
-            self._every.count = self._seen
-        self._seen = None
+        if self._restored_count is not None and trainer.progress.step:
+            self._every.count = self._restored_count
+        self._restored_count = None
 
     def shows(self, trainer: TrainerLike) -> bool:
-        """Return whether a row of training at the trainer's position is shown: at each interval, and the last one."""
+        """Return whether to write a row of training now: at each interval, and at the end of the run."""
         return self._every is None or self._every.due(trainer.progress) or trainer.lifecycle.is_closing
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the intervals counted, if there are any."""
+        """Return the number of intervals so far, if an interval is set."""
         return {} if self._every is None else {"shown": self._every.count}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take back the intervals counted."""
-        self._seen = state.get("shown")
+        """Restore the number of intervals."""
+        self._restored_count = state.get("shown")
 
 
 class RowFile(Callback, ABC):
@@ -106,7 +106,7 @@ class RowFile(Callback, ABC):
 
     Args:
         filename: The name of the file in `save_dir`.
-        every: The interval of the rows of training, such as "100ba"; None writes each. Rows in between are left out.
+        every: The interval of the rows of training, such as "100ba"; None writes each.
     """
 
     order: ClassVar[int] | int = 40
@@ -116,27 +116,27 @@ class RowFile(Callback, ABC):
         self._pace = Pace(every)
         self._path: Path | None = None
         self._file: FileIO | None = None
-        self._until: float | None = None
-        """The step to cut the file back to before writing; a failing disk may delay this."""
-        self._waiting: deque[dict[str, Any]] = deque(maxlen=MAX_WAITING)
-        """Rows not in the file yet."""
+        self._truncate_step: float | None = None
+        """The step to truncate the file to before writing; a failing disk may delay this."""
+        self._pending_rows: deque[dict[str, Any]] = deque(maxlen=MAX_PENDING)
+        """Rows that are not in the file yet."""
         self._lost = 0
         self._last: dict[str, tuple[int, float]] = {}
         self._tolerance = Tolerance(filename, "Its rows are kept in memory until they can be written.")
 
     @abstractmethod
     def _line(self, row: Mapping[str, Any]) -> bytes:
-        """Return a row as it stands in the file."""
+        """Return a row as a line of the file."""
 
     @abstractmethod
     def _rows_of(self, path: Path, until: float) -> Iterator[Row]:
-        """Yield each whole row up to the step `until`, and the lines that are no rows, of the kind `DAMAGED`."""
+        """Yield each complete row up to the step `until`, and damaged lines of the kind `DAMAGED`."""
 
-    def _make_room(self, row: Mapping[str, Any]) -> None:
-        """Change the open file so that a row fits in, if it does not."""
+    def _fit_row(self, row: Mapping[str, Any]) -> None:
+        """Extend the open file if a row does not fit its columns."""
 
     def on_train_start(self, trainer: TrainerLike) -> None:
-        """Empty the file, or cut it back to the step from which the run resumes."""
+        """Empty the file, or truncate it to the step from which the run resumes."""
         is_fresh = trainer.progress.step == 0 and trainer.lifecycle.saved_at is None
         self._pace.begin(trainer)
         self._begin(trainer, until=-1 if is_fresh else trainer.progress.step)
@@ -149,7 +149,7 @@ class RowFile(Callback, ABC):
         elif self._path is not None:
             self._append(trainer, "test", logs)
         else:
-            self._begin(trainer, until=math.inf)  # a killed run may have left half a line before this test
+            self._begin(trainer, until=math.inf)  # a killed run may have left an incomplete line
             self._append(trainer, "test", logs)
             self._end()
 
@@ -158,10 +158,10 @@ class RowFile(Callback, ABC):
         self._append(trainer, "eval", metrics)
 
     def on_report(self, trainer: TrainerLike, values: Mapping[str, str | Histogram]) -> None:
-        """Append a row of kind `report`, in which four numbers stand for each histogram."""
+        """Append a row of kind `report`, with four statistics per histogram."""
         row: dict[str, Any] = {}
         for name, value in values.items():
-            row |= {name: value} if isinstance(value, str) else numbers_of(name, value)
+            row |= {name: value} if isinstance(value, str) else histogram_stats(name, value)
         self._append(trainer, "report", row)
 
     def on_train_end(self, trainer: TrainerLike) -> None:
@@ -169,16 +169,16 @@ class RowFile(Callback, ABC):
         self._end()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return how far the interval has come."""
+        """Return the state of the interval."""
         return self._pace.state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take back how far the interval had come."""
+        """Restore the state of the interval."""
         self._pace.load_state_dict(state)
 
     def _begin(self, trainer: TrainerLike, until: float) -> None:
-        self._last, self._until, self._lost = {}, until, 0
-        self._waiting.clear()
+        self._last, self._truncate_step, self._lost = {}, until, 0
+        self._pending_rows.clear()
         self._path = None
         if trainer.save_dir is not None and trainer.is_main_process:
             self._path = Path(trainer.save_dir) / self.filename
@@ -188,7 +188,7 @@ class RowFile(Callback, ABC):
         if self._path is None:
             return
         self._write()
-        lost = self._lost + len(self._waiting)
+        lost = self._lost + len(self._pending_rows)
         if lost:
             logger.error("%s lacks %d rows that could not be written.", str(self._path), lost)
         self._close()
@@ -201,52 +201,54 @@ class RowFile(Callback, ABC):
             int(values.get("step", trainer.progress.step)),
             values.get("epoch", round(trainer.progress.epochs, 6)),
         )
-        # The row may be there already: a resumed run repeats an evaluation whose checkpoint was lost in a kill, and
-        # the last log of a run may repeat a step. Rounded, because `epochs` is a tiny bit smaller before an epoch is
-        # closed than after; compared at all, because a trainer with its own loop may count no steps.
+        # The row may exist already: a resumed run repeats an evaluation whose checkpoint was lost in a kill, and the
+        # last log of a run may repeat a step. Rounded, because `epochs` is slightly smaller before an epoch is closed
+        # than after; compared by epoch too, because a trainer with a custom loop may count no steps.
         position = (step, round(float(epoch), 6))
         if kind != "test":
             if position <= self._last.get(kind, (-1, 0.0)):
                 return
-            if kind != "report":  # of which a step may have several
+            if kind != "report":  # a step may have several reports
                 self._last[kind] = position
         row: dict[str, Any] = {"kind": kind, "step": step, "epoch": epoch}
         row |= {name: value for name, value in sort_for_display(values).items() if name not in row}
         if trainer.lifecycle.is_closing:
             row["final"] = True
-        self._lost += len(self._waiting) == self._waiting.maxlen
-        self._waiting.append(row)
+        self._lost += len(self._pending_rows) == self._pending_rows.maxlen
+        self._pending_rows.append(row)
         self._write()
 
     def _write(self) -> None:
-        """Write the waiting rows, and open the file if needed."""
+        """Write the pending rows, and open the file if needed."""
         with self._tolerance:
             try:
                 if self._file is not None and not os.fstat(self._file.fileno()).st_nlink:
                     logger.warning("%s was deleted during the run: a new one is started.", str(self._path))
                     self._close()
                 file = self._file or self._open()
-                while self._waiting:
-                    self._make_room(self._waiting[0])
-                    file, line = self._file or file, self._line(self._waiting[0])
+                while self._pending_rows:
+                    self._fit_row(self._pending_rows[0])
+                    file, line = self._file or file, self._line(self._pending_rows[0])
                     if file.write(line) != len(line):
                         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), self.filename)
-                    self._waiting.popleft()
+                    self._pending_rows.popleft()
             except OSError:
-                self._until = math.inf if self._file is not None else self._until  # half a row may be written
+                self._truncate_step = (
+                    math.inf if self._file is not None else self._truncate_step
+                )  # the last row may be incomplete
                 self._close()
                 raise
 
     def _open(self) -> FileIO:
         assert self._path is not None
         self._path.parent.mkdir(parents=True, exist_ok=True)
-        if self._until is not None:
-            until = self._until
-            found = cut_back(self._path, lambda path: self._rows_of(path, until))
-            if until == math.inf:  # the run goes on after an error, and may have more reports of this step
-                found.pop("report", None)
-            self._last = found | self._last
-            self._until = None
+        if self._truncate_step is not None:
+            until = self._truncate_step
+            positions = truncate_rows(self._path, lambda path: self._rows_of(path, until))
+            if until == math.inf:  # after an error the run continues, and may have more reports of this step
+                positions.pop("report", None)
+            self._last = positions | self._last
+            self._truncate_step = None
         # Unbuffered: each row reaches the operating system at once, so a killed process loses none.
         self._file = open_to_append(self._path)
         return self._file
@@ -258,35 +260,36 @@ class RowFile(Callback, ABC):
                 file.close()
 
 
-def cut_back(path: Path, rows_of: Callable[[Path], Iterator[Row]]) -> dict[str, tuple[int, float]]:
-    """Drop all of a file but the rows that `rows_of` finds in it.
+def truncate_rows(path: Path, rows_of: Callable[[Path], Iterator[Row]]) -> dict[str, tuple[int, float]]:
+    """Drop everything from a file except the rows that `rows_of` yields.
 
-    A killed process may leave half a row at the end. Usually the end of the file is cut off, which works on a full
-    disk. Otherwise the file is replaced, so a kill leaves the old one. A file with damaged lines is kept under another
-    name, which is logged.
+    A killed process may leave an incomplete row at the end. Usually the file is truncated, which works on a full disk.
+    Otherwise the file is replaced atomically. A file with damaged lines is copied to another name, which is logged.
 
     Returns:
-        The last (step, epoch) kept of each kind.
+        The last remaining (step, epoch) of each kind.
     """
     last: dict[str, tuple[int, float]] = {}
     check_not_link(path)
     if not path.is_file():
         return last
-    end, is_beginning, damaged = 0, True, 0
+    end, is_prefix, damaged = 0, True, 0
     for start, line, kind, position in rows_of(path):
         if kind == DAMAGED:
             damaged += 1
             continue
         if kind:
             last[kind] = position
-        is_beginning = is_beginning and start == end and line.endswith(b"\n")
+        is_prefix = is_prefix and start == end and line.endswith(b"\n")
         end = start + len(line)
     if damaged:
         copy = path.with_name(f"{path.name}.damaged")
         with path.open("rb") as file:
             replace_file(copy, iter(lambda: file.read(1 << 20), b""))
-        logger.warning("%s has %d damaged lines, which are left out now. %r has them.", str(path), damaged, copy.name)
-    if is_beginning:
+        logger.warning(
+            "%s had %d damaged lines, which are removed. %r has the original.", str(path), damaged, copy.name
+        )
+    if is_prefix:
         with open(path, "r+b", opener=open_file) as file:
             if end < os.fstat(file.fileno()).st_size:
                 file.truncate(end)

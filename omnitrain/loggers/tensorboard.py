@@ -21,7 +21,7 @@ from omnitrain.core.errors import MissingExtraError, Tolerance
 from omnitrain.core.events import Callback, Histogram, TrainerLike
 from omnitrain.core.files import create_folder
 from omnitrain.core.paths import folder_path
-from omnitrain.loggers.rows import MAX_WAITING, Pace, row_kind
+from omnitrain.loggers.rows import MAX_PENDING, Pace, row_kind
 
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
@@ -72,7 +72,7 @@ class TensorBoardLogger(Callback):
         self._is_open = False
         self._purge_step: int | None = None
         """The step from which TensorBoard hides the values of earlier files."""
-        self._events: deque[Event] = deque(maxlen=MAX_WAITING)
+        self._events: deque[Event] = deque(maxlen=MAX_PENDING)
         """What may not be on the disk yet: a failing writer loses what it was given."""
         self._lost = self._given = 0
         """How many of these are lost, and how many were given to the writer."""

@@ -22,7 +22,7 @@ from omnitrain.core.errors import ConfigError, MissingExtraError, Tolerance, did
 from omnitrain.core.events import Callback, Histogram, TrainerLike
 from omnitrain.core.files import replace_file
 from omnitrain.core.metric_format import sort_for_display
-from omnitrain.loggers.rows import Pace, numbers_of, row_kind
+from omnitrain.loggers.rows import Pace, histogram_stats, row_kind
 from omnitrain.loggers.services import SERVICES, Service
 from omnitrain.loggers.tensorboard import dashboard_names
 
@@ -132,7 +132,7 @@ class Tracking(Callback):
                 if isinstance(value, str):
                     service.show_text(tracker, name, value, step)
                 elif not service.show_histogram(tracker, name, value, step):
-                    numbers |= numbers_of(name, value)
+                    numbers |= histogram_stats(name, value)
             if numbers:
                 tracker.log(numbers, step=step)
 

@@ -355,7 +355,7 @@ def test_metric_rows_wait_for_the_disk(
             assert train_steps(folder / name) == [*range(1, 31)]
             messages = [text for text in caplog.messages if "metrics.jsonl" in text]
             assert len(messages) == 2 and "cannot be written" in messages[0] and "works again" in messages[1]
-            monkeypatch.setattr(row_files, "MAX_WAITING", 10)
+            monkeypatch.setattr(row_files, "MAX_PENDING", 10)
             caplog.clear()
     assert train_steps(folder / "lost") == [1, 2, 3, *range(11, 31)]
     assert "lacks 7 rows" in caplog.text

@@ -252,7 +252,7 @@ def test_damaged_lines_are_set_aside(logger_class, place, tmp_path, caplog):
         train(logger_class(), make_trainer(tmp_path, step=10), last=20)
     assert [path.name for path in tmp_path.glob("*.damaged")] == [f"{path.name}.damaged"]
     assert path.with_name(f"{path.name}.damaged").read_bytes() == damaged
-    assert caplog.text.count("damaged lines, which are left out now") == 1
+    assert caplog.text.count("damaged lines, which are removed") == 1
     path.with_name(f"{path.name}.damaged").unlink()
     begin = 12 if place == "everywhere" else 2
     assert steps(tmp_path) == list(range(begin, 21, 2))
