@@ -153,8 +153,8 @@ def test_execution_keeps_display() -> None:
     assert [line.split("  ")[0] for line in text.splitlines()] == [
         "model", "train", "save", "<b>note</b>: a text", "step 4/8", "<b>note</b>: a text", "step 8/8", "end",
     ]  # fmt: skip
-    assert "goes on at step 8" in second.outputs[0].data["text/plain"]
-    afresh = "begins afresh with the weights of 12 steps, which train(more=...) would go on with"
+    assert "continues at step 8" in second.outputs[0].data["text/plain"]
+    afresh = "starts again from the weights of 12 steps; train(more=...) continues instead"
     assert afresh in second.outputs[1].data["text/plain"]
     of_trainer, of_metrics, picture = (output.data for output in third.outputs)
     assert "<pre" in of_trainer["text/html"] and "Trainer\nmodel  Linear, 3 parameters" in of_trainer["text/html"]

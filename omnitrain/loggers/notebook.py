@@ -1,7 +1,7 @@
-"""What a notebook shows of a run: a bar, a curve and the table of metrics, drawn anew in one place as the run goes on.
+"""Live notebook display of a run.
 
-IPython alone is needed, and no widgets, so what a finished run shows is kept with the notebook. What is shown when is
-decided in `progress_bar.py`.
+Requires only IPython, no widgets, so that the output of a finished run is saved with the notebook. `progress_bar.py`
+decides what is shown when.
 """
 
 from __future__ import annotations
@@ -18,41 +18,41 @@ from omnitrain.core.history import MetricsDict
 from omnitrain.loggers.summary import opening, position
 
 REFRESH_SECONDS = 0.5
-"""One drawing sends some kilobytes to the browser and takes about a millisecond."""
-_MOST_POINTS = 300
+"""A refresh sends some kilobytes to the browser and takes about a millisecond."""
+_MAX_POINTS = 300
 _COLORS = ("#1f77b4", "#ff7f0e")
 _WIDTH, _HEIGHT, _LEFT, _BOTTOM = 560, 150, 60, 20
 
 
 def is_notebook(stream: Any) -> bool:
-    """Whether text that is printed to a stream appears in a notebook."""
-    # `%%capture` and a redirected stdout have another stream, which gets lines
+    """Whether text printed to a stream appears in a notebook."""
+    # `%%capture` and a redirected stdout have another stream, which gets plain lines
     return "ipykernel" in sys.modules and type(stream).__module__.startswith("ipykernel.")
 
 
 def show_in_notebooks(kind: type, to_html: Callable[[Any], str]) -> None:
-    """Have IPython, if this is one, show the objects of a class as HTML."""
+    """Register an HTML formatter for a class, if this is IPython."""
     shell = sys.modules["IPython"].get_ipython() if "IPython" in sys.modules else None
     if shell is not None:
         shell.display_formatter.formatters["text/html"].for_type(kind, to_html)
 
 
 def trainer_html(trainer: TrainerLike) -> str:
-    """Return what a notebook shows of a trainer: its first lines, how far it is, and its metrics."""
+    """Return the HTML representation of a trainer: its summary, position and metrics."""
     lines = [type(trainer).__name__, *opening(trainer, is_start=False)]
     step = trainer.progress.step
     if step:
         lines.append(f"at {position(step, trainer.total_steps, trainer.limits.fraction(trainer.progress))}")
     metrics = trainer.metrics
     has_rows = metrics["valid"] or metrics["train_metrics_history"] or metrics["test"]
-    return "\n".join([_text(lines), *([metrics._repr_html_()] if has_rows else [])])
+    return "\n".join([_pre_html(lines), *([metrics._repr_html_()] if has_rows else [])])
 
 
 class NotebookPanel:
-    """The display of one run in the output of a cell; each run has its own, so that none is lost.
+    """The display of one run in the output of a cell; each run has a separate one, so that none is lost.
 
     Args:
-        first: Lines to begin with.
+        first: The first lines.
     """
 
     def __init__(self, first: Sequence[str]) -> None:
@@ -63,11 +63,11 @@ class NotebookPanel:
         self._notes: list[str] = []
         self._status: tuple[float, str] = (0.0, "")
         self._curves: dict[str, list[tuple[float, float]]] = {"loss": [], "eval_loss": []}
-        self._next = 0.0
+        self._next_refresh = 0.0
         self._handle = display(self._content(None), raw=True, display_id=True)
 
     def add_line(self, line: str, is_note: bool = True) -> None:
-        """Add a line of text, such as a preview; one that is no note is shown only where there is no HTML."""
+        """Add a line of text, such as a preview; a line with `is_note=False` is shown only without HTML."""
         self._lines.append(line)
         if is_note:
             self._notes.append(line)
@@ -78,51 +78,50 @@ class NotebookPanel:
             value = values.get(name)
             if isinstance(value, (int, float)) and math.isfinite(value):
                 points.append((step, float(value)))
-                if len(points) > _MOST_POINTS:
+                if len(points) > _MAX_POINTS:
                     del points[1:-1:2]
 
-    def refresh(self, fraction: float, words: str, metrics: MetricsDict, is_last: bool = False) -> None:
-        """Draw the panel anew, at most about twice a second.
+    def refresh(self, fraction: float, status: str, metrics: MetricsDict, is_last: bool = False) -> None:
+        """Redraw the panel, at most about twice a second.
 
         Args:
-            fraction: How much of the run is done, from 0 to 1.
-            words: What to write beside the bar.
+            fraction: The completed fraction of the run, from 0 to 1.
+            status: The text next to the bar.
             metrics: The history of the run.
-            is_last: Whether to draw in any case.
+            is_last: Whether to redraw regardless of the time.
         """
-        now = perf_counter()
-        if not is_last and now < self._next:
+        time = perf_counter()
+        if not is_last and time < self._next_refresh:
             return
-        self._next = now + REFRESH_SECONDS
-        self._status = fraction, words
+        self._next_refresh = time + REFRESH_SECONDS
+        self._status = fraction, status
         if self._handle is not None:
             self._handle.update(self._content(metrics), raw=True)
 
     def _content(self, metrics: MetricsDict | None) -> dict[str, str]:
-        fraction, words = self._status
-        parts = [_text(self._first)]
-        parts.append(
-            f'<div><progress value="{fraction:.4f}" max="1" style="width:{_WIDTH}px"></progress></div>{_text([words])}'
-        )
+        fraction, status = self._status
+        parts = [_pre_html(self._first)]
+        bar = f'<progress value="{fraction:.4f}" max="1" style="width:{_WIDTH}px"></progress>'
+        parts.append(f"<div>{bar}</div>{_pre_html([status])}")
         parts.append(curve_svg(self._curves))
         if metrics is not None and (metrics["valid"] or metrics["train_metrics_history"]):
             parts.append(metrics._repr_html_())
-        parts.append(_text(self._notes))
-        text = "\n".join([*self._lines, *([words] if words and fraction < 1.0 else [])])
+        parts.append(_pre_html(self._notes))
+        text = "\n".join([*self._lines, *([status] if status and fraction < 1.0 else [])])
         return {"text/html": "\n".join(filter(None, parts)), "text/plain": text}
 
 
-def _text(lines: Sequence[str]) -> str:
+def _pre_html(lines: Sequence[str]) -> str:
     if not any(lines):
         return ""
     return f'<pre style="margin:2px 0;white-space:pre-wrap">{escape(chr(10).join(lines))}</pre>'
 
 
 def curve_svg(curves: Mapping[str, Sequence[tuple[float, float]]]) -> str:
-    """Return a picture of curves over the step as SVG; nothing if none has two points.
+    """Return a plot of curves over the step as SVG; empty if none has two points.
 
     Args:
-        curves: The points (step, value) of each by its name.
+        curves: The points (step, value) of each curve by name.
     """
     drawn = {name: points for name, points in curves.items() if len(points) > 1}
     if not drawn:
@@ -130,10 +129,10 @@ def curve_svg(curves: Mapping[str, Sequence[tuple[float, float]]]) -> str:
     xs = [x for points in drawn.values() for x, _ in points]
     ys = [y for points in drawn.values() for _, y in points]
     x0, x1, y0, y1 = min(xs), max(xs), min(ys), max(ys)
-    across, up = (_WIDTH - _LEFT - 10) / ((x1 - x0) or 1.0), (_HEIGHT - _BOTTOM - 10) / ((y1 - y0) or 1.0)
+    x_scale, y_scale = (_WIDTH - _LEFT - 10) / ((x1 - x0) or 1.0), (_HEIGHT - _BOTTOM - 10) / ((y1 - y0) or 1.0)
 
-    def place(x: float, y: float) -> str:
-        return f"{_LEFT + (x - x0) * across:.1f},{_HEIGHT - _BOTTOM - (y - y0) * up:.1f}"
+    def point(x: float, y: float) -> str:
+        return f"{_LEFT + (x - x0) * x_scale:.1f},{_HEIGHT - _BOTTOM - (y - y0) * y_scale:.1f}"
 
     style = 'font-size="11" font-family="sans-serif" fill="currentColor"'
     parts = [f'<svg width="{_WIDTH}" height="{_HEIGHT}" role="img">']
@@ -145,7 +144,7 @@ def curve_svg(curves: Mapping[str, Sequence[tuple[float, float]]]) -> str:
         parts.append(f'<text x="{x}" y="{_HEIGHT - 5}" text-anchor="{anchor}" {style}>{value:g}</text>')
     colors = dict(zip(curves, _COLORS * len(curves), strict=False))
     for number, (name, points) in enumerate(drawn.items()):
-        path = " ".join(place(x, y) for x, y in points)
+        path = " ".join(point(x, y) for x, y in points)
         parts.append(f'<polyline points="{path}" fill="none" stroke="{colors[name]}" stroke-width="1.5"/>')
         label = f'font-size="11" font-family="sans-serif" fill="{colors[name]}"'
         parts.append(f'<text x="{_WIDTH - 16}" y="{22 + 14 * number}" text-anchor="end" {label}>{escape(name)}</text>')

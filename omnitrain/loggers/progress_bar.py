@@ -1,8 +1,7 @@
-"""Console output of a run: what it is, its rows and evaluations, and how it ended.
+"""Console output of a run: a live bar, a notebook panel or lines.
 
-On a terminal the rows are a live bar, in a notebook a panel, in a file or a pipe plain lines. What is shown when is
-decided here. `summary.py` words the first and last lines, `notebook.py` draws the panel, the cadence callback decides
-when to log, and `duration.Limits` knows how far the run has come.
+Decides what is shown when. `summary.py` has the first and last lines, `notebook.py` draws the panel, and the cadence
+callback decides when to log.
 """
 
 from __future__ import annotations
@@ -26,24 +25,24 @@ if TYPE_CHECKING:
     from rich.progress import Progress as RichProgress
 
 
-REFRESH_SECONDS = 0.1  # one drawing takes about 0.5 ms of the training thread, so ten a second cost it 0.5 %
-_MOST_LETTERS = 300
-"""Of a text that a callback reports."""
+REFRESH_SECONDS = 0.1  # a refresh takes about 0.5 ms of the training thread, so ten per second cost 0.5 %
+_MAX_TEXT_LENGTH = 300
+"""Maximum characters shown of a reported text."""
 _BAR_WIDTH = 8
 
 
 class ProgressBar(Callback):
-    """Shows what runs, its rows, each evaluation, the time left and how the run ended, on the main process.
+    """Shows the model, logs, evaluations, remaining time and result of a run, on the main process.
 
-    On a terminal the rows are a live bar, whose words are fewer on a narrow one; a notebook gets a panel with a curve
-    and the table of metrics. Everywhere else (a file, a pipe, a batch log, a terminal that is dumb or has `NO_COLOR`
-    set) each row is a plain line. An evaluation is a line of its own, with "(best)" if it is the best so far. The
-    time left is to the planned end of the run, "at most" where it may stop early.
+    A terminal shows a live bar, with fewer values if it is narrow; a notebook shows a panel with a curve and the table
+    of metrics. Everywhere else (a file, a pipe, a batch log, a dumb terminal or one with `NO_COLOR` set) each row is a
+    plain line. Each evaluation is a separate line, with "(best)" if it is the best so far. The remaining time is to
+    the planned end of the run, "at most" if it may stop early.
 
     Args:
-        enabled: None chooses by the stream. True draws the bar even into a file, False prints nothing.
+        enabled: None decides by the stream. True draws the bar even into a file, False prints nothing.
         stream: Where to print; None is `sys.stdout` at the start of training.
-        every: The interval of the rows that are shown, in steps or as a duration such as "100ba" or "30s"; None shows
+        every: The interval of shown rows, in steps or as a duration such as "100ba" or "30s"; None shows
             every row, at the interval `log_steps` of the trainer. The files and loggers of the run get every row.
 
     >>> reporters = [ProgressBar(every="100ba")]  # Trainer(..., callbacks=reporters)
@@ -69,17 +68,17 @@ class ProgressBar(Callback):
         self._started_at = 0.0
         self._started_from = 0.0
         self._error: BaseException | None = None
-        self._is_gone = False
+        self._is_closed = False
 
     def on_train_start(self, trainer: TrainerLike) -> None:
-        """Print what runs, and draw the bar at the position of the run, which is not 0 after a resume."""
-        self._is_gone, self._error = False, None
+        """Print the summary, and draw the bar at the position of the run, which is not 0 after a resume."""
+        self._is_closed, self._error = False, None
         self._latest_logs, self._latest_eval = {}, {}
         self._started_at, self._started_from = perf_counter(), trainer.limits.fraction(trainer.progress)
         self._interval = None if self.every is None else Every(self.every, trainer.limits)
         if self._interval is not None:
             self._interval.restart(trainer.progress)
-        if not self._prints(trainer):
+        if not self._is_enabled(trainer):
             return
         lines = opening(trainer)
         if self.enabled is None and is_notebook(self.stream or sys.stdout):
@@ -88,7 +87,7 @@ class ProgressBar(Callback):
         console = _bar_console(self.enabled, self.stream)
         for line in lines:
             self._print_line([line])
-        if console is not None and not self._is_gone:
+        if console is not None and not self._is_closed:
             self._guard(lambda: self._start_bar(console, trainer))
 
     def on_step_end(self, trainer: TrainerLike) -> None:
@@ -98,10 +97,10 @@ class ProgressBar(Callback):
 
     def on_log(self, trainer: TrainerLike, logs: Mapping[str, float]) -> None:
         """Show a row of training, or the result of a test."""
-        if not self._prints(trainer):
+        if not self._is_enabled(trainer):
             return
         if any(name.startswith("test_") for name in logs):
-            self._print_line(_words(logs))
+            self._print_line(_format_row(logs))
             return
         if self._panel is not None:
             self._panel.add_point(logs["step"], logs)
@@ -110,30 +109,30 @@ class ProgressBar(Callback):
         self._latest_logs = dict(logs)
         if self._bar is None and self._panel is None:
             fraction = trainer.limits.fraction(trainer.progress)
-            self._print_line([*_words(logs, trainer.total_steps, fraction), *self._times(trainer)])
-        # Not limited by the clock of STEP_END, which has just drawn: with long steps the loss would be a step late.
+            self._print_line([*_format_row(logs, trainer.total_steps, fraction), *self._format_times(trainer)])
+        # A separate limit from STEP_END, which has just redrawn: with long steps the loss would be a step late.
         elif perf_counter() >= self._next_log_refresh:
             self._next_log_refresh = perf_counter() + REFRESH_SECONDS
             self._refresh(trainer)
 
     def on_report(self, trainer: TrainerLike, values: Mapping[str, str | Histogram]) -> None:
-        """Show the beginning of each text; histograms are for loggers."""
-        if not self._prints(trainer):
+        """Show the beginning of each text; histograms are only for loggers."""
+        if not self._is_enabled(trainer):
             return
         for name, value in values.items():
             if isinstance(value, str):
                 text = " ".join(value.split())
-                shown = text if len(text) <= _MOST_LETTERS else text[: _MOST_LETTERS - 3] + "..."
-                self._print_line([f"{name}: {shown}"])
+                shortened = text if len(text) <= _MAX_TEXT_LENGTH else text[: _MAX_TEXT_LENGTH - 3] + "..."
+                self._print_line([f"{name}: {shortened}"])
 
     def on_eval_end(self, trainer: TrainerLike, metrics: Mapping[str, float]) -> None:
-        """Show the result of an evaluation as a line of its own."""
-        if not self._prints(trainer):
+        """Show the result of an evaluation as a separate line."""
+        if not self._is_enabled(trainer):
             return
         self._latest_eval = {name: value for name, value in metrics.items() if name not in ("step", "epoch")}
         step, fraction = trainer.progress.step, trainer.limits.fraction(trainer.progress)
-        words = _words({"step": step, "epoch": trainer.progress.epochs}, trainer.total_steps, fraction)
-        line = [*words, *_words(self._latest_eval), *(["(best)"] if trainer.lifecycle.improved else [])]
+        words = _format_row({"step": step, "epoch": trainer.progress.epochs}, trainer.total_steps, fraction)
+        line = [*words, *_format_row(self._latest_eval), *(["(best)"] if trainer.lifecycle.improved else [])]
         if self._panel is not None:
             self._panel.add_point(step, metrics)
         self._print_line(line, is_row=True)
@@ -145,41 +144,41 @@ class ProgressBar(Callback):
         self._stop_bar(trainer)
 
     def on_train_end(self, trainer: TrainerLike) -> None:
-        """Draw the bar a last time, restore the terminal, and print how the run ended."""
+        """Redraw the bar, restore the terminal, and print the result of the run."""
         self._stop_bar(trainer)
-        if self._prints(trainer):
+        if self._is_enabled(trainer):
             self._print_line([closing(trainer, self._error)])
         if self._panel is not None:
             self._refresh(trainer, is_last=True)
             self._panel = None
 
-    def _prints(self, trainer: TrainerLike) -> bool:
-        return self.enabled is not False and trainer.is_main_process and not self._is_gone
+    def _is_enabled(self, trainer: TrainerLike) -> bool:
+        return self.enabled is not False and trainer.is_main_process and not self._is_closed
 
     def _guard(self, draw: Callable[[], Any]) -> None:
         """Draw; if the output is closed, print nothing for the rest of the run.
 
-        A closed pipe (`python train.py | head`), a closed notebook or a terminal that hung up must not end a run of
-        days. A broken pipe or a full disk raises OSError, a closed file ValueError.
+        A closed pipe (`python train.py | head`), notebook or terminal must not end a run of days. A broken pipe or a
+        full disk raises OSError, a closed file ValueError.
         """
         try:
             draw()
         except (OSError, ValueError):
-            self._is_gone, self._panel = True, None
+            self._is_closed, self._panel = True, None
             bar, self._bar = self._bar, None
             if bar is not None:
                 with contextlib.suppress(OSError, ValueError):
-                    bar.stop()  # fails again on the same stream, but restores sys.stdout first
+                    bar.stop()  # raises again on the same stream, but restores sys.stdout first
 
     def _print_line(self, words: Iterable[str], is_row: bool = False) -> None:
         line = "  ".join(words)
         if self._panel is not None:
-            self._panel.add_line(line, is_note=not is_row)  # the panel has the rows in its table
+            self._panel.add_line(line, is_note=not is_row)  # the panel has rows in its table
         elif self._bar is not None:
             console = self._bar.console
             self._guard(lambda: console.print(line, markup=False, highlight=False, soft_wrap=True))
         else:
-            # Flushed, because a batch log that is buffered by 8 KiB can show nothing for an hour.
+            # Flushed, because a batch log with an 8 KiB buffer may show nothing for an hour.
             self._guard(lambda: print(line, file=self.stream or sys.stdout, flush=True))
 
     def _start_panel(self, lines: list[str]) -> None:
@@ -190,7 +189,7 @@ class ProgressBar(Callback):
         from rich.progress import Progress as RichProgress
         from rich.table import Column
 
-        # The user's prints go above the bar, but only those meant for this terminal.
+        # Print the user's output above the bar, but only output for this terminal.
         is_stdout = console.file is sys.stdout
         self._bar = RichProgress(
             TextColumn("{task.description}", markup=False),
@@ -214,63 +213,64 @@ class ProgressBar(Callback):
         share = fraction if trainer.total_steps is None else min(step / max(trainer.total_steps, 1), 1.0)
         place = position(step, trainer.total_steps, fraction)
         if self._panel is not None:
-            panel, words = self._panel, "  ".join([place, *self._fitting(trainer, 160)])
+            panel, words = self._panel, "  ".join([place, *self._fit_words(trainer, 160)])
             self._guard(lambda: panel.refresh(share, words, trainer.metrics, is_last))
         elif self._bar is not None:
             bar = self._bar
-            words = "  ".join(self._fitting(trainer, bar.console.width - len(place) - _BAR_WIDTH - 2))
+            words = "  ".join(self._fit_words(trainer, bar.console.width - len(place) - _BAR_WIDTH - 2))
             bar.update(bar.task_ids[0], completed=share, description=place, words=words)
             self._guard(bar.refresh)
 
-    def _fitting(self, trainer: TrainerLike, width: int) -> list[str]:
-        """Return the words beside the bar: as many as fit into a width, those that matter most first."""
+    def _fit_words(self, trainer: TrainerLike, width: int) -> list[str]:
+        """Return the words next to the bar: as many as fit into a width, by priority."""
         logs = self._latest_logs
-        elapsed, left = self._times(trainer)
-        # The words in their order, each with its rank: the higher it is, the sooner they are left out.
-        ranked = [(2, one) for one in _words({name: logs[name] for name in logs if name == "loss"})]
+        elapsed, remaining = self._format_times(trainer)
+        # The words in display order, each with its priority: high numbers are dropped first.
+        ranked = [(2, word) for word in _format_row({name: logs[name] for name in logs if name == "loss"})]
         ranked.append((4, format_metric("epoch", trainer.progress.epochs)))
-        ranked += [(5, one) for one in _words({name: logs[name] for name in logs if name == "learning_rate"})]
+        ranked += [(5, word) for word in _format_row({name: logs[name] for name in logs if name == "learning_rate"})]
         for name in sort_for_display(self._latest_eval):
-            ranked += [
-                (6 if name == f"eval_{trainer.objective.metric}" else 8, one)
-                for one in _words({name: self._latest_eval[name]})
-            ]
-        ranked += [(7, one) for one in _words({name: logs[name] for name in logs if name.endswith("_per_second")})]
-        ranked += [(3, elapsed), (1, left)]
-        kept: set[int] = set()
-        for number in sorted(range(len(ranked)), key=lambda number: ranked[number][0]):
-            chosen = [ranked[one][1] for one in sorted({*kept, number})]
-            if len("  ".join(chosen)) <= width:
-                kept.add(number)
-        return [ranked[number][1] for number in sorted(kept)]
+            priority = 6 if name == f"eval_{trainer.objective.metric}" else 8
+            ranked += [(priority, word) for word in _format_row({name: self._latest_eval[name]})]
+        ranked += [
+            (7, word) for word in _format_row({name: logs[name] for name in logs if name.endswith("_per_second")})
+        ]
+        ranked += [(3, elapsed), (1, remaining)]
+        chosen: set[int] = set()
+        for index in sorted(range(len(ranked)), key=lambda index: ranked[index][0]):
+            if len("  ".join(ranked[i][1] for i in sorted({*chosen, index}))) <= width:
+                chosen.add(index)
+        return [ranked[index][1] for index in sorted(chosen)]
 
     def _stop_bar(self, trainer: TrainerLike) -> None:
         self._refresh(trainer)
-        if self._bar is not None:  # the refresh may have found the stream closed
+        if self._bar is not None:  # None if the refresh has failed on a closed stream
             self._guard(self._bar.stop)
             self._bar = None
 
-    def _times(self, trainer: TrainerLike) -> tuple[str, str]:
-        """Return the time of this call of `train()`, and what is left to the planned end."""
+    def _format_times(self, trainer: TrainerLike) -> tuple[str, str]:
+        """Return the elapsed time of this `train()` call, and the remaining time to the planned end."""
         is_over = trainer.limits.fraction(trainer.progress) >= 1.0
-        left = f"left {'at most ' if may_stop_early(trainer) and not is_over else ''}{self._left(trainer)}"
-        return f"elapsed {clock(perf_counter() - self._started_at)}", left
+        remaining = (
+            f"left {'at most ' if may_stop_early(trainer) and not is_over else ''}{self._format_remaining(trainer)}"
+        )
+        return f"elapsed {clock(perf_counter() - self._started_at)}", remaining
 
-    def _left(self, trainer: TrainerLike) -> str:
-        """The time left at the pace since the last resume: before it the run may have been on another machine."""
+    def _format_remaining(self, trainer: TrainerLike) -> str:
+        """Return the remaining time at the rate since the last resume, as the run may have changed machines."""
         fraction = trainer.limits.fraction(trainer.progress)
         if fraction >= 1.0:
             return clock(0.0)
-        done = fraction - self._started_from
-        if done <= 0.0:
+        progress = fraction - self._started_from
+        if progress <= 0.0:
             return "-:--:--"
-        return clock((perf_counter() - self._started_at) * (1.0 - fraction) / done)
+        return clock((perf_counter() - self._started_at) * (1.0 - fraction) / progress)
 
 
 def _bar_console(enabled: bool | None, stream: TextIO | None) -> Console | None:
     """Return the console to draw a bar on, or None for plain lines."""
     target = stream or sys.stdout
-    # Checked before rich is: rich takes FORCE_COLOR, which most CI systems set, for a terminal.
+    # Checked before importing rich, which takes FORCE_COLOR for a terminal: most CI systems set it.
     is_terminal = hasattr(target, "isatty") and not getattr(target, "closed", False) and target.isatty()
     is_plain = bool(os.environ.get("NO_COLOR")) or not is_terminal
     if not enabled and is_plain:
@@ -279,7 +279,7 @@ def _bar_console(enabled: bool | None, stream: TextIO | None) -> Console | None:
 
     class QuietConsole(Console):
         def on_broken_pipe(self) -> None:
-            raise BrokenPipeError  # rich's own ends the process
+            raise BrokenPipeError  # rich's method ends the process
 
     # rich would draw into a notebook with ipywidgets, and warn without them
     console = QuietConsole(file=stream, force_terminal=True if enabled else None, force_jupyter=False)
@@ -287,15 +287,17 @@ def _bar_console(enabled: bool | None, stream: TextIO | None) -> Console | None:
     return console if is_drawable else None
 
 
-_MANY = ("weights_", "gradients_", "updates_", "update_ratio/", "activations_")
-"""How the names begin of what `Distributions` adds for each parameter, such as "weights_norm/head.bias"."""
+_PER_PARAMETER = ("weights_", "gradients_", "updates_", "update_ratio/", "activations_")
+"""Prefixes of the values that `Distributions` logs per parameter, such as "weights_norm/head.bias"."""
 
 
-def _words(values: Mapping[str, float], total_steps: int | None = None, fraction: float | None = None) -> list[str]:
-    """Format a row of values for people; a `fraction` means that it is of the run, with its place in it."""
+def _format_row(
+    values: Mapping[str, float], total_steps: int | None = None, fraction: float | None = None
+) -> list[str]:
+    """Format a row of values; a row of a run, with its position, has a `fraction`."""
     words = []
     for name, value in sort_for_display(values).items():
-        if name.startswith(_MANY) and "/" in name:  # for files and dashboards
+        if name.startswith(_PER_PARAMETER) and "/" in name:  # only for files and dashboards
             continue
         if name == "step" and fraction is not None:
             words.append(position(value, total_steps, fraction))

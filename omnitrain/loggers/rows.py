@@ -48,8 +48,8 @@ def row_kind(logs: Mapping[str, float]) -> Literal["train", "test"]:
 def histogram_stats(name: str, histogram: Histogram) -> dict[str, float]:
     """Return the minimum, maximum, mean and standard deviation of a histogram.
 
-    >>> histogram_stats("weights", Histogram(edges=[0, 2, 4], counts=[1, 1], low=1.0, high=3.0, total=4.0, squares=10.0))
-    {'weights/min': 1.0, 'weights/max': 3.0, 'weights/mean': 2.0, 'weights/std': 1.0}
+    >>> histogram_stats("w", Histogram(edges=[0, 2, 4], counts=[1, 1], low=1.0, high=3.0, total=4.0, squares=10.0))
+    {'w/min': 1.0, 'w/max': 3.0, 'w/mean': 2.0, 'w/std': 1.0}
     """
     count = sum(histogram.counts)
     mean = histogram.total / count if count else math.nan

@@ -1,6 +1,6 @@
-"""What the services behind accelerate's trackers call their runs, texts and histograms.
+"""API differences of the services behind accelerate's trackers.
 
-An entry per service, and nothing about when something is sent: `tracking.py` decides that.
+One entry per service; `tracking.py` decides when something is sent.
 """
 
 from __future__ import annotations
@@ -15,48 +15,48 @@ from omnitrain.core.events import Histogram
 
 
 def _log_text(tracker: Any, name: str, text: str, step: int) -> None:
-    """What accelerate's trackers take: a text is a value, in the tracker of the user too."""
+    """Log a text as a value, which accelerate's and custom trackers accept."""
     tracker.log({name: text}, step=step)
 
 
-def _no_histogram(tracker: Any, name: str, histogram: Histogram, step: int) -> bool:
+def _reject_histogram(tracker: Any, name: str, histogram: Histogram, step: int) -> bool:
     return False
 
 
-def _no_name(tracker: Any, name: str | None) -> None:
+def _ignore_name(tracker: Any, name: str | None) -> None:
     pass
 
 
 @dataclass(frozen=True, slots=True)
 class Service:
-    """How a service is spoken to beside `tracker.log`.
+    """The API of a service in addition to `tracker.log`.
 
     Args:
-        id_of: Returns the id of a run that is open.
-        continued: Returns the options of accelerate's tracker that continue the run of an id.
-        can_continue: Whether there are any.
-        new: Those of a run that is new.
-        options: Returns those of any run, from the project, the name of the run (or None) and the run's folder.
-        takes_name: Whether the first argument of accelerate's tracker is the name of the run, and not the project.
-        name_it: Names a new run, where no option does.
-        show_text: Sends a text.
-        show_histogram: Sends a histogram, or returns False if it cannot.
-        separator: What stands between "train" and the name of a value.
+        get_run_id: Returns the id of an open run.
+        resume_options: Returns the options of accelerate's tracker that resume the run of an id.
+        can_resume: Whether runs can be resumed.
+        new_run_options: Options of a new run.
+        options: Returns the options of any run, from the project, the name of the run (or None) and its folder.
+        takes_run_name: Whether the first argument of accelerate's tracker is the run's name, not the project.
+        set_name: Sets the name of a new run, if no option does.
+        log_text: Sends a text.
+        log_histogram: Sends a histogram, or returns False if the service has none.
+        separator: The separator between "train" and the name of a value.
     """
 
-    id_of: Callable[[Any], str | None] = lambda run: None
-    continued: Callable[[str], Mapping[str, Any]] = lambda run_id: {}
-    can_continue: bool = False
-    new: Mapping[str, Any] = field(default_factory=dict)
+    get_run_id: Callable[[Any], str | None] = lambda run: None
+    resume_options: Callable[[str], Mapping[str, Any]] = lambda run_id: {}
+    can_resume: bool = False
+    new_run_options: Mapping[str, Any] = field(default_factory=dict)
     options: Callable[[str, str | None, Path], dict[str, Any]] = lambda project, name, folder: {}
-    takes_name: bool = False
-    name_it: Callable[[Any, str | None], None] = _no_name
-    show_text: Callable[[Any, str, str, int], None] = _log_text
-    show_histogram: Callable[[Any, str, Histogram, int], bool] = _no_histogram
+    takes_run_name: bool = False
+    set_name: Callable[[Any, str | None], None] = _ignore_name
+    log_text: Callable[[Any, str, str, int], None] = _log_text
+    log_histogram: Callable[[Any, str, Histogram, int], bool] = _reject_histogram
     separator: str = "/"
 
 
-def _named(option: str) -> Callable[[str, str | None, Path], dict[str, Any]]:
+def _name_option(option: str) -> Callable[[str, str | None, Path], dict[str, Any]]:
     return lambda project, name, folder: {} if name is None else {option: name}
 
 
@@ -84,7 +84,7 @@ def _aim_text(tracker: Any, name: str, text: str, step: int) -> None:
 def _aim_histogram(tracker: Any, name: str, histogram: Histogram, step: int) -> bool:
     aim: Any = import_module("aim")
 
-    if not _is_even(histogram.edges):  # Aim knows the limits of the first bin and the last
+    if not _has_equal_bins(histogram.edges):  # Aim supports only evenly spaced bins
         return False
     limits = (float(histogram.edges[0]), float(histogram.edges[-1]))
     tracker.tracker.track(aim.Distribution(hist=list(histogram.counts), bin_range=limits), name=name, step=step)
@@ -122,79 +122,79 @@ def _trackio_histogram(tracker: Any, name: str, histogram: Histogram, step: int)
     return True
 
 
-def _left_out(tracker: Any, name: str, text: str, step: int) -> None:
+def _ignore_text(tracker: Any, name: str, text: str, step: int) -> None:
     """DVCLive has no texts."""
 
 
-def _is_even(edges: Sequence[float]) -> bool:
-    """Return whether all bins are equally wide."""
+def _has_equal_bins(edges: Sequence[float]) -> bool:
+    """Return whether all bins have the same width."""
     width = (edges[-1] - edges[0]) / (len(edges) - 1)
     return all(abs(edge - edges[0] - number * width) <= 1e-6 * width for number, edge in enumerate(edges))
 
 
 SERVICES: dict[str, Service] = {
     "mlflow": Service(
-        id_of=lambda run: run.info.run_id,
-        continued=lambda run_id: {"run_id": run_id},
-        can_continue=True,
-        options=_named("run_name"),
-        show_text=_mlflow_text,
+        get_run_id=lambda run: run.info.run_id,
+        resume_options=lambda run_id: {"run_id": run_id},
+        can_resume=True,
+        options=_name_option("run_name"),
+        log_text=_mlflow_text,
     ),
     "comet_ml": Service(
-        id_of=lambda experiment: experiment.get_key(),
-        continued=lambda run_id: {"experiment_key": run_id},
-        can_continue=True,
-        name_it=_comet_name,
-        show_text=_comet_text,
+        get_run_id=lambda experiment: experiment.get_key(),
+        resume_options=lambda run_id: {"experiment_key": run_id},
+        can_resume=True,
+        set_name=_comet_name,
+        log_text=_comet_text,
     ),
     "aim": Service(
-        id_of=lambda run: run.hash,
-        continued=lambda run_id: {"run_hash": run_id},
-        can_continue=True,
+        get_run_id=lambda run: run.hash,
+        resume_options=lambda run_id: {"run_hash": run_id},
+        can_resume=True,
         options=lambda project, name, folder: {"experiment": project},
-        takes_name=True,
-        show_text=_aim_text,
-        show_histogram=_aim_histogram,
+        takes_run_name=True,
+        log_text=_aim_text,
+        log_histogram=_aim_histogram,
     ),
     "clearml": Service(
-        id_of=lambda task: task.id,
-        continued=lambda run_id: {"reuse_last_task_id": run_id, "continue_last_task": 0},  # 0: the steps are ours
-        can_continue=True,
-        new={"reuse_last_task_id": False},
-        # its own way of finding values would send those of TensorBoard once more
+        get_run_id=lambda task: task.id,
+        resume_options=lambda run_id: {"reuse_last_task_id": run_id, "continue_last_task": 0},  # steps without offset
+        can_resume=True,
+        new_run_options={"reuse_last_task_id": False},
+        # its automatic connections would send TensorBoard's values a second time
         options=lambda project, name, folder: {
             "auto_connect_frameworks": False,
-            **_named("task_name")(project, name, folder),
+            **_name_option("task_name")(project, name, folder),
         },
-        show_text=_clearml_text,
-        show_histogram=_clearml_histogram,
+        log_text=_clearml_text,
+        log_histogram=_clearml_histogram,
         separator="_",
     ),
     "dvclive": Service(
-        id_of=lambda live: live.dir,
-        continued=lambda run_id: {"dir": run_id, "resume": True},
-        can_continue=True,
+        get_run_id=lambda live: live.dir,
+        resume_options=lambda run_id: {"dir": run_id, "resume": True},
+        can_resume=True,
         options=lambda project, name, folder: {"dir": str(folder / "dvclive")},
-        show_text=_left_out,
+        log_text=_ignore_text,
     ),
     "swanlab": Service(
-        id_of=lambda run: run.id,
-        continued=lambda run_id: {"id": run_id, "resume": "allow"},
-        can_continue=True,
-        options=_named("experiment_name"),
-        show_text=_swanlab_text,
+        get_run_id=lambda run: run.id,
+        resume_options=lambda run_id: {"id": run_id, "resume": "allow"},
+        can_resume=True,
+        options=_name_option("experiment_name"),
+        log_text=_swanlab_text,
     ),
     "trackio": Service(
-        id_of=lambda run: run.name,
-        continued=lambda run_id: {"name": run_id, "resume": "allow"},
-        can_continue=True,
-        options=_named("name"),
-        show_text=_trackio_text,
-        show_histogram=_trackio_histogram,
+        get_run_id=lambda run: run.name,
+        resume_options=lambda run_id: {"name": run_id, "resume": "allow"},
+        can_resume=True,
+        options=_name_option("name"),
+        log_text=_trackio_text,
+        log_histogram=_trackio_histogram,
     ),
     "wandb": Service(
-        id_of=lambda run: run.id,
-        continued=lambda run_id: {"id": run_id, "resume": "allow"},
-        can_continue=True,
+        get_run_id=lambda run: run.id,
+        resume_options=lambda run_id: {"id": run_id, "resume": "allow"},
+        can_resume=True,
     ),
 }

@@ -1,6 +1,6 @@
-"""The first and last lines of a run on the console: what runs, and how it ended.
+"""First and last lines of a run on the console.
 
-Only wording belongs here. `progress_bar.py` and `notebook.py` show it. The words are ASCII, which every console has.
+Only text, which `progress_bar.py` and `notebook.py` show; ASCII, for every console.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ _REASONS = {
 
 
 def opening(trainer: TrainerLike, is_start: bool = True) -> list[str]:
-    """Return three lines on the model and its device, the length and the optimizer, and the files of a run.
+    """Return three lines: the model and device, the length and optimizer, and the files of a run.
 
-    A trainer that has nothing to train on has the first line alone.
+    A trainer without training data has only the first line.
 
     Args:
         trainer: The trainer.
-        is_start: Whether a run starts, which goes on from somewhere or begins afresh.
+        is_start: Whether a run starts, either resumed or fresh.
     """
     config = trainer.resolved_config()
     line = _model_line(trainer, config)
@@ -41,11 +41,11 @@ def opening(trainer: TrainerLike, is_start: bool = True) -> list[str]:
 
 
 def closing(trainer: TrainerLike, error: BaseException | None = None) -> str:
-    """Return a line on why a run ended, its best evaluation, where it is saved, and how to go on.
+    """Return a line with the reason for the end of a run, its best evaluation, its checkpoint, and how to continue.
 
     Args:
         trainer: The trainer, at the end of the run.
-        error: What ended it, if that was an error.
+        error: The error that ended it, if any.
     """
     lifecycle, progress = trainer.lifecycle, trainer.progress
     is_signal = trainer.stop_reason == "signal"
@@ -56,18 +56,18 @@ def closing(trainer: TrainerLike, error: BaseException | None = None) -> str:
     else:
         reason = _REASONS.get(trainer.stop_reason, trainer.stop_reason or "the end")
     parts = [f"{reason} at step {progress.step}, epoch {progress.epochs:.2f}, after {clock(progress.seconds)}"]
-    parts += _best(trainer)
+    parts += _best_line(trainer)
     saved = lifecycle.saved_path or lifecycle.resumed_from
     keeps_all = not trainer.settings.save_only_model
     if saved is not None:
-        parts.append(f"{'saved in' if lifecycle.saved_path else 'last saved in'} {_place(saved)}")
+        parts.append(f"{'saved in' if lifecycle.saved_path else 'last saved in'} {_relative_path(saved)}")
     elif is_signal or error is not None:
         parts.append("nothing is saved" + ("" if trainer.save_dir else " without save_dir"))
     if is_signal or error is not None or trainer.stop_reason == "requested":
         if saved is not None and keeps_all:
-            parts.append('go on: trainer.train(resume_from="auto")')
+            parts.append('continue: trainer.train(resume_from="auto")')
     elif keeps_all:
-        parts.append("go on: trainer.train(more=1)")
+        parts.append("continue: trainer.train(more=1)")
     return "end    " + "; ".join(parts)
 
 
@@ -78,28 +78,28 @@ def clock(seconds: float) -> str:
 
 
 def position(step: float, total_steps: int | None, fraction: float) -> str:
-    """Return the place of a run: "step 10/60", or "step 10 (17%)" where the steps of the run are not known."""
+    """Return the position of a run: "step 10/60", or "step 10 (17%)" if the total is unknown."""
     return f"step {step:.0f} ({fraction:.0%})" if total_steps is None else f"step {step:.0f}/{total_steps}"
 
 
 def may_stop_early(trainer: TrainerLike) -> bool:
-    """Whether the run may end before its planned end, by `patience`, `early_stopper` or a callback."""
+    """Whether `patience`, `early_stopper` or a callback may end the run early."""
     settings = trainer.settings
-    own = [one for one in settings.callbacks if isinstance(one, EarlyStopping)]
-    stoppers = [settings.early_stopper, *(one.stopper for one in own)]
-    patience = [settings.patience, *(one.patience for one in own)]
-    return any(one not in (None, -1) for one in patience) or any(one is not None for one in stoppers)
+    callbacks = [callback for callback in settings.callbacks if isinstance(callback, EarlyStopping)]
+    stoppers = [settings.early_stopper, *(callback.stopper for callback in callbacks)]
+    patiences = [settings.patience, *(callback.patience for callback in callbacks)]
+    return any(patience not in (None, -1) for patience in patiences) or any(s is not None for s in stoppers)
 
 
 def _model_line(trainer: TrainerLike, config: dict[str, Any]) -> str:
-    trained, frozen = _parameters(trainer.model.parameters())
+    trained, frozen = _count_parameters(trainer.model.parameters())
     weights = f"{trained + frozen:,} parameters, "
     if not frozen:
         weights += "all trained"
     else:
         weights += f"{trained:,} trained, {frozen:,} frozen"
-    where = [_device(trainer), *([f"{trainer.world_size} processes"] if trainer.world_size > 1 else [])]
-    return f"model  {_last(config['model'])}, {weights}; {', '.join([*where, str(config['autocast'])])}"
+    devices = [_device(trainer), *([f"{trainer.world_size} processes"] if trainer.world_size > 1 else [])]
+    return f"model  {_base_name(config['model'])}, {weights}; {', '.join([*devices, str(config['autocast'])])}"
 
 
 def _device(trainer: TrainerLike) -> str:
@@ -111,48 +111,48 @@ def _device(trainer: TrainerLike) -> str:
     return f"{name} ({torch.cuda.get_device_name(trainer.device)})"
 
 
-def _parameters(parameters: Iterable[Any]) -> tuple[int, int]:
-    """Return how many numbers are trained, and how many are frozen; of sharded parameters all shards count."""
+def _count_parameters(parameters: Iterable[Any]) -> tuple[int, int]:
+    """Return the numbers of trained and frozen parameters, including all shards."""
     counts = [0, 0]
     for parameter in parameters:
-        sharded = getattr(parameter, "ds_numel", None)  # DeepSpeed's ZeRO 3 leaves an empty tensor
-        counts[not parameter.requires_grad] += parameter.numel() if sharded is None else int(sharded)
+        full_size = getattr(parameter, "ds_numel", None)  # ZeRO 3 of DeepSpeed leaves an empty tensor
+        counts[not parameter.requires_grad] += parameter.numel() if full_size is None else int(full_size)
     return counts[0], counts[1]
 
 
 def _length_line(trainer: TrainerLike, config: dict[str, Any]) -> str:
     samples, total = config["samples_per_epoch"], trainer.total_steps
-    ends = [_length(one) for one in trainer.limits.durations if one.unit != "ba" or total is None]
-    length = " or ".join(ends)
+    limits = [_format_duration(limit) for limit in trainer.limits.durations if limit.unit != "ba" or total is None]
+    length = " or ".join(limits)
     if total is not None:
         length = f"{total:,} steps" + (f" in {length}" if length else "")
     words = [f"{samples:,} samples" if samples else "samples as they come", length]
-    optimizer = [_last(type(trainer.optimizer).__name__), *_rate(trainer)]
-    optimizer.append(_schedule(trainer, config["lr_scheduler"]))
-    return f"train  {', '.join(words)}; {_batch(trainer, config)}; {', '.join(optimizer)}"
+    optimizer = [_base_name(type(trainer.optimizer).__name__), *_learning_rate(trainer)]
+    optimizer.append(_schedule_name(trainer, config["lr_scheduler"]))
+    return f"train  {', '.join(words)}; {_batch_size(trainer, config)}; {', '.join(optimizer)}"
 
 
-def _batch(trainer: TrainerLike, config: dict[str, Any]) -> str:
+def _batch_size(trainer: TrainerLike, config: dict[str, Any]) -> str:
     size, accumulated = config["global_batch_size"], config["gradient_accumulation_steps"]
     if not isinstance(size, int):
         return f"batch {size}"
-    ranks = trainer.ranks.data.size  # those that compute one model together have the same samples
-    shared = f"{ranks} processes" if ranks == trainer.world_size else f"{ranks} groups of processes"
+    ranks = trainer.ranks.data.size  # ranks that compute one model together have the same samples
+    processes = f"{ranks} processes" if ranks == trainer.world_size else f"{ranks} groups of processes"
     factors = [str(trainer.batch_size)]
-    factors += [shared] if ranks > 1 else []
+    factors += [processes] if ranks > 1 else []
     factors += [f"{accumulated} accumulated"] if accumulated > 1 else []
-    most = trainer.batch_size * ranks * accumulated
-    return f"batch {size}" + (f" = {'' if most == size else 'up to '}{' x '.join(factors)}" if factors[1:] else "")
+    largest = trainer.batch_size * ranks * accumulated
+    return f"batch {size}" + (f" = {'' if largest == size else 'up to '}{' x '.join(factors)}" if factors[1:] else "")
 
 
-def _rate(trainer: TrainerLike) -> list[str]:
-    """Return the learning rate that the schedule starts from."""
+def _learning_rate(trainer: TrainerLike) -> list[str]:
+    """Return the initial learning rate of the schedule."""
     for group in trainer.optimizer.param_groups:
         return [f"lr {group.get('initial_lr', group['lr']):.2e}"]
     return []
 
 
-def _schedule(trainer: TrainerLike, spec: Any) -> str:
+def _schedule_name(trainer: TrainerLike, spec: Any) -> str:
     if isinstance(trainer.settings.lr_scheduler, str):
         return str(spec)
     return "constant" if trainer.lr_scheduler is None else type(trainer.lr_scheduler).__name__
@@ -161,37 +161,36 @@ def _schedule(trainer: TrainerLike, spec: Any) -> str:
 def _files_line(trainer: TrainerLike, config: dict[str, Any], is_start: bool) -> str:
     lifecycle, step = trainer.lifecycle, trainer.progress.step
     if trainer.save_dir is None:
-        where = "nothing, as there is no save_dir"
+        text = "nothing, as there is no save_dir"
     else:
-        where = f"{_place(trainer.save_dir)}, {_every(config['save_steps'])}"
+        text = f"{_relative_path(trainer.save_dir)}, {_format_interval(config['save_steps'])}"
     if not is_start:
         pass
     elif lifecycle.resumed_from is not None:
-        where += f"; resumed from {lifecycle.resumed_from.name} at step {step}"
+        text += f"; resumed from {lifecycle.resumed_from.name} at step {step}"
     elif step:
-        where += f"; goes on at step {step}"
+        text += f"; continues at step {step}"
     elif lifecycle.trained_before:
-        where += (
-            f"; begins afresh with the weights of {lifecycle.trained_before} steps, which train(more=...) would go on "
-            "with"
+        text += (
+            f"; starts again from the weights of {lifecycle.trained_before} steps; train(more=...) continues instead"
         )
-    return f"save   {where}"
+    return f"save   {text}"
 
 
-def _every(steps: Any) -> str:
+def _format_interval(steps: Any) -> str:
     if steps is None:
         return "after each epoch"
-    return f"every {_length(Duration.parse(steps, 'ba', 'save_steps'))}"
+    return f"every {_format_duration(Duration.parse(steps, 'ba', 'save_steps'))}"
 
 
-def _length(duration: Duration) -> str:
+def _format_duration(duration: Duration) -> str:
     words = {"ep": "epoch", "ba": "step"}.get(duration.unit)
     if words is None:
         return str(duration)
     return f"{duration.value:,} {words}{'' if duration.value == 1 else 's'}"
 
 
-def _best(trainer: TrainerLike) -> list[str]:
+def _best_line(trainer: TrainerLike) -> list[str]:
     metrics = trainer.metrics
     best = metrics["best_valid"]
     if not best or "best_step" not in metrics:
@@ -203,14 +202,14 @@ def _best(trainer: TrainerLike) -> list[str]:
     return [words]
 
 
-def _last(name: str) -> str:
+def _base_name(name: str) -> str:
     return name.rpartition(".")[2]
 
 
-def _place(path: Path) -> str:
-    """Return a path from the current folder, if it is in it."""
+def _relative_path(path: Path) -> str:
+    """Return a path relative to the current folder, if it is inside."""
     path = Path(path).absolute()
     try:
         return str(path.relative_to(Path.cwd()))
-    except (ValueError, OSError):  # elsewhere, or the current folder is gone
+    except (ValueError, OSError):  # outside, or the current folder is gone
         return str(path)

@@ -1,6 +1,6 @@
 """Logs and evaluations in TensorBoard.
 
-The names of values in a dashboard (`train/loss`, `eval/accuracy`) are decided here, for W&B too.
+Also the names of values in all dashboards, such as `train/loss`.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ logger: logging.Logger = logging.getLogger("omnitrain")
 
 RETRY_S = 30.0
 """Seconds between two attempts to open a file on a failing disk; each attempt leaves an empty file behind."""
-MAX_GIVEN = 1_000
-"""The most values between two flushes; until a flush we keep each of them, as a failing writer loses them."""
+MAX_UNFLUSHED = 1_000
+"""Maximum values between two flushes; they are kept until a flush, as a failing writer loses them."""
 
-Event = tuple[str, str, Any, int]
+WriterCall = tuple[str, str, Any, int]
 """A method of SummaryWriter, the name, the value and the step."""
 
 
@@ -51,13 +51,13 @@ class TensorBoardLogger(Callback):
     """Writes logs, evaluations and the run's settings as TensorBoard event files.
 
     Scalars are named `train/loss`, `train/learning_rate`, `eval/loss`, `test/loss`, ...; the settings are the text
-    `config`. Texts and histograms that callbacks report are there too. A resumed run hides what was written after its
-    checkpoint, and a fresh run everything that an earlier run left in the folder, so no step appears twice. Needs the
-    extra `tensorboard`.
+    `config`. Reported texts and histograms are included. A resumed run hides values after its checkpoint, and a
+    fresh run hides all values of earlier runs in the folder, so no step appears twice. Requires the extra
+    `tensorboard`.
 
     Args:
         log_dir: The folder; None is `tensorboard` in the run's `save_dir`, or `runs/tensorboard` without one.
-        every: The interval of the rows of training, such as "100ba"; None sends each. Rows in between are left out.
+        every: The interval of the rows of training, such as "100ba"; None sends each.
 
     >>> reporters = [TensorBoardLogger()]  # Trainer(..., callbacks=reporters)
     """
@@ -72,10 +72,10 @@ class TensorBoardLogger(Callback):
         self._is_open = False
         self._purge_step: int | None = None
         """The step from which TensorBoard hides the values of earlier files."""
-        self._events: deque[Event] = deque(maxlen=MAX_PENDING)
-        """What may not be on the disk yet: a failing writer loses what it was given."""
-        self._lost = self._given = 0
-        """How many of these are lost, and how many were given to the writer."""
+        self._pending_calls: deque[WriterCall] = deque(maxlen=MAX_PENDING)
+        """Calls that may not be on the disk yet: a failing writer loses unflushed ones."""
+        self._lost = self._sent_count = 0
+        """How many calls are lost, and how many were sent to the writer."""
         self._retry_at = -math.inf
         self._tolerance = Tolerance("TensorBoard's file", "It is kept in memory until it can be written.")
 
@@ -83,13 +83,13 @@ class TensorBoardLogger(Callback):
         """Open an event file and write the run's settings into it."""
         if not trainer.is_main_process:
             return
-        self._events.clear()
+        self._pending_calls.clear()
         self._pace.begin(trainer)
         step = trainer.progress.step
         self._purge_step = step + 1 if step else 0
         settings = json.dumps(trainer.resolved_config(), indent=2)
         self._is_open = True
-        self._write(trainer, [("add_text", "config", _verbatim(settings), step)])
+        self._write(trainer, [("add_text", "config", _code_block(settings), step)])
 
     def on_log(self, trainer: TrainerLike, logs: Mapping[str, float]) -> None:
         """Write a row of training, or the result of a test."""
@@ -113,13 +113,13 @@ class TensorBoardLogger(Callback):
         """Write texts and histograms."""
         step = trainer.progress.step
         self._write(trainer, [
-            ("add_text", name, _verbatim(value), step) if isinstance(value, str)
+            ("add_text", name, _code_block(value), step) if isinstance(value, str)
             else ("add_histogram_raw", name, value, step)
             for name, value in values.items()
         ])  # fmt: skip
 
     def on_save_end(self, trainer: TrainerLike) -> None:
-        """Flush all that a run resumed from this checkpoint will not write again."""
+        """Flush all values that a run resumed from this checkpoint will not write again."""
         self._write(trainer, [], flush=True)
 
     def on_train_end(self, trainer: TrainerLike) -> None:
@@ -127,14 +127,14 @@ class TensorBoardLogger(Callback):
         self._close(trainer)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return how far the interval has come."""
+        """Return the state of the interval."""
         return self._pace.state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take back how far the interval had come."""
+        """Restore the state of the interval."""
         self._pace.load_state_dict(state)
 
-    def _scalars(self, trainer: TrainerLike, kind: str, values: Mapping[str, float]) -> list[Event]:
+    def _scalars(self, trainer: TrainerLike, kind: str, values: Mapping[str, float]) -> list[WriterCall]:
         step = int(values.get("step", trainer.progress.step))
         return [("add_scalar", name, value, step) for name, value in dashboard_names(values, kind).items()]
 
@@ -146,56 +146,56 @@ class TensorBoardLogger(Callback):
         log_dir = self.log_dir or Path(trainer.save_dir or "runs") / "tensorboard"
         if self.log_dir is None and trainer.save_dir is not None:
             create_folder(Path(log_dir))
-        self._writer, self._given = SummaryWriter(str(log_dir), purge_step=self._purge_step), 0
+        self._writer, self._sent_count = SummaryWriter(str(log_dir), purge_step=self._purge_step), 0
         return self._writer
 
-    def _write(self, trainer: TrainerLike, events: Iterable[Event], flush: bool = False) -> None:
+    def _write(self, trainer: TrainerLike, calls: Iterable[WriterCall], flush: bool = False) -> None:
         if not self._is_open:
             return
-        for event in events:
-            self._lost += len(self._events) == self._events.maxlen
-            self._events.append(event)
+        for call in calls:
+            self._lost += len(self._pending_calls) == self._pending_calls.maxlen
+            self._pending_calls.append(call)
         if not flush and self._writer is None and time.monotonic() < self._retry_at:
             return
         with self._tolerance:
             try:
                 writer = self._writer or self._open(trainer)
-                for method, name, value, step in itertools.islice(self._events, self._given, None):
-                    _give(writer, method, name, value, step)
-                self._given = len(self._events)
-                if flush or self._given >= MAX_GIVEN:
+                for method, name, value, step in itertools.islice(self._pending_calls, self._sent_count, None):
+                    _call_writer(writer, method, name, value, step)
+                self._sent_count = len(self._pending_calls)
+                if flush or self._sent_count >= MAX_UNFLUSHED:
                     writer.flush()
-                    self._events.clear()
-                    self._given = 0
-            except Exception:  # what it has not written goes into another file
+                    self._pending_calls.clear()
+                    self._sent_count = 0
+            except Exception:  # unwritten values go into another file
                 self._drop_writer()
                 self._retry_at = time.monotonic() + RETRY_S
-                if self._events:
-                    self._purge_step = self._events[0][3]
+                if self._pending_calls:
+                    self._purge_step = self._pending_calls[0][3]
                 raise
 
     def _close(self, trainer: TrainerLike) -> None:
         self._write(trainer, [], flush=True)
-        if lost := self._lost + len(self._events):
+        if lost := self._lost + len(self._pending_calls):
             logger.error("TensorBoard's file lacks %d values that could not be written.", lost)
         self._lost = 0
         self._drop_writer()
-        self._events.clear()
+        self._pending_calls.clear()
         self._is_open = False
 
     def _drop_writer(self) -> None:
-        writer, self._writer, self._given = self._writer, None, 0
+        writer, self._writer, self._sent_count = self._writer, None, 0
         if writer is not None:
             with contextlib.suppress(Exception):
                 writer.close()
 
 
-def _verbatim(text: str) -> str:
-    """Return a text as a code block of Markdown, which TensorBoard renders: every line indented by four."""
+def _code_block(text: str) -> str:
+    """Return a text as an indented code block of Markdown, which TensorBoard renders."""
     return "\n".join("    " + line for line in text.splitlines())
 
 
-def _give(writer: SummaryWriter, method: str, name: str, value: Any, step: int) -> None:
+def _call_writer(writer: SummaryWriter, method: str, name: str, value: Any, step: int) -> None:
     if not isinstance(value, Histogram):
         getattr(writer, method)(name, value, step)
         return

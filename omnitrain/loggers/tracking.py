@@ -1,7 +1,7 @@
-"""Logs and evaluations in the services that accelerate's trackers know: MLflow, Comet, Aim, ClearML and others.
+"""Logs and evaluations in MLflow, Comet and other services of accelerate.
 
-Decides which run of a service the values go to, and what is sent. Names of values come from `tensorboard.py`; what each
-service calls its runs, texts and histograms is in `services.py`.
+Decides which run of a service the values go to, and what is sent. Names of values come from `tensorboard.py`, the APIs
+of services from `services.py`.
 """
 
 from __future__ import annotations
@@ -39,20 +39,20 @@ class Tracking(Callback):
     """Sends logs, evaluations, tests and the run's settings to a service, from the main process.
 
     Values are named `train/loss`, `eval/accuracy`, ... Checkpoints keep the id of the service's run, so a resumed
-    training continues it, and a `test()` after the training goes there too. What a killed process had sent after its
-    checkpoint is not sent again: the file `tracking-<name>.json` in `save_dir` has the last step. A service that fails
-    during the run is reported, and its rows of that time are lost; the training goes on.
+    training continues it, and a `test()` after the training goes there too. Rows that a killed process sent after
+    its checkpoint are not sent again: the file `tracking-<name>.json` in `save_dir` has the last step. A failure of
+    the service is logged, and its rows of that time are lost; the training continues.
 
     Args:
         tracker: A name: "mlflow", "comet_ml", "aim", "clearml", "dvclive", "swanlab", "trackio", or that of a class
             registered with accelerate. Or an object of a subclass of `accelerate.tracking.GeneralTracker`; if it has
             `state_dict` and `load_state_dict`, a resumed training calls them to continue its run.
-        project: The project or experiment in which a tracker by name makes its run.
-        every: The interval of the rows of training, such as "100ba"; None sends each. Rows in between are left out.
-        **options: Given to accelerate's class of that name; they override everything set here.
+        project: The project or experiment for the run of a tracker by name.
+        every: The interval of the rows of training, such as "100ba"; None sends each.
+        **options: Passed to accelerate's class of that name; they override everything set here.
 
     Raises:
-        ConfigError: If there is no such tracker.
+        ConfigError: If the tracker is unknown.
         MissingExtraError: If the package of the service is not installed.
 
     >>> from accelerate.tracking import GeneralTracker
@@ -73,22 +73,24 @@ class Tracking(Callback):
         **options: Any,
     ) -> None:
         self._pace = Pace(every)
-        self._class: Any = _class_of(tracker) if isinstance(tracker, str) else None
-        self._given: Any = None if isinstance(tracker, str) else tracker
-        if self._given is not None and options:
-            raise ConfigError(f"Tracking takes no options beside a tracker, got {options}. Pass them to the tracker.")
-        self.name: str = tracker if isinstance(tracker, str) else _name_of(tracker)
+        self._class: Any = _tracker_class(tracker) if isinstance(tracker, str) else None
+        self._user_tracker: Any = None if isinstance(tracker, str) else tracker
+        if self._user_tracker is not None and options:
+            raise ConfigError(
+                f"Tracking takes no options with a tracker object, got {options}. Pass them to the tracker."
+            )
+        self.name: str = tracker if isinstance(tracker, str) else _tracker_name(tracker)
         self.project = project
         self.options = options
         self._service: Service = SERVICES.get(self.name, Service())
         self._tracker: Any = None
         self._run_id: str | None = None
         self._state: dict[str, Any] | None = None
-        """The state of the user's own tracker, from a checkpoint."""
-        self._was_open = self._is_training = False
+        """The state of the user's tracker in the checkpoint."""
+        self._has_opened = self._is_training = False
         self._path: Path | None = None
-        self._before: dict[str, Position] = {}
-        """The last row of each kind that an earlier process had sent to this run."""
+        self._previously_sent: dict[str, Position] = {}
+        """The last row of each kind that an earlier process sent to this run."""
         self._sent: dict[str, Position] = {}
         self._tolerance = Tolerance(self.name, "The rows of the time in between are lost.", tolerated=Exception)
 
@@ -96,7 +98,7 @@ class Tracking(Callback):
         """Open a run, or continue the one of the checkpoint."""
         self._pace.begin(trainer)
         if trainer.progress.step == 0 and trainer.lifecycle.saved_at is None:
-            self._run_id, self._was_open = None, False  # a second, fresh training is another run
+            self._run_id, self._has_opened = None, False  # a second, fresh training is another run
         self._is_training = trainer.is_main_process
         if trainer.is_main_process:
             self._open(trainer)
@@ -112,7 +114,9 @@ class Tracking(Callback):
         with self._tolerance:
             if self._tracker is None and not self._open(trainer):
                 return
-            self._call(lambda tracker: tracker.log(_scalars(logs, "test", self._service), step=_step(trainer, logs)))
+            self._call(
+                lambda tracker: tracker.log(_scalars(logs, "test", self._service), step=_get_step(trainer, logs))
+            )
             if not self._is_training:
                 self._close()
 
@@ -121,7 +125,7 @@ class Tracking(Callback):
         self._send(trainer, "eval", metrics)
 
     def on_report(self, trainer: TrainerLike, values: Mapping[str, str | Histogram]) -> None:
-        """Send texts and histograms, or the numbers that describe a histogram to a service that draws none."""
+        """Send texts and histograms, or the numbers that describe a histogram to a service without histograms."""
         if not self._is_training or self._has_sent("report", _position(trainer, {})):
             return
         step, service = trainer.progress.step, self._service
@@ -130,8 +134,8 @@ class Tracking(Callback):
             numbers: dict[str, Any] = {}
             for name, value in values.items():
                 if isinstance(value, str):
-                    service.show_text(tracker, name, value, step)
-                elif not service.show_histogram(tracker, name, value, step):
+                    service.log_text(tracker, name, value, step)
+                elif not service.log_histogram(tracker, name, value, step):
                     numbers |= histogram_stats(name, value)
             if numbers:
                 tracker.log(numbers, step=step)
@@ -146,10 +150,10 @@ class Tracking(Callback):
             self._close()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the id of the service's run, and how far the interval has come."""
-        own = getattr(self._given, "state_dict", None)
+        """Return the id of the service's run, and the state of the interval."""
+        get_state = getattr(self._user_tracker, "state_dict", None)
         state = {"tracker": self.name, "run_id": self._run_id, **self._pace.state_dict()}
-        return {**state, "state": own()} if own is not None and self._was_open else state
+        return {**state, "state": get_state()} if get_state is not None and self._has_opened else state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore the id of the run that a resumed training continues; that of another service is ignored."""
@@ -160,45 +164,45 @@ class Tracking(Callback):
     # --- the run of the service
 
     def _open(self, trainer: TrainerLike) -> bool:
-        """Open the run; returns False if it has ended and cannot be continued."""
-        is_stateless = self._given is not None and not hasattr(self._given, "load_state_dict")
-        if self._was_open and is_stateless and not self._service.can_continue:
-            logger.warning("%s has ended its run, and cannot go on with it: the row is not sent.", self.name)
+        """Open the run; return False if it has ended and cannot be resumed."""
+        is_stateless = self._user_tracker is not None and not hasattr(self._user_tracker, "load_state_dict")
+        if self._has_opened and is_stateless and not self._service.can_resume:
+            logger.warning("%s has ended its run and cannot resume it: the row is not sent.", self.name)
             return False
-        self._remember(trainer)
-        is_new = self._run_id is None and self._state is None and not self._was_open
-        with _apart():
-            tracker = self._given or self._made(trainer)
-            if self._given is not None:
-                self._hand_over(self._given)
-            tracker.main_process_only = False  # only the main process comes here
-            if hasattr(tracker, "start"):  # before accelerate 1.9 the constructor has opened the run
+        self._load_sent(trainer)
+        is_new = self._run_id is None and self._state is None and not self._has_opened
+        with _isolated_state():
+            tracker = self._user_tracker or self._create_tracker(trainer)
+            if self._user_tracker is not None:
+                self._restore_tracker(self._user_tracker)
+            tracker.main_process_only = False  # only the main process calls it
+            if hasattr(tracker, "start"):  # before accelerate 1.9 the constructor opens the run
                 tracker.start()
-            self._tracker, self._was_open = tracker, True
-            self._run_id = self._service.id_of(tracker.tracker)
+            self._tracker, self._has_opened = tracker, True
+            self._run_id = self._service.get_run_id(tracker.tracker)
             if is_new:
-                self._service.name_it(tracker, trainer.trial_name)
-                tracker.store_init_configuration(_flat(trainer.resolved_config()))
+                self._service.set_name(tracker, trainer.trial_name)
+                tracker.store_init_configuration(_flatten_settings(trainer.resolved_config()))
         return True
 
-    def _made(self, trainer: TrainerLike) -> Any:
+    def _create_tracker(self, trainer: TrainerLike) -> Any:
         """Return accelerate's tracker, not yet started."""
         folder = Path(trainer.save_dir or "runs")
         options = self._service.options(self.project, trainer.trial_name, folder)
-        options |= self._service.new if self._run_id is None else self._service.continued(self._run_id)
+        options |= self._service.new_run_options if self._run_id is None else self._service.resume_options(self._run_id)
         options |= self.options
         if self._class.requires_logging_directory and "logging_dir" not in options:
             options["logging_dir"] = str(folder)
-        first = trainer.trial_name if self._service.takes_name and trainer.trial_name else self.project
+        first = trainer.trial_name if self._service.takes_run_name and trainer.trial_name else self.project
         return self._class(first, **options)
 
-    def _hand_over(self, tracker: Any) -> None:
-        """Have a tracker that the user made continue the run of the checkpoint."""
+    def _restore_tracker(self, tracker: Any) -> None:
+        """Let a tracker of the user resume the run of the checkpoint."""
         if self._state is not None and hasattr(tracker, "load_state_dict"):
             tracker.load_state_dict(self._state)
         if self._run_id is None:
             return
-        for name, value in self._service.continued(self._run_id).items():
+        for name, value in self._service.resume_options(self._run_id).items():
             if hasattr(tracker, name):
                 setattr(tracker, name, value)
             else:
@@ -207,15 +211,15 @@ class Tracking(Callback):
     def _close(self) -> None:
         tracker, self._tracker = self._tracker, None
         if tracker is not None:
-            with _apart():
+            with _isolated_state():
                 tracker.finish()
 
-    def _call(self, what: Callable[[Any], None]) -> None:
+    def _call(self, function: Callable[[Any], None]) -> None:
         if self._tracker is not None:
-            with _apart():
-                what(self._tracker)
+            with _isolated_state():
+                function(self._tracker)
 
-    # --- what was sent
+    # --- sent rows
 
     def _send(self, trainer: TrainerLike, kind: str, values: Mapping[str, float]) -> None:
         position = _position(trainer, values)
@@ -225,89 +229,91 @@ class Tracking(Callback):
             self._call(lambda tracker: tracker.log(_scalars(values, kind, self._service), step=position[0]))
 
     def _has_sent(self, kind: str, position: Position) -> bool:
-        """Return whether an earlier process has sent a row, and otherwise note that it is sent now.
+        """Return whether an earlier process has sent a row; otherwise mark it as sent.
 
-        Noted before it is sent: a kill in between loses a row, which is better than one that is there twice.
+        Marked before it is sent: a kill in between loses the row, which is better than a duplicate.
         """
-        if position <= self._before.get(kind, (-1, 0.0)):
+        if position <= self._previously_sent.get(kind, (-1, 0.0)):
             return True
         self._sent[kind] = position
         if self._path is not None:
             with self._tolerance:
                 self._path.parent.mkdir(parents=True, exist_ok=True)
                 content = json.dumps({"run_id": self._run_id, "sent": self._sent}).encode()
-                replace_file(self._path, content, sync=False)  # as it is written for every row
+                replace_file(self._path, content, sync=False)  # as every row writes it
         return False
 
-    def _remember(self, trainer: TrainerLike) -> None:
-        """Read what earlier processes have sent to the run that is continued."""
+    def _load_sent(self, trainer: TrainerLike) -> None:
+        """Load the positions that earlier processes sent to the resumed run."""
         self._path = None if trainer.save_dir is None else Path(trainer.save_dir) / f"tracking-{self.name}.json"
-        self._before, self._sent = {}, {}
+        self._previously_sent, self._sent = {}, {}
         is_new = self._run_id is None and trainer.progress.step == 0
         if self._path is None or is_new or not self._path.is_file():
             return
         with contextlib.suppress(OSError, ValueError, TypeError, KeyError, AttributeError):
-            kept = json.loads(self._path.read_text(encoding="utf-8"))
-            if self._run_id is None and self._service.can_continue:  # a checkpoint from before the tracker was added
-                self._run_id = kept["run_id"]
-            if kept["run_id"] == self._run_id:
-                self._before = {kind: (int(step), float(epoch)) for kind, (step, epoch) in kept["sent"].items()}
-                self._sent = dict(self._before)
+            record = json.loads(self._path.read_text(encoding="utf-8"))
+            if self._run_id is None and self._service.can_resume:  # a checkpoint from before the tracker was added
+                self._run_id = record["run_id"]
+            if record["run_id"] == self._run_id:
+                self._previously_sent = {
+                    kind: (int(step), float(epoch)) for kind, (step, epoch) in record["sent"].items()
+                }
+                self._sent = dict(self._previously_sent)
 
 
-def _step(trainer: TrainerLike, values: Mapping[str, float]) -> int:
+def _get_step(trainer: TrainerLike, values: Mapping[str, float]) -> int:
     return int(values.get("step", trainer.progress.step))
 
 
 def _position(trainer: TrainerLike, values: Mapping[str, float]) -> Position:
-    """Return the place of a row; rounded, because `epochs` is a tiny bit smaller before an epoch is closed."""
-    return _step(trainer, values), round(float(values.get("epoch", trainer.progress.epochs)), 6)
+    """Return the position of a row; rounded, because `epochs` is slightly smaller before an epoch is closed."""
+    return _get_step(trainer, values), round(float(values.get("epoch", trainer.progress.epochs)), 6)
 
 
 def _scalars(values: Mapping[str, float], kind: str, service: Service) -> dict[str, float]:
-    named = dashboard_names(sort_for_display(values), kind)
-    return {name.replace("/", service.separator, 1): float(value) for name, value in named.items()}
+    values = dashboard_names(sort_for_display(values), kind)
+    return {name.replace("/", service.separator, 1): float(value) for name, value in values.items()}
 
 
-def _flat(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Return settings as numbers and texts; what has parts as JSON."""
-    plain = (bool, int, float, str)
-    return {name: value if isinstance(value, plain) else json.dumps(value) for name, value in settings.items()}
+def _flatten_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Return settings as numbers and texts, with containers as JSON."""
+    scalars = (bool, int, float, str)
+    return {name: value if isinstance(value, scalars) else json.dumps(value) for name, value in settings.items()}
 
 
-def _class_of(name: str) -> Any:
+def _tracker_class(name: str) -> Any:
     from accelerate.tracking import LOGGER_TYPE_TO_CLASS
 
-    known: dict[str, Any] = {str(getattr(key, "value", key)): one for key, one in LOGGER_TYPE_TO_CLASS.items()}
-    if name not in known and name not in SERVICES:
-        names = sorted({*known, *SERVICES})
+    classes: dict[str, Any] = {str(getattr(key, "value", key)): cls for key, cls in LOGGER_TYPE_TO_CLASS.items()}
+    if name not in classes and name not in SERVICES:
+        names = sorted({*classes, *SERVICES})
         raise ConfigError(
-            f"Tracking: there is no tracker {name!r}.{did_you_mean(name, names)} There are {', '.join(names)}."
+            f"Tracking has no tracker {name!r}.{did_you_mean(name, names)} The trackers are {', '.join(names)}."
         )
     if name in SERVICES and find_spec(name) is None:
         raise MissingExtraError(f"Tracking({name!r})", name)
-    if name not in known:
+    if name not in classes:
         raise MissingExtraError(f"Tracking({name!r})", "'accelerate>=1.12'")
-    return known[name]
+    return classes[name]
 
 
-def _name_of(tracker: Any) -> str:
+def _tracker_name(tracker: Any) -> str:
     from accelerate.tracking import GeneralTracker
 
     if not isinstance(tracker, GeneralTracker):
         raise ConfigError(
             "Tracking takes a name or an object of a subclass of accelerate.tracking.GeneralTracker, got "
-            f"{tracker!r}. Pass an object that has `start`, `log` and `finish` in such a class."
+            f"{tracker!r}. Define such a class with `start`, `log` and `finish`."
         )
     return str(getattr(tracker, "name", type(tracker).__name__))
 
 
 @contextlib.contextmanager
-def _apart() -> Iterator[None]:
-    """Have a tracker leave the random numbers of the training alone, and find a state of accelerate.
+def _isolated_state() -> Iterator[None]:
+    """Isolate the random numbers of the training from a tracker, and provide a state of accelerate.
 
-    Its messages ask for one. If there is none, it gets one of this process alone, for as long: one that accelerate
-    makes looks for the other processes, sets the number of threads, and stays.
+    The log messages of trackers need one. If none exists, a temporary one of a single process is provided: one that
+    accelerate creates would look for other processes, set the number of threads, and persist.
     """
     from accelerate.state import PartialState
     from accelerate.utils import DistributedType
@@ -317,8 +323,8 @@ def _apart() -> Iterator[None]:
         with isolated_rng():
             yield
         return
-    alone = {"num_processes": 1, "process_index": 0, "local_process_index": 0, "distributed_type": DistributedType.NO}
-    shared.update(alone, _cpu=True, backend=None, debug=False, device=torch.device("cpu"), fork_launched=False)
+    single = {"num_processes": 1, "process_index": 0, "local_process_index": 0, "distributed_type": DistributedType.NO}
+    shared.update(single, _cpu=True, backend=None, debug=False, device=torch.device("cpu"), fork_launched=False)
     try:
         with isolated_rng():
             yield

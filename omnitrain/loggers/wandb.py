@@ -1,6 +1,6 @@
 """Logs and evaluations in Weights & Biases.
 
-Decides which W&B run the values go to, and when it begins and ends. Names come from `tensorboard.py`.
+Decides which W&B run the values go to, and when it begins and ends.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ class WandbLogger(Callback):
     """Sends logs, evaluations and the run's settings to Weights & Biases, from the main process.
 
     Values are named `train/loss`, `eval/accuracy`, ...; test results go to the run's summary. Checkpoints keep the id
-    of the W&B run, so a resumed training continues it. A run that you opened yourself with `wandb.init()` is used
-    as it is and left open. Needs the extra `wandb`.
+    of the W&B run, so a resumed training continues it. A run that you opened with `wandb.init()` is used
+    unchanged and left open. Requires the extra `wandb`.
 
     Args:
         project: The W&B project; None is W&B's default.
-        every: The interval of the rows of training, such as "100ba"; None sends each. Rows in between are left out.
+        every: The interval of the rows of training, such as "100ba"; None sends each.
         **init_kwargs: Passed on to `wandb.init()`; they override everything set here.
 
     >>> reporter = WandbLogger(project="digits", tags=["baseline"])
@@ -45,7 +45,7 @@ class WandbLogger(Callback):
         self.init_kwargs = init_kwargs
         self._run: Run | None = None
         self._run_id: str | None = None
-        self._is_own_run = False
+        self._opened_run = False
         self._first_step = 0
         self._has_failed = False
         self._is_training = False
@@ -96,7 +96,7 @@ class WandbLogger(Callback):
         self._close()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the id of the W&B run, and how far the interval has come."""
+        """Return the id of the W&B run, and the state of the interval."""
         return {"run_id": self._run_id, **self._pace.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -110,7 +110,7 @@ class WandbLogger(Callback):
         except ImportError as error:
             raise MissingExtraError("WandbLogger", "wandb", "wandb") from error
         self._run = wandb.run
-        self._is_own_run = self._run is None
+        self._opened_run = self._run is None
         if self._run is None:
             settings: dict[str, Any] = {
                 "project": self.project,
@@ -121,7 +121,7 @@ class WandbLogger(Callback):
                 settings |= {"id": self._run_id, "resume": "allow"}
             self._run = wandb.init(**(settings | self.init_kwargs))
         self._run_id = self._run.id
-        self._first_step = self._run.step  # asked once: it is a question to W&B's service process
+        self._first_step = self._run.step  # read once: each read asks W&B's service process
         return self._run
 
     def _send(self, trainer: TrainerLike, kind: str, values: Mapping[str, float]) -> None:
@@ -132,16 +132,16 @@ class WandbLogger(Callback):
     def _log(self, trainer: TrainerLike, values: dict[str, Any], step: int) -> None:
         with self._tolerance:
             run = self._run or self._open(trainer)
-            if not self._is_own_run:
-                # The user's own rows advance W&B's step, and W&B drops a row whose step goes backwards.
+            if not self._opened_run:
+                # The user's rows advance W&B's step, and W&B drops a row whose step goes backwards.
                 run.log({**values, "step": step})
             elif step >= self._first_step:
                 run.log(values, step=step)
-            # Otherwise the killed part of a resumed run was past this step: W&B has the values and would warn of each.
+            # Otherwise a killed process has sent this step: W&B has the values and would warn about each.
 
     def _close(self) -> None:
         run, self._run = self._run, None
-        if run is not None and self._is_own_run:
+        if run is not None and self._opened_run:
             with self._tolerance:
                 run.finish(exit_code=1 if self._has_failed else 0)
 

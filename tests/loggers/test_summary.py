@@ -64,7 +64,7 @@ def test_summary_of_a_run_and_its_resume(
     ]
     assert re.fullmatch(
         r"end    all epochs are done at step 10, epoch 2\.00, after N; best: eval_loss N at step (5, checkpoint-5|10, "
-        r"checkpoint-10); saved in run/checkpoint-10; go on: trainer\.train\(more=1\)",
+        r"checkpoint-10); saved in run/checkpoint-10; continue: trainer\.train\(more=1\)",
         shown[7],
     )
     make(trainer_class, save_dir="run", lr_scheduler="cosine").train(resume_from="run/checkpoint-5")
@@ -117,7 +117,7 @@ def test_summary_shows_the_stop_reason_and_how_to_resume(
         return lines_of(capsys.readouterr().out)[-1]
 
     monkeypatch.chdir(tmp_path)
-    at, resume = "at step 3, epoch 0.60, after N", 'go on: trainer.train(resume_from="auto")'
+    at, resume = "at step 3, epoch 0.60, after N", 'continue: trainer.train(resume_from="auto")'
     stopped = last(lambda trainer: trainer.stop(), save_dir="a")
     assert stopped == f"end    a stop was requested {at}; saved in a/checkpoint-3; {resume}"
     interrupted = last(interrupt, KeyboardInterrupt, save_dir="b")
@@ -140,9 +140,9 @@ def test_summary_of_further_runs_of_a_trainer(capsys: pytest.CaptureFixture[str]
     saved = [line for line in capsys.readouterr().out.splitlines() if line.startswith("save ")]
     assert saved == [
         "save   nothing, as there is no save_dir",
-        "save   nothing, as there is no save_dir; goes on at step 5",
-        "save   nothing, as there is no save_dir; begins afresh with the weights of 10 steps, which train(more=...) "
-        "would go on with",
+        "save   nothing, as there is no save_dir; continues at step 5",
+        "save   nothing, as there is no save_dir; starts again from the weights of 10 steps; train(more=...) "
+        "continues instead",
     ]
 
 
@@ -235,5 +235,5 @@ def test_ctrl_c_shows_the_checkpoint_and_how_to_resume(screens: dict[str, str]) 
     assert any("SIGINT: finishing the current step" in line for line in lines)
     (end,) = [line for line in lines if line.startswith("end  ")]
     assert re.match(r"end    SIGINT at step 12, epoch 0\.\d\d, after \d:\d\d:\d\d; best: eval_loss", end)
-    assert re.search(r'; saved in run/checkpoint-12; go on: trainer\.train\(resume_from="auto"\)$', end)
+    assert re.search(r'; saved in run/checkpoint-12; continue: trainer\.train\(resume_from="auto"\)$', end)
     assert "\x1b[?25h" in screens["last"]  # the cursor is visible again
