@@ -288,22 +288,18 @@ def warn_unread_fields(args: transformers.TrainingArguments) -> None:
     known_names = {field.name for field in dataclasses.fields(transformers.Seq2SeqTrainingArguments)}
     extra_fields = [field for field in dataclasses.fields(args) if field.name not in known_names]
     module = sys.modules.get(type(args).__module__)
-    is_from_library = not {"site-packages", "dist-packages"}.isdisjoint(
-        Path(getattr(module, "__file__", "") or "").parts
-    )
-    if not extra_fields or not is_from_library or args.process_index:
+    path = Path(getattr(module, "__file__", "") or "")
+    if not extra_fields or {"site-packages", "dist-packages"}.isdisjoint(path.parts) or args.process_index:
         return
-    factory_defaults = {
-        field.name: field.default_factory() for field in extra_fields if callable(field.default_factory)
-    }
-    values = {field.name: getattr(args, field.name) for field in extra_fields}
-    changed = [
-        f"{field.name}={values[field.name]!r:.80}"
-        for field in extra_fields
-        if values[field.name] != factory_defaults.get(field.name, field.default)
-    ]
+    changed = []
+    for field in extra_fields:
+        value, default = getattr(args, field.name), field.default
+        if callable(field.default_factory):
+            default = field.default_factory()
+        if value != default:
+            changed.append(f"{field.name}={value!r:.80}")
     logger.warning(
-        "%s has %d fields in addition to those of TrainingArguments, which are for a trainer of %r and have no effect "
+        "%s has %d fields in addition to those of TrainingArguments, which are for a trainer of %r and are not read "
         "here%s. Prepare model and data accordingly, or let that trainer do so.",
         type(args).__name__, len(extra_fields), type(args).__module__.partition(".")[0],
         f", not even {', '.join(changed)}" if changed else "",

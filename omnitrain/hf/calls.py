@@ -8,6 +8,7 @@ are called at its beginning, not by the constructor: a subclass may set their at
 from __future__ import annotations
 
 import dataclasses
+import functools
 import inspect
 import json
 import logging
@@ -481,9 +482,8 @@ class TransformersAPI(BaseTrainer):
                 result = evaluation.evaluate_loader(loader, *request)
             else:
                 with self._calling("evaluation_loop()"):
-                    result = self._loop.evaluate_outside_run(
-                        loader, lambda stop: evaluation.evaluate_or_predict(loader, *request, stop)
-                    )
+                    evaluate = functools.partial(evaluation.evaluate_or_predict, loader, *request)
+                    result = self._loop.evaluate_outside_run(loader, evaluate)
         size = loader.size
         if size is None:
             arrays = (result.labels, *_as_tuple(result.predictions))
@@ -637,11 +637,8 @@ class TransformersAPI(BaseTrainer):
             loss, outputs, self._loss_metrics = unit.run(model, inputs)
         else:
             output = run_unit(unit, model, inputs)
-            loss, outputs, self._loss_metrics = (
-                output.loss,
-                {"loss": output.loss, "logits": output.outputs},
-                output.metrics,
-            )
+            loss, outputs = output.loss, {"loss": output.loss, "logits": output.outputs}
+            self._loss_metrics = output.metrics
         return (loss, outputs) if return_outputs else loss
 
     def prediction_step(

@@ -263,9 +263,8 @@ class Engine(SearchTrainer):
         trainer = self.trainer
         self.optimizer, self.lr_scheduler = trainer.optimizer, ScheduleFacade(trainer)  # type: ignore[assignment]
         self.epoch_has_ended, self._is_called_by_trainer, self._reported_save = False, True, -1
-        self.output = self.train(
-            resume_from_checkpoint=self._write_start_state(), trial=self.search_trial and self.search_trial.trial
-        )
+        trial = self.search_trial and self.search_trial.trial
+        self.output = self.train(resume_from_checkpoint=self._write_start_state(), trial=trial)
 
     def restore_state(self) -> None:
         """Restore transformers' history and the states of its callbacks if a run is resumed after its end."""
@@ -434,9 +433,8 @@ class Engine(SearchTrainer):
     def floating_point_ops(self, inputs: Any) -> int:
         """Return the floating-point operations of a micro-batch, or of a window."""
         batches = inputs if self.by_window else [inputs]
-        return sum(
-            super(Engine, self).floating_point_ops(dict(batch)) for batch in batches if isinstance(batch, Mapping)
-        )
+        count = super().floating_point_ops
+        return sum(count(dict(batch)) for batch in batches if isinstance(batch, Mapping))
 
     def count_operations(self) -> None:
         """Add the operations since the latest log to transformers' state, which is in checkpoints."""
@@ -565,9 +563,8 @@ class Engine(SearchTrainer):
         if self.state.global_step != trainer.progress.step + trainer.progress.skipped_steps:
             self.state = self.current_state()  # transformers' loop has not begun yet
         with self.expose_run_args() as run_args:
-            write_state(
-                trainer, self.state, [*self.stateful_callbacks(), self.control], run_args if stock else None, folder
-            )
+            stateful = [*self.stateful_callbacks(), self.control]
+            write_state(trainer, self.state, stateful, run_args if stock else None, folder)
         if self.saved_processor is not None:
             self.saved_processor.save_pretrained(str(folder))
 
@@ -737,9 +734,8 @@ class Reporter(Callback):
     def on_log(self, trainer: Any, logs: Any) -> None:
         """Report a row of logs, except rows written only because the run ends."""
         engine, lifecycle = self._engine(), self._engine().trainer.lifecycle
-        is_final_row = lifecycle.is_closing or (
-            enum_value(engine.callback_args.logging_strategy) == "no" and lifecycle.stop
-        )
+        logs_nothing = enum_value(engine.callback_args.logging_strategy) == "no"
+        is_final_row = lifecycle.is_closing or (logs_nothing and lifecycle.stop)
         if engine.is_in_train and not is_final_row:
             engine.report_log(logs)
 
@@ -786,9 +782,8 @@ class AcceleratorFacade:
                 objects = tuple(self._accelerator.prepare_data_loader(entry) for entry in objects)
             return objects if objects[1:] else objects[0]
         self.optimizer = OptimizerFacade(self._trainer)
-        prepared = [
-            self._trainer.backend.wrapped if isinstance(entry, nn.Module) else self.optimizer for entry in objects
-        ]
+        wrapped = self._trainer.backend.wrapped
+        prepared = [wrapped if isinstance(entry, nn.Module) else self.optimizer for entry in objects]
         return tuple(prepared) if len(prepared) > 1 else prepared[0]
 
     def prepare_model(self, model: nn.Module, **kwargs: Any) -> nn.Module:

@@ -40,9 +40,8 @@ def create_model(model_init: Callable[..., Any], trial: Any, seed: int, device: 
         ConfigError: If `model_init` takes other arguments than a trial, or returns no model.
     """
     positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    parameters = [
-        parameter for parameter in inspect.signature(model_init).parameters.values() if parameter.kind in positional
-    ]
+    signature = inspect.signature(model_init)
+    parameters = [parameter for parameter in signature.parameters.values() if parameter.kind in positional]
     if len(parameters) > 1:
         names = ", ".join(parameter.name for parameter in parameters)
         raise ConfigError(f"`model_init` must take no argument, or one, the trial of a search. It takes {names}.")

@@ -39,9 +39,8 @@ def record_arguments(init: Constructor) -> Constructor:
 
     @functools.wraps(init)
     def recording(self: Any, *args: Any, **kwargs: Any) -> None:
-        vars(self).setdefault(
-            "_constructor_arguments", (args, kwargs)
-        )  # a subclass's constructor comes first and sets its own
+        # a subclass's constructor comes first and sets its own
+        vars(self).setdefault("_constructor_arguments", (args, kwargs))
         init(self, *args, **kwargs)
 
     return cast(Constructor, recording)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import errno
+import functools
 import gc
 import itertools
 import json
@@ -122,9 +123,8 @@ class SearchResult:
             score = "-" if trial.score is None else f"{format(trial.score, form)} @{trial.score_step}"
             values = [_format_cell(trial.params.get(name, "-")) for name in params]
             mark = " *" if trial is best else "  "
-            rows.append(
-                [str(trial.number), *values, score + mark, str(trial.step), trial.state, f"{trial.seconds:.1f}"]
-            )
+            end = [score + mark, str(trial.step), trial.state, f"{trial.seconds:.1f}"]
+            rows.append([str(trial.number), *values, *end])
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
         lines = ["  ".join(map(str.rjust, row, widths)).rstrip() for row in rows]
         return "\n".join([*lines, *(f"trial {trial.number}: {trial.error}" for trial in self.trials if trial.error)])
@@ -159,11 +159,7 @@ class SearchResult:
         for axes, name in zip(parameter_axes, names, strict=True):
             values = [trial.params[name] for trial in self.trials if name in trial.params]
             is_number = all(isinstance(value, (int, float)) and not isinstance(value, bool) for value in values)
-            _draw(
-                axes,
-                self.trials,
-                lambda trial, name=name, is_number=is_number: _coordinate(trial.params, name, is_number),
-            )
+            _draw(axes, self.trials, functools.partial(_coordinate, name=name, is_number=is_number))
             if is_number and min(values) > 0 and max(values) >= 30 * min(values):
                 axes.set_xscale("log")
             axes.set_xlabel(name)
@@ -446,12 +442,11 @@ class _Search:
         goal, is_new = "maximize" if direction == "max" else "minimize", not journal.entries
         try:
             self._storage = JournalStorage(journal)  # type: ignore[arg-type]
+            options: dict[str, Any] = {"storage": self._storage, "study_name": _STUDY_NAME, "pruner": pruner}
             if is_new:
-                self.study = optuna.create_study(
-                    storage=self._storage, study_name=_STUDY_NAME, direction=goal, pruner=pruner
-                )
+                self.study = optuna.create_study(direction=goal, **options)
             else:
-                self.study = optuna.load_study(storage=self._storage, study_name=_STUDY_NAME, pruner=pruner)
+                self.study = optuna.load_study(**options)
             self._finished_trials()
         except Exception as error:
             raise _damage_error(journal.path, f"its entries do not fit together ({_one_line_error(error)})") from error
@@ -627,9 +622,8 @@ class _Journal:
             is_numbered = is_numbered or _LINE_KEY in entry
             entry_number = entry.pop(_LINE_KEY, None)
             if is_numbered and entry_number != number:
-                raise _damage_error(
-                    path, f"line {number} has the number {entry_number}: a line was deleted, added or moved"
-                )
+                problem = f"line {number} has the number {entry_number}: a line was deleted, added or moved"
+                raise _damage_error(path, problem)
             self.entries.append(entry)
 
     def read_logs(self, log_number_from: int) -> list[dict[str, Any]]:
@@ -765,10 +759,10 @@ def _format_cell(value: Any) -> str:
     return f"{value:.4g}" if isinstance(value, float) else str(value)
 
 
-def _coordinate(params: Mapping[str, Any], name: str, is_number: bool) -> Any:
+def _coordinate(trial: SearchTrial, name: str, is_number: bool) -> Any:
     """Return the coordinate of a trial on the axis of a parameter: a number or a string; None without it."""
-    value = params.get(name)
-    return value if is_number or name not in params else str(value)
+    value = trial.params.get(name)
+    return value if is_number or name not in trial.params else str(value)
 
 
 def _draw(axes: Any, trials: list[SearchTrial], place: Callable[[SearchTrial], Any]) -> None:
