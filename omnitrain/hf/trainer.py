@@ -285,7 +285,7 @@ class HFTrainer(TransformersAPI):
             microbatch_size: Splits each training batch into parts of so many rows; "auto" finds a size that fits.
             eval_batch_size: The same for evaluations; None is `batch_size`.
             global_batch_size: Samples per step over all ranks, or {0: 64, "0.2dur": 128}; sets the accumulation.
-            shuffle: Whether to shuffle the training samples anew in each epoch, from `seed`; default True.
+            shuffle: Whether to shuffle the training samples again in each epoch, from `seed`; default True.
             drop_last: Whether to drop the last step of an epoch if it is short of samples; default False.
             num_workers: Worker processes per loader; default 0.
             pin_memory: Whether to put batches into page-locked memory; None does so with a GPU.
@@ -327,7 +327,7 @@ class HFTrainer(TransformersAPI):
             keep_every: With `save_total_limit`, also keep checkpoints of steps divisible by this.
             load_best_at_end: Whether to end with the best weights; None does so with an evaluation set.
             overwrite: Whether a fresh run may replace the checkpoints in `save_dir`; default False.
-            save_required: Whether a failing disk ends the run; by default it is reported, and the run goes on.
+            save_required: Whether a failing disk ends the run; by default it is reported, and the run continues.
             save_only_model: Whether to save only the weights, from which no run can resume; default False.
             save_frozen: Whether to save weights that are not trained; None leaves them out if there are PEFT adapters.
             async_save: Whether to write checkpoints in the background; default False.
@@ -336,7 +336,7 @@ class HFTrainer(TransformersAPI):
             autocast: Precision of the forward pass and the loss: "fp32" (default), "bf16", "fp16" or "fp8".
             dtypes: Dtypes of "parameters", "buffers", "inputs" and "reductions", such as {"reductions": "fp32"}.
             fp16_loss_scale: (initial, minimum, steps until it doubles) of the fp16 loss scale; the third is 2000.
-            matmul_precision: "high" lets a GPU compute products of fp32 matrices in TF32; None leaves it as it is.
+            matmul_precision: "high" lets a GPU compute products of fp32 matrices in TF32; None leaves it unchanged.
             compile: Whether to use `torch.compile` on the model, or its options, such as {"mode": "max-autotune"}.
             gradient_checkpointing: Whether to recompute activations to save memory; or regexes of module names.
             seed: Seed for the order of samples, augmentation, dropout and evaluation; default 42.
@@ -345,7 +345,7 @@ class HFTrainer(TransformersAPI):
             detect_anomaly: Whether to run under PyTorch's anomaly detection, which is slow; default False.
             timeout: End the run after this long without progress: seconds, or "10m"; None is 30m on several ranks only.
             callbacks: Instances of `Callback`.
-            loggers: Where logs go beside `save_dir`: "tensorboard", "wandb", "mlflow", "csv", ..., or a list of them.
+            loggers: Where logs go besides `save_dir`: "tensorboard", "wandb", "mlflow", "csv", ..., or a list of them.
             algorithms: Instances of `Algorithm`, applied in this order.
             progress_bar: None shows a bar on terminals, else plain lines; True forces the bar, False prints nothing.
             trial_name: Name of the run for loggers.

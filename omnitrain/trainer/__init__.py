@@ -1,1 +1,1 @@
-"""The trainers: `base.py` has the arguments, the parts of a run and the public methods; each trainer has a file."""
+"""Trainers and the parts of a run."""

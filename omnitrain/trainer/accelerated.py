@@ -1,4 +1,4 @@
-"""AccelerateTrainer: any number of processes, under DDP, FSDP 2 or DeepSpeed ZeRO, with the numbers of one process."""
+"""AccelerateTrainer: training on several processes under DDP, FSDP 2 or ZeRO."""
 
 from __future__ import annotations
 
@@ -174,7 +174,7 @@ class AccelerateTrainer(BaseTrainer):
             microbatch_size: Splits each training batch into parts of so many rows; "auto" finds a size that fits.
             eval_batch_size: The same for evaluations; None is `batch_size`.
             global_batch_size: Samples per step over all ranks, or {0: 64, "0.2dur": 128}; sets the accumulation.
-            shuffle: Whether to shuffle the training samples anew in each epoch, from `seed`; default True.
+            shuffle: Whether to shuffle the training samples again in each epoch, from `seed`; default True.
             drop_last: Whether to drop the last step of an epoch if it is short of samples; default False.
             num_workers: Worker processes per loader; default 0.
             pin_memory: Whether to put batches into page-locked memory; None does so with a GPU.
@@ -216,7 +216,7 @@ class AccelerateTrainer(BaseTrainer):
             keep_every: With `save_total_limit`, also keep checkpoints of steps divisible by this.
             load_best_at_end: Whether to end with the best weights; None does so with an evaluation set.
             overwrite: Whether a fresh run may replace the checkpoints in `save_dir`; default False.
-            save_required: Whether a failing disk ends the run; by default it is reported, and the run goes on.
+            save_required: Whether a failing disk ends the run; by default it is reported, and the run continues.
             save_only_model: Whether to save only the weights, from which no run can resume; default False.
             save_frozen: Whether to save weights that are not trained; None leaves them out if there are PEFT adapters.
             async_save: Whether to write checkpoints in the background; default False.
@@ -225,7 +225,7 @@ class AccelerateTrainer(BaseTrainer):
             autocast: Precision of the forward pass and the loss: "fp32" (default), "bf16", "fp16" or "fp8".
             dtypes: Dtypes of "parameters", "buffers", "inputs" and "reductions", such as {"reductions": "fp32"}.
             fp16_loss_scale: (initial, minimum, steps until it doubles) of the fp16 loss scale; the third is 2000.
-            matmul_precision: "high" lets a GPU compute products of fp32 matrices in TF32; None leaves it as it is.
+            matmul_precision: "high" lets a GPU compute products of fp32 matrices in TF32; None leaves it unchanged.
             compile: Whether to use `torch.compile` on the model, or its options, such as {"mode": "max-autotune"}.
             gradient_checkpointing: Whether to recompute activations to save memory; or regexes of module names.
             seed: Seed for the order of samples, augmentation, dropout and evaluation; default 42.
@@ -234,7 +234,7 @@ class AccelerateTrainer(BaseTrainer):
             detect_anomaly: Whether to run under PyTorch's anomaly detection, which is slow; default False.
             timeout: End the run after this long without progress: seconds, or "10m"; None is 30m on several ranks only.
             callbacks: Instances of `Callback`.
-            loggers: Where logs go beside `save_dir`: "tensorboard", "wandb", "mlflow", "csv", ..., or a list of them.
+            loggers: Where logs go besides `save_dir`: "tensorboard", "wandb", "mlflow", "csv", ..., or a list of them.
             algorithms: Instances of `Algorithm`, applied in this order.
             progress_bar: None shows a bar on terminals, else plain lines; True forces the bar, False prints nothing.
             trial_name: Name of the run for loggers.
@@ -261,7 +261,7 @@ class AccelerateTrainer(BaseTrainer):
         for name, value in {"parallelism_config": parallelism, "find_unused_parameters": unused or None}.items():
             if accelerator is not None and value is not None:
                 raise ConfigError(
-                    f"`{name}` has no effect beside an `accelerator` of your own. Make that accelerator with it: "
+                    f"`{name}` has no effect with your `accelerator`. Make that accelerator with it: "
                     "Accelerator(parallelism_config=..., kwargs_handlers=[DistributedDataParallelKwargs(...)])."
                 )
         reductions = (
@@ -315,7 +315,7 @@ class AccelerateTrainer(BaseTrainer):
 
 
 def _apply_launcher_settings(arguments: dict[str, Any]) -> None:
-    """Take over the settings of `accelerate launch` or its config file that the user's program leaves open."""
+    """Apply the settings of `accelerate launch` or its config file that the user's program leaves open."""
     merge_precision(arguments)
     steps = os.environ.get("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "1")
     if (
@@ -327,10 +327,10 @@ def _apply_launcher_settings(arguments: dict[str, Any]) -> None:
 
 
 def _apply_accumulation(accelerator: Any, arguments: dict[str, Any]) -> None:
-    """Take over the number of micro-batches in a step that the user's `Accelerator` was made with.
+    """Apply the number of micro-batches in a step of the user's `Accelerator`.
 
     Raises:
-        ConfigError: If the trainer's own is another one.
+        ConfigError: If the trainer's argument is a different number.
     """
     steps = getattr(accelerator, "gradient_accumulation_steps", 1)
     if steps == 1 or "global_batch_size" in arguments:
@@ -343,7 +343,7 @@ def _apply_accumulation(accelerator: Any, arguments: dict[str, Any]) -> None:
 
 
 def _check_double_recomputation(arguments: Mapping[str, Any], plugin: Any) -> None:
-    """Raise ConfigError if both we and FSDP would recompute activations."""
+    """Raise ConfigError if both the trainer and FSDP would recompute activations."""
     checkpointing = arguments.get("gradient_checkpointing")
     if (
         isinstance(checkpointing, (bool, list, tuple))
@@ -351,6 +351,6 @@ def _check_double_recomputation(arguments: Mapping[str, Any], plugin: Any) -> No
         and getattr(plugin, "activation_checkpointing", False)
     ):
         raise ConfigError(
-            "`gradient_checkpointing` and the FSDP plugin's activation_checkpointing are both set, and each has "
-            "activations computed once more. Leave one of them out."
+            "`gradient_checkpointing` and the FSDP plugin's activation_checkpointing are both set, and each "
+            "recomputes activations. Leave one of them out."
         )

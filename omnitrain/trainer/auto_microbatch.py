@@ -1,4 +1,4 @@
-"""`microbatch_size="auto"`: steps that are taken again in smaller micro-batches where the memory of a device runs out.
+"""`microbatch_size="auto"`: smaller micro-batches after out-of-memory errors.
 
 A step consists of the same samples before and after, with the same weights. How a batch is split is in `feed.py`.
 """
@@ -41,8 +41,8 @@ def has_batch_norm(model: nn.Module) -> bool:
     return any(issubclass(kind, _BatchNorm) and kind is not nn.SyncBatchNorm for kind in kinds)
 
 
-class Memory:
-    """Has the micro-batches of a step run again, halved, where memory runs out on any rank.
+class AutoMicrobatch:
+    """Runs the micro-batches of a step again, halved, if memory runs out on any rank.
 
     Nothing that the ranks do together may be under way then: micro-batches run without an exchange of gradients, the
     ranks agree that all of them are through, and only then the gradients are averaged.
@@ -54,7 +54,7 @@ class Memory:
         ranks: The ranks of the run.
         lifecycle: Knows which step it is.
         snapshot: Returns the means of the epoch so far.
-        rollback: Takes the means back to what `snapshot` returned.
+        rollback: Restores the means that `snapshot` returned.
 
     Raises:
         ConfigError: If ranks exchange something inside of a forward or backward pass.
@@ -93,7 +93,7 @@ class Memory:
         return self._ranks.world_size > 1
 
     def prepare(self) -> None:
-        """Refuse exchanges between ranks inside of a forward or backward pass; once more when the model is in place.
+        """Reject exchanges between ranks in a forward or backward pass; called again once the model is placed.
 
         Raises:
             ConfigError: Naming what makes them.
@@ -122,7 +122,7 @@ class Memory:
             restart: Called before, with the window in smaller micro-batches.
 
         Raises:
-            RuntimeError: The error of the memory, if not even a single row fits.
+            RuntimeError: The out-of-memory error, if not even a single row fits.
         """
         means, random_numbers, first = self._snapshot(), snapshot_rng(self._trainer.device), 0
         states = [copy.deepcopy(algorithm.state_dict()) for algorithm in self._algorithms]
@@ -192,12 +192,12 @@ class Memory:
     # --- the update
 
     def update(self) -> bool:
-        """Take the optimizer's step; once more if memory runs out before it has changed anything.
+        """Step the optimizer; again if memory runs out before it has changed anything.
 
-        The gradients are there, so nothing need be run again, and the other ranks need not know.
+        The gradients are complete, so no pass is repeated, and the other ranks need not know.
 
         Raises:
-            RuntimeError: The error of the memory, if some of the update was made, or there is no room for it at all.
+            RuntimeError: The out-of-memory error, if the update was made in part or does not fit at all.
         """
         optimizer = self._backend.optimizer
         before = _versions(optimizer)
@@ -231,7 +231,7 @@ Versions = tuple[dict[Any, list[Any]], list[Any]]
 
 
 def _versions(optimizer: torch.optim.Optimizer) -> Versions:
-    """Return what tells whether an optimizer has changed its state, and its weights and groups."""
+    """Return version counters of an optimizer's state, and of its weights and groups."""
     state = {
         parameter: [_version(value) for value in entries.values()] for parameter, entries in optimizer.state.items()
     }
@@ -248,14 +248,14 @@ def _version(value: Any) -> Any:
 def _is_unchanged(optimizer: torch.optim.Optimizer, before: Versions) -> bool:
     """Whether an update that failed has changed nothing; state that it has only begun to fill is dropped then.
 
-    A fused kernel does not mark what it changes, but the counts of steps beside it are marked.
+    A fused kernel does not mark what it changes, but its step counts are marked.
     """
     state, rest = _versions(optimizer)
     fresh = [parameter for parameter in state if not before[0].get(parameter)]
-    tells = len(optimizer.param_groups) == 1 or not any(group.get("fused") for group in optimizer.param_groups)
-    tells = tells or all("step" in entries for entries in optimizer.state.values())
+    is_known = len(optimizer.param_groups) == 1 or not any(group.get("fused") for group in optimizer.param_groups)
+    is_known = is_known or all("step" in entries for entries in optimizer.state.values())
     if (
-        not tells
+        not is_known
         or rest != before[1]
         or any(state[parameter] != versions for parameter, versions in before[0].items() if versions)
     ):

@@ -259,7 +259,7 @@ class BaseTrainer(Hooks, ABC):
             microbatch_size: Splits each training batch into parts of so many rows; "auto" finds a size that fits.
             eval_batch_size: The same for evaluations; None is `batch_size`.
             global_batch_size: Samples per step over all ranks, or {0: 64, "0.2dur": 128}; sets the accumulation.
-            shuffle: Whether to shuffle the training samples anew in each epoch, from `seed`; default True.
+            shuffle: Whether to shuffle the training samples again in each epoch, from `seed`; default True.
             drop_last: Whether to drop the last step of an epoch if it is short of samples; default False.
             num_workers: Worker processes per loader; default 0.
             pin_memory: Whether to put batches into page-locked memory; None does so with a GPU.
@@ -301,7 +301,7 @@ class BaseTrainer(Hooks, ABC):
             keep_every: With `save_total_limit`, also keep checkpoints of steps divisible by this.
             load_best_at_end: Whether to end with the best weights; None does so with an evaluation set.
             overwrite: Whether a fresh run may replace the checkpoints in `save_dir`; default False.
-            save_required: Whether a failing disk ends the run; by default it is reported, and the run goes on.
+            save_required: Whether a failing disk ends the run; by default it is reported, and the run continues.
             save_only_model: Whether to save only the weights, from which no run can resume; default False.
             save_frozen: Whether to save weights that are not trained; None leaves them out if there are PEFT adapters.
             async_save: Whether to write checkpoints in the background; default False.
@@ -310,7 +310,7 @@ class BaseTrainer(Hooks, ABC):
             autocast: Precision of the forward pass and the loss: "fp32" (default), "bf16", "fp16" or "fp8".
             dtypes: Dtypes of "parameters", "buffers", "inputs" and "reductions", such as {"reductions": "fp32"}.
             fp16_loss_scale: (initial, minimum, steps until it doubles) of the fp16 loss scale; the third is 2000.
-            matmul_precision: "high" lets a GPU compute products of fp32 matrices in TF32; None leaves it as it is.
+            matmul_precision: "high" lets a GPU compute products of fp32 matrices in TF32; None leaves it unchanged.
             compile: Whether to use `torch.compile` on the model, or its options, such as {"mode": "max-autotune"}.
             gradient_checkpointing: Whether to recompute activations to save memory; or regexes of module names.
             device: Where to train; None is the first available of cuda, xpu, mps, cpu.
@@ -320,7 +320,7 @@ class BaseTrainer(Hooks, ABC):
             detect_anomaly: Whether to run under PyTorch's anomaly detection, which is slow; default False.
             timeout: End the run after this long without progress: seconds, or "10m"; None is 30m on several ranks only.
             callbacks: Instances of `Callback`.
-            loggers: Where logs go beside `save_dir`: "tensorboard", "wandb", "mlflow", "csv", ..., or a list of them.
+            loggers: Where logs go besides `save_dir`: "tensorboard", "wandb", "mlflow", "csv", ..., or a list of them.
             algorithms: Instances of `Algorithm`, applied in this order.
             progress_bar: None shows a bar on terminals, else plain lines; True forces the bar, False prints nothing.
             trial_name: Name of the run for loggers.
@@ -342,7 +342,7 @@ class BaseTrainer(Hooks, ABC):
 
         Args:
             arguments: The arguments that the caller passed, by name.
-            ranks: The ranks of the run; None is this process alone.
+            ranks: The ranks of the run; None is only this process.
         """
         if ranks is None:
             reject_several_processes(type(self).__name__)
@@ -431,7 +431,7 @@ class BaseTrainer(Hooks, ABC):
     # --- the parts of a run
 
     def _set_up_model(self, model: nn.Module) -> None:
-        """Build what belongs to a model: its unit, its backend, and the parts of a run."""
+        """Build the unit and the backend of a model, and the parts of a run."""
         settings, dtypes = self.settings, self.precision.dtypes
         if self.store is not None:
             _check_dtypes(model)
@@ -496,7 +496,7 @@ class BaseTrainer(Hooks, ABC):
         return make(model, self.device, scaler, grouped, self.ranks)
 
     def _build_optimizer(self) -> torch.optim.Optimizer:
-        """Return the optimizer that was asked for, built for the model as it is now."""
+        """Return the optimizer of the arguments, built for the current model."""
         settings = self.settings
         return build_optimizer(
             settings.optimizer, state_dicts.unwrap(self.model), settings.learning_rate, settings.weight_decay
@@ -596,20 +596,20 @@ class BaseTrainer(Hooks, ABC):
     ) -> MetricsDict:
         """Train to the first limit, and return the history with the best evaluation.
 
-        A second call trains again from the present weights, with fresh progress and history; with `more` it goes on
-        instead. The random number generators of torch, numpy and Python are left as they were before the call, even
-        after an error.
+        A second call trains again from the present weights, with fresh progress and history; with `more` it continues
+        the run instead. The random number generators of torch, numpy and Python are restored after the call, even after
+        an error.
 
         Args:
             resume_from: The folder of a checkpoint, "last", "best", or "auto": the newest undamaged one in `save_dir`,
                 or a fresh start if there is none.
             allow_change: Names of arguments (settings, data, functions) that may differ from those of the checkpoint.
-            more: Go on with the run that has ended for so much longer, such as 2 (epochs), "500ba" or "1h", from the
+            more: Continue the run that has ended for so much longer, such as 2 (epochs), "500ba" or "1h", from the
                 weights of its last step, as if it had had that length from the start; the trainer keeps that length.
-                After early stopping, `patience` begins anew.
+                After early stopping, `patience` is reset.
 
         Raises:
-            ConfigError: If there is no run that `more` could go on with, or another thread of the program trains.
+            ConfigError: If no run has ended that `more` could continue, or another thread of the program trains.
             CheckpointError: If the checkpoint is damaged, or was saved with settings that would change the run, or if
                 another run writes into `save_dir`.
             NonFiniteError: If a loss or gradient is not finite and `on_nonfinite="raise"`; the weights are intact.
@@ -668,7 +668,7 @@ class BaseTrainer(Hooks, ABC):
 
         Args:
             resumes: Whether a checkpoint is about to be restored.
-            is_live: Whether a run goes on with the optimizer and the algorithms as they are.
+            is_live: Whether a run continues with the current optimizer and algorithms.
         """
         for algorithm in () if is_live else self.algorithms:  # first: one may have frozen what an optimizer is to hold
             algorithm.set_up(self)
@@ -747,7 +747,7 @@ class BaseTrainer(Hooks, ABC):
     def evaluate(self, dataset: Any = None, prefix: str = "eval") -> dict[str, float]:
         """Return `<prefix>_loss` and the metrics on a dataset, a loader or a dict of named sets; default: the eval set.
 
-        The history, the best evaluation and the random numbers of the run stay as they are.
+        The history, the best evaluation and the random numbers of the run stay unchanged.
         """
         loader = self.eval_loader if dataset is None else self._sets.loader_for(dataset)
         if loader is None:
@@ -786,7 +786,7 @@ class BaseTrainer(Hooks, ABC):
     # --- saving and loading
 
     def save_model(self, path: str | Path, overwrite: bool = False) -> Path:
-        """Write the weights as safetensors to the folder `path`, with config and tokenizer if there are any.
+        """Write the weights as safetensors to the folder `path`, with config and tokenizer, if any.
 
         For a model with PEFT adapters, only the adapters are written, in PEFT's format.
         """
@@ -810,7 +810,7 @@ class BaseTrainer(Hooks, ABC):
             return self._checkpointer.save_now()
 
     def load_checkpoint(self, path: str | Path) -> Path:
-        """Restore the whole trainer from a checkpoint (a path, "last" or "best"), and return its folder.
+        """Restore the trainer from a checkpoint (a path, "last" or "best"), and return its folder.
 
         Raises:
             CheckpointError: If it is missing, damaged, or from another model or optimizer.
@@ -973,7 +973,7 @@ class BaseTrainer(Hooks, ABC):
 
     @property
     def total_steps(self) -> int | None:
-        """Optimizer steps of the whole run, or None if unknown."""
+        """Optimizer steps of the full run, or None if unknown."""
         size = None if self.train_loader is None else self.train_loader.size
         return self.limits.total_steps(self.steps_per_epoch, size)
 
@@ -1020,7 +1020,7 @@ def _check_dtypes(model: nn.Module) -> None:
 
 @contextlib.contextmanager
 def _calling(ranks: Ranks, mesh: Any, timeout: float | None, what: str) -> Iterator[None]:
-    """Enter a call that all ranks make, laid out in the mesh that their trainer was made with."""
+    """Enter a call that all ranks make, in the mesh of their trainer."""
     with ranks.use_mesh(mesh), ranks.collective_call(what, timeout):
         yield
 
@@ -1045,7 +1045,7 @@ def _only_thread(call: str) -> Iterator[None]:
             raise ConfigError(
                 f"`{call}` was called in the thread {thread.name!r} while the thread {other.name!r} of this program "
                 f"{doing}: they would share their random numbers, so that no run could be repeated. Make the calls "
-                "one after another, or each in a process of its own; a callback's request_evaluate() has a run "
+                "one after another, or each in its own process; a callback's request_evaluate() has a run "
                 "evaluate itself."
             )
         _threads.append((thread, call))
@@ -1058,7 +1058,7 @@ def _only_thread(call: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _kernels(settings: Settings, precision: Precision) -> Iterator[None]:
-    """Have PyTorch compute inside as the settings say."""
+    """Set PyTorch's kernels and precision of the settings."""
     anomalies = torch.autograd.set_detect_anomaly if settings.detect_anomaly else contextlib.nullcontext
     deterministic = deterministic_kernels(settings.deterministic)
     with deterministic, precision.matmul_context(), precision.disabled_autocast_cache(), anomalies(True):
@@ -1082,15 +1082,15 @@ def _start_run(trainer: BaseTrainer, resume_from: Any, allow_change: Collection[
 
 
 def _continue_run(trainer: BaseTrainer, more: Any, resume_from: Any, allow_change: Collection[str]) -> None:
-    """Begin the longer run that goes on from the end of the one before.
+    """Begin a longer run that continues from the end of the previous one.
 
     Raises:
-        ConfigError: If there is none, or an argument contradicts that.
+        ConfigError: If no run has ended, or an argument contradicts that.
     """
     if resume_from is not None or allow_change:
         name = "resume_from" if resume_from is not None else "allow_change"
         raise ConfigError(
-            f"`more` goes on with the run that this trainer has ended, and `{name}` with one from a checkpoint. Leave "
+            f"`more` continues the run that this trainer has ended, and `{name}` with one from a checkpoint. Leave "
             "one of them out."
         )
     checkpointer, reason, tests = trainer._checkpointer, trainer.stop_reason, trainer.metrics["test"]
@@ -1101,7 +1101,7 @@ def _continue_run(trainer: BaseTrainer, more: Any, resume_from: Any, allow_chang
         for group, previous in zip(groups, ended.groups, strict=True)
     ]
     checkpoint = None if ended.folder is None else checkpointer.find(ended.folder)
-    if checkpoint is not None:  # the optimizer is made anew, and there may not be room for the state of both
+    if checkpoint is not None:  # the optimizer is rebuilt, and the state of both may not fit into memory
         checkpointer.finished_run, ended = "a longer run has begun", replace(ended, parts=())
     change_setting(
         trainer, settings=replace(trainer.settings, **length), limits=Limits(**length), epochs=length["epochs"],
@@ -1118,7 +1118,7 @@ def _continue_run(trainer: BaseTrainer, more: Any, resume_from: Any, allow_chang
         for callback in trainer.lifecycle.callbacks:
             if isinstance(callback, EarlyStopping):
                 callback.stopped_at = None
-        logger.info("Early stopping has ended the run before: `patience` begins anew.")
+        logger.info("Early stopping has ended the previous run: `patience` is reset.")
 
 
 def _write_processor(trainer: BaseTrainer, folder: Path) -> None:
@@ -1128,7 +1128,7 @@ def _write_processor(trainer: BaseTrainer, folder: Path) -> None:
 
 
 def _register_components(trainer: BaseTrainer) -> None:
-    """Have the model, the optimizer and the schedule called, if they are callbacks or hooks."""
+    """Register the model, the optimizer and the schedule, if they are callbacks or hooks."""
     optimizer = (
         trainer.backend.optimizer if trainer.train_loader is not None or trainer._loop.has_custom_epoch else None
     )

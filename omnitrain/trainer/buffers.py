@@ -13,7 +13,7 @@ from omnitrain.checkpoint.state_dicts import is_expanded
 
 
 class Buffers:
-    """Copies of a model's buffers, to put back what a forward pass has changed.
+    """Copies of a model's buffers, to undo the changes of a forward pass.
 
     All are copied before each step: BatchNorm's kernels do not mark its statistics as changed.
     """
@@ -40,7 +40,7 @@ class Buffers:
             torch._foreach_copy_(self._copies, tensors)  # pyright: ignore
 
     def restore(self) -> None:
-        """Give back to each what it was when they were copied."""
+        """Restore the copied values."""
         for (buffers, name), tensor in zip(self._places, self._tensors, strict=True):
             buffers[name] = tensor
         with torch.no_grad():

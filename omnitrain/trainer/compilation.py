@@ -1,6 +1,6 @@
 """Compiling ahead of a run: `trainer.compile()`.
 
-What is compiled, and with which options, is in `backends/`; what a run compiles once more, in `recompilations.py`.
+`backends/` chooses what is compiled; `recompilations.py` reports recompilations.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ class Compiled(NamedTuple):
 
     Attributes:
         seconds: How long it took.
-        graphs: How many graphs were compiled; 0 if all of them were there already.
-        breaks: What cuts the model into several graphs, in the words of `torch.compile`, and how often.
+        graphs: How many graphs were compiled; 0 if all of them were compiled already.
+        breaks: The graph breaks as `torch.compile` reports them, and how often.
         shapes: The shapes of the batches that were run, by "train", "eval" or the names of the evaluation sets.
     """
 
@@ -40,7 +40,7 @@ class Compiled(NamedTuple):
 
 
 def check_compilable(loop: Loop, steps: Any) -> None:
-    """Refuse to compile ahead where it would compile something else than the run.
+    """Reject compiling ahead where it would compile something else than the run.
 
     Raises:
         ConfigError: Naming the reason.
@@ -111,11 +111,11 @@ def compile_ahead(loop: Loop, steps: int) -> Compiled:
 
 
 def _windows_of_new_shapes(loop: Loop, steps: int) -> Iterator[tuple[Window, list[str]]]:
-    """Yield the first steps of a run, and the last one of its first epoch, without batches of shapes that were there.
+    """Yield the first steps of a run, and the last one of its first epoch, without batches of known shapes.
 
     With each window come the shapes of its batches, as the model sees them.
 
-    All ranks take the same batches, as they wait for each other in them: those of which some rank has seen none alike.
+    All ranks run the same batches, as they wait for each other in them: those of a new shape on any rank.
     """
     known = set[str]()
     lifecycle, loader = loop.lifecycle, loop.sets.train

@@ -1,4 +1,4 @@
-"""The callbacks of a trainer that its arguments ask for: its own, and its loggers."""
+"""Callbacks and loggers from the arguments of a trainer."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def default_callbacks(
         callbacks.append(ProgressBar(settings.progress_bar))
     elif settings.progress_bar is not None:
         raise ConfigError(
-            f"`progress_bar={settings.progress_bar}` has no effect beside the ProgressBar in `callbacks`. Leave it "
+            f"`progress_bar={settings.progress_bar}` has no effect with the ProgressBar in `callbacks`. Leave it "
             f"out, or make that one with enabled={settings.progress_bar}."
         )
     if store is not None:
@@ -96,12 +96,12 @@ def make_loggers(loggers: object, callbacks: Iterable[object], has_folder: bool 
     for destination in filter(None, destinations):
         if destinations.count(destination) > 1:
             raise ConfigError(
-                f"`loggers` has {destination} twice, or beside the same one in `callbacks`: each row would be there "
+                f"`loggers` has {destination} twice, or also in `callbacks`: each row would be written "
                 "twice. Leave one out."
             )
     files = [] if has_folder else [logger.filename for logger in instances if isinstance(logger, RowFile)]
     if files:
-        raise ConfigError(f"`loggers` asks for {files[0]!r}, and there is no place for it. Pass `save_dir`.")
+        raise ConfigError(f"`loggers` needs a folder for {files[0]!r}. Pass `save_dir`.")
     return instances
 
 
@@ -114,7 +114,7 @@ def _make_logger(spec: object) -> Callback:
         )
     if not isinstance(spec, str):
         try:
-            return Tracking(spec)  # type: ignore[arg-type]  # which refuses what is no tracker
+            return Tracking(spec)  # type: ignore[arg-type]  # which rejects what is no tracker
         except ConfigError as error:
             raise ConfigError(f"`loggers` holds {spec!r}, which is no name and no logger. {error}") from error
     if spec in _BUILTIN:
@@ -126,13 +126,13 @@ def _make_logger(spec: object) -> Callback:
     except ConfigError as error:
         names = ["tensorboard", "wandb", "csv", *(name for name in SERVICES if name not in _BUILTIN)]
         raise ConfigError(
-            f"`loggers` holds {spec!r}, and there is no such logger.{did_you_mean(spec, names)} There are "
+            f"`loggers` holds {spec!r}, which is no known logger.{did_you_mean(spec, names)} There are "
             f"{', '.join(names)}; `accelerate.tracking.register_tracker_class` adds others."
         ) from error
 
 
 def _destination(logger: Callback) -> str:
-    """Return where a logger writes to, in words; "" if nobody else could."""
+    """Return where a logger writes to, as text; "" if no other logger could."""
     if isinstance(logger, TensorBoardLogger):
         return "TensorBoard" + (f" in {str(logger.log_dir)!r}" if logger.log_dir else "")
     if isinstance(logger, WandbLogger):

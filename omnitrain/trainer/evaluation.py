@@ -1,4 +1,4 @@
-"""Evaluation and prediction: exact means, bounded memory, no effect on the training."""
+"""Evaluation and prediction with exact means and bounded memory."""
 
 from __future__ import annotations
 
@@ -140,7 +140,7 @@ class Evaluation:
             if loader.rules is not None and loader.rules.every is not None and metric.startswith(f"{name}_"):
                 raise ObjectiveError(
                     f"`optimization_metric={objective.metric!r}` is of the set {name!r}, which is evaluated at "
-                    f"intervals of its own (every={str(loader.rules.every)!r}). Leave `every` out, or choose another "
+                    f"its own intervals (every={str(loader.rules.every)!r}). Leave `every` out, or choose another "
                     "set."
                 )
         names = self.names_of(loaders)
@@ -165,8 +165,8 @@ class Evaluation:
         """Return `<prefix>_loss` and the metrics of a loader or a dict of loaders; None if a signal interrupted it.
 
         Named sets give `<prefix>_<name>_loss` and so on; `<prefix>_loss`, and what else all of them have, is the mean
-        over the sets. The loss of a task has its weight in `<prefix>_loss` alone. What the forward pass names, such as
-        the parts of a loss, is averaged as the loss is, unless a computed metric has the same name.
+        over the sets. The loss of a task has its weight only in `<prefix>_loss`. Values that the forward pass
+        returns, such as the parts of a loss, are averaged as the loss is, unless a metric has the same name.
 
         Args:
             loader: The loader, or loaders by name.
@@ -175,7 +175,7 @@ class Evaluation:
             only_first: Whether to evaluate only the first batch of each set.
 
         Raises:
-            Inconclusive: The first batch cannot be scored, but perhaps the whole set can.
+            Inconclusive: The first batch cannot be scored, but perhaps the full set can.
         """
         if not isinstance(loader, Mapping):
             result = self._run(loader, is_interrupted, only_first=only_first)
@@ -237,7 +237,7 @@ class Evaluation:
 
     @contextlib.contextmanager
     def apart(self) -> Iterator[None]:
-        """Have the model inside as evaluations do, for other work: their weights and modes, in autocast.
+        """Enter the state of an evaluation for other work: its weights and modes, in autocast.
 
         Weights, modes and random numbers are restored afterwards.
         """
@@ -317,7 +317,7 @@ class Evaluation:
                 if is_interrupted(number):
                     return None
                 self._ask_loss(batch, is_needed=needs_loss and not number)
-                counts = samples > 0  # otherwise it is a stand-in
+                counts = samples > 0  # otherwise it is a dummy batch
                 self.feed.samples = samples or None
                 weight = trainer._weigh(batch) if self._unit is None else self.feed.rows_of(batch)
                 output = self._run_batch(batch, loader, number)
@@ -362,7 +362,7 @@ class Evaluation:
         return Predictions(predictions, labels, metrics)
 
     def _ask_loss(self, batch: Any, is_needed: bool) -> None:
-        """Ask the loss what it is a mean over, unless it was asked, or the set has its own unit."""
+        """Probe what the loss is a mean over, unless it was probed or the set has its own unit."""
         if is_needed and self._unit is None and not self.trainer.loss_mean.is_checked:
             ask_loss(self.trainer, [batch])
 
@@ -483,7 +483,7 @@ class Evaluation:
         begin = f"`compute_metrics` has nothing to score in {set_name}: "
         if output.outputs is None and output.loss is not None:
             return DataError(
-                f"{begin}only a loss comes of a batch. Return outputs beside the loss from the model, or give the unit "
+                f"{begin}a batch gives only a loss. Return outputs with the loss from the model, or give the unit "
                 "a method evaluate(batch) that returns StepOutput(loss, outputs, labels)."
             )
         keys = list(batch) if isinstance(batch, Mapping) else []
@@ -536,9 +536,9 @@ def _counts(loader: Loader) -> bool:
 
 def _means(parts: Sequence[tuple[float, Mapping[str, float]]]) -> dict[str, float]:
     """Return the weighted mean of each metric that all sets have, given as (weight, metrics)."""
-    whole = sum(weight for weight, _ in parts)
+    total = sum(weight for weight, _ in parts)
     common = [name for name in parts[0][1] if all(name in metrics for _, metrics in parts)]
-    return {name: sum(weight * metrics[name] for weight, metrics in parts) / whole for name in common}
+    return {name: sum(weight * metrics[name] for weight, metrics in parts) / total for name in common}
 
 
 def _warned_if_long(batches: Iterable[Any], loader: Loader, is_main: bool) -> Iterator[Any]:
@@ -565,8 +565,8 @@ def _missing_mean(set_name: str, weights: float, lacks_loss: bool, has_batches: 
     if not has_batches:
         return DataError(f"{set_name[0].upper()}{set_name[1:]} has no samples. Give it at least one.")
     return DataError(
-        f"There is nothing to evaluate in {set_name}: none of its labels counts (integer labels of {IGNORED_LABEL} are "
-        "left out). Give it at least one label."
+        f"{set_name[0].upper()}{set_name[1:]} has nothing to evaluate: none of its labels counts (integer labels of "
+        f"{IGNORED_LABEL} are left out). Give it at least one label."
     )
 
 
@@ -594,7 +594,7 @@ def _with_loss(scores: Mapping[str, float], loss: float) -> dict[str, float]:
 
 
 def _check_rows(outputs: Any, samples: int) -> None:
-    """Refuse a batch that does not have one prediction per sample."""
+    """Reject a batch that does not have one prediction per sample."""
     if isinstance(outputs, SampleList):
         return
     rows = [len(tensor) for tensor in tensors_in(outputs) if tensor.ndim]

@@ -1,6 +1,6 @@
-"""The samples behind a failed forward pass: they are run again one by one, if possible.
+"""Samples that make a forward pass fail.
 
-Errors in the data name their samples where they are raised, in `data/`; a NaN is reported by `nonfinite.py`.
+Errors in the data report their samples in `data/`; `nonfinite_report.py` reports a NaN.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def describe_failing_samples(
     run: Callable[[Any], Any],
     mode: Callable[[], AbstractContextManager[Any]] = contextlib.nullcontext,
 ) -> str:
-    """Name the samples of a micro-batch in words, and those that fail alone.
+    """Return the samples of a micro-batch as text, with those that fail by themselves.
 
     The result is empty if samples have no index. Nothing is run again after an error of the device, of its memory or
     of another rank, or if a forward pass needs all ranks.
@@ -88,8 +88,7 @@ def name_dtypes(error: Exception, model: nn.Module, batch: Any) -> None:
         remedy = "Give both the same type: model.to(dtype), or tensor.to(dtype) in the dataset."
         if batch_dtypes == {"torch.float64"}:
             remedy = (
-                "Arrays of NumPy are float64 unless told otherwise: convert the data, array.astype('float32') or "
-                "tensor.float()."
+                "Arrays of NumPy are float64 by default: convert the data, array.astype('float32') or tensor.float()."
             )
         error.add_note(
             f"The batch has {', '.join(sorted(batch_dtypes))}, and the model {', '.join(sorted(model_dtypes))}. "

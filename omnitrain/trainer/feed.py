@@ -1,4 +1,4 @@
-"""The feed: groups micro-batches into windows (one optimizer step each) whose weights all ranks know.
+"""The feed of windows: the micro-batches of one optimizer step each.
 
 Batches come from `data/loaders.py`; windows go to `step.py`.
 """
@@ -78,7 +78,7 @@ class Feed:
         ranks: The ranks of the run.
         settings: The arguments of the trainer.
         accumulation: Batches of a window on each rank; where that changes, of the first ones.
-        stages: What it changes to as the run goes on.
+        stages: Its values in the course of the run.
 
     Attributes:
         accumulation: Batches of the latest window that was read.
@@ -138,7 +138,7 @@ class Feed:
         parts, last, self._latest = self.weighed(loader.remaining_batches(epoch, progress)), None, None
         is_plain = not self._may_split and self._stages is None
         groups = windows(parts, self.accumulation) if is_plain else _group_by_step(parts, self._size_of_next)
-        # only data by index may be read early: there each sample has random numbers of its own
+        # only indexed data may be read early: there each sample has its own random numbers
         reads_ahead = self._ranks.world_size > 1 and isinstance(loader, MapLoader) and not self._has_states
         self._groups = groups if reads_ahead else None
         self._ahead, self._totals_ahead, self._are_totals_stale = None, (), False
@@ -171,13 +171,13 @@ class Feed:
                     raise _wrong_length(done, size)
                 return
             loader.turn += len(group) if is_plain else sum(micro_batch[4] for micro_batch in group)
-            if window.samples:  # otherwise all ranks have only stand-ins
+            if window.samples:  # otherwise all ranks have only dummy batches
                 done += window.samples
                 self._latest = progress.samples, window
                 yield window
 
     def _ask_loss(self, group: list[Weighed]) -> list[Weighed]:
-        """Find out what the loss is a mean over, and return the first micro-batches, weighed accordingly."""
+        """Probe what the loss is a mean over, and return the first micro-batches with their weights."""
         mean = self._trainer.loss_mean
         before = copy.copy(mean)
         with self._lifecycle.clock.during("setup"):
@@ -189,7 +189,7 @@ class Feed:
             return group
         weighed = list[Weighed]()
         for batch, weight, samples, tokens, ends in group:
-            if weight or samples or not ends:  # otherwise it is a stand-in
+            if weight or samples or not ends:  # otherwise it is a dummy batch
                 self.samples = samples or None
                 weight = self._weight_in_step(move_to_device(batch, torch.device("cpu")))
             weighed.append((batch, weight, samples, tokens, ends))
@@ -260,7 +260,7 @@ class Feed:
         return () if isinstance(ahead, Exception) else self._ranks.count_once(_window_sums(ahead))
 
     def annotate(self, ranges: ProfilerRanges | None) -> None:
-        """Read data inside of `ranges("data")`; None reads them as they are."""
+        """Read data inside of `ranges("data")`; None removes the ranges."""
         self._next = next if ranges is None else wrap_in_range(ranges, "data", next)
 
     def set_totals(self, totals: Sequence[float]) -> None:
@@ -356,7 +356,7 @@ class Feed:
                 yield ready, 0, 0, 0, 1
 
     def _parts(self, batch: Any, ready: Any, samples: int, size: int) -> Iterator[Weighed]:
-        """Yield the parts of a batch, weighed; of a stand-in the first one alone.
+        """Yield the parts of a batch, weighed; of a dummy batch only the first one.
 
         Args:
             batch: The batch on the host.
@@ -438,7 +438,7 @@ class Feed:
     # --- evaluations
 
     def lockstep_batches(self, loader: Loader, only_first: bool = False) -> Iterator[CountedBatch]:
-        """Yield the batches of an evaluation, equally many on all ranks: stand-ins follow data that end earlier.
+        """Yield the batches of an evaluation, equally many on all ranks: dummy batches follow data that end earlier.
 
         Args:
             loader: The loader.

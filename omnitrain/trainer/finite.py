@@ -1,4 +1,4 @@
-"""Detection of NaN and infinite losses and gradients, without waiting for the device."""
+"""Detection of non-finite losses and gradients without waiting for the device."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class LossMeter:
             self.sum += weight * read_on_cpu(loss)
 
     def read(self) -> float:
-        """Return the sum, waiting for the device if there is one."""
+        """Return the sum, waiting for the device if it is there."""
         return float(self.sum)
 
     def mean(self) -> float:

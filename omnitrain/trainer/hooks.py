@@ -1,4 +1,4 @@
-"""Hooks: the methods that a subclass of a trainer overrides. Each default delegates to a part of the run in one line.
+"""Overridable methods of trainers.
 
 `step.py` and `loop.py` show when each is called. The parts of a run know nothing else about their trainer.
 """

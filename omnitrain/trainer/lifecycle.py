@@ -1,4 +1,4 @@
-"""The lifecycle of a run: emits its events, and keeps progress, requests, history and the best evaluation.
+"""The lifecycle of a run: its events, progress and history.
 
 A loop is anything that calls `begin_train, begin_epoch, begin_step, end_step, end_epoch, evaluated, begin_save, saved,
 logged, end_train` in the order shown in `Event`. Nothing here trains, evaluates or saves, or imports torch.
@@ -48,14 +48,14 @@ def is_of_callback(error: BaseException) -> bool:
 
 @dataclass(slots=True)
 class Listener:
-    """A callback of a run, and how it has fared.
+    """A callback of a run, with its time, calls and failures.
 
     Args:
         callback: The callback.
         seconds: The time that its methods took.
-        calls: How many events it was told of.
+        calls: How many events it was called for.
         failures: How many of its methods failed without ending the run.
-        is_disabled: Whether it is called no more.
+        is_disabled: Whether it is no longer called.
     """
 
     callback: Callback
@@ -111,7 +111,7 @@ class Lifecycle:
         self.saved_path: Path | None = None
         """The folder of the latest checkpoint of the run."""
         self.resumed_from: Path | None = None
-        """The folder of the checkpoint from which the run goes on; None for a fresh start."""
+        """The folder of the checkpoint from which the run was resumed; None for a fresh start."""
         self.trained_before: int = 0
         """Steps of an earlier `train()` with whose weights this run begins afresh."""
         self.pending_evaluation = False
@@ -141,7 +141,7 @@ class Lifecycle:
         self.listeners: list[Listener] = []
         """The callbacks in the order they run, with the time that each has taken."""
         self.emit_in_step: Callable[..., None] | None = None
-        """What tells of the events inside of a step; None if nobody listens to any of them."""
+        """Emits the events inside of a step; None without listeners."""
         self.emit_in_evaluation: Callable[..., None] | None = None
         """The same for the batches of an evaluation."""
         self._is_silent = False
@@ -192,7 +192,7 @@ class Lifecycle:
             )
 
     def _bind(self) -> None:
-        """Find out who listens to what. Only overridden methods are called."""
+        """Bind the events to the overridden methods of callbacks."""
         live = [listener for listener in self.listeners if not listener.is_disabled]
 
         def listening(name: str) -> list[Called]:
@@ -220,7 +220,7 @@ class Lifecycle:
 
     @contextlib.contextmanager
     def suppress_events(self) -> Iterator[None]:
-        """Tell nobody of the micro-batches and the evaluated batches inside, which belong to no run."""
+        """Suppress the events of micro-batches and evaluated batches, which belong to no run."""
         self._is_silent = True
         self._bind()
         try:
@@ -236,7 +236,7 @@ class Lifecycle:
         return any(listener.callback.asks_alone for event in events for listener, _ in self._listeners[event])
 
     def emit(self, event: Event, *details: Any) -> None:
-        """Call every callback that listens to `event`; what becomes of an error its `on_error` says."""
+        """Call every callback that listens to `event`; its `on_error` decides about an error."""
         listeners = self._listeners[event]
         if not listeners:
             return
@@ -253,7 +253,7 @@ class Lifecycle:
             begin = end
 
     def _survives(self, listener: Listener, method: str, error: BaseException) -> bool:
-        """Return whether the run goes on after an error of a callback, which is reported then."""
+        """Return whether the run continues after an error of a callback, which is then logged."""
         name, policy = f"{listener.name}.{method}", listener.callback.on_error
         error.add_note(f"{_RAISED_BY}{name}.")
         if policy == "raise" or not isinstance(error, Exception) or isinstance(error, DistributedError):
@@ -289,7 +289,7 @@ class Lifecycle:
         self.emit(Event.TRAIN_START)
 
     def failed(self, error: BaseException) -> None:
-        """Tell the callbacks that `error` ends the run; their own errors cannot hide it."""
+        """Emit EXCEPTION; errors of the callbacks cannot hide `error`."""
         self.tick()
         self._emit_safely(Event.EXCEPTION, error)
 
@@ -375,7 +375,7 @@ class Lifecycle:
             mark(all_of_them if profilers else None)
 
     def unsubscribe(self, callback: Callback, *events: Event) -> None:
-        """Tell a callback of these events no more, until the callbacks are registered anew."""
+        """Unsubscribe a callback from events until the callbacks are registered again."""
         for event in events:
             self._listeners[event] = [entry for entry in self._listeners[event] if entry[0].callback is not callback]
         self._update_emitters()
@@ -473,7 +473,7 @@ class Lifecycle:
         self.emit(Event.EVAL_START)
 
     def evaluated(self, metrics: Mapping[str, float], counts: bool = True) -> None:
-        """Add an evaluation to the history and compare it with the best; `counts=False` leaves patience alone."""
+        """Add an evaluation to the history and compare it with the best; `counts=False` leaves patience unchanged."""
         self.evaluated_step = self.progress.step
         value = metrics[self.objective.key(metrics)]
         self.improved = self.objective.update(value, self.progress.step, counts)
@@ -554,7 +554,7 @@ class Lifecycle:
         }
 
     def load_outcome(self, outcome: Mapping[str, Any]) -> None:
-        """Take over what `outcome` has returned."""
+        """Restore the result of `outcome`."""
         self.progress, self.metrics, self.stop = outcome["progress"], outcome["metrics"], outcome["stop"]
         self.objective.load_state_dict(outcome["objective"])
         self.evaluated_step = outcome["evaluated_step"]
@@ -571,7 +571,7 @@ class Lifecycle:
             undo: Gets functions that restore the present states.
 
         Raises:
-            CheckpointError: If one of them refuses its state.
+            CheckpointError: If a callback rejects its state.
         """
         unmatched = list(self.callbacks)
         for entry in entries:

@@ -1,4 +1,4 @@
-"""The training loop: epochs, windows, and acting on the requests of callbacks.
+"""The training loop: epochs, windows and requests of callbacks.
 
 `Event` shows the order of events. `step.py` has what happens in a step, `checkpoint/checkpointer.py` what is saved.
 """
@@ -116,8 +116,8 @@ class Loop:
             self.checkpointer.record_start()
         self._warn_batch_norm()
         self._exchange = None
-        (alone,) = self.ranks.sum("what may be requested in a step", self.has_rank_local_requests)
-        self._exchanges_early = self.ranks.world_size > 1 and not alone
+        (local_requests,) = self.ranks.sum("what may be requested in a step", self.has_rank_local_requests)
+        self._exchanges_early = self.ranks.world_size > 1 and not local_requests
         if self.checkpointer.is_resuming:
             self.checkpointer.resume_random_numbers()
         else:
@@ -212,7 +212,7 @@ class Loop:
         self._update_training_set()
 
     def _update_training_set(self) -> None:
-        """Take over how the training set has changed since the latest epoch; the epoch has the length of its start."""
+        """Apply changes of the training set since the latest epoch; the epoch keeps its initial length."""
         loader, progress, trainer = self.sets.train, self.lifecycle.progress, self.trainer
         if not isinstance(loader, Loader) or progress.is_epoch_consumed:
             return
@@ -229,7 +229,7 @@ class Loop:
             )  # fmt: skip
 
     def _update_sets(self, loaders: Any) -> None:
-        """Take over how sets to evaluate have changed since they were read."""
+        """Apply changes of evaluation sets since they were read."""
         loaders = [loader for loader in _each(loaders) if isinstance(loader, Loader)]
         for loader in loaders:
             loader.update()
@@ -308,7 +308,7 @@ class Loop:
         if has_time:
             checkpointer.load_eval_weights()
 
-    # --- answers to requests
+    # --- requests
 
     def handle_requests(self) -> None:
         """Act on the requests of callbacks: the only place where a run logs, evaluates or saves."""
@@ -424,7 +424,7 @@ class Loop:
         return result
 
     def evaluate(self, counts: bool = True) -> None:
-        """Evaluate as part of the run; `counts=False` leaves patience alone."""
+        """Evaluate as part of the run; `counts=False` leaves patience unchanged."""
         trainer, lifecycle = self.trainer, self.lifecycle
         lifecycle.begin_evaluation()
         self.is_evaluating = True
@@ -441,7 +441,7 @@ class Loop:
             self.is_evaluating, self.evaluation.left_out = False, frozenset()
         lifecycle.pending_evaluation = metrics is None and not lifecycle.is_closing
         if metrics is None:
-            return  # interrupted by a signal: a resumed run repeats the whole evaluation
+            return  # interrupted by a signal: a resumed run repeats the full evaluation
         if self.settings.on_nonfinite == "raise":
             self._raise_if_nonfinite(metrics)
         for transform in reversed(find_overrides(trainer.algorithms, "transform_metrics")):
@@ -476,7 +476,7 @@ class Loop:
         """Evaluate the first batch of each set to find errors that would otherwise come after hours of training.
 
         It leaves no trace: no event, no row, no random number, no change of a buffer, nothing for the best or for
-        patience. If one batch is not enough (the user's own metric may need all classes), the whole set is evaluated.
+        patience. If one batch is not enough (the user's own metric may need all classes), the full set is evaluated.
         """
         evaluation, loader = self.evaluation, self.sets.eval
         try:
@@ -527,7 +527,7 @@ class Loop:
         loss, metrics = self.step.means_since_last()
         step, seconds, samples, tokens = lifecycle.logged_at
         if math.isnan(loss) and progress.step == step:
-            return  # all steps since the latest log were skipped, so there is nothing to log
+            return  # all steps since the latest log were skipped, so nothing is logged
         passed = max(progress.seconds - seconds, 1e-9)
         logs: dict[str, Any] = {
             "step": progress.step,
@@ -574,7 +574,7 @@ class Loop:
         metrics = {f"train_{name}": value for name, value in self.step.metrics_of_epoch().items()}
         return {"train_loss": train_loss, **metrics, **self.learning_rates(), **self._grad_norm()}
 
-    # --- the user's own loop
+    # --- custom loops
 
     @property
     def has_custom_epoch(self) -> bool:
@@ -643,12 +643,12 @@ class Loop:
             if update_count[0] and self.settings.microbatch_size is not None:
                 raise ConfigError(
                     f"`microbatch_size={self.settings.microbatch_size!r}` has no effect on a `_train_epoch` of your "
-                    "own, which goes through whole batches. Make `batch_size` smaller, or split them there."
+                    "own, which uses full batches. Make `batch_size` smaller, or split them there."
                 )
             progress.step += update_count[0]
 
     def _check_uncalled_methods(self) -> None:
-        """Refuse algorithms that change what a loop of the user's own does without them."""
+        """Reject algorithms whose methods a custom loop does not call."""
         for algorithm in self.trainer.algorithms:
             unreached = [place for place in IN_STEPS if find_overrides([algorithm], place)]
             if not self.trainer.backend.has_master_weights:  # the weights are there when the optimizer has stepped

@@ -1,6 +1,6 @@
-"""Questions to a loss before the first step: whether it shifts labels, and what it is a mean over.
+"""Probes of a loss before the first step.
 
-What can be read from a loss, a unit or a configuration is read in `losses.py`; the answers go there, too.
+They find whether it shifts labels and what it is a mean over. `losses.py` reads what needs no probe.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ _ROWS = 4
 
 
 def ask_loss(trainer: Hooks, batches: Sequence[Any]) -> None:
-    """Ask the loss by means of a batch; once in a run, on all ranks.
+    """Probe the loss with a batch; once in a run, on all ranks.
 
     The passes are those of an evaluation: modes, random numbers and weights stay unchanged. A loss that cannot be
-    asked, since it fails, draws random numbers or gets labels of one class only, is taken to be what it seems.
+    probed, since it fails, draws random numbers or gets labels of one class only, is taken to be what it seems.
 
     Args:
         trainer: The trainer; `trainer.loss_mean` receives the answers.
-        batches: Batches on the host or on the device, of which one is asked, or two of one row each; none if this
+        batches: Batches on the host or on the device, of which one is used, or two of one row each; none if this
             rank has none.
     """
     trainer.loss_mean.is_checked = True
@@ -277,7 +277,7 @@ class _Probe:
         if {torch.float16, torch.bfloat16} & dtypes or trainer.precision.name in ("bf16", "fp16", "fp8"):
             return 2e-2
         is_exact = trainer.device.type == "cpu" and torch.get_float32_matmul_precision() == "highest"
-        return 1e-5 if is_exact else 1e-3  # accelerators take convolutions in TF32 unless told otherwise
+        return 1e-5 if is_exact else 1e-3  # accelerators take convolutions in TF32 by default
 
     def kind_of_dependence(self) -> str:
         """Return "samples" if they are compared with each other, "means" if not, "chance" if numbers are random."""
@@ -313,7 +313,7 @@ class _Probe:
                 loss = trainer.backend.forward(run, trainer._prepare_batch(batch))
             return None if loss is None else float(loss)
         except Exception as error:  # the first step, or the evaluation, raises it for the user
-            logger.debug("The loss could not be asked: %r.", error)
+            logger.debug("The loss could not be probed: %r.", error)
             return None
 
     def _trainer_loss(self, model: Any, batch: Any) -> torch.Tensor | None:

@@ -1,4 +1,4 @@
-"""Weighted means of the values that forward passes name: summed on the device, read for logs alone."""
+"""Weighted means of metrics that forward passes return."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ _TAKEN = frozenset(
     ["step", "epoch", "loss", "learning_rate", "grad_norm", "samples_per_second", "tokens_per_second", "skipped_steps",
      "loss_scale", "kind", "final"]
 )  # fmt: skip
-"""What rows of logs have besides."""
+"""Names that rows of logs use themselves."""
 _PREFIXES = ("train_", "eval_", "test_", "learning_rate_")
-"""What names begin with that stand for something else: in the history, in evaluations, in tests, of other groups."""
+"""Prefixes of the history, of evaluations, of tests and of other groups' rates."""
 
 
 @dataclass(slots=True)
@@ -59,7 +59,7 @@ class Meters:
         self._meters: dict[str, _Meter] = {}
 
     def __len__(self) -> int:
-        """Return how many names this rank has met."""
+        """Return the number of names on this rank."""
         return len(self._meters)
 
     def add(self, values: Mapping[str, Any], weight: float) -> None:
@@ -94,7 +94,7 @@ class Meters:
     # --- means over all ranks
 
     def means_since_last(self) -> dict[str, float]:
-        """Return the means of what was added since this was last asked; called on all ranks."""
+        """Return the means since the last call; called on all ranks."""
         means = self._means("the metrics for a log", _LOG)
         for meter in self._meters.values():
             meter.sums[_LOG] = meter.weights[_LOG] = 0.0
@@ -121,14 +121,14 @@ class Meters:
         for meter in self._meters.values():
             meter.sums[_EPOCH] = meter.weights[_EPOCH] = 0.0
 
-    # --- steps that are taken back, and checkpoints
+    # --- rollback and checkpoints
 
     def snapshot(self) -> dict[str, _Meter]:
-        """Return what there is for `rollback`; nothing waits for the device."""
+        """Return the state for `rollback`, without waiting for the device."""
         return {name: meter.copy() for name, meter in self._meters.items()}
 
     def rollback(self, snapshot: Mapping[str, _Meter]) -> None:
-        """Take back what was added since `snapshot()`."""
+        """Remove what was added since `snapshot()`."""
         self._meters = {name: meter.copy() for name, meter in snapshot.items()}
 
     def state_dict(self) -> list[Any]:
@@ -136,7 +136,7 @@ class Meters:
         return [[name, *meter.sums.tolist(), *meter.weights] for name, meter in self._meters.items()]
 
     def load_state_dict(self, states: Sequence[Sequence[Any]]) -> None:
-        """Take back what `state_dict()` returned on each process; if they are others now, the first has all of it."""
+        """Restore the states of each process; if their number differs, the first gets the total."""
         ranks, local_states = self.ranks, states
         if len(states) == ranks.data.size:
             local_states = states[ranks.data.rank : ranks.data.rank + 1]

@@ -1,4 +1,4 @@
-"""The report on a NaN or infinity: the samples that it came from. `finite.py` detects it."""
+"""Reports of NaN and infinity, with the samples that cause them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from omnitrain.trainer.evaluation import Evaluation
 from omnitrain.trainer.hooks import Hooks, evaluating
 
 
-class Place(NamedTuple):
+class WindowPosition(NamedTuple):
     """The position of a window in the run, from which its samples can be named later."""
 
     step: int
@@ -27,7 +27,7 @@ class Place(NamedTuple):
     samples: int
 
 
-def nonfinite_error(trainer: Hooks, loader: Any, save_dir: Path | None, place: Place) -> NonFiniteError:
+def nonfinite_error(trainer: Hooks, loader: Any, save_dir: Path | None, place: WindowPosition) -> NonFiniteError:
     """Return the error for a window that is not finite, and write `nonfinite.json` to `save_dir`.
 
     Args:
@@ -74,13 +74,13 @@ def evaluation_error(
         which = f" It comes from these samples of it: {format_list(indices)}."
     return NonFiniteError(
         f"The loss of {loader.name} is {loss} at step {step}.{which} Look at these samples, or pass "
-        "on_nonfinite='skip' to go on without such an evaluation."
+        "on_nonfinite='skip' to continue without such an evaluation."
     )
 
 
 def _report(trainer: Hooks, save_dir: Path | None, report: dict[str, Any]) -> None:
     if save_dir is not None and trainer.ranks.is_main:
-        with Tolerance("nonfinite.json", "What it would have said is in the error that follows."):
+        with Tolerance("nonfinite.json", "Its content is in the error that follows."):
             save_dir.mkdir(parents=True, exist_ok=True)
             replace_file(save_dir / "nonfinite.json", (json.dumps(report, indent=2) + "\n").encode())
 
@@ -108,7 +108,7 @@ def _suspects(
         try:
             with evaluating(trainer):
                 bad = [int(index) for index in window if is_bad(trainer, fetch(epoch, np.array([index])))]
-        except Exception:  # the model cannot process a single sample: name the whole window
+        except Exception:  # the model cannot process a single sample: report the full window
             break
         if bad:
             return bad

@@ -1,4 +1,4 @@
-"""What took the memory of a device that ran out, and what would take less: a note on the error."""
+"""Notes on out-of-memory errors: memory in use, and remedies."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _MANY = 8
 """A rank of so many is shown for what sharding would give, where the run has a single process."""
 _UNITS = {"bytes": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
 _LEAST = 0.02
-"""A remedy is named if it gives back at least this share of what is known to be taken."""
+"""A remedy is listed if it frees at least this share of what is known to be taken."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +38,7 @@ class Shortage:
         future_gradients: Gradients that a step adds to these.
         future_optimizer_bytes: What the first update adds to the state, if that is known.
         peak: The most that tensors took at once, with all of these; None if the device does not count it.
-        requested: What it was asked for when it ran out; 0 if the error does not say.
+        requested: The allocation that failed; 0 if the error does not say.
         capacity: The memory of the device; None if that is not known.
         rows: Rows of a micro-batch, or of a batch of an evaluation.
         world_size: Ranks of the run.
@@ -64,14 +64,14 @@ class Shortage:
 
     @property
     def activations(self) -> int | None:
-        """The rest, with what it was asked for: activations, and the work space of operations; None if unknown."""
+        """The rest, with the failed allocation: activations, and the work space of operations; None if unknown."""
         if self.peak is None:
             return None
         return max(self.peak - self.parameters - self.gradients - self.state, 0) + self.requested
 
 
 def size_of(number: float) -> str:
-    """Return bytes in words.
+    """Return bytes as text.
 
     >>> size_of(0), size_of(1_500_000), size_of(12_300_000_000)
     ('0 MB', '1.5 MB', '12.3 GB')

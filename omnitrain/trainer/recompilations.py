@@ -1,4 +1,4 @@
-"""What a run compiles once more because batches have other shapes, as PyTorch has recorded it."""
+"""Warnings about recompilations for new shapes, from PyTorch's records."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ logger: logging.Logger = logging.getLogger("omnitrain")
 _OF_SHAPE = re.compile(r"(size|stride|rank) mismatch|\.size\(\)|\.stride\(\)")
 """What the reason for compiling once more has if it is a shape."""
 _MANY = 3
-"""How often a run may do that for shapes before it is told."""
+"""Recompilations for shapes before the warning."""
 
 
 class Recompilations:
-    """Tells once if a run compiles again and again because batches have other shapes."""
+    """Warns once if a run recompiles often because batches have other shapes."""
 
     def __init__(self) -> None:
         self._has_warned = False
@@ -53,6 +53,6 @@ class Recompilations:
 
 
 def _records() -> list[Any]:
-    """Return what PyTorch has written about the latest compilations; nothing if it was never asked to compile."""
+    """Return PyTorch's records of the latest compilations; empty if nothing was compiled."""
     module = sys.modules.get("torch._dynamo.utils")
     return [] if module is None else module.get_compilation_metrics()

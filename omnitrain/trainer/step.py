@@ -25,7 +25,7 @@ from omnitrain.distributed.ranks import Ranks
 from omnitrain.model.units import ModelUnit, no_token_counts
 from omnitrain.optim.build import ScheduleLR, needs_closure
 from omnitrain.optim.sparse_gradients import parameters_by_layout
-from omnitrain.trainer.auto_microbatch import Memory
+from omnitrain.trainer.auto_microbatch import AutoMicrobatch
 from omnitrain.trainer.buffers import Buffers
 from omnitrain.trainer.failing_samples import describe_failing_samples, name_dtypes
 from omnitrain.trainer.feed import Feed
@@ -33,7 +33,7 @@ from omnitrain.trainer.finite import FiniteGuard, LossMeter, read_on_cpu
 from omnitrain.trainer.hooks import Hooks, evaluating
 from omnitrain.trainer.lifecycle import Lifecycle, is_of_callback
 from omnitrain.trainer.meters import Meters
-from omnitrain.trainer.nonfinite_report import Place
+from omnitrain.trainer.nonfinite_report import WindowPosition
 
 logger: logging.Logger = logging.getLogger("omnitrain")
 
@@ -49,13 +49,13 @@ IN_STEPS = (
     "before_update",
     "after_update",
 )
-"""The places of algorithms in a step."""
+"""The methods of algorithms that are called in a step."""
 
 
 def modules_in_eval_mode(model: nn.Module) -> list[nn.Module]:
     """Return the modules of a model that the user has put into evaluation mode.
 
-    If the whole model is in evaluation mode, that means nothing: `from_pretrained` leaves models so, and the user
+    A model that is entirely in evaluation mode counts as none: `from_pretrained` leaves models so, and the user
     expects training. The same goes for a part that has `from_pretrained`, unless all of it is frozen.
     """
     modules: list[nn.Module] = []
@@ -78,8 +78,8 @@ class Step:
 
     Args:
         trainer: The trainer, whose hooks make a step.
-        backend: How gradients are added up and weights updated.
-        lifecycle: Counts, and calls the callbacks.
+        backend: Accumulates gradients and updates weights.
+        lifecycle: Counts steps and calls the callbacks.
         ranks: The ranks of the run.
         settings: The arguments of the trainer.
         error_at: Returns the error for a window whose loss or gradient is not finite.
@@ -88,8 +88,8 @@ class Step:
 
     Attributes:
         loss: The losses of the epoch so far.
-        metrics: What forward passes have named, in the epoch so far.
-        latest_metrics: The means of it that the latest row of logs has.
+        metrics: The metrics that forward passes returned in the epoch so far.
+        latest_metrics: Their means in the latest row of logs.
         grad_norm: The norm of the latest gradients before clipping, on the device; None before the first step.
         rates: The learning rate of each group of the optimizer in the latest update; empty before the first one.
         guard: Detects losses and gradients that are not finite.
@@ -104,7 +104,7 @@ class Step:
         lifecycle: Lifecycle,
         ranks: Ranks,
         settings: Settings,
-        error_at: Callable[[Place], NonFiniteError],
+        error_at: Callable[[WindowPosition], NonFiniteError],
         loader: Callable[[], Any],
         feed: Feed,
     ) -> None:
@@ -112,8 +112,8 @@ class Step:
         self.metrics: Meters = Meters(backend.device, ranks)
         self.latest_metrics: dict[str, float] = {}
         is_auto = settings.microbatch_size == "auto"
-        self._memory = (
-            Memory(trainer, backend, feed, ranks, lifecycle, self.snapshot, self.rollback) if is_auto else None
+        self._auto_microbatch = (
+            AutoMicrobatch(trainer, backend, feed, ranks, lifecycle, self.snapshot, self.rollback) if is_auto else None
         )
         self._feed = feed
         self.grad_norm: torch.Tensor | None = None
@@ -134,9 +134,9 @@ class Step:
         """The targets of this window so far, if the unit counts them."""
         self._has_warned_of_empty = False
         self._may_undo = False
-        """Whether a step can turn out to be skipped, so that its loss has to be subtracted again."""
+        """Whether a step can be skipped, so that its loss has to be subtracted."""
         self._before: Any = None
-        """The means at the beginning of the present step, from `snapshot`, if it can turn out to be skipped."""
+        """The means at the beginning of the current step, from `snapshot`, if it can be skipped."""
         self._buffers: Buffers | None = None
         """Copies of the buffers of the model, if a step can be skipped: its passes may have put NaN into them."""
         self._is_first = True
@@ -145,16 +145,16 @@ class Step:
         """Whether this run has put the model into training mode."""
         self._evaluating: list[nn.Module] = []
         """The modules that the user has put into evaluation mode, which stay in it."""
-        self._left_out: list[str] = []
-        """The parameters that require a gradient and are in no optimizer group, about which the user was warned."""
+        self._untrained: list[str] = []
+        """Parameters with a gradient and without an optimizer group, of which the user was warned."""
         self._transforms: dict[str, list[Callable[..., Any]]] = {}
-        """What algorithms change of a step, by place: the methods of those that do, in the order they are called."""
+        """The methods of algorithms that change a step, by name, in the order they are called."""
         self._set_step_nr: Callable[[int], None] | None = None
         """The unit's `set_step_nr`, if it has one."""
         self._needs_closure = False
         self._repeats = False
         """Whether a micro-batch may run more than once in a step."""
-        """Whether the optimizer takes loss and gradients anew in its step, as LBFGS does."""
+        """Whether the optimizer computes loss and gradients again in its step, as LBFGS does."""
         self._is_at_start = False
         """Whether loss and gradients are there that the optimizer is about to take."""
 
@@ -176,15 +176,15 @@ class Step:
         self._check_sparse_gradients()
         self._backend.check_update()
         self._warn_low_precision()
-        if self._memory is not None:
-            self._memory.prepare()
+        if self._auto_microbatch is not None:
+            self._auto_microbatch.prepare()
         self._needs_closure = needs_closure(optimizer) and type(self._trainer)._train_epoch is Hooks._train_epoch
         if self._needs_closure:
             self._check_closure()
         has_second_pass = self._needs_closure or bool(self._transforms["before_second_pass"])
         if has_second_pass:
             self._check_second_pass()
-        self._repeats = has_second_pass or self._memory is not None
+        self._repeats = has_second_pass or self._auto_microbatch is not None
         self._may_undo = settings.on_nonfinite != "raise" or self._backend.can_skip or self._needs_closure
         self._buffers = Buffers() if settings.on_nonfinite == "skip" or self._backend.can_skip else None
         self._set_step_nr = getattr(self._trainer.unit, "set_step_nr", None)
@@ -193,7 +193,7 @@ class Step:
         self.guard = FiniteGuard(self._backend.device, optimizer, defers)
 
     def _list_transforms(self) -> None:
-        """Find out which algorithm changes what, and refuse what the backend cannot do."""
+        """List the algorithms by their methods, and reject those that the backend does not support."""
         algorithms: list[Any] = self._trainer.algorithms
         self._transforms = {place: find_overrides(algorithms, place) for place in IN_STEPS}
         for place in ("transform_output", "transform_loss"):
@@ -248,13 +248,13 @@ class Step:
             self._buffers.collect(self._backend.model)
         self._warn_untrained_parameters()
         self._check_sparse_gradients()
-        if self._memory is not None:
-            self._memory.begin_epoch()
+        if self._auto_microbatch is not None:
+            self._auto_microbatch.begin_epoch()
 
     def _put_into_training(self) -> None:
         """Put the model into training mode at the beginning of a run; after that the user decides its modes.
 
-        If the whole model is in evaluation mode at the beginning of a later epoch, it is put back into training mode.
+        If the full model is in evaluation mode at the beginning of a later epoch, it is put back into training mode.
         """
         model, wrapped = self._backend.model, self._backend.wrapped
         if self._is_in_training and wrapped.training and model.training:
@@ -274,14 +274,14 @@ class Step:
 
     def _warn_untrained_parameters(self) -> None:
         """Warn once about parameters that require a gradient and are in no optimizer group."""
-        left_out = self._backend.ungrouped_parameters()
-        if set(left_out) - set(self._left_out):
+        untrained = self._backend.ungrouped_parameters()
+        if set(untrained) - set(self._untrained):
             logger.warning(
                 "%d parameters require a gradient and are in no group of the optimizer, so they are not trained: %s%s. "
                 "Freeze them, or add them: trainer.optimizer.add_param_group({'params': [...]}).",
-                len(left_out), ", ".join(left_out[:3]), ", ..." if len(left_out) > 3 else "",
+                len(untrained), ", ".join(untrained[:3]), ", ..." if len(untrained) > 3 else "",
             )  # fmt: skip
-        self._left_out = left_out
+        self._untrained = untrained
 
     # --- the step
 
@@ -293,7 +293,7 @@ class Step:
         return self.end_step(self.finish() and self.update())
 
     def dry_run(self, window: Window) -> None:
-        """Run the passes of a window without an update; weights, means, modes and gradients stay as they are.
+        """Run the passes of a window without an update; weights, means, modes and gradients stay unchanged.
 
         Buffers, what algorithms keep, and random numbers, do not.
         """
@@ -311,7 +311,7 @@ class Step:
                 with trainer._accumulating(last=backend.dry_run_completes_gradients):
                     loss = self.loss_of(batch)
                     if loss is not None:
-                        trainer._backward(loss * 0)  # DeepSpeed adds gradients up in buffers of its own
+                        trainer._backward(loss * 0)  # DeepSpeed accumulates gradients in its own buffers
         finally:
             self._is_in_training = False
             backend.discard_gradients()
@@ -335,22 +335,26 @@ class Step:
 
     def run(self, attempt: Callable[[], Result]) -> Result:
         """Return what `attempt()` returns, which runs all `batches`; more and smaller ones where memory has run out."""
-        return attempt() if self._memory is None else self._memory.run(self._window, attempt, self.restart)
+        return (
+            attempt()
+            if self._auto_microbatch is None
+            else self._auto_microbatch.run(self._window, attempt, self.restart)
+        )
 
     def update(self) -> bool:
         """Update the weights, and return whether that was done."""
         if self._needs_closure:
             return self._update_by_closure()
-        return self._trainer._apply_update() if self._memory is None else self._memory.update()
+        return self._trainer._apply_update() if self._auto_microbatch is None else self._auto_microbatch.update()
 
     def begin(self, window: Window) -> None:
-        """Start on a window."""
+        """Begin a window."""
         if self._may_undo:
             self._before = self.snapshot()
         if self._buffers is not None:
             self._buffers.snapshot()
         if self._needs_closure:
-            self.loss.rollback((0.0, 0.0))  # so that it is that of the window alone
+            self.loss.rollback((0.0, 0.0))  # the loss of the window only
         if self._set_step_nr is not None:
             self._set_step_nr(self._lifecycle.progress.step + 1)
         self.restart(window)
@@ -383,7 +387,7 @@ class Step:
     @property
     def completes(self) -> bool:
         """Whether the gradients are to be complete after the next micro-batch."""
-        return self.is_last and (self._memory is None or not self._memory.separate_all_reduce)
+        return self.is_last and (self._auto_microbatch is None or not self._auto_microbatch.separate_all_reduce)
 
     def loss_of(self, batch: Any) -> torch.Tensor | None:
         """Run the next forward pass; return its part of the window's loss, or None if no backward pass is needed."""
@@ -485,7 +489,7 @@ class Step:
         add_location(error, f"step {place.step} (epoch {place.epoch + 1}), rank {self._ranks.rank}")
 
     def finish(self) -> bool:
-        """Make the gradients final, emit the callbacks, and return whether to make the update."""
+        """Complete the gradients, call the callbacks, and return whether to make the update."""
         if self.is_empty or not self._divide_by_targets():
             self._warn_of_empty()
             return False
@@ -567,11 +571,11 @@ class Step:
         return applied
 
     def check_schedule(self, scheduler: Any, has_custom_epoch: bool) -> None:
-        """Refuse a schedule that the run could not emit where it is.
+        """Reject a schedule that follows counts which a custom epoch does not update.
 
         Args:
             scheduler: The schedule; None without one.
-            has_custom_epoch: Whether the trainer's class has an epoch of its own, in which nothing counts.
+            has_custom_epoch: Whether the trainer's class overrides `_train_epoch`, in which nothing is counted.
         """
         if has_custom_epoch and isinstance(scheduler, ScheduleLR) and scheduler.follows:
             raise ConfigError(
@@ -643,7 +647,7 @@ class Step:
                 put_back(trainer)
 
     def _check_second_pass(self) -> None:
-        """Refuse a method of the user's, around each micro-batch of transformers' loop, that others do not go through.
+        """Reject a `training_step` of the user's, which a second pass does not call.
 
         Raises:
             ConfigError: Naming it.
@@ -654,10 +658,10 @@ class Step:
                 "`optimizer` or `algorithms` ask for. Put what it does into `compute_loss`, or leave one of them out."
             )
 
-    # --- optimizers that take loss and gradients anew
+    # --- optimizers with a closure
 
     def _check_closure(self) -> None:
-        """Refuse what an optimizer that needs a closure cannot be given."""
+        """Reject arguments that do not work with an optimizer that needs a closure."""
         settings, backend = self._settings, self._backend
         what = f"`optimizer` ({type(backend.optimizer).__name__}) takes loss and gradients several times in a step"
         if "closure" in backend.unsupported:
@@ -673,13 +677,13 @@ class Step:
                 settings.max_grad_norm is not None, "would clip what it compares with each other", "max_grad_norm=None"
             ),
             "microbatch_size='auto'": (
-                self._memory is not None, "could not begin such a step anew", "a number"
+                self._auto_microbatch is not None, "could not begin such a step again", "a number"
             ),
             f"on_nonfinite={settings.on_nonfinite!r}": (
                 settings.on_nonfinite != "raise", "decides on a step before it is made", "on_nonfinite='raise'"
             ),
             f"algorithms=[{type(second[0]).__name__ if second else ''}]": (
-                second, "moves the weights between two passes of its own", "no such algorithm"
+                second, "moves the weights between its own two passes", "no such algorithm"
             ),
         }  # fmt: skip
         for argument, (is_set, reason, remedy) in reasons.items():
@@ -687,7 +691,7 @@ class Step:
                 raise ConfigError(f"{what}, and `{argument}` {reason}. Pass {remedy}, or another optimizer.")
 
     def _update_by_closure(self) -> bool:
-        """Update the weights by an optimizer that runs the window's micro-batches anew; the first pass is logged."""
+        """Update the weights with a closure that runs the window's micro-batches; the first pass is logged."""
         backend, first, before = self._backend, self.snapshot(), self._before
         weights = [
             (parameter, parameter.detach().clone()) for parameter in backend.parameters if parameter.requires_grad
@@ -755,24 +759,24 @@ class Step:
     # --- means
 
     def snapshot(self) -> Any:
-        """Return what was added to the means so far, for `rollback`."""
+        """Return the state of the means, for `rollback`."""
         return self.loss.snapshot(), self.metrics.snapshot()
 
     def rollback(self, snapshot: Any) -> None:
-        """Take back what was added since `snapshot()`."""
+        """Remove what was added since `snapshot()`."""
         self.loss.rollback(snapshot[0])
         self.metrics.rollback(snapshot[1])
 
     def means_since_last(self) -> tuple[float, dict[str, float]]:
-        """Return the mean loss (NaN of nothing) and what was named, over all ranks since this was last asked."""
+        """Return the mean loss (NaN without any) and the metrics over all ranks since the last call."""
         local_sums = self._ranks.count_once([*self.loss.since_last(), len(self.metrics)])
         total, weight, name_count = self._ranks.sum("the loss for a log", *local_sums)
-        # ranks may have met other names, or none, so those of all are gathered if any has one
+        # ranks may have different names, or none, so all are gathered if any rank has one
         self.latest_metrics = self.metrics.means_since_last() if name_count else {}
         return total / weight if weight else math.nan, self.latest_metrics
 
     def metrics_of_epoch(self) -> dict[str, float]:
-        """Return the means of what was named in the epoch so far, over all ranks."""
+        """Return the means of the metrics in the epoch so far, over all ranks."""
         (name_count,) = self._ranks.sum("the names of metrics", len(self.metrics))
         return self.metrics.means() if name_count else {}
 
@@ -799,10 +803,10 @@ class Step:
             self.rollback(self._before)
         return not skips
 
-    def _place(self) -> Place:
+    def _place(self) -> WindowPosition:
         """Return the position of the current step."""
         progress = self._lifecycle.progress
-        return Place(progress.step + 1, progress.epoch, progress.samples_in_epoch, self._window.samples)
+        return WindowPosition(progress.step + 1, progress.epoch, progress.samples_in_epoch, self._window.samples)
 
     def _finiteness_value(self, norm: torch.Tensor) -> float | torch.Tensor:
         """Return a number that is finite if and only if the losses so far and the gradients are."""
@@ -840,7 +844,7 @@ class Step:
             **({"metrics": list(metrics)} if any(metrics) else {}),
             "grad_norm": None if self.grad_norm is None else float(self.grad_norm),
             "learning_rates": [float(rate) for rate in self.rates],
-            **({} if self._memory is None else {"microbatch_size": self._feed.microbatch_size}),
+            **({} if self._auto_microbatch is None else {"microbatch_size": self._feed.microbatch_size}),
             "loss_mean": self._trainer.loss_mean.state_dict(),
         }
 
@@ -852,5 +856,5 @@ class Step:
         self.grad_norm = None if norm is None else torch.tensor(norm, dtype=torch.float64)
         self.rates = list(state.get("learning_rates", []))  # old checkpoints lack them
         self._trainer.loss_mean.load_state_dict(state.get("loss_mean", {}))
-        if self._memory is not None:
+        if self._auto_microbatch is not None:
             self._feed.microbatch_size = state.get("microbatch_size")

@@ -155,7 +155,7 @@ def test_progress_bar_in_callbacks_replaces_the_default_one(
     rows_of_training = [line.split("  ")[0] for line in shown if "lr" in line and line.startswith("step")]
     assert rows_of_training[:2] == ["step 4/10", "step 8/10"] and set(rows_of_training[2:]) <= {"step 10/10"}
     assert len([line for line in shown if line.startswith("end ")]) == 1
-    with pytest.raises(ConfigError, match="has no effect beside the ProgressBar in `callbacks`"):
+    with pytest.raises(ConfigError, match="has no effect with the ProgressBar in `callbacks`"):
         make(trainer_class, callbacks=[ProgressBar()], progress_bar=True)
 
 

@@ -268,7 +268,7 @@ def test_report_to_and_loggers_must_not_overlap(tmp_path):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"loggers": "tensorbord"}, "'tensorbord', and there is no such logger. Did you mean 'tensorboard'"),
+        ({"loggers": "tensorbord"}, "'tensorbord', which is no known logger. Did you mean 'tensorboard'"),
         ({"loggers": 3}, "must be a name or a list of names and loggers, got 3"),
         ({"loggers": [Service]}, r"got the class Service. Pass Service\("),
         ({"loggers": [object()]}, "subclass of accelerate.tracking.GeneralTracker"),
@@ -276,8 +276,8 @@ def test_report_to_and_loggers_must_not_overlap(tmp_path):
         ({"loggers": [WandbLogger(), WandbLogger(project="b")]}, "W&B twice"),
         ({"loggers": [TensorBoardLogger("a"), TensorBoardLogger("a")]}, "TensorBoard in '.*' twice"),
         ({"loggers": [Service(), Service()]}, "the tracker 'service' twice"),
-        ({"loggers": "tensorboard", "callbacks": [TensorBoardLogger()]}, "twice, or beside the same one in `callba"),
-        ({"loggers": ["csv"]}, r"asks for 'metrics.csv', and there is no place for it. Pass `save_dir`"),
+        ({"loggers": "tensorboard", "callbacks": [TensorBoardLogger()]}, "twice, or also in `callba"),
+        ({"loggers": ["csv"]}, r"needs a folder for 'metrics.csv'. Pass `save_dir`"),
     ],
 )
 def test_loggers_are_validated(options, message, tmp_path):

@@ -165,7 +165,7 @@ def test_interval_needs_a_name_and_another_objective() -> None:
     with pytest.raises(ConfigError, match="needs a set with a name"):
         build(Trainer, EvalSet(classes(), every=2))
     sets = {"a": classes(), "rare": EvalSet(classes(), every=2)}
-    with pytest.raises(ObjectiveError, match=r"'rare_loss'.*intervals of its own.*'2ba'"):
+    with pytest.raises(ObjectiveError, match=r"'rare_loss'.*its own intervals.*'2ba'"):
         build(Trainer, sets, optimization_metric="rare_loss")
 
 

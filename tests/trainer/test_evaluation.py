@@ -274,7 +274,7 @@ def test_empty_set_is_an_error(trainer_class: Any, kind: str) -> None:
     if trainer_class is Trainer:
         unlabelled = Sentences(4)
         unlabelled.labels[:] = -100
-        with pytest.raises(DataError, match="nothing to evaluate in the evaluation set: none of its labels counts"):
+        with pytest.raises(DataError, match="The evaluation set has nothing to evaluate: none of its labels counts"):
             train(Trainer, Tagger(), Sentences(8), unlabelled)
 
 
