@@ -511,14 +511,14 @@ class BaseTrainer(Hooks, ABC):
         self,
         evaluation: Callable[..., Evaluation] = Evaluation,
         loop: Callable[..., Loop] = Loop,
-        write_beside: Callable[[Path], None] | None = None,
+        write_extra_files: Callable[[Path], None] | None = None,
     ) -> None:
         """Make the parts of a run, which start counting at zero.
 
         Args:
             evaluation: The class of what runs evaluations, or another maker of it.
             loop: The same for the training loop.
-            write_beside: Writes further files into the folder of a checkpoint, on the main process; None writes those
+            write_extra_files: Writes more files into the folder of a checkpoint, on the main process; None writes those
                 of `processing_class`.
         """
         settings, ranks, sets = self.settings, self.ranks, self._sets
@@ -541,8 +541,8 @@ class BaseTrainer(Hooks, ABC):
         )  # fmt: skip
         eval_weights = EvalWeights(self)
         contents = Contents(self, lifecycle, self._step, sets, self._initial, eval_weights)
-        write_beside = write_beside or functools.partial(_write_processor, self)
-        self._checkpointer = Checkpointer(self, lifecycle, contents, eval_weights, self.store, write_beside)
+        write_extra_files = write_extra_files or functools.partial(_write_processor, self)
+        self._checkpointer = Checkpointer(self, lifecycle, contents, eval_weights, self.store, write_extra_files)
         self._evaluation = evaluation(self, self._feed, self.scorer, eval_weights, lifecycle)
         if self._evaluates:
             self._evaluation.check(objective, sets.eval)
