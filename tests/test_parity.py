@@ -1351,7 +1351,7 @@ MISTAKES: dict[str, tuple[Callable[[Any], Any], type[Exception], str]] = {
         ConfigError, r"names its sets by text.*got 1",
     ),
     "drop_last of too few": (
-        lambda t: drop_last(t, rows(7)), ValueError, "7 samples, and without the last, incomplete batch of 8 nothing"
+        lambda t: drop_last(t, rows(7)), ValueError, "7 samples, fewer than the 8 of a step"
     ),
     "drop_last of a stream": (lambda t: drop_last(t, Announced()), ValueError, "`drop_last=True` needs data with a"),
     "drop_last of a loader": (

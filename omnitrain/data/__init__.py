@@ -1,1 +1,1 @@
-"""Data: from datasets and loaders to batches, in the same order on any number of ranks."""
+"""Datasets, loaders and batches."""

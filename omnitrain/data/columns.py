@@ -1,4 +1,4 @@
-"""Columns of Hugging Face datasets: those that nothing in a run uses are dropped."""
+"""Removal of unused columns of Hugging Face datasets."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ logger: logging.Logger = logging.getLogger("omnitrain")
 
 
 class Columns:
-    """Drops the columns that a model does not take, and logs which.
+    """Drops the columns that a model does not accept, and logs which.
 
     Args:
-        taken: The columns that are used, including labels; None if any column may be used.
+        used: The columns that are used, including labels; None if any column may be used.
         model: The model, which must keep the sequences of packed datasets apart.
     """
 
@@ -29,13 +29,13 @@ class Columns:
         self._reported: list[set[str]] = []
 
     def __call__(self, dataset: Any) -> Any:
-        """Return a Hugging Face dataset without the other columns; one with a transform, or other data, unchanged.
+        """Return a Hugging Face dataset without unused columns; one with a transform, or other data, unchanged.
 
         Raises:
-            ConfigError: If the dataset is packed, and the model does not take what keeps its sequences apart.
+            ConfigError: If the dataset is packed, and the model does not accept what separates its sequences.
         """
         if isinstance(dataset, GroupByLength):
-            return dataset.over(self(dataset.dataset))
+            return dataset.with_dataset(self(dataset.dataset))
         if isinstance(dataset, PackedDataset):
             if self._taken is not None and self._model is not None:
                 dataset.check_model(self._model, self._taken)
@@ -47,15 +47,15 @@ class Columns:
             return dataset  # its `set_transform` may turn any column into what the model takes
         unused = {name for name in columns if name not in self._taken}
         if not unused or set(columns) - unused <= {*LABEL_KEYS}:
-            return dataset  # no column would be left: the model's own error says best what is missing
+            return dataset  # no column would be left: the model's own error is clearer
         if unused not in self._reported:
             self._reported.append(unused)
             names = ", ".join(map(repr, sorted(unused)))
-            logger.warning("Columns that the model's forward() does not take are left out of the data: %s.", names)
+            logger.warning("Columns that the model's forward() does not accept are dropped: %s.", names)
         return dataset.remove_columns(sorted(unused))
 
 
 def is_user_defined(value: Any) -> bool:
-    """Return whether a function or object is the user's own, and may use any column."""
+    """Return whether a function or object is user code, which may use any column."""
     module = getattr(value, "__module__", None) or ""
     return value is not None and module.partition(".")[0] not in ("omnitrain", "transformers")

@@ -1,7 +1,4 @@
-"""The samples behind an error of a batch: the operation is tried again with single samples, and with pairs.
-
-Nothing here knows which operation it is: reading, collating or a forward pass.
-"""
+"""Samples that cause an error, found by repeating the operation."""
 
 from __future__ import annotations
 
@@ -26,7 +23,7 @@ def _fails(error: Exception, attempt: Attempt, samples: list[int]) -> bool:
 
 
 def isolate_failures(error: Exception, samples: Sequence[int], attempt: Attempt) -> list[int]:
-    """Return the samples for which `attempt` alone raises the same kind of error.
+    """Return the samples for which `attempt` raises the same type of error individually.
 
     >>> isolate_failures(KeyError(), range(5), lambda samples: {0: "a", 1: "b"}[samples[0] // 3])
     []
@@ -38,7 +35,7 @@ def isolate_failures(error: Exception, samples: Sequence[int], attempt: Attempt)
 
 
 def _differing(error: Exception, samples: Sequence[int], attempt: Attempt) -> list[int]:
-    """Return the samples that do not fit the others: the smaller group of those like and those unlike the first.
+    """Return the samples incompatible with the others: the smaller of the groups that fit the first sample or do not.
 
     The result is empty if both groups are equally large.
     """
@@ -49,7 +46,7 @@ def _differing(error: Exception, samples: Sequence[int], attempt: Attempt) -> li
 
 
 def describe_failures(error: Exception, samples: Sequence[int], of: str, attempt: Attempt, pairs: bool = False) -> str:
-    """Name the samples of a batch in words, and those that fail alone or differ from the others.
+    """Return the samples of a batch as text, or those that fail individually or differ from the others.
 
     Args:
         error: The error that the batch raised.
@@ -59,16 +56,16 @@ def describe_failures(error: Exception, samples: Sequence[int], of: str, attempt
         pairs: Whether to try pairs too.
 
     >>> describe_failures(IndexError(), [0, 1, 7], "the training set", lambda samples: [[0, 0][i] for i in samples])
-    'sample 7 of the training set, which fails alone'
+    'sample 7 of the training set, which fails individually'
     """
     everyone = describe_samples(samples, of)
     if len(samples) == 1:
         return everyone
-    alone = isolate_failures(error, samples, attempt)
-    if len(alone) == len(samples):
-        return f"{everyone}, each of which fails alone: look at the model, or at the types of the data"
-    if alone:
-        return f"{describe_samples(alone, of)}, which fail{'s' * (len(alone) == 1)} alone"
+    failing = isolate_failures(error, samples, attempt)
+    if len(failing) == len(samples):
+        return f"{everyone}, each of which fails individually: look at the model, or at the types of the data"
+    if failing:
+        return f"{describe_samples(failing, of)}, which fail{'s' * (len(failing) == 1)} individually"
     odd = _differing(error, samples, attempt) if pairs else []
     if odd:
         differ = f"which differ{'s' * (len(odd) == 1)} from the others of the batch"

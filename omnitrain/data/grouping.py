@@ -1,4 +1,4 @@
-"""Samples of alike length one after another, so that little of a batch is padding; and the lengths of samples."""
+"""Grouping of samples by length, against padding."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ _SLOW_S = 10.0
 
 
 class GroupByLength(Dataset[Any]):
-    """A dataset whose samples come in groups of alike length, in an order that is random otherwise.
+    """A dataset whose samples are shuffled in groups of similar length.
 
     In each epoch the samples are shuffled, each `pool` of groups is sorted by length, and the groups are shuffled. The
-    first group has the longest sample, so that memory that does not suffice runs out at once. The order depends only
-    on the seed, the epoch and the lengths: a run resumes in mid-epoch as any other does, and the samples of a step are
-    the same for every split and number of processes.
+    first group has the longest sample, so that a run that needs too much memory fails at once. The order depends only
+    on the seed, the epoch and the lengths: a run can resume in mid-epoch, and the samples of a step are the same for
+    every split and number of processes.
 
     Args:
         dataset: The dataset, with a length and items.
@@ -62,8 +62,8 @@ class GroupByLength(Dataset[Any]):
         if callable(getattr(dataset, "__getitems__", None)):
             self.__getitems__: Callable[[list[int]], Any] = dataset.__getitems__
 
-    def over(self, dataset: Any) -> GroupByLength:
-        """Return the same order of another dataset, whose samples have the same lengths."""
+    def with_dataset(self, dataset: Any) -> GroupByLength:
+        """Return the same grouping of another dataset whose samples have the same lengths."""
         return GroupByLength(dataset, self.group_size, self.lengths, self.pool)
 
     def __len__(self) -> int:
@@ -71,7 +71,7 @@ class GroupByLength(Dataset[Any]):
         return self.epoch_size
 
     def __getitem__(self, index: int) -> Any:
-        """Return a sample, as it is in the dataset."""
+        """Return a sample of the dataset, unchanged."""
         return self.dataset[index]
 
     def epoch_order(self, epoch: int, seed: int) -> np.ndarray:
@@ -80,21 +80,21 @@ class GroupByLength(Dataset[Any]):
         order = generator.permutation(self.epoch_size)
         pools = np.arange(self.epoch_size) // (size * self.pool)
         order = order[np.lexsort((-self.lengths[order], pools))]
-        whole = self.epoch_size // size  # a short group stays at the end
-        if not whole:
+        full = self.epoch_size // size  # a short group stays at the end
+        if not full:
             return order
-        groups = generator.permutation(whole)
+        groups = generator.permutation(full)
         longest = np.argmax(self.lengths[order[::size]][groups])
         groups[[0, longest]] = groups[[longest, 0]]
-        return np.concatenate([order[: whole * size].reshape(whole, size)[groups].reshape(-1), order[whole * size :]])
+        return np.concatenate([order[: full * size].reshape(full, size)[groups].reshape(-1), order[full * size :]])
 
     def order_options(self) -> dict[str, Any]:
-        """Return what decides the order besides the samples, as JSON types."""
+        """Return what determines the order besides the samples, as JSON types."""
         digest = hashlib.blake2b(self.lengths.tobytes(), digest_size=8).hexdigest()
         return {"group_size": self.group_size, "pool": self.pool, "lengths": digest}
 
     def collate_with(self, collate: Collate) -> Collate:
-        """Return the collator of the dataset itself, if it has one, or this one."""
+        """Return the collator that the wrapped dataset defines, if any, or this one."""
         adapt = getattr(self.dataset, "collate_with", None)
         return cast(Collate, adapt(collate)) if callable(adapt) else collate
 
@@ -147,7 +147,7 @@ def _of_samples(dataset: Any, length: Callable[[Any], Any], size: int) -> np.nda
                 raise
             if not has_warned and time.monotonic() - start > _SLOW_S:
                 has_warned = True
-                logger.warning("Reading %d samples for their lengths, which takes long; `lengths=` says them.", size)
+                logger.warning("Reading %d samples for their lengths, which is slow. Pass `lengths=` instead.", size)
     return np.asarray(lengths)
 
 

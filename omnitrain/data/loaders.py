@@ -1,8 +1,7 @@
-"""Loaders of batches: from a map-style dataset, a stream, or the user's own loader.
+"""Loaders for map-style datasets, streams and custom loaders.
 
-A loader's `counted(epoch, position)` yields the micro-batches of an epoch from the sample at `position` on, each with
-the number of samples that it used. `sampling.py` has the order of samples, `collation.py` makes batches of them, and
-the trainers use these.
+A loader's `counted_batches(epoch, position)` yields the micro-batches of an epoch from the sample at `position` on,
+each with its number of samples.
 """
 
 from __future__ import annotations
@@ -52,21 +51,21 @@ from omnitrain.data.workers import (
 
 logger: logging.Logger = logging.getLogger("omnitrain")
 
-_REQUESTS = 4096
-"""How many requests to workers are remembered, to name their samples: more than are ever under way."""
-_MARKS = 256
+_MAX_REQUESTS = 4096
+"""How many requests to workers are remembered for error messages: more than are ever pending."""
+_MAX_POSITIONS = 256
 """How many recent batches of a stream have a known position: more than a step has, plus those read ahead."""
 
 
 class Loader:
-    """The interface of every loader. `for batch in loader` iterates over the epoch given to `set_epoch`.
+    """The base class of loaders. `for batch in loader` iterates over the epoch set by `set_epoch`.
 
     Attributes:
         size: Samples in an epoch over all ranks, or None if unknown.
         counts_samples: Whether it knows how many samples a batch used; otherwise the rows of the batch are counted.
         shards_samples: Whether ranks take turns with single samples instead of batches.
         name: The name of the data in messages.
-        rules: The `EvalSet` that the data belong to, if there is one.
+        rules: The `EvalSet` that the data belong to, if any.
     """
 
     size: int | None = None
@@ -75,19 +74,19 @@ class Loader:
     counts_samples = True
     shards_samples = False
     samples_iterated: int = 0
-    """Samples yielded by `iter()` since `set_epoch`, as in the user's own loop."""
+    """Samples yielded by `iter()` since `set_epoch`, as in a custom loop."""
     first: Any = None
     """The first sample of the latest pass, or row of its first batch, if all ranks read the same data."""
     turn: int = 0
     """The micro-batches of the windows so far of a pass, which the feed counts."""
     is_split: bool = False
-    """Whether each rank has a share of its own, whose states differ."""
+    """Whether each rank has its own share of the data, whose states differ."""
     has_ended: bool = False
-    """Whether an evaluation has come to the end of the data, of which the length may be unknown."""
+    """Whether an evaluation has reached the end of the data, whose length may be unknown."""
     is_compared: bool = False
-    """Whether the ranks know that its samples are the same on all of them."""
+    """Whether the samples were compared, and are the same on all ranks."""
     _epoch = 0
-    _marks: deque[StreamPosition] = deque(maxlen=0)  # noqa: RUF012 (it can hold nothing)
+    _positions: deque[StreamPosition] = deque(maxlen=0)  # noqa: RUF012 (it can hold nothing)
     _start: StreamPosition | None = None
 
     def counted_batches(self, epoch: int, position: int = 0) -> Iterator[CountedBatch]:
@@ -95,7 +94,7 @@ class Loader:
         raise NotImplementedError
 
     def remaining_batches(self, epoch: int, progress: Progress) -> Iterator[CountedBatch]:
-        """Yield what `counted` does, from the position of a run on."""
+        """Yield the micro-batches of an epoch from the position of a run on."""
         return self.counted_batches(epoch, progress.samples_in_epoch)
 
     def batches(self, epoch: int, position: int = 0) -> Iterator[Any]:
@@ -116,8 +115,8 @@ class Loader:
         """
         return None
 
-    def resume_at(self, mark: StreamPosition | None) -> None:
-        """Begin the next pass at a mark, if that is not after the position where the pass is to begin."""
+    def resume_at(self, point: StreamPosition | None) -> None:
+        """Begin the next pass at a recorded position, unless it is after the position where the pass begins."""
 
     def merge_states(self, states: list[Any]) -> Any:
         """Return one state of those of all ranks, if each has a share of its own."""
@@ -128,13 +127,13 @@ class Loader:
         return None
 
     def update(self, size: int | None = None) -> None:
-        """Take over how the dataset has changed since the latest pass.
+        """Adapt to changes of the dataset since the latest pass.
 
         Args:
-            size: The samples of an epoch that has begun already; None asks the dataset for its length.
+            size: The samples of an epoch in progress; None uses the length of the dataset.
 
         Raises:
-            DataError: If it is empty now, or has fewer samples than that.
+            DataError: If it has become empty, or has fewer samples than `size`.
         """
 
     def first_batch(self) -> Iterator[CountedBatch]:
@@ -142,11 +141,11 @@ class Loader:
         return itertools.islice(self.counted_batches(0), 1)
 
     def last_batch(self) -> Iterator[CountedBatch]:
-        """Yield only the last batch of epoch 0, if it can be reached without those before it; else nothing."""
+        """Yield only the last batch of epoch 0; nothing if earlier batches must be read for it."""
         return iter(())
 
     def last_step(self, batches: int) -> int | None:
-        """Return the position of the last step of epoch 0; None if it cannot be reached without reading the others.
+        """Return the position of the last step of epoch 0; None if earlier batches must be read for it.
 
         Args:
             batches: Batches of a step on each rank.
@@ -155,9 +154,9 @@ class Loader:
 
     @contextlib.contextmanager
     def preserve_state(self) -> Iterator[None]:
-        """Have the next pass begin as it would have, whatever is read inside."""
+        """Restore the state and the next pass on exit, whatever is read inside."""
         states = [(source, copy.deepcopy(source.state_dict())) for source in self.stateful_sources()]
-        marks, start = list(self._marks), self._start
+        positions, start = list(self._positions), self._start
         try:
             yield
         finally:
@@ -165,15 +164,15 @@ class Loader:
             for source, state in states:
                 source.load_state_dict(state)
             self.resume_at(start)
-            self._marks.clear()
-            self._marks.extend(marks)
+            self._positions.clear()
+            self._positions.extend(positions)
 
     def stateful_sources(self) -> Sequence[Any]:
-        """Return what is read in a pass and has a state, by which it can be put back."""
+        """Return the sources of a pass with `state_dict` and `load_state_dict`."""
         return ()
 
     def close(self) -> None:
-        """End worker processes, if there are any; the next pass starts new ones."""
+        """End worker processes, if any; the next pass starts new ones."""
 
     def set_epoch(self, epoch: int) -> None:
         """Set the epoch of the next pass over the loader."""
@@ -193,7 +192,7 @@ def close_loaders(*loaders: Any) -> None:
                 loader.close()
 
 
-class _Requests:
+class _RequestSampler:
     """A sampler for torch's DataLoader that yields the (epoch, indices) pairs last requested."""
 
     def __init__(self) -> None:
@@ -204,16 +203,16 @@ class _Requests:
         self._latest.clear()
         for number, request in enumerate(self.pending):
             self._latest[number] = request[1]
-            self._latest.pop(number - _REQUESTS, None)
+            self._latest.pop(number - _MAX_REQUESTS, None)
             yield request
 
-    def named(self, numbers: Iterable[int]) -> str:
-        """Name the samples of some of the latest requests, counted from 0 in a pass."""
+    def describe(self, numbers: Iterable[int]) -> str:
+        """Return the samples of some of the latest requests as text; requests count from 0 in a pass."""
         return describe_samples(itertools.chain.from_iterable(self._latest.get(number, ()) for number in numbers))
 
 
-class _Answers:
-    """A dataset for torch's DataLoader whose items are whole batches, so workers need no other protocol."""
+class _BatchDataset:
+    """A dataset for torch's DataLoader whose items are entire batches."""
 
     def __init__(self, fetch: Fetch) -> None:
         self.fetch = fetch
@@ -223,7 +222,7 @@ class _Answers:
 
 
 def identity_collate(batch: Any) -> Any:
-    """Return a batch as it is: a `collate_fn` that worker processes can import."""
+    """Return a batch unchanged: a `collate_fn` that worker processes can import."""
     return batch
 
 
@@ -253,11 +252,11 @@ class MapLoader(Loader):
         self.fetch: Fetch = Fetch(dataset, collate, seed, name)
         self.pin_memory = pin_memory
         self._has_warned = False
-        self._requests = _Requests()
+        self._requests = _RequestSampler()
         self._workers: DataLoader[Any] | None = None
         if num_workers:
             self._workers = DataLoader(
-                _Answers(self.fetch),  # type: ignore[arg-type]
+                _BatchDataset(self.fetch),  # type: ignore[arg-type]
                 batch_size=None,
                 sampler=self._requests,
                 collate_fn=identity_collate,
@@ -283,22 +282,22 @@ class MapLoader(Loader):
         if state != self._snapshot:
             self._snapshot = state
             self.fetch.update_columns()
-            self.close()  # the workers have copies of the dataset as it was
+            self.close()  # the workers have copies of the former dataset
         rows = count_rows(dataset)
         samples = dataset.epoch_size if isinstance(sampler, DatasetOrder) else rows
         samples = samples if self._subset is None else min(samples, self._subset)
-        if size is not None and sampler.whole == 1 and size <= samples:
+        if size is not None and sampler.multiple_of == 1 and size <= samples:
             samples = size
         sampler.resize(samples)
         self.size = sampler.size
-        change = f"{self.name[:1].upper()}{self.name[1:]} has {samples} samples now"
+        change = f"{self.name[:1].upper()}{self.name[1:]} now has {samples} samples"
         if size not in (None, self.size):
             raise DataError(
-                f"{change}, and had {size} when the epoch that the run continues began. Have load_state_dict() of the "
-                "dataset, or of the callback that changes it, restore its length."
+                f"{change}, and had {size} when the resumed epoch began. Restore its length in load_state_dict() of "
+                "the dataset, or of the callback that changes it."
             )
         if not self.size:
-            raise DataError(f"{change}, of which no step can be made. Leave at least as many as `batch_size`.")
+            raise DataError(f"{change}, too few for a step. Keep at least `batch_size`.")
 
     def close(self) -> None:
         if self._workers is not None:
@@ -327,7 +326,7 @@ class MapLoader(Loader):
     def _read(self, epoch: int, requests: Iterator[np.ndarray]) -> Iterator[CountedBatch]:
         if self._workers is not None:
             self._requests.pending = ((epoch, indices) for indices in requests)
-            yield from start_workers(self._workers, lambda tasks: f"{self._requests.named(tasks)} of {self.name}")
+            yield from start_workers(self._workers, lambda tasks: f"{self._requests.describe(tasks)} of {self.name}")
             if not self._has_warned and snapshot(self.dataset) != self._snapshot:
                 self._has_warned = True
                 logger.warning(
@@ -347,12 +346,11 @@ class StreamLoader(Loader):
     A dataset with `state_dict()` and `load_state_dict()` need not be read again: its state is kept with each of the
     latest batches, and `position_at` returns the state at a position.
 
-    At most one worker reads a stream. Only then is every stream read once and in the same order, whether it splits
+    At most one worker reads a stream: only then is every stream read once and in the same order, whether it splits
     itself over workers (as PyTorch's documentation advises, and Hugging Face's streams do) or not. With several ranks,
-    each reads the whole stream and keeps its share, so the stream must yield the same samples on all ranks.
-    The worker goes on with its copy of the stream in the next epoch, so a stream with a generator of its own has
-    another order in each, as without a worker. (A Hugging Face stream that shuffles does so differently with a worker
-    than without.)
+    each reads the entire stream and keeps its share, so the stream must yield the same samples on all ranks. The worker
+    keeps its copy of the stream over epochs, so a stream with its own generator has a different order in each epoch, as
+    without a worker. (A Hugging Face stream shuffles differently with a worker than without.)
     """
 
     def __init__(
@@ -367,7 +365,7 @@ class StreamLoader(Loader):
         num_workers: int = 0,
         pin_memory: bool = False,
         prefetch_factor: int | None = None,
-        marks: bool = True,
+        keep_states: bool = True,
         name: str = Loader.name,
         rounds: MicrobatchLayout | None = None,
     ) -> None:
@@ -377,19 +375,19 @@ class StreamLoader(Loader):
         self.collate = collate
         self.seed = seed
         self.size: int | None = len(dataset) if has_length(dataset) else None
-        self._stream = Stream(dataset, self.rounds, collate, seed, rank, world_size, marks, name)
+        self._stream = Stream(dataset, self.rounds, collate, seed, rank, world_size, keep_states, name)
         if num_workers > 1:
             logger.warning(
                 "`num_workers=%d`: a stream is read by one worker, so that its order does not depend on their number. "
-                "For more, pass a DataLoader of your own as `train_loader` or `eval_loader`.",
+                "For more, pass a DataLoader as `train_loader` or `eval_loader`.",
                 num_workers,
             )
         self._pin_memory, self._prefetch_factor = pin_memory, prefetch_factor
         self._has_worker: bool = num_workers > 0
         self._worker: DataLoader[Any] | None = None
-        """Has the worker, which goes on with its copy of the stream in the next pass, unless one is broken off."""
+        """Has the worker, which keeps its copy of the stream for the next pass, unless a pass is interrupted."""
         self._snapshot = snapshot(dataset)
-        self._marks: deque[StreamPosition] = deque(maxlen=_MARKS)
+        self._positions: deque[StreamPosition] = deque(maxlen=_MAX_POSITIONS)
         self._start: StreamPosition | None = None
         self.first: Any = None
 
@@ -404,23 +402,23 @@ class StreamLoader(Loader):
         return share(places, self._stream.rank, self._stream.world_size)
 
     def position_at(self, epoch: int, position: int, batches: int = 0) -> StreamPosition | None:
-        """Return the latest mark not after a position, if any; at 0, that of the end of the previous epoch."""
+        """Return the latest recorded position not after `position`, if any; at 0, the end of the previous epoch."""
         last = epoch if position else epoch - 1
-        candidates = (mark for mark in reversed(self._marks) if mark.epoch == last)
-        return next((mark for mark in candidates if not position or mark.position <= position), None)
+        candidates = (point for point in reversed(self._positions) if point.epoch == last)
+        return next((point for point in candidates if not position or point.position <= position), None)
 
-    def resume_at(self, mark: StreamPosition | None) -> None:
-        """Begin the next pass at a mark, if that is not after the position where the pass is to begin."""
-        mark = None if mark is None or mark.batches else mark  # that of a loader
-        self._start = mark
-        self._marks.extend([] if mark is None else [mark])
+    def resume_at(self, point: StreamPosition | None) -> None:
+        """Begin the next pass at a recorded position, unless it is after the position where the pass begins."""
+        point = None if point is None or point.batches else point  # a loader's, not a stream's
+        self._start = point
+        self._positions.extend([] if point is None else [point])
 
     def update(self, size: int | None = None) -> None:
         if size is None and self.size is not None:
             self.size = len(self.dataset)
         if (state := snapshot(self.dataset)) != self._snapshot:
             self._snapshot = state
-            self.close()  # the worker has a copy of the stream as it was
+            self.close()  # the worker has a copy of the former stream
 
     def close(self) -> None:
         if self._worker is not None:
@@ -437,18 +435,20 @@ class StreamLoader(Loader):
             start = None
         again = position - (start.position if start is not None and start.epoch == epoch else 0)
         if again:
-            logger.warning("Reading %d samples of the stream again to get to where the run was.", again)
+            logger.warning("Reading %d samples of the stream again to reach the position of the run.", again)
         self._stream.epoch, self._stream.position, self._stream.start = epoch, position, start
-        for batch, mark, first in self._read():
-            if mark is not None:
-                self._marks.append(mark)
+        for batch, point, first in self._read():
+            if point is not None:
+                self._positions.append(point)
             self.first = self.first if first is None else first
             yield batch
 
     def _read(self) -> Iterator[tuple[CountedBatch, StreamPosition | None, Any]]:
         if not self._has_worker:
             pin = self._pin_memory
-            yield from ((pin_batch(batch), mark, first) for batch, mark, first in self._stream) if pin else self._stream
+            yield from (
+                ((pin_batch(batch), point, first) for batch, point, first in self._stream) if pin else self._stream
+            )
             return
         stream = self._stream
         if self._worker is None:
@@ -476,21 +476,20 @@ class StreamLoader(Loader):
 
 
 class UserLoader(Loader):
-    """The user's own loader, used as it is; the random numbers that it draws are keyed by (seed, epoch, batch).
+    """The user's loader, used unchanged; the random numbers that it draws are keyed by (seed, epoch, batch).
 
-    For a DataLoader with PyTorch's BatchSampler, it is known how many samples a batch used. For any other loader the
-    rows of its batches are counted, which need not be as many as its samples; a resumed run then goes by the number of
-    batches.
+    For a DataLoader with PyTorch's BatchSampler, the number of samples of a batch is known. For any other loader the
+    rows of its batches are counted, which may differ from its samples; a resumed run then counts batches.
 
-    With several ranks, each reads the whole loader and takes every n-th batch, unless its sampler is PyTorch's
+    With several ranks, each reads the entire loader and keeps every n-th batch, unless its sampler is PyTorch's
     DistributedSampler, which has split the samples already; the samples it repeats for equal shares are left out.
 
-    The order is the loader's own: to reach a position, the batches before it are read again and dropped. A generator
-    passed to it (`DataLoader(generator=...)`) is seeded by (the generator's own seed, epoch); otherwise its order would
-    depend on how many epochs this process has seen.
+    The loader defines the order: to reach a position, the batches before it are read again and dropped. A generator
+    passed to it (`DataLoader(generator=...)`) is seeded by (the generator's initial seed, epoch); otherwise its order
+    would depend on how many epochs this process has run.
 
     A loader with `state_dict()` and `load_state_dict()`, such as torchdata's StatefulDataLoader, need not be read
-    again: with `marks`, its state is kept with each of the latest batches.
+    again: with `keep_states`, its state is kept with each of the latest batches.
     """
 
     def __init__(
@@ -500,7 +499,7 @@ class UserLoader(Loader):
         rank: int = 0,
         world_size: int = 1,
         name: str = Loader.name,
-        marks: bool = False,
+        keep_states: bool = False,
     ) -> None:
         if not hasattr(loader, "__iter__") or _is_used_up(loader):
             raise DataError(
@@ -521,9 +520,11 @@ class UserLoader(Loader):
         }
         if _draws_own_seed(loader):  # which is another one in every process
             self._generators[loader.batch_sampler.sampler.generator] = seed
-        self.marks: bool = marks and has_state(loader)
+        self.keep_states: bool = keep_states and has_state(loader)
         self._workers: int = getattr(loader, "num_workers", 0) if isinstance(loader, DataLoader) else 0
-        self._marks: deque[StreamPosition] = deque(maxlen=world_size + 2)  # what ranks, and copies to a GPU, are ahead
+        self._positions: deque[StreamPosition] = deque(
+            maxlen=world_size + 2
+        )  # what ranks, and copies to a GPU, are ahead
         self._start: StreamPosition | None = None
         shared = [
             sampler
@@ -560,7 +561,7 @@ class UserLoader(Loader):
         return self._share_of(self._read(epoch, samples=position // self._shares), position)
 
     def remaining_batches(self, epoch: int, progress: Progress) -> Iterator[CountedBatch]:
-        """Yield what `counted` does, from the position of a run on; by batches if samples cannot be counted."""
+        """Yield the batches from the position of a run on; by batches if samples cannot be counted."""
         done = progress.samples_in_epoch
         if self.counts_samples or not progress.batches_in_epoch:  # 0 in checkpoints of earlier versions
             return self.counted_batches(epoch, done)
@@ -572,7 +573,7 @@ class UserLoader(Loader):
             self.size = len(self.loader.dataset)
 
     def local_state(self, state: Any) -> Any:
-        """Return this rank's part of a joined state; None if it is of another number of ranks, or of other data."""
+        """Return this rank's part of a merged state; None if it is of another number of ranks, or of other data."""
         if not isinstance(state, dict) or state.keys() != {"ranks"} or len(state["ranks"]) != self._shares:
             return None
         return state["ranks"][self._own_rank]
@@ -581,57 +582,57 @@ class UserLoader(Loader):
         return [self.loader] if has_state(self.loader) else []
 
     def position_at(self, epoch: int, position: int, batches: int = 0) -> StreamPosition | None:
-        """Return the latest mark not after a position, if any; at 0, that of the end of the previous epoch."""
+        """Return the latest recorded position not after `position`, if any; at 0, the end of the previous epoch."""
         if not batches:
-            return next((mark for mark in self._marks if mark.has_ended and mark.epoch == epoch - 1), None)
-        candidates = (mark for mark in reversed(self._marks) if mark.epoch == epoch and not mark.has_ended)
-        return next((mark for mark in candidates if mark.batches <= batches // self._shares), None)
+            return next((point for point in self._positions if point.has_ended and point.epoch == epoch - 1), None)
+        candidates = (point for point in reversed(self._positions) if point.epoch == epoch and not point.has_ended)
+        return next((point for point in candidates if point.batches <= batches // self._shares), None)
 
-    def resume_at(self, mark: StreamPosition | None) -> None:
-        """Begin the next pass at a mark, if that is not after the position where the pass is to begin."""
+    def resume_at(self, point: StreamPosition | None) -> None:
+        """Begin the next pass at a recorded position, unless it is after the position where the pass begins."""
         self._start = None
-        if mark is None or not mark.batches or not has_state(self.loader):
+        if point is None or not point.batches or not has_state(self.loader):
             return
-        if mark.workers != self._workers:
+        if point.workers != self._workers:
             logger.warning(
-                "The loader had num_workers=%d when its state was saved, and has %d now, for which that state means "
-                "nothing: its first batches are read again.", mark.workers, self._workers,
+                "The loader had num_workers=%d when its state was saved, and has %d now, so that state cannot be used: "
+                "its first batches are read again.", point.workers, self._workers,
             )  # fmt: skip
             return
-        self._start = mark
-        self._marks.append(mark)
+        self._start = point
+        self._positions.append(point)
 
     def _begin(self, epoch: int, skipped: int, samples: int) -> tuple[int, int]:
-        """Put the loader back to where a checkpoint has left it; return its batches and samples before that.
+        """Restore the loader from a checkpoint; return its batches and samples before that position.
 
         Args:
             epoch: The epoch of the pass.
             skipped: Batches to skip at its beginning.
             samples: Samples to skip at its beginning.
         """
-        mark, self._start = self._start, None
-        if mark is None or mark.batches > skipped > 0 or mark.position > samples > 0:
+        point, self._start = self._start, None
+        if point is None or point.batches > skipped > 0 or point.position > samples > 0:
             return 0, 0
         loader, load = self.loader, self.loader.load_state_dict
-        is_at_end = mark.has_ended and mark.epoch == epoch - 1 and not skipped and not samples
+        is_at_end = point.has_ended and point.epoch == epoch - 1 and not skipped and not samples
         if is_at_end and isinstance(loader, DataLoader) and not isinstance(loader.dataset, IterableDataset):
-            return 0, 0  # its order follows from the epoch alone
-        if not is_at_end and (mark.epoch != epoch or mark.has_ended):
+            return 0, 0  # its order depends only on the epoch
+        if not is_at_end and (point.epoch != epoch or point.has_ended):
             return 0, 0
         if self._workers and not is_at_end:
             logger.warning(
-                "The loader goes on from its own state, which has no random numbers of its %d workers: if the dataset "
-                "draws any there, the rest of this epoch differs from that of an unbroken run.", self._workers,
+                "The loader resumes from its own state, without the random state of its %d workers: if the dataset "
+                "draws random numbers, the rest of the epoch differs from an uninterrupted run.", self._workers,
             )  # fmt: skip
         try:
-            load(mark.state)
+            load(point.state)
         except Exception as error:
             error.add_note(
-                f"Raised by the loader of {self.name} for its state from the checkpoint. Make it as it was made then; "
-                "or pass a loader without load_state_dict(), whose first batches are read again."
+                f"Raised by the loader of {self.name} for its state from the checkpoint. Pass the same arguments to it "
+                "as before, or pass a loader without load_state_dict(), whose first batches are read again."
             )
             raise
-        return (0, 0) if is_at_end else (mark.batches, mark.position)
+        return (0, 0) if is_at_end else (point.batches, point.position)
 
     def _share_of(self, batches: Iterator[CountedBatch], position: int) -> Iterator[CountedBatch]:
         if self._turns is None:
@@ -680,28 +681,30 @@ class UserLoader(Loader):
                 raise _row_count_error(number, rows, dropped_samples)
             if batch is _END:
                 self._check_length(number)
-                if self.marks:
-                    self._mark(epoch, read, number, has_ended=True)
+                if self.keep_states:
+                    self._record_position(epoch, read, number, has_ended=True)
                 return
             if number == first and self._world_size > 1:
                 self.first = first_row(batch)
             count = self._samples_in(number, batch)
             read += count
-            if self.marks:
-                self._mark(epoch, read, number + 1)
+            if self.keep_states:
+                self._record_position(epoch, read, number + 1)
             if not is_skipped:
                 yield CountedBatch(batch, count)
                 continue
             dropped_samples += count
             if not has_warned and time.monotonic() - start > 1:
                 has_warned = True
-                logger.warning("Reading the first batches of the loader again to get to where the run was.")
+                logger.warning("Reading the first batches of the loader again to reach the position of the run.")
 
-    def _mark(self, epoch: int, samples: int, batches: int, has_ended: bool = False) -> None:
-        self._marks.append(StreamPosition(epoch, samples, self.loader.state_dict(), has_ended, batches, self._workers))
+    def _record_position(self, epoch: int, samples: int, batches: int, has_ended: bool = False) -> None:
+        self._positions.append(
+            StreamPosition(epoch, samples, self.loader.state_dict(), has_ended, batches, self._workers)
+        )
 
     def _samples_in(self, number: int, batch: Any) -> int:
-        """Return the number of samples of a batch, at least 1: with 0 it would be a stand-in."""
+        """Return the number of samples of a batch, at least 1: with 0 it would be a dummy batch."""
         sampler = self._batch_sampler
         remaining = 0 if sampler is None else len(sampler.sampler) - number * sampler.batch_size  # type: ignore[arg-type]
         return max(1, count_samples(batch)) if sampler is None or remaining <= 0 else min(sampler.batch_size, remaining)
@@ -712,14 +715,14 @@ class UserLoader(Loader):
         if batches > len(self.loader):
             logger.warning(
                 "The loader %s yielded %d batches, but its length is %d, from which the steps of the run and of its "
-                "schedule were worked out. Correct its `__len__`.", type(self.loader).__name__, batches,
+                "schedule were computed. Correct its `__len__`.", type(self.loader).__name__, batches,
                 len(self.loader),
             )  # fmt: skip
         if batches < len(self.loader):
             raise DataError(
                 f"The loader {type(self.loader).__name__} ended after {batches} batches, but its length is "
-                f"{len(self.loader)}. Correct its `__len__`. If that is right, something in it raised StopIteration "
-                "where the data had not ended: the dataset's __getitem__ or the collator."
+                f"{len(self.loader)}. Correct its `__len__`; if that is right, the dataset's __getitem__ or the "
+                "collator raised StopIteration before the end."
             )
 
 
@@ -735,19 +738,19 @@ _END = object()
 
 
 def _draws_own_seed(loader: Any) -> bool:
-    """Whether a loader has torchdata's sampler, which draws a seed where none was given, with `shuffle=True`."""
+    """Whether a loader has torchdata's sampler with `shuffle=True`, which draws a seed if none is passed."""
     sampler = getattr(getattr(loader, "batch_sampler", None), "sampler", None)
     is_theirs = type(sampler).__module__.startswith("torchdata.") and hasattr(sampler, "generator")
     return is_theirs and getattr(loader, "generator", None) is None
 
 
 def _is_used_up(iterable: Any) -> bool:
-    """Whether something can be iterated only once. Loaders with a length, such as DALI's, restart with every iter()."""
+    """Whether it can be iterated only once. Loaders with a length, such as DALI's, restart with every iter()."""
     return isinstance(iterable, Iterator) and not has_length(iterable) and not isinstance(iterable, IterableDataset)
 
 
 def _is_exactly(part: Any, kind: type) -> bool:
-    """Whether a part of a loader is of PyTorch's class itself, or of torchdata's class of this name."""
+    """Whether a part of a loader is an instance of exactly PyTorch's class, or of torchdata's class of this name."""
     part_class = type(part)
     return part_class is kind or (
         part_class.__module__.startswith("torchdata.") and part_class.__name__ == kind.__name__
@@ -797,7 +800,7 @@ def count_rows(dataset: Any) -> int:
 
 
 def _reject_tables(dataset: Any, name: str) -> None:
-    """Refuse data with a length and items if the items are columns instead of samples."""
+    """Raise DataError if the items of a dataset are columns instead of samples."""
     if type(dataset).__module__.partition(".")[0] in ("pandas", "polars"):
         raise DataError(
             f"`{name}` is a {type(dataset).__module__.partition('.')[0]} {type(dataset).__name__}, whose index "
@@ -813,8 +816,8 @@ def _reject_tables(dataset: Any, name: str) -> None:
     if len(dataset[0]) > len(dataset) and len({_kind(column) for column in dataset}) > 1:
         raise DataError(
             f"`{name}` is a {type(dataset).__name__} of {len(dataset)} sequences of {len(dataset[0])} entries of "
-            "different kinds, which look like the columns of a dataset, and not like its samples. Pass a tuple of "
-            "tensors or arrays, (inputs, labels), or a list of samples, list(zip(inputs, labels))."
+            "different kinds, which look like the columns of a dataset, not its samples. Pass a tuple of tensors or "
+            "arrays, (inputs, labels), or a list of samples, list(zip(inputs, labels))."
         )
 
 
@@ -824,7 +827,7 @@ def _kind(column: Any) -> tuple[Any, ...]:
     return type(column), tuple(column.shape[1:]), str(column.dtype)
 
 
-_WORDS = {"train": "the training set", "eval": "the evaluation set", "test": "the test set"}
+_TITLES = {"train": "the training set", "eval": "the evaluation set", "test": "the test set"}
 
 
 class _First(IterableDataset[Any]):
@@ -838,14 +841,14 @@ class _First(IterableDataset[Any]):
 
 
 def dataset_title(argument: str) -> str:
-    """Return the name in messages of the data of an argument.
+    """Return the name of an argument's data in messages.
 
     >>> dataset_title("train_dataset"), dataset_title("eval_loader['dev']"), dataset_title("dataset")
     ('the training set', "the evaluation set 'dev'", 'the dataset')
     """
-    whole, _, part = argument.partition("[")
-    words = _WORDS.get(whole.partition("_")[0], "the dataset")
-    return f"{words} {part[:-1]}" if part else words
+    stem, _, key = argument.partition("[")
+    title = _TITLES.get(stem.partition("_")[0], "the dataset")
+    return f"{title} {key[:-1]}" if key else title
 
 
 def make_loader(
@@ -861,18 +864,18 @@ def make_loader(
     num_workers: int = 0,
     pin_memory: bool = False,
     prefetch_factor: int | None = None,
-    marks: bool = True,
-    whole: int = 1,
+    keep_states: bool = True,
+    multiple_of: int = 1,
     order_seed: int | None = None,
     subset: int | None = None,
     rounds: MicrobatchLayout | None = None,
 ) -> Loader:
     """Return the loader for a dataset, which can be map-style (with a length and items), a stream or a DataLoader.
 
-    With `marks`, a stream with a state is asked for it after each batch, so that it can be restored there.
-    `whole` (the samples in an epoch are a multiple of this) and `order_seed` (a seed only for the order) are for
-    map-style datasets. `subset` keeps that many samples at most, the first ones. `rounds` deals out the samples of a
-    step; None gives `batch_size` to each rank, again and again.
+    With `keep_states`, the state of a stream that has one is recorded after each batch, so that it can be restored.
+    `multiple_of` (the samples in an epoch are a multiple of this) and `order_seed` (a seed only for the order) are for
+    map-style datasets. `subset` keeps at most that many of the first samples. `rounds` splits the samples of a step;
+    None gives `batch_size` to each rank.
 
     Raises:
         DataError: If `dataset` is empty or none of these.
@@ -880,7 +883,7 @@ def make_loader(
     if isinstance(dataset, Loader):
         return dataset
     if isinstance(dataset, DataLoader):
-        return UserLoader(dataset, seed, rank, world_size, dataset_title(name), marks)
+        return UserLoader(dataset, seed, rank, world_size, dataset_title(name), keep_states)
     dataset = tables_to_arrays(dataset, name)
     is_other_dict = isinstance(dataset, dict) and 0 not in dataset and tensor_columns(dataset)[0] is None
     if isinstance(dataset, (str, bytes)) or is_other_dict:
@@ -895,10 +898,10 @@ def make_loader(
         size = count_rows(dataset)
         if not size:
             raise DataError(f"`{name}` is empty. Give it at least one sample.")
-        source: Any = dataset  # which may say itself how it is ordered and collated
+        source: Any = dataset  # which may define its order and collation
         if callable(getattr(source, "collate_with", None)):
             collate = cast(Collate, source.collate_with(collate))
-        share: dict[str, Any] = {"rank": rank, "world_size": world_size, "whole": whole, "rounds": rounds}
+        share: dict[str, Any] = {"rank": rank, "world_size": world_size, "multiple_of": multiple_of, "rounds": rounds}
         share["seed"] = seed if order_seed is None else order_seed
         if shuffle and callable(getattr(source, "epoch_order", None)):
             size, sampler = source.epoch_size, DatasetOrder(source, batch_size, **share)
@@ -907,8 +910,8 @@ def make_loader(
             sampler = EpochSampler(size, batch_size, shuffle=shuffle, **share)
         if not sampler.size:
             raise DataError(
-                f"`{name}` has {size} samples, and without the last, incomplete batch of {whole} nothing is left. Make "
-                "the batches smaller, or keep the last one."
+                f"`{name}` has {size} samples, fewer than the {multiple_of} of a step, and incomplete steps are "
+                "dropped. Make the batches smaller, or keep the last one."
             )
         return MapLoader(dataset, sampler, collate, seed=seed, name=dataset_title(name), subset=subset, **workers)
     if not hasattr(dataset, "__iter__") or _is_used_up(dataset):
@@ -918,5 +921,5 @@ def make_loader(
         )
     return StreamLoader(
         dataset if subset is None else _First(dataset, subset), batch_size, collate, seed, rank=rank,
-        world_size=world_size, marks=marks, name=dataset_title(name), rounds=rounds, **workers,
+        world_size=world_size, keep_states=keep_states, name=dataset_title(name), rounds=rounds, **workers,
     )  # fmt: skip

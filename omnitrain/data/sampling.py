@@ -127,12 +127,12 @@ class EpochSampler:
         seed: Seed of the orders.
         rank: The rank of this process.
         world_size: Number of ranks.
-        whole: The samples in an epoch are a multiple of this; each epoch leaves out different ones.
+        multiple_of: The samples in an epoch are a multiple of this; each epoch leaves out different ones.
         rounds: The samples of each micro-batch of a step; None gives `batch_size` to each rank.
 
     Attributes:
         size: Samples in an epoch.
-        whole: The samples in an epoch are a multiple of this.
+        multiple_of: The samples in an epoch are a multiple of this.
         is_keyed: Whether a shuffled order is computed position by position. Checkpoints record it.
 
     >>> [list(map(int, batch)) for batch in EpochSampler(5, 2, shuffle=False).batches(epoch=0, position=2)]
@@ -151,10 +151,10 @@ class EpochSampler:
         seed: int = 42,
         rank: int = 0,
         world_size: int = 1,
-        whole: int = 1,
+        multiple_of: int = 1,
         rounds: MicrobatchLayout | None = None,
     ) -> None:
-        self.whole = whole
+        self.multiple_of = multiple_of
         self.batch_size = batch_size
         self.shuffle = shuffle
         self.seed = seed
@@ -172,7 +172,7 @@ class EpochSampler:
         if size == self._samples:
             return
         self._samples = size
-        self.size = size - size % self.whole
+        self.size = size - size % self.multiple_of
         self.is_keyed = size > _DRAWN_WHOLE and not self._is_drawn_whole
         self._drawn = None
 
@@ -401,9 +401,9 @@ class Fetch:
         try:
             result = work(*args)
         finally:
-            moved = [(generator, mark) for generator, mark in watched if generator.has_changed(mark)]
-            for generator, mark in moved:
-                generator.restore(mark)
+            moved = [(generator, snapshot) for generator, snapshot in watched if generator.has_changed(snapshot)]
+            for generator, snapshot in moved:
+                generator.restore(snapshot)
         new = [generator for generator, _ in moved if generator not in seeded]
         seeded += new
         return _AGAIN if new else result

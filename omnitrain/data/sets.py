@@ -137,7 +137,7 @@ class Sets:
                 "of several sizes. Leave one of them out."
             )
         if settings.drop_last:
-            self._sampling["whole"] = samples_of_step(settings, self.share.size)
+            self._sampling["multiple_of"] = samples_of_step(settings, self.share.size)
         pin_memory = device.type == "cuda" if settings.pin_memory is None else settings.pin_memory
         collate = settings.data_collator or Collator(label_names=settings.label_names or ())
         self._loading = {
@@ -152,7 +152,7 @@ class Sets:
         _check_labels(settings.train_dataset, settings.eval_dataset)
         self.train: Any = None
         if settings.train_loader is not None:
-            self.train = self._wrap_loader(settings.train_loader, "train_loader", marks=self._saves_positions())
+            self.train = self._wrap_loader(settings.train_loader, "train_loader", keep_states=self._saves_positions())
         elif settings.train_dataset is not None:
             self.train = self._train_loader()
         self.train_size: int | None = None if self.train is None else self.train.size
@@ -179,14 +179,14 @@ class Sets:
             if rounds is not None:
                 raise self._indivisible(rounds, "a ShardedStream, of which each rank reads parts of its own")
             return ShardedLoader(
-                settings.train_dataset, settings.batch_size, marks=settings.save_dir is not None, **self._loading,
+                settings.train_dataset, settings.batch_size, keep_states=settings.save_dir is not None, **self._loading,
                 name=dataset_title("train_dataset"),
             )  # fmt: skip
         if rounds is not None:
             self._log_layout(rounds)
         return make_loader(
             self._transform(settings.train_dataset), settings.batch_size, name="train_dataset", rounds=rounds,
-            shuffle=settings.shuffle, marks=settings.save_dir is not None, **self._sampling, **self._loading,
+            shuffle=settings.shuffle, keep_states=settings.save_dir is not None, **self._sampling, **self._loading,
         )  # fmt: skip
 
     def _indivisible(self, rounds: MicrobatchLayout, data: str) -> ConfigError:
@@ -271,7 +271,7 @@ class Sets:
     def _evaluated(self, dataset: Any, name: str, subset: int | None = None) -> Loader:
         self._reject_split_stream(dataset, name)
         size = self._settings.eval_batch_size or self._settings.batch_size
-        return make_loader(dataset, size, name=name, marks=False, subset=subset, **self._loading)
+        return make_loader(dataset, size, name=name, keep_states=False, subset=subset, **self._loading)
 
     def _loader_with_rules(self, rules: EvalSet, name: str, is_loader_argument: bool) -> Loader:
         """Return the loader of a set with its own rules, with these rules attached."""
@@ -301,7 +301,7 @@ class Sets:
         is_shared = any(source is settings.train_loader for source in sources) and settings.train_loader is not None
         return settings.save_dir is not None and not is_shared
 
-    def _wrap_loader(self, loader: Any, name: str, marks: bool = False) -> UserLoader:
+    def _wrap_loader(self, loader: Any, name: str, keep_states: bool = False) -> UserLoader:
         """Return our loader around the user's own."""
         is_loader_like = hasattr(type(loader), "__iter__") and not isinstance(loader, (str, bytes, type))
         if not is_loader_like or hasattr(loader, "__next__"):
@@ -311,7 +311,7 @@ class Sets:
                 "A generator is used up after one epoch: wrap it in a class with __iter__."
             )
         share, seed = self.share, self._settings.seed
-        return UserLoader(loader, seed, share.rank, share.size, dataset_title(name), marks)
+        return UserLoader(loader, seed, share.rank, share.size, dataset_title(name), keep_states)
 
     def set_train_loader(self, loader: Any) -> None:
         """Train on the user's own loader from now on.
@@ -321,7 +321,7 @@ class Sets:
         """
         if (rounds := self._layout()) is not None:
             raise self._indivisible(rounds, "a loader of your own, which makes the batches")
-        self.train = self._wrap_loader(loader, "train_loader", marks=self._saves_positions())
+        self.train = self._wrap_loader(loader, "train_loader", keep_states=self._saves_positions())
         self.train_size = self.train.size
 
     def set_eval_loader(self, loader: Any) -> None:

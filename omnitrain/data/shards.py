@@ -126,12 +126,12 @@ class _Reader(IterableDataset[_ReaderBatch]):
     """
 
     def __init__(self, loader: ShardedLoader, numbers: list[int], collates: bool) -> None:
-        self.shards = {number: loader.own[number] for number in numbers}
-        self.turns = len(loader.own)
+        self.shards = {number: loader.local_shards[number] for number in numbers}
+        self.turns = len(loader.local_shards)
         self.rank, self.world_size, self.batch_size = loader.rank, loader.world_size, loader.batch_size
         self.seed, self.name, self.collate = loader.seed, loader.name, loader.collate
         self.collates = collates
-        self.marks: bool = loader.marks
+        self.keep_states: bool = loader.keep_states
         self.epoch = self.first = 0
         self.starts: dict[int, tuple[int, Any]] = {}
 
@@ -157,7 +157,7 @@ class _Reader(IterableDataset[_ReaderBatch]):
                         continue
                     places.append(place)
                     samples.append(sample)
-            if self.marks:
+            if self.keep_states:
                 states = self._states(live, state_counts, first + self.batch_size)
             yield _ReaderBatch(places, self.make_batch(places, samples) if self.collates else samples, states)
 
@@ -238,7 +238,7 @@ class ShardedLoader(Loader):
         num_workers: Worker processes of a rank, of which each reads some of its shards.
         pin_memory: Whether to put batches into page-locked memory.
         prefetch_factor: The micro-batches that each worker reads in advance.
-        marks: Whether to keep the states of the shards.
+        keep_states: Whether to keep the states of the shards.
         name: The name of the data in messages.
 
     Raises:
@@ -259,7 +259,7 @@ class ShardedLoader(Loader):
         num_workers: int = 0,
         pin_memory: bool = False,
         prefetch_factor: int | None = None,
-        marks: bool = True,
+        keep_states: bool = True,
         name: str = Loader.name,
     ) -> None:
         count = len(stream.shards)
@@ -276,19 +276,19 @@ class ShardedLoader(Loader):
         self.seed: int = seed
         self.rank: int = rank
         self.world_size: int = world_size
-        self.marks: bool = marks
+        self.keep_states: bool = keep_states
         self.name: str = name
-        self.own: list[Any] = stream.shards[rank::world_size]
+        self.local_shards: list[Any] = stream.shards[rank::world_size]
         self.size: int | None = len(stream) if has_length(stream) else None
         self._pin_memory, self._prefetch_factor = pin_memory, prefetch_factor
-        readers = max(1, min(num_workers, len(self.own)))
-        if num_workers > len(self.own):
+        readers = max(1, min(num_workers, len(self.local_shards)))
+        if num_workers > len(self.local_shards):
             logger.warning(
                 "`num_workers=%d`: %s has %d shards for this rank, so as many workers read them.", num_workers, name,
-                len(self.own),
+                len(self.local_shards),
             )  # fmt: skip
         self._has_workers = num_workers > 0
-        groups = [list(range(first, len(self.own), readers)) for first in range(readers)]
+        groups = [list(range(first, len(self.local_shards), readers)) for first in range(readers)]
         self._readers = [_Reader(self, numbers, readers == 1) for numbers in groups]
         self._iterators: list[Any] = []
         self._states: dict[int, deque[tuple[int, Any]]] = {}
@@ -313,7 +313,7 @@ class ShardedLoader(Loader):
         self._iterators = []
 
     def stateful_sources(self) -> Sequence[Any]:
-        return [shard for shard in self.own if can_seek(shard)]
+        return [shard for shard in self.local_shards if can_seek(shard)]
 
     # --- the position
 
@@ -353,8 +353,8 @@ class ShardedLoader(Loader):
         }
         return {**state, "states": local_states}
 
-    def resume_at(self, mark: StreamPosition | None) -> None:
-        self._start = mark
+    def resume_at(self, point: StreamPosition | None) -> None:
+        self._start = point
 
     def counted_batches(self, epoch: int, position: int = 0) -> Iterator[CountedBatch]:
         """Yield the micro-batches of an epoch; `position` counts turns of all shards."""
@@ -362,19 +362,19 @@ class ShardedLoader(Loader):
 
     def remaining_batches(self, epoch: int, progress: Progress) -> Iterator[CountedBatch]:
         """Yield the micro-batches of an epoch from the position of a run on."""
-        mark, self._start = self._start, None
+        point, self._start = self._start, None
         place, states = progress.batches_in_epoch // self.world_size * self.batch_size, {}
-        if mark is not None and mark.epoch == epoch:
-            place, states = mark.position // self.world_size, mark.state["states"]
-            if mark.position % self.world_size:
+        if point is not None and point.epoch == epoch:
+            place, states = point.position // self.world_size, point.state["states"]
+            if point.position % self.world_size:
                 raise CheckpointError(
-                    f"The checkpoint was saved after {mark.position} turns of the shards of {self.name}, which are no "
+                    f"The checkpoint was saved after {point.position} turns of the shards of {self.name}, which are no "
                     f"whole steps of {self.world_size} ranks. Take another number of ranks."
                 )
         starts = {number // self.world_size: (entry[0], entry[1]) for number, entry in states.items()}
-        counts = [self._readers[0]._samples_before(number, place) for number in range(len(self.own))]
+        counts = [self._readers[0]._samples_before(number, place) for number in range(len(self.local_shards))]
         again = sum(count - min(count, starts.get(number, (0,))[0]) for number, count in enumerate(counts))
-        if again > len(self.own) * _EVERY:
+        if again > len(self.local_shards) * _EVERY:
             logger.warning("Reading up to %d samples of this rank's shards again to get to where the run was.", again)
         return self._read(epoch, place, starts)
 
@@ -407,8 +407,8 @@ class ShardedLoader(Loader):
 
         It is what an uninterrupted pass would repeat as a stand-in.
         """
-        reader, back, last = _Reader(self, list(range(len(self.own))), True), self.batch_size, None
-        reader.epoch, reader.marks = epoch, False
+        reader, back, last = _Reader(self, list(range(len(self.local_shards))), True), self.batch_size, None
+        reader.epoch, reader.keep_states = epoch, False
         while last is None and end > 0:
             reader.first = max(0, end - back)
             for part in reader:

@@ -1,4 +1,4 @@
-"""The user's parts of a run that keep a state: unit, collator, map-style dataset, loss.
+"""State of custom units, collators, map-style datasets and losses.
 
 Loaders and streams, whose state is their position, are in `loaders.py` and `streams.py`.
 """
@@ -19,7 +19,7 @@ from omnitrain.data.streams import has_state
 
 
 class _ModuleState:
-    """The state of a module apart from the model that it holds, whose weights are saved anyway."""
+    """The state of a module without that of the model in it, which is saved anyway."""
 
     def __init__(self, module: nn.Module, model: nn.Module) -> None:
         self._module = module
@@ -38,7 +38,7 @@ class _ModuleState:
 
 
 def data_parts(settings: Settings) -> dict[str, Any]:
-    """Return what of the training data keeps a state, by argument: the collator and map-style datasets."""
+    """Return the collator and the map-style datasets that have a state, by argument."""
     parts = {"data_collator": settings.data_collator}
     if settings.train_loader is None:
         parts |= _datasets("train_dataset", settings.train_dataset)
@@ -46,7 +46,7 @@ def data_parts(settings: Settings) -> dict[str, Any]:
 
 
 def _datasets(name: str, dataset: Any) -> dict[str, Any]:
-    """Return a map-style dataset, and those that PyTorch's wrappers hold, by name."""
+    """Return a map-style dataset, and those inside PyTorch's wrappers, by name."""
     if isinstance(dataset, Subset):
         return _datasets(f"{name}.dataset", dataset.dataset)
     if isinstance(dataset, ConcatDataset):
@@ -57,7 +57,7 @@ def _datasets(name: str, dataset: Any) -> dict[str, Any]:
 
 
 def stateful_parts(settings: Settings, model: nn.Module) -> dict[str, Any]:
-    """Return the user's parts with `state_dict` and `load_state_dict`, by argument."""
+    """Return custom parts of a run with `state_dict` and `load_state_dict`, by argument."""
     parts: dict[str, Any] = {"unit": settings.unit}
     if not isinstance(settings.loss_fn, nn.Module):
         parts["loss_fn"] = settings.loss_fn
@@ -66,22 +66,22 @@ def stateful_parts(settings: Settings, model: nn.Module) -> dict[str, Any]:
 
 
 def check_parts(settings: Settings, names: Collection[str]) -> None:
-    """Refuse a state that a checkpoint cannot have.
+    """Reject a state that a checkpoint cannot have.
 
     Raises:
-        ConfigError: If workers collate by a collator with a state, which changes there.
+        ConfigError: If workers run a collator with a state, which changes in them.
     """
     if "data_collator" in names and settings.num_workers:
         raise ConfigError(
             f"`data_collator` ({type(settings.data_collator).__name__}) has a state_dict(), and num_workers="
-            f"{settings.num_workers}: each worker process changes a copy of its own, which no checkpoint has. Pass "
+            f"{settings.num_workers}: each worker process changes its own copy, which no checkpoint has. Pass "
             "num_workers=0, or a collator without state_dict()."
         )
 
 
 @contextlib.contextmanager
 def preserve_state(parts: Mapping[str, Any]) -> Iterator[None]:
-    """Restore afterwards the states that parts have now: what is done inside belongs to no step."""
+    """Restore the states of parts on exit: what runs inside belongs to no step."""
     states = {name: copy.deepcopy(part.state_dict()) for name, part in parts.items()}
     try:
         yield

@@ -1,7 +1,4 @@
-"""Batches from iterable datasets: the share of each rank and worker, and the position for a resume.
-
-The loader around it is in `loaders.py`.
-"""
+"""Batches and positions of iterable datasets."""
 
 from __future__ import annotations
 
@@ -22,25 +19,24 @@ from omnitrain.data.sampling import Collate, CountedBatch, MicrobatchLayout, sha
 
 
 class StreamPosition(NamedTuple):
-    """A position of a stream or a loader: the samples before it in the epoch, and its `state_dict()` there."""
+    """A position of a stream or loader: the samples before it in the epoch, and the `state_dict()` there."""
 
     epoch: int
     position: int
     state: Any
     has_ended: bool
-    """Whether the dataset had reached its end, so that the next epoch begins with this state."""
+    """Whether the dataset is at its end, so that the next epoch begins with this state."""
     batches: int = 0
     """The batches before it, of a loader; 0 for a stream."""
     workers: int = 0
-    """The worker processes of a loader, without which its state means nothing."""
+    """The worker processes of a loader, for which its state is valid."""
 
 
 class Stream(IterableDataset[Any]):
-    """The batches of an epoch of an iterable dataset, each with the mark after it if the dataset has a state.
+    """The batches of an epoch of an iterable dataset, each with the position after it if the dataset has a state.
 
-    With the first batch comes the first sample, if several ranks read the same stream.
-
-    Random numbers drawn by the stream are keyed by (seed, epoch, sample); the generators of training are unchanged.
+    The first batch is yielded with the first sample, if several ranks read the same stream. Random numbers drawn by the
+    stream are keyed by (seed, epoch, sample); the generators of training are unchanged.
     """
 
     def __init__(
@@ -51,7 +47,7 @@ class Stream(IterableDataset[Any]):
         seed: int,
         rank: int = 0,
         world_size: int = 1,
-        marks: bool = True,
+        keep_states: bool = True,
         name: str = "the data",
     ) -> None:
         self.dataset = dataset
@@ -61,13 +57,13 @@ class Stream(IterableDataset[Any]):
         self.seed = seed
         self.rank = rank
         self.world_size = world_size
-        self.marks: bool = marks and can_seek(dataset)
+        self.keep_states: bool = keep_states and can_seek(dataset)
         self.epoch: int = 0
         self.position: int = 0
         self.start: StreamPosition | None = None
         """Where the next pass begins: in its epoch, or at the end of the previous one."""
         self.passes: Any = None
-        """A queue of (epoch, position, start) of passes, for a worker, which goes on with its copy of the stream."""
+        """A queue of (epoch, position, start) of passes for a worker, which keeps its copy of the stream."""
 
     def __iter__(self) -> Iterator[tuple[CountedBatch, StreamPosition | None, Any]]:
         if self.passes is not None and get_worker_info() is not None:
@@ -78,7 +74,7 @@ class Stream(IterableDataset[Any]):
             if start.epoch == self.epoch:
                 return
             start = None
-        if start is not None and start.epoch < self.epoch:  # at its end, of which the dataset does not know yet
+        if start is not None and start.epoch < self.epoch:  # at its end, which the dataset notices by a further read
             with isolated_rng():
                 for _ in self._samples(start.epoch, start):
                     pass
@@ -110,7 +106,7 @@ class Stream(IterableDataset[Any]):
             has_ended = len(window) < size
             yield (
                 CountedBatch(batch, len(local_samples)),
-                StreamPosition(self.epoch, number, self.dataset.state_dict(), has_ended) if self.marks else None,
+                StreamPosition(self.epoch, number, self.dataset.state_dict(), has_ended) if self.keep_states else None,
                 first,
             )
 
@@ -154,7 +150,7 @@ def has_state(data: Any) -> bool:
 
 
 def check_state(dataset: Any, state: Any, where: str) -> None:
-    """Refuse a state from a checkpoint that a stream cannot restore; the stream's position is unchanged afterwards.
+    """Reject a state from a checkpoint that a stream cannot restore; the stream's position is unchanged afterwards.
 
     Args:
         dataset: The stream, with `state_dict()` and `load_state_dict()`.
@@ -162,12 +158,12 @@ def check_state(dataset: Any, state: Any, where: str) -> None:
         where: The name of the checkpoint in errors.
 
     Raises:
-        CheckpointError: It names the key, or quotes the stream's error.
+        CheckpointError: With the key, or the stream's error.
     """
     name, present = type(dataset).__qualname__, None
     with contextlib.suppress(Exception):  # it may have no state before it is read
         present = dataset.state_dict()
-    for key, value, other in _odd(state, present, ""):
+    for key, value, other in _mismatches(state, present, ""):
         raise CheckpointError(
             f"{where} is damaged: 'omnitrain.json' has {reprlib.repr(value)} for {key} of the state of `train_dataset` "
             f"({name}), where {reprlib.repr(other)} was expected, or another of its kind. Use another checkpoint."
@@ -179,12 +175,12 @@ def check_state(dataset: Any, state: Any, where: str) -> None:
         raise CheckpointError(f"{where}: the state of `train_dataset` in 'omnitrain.json': {error}") from error
 
 
-def _odd(value: Any, present: Any, key: str) -> Iterator[tuple[str, Any, Any]]:
+def _mismatches(value: Any, present: Any, key: str) -> Iterator[tuple[str, Any, Any]]:
     """Yield the values of a state that cannot replace the present ones: (key, value, present value)."""
     if isinstance(present, Mapping):
         fits = isinstance(value, Mapping)
         for inner in present.keys() & value.keys() if fits else ():
-            yield from _odd(value[inner], present[inner], f"{key}[{inner!r}]")
+            yield from _mismatches(value[inner], present[inner], f"{key}[{inner!r}]")
     elif isinstance(present, (list, tuple)):
         fits = isinstance(value, (list, tuple))
     elif isinstance(present, bool):

@@ -520,7 +520,7 @@ class HFTrainer(TransformersAPI):
         step = samples_of_step(self.settings, self.ranks.data.size)
         if args is not None and args.dataloader_drop_last:
             share = self.batch_size * self.ranks.data.size
-            sampling["whole"] = step if step % share else share
+            sampling["multiple_of"] = step if step % share else share
         keeps_all = type(unit) is not ModelUnit or (args is not None and not args.remove_unused_columns)
         self._engine_args.remove_unused_columns = not keeps_all
         columns = Columns(None if keeps_all else unit.columns, self.get_model())

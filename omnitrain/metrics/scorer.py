@@ -85,7 +85,7 @@ class Scorer:
         known = [part.names for part in parts]
         self.names: list[str] | None = None
         """The names of all results; None if unknown until the first evaluation."""
-        self.takes_whole_batches: bool = any(isinstance(part, ByBatch) for part in parts)
+        self.requires_global_batches: bool = any(isinstance(part, ByBatch) for part in parts)
         """Whether to call `update()` with the batches of all processes, on the main process."""
         if not functions and None not in known:
             self.names = [name for names in known for name in names or ()]

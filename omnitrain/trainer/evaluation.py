@@ -330,7 +330,7 @@ class Evaluation:
                 if counts and not needs_loss and loader.counts_samples:
                     _check_rows(output.outputs, samples)
                 pair = self._scored_pair(output) if counts else None
-                if scorer.takes_whole_batches and ranks.world_size > 1:
+                if scorer.requires_global_batches and ranks.world_size > 1:
                     pair = self._gather_batches(loader, pair)
                 if pair is not None:
                     has_labels = True
@@ -498,7 +498,7 @@ class Evaluation:
         """Return the outputs and labels of a batch for streaming metrics, if it has both."""
         if output.labels is None or output.outputs is None:
             return None
-        if self.scorer.takes_whole_batches:  # a metric function for transformers, which shifts labels itself
+        if self.scorer.requires_global_batches:  # a metric function for transformers, which shifts labels itself
             return output.outputs, output.labels
         has_classes = self.trainer.settings.preprocess_logits_for_metrics is not None
         mean = output._loss_mean

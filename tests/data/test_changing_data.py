@@ -146,12 +146,12 @@ def test_resume_of_shrunk_data_is_an_error(tmp_path: Path) -> None:
         )  # fmt: skip
 
     build(StopAfter(4)).train()
-    with pytest.raises(DataError, match="has 6 samples now, and had 15 when the epoch"):
+    with pytest.raises(DataError, match="now has 6 samples, and had 15 when the resumed epoch"):
         build().train(resume_from="last")
 
 
 def test_data_that_become_empty_are_an_error() -> None:
-    with pytest.raises(DataError, match="The training set has 0 samples now"):
+    with pytest.raises(DataError, match="The training set now has 0 samples"):
         make("native", Pool(6), [6, 0]).train()
 
 

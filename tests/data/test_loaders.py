@@ -630,11 +630,11 @@ def test_hf_stream_resumes_from_its_state(hf: Any, position: int, workers: int) 
 
     first = make_loader(stream(), 1, name="d", num_workers=workers)
     whole = values(first)
-    mark = first.position_at(0, position)
+    point = first.position_at(0, position)
     exact = tuple(map(int, hf.__version__.split(".")[:2])) >= (5, 1)
-    assert (mark is None) == (position == 0 or not exact)
+    assert (point is None) == (position == 0 or not exact)
     second = make_loader(stream(), 1, name="d", num_workers=workers)
-    second.resume_at(mark)
+    second.resume_at(point)
     assert values(second, 0, position) == whole[position:]
     assert values(second, 1) == whole  # and an epoch later it is as if nothing had been
 
@@ -659,8 +659,8 @@ def test_stream_far_ahead_of_its_marks_is_read_again() -> None:
     loader = StreamLoader(Positioned(2000), 1, Collator(None), 0)
     assert len(list(loader.batches(0))) == 2000
     assert loader.position_at(0, 5) is None
-    mark = loader.position_at(0, 1999)
-    assert mark is not None and mark.position == 1999
+    point = loader.position_at(0, 1999)
+    assert point is not None and point.position == 1999
 
 
 @pytest.mark.parametrize(
@@ -719,24 +719,24 @@ class Positioned:
         self.at = state["at"]
 
 
-def put_back(mark: Any, batches: int) -> tuple[Any, list[Any]]:
-    """A new loader that begins at a mark, and what it yields from such a batch on."""
+def put_back(point: Any, batches: int) -> tuple[Any, list[Any]]:
+    """A new loader that begins at a point, and what it yields from such a batch on."""
     source = Positioned()
-    loader = UserLoader(source, 0, marks=True)
-    loader.resume_at(mark)
+    loader = UserLoader(source, 0, keep_states=True)
+    loader.resume_at(point)
     progress = Progress(epoch=1, samples_in_epoch=2 * batches, batches_in_epoch=batches)
     return source, [batch.tolist() for batch, _ in loader.remaining_batches(1, progress)]
 
 
 def test_user_loader_with_a_state_resumes_from_it() -> None:
-    loader = UserLoader(Positioned(), 0, world_size=5, marks=True)
+    loader = UserLoader(Positioned(), 0, world_size=5, keep_states=True)
     whole = read(UserLoader(Positioned(), 0), 1)
     list(loader.counted_batches(1))
     for batches in range(1, 6):
-        mark = loader.position_at(1, 2 * batches, batches)
-        assert mark is not None
-        assert (mark.batches, mark.position) == (batches, 2 * batches)
-        source, rest = put_back(mark, batches)
+        point = loader.position_at(1, 2 * batches, batches)
+        assert point is not None
+        assert (point.batches, point.position) == (batches, 2 * batches)
+        source, rest = put_back(point, batches)
         assert (source.read, rest) == (5 - batches, whole[batches:])
     assert loader.position_at(2, 0) == (1, 10, {"at": 0}, True, 5, 0)
     assert loader.position_at(0, 2, 1) is None
@@ -744,14 +744,14 @@ def test_user_loader_with_a_state_resumes_from_it() -> None:
 
 def test_user_loader_ignores_a_state_of_another_position(caplog: pytest.LogCaptureFixture) -> None:
     whole = read(UserLoader(Positioned(), 0), 1)
-    mark = StreamPosition(1, 6, {"at": 3}, False, 3)
-    assert put_back(mark, 2)[1] == whole[2:]  # it is after the position
-    assert put_back(mark._replace(epoch=0), 4)[1] == whole[4:]
-    assert put_back(mark._replace(batches=0), 4)[1] == whole[4:]  # the state of a stream
+    point = StreamPosition(1, 6, {"at": 3}, False, 3)
+    assert put_back(point, 2)[1] == whole[2:]  # it is after the position
+    assert put_back(point._replace(epoch=0), 4)[1] == whole[4:]
+    assert put_back(point._replace(batches=0), 4)[1] == whole[4:]  # the state of a stream
     assert not caplog.records
-    source, rest = put_back(mark._replace(workers=2), 4)
+    source, rest = put_back(point._replace(workers=2), 4)
     assert (source.read, rest) == (5, whole[4:])
     assert "num_workers=2 when its state was saved, and has 0 now" in caplog.text
     with pytest.raises(KeyError) as caught:
-        put_back(mark._replace(state={}), 4)
+        put_back(point._replace(state={}), 4)
     assert "for its state from the checkpoint" in caught.value.__notes__[0]

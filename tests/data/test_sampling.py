@@ -57,11 +57,11 @@ def test_windows_keep_all_batches_and_only_the_last_is_short(count: int, size: i
 @fuzzed
 @given(sizes, batch_sizes, worlds, epochs)
 def test_order_without_a_short_batch_is_whole_on_every_rank(size: int, batch_size: int, world: int, epoch: int) -> None:
-    ranks = per_rank(size, batch_size, world, epoch, whole=batch_size * world)
+    ranks = per_rank(size, batch_size, world, epoch, multiple_of=batch_size * world)
     assert {len(batches) for batches in ranks} == {size // (batch_size * world)}
     assert {len(batch) for batches in ranks for batch in batches} <= {batch_size}
     seen = [index for batches in ranks for index in flat(batches)]
-    sampler = EpochSampler(size, batch_size, world_size=world, whole=batch_size * world)
+    sampler = EpochSampler(size, batch_size, world_size=world, multiple_of=batch_size * world)
     assert len(set(seen)) == len(seen) == sampler.size and sorted(sampler.order(epoch)) == list(range(size))
 
 

@@ -93,9 +93,9 @@ def state_after(ranks: int, windows: int, kind: Any) -> Any:
         for _ in range(windows):
             next(batches, None)
         reader.turn += windows
-        mark = reader.position_at(1, 0, 1)
-        states.append(mark.state)
-    return mark._replace(state=reader.merge_states(states))
+        point = reader.position_at(1, 0, 1)
+        states.append(point.state)
+    return point._replace(state=reader.merge_states(states))
 
 
 @pytest.mark.parametrize("kind", [Shard, Seekable])
@@ -103,12 +103,12 @@ def state_after(ranks: int, windows: int, kind: Any) -> Any:
 def test_resume_on_another_number_of_ranks(kind: Any, before: int, after: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "_EVERY", 2)
     for windows in (1, 2, 3):
-        mark = state_after(before, windows, kind)
+        point = state_after(before, windows, kind)
         read = 0
         parts = []
         for rank in range(after):
             reader = loader(rank, after, kind)
-            reader.resume_at(mark._replace(state=reader.local_state(mark.state)))
+            reader.resume_at(point._replace(state=reader.local_state(point.state)))
             parts.append(values(reader.remaining_batches(1, Progress(epoch=1, samples_in_epoch=1, batches_in_epoch=1))))
             read += sum(shard.read for shard in reader.dataset.shards)
         turns = range(max(map(len, parts)))
@@ -137,11 +137,11 @@ def test_resume_after_the_end_of_a_rank_repeats_its_last_batch(windows: int, num
             next(batches, None)
         reader.turn += windows
         states.append(reader.position_at(1, 0, 1))
-    mark = states[0]._replace(state=whole.merge_states([mark.state for mark in states]))
+    point = states[0]._replace(state=whole.merge_states([point.state for point in states]))
 
     def last_batches(sizes: Any, **options: Any) -> list[Any]:
         reader = loader(1, 2, kind, sizes, batch_size=2, **options)
-        reader.resume_at(mark._replace(state=reader.local_state(mark.state)))
+        reader.resume_at(point._replace(state=reader.local_state(point.state)))
         return list(reader.remaining_batches(1, Progress(epoch=1, samples_in_epoch=1, batches_in_epoch=1)))
 
     ((batch, samples),) = last_batches(sizes, num_workers=num_workers)
@@ -150,9 +150,9 @@ def test_resume_after_the_end_of_a_rank_repeats_its_last_batch(windows: int, num
 
 
 def test_shards_of_another_number_are_an_error(caplog: pytest.LogCaptureFixture) -> None:
-    mark = state_after(1, 1, Shard)
+    point = state_after(1, 1, Shard)
     with pytest.raises(CheckpointError, match="has 2 shards, and had 4"):
-        loader(sizes=(7, 7)).local_state(mark.state)
+        loader(sizes=(7, 7)).local_state(point.state)
     assert loader().local_state({"at": 3}) is None  # of another kind of data
     with pytest.raises(ConfigError, match=r"has 4 shards, which cannot be shared out evenly among 3 ranks"):
         loader(0, 3)

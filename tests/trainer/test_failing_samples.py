@@ -84,13 +84,13 @@ def test_sample_that_fails_at_once_or_only_once_is_reported() -> None:
 
     assert "Raised for sample 9 of the training set." in message_of(Trainer, Flaky(), OSError)
     text = message_of(Trainer, AtOnce(bad=17, how="getitem"), KeyError)
-    assert "Raised for sample 17 of the training set, which fails alone." in text
+    assert "Raised for sample 17 of the training set, which fails individually." in text
 
 
 def test_label_out_of_range_is_found_in_its_batch(trainer_class: Any) -> None:
     data, accumulation = Classes(bad=17, how="label"), 3
     text = message_of(trainer_class, data, IndexError, gradient_accumulation_steps=accumulation)
-    assert "Raised for sample 17 of the training set, which fails alone." in text
+    assert "Raised for sample 17 of the training set, which fails individually." in text
     step = (step_of(17) - 1) // accumulation + 1
     assert f"Where: step {step} (epoch 1), rank 0." in text
 
@@ -156,7 +156,7 @@ def test_error_of_a_stream_or_loader_reports_the_number(trainer_class: Any, how:
 def test_error_of_an_evaluation_reports_set_and_sample(trainer_class: Any) -> None:
     sets = {"dev": Classes(8), "web": Classes(8, bad=5, how="label")}
     text = message_of(trainer_class, Classes(), IndexError, eval_dataset=sets, eval_steps=2)
-    assert "Raised for sample 5 of the evaluation set 'web', which fails alone." in text
+    assert "Raised for sample 5 of the evaluation set 'web', which fails individually." in text
     assert "Where: the evaluation after step 2 (epoch 1), rank 0." in text
     text = message_of(trainer_class, None, IndexError, "evaluate", eval_dataset=sets)
     assert "sample 5 of the evaluation set 'web'" in text
