@@ -141,7 +141,7 @@ def test_snapshot_is_written_when_memory_runs_out(
     monkeypatch.setattr(memory_monitor, "has_peaks", lambda device: False)
     callbacks = [MemoryMonitor(snapshot=True), Ends()]
     trainer = make("native", CPU, t16(), rows(24), save_dir=tmp_path, callbacks=callbacks)
-    monkeypatch.setattr(memory_monitor, "records", lambda device: True)
+    monkeypatch.setattr(memory_monitor, "can_record", lambda device: True)
     with pytest.raises(RuntimeError) as caught:
         trainer.train()
     path = tmp_path / "memory" / "rank0-step2.pickle"

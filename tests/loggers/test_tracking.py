@@ -159,7 +159,7 @@ def test_fresh_run_is_another_run_and_none_is_opened_twice(caplog):
 
 
 def test_tracker_by_name_gets_the_project_and_options():
-    made: list[tuple[str, dict[str, Any]]] = []
+    created: list[tuple[str, dict[str, Any]]] = []
 
     class Made(Plain):
         requires_logging_directory = False
@@ -167,12 +167,12 @@ def test_tracker_by_name_gets_the_project_and_options():
 
         def __init__(self, name: str, **options: Any) -> None:
             super().__init__()
-            made.append((name, options))
+            created.append((name, options))
 
     logger = Tracking("wandb", project="digits", nested_run=True)
     logger._class = Made
     make(loggers=[logger], max_steps=1).train()
-    assert made == [("digits", {"nested_run": True})]
+    assert created == [("digits", {"nested_run": True})]
 
 
 def test_tracking_leaves_generators_and_accelerate_unchanged():
