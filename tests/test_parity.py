@@ -197,8 +197,8 @@ def cosine(optimizer: torch.optim.Optimizer) -> Any:
 # --- compiled models
 
 
-@table("others", {"later and plain": ("later", "plain"), "plain": ("plain",)}, [], native=["plain"])
-def test_compile_leaves_the_run_unchanged(trainer_class: Any, others: tuple[str, ...], tmp_path: Path) -> None:
+@table("stages", {"later and plain": ("later", "plain"), "plain": ("plain",)}, [], native=["plain"])
+def test_compile_leaves_the_run_unchanged(trainer_class: Any, stages: tuple[str, ...], tmp_path: Path) -> None:
     """Compiling ahead of a run leaves no trace, and the run itself compiles nothing more."""
 
     def make(folder: str, **options: Any) -> Any:
@@ -227,7 +227,7 @@ def test_compile_leaves_the_run_unchanged(trainer_class: Any, others: tuple[str,
     assert report.shapes == {"train": ["[4, 4], [4, 1]"], "eval": ["[4, 4], [4, 1]", "[2, 4], [2, 1]"]}
     trainer.train()
     assert graphs.count == report.graphs
-    for folder in others:
+    for folder in stages:
         other = make(folder, compile={"backend": Graphs()} if folder == "later" else False)
         other.train()
         assert same(weights(trainer.get_model()), weights(other.get_model()))

@@ -793,9 +793,9 @@ class BaseTrainer(Hooks, ABC):
         with self._calling("save_model()"):
             folder = local_path(path, "path")
             self.backend.check_weights_loaded()
-            beside = [] if self.processing_class is None else [self.processing_class]
+            processors = [] if self.processing_class is None else [self.processing_class]
             return save_model(
-                self.model, folder, overwrite, self._checkpointer.eval_weights.model_tensors(), self.ranks, beside
+                self.model, folder, overwrite, self._checkpointer.eval_weights.model_tensors(), self.ranks, processors
             )
 
     def save_checkpoint(self) -> Path:

@@ -151,12 +151,12 @@ class Step:
         """The methods of algorithms that change a step, by name, in the order they are called."""
         self._set_step_nr: Callable[[int], None] | None = None
         """The unit's `set_step_nr`, if it has one."""
-        self._needs_closure = False
         self._repeats = False
         """Whether a micro-batch may run more than once in a step."""
+        self._needs_closure = False
         """Whether the optimizer computes loss and gradients again in its step, as LBFGS does."""
         self._is_at_start = False
-        """Whether loss and gradients are there that the optimizer is about to take."""
+        """Whether the current loss and gradients are those that the optimizer needs first."""
 
     def prepare(self) -> None:
         """Prepare for a run: no gradients, and a guard that fits the optimizer."""

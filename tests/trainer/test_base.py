@@ -187,8 +187,8 @@ def test_columns_unknown_to_the_model_are_removed_and_logged(
 
 def test_columns_of_labels_are_kept(trainer_class: Any) -> None:
     data = table().rename_column("labels", "topic")
-    named = make(trainer_class, Watching(), data, processing_class=tokenizer(), label_names=["topic"])
-    assert set(named.train_loader.dataset.column_names) == {"input_ids", "attention_mask", "topic"}
+    trainer = make(trainer_class, Watching(), data, processing_class=tokenizer(), label_names=["topic"])
+    assert set(trainer.train_loader.dataset.column_names) == {"input_ids", "attention_mask", "topic"}
 
 
 class Open(nn.Module):
@@ -447,35 +447,35 @@ def test_loss_in_the_model_is_trained_and_saved(trainer_class: Any, tmp_path: Pa
 class Rotated(nn.Module):
     """Multiplies its input by complex numbers, which are a parameter, a buffer, or a buffer that is not saved."""
 
-    def __init__(self, held: str, dtype: torch.dtype) -> None:
+    def __init__(self, kind: str, dtype: torch.dtype) -> None:
         super().__init__()
         torch.manual_seed(0)
         self.out, phases = nn.Linear(4, 1, dtype=torch.float64), torch.randn(4, dtype=dtype)
-        if held == "parameter":
+        if kind == "parameter":
             self.phases = nn.Parameter(phases)
         else:
-            self.register_buffer("phases", phases, persistent=held == "buffer")
+            self.register_buffer("phases", phases, persistent=kind == "buffer")
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.out((x * self.phases).abs().double())
 
 
-@pytest.mark.parametrize("held", ["parameter", "buffer"])
-def test_complex128_is_rejected_where_it_would_be_saved(trainer_class: Any, held: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", ["parameter", "buffer"])
+def test_complex128_is_rejected_where_it_would_be_saved(trainer_class: Any, kind: str, tmp_path: Path) -> None:
     message = r"'phases' is of torch\.complex128, .*torch\.view_as_real"
     with pytest.raises(ConfigError, match=message):
-        make(trainer_class, Rotated(held, torch.complex128), rows(8), loss_fn=F.mse_loss, save_dir=tmp_path / "run")
+        make(trainer_class, Rotated(kind, torch.complex128), rows(8), loss_fn=F.mse_loss, save_dir=tmp_path / "run")
     assert not (tmp_path / "run").exists()
-    make(trainer_class, Rotated(held, torch.complex128), rows(8), loss_fn=F.mse_loss).train()  # nothing is saved
+    make(trainer_class, Rotated(kind, torch.complex128), rows(8), loss_fn=F.mse_loss).train()  # nothing is saved
 
 
-@pytest.mark.parametrize(("held", "dtype"), [
+@pytest.mark.parametrize(("kind", "dtype"), [
     ("parameter", torch.complex64), ("buffer", torch.complex64), ("temporary buffer", torch.complex128),
 ])  # fmt: skip
-def test_complex_tensors_are_trained_and_resumed(trainer_class: Any, held: str, dtype: Any, tmp_path: Path) -> None:
+def test_complex_tensors_are_trained_and_resumed(trainer_class: Any, kind: str, dtype: Any, tmp_path: Path) -> None:
     def build(folder: str, **options: Any) -> Any:
         options |= {"loss_fn": F.mse_loss, "batch_size": 4, "max_steps": 4, "save_steps": 1}
-        return make(trainer_class, Rotated(held, dtype), rows(16), save_dir=tmp_path / folder, **options)
+        return make(trainer_class, Rotated(kind, dtype), rows(16), save_dir=tmp_path / folder, **options)
 
     straight, resumed = build("straight"), build("run")
     straight.train()
