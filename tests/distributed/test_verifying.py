@@ -42,7 +42,7 @@ def noted_hashes(trouble: str = "", fail_on: int = -1) -> list[str]:
 
     verifying.check_hashes = check
     if trouble == "unseen" and rank == fail_on:  # as on a local disk
-        verifying._read_bytes = lambda path: None
+        verifying.read_or_none = lambda path: None
     return hashed
 
 
