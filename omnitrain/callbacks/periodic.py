@@ -26,7 +26,7 @@ class Periodic(Callback):
     """Calls your function at an interval, and adds the values that it returns to the logs.
 
     It runs at the end of a step, before the step's evaluation and checkpoint. The model is in evaluation mode, without
-    gradients, in autocast, with the weights of evaluations (such as those of an EMA). Modes, weights and random
+    gradients, in autocast, with the weights used in evaluations (such as an EMA's). Modes, weights and random
     numbers are restored, and the time is excluded from rates. The values are in a row of logs of the same step. A
     resumed run repeats and skips nothing.
 
@@ -109,7 +109,7 @@ class Periodic(Callback):
         self.check(trainer)
         self.is_disabled = False
         self._schedule = Every(self.every, trainer.limits)
-        self._schedule.restart(_close_consumed_epoch(trainer.progress))
+        self._schedule.restart(_close_epoch(trainer.progress))
 
     def on_step_end(self, trainer: TrainerLike) -> None:
         """Do the work, if it is due."""
@@ -154,11 +154,7 @@ class Periodic(Callback):
             yield result
 
     def _work_if_due(self, trainer: TrainerLike) -> None:
-        if (
-            self._schedule is None
-            or not self._schedule.due(_close_consumed_epoch(trainer.progress))
-            or self.is_disabled
-        ):
+        if self._schedule is None or not self._schedule.due(_close_epoch(trainer.progress)) or self.is_disabled:
             return
         full = full_trainer(trainer)
         with full.lifecycle.untimed(), full._evaluation.apart(), full.ranks.in_phase(type(self).__name__):
@@ -220,7 +216,7 @@ class Periodic(Callback):
             )  # fmt: skip
 
 
-def _close_consumed_epoch(progress: Progress) -> Progress:
+def _close_epoch(progress: Progress) -> Progress:
     """Return the position after the epoch for one after its last step, so that the values are in the epoch's row."""
     if not progress.is_epoch_consumed:
         return progress

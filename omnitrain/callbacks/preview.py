@@ -17,7 +17,7 @@ from omnitrain.model.units import generated
 
 
 class Preview(Periodic):
-    """Generates texts at an interval, with the weights of evaluations, and sends them to every logger.
+    """Generates texts at an interval, with the weights used in evaluations, and sends them to every logger.
 
     They are reported as "preview/0", "preview/1", ... The model is in evaluation mode and in autocast; modes, weights
     and random numbers are restored, and each preview draws the same random numbers, so that two differ only by the
@@ -102,11 +102,7 @@ class Preview(Periodic):
         model, texts = unwrap(trainer.model), dict[str, str | Histogram]()
         try:
             for number, prompt in enumerate(self.prompts):
-                text = (
-                    self._generate_text(trainer, model, prompt)
-                    if self.function is None
-                    else self.function(model, prompt)
-                )
+                text = self._generate(trainer, model, prompt) if self.function is None else self.function(model, prompt)
                 texts[f"preview/{number}"] = str(text)
                 yield None
         finally:
@@ -116,12 +112,10 @@ class Preview(Periodic):
     def _tokenizer(self, trainer: TrainerLike) -> Any:
         return self.processing_class or getattr(trainer, "processing_class", None)
 
-    def _generate_text(self, trainer: TrainerLike, model: Any, prompt: Any) -> str:
+    def _generate(self, trainer: TrainerLike, model: Any, prompt: Any) -> str:
         full, tokenizer = full_trainer(trainer), self._tokenizer(trainer)
         inputs = tokenizer(prompt, return_tensors="pt") if isinstance(prompt, str) else _token_inputs(prompt)
-        inputs = {
-            name: tensor.to(trainer.device) if hasattr(tensor, "to") else tensor for name, tensor in inputs.items()
-        }
+        inputs = {name: x.to(trainer.device) if hasattr(x, "to") else x for name, x in inputs.items()}
         options = {**self.options, "stopping_criteria": self._stopping_criteria(trainer)}
         tokens = generated(model, inputs, full.backend.forward_is_collective, options)
         texts = [

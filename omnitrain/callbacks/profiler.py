@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 logger: logging.Logger = logging.getLogger("omnitrain")
 
 PARTS = ("data", "forward", "backward", "update")
-_MAX_NAME_LENGTH = 60
+_WIDTH = 60
 """Maximum characters of an operation in the table: names of kernels have hundreds."""
 
 
@@ -255,12 +255,9 @@ def format_table(operations: Sequence[Any], rows: int) -> str:
             times[key] = time + self_time, count + operation.count
     total = sum(time for time, _ in times.values()) or 1.0
     slowest = sorted(times.items(), key=lambda entry: -entry[1][0])[:rows]
-    width = max([len("operation"), *(len(name[:_MAX_NAME_LENGTH]) for name, _ in slowest)])
+    width = max([len("operation"), *(len(name[:_WIDTH]) for name, _ in slowest)])
     place = "device" if has_device else "host"
     lines = [f"{'operation':{width}}  {'calls':>7}  {f'ms on {place}':>12}  share"]
-    lines += [
-        f"{name[:_MAX_NAME_LENGTH]:{width}}  {n:7}  {time / 1e3:12.3f}  {time / total:5.1%}"
-        for name, (time, n) in slowest
-    ]
+    lines += [f"{name[:_WIDTH]:{width}}  {n:7}  {time / 1e3:12.3f}  {time / total:5.1%}" for name, (time, n) in slowest]
     part_times = ", ".join(f"{name} {parts[name] / 1e3:.3f}" for name in PARTS if name in parts)
     return "\n".join([*lines, f"Parts of the steps, in ms on the host: {part_times}."])

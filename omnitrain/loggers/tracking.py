@@ -76,9 +76,7 @@ class Tracking(Callback):
         self._class: Any = _tracker_class(tracker) if isinstance(tracker, str) else None
         self._user_tracker: Any = None if isinstance(tracker, str) else tracker
         if self._user_tracker is not None and options:
-            raise ConfigError(
-                f"Tracking takes no options with a tracker object, got {options}. Pass them to the tracker."
-            )
+            raise ConfigError(f"Tracking takes no options with a tracker, got {options}. Pass them to the tracker.")
         self.name: str = tracker if isinstance(tracker, str) else _tracker_name(tracker)
         self.project = project
         self.options = options
@@ -114,9 +112,7 @@ class Tracking(Callback):
         with self._tolerance:
             if self._tracker is None and not self._open(trainer):
                 return
-            self._call(
-                lambda tracker: tracker.log(_scalars(logs, "test", self._service), step=_get_step(trainer, logs))
-            )
+            self._call(lambda tracker: tracker.log(_scalars(logs, "test", self._service), step=_step(trainer, logs)))
             if not self._is_training:
                 self._close()
 
@@ -255,19 +251,17 @@ class Tracking(Callback):
             if self._run_id is None and self._service.can_resume:  # a checkpoint from before the tracker was added
                 self._run_id = record["run_id"]
             if record["run_id"] == self._run_id:
-                self._previously_sent = {
-                    kind: (int(step), float(epoch)) for kind, (step, epoch) in record["sent"].items()
-                }
-                self._sent = dict(self._previously_sent)
+                self._sent = {kind: (int(step), float(epoch)) for kind, (step, epoch) in record["sent"].items()}
+                self._previously_sent = dict(self._sent)
 
 
-def _get_step(trainer: TrainerLike, values: Mapping[str, float]) -> int:
+def _step(trainer: TrainerLike, values: Mapping[str, float]) -> int:
     return int(values.get("step", trainer.progress.step))
 
 
 def _position(trainer: TrainerLike, values: Mapping[str, float]) -> Position:
     """Return the position of a row; rounded, because `epochs` is slightly smaller before an epoch is closed."""
-    return _get_step(trainer, values), round(float(values.get("epoch", trainer.progress.epochs)), 6)
+    return _step(trainer, values), round(float(values.get("epoch", trainer.progress.epochs)), 6)
 
 
 def _scalars(values: Mapping[str, float], kind: str, service: Service) -> dict[str, float]:

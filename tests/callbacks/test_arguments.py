@@ -57,7 +57,7 @@ HOOK = r"The hook on_epoch_end is called with trainer, epoch, got .*\(a, b, c\)"
         (Periodic, {**WORK, "on_error": "warm"}, "`on_error` must be 'raise', 'warn' or 'disable', got 'warm'"),
         (Periodic, {**WORK, "timeout": "3ep"}, "`timeout` must be a time"),
         (Preview, {"prompts": "text", "every": 1}, "`prompts` must be a list"),
-        (Tracking, {"tracker": Service(), "tags": ["a"]}, "no options with a tracker object"),
+        (Tracking, {"tracker": Service(), "tags": ["a"]}, "no options with a tracker,"),
         (Tracking, {"tracker": Service(), "every": "often"}, "every"),
         (HookCallback, {"hooks": {"on_epoch_end": lambda a, b, c: None}}, HOOK),
         (HookCallback, {"hooks": {"on_epoch_end": 3}}, "'on_epoch_end' must be a function of the trainer, got 3"),
