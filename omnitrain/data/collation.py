@@ -57,7 +57,7 @@ class DictBatch(dict[str, Any]):
     """
 
     def to(self, device: torch.device | str | int, non_blocking: bool = False) -> Self:
-        """Return a copy with all tensors on `device`; everything else stays as it is."""
+        """Return a copy with all tensors on `device`; everything else is unchanged."""
         target = device if isinstance(device, torch.device) else torch.device(device)
         return self.with_entries({key: move_to_device(value, target, non_blocking) for key, value in self.items()})
 
@@ -67,7 +67,7 @@ class DictBatch(dict[str, Any]):
 
 
 class PaddedBatch(DictBatch):
-    """A dict batch with padding that no mask shows, which knows how many of its tokens are none.
+    """A padded dict batch without a mask, which knows its number of tokens.
 
     >>> PaddedBatch({"input_ids": torch.tensor([[5, 6], [7, 0]])}, tokens=3).count_tokens()
     3
@@ -81,7 +81,7 @@ class PaddedBatch(DictBatch):
         return type(self), (dict(self), self._tokens)  # worker processes send it
 
     def with_entries(self, entries: Mapping[str, Any]) -> Self:
-        """Return a batch with other entries for the same samples, and as many tokens."""
+        """Return a batch with other entries for the same samples, and the same number of tokens."""
         return type(self)(entries, self._tokens)
 
     def count_tokens(self) -> int:
@@ -96,7 +96,7 @@ class Collator:
     Samples are dicts, tuples, tensors, arrays, numbers or lists of numbers. An entry is a sequence if it has one
     dimension and integers, if its name is known for sequences (labels, and inputs of transformers' models such as
     `input_ids` and `input_values`), or if its key is in `pad_values`. All other entries must have the same shape in
-    each sample: zeros added to an image or a measurement would be taken for data.
+    each sample: a model would mistake zeros added to an image or a measurement for data.
 
     Labels are padded with -100 (as int64 if their type has no negative numbers), everything else with `pad_value`.
     Text and other objects stay lists. A batch of tuples is a tuple, a batch of dicts a dict, with a method
@@ -199,7 +199,7 @@ class Collator:
                 odd = [place for place, value in enumerate(values) if not isinstance(value, _NUMBERS)]
                 where = f" (entry {odd[0]} of the batch is {str(values[odd[0]])[:40]!r})" if odd else ""
                 raise DataError(
-                    f"Cannot make a tensor of {_named(key)}{str(list(values))[:80]}{where}: {error}. "
+                    f"Cannot make a tensor of {_key_prefix(key)}{str(list(values))[:80]}{where}: {error}. "
                     "Give every sample a number there, or pass `data_collator`."
                 ) from error
         elif isinstance(first, tuple) and _is_record(first):
@@ -214,7 +214,7 @@ class Collator:
         elif hasattr(first, "num_nodes"):
             name = type(first).__name__
             raise DataError(
-                f"{_named(key)}{name} is a graph, and graphs are joined by their own library. Pass data_collator="
+                f"{_key_prefix(key)}{name} is a graph, and graphs are joined by their own library. Pass data_collator="
                 "torch_geometric.data.Batch.from_data_list, or dgl.batch: the model, or the unit, then gets the batch "
                 "as a whole. For a `loss_fn`, name the attribute of the labels, as in label_names=['y']."
             )
@@ -231,7 +231,7 @@ class Collator:
             return False
         if key in SEQUENCE_KEYS or key in self.pad_values or key in self.label_names:
             return True
-        # an empty list has no type of its own; torch makes it float
+        # an empty list has no type; torch makes it float
         integers = [not (tensor.is_floating_point() or tensor.is_complex()) or not len(tensor) for tensor in tensors]
         return all(integers) and all(tensor.ndim == 1 for tensor in tensors)
 
@@ -241,8 +241,8 @@ class Collator:
             if tensor.ndim != first.ndim or tensor.shape[is_sequence:] != first.shape[is_sequence:]:
                 padded = f"`Collator(pad_values={{{key!r}: 0}})`" if key else "dicts with `Collator(pad_values={...})`"
                 raise DataError(
-                    f"Cannot put {_named(key)}entry {place} of the batch, of shape {tuple(tensor.shape)}, and entry 0, "
-                    f"of shape {tuple(first.shape)}, into one batch. Make them equal in the dataset, or pass "
+                    f"Cannot put {_key_prefix(key)}entry {place} of the batch, of shape {tuple(tensor.shape)}, and "
+                    f"entry 0, of shape {tuple(first.shape)}, into one batch. Make them equal in the dataset, or pass "
                     "`data_collator`. Only sequences of integers, and entries of known names such as 'input_ids', are "
                     f"padded, and only in their first dimension; {padded} pads others."
                 )
@@ -282,12 +282,12 @@ def _columns(samples: Sequence[Sequence[Any]]) -> list[tuple[Any, ...]]:
 
 
 def _as_native(array: np.ndarray) -> np.ndarray:
-    """Return an array that torch accepts: it refuses negative strides or foreign byte order and warns if read-only."""
+    """Return an array that torch accepts: it rejects negative strides and foreign byte order, warns if read-only."""
     is_native = array.dtype.isnative and array.flags.writeable and min(array.strides, default=0) >= 0
     return array if is_native else array.astype(array.dtype.newbyteorder("="), order="C", copy=True)
 
 
-def _named(key: str) -> str:
+def _key_prefix(key: str) -> str:
     return f"{key!r}: " if key else ""
 
 
@@ -328,7 +328,7 @@ def required_labels(batch: Any, names: Sequence[str], who: str) -> torch.Tensor:
     """Return the labels of a batch, for an algorithm that changes them.
 
     Raises:
-        DataError: If there are none or several, or they are not a tensor.
+        DataError: If labels are missing, under several keys, or not a tensor.
     """
     labels = get_labels(batch, names)
     if isinstance(labels, torch.Tensor):
@@ -343,7 +343,7 @@ def _kind_of(labels: Any) -> str:
 
 
 def missing_labels_hint(batch: Any, names: Sequence[str] = ()) -> str:
-    """Return the remedy for a batch whose labels were not found; `names` are the names that the user gave."""
+    """Return the remedy for a batch whose labels were not found; `names` is the `label_names` of the user."""
     places = f"labels are looked for under {', '.join(dict.fromkeys([*names, *LABEL_KEYS]))}"
     if isinstance(batch, Mapping):
         return (
@@ -389,7 +389,7 @@ def count_samples(batch: Any) -> int:
     """Return how many samples a batch holds: the length of its first tensor or array, or otherwise of its first list.
 
     Of any other object it is `num_graphs`, or `batch_size`, or its length. A batch that has a method `count_samples`,
-    as that of several tasks, is asked.
+    such as that of several tasks, returns it.
 
     Raises:
         DataError: If nothing in the batch has a length.
@@ -453,7 +453,7 @@ def _fields_of(batch: Any) -> dict[str, Any]:
 
 
 def _fields_as_dict(value: Any) -> Any:
-    """Return the fields of an instance of a dataclass as a dict, and anything else as it is."""
+    """Return the fields of an instance of a dataclass as a dict, and anything else unchanged."""
     return _fields_of(value) if is_dataclass(value) and not isinstance(value, (type, Mapping)) else value
 
 
@@ -523,7 +523,7 @@ class _Cut:
                 return value[self.start : self.stop]
             if not value.ndim or value.shape[0] == 1:
                 return value
-            raise _unsplittable(value, f" of shape {tuple(value.shape)}{name} beside {self.rows} rows")
+            raise _unsplittable(value, f" of shape {tuple(value.shape)}{name} in a batch of {self.rows} rows")
         if value is None or isinstance(value, (str, bytes, bool, int, float, complex, np.generic)):
             return value
         if isinstance(value, (dict, UserDict)):
@@ -543,7 +543,7 @@ class _Cut:
                 return self.of_columns(value)
             if not is_record and len(value) == self.rows:
                 return value[self.start : self.stop]
-            raise _unsplittable(value, f" of {len(value)} entries{name} beside {self.rows} rows")
+            raise _unsplittable(value, f" of {len(value)} entries{name} in a batch of {self.rows} rows")
         if is_dataclass(value):
             entries = {key: self.of(entry, f" under {key!r}") for key, entry in _fields_of(value).items()}
             return _with_fields(value, entries)
@@ -563,12 +563,12 @@ class _Cut:
 def _unsplittable(value: Any, where: str) -> DataError:
     return DataError(
         f"`microbatch_size` cannot split a {type(value).__name__}{where} into rows. Give the `data_collator` (or a "
-        "loader of your own) a method split_batch(batch, size) that returns a list of batches of at most `size` rows."
+        "loader) a method split_batch(batch, size) that returns a list of batches of at most `size` rows."
     )
 
 
 def move_to_device(batch: Any, device: torch.device, non_blocking: bool = False) -> Any:
-    """Return the batch with all its tensors on `device`; everything else stays as it is."""
+    """Return the batch with all its tensors on `device`; everything else is unchanged."""
     if isinstance(batch, torch.Tensor):
         return batch if batch.device == device else batch.to(device, non_blocking=non_blocking)
     if type(batch) is tuple:
@@ -590,12 +590,12 @@ def move_to_device(batch: Any, device: torch.device, non_blocking: bool = False)
 
 
 def cast_inputs(batch: Any, dtype: torch.dtype, label_names: Sequence[str]) -> Any:
-    """Return a batch whose floating-point tensors, apart from labels, are of this dtype.
+    """Return a batch whose floating-point tensors, except labels, are of this dtype.
 
     Args:
         batch: The batch.
         dtype: The dtype.
-        label_names: The keys of a dict's labels, beside the usual ones.
+        label_names: The keys of a dict's labels, in addition to the usual ones.
 
     Raises:
         DataError: If it is of a type whose tensors are unknown.

@@ -1,4 +1,4 @@
-"""Packing: sequences of unequal length side by side in rows of one length, instead of padding."""
+"""Packing of sequences into rows of equal length, instead of padding."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ _SEED = 0
 
 
 class PackedDataset(Dataset[dict[str, torch.Tensor]]):
-    """Sequences of a dataset, packed into rows of `length` tokens; a row is a sample of the training.
+    """Sequences of a dataset, packed into rows of `length` tokens; a row is a training sample.
 
     Rows are filled by best fit decreasing: the longest sequences first, each into the row whose room it fills best.
-    This is done once, from the lengths alone. Rows are then samples as any others: `batch_size` counts rows, each epoch
-    shuffles them, a run resumes in mid-epoch, and each split and number of processes has the same rows in a step.
+    This is done once, from the lengths. Rows are then ordinary samples: `batch_size` counts rows, each epoch shuffles
+    them, a run resumes in mid-epoch, and each split and number of processes has the same rows in a step.
 
     A row has the columns of the sequences; what is left of it is filled with zeros, and with -100 in labels. Samples
     without labels get their tokens as labels. So the loss of a packed epoch is the mean over the same labels as without
@@ -38,7 +38,7 @@ class PackedDataset(Dataset[dict[str, torch.Tensor]]):
 
     Args:
         dataset: The dataset, with a length and items that are dicts of sequences of the same length, such as
-            "input_ids" and "labels". Columns that are no sequences of tokens are left out, and named in the log.
+            "input_ids" and "labels". Columns that are not sequences of tokens are dropped, and logged.
         length: Tokens in a row.
         lengths: The tokens of each sample, such as a column of the dataset, or a function of a sample that returns
             them. None takes the lengths of `tokens`; unless the dataset is one of Hugging Face, each sample is read
@@ -111,13 +111,11 @@ class PackedDataset(Dataset[dict[str, torch.Tensor]]):
             what = f"the keys {', '.join(map(repr, sample))}" if isinstance(sample, Mapping) else type(sample).__name__
             raise DataError(
                 f"Samples must be dicts with {self.tokens!r}, to be packed, got {what}. Return such dicts from the "
-                "dataset, or name the column of the tokens by `tokens=`."
+                "dataset, or pass the column of the tokens as `tokens=`."
             )
         odd = next((name for name in self.borders if name in sample), None)
         if odd is not None:
-            raise DataError(
-                f"Samples have {odd!r} already, which `borders` is to make. Remove the column from the dataset."
-            )
+            raise DataError(f"Samples have {odd!r} already, which `borders` adds. Remove the column from the dataset.")
         columns = {self.tokens: 0.0}
         known = SEQUENCE_KEYS - {"attention_mask", *LABEL_KEYS}
         columns |= {name: 0.0 for name in sample if name in known}
@@ -131,7 +129,7 @@ class PackedDataset(Dataset[dict[str, torch.Tensor]]):
         unused = sorted(set(sample) - columns.keys() - {"attention_mask"})
         if unused:
             logger.warning(
-                "Columns that are no known sequences are left out of packed rows: %s. `pad_values` names sequences.",
+                "Columns that are not known sequences are not in packed rows: %s. List sequences in `pad_values`.",
                 ", ".join(map(repr, unused)),
             )
         return columns
@@ -162,7 +160,7 @@ class PackedDataset(Dataset[dict[str, torch.Tensor]]):
         return len(self._starts) - 1
 
     def sequences(self, index: int) -> list[tuple[int, int, int]]:
-        """Return what is in a row: the sample of each sequence, its first token there, and the token after the last."""
+        """Return the sequences of a row: the sample of each, its first token there, and the token after the last."""
         parts = self._pieces[self._starts[index] : self._starts[index + 1]].tolist()
         return [(sample, first, first + size) for sample, first, size in parts]
 
@@ -182,8 +180,9 @@ class PackedDataset(Dataset[dict[str, torch.Tensor]]):
         columns = {name: [piece[name] for piece in pieces] for name in pieces[0]}
         sizes, is_flat = [stop - first for _, first, stop in parts], "cu_seq_lens" in self.borders
         rest = 0 if is_flat else self.length - sum(sizes)
-        row = {name: _joined(values, rest, self._columns.get(name, IGNORED_LABEL)) for name, values in columns.items()}
-        filled = [*sizes, rest] if rest else sizes  # what fills a row is a sequence by itself
+        pad_values = {name: self._columns.get(name, IGNORED_LABEL) for name in columns}
+        row = {name: _concatenate(values, rest, pad_values[name]) for name, values in columns.items()}
+        filled = [*sizes, rest] if rest else sizes  # the padding is a sequence of its own to the model
         if "position_ids" in self.borders:
             row["position_ids"] = torch.cat([torch.arange(size) for size in filled])
         if "sequence_ids" in self.borders:
@@ -218,19 +217,19 @@ class PackedDataset(Dataset[dict[str, torch.Tensor]]):
         """Return the collator of rows.
 
         Raises:
-            ConfigError: If `collate` is the user's own, or truncates.
+            ConfigError: If `collate` is custom, or truncates.
         """
         module, name = type(collate).__module__, getattr(collate, "__name__", type(collate).__name__)
         pads = module.partition(".")[0] == "transformers" and name == "DataCollatorWithPadding"
         if not pads and not (isinstance(collate, Collator) and collate.max_length is None):
             raise ConfigError(
-                f"`data_collator` ({name}) has nothing to do for a PackedDataset, whose rows have one length, and "
-                "might change their labels. Leave it out; what changes samples belongs into the dataset."
+                f"`data_collator` ({name}) has nothing to do for a PackedDataset, whose rows have equal length, and "
+                "might change their labels. Leave it out, and change samples in the dataset."
             )
         return _flattened if "cu_seq_lens" in self.borders else _stacked
 
     def check_model(self, model: nn.Module, parameters: Collection[str]) -> None:
-        """Check that a model keeps the sequences of a row apart, as far as it shows.
+        """Check that a model separates the sequences of a row, as far as can be seen.
 
         Args:
             model: The model.
@@ -242,13 +241,13 @@ class PackedDataset(Dataset[dict[str, torch.Tensor]]):
         missing = [border for border in self.borders if border != "cu_seq_lens" and border not in parameters]
         if missing:
             raise ConfigError(
-                f"The model's forward() names no argument {missing[0]!r}, by which a PackedDataset tells it where "
-                "sequences begin, so that they would see each other. Give it that argument, choose other `borders`, or "
-                "let sequences see those before them by borders=()."
+                f"The model's forward() names no argument {missing[0]!r}, in which a PackedDataset passes the starts "
+                "of sequences, so they would attend to each other. Add that argument, choose other `borders`, or let "
+                "sequences attend to those before them by borders=()."
             )
         config: Any = getattr(model, "config", None)
         if self.borders != ("position_ids",) or not hasattr(config, "_attn_implementation"):
-            return  # not one of transformers, whose masks are made from the positions
+            return  # only transformers makes its masks from the positions
         if "flash" in str(config._attn_implementation):
             raise ConfigError(
                 f"attn_implementation={config._attn_implementation!r} of the model sees where sequences begin by "
@@ -256,24 +255,23 @@ class PackedDataset(Dataset[dict[str, torch.Tensor]]):
             )
         if any(getattr(module, "is_causal", None) is False for module in model.modules()):
             raise ConfigError(
-                f"{type(model).__name__} has attention to both sides, in which transformers does not keep packed "
-                "sequences apart. Use GroupByLength instead, a causal model, or borders=() if sequences may see each "
-                "other."
+                f"{type(model).__name__} has bidirectional attention, in which transformers does not separate packed "
+                "sequences. Use GroupByLength or a causal model, or borders=() if sequences may attend to each other."
             )
 
     def order_options(self) -> dict[str, Any]:
-        """Return what decides the rows besides the samples, as JSON types."""
+        """Return what determines the rows besides the samples, as JSON types."""
         names = ("length", "overlong", "shift")
         return {name: getattr(self, name) for name in names} | {"borders": list(self.borders)}
 
 
-def _joined(values: Sequence[np.ndarray], rest: int, filling: float) -> torch.Tensor:
-    whole = np.concatenate(values)
+def _concatenate(values: Sequence[np.ndarray], rest: int, pad_value: float) -> torch.Tensor:
+    row = np.concatenate(values)
     if rest:
-        if filling < 0 and whole.dtype.kind in "bu":
-            whole = whole.astype(np.int64)
-        whole = np.concatenate([whole, np.full((rest, *whole.shape[1:]), filling, dtype=whole.dtype)])
-    return torch.from_numpy(whole)
+        if pad_value < 0 and row.dtype.kind in "bu":
+            row = row.astype(np.int64)
+        row = np.concatenate([row, np.full((rest, *row.shape[1:]), pad_value, dtype=row.dtype)])
+    return torch.from_numpy(row)
 
 
 def _stacked(rows: Sequence[Mapping[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
@@ -281,7 +279,7 @@ def _stacked(rows: Sequence[Mapping[str, torch.Tensor]]) -> dict[str, torch.Tens
 
 
 def _flattened(rows: Sequence[Mapping[str, torch.Tensor]]) -> dict[str, Any]:
-    """Return rows as one row, with the places between its sequences in the form that flash attention takes."""
+    """Return rows as one row, with the borders of its sequences in the form that flash attention expects."""
     batch: dict[str, Any] = {name: torch.cat([row[name] for row in rows])[None] for name in rows[0] if name != _SIZES}
     if "sequence_ids" in batch:  # which are numbers within each row
         batch["sequence_ids"] = torch.repeat_interleave(torch.cat([row[_SIZES] for row in rows]))[None]
@@ -294,10 +292,10 @@ def _flattened(rows: Sequence[Mapping[str, torch.Tensor]]) -> dict[str, Any]:
 
 
 def best_fit_decreasing(sizes: np.ndarray, length: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return how sequences are packed: their order, row after row, and the place in it at which each row begins.
+    """Return the packing: the order of sequences, row by row, and the index in it at which each row begins.
 
-    Rows with the same sizes in them are counted, not listed, so that this takes as long as there are different sizes.
-    Which of the sequences of one size comes where is drawn, the same each time.
+    Rows with the same sizes are counted, not listed, so the time depends on the number of different sizes. Sequences
+    of one size are assigned at random, with a constant seed.
 
     Args:
         sizes: The tokens of each sequence, from 1 to `length`: (sequences,).
@@ -339,7 +337,7 @@ def best_fit_decreasing(sizes: np.ndarray, length: int) -> tuple[np.ndarray, np.
 def _listed(
     sizes: np.ndarray, kinds: Sequence[tuple[tuple[tuple[int, int], ...], int]]
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Return the sequences of rows that are given as what is in them, and how many there are."""
+    """Return the sequences of rows, which are described by their sizes and counts."""
     shuffled = np.random.default_rng(_SEED).permutation(len(sizes))
     by_size = shuffled[np.argsort(sizes[shuffled], kind="stable")]
     known, first = np.unique(sizes[by_size], return_index=True)

@@ -166,8 +166,8 @@ class Sets:
         self._reject_split_stream(settings.train_dataset, "train_dataset")
         if not settings.shuffle and hasattr(settings.train_dataset, "epoch_order"):
             raise ConfigError(
-                f"`shuffle=False` contradicts `train_dataset`, a {type(settings.train_dataset).__name__}, which has an "
-                "order of its own. Leave it out."
+                f"`shuffle=False` contradicts `train_dataset`, a {type(settings.train_dataset).__name__}, which has "
+                "its own order. Leave it out."
             )
         if settings.drop_last and is_stream(settings.train_dataset):
             raise ConfigError(
@@ -177,7 +177,7 @@ class Sets:
         rounds = self._layout()
         if isinstance(settings.train_dataset, ShardedStream):
             if rounds is not None:
-                raise self._indivisible(rounds, "a ShardedStream, of which each rank reads parts of its own")
+                raise self._indivisible(rounds, "a ShardedStream, of which each rank reads other parts")
             return ShardedLoader(
                 settings.train_dataset, settings.batch_size, keep_states=settings.save_dir is not None, **self._loading,
                 name=dataset_title("train_dataset"),
@@ -197,7 +197,7 @@ class Sets:
         )
 
     def _layout(self) -> MicrobatchLayout | None:
-        """Return how the samples of a step are dealt out, if they cannot be dealt out evenly."""
+        """Return the layout of a step whose samples cannot be split evenly; None for even ones."""
         step, size = self._settings.global_batch_size, self._settings.batch_size
         if not isinstance(step, int) or not step % (size * self.share.size):
             return None
@@ -216,13 +216,12 @@ class Sets:
         """Raise ConfigError for a Hugging Face stream that is already split over the ranks."""
         if self._ranks.world_size > 1 and getattr(dataset, "_distributed", None) is not None and is_stream(dataset):
             raise ConfigError(
-                f"`{name}` was split by split_dataset_by_node. Each rank takes its share of a stream here, and of a "
-                "share it would take a part and lose the rest. Pass the stream as it was before; or, to read only the "
-                "share, ShardedStream(stream) of it."
+                f"`{name}` was split by split_dataset_by_node, and would be split over the ranks once more, so samples "
+                "would be lost. Pass the stream from before the split, or ShardedStream(stream) to read only the share."
             )
 
     def loader_for(self, dataset: Any) -> Any:
-        """Return the loader of a set to evaluate; the trainer's own sets keep theirs, so their workers start once."""
+        """Return the loader of a set to evaluate; the trainer's sets keep theirs, so their workers start once."""
         settings = self._settings
         for known_set, loader in ((settings.eval_dataset, self.eval), (settings.test_dataset, self.test)):
             if dataset is known_set:
@@ -230,7 +229,7 @@ class Sets:
         return self._evaluation_loader(dataset, None, "dataset")
 
     def check_sizes(self, *loaders: Any) -> None:
-        """Compare the lengths and orders of data on all ranks; for the user's own loader they may differ.
+        """Compare the lengths and orders of data on all ranks; for a custom loader they may differ.
 
         Raises:
             DistributedError: On all ranks, if they differ.
@@ -257,8 +256,8 @@ class Sets:
                 )
             if source and not any(not isinstance(entry, EvalSet) or entry.counts for entry in source.values()):
                 raise ConfigError(
-                    f"No set of `{name}` counts in the loss of an evaluation: each has `weight=0` or an interval of "
-                    "its own (`every`). Leave both out for one of them."
+                    f"No set of `{name}` counts in the loss of an evaluation: each has `weight=0` or its own interval "
+                    "(`every`). Leave both out for one of them."
                 )
             parts = {key: (None, value) if dataset is None else (value, None) for key, value in source.items()}
             return {key: self._evaluation_loader(*part, f"{name}[{key!r}]") for key, part in parts.items()}
@@ -274,35 +273,34 @@ class Sets:
         return make_loader(dataset, size, name=name, keep_states=False, subset=subset, **self._loading)
 
     def _loader_with_rules(self, rules: EvalSet, name: str, is_loader_argument: bool) -> Loader:
-        """Return the loader of a set with its own rules, with these rules attached."""
+        """Return the loader of an `EvalSet`, with its rules attached."""
         if rules.every is not None and "[" not in name:
             raise ConfigError(
-                f"`every={str(rules.every)!r}` needs a set with a name, beside others. Pass {{'name': EvalSet(...), "
-                f"...}} as `{name}`."
+                f"`every={str(rules.every)!r}` needs a named set, next to others. Pass {{'name': EvalSet(...), ...}} "
+                f"as `{name}`."
             )
         is_own = isinstance(rules.data, Loader)
         if is_loader_argument or is_own or is_loader(rules.data):
             if rules.subset is not None:
                 raise ConfigError(
-                    f"`subset={rules.subset}` has no effect on a loader, which is used as it is. Pass its dataset to "
-                    f"the `EvalSet` in `{name}`."
+                    f"`subset={rules.subset}` has no effect on a loader. Pass its dataset to the `EvalSet` in `{name}`."
                 )
             loader = rules.data if is_own else self._wrap_loader(rules.data, name)
-        else:  # the set's own unit may use any column
+        else:  # a custom unit may use any column
             data = rules.data if rules.unit is not None else self._transform(rules.data)
             loader = self._evaluated(data, name, rules.subset)
         loader.rules = rules
         return loader
 
     def _saves_positions(self) -> bool:
-        """Whether the states of the training data are to be saved; that of a loader is lost if others read it too."""
+        """Whether to save the states of the training data; that of a loader is invalid if evaluations read it too."""
         settings = self._settings
         sources = (settings.eval_dataset, settings.eval_loader, settings.test_dataset, settings.test_loader)
         is_shared = any(source is settings.train_loader for source in sources) and settings.train_loader is not None
         return settings.save_dir is not None and not is_shared
 
     def _wrap_loader(self, loader: Any, name: str, keep_states: bool = False) -> UserLoader:
-        """Return our loader around the user's own."""
+        """Wrap the user's loader."""
         is_loader_like = hasattr(type(loader), "__iter__") and not isinstance(loader, (str, bytes, type))
         if not is_loader_like or hasattr(loader, "__next__"):
             raise DataError(
@@ -314,18 +312,18 @@ class Sets:
         return UserLoader(loader, seed, share.rank, share.size, dataset_title(name), keep_states)
 
     def set_train_loader(self, loader: Any) -> None:
-        """Train on the user's own loader from now on.
+        """Replace the training loader by the user's.
 
         Raises:
             ConfigError: If its batches do not make the steps that `global_batch_size` asks for.
         """
         if (rounds := self._layout()) is not None:
-            raise self._indivisible(rounds, "a loader of your own, which makes the batches")
+            raise self._indivisible(rounds, "a custom loader, which makes the batches")
         self.train = self._wrap_loader(loader, "train_loader", keep_states=self._saves_positions())
         self.train_size = self.train.size
 
     def set_eval_loader(self, loader: Any) -> None:
-        """Evaluate the user's own loader from now on, or several by name."""
+        """Replace the evaluation loader by the user's, or by several by name."""
         self.eval = self._evaluation_loader(None, loader, "eval_dataset")
 
     def close_loaders(self) -> None:
@@ -349,6 +347,6 @@ def _check_labels(inputs: Any, labels: Any) -> None:
 
 
 def _describe_size(loader: Loader) -> int | str | None:
-    """Return the size of a loader's data, and what decides their order if they have one of their own."""
+    """Return the size of a loader's data, with the options of their order if they define one."""
     options = getattr(loader.dataset, "order_options", None) if isinstance(loader, MapLoader) else None
     return f"{loader.size}, in the order of {options()}" if callable(options) else loader.size

@@ -1,6 +1,6 @@
-"""Streams that consist of shards: each rank reads its own shards, and each of its workers some of these.
+"""Streams of shards, of which each rank reads its own.
 
-`streams.py` has streams that every rank reads as a whole. Evaluations read these so too.
+`streams.py` has streams that every rank reads completely, as evaluations also read these.
 """
 
 from __future__ import annotations
@@ -42,13 +42,13 @@ class ShardedStream(IterableDataset[Any]):
     Shards of equal length are best: where some are longer, the last steps of an epoch have fewer samples.
 
     Args:
-        shards: Iterables that begin anew with each `iter()`; or one stream that can be split, by `num_shards` and
-            `shard(num_shards, index)`, as Hugging Face's can. Those with `state_dict()` and `load_state_dict()` are
-            put back by it on a resume, and the others read again. `set_epoch` is called where there is one.
-        count: How many shards to make of one stream, all of which are open at a time; None is its `num_shards`.
+        shards: Iterables that restart with each `iter()`; or one stream with `num_shards` and `shard(num_shards,
+            index)`, such as Hugging Face's. On a resume, those with `state_dict()` and `load_state_dict()` restore
+            their state, and the others are read again. `set_epoch` is called if it exists.
+        count: The number of shards to make of one stream, all of which are open at a time; None is its `num_shards`.
 
     Raises:
-        ConfigError: If there are no shards, or something else is passed.
+        ConfigError: If `shards` is empty or of another type.
 
     >>> list(ShardedStream([range(0, 3), range(10, 12), range(20, 23)]))
     [0, 10, 20, 1, 11, 21, 2, 22]
@@ -58,7 +58,7 @@ class ShardedStream(IterableDataset[Any]):
         if getattr(shards, "_distributed", None) is not None:
             raise ConfigError(
                 "`shards` was split by split_dataset_by_node, and a ShardedStream gives each rank its shards itself. "
-                "Pass the stream as it was before."
+                "Pass the stream from before the split."
             )
         if callable(getattr(shards, "shard", None)) and hasattr(shards, "num_shards"):
             most = int(shards.num_shards)
@@ -82,7 +82,7 @@ class ShardedStream(IterableDataset[Any]):
         self.shards: list[Any] = list(shards)
 
     def set_epoch(self, epoch: int) -> None:
-        """Tell the shards the epoch, which may shuffle them."""
+        """Set the epoch of the shards, which may shuffle by it."""
         for shard in self.shards:
             if callable(getattr(shard, "set_epoch", None)):
                 shard.set_epoch(epoch)
@@ -103,12 +103,12 @@ class ShardedStream(IterableDataset[Any]):
 
 
 class _ReaderBatch(NamedTuple):
-    """What a reader has of one micro-batch.
+    """A reader's part of one micro-batch.
 
     Attributes:
         places: The place of each sample on its rank.
         samples: The samples, or the batch made of them.
-        states: How many samples of a shard were read, and its state then, by shard.
+        states: The number of samples read from a shard and its state at that point, by shard.
     """
 
     places: list[int]
@@ -117,11 +117,11 @@ class _ReaderBatch(NamedTuple):
 
 
 class _Reader(IterableDataset[_ReaderBatch]):
-    """Reads some of the shards of a rank; every place on the rank, in turn, belongs to one of them.
+    """Reads some of the shards of a rank; the places on the rank belong to its shards in turn.
 
     Args:
-        owner: The loader.
-        own: The shards to read, as numbers among those of the rank.
+        loader: The loader.
+        numbers: The shards to read, as numbers among those of the rank.
         collates: Whether it makes batches.
     """
 
@@ -178,7 +178,7 @@ class _Reader(IterableDataset[_ReaderBatch]):
         return samples
 
     def _samples_before(self, number: int, place: int) -> int:
-        """Return how many samples of a shard are before a place, if it has as many."""
+        """Return how many samples of a shard are before a place, if the shard is long enough."""
         return max(0, math.ceil((place - number) / self.turns))
 
     def _next(self, samples: Iterator[Any], number: int, place: int) -> Any:
@@ -193,7 +193,7 @@ class _Reader(IterableDataset[_ReaderBatch]):
         seed_generators(derive_seed(self.seed, self.epoch, self.rank + place * self.world_size, *more))
 
     def _states(self, live: Iterable[int], state_counts: dict[int, int], place: int) -> dict[int, tuple[int, Any]]:
-        """Return the states of the shards of which enough was read since the last."""
+        """Return the states of the shards of which enough was read since their last states."""
         states = {}
         for number in live:
             count = self._samples_before(number, place)
@@ -203,7 +203,7 @@ class _Reader(IterableDataset[_ReaderBatch]):
         return states
 
     def make_batch(self, places: Sequence[int], samples: list[Any]) -> Any:
-        """Return the batch of these samples; None if there are none."""
+        """Return the batch of these samples; None if there are no samples."""
         if not samples:
             return None
         with isolated_rng():
@@ -223,10 +223,10 @@ _END = object()
 
 
 class ShardedLoader(Loader):
-    """Batches a `ShardedStream`: this rank's shards alone are read, here or in worker processes.
+    """Batches a `ShardedStream`: only this rank's shards are read, here or in worker processes.
 
-    A position is a number of turns of all shards, so it means the same on any number of ranks. Each rank goes on until
-    its own shards have ended; a micro-batch in which all turns are of ended shards is a stand-in.
+    A position is a number of turns of all shards, so it means the same on any number of ranks. Each rank continues
+    until its own shards have ended; a micro-batch in which all turns are of ended shards is a dummy batch.
 
     Args:
         stream: The stream.
@@ -331,11 +331,11 @@ class ShardedLoader(Loader):
         return StreamPosition(epoch, place * self.world_size, {"shards": count, "states": states}, False, batches)
 
     def merge_states(self, states: list[Any]) -> Any:
-        """Return one state of the states of all ranks."""
+        """Return one state from those of all ranks."""
         return {**states[0], "states": {number: entry for state in states for number, entry in state["states"].items()}}
 
     def local_state(self, state: Any) -> Any:
-        """Return this rank's part of a joined state, None if it is of other data.
+        """Return this rank's part of a merged state, None if it is of other data.
 
         Raises:
             CheckpointError: If there were other shards.
@@ -345,7 +345,7 @@ class ShardedLoader(Loader):
         if state["shards"] != len(self.dataset.shards):
             raise CheckpointError(
                 f"{self.name[:1].upper()}{self.name[1:]} has {len(self.dataset.shards)} shards, and had "
-                f"{state['shards']} when the checkpoint was saved in the middle of an epoch. Pass the shards of then, "
+                f"{state['shards']} when the checkpoint was saved in the middle of an epoch. Pass the former shards, "
                 "or take a checkpoint from the end of an epoch."
             )
         local_states = {
@@ -375,7 +375,9 @@ class ShardedLoader(Loader):
         counts = [self._readers[0]._samples_before(number, place) for number in range(len(self.local_shards))]
         again = sum(count - min(count, starts.get(number, (0,))[0]) for number, count in enumerate(counts))
         if again > len(self.local_shards) * _EVERY:
-            logger.warning("Reading up to %d samples of this rank's shards again to get to where the run was.", again)
+            logger.warning(
+                "Reading up to %d samples of this rank's shards again to reach the position of the run.", again
+            )
         return self._read(epoch, place, starts)
 
     def _read(self, epoch: int, place: int, states: dict[int, tuple[int, Any]]) -> Iterator[CountedBatch]:
@@ -405,7 +407,7 @@ class ShardedLoader(Loader):
     def _last_before(self, epoch: int, end: int) -> Any:
         """Return the last micro-batch of this rank before a place at which its shards have ended; None if it has none.
 
-        It is what an uninterrupted pass would repeat as a stand-in.
+        An uninterrupted pass would repeat it as a dummy batch.
         """
         reader, back, last = _Reader(self, list(range(len(self.local_shards))), True), self.batch_size, None
         reader.epoch, reader.keep_states = epoch, False

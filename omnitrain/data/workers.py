@@ -1,7 +1,6 @@
-"""Worker processes of loaders: start, signals, deaths, changes of what they read, and shutdown.
+"""Worker processes of loaders: start, signals, failures and shutdown.
 
-`loaders.py` decides what they fetch, and in which order. The workers of the user's own loader are left as they are,
-and a signal may kill them.
+The workers of a custom loader are unchanged, and a signal may kill them.
 """
 
 from __future__ import annotations
@@ -34,16 +33,16 @@ logger: logging.Logger = logging.getLogger("omnitrain")
 
 _running: weakref.WeakSet[Any] = weakref.WeakSet()
 _watched: weakref.WeakKeyDictionary[Any, Callable[[Sequence[int]], str]] = weakref.WeakKeyDictionary()
-"""Torch's iterators with workers, and what names the samples of some of their tasks."""
+"""Torch's iterators with workers, and a function that returns the samples of some of their tasks as text."""
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_watched.clear)
     os.register_at_fork(after_in_child=_running.clear)  # a forked process did not start them and must not end them
 
 
 def start_workers(loader: DataLoader[Any], describe: Callable[[Sequence[int]], str]) -> Any:
-    """Return torch's iterator over a loader, whose workers end only when the iterator ends them, not by a signal.
+    """Return torch's iterator over a loader, whose workers end only with the iterator, not by a signal.
 
-    The loader's `worker_init_fn` is `outlive_signals`, so its workers survive SIGTERM, with which torch and Python end
+    The loader's `worker_init_fn` is `outlive_signals`, so its workers survive SIGTERM, by which torch and Python end
     stuck workers before waiting for them without a limit at exit. These workers get SIGKILL instead.
 
     Args:
@@ -59,7 +58,7 @@ def start_workers(loader: DataLoader[Any], describe: Callable[[Sequence[int]], s
 
 
 def watch_workers(iterator: Any, describe: Callable[[Sequence[int]], str]) -> None:
-    """Have `report_dead_workers` know torch's iterator over a loader, if it has workers.
+    """Register torch's iterator over a loader for `report_dead_workers`, if it has workers.
 
     Args:
         iterator: The iterator.
@@ -71,7 +70,7 @@ def watch_workers(iterator: Any, describe: Callable[[Sequence[int]], str]) -> No
 
 @contextlib.contextmanager
 def report_dead_workers() -> Iterator[None]:
-    """Turn the errors that follow from the death of a worker process into one that says so.
+    """Turn the errors that follow from the death of a worker process into a clear one.
 
     Torch raises a RuntimeError, in any place, where it sees the death first; else reading from the process fails in
     one of many ways.
@@ -97,7 +96,7 @@ def report_dead_workers() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _default_child_signal() -> Iterator[None]:
-    """Leave out torch's handler of SIGCHLD, which raises RuntimeError anywhere, and so loses exit codes."""
+    """Disable torch's handler of SIGCHLD, which raises RuntimeError anywhere, and so loses exit codes."""
     handler = _sigchld_handler() if hasattr(signal, "SIGCHLD") else None
     if handler is None or threading.current_thread() is not threading.main_thread():
         yield
@@ -128,7 +127,7 @@ def _worker_death_error(error: Exception) -> DataError | None:
     if workers and not isinstance(error, RuntimeError) and _raised_in_loader(error):
         processes = {iterator._workers[number].sentinel: iterator._workers[number] for iterator, number in workers}
         for sentinel in connection.wait(list(processes), timeout=_DYING_S):
-            processes[sentinel].join(_DYING_S)  # its files are closed a little before it has ended
+            processes[sentinel].join(_DYING_S)  # its pipes close slightly before the process ends
     for iterator, number in workers:
         process = iterator._workers[number]
         code, text = process.exitcode, str(error)
@@ -185,11 +184,11 @@ _BYTES = 1 << 24
 
 
 def snapshot(value: Any, depth: int = _DEPTH, budget: list[int] | None = None) -> Any:
-    """Return what can be compared cheaply of a dataset and its attributes, to notice changes.
+    """Return a value that changes with a dataset and its attributes, and is cheap to compute.
 
-    Seen are numbers and text, which objects, tensors and functions there are, writes to tensors and to arrays of up to
-    16 MiB, and the same of nested datasets, lists and dicts. Not seen are writes to larger arrays, and what an object
-    of compiled code holds.
+    It covers numbers and text, the identity of objects, tensors and functions, writes to tensors and to arrays of up to
+    16 MiB, and the same of nested datasets, lists and dicts. It misses writes to larger arrays, and the content of
+    objects of compiled code.
 
     Args:
         value: The dataset, or an object in it.
@@ -246,8 +245,8 @@ def _stop_all_workers() -> None:
 def until_signal(items: Iterable[Any], control: Control) -> Iterator[Any]:
     """Yield batches or windows; after a signal has ended the run, an error of their loader just ends them.
 
-    A signal often goes to all processes of a run, and kills the workers of a loader that is not ours. (For training,
-    wrap the windows, not their batches: an incomplete window would be taken for the short last one of an epoch.)
+    A signal often goes to all processes of a run, and kills the workers of a custom loader. (For training, wrap the
+    windows, not their batches: an incomplete window would count as the short last one of an epoch.)
     """
     try:
         yield from items

@@ -1,7 +1,4 @@
-"""Streaming classification metrics: counts, sums, and for rankings the scores.
-
-The names that users ask by are in `names.py`; how a batch is read, in `reading.py`.
-"""
+"""Streaming classification metrics: counts, sums, and scores for rankings."""
 
 from __future__ import annotations
 
@@ -36,7 +33,7 @@ FROM_HITS: dict[str, Callable[[int, int], float]] = {
     "zero_one_loss": lambda hits, samples: 1 - hits / samples,
     "hamming_loss": lambda hits, samples: (samples - hits) / samples,
 }
-"""The metrics that need the number of hits alone: scikit-learn's values, to the bit, without scikit-learn."""
+"""The metrics that need only the number of hits: scikit-learn's values, to the bit, without scikit-learn."""
 _FBETA = re.compile(r"f(?:beta_)?(\d+(?:\.\d+)?)(?:_(macro|micro|weighted))?")
 
 
@@ -78,8 +75,8 @@ def _multilabel_score(kind: str, counts: np.ndarray) -> float | None:
     hit, alarm, miss = _SHARES.get(stem, (1 + beta, 1, beta))
     table = counts.sum(0, keepdims=True) if average == "micro" else counts
     _, fp, fn, tp = table.astype(np.float64).T
-    hits, whole = (tp if stem in _SHARES else tp * hit), tp * hit + fp * alarm + fn * miss
-    values = np.divide(hits, whole, out=np.zeros_like(whole), where=whole > 0)
+    hits, total = (tp if stem in _SHARES else tp * hit), tp * hit + fp * alarm + fn * miss
+    values = np.divide(hits, total, out=np.zeros_like(total), where=total > 0)
     support = tp + fn
     if average == "weighted":
         return float((values * support).sum() / support.sum()) if support.any() else 0.0

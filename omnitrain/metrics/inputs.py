@@ -1,6 +1,6 @@
-"""Outputs and labels of a batch: the rules for shapes and dtypes of every named metric.
+"""Shapes and dtypes of outputs and labels for named metrics.
 
-Nothing here computes a metric, and nothing waits for the device.
+Nothing here synchronizes with the device.
 
 * Classification: integer (or bool) labels with class scores of one more dimension, `(N, C)`, `(N, L, C)` or
   torch's `(N, C, L)`; if both of the last two would fit, the last dimension is the classes. The predicted

@@ -1,6 +1,6 @@
-"""Names of metrics for `compute_metrics`, and the scorer of a list of them.
+"""Registry of metrics by name, and their scorer.
 
-A new name is one line in a table, if its family already remembers what it needs.
+A new name is one line in a table, if its family already accumulates what it needs.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ logger: logging.Logger = logging.getLogger("omnitrain")
 
 
 class Statistic(Protocol):
-    """What a family of metrics remembers of the batches. `asked` maps the user's names to the kinds below."""
+    """What a family of metrics accumulates over batches. `kind_by_name` maps the user's names to the kinds below."""
 
     def __init__(self, kind_by_name: Mapping[str, str]) -> None: ...
 
@@ -107,7 +107,7 @@ _LOWER_IS_BETTER = {
 
 @dataclass(slots=True, frozen=True)
 class _RegisteredMetric:
-    """One metric as the user asked for it."""
+    """One metric that the user requested."""
 
     statistic: type[Statistic]
     kind: str
@@ -116,7 +116,7 @@ class _RegisteredMetric:
 
 
 def _look_up(name: str) -> _RegisteredMetric:
-    """Return what a name stands for, or raise ConfigError with all names."""
+    """Return the metric of a name, or raise ConfigError with all names."""
     if match := re.fullmatch(r"top([1-9]\d*)_accuracy", name):
         return _RegisteredMetric(TopHits, match[1], 1, higher_is_better=True)
     plain = name.removeprefix("neg_")
@@ -289,7 +289,7 @@ class NamedMetrics:
         return self._statistics[metric.statistic].compute(metric.kind, self._layout)
 
     def _warn_score_interpretation(self, used: set[type[Statistic]]) -> None:
-        """Say once how scores were read where only their values could tell."""
+        """Warn once how scores were interpreted, if only their values could decide."""
         layout, known = self._layout, self._scores
         thresholds = PairCounts in used and layout.columns is not None and not layout.is_one_hot
         read_as_logits = CrossEntropySums in used and (layout.columns is not None or layout.classes is not None)

@@ -1,7 +1,4 @@
-"""Streaming regression metrics: running moments in float64, one set per output column.
-
-`names.py` has the names of the metrics; `reading.py` reads a batch.
-"""
+"""Streaming regression metrics: running moments in float64 per output column."""
 
 from __future__ import annotations
 

@@ -1,8 +1,4 @@
-"""Turns `compute_metrics` into a `Scorer`, which gets the evaluation batch by batch.
-
-Here belong the kinds of objects that a user can pass, how each is called, and what it may return. `streaming/` has the
-metrics behind names; `objective.py` decides which metric is optimized, and in which direction.
-"""
+"""Conversion of `compute_metrics` into a streaming `Scorer`."""
 
 from __future__ import annotations
 
@@ -178,7 +174,7 @@ def make_scorer(compute_metrics: Any, scores: Scores | None = None) -> Scorer:
     """Return the scorer for the user's `compute_metrics`.
 
     * None: no metrics.
-    * A name, such as "accuracy" or "f1_macro": streams, keeps no predictions (see `streaming/`).
+    * A name, such as "accuracy" or "f1_macro": streams, keeps no predictions.
     * A torchmetrics metric or collection: streams. It gets the outputs (the first of a tuple, the "logits" of a
       mapping) and labels as they are. It is copied, so your object does not change. Its results are named after its
       class or as in the collection; a vector gives `name_0`, `name_1`, ...
@@ -457,7 +453,7 @@ class _Torchmetrics:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")
                 return list(self._flatten(self._metric.clone().compute())) or None
-        except Exception:  # many metrics refuse to compute without data, each in its own way
+        except Exception:  # many metrics cannot compute without data, and raise various errors
             return None
 
     def _flatten(self, result: Any) -> dict[str, float]:

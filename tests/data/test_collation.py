@@ -447,9 +447,9 @@ def test_split_batch_gives_equal_parts_of_the_type() -> None:
     [
         (object(), "a object into rows"),
         ({"x": ROWS, "odd": object()}, "a object under 'odd' into rows"),
-        ({"x": ROWS, "lengths": torch.arange(6)}, "a Tensor of shape (6,) under 'lengths' beside 5 rows"),
-        ((ROWS, ROWS[:4]), "a Tensor of shape (4,) at 1 beside 5 rows"),
-        ({"x": ROWS, "names": ["a", "b"]}, "a list of 2 entries under 'names' beside 5 rows"),
+        ({"x": ROWS, "lengths": torch.arange(6)}, "a Tensor of shape (6,) under 'lengths' in a batch of 5 rows"),
+        ((ROWS, ROWS[:4]), "a Tensor of shape (4,) at 1 in a batch of 5 rows"),
+        ({"x": ROWS, "names": ["a", "b"]}, "a list of 2 entries under 'names' in a batch of 5 rows"),
         ({"x": torch.ones(3, 2), "images": (torch.ones(3, 4, 4),) * 3}, "a tuple of 3 entries under 'images'"),
         ([{"x": torch.ones(3, 4, 4)}] * 5, "a list of dicts into rows"),
         (torch.tensor(1.0), "a Tensor into rows"),

@@ -157,7 +157,7 @@ def test_table_is_measured_without_reading_its_samples(
          "`data_collator` .default_data_collator. has nothing to do"),
         (lambda: quiet(gpt(), PackedDataset(texts(9), 9, borders="sequence_ids")), ConfigError,
          r"forward\(\) names no argument 'sequence_ids'"),
-        (lambda: quiet(bert(), PackedDataset(texts(9), 9)), ConfigError, "attention to both sides"),
+        (lambda: quiet(bert(), PackedDataset(texts(9), 9)), ConfigError, "bidirectional attention"),
         (lambda: quiet(flash(), PackedDataset(texts(9), 9)), ConfigError, "='flash_attention_2'.*'cu_seq_lens'"),
     ],
 )  # fmt: skip
