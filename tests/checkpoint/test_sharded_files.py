@@ -134,11 +134,11 @@ class Placed:
 @settings(max_examples=50)
 @given(shapes, st.data())
 def test_rectangles_cover_a_flat_range_in_order(shape: Shape, data: Any) -> None:
-    whole = torch.arange(math.prod(shape)).view(shape)
-    begin = data.draw(st.integers(0, whole.numel()))
-    end = data.draw(st.integers(begin, whole.numel()))
+    full = torch.arange(math.prod(shape)).view(shape)
+    begin = data.draw(st.integers(0, full.numel()))
+    end = data.draw(st.integers(begin, full.numel()))
     boxes = rectangles(shape, begin, end)
-    cuts = [whole[tuple(slice(a, a + n) for a, n in zip(*box, strict=True))].reshape(-1) for box in boxes]
+    cuts = [full[tuple(slice(a, a + n) for a, n in zip(*box, strict=True))].reshape(-1) for box in boxes]
     assert torch.cat([torch.empty(0, dtype=torch.int64), *cuts]).tolist() == list(range(begin, end))
     assert len(boxes) <= max(1, 2 * len(shape) - 1)
 
@@ -153,20 +153,20 @@ def test_rectangles_cover_a_flat_range_in_order(shape: Shape, data: Any) -> None
 )  # fmt: skip
 def test_sharded_tensor_reads_as_slices_of_the_full(mesh: Shape, placements: list[Any], tmp_path: Path) -> None:
     for shape in ((5, 7), (4, 4, 3), (1, 2), (6, 5, 1, 2), (0, 3)):
-        folder, whole, count = tmp_path / str(shape), values_of(shape), 0
+        folder, full, count = tmp_path / str(shape), values_of(shape), 0
         folder.mkdir()
         for rank, coordinate in enumerate(itertools.product(*map(range, mesh))):
-            blocks = local_blocks(Placed(whole, Mesh(mesh, coordinate), placements), rank)
+            blocks = local_blocks(Placed(full, Mesh(mesh, coordinate), placements), rank)
             count += sum(block.tensor.numel() for block in blocks)
             write_shards({"w": blocks}, folder, rank, FS)
-        assert count == whole.numel(), "no rank writes what another does"
-        source, size = opened(folder), whole.numel()
-        assert same(source["w"], whole)
+        assert count == full.numel(), "no rank writes what another does"
+        source, size = opened(folder), full.numel()
+        assert same(source["w"], full)
         for begin, end in ((0, size), (size // 3, size // 2), (size // 2, size // 2)):
-            assert same(source.part("w", begin, end), whole.reshape(-1)[begin:end])
+            assert same(source.part("w", begin, end), full.reshape(-1)[begin:end])
         if size:
             offsets, sizes = [n // 2 for n in shape], [n - n // 2 for n in shape]
-            assert same(source.block("w", offsets, sizes), whole[tuple(slice(begin, None) for begin in offsets)])
+            assert same(source.block("w", offsets, sizes), full[tuple(slice(begin, None) for begin in offsets)])
 
 
 @pytest.mark.parametrize(
@@ -178,31 +178,31 @@ def test_sharded_tensor_reads_as_slices_of_the_full(mesh: Shape, placements: lis
 )  # fmt: skip
 def test_sharded_tensor_on_a_submesh_is_written_once(dimensions: Shape, placements: list[Any], tmp_path: Path) -> None:
     for shape in ((5, 7), (1, 2), (0, 3)):
-        folder, whole, sizes, written = tmp_path / str(shape), values_of(shape), (2, 3, 2), list[Block]()
+        folder, full, sizes, written = tmp_path / str(shape), values_of(shape), (2, 3, 2), list[Block]()
         folder.mkdir()
         for rank, coordinate in enumerate(itertools.product(*map(range, sizes))):
             mesh = Mesh(sizes, coordinate)
-            blocks = local_blocks(Placed(whole, mesh.only(dimensions), placements), rank, mesh)
+            blocks = local_blocks(Placed(full, mesh.only(dimensions), placements), rank, mesh)
             write_shards({"w": blocks}, folder, rank, FS)
             written += blocks
-        assert sum(block.tensor.numel() for block in written) == whole.numel()
+        assert sum(block.tensor.numel() for block in written) == full.numel()
         assert len(written) == len({block.offsets for block in written}), "no rank writes what another does"
-        assert same(opened(folder)["w"], whole)
+        assert same(opened(folder)["w"], full)
 
 
 @settings(max_examples=25)
 @given(shapes, st.integers(1, 6), st.data())
 def test_flat_ranges_read_as_any_part_or_block(tmp_path_factory: Any, shape: Shape, world_size: int, data: Any) -> None:
-    folder, whole = tmp_path_factory.mktemp("flat"), values_of(shape)
-    write_flat({"w": whole}, folder, world_size)
+    folder, full = tmp_path_factory.mktemp("flat"), values_of(shape)
+    write_flat({"w": full}, folder, world_size)
     source = opened(folder)
-    begin = data.draw(st.integers(0, whole.numel()))
-    end = data.draw(st.integers(begin, whole.numel()))
-    assert same(source.part("w", begin, end), whole.reshape(-1)[begin:end])
+    begin = data.draw(st.integers(0, full.numel()))
+    end = data.draw(st.integers(begin, full.numel()))
+    assert same(source.part("w", begin, end), full.reshape(-1)[begin:end])
     offsets = [data.draw(st.integers(0, n)) for n in shape]
     sizes = [data.draw(st.integers(0, n - first)) for n, first in zip(shape, offsets, strict=True)]
     cut = tuple(slice(first, first + size) for first, size in zip(offsets, sizes, strict=True))
-    assert same(source.block("w", offsets, sizes), whole[cut])
+    assert same(source.block("w", offsets, sizes), full[cut])
 
 
 @pytest.mark.parametrize("dtype", list(DTYPES))
@@ -242,12 +242,12 @@ def test_local_blocks_of_full_and_gathered_tensors() -> None:
 
 
 def test_staged_blocks_are_copies_that_reuse_memory() -> None:
-    whole, buffers = values_of((4, 3)), {}
-    first = stage_blocks({"w": flat_part(whole, 1, 8), "v": whole}, 0, buffers)
+    full, buffers = values_of((4, 3)), {}
+    first = stage_blocks({"w": flat_part(full, 1, 8), "v": full}, 0, buffers)
     pointers = {name: buffer.data_ptr() for name, buffer in buffers.items()}
-    whole += 1
+    full += 1
     assert torch.cat([block.tensor.reshape(-1) for block in first["w"]]).tolist() == list(range(1, 8))
-    stage_blocks({"w": flat_part(whole, 1, 8), "v": whole}, 0, buffers)
+    stage_blocks({"w": flat_part(full, 1, 8), "v": full}, 0, buffers)
     assert {name: buffer.data_ptr() for name, buffer in buffers.items()} == pointers and buffers["v:0"][0, 0] == 1
 
 
@@ -418,14 +418,14 @@ def test_file_that_differs_between_ranks_is_an_error(tmp_path: Path) -> None:
 
 
 def test_block_allocates_the_result_and_one_buffer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    whole, tensors = values_of((256, 64)), []
-    save_tensors({"w": whole}, tmp_path / "rank-00000.safetensors")
+    full, tensors = values_of((256, 64)), []
+    save_tensors({"w": full}, tmp_path / "rank-00000.safetensors")
     source, empty = opened(tmp_path), torch.empty
     with monkeypatch.context() as patch:
         patch.setattr(tensor_reader, "_BUFFER", 1 << 12)
         patch.setattr(torch, "empty", lambda *a, **k: tensors.append(empty(*a, **k)) or tensors[-1])
         block = source.block("w", (0, 3), (256, 4))
-    assert same(block, whole[:, 3:7])
+    assert same(block, full[:, 3:7])
     assert [tensor.numel() * 4 for tensor in tensors] == [256 * 4 * 4, 1 << 12]
 
 
@@ -435,12 +435,12 @@ def test_block_is_the_same_for_any_buffer(
 ) -> None:
     monkeypatch.setattr(tensor_reader, "_BUFFER", buffer)
     monkeypatch.setattr(tensor_reader, "_MIN_RUN", run)
-    whole = values_of((4, 5, 6))
-    save_tensors({"w": whole}, tmp_path / "rank-00000.safetensors")
+    full = values_of((4, 5, 6))
+    save_tensors({"w": full}, tmp_path / "rank-00000.safetensors")
     source = opened(tmp_path)
-    for box in itertools.product(*[[(0, n), (1, n - 1), (1, 2)] for n in whole.shape]):
+    for box in itertools.product(*[[(0, n), (1, n - 1), (1, 2)] for n in full.shape]):
         offsets, sizes = zip(*box, strict=True)
-        assert same(source.block("w", offsets, sizes), whole[tuple(slice(a, a + n) for a, n in box)])
+        assert same(source.block("w", offsets, sizes), full[tuple(slice(a, a + n) for a, n in box)])
 
 
 class OneOfMany(Ranks):
@@ -473,18 +473,18 @@ def rows_of(rank: int, rows: int, world_size: int) -> tuple[int, int]:
 def many_files(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, torch.Tensor]]:
     """The files of 60 ranks: rows for all, for some, and unequally many; columns; and what only the first rank has."""
     folder = tmp_path_factory.mktemp("many")
-    whole = {name: values_of(shape) for name, shape in {"even": (120, 2), "few": (40, 2), "odd": (130, 3)}.items()}
-    whole |= {"columns": values_of((2, 60)), "step": torch.tensor(3.0)}
+    full = {name: values_of(shape) for name, shape in {"even": (120, 2), "few": (40, 2), "odd": (130, 3)}.items()}
+    full |= {"columns": values_of((2, 60)), "step": torch.tensor(3.0)}
     for rank in range(60):
         blocks: dict[str, list[Block]] = {}
         for name in ("even", "few", "odd"):
-            begin, count = rows_of(rank, len(whole[name]), 60)
-            rows = whole[name][begin : begin + count]
-            blocks[name] = [Block((begin, 0), rows, tuple(whole[name].shape))] if count else []
-        blocks["columns"] = [Block((0, rank), whole["columns"][:, rank : rank + 1], (2, 60))]
-        blocks["step"] = [Block((), whole["step"], ())] if rank == 0 else []
+            begin, count = rows_of(rank, len(full[name]), 60)
+            rows = full[name][begin : begin + count]
+            blocks[name] = [Block((begin, 0), rows, tuple(full[name].shape))] if count else []
+        blocks["columns"] = [Block((0, rank), full["columns"][:, rank : rank + 1], (2, 60))]
+        blocks["step"] = [Block((), full["step"], ())] if rank == 0 else []
         write_shards(blocks, folder, rank, FS)
-    return folder, whole
+    return folder, full
 
 
 @pytest.mark.parametrize(("world_size", "rank"), [(60, 0), (60, 39), (8, 3), (8, 7), (7, 5), (100, 99)])
@@ -492,7 +492,7 @@ def test_block_of_a_rank_opens_few_of_many_files(
     many_files: Any, headers: list[str], world_size: int, rank: int
 ) -> None:
     """It opens no more files than have its part, two, and the first one."""
-    folder, whole = many_files
+    folder, full = many_files
     catalogue, names = opened(folder).catalogue, [file.name for file in files_in(folder)]
     first, own_file = names[0], names[rank * 60 // world_size]
 
@@ -503,27 +503,27 @@ def test_block_of_a_rank_opens_few_of_many_files(
         return source.block(name, offsets, sizes), set(headers)
 
     for name in ("even", "few", "odd"):
-        begin, count = rows_of(rank, len(whole[name]), world_size)
-        rows, opened_names = read(name, (begin, 0), (count, whole[name].shape[1]))
-        assert same(rows, whole[name][begin : begin + count])
-        parts = [rows_of(other, len(whole[name]), 60) for other in range(60)]
+        begin, count = rows_of(rank, len(full[name]), world_size)
+        rows, opened_names = read(name, (begin, 0), (count, full[name].shape[1]))
+        assert same(rows, full[name][begin : begin + count])
+        parts = [rows_of(other, len(full[name]), 60) for other in range(60)]
         has_part = [at < begin + count and begin < at + size for at, size in parts]
         assert len(opened_names - {first}) <= 2 + sum(has_part)
     step, opened_names = read("step", (), ())
-    assert same(step, whole["step"]) and opened_names == {first, own_file}
+    assert same(step, full["step"]) and opened_names == {first, own_file}
     column = rank * 60 // world_size
     values, opened_names = read("columns", (0, column), (2, 1))
-    assert same(values, whole["columns"][:, column : column + 1].contiguous())
+    assert same(values, full["columns"][:, column : column + 1].contiguous())
     assert len(opened_names - {first, own_file}) <= 1
 
 
 def test_catalogue_replaces_reading_headers(many_files: Any, headers: list[str]) -> None:
-    folder, whole = many_files
+    folder, full = many_files
     catalogue = opened(folder).catalogue
     headers.clear()
     source = TensorFile(files_in(folder), None, catalogue)
     assert not headers and source.spec_of("odd") == ((130, 3), torch.float32)
-    assert all(same(source[name], tensor) for name, tensor in whole.items())
+    assert all(same(source[name], tensor) for name, tensor in full.items())
 
 
 # --- consolidating
@@ -558,13 +558,13 @@ def test_write_full_files_equals_transformers_files(tmp_path: Path) -> None:
 def test_write_full_files_opens_each_file_once(
     many_files: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    folder, whole = many_files
+    folder, full = many_files
     source, names, open_file = opened(folder), list[str](), tensor_reader.open_regular
     monkeypatch.setattr(tensor_reader, "open_regular", lambda path: names.append(path.name) or open_file(path))
     write_full_files(source, tmp_path, 0, 1, FS)
     assert sorted(names) == [file.name for file in files_in(folder)]
     stored = safetensors.torch.load_file(tmp_path / "model.safetensors")
-    assert all(same(tensor, whole[name]) for name, tensor in stored.items())
+    assert all(same(tensor, full[name]) for name, tensor in stored.items())
 
 
 @pytest.mark.parametrize("at_once", [50, 1 << 24])

@@ -574,7 +574,7 @@ def test_unsavable_state_is_reported_by_name(tmp_path: Path) -> None:
         def get_extra_state(self) -> Any:
             return {"what": object()}
 
-    with pytest.raises(CheckpointError, match=r"'a/b' is of torch\.complex128"):
+    with pytest.raises(CheckpointError, match=r"'a/b' has dtype torch\.complex128"):
         state_dicts.save_tensors({"a/b": torch.zeros(1, dtype=torch.complex128)}, tmp_path / "file")
     with pytest.raises(CheckpointError, match=r"`0\._extra_state/what` holds a object"):
         state_dicts.extra_state(nn.Sequential(Opaque(1, 1)))

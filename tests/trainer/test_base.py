@@ -462,7 +462,7 @@ class Rotated(nn.Module):
 
 @pytest.mark.parametrize("kind", ["parameter", "buffer"])
 def test_complex128_is_rejected_where_it_would_be_saved(trainer_class: Any, kind: str, tmp_path: Path) -> None:
-    message = r"'phases' is of torch\.complex128, .*torch\.view_as_real"
+    message = r"'phases' has dtype torch\.complex128, .*torch\.view_as_real"
     with pytest.raises(ConfigError, match=message):
         make(trainer_class, Rotated(kind, torch.complex128), rows(8), loss_fn=F.mse_loss, save_dir=tmp_path / "run")
     assert not (tmp_path / "run").exists()
