@@ -280,7 +280,7 @@ ZERO = {"zero_optimization": {"stage": 2}}
         ({"fp16": True}, {}, ["`training_args.fp16=True` is not available", "`bf16=True`"]),
         ({}, {"callbacks": [print]}, ["callbacks of omnitrain or of transformers"]),
         ({}, {"stock_checkpoints": "yes"}, ["stock_checkpoints", "True or False"]),
-        ({}, {"stock_checkpoints": True}, ["stock_checkpoints", "needs a place"]),
+        ({}, {"stock_checkpoints": True}, ["stock_checkpoints", "needs a folder"]),
         ({"save_strategy": "steps", "save_only_model": True}, {"stock_checkpoints": True}, ["save_only_model"]),
         ({"deepspeed": {**ZERO, "scheduler": {"type": "WarmupLR", "params": {}}}}, {"lr_scheduler": "linear"},
          ["has a 'scheduler'", "Remove it"]),
