@@ -155,7 +155,8 @@ class MetricsDict(dict[str, Any]):
         if key in _SCALARS:
             why = "the run is not over" if key == "stop_reason" else "no evaluation was selected, or nothing was saved"
             raise KeyError(f"{key!r} is not known: {why}.")
-        raise KeyError(f"There is no {key!r} here, only {quote_names(self)}.{did_you_mean(str(key), self)}")
+        keys = self.keys()  # a subclass may iterate over something else, as TrainResult of HFTrainer
+        raise KeyError(f"There is no {key!r} here, only {quote_names(keys)}.{did_you_mean(str(key), keys)}")
 
     def add_train(self, row: Mapping[str, Any]) -> None:
         """Add an epoch: `epoch, step, train_loss, learning_rate, grad_norm`."""
