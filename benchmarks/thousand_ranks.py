@@ -425,14 +425,14 @@ def simulated(rank: int, world_size: int, tape: list[Any], recorder: Recorder) -
     store: Any = Store(recorder, world_size)
     ranks = Simulated(store, rank, world_size)
     ranks.recorder, ranks.stand_in, ranks.world = recorder, stand_in, dist.group.WORLD
-    rendezvous._met = ranks
+    rendezvous._ranks = ranks
     try:
         yield ranks
     finally:
         ranks._closing.set()
         ranks._posting.join()
         ranks._watch.join()
-        rendezvous._met, DistributedDataParallel.__init__ = None, wrap
+        rendezvous._ranks, DistributedDataParallel.__init__ = None, wrap
         ranks_module.dist, ranks_module.distributed_c10d = modules
         dist.destroy_process_group()
         AcceleratorState._reset_state(True)

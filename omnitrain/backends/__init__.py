@@ -1,1 +1,1 @@
-"""Backends: where the weights are, how the model is wrapped, and how it is updated."""
+"""Backends: plain PyTorch, DDP, FSDP, tensor parallelism and DeepSpeed ZeRO."""

@@ -1,4 +1,4 @@
-"""Builds accelerate's `Accelerator` from the arguments and `accelerate launch`, and chooses the backend.
+"""Setup of accelerate's `Accelerator`, and choice of the backend.
 
 `deepspeed.py` has the DeepSpeed configuration.
 """
@@ -83,7 +83,7 @@ def make_accelerator(
         os.environ.pop("ACCELERATE_USE_FSDP", None)
     try:
         with watch_init_process_group(timeout) as init_method:
-            handlers.append(_meeting_of(init_method, deepspeed_plugin is not None and not has_gpu))
+            handlers.append(_process_group_options(init_method, deepspeed_plugin is not None and not has_gpu))
             accelerator = Accelerator(
                 mixed_precision=precision if deepspeed_plugin is not None or wants_fsdp else "no",
                 cpu=not has_gpu and deepspeed_plugin is None,
@@ -97,13 +97,13 @@ def make_accelerator(
             )
         if deepspeed_plugin is not None and accelerator.distributed_type != DistributedType.DEEPSPEED:
             raise ConfigError(
-                "There is a DeepSpeed configuration, and accelerate leaves DeepSpeed out where ACCELERATE_USE_CPU is "
+                "There is a DeepSpeed configuration, and accelerate disables DeepSpeed where ACCELERATE_USE_CPU is "
                 "set, as `omnitrain launch --cpu` does. Unset it: without a GPU DeepSpeed takes the CPU by itself."
             )
         if wants_fsdp and not has_gpu:
             _shard_on_cpu(accelerator, fsdp_plugin, precision)
         if parallelism_config is not None and not has_gpu:
-            _lay_out_on_cpu(accelerator, parallelism_config)
+            _set_mesh_on_cpu(accelerator, parallelism_config)
     except ValueError as error:
         if parallelism_config is None:
             raise
@@ -116,13 +116,13 @@ def make_accelerator(
     return accelerator
 
 
-_LAUNCHED = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-"""What a launcher sets; without one of them, DeepSpeed takes the program for one of MPI's and needs mpi4py."""
+_LAUNCHER_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+"""The variables that a launcher sets; without one of them, DeepSpeed assumes MPI and needs mpi4py."""
 
 
 def check_launched(is_zero: bool) -> None:
     """Raise ConfigError if DeepSpeed is used without a launcher: it has a process group for one process, too."""
-    missing = [name for name in _LAUNCHED if not os.environ.get(name)]
+    missing = [name for name in _LAUNCHER_VARIABLES if not os.environ.get(name)]
     if is_zero and missing and not torch.distributed.is_initialized():
         raise ConfigError(
             f"DeepSpeed needs a launcher, also for one process, and the environment has no {', '.join(missing)}. Start "
@@ -131,12 +131,12 @@ def check_launched(is_zero: bool) -> None:
         )
 
 
-def _fsdp_plugin(given: Any, parallelism_config: Any, kind: Callable[..., Any]) -> Any:
+def _fsdp_plugin(argument: Any, parallelism_config: Any, kind: Callable[..., Any]) -> Any:
     """Return the plugin of FSDP 2, by the argument, the launcher or a mesh that shards; None without any of them."""
     shards = getattr(parallelism_config, "dp_shard_size", 1) > 1
-    if given is None and not shards and not is_set("ACCELERATE_USE_FSDP"):
+    if argument is None and not shards and not is_set("ACCELERATE_USE_FSDP"):
         return None
-    plugin = kind(**({"fsdp_version": 2} if shards else {})) if given is None else given
+    plugin = kind(**({"fsdp_version": 2} if shards else {})) if argument is None else argument
     if plugin.fsdp_version != 2:
         raise ConfigError(
             "`fsdp_plugin` asks for FSDP 1, which PyTorch has replaced. Pass fsdp_version=2 to it, or set "
@@ -145,7 +145,7 @@ def _fsdp_plugin(given: Any, parallelism_config: Any, kind: Callable[..., Any]) 
     return plugin
 
 
-def _meeting_of(init_method: str | None, is_zero_on_cpu: bool) -> Any:
+def _process_group_options(init_method: str | None, is_zero_on_cpu: bool) -> Any:
     """Return accelerate's options for forming the process group; for DeepSpeed on a CPU it is formed here."""
     from accelerate.utils import InitProcessGroupKwargs
 
@@ -168,12 +168,12 @@ def build_backend(accelerator: Any, settings: Settings, *parts: Any) -> Backend:
         parts: The arguments of `Backend`.
 
     Raises:
-        ConfigError: If fp8, or an exchange of gradients after each micro-batch, is asked of DeepSpeed.
+        ConfigError: If fp8, or an exchange of gradients after each micro-batch, is used with DeepSpeed.
         DistributedError: If the settings for placing the model differ between ranks.
     """
     kind = None if accelerator is None else str(accelerator.distributed_type.value)
     ranks: Ranks = parts[-1]
-    check_same_on_ranks(ranks, {"accelerator": kind, **_described(accelerator)})
+    check_same_on_ranks(ranks, {"accelerator": kind, **_placement_settings(accelerator)})
     if ranks.part("tp").world_size > 1:
         _check_for_tensor_parallel(settings)
         return TensorParallel(accelerator, *parts)
@@ -197,11 +197,11 @@ def build_backend(accelerator: Any, settings: Settings, *parts: Any) -> Backend:
     return DDP(accelerator, *parts)
 
 
-def _described(accelerator: Any) -> dict[str, Any]:
+def _placement_settings(accelerator: Any) -> dict[str, Any]:
     """Return how an accelerator will place the model, as JSON types."""
     state, handler = getattr(accelerator, "state", None), getattr(accelerator, "ddp_handler", None)
     zero, fsdp = getattr(state, "deepspeed_plugin", None), getattr(state, "fsdp_plugin", None)
-    options = {} if fsdp is None else {f"fsdp_plugin.{name}": describe(one) for name, one in vars(fsdp).items()}
+    options = {} if fsdp is None else {f"fsdp_plugin.{name}": describe(option) for name, option in vars(fsdp).items()}
     unused = {} if handler is None else {"find_unused_parameters": handler.find_unused_parameters}
     unused["sync_each_batch"] = syncs_each_batch(accelerator)
     return {**options, **unused, "deepspeed_config": None if zero is None else describe(zero.deepspeed_config)}
@@ -229,11 +229,11 @@ def _shard_on_cpu(accelerator: Any, plugin: Any, precision: str) -> None:
     accelerator.state.fsdp_plugin = plugin
 
 
-def merge_precision(given: dict[str, Any]) -> None:
-    """Take over the precision of `accelerate launch` or its config file, if the program sets none."""
+def merge_precision(arguments: dict[str, Any]) -> None:
+    """Use the precision of `accelerate launch` or its config file, if the program sets none."""
     precision = os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
-    if given.get("autocast") is None and precision != "no":
-        given["autocast"] = precision
+    if arguments.get("autocast") is None and precision != "no":
+        arguments["autocast"] = precision
 
 
 def is_set(name: str) -> bool:
@@ -241,8 +241,8 @@ def is_set(name: str) -> bool:
     return os.environ.get(name, "false").lower() in ("true", "1", "yes")
 
 
-def _lay_out_on_cpu(accelerator: Any, parallelism_config: Any) -> None:
-    """Have accelerate's state say what mesh there is; it takes one on GPUs alone, for no reason of PyTorch's."""
+def _set_mesh_on_cpu(accelerator: Any, parallelism_config: Any) -> None:
+    """Set the mesh in accelerate's state, which accepts one only on GPUs, for no reason of PyTorch's."""
     if accelerator.num_processes == 1 and parallelism_config.total_size == 1:
         return
     if parallelism_config.total_size not in (1, accelerator.num_processes):
@@ -267,11 +267,11 @@ def _check_for_tensor_parallel(settings: Settings) -> None:
         )
 
 
-_NOT_HERE = {
+_UNSUPPORTED_DIMENSIONS = {
     "cp_size": "PyTorch's ring attention knows no attention of CPUs, and on GPUs labels would be counted wrong",
-    "sp_size": "sequence parallelism is DeepSpeed's, whose attention runs on GPUs alone",
+    "sp_size": "sequence parallelism is DeepSpeed's, whose attention runs only on GPUs",
 }
-"""The dimensions that are refused, and why."""
+"""The dimensions that are rejected, and why."""
 
 
 def _check_dimensions(parallelism_config: Any, is_zero: bool = False) -> None:
@@ -284,7 +284,7 @@ def _check_dimensions(parallelism_config: Any, is_zero: bool = False) -> None:
                 f"`parallelism_config` needs accelerate 1.10 or newer, and this is {accelerate.__version__}."
             )
         check_type("parallelism_config", parallelism_config, kind)
-    for name, reason in _NOT_HERE.items():
+    for name, reason in _UNSUPPORTED_DIMENSIONS.items():
         size = getattr(parallelism_config, name, 1) or 1
         if size > 1:
             raise ConfigError(
@@ -293,7 +293,7 @@ def _check_dimensions(parallelism_config: Any, is_zero: bool = False) -> None:
             )
     if is_zero and parallelism_config is not None and parallelism_config.total_size > 1:
         raise ConfigError(
-            "`parallelism_config` has no effect with DeepSpeed, which has meshes of its own. Leave it out, or train "
+            "`parallelism_config` has no effect with DeepSpeed, which has its own meshes. Leave it out, or train "
             "with FSDP."
         )
 
@@ -312,27 +312,27 @@ def find_ranks(accelerator: Any, timeout: float | None = None) -> Ranks:
 
 
 def check_lost_processes(world_size: int) -> None:
-    """Report it if several processes were started but the trainer sees only itself.
+    """Check that the trainer sees all processes that were started.
 
     Raises:
         DistributedError: If the environment is set for more processes than the run has.
     """
     for name in ("WORLD_SIZE", "OMNITRAIN_NUM_PROCESSES"):
-        asked = os.environ.get(name, "")
-        if asked.isdigit() and int(asked) > world_size:
+        requested = os.environ.get(name, "")
+        if requested.isdigit() and int(requested) > world_size:
             raise DistributedError(
-                f"{name}={asked}, but this trainer runs on {world_size} process(es). Start the script with "
+                f"{name}={requested}, but this trainer runs on {world_size} process(es). Start the script with "
                 "`accelerate launch`, `torchrun` or `omnitrain launch`. On a machine without a GPU, set "
                 "use_cpu=True in TrainingArguments, and unset ACCELERATE_USE_CPU for DeepSpeed."
             )
-    if world_size == 1 and (asked := _asked_of_launcher()) > 1:
+    if world_size == 1 and (requested := _requested_processes()) > 1:
         logger.warning(
             "`accelerate launch` was asked for %d processes and started one: on a CPU it wants MPI for more. Use "
-            "`omnitrain launch -n %d`, or torchrun.", asked, asked,
+            "`omnitrain launch -n %d`, or torchrun.", requested, requested,
         )  # fmt: skip
 
 
-def _asked_of_launcher() -> int:
+def _requested_processes() -> int:
     """Return how many processes the command line of our parent `accelerate launch` asks for; 1 if unknown."""
     try:
         with open(f"/proc/{os.getppid()}/cmdline", "rb") as file:

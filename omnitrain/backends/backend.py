@@ -1,7 +1,7 @@
-"""The backend for one device, which is plain PyTorch, and the base class of the others.
+"""The backend for one device, and base class of the others.
 
 A backend owns the model, its wrapper, the optimizer and the loss scaler, and is responsible for everything in a step
-that depends on where the weights are. `run/step.py` decides when to call it.
+that depends on where the weights are. `trainer/step.py` decides when to call it.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any, ClassVar, TypeVar
 import torch
 from torch import nn
 
-from omnitrain.backends.start import Start, named_tensors, preserve_shared_buffers, whole_slot
+from omnitrain.backends.start import WeightInitializer, full_target, named_tensors, preserve_shared_buffers
 from omnitrain.checkpoint import state_dicts
 from omnitrain.checkpoint.initial_weights import InitialWeights
 from omnitrain.checkpoint.tensor_files import host_copy
@@ -59,19 +59,19 @@ class Backend:
     supports_several_optimizers: ClassVar[bool] = True
     """Whether the user's own loop may have several optimizers."""
     closure: Callable[[], torch.Tensor] | None = None
-    """What the optimizer's step is given, if it needs one: takes loss and gradients anew."""
+    """The argument of the optimizer's step, if it needs one: computes loss and gradients again."""
     dry_run_completes_gradients: ClassVar[bool] = True
-    """Whether passes whose gradients are dropped complete them, as the last micro-batch of a step does."""
+    """Whether a dry run completes its gradients, which are dropped, as the last micro-batch of a step does."""
     _compile_options: Mapping[str, Any] | None = None
     """The options of `torch.compile`; None if nothing is compiled."""
     initial: InitialWeights | None = None
-    """Weights to begin with that are read when the model is in its place."""
-    unfilled: str = ""
-    """Why the model has no weights yet, if so: it was made without memory, and waits for a checkpoint."""
-    _lacking: Collection[str] = frozenset()
+    """Initial weights that are read once the model is on its device."""
+    missing_error: str = ""
+    """Why the model has no weights yet, if so: it is on the meta device, and waits for a checkpoint."""
+    _missing_names: Collection[str] = frozenset()
     """The names of the weights that it waits for."""
-    _refusing: Any = None
-    """The hook by which the model refuses to run without weights."""
+    _forward_guard: Any = None
+    """The hook that raises if the model runs without weights."""
     accelerator: Any = None
     """accelerate's `Accelerator`, if there is one."""
 
@@ -89,18 +89,18 @@ class Backend:
         self.scaler = scaler
         self.ranks = ranks
         self.parameters: list[nn.Parameter] = []
-        self._are_alike = False
+        self._is_uniform = False
         """Whether all parameters are plain tensors of the same device and dtype."""
         self._has_sparse_gradients = False
-        """Whether a gradient was sparse so far."""
+        """Whether a gradient has been sparse."""
         self.optimizers: dict[str, torch.optim.Optimizer] = {}
-        self._trains: set[str] = set()
+        self._trainable: set[str] = set()
         """The names of the parameters that require a gradient."""
         self._build_optimizer = build_optimizer
         self._optimizer: torch.optim.Optimizer | None = None
 
     def enable_compile(self, options: bool | Mapping[str, Any] | None) -> None:
-        """Compile the module that runs with `torch.compile`; call this before `place`.
+        """Compile the module that runs with `torch.compile`; call this before `prepare`.
 
         Args:
             options: Its options; True uses none, None and False compile nothing.
@@ -111,9 +111,9 @@ class Backend:
         if options is None or options is False:
             return
         self._compile_options = {} if options is True else options
-        self.compiled(self.model)
+        self.maybe_compile(self.model)
 
-    def compiled(self, model: nn.Module) -> nn.Module:
+    def maybe_compile(self, model: nn.Module) -> nn.Module:
         """Return the module to run: compiled, if asked for; compilation takes place in its first run."""
         if self._compile_options is None:
             return model
@@ -127,11 +127,11 @@ class Backend:
             return run
         except Exception as error:
             raise ConfigError(
-                f"`compile={dict(self._compile_options)!r}`: torch.compile refuses these options: {error}"
+                f"`compile={dict(self._compile_options)!r}`: torch.compile rejects these options: {error}"
             ) from error
 
     def set_dtypes(self, dtypes: Dtypes) -> None:
-        """Take note of the dtype in which gradients are added up over the ranks; call this before `place`.
+        """Set the dtype in which gradients are added up over the ranks; call this before `prepare`.
 
         Raises:
             ConfigError: If this backend cannot do what `dtypes` says.
@@ -142,53 +142,55 @@ class Backend:
                 "Trainer has only one. Leave it out, or use AccelerateTrainer or HFTrainer."
             )
 
-    def place(self) -> None:
+    def prepare(self) -> None:
         """Put the model on the device and wrap it; a backend that shards wraps the optimizer too."""
         self.model, self.wrapped = self._wrap()
-        self._trains = self._names_that_train()
+        self._trainable = self._trainable_names()
 
     def _wrap(self) -> tuple[nn.Module, nn.Module]:
         """Return the model on its device, and the module that runs in a forward pass."""
-        self._fill_whole()
+        self._load_full_weights()
         with preserve_shared_buffers(self.model):
             model = self.model.to(self.device)
-        return model, self.compiled(model)
+        return model, self.maybe_compile(model)
 
-    def _fill_whole(self, always: bool = False) -> None:
-        """Give the model memory and weights where it has none, whole on each rank.
+    def _load_full_weights(self, always: bool = False) -> None:
+        """Allocate and initialize the weights on the meta device, in full on each rank.
 
         Args:
-            always: Whether the main rank's weights are copied if each rank has all of them too.
+            always: Whether to copy the main rank's weights even if each rank has all of them.
         """
-        start = Start(self.model, self.ranks, self.initial)
-        if always or not start.is_real:
-            start.give_memory()
-            start.take()
-            held = named_tensors(self.model)
-            start.fill({name: whole_slot(one) for name, one in held})
-        self._end_start(start)
+        initializer = WeightInitializer(self.model, self.ranks, self.initial)
+        if always or not initializer.is_materialized:
+            initializer.allocate()
+            initializer.collect_tensors()
+            named = named_tensors(self.model)
+            initializer.load({name: full_target(tensor) for name, tensor in named})
+        self._finish_initialization(initializer)
 
-    def _end_start(self, start: Start) -> None:
-        """Let go of what the model began with; a model that has nothing to begin with refuses to run."""
+    def _finish_initialization(self, initializer: WeightInitializer) -> None:
+        """Release the initial weights; a model without any raises in its forward pass."""
         self.initial = None
-        self.unfilled, self._lacking = start.unfilled, start.lacking
-        if self.unfilled:
-            self._refusing = self.model.register_forward_pre_hook(lambda *_: self.check_weights_loaded(), prepend=True)
+        self.missing_error, self._missing_names = initializer.missing_error, initializer.missing
+        if self.missing_error:
+            self._forward_guard = self.model.register_forward_pre_hook(
+                lambda *_: self.check_weights_loaded(), prepend=True
+            )
 
     def check_weights_loaded(self) -> None:
-        """Raise ConfigError if the model was made without memory, and no weights have been loaded."""
-        if self.unfilled:
-            raise ConfigError(self.unfilled)
+        """Raise ConfigError if the model is on the meta device, and no weights have been loaded."""
+        if self.missing_error:
+            raise ConfigError(self.missing_error)
 
     def mark_weights_loaded(self, absent: Collection[str] = ()) -> None:
         """Note that the weights of a checkpoint have been loaded, which may leave some out."""
-        if self.unfilled and not set(absent) & set(self._lacking):
-            self.unfilled = ""
-            self._refusing.remove()
+        if self.missing_error and not set(absent) & set(self._missing_names):
+            self.missing_error = ""
+            self._forward_guard.remove()
 
     @property
     def optimizer(self) -> torch.optim.Optimizer:
-        """The optimizer, built on first use, after the model is in place."""
+        """The optimizer, built on first use, after the model is on its device."""
         if self._optimizer is None:
             self._optimizer = self._build_optimizer()
         return self._optimizer
@@ -205,7 +207,7 @@ class Backend:
     @property
     def groups(self) -> list[dict[str, Any]]:
         """The groups of the optimizer, or of all of them."""
-        return [group for one in self.optimizers.values() or [self.optimizer] for group in one.param_groups]
+        return [group for optimizer in self.optimizers.values() or [self.optimizer] for group in optimizer.param_groups]
 
     @property
     def is_sharded(self) -> bool:
@@ -218,7 +220,7 @@ class Backend:
         return self.scaler.is_enabled()
 
     def reset_optimizer(self) -> None:
-        """Start over with an optimizer without state."""
+        """Reset the optimizer to one without state."""
         self._optimizer = None  # built on its next use
 
     def release(self) -> None:
@@ -234,7 +236,7 @@ class Backend:
         """Prepare for the first forward pass of a window, or for one that is run again."""
 
     def sync_buffers(self) -> None:
-        """Give every rank the main rank's buffers, where they differ: forward passes update those of their own rank.
+        """Broadcast the main rank's buffers where they differ: forward passes update those of their own rank.
 
         All ranks call it, before an evaluation, before a save and at the end of a run. Any other time costs an
         exchange.
@@ -249,20 +251,20 @@ class Backend:
         self.scaler.scale(loss).backward()
 
     def annotate(self, ranges: ProfilerRanges | None) -> None:
-        """Run forward, backward and update inside of `ranges(name)` each; None runs them as they are."""
+        """Run forward, backward and update inside `ranges(name)` each; None removes these ranges."""
         for name in ("forward", "backward", "update"):
             vars(self).pop(name, None)
             if ranges is not None:
                 vars(self)[name] = wrap_in_range(ranges, name, getattr(self, name))
 
     def check_separate_all_reduce(self) -> None:
-        """Raise ConfigError if gradients cannot be averaged over the ranks by `reduce_gradients` alone."""
+        """Raise ConfigError if only `reduce_gradients` cannot average gradients over the ranks."""
 
     def reduce_gradients(self) -> None:
         """Average over the ranks the gradients of backward passes of which none was the last."""
 
     def discard_gradients(self) -> None:
-        """Undo what micro-batches leave behind of which the last one has not run."""
+        """Discard the gradients of a window whose last micro-batch has not run."""
         self.clear_gradients()
 
     def scale_gradients(self, factor: float) -> None:
@@ -275,17 +277,17 @@ class Backend:
         """Return the L2 norm of all gradients together, a scalar on the device; sparse ones are coalesced before."""
         if self._has_sparse_gradients:
             return self._norm_of(coalesce(self.parameters))
-        gradients = [one.grad for one in self.parameters if one.grad is not None]
+        gradients = [parameter.grad for parameter in self.parameters if parameter.grad is not None]
         try:
             return self._norm_of(gradients)
         except NotImplementedError:  # looking at each gradient in every step would be slow
-            self._has_sparse_gradients = any(one.is_sparse for one in gradients)
+            self._has_sparse_gradients = any(parameter.is_sparse for parameter in gradients)
             if not self._has_sparse_gradients:
                 raise
             return self._norm_of(coalesce(self.parameters))
 
     def _norm_of(self, gradients: list[torch.Tensor]) -> torch.Tensor:
-        if not gradients or not self._are_alike:
+        if not gradients or not self._is_uniform:
             return nn.utils.get_total_norm(gradients)
         # get_total_norm first sorts the gradients by device and dtype, which takes half its time for a small model
         return torch.linalg.vector_norm(torch.stack(torch._foreach_norm(gradients)))  # pyright: ignore
@@ -299,7 +301,7 @@ class Backend:
 
         Args:
             clip: Clips them, and returns the norm before clipping.
-            announce: Tells the callbacks that the gradients are final.
+            announce: Notifies the callbacks that the gradients are final.
         """
         self.scaler.unscale_(self.optimizer)
         norm = clip()
@@ -320,7 +322,7 @@ class Backend:
         return self.scaler.get_scale() >= scale  # the scale falls only after a skipped step
 
     def check_all_reduced(self) -> None:
-        """Refuse an update with gradients that were not averaged over the ranks."""
+        """Raise DistributedError if the gradients were not averaged over the ranks."""
 
     def clear_gradients(self) -> None:
         """Free all gradients."""
@@ -332,29 +334,31 @@ class Backend:
 
         The list includes parameters that the optimizer does not hold, or their gradients would accumulate.
         """
-        if (trains := self._names_that_train()) != self._trains:
-            self._trains = trains
-            self.wrapped = self._follow_freezing()
+        if (trainable := self._trainable_names()) != self._trainable:
+            self._trainable = trainable
+            self.wrapped = self._update_frozen()
         format_list = {id(parameter): parameter for parameter in self.model.parameters()}
         for group in self.groups:
             format_list |= {id(parameter): parameter for parameter in group["params"]}
         self.parameters = list(format_list.values())
-        self._are_alike = len({(type(one), one.device, one.dtype) for one in self.parameters}) == 1
-        self._are_alike = self._are_alike and type(self.parameters[0]) is nn.Parameter
+        self._is_uniform = (
+            len({(type(parameter), parameter.device, parameter.dtype) for parameter in self.parameters}) == 1
+        )
+        self._is_uniform = self._is_uniform and type(self.parameters[0]) is nn.Parameter
 
-    def _names_that_train(self) -> set[str]:
-        return {name for name, one in self.model.named_parameters() if one.requires_grad}
+    def _trainable_names(self) -> set[str]:
+        return {name for name, parameter in self.model.named_parameters() if parameter.requires_grad}
 
-    def _follow_freezing(self) -> nn.Module:
-        """Take note of parameters that were frozen or unfrozen, and return what runs from now on."""
+    def _update_frozen(self) -> nn.Module:
+        """Update the wrapper after parameters were frozen or unfrozen, and return it."""
         return self.wrapped
 
     def has_gradients(self) -> bool:
         """Return whether any parameter of the optimizer has a gradient."""
-        return any(one.grad is not None for group in self.optimizer.param_groups for one in group["params"])
+        return any(parameter.grad is not None for group in self.optimizer.param_groups for parameter in group["params"])
 
     def check_update(self) -> None:
-        """Raise ConfigError if the optimizer cannot update weights that lie as they do here."""
+        """Raise ConfigError if the optimizer cannot update the weights of this backend."""
 
     def check_layouts(self, sparse: Mapping[int, str], dense: Mapping[int, str]) -> None:
         """Raise ConfigError if parameters cannot be trained by gradients that are sparse or dense.
@@ -373,46 +377,50 @@ class Backend:
 
     def ungrouped_parameters(self) -> list[str]:
         """Return the names of the model's parameters that require a gradient but are not in the optimizer."""
-        held = {id(one) for group in self.groups for one in group["params"]}
-        return [name for name, one in self.model.named_parameters() if one.requires_grad and id(one) not in held]
+        grouped = {id(parameter) for group in self.groups for parameter in group["params"]}
+        return [
+            name
+            for name, parameter in self.model.named_parameters()
+            if parameter.requires_grad and id(parameter) not in grouped
+        ]
 
     def end_evaluation(self) -> None:
         """Clean up after forward passes without a backward pass."""
 
     def unsupported_monitoring(self) -> dict[str, str]:
-        """Return what cannot be watched here, "weights", "updates" or "gradients", and why."""
+        """Return what cannot be monitored here, "weights", "updates" or "gradients", and why."""
         return {}
 
     def shard_and_groups(self, tensor: torch.Tensor) -> tuple[torch.Tensor, list[Any]]:
-        """Return this rank's part of a weight or gradient, and the groups of processes that have the others."""
+        """Return this rank's shard of a weight or gradient, and the process groups of the other shards."""
         return tensor, []
 
     # --- checkpoints
 
     def model_tensors(self) -> dict[str, Any]:
-        """Return the weights by the names of the user's module; sharded ones as they are."""
+        """Return the weights by the names of the user's module; sharded ones stay sharded."""
         return state_dicts.model_tensors(self.model)
 
     def check_weights(self, tensors: Mapping[str, Any], where: str, absent: Collection[str] = ()) -> None:
         """Raise the CheckpointError of `load_weights`, if there is one; nothing is changed."""
         state_dicts.check_weights(self.model, tensors, where, absent)
 
-    def snapshot_weights(self, kept: dict[str, torch.Tensor], tensors: Mapping[str, Any]) -> None:
-        """Copy this rank's part of the weights to the host.
+    def snapshot_weights(self, snapshot: dict[str, torch.Tensor], tensors: Mapping[str, Any]) -> None:
+        """Copy this rank's shards of the weights to the host.
 
         Args:
-            kept: An earlier copy, whose memory is reused; empty for the first one.
+            snapshot: An earlier copy, whose memory is reused; empty for the first one.
             tensors: The weights, as `model_tensors` returns them.
         """
         for name, tensor in tensors.items():
-            kept[name] = host_copy(self.local_shard(tensor), kept.get(name))
+            snapshot[name] = host_copy(self.local_shard(tensor), snapshot.get(name))
 
-    def restore_snapshot(self, kept: Mapping[str, torch.Tensor], extra: Mapping[str, Any]) -> None:
+    def restore_snapshot(self, snapshot: Mapping[str, torch.Tensor], extra: Mapping[str, Any]) -> None:
         """Copy the weights of `snapshot_weights` and the state of `extra_state` back to the model."""
-        self.load_weights(kept, "the weights on the host", extra)
+        self.load_weights(snapshot, "the weights on the host", extra)
 
     def local_shard(self, tensor: Any) -> torch.Tensor:
-        """Return this rank's part of a parameter, or of an entry of `model_tensors`."""
+        """Return this rank's shard of a parameter, or of an entry of `model_tensors`."""
         return tensor.detach()
 
     def load_weights(

@@ -74,7 +74,7 @@ def cache_folder() -> Path:
     """Return the folder of the current user for operators compiled in this environment.
 
     It is named after the versions of Python, torch and DeepSpeed, and a digest of where they are installed: of two
-    environments that shared a folder, each would compile anew what the other has compiled.
+    environments that shared a folder, each would compile again what the other has compiled.
     """
     root = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     python = f"{sys.implementation.cache_tag}-{os.uname().machine}"

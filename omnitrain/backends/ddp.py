@@ -1,7 +1,4 @@
-"""DDP: each rank has all of the weights, and gradients are averaged over the ranks in the backward pass.
-
-With a single process under accelerate, there is just nothing to average.
-"""
+"""The backend for DDP, and for one process under accelerate."""
 
 from __future__ import annotations
 
@@ -67,8 +64,8 @@ def run_wrapped(wrapper: Any, run: Callable[[nn.Module, Any], Output], batch: An
     return StepOutput(**output) if isinstance(output, dict) else output  # type: ignore[return-value]
 
 
-class _Nothing(torch.autograd.Function):
-    """A loss whose gradients are zeros, for as many tensors as there are: sparse ones, or dense ones."""
+class _ZeroLoss(torch.autograd.Function):
+    """A loss whose gradients are zeros, sparse or dense, for any number of tensors."""
 
     @staticmethod
     def forward(ctx: Any, are_sparse: Sequence[bool], *tensors: torch.Tensor) -> torch.Tensor:
@@ -78,8 +75,10 @@ class _Nothing(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
-        zeros = (one.new_zeros(()).expand_as(one) for one in ctx.saved_tensors)
-        sparse = (one.to_sparse(1) if is_sparse else one for one, is_sparse in zip(zeros, ctx.are_sparse, strict=True))
+        zeros = (zero.new_zeros(()).expand_as(zero) for zero in ctx.saved_tensors)
+        sparse = (
+            zero.to_sparse(1) if is_sparse else zero for zero, is_sparse in zip(zeros, ctx.are_sparse, strict=True)
+        )
         return None, *sparse
 
 
@@ -113,17 +112,17 @@ class DDP(Backend):
     """accelerate puts the model on its device; with several ranks, PyTorch's DistributedDataParallel wraps it.
 
     Args:
-        accelerator: accelerate's `Accelerator`; None if it is set before `place`.
+        accelerator: accelerate's `Accelerator`; None if it is set before `prepare`.
         parts: The arguments of `Backend`.
     """
 
-    dry_run_completes_gradients: ClassVar[bool] = False  # or DDP would lay out its buckets anew before the first step
+    dry_run_completes_gradients: ClassVar[bool] = False  # or DDP would rebuild its buckets before the first step
     _ddp: DistributedDataParallel | None = None
     _reductions: torch.dtype | None = None
     """The dtype in which gradients are added up over the ranks; None is their own."""
     _windows = 0
     """How many windows have begun."""
-    _drifting: Collection[str] = frozenset()
+    _differing: Collection[str] = frozenset()
     """The names of the buffers in which ranks have differed."""
 
     def __init__(self, accelerator: Any, *parts: Any) -> None:
@@ -135,22 +134,22 @@ class DDP(Backend):
         self._reductions = dtypes.reductions
 
     def _wrap(self) -> tuple[nn.Module, nn.Module]:
-        self._fill_whole()
+        self._load_full_weights()
         with preserve_shared_buffers(self.model):
             model = self.accelerator.prepare_model(self.model, evaluation_mode=True)  # and compiled, if asked for
-        model = self.compiled(model)
+        model = self.maybe_compile(model)
         trains = any(parameter.requires_grad for parameter in self.model.parameters())
         if self.ranks.world_size == 1 or not trains:
             return self.model, model
-        self._ddp = self._made_parallel(model)
+        self._ddp = self._wrap_ddp(model)
         return self.model, self._ddp
 
-    def _made_parallel(self, model: nn.Module) -> DistributedDataParallel:
+    def _wrap_ddp(self, model: nn.Module) -> DistributedDataParallel:
         handler = self.accelerator.ddp_handler
         options = {} if handler is None else handler.to_kwargs()
-        made = DistributedDataParallel(Runner(model), **options)
-        if made.modules_buffers:
-            made.register_forward_pre_hook(_BufferCopies(model))
+        ddp = DistributedDataParallel(Runner(model), **options)
+        if ddp.modules_buffers:
+            ddp.register_forward_pre_hook(_BufferCopies(model))
         hook = "no" if handler is None else handler.comm_hook.value
         if self._reductions is not None:
             if hook != "no":
@@ -159,17 +158,17 @@ class DDP(Backend):
                     "Leave one of them out."
                 )
             dtype = self._reductions
-            made.register_comm_hook(None, lambda state, bucket: _averaged(bucket, dtype))
+            ddp.register_comm_hook(None, lambda state, bucket: _all_reduce_mean(bucket, dtype))
         elif handler is not None:
-            handler.register_comm_hook(made)
-        return made
+            handler.register_comm_hook(ddp)
+        return ddp
 
-    def _follow_freezing(self) -> nn.Module:
-        """Have DDP wait for the gradients of those weights that train now: it decides on them when it wraps a model."""
+    def _update_frozen(self) -> nn.Module:
+        """Wrap the model again: DDP fixes which gradients it waits for when it wraps a model."""
         if self._ddp is None:
             return self.wrapped
         model, self._ddp = self._ddp.module._orig_mod, None  # the old one's hooks go with it
-        self._ddp = self._made_parallel(model)
+        self._ddp = self._wrap_ddp(model)
         return self._ddp
 
     def forward(self, run: Callable[[nn.Module, Any], Output], batch: Any) -> Output:
@@ -180,7 +179,7 @@ class DDP(Backend):
         return run_wrapped(self._ddp, run, batch)
 
     def begin_window(self) -> None:
-        """Give every rank the main rank's buffers before the window, as DDP does in its forward pass.
+        """Broadcast the main rank's buffers before the window, as DDP does in its forward pass.
 
         Which buffers forward passes update is seen after 1, 2, 4, 8, ... windows; a model without such buffers pays
         nothing in the others.
@@ -190,8 +189,8 @@ class DDP(Backend):
             return
         if number & (number - 1) == 0:
             self.sync_buffers()
-        elif self._drifting:
-            self._broadcast_buffers(self._drifting)
+        elif self._differing:
+            self._broadcast_buffers(self._differing)
 
     def sync_buffers(self) -> None:
         ranks = self.ranks
@@ -200,14 +199,14 @@ class DDP(Backend):
         digests = {name: _digest(buffer) for name, buffer in self.model.named_buffers()}
         if not digests:
             return
-        different = ranks.combine("the buffers of the model", digests, _different)
-        self._drifting = sorted({*self._drifting, *different})
+        different = ranks.combine("the buffers of the model", digests, _differing_names)
+        self._differing = sorted({*self._differing, *different})
         self._broadcast_buffers(different)
 
     def _broadcast_buffers(self, names: Collection[str]) -> None:
         """Broadcast buffers from the main rank, all at once."""
-        held = dict(self.model.named_buffers())
-        buffers = [held[name] for name in names if name in held]
+        named_buffers = dict(self.model.named_buffers())
+        buffers = [named_buffers[name] for name in names if name in named_buffers]
         if not buffers:
             return
         unshare_elements(buffers)
@@ -250,8 +249,14 @@ class DDP(Backend):
             )
         expected, _ = parameters_by_layout(self.model)
         layers = [module for module in self.model.modules() if has_sparse_gradients(module)]
-        shared = {id(one) for module in layers for one in module.parameters(recurse=False)} - expected.keys()
-        names = [name for name, one in self.model.named_parameters() if one.requires_grad and id(one) in shared]
+        shared = {
+            id(parameter) for module in layers for parameter in module.parameters(recurse=False)
+        } - expected.keys()
+        names = [
+            name
+            for name, parameter in self.model.named_parameters()
+            if parameter.requires_grad and id(parameter) in shared
+        ]
         if names:
             raise ConfigError(
                 f"{format_list(map(repr, names))} belongs to an embedding with sparse=True and to another layer too, "
@@ -266,7 +271,7 @@ class DDP(Backend):
             if "SparseTensorImpl" not in str(error):
                 raise
             raise ConfigError(
-                "A gradient is sparse of which DDP did not know that: it asks nn.Embedding and nn.EmbeddingBag alone. "
+                "A gradient is sparse of which DDP did not know that: it checks only nn.Embedding and nn.EmbeddingBag. "
                 "Use these, or sparse=False."
             ) from error
         if self._ddp is not None and self._ddp.require_backward_grad_sync:
@@ -275,16 +280,16 @@ class DDP(Backend):
     def _check_all_used(self, ddp: DistributedDataParallel) -> None:
         """Raise DistributedError if DDP still waits for the gradients of parameters that the loss does not depend on.
 
-        PyTorch would say so in the next forward pass alone, after an update with gradients that were not averaged.
+        PyTorch reports it only in the next forward pass, after an update with gradients that were not averaged.
         """
         try:
             ddp._check_reducer_finalized()
         except RuntimeError as error:
             if ddp.find_unused_parameters:
                 raise
-            found = re.search(r"did not receive grad for rank \d+: ([\d ]+)", str(error))
-            names = [name for name, one in self.model.named_parameters() if one.requires_grad]
-            indices = [] if found is None else [int(index) for index in found[1].split()]
+            match = re.search(r"did not receive grad for rank \d+: ([\d ]+)", str(error))
+            names = [name for name, parameter in self.model.named_parameters() if parameter.requires_grad]
+            indices = [] if match is None else [int(index) for index in match[1].split()]
             unused = [names[index] for index in indices if index < len(names)]
             more = ", ..." if len(unused) > 5 else ""
             raise DistributedError(
@@ -295,15 +300,19 @@ class DDP(Backend):
             ) from error
 
     def reduce_gradients(self) -> None:
-        """Have DDP average what there is, in a pass that adds zeros to it."""
+        """Have DDP average the accumulated gradients, in a backward pass that adds zeros to them."""
         if self._ddp is None:
             return
-        trained = [one for one in self._ddp.module.parameters() if one.requires_grad]
-        used = [one for one in trained if one.grad is not None] if self._ddp.find_unused_parameters else trained
+        trained = [parameter for parameter in self._ddp.module.parameters() if parameter.requires_grad]
+        used = (
+            [parameter for parameter in trained if parameter.grad is not None]
+            if self._ddp.find_unused_parameters
+            else trained
+        )
         members = used or trained[:1]
         sparse, _ = parameters_by_layout(self.model)
-        are_sparse = [id(one) in sparse for one in members]
-        self._ddp(run_step=lambda model: _Nothing.apply(are_sparse, *members)).backward()
+        are_sparse = [id(parameter) in sparse for parameter in members]
+        self._ddp(run_step=lambda model: _ZeroLoss.apply(are_sparse, *members)).backward()
 
     def discard_gradients(self) -> None:
         super().discard_gradients()
@@ -327,7 +336,7 @@ class DDP(Backend):
             raise DistributedError(
                 f"The gradients of this step were not averaged over the {self.ranks.world_size} ranks, whose weights "
                 "would drift apart: no forward pass went through DDP. Call `self.model_wrapped(...)` instead of "
-                "`self.model(...)` in a training loop of your own."
+                "`self.model(...)` in a custom training loop."
             )
         self._check_all_used(self._ddp)
         self._ddp.module.has_run = False
@@ -339,19 +348,19 @@ def _digest(tensor: torch.Tensor) -> str:
     return f"{tuple(tensor.shape)} {tensor.dtype} {content.hexdigest()}"
 
 
-def _different(digests: list[dict[str, str]]) -> list[str]:
+def _differing_names(digests: list[dict[str, str]]) -> list[str]:
     """Return the names of the tensors that are not the same on all ranks, but of one shape and dtype."""
-    first, *others = digests
+    first, *rest = digests
     return [
         name
         for name, digest in first.items()
-        if any(rank.get(name) != digest for rank in others)
-        and all(rank.get(name, "").rpartition(" ")[0] == digest.rpartition(" ")[0] for rank in others)
+        if any(rank.get(name) != digest for rank in rest)
+        and all(rank.get(name, "").rpartition(" ")[0] == digest.rpartition(" ")[0] for rank in rest)
     ]
 
 
-def _averaged(bucket: Any, dtype: torch.dtype) -> torch.futures.Future[torch.Tensor]:
-    """Average the gradients of a bucket over the ranks in a dtype; PyTorch's own hooks do so with NCCL alone."""
+def _all_reduce_mean(bucket: Any, dtype: torch.dtype) -> torch.futures.Future[torch.Tensor]:
+    """Average the gradients of a bucket over the ranks in a dtype; PyTorch's own hooks support only NCCL."""
     buffer = bucket.buffer()
     work: Any = dist.all_reduce(buffer.to(dtype).div_(dist.get_world_size()), async_op=True)
     return work.get_future().then(lambda done: buffer.copy_(done.value()[0]))

@@ -1,4 +1,4 @@
-"""The DeepSpeed configuration: reading it, matching it with the trainer's arguments, and filling in "auto" values.
+"""The DeepSpeed configuration and its relation to the trainer's arguments.
 
 `zero.py` has what DeepSpeed does with the model.
 """
@@ -61,7 +61,7 @@ def deepspeed_plugin(config: str | Path | Mapping[str, Any] | None) -> Any:
     return DeepSpeedPlugin(hf_ds_config=content)
 
 
-def _refuse_misspelt(config: Mapping[str, Any]) -> None:
+def _check_misspelled(config: Mapping[str, Any]) -> None:
     """Raise ConfigError for an entry that resembles one of DeepSpeed's, which ignores unknown entries."""
     from deepspeed.runtime import constants
 
@@ -72,31 +72,31 @@ def _refuse_misspelt(config: Mapping[str, Any]) -> None:
             raise ConfigError(f"The DeepSpeed configuration has {key!r}, which it ignores. Did you mean {near[0]!r}?")
 
 
-def merge_config(plugin: Any, given: dict[str, Any]) -> None:
+def merge_config(plugin: Any, arguments: dict[str, Any]) -> None:
     """Reconcile the DeepSpeed configuration with the trainer's arguments.
 
     Values set only in the configuration become the trainer's arguments; values set in both must be equal.
 
     Args:
         plugin: accelerate's `DeepSpeedPlugin`, with the configuration.
-        given: The keyword arguments that the user passed; missing ones are filled in.
+        arguments: The keyword arguments that the user passed; missing ones are filled in.
 
     Raises:
         ConfigError: If they contradict each other; the message names both values.
     """
     config = plugin.deepspeed_config
-    _refuse_misspelt(config)
+    _check_misspelled(config)
     if "scheduler" in config:
         raise ConfigError(
             "The DeepSpeed configuration has a 'scheduler', but the schedule is stepped by the trainer, so that it is "
             "the same everywhere. Remove it and pass `lr_scheduler` and `warmup_steps`."
         )
-    if "optimizer" in config and given.get("optimizer") is not None:
+    if "optimizer" in config and arguments.get("optimizer") is not None:
         raise ConfigError(
             f"The DeepSpeed configuration has the optimizer {config['optimizer'].get('type')!r}, and "
-            f"`optimizer={given['optimizer']!r}` is passed too. Leave one of them out."
+            f"`optimizer={arguments['optimizer']!r}` is passed too. Leave one of them out."
         )
-    if "optimizer" in config and given.get("param_groups") is not None:
+    if "optimizer" in config and arguments.get("param_groups") is not None:
         raise ConfigError(
             "`param_groups` has no effect on the optimizer that the DeepSpeed configuration names. Remove it there, "
             "and pass `optimizer` and `learning_rate`."
@@ -108,30 +108,30 @@ def merge_config(plugin: Any, given: dict[str, Any]) -> None:
         "train_batch_size": "global_batch_size",
     }
     for key, name in names.items():
-        says = config.get(key, "auto")
-        if says == "auto" or (key == "gradient_accumulation_steps" and says == 1):
+        setting = config.get(key, "auto")
+        if setting == "auto" or (key == "gradient_accumulation_steps" and setting == 1):
             continue  # accelerate writes a 1 if nothing was set
-        wanted = given.get(name, says)
-        wanted = 0.0 if wanted is None and key == "gradient_clipping" else wanted
-        if wanted is not None and wanted != says:
+        argument = arguments.get(name, setting)
+        argument = 0.0 if argument is None and key == "gradient_clipping" else argument
+        if argument is not None and argument != setting:
             raise ConfigError(
-                f"The DeepSpeed configuration says {key}={says}, and the argument `{name}` {given.get(name)}. "
+                f"The DeepSpeed configuration says {key}={setting}, and the argument `{name}` {arguments.get(name)}. "
                 f"Give both the same value, or say 'auto' in the configuration."
             )
-        given[name] = says if says or key != "gradient_clipping" else None
+        arguments[name] = setting if setting or key != "gradient_clipping" else None
     for precision in ("fp16", "bf16"):
-        says = config.get(precision, {}).get("enabled", "auto")
-        asked = given.get("autocast")
-        if says is True and asked not in (None, precision):
+        setting = config.get(precision, {}).get("enabled", "auto")
+        autocast = arguments.get("autocast")
+        if setting is True and autocast not in (None, precision):
             raise ConfigError(
-                f"The DeepSpeed configuration enables {precision}, and `autocast={asked!r}`. Make them agree."
+                f"The DeepSpeed configuration enables {precision}, and `autocast={autocast!r}`. Make them agree."
             )
-        if says is False and asked == precision:
+        if setting is False and autocast == precision:
             raise ConfigError(
-                f"The DeepSpeed configuration disables {precision}, and `autocast={asked!r}`. Make them agree."
+                f"The DeepSpeed configuration disables {precision}, and `autocast={autocast!r}`. Make them agree."
             )
-        if says is True:
-            given["autocast"] = precision
+        if setting is True:
+            arguments["autocast"] = precision
 
 
 def fill_config(
@@ -142,10 +142,10 @@ def fill_config(
     Raises:
         ConfigError: If the configuration says that gradients are added up in another dtype.
     """
-    says = plugin.deepspeed_config.get("communication_data_type")
-    if reductions is not None and says not in (None, "auto", reductions):
+    setting = plugin.deepspeed_config.get("communication_data_type")
+    if reductions is not None and setting not in (None, "auto", reductions):
         raise ConfigError(
-            f"The DeepSpeed configuration says communication_data_type={says!r}, and `dtypes` sets 'reductions' to "
+            f"The DeepSpeed configuration says communication_data_type={setting!r}, and `dtypes` sets 'reductions' to "
             f"{reductions!r}. Leave one of them out."
         )
     if reductions is not None:

@@ -1,4 +1,4 @@
-"""FSDP 2: each rank has a part of every weight, gradient and moment; PyTorch gathers the weights layer by layer."""
+"""The backend for FSDP 2."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from omnitrain.backends.ddp import DDP
 from omnitrain.backends.norms import match_norm_dtypes
-from omnitrain.backends.start import Start, block_slot, is_plain, named_tensors, names_of, whole_slot
+from omnitrain.backends.start import WeightInitializer, block_target, full_target, is_plain, named_tensors, names_by_id
 from omnitrain.checkpoint.state_dicts import from_json, load_with_custom_hooks
 from omnitrain.compute.activation_checkpointing import blocks_in
 from omnitrain.core.errors import ConfigError, format_list
@@ -30,13 +30,16 @@ _NOTHING = contextlib.nullcontext()
 
 
 class FSDP(DDP):
-    """accelerate shards the model in place, so every call of it is a sharded one, even by a unit that holds it."""
+    """Shards every weight, gradient and moment over the ranks; PyTorch gathers the weights layer by layer.
+
+    accelerate shards the model in place, so every call of it is a sharded one, even by a unit that holds it.
+    """
 
     sharding: ClassVar[str | None] = "FSDP"
     unsupported: ClassVar[Mapping[str, str]] = MappingProxyType(
         {
             "closure": "each rank has a part of every weight, and such optimizers go by all weights at once",
-            "sparse_gradients": "each rank has a part of every weight, and PyTorch cuts up dense gradients alone",
+            "sparse_gradients": "each rank has a part of every weight, and PyTorch shards only dense gradients",
         }
     )
     supports_several_optimizers = False
@@ -49,8 +52,8 @@ class FSDP(DDP):
         self._check_dimensions()
         if is_plain(self.model):
             model = self._divided()
-        else:  # cut by tensor parallelism already, or of kinds of which there are no empty ones
-            self._fill_whole(always=True)
+        else:  # sharded by tensor parallelism already, or of classes that have no empty instances
+            self._load_full_weights(always=True)
             with self._reducing():
                 model, prepared = self.accelerator.prepare(self.model, self._build_optimizer())
             self.optimizer, self._prepared = prepared.optimizer, prepared
@@ -60,11 +63,13 @@ class FSDP(DDP):
             _warn_if_undivided(bare)
         if self.device.type == "cpu":
             match_norm_dtypes(bare)  # FSDP gathers weights in the dtype of autocast and leaves statistics in fp32
-        return bare, self.compiled(model)
+        return bare, self.maybe_compile(model)
 
     def _check_dimensions(self) -> None:
         """Raise ConfigError if a parameter has no dimension along which it could be sharded."""
-        names = [name for name, one in named_tensors(self.model) if isinstance(one, nn.Parameter) and not one.ndim]
+        names = [
+            name for name, tensor in named_tensors(self.model) if isinstance(tensor, nn.Parameter) and not tensor.ndim
+        ]
         if names and not self.accelerator.state.fsdp_plugin.ignored_modules:
             raise ConfigError(
                 f"{format_list(map(repr, names))} has no dimension, and FSDP shards parameters along their first one. "
@@ -72,15 +77,15 @@ class FSDP(DDP):
             )
 
     def _divided(self) -> nn.Module:
-        """Shard the model while it has no memory, then fill each rank's parts."""
-        start = Start(self.model, self.ranks, self.initial)
-        start.pretend()
+        """Shard the model on the meta device, then fill each rank's shards."""
+        initializer = WeightInitializer(self.model, self.ranks, self.initial)
+        initializer.fake_cpu_tensors()
         optimizer = self._build_optimizer()
-        names = names_of(self.model.named_parameters())
-        groups = [[names.get(id(one), one) for one in group["params"]] for group in optimizer.param_groups]
+        names = names_by_id(self.model.named_parameters())
+        groups = [[names.get(id(tensor), tensor) for tensor in group["params"]] for group in optimizer.param_groups]
         for group in optimizer.param_groups:
             group["params"] = []  # or it would keep the weights that the model loses
-        start.empty()
+        initializer.move_to_meta()
         unused = torch.optim.SGD([{"params": []}])  # accelerate tells parameters apart by their memory
         with self._reducing():
             model, prepared = self.accelerator.prepare(self.model, unused)
@@ -88,24 +93,27 @@ class FSDP(DDP):
         offloads = isinstance(self.accelerator.state.fsdp_plugin.cpu_offload, CPUOffloadPolicy)
         device = self.accelerator.device
         home = "cpu" if offloads else device
-        for name, one in named_tensors(bare):
-            if not isinstance(one, nn.Parameter):
-                start.place_buffer(name, one, device)
+        for name, tensor in named_tensors(bare):
+            if not isinstance(tensor, nn.Parameter):
+                initializer.move_buffer(name, tensor, device)
 
         def with_memory(tensor: torch.Tensor) -> torch.Tensor:
             return tensor if tensor.device.type != "meta" else torch.empty_like(tensor, device=home)
 
         bare._apply(with_memory)  # as `to_empty` does, which would clear buffers that are filled
-        held = dict(named_tensors(bare))
-        start.fill(
-            {name: block_slot(one) if isinstance(one, DTensor) else whole_slot(one) for name, one in held.items()}
+        tensors = dict(named_tensors(bare))
+        initializer.load(
+            {
+                name: block_target(tensor) if isinstance(tensor, DTensor) else full_target(tensor)
+                for name, tensor in tensors.items()
+            }
         )
         for group, members in zip(optimizer.param_groups, groups, strict=True):
-            group["params"] = [held[one] if isinstance(one, str) else one for one in members]
+            group["params"] = [tensors[member] if isinstance(member, str) else member for member in members]
         optimizer.state.clear()  # of the weights that the model lost: some optimizers make it when they are made
         prepared.optimizer, self._prepared = optimizer, prepared
         self.optimizer = optimizer
-        self._end_start(start)
+        self._finish_initialization(initializer)
         return model
 
     def check_update(self) -> None:
@@ -113,10 +121,10 @@ class FSDP(DDP):
         if isinstance(self.optimizer, Muon):  # which gathers them
             return
         for group in self.optimizer.param_groups:
-            sharded = {one.dim(): one for one in group["params"] if isinstance(one, DTensor)}
-            for one in sharded.values():
-                zeros = torch.zeros([1] * one.dim(), dtype=one.dtype, device=one.device)
-                small = DTensor.from_local(zeros, one.device_mesh, one.placements, run_check=False)
+            sharded = {shard.dim(): shard for shard in group["params"] if isinstance(shard, DTensor)}
+            for shard in sharded.values():
+                zeros = torch.zeros([1] * shard.dim(), dtype=shard.dtype, device=shard.device)
+                small = DTensor.from_local(zeros, shard.device_mesh, shard.placements, run_check=False)
                 parameter = nn.Parameter(small)
                 parameter.grad = torch.zeros_like(small)
                 try:
@@ -139,7 +147,7 @@ class FSDP(DDP):
 
     @contextlib.contextmanager
     def _reducing(self) -> Iterator[None]:
-        """Have accelerate's plugin say in what dtype gradients are added up; it is the user's own object."""
+        """Set the dtype of gradient reductions in accelerate's plugin inside; the plugin is the user's own object."""
         plugin = self.accelerator.state.fsdp_plugin
         policy, efficient = plugin.mixed_precision_policy, plugin.cpu_ram_efficient_loading
         plugin.cpu_ram_efficient_loading = False  # it would fill the shards itself, from whole weights
@@ -151,10 +159,10 @@ class FSDP(DDP):
             plugin.mixed_precision_policy = policy
             plugin.cpu_ram_efficient_loading = efficient
 
-    def restore_snapshot(self, kept: Mapping[str, torch.Tensor], extra: Mapping[str, Any]) -> None:
+    def restore_snapshot(self, snapshot: Mapping[str, torch.Tensor], extra: Mapping[str, Any]) -> None:
         with torch.no_grad():
             for name, tensor in self.model_tensors().items():
-                self.local_shard(tensor).copy_(kept[name])
+                self.local_shard(tensor).copy_(snapshot[name])
         if extra:
             load_with_custom_hooks(
                 self.model, {name: from_json(value) for name, value in extra.items()}, "the best weights"
@@ -164,9 +172,11 @@ class FSDP(DDP):
         if not isinstance(tensor, DTensor):
             return tensor, []
         mesh = tensor.device_mesh
-        if any(one.is_partial() for one in tensor.placements):
+        if any(placement.is_partial() for placement in tensor.placements):
             tensor = tensor.redistribute(placements=[Shard(0) for _ in tensor.placements])
-        groups = [mesh.get_group(number) for number, one in enumerate(tensor.placements) if not one.is_replicate()]
+        groups = [
+            mesh.get_group(number) for number, placement in enumerate(tensor.placements) if not placement.is_replicate()
+        ]
         return tensor.to_local(), groups
 
     def local_shard(self, tensor: Any) -> torch.Tensor:
@@ -182,13 +192,13 @@ class FSDP(DDP):
             self._reduces = last
         return _NOTHING
 
-    def _follow_freezing(self) -> nn.Module:
-        """Freeze and unfreeze the gathered weights too, which backward passes go by."""
+    def _update_frozen(self) -> nn.Module:
+        """Freeze and unfreeze the gathered weights too, which backward passes use."""
         for module in self.model.modules():
             if isinstance(module, FSDPModule):
                 module.unshard()
-        for name, one in self.model.named_parameters():
-            one.requires_grad_(name in self._trains)
+        for name, parameter in self.model.named_parameters():
+            parameter.requires_grad_(name in self._trainable)
         self.end_evaluation()
         return self.wrapped
 

@@ -1,4 +1,4 @@
-"""Normalization on CPUs of weights in 16 bits beside inputs or statistics in fp32."""
+"""Normalization layers with mixed dtypes on CPUs."""
 
 from __future__ import annotations
 
@@ -19,16 +19,18 @@ _FUNCTIONS = (F.batch_norm, F.instance_norm, F.layer_norm, F.group_norm, F.rms_n
 
 
 class _MatchedWeights(TorchFunctionMode):
-    """Casts weights to fp32 beside statistics, or an input, in fp32, as kernels of GPUs do by themselves."""
+    """Casts weights to fp32 if the statistics or the input are fp32, as GPU kernels do."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func not in _FUNCTIONS:
             return func(*args, **(kwargs or {}))
-        found = inspect.signature(func).bind(*args, **(kwargs or {})).arguments
-        statistics = found.get("running_mean")
-        if (found["input"] if statistics is None else statistics).dtype == torch.float32:
-            found |= {name: found[name].float() for name in ("weight", "bias") if found.get(name) is not None}
-        return func(**found)
+        arguments = inspect.signature(func).bind(*args, **(kwargs or {})).arguments
+        statistics = arguments.get("running_mean")
+        if (arguments["input"] if statistics is None else statistics).dtype == torch.float32:
+            arguments |= {
+                name: arguments[name].float() for name in ("weight", "bias") if arguments.get(name) is not None
+            }
+        return func(**arguments)
 
 
 def _forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -37,7 +39,7 @@ def _forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
 
 
 def match_norm_dtypes(model: nn.Module) -> None:
-    """Have the normalization layers of a model take weights in 16 bits beside inputs or statistics in fp32, on a CPU.
+    """Have the normalization layers of a model accept 16-bit weights with fp32 inputs or statistics, on a CPU.
 
     PyTorch's kernels for CPUs reject such a mix ("expected scalar type BFloat16 but found Float"), those for GPUs
     compute it. The parameters stay unchanged.

@@ -1,7 +1,8 @@
-"""Tensor parallelism: layers are cut up over the ranks of a group, which work on the same samples.
+"""The backend for tensor parallelism.
 
-The weights of a layer with a place in the plan are DTensors of the mesh's dimension "tp". FSDP 2 cuts these, and all
-others, up once more over the data-parallel ranks, if there are several.
+Layers are sharded over the ranks of a group, which work on the same samples. The weights of a layer in the plan are
+DTensors of the mesh's dimension "tp". FSDP 2 shards these, and all others, over the data-parallel ranks, if there are
+several.
 """
 
 from __future__ import annotations
@@ -21,14 +22,14 @@ from omnitrain.core.errors import ConfigError
 
 
 class TensorParallel(FSDP):
-    """The model is cut up by its plan, and then by FSDP 2 if there are several data-parallel ranks."""
+    """Shards the model by its plan, and then by FSDP 2 if there are several data-parallel ranks."""
 
     def _wrap(self) -> tuple[nn.Module, nn.Module]:
-        self._fill_whole(always=True)  # before it is cut up
+        self._load_full_weights(always=True)  # before it is sharded
         mesh = self.accelerator.torch_device_mesh
         with preserve_shared_buffers(self.model):
             model = self.model.to(self.device)
-        cut_up(model, mesh["tp"])
+        parallelize(model, mesh["tp"])
         if self.ranks.data.size > 1:
             from accelerate.utils.fsdp_utils import fsdp2_prepare_model
 
@@ -36,10 +37,10 @@ class TensorParallel(FSDP):
                 model = fsdp2_prepare_model(self.accelerator, model)
             self._add_up_by_sums(model)
         # its parameters are other ones now; the optimizer is made of these, on its first use
-        return model, self.compiled(model)
+        return model, self.maybe_compile(model)
 
     def gradient_norm(self) -> torch.Tensor:
-        """Return the L2 norm of all gradients; those of different layers lie on different parts of the mesh."""
+        """Return the L2 norm of all gradients; those of different layers may be on different parts of the mesh."""
         sums: dict[tuple[Any, ...], torch.Tensor] = {}
         for parameter in self.parameters:
             if parameter.grad is not None:
@@ -49,21 +50,21 @@ class TensorParallel(FSDP):
         for groups, square in sums.items():
             for group in groups:
                 dist.all_reduce(square, group=group)
-        return torch.stack([one.double() for one in sums.values()]).sum().sqrt() if sums else torch.zeros(())
+        return torch.stack([total.double() for total in sums.values()]).sum().sqrt() if sums else torch.zeros(())
 
     def clip_gradients(self, limit: float, norm: torch.Tensor) -> None:
         factor = (limit / (norm + 1e-6)).clamp(max=1.0)
         for parameter in self.parameters:
             if parameter.grad is not None:
-                own = self.local_shard(parameter.grad)
-                own.mul_(factor.to(own.device, own.dtype))
+                shard = self.local_shard(parameter.grad)
+                shard.mul_(factor.to(shard.device, shard.dtype))
 
 
-def cut_up(model: nn.Module, mesh: Any) -> None:
-    """Cut a model's layers up over a mesh of one dimension, by transformers' plan of it or one of its own.
+def parallelize(model: nn.Module, mesh: Any) -> None:
+    """Shard a model's layers over a mesh of one dimension, by transformers' plan or the model's `tp_plan`.
 
-    A model that is none of transformers has a `tp_plan`: names of modules, with `*` for any part of a name, and how
-    each is cut, "colwise", "rowwise" or a `ParallelStyle` of PyTorch.
+    A `tp_plan` has names of modules, with `*` for any part of a name, and how each is sharded: "colwise", "rowwise" or
+    a `ParallelStyle` of PyTorch.
 
     Raises:
         ConfigError: If the model has no plan, or one that does not fit it.
@@ -76,7 +77,7 @@ def cut_up(model: nn.Module, mesh: Any) -> None:
             "layers are cut up. Give it an attribute such as tp_plan={'body.0': 'colwise', 'body.2': 'rowwise'}, or "
             "take a model of transformers that has one."
         )
-    before = {id(one) for one in model.parameters()}
+    before = {id(parameter) for parameter in model.parameters()}
     if find is not None:
         from transformers.distributed.configuration_utils import DistributedConfig
         from transformers.distributed.tensor_parallel import apply_tensor_parallelism
@@ -84,8 +85,8 @@ def cut_up(model: nn.Module, mesh: Any) -> None:
         _check_heads(model, mesh.size())
         apply_tensor_parallelism(model, mesh, find(DistributedConfig(tp_size=mesh.size()))[0])
     else:
-        _cut_up_by(model, mesh, plan)
-    if not any(isinstance(one, DTensor) for one in model.parameters() if id(one) not in before):
+        _apply_plan(model, mesh, plan)
+    if not any(isinstance(parameter, DTensor) for parameter in model.parameters() if id(parameter) not in before):
         raise ConfigError(
             f"The plan of {type(model).__name__} for tensor parallelism cuts nothing up: {dict(plan)!r:.200}. Name "
             "modules that have weights."
@@ -103,19 +104,19 @@ def _check_heads(model: Any, size: int) -> None:
             )
 
 
-def _cut_up_by(model: nn.Module, mesh: Any, plan: Mapping[str, Any]) -> None:
-    """Cut a model up by a plan with PyTorch's own functions."""
+def _apply_plan(model: nn.Module, mesh: Any, plan: Mapping[str, Any]) -> None:
+    """Shard a model by a plan with PyTorch's own functions."""
     from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
     from torch.distributed.tensor.parallel.style import ParallelStyle
 
     styles = {"colwise": ColwiseParallel, "rowwise": RowwiseParallel}
     names = [name for name, _ in model.named_modules()]
     for pattern, style in plan.items():
-        found = fnmatch.filter(names, pattern)
-        if not found or not (style in styles if isinstance(style, str) else isinstance(style, ParallelStyle)):
+        matches = fnmatch.filter(names, pattern)
+        if not matches or not (style in styles if isinstance(style, str) else isinstance(style, ParallelStyle)):
             raise ConfigError(
                 f"`tp_plan` of {type(model).__name__} has {pattern!r}: {style!r}. Name a module of the model, and "
                 "'colwise', 'rowwise' or a ParallelStyle of torch.distributed.tensor.parallel."
             )
-        for name in found:
+        for name in matches:
             parallelize_module(model.get_submodule(name), mesh, styles[style]() if isinstance(style, str) else style)

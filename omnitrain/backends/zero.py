@@ -1,7 +1,8 @@
-"""DeepSpeed ZeRO: its engine runs backward, clips and steps by itself, on tensors sharded in its own buffers.
+"""The backend for DeepSpeed ZeRO.
 
-Weights and optimizer state are read and written per parameter, so a checkpoint holds what any other backend would
-have written. `deepspeed.py` has the configuration.
+Its engine runs backward, clips and steps by itself, on tensors sharded in its own buffers. Weights and optimizer state
+are read and written per parameter, so a checkpoint holds what any other backend would have written. `deepspeed.py` has
+the configuration.
 """
 
 from __future__ import annotations
@@ -22,7 +23,14 @@ from omnitrain.arguments import DEFAULTS
 from omnitrain.backends.ddp import DDP, Runner, run_wrapped
 from omnitrain.backends.deepspeed import fill_config
 from omnitrain.backends.norms import match_norm_dtypes
-from omnitrain.backends.start import Slot, Start, flat_slot, is_plain, named_tensors, preserve_shared_buffers
+from omnitrain.backends.start import (
+    ShardTarget,
+    WeightInitializer,
+    flat_target,
+    is_plain,
+    named_tensors,
+    preserve_shared_buffers,
+)
 from omnitrain.checkpoint.state_dicts import (
     IMPLEMENTATION,
     ParamState,
@@ -57,10 +65,10 @@ class LossScale(torch.amp.GradScaler):
     """DeepSpeed's own fp16 loss scale, with the settings and the state of PyTorch's; disabled without one.
 
     Args:
-        wanted: The argument `fp16_loss_scale`.
+        settings: The argument `fp16_loss_scale`.
     """
 
-    _OF_CONFIG = (
+    _CONFIG_KEYS = (
         "loss_scale",
         "initial_scale_power",
         "loss_scale_window",
@@ -69,13 +77,13 @@ class LossScale(torch.amp.GradScaler):
         "min_loss_scale",
     )
 
-    def __init__(self, wanted: Sequence[float]) -> None:
+    def __init__(self, settings: Sequence[float]) -> None:
         super().__init__("cpu", enabled=False)
-        self._wanted = wanted
-        self._own: Any = None
+        self._settings = settings
+        self._scaler: Any = None
 
-    def take(self, scale: Any, config: Mapping[str, Any]) -> None:
-        """Show DeepSpeed's scale from now on; set it up, unless its configuration does.
+    def attach(self, scale: Any, config: Mapping[str, Any]) -> None:
+        """Use DeepSpeed's scale, and set it up unless its configuration does.
 
         Args:
             scale: DeepSpeed's `loss_scaler`.
@@ -84,49 +92,49 @@ class LossScale(torch.amp.GradScaler):
         Raises:
             ConfigError: If both the configuration and the argument set it.
         """
-        self._enabled, self._own, wanted = True, scale, self._wanted
-        said = [name for name in self._OF_CONFIG if config.get(name, "auto") != "auto"]
-        if said and tuple(wanted) != DEFAULTS["fp16_loss_scale"]:
+        self._enabled, self._scaler, settings = True, scale, self._settings
+        configured = [name for name in self._CONFIG_KEYS if config.get(name, "auto") != "auto"]
+        if configured and tuple(settings) != DEFAULTS["fp16_loss_scale"]:
             raise ConfigError(
-                f"`fp16_loss_scale={wanted!r}`, and the DeepSpeed configuration sets {said[0]!r} of 'fp16'. Leave one "
-                "of them out."
+                f"`fp16_loss_scale={settings!r}`, and the DeepSpeed configuration sets {configured[0]!r} of 'fp16'. "
+                "Leave one of them out."
             )
-        if not said:
-            scale.cur_scale, scale.min_scale, scale.raise_error_at_min_scale = float(wanted[0]), 0.0, False
+        if not configured:
+            scale.cur_scale, scale.min_scale, scale.raise_error_at_min_scale = float(settings[0]), 0.0, False
             scale.delayed_shift = scale.cur_hysteresis = 1
-            scale.scale_window = growth_interval(wanted)
+            scale.scale_window = growth_interval(settings)
 
     def get_scale(self) -> float:
         """Return the scale in force."""
-        return 1.0 if self._own is None else float(self._own.cur_scale)
+        return 1.0 if self._scaler is None else float(self._scaler.cur_scale)
 
     def set_growth_interval(self, new_interval: int) -> None:
         """Set after how many steps without an overflow the scale doubles."""
-        self._own.scale_window = new_interval
+        self._scaler.scale_window = new_interval
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state of PyTorch's scaler at the same point, and what DeepSpeed counts besides."""
-        own = self._own
-        if own is None or not own.dynamic:
+        scaler = self._scaler
+        if scaler is None or not scaler.dynamic:
             return {}
-        stable, window = own.cur_iter - own.last_overflow_iter - 1, own.scale_window
+        stable, window = scaler.cur_iter - scaler.last_overflow_iter - 1, scaler.scale_window
         return {
-            "scale": float(own.cur_scale),
-            "growth_factor": float(own.scale_factor),
-            "backoff_factor": 1.0 / own.scale_factor,
+            "scale": float(scaler.cur_scale),
+            "growth_factor": float(scaler.scale_factor),
+            "backoff_factor": 1.0 / scaler.scale_factor,
             "growth_interval": window,
             "_growth_tracker": (stable - 1) % window if stable > 0 else 0,
-            "deepspeed": [stable, own.cur_hysteresis],
+            "deepspeed": [stable, scaler.cur_hysteresis],
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on from a state of this scaler, or of PyTorch's."""
-        own = self._own
-        if own is None or not own.dynamic:
+        """Restore a state of this scaler, or of PyTorch's."""
+        scaler = self._scaler
+        if scaler is None or not scaler.dynamic:
             return
-        stable, hysteresis = state_dict.get("deepspeed", (state_dict["_growth_tracker"] + 1, own.delayed_shift))
-        own.cur_scale, own.scale_window = state_dict["scale"], state_dict["growth_interval"]
-        own.cur_iter, own.last_overflow_iter, own.cur_hysteresis = stable, -1, hysteresis
+        stable, hysteresis = state_dict.get("deepspeed", (state_dict["_growth_tracker"] + 1, scaler.delayed_shift))
+        scaler.cur_scale, scaler.scale_window = state_dict["scale"], state_dict["growth_interval"]
+        scaler.cur_iter, scaler.last_overflow_iter, scaler.cur_hysteresis = stable, -1, hysteresis
 
 
 class Zero(DDP):
@@ -144,10 +152,10 @@ class Zero(DDP):
     has_master_weights = True
     unsupported: ClassVar[Mapping[str, str]] = MappingProxyType(
         {
-            "before_second_pass": "DeepSpeed's engine adds gradients up in buffers of its own, and keeps those of both",
-            "before_update": "DeepSpeed's engine clips and updates at once, in buffers of its own",
-            "freezing": "DeepSpeed's optimizer updates buffers in which frozen weights lie beside the others",
-            "sparse_gradients": "DeepSpeed's engine adds gradients up in buffers of its own, which are dense",
+            "before_second_pass": "DeepSpeed's engine adds gradients up in its own buffers, and keeps those of both",
+            "before_update": "DeepSpeed's engine clips and updates at once, in its own buffers",
+            "freezing": "DeepSpeed's optimizer updates buffers that hold frozen weights next to the others",
+            "sparse_gradients": "DeepSpeed's engine adds gradients up in its own buffers, which are dense",
         }
     )
     supports_several_optimizers = False
@@ -179,14 +187,16 @@ class Zero(DDP):
 
     def _wrap(self) -> tuple[nn.Module, nn.Module]:
         plugin = self.accelerator.state.deepspeed_plugin
-        start: Start | None = None
-        is_born_so = any(hasattr(one, "ds_id") for one in self.model.parameters())  # made under deepspeed.zero.Init
-        if _divides(plugin.deepspeed_config) and is_plain(self.model) and not is_born_so:
-            start = Start(self.model, self.ranks, self.initial)
-            start.pretend()
+        initializer: WeightInitializer | None = None
+        is_born_so = any(
+            hasattr(parameter, "ds_id") for parameter in self.model.parameters()
+        )  # made under deepspeed.zero.Init
+        if _partitions_weights(plugin.deepspeed_config) and is_plain(self.model) and not is_born_so:
+            initializer = WeightInitializer(self.model, self.ranks, self.initial)
+            initializer.fake_cpu_tensors()
         else:
-            self._fill_whole(always=True)
-        if self.ranks.is_main and any(one.dtype == torch.float64 for one in self.model.parameters()):
+            self._load_full_weights(always=True)
+        if self.ranks.is_main and any(parameter.dtype == torch.float64 for parameter in self.model.parameters()):
             logger.warning("DeepSpeed updates weights of float64 in float32, and checkpoints hold them so.")
         reductions = Dtypes(reductions=self._reductions).described
         fill_config(
@@ -211,15 +221,15 @@ class Zero(DDP):
         if has_modes(optimizer):
             raise ConfigError(
                 f"`optimizer` ({type(optimizer).__name__}) has train() and eval(), which change the weights for "
-                "evaluations, and DeepSpeed keeps these in buffers of its own. Use DDP or FSDP, or another optimizer."
+                "evaluations, and DeepSpeed keeps these in its own buffers. Use DDP or FSDP, or another optimizer."
             )
-        named = {id(parameter): bare_name(name) for name, parameter in self.model.named_parameters()}
+        names = {id(parameter): bare_name(name) for name, parameter in self.model.named_parameters()}
         groups = getattr(optimizer, "param_groups", None) or [{"params": optimizer.params}]
         # DeepSpeed leaves groups without parameters out
-        self._groups = [[named[id(one)] for one in group["params"]] for group in groups if group["params"]]
-        if start is not None:
-            self._partition(start, plugin.deepspeed_config)
-            self._end_start(start)
+        self._groups = [[names[id(parameter)] for parameter in group["params"]] for group in groups if group["params"]]
+        if initializer is not None:
+            self._partition(initializer, plugin.deepspeed_config)
+            self._finish_initialization(initializer)
         if self._compile_options is not None:
             self.model.compile(**self._compile_options)  # in place, as ZeRO 3 replaces the modules' parameter dicts
         with preserve_shared_buffers(self.model):
@@ -227,7 +237,7 @@ class Zero(DDP):
         self._zero = prepared.optimizer  # DeepSpeed's optimizer, inside accelerate's, whose `step` does nothing
         self._factor = 1.0
         if engine.fp16_enabled() and isinstance(self.scaler, LossScale):
-            self.scaler.take(self._zero.loss_scaler, plugin.deepspeed_config.get("fp16", {}))
+            self.scaler.attach(self._zero.loss_scaler, plugin.deepspeed_config.get("fp16", {}))
         self.optimizer = getattr(self._zero, "optimizer", self._zero)
         self._options = [
             {key: value for key, value in group.items() if key != "params"} for group in self.optimizer.param_groups
@@ -236,27 +246,29 @@ class Zero(DDP):
             match_norm_dtypes(self.model)  # DeepSpeed casts weights and leaves statistics in fp32
         return self.model, engine
 
-    def _partition(self, start: Start, config: Mapping[str, Any]) -> None:
-        """Divide the weights as stage 3 keeps them, while they have no memory, and fill each rank's parts."""
+    def _partition(self, initializer: WeightInitializer, config: Mapping[str, Any]) -> None:
+        """Partition the weights as stage 3 does, on the meta device, and fill each rank's partitions."""
         import deepspeed
 
-        parts = deepspeed.zero.Init(module=nn.Module(), config_dict_or_path=_of_parts(config))
+        parts = deepspeed.zero.Init(module=nn.Module(), config_dict_or_path=_partition_config(config))
         cast = next((dtype for name, dtype in _CASTS.items() if _is_enabled(config, name)), None)
-        start.take()
-        slots: dict[str, Slot] = {}
-        for name, one in named_tensors(self.model):
-            if not isinstance(one, nn.Parameter):
-                slots[name] = start.place_buffer(name, one, parts.local_device)
+        initializer.collect_tensors()
+        targets: dict[str, ShardTarget] = {}
+        for name, tensor in named_tensors(self.model):
+            if not isinstance(tensor, nn.Parameter):
+                targets[name] = initializer.move_buffer(name, tensor, parts.local_device)
                 continue
-            dtype = cast if cast is not None and one.is_floating_point() else one.dtype
-            one.data = torch.empty(one.shape, dtype=dtype, device=parts.local_device)  # one at a time, not written to
-            parts._convert_to_deepspeed_param(one)
-            one.partition()  # type: ignore[attr-defined]
-            own: Any = one
-            size = own.ds_tensor.numel()
-            begin, end = (min(size * (own.ds_zero_partition_rank + step), own.ds_numel) for step in (0, 1))
-            slots[name] = flat_slot(own.ds_tensor, begin, end)
-        start.fill(slots)
+            dtype = cast if cast is not None and tensor.is_floating_point() else tensor.dtype
+            tensor.data = torch.empty(
+                tensor.shape, dtype=dtype, device=parts.local_device
+            )  # one at a time, not written to
+            parts._convert_to_deepspeed_param(tensor)
+            tensor.partition()  # type: ignore[attr-defined]
+            parameter: Any = tensor
+            size = parameter.ds_tensor.numel()
+            begin, end = (min(size * (parameter.ds_zero_partition_rank + step), parameter.ds_numel) for step in (0, 1))
+            targets[name] = flat_target(parameter.ds_tensor, begin, end)
+        initializer.load(targets)
 
     def _placeholder(self) -> Any:
         """Return accelerate's placeholder for an optimizer that DeepSpeed creates from its configuration."""
@@ -306,7 +318,7 @@ class Zero(DDP):
         self._factor = factor  # applied when the next step unscales
 
     def finish_gradients(self, clip: Callable[[], torch.Tensor], announce: Callable[[], None]) -> torch.Tensor:
-        """Let DeepSpeed clip, check and update, all at once; return the norm before clipping."""
+        """Have DeepSpeed clip, check and update, all at once; return the norm before clipping."""
         announce()
         engine: Any = self.wrapped
         engine.set_gradient_accumulation_boundary(True)
@@ -339,8 +351,10 @@ class Zero(DDP):
         return True  # gradients are in DeepSpeed's buffers
 
     def ungrouped_parameters(self) -> list[str]:
-        held = {name for group in self._groups for name in group}
-        return [name for name, one in self._parameters().items() if one.requires_grad and name not in held]
+        grouped = {name for group in self._groups for name in group}
+        return [
+            name for name, parameter in self._parameters().items() if parameter.requires_grad and name not in grouped
+        ]
 
     def update(self) -> bool:
         return self._was_applied  # `finish_gradients` made the update
@@ -349,27 +363,29 @@ class Zero(DDP):
 
     def model_tensors(self) -> dict[str, Any]:
         """Return the weights in full precision, each gathered from all ranks on reading."""
-        parameters, found, model = self._parameters(), dict[str, Any](), unwrap(self.model)
+        parameters, tensors, model = self._parameters(), dict[str, Any](), unwrap(self.model)
         tied = {bare_name(name) for name, _ in model.named_parameters(remove_duplicate=False)}
         first = {name for name, _ in model.named_buffers()}
         tied |= {bare_name(name) for name, _ in model.named_buffers(remove_duplicate=False) if name not in first}
         for raw, value in model.state_dict().items():
             name = bare_name(raw)
             if name in parameters:
-                one = parameters[name]
-                read = functools.partial(self._read, one)
-                own = functools.partial(_own, one)
-                found[name] = Gathered(_shape(one), _dtype(one), read, own, self._flat(one))
+                parameter = parameters[name]
+                read = functools.partial(self._read, parameter)
+                local = functools.partial(_local_tensor, parameter)
+                tensors[name] = Gathered(
+                    _shape(parameter), _dtype(parameter), read, local, self._flat_reader(parameter)
+                )
             elif name not in tied and isinstance(value, torch.Tensor):
-                found[name] = value
-        return found
+                tensors[name] = value
+        return tensors
 
     def check_weights(self, tensors: Mapping[str, Any], where: str, absent: Collection[str] = ()) -> None:
-        present = {name: (name, (tuple(one.shape), one.dtype)) for name, one in self.model_tensors().items()}
-        first = {id(one): bare_name(name) for name, one in unwrap(self.model).named_buffers()}
-        for name, one in unwrap(self.model).named_buffers(remove_duplicate=False):
-            if first[id(one)] in present:
-                present.setdefault(bare_name(name), present[first[id(one)]])
+        present = {name: (name, (tuple(tensor.shape), tensor.dtype)) for name, tensor in self.model_tensors().items()}
+        first = {id(tensor): bare_name(name) for name, tensor in unwrap(self.model).named_buffers()}
+        for name, tensor in unwrap(self.model).named_buffers(remove_duplicate=False):
+            if first[id(tensor)] in present:
+                present.setdefault(bare_name(name), present[first[id(tensor)]])
         check_fit(present, tensors, where, absent=absent)
 
     def load_weights(
@@ -387,7 +403,7 @@ class Zero(DDP):
         self.check_weights(tensors, where, absent)
         parameters = self._parameters()
         present = [name for name in self.model_tensors() if name in tensors]
-        in_turn = [name for name in present if name in parameters and not self._is_in_ranges(parameters[name])]
+        in_turn = [name for name in present if name in parameters and not self._has_flat_ranges(parameters[name])]
         buffers: dict[str, torch.Tensor] = {}
         values: dict[str, torch.Tensor] = {}
 
@@ -396,17 +412,19 @@ class Zero(DDP):
                 if name not in parameters:
                     buffers[name] = read_local(tensors, name)
                 elif name not in in_turn:
-                    values[name] = _read_own(parameters[name], tensors, name)
+                    values[name] = _read_local(parameters[name], tensors, name)
 
         self.ranks.run_on_all("the reading of weights", read)
         content = buffers | {name: from_json(value) for name, value in extra.items()}
         load_with_custom_hooks(self.model, content, where, self.ranks)
         for name in list(values):
-            _set_own(parameters[name], values.pop(name))
+            _set_local(parameters[name], values.pop(name))
         for name in in_turn:
-            self._load_whole(parameters[name], tensors, name, where)
+            self._load_gathered(parameters[name], tensors, name, where)
 
-    def _load_whole(self, parameter: nn.Parameter, tensors: Mapping[str, torch.Tensor], name: str, where: str) -> None:
+    def _load_gathered(
+        self, parameter: nn.Parameter, tensors: Mapping[str, torch.Tensor], name: str, where: str
+    ) -> None:
         try:
             value = tensors[name].to(parameter.device)
         except CheckpointError as error:  # no longer one after which a run could go on
@@ -417,13 +435,13 @@ class Zero(DDP):
             _set(parameter, value)
 
     def unsupported_monitoring(self) -> dict[str, str]:
-        found = {"gradients": "DeepSpeed keeps them in buffers of its own"}
-        if any(hasattr(one, "ds_id") for one in self.model.parameters()):
-            found |= dict.fromkeys(("weights", "updates"), "ZeRO 3 keeps the weights in parts of its own")
-        return found
+        reasons = {"gradients": "DeepSpeed keeps them in its own buffers"}
+        if any(hasattr(parameter, "ds_id") for parameter in self.model.parameters()):
+            reasons |= dict.fromkeys(("weights", "updates"), "ZeRO 3 keeps the weights in its own partitions")
+        return reasons
 
     def local_shard(self, tensor: Any) -> torch.Tensor:
-        # DeepSpeed's buffers differ between stages, so the whole weight is kept, as in a checkpoint
+        # DeepSpeed's buffers differ between stages, so the full weight is copied, as in a checkpoint
         return tensor.read() if isinstance(tensor, Gathered) else tensor.detach()
 
     def optimizer_state(self) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -435,13 +453,15 @@ class Zero(DDP):
         tensors: dict[str, Any] = {}
         numbers, vectors = self._entries()
         if vectors:
-            self._link()  # DeepSpeed links after the first step of the first group, when other groups have no state
+            self._link_state()  # DeepSpeed does it after the first group's first step, when other groups have no state
         parameters = self._parameters()
         for name in (name for group in self._groups for name in group):
-            one = parameters[name]
+            parameter = parameters[name]
             for entry in vectors:
-                read = functools.partial(_on_host, safe_get_full_optimizer_state, one, entry)
-                tensors[f"{name}/{entry}"] = Gathered(_shape(one), torch.float32, read, flat=self._flat(one, entry))
+                read = functools.partial(_copy_to_host, safe_get_full_optimizer_state, parameter, entry)
+                tensors[f"{name}/{entry}"] = Gathered(
+                    _shape(parameter), torch.float32, read, flat=self._flat_reader(parameter, entry)
+                )
             for entry, value in numbers.items():
                 tensors[f"{name}/{entry}"] = torch.tensor(float(value), dtype=torch.float32)
         groups = [
@@ -457,7 +477,7 @@ class Zero(DDP):
         check_groups(self._groups, [group["params"] for group in saved["groups"]], where)
 
     def check_optimizer(self, tensors: Mapping[str, Any], saved: Any, where: str) -> None:
-        """Refuse a state that the same optimizer would not have on one device; ZeRO keeps it in full precision."""
+        """Reject a state that the same optimizer would not have on one device; ZeRO keeps it in full precision."""
         self.check_groups(saved, where)
         check_options(self.optimizer, saved["groups"], where)
         flat = state_specs(self.optimizer)  # for its flat tensors, in which parameters follow each other
@@ -465,23 +485,23 @@ class Zero(DDP):
         for key in tensors:  # a vector is a number only where the parameter is one
             entry = key.rpartition("/")[2]
             entries[entry] = entries.get(entry) or spec_of(tensors, key)[0]
-        parameters, wanted = self._parameters(), dict[str, ParamState]()
+        parameters, expected = self._parameters(), dict[str, ParamState]()
         for group, names in zip(self.optimizer.param_groups, self._groups, strict=True):
-            held = ParamState({})
-            for one in group["params"]:
-                held = flat[id(one)]
-            shapes = {entry: shape for entry, (shape, _) in held.specs.items()} or entries
+            state = ParamState({})
+            for parameter in group["params"]:
+                state = flat[id(parameter)]
+            shapes = {entry: shape for entry, (shape, _) in state.specs.items()} or entries
             for name in names:
-                own = _shape(parameters[name])
-                specs = {entry: (own if shape else (), torch.float32) for entry, shape in shapes.items()}
-                wanted[name] = ParamState(specs, held.required)
-        check_state(wanted, tensors, (), where)
+                shape_of = _shape(parameters[name])
+                specs = {entry: (shape_of if shape else (), torch.float32) for entry, shape in shapes.items()}
+                expected[name] = ParamState(specs, state.required)
+        check_state(expected, tensors, (), where)
 
     def load_optimizer(self, tensors: Mapping[str, torch.Tensor], saved: Any, where: str) -> None:
         self.check_optimizer(tensors, saved, where)
         for group, options in zip(self.optimizer.param_groups, saved["groups"], strict=True):
-            kept = {key: like(from_json(value), group.get(key)) for key, value in options.items() if key != "params"}
-            group |= {key: value for key, value in kept.items() if key not in IMPLEMENTATION}
+            loaded = {key: like(from_json(value), group.get(key)) for key, value in options.items() if key != "params"}
+            group |= {key: value for key, value in loaded.items() if key not in IMPLEMENTATION}
         by_entry: dict[str, list[str]] = {}
         for key in tensors:
             name, _, entry = key.rpartition("/")
@@ -497,43 +517,43 @@ class Zero(DDP):
         for flat in self._partitions():
             vectors = {entry: torch.zeros_like(flat) for entry in by_entry if entry not in numbers}
             self.optimizer.state[flat] = {**{entry: value.clone() for entry, value in numbers.items()}, **vectors}
-        self._link()
+        self._link_state()
         parameters = self._parameters()
         for entry, names in by_entry.items():
             for name in names if entry not in numbers else ():
-                one, key = parameters[name], f"{name}/{entry}"
-                if is_local(tensors) and self._is_in_ranges(one):
-                    begin, own = _range(one, entry)
-                    _set_range(one, read_range(tensors, key, begin, begin + own.numel()), entry)
+                parameter, key = parameters[name], f"{name}/{entry}"
+                if is_local(tensors) and self._has_flat_ranges(parameter):
+                    begin, current = _range(parameter, entry)
+                    _set_range(parameter, read_range(tensors, key, begin, begin + current.numel()), entry)
                 else:
-                    _set(one, tensors[key], entry)
+                    _set(parameter, tensors[key], entry)
 
-    def _link(self) -> None:
-        """Renew the views that stages 1 and 2 keep of each parameter's part of the state."""
+    def _link_state(self) -> None:
+        """Update the views that stages 1 and 2 keep of each parameter's part of the state."""
         if hasattr(self._zero, "_lazy_init_hp_params_optimizer_state"):
             self._zero._hp_optimizer_states_linked = False
             self._zero._lazy_init_hp_params_optimizer_state()
 
     def _parameters(self) -> dict[str, nn.Parameter]:
-        return {bare_name(name): one for name, one in unwrap(self.model).named_parameters()}
+        return {bare_name(name): parameter for name, parameter in unwrap(self.model).named_parameters()}
 
     def _read(self, parameter: nn.Parameter) -> torch.Tensor:
         from deepspeed.utils import safe_get_full_fp32_param
 
         if parameter.requires_grad:
-            return _on_host(safe_get_full_fp32_param, parameter).to(_dtype(parameter))
+            return _copy_to_host(safe_get_full_fp32_param, parameter).to(_dtype(parameter))
         with self._gathered(parameter):
             return parameter.detach().cpu().clone()
 
-    def _flat(self, parameter: Any, *entry: str) -> Callable[[], tuple[int, torch.Tensor]] | None:
+    def _flat_reader(self, parameter: Any, *entry: str) -> Callable[[], tuple[int, torch.Tensor]] | None:
         """Return what `Gathered.flat` is for a parameter, or for an entry of the optimizer's state for it."""
-        if not self._is_in_ranges(parameter):
+        if not self._has_flat_ranges(parameter):
             return None
         if parameter.requires_grad or hasattr(parameter, "ds_id"):
             return functools.partial(_range, parameter, *entry)
-        return functools.partial(_range_of_whole, parameter, self.ranks.is_main)
+        return functools.partial(_full_range, parameter, self.ranks.is_main)
 
-    def _is_in_ranges(self, parameter: Any) -> bool:
+    def _has_flat_ranges(self, parameter: Any) -> bool:
         """Return whether the ranks hold disjoint ranges of a parameter as plain numbers; the same on all of them."""
         if not hasattr(parameter, "ds_id"):
             group = getattr(parameter, "_dp_group", None)
@@ -555,9 +575,9 @@ class Zero(DDP):
 
     def _entries(self) -> tuple[dict[str, Any], list[str]]:
         """Return the entries of the optimizer's state: numbers shared by all parameters, and the names of vectors."""
-        for flat, held in self.optimizer.state.items():
-            vectors = [key for key, value in held.items() if torch.is_tensor(value) and value.shape == flat.shape]
-            return {key: value for key, value in held.items() if key not in vectors}, vectors
+        for flat, state in self.optimizer.state.items():
+            vectors = [key for key, value in state.items() if torch.is_tensor(value) and value.shape == flat.shape]
+            return {key: value for key, value in state.items() if key not in vectors}, vectors
         return {}, []
 
     def _partitions(self) -> list[torch.Tensor]:
@@ -567,28 +587,28 @@ class Zero(DDP):
 
 
 _CASTS = {"fp16": torch.float16, "bf16": torch.bfloat16}
-"""What DeepSpeed casts weights to before it divides them, by entries of its configuration."""
+"""The dtypes that DeepSpeed casts weights to before it partitions them, by entries of its configuration."""
 
 
 def _is_enabled(config: Mapping[str, Any], name: str) -> bool:
     return config.get(name, {}).get("enabled") is True
 
 
-def _divides(config: Mapping[str, Any]) -> bool:
-    """Whether weights are divided over all ranks, in memory and as they are."""
+def _partitions_weights(config: Mapping[str, Any]) -> bool:
+    """Return whether weights are partitioned over all ranks, in memory and unquantized."""
     zero = config.get("zero_optimization", {})
     offload = zero.get("offload_param") or {}
-    others = ("zero_quantized_weights", "zero_quantized_nontrainable_weights", "mics_shard_size")
+    unsupported = ("zero_quantized_weights", "zero_quantized_nontrainable_weights", "mics_shard_size")
     is_grouped = zero.get("zero_hpz_partition_size", 1) not in (1, "auto")
-    is_plain = not any(zero.get(name) not in (None, False, "auto", -1) for name in others)
+    is_plain = not any(zero.get(name) not in (None, False, "auto", -1) for name in unsupported)
     return zero.get("stage") == 3 and offload.get("device") != "nvme" and is_plain and not is_grouped
 
 
-def _of_parts(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what of a configuration says how weights are divided; accelerate fills the rest in later."""
+def _partition_config(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the part of a configuration that partitions weights; accelerate fills in the rest later."""
     zero = {key: value for key, value in config["zero_optimization"].items() if value != "auto"}
-    found: dict[str, Any] = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": zero}
-    return found | {name: {"enabled": True} for name in _CASTS if _is_enabled(config, name)}
+    settings: dict[str, Any] = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": zero}
+    return settings | {name: {"enabled": True} for name in _CASTS if _is_enabled(config, name)}
 
 
 def _set(parameter: Any, value: torch.Tensor, *entry: str) -> None:
@@ -605,8 +625,8 @@ def _set(parameter: Any, value: torch.Tensor, *entry: str) -> None:
     # DeepSpeed's own function for stage 3 fails if the parts are padded
     size = parameter.ds_tensor.numel()
     part = value.new_zeros(size)
-    own = value.flatten()[size * torch.distributed.get_rank(parameter.ds_process_group) :][:size]
-    part[: own.numel()] = own
+    values = value.flatten()[size * torch.distributed.get_rank(parameter.ds_process_group) :][:size]
+    part[: values.numel()] = values
     set_local = utils.safe_set_local_optimizer_state if entry else utils.safe_set_local_fp32_param
     set_local(parameter, part, *entry)
 
@@ -621,18 +641,18 @@ def _range(parameter: Any, *entry: str) -> tuple[int, torch.Tensor]:
             return 0, torch.empty(0, dtype=torch.float32)
         return mapping.lp_fragment_address.start, mapping.get_hp_fragment(*entry).detach().float()
     if not parameter.requires_grad:
-        own = parameter.ds_tensor
+        values = parameter.ds_tensor
     elif entry:
-        own = utils.safe_get_local_optimizer_state(parameter, *entry).float()
+        values = utils.safe_get_local_optimizer_state(parameter, *entry).float()
     else:
-        own = utils.safe_get_local_fp32_param(parameter).float()
+        values = utils.safe_get_local_fp32_param(parameter).float()
     begin, end = _bounds(parameter)
-    return begin, own.detach().flatten()[: end - begin]
+    return begin, values.detach().flatten()[: end - begin]
 
 
-def _range_of_whole(parameter: nn.Parameter, is_main: bool) -> tuple[int, torch.Tensor]:
-    own = parameter.detach().flatten()
-    return 0, own if is_main else own[:0]
+def _full_range(parameter: nn.Parameter, is_main: bool) -> tuple[int, torch.Tensor]:
+    values = parameter.detach().flatten()
+    return 0, values if is_main else values[:0]
 
 
 def _bounds(parameter: Any) -> tuple[int, int]:
@@ -642,32 +662,32 @@ def _bounds(parameter: Any) -> tuple[int, int]:
     return begin, min(begin + size, numel)
 
 
-def _is_whole(parameter: Any) -> bool:
-    """Return whether this rank has the whole weight, as of small ones under stage 3."""
+def _is_gathered(parameter: Any) -> bool:
+    """Return whether this rank has the full weight, as it has small ones under stage 3."""
     from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 
     return not hasattr(parameter, "ds_id") or parameter.ds_status == ZeroParamStatus.AVAILABLE
 
 
-def _read_own(parameter: Any, tensors: Mapping[str, torch.Tensor], name: str) -> torch.Tensor:
+def _read_local(parameter: Any, tensors: Mapping[str, torch.Tensor], name: str) -> torch.Tensor:
     """Read what this rank holds of a weight: all of it, or its range."""
-    if _is_whole(parameter):
+    if _is_gathered(parameter):
         return read_local(tensors, name)
     begin, end = _bounds(parameter)
     if is_local(tensors):
         return read_range(tensors, name, begin, end)
-    return tensors[name].flatten()[begin:end].clone()  # a view would keep the whole in memory
+    return tensors[name].flatten()[begin:end].clone()  # a view would keep the full weight in memory
 
 
-def _set_own(parameter: Any, value: torch.Tensor) -> None:
-    """Set a weight to what `_read_own` returned, without communication."""
-    is_whole = _is_whole(parameter)
-    if is_whole:
+def _set_local(parameter: Any, value: torch.Tensor) -> None:
+    """Set a weight to what `_read_local` returned, without communication."""
+    is_gathered = _is_gathered(parameter)
+    if is_gathered:
         with torch.no_grad():
             parameter.copy_(value)
     if hasattr(parameter, "ds_id"):
         begin, end = _bounds(parameter)
-        part = value.flatten()[begin:end] if is_whole else value
+        part = value.flatten()[begin:end] if is_gathered else value
         with torch.no_grad():
             parameter.ds_tensor.data.view(-1)[: end - begin].copy_(part)
         if parameter.requires_grad:
@@ -690,7 +710,7 @@ def _set_range(parameter: Any, part: torch.Tensor, *entry: str) -> None:
     set_local(parameter, padded, *entry)
 
 
-def _on_host(read: Any, parameter: nn.Parameter, *entry: str) -> torch.Tensor:
+def _copy_to_host(read: Any, parameter: nn.Parameter, *entry: str) -> torch.Tensor:
     shape = _shape(parameter)
     if not math.prod(shape):  # of which stages 1 and 2 have no copy
         return torch.empty(shape, dtype=torch.float32)
@@ -701,7 +721,7 @@ def _shape(parameter: nn.Parameter) -> tuple[int, ...]:
     return tuple(getattr(parameter, "ds_shape", parameter.shape))
 
 
-def _own(parameter: Any) -> torch.Tensor:
+def _local_tensor(parameter: Any) -> torch.Tensor:
     """Return this rank's part of a parameter, which stage 3 keeps in a separate tensor."""
     return getattr(parameter, "ds_tensor", parameter)
 

@@ -1,6 +1,6 @@
-"""Whether a process of this machine is alive, identified by a record that it wrote of itself.
+"""Identification of processes, and detection of dead ones.
 
-A process id alone is not enough: it means another process in another container, and ids are reused.
+A process id is not enough: it means another process in another container, and ids are reused.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ def identify_process() -> dict[str, Any]:
         "boot": _boot(),
         "namespace": _namespace(),
         "pid": os.getpid(),
-        "started": _stat_of(os.getpid())[1],
+        "started": _stat(os.getpid())[1],
     }
 
 
 def is_in_same_container(process: Mapping[str, Any]) -> bool:
-    """Return whether this process can check another one, which must be in the same container."""
+    """Return whether another process is in the same container, where this one can check it."""
     return (process["boot"], process["namespace"]) == (_boot(), _namespace()) and os.name == "posix"
 
 
@@ -36,8 +36,8 @@ def is_alive(process: Mapping[str, Any]) -> bool:
         return False
     except OSError:
         pass  # it belongs to another user
-    (state, found), started = _stat_of(process["pid"]), process.get("started")
-    return state not in ("Z", "X") and (started is None or found is None or found == started)
+    (state, current), recorded = _stat(process["pid"]), process.get("started")
+    return state not in ("Z", "X") and (recorded is None or current is None or current == recorded)
 
 
 def _boot() -> str:
@@ -51,7 +51,7 @@ def _namespace() -> str:
         return ""
 
 
-def _stat_of(pid: int) -> tuple[str, str | None]:
+def _stat(pid: int) -> tuple[str, str | None]:
     """Return the state and the start time of a process, from Linux's /proc."""
     fields = _first_line(f"/proc/{pid}/stat").rpartition(")")[2].split()
     return (fields[0], fields[19]) if len(fields) > 19 else ("", None)

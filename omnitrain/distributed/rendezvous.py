@@ -1,6 +1,6 @@
-"""Rendezvous of the ranks: how they find each other, even after a restart of all of them, and notice lost ones.
+"""Rendezvous of the ranks, also after a restart of all of them.
 
-`distributed.py` has their communication afterwards.
+`ranks.py` has their communication afterwards.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ _VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 _registered: set[str] = set()
 _timeout: float | None = None
 """The timeout of the latest `watch_init_process_group`."""
-_met: ProcessRanks | None = None
+_ranks: ProcessRanks | None = None
 """The ranks of the latest rendezvous; the trainers of a program share them."""
 
 
 @contextlib.contextmanager
 def watch_init_process_group(timeout: float | None) -> Iterator[str | None]:
-    """Detect lost ranks while libraries form the process group, and set up more, inside.
+    """Detect lost ranks while libraries set up their communication inside.
 
     Args:
         timeout: Seconds without progress until the start fails, at least a minute; None is 30 minutes.
@@ -57,16 +57,16 @@ def watch_init_process_group(timeout: float | None) -> Iterator[str | None]:
     if _SCHEME not in _registered:
         register_rendezvous_handler(_SCHEME, _rendezvous)
         _registered.add(_SCHEME)
-    before = _met
+    previous = _ranks
     try:
         yield f"{_SCHEME}://" if all(map(os.environ.get, _VARIABLES)) else None
     except RuntimeError as error:
-        if _met is not None and _met is not before and is_connection_error(error):
-            raise _met.lost_at_start(error) from error
+        if _ranks is not None and _ranks is not previous and is_connection_error(error):
+            raise _ranks.lost_at_start(error) from error
         raise
     finally:
-        if _met is not None and _met is not before:
-            _met.world, _met.phase = dist.group.WORLD, ""
+        if _ranks is not None and _ranks is not previous:
+            _ranks.world, _ranks.phase = dist.group.WORLD, ""
 
 
 def connected_ranks(timeout: float | None = None, mesh: Any = None) -> ProcessRanks:
@@ -76,14 +76,14 @@ def connected_ranks(timeout: float | None = None, mesh: Any = None) -> ProcessRa
         timeout: Seconds without progress until connecting fails; None is 30 minutes.
         mesh: The `DeviceMesh` to lay them out in.
     """
-    global _met
-    if _met is None or _met.world is not dist.group.WORLD:
+    global _ranks
+    if _ranks is None or _ranks.world is not dist.group.WORLD:
         store = distributed_c10d._get_default_store()  # the one place that all ranks can certainly reach
-        _met = ProcessRanks(store, dist.get_rank(), dist.get_world_size(), timeout)
-    if not _met.is_connected:
-        _met.connect()
-    _met.set_mesh(mesh)
-    return _met
+        _ranks = ProcessRanks(store, dist.get_rank(), dist.get_world_size(), timeout)
+    if not _ranks.is_connected:
+        _ranks.connect()
+    _ranks.set_mesh(mesh)
+    return _ranks
 
 
 def reject_several_processes(trainer: str) -> None:
@@ -103,7 +103,7 @@ def reject_several_processes(trainer: str) -> None:
         raise DistributedError(
             f"{trainer} trains on one process, and this is one of {processes}, each of which would train on all of the "
             "data by itself. Use AccelerateTrainer, which trains on all of them together, or start one process. If "
-            "they are to train apart, unset RANK and WORLD_SIZE."
+            "they are to train separately, unset RANK and WORLD_SIZE."
         )
 
 
@@ -116,23 +116,23 @@ def _rendezvous(
     ones (pytorch issue 135712), and cannot connect. The number of restarts cannot tell attempts apart: each machine
     has its own.
     """
-    global _met
+    global _ranks
     rank, size = os.environ["RANK"], os.environ["WORLD_SIZE"]
     quiet, limit = ranks.QUIET_S, timeout
     if _timeout is not None:
         limit = datetime.timedelta(seconds=max(_timeout, ranks.SILENCE_S))
-    said = f"Rank {rank} waits for the others of {size} processes at {os.environ['MASTER_ADDR']}"
+    text = f"Rank {rank} waits for the others of {size} processes at {os.environ['MASTER_ADDR']}"
     longest = 2 * limit.total_seconds() + ranks.SILENCE_S  # a store that has stopped may never answer
     timers = [
-        threading.Timer(quiet, logger.warning, (f"{said}, and has for {quiet:.0f} seconds.",)),
-        threading.Timer(longest, _give_up, (f"{said}, and got no answer in {longest:.0f} seconds.",)),
+        threading.Timer(quiet, logger.warning, (f"{text}, and has for {quiet:.0f} seconds.",)),
+        threading.Timer(longest, _exit_with_error, (f"{text}, and got no answer in {longest:.0f} seconds.",)),
     ]
     for timer in timers:
         timer.daemon = True
         timer.start()
     try:
         if rank != "0":
-            _await_store(limit.total_seconds())
+            _wait_for_store(limit.total_seconds())
         store, rank, world_size = next(iter(rendezvous_by("env://", timeout=limit)))
         if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
             store = PrefixStore(f"omnitrain/{agree_on_name(store, rank, world_size, limit)}", store)
@@ -145,18 +145,18 @@ def _rendezvous(
         for timer in timers:
             timer.cancel()
     if world_size > 1:
-        _met = ProcessRanks(store, rank, world_size, _timeout)
+        _ranks = ProcessRanks(store, rank, world_size, _timeout)
     yield store, rank, world_size
 
 
-def _give_up(text: str) -> None:
-    """End this process, from another thread than the main one, as the main one waits for ever."""
+def _exit_with_error(text: str) -> None:
+    """End this process from a timer's thread, as the main one waits forever."""
     sys.stdout.flush()
     print(f"omnitrain.core.errors.DistributedError: {text}", file=sys.stderr, flush=True)
     ranks.exit_now(1)
 
 
-def _await_store(seconds: float) -> None:
+def _wait_for_store(seconds: float) -> None:
     """Wait until the store can be reached; PyTorch's own wait takes up to three times the given time.
 
     Raises:
@@ -183,16 +183,16 @@ def agree_on_name(store: Store, rank: int, world_size: int, timeout: datetime.ti
     Raises:
         TimeoutError: If the processes did not find each other in time.
     """
-    own, end, pause = uuid.uuid4().hex, time.monotonic() + timeout.total_seconds(), 0.005
+    token, end, pause = uuid.uuid4().hex, time.monotonic() + timeout.total_seconds(), 0.005
     if rank == 0:
-        store.set("omnitrain/attempt", own)
-        answers = [f"omnitrain/{own}/{other}" for other in range(1, world_size)]
-        store.set(f"omnitrain/{own}/all", json.dumps([store.get(answer).decode() for answer in answers]))
-        return own
+        store.set("omnitrain/attempt", token)
+        answers = [f"omnitrain/{token}/{other}" for other in range(1, world_size)]
+        store.set(f"omnitrain/{token}/all", json.dumps([store.get(answer).decode() for answer in answers]))
+        return token
     while time.monotonic() < end:
         name = store.get("omnitrain/attempt").decode()
-        store.set(f"omnitrain/{name}/{rank}", own)
-        if store.check([f"omnitrain/{name}/all"]) and own in json.loads(store.get(f"omnitrain/{name}/all")):
+        store.set(f"omnitrain/{name}/{rank}", token)
+        if store.check([f"omnitrain/{name}/all"]) and token in json.loads(store.get(f"omnitrain/{name}/all")):
             return name
         time.sleep(pause)
         pause = min(2 * pause, 1.0)

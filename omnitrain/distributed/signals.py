@@ -1,7 +1,8 @@
-"""Signals that the main thread has not handled: Python runs handlers only in that thread, between two calls.
+"""Detection of signals that the main thread has not handled.
 
-While it waits inside a library call, a signal has no effect. But Python's low-level handler writes each signal into a
-pipe, where another thread can see it. `callbacks/interrupt.py` decides what a signal does to a run.
+Python runs handlers only in the main thread, between two calls: while it waits inside a library call, a signal has no
+effect. But Python's low-level handler writes each signal into a pipe, where another thread can see it.
+`callbacks/interrupt.py` decides what a signal does to a run.
 """
 
 from __future__ import annotations
@@ -55,11 +56,11 @@ def handle(number: int) -> bool:
     with _lock:
         _read()
         _unhandled.clear()
-        now = time.monotonic()
-        if _first and not is_second(number, now):
+        received_at = time.monotonic()
+        if _first and not is_second(number, received_at):
             return False
         if not _first:
-            _first.append((number, now))
+            _first.append((number, received_at))
         return True
 
 
@@ -70,8 +71,8 @@ def handled() -> int:
 
 def is_second(number: int, when: float) -> bool:
     """Return whether a signal is a second one, not the first one again by way of the process group."""
-    first, then = _first[0] if _first else (_unhandled or [(number, when)])[0]
-    return number != first or when - then >= ECHO_SECONDS
+    first, first_at = _first[0] if _first else (_unhandled or [(number, when)])[0]
+    return number != first or when - first_at >= ECHO_SECONDS
 
 
 def unhandled() -> list[tuple[int, float]]:
@@ -84,8 +85,8 @@ def unhandled() -> list[tuple[int, float]]:
 def _read() -> None:
     with contextlib.suppress(BlockingIOError):
         while _pipe and (numbers := os.read(_pipe[0], 100)):
-            now = time.monotonic()
-            _unhandled.extend((number, now) for number in numbers if number in (signal.SIGTERM, signal.SIGINT))
+            received_at = time.monotonic()
+            _unhandled.extend((number, received_at) for number in numbers if number in (signal.SIGTERM, signal.SIGINT))
 
 
 def _close() -> None:

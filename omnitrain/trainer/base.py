@@ -866,7 +866,7 @@ class BaseTrainer(Hooks, ABC):
 
     @model.setter
     def model(self, model: nn.Module) -> None:
-        self.backend.model, self.backend.wrapped = model, self.backend.compiled(model)
+        self.backend.model, self.backend.wrapped = model, self.backend.maybe_compile(model)
 
     @property
     def model_wrapped(self) -> nn.Module:

@@ -213,7 +213,7 @@ class Hooks:
 
     def _setup_training_components(self) -> None:
         """Put the model on its device and wrap it. `self.optimizer` is built afterwards, unless this sets it."""
-        self.backend.place()
+        self.backend.prepare()
 
     def _seed(self) -> None:
         """Seed the generators that training draws from, differently on each rank, so that dropout masks differ."""
