@@ -119,7 +119,7 @@ class Loader:
         """Begin the next pass at a recorded position, unless it is after the position where the pass begins."""
 
     def merge_states(self, states: list[Any]) -> Any:
-        """Return one state of those of all ranks, if each has a share of its own."""
+        """Return one state from those of all ranks, if each has its own share."""
         return {"ranks": states}
 
     def local_state(self, state: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Datasets that callbacks change during a run: curricula, active learning, replay buffers."""
+"""Datasets that callbacks change during a run."""
 
 from __future__ import annotations
 
@@ -97,15 +97,15 @@ def test_length_of_subset_of_tensors_is_asked() -> None:
 
 def test_length_of_evaluation_set_is_asked() -> None:
     data, evaluation = Pool(6), Pool(4)
-    seen = []
+    lengths = []
 
     def count(outputs: Any, labels: Any) -> dict[str, float]:
-        seen.append(len(labels))
+        lengths.append(len(labels))
         return {}
 
     trainer = make("native", data, [6, 6], [Resize(evaluation, [4, 9])], eval_dataset=evaluation, compute_metrics=count)
     trainer.train()
-    assert seen[-2:] == [4, 9]
+    assert lengths[-2:] == [4, 9]
 
 
 class StopAfter(Callback):
@@ -225,7 +225,7 @@ def levels(place: str, num_workers: int, in_the_middle: bool = False) -> dict[in
         epochs=2, batch_size=4, loss_fn=F.mse_loss, num_workers=num_workers,
     )  # fmt: skip
     trainer.train()
-    return {epoch: sorted(set(seen)) for epoch, seen in trainer.algorithms[0].epochs.items()}
+    return {epoch: sorted(set(values)) for epoch, values in trainer.algorithms[0].epochs.items()}
 
 
 @pytest.mark.processes

@@ -1,4 +1,4 @@
-"""From samples to batches, how many samples a batch holds, and moving it to a device."""
+"""Collation, counting of samples, and copies to a device."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def test_collator_gives_floats_the_default_dtype() -> None:
 )  # fmt: skip
 def test_collator_keeps_text_and_objects_as_lists(values: list[Any]) -> None:
     batch = collate([{"x": value} for value in values])["x"]
-    assert type(batch) is list and all(kept is value for kept, value in zip(batch, values, strict=True))
+    assert type(batch) is list and all(entry is value for entry, value in zip(batch, values, strict=True))
 
 
 @pytest.mark.parametrize("ragged", [False, True])
@@ -195,8 +195,8 @@ def test_collator_with_mask_hides_padding(side: str) -> None:
     assert batch["attention_mask"].dtype is torch.int64
     assert "attention_mask" not in masking(ragged[:1] * 2) and "attention_mask" not in Collator()(ragged)
     assert "attention_mask" not in masking([{"x": [1]}, {"x": [1, 2]}])
-    own = [{**sample, "attention_mask": [1] * len(sample["input_ids"])} for sample in ragged]
-    assert torch.equal(masking(own)["attention_mask"] == 1, batch["attention_mask"] == 1)
+    masked = [{**sample, "attention_mask": [1] * len(sample["input_ids"])} for sample in ragged]
+    assert torch.equal(masking(masked)["attention_mask"] == 1, batch["attention_mask"] == 1)
     embeds = masking([{"inputs_embeds": torch.ones(2, 5)}, {"inputs_embeds": torch.ones(1, 5)}])
     assert embeds["attention_mask"].sum() == 3
 
@@ -204,9 +204,11 @@ def test_collator_with_mask_hides_padding(side: str) -> None:
 def test_padded_batch_keeps_its_tokens() -> None:
     """Also when worker processes send it, and when it is copied."""
     batch = Collator()([{"input_ids": [4, 5]}, {"input_ids": [0]}])
-    for one in (batch, copy.copy(batch), pickle.loads(pickle.dumps(batch))):
+    for clone in (batch, copy.copy(batch), pickle.loads(pickle.dumps(batch))):
         assert (
-            isinstance(one, PaddedBatch) and one.count_tokens() == 3 and one["input_ids"].tolist() == [[4, 5], [0, 0]]
+            isinstance(clone, PaddedBatch)
+            and clone.count_tokens() == 3
+            and clone["input_ids"].tolist() == [[4, 5], [0, 0]]
         )
     assert not hasattr(split_batch(batch, 1)[0], "count_tokens")  # of the part, they are unknown
     assert not hasattr(Collator()([{"input_ids": [4, 5]}, {"input_ids": [0, 1]}]), "count_tokens")

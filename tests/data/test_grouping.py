@@ -1,4 +1,4 @@
-"""Samples of alike length in groups: the order, the padding that it saves, and what is refused."""
+"""Grouping by length: order, padding and errors."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where batches come from: map-style datasets, streams and users' own loaders, with and without workers."""
+"""Loaders of map-style datasets, streams and custom loaders, with and without workers."""
 
 from __future__ import annotations
 
@@ -430,9 +430,9 @@ def test_stream_may_have_a_length() -> None:
         def __len__(self) -> int:
             raise NotImplementedError
 
-    sized, *others = (make_loader(stream(), 2, name="d") for stream in (Sized, Unsized, Numbers))
+    sized, *unsized = (make_loader(stream(), 2, name="d") for stream in (Sized, Unsized, Numbers))
     assert (sized.size, len(sized)) == (11, 6)  # type: ignore[arg-type]
-    for loader in others:
+    for loader in unsized:
         with pytest.raises(TypeError, match="no length"):
             len(loader)  # type: ignore[arg-type]
 
@@ -463,8 +463,8 @@ def test_stream_shares_steps_that_do_not_divide(position: int) -> None:
     starts = [*range(position, size, 8), *range(position + 3, size, 8)]
     assert shared == [[*range(start, end)] for start, end in itertools.pairwise([*sorted(starts), size])]
     assert max(part.samples for turn in turns for part in turn) <= 2
-    named = [loader.indices_at(0, position, turn) for turn in range(2) for loader in loaders]
-    assert [index for part in named for index in part or ()] == [*range(position, position + 8)]
+    indices = [loader.indices_at(0, position, turn) for turn in range(2) for loader in loaders]
+    assert [index for part in indices for index in part or ()] == [*range(position, position + 8)]
 
 
 def test_map_loader_last_step_where_steps_do_not_divide() -> None:

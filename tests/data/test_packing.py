@@ -1,4 +1,4 @@
-"""Packed rows: how they are filled, and that training on them is training on the sequences."""
+"""Packed rows, and training on them."""
 
 from __future__ import annotations
 
@@ -103,14 +103,16 @@ def test_row_has_positions_borders_labels_and_padding() -> None:
     assert unshifted["labels"].tolist() == [-100, 1, 2, 3, 4, -100, -100] and "sequence_ids" not in unshifted
 
 
-@pytest.mark.parametrize(("overlong", "kept"), [("truncate", 4), ("split", 10)])
-def test_overlong_sequences_are_truncated_or_split(overlong: Any, kept: int) -> None:
+@pytest.mark.parametrize(("overlong", "tokens"), [("truncate", 4), ("split", 10)])
+def test_overlong_sequences_are_truncated_or_split(overlong: Any, tokens: int) -> None:
     packed = PackedDataset([{"input_ids": list(range(10))}], 4, overlong=overlong)
     parts = sorted(part for i in range(len(packed)) for part in packed.sequences(i))
-    assert [token for _, first, stop in parts for token in range(first, stop)] == list(range(kept))
+    assert [token for _, first, stop in parts for token in range(first, stop)] == list(range(tokens))
     rows = [packed[i] for i in range(len(packed))]
-    assert sorted(t for row in rows for t in row["input_ids"].tolist()) == sorted([*range(kept), *[0] * (-kept % 4)])
-    assert sum(int((row["labels"] != -100).sum()) for row in rows) == kept - len(parts)
+    assert sorted(t for row in rows for t in row["input_ids"].tolist()) == sorted(
+        [*range(tokens), *[0] * (-tokens % 4)]
+    )
+    assert sum(int((row["labels"] != -100).sum()) for row in rows) == tokens - len(parts)
 
 
 def test_table_is_measured_without_reading_its_samples(

@@ -1,4 +1,4 @@
-"""The order of samples, how it is shared out, and how the samples of a batch are fetched."""
+"""The order of samples, their split over ranks, and fetching."""
 
 from __future__ import annotations
 
@@ -60,9 +60,9 @@ def test_order_without_a_short_batch_is_whole_on_every_rank(size: int, batch_siz
     ranks = per_rank(size, batch_size, world, epoch, multiple_of=batch_size * world)
     assert {len(batches) for batches in ranks} == {size // (batch_size * world)}
     assert {len(batch) for batches in ranks for batch in batches} <= {batch_size}
-    seen = [index for batches in ranks for index in flat(batches)]
+    indices = [index for batches in ranks for index in flat(batches)]
     sampler = EpochSampler(size, batch_size, world_size=world, multiple_of=batch_size * world)
-    assert len(set(seen)) == len(seen) == sampler.size and sorted(sampler.order(epoch)) == list(range(size))
+    assert len(set(indices)) == len(indices) == sampler.size and sorted(sampler.order(epoch)) == list(range(size))
 
 
 @fuzzed
@@ -154,7 +154,7 @@ def test_rounds_of_steps_larger_than_a_block(monkeypatch: pytest.MonkeyPatch) ->
         rounds = MicrobatchLayout.of(step, 2, 3)
         ranks = per_rank(100, 2, 3, rounds=rounds)
         steps = [flat(flat(window)) for window in windows(zip(*ranks, strict=True), len(rounds.sizes))]
-        assert [sorted(one) for one in steps] == [sorted(one) for one in per_rank(100, step, 1)[0]]
+        assert [sorted(batch) for batch in steps] == [sorted(batch) for batch in per_rank(100, step, 1)[0]]
 
 
 # Datasets that are tensors
@@ -175,15 +175,15 @@ TENSORS: dict[str, tuple[Any, Callable[[Any], Any]]] = {
 }
 
 
-def equal(one: Any, other: Any) -> bool:
+def equal(a: Any, b: Any) -> bool:
     """Whether two batches are the same, types and dtypes included."""
-    if isinstance(one, dict):
-        return type(one) is type(other) and one.keys() == other.keys() and all(equal(one[k], other[k]) for k in one)
-    if isinstance(one, (tuple, list)):
-        return type(one) is type(other) and len(one) == len(other) and all(map(equal, one, other))
-    if isinstance(one, torch.Tensor):
-        return one.dtype == other.dtype and torch.equal(one, other)
-    return one == other
+    if isinstance(a, dict):
+        return type(a) is type(b) and a.keys() == b.keys() and all(equal(a[k], b[k]) for k in a)
+    if isinstance(a, (tuple, list)):
+        return type(a) is type(b) and len(a) == len(b) and all(map(equal, a, b))
+    if isinstance(a, torch.Tensor):
+        return a.dtype == b.dtype and torch.equal(a, b)
+    return a == b
 
 
 @pytest.mark.parametrize("kind", TENSORS)

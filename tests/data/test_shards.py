@@ -1,4 +1,4 @@
-"""Streams of shards: what each rank and each worker reads, in which order, and from where on after a resume."""
+"""Streams of shards: split over ranks and workers, order and resume."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Worker processes and signals, with real processes: schedulers and terminals signal all processes of a run at once."""
+"""Worker processes and signals, with real processes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Metrics by name: each against scikit-learn, however the data is cut into batches and processes."""
+"""Named metrics against scikit-learn, for every split into batches and processes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The `compute_metrics` argument: what may be passed, how it is called, what comes back."""
+"""The types, calls and results of `compute_metrics`."""
 
 from __future__ import annotations
 
