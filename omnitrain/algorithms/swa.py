@@ -13,7 +13,7 @@ from omnitrain.core.duration import Duration
 from omnitrain.core.errors import ConfigError
 from omnitrain.core.events import TrainerLike, share_of_run
 from omnitrain.core.progress import Progress
-from omnitrain.optim.schedules import Course
+from omnitrain.optim.schedules import RunLength
 
 
 class SWA(WeightAverage):
@@ -61,8 +61,8 @@ class SWA(WeightAverage):
 
     def _check_reached(self, trainer: TrainerLike) -> None:
         steps_per_epoch = trainer.steps_per_epoch
-        course = Course.of(trainer.limits, steps_per_epoch, getattr(trainer.train_loader, "size", None))
-        first, last, interval = course.convert(self.start), course.end, self.every or steps_per_epoch
+        run_length = RunLength.of(trainer.limits, steps_per_epoch, getattr(trainer.train_loader, "size", None))
+        first, last, interval = run_length.convert(self.start), run_length.end, self.every or steps_per_epoch
         if first is not None and last is not None and interval:
             is_reached = last // interval * interval >= max(first, 1)
         else:

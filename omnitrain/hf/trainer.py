@@ -73,7 +73,7 @@ from omnitrain.hf.model_init import check_model_init, create_model
 from omnitrain.hf.policies import policy_callbacks
 from omnitrain.hf.search import Trial, record_arguments, transfer_callbacks
 from omnitrain.model.units import ModelUnit, StepOutput, forward_names, without_effect
-from omnitrain.optim.schedules import NAMED, Course, Schedule, warmup_length
+from omnitrain.optim.schedules import NAMED, RunLength, Schedule, warmup_length
 from omnitrain.trainer import hooks
 
 NEVER_CALLED = {
@@ -640,7 +640,7 @@ class HFTrainer(TransformersAPI):
     def _warmup_in_steps(self, warmup: Any) -> int:
         """Return a warm-up in steps."""
         duration = warmup_length(warmup)
-        steps = 0 if duration == 0 else Course("ba", self.total_steps, None, self.steps_per_epoch).convert(duration)
+        steps = 0 if duration == 0 else RunLength("ba", self.total_steps, None, self.steps_per_epoch).convert(duration)
         if steps is None:
             raise ConfigError(
                 f"`warmup_steps={warmup!r}` cannot be converted to steps, which this schedule needs. Pass steps."

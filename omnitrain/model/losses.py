@@ -1,4 +1,4 @@
-"""Losses to train with, how several of them make one, and what the mean of a loss is over."""
+"""Losses, weighted sums of them, and what their means are over."""
 
 from __future__ import annotations
 
@@ -55,15 +55,15 @@ class CrossEntropy(nn.Module):
     ) -> None:
         super().__init__()
         _check(label_smoothing, z_loss)
-        given = None if weight is None else torch.as_tensor(weight)
-        if given is not None and (given.ndim != 1 or not bool((given >= 0).all())):
+        weight_tensor = None if weight is None else torch.as_tensor(weight)
+        if weight_tensor is not None and (weight_tensor.ndim != 1 or not bool((weight_tensor >= 0).all())):
             raise ConfigError(f"`weight` must be one number of at least 0 for each class, got {weight!r:.80}.")
-        if given is not None and label_smoothing and not bool(given.all()):
+        if weight_tensor is not None and label_smoothing and not bool(weight_tensor.all()):
             raise ConfigError(
                 "`weight` has a class that counts 0, and `label_smoothing` gives a share of its labels to other "
                 "classes, which is divided by nothing. Give it a small weight, or make its labels `ignore_index`."
             )
-        self.register_buffer("weight", given)
+        self.register_buffer("weight", weight_tensor)
         self.ignore_index = ignore_index
         self.label_smoothing = label_smoothing
         self.z_loss = z_loss
@@ -190,20 +190,20 @@ def _is_number(value: Any) -> bool:
 
 
 def _scores_of(outputs: Any) -> Tensor:
-    found = outputs
+    logits = outputs
     if isinstance(outputs, Mapping):
-        found = outputs.get("logits")
+        logits = outputs.get("logits")
     elif isinstance(outputs, (tuple, list)) and not hasattr(outputs, "logits"):
-        found = outputs[0] if outputs else None
+        logits = outputs[0] if outputs else None
     elif not isinstance(outputs, Tensor):
-        found = getattr(outputs, "logits", None)
-    if not isinstance(found, Tensor) or found.ndim < 2:
-        shape = f" of shape {tuple(found.shape)}" if isinstance(found, Tensor) else ""
+        logits = getattr(outputs, "logits", None)
+    if not isinstance(logits, Tensor) or logits.ndim < 2:
+        shape = f" of shape {tuple(logits.shape)}" if isinstance(logits, Tensor) else ""
         raise DataError(
             "CrossEntropy needs scores of shape (..., classes): as the model's output, as its `logits`, or as the "
             f"first of a tuple. It got a {type(outputs).__name__}{shape}."
         )
-    return _at_least_float32(found)
+    return _at_least_float32(logits)
 
 
 def _at_least_float32(scores: Tensor) -> Tensor:
@@ -213,11 +213,11 @@ def _at_least_float32(scores: Tensor) -> Tensor:
 def _check_shapes(scores: Tensor, labels: Any) -> None:
     if isinstance(labels, Tensor) and labels.shape == scores.shape[: None if labels.is_floating_point() else -1]:
         return
-    found = f"{labels.dtype} of shape {tuple(labels.shape)}" if isinstance(labels, Tensor) else type(labels).__name__
+    received = f"{labels.dtype} of shape {tuple(labels.shape)}" if isinstance(labels, Tensor) else type(labels).__name__
     raise DataError(
         f"CrossEntropy compares scores of shape {tuple(scores.shape)}, whose last dimension are the classes, with "
-        f"integer labels of shape {tuple(scores.shape[:-1])}, or probabilities of the same shape. It got {found}. For "
-        "scores of shape (samples, classes, ...) take nn.CrossEntropyLoss, whose mean is right in every split, too."
+        f"integer labels of shape {tuple(scores.shape[:-1])}, or probabilities of the same shape. Got {received}. For "
+        "scores of shape (samples, classes, ...) use nn.CrossEntropyLoss, whose mean is right in every split, too."
     )
 
 
@@ -262,14 +262,14 @@ class WeightedLosses(nn.Module):
 
     def forward(self, outputs: Any, labels: Any) -> dict[str, Tensor]:
         """Return each loss, the parts of those that have some, and the sum with weights as "total"."""
-        found: dict[str, Tensor] = {}
+        losses: dict[str, Tensor] = {}
         total: Any = 0.0
         for name, loss in self.losses.items():
             value = loss(outputs, labels)
-            found[name] = total_of(value)
-            found |= {f"{name}_{part}": one for part, one in value.items()} if isinstance(value, Mapping) else {}
-            total = total + self.weights[name] * found[name]
-        return {**found, "total": total}
+            losses[name] = total_of(value)
+            losses |= {f"{name}_{part}": entry for part, entry in value.items()} if isinstance(value, Mapping) else {}
+            total = total + self.weights[name] * losses[name]
+        return {**losses, "total": total}
 
     @property
     def shift(self) -> bool | None:
@@ -282,19 +282,19 @@ class WeightedLosses(nn.Module):
         Raises:
             DataError: If that differs between them: then no weight of a batch is right for both.
         """
-        told = {name: divisor_of(loss, labels) for name, loss in self.losses.items()}
-        if all(one is None for one in told.values()):
+        divisors = {name: divisor_of(loss, labels) for name, loss in self.losses.items()}
+        if all(divisor is None for divisor in divisors.values()):
             return None
         assert isinstance(labels, Tensor)
         plain = len(labels) if labels.ndim < 2 else count_of(labels, -100)
-        found = {name: plain if one is None else one for name, one in told.items()}
-        if len(set(found.values())) > 1:
+        known = {name: plain if divisor is None else divisor for name, divisor in divisors.items()}
+        if len(set(known.values())) > 1:
             raise DataError(
                 "The losses of WeightedLosses are means over different things, so their sum depends on how a step is "
-                f"split into batches. In this batch they are over {', '.join(f'{v:g} ({k})' for k, v in found.items())}"
+                f"split into batches. In this batch they are over {', '.join(f'{v:g} ({k})' for k, v in known.items())}"
                 ". Give them the same class weights and `ignore_index`."
             )
-        return next(iter(found.values()))
+        return next(iter(known.values()))
 
 
 # --- several losses
@@ -326,8 +326,8 @@ def parts_of(losses: Any) -> dict[str, Any]:
     """
     if not isinstance(losses, Mapping):
         return {}
-    named = {str(name): loss for name, loss in losses.items() if name != "total"}
-    return {name if name.startswith("loss_") else f"loss_{name}": loss for name, loss in named.items()}
+    by_name = {str(name): loss for name, loss in losses.items() if name != "total"}
+    return {name if name.startswith("loss_") else f"loss_{name}": loss for name, loss in by_name.items()}
 
 
 # --- what the mean of a loss is over
@@ -593,8 +593,8 @@ _host_weights: weakref.WeakKeyDictionary[Any, tuple[int, Tensor]] = weakref.Weak
 def _on_host(loss: Any) -> Tensor:
     """Return a loss's class weights on the host; copied once, as reading a device waits for it."""
     weights = loss.weight
-    version, held = _host_weights.get(loss, (-1, weights))
+    version, host_weights = _host_weights.get(loss, (-1, weights))
     if version != weights._version:
-        held = weights.detach().cpu().double()
-        _host_weights[loss] = weights._version, held
-    return held
+        host_weights = weights.detach().cpu().double()
+        _host_weights[loss] = weights._version, host_weights
+    return host_weights

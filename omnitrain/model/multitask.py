@@ -1,4 +1,4 @@
-"""Training on several tasks at once: how their samples are mixed, and one loss of all of them."""
+"""Training on several tasks at once: mixed samples and a joint loss."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ class TaskBatch(NamedTuple):
 
 
 class MultiTask(Dataset[tuple[str, Any]]):
-    """The training sets of several tasks as one, mixed anew in each epoch.
+    """The training sets of several tasks as one, mixed again in each epoch.
 
     The mix of an epoch depends only on the seed and the epoch, so a run resumes in mid-epoch as any other does, and
     the samples of a step are the same for every split and number of processes. Over the epochs all samples of a task
@@ -198,8 +198,8 @@ class MultiTask(Dataset[tuple[str, Any]]):
 
     def collate_with(self, collate: Callable[[Sequence[Any]], Any]) -> Callable[[Sequence[Any]], TaskBatch]:
         """Return the collator of the tasks' samples; `collate` makes a batch of samples of one task."""
-        own: list[Any] = [getattr(data, "collate_with", None) for data in self.tasks.values()]
-        collates: list[Any] = [one(collate) if callable(one) else collate for one in own]
+        collators: list[Any] = [getattr(data, "collate_with", None) for data in self.tasks.values()]
+        collates: list[Any] = [collator(collate) if callable(collator) else collate for collator in collators]
         return _ByTask(dict(zip(self._names, zip(self._items, collates, strict=True), strict=True)))
 
     def evaluation(self, sets: Mapping[str, Any], metrics: Mapping[str, Any] | None = None) -> dict[str, EvalSet]:
@@ -207,7 +207,7 @@ class MultiTask(Dataset[tuple[str, Any]]):
 
         Args:
             sets: The evaluation set of each task, or of some.
-            metrics: What `compute_metrics` is for each; a task that is not in it has its loss alone.
+            metrics: What `compute_metrics` is for each; a task that is not in it has only its loss.
 
         Raises:
             ConfigError: If a name is no task.
@@ -230,12 +230,12 @@ class _ByTask:
     def __call__(self, samples: Sequence[tuple[str, Any]]) -> TaskBatch:
         parts, labels, idle = {}, HostLabels(), set()
         for name, (data, collate) in self.tasks.items():
-            own = [sample for task, sample in samples if task == name]
-            if not own:
-                own = [data[0]]
+            task_samples = [sample for task, sample in samples if task == name]
+            if not task_samples:
+                task_samples = [data[0]]
                 idle.add(name)
-            parts[name] = collate(own)
-            labels.add(name, len(own), parts[name])
+            parts[name] = collate(task_samples)
+            labels.add(name, len(task_samples), parts[name])
         return TaskBatch(parts, labels, idle)
 
     def split_batch(self, batch: TaskBatch, size: int) -> list[TaskBatch]:
@@ -275,7 +275,7 @@ class _ByTask:
 class MultiTaskUnit:
     """The loss of several tasks: the mean over all targets of a step, those of each task times its weight.
 
-    The model's `forward` is told the task: `model(inputs, task="name")` for batches that are tuples, and
+    The model's `forward` gets the task: `model(inputs, task="name")` for batches that are tuples, and
     `model(**batch, task="name")` for dicts. It is called once for each task in every micro-batch; for a task that has
     no sample there, with one that does not count.
 
@@ -305,7 +305,9 @@ class MultiTaskUnit:
         weights: Mapping[str, float] | None = None,
     ) -> None:
         parameters = inspect.signature(unwrap(model).forward).parameters
-        if "task" not in parameters and all(one.kind is not one.VAR_KEYWORD for one in parameters.values()):
+        if "task" not in parameters and all(
+            parameter.kind is not parameter.VAR_KEYWORD for parameter in parameters.values()
+        ):
             raise ConfigError(
                 f"`model.forward` ({type(unwrap(model)).__name__}) must take the name of the task as `task`, and takes "
                 f"{', '.join(parameters) or 'nothing'}."
@@ -410,8 +412,8 @@ def _apportioned(whole: int, shares: np.ndarray) -> list[int]:
     return counts.tolist()
 
 
-def _check_names(argument: str, given: Mapping[str, Any], known: Mapping[str, Any]) -> None:
-    odd = [name for name in given if name not in known]
+def _check_names(argument: str, values: Mapping[str, Any], known: Mapping[str, Any]) -> None:
+    odd = [name for name in values if name not in known]
     if odd:
         raise ConfigError(
             f"`{argument}` names {odd[0]!r}, which is no task. The tasks are {', '.join(map(repr, known))}."

@@ -83,7 +83,7 @@ class StepOutput:
 
 def _detached(value: Any) -> Any:
     if type(value) is tuple:
-        return tuple(_detached(one) for one in value)
+        return tuple(_detached(entry) for entry in value)
     return value.detach() if isinstance(value, Tensor) else value
 
 
@@ -148,12 +148,12 @@ class ModelUnit:
         self.loss_mean: LossMean = LossMean.of(loss_fn, model)
         parameters = inspect.signature(model.forward).parameters.values()
         takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
-        named = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
-        self._positional = [parameter.name for parameter in parameters if parameter.kind is named[0]]
+        by_keyword = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+        self._positional = [parameter.name for parameter in parameters if parameter.kind is by_keyword[0]]
         self._label_places = [[name] for name in self._label_keys]
-        self._names = {parameter.name for parameter in parameters if parameter.kind in named}
+        self._names = {parameter.name for parameter in parameters if parameter.kind in by_keyword}
         self._takes = None if takes_any else self._names
-        self._needs = {p.name for p in parameters if p.kind in named and p.default is p.empty}
+        self._needs = {p.name for p in parameters if p.kind in by_keyword and p.default is p.empty}
         # If forward takes more than the batch, a method `loss` may be for the model's own use.
         has_loss = isinstance(inspect.getattr_static(type(model), "loss", None), FunctionType)
         if loss_fn is None and has_loss and len(self._names) == 1:
@@ -199,22 +199,22 @@ class ModelUnit:
         needs_loss = torch.is_grad_enabled()
         if self.model_loss is not None:
             outputs = model(batch)
-            found = self.model_loss(outputs, batch) if needs_loss or labels is not None else None
+            loss = self.model_loss(outputs, batch) if needs_loss or labels is not None else None
         else:
             outputs = self._call(model, batch)
             if self.loss_fn is None:
-                found = _loss_in(outputs)
+                loss = _loss_in(outputs)
             else:
-                found = self._loss_of(outputs, labels, batch) if needs_loss or labels is not None else None
+                loss = self._loss_of(outputs, labels, batch) if needs_loss or labels is not None else None
         metrics = metrics_in(outputs)
-        has_parts = not isinstance(found, Tensor) and isinstance(found, Mapping)
+        has_parts = not isinstance(loss, Tensor) and isinstance(loss, Mapping)
         if has_parts:
-            metrics = {**parts_of(found), **(metrics or {})}
-        loss = total_of(found) if has_parts or self.model_loss is not None else found
+            metrics = {**parts_of(loss), **(metrics or {})}
+        loss = total_of(loss) if has_parts or self.model_loss is not None else loss
         if needs_loss or loss is not None:
             if self.loss_fn is not None and not isinstance(loss, Tensor):
                 raise DataError(
-                    f"`loss_fn` returned {_describe(found)}. Return the loss as a scalar tensor that gradients can be "
+                    f"`loss_fn` returned {_describe(loss)}. Return the loss as a scalar tensor that gradients can be "
                     "taken of, or a dict of such losses."
                 )
             loss = self._checked(loss, outputs, batch)
@@ -327,7 +327,7 @@ class ModelUnit:
 
 
 class WholeBatchUnit(ModelUnit):
-    """For models whose `forward` takes the whole batch as one argument, and returns the loss, alone or first.
+    """For models whose `forward` takes the whole batch as one argument, and returns the loss, or it first.
 
     Models for nnScaler are of this kind.
 
@@ -366,10 +366,10 @@ def run_unit(unit: Any, model: Any, batch: Any) -> StepOutput:
     result = unit(batch)
     if isinstance(result, StepOutput):
         return result
-    found, num_targets = result if isinstance(result, tuple) and len(result) == 2 else (result, None)
-    loss, metrics = found, None
-    if isinstance(found, Mapping):
-        loss, metrics = total_of(found), parts_of(found)
+    output, num_targets = result if isinstance(result, tuple) and len(result) == 2 else (result, None)
+    loss, metrics = output, None
+    if isinstance(output, Mapping):
+        loss, metrics = total_of(output), parts_of(output)
         if num_targets is not None:  # then all of them are sums
             metrics = {name: part / num_targets if num_targets else part for name, part in metrics.items()}
     if not isinstance(loss, Tensor) or loss.numel() != 1:
@@ -407,20 +407,22 @@ def without_effect(output: StepOutput, loss: Tensor) -> Tensor:
         return loss * 0
     used = _computed_from(loss)
     outputs = output.outputs if output._returned is None else output._returned
-    nothing = [one.float().sum() * 0 for one in tensors_in(outputs) if one is not loss and one.grad_fn in used]
+    nothing = [
+        tensor.float().sum() * 0 for tensor in tensors_in(outputs) if tensor is not loss and tensor.grad_fn in used
+    ]
     return torch.stack(nothing).sum() if nothing else loss * 0
 
 
 def _computed_from(loss: Tensor) -> set[Any]:
     """Return the nodes of the graph that a backward pass of `loss` runs through."""
-    found: set[Any] = set()
+    visited: set[Any] = set()
     ahead = [loss.grad_fn]
     while ahead:
         node = ahead.pop()
-        if node is not None and node not in found:
-            found.add(node)
-            ahead += [one for one, _ in node.next_functions]
-    return found
+        if node is not None and node not in visited:
+            visited.add(node)
+            ahead += [parent for parent, _ in node.next_functions]
+    return visited
 
 
 def _differ_in_classes(outputs: Any, labels: Any) -> bool:
@@ -459,8 +461,8 @@ def metrics_in(outputs: Any) -> Mapping[str, Any] | None:
     if isinstance(outputs, Tensor):
         return None
     is_named = isinstance(outputs, (dict, Mapping))  # a dict is seen at once
-    found = outputs.get("metrics") if is_named else getattr(outputs, "metrics", None)
-    return None if found is None or not isinstance(found, Mapping) else found
+    metrics = outputs.get("metrics") if is_named else getattr(outputs, "metrics", None)
+    return None if metrics is None or not isinstance(metrics, Mapping) else metrics
 
 
 def scores_in(outputs: Any, loss: Any, ignored: Collection[str] = ()) -> Any:
@@ -506,7 +508,9 @@ def _describe(value: Any) -> str:
 def _check_shift(loss_fn: Any, model: Any) -> None:
     """Refuse a loss that compares each score with its own token where the model predicts the next one."""
     modules = loss_fn.modules() if isinstance(loss_fn, nn.Module) else ()
-    if any(isinstance(one, CrossEntropy) and not one.shift for one in modules) and shifts_by_default(unwrap(model)):
+    if any(isinstance(module, CrossEntropy) and not module.shift for module in modules) and shifts_by_default(
+        unwrap(model)
+    ):
         raise ConfigError(
             f"`loss_fn` compares scores with the labels at the same place, and {type(unwrap(model)).__name__} predicts "
             "each label one place before it. Pass CrossEntropy(shift=True)."
@@ -570,9 +574,9 @@ def move_unit(unit: Any, model: Any, device: torch.device) -> None:
     move_loss(unit, model, device)
     if inspect.isroutine(unit) or inspect.isclass(unit) or not hasattr(unit, "__dict__"):
         return
-    bare, held = unwrap(model), vars(unit)
-    of_model = {id(one) for one in (*bare.parameters(), *bare.buffers())}
-    for place in (held, *(value for value in held.values() if isinstance(value, (dict, list)))):
+    bare, attributes = unwrap(model), vars(unit)
+    of_model = {id(tensor) for tensor in (*bare.parameters(), *bare.buffers())}
+    for place in (attributes, *(value for value in attributes.values() if isinstance(value, (dict, list)))):
         for key, value in list(place.items() if isinstance(place, dict) else enumerate(place)):
             if isinstance(value, nn.Module):
                 move_loss(value, model, device)

@@ -24,19 +24,19 @@ from omnitrain.arguments import DEFAULTS
 from omnitrain.core.errors import ConfigError, MissingExtraError, OmnitrainError, did_you_mean
 from omnitrain.core.progress import Progress
 from omnitrain.optim.muon import Muon, has_fused_kernel
-from omnitrain.optim.schedules import NAMED, Course, Place, Schedule, made, named_schedule, warmup_length
+from omnitrain.optim.schedules import NAMED, RunLength, RunPosition, Schedule, made, named_schedule, warmup_length
 
 logger: logging.Logger = logging.getLogger("omnitrain")
 
 
-def import_class(path: str, wanted: type | tuple[type, ...], name: str) -> Any:
+def import_class(path: str, expected: type | tuple[type, ...], name: str) -> Any:
     """Return the class at a dotted path such as "torch.optim.SGD", without calling anything in it.
 
     Importing a module runs it, so only packages of optimizers are imported; others must be imported by the program.
 
     Args:
         path: The path.
-        wanted: The required base class, or several.
+        expected: The required base class, or several.
         name: The argument with this path.
 
     Raises:
@@ -49,18 +49,19 @@ def import_class(path: str, wanted: type | tuple[type, ...], name: str) -> Any:
             f"`{name}={path[:200]!r}` is in no package that is imported. Import {package!r} before, or pass the class."
         )
     try:
-        found = getattr(importlib.import_module(module), attribute)
+        value = getattr(importlib.import_module(module), attribute)
     except (ImportError, AttributeError, ValueError) as error:
         raise ConfigError(
             f"`{name}={path[:200]!r}` cannot be imported: {error}. Give a dotted path such as 'torch.optim.SGD'."
         ) from error
-    if not isinstance(found, type) or not issubclass(found, wanted):
-        kinds = wanted if isinstance(wanted, tuple) else (wanted,)
-        named = " or ".join(f"{kind.__module__}.{kind.__name__}" for kind in kinds)
+    if not isinstance(value, type) or not issubclass(value, expected):
+        kinds = expected if isinstance(expected, tuple) else (expected,)
+        expected_names = " or ".join(f"{kind.__module__}.{kind.__name__}" for kind in kinds)
         raise ConfigError(
-            f"`{name}={path[:200]!r}` is not a subclass of {named}. Give the path of one, or pass a function itself."
+            f"`{name}={path[:200]!r}` is not a subclass of {expected_names}. Give the path of one, or pass a "
+            "function itself."
         )
-    return found
+    return value
 
 
 PACKAGES = (
@@ -112,16 +113,16 @@ def optimizer_class(spec: str) -> Any:
     """
     if "." in spec:
         return import_class(spec, torch.optim.Optimizer, "optimizer")
-    own = [value for value in vars(torch.optim).values() if isinstance(value, type)]
-    named = {kind.__name__.lower(): kind for kind in own if issubclass(kind, torch.optim.Optimizer)}
-    del named["optimizer"]
-    named.pop(MUON, None)  # which is for matrices alone: see `build_optimizer`
+    classes = [value for value in vars(torch.optim).values() if isinstance(value, type)]
+    by_name = {kind.__name__.lower(): kind for kind in classes if issubclass(kind, torch.optim.Optimizer)}
+    del by_name["optimizer"]
+    by_name.pop(MUON, None)  # which trains only matrices: see `build_optimizer`
     name = _plain(spec)
-    if name in named:
-        return named[name]
+    if name in by_name:
+        return by_name[name]
     places = {_plain(key): paths for key, paths in _ELSEWHERE.items()}.get(name)
     if places is None:
-        known = sorted([*named, MUON, "adamw_torch_fused", *_ELSEWHERE])
+        known = sorted([*by_name, MUON, "adamw_torch_fused", *_ELSEWHERE])
         raise ConfigError(
             f"`optimizer` must be one of {', '.join(map(repr, known))}, a dotted path, an optimizer, a class or a "
             f"callable of the parameters, got {spec[:200]!r}.{did_you_mean(spec.lower(), known)}"
@@ -194,15 +195,15 @@ def build_optimizer(
             )
         options: dict[str, Any] = {}
         if inspect.isclass(factory):
-            taken = inspect.signature(factory).parameters
-            wanted = {"lr": learning_rate, "weight_decay": weight_decay}
-            takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in taken.values())
-            options = {key: value for key, value in wanted.items() if key in taken or (takes_any and value)}
-            given = {"lr": ("learning_rate", DEFAULTS["learning_rate"]), "weight_decay": ("weight_decay", 0.0)}
-            for key, (name, default) in given.items():
-                if wanted[key] != default and key not in options:
+            parameters = inspect.signature(factory).parameters
+            values = {"lr": learning_rate, "weight_decay": weight_decay}
+            takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
+            options = {key: value for key, value in values.items() if key in parameters or (takes_any and value)}
+            arguments = {"lr": ("learning_rate", DEFAULTS["learning_rate"]), "weight_decay": ("weight_decay", 0.0)}
+            for key, (name, default) in arguments.items():
+                if values[key] != default and key not in options:
                     raise ConfigError(
-                        f"`{name}={wanted[key]}` has no effect: {factory.__name__} takes no argument {key!r}. Leave "
+                        f"`{name}={values[key]}` has no effect: {factory.__name__} takes no argument {key!r}. Leave "
                         "it out, or pass a callable of the parameters."
                     )
         optimizer = factory(trainable, **options)  # type: ignore[call-arg]
@@ -223,9 +224,9 @@ def _check_optimizer(optimizer: Any, model: nn.Module) -> None:
             f"`optimizer` must give an optimizer when called with the parameters, got {optimizer!r}. "
             "Return the optimizer from it."
         )
-    own = {id(parameter) for parameter in model.parameters()}
-    given = [id(parameter) for group in optimizer.param_groups for parameter in group["params"]]
-    if not any(identity in own for identity in given):
+    model_parameters = {id(parameter) for parameter in model.parameters()}
+    optimizer_parameters = [id(parameter) for group in optimizer.param_groups for parameter in group["params"]]
+    if not any(identity in model_parameters for identity in optimizer_parameters):
         raise ConfigError(
             f"`optimizer` ({type(optimizer).__name__}) holds none of the model's parameters, so the model would not "
             "change. Build it from `model.parameters()` of the model that you pass."
@@ -233,7 +234,7 @@ def _check_optimizer(optimizer: Any, model: nn.Module) -> None:
 
 
 def needs_closure(optimizer: Any) -> bool:
-    """Return whether an optimizer's step needs a function that takes loss and gradients anew, as that of LBFGS does."""
+    """Return whether an optimizer's step needs a closure that computes loss and gradients again, as LBFGS does."""
     closure = inspect.signature(optimizer.step).parameters.get("closure")
     return closure is not None and closure.default is inspect.Parameter.empty
 
@@ -275,36 +276,36 @@ SCHEDULE_NAMES = (*NAMED, *BY_TRANSFORMERS, "reduce_lr_on_plateau")
 
 
 class ScheduleLR(LambdaLR):
-    """Sets the rates of an optimizer by a schedule, which needs the progress of the run or its steps alone.
+    """Sets the rates of an optimizer by a schedule of the steps or of the progress of the run.
 
     Args:
         optimizer: Whose rates it sets.
         schedule: The factor of these.
-        course: The length of the run.
+        run_length: The length of the run.
 
     Attributes:
         schedule: As it was given.
-        follows: Whether the steps alone do not tell the rate, so that `move` needs the progress.
+        follows: Whether the rate depends on more than the steps, so that `move` needs the progress.
         progress: Where the run was when the rates were set; None where steps tell them.
         units: What lengths of the schedule and the run are counted in.
     """
 
-    def __init__(self, optimizer: torch.optim.Optimizer, schedule: Schedule, course: Course) -> None:
+    def __init__(self, optimizer: torch.optim.Optimizer, schedule: Schedule, run_length: RunLength) -> None:
         needs_end = any(length.unit == "dur" for length in schedule.lengths())
-        course = course if needs_end else replace(course, limits=None)
+        run_length = run_length if needs_end else replace(run_length, limits=None)
         self.schedule: Schedule = schedule
-        self.course: Course = course
-        self.follows: bool = course.follows(schedule)
+        self.run_length: RunLength = run_length
+        self.follows: bool = run_length.follows(schedule)
         self.progress: Progress | None = Progress() if self.follows else None
-        self.units: frozenset[str] = course.units(schedule)
-        self._needs_rate = any(one.min_lr is not None for one in schedule.parts)
+        self.units: frozenset[str] = run_length.units(schedule)
+        self._needs_rate = any(part.min_lr is not None for part in schedule.parts)
         super().__init__(optimizer, [self._factor_of(number) for number in range(len(optimizer.param_groups))])
 
     def _factor_of(self, number: int) -> Callable[[int], float]:
         def factor(count: int) -> float:
             # a tensor is the rate of a compiled step
             rate = float(self.base_lrs[number]) if self._needs_rate else 1.0
-            return self.schedule.factor(Place(self.course, count, self.progress), rate)
+            return self.schedule.factor(RunPosition(self.run_length, count, self.progress), rate)
 
         return factor
 
@@ -322,7 +323,7 @@ class ScheduleLR(LambdaLR):
             self.set_rates()
 
     def set_rates(self) -> None:
-        """Set the rates anew for where the run is, without counting a step."""
+        """Update the rates to the current progress, without counting a step."""
         for group, rate, factor in zip(self.optimizer.param_groups, self.base_lrs, self.lr_lambdas, strict=True):
             rate = rate * factor(self.last_epoch)
             if isinstance(group["lr"], torch.Tensor):
@@ -333,8 +334,8 @@ class ScheduleLR(LambdaLR):
 
     def state_dict(self) -> dict[str, Any]:
         """Return how far it has come, as any LambdaLR does."""
-        own = ("schedule", "course", "follows", "progress", "units", "_needs_rate")
-        return {key: value for key, value in super().state_dict().items() if key not in own}
+        excluded = ("schedule", "run_length", "follows", "progress", "units", "_needs_rate")
+        return {key: value for key, value in super().state_dict().items() if key not in excluded}
 
 
 def build_scheduler(
@@ -344,7 +345,7 @@ def build_scheduler(
     warmup_steps: Any = 0,
     total_steps: int | None = None,
     options: Mapping[str, Any] | None = None,
-    course: Course | None = None,
+    run_length: RunLength | None = None,
     mode: str = "min",
 ) -> Any:
     """Return the schedule that `spec` names.
@@ -354,15 +355,15 @@ def build_scheduler(
         optimizer: Whose rates it sets.
         warmup_steps: The warm-up of a schedule by name: steps, a share of the run below 1, or a duration.
         total_steps: Optimizer steps of the run; None where they are unknown.
-        options: What a schedule by name, path or class is made with beside the optimizer.
-        course: The length of the run, where it is more than `total_steps`.
+        options: Arguments of a schedule by name, path or class, besides the optimizer.
+        run_length: The length of the run, where it is more than `total_steps`.
         mode: "min" or "max": the better direction of what evaluations are judged by.
 
     Raises:
         ConfigError: If the name is unknown, the length of the run is needed but unknown, the instance belongs
             to another optimizer, or `warmup_steps` or `options` would have no effect.
     """
-    course = course or Course("ba", total_steps)
+    run_length = run_length or RunLength("ba", total_steps)
     if isinstance(spec, str) and "." in spec:
         spec = import_class(spec, (LRScheduler, Schedule), "lr_scheduler")
     if isinstance(spec, type) and issubclass(spec, Schedule):
@@ -387,16 +388,16 @@ def build_scheduler(
         if spec is None:
             return None
         if spec in BY_TRANSFORMERS or spec == "reduce_lr_on_plateau":
-            return _of_transformers(spec, optimizer, warmup_steps, course, options or {}, mode)
+            return _of_transformers(spec, optimizer, warmup_steps, run_length, options or {}, mode)
         spec = named_schedule(spec, options, warmup_length(warmup_steps))
     if isinstance(spec, Schedule):
-        course.check(spec, name)
-        for length in course.unreached(spec):
+        run_length.check(spec, name)
+        for length in run_length.unreached(spec):
             logger.warning(
                 "'%s' of `lr_scheduler=%s` comes after the end of the run, and is not reached.", length, name
             )
         _check_least(spec, optimizer)
-        return ScheduleLR(optimizer, spec, course)
+        return ScheduleLR(optimizer, spec, run_length)
     return _scheduler_of(spec, optimizer, options or {})
 
 
@@ -413,7 +414,12 @@ def _check_least(schedule: Schedule, optimizer: torch.optim.Optimizer) -> None:
 
 
 def _of_transformers(
-    name: str, optimizer: torch.optim.Optimizer, warmup: Any, course: Course, options: Mapping[str, Any], mode: str
+    name: str,
+    optimizer: torch.optim.Optimizer,
+    warmup: Any,
+    run_length: RunLength,
+    options: Mapping[str, Any],
+    mode: str,
 ) -> Any:
     """Return a schedule that transformers or torch makes."""
     if name in ("reduce_lr_on_plateau", "greedy") and warmup:
@@ -426,22 +432,22 @@ def _of_transformers(
         raise MissingExtraError(f"lr_scheduler={name!r}", "transformers", "hf") from None
     steps = 0
     if name != "greedy":
-        if course.end is None:
+        if run_length.end is None:
             raise ConfigError(
                 f"`lr_scheduler={name!r}` is made by transformers for a number of steps, which is unknown here. Set "
                 "`max_steps`, or use a schedule that follows tokens, samples and time: 'wsd' or 'cosine' with "
                 "lr_scheduler_kwargs={'min_lr': ...}."
             )
         length = warmup_length(warmup)
-        found = 0 if length == 0 else course.convert(length)
-        if found is None:
+        converted = 0 if length == 0 else run_length.convert(length)
+        if converted is None:
             raise ConfigError(f"`lr_scheduler={name!r}` takes a warm-up in steps, got `warmup_steps={warmup!r}`.")
-        steps = int(found)
+        steps = int(converted)
     else:
         options = {"mode": mode, **options}
     try:
         return get_scheduler(
-            name, optimizer, num_warmup_steps=steps, num_training_steps=course.end,
+            name, optimizer, num_warmup_steps=steps, num_training_steps=run_length.end,
             scheduler_specific_kwargs=dict(options),
         )  # type: ignore[call-arg]  # fmt: skip
     except (TypeError, ValueError) as error:
@@ -465,7 +471,7 @@ def _scheduler_of(spec: Any, optimizer: torch.optim.Optimizer, options: Mapping[
             if not isinstance(spec, type):
                 raise
             raise ConfigError(
-                f"`lr_scheduler={spec.__name__}` needs other arguments beside the optimizer: {error}. Pass them as "
+                f"`lr_scheduler={spec.__name__}` needs arguments besides the optimizer: {error}. Pass them as "
                 f"`lr_scheduler_kwargs`, or a function: lr_scheduler=lambda optimizer: {spec.__name__}(optimizer, ...)."
             ) from error
         if not callable(getattr(scheduler, "step", None)):
@@ -486,8 +492,8 @@ def follows_evaluations(scheduler: Any) -> bool:
     """Return whether a schedule's `step` takes a metric, as in ReduceLROnPlateau."""
     if scheduler is None:
         return False
-    taken = inspect.signature(scheduler.step).parameters.get("metrics")
-    return taken is not None and taken.default is taken.empty
+    parameter = inspect.signature(scheduler.step).parameters.get("metrics")
+    return parameter is not None and parameter.default is parameter.empty
 
 
 def check_optimizers(optimizers: Any, takes_several: bool) -> None:
@@ -518,12 +524,12 @@ def check_optimizers(optimizers: Any, takes_several: bool) -> None:
 
 def optimizers_among(attributes: Mapping[str, Any]) -> dict[str, torch.optim.Optimizer]:
     """Return the optimizers among an object's attributes, by attribute; those in a list or dict also by key."""
-    found: dict[str, torch.optim.Optimizer] = {}
+    optimizers: dict[str, torch.optim.Optimizer] = {}
     for name, value in attributes.items():
         entries = {name: value}
         if isinstance(value, dict):
-            entries = {f"{name}[{key!r}]": one for key, one in value.items()}
+            entries = {f"{name}[{key!r}]": entry for key, entry in value.items()}
         elif isinstance(value, (list, tuple)):
-            entries = {f"{name}[{i}]": one for i, one in enumerate(value)}
-        found |= {key: one for key, one in entries.items() if isinstance(one, torch.optim.Optimizer)}
-    return found
+            entries = {f"{name}[{i}]": entry for i, entry in enumerate(value)}
+        optimizers |= {key: entry for key, entry in entries.items() if isinstance(entry, torch.optim.Optimizer)}
+    return optimizers

@@ -1,4 +1,4 @@
-"""Muon for the matrices in the middle of a model and AdamW for all else, as one optimizer.
+"""Muon for hidden matrices and AdamW for the rest, as one optimizer.
 
 Muon makes the update of a matrix nearly orthogonal (Jordan et al. 2024, kellerjordan.github.io/posts/muon). Here it is
 scaled to the size of AdamW's, so that one learning rate and weight decay serve both (arXiv 2502.16982).
@@ -43,12 +43,12 @@ class Muon(Optimizer):
     def __init__(
         self,
         matrices: Iterable[nn.Parameter],
-        others: Iterable[nn.Parameter],
+        non_matrices: Iterable[nn.Parameter],
         lr: float = 1e-3,
         weight_decay: float = 0.0,
     ) -> None:
-        held, rest = list(matrices), list(others)
-        muon = torch.optim.Muon(held, lr=lr, weight_decay=weight_decay, adjust_lr_fn="match_rms_adamw")
+        matrix_list, rest = list(matrices), list(non_matrices)
+        muon = torch.optim.Muon(matrix_list, lr=lr, weight_decay=weight_decay, adjust_lr_fn="match_rms_adamw")
         groups = muon.param_groups
         if rest:
             fused = has_fused_kernel(rest) or None
@@ -71,22 +71,22 @@ class Muon(Optimizer):
         Raises:
             ConfigError: If it has none.
         """
-        trained = [(name, one) for name, one in model.named_parameters() if one.requires_grad]
+        trained = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
         outer = _outer(model)
-        matrices = [one for _, one in trained if one.ndim == 2 and id(one) not in outer]
+        matrices = [parameter for _, parameter in trained if parameter.ndim == 2 and id(parameter) not in outer]
         if not matrices:
             raise ConfigError(
                 "optimizer='muon' is for matrices that are neither embeddings nor the output layer, and "
                 f"{type(model).__name__} has none of these that trains. Use 'adamw'."
             )
-        held = {id(one) for one in matrices}
-        others = [(name, one) for name, one in trained if id(one) not in held]
-        flat = [name for name, one in others if one.ndim >= 2]
+        matrix_ids = {id(parameter) for parameter in matrices}
+        rest = [(name, parameter) for name, parameter in trained if id(parameter) not in matrix_ids]
+        flat = [name for name, parameter in rest if parameter.ndim >= 2]
         logger.info(
-            "Muon updates %d matrices, and AdamW the %d other parameters%s.", len(matrices), len(others),
+            "Muon updates %d matrices, and AdamW the %d other parameters%s.", len(matrices), len(rest),
             f": vectors, and {', '.join(flat[:4])}{', ...' if flat[4:] else ''}" if flat else "",
         )  # fmt: skip
-        return cls(matrices, [one for _, one in others], lr, weight_decay)
+        return cls(matrices, [parameter for _, parameter in rest], lr, weight_decay)
 
     def stepping(self, group: Mapping[str, Any]) -> type[Optimizer]:
         """Return the class of PyTorch that steps a group."""
@@ -101,11 +101,15 @@ class Muon(Optimizer):
                 loss = closure()
         for group in self.param_groups:
             kind = self.stepping(group)
-            sharded = [one for one in group["params"] if hasattr(one, "full_tensor") and one.grad is not None]
+            sharded = [
+                parameter
+                for parameter in group["params"]
+                if hasattr(parameter, "full_tensor") and parameter.grad is not None
+            ]
             if kind is torch.optim.AdamW or not sharded:
                 self._step(kind, group, self.state)
-            for one in sharded if kind is torch.optim.Muon else ():
-                self._step_whole(one, group)
+            for parameter in sharded if kind is torch.optim.Muon else ():
+                self._step_whole(parameter, group)
         return loss
 
     def _step(self, kind: Any, group: dict[str, Any], state: Any) -> None:
@@ -117,7 +121,7 @@ class Muon(Optimizer):
     def _step_whole(self, parameter: Any, group: dict[str, Any]) -> None:
         """Update a matrix whose rows are on several ranks as a whole, on each of them, so that no digit differs.
 
-        Its parts alone have other directions; and PyTorch's way of multiplying matrices in parts rounds sums of these.
+        Its shards have other directions, and PyTorch's sharded matrix products round their sums.
         """
         from torch.distributed.tensor import distribute_tensor
 
@@ -127,16 +131,18 @@ class Muon(Optimizer):
         stand_in = nn.Parameter(parameter.full_tensor())
         stand_in.grad = parameter.grad.full_tensor()
         state: dict[Any, dict[str, Any]] = defaultdict(dict)
-        state[stand_in] = {name: one.full_tensor() for name, one in self.state.get(parameter, {}).items()}
+        state[stand_in] = {name: value.full_tensor() for name, value in self.state.get(parameter, {}).items()}
         self._step(torch.optim.Muon, {**group, "params": [stand_in]}, state)
         parameter.copy_(part_of(stand_in.detach()))
-        self.state[parameter] = {name: part_of(one).clone() for name, one in state[stand_in].items()}
+        self.state[parameter] = {name: part_of(value).clone() for name, value in state[stand_in].items()}
 
 
 def has_fused_kernel(parameters: Sequence[nn.Parameter]) -> bool:
     """Return whether PyTorch updates all of these in one kernel: it looks only in the first step, and then raises."""
-    meshes = {getattr(one, "device_mesh", None) for one in parameters}
-    return len(meshes) <= 1 and all(one.is_floating_point() and one.device.type in _FUSED_DEVICES for one in parameters)
+    meshes = {getattr(parameter, "device_mesh", None) for parameter in parameters}
+    return len(meshes) <= 1 and all(
+        parameter.is_floating_point() and parameter.device.type in _FUSED_DEVICES for parameter in parameters
+    )
 
 
 _FUSED_DEVICES = ("cpu", "cuda", "mps", "xpu")
@@ -144,9 +150,17 @@ _FUSED_DEVICES = ("cpu", "cuda", "mps", "xpu")
 
 def _outer(model: nn.Module) -> set[int]:
     """Return the parameters of a model's embeddings and output layer, by identity."""
-    layers = [one for one in model.modules() if any(own.ndim == 2 for own in one.parameters(recurse=False))]
-    embeddings = [one for one in layers if isinstance(one, (nn.Embedding, nn.EmbeddingBag))]
+    layers = [
+        module
+        for module in model.modules()
+        if any(parameter.ndim == 2 for parameter in module.parameters(recurse=False))
+    ]
+    embeddings = [module for module in layers if isinstance(module, (nn.Embedding, nn.EmbeddingBag))]
     find: Any = getattr(model, "get_output_embeddings", None)  # of models of transformers
-    named = find() if callable(find) else None
-    output = [named] if isinstance(named, nn.Module) else [one for one in layers if one not in embeddings][-1:]
-    return {id(own) for one in [*embeddings, *output] for own in one.parameters()}
+    output_layer = find() if callable(find) else None
+    output = (
+        [output_layer]
+        if isinstance(output_layer, nn.Module)
+        else [module for module in layers if module not in embeddings][-1:]
+    )
+    return {id(parameter) for module in [*embeddings, *output] for parameter in module.parameters()}

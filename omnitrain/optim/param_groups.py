@@ -1,4 +1,4 @@
-"""Which parameters train, and with what options: `freeze`, `param_groups`, and the groups of layer-wise decay.
+"""Parameter groups by name, frozen parameters and layer-wise decay.
 
 Parameters go by the names of the user's own module. A pattern counts as a match if it is found anywhere in a name.
 """
@@ -35,31 +35,31 @@ def freeze_parameters(named: Named, patterns: Iterable[str]) -> None:
     """
     frozen: dict[int, nn.Parameter] = {}
     for pattern in patterns:
-        found = {id(one): one for name, one in named if re.search(pattern, name)}
-        if not found:
+        matches = {id(parameter): parameter for name, parameter in named if re.search(pattern, name)}
+        if not matches:
             raise not_found("`freeze`", pattern, named)
-        frozen |= found
-    trains = any(one.requires_grad for _, one in named)
-    if trains and not any(one.requires_grad and id(one) not in frozen for _, one in named):
+        frozen |= matches
+    trains = any(parameter.requires_grad for _, parameter in named)
+    if trains and not any(parameter.requires_grad and id(parameter) not in frozen for _, parameter in named):
         raise ConfigError(
             f"`freeze={list(patterns)!r}` leaves no parameter that trains. Leave out the part that is to be trained."
         )
-    for one in frozen.values():
-        one.requires_grad_(False)
+    for parameter in frozen.values():
+        parameter.requires_grad_(False)
 
 
 def group_parameters(
-    optimizer: torch.optim.Optimizer, named: Named, wanted: Sequence[Mapping[str, Any]], tells: bool = True
+    optimizer: torch.optim.Optimizer, named: Named, specs: Sequence[Mapping[str, Any]], tells: bool = True
 ) -> None:
     """Divide each group of a new optimizer by the names of its parameters, and give the parts their options.
 
-    What is found by no pattern stays as the optimizer was made.
+    Parameters that match no pattern keep the options of the optimizer.
 
     Args:
         optimizer: Its groups are changed in place.
         named: All parameters of the model.
-        wanted: Dicts of a regular expression, "match", and of options of the optimizer. Beside these there is
-            "lr_scale", a factor of the group's rate. The first that is found in a name of the parameter counts.
+        specs: Dicts of a regular expression, "match", and of options of the optimizer, or of "lr_scale", a factor of
+            the group's rate. The first that matches a name of the parameter counts.
         tells: Whether to log the groups.
 
     Raises:
@@ -67,24 +67,24 @@ def group_parameters(
             unknown or out of its range.
     """
     names: dict[int, list[str]] = {}
-    for name, one in named:
-        names.setdefault(id(one), []).append(name)
+    for name, parameter in named:
+        names.setdefault(id(parameter), []).append(name)
     groups: list[dict[str, Any]] = []
     rows: list[tuple[str, dict[str, Any]]] = []
-    taken: set[int] = set()
+    used: set[int] = set()
     for group in optimizer.param_groups:
         parts: dict[int, list[nn.Parameter]] = {}
         for parameter in group["params"]:
-            parts.setdefault(_place_of(names.get(id(parameter), []), wanted), []).append(parameter)
-        taken |= parts.keys()
+            parts.setdefault(_place_of(names.get(id(parameter), []), specs), []).append(parameter)
+        used |= parts.keys()
         for place, parameters in sorted(parts.items()):
-            options = {} if place == len(wanted) else _options(optimizer, group, wanted[place], place)
+            options = {} if place == len(specs) else _options(optimizer, group, specs[place], place)
             groups.append({**group, **options, "params": parameters})
-            rows.append(("the rest" if place == len(wanted) else wanted[place]["match"], groups[-1]))
-    for place, one in enumerate(wanted):
-        if place not in taken:
-            _check_frozen(f"`param_groups[{place}]`", one["match"], named)
-            rows.append((one["match"], {"params": []}))
+            rows.append(("the rest" if place == len(specs) else specs[place]["match"], groups[-1]))
+    for place, spec in enumerate(specs):
+        if place not in used:
+            _check_frozen(f"`param_groups[{place}]`", spec["match"], named)
+            rows.append((spec["match"], {"params": []}))
     optimizer.param_groups[:] = groups
     if tells:
         logger.info("The optimizer's groups:%s", "".join(f"\n  {_row(*row)}" for row in rows))
@@ -118,15 +118,15 @@ def layerwise_decay(model: nn.Module, decay: float = 0.75) -> list[dict[str, Any
             "nn.Sequential of modules that are made of layers. Write the groups by hand: param_groups=[{'match': "
             "r'^stem\\.', 'lr_scale': 0.5}, ...]."
         )
-    depth_of = {id(one): depth for depth, block in enumerate(blocks, 1) for one in block.parameters()}
+    depth_of = {id(parameter): depth for depth, block in enumerate(blocks, 1) for parameter in block.parameters()}
     names = {id(block): _bare(name) for name, block in model.named_modules()}
     patterns = {depth: [rf"{re.escape(names[id(block)])}\."] for depth, block in enumerate(blocks, 1)}
     parameters = list(model.named_parameters())
-    last = max(place for place, (_, one) in enumerate(parameters) if id(one) in depth_of)
+    last = max(place for place, (_, parameter) in enumerate(parameters) if id(parameter) in depth_of)
     depth = 0
-    for place, (name, one) in enumerate(parameters):
-        if id(one) in depth_of:
-            depth = depth_of[id(one)]
+    for place, (name, parameter) in enumerate(parameters):
+        if id(parameter) in depth_of:
+            depth = depth_of[id(parameter)]
             continue
         level = depth if place < last else len(blocks) + 1
         patterns.setdefault(level, []).append(f"{re.escape(_bare(name))}$")
@@ -140,17 +140,17 @@ def _bare(name: str) -> str:
     return name.replace("_orig_mod.", "")
 
 
-def _place_of(names: Iterable[str], wanted: Sequence[Mapping[str, Any]]) -> int:
+def _place_of(names: Iterable[str], specs: Sequence[Mapping[str, Any]]) -> int:
     """Return the place of the first pattern that is found in one of a parameter's names; past the last for none."""
-    places = (place for place, one in enumerate(wanted) if any(re.search(one["match"], name) for name in names))
-    return next(places, len(wanted))
+    places = (place for place, spec in enumerate(specs) if any(re.search(spec["match"], name) for name in names))
+    return next(places, len(specs))
 
 
 def _options(
-    optimizer: torch.optim.Optimizer, group: Mapping[str, Any], wanted: Mapping[str, Any], place: int
+    optimizer: torch.optim.Optimizer, group: Mapping[str, Any], spec: Mapping[str, Any], place: int
 ) -> dict[str, Any]:
     """Return the options for a part of a group."""
-    options = {name: value for name, value in wanted.items() if name not in ("match", "lr_scale")}
+    options = {name: value for name, value in spec.items() if name not in ("match", "lr_scale")}
     make: Any = optimizer.stepping(group) if isinstance(optimizer, Muon) else type(optimizer)
     known = [name for name in group if name not in ("params", "initial_lr")]
     for name in options:
@@ -160,16 +160,16 @@ def _options(
                 f"for these parameters. It has {', '.join(['lr_scale', *known])}.{did_you_mean(name, known)}"
             )
     if f"{make.__module__}.".startswith("torch.optim."):
-        try:  # of which the constructor alone looks at values
+        try:  # only the constructor validates values
             make([nn.Parameter(torch.empty(1, 1))], **options)
         except (TypeError, ValueError) as error:
             raise ConfigError(f"`param_groups[{place}]`: {make.__name__} refuses it: {error}.") from error
-    if "lr_scale" in wanted:
+    if "lr_scale" in spec:
         if "lr" not in group:
             raise ConfigError(
                 f"`param_groups[{place}]` has 'lr_scale', but {type(optimizer).__name__} has no learning rate 'lr'."
             )
-        options["lr"] = group["lr"] * wanted["lr_scale"]
+        options["lr"] = group["lr"] * spec["lr_scale"]
     return options
 
 
@@ -187,10 +187,10 @@ def not_found(where: str, pattern: str, named: Iterable[tuple[str, Any]]) -> Con
 
 def _check_frozen(where: str, pattern: str, named: Named) -> None:
     """Raise ConfigError for a pattern that no parameter is left for, unless all that it matches is frozen."""
-    found = [one for name, one in named if re.search(pattern, name)]
-    if not found:
+    matches = [parameter for name, parameter in named if re.search(pattern, name)]
+    if not matches:
         raise not_found(where, pattern, named)
-    if any(one.requires_grad for one in found):
+    if any(parameter.requires_grad for parameter in matches):
         raise ConfigError(
             f"{where}: {pattern!r} is left without a parameter, since earlier entries have taken all that it matches, "
             "or the optimizer does not hold them. Put it further up, or leave it out."
@@ -201,6 +201,6 @@ def _row(pattern: str, group: Mapping[str, Any]) -> str:
     shown = pattern if len(pattern) <= 60 else f"{pattern[:57]}..."
     if not group["params"]:
         return f"{shown}: frozen"
-    count = sum(one.numel() for one in group["params"])
+    count = sum(parameter.numel() for parameter in group["params"])
     options = [f"{name} {float(group[name]):g}" for name in ("lr", "weight_decay") if name in group]
     return f"{shown}: {len(group['params'])} tensors, {count} values, {', '.join(options)}"

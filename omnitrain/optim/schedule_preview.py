@@ -1,4 +1,4 @@
-"""A look at a schedule before a run: a table and a picture of its rates. No torch."""
+"""Preview of a schedule: a table and a plot of its rates. No torch."""
 
 from __future__ import annotations
 
@@ -13,7 +13,15 @@ from omnitrain.core.duration import Duration, Limits
 from omnitrain.core.errors import ConfigError
 from omnitrain.core.history import create_figure, save_figure
 from omnitrain.core.progress import Progress
-from omnitrain.optim.schedules import Course, Length, Place, Schedule, check_number, named_schedule, warmup_length
+from omnitrain.optim.schedules import (
+    Length,
+    RunLength,
+    RunPosition,
+    Schedule,
+    check_number,
+    named_schedule,
+    warmup_length,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,19 +124,19 @@ def preview_schedule(
     elif not isinstance(schedule, Schedule):
         raise ConfigError(f"`schedule` must be a schedule of omnitrain or its name, got {schedule!r:.200}.")
     elif any(options.values()):
-        given = next(filter(options.get, options))
-        raise ConfigError(f"`{given}={options[given]!r}` has no effect on a schedule that is made already.")
+        key = next(filter(options.get, options))
+        raise ConfigError(f"`{key}={options[key]!r}` has no effect on a schedule that is made already.")
     else:
         name = repr(schedule)
     limits = Limits(epochs, max_steps, max_duration)
-    if not steps_per_epoch and all(one.unit == "ep" for one in limits.durations):
+    if not steps_per_epoch and all(limit.unit == "ep" for limit in limits.durations):
         raise ConfigError("Nothing says how many steps the run has. Give `steps_per_epoch`, or `max_steps`.")
     size = None if not (steps_per_epoch and samples_per_step) else math.ceil(steps_per_epoch * samples_per_step)
-    course = Course.of(limits, steps_per_epoch, size)
-    course.check(schedule, name)
+    run_length = RunLength.of(limits, steps_per_epoch, size)
+    run_length.check(schedule, name)
     pace: dict[str, float | None] = {"ba": 1.0, "ep": 1 / steps_per_epoch if steps_per_epoch else None}
     pace |= {"sp": samples_per_step, "tok": tokens_per_step, "s": seconds_per_step}
-    look = _Look(schedule, course, pace, learning_rate)
+    look = _Look(schedule, run_length, pace, learning_rate)
     places = [look.length * number / (rows - 1) for number in range(rows)]
     if look.unit == "ba":
         places = [float(round(place)) for place in places]
@@ -139,31 +147,35 @@ def preview_schedule(
 
 
 class _Look:
-    """The rate of a schedule at any place of a run that goes on at one pace."""
+    """The rate of a schedule at any point of a run of constant pace."""
 
-    def __init__(self, schedule: Schedule, course: Course, pace: Mapping[str, float | None], rate: float) -> None:
-        self._schedule, self._course, self._rate = schedule, course, rate
-        self._follows = course.follows(schedule)
-        ends = [] if course.limits is None else course.limits.durations
-        needed = {one.unit for one in [*schedule.lengths(), *ends]} - {"dur"} if self._follows or ends else set()
+    def __init__(
+        self, schedule: Schedule, run_length: RunLength, pace: Mapping[str, float | None], rate: float
+    ) -> None:
+        self._schedule, self._run_length, self._rate = schedule, run_length, rate
+        self._follows = run_length.follows(schedule)
+        ends = [] if run_length.limits is None else run_length.limits.durations
+        required_units = (
+            {length.unit for length in [*schedule.lengths(), *ends]} - {"dur"} if self._follows or ends else set()
+        )
         self._pace = {unit: value for unit, value in pace.items() if value}
-        if course.end is not None:
+        if run_length.end is not None:
             self.unit: str = "ba"
-            self.length: float = course.end
-        elif needed == {ends[0].unit} and len(ends) == 1:  # nothing else is counted
+            self.length: float = run_length.end
+        elif required_units == {ends[0].unit} and len(ends) == 1:  # nothing else is counted
             self.unit, self.length, self._pace = ends[0].unit, ends[0].value, {ends[0].unit: 1.0}
         else:
-            lacking = sorted(unit for unit in {one.unit for one in ends} - self._pace.keys())
-            self._refuse(lacking, needed)
-            first = min(ends, key=lambda one: one.value / self._pace[one.unit])
-            self.unit, self.length = first.unit, first.value
-        self._refuse(sorted(needed - self._pace.keys()), needed)
+            missing_units = sorted(unit for unit in {length.unit for length in ends} - self._pace.keys())
+            self._refuse(missing_units, required_units)
+            earliest = min(ends, key=lambda length: length.value / self._pace[length.unit])
+            self.unit, self.length = earliest.unit, earliest.value
+        self._refuse(sorted(required_units - self._pace.keys()), required_units)
 
     def _refuse(self, lacking: list[str], needed: set[str]) -> None:
         if lacking:
             argument = {"ep": "steps_per_epoch", "sp": "samples_per_step", "tok": "tokens_per_step"}
             raise ConfigError(
-                f"The schedule and the run count {' and '.join(_COUNTED[one] for one in sorted(needed))}. Pass "
+                f"The schedule and the run count {' and '.join(_COUNTED[unit] for unit in sorted(needed))}. Pass "
                 f"`{argument.get(lacking[0], 'seconds_per_step')}`, so that it is known how these go together."
             )
 
@@ -178,7 +190,7 @@ class _Look:
             progress.step = done.get("ba", 0)  # type: ignore[assignment]  # between two steps, for the picture
             progress.samples, progress.tokens = done.get("sp", 0), done.get("tok", 0)  # type: ignore[assignment]
             progress.seconds = done.get("s", 0.0)
-        return self._rate * self._schedule.factor(Place(self._course, steps, progress), self._rate)
+        return self._rate * self._schedule.factor(RunPosition(self._run_length, steps, progress), self._rate)
 
 
 _COUNTED = {"ba": "step", "ep": "epochs", "sp": "samples", "tok": "tokens", "s": "seconds"}

@@ -1,7 +1,6 @@
-"""Schedules: the learning rate as a function of how far a run has come. No torch.
+"""Schedules: the learning rate as a function of progress. No torch.
 
-What a schedule is and what it gives at a place of a run belongs here. What sets the rates of an optimizer by it is in
-`optimization.py`.
+What sets the rates of an optimizer by a schedule is in `build.py`.
 """
 
 from __future__ import annotations
@@ -29,11 +28,11 @@ def _exact(number: float) -> Fraction:
 
 
 @dataclass(frozen=True, slots=True)
-class Course:
-    """The length of a run, and what it is counted in: schedules see it through a `Place`.
+class RunLength:
+    """The length of a run, and what it is counted in: schedules see it through a `RunPosition`.
 
     Attributes:
-        unit: What the place in the run is counted in.
+        unit: What the position in the run is counted in.
         end: How many of these there are; None where that is unknown, or where the limits say it.
         limits: Where a run ends whose steps are unknown.
         steps_per_epoch: Optimizer steps of an epoch; None for data of unknown length.
@@ -55,8 +54,8 @@ class Course:
         steps_per_epoch: int | None = None,
         samples_per_epoch: int | None = None,
         interval: str = "step",
-    ) -> Course:
-        """Return the course of a run.
+    ) -> RunLength:
+        """Return the run_length of a run.
 
         It is counted in optimizer steps wherever their number is known, or in epochs if the schedule moves once per
         epoch. Else, as in a run of so many tokens or hours, it is counted in the unit of the limit that is nearest.
@@ -69,7 +68,7 @@ class Course:
         """
         total = limits.total_steps(steps_per_epoch, samples_per_epoch)
         units = ("sp", "tok", "s", "ep") if samples_per_epoch else ("sp", "tok", "s")
-        counted = [one for one in limits.durations if one.unit in units]
+        counted = [limit for limit in limits.durations if limit.unit in units]
         rest = limits if total is None and counted else None
         if interval == "epoch":
             whole = None if total is None or not steps_per_epoch else -(-total // steps_per_epoch)
@@ -84,7 +83,7 @@ class Course:
         return self.end is not None or self.limits is not None
 
     def convert(self, length: Duration, scale: float = 1.0) -> float | None:
-        """Return a length in the unit of the course; None where only the run itself can tell.
+        """Return a length in the unit of the run_length; None where only the run itself can tell.
 
         A length that ends inside of a step ends with that step.
 
@@ -101,19 +100,19 @@ class Course:
         length = length if self.unit == "ep" else self.counted(length)
         value = length.exact
         if length.unit == "dur":
-            found = None if self.end is None else value * self.end
+            converted = None if self.end is None else value * self.end
         else:
             value, unit, steps = value * _exact(scale), length.unit, self.steps_per_epoch
             if unit == "sp" and self.samples_per_epoch and self.unit != "sp":
                 value, unit = value / self.samples_per_epoch, "ep"
             if unit != self.unit and steps and {unit, self.unit} == {"ba", "ep"}:
                 value, unit = (value * steps if unit == "ep" else value / steps), self.unit
-            found = value if unit == self.unit else None
-        if found is None:
+            converted = value if unit == self.unit else None
+        if converted is None:
             return None
         if self.unit == "ba":
-            return math.ceil(found)
-        return int(found) if found.denominator == 1 else float(found)
+            return math.ceil(converted)
+        return int(converted) if converted.denominator == 1 else float(converted)
 
     def counted(self, length: Duration) -> Duration:
         """Return a length; one of epochs in samples, if the number of steps in an epoch changes in the run.
@@ -132,7 +131,7 @@ class Course:
     def units(self, schedule: Schedule) -> frozenset[str]:
         """Return what the lengths of a schedule are counted in, and what the run is where its limits say how long."""
         ends = [] if self.limits is None else self.limits.durations
-        return frozenset(self.counted(one).unit for one in [*schedule.lengths(), *ends])
+        return frozenset(self.counted(length).unit for length in [*schedule.lengths(), *ends])
 
     def check(self, schedule: Schedule, name: str) -> None:
         """Raise ConfigError for a schedule that this run cannot have, or of which nothing would be left.
@@ -157,16 +156,16 @@ class Course:
 
     def unreached(self, schedule: Schedule) -> list[Duration]:
         """Return the milestones of a schedule that lie after the end of the run, where that is known."""
-        found = []
+        unreachable = []
         for part in schedule.parts:
             ends = [] if self.limits is None else self.limits.durations
-            for one in part.milestones if isinstance(part, MultiStepScheduler) else ():
-                length, scale = _read(one), _exact(part.scale_ratio)
-                place = self.convert(length, part.scale_ratio)
-                is_late = self.end is not None and place is not None and place > self.end
+            for milestone in part.milestones if isinstance(part, MultiStepScheduler) else ():
+                length, scale = _read(milestone), _exact(part.scale_ratio)
+                position = self.convert(length, part.scale_ratio)
+                is_late = self.end is not None and position is not None and position > self.end
                 same = [end for end in ends if end.unit == length.unit]
-                found += [length] if is_late or any(length.exact * scale > end.exact for end in same) else []
-        return found
+                unreachable += [length] if is_late or any(length.exact * scale > end.exact for end in same) else []
+        return unreachable
 
     def _check_end(self, part: Schedule) -> None:
         end, warmup = self.end, part.warmup
@@ -174,11 +173,13 @@ class Course:
             length = self.convert(warmup, part.scale_ratio)
             if length is not None and length >= end:
                 words = {"ba": "steps", "ep": "epochs"}[self.unit]
-                given = warmup.value if warmup.unit == "ba" else repr(str(warmup))
-                raise ConfigError(f"`warmup_steps={given}` leaves nothing of the run's {end} {words}. Make it smaller.")
+                warmup_text = warmup.value if warmup.unit == "ba" else repr(str(warmup))
+                raise ConfigError(
+                    f"`warmup_steps={warmup_text}` leaves nothing of the run's {end} {words}. Make it smaller."
+                )
         if isinstance(part, WSDScheduler):
             first = self.convert(warmup, part.scale_ratio) if isinstance(warmup, Duration) else 0
-            last, whole = (self.convert(_read(one), part.scale_ratio) for one in (part.decay, part.t_max))
+            last, whole = (self.convert(_read(length), part.scale_ratio) for length in (part.decay, part.t_max))
             if first is not None and last is not None and whole is not None and first + last > whole:
                 raise ConfigError(
                     f"`lr_scheduler={part!r}`: warm-up and decay take {first:g} + {last:g} steps, and there are "
@@ -186,27 +187,27 @@ class Course:
                 )
 
 
-class Place:
-    """A place in a run, as a schedule sees it: `now` in one unit, in which every length can be told.
+class RunPosition:
+    """A position in a run, `now`, with every length converted to its unit.
 
-    Lengths of another unit than that of the run, such as a warm-up of 100 steps in a run of 3e6 tokens, are told by the
-    pace of the run so far. So they are exact where they end, and the rate depends on nothing but the progress.
+    Lengths of another unit than that of the run, such as a warm-up of 100 steps in a run of 3e6 tokens, are converted
+    by the pace of the run so far: exactly where they end, and the rate depends only on the progress.
     """
 
-    __slots__ = ("_course", "_end", "_progress", "now")
+    __slots__ = ("_end", "_progress", "_run_length", "now")
 
-    def __init__(self, course: Course, now: float, progress: Progress | None = None) -> None:
-        """Stand at `now`, counted in the unit of the course; with `progress` where that decides."""
-        self._course = course
-        self._end: float | None = course.end
+    def __init__(self, run_length: RunLength, position: float, progress: Progress | None = None) -> None:
+        """Stand at `now`, counted in the unit of the run_length; with `progress` where that decides."""
+        self._run_length = run_length
+        self._end: float | None = run_length.end
         self._progress = progress
-        self.now: float = now
-        if progress is not None and course.end is None and course.limits is not None:
-            ends = [course.counted(end) for end in course.limits.durations]
-            nearest = max(ends, key=lambda one: one.amount(progress) / one.value)
+        self.now: float = position
+        if progress is not None and run_length.end is None and run_length.limits is not None:
+            ends = [run_length.counted(end) for end in run_length.limits.durations]
+            nearest = max(ends, key=lambda end: end.amount(progress) / end.value)
             self.now, self._end = nearest.amount(progress), nearest.value
-            if nearest.unit != course.unit:
-                self._course = dataclasses.replace(course, unit=nearest.unit, _known={})
+            if nearest.unit != run_length.unit:
+                self._run_length = dataclasses.replace(run_length, unit=nearest.unit, _known={})
 
     def at(self, length: Duration, scale: float = 1.0) -> float:
         """Return where a length ends that began with the run; infinite while nothing can be known of it.
@@ -215,24 +216,24 @@ class Place:
             length: The length.
             scale: What it is multiplied by, unless it is a share of the run.
         """
-        found = self._known(length, scale)
-        if found is not None:
-            return found
+        converted = self._known(length, scale)
+        if converted is not None:
+            return converted
         done = self.done(length, scale)
         return math.inf if not done else 0.0 if not self.now and done >= 1 else self.now / done
 
     def done(self, length: Duration, scale: float = 1.0) -> float:
         """Return how much of a length is done; 1 is all of it."""
-        found = self._known(length, scale)
-        if found is not None:
-            return self.now / found
-        length = self._course.counted(length)
+        converted = self._known(length, scale)
+        if converted is not None:
+            return self.now / converted
+        length = self._run_length.counted(length)
         return length.amount(self._progress) / (length.value * scale) if self._progress is not None else 0.0
 
     def _known(self, length: Duration, scale: float) -> float | None:
-        if length.unit == "dur" and self._course.end is None:
+        if length.unit == "dur" and self._run_length.end is None:
             return math.inf if self._end is None else float(length.exact * _exact(self._end))
-        return self._course.convert(length, scale)
+        return self._run_length.convert(length, scale)
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
@@ -279,29 +280,29 @@ class Schedule:
                 "length in steps, epochs, samples, tokens or time."
             )
 
-    def shape(self, place: Place, begin: float) -> float:
+    def shape(self, position: RunPosition, begin: float) -> float:
         """Return the factor after the warm-up, as if there were no least rate.
 
         Args:
-            place: Where the run is.
-            begin: Where the warm-up ended, in the unit of `place`.
+            position: Where the run is.
+            begin: Where the warm-up ended, in the unit of `position`.
         """
         raise NotImplementedError
 
-    def factor(self, place: Place, rate: float = 1.0) -> float:
+    def factor(self, position: RunPosition, rate: float = 1.0) -> float:
         """Return what the optimizer's rate is multiplied by.
 
         Args:
-            place: Where the run is.
+            position: Where the run is.
             rate: The optimizer's rate, of which `min_lr` is a part.
         """
         begin: float = 0
         if isinstance(self.warmup, Duration):
-            done = place.done(self.warmup, self.scale_ratio)
+            done = position.done(self.warmup, self.scale_ratio)
             if done < 1:
                 return done
-            begin = place.at(self.warmup, self.scale_ratio)
-        shape = self.shape(place, begin)
+            begin = position.at(self.warmup, self.scale_ratio)
+        shape = self.shape(position, begin)
         if self.min_lr is None and self.min_lr_rate is None:
             return shape
         least = self.least(rate)
@@ -319,16 +320,16 @@ class Schedule:
 
     @property
     def parts(self) -> tuple[Schedule, ...]:
-        """What is multiplied: itself alone."""
+        """The factors of the product: only itself."""
         return (self,)
 
     def lengths(self) -> list[Duration]:
         """Return all durations of it."""
-        found = [self.warmup] if isinstance(self.warmup, Duration) else []
+        lengths = [self.warmup] if isinstance(self.warmup, Duration) else []
         for name in self.LENGTHS:
             value = getattr(self, name)
-            found += value if isinstance(value, tuple) else [value] if isinstance(value, Duration) else []
-        return found
+            lengths += value if isinstance(value, tuple) else [value] if isinstance(value, Duration) else []
+        return lengths
 
     def __mul__(self, other: Schedule) -> Schedule:
         """Return the product of two schedules."""
@@ -337,12 +338,12 @@ class Schedule:
         return ProductScheduler((*self.parts, *other.parts))
 
     def __repr__(self) -> str:
-        """Write it as it is made, without what has its default."""
+        """Return the call that makes it, without default arguments."""
         words = []
-        for one in fields(self):
-            value = getattr(self, one.name)
-            if value != one.default and one.init:
-                words.append(f"{one.name}={_plain(value)!r}")
+        for attribute in fields(self):
+            value = getattr(self, attribute.name)
+            if value != attribute.default and attribute.init:
+                words.append(f"{attribute.name}={_plain(value)!r}")
         return f"{type(self).__name__}({', '.join(words)})"
 
 
@@ -372,7 +373,7 @@ class ConstantScheduler(_Clamped):
                 "Leave it out, or pass another schedule."
             )
 
-    def shape(self, place: Place, begin: float) -> float:
+    def shape(self, position: RunPosition, begin: float) -> float:
         """Return 1."""
         return 1.0
 
@@ -389,9 +390,9 @@ class LinearScheduler(Schedule):
     t_max: str | Duration = _WHOLE_RUN
     LENGTHS: ClassVar[tuple[str, ...]] = ("t_max",)
 
-    def shape(self, place: Place, begin: float) -> float:
+    def shape(self, position: RunPosition, begin: float) -> float:
         """Return what is left of the way."""
-        return 1.0 - _share(place, begin, place.at(_read(self.t_max), self.scale_ratio))
+        return 1.0 - _share(position, begin, position.at(_read(self.t_max), self.scale_ratio))
 
 
 @dataclass(frozen=True, repr=False)
@@ -414,9 +415,9 @@ class CosineAnnealingScheduler(Schedule):
         super().__post_init__()
         check_number("CosineAnnealingScheduler.num_cycles", self.num_cycles, above=0)
 
-    def shape(self, place: Place, begin: float) -> float:
+    def shape(self, position: RunPosition, begin: float) -> float:
         """Return the cosine, between 0 and 1."""
-        share = _share(place, begin, place.at(_read(self.t_max), self.scale_ratio))
+        share = _share(position, begin, position.at(_read(self.t_max), self.scale_ratio))
         return max(0.0, 0.5 * (1.0 + math.cos(math.pi * self.num_cycles * 2.0 * share)))
 
 
@@ -440,9 +441,9 @@ class CosineWithRestartsScheduler(Schedule):
         super().__post_init__()
         check_number("CosineWithRestartsScheduler.num_cycles", self.num_cycles, above=0)
 
-    def shape(self, place: Place, begin: float) -> float:
+    def shape(self, position: RunPosition, begin: float) -> float:
         """Return the cosine of the present period, between 0 and 1."""
-        share = _share(place, begin, place.at(_read(self.t_max), self.scale_ratio))
+        share = _share(position, begin, position.at(_read(self.t_max), self.scale_ratio))
         return 0.0 if share >= 1.0 else max(0.0, 0.5 * (1.0 + math.cos(math.pi * ((self.num_cycles * share) % 1.0))))
 
 
@@ -464,9 +465,9 @@ class PolynomialScheduler(Schedule):
         super().__post_init__()
         check_number("PolynomialScheduler.power", self.power, above=0)
 
-    def shape(self, place: Place, begin: float) -> float:
+    def shape(self, position: RunPosition, begin: float) -> float:
         """Return the power."""
-        return (1.0 - _share(place, begin, place.at(_read(self.t_max), self.scale_ratio))) ** self.power
+        return (1.0 - _share(position, begin, position.at(_read(self.t_max), self.scale_ratio))) ** self.power
 
 
 @dataclass(frozen=True, repr=False)
@@ -487,9 +488,9 @@ class StepScheduler(_Clamped):
         super().__post_init__()
         check_number("StepScheduler.gamma", self.gamma, above=0)
 
-    def shape(self, place: Place, begin: float) -> float:
+    def shape(self, position: RunPosition, begin: float) -> float:
         """Return the power of `gamma`."""
-        return self.gamma ** math.floor(place.done(_read(self.step_size), self.scale_ratio))
+        return self.gamma ** math.floor(position.done(_read(self.step_size), self.scale_ratio))
 
 
 @dataclass(frozen=True, repr=False)
@@ -516,9 +517,11 @@ class MultiStepScheduler(_Clamped):
         super().__post_init__()
         check_number("MultiStepScheduler.gamma", self.gamma, above=0)
 
-    def shape(self, place: Place, begin: float) -> float:
+    def shape(self, position: RunPosition, begin: float) -> float:
         """Return the power of `gamma`."""
-        return self.gamma ** sum(place.done(_read(one), self.scale_ratio) >= 1 for one in self.milestones)
+        return self.gamma ** sum(
+            position.done(_read(milestone), self.scale_ratio) >= 1 for milestone in self.milestones
+        )
 
 
 @dataclass(frozen=True, repr=False)
@@ -539,10 +542,10 @@ class ExponentialScheduler(_Clamped):
         super().__post_init__()
         check_number("ExponentialScheduler.gamma", self.gamma, above=0)
 
-    def shape(self, place: Place, begin: float) -> float:
+    def shape(self, position: RunPosition, begin: float) -> float:
         """Return the power of `gamma`."""
-        period = place.at(_read(self.decay_period), self.scale_ratio)
-        return self.gamma ** ((place.now - begin) / period) if period else 1.0
+        period = position.at(_read(self.decay_period), self.scale_ratio)
+        return self.gamma ** ((position.now - begin) / period) if period else 1.0
 
 
 @dataclass(frozen=True, repr=False)
@@ -560,18 +563,18 @@ class InverseSqrtScheduler(_Clamped):
     timescale: str | Duration | None = None
     LENGTHS: ClassVar[tuple[str, ...]] = ("timescale",)
 
-    def shape(self, place: Place, begin: float) -> float:
+    def shape(self, position: RunPosition, begin: float) -> float:
         """Return the root."""
-        own = self.warmup if self.timescale is None else self.timescale
-        scale = place.at(own if isinstance(own, Duration) else Duration(10_000, "ba"), self.scale_ratio)
+        warmup = self.warmup if self.timescale is None else self.timescale
+        scale = position.at(warmup if isinstance(warmup, Duration) else Duration(10_000, "ba"), self.scale_ratio)
         if not scale or math.isinf(scale):
             return 1.0
-        return 1.0 / math.sqrt((place.now + (scale - begin)) / scale)
+        return 1.0 / math.sqrt((position.now + (scale - begin)) / scale)
 
     def lengths(self) -> list[Duration]:
         """Return all durations of it."""
-        found = super().lengths()
-        return found or [Duration(10_000, "ba")]
+        lengths = super().lengths()
+        return lengths or [Duration(10_000, "ba")]
 
 
 @dataclass(frozen=True, repr=False)
@@ -579,7 +582,7 @@ class WSDScheduler(Schedule):
     """Warm-up, then the full rate, and a decay over the last part of the run ("warmup-stable-decay").
 
     From MiniCPM (arXiv 2404.06395); "1-sqrt" is the decay that arXiv 2405.18392 found best. A run that is extended
-    before its decay has begun goes on at the same rate.
+    before its decay has begun continues at the same rate.
 
     >>> from omnitrain import preview_schedule
     >>> preview_schedule(WSDScheduler("0.5dur", kind="linear"), max_duration="3e6tok", rows=5).rates
@@ -603,13 +606,13 @@ class WSDScheduler(Schedule):
         if self.kind == "exponential" and not (self.min_lr or self.min_lr_rate):
             raise ConfigError("`WSDScheduler.kind='exponential'` never reaches 0. Pass `min_lr` or `min_lr_rate`.")
 
-    def shape(self, place: Place, begin: float) -> float:
+    def shape(self, position: RunPosition, begin: float) -> float:
         """Return the part of the rate that is left, of what is above the least one."""
-        end = place.at(_read(self.t_max), self.scale_ratio)
-        start = end - (place.at(self.decay, self.scale_ratio) if isinstance(self.decay, Duration) else 0)
-        if place.now < start or math.isinf(end):
+        end = position.at(_read(self.t_max), self.scale_ratio)
+        start = end - (position.at(self.decay, self.scale_ratio) if isinstance(self.decay, Duration) else 0)
+        if position.now < start or math.isinf(end):
             return 1.0
-        return _DECAYS[self.kind](_share(place, start, end))
+        return _DECAYS[self.kind](_share(position, start, end))
 
     def floored(self, shape: float, least: float, rate: float) -> float:
         """Return the factor with its least value in force; an exponential decay has it in its base."""
@@ -633,13 +636,13 @@ class ProductScheduler(Schedule):
         if self.warmup or self.min_lr is not None or self.min_lr_rate is not None or self.scale_ratio != 1:
             raise ConfigError("`ProductScheduler` takes no options. Give `warmup`, `min_lr` and the like to one part.")
         super().__post_init__()
-        if len(self.schedules) < 2 or not all(isinstance(one, Schedule) for one in self.schedules):
+        if len(self.schedules) < 2 or not all(isinstance(schedule, Schedule) for schedule in self.schedules):
             raise ConfigError(f"`ProductScheduler` takes a tuple of at least two schedules, got {self.schedules!r}.")
-        object.__setattr__(self, "schedules", tuple(part for one in self.schedules for part in one.parts))
+        object.__setattr__(self, "schedules", tuple(part for schedule in self.schedules for part in schedule.parts))
 
-    def factor(self, place: Place, rate: float = 1.0) -> float:
+    def factor(self, position: RunPosition, rate: float = 1.0) -> float:
         """Return the product of the factors of all parts."""
-        return math.prod(one.factor(place, rate) for one in self.schedules)
+        return math.prod(schedule.factor(position, rate) for schedule in self.schedules)
 
     @property
     def parts(self) -> tuple[Schedule, ...]:
@@ -648,7 +651,7 @@ class ProductScheduler(Schedule):
 
     def lengths(self) -> list[Duration]:
         """Return the durations of all parts."""
-        return [length for one in self.schedules for length in one.lengths()]
+        return [length for schedule in self.schedules for length in schedule.lengths()]
 
     def __repr__(self) -> str:
         """Write it as it is made."""
@@ -694,16 +697,16 @@ def named_schedule(name: str, options: Mapping[str, Any] | None = None, warmup: 
             f"got {name[:200]!r}.{did_you_mean(name, NAMED)}"
         )
     kind, defaults = NAMED[name]
-    given = {**defaults, **(options or {})}
+    arguments = {**defaults, **(options or {})}
     if name == "polynomial":
-        is_told = {"min_lr", "min_lr_rate"} & given.keys()
-        end = given.pop("lr_end")
-        given |= {} if is_told else {"min_lr": end}
-    if name == "cosine_with_min_lr" and not {"min_lr", "min_lr_rate"} & given.keys():
+        is_told = {"min_lr", "min_lr_rate"} & arguments.keys()
+        end = arguments.pop("lr_end")
+        arguments |= {} if is_told else {"min_lr": end}
+    if name == "cosine_with_min_lr" and not {"min_lr", "min_lr_rate"} & arguments.keys():
         raise ConfigError(f"`lr_scheduler={name!r}` needs `lr_scheduler_kwargs` with 'min_lr' or 'min_lr_rate'.")
-    if name == "inverse_sqrt" and isinstance(given.get("timescale"), int):
-        given["timescale"] = Duration(given["timescale"], "ba")  # transformers counts steps
-    return made(kind, f"lr_scheduler={name!r}", {**given, **({"warmup": warmup} if warmup else {})})
+    if name == "inverse_sqrt" and isinstance(arguments.get("timescale"), int):
+        arguments["timescale"] = Duration(arguments["timescale"], "ba")  # transformers counts steps
+    return made(kind, f"lr_scheduler={name!r}", {**arguments, **({"warmup": warmup} if warmup else {})})
 
 
 def made(kind: type[Schedule], who: str, options: Mapping[str, Any]) -> Schedule:
@@ -717,7 +720,7 @@ def made(kind: type[Schedule], who: str, options: Mapping[str, Any]) -> Schedule
     Raises:
         ConfigError: If one is unknown, or one is missing.
     """
-    known = {one.name: one for one in fields(kind)}
+    known = {attribute.name: attribute for attribute in fields(kind)}
     for name in options:
         if name not in known:
             raise ConfigError(
@@ -725,7 +728,7 @@ def made(kind: type[Schedule], who: str, options: Mapping[str, Any]) -> Schedule
                 f"{did_you_mean(str(name), known)}"
             )
     missing = dataclasses.MISSING
-    lacking = [name for name, one in known.items() if one.default is missing and name not in options]
+    lacking = [name for name, attribute in known.items() if attribute.default is missing and name not in options]
     if lacking:
         raise ConfigError(f"`{who}` needs `lr_scheduler_kwargs` with {' and '.join(map(repr, lacking))}.")
     return kind(**options)
@@ -759,12 +762,12 @@ def warmup_length(value: Any, name: str = "warmup_steps") -> Duration | Literal[
 # --- helpers
 
 
-def _share(place: Place, begin: float, end: float) -> float:
+def _share(position: RunPosition, begin: float, end: float) -> float:
     """Return how much of the way from `begin` to `end` is done, between 0 and 1."""
     way = end - begin
     if math.isinf(way) or math.isnan(way):
         return 0.0
-    return min(max((place.now - begin) / way, 0.0), 1.0) if way > 0 else float(place.now >= end)
+    return min(max((position.now - begin) / way, 0.0), 1.0) if way > 0 else float(position.now >= end)
 
 
 def _length_of(name: str, value: Any) -> Any:
@@ -772,7 +775,7 @@ def _length_of(name: str, value: Any) -> Any:
     if value is None:
         return None
     if isinstance(value, Iterable) and not isinstance(value, str):
-        return tuple(_length_of(name, one) for one in value)
+        return tuple(_length_of(name, entry) for entry in value)
     if isinstance(value, numbers.Real) and not isinstance(value, bool):
         raise ConfigError(f"`{name}` must say what it counts, got {value!r}. Give '{value}ba' (steps) or '{value}ep'.")
     return Duration.parse(value, "ba", name)
@@ -809,7 +812,7 @@ def _plain(value: Any) -> Any:
     """Return a field as it may be given."""
     if isinstance(value, Duration):
         return str(value)
-    return [_plain(one) for one in value] if isinstance(value, tuple) else value
+    return [_plain(entry) for entry in value] if isinstance(value, tuple) else value
 
 
 _DECAYS = {

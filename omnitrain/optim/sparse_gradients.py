@@ -20,7 +20,7 @@ def has_sparse_gradients(module: nn.Module) -> bool:
 def parameters_by_layout(model: nn.Module) -> tuple[dict[int, str], dict[int, str]]:
     """Return the names of parameters whose gradients will be sparse, and of those whose gradients will be dense.
 
-    Both are known for the layers of PyTorch alone, and given by the `id` of the parameter. A weight that an embedding
+    Both are known only for layers of PyTorch, by the `id` of the parameter. A weight that an embedding
     shares with another layer gets a dense gradient, the sum of both.
     """
     layouts: dict[int, set[bool | None]] = {}
@@ -29,7 +29,7 @@ def parameters_by_layout(model: nn.Module) -> tuple[dict[int, str], dict[int, st
         is_known = is_sparse or type(module).__module__.startswith("torch.nn.modules.")
         for parameter in module.parameters(recurse=False):
             layouts.setdefault(id(parameter), set()).add(is_sparse if is_known else None)
-    names = {id(one): name for name, one in model.named_parameters() if one.requires_grad}
+    names = {id(parameter): name for name, parameter in model.named_parameters() if parameter.requires_grad}
     sparse, dense = ({key: name for key, name in names.items() if layouts[key] == {kind}} for kind in (True, False))
     return sparse, dense
 
@@ -68,21 +68,25 @@ def check_optimizer(optimizer: torch.optim.Optimizer, sparse: Mapping[int, str],
     """
     name = type(optimizer).__name__
     for group in optimizer.param_groups:
-        members = [one for one in group["params"] if id(one) in sparse]
+        members = [parameter for parameter in group["params"] if id(parameter) in sparse]
         reason = _reason_against_sparse(optimizer, group, members[0]) if members else None
         if reason is not None:
             raise ConfigError(
-                f"`optimizer` ({name}) cannot train {format_list([repr(sparse[id(one)]) for one in members])}, whose "
-                f"gradients are sparse: {reason}. Make the layer with sparse=False, or use optimizer='sgd' or "
-                "'adagrad' without weight decay and momentum; 'sparseadam' takes embeddings alone."
+                f"`optimizer` ({name}) cannot train {_list_names(sparse, members)}, whose gradients are sparse: "
+                f"{reason}. Make the layer with sparse=False, or use optimizer='sgd' or 'adagrad' without weight decay "
+                "and momentum; 'sparseadam' trains only embeddings."
             )
-        members = [one for one in group["params"] if id(one) in dense]
+        members = [parameter for parameter in group["params"] if id(parameter) in dense]
         if members and isinstance(optimizer, torch.optim.SparseAdam):
             raise ConfigError(
                 f"`optimizer` ({name}) takes sparse gradients only, and those of "
-                f"{format_list([repr(dense[id(one)]) for one in members])} are dense. Use optimizer='sgd' or "
+                f"{_list_names(dense, members)} are dense. Use optimizer='sgd' or "
                 "'adagrad', which take both, or make the embeddings with sparse=False and use 'adamw'."
             )
+
+
+def _list_names(names: Mapping[int, str], parameters: list[Any]) -> str:
+    return format_list([repr(names[id(parameter)]) for parameter in parameters])
 
 
 def _reason_against_sparse(optimizer: Any, group: Mapping[str, Any], parameter: torch.Tensor) -> str | None:

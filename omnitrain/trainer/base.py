@@ -81,7 +81,7 @@ from omnitrain.optim.build import (
     follows_evaluations,
 )
 from omnitrain.optim.param_groups import freeze_parameters, group_parameters
-from omnitrain.optim.schedules import Course, Schedule
+from omnitrain.optim.schedules import RunLength, Schedule
 from omnitrain.trainer.compilation import Compiled, check_compilable, compile_ahead
 from omnitrain.trainer.default_callbacks import default_callbacks, make_loggers
 from omnitrain.trainer.evaluation import Evaluation, Predictions, metric_direction
@@ -567,10 +567,15 @@ class BaseTrainer(Hooks, ABC):
         # another part has made the schedule with its options, unless it has named it
         options = self.settings.lr_scheduler_kwargs if lr_scheduler is None or isinstance(lr_scheduler, str) else None
         size = None if self.train_loader is None else self.train_loader.size
-        course = Course.of(self.limits, self.steps_per_epoch, size, self.settings.scheduler_interval)
+        run_length = RunLength.of(self.limits, self.steps_per_epoch, size, self.settings.scheduler_interval)
         self.lr_scheduler = build_scheduler(
-            spec, self.optimizer, warmup_steps=warmup, options=options, course=course, mode=self.objective.direction,
-        )  # fmt: skip
+            spec,
+            self.optimizer,
+            warmup_steps=warmup,
+            options=options,
+            run_length=run_length,
+            mode=self.objective.direction,
+        )
         if not isinstance(spec, str | Schedule | None):
             self._initial.record_schedule(self.lr_scheduler)
         self._step.check_schedule(self.lr_scheduler, self._loop.has_custom_epoch)

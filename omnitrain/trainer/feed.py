@@ -78,7 +78,7 @@ class Feed:
         ranks: The ranks of the run.
         settings: The arguments of the trainer.
         accumulation: Batches of a window on each rank; where that changes, of the first ones.
-        stages: Its values in the course of the run.
+        stages: Its values in the run_length of the run.
 
     Attributes:
         accumulation: Batches of the latest window that was read.

@@ -44,7 +44,7 @@ from omnitrain import (
 )
 from omnitrain.core.duration import Limits
 from omnitrain.optim.build import build_scheduler
-from omnitrain.optim.schedules import NAMED, Course, Place, named_schedule
+from omnitrain.optim.schedules import NAMED, RunLength, RunPosition, named_schedule
 from omnitrain.trainer import lifecycle
 
 EXAMPLES: list[Schedule] = [
@@ -132,9 +132,9 @@ def test_schedule_wsd(kind: Any, half: float) -> None:
 
 
 def test_schedule_milestones_in_units() -> None:
-    course = Course.of(Limits(epochs=10), steps_per_epoch=7, samples_per_epoch=50)
+    run_length = RunLength.of(Limits(epochs=10), steps_per_epoch=7, samples_per_epoch=50)
     schedule = MultiStepScheduler(["0.3dur", "8ep", "10ba", "175sp"], gamma=0.5)
-    factors = [schedule.factor(Place(course, step)) for step in range(71)]
+    factors = [schedule.factor(RunPosition(run_length, step)) for step in range(71)]
     drops = [step for step in range(1, 71) if factors[step] < factors[step - 1]]
     assert drops == [10, 21, 25, 56]  # 175 of 50 samples an epoch are 24.5 steps
 
@@ -153,9 +153,9 @@ def test_schedule_scale_ratio_and_repr(schedule: Schedule) -> None:
         with pytest.raises(ConfigError, match=rf"{type(schedule).__name__}.scale_ratio=2.0` has no effect"):
             dataclasses.replace(schedule, scale_ratio=2.0)
     elif len(schedule.parts) == 1:
-        whole = [schedule.factor(Place(Course("ba", 50), step), 0.1) for step in range(51)]
+        whole = [schedule.factor(RunPosition(RunLength("ba", 50), step), 0.1) for step in range(51)]
         twice = dataclasses.replace(schedule, scale_ratio=2.0)
-        scaled = [twice.factor(Place(Course("ba", 100), step), 0.1) for step in range(0, 101, 2)]
+        scaled = [twice.factor(RunPosition(RunLength("ba", 100), step), 0.1) for step in range(0, 101, 2)]
         assert scaled == pytest.approx(whole, rel=1e-9, abs=1e-12)
 
 
@@ -216,9 +216,9 @@ def test_schedule_depends_on_progress_only(schedule: Schedule, unit: str, window
     """Whatever came before, and whatever steps were skipped, the same progress gives the same rate, to the bit."""
     totals = dict(zip(("sp", "tok", "s"), map(sum, zip(*windows, strict=True)), strict=True))
     limits = Limits(max_duration=Duration(max(1, totals[unit]), unit))
-    course = Course.of(limits)
+    run_length = RunLength.of(limits)
     optimizer = optimizer_of(0.1)
-    scheduler = build_scheduler(schedule, optimizer, course=course)
+    scheduler = build_scheduler(schedule, optimizer, run_length=run_length)
     progress = Progress()
     for samples, tokens, seconds in windows:
         skipped = data.draw(st.booleans())
@@ -231,7 +231,7 @@ def test_schedule_depends_on_progress_only(schedule: Schedule, unit: str, window
             optimizer.step()
             scheduler.step()
         other = optimizer_of(0.1)
-        fresh = build_scheduler(schedule, other, course=course)
+        fresh = build_scheduler(schedule, other, run_length=run_length)
         fresh.last_epoch = progress.step - 1
         other.step()
         if fresh.follows:
@@ -247,12 +247,12 @@ def test_schedule_depends_on_progress_only(schedule: Schedule, unit: str, window
 @settings(max_examples=20)
 @given(st.sampled_from(EXAMPLES), st.integers(20, 60))
 def test_schedule_in_tokens_equals_steps(schedule: Schedule, total: int) -> None:
-    course = Course.of(Limits(max_duration=f"{total * 64}tok"))
+    run_length = RunLength.of(Limits(max_duration=f"{total * 64}tok"))
     if any(not float(length.exact * total).is_integer() for length in schedule.lengths() if length.unit == "dur"):
         return  # in steps, a length that ends inside of one ends with it
     for step in range(total + 1):
-        by_steps = schedule.factor(Place(Course("ba", total), step), 0.1)
-        scheduler = build_scheduler(schedule, optimizer_of(0.1), course=course)
+        by_steps = schedule.factor(RunPosition(RunLength("ba", total), step), 0.1)
+        scheduler = build_scheduler(schedule, optimizer_of(0.1), run_length=run_length)
         if scheduler.follows:
             scheduler.last_epoch = step - 1
             scheduler.optimizer.step()
