@@ -164,8 +164,8 @@ class Backend:
         if always or not initializer.is_materialized:
             initializer.allocate()
             initializer.collect_tensors()
-            named = named_tensors(self.model)
-            initializer.load({name: full_target(tensor) for name, tensor in named})
+            tensors = named_tensors(self.model)
+            initializer.load({name: full_target(tensor) for name, tensor in tensors})
         self._finish_initialization(initializer)
 
     def _finish_initialization(self, initializer: WeightInitializer) -> None:
