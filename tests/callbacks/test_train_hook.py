@@ -134,9 +134,9 @@ def test_failing_hooks_and_callbacks_are_reported_by_class() -> None:
     ("name", "reason"),
     [
         ("on_epochs_start", "no hook has that name. Did you mean 'on_epoch_start'?"),
-        ("before_sync_grad", "gradients are averaged over the ranks while the last backward pass makes them"),
-        ("after_aggregate_train_step_outputs", "added up over the ranks for a row of logs alone"),
-        ("after_aggregate_val_step_outputs", "added up over the ranks at its end alone"),
+        ("before_sync_grad", "gradients are averaged over the ranks during the last backward pass"),
+        ("after_aggregate_train_step_outputs", "added up over the ranks only for logs"),
+        ("after_aggregate_val_step_outputs", "added up over the ranks only at its end"),
     ],
 )
 def test_hooks_that_are_never_called_are_rejected(name: str, reason: str) -> None:
