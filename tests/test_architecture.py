@@ -7,6 +7,7 @@ anybody cut one subject in two.
 from __future__ import annotations
 
 import ast
+import collections
 import functools
 import graphlib
 import importlib
@@ -61,6 +62,11 @@ LOADED_ON_FIRST_USE = {"AccelerateTrainer", "HFTrainer", "HFTrainingArguments"}
 MAX_FUNCTION_LINES = 60
 MAX_MEMBERS = {"BaseTrainer": 60, "Trainer": 60, "AccelerateTrainer": 65, "HFTrainer": 80}
 """The members of a trainer with the inherited ones, but for the calls of transformers.Trainer, which have a file."""
+WITHOUT_CONTENT = set(
+    "one found own held kept told said there left given made taken seen wanted named meant then now here others".split()
+)
+MAX_SHARE_WITHOUT_CONTENT = 0.002
+MAX_HEAD_WORDS = 12
 MAX_LEVELS = 4
 MAX_BRANCHES_ON_A_BACKEND = 5
 
@@ -297,6 +303,32 @@ def test_branches_on_backend_are_few() -> None:
     outside = [module for module in MODULES if not module.startswith("omnitrain.backends")]
     asked = [f"{module}:{line}" for module in outside for line in backend_branches_in(module)]
     assert len(asked) <= MAX_BRANCHES_ON_A_BACKEND, asked
+
+
+def test_variables_are_nouns_for_what_they_hold() -> None:
+    """Of a thousand names that are assigned at most two are pronouns, adverbs or participles."""
+    names = [
+        node.id if isinstance(node, ast.Name) else node.arg
+        for module in MODULES
+        for node in ast.walk(tree_of(module))
+        if isinstance(node, ast.arg) or (isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store))
+    ]
+    without_content = [name for name in names if name in WITHOUT_CONTENT]
+    assert len(without_content) <= MAX_SHARE_WITHOUT_CONTENT * len(names), without_content
+
+
+def test_classes_have_names_of_their_own() -> None:
+    counts = collections.Counter(
+        node.name for module in MODULES for node in definitions_in(module) if isinstance(node, ast.ClassDef)
+    )
+    assert not [name for name, count in counts.items() if count > 1]
+
+
+def test_modules_begin_with_short_noun_phrases() -> None:
+    heads = {module: (ast.get_docstring(tree_of(module)) or "").partition("\n")[0] for module in MODULES}
+    clause = re.compile(r"(what|how|where|whether|when|which|who)\b", re.I)
+    long = [module for module, head in heads.items() if clause.match(head) or len(head.split()) > MAX_HEAD_WORDS]
+    assert not long
 
 
 def test_names_have_no_empty_words() -> None:
