@@ -62,9 +62,10 @@ LOADED_ON_FIRST_USE = {"AccelerateTrainer", "HFTrainer", "HFTrainingArguments"}
 MAX_FUNCTION_LINES = 60
 MAX_MEMBERS = {"BaseTrainer": 60, "Trainer": 60, "AccelerateTrainer": 65, "HFTrainer": 80}
 """The members of a trainer with the inherited ones, but for the calls of transformers.Trainer, which have a file."""
-WITHOUT_CONTENT = set(
-    "one found own held kept told said there left given made taken seen wanted named meant then now here others".split()
-)
+WITHOUT_CONTENT = {
+    "one", "found", "own", "held", "kept", "told", "said", "there", "left", "given",
+    "made", "taken", "seen", "wanted", "named", "meant", "then", "now", "here", "others",
+}  # fmt: skip
 MAX_SHARE_WITHOUT_CONTENT = 0.002
 MAX_HEAD_WORDS = 12
 MAX_LEVELS = 4
