@@ -162,7 +162,7 @@ def test_eval_set_arguments_are_validated(options: dict[str, Any], message: str)
 
 
 def test_interval_needs_a_name_and_another_objective() -> None:
-    with pytest.raises(ConfigError, match="needs a set with a name"):
+    with pytest.raises(ConfigError, match="needs a named set"):
         build(Trainer, EvalSet(classes(), every=2))
     sets = {"a": classes(), "rare": EvalSet(classes(), every=2)}
     with pytest.raises(ObjectiveError, match=r"'rare_loss'.*its own intervals.*'2ba'"):

@@ -184,16 +184,18 @@ def test_batch_events_are_off_without_listeners() -> None:
     assert idle.emit_in_step is None and idle.emit_in_evaluation is None
     run = lifecycle(Batches())
     assert run.emit_in_step == run.emit_in_evaluation == run.emit
-    with run.silent():
+    with run.suppress_events():
         assert run.emit_in_step is None and run.emit_in_evaluation is None
     assert run.emit_in_step == run.emit_in_evaluation == run.emit
 
 
-def test_asks_alone_follows_listeners_inside_of_steps() -> None:
+def test_local_requests_follow_listeners_inside_of_steps() -> None:
     assert all(callable(getattr(Callback, f"on_{event}")) and event.name in (Event.__doc__ or "") for event in Event)
     for event in (*INNER_STEP_EVENTS, Event.STEP_START, Event.STEP_END):
         kind = type("Listens", (Callback,), {f"on_{event}": lambda self, trainer, *details: None})
         listens, quiet = kind(), kind()
         quiet.asks_alone = False
-        assert lifecycle(listens).asks_alone and not lifecycle(quiet).asks_alone
-    assert not lifecycle(type("Others", (Callback,), {"on_eval_batch_end": lambda *details: None})()).asks_alone
+        assert lifecycle(listens).has_rank_local_requests and not lifecycle(quiet).has_rank_local_requests
+    assert not lifecycle(
+        type("Others", (Callback,), {"on_eval_batch_end": lambda *details: None})()
+    ).has_rank_local_requests
