@@ -1,4 +1,4 @@
-"""CutMix: a box of each image is cut out of another one (Yun et al., 2019, arXiv:1905.04899)."""
+"""CutMix: a box of each image is cut out of another one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""EMA: an exponential moving average of the weights (Polyak and Juditsky, 1992; Tarvainen and Valpola, 2017)."""
+"""EMA: an exponential moving average of the weights."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""GradientClipping: by value, or adaptively to the weights (Brock et al., 2021, arXiv:2102.06171)."""
+"""GradientClipping: by value, or adaptively to the weights."""
 
 from __future__ import annotations
 

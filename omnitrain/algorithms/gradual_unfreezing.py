@@ -1,4 +1,4 @@
-"""GradualUnfreezing: higher layers train first, lower ones join (Howard and Ruder, 2018, arXiv:1801.06146)."""
+"""GradualUnfreezing: higher layers train first, lower ones join."""
 
 from __future__ import annotations
 

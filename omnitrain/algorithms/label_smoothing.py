@@ -1,4 +1,4 @@
-"""Label smoothing: part of every label's probability goes to all classes (Szegedy et al., 2016, arXiv:1512.00567)."""
+"""Label smoothing: part of every label's probability goes to all classes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""LayerFreezing: lower layers stop training one after the other (Brock et al., 2017, arXiv:1706.04983)."""
+"""LayerFreezing: lower layers stop training one after the other."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""MagnitudePruning: the smallest weights become zero (Zhu and Gupta, 2017, arXiv:1710.01878)."""
+"""MagnitudePruning: the smallest weights become zero."""
 
 from __future__ import annotations
 

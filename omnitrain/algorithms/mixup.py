@@ -1,4 +1,4 @@
-"""MixUp: training on convex combinations of samples (Zhang et al., 2018, arXiv:1710.09412)."""
+"""MixUp: training on convex combinations of samples."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""ProgressiveResizing: small images first, larger ones later (Howard, 2018; fast.ai's DAWNBench entry)."""
+"""ProgressiveResizing: small images first, larger ones later."""
 
 from __future__ import annotations
 

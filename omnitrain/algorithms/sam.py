@@ -1,4 +1,4 @@
-"""SAM: sharpness-aware minimization (Foret et al., 2021, arXiv:2010.01412)."""
+"""SAM: sharpness-aware minimization."""
 
 from __future__ import annotations
 

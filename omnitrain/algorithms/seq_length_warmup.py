@@ -1,4 +1,4 @@
-"""SeqLengthWarmup: short sequences first, longer ones later (Li et al., 2022, arXiv:2108.06084)."""
+"""SeqLengthWarmup: short sequences first, longer ones later."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""StochasticDepth: random layers are skipped in each step (Huang et al., 2016, arXiv:1603.09382)."""
+"""StochasticDepth: random layers are skipped in each step."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""StraightThrough: rounded weights in forward and backward passes (Bengio et al., 2013, arXiv:1308.3432)."""
+"""StraightThrough: rounded weights in forward and backward passes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""SWA: the plain mean of the weights late in a run (Izmailov et al., 2018, arXiv:1803.05407)."""
+"""SWA: the plain mean of the weights late in a run."""
 
 from __future__ import annotations
 

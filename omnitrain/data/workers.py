@@ -97,7 +97,7 @@ def report_dead_workers() -> Iterator[None]:
 @contextlib.contextmanager
 def _default_child_signal() -> Iterator[None]:
     """Disable torch's handler of SIGCHLD, which raises RuntimeError anywhere, and so loses exit codes."""
-    handler = _sigchld_handler() if hasattr(signal, "SIGCHLD") else None
+    handler = _sigchld_action() if hasattr(signal, "SIGCHLD") else None
     if handler is None or threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -110,8 +110,8 @@ def _default_child_signal() -> Iterator[None]:
         signal.signal(signal.SIGCHLD, handler)
 
 
-def _sigchld_handler() -> Any:
-    """Return the handler of SIGCHLD. Torch's may run in between, and raises once for each worker that dies."""
+def _sigchld_action() -> Any:
+    """Return what SIGCHLD does. Torch's handler may run in between, and raises once for each worker that dies."""
     while True:
         with contextlib.suppress(RuntimeError):
             return signal.getsignal(signal.SIGCHLD)

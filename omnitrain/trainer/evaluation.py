@@ -327,8 +327,8 @@ class Evaluation:
                     lacks_loss |= output.loss is None
                     weights += counted
                     meters.add(output.metrics or {}, counted)
-                if counts and not needs_loss and loader.counts_samples:
-                    _check_rows(output.outputs, samples)
+                    if not needs_loss and loader.counts_samples:
+                        _check_rows(output.outputs, samples)
                 pair = self._scored_pair(output) if counts else None
                 if scorer.requires_global_batches and ranks.world_size > 1:
                     pair = self._gather_batches(loader, pair)
@@ -346,7 +346,6 @@ class Evaluation:
             )
             has_states = ranks.world_size > 1 and not scorer.is_empty  # they may hold all predictions
             gathered = ranks.gather_on_main("the states of metrics", [scorer.states()]) if has_states else []
-            states = list(ranks.one_per_share(gathered))
             predictions, labels, extra = self._arrays(loader, arrays) if keeps_arrays else (None, None, None)
             error = _missing_mean(loader.name, weights, lacks_loss, has_batches) if needs_loss else None
             if error is not None:
@@ -355,9 +354,11 @@ class Evaluation:
                 raise error
             if needs_loss and not has_labels and not scorer.is_empty:
                 raise self._nothing_to_score(loader.name, batch, output)
-            scores = {**means} if weights else {}
+            scores = dict(means) if weights else {}
             if has_labels:
-                scores |= self._compute(loader, states[1:], (predictions, labels, extra), only_first)
+                scores |= self._compute(
+                    loader, list(ranks.one_per_share(gathered))[1:], (predictions, labels, extra), only_first
+                )
             metrics = _with_loss(scores, loss / weights) if weights else scores
         return Predictions(predictions, labels, metrics)
 
