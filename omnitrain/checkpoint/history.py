@@ -1,4 +1,4 @@
-"""The history file of a run, with a line of JSON per row.
+"""History of metrics, one line of JSON per row.
 
 In omnitrain.json, every save would encode all rows again, and its time would grow with the number of evaluations.
 """

@@ -1,4 +1,4 @@
-"""Console output of a run, as a live bar, a panel or lines.
+"""Console output of a run: bar, panel or lines.
 
 Decides what is shown when. `summary.py` has the first and last lines, `notebook.py` draws the panel, and the cadence
 callback decides when to log.

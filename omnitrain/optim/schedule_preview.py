@@ -1,4 +1,4 @@
-"""Preview of a schedule: a table and a plot of its rates. No torch."""
+"""Preview of a schedule as table and plot. No torch."""
 
 from __future__ import annotations
 

@@ -347,13 +347,10 @@ class Evaluation:
             has_states = ranks.world_size > 1 and not scorer.is_empty  # they may hold all predictions
             gathered = ranks.gather_on_main("the states of metrics", [scorer.states()]) if has_states else []
             predictions, labels, extra = self._arrays(loader, arrays) if keeps_arrays else (None, None, None)
-            error = _missing_mean(loader.name, weights, lacks_loss, has_batches) if needs_loss else None
-            if error is not None:
-                if only_first and has_batches:
-                    raise Inconclusive from error
-                raise error
-            if needs_loss and not has_labels and not scorer.is_empty:
-                raise self._nothing_to_score(loader.name, batch, output)
+            if needs_loss:
+                _check_mean(loader.name, weights, lacks_loss, has_batches, only_first)
+                if not has_labels and not scorer.is_empty:
+                    raise self._nothing_to_score(loader.name, batch, output)
             scores = dict(means) if weights else {}
             if has_labels:
                 scores |= self._compute(
@@ -555,6 +552,15 @@ def _warned_if_long(batches: Iterable[Any], loader: Loader, is_main: bool) -> It
                 loader.name, number, passed,
             )  # fmt: skip
     loader.has_ended = True
+
+
+def _check_mean(name: str, weights: float, lacks_loss: bool, has_batches: bool, only_first: bool) -> None:
+    """Raise the error of a set without a mean loss; Inconclusive if only its first batches were run."""
+    error = _missing_mean(name, weights, lacks_loss, has_batches)
+    if error is not None:
+        if only_first and has_batches:
+            raise Inconclusive from error
+        raise error
 
 
 def _missing_mean(set_name: str, weights: float, lacks_loss: bool, has_batches: bool) -> DataError | None:
