@@ -250,7 +250,7 @@ def test_exit_of_a_forked_process_keeps_its_parents_workers() -> None:
     first = int(next(batches))
     child = os.fork()
     if not child:
-        workers._stop_all()
+        workers._stop_all_workers()
         os._exit(0)
     os.waitpid(child, 0)
     assert [first, *map(int, batches)] == list(range(40))
