@@ -1627,7 +1627,7 @@ def test_save_dir_that_is_not_writable_fails_before_step_1(
 ) -> None:
     trainer = run(trainer_class, t16(), rows(8), save_dir=tmp_path / "kept" / "run", train=False)
     monkeypatch.setattr("os.access", lambda path, *_: not str(path).startswith(str(tmp_path)))  # root may do anything
-    with pytest.raises(ConfigError, match=f"{tmp_path}.*Make it writable"):
+    with pytest.raises(ConfigError, match=f"{tmp_path}.*Change its permissions"):
         trainer.train()
     assert trainer.progress.step == 0
 

@@ -83,7 +83,7 @@ def build(algorithms: Any, **options: Any) -> Trainer:
         ([First(), Second()], "exclude each other"), ([Second(), First()], "exclude each other"),
         ([LayerFreezing(), GradualUnfreezing()], "exclude each other"),
         ([MagnitudePruning(), EMA()], "exclude each other"), ([EMA(), EMA()], "EMA and EMA, and only one"),
-        ([StraightThrough(torch.relu), EMA()], "only one may say"),
+        ([StraightThrough(torch.relu), EMA()], "only one may set the weights"),
     ],
 )  # fmt: skip
 def test_conflicts_are_an_error_of_the_constructor(algorithms: Any, message: str) -> None:

@@ -264,5 +264,5 @@ def test_share_of_a_run_with_growing_steps_is_an_error(make: Any) -> None:
         ConfigError, match=r"`global_batch_size=\{0: 4, '2ep': 8\}` changes in the run. Pass `max_steps`"
     ):
         build(make(), global_batch_size={0: 4, "2ep": 8}).train()
-    with pytest.raises(ConfigError, match="its length is one of time or tokens, or its data have none"):
+    with pytest.raises(ConfigError, match="its length is in time or tokens, or its data have no length"):
         build(make(), epochs=None, max_duration="1h").train()

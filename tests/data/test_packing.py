@@ -148,7 +148,7 @@ def test_table_is_measured_without_reading_its_samples(
         (lambda: PackedDataset(texts(3), 9, lengths=[1, 2]), ConfigError, "`lengths` must be 3 integers"),
         (lambda: PackedDataset(texts(3), 9, lengths=[1, 2, 3]), DataError, "'input_ids' of sample 2 has the shape"),
         (lambda: PackedDataset([([1], [2])], 9), DataError, "dicts with 'input_ids', .*got tuple"),
-        (lambda: PackedDataset([{"tokens": [1]}], 9), DataError, "name the column"),
+        (lambda: PackedDataset([{"tokens": [1]}], 9), DataError, "pass the column"),
         (lambda: PackedDataset([{"input_ids": []}], 9), DataError, "All 1 samples are empty"),
         (lambda: PackedDataset([], 9), DataError, "no samples"),
         (lambda: PackedDataset((1 / 0 for _ in range(3)), 9), DataError, "must have a length"),  # before it is read

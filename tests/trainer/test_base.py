@@ -181,7 +181,7 @@ def test_columns_unknown_to_the_model_are_removed_and_logged(
             metrics = trainer.train()
             results.append((weights(model), metrics["best_valid"]))
     assert same(results[0][0], results[1][0]) and results[0][1] == results[1][1]
-    (message,) = [text for text in caplog.messages if "left out of the data" in text]
+    (message,) = [text for text in caplog.messages if "are dropped" in text]
     assert message.endswith(": 'number', 'text'.")
 
 

@@ -174,7 +174,7 @@ def test_metrics_of_functions_names_and_units_agree() -> None:
     )
     assert by_function == pytest.approx(by_name) and by_unit == pytest.approx(by_name)
     assert calls == [((11, 3), (11,))]
-    with pytest.raises(DataError, match=r"only a loss comes of a batch.*evaluate\(batch\)"):
+    with pytest.raises(DataError, match=r"a batch gives only a loss.*evaluate\(batch\)"):
         evaluator(model, unit=Unit().__call__, compute_metrics="accuracy").evaluate(data)
 
 
