@@ -80,13 +80,13 @@ check-lint: $(VENV)/.has-dev
 	$(BIN)/ruff check .
 
 check-types: $(VENV)/.has-dev
-	$(call limit,300) $(BIN)/pyright --pythonpath $(BIN)/python
+	$(call limit,900) $(BIN)/pyright --pythonpath $(BIN)/python
 	PATH="$(abspath $(BIN)):$$PATH" VIRTUAL_ENV="$(abspath $(VENV))" \
-		$(call limit,300) $(BIN)/pyright --verifytypes omnitrain --ignoreexternal
-	$(call limit,300) $(BIN)/python -m pytest -q tests/test_typing.py
+		$(call limit,900) $(BIN)/pyright --verifytypes omnitrain --ignoreexternal
+	$(call limit,900) $(BIN)/python -m pytest -q tests/test_typing.py
 
 check-architecture: $(VENV)/.has-dev
-	$(call limit,300) $(BIN)/python -m pytest -q tests/test_architecture.py
+	$(call limit,900) $(BIN)/python -m pytest -q tests/test_architecture.py
 
 signatures: $(VENV)/.created ## copy the list of arguments to the constructors and settings that repeat it
 	$(BIN)/python .ci/signatures.py

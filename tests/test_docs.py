@@ -226,7 +226,7 @@ def names_table() -> str:
     kept = {
         "PairCounts": "counts of (label, prediction) pairs",
         "RankedScores": "one score and one label per sample",
-        "CrossEntropy": "sums and a count",
+        "CrossEntropySums": "sums and a count",
         "Moments": "moments of each output column",
         "Pairs": "all labels and predictions",
     }

@@ -235,7 +235,7 @@ def _is_alike(parts: Mapping[str, tuple[str, list[float]]], other: Mapping[str, 
 def _summarize_sample(sample: Any) -> dict[str, tuple[str, list[float]]]:
     """Return, for each part of a sample, a digest of its exact values, and means of its floats.
 
-    >>> _outline((torch.tensor([1.0, -3.0]), 2))["0"][1]
+    >>> _summarize_sample((torch.tensor([1.0, -3.0]), 2))["0"][1]
     [-1.0, 2.0]
     """
     outlines = {}

@@ -67,13 +67,13 @@ def test_deepspeed_config_loss_scale_conflict() -> None:
 
     config = {"enabled": True, "loss_scale_window": 4, "hysteresis": "auto"}
     with pytest.raises(ConfigError, match=r"`fp16_loss_scale=.* sets 'loss_scale_window' of 'fp16'"):
-        LossScale((8.0, 1.0)).take(own(), config)
+        LossScale((8.0, 1.0)).attach(own(), config)
     adopted, configured = own(), own()
     scale = LossScale((65536.0, 1e-4))
     assert not scale.is_enabled() and scale.get_scale() == 1.0 and scale.state_dict() == {}
-    scale.take(adopted, config)
+    scale.attach(adopted, config)
     assert scale.is_enabled() and vars(adopted) == vars(own())
-    LossScale((8.0, 1.0, 3)).take(configured, {"enabled": True})
+    LossScale((8.0, 1.0, 3)).attach(configured, {"enabled": True})
     values = configured.cur_scale, configured.scale_window, configured.min_scale, configured.delayed_shift
     assert values == (8.0, 3, 0.0, 1)
     native = torch.amp.GradScaler("cpu")

@@ -479,8 +479,8 @@ def test_upload_after_its_timeout_keeps_the_lock(
 def test_upload_that_hangs_does_not_keep_a_process_alive(tmp_path: Path) -> None:
     script = """
 import time, stores
-from omnitrain.checkpoint import upload
-upload.SHUTDOWN_S = 0.1
+from omnitrain.checkpoint import uploader
+uploader.SHUTDOWN_S = 0.1
 stores.Watched.fault = staticmethod(lambda what, path: time.sleep(10**6 * ("model" in path)))
 with stores.mirroring("watched://bucket/run") as mirror:
     stores.save_texts(mirror, 1)

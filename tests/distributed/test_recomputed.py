@@ -49,7 +49,8 @@ def train_blocks(backend: str, recomputes: bool, compiles: bool, ahead: bool = F
     graphs = compiler.count
     trainer.train()
     assert bool(compiler.count) is compiles and (not ahead or compiler.count == graphs)
-    assert any("forward" in vars(one) for one in trainer.get_model().modules()) is recomputes
+    blocks = [module for module in trainer.get_model().modules() if "Norm" not in type(module).__name__]
+    assert any("forward" in vars(block) for block in blocks) is recomputes
     return tensors_of(trainer)
 
 

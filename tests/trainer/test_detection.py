@@ -159,7 +159,7 @@ def evaluate(backend: str) -> list[float]:
 
 @pytest.mark.processes
 def test_detector_on_two_processes(tmp_path: Path) -> None:
-    cases = [Case(name, "tests.run.test_detection:evaluate", {"backend": name}) for name in ("ddp", "hf2")]
+    cases = [Case(name, "tests.trainer.test_detection:evaluate", {"backend": name}) for name in ("ddp", "hf2")]
     outcomes = play(cases, tmp_path)
     for name in ("ddp", "hf2"):
         assert [outcome.result for outcome in outcomes[name]] == [[11, 11, 10.0, 7]] * 2
