@@ -236,7 +236,8 @@ def test_stalled_rank_is_reported_and_ends_the_run(name: str, outcomes: dict[str
     report = rf"Rank {rank} has been in '{phase}' for \d+ s \(step \d+\)\."
     if not hangs:
         report = (
-            rf"Rank {rank} has sent no heartbeat for \d+ s, and was in '{phase}' \(step \d+\) before: its process is"
+            rf"Rank {rank} has sent no heartbeat for \d+ s, and was in '{phase}' \(step \d+\) before: its process is "
+            r"stopped, swapped out, cut off or gone\."
         )
     for outcome in outcomes[name]:
         assert outcome.code == 1, outcome.output
