@@ -61,8 +61,9 @@ class FSDP(DDP):
         self._add_up_by_sums(bare)
         if self.ranks.is_main:
             _warn_if_undivided(bare)
-        if self.device.type == "cpu":
-            match_norm_dtypes(bare)  # FSDP gathers weights in the dtype of autocast and leaves statistics in fp32
+        if self.device.type == "cpu":  # FSDP gathers weights in the dtype of autocast and leaves statistics in fp32
+            policy = self.accelerator.state.fsdp_plugin.mixed_precision_policy
+            match_norm_dtypes(bare, getattr(policy, "param_dtype", None))
         return bare, self.maybe_compile(model)
 
     def _check_dimensions(self) -> None:

@@ -38,12 +38,17 @@ def _forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         return type(self).forward(self, *args, **kwargs)
 
 
-def match_norm_dtypes(model: nn.Module) -> None:
+def match_norm_dtypes(model: nn.Module, param_dtype: torch.dtype | None = None) -> None:
     """Have the normalization layers of a model accept 16-bit weights with fp32 inputs or statistics, on a CPU.
 
     PyTorch's kernels for CPUs reject such a mix ("expected scalar type BFloat16 but found Float"), those for GPUs
-    compute it. The parameters stay unchanged.
+    compute it. The parameters stay unchanged, and so do layers whose weights have more bits.
+
+    Args:
+        model: The model.
+        param_dtype: The dtype in which weights are gathered for forward; None for their own.
     """
     for module in model.modules():
-        if isinstance(module, _LAYERS):
+        dtypes = [param_dtype or parameter.dtype for parameter in module.parameters(recurse=False)]
+        if isinstance(module, _LAYERS) and any(dtype.itemsize < 4 for dtype in dtypes):
             module.forward = types.MethodType(_forward, module)
