@@ -348,8 +348,9 @@ def _has_contents(cell: Any) -> bool:
 
 
 def _qualified_name(value: Any) -> str:
+    """Return the name of a class or function; ours as 0.1.0 had them, as digests in checkpoints outlive moves."""
     cls: Any = value if hasattr(value, "__qualname__") else type(value)
-    return f"{cls.__module__}.{cls.__qualname__}"
+    return f"{cls.__module__.replace('omnitrain.model.', 'omnitrain.')}.{cls.__qualname__}"
 
 
 def _normalized_source(value: Any) -> str:
