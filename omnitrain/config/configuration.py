@@ -17,7 +17,7 @@ from omnitrain.argument_aliases import advice
 from omnitrain.arguments import DEFAULTS, Settings, check_settings
 from omnitrain.config import names
 from omnitrain.config.parts import Parts, Placeholder, text_mode
-from omnitrain.config.reading import PART_KEYS, SourceLocation, Tree, dotted_name, read
+from omnitrain.config.reading import SourceLocation, Tree, dotted_name, has_part_keys, read
 from omnitrain.config.yaml_writer import MISSING
 from omnitrain.core.duration import Limits
 from omnitrain.core.errors import ConfigError, OmnitrainError, add_location, did_you_mean
@@ -301,11 +301,11 @@ _REMEDY = "the run that wrote this file was made in Python, and its part has no 
 
 def _is_part(value: Any) -> bool:
     """Return whether a value can stand for an object."""
-    return isinstance(value, str) or (isinstance(value, Mapping) and not value.keys().isdisjoint(PART_KEYS))
+    return isinstance(value, str) or has_part_keys(value)
 
 
 def _insert_placeholders(value: Any, name: str) -> Any:
-    if isinstance(value, Mapping) and not value.keys().isdisjoint(PART_KEYS):
+    if has_part_keys(value):
         return Placeholder if name == "optimizer" and "import_path" in value else Placeholder()
     if name in _OBJECT_ARGUMENTS and isinstance(value, str):
         return Placeholder()

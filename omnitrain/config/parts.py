@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 from omnitrain.config import names
-from omnitrain.config.reading import PART_KEYS, Key, Tree, read
+from omnitrain.config.reading import PART_KEYS, Key, Tree, has_part_keys, read
 from omnitrain.core.errors import ConfigError, MissingExtraError, OmnitrainError, add_location, did_you_mean
 
 Mode = Literal["text", "object", "function", "class"]
@@ -171,7 +171,7 @@ class Parts:
             return self.value(value, key, mode)
         if isinstance(value, str) and Path(value).suffix in (".json", ".yaml", ".yml"):
             value = read(value).values
-        if not isinstance(value, Mapping) or not value.keys().isdisjoint(PART_KEYS):
+        if not isinstance(value, Mapping) or has_part_keys(value):
             return self.value(value, key, mode)
         return self._part(kind, value, key, "object")
 

@@ -32,6 +32,15 @@ _MAX_DEPTH = 100
 """Nested values, and chained references."""
 
 
+def has_part_keys(value: Any) -> bool:
+    """Return whether a value is a mapping that stands for an object.
+
+    >>> has_part_keys({"class_path": "my.Net"}), has_part_keys({"lr": 0.1})
+    (True, False)
+    """
+    return isinstance(value, Mapping) and not value.keys().isdisjoint(PART_KEYS)
+
+
 class _Missing:
     """No value."""
 
