@@ -134,7 +134,7 @@ def _demo(args: argparse.Namespace) -> None:
     from omnitrain.cli import demo
 
     trainer_class = getattr(omnitrain, TRAINERS[args.trainer])
-    with code_in(Path(demo.__file__).parents[1]):
+    with code_in(Path(omnitrain.__file__).parent):
         getattr(demo, args.data)(trainer_class, args.out)
 
 
