@@ -191,8 +191,8 @@ _MODULES = {
     "search": "sweeps.search",
 }
 
+# Packages that a name may need, and the extra that installs them.
 _OPTIONAL = {"transformers": "hf", "accelerate": ""}
-"""Packages that a name may need, and the extra that installs them."""
 
 __all__ = [  # noqa: RUF022  (which would put EMA first)
     "AccelerateTrainer",

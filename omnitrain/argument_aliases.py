@@ -647,6 +647,7 @@ _HABITS: dict[str, Meaning] = {
     "num_labels": Meaning("", _MODEL),
 }  # fmt: skip
 
+# The names by origin; each appears once.
 VOCABULARY: dict[str, dict[str, Meaning]] = {
     "transformers": _TRANSFORMERS,
     "Lightning": _LIGHTNING,
@@ -659,7 +660,6 @@ VOCABULARY: dict[str, dict[str, Meaning]] = {
     "EasyDeL": _EASYDEL,
     "Loops by hand": _HABITS,
 }
-"""The names by origin; each appears once."""
 
 
 def advice(name: str, known: list[str]) -> str:

@@ -141,6 +141,7 @@ def change_setting(trainer: Any, **values: Any) -> None:
 
 _RATE = " During a run, set {!r} in the groups of `trainer.optimizer.param_groups`."
 _END = " A callback can end a run earlier: trainer.stop()."
+# The alternative to assigning a setting, by its name.
 _ALTERNATIVES: dict[str, str] = {
     "learning_rate": _RATE.format("lr"),
     "weight_decay": _RATE.format("weight_decay"),
@@ -153,10 +154,9 @@ _ALTERNATIVES: dict[str, str] = {
     "save_steps": " A callback can ask for more: trainer.request_save().",
     "log_steps": " A callback can ask for more: trainer.request_log().",
 }
-"""The alternative to assigning a setting, by its name."""
 
+# Arguments that may also be assigned to a trainer; `ASSIGNABLE` of its class names others.
 ASSIGNABLE_SETTINGS = frozenset(["model", "optimizer", "lr_scheduler", "unit"])
-"""Arguments that may also be assigned to a trainer; `ASSIGNABLE` of its class names others."""
 
 
 def _reject_unknown(trainer: type, unknown: Mapping[str, Any], known: list[str]) -> None:
@@ -292,10 +292,10 @@ class Settings:
         return {field.name: getattr(self, field.name) for field in fields(self)}
 
 
+# The length of a run without another limit.
 DEFAULT_EPOCHS = 3
-"""The length of a run without another limit."""
+# Arguments with a default other than None that can nevertheless be passed as None.
 NONE_IS_DEFAULT = ("callbacks", "algorithms", "optimization_metric")
-"""Arguments with a default other than None that can nevertheless be passed as None."""
 CHOICES: dict[str, tuple[str | None, ...]] = {
     "scheduler_interval": ("step", "epoch"),
     "grad_reduction": ("mean", "sum", "per-token-mean"),
@@ -305,8 +305,8 @@ CHOICES: dict[str, tuple[str | None, ...]] = {
 }
 POSITIVE = ("batch_size", "eval_batch_size", "gradient_accumulation_steps", "prefetch_factor", "keep_every")
 NOT_NEGATIVE = ("num_workers", "seed", "keep_best", "save_total_limit")
+# The largest allowed integers, by argument, if there is a limit.
 MAXIMUM = {"seed": 2**64 - 1}
-"""The largest allowed integers, by argument, if there is a limit."""
 SWITCHES = ("shuffle", "drop_last", "pin_memory", "sanity", "eval_on_start", "load_best_at_end", "overwrite",
             "save_required", "save_only_model", "save_frozen", "async_save", "consolidate", "deterministic",
             "detect_anomaly", "progress_bar")  # fmt: skip
@@ -317,12 +317,12 @@ NEEDS_EVALUATION: dict[str, tuple[Any, ...]] = {
 }  # fmt: skip
 NEEDS_SAVE_DIR = ("save_steps", "save_total_limit", "keep_best", "keep_every", "overwrite",
                   "save_required", "save_only_model", "save_frozen", "async_save", "consolidate")  # fmt: skip
+# Arguments without effect if there is no `save_total_limit`, as all checkpoints are kept.
 NEEDS_A_LIMIT = ("keep_every",)
-"""Arguments without effect if there is no `save_total_limit`, as all checkpoints are kept."""
+# Arguments without effect on a `train_loader`.
 LOADER_SETTINGS = ("shuffle", "drop_last", "global_batch_size")
-"""Arguments without effect on a `train_loader`."""
+# Arguments without effect if every set is a loader.
 DATASET_SETTINGS = ("batch_size", "data_collator", "num_workers", "pin_memory")
-"""Arguments without effect if every set is a loader."""
 DEFAULTS: dict[str, Any] = {field.name: field.default for field in fields(Settings)}
 
 
@@ -799,9 +799,9 @@ def _describe_data(data: Any) -> Any:
     return None if data is None else describe(type(data))
 
 
+# Arguments that may differ between ranks: they affect neither the numbers nor what the ranks do together.
 RANK_LOCAL_SETTINGS = ("callbacks", "callback_options", "loggers", "device", "num_workers", "pin_memory",
                        "prefetch_factor", "progress_bar", "timeout", "trial_name")  # fmt: skip
-"""Arguments that may differ between ranks: they affect neither the numbers nor what the ranks do together."""
 
 
 def check_same_on_ranks(ranks: Ranks, described: Mapping[str, Any]) -> None:

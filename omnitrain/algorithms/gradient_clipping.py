@@ -14,8 +14,8 @@ from omnitrain.core.events import Algorithm, TrainerLike
 from omnitrain.optim.param_groups import not_found
 from omnitrain.optim.sparse_gradients import stored_rows, stored_values
 
+# Lower bound on the norm of a unit's weights, so that units that start at zero can train.
 _MIN_WEIGHT_NORM = 1e-3
-"""Lower bound on the norm of a unit's weights, so that units that start at zero can train."""
 
 
 class GradientClipping(Algorithm):

@@ -79,8 +79,8 @@ class MagnitudePruning(Algorithm):
         self.scope: Literal["layer", "global"] = scope
         self.reached: float = 0.0
         """The current share of pruned weights."""
+        # False for pruned weights, by the parameter's name; sharded like the parameter.
         self._masks: dict[str, torch.Tensor] = {}
-        """False for pruned weights, by the parameter's name; sharded like the parameter."""
         self._pairs: list[tuple[nn.Parameter, torch.Tensor]] = []
         self._first, self._last = 0, 0
 

@@ -91,5 +91,5 @@ class Mixing(Algorithm):
         return as_probabilities(labels, self.num_classes)
 
 
+# Separates these random numbers from others of the same seed.
 _STREAM = 0x6D6978
-"""Separates these random numbers from others of the same seed."""

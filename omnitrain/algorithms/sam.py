@@ -37,8 +37,8 @@ class SAM(Algorithm):
         if isinstance(rho, bool) or not isinstance(rho, (int, float)) or not 0 < rho < float("inf"):
             raise ConfigError(f"`rho` must be a positive number, got {rho!r}.")
         self.rho = rho
+        # Weights with their values before the second pass.
         self._saved: list[tuple[Any, torch.Tensor]] = []
-        """Weights with their values before the second pass."""
 
     def set_up(self, trainer: TrainerLike) -> None:
         """Reject `microbatch_size="auto"`: a second pass cannot be run again if memory runs out.

@@ -54,8 +54,8 @@ class StochasticDepth(Algorithm):
         self.drop_rate: float = drop_rate
         self.distribution: Literal["linear", "uniform"] = distribution
         self._handles: list[Any] = []
+        # Factors of what each layer adds in the current step, of shape (layers,).
         self._factors: torch.Tensor = torch.ones(0)
-        """Factors of what each layer adds in the current step, of shape (layers,)."""
         self._step = -1
 
     def rates(self, layers: int) -> list[float]:
@@ -129,5 +129,5 @@ class StochasticDepth(Algorithm):
         return (scaled, *output[1:]) if isinstance(output, tuple) else scaled
 
 
+# Separates these random numbers from others of the same seed.
 _STREAM = 0xDE9
-"""Separates these random numbers from others of the same seed."""

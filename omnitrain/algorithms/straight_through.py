@@ -43,8 +43,8 @@ class StraightThrough(Algorithm):
         self.function: Callable[[torch.Tensor], torch.Tensor] = function
         self.match: tuple[str, ...] | None = patterns_of(match)
         self._names: list[str] = []
+        # Local parts of parameters with the values to restore, while a step runs its passes.
         self._saved: list[tuple[torch.Tensor, torch.Tensor]] = []
-        """Local parts of parameters with the values to restore, while a step runs its passes."""
 
     def set_up(self, trainer: TrainerLike) -> None:
         """Restore the weights after a failed step, and find the parameters.

@@ -116,8 +116,8 @@ def make_accelerator(
     return accelerator
 
 
+# The variables that a launcher sets; without one of them, DeepSpeed assumes MPI and needs mpi4py.
 _LAUNCHER_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-"""The variables that a launcher sets; without one of them, DeepSpeed assumes MPI and needs mpi4py."""
 
 
 def check_launched(is_zero: bool) -> None:
@@ -267,11 +267,11 @@ def _check_for_tensor_parallel(settings: Settings) -> None:
         )
 
 
+# The dimensions that are rejected, and why.
 _UNSUPPORTED_DIMENSIONS = {
     "cp_size": "PyTorch's ring attention knows no attention of CPUs, and on GPUs labels would be counted wrong",
     "sp_size": "sequence parallelism is DeepSpeed's, whose attention runs only on GPUs",
 }
-"""The dimensions that are rejected, and why."""
 
 
 def _check_dimensions(parallelism_config: Any, is_zero: bool = False) -> None:

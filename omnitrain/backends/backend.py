@@ -62,16 +62,16 @@ class Backend:
     """The argument of the optimizer's step, if it needs one: computes loss and gradients again."""
     dry_run_completes_gradients: ClassVar[bool] = True
     """Whether a dry run completes its gradients, which are dropped, as the last micro-batch of a step does."""
+    # The options of `torch.compile`; None if nothing is compiled.
     _compile_options: Mapping[str, Any] | None = None
-    """The options of `torch.compile`; None if nothing is compiled."""
     initial: InitialWeights | None = None
     """Initial weights that are read once the model is on its device."""
     missing_error: str = ""
     """Why the model has no weights yet, if so: it is on the meta device, and waits for a checkpoint."""
+    # The names of the weights that it waits for.
     _missing_names: Collection[str] = frozenset()
-    """The names of the weights that it waits for."""
+    # The hook that raises if the model runs without weights.
     _forward_guard: Any = None
-    """The hook that raises if the model runs without weights."""
     accelerator: Any = None
     """accelerate's `Accelerator`, if there is one."""
 
@@ -89,13 +89,13 @@ class Backend:
         self.scaler = scaler
         self.ranks = ranks
         self.parameters: list[nn.Parameter] = []
+        # Whether all parameters are plain tensors of the same device and dtype.
         self._is_uniform = False
-        """Whether all parameters are plain tensors of the same device and dtype."""
+        # Whether a gradient has been sparse.
         self._has_sparse_gradients = False
-        """Whether a gradient has been sparse."""
         self.optimizers: dict[str, torch.optim.Optimizer] = {}
+        # The names of the parameters that require a gradient.
         self._trainable: set[str] = set()
-        """The names of the parameters that require a gradient."""
         self._build_optimizer = build_optimizer
         self._optimizer: torch.optim.Optimizer | None = None
 

@@ -21,10 +21,10 @@ if sys.platform != "win32":
 logger: logging.Logger = logging.getLogger("omnitrain")
 
 _VARIABLE = "TORCH_EXTENSIONS_DIR"
+# The longest time, in seconds, that compiling may take.
 _STALE_S = 600.0
-"""The longest time, in seconds, that compiling may take."""
+# How long, in seconds, a process waits for another one that compiles before it says so.
 _REPORT_S = 30.0
-"""How long, in seconds, a process waits for another one that compiles before it says so."""
 
 
 class CompileLock:

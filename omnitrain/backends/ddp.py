@@ -118,12 +118,12 @@ class DDP(Backend):
 
     dry_run_completes_gradients: ClassVar[bool] = False  # or DDP would rebuild its buckets before the first step
     _ddp: DistributedDataParallel | None = None
+    # The dtype in which gradients are added up over the ranks; None is their own.
     _reductions: torch.dtype | None = None
-    """The dtype in which gradients are added up over the ranks; None is their own."""
+    # How many windows have begun.
     _windows = 0
-    """How many windows have begun."""
+    # The names of the buffers in which ranks have differed.
     _differing: Collection[str] = frozenset()
-    """The names of the buffers in which ranks have differed."""
 
     def __init__(self, accelerator: Any, *parts: Any) -> None:
         super().__init__(*parts)

@@ -20,13 +20,13 @@ from omnitrain.core.errors import ConfigError, MissingExtraError
 
 logger: logging.Logger = logging.getLogger("omnitrain")
 
+# Valid entries of a configuration that are not among DeepSpeed's constants.
 _ENTRIES = {
     "activation_checkpointing", "aio", "amp", "autotuning", "comms_logger", "compile", "compression_training",
     "csv_monitor", "curriculum_learning", "data_efficiency", "eigenvalue", "elasticity", "flops_profiler",
     "hybrid_engine", "nebula", "pipeline", "progressive_layer_drop", "sparse_attention", "tensorboard", "timers",
     "wandb", "weight_quantization", "zero_optimization",
 }  # fmt: skip
-"""Valid entries of a configuration that are not among DeepSpeed's constants."""
 
 
 def deepspeed_plugin(config: str | Path | Mapping[str, Any] | None) -> Any:

@@ -45,8 +45,8 @@ class FSDP(DDP):
     supports_several_optimizers = False
     forward_is_collective: ClassVar[bool] = True
     dry_run_completes_gradients: ClassVar[bool] = True  # which leaves no gathered gradients behind
+    # Whether backward passes currently average the gradients.
     _reduces = True
-    """Whether backward passes currently average the gradients."""
 
     def _wrap(self) -> tuple[nn.Module, nn.Module]:
         self._check_dimensions()

@@ -18,8 +18,8 @@ from torch.utils._pytree import tree_leaves
 from omnitrain.checkpoint.state_dicts import bare_name, class_of, unwrap
 from omnitrain.core.errors import ConfigError
 
+# Operations after which nothing of the former values is left.
 _OVERWRITES = ("normal_", "uniform_", "zero_", "fill_", "copy_", "ones_", "exponential_", "random_", "bernoulli_")
-"""Operations after which nothing of the former values is left."""
 
 
 class ModuleInitializer:
@@ -36,8 +36,8 @@ class ModuleInitializer:
     ) -> None:
         self._model, self._specs, self._names = unwrap(model), specs, set(names)
         self._original: list[tuple[dict[str, Any], str, Any]] = []
+        # The entries of each tensor in the modules; a tied one has several.
         self._places: dict[str, list[tuple[dict[str, Any], str]]] = {}
-        """The entries of each tensor in the modules; a tied one has several."""
         self._owner: dict[str, nn.Module] = {}
         self._current: dict[str, torch.Tensor] = {}
         self._initialized: set[str] = set()

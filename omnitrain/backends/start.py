@@ -101,8 +101,8 @@ class WeightInitializer:
         self._uninitialized = set(everywhere[0]) - (set() if initial is None else initial.names.keys())
         self._dtypes = {name: tensor.dtype for name, tensor in tensors}
         self._shapes = {name: tensor.shape for name, tensor in tensors}
+        # The main rank's tensors, until they are sent.
         self._full: dict[str, torch.Tensor] = {}
-        """The main rank's tensors, until they are sent."""
 
     def allocate(self) -> None:
         """Allocate each tensor that is on the meta device in host memory, for `load`."""

@@ -586,8 +586,8 @@ class Zero(DDP):
         return list(self._zero.fp32_partitioned_groups_flat if flat is None else flat)
 
 
+# The dtypes that DeepSpeed casts weights to before it partitions them, by entries of its configuration.
 _CASTS = {"fp16": torch.float16, "bf16": torch.bfloat16}
-"""The dtypes that DeepSpeed casts weights to before it partitions them, by entries of its configuration."""
 
 
 def _is_enabled(config: Mapping[str, Any], name: str) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+# Dense TFLOP/s of 16-bit matrix products with 32-bit accumulation. Specific names precede general ones.
 _DENSE_16_BIT = {
     "B200": 2250.0,
     "H200": 989.4,
@@ -20,7 +21,6 @@ _DENSE_16_BIT = {
     "RTX 4090": 165.2,
     "RTX 3090": 71.0,
 }
-"""Dense TFLOP/s of 16-bit matrix products with 32-bit accumulation. Specific names precede general ones."""
 _NO_BF16 = ("V100", "T4")
 
 

@@ -19,8 +19,8 @@ from omnitrain.core.events import Callback, Histogram, TrainerLike
 Watched = Literal["weights", "gradients", "updates", "activations"]
 _KINDS = ("weights", "gradients", "updates", "activations")
 _STATISTICS = ("norm", "mean", "std", "min", "max")
+# Exponents of 2 of the innermost and the outermost edge of the bins of activations.
 _SMALLEST, _LARGEST = -15.0, 16.0
-"""Exponents of 2 of the innermost and the outermost edge of the bins of activations."""
 
 
 @dataclass(slots=True)
@@ -96,8 +96,8 @@ class Distributions(Callback):
         self.every: Duration | None = None if every is None else Duration.parse(every, "ba", "every")
         self.bins = bins
         self._schedule: Every | None = None
+        # The interval, if it is one of steps.
         self._steps = 0
-        """The interval, if it is one of steps."""
         self._is_due = self._is_measuring = False
         self._step = 0
         self._parameters: dict[str, nn.Parameter] = {}

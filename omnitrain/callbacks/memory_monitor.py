@@ -20,8 +20,8 @@ if TYPE_CHECKING:
 logger: logging.Logger = logging.getLogger("omnitrain")
 
 GIB = 1 << 30
+# Maximum number of allocations in a snapshot.
 _MAX_ENTRIES = 100_000
-"""Maximum number of allocations in a snapshot."""
 _TRAINING = "train"
 
 
@@ -99,13 +99,13 @@ class MemoryMonitor(Callback):
             )
         self.snapshot = snapshot
         self.folder: Path | None = None if folder is None else folder_path(folder, "folder")
+        # The current phase: "train", "eval" or "save"; empty before the first epoch.
         self._phase = ""
-        """The current phase: "train", "eval" or "save"; empty before the first epoch."""
+        # Peak bytes of tensors since the last row, by phase.
         self._allocated: dict[str, int] = {}
-        """Peak bytes of tensors since the last row, by phase."""
         self._reserved = 0
+        # Peak bytes of tensors in the run, by phase.
         self._run_peaks: dict[str, int] = {}
-        """Peak bytes of tensors in the run, by phase."""
         self._is_recording = False
 
     # --- boundaries

@@ -76,10 +76,10 @@ class Periodic(Callback):
         self.is_disabled: bool = False
         """Whether an error disabled it for the rest of the run."""
         self._schedule: Every | None = None
+        # Values for the next row of logs.
         self._values: dict[str, float] = {}
-        """Values for the next row of logs."""
+        # When the current work must end, by `time.monotonic`.
         self._deadline = math.inf
-        """When the current work must end, by `time.monotonic`."""
 
     @property
     def name(self) -> str:

@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 logger: logging.Logger = logging.getLogger("omnitrain")
 
 PARTS = ("data", "forward", "backward", "update")
+# Maximum characters of an operation in the table: names of kernels have hundreds.
 _WIDTH = 60
-"""Maximum characters of an operation in the table: names of kernels have hundreds."""
 
 
 class Profiler(Callback):
@@ -53,8 +53,8 @@ class Profiler(Callback):
 
     order = 0  # first, so that another callback's error cannot leave the profiler running
     asks_alone = False
+    # The active instance: PyTorch has one profiler per process.
     _running: ClassVar[Profiler | None] = None
-    """The active instance: PyTorch has one profiler per process."""
 
     def __init__(
         self,
@@ -90,12 +90,12 @@ class Profiler(Callback):
         self.record_shapes: bool = record_shapes
         self.profile_memory: bool = profile_memory
         self.with_stack: bool = with_stack
+        # PyTorch's profiler, from the warm-up of a cycle to its end.
         self._profile: Any = None
-        """PyTorch's profiler, from the warm-up of a cycle to its end."""
+        # Steps and traces of this run so far.
         self._step_count = self._trace_count = 0
-        """Steps and traces of this run so far."""
+        # Whether the last cycle of the run is over.
         self._is_over = False
-        """Whether the last cycle of the run is over."""
         self._tolerance = Tolerance("A trace of the profiler", "The next one is tried again.")
 
     # --- schedule

@@ -30,11 +30,11 @@ def _attention_backward_flops(
     return sdpa_backward_flop_count(grad, query, key, value)
 
 
+# Attention on a CPU, which PyTorch's counter misses.
 _CPU_FLOPS = {
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: _attention_flops,
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward: _attention_backward_flops,
 }
-"""Attention on a CPU, which PyTorch's counter misses."""
 
 
 class _Totals(NamedTuple):

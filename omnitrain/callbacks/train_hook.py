@@ -115,13 +115,14 @@ class TrainHook:
         """Right after that."""
 
 
+# The hooks and their arguments after the trainer.
 _ARGUMENTS: dict[str, tuple[str, ...]] = {
     name: tuple(inspect.signature(method).parameters)[2:]
     for name, method in vars(TrainHook).items()
     if not name.startswith("_")
 }
-"""The hooks and their arguments after the trainer."""
 
+# Hooks of nnScaler that cannot be called here, and why.
 _UNSUPPORTED = {
     "before_sync_grad": "gradients are averaged over the ranks during the last backward pass, so they are never "
     "complete and not yet averaged. Use after_sync_grad",
@@ -130,8 +131,8 @@ _UNSUPPORTED = {
     "after_aggregate_val_step_outputs": "the losses of an evaluation are added up over the ranks only at its end. Use "
     "on_val_end, or on_val_step_end for the losses of this rank",
 }
-"""Hooks of nnScaler that cannot be called here, and why."""
 
+# The events that each hook needs.
 _EVENTS: dict[str, tuple[Event, ...]] = {
     "after_setup": (Event.TRAIN_START,),
     "on_train_start": (Event.TRAIN_START,),
@@ -165,7 +166,6 @@ _EVENTS: dict[str, tuple[Event, ...]] = {
     "on_load_checkpoint": (Event.CHECKPOINT_LOADED,),
     "after_load_checkpoint": (Event.CHECKPOINT_LOADED,),
 }  # fmt: skip
-"""The events that each hook needs."""
 
 
 def _check_name(name: str, where: str) -> None:

@@ -21,10 +21,10 @@ from omnitrain.distributed.ranks import Ranks
 
 logger: logging.Logger = logging.getLogger("omnitrain")
 
+# The folder in a checkpoint for the config of the adapters' base model.
+#
+# Next to the weights, transformers would take those for the weights of the base model.
 BASE = "base_model"
-"""The folder in a checkpoint for the config of the adapters' base model.
-
-Next to the weights, transformers would take those for the weights of the base model."""
 ADAPTER, CONFIG = "adapter_model.safetensors", "adapter_config.json"
 
 

@@ -36,8 +36,8 @@ from omnitrain.optim.build import optimizers_among
 
 logger: logging.Logger = logging.getLogger("omnitrain")
 
+# How many seconds the start of a run waits for git; a later answer is written with the first checkpoint.
 _GIT_S = 0.03
-"""How many seconds the start of a run waits for git; a later answer is written with the first checkpoint."""
 
 
 @contextlib.contextmanager
@@ -153,29 +153,29 @@ class Checkpointer:
         self._contents = contents
         self.eval_weights = eval_weights
         self._writer = Writer(trainer, write_extra_files)
+        # The step of the best evaluation that has a checkpoint.
         self._best_saved_step = -1
-        """The step of the best evaluation that has a checkpoint."""
+        # (evaluation step, checkpoint step) of the latest evaluation whose score is in a checkpoint.
         self._scored_steps = (-1, -1)
-        """(evaluation step, checkpoint step) of the latest evaluation whose score is in a checkpoint."""
+        # The step of the latest checkpoint saved for another reason than being the best.
         self._requested_step = -1
-        """The step of the latest checkpoint saved for another reason than being the best."""
+        # Whether the disk failed at the latest checkpoint.
         self._has_failed = False
-        """Whether the disk failed at the latest checkpoint."""
+        # This rank's shard of the weights of the best evaluation, on the host; used only without a `save_dir`.
         self._best: dict[str, torch.Tensor] = {}
-        """This rank's shard of the weights of the best evaluation, on the host; used only without a `save_dir`."""
         self._best_extra: dict[str, Any] = {}
+        # The position of those weights in the run.
         self._best_progress: Progress | None = None
-        """The position of those weights in the run."""
+        # The position of the closing evaluation of a run, if it is the best; a longer run does not have it.
         self._closing_progress: Progress | None = None
-        """The position of the closing evaluation of a run, if it is the best; a longer run does not have it."""
+        # Whether the record of this start in `run.json` is complete.
         self._is_record_complete = True
-        """Whether the record of this start in `run.json` is complete."""
         self._record_tolerance = Tolerance(RUN_FILE, "The next save tries again; what ran is in the checkpoints, too.")
+        # The starts in `run.json` that this one replaces: "all", or the "last", which is itself; None adds it.
         self._record_replaces: str | None = None
-        """The starts in `run.json` that this one replaces: "all", or the "last", which is itself; None adds it."""
         self._history_encoder = HistoryEncoder()
+        # The checkpoint that is being written in the background.
         self._in_flight: BackgroundSave | None = None
-        """The checkpoint that is being written in the background."""
 
     # --- saving
 

@@ -58,16 +58,16 @@ logger: logging.Logger = logging.getLogger("omnitrain")
 
 OPTIMIZER = "optimizer/state.safetensors"
 
+# The random number generators of all ranks; the first checkpoints have one file per rank.
 RNG = "rng/state.safetensors"
-"""The random number generators of all ranks; the first checkpoints have one file per rank."""
+# The weights in training, if the model's file has others, such as averages of them.
 TRAINED = "trained.safetensors"
-"""The weights in training, if the model's file has others, such as averages of them."""
+# The tensors in the states of callbacks, algorithms and data.
 STATES = "states.safetensors"
-"""The tensors in the states of callbacks, algorithms and data."""
+# How many seconds a checkpoint outside of a run waits for git.
 _GIT_S = 2.0
-"""How many seconds a checkpoint outside of a run waits for git."""
+# The prefix of the names of tensors in the state of data.
 _STREAM = "stream"
-"""The prefix of the names of tensors in the state of data."""
 
 Files = dict[str, dict[str, torch.Tensor]]
 """Tensors by file and name."""
@@ -222,8 +222,8 @@ class Contents:
         self._eval_weights = eval_weights
         self._identity: dict[str, Any] | None = None
         self.record: StartRecord | None = None
+        # The tensors in the files of the checkpoint that was opened last.
         self._catalogues: tuple[tuple[str, str], dict[str, Catalogue]] = ("", ""), {}
-        """The tensors in the files of the checkpoint that was opened last."""
         self._frozen = FrozenWeights(trainer)
 
     def record_start(self, resumed: str | None = None) -> None:

@@ -35,14 +35,14 @@ from omnitrain.data.workers import outlive_signals
 from omnitrain.distributed.ranks import Ranks
 from omnitrain.model.losses import WeightedLosses
 
+# The names in `allow_change` besides the settings: objects known only by fingerprint.
 IDENTITIES = ("train_dataset", "eval_dataset", "data_collator", "compute_metrics", "preprocess_logits_for_metrics")
-"""The names in `allow_change` besides the settings: objects known only by fingerprint."""
 
 _SAMPLES = 32
+# How many samples of a set are compared between ranks.
 _COMPARED = 8
-"""How many samples of a set are compared between ranks."""
+# How long to read samples of one set for a fingerprint; slow data get one from fewer samples.
 _LIMIT_S = 2.0
-"""How long to read samples of one set for a fingerprint; slow data get one from fewer samples."""
 _PYTHON = ".".join(map(str, sys.version_info[:2]))
 _PLAIN = {bool, int, float, str, bytes, type(None)}
 _INSTALLED = tuple({sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")})

@@ -13,8 +13,8 @@ from omnitrain.checkpoint.tensor_files import change_marker, fingerprints
 from omnitrain.core.errors import CheckpointError
 from omnitrain.distributed.ranks import Ranks
 
+# Their name in `allow_change`.
 FROZEN = "frozen_weights"
-"""Their name in `allow_change`."""
 
 
 class FrozenTrainer(Protocol):
@@ -30,8 +30,8 @@ class FrozenWeights:
 
     def __init__(self, trainer: FrozenTrainer) -> None:
         self._trainer = trainer
+        # Version and fingerprint of each weight, by name.
         self._known: dict[str, tuple[Any, str]] = {}
-        """Version and fingerprint of each weight, by name."""
         self._excluded: dict[str, str] | None = None
 
     def excluded(self) -> dict[str, str]:

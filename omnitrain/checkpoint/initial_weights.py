@@ -40,8 +40,8 @@ logger: logging.Logger = logging.getLogger("omnitrain")
 
 _INDEX = ".index.json"
 _PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt")
+# Files with the weights of a folder; the first that exists is used.
 _WEIGHT_FILES = (WEIGHTS, WEIGHTS + _INDEX, "pytorch_model.bin", "pytorch_model.bin" + _INDEX)
-"""Files with the weights of a folder; the first that exists is used."""
 
 
 @dataclass(slots=True)

@@ -34,15 +34,15 @@ logger: logging.Logger = logging.getLogger("omnitrain")
 
 LOCK = "run.lock"
 
+# Seconds between two heartbeats.
 HEARTBEAT_S = 20.0
-"""Seconds between two heartbeats."""
+# The least seconds to wait for a heartbeat before the owner counts as gone; `STALE_S` in total.
 WATCH_S = 90.0
-"""The least seconds to wait for a heartbeat before the owner counts as gone; `STALE_S` in total."""
 STALE_S = 300.0
+# Seconds that an owner on this machine has to exit: it may be writing its last checkpoint.
 EXIT_GRACE_S = 5.0
-"""Seconds that an owner on this machine has to exit: it may be writing its last checkpoint."""
+# Seconds after which a new owner checks that no other took the lock too, on file systems without `flock`.
 SETTLE_S = 1.0
-"""Seconds after which a new owner checks that no other took the lock too, on file systems without `flock`."""
 
 _UNSUPPORTED = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP, errno.EINVAL, errno.ENOTTY)
 

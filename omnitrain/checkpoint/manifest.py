@@ -24,8 +24,8 @@ from omnitrain.core.files import is_inside
 
 FORMAT_VERSION = 1
 MANIFEST = "omnitrain.json"
+# The most bytes of omnitrain.json that are read.
 LARGEST_MANIFEST = 1 << 28
-"""The most bytes of omnitrain.json that are read."""
 
 _OWN_KEYS = ("format_version", "sha256", "step", "sequence", "score", "best", "files")
 _ZEROS = "0" * 64

@@ -22,8 +22,8 @@ Check = Callable[[Any, str], None]
 """Takes a value and its path in the file; raises a ValueError if it is invalid."""
 
 LARGEST = 2**63 - 1
+# How deeply lists and dicts may be nested; those of a run are about ten levels deep.
 DEPTH = 100
-"""How deeply lists and dicts may be nested; those of a run are about ten levels deep."""
 
 
 def check_limits(content: Any) -> None:

@@ -81,10 +81,10 @@ class MirroredStore(Store):
         self._is_required = is_required
         self._replaces = replaces
         self._upload: Uploader | None = None
+        # The remote steps when the run began, which a new run replaces.
         self._replaceable: set[int] = set()
-        """The remote steps when the run began, which a new run replaces."""
+        # Steps to delete locally once they are uploaded.
         self._postponed: set[int] = set()
-        """Steps to delete locally once they are uploaded."""
 
     # --- beginning and end
 

@@ -45,25 +45,25 @@ Listing = Mapping[str, Mapping[str, Any]]
 S = TypeVar("S")
 T = TypeVar("T")
 
+# Files to upload, or pieces to download, at the same time.
 WORKERS = 4
-"""Files to upload, or pieces to download, at the same time."""
+# Bytes to download with one request.
 PIECE = 1 << 25
-"""Bytes to download with one request."""
+# The most bytes of a file that is read back if the store has no checksum of it.
 SMALL = 1 << 20
-"""The most bytes of a file that is read back if the store has no checksum of it."""
 
+# The most files of a run folder.
 MAX_OBJECTS = 1_000_000
-"""The most files of a run folder."""
+# Seconds after which a listing counts as endless; a million files take about 100.
 LISTING_S = 300.0
-"""Seconds after which a listing counts as endless; a million files take about 100."""
+# The most bytes of a safetensors file before its tensors, by the limit of the safetensors package.
 MAX_HEADER_BYTES = 8 + 100_000_000
-"""The most bytes of a safetensors file before its tensors, by the limit of the safetensors package."""
 
+# The bytes of a part in multipart uploads of s3fs, on which the ETag of the file depends.
 _PART = 50 << 20
-"""The bytes of a part in multipart uploads of s3fs, on which the ETag of the file depends."""
 _FOLDER = re.compile(r"checkpoint-(0|[1-9][0-9]*|0[0-9]{5})(\.old)?")
+# Stores that need a folder to be created before a file is written; the others have only names with slashes.
 _DIRECTORY_PROTOCOLS = {"sftp", "ssh", "ftp", "smb", "hdfs", "webhdfs", "arrow_hdfs", "dropbox", "box"}
-"""Stores that need a folder to be created before a file is written; the others have only names with slashes."""
 _LOCAL_PROTOCOLS = {"file", "local", "http", "https", "data"}
 
 
@@ -217,8 +217,8 @@ class RemoteFolder:
         self.name: str = mask_text(self.address)
         self.protocol: str = address.partition("://")[0].lower()
         self._trusts_checksums = True
+        # The errors of incomplete checkpoints in the latest `complete_checkpoints`, by folder.
         self._incomplete: dict[str, CheckpointError] = {}
-        """The errors of incomplete checkpoints in the latest `complete_checkpoints`, by folder."""
 
     @functools.cached_property
     def _opened(self) -> tuple[Any, str]:

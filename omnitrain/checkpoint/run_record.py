@@ -41,14 +41,15 @@ logger: logging.Logger = logging.getLogger("omnitrain")
 RUN_FILE = "run.json"
 CONFIG_FILE = "config.yaml"
 FORMAT_VERSION = 1
+# The most bytes of run.json that are read.
 _LARGEST = 1 << 28
-"""The most bytes of run.json that are read."""
+# The most characters of a value that is recorded.
 _LONGEST = 2000
-"""The most characters of a value that is recorded."""
 
+# The packages whose versions are recorded, in addition to omnitrain and Python.
 PACKAGES = ("torch", "numpy", "accelerate", "transformers", "deepspeed", "safetensors", "datasets", "peft", "torchao")
-"""The packages whose versions are recorded, in addition to omnitrain and Python."""
 
+# The environment variables that are recorded, in addition to those with a prefix below.
 VARIABLES = {
     "CUBLAS_WORKSPACE_CONFIG", "CUDA_DEVICE_MAX_CONNECTIONS", "CUDA_DEVICE_ORDER", "CUDA_LAUNCH_BLOCKING",
     "CUDA_MODULE_LOADING", "CUDA_VISIBLE_DEVICES", "NVIDIA_TF32_OVERRIDE", "HIP_VISIBLE_DEVICES",
@@ -58,9 +59,8 @@ VARIABLES = {
     "TOKENIZERS_PARALLELISM", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE", "SLURM_JOB_ID",
     "SLURM_JOB_NUM_NODES", "SLURM_NTASKS",
 }  # fmt: skip
-"""The environment variables that are recorded, in addition to those with a prefix below."""
+# The prefixes of further variables that are recorded.
 FAMILIES = ("NCCL_", "GLOO_", "TORCH_", "TORCHDYNAMO_", "TORCHINDUCTOR_", "PYTORCH_", "ACCELERATE_", "FSDP_")
-"""The prefixes of further variables that are recorded."""
 
 
 def recorded_environment(variables: Mapping[str, str]) -> dict[str, str]:
@@ -134,8 +134,8 @@ def _script_path() -> Path | None:
     return Path(file).absolute() if isinstance(file, str) and os.path.isfile(file) else None
 
 
+# The folder of the code, if it is not that of the script.
 _code_folder: Path | None = None
-"""The folder of the code, if it is not that of the script."""
 
 
 @contextlib.contextmanager

@@ -14,9 +14,10 @@ from typing import Any, BinaryIO, NamedTuple
 from omnitrain.checkpoint.manifest_schema import unique_keys
 from omnitrain.core.errors import CheckpointError
 
+# The key in a file's metadata under which torch.distributed.checkpoint lists the blocks of tensors in the file.
 SHARDING = "DCP_SHARDING_INFO"
-"""The key in a file's metadata under which torch.distributed.checkpoint lists the blocks of tensors in the file."""
 
+# Bytes per element, by the name of the dtype in safetensors files.
 SIZES = {
     "F64": 8,
     "F32": 4,
@@ -35,7 +36,6 @@ SIZES = {
     "F8_E4M3": 1,
     "F8_E5M2": 1,
 }
-"""Bytes per element, by the name of the dtype in safetensors files."""
 
 _LARGEST_HEADER = 100_000_000  # the limit of the safetensors package
 _LARGEST_DIMENSION = 1 << 48

@@ -17,6 +17,7 @@ from omnitrain.checkpoint.state_dicts import IMPLEMENTATION
 from omnitrain.core.events import init_arguments
 from omnitrain.core.secrets import mask_secrets
 
+# The settings that determine the numbers of a run: changing one on a resume is an error unless allowed by name.
 DECIDING = (
     "model",
     "optimizer",
@@ -49,14 +50,14 @@ DECIDING = (
     "shuffle",
     "samples_per_epoch",
 )
-"""The settings that determine the numbers of a run: changing one on a resume is an error unless allowed by name."""
 
+# Settings that earlier checkpoints do not have; their absence is no change.
 _ADDED_LATER = ("dtypes", "fp16_loss_scale", "matmul_precision")
-"""Settings that earlier checkpoints do not have; their absence is no change."""
 
+# Settings that assign parameters to the groups of an optimizer.
 GROUPING = frozenset(["param_groups", "freeze"])
-"""Settings that assign parameters to the groups of an optimizer."""
 
+# Attributes of PyTorch's schedules that change during a run, and rates, which are settings of the optimizer.
 _POSITION_KEYS = frozenset(
     [
         "last_epoch",
@@ -72,7 +73,6 @@ _POSITION_KEYS = frozenset(
         "_is_initial",
     ]
 )
-"""Attributes of PyTorch's schedules that change during a run, and rates, which are settings of the optimizer."""
 
 
 def changed_settings(saved: Mapping[str, Any], current: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:

@@ -26,8 +26,8 @@ from omnitrain.checkpoint.tensor_files import Gathered, encode_header, file_orde
 from omnitrain.checkpoint.tensor_reader import Spec, TensorFile, rectangles
 from omnitrain.distributed.ranks import as_bytes
 
+# The most bytes of tensors in a consolidated file, unless a single tensor has more.
 LARGEST_FILE = 5 * 10**9
-"""The most bytes of tensors in a consolidated file, unless a single tensor has more."""
 
 _PIECE = 1 << 24  # bytes to write and hash at once
 _BATCH_BYTES = 1 << 24  # bytes of small tensors to read at once for consolidated files

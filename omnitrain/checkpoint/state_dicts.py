@@ -37,8 +37,8 @@ from omnitrain.distributed.ranks import Ranks
 from omnitrain.optim.muon import Muon
 
 WEIGHTS = "model.safetensors"
+# Options of optimizers that choose an implementation; it may not exist elsewhere, so they are not restored.
 IMPLEMENTATION = ("fused", "foreach", "capturable", "differentiable")
-"""Options of optimizers that choose an implementation; it may not exist elsewhere, so they are not restored."""
 
 # --- models
 
@@ -572,10 +572,10 @@ def _is_rounding_error(value: Any) -> bool:
     return isinstance(value, float) and -_ROUNDING < value < 0
 
 
+# How far below zero a schedule that ends at zero may get by rounding.
 _ROUNDING = 1e-9
-"""How far below zero a schedule that ends at zero may get by rounding."""
+# Entries that PyTorch's optimizers keep for each parameter as a single number; the first is a count.
 _BOOKKEEPING = ("step", "eta", "mu", "mu_product")
-"""Entries that PyTorch's optimizers keep for each parameter as a single number; the first is a count."""
 
 
 def check_numbers(tensors: Mapping[str, torch.Tensor], saved: Any, where: str) -> None:

@@ -94,12 +94,12 @@ class Store:
         self.fs: FileSystem = fs or FileSystem()
         self.lock: Lock = Lock(self.root)
         self._info_cache: dict[str, tuple[tuple[int, int], CheckpointInfo, dict[str, FileEntry]]] = {}
+        # The complete checkpoints found by the latest `begin`, updated by later saves and deletions.
         self._infos: dict[int, CheckpointInfo] = {}
-        """The complete checkpoints found by the latest `begin`, updated by later saves and deletions."""
+        # The token of the lock at that time: the list is valid as long as this lock is held.
         self._infos_token = ""
-        """The token of the lock at that time: the list is valid as long as this lock is held."""
+        # The sequence of each checkpoint known to be undamaged, by step.
         self._verified: dict[int, int] = {}
-        """The sequence of each checkpoint known to be undamaged, by step."""
 
     def path(self, step: int) -> Path:
         """Return the folder for the checkpoint of `step`, whether it exists or not."""

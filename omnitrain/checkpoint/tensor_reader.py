@@ -19,6 +19,7 @@ Spec = tuple[tuple[int, ...], torch.dtype]
 Box = tuple[tuple[int, ...], tuple[int, ...]]
 """A rectangle of a tensor: the index at which it starts, and its shape."""
 
+# The names of dtypes in safetensors files, as far as the oldest supported version of the package reads them.
 DTYPES = {
     torch.float64: "F64",
     torch.float32: "F32",
@@ -37,15 +38,14 @@ DTYPES = {
     torch.float8_e4m3fn: "F8_E4M3",
     torch.float8_e5m2: "F8_E5M2",
 }
-"""The names of dtypes in safetensors files, as far as the oldest supported version of the package reads them."""
 _BY_NAME = {name: dtype for dtype, name in DTYPES.items()}
 
+# The most bytes to read at once in order to use a part of them.
 _BUFFER = 1 << 26
-"""The most bytes to read at once in order to use a part of them."""
+# The least bytes of a contiguous run that is read separately, without the gap to the next one.
 _MIN_RUN = 1 << 16
-"""The least bytes of a contiguous run that is read separately, without the gap to the next one."""
+# How many entries of headers are cached when all files are opened first.
 _MAX_CACHED_ENTRIES = 1 << 16
-"""How many entries of headers are cached when all files are opened first."""
 
 
 def dtype_name(name: str, dtype: torch.dtype) -> str:

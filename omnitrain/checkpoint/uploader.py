@@ -37,26 +37,26 @@ from omnitrain.distributed.processes import identify_process, is_alive, is_in_sa
 
 logger: logging.Logger = logging.getLogger("omnitrain")
 
+# Seconds until the first retry after a failure; each further pause is twice as long, up to the longest.
 PAUSE_S = 1.0
-"""Seconds until the first retry after a failure; each further pause is twice as long, up to the longest."""
 LONGEST_PAUSE_S = 60.0
+# Failed attempts after which a run ends if its uploads are required.
 MAX_ATTEMPTS = 3
-"""Failed attempts after which a run ends if its uploads are required."""
+# Seconds between two heartbeats.
 HEARTBEAT_S = 30.0
-"""Seconds between two heartbeats."""
+# Seconds to watch for a heartbeat before the owner counts as gone.
 WATCH_S = 100.0
-"""Seconds to watch for a heartbeat before the owner counts as gone."""
+# Replaces the step that is being uploaded while these are the files of the run.
 _FILES = -1
-"""Replaces the step that is being uploaded while these are the files of the run."""
+# The age of a heartbeat, by the clocks of two machines, above which the owner counts as gone without watching.
 STALE_S = 3600.0
-"""The age of a heartbeat, by the clocks of two machines, above which the owner counts as gone without watching."""
+# Seconds that the end of a run waits for the file being written, after it stopped waiting for uploads.
 SHUTDOWN_S = 5.0
-"""Seconds that the end of a run waits for the file being written, after it stopped waiting for uploads."""
+# Seconds of waiting at the end of a run after which the reason is logged.
 WAIT_NOTICE_S = 5.0
-"""Seconds of waiting at the end of a run after which the reason is logged."""
 
+# The tokens of the locks that this process has released.
 _released: set[str] = set()
-"""The tokens of the locks that this process has released."""
 
 
 class RemoteLock:
@@ -206,22 +206,22 @@ class Uploader:
         self._changed = threading.Condition()
         self._pending: dict[int, None] = {}
         self._uploading: int | None = None
+        # Remote steps to delete in any case.
         self._to_delete: set[int] = set()
-        """Remote steps to delete in any case."""
         self._policy: tuple[Any, ...] | None = None
         self._files_pending = self._pointers_pending = False
+        # Size and modification time of the run's files when they were uploaded.
         self._sent: dict[str, tuple[int, int]] = {}
-        """Size and modification time of the run's files when they were uploaded."""
         self._pointers: dict[str, str] = {}
+        # Whether a checkpoint was uploaded: before that, none is deleted.
         self._has_uploaded = False
-        """Whether a checkpoint was uploaded: before that, none is deleted."""
         self._progress = 0
         self._attempts = 0
         self._reason = ""
+        # Whether the latest attempt failed because a file has the name of a folder, or the other way around.
         self._is_blocked = False
-        """Whether the latest attempt failed because a file has the name of a folder, or the other way around."""
+        # Whether the current outage was logged; it ends once everything is uploaded.
         self._outage_reported = False
-        """Whether the current outage was logged; it ends once everything is uploaded."""
         self._stopping = False
         self._thread: threading.Thread | None = None
 

@@ -14,8 +14,8 @@ from omnitrain.distributed.ranks import Ranks
 
 T = TypeVar("T")
 
+# The least bytes of files that are hashed by several ranks.
 _MIN_SHARED_BYTES = 1 << 28
-"""The least bytes of files that are hashed by several ranks."""
 _REQUEST = "the files of a checkpoint to hash"
 
 

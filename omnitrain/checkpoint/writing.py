@@ -115,10 +115,10 @@ class Writer:
         self._trainer = trainer
         self._write_extra_files = write_extra_files
         self._thread: ThreadPoolExecutor | None = None
+        # Whether every rank sees the run folder and can write its shards; None until the first sharded save.
         self._can_write_shards: bool | None = None
-        """Whether every rank sees the run folder and can write its shards; None until the first sharded save."""
+        # The copies of the latest background save, by file; the next save reuses their memory.
         self._buffers: dict[str, dict[str, torch.Tensor]] = {}
-        """The copies of the latest background save, by file; the next save reuses their memory."""
 
     @contextlib.contextmanager
     def in_background(self) -> Iterator[None]:

@@ -34,8 +34,8 @@ if TYPE_CHECKING:
 WEIGHTS = "model.safetensors"  # as in checkpoint/state.py, which would import torch
 CONFIGS = ("config.json", "generation_config.json")
 ADAPTERS = ("adapter_config.json", "adapter_model.safetensors")
+# How many tensors `diff` lists: those that differ most.
 MAX_ROWS = 10
-"""How many tensors `diff` lists: those that differ most."""
 
 _FOLDER = re.compile(r"checkpoint-([0-9]+)(\.old)?")
 _PART = re.compile(r"model(/rank-\d{5,}(\.\d+)?|-\d{5,}-of-\d{5,})\.safetensors")
@@ -154,8 +154,8 @@ def show_run(path: Path) -> None:
             _print_table("~name ~before ~now", [[name, *side] for name, side in zip(names, sides, strict=True)])
 
 
+# Entries that differ between any two starts.
 _PER_START = ("started_at", "step", "resumed_from")
-"""Entries that differ between any two starts."""
 
 
 def _read_record(path: Path) -> list[dict[str, Any]]:

@@ -84,8 +84,8 @@ MODULES = (
 )
 CHARACTERS_PER_MODULE = 24_000
 BLOCK = 64
+# All of ASCII; whatever else is in a text becomes a question mark.
 VOCABULARY = 128
-"""All of ASCII; whatever else is in a text becomes a question mark."""
 
 
 class CharacterGPT(nn.Module):

@@ -19,17 +19,18 @@ from typing import Any
 import omnitrain
 from omnitrain.core.errors import ConfigError, OmnitrainError
 
+# The public class behind each choice of `--trainer`.
 TRAINERS = {"native": "Trainer", "accelerate": "AccelerateTrainer", "hf": "HFTrainer"}
-"""The public class behind each choice of `--trainer`."""
 
+# The functions in `omnitrain.cli.demo` behind each choice of `--data`, and what they train.
 DATA = {
     "digits": "a convolutional network on scikit-learn's handwritten digits, in seconds",
     "stdlib": "a character-level GPT on the source of Python's standard library, in about a minute",
 }
-"""The functions in `omnitrain.cli.demo` behind each choice of `--data`, and what they train."""
 
 _CHECKPOINT = "the folder of a run (for its last checkpoint) or of a checkpoint, or RUN/last or RUN/best"
 _RUN = "the folder of a run (for all its checkpoints) or of a checkpoint, or RUN/last or RUN/best"
+# The functions in `omnitrain.cli.checkpoint` behind `omnitrain checkpoint`: what they do, and the paths they take.
 CHECKPOINT = {
     "ls": ("List the checkpoints: step, epoch, score, last or best, size, and whether they are complete.", [_RUN]),
     "verify": ("Compare every file with its hash; name damaged files, and exit with code 1 if there are any.", [_RUN]),
@@ -40,7 +41,6 @@ CHECKPOINT = {
     ),
     "diff": ("List changed settings and the largest differences in the weights.", [_CHECKPOINT, _CHECKPOINT]),
 }
-"""The functions in `omnitrain.cli.checkpoint` behind `omnitrain checkpoint`: what they do, and the paths they take."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:

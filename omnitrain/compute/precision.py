@@ -26,8 +26,8 @@ _NAMES = {
     "float8": "fp8",
 }
 _DTYPES = {"fp32": None, "fp16": torch.float16, "bf16": torch.bfloat16, "fp8": torch.bfloat16}
+# The lowest compute capability of NVIDIA GPUs that multiply in fp8.
 _FP8_FROM = (8, 9)
-"""The lowest compute capability of NVIDIA GPUs that multiply in fp8."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -177,8 +177,8 @@ class _NumpyGenerator:
         np.random.seed(seed >> 32)
 
 
+# The global generators of the CPU: torch, numpy, random.
 GENERATORS: tuple[Generator, ...] = (_TorchGenerator(), _NumpyGenerator(), _PythonGenerator())
-"""The global generators of the CPU: torch, numpy, random."""
 
 
 def seed_generators(seed: int) -> None:

@@ -316,11 +316,11 @@ def _insert_placeholders(value: Any, name: str) -> Any:
     return value
 
 
+# Arguments of a trainer for which a text is the name of something.
 _OBJECT_ARGUMENTS = frozenset(
     name for name, param in inspect.signature(Settings).parameters.items()
     if text_mode(param.annotation, name.endswith(("_dataset", "_loader", "_class"))) != "text"
 )  # fmt: skip
-"""Arguments of a trainer for which a text is the name of something."""
 
 
 def raise_all(errors: Sequence[ConfigError]) -> None:

@@ -34,14 +34,14 @@ from omnitrain.core.secrets import is_secret_name, mask_text
 
 Missing = dict[tuple[str | int, ...], str]
 """Why an object cannot be written, by its place."""
+# The longest list that is written.
 _LIMIT = 1000
-"""The longest list that is written."""
 
 _REFERENCE = re.compile(r"\$\{env:[^${}]*\}")
+# How objects were built, by id: a weak reference or the object, its class or function, arguments and seed.
 _origins: dict[int, tuple[Any, str, Any, int]] = {}
-"""How objects were built, by id: a weak reference or the object, its class or function, arguments and seed."""
+# The latest objects without weak references, such as lists, whose memory stays in use.
 _strong_refs: deque[int] = deque(maxlen=32)
-"""The latest objects without weak references, such as lists, whose memory stays in use."""
 
 
 def instantiate(class_path: str, init_args: Mapping[str, Any] | Sequence[Any] = (), *, seed: int = 42) -> Any:

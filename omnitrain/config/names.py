@@ -19,8 +19,8 @@ from typing import Any
 from omnitrain.core.errors import ConfigError, did_you_mean
 
 _PATH = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)+")
+# Modules whose names need no path, in the order of the search.
 SHORT = ("omnitrain", "torch.nn", "torch.optim", "torch.optim.lr_scheduler", "torch.utils.data")
-"""Modules whose names need no path, in the order of the search."""
 
 
 def is_path(text: str) -> bool:

@@ -40,12 +40,12 @@ class Placeholder:
 
 
 _NUMBER_TYPES = ("int", "float", "bool", "complex")
+# Types of which a text makes no object.
 _PLAIN_TYPES = frozenset(["None", "NoneType", "bytes", "dict", "list", "tuple", "set",
                     "Mapping", "Sequence", "Iterable", "Path", "Duration", "device", "Any"])  # fmt: skip
-"""Types of which a text makes no object."""
 _MAPPING_TYPES = ("dict", "Dict", "Mapping")
+# Types whose values are of the types in brackets; in those with names, of the second.
 _CONTAINER_TYPES = ("Optional", "Union", "Iterable", "Sequence", "list", "List", "tuple", "Tuple", *_MAPPING_TYPES)
-"""Types whose values are of the types in brackets; in those with names, of the second."""
 
 
 def text_mode(annotation: Any, is_any_object: bool = False) -> Mode:

@@ -22,14 +22,14 @@ Key = tuple[str | int, ...]
 
 _REFERENCE = re.compile(r"\$\{([^${}]*)\}")
 _POSITION = re.compile(r"[0-9]{1,9}")
+# The keys of a mapping that stands for an object.
 PART_KEYS = ("class_path", "init_args", "import_path")
-"""The keys of a mapping that stands for an object."""
+# Values in one file, and after its references are resolved; more of them are aliases or references that multiply.
 _MAX_VALUES = 100_000
-"""Values in one file, and after its references are resolved; more of them are aliases or references that multiply."""
+# Characters of a text with references.
 _MAX_TEXT = 1_000_000
-"""Characters of a text with references."""
+# Nested values, and chained references.
 _MAX_DEPTH = 100
-"""Nested values, and chained references."""
 
 
 def has_part_keys(value: Any) -> bool:
@@ -309,8 +309,8 @@ class _NodeReader:
     def __init__(self, source: str, places: dict[Key, SourceLocation]) -> None:
         self._source, self._places = source, places
         self._open: list[Any] = []
+        # The entries of the mappings read so far; None while one is read.
         self._entries_by_node: dict[int, dict[Any, tuple[Any, Any]] | None] = {}
-        """The entries of the mappings read so far; None while one is read."""
 
     def value(self, node: Any, key: Key) -> Any:
         """Return the value of a node."""

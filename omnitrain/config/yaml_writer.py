@@ -11,10 +11,11 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
+# The placeholder in a file for an unknown value; the file is rejected until it is replaced.
 MISSING = "???"
-"""The placeholder in a file for an unknown value; the file is rejected until it is replaced."""
 
 _EXPONENT = r"(?:[eE][-+]?\d+)"
+# The texts of each kind of plain value, and with what they begin.
 _VALUES = {
     "bool": (r"true|True|TRUE|false|False|FALSE", "tTfF"),
     "null": (r"~|null|Null|NULL|", "~nN"),
@@ -25,7 +26,6 @@ _VALUES = {
     ),
     "merge": (r"<<", "<"),
 }
-"""The texts of each kind of plain value, and with what they begin."""
 
 
 class FromEnvironment(str):

@@ -24,6 +24,7 @@ _EXPECTED = {
     _LIST: "a list",
 }
 _STAGE_KEYS = {"type": _TEXT, "train_args": _MAP, "val_args": _MAP, "test_args": _MAP}
+# nnScaler's keys by section, and the type of each; any other key is an error in nnScaler too.
 _KEYS: dict[str, dict[str, str]] = {
     "": {
         "init_module": _TEXT, "vars": _MAP, "compute_config": _MAP, "gen_savedir": _TEXT, "gen_reuse": _TEXT,
@@ -63,10 +64,10 @@ _KEYS: dict[str, dict[str, str]] = {
     "hook": {"type": _TEXT, "args": _MAP},
     "debug": {"check_gradient_sync_cross_devices": _BOOL},
 }  # fmt: skip
-"""nnScaler's keys by section, and the type of each; any other key is an error in nnScaler too."""
 
 _UNTRACED = "the model runs unchanged: nothing is traced, and no code is generated."
 _SHARDS = "`omnitrain launch --fsdp` (or --zero 1, 2 or 3) shards the run, with AccelerateTrainer."
+# Keys without counterpart, and their replacement.
 _UNSUPPORTED: dict[str, str] = {
     "init_module": "import it in the module of the model, which is imported first.",
     "gen_savedir": _UNTRACED,
@@ -97,26 +98,25 @@ _UNSUPPORTED: dict[str, str] = {
     "checkpoint.symlink_best_and_last": "`best` and `last` are small files that name a checkpoint.",
     "debug.check_gradient_sync_cross_devices": "gradients are averaged by PyTorch, and not compared again.",
 }
-"""Keys without counterpart, and their replacement."""
 
+# Hooks that are not called here, and their replacement.
 _NEVER_CALLED = {
     "after_aggregate_train_step_outputs": "use before_log_train_metrics, or on_train_step_end for this rank's outputs",
     "after_aggregate_val_step_outputs": "use on_val_end, or on_val_step_end for this rank's outputs",
     "on_expire_checkpoint": "copy what is to be kept in on_save_checkpoint: nothing is called before one is deleted",
     "before_sync_grad": "use after_sync_grad: gradients are averaged while the backward pass makes them",
 }
-"""Hooks that are not called here, and their replacement."""
+# Hooks that get fewer arguments than in nnScaler.
 _FEWER_ARGUMENTS = {
     "on_step_end": "it is called with trainer, epoch, idx",
     "before_log_train_metrics": "it is called with trainer, step_metrics",
 }
-"""Hooks that get fewer arguments than in nnScaler."""
 _HOOKS = [name for name in vars(TrainHook) if not name.startswith("_")]
 
 _DATA_LOADER = ("torch.utils.data.DataLoader", "torch.utils.data.dataloader.DataLoader")
 _SAMPLER = ("torch.utils.data.DistributedSampler", "torch.utils.data.distributed.DistributedSampler")
+# Arguments of a DataLoader that our trainers have too, or do not need.
 _LOADING = ("num_workers", "pin_memory", "prefetch_factor", "drop_last", "collate_fn", "persistent_workers", "shuffle")
-"""Arguments of a DataLoader that our trainers have too, or do not need."""
 _LOADER_ONLY = ("timeout", "worker_init_fn", "multiprocessing_context", "generator", "pin_memory_device", "in_order")
 _SAMPLER_ARGUMENTS = ("dataset", "num_replicas", "rank")
 _DATASETS = {"train": "train", "val": "eval", "test": "test"}

@@ -24,11 +24,11 @@ from typing import Any
 
 logger: logging.Logger = logging.getLogger("omnitrain")
 
+# Parts of the messages of `torch.save` on a failing disk: it raises RuntimeError.
 _TORCH_ERRORS = ("PytorchStreamWriter", "inline_container", "unexpected pos", "iostream error", "Parent directory ")
-"""Parts of the messages of `torch.save` on a failing disk: it raises RuntimeError."""
 
+# The same for safetensors and tokenizers, in newer and older releases.
 _RUST_ERRORS = ("(os error ", "Os { code: ")
-"""The same for safetensors and tokenizers, in newer and older releases."""
 
 
 class OmnitrainError(Exception):

@@ -103,6 +103,7 @@ class Event(StrEnum):
     TRAIN_END = "train_end"
 
 
+# Events inside of a step: the loop emits them only if a callback listens to one of them.
 INNER_STEP_EVENTS = (
     Event.DATA_FETCHED,
     Event.BATCH_START,
@@ -116,10 +117,9 @@ INNER_STEP_EVENTS = (
     Event.BEFORE_ZERO_GRAD,
     Event.AFTER_ZERO_GRAD,
 )
-"""Events inside of a step: the loop emits them only if a callback listens to one of them."""
 
+# The values of `Callback.on_error`.
 ERROR_POLICIES = ("raise", "warn", "disable")
-"""The values of `Callback.on_error`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,8 +143,8 @@ class Histogram:
     squares: float
 
 
+# The values of `metrics["stop_reason"]`.
 STOP_REASONS = ("epochs", "max_steps", "max_duration", "early_stopping", "signal", "requested")
-"""The values of `metrics["stop_reason"]`."""
 
 
 def pick_stop_reason(reasons: Collection[str]) -> str:
@@ -669,8 +669,8 @@ class Algorithm:
         """Restore the state from `state_dict()`, with tensors in host memory; any exception rejects the checkpoint."""
 
 
+# Prefixes of the names of algorithms' methods.
 _METHOD_PREFIXES = ("transform_", "before_", "after_", "begin_", "end_", "restore_", "set_up")
-"""Prefixes of the names of algorithms' methods."""
 
 
 def find_overrides(algorithms: Iterable[Algorithm], name: str) -> list[Callable[..., Any]]:

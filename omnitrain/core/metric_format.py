@@ -56,8 +56,8 @@ _KNOWN: dict[str, MetricDescriptor] = {
 }
 
 
+# The names passed to `describe_metric`.
 _DESCRIBED: set[str] = set()
-"""The names passed to `describe_metric`."""
 
 
 def describe_metric(name: str, descriptor: MetricDescriptor) -> None:

@@ -14,8 +14,8 @@ _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:/")
 _ADDRESS = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+://")
 
 
+# Bytes of a name in usual file systems.
 _MAX_NAME = 255
-"""Bytes of a name in usual file systems."""
 
 
 def local_path(value: Any, name: str) -> Path:

@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 MASK = "***"
+# The longest word of a command that is kept, as `python -c` takes entire programs.
 _MAX_WORD = 2000
-"""The longest word of a command that is kept, as `python -c` takes entire programs."""
 _SECRET_WORDS = {
     "token", "secret", "password", "passwd", "passphrase", "pwd", "pass", "key", "apikey", "credential", "credentials",
     "auth", "bearer", "cookie", "pat",

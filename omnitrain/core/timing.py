@@ -7,9 +7,9 @@ import time
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+# Phases of a run other than training: reading data, evaluating, saving, waiting for other ranks, and everything before
+# the first step.
 PHASES = ("data", "evaluation", "saving", "waiting", "setup")
-"""Phases of a run other than training: reading data, evaluating, saving, waiting for other ranks, and everything before
-the first step."""
 
 
 class Clock:

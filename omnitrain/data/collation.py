@@ -17,25 +17,25 @@ import torch
 
 from omnitrain.core.errors import ConfigError, DataError
 
+# The label that losses and metrics ignore, by the convention of PyTorch and transformers.
 IGNORED_LABEL = -100
-"""The label that losses and metrics ignore, by the convention of PyTorch and transformers."""
 
+# The keys of the labels in a dict batch, in the order in which they are tried.
 LABEL_KEYS = ("labels", "label", "label_ids", "targets", "target")
-"""The keys of the labels in a dict batch, in the order in which they are tried."""
 
 
+# The keys whose entries are sequences along the first dimension, of any type.
 SEQUENCE_KEYS = frozenset(
     [
         *LABEL_KEYS, "input_ids", "attention_mask", "token_type_ids", "position_ids", "special_tokens_mask",
         "decoder_input_ids", "decoder_attention_mask", "inputs_embeds", "input_values", "input_features",
     ]
 )  # fmt: skip
-"""The keys whose entries are sequences along the first dimension, of any type."""
 
 
 _MASK = "attention_mask"
+# The inputs whose padding an `attention_mask` hides from a model.
 _MASKED_KEYS = ("input_ids", "inputs_embeds")
-"""The inputs whose padding an `attention_mask` hides from a model."""
 
 
 def padding_collator(processing_class: Any) -> Callable[[Any], Any] | None:

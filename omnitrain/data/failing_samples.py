@@ -8,8 +8,8 @@ from typing import Any
 
 from omnitrain.core.errors import describe_samples
 
+# How long to try samples again: other ranks may be waiting.
 _LIMIT_S = 10.0
-"""How long to try samples again: other ranks may be waiting."""
 
 Attempt = Callable[[list[int]], Any]
 

@@ -51,10 +51,10 @@ from omnitrain.data.workers import (
 
 logger: logging.Logger = logging.getLogger("omnitrain")
 
+# How many requests to workers are remembered for error messages: more than are ever pending.
 _MAX_REQUESTS = 4096
-"""How many requests to workers are remembered for error messages: more than are ever pending."""
+# How many recent batches of a stream have a known position: more than a step has, plus those read ahead.
 _MAX_POSITIONS = 256
-"""How many recent batches of a stream have a known position: more than a step has, plus those read ahead."""
 
 
 class Loader:
@@ -384,8 +384,8 @@ class StreamLoader(Loader):
             )
         self._pin_memory, self._prefetch_factor = pin_memory, prefetch_factor
         self._has_worker: bool = num_workers > 0
+        # Has the worker, which keeps its copy of the stream for the next pass, unless a pass is interrupted.
         self._worker: DataLoader[Any] | None = None
-        """Has the worker, which keeps its copy of the stream for the next pass, unless a pass is interrupted."""
         self._snapshot = snapshot(dataset)
         self._positions: deque[StreamPosition] = deque(maxlen=_MAX_POSITIONS)
         self._start: StreamPosition | None = None

@@ -139,8 +139,8 @@ class EpochSampler:
     [[2, 3], [4]]
     """
 
+    # Whether an order is drawn as a whole however many samples there are.
     _is_drawn_whole = False
-    """Whether an order is drawn as a whole however many samples there are."""
 
     def __init__(
         self,
@@ -246,10 +246,10 @@ class DatasetOrder(EpochSampler):
         return order.astype(np.int64)
 
 
+# The most samples whose order is drawn as one permutation: 128 MiB, and about a second.
 _DRAWN_WHOLE = 1 << 24
-"""The most samples whose order is drawn as one permutation: 128 MiB, and about a second."""
+# Positions of an order that are computed at once.
 _BLOCK = 1 << 14
-"""Positions of an order that are computed at once."""
 _ROUNDS = 8
 
 

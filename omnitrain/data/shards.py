@@ -26,8 +26,8 @@ from omnitrain.data.workers import outlive_signals, report_dead_workers, start_w
 
 logger: logging.Logger = logging.getLogger("omnitrain")
 
+# Samples of a shard between two of its states: as many at most are read again on a resume.
 _EVERY = 32
-"""Samples of a shard between two of its states: as many at most are read again on a resume."""
 _COLLATE = 1  # makes the seed of a batch's collation differ from that of its first sample
 
 
@@ -293,8 +293,8 @@ class ShardedLoader(Loader):
         self._iterators: list[Any] = []
         self._states: dict[int, deque[tuple[int, Any]]] = {}
         self._start: StreamPosition | None = None
+        # The epoch of the present pass, and the place on this rank where it began.
         self._from: tuple[int, int] = (0, 0)
-        """The epoch of the present pass, and the place on this rank where it began."""
 
     def update(self, size: int | None = None) -> None:
         if size is None and self.size is not None:

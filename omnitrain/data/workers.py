@@ -32,8 +32,8 @@ from omnitrain.core.events import Control
 logger: logging.Logger = logging.getLogger("omnitrain")
 
 _running: weakref.WeakSet[Any] = weakref.WeakSet()
+# Torch's iterators with workers, and a function that returns the samples of some of their tasks as text.
 _watched: weakref.WeakKeyDictionary[Any, Callable[[Sequence[int]], str]] = weakref.WeakKeyDictionary()
-"""Torch's iterators with workers, and a function that returns the samples of some of their tasks as text."""
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_watched.clear)
     os.register_at_fork(after_in_child=_running.clear)  # a forked process did not start them and must not end them
@@ -156,8 +156,8 @@ def _raised_in_loader(error: BaseException) -> bool:
     return any(frame.f_code.co_filename.endswith("dataloader.py") for frame, _ in frames)
 
 
+# Seconds that a worker whose pipe is closed has to end.
 _DYING_S = 10.0
-"""Seconds that a worker whose pipe is closed has to end."""
 _REMEDIES = {
     "SIGKILL": "The system does that where memory runs out (`dmesg` says so): use fewer workers, or a smaller "
     "`prefetch_factor`.",
@@ -177,10 +177,10 @@ def stop_workers(iterator: Any) -> None:
 
 _PLAIN = (bool, int, float, complex, str, bytes, range, type(None))
 _DEPTH = 6
+# The most objects of a dataset that are looked into; of the rest, it is noticed which ones they are.
 _VISITED = 1 << 15
-"""The most objects of a dataset that are looked into; of the rest, it is noticed which ones they are."""
+# The largest array whose content is looked at.
 _BYTES = 1 << 24
-"""The largest array whose content is looked at."""
 
 
 def snapshot(value: Any, depth: int = _DEPTH, budget: list[int] | None = None) -> Any:

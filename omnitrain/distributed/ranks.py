@@ -50,14 +50,14 @@ S = TypeVar("S")
 
 
 _POLL_INTERVAL = datetime.timedelta(seconds=1)
+# Seconds without progress after which a rank is reported.
 QUIET_S = 30.0
-"""Seconds without progress after which a rank is reported."""
+# Seconds without progress after which a run on several processes ends, unless its trainer has a `timeout`.
 _TIMEOUT_S = 1800.0
-"""Seconds without progress after which a run on several processes ends, unless its trainer has a `timeout`."""
+# The share of CPU time that counts as progress in phases without a counter, such as a long save or metric.
 _BUSY_SHARE = 0.02
-"""The share of CPU time that counts as progress in phases without a counter, such as a long save or metric."""
+# Phases in which batches are counted; CPU time does not count there, as NCCL waits in a busy loop.
 _COUNTED_PHASES = ("data", "step", "evaluation")
-"""Phases in which batches are counted; CPU time does not count there, as NCCL waits in a busy loop."""
 
 
 def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
@@ -85,8 +85,8 @@ class Coordinates:
     counts: bool = True
 
 
+# The dimensions of a mesh whose ranks work on the same samples; they are the last ones of it.
 _MODEL_DIMENSIONS = ("cp", "sp", "tp")
-"""The dimensions of a mesh whose ranks work on the same samples; they are the last ones of it."""
 
 
 class Ranks:
@@ -113,12 +113,12 @@ class Ranks:
     """The sizes of the mesh's dimensions, the outermost first; empty without a mesh."""
     _beat: int = 0
     _is_waiting: bool = False
+    # Seconds without progress of any rank after which the current call ends.
     _limit: float = math.inf
-    """Seconds without progress of any rank after which the current call ends."""
+    # Seconds without a heartbeat of a rank after which it ends too.
     _silence_limit: float = math.inf
-    """Seconds without a heartbeat of a rank after which it ends too."""
+    # The CPU time used by this process until its latest heartbeat.
     _cpu_s: float = 0.0
-    """The CPU time used by this process until its latest heartbeat."""
 
     @property
     def is_main(self) -> bool:
@@ -379,8 +379,8 @@ class Part:
         return [math.fsum(of_rank) for of_rank in zip(*self.gather(what, values), strict=True)]
 
 
+# How many ranks without progress an error describes.
 _MAX_DESCRIBED = 8
-"""How many ranks without progress an error describes."""
 
 
 def _describe_stalls(stalls: Sequence[Stall]) -> str:
@@ -390,8 +390,8 @@ def _describe_stalls(stalls: Sequence[Stall]) -> str:
     return " ".join([*map(describe_stall, stalls[:_MAX_DESCRIBED]), *suffix])
 
 
+# How many differing values an error lists.
 _MAX_VALUES = 3
-"""How many differing values an error lists."""
 
 
 def _difference_message(what: str, everywhere: Sequence[Mapping[str, str]], remedy: str) -> str:
@@ -415,32 +415,32 @@ def _difference_message(what: str, everywhere: Sequence[Mapping[str, str]], reme
 
 
 _FIELDS = 20
+# The most ranks of which each one gets the numbers of all in an exchange; of more, it gets the sums.
 _LISTED = 64
-"""The most ranks of which each one gets the numbers of all in an exchange; of more, it gets the sums."""
+# Bytes per part if a rank's data are sent in parts.
 _PART = 1 << 24
-"""Bytes per part if a rank's data are sent in parts."""
+# Bytes of the parts of all ranks that the main one holds at once, unless there is a larger value.
 _PARTS = 1 << 28
-"""Bytes of the parts of all ranks that the main one holds at once, unless there is a larger value."""
+# Bytes before a rank's data that hold their length.
 _HEAD = 8
-"""Bytes before a rank's data that hold their length."""
+# Seconds that the others wait at the start for a rank without a heartbeat.
 SILENCE_S = 60.0
-"""Seconds that the others wait at the start for a rank without a heartbeat."""
+# The phase of a rank from its first heartbeat until all ranks are connected.
 _START = "the start"
-"""The phase of a rank from its first heartbeat until all ranks are connected."""
+# Seconds that a failed rank waits for the others to raise the same error.
 _ERROR_SYNC_S = 5.0
-"""Seconds that a failed rank waits for the others to raise the same error."""
+# Seconds that a rank has to notice the failure of another rank, before it is ended.
 _GRACE_S = 3.0
-"""Seconds that a rank has to notice the failure of another rank, before it is ended."""
+# Seconds that a rank waits for the others at the end of the program.
 _EXIT_WAIT_S = 3.0
-"""Seconds that a rank waits for the others at the end of the program."""
+# Seconds without progress of this rank after which it checks the others.
 _CHECK_S = 3.0
-"""Seconds without progress of this rank after which it checks the others."""
+# Seconds that the main thread has to handle a signal, before another thread does.
 _UNHANDLED_S = 1.0
-"""Seconds that the main thread has to handle a signal, before another thread does."""
+# Seconds without an answer after which no more requests are sent to the store.
 _UNRESPONSIVE_S = 10.0
-"""Seconds without an answer after which no more requests are sent to the store."""
+# Seconds that a rank with a signal waits for another rank without a heartbeat.
 _SIGNALLED_S = 10.0
-"""Seconds that a rank with a signal waits for another rank without a heartbeat."""
 _AT_THE_END = "the end of the program"
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
 _instances = itertools.count()
@@ -494,25 +494,25 @@ class ProcessRanks(Ranks):
         self._process = os.getpid()
         self._prefix = f"omnitrain/{next(_instances)}"
         self._store = distributed_c10d.PrefixStore(self._prefix, store)
+        # Why the store no longer answers, if so: the process that hosted it has ended.
         self._store_error: RuntimeError | None = None
-        """Why the store no longer answers, if so: the process that hosted it has ended."""
         self._limit, self._silence_limit = max(timeout or _TIMEOUT_S, SILENCE_S), SILENCE_S
+        # How many errors all ranks have raised together and survived; numbers the next error in the store.
         self._survived_errors = 0
-        """How many errors all ranks have raised together and survived; numbers the next error in the store."""
+        # The number of the error that another rank reports, its report, and whether that rank has given up.
         self._failure_read: tuple[int, dict[str, Any], bool] | None = None
-        """The number of the error that another rank reports, its report, and whether that rank has given up."""
         self._has_failed = self._has_ended = False
+        # Whether a rank has reached the end of the program, as last read from the store.
         self._has_left = False
-        """Whether a rank has reached the end of the program, as last read from the store."""
         self._tree, self._judging = RankTree(rank, world_size), threading.Lock()
+        # The latest heartbeat of the main rank that was read.
         self._main_heartbeat = Heartbeat(0, "", 0, 0, False)
-        """The latest heartbeat of the main rank that was read."""
+        # Whether each rank has sent a heartbeat; reading a missing one would wait for it.
         self._all_posted = False
-        """Whether each rank has sent a heartbeat; reading a missing one would wait for it."""
+        # The processes of other ranks whose end this one can detect.
         self._neighbours: dict[int, dict[str, Any]] = {}
-        """The processes of other ranks whose end this one can detect."""
+        # Seconds since the store last answered.
         self._unanswered = 0.0
-        """Seconds since the store last answered."""
         self._closing = threading.Event()
         # Two threads: if the process that hosts the store is stopped, a request never returns, not even the first.
         has_posted = threading.Event()

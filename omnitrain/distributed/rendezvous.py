@@ -33,10 +33,10 @@ logger: logging.Logger = logging.getLogger("omnitrain")
 _SCHEME = "omnitrain"
 _VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 _registered: set[str] = set()
+# The timeout of the latest `watch_init_process_group`.
 _timeout: float | None = None
-"""The timeout of the latest `watch_init_process_group`."""
+# The ranks of the latest rendezvous; the trainers of a program share them.
 _ranks: ProcessRanks | None = None
-"""The ranks of the latest rendezvous; the trainers of a program share them."""
 
 
 @contextlib.contextmanager

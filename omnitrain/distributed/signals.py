@@ -13,14 +13,14 @@ import signal
 import threading
 import time
 
+# The same signal again within this time is the same request, sent to the process and to its group.
 ECHO_SECONDS = 0.5
-"""The same signal again within this time is the same request, sent to the process and to its group."""
 
 _lock = threading.RLock()  # a handler may interrupt another one
 _unhandled: list[tuple[int, float]] = []
 _first: list[tuple[int, float]] = []
+# The two ends of the pipe, for reading and writing; empty if nobody listens.
 _pipe: list[int] = []
-"""The two ends of the pipe, for reading and writing; empty if nobody listens."""
 
 
 def signal_error(number: int) -> BaseException:

@@ -10,15 +10,15 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
+# Seconds without a heartbeat after which others do the work of a rank: they read what it would have read.
 GONE_S = 5.0
-"""Seconds without a heartbeat after which others do the work of a rank: they read what it would have read."""
+# The children of a rank in the tree; with no more ranks than that, each reads the heartbeats of all others itself.
 _CHILDREN = 32
-"""The children of a rank in the tree; with no more ranks than that, each reads the heartbeats of all others itself."""
+# The most ranks that a group lists by number.
 _LISTED = 8
-"""The most ranks that a group lists by number."""
 
+# The phases of a step, in order.
 _ORDER = {phase: number for number, phase in enumerate(("data", "step", "evaluation", "metrics", "save"))}
-"""The phases of a step, in order."""
 
 
 class Heartbeat(NamedTuple):
@@ -124,18 +124,18 @@ class StallDetector:
 
     def __init__(self) -> None:
         self._heartbeats: dict[int, Heartbeat] = {}
+        # How long the progress of a rank has not changed.
         self._idle: dict[int, float] = {}
-        """How long the progress of a rank has not changed."""
+        # How long it has been in the same phase of the same step.
         self._settled: dict[int, float] = {}
-        """How long it has been in the same phase of the same step."""
+        # How long a rank has sent no heartbeat.
         self._silent: dict[int, float] = {}
-        """How long a rank has sent no heartbeat."""
+        # The longest time that a rank was in a phase before it continued.
         self._longest: dict[str, float] = {}
-        """The longest time that a rank was in a phase before it continued."""
+        # The last stall that was reported of a rank.
         self._reported: dict[int, Stall] = {}
-        """The last stall that was reported of a rank."""
+        # The latest digests, by the rank that has made them.
         self._below: dict[int, tuple[Group, ...]] = {}
-        """The latest digests, by the rank that has made them."""
 
     def update(
         self,

@@ -35,6 +35,7 @@ from omnitrain.metrics.scorer import ByBatch
 
 logger: logging.Logger = logging.getLogger("omnitrain")
 
+# Names that transformers has dropped, and their replacements.
 RENAMED = {
     "evaluation_strategy": "eval_strategy",
     "per_gpu_train_batch_size": "per_device_train_batch_size",
@@ -44,11 +45,11 @@ RENAMED = {
     "push_to_hub_model_id": "hub_model_id",
     "include_tokens_per_second": "include_num_input_tokens_seen",
 }
-"""Names that transformers has dropped, and their replacements."""
 
+# Names that transformers has dropped and whose values are translated; see `_translate_dropped`.
 MOVED = ("logging_dir", "warmup_ratio", "overwrite_output_dir", "adafactor", "group_by_length")
-"""Names that transformers has dropped and whose values are translated; see `_translate_dropped`."""
 
+# Names that transformers has dropped because they are the only behavior now, or their feature no longer exists.
 WITHOUT_EFFECT = (
     "save_safetensors",
     "half_precision_backend",
@@ -66,7 +67,6 @@ WITHOUT_EFFECT = (
     "torchdynamo",
     "mp_parameters",
 )
-"""Names that transformers has dropped because they are the only behavior now, or their feature no longer exists."""
 
 
 class HFTrainingArguments(transformers.TrainingArguments):
@@ -138,6 +138,7 @@ class HFTrainingArguments(transformers.TrainingArguments):
         return "without effect" if name in WITHOUT_EFFECT else None
 
 
+# Fields that have no effect here, with their allowed values, which request nothing.
 UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "train_sampling_strategy": ("random", "sequential", "group_by_length"),
     "sortish_sampler": (False,),
@@ -149,9 +150,9 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "dataloader_in_order": (True,),
     "dataloader_multiprocessing_context": (None,),
 }
-"""Fields that have no effect here, with their allowed values, which request nothing."""
 
 
+# The fields of transformers' arguments that mean the same as one of ours under another name.
 FIELDS: dict[str, tuple[str, ...]] = {
     "epochs": ("num_train_epochs",),
     "batch_size": ("per_device_train_batch_size",),
@@ -179,7 +180,6 @@ FIELDS: dict[str, tuple[str, ...]] = {
     "progress_bar": ("disable_tqdm",),
     "timeout": ("ddp_timeout",),
 }
-"""The fields of transformers' arguments that mean the same as one of ours under another name."""
 
 
 def _user_fields(args: transformers.TrainingArguments, name: str) -> dict[str, Any]:
@@ -448,6 +448,7 @@ _ORDER_ADVICE = (
     "Samples come in one order, which is the same on every number of processes. Use "
     "train_sampling_strategy='group_by_length', which keeps padding short and the load of the ranks balanced."
 )
+# For each unsupported field, the reason and the alternative.
 _ADVICE = {
     "train_sampling_strategy": _ORDER_ADVICE,
     "sortish_sampler": _ORDER_ADVICE,
@@ -460,7 +461,6 @@ _ADVICE = {
     "dataloader_multiprocessing_context": "Call torch.multiprocessing.set_start_method() at the start of the program.",
     "save_on_each_node": "The main process writes checkpoints, and broadcasts them when they are read. Leave it out.",
 }
-"""For each unsupported field, the reason and the alternative."""
 
 
 def _translate_fields(args: transformers.TrainingArguments) -> dict[str, Any]:
@@ -703,13 +703,13 @@ def effective_arguments(
 
 _INTERVALS = ("log_steps", "eval_steps", "save_steps")
 
+# Our arguments whose values are also those of transformers' fields.
 _SAME_VALUE_FIELDS = (
     "epochs", "max_steps", "batch_size", "eval_batch_size", "gradient_accumulation_steps", "learning_rate",
     "weight_decay", "warmup_steps", "max_grad_norm", "seed", "num_workers", "pin_memory", "prefetch_factor",
     "drop_last", "deterministic", "eval_on_start", "save_total_limit", "save_only_model", "load_best_at_end",
     "optimization_metric", "trial_name",
 )  # fmt: skip
-"""Our arguments whose values are also those of transformers' fields."""
 
 
 def ddp_options(args: transformers.TrainingArguments, model: Any) -> Any:

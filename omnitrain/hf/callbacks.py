@@ -12,14 +12,14 @@ from transformers.trainer_callback import CallbackHandler
 
 logger: logging.Logger = logging.getLogger("omnitrain")
 
+# The callbacks of `report_to`: like our loggers, they never end a training.
 _TRACKERS = tuple(INTEGRATION_TO_CALLBACK.values())
-"""The callbacks of `report_to`: like our loggers, they never end a training."""
+# transformers' callbacks that ours replace: they are listed, but not called.
 _REPLACED = (
     transformers.DefaultFlowCallback,
     transformers.ProgressCallback,
     DEFAULT_PROGRESS_CALLBACK,  # another one in a notebook
 )
-"""transformers' callbacks that ours replace: they are listed, but not called."""
 
 
 class Controls:

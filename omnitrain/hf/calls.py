@@ -47,6 +47,7 @@ from omnitrain.trainer.evaluation import Predictions
 
 logger: logging.Logger = logging.getLogger("omnitrain")
 
+# Attributes of `transformers.Trainer` that are read from the engine.
 ENGINE_ATTRIBUTES = (
     # transformers' state of a run
     "callback_handler", "can_return_loss", "current_flos", "deepspeed", "hp_name", "hp_search_backend",
@@ -58,10 +59,10 @@ ENGINE_ATTRIBUTES = (
     "get_decay_parameter_names", "get_sp_size", "get_total_train_batch_size", "get_tp_size", "init_hf_repo",
     "num_examples", "store_flos",
 )  # fmt: skip
-"""Attributes of `transformers.Trainer` that are read from the engine."""
 
 
 _SETUP_METHODS = ("get_train_dataloader", "create_optimizer", "create_scheduler", "create_optimizer_and_scheduler")
+# Methods of `transformers.Trainer` that a run calls, so overriding them has an effect.
 OVERRIDABLE = (
     *_SETUP_METHODS,
     "get_eval_dataloader",
@@ -72,7 +73,6 @@ OVERRIDABLE = (
     "evaluate",
     "log",
 )
-"""Methods of `transformers.Trainer` that a run calls, so overriding them has an effect."""
 
 
 class TrainResult(MetricsDict):
@@ -117,29 +117,29 @@ class TransformersAPI(BaseTrainer):
     _output_dir: Path | None
     _engine_args: transformers.TrainingArguments
     lr_scheduler: Any
+    # Whether the user has passed `lr_scheduler`.
     _has_user_schedule: bool
-    """Whether the user has passed `lr_scheduler`."""
+    # The training arguments when the trainer was created, to detect changes.
     _initial_args: dict[str, Any]
-    """The training arguments when the trainer was created, to detect changes."""
+    # Whether a second run in the folder of the training arguments replaces the first, as transformers does.
     _replaces_earlier_run: bool
-    """Whether a second run in the folder of the training arguments replaces the first, as transformers does."""
 
+    # The threshold of an early stopping callback that was added.
     _early_stopping_threshold: float | None = None
-    """The threshold of an early stopping callback that was added."""
+    # Which of `OVERRIDABLE` a subclass overrides.
     _overridden: frozenset[str] = frozenset()
-    """Which of `OVERRIDABLE` a subclass overrides."""
+    # The metrics to log from the latest `compute_loss` of ours.
     _loss_metrics: Mapping[str, Any] | None = None
-    """The metrics to log from the latest `compute_loss` of ours."""
+    # Whether a subclass is creating the optimizer.
     _is_building = False
-    """Whether a subclass is creating the optimizer."""
+    # The optimizer that it has created so far.
     _built_optimizer: Any = None
-    """The optimizer that it has created so far."""
+    # The schedule that it has created together with the optimizer.
     _built_scheduler: Any = None
-    """The schedule that it has created together with the optimizer."""
+    # Whether a run is beginning.
     _is_beginning_run = False
-    """Whether a run is beginning."""
+    # Whether the objects that a subclass creates at the beginning of a run exist.
     _is_set_up = True
-    """Whether the objects that a subclass creates at the beginning of a run exist."""
 
     get_optimizer_cls_and_kwargs: Callable[..., Any] = staticmethod(transformers.Trainer.get_optimizer_cls_and_kwargs)
 

@@ -139,11 +139,11 @@ def loader_for_callbacks(loader: Any, batch_size: int) -> Any:
     return loader
 
 
+# The arguments of a loader, besides its dataset and order.
 _LOADER_OPTIONS = (
     "collate_fn", "num_workers", "pin_memory", "timeout", "worker_init_fn", "multiprocessing_context", "generator",
     "prefetch_factor", "persistent_workers",
 )  # fmt: skip
-"""The arguments of a loader, besides its dataset and order."""
 
 
 def undo_prepare(loader: Any) -> Any:

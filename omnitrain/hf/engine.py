@@ -191,20 +191,20 @@ class Engine(SearchTrainer):
     """Transformers' state at the end of the latest run, before its last rows."""
     output: Any = None
     """The return value of transformers' loop."""
+    # The means of the row of logs that transformers is about to write.
     _row_means: Mapping[str, float] | None = None
-    """The means of the row of logs that transformers is about to write."""
+    # The loader of the latest evaluation, and the loader that callbacks see.
     _eval_loaders: tuple[Any, Any] = (None, None)
-    """The loader of the latest evaluation, and the loader that callbacks see."""
+    # The flags for an evaluation and a checkpoint after callbacks were called for a log.
     _flags_after_log = (False, False)
-    """The flags for an evaluation and a checkpoint after callbacks were called for a log."""
+    # Whether our trainer runs transformers' loop.
     _is_called_by_trainer = False
-    """Whether our trainer runs transformers' loop."""
+    # The evaluation before the first step, until transformers' callbacks know that the run has begun.
     _initial_evaluation: dict[str, float] | None = None
-    """The evaluation before the first step, until transformers' callbacks know that the run has begun."""
+    # The step of the last checkpoint for which callbacks were called.
     _reported_save: int = -1
-    """The step of the last checkpoint for which callbacks were called."""
+    # The arguments of `_maybe_log_save_evaluate` at this step.
     _log_arguments: tuple[tuple[Any, ...], dict[str, Any]] = ((), {})
-    """The arguments of `_maybe_log_save_evaluate` at this step."""
 
     def __init__(
         self,

@@ -24,8 +24,8 @@ from omnitrain.hf.generation import Generation
 from omnitrain.model.units import StepOutput
 from omnitrain.trainer.evaluation import Evaluation, Inconclusive, Predictions
 
+# Suffixes of the timings that transformers adds to metrics, which differ in every run.
 _TIMING_SUFFIXES = ("_runtime", "_samples_per_second", "_steps_per_second")
-"""Suffixes of the timings that transformers adds to metrics, which differ in every run."""
 
 
 def replace_prefix(metrics: Mapping[str, float], prefix: str) -> dict[str, float]:
@@ -66,10 +66,10 @@ class HFEvaluation(Evaluation):
         """The timings of the latest evaluation or prediction, as transformers adds them to the metrics."""
         self.ignored: frozenset[str] = frozenset()
         """Keys of the model's output to leave out of the predictions."""
+        # The evaluation of the run for which the user's `evaluate` was called.
         self._run_evaluation: Callable[[], dict[str, float] | None] | None = None
-        """The evaluation of the run for which the user's `evaluate` was called."""
+        # Whether to end that evaluation.
         self._is_interrupted: Callable[[int], bool] = lambda number: False
-        """Whether to end that evaluation."""
         self.is_reported_by_user: bool = False
         """Whether the user's `evaluate` ran the latest evaluation of the run, wrote its log and called callbacks."""
 

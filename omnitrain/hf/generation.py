@@ -14,8 +14,8 @@ from omnitrain.core.errors import ConfigError, DataError
 from omnitrain.data.collation import IGNORED_LABEL, LABEL_KEYS, count_samples
 from omnitrain.model.units import generated
 
+# The default `max_length` of a generation.
 _DEFAULT_LENGTH = 20
-"""The default `max_length` of a generation."""
 
 
 class Generation:

@@ -26,11 +26,11 @@ from omnitrain.trainer.base import BaseTrainer
 
 logger: logging.Logger = logging.getLogger("omnitrain")
 
+# Files of a run that are not uploaded: they have command lines, hosts and paths, and a repository may be public.
 EXCLUDED_FILES = (
     RUN_FILE, CONFIG_FILE, LOCK, "metrics.jsonl", "metrics.csv", "nonfinite.json", "tracking-*.json", "profile/*",
     "memory/*", "*.tmp",
 )  # fmt: skip
-"""Files of a run that are not uploaded: they have command lines, hosts and paths, and a repository may be public."""
 
 
 class _Api:
@@ -50,10 +50,10 @@ class HubTrainer(transformers.Trainer):
     trainer: BaseTrainer
     training_args: transformers.TrainingArguments | None
     callback_args: transformers.TrainingArguments
+    # Whether the user set an output folder, from which a model on the Hub gets its name.
     _has_output_dir = True
-    """Whether the user set an output folder, from which a model on the Hub gets its name."""
+    # The checkpoint that was uploaded last.
     _uploaded_checkpoint: Path | None = None
-    """The checkpoint that was uploaded last."""
 
     @contextlib.contextmanager
     def expose_run_args(self) -> Iterator[transformers.TrainingArguments]:

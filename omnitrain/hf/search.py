@@ -120,8 +120,8 @@ class SearchTrainer(HubTrainer):
         """Return the folder of a trial."""
         return super()._get_output_dir(trial)
 
+    # The folders of the trials of the current search.
     _folders: tuple[str, ...] = ()
-    """The folders of the trials of the current search."""
 
     def unique_folder(self, name: str) -> str:
         """Return the folder for a trial, with a number appended if another trial of the search has that name."""

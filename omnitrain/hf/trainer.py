@@ -76,6 +76,7 @@ from omnitrain.model.units import ModelUnit, StepOutput, forward_names, without_
 from omnitrain.optim.schedules import NAMED, RunLength, Schedule, warmup_length
 from omnitrain.trainer import hooks
 
+# Hooks that transformers' loop does not call, and their alternatives.
 NEVER_CALLED = {
     "_fit": "HFTrainer's own; transformers' loop is Engine.train",
     "_train_epoch": "engine_class, as a subclass of Engine that overrides `_run_epoch`",
@@ -83,15 +84,14 @@ NEVER_CALLED = {
     "_optimizer_step": "a callback's on_before_optimizer_step",
     "_answer_requests": "a callback",
 }
-"""Hooks that transformers' loop does not call, and their alternatives."""
 
 _UNLIMITED_STEPS = 1 << 40
 _DATA_METHODS = ("__getitem__", "__iter__", "__len__")
+# The positional arguments of `transformers.Trainer`, after model and training arguments.
 _STOCK_POSITIONAL = (
     "data_collator", "train_dataset", "eval_dataset", "processing_class", "model_init", "compute_loss_func",
     "compute_metrics", "callbacks", "optimizers", "optimizer_cls_and_kwargs", "preprocess_logits_for_metrics",
 )  # fmt: skip
-"""The positional arguments of `transformers.Trainer`, after model and training arguments."""
 AnyCallback: TypeAlias = Callback | transformers.TrainerCallback | type[transformers.TrainerCallback]
 Constructor = TypeVar("Constructor", bound=Callable[..., None])
 
@@ -131,8 +131,8 @@ class HFTrainer(TransformersAPI):
     engine: Engine
     accelerator: Any = None
     """accelerate's `Accelerator`."""
+    # The trial of a search that this trainer runs.
     _trial: Trial | None = None
-    """The trial of a search that this trainer runs."""
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         for base in (*cls.__mro__[1:], cls.engine_class):

@@ -36,8 +36,8 @@ class CsvLogger(RowFile):
 
     def __init__(self, filename: str = "metrics.csv", every: int | str | Duration | None = None) -> None:
         super().__init__(filename, every)
+        # Columns of the open file.
         self._columns: list[str] = []
-        """Columns of the open file."""
 
     def on_report(self, trainer: TrainerLike, values: Mapping[str, str | Histogram]) -> None:
         """Append the numbers that describe histograms."""

@@ -17,8 +17,8 @@ from omnitrain.core.events import TrainerLike
 from omnitrain.core.history import MetricsDict
 from omnitrain.loggers.summary import opening, position
 
+# A refresh sends some kilobytes to the browser and takes about a millisecond.
 REFRESH_SECONDS = 0.5
-"""A refresh sends some kilobytes to the browser and takes about a millisecond."""
 _MAX_POINTS = 300
 _COLORS = ("#1f77b4", "#ff7f0e")
 _WIDTH, _HEIGHT, _LEFT, _BOTTOM = 560, 150, 60, 20

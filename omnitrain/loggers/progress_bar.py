@@ -26,8 +26,8 @@ if TYPE_CHECKING:
 
 
 REFRESH_SECONDS = 0.1  # a refresh takes about 0.5 ms of the training thread, so ten per second cost 0.5 %
+# Maximum characters shown of a reported text.
 _MAX_TEXT_LENGTH = 300
-"""Maximum characters shown of a reported text."""
 _BAR_WIDTH = 8
 
 
@@ -287,8 +287,8 @@ def _bar_console(enabled: bool | None, stream: TextIO | None) -> Console | None:
     return console if is_drawable else None
 
 
+# Prefixes of the values that `Distributions` logs per parameter, such as "weights_norm/head.bias".
 _PER_PARAMETER = ("weights_", "gradients_", "updates_", "update_ratio/", "activations_")
-"""Prefixes of the values that `Distributions` logs per parameter, such as "weights_norm/head.bias"."""
 
 
 def _format_row(

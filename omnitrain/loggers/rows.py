@@ -26,14 +26,14 @@ from omnitrain.core.paths import local_path
 
 logger: logging.Logger = logging.getLogger("omnitrain")
 
+# Rows kept in memory while a disk fails; beyond that the oldest are lost, with a warning.
 MAX_PENDING = 10_000
-"""Rows kept in memory while a disk fails; beyond that the oldest are lost, with a warning."""
 
 Row = tuple[int, bytes, str, tuple[int, float]]
 """Offset, line, kind and (step, epoch) of a row in a file; the kind of a table header is empty."""
 
+# The kind of a line that is not a valid row.
 DAMAGED = "damaged"
-"""The kind of a line that is not a valid row."""
 
 
 def row_kind(logs: Mapping[str, float]) -> Literal["train", "test"]:
@@ -72,8 +72,8 @@ class Pace:
     def __init__(self, every: int | str | Duration | None = None) -> None:
         self._duration = None if every is None else Duration.parse(every, "ba", "every")
         self._every: Every | None = None
+        # Number of intervals in the restored checkpoint.
         self._restored_count: int | None = None
-        """Number of intervals in the restored checkpoint."""
 
     def begin(self, trainer: TrainerLike) -> None:
         """Start at the trainer's position, or at the count of the resumed checkpoint."""
@@ -116,10 +116,10 @@ class RowFile(Callback, ABC):
         self._pace = Pace(every)
         self._path: Path | None = None
         self._file: FileIO | None = None
+        # The step to truncate the file to before writing; a failing disk may delay this.
         self._truncate_step: float | None = None
-        """The step to truncate the file to before writing; a failing disk may delay this."""
+        # Rows that are not in the file yet.
         self._pending_rows: deque[dict[str, Any]] = deque(maxlen=MAX_PENDING)
-        """Rows that are not in the file yet."""
         self._lost = 0
         self._last: dict[str, tuple[int, float]] = {}
         self._tolerance = Tolerance(filename, "Its rows are kept in memory until they can be written.")

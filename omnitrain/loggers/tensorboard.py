@@ -29,10 +29,10 @@ if TYPE_CHECKING:
 
 logger: logging.Logger = logging.getLogger("omnitrain")
 
+# Seconds between two attempts to open a file on a failing disk; each attempt leaves an empty file behind.
 RETRY_S = 30.0
-"""Seconds between two attempts to open a file on a failing disk; each attempt leaves an empty file behind."""
+# Maximum values between two flushes; they are kept until a flush, as a failing writer loses them.
 MAX_UNFLUSHED = 1_000
-"""Maximum values between two flushes; they are kept until a flush, as a failing writer loses them."""
 
 WriterCall = tuple[str, str, Any, int]
 """A method of SummaryWriter, the name, the value and the step."""
@@ -70,12 +70,12 @@ class TensorBoardLogger(Callback):
         self.log_dir: str | Path | None = log_dir if log_dir is None or is_address else folder_path(log_dir, "log_dir")
         self._writer: SummaryWriter | None = None
         self._is_open = False
+        # The step from which TensorBoard hides the values of earlier files.
         self._purge_step: int | None = None
-        """The step from which TensorBoard hides the values of earlier files."""
+        # Calls that may not be on the disk yet: a failing writer loses unflushed ones.
         self._pending_calls: deque[WriterCall] = deque(maxlen=MAX_PENDING)
-        """Calls that may not be on the disk yet: a failing writer loses unflushed ones."""
+        # How many calls are lost, and how many were sent to the writer.
         self._lost = self._sent_count = 0
-        """How many calls are lost, and how many were sent to the writer."""
         self._retry_at = -math.inf
         self._tolerance = Tolerance("TensorBoard's file", "It is kept in memory until it can be written.")
 

@@ -83,12 +83,12 @@ class Tracking(Callback):
         self._service: Service = SERVICES.get(self.name, Service())
         self._tracker: Any = None
         self._run_id: str | None = None
+        # The state of the user's tracker in the checkpoint.
         self._state: dict[str, Any] | None = None
-        """The state of the user's tracker in the checkpoint."""
         self._has_opened = self._is_training = False
         self._path: Path | None = None
+        # The last row of each kind that an earlier process sent to this run.
         self._previously_sent: dict[str, Position] = {}
-        """The last row of each kind that an earlier process sent to this run."""
         self._sent: dict[str, Position] = {}
         self._tolerance = Tolerance(self.name, "The rows of the time in between are lost.", tolerated=Exception)
 

@@ -28,12 +28,12 @@ COUNTED: dict[str, tuple[str, dict[str, Any]]] = {
     "zero_one_loss": ("zero_one_loss", {}),
     "specificity": ("recall_score", {"pos_label": 0, "average": "binary"}),
 }
+# The metrics that need only the number of hits: scikit-learn's values, to the bit, without scikit-learn.
 FROM_HITS: dict[str, Callable[[int, int], float]] = {
     "accuracy": lambda hits, samples: hits / samples,
     "zero_one_loss": lambda hits, samples: 1 - hits / samples,
     "hamming_loss": lambda hits, samples: (samples - hits) / samples,
 }
-"""The metrics that need only the number of hits: scikit-learn's values, to the bit, without scikit-learn."""
 _FBETA = re.compile(r"f(?:beta_)?(\d+(?:\.\d+)?)(?:_(macro|micro|weighted))?")
 
 
@@ -59,8 +59,8 @@ def _score(kind: str, true: np.ndarray, predicted: np.ndarray, counts: np.ndarra
     return float(getattr(metrics, function)(true, predicted, sample_weight=counts, **options))
 
 
+# How much hits, false alarms and misses count in the denominator.
 _SHARES = {"precision": (1, 1, 0), "recall": (1, 0, 1), "jaccard": (1, 1, 1)}
-"""How much hits, false alarms and misses count in the denominator."""
 
 
 def _multilabel_score(kind: str, counts: np.ndarray) -> float | None:

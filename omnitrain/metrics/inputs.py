@@ -25,8 +25,8 @@ import torch
 
 from omnitrain.core.errors import DataError
 
+# The integer label that torch and transformers leave out of a loss, as every metric here does.
 IGNORED = -100
-"""The integer label that torch and transformers leave out of a loss, as every metric here does."""
 
 
 def main_output(outputs: Any) -> Any:

@@ -152,8 +152,8 @@ def _require_extra(name: str, statistic: type[Statistic], kind: str) -> None:
         raise MissingExtraError(f"The metric {name!r}", package, "metrics")
 
 
+# Scores in a batch from which on it is read by itself.
 _LARGE = 1 << 14
-"""Scores in a batch from which on it is read by itself."""
 
 
 class NamedMetrics:

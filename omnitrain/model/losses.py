@@ -333,8 +333,8 @@ def parts_of(losses: Any) -> dict[str, Any]:
 # --- what the mean of a loss is over
 
 _OF_TORCH = (nn.CrossEntropyLoss, nn.NLLLoss)
+# The losses whose class weights are known; a subclass may compute another loss.
 _CROSS_ENTROPIES = (CrossEntropy, *_OF_TORCH)
-"""The losses whose class weights are known; a subclass may compute another loss."""
 
 
 @dataclass(slots=True)

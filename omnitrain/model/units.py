@@ -53,10 +53,10 @@ class StepOutput:
     num_targets: float | Tensor | None = None
     extra: dict[str, Any] | None = None
     metrics: Mapping[str, Any] | None = None
+    # All that the model returned, of which `outputs` may be a part; None if nothing needs it.
     _returned: Any = field(default=None, repr=False, compare=False)
-    """All that the model returned, of which `outputs` may be a part; None if nothing needs it."""
+    # What this loss is a mean over, where a unit has several losses.
     _loss_mean: LossMean | None = field(default=None, repr=False, compare=False)
-    """What this loss is a mean over, where a unit has several losses."""
 
     def __post_init__(self) -> None:
         """Cut the metrics off from the graph, which DDP would else look for gradients in.

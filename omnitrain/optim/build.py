@@ -64,6 +64,7 @@ def import_class(path: str, expected: type | tuple[type, ...], name: str) -> Any
     return value
 
 
+# Packages of optimizers and schedules, which may be imported for a path.
 PACKAGES = (
     "omnitrain",
     "torch",
@@ -76,9 +77,11 @@ PACKAGES = (
     "apex",
     "lion_pytorch",
 )
-"""Packages of optimizers and schedules, which may be imported for a path."""
 
 MUON = "muon"
+# Optimizers outside of torch.optim by short names, which are those of transformers, and where they are.
+#
+# Of several places the first one that is installed has the word.
 _ELSEWHERE: dict[str, tuple[str, ...]] = {
     "lion": ("lion_pytorch.Lion", "timm.optim.Lion", "pytorch_optimizer.Lion", "bitsandbytes.optim.Lion"),
     "adamw_torch": ("torch.optim.AdamW",),
@@ -99,9 +102,6 @@ _ELSEWHERE: dict[str, tuple[str, ...]] = {
     "ademamix": ("bitsandbytes.optim.AdEMAMix",),
     "ademamix_8bit": ("bitsandbytes.optim.AdEMAMix8bit",),
 }
-"""Optimizers outside of torch.optim by short names, which are those of transformers, and where they are.
-
-Of several places the first one that is installed has the word."""
 
 
 def optimizer_class(spec: str) -> Any:
@@ -268,11 +268,11 @@ def try_step(kind: Any, group: Mapping[str, Any], parameter: nn.Parameter) -> Ma
     return optimizer.state[parameter]
 
 
+# Names that transformers itself makes if it is installed, with `lr_scheduler_kwargs`.
 BY_TRANSFORMERS = ("cosine_warmup_with_min_lr", "warmup_stable_decay", "greedy")
-"""Names that transformers itself makes if it is installed, with `lr_scheduler_kwargs`."""
 
+# What `lr_scheduler` may be called.
 SCHEDULE_NAMES = (*NAMED, *BY_TRANSFORMERS, "reduce_lr_on_plateau")
-"""What `lr_scheduler` may be called."""
 
 
 class ScheduleLR(LambdaLR):

@@ -44,8 +44,8 @@ class RunLength:
     limits: Limits | None = None
     steps_per_epoch: int | None = None
     samples_per_epoch: int | None = None
+    # What was converted before: it is asked for in every step.
     _known: dict[tuple[float, str, float], float | None] = field(default_factory=dict, repr=False, compare=False)
-    """What was converted before: it is asked for in every step."""
 
     @classmethod
     def of(
@@ -660,6 +660,7 @@ class ProductScheduler(Schedule):
 
 # --- by name
 
+# Schedules by name, and what they are made with unless something else is given; some names are transformers'.
 NAMED: dict[str, tuple[type[Schedule], dict[str, Any]]] = {
     "constant": (ConstantScheduler, {}),
     "constant_with_warmup": (ConstantScheduler, {}),
@@ -674,7 +675,6 @@ NAMED: dict[str, tuple[type[Schedule], dict[str, Any]]] = {
     "exponential": (ExponentialScheduler, {}),
     "wsd": (WSDScheduler, {}),
 }
-"""Schedules by name, and what they are made with unless something else is given; some names are transformers'."""
 
 
 def named_schedule(name: str, options: Mapping[str, Any] | None = None, warmup: Any = 0) -> Schedule:
@@ -815,10 +815,10 @@ def _plain(value: Any) -> Any:
     return [_plain(entry) for entry in value] if isinstance(value, tuple) else value
 
 
+# The part of the rate that is left by the share of the decay that is done; of an exponential one, its exponent.
 _DECAYS = {
     "linear": lambda share: 1.0 - share,
     "cosine": lambda share: 0.5 * (1.0 + math.cos(math.pi * share)),
     "1-sqrt": lambda share: 1.0 - math.sqrt(share),
     "exponential": lambda share: 1.0 - share,
 }
-"""The part of the rate that is left by the share of the decay that is done; of an exponential one, its exponent."""

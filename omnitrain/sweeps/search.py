@@ -51,8 +51,8 @@ _SETTINGS_FILE = "search.json"
 _STUDY_NAME = "search"
 _SAMPLERS = ("tpe", "random", "grid")
 _PRUNERS = ("median", "none")
+# If the first trials all fail, so many of them end the search: the cause is not in their values.
 _MAX_FIRST_FAILURES = 3
-"""If the first trials all fail, so many of them end the search: the cause is not in their values."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -276,8 +276,8 @@ class _Search:
         self.study: Any = None
         self.trial: Any = None
         self._storage: Any = None
+        # The values of the current trial's evaluations by step.
         self._reported: dict[int, float] = {}
-        """The values of the current trial's evaluations by step."""
 
     def run_trials(self, trials: int, direction: str | None) -> SearchResult:
         """Run trials up to this total number, and return all."""
@@ -585,8 +585,8 @@ class _Search:
         return result
 
 
+# The key of an entry's number in the journal, by which a deleted line is noticed.
 _LINE_KEY = "line"
-"""The key of an entry's number in the journal, by which a deleted line is noticed."""
 
 
 class _Journal:
@@ -608,8 +608,8 @@ class _Journal:
         self.path = path
         self.entries: list[dict[str, Any]] = []
         self._content = bytearray(content[: content.rfind(b"\n") + 1])
+        # Bytes of the content that are in the file.
         self._written = len(self._content)
-        """Bytes of the content that are in the file."""
         self._tolerance = Tolerance(path.name, "Its entries are kept in memory until they can be written.")
         is_numbered = False
         for number, line in enumerate(self._content.splitlines(), 1):

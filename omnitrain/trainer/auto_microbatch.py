@@ -31,8 +31,8 @@ logger: logging.Logger = logging.getLogger("omnitrain")
 
 Result = TypeVar("Result")
 
+# What algorithms do in the passes of a micro-batch, where their states may change.
 _IN_PASSES = ("transform_batch", "transform_output", "transform_loss")
-"""What algorithms do in the passes of a micro-batch, where their states may change."""
 
 
 def has_batch_norm(model: nn.Module) -> bool:
@@ -83,8 +83,8 @@ class AutoMicrobatch:
         self._algorithms = [
             algorithm for algorithm in stateful if any(find_overrides([algorithm], name) for name in _IN_PASSES)
         ]
+        # Whether memory ran out in the latest update, which was made all the same.
         self._has_failed_in_update = False
-        """Whether memory ran out in the latest update, which was made all the same."""
         self.prepare()
 
     @property

@@ -1030,8 +1030,8 @@ def _calling(ranks: Ranks, mesh: Any, timeout: float | None, what: str) -> Itera
         yield
 
 
+# The threads that are inside of a call that draws random numbers, with its name, each as often as it has entered.
 _threads: list[tuple[threading.Thread, str]] = []
-"""The threads that are inside of a call that draws random numbers, with its name, each as often as it has entered."""
 _threads_lock = threading.Lock()
 
 

@@ -36,8 +36,8 @@ from omnitrain.trainer.meters import Meters, means_of
 
 logger: logging.Logger = logging.getLogger("omnitrain")
 
+# Seconds after which the first evaluation of data of unknown length is warned of, and again after twice as many.
 _LONG_S = 5.0
-"""Seconds after which the first evaluation of data of unknown length is warned of, and again after twice as many."""
 
 
 class Inconclusive(Exception):
@@ -116,11 +116,11 @@ class Evaluation:
         self.scorer: Scorer = scorer
         self.left_out: frozenset[str] = frozenset()
         """The named sets that this evaluation leaves out."""
+        # The scorers of sets with their own metrics, by the `id` of their rules.
         self._scorers: dict[int, Scorer] = {}
-        """The scorers of sets with their own metrics, by the `id` of their rules."""
         self._has_checked_perplexity = False
+        # The unit of the set being evaluated, if it has its own.
         self._unit: Any = None
-        """The unit of the set being evaluated, if it has its own."""
 
     def scorer_of(self, loader: Loader) -> Scorer:
         """Return the scorer for a loader, with the trainer's metrics or those of an `EvalSet`."""

@@ -42,9 +42,9 @@ Weighed = tuple[Any, float, int, int, int]
 Samples and tokens of a batch that is split are counted at its end.
 """
 
+# The weight of a batch whose class weights are all 0 and whose labels may become probabilities, whose mean is over
+# rows. Where they do not, it counts nothing; otherwise the number cancels out, as the step counts targets then.
 _WITHOUT_CLASS_WEIGHT = math.nextafter(2.0**-10, 1.0)
-"""The weight of a batch whose class weights are all 0 and whose labels may become probabilities, whose mean is over
-rows. Where they do not, it counts nothing; otherwise the number cancels out, as the step counts targets then."""
 
 
 def _window_sums(group: list[Weighed]) -> tuple[float, ...]:
@@ -96,8 +96,8 @@ class Feed:
     ) -> None:
         self.accumulation: int = accumulation
         self._stages = stages
+        # The latest window, and how many samples the run had consumed before it.
         self._latest: tuple[int, Window] | None = None
-        """The latest window, and how many samples the run had consumed before it."""
         microbatch_size = settings.microbatch_size
         self.microbatch_size: int | None = None if microbatch_size == "auto" else microbatch_size
         self.samples: int | None = None
@@ -110,20 +110,20 @@ class Feed:
         self._reduction = settings.grad_reduction
         self._label_names = settings.label_names or ()
         self._collate = settings.data_collator
+        # Whether the data keep a state, which is then that after the last batch of a step, as it is saved.
         self._has_states = bool(data_parts(settings))
-        """Whether the data keep a state, which is then that after the last batch of a step, as it is saved."""
+        # Whether the ranks know that they read the same data, if each takes its share of them.
         self._has_compared: bool = ranks.world_size == 1
-        """Whether the ranks know that they read the same data, if each takes its share of them."""
+        # The source of the next window, if it may be read ahead.
         self._groups: Iterator[list[Weighed]] | None = None
-        """The source of the next window, if it may be read ahead."""
+        # The next window, or the error from reading it.
         self._ahead: list[Weighed] | Exception | None = None
-        """The next window, or the error from reading it."""
+        # Its `_window_sums`, summed over all ranks.
         self._totals_ahead: Sequence[float] = ()
-        """Its `_window_sums`, summed over all ranks."""
+        # Whether the next totals that come are of other micro-batches than it has now.
         self._are_totals_stale = False
-        """Whether the next totals that come are of other micro-batches than it has now."""
+        # Reads a window; named, if the parts of steps are.
         self._next: Callable[..., Any] = next
-        """Reads a window; named, if the parts of steps are."""
 
     # --- training
 

@@ -30,6 +30,7 @@ from omnitrain.model.units import StepOutput, run_unit, without_effect
 _LOSS = "`loss_fn`, a `unit`, or `_forward(model, batch)`"
 _DATA = "`train_dataset` or `train_loader`"
 
+# Methods of other trainers and of earlier versions of ours that nothing calls, and what to use instead.
 NEVER_CALLED = {
     "compute_loss": _LOSS,
     "training_step": f"{_LOSS}, or `_train_step(window)`",
@@ -75,11 +76,12 @@ NEVER_CALLED = {
     "maybe_generate": "`Preview` in `callbacks`",
     "log_weight_distribution": "`Distributions` in `callbacks`",
 }
-"""Methods of other trainers and of earlier versions of ours that nothing calls, and what to use instead."""
 
 _UNIT = "`loss_fn`, or a `unit`, which is called with the batch,"
 _EVALUATION = "`compute_metrics`, or a `unit` with `evaluate(batch)`,"
 _UPDATE = "an `Algorithm`, or `_apply_update()` of a subclass of the trainer,"
+# Methods that Lightning, Composer and Keras call on models: what to use instead, and the arguments by which a user may
+# have passed on what they return.
 METHODS_OF_MODELS: dict[str, tuple[str, tuple[str, ...]]] = {
     "training_step": (_UNIT, ("unit",)),
     "train_step": (_UNIT, ("unit",)),
@@ -96,20 +98,19 @@ METHODS_OF_MODELS: dict[str, tuple[str, tuple[str, ...]]] = {
     "lr_scheduler_step": ("a `Schedule` as `lr_scheduler`", ()),
     "configure_gradient_clipping": ("`max_grad_norm` or `GradientClipping`", ()),
 }
-"""Methods that Lightning, Composer and Keras call on models: what to use instead, and the arguments by which a user may
-have passed on what they return."""
 
+# The hooks that get batches or read them.
 SEE_BATCHES = ("_train_epoch", "_train_step", "_weigh", "_prepare_batch", "_forward")
-"""The hooks that get batches or read them."""
 
+# Hooks of a subclass, HFTrainer's among them, that may call methods of the model.
 _RUN_MODELS = frozenset(
     [*SEE_BATCHES, "_setup_training_components", "_build_optimizer", "compute_loss", "training_step", "prediction_step",
      "create_optimizer", "create_optimizer_and_scheduler", "get_optimizer_cls_and_kwargs"]
 )  # fmt: skip
-"""Hooks of a subclass, HFTrainer's among them, that may call methods of the model."""
 
 _STAGES = ["fit", "sanity_check", "epoch", "step", "batch", "eval"]
 _STAGES += [stage + part for stage in ("train", "validation", "test", "predict") for part in ("", "_epoch", "_batch")]
+# Methods that other trainers call, on callbacks or, as Lightning does, on the model.
 EVENTS_OF_TRAINERS = frozenset(
     [f"on_{event}" for event in Event]
     + [f"on_{stage}_{moment}" for stage in _STAGES for moment in ("begin", "start", "end")]
@@ -123,18 +124,17 @@ EVENTS_OF_TRAINERS = frozenset(
     ]
     + ["on_substep_end", "on_evaluate", "on_predict", "on_prediction_step", "on_save"]
 )
-"""Methods that other trainers call, on callbacks or, as Lightning does, on the model."""
+# What parts of these names are called here.
 _OURS = {
     "begin": "start", "train_epoch": "epoch", "validation_epoch": "eval", "validation": "eval", "evaluate": "eval_end",
     "train_batch": "batch", "predict_batch": "eval_batch", "test_batch": "eval_batch", "substep": "batch",
     "pre_optimizer_step": "before_optimizer_step",
 }  # fmt: skip
-"""What parts of these names are called here."""
+# Packages whose base classes have such methods anyway; only the user's own are an error.
 _LIBRARIES = frozenset(
     ["accelerate", "builtins", "composer", "deepspeed", "keras", "lightning", "lightning_fabric", "omnitrain", "peft",
      "pytorch_lightning", "timm", "torch", "transformers"]
 )  # fmt: skip
-"""Packages whose base classes have such methods anyway; only the user's own are an error."""
 
 
 def reject_event_methods(**parts: Any) -> None:

@@ -34,10 +34,10 @@ from omnitrain.core.timing import Clock
 
 logger: logging.Logger = logging.getLogger("omnitrain")
 
+# The limit of skipped steps in a row in an epoch without updates: a loss scale may need to fall that often.
 _MANY_SKIPPED = 30
-"""The limit of skipped steps in a row in an epoch without updates: a loss scale may need to fall that often."""
+# The same if no epoch ends.
 _MOST_SKIPPED = 10_000
-"""The same if no epoch ends."""
 _RAISED_BY = "Raised by the callback "
 
 
@@ -132,8 +132,8 @@ class Lifecycle:
         """Whether the run is writing its last rows, which a longer run would not have had."""
         self.is_running: bool = False
         """Whether `train()` is at work."""
+        # The number of updates when the epoch began, if it began in this call of `train()`.
         self._epoch_from = -1
-        """The number of updates when the epoch began, if it began in this call of `train()`."""
         self._skipped_in_a_row = 0
         self._clock = time.perf_counter()
         self.clock: Clock = Clock()
@@ -145,13 +145,13 @@ class Lifecycle:
         self.emit_in_evaluation: Callable[..., None] | None = None
         """The same for the batches of an evaluation."""
         self._is_silent = False
+        # What names the parts of a step.
         self._markers: tuple[Callable[[ProfilerRanges | None], None], ...] = ()
-        """What names the parts of a step."""
         self._ranges: dict[int, ProfilerRanges] = {}
         self._listeners: dict[Event, list[Called]] = {}
         self._with_values: list[Called] = []
+        # The model, the optimizer and the schedule, if they are to be called, and the callbacks by which they are.
         self._parts: list[tuple[Any, Callback]] = []
-        """The model, the optimizer and the schedule, if they are to be called, and the callbacks by which they are."""
         self.register(callbacks)
 
     def register(self, callbacks: Iterable[Callback]) -> None:

@@ -88,10 +88,10 @@ class Loop:
         self.is_evaluating: bool = False
         """Whether an evaluation that belongs to the run is under way."""
         self._recompilations = Recompilations()
+        # Whether the ranks exchange the requests of a step before it, while the step runs.
         self._exchanges_early = False
-        """Whether the ranks exchange the requests of a step before it, while the step runs."""
+        # Waits for the exchange begun before this step.
         self._exchange: Callable[[], tuple[Control, list[float]]] | None = None
-        """Waits for the exchange begun before this step."""
 
     # --- the run
 

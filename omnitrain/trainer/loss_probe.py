@@ -28,8 +28,8 @@ from omnitrain.trainer.hooks import Hooks, evaluating
 
 logger: logging.Logger = logging.getLogger("omnitrain")
 
+# Rows of a batch that are run: few, as they are run up to eight times.
 _ROWS = 4
-"""Rows of a batch that are run: few, as they are run up to eight times."""
 
 
 def ask_loss(trainer: Hooks, batches: Sequence[Any]) -> None:

@@ -13,13 +13,13 @@ import torch
 from omnitrain.core.errors import ConfigError, DataError
 from omnitrain.distributed.ranks import Ranks
 
+# Names that rows of logs use themselves.
 _TAKEN = frozenset(
     ["step", "epoch", "loss", "learning_rate", "grad_norm", "samples_per_second", "tokens_per_second", "skipped_steps",
      "loss_scale", "kind", "final"]
 )  # fmt: skip
-"""Names that rows of logs use themselves."""
+# Prefixes of the history, of evaluations, of tests and of other groups' rates.
 _PREFIXES = ("train_", "eval_", "test_", "learning_rate_")
-"""Prefixes of the history, of evaluations, of tests and of other groups' rates."""
 
 
 @dataclass(slots=True)

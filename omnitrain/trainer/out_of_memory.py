@@ -19,11 +19,11 @@ logger: logging.Logger = logging.getLogger("omnitrain")
 
 Work = Literal["training", "evaluation", "saving"]
 
+# A rank of so many is shown for what sharding would give, where the run has a single process.
 _MANY = 8
-"""A rank of so many is shown for what sharding would give, where the run has a single process."""
 _UNITS = {"bytes": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
+# A remedy is listed if it frees at least this share of what is known to be taken.
 _LEAST = 0.02
-"""A remedy is listed if it frees at least this share of what is known to be taken."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,10 +9,10 @@ from typing import Any
 
 logger: logging.Logger = logging.getLogger("omnitrain")
 
+# What the reason for compiling once more has if it is a shape.
 _OF_SHAPE = re.compile(r"(size|stride|rank) mismatch|\.size\(\)|\.stride\(\)")
-"""What the reason for compiling once more has if it is a shape."""
+# Recompilations for shapes before the warning.
 _MANY = 3
-"""Recompilations for shapes before the warning."""
 
 
 class Recompilations:

@@ -40,6 +40,7 @@ logger: logging.Logger = logging.getLogger("omnitrain")
 Result = TypeVar("Result")
 
 
+# The methods of algorithms that are called in a step.
 IN_STEPS = (
     "transform_batch",
     "transform_output",
@@ -49,7 +50,6 @@ IN_STEPS = (
     "before_update",
     "after_update",
 )
-"""The methods of algorithms that are called in a step."""
 
 
 def modules_in_eval_mode(model: nn.Module) -> list[nn.Module]:
@@ -130,33 +130,33 @@ class Step:
         self._window: Window
         self.turn: int = 0
         """How many micro-batches of this step were run."""
+        # The targets of this window so far, if the unit counts them.
         self._targets: float | None = None
-        """The targets of this window so far, if the unit counts them."""
         self._has_warned_of_empty = False
+        # Whether a step can be skipped, so that its loss has to be subtracted.
         self._may_undo = False
-        """Whether a step can be skipped, so that its loss has to be subtracted."""
+        # The means at the beginning of the current step, from `snapshot`, if it can be skipped.
         self._before: Any = None
-        """The means at the beginning of the current step, from `snapshot`, if it can be skipped."""
+        # Copies of the buffers of the model, if a step can be skipped: its passes may have put NaN into them.
         self._buffers: Buffers | None = None
-        """Copies of the buffers of the model, if a step can be skipped: its passes may have put NaN into them."""
+        # Whether this is the first step of a run, which checks that anything is trained at all.
         self._is_first = True
-        """Whether this is the first step of a run, which checks that anything is trained at all."""
+        # Whether this run has put the model into training mode.
         self._is_in_training = False
-        """Whether this run has put the model into training mode."""
+        # The modules that the user has put into evaluation mode, which stay in it.
         self._evaluating: list[nn.Module] = []
-        """The modules that the user has put into evaluation mode, which stay in it."""
+        # Parameters with a gradient and without an optimizer group, of which the user was warned.
         self._untrained: list[str] = []
-        """Parameters with a gradient and without an optimizer group, of which the user was warned."""
+        # The methods of algorithms that change a step, by name, in the order they are called.
         self._transforms: dict[str, list[Callable[..., Any]]] = {}
-        """The methods of algorithms that change a step, by name, in the order they are called."""
+        # The unit's `set_step_nr`, if it has one.
         self._set_step_nr: Callable[[int], None] | None = None
-        """The unit's `set_step_nr`, if it has one."""
+        # Whether a micro-batch may run more than once in a step.
         self._repeats = False
-        """Whether a micro-batch may run more than once in a step."""
+        # Whether the optimizer computes loss and gradients again in its step, as LBFGS does.
         self._needs_closure = False
-        """Whether the optimizer computes loss and gradients again in its step, as LBFGS does."""
+        # Whether the current loss and gradients are those that the optimizer needs first.
         self._is_at_start = False
-        """Whether the current loss and gradients are those that the optimizer needs first."""
 
     def prepare(self) -> None:
         """Prepare for a run: no gradients, and a guard that fits the optimizer."""
