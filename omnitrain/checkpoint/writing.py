@@ -362,7 +362,6 @@ class Writer:
 
 
 def _sharded_files(snapshot: Snapshot) -> list[str]:
-    """Return the files with sharded tensors."""
     return [file for file in snapshot.by_size if any(map(tensor_files.is_sharded, snapshot.files[file].values()))]
 
 

@@ -368,7 +368,6 @@ def quote_names(names: Iterable[str]) -> str:
 
 
 def _to_plain(name: str, value: Any) -> float | int | str:
-    """Return the value as a float, int or string."""
     if isinstance(value, os.PathLike):
         value = os.fspath(value)
     if hasattr(value, "item") and math.prod(getattr(value, "shape", ())) == 1:

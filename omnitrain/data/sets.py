@@ -161,7 +161,6 @@ class Sets:
         self.check_sizes(self.train, self.eval, self.test)
 
     def _train_loader(self) -> Loader:
-        """Return the loader of the training set."""
         settings = self._settings
         self._reject_split_stream(settings.train_dataset, "train_dataset")
         if not settings.shuffle and hasattr(settings.train_dataset, "epoch_order"):

@@ -628,7 +628,6 @@ class ProcessRanks(Ranks):
         return pickle.loads(_strip_length(received)) if self.rank < count else None
 
     def _largest(self, what: str, number: int) -> int:
-        """Return the largest of the ranks' numbers."""
         largest = torch.tensor([number], dtype=torch.int64)
         self._wait(dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=self._group, async_op=True), what)
         return int(largest)
@@ -943,7 +942,6 @@ class ProcessRanks(Ranks):
         )
 
     def _record_call(self, what: str) -> None:
-        """Record the call that this rank is in."""
         with contextlib.suppress(RuntimeError):
             if not self._store_unresponsive:
                 self._store.set(f"at/{self.rank}", what)

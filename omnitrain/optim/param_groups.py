@@ -149,7 +149,6 @@ def _place_of(names: Iterable[str], specs: Sequence[Mapping[str, Any]]) -> int:
 def _options(
     optimizer: torch.optim.Optimizer, group: Mapping[str, Any], spec: Mapping[str, Any], place: int
 ) -> dict[str, Any]:
-    """Return the options for a part of a group."""
     options = {name: value for name, value in spec.items() if name not in ("match", "lr_scale")}
     make: Any = optimizer.stepping(group) if isinstance(optimizer, Muon) else type(optimizer)
     known = [name for name in group if name not in ("params", "initial_lr")]

@@ -735,7 +735,6 @@ def _flatten_space(space: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _one_line_error(error: BaseException) -> str:
-    """Return an error as one line."""
     return " ".join(f"{type(error).__name__}: {error}".split())
 
 
