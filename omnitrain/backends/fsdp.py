@@ -133,7 +133,7 @@ class FSDP(DDP):
                 except (RuntimeError, ValueError) as error:
                     raise ConfigError(
                         f"`optimizer` ({type(self.optimizer).__name__}) cannot update weights that FSDP shards: "
-                        f"{str(error).partition('. ')[0]}. Use another one, such as 'adamw', or DDP."
+                        f"{str(error).partition('. ')[0].rstrip('.')}. Use another one, such as 'adamw', or DDP."
                     ) from error
 
     def reset_optimizer(self) -> None:
