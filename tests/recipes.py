@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.data import Dataset, IterableDataset, TensorDataset
 
+import omnitrain
 from omnitrain import Callback, Event
 from omnitrain.core.events import INNER_STEP_EVENTS
 
@@ -27,6 +28,29 @@ def rows(size: int = 60, dtype: torch.dtype = torch.float64) -> TensorDataset:
     return TensorDataset(
         torch.randn(size, 4, generator=generator, dtype=dtype), torch.randn(size, 1, generator=generator, dtype=dtype)
     )
+
+
+def small_trainer(*algorithms: Any, kind: Any = None, model: Any = None, data: Any = None, **options: Any) -> Any:
+    """A silent trainer of the small regression model: by default `Trainer`, for 2 epochs of 16 rows in batches of 4."""
+    kind = kind or omnitrain.Trainer
+    defaults: dict[str, Any] = {"batch_size": 4, "epochs": 2, "learning_rate": 0.1, "progress_bar": False}
+    defaults |= {"device": "cpu"} if kind is omnitrain.Trainer else {}
+    defaults |= {} if "unit" in options else {"loss_fn": F.mse_loss}
+    return kind(model or t16(), data or rows(16), algorithms=algorithms, **{**defaults, **options})
+
+
+class FailsAt(nn.Module):
+    """A model, by default the small regression model, whose pass of this number fails."""
+
+    def __init__(self, number: int, body: nn.Module | None = None) -> None:
+        super().__init__()
+        self.body, self.number, self.passes = body or t16(), number, 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.passes += 1
+        if self.passes == self.number:
+            raise RuntimeError("boom")
+        return self.body(x)
 
 
 class CountsPasses(nn.Module):

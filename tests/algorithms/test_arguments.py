@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
-from recipes import rows, t16
+from recipes import small_trainer, t16
 from torch import nn
 from torch.utils.data import TensorDataset
 
@@ -28,7 +29,6 @@ from omnitrain import (
     SeqLengthWarmup,
     StochasticDepth,
     StraightThrough,
-    Trainer,
 )
 
 
@@ -70,11 +70,7 @@ class Second(Algorithm):
     pass
 
 
-def build(algorithms: Any, **options: Any) -> Trainer:
-    options = {"model": t16(), "epochs": 2, "max_grad_norm": None, "batch_size": 4, **options}
-    return Trainer(
-        train_dataset=rows(16), algorithms=algorithms, loss_fn=F.mse_loss, device="cpu", progress_bar=False, **options
-    )
+build = functools.partial(small_trainer, max_grad_norm=None)
 
 
 @pytest.mark.parametrize(
@@ -88,8 +84,8 @@ def build(algorithms: Any, **options: Any) -> Trainer:
 )  # fmt: skip
 def test_conflicts_are_an_error_of_the_constructor(algorithms: Any, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        build(algorithms)
-    build([Second(), Second()])
+        build(*algorithms)
+    build(Second(), Second())
 
 
 TIMED = {"epochs": None, "max_duration": "1h"}
@@ -132,7 +128,7 @@ CLIPPING = GradientClipping("value", 1.0, exclude=["head"])
     ],
 )
 def test_algorithms_are_checked_against_the_run(algorithms: Any, options: dict[str, Any], message: str) -> None:
-    trainer = build(algorithms, **options)
+    trainer = build(*algorithms, **options)
     with pytest.raises(ConfigError, match=message):
         trainer.train()
     assert trainer.progress.step == 0
@@ -146,9 +142,6 @@ def test_algorithm_with_an_unknown_method_is_an_error() -> None:
 @pytest.mark.parametrize("algorithm", [LabelSmoothing, MixUp])
 def test_wrong_number_of_classes_is_an_error(algorithm: Any) -> None:
     data = TensorDataset(torch.randn(8, 4), torch.arange(8) % 3)
-    trainer = Trainer(
-        nn.Linear(4, 3), data, loss_fn=F.cross_entropy, max_steps=1, algorithms=[algorithm(num_classes=5)],
-        device="cpu", progress_bar=False,
-    )  # fmt: skip
+    trainer = build(algorithm(num_classes=5), model=nn.Linear(4, 3), data=data, loss_fn=F.cross_entropy, batch_size=8)
     with pytest.raises(DataError, match=r"outputs of shape \(8, 3\) and probabilities of shape \(8, 5\).*Correct the"):
         trainer.train()

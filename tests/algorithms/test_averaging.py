@@ -10,10 +10,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 from forging import forge_tensors
-from recipes import StopAt, distance, rows, same, t16, weights
+from recipes import StopAt, distance, rows, same, small_trainer, t16, weights
 from torch import nn
 
-from omnitrain import EMA, Algorithm, Callback, CheckpointError, Trainer
+from omnitrain import EMA, Algorithm, Callback, CheckpointError
 from omnitrain.checkpoint.tensor_files import load_tensors
 
 
@@ -31,10 +31,8 @@ def equal(a: list[list[torch.Tensor]], b: list[list[torch.Tensor]]) -> bool:
     return all(same(*pair) for pair in zip(a, b, strict=True))
 
 
-def build(*algorithms: Algorithm, model: nn.Module | None = None, **options: Any) -> Trainer:
-    defaults: dict[str, Any] = {"epochs": 2, "batch_size": 4, "learning_rate": 0.1, "eval_steps": 2}
-    defaults |= {"eval_dataset": rows(9), "loss_fn": F.mse_loss, "device": "cpu", "progress_bar": False}
-    return Trainer(model or t16(), rows(16), algorithms=algorithms, **{**defaults, **options})
+def build(*algorithms: Algorithm, **options: Any) -> Any:
+    return small_trainer(*algorithms, **{"eval_steps": 2, "eval_dataset": rows(9), **options})
 
 
 def averaged(history: list[list[torch.Tensor]], decay: float = 0.7) -> list[torch.Tensor]:

@@ -96,17 +96,6 @@ def area_of_paper(draw: random.Random) -> float:
     return area
 
 
-def test_mixing_validates_batches() -> None:
-    with pytest.raises(ConfigError, match="num_classes"):
-        MixUp().transform_batch(TRAINER, (torch.randn(2, 2), torch.tensor([0, 1])))
-    with pytest.raises(DataError, match="MixUp mixes inputs, and found no floating-point tensors"):
-        MixUp(2).transform_batch(TRAINER, (torch.ones(2, 2, dtype=torch.long), torch.tensor([0, 1])))
-    with pytest.raises(DataError, match="labels"):
-        MixUp().transform_batch(TRAINER, torch.randn(2, 2))
-    with pytest.raises(DataError, match=r"images of one size.*found none"):
-        CutMix().transform_batch(TRAINER, (torch.randn(2, 2), torch.randn(2, 1)))
-
-
 def test_label_smoothing_equals_torch() -> None:
     logits, labels = torch.randn(5, 3), torch.tensor([0, 1, 2, 1, 0])
     _, smooth = LabelSmoothing(3, 0.2).transform_batch(TRAINER, (logits, labels))
@@ -145,13 +134,28 @@ def test_label_smoothing_shifts_labels_of_causal_models() -> None:
     torch.testing.assert_close(smooth.loss, F.cross_entropy(scores, counted, label_smoothing=0.3), check_dtype=False)
 
 
-@pytest.mark.parametrize("algorithm", [MixUp(num_classes=2), LabelSmoothing(2)])
-def test_unsupported_labels_are_an_error(algorithm: Any) -> None:
-    x, kind = torch.randn(4, 2), torch.tensor([0, 1, 0, 1])
-    with pytest.raises(DataError, match=r"the keys 'x', 'kind'.*label_names=\['kind'\]"):
-        algorithm.transform_batch(TRAINER, {"x": x, "kind": kind})
-    with pytest.raises(DataError, match="has several of them"):
-        algorithm.transform_batch(trainer(label_names=["kind", "other"]), {"x": x, "kind": kind, "other": kind})
-    for odd in (-100, 2):
-        with pytest.raises(DataError, match="labels from 0 to 1"):
-            algorithm.transform_batch(TRAINER, (x, kind + odd))
+X, KIND = torch.zeros(4, 2), torch.tensor([0, 1, 0, 1])
+NAMED: dict[str, Any] = {"x": X, "kind": KIND, "other": KIND}
+UNSUPPORTED: list[tuple[Any, Any, str]] = [
+    (MixUp(), (X, KIND), "num_classes"),
+    (MixUp(2), (X.long(), KIND), "MixUp mixes inputs, and found no floating-point tensors"),
+    (MixUp(), X, "labels"),
+    (CutMix(), (X, torch.zeros(4, 1)), "images of one size.*found none"),
+    *(
+        (algorithm, batch, words)
+        for algorithm in (MixUp(num_classes=2), LabelSmoothing(2))
+        for batch, words in (
+            ({"x": X, "kind": KIND}, r"the keys 'x', 'kind'.*label_names=\['kind'\]"),
+            (NAMED, "has several of them"),
+            ((X, KIND - 100), "labels from 0 to 1"),
+            ((X, KIND + 2), "labels from 0 to 1"),
+        )
+    ),
+]
+
+
+@pytest.mark.parametrize(("algorithm", "batch", "words"), UNSUPPORTED)
+def test_unsupported_labels_are_an_error(algorithm: Any, batch: Any, words: str) -> None:
+    settings = {"label_names": ["kind", "other"]} if batch is NAMED else {}
+    with pytest.raises(ConfigError if words == "num_classes" else DataError, match=words):
+        algorithm.transform_batch(trainer(**settings), batch)

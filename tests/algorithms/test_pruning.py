@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 from pathlib import Path
 from typing import Any
@@ -9,16 +10,12 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from recipes import distance, rows, t16, weights
+from recipes import distance, rows, small_trainer, t16, weights
 from torch import nn
 
-from omnitrain import Algorithm, Callback, MagnitudePruning, Trainer
+from omnitrain import Algorithm, Callback, MagnitudePruning
 
-
-def build(*algorithms: Any, model: nn.Module | None = None, data: Any = None, **options: Any) -> Trainer:
-    common: dict[str, Any] = {"epochs": 2, "batch_size": 4, "learning_rate": 0.1, "max_grad_norm": None}
-    common |= {"loss_fn": F.mse_loss, "device": "cpu", "progress_bar": False}
-    return Trainer(model or t16(), data or rows(16), algorithms=algorithms, **{**common, **options})
+build = functools.partial(small_trainer, max_grad_norm=None)
 
 
 class Zeros(Callback):
@@ -118,10 +115,7 @@ def test_pruning_warns_if_the_run_ends_before_it(caplog: pytest.LogCaptureFixtur
     """By steps that were skipped, once; not in a run that reaches `end`."""
     build(MagnitudePruning(0.5, end=4, every=1), Skipping(), epochs=1, on_nonfinite="skip").train()
     assert caplog.text.count("MagnitudePruning has pruned 0.3519 of the weights and not `sparsity=0.5`") == 1
-    assert (
-        "the run ended (epochs) after 2 updates and 2 skipped steps" in caplog.text
-        and "`end` is update 4" in caplog.text
-    )
+    assert "(epochs) after 2 updates and 2 skipped steps" in caplog.text and "`end` is update 4" in caplog.text
     caplog.clear()
     build(MagnitudePruning(0.5, end=4, every=1), epochs=1).train()
     assert "MagnitudePruning has pruned" not in caplog.text

@@ -10,8 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from marks import TRAINERS, thinned
-from recipes import Sentences, Tagger, distance, weights
+from recipes import Sentences, Tagger, distance, same, small_trainer, weights
 from torch import nn
 from torch.utils.data import TensorDataset
 
@@ -97,14 +96,10 @@ def images(size: int = 16) -> TensorDataset:
 def train(
     trainer_class: Any, split: tuple[int, int], *algorithms: Any, model: Any = None, data: Any = None, **options: Any
 ) -> Any:
-    device = {"device": "cpu"} if trainer_class is Trainer else {}
-    common: dict[str, Any] = {
-        "loss_fn": nn.CrossEntropyLoss(CLASS_WEIGHTS), "epochs": 2, "learning_rate": 0.1, "optimizer": "sgd",
-        "max_grad_norm": None, "progress_bar": False, "log_steps": 1,
-    }  # fmt: skip
-    trainer = trainer_class(
-        model or network(), data or images(), batch_size=split[0], gradient_accumulation_steps=split[1],
-        algorithms=algorithms, **device, **{**common, **options},
+    common = {"loss_fn": nn.CrossEntropyLoss(CLASS_WEIGHTS), "optimizer": "sgd", "max_grad_norm": None, "log_steps": 1}
+    trainer = small_trainer(
+        *algorithms, kind=trainer_class, model=model or network(), data=data or images(), batch_size=split[0],
+        gradient_accumulation_steps=split[1], **{**common, **options},
     )  # fmt: skip
     trainer.train()
     return trainer
@@ -127,10 +122,7 @@ def test_table_of_algorithms_is_complete() -> None:
 
 @pytest.mark.parametrize(
     ("trainer_class", "name"),
-    thinned(
-        [(trainer_class, name) for trainer_class in TRAINERS.values() for name in ALGORITHMS],
-        [*((Trainer, name) for name in ALGORITHMS), (AccelerateTrainer, "MixUp"), (HFTrainer, "MixUp")],
-    ),
+    [*((Trainer, name) for name in ALGORITHMS), (AccelerateTrainer, "MixUp"), (HFTrainer, "MixUp")],
 )
 def test_class_weights_are_the_same_in_every_split(trainer_class: Any, name: str) -> None:
     is_of_tokens = name == "SeqLengthWarmup"
@@ -161,13 +153,11 @@ def test_losses_of_probabilities_are_the_same_in_every_split(make_loss: Any, nam
 def test_smoothed_classes_have_the_mean_of_torch() -> None:
     """Over rows, as labels of one dimension become probabilities."""
     x, labels = images(8).tensors
-    expected, optimizer_rate = network(), 0.1
+    expected = network()
     probabilities = F.one_hot(labels, 3).double() * 0.8 + 0.2 / 3
     loss = F.cross_entropy(expected(x), probabilities, CLASS_WEIGHTS)
     loss.backward()
-    with torch.no_grad():
-        for parameter in expected.parameters():
-            parameter -= optimizer_rate * parameter.grad  # type: ignore[operator]
+    torch.optim.SGD(expected.parameters(), lr=0.1).step()
     trainer = train(Trainer, (2, 4), LabelSmoothing(3, 0.2), data=images(8), epochs=1)
     assert distance(weights(trainer.model), weights(expected)) <= 1e-7  # probabilities are made in float32
     assert trainer.metrics["train_metrics_history"][0]["train_loss"] == pytest.approx(float(loss.detach()))
@@ -236,7 +226,7 @@ def test_labels_without_class_weight_count_nothing_as_classes() -> None:
 )
 def test_smoothed_tokens_with_other_parts_are_an_error(loss: Any, words: str) -> None:
     model = Tokenwise().float()
-    before = [one.clone() for one in model.parameters()]
+    before = weights(model)
     with pytest.raises(ConfigError, match=words):
         train(Trainer, (8, 1), LabelSmoothing(5, 0.2), model=model, data=Sentences(16), loss_fn=loss)
-    assert all(map(torch.equal, before, model.parameters()))
+    assert same(before, weights(model))

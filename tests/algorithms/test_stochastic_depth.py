@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from recipes import distance, rows, weights
+from recipes import FailsAt, distance, rows, small_trainer, weights
 from torch import nn
 
-from omnitrain import HookCallback, StochasticDepth, Trainer
+from omnitrain import HookCallback, StochasticDepth
 
 
 class Block(nn.Module):
@@ -41,10 +41,9 @@ class Deep(nn.Module):
         return self.head(x)
 
 
-def build(*algorithms: Any, model: nn.Module | None = None, **options: Any) -> Trainer:
-    common: dict[str, Any] = {"epochs": 2, "batch_size": 4, "learning_rate": 0.1, "max_grad_norm": None}
-    common |= {"loss_fn": F.mse_loss, "device": "cpu", "progress_bar": False, "shuffle": False, "optimizer": "sgd"}
-    return Trainer(model or Deep(), rows(16), algorithms=algorithms, **{**common, **options})
+def build(*algorithms: Any, model: nn.Module | None = None, **options: Any) -> Any:
+    options = {"max_grad_norm": None, "shuffle": False, "optimizer": "sgd", **options}
+    return small_trainer(*algorithms, model=model or Deep(), **options)
 
 
 @pytest.mark.parametrize("compile_", [False, pytest.param({"backend": "eager"}, marks=pytest.mark.slow)])
@@ -52,11 +51,8 @@ def test_run_equals_a_model_without_the_skipped_layers(compile_: Any) -> None:
     trained, model, drawn = Deep(), Deep(), list[list[float]]()
     depth = StochasticDepth([Block], 0.6)
     draws = HookCallback({"on_step_end": lambda trainer: drawn.append(depth._factors.tolist())})
-
-    trainer = build(
-        depth, model=trained, compile=compile_, eval_dataset=rows(9), load_best_at_end=False, callbacks=[draws]
-    )
-    metrics = trainer.train()
+    options = {"compile": compile_, "eval_dataset": rows(9), "load_best_at_end": False, "callbacks": [draws]}
+    metrics = build(depth, model=trained, **options).train()
     optimizer, (x, y) = torch.optim.SGD(model.parameters(), lr=0.1), rows(16).tensors
     for step, factors in enumerate(drawn):
         part = slice(step % 4 * 4, step % 4 * 4 + 4)
@@ -86,16 +82,7 @@ def test_layers_are_skipped_at_their_rates() -> None:
 
 
 def test_model_has_no_hooks_after_a_run() -> None:
-    class Fails(Deep):
-        passes = 0
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            self.passes += 1
-            if self.passes == 2:
-                raise RuntimeError("boom")
-            return super().forward(x)
-
-    model = Fails()
+    model: Any = FailsAt(2, Deep())
     trainer = build(StochasticDepth([Block]), model=model)
     with pytest.raises(RuntimeError, match="boom"):
         trainer.train()

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import functools
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
-from recipes import Holding, Trace, distance, rows, same, t16, weights
+from recipes import FailsAt, Holding, Trace, distance, rows, same, small_trainer, t16, weights
 from torch import nn
 from torch.nn.utils import parametrize
 
-from omnitrain import StraightThrough, Trainer
+from omnitrain import StraightThrough
 from omnitrain.checkpoint.tensor_files import load_tensors
 
 
@@ -20,11 +21,7 @@ def rounded(weight: torch.Tensor) -> torch.Tensor:
     return (weight * 8).round() / 8
 
 
-def build(*algorithms: Any, model: nn.Module | None = None, data: Any = None, **options: Any) -> Trainer:
-    common: dict[str, Any] = {"epochs": 2, "batch_size": 4, "learning_rate": 0.1, "max_grad_norm": 0.5}
-    common |= {"device": "cpu", "progress_bar": False, "load_best_at_end": False, "shuffle": False}
-    common |= {} if "unit" in options else {"loss_fn": F.mse_loss}
-    return Trainer(model or t16(), data or rows(16), algorithms=algorithms, **{**common, **options})
+build = functools.partial(small_trainer, max_grad_norm=0.5, load_best_at_end=False, shuffle=False)
 
 
 class Rounded(nn.Module):
@@ -95,21 +92,10 @@ def test_step_without_targets_changes_no_weights(tmp_path: Path) -> None:
 
 
 def test_run_resumes_after_a_failed_pass(tmp_path: Path) -> None:
-    class Fails(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.body, self.passes = t16(), 0
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            self.passes += 1
-            if self.passes == 4:
-                raise RuntimeError("boom")
-            return self.body(x)
-
-    model, expected = Fails(), t16()
+    model, expected = FailsAt(4), t16()
     trainer = build(StraightThrough(rounded), model=model, save_dir=tmp_path, save_steps=1)
     with pytest.raises(RuntimeError, match="boom"):
         trainer.train()
     trainer.train(resume_from=tmp_path / "checkpoint-1")
     build(StraightThrough(rounded), model=expected).train()
-    assert same(weights(model), weights(expected))
+    assert same(weights(model.body), weights(expected))
