@@ -199,6 +199,7 @@ class Checkpointer:
         self.await_background()
         lifecycle = self._lifecycle
         lifecycle.begin_save()
+        # a resumed run evaluates first, and then saves again with the score
         lifecycle.pending_save = lifecycle.pending_evaluation and (lifecycle.pending_save or history is None)
         snapshot = self._snapshot(history)
         # one that replaces a requested checkpoint of this step is not only for the best
@@ -207,6 +208,7 @@ class Checkpointer:
             self._requested_step = snapshot.step
         lifecycle.saved_at = lifecycle.progress.position
         try:
+            # the error of a background save appears in `await_background`, at a later step
             if self._writer.is_in_background:
                 self._in_flight = self._writer.begin(store, snapshot)
                 return
@@ -246,6 +248,7 @@ class Checkpointer:
             return False
         evaluated = self._lifecycle.evaluated_step
         snapshot = self._in_flight.snapshot if self._in_flight is not None else None
+        # one that is still being written counts, or each step until its end would save again
         is_in_flight = snapshot is not None and snapshot.best and snapshot.evaluated_step == evaluated
         return evaluated == self._lifecycle.progress.step and not is_in_flight
 
@@ -286,6 +289,7 @@ class Checkpointer:
             CheckpointError: If such optimizers exist, and a checkpoint is about to be restored.
         """
         backend = self._trainer.backend
+        # by identity: `__eq__` of an optimizer may be anything
         registered = [id(backend.optimizer), *map(id, backend.optimizers.values())]
         unregistered = [name for name, opt in optimizers_among(attributes).items() if id(opt) not in registered]
         if not unregistered or (self.store is None and not is_resuming):
@@ -495,6 +499,7 @@ class Checkpointer:
                 f"{hint}Set them back, or allow them by name: train(resume_from=..., "
                 f"allow_change={ {*rejected, *(difference.name for difference in differences)}!r})."
             )
+        # not a setting, but it is allowed by name as they are
         self.restore(folder, content, {*changed, *({FROZEN} & set(allow_change))})
         self.resumed = folder, content
         self._lifecycle.loaded(folder)
@@ -509,13 +514,12 @@ class Checkpointer:
         """Restore a checkpoint, except for its random numbers."""
         with self._trainer.ranks.in_phase("load"):
             self._contents.restore(folder, content, changed)
-        self._trainer.backend.mark_weights_loaded(content.get("frozen") or {})
+        self._trainer.backend.mark_weights_loaded(content["frozen"])
         self.weights_from = None
         resets_best = not {"optimization_metric", "optimization_direction"}.isdisjoint(changed)
         self._best_saved_step = -1 if resets_best else content["credited_step"]
-        self._requested_step = -1 if content.get("for_best") else content["step"]
-        # missing in the first checkpoints of format 1: each of them has the score of the evaluation before it
-        evaluated, step = content.get("scored") or (content["evaluated_step"], content["step"])
+        self._requested_step = -1 if content["for_best"] else content["step"]
+        evaluated, step = content["scored"]
         self._scored_steps = evaluated, step
 
     def restore_random_numbers(self, folder: Path, content: Mapping[str, Any]) -> None:
@@ -541,6 +545,7 @@ class Checkpointer:
         """Capture the state that a longer run needs, before the closing evaluation changes it."""
         trainer = self._trainer
         self.finished_run = FinishedRun((trainer.backend.model, trainer.backend.optimizer, trainer.lr_scheduler), [])
+        # a caller may lower the rate before `train(more=...)`; the options tell whether
         self.finished_run.groups = group_options(trainer.backend.groups)
         if self.store is not None:
             return

@@ -36,7 +36,7 @@ from omnitrain.checkpoint.run_record import StartRecord, device_name, host
 from omnitrain.checkpoint.safetensors_header import read_header
 from omnitrain.checkpoint.setting_changes import GROUPING, InitialOptions, changed_settings
 from omnitrain.checkpoint.sharded_files import find_tensor_files, shard_folder
-from omnitrain.checkpoint.tensor_files import host_copy, load_tensors
+from omnitrain.checkpoint.tensor_files import host_copy
 from omnitrain.checkpoint.tensor_reader import Catalogue, TensorFile
 from omnitrain.compute.precision import growth_interval
 from omnitrain.compute.random_state import GENERATORS, derive_seed, seed_everything
@@ -58,7 +58,7 @@ logger: logging.Logger = logging.getLogger("omnitrain")
 
 OPTIMIZER = "optimizer/state.safetensors"
 
-# The random number generators of all ranks; the first checkpoints have one file per rank.
+# The random number generators of all ranks.
 RNG = "rng/state.safetensors"
 # The weights in training, if the model's file has others, such as averages of them.
 TRAINED = "trained.safetensors"
@@ -241,6 +241,8 @@ class Contents:
             self.record = StartRecord(device, processes, position)
         compute = RunFingerprints(self._trainer.settings, self._sets, self._trainer.backend.model).to_dict
         with ranks.in_phase("data"), preserve_state(data_parts(self._trainer.settings)):
+            # the main rank alone: datasets are compared between ranks elsewhere, and hashing on all would read each
+            # file n times
             self._identity = ranks.on_main("the fingerprints of data and code", compute)
 
     def close_record(self) -> None:
@@ -267,10 +269,8 @@ class Contents:
         return {**self.record.to_dict(seconds), **mask_secrets(about)}
 
     def differences(self, content: Mapping[str, Any]) -> list[Difference]:
-        """Return the differences of data and code from a checkpoint's; empty if it has no fingerprints."""
-        saved = content.get("identity")
-        if saved is None:
-            return []
+        """Return the differences of data and code from a checkpoint's."""
+        saved = content["identity"]
         identity = RunFingerprints(self._trainer.settings, self._sets, self._trainer.backend.model)
         with self._trainer.ranks.in_phase("data"), preserve_state(data_parts(self._trainer.settings)):
             return self._trainer.ranks.on_main("the check of data and code", lambda: identity.differences(saved))
@@ -287,6 +287,7 @@ class Contents:
             if self.record is not None:
                 self.record.to_dict(_GIT_S)
                 self.close_record()
+        # at the end of a run that from before its closing evaluation, which a longer run would not have
         history = history or self._lifecycle.state_dict()
         tensors, states = self.capture_states(history["callbacks"])
         if not payload["only_model"]:
@@ -360,11 +361,9 @@ class Contents:
         """
         where, files = repr(str(folder)), content["files"]
         validate(content, where)
-        only_model = content.get("only_model", False)
-        count = len(content["rng"]) if isinstance(content.get("rng"), list) else 1
-        generators = [] if only_model else [RNG] if RNG in files else [_rng_file(rank) for rank in range(count)]
+        only_model = content["only_model"]
         optimizers = [] if only_model else [OPTIMIZER, *map(optimizer_file, _other_optimizers(content))]
-        for name in [state_dicts.WEIGHTS, *optimizers, *generators]:
+        for name in [state_dicts.WEIGHTS, *optimizers, *([] if only_model else [RNG])]:
             if not find_tensor_files(folder, files, shard_folder(name)):
                 raise CheckpointError(f"{where} is incomplete: {name!r} is not among its files.")
         weights = self._open_tensors(folder, content, state_dicts.WEIGHTS)
@@ -374,16 +373,17 @@ class Contents:
         states = self._open_tensors(folder, content, STATES) if has_states else {}
         parts = content.get("parts")
         state_dicts.check_references(
-            [content["callbacks"], content["algorithms"], content.get("stream"), parts], states, where
+            [content["callbacks"], content["algorithms"], content["stream"], parts], states, where
         )
         for tensors, rest in self._generators(folder, content):
             state_dicts.check_rng_tensors(tensors, rest, self._trainer.device, where)
         self._check_stream(content, where)
         backend = self._trainer.backend
+        # whether it was allowed to change is only known in `resume`
         if "optimizer" in changed_settings(content["settings"], self._trainer.resolved_config()):
             return  # its state is either rejected or not loaded
         try:
-            backend.check_weights(weights, where, _excluded_weights(content))
+            backend.check_weights(weights, where, content["frozen"])
             self._check_optimizer_names(folder, content)
             backend.check_groups(content["optimizer"], where)
         except CheckpointError:
@@ -398,7 +398,7 @@ class Contents:
 
     def _check_stream(self, content: Mapping[str, Any], where: str) -> None:
         """Reject the position of a stream if a dataset of the same kind cannot be restored to it."""
-        loader, position = self._sets.train, content.get("stream")
+        loader, position = self._sets.train, content["stream"]
         saved, current = content["settings"], self._trainer.resolved_config()
         if position is None or saved.get("train_dataset") != current["train_dataset"]:
             return
@@ -427,7 +427,7 @@ class Contents:
         self._trainer.ranks.on_main("the check of a checkpoint", lambda: self._check_fit(folder, content, changed))
         self._frozen.excluded()  # of the user's model, before a full checkpoint loads other frozen weights
         if FROZEN not in changed:
-            self._frozen.check(_excluded_weights(content), repr(str(folder)))
+            self._frozen.check(content["frozen"], repr(str(folder)))
         has_states = bool(find_tensor_files(folder, content["files"], shard_folder(STATES)))
         states = self._open_tensors(folder, content, STATES, self._trainer.ranks) if has_states else {}
         fresh = self._fresh_schedule()
@@ -450,7 +450,7 @@ class Contents:
     def _check_fit(self, folder: Path, content: Mapping[str, Any], changed: Collection[str]) -> None:
         where, trainer = repr(str(folder)), self._trainer
         weights = self._open_tensors(folder, content, state_dicts.WEIGHTS)
-        trainer.backend.check_weights(weights, where, _excluded_weights(content))
+        trainer.backend.check_weights(weights, where, content["frozen"])
         if find_tensor_files(folder, content["files"], shard_folder(TRAINED)):
             trained = self._open_tensors(folder, content, TRAINED)
             trainer.backend.check_weights(
@@ -526,9 +526,7 @@ class Contents:
     def restore_weights(self, folder: Path, content: Mapping[str, Any]) -> None:
         """Copy only the weights of a checkpoint into the model; frozen weights that it excludes are unchanged."""
         tensors = self._open_tensors(folder, content, state_dicts.WEIGHTS, self._trainer.ranks)
-        self._trainer.backend.load_weights(
-            tensors, repr(str(folder)), content["extra_state"], _excluded_weights(content)
-        )
+        self._trainer.backend.load_weights(tensors, repr(str(folder)), content["extra_state"], content["frozen"])
 
     def _restore_trained(self, folder: Path, content: Mapping[str, Any], changed: Collection[str]) -> None:
         """Move the weights for evaluations, which the model has now, to the algorithms, and load those in training."""
@@ -547,6 +545,7 @@ class Contents:
 
     def _capture_optimizer(self) -> tuple[Files, dict[str, Any]]:
         backend = self._trainer.backend
+        # references to live tensors: the writer copies them, or writes before training continues
         tensors, rest = backend.optimizer_state()
         files, entries = {OPTIMIZER: tensors}, {}
         for name, optimizer in backend.optimizers.items():
@@ -561,6 +560,7 @@ class Contents:
         if "optimizer" in changed:
             logger.warning("The optimizer has changed: it starts without the state of the saved one.")
             return
+        # before loading overwrites them: options that were allowed to change keep their new values
         fresh = [dict(group) for group in backend.groups]
         tensors, rest = self._saved_optimizer(folder, content, changed, self._trainer.ranks)
         backend.load_optimizer(tensors, rest, repr(str(folder)))
@@ -594,7 +594,7 @@ class Contents:
         return selected, saved
 
     def _check_optimizer_names(self, folder: Path, content: Mapping[str, Any]) -> None:
-        saved, backend = content.get("optimizers", {}), self._trainer.backend
+        saved, backend = content["optimizers"], self._trainer.backend
         expected = {name: entry is None for name, entry in saved.items()}
         present = {name: entry is backend.optimizer for name, entry in backend.optimizers.items()}
         if expected != present:
@@ -636,6 +636,7 @@ class Contents:
         if scheduler is None:
             return
         if content["progress"]["step"]:  # PyTorch warns of a schedule that moves before the first update
+            # the flag by which torch.optim.lr_scheduler knows that the optimizer has stepped
             optimizer: Any = getattr(scheduler, "optimizer", self._trainer.backend.optimizer)
             optimizer._opt_called = True
         parts = [scheduler, *getattr(scheduler, "_schedulers", ())]
@@ -719,15 +720,14 @@ class Contents:
         )
         if saved is not None:
             state_dicts.restore_rng_tensors(*saved, self._trainer.device)
+        # derived from the step, so that two resumes on as many ranks draw the same numbers
         else:  # more ranks than in the checkpoint
             seed_everything(derive_seed(seed, ranks.data.rank, self._lifecycle.progress.step) & 0x7FFFFFFF)
 
     @staticmethod
     def _generators(folder: Path, content: Mapping[str, Any]) -> list[tuple[dict[str, torch.Tensor], Any]]:
         """Return the state of the generators of each rank, in the form of `state.rng_tensors`."""
-        saved = content["rng"] if isinstance(content["rng"], list) else [content["rng"]]  # old checkpoints: one entry
-        if RNG not in content["files"]:
-            return [(load_tensors(folder / _rng_file(rank)), rest) for rank, rest in enumerate(saved)]
+        saved = content["rng"]
         by_rank: list[dict[str, torch.Tensor]] = [{} for _ in saved]
         read_header(folder / RNG)  # which says what is wrong with a damaged file
         for name, tensor in safetensors.torch.load((folder / RNG).read_bytes()).items():  # opened once for all ranks
@@ -787,7 +787,7 @@ class Contents:
     ) -> None:
         """Restore the states of the user's parts; those that were allowed to change keep theirs."""
         saved, parts = content.get("parts"), stateful_parts(self._trainer.settings, self._trainer.backend.model)
-        if saved is None:  # earlier versions saved none
+        if saved is None:  # no part had a state
             return
         data = self._trainer.ranks.data
         if len(saved) not in (1, data.size):
@@ -877,14 +877,14 @@ class Contents:
         loader = self._sets.train
         if isinstance(loader, MapLoader):
             loader.fetch.drawn = [GENERATORS[index] for index in content["drawn"]]
-            loader.sampler.is_keyed = content.get("order") == "keyed"  # earlier versions drew a full permutation
+            loader.sampler.is_keyed = content["order"] == "keyed"
         elif loader is not None:
-            # missing in the first checkpoints of format 1
-            position = state_dicts.from_json(content.get("stream"), tensors)
+            position = state_dicts.from_json(content["stream"], tensors)
             saved, current = content["settings"], self._trainer.resolved_config()
             if any(saved.get(name) != current[name] for name in ("train_dataset", "train_loader")):
                 position = None
             if position is not None and loader.is_split:
+                # None for a rank beyond those that saved: it reads its share of the stream again
                 position["state"] = loader.local_state(position["state"])
                 position = None if position["state"] is None else position
             loader.resume_at(None if position is None else StreamPosition(**position))
@@ -915,7 +915,7 @@ class Contents:
 
 def _other_optimizers(content: Mapping[str, Any]) -> dict[str, Any]:
     """Return a checkpoint's entries for several optimizers, without the one saved as `optimizer`."""
-    return {name: saved for name, saved in content.get("optimizers", {}).items() if saved is not None}
+    return {name: saved for name, saved in content["optimizers"].items() if saved is not None}
 
 
 def group_options(groups: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
@@ -944,19 +944,9 @@ def _strip_tensor_names(value: Any) -> Any:
     return [_strip_tensor_names(entry) for entry in value] if isinstance(value, list) else value
 
 
-def _excluded_weights(content: Mapping[str, Any]) -> dict[str, str]:
-    """Return the fingerprints of the weights that a checkpoint excludes; the first checkpoints have all weights."""
-    return content.get("frozen") or {}
-
-
 def _remaining_weights(weights: Collection[str], trained: Collection[str], content: Mapping[str, Any]) -> set[str]:
     """Return the names of the weights that are not in the file of those in training."""
-    return {*weights, *_excluded_weights(content)} - set(trained)
-
-
-def _rng_file(rank: int) -> str:
-    """Return the name of the first checkpoints' file for the generators of a rank."""
-    return f"rng/rank-{rank:05d}.safetensors"
+    return {*weights, *content["frozen"]} - set(trained)
 
 
 @functools.cache

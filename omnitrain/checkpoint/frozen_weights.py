@@ -63,6 +63,7 @@ class FrozenWeights:
         names = list(names)
         if not names:
             return {}
+        # hashing all frozen weights of a large model at each save would take minutes
         versions = {name: change_marker(tensors[name]) for name in names}
         stale = [name for name in names if self._known.get(name, (None,))[0] != versions[name]]
         # computing them is collective, so all ranks must agree on the names

@@ -64,15 +64,13 @@ def read_history(folder: Path, content: Mapping[str, Any]) -> dict[str, Any]:
 
     Args:
         folder: The folder of the checkpoint.
-        content: Its omnitrain.json, which holds the rows in the first checkpoints.
+        content: Its omnitrain.json.
 
     Raises:
         CheckpointError: If the file of the rows is invalid.
     """
     metrics = {name: value for name, value in content["metrics"].items() if name != "rows"}
-    counts = content["metrics"].get("rows")
-    if counts is None:
-        return metrics
+    counts = content["metrics"]["rows"]
     tables: dict[str, list[Any]] = {name: [] for name in TABLES}
     number = 0
     try:

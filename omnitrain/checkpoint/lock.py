@@ -124,6 +124,7 @@ class Lock:
                 return
             if self._descriptor is not None:
                 with contextlib.suppress(OSError):
+                    # None: the disk was full when the owner was to be written
                     if self._is_at_path(self._descriptor) and self._stored_token() in (self.token, None):
                         self.path.unlink()
             self._close()
@@ -165,6 +166,7 @@ class Lock:
         self._descriptor = descriptor
         _acquired.add(self)
         self._stopped = threading.Event()
+        # by descriptor: the file at the path may belong to another run by then
         file = descriptor if os.utime in os.supports_fd else self.path
         thread = threading.Thread(target=_heartbeat, args=(file, self._stopped), name="omnitrain-lock", daemon=True)
         with contextlib.suppress(RuntimeError):  # at interpreter exit, where no heartbeat is needed any more
@@ -196,6 +198,7 @@ class Lock:
                 time.sleep(0.05)
                 return False
             raise in_use_error(str(self.path.parent), _read(descriptor))
+        # its last owner deleted it after it was opened here: a lock on it keeps nobody out
         if not self._is_at_path(descriptor):
             return False
         owner, is_certain = _read(descriptor), True
@@ -214,6 +217,7 @@ class Lock:
         self._write(descriptor)
         if is_new or is_certain:
             return True
+        # without `flock`, two runs may both have written their names: the later one wins, the other sees it here
         time.sleep(SETTLE_S)
         return self._is_at_path(descriptor) and (_read(descriptor) or {}).get("token") == self.token
 
@@ -355,6 +359,7 @@ def _read(descriptor: int) -> Owner | None:
         owner = json.loads(os.read(descriptor, 1 << 14))
     except ValueError:
         return None
+    # the file may be of another tool, or cut off by a full disk
     types = {"token": str, "host": str, "boot": str, "namespace": str, "pid": int, "device": int, "inode": int}
     if isinstance(owner, dict) and all(isinstance(owner.get(key), kind) for key, kind in types.items()):
         return owner

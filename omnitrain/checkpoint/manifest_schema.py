@@ -144,11 +144,6 @@ def _row(*checks: Check) -> Check:
     return check_all
 
 
-def _one_or_list(check: Check) -> Check:
-    """Return a check for a list by rank; the first checkpoints have a single entry instead."""
-    return lambda value, where: (list_of(check) if isinstance(value, list) else check)(value, where)
-
-
 def dict_of(check: Check) -> Check:
     """Return a check for objects with any keys, applied to every value."""
 
@@ -262,7 +257,6 @@ def row(value: Any, where: str) -> None:
     dict_of(_number_or_text)(value, where)
 
 
-_rows = list_of(row)
 _float = number(allow_nonfinite=True)
 _options = nullable(dict_of(_anything))
 _sums = record({"sum": _float, "weight": number(), "marked": list_of(_float, 2)})
@@ -280,14 +274,14 @@ _LOSS_MEAN = record(
 )
 _LOOP = record(
     {
-        "loss": _one_or_list(_sums),
+        "loss": list_of(_sums),
         "grad_norm": nullable(_float),
+        "learning_rates": list_of(number()),
+        "loss_mean": _LOSS_MEAN,
         "logged": _row(integer(), number(0), integer(), integer()),
     },
     {
-        "learning_rates": list_of(number()),
         "microbatch_size": nullable(integer(1)),
-        "loss_mean": _LOSS_MEAN,
         "metrics": list_of(list_of(_row(string, _float, _float, number(), number()))),
     },
 )
@@ -332,15 +326,14 @@ _REQUIRED: dict[str, Check] = {
         }
     ),
     "metrics": record(
-        {"best_valid": dict_of(_number_or_text)},
         {
-            "train_metrics_history": _rows,
-            "valid": _rows,
-            "test": _rows,
+            "best_valid": dict_of(_number_or_text),
+            "rows": record({}, {name: integer() for name in TABLES}, open=False),
+        },
+        {
             "best_step": _steps,
             "best_checkpoint": _pattern(r"checkpoint-[0-9]{1,19}", "the name of a checkpoint"),
             "stop_reason": string,
-            "rows": record({}, {name: integer() for name in TABLES}, open=False),
         },
         open=False,
     ),
@@ -349,33 +342,28 @@ _REQUIRED: dict[str, Check] = {
     "callbacks": list_of(record({"callback": string, "state": _object}, {"turn": integer()})),
     "loop": _LOOP,
     "owes": record({"evaluation": boolean, "save": boolean}),
+    "only_model": boolean,
+    "frozen": dict_of(string),
+    "for_best": boolean,
+    "scored": list_of(_steps, 2),
+    "clock": record({"began_at": number(0), "seconds": dict_of(number(0))}),
+    "identity": record(
+        {
+            "python": string,
+            "data": dict_of(dict_of(nullable(record({"size": integer(), "samples": dict_of(dict_of(string))})))),
+            "code": dict_of(dict_of(string)),
+        }
+    ),
 }
 _FULL_RUN: dict[str, Check] = {
     "optimizer": _OPTIMIZER,
-    "rng": _one_or_list(_generators),
+    "rng": list_of(_generators),
     "scheduler": nullable(_object),
     "scaler": _object,
     "algorithms": list_of(_object),
     "drawn": list_of(integer(0, 2)),
-}
-_OPTIONAL: dict[str, Check] = {
-    "only_model": boolean,
-    "parts": list_of(dict_of(_anything)),
-    "frozen": dict_of(string),
-    "for_best": boolean,
     "optimizers": dict_of(nullable(_OPTIMIZER)),
     "order": _pattern("drawn|keyed", "'drawn' or 'keyed'"),
-    "identity": nullable(
-        record(
-            {
-                "python": string,
-                "data": dict_of(dict_of(nullable(record({"size": integer(), "samples": dict_of(dict_of(string))})))),
-                "code": dict_of(dict_of(string)),
-            }
-        )
-    ),
-    "clock": record({"began_at": number(0), "seconds": dict_of(number(0))}),
-    "scored": list_of(_steps, 2),
     "stream": nullable(
         _all_of(
             record(
@@ -386,6 +374,9 @@ _OPTIONAL: dict[str, Check] = {
             tagged,
         )
     ),
+}
+_OPTIONAL: dict[str, Check] = {
+    "parts": list_of(dict_of(_anything)),
     "record": nullable(
         record(
             {},

@@ -29,7 +29,7 @@ class CheckpointInfo:
     @classmethod
     def from_manifest(cls, content: Mapping[str, Any]) -> CheckpointInfo:
         """Return the properties in the content of omnitrain.json."""
-        for_best = bool(content.get("for_best"))  # missing in the first checkpoints of format 1
+        for_best = bool(content.get("for_best"))  # a folder written through `Store` need not have it
         return cls(content["step"], content["score"], content["sequence"], content["best"], for_best)
 
 

@@ -15,7 +15,6 @@ import torch
 from omnitrain.arguments import describe
 from omnitrain.checkpoint.state_dicts import IMPLEMENTATION
 from omnitrain.core.events import init_arguments
-from omnitrain.core.secrets import mask_secrets
 
 # The settings that determine the numbers of a run: changing one on a resume is an error unless allowed by name.
 DECIDING = (
@@ -51,9 +50,6 @@ DECIDING = (
     "samples_per_epoch",
 )
 
-# Settings that earlier checkpoints do not have; their absence is no change.
-_ADDED_LATER = ("dtypes", "fp16_loss_scale", "matmul_precision")
-
 # Settings that assign parameters to the groups of an optimizer.
 GROUPING = frozenset(["param_groups", "freeze"])
 
@@ -84,19 +80,12 @@ def changed_settings(saved: Mapping[str, Any], current: Mapping[str, Any]) -> di
     """
     pairs = {name: (saved.get(name), current.get(name)) for name in DECIDING}
     changed = {name: pair for name, pair in pairs.items() if _strip_package(pair[0]) != _strip_package(pair[1])}
-    for name in _ADDED_LATER:
-        if name not in saved:
-            changed.pop(name, None)
     changed.pop("optimizer_groups", None)
     if GROUPING.isdisjoint(changed):  # groups that hold other parameters cannot be compared
         for name in ("learning_rate", "weight_decay"):
             changed.pop(name, None)  # of a custom optimizer, only the groups count
     if "optimizer" not in changed and GROUPING.isdisjoint(changed):
         changed |= _changed_groups(saved["optimizer_groups"] or [], current["optimizer_groups"] or [])
-    if "lr_scheduler_kwargs" not in saved and saved.get("lr_scheduler") == "functools.partial":
-        # earlier checkpoints recorded transformers' named schedules only as a partial, without their options
-        for name in ("lr_scheduler", "lr_scheduler_kwargs", "lr_scheduler_options", "warmup_steps"):
-            changed.pop(name, None)
     if "lr_scheduler" in changed:
         changed.pop("lr_scheduler_options", None)
     changed.pop("algorithm_options", None)
@@ -125,8 +114,6 @@ def changed_options(saved: Mapping[str, Any], current: Mapping[str, Any], name: 
         name: "algorithm_options" or "callback_options".
     """
     before, after = saved.get(name) or {}, current.get(name) or {}
-    if name == "callback_options":  # earlier checkpoints have them with secrets
-        before = mask_secrets(before)
     differ = [key for key in before if key in after and before[key] != after[key]]
     return {key: before[key] for key in differ}, {key: after[key] for key in differ}
 

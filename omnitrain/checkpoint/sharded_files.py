@@ -143,6 +143,7 @@ def _local_runs(axis: int, size: int, placements: Sequence[tuple[Any, int, int]]
             shard = type(placement)(0, split_factor=placement.split_factor)
             indices = shard._split_tensor(torch.tensor(indices), parts, with_padding=False)[0][index].tolist()
         else:
+            # as torch.chunk: the first ranks get the larger parts, the last ones possibly none
             most = -(-len(indices) // parts)
             indices = indices[most * index : most * (index + 1)]
     if isinstance(indices, range):
@@ -167,6 +168,7 @@ def stage_blocks(
     for name, tensor in tensors.items():
         copies = []
         for number, block in enumerate(local_blocks(tensor, rank, mesh)):
+            # a tensor may have several blocks
             key = f"{name}:{number}"
             buffers[key] = host_copy(block.tensor, buffers.get(key))
             copies.append(block._replace(tensor=buffers[key]))
@@ -232,6 +234,7 @@ def _write(
     fs: FileSystem,
 ) -> FileEntry:
     """Write a safetensors file and wait until it is on the disk; another thread hashes it."""
+    # the header has the offsets of all tensors, so it can be written before any of them is copied to the host
     header = encode_header(specs, metadata)
     hasher = _Hasher()
 
@@ -261,6 +264,7 @@ class _Hasher:
 
     def update(self, piece: bytes | memoryview) -> bytes | memoryview:
         """Hash a piece after the earlier ones, and return it."""
+        # at most two pieces wait, which bounds the memory that hashing holds
         if self._waiting and (len(self._waiting) > 1 or len(piece) < _SMALL):
             self._wait(0 if len(piece) < _SMALL else 1)
         if len(piece) >= _SMALL:

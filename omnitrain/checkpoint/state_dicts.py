@@ -53,6 +53,7 @@ def unwrap(model: nn.Module) -> nn.Module:
         is_engine = type(model).__name__ == "DeepSpeedEngine"  # by name, as DeepSpeed may not be installed
         if is_engine or isinstance(model, nn.parallel.DistributedDataParallel | nn.DataParallel):
             model = model.module  # type: ignore[assignment]
+        # the wrapper of torch.compile; it has no public attribute for the module in it
         elif hasattr(model, "_orig_mod"):
             model = model._orig_mod  # type: ignore[assignment]
         else:
@@ -61,6 +62,7 @@ def unwrap(model: nn.Module) -> nn.Module:
 
 def class_of(model: nn.Module) -> type:
     """Return the class of the user's module, which FSDP 2 replaces by a derived class."""
+    # `fully_shard` swaps the class of a module for one made of FSDPModule and the class itself
     cls, *bases = type(unwrap(model)).__mro__
     return bases[1] if bases[0].__name__ == "FSDPModule" else cls
 
@@ -93,8 +95,10 @@ def _named_tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor, str]]:
         if hasattr(tensor, "full_tensor"):  # the address of the local shard does not identify a DTensor
             key: Any = id(parameters.get(name, name))
         else:
+            # the address is not enough: a view of another shape may begin at the same one
             key = (tensor.device, tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype)
         name = bare_name(name)
+        # all empty tensors have the address 0, without being tied
         yield name, tensor, first_names.setdefault(key if tensor.numel() else name, name)
 
 
@@ -128,6 +132,7 @@ def save_weights(
         if path.exists() and not overwrite:
             raise ConfigError(f"{str(path)!r} already exists. Pass overwrite=True to replace it, or give another path.")
         folder.mkdir(parents=True, exist_ok=True)
+        # in the same folder, as a rename is only atomic within a file system
         part = folder / f"{WEIGHTS}.tmp"
         try:
             save_tensors(weights, part, gather=gather)
@@ -202,6 +207,7 @@ def load_weights(
                 content[name] = read_like(tensors, first, target)
         content.update({name: read_local(tensors, name) for name in tensors if name not in targets})
 
+    # everything is read before anything is changed: an unreadable file leaves the model as it was
     ranks.run_on_all("the reading of weights", read)
     content |= {name: from_json(value) for name, value in (extra or {}).items()}
     load_with_custom_hooks(model, content, where, ranks)
@@ -230,6 +236,7 @@ def load_with_custom_hooks(
     is_strict = loads is nn.Module.load_state_dict or "strict" in accepted
     if not is_strict:  # custom code without `strict` may need every entry
         content = {**bare.state_dict(), **content}
+    # PyTorch checks all names and shapes first, so that a rejected state changes nothing; custom code may stop halfway
     before = _clone_state(bare) if any(map(has_custom_loader, bare.modules())) else {}
 
     def load() -> None:
@@ -287,6 +294,7 @@ def _restore_copies(model: nn.Module, before: Mapping[str, torch.Tensor]) -> Non
             if name in present and present[name].shape == tensor.shape:
                 present[name].copy_(tensor)
             elif name in present:
+                # custom loading code may have replaced the tensor by one of another shape
                 owner, _, attribute = name.rpartition(".")
                 setattr(model.get_submodule(owner), attribute, tensor)
 
@@ -319,6 +327,7 @@ def check_weights(model: nn.Module, tensors: Mapping[str, Any], where: str, abse
         for name, tensor, first in _named_tensors(model)
         if name in parameters or not any(map(name.startswith, prefixes))
     }
+    # such a module may save more, or fewer, tensors than it has now
     loader_names = {name for name, _, first in _named_tensors(model) if name not in expected} | {
         name for name in tensors if name not in parameters and any(map(name.startswith, prefixes))
     }
@@ -476,10 +485,12 @@ def restore_optimizer(
         spec = specs.get(name, {}).get(entry)
         tensor = read_like(tensors, key, parameters.get(name))
         state.setdefault(name, {})[entry] = tensor if spec is None else tensor.to(spec[1])
+    # PyTorch's state_dict numbers parameters over all groups, so the numbers are made again here
     order = [name for group in names_of_groups for name in group]
     groups, start = [], 0
     for group, present, options in zip(names_of_groups, optimizer.param_groups, saved["groups"], strict=True):
         plain = {key: like(from_json(value), present.get(key)) for key, value in options.items() if key != "params"}
+        # options of this version of the optimizer that the saved one did not have keep their values
         plain |= {key: present[key] for key in present if key in IMPLEMENTATION or key not in options}
         plain.pop("params", None)
         groups.append({**plain, "params": list(range(start, start + len(group)))})
@@ -693,8 +704,10 @@ def state_specs(optimizer: torch.optim.Optimizer) -> dict[int, ParamState]:
     states: dict[int, ParamState] = {}
     fresh: dict[Any, dict[str, Spec]] = {}
     for index, group in enumerate(optimizer.param_groups):
+        # without torch.optim.Optimizer and object
         kinds = stepping_class(optimizer, group).__mro__[:-2]
         steps = [inspect.unwrap(vars(cls)["step"]) for cls in kinds if "step" in vars(cls)]
+        # by module, not by class: a subclass that inherits the step allocates the same state
         known = next((step for step in steps if step.__module__.startswith("torch.optim.")), None)
         is_own = known is None or known is not steps[0]
         for parameter in group["params"]:
@@ -719,8 +732,11 @@ def _specs(state: Mapping[str, Any]) -> dict[str, Spec]:
 def _specs_after_step(optimizer: Any, step: Any, group: Mapping[str, Any], present: torch.Tensor) -> dict[str, Spec]:
     parameter = nn.Parameter(torch.empty(present.shape, dtype=present.dtype, device="meta"))
     parameter.grad = torch.empty_like(parameter)
+    # without the constructor, which may register hooks, or reject parameters on the meta device
     copied = object.__new__(stepping_class(optimizer, group))
+    # a compiled or profiled step is an attribute of the instance
     copied.__dict__.update({key: value for key, value in vars(optimizer).items() if key != "step"})
+    # fused and foreach kernels do not run on the meta device
     plain = {name: False for name in IMPLEMENTATION if name in group}
     copied.param_groups, copied.state = [{**group, **plain, "params": [parameter]}], defaultdict(dict)
     # an optimizer that reads values fails on the meta device, but its state exists by then
@@ -782,6 +798,7 @@ def check_groups(present: list[list[str]], saved: list[list[str]], where: str) -
 def like(value: Any, present: Any) -> Any:
     """Return a saved option, as a tensor if the present one is one, such as the rate of a compiled step."""
     if isinstance(present, torch.Tensor) and isinstance(value, (int, float)):
+        # in place of the number: compiled code would be compiled again for another type
         return torch.full_like(present, value)
     if isinstance(present, list) and isinstance(value, list) and len(present) == len(value):
         return [like(entry, reference) for entry, reference in zip(value, present, strict=True)]
@@ -793,10 +810,12 @@ def like(value: Any, present: Any) -> Any:
 
 def rng_tensors(device: torch.device) -> tuple[dict[str, torch.Tensor], Any]:
     """Return the state of every generator that training draws from: tensors, and the rest as JSON types."""
+    # `gauss` is the second normal number of a pair, which the next call returns
     version, words, gauss = random.getstate()
     numpy_state = np.random.get_state(legacy=False)
     tensors = {"torch": torch.get_rng_state(), "python": torch.tensor(words, dtype=torch.int64)}
     rest: dict[str, Any] = {"python": {"version": version, "gauss": gauss}}
+    # another one was put there by the user, who restores it too
     if numpy_state["bit_generator"] == "MT19937":
         tensors["numpy"] = torch.from_numpy(numpy_state["state"]["key"].astype(np.int64))
         rest["numpy"] = {
@@ -873,6 +892,7 @@ def to_json(value: Any, where: str, tensors: dict[str, torch.Tensor] | None = No
             where += "'"
         tensors[where] = value
         return {"__tensor__": where}
+    # a number on a GPU is copied here, which waits for the device
     if isinstance(value, np.generic) or (isinstance(value, torch.Tensor) and value.numel() == 1):
         value = value.item()
     if isinstance(value, float) and not math.isfinite(value):

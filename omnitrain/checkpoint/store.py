@@ -47,7 +47,7 @@ from omnitrain.core.errors import CheckpointError, is_disk_error
 
 logger: logging.Logger = logging.getLogger("omnitrain")
 
-_NAME = re.compile(r"checkpoint-(0|[1-9][0-9]*|0[0-9]{5})(?:\.[0-9a-f]{8}(?=\.tmp))?(\.tmp|\.old|\.deleting)?")
+_NAME = re.compile(r"checkpoint-(0|[1-9][0-9]*)(?:\.[0-9a-f]{8}(?=\.tmp))?(\.tmp|\.old|\.deleting)?")
 
 _MAX_NAME_LENGTH = 255
 _POINTER = re.compile(r"(last|best)\.[0-9a-f]{8}\.tmp")
@@ -104,10 +104,6 @@ class Store:
     def path(self, step: int) -> Path:
         """Return the folder for the checkpoint of `step`, whether it exists or not."""
         return self.root / f"checkpoint-{step}"
-
-    def _padded_path(self, step: int) -> Path:
-        """Return the folder of a step by its name in earlier versions, which is still read."""
-        return self.root / f"checkpoint-{step:06d}"
 
     def temporary(self, step: int) -> Path:
         """Return the temporary folder for the checkpoint of `step`, created by `begin`."""
@@ -218,6 +214,7 @@ class Store:
             sequences = [self._newest_remote_sequence(), *(info.sequence for info in self._current_infos())]
             content = {
                 "step": step,
+                # counts saves, not steps: a run that was resumed from an earlier step saves lower steps later
                 "sequence": 1 + max(sequences),
                 "score": float(score) if score is not None and math.isfinite(score) else None,
                 "best": best,
@@ -226,11 +223,14 @@ class Store:
                     folder, [file for file in files if file != folder / MANIFEST], digests or {}, written or {}
                 ),
             }
+            # written last: a folder without it is no checkpoint
             self.fs.write(folder / MANIFEST, encode(content))
             self.fs.sync(folder / MANIFEST)
+            # a synced file in a folder that was not synced may be gone after a power failure
             for inner in reversed(folders):
                 self.fs.sync(inner)
             self.lock.check()
+            # the lock was checked just before, as another run may have taken the folder while this one wrote
             self._publish(step)
         self._verified[step] = content["sequence"]
         self._infos[step] = CheckpointInfo.from_manifest(content)
@@ -316,10 +316,9 @@ class Store:
             best_step = step if best else self._pointer_step("best", self._current_infos())
             if best_step is not None:
                 self._write_pointer("best", best_step)
-            path, earlier = self.path(step), self._padded_path(step)
-            for old in (path.with_name(path.name + ".old"), *([] if earlier == path else [earlier])):
-                if old.is_dir():
-                    self._delete_folder(old)
+            old = self.path(step).with_name(f"{self.path(step).name}.old")
+            if old.is_dir():
+                self._delete_folder(old)
         except OSError as error:
             logger.warning("%r is complete, but the cleanup after it failed: %s.", str(self.path(step)), error)
 
@@ -471,9 +470,9 @@ class Store:
 
     def _folder_of(self, step: int) -> Path:
         """Return the folder of a step, which may not exist, without listing the run folder."""
-        folders = self.path(step), self._padded_path(step)
-        candidates = [path.with_name(path.name + suffix) for suffix in ("", ".old") for path in folders]
-        return next((path for path in candidates if path.is_dir()), folders[0])
+        path = self.path(step)
+        old = path.with_name(f"{path.name}.old")
+        return old if old.is_dir() and not path.is_dir() else path
 
     def _quick_check(self, step: int, path: Path) -> CheckpointInfo:
         """Check the sizes of a checkpoint's files; an unchanged manifest is read only once."""
@@ -481,6 +480,7 @@ class Store:
             stat = (path / MANIFEST).stat()
         except OSError:
             raise CheckpointError(f"{str(path)!r} is incomplete: {MANIFEST!r} is missing.") from None
+        # a rename gives another inode, an edit another time
         signature = (stat.st_ino, stat.st_mtime_ns)
         cached = self._info_cache.get(path.name)
         if cached is None or cached[0] != signature:

@@ -67,6 +67,7 @@ class BackgroundSave:
 
     def is_ready(self) -> bool:
         """Return whether all ranks have finished the current phase; a collective call."""
+        # all ranks must call the next collective in the same step, so none goes ahead of the others
         (finished,) = self._ranks.sum("a checkpoint in the background", float(self._work.done()))
         return finished == self._ranks.world_size
 
@@ -123,6 +124,7 @@ class Writer:
     @contextlib.contextmanager
     def in_background(self) -> Iterator[None]:
         """Let `begin` write in a thread inside the block."""
+        # one thread: two saves at once would share the host buffers, and the order of their commits would be open
         with ThreadPoolExecutor(1, thread_name_prefix="omnitrain-save") as self._thread:
             try:
                 yield
@@ -180,6 +182,7 @@ class Writer:
         folder = store.root / ranks.on_main("the folder of a checkpoint", lambda: self._begin(store, snapshot, stack))
         try:
             if files and self._can_write_shards is None:
+                # on machines without a shared file system other ranks do not see the folder of the main one
                 (blind,) = ranks.sum("a look at the folder of a checkpoint", float(not folder.is_dir()))
                 self._can_write_shards = not blind
             if files and not self._can_write_shards:

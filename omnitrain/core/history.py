@@ -12,7 +12,6 @@ import math
 import numbers
 import os
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
 from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, overload
@@ -320,46 +319,6 @@ class MetricsDict(dict[str, Any]):
                 axes.legend(handles=[*lines, *rate_lines], fontsize="small")
         axes.set_xlabel("step")
         return figure if path is None else save_figure(figure, path)
-
-
-@dataclass(slots=True)
-class WeightedMean:
-    """A mean that is exact over parts of unequal size: it keeps sum and weight, and takes no mean of means.
-
-    >>> mean = WeightedMean()
-    >>> mean.add(1.0, weight=3)
-    >>> mean.merge(WeightedMean(sum=5.0, weight=1.0))
-    >>> mean.value
-    2.0
-    """
-
-    sum: float = 0.0
-    weight: float = 0.0
-
-    def add(self, value: float, weight: float = 1.0) -> None:
-        """Count `value` with `weight`; with weight 0 it does not count, even if it is NaN."""
-        if weight:
-            self.sum += float(value) * float(weight)
-            self.weight += float(weight)
-
-    def merge(self, other: WeightedMean) -> None:
-        """Count all that `other` counted."""
-        self.sum += other.sum
-        self.weight += other.weight
-
-    @property
-    def value(self) -> float:
-        """The mean; NaN if nothing was counted."""
-        return self.sum / self.weight if self.weight else math.nan
-
-    def state_dict(self) -> dict[str, float]:
-        """Return sum and weight."""
-        return {"sum": self.sum, "weight": self.weight}
-
-    @classmethod
-    def from_state(cls, state: Mapping[str, float]) -> WeightedMean:
-        """Build a mean from `state_dict()`."""
-        return cls(**state)
 
 
 def quote_names(names: Iterable[str]) -> str:

@@ -38,8 +38,7 @@ class Progress:
     step_in_epoch: int = 0
     """Optimizer updates in the current epoch."""
     batches_in_epoch: int = 0
-    """Micro-batches consumed in the current epoch, on all ranks. Some of the user's own loaders can only count these;
-    older checkpoints lack them."""
+    """Micro-batches consumed in the current epoch, on all ranks: all that can be counted of some loaders."""
     epoch_size: int | None = None
     """Samples in one epoch; None for a stream of unknown length."""
 

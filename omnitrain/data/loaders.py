@@ -563,7 +563,7 @@ class UserLoader(Loader):
     def remaining_batches(self, epoch: int, progress: Progress) -> Iterator[CountedBatch]:
         """Yield the batches from the position of a run on; by batches if samples cannot be counted."""
         done = progress.samples_in_epoch
-        if self.counts_samples or not progress.batches_in_epoch:  # 0 in checkpoints of earlier versions
+        if self.counts_samples:
             return self.counted_batches(epoch, done)
         rows = done if self._shares == 1 else None
         return self._share_of(self._read(epoch, progress.batches_in_epoch // self._shares, rows=rows), done)

@@ -13,7 +13,7 @@ from typing import Any
 
 from omnitrain.core.duration import Duration
 from omnitrain.core.history import read_row
-from omnitrain.loggers.rows import DAMAGED, Row, RowFile, truncate_rows
+from omnitrain.loggers.rows import DAMAGED, Row, RowFile
 
 
 class JsonlLogger(RowFile):
@@ -41,15 +41,6 @@ class JsonlLogger(RowFile):
 
     def _rows_of(self, path: Path, until: float) -> Iterator[Row]:
         return _rows_of(path, until)
-
-
-def keep_rows(path: Path, until: float) -> dict[str, tuple[int, float]]:
-    """Drop the rows of `path` after the step `until`, and incomplete or damaged rows.
-
-    Returns:
-        The last remaining (step, epoch) of each kind.
-    """
-    return truncate_rows(path, lambda path: _rows_of(path, until))
 
 
 def _rows_of(path: Path, until: float) -> Iterator[Row]:

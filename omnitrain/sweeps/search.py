@@ -598,7 +598,7 @@ class _Journal:
         path: The file. An incomplete last line, of a killed process, is cut off with the next entry.
 
     Raises:
-        CheckpointError: A line is damaged or missing. Lines of earlier versions have no numbers.
+        CheckpointError: A line is damaged or missing.
         OSError: It is a link, or cannot be read.
     """
 
@@ -611,7 +611,6 @@ class _Journal:
         # Bytes of the content that are in the file.
         self._written = len(self._content)
         self._tolerance = Tolerance(path.name, "Its entries are kept in memory until they can be written.")
-        is_numbered = False
         for number, line in enumerate(self._content.splitlines(), 1):
             try:
                 entry = json.loads(line)
@@ -619,9 +618,8 @@ class _Journal:
                 raise _damage_error(path, f"line {number} is not JSON ({error})") from error
             if not isinstance(entry, dict):
                 raise _damage_error(path, f"line {number} is {line.decode()!r:.80} instead of an entry")
-            is_numbered = is_numbered or _LINE_KEY in entry
             entry_number = entry.pop(_LINE_KEY, None)
-            if is_numbered and entry_number != number:
+            if entry_number != number:
                 problem = f"line {number} has the number {entry_number}: a line was deleted, added or moved"
                 raise _damage_error(path, problem)
             self.entries.append(entry)

@@ -540,7 +540,7 @@ class Lifecycle:
         else:
             self.objective.load_state_dict(state["objective"])
         self.evaluated_step = state["evaluated_step"]
-        self.clock.load_state_dict(state.get("clock"))
+        self.clock.load_state_dict(state["clock"])
         self.saved_at = self.progress.position
 
     def outcome(self) -> dict[str, Any]:

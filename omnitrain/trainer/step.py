@@ -850,11 +850,11 @@ class Step:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore the state from `state_dict`, on any number of ranks."""
-        losses, norm = state["loss"], state["grad_norm"]
-        self.loss.load_state_dict(losses if isinstance(losses, list) else [losses])  # one entry in old checkpoints
+        norm = state["grad_norm"]
+        self.loss.load_state_dict(state["loss"])
         self.metrics.load_state_dict(state.get("metrics", []))
         self.grad_norm = None if norm is None else torch.tensor(norm, dtype=torch.float64)
-        self.rates = list(state.get("learning_rates", []))  # old checkpoints lack them
-        self._trainer.loss_mean.load_state_dict(state.get("loss_mean", {}))
+        self.rates = list(state["learning_rates"])
+        self._trainer.loss_mean.load_state_dict(state["loss_mean"])
         if self._auto_microbatch is not None:
             self._feed.microbatch_size = state.get("microbatch_size")

@@ -26,7 +26,6 @@ from omnitrain import AccelerateTrainer, Algorithm, Callback, CheckpointError, H
 from omnitrain.checkpoint.contents import OPTIMIZER, RNG, STATES
 from omnitrain.checkpoint.manifest import LARGEST_MANIFEST, MANIFEST, read_manifest
 from omnitrain.checkpoint.state_dicts import WEIGHTS
-from omnitrain.checkpoint.tensor_files import load_tensors, save_tensors
 
 TRAINERS = {"native": Trainer, "accelerate": AccelerateTrainer, "hf": HFTrainer}
 STEPS = 4
@@ -314,22 +313,6 @@ def test_read_manifest_rejects_large_files(tmp_path: Path) -> None:
     os.truncate(tmp_path / MANIFEST, LARGEST_MANIFEST + 1)
     with pytest.raises(CheckpointError, match=f"{LARGEST_MANIFEST + 1} bytes"):
         read_manifest(tmp_path)
-
-
-def test_random_states_by_rank_of_older_versions_load(folder: Path, tmp_path: Path) -> None:
-    run = copied(saved("native", folder), tmp_path / "older")
-    old, by_rank = newest(run), "rng/rank-00000.safetensors"
-    tensors, content = load_tensors(old / RNG), content_of(old)
-    (old / RNG).unlink()
-    del content["files"][RNG]
-    save_tensors({name.partition("/")[2]: tensor for name, tensor in tensors.items()}, old / by_rank)
-    data = (old / by_rank).read_bytes()
-    content["files"][by_rank] = {"size": len(data), "sha256": hashlib.sha256(data).hexdigest()}
-    seal(old, content)
-    for path in (newest(saved("native", folder)), old):
-        make("native", tmp_path / "elsewhere").load_checkpoint(path)
-        assert torch.get_rng_state().equal(tensors["0/torch"])
-        torch.manual_seed(0)
 
 
 def test_pointers_open_with_from_pretrained(tmp_path: Path) -> None:

@@ -15,8 +15,6 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from forging import content_of as manifest_of
-from forging import seal
 from marks import thinned
 from recipes import Noisy
 from torch import nn
@@ -119,18 +117,6 @@ def test_identity_rejects_other_code_of_the_same_name(name: str, tmp_path: Path)
     with pytest.raises(CheckpointError, match=f"other code.*{name}: the code or the options of"):
         trainer("* 1 * 1", 3).train(resume_from="auto")
     trainer("* 1 * 1", 3).train(resume_from="auto", allow_change={name})
-
-
-def test_identity_is_not_compared_with_old_checkpoints(tmp_path: Path) -> None:
-    """The first versions of omnitrain saved no fingerprints."""
-    make(tmp_path, epochs=1).train()
-    folder = tmp_path / "checkpoint-3"
-    content = manifest_of(folder)
-    del content["identity"]
-    seal(folder, content)
-    trainer = make(tmp_path, train_dataset=data(flipped=True), epochs=2)
-    trainer.train(resume_from="auto")
-    assert trainer.progress.step == 6
 
 
 def generator_states() -> Any:

@@ -12,7 +12,7 @@ import peft
 import pytest
 import torch
 import torch.nn.functional as F
-from adapting import adapted, agree, lora, make, reopened, run, weights_of
+from adapting import adapted, agree, lora, reopened, run, weights_of
 from forging import content_of, seal, spoil
 from marks import thinned
 from recipes import rows, t16
@@ -270,24 +270,3 @@ def test_show_and_diff_include_frozen_weights(tmp_path: Path, command: Command) 
     assert "1 of 12 tensors that did not train differ\nbase_model.model.model.norm.weight" in output
     output = command("diff", tmp_path / "a", tmp_path / "full")[1]
     assert "0 of 4 tensors differ" in output and "0 of 12 tensors that did not" in output and "only in" not in output
-
-
-def test_old_adapter_checkpoint_is_resumed_and_exported(tmp_path: Path, export: Any) -> None:
-    """The first versions saved adapters with the base, and with a config by which transformers misreads them."""
-    straight = run("native", adapted())
-    trainer = run("native", adapted(), tmp_path / "run", save_frozen=True, epochs=1)
-    folder = (tmp_path / "run" / "last").resolve()
-    content = content_of(folder)
-    del content["frozen"], content["settings"]["save_frozen"]
-    content["files"]["config.json"] = content["files"].pop("base_model/config.json")
-    (folder / "base_model" / "config.json").rename(folder / "config.json")
-    for name in ("README.md", "adapter_config.json", "adapter_model.safetensors", "base_model/generation_config.json"):
-        content["files"].pop(name, None)
-        (folder / name).unlink(missing_ok=True)
-    seal(folder, content)
-    export()
-    assert [path.name for path in (tmp_path / "out").iterdir()] == ["model.safetensors"]
-    assert agree(load_file(tmp_path / "out" / "model.safetensors"), weights_of(trainer))
-    resumed = make("native", adapted(), tmp_path / "run")
-    resumed.train(resume_from="auto")
-    assert agree(weights_of(resumed), weights_of(straight))

@@ -427,13 +427,9 @@ def test_workers_change_nothing_before_or_after_resume(how: str, window: int, fo
 
 
 def test_resumed_run_keeps_its_kind_of_order(stopped: Path, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Larger datasets are shuffled without a full permutation; older checkpoints do not record the order."""
+    """Larger datasets are shuffled without a full permutation."""
     drawn = straight()
-    content = content_of(stopped / "checkpoint-4")
-    assert content.pop("order") == "drawn" and content["progress"].pop("batches_in_epoch") == 2
-    for key in ("saved_at", "scored"):
-        del content[key]
-    seal(stopped / "checkpoint-4", content | {"versions": {"torch": torch.__version__}})
+    assert content_of(stopped / "checkpoint-4")["order"] == "drawn"
     monkeypatch.setattr(sampling, "_DRAWN_WHOLE", 10)
     assert_same(play(stopped)["tensors"], drawn["tensors"])
     assert [step for step, score in scores_of(stopped).items() if score is None] == [4]

@@ -477,26 +477,6 @@ def test_foreign_folders_are_left_unchanged(run: Path) -> None:
     assert (run / "checkpoint-98" / "trainer_state.json").exists()
 
 
-def test_folders_of_earlier_versions_are_used(run: Path) -> None:
-    """They have steps of six digits in their names."""
-    save(Store(run), 1, 2)
-    for pointer in ("last", "best"):
-        (run / pointer).unlink()
-    for step in (10, 20):
-        (run / f"checkpoint-{step}").rename(run / f"checkpoint-{step:06d}")
-    (run / "last").symlink_to("checkpoint-000020")
-    store = Store(run)
-    for which in ("auto", "last", run / "checkpoint-000020"):
-        result = store.resolve(which)
-        assert result is not None and result[0].name == "checkpoint-000020" and number_of(result) == 2
-    save_steps(store, 20, 30)  # once more, under its present name
-    assert names_of(store.checkpoints()) == ["checkpoint-000010", "checkpoint-20", "checkpoint-30"]
-    assert names_of(store.prune(keep_last=1)) == ["checkpoint-20"]
-    assert os.readlink(run / "best") == "checkpoint-000010"
-    store.delete(10)
-    assert names_of(list(run.glob("checkpoint-*"))) == ["checkpoint-30"]
-
-
 def test_foreign_folder_with_a_checkpoint_name_is_renamed(run: Path, caplog: pytest.LogCaptureFixture) -> None:
     for text in ("first", "second"):
         shutil.rmtree(run / "checkpoint-10", ignore_errors=True)

@@ -20,7 +20,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from omnitrain.core.errors import ConfigError, MissingExtraError
-from omnitrain.core.history import MetricRow, MetricsDict, WeightedMean
+from omnitrain.core.history import MetricRow, MetricsDict
 
 
 def history(epochs: int = 3) -> MetricsDict:
@@ -237,29 +237,3 @@ def test_metrics_plot_without_matplotlib(tmp_path: Path, monkeypatch: pytest.Mon
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     with pytest.raises(MissingExtraError, match=r"pip install -e '.\[plot\]'"):
         MetricsDict().plot(tmp_path / "curves.png")
-
-
-def test_mean_skips_weight_zero() -> None:
-    mean = WeightedMean()
-    assert math.isnan(mean.value)
-    mean.add(math.nan, weight=0)
-    mean.add(2.0, weight=3)
-    assert mean.value == 2.0
-
-
-parts = st.lists(st.lists(st.tuples(st.integers(-1000, 1000), st.integers(0, 9)), max_size=5), max_size=4)
-
-
-@given(parts=parts)
-@settings(max_examples=30)
-def test_mean_over_uneven_parts(parts: list[list[tuple[int, int]]]) -> None:
-    total = WeightedMean()
-    for part in parts:
-        mean = WeightedMean()
-        for value, weight in part:
-            mean.add(value, weight)
-        total.merge(WeightedMean.from_state(json.loads(json.dumps(mean.state_dict()))))
-    entries = [entry for part in parts for entry in part]
-    weight = sum(weight for _, weight in entries)
-    expected = sum(value * weight for value, weight in entries) / weight if weight else math.nan
-    assert total.value == expected or (weight == 0 and math.isnan(total.value))
