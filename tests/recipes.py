@@ -39,6 +39,12 @@ def small_trainer(*algorithms: Any, kind: Any = None, model: Any = None, data: A
     return kind(model or t16(), data or rows(16), algorithms=algorithms, **{**defaults, **options})
 
 
+def trainer_on_cpu(kind: Any, model: nn.Module, data: Any = None, **options: Any) -> Any:
+    """A silent trainer; those of accelerate and transformers choose the device themselves."""
+    device = {"device": "cpu"} if issubclass(kind, omnitrain.Trainer) else {}
+    return kind(model, train_dataset=data, **{"progress_bar": False, **device, **options})
+
+
 class FailsAt(nn.Module):
     """A model, by default the small regression model, whose pass of this number fails."""
 

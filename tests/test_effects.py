@@ -246,10 +246,10 @@ ARGUMENTS: dict[str, str] = {
     "trainer/test_evaluation.py::test_evaluate_takes_datasets_loaders_and_tensors":
         "BaseTrainer.evaluate(dataset prefix) BaseTrainer.predict(dataset)",
     "trainer/test_evaluation.py::test_evaluation_without_end_warns_within_seconds": "EvalSet(subset)",
-    "trainer/test_evaluation.py::test_extra_of_a_step_output_reaches_compute_metrics": "StepOutput(extra)",
     "trainer/test_evaluation.py::test_label_names_choose_the_labels": "ModelUnit(label_names)",
     "trainer/test_evaluation.py::test_label_sequences_of_any_name_are_padded_as_labels": "Collator(label_names)",
     "trainer/test_evaluation.py::test_loss_is_the_mean_over_labels_for_any_batch_size": "BaseTrainer(eval_batch_size)",
+    "trainer/test_evaluation.py::test_metrics_of_functions_names_and_units_agree": "StepOutput(extra)",
     "trainer/test_evaluation.py::test_rehearsal_raises_errors_before_the_first_step": "BaseTrainer(sanity)",
     "trainer/test_evaluation.py::test_test_uses_the_test_loader_or_dataset": "BaseTrainer(test_loader)",
     "trainer/test_finite.py::test_detect_anomaly_names_the_operation_of_a_nan": "BaseTrainer(detect_anomaly)",
