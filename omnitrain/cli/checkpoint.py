@@ -169,8 +169,7 @@ def _read_record(path: Path) -> list[dict[str, Any]]:
         ) from None
     if not content.get("record"):
         raise ConfigError(
-            f"{str(folder)!r} has no record of its run: an older version of omnitrain wrote it. "
-            "`omnitrain checkpoint show` prints its settings and versions."
+            f"{str(folder)!r} has no record of its run. `omnitrain checkpoint show` prints its settings and versions."
         )
     return [content["record"]]
 
