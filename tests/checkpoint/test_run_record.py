@@ -21,7 +21,7 @@ from resuming import Killed
 from omnitrain import AccelerateTrainer, Callback, ConfigError, HFTrainer, Trainer
 from omnitrain.checkpoint import run_record
 from omnitrain.checkpoint.disk import FileSystem
-from omnitrain.checkpoint.run_record import append_start, read_starts, recorded_environment
+from omnitrain.checkpoint.run_record import append_start, code_in, read_starts, recorded_environment
 from omnitrain.cli.checkpoint import show, show_run
 from omnitrain.cli.main import main
 from omnitrain.core.errors import CheckpointError
@@ -145,11 +145,13 @@ def test_git_that_is_slow_is_recorded_by_a_later_save(
             if starts_of(tmp_path / "run")[0]["git"]:
                 trainer.stop()
 
-    make(tmp_path / "run", callbacks=[SaveUntilAnswered()], epochs=10**6, save_total_limit=1).train()
+    with code_in(tmp_path):  # pytest, which runs as the script, has no repository
+        make(tmp_path / "run", callbacks=[SaveUntilAnswered()], epochs=10**6, save_total_limit=1).train()
     (start,) = starts_of(tmp_path / "run")
     assert start["git"] == {"commit": "12", "branch": "trunk", "clean": True}
     go.unlink()
-    make(tmp_path / "other").train()  # ends before git, which ends with it
+    with code_in(tmp_path):
+        make(tmp_path / "other").train()  # ends before git, which ends with it
     assert starts_of(tmp_path / "other")[0]["git"] is None
 
 
