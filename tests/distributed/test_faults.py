@@ -141,34 +141,16 @@ FAILING = by_name([
     fail("predict:13"),
     fail("between"),
     fail("exit", "exit of rank 0, with the store", rank=0, hosted=True),
-])  # fmt: skip
-FAILING_ALIKE = by_name([
-    fail("loss", "loss on rank 0, with the store", rank=0, hosted=True),
-    fail("loss", "loss of FSDP on rank 0", wrapping="fsdp", rank=0),
-    fail("loss", "loss of HFTrainer", wrapping="hf"),
-    fail("item:5", "item of rank 1 in the first batch"),
-    fail("item:41", "item of rank 0", rank=0),
-    *(
-        fail(f"callback:{event}", folder="save")
-        for event in (
-            "train_start", "step_start", "before_optimizer_step", "log", "eval_start", "eval_end", "epoch_end",
-            "train_end",
-        )
-    ),
-    fail("callback:step_end", "callback:step_end of rank 0", rank=0),
-    fail("writing", "writing of FSDP", rank=0, folder="save", wrapping="fsdp"),
-    fail("evaluation"),
-    fail("between", "between on rank 0", rank=0),
-])  # fmt: skip
-LIVING_ON = by_name([
     fail("loss", "loss of FSDP, lives on", lives_on=True, wrapping="fsdp"),
     fail("callback:step_end", "callback of rank 0, lives on", lives_on=True, rank=0),
-    fail("loss", "loss, lives on", lives_on=True),
     fail("evaluation", "evaluation, lives on", lives_on=True),
+    fail("loss", "loss of HFTrainer", wrapping="hf"),
+    fail("writing", "writing of FSDP", rank=0, folder="save", wrapping="fsdp"),
+    *(fail(f"callback:{event}", folder="save") for event in ("train_start", "before_optimizer_step", "epoch_end")),
 ])  # fmt: skip
 LABELS = by_name([
     fail("label", "label of FSDP", wrapping="fsdp"), fail("label", "label of HFTrainer", wrapping="hf"),
-    fail("label:evaluation"), fail("label"),
+    fail("label:evaluation"),
 ])  # fmt: skip
 
 
@@ -205,20 +187,15 @@ def call_on_one_rank(what: str, when: str, rank: int, folder: str, wrapping: str
         call(trainer)
 
 
-def solo(what: str, when: str, rank: int, note: str = "", hosted: bool = False, **options: Any) -> Case:
+def solo(what: str, when: str, rank: int, hosted: bool = False, **options: Any) -> Case:
     options = {"what": what, "when": when, "rank": rank, "folder": "call", **options}
-    return Case(f"{what} on rank {rank} {when}{note}", "test_faults:call_on_one_rank", options, hosted)
+    return Case(f"{what} on rank {rank} {when}", "test_faults:call_on_one_rank", options, hosted)
 
 
 CALLS = by_name([
-    solo("save_model", "after", 1, ", without the store", hosted=True), solo("evaluate", "before", 1),
-    solo("save_checkpoint", "in", 0), solo("AccelerateTrainer", "after", 0),
-])  # fmt: skip
-CALLS_ALIKE = by_name([
-    solo("save_model", "in", 0, " with FSDP", wrapping="fsdp"),
-    solo("save_model", "after", 0, ", with the store", hosted=True), solo("evaluate", "in", 0),
-    solo("predict", "in", 1), solo("test", "after", 0), solo("train", "before", 0), solo("train", "after", 1),
-    solo("save_checkpoint", "after", 1), solo("load_checkpoint", "in", 0), solo("load_checkpoint", "after", 0),
+    solo("save_model", "after", 1, hosted=True), solo("evaluate", "before", 1),
+    solo("save_checkpoint", "in", 0), solo("AccelerateTrainer", "after", 0), solo("train", "before", 0),
+    solo("predict", "in", 1), solo("load_checkpoint", "in", 0), solo("save_model", "in", 0, wrapping="fsdp"),
 ])  # fmt: skip
 
 
@@ -241,8 +218,8 @@ def end(how: str) -> None:
     mark()
 
 
-ENDS = {how: Case(how, "test_faults:end", {"how": how}) for how in ("destroy and train", "late", "plain")}
-CASES = LIVING_ON | FAILING | FAILING_ALIKE | LABELS | CALLS | CALLS_ALIKE | ENDS
+ENDS = {how: Case(how, "test_faults:end", {"how": how}) for how in ("destroy and train", "late")}
+CASES = FAILING | LABELS | CALLS | ENDS
 
 
 # --- jobs: errors of all processes alike
@@ -320,8 +297,8 @@ def ask(backend: str, rank: int, folder: str) -> dict[str, Any]:
     return {"events": asks.events, "reason": metrics["stop_reason"], "step": trainer.progress.step}
 
 
-def stop_at_any_moment(backend: str, times: int) -> list[tuple[str, int]]:
-    """Stop many runs from another thread of one process, after a random batch of steps, evaluations and epochs."""
+def stop_at_any_moment(backend: str) -> dict[str, Any]:
+    """Stop six runs from another thread of one process, after a random batch of steps, evaluations and epochs."""
     generator, ends, numbers = random.Random(current_rank()), [], itertools.count()
 
     class Stopping(Callback):
@@ -342,7 +319,7 @@ def stop_at_any_moment(backend: str, times: int) -> list[tuple[str, int]]:
     data, model, counts = rows(70, torch.float32), t16(dtype=torch.float32), [0]
     model.register_forward_hook(count)
     trainer: Any = make(model=model, eval_dataset=data, eval_steps=3, epochs=1000, batch_size=1, callbacks=[Stopping()])
-    for _ in range(times):
+    for _ in range(6):
         counts[0], numbers = 0, itertools.count()
         metrics = trainer.train()
         ends.append((metrics["stop_reason"], trainer.progress.step))
@@ -378,14 +355,14 @@ def job(function: str, backend: str = "ddp", **options: Any) -> tuple[str, Job]:
     return name, Job(name, backend, f"test_faults:{function}", options)
 
 
-FOLDER = {"folder": "folder"}
-SURVIVING = dict([job("survive", **FOLDER), job("survive", "fsdp", **FOLDER)])
-ASKING = dict([job("ask", rank=1, **FOLDER), job("ask", rank=0, **FOLDER), job("ask", "fsdp", rank=1, **FOLDER)])
-STOPPING = dict([job("stop_at_any_moment", times=6), job("stop_at_any_moment", times=30)])
+SURVIVING = dict(job("survive", backend, folder="folder") for backend in ("ddp", "fsdp"))
+ASKING = dict(job("ask", backend, rank=1, folder="folder") for backend in ("ddp", "fsdp"))
+STOPPING = dict([job("stop_at_any_moment")])
 UNEVEN = dict([
-    job("train_unevenly", backend, lengths=lengths, loader=loader, accumulation=accumulation)
-    for lengths, loader in [([9, 30], False), ([30, 9], False), ([32, 33], True), ([9, 50], True), ([13, 0], False)]
-    for backend, accumulation in (("ddp", 1), ("fsdp", 3))
+    job("train_unevenly", lengths=[9, 30], loader=False, accumulation=1),
+    job("train_unevenly", "fsdp", lengths=[30, 9], loader=False, accumulation=3),
+    job("train_unevenly", lengths=[9, 50], loader=True, accumulation=1),
+    job("train_unevenly", "fsdp", lengths=[13, 0], loader=False, accumulation=3),
 ])  # fmt: skip
 JOBS = SURVIVING | ASKING | STOPPING | UNEVEN
 
@@ -424,16 +401,18 @@ def test_waits_of_a_failed_process_add_up_to_seconds() -> None:
     assert sum(waits) + 3 * ranks._POLL_INTERVAL.total_seconds() < 15
 
 
-@pytest.mark.parametrize("name", thinned([*FAILING, *FAILING_ALIKE], FAILING))
+@pytest.mark.parametrize("name", thinned(FAILING, list(FAILING)[:9]))
 def test_error_on_one_rank_ends_all_with_its_reason(
     name: str, outcomes: dict[str, list[Outcome]], folder: Path
 ) -> None:
+    """Also if the rank that failed lives on until the other one has ended."""
     where, rank = CASES[name].options["where"], CASES[name].options.get("rank", 1)
     failed, other = outcomes[name][rank], outcomes[name][1 - rank]
+    lives_on = "lives_on" in CASES[name].options
     text = "SystemExit: 7" if where == "exit" else "ValueError: boom"
-    assert failed.code == (7 if where == "exit" else 1), failed.output
+    assert failed.code == (0 if lives_on else 7 if where == "exit" else 1), failed.output
     assert other.code == 1, other.output
-    assert where == "exit" or text in failed.output
+    assert lives_on or where == "exit" or text in failed.output
     if where in ("writing", "metric"):  # errors that the main process has for all
         assert "Raised on rank 0, in " in other.output and other.output.count("ValueError: boom") == 2
     elif where == "between":  # outside of all calls: it is known that it has gone, and not why
@@ -448,16 +427,7 @@ def test_error_on_one_rank_ends_all_with_its_reason(
         assert [path.name for path in checkpoints] == ["checkpoint-2"]
 
 
-@pytest.mark.parametrize("name", thinned(LIVING_ON, list(LIVING_ON)[:1]))
-def test_error_on_a_rank_that_lives_on_ends_the_other(name: str, outcomes: dict[str, list[Outcome]]) -> None:
-    rank = CASES[name].options.get("rank", 1)
-    survivor, other = outcomes[name][rank], outcomes[name][1 - rank]
-    assert survivor.code == 0, survivor.output  # it has lived until the other had ended
-    assert other.code == 1, other.output
-    assert f"DistributedError: Rank {rank} failed in train()" in other.output and "ValueError: boom" in other.output
-
-
-@pytest.mark.parametrize("name", thinned(LABELS, list(LABELS)[:3]))
+@pytest.mark.parametrize("name", LABELS)
 def test_error_on_one_rank_reports_its_samples_on_all(name: str, outcomes: dict[str, list[Outcome]]) -> None:
     # a forward pass over sharded weights needs all ranks: there the samples are not run again
     samples = "samples 12, 13, 14, 15" if name == "label of FSDP" else "sample 13"
@@ -469,7 +439,7 @@ def test_error_on_one_rank_reports_its_samples_on_all(name: str, outcomes: dict[
     assert "IndexError: Target 7 is out of bounds." in outcomes[name][1].output
 
 
-@pytest.mark.parametrize("name", thinned([*CALLS, *CALLS_ALIKE], CALLS))
+@pytest.mark.parametrize("name", thinned(CALLS, list(CALLS)[:4]))
 def test_call_on_one_rank_only_is_an_error_on_all(name: str, outcomes: dict[str, list[Outcome]]) -> None:
     what, rank = CASES[name].options["what"], CASES[name].options["rank"]
     for outcome in outcomes[name]:
@@ -478,7 +448,7 @@ def test_call_on_one_rank_only_is_an_error_on_all(name: str, outcomes: dict[str,
         assert f"rank {rank}: {what}()" in message and f"rank {1 - rank}: " in message
 
 
-@pytest.mark.parametrize("name", thinned(ENDS, list(ENDS)[:2]))
+@pytest.mark.parametrize("name", ENDS)
 def test_end_of_the_program_is_silent(name: str, outcomes: dict[str, list[Outcome]]) -> None:
     for outcome in outcomes[name]:
         lines = [line for line in outcome.output.splitlines() if not line.startswith("[Gloo] Rank ")]  # PyTorch 2.8
@@ -505,10 +475,10 @@ def test_requests_of_one_rank_act_on_all(job: str, results: Found[list[dict[str,
     ]
 
 
-@pytest.mark.parametrize("job", thinned(STOPPING, list(STOPPING)[:1]))
+@pytest.mark.parametrize("job", STOPPING)
 def test_stop_from_a_thread_of_one_rank_ends_all_at_one_step(job: str, results: Found[list[dict[str, Any]]]) -> None:
     ends = result_of(results, job)["ends"]
-    assert len(ends) == JOBS[job].options["times"] and {reason for reason, _ in ends} == {"requested"}
+    assert len(ends) == 6 and {reason for reason, _ in ends} == {"requested"}
     assert len({step for _, step in ends}) > 2
 
 
@@ -518,7 +488,7 @@ def share_of_stream(length: int, rank: int) -> list[int]:
     return [(turn + 1 - rank) // 2 for turn in turns]
 
 
-@pytest.mark.parametrize("job", thinned(UNEVEN, list(UNEVEN)[::3]))
+@pytest.mark.parametrize("job", UNEVEN)
 def test_uneven_data_train_to_the_end_of_the_longest(job: str, results: Found[list[dict[str, Any]]]) -> None:
     lengths, loader, accumulation = (JOBS[job].options[name] for name in ("lengths", "loader", "accumulation"))
     if not all(lengths):
