@@ -1,21 +1,38 @@
-"""Rendezvous of processes in a store that still has keys of earlier attempts."""
+"""Rendezvous of processes: stores with keys of earlier attempts, and ranks that end or stall before the trainer exists.
+
+The run then ends on the others.
+"""
 
 from __future__ import annotations
 
 import datetime
 import os
+import signal
 import socket
+import subprocess
+import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import programs
 import pytest
+import torch
 import torch.distributed as dist
-from forking import Case, play
-from torch.distributed import HashStore, Store
+import torch.nn.functional as F
+from backends import asked_for, make_trainer
+from compiled import compile_once
+from forking import ON_CPU, Case, Found, Outcome, by_name, mark, play
+from marks import thinned
+from recipes import rows
+from torch import nn
+from torch.distributed import HashStore, Store, distributed_c10d
+from torch.nn.parallel import distributed as ddp
 
 from omnitrain.core.errors import DistributedError
 from omnitrain.distributed import ranks, rendezvous
+from omnitrain.distributed.ranks import ProcessRanks
 
 VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
@@ -28,7 +45,6 @@ def meet(store: Store, ranks: list[int]) -> list[str]:
         return [name.result(programs.LIMIT) for name in names]
 
 
-@pytest.mark.processes
 def test_agree_on_name_is_unique_per_attempt() -> None:
     store = HashStore()
     store.set("omnitrain/attempt", "old")  # its ranks 0 and 1 were there, rank 2 was not
@@ -57,7 +73,6 @@ def test_meeting_yields_init_method_under_a_launcher(monkeypatch: pytest.MonkeyP
             assert method == "omnitrain://"
 
 
-@pytest.mark.processes
 def test_meeting_reports_ranks_that_never_start(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ranks, "SILENCE_S", 0.5)
     for rank in "01":
@@ -79,11 +94,104 @@ def wait_for_silent_store() -> None:
         dist.init_process_group("gloo", init_method="omnitrain://")
 
 
-@pytest.mark.processes
-def test_meeting_ends_if_store_never_answers(tmp_path: Path) -> None:
-    case = Case("silent", "test_rendezvous:wait_for_silent_store", processes=1)
-    (outcome,) = play([case], tmp_path)["silent"]
+# --- ranks that leave while trainers are made
+
+
+def leave(how: str) -> None:
+    """Kill this process, at once or, stopped, when the other one has ended."""
+    mark()
+    if how == "killed":
+        os.kill(os.getpid(), signal.SIGKILL)
+    folder, other = Path(os.environ["CASE_FOLDER"]), 1 - int(os.environ["RANK"])
+    wait = f"while [ ! -e '{folder}/ended-{other}' ]; do sleep 0.05; done; kill -KILL {os.getpid()}"
+    with subprocess.Popen(["sh", "-c", wait]):
+        os.kill(os.getpid(), signal.SIGSTOP)
+
+
+def leave_in(owner: Any, name: str, call: int, how: str) -> None:
+    """Leave in a call of a function instead of what it does."""
+    function: Callable[..., Any] = getattr(owner, name)
+    numbers = iter(range(1, 100))
+
+    def replacement(*args: Any, **kwargs: Any) -> Any:
+        return leave(how) if next(numbers) == call else function(*args, **kwargs)
+
+    setattr(owner, name, replacement)
+
+
+def await_fault() -> None:
+    """Wait for the other process to leave before this one has used the store."""
+    start = ProcessRanks.__init__
+
+    def late(ranks: ProcessRanks, *args: Any) -> None:
+        while not Path(os.environ["CASE_FOLDER"], "fault").exists():
+            time.sleep(0.01)
+        time.sleep(0.2)  # the fault is marked just before
+        start(ranks, *args)
+
+    ProcessRanks.__init__ = late  # type: ignore[method-assign]
+
+
+def make(backend: str, moment: str, rank: int, how: str, is_other_late: bool) -> None:
+    """Make a trainer, and leave on one rank when it is about to form a group, to exchange anything, or to broadcast."""
+    ranks.SILENCE_S = ranks._UNRESPONSIVE_S = 3.0
+    what, _, number = moment.partition(" ")
+    owner, name = {
+        "group": (distributed_c10d, "_new_process_group_helper"),  # torch's first one, ours, those of the backend
+        "ranks": (ProcessRanks, "connect"),
+        "broadcast": (ddp, "_verify_param_shape_across_processes"),
+    }[what]
+    is_leaving = int(os.environ["RANK"]) == rank
+    if is_other_late and not is_leaving:
+        await_fault()
+    if is_leaving:
+        leave_in(owner, name, int(number or 1), how)
+    make_trainer(backend, nn.Linear(4, 1), rows(32, torch.float32), loss_fn=F.mse_loss, batch_size=4)
+
+
+def case(backend: str, moment: str, rank: int, how: str, hosted: bool = True, is_other_late: bool = False) -> Case:
+    name = f"{backend}, {moment}, rank {rank} {how}{', torchrun' * (not hosted)}{', the other late' * is_other_late}"
+    options = {"backend": backend, "moment": moment, "rank": rank, "how": how, "is_other_late": is_other_late}
+    environment = {} if "zero" in backend else ON_CPU
+    return Case(name, "test_rendezvous:make", options, hosted, environment=environment)
+
+
+CASES = by_name([
+    case("ddp", "group 1", 0, "stopped", is_other_late=True),
+    case("ddp", "group 2", 1, "stopped", hosted=False),
+    case("fsdp", "ranks", 0, "killed"),
+    case("zero3", "group 1", 1, "killed"),
+    case("hf2", "ranks", 1, "killed"),
+    case("ddp", "group 1", 0, "killed", is_other_late=True),
+    case("ddp", "broadcast 1", 1, "killed", hosted=False),
+    case("fsdp", "group 2", 0, "killed"),
+    case("fsdp", "ranks", 0, "stopped", hosted=False),
+    case("zero2", "group 3", 1, "killed"),
+    case("zero3", "group 3", 0, "stopped", hosted=False),
+    case("hf2", "broadcast 1", 0, "killed"),
+])  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def outcomes(folder: Path, request: pytest.FixtureRequest) -> Found[list[Outcome]]:
+    names = asked_for(request, "name")
+    if any("zero" in name for name in names):
+        compile_once()
+    silent = Case("silent", "test_rendezvous:wait_for_silent_store", processes=1)
+    return play([silent, *(case for case in CASES.values() if case.name in names)], folder, at_once=7)
+
+
+def test_meeting_ends_if_store_never_answers(outcomes: dict[str, list[Outcome]]) -> None:
+    (outcome,) = outcomes["silent"]
     assert outcome.code == 1
-    assert "DistributedError: Rank 1 waits for the others of 2 processes at localhost, and got no answer in" in (
-        outcome.output
-    )
+    expected = "DistributedError: Rank 1 waits for the others of 2 processes at localhost, and got no answer in"
+    assert expected in outcome.output
+
+
+@pytest.mark.parametrize("name", thinned(CASES, list(CASES)[:5]))
+def test_meeting_that_a_rank_leaves_ends_the_run(name: str, outcomes: dict[str, list[Outcome]]) -> None:
+    rank = CASES[name].options["rank"]
+    leaver, other = outcomes[name][rank], outcomes[name][1 - rank]
+    assert leaver.code == -signal.SIGKILL, leaver.output
+    assert other.code == 1, other.output
+    assert "DistributedError: " in other.output, other.output
