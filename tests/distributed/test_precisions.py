@@ -1,7 +1,9 @@
-"""Precisions on two processes: fp16 loss scales, dtypes of gradient reductions, fp8."""
+"""Precisions on two processes: what trains or is rejected, fp16 loss scales, dtypes of gradient reductions, fp8."""
 
 from __future__ import annotations
 
+import math
+import re
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +21,126 @@ from omnitrain.compute.precision import Precision
 
 HERE = "test_precisions"
 SCALE = (1024.0, 1e-4, 3)
+FP32, FP64 = torch.float32, torch.float64
+
+
+# --- kinds of models with each argument
+
+
+class Island(nn.Module):
+    """Computes in fp32 in a region without autocast, as losses and norms of models do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.autocast(x.device.type, enabled=False):
+            return x + F.linear(x.float(), self.layer.weight.float(), self.layer.bias.float())
+
+
+class Scaled(nn.Module):
+    """Multiplies by a buffer of fp64."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("scale", torch.full((8,), 0.5, dtype=FP64))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * self.scale.to(x.dtype)
+
+
+def network(*middle: nn.Module) -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 8), *middle, nn.Tanh(), nn.Linear(8, 1))
+
+
+KINDS: dict[str, Any] = {
+    "plain": lambda: network(),
+    "batch norm": lambda: network(nn.BatchNorm1d(8)),
+    "layer norm": lambda: network(nn.LayerNorm(8)),
+    "bf16": lambda: network(nn.BatchNorm1d(8)).bfloat16(),
+    "fp64 buffer": lambda: network(Scaled()),
+    "island": lambda: network(Island(), nn.LayerNorm(8), nn.Linear(8, 8)),
+}
+OPTIONS: dict[str, dict[str, Any]] = {
+    "none": {},
+    "bf16": {"autocast": "bf16"},
+    "fp16": {"autocast": "fp16"},
+    "bf16 sums fp32": {"autocast": "bf16", "dtypes": {"reductions": "fp32"}},
+    "weights": {"dtypes": {"parameters": "bf16"}},
+    "weights inputs": {"dtypes": {"parameters": "bf16", "inputs": "bf16"}},
+    "all": {"dtypes": {"parameters": "bf16", "inputs": "bf16", "buffers": "bf16", "reductions": "bf16"}},
+    "inputs": {"dtypes": {"inputs": "bf16"}},
+    "bf16 inputs": {"autocast": "bf16", "dtypes": {"inputs": "bf16"}},
+    "bf16 buffers": {"autocast": "bf16", "dtypes": {"buffers": "bf16"}},
+    "scale": {"fp16_loss_scale": (1024.0, 1.0)},
+    "bf16 compiled": {"autocast": "bf16", "compile": {"backend": "eager"}},
+    "bf16 recomputed": {"autocast": "bf16", "gradient_checkpointing": ["1"]},
+}
+
+
+def fit(backend: str, kind: str, options: str) -> dict[str, Any]:
+    """Take two steps and evaluate; return the losses, or the error with its notes, and how many updates were made."""
+    data = rows(16, FP32)
+    trainer: Any = None
+    try:
+        trainer = make_trainer(
+            backend, KINDS[kind](), data, data, loss_fn=F.mse_loss, batch_size=4, epochs=1, learning_rate=0.05,
+            optimizer="torch.optim.SGD", **OPTIONS[options],
+        )  # fmt: skip
+        metrics = trainer.train()
+    except Exception as error:
+        text = "\n".join([str(error), *getattr(error, "__notes__", ())])
+        steps = None if trainer is None else trainer.progress.step
+        return {"raised": type(error).__name__, "text": text, "steps": steps}
+    history = metrics["train_metrics_history"][0]
+    return {"losses": [history["train_loss"], metrics["valid"][0]["eval_loss"]], "steps": trainer.progress.step}
+
+
+def disable_like_a_gpu(backend: str) -> dict[str, Any]:
+    """Train where DeepSpeed disables autocast inside of its engine, as it does on GPUs."""
+    is_enabled = torch.is_autocast_enabled
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch, "is_autocast_enabled", lambda device_type="cpu": is_enabled(device_type))
+        return fit(backend, "plain", "bf16")
+
+
+def scalar(backend: str) -> dict[str, Any]:
+    """Make a trainer of a model with a parameter of no dimension."""
+    model = network()
+    model.register_parameter("scale", nn.Parameter(torch.tensor(1.5)))
+    make_trainer(backend, model, rows(16, FP32), loss_fn=F.mse_loss)
+    return {}
+
+
+CASES = [
+    (backend, kind, options)
+    for backend in ("ddp", "fsdp", "zero2", "zero3")
+    for kind in KINDS
+    for options in OPTIONS
+    if (options in ("none", "bf16") if kind != "batch norm" else options not in ("fp16", "scale"))
+]
+QUICK = [
+    ("ddp", "batch norm", "weights inputs"), ("fsdp", "batch norm", "bf16"), ("zero2", "batch norm", "bf16"),
+    ("zero2", "fp64 buffer", "bf16"), ("zero2", "bf16", "bf16"), ("zero3", "island", "bf16 sums fp32"),
+    ("fsdp", "island", "bf16"), ("zero2", "plain", "fp16"), ("zero1", "plain", "scale"),
+]  # fmt: skip
+REJECTED = {
+    "fp16": "is not available on a CPU. Use `autocast='bf16'`",
+    "scale": "has no effect, as the loss is not scaled. Leave it out",
+    "weights": "Give both the same type",
+    "inputs": "Give both the same type",
+    "weights inputs": "Give both the same type|Cast the input|mat1 and mat2",
+    "all": "Cast the input|mat1 and mat2",
+    "bf16 buffers": "Give both the same type",
+    "none": "Give both the same type",
+}
+"""What an error says where a combination cannot be trained."""
+OF_ZERO = "which DeepSpeed ZeRO casts itself"
+
+
+# --- scales, sums and eighths
 
 
 def scaled(backend: str, folder: str, cut: int = 0, resume: str | None = None, **options: Any) -> dict[str, Any]:
@@ -30,7 +152,7 @@ def scaled(backend: str, folder: str, cut: int = 0, resume: str | None = None, *
         patch.setattr(get_accelerator(), "is_fp16_supported", lambda: True)
         trace = Trace()
         trainer = make_trainer(
-            backend, Overflowing(at=() if resume else (4,)), rows(40, torch.float32), loss_fn=F.mse_loss,
+            backend, Overflowing(at=() if resume else (4,)), rows(40, FP32), loss_fn=F.mse_loss,
             batch_size=4 // PROCESSES[backend], max_steps=9, autocast="fp16", learning_rate=0.01, save_dir=folder,
             callbacks=[trace, StopAt(cut)], **{"fp16_loss_scale": SCALE, **options},
         )  # fmt: skip
@@ -61,7 +183,7 @@ def summed(backend: str, **options: Any) -> dict[str, Any]:
     model = nn.Sequential(nn.Linear(4, 16), nn.Tanh(), nn.Linear(16, 2), nn.Linear(2, 1))
     rounded = Rounded()
     trainer = make_trainer(
-        backend, model, rows(24, torch.float32), loss_fn=F.mse_loss, batch_size=4, epochs=1, learning_rate=0.01,
+        backend, model, rows(24, FP32), loss_fn=F.mse_loss, batch_size=4, epochs=1, learning_rate=0.01,
         max_grad_norm=None, callbacks=[] if backend.startswith("zero") else [rounded], **options,
     )  # fmt: skip
     trainer.train()
@@ -87,7 +209,7 @@ def in_eighths(backend: str) -> dict[str, Any]:
         torch.manual_seed(0)
         model = nn.Sequential(nn.Linear(4, 16), nn.Tanh(), nn.Linear(16, 32), nn.Tanh(), nn.Linear(32, 1))
         trainer = make_trainer(
-            backend, model, rows(24, torch.float32), loss_fn=F.mse_loss, batch_size=8 // PROCESSES[backend], epochs=1,
+            backend, model, rows(24, FP32), loss_fn=F.mse_loss, batch_size=8 // PROCESSES[backend], epochs=1,
             learning_rate=0.01, autocast="fp8",
         )  # fmt: skip
         trainer.train()
@@ -104,6 +226,9 @@ def plugin_offloads(backend: str) -> dict[str, Any]:
     return {}
 
 
+# --- what came of it
+
+
 @pytest.fixture(scope="module")
 def results(folder: Path, request: pytest.FixtureRequest) -> dict[str, Any]:
     jobs = []
@@ -111,6 +236,8 @@ def results(folder: Path, request: pytest.FixtureRequest) -> dict[str, Any]:
     def add(backend: str, name: str, function: str, **options: Any) -> None:
         jobs.append(Job(f"{backend}-{name}", backend, f"{HERE}:{function}", options))
 
+    for backend, kind, options in sorted(asked_for(request, "backend", "kind", "options")):
+        add(backend, f"{kind}-{options}", "fit", kind=kind, options=options)
     for backend in sorted(asked_for(request, "backend", test="test_loss_scale")):
         place = folder / backend
         add(backend, "straight", "scaled", folder=str(place / "straight"))
@@ -122,8 +249,35 @@ def results(folder: Path, request: pytest.FixtureRequest) -> dict[str, Any]:
             add(backend, name, "summed", **options)
     for backend in sorted(asked_for(request, "backend", test="test_fp8")):
         add(backend, "fp8", "in_eighths")
+    add("zero2", "gpu", "disable_like_a_gpu")
+    add("fsdp", "scalar", "scalar")
     add("fsdp", "plugin", "plugin_offloads")
     return launch_all(jobs, folder / "launches")
+
+
+@pytest.mark.parametrize(("backend", "kind", "options"), thinned(dict.fromkeys([*QUICK, *CASES]), QUICK))
+def test_precision_trains_or_is_an_error_before_step_1(results: Any, backend: str, kind: str, options: str) -> None:
+    """With the remedy; autocast="bf16" trains each kind on each backend."""
+    first, second = results[f"{backend}-{kind}-{options}"]
+    if "losses" in first:
+        assert first == second and first["steps"] == 2 and all(map(math.isfinite, first["losses"]))
+        assert first["losses"][1] < first["losses"][0]
+        return
+    assert not options.startswith("bf16") or "buffers" in options
+    says = f"{OF_ZERO}|{REJECTED[options]}" if backend.startswith("zero") else REJECTED[options]
+    for rank in (first, second):
+        assert not rank["steps"] and re.search(says, rank["text"]), rank
+
+
+def test_zero_keeps_autocast_in_its_engine(results: Any) -> None:
+    """DeepSpeed disables it on GPUs, where inputs in fp32 then meet weights in bf16."""
+    assert all(rank.get("steps") == 2 and "losses" in rank for rank in results["zero2-gpu"]), results["zero2-gpu"]
+
+
+@pytest.mark.parametrize(("name", "words"), [("scalar", "'scale' has no dimension"), ("plugin", "`cpu_offload`")])
+def test_fsdp_rejects_what_it_cannot_shard_or_offload(results: Any, name: str, words: str) -> None:
+    for rank in results[f"fsdp-{name}"]:
+        assert rank["error"] == "ConfigError" and words in rank["message"]
 
 
 def tensor_gap(one: Any, other: Any) -> float:
@@ -161,11 +315,6 @@ def test_loss_scale_of_zero_follows_its_settings(results: Any, backend: str) -> 
     assert all(torch.equal(one, straight["tensors"][name]) for name, one in resumed["tensors"].items())
     for rank in sinking:
         assert rank["error"] == "NonFiniteError" and "fell to 4, below its minimum 8" in rank["message"]
-
-
-def test_fsdp_cpu_offload_is_an_error_without_gpu(results: Any) -> None:
-    for rank in results["fsdp-plugin"]:
-        assert rank["error"] == "ConfigError" and "`cpu_offload`" in rank["message"]
 
 
 @pytest.mark.parametrize("backend", thinned(["ddp", "fsdp", "zero2"], ["fsdp", "zero2"]))
