@@ -277,7 +277,7 @@ OPTIONS: dict[str, str] = {
     "cli/test_main.py::test_cli_schedule_takes_pace_and_rate":
         "schedule(--learning-rate --samples-per-step --tokens-per-step --seconds-per-step)",
     "config/test_configuration.py::test_nested_names_need_trust": "train(--trust) sweep(--trust) config check(--trust)",
-    "distributed/test_elastic.py::test_torchrun_restarts_a_killed_worker_exactly": "launch(--max-restarts)",
+    "distributed/test_launching.py::test_torchrun_restarts_a_killed_worker_exactly": "launch(--max-restarts)",
 }  # fmt: skip
 """The options of commands that each test covers."""
 
