@@ -1,21 +1,48 @@
-"""`microbatch_size` on two processes: the same parts on any backend, and memory that runs out on one of them."""
+"""Memory on two processes: micro-batches that fit, and what saves, starts and evaluations hold at most."""
 
 from __future__ import annotations
 
+import ctypes
+import functools
+import gc
 import os
+import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
+import torchmetrics
 from backends import Job, asked_for, bound, dtype_of, launch_all, make_trainer, named, tensors_of
 from marks import thinned
 from recipes import Sentences, Tagger, distance, rows, same
+from safetensors.torch import save_file
 from starving import Starving, StarvingAdamW
+from torch import nn
+from torch.utils.data import TensorDataset
+
+from omnitrain.checkpoint.store import Store
 
 HERE = Path(__file__).stem
-BACKENDS = ("native", "ddp", "fsdp", "hf2", "zero1", "zero2", "zero3", "hf_fsdp", "hf_zero2", "hf_zero3")
+BACKENDS = ("ddp", "fsdp", "hf2", "zero1", "zero2", "zero3", "hf_fsdp", "hf_zero3")
+PLACES = [("ddp", "update"), ("hf2", "backward"), ("ddp", "forward"), ("ddp", "both")]
+"""Backend, and where memory runs out."""
+LAYERS = {8: 6, 1024: 6, 1536: 6, 3072: 8}
+"""How many matrices a model has, by their width; those of width 8 show only that all works."""
+PARTS = {"fsdp": 1, "zero3": 3}
+"""How often each rank has its part before the first step: DeepSpeed takes that of a copy and of the gradients too."""
+needs_rss = pytest.mark.skipif(
+    not Path("/proc/self/status").exists() or "RssAnon" not in Path("/proc/self/status").read_text(),
+    reason="this system does not say how much memory a process holds",
+)
+SAMPLES, OUTPUT_WIDTH = 64, 1 << 18
+OUTPUTS = SAMPLES * OUTPUT_WIDTH * 4 / 2**20
+"""MiB of the outputs for all samples: 64."""
+
+
+# --- micro-batches that fit
 
 
 def split(backend: str, dtype: str, size: int | None) -> dict[str, Any]:
@@ -76,39 +103,174 @@ def synchronize(backend: str) -> dict[str, Any]:
     return {}
 
 
+# --- what a process holds at most
+
+
+def tensor_size(width: int) -> float:
+    """Return the MiB of the largest tensor."""
+    return width * width * 4 / 2**20
+
+
+def anonymous() -> float:
+    """Return the MiB of memory that this process holds, without the pages of files that it has mapped."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) / 1024 for line in lines if line.startswith("RssAnon"))
+
+
+def growth(work: Callable[[], Any]) -> float:
+    """Return by how many MiB this process's memory grew at most while `work` ran."""
+    ctypes.CDLL(None).mallopt(-3, 1 << 16)  # M_MMAP_THRESHOLD: give large blocks back as soon as they are free
+    gc.collect()
+    before = most = anonymous()
+    done = threading.Event()
+
+    def watch() -> None:
+        nonlocal most
+        while not done.wait(0.002):
+            most = max(most, anonymous())
+
+    thread = threading.Thread(target=watch)
+    thread.start()
+    try:
+        work()
+    finally:
+        done.set()
+        thread.join()
+    return most - before
+
+
+def deep(width: int) -> nn.Module:
+    return nn.Sequential(*(nn.Linear(width, width, bias=False) for _ in range(LAYERS[width])))
+
+
+def make(backend: str, width: int, empty: bool = False, **options: Any) -> Any:
+    with torch.device("meta" if empty else "cpu"):
+        model = deep(width)
+    x = torch.randn(8, width, generator=torch.Generator().manual_seed(0))
+    return make_trainer(backend, model, TensorDataset(x, x), loss_fn=F.mse_loss, batch_size=4, epochs=1, **options)
+
+
+def optimizers_with_state() -> int:
+    gc.collect()
+    return sum(type(one) is torch.optim.AdamW and len(one.state) > 0 for one in gc.get_objects())
+
+
+def measure(backend: str, folder: str, widths: list[int]) -> dict[str, Any]:
+    """Train a step, save and load; first with a small model, which loads the code."""
+    result: dict[str, Any] = {}
+    for width in widths:
+        trainer = make(backend, width, save_dir=f"{folder}/{width}", save_steps=1000)
+        trainer.train()
+        before = optimizers_with_state()
+        trainer.train(more="1ba")
+        result["optimizers"] = optimizers_with_state() - before
+        result["save"] = growth(trainer.save_checkpoint)
+        result["load"] = growth(functools.partial(trainer.load_checkpoint, "last"))
+        result["save_model"] = growth(functools.partial(trainer.save_model, f"{folder}/{width}-model"))
+    return result
+
+
+def start(backend: str, folder: str, widths: list[int]) -> dict[str, Any]:
+    """Make models that only the main rank has, or that a file has, or nobody; first small ones."""
+    result: dict[str, Any] = {}
+    for width in widths:
+        for source, empty in {"main": [1], "file": [0, 1], "initializers": [0, 1]}.items():
+            options = {"init_from": f"{folder}/{width}.safetensors"} if source == "file" else {}
+            is_empty, trainers = int(os.environ["RANK"]) in empty, list[Any]()
+            result[source] = growth(lambda: trainers.append(make(backend, width, is_empty, **options)))  # noqa: B023
+            trainers.pop().backend.release()
+            gc.collect()
+    return result
+
+
+class Wide(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(1, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layer(x).expand(-1, OUTPUT_WIDTH)
+
+
+def mean_loss(outputs: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    return outputs[:, 0].mean() + labels.sum() * 0
+
+
+def mean_of(y_true: Any, y_pred: Any) -> dict[str, float]:
+    return {"mean": float(y_pred[:, 0].mean())}
+
+
+class Keeps(torchmetrics.Metric):
+    """A metric that keeps all outputs, as one of a ranking does."""
+
+    higher_is_better = True
+    full_state_update = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.add_state("kept", default=[], dist_reduce_fx="cat")
+
+    def update(self, outputs: torch.Tensor, labels: torch.Tensor) -> None:
+        self.kept.append(outputs.contiguous())
+
+    def compute(self) -> torch.Tensor:
+        parts = [self.kept] if isinstance(self.kept, torch.Tensor) else self.kept  # once they have been reduced
+        return sum(one[:, 0].sum() for one in parts) / sum(map(len, parts))
+
+
+def hold(backend: str, call: str, by_states: bool = False) -> dict[str, Any]:
+    """Return by how many MiB a process grows in an evaluation, or prediction, that needs all outputs."""
+    metric = Keeps() if by_states else mean_of
+    trainer = make_trainer(backend, Wide(), rows(4), loss_fn=mean_loss, compute_metrics=metric, eval_batch_size=1)
+    torch.manual_seed(0)
+    data = TensorDataset(torch.randn(SAMPLES, 1), torch.randn(SAMPLES, 1))
+    getattr(trainer, call)(TensorDataset(*(one[:2] for one in data.tensors)))
+    gc.collect()
+    return {"grew": growth(lambda: getattr(trainer, call)(data))}
+
+
+# --- what came of it
+
+
 @pytest.fixture(scope="module")
 def results(folder: Path, request: pytest.FixtureRequest) -> dict[str, Any]:
     jobs = []
-    for backend in sorted({"native"} | asked_for(request, "backend", test="test_split")):
-        size = None if backend == "native" else 3
-        for dtype in ("float32", "float64") if backend == "native" else (dtype_of(backend),):
-            options = {"dtype": dtype, "size": size}
-            jobs.append(Job(f"split-{backend}-{dtype}", backend, f"{HERE}:split", options))
+
+    def add(name: str, backend: str, function: str, **options: Any) -> None:
+        jobs.append(Job(name, backend, f"{HERE}:{function}", options))
+
+    for backend in sorted(asked_for(request, "backend", test="test_split")):
+        dtype = dtype_of(backend)
+        add(f"split-{backend}", backend, "split", dtype=dtype, size=3)
+        add(f"split-{backend}-native", "native", "split", dtype=dtype, size=None)
     for backend, place in sorted(asked_for(request, "backend", "place")):
-        name = f"starve-{backend}-{place}"
-        jobs.append(Job(name, backend, f"{HERE}:starve", {"place": place, "folder": str(folder / name)}))
+        add(f"starve-{backend}-{place}", backend, "starve", place=place, folder=str(folder / f"{backend}-{place}"))
+    for backend, width in sorted(asked_for(request, "backend", "width")):
+        name = f"measure-{backend}-{width}"
+        add(name, backend, "measure", folder=str(folder / name), widths=[8, width])
+    for backend in sorted(asked_for(request, "backend", test="test_start")):
+        for width in (8, 3072):
+            save_file(deep(width).state_dict(), folder / f"{width}.safetensors")
+        add(f"start-{backend}", backend, "start", folder=str(folder), widths=[8, 3072])
+    for name, call in {"evaluate": "evaluate", "states": "evaluate", "predict": "predict"}.items():
+        add(f"hold-{name}", "ddp", "hold", call=call, by_states=name == "states")
     for function, backend, _ in sorted(asked_for(request, "function", "backend", "words")):
-        jobs.append(Job(f"{function}-{backend}", backend, f"{HERE}:{function}"))
-    return launch_all([*jobs, Job("give_up-ddp", "ddp", f"{HERE}:give_up")], folder)  # the last, as it ends the run
+        add(f"{function}-{backend}", backend, function)
+    add("give_up-ddp", "ddp", "give_up")  # the last, as it ends the launch
+    return launch_all(jobs, folder)
 
 
-@pytest.mark.parametrize("backend", thinned(BACKENDS[1:], ("fsdp", "hf2")))
+@pytest.mark.parametrize("backend", thinned(BACKENDS, ("fsdp", "hf2")))
 def test_split_batches_match_one_process(results: Any, backend: str) -> None:
-    (reference,) = results[f"split-native-{dtype_of(backend)}"]
-    for rank in results[f"split-{backend}-{dtype_of(backend)}"]:
+    (reference,) = results[f"split-{backend}-native"]
+    for rank in results[f"split-{backend}"]:
         assert distance(rank["tensors"].values(), reference["tensors"].values()) <= bound(backend)
         assert rank["counts"] == reference["counts"]
         for row, expected in zip(rank["history"], reference["history"], strict=True):
             assert row == pytest.approx(expected, rel=1e-4 if dtype_of(backend) == "float32" else 1e-9)
 
 
-@pytest.mark.parametrize(
-    ("backend", "place"),
-    thinned(
-        [(backend, place) for backend in ("ddp", "hf2") for place in ("forward", "backward", "update", "both")],
-        [("ddp", "update"), ("hf2", "backward")],
-    ),
-)
+@pytest.mark.parametrize(("backend", "place"), thinned(PLACES, PLACES[:2]))
 def test_oom_on_one_rank_halves_micro_batches_on_all(results: Any, backend: str, place: str) -> None:
     ranks = results[f"starve-{backend}-{place}"]
     for number, rank in enumerate(ranks):
@@ -148,3 +310,54 @@ def test_row_that_does_not_fit_on_one_rank_ends_both(results: Any) -> None:
     assert second["error"] == "OutOfMemoryError"
     assert first["error"] == "DistributedError" and "CUDA out of memory" in first["message"]
     assert "one row at a time" in first["message"]
+
+
+WIDTHS = thinned([("fsdp", 1024), ("zero3", 1536)], [("fsdp", 1024)])
+
+
+@needs_rss
+@pytest.mark.parametrize(("backend", "width"), WIDTHS)
+def test_checkpoints_hold_few_tensors_at_a_time(results: Any, folder: Path, backend: str, width: int) -> None:
+    everything = 3 * LAYERS[width] * tensor_size(width)
+    for rank, result in enumerate(results[f"measure-{backend}-{width}"]):
+        for what in ("save", "load", "save_model"):
+            assert result[what] < 5 * tensor_size(width) < everything / 3, f"{what}: {result[what]:.0f} on rank {rank}"
+    content = Store(folder / f"measure-{backend}-{width}" / f"{width}").resolve("last")[1]
+    size = sum(entry["size"] for name, entry in content["files"].items() if not name.startswith("rng"))
+    assert size > everything * 2**20
+
+
+@pytest.mark.parametrize(("backend", "width"), WIDTHS)
+def test_continued_run_holds_moments_once(results: Any, backend: str, width: int) -> None:
+    assert [result["optimizers"] for result in results[f"measure-{backend}-{width}"]] == [0, 0]
+
+
+@needs_rss
+@pytest.mark.slow
+@pytest.mark.parametrize("backend", PARTS)
+def test_start_holds_full_model_only_where_it_was_made(results: Any, backend: str) -> None:
+    matrix = tensor_size(3072)
+    everything = LAYERS[3072] * matrix
+    for rank, result in enumerate(results[f"start-{backend}"]):
+        for source, grown in result.items():
+            most = PARTS[backend] * everything / 2 + (3 if backend == "fsdp" else 5) * matrix
+            if source == "main" and rank == 0:
+                assert grown < most + everything
+            else:
+                assert grown < most < PARTS[backend] * everything / 2 + everything, f"{source}: {grown:.0f} MiB, {rank}"
+
+
+@pytest.mark.parametrize(
+    ("name", "most", "most_elsewhere"),
+    [
+        # the main rank has what the ranks sent, and one array of it; half is rank 1's, and 16 MiB are on the way
+        ("evaluate", 2.8, 1.3),
+        ("states", None, 1.8),  # half is rank 1's, which it packs and sends
+        ("predict", 2.8, 1.8),
+    ],
+)
+def test_outputs_are_gathered_once(results: Any, name: str, most: float | None, most_elsewhere: float) -> None:
+    """For a function they reach the main rank, for a metric with states its states do, for predictions each rank."""
+    main, other = (rank["grew"] / OUTPUTS for rank in results[f"hold-{name}"])
+    assert most is None or main < most
+    assert other < most_elsewhere

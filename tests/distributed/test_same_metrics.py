@@ -1,10 +1,11 @@
-"""Evaluation matches one process: for any number of samples, any batches, any metric, on every rank."""
+"""Evaluation matches one process: for any number of samples, any batches, any metric, on every rank; errors too."""
 
 from __future__ import annotations
 
 import itertools
 import os
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -13,33 +14,30 @@ import torch
 import torch.nn.functional as F
 from backends import DTYPES, PROCESSES, Job, asked_for, bound, dtype_of, gap, launch_all, make_trainer, sound
 from marks import thinned
-from recipes import Sentences, Tagger, Trace
+from recipes import CountsPasses, Sentences, Tagger, Trace, rows, t16
 from torch import nn
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, TensorDataset
 
-from omnitrain import CrossEntropy, EvalSet, chunked_cross_entropy
+from omnitrain import Callback, CrossEntropy, EvalSet, chunked_cross_entropy
+from omnitrain.core.errors import NonFiniteError
 
 HERE = "test_same_metrics"
 SIZES = {"few": (1, 5), "all": (1, 2, 3, 5, 8, 31)}
 SOURCES = ("map", "stream", "loader", "distributed loader")
-KINDS = (
-    "names", "binary", "one score", "regression", "eval_pred", "y_true, y_pred", "torchmetrics",
-    "torchmetrics list states",
-)  # fmt: skip
 CASES = [
-    *(("ddp", kind, (1, 3, 4)[number % 3], "all") for number, kind in enumerate(KINDS)),
-    *(("ddp", "eval_pred", batch, "all") for batch in (1, 4)), ("fsdp", "names", 4, "all"),
-    ("fsdp", "eval_pred", 1, "all"), ("zero3", "eval_pred", 3, "all"),
+    ("ddp", "y_true, y_pred", 3, "few"), ("ddp", "torchmetrics list states", 3, "few"), ("fsdp", "names", 3, "few"),
+    ("ddp", "names", 1, "all"), ("ddp", "binary", 3, "all"), ("ddp", "one score", 4, "all"),
+    ("ddp", "regression", 1, "all"), ("ddp", "torchmetrics", 1, "all"), ("zero3", "eval_pred", 3, "all"),
 ]  # fmt: skip
 """Backend, metrics, batch size and sizes of sets; evaluation is the same code under all backends."""
-QUICK = [
-    ("ddp", "y_true, y_pred", 3, "few"),
-    ("ddp", "torchmetrics list states", 3, "few"),
-    ("fsdp", "names", 3, "few"),
-]
 OPTIONS = ("kind", "batch", "sizes")
-NAMING = ("ddp", "fsdp", "hf2", "zero3")
-"""Where values that a model names are compared with those of one process."""
+VALUES = [("ddp", "named"), ("hf2", "named"), ("fsdp", "chunked"), ("fsdp", "named"), ("zero3", "chunked")]
+"""Where values that a model names, or computes in chunks, are compared with those of one process."""
+FAILING = [("ddp", "crash"), ("hf2", "nan"), ("fsdp", "crash"), ("ddp", "nan")]
+MESSAGES = {
+    "crash": "no such thing",
+    "nan": "The loss of the evaluation set is nan at step 2. It comes from these samples of it: 13.",
+}
 
 # --- what runs on every process
 
@@ -190,12 +188,13 @@ class Chunked(Tagger):
         return {"loss": chunked_cross_entropy(hidden, self.out.weight, labels, self.out.bias, chunk_size=5)}
 
 
-def name_values(backend: str, dtype: str) -> dict[str, Any]:
-    """Train with a loss of two parts and a model that names values, on fewer sentences than make whole steps."""
-    trace = Trace()
+def train_values(backend: str, kind: str, dtype: str) -> dict[str, Any]:
+    """Train a model that names values under a loss of two parts, or computes its loss in chunks, in uneven steps."""
+    trace, options = Trace(), {"loss_fn": CrossEntropy(z_loss=0.1)} if kind == "named" else {}
+    model: Tagger = (Measured if kind == "named" else Chunked)(dtype=DTYPES[dtype])
     trainer = make_trainer(
-        backend, Measured(dtype=DTYPES[dtype]), Sentences(21), Sentences(7), callbacks=[trace], batch_size=2,
-        global_batch_size=8, epochs=2, learning_rate=0.05, log_steps=2, loss_fn=CrossEntropy(z_loss=0.1),
+        backend, model, Sentences(21), Sentences(7), callbacks=[trace], batch_size=2, global_batch_size=8, epochs=2,
+        learning_rate=0.05, log_steps=2 if kind == "named" else 1, **options,
     )  # fmt: skip
     trainer.train()
     history = [*trainer.metrics["train_metrics_history"], *trainer.metrics["valid"]]
@@ -205,23 +204,47 @@ def name_values(backend: str, dtype: str) -> dict[str, Any]:
     return {"rows": [{name: value for name, value in row.items() if name not in speeds} for row in rows]}
 
 
-def in_chunks(backend: str, dtype: str) -> dict[str, Any]:
-    """Train with a loss that the model computes in chunks."""
-    trace = Trace()
+class Steps(Callback):
+    def __init__(self) -> None:
+        self.count = 0
+
+    def on_step_start(self, trainer: Any) -> None:
+        self.count += 1
+
+
+def crash(y_true: Any, y_pred: Any) -> dict[str, float]:
+    raise KeyError("no such thing")
+
+
+def fail(backend: str, kind: str) -> dict[str, Any]:
+    """Train with an evaluation that cannot work, and return what was raised after how many steps."""
+    steps, (x, y) = Steps(), rows(20).tensors
+    if kind == "nan":
+        y[13] = float("nan")
     trainer = make_trainer(
-        backend, Chunked(dtype=DTYPES[dtype]), Sentences(21), Sentences(7), callbacks=[trace], batch_size=2,
-        global_batch_size=8, epochs=2, learning_rate=0.05,
+        backend, t16(), rows(8), TensorDataset(x, y), loss_fn=F.mse_loss, callbacks=[steps], batch_size=2,
+        compute_metrics=crash if kind == "crash" else None, eval_batch_size=2, learning_rate=0.01, epochs=1,
     )  # fmt: skip
-    trainer.train()
-    rows = [[row["loss"], row["grad_norm"]] for row in trace.logs]
-    return {"rows": rows, "valid": [row["eval_loss"] for row in trainer.metrics["valid"]]}
+    with pytest.raises((KeyError, NonFiniteError)) as info:
+        trainer.train()
+    return {"raised": str(info.value), "steps": steps.count}
+
+
+def rehearse(backend: str, sanity: bool) -> dict[str, Any]:
+    """Train with an evaluation after each epoch, rehearsed or not."""
+    trainer = make_trainer(
+        backend, nn.Sequential(CountsPasses(), t16(dropout=0.3)), rows(21), rows(7), loss_fn=F.mse_loss,
+        batch_size=2, epochs=2, learning_rate=0.05, sanity=sanity, compute_metrics="mse", load_best_at_end=False,
+    )  # fmt: skip
+    metrics = trainer.train()
+    return {"valid": metrics["valid"], "logged": metrics["train_metrics_history"]}
 
 
 # --- what came of it
 
 
 @pytest.fixture(scope="module")
-def results(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> dict[str, Any]:
+def results(folder: Path, request: pytest.FixtureRequest) -> dict[str, Any]:
     cases = asked_for(request, "backend", "kind", "batch", "sizes")
     cases |= {("native", *case) for _, *case in cases}
     jobs = [
@@ -229,12 +252,17 @@ def results(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureReq
         for backend, *case in sorted(cases)
     ]
     jobs += [Job(f"{backend}-ragged", backend, f"{HERE}:predict_ragged") for backend in ("native", "ddp")]
-    for function, test in {"name_values": "test_named", "in_chunks": "test_chunked"}.items():
-        backends = asked_for(request, "backend", test=test)
-        runs = {(one, dtype_of(backend)) for backend in backends for one in (backend, single(backend))}
-        for backend, dtype in sorted(runs):
-            jobs.append(Job(f"{backend}-{function}-{dtype}", backend, f"{HERE}:{function}", {"dtype": dtype}))
-    return sound(launch_all(jobs, tmp_path_factory.mktemp("metrics")))
+    values = asked_for(request, "backend", "kind", test="test_values")
+    runs = {(name, kind, dtype_of(backend)) for backend, kind in values for name in (backend, single(backend))}
+    for backend, kind, dtype in sorted(runs):
+        options = {"kind": kind, "dtype": dtype}
+        jobs.append(Job(f"{backend}-{kind}-{dtype}", backend, f"{HERE}:train_values", options))
+    for backend, kind in sorted(asked_for(request, "backend", "kind", test="test_evaluation_error")):
+        jobs.append(Job(f"{backend}-{kind}", backend, f"{HERE}:fail", {"kind": kind}))
+    for backend in sorted(asked_for(request, "backend", test="test_sanity")):
+        for sanity in (False, True):
+            jobs.append(Job(f"{backend}-{sanity}", backend, f"{HERE}:rehearse", {"sanity": sanity}))
+    return sound(launch_all(jobs, folder))
 
 
 def apart(a: Any, b: Any) -> str:
@@ -253,7 +281,7 @@ def assert_native(results: dict[str, list[dict[str, Any]]], backend: str, name: 
     assert {case: text for case in reference if (text := apart(ranks[0][case], reference[case]))} == {}
 
 
-@pytest.mark.parametrize(("backend", *OPTIONS), thinned([*QUICK, *CASES], QUICK))
+@pytest.mark.parametrize(("backend", *OPTIONS), thinned(CASES, CASES[:3]))
 def test_metrics_match_one_process_on_every_rank(
     results: Any, backend: str, kind: str, batch: int, sizes: str
 ) -> None:  # fmt: skip
@@ -270,31 +298,32 @@ def single(backend: str) -> str:
     return "hf" if backend == "hf2" else "native"
 
 
-def pair(results: Any, backend: str, function: str) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return what both ranks have computed, and what one process has."""
-    dtype = dtype_of(backend)
-    first, second = results[f"{backend}-{function}-{dtype}"]
+@pytest.mark.parametrize(("backend", "kind"), thinned(VALUES, VALUES[:3]))
+def test_values_of_a_model_match_one_process(results: Any, backend: str, kind: str) -> None:
+    """Those that it names are means of the batches that have them, wherever they are."""
+    first, second = results[f"{backend}-{kind}-{dtype_of(backend)}"]
+    (reference,) = results[f"{single(backend)}-{kind}-{dtype_of(backend)}"]
     assert first == second
-    return first, results[f"{single(backend)}-{function}-{dtype}"][0]
-
-
-@pytest.mark.parametrize("backend", thinned(NAMING, ["ddp", "hf2"]))
-def test_named_values_are_means_over_all_ranks(results: Any, backend: str) -> None:
-    """Of the batches that have them, wherever they are."""
-    ranks, reference = pair(results, backend, "name_values")
-    assert {row["second"] for row in ranks["rows"] if "loss" in row} == {2.0}
     names = [prefix + name for prefix in ("", "eval_", "train_") for name in ("loss", "loss_ce", "loss_z")]
     compared, expected = (
-        [{name: row[name] for name in names if name in row} for row in result["rows"]] for result in (ranks, reference)
+        [{name: row[name] for name in [*names, "grad_norm"] if name in row} for row in result["rows"]]
+        for result in (first, reference)
     )
-    assert [row.keys() for row in compared] == [row.keys() for row in expected] and len(expected[0]) == 3
-    assert gap(compared, expected) <= bound(backend)
-    assert {"spread", "confident", "rare"} <= set().union(*ranks["rows"])
-    assert all(row["rare"] == 1.0 for row in ranks["rows"] if "rare" in row)
+    assert [row.keys() for row in compared] == [row.keys() for row in expected]
+    assert len(expected[0]) == (4 if kind == "named" else 2) and gap(compared, expected) <= bound(backend)
+    if kind == "named":
+        assert {row["second"] for row in first["rows"] if "loss" in row} == {2.0}
+        assert {"spread", "confident", "rare"} <= set().union(*first["rows"])
+        assert all(row["rare"] == 1.0 for row in first["rows"] if "rare" in row)
 
 
-@pytest.mark.parametrize("backend", thinned(NAMING, ["fsdp"]))
-def test_chunked_loss_matches_one_process(results: Any, backend: str) -> None:
-    ranks, reference = pair(results, backend, "in_chunks")
-    assert len(reference["rows"]) == 6
-    assert gap(ranks, reference) <= bound(backend)
+@pytest.mark.parametrize(("backend", "kind"), thinned(FAILING, FAILING[:2]))
+def test_evaluation_error_is_raised_on_all_ranks(results: Any, backend: str, kind: str) -> None:
+    for rank in results[f"{backend}-{kind}"]:
+        assert MESSAGES[kind] in rank["raised"]
+        assert rank["steps"] == (0 if kind == "crash" else 2)  # sample 13 is in no first batch
+
+
+@pytest.mark.parametrize("backend", thinned(["ddp", "hf2"], ["hf2"]))
+def test_sanity_evaluation_leaves_no_trace(results: Any, backend: str) -> None:
+    assert results[f"{backend}-True"] == results[f"{backend}-False"]
