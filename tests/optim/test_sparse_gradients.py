@@ -1,4 +1,4 @@
-"""Sparse gradients train as dense ones, or raise before the first step; on two processes: test_embeddings.py."""
+"""Sparse gradients train as dense ones, or raise before the first step; on two processes: test_kinds_of_training.py."""
 
 from __future__ import annotations
 

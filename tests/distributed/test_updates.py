@@ -1,0 +1,202 @@
+"""Updates on two processes: optimizers by name, sparse gradients, unused parameters; or errors before them."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from backends import DTYPES, Jobs, asked_for, dtype_of, gap, launch_all, make_trainer, tensors_of
+from embeddings import Bags, bags
+from forking import Case, play
+from marks import thinned
+from recipes import rows
+from torch import nn
+
+HERE = Path(__file__).stem
+
+
+# --- every optimizer where weights are sharded
+
+
+NAMES = sorted(
+    name.lower() for name, kind in vars(torch.optim).items()
+    if isinstance(kind, type) and issubclass(kind, torch.optim.Optimizer) and kind is not torch.optim.Optimizer
+)  # fmt: skip
+UNSUPPORTED = {
+    ("lbfgs", "fsdp"): "which cannot work here", ("lbfgs", "zero"): "which DeepSpeed does not give it",
+    ("adafactor", "fsdp"): r"\(Adafactor\) cannot update weights that FSDP shards: .* Use another one, such as 'adamw'",
+    ("adafactor", "zero"): "where Adafactor needs whole matrices. Use DDP",
+    ("rprop", "fsdp"): r"\(Rprop\) cannot update weights that FSDP shards: ",
+    ("muon", "zero"): "where Muon needs whole matrices. Use FSDP or DDP",
+    ("sparseadam", "fsdp"): "takes sparse gradients only", ("sparseadam", "zero"): "takes sparse gradients only",
+}  # fmt: skip
+CASES = [(name, backend) for name in NAMES for backend in ("fsdp", "zero2")] + [("adamw", "zero1"), ("adamw", "zero3")]
+QUICK = [("adafactor", "fsdp"), ("rprop", "fsdp"), ("adamw", "fsdp"), ("adafactor", "zero2"), ("adagrad", "fsdp"),
+         ("adagrad", "zero2")]  # fmt: skip
+
+
+def train(backend: str, optimizer: str, folder: str) -> dict[str, Any]:
+    """Train for 4 steps."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 1))
+    trainer = make_trainer(
+        backend, model, rows(16, torch.float32), loss_fn=F.mse_loss, epochs=1, batch_size=2, global_batch_size=4,
+        optimizer=optimizer, learning_rate=0.01, save_dir=folder,
+    )  # fmt: skip
+    trainer.train()
+    if backend == "fsdp":
+        trainer.optimizer.state_dict()  # has no state of the weights before they were sharded
+    return {"tensors": tensors_of(trainer)}
+
+
+# --- sparse gradients that cannot be trained; those that can are in test_kinds_of_training.py
+
+
+class Tied(nn.Module):
+    """An embedding whose weight is that of a linear layer too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.head = nn.Embedding(20, 4, sparse=True), nn.Linear(4, 20, bias=False)
+        self.head.weight = self.table.weight
+
+    def forward(self, indices: Any) -> Any:
+        return self.head(self.table(indices)).mean((1, 2))
+
+
+class Functional(nn.Module):
+    """A table that no layer holds."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(20, 4).weight
+
+    def forward(self, indices: Any) -> Any:
+        return F.embedding(indices, self.table, sparse=True).mean((1, 2))
+
+
+def reject(backend: str, case: str, folder: str) -> dict[str, Any]:
+    """Train what cannot be trained."""
+    dtype = DTYPES[dtype_of(backend)]
+    model = Bags(True, dtype=dtype) if case == "bags" else {"tied": Tied, "functional": Functional}[case]()
+    make_trainer(
+        backend, model, bags(8, dtype), loss_fn=F.mse_loss, epochs=1,
+        optimizer="adamw" if case == "tied" else "sgd", save_dir=folder,
+    ).train()  # fmt: skip
+    return {"error": "", "message": ""}
+
+
+REJECTED = [
+    ("fsdp", "bags"), ("zero3", "bags"), ("ddp", "tied"), ("ddp", "functional"), ("zero1", "bags"), ("hf_fsdp", "bags"),
+    ("hf_zero2", "bags"),
+]  # fmt: skip
+MESSAGES = {
+    "bags": "'table.weight' are sparse, which cannot be trained here: .* sparse=False",
+    "tied": "'table.weight' belongs to an embedding with sparse=True and to another layer",
+    "functional": "A gradient is sparse of which DDP did not know",
+}
+
+
+# --- parameters that a step does not use under DDP
+
+
+UNUSED = [("ddp", "later"), ("ddp", "at the end"), ("ddp", "found"), ("hf2", "never")]
+
+
+class Experts(nn.Module):
+    """Has layers of which steps do not use all; "later": from the third on; "at the end": in the fourth alone."""
+
+    def __init__(self, when: str) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.base, self.first, self.second, self.third = (nn.Linear(4, 1) for _ in range(4))
+        self.when, self.passes = when, 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        output = self.base(x)
+        if self.training:
+            self.passes += 1
+        if self.passes <= {"later": 4, "at the end": 6}.get(self.when, 0):  # two passes in a step
+            output = output + self.first(x) + self.second(x) + self.third(x)
+        return output
+
+
+def train_partly(backend: str, when: str) -> dict[str, Any]:
+    """Train for 4 steps of two micro-batches; return the error, and the steps before it."""
+    model, options = Experts(when), {"find_unused_parameters": True} if when == "found" else {}
+    trainer = make_trainer(
+        backend, model, rows(16, torch.float32), loss_fn=F.mse_loss, batch_size=1, global_batch_size=4, epochs=1,
+        learning_rate=0.01, **options,
+    )  # fmt: skip
+    try:
+        trainer.train()
+    except Exception as error:
+        return {"raised": type(error).__name__, "message": str(error), "step": trainer.progress.step}
+    return {"raised": "", "message": "", "step": trainer.progress.step}
+
+
+# --- what came of it
+
+
+@pytest.fixture(scope="module")
+def results(folder: Path, request: pytest.FixtureRequest) -> Any:
+    jobs = Jobs()
+    optimizers = asked_for(request, "name", "backend")
+    trained = {(name, "native") for name, backend in optimizers if (name, backend.rstrip("123")) not in UNSUPPORTED}
+    for name, backend in sorted({*optimizers, *trained}):
+        jobs.add(f"{name}-{backend}", backend, train, optimizer=name, folder=str(folder / f"{name}-{backend}"))
+    for backend, case in sorted(asked_for(request, "backend", "case"), key=REJECTED.index):
+        jobs.add(f"reject-{backend}-{case}", backend, reject, case=case, folder=str(folder / f"{case}-{backend}"))
+    return launch_all(jobs, folder / "launches")
+
+
+@pytest.fixture(scope="module")
+def outcomes(folder: Path, request: pytest.FixtureRequest) -> Any:
+    """Each case of unused parameters on separate processes, which an error ends."""
+    asked = asked_for(request, "backend", "when")
+    cases = [(backend, when) for backend, when in UNUSED if (backend, when) in asked]
+    return play(
+        [
+            Case(f"{backend}-{when}", f"{HERE}:train_partly", {"backend": backend, "when": when})
+            for backend, when in cases
+        ],
+        folder / "unused",
+    )
+
+
+@pytest.mark.parametrize(("name", "backend"), thinned(CASES, QUICK))
+def test_optimizers_train_sharded_weights(results: Any, folder: Path, name: str, backend: str) -> None:
+    ranks = results[f"{name}-{backend}"]
+    message = UNSUPPORTED.get((name, backend.rstrip("123")))
+    if message is not None:
+        for rank in ranks:
+            assert rank["error"] == "ConfigError" and re.search(message, rank["message"])
+        assert not list((folder / f"{name}-{backend}").glob("*"))
+        return
+    (expected,) = results[f"{name}-native"]
+    limit = 1e-3 if name == "muon" else 1e-5  # Muon computes in bfloat16
+    assert all(gap(rank["tensors"], expected["tensors"]) < limit for rank in ranks)
+
+
+@pytest.mark.parametrize(("backend", "case"), thinned(REJECTED, REJECTED[:4]))
+def test_sparse_gradients_that_cannot_be_trained_raise(results: Any, folder: Path, backend: str, case: str) -> None:
+    for rank in results[f"reject-{backend}-{case}"]:
+        assert rank["error"] == "ConfigError" and re.search(MESSAGES[case], rank["message"])
+    assert not list((folder / f"{case}-{backend}").glob("checkpoint*"))
+
+
+@pytest.mark.parametrize(("backend", "when"), UNUSED)
+def test_unused_parameters_raise_before_the_update(outcomes: Any, backend: str, when: str) -> None:
+    for number, outcome in enumerate(outcomes[f"{backend}-{when}"]):
+        rank = outcome.result
+        if when == "found":
+            assert rank == {"raised": "", "message": "", "step": 4}
+            continue
+        assert rank["raised"] == "DistributedError" and "find_unused_parameters=True" in rank["message"]
+        expected = "6 parameters on rank {}, for whose gradients DDP waits: first.weight, first.bias, second.weight, "
+        assert expected.format(number) + "second.bias, third.weight, ..." in rank["message"]
+        assert rank["step"] == {"never": 0, "later": 2, "at the end": 3}[when]
