@@ -14,7 +14,7 @@ import os
 import random
 import tempfile
 import traceback
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -68,7 +68,7 @@ def make_trainer(backend: str, model: nn.Module, *data: Any, **options: Any) -> 
 
         options.setdefault("fsdp_plugin", FullyShardedDataParallelPlugin(fsdp_version=2))
     elif backend.startswith("zero"):
-        options["deepspeed_config"] = {"zero_optimization": {"stage": int(backend[-1])}}
+        options.setdefault("deepspeed_config", {"zero_optimization": {"stage": int(backend[-1])}})
     return AccelerateTrainer(model, *data, **options)
 
 
@@ -133,6 +133,14 @@ class Job:
     options: dict[str, Any] = field(default_factory=dict)
 
 
+class Jobs(list[Job]):
+    """Jobs that are launched together."""
+
+    def add(self, name: str, backend: str, function: Callable[..., Any], /, **options: Any) -> None:
+        module = Path(function.__code__.co_filename).stem
+        self.append(Job(name, backend, f"{module}:{function.__name__}", options))
+
+
 def launch_all(jobs: Iterable[Job], folder: Path) -> Found[list[dict[str, Any]]]:
     """Run jobs of any backends, in as few launches as there can be; return results by name and rank.
 
@@ -140,35 +148,28 @@ def launch_all(jobs: Iterable[Job], folder: Path) -> Found[list[dict[str, Any]]]
     one of its processes, has none: asking for it is an error. The jobs after it are run by other processes, and after
     the second such job not at all.
     """
-    jobs = list(jobs)
-    groups = [[job for job in jobs if job.backend in backends] for backends in LAUNCHES]
-    groups = [group for group in groups if group]
-    found = Found[list[dict[str, Any]]]()
-    try:
-        compile_once()
-    except RuntimeError as error:
-        found.broken |= {job.name: str(error) for group in groups for job in group}
-        return found
+    jobs, results = list(jobs), Found[list[dict[str, Any]]]()
+    groups = [group for backends in LAUNCHES if (group := [job for job in jobs if job.backend in backends])]
+    compile_once()
     for attempt in range(2):
         cases = [_case(group, folder / f"{attempt}-{number}") for number, group in enumerate(groups)]
         outcomes = play(cases, folder / f"{attempt}", at_once=2)
-        groups = [rest for one, case in zip(groups, cases, strict=True) if (rest := _take(found, one, case, outcomes))]
-        if not groups:
-            return found
+        rests = [_take(results, group, case, outcomes) for group, case in zip(groups, cases, strict=True)]
+        groups = [rest for rest in rests if rest]
     for group in groups:
         reason = f"{group[0].name!r} and others were not run, as two jobs of their launch broke before"
-        found.broken |= dict.fromkeys((job.name for job in group), reason)
-    return found
+        results.broken |= dict.fromkeys((job.name for job in group), reason)
+    return results
 
 
-def sound(found: Found[list[dict[str, Any]]]) -> Found[list[dict[str, Any]]]:
+def sound(results: Found[list[dict[str, Any]]]) -> Found[list[dict[str, Any]]]:
     """Return the same, with jobs that have raised an error among the broken ones."""
-    for name, ranks in list(found.items()):
-        errors = [f"rank {rank}: {one['error']}: {one['message']}" for rank, one in enumerate(ranks) if "error" in one]
+    for name, ranks in list(results.items()):
+        errors = [f"{result['error']}: {result['message']}" for result in ranks if "error" in result]
         if errors:
-            found.broken[name] = f"{name!r} has failed on {'; '.join(errors)}"
-            del found[name]
-    return found
+            results.broken[name] = f"{name!r} has failed: {'; '.join(errors)}"
+            del results[name]
+    return results
 
 
 def _case(jobs: Sequence[Job], folder: Path) -> Case:
@@ -178,17 +179,19 @@ def _case(jobs: Sequence[Job], folder: Path) -> Case:
     return Case(folder.name, "backends:work", options, processes=processes, environment={})
 
 
-def _take(found: Found[list[dict[str, Any]]], jobs: list[Job], case: Case, outcomes: Found[list[Outcome]]) -> list[Job]:
+def _take(
+    results: Found[list[dict[str, Any]]], jobs: list[Job], case: Case, outcomes: Found[list[Outcome]]
+) -> list[Job]:
     """Read what a launch has left; return the jobs that are still to be run."""
     ranks, folder = range(case.processes), Path(case.options["folder"])
     for number, job in enumerate(jobs):
         if not all((folder / f"{job.name}.{rank}.json").exists() for rank in ranks):
             ends = outcomes.get(case.name, [])
-            how = ["hung" if one.code is None else f"ended with {one.code}" for one in ends] or ["was not run"]
-            texts = "".join(f"\n--- rank {rank}\n{one.output[-3000:]}" for rank, one in enumerate(ends))
-            found.broken[job.name] = f"The launch broke in {job.name!r}: it {', and '.join(how)}{texts}"
+            how = ["hung" if end.code is None else f"ended with {end.code}" for end in ends] or ["was not run"]
+            texts = "".join(f"\n--- rank {rank}\n{end.output[-3000:]}" for rank, end in enumerate(ends))
+            results.broken[job.name] = f"The launch broke in {job.name!r}: it {', and '.join(how)}{texts}"
             return jobs[number + 1 :]
-        found[job.name] = [_read(folder / f"{job.name}.{rank}") for rank in ranks]
+        results[job.name] = [_read(folder / f"{job.name}.{rank}") for rank in ranks]
     return []
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator
 from pathlib import Path
 
 import pytest
@@ -16,17 +15,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         if HERE in item.path.parents:
             item.add_marker(pytest.mark.processes)
             item.add_marker(pytest.mark.timeout(1800))
-
-
-@pytest.hookimpl(wrapper=True)
-def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> Generator[None, object, object]:
-    """Skip a test whose results are not there for a reason that another test has failed for."""
-    from forking import NotRun
-
-    try:
-        return (yield)
-    except NotRun as error:
-        pytest.skip(str(error))
 
 
 @pytest.fixture(scope="module")

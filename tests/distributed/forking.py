@@ -52,10 +52,6 @@ IMPORTED = (
 ON_CPU = {"ACCELERATE_USE_CPU": "true"}
 
 
-class NotRun(Exception):
-    """A result that is not there, for a reason that has been told elsewhere."""
-
-
 @dataclass(slots=True)
 class Case:
     """One program on two processes, or on one.
@@ -66,7 +62,7 @@ class Case:
         options: Its arguments, as JSON types.
         hosted: Whether the store is rank 0's and ends with it.
         processes: On how many it runs; with one, nothing says that there are several.
-        environment: What is set for it.
+        environment: What is set for it; by default that it runs on the CPU, which DeepSpeed knows by itself.
     """
 
     name: str
@@ -74,7 +70,11 @@ class Case:
     options: dict[str, Any] = field(default_factory=dict)
     hosted: bool = False
     processes: int = 2
-    environment: dict[str, str] = field(default_factory=lambda: dict(ON_CPU))
+    environment: dict[str, str] | None = None
+
+    def __post_init__(self) -> None:
+        if self.environment is None:
+            self.environment = {} if "zero" in self.options.get("backend", "") else dict(ON_CPU)
 
 
 def by_name(cases: Sequence[Case]) -> dict[str, Case]:
@@ -102,46 +102,41 @@ class Outcome:
 
 
 class Found(dict[str, T]):
-    """What came of several things, by name. One that broke is an error when it is asked for.
-
-    Things that broke for the same reason make one error between them: after it, whoever asks gets `NotRun`.
-
-    Attributes:
-        broken: Why there is nothing under a name.
-    """
+    """What came of several things, by name; `broken` has why there is nothing under a name."""
 
     def __init__(self) -> None:
         self.broken: dict[str, str] = {}
-        self._told: set[str] = set()
 
     def __missing__(self, name: str) -> T:
         if name not in self.broken:
             raise KeyError(name)
-        reason = self.broken[name]
-        if reason in self._told:
-            raise NotRun(reason.partition("\n")[0])
-        self._told.add(reason)
-        raise RuntimeError(reason)
+        raise RuntimeError(self.broken[name])
 
 
 def joined(*parts: Found[T]) -> Found[T]:
     """Return several of them as one."""
-    found = Found[T]()
+    whole = Found[T]()
     for part in parts:
-        found.update(part)
-        found.broken |= part.broken
-    return found
+        whole.update(part)
+        whole.broken |= part.broken
+    return whole
 
 
 def play(cases: Sequence[Case], folder: Path, at_once: int = AT_ONCE) -> Found[list[Outcome]]:
-    """Run the cases, several at once, and return the outcomes by name and rank."""
+    """Run the cases, several at once, and return the outcomes by name and rank.
+
+    The stores of the cases are here: they have threads, which must not be in the process that ranks are forked from.
+    """
     folder.mkdir(parents=True, exist_ok=True)
-    host, found, reason = _Host.current(), Found[list[Outcome]](), ""
+    host, outcomes, reason = _Host.current(), Found[list[Outcome]](), ""
+    with_store = [case.name for case in cases if case.processes > 1 and not case.hosted]
+    stores = {name: TCPStore("localhost", 0, is_master=True, wait_for_workers=False) for name in with_store}
     try:
-        asked = {"cases": [asdict(case) for case in cases], "folder": str(folder), "at_once": at_once}
-        host.ask({**asked, "path": sys.path})
+        ports = {name: store.port for name, store in stores.items()}
+        request = {"cases": [asdict(case) for case in cases], "folder": str(folder), "at_once": at_once}
+        host.ask({**request, "ports": ports, "path": sys.path})
         while (answer := host.answer())["name"] is not None:
-            found[answer["name"]] = [Outcome(**outcome) for outcome in answer["outcomes"]]
+            outcomes[answer["name"]] = [Outcome(**outcome) for outcome in answer["outcomes"]]
         reason = f"Some were not run, as these have hung: {', '.join(map(repr, answer['hung']))}"
     except _HostEnded as error:
         reason = str(error)
@@ -149,8 +144,8 @@ def play(cases: Sequence[Case], folder: Path, at_once: int = AT_ONCE) -> Found[l
     except BaseException:
         host.stop()
         raise
-    found.broken |= {case.name: reason for case in cases if case.name not in found}
-    return found
+    outcomes.broken |= {case.name: reason for case in cases if case.name not in outcomes}
+    return outcomes
 
 
 def stop() -> None:
@@ -216,15 +211,20 @@ class _Host:
 # --- in the process of a case
 
 
+def case_folder() -> Path:
+    """Return the folder that the processes of this case share."""
+    return Path(os.environ["CASE_FOLDER"])
+
+
 def mark() -> None:
     """Say that the fault happens now; the seconds of all processes count from the first time."""
-    with contextlib.suppress(FileExistsError), open(Path(os.environ["CASE_FOLDER"], "fault"), "x"):
-        pass
+    with contextlib.suppress(FileExistsError):
+        (case_folder() / "fault").touch(exist_ok=False)
 
 
 def show_life() -> None:
     """Say that this case goes on: the time after which it counts as hung starts anew."""
-    Path(os.environ["CASE_FOLDER"], "life").touch()
+    (case_folder() / "life").touch()
 
 
 def current_rank() -> int:
@@ -234,14 +234,20 @@ def current_rank() -> int:
 
 def wait_for_other() -> None:
     """Wait until the process of the other rank has ended, however long that takes."""
-    other = Path(os.environ["CASE_FOLDER"], f"ended-{1 - int(os.environ['RANK'])}")
-    while not other.exists():
+    while not (case_folder() / f"ended-{1 - current_rank()}").exists():
         time.sleep(0.02)
+
+
+def stop_until(file: str, number: signal.Signals = signal.SIGCONT) -> None:
+    """Stop this process until a file of the case exists; then it gets a signal."""
+    wait = f"while [ ! -e '{case_folder() / file}' ]; do sleep 0.05; done; kill -{number.name[3:]} {os.getpid()}"
+    with subprocess.Popen(["sh", "-c", wait]):
+        os.kill(os.getpid(), signal.SIGSTOP)
 
 
 def _live(case: Case, rank: int, port: int, folder: Path) -> None:
     os.setpgrp()  # it ends with all that it has started
-    os.environ |= {**case.environment, "CASE_FOLDER": str(folder)}
+    os.environ |= {**(case.environment or {}), "CASE_FOLDER": str(folder)}
     if case.processes > 1:
         os.environ |= {
             "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(case.processes),
@@ -275,57 +281,14 @@ def _live(case: Case, rank: int, port: int, folder: Path) -> None:
 # --- in the process that they are forked from
 
 
-class _Stores:
-    """A process that keeps the stores of all cases, forked first, while it is small.
-
-    A store has threads. In the process that ranks are forked from, one of them could hold a lock of the C library at
-    that moment, and the rank would wait for it forever.
-    """
-
-    def __init__(self) -> None:
-        requests, answers = os.pipe(), os.pipe()
-        if not os.fork():
-            os.close(requests[1])
-            self._serve(os.fdopen(requests[0]), answers[1])
-            os._exit(0)
-        os.close(requests[0])
-        os.close(answers[1])
-        self._requests, self._answers = os.fdopen(requests[1], "w", buffering=1), os.fdopen(answers[0])
-
-    @staticmethod
-    def _serve(requests: IO[str], answers: int) -> None:
-        stores: dict[int, TCPStore] = {}
-        for line in requests:
-            if int(line):
-                del stores[int(line)]
-            else:
-                store = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
-                stores[store.port] = store
-                os.write(answers, f"{store.port}\n".encode())
-
-    def open(self) -> int:
-        """Return the port of a new store."""
-        self._requests.write("0\n")
-        return int(self._answers.readline())
-
-    def close(self, port: int) -> None:
-        """End a store."""
-        self._requests.write(f"{port}\n")
-
-
 class _Running:
-    stores: _Stores
     answers = -1
     """The descriptor through which the process that forks answers, and which is its own."""
 
-    def __init__(self, case: Case, folder: Path) -> None:
+    def __init__(self, case: Case, folder: Path, port: int | None) -> None:
         self.case, self.folder, self.start = case, folder / case.name, time.time()
         self.folder.mkdir()
-        self.port = port = 0
-        if case.processes > 1 and case.hosted:
-            port = programs.free_port()
-        elif case.processes > 1:
-            port = self.port = _Running.stores.open()
+        port = port or programs.free_port()
         self.ranks = {
             self._fork(lambda r=rank: _live(case, r, port, self.folder)): rank for rank in range(case.processes)
         }
@@ -348,19 +311,16 @@ class _Running:
         has_hung = self._silence() > LIMIT
         for child, rank in self.ranks.items():
             if rank not in self.ended:
-                found, status = os.waitpid(child, os.WNOHANG)
-                if not found and has_hung:
+                has_ended, status = os.waitpid(child, os.WNOHANG)
+                if not has_ended and has_hung:
                     os.kill(child, signal.SIGUSR2)  # it writes down where it is
                     time.sleep(1)
                     os.kill(child, signal.SIGKILL)
                     os.waitpid(child, 0)
-                if found or has_hung:
+                if has_ended or has_hung:
                     self.left[rank] = _kill_group(child)
-                    self.ended[rank] = os.waitstatus_to_exitcode(status) if found else None, time.time()
+                    self.ended[rank] = os.waitstatus_to_exitcode(status) if has_ended else None, time.time()
                     (self.folder / f"ended-{rank}").touch()
-        if len(self.ended) == len(self.ranks) and self.port:
-            self.stores.close(self.port)
-            self.port = 0
         return len(self.ended) == len(self.ranks)
 
     def _silence(self) -> float:
@@ -382,14 +342,14 @@ class _Running:
     def outcomes(self) -> list[dict[str, Any]]:
         fault = self.folder / "fault"
         start = fault.stat().st_mtime if fault.exists() else self.start
-        found = []
+        outcomes = []
         for rank in range(self.case.processes):
             code, end = self.ended[rank]
-            result = self.folder / f"result-{rank}.json"
-            kept = json.loads(result.read_text()) if result.exists() else None
+            path = self.folder / f"result-{rank}.json"
+            result = json.loads(path.read_text()) if path.exists() else None
             output = (self.folder / f"output-{rank}.txt").read_text(errors="replace")
-            found.append(asdict(Outcome(code, round(end - start, 2), output, kept, self.left[rank])))
-        return found
+            outcomes.append(asdict(Outcome(code, round(end - start, 2), output, result, self.left[rank])))
+        return outcomes
 
 
 def _kill_group(leader: int) -> list[str]:
@@ -397,10 +357,10 @@ def _kill_group(leader: int) -> list[str]:
     left = []
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(leader, 0)
-        for one in psutil.process_iter():
+        for process in psutil.process_iter():
             with contextlib.suppress(psutil.Error, ProcessLookupError):
-                if os.getpgid(one.pid) == leader and one.status() != psutil.STATUS_ZOMBIE:
-                    left.append(f"{one.pid} {one.name()}")
+                if os.getpgid(process.pid) == leader and process.status() != psutil.STATUS_ZOMBIE:
+                    left.append(f"{process.pid} {process.name()}")
         os.killpg(leader, signal.SIGKILL)
     return left
 
@@ -410,22 +370,23 @@ def _is_alone() -> bool:
     return bool(select.select([sys.stdin], [], [], 0)[0])
 
 
-def _play(cases: list[Case], folder: Path, at_once: int, answers: IO[str]) -> list[str]:
+def _play(cases: list[Case], ports: dict[str, int], folder: Path, at_once: int, answers: IO[str]) -> list[str]:
     """Run cases, write down how each has ended as soon as it has, and return the names of those that have hung."""
     waiting, running, hung = list(cases), list[_Running](), list[str]()
     while waiting or running:
         while waiting and len(running) < at_once:
-            running.append(_Running(waiting.pop(0), folder))
-        for one in list(running):
-            if one.is_over():
-                running.remove(one)
-                print(json.dumps({"name": one.case.name, "outcomes": one.outcomes()}), file=answers, flush=True)
-                hung += [one.case.name] if one.has_hung else []
+            case = waiting.pop(0)
+            running.append(_Running(case, folder, ports.get(case.name)))
+        for run in list(running):
+            if run.is_over():
+                running.remove(run)
+                print(json.dumps({"name": run.case.name, "outcomes": run.outcomes()}), file=answers, flush=True)
+                hung += [run.case.name] if run.has_hung else []
         if len(hung) >= HUNG:
             waiting.clear()
         if _is_alone():
-            for one in running:
-                one.kill()
+            for run in running:
+                run.kill()
             os._exit(1)
         time.sleep(0.02)
     return hung
@@ -437,7 +398,6 @@ def _main() -> None:
     _Running.answers = os.dup(1)
     os.dup2(2, 1)
     answers = os.fdopen(_Running.answers, "w")
-    _Running.stores = _Stores()
     for module in IMPORTED:
         with contextlib.suppress(ModuleNotFoundError):  # of a newer release of its package
             importlib.import_module(module)
@@ -452,7 +412,7 @@ def _main() -> None:
         for module in {case.function.partition(":")[0] for case in cases}:
             importlib.import_module(module)
         gc.freeze()  # else the collector of each process makes a copy of every page
-        hung = _play(cases, Path(request["folder"]), request["at_once"], answers)
+        hung = _play(cases, request["ports"], Path(request["folder"]), request["at_once"], answers)
         print(json.dumps({"name": None, "hung": hung}), file=answers, flush=True)
 
 
