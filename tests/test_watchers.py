@@ -1,4 +1,4 @@
-"""Watching changes no bit of a run, on each trainer. Two ranks: distributed/test_watching.py."""
+"""Watching changes no bit of a run, on each trainer. Two ranks: distributed/test_events.py."""
 
 from __future__ import annotations
 
