@@ -10,19 +10,16 @@ import optuna
 import pytest
 import torch
 import torch.nn.functional as F
-from backends import Job, gap, launch_all, sound
+from backends import PROCESSES, Jobs, gap, launch_all, sound, tensors_of
 from forking import current_rank
-from recipes import rows, t16, weights
+from recipes import rows, t16
 from tiny import Tokens, llama, t5
 from torch.utils.data import DataLoader, DistributedSampler, default_collate
 from transformers import Seq2SeqTrainingArguments, TrainerCallback, TrainingArguments
 
 from omnitrain import HFTrainer
 
-HERE = "test_hf_two_processes"
-
-
-# --- what runs on every process, and on one
+# --- what runs on two processes and on one
 
 
 class Prepares(HFTrainer):
@@ -39,7 +36,7 @@ class Prepares(HFTrainer):
         return self._loader(self.eval_dataset if eval_dataset is None else eval_dataset)
 
 
-def prepare(backend: str, folder: str = "") -> dict[str, Any]:
+def prepare(backend: str, folder: str) -> dict[str, Any]:
     """Train on 21 rows and evaluate 11 by loaders that accelerate has prepared; predict by transformers' loop."""
     trainer = Prepares(
         t16(), None, rows(21), rows(11), loss_fn=F.mse_loss, epochs=2, learning_rate=0.05, batch_size=2,
@@ -50,7 +47,7 @@ def prepare(backend: str, folder: str = "") -> dict[str, Any]:
     shares = sum(len(labels) for _, labels in trainer.get_test_dataloader(rows(11)))
     return {
         "losses": [row["eval_loss"] for row in metrics["valid"]],
-        "weights": [one.tolist() for one in weights(trainer.get_model())],
+        "tensors": tensors_of(trainer),
         "predictions": output.predictions.tolist(),
         "loop": [output.metrics["loop_loss"], output.num_samples],
         "shares": shares,
@@ -64,9 +61,8 @@ def search(backend: str, folder: str) -> dict[str, Any]:
         def prune(self, study: Any, trial: Any) -> bool:
             return trial.number == 1 and len(trial.intermediate_values) == 2
 
-    processes = int(os.environ.get("WORLD_SIZE", "1"))
     args = TrainingArguments(
-        folder, per_device_train_batch_size=8 // processes, max_steps=6, optim="sgd", eval_strategy="steps",
+        folder, per_device_train_batch_size=8 // PROCESSES[backend], max_steps=6, optim="sgd", eval_strategy="steps",
         eval_steps=2, save_strategy="no", use_cpu=True, report_to="none", disable_tqdm=True, learning_rate=0.01,
     )  # fmt: skip
     trainer = HFTrainer(
@@ -83,7 +79,7 @@ def search(backend: str, folder: str) -> dict[str, Any]:
     return {
         "best": None if best is None else [best.run_id, best.objective, best.hyperparameters["learning_rate"]],
         "evaluations": evaluations,
-        "weights": [one.tolist() for one in weights(trainer.get_model())],
+        "tensors": tensors_of(trainer),
     }
 
 
@@ -107,9 +103,9 @@ def flag(backend: str, folder: str) -> dict[str, Any]:
     return {"saved": saved, "valid": [row["step"] for row in metrics["valid"]], "step": trainer.progress.step}
 
 
-def arguments(folder: str, **options: Any) -> Seq2SeqTrainingArguments:
+def arguments(backend: str, folder: str, **options: Any) -> Seq2SeqTrainingArguments:
     """Arguments for steps of 8 sequences, whatever the number of processes."""
-    processes = int(os.environ.get("WORLD_SIZE", "1"))
+    processes = PROCESSES[backend]
     defaults = {
         "per_device_train_batch_size": 1, "gradient_accumulation_steps": 8 // processes, "num_train_epochs": 1,
         "learning_rate": 0.5, "optim": "sgd", "save_strategy": "no", "use_cpu": True, "report_to": "none",
@@ -118,27 +114,33 @@ def arguments(folder: str, **options: Any) -> Seq2SeqTrainingArguments:
     return Seq2SeqTrainingArguments(folder, **{**defaults, **options})
 
 
-def smooth(backend: str, folder: str) -> dict[str, Any]:
-    trainer = HFTrainer(llama(), arguments(folder, label_smoothing_factor=0.2), Tokens(13), Tokens(7))
+def learn(backend: str, folder: str) -> dict[str, Any]:
+    """Train on 15 sequences in full micro-batches of 4 over all processes, in the order of another seed."""
+    args = arguments(
+        backend, folder, label_smoothing_factor=0.2, dataloader_drop_last=True, data_seed=9, num_train_epochs=2,
+        per_device_train_batch_size=4 // PROCESSES[backend], gradient_accumulation_steps=1,
+    )  # fmt: skip
+    trainer = HFTrainer(llama(), args, Tokens(15), Tokens(7))
     metrics = trainer.train()
     return {
+        "progress": [trainer.progress.step, trainer.progress.samples, trainer.progress.epochs],
         "loss": [metrics["train_metrics_history"][0]["train_loss"], trainer.evaluate()["eval_loss"]],
-        "weights": [one.tolist() for one in weights(trainer.get_model())],
+        "tensors": tensors_of(trainer),
     }
 
 
 def generate(backend: str, folder: str) -> dict[str, Any]:
     """Generate for 7 sequences; of the last batch one process has one, and the other none."""
-    args = arguments(folder, predict_with_generate=True, generation_max_length=30, eval_strategy="epoch")
+    args = arguments(backend, folder, predict_with_generate=True, generation_max_length=30, eval_strategy="epoch")
     model = t5()
     model.generation_config.eos_token_id = list(range(2, 8))
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.mul_(4)
-    seen: list[Any] = []
+    calls: list[Any] = []
 
     def note(prediction: Any) -> dict[str, float]:
-        seen.append((prediction.predictions.tolist(), prediction.label_ids.tolist()))
+        calls.append((prediction.predictions.tolist(), prediction.label_ids.tolist()))
         return {"ends": float((prediction.predictions == 5).sum())}
 
     trainer = HFTrainer(model, args, Tokens(8, "pairs"), Tokens(7, "pairs"), compute_metrics=note)
@@ -148,69 +150,54 @@ def generate(backend: str, folder: str) -> dict[str, Any]:
         "valid": metrics["valid"],
         "predictions": predictions.predictions.tolist(),
         "labels": predictions.labels.tolist(),
-        "seen": seen,
+        "calls": calls,
     }
 
 
 def batches(backend: str, folder: str, shared: bool = False) -> dict[str, Any]:
     """Evaluate 7 sequences batch by batch; if `shared`, a sampler of PyTorch distributes them."""
-    data, seen = Tokens(7), []
-    size = 4 // int(os.environ.get("WORLD_SIZE", "1"))
-    args = arguments(folder, batch_eval_metrics=True, per_device_eval_batch_size=size)
+    data, calls, size = Tokens(7), [], 4 // PROCESSES[backend]
+    args = arguments(backend, folder, batch_eval_metrics=True, per_device_eval_batch_size=size)
     loader: Any = data
     if shared:
-        sampler = DistributedSampler(data, shuffle=False) if "WORLD_SIZE" in os.environ else None
+        sampler = DistributedSampler(data, shuffle=False) if PROCESSES[backend] > 1 else None
         loader = DataLoader(data, batch_size=size, sampler=sampler)
 
     def note(prediction: Any, compute_result: bool) -> dict[str, float]:
-        seen.append([prediction.predictions.argmax(-1).tolist(), prediction.label_ids.tolist(), compute_result])
-        return {"rows": float(sum(len(one[0]) for one in seen))} if compute_result else {}
+        calls.append([prediction.predictions.argmax(-1).tolist(), prediction.label_ids.tolist(), compute_result])
+        return {"rows": float(sum(len(call[0]) for call in calls))} if compute_result else {}
 
     metrics = HFTrainer(llama(), args, compute_metrics=note).evaluate(loader)
-    return {"metrics": metrics, "seen": seen}
+    return {"metrics": metrics, "calls": calls}
 
 
 def inputs(backend: str, folder: str) -> dict[str, Any]:
-    seen: list[Any] = []
+    calls: list[Any] = []
 
     def note(prediction: Any) -> dict[str, float]:
-        seen.append([prediction.inputs.tolist(), prediction.losses.tolist()])
+        calls.append([prediction.inputs.tolist(), prediction.losses.tolist()])
         return {"rows": len(prediction.inputs)}
 
-    args = arguments(folder, include_for_metrics=["inputs", "loss"], per_device_eval_batch_size=1)
-    return {"metrics": HFTrainer(llama(), args, compute_metrics=note).evaluate(Tokens(7)), "seen": seen}
-
-
-def drop(backend: str, folder: str) -> dict[str, Any]:
-    """Train on 15 sequences in full micro-batches of 4 over all processes, in the order of another seed."""
-    size = 4 // int(os.environ.get("WORLD_SIZE", "1"))
-    args = arguments(
-        folder, dataloader_drop_last=True, data_seed=9, per_device_train_batch_size=size, gradient_accumulation_steps=1,
-        num_train_epochs=2,
-    )  # fmt: skip
-    trainer = HFTrainer(llama(), args, Tokens(15))
-    trainer.train()
-    return {
-        "progress": [trainer.progress.step, trainer.progress.samples, trainer.progress.epochs],
-        "weights": [one.tolist() for one in weights(trainer.get_model())],
-    }
+    args = arguments(backend, folder, include_for_metrics=["inputs", "loss"], per_device_eval_batch_size=1)
+    return {"metrics": HFTrainer(llama(), args, compute_metrics=note).evaluate(Tokens(7)), "calls": calls}
 
 
 # --- what came of it
 
 
 @pytest.fixture(scope="module")
-def results(folder: Path) -> dict[str, list[dict[str, Any]]]:
-    def job(name: str, function: str, **options: Any) -> Job:
-        return Job(name, "hf2", f"{HERE}:{function}", {"folder": str(folder / name), **options})
-
-    functions = ("prepare", "flag", "search", "smooth", "generate", "batches", "inputs", "drop")
-    jobs = [job(name, name) for name in functions] + [job("shared batches", "batches", shared=True)]
+def results(folder: Path) -> dict[str, Any]:
+    """What came of each function on two processes, and as "<name> single" on one."""
+    jobs = Jobs()
+    for function in (prepare, flag, search, learn, generate, batches, inputs):
+        for name, backend in ((function.__name__, "hf2"), (f"{function.__name__} single", "hf")):
+            jobs.add(name, backend, function, folder=str(folder / name))
+    jobs.add("shared batches", "hf2", batches, folder=str(folder / "shared batches"), shared=True)
     return sound(launch_all(jobs, folder / "launch"))
 
 
 def test_prepared_loaders_are_split_once(results: Any) -> None:
-    expected = prepare("hf")
+    (expected,) = results["prepare single"]
     assert expected.pop("shares") == expected["loop"][1] == len(expected["predictions"]) == 11
     assert [result.pop("shares") for result in results["prepare"]] == [6, 6]  # code that reads one gets a share
     assert all(gap(result, expected) <= 1e-10 for result in results["prepare"])
@@ -221,51 +208,41 @@ def test_flags_of_one_process_hold_for_all(results: Any) -> None:
     assert results["flag"] == [expected, expected]
 
 
-def test_search_on_two_processes_matches_one(results: Any, folder: Path) -> None:
-    expected = search("hf", str(folder / "single search"))
-    main, other = results["search"]
+def test_search_on_two_processes_matches_one(results: Any) -> None:
+    (expected,), (main, other) = results["search single"], results["search"]
     assert len(expected["evaluations"]) == 3 + 2 + 3
     assert gap(main, expected) <= 1e-10
     assert other["best"] is None and gap({**other, "best": expected["best"]}, expected) <= 1e-10
 
 
-def test_label_smoothing_matches_one_process(results: Any, folder: Path) -> None:
-    expected = smooth("hf", str(folder / "single"))
-    for rank in results["smooth"]:
-        assert gap(rank, expected) <= 1e-12
+def test_smoothing_and_drop_last_match_one_process(results: Any) -> None:
+    (expected,) = results["learn single"]
+    assert expected["progress"] == [6, 24, 2]
+    for rank in results["learn"]:
+        assert gap(rank, expected) <= 1e-7  # transformers computes the loss in float32
 
 
-def test_generated_answers_keep_the_order_of_the_data(results: Any, folder: Path) -> None:
+def test_generated_answers_keep_the_order_of_the_data(results: Any) -> None:
     """`compute_metrics` gets them on the main process."""
-    expected = generate("hf", str(folder / "single"))
+    (expected,) = results["generate single"]
     assert len({tuple(row) for row in expected["predictions"]}) > 1
     for rank in results["generate"]:
         assert (rank["predictions"], rank["labels"]) == (expected["predictions"], expected["labels"])
         assert gap(rank["valid"], expected["valid"]) <= 1e-6
-    assert [rank["seen"] for rank in results["generate"]] == [[*map(list, expected["seen"])], []]
+    assert [rank["calls"] for rank in results["generate"]] == [expected["calls"], []]
 
 
 @pytest.mark.parametrize("name", ["batches", "shared batches"])
-def test_batch_metrics_get_the_batches_of_all_processes(results: Any, folder: Path, name: str) -> None:
-    expected = batches("hf", str(folder / "single"))
-    assert [len(batch[0]) for batch in expected["seen"]] == [4, 3]
-    main, other = results[name]
-    assert main["seen"] == expected["seen"] and other["seen"] == []
+def test_batch_metrics_get_the_batches_of_all_processes(results: Any, name: str) -> None:
+    (expected,), (main, other) = results["batches single"], results[name]
+    assert [len(batch[0]) for batch in expected["calls"]] == [4, 3]
+    assert main["calls"] == expected["calls"] and other["calls"] == []
     assert main["metrics"] == other["metrics"]
     assert gap(main["metrics"], expected["metrics"]) <= 1e-6
 
 
-def test_inputs_and_losses_keep_the_order_of_the_data(results: Any, folder: Path) -> None:
-    expected = inputs("hf", str(folder / "single"))
-    main, other = results["inputs"]
-    assert main["seen"][0][0] == expected["seen"][0][0] == Tokens(7).ids.tolist() and other["seen"] == []
-    assert gap(main["seen"][0][1], expected["seen"][0][1]) <= 1e-6
-    assert len(set(expected["seen"][0][1])) == 7 and gap(other["metrics"], expected["metrics"]) <= 1e-6
-
-
-def test_drop_last_counts_batches_of_all_processes(results: Any, folder: Path) -> None:
-    expected = drop("hf", str(folder / "single"))
-    assert expected["progress"] == [6, 24, 2]
-    for rank in results["drop"]:
-        assert rank["progress"] == expected["progress"]
-        assert gap(rank["weights"], expected["weights"]) <= 1e-7  # transformers computes the loss in float32
+def test_inputs_and_losses_keep_the_order_of_the_data(results: Any) -> None:
+    (expected,), (main, other) = results["inputs single"], results["inputs"]
+    assert main["calls"][0][0] == expected["calls"][0][0] == Tokens(7).ids.tolist() and other["calls"] == []
+    assert gap(main["calls"][0][1], expected["calls"][0][1]) <= 1e-6
+    assert len(set(expected["calls"][0][1])) == 7 and gap(other["metrics"], expected["metrics"]) <= 1e-6
