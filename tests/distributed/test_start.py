@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from backends import Job, asked_for, launch_all, make_trainer, tensors_of
-from forking import Found
+from forking import Found, current_rank
 from marks import thinned
 from recipes import rows, t16
 from safetensors.torch import save_file
@@ -116,7 +115,7 @@ def contents(trainer: Any) -> dict[str, Any]:
 
 def start(backend: str, empty: list[int], kind: str = "net", action: str = "train", **options: Any) -> dict[str, Any]:
     """Return what a model contains at the start, where it is on the meta device on some ranks, and after a step."""
-    rank = int(os.environ.get("RANK", "0"))
+    rank = current_rank()
     with torch.device("meta" if rank in empty else "cpu"):
         model = build(kind, seed=rank)
     data: Any = Tokens(8) if kind in ("llama", "gpt", "t5") else rows(8, torch.float32)
@@ -136,29 +135,32 @@ def start(backend: str, empty: list[int], kind: str = "net", action: str = "trai
 
 NEEDED = {
     "start_is": ("real", "main", "several"), "shared": ("shared real", "shared empty"),
-    "other": ("other real", "other main", "other empty"), "cast": ("16 real", "16 empty"),
-    "missing_weights_are_drawn": ("drawn",), "missing_buffer": ("derived",),
+    "other": ("other real", "other main", "other empty"), "missing_weights_are_drawn": ("drawn",),
     "checkpoint": ("saves", "resumes", "from it"),
 }  # fmt: skip
 """The jobs of a test on a backend, by the beginning of its name."""
 EMPTY = [0, 1]
 SHARDED = ("fsdp", "zero3")
-KINDS = [("fsdp", "llama"), ("zero3", "t5"), ("fsdp", "gpt"), ("zero3", "llama"), ("zero3", "gpt")]
+KINDS = [("fsdp", "llama"), ("zero3", "t5"), ("fsdp", "gpt"), ("zero3", "llama")]
 """Models of transformers; FSDP 2 of accelerate cannot shard T5's, whose embedding is shared by its halves."""
+BARE = ("1 tensors of the main rank's model are on the meta device", "weight (Bare)", "init_from", "reset_parameters")
+WITHOUT_VALUES = [
+    ("ddp", "nowhere", BARE), ("fsdp", "evaluated", BARE),
+    ("fsdp", "derived", ("nothing computes 1 of its buffers", "table (Derived)")), ("zero3", "nowhere", BARE),
+]  # fmt: skip
+"""Backend, job, and what its error says of tensors that nothing gives values."""
 
 
 def jobs_of(backend: str, folder: Path, *names: str) -> list[Job]:
     """Return jobs on a backend by name."""
-    names_of_files = ("several", "other.safetensors", "llama")
-    init = {name: {"empty": EMPTY, "init_from": str(folder / name)} for name in names_of_files}
-    half, shared = {**init["llama"], "kind": "llama", "autocast": "bf16"}, {"kind": "shared", "max_steps": 2}
+    init = {name: {"empty": EMPTY, "init_from": str(folder / name)} for name in ("several", "other.safetensors")}
+    shared = {"kind": "shared", "max_steps": 2}
     path = folder / f"saves-{backend}"
     saves: dict[str, Any] = {"kind": "bare", "save_dir": str(path), "save_steps": 1, "max_steps": 2}
     options: dict[str, dict[str, Any]] = {
         "real": {"empty": []}, "main": {"empty": [1]}, "drawn": {"empty": EMPTY}, "several": init["several"],
         "other real": {**init["other.safetensors"], "empty": []}, "other empty": init["other.safetensors"],
         "other main": {**init["other.safetensors"], "empty": [1]},
-        "16 real": {**half, "empty": []}, "16 empty": half,
         "shared real": {**shared, "empty": []},
         "shared empty": {**shared, "empty": EMPTY, "init_from": str(folder / "shared.safetensors")},
         "nowhere": {"empty": EMPTY, "kind": "bare"}, "derived": {"empty": EMPTY, "kind": "derived"},
@@ -167,7 +169,7 @@ def jobs_of(backend: str, folder: Path, *names: str) -> list[Job]:
         "from it": {"kind": "bare", "empty": EMPTY, "init_from": str(path / "checkpoint-2")},
     }  # fmt: skip
     for kind in ("llama", "gpt", "t5"):
-        model = {"kind": kind, "init_from": str(folder / kind)}
+        model = {"kind": kind, "init_from": str(folder / kind), "autocast": "bf16" if kind == "llama" else None}
         options |= {f"{kind} real": {**model, "empty": []}, f"{kind} empty": {**model, "empty": EMPTY}}
         options[f"{kind} drawn"] = {"kind": kind, "empty": EMPTY}
     return [Job(f"{backend} {name}", backend, "test_start:start", options[name]) for name in names]
@@ -206,8 +208,8 @@ def results(folder: Path, request: pytest.FixtureRequest) -> Found[list[dict[str
             jobs += jobs_of(backend, folder, *names)
     for backend, kind in asked("transformers", "backend", "kind"):
         jobs += jobs_of(backend, folder, *(f"{kind} {name}" for name in ("real", "empty", "drawn")))
-    for backend, action in asked("missing_weights_without", "backend", "action"):
-        jobs += jobs_of(backend, folder, action)
+    for backend, job, _ in asked("tensors_without", "backend", "job", "fragments"):
+        jobs += jobs_of(backend, folder, job)
     return launch_all({job.name: job for job in jobs}.values(), folder / "jobs")
 
 
@@ -259,12 +261,6 @@ def test_other_dtypes_are_cast_as_on_one_process(backend: str, results: Found[li
 
 
 @pytest.mark.parametrize("backend", thinned(SHARDED, ["fsdp"]))
-def test_cast_weights_start_equal(backend: str, results: Found[list[dict[str, Any]]]) -> None:
-    real, empty = results_of(results, backend, "16 real", "16 empty")
-    assert real == empty and real[0]["first"] != real[0]["trained"]
-
-
-@pytest.mark.parametrize("backend", thinned(SHARDED, ["fsdp"]))
 def test_missing_weights_are_drawn_on_the_main_rank(backend: str, results: Found[list[dict[str, Any]]]) -> None:
     (ranks,), expected = results_of(results, backend, "drawn"), Net()
     first = ranks[0]["first"]
@@ -283,7 +279,7 @@ def test_transformers_models_start_without_memory(
     backend: str, kind: str, results: Found[list[dict[str, Any]]]
 ) -> None:
     real, empty, drawn = results_of(results, backend, *(f"{kind} {name}" for name in ("real", "empty", "drawn")))
-    assert empty == real
+    assert empty == real and real[0]["first"] != real[0]["trained"]
     first = drawn[0]["first"]
     for name, values in real[0]["first"].items():
         if name.startswith("buffer"):
@@ -293,27 +289,14 @@ def test_transformers_models_start_without_memory(
             assert 0.7 < actual.std() / expected.std() < 1.4 or expected.std() == 0 == actual.std(), name
 
 
-@pytest.mark.parametrize(
-    ("backend", "action"),
-    thinned(
-        [(backend, action) for backend in ("ddp", *SHARDED) for action in ("nowhere", "evaluated")],
-        [("ddp", "nowhere"), ("fsdp", "evaluated")],
-    ),
-)
-def test_missing_weights_without_initializer_are_an_error(
-    backend: str, action: str, results: Found[list[dict[str, Any]]]
+@pytest.mark.parametrize(("backend", "job", "fragments"), thinned(WITHOUT_VALUES, WITHOUT_VALUES[:3]))
+def test_tensors_without_values_are_an_error(
+    backend: str, job: str, fragments: tuple[str, ...], results: Found[list[dict[str, Any]]]
 ) -> None:
-    for result in results[f"{backend} {action}"]:
+    for result in results[f"{backend} {job}"]:
         assert result["error"] == "ConfigError"
-        assert "1 tensors of the main rank's model are on the meta device" in result["message"]
-        for fragment in ("weight (Bare)", "init_from", "reset_parameters", "resume_from"):
+        for fragment in fragments:
             assert fragment in result["message"]
-
-
-@pytest.mark.parametrize("backend", thinned(["ddp", *SHARDED], ["fsdp"]))
-def test_missing_buffer_is_an_error(backend: str, results: Found[list[dict[str, Any]]]) -> None:
-    for result in results[f"{backend} derived"]:
-        assert "nothing computes 1 of its buffers" in result["message"] and "table (Derived)" in result["message"]
 
 
 @pytest.mark.parametrize("backend", thinned(SHARDED, ["fsdp"]))
