@@ -87,15 +87,12 @@ class Outcome:
 
     Attributes:
         code: Its exit code; minus the signal it died of; None if it had hung.
-        seconds: From the moment that `mark()` was called on any process, or from the start, to its end. It is there to
-            be read by people: on a busy machine it says little.
         output: What it wrote to stdout and stderr.
         result: What the function returned, if it did.
         left: The processes of its process group that it did not wait for; they have been killed.
     """
 
     code: int | None
-    seconds: float
     output: str
     result: Any
     left: list[str] = field(default_factory=list)
@@ -217,7 +214,7 @@ def case_folder() -> Path:
 
 
 def mark() -> None:
-    """Say that the fault happens now; the seconds of all processes count from the first time."""
+    """Say that the fault happens now, which other processes may wait for."""
     with contextlib.suppress(FileExistsError):
         (case_folder() / "fault").touch(exist_ok=False)
 
@@ -292,7 +289,7 @@ class _Running:
         self.ranks = {
             self._fork(lambda r=rank: _live(case, r, port, self.folder)): rank for rank in range(case.processes)
         }
-        self.ended: dict[int, tuple[int | None, float]] = {}
+        self.ended: dict[int, int | None] = {}
         self.left: dict[int, list[str]] = {}
 
     @staticmethod
@@ -319,7 +316,7 @@ class _Running:
                     os.waitpid(child, 0)
                 if has_ended or has_hung:
                     self.left[rank] = _kill_group(child)
-                    self.ended[rank] = os.waitstatus_to_exitcode(status) if has_ended else None, time.time()
+                    self.ended[rank] = os.waitstatus_to_exitcode(status) if has_ended else None
                     (self.folder / f"ended-{rank}").touch()
         return len(self.ended) == len(self.ranks)
 
@@ -337,18 +334,15 @@ class _Running:
 
     @property
     def has_hung(self) -> bool:
-        return any(code is None for code, _ in self.ended.values())
+        return None in self.ended.values()
 
     def outcomes(self) -> list[dict[str, Any]]:
-        fault = self.folder / "fault"
-        start = fault.stat().st_mtime if fault.exists() else self.start
         outcomes = []
         for rank in range(self.case.processes):
-            code, end = self.ended[rank]
             path = self.folder / f"result-{rank}.json"
             result = json.loads(path.read_text()) if path.exists() else None
             output = (self.folder / f"output-{rank}.txt").read_text(errors="replace")
-            outcomes.append(asdict(Outcome(code, round(end - start, 2), output, result, self.left[rank])))
+            outcomes.append(asdict(Outcome(self.ended[rank], output, result, self.left[rank])))
         return outcomes
 
 

@@ -5,10 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import peft
 import pytest
 import torch
 from adapting import adapted, content_of
-from backends import Job, asked_for, bound, gap, launch_all, make_trainer, tensors_of
+from backends import Jobs, asked_for, bound, gap, launch_all, make_trainer, tensors_of
 from forking import Found, joined
 from marks import thinned
 from recipes import StopAt, rows
@@ -20,9 +21,8 @@ from omnitrain import Callback
 from omnitrain.checkpoint.tensor_files import fingerprints
 from omnitrain.distributed.ranks import Ranks
 
-HERE = "test_adapters"
-BACKENDS = ("native", "ddp", "fsdp", "zero1", "zero2", "zero3", "hf", "hf2", "hf_fsdp", "hf_zero2", "hf_zero3")
-WAYS = [("fsdp", "native"), ("zero3", "ddp"), ("native", "fsdp"), ("ddp", "zero3")]
+BACKENDS = ("fsdp", "native", "ddp", "zero2", "zero3", "hf2", "hf_fsdp", "hf_zero3")
+MOVES = [("fsdp", "native"), ("zero3", "ddp"), ("native", "fsdp")]
 
 
 def adapt(
@@ -36,10 +36,9 @@ def adapt(
         callbacks=[StopAt(cut)] if cut else [], load_best_at_end=best, **({"eval_steps": 2} if best else {}),
     )  # fmt: skip
     trainer.train(resume_from=resume or None)
-    tensors = {f"weights/{name}": one for name, one in tensors_of(trainer).items()}
     trainer.save_model(f"{folder}/model")
     losses = [trainer.evaluate()["eval_loss"], trainer.metrics["best_valid"]["eval_loss"]] if best else []
-    return {"tensors": tensors, "losses": losses}
+    return {"tensors": tensors_of(trainer), "losses": losses}
 
 
 class Twins(nn.Module):
@@ -60,8 +59,8 @@ class Fade(Callback):
     """Changes weights that do not train, without PyTorch counting it."""
 
     def on_step_end(self, trainer: Any) -> None:
-        for one in trainer.model.teacher.parameters():
-            part = getattr(one, "ds_tensor", one)
+        for parameter in trainer.model.teacher.parameters():
+            part = getattr(parameter, "ds_tensor", parameter)
             (part.to_local() if hasattr(part, "to_local") else part).data.mul_(0.5)
 
 
@@ -75,27 +74,28 @@ def fade(backend: str, folder: str) -> dict[str, Any]:
     return {}
 
 
-# --- what came of it
-
-
 @pytest.fixture(scope="module")
 def results(folder: Path, request: pytest.FixtureRequest) -> Found[list[dict[str, Any]]]:
-    def job(name: str, backend: str, function: str = "adapt", **options: Any) -> Job:
-        return Job(name, backend, f"{HERE}:{function}", {"folder": str(folder / name), **options})
+    before, after = Jobs(), Jobs()
 
-    ways = asked_for(request, "source", "target")
+    def add(jobs: Jobs, name: str, backend: str, function: Any = adapt, **options: Any) -> None:
+        jobs.add(name, backend, function, folder=str(folder / name), **options)
+
+    moves = asked_for(request, "source", "target")
     straight = asked_for(request, "backend", test="test_adapters")
-    before, after = [], []
-    for backend in sorted(straight | {source for source, _ in ways}):
-        before += [job(f"straight-{backend}", backend), job(f"cut-{backend}", backend, cut=4)]
+    for backend in sorted(straight | {source for source, _ in moves}):
+        add(before, f"straight-{backend}", backend)
+        add(before, f"cut-{backend}", backend, cut=4)
     for backend in sorted(straight):
         last = str(folder / f"cut-{backend}/last")
-        after.append(job(f"{backend}-{backend}", backend, resume=last))
-        after.append(job(f"another-{backend}", backend, resume=last, base=9))
-    for source, target in sorted(ways):
-        after.append(job(f"{source}-{target}", target, resume=str(folder / f"cut-{source}/last")))
-    before += [job(f"best-{one}", one, best=True) for one in sorted(asked_for(request, "backend", test="test_best"))]
-    before += [job(f"fade-{one}", one, "fade") for one in sorted(asked_for(request, "backend", test="test_frozen"))]
+        add(after, f"{backend}-{backend}", backend, resume=last)
+        add(after, f"another-{backend}", backend, resume=last, base=9)
+    for source, target in sorted(moves):
+        add(after, f"{source}-{target}", target, resume=str(folder / f"cut-{source}/last"))
+    for backend in sorted(asked_for(request, "backend", test="test_best")):
+        add(before, f"best-{backend}", backend, best=True)
+    for backend in sorted(asked_for(request, "backend", test="test_frozen")):
+        add(before, f"fade-{backend}", backend, fade)
     return joined(launch_all(before, folder / "before"), launch_all(after, folder / "after"))
 
 
@@ -104,45 +104,35 @@ def weights(results: Any, name: str) -> list[dict[str, torch.Tensor]]:
     return [rank["tensors"] for rank in results[name]]
 
 
-def names(folder: Path) -> set[str]:
-    return set(load_file(folder / "model.safetensors"))
-
-
 @pytest.mark.parametrize("backend", thinned(BACKENDS, ["fsdp"]))
 def test_adapters_resume_exactly_without_the_base(results: Any, folder: Path, backend: str) -> None:
-    """On another base they do not."""
+    """And load in PEFT. On another base they do not resume."""
     runs = (weights(results, f"{name}-{backend}") for name in (backend, "straight"))
     assert all(gap(resumed, straight) == 0 for resumed, straight in zip(*runs, strict=True))
-    saved = names(folder / f"straight-{backend}" / "last")
+    run = folder / f"straight-{backend}"
+    saved = set(load_file(run / "last" / "model.safetensors"))
     heads = {f"base_model.model.lm_head.{part}.weight" for part in ("original_module", "modules_to_save.default")}
     assert heads < saved and len(saved) == 6 and all("lora_" in name for name in saved - heads)
     model = adapted(llama(0), modules_to_save=["lm_head"])
-    base = {name: one.float() for name, one in model.named_parameters() if name not in saved}
-    assert content_of(folder / f"straight-{backend}" / "last")["frozen"] == fingerprints(base, Ranks())
+    base = {name: weight.float() for name, weight in model.named_parameters() if name not in saved}
+    assert content_of(run / "last")["frozen"] == fingerprints(base, Ranks())
+    for path in (run / "last", run / "model"):
+        model = peft.PeftModel.from_pretrained(llama(0).float(), path)
+        loaded = {name: weight.data for name, weight in model.named_parameters()}
+        assert gap(loaded, weights(results, f"straight-{backend}")[0]) == 0
+        assert not (path / "config.json").exists()
     for rank in results[f"another-{backend}"]:
         assert rank.get("error") == "CheckpointError", rank
         assert "differ in this model, the first of them 'base_model.model." in rank["message"]
 
 
-@pytest.mark.parametrize("backend", thinned(BACKENDS, ["fsdp"]))
-def test_adapters_in_parts_load_in_peft(results: Any, folder: Path, backend: str) -> None:
-    import peft
-
-    expected = weights(results, f"straight-{backend}")[0]
-    for place in ("last", "model"):
-        path = folder / f"straight-{backend}" / place
-        model = peft.PeftModel.from_pretrained(llama(0).float(), path)
-        assert gap({f"weights/{name}": one.data for name, one in model.named_parameters()}, expected) == 0
-        assert not (path / "config.json").exists()
-
-
-@pytest.mark.parametrize(("source", "target"), thinned(WAYS, [("fsdp", "native")]))
+@pytest.mark.parametrize(("source", "target"), thinned(MOVES, MOVES[:1]))
 def test_checkpoint_without_the_base_moves_between_backends(results: Any, source: str, target: str) -> None:
     for tensors in weights(results, f"{source}-{target}"):
         assert gap(tensors, weights(results, f"straight-{source}")[0]) < 1e-5
 
 
-@pytest.mark.parametrize("backend", thinned(BACKENDS, ["fsdp"]))
+@pytest.mark.parametrize("backend", thinned(["fsdp", "zero3", "hf2"], ["fsdp"]))
 def test_best_adapters_are_loaded_at_the_end(results: Any, backend: str) -> None:
     for rank in results[f"best-{backend}"]:
         assert "error" not in rank, rank
@@ -150,9 +140,10 @@ def test_best_adapters_are_loaded_at_the_end(results: Any, backend: str) -> None
         assert last == pytest.approx(best, abs=bound(backend))
 
 
-@pytest.mark.parametrize("backend", thinned(["ddp", "fsdp", "zero2", "zero3"], ["fsdp"]))
+@pytest.mark.parametrize("backend", thinned(["fsdp", "zero2", "zero3"], ["fsdp"]))
 def test_frozen_weights_changed_by_hand_are_saved(results: Any, folder: Path, backend: str) -> None:
     assert all("error" not in rank for rank in results[f"fade-{backend}"]), results[f"fade-{backend}"]
     checkpoint = folder / f"fade-{backend}" / "last"
     assert set(content_of(checkpoint)["frozen"]) == {"fixed.weight", "fixed.bias"}
-    assert names(checkpoint) == {"student.weight", "student.bias", "teacher.weight", "teacher.bias"}
+    saved = set(load_file(checkpoint / "model.safetensors"))
+    assert saved == {"student.weight", "student.bias", "teacher.weight", "teacher.bias"}

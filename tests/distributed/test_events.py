@@ -128,9 +128,6 @@ def recorded(model: torch.nn.Module) -> Iterator[list[str]]:
         yield events
 
 
-# --- cases
-
-
 def exchange(callback: bool | None, log_steps: Any = STEPS) -> str:
     """Return the events of a run in their order; a callback may or may not request something in a step."""
     trainer = train_steps(log_steps=log_steps, callbacks=[] if callback is None else [Watches(callback)])
@@ -269,9 +266,6 @@ def generate(backend: str) -> dict[str, Any]:
     trainer = make_trainer(backend, llama().float(), Tokens(16), callbacks=[reports, *previews], **options)
     trainer.train()
     return {"step": trainer.progress.step, "reports": reports.reports, "weights error": error}
-
-
-# --- tests
 
 
 @pytest.fixture(scope="module")

@@ -18,8 +18,8 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from backends import Job, asked_for, launch_all, make_trainer
-from forking import Case, Found, Outcome, by_name, current_rank, mark, play, wait_for_other
+from backends import Jobs, asked_for, launch_all, make_trainer
+from forking import Case, Found, Outcome, by_name, case_folder, current_rank, mark, play, wait_for_other
 from marks import thinned
 from recipes import rows, t16
 from torch import nn
@@ -82,7 +82,7 @@ def classes(has_error: bool) -> TensorDataset:
 
 
 def train_and_fail(
-    where: str, rank: int = 1, wrapping: str = "ddp", lives_on: bool = False, folder: str = "", **options: Any
+    where: str, rank: int = 1, wrapping: str = "ddp", lives_on: bool = False, saves: bool = False, **options: Any
 ) -> None:
     """Train with a fault on one process, which may catch its error and live on."""
     numbers, is_bad = itertools.count(), current_rank() == rank
@@ -94,7 +94,7 @@ def train_and_fail(
         return F.mse_loss(output, target)
 
     evaluated = {"eval_dataset": rows(16, torch.float32), "eval_steps": 3}
-    options |= {"save_dir": folder, "save_steps": 2} if folder else {}
+    options |= {"save_dir": case_folder() / "run", "save_steps": 2} if saves else {}
     kinds: dict[str, Callable[[], dict[str, Any]]] = {
         "loss": lambda: {"loss_fn": loss},
         "item": lambda: {"train": Rows(int(detail)), "shuffle": False},
@@ -135,8 +135,8 @@ AHEAD = "item of the step after a save"
 FAILING = by_name([
     fail("loss"),
     fail("item:45", "item of a worker process", num_workers=2),
-    fail("item:21", AHEAD, folder="save"),
-    fail("callback:save_end", folder="save"),
+    fail("item:21", AHEAD, saves=True),
+    fail("callback:save_end", saves=True),
     fail("metric", rank=0),
     fail("predict:13"),
     fail("between"),
@@ -145,8 +145,8 @@ FAILING = by_name([
     fail("callback:step_end", "callback of rank 0, lives on", lives_on=True, rank=0),
     fail("evaluation", "evaluation, lives on", lives_on=True),
     fail("loss", "loss of HFTrainer", wrapping="hf"),
-    fail("writing", "writing of FSDP", rank=0, folder="save", wrapping="fsdp"),
-    *(fail(f"callback:{event}", folder="save") for event in ("train_start", "before_optimizer_step", "epoch_end")),
+    fail("writing", "writing of FSDP", rank=0, saves=True, wrapping="fsdp"),
+    *(fail(f"callback:{event}", saves=True) for event in ("train_start", "before_optimizer_step", "epoch_end")),
 ])  # fmt: skip
 LABELS = by_name([
     fail("label", "label of FSDP", wrapping="fsdp"), fail("label", "label of HFTrainer", wrapping="hf"),
@@ -157,28 +157,29 @@ LABELS = by_name([
 # --- a call on one process only
 
 
-def call_on_one_rank(what: str, when: str, rank: int, folder: str, wrapping: str = "ddp") -> None:
+def call_on_one_rank(what: str, when: str, rank: int, wrapping: str = "ddp") -> None:
     """Make a call that concerns all processes on one of them, before, in or after the training."""
+    data = rows(16, torch.float32)
+    arguments = {
+        "save_model": [case_folder() / "model"],
+        "load_checkpoint": ["last"],
+        "evaluate": [data],
+        "predict": [data],
+    }
 
     def call(trainer: Any) -> None:
         mark()
-        if what == "save_model":
-            trainer.save_model(f"{folder}/model")
-        elif what == "load_checkpoint":
-            trainer.load_checkpoint("last")
-        elif what in ("evaluate", "predict", "test"):
-            getattr(trainer, what)(rows(16, torch.float32))
-        elif what == "AccelerateTrainer":
+        if what == "AccelerateTrainer":
             make(wrapping)
         else:
-            getattr(trainer, what)()
+            getattr(trainer, what)(*arguments.get(what, []))
 
     class Calls(Callback):
         def on_step_end(self, trainer: Any) -> None:
             if trainer.progress.step == 3 and trainer.rank == rank:
                 call(trainer)
 
-    trainer = make(wrapping, callbacks=[Calls()] if when == "in" else [], save_dir=f"{folder}/save", save_steps=2)
+    trainer = make(wrapping, callbacks=[Calls()] if when == "in" else [], save_dir=case_folder() / "run", save_steps=2)
     if when == "before" and trainer.rank == rank:
         call(trainer)
     if what != "train" or when == "in":
@@ -188,7 +189,7 @@ def call_on_one_rank(what: str, when: str, rank: int, folder: str, wrapping: str
 
 
 def solo(what: str, when: str, rank: int, hosted: bool = False, **options: Any) -> Case:
-    options = {"what": what, "when": when, "rank": rank, "folder": "call", **options}
+    options = {"what": what, "when": when, "rank": rank, **options}
     return Case(f"{what} on rank {rank} {when}", "test_faults:call_on_one_rank", options, hosted)
 
 
@@ -225,7 +226,7 @@ CASES = FAILING | LABELS | CALLS | ENDS
 # --- jobs: errors of all processes alike
 
 
-def survive(backend: str, folder: str) -> dict[str, Any]:
+def survive(backend: str) -> dict[str, Any]:
     """Raise the same errors on both processes, one a little later, and train to the end all the same."""
     errors = []
     ranks._ERROR_SYNC_S = 600.0  # both are to come, however late one of them is
@@ -241,10 +242,10 @@ def survive(backend: str, folder: str) -> dict[str, Any]:
         return F.mse_loss(output, target) * (float("nan") if diverges else 1.0)
 
     numbers = itertools.count()
-    trainer: Any = make(backend, loss_fn=diverge, save_dir=f"{folder}/a")
+    trainer: Any = make(backend, loss_fn=diverge, save_dir=case_folder() / f"survive-{backend}")
     attempts: list[Callable[[], object]] = [
         trainer.train,
-        lambda: trainer.train(resume_from=f"{folder}/nothing"),
+        lambda: trainer.train(resume_from=case_folder() / "nothing"),
         lambda: trainer.train(resume_from="auto", allow_change={"nothing"}),
         lambda: make(backend, callbacks=[Fails()]).train(),
         lambda: make(backend, model=t16(), optimizer="none"),
@@ -263,24 +264,23 @@ def survive(backend: str, folder: str) -> dict[str, Any]:
 
 
 class Asks(Callback):
-    """Makes requests at events, on one process only."""
+    """Makes requests at events, on the second process only."""
 
     order = 11
-    requests: tuple[tuple[str, int, str], ...] = (
-        ("step_end", 2, "request_save"), ("step_end", 3, "request_evaluate"), ("step_end", 5, "request_log"),
-        ("step_end", 15, "stop"), ("eval_end", 3, "request_save"), ("save_end", 2, "request_evaluate"),
-        ("epoch_end", 8, "request_save"), ("epoch_end", 8, "request_evaluate"),
-        ("log", 12, "request_save"), ("log", 12, "request_evaluate"),
+    requests: tuple[tuple[str, str], ...] = (
+        ("step_end 2", "request_save"), ("step_end 3", "request_evaluate"), ("step_end 5", "request_log"),
+        ("step_end 15", "stop"), ("eval_end 3", "request_save"), ("save_end 2", "request_evaluate"),
+        ("epoch_end 8", "request_save"), ("epoch_end 8", "request_evaluate"),
+        ("log 12", "request_save"), ("log 12", "request_evaluate"),
     )  # fmt: skip
 
-    def __init__(self, rank: int) -> None:
-        self.rank = rank
+    def __init__(self) -> None:
         self.events: list[str] = []
 
     def ask(self, event: str, trainer: Any) -> None:
         self.events.append(f"{event} {trainer.progress.step}")
-        for moment, step, request in self.requests:
-            if (moment, step) == (event, trainer.progress.step) and trainer.rank == self.rank:
+        for moment, request in self.requests:
+            if moment == self.events[-1] and trainer.rank == 1:
                 getattr(trainer, request)()
 
 
@@ -288,9 +288,9 @@ for _event in ("step_end", "eval_end", "save_end", "epoch_end", "log"):
     setattr(Asks, f"on_{_event}", lambda self, trainer, *_, event=_event: self.ask(event, trainer))
 
 
-def ask(backend: str, rank: int, folder: str) -> dict[str, Any]:
+def ask(backend: str) -> dict[str, Any]:
     """Make every request at every event, on one process."""
-    asks = Asks(rank)
+    asks, folder = Asks(), case_folder() / f"ask-{backend}"
     evaluated = {"eval_dataset": rows(16, torch.float32), "eval_steps": 1000}
     trainer: Any = make(backend, callbacks=[asks], save_dir=folder, save_steps=1000, log_steps=4, **evaluated)
     metrics = trainer.train()
@@ -350,43 +350,29 @@ def train_unevenly(backend: str, lengths: list[int], loader: bool, accumulation:
     return {"step": trainer.progress.step, "samples": trainer.progress.samples, "best": metrics["best_valid"]}
 
 
-def job(function: str, backend: str = "ddp", **options: Any) -> tuple[str, Job]:
-    name = " ".join([function, backend, *(f"{key}={value}" for key, value in options.items() if key != "folder")])
-    return name, Job(name, backend, f"test_faults:{function}", options)
-
-
-SURVIVING = dict(job("survive", backend, folder="folder") for backend in ("ddp", "fsdp"))
-ASKING = dict(job("ask", backend, rank=1, folder="folder") for backend in ("ddp", "fsdp"))
-STOPPING = dict([job("stop_at_any_moment")])
-UNEVEN = dict([
-    job("train_unevenly", lengths=[9, 30], loader=False, accumulation=1),
-    job("train_unevenly", "fsdp", lengths=[30, 9], loader=False, accumulation=3),
-    job("train_unevenly", lengths=[9, 50], loader=True, accumulation=1),
-    job("train_unevenly", "fsdp", lengths=[13, 0], loader=False, accumulation=3),
-])  # fmt: skip
-JOBS = SURVIVING | ASKING | STOPPING | UNEVEN
-
-
-# --- tests
-
-
-def prepared(table: dict[str, Any], names: set[str], folder: Path) -> list[Any]:
-    """Return the entries of a table with these names, each with a separate folder if it needs one."""
-    entries = [entry for name, entry in table.items() if name in names]
-    for number, entry in enumerate(entries):
-        if "folder" in entry.options:
-            entry.options["folder"] = str(folder / str(number))
-    return entries
+UNEVEN = [
+    ("ddp", [9, 30], False, 1), ("fsdp", [30, 9], False, 3), ("ddp", [9, 50], True, 1), ("fsdp", [13, 0], False, 3),
+]  # fmt: skip
+"""Backend, length of the data of each process, whether they come from a loader, and accumulated batches of a step."""
 
 
 @pytest.fixture(scope="module")
 def outcomes(folder: Path, request: pytest.FixtureRequest) -> Found[list[Outcome]]:
-    return play(prepared(CASES, asked_for(request, "name"), folder / "runs"), folder / "cases", at_once=8)
+    names = asked_for(request, "name")
+    return play([case for name, case in CASES.items() if name in names], folder / "cases", at_once=8)
 
 
 @pytest.fixture(scope="module")
-def results(folder: Path, request: pytest.FixtureRequest) -> Found[list[dict[str, Any]]]:
-    return launch_all(prepared(JOBS, asked_for(request, "job"), folder / "job-runs"), folder / "jobs")
+def results(folder: Path) -> Found[list[dict[str, Any]]]:
+    jobs = Jobs()
+    jobs.add("stop", "ddp", stop_at_any_moment)
+    for backend in ("ddp", "fsdp"):
+        jobs.add(f"survive {backend}", backend, survive)
+        jobs.add(f"ask {backend}", backend, ask)
+    for backend, lengths, loader, accumulation in UNEVEN:
+        options: dict[str, Any] = {"lengths": lengths, "loader": loader, "accumulation": accumulation}
+        jobs.add(f"uneven {lengths} {loader}", backend, train_unevenly, **options)
+    return launch_all(jobs, folder / "jobs")
 
 
 def result_of(results: Found[list[dict[str, Any]]], name: str) -> dict[str, Any]:
@@ -423,7 +409,7 @@ def test_error_on_one_rank_ends_all_with_its_reason(
         assert f"DistributedError: Rank {rank} failed in {call}, and so the run ends on all 2" in other.output
         assert f"--- rank {rank}\nTraceback (most recent call last)" in other.output and text in other.output
     if name == AHEAD:  # reading ahead costs nothing of the step before
-        checkpoints = Store(Path(CASES[name].options["folder"])).checkpoints()
+        checkpoints = Store(folder / "cases" / name / "run").checkpoints()
         assert [path.name for path in checkpoints] == ["checkpoint-2"]
 
 
@@ -455,16 +441,16 @@ def test_end_of_the_program_is_silent(name: str, outcomes: dict[str, list[Outcom
         assert (outcome.code, lines) == (0, [])
 
 
-@pytest.mark.parametrize("job", thinned(SURVIVING, list(SURVIVING)[:1]))
-def test_errors_common_to_all_ranks_leave_them_able_to_train(job: str, results: Found[list[dict[str, Any]]]) -> None:
-    result = result_of(results, job)
+@pytest.mark.parametrize("backend", ["ddp", "fsdp"])
+def test_errors_common_to_all_ranks_leave_them_able_to_train(backend: str, results: Any) -> None:
+    result = result_of(results, f"survive {backend}")
     errors = ["NonFiniteError", "CheckpointError", "ConfigError", "ValueError", "ConfigError", "ValueError"]
     assert (result["errors"], result["step"]) == (errors, 16)
 
 
-@pytest.mark.parametrize("job", thinned(ASKING, list(ASKING)[:1]))
-def test_requests_of_one_rank_act_on_all(job: str, results: Found[list[dict[str, Any]]]) -> None:
-    result = result_of(results, job)
+@pytest.mark.parametrize("backend", ["ddp", "fsdp"])
+def test_requests_of_one_rank_act_on_all(backend: str, results: Any) -> None:
+    result = result_of(results, f"ask {backend}")
     assert (result["step"], result["reason"]) == (15, "requested")
     events = [event for event in result["events"] if not event.startswith(("step_end", "log"))]
     assert events == [
@@ -475,9 +461,8 @@ def test_requests_of_one_rank_act_on_all(job: str, results: Found[list[dict[str,
     ]
 
 
-@pytest.mark.parametrize("job", STOPPING)
-def test_stop_from_a_thread_of_one_rank_ends_all_at_one_step(job: str, results: Found[list[dict[str, Any]]]) -> None:
-    ends = result_of(results, job)["ends"]
+def test_stop_from_a_thread_of_one_rank_ends_all_at_one_step(results: Any) -> None:
+    ends = result_of(results, "stop")["ends"]
     assert len(ends) == 6 and {reason for reason, _ in ends} == {"requested"}
     assert len({step for _, step in ends}) > 2
 
@@ -488,11 +473,13 @@ def share_of_stream(length: int, rank: int) -> list[int]:
     return [(turn + 1 - rank) // 2 for turn in turns]
 
 
-@pytest.mark.parametrize("job", UNEVEN)
-def test_uneven_data_train_to_the_end_of_the_longest(job: str, results: Found[list[dict[str, Any]]]) -> None:
-    lengths, loader, accumulation = (JOBS[job].options[name] for name in ("lengths", "loader", "accumulation"))
+@pytest.mark.parametrize(("backend", "lengths", "loader", "accumulation"), UNEVEN)
+def test_uneven_data_train_to_the_end_of_the_longest(
+    backend: str, lengths: list[int], loader: bool, accumulation: int, results: Any
+) -> None:
+    name = f"uneven {lengths} {loader}"
     if not all(lengths):
-        for result in results[job]:
+        for result in results[name]:
             assert result["error"] == "DataError" and "The data yield nothing on rank 1" in result["message"]
         return
     parts = [range(0, length, 2) for length in lengths]
@@ -500,7 +487,7 @@ def test_uneven_data_train_to_the_end_of_the_longest(job: str, results: Found[li
         shares = [[min(2, lengths[rank] - start) for start in part][rank::2] for rank, part in enumerate(parts)]
     else:
         shares = [share_of_stream(length, rank) for rank, length in enumerate(lengths)]
-    result = result_of(results, job)
+    result = result_of(results, name)
     assert result["samples"] == 2 * sum(map(sum, shares))
     turns = max(sum(map(bool, share)) for share in shares)  # a turn in which no process has samples is no step
     assert result["step"] == 2 * -(-turns // accumulation)

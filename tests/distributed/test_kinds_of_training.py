@@ -22,27 +22,7 @@ from torch import nn
 from torch.utils.data import TensorDataset
 from transformers import DataCollatorWithFlattening
 
-from omnitrain import (
-    EMA,
-    SAM,
-    SWA,
-    Callback,
-    GradientClipping,
-    GradualUnfreezing,
-    GroupByLength,
-    LabelSmoothing,
-    LayerFreezing,
-    LinearScheduler,
-    MagnitudePruning,
-    MixUp,
-    MultiTask,
-    MultiTaskUnit,
-    PackedDataset,
-    SeqLengthWarmup,
-    StochasticDepth,
-    StraightThrough,
-    WSDScheduler,
-)
+import omnitrain
 
 Recipe = dict[str, Any]
 """The arguments of a trainer, and as "micro" the samples of a micro-batch over all processes."""
@@ -68,7 +48,7 @@ def classes(dtype: torch.dtype) -> Recipe:
     )
     loss = nn.CrossEntropyLoss(torch.tensor([1.0, 4.0, 0.3], dtype=dtype))
     data = {"train_dataset": train, "eval_dataset": evaluation, "loss_fn": loss}
-    return regression(dtype, model=deep(dtype, classes=3), **data, algorithms=[MixUp(3, alpha=1.0)])
+    return regression(dtype, model=deep(dtype, classes=3), **data, algorithms=[omnitrain.MixUp(3, alpha=1.0)])
 
 
 def tokens(dtype: torch.dtype, **options: Any) -> Recipe:
@@ -83,17 +63,19 @@ def groups(dtype: torch.dtype) -> Recipe:
 
 
 ALGORITHMS: dict[str, Callable[[], Any]] = {
-    "ema": lambda: EMA(0.8),
-    "swa": lambda: SWA("0.3dur"),
-    "freezing": lambda: LayerFreezing(0.0),
-    "unfreezing": lambda: GradualUnfreezing(0.5),
-    "value": lambda: GradientClipping("value", 0.01),
-    "agc": lambda: GradientClipping("adaptive", 0.05),
-    "mixup": lambda: MixUp(alpha=1.0),
-    "sam": lambda: SAM(0.5),
-    "depth": lambda: StochasticDepth(["[13]"], 0.5),
-    "rounding": lambda: StraightThrough(lambda weight: (weight * 8 / weight.max()).round() * weight.max() / 8),
-    "pruning": lambda: MagnitudePruning(0.7, end=5, every=2, scope="global"),
+    "ema": lambda: omnitrain.EMA(0.8),
+    "swa": lambda: omnitrain.SWA("0.3dur"),
+    "freezing": lambda: omnitrain.LayerFreezing(0.0),
+    "unfreezing": lambda: omnitrain.GradualUnfreezing(0.5),
+    "value": lambda: omnitrain.GradientClipping("value", 0.01),
+    "agc": lambda: omnitrain.GradientClipping("adaptive", 0.05),
+    "mixup": lambda: omnitrain.MixUp(alpha=1.0),
+    "sam": lambda: omnitrain.SAM(0.5),
+    "depth": lambda: omnitrain.StochasticDepth(["[13]"], 0.5),
+    "rounding": lambda: omnitrain.StraightThrough(
+        lambda weight: (weight * 8 / weight.max()).round() * weight.max() / 8
+    ),
+    "pruning": lambda: omnitrain.MagnitudePruning(0.7, end=5, every=2, scope="global"),
 }
 
 
@@ -120,10 +102,11 @@ def tasks(dtype: torch.dtype) -> Recipe:
     """A task of 22 samples and one of 3: most micro-batches have none of the second."""
     x, class_weights = rows(25, dtype).tensors[0], torch.tensor([1.0, 3.0, 0.2], dtype=dtype)
     sets = {"kind": TensorDataset(x[:22], x[:22].argmax(1) % 3), "rare": TensorDataset(x[22:], x[22:].sum(1, True))}
-    model, data = TaskHeads().to(dtype), MultiTask(sets)
+    model, data = TaskHeads().to(dtype), omnitrain.MultiTask(sets)
+    losses = {"kind": nn.CrossEntropyLoss(class_weights), "rare": F.mse_loss}
     return {
         "model": model, "train_dataset": data, "eval_dataset": data.evaluation(sets, {"kind": "accuracy"}),
-        "unit": MultiTaskUnit(model, {"kind": nn.CrossEntropyLoss(class_weights), "rare": F.mse_loss}, {"rare": 2.0}),
+        "unit": omnitrain.MultiTaskUnit(model, losses, {"rare": 2.0}),
         "micro": 4, "global_batch_size": 8, "lr_scheduler": "linear",
     }  # fmt: skip
 
@@ -133,7 +116,7 @@ def in_time(dtype: torch.dtype, growing: bool = False) -> Recipe:
     return {
         "model": Tagger(dtype=dtype), "train_dataset": Sentences(20), "micro": 4, "max_duration": "200tok",
         "epochs": None, "global_batch_size": {0: 4, "0.2dur": 8, "0.6dur": 12} if growing else None,
-        "lr_scheduler": LinearScheduler(warmup=2, min_lr=0.01) * WSDScheduler("0.4dur"),
+        "lr_scheduler": omnitrain.LinearScheduler(warmup=2, min_lr=0.01) * omnitrain.WSDScheduler("0.4dur"),
     }  # fmt: skip
 
 
@@ -190,7 +173,7 @@ def unit(dtype: torch.dtype) -> Recipe:
 
 def by_length(dtype: torch.dtype) -> Recipe:
     texts = [{**sample, "labels": sample["input_ids"]} for sample in Short(28)]
-    return trained(gpt(), dtype, GroupByLength(texts[:21], 8), texts[21:])
+    return trained(gpt(), dtype, omnitrain.GroupByLength(texts[:21], 8), texts[21:])
 
 
 def transformer(dtype: torch.dtype, model: nn.Module, kind: str = "tokens", **options: Any) -> Recipe:
@@ -206,8 +189,8 @@ def sparse(dtype: torch.dtype, kind: str, is_reference: bool) -> Recipe:
 
 KINDS: dict[str, Callable[[torch.dtype], Recipe]] = {
     "classes": classes,
-    "smoothing": lambda dtype: tokens(dtype, algorithms=[LabelSmoothing(5, 0.2)]),
-    "lengths": lambda dtype: tokens(dtype, algorithms=[SeqLengthWarmup(6, 2, 0.9, 1)]),
+    "smoothing": lambda dtype: tokens(dtype, algorithms=[omnitrain.LabelSmoothing(5, 0.2)]),
+    "lengths": lambda dtype: tokens(dtype, algorithms=[omnitrain.SeqLengthWarmup(6, 2, 0.9, 1)]),
     "lbfgs": lambda dtype: regression(dtype, optimizer=line_search),
     "muon": lambda dtype: regression(dtype, optimizer="muon", lr_scheduler="cosine"),
     "schedule free": lambda dtype: regression(dtype, optimizer=ScheduleFree),
@@ -221,7 +204,9 @@ KINDS: dict[str, Callable[[torch.dtype], Recipe]] = {
         TwoOutputs(), dtype, some_labelled(21, dtype), some_labelled(7, dtype), loss_fn=both
     ),
     "packed": lambda dtype: trained(gpt(), dtype, Short(21), Short(7), data_collator=DataCollatorWithFlattening()),
-    "rows": lambda dtype: trained(gpt(), dtype, PackedDataset(Short(60), 16), PackedDataset(Short(20), 16)),
+    "rows": lambda dtype: trained(
+        gpt(), dtype, omnitrain.PackedDataset(Short(60), 16), omnitrain.PackedDataset(Short(20), 16)
+    ),
     "gpt": lambda dtype: transformer(dtype, gpt()),
     "wrapped": lambda dtype: transformer(dtype, Wrapped(), compute_metrics=["accuracy", "perplexity"]),
     "bert": lambda dtype: transformer(dtype, bert(), "classes"),
@@ -244,9 +229,6 @@ def recipe_of(kind: str, backend: str, dtype: torch.dtype) -> Recipe:
     if kind in SPARSE:
         return sparse(dtype, kind, backend == "native")
     return regression(dtype, algorithms=[ALGORITHMS[kind]()]) if kind in ALGORITHMS else KINDS[kind](dtype)
-
-
-# --- what runs on every process
 
 
 def train(backend: str, kind: str, dtype: str, folder: str = "", stop: int = 0) -> dict[str, Any]:
@@ -276,7 +258,7 @@ def train(backend: str, kind: str, dtype: str, folder: str = "", stop: int = 0) 
     }
 
 
-class Clock(Callback):
+class Clock(omnitrain.Callback):
     """Moves the clock of this rank by hours in each step, and that of the second rank twice as fast."""
 
     def __init__(self) -> None:
@@ -301,8 +283,6 @@ def train_by_clock(backend: str, folder: str) -> dict[str, Any]:
     evaluated = [row["step"] for row in metrics["valid"]]
     return {"rates": clock.rates, "evaluated": evaluated, "reason": metrics["stop_reason"]}
 
-
-# --- what came of it
 
 CASES = [
     *(("ddp", kind) for kind in ("ema", "unfreezing", "mixup", "sam", "depth", "rounding", "pruning")),

@@ -114,7 +114,7 @@ def environment_of_accelerate(way: str) -> dict[str, str]:
 
 @pytest.fixture(scope="module")
 def outcomes(folder: Path, request: pytest.FixtureRequest) -> Found[list[Outcome]]:
-    selected = sorted(asked_for(request, "launcher", "way"))
+    selected = sorted({("omnitrain", "ddp"), *asked_for(request, "launcher", "way")})
     if any("zero" in way for _, way in selected):
         compile_once()
     cases = []
@@ -215,10 +215,10 @@ def state(run: Path) -> dict[str, torch.Tensor]:
 
 
 @pytest.fixture(scope="module")
-def uninterrupted(folder: Path) -> dict[str, torch.Tensor]:
+def uninterrupted(folder: Path, outcomes: Found[list[Outcome]]) -> dict[str, torch.Tensor]:
     """The end of an uninterrupted run on one machine with two processes."""
-    assert [outcome.code for outcome in forked(folder / "forked", [str(folder)])] == [0, 0]
-    return state(folder / "run")
+    assert [outcome.code for outcome in outcomes["omnitrain-ddp"]] == [0, 0]
+    return state(folder / "omnitrain-ddp" / "run")
 
 
 def forked(folder: Path, words: list[str]) -> list[Outcome]:

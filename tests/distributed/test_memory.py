@@ -15,7 +15,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 import torchmetrics
-from backends import Job, asked_for, bound, dtype_of, launch_all, make_trainer, named, tensors_of
+from backends import Jobs, asked_for, bound, dtype_of, launch_all, make_trainer, named, tensors_of
+from forking import current_rank
 from marks import thinned
 from recipes import Sentences, Tagger, distance, rows, same
 from safetensors.torch import save_file
@@ -25,7 +26,6 @@ from torch.utils.data import TensorDataset
 
 from omnitrain.checkpoint.store import Store
 
-HERE = Path(__file__).stem
 BACKENDS = ("ddp", "fsdp", "hf2", "zero1", "zero2", "zero3", "hf_fsdp", "hf_zero3")
 PLACES = [("ddp", "update"), ("hf2", "backward"), ("ddp", "forward"), ("ddp", "both")]
 """Backend, and where memory runs out."""
@@ -176,7 +176,7 @@ def start(backend: str, folder: str, widths: list[int]) -> dict[str, Any]:
     for width in widths:
         for source, empty in {"main": [1], "file": [0, 1], "initializers": [0, 1]}.items():
             options = {"init_from": f"{folder}/{width}.safetensors"} if source == "file" else {}
-            is_empty, trainers = int(os.environ["RANK"]) in empty, list[Any]()
+            is_empty, trainers = current_rank() in empty, list[Any]()
             result[source] = growth(lambda: trainers.append(make(backend, width, is_empty, **options)))  # noqa: B023
             trainers.pop().backend.release()
             gc.collect()
@@ -229,34 +229,27 @@ def hold(backend: str, call: str, by_states: bool = False) -> dict[str, Any]:
     return {"grew": growth(lambda: getattr(trainer, call)(data))}
 
 
-# --- what came of it
-
-
 @pytest.fixture(scope="module")
 def results(folder: Path, request: pytest.FixtureRequest) -> dict[str, Any]:
-    jobs = []
-
-    def add(name: str, backend: str, function: str, **options: Any) -> None:
-        jobs.append(Job(name, backend, f"{HERE}:{function}", options))
-
+    jobs = Jobs()
     for backend in sorted(asked_for(request, "backend", test="test_split")):
         dtype = dtype_of(backend)
-        add(f"split-{backend}", backend, "split", dtype=dtype, size=3)
-        add(f"split-{backend}-native", "native", "split", dtype=dtype, size=None)
+        jobs.add(f"split-{backend}", backend, split, dtype=dtype, size=3)
+        jobs.add(f"split-{backend}-native", "native", split, dtype=dtype, size=None)
     for backend, place in sorted(asked_for(request, "backend", "place")):
-        add(f"starve-{backend}-{place}", backend, "starve", place=place, folder=str(folder / f"{backend}-{place}"))
+        jobs.add(f"starve-{backend}-{place}", backend, starve, place=place, folder=str(folder / f"{backend}-{place}"))
     for backend, width in sorted(asked_for(request, "backend", "width")):
         name = f"measure-{backend}-{width}"
-        add(name, backend, "measure", folder=str(folder / name), widths=[8, width])
+        jobs.add(name, backend, measure, folder=str(folder / name), widths=[8, width])
     for backend in sorted(asked_for(request, "backend", test="test_start")):
         for width in (8, 3072):
             save_file(deep(width).state_dict(), folder / f"{width}.safetensors")
-        add(f"start-{backend}", backend, "start", folder=str(folder), widths=[8, 3072])
+        jobs.add(f"start-{backend}", backend, start, folder=str(folder), widths=[8, 3072])
     for name, call in {"evaluate": "evaluate", "states": "evaluate", "predict": "predict"}.items():
-        add(f"hold-{name}", "ddp", "hold", call=call, by_states=name == "states")
-    for function, backend, _ in sorted(asked_for(request, "function", "backend", "words")):
-        add(f"{function}-{backend}", backend, function)
-    add("give_up-ddp", "ddp", "give_up")  # the last, as it ends the launch
+        jobs.add(f"hold-{name}", "ddp", hold, call=call, by_states=name == "states")
+    for name, backend, _ in sorted(asked_for(request, "name", "backend", "words")):
+        jobs.add(f"{name}-{backend}", backend, {"choose": choose, "synchronize": synchronize}[name])
+    jobs.add("give_up-ddp", "ddp", give_up)  # the last, as it ends the launch
     return launch_all(jobs, folder)
 
 
@@ -291,7 +284,7 @@ def test_oom_on_one_rank_halves_micro_batches_on_all(results: Any, backend: str,
 
 
 @pytest.mark.parametrize(
-    ("function", "backend", "words"),
+    ("name", "backend", "words"),
     [
         ("choose", "fsdp", "'auto'` cannot be used where the weights are sharded"),
         pytest.param("choose", "zero2", "'auto'` cannot be used where the weights are sharded", marks=pytest.mark.slow),
@@ -299,9 +292,9 @@ def test_oom_on_one_rank_halves_micro_batches_on_all(results: Any, backend: str,
     ],
 )
 def test_auto_size_is_an_error_where_ranks_forward_together(
-    results: Any, function: str, backend: str, words: str
+    results: Any, name: str, backend: str, words: str
 ) -> None:  # fmt: skip
-    for rank in results[f"{function}-{backend}"]:
+    for rank in results[f"{name}-{backend}"]:
         assert rank["error"] == "ConfigError" and words in rank["message"]
 
 
@@ -312,24 +305,18 @@ def test_row_that_does_not_fit_on_one_rank_ends_both(results: Any) -> None:
     assert "one row at a time" in first["message"]
 
 
-WIDTHS = thinned([("fsdp", 1024), ("zero3", 1536)], [("fsdp", 1024)])
-
-
 @needs_rss
-@pytest.mark.parametrize(("backend", "width"), WIDTHS)
+@pytest.mark.parametrize(("backend", "width"), thinned([("fsdp", 1024), ("zero3", 1536)], [("fsdp", 1024)]))
 def test_checkpoints_hold_few_tensors_at_a_time(results: Any, folder: Path, backend: str, width: int) -> None:
+    """And a continued run holds its moments once."""
     everything = 3 * LAYERS[width] * tensor_size(width)
     for rank, result in enumerate(results[f"measure-{backend}-{width}"]):
+        assert result["optimizers"] == 0
         for what in ("save", "load", "save_model"):
             assert result[what] < 5 * tensor_size(width) < everything / 3, f"{what}: {result[what]:.0f} on rank {rank}"
     content = Store(folder / f"measure-{backend}-{width}" / f"{width}").resolve("last")[1]
     size = sum(entry["size"] for name, entry in content["files"].items() if not name.startswith("rng"))
     assert size > everything * 2**20
-
-
-@pytest.mark.parametrize(("backend", "width"), WIDTHS)
-def test_continued_run_holds_moments_once(results: Any, backend: str, width: int) -> None:
-    assert [result["optimizers"] for result in results[f"measure-{backend}-{width}"]] == [0, 0]
 
 
 @needs_rss

@@ -11,7 +11,7 @@ import eighths
 import pytest
 import torch
 import torch.nn.functional as F
-from backends import PROCESSES, Job, asked_for, launch_all, make_trainer, tensors_of
+from backends import PROCESSES, Jobs, asked_for, launch_all, make_trainer, tensors_of
 from marks import thinned
 from recipes import Overflowing, StopAt, Trace, rows, t16
 from torch import nn
@@ -19,7 +19,6 @@ from torch import nn
 from omnitrain import Callback
 from omnitrain.compute.precision import Precision
 
-HERE = "test_precisions"
 SCALE = (1024.0, 1e-4, 3)
 FP32, FP64 = torch.float32, torch.float64
 
@@ -226,32 +225,25 @@ def plugin_offloads(backend: str) -> dict[str, Any]:
     return {}
 
 
-# --- what came of it
-
-
 @pytest.fixture(scope="module")
 def results(folder: Path, request: pytest.FixtureRequest) -> dict[str, Any]:
-    jobs = []
-
-    def add(backend: str, name: str, function: str, **options: Any) -> None:
-        jobs.append(Job(f"{backend}-{name}", backend, f"{HERE}:{function}", options))
-
+    jobs = Jobs()
     for backend, kind, options in sorted(asked_for(request, "backend", "kind", "options")):
-        add(backend, f"{kind}-{options}", "fit", kind=kind, options=options)
+        jobs.add(f"{backend}-{kind}-{options}", backend, fit, kind=kind, options=options)
     for backend in sorted(asked_for(request, "backend", test="test_loss_scale")):
         place = folder / backend
-        add(backend, "straight", "scaled", folder=str(place / "straight"))
-        add(backend, "cut", "scaled", folder=str(place / "cut"), cut=4)
-        add(backend, "resumed", "scaled", folder=str(place), resume=str(place / "cut" / "checkpoint-4"))
-        add(backend, "sinking", "scaled", folder=str(place / "sinking"), fp16_loss_scale=(8.0, 8.0))
+        jobs.add(f"{backend}-straight", backend, scaled, folder=str(place / "straight"))
+        jobs.add(f"{backend}-cut", backend, scaled, folder=str(place / "cut"), cut=4)
+        jobs.add(f"{backend}-resumed", backend, scaled, folder=str(place), resume=str(place / "cut" / "checkpoint-4"))
+        jobs.add(f"{backend}-sinking", backend, scaled, folder=str(place / "sinking"), fp16_loss_scale=(8.0, 8.0))
     for backend in sorted(asked_for(request, "backend", test="test_gradients")):
         for name, options in SUMS.items():
-            add(backend, name, "summed", **options)
+            jobs.add(f"{backend}-{name}", backend, summed, **options)
     for backend in sorted(asked_for(request, "backend", test="test_fp8")):
-        add(backend, "fp8", "in_eighths")
-    add("zero2", "gpu", "disable_like_a_gpu")
-    add("fsdp", "scalar", "scalar")
-    add("fsdp", "plugin", "plugin_offloads")
+        jobs.add(f"{backend}-fp8", backend, in_eighths)
+    jobs.add("zero2-gpu", "zero2", disable_like_a_gpu)
+    jobs.add("fsdp-scalar", "fsdp", scalar)
+    jobs.add("fsdp-plugin", "fsdp", plugin_offloads)
     return launch_all(jobs, folder / "launches")
 
 

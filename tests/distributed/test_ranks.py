@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
 import datetime
 import os
 import signal
@@ -14,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from forking import Case, Found, Outcome, play
+from forking import Case, Found, Outcome, case_folder, play
 
 from omnitrain.checkpoint.tensor_reader import DTYPES
 from omnitrain.core.errors import CheckpointError, DistributedError
@@ -27,9 +28,6 @@ from omnitrain.distributed.rendezvous import connected_ranks
 class Unsendable(Exception):
     def __init__(self, first: str, second: str) -> None:
         super().__init__(f"{first} {second}")
-
-
-# --- cases
 
 
 def join() -> ProcessRanks:
@@ -134,17 +132,14 @@ def exit_in_fork(ranks: ProcessRanks) -> list[float]:
 def survive_late() -> list[Any]:
     """Raise the same error on both, one of them late; the second time after the other has stopped waiting for it."""
     ranks = join()
-    folder, results = Path(os.environ["CASE_FOLDER"]), list[Any]()
+    folder, results = case_folder(), list[Any]()
     for too_late in (False, True):
         ranks_module._ERROR_SYNC_S = 0.2 if too_late else 600.0
-        try:
-            with ranks.collective_call("work"):
-                if too_late and not ranks.is_main:
-                    wait_for(folder / "given up")
-                time.sleep(0.2 * ranks.rank)
-                raise ValueError("of both")
-        except ValueError:
-            results.append("both")
+        with contextlib.suppress(ValueError), ranks.collective_call("work"):
+            if too_late and not ranks.is_main:
+                wait_for(folder / "given up")
+            time.sleep(0.2 * ranks.rank)
+            raise ValueError("of both")
         if too_late:
             (folder / ("given up" if ranks.is_main else "late")).touch()
             wait_for(folder / "late")  # the main process is still there when the other comes
@@ -176,8 +171,8 @@ CASES = [
 
 
 @pytest.fixture(scope="module")
-def outcomes(tmp_path_factory: pytest.TempPathFactory) -> Found[list[Outcome]]:
-    return play(CASES, tmp_path_factory.mktemp("ranks"))
+def outcomes(folder: Path) -> Found[list[Outcome]]:
+    return play(CASES, folder)
 
 
 def results_of(outcomes: list[Outcome]) -> list[Any]:
@@ -190,9 +185,6 @@ def exchanged(outcomes: dict[str, list[Outcome]]) -> list[Any]:
     return results_of(outcomes["exchange"])
 
 
-# --- tests
-
-
 def test_ranks_of_one_process_return_their_own_values() -> None:
     ranks = Ranks()
     tensor, requests = torch.ones(2), Control(save=True)
@@ -203,7 +195,6 @@ def test_ranks_of_one_process_return_their_own_values() -> None:
         raise KeyError
 
 
-@pytest.mark.processes
 @pytest.mark.parametrize("count", ["few", "many"])
 def test_exchanges_return_the_same_on_all_ranks(exchanged: list[Any], count: str) -> None:
     first, second = (result[count] for result in exchanged)
@@ -216,15 +207,15 @@ def test_exchanges_return_the_same_on_all_ranks(exchanged: list[Any], count: str
     assert first["signalled"] == ["signal", signal.SIGINT]
 
 
-@pytest.mark.processes
 def test_exchanges_of_many_ranks_by_sums(exchanged: list[Any]) -> None:
+    """They wait for ranks that work, or whose forks end."""
     main, other = exchanged
+    assert main["waits"] == other["waits"] == main["fork"] == other["fork"] == [2.0, 3.0]
     assert main["bits"] == other["bits"] and main["combined"] == other["combined"] == [0, 1]
     assert main["dealt"] == [None, *["a" * 9] * 3] and other["dealt"] == [None, None, "b", "b"]
     assert main["unlike"] == other["unlike"] == "The numbers differ: `a` is 0 on rank 0 and 1 on rank 1. Do."
 
 
-@pytest.mark.processes
 def test_on_main_raises_on_all_ranks_with_origin(exchanged: list[Any]) -> None:
     main, other = (result["errors"] for result in exchanged)
     assert [entry[:3] for entry in main[:2]] == [
@@ -235,19 +226,11 @@ def test_on_main_raises_on_all_ranks_with_origin(exchanged: list[Any]) -> None:
     assert "lock" in main[2][1] and "lock" in other[2][1]  # a result that cannot be sent
 
 
-@pytest.mark.processes
-@pytest.mark.parametrize("name", ["waits", "fork"])
-def test_exchange_waits_for_ranks_that_work_or_fork(exchanged: list[Any], name: str) -> None:
-    assert [result[name] for result in exchanged] == [[2.0, 3.0]] * 2
-
-
-@pytest.mark.processes
 def test_calling_agrees_if_an_error_was_common(outcomes: dict[str, list[Outcome]]) -> None:
     ended = " this run has ended by an error on one of its ranks. Start it again."
-    assert results_of(outcomes["late"]) == [["both", 2.0, "both", ended]] * 2
+    assert results_of(outcomes["late"]) == [[2.0, ended]] * 2
 
 
-@pytest.mark.processes
 @pytest.mark.parametrize("count", ["few", "many"])
 def test_exchange_reports_ranks_in_different_calls(outcomes: dict[str, list[Outcome]], count: str) -> None:
     for outcome in outcomes[count]:

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 import torch.nn.functional as F
-from backends import gap, make_trainer, tensors_of
-from forking import ON_CPU, Case, Found, Outcome, joined, mark, play
+from backends import PROCESSES, gap, make_trainer, tensors_of
+from forking import ON_CPU, Case, Found, Outcome, case_folder, joined, mark, play
 from recipes import rows, t16
 from stores import Watched, shelf_of, watching
 
@@ -31,11 +31,10 @@ class EndsAt(Callback):
 
 def make(backend: str, save_dir: str, callbacks: list[Callback]) -> Any:
     """Return a trainer for 8 steps."""
-    options: dict[str, Any] = {
-        "train_dataset": rows(32), "loss_fn": F.mse_loss, "batch_size": 8 if backend == "native" else 4, "epochs": 2,
-        "learning_rate": 0.01, "save_dir": save_dir, "save_steps": 2, "save_total_limit": 3,
-    }  # fmt: skip
-    return make_trainer(backend, t16(), callbacks=callbacks, **options)
+    return make_trainer(
+        backend, t16(), rows(32), loss_fn=F.mse_loss, batch_size=8 // PROCESSES[backend], epochs=2, learning_rate=0.01,
+        save_dir=save_dir, save_steps=2, save_total_limit=3, callbacks=callbacks,
+    )  # fmt: skip
 
 
 def run(backend: str, resume: bool = False, ends_at: int = 0) -> dict[str, Any]:
@@ -50,7 +49,7 @@ def run(backend: str, resume: bool = False, ends_at: int = 0) -> dict[str, Any]:
 
 def fail(rank: int) -> None:
     """Fail on one process while the upload of a checkpoint hangs until the other process has ended."""
-    ended = Path(os.environ["CASE_FOLDER"], "ended-1")
+    ended = case_folder() / "ended-1"
 
     class Fails(Callback):
         def on_step_end(self, trainer: Any) -> None:
@@ -77,19 +76,16 @@ def outcomes(folder: Path) -> Found[list[Outcome]]:
     def case(name: str, backend: str, shelf: str, machine: str, **options: Any) -> Case:
         (folder / shelf / "bucket").mkdir(parents=True, exist_ok=True)
         environment = {**ON_CPU, **shelf_of(folder / shelf), "OMNITRAIN_LOCAL_DIR": str(folder / machine)}
-        processes = 1 if backend == "native" else 2
-        return Case(
-            name, "test_remote_stores:run", {"backend": backend, **options}, False, processes, environment
-        )  # fmt: skip
+        options = {"backend": backend, **options}
+        return Case(name, "test_remote_stores:run", options, processes=PROCESSES[backend], environment=environment)
 
     first = [case("native", "native", "native", "native")]
     first += [case(f"cut {backend}", backend, backend, backend, ends_at=5) for backend in ("ddp", "fsdp")]
     for rank in (0, 1):
         environment = {**ON_CPU, "OMNITRAIN_LOCAL_DIR": str(folder / f"fail {rank}")}
         first.append(Case(f"fail {rank}", "test_remote_stores:fail", {"rank": rank}, environment=environment))
-    found = play(first, folder / "first")
     second = [case("ddp", "ddp", "fsdp", "new ddp", resume=True), case("fsdp", "fsdp", "ddp", "new fsdp", resume=True)]
-    return joined(found, play(second, folder / "second"))
+    return joined(play(first, folder / "first"), play(second, folder / "second"))
 
 
 @pytest.mark.parametrize("backend", ["ddp", "fsdp"])

@@ -9,7 +9,6 @@ import datetime
 import os
 import signal
 import socket
-import subprocess
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -23,7 +22,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from backends import asked_for, make_trainer
 from compiled import compile_once
-from forking import ON_CPU, Case, Found, Outcome, by_name, mark, play
+from forking import Case, Found, Outcome, by_name, case_folder, current_rank, mark, play, stop_until
 from marks import thinned
 from recipes import rows
 from torch import nn
@@ -102,10 +101,7 @@ def leave(how: str) -> None:
     mark()
     if how == "killed":
         os.kill(os.getpid(), signal.SIGKILL)
-    folder, other = Path(os.environ["CASE_FOLDER"]), 1 - int(os.environ["RANK"])
-    wait = f"while [ ! -e '{folder}/ended-{other}' ]; do sleep 0.05; done; kill -KILL {os.getpid()}"
-    with subprocess.Popen(["sh", "-c", wait]):
-        os.kill(os.getpid(), signal.SIGSTOP)
+    stop_until(f"ended-{1 - current_rank()}", signal.SIGKILL)
 
 
 def leave_in(owner: Any, name: str, call: int, how: str) -> None:
@@ -124,7 +120,7 @@ def await_fault() -> None:
     start = ProcessRanks.__init__
 
     def late(ranks: ProcessRanks, *args: Any) -> None:
-        while not Path(os.environ["CASE_FOLDER"], "fault").exists():
+        while not (case_folder() / "fault").exists():
             time.sleep(0.01)
         time.sleep(0.2)  # the fault is marked just before
         start(ranks, *args)
@@ -141,7 +137,7 @@ def make(backend: str, moment: str, rank: int, how: str, is_other_late: bool) ->
         "ranks": (ProcessRanks, "connect"),
         "broadcast": (ddp, "_verify_param_shape_across_processes"),
     }[what]
-    is_leaving = int(os.environ["RANK"]) == rank
+    is_leaving = current_rank() == rank
     if is_other_late and not is_leaving:
         await_fault()
     if is_leaving:
@@ -152,8 +148,7 @@ def make(backend: str, moment: str, rank: int, how: str, is_other_late: bool) ->
 def case(backend: str, moment: str, rank: int, how: str, hosted: bool = True, is_other_late: bool = False) -> Case:
     name = f"{backend}, {moment}, rank {rank} {how}{', torchrun' * (not hosted)}{', the other late' * is_other_late}"
     options = {"backend": backend, "moment": moment, "rank": rank, "how": how, "is_other_late": is_other_late}
-    environment = {} if "zero" in backend else ON_CPU
-    return Case(name, "test_rendezvous:make", options, hosted, environment=environment)
+    return Case(name, "test_rendezvous:make", options, hosted)
 
 
 CASES = by_name([

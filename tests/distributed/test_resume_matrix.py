@@ -29,8 +29,6 @@ RANDOM = ("ddp", "native", "fsdp", "hf2", "zero2", "zero3", "hf_fsdp")
 CHANGES = (("ddp", "native"), ("native", "ddp"))
 """From one number of processes to another."""
 
-# --- what runs on every process
-
 
 def resume_steps(backend: str, checkpoint: str) -> dict[str, Any]:
     """Resume with the accumulation of the other number of processes, instead of the global batch size."""
@@ -92,9 +90,6 @@ def resume_parts(backend: str, kind: str, folder: str) -> dict[str, Any]:
         parts = {**trainer.backend.model_tensors(), **moments}
         tensors |= {f"{name}/{key}": gather_to_host(part) for key, part in parts.items()}
     return {"tensors": tensors}
-
-
-# --- what came of it
 
 
 @pytest.fixture(scope="module")

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from backends import DTYPES, PROCESSES, Job, asked_for, bound, dtype_of, gap, launch_all, make_trainer, sound
+from backends import DTYPES, PROCESSES, Jobs, asked_for, bound, dtype_of, gap, launch_all, make_trainer, sound
 from marks import thinned
 from recipes import CountsPasses, Sentences, Tagger, Trace, rows, t16
 from torch import nn
@@ -21,7 +21,6 @@ from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, Te
 from omnitrain import Callback, CrossEntropy, EvalSet, chunked_cross_entropy
 from omnitrain.core.errors import NonFiniteError
 
-HERE = "test_same_metrics"
 SIZES = {"few": (1, 5), "all": (1, 2, 3, 5, 8, 31)}
 SOURCES = ("map", "stream", "loader", "distributed loader")
 CASES = [
@@ -30,7 +29,6 @@ CASES = [
     ("ddp", "regression", 1, "all"), ("ddp", "torchmetrics", 1, "all"), ("zero3", "eval_pred", 3, "all"),
 ]  # fmt: skip
 """Backend, metrics, batch size and sizes of sets; evaluation is the same code under all backends."""
-OPTIONS = ("kind", "batch", "sizes")
 VALUES = [("ddp", "named"), ("hf2", "named"), ("fsdp", "chunked"), ("fsdp", "named"), ("zero3", "chunked")]
 """Where values that a model names, or computes in chunks, are compared with those of one process."""
 FAILING = [("ddp", "crash"), ("hf2", "nan"), ("fsdp", "crash"), ("ddp", "nan")]
@@ -38,8 +36,6 @@ MESSAGES = {
     "crash": "no such thing",
     "nan": "The loss of the evaluation set is nan at step 2. It comes from these samples of it: 13.",
 }
-
-# --- what runs on every process
 
 
 def numbers(size: int, kind: str) -> TensorDataset:
@@ -240,28 +236,24 @@ def rehearse(backend: str, sanity: bool) -> dict[str, Any]:
     return {"valid": metrics["valid"], "logged": metrics["train_metrics_history"]}
 
 
-# --- what came of it
-
-
 @pytest.fixture(scope="module")
 def results(folder: Path, request: pytest.FixtureRequest) -> dict[str, Any]:
     cases = asked_for(request, "backend", "kind", "batch", "sizes")
     cases |= {("native", *case) for _, *case in cases}
-    jobs = [
-        Job("-".join(map(str, (backend, *case))), backend, f"{HERE}:score", dict(zip(OPTIONS, case, strict=True)))
-        for backend, *case in sorted(cases)
-    ]
-    jobs += [Job(f"{backend}-ragged", backend, f"{HERE}:predict_ragged") for backend in ("native", "ddp")]
+    jobs = Jobs()
+    for backend, kind, batch, sizes in sorted(cases):
+        jobs.add(f"{backend}-{kind}-{batch}-{sizes}", backend, score, kind=kind, batch=batch, sizes=sizes)
+    for backend in ("native", "ddp"):
+        jobs.add(f"{backend}-ragged", backend, predict_ragged)
     values = asked_for(request, "backend", "kind", test="test_values")
     runs = {(name, kind, dtype_of(backend)) for backend, kind in values for name in (backend, single(backend))}
     for backend, kind, dtype in sorted(runs):
-        options = {"kind": kind, "dtype": dtype}
-        jobs.append(Job(f"{backend}-{kind}-{dtype}", backend, f"{HERE}:train_values", options))
+        jobs.add(f"{backend}-{kind}-{dtype}", backend, train_values, kind=kind, dtype=dtype)
     for backend, kind in sorted(asked_for(request, "backend", "kind", test="test_evaluation_error")):
-        jobs.append(Job(f"{backend}-{kind}", backend, f"{HERE}:fail", {"kind": kind}))
+        jobs.add(f"{backend}-{kind}", backend, fail, kind=kind)
     for backend in sorted(asked_for(request, "backend", test="test_sanity")):
         for sanity in (False, True):
-            jobs.append(Job(f"{backend}-{sanity}", backend, f"{HERE}:rehearse", {"sanity": sanity}))
+            jobs.add(f"{backend}-{sanity}", backend, rehearse, sanity=sanity)
     return sound(launch_all(jobs, folder))
 
 
@@ -281,7 +273,7 @@ def assert_native(results: dict[str, list[dict[str, Any]]], backend: str, name: 
     assert {case: text for case in reference if (text := apart(ranks[0][case], reference[case]))} == {}
 
 
-@pytest.mark.parametrize(("backend", *OPTIONS), thinned(CASES, CASES[:3]))
+@pytest.mark.parametrize(("backend", "kind", "batch", "sizes"), thinned(CASES, CASES[:3]))
 def test_metrics_match_one_process_on_every_rank(
     results: Any, backend: str, kind: str, batch: int, sizes: str
 ) -> None:  # fmt: skip

@@ -1,4 +1,4 @@
-"""Every backend takes the native trainer's steps: losses, rates, norms, weights, random numbers."""
+"""Every backend takes the native trainer's steps: losses, norms, weights; also if it recomputes or compiles."""
 
 from __future__ import annotations
 
@@ -9,38 +9,22 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
+import backends as on
 import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from backends import (
-    BACKENDS,
-    DTYPES,
-    MAIN,
-    PROCESSES,
-    RECIPE,
-    Job,
-    asked_for,
-    bound,
-    dtype_of,
-    gap,
-    launch_all,
-    make_trainer,
-    masked_sentences,
-    parity,
-    parity_jobs,
-    tensors_of,
-)
+from backends import BACKENDS, DTYPES, MAIN, RECIPE, Jobs, asked_for, bound, dtype_of, gap, make_trainer, tensors_of
 from marks import thinned
-from recipes import Blank, Overflowing, Tagger, Trace, rows, t16
+from recipes import Blank, Graphs, Overflowing, Tagger, Trace, rows, t16
 from torch import nn
 from transformers import TrainingArguments
 
-from omnitrain import AccelerateTrainer, Callback, DistributedError, HFTrainer
+from omnitrain import AccelerateTrainer, Callback, DistributedError, GradualUnfreezing, HFTrainer
 from omnitrain.core.errors import NonFiniteError
 from omnitrain.data.sampling import EpochSampler
 
-SPREAD = tuple(backend for backend in BACKENDS if PROCESSES[backend] > 1)
+SPREAD = tuple(backend for backend in BACKENDS if on.PROCESSES[backend] > 1)
 STEPS = [*((backend, True) for backend in MAIN[1:]),
          *((backend, False) for backend in ("ddp", "accelerate", "hf", "zero1", "fsdp")),
          *((backend, True) for backend in SPREAD if backend not in MAIN)]  # fmt: skip
@@ -48,12 +32,13 @@ STEPS = [*((backend, True) for backend in MAIN[1:]),
 TARGETS = [("ddp", "mean"), ("ddp", "sum"), ("zero3", "mean"), ("hf2", "sum"), ("fsdp", "sum"), ("zero1", "sum"),
            ("accelerate", "mean"), ("hf_fsdp", "mean"), ("hf_zero2", "sum")]  # fmt: skip
 SKIPS = [("ddp", False), ("fsdp", True), ("hf2", True), ("zero3", False), ("hf_zero2", True)]
+CHANGED = [
+    ("recomputed", "fsdp"), ("compiled", "fsdp"), ("recomputed", "ddp"), ("compiled", "ddp"), ("recomputed", "zero3"),
+    ("compiled", "zero2"), ("compiled", "hf_fsdp"), ("recomputed", "hf_fsdp"), ("compiled", "zero3"),
+]  # fmt: skip
+"""How a model is changed without another number, and on which backend."""
 POISONED = {"first batch, second process": 10, "last batch, second process": 14, "first batch, first process": 8}
 """Where in the second step, of 2 batches of 2 samples on each of two processes, a sample gives NaN."""
-
-HERE = "test_same_numbers"
-
-# --- what runs on every process
 
 
 def poison(backend: str, dtype: str, place: str, policy: str, finite_gradient: bool) -> dict[str, Any]:
@@ -95,7 +80,7 @@ def count_targets(backend: str, dtype: str, reduction: str) -> dict[str, Any]:
 
     trace = Trace()
     trainer: Any = make_trainer(
-        backend, Tagger(dtype=DTYPES[dtype]), masked_sentences(29), unit=unit, callbacks=[trace], batch_size=1,
+        backend, Tagger(dtype=DTYPES[dtype]), on.masked_sentences(29), unit=unit, callbacks=[trace], batch_size=1,
         global_batch_size=16, grad_reduction=reduction, **{**RECIPE, "epochs": 2},
     )  # fmt: skip
     trainer.train()
@@ -268,42 +253,99 @@ def loop_by_hand(backend: str, wrapped: bool) -> dict[str, Any]:
     }  # fmt: skip
 
 
-# --- what came of it
+class Blocks(nn.Sequential):
+    """A model with a custom forward pass: under the hooks of FSDP, PyTorch compiles none of its own modules."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self:
+            x = block(x)
+        return x
+
+
+def learn(backend: str, recomputes: bool = False, compiles: bool = False) -> dict[str, Any]:
+    """Train a model of blocks with dropout and BatchNorm; a compiled one then again, compiled ahead."""
+    tensors = train_blocks(backend, recomputes, compiles)
+    again = train_blocks(backend, recomputes, compiles, ahead=True) if compiles else {}
+    return {"tensors": tensors | {f"ahead {name}": tensor for name, tensor in again.items()}}
+
+
+def train_blocks(backend: str, recomputes: bool, compiles: bool, ahead: bool = False) -> dict[str, Any]:
+    torch.compiler.reset()
+    torch.manual_seed(0)
+    compiler = Graphs()
+    blocks = [nn.Sequential(nn.Linear(16, 16), nn.BatchNorm1d(16), nn.Tanh(), nn.Dropout(0.3)) for _ in range(2)]
+    model = Blocks(nn.Linear(4, 16), *blocks, nn.Linear(16, 1)).to(DTYPES[dtype_of(backend)])
+    trainer = make_trainer(
+        backend, model, rows(32, DTYPES[dtype_of(backend)]), loss_fn=F.mse_loss, batch_size=4, max_steps=4,
+        learning_rate=0.05, gradient_checkpointing=recomputes, compile={"backend": compiler} if compiles else False,
+    )  # fmt: skip
+    if ahead:
+        compiled = trainer.compile()
+        assert compiled.graphs and compiled.shapes == {"train": ["[4, 4], [4, 1]"]}
+    graphs = compiler.count
+    trainer.train()
+    assert bool(compiler.count) is compiles and (not ahead or compiler.count == graphs)
+    assert any("forward" in vars(module) for module in trainer.get_model().modules()) is recomputes
+    return tensors_of(trainer)
+
+
+def thaw(backend: str, compiles: bool) -> dict[str, Any]:
+    """Train a plain or a compiled model, whose layers are frozen at first."""
+    torch.compiler.reset()
+    torch.manual_seed(0)
+    model = Blocks(nn.Linear(4, 16), nn.Sequential(nn.Linear(16, 16), nn.Tanh()), nn.Linear(16, 1))
+    trainer = make_trainer(
+        backend, model.double(), rows(32), loss_fn=F.mse_loss, batch_size=4, epochs=4, learning_rate=0.05,
+        algorithms=[GradualUnfreezing()], compile={"backend": Graphs()} if compiles else False,
+    )  # fmt: skip
+    if compiles:
+        assert trainer.compile().graphs
+    trainer.train()
+    return {"tensors": tensors_of(trainer)}
 
 
 @pytest.fixture(scope="module")
 def results(folder: Path, request: pytest.FixtureRequest) -> dict[str, Any]:
-    jobs: list[Job] = []
+    jobs = Jobs()
     asked = {test: asked_for(request, "backend", test=f"test_{test}") for test in ("nan", "gradients", "dropout")}
     targets, steps = asked_for(request, "backend", "reduction"), asked_for(request, "backend", "masked")
 
-    def add(backends: Iterable[str], name: str, function: str, **options: Any) -> None:
+    def add(backends: Iterable[str], name: str, function: Any, **options: Any) -> None:
         """Add a job for backends, and for the native trainer in their types of numbers."""
         runs = {(backend, dtype_of(other)) for other in backends for backend in (other, "native")}
         for backend, dtype in sorted(runs):
-            jobs.append(Job(f"{backend}-{dtype}-{name}", backend, f"{HERE}:{function}", {"dtype": dtype, **options}))
+            jobs.add(f"{backend}-{dtype}-{name}", backend, function, dtype=dtype, **options)
 
     for masked in sorted({masked for _, masked in steps}):
-        jobs += parity_jobs(sorted(backend for backend, how in steps if how == masked), masked)
+        jobs += on.parity_jobs(sorted(backend for backend, how in steps if how == masked), masked)
     for place, policy, finite in poisoned("native"):
         options = {"place": place, "policy": policy, "finite_gradient": finite}
         backends = {one for one in asked["nan"] if (place, policy, finite) in poisoned(one)}
-        add(backends, f"{place}-{policy}-{finite}", "poison", **options)
+        add(backends, f"{place}-{policy}-{finite}", poison, **options)
     for reduction in sorted({reduction for _, reduction in targets}):
         backends = {backend for backend, how in targets if how == reduction}
-        add(backends, f"targets-{reduction}", "count_targets", reduction=reduction)
+        add(backends, f"targets-{reduction}", count_targets, reduction=reduction)
     for name in sorted(asked["gradients"]):
         backend, _, word = name.partition(" ")
-        jobs.append(Job(f"{name}-reductions", backend, f"{HERE}:count_reductions", {"is_eager": bool(word)}))
+        jobs.add(f"{name}-reductions", backend, count_reductions, is_eager=bool(word))
     for backend in sorted({"native", "ddp"} | asked["dropout"]):
-        jobs.append(Job(f"{backend}-draw", backend, f"{HERE}:draw"))
+        jobs.add(f"{backend}-draw", backend, draw)
     skipped = asked_for(request, "backend", "counts")
     for counts in sorted({counts for _, counts in skipped}):
-        add(sorted(backend for backend, how in skipped if how == counts), f"skip-{counts}", "skip", counts=counts)
-    jobs += [Job(f"overflow-{backend}", backend, f"{HERE}:overflow") for backend in ("ddp", "hf2")]
+        add(sorted(backend for backend, how in skipped if how == counts), f"skip-{counts}", skip, counts=counts)
+    for backend in ("ddp", "hf2"):
+        jobs.add(f"overflow-{backend}", backend, overflow)
+    changed = asked_for(request, "how", "backend")
+    for backend in sorted({backend for _, backend in changed}):
+        jobs.add(f"plain {backend}", backend, learn)
+    for how, backend in sorted(changed):
+        jobs.add(f"{how} {backend}", backend, learn, recomputes=how == "recomputed", compiles=how == "compiled")
+    for backend in sorted(asked_for(request, "backend", test="test_layers")):
+        for compiles in (False, True):
+            jobs.add(f"thawed {compiles} {backend}", backend, thaw, compiles=compiles)
     for wrapped in (True, False):  # the error ends the launch
-        jobs.append(Job(f"loop-{wrapped}", "ddp", f"{HERE}:loop_by_hand", {"wrapped": wrapped}))
-    return launch_all(jobs, folder)
+        jobs.add(f"loop-{wrapped}", "ddp", loop_by_hand, wrapped=wrapped)
+    return on.launch_all(jobs, folder)
 
 
 def poisoned(backend: str) -> list[tuple[str, str, bool]]:
@@ -326,18 +368,10 @@ def test_steps_match_one_process(results: Any, backend: str, masked: bool) -> No
     dtype = dtype_of(backend)
     reference = results[f"native-{dtype}-{masked}"][0]
     ranks = results[f"{backend}-{dtype}-{masked}"]
-    differences = parity(ranks, reference)
+    differences = on.parity(ranks, reference)
     assert {name: value for name, value in differences.items() if value > bound(backend)} == {}
     assert len(reference["logs"]) == 6 and reference["progress"]["skipped_steps"] == 0
     assert gap(ranks[0]["tensors"], ranks[-1]["tensors"]) == 0, "the ranks have other weights"
-
-
-def test_masked_sentences_leave_one_process_without_labels() -> None:
-    """The data of the test above has all four kinds of pairs of batches."""
-    labels = masked_sentences(29).labels
-    order = EpochSampler(29, 16).order(0)
-    pairs = [[bool((labels[int(i)] != -100).any()) for i in order[turn : turn + 2]] for turn in range(0, 28, 2)]
-    assert {(True, False), (False, True), (False, False), (True, True)} == {tuple(pair) for pair in pairs}
 
 
 @pytest.mark.parametrize("backend", thinned([*SPREAD, "hf"], ("ddp", "fsdp", "hf2")))
@@ -398,3 +432,17 @@ def test_custom_loop_needs_the_wrapped_model(results: Any) -> None:
     (total, count), (other_total, other_count) = first["totals"], second["totals"]
     assert (count, other_count) == (6, 5)  # the loss is the mean over the samples of all ranks
     assert first["loss"] == second["loss"] == pytest.approx((total + other_total) / 11, rel=1e-12)
+
+
+@pytest.mark.parametrize(("how", "backend"), thinned(CHANGED, CHANGED[:2]))
+def test_recomputing_and_compiling_change_no_bit(results: Any, how: str, backend: str) -> None:
+    """Also if a model is compiled ahead."""
+    plain, changed = (results[f"{name} {backend}"][0]["tensors"] for name in ("plain", how))
+    ahead = {f"ahead {name}": tensor for name, tensor in plain.items()} if how == "compiled" else {}
+    assert len(plain) == 18 and gap(plain | ahead, changed) == 0
+
+
+@pytest.mark.parametrize("backend", thinned(("ddp", "fsdp"), ["ddp"]))
+def test_layers_of_a_compiled_model_thaw(results: Any, backend: str) -> None:
+    plain, compiled = (results[f"thawed {compiles} {backend}"][0]["tensors"] for compiles in (False, True))
+    assert len(plain) == 6 and gap(plain, compiled) == 0

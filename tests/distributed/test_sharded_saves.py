@@ -51,9 +51,6 @@ KINDS = ("create", "rename")
 """The file operations that are disturbed in `make test`."""
 
 
-# --- what runs on every process
-
-
 class Disk(FileSystem):
     """Notes what is done to it, and has a fault at one of the operations, by its number or its first words."""
 

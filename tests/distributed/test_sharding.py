@@ -60,9 +60,6 @@ LAUNCHED = {
 }
 
 
-# --- jobs
-
-
 def correct(prediction: Any) -> dict[str, float]:
     counted = prediction.label_ids != -100
     return {"accuracy": float((prediction.predictions == prediction.label_ids)[counted].mean()), "rows": len(counted)}
@@ -228,9 +225,6 @@ def generate(backend: str, way: str, folder: str) -> dict[str, Any]:
         t5().float(), args, Tokens(16), Tokens(7), compute_metrics=lambda p: {"sum": float(p.predictions.sum())}
     )
     return {"valid": trainer.train()["valid"], "predictions": trainer.predict(Tokens(7)).predictions.tolist()}
-
-
-# --- tests
 
 
 @pytest.fixture(scope="module")

@@ -163,9 +163,6 @@ def train_in_tree(rank: int, how: str) -> None:
     ).train()  # fmt: skip
 
 
-# --- cases
-
-
 def case(phase: str, rank: int, how: str = "ended", hosted: bool = False, **options: Any) -> Case:
     name = " ".join([phase, str(rank), how, *(["hosted"] if hosted else []), *map(str, options.values())])
     options = {"phase": phase, "rank": rank, "how": how, **options}

@@ -131,8 +131,6 @@ def start(backend: str, empty: list[int], kind: str = "net", action: str = "trai
     return {"first": first, "trainable": names, "trained": contents(trainer)}
 
 
-# --- jobs
-
 NEEDED = {
     "start_is": ("real", "main", "several"), "shared": ("shared real", "shared empty"),
     "other": ("other real", "other main", "other empty"), "missing_weights_are_drawn": ("drawn",),
@@ -219,9 +217,6 @@ def results_of(results: Found[list[dict[str, Any]]], backend: str, *names: str) 
     for result in (rank for ranks in selected for rank in ranks):
         assert "error" not in result, result["error"] + result["message"]
     return selected
-
-
-# --- tests
 
 
 @pytest.mark.parametrize("backend", thinned(BACKENDS, ["fsdp", "zero3", "hf2"]))

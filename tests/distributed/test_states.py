@@ -18,8 +18,6 @@ from torch.utils.data import DataLoader, DistributedSampler, default_collate
 
 from omnitrain import Callback
 
-# --- what runs on every process
-
 
 class Drifting(nn.Module):
     """Normalizes by BatchNorm, and by a running mean that its forward passes in training use, as a codebook's are.
@@ -156,8 +154,6 @@ def count(backend: str, collator: str, source: str, folder: str | None = None, s
     counts = [progress.step + progress.skipped_steps, progress.samples, progress.tokens]
     return {"counts": counts, "made": Resumable.made, "tensors": trainer.backend.model_tensors()}
 
-
-# --- tests
 
 BACKENDS = ("ddp", "fsdp", "zero2", "hf2", "zero3", "hf_fsdp", "hf_zero2")
 DATA = [

@@ -14,12 +14,10 @@ from backends import asked_for
 from forking import Case, Found, Outcome, current_rank, joined, play
 from marks import thinned
 from optuna.pruners import MedianPruner
-from recipes import Keyed, KeyedModel, rows, t16
-from transformers import TrainingArguments
+from recipes import rows, t16
 
-from omnitrain import AccelerateTrainer, Callback, HFTrainer, search
+from omnitrain import AccelerateTrainer, Callback, search
 
-HERE = Path(__file__).stem
 RATES = {"learning_rate": {"low": 1e-3, "high": 0.3, "log": True}}
 
 
@@ -37,37 +35,22 @@ class Breaks(Callback):
         raise ZeroDivisionError(self.how)
 
 
-def run(trainer: str, folder: str, breaks: dict[str, str] | None = None, trials: int = 5) -> Any:
+def run(processes: int, folder: str, breaks: dict[str, str] | None = None, trials: int = 5) -> Any:
     """Search; `breaks` has how a trial ends, by its folder and rank ("trial-0001/0") or by its folder."""
-    size = 8 // int(os.environ.get("WORLD_SIZE", "1"))
 
     def make(params: dict[str, Any], folder: Path) -> Any:
         how = (breaks or {}).get(f"{folder.name}/{current_rank()}") or (breaks or {}).get(folder.name)
-        options: dict[str, Any] = {"progress_bar": False, "callbacks": [Breaks(6, how)] if how else []}
-        if trainer == "accelerate":
-            return AccelerateTrainer(
-                t16(), rows(40), rows(20), loss_fn=F.mse_loss, batch_size=size, epochs=2, save_dir=folder,
-                learning_rate=params["learning_rate"], **options,
-            )  # fmt: skip
-        args = TrainingArguments(
-            str(folder), num_train_epochs=2, per_device_train_batch_size=size, eval_strategy="epoch",
-            learning_rate=params["learning_rate"], save_strategy="epoch", report_to="none", use_cpu=True,
+        return AccelerateTrainer(
+            t16(), rows(40), rows(20), loss_fn=F.mse_loss, batch_size=8 // processes, epochs=2, save_dir=folder,
+            learning_rate=params["learning_rate"], progress_bar=False, callbacks=[Breaks(6, how)] if how else [],
         )  # fmt: skip
-        return HFTrainer(
-            model=KeyedModel().double(), args=args, train_dataset=Doubles(40), eval_dataset=Doubles(20), **options
-        )
 
     pruner = MedianPruner(n_startup_trials=2)
     result = search(make, RATES, trials=trials, save_dir=folder, pruner=pruner)
-    return [[one.params["learning_rate"], one.score, one.score_step, one.step, one.state] for one in result.trials]
-
-
-class Doubles(Keyed):
-    """Rows by name in double precision, in which the sum over processes is that of one."""
-
-    def __init__(self, size: int) -> None:
-        super().__init__(size)
-        self.x, self.y = self.x.double(), self.y.double()
+    return [
+        [trial.params["learning_rate"], trial.score, trial.score_step, trial.step, trial.state]
+        for trial in result.trials
+    ]
 
 
 BREAKS = {
@@ -79,21 +62,15 @@ BREAKS = {
 
 @pytest.fixture(scope="module")
 def outcomes(folder: Path, request: pytest.FixtureRequest) -> Found[list[Outcome]]:
-    cases = []
+    def case(name: str, place: str, processes: int = 2, **options: Any) -> Case:
+        options = {"processes": processes, "folder": str(folder / place), **options}
+        return Case(name, "test_sweeps_two_processes:run", options, processes=processes)
 
-    def add(name: str, processes: int, **options: Any) -> Case:
-        return Case(name, f"{HERE}:run", {"folder": str(folder / name), **options}, processes=processes)
-
-    for trainer in sorted({"accelerate"} | asked_for(request, "trainer")):
-        cases += [add(f"{trainer}-{processes}", processes, trainer=trainer) for processes in (1, 2)]
-    lost = asked_for(request, "name")
-    for name in sorted({"both failed"} | lost):
-        cases.append(add(name, 2, trainer="accelerate", breaks=BREAKS[name], trials=3))
-    found = play(cases, folder / "first")
-    again = [add(name, 2, trainer="accelerate", trials=3) for name in sorted(lost)]
-    for case in again:
-        case.name += " again"
-    return joined(found, play(again, folder / "second"))
+    broken = asked_for(request, "name")
+    first = [case("on one", "one", processes=1), case("on two", "two")]
+    first += [case(name, name, breaks=BREAKS[name], trials=3) for name in sorted({"both failed"} | broken)]
+    second = [case(f"{name} again", name, trials=3) for name in sorted(broken)]
+    return joined(play(first, folder / "first"), play(second, folder / "second"))
 
 
 def assert_trials(outcome: Outcome, expected: list[Any]) -> None:
@@ -103,13 +80,12 @@ def assert_trials(outcome: Outcome, expected: list[Any]) -> None:
         assert trial[1] == pytest.approx(other[1], rel=1e-9)
 
 
-@pytest.mark.parametrize("trainer", thinned(["accelerate", "hf"], ["accelerate"]))
-def test_search_on_two_processes_matches_one(trainer: str, outcomes: Any) -> None:
+def test_search_on_two_processes_matches_one(outcomes: Any) -> None:
     """Both processes have its results."""
-    (single,) = outcomes[f"{trainer}-1"]
+    (single,) = outcomes["on one"]
     assert single.code == 0, single.output
     assert {trial[4] for trial in single.result} == {"complete", "pruned"}
-    for outcome in outcomes[f"{trainer}-2"]:
+    for outcome in outcomes["on two"]:
         assert_trials(outcome, single.result)
 
 
@@ -117,7 +93,7 @@ def test_search_on_two_processes_matches_one(trainer: str, outcomes: Any) -> Non
 def test_search_that_loses_a_process_is_resumed(name: str, outcomes: Any, folder: Path) -> None:
     assert all(outcome.code not in (0, None) for outcome in outcomes[name]), outcomes[name]
     for outcome in outcomes[f"{name} again"]:
-        assert_trials(outcome, outcomes["accelerate-1"][0].result[:3])
+        assert_trials(outcome, outcomes["on one"][0].result[:3])
     assert len(json.loads((folder / name / "trial-0001" / "run.json").read_text())["starts"]) == 2
 
 

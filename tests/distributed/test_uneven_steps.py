@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from backends import asked_for, bound, dtype_of, gap, make_trainer, masked_sentences, parity, regress, tensors_of
 from compiled import compile_once
-from forking import ON_CPU, Case, Found, Outcome, joined, play
+from forking import Case, Found, Outcome, joined, play
 from marks import thinned
 from recipes import Tagger, Trace, rows, t16
 from torch.utils.data import IterableDataset
@@ -20,8 +20,16 @@ from torch.utils.data import IterableDataset
 from omnitrain import Throughput
 from omnitrain.data.grouping import GroupByLength
 
-KINDS = ("ddp", "fsdp", "hf2", "zero1", "zero2", "zero3", "hf_fsdp", "hf_zero2", "hf_zero3")
-SPREAD = [(kind, ranks) for kind in KINDS for ranks in (2, 3)]
+SPREAD = [
+    ("ddp", 3),
+    ("fsdp", 3),
+    ("hf2", 2),
+    ("zero1", 2),
+    ("zero2", 3),
+    ("zero3", 2),
+    ("hf_fsdp", 2),
+    ("hf_zero2", 3),
+]
 """Backends, by their names on two ranks, and on how many they run."""
 
 
@@ -35,12 +43,7 @@ def train(backend: str, dtype: str, folder: str, cut: int = 0, resume: str = "",
 def case(name: str, where: tuple[str, int], dtype: str, folder: Path, **options: Any) -> Case:
     kind, ranks = where
     options = {"backend": kind, "dtype": dtype, "folder": str(folder / name), **options}
-    environment = {} if "zero" in kind else dict(ON_CPU)
-    return Case(name, "test_uneven_steps:train", options, processes=ranks, environment=environment)
-
-
-def name_of(place: tuple[str, int]) -> str:
-    return f"{place[0]}x{place[1]}"
+    return Case(name, "test_uneven_steps:train", options, processes=ranks)
 
 
 @pytest.fixture(scope="module")
@@ -48,7 +51,7 @@ def outcomes(folder: Path, request: pytest.FixtureRequest) -> Found[list[Outcome
     places = sorted(asked_for(request, "kind", "ranks"))
     dtypes = sorted({dtype_of(kind) for kind, _ in places})
     cases = [case(f"native-{dtype}", ("native", 1), dtype, folder) for dtype in dtypes]
-    cases += [case(name_of(place), place, dtype_of(place[0]), folder) for place in places]
+    cases += [case(f"{kind} on {ranks}", (kind, ranks), dtype_of(kind), folder) for kind, ranks in places]
     compile_once()
     return play(cases, folder / "cases")
 
@@ -56,15 +59,12 @@ def outcomes(folder: Path, request: pytest.FixtureRequest) -> Found[list[Outcome
 def results(outcomes: Found[list[Outcome]], name: str) -> list[dict[str, Any]]:
     ranks = outcomes[name]
     assert {rank.code for rank in ranks} == {0}, [rank.output[-3000:] for rank in ranks]
-    return [
-        rank.result | {"tensors": {key: torch.tensor(value) for key, value in rank.result["tensors"].items()}}
-        for rank in ranks
-    ]
+    return [rank.result for rank in ranks]
 
 
-@pytest.mark.parametrize(("kind", "ranks"), thinned(SPREAD, [("ddp", 3)]))
+@pytest.mark.parametrize(("kind", "ranks"), thinned(SPREAD, SPREAD[:1]))
 def test_uneven_steps_match_one_process(outcomes: Any, kind: str, ranks: int) -> None:
-    ranks_of_run = results(outcomes, name_of((kind, ranks)))
+    ranks_of_run = results(outcomes, f"{kind} on {ranks}")
     gaps = parity(ranks_of_run, results(outcomes, f"native-{dtype_of(kind)}")[0])
     assert {name: value for name, value in gaps.items() if value > bound(kind)} == {}
     for result in ranks_of_run:
@@ -108,8 +108,12 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 
 
-def vary(backend: str, what: str) -> dict[str, Any]:
-    """Train in steps of 7 with these options; on one process in batches of 7."""
+def vary(backend: str, names: list[str]) -> dict[str, Any]:
+    """Train in steps of 7 with each of these options; on one process in batches of 7."""
+    return {name: train_with(backend, name) for name in names}
+
+
+def train_with(backend: str, what: str) -> dict[str, Any]:
     options = {"epochs": 2, "batch_size": 2, "step": 7, "learning_rate": 0.05, **OPTIONS[what]}
     kind, step, size = options.pop("data", "rows"), options.pop("step"), options.pop("size", 25)
     options["global_batch_size"] = step
@@ -141,22 +145,16 @@ def vary(backend: str, what: str) -> dict[str, Any]:
     }
 
 
-def vary_all(names: list[str]) -> dict[str, Any]:
-    return {what: vary("ddp", what) for what in names}
-
-
 @pytest.fixture(scope="module")
-def varied(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> list[dict[str, Any]]:
-    names = {"names": sorted(asked_for(request, "what"))}
-    case = Case("varied", "test_uneven_steps:vary_all", names, processes=3)
-    ranks = play([case], tmp_path_factory.mktemp("varied"))["varied"]
-    assert {rank.code for rank in ranks} == {0}, [rank.output[-3000:] for rank in ranks]
-    return [rank.result for rank in ranks]
+def varied(folder: Path, request: pytest.FixtureRequest) -> list[dict[str, Any]]:
+    names = sorted(asked_for(request, "what"))
+    case = Case("varied", "test_uneven_steps:vary", {"backend": "ddp", "names": names}, processes=3)
+    return results(play([case], folder / "varied"), "varied")
 
 
 @pytest.mark.parametrize("what", thinned(OPTIONS, ["fewer samples than ranks", "packed sentences", "a sum"]))
 def test_options_mean_the_same_in_uneven_steps(varied: list[dict[str, Any]], what: str) -> None:
-    single = vary("native", what)
+    single = train_with("native", what)
     for rank, results in enumerate(varied):
         # others than the main rank count what they compute of stand-ins too, and log nothing; packed rows have any
         # length, so what the main rank computes is no certain share of a step

@@ -139,9 +139,6 @@ def train_partly(backend: str, when: str) -> dict[str, Any]:
     return {"raised": "", "message": "", "step": trainer.progress.step}
 
 
-# --- what came of it
-
-
 @pytest.fixture(scope="module")
 def results(folder: Path, request: pytest.FixtureRequest) -> Any:
     jobs = Jobs()

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import logging
 import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
-from backends import Job, asked_for, launch_all, make_trainer, named, sound, tensors_of
+from backends import Jobs, asked_for, launch_all, make_trainer, tensors_of
+from forking import current_rank
 from marks import thinned
 from recipes import rows, same, t16
 from torch import nn
@@ -18,8 +22,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from omnitrain import Callback
 
-HERE = Path(__file__).stem
-BACKENDS = ("ddp", "fsdp", "hf2", "zero2", "zero3", "hf_fsdp", "hf_zero2", "hf_zero3")
+BACKENDS = ("ddp", "fsdp", "hf2", "zero2", "zero3", "hf_fsdp")
 
 
 class Rates(Callback):
@@ -51,24 +54,8 @@ def worsen(backend: str) -> dict[str, Any]:
         "last": trainer.metrics["valid"][-1]["eval_loss"],
         "stopped": trainer.metrics["stop_reason"],
         "loss": trainer.evaluate()["eval_loss"],
-        "tensors": {f"best/{name}": one for name, one in rates.weights.items()}
-        | {f"last/{name}": one for name, one in last.items()},
+        "is best": same(rates.weights.values(), last.values()),
     }
-
-
-class Composed(nn.Module):
-    """A frozen encoder with dropout, a normalization, and a head that trains."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.encoder = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Dropout(0.5)).requires_grad_(False)
-        self.norm = nn.BatchNorm1d(8)
-        self.dropout = nn.Dropout(0.5)
-        self.head = nn.Linear(8, 1)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.head(self.dropout(self.norm(self.encoder(x))))
 
 
 class Modes(Callback):
@@ -88,10 +75,9 @@ def in_training(model: nn.Module) -> list[str]:
 
 
 def freeze(backend: str) -> dict[str, Any]:
-    model, modes, data = Composed(), Modes(), rows(32, torch.float32)
-    model.encoder.eval()
-    model.norm.eval()
-    before = in_training(model)
+    encoder = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Dropout(0.5)).requires_grad_(False).eval()
+    model = nn.Sequential(encoder, nn.BatchNorm1d(8).eval(), nn.Dropout(0.5), nn.Linear(8, 1))
+    modes, data, before = Modes(), rows(32, torch.float32), in_training(model)
     statistics = {name: one.clone() for name, one in model.named_buffers()}
     trainer = make_trainer(
         backend, model, data, data, loss_fn=F.mse_loss, batch_size=4, gradient_accumulation_steps=2, epochs=2,
@@ -106,54 +92,42 @@ def freeze(backend: str) -> dict[str, Any]:
     }
 
 
-class Block(nn.Module):
+class Block(nn.Sequential):
     """A layer made of layers, as transformers have them."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = nn.Sequential(nn.Linear(4, 4), nn.ReLU())
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + self.inner(x)
-
-
-class Messages(logging.Handler):
-    """Collects the warnings of omnitrain while it is entered."""
-
-    def __init__(self) -> None:
-        super().__init__(logging.WARNING)
-        self.messages: list[str] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.messages.append(record.getMessage())
-
-    def __enter__(self) -> Messages:
-        logging.getLogger("omnitrain").addHandler(self)
-        return self
-
-    def __exit__(self, *error: Any) -> None:
-        logging.getLogger("omnitrain").removeHandler(self)
+@contextlib.contextmanager
+def warnings_with(text: str) -> Iterator[list[str]]:
+    """Yield a list that gets the warnings of omnitrain in which a text is."""
+    messages, logger = list[str](), logging.getLogger("omnitrain")
+    handler = logging.Handler(logging.WARNING)
+    handler.addFilter(lambda record: text in record.getMessage())
+    handler.emit = lambda record: messages.append(record.getMessage())
+    logger.addHandler(handler)
+    yield messages
+    logger.removeHandler(handler)
 
 
 def divide(backend: str, layers: list[str]) -> dict[str, Any]:
     from accelerate.utils import FullyShardedDataParallelPlugin
 
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Sequential(Block(), Block()), nn.Linear(4, 1))
+    blocks = [Block(nn.Linear(4, 4), nn.ReLU()) for _ in range(2)]
+    model = nn.Sequential(nn.Sequential(*blocks), nn.Linear(4, 1))
     policy = {"auto_wrap_policy": "transformer_based_wrap", "transformer_cls_names_to_wrap": layers} if layers else {}
     plugin = FullyShardedDataParallelPlugin(fsdp_version=2, **policy)
-    with Messages() as handler:
+    with warnings_with("as one unit") as warnings:
         make_trainer(
             backend, model, rows(16, torch.float32), loss_fn=F.mse_loss, batch_size=4, max_steps=1, fsdp_plugin=plugin
         ).train()  # fmt: skip
-    return {"warnings": [message for message in handler.messages if "as one unit" in message]}
+    return {"warnings": warnings}
 
 
 def split(backend: str) -> dict[str, Any]:
     from datasets import Dataset
     from datasets.distributed import split_dataset_by_node
 
-    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    rank, world_size = current_rank(), int(os.environ["WORLD_SIZE"])
     stream = Dataset.from_list([{"x": [float(i)] * 4, "labels": [0.0]} for i in range(16)]).to_iterable_dataset(2)
     make_trainer(backend, t16(dtype=torch.float32), split_dataset_by_node(stream, rank, world_size), max_steps=1)
     return {}
@@ -163,7 +137,7 @@ class Stream(IterableDataset[Any]):
     """Rows, of which a process may take its share, with noise that may differ between processes."""
 
     def __init__(self, is_split: bool, noise: bool) -> None:
-        self.rank = int(os.environ["RANK"]) if is_split else None
+        self.rank = current_rank() if is_split else None
         self.noise = noise
 
     def __iter__(self) -> Any:
@@ -177,29 +151,25 @@ class Stream(IterableDataset[Any]):
 def read(backend: str, is_split: bool, noise: bool, loader: bool) -> dict[str, Any]:
     data: Any = Stream(is_split, noise)
     options = {"train_loader": DataLoader(data, 4)} if loader else {"train_dataset": data, "batch_size": 4}
-    with Messages() as handler:
+    with warnings_with("first sample") as warnings:
         make_trainer(backend, nn.Linear(4, 16), loss_fn=F.cross_entropy, max_steps=1, **options).train()
-    return {"warnings": [message for message in handler.messages if "first sample" in message]}
+    return {"warnings": warnings}
 
 
 @pytest.fixture(scope="module")
-def results(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> dict[str, Any]:
-    jobs = [
-        Job(f"{function}-{backend}", backend, f"{HERE}:{function}")
-        for function, test in {"worsen": "test_best_weights", "freeze": "test_frozen"}.items()
-        for backend in sorted(asked_for(request, "backend", test=test))
-    ]
-    jobs += [Job(f"divide-{len(layers)}", "fsdp", f"{HERE}:divide", {"layers": layers}) for layers in ([], ["Block"])]
-    for noise in (False, True):
-        for loader in (False, True):
-            options = {"is_split": False, "noise": noise, "loader": loader}
-            jobs.append(Job(f"read-{noise}-{loader}", "ddp", f"{HERE}:read", options))
-    split = {"is_split": True, "noise": True, "loader": False}
-    failing = [Job("by node", "ddp", f"{HERE}:split"), Job("by hand", "ddp", f"{HERE}:read", split)]
-    found = launch_all([*jobs, *failing], tmp_path_factory.mktemp("module"))  # the last, as their errors end the launch
-    errors = {job.name: found.pop(job.name) for job in failing}
-    sound(found).update(errors)
-    return found
+def results(folder: Path, request: pytest.FixtureRequest) -> dict[str, Any]:
+    jobs = Jobs()
+    for backend in sorted(asked_for(request, "backend", test="test_best_weights")):
+        jobs.add(f"worsen-{backend}", backend, worsen)
+    for backend in sorted(asked_for(request, "backend", test="test_frozen")):
+        jobs.add(f"freeze-{backend}", backend, freeze)
+    for layers in ([], ["Block"]):
+        jobs.add(f"divide-{len(layers)}", "fsdp", divide, layers=layers)
+    for noise, loader in itertools.product((False, True), (False, True)):
+        jobs.add(f"read-{noise}-{loader}", "ddp", read, is_split=False, noise=noise, loader=loader)
+    jobs.add("by node", "ddp", split)  # the last, as their errors end the launch
+    jobs.add("by hand", "ddp", read, is_split=True, noise=True, loader=False)
+    return launch_all(jobs, folder)
 
 
 @pytest.mark.parametrize("backend", thinned(BACKENDS, ("fsdp", "hf2")))
@@ -208,14 +178,14 @@ def test_best_weights_without_a_folder_reach_every_rank(results: Any, backend: s
         assert (rank["best_step"], rank["stopped"]) == (3, "early_stopping")
         assert rank["last"] > rank["best"]
         assert rank["loss"] == pytest.approx(rank["best"], rel=1e-6)
-        assert same(named(rank, "best").values(), named(rank, "last").values())
+        assert rank["is best"]
 
 
 @pytest.mark.parametrize("backend", thinned(BACKENDS, ("ddp", "hf2")))
 def test_frozen_modules_stay_in_eval_mode(results: Any, backend: str) -> None:
     """In steps and after evaluations."""
     for rank in results[f"freeze-{backend}"]:
-        assert rank["before"] == ["", "dropout", "head"]
+        assert rank["before"] == ["", "2", "3"]
         assert len(rank["modes"]) > 12
         assert all(modes == rank["before"] for modes in rank["modes"])
         assert rank["moved"] == []
