@@ -64,6 +64,7 @@ def content_digest(value: Any) -> str | None:
 def _digest(value: Any, update: Callable[[bytes], None]) -> bool:
     """Feed a value to a hash, and return whether all of its content is stable."""
     if isinstance(value, torch.Tensor):
+        # the bytes below follow the strides, which do not belong to the content
         value = value.detach().cpu().contiguous()
         update(f"{value.dtype}{tuple(value.shape)}".encode())
         update(value.reshape(-1).view(torch.uint8).numpy().tobytes() if value.numel() else b"")
@@ -117,6 +118,7 @@ class _Digests(Dataset[tuple[int, dict[str, Any]]]):
     def __getitem__(self, number: int) -> tuple[int, dict[str, Any]]:
         index = self.indices[number]
         try:
+            # read twice: what augmentation changes between two reads cannot be compared between two runs
             first, second = (self.describe(self.fetch(0, np.array([index]))) for _ in range(2))
         except Exception:  # training raises it again, with its own report
             return index, {}
@@ -136,16 +138,19 @@ def _read_samples(
     """
     size, samples = count_rows(dataset), dict[str, dict[str, Any]]()
     if isinstance(indices, int):
+        # by the size alone, so that a resumed run reads the same samples
         indices = [derive_seed(size, draw) % size for draw in range(indices)] if size else []
     digests = _Digests(dataset, [index for index in dict.fromkeys(indices) if index < size], describe)
     end = time.monotonic() + _LIMIT_S
     with isolated_rng():
+        # h5py and lmdb handles must not be opened before workers fork, so data with workers are read by one
         loader = DataLoader(
             digests, batch_size=None, num_workers=int(has_workers), generator=torch.Generator(),
             worker_init_fn=outlive_signals,
         )  # fmt: skip
         for index, parts in loader:
             samples[str(index)] = parts
+            # slow data, such as images in a store, must not delay the start of a run
             if time.monotonic() > end:
                 break
     return {index: parts for index, parts in samples.items() if parts}
@@ -220,6 +225,7 @@ def _differing_sample(by_rank: Sequence[Mapping[str, Mapping[str, Any]]]) -> tup
     for sets in by_rank:
         for name, samples in sets.items():
             for index, parts in samples.items():
+                # each rank may have stopped at another sample, so only those that several have are compared
                 if not _is_alike(reference.setdefault((name, index), parts), parts):
                     return name, index
     return None

@@ -61,7 +61,7 @@ MAX_HEADER_BYTES = 8 + 100_000_000
 
 # The bytes of a part in multipart uploads of s3fs, on which the ETag of the file depends.
 _PART = 50 << 20
-_FOLDER = re.compile(r"checkpoint-(0|[1-9][0-9]*|0[0-9]{5})(\.old)?")
+_FOLDER = re.compile(r"checkpoint-(0|[1-9][0-9]*)(\.old)?")
 # Stores that need a folder to be created before a file is written; the others have only names with slashes.
 _DIRECTORY_PROTOCOLS = {"sftp", "ssh", "ftp", "smb", "hdfs", "webhdfs", "arrow_hdfs", "dropbox", "box"}
 _LOCAL_PROTOCOLS = {"file", "local", "http", "https", "data"}
@@ -84,6 +84,7 @@ def check_address(address: str, name: str) -> None:
         from fsspec.registry import known_implementations
     except ImportError:
         raise MissingExtraError(shown, "fsspec", "remote") from None
+    # fsspec has writers for these too, without a rename that could replace a folder atomically
     if protocol in _LOCAL_PROTOCOLS:
         remedy = "Pass the path of a folder" if protocol in ("file", "local") else "Nothing can be written there"
         raise ConfigError(f"{shown}: {protocol!r} is not a remote store. {remedy}.")
@@ -124,7 +125,9 @@ def in_parallel(work: Callable[[T], S], items: Iterable[T], workers: int) -> lis
                 errors.append(error)
 
     threads = [
-        threading.Thread(target=run, name="omnitrain-store", daemon=True) for _ in range(min(workers, len(queue)))
+        # not a ThreadPoolExecutor: the interpreter joins its threads at exit, however long a store hangs
+        threading.Thread(target=run, name="omnitrain-store", daemon=True)
+        for _ in range(min(workers, len(queue)))
     ]
     try:
         for thread in threads:
@@ -224,6 +227,7 @@ class RemoteFolder:
     def _opened(self) -> tuple[Any, str]:
         import fsspec
 
+        # a cached listing would not show what other machines write
         fs, root = fsspec.core.url_to_fs(self.address, use_listings_cache=False)
         return fs, root.rstrip("/")
 
@@ -268,6 +272,7 @@ class RemoteFolder:
             CheckpointError: A name leads out of the folder, or the folder has too many files.
         """
         listing = self._find(under)
+        # packages differ in whether their paths begin with a slash, and whether they have the bucket
         start = len(self.fs._strip_protocol(self.path(under)).strip("/")) + 1
         files = {
             name.strip("/")[start:]: info for name, info in listing.items()
@@ -294,6 +299,7 @@ class RemoteFolder:
             except BaseException as error:
                 errors.append(error)
 
+        # some packages cache listings whatever they are told
         self.fs.invalidate_cache()
         thread = threading.Thread(target=find, name="omnitrain-listing", daemon=True)
         thread.start()
@@ -344,6 +350,7 @@ class RemoteFolder:
         try:
             size = (self.fs.info(self.path(key)) if info is None else info).get("size")
             if not isinstance(size, int) or size <= most:
+                # a size of None, from stores that give none, is checked after reading
                 data = self.read(key)
                 size = len(data)
                 if size <= most:
@@ -374,9 +381,11 @@ class RemoteFolder:
             except CheckpointError as error:
                 return name, error
 
+        # small requests wait for the network, not for bandwidth
         read = in_parallel(read_manifest, names, 4 * WORKERS)
         complete: dict[int, RemoteCheckpoint] = {}
         self._incomplete = {}
+        # the .old copy of a step comes first, so that the one which replaces it counts if it is complete
         for name, data in sorted(read, key=lambda pair: not pair[0].endswith(".old")):
             try:
                 if isinstance(data, CheckpointError):

@@ -133,6 +133,7 @@ class TensorFile(Mapping[str, torch.Tensor]):
     def __getitem__(self, name: str) -> torch.Tensor:
         shape, dtype = self.spec_of(name)
         tensor = torch.empty(shape, dtype=dtype)
+        # all ranks learn of an error before the broadcast of the tensor, in which they would wait for ever
         has_failed, error = torch.zeros(1, dtype=torch.uint8), None
         if self._ranks.is_main:
             try:
@@ -177,6 +178,7 @@ class TensorFile(Mapping[str, torch.Tensor]):
             tensors[name] = torch.empty(shape, dtype=dtype)
             missing[name] = [((0,) * len(shape), shape)] if math.prod(shape) else []
         locations = [self._locations[name] for name, boxes in missing.items() if boxes]
+        # the files before the first one that has any of the tensors are not opened
         for number in range(min((location.first for location in locations), default=0), len(self._paths)):
             if not any(missing.values()):
                 break
@@ -217,6 +219,7 @@ class TensorFile(Mapping[str, torch.Tensor]):
                 blocks.setdefault(name, []).append((number, entry))
             signatures.append((header.size, header.digest))
             entry_count += len(header.entries)
+            # the headers of thousands of files would not fit into memory; they are read again where needed
             if entry_count <= _MAX_CACHED_ENTRIES or not number:
                 self._headers[number] = header
         return Catalogue({name: self._locate(name, entries) for name, entries in blocks.items()}, signatures)
@@ -228,6 +231,7 @@ class TensorFile(Mapping[str, torch.Tensor]):
         if len({len(end) for end in ends}) > 1 or len({(entry.dtype, entry.full_shape) for entry in entries}) > 1:
             raise CheckpointError(f"{self._display_path()} is damaged: blocks of {name!r} differ in dtype or shape.")
         shape = first.full_shape if first.full_shape is not None else tuple(map(max, zip(*ends, strict=True)))
+        # a set: replicas of a block in several files count once
         stored = sum(math.prod(sizes) for _, sizes in {(entry.corner, entry.shape) for entry in entries})
         if stored < math.prod(shape):
             raise self._incomplete(name, f"{math.prod(shape) - stored} of its {math.prod(shape)} values")
@@ -309,6 +313,7 @@ class TensorFile(Mapping[str, torch.Tensor]):
             with open_regular(self._paths[number]) as file:
                 for name, entry, box, overlap in overlaps:
                     _read(file, entry, overlap, _narrow(targets[name], corner or (0,) * len(box[0]), overlap))
+                    # what this file did not have of the box is looked for in the next
                     missing[name].remove(box)
                     missing[name] += _subtract(box, overlap)
         except OSError as error:
@@ -319,6 +324,7 @@ class TensorFile(Mapping[str, torch.Tensor]):
     def _checked_header(self, number: int) -> dict[str, Entry]:
         """Return the entries of a file, after checking that the main process sees the same file."""
         header = self._header(number)
+        # a stale cache of a network file system may show an earlier file of the same name
         if header[1:] != self._signatures[number]:
             raise CheckpointError(
                 f"{str(self._paths[number])!r} on rank {self._ranks.rank} differs from that on the main rank. Copy the "
@@ -422,6 +428,8 @@ def _read_box(file: BinaryIO, start: int, shape: Sequence[int], offsets: Sequenc
         return
     axis = next(i for i in reversed(range(len(shape))) if i == 0 or target.shape[i] < shape[i])
     run = math.prod(target.shape[axis:]) * item
+    # large or long runs are read in place, piece by piece; short ones row by row through a buffer, as each read is a
+    # system call
     if len(shape) > 1 and (row > _BUFFER or (not is_run and run >= _MIN_RUN)):
         for index in range(target.shape[0]):
             _read_box(file, start + (offsets[0] + index) * row, shape[1:], offsets[1:], target[index])

@@ -105,6 +105,7 @@ class RemoteLock:
     def release(self) -> None:
         """Delete the object, unless another run has taken over."""
         self._stopping.set()
+        # another trainer in this process may take the folder before the object is gone
         _released.add(self._token)  # the object may remain if the store fails
         if self._remote.has_history or self.lost or not self._writing.acquire(timeout=SHUTDOWN_S):
             return
@@ -152,6 +153,7 @@ class RemoteLock:
             "token": self._token,
             **identify_process(),
             "since": self._since,
+            # each heartbeat changes the content, even if the clock is set back
             "beat": self._beats,
             "at": time.time(),
         }
@@ -160,6 +162,7 @@ class RemoteLock:
     def _is_gone(self, owner: Mapping[str, Any]) -> bool:
         if is_in_same_container(owner):
             return owner["token"] in _released or not is_alive(owner)
+        # the clocks of two machines may differ by minutes, so a recent time proves nothing: then heartbeats are watched
         if time.time() - float(owner.get("at") or 0) > STALE_S:
             return True
         logger.warning(
@@ -302,6 +305,7 @@ class Uploader:
                     break
                 if attempts is not None and self._attempts >= attempts:
                     break
+            # the latest error explains more than the time that has passed
             reason = self._reason or self._lock.lost or f"no progress for {limit:.0f} s"
             return f"{self._describe_pending()}: {reason}"
         finally:
@@ -374,6 +378,7 @@ class Uploader:
         logger.debug("Attempt %d to upload failed.", self._attempts, exc_info=True)
         pause = min(PAUSE_S * 2 ** min(self._attempts - 1, 20), LONGEST_PAUSE_S)
         with self._changed:
+            # a pause that the end of the run cuts short
             self._changed.wait_for(lambda: self._stopping, pause)
 
     def _work(self) -> None:
@@ -443,8 +448,10 @@ class Uploader:
             if len(self.copies) == 1 and previous.name == copy.name:  # never without a complete one
                 remote.duplicate(previous, f"{copy.name}.old")
             self.copies.pop(step)
+        # first its omnitrain.json: a half replaced checkpoint must not look complete
         if MANIFEST in listing:
             remote.remove(f"{copy.name}/{MANIFEST}")
+        # files that did not change, such as frozen weights, are not sent again
         known = previous.files if previous is not None and previous.name == copy.name else {}
 
         def send(file: str) -> None:
@@ -465,6 +472,7 @@ class Uploader:
         self._send_files()  # before the manifest: a run that resumes from it needs all rows up to it
         self._check()
         remote.write(f"{copy.name}/{MANIFEST}", data)
+        # what makes the checkpoint count is read back, whatever the store says of the write
         if remote.read(f"{copy.name}/{MANIFEST}") != data:
             raise OSError(f"{copy.name}/{MANIFEST} differs from what was uploaded")
         self.copies[step] = copy
@@ -539,6 +547,7 @@ class Uploader:
         if not infos:
             return
         if policy is not None:
+            # over the remote checkpoints: those that failed to be uploaded are not counted as kept
             steps |= set(to_delete(infos, *policy))
         for step in sorted(steps & self.copies.keys()):
             self._check()
