@@ -84,7 +84,6 @@ def check_address(address: str, name: str) -> None:
         from fsspec.registry import known_implementations
     except ImportError:
         raise MissingExtraError(shown, "fsspec", "remote") from None
-    # fsspec has writers for these too, without a rename that could replace a folder atomically
     if protocol in _LOCAL_PROTOCOLS:
         remedy = "Pass the path of a folder" if protocol in ("file", "local") else "Nothing can be written there"
         raise ConfigError(f"{shown}: {protocol!r} is not a remote store. {remedy}.")
