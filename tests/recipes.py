@@ -250,13 +250,14 @@ class Holding:
 
 
 class Trace(Callback):
-    """Writes down every event outside of steps and batches, every logged loss, and the index stream."""
+    """Writes down every event outside of steps and batches, every row of logs, and reports with their steps."""
 
     order = 99
 
     def __init__(self) -> None:
         self.events: list[str] = []
         self.logs: list[dict[str, Any]] = []
+        self.reports: list[tuple[int, dict[str, Any]]] = []
         self.learning_rates: list[float] = []
         self.grad_norms: list[float] = []
 
@@ -276,6 +277,12 @@ class Everything(Callback):
         self.norms: list[float] = []
 
 
+def callback(base: type = Callback, **members: Any) -> Any:
+    """Return a callback of functions by the names of their events, such as `callback(on_step_end=print)`."""
+    functions = {name: staticmethod(member) if callable(member) else member for name, member in members.items()}
+    return type("Functions", (base,), functions)()
+
+
 class StopAt(Callback):
     """Asks for the end of the run after a step."""
 
@@ -290,6 +297,8 @@ class StopAt(Callback):
 def _noting(event: Event) -> Any:
     def note(self: Trace, trainer: Any, *details: Any) -> None:
         self.events.append(str(event))
+        if event is Event.REPORT:
+            self.reports.append((trainer.progress.step, dict(details[0])))
         if event is Event.STEP_END:
             self.learning_rates.append(trainer.optimizer.param_groups[0]["lr"])
 

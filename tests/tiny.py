@@ -44,9 +44,9 @@ def bert(seed: int = 0, **options: Any) -> BertForSequenceClassification:
     torch.manual_seed(seed)
     return BertForSequenceClassification(
         BertConfig(
-            vocab_size=VOCABULARY, hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=16,
-            max_position_embeddings=16, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0,
-            **{"num_labels": 3, **options},
+            hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=16, hidden_dropout_prob=0.0,
+            attention_probs_dropout_prob=0.0,
+            **{"num_labels": 3, "vocab_size": VOCABULARY, "max_position_embeddings": 16, **options},
         )
     ).double()  # fmt: skip
 

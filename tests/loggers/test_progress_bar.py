@@ -85,19 +85,8 @@ def run(stream: Any, steps: int = 0, trainer: Any = None, logs: Any = (), **opti
     bar.on_train_end(trainer)
 
 
-def rows_of(*args: Any, **options: Any) -> list[str]:
-    """Return the lines between the first three and the last that a run writes to a file."""
-    stream = io.StringIO()
-    run(stream, *args, **options)
-    return rows_in(stream.getvalue())
-
-
 def rows_in(text: str) -> list[str]:
     return [line for line in text.splitlines() if line.split("  ")[0] not in ("model", "train", "save", "end")]
-
-
-def titles(lines: list[str]) -> list[str]:
-    return [line.split("  ")[0] for line in lines]
 
 
 class Terminal:
@@ -149,7 +138,7 @@ def test_plain_lines_are_one_per_log_and_evaluation(monkeypatch, capsys):
     run(None, 30, trainer, eval_steps=15)
     lines = rows_in(capsys.readouterr().out)
     assert not re.search(r"[\r\x1b]", "\n".join(lines))
-    assert titles(lines) == [f"step {step}/60" for step in (10, 15, 20, 30, 30)]
+    assert [line.split("  ")[0] for line in lines] == [f"step {step}/60" for step in (10, 15, 20, 30, 30)]
     assert lines[:2] == [
         "step 10/60  epoch 1.00  loss 0.3121  lr 1.25e-04  grad_norm 0.712  1234 samples/s  elapsed 0:00:00"
         "  left 0:00:00",
@@ -179,7 +168,9 @@ def test_plain_lines_are_written_when_a_step_ends():
     ids=["skipped steps", "not finite", "no time left yet"],
 )  # fmt: skip
 def test_plain_lines_show_values(logs, shown):
-    (line,) = rows_of(logs=[{"step": 1, **logs}])
+    stream = io.StringIO()
+    run(stream, logs=[{"step": 1, **logs}])
+    (line,) = rows_in(stream.getvalue())
     assert shown in line
 
 
@@ -223,9 +214,6 @@ def test_reported_texts_are_shortened_and_histograms_omitted():
     assert line.startswith("preview/0: Once upon a time a time") and line.endswith("...") and len(line) == 311
 
 
-# --- a closed output
-
-
 @pytest.mark.parametrize("enabled", [None, True], ids=["lines", "bar"])
 def test_closed_output_does_not_end_the_run(enabled, clock):
     """After the error of a broken pipe nothing more is written."""
@@ -249,42 +237,12 @@ def test_closed_output_does_not_end_the_run(enabled, clock):
         pipe.close()
 
 
-def test_terminal_hangup_restores_stdout(terminal, clock, monkeypatch):
-    trainer = make_trainer()
-
-    def hang_up(text):
-        raise OSError("hung up")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(sys, "stdout", terminal.stream)
-        bar = start(trainer)
-        assert sys.stdout is not terminal.stream  # rich has replaced it
-        terminal.stream.write = hang_up
-        clock.now += 1
-        run_steps(bar, trainer, 10)
-        assert sys.stdout is terminal.stream
-        del terminal.stream.write
-
-
 # --- the bar
-
-
-def test_bar_is_at_the_absolute_position(terminal):
-    trainer = make_trainer(total=600, step=117)
-    bar = start(trainer, terminal.stream)
-    assert "step 117/600" in terminal.text()
-    run_steps(bar, trainer, 5)
-    bar.on_train_end(trainer)
-    text = terminal.text()
-    assert "\r" in text and "step 122/600" in text.splitlines()[-2] + text.splitlines()[-1]
 
 
 def test_bar_shows_the_run_and_has_evaluations_as_lines_above(terminal):
     run(terminal.stream, 20, make_trainer(20), eval_steps=10)
     text = terminal.text()
-    bar = start(make_trainer(), terminal.stream)
-    bar.on_eval_end(make_trainer(), {"eval_f1[/b][red]": 0.5})
-    assert terminal.text().count("eval_f1[/b][red] 0.5") >= 2  # above the bar, and in it
     assert "loss 0.3121" in text and "eval_loss 0.4" in text and "elapsed 0:00:00  left 0:00:00" in text
     lines = re.sub(ESCAPES, "", text).replace("\r\n", "\n").split("\n")
     above = [line.split("\r")[-1] for line in lines if re.search(r"(^|\r)step \d+/20  epoch", line)]
@@ -292,6 +250,14 @@ def test_bar_shows_the_run_and_has_evaluations_as_lines_above(terminal):
         "step 10/20  epoch 1.00  eval_loss 0.4  eval_accuracy 0.01",
         "step 20/20  epoch 2.00  eval_loss 0.4  eval_accuracy 0.02",
     ]
+    trainer = make_trainer(total=600, step=117)
+    bar = start(trainer, terminal.stream)
+    assert "step 117/600" in terminal.text()  # the absolute position
+    bar.on_eval_end(trainer, {"eval_f1[/b][red]": 0.5})
+    assert terminal.text().count("eval_f1[/b][red] 0.5") >= 2  # above the bar, and in it
+    run_steps(bar, trainer, 5)
+    bar.on_train_end(trainer)
+    assert re.search(r"\r.*step 122/600", terminal.text().replace("\r\n", "\n"))
 
 
 def test_bar_is_drawn_at_most_ten_times_a_second(clock):
@@ -316,12 +282,25 @@ def test_bar_is_drawn_at_most_ten_times_a_second(clock):
     assert "loss 0.3121" in stream.getvalue()  # of a slow step at once
 
 
-def test_bar_restores_the_terminal_after_an_exception(terminal, monkeypatch):
+@pytest.mark.parametrize("hangs_up", [False, True], ids=["exception", "hangup"])
+def test_bar_restores_the_terminal_after_an_error(hangs_up, terminal, clock, monkeypatch):
     trainer = make_trainer()
+
+    def hang_up(text):
+        raise OSError("hung up")
+
     with monkeypatch.context() as patch:
         patch.setattr(sys, "stdout", terminal.stream)
         bar = start(trainer)
-        run_steps(bar, trainer, 5)
+        assert sys.stdout is not terminal.stream  # rich has replaced it
+        if hangs_up:
+            terminal.stream.write = hang_up
+            clock.now += 1
+        run_steps(bar, trainer, 5, log_steps=5)
+        if hangs_up:
+            assert sys.stdout is terminal.stream
+            del terminal.stream.write
+            return
         bar.on_exception(trainer, RuntimeError())
         assert sys.stdout is terminal.stream
         assert terminal.text().endswith("\x1b[?25h")  # the cursor is visible again

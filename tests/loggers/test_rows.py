@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import csv
+import functools
 import json
 import math
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
+import fake_runs
 import numpy as np
 import pytest
+from fake_runs import fake_trainer
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -21,33 +23,10 @@ LOGGERS: dict[str, Any] = {"csv": CsvLogger, "jsonl": JsonlLogger}
 WEIGHTS = Histogram(edges=[0, 2, 4], counts=[1, 1], low=1.0, high=3.0, total=4.0, squares=10.0)
 
 
-def make_trainer(save_dir: Path | None, step: int = 0, is_main_process: bool = True) -> Any:
-    progress = Progress(epoch_size=30, step=step)
-    lifecycle = SimpleNamespace(is_closing=False, saved_at=None)
-    return SimpleNamespace(progress=progress, is_main_process=is_main_process, save_dir=save_dir, lifecycle=lifecycle)
-
-
-def start(logger: Any, trainer: Any, last: int = 0) -> Any:
-    """Begin a run and train to step `last`."""
-    logger.on_train_start(trainer)
-    run_to(logger, trainer, last)
-    return logger
-
-
-def run_to(logger: Any, trainer: Any, last: int) -> None:
-    """Train to step `last`: 10 steps an epoch, a log every 2 steps, an evaluation at each epoch's end."""
-    progress = trainer.progress
-    while progress.step < last:
-        progress.advance(samples=3)
-        if progress.step % 2 == 0:
-            logger.on_log(trainer, {"step": progress.step, "epoch": progress.epochs, "loss": 1 / progress.step})
-        if progress.is_epoch_consumed:
-            progress.close_epoch(complete=True)
-            logger.on_eval_end(trainer, {"eval_loss": 2 / progress.step, "eval, odd": 0.5})
-
-
-def train(logger: Any, trainer: Any, last: int = 0) -> None:
-    start(logger, trainer, last).on_train_end(trainer)
+start, run_to, train = (
+    functools.partial(function, log_steps=2, eval_steps=10)
+    for function in (fake_runs.start, fake_runs.run_to, fake_runs.train)
+)
 
 
 def path_in(folder: Path) -> Path:
@@ -80,7 +59,7 @@ def logger_class(request: pytest.FixtureRequest) -> Any:
 
 def test_rows_are_one_per_log_and_evaluation(logger_class, tmp_path):
     """Each is on the disk as soon as it is written."""
-    trainer = make_trainer(tmp_path)
+    trainer = fake_trainer(tmp_path)
     logger = start(logger_class(), trainer, 2)
     assert read(tmp_path) == [{"kind": "train", "step": 2, "epoch": 0.2, "loss": 0.5}]
     run_to(logger, trainer, 12)
@@ -88,11 +67,11 @@ def test_rows_are_one_per_log_and_evaluation(logger_class, tmp_path):
     assert [(row["kind"], row["step"]) for row in read(tmp_path)] == [
         *(("train", step) for step in (2, 4, 6, 8, 10)), ("eval", 10), ("train", 12)
     ]  # fmt: skip
-    assert read(tmp_path)[5] == {"kind": "eval", "step": 10, "epoch": 1, "eval_loss": 0.2, "eval, odd": 0.5}
+    assert read(tmp_path)[5] == {"kind": "eval", "step": 10, "epoch": 1, "eval_loss": 0.2, "eval_f1": 0.5}
 
 
 def test_csv_columns_are_added_in_the_order_of_descriptors(tmp_path):
-    trainer = make_trainer(tmp_path)
+    trainer = fake_trainer(tmp_path)
     logger = start(CsvLogger(), trainer)
     for row in ({"samples_per_second": 3.0, "grad_norm": 1.0}, {"loss": 0.5, "accuracy": 1.0}):
         trainer.progress.advance(samples=3)
@@ -105,7 +84,7 @@ def test_csv_columns_are_added_in_the_order_of_descriptors(tmp_path):
 
 def test_values_that_are_not_finite(logger_class, tmp_path):
     """They become null in JSON, and are read by pandas from CSV."""
-    trainer = make_trainer(tmp_path)
+    trainer = fake_trainer(tmp_path)
     logger = start(logger_class(), trainer)
     for step, loss in ((1, np.float32(0.5)), (2, math.nan), (3, math.inf)):
         logger.on_log(trainer, {"step": step, "loss": loss, "loss_scale": 2})
@@ -120,7 +99,7 @@ def test_values_that_are_not_finite(logger_class, tmp_path):
 
 def test_other_ranks_and_runs_without_folder_write_nothing(logger_class, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    for trainer in (make_trainer(tmp_path, is_main_process=False), make_trainer(None)):
+    for trainer in (fake_trainer(tmp_path, is_main_process=False), fake_trainer(None)):
         logger = logger_class()
         train(logger, trainer, 10)
         logger.on_log(trainer, {"test_loss": 1.0})
@@ -128,17 +107,17 @@ def test_other_ranks_and_runs_without_folder_write_nothing(logger_class, tmp_pat
 
 
 def test_fresh_run_empties_the_file(logger_class, tmp_path):
-    train(logger_class(), make_trainer(tmp_path), 20)
-    train(logger_class(), make_trainer(tmp_path), 6)
+    train(logger_class(), fake_trainer(tmp_path), 20)
+    train(logger_class(), fake_trainer(tmp_path), 6)
     assert steps(tmp_path) == [2, 4, 6] and "eval" not in path_in(tmp_path).read_text()
-    train(logger_class("log.txt"), make_trainer(tmp_path / "named"), 2)
+    train(logger_class("log.txt"), fake_trainer(tmp_path / "named"), 2)
     assert path_in(tmp_path / "named").name == "log.txt"
 
 
 @pytest.mark.parametrize("checkpoint", [1, 9, 10, 17])
 def test_resumed_run_after_a_kill_has_the_rows_of_a_straight_one(logger_class, tmp_path, checkpoint):
-    train(logger_class(), make_trainer(tmp_path / "whole"), 30)
-    trainer = make_trainer(tmp_path / "cut")
+    train(logger_class(), fake_trainer(tmp_path / "whole"), 30)
+    trainer = fake_trainer(tmp_path / "cut")
     killed = start(logger_class(), trainer, checkpoint)
     state = trainer.progress.state_dict()
     run_to(killed, trainer, 18)
@@ -151,22 +130,22 @@ def test_resumed_run_after_a_kill_has_the_rows_of_a_straight_one(logger_class, t
 
 
 def test_resumed_run_drops_closing_rows(logger_class, tmp_path):
-    trainer = make_trainer(tmp_path)
+    trainer = fake_trainer(tmp_path)
     logger = start(logger_class(), trainer, 4)
     trainer.lifecycle.is_closing = True
     logger.on_log(trainer, {"step": 5, "epoch": 0.5, "loss": 0.5})
     logger.on_train_end(trainer)
     assert [bool(row.get("final")) for row in read(tmp_path)] == [False, False, True]
-    train(logger_class(), make_trainer(tmp_path, step=5), 5)
+    train(logger_class(), fake_trainer(tmp_path, step=5), 5)
     assert steps(tmp_path) == [2, 4]
-    train(logger_class(), make_trainer(tmp_path / "new", step=20), 22)  # resumed without the file
+    train(logger_class(), fake_trainer(tmp_path / "new", step=20), 22)  # resumed without the file
     assert steps(tmp_path / "new") == [22]
 
 
 def test_resumed_run_does_not_repeat_an_evaluation(logger_class, tmp_path):
     """The kill was after the evaluation of step 10, and before the checkpoint that would remember it."""
-    train(logger_class(), make_trainer(tmp_path), 10)
-    trainer = make_trainer(tmp_path, step=10)
+    train(logger_class(), fake_trainer(tmp_path), 10)
+    trainer = fake_trainer(tmp_path, step=10)
     trainer.progress.epoch = 1
     logger = start(logger_class(), trainer)
     logger.on_eval_end(trainer, {"eval_loss": 0.2})
@@ -175,30 +154,31 @@ def test_resumed_run_does_not_repeat_an_evaluation(logger_class, tmp_path):
 
 
 def test_rows_are_one_per_step_and_without_steps_one_per_epoch(logger_class, tmp_path):
-    trainer = make_trainer(tmp_path)
+    trainer = fake_trainer(tmp_path)
     logger = start(logger_class(), trainer)
     for epoch in (1, 2):
         trainer.progress.epoch = epoch
-        logger.on_eval_end(trainer, {"eval_loss": 1 / epoch})
+        logger.on_eval_end(trainer, {"eval_loss": 1 / epoch, "eval, odd": 0.5})
     for epoch in (math.nextafter(3.0, 0.0), 3):
         logger.on_log(trainer, {"step": 10, "epoch": epoch, "loss": 0.5})
     logger.on_train_end(trainer)
     assert [round(row["epoch"]) for row in read(tmp_path)] == [1, 2, 3]
+    assert [row.get("eval, odd") for row in read(tmp_path)] == [0.5, 0.5, None]
 
 
 def test_tests_after_a_run_and_after_a_kill_are_rows(logger_class, tmp_path):
-    trainer, logger = make_trainer(tmp_path), logger_class()
+    trainer, logger = fake_trainer(tmp_path), logger_class()
     train(logger, trainer, 4)
     logger.on_log(trainer, {"test_loss": 0.5})
     with path_in(tmp_path).open("a") as file:
         file.write('{"kind": "tr' if logger_class is JsonlLogger else "tr")
-    logger_class().on_log(make_trainer(tmp_path, step=4), {"test_loss": 0.25})
+    logger_class().on_log(fake_trainer(tmp_path, step=4), {"test_loss": 0.25})
     assert [row["kind"] for row in read(tmp_path)] == ["train", "train", "test", "test"]
     assert read(tmp_path)[2] == {"kind": "test", "step": 4, "epoch": 0.4, "test_loss": 0.5}
 
 
 def test_reports_are_the_numbers_of_histograms(logger_class, tmp_path):
-    trainer = make_trainer(tmp_path)
+    trainer = fake_trainer(tmp_path)
     logger = start(logger_class(), trainer, 2)
     logger.on_report(trainer, {"weights": WEIGHTS, "text": "a word"})
     logger.on_report(trainer, {"text": "two"})
@@ -210,11 +190,8 @@ def test_reports_are_the_numbers_of_histograms(logger_class, tmp_path):
     assert read(tmp_path)[1:] == expected
 
 
-# --- disks
-
-
 def test_file_deleted_in_a_run_is_started_again(logger_class, tmp_path, caplog):
-    trainer = make_trainer(tmp_path)
+    trainer = fake_trainer(tmp_path)
     logger = start(logger_class(), trainer, 4)
     path_in(tmp_path).unlink()
     run_to(logger, trainer, 8)
@@ -224,7 +201,7 @@ def test_file_deleted_in_a_run_is_started_again(logger_class, tmp_path, caplog):
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full, a disk without space")
 def test_full_disk_does_not_end_the_run(tmp_path, caplog):
-    train(JsonlLogger("/dev/full"), make_trainer(tmp_path), 10)
+    train(JsonlLogger("/dev/full"), fake_trainer(tmp_path), 10)
     assert "No space left on device" in caplog.text and "lacks 6 rows" in caplog.text
 
 
@@ -240,7 +217,7 @@ DAMAGE: list[bytes] = [
 @pytest.mark.parametrize("place", ["start", "middle", "end", "everywhere"])
 def test_damaged_lines_are_set_aside(logger_class, place, tmp_path, caplog):
     """A run resumes with what is whole in the file, and the damaged one is kept, which is logged once."""
-    train(logger_class(), make_trainer(tmp_path), last=12)
+    train(logger_class(), fake_trainer(tmp_path), last=12)
     path = path_in(tmp_path)
     lines = path.read_bytes().splitlines()
     number = {"start": 0, "middle": 3, "end": len(lines), "everywhere": 0}[place]
@@ -248,7 +225,7 @@ def test_damaged_lines_are_set_aside(logger_class, place, tmp_path, caplog):
     damaged = b"\n".join([*lines[:number], *DAMAGE, *rest, b""])
     path.write_bytes(damaged)
     for _ in range(2):
-        train(logger_class(), make_trainer(tmp_path, step=10), last=20)
+        train(logger_class(), fake_trainer(tmp_path, step=10), last=20)
     assert [path.name for path in tmp_path.glob("*.damaged")] == [f"{path.name}.damaged"]
     assert path.with_name(f"{path.name}.damaged").read_bytes() == damaged
     assert caplog.text.count("damaged lines, which are removed") == 1
@@ -259,7 +236,7 @@ def test_damaged_lines_are_set_aside(logger_class, place, tmp_path, caplog):
 
 def test_kill_while_the_file_is_rewritten_leaves_the_old_one(logger_class, tmp_path, monkeypatch):
     """CSV is rewritten for a new column, JSON lines for a step that was repeated."""
-    trainer = make_trainer(tmp_path)
+    trainer = fake_trainer(tmp_path)
     logger = start(logger_class(), trainer, 4)
     path = path_in(tmp_path)
     if logger_class is JsonlLogger:
@@ -273,7 +250,7 @@ def test_kill_while_the_file_is_rewritten_leaves_the_old_one(logger_class, tmp_p
     monkeypatch.setattr("omnitrain.loggers.rows.os.replace", killed)
     rewrite = {
         CsvLogger: lambda: logger.on_eval_end(trainer, {"eval_loss": 0.5}),
-        JsonlLogger: lambda: logger_class().on_train_start(make_trainer(tmp_path, step=2)),
+        JsonlLogger: lambda: logger_class().on_train_start(fake_trainer(tmp_path, step=2)),
     }[logger_class]
     with pytest.raises(KeyboardInterrupt):
         rewrite()

@@ -15,10 +15,11 @@ import programs
 import pytest
 import torch
 import torch.nn.functional as F
+from counting import Streamed
 from marks import thinned
-from recipes import Keyed, KeyedModel, rows, t16
+from recipes import Keyed, KeyedModel, callback, rows, t16
 
-from omnitrain import AccelerateTrainer, Callback, ConfigError, HFTrainer, ProgressBar, Trainer
+from omnitrain import AccelerateTrainer, ConfigError, HFTrainer, ProgressBar, Trainer
 
 TRAINERS = [Trainer, AccelerateTrainer, HFTrainer]
 DIGITS = re.compile(r"\d:\d\d:\d\d|(?<=loss )\S+|(?<=grad_norm )\S+|\S+(?= samples/s)")
@@ -41,9 +42,7 @@ def make(trainer_class: type = Trainer, **options: Any) -> Any:
 
 
 @pytest.mark.parametrize("trainer_class", TRAINERS)
-def test_summary_of_a_run_and_its_resume(
-    trainer_class: type, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_summary_of_a_run_and_its_resume(trainer_class: type, tmp_path: Path, capsys: Any, monkeypatch: Any) -> None:
     monkeypatch.chdir(tmp_path)
     make(trainer_class, save_dir="run", lr_scheduler="cosine").train()
     model = "KeyedModel" if trainer_class is HFTrainer else "Sequential"
@@ -80,30 +79,15 @@ def test_summary_shows_frozen_parameters_streams_and_optimizers(capsys: pytest.C
     assert shown[1].startswith("train  20 samples, 8 steps in 30sp; batch 4 = 2 x 2 accumulated; AdamW, lr 2.00e-05,")
     assert shown[2] == "save   nothing, as there is no save_dir"
     assert shown[-1].startswith("end    max_duration is reached at step 8, epoch 1.")
-
-    class Stream(torch.utils.data.IterableDataset[Any]):
-        def __iter__(self) -> Any:
-            yield from zip(*rows(8).tensors, strict=True)
-
     model = t16()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
     options: dict[str, Any] = {"loss_fn": F.mse_loss, "batch_size": 2, "max_duration": "16sp", "device": "cpu"}
-    Trainer(model, Stream(), optimizer=optimizer, **options).train()
+    Trainer(model, Streamed(rows(8)), optimizer=optimizer, **options).train()
     second = capsys.readouterr().out.splitlines()[1]
     assert second == "train  samples as they come, 16sp; batch 2; SGD, lr 5.00e-01, constant"
 
 
-def test_summary_shows_the_stop_reason_and_how_to_resume(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    class AtStep3(Callback):
-        def __init__(self, act: Any) -> None:
-            self.act = act
-
-        def on_step_end(self, trainer: Any) -> None:
-            if trainer.progress.step == 3:
-                self.act(trainer)
-
+def test_summary_shows_the_stop_reason_and_how_to_resume(tmp_path: Path, capsys: Any, monkeypatch: Any) -> None:
     def interrupt(trainer: Any) -> None:
         signal.raise_signal(signal.SIGINT)
 
@@ -111,7 +95,11 @@ def test_summary_shows_the_stop_reason_and_how_to_resume(
         raise RuntimeError("no")
 
     def last(act: Any = None, error: type[BaseException] | None = None, **options: Any) -> str:
-        trainer = make(callbacks=[AtStep3(act)] if act else [], **options)
+        def act_at_3(trainer: Any) -> None:
+            if trainer.progress.step == 3 and act:
+                act(trainer)
+
+        trainer = make(callbacks=[callback(on_step_end=act_at_3)], **options)
         with contextlib.nullcontext() if error is None else pytest.raises(error):
             trainer.train()
         return lines_of(capsys.readouterr().out)[-1]
@@ -138,18 +126,13 @@ def test_summary_of_further_runs_of_a_trainer(capsys: pytest.CaptureFixture[str]
     assert trainer.progress.step == 10
     trainer.train()
     saved = [line for line in capsys.readouterr().out.splitlines() if line.startswith("save ")]
-    assert saved == [
-        "save   nothing, as there is no save_dir",
-        "save   nothing, as there is no save_dir; continues at step 5",
-        "save   nothing, as there is no save_dir; starts again from the weights of 10 steps; train(more=...) "
-        "continues instead",
-    ]
+    first = "save   nothing, as there is no save_dir"
+    again = "starts again from the weights of 10 steps; train(more=...) continues instead"
+    assert saved == [first, f"{first}; continues at step 5", f"{first}; {again}"]
 
 
 @pytest.mark.parametrize("trainer_class", thinned(TRAINERS, [Trainer, HFTrainer]))
-def test_progress_bar_in_callbacks_replaces_the_default_one(
-    trainer_class: type, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_progress_bar_in_callbacks_replaces_the_default_one(trainer_class: type, capsys: Any) -> None:
     make(trainer_class, callbacks=[ProgressBar(every="4ba")], log_steps=1).train()
     shown = lines_of(capsys.readouterr().out)
     rows_of_training = [line.split("  ")[0] for line in shown if "lr" in line and line.startswith("step")]
@@ -158,8 +141,6 @@ def test_progress_bar_in_callbacks_replaces_the_default_one(
     with pytest.raises(ConfigError, match="has no effect with the ProgressBar in `callbacks`"):
         make(trainer_class, callbacks=[ProgressBar()], progress_bar=True)
 
-
-# --- a program on terminals
 
 PROGRAM = """
 import fcntl, struct, sys, termios, time
@@ -171,69 +152,48 @@ from omnitrain import Callback, Trainer
 class Slow(Callback):
     def on_step_end(self, trainer):
         time.sleep(0.01)
-        if name == "last" and trainer.progress.step == 12:
+        if trainer.progress.step == 12:
             print("waits")
             while not trainer.control.stop:  # until Ctrl-C
                 time.sleep(0.01)
 
 fcntl.ioctl(1, termios.TIOCSWINSZ, struct.pack("HHHH", 40, 80, 0, 0))
-for name in ("first", "last"):
-    print(">>>", name, flush=True)
-    Trainer(
-        t16(), rows(60), rows(8), loss_fn=F.mse_loss, batch_size=4, epochs=2, log_steps=5, eval_steps=10, device="cpu",
-        save_dir="run", overwrite=True, callbacks=[Slow()], compute_metrics=["mae", "r2"],
-    ).train()
+Trainer(
+    t16(), rows(60), rows(8), loss_fn=F.mse_loss, batch_size=4, epochs=2, log_steps=5, eval_steps=10, device="cpu",
+    save_dir="run", callbacks=[Slow()], compute_metrics=["mae", "r2"],
+).train()
 """
 
 
-@pytest.fixture(scope="module")
-def screens(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """Run the program on a pseudo-terminal, press Ctrl-C in its last run, and return the output of each run."""
+@pytest.mark.processes
+def test_terminal_shows_a_run_that_ctrl_c_ends(tmp_path: Path) -> None:
     master, slave = pty.openpty()
     unset = {"COLUMNS", "LINES", "FORCE_COLOR", "NO_COLOR", "TTY_COMPATIBLE"}
     environment = {name: value for name, value in os.environ.items() if name not in unset}
     environment |= {"TERM": "xterm-256color"}
-    program, text, has_pressed = PROGRAM.format(paths=sys.path), "", False
-    options = {"cwd": tmp_path_factory.mktemp("terminal"), "env": environment}
-    with programs.started(sys.executable, "-c", program, stdin=slave, stdout=slave, stderr=slave, **options) as process:
+    program, screen, has_pressed = PROGRAM.format(paths=sys.path), "", False
+    options = {"stdin": slave, "stdout": slave, "stderr": slave, "cwd": tmp_path, "env": environment}
+    with programs.started(sys.executable, "-c", program, **options) as process:
         os.close(slave)
         with contextlib.suppress(OSError):  # EIO: the program has ended
             while chunk := os.read(master, 65536):
-                text += chunk.decode()
-                if not has_pressed and "waits" in text:
+                screen += chunk.decode()
+                if not has_pressed and "waits" in screen:
                     has_pressed = True
                     process.send_signal(signal.SIGINT)
         os.close(master)
         assert process.wait(programs.LIMIT) in (-signal.SIGINT, 128 + signal.SIGINT)
-    parts = re.split(r">>> (\w+)\r\n", text)
-    return dict(zip(parts[1::2], parts[2::2], strict=True))
-
-
-def final_lines(screen: str) -> list[str]:
-    """Return the lines that stay on a terminal: of each what was drawn last."""
+    drawn = [line for line in re.split(r"[\r\n]", screen) if "\u2501\u2501\u2501" in line]
+    assert len({*drawn}) > 1  # it moves
     text = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", screen.replace("\r\n", "\n"))
-    return [line.split("\r")[-1].rstrip() for line in text.split("\n")]
-
-
-@pytest.mark.processes
-def test_terminal_shows_the_run(screens: dict[str, str]) -> None:
-    lines = final_lines(screens["first"])
+    lines = [line.split("\r")[-1].rstrip() for line in text.split("\n")]  # of each what was drawn last
     assert [line.split("  ")[0] for line in lines[:3]] == ["model", "train", "save"]
-    evaluations = [line for line in lines if re.match(r"step \d+/30  epoch \S+  eval_loss", line)]
-    assert [line.split("  ")[0] for line in evaluations] == ["step 10/30", "step 20/30", "step 30/30"]
-    assert evaluations[0].endswith("(best)") and "eval_mae" in evaluations[0]
-    (bar,) = [line for line in lines if re.match(r"step 30/30 [^ ]", line)]
-    drawn = [line for line in re.split(r"[\r\n]", screens["first"]) if "\u2501\u2501\u2501" in line]
-    assert len(drawn) > 3  # it moves
-    assert len(bar) <= 80 and "\u2501" * 8 in bar and "loss" in bar and "left 0:00:00" in bar
-    assert lines[-2].startswith("end    all epochs are done at step 30")
-
-
-@pytest.mark.processes
-def test_ctrl_c_shows_the_checkpoint_and_how_to_resume(screens: dict[str, str]) -> None:
-    lines = final_lines(screens["last"])
+    (evaluation,) = [line for line in lines if re.match(r"step \d+/30  epoch \S+  eval_loss", line)]
+    assert evaluation.startswith("step 10/30  ") and evaluation.endswith("(best)") and "eval_mae" in evaluation
+    (bar,) = [line for line in lines if re.match(r"step 12/30 [^ ]", line)]
+    assert len(bar) <= 80 and "\u2501" * 4 in bar and "loss" in bar and "left " in bar
     assert any("SIGINT: finishing the current step" in line for line in lines)
     (end,) = [line for line in lines if line.startswith("end  ")]
     assert re.match(r"end    SIGINT at step 12, epoch 0\.\d\d, after \d:\d\d:\d\d; best: eval_loss", end)
     assert re.search(r'; saved in run/checkpoint-12; continue: trainer\.train\(resume_from="auto"\)$', end)
-    assert "\x1b[?25h" in screens["last"]  # the cursor is visible again
+    assert "\x1b[?25h" in screen  # the cursor is visible again

@@ -5,44 +5,13 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from fake_runs import fake_trainer, run_to, start, train
 
 from omnitrain.core.errors import MissingExtraError
-from omnitrain.core.progress import Progress
 from omnitrain.loggers.tensorboard import TensorBoardLogger
-
-
-def make_trainer(save_dir: Path | None = None, step: int = 0, is_main_process: bool = True) -> Any:
-    return SimpleNamespace(
-        progress=Progress(epoch_size=30, step=step), is_main_process=is_main_process, save_dir=save_dir,
-        resolved_config=lambda: {"batch_size": 8, "optimizer": {"lr": 0.1}},
-    )  # fmt: skip
-
-
-def start(folder: Path | None, trainer: Any, last: int = 0) -> TensorBoardLogger:
-    """Begin a run and train to step `last`."""
-    logger = TensorBoardLogger(folder)
-    logger.on_train_start(trainer)
-    run_to(logger, trainer, last)
-    return logger
-
-
-def run_to(logger: TensorBoardLogger, trainer: Any, last: int) -> None:
-    while trainer.progress.step < last:
-        trainer.progress.advance(samples=3)
-        step = trainer.progress.step
-        logger.on_log(trainer, {"step": step, "epoch": step / 10, "loss": 1 / step, "learning_rate": 0.1})
-        if step % 5 == 0:
-            logger.on_eval_end(trainer, {"eval_loss": 2 / step, "eval_dev_f1": 0.5})
-
-
-def train(folder: Path | None, trainer: Any, last: int = 0) -> TensorBoardLogger:
-    logger = start(folder, trainer, last)
-    logger.on_train_end(trainer)
-    return logger
 
 
 @pytest.fixture(autouse=True)
@@ -68,47 +37,47 @@ def scalars(log_dir: Path, name: str = "train/loss") -> dict[int, float]:
 
 def test_logs_and_evaluations_are_scalars(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    trainer = make_trainer()
-    train(None, trainer, 10)
+    trainer = fake_trainer()
+    train(TensorBoardLogger(None), trainer, 10)
     log_dir = tmp_path / "runs" / "tensorboard"  # where there is no `save_dir`
-    scores = {"eval/dev_f1", "eval/loss"}
-    assert {*read(log_dir).Tags()["scalars"]} == scores | {"train/epoch", "train/learning_rate", "train/loss"}
+    scores = {"eval/f1", "eval/loss"}
+    assert {*read(log_dir).Tags()["scalars"]} == scores | {"train/epoch", "train/loss"}
     assert scalars(log_dir) == {step: round(1 / step, 6) for step in range(1, 11)}
-    assert scalars(log_dir, "eval/loss") == {5: 0.4, 10: 0.2}
+    assert scalars(log_dir, "eval/loss") == {step: round(2 / step, 6) for step in range(2, 11, 2)}
     (event,) = read(log_dir).Tensors("config/text_summary")
     assert json.loads(event.tensor_proto.string_val[0]) == trainer.resolved_config()
 
 
 def test_resumed_run_has_no_step_twice(tmp_path):
-    trainer = make_trainer()
-    killed = start(tmp_path, trainer, 5)
+    trainer = fake_trainer()
+    killed = start(TensorBoardLogger(tmp_path), trainer, 5)
     killed.on_save_end(trainer)
     assert list(scalars(tmp_path)) == [1, 2, 3, 4, 5]  # a checkpoint flushes
     run_to(killed, trainer, 8)
     killed.on_train_end(trainer)  # so that the rows of the steps 6 to 8 are in the file
-    train(tmp_path, make_trainer(step=5), 10)
+    train(TensorBoardLogger(tmp_path), fake_trainer(step=5), 10)
     assert list(scalars(tmp_path)) == list(range(1, 11))
-    assert list(scalars(tmp_path, "eval/loss")) == [5, 10]
-    train(tmp_path, make_trainer(), 4)  # a fresh run hides the earlier one
+    assert list(scalars(tmp_path, "eval/loss")) == [2, 4, 6, 8, 10]
+    train(TensorBoardLogger(tmp_path), fake_trainer(), 4)  # a fresh run hides the earlier one
     assert list(scalars(tmp_path)) == [1, 2, 3, 4]
 
 
 def test_other_ranks_need_no_package_and_write_nothing(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
-    trainer = make_trainer(is_main_process=False)
-    logger = start(tmp_path, trainer, 5)
+    trainer = fake_trainer(is_main_process=False)
+    logger = start(TensorBoardLogger(tmp_path), trainer, 5)
     logger.on_log(trainer, {"test_loss": 0.25})
     logger.on_save_end(trainer)
     logger.on_train_end(trainer)
     assert list(tmp_path.iterdir()) == []
     with pytest.raises(MissingExtraError, match=r"TensorBoardLogger needs tensorboard.*-e .*\[tensorboard\]"):
-        TensorBoardLogger(tmp_path).on_train_start(make_trainer())
+        TensorBoardLogger(tmp_path).on_train_start(fake_trainer())
 
 
 def test_values_wait_while_a_disk_fails(tmp_path, monkeypatch, caplog):
     writer = pytest.importorskip("torch.utils.tensorboard").SummaryWriter
-    trainer = make_trainer()
-    logger = start(tmp_path, trainer, 4)
+    trainer = fake_trainer()
+    logger = start(TensorBoardLogger(tmp_path), trainer, 4)
 
     def fail(*args: Any, **kwargs: Any) -> None:
         raise OSError(28, "No space left on device")

@@ -12,13 +12,12 @@ from typing import Any
 import pytest
 from accelerate.state import PartialState
 from accelerate.tracking import GeneralTracker
-from marks import thinned
-from recipes import Keyed, KeyedModel, same, weights
-from resuming import Killed
+from marks import TRAINERS, thinned
+from recipes import Keyed, KeyedModel, callback, same, weights
+from resuming import Cut, Killed
 
 import omnitrain
 from omnitrain import (
-    AccelerateTrainer,
     Callback,
     ConfigError,
     CsvLogger,
@@ -27,11 +26,9 @@ from omnitrain import (
     MissingExtraError,
     TensorBoardLogger,
     Tracking,
-    Trainer,
     WandbLogger,
 )
 
-TRAINERS = {"native": Trainer, "accelerate": AccelerateTrainer, "hf": HFTrainer}
 WEIGHTS = Histogram(edges=[0, 2, 4], counts=[1, 1], low=1.0, high=3.0, total=4.0, squares=10.0)
 
 
@@ -94,17 +91,6 @@ class Reports(Callback):
         trainer.lifecycle.report({"preview": "a text", "weights": WEIGHTS})
 
 
-class KillAt(Callback):
-    order = 99
-
-    def __init__(self, step: int) -> None:
-        self.step = step
-
-    def on_step_end(self, trainer: Any) -> None:
-        if trainer.progress.step == self.step:
-            raise Killed
-
-
 @pytest.fixture(autouse=True)
 def service():
     Service.runs = {}
@@ -132,7 +118,7 @@ def steps(name: str, run: str = "run-0") -> list[int]:
 def test_resumed_run_continues_its_run_of_the_service(kind, tmp_path):
     options = {"save_dir": tmp_path, "eval_steps": 4, "keep_best": 0}
     with pytest.raises(Killed):
-        make(kind, loggers=[Service()], callbacks=[Reports(), KillAt(9)], **options).train()
+        make(kind, loggers=[Service()], callbacks=[Reports(), Cut("kill", 9)], **options).train()
     assert steps("train/loss") == [2, 4, 6, 8] and steps("preview") == [4, 8]  # and the checkpoint is of step 5
     trainer = make(kind, loggers=[Service()], callbacks=[Reports()], **options)
     trainer.train(resume_from="auto")
@@ -181,16 +167,11 @@ def test_tracking_leaves_generators_and_accelerate_unchanged():
     PartialState._reset_state()
     generators = []
 
-    class Look(Callback):
-        order = 50
-
-        def on_train_start(self, trainer: Any) -> None:
-            generators.append(random.getstate())
-
+    look = callback(order=50, on_train_start=lambda trainer: generators.append(random.getstate()))
     states = []
     for loggers in (None, [Service()]):
         random.setstate(before)
-        trainer = make(loggers=loggers, callbacks=[Look()])
+        trainer = make(loggers=loggers, callbacks=[look])
         trainer.train()
         states.append(weights(trainer.model))
     assert generators[0] == generators[1] and not PartialState._shared_state
@@ -200,11 +181,10 @@ def test_tracking_leaves_generators_and_accelerate_unchanged():
 def test_failing_service_does_not_end_the_run(caplog):
     tracker = Service()
 
-    class Unplug(Callback):
-        def on_step_end(self, trainer: Any) -> None:
-            tracker.fails = 3 < trainer.progress.step < 7
+    def unplug(trainer: Any) -> None:
+        tracker.fails = 3 < trainer.progress.step < 7
 
-    make(loggers=[tracker], callbacks=[Unplug()]).train()
+    make(loggers=[tracker], callbacks=[callback(on_step_end=unplug)]).train()
     assert steps("train/loss") == [2, 8, 10]
     assert caplog.text.count("service cannot be written: no route") == 1 and "works again" in caplog.text
 
@@ -216,7 +196,7 @@ def test_tracking_every_omits_rows_also_after_a_resume(tmp_path):
     make(loggers=loggers()).train()
     assert steps("train/loss") == [4, 6, 10] and steps("eval/loss") == [5, 10]  # the first rows after 3, 6 and 9
     with pytest.raises(Killed):
-        make(save_dir=tmp_path, loggers=loggers(), callbacks=[KillAt(4)], save_steps=3, keep_best=0).train()
+        make(save_dir=tmp_path, loggers=loggers(), callbacks=[Cut("kill", 4)], save_steps=3, keep_best=0).train()
     make(save_dir=tmp_path, loggers=loggers(), save_steps=3, keep_best=0).train(resume_from="auto")
     assert steps("train/loss", "run-1") == [4, 6, 10]
 
@@ -301,9 +281,6 @@ def test_missing_package_is_an_error_in_the_constructor(monkeypatch):
             make(loggers=[name])
 
 
-# --- services themselves, where they are installed
-
-
 @pytest.fixture
 def mlflow(tmp_path, monkeypatch):
     mlflow = pytest.importorskip("mlflow")
@@ -314,9 +291,10 @@ def mlflow(tmp_path, monkeypatch):
 
 
 def test_mlflow_run_is_resumed_with_each_step_once(mlflow, tmp_path):
+    options = {"save_dir": tmp_path / "run", "loggers": ["mlflow"], "callbacks": [Reports()], "trial_name": "a"}
     with pytest.raises(Killed):
-        make(save_dir=tmp_path / "run", loggers=["mlflow"], callbacks=[Reports(), KillAt(9)], trial_name="a").train()
-    trainer = make(save_dir=tmp_path / "run", loggers=["mlflow"], callbacks=[Reports()], trial_name="a")
+        make(**{**options, "callbacks": [Reports(), Cut("kill", 9)]}).train()
+    trainer = make(**options)
     trainer.train(resume_from="auto")
     trainer.test()
     (run,) = mlflow.search_runs([experiment.experiment_id for experiment in mlflow.search_experiments()])

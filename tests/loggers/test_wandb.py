@@ -10,36 +10,11 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from fake_runs import fake_trainer, run_to, start
 
-from omnitrain.core.duration import Limits
 from omnitrain.core.errors import MissingExtraError
 from omnitrain.core.events import Histogram
-from omnitrain.core.progress import Progress
 from omnitrain.loggers.wandb import WandbLogger
-
-
-def make_trainer(step: int = 0, is_main_process: bool = True) -> Any:
-    return SimpleNamespace(
-        progress=Progress(epoch_size=30, step=step), is_main_process=is_main_process, trial_name="trial-7",
-        resolved_config=lambda: {"batch_size": 8}, limits=Limits(max_steps=99),
-        lifecycle=SimpleNamespace(is_closing=False),
-    )  # fmt: skip
-
-
-def start(logger: WandbLogger, trainer: Any, last: int = 0) -> WandbLogger:
-    """Begin a run and train to step `last`, with an evaluation every 2 steps."""
-    logger.on_train_start(trainer)
-    run_to(logger, trainer, last)
-    return logger
-
-
-def run_to(logger: WandbLogger, trainer: Any, last: int) -> None:
-    while trainer.progress.step < last:
-        trainer.progress.advance(samples=3)
-        step = trainer.progress.step
-        logger.on_log(trainer, {"step": step, "epoch": step / 10, "loss": 1 / step})
-        if step % 2 == 0:
-            logger.on_eval_end(trainer, {"eval_accuracy": 0.5})
 
 
 def fail(logger: WandbLogger, trainer: Any) -> None:
@@ -94,55 +69,35 @@ def history(messages: list[Any]) -> list[dict[str, Any]]:
 @pytest.mark.slow
 @pytest.mark.processes
 def test_offline_run_has_rows_reports_config_and_summary(offline, tmp_path):
-    """Logs and evaluations of a step are one row, and a test after the run is in the summary of the same run."""
-    trainer = make_trainer()
+    """Logs and evaluations of a step are one row, a resumed run that fails is the same, and a test is its summary."""
+    trainer = fake_trainer()
     logger = start(WandbLogger(project="digits", tags=["baseline"], every="2ba"), trainer, 3)
     weights = Histogram(edges=[0.0, 2.0, 4.0], counts=[1, 2], low=1.0, high=3.0, total=4.0, squares=10.0)
     logger.on_report(trainer, {"weights": weights, "preview": "<b>"})
     logger.on_train_end(trainer)
-    assert offline.run is None and logger.state_dict()["shown"] == 1
-    logger.on_log(trainer, {"test_loss": 0.25})
+    state = json.loads(json.dumps(logger.state_dict()))
+    assert offline.run is None and state["shown"] == 1
+    resumed = WandbLogger(project="digits")
+    resumed.load_state_dict(state)
+    fail(start(resumed, trainer, 5), trainer)
+    resumed.on_log(trainer, {"test_loss": 0.25})
     assert offline.run is None
     messages = list(records(tmp_path))
-    logs, reports = history(messages)
-    assert logs == {"_step": 2, "train/loss": 0.5, "train/epoch": 0.2, "eval/accuracy": 0.5}
+    logs, reports, *more = history(messages)
+    assert logs == {"_step": 2, "train/loss": 0.5, "train/epoch": 0.2, "eval/loss": 1.0, "eval/f1": 0.5}
     assert (reports["_step"], reports["preview/_type"]) == (3, "html-file")
     assert (reports["weights/values"], reports["weights/bins"]) == ([1, 2], [0.0, 2.0, 4.0])
+    assert [row["_step"] for row in more] == [4, 5]
     run, *again = [record.run for record in messages if record.HasField("run")]
     assert (run.project, run.display_name, list(run.tags)) == ("digits", "trial-7", ["baseline"])
     assert values(run.config.update)["batch_size"] == 8
-    assert {other.run_id for other in again} <= {run.run_id}
-    assert {record.exit.exit_code for record in messages if record.HasField("exit")} == {0}
+    assert {other.run_id for other in again} == {run.run_id} == {state["run_id"]}
+    assert sorted({record.exit.exit_code for record in messages if record.HasField("exit")}) == [0, 1]
     summary: dict[str, Any] = {}
     for record in messages:
         if record.HasField("summary"):
             summary |= values(record.summary.update)
     assert summary["test/loss"] == 0.25
-
-
-@pytest.mark.slow
-@pytest.mark.processes
-def test_offline_runs_are_resumed_fail_and_belong_to_the_user(offline, tmp_path):
-    trainer = make_trainer()
-    first = start(WandbLogger(), trainer, 2)
-    state = json.loads(json.dumps(first.state_dict()))
-    first.on_train_end(trainer)
-    second = WandbLogger()
-    second.load_state_dict(state)
-    fail(start(second, trainer, 4), trainer)
-    assert offline.run is None
-    messages = list(records(tmp_path))
-    assert {record.run.run_id for record in messages if record.HasField("run")} == {state["run_id"]}
-    assert sorted(row["_step"] for row in history(messages)) == [1, 2, 3, 4]
-    assert sorted(record.exit.exit_code for record in messages if record.HasField("exit")) == [0, 1]
-    run, trainer = offline.init(), make_trainer()
-    for _ in range(3):
-        run.log({"mine": 1})  # moves W&B's own step past the first steps of the training
-    fail(start(WandbLogger(), trainer, 1), trainer)
-    assert offline.run is run
-    run.finish()
-    row = {"_step": 3, "step": 1, "train/loss": 1.0, "train/epoch": 0.1}
-    assert row in history(list(records(tmp_path)))
 
 
 # --- a fake
@@ -188,7 +143,7 @@ def fake(monkeypatch):
 
 def test_resumed_run_sends_no_step_twice(fake):
     fake.step = 8  # W&B answers: the next step is 8
-    logger, trainer = WandbLogger(), make_trainer(step=5)
+    logger, trainer = WandbLogger(), fake_trainer(step=5)
     logger.load_state_dict({"run_id": "abc"})
     start(logger, trainer, 10).on_train_end(trainer)
     (run,) = fake.runs
@@ -200,25 +155,25 @@ def test_resumed_run_sends_no_step_twice(fake):
 def test_run_of_the_user_stays_open(fake):
     """Its own step may be ahead, so the step is a value of the row."""
     fake.run = FakeRun(step=3)
-    trainer = make_trainer()
+    trainer = fake_trainer()
     fail(start(WandbLogger(), trainer, 1), trainer)
     assert fake.runs == [] and fake.run.exit_code is None
     assert fake.run.rows == [(None, {"step": 1, "train/loss": 1.0, "train/epoch": 0.1})]
 
 
 def test_fresh_run_has_the_arguments_of_the_user(fake):
-    logger, trainer = WandbLogger(name="named", config={"a": 1}), make_trainer()
+    logger, trainer = WandbLogger(name="named", config={"a": 1}), fake_trainer()
     logger.load_state_dict({"run_id": "abc"})
     fail(start(logger, trainer), trainer)
     settings = fake.runs[0].settings
     assert "id" not in settings and (settings["name"], settings["config"]) == ("named", {"a": 1})
     assert fake.runs[0].exit_code == 1
-    start(WandbLogger(id="mine"), make_trainer())
+    start(WandbLogger(id="mine"), fake_trainer())
     assert fake.runs[1].settings["id"] == "mine"
 
 
 def test_run_has_the_project_and_each_nth_row(fake):
-    trainer = make_trainer()
+    trainer = fake_trainer()
     start(WandbLogger("digits", every=3), trainer, 7).on_train_end(trainer)
     assert fake.runs[0].settings["project"] == "digits"
     assert [row["train/loss"] for _, row in fake.runs[0].rows if "train/loss" in row] == pytest.approx([1 / 3, 1 / 6])
@@ -226,18 +181,18 @@ def test_run_has_the_project_and_each_nth_row(fake):
 
 def test_other_ranks_need_no_package_and_open_no_run(monkeypatch):
     monkeypatch.setitem(sys.modules, "wandb", None)
-    trainer = make_trainer(is_main_process=False)
+    trainer = fake_trainer(is_main_process=False)
     logger = start(WandbLogger(), trainer, 4)
     logger.on_log(trainer, {"test_loss": 0.25})
     logger.on_train_end(trainer)
     with pytest.raises(MissingExtraError, match=r"WandbLogger needs wandb.*-e .*\[wandb\]"):
-        WandbLogger().on_train_start(make_trainer())
+        WandbLogger().on_train_start(fake_trainer())
 
 
 def test_failing_disk_does_not_end_the_run(fake, caplog):
     """The rows after it are sent; what fails at the end is logged again."""
     fake.broken = OSError(28, "No space left on device")
-    trainer = make_trainer()
+    trainer = fake_trainer()
     logger = start(WandbLogger(), trainer, 2)
     fake.broken, broken = None, fake.broken
     run_to(logger, trainer, 4)
