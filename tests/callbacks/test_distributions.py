@@ -2,27 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from recipes import rows, t16
+from recipes import Trace, rows, t16
 
-from omnitrain import AccelerateTrainer, Callback, ConfigError, Distributions, HFTrainer, Histogram, Trainer
+from omnitrain import Callback, ConfigError, Distributions, Histogram, Trainer
 
 EVERYTHING = ("weights", "gradients", "updates", "activations")
 
 
 class ByHand(Callback):
-    """Copies weights and gradients around the second step, and what is logged and reported of it."""
+    """Copies weights and gradients around the second step."""
 
     def __init__(self) -> None:
         self.tensors: dict[str, np.ndarray[Any, Any]] = {}
-        self.row: dict[str, float] = {}
-        self.reports: dict[str, Histogram] = {}
 
     def on_before_optimizer_step(self, trainer: Any) -> None:
         if trainer.progress.step == 1:
@@ -36,13 +33,15 @@ class ByHand(Callback):
                 self.tensors[f"weights/{name}"] = parameter.detach().numpy().copy()
                 self.tensors[f"updates/{name}"] = self.tensors[f"weights/{name}"] - self.tensors[f"before/{name}"]
 
-    def on_log(self, trainer: Any, logs: Mapping[str, float]) -> None:
-        if trainer.progress.step == 2:
-            self.row = dict(logs)
 
-    def on_report(self, trainer: Any, values: Mapping[str, Any]) -> None:
-        if trainer.progress.step == 2:
-            self.reports |= values
+def logged_in_step_2(trace: Trace) -> tuple[dict[str, float], dict[str, Histogram]]:
+    """Return the row of the second step, and what was reported in it."""
+    (row,) = [row for row in trace.logs if row["step"] == 2]
+    reports: dict[str, Histogram] = {}
+    for step, values in trace.reports:
+        if step == 2:
+            reports |= values
+    return row, reports
 
 
 def trained(kind: Any, *callbacks: Callback, **options: Any) -> Any:
@@ -55,10 +54,10 @@ def trained(kind: Any, *callbacks: Callback, **options: Any) -> Any:
     return trainer
 
 
-@pytest.mark.parametrize("trainer_class", [Trainer, AccelerateTrainer, HFTrainer])
 def test_statistics_and_histograms_equal_numpy(trainer_class: Any) -> None:
-    hand = ByHand()
-    trained(trainer_class, hand, Distributions(of=EVERYTHING, every="2ba", bins=8), max_grad_norm=0.05)
+    hand, trace = ByHand(), Trace()
+    trained(trainer_class, hand, trace, Distributions(of=EVERYTHING, every="2ba", bins=8), max_grad_norm=0.05)
+    row, reports = logged_in_step_2(trace)
     for name, values in hand.tensors.items():
         kind, _, parameter = name.partition("/")
         if kind == "before":
@@ -68,32 +67,33 @@ def test_statistics_and_histograms_equal_numpy(trainer_class: Any) -> None:
             "max": values.max(),
         }  # fmt: skip
         for statistic, value in expected.items():
-            assert hand.row[f"{kind}_{statistic}/{parameter}"] == pytest.approx(value, rel=1e-9, abs=1e-12)
-        histogram = hand.reports[name]
+            assert row[f"{kind}_{statistic}/{parameter}"] == pytest.approx(value, rel=1e-9, abs=1e-12)
+        histogram = reports[name]
         if values.size > 1:
             assert list(histogram.counts) == np.histogram(values, histogram.edges)[0].tolist()
         assert (histogram.low, histogram.high, histogram.total) == pytest.approx(
             (values.min(), values.max(), values.sum())
         )
     ratio = np.linalg.norm(hand.tensors["updates/0.weight"]) / np.linalg.norm(hand.tensors["before/0.weight"])
-    assert hand.row["update_ratio/0.weight"] == pytest.approx(ratio, rel=1e-9)
+    assert row["update_ratio/0.weight"] == pytest.approx(ratio, rel=1e-9)
 
 
 def test_activations_that_are_zero_in_a_full_step_are_dead() -> None:
-    hand, model = ByHand(), t16()
+    trace, model = Trace(), t16()
     with torch.no_grad():
         model[0].bias[:4] = -100.0  # type: ignore[index]
     watch = Distributions(of="activations", every=2, modules="^1$", bins=8)
     Trainer(
-        model, rows(16), batch_size=8, epochs=1, loss_fn=F.mse_loss, progress_bar=False, callbacks=[hand, watch],
+        model, rows(16), batch_size=8, epochs=1, loss_fn=F.mse_loss, progress_bar=False, callbacks=[trace, watch],
         learning_rate=1e-6, shuffle=False,
     ).train()  # fmt: skip
+    row, reports = logged_in_step_2(trace)
     output = torch.relu(model[0](rows(16).tensors[0][8:])).detach()  # type: ignore[index]
     dead = float((output == 0).all(0).double().mean())
     assert dead >= 0.25
-    assert hand.row["activations_dead/1"] == pytest.approx(dead)
-    assert hand.row["activations_norm/1"] == pytest.approx(float(output.norm()), rel=1e-4)
-    assert sum(hand.reports["activations/1"].counts) == output.numel()
+    assert row["activations_dead/1"] == pytest.approx(dead)
+    assert row["activations_norm/1"] == pytest.approx(float(output.norm()), rel=1e-4)
+    assert sum(reports["activations/1"].counts) == output.numel()
     assert not model[1]._forward_hooks  # type: ignore[index]
 
 

@@ -9,14 +9,19 @@ import pytest
 import torch.nn.functional as F
 from recipes import rows, t16
 
-from omnitrain import AccelerateTrainer, EarlyStopping, HFTrainer, Trainer
+from omnitrain import EarlyStopping, Trainer
 
 
-def run(**options: Any) -> Trainer:
-    trainer = Trainer(
-        t16(), rows(8), rows(4), loss_fn=F.mse_loss, device="cpu", progress_bar=False, epochs=5, **options
-    )
-    trainer.train()
+def build(kind: Any = Trainer, **options: Any) -> Any:
+    """A trainer of one step and one evaluation in each of 5 epochs."""
+    device = {"device": "cpu"} if kind is Trainer else {}
+    options = {"epochs": 5, "progress_bar": False, **device, **options}
+    return kind(t16(), rows(8), rows(4), loss_fn=F.mse_loss, **options)
+
+
+def run(resume_from: Any = None, **options: Any) -> Any:
+    trainer = build(**options)
+    trainer.train(resume_from=resume_from)
     return trainer
 
 
@@ -52,54 +57,26 @@ class Stateful(Third):
         self.count = state["count"]
 
 
-@pytest.mark.parametrize(
-    ("trainer_class", "as_callback"),
-    [(Trainer, False), (Trainer, True), (AccelerateTrainer, False), (HFTrainer, False)],
-)
-def test_stopper_state_is_restored_by_a_resume(
-    trainer_class: Any, as_callback: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    def make(epochs: int, stopper: Any) -> Any:
-        argument = {"callbacks": [EarlyStopping(stopper=stopper)]} if as_callback else {"early_stopper": stopper}
-        device = {"device": "cpu"} if trainer_class is Trainer else {}
-        return trainer_class(
-            t16(), rows(8), rows(4), loss_fn=F.mse_loss, progress_bar=False, epochs=epochs, save_dir=tmp_path,
-            **argument, **device,
-        )  # fmt: skip
-
-    make(2, Stateful()).train()
-    trainer = make(9, Stateful())
-    trainer.train(resume_from="auto")
-    assert trainer.progress.epoch == 3
+def test_stopper_state_is_restored_by_a_resume(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Also that of a callback; on each trainer it is in checkpoint/test_stateful_parts.py."""
+    for make in (lambda: {"early_stopper": Stateful()}, lambda: {"callbacks": [EarlyStopping(stopper=Stateful())]}):
+        run(epochs=2, save_dir=tmp_path, overwrite=True, **make())
+        assert run("auto", epochs=9, save_dir=tmp_path, **make()).progress.epoch == 3
     assert "early stopper" not in caplog.text
 
 
-@pytest.mark.parametrize("trainer_class", [Trainer, AccelerateTrainer, HFTrainer])
 def test_stopper_has_ended_the_run_for_each_resume(trainer_class: Any, tmp_path: Path) -> None:
     """Until it is left out, or the run is made longer in this process."""
-
-    def make(**options: Any) -> Any:
-        device = {"device": "cpu"} if trainer_class is Trainer else {}
-        return trainer_class(
-            t16(), rows(8), rows(4), loss_fn=F.mse_loss, progress_bar=False, epochs=5, save_dir=tmp_path, **device,
-            **options,
-        )  # fmt: skip
-
-    trainer = make(early_stopper=lambda step, score: True)
-    trainer.train()
+    stops: dict[str, Any] = {"kind": trainer_class, "save_dir": tmp_path, "early_stopper": lambda step, score: True}
+    trainer = run(**stops)
     for _ in range(2):
-        resumed = make(early_stopper=lambda step, score: True)
-        resumed.train(resume_from="auto")
+        resumed = run("auto", **stops)
         assert (resumed.progress.epoch, resumed.metrics["stop_reason"]) == (1, "early_stopping")
         assert len(resumed.metrics["valid"]) == 1
     trainer.train(more=1)
     assert trainer.progress.epoch == 2
-    free = make()
-    free.train(resume_from="auto")
-    assert free.progress.epoch == 5
-    fresh = make(early_stopper=lambda step, score: True, overwrite=True)
-    fresh.train()
-    assert fresh.progress.epoch == 1
+    assert run("auto", kind=trainer_class, save_dir=tmp_path).progress.epoch == 5
+    assert run(overwrite=True, **stops).progress.epoch == 1
 
 
 def test_stopper_without_state_dict_warns(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

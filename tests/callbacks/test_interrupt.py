@@ -18,19 +18,10 @@ pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="Windows has oth
 NOTICE = "{}: finishing the current step. Send it again to exit at once.\n"
 
 
-class Clock:
-    """A clock that stands still."""
-
-    def __init__(self) -> None:
-        self.now = 100.0
-
-    def monotonic(self) -> float:
-        return self.now
-
-
 @pytest.fixture
-def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
-    clock = Clock()
+def clock(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """A clock that stands still."""
+    clock = SimpleNamespace(now=100.0, monotonic=lambda: clock.now)
     monkeypatch.setattr("omnitrain.distributed.signals.time", clock)
     return clock
 
@@ -41,7 +32,7 @@ def trainer() -> Any:
 
 
 @pytest.fixture
-def interrupt(trainer: Any, clock: Clock) -> Iterator[Interrupt]:
+def interrupt(trainer: Any, clock: Any) -> Iterator[Interrupt]:
     interrupt = Interrupt()
     interrupt.on_train_start(trainer)
     try:
@@ -56,7 +47,7 @@ def send(number: int) -> None:
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_same_signal_within_half_a_second_is_one_request(
-    number: signal.Signals, interrupt: Interrupt, trainer: Any, clock: Clock, capfd: pytest.CaptureFixture[str]
+    number: signal.Signals, interrupt: Interrupt, trainer: Any, clock: Any, capfd: pytest.CaptureFixture[str]
 ) -> None:
     send(number)
     clock.now += 0.49
@@ -71,7 +62,7 @@ def test_same_signal_within_half_a_second_is_one_request(
      (signal.SIGTERM, signal.SIGINT, 0.0, KeyboardInterrupt)],
 )  # fmt: skip
 def test_second_signal_exits_at_once(
-    first: int, second: int, seconds: float, error: type[BaseException], interrupt: Interrupt, clock: Clock
+    first: int, second: int, seconds: float, error: type[BaseException], interrupt: Interrupt, clock: Any
 ) -> None:
     send(first)
     clock.now += seconds
@@ -79,7 +70,7 @@ def test_second_signal_exits_at_once(
         send(second)
 
 
-def test_signals_of_an_earlier_run_do_not_count(interrupt: Interrupt, trainer: Any, clock: Clock) -> None:
+def test_signals_of_an_earlier_run_do_not_count(interrupt: Interrupt, trainer: Any, clock: Any) -> None:
     send(signal.SIGTERM)
     interrupt.on_train_end(trainer)
     trainer.control.stop = ""
@@ -101,9 +92,7 @@ def in_a_fork(action: Any) -> int:
 
 
 @pytest.mark.processes
-def test_forked_processes_ignore_all_signals_but_sigterm(
-    interrupt: Interrupt, trainer: Any, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_forked_processes_ignore_all_signals_but_sigterm(interrupt: Interrupt, trainer: Any, capfd: Any) -> None:
     def receive(number: int) -> bool:
         send(number)
         return bool(trainer.control.stop or trainer.control.save or interrupt.error)

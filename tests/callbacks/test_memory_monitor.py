@@ -10,7 +10,7 @@ import pytest
 import torch
 from devices import KINDS, make
 from marks import thinned
-from recipes import rows, t16
+from recipes import Trace, callback, rows, t16
 from starving import no_room
 
 from omnitrain import Callback, ConfigError, MemoryMonitor
@@ -20,16 +20,12 @@ from omnitrain.callbacks.memory_monitor import GIB, resident_memory
 CPU = torch.device("cpu")
 
 
-class Rows(Callback):
-    """Collects the values of memory in rows of logs."""
-
-    def __init__(self) -> None:
-        self.rows: list[dict[str, float]] = []
-
-    def on_log(self, trainer: Any, logs: Any) -> None:
-        values = {name: value for name, value in logs.items() if name.startswith("memory")}
-        self.rows.append({name: value for name, value in values.items() if "process" not in name})
-        self.process = {name: value for name, value in values.items() if "process" in name}
+def memory_in(trace: Trace, of_process: bool = False) -> list[dict[str, float]]:
+    """Return the values of memory in rows of logs, those of devices or that of the process."""
+    return [
+        {name: value for name, value in row.items() if name.startswith("memory") and ("process" in name) == of_process}
+        for row in trace.logs
+    ]
 
 
 class FakeDevice:
@@ -48,37 +44,20 @@ class FakeDevice:
         self.peak = max(self.peak, size * GIB)
 
     def callback(self) -> Callback:
-        device = self
-
-        class Allocates(Callback):
-            order = 50
-
-            def on_train_start(self, trainer: Any) -> None:
-                device.allocate(9)  # by the rehearsal, which is no part of a phase
-
-            def on_step_start(self, trainer: Any) -> None:
-                device.allocate(1)
-
-            def on_eval_start(self, trainer: Any) -> None:
-                device.allocate(2)
-
-            def on_save_start(self, trainer: Any) -> None:
-                device.allocate(3)
-
-        return Allocates()
+        sizes = {"on_train_start": 9, "on_step_start": 1, "on_eval_start": 2, "on_save_start": 3}
+        functions = {event: lambda trainer, size=size: self.allocate(size) for event, size in sizes.items()}
+        return callback(order=50, **functions)  # at the start by the rehearsal, which is no part of a phase
 
 
 @pytest.mark.parametrize("kind", thinned(KINDS, ["native", "hf"]))
-def test_peaks_are_logged_by_phase(
-    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    device, listener = FakeDevice(monkeypatch), Rows()
+def test_peaks_are_logged_by_phase(kind: str, tmp_path: Path, monkeypatch: Any, caplog: Any) -> None:
+    device, trace = FakeDevice(monkeypatch), Trace()
     with caplog.at_level(logging.INFO, "omnitrain"):
         make(
             kind, CPU, t16(), rows(24), rows(8), save_dir=tmp_path, log_steps=2, eval_steps=2, save_steps=4,
-            callbacks=[MemoryMonitor(), listener, device.callback()],
+            callbacks=[MemoryMonitor(), trace, device.callback()],
         ).train()  # fmt: skip
-    first, second, third = listener.rows
+    first, second, third = memory_in(trace)
     assert first == {"memory_allocated": 9.0, "memory_reserved": 18.0, "memory_train": 1.0}
     # the best of the first evaluation is saved as well
     assert second == {
@@ -89,10 +68,11 @@ def test_peaks_are_logged_by_phase(
 
 
 def test_memory_on_a_cpu_is_that_of_the_process(tmp_path: Path) -> None:
-    listener = Rows()
-    make("native", CPU, t16(), rows(24), callbacks=[MemoryMonitor(), listener], log_steps=1).train()
-    assert listener.rows == [{}] * 6
-    assert 0.05 < listener.process["memory_process"] <= listener.process["memory_process_peak"] + 0.01
+    trace = Trace()
+    make("native", CPU, t16(), rows(24), callbacks=[MemoryMonitor(), trace], log_steps=1).train()
+    assert memory_in(trace) == [{}] * 6
+    process = memory_in(trace, of_process=True)[-1]
+    assert 0.05 < process["memory_process"] <= process["memory_process_peak"] + 0.01
     before, _ = resident_memory()
     tensor = torch.ones(32 * 2**20 // 4)
     size, peak = resident_memory()
@@ -103,16 +83,13 @@ def test_memory_on_a_cpu_is_that_of_the_process(tmp_path: Path) -> None:
 
 
 def test_peaks_of_async_saves_are_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    device, listener = FakeDevice(monkeypatch), Rows()
+    device, trace = FakeDevice(monkeypatch), Trace()
     make(
         "native", CPU, t16(), rows(24), save_dir=tmp_path, log_steps=2, save_steps=2, async_save=True,
-        callbacks=[MemoryMonitor(), listener, device.callback()],
+        callbacks=[MemoryMonitor(), trace, device.callback()],
     ).train()  # fmt: skip
-    assert [sorted(row) for row in listener.rows] == [["memory_allocated", "memory_reserved", "memory_train"]] * 3
-    assert listener.rows[1]["memory_train"] == 3.0
-
-
-# --- snapshots
+    assert [sorted(row) for row in memory_in(trace)] == [["memory_allocated", "memory_reserved", "memory_train"]] * 3
+    assert memory_in(trace)[1]["memory_train"] == 3.0
 
 
 @pytest.mark.parametrize(
@@ -131,15 +108,14 @@ def test_snapshot_is_written_when_memory_runs_out(
         recorded.append("dump")
         Path(path).write_bytes(b"")
 
-    class Ends(Callback):
-        def on_step_end(self, trainer: Any) -> None:
-            if trainer.progress.step == 2:
-                raise error
+    def end(trainer: Any) -> None:
+        if trainer.progress.step == 2:
+            raise error
 
     monkeypatch.setattr(torch.cuda.memory, "_record_memory_history", record)
     monkeypatch.setattr(torch.cuda.memory, "_dump_snapshot", dump)
     monkeypatch.setattr(memory_monitor, "has_peaks", lambda device: False)
-    callbacks = [MemoryMonitor(snapshot=True), Ends()]
+    callbacks = [MemoryMonitor(snapshot=True), callback(on_step_end=end)]
     trainer = make("native", CPU, t16(), rows(24), save_dir=tmp_path, callbacks=callbacks)
     monkeypatch.setattr(memory_monitor, "can_record", lambda device: True)
     with pytest.raises(RuntimeError) as caught:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -13,37 +13,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 from counting import Streamed
-from recipes import StopAt, rows, same, t16, weights
+from recipes import StopAt, Trace, rows, same, t16, weights
 from resuming import Cut, Killed
 from tiny import Tokens, llama
 
-from omnitrain import (
-    EMA,
-    AccelerateTrainer,
-    Callback,
-    ConfigError,
-    Distributions,
-    HFTrainer,
-    Periodic,
-    Preview,
-    Trainer,
-)
-
-TRAINERS = [Trainer, AccelerateTrainer, HFTrainer]
-
-
-class Rows(Callback):
-    """Collects rows and reports."""
-
-    def __init__(self) -> None:
-        self.rows: list[dict[str, float]] = []
-        self.reports: list[tuple[int, dict[str, Any]]] = []
-
-    def on_log(self, trainer: Any, logs: Mapping[str, float]) -> None:
-        self.rows.append(dict(logs))
-
-    def on_report(self, trainer: Any, values: Mapping[str, Any]) -> None:
-        self.reports.append((trainer.progress.step, dict(values)))
+from omnitrain import EMA, Callback, ConfigError, Distributions, Periodic, Preview, Trainer
 
 
 def trained(kind: Any = Trainer, *callbacks: Callback, resume: Any = None, **options: Any) -> Any:
@@ -64,20 +38,19 @@ def last_step(trainer: Any) -> dict[str, float]:
     return {"last_step": trainer.progress.step}
 
 
-@pytest.mark.parametrize("kind", TRAINERS)
-def test_periodic_work_changes_no_weights(kind: Any) -> None:
-    listener = Rows()
+def test_periodic_work_changes_no_weights(trainer_class: Any) -> None:
+    listener = Trace()
     watched = trained(
-        kind, listener, Periodic(draws, "3ba"), Periodic(last_step, "1ep"),
+        trainer_class, listener, Periodic(draws, "3ba"), Periodic(last_step, "1ep"),
         Preview([1], "1ep", function=lambda model, prompt: str(torch.rand(()))),
         Distributions(of=("weights", "gradients", "updates", "activations")),
     )  # fmt: skip
     assert watched.model.training
-    assert same(weights(watched.model), weights(trained(kind).model))
-    assert [row["step"] for row in listener.rows if "drawn" in row] == [3, 6, 9, 12]
-    assert [(row["step"], row["last_step"]) for row in listener.rows if "last_step" in row] == [(6, 6), (12, 12)]
+    assert same(weights(watched.model), weights(trained(trainer_class).model))
+    assert [row["step"] for row in listener.logs if "drawn" in row] == [3, 6, 9, 12]
+    assert [(row["step"], row["last_step"]) for row in listener.logs if "last_step" in row] == [(6, 6), (12, 12)]
     assert [step for step, values in listener.reports if "preview/0" in values] == [6, 12]
-    assert [row["step"] for row in listener.rows if "weights_norm/0.weight" in row] == [2, 4, 6, 8, 10, 12]
+    assert [row["step"] for row in listener.logs if "weights_norm/0.weight" in row] == [2, 4, 6, 8, 10, 12]
 
 
 @pytest.mark.parametrize(("every", "stop"), [("1ep", 4), ("1ep", 6), ("3ba", 4), ("3ba", 6)])
@@ -92,18 +65,17 @@ def test_resumed_run_repeats_and_skips_no_work(every: str, stop: int, tmp_path: 
     assert steps == ([6, 12] if every == "1ep" else [3, 6, 9, 12])
 
 
-@pytest.mark.parametrize("kind", TRAINERS)
-def test_values_that_wait_for_a_row_are_resumed(kind: Any, tmp_path: Path) -> None:
+def test_values_that_wait_for_a_row_are_resumed(trainer_class: Any, tmp_path: Path) -> None:
     """The end of a stream of unknown length comes after the row of its last step."""
 
     def train(callback: Callback, folder: str, resume: Any = None) -> list[dict[str, float]]:
-        listener, options = Rows(), {"epochs": 2, "log_steps": 2, "learning_rate": 0.01, "batch_size": 4}
-        trainer = kind(
+        listener, options = Trace(), {"epochs": 2, "log_steps": 2, "learning_rate": 0.01, "batch_size": 4}
+        trainer = trainer_class(
             t16(), Streamed(rows(24)), loss_fn=F.mse_loss, progress_bar=False, save_dir=tmp_path / folder,
             callbacks=[Periodic(last_step, "1ep"), listener, callback], **options,
         )  # fmt: skip
         trainer.train(resume_from=resume)
-        return [{name: row[name] for name in ("step", "last_step") if name in row} for row in listener.rows]
+        return [{name: row[name] for name in ("step", "last_step") if name in row} for row in listener.logs]
 
     straight = train(StopAt(100), "straight")
     with contextlib.suppress(Killed):
@@ -112,13 +84,12 @@ def test_values_that_wait_for_a_row_are_resumed(kind: Any, tmp_path: Path) -> No
     assert train(StopAt(100), "cut", "auto") == straight[3:]
 
 
-def test_main_only_is_rejected_with_sharded_weights(monkeypatch: pytest.MonkeyPatch) -> None:
-    for main_only in (False, True):
-        trainer = trained(Trainer, Periodic(draws, "2ba", main_only=main_only), max_steps=2)
-        monkeypatch.setattr(type(trainer.backend), "forward_is_collective", True, raising=False)
-        with pytest.raises(ConfigError, match="main_only=True") if main_only else nullcontext():
-            trained(Trainer, Periodic(draws, "2ba", main_only=main_only), max_steps=2)
-        monkeypatch.undo()
+@pytest.mark.parametrize("main_only", [False, True])
+def test_main_only_is_rejected_with_sharded_weights(main_only: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    trainer = trained(Trainer, Periodic(draws, "2ba", main_only=main_only), max_steps=2)
+    monkeypatch.setattr(type(trainer.backend), "forward_is_collective", True, raising=False)
+    with pytest.raises(ConfigError, match="main_only=True") if main_only else nullcontext():
+        trained(Trainer, Periodic(draws, "2ba", main_only=main_only), max_steps=2)
 
 
 def failing(trainer: Any) -> None:
@@ -135,9 +106,7 @@ def test_periodic_errors_are_handled_by_on_error(policy: Any, count: int, caplog
     assert ("the run continues: ValueError: no such benchmark" in caplog.text) == (policy != "raise")
 
 
-def test_timeout_ends_a_generator_and_fails_a_function(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_timeout_ends_a_generator_and_fails_a_function(monkeypatch: Any, caplog: pytest.LogCaptureFixture) -> None:
     clock = [0.0]
     monkeypatch.setattr("time.monotonic", lambda: clock[0])
 
@@ -151,10 +120,10 @@ def test_timeout_ends_a_generator_and_fails_a_function(
         clock[0] += 0.3
         return {"slow": 1.0}
 
-    listener = Rows()
+    listener = Trace()
     with caplog.at_level(logging.WARNING, "omnitrain"):
         trained(Trainer, listener, Periodic(parts, 12, timeout=0.2), Periodic(slow, 12, timeout=0.2))
-    (row,) = (row for row in listener.rows if "first" in row)
+    (row,) = (row for row in listener.logs if "first" in row)
     assert row["second"] == 2.0 and "slow" not in row
     assert "was ended at step 12 by `timeout=0.2`" in caplog.text
     assert "it took longer than `timeout=0.2` seconds" in caplog.text
@@ -174,7 +143,7 @@ class Words:
 
 
 def texts_of(kind: Any, *previews: Callback, **options: Any) -> tuple[Any, Any]:
-    listener = Rows()
+    listener = Trace()
     trainer = kind(
         llama(), Tokens(8), batch_size=4, epochs=1, learning_rate=0.1, progress_bar=False,
         callbacks=[listener, *previews], **options,
@@ -183,14 +152,13 @@ def texts_of(kind: Any, *previews: Callback, **options: Any) -> tuple[Any, Any]:
     return trainer, [values["preview/0"] for _, values in listener.reports]
 
 
-@pytest.mark.parametrize("kind", TRAINERS)
-def test_preview_texts_are_those_of_generate(kind: Any) -> None:
-    trainer, texts = texts_of(kind, Preview(["5 6"], 1, 4, processing_class=Words(), do_sample=False))
+def test_preview_texts_are_those_of_generate(trainer_class: Any) -> None:
+    trainer, texts = texts_of(trainer_class, Preview(["5 6"], 1, 4, processing_class=Words(), do_sample=False))
     trainer.model.eval()
     ids = trainer.model.generate(torch.tensor([[5, 6]]), max_new_tokens=4, do_sample=False)[0]
     assert len(texts) == 2
     assert texts[-1] == "words " + " ".join(map(str, ids.tolist()))
-    _, texts = texts_of(kind, Preview([[5, 6]], 2, 50, timeout=0.000001))
+    _, texts = texts_of(trainer_class, Preview([[5, 6]], 2, 50, timeout=0.000001))
     assert len(texts[0].split()) == 3  # of the prompt, and one more
 
 

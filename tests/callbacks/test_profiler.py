@@ -3,43 +3,22 @@
 from __future__ import annotations
 
 import gzip
-import itertools
 import json
 import logging
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from devices import KINDS, make
 from marks import thinned
-from recipes import rows, t16
+from recipes import Trace, callback, rows, t16
 
 from omnitrain import Callback, ConfigError, Profiler
 from omnitrain.callbacks.profiler import PARTS, format_table
 
 CPU = torch.device("cpu")
-
-
-class Tables(Callback):
-    """Collects the tables that are reported."""
-
-    def __init__(self) -> None:
-        self.tables: list[str] = []
-
-    def on_report(self, trainer: Any, values: Any) -> None:
-        self.tables.append(values["profile"])
-
-
-class Fails(Callback):
-    """Ends the run by an error at the beginning of a step."""
-
-    def __init__(self, step: int) -> None:
-        self.step = step
-
-    def on_before_optimizer_step(self, trainer: Any) -> None:
-        if trainer.progress.step + 1 == self.step:
-            raise RuntimeError("no more")
 
 
 def run(kind: str, folder: Path, *callbacks: Callback, resume: str | None = None, **options: Any) -> Any:
@@ -69,17 +48,18 @@ def assert_no_annotations(trainer: Any) -> None:
 
 @pytest.mark.parametrize("kind", thinned(KINDS, ["native", "hf"]))
 def test_traces_have_the_steps_of_the_schedule(kind: str, tmp_path: Path) -> None:
-    tables = Tables()
+    trace = Trace()
     profiler = Profiler(skip=2, wait=1, warmup=1, active=2, repeat=2, rows=3)
-    trainer = run(kind, tmp_path / "a", profiler, tables, gradient_accumulation_steps=2)
+    trainer = run(kind, tmp_path / "a", profiler, trace, gradient_accumulation_steps=2)
     folder = tmp_path / "a" / "profile"
     assert files_in(folder) == {"rank0-step10.json.gz", "rank0-step6.json.gz"}
     for path in folder.iterdir():
         counts = spans(path)
         assert [counts[name] for name in ("steps", "forward", "backward", "update")] == [2, 4, 4, 2]
         assert 2 <= counts["data"] <= 3  # one more where an epoch ends between
-    assert [len(table.splitlines()) for table in tables.tables] == [5, 5]
-    assert all(f"{part} " in tables.tables[0].splitlines()[-1] for part in PARTS)
+    tables = [values["profile"] for _, values in trace.reports]
+    assert [len(table.splitlines()) for table in tables] == [5, 5]
+    assert all(f"{part} " in tables[0].splitlines()[-1] for part in PARTS)
     assert_no_annotations(trainer)
 
 
@@ -108,18 +88,22 @@ def test_profiler_notes_what_is_asked_for(option: str, words: bytes, tmp_path: P
     ("steps", "message"), [(3, "has traced nothing: this run had 3 steps, and step 6 would be the first"),
                         (6, "its last trace has fewer than 3 steps")],
 )  # fmt: skip
-def test_run_shorter_than_the_schedule_warns(
-    steps: int, message: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_run_shorter_than_the_schedule_warns(steps: int, message: str, tmp_path: Path, caplog: Any) -> None:
     with caplog.at_level(logging.WARNING, "omnitrain"):
         run("native", tmp_path, Profiler(skip=4, warmup=1, active=3), max_steps=steps)
     assert message in caplog.text
     assert (tmp_path / "profile").exists() == (steps > 5)
 
 
-@pytest.mark.parametrize(("kind", "step"), thinned(itertools.product(KINDS, (1, 2, 3)), [("native", 2), ("hf", 2)]))
+@pytest.mark.parametrize(
+    ("kind", "step"), thinned([("native", 2), ("hf", 2), ("native", 1)], [("native", 2), ("hf", 2)])
+)
 def test_error_ends_the_profiler(kind: str, step: int, tmp_path: Path) -> None:
-    callbacks = [Profiler(skip=0, warmup=1, active=4), Fails(step)]
+    def fail(trainer: Any) -> None:
+        if trainer.progress.step + 1 == step:
+            raise RuntimeError("no more")
+
+    callbacks = [Profiler(skip=0, warmup=1, active=4), callback(on_before_optimizer_step=fail)]
     trainer = make(kind, CPU, t16(), rows(32), save_dir=tmp_path / "a", callbacks=callbacks)
     with pytest.raises(RuntimeError, match="no more"):
         trainer.train()
@@ -147,13 +131,12 @@ def test_profiler_needs_a_folder_but_no_disk(tmp_path: Path, caplog: pytest.LogC
     assert caplog.text.count("A trace of the profiler cannot be written") == 1
 
 
-@pytest.mark.parametrize("policy", thinned(["disable", "warn"], ["warn"]))
-def test_profiler_on_error_ends_the_profiler_only(policy: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_profiler_on_error_ends_the_profiler_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_: Any) -> str:
         raise ValueError("no table")
 
     profiler = Profiler(skip=0, active=1, repeat=0)
-    profiler.on_error = policy
+    profiler.on_error = "warn"
     with monkeypatch.context() as patch:
         patch.setattr("omnitrain.callbacks.profiler.format_table", fail)
         trainer = run("native", tmp_path / "a", profiler)
@@ -164,17 +147,16 @@ def test_profiler_on_error_ends_the_profiler_only(policy: str, tmp_path: Path, m
     assert (tmp_path / "b" / "profile").exists()
 
 
-class Operation:
-    def __init__(self, key: str, host: float, device: float = 0.0, count: int = 1) -> None:
-        self.key, self.count = key, count
-        self.self_cpu_time_total = self.cpu_time_total = host
-        self.self_device_time_total = device
+def operation(key: str, host: float, device: float = 0.0, count: int = 1) -> Any:
+    return SimpleNamespace(
+        key=key, count=count, self_cpu_time_total=host, cpu_time_total=host, self_device_time_total=device
+    )  # fmt: skip
 
 
 def test_table_is_sorted_by_time_on_the_device() -> None:
-    on_host = [Operation("mm", 1000, 0, 4), Operation("add", 3000), Operation("forward", 5000)]
-    on_host += [Operation("ProfilerStep#3", 9000)]
-    on_device = [Operation("mm", 1000, 6000, 4), Operation("add", 3000, 2000), Operation("forward", 5000, 9999)]
+    on_host = [operation("mm", 1000, 0, 4), operation("add", 3000), operation("forward", 5000)]
+    on_host += [operation("ProfilerStep#3", 9000)]
+    on_device = [operation("mm", 1000, 6000, 4), operation("add", 3000, 2000), operation("forward", 5000, 9999)]
     assert format_table(on_host, 1).splitlines() == [
         "operation    calls    ms on host  share",
         "add              1         3.000  75.0%",
