@@ -54,8 +54,8 @@ ARGUMENTS: dict[str, str] = {
     "callbacks/test_distributions.py::test_distributions_are_checked_and_omitted_on_the_console":
         "Distributions(match)",
     "callbacks/test_distributions.py::test_statistics_and_histograms_equal_numpy": "Distributions(every bins)",
-    "callbacks/test_early_stopping.py::test_stopper_gets_step_and_score_and_ends_the_run": "EarlyStopping(stopper)",
-    "callbacks/test_early_stopping.py::test_stopper_state_is_restored_by_a_resume": "BaseTrainer(early_stopper)",
+    "callbacks/test_early_stopping.py::test_stopper_gets_step_and_score_and_ends_the_run": "BaseTrainer(early_stopper)",
+    "callbacks/test_early_stopping.py::test_stopper_state_is_restored_by_a_resume": "EarlyStopping(stopper)",
     "callbacks/test_memory_monitor.py::test_memory_on_a_cpu_is_that_of_the_process": "MemoryMonitor(snapshot)",
     "callbacks/test_periodic.py::test_main_only_is_rejected_with_sharded_weights": "Periodic(main_only)",
     "callbacks/test_periodic.py::test_periodic_errors_are_handled_by_on_error": "Periodic(on_error) Preview(on_error)",
@@ -125,16 +125,15 @@ ARGUMENTS: dict[str, str] = {
     "hf/test_arguments.py::test_arguments_of_ours_override_defaults":
         "BaseTrainer(batch_size warmup_steps max_grad_norm deterministic)",
     "hf/test_arguments.py::test_contradictions_report_both_values":
-        "BaseTrainer(pin_memory async_save) HFTrainer(optimizers)",
+        "BaseTrainer(pin_memory async_save microbatch_size) HFTrainer(optimizers)",
     "hf/test_arguments.py::test_equal_values_on_both_sides_are_accepted": "HFTrainingArguments(args)",
     "hf/test_arguments.py::test_eval_strategy_no_leaves_our_eval_steps": "BaseTrainer(eval_steps)",
-    "hf/test_arguments.py::test_lengths_and_intervals_are_those_of_the_run": "BaseTrainer(keep_best)",
-    "hf/test_arguments.py::test_metric_of_ours_overrides_what_transformers_fills_in":
+    "hf/test_arguments.py::test_direction_is_that_of_the_metric":
         "BaseTrainer(optimization_metric) Objective(metric)",
     "hf/test_arguments.py::test_trainer_needs_no_training_arguments": "BaseTrainer(save_dir seed)",
     "hf/test_batch_size.py::test_callbacks_get_each_event_once": "BaseTrainer(callbacks)",
-    "hf/test_batch_size.py::test_contradicting_options_are_rejected": "BaseTrainer(microbatch_size)",
-    "hf/test_callbacks.py::test_callbacks_get_streams_and_loaders_of_the_user": "BaseTrainer(train_loader)",
+    "hf/test_callbacks.py::test_callbacks_get_loaders_of_the_data": "BaseTrainer(train_loader)",
+    "hf/test_callbacks.py::test_events_of_a_run_are_those_of_a_stock_trainer": "BaseTrainer(keep_best)",
     "hf/test_calls.py::test_added_early_stopping_stops_a_run": "BaseTrainer.stop(reason)",
     "hf/test_calls.py::test_compute_loss_keeps_the_metrics_of_a_pass": "HFTrainer(args) StepOutput(metrics)",
     "hf/test_calls.py::test_compute_metrics_may_be_set_after_the_constructor": "BaseTrainer(compute_metrics)",
@@ -146,7 +145,6 @@ ARGUMENTS: dict[str, str] = {
     "hf/test_trainer.py::test_compute_loss_func_is_called_with_outputs_and_labels": "HFTrainer(compute_loss_func)",
     "hf/test_trainer.py::test_engine_class_takes_the_steps": "BaseTrainer(epochs)",
     "hf/test_trainer.py::test_evaluate_leaves_the_random_generators_unchanged": "BaseTrainer(eval_dataset)",
-    "hf/test_trainer.py::test_evaluate_test_and_predict_match_the_native_trainer": "BaseTrainer(test_dataset)",
     "hf/test_trainer.py::test_options_act_as_in_the_native_trainer": "BaseTrainer(scheduler_interval)",
     "hf/test_trainer.py::test_stock_trainer_resumes_from_a_run_without_arguments":
         "BaseTrainer(save_steps) HFTrainer(stock_checkpoints)",
@@ -251,7 +249,7 @@ ARGUMENTS: dict[str, str] = {
     "trainer/test_evaluation.py::test_loss_is_the_mean_over_labels_for_any_batch_size": "BaseTrainer(eval_batch_size)",
     "trainer/test_evaluation.py::test_metrics_of_functions_names_and_units_agree": "StepOutput(extra)",
     "trainer/test_evaluation.py::test_rehearsal_raises_errors_before_the_first_step": "BaseTrainer(sanity)",
-    "trainer/test_evaluation.py::test_test_uses_the_test_loader_or_dataset": "BaseTrainer(test_loader)",
+    "trainer/test_evaluation.py::test_test_uses_the_test_loader_or_dataset": "BaseTrainer(test_loader test_dataset)",
     "trainer/test_finite.py::test_detect_anomaly_names_the_operation_of_a_nan": "BaseTrainer(detect_anomaly)",
     "trainer/test_more.py::test_more_restarts_patience_after_early_stopping":
         "EarlyStopping(patience) BaseTrainer.train(more)",

@@ -2,30 +2,26 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 import random
-import shutil
-import signal
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
 import transformers
+from counting import Streamed
 from marks import thinned
-from recipes import Keyed, KeyedModel, Noisy, StopAt, Trace, distance, rows, same, t16, weights
+from recipes import Keyed, KeyedModel, Noisy, StopAt, Trace, callback, distance, rows, same, t16, weights
 from safetensors.torch import load_file
 from torch import nn
-from torch.utils.data import DataLoader, IterableDataset
-from transformers import EarlyStoppingCallback, TrainerCallback, TrainingArguments
+from torch.utils.data import DataLoader
+from transformers import TrainerCallback, TrainingArguments
 
-from omnitrain import Callback, HFTrainer, Trainer
+from omnitrain import HFTrainer, Trainer
 from omnitrain.core.errors import CheckpointError, ConfigError
-from omnitrain.data.sampling import EpochSampler
 from omnitrain.hf.engine import Engine
 from omnitrain.hf.trainer import NEVER_CALLED
 
@@ -35,6 +31,7 @@ DEFAULTS = {
     "eval_steps": 2, "save_strategy": "steps", "save_steps": 2, "logging_steps": 2, "seed": 3,
 }  # fmt: skip
 """20 rows in steps of 4, an evaluation and a checkpoint every other step."""
+IN_ORDER = {"train_sampling_strategy": "sequential"}
 TRAIN_ONLY = {"save_strategy": "no", "eval_strategy": "no"}
 
 
@@ -64,28 +61,6 @@ def keyed(args: Any = None, resume_from: Any = None, **options: Any) -> Any:
     return trainer
 
 
-class InOrder(transformers.Trainer):
-    """A stock Trainer that is given our order of samples."""
-
-    start = 0
-
-    def _get_train_sampler(self, *args: Any) -> Any:
-        order, start = EpochSampler(20, 4, seed=self.args.seed), self.start
-
-        class Ours(torch.utils.data.Sampler):
-            epoch = start
-
-            def __len__(self) -> int:
-                return 20
-
-            def __iter__(self) -> Iterator[int]:
-                indices = order.order(self.epoch)
-                self.epoch += 1
-                return iter(map(int, indices))
-
-        return Ours()
-
-
 def state_of(trainer: Any) -> list[torch.Tensor]:
     """Weights and moments."""
     return weights(trainer.get_model()) + [
@@ -96,9 +71,6 @@ def state_of(trainer: Any) -> list[torch.Tensor]:
 def steps_of(folder: Path) -> list[int]:
     """The steps of the checkpoints in a folder."""
     return sorted(int(path.name.rpartition("-")[2]) for path in folder.glob("checkpoint-*"))
-
-
-# --- subclasses and engines
 
 
 class Foreign(transformers.Trainer):
@@ -144,14 +116,11 @@ def test_engine_class_takes_the_steps() -> None:
         trainer.engine.train()
 
 
-# --- history of both kinds
-
-
 def test_history_is_that_of_a_stock_trainer(arguments: Any) -> None:
     """Also the steps, where it sees the same samples."""
     options = {"weight_decay": 0.1, "warmup_steps": 3, "lr_scheduler_type": "cosine", "max_grad_norm": 0.5}
-    args = arguments(save_strategy="no", logging_steps=1, **options)
-    stock = InOrder(KeyedModel(), args, train_dataset=Keyed(), eval_dataset=Keyed(8))
+    args = arguments(save_strategy="no", logging_steps=1, **IN_ORDER, **options)
+    stock = transformers.Trainer(KeyedModel(), args, train_dataset=Keyed(), eval_dataset=Keyed(8))
     stock.train()
     trainer = keyed(args, eval_dataset=Keyed(8))
     assert distance(weights(stock.model), weights(trainer.model)) <= 1e-7
@@ -162,9 +131,6 @@ def test_history_is_that_of_a_stock_trainer(arguments: Any) -> None:
         for name in names:
             if not name.endswith(("runtime", "per_second", "total_flos")):
                 assert row[name] == pytest.approx(expected[name], abs=1e-6), name
-
-
-# --- callbacks of transformers
 
 
 class Requests(TrainerCallback):
@@ -207,12 +173,12 @@ def test_stop_flags_wait_for_the_end_of_a_step(
 def test_save_flag_writes_a_full_checkpoint_without_intervals(arguments: Any, tmp_path: Path) -> None:
     steps: list[int] = []
 
-    class Saves(TrainerCallback):
-        def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-            steps.append(state.global_step)
+    def note(args: Any, state: Any, *_: Any, **__: Any) -> None:
+        steps.append(state.global_step)
 
+    saves = type(callback(TrainerCallback, on_save=note))
     args = arguments(save_strategy="no", eval_steps=1, max_steps=6)
-    straight = keyed(args, callbacks=[Requests(should_save=3), Saves])  # an instance, and a class
+    straight = keyed(args, callbacks=[Requests(should_save=3), saves])  # an instance, and a class
     assert steps == steps_of(tmp_path / "run") == [3] and straight.store is None
     assert len(straight.metrics["valid"]) == 6
     assert (tmp_path / "run" / "checkpoint-3" / "omnitrain.json").exists()
@@ -220,48 +186,17 @@ def test_save_flag_writes_a_full_checkpoint_without_intervals(arguments: Any, tm
     assert same(weights(resumed.model), weights(straight.model))
 
 
-# --- early stopping
-
-
-def stopping(args: Any, resume_from: Any = None, callbacks: Any = ()) -> Any:
-    """Run with early stopping on an accuracy; the evaluation that comes next is known by the run's history."""
-    scores = [0.5, 0.7, 0.6, 0.65, 0.69, 0.6, 0.9, 0.9, 0.9, 0.9]
-    trainer = make(
-        KeyedModel(), Keyed(), args, eval_dataset=Keyed(4),
-        compute_metrics=lambda _: {"accuracy": scores[len(trainer.metrics["valid"])]},
-        callbacks=[EarlyStoppingCallback(early_stopping_patience=3, early_stopping_threshold=0.001), *callbacks],
-    )  # fmt: skip
-    trainer.train(resume_from=resume_from)
-    return trainer
-
-
-@pytest.mark.parametrize("cut", thinned([None, 5, 6, 7, 8, 9], [7]))
-def test_early_stopping_continues_over_a_resume(arguments: Any, cut: int | None) -> None:
-    options = {"num_train_epochs": 9, "load_best_model_at_end": True, "metric_for_best_model": "accuracy"}
-    if cut:
-        stopping(arguments(**options), callbacks=[StopAt(cut)])
-    trainer = stopping(arguments(**options), "auto" if cut else None)
-    assert (trainer.stop_reason, trainer.metrics["best_step"], trainer.progress.step) == ("early_stopping", 4, 10)
-    assert cut or trainer.state.best_metric == 0.7
-
-
-# --- what transformers does by default, and HFTrainer does not
-
-
-@pytest.mark.parametrize(("metric", "best"), thinned([("wer", 4), ("accuracy", 2)], [("wer", 4)]))
-def test_best_checkpoint_goes_by_the_direction_of_its_metric(
-    arguments: Any, tmp_path: Path, metric: str, best: int
-) -> None:
+def test_best_checkpoint_goes_by_the_direction_of_its_metric(arguments: Any, tmp_path: Path) -> None:
     scores = iter([0.9, 0.2, 0.5, 0.5, 0.5])
-    args = arguments(load_best_model_at_end=True, metric_for_best_model=metric, save_total_limit=1)
-    trainer = keyed(args, compute_metrics=lambda _: {metric: next(scores)}, sanity=False)
-    assert (trainer.metrics["best_step"], trainer.metrics["best_checkpoint"]) == (best, f"checkpoint-{best}")
-    assert steps_of(tmp_path / "run") == [best, 10]
+    args = arguments(load_best_model_at_end=True, metric_for_best_model="wer", save_total_limit=1)
+    trainer = keyed(args, compute_metrics=lambda _: {"wer": next(scores)}, sanity=False)
+    assert (trainer.metrics["best_step"], trainer.metrics["best_checkpoint"]) == (4, "checkpoint-4")
+    assert steps_of(tmp_path / "run") == [4, 10]
     saved = load_file(trainer.store.resolve("best")[0] / "model.safetensors")
     assert same(saved.values(), dict(sorted(trainer.model.state_dict().items())).values())
-    state = json.loads((tmp_path / "run" / f"checkpoint-{best}" / "trainer_state.json").read_text())
-    assert (state["best_metric"], state["best_global_step"]) == (0.2 if metric == "wer" else 0.9, best)
-    assert state["best_model_checkpoint"] == str(tmp_path / "run" / f"checkpoint-{best}")
+    state = json.loads((tmp_path / "run" / "checkpoint-4" / "trainer_state.json").read_text())
+    assert (state["best_metric"], state["best_global_step"]) == (0.2, 4)
+    assert state["best_model_checkpoint"] == str(tmp_path / "run" / "checkpoint-4")
 
 
 def test_evaluate_leaves_the_random_generators_unchanged() -> None:
@@ -272,16 +207,8 @@ def test_evaluate_leaves_the_random_generators_unchanged() -> None:
     assert before == (torch.get_rng_state().tolist(), random.getstate(), np.random.get_state()[1].tolist())
 
 
-# --- data of other kinds, options of every trainer
-
-
-class Stream(IterableDataset[Any]):
-    def __iter__(self) -> Iterator[Any]:
-        yield from zip(*rows(22).tensors, strict=True)
-
-
 SOURCES: dict[str, Any] = {
-    "stream": lambda: {"train_dataset": Stream(), "batch_size": 4},
+    "stream": lambda: {"train_dataset": Streamed(rows(22)), "batch_size": 4},
     "loader": lambda: {"train_loader": DataLoader(rows(22), batch_size=4)},
     "map": lambda: {"train_dataset": Noisy(22), "batch_size": 4},
 }
@@ -301,36 +228,13 @@ def history_of(trainer: Any) -> list[tuple[Any, ...]]:
     return [(row["epoch"], row["step"], row["train_loss"]) for row in trainer.metrics["train_metrics_history"]]
 
 
-LENGTHS: dict[str, Any] = {"epochs": {"epochs": 2}, "steps": {"epochs": None, "max_steps": 7}}
-
-
-@pytest.mark.parametrize(
-    ("source", "accumulation", "length"),
-    thinned(itertools.product(SOURCES, (1, 4), LENGTHS), [("stream", 4, "steps"), ("loader", 1, "epochs")]),
-)
-def test_data_of_any_kind_trains_as_in_the_native_trainer(source: str, accumulation: int, length: str) -> None:
-    results = []
-    for kind in NATIVE_AND_HF:
-        trace = Trace()
-        options = {"gradient_accumulation_steps": accumulation, "callbacks": [trace], **LENGTHS[length]}
-        trainer = feed(kind, source, **options)
-        losses = [row["loss"] for row in trace.logs]
-        results.append((trace.events, losses, history_of(trainer), trainer.stop_reason, trainer))
-    assert results[0][:4] == results[1][:4]
-    assert same(state_of(results[0][4]), state_of(results[1][4]))
-
-
-def with_sgd(parameters: Any) -> torch.optim.Optimizer:
-    return torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
-
-
 @pytest.mark.parametrize(
     "options",
     [
         {"autocast": "bf16"},
         {"grad_reduction": "sum"},
         {"max_grad_norm": None},
-        {"optimizer": with_sgd, "learning_rate": 2e-5},
+        {"optimizer": lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9), "learning_rate": 2e-5},
         {"lr_scheduler": "cosine", "scheduler_interval": "epoch"},
         {"lr_scheduler": lambda o: torch.optim.lr_scheduler.ReduceLROnPlateau(o, patience=0), "eval_steps": 1},
         {"eval_on_start": True, "eval_steps": 2},
@@ -359,10 +263,7 @@ def test_compute_loss_func_is_called_with_outputs_and_labels(arguments: Any) -> 
     assert distance(*map(weights, models)) > 1e-4
 
 
-# --- calls
-
-
-def test_second_train_starts_over_with_the_present_weights() -> None:
+def test_second_train_starts_over_with_the_present_weights(arguments: Any) -> None:
     results = []
     for kind in NATIVE_AND_HF:
         trainer = trained(t16(), rows(20), kind=kind, epochs=1, lr_scheduler="linear")
@@ -370,9 +271,6 @@ def test_second_train_starts_over_with_the_present_weights() -> None:
         results.append((trainer.progress.step, len(metrics["train_metrics_history"]), weights(trainer.model)))
     assert results[0][:2] == results[1][:2] == (5, 1)
     assert same(results[0][2], results[1][2])
-
-
-def test_second_train_has_the_optimizer_of_the_arguments(arguments: Any) -> None:
     trainer = make(KeyedModel(), Keyed(), arguments(optim="sgd", weight_decay=0.1, max_steps=2, **TRAIN_ONLY))
     for _ in range(2):
         trainer.train()
@@ -381,137 +279,76 @@ def test_second_train_has_the_optimizer_of_the_arguments(arguments: Any) -> None
         assert groups == [(0.1, 2), (0.0, 2)]
 
 
-def test_named_evaluation_sets_have_metrics_and_select_the_best(arguments: Any) -> None:
-    sets = {"dev": Keyed(8), "web": Keyed(5)}
-    args = arguments(load_best_model_at_end=True, metric_for_best_model="dev_mae", num_train_epochs=1)
-    trainer = keyed(args, eval_dataset=sets, compute_metrics="mae")
-    names = {"eval_loss", "eval_mae", "eval_dev_loss", "eval_dev_mae", "eval_web_loss", "eval_web_mae"}
-    assert set(trainer.metrics["best_valid"]) == names | {"epoch", "step"} and trainer.objective.direction == "min"
-    assert trainer.evaluate(sets).keys() == names
-    assert any(names <= set(row) for row in trainer.state.log_history)
-
-
-def test_evaluate_test_and_predict_match_the_native_trainer(tmp_path: Path) -> None:
-    results: list[Any] = []
-    for kind in NATIVE_AND_HF:
-        trainer = keyed(
-            kind=kind, eval_dataset=Keyed(7), test_dataset=Keyed(9), compute_metrics="mae", epochs=1,
-            save_dir=tmp_path / kind.__name__, eval_batch_size=3,
-        )  # fmt: skip
-        predictions, labels, metrics = trainer.predict(Keyed(5))
-        sets = trainer.evaluate(), trainer.evaluate(Keyed(5), prefix="held"), trainer.test(), trainer.metrics["test"]
-        results.append((*sets, metrics, predictions.tolist(), labels.tolist()))
-    assert results[0] == results[1]
-    assert results[1][1].keys() == {"held_loss", "held_mae"}
-
-
-# --- resuming
-
-
-class Straight:
-    """The native run that no interruption may change: 6 steps an epoch, random rows, dropout."""
-
-    options: ClassVar[dict[str, Any]] = {
-        "epochs": 3, "save_steps": 2, "load_best_at_end": False, "lr_scheduler": "cosine", "warmup_steps": 2,
-    }  # fmt: skip
-    results: ClassVar[dict[Any, Any]] = {}
-
-    @classmethod
-    def of(cls, folder: Path, source: str, **options: Any) -> Any:
-        key = (source, *sorted(options.items()))
-        if key not in cls.results:
-            trainer = feed(Trainer, source, save_dir=folder, **{**cls.options, **options})
-            cls.results[key] = state_of(trainer), history_of(trainer), trainer.progress.position
-        return cls.results[key]
-
-
-FIRST_STEPS = {"gradient_accumulation_steps": 3, "warmup_steps": 0, "lr_scheduler": None, "save_steps": 1}
-RESUMES: list[Any] = [
-    *[("map", HFTrainer, HFTrainer, cut) for cut in (1, 5, 6, 7, 12, 17)],
-    *[("map", Trainer, HFTrainer, cut) for cut in (4, 6)],
-    *[("map", HFTrainer, Trainer, cut) for cut in (4, 6)],
-    *[(source, HFTrainer, HFTrainer, cut) for source in ("stream", "loader") for cut in (2, 3)],
-]
-KEPT = [RESUMES[6], RESUMES[9], RESUMES[10]]
-
-
-@pytest.mark.parametrize(("source", "first", "second", "cut"), thinned(RESUMES, KEPT))
+@pytest.mark.parametrize(
+    ("source", "first", "second", "cut", "options"),
+    [
+        ("map", Trainer, HFTrainer, 4, {}),
+        ("map", HFTrainer, Trainer, 6, {}),
+        ("stream", HFTrainer, HFTrainer, 2, {"gradient_accumulation_steps": 3, "save_steps": 1}),
+        pytest.param("loader", HFTrainer, HFTrainer, 3, {"save_steps": 1}, marks=pytest.mark.slow),
+        pytest.param("map", HFTrainer, HFTrainer, 7, {}, marks=pytest.mark.slow),
+        pytest.param("map", HFTrainer, HFTrainer, 8, {"num_workers": 2}, marks=pytest.mark.processes),
+    ],
+)
 def test_resumed_run_is_the_native_run_to_the_bit(
-    tmp_path: Path, source: str, first: Any, second: Any, cut: int
+    tmp_path: Path, source: str, first: Any, second: Any, cut: int, options: dict[str, Any]
 ) -> None:
-    check_resumed(tmp_path, source, first, second, cut, **({} if source == "map" else FIRST_STEPS))
-
-
-@pytest.mark.processes
-def test_worker_processes_change_no_numbers(tmp_path: Path) -> None:
-    check_resumed(tmp_path, "map", HFTrainer, HFTrainer, 8, workers=2)
-
-
-def check_resumed(
-    folder: Path, source: str, first: Any, second: Any, cut: int, workers: int = 0, **options: Any
-) -> None:
-    expected = Straight.of(folder / "straight", source, **options)
-    options = {**Straight.options, "save_dir": folder / "cut", "num_workers": workers, **options}
-    feed(first, source, callbacks=[StopAt(cut)], **options)
+    options = {"epochs": 3, "save_steps": 2, "load_best_at_end": False, **options}
+    if source == "map":  # for which the length of the run is known
+        options |= {"lr_scheduler": "cosine", "warmup_steps": 2}
+    straight = feed(Trainer, source, save_dir=tmp_path / "straight", **{**options, "num_workers": 0})
+    feed(first, source, callbacks=[StopAt(cut)], save_dir=tmp_path / "cut", **options)
     for seed in (random.seed, np.random.seed, torch.manual_seed):
         seed(99)
-    trainer = feed(second, source, "auto", **options)
-    assert same(state_of(trainer), expected[0])
-    assert (history_of(trainer), trainer.progress.position) == expected[1:]
+    trainer = feed(second, source, "auto", save_dir=tmp_path / "cut", **options)
+    assert same(state_of(trainer), state_of(straight))
+    assert history_of(trainer) == history_of(straight)
+    assert trainer.progress.position == straight.progress.position
     if first is second is HFTrainer:
         steps = [row["step"] for row in trainer.state.log_history if "loss" in row]
         assert steps == list(range(1, trainer.state.global_step + 1))
 
 
 def test_random_draws_of_a_callback_do_not_reach_a_resume(tmp_path: Path) -> None:
-    class Draws(TrainerCallback):
-        def on_train_begin(self, *args: Any, **kwargs: Any) -> None:
-            torch.rand(3)
+    def draw(*_: Any, **__: Any) -> None:
+        torch.rand(3)
 
-    straight = feed(HFTrainer, "map", max_steps=3, callbacks=[Draws()])
-    feed(HFTrainer, "map", max_steps=3, callbacks=[Draws(), StopAt(2)], save_dir=tmp_path)
-    trainer = feed(HFTrainer, "map", "auto", max_steps=3, callbacks=[Draws()], save_dir=tmp_path)
+    draws = callback(TrainerCallback, on_train_begin=draw)
+    straight = feed(HFTrainer, "map", max_steps=3, callbacks=[draws])
+    feed(HFTrainer, "map", max_steps=3, callbacks=[draws, StopAt(2)], save_dir=tmp_path)
+    trainer = feed(HFTrainer, "map", "auto", max_steps=3, callbacks=[draws], save_dir=tmp_path)
     assert same(state_of(trainer), state_of(straight))
 
 
-# --- stock checkpoints
-
-
-class FirstState(TrainerCallback):
-    """The state that a stock Trainer begins with."""
-
-    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self.step, self.epoch = state.global_step, state.epoch
-        entries = kwargs["optimizer"].state_dict()["state"].values()
-        self.moments = [entry["exp_avg"].clone() for entry in entries if entry]
-        self.weights = weights(kwargs["model"])
-
-
 def test_stock_trainer_resumes_from_our_checkpoint(arguments: Any, tmp_path: Path) -> None:
-    options = {"weight_decay": 0.1, "lr_scheduler_type": "cosine", "warmup_steps": 2, "eval_strategy": "no"}
+    """With our weights and moments."""
+    options = {"weight_decay": 0.1, "lr_scheduler_type": "cosine", "warmup_steps": 2, "eval_strategy": "no", **IN_ORDER}
     trainer, checkpoint = keyed(arguments(**options), stock_checkpoints=True), tmp_path / "run" / "checkpoint-6"
-    first = FirstState()
-    stock = InOrder(KeyedModel(), arguments("stock", **options), train_dataset=Keyed(), callbacks=[first])
-    stock.start = 1
-    stock.train(resume_from_checkpoint=str(checkpoint))
-    assert first.step == 6 and first.epoch == pytest.approx(1.2)
     halfway = make(KeyedModel(), Keyed(), arguments(**options))
     halfway.load_checkpoint(checkpoint)
-    assert same(first.weights, weights(halfway.model))
-    total = sum(float(moment.double().sum()) for moment in first.moments)
     saved = [value["exp_avg"] for value in halfway.optimizer.state_dict()["state"].values()]
-    assert total == pytest.approx(sum(float(moment.double().sum()) for moment in saved), abs=1e-12)
+
+    def check(args: Any, state: Any, control: Any, model: Any, optimizer: Any, **_: Any) -> None:
+        assert state.global_step == 6 and state.epoch == pytest.approx(1.2)
+        assert same(weights(model), weights(halfway.model))
+        moments = [entry["exp_avg"] for entry in optimizer.state_dict()["state"].values() if entry]
+        sums = [sum(float(moment.double().sum()) for moment in tensors) for tensors in (moments, saved)]
+        assert sums[0] == pytest.approx(sums[1], abs=1e-12)
+
+    checks = callback(TrainerCallback, on_train_begin=check)
+    stock = transformers.Trainer(KeyedModel(), arguments("stock", **options), train_dataset=Keyed(), callbacks=[checks])
+    stock.train(resume_from_checkpoint=str(checkpoint))
     assert distance(weights(stock.model), weights(trainer.model)) <= 1e-7
 
 
 def test_stock_trainer_resumes_from_a_run_without_arguments(tmp_path: Path) -> None:
-    options = {"epochs": 2, "save_dir": tmp_path / "run", "save_steps": 3, "max_grad_norm": 1.0}
+    options = {"epochs": 2, "save_dir": tmp_path / "run", "save_steps": 3, "max_grad_norm": 1.0, "shuffle": False}
     trainer = keyed(eval_dataset=None, stock_checkpoints=True, **options)
     args = TrainingArguments(
         str(tmp_path / "stock"), num_train_epochs=2, per_device_train_batch_size=4, learning_rate=0.05, use_cpu=True,
-        lr_scheduler_type="constant", report_to="none", save_strategy="no",
+        lr_scheduler_type="constant", report_to="none", save_strategy="no", **IN_ORDER,
     )  # fmt: skip
-    stock = InOrder(KeyedModel(), args, train_dataset=Keyed())
+    stock = transformers.Trainer(KeyedModel(), args, train_dataset=Keyed())
     stock.train(resume_from_checkpoint=str(tmp_path / "run" / "checkpoint-3"))
     assert stock.state.global_step == 10
     assert distance(weights(stock.model), weights(trainer.model)) <= 1e-7
@@ -529,26 +366,14 @@ def test_checkpoint_has_pickles_only_for_a_stock_trainer(arguments: Any, tmp_pat
     assert stock == plain | {"optimizer.pt", "scheduler.pt", "rng_state.pth", "training_args.bin"}
 
 
-@pytest.fixture(scope="module")
-def stopped_run(module_arguments: Any) -> Path:
-    """The folder of a run of 6 steps that was stopped after 4, with files for a stock trainer."""
-    args = module_arguments(max_steps=6)
+@pytest.mark.parametrize("file", thinned(["trainer_state.json", "optimizer.pt"], ["optimizer.pt"]))
+def test_damaged_checkpoint_is_reported_and_skipped_by_auto(arguments: Any, tmp_path: Path, file: str) -> None:
+    args = arguments(max_steps=6)
     keyed(args, callbacks=[StopAt(4)], stock_checkpoints=True)
-    return Path(args.output_dir)
-
-
-@pytest.mark.parametrize(
-    "file", thinned(["model.safetensors", "omnitrain.json", "trainer_state.json", "optimizer.pt"], ["optimizer.pt"])
-)
-def test_damaged_checkpoint_is_reported_and_skipped_by_auto(
-    stopped_run: Path, arguments: Any, tmp_path: Path, file: str
-) -> None:
-    shutil.copytree(stopped_run, tmp_path / "run")
     damaged = tmp_path / "run" / "checkpoint-4" / file
     damaged.write_bytes(damaged.read_bytes()[:20])
-    args = arguments(max_steps=6)
     with pytest.raises(CheckpointError, match=file):
-        keyed(args, tmp_path / "run" / "checkpoint-4")
+        keyed(args, damaged.parent)
     trace = Trace()
     keyed(args, "auto", callbacks=[trace])
     assert trace.events.count("step_end") == 4  # from step 2 on
@@ -559,45 +384,3 @@ def test_saving_the_best_only_keeps_the_best_and_the_last(arguments: Any, tmp_pa
     args = arguments(save_strategy="best", metric_for_best_model="accuracy", load_best_model_at_end=True)
     keyed(args, compute_metrics=lambda _: {"accuracy": next(scores)}, sanity=False)
     assert steps_of(tmp_path / "run") == [2, 6, 10]
-
-
-# --- signals
-
-
-class Sends(Callback):
-    """Sends the signal of the end to this process in the third step."""
-
-    def on_step_end(self, trainer: Any) -> None:
-        if trainer.progress.step == 3:
-            signal.raise_signal(signal.SIGTERM)
-
-
-def test_signal_saves_and_sets_the_exit_code(tmp_path: Path) -> None:
-    options = {"epochs": 1, "save_dir": tmp_path}
-    with pytest.raises(SystemExit) as error:
-        trained(t16(dropout=0.3), Noisy(22), callbacks=[Sends()], **options)
-    assert error.value.code == 143 and steps_of(tmp_path) == [3]
-    trainer = make(t16(dropout=0.3), Noisy(22), **options)
-    trainer.train(resume_from="auto")
-    assert same(state_of(trainer), state_of(trained(t16(dropout=0.3), Noisy(22), epochs=1)))
-
-
-def test_signal_in_an_evaluation_leaves_it_to_the_resumed_run(tmp_path: Path) -> None:
-    class Model(nn.Sequential):
-        is_armed = False
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            if self.is_armed and not self.training:
-                self.is_armed = False
-                signal.raise_signal(signal.SIGINT)
-            return super().forward(x)
-
-    def build(is_armed: bool) -> Any:
-        model = Model(*t16())
-        model.is_armed = is_armed
-        return make(model, rows(20), eval_dataset=rows(8), epochs=1, eval_steps=2, save_steps=2, save_dir=tmp_path)
-
-    with pytest.raises(KeyboardInterrupt):
-        build(True).train()
-    metrics = build(False).train(resume_from="auto")
-    assert [row["step"] for row in metrics["valid"]] == [2, 4, 5]
