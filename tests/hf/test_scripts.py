@@ -60,13 +60,11 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     """Runs a script with arguments, and returns the folder that it wrote into."""
     monkeypatch.setattr(transformers.trainer, "round", lambda value, digits=None: value, raising=False)  # all digits
 
-    def run(name: str, stock: bool, *arguments: Any, folder: str = "run", small: bool = True) -> Path:
+    def run(name: str, stock: bool, *arguments: Any, folder: str = "run") -> Path:
         module, place = module_of(name, stock), tmp_path / f"{folder}-{'stock' if stock else 'ours'}"
-        chosen = [*SMALL[name], *ALIKE] if small else []
-        if small:
-            for maker in ("load_data", "load_texts"):
-                monkeypatch.setattr(module, maker, functools.partial(data_of, name), raising=False)
-        options = ["--output_dir", place, "--use_cpu", "--disable_tqdm", "True", *chosen, *arguments]
+        for maker in ("load_data", "load_texts"):
+            monkeypatch.setattr(module, maker, functools.partial(data_of, name), raising=False)
+        options = ["--output_dir", place, "--use_cpu", "--disable_tqdm", "True", *SMALL[name], *ALIKE, *arguments]
         monkeypatch.setattr(sys, "argv", [f"{name}.py", *map(str, options)])
         module.main()
         return place
@@ -107,7 +105,7 @@ def test_script_has_the_losses_of_transformers(run: Any, name: str) -> None:
     assert results(ours) == pytest.approx(results(stock), rel=1e-5)
 
 
-@pytest.mark.parametrize("name", thinned(SMALL, ["text_classification"]))
+@pytest.mark.parametrize("name", thinned(["text_classification", "summarization"], ["text_classification"]))
 def test_script_resumes_only_from_a_checkpoint_argument(run: Any, name: str) -> None:
     options = (*RESUMED, "--max_steps", 4, "--logging_steps", 1)
     first = run(name, False, *options)
@@ -120,37 +118,3 @@ def test_script_resumes_only_from_a_checkpoint_argument(run: Any, name: str) -> 
     run(name, False, *options, "--resume_from_checkpoint", first / "checkpoint-2", folder="resumed")
     resumed = first.parent / "resumed-ours"
     assert (history(resumed), results(resumed)) == (losses, metrics)
-
-
-@pytest.mark.slow
-def test_second_run_of_a_script_is_that_of_transformers(run: Any, capsys: Any) -> None:
-    results = []
-    for stock in (False, True):
-        folder = run("text_classification", stock, *RESUMED)
-        losses, saved = history(folder), sorted(path.name for path in folder.glob("checkpoint-*"))
-        run("text_classification", stock, *RESUMED)
-        assert history(folder) == losses
-        longer = (*RESUMED, "--max_steps", 8, "--resume_from_checkpoint", folder / "checkpoint-6")
-        run("text_classification", stock, *longer)
-        steps = [row["step"] for row in json.loads((folder / "trainer_state.json").read_text())["log_history"]]
-        results.append([saved, sorted(path.name for path in folder.glob("checkpoint-*")), steps[-1]])
-    assert results[0] == results[1]
-    assert results[0][1] == ["checkpoint-2", "checkpoint-4", "checkpoint-6", "checkpoint-8"]
-
-
-FULL = {
-    "text_classification": ("predict_accuracy", 0.6), "causal_lm": ("eval_accuracy", 0.15),
-    "token_classification": ("predict_f1", 0.55), "question_answering": ("predict_exact_match", 35),
-    "summarization": ("predict_rouge1", 65),
-}  # fmt: skip
-"""What a script is to learn."""
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", SMALL)
-def test_script_learns_as_much_as_with_transformers(run: Any, name: str) -> None:
-    metric, least = FULL[name]
-    ours, stock = (run(name, stock, small=False) for stock in (False, True))
-    assert min(results(ours)[metric], results(stock)[metric]) > least
-    means = [json.loads((folder / "train_results.json").read_text())["train_loss"] for folder in (ours, stock)]
-    assert means[0] == pytest.approx(means[1], rel=0.25)  # of other batches: a seed makes as much of a difference
