@@ -3,23 +3,21 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
-from marks import thinned
-from recipes import Noisy, StopAt, distance, rows, t16, weights
+from counting import Streamed
+from recipes import Noisy, StopAt, callback, distance, rows, t16, weights
 from starving import no_room
 from torch import nn
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader
 from transformers import TrainerCallback
 
 from omnitrain import HFTrainer
 from omnitrain.checkpoint.store import Store
 from omnitrain.compute.precision import is_out_of_memory
-from omnitrain.core.errors import ConfigError
 
 DEFAULTS = {"num_train_epochs": 2, "learning_rate": 0.05, "logging_steps": 2, "seed": 3}
 
@@ -40,12 +38,7 @@ class Greedy(nn.Module):
         return self.body(x)
 
 
-class Stream(IterableDataset[Any]):
-    def __iter__(self) -> Iterator[Any]:
-        yield from zip(*rows(21).tensors, strict=True)
-
-
-DATA: dict[str, Any] = {"rows": lambda: rows(21), "noise": lambda: Noisy(21), "stream": Stream}
+DATA: dict[str, Any] = {"rows": lambda: rows(21), "noise": lambda: Noisy(21), "stream": lambda: Streamed(rows(21))}
 OURS = {"train_loader", "microbatch_size", "eval_dataset", "callbacks"}
 
 
@@ -101,28 +94,23 @@ def check_equal(trainer: Any, expected: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("data", "start"), thinned(itertools.product(DATA, [0, 1, 4, 8]), [("noise", 1), ("stream", 4)])
+    ("data", "start", "options", "small"),
+    [
+        ("noise", 1, {}, (2, 4)),
+        ("stream", 4, {"max_steps": 9, "num_train_epochs": 1}, (2, 4)),
+        ("rows", 1, {"data_seed": 11}, (2, 4)),
+        ("rows", 0, {"dataloader_drop_last": True}, (8, 1)),
+    ],
+    ids=["noise", "stream", "data_seed", "drop_last"],
 )
-def test_run_has_the_numbers_of_small_batches(run: Any, data: str, start: int) -> None:
-    options = {"eval_dataset": rows(5), "eval_steps": 2, "eval_strategy": "steps", "num_train_epochs": 3}
-    if data == "stream":
-        options |= {"max_steps": 9, "num_train_epochs": 1}
+def test_run_has_the_numbers_of_small_batches(run: Any, data: str, start: int, options: Any, small: Any) -> None:
+    options = {"eval_dataset": rows(5), "eval_steps": 2, "eval_strategy": "steps", "num_train_epochs": 3, **options}
     trainer = run(Greedy(room=3, start=start), data=DATA[data](), **options)
-    check_equal(trainer, run(Greedy(), 2, 4, data=DATA[data](), finds=False, **options))
+    check_equal(trainer, run(Greedy(), *small, data=DATA[data](), finds=False, **options))
+    assert trainer.progress.step == (6 if "dataloader_drop_last" in options else 9)
     assert (trainer.batch_size, trainer.gradient_accumulation_steps) == (8, 1)
     sizes = trainer.get_model().sizes
     assert max(sizes[sizes.index(4) + 1 :] if 4 in sizes else sizes[-2:]) <= 3
-
-
-@pytest.mark.parametrize(
-    ("options", "small", "steps"),
-    [({"data_seed": 11}, (2, 4), 6), ({"dataloader_drop_last": True}, (8, 1), 4)],
-    ids=["data_seed", "drop_last"],
-)
-def test_run_has_the_numbers_of_its_options(run: Any, options: dict[str, Any], small: Any, steps: int) -> None:
-    trainer = run(Greedy(room=3, start=1), **options)
-    check_equal(trainer, run(Greedy(), *small, finds=False, **options))
-    assert trainer.progress.step == steps
 
 
 def test_user_loader_is_split(run: Any) -> None:
@@ -139,13 +127,12 @@ def test_worker_processes_continue_with_small_batches(run: Any) -> None:
     check_equal(trainer, run(Greedy(), 2, 4, data=Noisy(21), finds=False))
 
 
-@pytest.mark.parametrize(("data", "cut"), thinned(itertools.product(DATA, [1, 3, 5]), [("stream", 5)]))
-def test_resume_continues_with_small_batches(build: Any, run: Any, data: str, cut: int) -> None:
+def test_resume_continues_with_small_batches(build: Any, run: Any) -> None:
     options = {"folder": "cut", "save_strategy": "steps", "save_steps": 50, "max_steps": 6}
-    run(Greedy(room=2, start=2), data=DATA[data](), callbacks=[StopAt(cut)], **options)
-    trainer = build(Greedy(room=2, start=max(2 - cut, 0)), data=DATA[data](), **options)
+    run(Greedy(room=2, start=2), data=DATA["stream"](), callbacks=[StopAt(5)], **options)
+    trainer = build(Greedy(room=2), data=DATA["stream"](), **options)
     trainer.train(resume_from="auto")
-    expected = run(Greedy(), 2, 4, data=DATA[data](), finds=False, max_steps=6)
+    expected = run(Greedy(), 2, 4, data=DATA["stream"](), finds=False, max_steps=6)
     assert distance(weights(trainer.get_model()), weights(expected.get_model())) <= 1e-12
     assert trainer.progress.step == 6 and trainer.progress.samples == expected.progress.samples
 
@@ -165,45 +152,17 @@ def test_checkpoint_has_both_sizes(run: Any) -> None:
 
 def test_callbacks_get_each_event_once(run: Any) -> None:
     events: list[str] = []
-
-    class Stock(TrainerCallback):
-        def on_epoch_begin(self, *args: Any, **kwargs: Any) -> None:
-            events.append("epoch")
-
-        def on_step_begin(self, *args: Any, **kwargs: Any) -> None:
-            events.append("step")
-
-    run(Greedy(room=1, start=1), num_train_epochs=1, callbacks=[Stock()])
-    assert events == ["epoch", "step", "step", "step"]
+    functions = {name: lambda *_, name=name, **__: events.append(name) for name in ("on_epoch_begin", "on_step_begin")}
+    run(Greedy(room=1, start=1), num_train_epochs=1, callbacks=[callback(TrainerCallback, **functions)])
+    assert events == ["on_epoch_begin", *["on_step_begin"] * 3]
 
 
-# --- errors
-
-
-def test_sample_without_memory_is_an_error(build: Any) -> None:
-    trainer = build(Greedy(room=0))
-    with pytest.raises(torch.OutOfMemoryError, match="CUDA out of memory") as error:
-        trainer.train()
-    assert "at one row at a time" in "".join(error.value.__notes__)
-    assert trainer.get_model().sizes == [8, 4, 2, 1]
-    with pytest.raises(torch.OutOfMemoryError):
-        build(Greedy(room=4), finds=False).train()
-
-
-def test_other_errors_are_raised_unchanged(build: Any) -> None:
-    class Breaks(Greedy):
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            raise RuntimeError("boom")
-
-    with pytest.raises(RuntimeError, match="boom"):
-        build(Breaks()).train()
-
-
-def test_contradicting_options_are_rejected(build: Any) -> None:
-    with pytest.raises(ConfigError, match=r"include_num_input_tokens_seen=.*no effect on full steps"):
-        build(Greedy(), include_num_input_tokens_seen="all")
-    with pytest.raises(ConfigError, match="`microbatch_size=4` contradicts `auto_find_batch_size=True`"):
-        build(Greedy(), microbatch_size=4)
+def test_error_is_raised_where_no_batch_is_small_enough(build: Any) -> None:
+    for room, finds, sizes in ((0, True, [8, 4, 2, 1]), (4, False, [8])):
+        trainer = build(Greedy(room=room), finds=finds)
+        with pytest.raises(torch.OutOfMemoryError, match="CUDA out of memory"):
+            trainer.train()
+        assert trainer.get_model().sizes == sizes
 
 
 @pytest.mark.parametrize(

@@ -9,14 +9,14 @@ import tempfile
 import threading
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
 import transformers
-from recipes import Noisy, StopAt, rows, same, t16, weights
+from recipes import Noisy, StopAt, callback, rows, same, t16, weights
 from torch import nn
 from transformers import TrainerCallback
 
@@ -50,40 +50,20 @@ def fresh() -> nn.Module:
     return body
 
 
-class Fresh:
-    """A `model_init` that keeps its models."""
+def noting(models: list[Any]) -> Any:
+    """Return a `model_init` that keeps its models."""
 
-    def __init__(self) -> None:
-        self.models: list[Any] = []
+    def init() -> nn.Module:
+        models.append(fresh())
+        return models[-1]
 
-    def __call__(self) -> nn.Module:
-        self.models.append(fresh())
-        return self.models[-1]
-
-
-class Steps(Callback):
-    """Counts steps and runs."""
-
-    def __init__(self) -> None:
-        self.steps = self.runs = 0
-
-    def on_step_end(self, trainer: Any) -> None:
-        self.steps += 1
-
-    def on_train_end(self, trainer: Any) -> None:
-        self.runs += 1
+    return init
 
 
-class StockSteps(TrainerCallback):
-    """Counts steps and runs."""
-
-    steps = runs = 0
-
-    def on_train_begin(self, *args: Any, **kwargs: Any) -> None:
-        self.runs += 1
-
-    def on_step_end(self, *args: Any, **kwargs: Any) -> None:
-        self.steps += 1
+def counting(events: list[str], base: Any = TrainerCallback, *names: str) -> Any:
+    """Return a callback that notes these events, or those of steps and of the start of a run."""
+    names = names or ("on_train_begin", "on_step_end")
+    return callback(base, **{name: lambda *_, name=name, **__: events.append(name) for name in names})
 
 
 def build(args: Any = None, kind: Any = HFTrainer, **options: Any) -> Any:
@@ -94,11 +74,6 @@ def build(args: Any = None, kind: Any = HFTrainer, **options: Any) -> Any:
 
 def weights_of(trainer: Any) -> list[torch.Tensor]:
     return weights(trainer.get_model())
-
-
-def last_loss(trainer: Any) -> float:
-    """The last loss of an evaluation, of a run that is made here."""
-    return trainer.train()["valid"][-1]["eval_loss"]
 
 
 def by_rate(trial: Any) -> dict[str, Any]:
@@ -136,41 +111,36 @@ def test_model_init_has_the_seed_of_a_trainer_without_arguments() -> None:
 
 
 def test_model_init_makes_a_new_model_for_each_run(arguments: Any) -> None:
-    init, counts = Fresh(), StockSteps()
-    trainer = build(arguments(optim="sgd"), model_init=init)
-    trainer.engine.add_callback(counts)
+    models: list[Any] = []
+    events: list[str] = []
+    trainer = build(arguments(optim="sgd"), model_init=noting(models))
+    trainer.engine.add_callback(counting(events))
     results = []
     for run in (1, 2):
         unit = trainer.unit
         results.append((dict(trainer.train()), weights_of(trainer)))
-        assert trainer.get_model() is init.models[-1] and len(init.models) == 1 + run
+        assert trainer.get_model() is models[-1] and len(models) == 1 + run
         assert isinstance(trainer.unit, ModelUnit) and trainer.unit is not unit
     assert results[0][0] == results[1][0] and same(results[0][1], results[1][1])
     assert isinstance(trainer.optimizer, torch.optim.SGD)
-    assert counts.steps == 8  # what was added to the engine stays
+    assert events.count("on_step_end") == 8  # what was added to the engine stays
 
 
-def test_model_init_is_not_called_by_a_resumed_run(arguments: Any) -> None:
+def test_model_init_is_called_unless_a_checkpoint_is_resumed(arguments: Any) -> None:
     fields = {"save_strategy": "steps", "save_steps": 3}
     straight = build(arguments("straight", **fields))
     metrics = straight.train()
-    args, init = arguments("parts", **fields), Fresh()
+    args, models = arguments("parts", **fields), list[Any]()
     build(args, callbacks=[StopAt(3)]).train()
-    resumed = build(args, model_init=init)
+    resumed = build(args, model_init=noting(models))
     assert resumed.train(resume_from="auto") == metrics
-    assert len(init.models) == 1 and same(weights_of(resumed), weights_of(straight))
-
-
-def test_model_init_is_called_by_a_resume_that_finds_nothing(arguments: Any) -> None:
-    init = Fresh()
-    trainer = build(arguments(save_strategy="steps", save_steps=30), model_init=init)
+    assert len(models) == 1 and same(weights_of(resumed), weights_of(straight))
+    empty = build(arguments("empty", **fields), model_init=noting(models))
     with torch.no_grad():
-        init.models[0][0].weight.zero_()  # of which the run must not start
-    trainer.train(resume_from="auto")
-    expected = build(arguments())
-    expected.train()
-    assert len(init.models) == 2 and trainer.get_model() is init.models[-1]
-    assert same(weights_of(trainer), weights_of(expected))
+        models[1][0].weight.zero_()  # of which the run must not start
+    empty.train(resume_from="auto")
+    assert len(models) == 3 and empty.get_model() is models[-1]
+    assert same(weights_of(empty), weights_of(straight))
 
 
 def test_model_init_may_take_the_trial(arguments: Any) -> None:
@@ -200,14 +170,20 @@ def test_model_init_rejects_what_makes_no_models(arguments: Any, options: Any, m
 
 
 def test_search_finds_the_best_of_a_loop_over_trainers(arguments: Any) -> None:
-    trainer, counts = build(arguments()), StockSteps()
-    trainer.engine.add_callback(counts)
+    trainer, events = build(arguments()), list[str]()
+    trainer.engine.add_callback(counting(events))
     best = search(trainer)
-    losses = {rate: last_loss(build(arguments(learning_rate=rate))) for rate in RATES}
+    runs = {rate: build(arguments(learning_rate=rate)).train() for rate in RATES}
+    losses = {rate: metrics["valid"][-1]["eval_loss"] for rate, metrics in runs.items()}
     rate = min(losses, key=losses.__getitem__)
     assert best.hyperparameters == {"learning_rate": rate} and best.objective == losses[rate]
-    assert len(set(losses.values())) == 3 and counts.runs == 3
+    assert len(set(losses.values())) == 3 and events.count("on_train_begin") == 3
     assert trainer.train() == build(arguments()).train()  # with the arguments of before the search
+    several = search(
+        build(arguments(max_steps=1)), direction=["minimize", "maximize"], n_trials=2,
+        compute_objective=lambda metrics: [metrics["eval_loss"], metrics["eval_loss"]],
+    )  # fmt: skip
+    assert len(several) == 2
 
 
 def test_search_repeats_with_a_seeded_sampler(arguments: Any) -> None:
@@ -226,14 +202,9 @@ def test_search_repeats_with_a_seeded_sampler(arguments: Any) -> None:
 
 
 def test_trial_has_its_values_and_its_folder(arguments: Any, tmp_path: Path) -> None:
-    runs = []
-
-    class Runs(Callback):
-        def on_train_end(self, trainer: Any) -> None:
-            runs.append(trainer)
-
+    runs: list[Any] = []
     args = arguments(save_strategy="epoch", max_steps=-1)
-    trainer = build(args, callbacks=[Runs()], save_dir=args.output_dir)
+    trainer = build(args, callbacks=[callback(on_train_end=runs.append)], save_dir=args.output_dir)
     values = {"num_train_epochs": 1, "per_device_train_batch_size": 5, "seed": 9, "bf16": True, "optim": "sgd",
               "lr_scheduler_type": "cosine"}  # fmt: skip
     search(trainer, hp_space=lambda trial: {**by_rate(trial), **values}, n_trials=2)
@@ -248,21 +219,11 @@ def test_trial_has_its_values_and_its_folder(arguments: Any, tmp_path: Path) -> 
     assert trainer.engine.model is trainer.get_model()
 
 
-class Names(TrainerCallback):
-    """The names and the values of trials."""
-
-    trials: ClassVar[list[Any]] = []
-
-    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self.trials.append((state.is_hyper_param_search, state.trial_name, state.trial_params))
-
-
 class Scaled(HFTrainer):
     """A subclass with another argument, and callbacks from a generator."""
 
-    def __init__(self, scale: float, *args: Any, **kwargs: Any) -> None:
-        self.callback = Steps()
-        super().__init__(*args, callbacks=(callback for callback in (self.callback, Names())), **kwargs)
+    def __init__(self, scale: float, callbacks: Any, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, callbacks=(each for each in callbacks), **kwargs)
         self.scale = scale
 
     def _prepare_batch(self, batch: Any) -> Any:
@@ -271,26 +232,32 @@ class Scaled(HFTrainer):
 
 
 def test_trial_has_the_arguments_of_the_trainer(arguments: Any) -> None:
+    metrics: list[dict[str, float]] = []
+    events: list[str] = []
+    trials: list[Any] = []
+
     def error(outputs: Any) -> dict[str, float]:
         return {"error": float(np.abs(outputs.predictions - outputs.label_ids).mean())}
-
-    metrics: list[dict[str, float]] = []
 
     def objective(values: dict[str, float]) -> float:
         metrics.append(values)
         return values["eval_error"]
 
-    Names.trials.clear()
+    def note(args: Any, state: Any, *_: Any, **__: Any) -> None:
+        trials.append((state.is_hyper_param_search, state.trial_name, state.trial_params))
+
+    callbacks = [
+        counting(events, Callback, "on_step_end", "on_train_end"), callback(TrainerCallback, on_train_begin=note)
+    ]  # fmt: skip
     options = {"scale": 3.0, "compute_metrics": error, "patience": 1}
-    trainer = build(arguments(max_steps=6), Scaled, **options)
-    best = search(
-        trainer, compute_objective=objective, hp_name=lambda trial: f"rate-{trial.params['learning_rate']}"
-    )  # fmt: skip
-    expected = build(arguments(max_steps=6, **best.hyperparameters), Scaled, **options)
+    trainer = build(arguments(max_steps=6), Scaled, callbacks=callbacks, **options)
+    name = lambda trial: f"rate-{trial.params['learning_rate']}"  # noqa: E731
+    best = search(trainer, compute_objective=objective, hp_name=name)
+    expected = build(arguments(max_steps=6, **best.hyperparameters), Scaled, callbacks=[], **options)
     assert expected.train()["valid"][-1]["eval_error"] == best.objective
     assert {*metrics[0]} == {"eval_loss", "eval_error"}
-    assert trainer.callback.runs == 3 and trainer.callback.steps == 2 * len(metrics)
-    assert sorted(Names.trials[:3]) == sorted((True, f"rate-{rate}", {"learning_rate": rate}) for rate in RATES)
+    assert events.count("on_train_end") == 3 and events.count("on_step_end") == 2 * len(metrics)
+    assert sorted(trials) == sorted((True, f"rate-{rate}", {"learning_rate": rate}) for rate in RATES)
 
 
 class PrunesSecond(optuna.pruners.BasePruner):
@@ -304,38 +271,27 @@ class PrunesSecond(optuna.pruners.BasePruner):
         return trial.number == 1 and len(trial.intermediate_values) == 2
 
 
-def test_pruned_trial_ends_at_once_and_leaves_nothing_open(
-    arguments: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_pruned_trial_ends_at_once_and_leaves_nothing_open(arguments: Any, tmp_path: Path, monkeypatch: Any) -> None:
     events: list[Any] = []
 
-    class Ours(Callback):
-        order = 99
+    def check_folders(trainer: Any) -> None:
+        assert len(list(tmp_path.glob("omnitrain-*"))) == 2  # of the search and of this trial
 
-        def on_train_start(self, trainer: Any) -> None:
-            assert len(list(tmp_path.glob("omnitrain-*"))) == 2  # of the search and of this trial
-
-        def on_exception(self, trainer: Any, error: BaseException) -> None:
-            events.append(type(error))
-
-        def on_train_end(self, trainer: Any) -> None:
-            events.append(trainer.progress.step)
-
-    class Stock(TrainerCallback):
-        def on_evaluate(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-            events.append("evaluated")
-
-        def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-            events.append("ended")
-
+    ours = callback(
+        order=99,
+        on_train_start=check_folders,
+        on_exception=lambda trainer, error: events.append(type(error)),
+        on_train_end=lambda trainer: events.append(trainer.progress.step),
+    )
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     threads, handler, pruner = threading.active_count(), signal.getsignal(signal.SIGTERM), PrunesSecond()
     args = arguments(save_strategy="steps", save_steps=4, max_steps=6)
-    best = search(build(args, callbacks=[Ours(), Stock()]), pruner=pruner)
+    stock = counting(events, TrainerCallback, "on_evaluate", "on_train_end")
+    best = search(build(args, callbacks=[ours, stock]), pruner=pruner)
     assert {number: [*values] for number, values in pruner.reported.items()} == {0: [2, 4, 6], 1: [2, 4], 2: [2, 4, 6]}
     assert best.run_id in ("0", "2") and best.objective == pruner.reported[int(best.run_id)][6]
-    full, pruned = ["evaluated"] * 3 + ["ended", 6], ["evaluated"] * 2 + ["ended", optuna.TrialPruned, 4]
-    assert events == full + pruned + full
+    full = [*["on_evaluate"] * 3, "on_train_end", 6]
+    assert events == [*full, *["on_evaluate"] * 2, "on_train_end", optuna.TrialPruned, 4, *full]
     assert len(list(tmp_path.glob("omnitrain-*"))) <= 1
     assert threading.active_count() == threads
     assert signal.getsignal(signal.SIGTERM) is handler
@@ -355,14 +311,6 @@ def test_trial_that_diverges_fails_and_the_search_continues(arguments: Any, capl
     assert [text for text in caplog.messages if "Trial run-0 has failed: " in text]
 
 
-def test_search_for_several_objectives_returns_several_runs(arguments: Any) -> None:
-    best = search(
-        build(arguments(max_steps=1)), direction=["minimize", "maximize"], n_trials=2,
-        compute_objective=lambda metrics: [metrics["eval_loss"], metrics["eval_loss"]],
-    )  # fmt: skip
-    assert len(best) == 2
-
-
 @pytest.mark.parametrize(
     ("trainer_options", "options", "message"),
     [
@@ -379,11 +327,12 @@ def test_search_for_several_objectives_returns_several_runs(arguments: Any) -> N
 def test_search_is_rejected_before_the_first_step(
     arguments: Any, trainer_options: Any, options: Any, message: str
 ) -> None:
-    counts = Steps()
-    trainer = build(**{"args": arguments(eval_strategy="no"), "callbacks": [counts], **trainer_options})
+    events: list[str] = []
+    callbacks = [counting(events)]
+    trainer = build(**{"args": arguments(eval_strategy="no"), "callbacks": callbacks, **trainer_options})
     with pytest.raises(ConfigError, match=message):
         search(trainer, **options)
-    assert counts.steps == 0
+    assert events == []
     with pytest.raises(ConfigError, match=r"Call HFTrainer\.train"):
         trainer.engine.train()
 
