@@ -16,8 +16,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 import transformers
-from marks import thinned
-from recipes import Keyed, KeyedModel, Sentences, Tagger, distance, rows, same, t16, weights
+from recipes import Keyed, KeyedModel, Sentences, Tagger, callback, distance, rows, same, t16, weights
 from torch.utils.data import DataLoader
 from transformers import TrainerCallback
 from transformers.trainer_callback import CallbackHandler
@@ -105,6 +104,36 @@ def files_of(trainer: Any) -> list[str]:
     return sorted(path.name for path in Path(trainer.args.output_dir).iterdir() if path.is_file())
 
 
+def predictions_of(output: Any) -> list[Any]:
+    arrays = [None if array is None else array.tolist() for array in (output.predictions, output.label_ids)]
+    return [*arrays, output.num_samples, {name: round(value, 5) for name, value in output.metrics.items()}]
+
+
+def losses_of_loops(trainer: Any) -> list[Any]:
+    loader = trainer.get_test_dataloader(Keyed(8))
+    return [
+        predictions_of(trainer.evaluation_loop(loader, description="Prediction", metric_key_prefix="own")),
+        predictions_of(trainer.evaluation_loop(loader, "Evaluation", prediction_loss_only=True)),
+    ]
+
+
+def files_of_model(trainer: Any) -> list[str]:
+    for _ in range(2):  # a second time replaces the first
+        trainer.save_model()
+    return files_of(trainer)
+
+
+def saved_metrics(trainer: Any) -> list[Any]:
+    trainer.save_metrics("train", {"train_samples": 20})
+    trainer.save_metrics("eval", {"eval_loss": 1.0})
+    return [files_of(trainer), json.loads((Path(trainer.args.output_dir) / "all_results.json").read_text())]
+
+
+def saved_step(trainer: Any) -> int:
+    trainer.save_state()
+    return json.loads((Path(trainer.args.output_dir) / "trainer_state.json").read_text())["global_step"]
+
+
 WITHOUT_ARGUMENTS = """
     autocast_smart_context_manager call_model_init compute_loss_context_manager get_cp_size get_num_trainable_parameters
     get_sp_size get_tp_size is_local_process_zero is_world_process_zero store_flos
@@ -117,7 +146,7 @@ CALLS: dict[str, Any] = {
     "create_optimizer_and_scheduler": lambda t: t.create_optimizer_and_scheduler(4),
     "create_scheduler": lambda t: type(t.create_scheduler(4, t.create_optimizer())),
     "evaluate": lambda t: "eval_loss" in t.evaluate(),
-    "evaluation_loop": lambda t: t.evaluation_loop(t.get_eval_dataloader(), "x").num_samples,
+    "evaluation_loop": losses_of_loops,
     "floating_point_ops": lambda t: t.floating_point_ops(batch_of(t)),
     "get_decay_parameter_names": lambda t: sorted(t.get_decay_parameter_names(t.model)),
     "get_eval_dataloader": lambda t: summary_of(t.get_eval_dataloader()),
@@ -135,9 +164,9 @@ CALLS: dict[str, Any] = {
     "predict": lambda t: [getattr(part, "shape", None) for part in t.predict(Keyed(8))],
     "prediction_step": lambda t: [part.shape for part in t.prediction_step(t.model, batch_of(t), False)],
     "remove_callback": lambda t: (t.add_callback(Counts()), t.remove_callback(Counts)),
-    "save_metrics": lambda t: (t.save_metrics("eval", {"eval_loss": 1.0}), files_of(t))[1],
-    "save_model": lambda t: (t.save_model(), files_of(t))[1],
-    "save_state": lambda t: (t.save_state(), files_of(t))[1],
+    "save_metrics": saved_metrics,
+    "save_model": files_of_model,
+    "save_state": saved_step,
     "train": lambda t: len(tuple(t.train())),
     "training_step": lambda t: t.training_step(t.model, batch_of(t)).shape,
 }
@@ -249,36 +278,16 @@ def test_predict_leaves_out_ignored_keys(arguments: Any) -> None:
     assert np.allclose(part, stock_part) and part.shape == (8, 1)
 
 
-def test_model_state_and_metrics_are_saved_as_in_scripts(arguments: Any, tmp_path: Path, capsys: Any) -> None:
-    trainer = make(arguments())
-    metrics = trainer.train().metrics
-    for _ in range(2):  # a second time replaces the first
-        trainer.save_model()
-        trainer.save_model(str(tmp_path / "other"))
-    metrics["train_samples"] = 20
-    trainer.log_metrics("train", metrics)
-    trainer.save_metrics("train", metrics)
-    trainer.save_metrics("eval", trainer.evaluate())
-    trainer.save_state()
-    assert "train_samples" in capsys.readouterr().out
-    assert {*files_of(trainer)} >= {
-        "model.safetensors", "training_args.bin", "train_results.json", "eval_results.json", "all_results.json",
-        "trainer_state.json",
-    }  # fmt: skip
-    everything = json.loads((tmp_path / "run" / "all_results.json").read_text())
-    assert everything["train_samples"] == 20 and "eval_loss" in everything
-    assert json.loads((tmp_path / "run" / "trainer_state.json").read_text())["global_step"] == 10
-    assert (tmp_path / "other" / "model.safetensors").exists()
-
-
 def stacked(samples: Any) -> Any:
     return {key: torch.stack([sample[key] for sample in samples]) for key in samples[0]}
 
 
 def test_constructor_takes_positions_in_either_order(arguments: Any) -> None:
-    stock_order = HFTrainer(KeyedModel(), arguments(), stacked, Keyed(), Keyed(8))
-    our_order = HFTrainer(KeyedModel(), arguments(), Keyed(), Keyed(8), data_collator=stacked)
-    for trainer in (stock_order, our_order):
+    for trainer in (
+        HFTrainer(KeyedModel(), arguments(), stacked, Keyed(), Keyed(8)),  # of transformers
+        HFTrainer(KeyedModel(), arguments(), Keyed(), Keyed(8), data_collator=stacked),
+        HFTrainer(KeyedModel(), Keyed(), Keyed(8), data_collator=stacked),
+    ):
         assert len(trainer.train_dataset) == 20 and len(trainer.eval_dataset) == 8
         assert trainer.data_collator is stacked
 
@@ -317,37 +326,22 @@ def test_create_optimizer_and_scheduler_takes_a_number_of_steps(arguments: Any) 
 
 
 class Counts(TrainerCallback):
-    """Counts steps."""
-
-    def __init__(self) -> None:
-        self.steps = 0
-
-    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self.steps += 1
-
-
-class OurCounts(Callback):
-    """The same, of omnitrain."""
-
-    def __init__(self) -> None:
-        self.steps = 0
-
-    def on_step_end(self, trainer: Any) -> None:
-        self.steps += 1
+    """Is added and removed."""
 
 
 def test_callbacks_are_added_and_removed(arguments: Any) -> None:
     trainer = make(arguments(max_steps=2))
-    callbacks = {kind: [kind(), kind(), kind()] for kind in (Counts, OurCounts)}
-    for removed, counts, popped in callbacks.values():
-        for callback in (removed, counts, popped):
-            trainer.add_callback(callback)
-        trainer.remove_callback(removed)
-        assert trainer.pop_callback(popped) is popped and trainer.pop_callback(popped) is None
+    steps: list[str] = []
+    names = ["removed", "stays", "popped"]
+    for base in (TrainerCallback, Callback):
+        callbacks = [callback(base, on_step_end=lambda *_, name=name, **__: steps.append(name)) for name in names]
+        for added in callbacks:
+            trainer.add_callback(added)
+        trainer.remove_callback(callbacks[0])
+        assert trainer.pop_callback(callbacks[2]) is callbacks[2] and trainer.pop_callback(callbacks[2]) is None
     for runs in (1, 2):
         trainer.train()
-        for removed, counts, popped in callbacks.values():
-            assert (removed.steps, counts.steps, popped.steps) == (0, 2 * runs, 0)
+        assert steps == ["stays"] * 4 * runs
 
 
 def test_added_early_stopping_stops_a_run(arguments: Any) -> None:
@@ -446,11 +440,9 @@ def test_compute_loss_keeps_the_metrics_of_a_pass(arguments: Any) -> None:
     assert doubled_valid["eval_size"] == plain_valid["eval_size"]
 
 
-class Pairs(Keyed):
+def pairs(size: int = 20) -> list[dict[str, torch.Tensor]]:
     """Inputs and targets without labels."""
-
-    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
-        return {"x": self.x[index], "other": self.y[index]}
+    return [{"x": row["x"], "other": row["labels"]} for row in Keyed(size)]
 
 
 def test_compute_loss_without_labels_is_evaluated(arguments: Any) -> None:
@@ -461,16 +453,15 @@ def test_compute_loss_without_labels_is_evaluated(arguments: Any) -> None:
             return (loss, outputs) if return_outputs else loss
 
     args = arguments(eval_strategy="epoch", remove_unused_columns=False)
-    trainer = trained(args, Contrasting, train_dataset=Pairs(), eval_dataset=Pairs(8))
+    trainer = trained(args, Contrasting, train_dataset=pairs(), eval_dataset=pairs(8))
     loss = trainer.metrics["valid"][-1]["eval_loss"]
     expected = Trainer(trainer.model, eval_dataset=Keyed(8)).evaluate()["eval_loss"]
     assert trainer.evaluate()["eval_loss"] == loss == pytest.approx(expected)
-    result = trainer.predict(Pairs(8))  # of the model only, as in transformers
+    result = trainer.predict(pairs(8))  # of the model only, as in transformers
     assert result.predictions.shape == (8, 1) and "test_loss" not in result.metrics
 
 
-@pytest.mark.parametrize(("batch_size", "accumulation"), thinned([(2, 4), (1, 8)], [(2, 4)]))
-def test_compute_loss_gives_the_same_numbers_in_every_split(batch_size: int, accumulation: int) -> None:
+def test_compute_loss_gives_the_same_numbers_in_every_split() -> None:
     """Of a mean over the labels of a micro-batch."""
 
     class OfTokens(HFTrainer):
@@ -481,7 +472,7 @@ def test_compute_loss_gives_the_same_numbers_in_every_split(batch_size: int, acc
 
     results = []
     for kind, options in (
-        (OfTokens, {"batch_size": batch_size, "gradient_accumulation_steps": accumulation}),
+        (OfTokens, {"batch_size": 2, "gradient_accumulation_steps": 4}),
         (Trainer, {"batch_size": 8, "device": "cpu"}),
     ):
         trainer = kind(
@@ -588,11 +579,9 @@ def test_methods_that_are_called_may_be_overridden() -> None:
     assert issubclass(kind, HFTrainer) and all(hasattr(HFTrainer, name) for name in OVERRIDABLE)
 
 
-class Unlabelled(Keyed):
+def unlabelled(size: int) -> list[dict[str, torch.Tensor]]:
     """Rows of which a model makes predictions, and no loss."""
-
-    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
-        return {key: value for key, value in super().__getitem__(index).items() if key != "labels"}
+    return [{"x": row["x"]} for row in Keyed(size)]
 
 
 def scoring(base: Any) -> Any:
@@ -626,10 +615,9 @@ def scoring(base: Any) -> Any:
 def test_evaluate_of_a_subclass_is_part_of_the_run(is_labelled: bool, arguments: Any) -> None:
     spreads = []
 
-    class Stops(TrainerCallback):
-        def on_evaluate(self, args: Any, state: Any, control: Any, metrics: Any, **kwargs: Any) -> None:
-            spreads.append(metrics["eval_spread"])
-            control.should_training_stop = len(spreads) == 2
+    def stop_at_second(args: Any, state: Any, control: Any, metrics: Any, **_: Any) -> None:
+        spreads.append(metrics["eval_spread"])
+        control.should_training_stop = len(spreads) == 2
 
     def spread(output: Any) -> dict[str, float]:
         return {"spread": float(np.std(output.predictions)), "labelled": float(output.label_ids is not None)}
@@ -638,8 +626,9 @@ def test_evaluate_of_a_subclass_is_part_of_the_run(is_labelled: bool, arguments:
     for base in KINDS:
         spreads.clear()
         trainer = make(
-            arguments(eval_strategy="steps", eval_steps=2), scoring(base), compute_metrics=spread, callbacks=[Stops()],
-            eval_dataset=Keyed(8) if is_labelled else Unlabelled(8),
+            arguments(eval_strategy="steps", eval_steps=2), scoring(base), compute_metrics=spread,
+            callbacks=[callback(TrainerCallback, on_evaluate=stop_at_second)],
+            eval_dataset=Keyed(8) if is_labelled else unlabelled(8),
             **({"optimization_metric": "spread", "optimization_direction": "max"} if base is HFTrainer else {}),
         )  # fmt: skip
         result = trainer.train()
@@ -650,32 +639,6 @@ def test_evaluate_of_a_subclass_is_part_of_the_run(is_labelled: bool, arguments:
         assert trainer.compute_metrics is spread
     assert logs[0] == pytest.approx(logs[1])
     assert [row["eval_spread"] for row in result["valid"]] == logs[1] and "eval_runtime" not in result["valid"][0]
-
-
-def test_train_loader_may_be_prepared_by_accelerate(arguments: Any) -> None:
-    class Plain(HFTrainer):
-        def get_train_dataloader(self) -> Any:
-            return DataLoader(self.train_dataset, batch_size=4)
-
-    class Prepared(Plain):
-        def get_train_dataloader(self) -> Any:
-            return self.accelerator.prepare(super().get_train_dataloader())
-
-    expected, *results = (weights(trained(arguments(), kind).model) for kind in (HFTrainer, Plain, Prepared))
-    assert same(expected, results[0]) and same(expected, results[1])
-
-
-def test_evaluation_loop_returns_the_output_of_transformers(arguments: Any) -> None:
-    expected = make(arguments()).predict(Keyed(8))
-    for kind in KINDS:
-        trainer = make(arguments(), kind)
-        loader = trainer.get_test_dataloader(Keyed(8))
-        output = trainer.evaluation_loop(loader, description="Prediction", metric_key_prefix="own")
-        assert np.allclose(output.predictions, expected.predictions)
-        assert np.array_equal(output.label_ids, expected.labels)
-        assert output.num_samples == 8 and output.metrics["own_loss"] == pytest.approx(expected.metrics["test_loss"])
-        output = trainer.evaluation_loop(loader, "Evaluation", prediction_loss_only=True)
-        assert output.predictions is None and next(iter(output.metrics)) == "eval_loss" and output.num_samples == 8
 
 
 def test_compute_metrics_may_be_set_after_the_constructor(arguments: Any) -> None:

@@ -1,4 +1,4 @@
-"""Arguments of evaluations: `include_for_metrics`, `batch_eval_metrics`, `bf16_full_eval` and `fp16_full_eval`."""
+"""Arguments of evaluations: what metrics get, half precision, and when the first evaluation is."""
 
 from __future__ import annotations
 
@@ -9,30 +9,31 @@ import pytest
 import torch
 import transformers
 from marks import thinned
-from recipes import distance, weights
+from recipes import StopAt, callback, distance, weights
 from tiny import Tokens, bert, llama
 from transformers import EvalPrediction
 
-from omnitrain import Callback, HFTrainer
-from omnitrain.core.errors import ConfigError, DataError
+from omnitrain import HFTrainer
+from omnitrain.core.errors import DataError
 from omnitrain.model.units import StepOutput
 
-DEFAULTS = {"per_device_eval_batch_size": 3, "disable_tqdm": True}
+DEFAULTS = {
+    "per_device_eval_batch_size": 3, "per_device_train_batch_size": 2, "num_train_epochs": 3, "disable_tqdm": True
+}  # fmt: skip
 KINDS: tuple[Any, Any] = (transformers.Trainer, HFTrainer)
 
 
-class Calls:
-    """A function of metrics that keeps its arguments."""
-
-    def __init__(self) -> None:
-        self.calls: list[EvalPrediction] = []
-
-    def __call__(self, prediction: EvalPrediction) -> dict[str, float]:
-        self.calls.append(prediction)
-        return {"calls": len(self.calls)}
-
-
 # --- include_for_metrics
+
+
+def noting(calls: list[EvalPrediction]) -> Any:
+    """Return a function of metrics that keeps its arguments."""
+
+    def metrics(prediction: EvalPrediction) -> dict[str, float]:
+        calls.append(prediction)
+        return {"calls": len(calls)}
+
+    return metrics
 
 
 def ragged(size: int) -> list[dict[str, Any]]:
@@ -49,12 +50,11 @@ def padded(samples: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
 
 
 def test_inputs_and_losses_are_those_of_a_stock_trainer(arguments: Any) -> None:
-    predictions = []
+    predictions: list[EvalPrediction] = []
+    args = arguments(include_for_metrics=["inputs", "loss"])
     for kind in KINDS:
-        metrics = Calls()
-        args = arguments(include_for_metrics=["inputs", "loss"])
-        kind(bert(), args, eval_dataset=ragged(7), compute_metrics=metrics, data_collator=padded).evaluate()
-        predictions.append(metrics.calls[0])
+        options = {"compute_metrics": noting(predictions), "data_collator": padded}
+        kind(bert(), args, eval_dataset=ragged(7), **options).evaluate()
     stock, ours = predictions
     assert ours.inputs.shape == (7, 8) and -100 in ours.inputs
     for name in ("inputs", "predictions", "label_ids"):
@@ -66,10 +66,10 @@ def test_inputs_and_losses_are_those_of_a_stock_trainer(arguments: Any) -> None:
 
 def test_metrics_get_only_what_is_included(arguments: Any) -> None:
     for names, included in ((["loss"], (False, True)), (["inputs"], (True, False)), ([], (False, False))):
-        metrics = Calls()
+        calls: list[EvalPrediction] = []
         args = arguments(include_for_metrics=names)
-        HFTrainer(bert(), args, eval_dataset=Tokens(5, "classes"), compute_metrics=metrics).evaluate()
-        (call,) = metrics.calls
+        HFTrainer(bert(), args, eval_dataset=Tokens(5, "classes"), compute_metrics=noting(calls)).evaluate()
+        (call,) = calls
         assert (call.inputs is not None, call.losses is not None) == included
         assert len(list(call)) == 2 + sum(included)
 
@@ -82,19 +82,22 @@ def test_losses_of_a_unit_that_sums_are_means(arguments: Any) -> None:
         def evaluate(self, batch: Any) -> Any:
             return StepOutput(torch.tensor(6.0), batch["input_ids"], batch["labels"], num_targets=3)
 
-    metrics = Calls()
-    args = arguments(include_for_metrics=["loss"])
-    HFTrainer(bert(), args, eval_dataset=Tokens(2, "classes"), compute_metrics=metrics, unit=Unit()).evaluate()
-    assert metrics.calls[0].losses.tolist() == [2.0, 2.0]
+    calls: list[EvalPrediction] = []
+    options = {"eval_dataset": Tokens(2, "classes"), "compute_metrics": noting(calls), "unit": Unit()}
+    HFTrainer(bert(), arguments(include_for_metrics=["loss"]), **options).evaluate()
+    assert calls[0].losses.tolist() == [2.0, 2.0]
 
 
-def test_inputs_have_the_main_input_name_of_the_model(arguments: Any) -> None:
-    model: Any = bert()
+def test_inputs_and_batch_metrics_are_checked(arguments: Any) -> None:
+    data, model = Tokens(3, "classes"), bert()
     model.main_input_name = "pixel_values"
-    args = arguments(include_for_metrics=["inputs"])
-    trainer = HFTrainer(model, args, eval_dataset=Tokens(2, "classes"), compute_metrics=Calls())
-    with pytest.raises(DataError, match=r"'pixel_values', but the batch holds 'input_ids'"):
-        trainer.evaluate()
+    for fields, metrics, message in (
+        ({"include_for_metrics": ["inputs"]}, lambda prediction: {}, "'pixel_values', but the batch holds 'input_ids'"),
+        ({"batch_eval_metrics": True}, lambda prediction, compute_result: None, "dict of numbers"),
+        ({"batch_eval_metrics": True}, lambda prediction, compute_result: {"x": "high"}, "'x' is no number"),
+    ):
+        with pytest.raises(DataError, match=message):
+            HFTrainer(model, arguments(**fields), eval_dataset=data, compute_metrics=metrics).evaluate()
 
 
 # --- batch_eval_metrics
@@ -121,15 +124,20 @@ class Accuracy:
 
 def test_batch_metrics_are_called_as_by_a_stock_trainer(arguments: Any) -> None:
     data, results = Tokens(7, "classes"), []
+    args = arguments(batch_eval_metrics=True)
     for kind in KINDS:
         metrics = Accuracy()
-        trainer: Any = kind(bert(), arguments(batch_eval_metrics=True), eval_dataset=data, compute_metrics=metrics)
+        trainer: Any = kind(bert(), args, eval_dataset=data, compute_metrics=metrics)
         evaluated = trainer.evaluate()["eval_accuracy"]
         predictions = trainer.predict(data)
         accuracies = evaluated, predictions.metrics["test_accuracy"]
         results.append((accuracies, predictions.predictions.tolist(), metrics.calls))
     assert results[1] == results[0]
     assert results[1][-1] == [(3, False), (3, False), (1, True)] * 2
+    accuracy, sets = Accuracy(), {"one": Tokens(4, "classes"), "two": Tokens(3, "classes")}
+    values = HFTrainer(bert(), args, eval_dataset=sets, compute_metrics=accuracy).evaluate()
+    assert accuracy.calls == [(3, False), (1, True), (3, True)]  # a last batch of each set
+    assert {"eval_one_accuracy", "eval_two_accuracy"} <= values.keys()
 
 
 def test_batch_metrics_may_select_the_best(arguments: Any) -> None:
@@ -141,14 +149,6 @@ def test_batch_metrics_may_select_the_best(arguments: Any) -> None:
     assert metrics["best_valid"]["eval_accuracy"] == max(row["eval_accuracy"] for row in metrics["valid"])
 
 
-def test_batch_metrics_have_a_last_batch_of_each_set(arguments: Any) -> None:
-    accuracy, sets = Accuracy(), {"one": Tokens(4, "classes"), "two": Tokens(3, "classes")}
-    args = arguments(batch_eval_metrics=True)
-    metrics = HFTrainer(bert(), args, eval_dataset=sets, compute_metrics=accuracy).evaluate()
-    assert accuracy.calls == [(3, False), (1, True), (3, True)]
-    assert {"eval_one_accuracy", "eval_two_accuracy"} <= metrics.keys()
-
-
 def test_batch_metrics_get_the_logits_unshifted(arguments: Any) -> None:
     shapes = []
 
@@ -158,27 +158,6 @@ def test_batch_metrics_get_the_logits_unshifted(arguments: Any) -> None:
 
     HFTrainer(llama(), arguments(batch_eval_metrics=True), eval_dataset=Tokens(3), compute_metrics=metrics).evaluate()
     assert shapes == [((3, 9, 40), (3, 9))]
-
-
-def test_batch_metrics_must_return_numbers(arguments: Any) -> None:
-    data, args = Tokens(3, "classes"), arguments(batch_eval_metrics=True)
-    for result, message in ((None, "dict of numbers"), ({"x": "high"}, "'x' is no number")):
-        metrics = lambda prediction, compute_result, result=result: result  # noqa: E731
-        with pytest.raises(DataError, match=message):
-            HFTrainer(bert(), args, eval_dataset=data, compute_metrics=metrics).evaluate()
-
-
-def test_metric_options_that_contradict_are_rejected(arguments: Any) -> None:
-    by_batch, message = {"batch_eval_metrics": True}, r"batch_eval_metrics=True.*compute_result"
-    both = {**by_batch, "include_for_metrics": ["inputs"]}
-    for fields, metrics, words in (
-        (by_batch, ["accuracy"], message),
-        (by_batch, lambda prediction: {}, message),
-        (both, Accuracy(), r"batch_eval_metrics=True.*include_for_metrics=\['inputs'\]"),
-        ({"include_for_metrics": ["losses"]}, None, "got 'losses'.*'loss'"),
-    ):
-        with pytest.raises(ConfigError, match=words):
-            HFTrainer(bert(), arguments(**fields), compute_metrics=metrics)
 
 
 # --- bf16_full_eval, fp16_full_eval
@@ -197,13 +176,8 @@ def test_half_precision_evaluation_is_that_of_a_stock_trainer(arguments: Any, na
     assert not np.array_equal(full, ours) and np.abs(full - ours).max() < 0.02
 
 
-class EvaluatesInSteps(Callback):
-    def on_step_end(self, trainer: Any) -> None:
-        trainer.evaluate(Tokens(6, "classes"))
-
-
 def test_half_precision_evaluation_leaves_the_weights_unchanged(arguments: Any) -> None:
-    """To the bit; and evaluations of a run use the weights of the run."""
+    """To the bit, after an error too; and evaluations of a run use the weights of the run."""
     data = Tokens(6, "classes")
     args = arguments(
         bf16_full_eval=True, eval_strategy="steps", eval_steps=1, eval_on_start=True, max_steps=2,
@@ -215,11 +189,14 @@ def test_half_precision_evaluation_leaves_the_weights_unchanged(arguments: Any) 
     model.register_forward_hook(lambda *_: dtypes.extend({model.classifier.weight.dtype, model.third.dtype}))
     before = [tensor.clone() for tensor in (*model.parameters(), *model.buffers())]
     addresses = [parameter.data_ptr() for parameter in model.parameters()]
-    trainer = HFTrainer(model, args, data, data, callbacks=[EvaluatesInSteps()])
+    evaluates = callback(on_step_end=lambda trainer: trainer.evaluate(data))
+    trainer = HFTrainer(model, args, data, data, callbacks=[evaluates])
     trainer.evaluate()
     trainer.test(data)
     trainer.predict(data)
     assert dtypes == [torch.bfloat16] * 3
+    with pytest.raises(ZeroDivisionError):
+        HFTrainer(model, args, eval_dataset=data, compute_metrics=lambda prediction: 1 / 0).evaluate()
     assert all(map(torch.equal, before, (*model.parameters(), *model.buffers())))
     assert addresses == [parameter.data_ptr() for parameter in model.parameters()]
     dtypes.clear()
@@ -230,12 +207,70 @@ def test_half_precision_evaluation_leaves_the_weights_unchanged(arguments: Any) 
     assert distance(weights(model), weights(expected.model)) == 0
 
 
-def test_half_precision_weights_are_restored_after_an_error(arguments: Any) -> None:
-    def fail(prediction: EvalPrediction) -> Any:
-        raise ZeroDivisionError
+# --- eval_delay, eval_on_start
 
-    model = bert().float()
-    trainer = HFTrainer(model, arguments(bf16_full_eval=True), eval_dataset=Tokens(2, "classes"), compute_metrics=fail)
-    with pytest.raises(ZeroDivisionError):
-        trainer.evaluate()
-    assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}
+
+def classifier(args: Any, *callbacks: Any, kind: Any = HFTrainer) -> Any:
+    """A trainer of 12 steps, 4 in an epoch."""
+    data = Tokens(8, "classes")
+    return kind(bert(), args, train_dataset=data, eval_dataset=data, callbacks=[*callbacks])
+
+
+def noting_steps(steps: list[int]) -> Any:
+    """Return a callback that notes the steps of evaluations."""
+
+    def note(args: Any, state: Any, *_: Any, **__: Any) -> None:
+        steps.append(state.global_step)
+
+    return callback(transformers.TrainerCallback, on_evaluate=note)
+
+
+STEPS = {"eval_strategy": "steps", "eval_steps": 2}
+EPOCHS = {"eval_strategy": "epoch"}
+
+
+DELAYS: list[Any] = [
+    ({**STEPS, "eval_delay": 6}, [6, 8, 10, 12]),
+    ({**STEPS, "eval_delay": 13}, []),
+    ({**STEPS, "eval_delay": 9, "eval_on_start": True}, [0, 10, 12]),
+    ({**EPOCHS, "eval_delay": 1.5}, [8, 12]),
+    ({**EPOCHS, "eval_delay": 1, "max_steps": 6}, [4, 6]),
+]
+
+
+@pytest.mark.parametrize(("fields", "expected"), thinned(DELAYS, [DELAYS[0], DELAYS[2], DELAYS[4]]), ids=str)
+def test_eval_delay_has_the_evaluations_of_a_stock_trainer(arguments: Any, fields: Any, expected: list[int]) -> None:
+    for kind in KINDS:
+        steps: list[int] = []
+        classifier(arguments(**fields), noting_steps(steps), kind=kind).train()
+        assert steps == expected, kind
+
+
+def test_eval_delay_counts_from_the_start_and_not_from_a_resume(arguments: Any) -> None:
+    args = arguments(**STEPS, eval_delay=6, save_strategy="steps", save_steps=100)
+    classifier(args, StopAt(3)).train()
+    metrics = classifier(args).train(resume_from="auto")
+    assert [row["step"] for row in metrics["valid"]] == [6, 8, 10, 12]
+
+
+@pytest.mark.parametrize("order", thinned([0, 10], [10]))
+def test_eval_delay_does_not_hold_for_requests(arguments: Any, order: int) -> None:
+    def request(trainer: Any) -> None:
+        if trainer.progress.step == 3:
+            trainer.request_evaluate()
+
+    args = arguments(eval_strategy="steps", eval_steps=9, eval_delay=11)
+    metrics = classifier(args, callback(order=order, on_step_end=request)).train()
+    assert [row["step"] for row in metrics["valid"]] == [3, 12]  # and it holds for the end of the run
+    args = arguments(**STEPS, eval_delay=50, save_strategy="steps", save_steps=4, load_best_model_at_end=True)
+    metrics = classifier(args).train()
+    assert metrics["stop_reason"] == "epochs" and metrics["best_valid"] == {} and metrics["valid"] == []
+
+
+def test_eval_on_start_evaluates_once_in_each_run(arguments: Any) -> None:
+    evaluations: list[int] = []
+    trainer = classifier(arguments(**STEPS, eval_on_start=True, max_steps=1), noting_steps(evaluations))
+    for steps in ([0, 1], [0, 1, 0, 1]):
+        trainer.train()
+        assert evaluations == steps
+    assert [row["step"] for row in trainer.state.log_history if "eval_loss" in row] == [0, 1]

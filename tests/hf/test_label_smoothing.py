@@ -50,8 +50,8 @@ def test_smoothed_step_is_the_same_in_every_split(arguments: Any, model: Any) ->
         losses.append(trainer.train()["train_metrics_history"][0]["train_loss"])
         results.append(weights(trainer.model))
     assert distance(results[0], weights(model())) > 1e-3
-    assert max(distance(results[0], other) for other in results[1:]) <= 1e-12
-    assert max(losses) - min(losses) <= 1e-12
+    assert distance(*results) <= 1e-12
+    assert losses[0] == pytest.approx(losses[1], abs=1e-12)
 
 
 def unshifted(logits: Any, labels: Any, vocab_size: int, **_: Any) -> torch.Tensor:
@@ -62,18 +62,16 @@ def unshifted(logits: Any, labels: Any, vocab_size: int, **_: Any) -> torch.Tens
 def test_smoothed_loss_shifts_as_the_loss_of_the_model(arguments: Any, loss: str) -> None:
     """A decoder that is trained to fill gaps has the class of a causal model, and the loss of another."""
     masked = transformers.loss.loss_utils.ForMaskedLMLoss
-    model, data = llama(), Tokens(4)
-    if loss != "causal":
+    model, data, is_causal = llama(), Tokens(4), loss == "causal"
+    if not is_causal:
         model.loss_function = {"masked": masked, "custom": unshifted}[loss]
     trainer = HFTrainer(model, arguments(), data)
-    assert trainer.settings.loss_fn.shift == (loss == "causal")
-    options = arguments(label_smoothing_factor=0.0)
-    for shift in (False, True):
-        if shift == (loss == "causal"):
-            HFTrainer(model, options, data, loss_fn=CrossEntropy(shift=shift))
-    if loss == "causal":
+    assert trainer.settings.loss_fn.shift == is_causal
+    args = arguments(label_smoothing_factor=0.0)
+    HFTrainer(model, args, data, loss_fn=CrossEntropy(shift=is_causal))
+    if is_causal:
         with pytest.raises(ConfigError, match=r"CrossEntropy\(shift=True\)"):
-            HFTrainer(model, options, data, loss_fn=CrossEntropy())
+            HFTrainer(model, args, data, loss_fn=CrossEntropy())
 
 
 def test_evaluated_loss_is_the_mean_over_labels(arguments: Any) -> None:
@@ -88,24 +86,32 @@ def test_evaluated_loss_is_the_mean_over_labels(arguments: Any) -> None:
     logs, labels = logits.log_softmax(-1)[labels != -100], labels[labels != -100]
     expected = -(0.8 * logs[range(len(labels)), labels] + 0.2 * logs.mean(-1)).mean()
     assert losses == pytest.approx([expected.item()] * 3, rel=1e-12)
-
-
-def test_smoothed_loss_of_half_precision_is_summed_in_float32() -> None:
     scores, labels = (8 * torch.randn(64, 1000)).bfloat16(), torch.randint(0, 1000, (64,))
-    loss = SmoothedLoss(0.2)({"logits": scores}, labels)
+    loss = SmoothedLoss(0.2)({"logits": scores}, labels)  # of half precision, summed in float32
     assert loss.dtype is torch.float32
     assert loss.item() == pytest.approx(SmoothedLoss(0.2)(scores.double(), labels).item(), rel=1e-5)
 
 
-def test_smoothing_factor_rejects_contradictions(arguments: Any) -> None:
-    for fields, options, message in (
-        ({}, {"loss_fn": lambda outputs, labels: 0}, "label_smoothing_factor=0.2.*loss_fn"),
-        ({}, {"compute_loss_func": lambda outputs, labels: 0}, "label_smoothing_factor=0.2.*compute_loss_func"),
-        ({}, {"unit": lambda batch: 0}, "label_smoothing_factor=0.2.*`unit`"),
-        ({"label_smoothing_factor": 1.5}, {}, "between 0 and 1, got 1.5"),
-    ):
-        with pytest.raises(ConfigError, match=message):
-            HFTrainer(bert(), arguments(**fields), Tokens(4, "classes"), **options)
+FACTOR = "label_smoothing_factor=0.2"
+
+
+@pytest.mark.parametrize(
+    ("model", "data", "fields", "options", "error", "message"),
+    [
+        (t16, rows(4), {}, {"loss_fn": lambda outputs, labels: 0}, ConfigError, f"{FACTOR}.*loss_fn"),
+        (t16, rows(4), {}, {"compute_loss_func": lambda outputs, labels: 0}, ConfigError, f"{FACTOR}.*compute_loss_f"),
+        (t16, rows(4), {}, {"unit": lambda batch: 0}, ConfigError, f"{FACTOR}.*`unit`"),
+        (t16, rows(4), {"label_smoothing_factor": 1.5}, {}, ConfigError, "between 0 and 1, got 1.5"),
+        (t16, rows(4), {}, {}, DataError, f"{FACTOR}.*float"),
+        (llama, Tokens(4, "prompts"), {}, {}, DataError, f"{FACTOR}.*none"),
+    ],
+    ids=["loss_fn", "compute_loss_func", "unit", "range", "float", "none"],
+)
+def test_smoothing_rejects_other_losses_and_labels(
+    arguments: Any, model: Any, data: Any, fields: Any, options: Any, error: type[Exception], message: str
+) -> None:
+    with pytest.raises(error, match=message):
+        HFTrainer(model(), arguments(**fields), data, **options).train()
 
 
 def test_smoothing_leaves_out_multi_label_problems(arguments: Any, caplog: pytest.LogCaptureFixture) -> None:
@@ -119,12 +125,6 @@ def test_smoothing_leaves_out_multi_label_problems(arguments: Any, caplog: pytes
         assert ("label_smoothing_factor" in caplog.text) == bool(factor)
         results.append(trainer.evaluate(data))
     assert results[0] == results[1]
-
-
-def test_labels_that_are_no_classes_are_rejected(arguments: Any) -> None:
-    for model, data, message in ((t16(), rows(4), "float"), (llama(), Tokens(4, "prompts"), "none")):
-        with pytest.raises(DataError, match=f"label_smoothing_factor=0.2.*{message}"):
-            HFTrainer(model, arguments(), data).train()
 
 
 def test_resume_with_another_factor_is_rejected(arguments: Any) -> None:

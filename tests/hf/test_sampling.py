@@ -8,11 +8,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 import transformers
+from counting import Streamed
 from datasets import Dataset as Table
 from marks import thinned
 from recipes import Noisy, StopAt, distance, rows, same, t16, weights
 from tiny import Tokens, bert, gpt
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader
 from transformers import TrainingArguments
 
 from omnitrain import GroupByLength, HFTrainer, HFTrainingArguments, MultiTask, Trainer
@@ -33,45 +34,25 @@ class Numbered(Tokens):
         return super().__getitem__(index)
 
 
-class Stream(IterableDataset[Any]):
-    def __init__(self, samples: Any) -> None:
-        self.samples = samples
-
-    def __iter__(self) -> Any:
-        return iter(self.samples)
-
-
-# --- dataloader_drop_last
-
-
-SIZES = [(13, 1, 6), (13, 2, 4), (12, 1, 6), (15, 3, 2)]
-
-
-@pytest.mark.parametrize(("size", "accumulation", "steps"), thinned(SIZES, [(13, 2, 4)]))
+@pytest.mark.parametrize(("size", "accumulation", "steps"), thinned([(13, 2, 4), (15, 3, 2)], [(13, 2, 4)]))
 def test_drop_last_has_the_steps_of_a_stock_trainer(arguments: Any, size: int, accumulation: int, steps: int) -> None:
+    args = arguments(dataloader_drop_last=True, gradient_accumulation_steps=accumulation)
     for kind in (transformers.Trainer, HFTrainer):
         data = Numbered(size)
-        args = arguments(dataloader_drop_last=True, gradient_accumulation_steps=accumulation)
         trainer: Any = kind(bert(), args, train_dataset=data)
         trainer.train()
         assert trainer.state.global_step == trainer.state.max_steps == steps, kind
         epochs = data.indices[:12], data.indices[12:]
         assert [len(set(epoch)) for epoch in epochs] == [12, 12] and len(data.indices) == 24
+    assert set(epochs[0]) != set(epochs[1])  # other samples are dropped in each epoch
     assert trainer.progress.samples == 24 and trainer.progress.epochs == 2
     assert [row["epoch"] for row in trainer.metrics["train_metrics_history"]] == [1, 2]
+    assert len(trainer.predict(Numbered(size)).predictions) == size  # evaluations have all
+    with pytest.raises(DataError, match=r"has 3 samples, fewer than the 4 of a step"):
+        HFTrainer(bert(), arguments(dataloader_drop_last=True), Numbered(3))
 
 
-def test_drop_last_drops_other_samples_in_each_epoch(arguments: Any) -> None:
-    data = Numbered(13)
-    trainer = HFTrainer(bert(), arguments(dataloader_drop_last=True, num_train_epochs=5), data)
-    trainer.train()
-    dropped = {min(set(range(13)) - set(data.indices[start : start + 12])) for start in range(0, 60, 12)}
-    assert len(dropped) > 2
-    assert len(trainer.predict(Tokens(13, "classes")).predictions) == 13  # evaluations have all
-
-
-@pytest.mark.parametrize("cut", thinned([2, 3, 4], [2]))
-def test_drop_last_is_resumed_to_the_bit(arguments: Any, cut: int) -> None:
+def test_drop_last_is_resumed_to_the_bit(arguments: Any) -> None:
     def run(folder: str, *callbacks: Any, resume: Any = None) -> Any:
         args = arguments(folder, dataloader_drop_last=True, save_strategy="steps", save_steps=4, data_seed=5)
         trainer = HFTrainer(t16(0.2), args, Noisy(14), loss_fn=F.mse_loss, callbacks=callbacks, progress_bar=False)
@@ -79,7 +60,7 @@ def test_drop_last_is_resumed_to_the_bit(arguments: Any, cut: int) -> None:
         return trainer
 
     straight = run("straight")
-    run("parts", StopAt(cut))
+    run("parts", StopAt(2))
     resumed = run("parts", resume="auto")
     assert straight.progress.step == resumed.progress.step == 6
     assert same(weights(straight.model), weights(resumed.model))
@@ -97,19 +78,19 @@ def test_resume_with_other_samples_is_rejected(arguments: Any) -> None:
             trainer.train(resume_from="auto")
 
 
-def test_drop_last_rejects_a_set_of_less_than_a_batch(arguments: Any) -> None:
-    with pytest.raises(DataError, match=r"has 3 samples, fewer than the 4 of a step"):
-        HFTrainer(bert(), arguments(dataloader_drop_last=True), Numbered(3))
-
-
 def test_sampling_fields_are_rejected_for_streams(arguments: Any) -> None:
-    for fields, word in (({"dataloader_drop_last": True}, "drop_last"), ({"data_seed": 7}, "seed")):
-        for options in ({"train_dataset": Stream(Tokens(6))}, {"train_loader": DataLoader(Tokens(6), 2)}):
-            with pytest.raises(ConfigError, match=rf"{word}.*no effect on a stream"):
-                HFTrainer(bert(), arguments(max_steps=2, **fields), **options)
-
-
-# --- data_seed
+    stream, loader = {"train_dataset": Streamed(Tokens(6))}, {"train_loader": DataLoader(Tokens(6), 2)}
+    tasks = {"train_dataset": MultiTask({"a": ragged()})}
+    for fields, message, sources in (
+        ({"dataloader_drop_last": True}, "drop_last.*no effect on a stream", (stream, loader)),
+        ({"data_seed": 7}, "seed.*no effect on a stream", (stream, loader)),
+        ({"include_num_input_tokens_seen": "all"}, "tokens_seen='all'.*no effect on a stream", (stream,)),
+        ({"group_by_length": True}, "group_by_length.*needs a dataset with a length", (stream, loader, tasks)),
+    ):
+        args = arguments(kind=HFTrainingArguments, max_steps=2, **fields)
+        for data in sources:
+            with pytest.raises(ConfigError, match=message):
+                HFTrainer(gpt(), args, **data)
 
 
 def test_data_seed_sets_the_order_and_seed_the_rest(arguments: Any) -> None:
@@ -125,9 +106,6 @@ def test_data_seed_sets_the_order_and_seed_the_rest(arguments: Any) -> None:
     # with the noise that each sample has by `seed`
     assert distance(weights(models["both"]), weights(models["one"])) <= 1e-12
     assert distance(weights(models["both"]), weights(models["seven"])) > 1e-12
-
-
-# --- group_by_length
 
 
 def ragged() -> list[dict[str, list[int]]]:
@@ -159,29 +137,12 @@ def test_group_by_length_batches_samples_of_similar_length(arguments: Any, kind:
     assert distance(weights(trainer.model), weights(native.model)) < 1e-6
 
 
-def grouping(arguments: Any, **fields: Any) -> Any:
-    args = arguments(**fields)
-    args.train_sampling_strategy = "group_by_length"
-    return args
-
-
 def test_length_column_is_used_and_need_not_be_an_input(arguments: Any) -> None:
     table = Table.from_list([{**row, "n": 30 - i} for i, row in enumerate(ragged())])
-    trainer = HFTrainer(gpt(), grouping(arguments, length_column_name="n"), train_dataset=table)
+    args = arguments(kind=HFTrainingArguments, group_by_length=True, length_column_name="n")
+    trainer = HFTrainer(gpt(), args, train_dataset=table)
     assert order_of(trainer) == GroupByLength(table, 4, [30 - i for i in range(30)]).epoch_order(0, 42).tolist()
     assert set(next(iter(trainer.train_loader))) == {"input_ids", "attention_mask", "labels"}
-
-
-def test_group_by_length_needs_a_dataset_with_a_length(arguments: Any) -> None:
-    for data in (
-        {"train_dataset": Stream(ragged())}, {"train_loader": DataLoader(Tokens(8))},
-        {"train_dataset": MultiTask({"a": ragged()})},
-    ):  # fmt: skip
-        with pytest.raises(ConfigError, match=r"group_by_length.*needs a dataset with a length"):
-            HFTrainer(gpt(), grouping(arguments, max_steps=2), **data)
-
-
-# --- global_batch_size
 
 
 def test_global_batch_size_need_not_be_a_multiple(arguments: Any) -> None:
@@ -196,9 +157,8 @@ def test_global_batch_size_need_not_be_a_multiple(arguments: Any) -> None:
         assert trainer.gradient_accumulation_steps == 3
     assert losses[0] == pytest.approx(losses[1], abs=1e-12)
     assert trainer.get_total_train_batch_size(trainer.engine.args) == 7
-    trainer = HFTrainer(
-        t16(), arguments(dataloader_drop_last=True), rows(25), loss_fn=F.mse_loss, global_batch_size=7
-    )  # fmt: skip
+    args = arguments(dataloader_drop_last=True)
+    trainer = HFTrainer(t16(), args, rows(25), loss_fn=F.mse_loss, global_batch_size=7)
     trainer.train()  # drops the last step
     assert (trainer.progress.step, trainer.progress.samples) == (6, 42)
 
