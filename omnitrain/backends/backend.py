@@ -58,6 +58,8 @@ class Backend:
     "sparse_gradients"."""
     supports_several_optimizers: ClassVar[bool] = True
     """Whether the user's own loop may have several optimizers."""
+    clips_in_update: ClassVar[bool] = False
+    """Whether `clip_gradients` makes the update too: then nothing can be done between the two."""
     closure: Callable[[], torch.Tensor] | None = None
     """The argument of the optimizer's step, if it needs one: computes loss and gradients again."""
     dry_run_completes_gradients: ClassVar[bool] = True
@@ -276,36 +278,31 @@ class Backend:
     def gradient_norm(self) -> torch.Tensor:
         """Return the L2 norm of all gradients together, a scalar on the device; sparse ones are coalesced before."""
         if self._has_sparse_gradients:
-            return self._norm_of(coalesce(self.parameters))
-        gradients = [parameter.grad for parameter in self.parameters if parameter.grad is not None]
+            gradients = coalesce(self.parameters)
+        else:
+            gradients = [parameter.grad for parameter in self.parameters if parameter.grad is not None]
         try:
-            return self._norm_of(gradients)
+            if not gradients or not self._is_uniform:
+                return nn.utils.get_total_norm(gradients)
+            # get_total_norm first sorts the gradients by device and dtype: half its time for a small model
+            return torch.linalg.vector_norm(torch.stack(torch._foreach_norm(gradients)))  # pyright: ignore
         except NotImplementedError:  # looking at each gradient in every step would be slow
-            self._has_sparse_gradients = any(parameter.is_sparse for parameter in gradients)
-            if not self._has_sparse_gradients:
+            if self._has_sparse_gradients or not any(gradient.is_sparse for gradient in gradients):
                 raise
-            return self._norm_of(coalesce(self.parameters))
+            self._has_sparse_gradients = True
+            return self.gradient_norm()
 
-    def _norm_of(self, gradients: list[torch.Tensor]) -> torch.Tensor:
-        if not gradients or not self._is_uniform:
-            return nn.utils.get_total_norm(gradients)
-        # get_total_norm first sorts the gradients by device and dtype, which takes half its time for a small model
-        return torch.linalg.vector_norm(torch.stack(torch._foreach_norm(gradients)))  # pyright: ignore
-
-    def clip_gradients(self, limit: float, norm: torch.Tensor) -> None:
-        """Scale all gradients down to the L2 norm `limit`; `norm` is the one that they have."""
-        nn.utils.clip_grads_with_norm_(self.parameters, limit, norm)
-
-    def finish_gradients(self, clip: Callable[[], torch.Tensor], announce: Callable[[], None]) -> torch.Tensor:
-        """Unscale and clip the gradients; return their norm before clipping.
+    def clip_gradients(self, max_norm: float | None, norm: torch.Tensor | None = None) -> torch.Tensor:
+        """Scale all gradients down to an L2 norm of at most `max_norm`, and return their norm before that.
 
         Args:
-            clip: Clips them, and returns the norm before clipping.
-            announce: Notifies the callbacks that the gradients are final.
+            max_norm: The norm; None does not clip.
+            norm: The norm that they have, if it is known.
         """
-        self.scaler.unscale_(self.optimizer)
-        norm = clip()
-        announce()
+        norm = self.gradient_norm() if norm is None else norm
+        # Reading the norm is free on a CPU, and most steps need no clipping: the factor would be exactly 1.
+        if max_norm is not None and not (norm.device.type == "cpu" and norm.item() < max_norm * (1 - 1e-6) - 1e-6):
+            nn.utils.clip_grads_with_norm_(self.parameters, max_norm, norm)
         return norm
 
     def update(self) -> bool:
@@ -313,7 +310,7 @@ class Backend:
         if self.closure is not None:
             self.optimizer.step(self.closure)  # type: ignore[arg-type]
             return True
-        if not self.can_skip:
+        if not self.scaler.is_enabled():
             self.optimizer.step()
             return True
         scale = self.scaler.get_scale()

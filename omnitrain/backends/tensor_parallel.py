@@ -52,12 +52,15 @@ class TensorParallel(FSDP):
                 dist.all_reduce(square, group=group)
         return torch.stack([total.double() for total in sums.values()]).sum().sqrt() if sums else torch.zeros(())
 
-    def clip_gradients(self, limit: float, norm: torch.Tensor) -> None:
-        factor = (limit / (norm + 1e-6)).clamp(max=1.0)
-        for parameter in self.parameters:
-            if parameter.grad is not None:
-                shard = self.local_shard(parameter.grad)
-                shard.mul_(factor.to(shard.device, shard.dtype))
+    def clip_gradients(self, max_norm: float | None, norm: torch.Tensor | None = None) -> torch.Tensor:
+        norm = self.gradient_norm() if norm is None else norm
+        if max_norm is not None:
+            factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
+            for parameter in self.parameters:
+                if parameter.grad is not None:
+                    shard = self.local_shard(parameter.grad)
+                    shard.mul_(factor.to(shard.device, shard.dtype))
+        return norm
 
 
 def parallelize(model: nn.Module, mesh: Any) -> None:

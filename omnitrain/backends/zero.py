@@ -160,6 +160,7 @@ class Zero(DDP):
     )
     supports_several_optimizers = False
     forward_is_collective: ClassVar[bool] = True
+    clips_in_update: ClassVar[bool] = True
     _is_last = True
     _was_applied = True
 
@@ -317,9 +318,8 @@ class Zero(DDP):
     def scale_gradients(self, factor: float) -> None:
         self._factor = factor  # applied when the next step unscales
 
-    def finish_gradients(self, clip: Callable[[], torch.Tensor], announce: Callable[[], None]) -> torch.Tensor:
+    def clip_gradients(self, max_norm: float | None, norm: torch.Tensor | None = None) -> torch.Tensor:
         """Have DeepSpeed clip, check and update, all at once; return the norm before clipping."""
-        announce()
         engine: Any = self.wrapped
         engine.set_gradient_accumulation_boundary(True)
         # Stages and offloads keep gradients in different places, but all of them divide by the loss scale.
@@ -357,7 +357,7 @@ class Zero(DDP):
         ]
 
     def update(self) -> bool:
-        return self._was_applied  # `finish_gradients` made the update
+        return self._was_applied  # `clip_gradients` made the update
 
     # --- checkpoints
 

@@ -389,11 +389,10 @@ class Engine(SearchTrainer):
 
     def training_step(self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None) -> torch.Tensor:
         """Run forward and backward on a micro-batch, or on each one of a window; return the loss."""
-        step = self.trainer._step
-        if step.is_empty:
+        if not self.window.weight:
             return torch.zeros((), device=self.args.device)
         if self.by_window:
-            return step.run(lambda: self._run_micro_batches(model))
+            return self.trainer._step.run(lambda: self._run_micro_batches(model))
         return self._train_micro_batch(model, inputs)
 
     def _train_micro_batch(self, model: nn.Module, inputs: Any) -> torch.Tensor:
@@ -406,7 +405,7 @@ class Engine(SearchTrainer):
 
     def _run_micro_batches(self, model: nn.Module) -> torch.Tensor:
         total = torch.zeros((), device=self.args.device)
-        for batch in self.trainer._step.batches:
+        for batch in self.trainer._step.window.batches:
             total += self._train_micro_batch(model, batch)
         return total
 

@@ -278,7 +278,7 @@ class Hooks:
 
     def _clip_gradients(self) -> torch.Tensor:
         """Clip the gradients to `max_grad_norm`, if set, and return their norm before clipping, on the device."""
-        return self._step.clip_gradients()
+        return self.backend.clip_gradients(self.settings.max_grad_norm, self._gradient_norm())
 
     def _gradient_norm(self) -> torch.Tensor:
         """Return the norm of all gradients."""

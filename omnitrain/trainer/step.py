@@ -11,7 +11,7 @@ import functools
 import logging
 import math
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import nn
@@ -127,7 +127,8 @@ class Step:
         self._loader = loader
         self.weight: float = 0.0
         """The weight of the current micro-batch in the mean of its step."""
-        self._window: Window
+        self.window: Window = cast("Any", None)
+        """The latest window; None before the first."""
         self.turn: int = 0
         """How many micro-batches of this step were run."""
         # The targets of this window so far, if the unit counts them.
@@ -149,7 +150,11 @@ class Step:
         self._untrained: list[str] = []
         # The methods of algorithms that change a step, by name, in the order they are called.
         self._transforms: dict[str, list[Callable[..., Any]]] = {}
-        # The unit's `set_step_nr`, if it has one.
+        """The methods of algorithms that change a step, by name, in the order they are called."""
+        self._has_clip_hook = False
+        """Whether the trainer's class overrides how gradients are measured or clipped."""
+        self._scales_loss = False
+        """Whether the loss is scaled, so that the scaler skips updates with gradients that are not finite."""
         self._set_step_nr: Callable[[int], None] | None = None
         # Whether a micro-batch may run more than once in a step.
         self._repeats = False
@@ -161,7 +166,10 @@ class Step:
     def prepare(self) -> None:
         """Prepare for a run: no gradients, and a guard that fits the optimizer."""
         optimizer, settings = self._backend.optimizer, self._settings
-        if settings.fp16_loss_scale != DEFAULTS["fp16_loss_scale"] and not self._backend.can_skip:
+        trainer_class, self._scales_loss = type(self._trainer), self._backend.can_skip
+        self._has_clip_hook = trainer_class._clip_gradients is not Hooks._clip_gradients
+        self._has_clip_hook |= trainer_class._gradient_norm is not Hooks._gradient_norm
+        if settings.fp16_loss_scale != DEFAULTS["fp16_loss_scale"] and not self._scales_loss:
             raise ConfigError(
                 f"`fp16_loss_scale={settings.fp16_loss_scale!r}` has no effect, as the loss is not scaled. Leave it "
                 "out, or set autocast='fp16'."
@@ -178,17 +186,17 @@ class Step:
         self._warn_low_precision()
         if self._auto_microbatch is not None:
             self._auto_microbatch.prepare()
-        self._needs_closure = needs_closure(optimizer) and type(self._trainer)._train_epoch is Hooks._train_epoch
+        self._needs_closure = needs_closure(optimizer) and trainer_class._train_epoch is Hooks._train_epoch
         if self._needs_closure:
             self._check_closure()
         has_second_pass = self._needs_closure or bool(self._transforms["before_second_pass"])
         if has_second_pass:
             self._check_second_pass()
         self._repeats = has_second_pass or self._auto_microbatch is not None
-        self._may_undo = settings.on_nonfinite != "raise" or self._backend.can_skip or self._needs_closure
-        self._buffers = Buffers() if settings.on_nonfinite == "skip" or self._backend.can_skip else None
+        self._may_undo = settings.on_nonfinite != "raise" or self._scales_loss or self._needs_closure
+        self._buffers = Buffers() if settings.on_nonfinite == "skip" or self._scales_loss else None
         self._set_step_nr = getattr(self._trainer.unit, "set_step_nr", None)
-        defers = settings.on_nonfinite == "raise" and not self._backend.can_skip
+        defers = settings.on_nonfinite == "raise" and not self._scales_loss
         defers = defers and FiniteGuard.can_defer(self._backend.device, optimizer)
         self.guard = FiniteGuard(self._backend.device, optimizer, defers)
 
@@ -288,7 +296,7 @@ class Step:
     def run_window(self, window: Window) -> bool:
         """Train on a window, and return whether the weights were updated."""
         self.begin(window)
-        if not self.is_empty:
+        if window.weight:  # otherwise it has nothing to predict on any rank
             self.run(self._run_micro_batches)
         return self.end_step(self.finish() and self.update())
 
@@ -307,7 +315,7 @@ class Step:
         try:
             self._put_into_training()
             self.restart(window)
-            for batch in self.batches:
+            for batch in self.window.batches:
                 with trainer._accumulating(last=backend.dry_run_completes_gradients):
                     loss = self.loss_of(batch)
                     if loss is not None:
@@ -323,7 +331,7 @@ class Step:
 
     def _run_micro_batches(self) -> None:
         trainer, emit = self._trainer, self._lifecycle.emit_in_step
-        for batch in self.batches:
+        for batch in self.window.batches:
             with trainer._accumulating(last=self.completes):
                 loss = self.loss_of(batch)
                 if loss is not None:
@@ -334,11 +342,11 @@ class Step:
                 emit(Event.BATCH_END)
 
     def run(self, attempt: Callable[[], Result]) -> Result:
-        """Return what `attempt()` returns, which runs all `batches`; more and smaller ones where memory has run out."""
+        """Return what `attempt()` returns, which runs all micro-batches; smaller ones where memory has run out."""
         return (
             attempt()
             if self._auto_microbatch is None
-            else self._auto_microbatch.run(self._window, attempt, self.restart)
+            else self._auto_microbatch.run(self.window, attempt, self.restart)
         )
 
     def update(self) -> bool:
@@ -361,41 +369,22 @@ class Step:
 
     def restart(self, window: Window) -> None:
         """Go to the first micro-batch of a window, which may be the same samples in other micro-batches."""
-        self._window, self.turn, self._targets = window, 0, None
+        self.window, self.turn, self._targets = window, 0, None
         self._backend.begin_window()
-
-    @property
-    def window(self) -> Window | None:
-        """The latest window; None before the first."""
-        return vars(self).get("_window")
-
-    @property
-    def batches(self) -> list[Any]:
-        """The micro-batches of the window."""
-        return self._window.batches
-
-    @property
-    def is_empty(self) -> bool:
-        """Whether this window has nothing to predict on any rank."""
-        return not self._window.weight
-
-    @property
-    def is_last(self) -> bool:
-        """Whether the next micro-batch is the last of its window."""
-        return self.turn == len(self._window.batches) - 1
 
     @property
     def completes(self) -> bool:
         """Whether the gradients are to be complete after the next micro-batch."""
-        return self.is_last and (self._auto_microbatch is None or not self._auto_microbatch.separate_all_reduce)
+        is_last = self.turn == len(self.window.batches) - 1
+        return is_last and (self._auto_microbatch is None or not self._auto_microbatch.separate_all_reduce)
 
     def loss_of(self, batch: Any) -> torch.Tensor | None:
         """Run the next forward pass; return its part of the window's loss, or None if no backward pass is needed."""
-        turn, last = self.turn, self.is_last
+        turn, last = self.turn, self.turn == len(self.window.batches) - 1
         self.turn += 1
         self._ranks.progress_count += 1
         try:
-            return self._loss_of(batch, self._window.weights[turn], last)
+            return self._loss_of(batch, self.window.weights[turn], last)
         except Exception as error:
             if is_of_callback(error):
                 raise
@@ -423,7 +412,7 @@ class Step:
         )
 
     def _loss_of(self, batch: Any, weight: float, last: bool) -> torch.Tensor | None:
-        trainer, window, emit = self._trainer, self._window, self._lifecycle.emit_in_step
+        trainer, window, emit = self._trainer, self.window, self._lifecycle.emit_in_step
         self.weight = weight
         if self._repeats and trainer.device.type == "cpu":  # elsewhere the passes get copies anyway
             batch = copy.deepcopy(batch)  # the model may change it in place
@@ -476,8 +465,8 @@ class Step:
     def _name_samples(self, error: Exception, turn: int) -> None:
         """Add to an error of a forward pass its step and rank, and the samples that raise it."""
         trainer, loader, place = self._trainer, self._loader(), self._place()
-        if self._window.origins is not None:
-            turn = self._window.origins[turn]
+        if self.window.origins is not None:
+            turn = self.window.origins[turn]
         if loader is not None:
             run, mode = (
                 functools.partial(self._backend.forward, trainer._forward),
@@ -490,7 +479,7 @@ class Step:
 
     def finish(self) -> bool:
         """Complete the gradients, call the callbacks, and return whether to make the update."""
-        if self.is_empty or not self._divide_by_targets():
+        if not self.window.weight or not self._divide_by_targets():
             self._warn_of_empty()
             return False
         trainer = self._trainer
@@ -500,17 +489,34 @@ class Step:
                 self._check_tokens(trainer.lr_scheduler)
         if self._transforms["before_second_pass"]:
             self._run_second_pass()
-        clip = self._transform_and_clip if self._transforms["before_update"] else self._trainer._clip_gradients
-        if self._lifecycle.emit_in_step is not None:
-            clip = functools.partial(self._clip_with_events, self._lifecycle.emit_in_step, clip)
-        self.grad_norm = self._backend.finish_gradients(clip, self._lifecycle.before_optimizer_step)
+        if self._backend.clips_in_update:
+            self._lifecycle.before_optimizer_step()
+            self.grad_norm = self._backend.clip_gradients(self._settings.max_grad_norm)
+        else:
+            self._backend.scaler.unscale_(self._backend.optimizer)
+            self.grad_norm = self._clip(self._lifecycle.emit_in_step)
+            self._lifecycle.before_optimizer_step()
         return self._should_update(self.grad_norm)
 
-    def _clip_with_events(self, emit: Callable[..., None], clip: Callable[[], torch.Tensor]) -> torch.Tensor:
-        """Clip, emit the callbacks before and after it, and return the norm before."""
-        emit(Event.BEFORE_CLIP)
-        norm = clip()
-        emit(Event.AFTER_CLIP, norm)
+    def _clip(self, emit: Callable[..., None] | None = None) -> torch.Tensor:
+        """Have algorithms change the gradients, and clip them; return their norm before either.
+
+        Args:
+            emit: Calls the callbacks before and after it; None calls none.
+        """
+        trainer, changes = self._trainer, self._transforms["before_update"]
+        if emit is not None:
+            emit(Event.BEFORE_CLIP)
+        first_norm = trainer._gradient_norm() if changes else None
+        for change in changes:
+            change(trainer)
+        if self._has_clip_hook:
+            norm = trainer._clip_gradients()
+        else:
+            norm = self._backend.clip_gradients(self._settings.max_grad_norm)
+        norm = norm if first_norm is None else first_norm
+        if emit is not None:
+            emit(Event.AFTER_CLIP, norm)
         return norm
 
     def _check_gradients(self) -> None:
@@ -536,7 +542,7 @@ class Step:
 
     def _check_tokens(self, scheduler: ScheduleLR) -> None:
         """Raise DataError if a schedule follows tokens, and the first step has none."""
-        if "tok" in scheduler.units and scheduler.follows and not self._window.tokens:
+        if "tok" in scheduler.units and scheduler.follows and not self.window.tokens:
             raise DataError(
                 f"`lr_scheduler={scheduler.schedule!r}` follows the tokens of the run, but the batches have none: they "
                 "are counted in 'attention_mask', 'input_ids' or labels. Give lengths in steps, samples or time."
@@ -608,7 +614,7 @@ class Step:
 
     def _follow(self, scheduler: ScheduleLR, applied: bool, ends_epoch: bool) -> None:
         """Set the rates by where the run is at the end of this step, or of this epoch."""
-        progress, window = copy.copy(self._lifecycle.progress), self._window
+        progress, window = copy.copy(self._lifecycle.progress), self.window
         if ends_epoch:
             progress.close_epoch(complete=True)
         else:
@@ -621,16 +627,6 @@ class Step:
             progress.seconds = seconds
         scheduler.move(progress, applied)
 
-    def clip_gradients(self) -> torch.Tensor:
-        """Clip the gradients to `max_grad_norm`, if set, and return their norm before clipping."""
-        norm = self._trainer._gradient_norm()
-        limit = self._settings.max_grad_norm
-        # Reading the norm is free on a CPU, and most steps need no clipping: the factor would be exactly 1.
-        if limit is None or (norm.device.type == "cpu" and read_on_cpu(norm) < limit * (1 - 1e-6) - 1e-6):
-            return norm
-        self._backend.clip_gradients(limit, norm)
-        return norm
-
     def _run_second_pass(self) -> None:
         """Run the window's micro-batches once more, at weights that algorithms have moved; its loss is not counted."""
         trainer, snapshot = self._trainer, self.snapshot()
@@ -638,7 +634,7 @@ class Step:
             move(trainer)
         self._backend.clear_gradients()
         try:
-            self.restart(self._window)
+            self.restart(self.window)
             self.run(self._run_micro_batches)
             self._divide_by_targets()
         finally:
@@ -717,11 +713,10 @@ class Step:
             self._backend.clear_gradients()
             self.loss.rollback((0.0, 0.0))
             with torch.enable_grad():
-                self.restart(self._window)
+                self.restart(self.window)
                 self._run_micro_batches()
                 self._divide_by_targets()
-            clip = self._transform_and_clip if self._transforms["before_update"] else self._trainer._clip_gradients
-            if not math.isfinite(self._finiteness_value(clip())):
+            if not math.isfinite(self._finiteness_value(self._clip())):
                 raise self._error_at(self._place())
         self._is_at_start = False
         total, weight = self._ranks.sum(
@@ -730,21 +725,13 @@ class Step:
         value = total if self._settings.grad_reduction == "sum" else total / weight
         return torch.tensor(value, dtype=torch.float64)
 
-    def _transform_and_clip(self) -> torch.Tensor:
-        """Have algorithms change the gradients before they are clipped; return their norm before either."""
-        norm = self._trainer._gradient_norm()
-        for change in self._transforms["before_update"]:
-            change(self._trainer)
-        self._trainer._clip_gradients()
-        return norm
-
     def _divide_by_targets(self) -> bool:
         """Divide the gradients by the window's targets, if the forward passes counted them; return False if none."""
         if self._targets is None or self._settings.grad_reduction == "sum":
             return True
         (targets,) = self._ranks.sum("the targets of a step", *self._ranks.count_once([self._targets]))
         if targets:
-            self._trainer._scale_gradients(self._window.divisor * self._ranks.data.size / targets)
+            self._trainer._scale_gradients(self.window.divisor * self._ranks.data.size / targets)
         return bool(targets)
 
     def _warn_of_empty(self) -> None:
@@ -806,11 +793,11 @@ class Step:
     def _place(self) -> WindowPosition:
         """Return the position of the current step."""
         progress = self._lifecycle.progress
-        return WindowPosition(progress.step + 1, progress.epoch, progress.samples_in_epoch, self._window.samples)
+        return WindowPosition(progress.step + 1, progress.epoch, progress.samples_in_epoch, self.window.samples)
 
     def _finiteness_value(self, norm: torch.Tensor) -> float | torch.Tensor:
         """Return a number that is finite if and only if the losses so far and the gradients are."""
-        if self._backend.can_skip:
+        if self._scales_loss:
             return self.loss.sum  # the scaler handles an infinite gradient: it skips the step
         if self._ranks.world_size > 1:
             return norm
