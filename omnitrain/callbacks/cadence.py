@@ -36,23 +36,20 @@ class Cadence(Callback):
 
     def on_step_end(self, trainer: TrainerLike) -> None:
         """Request what is due at this step."""
-        self._request_due(trainer)
+        progress = trainer.progress
+        if self.log.due(progress):
+            trainer.control.schedule("log")
+        if self.evaluate is not None and self.evaluate.due(progress):
+            trainer.control.schedule("evaluate")
+        if self.save is not None and self.save.due(progress):
+            trainer.control.schedule("save")
         self._stop_at_limit(trainer)
 
     def on_epoch_end(self, trainer: TrainerLike) -> None:
         """Request what is due at the end of an epoch."""
-        self._request_due(trainer)
-        self._stop_at_limit(trainer)
+        self.on_step_end(trainer)
 
     def _stop_at_limit(self, trainer: TrainerLike) -> None:
         reason = self.limits.reached(trainer.progress)
         if reason:
             trainer.control.schedule(reason)
-
-    def _request_due(self, trainer: TrainerLike) -> None:
-        if self.log.due(trainer.progress):
-            trainer.control.schedule("log")
-        if self.evaluate is not None and self.evaluate.due(trainer.progress):
-            trainer.control.schedule("evaluate")
-        if self.save is not None and self.save.due(trainer.progress):
-            trainer.control.schedule("save")

@@ -14,7 +14,7 @@ from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, 
 from omnitrain.callbacks.devices import peak_flops
 from omnitrain.core.errors import ConfigError
 from omnitrain.core.events import Callback, Event, TrainerLike
-from omnitrain.core.timing import PHASES
+from omnitrain.core.progress import PHASES
 from omnitrain.data.sampling import share
 
 logger: logging.Logger = logging.getLogger("omnitrain")

@@ -174,8 +174,8 @@ class Checkpointer:
         # The starts in `run.json` that this one replaces: "all", or the "last", which is itself; None adds it.
         self._record_replaces: str | None = None
         self._history_encoder = HistoryEncoder()
-        # The checkpoint that is being written in the background.
-        self._in_flight: BackgroundSave | None = None
+        self.in_flight: BackgroundSave | None = None
+        """The checkpoint that is being written in the background."""
 
     # --- saving
 
@@ -210,7 +210,7 @@ class Checkpointer:
         try:
             # the error of a background save appears in `await_background`, at a later step
             if self._writer.is_in_background:
-                self._in_flight = self._writer.begin(store, snapshot)
+                self.in_flight = self._writer.begin(store, snapshot)
                 return
             path = self._writer.write(store, snapshot)
         except CheckpointError as error:
@@ -247,8 +247,7 @@ class Checkpointer:
         if self.store is None or not self._trainer.settings.keep_best or not self.has_unsaved_best:
             return False
         evaluated = self._lifecycle.evaluated_step
-        snapshot = self._in_flight.snapshot if self._in_flight is not None else None
-        # one that is still being written counts, or each step until its end would save again
+        snapshot = self.in_flight.snapshot if self.in_flight is not None else None
         is_in_flight = snapshot is not None and snapshot.best and snapshot.evaluated_step == evaluated
         return evaluated == self._lifecycle.progress.step and not is_in_flight
 
@@ -403,7 +402,7 @@ class Checkpointer:
             try:
                 yield
             finally:
-                save, self._in_flight = self._in_flight, None  # not None only after an error
+                save, self.in_flight = self.in_flight, None  # not None only after an error
                 if save is not None and (error := save.cancel()) is not None:
                     logger.error("%s", error)
 
@@ -414,20 +413,20 @@ class Checkpointer:
             wait: Whether to wait for an unfinished one; else it advances by a phase once all ranks have ended the last.
         """
         path = None
-        while self._in_flight is not None and path is None:
-            if not wait and not self._in_flight.is_ready():
+        while self.in_flight is not None and path is None:
+            if not wait and not self.in_flight.is_ready():
                 return
-            save = self._in_flight
+            save = self.in_flight
             try:
                 path = save.advance()
             except CheckpointError as error:
-                self._in_flight = None
+                self.in_flight = None
                 self._report_failed_save(error)
                 return
             if path is None and not wait:
                 return
             if path is not None:
-                self._in_flight = None
+                self.in_flight = None
                 self._commit(save.snapshot, path)
 
     # --- loading

@@ -217,7 +217,10 @@ class Every:
         self.count = self._count(progress)
 
     def _count(self, progress: Progress) -> int:
-        return max(_multiples(progress, *interval) for interval in self._intervals)
+        count = 0
+        for interval in self._intervals:
+            count = max(count, _multiples(progress, *interval))
+        return count
 
 
 class Limits:

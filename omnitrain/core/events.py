@@ -20,8 +20,7 @@ from omnitrain.core.duration import Limits
 from omnitrain.core.errors import CheckpointError, ConfigError, did_you_mean
 from omnitrain.core.history import MetricsDict
 from omnitrain.core.objective import Objective
-from omnitrain.core.progress import Progress
-from omnitrain.core.timing import Clock
+from omnitrain.core.progress import Clock, Progress
 
 if TYPE_CHECKING:
     import torch
@@ -182,11 +181,6 @@ class Control:
                 setattr(self, what, True)
                 setattr(control, what, False)
         control.scheduled.clear()
-
-    @property
-    def is_pending(self) -> bool:
-        """Whether anything is requested."""
-        return self.log or self.evaluate or self.save or self.stop != ""
 
     def pop(self, *names: str) -> Control:
         """Return and clear the requests with these names; a requested stop is returned too, but not cleared."""

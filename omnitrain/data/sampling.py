@@ -447,16 +447,13 @@ class Fetch:
     def _fetch_columns(self, indices: np.ndarray) -> Any:
         if self.rows is not None:
             indices = self.rows[indices]
-        index = torch.from_numpy(indices)
-
-        def pick(column: torch.Tensor) -> torch.Tensor:
-            return column.index_select(0, index if column.device == index.device else index.to(column.device))
-
-        if isinstance(self.columns, torch.Tensor):
-            return pick(self.columns)
-        if isinstance(self.columns, dict):
-            return DictBatch({key: pick(column) for key, column in self.columns.items()})
-        return tuple(pick(column) for column in self.columns or ())
+        index, columns, rows = torch.from_numpy(indices), self.columns, list[torch.Tensor]()
+        is_named = isinstance(columns, dict)
+        for column in columns.values() if is_named else columns if isinstance(columns, tuple) else (columns,):
+            rows.append(column.index_select(0, index if column.device == index.device else index.to(column.device)))
+        if is_named:
+            return DictBatch(zip(columns, rows, strict=True))
+        return tuple(rows) if isinstance(columns, tuple) else rows[0]
 
 
 def stop_iteration_error(what: str, samples: str) -> DataError:

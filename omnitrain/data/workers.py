@@ -16,7 +16,7 @@ import threading
 import traceback
 import weakref
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from multiprocessing import connection
 from types import FrameType, FunctionType, ModuleType
 from typing import Any
@@ -27,7 +27,6 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from omnitrain.core.errors import DataError, OmnitrainError
-from omnitrain.core.events import Control
 
 logger: logging.Logger = logging.getLogger("omnitrain")
 
@@ -240,17 +239,3 @@ def _ignore_signal(number: int, frame: FrameType | None) -> None:
 def _stop_all_workers() -> None:
     for iterator in list(_running):
         stop_workers(iterator)
-
-
-def until_signal(items: Iterable[Any], control: Control) -> Iterator[Any]:
-    """Yield batches or windows; after a signal has ended the run, an error of their loader just ends them.
-
-    A signal often goes to all processes of a run, and kills the workers of a custom loader. (For training, wrap the
-    windows, not their batches: an incomplete window would count as the short last one of an epoch.)
-    """
-    try:
-        yield from items
-    except Exception as error:
-        if control.stop != "signal":
-            raise
-        logger.warning("The data end here, since their loader failed after the signal: %s", error)

@@ -127,20 +127,13 @@ class Ranks:
 
     def set_mesh(self, mesh: Any) -> None:
         """Set torch's `DeviceMesh` of the ranks, whose sizes multiply to their number; None for none."""
+        if mesh is self.mesh:
+            return
+        vars(self).pop("data", None)
         self.mesh = mesh
         self.dimensions = {} if mesh is None else dict(zip(mesh.mesh_dim_names, mesh.shape, strict=True))
 
-    @contextlib.contextmanager
-    def use_mesh(self, mesh: Any) -> Iterator[None]:
-        """Set a mesh inside the context: the trainers of a program share the ranks, and each has its own mesh."""
-        previous = self.mesh
-        self.set_mesh(mesh)
-        try:
-            yield
-        finally:
-            self.set_mesh(previous)
-
-    @property
+    @functools.cached_property
     def data(self) -> Coordinates:
         """The share of the data that this rank has: a separate one, unless it shares it in a mesh."""
         model = math.prod(size for name, size in self.dimensions.items() if name in _MODEL_DIMENSIONS)
@@ -148,7 +141,7 @@ class Ranks:
 
     def count_once(self, values: Sequence[float]) -> list[float]:
         """Return numbers of this rank's share of the data for a sum over ranks: zeros if another rank counts them."""
-        return [value if self.data.counts else 0 for value in values]
+        return list(values) if self.data.counts else [0] * len(values)
 
     def one_per_share(self, values: Sequence[T]) -> Sequence[T]:
         """Return one value for each share of the data, of those of all ranks from `gather`."""

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, TextIO
 
 from omnitrain.core.duration import Duration, Every
 from omnitrain.core.errors import ConfigError
-from omnitrain.core.events import Callback, Histogram, TrainerLike
+from omnitrain.core.events import Callback, Event, Histogram, TrainerLike
 from omnitrain.core.metric_format import format_metric, sort_for_display
 from omnitrain.loggers.notebook import NotebookPanel, is_notebook
 from omnitrain.loggers.summary import clock, closing, may_stop_early, opening, position
@@ -78,17 +78,18 @@ class ProgressBar(Callback):
         self._interval = None if self.every is None else Every(self.every, trainer.limits)
         if self._interval is not None:
             self._interval.restart(trainer.progress)
-        if not self._is_enabled(trainer):
-            return
-        lines = opening(trainer)
-        if self.enabled is None and is_notebook(self.stream or sys.stdout):
-            self._guard(lambda: self._start_panel(lines))
-            return
-        console = _bar_console(self.enabled, self.stream)
-        for line in lines:
-            self._print_line([line])
-        if console is not None and not self._is_closed:
-            self._guard(lambda: self._start_bar(console, trainer))
+        if self._is_enabled(trainer):
+            lines = opening(trainer)
+            if self.enabled is None and is_notebook(self.stream or sys.stdout):
+                self._guard(lambda: self._start_panel(lines))
+                return
+            console = _bar_console(self.enabled, self.stream)
+            for line in lines:
+                self._print_line([line])
+            if console is not None and not self._is_closed:
+                self._guard(lambda: self._start_bar(console, trainer))
+        if self._bar is None:  # then steps change nothing that is shown
+            trainer.lifecycle.unsubscribe(self, Event.STEP_END)
 
     def on_step_end(self, trainer: TrainerLike) -> None:
         """Redraw the bar, at most about ten times a second; otherwise only check the clock."""

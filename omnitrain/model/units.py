@@ -9,6 +9,7 @@ import contextlib
 import functools
 import inspect
 import logging
+import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import FunctionType
@@ -217,7 +218,14 @@ class ModelUnit:
                     f"`loss_fn` returned {_describe(loss)}. Return the loss as a scalar tensor that gradients can be "
                     "taken of, or a dict of such losses."
                 )
-            loss = self._checked(loss, outputs, batch)
+            if not isinstance(loss, Tensor):
+                raise self.missing_loss(outputs, batch)
+            if loss.numel() != 1:
+                raise DataError(
+                    f"The loss must be a scalar, got a tensor of shape {tuple(loss.shape)}. "
+                    "Reduce it in the model or in `loss_fn`, for example with reduction='mean'."
+                )
+            loss = loss.reshape(()) if loss.ndim else loss
             if self.loss_mean.is_sum:
                 loss = loss / count_samples(batch)
         return loss, outputs, metrics
@@ -264,7 +272,10 @@ class ModelUnit:
 
     def _call(self, model: Any, batch: Any) -> Any:
         if isinstance(batch, (tuple, list)):
-            return model(*batch) if len(batch) == 1 or self._takes_labels(len(batch)) else model(*batch[:-1])
+            size = len(batch)
+            # a `forward` that computes the loss calls the last entry labels
+            takes_all = self.loss_fn is None and self._positional[size - 1 : size] in self._label_places
+            return model(*batch) if size == 1 or takes_all else model(*batch[:-1])
         if isinstance(batch, Mapping):
             try:
                 return model(**{**self._always, **self._keywords(batch)})
@@ -272,10 +283,6 @@ class ModelUnit:
                 self._check_names(batch, error)
                 raise
         return model(batch)
-
-    def _takes_labels(self, size: int) -> bool:
-        """Whether `forward` computes the loss of a tuple of so many entries, the last of which it calls labels."""
-        return self.loss_fn is None and self._positional[size - 1 : size] in self._label_places
 
     def _keywords(self, batch: Mapping[str, Any]) -> Mapping[str, Any]:
         """Return the part of a batch with which the model is called."""
@@ -314,16 +321,6 @@ class ModelUnit:
                 self._told.add(key)
                 logger.warning("The batch's %r is not passed to the model: its forward() takes no such argument.", key)
         return fitting
-
-    def _checked(self, loss: Any, outputs: Any, batch: Any) -> Tensor:
-        if not isinstance(loss, Tensor):
-            raise self.missing_loss(outputs, batch)
-        if loss.numel() != 1:
-            raise DataError(
-                f"The loss must be a scalar, got a tensor of shape {tuple(loss.shape)}. "
-                "Reduce it in the model or in `loss_fn`, for example with reduction='mean'."
-            )
-        return loss.reshape(()) if loss.ndim else loss
 
 
 class WholeBatchUnit(ModelUnit):
@@ -381,11 +378,11 @@ def run_unit(unit: Any, model: Any, batch: Any) -> StepOutput:
     return StepOutput(loss, labels=get_labels(batch), num_targets=num_targets, metrics=metrics)
 
 
-def count_as_sum(output: StepOutput, count: int) -> None:
-    """Take a loss without a number of targets for the sum over so many, and so each part of it."""
+def count_as_sum(output: StepOutput, weight: float) -> None:
+    """Take a loss without a number of targets for the sum over `weight` of them, and so each part of it."""
     if output.num_targets is not None:
         return
-    output.num_targets = count
+    output.num_targets = count = math.ceil(weight)
     if output.metrics is not None and count:
         output.metrics = {
             name: value / count if name.startswith("loss_") and type(value) is not tuple else value

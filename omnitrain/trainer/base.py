@@ -381,8 +381,7 @@ class BaseTrainer(Hooks, ABC):
         self.scorer = make_scorer(settings.compute_metrics, scores_for(settings.loss_fn, model))
         self.save_dir = cast("Path | None", settings.save_dir)
         self.store = None if place is None else make_store(place, settings.save_required, settings.overwrite)
-        timeout = None if settings.timeout is None else parse_seconds("timeout", settings.timeout)
-        self._calling = functools.partial(_calling, self.ranks, self.mesh, timeout)
+        self._timeout = None if settings.timeout is None else parse_seconds("timeout", settings.timeout)
         self.seed, self.on_nonfinite, self.trial_name = settings.seed, settings.on_nonfinite, settings.trial_name
         self.algorithms: list[Algorithm] = list(settings.algorithms)
         for algorithm in self.algorithms:
@@ -724,6 +723,17 @@ class BaseTrainer(Hooks, ABC):
                 self._step.guard.release(self.optimizer)
                 self._sets.close_loaders()
 
+    @contextlib.contextmanager
+    def _calling(self, what: str) -> Iterator[None]:
+        """Enter a call that all ranks make, in the mesh of this trainer: the trainers of a program share the ranks."""
+        ranks, previous = self.ranks, self.ranks.mesh
+        ranks.set_mesh(self.mesh)
+        try:
+            with ranks.collective_call(what, self._timeout):
+                yield
+        finally:
+            ranks.set_mesh(previous)
+
     def stop(self, reason: str = "requested") -> None:
         """Request the end of the run at the next step boundary; only the first reason counts."""
         if reason not in STOP_REASONS:
@@ -1023,14 +1033,6 @@ def _check_dtypes(model: nn.Module) -> None:
             raise ConfigError(f"`model` cannot be saved: {unsaved_dtype(name, dtype)}")
 
 
-@contextlib.contextmanager
-def _calling(ranks: Ranks, mesh: Any, timeout: float | None, what: str) -> Iterator[None]:
-    """Enter a call that all ranks make, in the mesh of their trainer."""
-    with ranks.use_mesh(mesh), ranks.collective_call(what, timeout):
-        yield
-
-
-# The threads that are inside of a call that draws random numbers, with its name, each as often as it has entered.
 _threads: list[tuple[threading.Thread, str]] = []
 _threads_lock = threading.Lock()
 

@@ -26,7 +26,7 @@ from omnitrain.data.stateful import data_parts, preserve_state
 from omnitrain.metrics.scorer import SampleList, Scorer, make_scorer, per_sample, scores_for, to_numpy
 from omnitrain.model.losses import LossMean
 from omnitrain.model.multitask import MultiTaskUnit
-from omnitrain.model.units import ModelUnit, StepOutput, run_unit
+from omnitrain.model.units import ModelUnit, StepOutput, count_as_sum, run_unit
 from omnitrain.trainer.failing_samples import describe_failing_samples, name_dtypes
 from omnitrain.trainer.feed import Feed
 from omnitrain.trainer.hooks import Hooks, evaluating
@@ -321,7 +321,8 @@ class Evaluation:
                 self.feed.samples = samples or None
                 weight = trainer._weigh(batch) if self._unit is None else self.feed.rows_of(batch)
                 output = self._run_batch(batch, loader, number)
-                self.feed.count_targets(output, weight)
+                if trainer.settings.grad_reduction == "sum":
+                    count_as_sum(output, weight)
                 if counts:
                     counted = self._add_loss(total, output, weight, batch if needs_loss else None)
                     lacks_loss |= output.loss is None

@@ -27,9 +27,8 @@ from omnitrain.data.collation import count_samples, move_to_device, prefetch_to_
 from omnitrain.data.loaders import Loader, MapLoader, UserLoader
 from omnitrain.data.sampling import CountedBatch, Window, windows
 from omnitrain.data.stateful import data_parts
-from omnitrain.data.workers import until_signal
 from omnitrain.distributed.ranks import Ranks
-from omnitrain.model.units import ModelUnit, StepOutput, count_as_sum, count_tokens, no_token_counts
+from omnitrain.model.units import ModelUnit, StepOutput, count_tokens, no_token_counts
 from omnitrain.trainer.hooks import Hooks
 from omnitrain.trainer.lifecycle import Lifecycle
 from omnitrain.trainer.loss_probe import ask_loss, split_error
@@ -317,15 +316,9 @@ class Feed:
             group = group + self._dummy_batches(size, last)
         batches, weights = [micro_batch[0] for micro_batch in group], [micro_batch[1] for micro_batch in group]
         origins = _origins(group) if self._may_split else None
-        return Window(
-            batches, weights, weight, int(batch_count), int(samples), int(tokens), self._divisor(weight), origins
-        )
-
-    def _divisor(self, weight: float) -> float:
-        """Return the divisor of this rank's weighted losses; gradients are averaged over the ranks later."""
-        if self._reduction == "sum":
-            return 1.0 / self._ranks.data.size
-        return weight / self._ranks.data.size or 1.0
+        # of this rank's weighted losses, whose gradients are averaged over the ranks later
+        divisor = (1.0 if self._reduction == "sum" else weight) / self._ranks.data.size or 1.0
+        return Window(batches, weights, weight, int(batch_count), int(samples), int(tokens), divisor, origins)
 
     def _dummy_batches(self, size: int, last: Weighed | None) -> list[Weighed]:
         """Return the micro-batches that fill a window up to the size of the largest: all ranks must run forward."""
@@ -338,14 +331,11 @@ class Feed:
     def weighed(self, batches: Iterable[CountedBatch]) -> Iterator[Weighed]:
         """Yield each batch with its weight, samples and tokens; with a GPU, the next batch is copied meanwhile."""
         trainer = self._trainer
-        pairs = ((batch, batch) for batch in batches)
-        if (
-            trainer.device.type == "cuda"
-            and not self._has_states
-            and type(trainer)._prepare_batch is Hooks._prepare_batch
-        ):
-            pairs = prefetch_to_device(batches, trainer.device)
-        for (batch, samples), (ready, _) in pairs:
+        copies = trainer.device.type == "cuda" and not self._has_states
+        copies = copies and type(trainer)._prepare_batch is Hooks._prepare_batch
+        entries: Iterable[Any] = prefetch_to_device(batches, trainer.device) if copies else batches
+        for entry in entries:
+            (batch, samples), (ready, _) = entry if copies else (entry, entry)
             self._ranks.progress_count += 1
             if self.microbatch_size is not None:
                 yield from self._parts(batch, ready, samples, self.microbatch_size)
@@ -404,11 +394,6 @@ class Feed:
         changes = trainer.loss_mean.counts_unequally and find_overrides(trainer.algorithms, "transform_batch")
         return _WITHOUT_CLASS_WEIGHT if changes else weight
 
-    def count_targets(self, output: StepOutput, weight: float) -> None:
-        """Take a loss that has no number of targets for the sum over `weight` of them, if losses are sums."""
-        if self._reduction == "sum":
-            count_as_sum(output, math.ceil(weight))
-
     def count_classes(self, output: StepOutput, weight: float) -> None:
         """Have a mean over class weights count its targets, since algorithms may have made probabilities of labels.
 
@@ -438,18 +423,20 @@ class Feed:
     # --- evaluations
 
     def lockstep_batches(self, loader: Loader, only_first: bool = False) -> Iterator[CountedBatch]:
-        """Yield the batches of an evaluation, equally many on all ranks: dummy batches follow data that end earlier.
+        """Return the batches of an evaluation, equally many on all ranks: dummy batches follow data that end earlier.
 
         Args:
             loader: The loader.
-            only_first: Whether to yield only the first batch.
+            only_first: Whether to return only the first batch.
         """
-        batches, ranks = loader.first_batch() if only_first else loader.counted_batches(0), self._ranks
+        batches = self.until_signal(loader.first_batch() if only_first else loader.counted_batches(0))
         if isinstance(loader, MapLoader):  # which has equally many batches on all ranks anyway
-            yield from self.until_signal(batches)
-            return
-        last, done, size = None, 0, None if only_first else self._size_of(loader)
-        batches = iter(self.until_signal(batches))
+            return batches
+        return self._in_lockstep(batches, None if only_first else self._size_of(loader))
+
+    def _in_lockstep(self, batches: Iterator[CountedBatch], size: int | None) -> Iterator[CountedBatch]:
+        """Yield batches, and dummies while other ranks have more; `size` is how many samples all of them must have."""
+        ranks, last, done = self._ranks, None, 0
         while True:
             counted = next(batches, None)
             last = last if counted is None else counted
@@ -467,12 +454,19 @@ class Feed:
             elif last is not None:
                 yield CountedBatch(last.batch, 0)
 
-    def until_signal(self, items: Iterable[Any]) -> Iterable[Any]:
-        """Return batches or windows, which end if a signal has killed their loader's workers.
+    def until_signal(self, items: Iterable[Any]) -> Iterator[Any]:
+        """Yield batches or windows; after a signal has ended the run, an error of their loader just ends them.
 
-        Several ranks would have to agree on that in the middle of a step; with them it is an error.
+        A signal often goes to all processes of a run, and kills the workers of a custom loader. Several ranks would
+        have to agree on that in the middle of a step; with them it is an error. (For training, wrap the windows, not
+        their batches: an incomplete window would count as the short last one of an epoch.)
         """
-        return until_signal(items, self._lifecycle.control) if self._ranks.world_size == 1 else items
+        try:
+            yield from items
+        except Exception as error:
+            if self._ranks.world_size > 1 or self._lifecycle.control.stop != "signal":
+                raise
+            logger.warning("The data end here, since their loader failed after the signal: %s", error)
 
 
 def _splitter(loader: Loader, collate: Any) -> Callable[[Any, int], list[Any]]:

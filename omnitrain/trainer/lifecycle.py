@@ -29,8 +29,7 @@ from omnitrain.core.events import (
 )
 from omnitrain.core.history import MetricsDict
 from omnitrain.core.objective import Objective
-from omnitrain.core.progress import Progress
-from omnitrain.core.timing import Clock
+from omnitrain.core.progress import Clock, Progress
 
 logger: logging.Logger = logging.getLogger("omnitrain")
 
@@ -222,12 +221,12 @@ class Lifecycle:
     def suppress_events(self) -> Iterator[None]:
         """Suppress the events of micro-batches and evaluated batches, which belong to no run."""
         self._is_silent = True
-        self._bind()
+        self._update_emitters()
         try:
             yield
         finally:
             self._is_silent = False
-            self._bind()
+            self._update_emitters()
 
     @property
     def has_rank_local_requests(self) -> bool:

@@ -176,7 +176,8 @@ class Loop:
         windows = self.feed.windows(self.sets.train, epoch, lifecycle.progress)
         for window in self.feed.until_signal(windows):
             lifecycle.begin_step(window.batches)
-            self.start_request_exchange()
+            if self._exchanges_early:
+                self._start_exchange()
             applied = trainer._train_step(window)
             lifecycle.end_step(window.samples, window.tokens, not applied, window.micro_batches)
             self.handle_requests()
@@ -312,11 +313,10 @@ class Loop:
 
     def handle_requests(self) -> None:
         """Act on the requests of callbacks: the only place where a run logs, evaluates or saves."""
-        if self.ranks.world_size == 1 and not self.has_requests:
+        if self.ranks.world_size > 1 or self.has_requests:
+            self._act_on(self._agree_after_step())
+        if self.checkpointer.in_flight is not None:
             self.checkpointer.await_background(wait=False)
-            return
-        self._act_on(self._agree_after_step())
-        self.checkpointer.await_background(wait=False)
 
     def _act_on(self, asked: Control) -> None:
         """Log, evaluate and save as requested."""
@@ -349,15 +349,14 @@ class Loop:
             or any(algorithm.asks_alone for algorithm in trainer.algorithms)
         )
 
-    def start_request_exchange(self) -> None:
-        """Start the exchange that ends a step before the step, if its content is known already.
+    def _start_exchange(self) -> None:
+        """Start the exchange that ends a step before the step, as its content is known already.
 
         It then runs during the step. Later requests are sent with the next step, except intervals and limits, which
         need no exchange.
         """
-        if self._exchanges_early:
-            asked, ahead = self.lifecycle.control.pop(*_REQUESTS), self.feed.read_ahead()
-            self._exchange = self.ranks.start_sync_requests("the end of a step", asked, *ahead)
+        asked, ahead = self.lifecycle.control.pop(*_REQUESTS), self.feed.read_ahead()
+        self._exchange = self.ranks.start_sync_requests("the end of a step", asked, *ahead)
 
     def _agree_after_step(self) -> Control:
         """Return the requests at the end of a step or an epoch."""
@@ -373,7 +372,8 @@ class Loop:
     @property
     def has_requests(self) -> bool:
         """Whether anything may have been requested on this rank."""
-        return self.lifecycle.control.is_pending
+        control = self.lifecycle.control
+        return control.log or control.evaluate or control.save or control.stop != ""
 
     def agree(self, where: str, *requests: str, ahead: Sequence[float] = ()) -> Control:
         """Return which of these requests any rank has made, and record the end of the run if one requested it.

@@ -22,7 +22,7 @@ from omnitrain.core.errors import ConfigError, DataError, NonFiniteError, add_lo
 from omnitrain.core.events import Event, find_overrides
 from omnitrain.data.sampling import Window
 from omnitrain.distributed.ranks import Ranks
-from omnitrain.model.units import ModelUnit, no_token_counts
+from omnitrain.model.units import ModelUnit, count_as_sum, no_token_counts
 from omnitrain.optim.build import ScheduleLR, needs_closure
 from omnitrain.optim.sparse_gradients import parameters_by_layout
 from omnitrain.trainer.auto_microbatch import AutoMicrobatch
@@ -425,7 +425,8 @@ class Step:
             output = self._backend.forward(trainer._forward, batch)
             if emit is not None:
                 emit(Event.AFTER_FORWARD, batch, output)
-            self._feed.count_targets(output, weight)
+            if self._settings.grad_reduction == "sum":
+                count_as_sum(output, weight)
             for transform in self._transforms["transform_output"]:
                 output = transform(trainer, output)
             if self._transforms["transform_batch"]:

@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 
 from omnitrain.callbacks.interrupt import Interrupt
-from omnitrain.data.workers import until_signal
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="Windows has other signals")
 
@@ -110,7 +109,7 @@ def test_until_signal_ends_with_a_loader_error_after_a_signal(reason: str, train
 
     trainer.control.stop = reason
     if reason == "signal":
-        assert list(until_signal(failing(), trainer.control)) == [1]
+        assert list(trainer._feed.until_signal(failing())) == [1]
     else:
         with pytest.raises(RuntimeError, match="killed by signal"):
-            list(until_signal(failing(), trainer.control))
+            list(trainer._feed.until_signal(failing()))

@@ -17,7 +17,7 @@ from transformers import GPT2Config, GPT2LMHeadModel
 
 from omnitrain import Callback, Throughput, Trainer
 from omnitrain.callbacks.devices import peak_flops
-from omnitrain.core.timing import Clock
+from omnitrain.core.progress import Clock
 
 
 def run(

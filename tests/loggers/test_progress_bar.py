@@ -37,7 +37,8 @@ def make_trainer(total: int = 60, step: int = 0, **changes: Any) -> Any:
             callbacks=(), patience=None, early_stopper=None, save_only_model=False, lr_scheduler=None
         ),
         lifecycle=SimpleNamespace(
-            improved=False, saved_path=None, resumed_from=None, trained_before=0, signal=0, is_closing=False
+            improved=False, saved_path=None, resumed_from=None, trained_before=0, signal=0, is_closing=False,
+            unsubscribe=lambda *_: None,
         ),
         objective=Objective("loss"), metrics=MetricsDict(), stop_reason="epochs", save_dir=None, batch_size=3,
         resolved_config=lambda: config, model=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
