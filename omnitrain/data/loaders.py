@@ -39,11 +39,11 @@ from omnitrain.data.sampling import (
     tables_to_arrays,
     tensor_columns,
 )
+from omnitrain.data.stateful import snapshot
 from omnitrain.data.streams import Stream, StreamPosition, can_seek, has_state
 from omnitrain.data.workers import (
     outlive_signals,
     report_dead_workers,
-    snapshot,
     start_workers,
     stop_workers,
     watch_workers,

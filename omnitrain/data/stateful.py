@@ -1,4 +1,4 @@
-"""State of custom units, collators, map-style datasets and losses.
+"""State of custom units, collators, datasets and losses, and snapshots that show changes.
 
 Loaders and streams, whose state is their position, are in `loaders.py` and `streams.py`.
 """
@@ -7,9 +7,13 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import zlib
 from collections.abc import Collection, Iterator, Mapping
+from types import FunctionType, ModuleType
 from typing import Any
 
+import numpy as np
+import torch
 from torch import nn
 from torch.utils.data import ConcatDataset, IterableDataset, Subset
 
@@ -88,3 +92,50 @@ def preserve_state(parts: Mapping[str, Any]) -> Iterator[None]:
     finally:
         for name, part in parts.items():
             part.load_state_dict(states[name])
+
+
+_PLAIN = (bool, int, float, complex, str, bytes, range, type(None))
+_DEPTH = 6
+_VISITED = 1 << 15
+"""The most objects of a dataset that are looked into; of the rest, it is noticed which ones they are."""
+_BYTES = 1 << 24
+"""The largest array whose content is looked at."""
+
+
+def snapshot(value: Any, depth: int = _DEPTH, budget: list[int] | None = None) -> Any:
+    """Return a value that changes with a dataset and its attributes, and is cheap to compute.
+
+    It covers numbers and text, the identity of objects, tensors and functions, writes to tensors and to arrays of up to
+    16 MiB, and the same of nested datasets, lists and dicts. It misses writes to larger arrays, and the content of
+    objects of compiled code.
+
+    Args:
+        value: The dataset, or an object in it.
+        depth: The levels of objects to look into.
+        budget: How many more objects to look into; counted down.
+
+    >>> data = type("Data", (), {})()
+    >>> data.sizes = [1, 2]
+    >>> before = snapshot(data)
+    >>> data.sizes.append(3)
+    >>> snapshot(data) == before
+    False
+    """
+    budget = [_VISITED] if budget is None else budget
+    budget[0] -= 1
+    if isinstance(value, _PLAIN):
+        return type(value).__name__, hash(value)
+    if isinstance(value, torch.Tensor):
+        return id(value), tuple(value.shape), None if value.is_inference() else value._version
+    if isinstance(value, np.ndarray):
+        is_small = value.nbytes <= _BYTES and value.dtype.kind != "O"
+        return id(value), value.shape, zlib.crc32(value.tobytes()) if is_small else None
+    if not depth or isinstance(value, (type, FunctionType, ModuleType, nn.Module)):
+        return id(value)
+    if isinstance(value, (list, tuple, set, frozenset, dict)):
+        entries = [entry for pair in value.items() for entry in pair] if isinstance(value, dict) else value
+        if len(entries) > budget[0]:
+            return id(value), len(value), hash(tuple(map(id, entries)))
+        return id(value), tuple(snapshot(entry, depth - 1, budget) for entry in entries)
+    attributes = getattr(value, "__dict__", None)
+    return id(value), None if attributes is None else snapshot(dict(attributes), depth, budget)[1:]

@@ -15,15 +15,11 @@ import signal
 import threading
 import traceback
 import weakref
-import zlib
 from collections.abc import Callable, Iterator, Sequence
 from multiprocessing import connection
-from types import FrameType, FunctionType, ModuleType
+from types import FrameType
 from typing import Any
 
-import numpy as np
-import torch
-from torch import nn
 from torch.utils.data import DataLoader
 
 from omnitrain.core.errors import DataError, OmnitrainError
@@ -77,20 +73,33 @@ def report_dead_workers() -> Iterator[None]:
     Raises:
         DataError: If a worker has died.
     """
-    for iterator in list(_watched):  # whose workers have died in an earlier run
-        if any(process.exitcode is not None for process in iterator._workers):
-            del _watched[iterator]
+    _forget_dead_workers()
     try:
         yield
-    except (RuntimeError, OSError, EOFError, pickle.UnpicklingError) as error:
-        is_own = isinstance(error, OmnitrainError) or "in DataLoader worker process" in str(error)  # raised in a worker
-        death = None
-        if not is_own:
-            with _default_child_signal():
-                death = _worker_death_error(error)
+    except Exception as error:
+        death = worker_death(error)
         if death is None:
             raise
         raise death from error
+
+
+def _forget_dead_workers() -> None:
+    """Forget the iterators whose workers have died: later errors do not follow from that."""
+    for iterator in list(_watched):
+        if any(process.exitcode is not None for process in iterator._workers):
+            del _watched[iterator]
+
+
+def worker_death(error: Exception) -> DataError | None:
+    """Return the error to raise instead of one that follows from the death of a worker process; None for others."""
+    if not isinstance(error, (RuntimeError, OSError, EOFError, pickle.UnpicklingError)):
+        return None
+    if isinstance(error, OmnitrainError) or "in DataLoader worker process" in str(error):  # raised in a worker
+        return None
+    with _default_child_signal():
+        death = _worker_death_error(error)
+    _forget_dead_workers()
+    return death
 
 
 @contextlib.contextmanager
@@ -172,53 +181,6 @@ def stop_workers(iterator: Any) -> None:
     if iterator is not None:
         _watched.pop(iterator, None)
         iterator._shutdown_workers()
-
-
-_PLAIN = (bool, int, float, complex, str, bytes, range, type(None))
-_DEPTH = 6
-# The most objects of a dataset that are looked into; of the rest, it is noticed which ones they are.
-_VISITED = 1 << 15
-# The largest array whose content is looked at.
-_BYTES = 1 << 24
-
-
-def snapshot(value: Any, depth: int = _DEPTH, budget: list[int] | None = None) -> Any:
-    """Return a value that changes with a dataset and its attributes, and is cheap to compute.
-
-    It covers numbers and text, the identity of objects, tensors and functions, writes to tensors and to arrays of up to
-    16 MiB, and the same of nested datasets, lists and dicts. It misses writes to larger arrays, and the content of
-    objects of compiled code.
-
-    Args:
-        value: The dataset, or an object in it.
-        depth: The levels of objects to look into.
-        budget: How many more objects to look into; counted down.
-
-    >>> data = type("Data", (), {})()
-    >>> data.sizes = [1, 2]
-    >>> before = snapshot(data)
-    >>> data.sizes.append(3)
-    >>> snapshot(data) == before
-    False
-    """
-    budget = [_VISITED] if budget is None else budget
-    budget[0] -= 1
-    if isinstance(value, _PLAIN):
-        return type(value).__name__, hash(value)
-    if isinstance(value, torch.Tensor):
-        return id(value), tuple(value.shape), None if value.is_inference() else value._version
-    if isinstance(value, np.ndarray):
-        is_small = value.nbytes <= _BYTES and value.dtype.kind != "O"
-        return id(value), value.shape, zlib.crc32(value.tobytes()) if is_small else None
-    if not depth or isinstance(value, (type, FunctionType, ModuleType, nn.Module)):
-        return id(value)
-    if isinstance(value, (list, tuple, set, frozenset, dict)):
-        entries = [entry for pair in value.items() for entry in pair] if isinstance(value, dict) else value
-        if len(entries) > budget[0]:
-            return id(value), len(value), hash(tuple(map(id, entries)))
-        return id(value), tuple(snapshot(entry, depth - 1, budget) for entry in entries)
-    attributes = getattr(value, "__dict__", None)
-    return id(value), None if attributes is None else snapshot(dict(attributes), depth, budget)[1:]
 
 
 def outlive_signals(worker: int) -> None:

@@ -8,7 +8,6 @@ are called at its beginning, not by the constructor: a subclass may set their at
 from __future__ import annotations
 
 import dataclasses
-import functools
 import inspect
 import json
 import logging
@@ -482,8 +481,7 @@ class TransformersAPI(BaseTrainer):
                 result = evaluation.evaluate_loader(loader, *request)
             else:
                 with self._calling("evaluation_loop()"):
-                    evaluate = functools.partial(evaluation.evaluate_or_predict, loader, *request)
-                    result = self._loop.evaluate_outside_run(loader, evaluate)
+                    result = self._loop.evaluate_outside_run(evaluation.evaluate_or_predict, loader, *request)
         size = loader.size
         if size is None:
             arrays = (result.labels, *_as_tuple(result.predictions))

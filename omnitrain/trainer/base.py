@@ -768,7 +768,7 @@ class BaseTrainer(Hooks, ABC):
         if loader is None:
             raise ConfigError("There is nothing to evaluate: pass a dataset, or `eval_dataset` to the constructor.")
         with _only_thread("evaluate()"), self._calling("evaluate()"):
-            return self._loop.evaluate_outside_run(loader, lambda stop: self._evaluation.evaluate(loader, prefix, stop))
+            return self._loop.evaluate_outside_run(self._evaluation.evaluate, loader, prefix)
 
     def test(self, dataset: Any = None) -> dict[str, float]:
         """Return `test_loss` and the metrics on a dataset or the test set; they never select a checkpoint."""
@@ -776,9 +776,7 @@ class BaseTrainer(Hooks, ABC):
         if loader is None:
             raise ConfigError("There is nothing to test: pass a dataset, or `test_dataset` to the constructor.")
         with _only_thread("test()"), self._calling("test()"):
-            metrics = self._loop.evaluate_outside_run(
-                loader, lambda stop: self._evaluation.evaluate(loader, "test", stop)
-            )
+            metrics = self._loop.evaluate_outside_run(self._evaluation.evaluate, loader, "test")
         progress = self._checkpointer.weights_from or self.progress
         row = {"step": progress.step, "epoch": round(progress.epochs, 6), **metrics}
         self.metrics.add_test(row)
@@ -794,7 +792,7 @@ class BaseTrainer(Hooks, ABC):
             )
         with _only_thread("predict()"), self._calling("predict()"):
             self.lifecycle.begin_prediction()
-            predictions = self._loop.evaluate_outside_run(loader, lambda stop: self._evaluation.predict(loader, stop))
+            predictions = self._loop.evaluate_outside_run(self._evaluation.predict, loader)
             self.lifecycle.predicted(predictions)
             return predictions
 

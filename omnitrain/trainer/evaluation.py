@@ -22,7 +22,8 @@ from omnitrain.core.events import Event
 from omnitrain.core.objective import Objective
 from omnitrain.data.collation import IGNORED_LABEL, LABEL_KEYS, tensors_in
 from omnitrain.data.loaders import Loader
-from omnitrain.data.stateful import data_parts, preserve_state
+from omnitrain.data.stateful import preserve_state
+from omnitrain.distributed.ranks import Ranks
 from omnitrain.metrics.scorer import SampleList, Scorer, make_scorer, per_sample, scores_for, to_numpy
 from omnitrain.model.losses import LossMean
 from omnitrain.model.multitask import MultiTaskUnit
@@ -281,12 +282,13 @@ class Evaluation:
         before = self.scorer, self._unit
         self.scorer, self._unit = self.scorer_of(loader), getattr(loader.rules, "unit", None)
         try:
-            self.scorer.reset()
-            keeps = keeps_all or self.scorer.keeps_predictions
-            result = self._pass(loader, is_interrupted, keeps, needs_loss, only_first)
+            if not self.scorer.is_empty:
+                self.scorer.reset()
+                keeps_all |= self.scorer.keeps_predictions
+            result = self._pass(loader, is_interrupted, keeps_all, needs_loss, only_first)
         finally:
             self.scorer, self._unit = before
-        if result is not None and "loss" in result.metrics and not only_first and self.trainer.ranks.is_main:
+        if result is not None and not only_first and result.metrics.keys() >= {"loss", "perplexity"}:
             self._check_perplexity(result.metrics)
         return result
 
@@ -310,13 +312,14 @@ class Evaluation:
             self.eval_weights.swapped_in(),
             evaluating(trainer),
             ranks.in_phase("evaluation"),
-            preserve_state(data_parts(trainer.settings)),
+            preserve_state(self.feed.stateful_data),
         ):
             for number, (batch, samples) in enumerate(batches):
                 ranks.progress_count += 1
                 if is_interrupted(number):
                     return None
-                self._ask_loss(batch, is_needed=needs_loss and not number)
+                if needs_loss and not number and self._unit is None and not trainer.loss_mean.is_checked:
+                    ask_loss(trainer, [batch])
                 counts = samples > 0  # otherwise it is a dummy batch
                 self.feed.samples = samples or None
                 weight = trainer._weigh(batch) if self._unit is None else self.feed.rows_of(batch)
@@ -327,10 +330,11 @@ class Evaluation:
                     counted = self._add_loss(total, output, weight, batch if needs_loss else None)
                     lacks_loss |= output.loss is None
                     weights += counted
-                    meters.add(output.metrics or {}, counted)
+                    if output.metrics is not None:
+                        meters.add(output.metrics, counted)
                     if not needs_loss and loader.counts_samples:
                         _check_rows(output.outputs, samples)
-                pair = self._scored_pair(output) if counts else None
+                pair = self._scored_pair(output) if counts and not scorer.is_empty else None
                 if scorer.requires_global_batches and ranks.world_size > 1:
                     pair = self._gather_batches(loader, pair)
                 if pair is not None:
@@ -343,7 +347,7 @@ class Evaluation:
             # inside the context, since a metric may draw random numbers too
             local_sums = total.item(), weights, has_labels, lacks_loss, number >= 0, meters.sums()
             loss, weights, has_labels, lacks_loss, has_batches, means = ranks.combine(
-                "the end of an evaluation", local_sums, lambda gathered: _totals(list(ranks.one_per_share(gathered)))
+                "the end of an evaluation", local_sums, functools.partial(_totals, ranks)
             )
             has_states = ranks.world_size > 1 and not scorer.is_empty  # they may hold all predictions
             gathered = ranks.gather_on_main("the states of metrics", [scorer.states()]) if has_states else []
@@ -360,15 +364,12 @@ class Evaluation:
             metrics = _with_loss(scores, loss / weights) if weights else scores
         return Predictions(predictions, labels, metrics)
 
-    def _ask_loss(self, batch: Any, is_needed: bool) -> None:
-        """Probe what the loss is a mean over, unless it was probed or the set has its own unit."""
-        if is_needed and self._unit is None and not self.trainer.loss_mean.is_checked:
-            ask_loss(self.trainer, [batch])
-
     def _check_perplexity(self, metrics: Mapping[str, float]) -> None:
         """Warn once about a perplexity that is not the exponential of the loss."""
-        perplexity, loss = metrics.get("perplexity"), metrics["loss"]
+        perplexity, loss = metrics["perplexity"], metrics["loss"]
         if self._has_checked_perplexity or not perplexity or not math.isfinite(perplexity + loss):
+            return
+        if not self.trainer.ranks.is_main:
             return
         self._has_checked_perplexity = True
         if not math.isclose(math.log(perplexity), loss, rel_tol=1e-2, abs_tol=1e-2):
@@ -390,7 +391,8 @@ class Evaluation:
                 output = self.output_of(batch)
             if isinstance(output.outputs, list):  # a tuple is one of several outputs
                 output.outputs = per_sample(output.outputs, self.feed.samples)
-            output.labels = per_sample(output.labels, self.feed.samples)
+            if isinstance(output.labels, (list, tuple)):
+                output.labels = per_sample(output.labels, self.feed.samples)
             if emit is not None:
                 emit(Event.EVAL_BATCH_END, batch, output)
             return output
@@ -521,10 +523,10 @@ class Evaluation:
 
 
 def _totals(
-    of_ranks: list[tuple[float, float, bool, bool, bool, Any]],
+    ranks: Ranks, of_ranks: list[tuple[float, float, bool, bool, bool, Any]]
 ) -> tuple[float, float, bool, bool, bool, dict[str, float]]:
     """Return what the ranks have together: loss, weight, whether there were labels, no losses, batches; the means."""
-    losses, weights, labels, lacking, batches, sums = zip(*of_ranks, strict=True)
+    losses, weights, labels, lacking, batches, sums = zip(*ranks.one_per_share(of_ranks), strict=True)
     return math.fsum(losses), math.fsum(weights), any(labels), any(lacking), any(batches), means_of(sums)
 
 
@@ -557,25 +559,21 @@ def _warned_if_long(batches: Iterable[Any], loader: Loader, is_main: bool) -> It
 
 def _check_mean(name: str, weights: float, lacks_loss: bool, has_batches: bool, only_first: bool) -> None:
     """Raise the error of a set without a mean loss; Inconclusive if only its first batches were run."""
-    error = _missing_mean(name, weights, lacks_loss, has_batches)
-    if error is not None:
-        if only_first and has_batches:
-            raise Inconclusive from error
-        raise error
-
-
-def _missing_mean(set_name: str, weights: float, lacks_loss: bool, has_batches: bool) -> DataError | None:
-    """Return the error for a set without a mean loss, or None if it has one, or none of its batches has a loss."""
-    if weights and lacks_loss:
-        return DataError(f"Some batches of {set_name} have a loss, and others none. Give all of them one.")
-    if weights or lacks_loss:
-        return None
-    if not has_batches:
-        return DataError(f"{set_name[0].upper()}{set_name[1:]} has no samples. Give it at least one.")
-    return DataError(
-        f"{set_name[0].upper()}{set_name[1:]} has nothing to evaluate: none of its labels counts (integer labels of "
-        f"{IGNORED_LABEL} are left out). Give it at least one label."
-    )
+    if bool(weights) != lacks_loss:  # all batches have a loss, or none has one
+        return
+    title = f"{name[0].upper()}{name[1:]}"
+    if weights:
+        error = DataError(f"Some batches of {name} have a loss, and others none. Give all of them one.")
+    elif not has_batches:
+        error = DataError(f"{title} has no samples. Give it at least one.")
+    else:
+        error = DataError(
+            f"{title} has nothing to evaluate: none of its labels counts (integer labels of {IGNORED_LABEL} are left "
+            "out). Give it at least one label."
+        )
+    if only_first and has_batches:
+        raise Inconclusive from error
+    raise error
 
 
 def _scored(loader: Loader, score: Callable[..., Scores], *arrays: Any) -> Scores:

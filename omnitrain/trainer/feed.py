@@ -109,9 +109,8 @@ class Feed:
         self._reduction = settings.grad_reduction
         self._label_names = settings.label_names or ()
         self._collate = settings.data_collator
-        # Whether the data keep a state, which is then that after the last batch of a step, as it is saved.
-        self._has_states = bool(data_parts(settings))
-        # Whether the ranks know that they read the same data, if each takes its share of them.
+        self.stateful_data: dict[str, Any] = data_parts(settings)
+        """The parts of the data with a state, which is then that after the last batch of a step, as it is saved."""
         self._has_compared: bool = ranks.world_size == 1
         # The source of the next window, if it may be read ahead.
         self._groups: Iterator[list[Weighed]] | None = None
@@ -138,7 +137,7 @@ class Feed:
         is_plain = not self._may_split and self._stages is None
         groups = windows(parts, self.accumulation) if is_plain else _group_by_step(parts, self._size_of_next)
         # only indexed data may be read early: there each sample has its own random numbers
-        reads_ahead = self._ranks.world_size > 1 and isinstance(loader, MapLoader) and not self._has_states
+        reads_ahead = self._ranks.world_size > 1 and isinstance(loader, MapLoader) and not self.stateful_data
         self._groups = groups if reads_ahead else None
         self._ahead, self._totals_ahead, self._are_totals_stale = None, (), False
         ranks, progress = self._ranks, self._lifecycle.progress
@@ -331,7 +330,7 @@ class Feed:
     def weighed(self, batches: Iterable[CountedBatch]) -> Iterator[Weighed]:
         """Yield each batch with its weight, samples and tokens; with a GPU, the next batch is copied meanwhile."""
         trainer = self._trainer
-        copies = trainer.device.type == "cuda" and not self._has_states
+        copies = trainer.device.type == "cuda" and not self.stateful_data
         copies = copies and type(trainer)._prepare_batch is Hooks._prepare_batch
         entries: Iterable[Any] = prefetch_to_device(batches, trainer.device) if copies else batches
         for entry in entries:

@@ -22,7 +22,7 @@ from omnitrain.core.events import Control, find_overrides
 from omnitrain.data.loaders import Loader, close_loaders
 from omnitrain.data.sets import Sets
 from omnitrain.data.stateful import preserve_state, stateful_parts
-from omnitrain.data.workers import report_dead_workers
+from omnitrain.data.workers import report_dead_workers, worker_death
 from omnitrain.distributed.ranks import Ranks
 from omnitrain.model.units import ModelUnit
 from omnitrain.trainer.auto_microbatch import has_batch_norm
@@ -32,7 +32,7 @@ from omnitrain.trainer.feed import Feed
 from omnitrain.trainer.hooks import Hooks
 from omnitrain.trainer.lifecycle import Lifecycle
 from omnitrain.trainer.nonfinite_report import evaluation_error
-from omnitrain.trainer.out_of_memory import explaining_memory
+from omnitrain.trainer.out_of_memory import explain_memory, explaining_memory
 from omnitrain.trainer.recompilations import Recompilations
 from omnitrain.trainer.step import IN_STEPS, Step
 
@@ -231,10 +231,12 @@ class Loop:
 
     def _update_sets(self, loaders: Any) -> None:
         """Apply changes of evaluation sets since they were read."""
-        loaders = [loader for loader in _each(loaders) if isinstance(loader, Loader)]
+        loaders = _each(loaders)
         for loader in loaders:
-            loader.update()
-        self.sets.check_sizes(*loaders)
+            if isinstance(loader, Loader):
+                loader.update()
+        if self.ranks.world_size > 1:
+            self.sets.check_sizes(*loaders)
 
     def end_epoch(self, train_loss: Any) -> None:
         """End an epoch, or the part of one in which the run ends."""
@@ -399,24 +401,34 @@ class Loop:
             return False
         return self.agree("a batch of an evaluation").stop == "signal"
 
-    def evaluate_outside_run(self, loader: Any, work: Callable[[Callable[[int], bool]], Result | None]) -> Result:
-        """Return the result of `work(is_interrupted)`, an evaluation outside the run, and end its workers.
+    def evaluate_outside_run(self, work: Callable[..., Result | None], loader: Any, *args: Any) -> Result:
+        """Return the result of an evaluation outside the run, and end the workers of its loader.
+
+        Args:
+            work: The evaluation, called as `work(loader, *args, is_interrupted)`.
+            loader: The loader, or a dict of loaders.
+            args: What else the evaluation needs.
 
         Raises:
             KeyboardInterrupt: If a signal has interrupted it.
         """
         self._update_sets(loader)
-        check_same_data(self.ranks, _each(loader))
+        if self.ranks.world_size > 1:
+            check_same_data(self.ranks, _each(loader))
         try:
             with (
                 self.lifecycle.untimed(),
                 self.evaluation.outside_run(),
                 self.trainer.precision.matmul_context(),
                 self.trainer.precision.disabled_autocast_cache(),
-                report_dead_workers(),
-                explaining_memory(self.trainer, "evaluation"),
             ):
-                result = work(self.is_interrupted)
+                result = work(loader, *args, self.is_interrupted)
+        except Exception as error:
+            explain_memory(error, self.trainer, "evaluation")
+            death = worker_death(error)
+            if death is None:
+                raise
+            raise death from error
         finally:
             close_loaders(loader)
         if result is None:

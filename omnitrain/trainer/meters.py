@@ -105,13 +105,10 @@ class Meters:
         return self._means("the metrics of an epoch", _EPOCH)
 
     def _means(self, what: str, since: int) -> dict[str, float]:
-        return self.ranks.combine(what, self._sums(since), lambda sums: means_of(self.ranks.one_per_share(sums)))
+        return self.ranks.combine(what, self.sums(since), lambda sums: means_of(self.ranks.one_per_share(sums)))
 
-    def sums(self) -> dict[str, tuple[float, float]]:
-        """Return sum and weight on this rank since the epoch began, waiting for the device."""
-        return self._sums(_EPOCH)
-
-    def _sums(self, since: int) -> dict[str, tuple[float, float]]:
+    def sums(self, since: int = _EPOCH) -> dict[str, tuple[float, float]]:
+        """Return sum and weight on this rank since the latest log or since the epoch began, waiting for the device."""
         meters = {name: meter for name, meter in self._meters.items() if meter.weights[since]}
         totals = torch.stack([meter.sums[since] for meter in meters.values()]).tolist() if meters else []
         return {name: (total, meters[name].weights[since]) for name, total in zip(meters, totals, strict=True)}

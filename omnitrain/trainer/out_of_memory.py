@@ -170,14 +170,19 @@ def explaining_memory(trainer: Hooks, work: Work) -> Iterator[None]:
     """Add to an error of memory that runs out inside what took it, unless that was added further inside."""
     try:
         yield
-    except RuntimeError as error:
-        has_note = any(note.startswith(_HEAD) for note in getattr(error, "__notes__", ()))
-        if not has_note and is_out_of_memory(error):
-            try:
-                error.add_note(format_oom_report(shortage_of(trainer, work, requested_bytes(error))))
-            except Exception:  # it must not hide the error
-                logger.exception("What took the memory could not be found out.")
+    except Exception as error:
+        explain_memory(error, trainer, work)
         raise
+
+
+def explain_memory(error: Exception, trainer: Hooks, work: Work) -> None:
+    """Add to an error of memory that runs out what took it, unless that was added before."""
+    has_note = any(note.startswith(_HEAD) for note in getattr(error, "__notes__", ()))
+    if not has_note and isinstance(error, RuntimeError) and is_out_of_memory(error):
+        try:
+            error.add_note(format_oom_report(shortage_of(trainer, work, requested_bytes(error))))
+        except Exception:  # it must not hide the error
+            logger.exception("What took the memory could not be found out.")
 
 
 def requested_bytes(error: BaseException) -> int:

@@ -18,7 +18,7 @@ from torch.utils.data import Dataset, Subset, TensorDataset
 
 from omnitrain import Algorithm, Callback, Trainer
 from omnitrain.core.errors import DataError
-from omnitrain.data.workers import snapshot
+from omnitrain.data.stateful import snapshot
 
 BACKENDS = ("native", "accelerate", "hf")
 
