@@ -313,7 +313,7 @@ class Feed:
             return None
         if squares * self._ranks.data.size != sizes * sizes:  # true if and only if the sizes differ
             group = group + self._dummy_batches(size, last)
-        batches, weights = [micro_batch[0] for micro_batch in group], [micro_batch[1] for micro_batch in group]
+        batches, weights, *_ = map(list, zip(*group, strict=True))
         origins = _origins(group) if self._may_split else None
         # of this rank's weighted losses, whose gradients are averaged over the ranks later
         divisor = (1.0 if self._reduction == "sum" else weight) / self._ranks.data.size or 1.0

@@ -393,11 +393,6 @@ class Lifecycle:
         if self._listeners[Event.STEP_START]:
             self.emit(Event.STEP_START)
 
-    def before_optimizer_step(self) -> None:
-        """Gradients are final."""
-        if self._listeners[Event.BEFORE_OPTIMIZER_STEP]:
-            self.emit(Event.BEFORE_OPTIMIZER_STEP)
-
     def end_step(self, samples: int, tokens: int = 0, skipped: bool = False, batches: int = 0) -> None:
         """A window was trained on or skipped; it had this many samples, tokens and micro-batches over all ranks."""
         self.progress.advance(samples, tokens, skipped, batches)

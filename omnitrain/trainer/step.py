@@ -480,7 +480,7 @@ class Step:
 
     def finish(self) -> bool:
         """Complete the gradients, call the callbacks, and return whether to make the update."""
-        if not self.window.weight or not self._divide_by_targets():
+        if not self.window.weight or (self._targets is not None and not self._divide_by(self._targets)):
             self._warn_of_empty()
             return False
         trainer = self._trainer
@@ -491,12 +491,12 @@ class Step:
         if self._transforms["before_second_pass"]:
             self._run_second_pass()
         if self._backend.clips_in_update:
-            self._lifecycle.before_optimizer_step()
+            self._lifecycle.emit(Event.BEFORE_OPTIMIZER_STEP)
             self.grad_norm = self._backend.clip_gradients(self._settings.max_grad_norm)
         else:
             self._backend.scaler.unscale_(self._backend.optimizer)
             self.grad_norm = self._clip(self._lifecycle.emit_in_step)
-            self._lifecycle.before_optimizer_step()
+            self._lifecycle.emit(Event.BEFORE_OPTIMIZER_STEP)
         return self._should_update(self.grad_norm)
 
     def _clip(self, emit: Callable[..., None] | None = None) -> torch.Tensor:
@@ -637,7 +637,8 @@ class Step:
         try:
             self.restart(self.window)
             self.run(self._run_micro_batches)
-            self._divide_by_targets()
+            if self._targets is not None:
+                self._divide_by(self._targets)
         finally:
             self.rollback(snapshot)
             for put_back in reversed(self._transforms["after_second_pass"]):
@@ -716,7 +717,8 @@ class Step:
             with torch.enable_grad():
                 self.restart(self.window)
                 self._run_micro_batches()
-                self._divide_by_targets()
+                if self._targets is not None:
+                    self._divide_by(self._targets)
             if not math.isfinite(self._finiteness_value(self._clip())):
                 raise self._error_at(self._place())
         self._is_at_start = False
@@ -726,11 +728,11 @@ class Step:
         value = total if self._settings.grad_reduction == "sum" else total / weight
         return torch.tensor(value, dtype=torch.float64)
 
-    def _divide_by_targets(self) -> bool:
-        """Divide the gradients by the window's targets, if the forward passes counted them; return False if none."""
-        if self._targets is None or self._settings.grad_reduction == "sum":
+    def _divide_by(self, targets: float) -> bool:
+        """Divide the gradients by the targets of the window, which the forward passes counted; return False if none."""
+        if self._settings.grad_reduction == "sum":
             return True
-        (targets,) = self._ranks.sum("the targets of a step", *self._ranks.count_once([self._targets]))
+        (targets,) = self._ranks.sum("the targets of a step", *self._ranks.count_once([targets]))
         if targets:
             self._trainer._scale_gradients(self.window.divisor * self._ranks.data.size / targets)
         return bool(targets)
