@@ -1,13 +1,14 @@
 """The laws of CONTRIBUTING.md that a machine can check: floors, circles, imports, public names, objects, docstrings.
 
-Guards of size look at objects as their users meet them, inherited members included; no cap on a file's length makes
-anybody cut one subject in two.
+Guards of size count the functions and files that a step and an evaluation enter; no cap on the length of a function,
+of a class or of a file makes anybody cut one subject in two.
 """
 
 from __future__ import annotations
 
 import ast
 import collections
+import contextlib
 import functools
 import graphlib
 import importlib
@@ -20,9 +21,13 @@ import tomllib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from types import CodeType, FrameType
+from typing import Any
 
 import programs
 import pytest
+import torch
+from torch import nn
 
 import omnitrain
 
@@ -59,9 +64,12 @@ HEAVY = {
 }  # fmt: skip
 LOADED_ON_FIRST_USE = {"AccelerateTrainer", "HFTrainer", "HFTrainingArguments"}
 
-MAX_FUNCTION_LINES = 60
-MAX_MEMBERS = {"BaseTrainer": 60, "Trainer": 60, "AccelerateTrainer": 65, "HFTrainer": 80}
-"""The members of a trainer with the inherited ones, but for the calls of transformers.Trainer, which have a file."""
+MAX_WALKS = {
+    "Trainer": {"step": (90, 18), "evaluate": (100, 18)},
+    "AccelerateTrainer": {"step": (92, 19), "evaluate": (100, 19)},
+    "HFTrainer": {"step": (142, 25), "evaluate": (128, 25)},
+}
+"""How many functions, in how many files of the package, a step and an evaluation of a toy run enter."""
 WITHOUT_CONTENT = {
     "one", "found", "own", "held", "kept", "told", "said", "there", "left", "given",
     "made", "taken", "seen", "wanted", "named", "meant", "then", "now", "here", "others",
@@ -70,6 +78,8 @@ MAX_SHARE_WITHOUT_CONTENT = 0.002
 MAX_HEAD_WORDS = 12
 MAX_LEVELS = 4
 MAX_BRANCHES_ON_A_BACKEND = 5
+MAX_SHARED_ATTRIBUTES = 5
+"""The most attributes of an object that are assigned by methods of two of its classes."""
 
 
 @dataclass(slots=True, frozen=True)
@@ -246,32 +256,7 @@ def definitions_in(module: str) -> list[ast.ClassDef | ast.FunctionDef | ast.Asy
     return [node for node in ast.walk(tree_of(module)) if isinstance(node, kinds)]
 
 
-def body_lines(node: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
-    """Return the lines of a function without its signature and its docstring."""
-    body = node.body[1:] if ast.get_docstring(node) is not None else node.body
-    return (node.end_lineno or 0) - body[0].lineno + 1 if body else 0
-
-
-def test_functions_are_short() -> None:
-    lengths = {
-        f"{module}.{node.name}": body_lines(node)
-        for module in MODULES
-        for node in definitions_in(module)
-        if not isinstance(node, ast.ClassDef)
-    }
-    assert not {name: lines for name, lines in lengths.items() if lines > MAX_FUNCTION_LINES}
-
-
 # Objects
-
-
-@pytest.mark.parametrize("name", MAX_MEMBERS)
-def test_trainers_have_few_members(name: str) -> None:
-    members = {member for member in dir(getattr(omnitrain, name)) if not member.startswith("__")} - {"_abc_impl"}
-    if name == "HFTrainer":
-        calls = importlib.import_module("omnitrain.hf.calls").TransformersAPI
-        members -= vars(calls).keys() - set(dir(omnitrain.BaseTrainer))
-    assert len(members) <= MAX_MEMBERS[name]
 
 
 def classes_of_the_package() -> Iterator[type]:
@@ -306,6 +291,29 @@ def test_branches_on_backend_are_few() -> None:
     assert len(asked) <= MAX_BRANCHES_ON_A_BACKEND, asked
 
 
+@functools.cache
+def attributes_written_by(kind: type) -> set[str]:
+    """Return the attributes of `self` that the methods of one class body assign."""
+    return {
+        target.attr
+        for node in definitions_in(kind.__module__)
+        if isinstance(node, ast.ClassDef) and node.name == kind.__name__
+        for target in ast.walk(node)
+        if isinstance(target, ast.Attribute)
+        and isinstance(target.ctx, ast.Store)
+        and ast.unparse(target.value) == "self"
+    }
+
+
+def test_attributes_are_written_by_one_class() -> None:
+    shared = set()
+    for kind in classes_of_the_package():
+        written = [attributes_written_by(base) for base in own_bases(kind)]
+        twice = {name for names in written for name in names if sum(name in other for other in written) > 1}
+        shared |= {f"{kind.__name__}.{name}" for name in twice}
+    assert len(shared) <= MAX_SHARED_ATTRIBUTES, sorted(shared)
+
+
 def test_variables_are_nouns_for_what_they_hold() -> None:
     """Of a thousand names that are assigned at most two are pronouns, adverbs or participles."""
     names = [
@@ -337,6 +345,61 @@ def test_names_have_no_empty_words() -> None:
     names = {*".".join(MODULES).split("."), *(node.name for module in MODULES for node in definitions_in(module))}
     words = {name: set(re.findall(r"[a-z]+", re.sub(r"([A-Z])", r"_\1", name).lower())) for name in names}
     assert not [name for name in names if words[name] & empty_words]
+
+
+# Walks
+
+
+@contextlib.contextmanager
+def walk() -> Iterator[dict[CodeType, None]]:
+    """Collect the functions of the package that are entered inside; comprehensions count as functions."""
+    functions: dict[CodeType, None] = {}
+
+    def enter(frame: FrameType, event: str, argument: Any) -> None:
+        if event == "call" and frame.f_code.co_filename.startswith(f"{PACKAGE}/"):
+            functions[frame.f_code] = None
+
+    before = sys.getprofile()
+    sys.setprofile(enter)
+    try:
+        yield functions
+    finally:
+        sys.setprofile(before)
+
+
+class StepWalk(omnitrain.Callback):
+    """Collects the functions that the fourth step of a run enters; runs after all other callbacks."""
+
+    order = 1000
+
+    def __init__(self) -> None:
+        self.functions: dict[CodeType, None] = {}
+        self._walks = contextlib.ExitStack()
+
+    def on_step_end(self, trainer: Any) -> None:
+        if trainer.progress.step == 3:
+            self.functions = self._walks.enter_context(walk())
+        else:
+            self._walks.close()
+
+
+@pytest.mark.parametrize("name", MAX_WALKS)
+def test_steps_and_evaluations_enter_few_functions(name: str, tmp_path: Path) -> None:
+    """A cap on lines makes people cut one subject in two; this one has them write less, or do it before the step."""
+    data = torch.randn(64, 4), torch.randint(0, 2, (64,))
+    step, model = StepWalk(), nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2))
+    trainer = getattr(omnitrain, name)(
+        model, data, data, epochs=1, batch_size=8, loss_fn=nn.functional.cross_entropy, callbacks=[step],
+        save_dir=tmp_path, progress_bar=False, **({"device": "cpu"} if name == "Trainer" else {}),
+    )  # fmt: skip
+    trainer.train()
+    with walk() as evaluation:
+        trainer.evaluate()
+    for kind, functions in (("step", step.functions), ("evaluate", evaluation)):
+        files = {code.co_filename for code in functions}
+        walked = [f"{code.co_filename.removeprefix(f'{PACKAGE}/')}: {code.co_qualname}" for code in functions]
+        most_functions, most_files = MAX_WALKS[name][kind]
+        assert 0 < len(functions) <= most_functions and len(files) <= most_files, "\n".join(walked)
 
 
 # Docstrings and annotations
