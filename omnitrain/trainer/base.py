@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import logging
 import threading
 from abc import ABC
@@ -540,7 +539,7 @@ class BaseTrainer(Hooks, ABC):
         )  # fmt: skip
         eval_weights = EvalWeights(self)
         contents = Contents(self, lifecycle, self._step, sets, self._initial, eval_weights)
-        write_extra_files = write_extra_files or functools.partial(_write_processor, self)
+        write_extra_files = write_extra_files or self._write_processor
         self._checkpointer = Checkpointer(self, lifecycle, contents, eval_weights, self.store, write_extra_files)
         self._evaluation = evaluation(self, self._feed, self.scorer, eval_weights, lifecycle)
         if self._evaluates:
@@ -587,7 +586,18 @@ class BaseTrainer(Hooks, ABC):
                     "`scheduler_interval='epoch'` has no effect on a schedule that follows evaluations. Leave it out."
                 )
             change_setting(self, scheduler_interval="evaluation")
-        _register_components(self)
+        self._register_components()
+
+    def _register_components(self) -> None:
+        """Register the model, the optimizer and the schedule, if they are callbacks or hooks."""
+        optimizer = self.backend.optimizer if self.train_loader is not None or self._loop.has_custom_epoch else None
+        bare = getattr(optimizer, "optimizer", optimizer)  # accelerate wraps it
+        self.lifecycle.register_components(self.get_model(), bare, self.lr_scheduler)
+
+    def _write_processor(self, folder: Path) -> None:
+        """Write the tokenizer or processor next to the weights, so that `from_pretrained` opens both."""
+        if self.processing_class is not None:
+            self.processing_class.save_pretrained(str(folder))
 
     # --- training
 
@@ -634,11 +644,11 @@ class BaseTrainer(Hooks, ABC):
             if self.train_loader is None and not self._loop.has_custom_epoch:
                 raise ConfigError("There is nothing to train on: pass `train_dataset` or `train_loader`.")
             check_allowed(allow_change)
-            check_same_on_ranks(self.ranks, _described_run(self, resume_from, allow_change, more))
+            check_same_on_ranks(self.ranks, self._described_run(resume_from, allow_change, more))
             if more is not None:
-                _continue_run(self, more, resume_from, allow_change)
+                self._continue_run(more, resume_from, allow_change)
             else:
-                _start_run(self, resume_from, allow_change)
+                self._start_run(resume_from, allow_change)
             self._checkpointer.check_disk()
             failed = True
             try:
@@ -667,6 +677,75 @@ class BaseTrainer(Hooks, ABC):
             raise signal_error(number)
         return self.metrics
 
+    def _start_run(self, resume_from: Any, allow_change: Collection[str]) -> None:
+        """Begin a run, afresh or from a checkpoint."""
+        checkpointer = self._checkpointer
+        checkpoint = None if resume_from is None else checkpointer.find(resume_from)
+        if checkpoint is None and resume_from == "auto":
+            logger.info("No checkpoint in %r yet: the run starts afresh.", str(self.save_dir))
+        elif checkpoint is None:
+            checkpointer.check_save_dir()
+        if checkpoint is None:
+            self.backend.check_weights_loaded()
+        self._begin_run(resumes=checkpoint is not None)
+        self._checkpointer.check_optimizers(vars(self), is_resuming=checkpoint is not None)
+        if checkpoint is not None:
+            self._checkpointer.resume(*checkpoint, allow_change)
+
+    def _continue_run(self, more: Any, resume_from: Any, allow_change: Collection[str]) -> None:
+        """Begin a longer run that continues from the end of the previous one.
+
+        Raises:
+            ConfigError: If no run has ended, or an argument contradicts that.
+        """
+        if resume_from is not None or allow_change:
+            name = "resume_from" if resume_from is not None else "allow_change"
+            raise ConfigError(
+                f"`more` continues the run that this trainer has ended, and `{name}` with one from a checkpoint. Leave "
+                "one of them out."
+            )
+        checkpointer, reason, tests = self._checkpointer, self.stop_reason, self.metrics["test"]
+        ended, length = checkpointer.require_finished_run(), Limits.after(self.progress, more)
+        groups = group_options(self.backend.groups)
+        changed = [
+            {key: value for key, value in group.items() if key not in previous or previous[key] != value}
+            for group, previous in zip(groups, ended.groups, strict=True)
+        ]
+        checkpoint = None if ended.folder is None else checkpointer.find(ended.folder)
+        if checkpoint is not None:  # the optimizer is rebuilt, and the state of both may not fit into memory
+            checkpointer.finished_run, ended = "a longer run has begun", replace(ended, parts=())
+        change_setting(
+            self, settings=replace(self.settings, **length), limits=Limits(**length), epochs=length["epochs"],
+            max_steps=length["max_steps"],
+        )  # fmt: skip
+        self._begin_run(resumes=True, is_live=checkpoint is None)
+        if checkpoint is not None:
+            self._checkpointer.check_optimizers(vars(self), is_resuming=True)
+            self._checkpointer.resume(*checkpoint, ())
+        self._checkpointer.continue_run(ended, checkpointer, changed)
+        self.metrics["test"] = tests
+        if reason == "early_stopping":
+            self.objective.evaluations_without_gain = 0
+            for callback in self.lifecycle.callbacks:
+                if isinstance(callback, EarlyStopping):
+                    callback.stopped_at = None
+            logger.info("Early stopping has ended the previous run: `patience` is reset.")
+
+    def _described_run(self, resume_from: Any, allow_change: Collection[str], more: Any) -> dict[str, Any]:
+        """Return what the ranks must agree on before they train, as JSON types."""
+        described, groups = self.resolved_config(), self.backend.groups
+        del described["samples_per_epoch"]  # with the user's own loaders, it may differ between ranks
+        spec = self.settings.lr_scheduler
+        if spec is None or hasattr(spec, "step"):
+            del described["total_steps"]  # which follow from those samples, and decide nothing here
+        return described | {
+            "optimizer_groups": initial_group_options(groups),  # which may have changed since the trainer was made
+            "learning_rates": [float(group["lr"]) for group in groups],
+            "resume_from": resume_from if resume_from in (None, "auto", "last", "best") else "a folder",
+            "allow_change": sorted(allow_change),
+            "more": describe(more),
+        }
+
     def _begin_run(self, resumes: bool, is_live: bool = False) -> None:
         """Reset the counters to zero, and the optimizer if the trainer has trained before.
 
@@ -690,7 +769,7 @@ class BaseTrainer(Hooks, ABC):
                 "`trainer.lr_scheduler` belongs to another optimizer than `trainer.optimizer`, so it would change "
                 "nothing. Assign a schedule of the new optimizer too, or pass `optimizer` to the constructor."
             )
-        _register_components(self)
+        self._register_components()
         if not is_live:
             self._checkpointer.eval_weights.begin_training()
         self._seed()
@@ -1068,90 +1147,3 @@ def _kernels(settings: Settings, precision: Precision) -> Iterator[None]:
     deterministic = deterministic_kernels(settings.deterministic)
     with deterministic, precision.matmul_context(), precision.disabled_autocast_cache(), anomalies(True):
         yield
-
-
-def _start_run(trainer: BaseTrainer, resume_from: Any, allow_change: Collection[str]) -> None:
-    """Begin a run, afresh or from a checkpoint."""
-    checkpointer = trainer._checkpointer
-    checkpoint = None if resume_from is None else checkpointer.find(resume_from)
-    if checkpoint is None and resume_from == "auto":
-        logger.info("No checkpoint in %r yet: the run starts afresh.", str(trainer.save_dir))
-    elif checkpoint is None:
-        checkpointer.check_save_dir()
-    if checkpoint is None:
-        trainer.backend.check_weights_loaded()
-    trainer._begin_run(resumes=checkpoint is not None)
-    trainer._checkpointer.check_optimizers(vars(trainer), is_resuming=checkpoint is not None)
-    if checkpoint is not None:
-        trainer._checkpointer.resume(*checkpoint, allow_change)
-
-
-def _continue_run(trainer: BaseTrainer, more: Any, resume_from: Any, allow_change: Collection[str]) -> None:
-    """Begin a longer run that continues from the end of the previous one.
-
-    Raises:
-        ConfigError: If no run has ended, or an argument contradicts that.
-    """
-    if resume_from is not None or allow_change:
-        name = "resume_from" if resume_from is not None else "allow_change"
-        raise ConfigError(
-            f"`more` continues the run that this trainer has ended, and `{name}` with one from a checkpoint. Leave "
-            "one of them out."
-        )
-    checkpointer, reason, tests = trainer._checkpointer, trainer.stop_reason, trainer.metrics["test"]
-    ended, length = checkpointer.require_finished_run(), Limits.after(trainer.progress, more)
-    groups = group_options(trainer.backend.groups)
-    changed = [
-        {key: value for key, value in group.items() if key not in previous or previous[key] != value}
-        for group, previous in zip(groups, ended.groups, strict=True)
-    ]
-    checkpoint = None if ended.folder is None else checkpointer.find(ended.folder)
-    if checkpoint is not None:  # the optimizer is rebuilt, and the state of both may not fit into memory
-        checkpointer.finished_run, ended = "a longer run has begun", replace(ended, parts=())
-    change_setting(
-        trainer, settings=replace(trainer.settings, **length), limits=Limits(**length), epochs=length["epochs"],
-        max_steps=length["max_steps"],
-    )  # fmt: skip
-    trainer._begin_run(resumes=True, is_live=checkpoint is None)
-    if checkpoint is not None:
-        trainer._checkpointer.check_optimizers(vars(trainer), is_resuming=True)
-        trainer._checkpointer.resume(*checkpoint, ())
-    trainer._checkpointer.continue_run(ended, checkpointer, changed)
-    trainer.metrics["test"] = tests
-    if reason == "early_stopping":
-        trainer.objective.evaluations_without_gain = 0
-        for callback in trainer.lifecycle.callbacks:
-            if isinstance(callback, EarlyStopping):
-                callback.stopped_at = None
-        logger.info("Early stopping has ended the previous run: `patience` is reset.")
-
-
-def _write_processor(trainer: BaseTrainer, folder: Path) -> None:
-    """Write the tokenizer or processor next to the weights, so that `from_pretrained` opens both."""
-    if trainer.processing_class is not None:
-        trainer.processing_class.save_pretrained(str(folder))
-
-
-def _register_components(trainer: BaseTrainer) -> None:
-    """Register the model, the optimizer and the schedule, if they are callbacks or hooks."""
-    optimizer = (
-        trainer.backend.optimizer if trainer.train_loader is not None or trainer._loop.has_custom_epoch else None
-    )
-    bare = getattr(optimizer, "optimizer", optimizer)  # accelerate wraps it
-    trainer.lifecycle.register_components(trainer.get_model(), bare, trainer.lr_scheduler)
-
-
-def _described_run(trainer: BaseTrainer, resume_from: Any, allow_change: Collection[str], more: Any) -> dict[str, Any]:
-    """Return what the ranks must agree on before they train, as JSON types."""
-    described, groups = trainer.resolved_config(), trainer.backend.groups
-    del described["samples_per_epoch"]  # with the user's own loaders, it may differ between ranks
-    spec = trainer.settings.lr_scheduler
-    if spec is None or hasattr(spec, "step"):
-        del described["total_steps"]  # which follow from those samples, and decide nothing here
-    return described | {
-        "optimizer_groups": initial_group_options(groups),  # which may have changed since the trainer was made
-        "learning_rates": [float(group["lr"]) for group in groups],
-        "resume_from": resume_from if resume_from in (None, "auto", "last", "best") else "a folder",
-        "allow_change": sorted(allow_change),
-        "more": describe(more),
-    }
