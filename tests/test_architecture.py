@@ -28,6 +28,7 @@ import programs
 import pytest
 import torch
 from torch import nn
+from torch.utils.data import TensorDataset
 
 import omnitrain
 
@@ -386,7 +387,7 @@ class StepWalk(omnitrain.Callback):
 @pytest.mark.parametrize("name", MAX_WALKS)
 def test_steps_and_evaluations_enter_few_functions(name: str, tmp_path: Path) -> None:
     """A cap on lines makes people cut one subject in two; this one has them write less, or do it before the step."""
-    data = torch.randn(64, 4), torch.randint(0, 2, (64,))
+    data = TensorDataset(torch.randn(64, 4), torch.randint(0, 2, (64,)))
     step, model = StepWalk(), nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2))
     trainer = getattr(omnitrain, name)(
         model, data, data, epochs=1, batch_size=8, loss_fn=nn.functional.cross_entropy, callbacks=[step],

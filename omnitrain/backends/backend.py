@@ -7,7 +7,7 @@ that depends on where the weights are. `trainer/step.py` decides when to call it
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import AbstractContextManager
 from types import MappingProxyType
 from typing import Any, ClassVar, TypeVar
@@ -20,6 +20,7 @@ from omnitrain.checkpoint import state_dicts
 from omnitrain.checkpoint.initial_weights import InitialWeights
 from omnitrain.checkpoint.tensor_files import host_copy
 from omnitrain.compute.precision import Dtypes
+from omnitrain.compute.random_state import isolated_rng
 from omnitrain.core.errors import ConfigError, format_list
 from omnitrain.core.events import ProfilerRanges, wrap_in_range
 from omnitrain.distributed.ranks import Ranks
@@ -48,16 +49,15 @@ class Backend:
     """
 
     sharding: ClassVar[str | None] = None
-    """What shards the weights over the ranks ("FSDP" or "DEEPSPEED"); None if each rank has all of them."""
+    """What shards the parameters, the gradients or the optimizer's state over the ranks ("FSDP" or "DEEPSPEED"); None
+    if each rank has all of them."""
     forward_is_collective: ClassVar[bool] = False
     """Whether all ranks must take part in each forward pass."""
     has_master_weights: ClassVar[bool] = False
     """Whether 16-bit weights are updated in a 32-bit copy."""
-    unsupported: ClassVar[Mapping[str, str]] = MappingProxyType({})
-    """What algorithms and optimizers cannot do here, and why: a method's name, one of `Algorithm.needs`, "closure",
-    "sparse_gradients"."""
-    supports_several_optimizers: ClassVar[bool] = True
-    """Whether the user's own loop may have several optimizers."""
+    unsupported: Mapping[str, str] = MappingProxyType({})
+    """What algorithms, optimizers and monitors cannot do here, and why: a method's name, one of `Algorithm.needs`,
+    "closure", "sparse_gradients"; "weights", "updates" and "gradients" cannot be monitored."""
     clips_in_update: ClassVar[bool] = False
     """Whether `clip_gradients` makes the update too: then nothing can be done between the two."""
     closure: Callable[[], torch.Tensor] | None = None
@@ -210,11 +210,6 @@ class Backend:
     def groups(self) -> list[dict[str, Any]]:
         """The groups of the optimizer, or of all of them."""
         return [group for optimizer in self.optimizers.values() or [self.optimizer] for group in optimizer.param_groups]
-
-    @property
-    def is_sharded(self) -> bool:
-        """Whether each rank holds only a part of the parameters, the gradients or the optimizer's state."""
-        return self.sharding is not None
 
     @property
     def can_skip(self) -> bool:
@@ -381,12 +376,25 @@ class Backend:
             if parameter.requires_grad and id(parameter) not in grouped
         ]
 
+    @contextlib.contextmanager
+    def eval_mode(self, seed: int) -> Iterator[None]:
+        """Put the model into evaluation mode without gradients; modes and random numbers are restored afterwards.
+
+        Random numbers inside start from the seed every time, so a repeated evaluation gives the same result.
+        """
+        training = [module for module in self.wrapped.modules() if module.training]
+        self.wrapped.eval()
+        try:
+            # no_grad, not inference_mode: tensors that a model caches here must be usable in training
+            with isolated_rng(self.device, seed=seed), torch.no_grad():
+                yield
+        finally:
+            for module in training:
+                module.training = True
+            self.end_evaluation()
+
     def end_evaluation(self) -> None:
         """Clean up after forward passes without a backward pass."""
-
-    def unsupported_monitoring(self) -> dict[str, str]:
-        """Return what cannot be monitored here, "weights", "updates" or "gradients", and why."""
-        return {}
 
     def shard_and_groups(self, tensor: torch.Tensor) -> tuple[torch.Tensor, list[Any]]:
         """Return this rank's shard of a weight or gradient, and the process groups of the other shards."""
@@ -444,10 +452,6 @@ class Backend:
     def names_by_group(self) -> list[list[str]]:
         """Return the names of the parameters in each of the optimizer's groups."""
         return state_dicts.names_by_group(self.optimizer, self.model)
-
-    def check_groups(self, saved: Any, where: str) -> None:
-        """Raise a CheckpointError if the optimizer's groups hold other parameters than the saved ones."""
-        state_dicts.check_groups(self.names_by_group(), [group["params"] for group in saved["groups"]], where)
 
     def check_optimizer(self, tensors: Mapping[str, Any], saved: Any, where: str) -> None:
         """Raise the CheckpointError of `load_optimizer`, if there is one; nothing is changed."""

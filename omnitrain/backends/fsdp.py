@@ -36,13 +36,12 @@ class FSDP(DDP):
     """
 
     sharding: ClassVar[str | None] = "FSDP"
-    unsupported: ClassVar[Mapping[str, str]] = MappingProxyType(
+    unsupported: Mapping[str, str] = MappingProxyType(
         {
             "closure": "each rank has a part of every weight, and such optimizers go by all weights at once",
             "sparse_gradients": "each rank has a part of every weight, and PyTorch shards only dense gradients",
         }
     )
-    supports_several_optimizers = False
     forward_is_collective: ClassVar[bool] = True
     dry_run_completes_gradients: ClassVar[bool] = True  # which leaves no gathered gradients behind
     # Whether backward passes currently average the gradients.

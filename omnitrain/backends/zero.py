@@ -150,15 +150,15 @@ class Zero(DDP):
 
     sharding: ClassVar[str | None] = "DEEPSPEED"
     has_master_weights = True
-    unsupported: ClassVar[Mapping[str, str]] = MappingProxyType(
+    unsupported: Mapping[str, str] = MappingProxyType(
         {
             "before_second_pass": "DeepSpeed's engine adds gradients up in its own buffers, and keeps those of both",
             "before_update": "DeepSpeed's engine clips and updates at once, in its own buffers",
+            "gradients": "DeepSpeed keeps them in its own buffers",
             "freezing": "DeepSpeed's optimizer updates buffers that hold frozen weights next to the others",
             "sparse_gradients": "DeepSpeed's engine adds gradients up in its own buffers, which are dense",
         }
     )
-    supports_several_optimizers = False
     forward_is_collective: ClassVar[bool] = True
     clips_in_update: ClassVar[bool] = True
     _is_last = True
@@ -235,6 +235,9 @@ class Zero(DDP):
             self.model.compile(**self._compile_options)  # in place, as ZeRO 3 replaces the modules' parameter dicts
         with preserve_shared_buffers(self.model):
             engine, prepared = self.accelerator.prepare(Runner(self.model), optimizer)
+        if any(hasattr(parameter, "ds_id") for parameter in self.model.parameters()):
+            hidden = dict.fromkeys(("weights", "updates"), "ZeRO 3 keeps the weights in its own partitions")
+            self.unsupported = {**self.unsupported, **hidden}
         self._zero = prepared.optimizer  # DeepSpeed's optimizer, inside accelerate's, whose `step` does nothing
         self._factor = 1.0
         if engine.fp16_enabled() and isinstance(self.scaler, LossScale):
@@ -434,12 +437,6 @@ class Zero(DDP):
         if parameter.requires_grad:
             _set(parameter, value)
 
-    def unsupported_monitoring(self) -> dict[str, str]:
-        reasons = {"gradients": "DeepSpeed keeps them in its own buffers"}
-        if any(hasattr(parameter, "ds_id") for parameter in self.model.parameters()):
-            reasons |= dict.fromkeys(("weights", "updates"), "ZeRO 3 keeps the weights in its own partitions")
-        return reasons
-
     def local_shard(self, tensor: Any) -> torch.Tensor:
         # DeepSpeed's buffers differ between stages, so the full weight is copied, as in a checkpoint
         return tensor.read() if isinstance(tensor, Gathered) else tensor.detach()
@@ -473,12 +470,9 @@ class Zero(DDP):
     def names_by_group(self) -> list[list[str]]:
         return self._groups
 
-    def check_groups(self, saved: Any, where: str) -> None:
-        check_groups(self._groups, [group["params"] for group in saved["groups"]], where)
-
     def check_optimizer(self, tensors: Mapping[str, Any], saved: Any, where: str) -> None:
         """Reject a state that the same optimizer would not have on one device; ZeRO keeps it in full precision."""
-        self.check_groups(saved, where)
+        check_groups(self._groups, [group["params"] for group in saved["groups"]], where)
         check_options(self.optimizer, saved["groups"], where)
         flat = state_specs(self.optimizer)  # for its flat tensors, in which parameters follow each other
         entries: dict[str, tuple[int, ...]] = {}

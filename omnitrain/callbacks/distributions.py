@@ -140,7 +140,7 @@ class Distributions(Callback):
 
     def _check_observable(self, backend: Any) -> None:
         """Raise ConfigError for kinds of tensors that the backend does not show."""
-        reasons = backend.unsupported_monitoring()
+        reasons = backend.unsupported
         if hidden := [kind for kind in self.of if kind in reasons]:
             raise ConfigError(
                 f"`of` holds {hidden[0]!r}, which cannot be seen here: {reasons[hidden[0]]}. Leave it out, or train "

@@ -385,7 +385,8 @@ class Contents:
         try:
             backend.check_weights(weights, where, content["frozen"])
             self._check_optimizer_names(folder, content)
-            backend.check_groups(content["optimizer"], where)
+            saved_groups = [group["params"] for group in content["optimizer"]["groups"]]
+            state_dicts.check_groups(backend.names_by_group(), saved_groups, where)
         except CheckpointError:
             return  # from another model, so `restore` will reject it
         backend.check_optimizer(self._open_tensors(folder, content, OPTIMIZER), content["optimizer"], where)

@@ -1,4 +1,4 @@
-"""State of custom units, collators, datasets and losses, and snapshots that show changes.
+"""State of custom units, collators, datasets and losses; snapshots of datasets.
 
 Loaders and streams, whose state is their position, are in `loaders.py` and `streams.py`.
 """

@@ -206,8 +206,8 @@ class HFEvaluation(Evaluation):
         if isinstance(batch, Mapping) and names and all(name in batch for name in names):
             output.labels = get_labels(batch, names)
         if generation is not None:
-            synced = backend.sharding is not None
-            output.outputs, output.labels = generation.generate(unwrap(backend.model), batch, output.labels, synced)
+            model, synced = unwrap(backend.model), backend.forward_is_collective
+            output.outputs, output.labels = generation.generate(model, batch, output.labels, synced)
         output.extra = self._metric_extras(batch, output)
         return output
 

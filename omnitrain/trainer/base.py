@@ -997,7 +997,7 @@ class BaseTrainer(Hooks, ABC):
 
     @optimizers.setter
     def optimizers(self, optimizers: Mapping[str, torch.optim.Optimizer]) -> None:
-        check_optimizers(optimizers, self.backend.supports_several_optimizers)
+        check_optimizers(optimizers, self.backend.sharding is None)
         self.backend.optimizers = dict(optimizers)
         self.optimizer = next(iter(optimizers.values()))
         self._initial.optimizer = None

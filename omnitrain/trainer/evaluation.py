@@ -30,7 +30,7 @@ from omnitrain.model.multitask import MultiTaskUnit
 from omnitrain.model.units import ModelUnit, StepOutput, count_as_sum, run_unit
 from omnitrain.trainer.failing_samples import describe_failing_samples, name_dtypes
 from omnitrain.trainer.feed import Feed
-from omnitrain.trainer.hooks import Hooks, evaluating
+from omnitrain.trainer.hooks import Hooks
 from omnitrain.trainer.lifecycle import Lifecycle, is_of_callback
 from omnitrain.trainer.loss_probe import ask_loss
 from omnitrain.trainer.meters import Meters, means_of
@@ -215,7 +215,7 @@ class Evaluation:
         try:
             with (
                 self.eval_weights.swapped_in(),
-                evaluating(trainer),
+                trainer.backend.eval_mode(trainer.settings.seed),
                 trainer.ranks.in_phase("evaluation"),
                 loader.preserve_state(),
             ):
@@ -242,7 +242,11 @@ class Evaluation:
 
         Weights, modes and random numbers are restored afterwards.
         """
-        with self.eval_weights.swapped_in(), evaluating(self.trainer), self.trainer._autocast():
+        with (
+            self.eval_weights.swapped_in(),
+            self.trainer.backend.eval_mode(self.trainer.settings.seed),
+            self.trainer._autocast(),
+        ):
             yield
 
     def outside_run(self) -> AbstractContextManager[Any]:
@@ -310,7 +314,7 @@ class Evaluation:
         batches = batches if loader.size is not None or only_first else _warned_if_long(batches, loader, ranks.is_main)
         with (
             self.eval_weights.swapped_in(),
-            evaluating(trainer),
+            trainer.backend.eval_mode(trainer.settings.seed),
             ranks.in_phase("evaluation"),
             preserve_state(self.feed.stateful_data),
         ):

@@ -50,7 +50,7 @@ def describe_failing_samples(
     names = describe_samples(samples, loader.name)
     if is_device_lost(error):
         return f"{names} or before, as the device reports errors late (at once with CUDA_LAUNCH_BLOCKING=1)"
-    if not hasattr(loader, "fetch") or trainer.backend.sharding is not None or is_out_of_memory(error):
+    if not hasattr(loader, "fetch") or trainer.backend.forward_is_collective or is_out_of_memory(error):
         return names
 
     def attempt(indices: list[int]) -> None:

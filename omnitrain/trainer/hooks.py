@@ -5,9 +5,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
-from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -18,7 +16,7 @@ from omnitrain.arguments import Settings
 from omnitrain.backends.backend import Backend
 from omnitrain.callbacks.train_hook import TrainHook
 from omnitrain.compute.precision import Precision, choose_device
-from omnitrain.compute.random_state import derive_seed, isolated_rng, seed_everything
+from omnitrain.compute.random_state import derive_seed, seed_everything
 from omnitrain.core.errors import ConfigError
 from omnitrain.core.events import Algorithm, Callback, Event
 from omnitrain.data.collation import cast_inputs, move_to_device
@@ -294,21 +292,3 @@ class Hooks:
         """Return the values that the backend adds to each row of logs."""
         scaler = self.backend.scaler
         return {"loss_scale": scaler.get_scale()} if scaler.is_enabled() else {}
-
-
-@contextlib.contextmanager
-def evaluating(trainer: Hooks) -> Iterator[None]:
-    """Put the model into evaluation mode without gradients; modes and random numbers are restored afterwards.
-
-    Random numbers inside start from the seed every time, so a repeated evaluation gives the same result.
-    """
-    training = [module for module in trainer.backend.wrapped.modules() if module.training]
-    trainer.backend.wrapped.eval()
-    try:
-        # no_grad, not inference_mode: tensors that a model caches here must be usable in training
-        with isolated_rng(trainer.device, seed=trainer.settings.seed), torch.no_grad():
-            yield
-    finally:
-        for module in training:
-            module.training = True
-        trainer.backend.end_evaluation()

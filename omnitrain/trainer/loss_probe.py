@@ -24,7 +24,7 @@ from omnitrain.model.losses import LossMean, is_known
 from omnitrain.model.multitask import MultiTaskUnit, TaskBatch
 from omnitrain.model.units import ModelUnit, StepOutput
 from omnitrain.trainer.buffers import unchanged_buffers
-from omnitrain.trainer.hooks import Hooks, evaluating
+from omnitrain.trainer.hooks import Hooks
 
 logger: logging.Logger = logging.getLogger("omnitrain")
 
@@ -281,7 +281,7 @@ class _Probe:
 
     def kind_of_dependence(self) -> str:
         """Return "samples" if they are compared with each other, "means" if not, "chance" if numbers are random."""
-        with evaluating(self.trainer):
+        with self.trainer.backend.eval_mode(self.trainer.settings.seed):
             first, second = (self._raw_loss(self.batch, restarts=False) for _ in range(2))
         doubled = self._raw_loss(join_batches(self.batch, self.batch, count_samples(self.batch)))
         if first is None or first != second:
@@ -309,7 +309,10 @@ class _Probe:
         """Return the loss of a batch, or None if there is none; random numbers begin with the seed if it restarts."""
         trainer, run = self.trainer, run or self._trainer_loss
         try:
-            with evaluating(trainer) if restarts else contextlib.nullcontext(), trainer._autocast():
+            with (
+                trainer.backend.eval_mode(trainer.settings.seed) if restarts else contextlib.nullcontext(),
+                trainer._autocast(),
+            ):
                 loss = trainer.backend.forward(run, trainer._prepare_batch(batch))
             return None if loss is None else float(loss)
         except Exception as error:  # the first step, or the evaluation, raises it for the user

@@ -15,7 +15,7 @@ from omnitrain.core.errors import NonFiniteError, Tolerance, format_list
 from omnitrain.core.files import replace_file
 from omnitrain.optim.sparse_gradients import stored_values
 from omnitrain.trainer.evaluation import Evaluation
-from omnitrain.trainer.hooks import Hooks, evaluating
+from omnitrain.trainer.hooks import Hooks
 
 
 class WindowPosition(NamedTuple):
@@ -36,8 +36,8 @@ def nonfinite_error(trainer: Hooks, loader: Any, save_dir: Path | None, place: W
         save_dir: The folder of the run; None writes no file.
         place: The position of the window.
     """
-    # computing a gradient of sharded weights needs all ranks
-    checks = (_is_bad, _has_bad_gradient) if trainer.backend.sharding is None else (_is_bad,)
+    # then computing a gradient needs all ranks too
+    checks = (_is_bad,) if trainer.backend.forward_is_collective else (_is_bad, _has_bad_gradient)
     indices, rank = (
         _suspects(trainer, loader, place.epoch, place.position, place.samples, checks),
         trainer.ranks.data.rank,
@@ -88,7 +88,7 @@ def _report(trainer: Hooks, save_dir: Path | None, report: dict[str, Any]) -> No
 def _first_bad_batch(evaluation: Evaluation, loader: Any) -> int | None:
     """Return the number, from 0, of the first batch whose loss is not finite on any rank."""
     trainer = evaluation.trainer
-    with evaluating(trainer):
+    with trainer.backend.eval_mode(trainer.settings.seed):
         for number, (batch, _) in enumerate(evaluation.feed.lockstep_batches(loader)):
             is_bad = _is_bad(trainer, batch)
             if any(trainer.ranks.sum("the search for a loss that is not finite", is_bad)):
@@ -106,7 +106,7 @@ def _suspects(
     window = sampler.samples(epoch, position, position + samples)
     for is_bad in checks:
         try:
-            with evaluating(trainer):
+            with trainer.backend.eval_mode(trainer.settings.seed):
                 bad = [int(index) for index in window if is_bad(trainer, fetch(epoch, np.array([index])))]
         except Exception:  # the model cannot process a single sample: report the full window
             break

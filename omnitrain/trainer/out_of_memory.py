@@ -228,7 +228,7 @@ def shortage_of(trainer: Hooks, work: Work, requested: int = 0) -> Shortage:
         capacity=capacity,
         rows=splits if work == "training" else settings.eval_batch_size or settings.batch_size,
         world_size=trainer.ranks.world_size,
-        is_sharded=backend.is_sharded,
+        is_sharded=backend.sharding is not None,
         is_recomputed=bool(settings.gradient_checkpointing),
         is_full_precision=trainer.precision.name == "fp32" and _is_wide(parameters),
     )

@@ -30,7 +30,7 @@ from omnitrain.trainer.buffers import Buffers
 from omnitrain.trainer.failing_samples import describe_failing_samples, name_dtypes
 from omnitrain.trainer.feed import Feed
 from omnitrain.trainer.finite import FiniteGuard, LossMeter, read_on_cpu
-from omnitrain.trainer.hooks import Hooks, evaluating
+from omnitrain.trainer.hooks import Hooks
 from omnitrain.trainer.lifecycle import Lifecycle, is_of_callback
 from omnitrain.trainer.meters import Meters
 from omnitrain.trainer.nonfinite_report import WindowPosition
@@ -471,7 +471,7 @@ class Step:
         if loader is not None:
             run, mode = (
                 functools.partial(self._backend.forward, trainer._forward),
-                functools.partial(evaluating, trainer),
+                functools.partial(self._backend.eval_mode, self._settings.seed),
             )
             samples = describe_failing_samples(error, trainer, loader, (place.epoch, place.position, turn), run, mode)
             if samples:
