@@ -19,7 +19,7 @@ from omnitrain.backends.start import WeightInitializer, full_target, named_tenso
 from omnitrain.checkpoint import state_dicts
 from omnitrain.checkpoint.initial_weights import InitialWeights
 from omnitrain.checkpoint.tensor_files import host_copy
-from omnitrain.compute.precision import Dtypes
+from omnitrain.compute.precision import Dtypes, read_on_cpu
 from omnitrain.compute.random_state import isolated_rng
 from omnitrain.core.errors import ConfigError, format_list
 from omnitrain.core.events import ProfilerRanges, wrap_in_range
@@ -296,8 +296,9 @@ class Backend:
         """
         norm = self.gradient_norm() if norm is None else norm
         # Reading the norm is free on a CPU, and most steps need no clipping: the factor would be exactly 1.
-        if max_norm is not None and not (norm.device.type == "cpu" and norm.item() < max_norm * (1 - 1e-6) - 1e-6):
-            nn.utils.clip_grads_with_norm_(self.parameters, max_norm, norm)
+        if max_norm is None or (norm.device.type == "cpu" and read_on_cpu(norm) < max_norm * (1 - 1e-6) - 1e-6):
+            return norm
+        nn.utils.clip_grads_with_norm_(self.parameters, max_norm, norm)
         return norm
 
     def update(self) -> bool:

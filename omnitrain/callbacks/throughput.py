@@ -16,6 +16,7 @@ from omnitrain.core.errors import ConfigError
 from omnitrain.core.events import Callback, Event, TrainerLike
 from omnitrain.core.progress import PHASES
 from omnitrain.data.sampling import share
+from omnitrain.distributed.ranks import Ranks
 
 logger: logging.Logger = logging.getLogger("omnitrain")
 
@@ -116,7 +117,7 @@ class Throughput(Callback):
             trainer.progress.samples - self._start_counts[0],
             trainer.progress.tokens - self._start_counts[1],
         )
-        units = (tokens or samples) * _computed_share(trainer, samples)
+        units = (tokens or samples) * _computed_share(trainer.ranks, samples)
         if not units or not self._forward:
             return  # a skipped step, or a custom loop
         trainer.lifecycle.unsubscribe(self, Event.STEP_START, Event.STEP_END)
@@ -193,10 +194,10 @@ class Throughput(Callback):
         self._has_reported = True
 
 
-def _computed_share(trainer: TrainerLike, samples: int) -> float:
+def _computed_share(ranks: Ranks, samples: int) -> float:
     """Return the share of a step's samples on this rank; ranks may differ by one sample."""
-    data = trainer.ranks.data
-    return len(share(range(samples), data.rank, data.size)) / max(samples, 1) * data.size / trainer.world_size
+    data = ranks.data
+    return len(share(range(samples), data.rank, data.size)) / max(samples, 1) * data.size / ranks.world_size
 
 
 def _totals(trainer: TrainerLike) -> _Totals:

@@ -224,7 +224,8 @@ class Contents:
         self.record: StartRecord | None = None
         # The tensors in the files of the checkpoint that was opened last.
         self._catalogues: tuple[tuple[str, str], dict[str, Catalogue]] = ("", ""), {}
-        self._frozen = FrozenWeights(trainer)
+        """The tensors in the files of the checkpoint that was opened last."""
+        self._frozen = FrozenWeights(trainer.backend, trainer.ranks, trainer.settings.save_frozen)
 
     def record_start(self, resumed: str | None = None) -> None:
         """Compute the fingerprints of data and code for the checkpoints of the run, and the record of this start.

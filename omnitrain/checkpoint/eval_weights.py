@@ -4,22 +4,15 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Mapping
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
 from omnitrain.backends.backend import Backend
 from omnitrain.checkpoint.state_dicts import bare_name, parameter_names, unwrap
 from omnitrain.core.errors import ConfigError
-from omnitrain.core.events import Algorithm, find_overrides
+from omnitrain.core.events import Algorithm, TrainerLike, find_overrides
 from omnitrain.optim.build import has_modes
-
-
-class EvaluatedTrainer(Protocol):
-    """The part of a trainer that determines its weights for evaluations."""
-
-    backend: Backend
-    algorithms: list[Algorithm]
 
 
 class EvalWeights:
@@ -27,20 +20,27 @@ class EvalWeights:
 
     A schedule-free optimizer has `train()` and `eval()`, which change the weights in place. Rounding would move those
     in training each time, so these are copied before `eval()` and copied back after `train()`.
+
+    Args:
+        trainer: Passed to the algorithms.
+        backend: Has the weights and the optimizer.
+        algorithms: Those of the run.
     """
 
-    def __init__(self, trainer: EvaluatedTrainer) -> None:
+    def __init__(self, trainer: TrainerLike, backend: Backend, algorithms: list[Algorithm]) -> None:
         self._trainer = trainer
+        self._backend = backend
+        self._algorithms = algorithms
         self.are_loaded: bool = False
         """Whether the model has them, as after the end of a run."""
 
     @property
     def _transforms(self) -> list[Any]:
-        return find_overrides(self._trainer.algorithms, "transform_weights")
+        return find_overrides(self._algorithms, "transform_weights")
 
     def check(self) -> None:
         """Reject weights in 16 bits without master weights if an algorithm transforms them."""
-        backend = self._trainer.backend
+        backend = self._backend
         dtypes = {parameter.dtype for parameter in backend.model.parameters() if parameter.requires_grad}
         dtypes &= {torch.float16, torch.bfloat16}
         if self._transforms and dtypes and not backend.has_master_weights:
@@ -67,13 +67,13 @@ class EvalWeights:
 
     def model_tensors(self) -> dict[str, Any]:
         """Return the present weights for evaluations by name."""
-        return self.transform(self._trainer.backend.model_tensors())
+        return self.transform(self._backend.model_tensors())
 
     def _differing(self) -> dict[str, Any]:
         """Return those that differ from the weights in training."""
         if self.are_loaded or not (self._transforms or self._optimizers_in_training):
             return {}
-        trained = self._trainer.backend.model_tensors()
+        trained = self._backend.model_tensors()
         return {name: weight for name, weight in self.transform(trained).items() if weight is not trained[name]}
 
     @property
@@ -85,7 +85,7 @@ class EvalWeights:
 
     @property
     def _optimizers_with_modes(self) -> list[Any]:
-        return [optimizer for optimizer in self._trainer.backend.built_optimizers if has_modes(optimizer)]
+        return [optimizer for optimizer in self._backend.built_optimizers if has_modes(optimizer)]
 
     @property
     def _optimizers_in_training(self) -> list[Any]:
@@ -103,8 +103,7 @@ class EvalWeights:
     def _restoring_weights(self, optimizers: list[Any]) -> Iterator[None]:
         """Restore the weights of optimizers at the end, bit for bit."""
         groups = [group for optimizer in optimizers for group in optimizer.param_groups]
-        weights = [self._trainer.backend.local_shard(parameter) for group in groups for parameter in group["params"]]
-        # interpolating there and back is not exact in floating point
+        weights = [self._backend.local_shard(parameter) for group in groups for parameter in group["params"]]
         copies = [weight.clone() for weight in weights]
         try:
             yield
@@ -117,7 +116,7 @@ class EvalWeights:
         optimizers = self._optimizers_in_training
         if not optimizers:
             return {}
-        known = parameter_names(self._trainer.backend.model)
+        known = parameter_names(self._backend.model)
         groups = [group for optimizer in optimizers for group in optimizer.param_groups]
         names = {known.get(id(parameter), "") for group in groups for parameter in group["params"]}
         with torch.no_grad(), self._restoring_weights(optimizers):
@@ -143,7 +142,7 @@ class EvalWeights:
         if not eval_weights:
             yield
             return
-        backend = self._trainer.backend
+        backend = self._backend
         model = unwrap(backend.model)
         tensors = {bare_name(name): tensor for name, tensor in (*model.named_parameters(), *model.named_buffers())}
         shards = [backend.local_shard(tensors[name]) for name in eval_weights]
@@ -160,8 +159,8 @@ class EvalWeights:
         """Load them into the model at the end of a run; return whether they differ from those in training."""
         eval_weights = self._differing()
         if eval_weights:
-            unchanged = self._trainer.backend.model_tensors().keys() - eval_weights.keys()
-            self._trainer.backend.load_weights(eval_weights, "the weights that are evaluated", {}, unchanged)
+            unchanged = self._backend.model_tensors().keys() - eval_weights.keys()
+            self._backend.load_weights(eval_weights, "the weights that are evaluated", {}, unchanged)
         return bool(eval_weights)
 
     def restore(self, names: Mapping[str, Any]) -> None:
@@ -170,8 +169,8 @@ class EvalWeights:
         Args:
             names: The weights that differ from those in training.
         """
-        weights = self._trainer.backend.model_tensors()
-        for restore in find_overrides(self._trainer.algorithms, "restore_weights"):
+        weights = self._backend.model_tensors()
+        for restore in find_overrides(self._algorithms, "restore_weights"):
             restore(self._trainer, {name: weights[name] for name in names})
 
 

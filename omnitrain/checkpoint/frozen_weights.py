@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import Any, Protocol
+from typing import Any
 
-from omnitrain.arguments import Settings
 from omnitrain.backends.backend import Backend
 from omnitrain.checkpoint.adapters import adapter_names, has_adapters
 from omnitrain.checkpoint.state_dicts import bare_name, unwrap
@@ -17,20 +16,19 @@ from omnitrain.distributed.ranks import Ranks
 FROZEN = "frozen_weights"
 
 
-class FrozenTrainer(Protocol):
-    """The part of a trainer that determines its frozen weights."""
-
-    settings: Settings
-    backend: Backend
-    ranks: Ranks
-
-
 class FrozenWeights:
-    """The frozen weights of a run: fingerprints are computed once, and again for weights that were written to."""
+    """The frozen weights of a run: fingerprints are computed once, and again for weights that were written to.
 
-    def __init__(self, trainer: FrozenTrainer) -> None:
-        self._trainer = trainer
-        # Version and fingerprint of each weight, by name.
+    Args:
+        backend: Has the weights.
+        ranks: The ranks of the run.
+        save_frozen: Whether checkpoints have them; None leaves them out if there are adapters.
+    """
+
+    def __init__(self, backend: Backend, ranks: Ranks, save_frozen: bool | None) -> None:
+        self._backend = backend
+        self._ranks = ranks
+        self._save_frozen = save_frozen
         self._known: dict[str, tuple[Any, str]] = {}
         self._excluded: dict[str, str] | None = None
 
@@ -40,11 +38,10 @@ class FrozenWeights:
         They have not changed since the first call and were not trained at any checkpoint since, so building the model
         of the run again restores them. A collective call.
         """
-        model = self._trainer.backend.model
-        save_frozen = self._trainer.settings.save_frozen
-        if not (has_adapters(model) if save_frozen is None else not save_frozen):
+        model = self._backend.model
+        if not (has_adapters(model) if self._save_frozen is None else not self._save_frozen):
             return {}
-        tensors = self._trainer.backend.model_tensors()
+        tensors = self._backend.model_tensors()
         if self._excluded is None:
             self._excluded = self.fingerprints(_frozen_names(model, tensors), tensors)
         trained = _trained_names(model)
@@ -67,11 +64,9 @@ class FrozenWeights:
         versions = {name: change_marker(tensors[name]) for name in names}
         stale = [name for name in names if self._known.get(name, (None,))[0] != versions[name]]
         # computing them is collective, so all ranks must agree on the names
-        stale = self._trainer.ranks.combine(
-            "the frozen weights that were written to", stale, lambda each: set().union(*each)
-        )
+        stale = self._ranks.combine("the frozen weights that were written to", stale, lambda each: set().union(*each))
         if stale:
-            computed = fingerprints({name: tensors[name] for name in stale}, self._trainer.ranks)
+            computed = fingerprints({name: tensors[name] for name in stale}, self._ranks)
             self._known |= {name: (change_marker(tensors[name]), computed[name]) for name in stale}
         return {name: self._known[name][1] for name in names}
 
@@ -87,7 +82,7 @@ class FrozenWeights:
         """
         check_fingerprints(
             saved,
-            self.fingerprints(saved, self._trainer.backend.model_tensors()),
+            self.fingerprints(saved, self._backend.model_tensors()),
             where,
             "Build the model on the weights of that run (random ones need its seed), or continue with "
             f"these: train(resume_from=..., allow_change={ {FROZEN}!r}). `save_frozen=True` saves them from now on.",

@@ -194,6 +194,12 @@ class Precision:
         return torch.amp.GradScaler(self.device_type, init_scale=scale[0], growth_interval=interval, enabled=is_on)
 
 
+def read_on_cpu(scalar: torch.Tensor) -> float:
+    """Return the value of a scalar on the CPU, where nothing has to wait."""
+    scalar = scalar.detach()
+    return float((scalar.float() if scalar.dtype is torch.bfloat16 else scalar).numpy())  # NumPy has no bfloat16
+
+
 def _fp8_obstacle(device: torch.device) -> str:
     """Return why a device does not support fp8; "" if it does."""
     if device.type != "cuda":

@@ -8,12 +8,17 @@ from __future__ import annotations
 import signal
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from omnitrain.callbacks.early_stopping import EarlyStopping
 from omnitrain.core.duration import Duration
 from omnitrain.core.events import TrainerLike
+from omnitrain.core.history import MetricsDict
 from omnitrain.core.metric_format import format_metric
+from omnitrain.core.objective import Objective
+
+if TYPE_CHECKING:
+    import torch
 
 _REASONS = {
     "epochs": "all epochs are done",
@@ -56,7 +61,7 @@ def closing(trainer: TrainerLike, error: BaseException | None = None) -> str:
     else:
         reason = _REASONS.get(trainer.stop_reason, trainer.stop_reason or "the end")
     parts = [f"{reason} at step {progress.step}, epoch {progress.epochs:.2f}, after {clock(progress.seconds)}"]
-    parts += _best_line(trainer)
+    parts += _best_line(trainer.metrics, trainer.objective)
     saved = lifecycle.saved_path or lifecycle.resumed_from
     keeps_all = not trainer.settings.save_only_model
     if saved is not None:
@@ -98,17 +103,16 @@ def _model_line(trainer: TrainerLike, config: dict[str, Any]) -> str:
         weights += "all trained"
     else:
         weights += f"{trained:,} trained, {frozen:,} frozen"
-    devices = [_device(trainer), *([f"{trainer.world_size} processes"] if trainer.world_size > 1 else [])]
+    devices = [_device(trainer.device), *([f"{trainer.world_size} processes"] if trainer.world_size > 1 else [])]
     return f"model  {_base_name(config['model'])}, {weights}; {', '.join([*devices, str(config['autocast'])])}"
 
 
-def _device(trainer: TrainerLike) -> str:
-    name = str(trainer.device)
-    if trainer.device.type != "cuda":
-        return name
+def _device(device: torch.device) -> str:
+    if device.type != "cuda":
+        return str(device)
     import torch
 
-    return f"{name} ({torch.cuda.get_device_name(trainer.device)})"
+    return f"{device} ({torch.cuda.get_device_name(device)})"
 
 
 def _count_parameters(parameters: Iterable[Any]) -> tuple[int, int]:
@@ -127,7 +131,7 @@ def _length_line(trainer: TrainerLike, config: dict[str, Any]) -> str:
     if total is not None:
         length = f"{total:,} steps" + (f" in {length}" if length else "")
     words = [f"{samples:,} samples" if samples else "samples as they come", length]
-    optimizer = [_base_name(type(trainer.optimizer).__name__), *_learning_rate(trainer)]
+    optimizer = [_base_name(type(trainer.optimizer).__name__), *_learning_rate(trainer.optimizer)]
     optimizer.append(_schedule_name(trainer, config["lr_scheduler"]))
     return f"train  {', '.join(words)}; {_batch_size(trainer, config)}; {', '.join(optimizer)}"
 
@@ -145,9 +149,9 @@ def _batch_size(trainer: TrainerLike, config: dict[str, Any]) -> str:
     return f"batch {size}" + (f" = {'' if largest == size else 'up to '}{' x '.join(factors)}" if factors[1:] else "")
 
 
-def _learning_rate(trainer: TrainerLike) -> list[str]:
+def _learning_rate(optimizer: torch.optim.Optimizer) -> list[str]:
     """Return the initial learning rate of the schedule."""
-    for group in trainer.optimizer.param_groups:
+    for group in optimizer.param_groups:
         return [f"lr {group.get('initial_lr', group['lr']):.2e}"]
     return []
 
@@ -190,12 +194,11 @@ def _format_duration(duration: Duration) -> str:
     return f"{duration.value:,} {words}{'' if duration.value == 1 else 's'}"
 
 
-def _best_line(trainer: TrainerLike) -> list[str]:
-    metrics = trainer.metrics
+def _best_line(metrics: MetricsDict, objective: Objective) -> list[str]:
     best = metrics["best_valid"]
     if not best or "best_step" not in metrics:
         return []
-    key = trainer.objective.key(best)
+    key = objective.key(best)
     words = f"best: {format_metric(key, best[key])} at step {metrics['best_step']}"
     if "best_checkpoint" in metrics:
         words += f", {metrics['best_checkpoint']}"

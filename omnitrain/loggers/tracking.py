@@ -22,6 +22,7 @@ from omnitrain.core.errors import ConfigError, MissingExtraError, Tolerance, did
 from omnitrain.core.events import Callback, Histogram, TrainerLike
 from omnitrain.core.files import replace_file
 from omnitrain.core.metric_format import sort_for_display
+from omnitrain.core.progress import Progress
 from omnitrain.loggers.rows import Pace, histogram_stats, row_kind
 from omnitrain.loggers.services import SERVICES, Service
 from omnitrain.loggers.tensorboard import dashboard_names
@@ -112,7 +113,9 @@ class Tracking(Callback):
         with self._tolerance:
             if self._tracker is None and not self._open(trainer):
                 return
-            self._call(lambda tracker: tracker.log(_scalars(logs, "test", self._service), step=_step(trainer, logs)))
+            self._call(
+                lambda tracker: tracker.log(_scalars(logs, "test", self._service), step=_step(trainer.progress, logs))
+            )
             if not self._is_training:
                 self._close()
 
@@ -122,7 +125,7 @@ class Tracking(Callback):
 
     def on_report(self, trainer: TrainerLike, values: Mapping[str, str | Histogram]) -> None:
         """Send texts and histograms, or the numbers that describe a histogram to a service without histograms."""
-        if not self._is_training or self._has_sent("report", _position(trainer, {})):
+        if not self._is_training or self._has_sent("report", _position(trainer.progress, {})):
             return
         step, service = trainer.progress.step, self._service
 
@@ -218,7 +221,7 @@ class Tracking(Callback):
     # --- sent rows
 
     def _send(self, trainer: TrainerLike, kind: str, values: Mapping[str, float]) -> None:
-        position = _position(trainer, values)
+        position = _position(trainer.progress, values)
         if not self._is_training or position <= self._sent.get(kind, (-1, 0.0)) or self._has_sent(kind, position):
             return
         with self._tolerance:
@@ -255,13 +258,13 @@ class Tracking(Callback):
                 self._previously_sent = dict(self._sent)
 
 
-def _step(trainer: TrainerLike, values: Mapping[str, float]) -> int:
-    return int(values.get("step", trainer.progress.step))
+def _step(progress: Progress, values: Mapping[str, float]) -> int:
+    return int(values.get("step", progress.step))
 
 
-def _position(trainer: TrainerLike, values: Mapping[str, float]) -> Position:
+def _position(progress: Progress, values: Mapping[str, float]) -> Position:
     """Return the position of a row; rounded, because `epochs` is slightly smaller before an epoch is closed."""
-    return _step(trainer, values), round(float(values.get("epoch", trainer.progress.epochs)), 6)
+    return _step(progress, values), round(float(values.get("epoch", progress.epochs)), 6)
 
 
 def _scalars(values: Mapping[str, float], kind: str, service: Service) -> dict[str, float]:

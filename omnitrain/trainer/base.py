@@ -537,7 +537,7 @@ class BaseTrainer(Hooks, ABC):
             lambda place: nonfinite_error(self, sets.train, self.save_dir, place), lambda: sets.train,
             self._feed,
         )  # fmt: skip
-        eval_weights = EvalWeights(self)
+        eval_weights = EvalWeights(self, self.backend, self.algorithms)
         contents = Contents(self, lifecycle, self._step, sets, self._initial, eval_weights)
         write_extra_files = write_extra_files or self._write_processor
         self._checkpointer = Checkpointer(self, lifecycle, contents, eval_weights, self.store, write_extra_files)

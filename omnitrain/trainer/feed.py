@@ -196,7 +196,7 @@ class Feed:
     def _check_split(self) -> None:
         """Raise ConfigError if a step has several micro-batches or ranks, for a loss that no weights of them fit."""
         if self.accumulation > 1 or self._may_split or self._ranks.data.size > 1 or self._stages is not None:
-            raise split_error(self._trainer)
+            raise split_error(self._trainer.settings.loss_fn, self._trainer.backend.model)
 
     def _size_of_next(self) -> int:
         """Return the batches on each rank of the window that is read next, which may be read during the one before."""

@@ -9,13 +9,8 @@ from typing import Any
 
 import torch
 
+from omnitrain.compute.precision import read_on_cpu
 from omnitrain.distributed.ranks import Ranks
-
-
-def read_on_cpu(scalar: torch.Tensor) -> float:
-    """Return the value of a scalar on the CPU, where nothing has to wait."""
-    scalar = scalar.detach()
-    return float((scalar.float() if scalar.dtype is torch.bfloat16 else scalar).numpy())  # NumPy has no bfloat16
 
 
 class LossMeter:

@@ -15,6 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
+from torch import nn
 
 from omnitrain.checkpoint.state_dicts import unwrap
 from omnitrain.core.errors import ConfigError, DataError
@@ -110,36 +111,36 @@ def _take_rule(mean: LossMean, answers: list[list[int] | None], probe: _Probe) -
     mean.is_mean = not all(kind == "means" for kind in kinds)
     if not probe.trainer.ranks.is_main:
         return
+    loss_fn, model = probe.trainer.settings.loss_fn, probe.trainer.backend.model
     if not mean.is_mean:
         logger.warning(
             "%s: its value in evaluations depends on `eval_batch_size`. %s.",
-            _no_mean(probe.trainer), _remedy(probe.trainer),
+            _no_mean(loss_fn, model), _remedy(loss_fn),
         )  # fmt: skip
     elif "samples" in kinds:
         logger.warning(
             "%s compares the samples of a batch with each other, so it depends on the size of the batch: on "
             "`batch_size`, `gradient_accumulation_steps` and processes, and in evaluations on `eval_batch_size`.",
-            _name_of_loss(probe.trainer),
+            _name_of_loss(loss_fn, model),
         )  # fmt: skip
 
 
-def _name_of_loss(trainer: Hooks) -> str:
-    loss_fn = trainer.settings.loss_fn
+def _name_of_loss(loss_fn: Any, model: nn.Module) -> str:
     if loss_fn is None:
-        return f"The loss of {type(unwrap(trainer.backend.model)).__name__}"
+        return f"The loss of {type(unwrap(model)).__name__}"
     return f"`loss_fn` ({getattr(loss_fn, '__name__', type(loss_fn).__name__)})"
 
 
-def _no_mean(trainer: Hooks) -> str:
+def _no_mean(loss_fn: Any, model: nn.Module) -> str:
+    name = _name_of_loss(loss_fn, model)
     return (
-        f"{_name_of_loss(trainer)} is no mean over the labels or the rows of a batch, but over something else, or a "
-        "sum of several means"
+        f"{name} is no mean over the labels or the rows of a batch, but over something else, or a sum of several means"
     )
 
 
-def _remedy(trainer: Hooks) -> str:
+def _remedy(loss_fn: Any) -> str:
     unit = "a `unit` that returns (sum of losses, number of targets)"
-    if trainer.settings.loss_fn is None:
+    if loss_fn is None:
         return f"Pass {unit}"
     return (
         "Give it a method `mean_over(labels)` that returns what its sum over these labels is divided by, as "
@@ -147,12 +148,12 @@ def _remedy(trainer: Hooks) -> str:
     )
 
 
-def split_error(trainer: Hooks) -> ConfigError:
+def split_error(loss_fn: Any, model: nn.Module) -> ConfigError:
     """Return the error of a loss that is no mean in a run whose steps have several micro-batches or ranks."""
     return ConfigError(
-        f"{_no_mean(trainer)}: no weights of micro-batches make a step the same in every split. {_remedy(trainer)}; a "
-        "unit that returns the mean has micro-batches weighed by their rows. Or take steps of a single batch, with "
-        "gradient_accumulation_steps=1 on one process."
+        f"{_no_mean(loss_fn, model)}: no weights of micro-batches make a step the same in every split. "
+        f"{_remedy(loss_fn)}; a unit that returns the mean has micro-batches weighed by their rows. Or take steps "
+        "of a single batch, with gradient_accumulation_steps=1 on one process."
     )
 
 

@@ -13,6 +13,7 @@ import torch
 
 from omnitrain.core.errors import NonFiniteError, Tolerance, format_list
 from omnitrain.core.files import replace_file
+from omnitrain.distributed.ranks import Ranks
 from omnitrain.optim.sparse_gradients import stored_values
 from omnitrain.trainer.evaluation import Evaluation
 from omnitrain.trainer.hooks import Hooks
@@ -42,7 +43,7 @@ def nonfinite_error(trainer: Hooks, loader: Any, save_dir: Path | None, place: W
         _suspects(trainer, loader, place.epoch, place.position, place.samples, checks),
         trainer.ranks.data.rank,
     )
-    _report(trainer, save_dir, {**place._asdict(), "rank": rank, "sample_indices": indices})
+    _report(trainer.ranks, save_dir, {**place._asdict(), "rank": rank, "sample_indices": indices})
     which = f" It comes from these samples of the training set: {format_list(indices)}." if indices else ""
     return NonFiniteError(
         f"The loss or a gradient is not finite at step {place.step} (epoch {place.epoch + 1}, rank {rank})."
@@ -68,7 +69,7 @@ def evaluation_error(
     if number is not None and sampler is not None:
         first, end = sampler.rounds.start(number), sampler.rounds.start(number + 1)
         indices = _suspects(trainer, loader, 0, first, end - first, (_is_bad,))
-    _report(trainer, save_dir, {"step": step, "set": loader.name, "batch": number, "sample_indices": indices})
+    _report(trainer.ranks, save_dir, {"step": step, "set": loader.name, "batch": number, "sample_indices": indices})
     which = "" if number is None else f" It comes from batch {number + 1} of it."
     if indices:
         which = f" It comes from these samples of it: {format_list(indices)}."
@@ -78,8 +79,8 @@ def evaluation_error(
     )
 
 
-def _report(trainer: Hooks, save_dir: Path | None, report: dict[str, Any]) -> None:
-    if save_dir is not None and trainer.ranks.is_main:
+def _report(ranks: Ranks, save_dir: Path | None, report: dict[str, Any]) -> None:
+    if save_dir is not None and ranks.is_main:
         with Tolerance("nonfinite.json", "Its content is in the error that follows."):
             save_dir.mkdir(parents=True, exist_ok=True)
             replace_file(save_dir / "nonfinite.json", (json.dumps(report, indent=2) + "\n").encode())

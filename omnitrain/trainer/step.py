@@ -18,6 +18,7 @@ from torch import nn
 
 from omnitrain.arguments import DEFAULTS, Settings
 from omnitrain.backends.backend import Backend
+from omnitrain.compute.precision import read_on_cpu
 from omnitrain.core.errors import ConfigError, DataError, NonFiniteError, add_location
 from omnitrain.core.events import Event, find_overrides
 from omnitrain.data.sampling import Window
@@ -29,7 +30,7 @@ from omnitrain.trainer.auto_microbatch import AutoMicrobatch
 from omnitrain.trainer.buffers import Buffers
 from omnitrain.trainer.failing_samples import describe_failing_samples, name_dtypes
 from omnitrain.trainer.feed import Feed
-from omnitrain.trainer.finite import FiniteGuard, LossMeter, read_on_cpu
+from omnitrain.trainer.finite import FiniteGuard, LossMeter
 from omnitrain.trainer.hooks import Hooks
 from omnitrain.trainer.lifecycle import Lifecycle, is_of_callback
 from omnitrain.trainer.meters import Meters

@@ -11,6 +11,8 @@ from typing import Any
 import pytest
 
 from omnitrain.callbacks.interrupt import Interrupt
+from omnitrain.distributed.ranks import Ranks
+from omnitrain.trainer.feed import Feed
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="Windows has other signals")
 
@@ -108,8 +110,9 @@ def test_until_signal_ends_with_a_loader_error_after_a_signal(reason: str, train
         raise RuntimeError("DataLoader worker (pid 1) is killed by signal: Terminated.")
 
     trainer.control.stop = reason
+    feed: Any = SimpleNamespace(_ranks=Ranks(), _lifecycle=trainer)
     if reason == "signal":
-        assert list(trainer._feed.until_signal(failing())) == [1]
+        assert list(Feed.until_signal(feed, failing())) == [1]
     else:
         with pytest.raises(RuntimeError, match="killed by signal"):
-            list(trainer._feed.until_signal(failing()))
+            list(Feed.until_signal(feed, failing()))
