@@ -248,6 +248,7 @@ class Checkpointer:
             return False
         evaluated = self._lifecycle.evaluated_step
         snapshot = self.in_flight.snapshot if self.in_flight is not None else None
+        # one that is still being written counts, or each step until its end would save again
         is_in_flight = snapshot is not None and snapshot.best and snapshot.evaluated_step == evaluated
         return evaluated == self._lifecycle.progress.step and not is_in_flight
 

@@ -224,7 +224,6 @@ class Contents:
         self.record: StartRecord | None = None
         # The tensors in the files of the checkpoint that was opened last.
         self._catalogues: tuple[tuple[str, str], dict[str, Catalogue]] = ("", ""), {}
-        """The tensors in the files of the checkpoint that was opened last."""
         self._frozen = FrozenWeights(trainer.backend, trainer.ranks, trainer.settings.save_frozen)
 
     def record_start(self, resumed: str | None = None) -> None:

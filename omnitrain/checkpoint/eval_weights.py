@@ -104,6 +104,7 @@ class EvalWeights:
         """Restore the weights of optimizers at the end, bit for bit."""
         groups = [group for optimizer in optimizers for group in optimizer.param_groups]
         weights = [self._backend.local_shard(parameter) for group in groups for parameter in group["params"]]
+        # interpolating there and back is not exact in floating point
         copies = [weight.clone() for weight in weights]
         try:
             yield

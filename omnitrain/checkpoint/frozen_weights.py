@@ -29,6 +29,7 @@ class FrozenWeights:
         self._backend = backend
         self._ranks = ranks
         self._save_frozen = save_frozen
+        # Version and fingerprint of each weight, by name.
         self._known: dict[str, tuple[Any, str]] = {}
         self._excluded: dict[str, str] | None = None
 

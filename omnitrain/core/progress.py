@@ -94,9 +94,9 @@ class Progress:
         return cls(**state)
 
 
+# Phases of a run other than training: reading data, evaluating, saving, waiting for other ranks, and everything before
+# the first step.
 PHASES = ("data", "evaluation", "saving", "waiting", "setup")
-"""Phases of a run other than training: reading data, evaluating, saving, waiting for other ranks, and everything before
-the first step."""
 
 
 class Clock:
@@ -152,8 +152,7 @@ class Clock:
         """Return the state for checkpoints, as JSON types."""
         return {"began_at": self.began_at, "seconds": dict(self.seconds)}
 
-    def load_state_dict(self, state: Mapping[str, Any] | None) -> None:
-        """Restore the state from `state_dict()`; with None, as of older checkpoints, count from the present."""
-        if state is not None:
-            self.began_at = float(state["began_at"])
-            self.seconds = {name: float(state["seconds"].get(name, 0.0)) for name in PHASES}
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore the state from `state_dict()`."""
+        self.began_at = float(state["began_at"])
+        self.seconds = {name: float(state["seconds"].get(name, 0.0)) for name in PHASES}

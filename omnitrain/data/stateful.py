@@ -96,10 +96,10 @@ def preserve_state(parts: Mapping[str, Any]) -> Iterator[None]:
 
 _PLAIN = (bool, int, float, complex, str, bytes, range, type(None))
 _DEPTH = 6
+# The most objects of a dataset that are looked into; of the rest, it is noticed which ones they are.
 _VISITED = 1 << 15
-"""The most objects of a dataset that are looked into; of the rest, it is noticed which ones they are."""
+# The largest array whose content is looked at.
 _BYTES = 1 << 24
-"""The largest array whose content is looked at."""
 
 
 def snapshot(value: Any, depth: int = _DEPTH, budget: list[int] | None = None) -> Any:

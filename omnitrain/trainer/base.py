@@ -1110,6 +1110,7 @@ def _check_dtypes(model: nn.Module) -> None:
             raise ConfigError(f"`model` cannot be saved: {unsaved_dtype(name, dtype)}")
 
 
+# The threads that are inside of a call that draws random numbers, with its name, each as often as it has entered.
 _threads: list[tuple[threading.Thread, str]] = []
 _threads_lock = threading.Lock()
 

@@ -111,6 +111,7 @@ class Feed:
         self._collate = settings.data_collator
         self.stateful_data: dict[str, Any] = data_parts(settings)
         """The parts of the data with a state, which is then that after the last batch of a step, as it is saved."""
+        # Whether the ranks know that they read the same data, if each takes its share of them.
         self._has_compared: bool = ranks.world_size == 1
         # The source of the next window, if it may be read ahead.
         self._groups: Iterator[list[Weighed]] | None = None

@@ -151,11 +151,11 @@ class Step:
         self._untrained: list[str] = []
         # The methods of algorithms that change a step, by name, in the order they are called.
         self._transforms: dict[str, list[Callable[..., Any]]] = {}
-        """The methods of algorithms that change a step, by name, in the order they are called."""
+        # Whether the trainer's class overrides how gradients are measured or clipped.
         self._has_clip_hook = False
-        """Whether the trainer's class overrides how gradients are measured or clipped."""
+        # Whether the loss is scaled, so that the scaler skips updates with gradients that are not finite.
         self._scales_loss = False
-        """Whether the loss is scaled, so that the scaler skips updates with gradients that are not finite."""
+        # The unit's `set_step_nr`, if it has one.
         self._set_step_nr: Callable[[int], None] | None = None
         # Whether a micro-batch may run more than once in a step.
         self._repeats = False
