@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -26,11 +27,15 @@ def test_deepspeed_config_misspelt_suggests_nearest() -> None:
         merge_config(plugin, {})
 
 
-def test_deepspeed_without_a_launcher_is_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def without_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("deepspeed")
     for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("DS_ACCELERATOR", "cpu")  # which the trainer would leave in the environment
+
+
+def test_deepspeed_without_a_launcher_is_rejected(without_launcher: None, monkeypatch: pytest.MonkeyPatch) -> None:
     message = r"no RANK, LOCAL_RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT. Start .* `omnitrain launch -n 1`"
     with pytest.raises(ConfigError, match=message):
         AccelerateTrainer(torch.nn.Linear(2, 1), deepspeed_config={})
@@ -42,22 +47,16 @@ def test_deepspeed_without_a_launcher_is_rejected(monkeypatch: pytest.MonkeyPatc
 @pytest.mark.parametrize(("stage", "kind"), [(2, transformers.TrainingArguments), (2, HFTrainingArguments),
                                              (3, HFTrainingArguments)])  # fmt: skip
 def test_training_arguments_without_a_launcher_are_rejected(
-    stage: int, kind: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    stage: int, kind: Any, without_launcher: None, tmp_path: Path
 ) -> None:
     """Under ZeRO 3 before `from_pretrained`, which goes by the arguments and would end in an error about MPI."""
-    pytest.importorskip("deepspeed")
-    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.setenv("DS_ACCELERATOR", "cpu")
     config = {"zero_optimization": {"stage": stage}, "train_micro_batch_size_per_gpu": "auto"}
-    match = r"Start .* `omnitrain launch -n 1`"
-    if stage == 3:
-        with pytest.raises(ConfigError, match=match):
-            kind(str(tmp_path), deepspeed=config, report_to=[])
-        return
-    args, data = kind(str(tmp_path), deepspeed=config, report_to=[]), [(torch.zeros(2), torch.zeros(1))]
-    with pytest.raises(ConfigError, match=match):
-        HFTrainer(torch.nn.Linear(2, 1), args, data, loss_fn=torch.nn.MSELoss())
+    make = functools.partial(kind, str(tmp_path), deepspeed=config, report_to=[])
+    if stage == 2:
+        args, data = make(), [(torch.zeros(2), torch.zeros(1))]
+        make = functools.partial(HFTrainer, torch.nn.Linear(2, 1), args, data, loss_fn=torch.nn.MSELoss())
+    with pytest.raises(ConfigError, match=r"Start .* `omnitrain launch -n 1`"):
+        make()
 
 
 def test_deepspeed_config_loss_scale_conflict() -> None:

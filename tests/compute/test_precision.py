@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from typing import Any
 
@@ -9,34 +10,28 @@ import eighths
 import pytest
 import torch
 import torch.nn.functional as F
-from recipes import rows, same, t16, weights
+from recipes import rows, same, t16, trainer_on_cpu, weights
 
-from omnitrain import Trainer
 from omnitrain.compute.precision import Precision, choose_device, matmul_precision
 from omnitrain.core.errors import ConfigError, MissingExtraError
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")  # naming a device needs none
 
 
-@pytest.mark.parametrize(
-    "names, expected",
-    [
-        ((None, "fp32", "float32", "FP32", torch.float32, "torch.float32"), "fp32"),
-        (("bf16", "bfloat16", "BF16", torch.bfloat16), "bf16"),
-        (("fp16", "float16", "half", torch.float16), "fp16"),
-    ],
-)
-def test_autocast_spellings(names: tuple[Any, ...], expected: str) -> None:
-    assert {Precision.parse(name, CUDA) for name in names} == {Precision(expected, "cuda")}
+SPELLINGS = {
+    "fp32": (None, "fp32", "float32", "FP32", torch.float32, "torch.float32"),
+    "bf16": ("bf16", "bfloat16", "BF16", torch.bfloat16),
+    "fp16": ("fp16", "float16", "half", torch.float16),
+}
 
 
-def test_autocast_rejects_unknown_precision_and_fp16_on_cpu() -> None:
+def test_autocast_spellings() -> None:
+    for expected, names in SPELLINGS.items():
+        assert {Precision.parse(name, CUDA) for name in names} == {Precision(expected, "cuda")}
     for name in ("fp15", "", True, 16, torch.float64):
-        with pytest.raises(
-            ConfigError, match=r"`autocast` must be one of 'fp32'.*'bfloat16'.* or None, got "
-        ) as caught:
+        words = rf"`autocast` must be one of 'fp32'.*'bfloat16'.* or None, got .*{re.escape(repr(name))}"
+        with pytest.raises(ConfigError, match=words):
             Precision.parse(name, CPU)
-        assert repr(name) in str(caught.value)
     with pytest.raises(ConfigError, match=r"not available on a CPU. Use `autocast='bf16'`"):
         Precision.parse("half", CPU)
 
@@ -63,43 +58,35 @@ def test_fp8_layers_are_converted_once(monkeypatch: pytest.MonkeyPatch) -> None:
     assert all(weight is before[name] for name, weight in model.named_parameters())
 
 
-@pytest.mark.parametrize("name, dtype", [("fp32", torch.float32), ("bf16", torch.bfloat16)])
-def test_forward_runs_in_autocast_dtype(name: str, dtype: torch.dtype) -> None:
-    layer = torch.nn.Linear(2, 2)
-    precision = Precision.parse(name, CPU)
-    for _ in range(2):  # a context may be asked for in every step
-        with precision.autocast():
-            assert layer(torch.ones(1, 2)).dtype is dtype
-    assert layer.weight.dtype is torch.float32
-    assert layer(torch.ones(1, 2)).dtype is torch.float32
-
-
-def test_autocast_fp32_keeps_user_autocast() -> None:
+def test_forward_runs_in_autocast_dtype() -> None:
+    layer, x = torch.nn.Linear(2, 2), torch.ones(1, 2)
+    for name, dtype in (("fp32", torch.float32), ("bf16", torch.bfloat16)):
+        precision = Precision.parse(name, CPU)
+        for _ in range(2):  # a context may be asked for in every step
+            with precision.autocast():
+                assert layer(x).dtype is dtype
+        assert layer.weight.dtype is layer(x).dtype is torch.float32
     with torch.autocast("cpu", dtype=torch.bfloat16), Precision.parse("fp32", CPU).autocast():
-        assert torch.nn.Linear(2, 2)(torch.ones(1, 2)).dtype is torch.bfloat16
+        assert layer(x).dtype is torch.bfloat16  # that of the user is kept
 
 
 def test_train_inside_user_autocast_sees_each_update(trainer_class: Any) -> None:
     """`torch.autocast` keeps the weights that it has cast until it is left; a run inside computed with the first."""
 
-    def trained(options: dict[str, Any]) -> Any:
-        device = {"device": "cpu"} if trainer_class is Trainer else {}
-        return trainer_class(
-            t16(dtype=torch.float32), rows(16, torch.float32), loss_fn=F.mse_loss, max_steps=4, learning_rate=0.1,
-            progress_bar=False, **device, **options,
-        )  # fmt: skip
+    def build(**options: Any) -> Any:
+        options |= {"loss_fn": F.mse_loss, "max_steps": 4, "learning_rate": 0.1}
+        return trainer_on_cpu(trainer_class, t16(dtype=torch.float32), rows(16, torch.float32), **options)
 
-    expected = trained({"autocast": "bf16"})
+    expected, data = build(autocast="bf16"), rows(4, torch.float32)
     expected.train()
-    for options in ({}, {"autocast": "bf16"}):
-        trainer = trained(options)
+    for trainer in (build(), build(autocast="bf16")):
         with torch.autocast("cpu", torch.bfloat16):
-            before = trainer.predict(rows(4, torch.float32)).predictions
+            before = trainer.predict(data).predictions
             trainer.train()
             assert torch.is_autocast_cache_enabled()
-            after = trainer.predict(rows(4, torch.float32)).predictions
+            after = trainer.predict(data).predictions
         assert (before != after).any()
-        assert (after == expected.predict(rows(4, torch.float32)).predictions).all()
+        assert (after == expected.predict(data).predictions).all()
         assert same(weights(trainer.model), weights(expected.model))
 
 

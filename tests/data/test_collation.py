@@ -34,9 +34,6 @@ from omnitrain.data.loaders import make_loader
 collate = Collator()
 
 
-# Stacking
-
-
 @pytest.mark.parametrize(
     ("values", "expected", "dtype"),
     [
@@ -45,10 +42,8 @@ collate = Collator()
         ([1, 2.5], [1.0, 2.5], torch.float32),
         ([np.int32(1), np.int32(2)], [1, 2], torch.int32),
         ([np.float16(1), np.float16(2)], [1.0, 2.0], torch.float16),
-        ([np.bool_(True), np.bool_(False)], [True, False], torch.bool),
         ([torch.tensor(1), torch.tensor(2)], [1, 2], torch.int64),
         ([np.array(1.0), np.array(2.0)], [1.0, 2.0], torch.float64),
-        ([np.ones(2, np.uint8)] * 2, [[1, 1]] * 2, torch.uint8),
         ([np.ones(2, np.uint16)] * 2, [[1, 1]] * 2, torch.uint16),
         ([np.ones((2, 3)), np.zeros((2, 3))], [[[1.0] * 3] * 2, [[0.0] * 3] * 2], torch.float64),
         ([[[1], [2]], [[3], [4]]], [[[1], [2]], [[3], [4]]], torch.int64),
@@ -84,26 +79,22 @@ def test_collator_keeps_text_and_objects_as_lists(values: list[Any]) -> None:
     assert type(batch) is list and all(entry is value for entry, value in zip(batch, values, strict=True))
 
 
-@pytest.mark.parametrize("ragged", [False, True])
-@pytest.mark.parametrize(
-    "array",
-    [
-        np.arange(6)[::-1],
-        np.arange(12)[::2],
-        np.arange(6, dtype=">i4"),
-        np.arange(6, dtype=">f8")[::-1],
-        np.asfortranarray(np.arange(12).reshape(6, 2))[:, ::-1],
-        np.broadcast_to(np.arange(2), (6, 2)),
-    ],
-    ids=["reversed", "strided", "big endian", "big endian reversed", "flipped", "broadcast"],
-)
-def test_collator_takes_arrays_of_any_memory_layout(array: np.ndarray, ragged: bool) -> None:
+ARRAYS = {
+    "reversed": np.arange(6)[::-1], "strided": np.arange(12)[::2], "big endian": np.arange(6, dtype=">i4"),
+    "big endian reversed": np.arange(6, dtype=">f8")[::-1], "broadcast": np.broadcast_to(np.arange(2), (6, 2)),
+    "flipped": np.asfortranarray(np.arange(12).reshape(6, 2))[:, ::-1],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("layout", ARRAYS)
+def test_collator_takes_arrays_of_any_memory_layout(layout: str) -> None:
+    array = ARRAYS[layout]
     array.setflags(write=False)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        batch = collate([{"input_values": value} for value in (array, array[:4] if ragged else array)])["input_values"]
-    assert batch[0].tolist() == array.tolist()
-    assert batch[1, :4].tolist() == array[:4].tolist()
+    for other in (array, array[:4]):
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            batch = collate([{"input_values": value} for value in (array, other)])["input_values"]
+        assert batch[0].tolist() == array.tolist() and batch[1, :4].tolist() == array[:4].tolist()
 
 
 def test_collator_shares_no_memory_with_arrays() -> None:
@@ -121,10 +112,7 @@ def test_collator_merges_nested_dicts_and_tuples() -> None:
     assert type(batch) is tuple
     (first, second), labels = batch
     assert (first.shape, second.tolist(), labels.tolist()) == ((2, 2), [[1, 0, 0], [1, 1, 1]], [1, 0])
-
-
-def test_collator_tells_lists_of_parts_from_sequences() -> None:
-    inputs, labels = collate([[torch.ones(2), 1], [torch.ones(2), 0]])
+    inputs, labels = collate([[torch.ones(2), 1], [torch.ones(2), 0]])  # a list of parts, and one of tokens
     assert (inputs.shape, labels.tolist()) == ((2, 2), [1, 0])
     assert collate([[1, 2], [3]]).tolist() == [[1, 2], [3, 0]]
 
@@ -140,6 +128,16 @@ def test_padding_is_minus_100_for_labels_and_else_zero() -> None:
     inputs, labels = collate([([1], [1]), ([1, 2], [1, 2])])  # the last entry of a tuple is the label
     assert (inputs.tolist(), labels.tolist()) == ([[1, 0], [1, 2]], [[1, -100], [1, 2]])
     assert collate([([1],), ([1, 2],)])[0].tolist() == [[1, 0], [1, 2]]
+
+
+def test_padding_may_differ_by_key() -> None:
+    collator = Collator(pad_value=7, pad_values={"ids": 9, "labels": -1, "audio": -1.0})
+    batch = collator([{"ids": [1], "x": [1], "labels": [1]}, {"ids": [1, 2], "x": [1, 2], "labels": [1, 2]}])
+    assert [batch[key][0, 1].item() for key in ("ids", "x", "labels")] == [9, 7, -1]
+    audio = collator([{"audio": [0.5]}, {"audio": [0.5, 0.25]}])["audio"]  # a sequence, as it has a pad value
+    assert audio.tolist() == [[0.5, -1.0], [0.5, 0.25]]
+    batch = collate([{"input_features": torch.ones(2, 3)}, {"input_features": torch.ones(1, 3)}])  # one by its name
+    assert batch["input_features"].sum(-1).tolist() == [[3, 3], [3, 0]]
 
 
 @pytest.mark.parametrize(
@@ -167,12 +165,10 @@ def test_padding_has_the_type_of_values_and_padding(key: str, values: Any, expec
     [
         ([torch.ones(3, 4, 4), torch.ones(1, 4, 4)], "pixels"),
         ([np.ones((3, 4, 4), np.uint8), np.ones((1, 4, 4), np.uint8)], "pixels"),
-        ([[1.5, 2.5], [1.5]], "x"),
-        ([[1.5, 2.5], []], "x"),
-        ([torch.ones(5), torch.ones(4)], ""),
+        ([[1.5, 2.5], [1.5]], "x"), ([[1.5, 2.5], []], "x"), ([torch.ones(5), torch.ones(4)], ""),
         ([np.ones((2, 3), int), np.ones((1, 3), int)], "x"),
     ],
-)
+)  # fmt: skip
 def test_padding_and_truncation_need_a_sequence(values: list[Any], key: str) -> None:
     shapes = [tuple(torch.as_tensor(value).shape) for value in (values[1], values[0])]
     place = f"{key!r}: " if key else ""
@@ -180,9 +176,6 @@ def test_padding_and_truncation_need_a_sequence(values: list[Any], key: str) -> 
     for max_length in (None, 8):
         with pytest.raises(DataError, match=re.escape(words)):
             Collator(max_length=max_length)([{key: value} for value in values] if key else values)
-    assert Collator(max_length=2)([torch.ones(4), torch.ones(4)]).shape == (2, 4)
-    assert Collator(max_length=2)([{"x": torch.ones(3, 4)}])["x"].shape == (1, 3, 4)
-    assert Collator(max_length=1)([{"label": 3}, {"label": 4}])["label"].tolist() == [3, 4]
 
 
 @pytest.mark.parametrize("side", ["right", "left"])
@@ -204,27 +197,21 @@ def test_collator_with_mask_hides_padding(side: str) -> None:
 def test_padded_batch_keeps_its_tokens() -> None:
     """Also when worker processes send it, and when it is copied."""
     batch = Collator()([{"input_ids": [4, 5]}, {"input_ids": [0]}])
-    for clone in (batch, copy.copy(batch), pickle.loads(pickle.dumps(batch))):
-        assert (
-            isinstance(clone, PaddedBatch)
-            and clone.count_tokens() == 3
-            and clone["input_ids"].tolist() == [[4, 5], [0, 0]]
-        )
+    for clone in (batch, copy.copy(batch), pickle.loads(pickle.dumps(batch)), batch.to("cpu")):
+        assert isinstance(clone, PaddedBatch) and clone.count_tokens() == 3
+        assert clone["input_ids"].tolist() == [[4, 5], [0, 0]]
+    assert batch.to("cpu") is not batch
     assert not hasattr(split_batch(batch, 1)[0], "count_tokens")  # of the part, they are unknown
     assert not hasattr(Collator()([{"input_ids": [4, 5]}, {"input_ids": [0, 1]}]), "count_tokens")
 
 
 def test_dict_batch_moves_as_a_batch_encoding() -> None:
     """Scripts call `batch.to(device)`; entries that are no tensors stay."""
-    batch = Collator()(
-        [{"x": torch.ones(2), "at": {"y": 1}, "name": "a"}, {"x": torch.ones(2), "at": {"y": 2}, "name": "b"}]
-    )
+    batch = Collator()([{"x": torch.ones(2), "at": {"y": number}, "name": "a"} for number in range(2)])
     for device in ("meta", torch.device("meta")):
         moved = batch.to(device, non_blocking=True)
-        assert moved["x"].device.type == moved["at"]["y"].device.type == "meta" and moved["name"] == ["a", "b"]
+        assert moved["x"].device.type == moved["at"]["y"].device.type == "meta" and moved["name"] == ["a", "a"]
         assert isinstance(batch, dict) and hasattr(moved, "to") and batch["x"].device.type == "cpu"
-    padded = Collator()([{"input_ids": [4, 5]}, {"input_ids": [0]}])
-    assert padded.to("cpu").count_tokens() == 3 and padded.to("cpu") is not padded
 
 
 def test_dict_batch_keeps_to_where_it_is_changed() -> None:
@@ -234,33 +221,19 @@ def test_dict_batch_keeps_to_where_it_is_changed() -> None:
     batches = [next(make_loader(data, 2, name="train_dataset").batches(0)) for data in (columns, samples)]
     batches += [collate.with_attention_mask()([samples[0], {"input_ids": [3], "labels": 1}])]
     for batch in (whole, padded):
-        batches += [
-            with_labels(batch, batch["labels"] + 1, ()),
-            cast_inputs(batch, torch.float64, ()),
-            *split_batch(batch, 1),
-        ]
+        batches += [with_labels(batch, batch["labels"] + 1, ()), cast_inputs(batch, torch.float64, ())]
+        batches += split_batch(batch, 1)
     batches += [pin_batch(DictBatch(name=["a", "b"])), copy.copy(whole), pickle.loads(pickle.dumps(whole))]
     assert [hasattr(batch, "to") for batch in batches] == [True] * len(batches)
     assert with_labels(padded, padded["labels"], ()).count_tokens() == 3
 
 
-@pytest.mark.parametrize("field", ["missing", "None"])
-def test_collator_reports_the_row_of_a_missing_field(field: str) -> None:
-    rows: list[dict[str, Any]] = [{"x": [1.0, 2.0], "age": 3} for _ in range(6)]
-    rows[4] = {"x": [1.0, 2.0]} if field == "missing" else {"x": [1.0, 2.0], "age": None}
-    with pytest.raises(DataError, match=r"'age'.*entry 4 of the batch") as caught:
-        next(make_loader(rows, 6, name="train_dataset").batches(0))
-    assert "sample 4" in "".join(caught.value.__notes__)
-
-
-def test_padding_may_differ_by_key() -> None:
-    collator = Collator(pad_value=7, pad_values={"ids": 9, "labels": -1, "audio": -1.0})
-    batch = collator([{"ids": [1], "x": [1], "labels": [1]}, {"ids": [1, 2], "x": [1, 2], "labels": [1, 2]}])
-    assert [batch[key][0, 1].item() for key in ("ids", "x", "labels")] == [9, 7, -1]
-    audio = collator([{"audio": [0.5]}, {"audio": [0.5, 0.25]}])["audio"]  # a sequence, as it has a pad value
-    assert audio.tolist() == [[0.5, -1.0], [0.5, 0.25]]
-    batch = collate([{"input_features": torch.ones(2, 3)}, {"input_features": torch.ones(1, 3)}])  # one by its name
-    assert batch["input_features"].sum(-1).tolist() == [[3, 3], [3, 0]]
+def test_collator_reports_the_row_of_a_missing_field() -> None:
+    for other in ({"x": [1.0, 2.0]}, {"x": [1.0, 2.0], "age": None}):
+        samples = [{"x": [1.0, 2.0], "age": 3} for _ in range(4)] + [other]
+        with pytest.raises(DataError, match=r"'age'.*entry 4 of the batch") as caught:
+            next(make_loader(samples, 6, name="train_dataset").batches(0))
+        assert "sample 4" in "".join(caught.value.__notes__)
 
 
 @settings(max_examples=40)
@@ -288,34 +261,42 @@ def test_padding_equals_padding_by_hand(
     assert batch.dtype is torch.int64 or not any(values)
 
 
-# What cannot be batched
+def test_truncation_leaves_other_shapes_unchanged() -> None:
+    assert Collator(max_length=2)([torch.ones(4), torch.ones(4)]).shape == (2, 4)
+    assert Collator(max_length=2)([{"x": torch.ones(3, 4)}])["x"].shape == (1, 3, 4)
+    assert Collator(max_length=1)([{"label": 3}, {"label": 4}])["label"].tolist() == [3, 4]
 
 
-@pytest.mark.parametrize(
-    "samples, words",
-    [
-        ([{"a": 1, "b": 2}, {"a": 1}], "different keys: 'b'"),
-        ([{"x": {"a": 1}}, {"x": {"b": 1}}], "different keys"),
-        ([(1, 2), (1,)], "unequal lengths: 2, 1"),
-        ([{"x": torch.ones(2, 3)}, {"x": torch.ones(2, 4)}], r"'x': entry 1 of the batch, of shape \(2, 4\)"),
-        ([torch.ones(2), torch.tensor(1.0)], r"entry 1 of the batch, of shape \(\), and entry 0, of shape \(2,\)"),
-        ([{"y": 1}, {"y": None}], r"'y': \[1, None\]"),
-        ([{"y": 1}, {"y": "a"}], r"'y': \[1, 'a'\]"),
-        ([2**70, 1], str(2**70)),
-    ],
-    ids=lambda value: value if isinstance(value, str) else "",
-)
+class Data:
+    """A graph as of PyTorch Geometric, as far as a collator can see."""
+
+    num_nodes = 3
+
+
+GRAPH = r"Data is a graph, .*Batch.from_data_list.*label_names=\['y'\]"
+MISFITS: list[tuple[list[Any], str]] = [
+    ([{"a": 1, "b": 2}, {"a": 1}], "different keys: 'b'"),
+    ([{"x": {"a": 1}}, {"x": {"b": 1}}], "different keys"),
+    ([(1, 2), (1,)], "unequal lengths: 2, 1"),
+    ([{"x": torch.ones(2, 3)}, {"x": torch.ones(2, 4)}], r"'x': entry 1 of the batch, of shape \(2, 4\)"),
+    ([torch.ones(2), torch.tensor(1.0)], r"entry 1 of the batch, of shape \(\), and entry 0, of shape \(2,\)"),
+    ([{"y": 1}, {"y": None}], r"'y': \[1, None\]"),
+    ([{"y": 1}, {"y": "a"}], r"'y': \[1, 'a'\]"),
+    ([2**70, 1], str(2**70)),
+    *((graphs, GRAPH) for graphs in ([Data()] * 2, [(Data(), 1), (Data(), 2)], [{"graph": Data(), "y": 1}] * 2)),
+]
+
+
+@pytest.mark.parametrize(("samples", "words"), MISFITS)
 def test_collator_rejects_samples_that_do_not_fit_together(samples: list[Any], words: str) -> None:
     with pytest.raises(DataError, match=words):
         collate(samples)
 
 
-@pytest.mark.parametrize(
-    ("name", "value"), [("truncation_side", "middle"), ("padding_side", "Right"), ("max_length", 0)]
-)
-def test_collator_rejects_impossible_options(name: str, value: Any) -> None:
-    with pytest.raises(ConfigError, match=f"`{name}` must be .*{value!r}"):
-        Collator(**{name: value})
+def test_collator_rejects_impossible_options() -> None:
+    for name, value in (("truncation_side", "middle"), ("padding_side", "Right"), ("max_length", 0)):
+        with pytest.raises(ConfigError, match=f"`{name}` must be .*{value!r}"):
+            Collator(**{name: value})
 
 
 # Labels, counts, devices
@@ -325,45 +306,37 @@ class UserMapping(collections.UserDict):  # type: ignore[type-arg]
     """A mapping that is no dict, as transformers' BatchEncoding."""
 
 
-@pytest.mark.parametrize(
-    ("batch", "labels"),
-    [
+def test_labels_of_a_batch_are_found_by_name_or_position() -> None:
+    for batch, labels in (
         ({"labels": 1, "label": 2}, 1), ({"x": 0, "label": 2}, 2), ({"target": 4, "targets": 3}, 3),
         ({"label_ids": 5}, 5), (UserMapping(labels=6), 6), ({"x": 0}, None), ((0, 1), 1), ([0, 1, 2], 2), ((0,), None),
         (torch.ones(3), None),
-    ],
-    ids=str,
-)  # fmt: skip
-def test_labels_of_a_batch_are_found_by_name_or_position(batch: Any, labels: Any) -> None:
-    assert get_labels(batch) == labels
+    ):  # fmt: skip
+        assert get_labels(batch) == labels
 
 
-@pytest.mark.parametrize(
-    "batch, count",
-    [
-        (torch.ones(3, 2), 3),
-        ({"x": torch.ones(5, 2), "y": torch.ones(9)}, 5),
-        ({"name": "a", "x": torch.ones(5)}, 5),
-        ({"text": ["a", "b"], "n": 3}, 2),
-        ({"boxes": [torch.ones(7, 4), torch.ones(1, 4), torch.ones(2, 4)]}, 3),
-        ({"nested": {"x": np.ones(6)}}, 6),
-        (UserMapping(x=torch.ones(3)), 3),
-        ((torch.ones(3, 2), torch.ones(3)), 3),
-        (((torch.ones(3, 2), torch.ones(3, 5)), torch.ones(3)), 3),
-        (({"x": torch.ones(4)}, torch.ones(4)), 4),
-        (((torch.ones(2, 8, 8), torch.ones(2, 9, 9), torch.ones(2, 7, 7)), ({}, {}, {})), 3),
-        ({"empty": {}, "x": torch.ones(2)}, 2),
-    ],
-    ids=lambda value: "" if isinstance(value, int) else str(type(value)),
-)
-def test_count_samples_of_any_batch(batch: Any, count: int) -> None:
-    assert count_samples(batch) == count
+BATCHES: list[tuple[Any, int]] = [
+    (torch.ones(3, 2), 3),
+    ({"x": torch.ones(5, 2), "y": torch.ones(9)}, 5),
+    ({"name": "a", "x": torch.ones(5)}, 5),
+    ({"text": ["a", "b"], "n": 3}, 2),
+    ({"boxes": [torch.ones(7, 4), torch.ones(1, 4), torch.ones(2, 4)]}, 3),
+    ({"nested": {"x": np.ones(6)}}, 6),
+    (UserMapping(x=torch.ones(3)), 3),
+    ((torch.ones(3, 2), torch.ones(3)), 3),
+    (((torch.ones(3, 2), torch.ones(3, 5)), torch.ones(3)), 3),
+    (({"x": torch.ones(4)}, torch.ones(4)), 4),
+    (((torch.ones(2, 8, 8), torch.ones(2, 9, 9), torch.ones(2, 7, 7)), ({}, {}, {})), 3),
+    ({"empty": {}, "x": torch.ones(2)}, 2),
+]
 
 
-@pytest.mark.parametrize("batch", [torch.tensor(1.0), {}, {"x": 1}, (), 3, "text", None, np.array(1)], ids=repr)
-def test_count_samples_rejects_a_batch_without_samples(batch: Any) -> None:
-    with pytest.raises(DataError, match=type(batch).__name__):
-        count_samples(batch)
+def test_count_samples_of_any_batch() -> None:
+    for batch, count in BATCHES:
+        assert count_samples(batch) == count, batch
+    for batch in (torch.tensor(1.0), {}, {"x": 1}, (), 3, "text", None, np.array(1)):
+        with pytest.raises(DataError, match=type(batch).__name__):
+            count_samples(batch)
 
 
 Pair = collections.namedtuple("Pair", "first second")
@@ -371,27 +344,20 @@ META = torch.device("meta")
 
 
 def test_move_to_device_moves_tensors_only() -> None:
-    text = ["a"]
+    tensor = torch.ones(1)
     batch = {
-        "x": torch.ones(1),
-        "list": [torch.ones(1), 2],
-        "pair": Pair(torch.ones(1), ("b", torch.ones(1))),
-        "text": text,
-        "other": UserMapping(x=torch.ones(1)),
-        "array": np.ones(1),
-    }
+        "x": tensor, "list": [tensor, 2], "pair": Pair(tensor, ("b", tensor)), "text": ["a"],
+        "other": UserMapping(x=tensor), "array": np.ones(1),
+    }  # fmt: skip
     moved = move_to_device(batch, META)
     assert moved["x"].device == moved["list"][0].device == moved["other"]["x"].device == META
     assert type(moved["list"]) is list and type(moved["pair"]) is Pair
     assert moved["pair"].first.device == moved["pair"].second[1].device == META
-    assert moved["text"] == text and isinstance(moved["array"], np.ndarray)
+    assert moved["text"] == ["a"] and isinstance(moved["array"], np.ndarray)
     assert batch["x"].device.type == "cpu" and move_to_device(batch, torch.device("cpu"))["x"] is batch["x"]
     packed = torch.nn.utils.rnn.pack_sequence([torch.ones(2), torch.ones(1)])  # which has a method for it
     (copy,) = move_to_device((packed,), META)
     assert (copy.data.device, copy.batch_sizes.device.type) == (META, "cpu")  # as torch demands
-
-
-# Splitting
 
 
 def plain(value: Any) -> Any:
@@ -463,8 +429,7 @@ def test_split_batch_rejects_what_is_ambiguous(batch: Any, words: str) -> None:
 
 
 def test_cast_inputs_leaves_labels_and_integers_unchanged() -> None:
-    HALF, values = torch.bfloat16, torch.ones(2)
-    whole = torch.ones(2, dtype=torch.int64)
+    half, values, whole = torch.bfloat16, torch.ones(2), torch.ones(2, dtype=torch.int64)
 
     def kinds(batch: Any) -> Any:
         if isinstance(batch, torch.Tensor):
@@ -472,26 +437,13 @@ def test_cast_inputs_leaves_labels_and_integers_unchanged() -> None:
         return {k: kinds(v) for k, v in batch.items()} if isinstance(batch, dict) else [kinds(v) for v in batch]
 
     batch = {"pixels": values, "rest": [values, {"ids": whole}], "labels": values, "score": values, "n": whole}
-    assert kinds(cast_inputs(batch, HALF, ["score"])) == {
-        "pixels": HALF, "rest": [HALF, {"ids": torch.int64}], "labels": torch.float32, "score": torch.float32,
+    assert kinds(cast_inputs(batch, half, ["score"])) == {
+        "pixels": half, "rest": [half, {"ids": torch.int64}], "labels": torch.float32, "score": torch.float32,
         "n": torch.int64,
     }  # fmt: skip
-    Pair = collections.namedtuple("Pair", "inputs labels")
-    cast = cast_inputs(Pair(values, values), HALF, ())
-    assert isinstance(cast, Pair) and kinds(cast) == [HALF, torch.float32]
-    assert kinds(cast_inputs((values,), HALF, ())) == [HALF]
-    assert kinds(cast_inputs(values, HALF, ())) is HALF
+    cast = cast_inputs(Pair(values, values), half, ())  # whose last entry are the labels
+    assert isinstance(cast, Pair) and kinds(cast) == [half, torch.float32]
+    assert kinds(cast_inputs((values,), half, ())) == [half]
+    assert kinds(cast_inputs(values, half, ())) is half
     with pytest.raises(DataError, match="a batch is of object, whose tensors are unknown"):
-        cast_inputs(object(), HALF, ())
-
-
-class Data:
-    """A graph as of PyTorch Geometric, as far as a collator can see."""
-
-    num_nodes = 3
-
-
-@pytest.mark.parametrize("samples", [[Data(), Data()], [(Data(), 1), (Data(), 2)], [{"graph": Data(), "y": 1}] * 2])
-def test_collator_says_how_graphs_are_joined(samples: Any) -> None:
-    with pytest.raises(DataError, match=r"Data is a graph, .*Batch.from_data_list.*label_names=\['y'\]"):
-        Collator()(samples)
+        cast_inputs(object(), half, ())

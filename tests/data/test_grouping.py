@@ -11,6 +11,7 @@ import torch
 from datasets import Dataset as Table
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from recipes import trainer_on_cpu
 from tiny import gpt
 from torch.utils.data import TensorDataset
 
@@ -22,8 +23,7 @@ def texts(sizes: Any) -> list[dict[str, list[int]]]:
 
 
 def quiet(data: Any, **options: Any) -> Trainer:
-    options = {"epochs": 1, "batch_size": 4, "learning_rate": 0.05, "device": "cpu", "progress_bar": False, **options}
-    return Trainer(gpt(), data, **options)
+    return trainer_on_cpu(Trainer, gpt(), data, **{"epochs": 1, "batch_size": 4, **options})
 
 
 @settings(max_examples=30)

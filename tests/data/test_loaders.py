@@ -157,17 +157,6 @@ def test_make_loader_chooses_kind_and_size_by_dataset() -> None:
         assert make_loader(loader, 5, name="d") is loader
 
 
-class DataFrame:
-    """What pandas has under this name, as far as a loader can see: items are columns."""
-
-    def __len__(self) -> int:
-        return 100
-
-    def __getitem__(self, key: Any) -> Any:
-        raise KeyError(key)
-
-
-DataFrame.__module__ = "pandas.core.frame"
 X, LABELS = np.arange(24.0).reshape(8, 3), np.arange(8)
 NO_DATASETS: list[tuple[Any, str]] = [
     *((data, "`d` is empty") for data in ([], torch.ones(0, 2), TensorDataset(torch.ones(0)), Subset(Rows(), []))),
@@ -175,7 +164,6 @@ NO_DATASETS: list[tuple[Any, str]] = [
         (data, f"`d` must be a dataset.*{type(data).__name__}")
         for data in ("imdb", b"imdb", 3, (i for i in range(3)), {"x": [1, 2]}, {"x": np.array("a")})
     ),
-    (DataFrame(), r"`d` is a pandas DataFrame, .*astype.*from_pandas"),
     ([["a"] * 8, [0] * 8], r"a list of 2 sequences of 8 entries .*\(inputs, labels\)"),
     ([X, LABELS], r"a list of 2 sequences of 8 entries"),
     ((X, LABELS.tolist()), r"a tuple of 2 sequences of 8 entries"),
@@ -190,6 +178,12 @@ def test_make_loader_rejects_what_is_no_dataset(data: Any, words: str) -> None:
         make_loader(data, 4, name="d")
 
 
+def test_user_loader_rejects_what_yields_one_epoch_only() -> None:
+    for loader in ((i for i in range(3)), iter([1]), zip([1], [2], strict=True), 5):
+        with pytest.raises(DataError, match=f"iterable any number of times.*{type(loader).__name__}"):
+            UserLoader(loader, 0)
+
+
 def test_make_loader_takes_tables_of_pandas() -> None:
     pandas = pytest.importorskip("pandas")
     table = pandas.DataFrame({"a": [1.0, 2.0, 3.0], "b": [4, 5, 6], "label": [0, 1, 1], "name": ["x", "y", "z"]})
@@ -198,10 +192,13 @@ def test_make_loader_takes_tables_of_pandas() -> None:
     assert labels.tolist() == [0, 1, 1]
     (batch,) = make_loader({"x": table["a"], "labels": table["label"]}, 3, name="d")
     assert batch["x"].tolist() == [1, 2, 3] and batch["labels"].tolist() == [0, 1, 1]
-    with pytest.raises(DataError, match=r"A DataFrame of `d` .*: its columns 'name' are not numeric\. .*get_dummies"):
-        make_loader((table[["a", "name"]], table["label"]), 3, name="d")
-    with pytest.raises(DataError, match=r"A Series of `d` .*: it is not numeric"):
-        make_loader((table[["a"]], table["name"]), 3, name="d")
+    for data, words in (
+        (table, r"`d` is a pandas DataFrame, .*astype.*from_pandas"),
+        ((table[["a", "name"]], table["label"]), r"A DataFrame of `d` .* 'name' are not numeric\. .*get_dummies"),
+        ((table[["a"]], table["name"]), r"A Series of `d` .*: it is not numeric"),
+    ):
+        with pytest.raises(DataError, match=words):
+            make_loader(data, 3, name="d")
 
 
 @pytest.fixture
@@ -310,6 +307,8 @@ def test_data_that_is_its_own_iterator_restarts() -> None:
     assert read(loader, 0) == read(loader, 1) == [[2], [1], [0]]
     batches = UserLoader([torch.arange(2), torch.arange(3)], 0)
     assert (len(batches), read(batches), read(batches, 0, position=2)) == (2, [[0, 1], [0, 1, 2]], [[0, 1, 2]])
+    loader = UserLoader(DataLoader(Shuffled(), batch_size=3), 0)  # whose data have a `set_epoch`
+    assert read(loader, 2) == read(loader, 2) and min(number for number, _ in flat(read(loader, 2))) == 200
 
 
 @pytest.mark.parametrize("workers", [0, *(pytest.param(n, marks=PROCESSES) for n in (1, 2))])
@@ -326,8 +325,8 @@ def test_stream_is_the_same_with_any_workers_and_position(stream: type[Numbers],
 
 
 def test_stream_draws_differ_by_epoch_sample_and_seed() -> None:
-    flat_runs = [flat(read(make_loader(Numbers(), size, name="d"), 1)) for size in (1, 4, 20)]
-    assert flat_runs[0] == flat_runs[1] == flat_runs[2]  # but not by the size of batches
+    by_size = [flat(read(make_loader(Numbers(), size, name="d"), 1)) for size in (1, 4, 20)]
+    assert by_size[0] == by_size[1] == by_size[2]  # but not by the size of batches
     runs = [read(make_loader(Numbers(), 2, name="d", seed=seed), epoch) for seed in (0, 1) for epoch in (0, 1)]
     drawn = [value for run in runs for number, value in flat(run) if number % 3 == 0]
     assert len(set(drawn)) == len(drawn) == 16
@@ -406,27 +405,22 @@ def test_error_of_a_stream_or_loader_leaves_generators_unchanged() -> None:
         assert states() == before
 
 
-@pytest.mark.parametrize("position", [0, 8, 16])
-def test_stream_shares_steps_that_do_not_divide(position: int) -> None:
+def test_stream_shares_steps_that_do_not_divide() -> None:
     """Steps of 8 on three ranks with batches of 2 at most, in rounds of 3 and 5."""
+    options: dict[str, Any] = {"name": "train_dataset", "world_size": 3}
     rounds, size = MicrobatchLayout.of(8, 2, 3), 19
-    loaders = [
-        make_loader(Numbers(size), 2, name="train_dataset", rank=rank, world_size=3, rounds=rounds) for rank in range(3)
-    ]
-    turns = list(zip(*(loader.counted_batches(0, position) for loader in loaders), strict=True))
-    shared = [[number for part in turn if part.samples for number in part.batch[:, 0].tolist()] for turn in turns]
-    starts = [*range(position, size, 8), *range(position + 3, size, 8)]
-    assert shared == [[*range(start, end)] for start, end in itertools.pairwise([*sorted(starts), size])]
-    assert max(part.samples for turn in turns for part in turn) <= 2
-    indices = [loader.indices_at(0, position, turn) for turn in range(2) for loader in loaders]
-    assert [index for part in indices for index in part or ()] == [*range(position, position + 8)]
-
-
-def test_map_loader_last_step_where_steps_do_not_divide() -> None:
-    data, rounds = torch.arange(30.0), MicrobatchLayout.of(13, 2, 3)  # of 6, 3 and 4
-    loader = make_loader(data, 2, name="train_dataset", rank=0, world_size=3, rounds=rounds)
-    assert isinstance(loader, MapLoader)
-    assert (len(loader), loader.last_step(3)) == (7, 26)
+    for position in (0, 8, 16):
+        loaders = [make_loader(Numbers(size), 2, rank=rank, rounds=rounds, **options) for rank in range(3)]
+        turns = list(zip(*(loader.counted_batches(0, position) for loader in loaders), strict=True))
+        shared = [[number for part in turn if part.samples for number in part.batch[:, 0].tolist()] for turn in turns]
+        starts = [*range(position, size, 8), *range(position + 3, size, 8)]
+        assert shared == [[*range(start, end)] for start, end in itertools.pairwise([*sorted(starts), size])]
+        assert max(part.samples for turn in turns for part in turn) <= 2
+        indices = [loader.indices_at(0, position, turn) for turn in range(2) for loader in loaders]
+        assert [index for part in indices for index in part or ()] == [*range(position, position + 8)]
+    rounds = MicrobatchLayout.of(13, 2, 3)  # of 6, 3 and 4
+    loader: Any = make_loader(torch.arange(30.0), 2, rank=0, rounds=rounds, **options)
+    assert isinstance(loader, MapLoader) and (len(loader), loader.last_step(3)) == (7, 26)
     assert [part.batch.tolist() for part in loader.last_batch()] == [[26.0, 27.0]]
 
 
@@ -509,6 +503,9 @@ def test_user_loader_epochs_follow_from_seed_and_epoch(kind: str) -> None:
     assert read(loader, 0) == epochs[0]
     for count in range(len(epochs[1]) + 1):
         assert read(user_loader(kind), 1, len(flat(epochs[1][:count]))) == epochs[1][count:]
+    if kind == "generator":
+        seeded = DataLoader(Rows(), batch_size=4, shuffle=True, generator=generator(6))
+        assert read(UserLoader(seeded, 0)) != epochs[0]
 
 
 class Filtering:
@@ -527,8 +524,6 @@ def test_user_loader_of_unknown_samples_resumes_by_batches() -> None:
     for done, (_, samples) in enumerate(loader.counted_batches(0), 1):
         progress.advance(samples, batches=1)
         assert [batch.tolist() for batch, _ in loader.remaining_batches(0, progress)] == straight[done:]
-    earlier = Progress(samples_in_epoch=4)  # of a version that did not count batches
-    assert [batch.tolist() for batch, _ in loader.remaining_batches(0, earlier)] == straight[1:]
 
 
 def test_user_loader_with_other_batches_is_reported(caplog: pytest.LogCaptureFixture) -> None:
@@ -554,19 +549,6 @@ def test_user_loader_size_is_known_if_it_covers_the_data() -> None:
         DataLoader(TensorDataset(torch.ones(4, 3, 2)), batch_size=None), DataLoader(Numbers(), batch_size=2),
     ):  # fmt: skip
         assert UserLoader(loader, 0).size is None
-
-
-def test_user_loader_uses_its_generator_and_set_epoch() -> None:
-    shuffled = [DataLoader(Rows(), batch_size=11, shuffle=True, generator=generator(seed)) for seed in (1, 2)]
-    assert read(UserLoader(shuffled[0], 0)) != read(UserLoader(shuffled[1], 0))
-    loader = UserLoader(DataLoader(Shuffled(), batch_size=3), 0)
-    assert read(loader, 2) == read(loader, 2) and min(number for number, _ in flat(read(loader, 2))) == 200
-
-
-@pytest.mark.parametrize("loader", [(i for i in range(3)), iter([1]), zip([1], [2], strict=True), 5])
-def test_user_loader_for_one_epoch_only_is_an_error(loader: Any) -> None:
-    with pytest.raises(DataError, match=f"iterable any number of times.*{type(loader).__name__}"):
-        UserLoader(loader, 0)
 
 
 @WORKERS
@@ -598,8 +580,7 @@ def test_hf_stream_with_a_lossy_state_is_read_again(
         monkeypatch.setattr(hf, "__version__", "5.0.1")
     loader = make_loader(stream.map(lambda row: row), 1, name="d")
     whole = values(loader)
-    assert loader.position_at(0, 5) is None
-    assert values(loader, 0, 5) == whole[5:]
+    assert loader.position_at(0, 5) is None and values(loader, 0, 5) == whole[5:]
     assert "Reading 5 samples of the stream again" in caplog.text
 
 
@@ -612,7 +593,8 @@ def test_stream_far_ahead_of_its_marks_is_read_again() -> None:
 
 
 @pytest.mark.parametrize("change", [lambda a: a[::-1], lambda a: a.astype(a.dtype.newbyteorder(">"))])
-def test_make_loader_takes_arrays_like_tensors(change: Callable[[Any], Any]) -> None:
+def test_make_loader_takes_arrays_like_tensors(change: Callable[[Any], Any], tmp_path: Path) -> None:
+    """A memory-mapped one is not copied."""
     x, y = change(X), change(LABELS)
     x.setflags(write=False)
     inputs, labels = torch.tensor(x.tolist(), dtype=torch.float64), torch.tensor(y.tolist())
@@ -624,13 +606,10 @@ def test_make_loader_takes_arrays_like_tensors(change: Callable[[Any], Any]) -> 
     for batches in (pairs, [(batch["x"], batch["labels"]) for batch in dicts]):
         for column, expected in zip(zip(*batches, strict=True), (inputs, labels), strict=True):
             assert torch.equal(torch.cat(column), expected) and column[0].dtype is expected.dtype
-
-
-def test_make_loader_copies_no_memory_mapped_array(tmp_path: Path) -> None:
     np.save(tmp_path / "x.npy", X)
     x = np.load(tmp_path / "x.npy", mmap_mode="r")
-    loader = make_loader((x, LABELS), 4, name="d")
-    assert loader.fetch.columns[0].data_ptr() == x.ctypes.data  # type: ignore[attr-defined]
+    loader: Any = make_loader((x, LABELS), 4, name="d")
+    assert loader.fetch.columns[0].data_ptr() == x.ctypes.data
     assert next(loader.batches(0))[0].tolist() == X[:4].tolist()
 
 
@@ -656,13 +635,14 @@ class Positioned:
         self.at = state["at"]
 
 
-def put_back(point: Any, batches: int) -> tuple[Any, list[Any]]:
-    """A new loader that begins at a point, and what it yields from such a batch on."""
+def restored(point: Any, batches: int) -> tuple[int, list[Any]]:
+    """How many batches a new loader reads that begins at a point, and what it yields from such a batch on."""
     source = Positioned()
     loader = UserLoader(source, 0, keep_states=True)
     loader.resume_at(point)
     progress = Progress(epoch=1, samples_in_epoch=2 * batches, batches_in_epoch=batches)
-    return source, [batch.tolist() for batch, _ in loader.remaining_batches(1, progress)]
+    rest = [batch.tolist() for batch, _ in loader.remaining_batches(1, progress)]
+    return source.read, rest
 
 
 def test_user_loader_with_a_state_resumes_from_it() -> None:
@@ -671,10 +651,8 @@ def test_user_loader_with_a_state_resumes_from_it() -> None:
     list(loader.counted_batches(1))
     for batches in range(1, 6):
         point = loader.position_at(1, 2 * batches, batches)
-        assert point is not None
-        assert (point.batches, point.position) == (batches, 2 * batches)
-        source, rest = put_back(point, batches)
-        assert (source.read, rest) == (5 - batches, whole[batches:])
+        assert point is not None and (point.batches, point.position) == (batches, 2 * batches)
+        assert restored(point, batches) == (5 - batches, whole[batches:])
     assert loader.position_at(2, 0) == (1, 10, {"at": 0}, True, 5, 0)
     assert loader.position_at(0, 2, 1) is None
 
@@ -682,13 +660,12 @@ def test_user_loader_with_a_state_resumes_from_it() -> None:
 def test_user_loader_ignores_a_state_of_another_position(caplog: pytest.LogCaptureFixture) -> None:
     whole = read(UserLoader(Positioned(), 0), 1)
     point = StreamPosition(1, 6, {"at": 3}, False, 3)
-    assert put_back(point, 2)[1] == whole[2:]  # it is after the position
-    assert put_back(point._replace(epoch=0), 4)[1] == whole[4:]
-    assert put_back(point._replace(batches=0), 4)[1] == whole[4:]  # the state of a stream
+    assert restored(point, 2)[1] == whole[2:]  # it is after the position
+    assert restored(point._replace(epoch=0), 4)[1] == whole[4:]
+    assert restored(point._replace(batches=0), 4)[1] == whole[4:]  # the state of a stream
     assert not caplog.records
-    source, rest = put_back(point._replace(workers=2), 4)
-    assert (source.read, rest) == (5, whole[4:])
+    assert restored(point._replace(workers=2), 4) == (5, whole[4:])
     assert "num_workers=2 when its state was saved, and has 0 now" in caplog.text
     with pytest.raises(KeyError) as caught:
-        put_back(point._replace(state={}), 4)
+        restored(point._replace(state={}), 4)
     assert "for its state from the checkpoint" in caught.value.__notes__[0]

@@ -19,7 +19,8 @@ import programs
 import psutil
 import pytest
 import torch
-from forking import Case, Found, Outcome, joined, play
+from forking import Case, Outcome, play
+from marks import thinned
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from omnitrain import Callback, DataError, Trainer
@@ -59,7 +60,9 @@ class Rows(Dataset[Any]):
 
 
 class Stream(IterableDataset[Any]):
-    def __init__(self, rows: Rows) -> None:
+    """Such data as a stream."""
+
+    def __init__(self, rows: Any) -> None:
         self.rows = rows
 
     def __iter__(self) -> Iterator[Any]:
@@ -118,47 +121,15 @@ def train(kind: str, where: str, number: int, folder: str, everyone: bool = True
     return sorted(path.name for path in Path(folder, "run").glob("checkpoint-*"))
 
 
-# --- signals to a run
-
 EXITS = {signal.SIGTERM: 143, signal.SIGINT: 130}
 CASES = [
     ("map", signal.SIGTERM, "data", (2, 1)),
-    ("map", signal.SIGTERM, "eval", (1, 0)),
     ("map", signal.SIGINT, "step", (2, 1)),
     ("spawn", signal.SIGTERM, "data", (2, 1)),
     ("stream", signal.SIGTERM, "data", (2, 1)),
     ("given", signal.SIGINT, "data", (2, 1)),
-    ("given", signal.SIGTERM, "data", (1, 1)),
     ("given", signal.SIGTERM, "eval", (1, 0)),
 ]
-
-
-def named(kind: str, number: signal.Signals, where: str) -> str:
-    return f"{kind} {number.name} {where}"
-
-
-QUICK = [CASES[0], CASES[-1]]
-"""One of each kind of data, and of each place and signal, which are not marked slow; workers that spawn take long."""
-
-
-@pytest.fixture(scope="module")
-def outcomes(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Found[list[Outcome]]:
-    """Each case that a collected test is about, and the run that resumes it, which returns its checkpoints."""
-    folder = tmp_path_factory.mktemp("workers")
-    ids = {item.callspec.id for item in request.session.items if hasattr(item, "callspec")}
-
-    def case(kind: str, number: signal.Signals, where: str, place: str, name: str = "") -> Case:
-        options = {"kind": kind, "where": where, "number": int(number), "folder": str(folder / place)}
-        return Case(name or place, "tests.data.test_workers:train", options, processes=1)
-
-    places = [(kind, number, where, named(kind, number, where)) for kind, number, where, _ in CASES]
-    places = [place for place in places if place[-1] in ids]
-    first = play([case(*place) for place in places], folder / "first")
-    resumed = [  # workers that are spawned take seconds to start, and were checked in the first run
-        case("map" if kind == "spawn" else kind, number, "", place, f"{place} resumed")
-        for kind, number, _, place in places
-    ]
-    return joined(first, play(resumed, folder / "second"))
 
 
 def ended(outcome: Outcome) -> tuple[int, int]:
@@ -168,24 +139,27 @@ def ended(outcome: Outcome) -> tuple[int, int]:
     return int(words[0][0]), int(words[0][1])
 
 
-@pytest.mark.parametrize(
-    ("kind", "number", "where", "expected"),
-    [pytest.param(*case, id=named(*case[:3]), marks=[] if case in QUICK else pytest.mark.slow) for case in CASES],
-)
+@pytest.mark.parametrize(("kind", "number", "where", "expected"), thinned(CASES, [CASES[0], CASES[-1]]))
 def test_signal_to_the_process_group_ends_the_run_in_order(
-    kind: str, number: signal.Signals, where: str, expected: tuple[int, int], outcomes: dict[str, list[Outcome]]
+    kind: str, number: signal.Signals, where: str, expected: tuple[int, int], tmp_path: Path
 ) -> None:
-    name = named(kind, number, where)
-    (first,), (second,) = outcomes[name], outcomes[f"{name} resumed"]
+    def run(name: str, **options: Any) -> Outcome:
+        options = {"kind": kind, "where": where, "number": int(number), "folder": str(tmp_path), **options}
+        case = Case(name, "tests.data.test_workers:train", options, processes=1)
+        (outcome,) = play([case], tmp_path / name)[name]
+        return outcome
+
+    first = run("first")
     assert first.code == EXITS[number], first.output
     assert ended(first) == expected
     assert first.output.count("finishing the current step") == 1
     children = {pid for line in re.findall(r"^children (.+)$", first.output, re.MULTILINE) for pid in line.split()}
     assert len(children) >= 2 and not [process for process in first.left if process.split()[0] in children]
+    # workers that are spawned take seconds to start, and were checked in the first run
+    second = run("second", kind="map" if kind == "spawn" else kind, where="")
     assert second.code == 0, second.output
     assert ended(second) == (4, 4)
-    steps = (4,) if expected == (1, 1) else (expected[0], 4)  # step 1 was the best, which a better one replaces
-    assert second.result == [f"checkpoint-{step}" for step in steps]
+    assert second.result == [f"checkpoint-{step}" for step in (expected[0], 4)]
 
 
 def is_running(pid: int) -> bool:
@@ -240,13 +214,8 @@ def test_workers_neither_delay_nor_disturb_the_exit() -> None:
     assert (done.returncode, done.stderr) == (0, "")
 
 
-class Numbers(IterableDataset[Any]):
-    def __iter__(self) -> Iterator[torch.Tensor]:
-        return iter(torch.arange(40))
-
-
 def test_exit_of_a_forked_process_keeps_its_parents_workers() -> None:
-    batches = make_loader(Numbers(), 1, name="data", num_workers=1).batches(0)
+    batches = make_loader(Stream(torch.arange(40)), 1, name="data", num_workers=1).batches(0)
     first = int(next(batches))
     child = os.fork()
     if not child:
@@ -277,9 +246,6 @@ def test_programs_of_a_dataset_receive_signals() -> None:
         loader.close()
 
 
-# --- dead workers
-
-
 class Deadly(Dataset[Any]):
     """Rows, of which one ends the process that reads it."""
 
@@ -295,49 +261,33 @@ class Deadly(Dataset[Any]):
         return torch.full((4,), float(index)), torch.zeros(1)
 
 
-class DeadlyStream(IterableDataset[Any]):
-    def __init__(self, rows: Deadly) -> None:
-        self.rows = rows
-
-    def __iter__(self) -> Iterator[Any]:
-        return (self.rows[index] for index in range(len(self.rows)))
-
-
-def kill(number: int) -> Callable[[], None]:
-    return lambda: os.kill(os.getpid(), number)
-
-
 ENDS = {
-    "exit code 3": lambda: os._exit(3),
-    "exit code 0": lambda: os._exit(0),
-    "SIGKILL": kill(signal.SIGKILL),
-    "SIGSEGV": kill(signal.SIGSEGV),
-    "SIGBUS": kill(signal.SIGBUS),
-}
+    "exit code 3": lambda: os._exit(3), "exit code 0": lambda: os._exit(0),
+    "SIGKILL": lambda: os.kill(os.getpid(), signal.SIGKILL), "SIGSEGV": lambda: os.kill(os.getpid(), signal.SIGSEGV),
+}  # fmt: skip
 PLACES = {
-    "training": lambda data: {"train_dataset": data},
-    "evaluation": lambda data: {"train_dataset": [data[0]] * 4, "eval_dataset": data},
-    "stream": lambda data: {"train_dataset": DeadlyStream(data)},
+    "training": lambda data: {"train_dataset": data, "batch_size": 4, "num_workers": 1},
+    "evaluation": lambda data: {
+        "train_dataset": [data[0]] * 4,
+        "eval_dataset": data,
+        "batch_size": 4,
+        "num_workers": 1,
+    },
+    "stream": lambda data: {"train_dataset": Stream(data), "batch_size": 4, "num_workers": 1},
     "own loader": lambda data: {"train_loader": DataLoader(data, 4, num_workers=1)},
 }
+DEATHS = [*(("exit code 3", place) for place in PLACES), *((end, "training") for end in list(ENDS)[1:])]
 
 
-@pytest.mark.parametrize("place", PLACES)
-@pytest.mark.parametrize("end", [*[pytest.param(end, marks=pytest.mark.slow) for end in list(ENDS)[1:]], "exit code 3"])
+@pytest.mark.parametrize(("end", "place"), thinned(DEATHS, DEATHS[:4]))
 def test_dead_worker_is_a_data_error(end: str, place: str) -> None:
-    options = {"num_workers": 1, "shuffle": False} | PLACES[place](Deadly(ENDS[end]))
-    if "train_loader" in options:
-        del options["num_workers"], options["shuffle"]
-    else:
-        options["batch_size"] = 4
+    options = PLACES[place](Deadly(ENDS[end])) | ({"shuffle": False} if place in ("training", "evaluation") else {})
     trainer = Trainer(
         torch.nn.Linear(4, 1), loss_fn=torch.nn.functional.mse_loss, epochs=1, device="cpu", progress_bar=False,
         sanity=False, **options,
     )  # fmt: skip
-    with pytest.raises(
-        DataError,
-        match=rf"Worker process 0 \(pid \d+\) .*{end}.* while it had to read .*of the (training|evaluation) set",
-    ) as caught:
+    words = rf"Worker process 0 \(pid \d+\) .*{end}.* while it had to read .*of the (training|evaluation) set"
+    with pytest.raises(DataError, match=words) as caught:
         trainer.train()
     if place in ("training", "evaluation"):
         # the death may come before torch has noted its last request
@@ -359,8 +309,9 @@ def test_death_of_worker_during_its_explanation_is_a_data_error(monkeypatch: pyt
 
 @pytest.mark.parametrize("error", [ConnectionResetError, EOFError, FileNotFoundError])
 def test_broken_pipe_of_dead_worker_is_a_data_error(error: type[Exception]) -> None:
-    """What reading from a dying worker may raise, before torch notices its death."""
+    """What reading from a dying worker may raise, before torch notices its death; next to a living one it stays."""
     iterator = workers.start_workers(DataLoader(Deadly(ENDS["exit code 3"]), 4, num_workers=1), "batches {}".format)
+    living = workers.start_workers(DataLoader(Rows(16), 4, num_workers=1), str)
 
     def read() -> None:
         next(iterator)  # which asks for the third batch
@@ -369,16 +320,10 @@ def test_broken_pipe_of_dead_worker_is_a_data_error(error: type[Exception]) -> N
         iterator._workers[0]._popen.returncode = 5  # which that may have lost
         raise error
 
-    with (
-        pytest.raises(DataError, match=r"exit code 5 while it had to read batches \[1, 2\]"),
-        workers.report_dead_workers(),
-    ):
+    message = r"exit code 5 while it had to read batches \[1, 2\]"
+    with pytest.raises(DataError, match=message), workers.report_dead_workers():
         read()
     workers.stop_workers(iterator)
-
-
-def test_errors_beside_living_workers_are_left_alone() -> None:
-    iterator = workers.start_workers(DataLoader(Rows(16), 4, num_workers=1), str)
-    with pytest.raises(FileNotFoundError), workers.report_dead_workers():
-        raise FileNotFoundError
-    workers.stop_workers(iterator)
+    with pytest.raises(error), workers.report_dead_workers():
+        raise error
+    workers.stop_workers(living)
