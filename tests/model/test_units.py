@@ -7,6 +7,7 @@ import itertools
 import logging
 from collections import namedtuple
 from collections.abc import Callable
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -320,22 +321,9 @@ def test_unit_sums_dict_of_losses() -> None:
         assert list(metrics) == ["loss_mse", "loss_l1"]
         assert torch.equal(metrics["loss_l1"], F.l1_loss(scores, Y)) and not metrics["loss_l1"].requires_grad
         assert output.outputs is None or torch.equal(output.outputs, scores)
-
-
-def test_unit_total_is_loss() -> None:
-    model = Scores()
     output = ModelUnit(model, lambda s, y: {**losses_of(s, y), "total": s.sum()})(model, (X, Y))
-    assert torch.equal(output.required_loss(), model.scores(X).sum())
+    assert torch.equal(output.required_loss(), scores.sum())
     assert list(output.metrics or {}) == ["loss_mse", "loss_l1"]
-
-
-def test_unit_divides_parts_of_sum() -> None:
-    losses = {"a": torch.tensor(6.0), "b": torch.tensor(3.0)}
-    for count in (4, torch.tensor(4)):
-        output = run_unit(lambda batch, count=count: (losses, count), None, (X, Y))
-        assert (output.loss, output.num_targets) == (9.0, 4)
-        assert output.metrics == {"loss_a": 1.5, "loss_b": 0.75}
-    assert run_unit(lambda batch: (losses, 0), None, (X, Y)).loss == 9.0
 
 
 @pytest.mark.parametrize("shape", [dict, SimpleNamespace], ids=["dict", "object"])
@@ -360,9 +348,14 @@ def test_unit_returns_mean_or_sum() -> None:
     for count, expected in ((5, 5), (None, None), (torch.tensor(5), 5)):
         total = run_unit(lambda batch, count=count: (loss, count), None, batch)
         assert (total.loss, total.num_targets) == (loss, expected)
-    assert run_unit(lambda batch: loss.reshape(1), None, batch).loss.shape == ()  # type: ignore[union-attr]
+    assert run_unit(lambda batch: loss.reshape(1), None, batch).required_loss().shape == ()
     output = StepOutput(loss)
     assert run_unit(lambda batch: output, None, batch) is output
+    losses = {"a": torch.tensor(6.0), "b": torch.tensor(3.0)}
+    for count in (4, torch.tensor(4)):
+        output = run_unit(lambda batch, count=count: (losses, count), None, batch)
+        assert (output.loss, output.num_targets, output.metrics) == (9.0, 4, {"loss_a": 1.5, "loss_b": 0.75})
+    assert run_unit(lambda batch: (losses, 0), None, batch).loss == 9.0
 
 
 def test_unit_rejects_a_step_output_of_a_dict(trainer_class: Any) -> None:
@@ -441,22 +434,8 @@ def test_unit_transformers_classifier(returns_dict: bool, key: str) -> None:
         assert output.loss is None and output.outputs.shape == (1, 1)
 
 
-@pytest.mark.parametrize("make", [llama, gpt])  # GPT2's loss has no name in transformers, and shifts all the same
-def test_causal_loss_counts_shifted_labels(make: Any) -> None:
-    model, labels = make().eval(), IDS.clone()
-    labels[0, :3] = -100
-    labels[1, 4] = -100
-    batch = {"input_ids": IDS, "labels": labels}
-    assert shifts_by_default(model) and not shifts_by_default(Scores())
-    output, count = ModelUnit(model)(model, batch), count_labels(batch, shifts_by_default(model))
-    assert count == 5
-    total = model(**batch, num_items_in_batch=1).loss
-    assert torch.allclose(output.required_loss() * count, total)
-
-
-def test_causal_loss_counts_as_transformers(tmp_path: Any) -> None:
-    config = bert().config
-    labels = torch.tensor([[1, 2, -100, 4], [5, -100, -100, 1]])
+def test_causal_loss_counts_as_transformers(tmp_path: Path) -> None:
+    config, labels = bert().config, torch.tensor([[1, 2, -100, 4], [5, -100, -100, 1]])
     for model in (llama(), BertForMaskedLM(config), BertForTokenClassification(config), t5()):
         trainer = transformers.Trainer(model, TrainingArguments(str(tmp_path), report_to=[], use_cpu=True))
         if not hasattr(trainer, "_loss_shifts_labels"):
@@ -464,6 +443,15 @@ def test_causal_loss_counts_as_transformers(tmp_path: Any) -> None:
         trainer.model_accepts_loss_kwargs = True
         expected = trainer._get_num_items_in_batch([{"labels": labels}], torch.device("cpu"))
         assert count_labels({"labels": labels}, shifts_by_default(model)) == int(expected), type(model)
+
+
+@pytest.mark.parametrize("make", [llama, gpt])  # GPT2's loss has no name in transformers, and shifts all the same
+def test_causal_loss_counts_shifted_labels(make: Any) -> None:
+    model, labels = make().eval(), torch.tensor([[1, 2, -100, 4], [5, -100, -100, 1]])
+    batch = {"input_ids": IDS[:, :4], "labels": labels}
+    assert shifts_by_default(model) and count_labels(batch, True) == 3 and not shifts_by_default(Scores())
+    total = model(**batch, num_items_in_batch=1).loss
+    assert torch.allclose(ModelUnit(model)(model, batch).required_loss() * 3, total)
 
 
 def test_loss_fn_error_reports_outputs() -> None:
@@ -515,13 +503,12 @@ def test_unit_of_whole_batches(returns_more: bool) -> None:
 
 
 def test_move_loss_moves_what_is_not_the_models() -> None:
-    model, loss = nn.Linear(2, 2), nn.CrossEntropyLoss(weight=torch.ones(2))
-    teacher = nn.Linear(2, 2)
-    loss.teacher, loss.student = teacher, model
-    move_loss(functools.partial(loss), model, torch.device("meta"))
-    assert teacher.weight.is_meta and not model.weight.is_meta
+    model, loss, meta = nn.Linear(2, 2), nn.CrossEntropyLoss(weight=torch.ones(2)), torch.device("meta")
+    loss.teacher, loss.student = nn.Linear(2, 2), model
+    move_loss(functools.partial(loss), model, meta)
+    assert loss.teacher.weight.is_meta and not model.weight.is_meta
     del loss.student
-    move_loss(loss, model, torch.device("meta"))
+    move_loss(loss, model, meta)
     assert loss.weight is not None and loss.weight.is_meta
 
 
