@@ -45,7 +45,6 @@ ARGUMENTS: dict[str, str] = {
     "algorithms/test_updates.py::test_sam_equals_a_loop_by_hand": "SAM(rho)",
     "algorithms/test_updates.py::test_sequence_warmup_is_the_mean_over_remaining_labels":
         "SeqLengthWarmup(max_length duration)",
-    "backends/test_compile.py::test_compiled_run_equals_plain": "BaseTrainer(compile)",
     "callbacks/test_arguments.py::test_arguments_are_validated":
         "GarbageCollection(every generation) HookCallback(hooks) MemoryMonitor(folder) Periodic(function every) "
         "Preview(prompts every) Tracking(tracker) Throughput(window)",
@@ -235,6 +234,7 @@ ARGUMENTS: dict[str, str] = {
     "trainer/test_base.py::test_processing_class_without_padding_is_only_saved": "BaseTrainer(processing_class)",
     "trainer/test_closures.py::test_unsupported_options_are_an_error": "BaseTrainer(optimizer algorithms)",
     "trainer/test_compilation.py::test_compile_restores_the_state_of_data": "BaseTrainer.compile(steps)",
+    "trainer/test_compilation.py::test_compiled_run_equals_plain": "BaseTrainer(compile)",
     "trainer/test_copies.py::test_copy_of_model_init_has_the_trained_weights": "BaseTrainer(learning_rate)",
     "trainer/test_detection.py::test_metric_objects_get_lists_of_dicts": "Objective(higher_is_better)",
     "trainer/test_eval_sets.py::test_interval_of_a_set_selects_evaluations": "EvalSet(every)",
@@ -245,9 +245,9 @@ ARGUMENTS: dict[str, str] = {
         "BaseTrainer.evaluate(dataset prefix) BaseTrainer.predict(dataset)",
     "trainer/test_evaluation.py::test_evaluation_without_end_warns_within_seconds": "EvalSet(subset)",
     "trainer/test_evaluation.py::test_label_names_choose_the_labels": "ModelUnit(label_names)",
-    "trainer/test_evaluation.py::test_label_sequences_of_any_name_are_padded_as_labels": "Collator(label_names)",
     "trainer/test_evaluation.py::test_loss_is_the_mean_over_labels_for_any_batch_size": "BaseTrainer(eval_batch_size)",
     "trainer/test_evaluation.py::test_metrics_of_functions_names_and_units_agree": "StepOutput(extra)",
+    "trainer/test_evaluation.py::test_predict_needs_no_labels_and_pads_ragged_outputs": "Collator(label_names)",
     "trainer/test_evaluation.py::test_rehearsal_raises_errors_before_the_first_step": "BaseTrainer(sanity)",
     "trainer/test_evaluation.py::test_test_uses_the_test_loader_or_dataset": "BaseTrainer(test_loader test_dataset)",
     "trainer/test_finite.py::test_detect_anomaly_names_the_operation_of_a_nan": "BaseTrainer(detect_anomaly)",

@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from recipes import Holding, StopAt, distance, rows, same, t16, weights
+from recipes import Holding, StopAt, distance, rows, same, t16, trainer_on_cpu, weights
 from starving import Starving, StarvingAdamW, two_groups
 from torch import nn
 from torch.utils.data import DataLoader
 
-from omnitrain import Algorithm, BaseTrainer, ConfigError, Trainer
+from omnitrain import Algorithm, BaseTrainer, ConfigError, HookCallback, Trainer
 
 
 def trained(model: nn.Module, data: Any = None, resume_from: str | None = None, **options: Any) -> Trainer:
@@ -23,10 +23,10 @@ def trained(model: nn.Module, data: Any = None, resume_from: str | None = None, 
     defaults = {"batch_size": 8, "epochs": 3, "learning_rate": 0.05, "loss_fn": F.mse_loss, "log_steps": 1}
     if "unit" in options:
         del defaults["loss_fn"]
-    data = rows(20) if data is None and "train_loader" not in options else data
     if hasattr(options.get("optimizer"), "step"):
         del defaults["learning_rate"]
-    trainer = Trainer(model, data, device="cpu", progress_bar=False, **{**defaults, **options})
+    data = rows(20) if data is None and "train_loader" not in options else data
+    trainer = trainer_on_cpu(Trainer, model, data, **{**defaults, **options})
     trainer.train(resume_from)
     return trainer
 
@@ -34,9 +34,6 @@ def trained(model: nn.Module, data: Any = None, resume_from: str | None = None, 
 def tensors(trainer: Any) -> list[torch.Tensor]:
     """Weights and statistics."""
     return [*weights(trainer.model), *trainer.model.buffers()]
-
-
-# --- a number
 
 
 def test_microbatch_size_equals_gradient_accumulation() -> None:
@@ -61,11 +58,14 @@ def test_microbatches_of_any_size_weigh_targets_of_a_unit() -> None:
         assert (split.progress.tokens, split.progress.samples) == (full.progress.tokens, full.progress.samples)
 
 
-def test_microbatches_of_a_loader_are_resumed(tmp_path: Path) -> None:
-    class Loader:  # whose rows are not counted, so that a resume goes by batches
-        def __iter__(self) -> Any:
-            return iter(DataLoader(rows(20), batch_size=4))
+class Loader:
+    """A loader whose rows are not counted, so that a resume goes by batches."""
 
+    def __iter__(self) -> Any:
+        return iter(DataLoader(rows(20), batch_size=4))
+
+
+def test_microbatches_of_a_loader_are_resumed(tmp_path: Path) -> None:
     def run(folder: str, **options: Any) -> Trainer:
         return trained(
             Starving(), train_loader=Loader(), batch_size=8, gradient_accumulation_steps=2, microbatch_size=2,
@@ -74,15 +74,10 @@ def test_microbatches_of_a_loader_are_resumed(tmp_path: Path) -> None:
 
     straight = run("straight")
     assert run("cut", callbacks=[StopAt(5)]).progress.batches_in_epoch == 4
-    resumed = run("cut", resume_from="auto")
-    assert same(tensors(straight), tensors(resumed))
+    assert same(tensors(straight), tensors(run("cut", resume_from="auto")))
 
 
 def test_microbatch_size_is_validated() -> None:
-    for size in (0, 2.0, True, "large"):
-        with pytest.raises(ConfigError, match="`microbatch_size` must be a positive integer, 'auto' or None, got"):
-            Trainer(t16(), rows(8), microbatch_size=size)  # type: ignore[arg-type]
-
     class Own(BaseTrainer):
         def _train_epoch(self, epoch: int) -> float:
             for x, y in self.train_loader:
@@ -90,29 +85,11 @@ def test_microbatch_size_is_validated() -> None:
                 self.optimizer.step()
             return 0.0
 
+    for size in (0, 2.0, True, "large"):
+        with pytest.raises(ConfigError, match="`microbatch_size` must be a positive integer, 'auto' or None, got"):
+            Trainer(t16(), rows(8), microbatch_size=size)  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="`microbatch_size=2` has no effect on a `_train_epoch` of your own"):
         Own(t16(), rows(8), device="cpu", microbatch_size=2, progress_bar=False).train()
-
-
-def test_failing_sample_of_a_microbatch_is_reported() -> None:
-    class Fails(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.body = nn.Linear(4, 1).double()
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            if (x > 1e5).any():
-                raise ValueError("too large")
-            return self.body(x)
-
-    data = rows(21)
-    data.tensors[0][13] = 1e6
-    with pytest.raises(ValueError, match="too large") as caught:
-        trained(Fails(), data, shuffle=False, microbatch_size=3, batch_size=4, gradient_accumulation_steps=2)
-    assert "sample 13 of" in "".join(caught.value.__notes__)
-
-
-# --- "auto"
 
 
 @pytest.mark.parametrize("where", ["forward", "backward"])
@@ -157,18 +134,12 @@ def test_auto_restores_the_state_of_algorithms() -> None:
     assert same(tensors(halved), tensors(small))
 
 
-class Unnormalized(StopAt):
-    """Keeps BatchNorm in evaluation mode, as one row has no statistics."""
-
-    def __init__(self) -> None:
-        super().__init__(1000)
-
-    def on_epoch_start(self, trainer: Any) -> None:
-        trainer.model.norm.eval()
+KEEPS_NORM = HookCallback({"on_epoch_start": lambda trainer: trainer.model.norm.eval()})
+"""One row has no statistics."""
 
 
 def test_auto_warns_once(caplog: pytest.LogCaptureFixture) -> None:
-    options = {"batch_size": 4, "loss_fn": F.l1_loss, "grad_reduction": "mean", "callbacks": [Unnormalized()]}
+    options = {"batch_size": 4, "loss_fn": F.l1_loss, "grad_reduction": "mean", "callbacks": [KEEPS_NORM]}
     with caplog.at_level(logging.WARNING, "omnitrain"):
         trained(Starving(room=1, start=1, dropout=0), rows(16), microbatch_size="auto", **options)
     (message,) = (text for text in caplog.messages if "memory" in text)
@@ -176,9 +147,6 @@ def test_auto_warns_once(caplog: pytest.LogCaptureFixture) -> None:
         "Step 2 has run out of memory with micro-batches of 4 rows. From here on they are of 1 at"
     )
     assert "Pass microbatch_size=1 to begin with that. BatchNorm takes its statistics of one micro-batch." in message
-
-
-# --- the update
 
 
 @pytest.mark.parametrize("call", [1, 3])
@@ -195,13 +163,13 @@ def test_update_out_of_memory_is_repeated_and_halves(call: int) -> None:
 
 
 @pytest.mark.parametrize("fused", [False, True])
-@pytest.mark.parametrize("call", [1, 3])
-def test_half_done_update_out_of_memory_is_an_error(call: int, fused: bool) -> None:
-    model = Starving()
-    optimizer = StarvingAdamW(two_groups(model), (call,), True, fused=fused)
-    with pytest.raises(torch.OutOfMemoryError) as caught:
-        trained(model, microbatch_size="auto", optimizer=optimizer)
-    assert "in the middle of the optimizer's update" in "".join(caught.value.__notes__)
+def test_half_done_update_out_of_memory_is_an_error(fused: bool) -> None:
+    for call in (1, 3):
+        model = Starving()
+        optimizer = StarvingAdamW(two_groups(model), (call,), True, fused=fused)
+        with pytest.raises(torch.OutOfMemoryError) as caught:
+            trained(model, microbatch_size="auto", optimizer=optimizer)
+        assert "in the middle of the optimizer's update" in "".join(caught.value.__notes__)
 
 
 def test_update_and_row_that_never_fit_are_errors() -> None:
@@ -210,5 +178,5 @@ def test_update_and_row_that_never_fit_are_errors() -> None:
         trained(model, microbatch_size="auto", optimizer=StarvingAdamW(model.parameters(), (1, 2)))
     assert "which had all of the memory that micro-batches take" in "".join(caught.value.__notes__)
     with pytest.raises(torch.OutOfMemoryError, match="CUDA out of memory") as caught:
-        trained(small, rows(8), callbacks=[Unnormalized()], microbatch_size="auto")
+        trained(small, rows(8), callbacks=[KEEPS_NORM], microbatch_size="auto")
     assert "at one row at a time" in "".join(caught.value.__notes__) and small.sizes == [8, 4, 2, 1]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import logging
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -12,8 +13,8 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from marks import TRAINERS, thinned
-from recipes import StopAt, Tagger, distance, rows, same, t16, weights
+from marks import TRAINERS
+from recipes import StopAt, Tagger, distance, rows, same, t16, trainer_on_cpu, weights
 from tiny import VOCABULARY, Tokens, bert, gpt
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
@@ -33,9 +34,7 @@ datasets = pytest.importorskip("datasets")
 
 
 def make(trainer_class: Any, model: nn.Module, data: Any, **options: Any) -> Any:
-    placed = {"device": "cpu"} if trainer_class is Trainer else {}
-    options = {"progress_bar": False, "max_steps": 2, **placed, **options}
-    return trainer_class(model, train_dataset=data, **options)
+    return trainer_on_cpu(trainer_class, model, data, **{"max_steps": 2, **options})
 
 
 def tokenizer(side: str = "left") -> PreTrainedTokenizerFast:
@@ -69,17 +68,16 @@ class Watching(nn.Module):
 
 
 def test_tokenizer_pads_unless_there_is_a_collator(trainer_class: Any) -> None:
-    model, other = Watching(), Watching()
-    trainer = make(trainer_class, model, sentences(), processing_class=tokenizer())
-    trainer.train()
-    assert isinstance(trainer.data_collator, DataCollatorWithPadding)
-    assert any((batch[:, 0] == 1).any() for batch in model.inputs)
-    make(trainer_class, other, sentences(), data_collator=DataCollatorWithPadding(tokenizer())).train()
-    assert same(weights(model), weights(other))
-    right = DataCollatorWithPadding(tokenizer("right"))
-    third = Watching()
-    make(trainer_class, third, sentences(), processing_class=tokenizer(), data_collator=right).train()
-    assert not any((batch[:, 0] == 1).any() for batch in third.inputs)
+    models, pads_left = [], []
+    left, right = DataCollatorWithPadding(tokenizer()), DataCollatorWithPadding(tokenizer("right"))
+    for options in ({}, {"data_collator": left, "processing_class": None}, {"data_collator": right}):
+        model = Watching()
+        trainer = make(trainer_class, model, sentences(), **{"processing_class": tokenizer(), **options})
+        trainer.train()
+        assert isinstance(trainer.data_collator, DataCollatorWithPadding)
+        models.append(model)
+        pads_left.append(any((batch[:, 0] == 1).any() for batch in model.inputs))
+    assert same(weights(models[0]), weights(models[1])) and pads_left == [True, True, False]
 
 
 @pytest.mark.parametrize(
@@ -103,19 +101,12 @@ def test_processing_class_without_padding_is_only_saved(trainer_class: Any, tmp_
         def save_pretrained(self, folder: str) -> None:
             (Path(folder) / "processor.txt").write_text("here")
 
-    trainer = make(trainer_class, t16(), rows(8), loss_fn=nn.functional.mse_loss, processing_class=Processor())
-    trainer.train()
+    trainer = make(trainer_class, t16(), rows(8), loss_fn=F.mse_loss, processing_class=Processor())
     trainer.save_model(tmp_path)
     assert trainer.data_collator is None and (tmp_path / "processor.txt").read_text() == "here"
-
-
-def test_processing_class_that_cannot_be_saved_is_an_error(trainer_class: Any) -> None:
     for value in ("bert-base-uncased", PreTrainedTokenizerFast, 7):
         with pytest.raises(ConfigError, match="processing_class"):
             make(trainer_class, t16(), rows(8), processing_class=value)
-
-
-# --- preprocess_logits_for_metrics
 
 
 def test_preprocessed_logits_reach_metrics_and_predictions(trainer_class: Any) -> None:
@@ -137,22 +128,19 @@ def test_preprocessed_logits_reach_metrics_and_predictions(trainer_class: Any) -
     assert isinstance(labels_of_batches[0], torch.Tensor)
     expected = plain.predict(sentences(7)).predictions.argmax(-1)
     assert np.array_equal(trainer.predict(sentences(7)).predictions, expected)
+    options = {"eval_dataset": Tokens(6), "compute_metrics": "accuracy"}  # of a causal model, which shifts them
+    rows = [
+        make(trainer_class, gpt(), Tokens(6), preprocess_logits_for_metrics=preprocess, **options).evaluate()
+        for preprocess in (None, classes)
+    ]
+    assert rows[0] == rows[1]
 
 
-def test_preprocessed_logits_of_causal_models_are_shifted(trainer_class: Any) -> None:
-    options: dict[str, Any] = {"eval_dataset": Tokens(6), "compute_metrics": "accuracy"}
-    scores = make(trainer_class, gpt(), Tokens(6), **options).evaluate()
-    classes = make(
-        trainer_class, gpt(), Tokens(6), preprocess_logits_for_metrics=lambda logits, _: logits.argmax(-1), **options
-    ).evaluate()
-    assert classes == scores
-
-
-def test_resume_rejects_other_preprocessing_of_logits(trainer_class: Any, tmp_path: Path) -> None:
+def test_resume_rejects_other_preprocessing_of_logits(tmp_path: Path) -> None:
     def run(preprocess: Any, **how: Any) -> Any:
         options: dict[str, Any] = {"save_dir": tmp_path, "eval_dataset": rows(4), "epochs": 2, "max_steps": None}
         options |= {"callbacks": [] if how else [StopAt(1)], "preprocess_logits_for_metrics": preprocess}
-        return make(trainer_class, t16(), rows(8), loss_fn=nn.functional.mse_loss, **options).train(**how)
+        return make(Trainer, t16(), rows(8), loss_fn=F.mse_loss, **options).train(**how)
 
     run(lambda logits, labels: logits)
     with pytest.raises(CheckpointError, match="preprocess_logits_for_metrics"):
@@ -164,10 +152,8 @@ def test_resume_rejects_other_preprocessing_of_logits(trainer_class: Any, tmp_pa
 
 
 def table(size: int = 12) -> Any:
-    rows = sentences(size)
-    for number, row in enumerate(rows):
-        row |= {"text": f"line {number}", "number": number}
-    return datasets.Dataset.from_list(rows)
+    samples = enumerate(sentences(size))
+    return datasets.Dataset.from_list([{**row, "text": f"line {number}", "number": number} for number, row in samples])
 
 
 def test_columns_unknown_to_the_model_are_removed_and_logged(
@@ -178,61 +164,51 @@ def test_columns_unknown_to_the_model_are_removed_and_logged(
         for data in (table(), sentences()):
             model = bert()
             trainer = make(trainer_class, model, data, eval_dataset=data, processing_class=tokenizer())
-            metrics = trainer.train()
-            results.append((weights(model), metrics["best_valid"]))
-    assert same(results[0][0], results[1][0]) and results[0][1] == results[1][1]
+            results.append((trainer.train()["best_valid"], weights(model)))
+    assert results[0][0] == results[1][0] and same(results[0][1], results[1][1])
     (message,) = [text for text in caplog.messages if "are dropped" in text]
     assert message.endswith(": 'number', 'text'.")
-
-
-def test_columns_of_labels_are_kept(trainer_class: Any) -> None:
     data = table().rename_column("labels", "topic")
     trainer = make(trainer_class, Watching(), data, processing_class=tokenizer(), label_names=["topic"])
     assert set(trainer.train_loader.dataset.column_names) == {"input_ids", "attention_mask", "topic"}
 
 
-class Open(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(1, 1)
+class Open(nn.Linear):
+    """Takes any columns."""
 
     def forward(self, **columns: Any) -> Any:
-        return {"loss": self.layer(columns["number"].float()[:, None]).mean()}
+        return {"loss": super().forward(columns["number"].float()[:, None]).mean()}
 
 
-class Whole(nn.Module):
+class Whole(nn.Linear):
     """In Composer's shape: it is handed the whole batch."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(1, 1)
-
     def forward(self, labels: Any) -> Any:
-        return self.layer(labels["number"].float()[:, None])
+        return super().forward(labels["number"].float()[:, None])
 
     def loss(self, outputs: Any, batch: Any) -> Any:
         return outputs.mean() + batch["weight"].mean() * 0
 
 
-@pytest.mark.parametrize("model", [Open, Whole])
-def test_columns_all_reach_a_model_that_takes_any(trainer_class: Any, model: Any) -> None:
-    data = datasets.Dataset.from_dict({"number": range(8), "weight": [0.5] * 8, "labels": [0] * 8})
-    make(trainer_class, model(), data).train()
-
-
-def test_columns_all_reach_units_and_transforms(trainer_class: Any) -> None:
-    data, model = table(), bert()
+def test_columns_all_reach_open_models_units_and_transforms(trainer_class: Any) -> None:
+    for kind in (Open, Whole):
+        data = datasets.Dataset.from_dict({"number": range(8), "weight": [0.5] * 8, "labels": [0] * 8})
+        make(trainer_class, kind(1, 1), data).train()
     columns: list[set[str]] = []
 
     def unit(batch: Any) -> torch.Tensor:
         columns.append(set(batch))
         return model(input_ids=batch["number"][:, None], labels=batch["labels"]).loss
 
-    plain = data.remove_columns(["input_ids", "attention_mask"])
+    model, plain = bert(), table().remove_columns(["input_ids", "attention_mask"])
     make(trainer_class, model, plain, unit=unit).train()
     assert columns[0] == {"number", "text", "labels"}
     plain.set_transform(lambda rows: {"input_ids": [[number] for number in rows["number"]], "labels": rows["labels"]})
     make(trainer_class, bert(), plain).train()
+    data = datasets.Dataset.from_dict({"ids": [[1, 2]] * 8, "labels": [[1, 2]] * 8})
+    make(trainer_class, Tagger(), data).train()
+    with pytest.raises(DataError, match="needs 'ids'"):
+        make(trainer_class, Tagger(), data.rename_column("ids", "tokens")).train()
 
 
 @pytest.mark.parametrize("trainer_class", [Trainer, AccelerateTrainer])  # HFTrainer removes them, as transformers does
@@ -264,30 +240,26 @@ def test_columns_all_reach_custom_code_that_sees_batches(trainer_class: Any) -> 
         assert "number" in columns[0]
 
 
-def test_columns_that_the_model_needs_must_exist(trainer_class: Any) -> None:
-    data = datasets.Dataset.from_dict({"ids": [[1, 2]] * 8, "labels": [[1, 2]] * 8})
-    make(trainer_class, Tagger(), data).train()
-    with pytest.raises(DataError, match="needs 'ids'"):
-        make(trainer_class, Tagger(), data.rename_column("ids", "tokens")).train()
-
-
 # --- padding without a mask
 
 
 def ragged() -> list[dict[str, Any]]:
-    """Sentences of several lengths, without a mask."""
+    """Sequences of several lengths, without a mask."""
     return [{"input_ids": sentence["input_ids"], "labels": sentence["labels"]} for sentence in sentences()]
+
+
+TOTAL = sum(len(sentence["input_ids"]) for sentence in ragged())
 
 
 def test_padded_inputs_without_mask_get_one(trainer_class: Any) -> None:
     """Predictions and tokens do not depend on which samples are padded to the same length."""
-    results, data = {}, ragged()
+    results, data = [], ragged()
     for size in (1, 4):
         trainer = make(trainer_class, bert(), data, eval_dataset=data, batch_size=size, epochs=1, max_steps=None)
-        results[size] = trainer.predict(data).predictions
+        results.append(torch.as_tensor(trainer.predict(data).predictions))
         trainer.train()
-        assert trainer.progress.tokens == sum(len(sentence["input_ids"]) for sentence in data)
-    torch.testing.assert_close(torch.as_tensor(results[1]), torch.as_tensor(results[4]), rtol=0, atol=1e-12)
+        assert trainer.progress.tokens == TOTAL
+    torch.testing.assert_close(*results, rtol=0, atol=1e-12)
 
 
 class Unmasked(nn.Module):
@@ -296,11 +268,11 @@ class Unmasked(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.embed, self.out = nn.Embedding(VOCABULARY, 4).double(), nn.Linear(4, 3).double()
+        self.body = nn.Sequential(nn.Embedding(VOCABULARY, 4), nn.Linear(4, 3)).double()
 
     def forward(self, input_ids: Any, labels: Any) -> Any:
-        scores = self.out(self.embed(input_ids[:, 0]))
-        return {"loss": nn.functional.cross_entropy(scores, labels), "logits": scores}
+        scores = self.body(input_ids[:, 0])
+        return {"loss": F.cross_entropy(scores, labels), "logits": scores}
 
 
 def test_mask_comes_with_any_collator_if_the_model_takes_it(trainer_class: Any) -> None:
@@ -315,21 +287,18 @@ def test_mask_comes_with_any_collator_if_the_model_takes_it(trainer_class: Any) 
 
 def test_tokens_of_padded_batches_leave_out_padding(trainer_class: Any) -> None:
     """Lengths and schedules in tokens do not depend on how a step is split."""
-    data, results = ragged(), []
-    total = sum(len(sentence["input_ids"]) for sentence in data)
+    results = []
     for size, accumulation, microbatch in ((4, 1, None), (1, 4, None), (4, 1, 1)):
         model = Unmasked()
         trainer = make(
-            trainer_class, model, data, batch_size=size, gradient_accumulation_steps=accumulation, learning_rate=0.1,
-            max_steps=None, max_duration=f"{2 * total}tok", lr_scheduler="linear", microbatch_size=microbatch,
+            trainer_class, model, ragged(), batch_size=size, gradient_accumulation_steps=accumulation,
+            learning_rate=0.1, max_steps=None, max_duration=f"{2 * TOTAL}tok", lr_scheduler="linear",
+            microbatch_size=microbatch,
         )  # fmt: skip
         trainer.train()
-        assert (trainer.progress.step, trainer.progress.tokens) == (6, 2 * total)
+        assert (trainer.progress.step, trainer.progress.tokens) == (6, 2 * TOTAL)
         results.append(weights(model))
     assert distance(results[0], results[1]) <= 1e-12 >= distance(results[0], results[2])
-
-
-# --- losses that are sums
 
 
 def sum_of_parts(outputs: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -371,77 +340,40 @@ class Centres(nn.Module):
 
     def forward(self, outputs: Any, labels: Any, num_items_in_batch: Any = None) -> torch.Tensor:
         self.calls.add_(1)
-        return self.scale * nn.functional.mse_loss(outputs, labels)
+        return self.scale * F.mse_loss(outputs, labels)
 
     def method(self, outputs: Any, labels: Any) -> torch.Tensor:
         return self(outputs, labels)
 
 
-class WithLoss(nn.Module):
-    """A model that has its loss as a submodule, as the error recommends."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.model, self.loss_module = t16(), Centres(counts=True)
-
-    def forward(self, x: torch.Tensor, labels: Any = None) -> dict[str, torch.Tensor]:
-        scores = self.model(x)
-        return {"loss": self.loss_module(scores, labels), "logits": scores}
-
-
-def named_rows(size: int = 8) -> dict[str, torch.Tensor]:
-    x, y = rows(size).tensors
-    return {"x": x, "labels": y}
-
-
 def test_loss_with_own_parameters_is_rejected(trainer_class: Any) -> None:
-    losses = {
-        "module": Centres(),
-        "method": Centres().method,
-        "partial": functools.partial(Centres(), num_items_in_batch=None),
-        "nested": WeightedLosses({"a": Centres(), "b": nn.MSELoss()}),
-    }
-    for name, loss in losses.items():
+    nested = WeightedLosses({"a": Centres(), "b": nn.MSELoss()})
+    losses = (Centres(), Centres().method, functools.partial(Centres(), num_items_in_batch=None), nested)
+    options: list[dict[str, Any]] = [{"loss_fn": loss} for loss in losses]
+    if trainer_class is HFTrainer:
+        options.append({"compute_loss_func": Centres()})
+    for option in options:
         with pytest.raises(ConfigError, match=r"`loss_fn` .* has parameters .*scale.* submodule.*requires_grad_"):
-            pytest.fail(f"{name}: {make(trainer_class, t16(), rows(8), loss_fn=loss)}")
+            make(trainer_class, t16(), rows(8), **option)
     with pytest.raises(ConfigError, match=r"`unit` \(Centres\) has parameters"):
         make(trainer_class, t16(), rows(8), unit=Centres())
-    if trainer_class is HFTrainer:
-        with pytest.raises(ConfigError, match=r"`loss_fn` .* has parameters"):
-            make(trainer_class, t16(), rows(8), compute_loss_func=Centres())
 
 
-def test_loss_with_frozen_parameters_is_accepted(trainer_class: Any) -> None:
-    model = t16()
-    plain = t16()
+def test_loss_with_frozen_parameters_is_accepted(trainer_class: Any, tmp_path: Path) -> None:
+    """Unless it changes its buffers."""
+
+    def with_penalty(model: nn.Module, outputs: Any, labels: Any) -> torch.Tensor:
+        return F.mse_loss(outputs, labels) + 1e-3 * sum(weight.square().sum() for weight in model.parameters())
+
+    model, plain = t16(), t16()
     make(trainer_class, model, rows(8), loss_fn=Centres(learned=False)).train()
-    make(trainer_class, plain, rows(8), loss_fn=nn.functional.mse_loss).train()
+    make(trainer_class, plain, rows(8), loss_fn=F.mse_loss).train()
     assert same(weights(model), weights(plain))
-    make(trainer_class, plain, rows(8), loss_fn=functools.partial(_with_penalty, plain)).train()
-
-
-def _with_penalty(model: nn.Module, outputs: Any, labels: Any) -> torch.Tensor:
-    return nn.functional.mse_loss(outputs, labels) + 1e-3 * sum(weight.square().sum() for weight in model.parameters())
-
-
-def test_loss_that_changes_its_buffers_is_rejected(trainer_class: Any, tmp_path: Path) -> None:
+    make(trainer_class, plain, rows(8), loss_fn=functools.partial(with_penalty, plain)).train()
     model, loss = t16(), Centres(learned=False, counts=True)
     with pytest.raises(ConfigError, match=r"`loss_fn` \(Centres\) changes its buffer 'calls'.*submodule"):
         make(trainer_class, model, rows(8), loss_fn=loss, save_dir=tmp_path / "run").train()
     assert same(weights(model), weights(t16())) and not list((tmp_path / "run").glob("checkpoint-*"))
-
-
-def test_loss_in_the_model_is_trained_and_saved(trainer_class: Any, tmp_path: Path) -> None:
-    model = WithLoss()
-    make(trainer_class, model, named_rows(), save_dir=tmp_path, learning_rate=0.1).train()
-    assert model.loss_module.scale.item() != 1.0
-    other = WithLoss()
-    again = make(trainer_class, other, named_rows(), save_dir=tmp_path, learning_rate=0.1)
-    again.load_checkpoint("last")
-    assert same(weights(model), weights(other)) and other.loss_module.calls.item() == model.loss_module.calls.item() > 0
-
-
-# --- dtypes that checkpoints cannot hold
 
 
 class Rotated(nn.Module):
@@ -460,101 +392,78 @@ class Rotated(nn.Module):
         return self.out((x * self.phases).abs().double())
 
 
-@pytest.mark.parametrize("kind", ["parameter", "buffer"])
-def test_complex128_is_rejected_where_it_would_be_saved(trainer_class: Any, kind: str, tmp_path: Path) -> None:
-    message = r"'phases' has dtype torch\.complex128, .*torch\.view_as_real"
-    with pytest.raises(ConfigError, match=message):
-        make(trainer_class, Rotated(kind, torch.complex128), rows(8), loss_fn=F.mse_loss, save_dir=tmp_path / "run")
-    assert not (tmp_path / "run").exists()
-    make(trainer_class, Rotated(kind, torch.complex128), rows(8), loss_fn=F.mse_loss).train()  # nothing is saved
+@pytest.mark.parametrize("kind", ["parameter", "buffer", "temporary buffer"])
+def test_complex_tensors_are_trained_and_resumed(trainer_class: Any, kind: str, tmp_path: Path) -> None:
+    """But for complex128 where it would be saved."""
 
+    def build(dtype: torch.dtype, folder: Path | None, **options: Any) -> Any:
+        options |= {"loss_fn": F.mse_loss, "batch_size": 4, "max_steps": 4, "save_steps": 1 if folder else None}
+        return make(trainer_class, Rotated(kind, dtype), rows(16), save_dir=folder, **options)
 
-@pytest.mark.parametrize(("kind", "dtype"), [
-    ("parameter", torch.complex64), ("buffer", torch.complex64), ("temporary buffer", torch.complex128),
-])  # fmt: skip
-def test_complex_tensors_are_trained_and_resumed(trainer_class: Any, kind: str, dtype: Any, tmp_path: Path) -> None:
-    def build(folder: str, **options: Any) -> Any:
-        options |= {"loss_fn": F.mse_loss, "batch_size": 4, "max_steps": 4, "save_steps": 1}
-        return make(trainer_class, Rotated(kind, dtype), rows(16), save_dir=tmp_path / folder, **options)
-
-    straight, resumed = build("straight"), build("run")
+    dtype = torch.complex128 if kind == "temporary buffer" else torch.complex64
+    if kind != "temporary buffer":
+        with pytest.raises(ConfigError, match=r"'phases' has dtype torch\.complex128, .*torch\.view_as_real"):
+            build(torch.complex128, tmp_path / "run")
+        assert not (tmp_path / "run").exists()
+        build(torch.complex128, None).train()  # nothing is saved
+    straight, resumed = build(dtype, tmp_path / "straight"), build(dtype, tmp_path / "run")
     straight.train()
-    build("run", callbacks=[StopAt(2)]).train()
+    build(dtype, tmp_path / "run", callbacks=[StopAt(2)]).train()
     resumed.train(resume_from="auto")
     assert resumed.progress.step == 4 and same(weights(straight.get_model()), weights(resumed.get_model()))
 
 
-@pytest.mark.parametrize("kind", thinned(TRAINERS, ["native", "hf"]))
-def test_train_rejects_a_second_thread(kind: str) -> None:
-    """Two threads would share their random numbers; a trainer inside of another's callback may train."""
+# --- threads
 
-    def make(*callbacks: Callback, **options: Any) -> Any:
-        device = {"device": "cpu"} if kind == "native" else {}
-        return TRAINERS[kind](
-            t16(dropout=0.5), rows(8), loss_fn=nn.MSELoss(), max_steps=1, progress_bar=False, callbacks=callbacks,
-            **device, **options,
-        )  # fmt: skip
 
-    class Nested(Callback):
-        def on_train_start(self, trainer: Any) -> None:
-            make().train()
-            with ThreadPoolExecutor(1) as pool:
-                self.error = pool.submit(other.train).exception()
-
-    other, nested = make(), Nested()
-    make(nested).train()
-    assert isinstance(nested.error, ConfigError) and "'MainThread' of this program trains" in str(nested.error)
-    assert other.progress.step == 0
+def in_thread(call: Callable[[], Any]) -> Any:
+    """Return the error of a call in another thread, or None."""
     with ThreadPoolExecutor(1) as pool:
-        pool.submit(other.train).result()
-    assert other.progress.step == 1
+        return pool.submit(call).exception()
 
 
-CALLS = {
+CALLS: dict[str, Callable[[Any], Any]] = {
     "compile": lambda trainer: trainer.compile(),
     "evaluate": lambda trainer: trainer.evaluate(rows(8)),
     "predict": lambda trainer: trainer.predict(rows(8)),
     "test": lambda trainer: trainer.test(rows(8)),
+    "train": lambda trainer: trainer.train(),
 }
 
 
-@pytest.mark.parametrize("name", CALLS)
-@pytest.mark.parametrize("kind", TRAINERS)
-def test_calls_beside_train_are_rejected(kind: str, name: str) -> None:
-    """From another thread, also on another trainer; in the run's thread they work."""
+def test_calls_in_another_thread_than_train_are_rejected(trainer_class: Any) -> None:
+    """They would share random numbers; in the run's thread they work, also on another trainer, and so after the run."""
+    errors: dict[str, Any] = {}
 
-    def make(*callbacks: Callback) -> Any:
-        device = {"device": "cpu"} if kind == "native" else {}
-        return TRAINERS[kind](
-            t16(dropout=0.5), rows(8), loss_fn=nn.MSELoss(), max_steps=1, progress_bar=False, callbacks=callbacks,
-            **device,
-        )  # fmt: skip
+    def new(*callbacks: Callback) -> Any:
+        model = t16(dropout=0.5)
+        return make(trainer_class, model, rows(8), loss_fn=nn.MSELoss(), max_steps=1, callbacks=callbacks)
 
     class Nested(Callback):
         def on_train_start(self, trainer: Any) -> None:
-            with ThreadPoolExecutor(1) as pool:
-                self.error = pool.submit(CALLS[name], other).exception()
-            CALLS[name](other)
+            for name, call in CALLS.items():
+                errors[name] = in_thread(lambda call=call: call(other))
+                assert other.progress.step == 0
+                call(other)
 
-    other, nested = make(), Nested()
-    make(nested).train()
-    assert isinstance(nested.error, ConfigError)
-    message = str(nested.error)
-    assert f"`{name}()` was called in" in message and "'MainThread' of this program trains" in message
+    other, third = new(), new()
+    new(Nested()).train()
+    for name, error in errors.items():
+        assert isinstance(error, ConfigError) and "'MainThread' of this program trains" in str(error)
+        assert f"`{name}()` was called in" in str(error)
+    assert other.progress.step == 1
+    assert in_thread(third.train) is None and third.progress.step == 1
 
 
-@pytest.mark.parametrize("kind", TRAINERS)
-def test_train_beside_an_evaluation_is_rejected(kind: str) -> None:
+def test_train_beside_an_evaluation_is_rejected(trainer_class: Any) -> None:
     """Its end would restore the random numbers from before, in the middle of the run."""
     errors: list[Any] = []
 
     class Training(list[Any]):
         def __getitem__(self, index: Any) -> Any:
-            with ThreadPoolExecutor(1) as pool:
-                errors.append(pool.submit(trainer.train).exception())
+            errors.append(in_thread(trainer.train))
             return super().__getitem__(index)
 
-    device = {"device": "cpu"} if kind == "native" else {}
-    trainer = TRAINERS[kind](t16(), rows(8), loss_fn=nn.MSELoss(), max_steps=1, progress_bar=False, **device)
+    trainer = make(trainer_class, t16(), rows(8), loss_fn=nn.MSELoss(), max_steps=1)
     trainer.evaluate(Training(rows(1)))
     assert "'MainThread' of this program is in `evaluate()`" in str(errors[0]) and isinstance(errors[0], ConfigError)

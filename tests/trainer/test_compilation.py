@@ -10,9 +10,24 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from recipes import CountsPasses, Graphs, Pages, Sentences, StopAt, Tagger, rows, same, t16, weights
+from recipes import (
+    CountsPasses,
+    Graphs,
+    Holding,
+    Pages,
+    Sentences,
+    StopAt,
+    Tagger,
+    rows,
+    same,
+    t16,
+    trainer_on_cpu,
+    weights,
+)
+from safetensors.torch import load_file
 from torch import nn
 from torch.utils.data import TensorDataset
+from transformers import TrainingArguments
 
 from omnitrain import (
     EMA,
@@ -20,14 +35,13 @@ from omnitrain import (
     Callback,
     ConfigError,
     GradualUnfreezing,
+    HFTrainer,
     LayerFreezing,
     ProgressiveResizing,
     SeqLengthWarmup,
     ShardedStream,
     Trainer,
 )
-
-SLOW = pytest.mark.slow
 
 
 @pytest.fixture(autouse=True)
@@ -40,17 +54,12 @@ def make(model: nn.Module, data: Any = None, *guests: Callback, **options: Any) 
     options = {"loss_fn": F.mse_loss, "learning_rate": 0.05, "batch_size": 8, "epochs": 2, **options}
     if "train_loader" in options:
         del options["batch_size"]  # which is that of the loader
-    return Trainer(model, data, device="cpu", progress_bar=False, callbacks=guests, **options)
+    return trainer_on_cpu(Trainer, model, data, callbacks=guests, **options)
 
 
 def words(size: int, lengths: int = 1) -> list[tuple[torch.Tensor, torch.Tensor]]:
     """Return rows of 4 numbers with a target, repeated to a number of lengths."""
     return [(x.repeat(1 + i // 8 % lengths), y) for i, (x, y) in enumerate(rows(size, torch.float32))]
-
-
-def three_layers() -> nn.Module:
-    torch.manual_seed(0)
-    return nn.Sequential(*[nn.Linear(4, 4) for _ in range(2)], nn.Linear(4, 1)).double()
 
 
 class Mean(nn.Module):
@@ -63,9 +72,6 @@ class Mean(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.out(x.mean(1, keepdim=True))
-
-
-# --- ahead of a run
 
 
 class Batches(Pages):
@@ -81,13 +87,9 @@ class Batches(Pages):
 
 @pytest.mark.parametrize("kind", ["loader", "shards"])
 def test_compile_restores_the_state_of_data(kind: str) -> None:
-    parts = {"stream": [Pages(16)], "loader": [Batches(16)], "shards": [Pages(16), Pages(16)]}[kind]
-    data = ShardedStream(parts) if kind == "shards" else parts[0]
-    options = {"train_loader": data} if kind == "loader" else {"batch_size": 4}
-    trainer = make(
-        t16(), None if kind == "loader" else data, compile={"backend": Graphs()}, epochs=None,
-        max_steps=4 * len(parts), **options,
-    )  # fmt: skip
+    parts = [Batches(16)] if kind == "loader" else [Pages(16), Pages(16)]
+    data = {"train_loader": parts[0]} if kind == "loader" else {"data": ShardedStream(parts), "batch_size": 4}
+    trainer = make(t16(), compile={"backend": Graphs()}, epochs=None, max_steps=4 * len(parts), **data)
     trainer.compile(steps=2)
     count = 8 // len(parts)
     assert [(part.read, part.at) for part in parts] == [(list(range(count)), 0)] * len(parts)
@@ -97,9 +99,6 @@ def test_compile_restores_the_state_of_data(kind: str) -> None:
 
 class CountsBatches(Algorithm):
     """Counts batches, from 0 in each run."""
-
-    def __init__(self) -> None:
-        self.batches = 0
 
     def set_up(self, trainer: Any) -> None:
         self.batches = 0
@@ -184,32 +183,24 @@ def test_compile_restores_everything_after_an_error() -> None:
     class Failing(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.out, self.norm = nn.Linear(4, 1), nn.BatchNorm1d(1)
+            self.out, self.norm, self.counts = nn.Linear(4, 1), nn.BatchNorm1d(1), CountsPasses()
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             if len(x) == 3:
                 raise ValueError("three rows")
-            return self.norm(self.out(x))
+            return self.norm(self.out(self.counts(x).float()))
 
     model = Failing().eval()
     before, state = weights(model), torch.get_rng_state()
-    trainer = make(model, words(11), gradient_accumulation_steps=1)
+    trainer = make(model, words(11), eval_dataset=words(8))
     with pytest.raises(ValueError, match="three rows") as raised:
         trainer.compile()
     assert "step 2" in str(raised.value.__notes__)
     assert same(before, weights(model)) and torch.equal(state, torch.get_rng_state())
     assert not model.training and all(parameter.grad is None for parameter in model.parameters())
     assert trainer.progress.step == trainer.progress.samples_in_epoch == 0
-
-
-def test_compile_leaves_buffers_unchanged() -> None:
-    """Those of modules that count their forward passes, in evaluations too."""
-    counts = CountsPasses()
-    make(nn.Sequential(counts, t16()), rows(8), eval_dataset=rows(8)).compile()
-    assert counts.passes == counts.replaced == 0
-
-
-# --- in a run
+    make(model, words(8), eval_dataset=words(8)).compile()  # which ends well, and counts as little
+    assert model.counts.passes == model.counts.replaced == 0
 
 
 def test_recompilations_warn_once(caplog: pytest.LogCaptureFixture) -> None:
@@ -226,21 +217,17 @@ def test_recompilations_warn_once(caplog: pytest.LogCaptureFixture) -> None:
     assert "times more" not in caplog.text
 
 
-def noisy() -> nn.Module:
-    return nn.Sequential(nn.Linear(4, 16), nn.BatchNorm1d(16), nn.Tanh(), nn.Dropout(0.3), nn.Linear(16, 1)).double()
-
-
-@pytest.mark.parametrize(
-    "backend", [pytest.param("eager", marks=SLOW), pytest.param("inductor", marks=[SLOW, pytest.mark.processes])]
-)
-def test_resumed_compiled_run_equals_a_straight_one(backend: str, tmp_path: Path) -> None:
+@pytest.mark.slow
+@pytest.mark.processes
+def test_resumed_compiled_run_equals_a_straight_one(tmp_path: Path) -> None:
     def run(folder: str, *guests: Callback, resume: Any = None, ahead: bool = False) -> Trainer:
         torch.compiler.reset()  # as another process would begin
         torch.manual_seed(0)
+        layers = nn.Linear(4, 16), nn.BatchNorm1d(16), nn.Tanh(), nn.Dropout(0.3), nn.Linear(16, 1)
         trainer = make(
-            noisy(), rows(28), *guests, eval_dataset=rows(8), eval_batch_size=8, save_dir=tmp_path / folder,
-            load_best_at_end=False, save_steps=100, compile={"backend": backend, "dynamic": False},
-            algorithms=[EMA(0.9)],
+            nn.Sequential(*layers).double(), rows(28), *guests, eval_dataset=rows(8), eval_batch_size=8,
+            save_dir=tmp_path / folder, load_best_at_end=False, save_steps=100, algorithms=[EMA(0.9)],
+            compile={"backend": "inductor", "dynamic": False},
         )  # fmt: skip
         if ahead:
             assert trainer.compile().graphs == 3
@@ -256,35 +243,58 @@ def test_resumed_compiled_run_equals_a_straight_one(backend: str, tmp_path: Path
     assert straight.metrics["valid"] == resumed.metrics["valid"] == ahead.metrics["valid"]
 
 
-def convolutions() -> nn.Module:
-    torch.manual_seed(0)
-    parts = nn.Conv2d(1, 4, 3, padding=1), nn.ReLU(), nn.AdaptiveAvgPool2d(2), nn.Flatten(), nn.Linear(16, 3)
-    return nn.Sequential(*parts).double()
-
-
-images = TensorDataset(torch.arange(1024.0, dtype=torch.float64).sin().reshape(16, 1, 8, 8), torch.arange(16) % 3)
-
-
-@pytest.mark.parametrize(
-    ("algorithm", "model", "data", "options"),
-    [
-        (GradualUnfreezing, t16, rows(32), {}),
-        (LayerFreezing, three_layers, rows(32), {}),
-        pytest.param(ProgressiveResizing, convolutions, images, {"loss_fn": F.cross_entropy}, marks=SLOW),
-    ],
-    ids=["unfreezing", "freezing", "resizing"],
-)
-def test_algorithms_with_a_compiled_model_equal_a_plain_one(
-    algorithm: Any, model: Any, data: Any, options: Any
-) -> None:
+@pytest.mark.parametrize("algorithm", [GradualUnfreezing, LayerFreezing, ProgressiveResizing])
+def test_algorithms_with_a_compiled_model_equal_a_plain_one(algorithm: Any) -> None:
     ends = []
     for compiles in (False, True):
         graphs = Graphs()
-        chosen = {**options, "compile": {"backend": graphs} if compiles else False}
-        trainer = make(model(), data, epochs=4, algorithms=[algorithm()], **chosen)
+        torch.manual_seed(0)
+        if algorithm is ProgressiveResizing:
+            layers = nn.Conv2d(1, 4, 3, padding=1), nn.ReLU(), nn.AdaptiveAvgPool2d(2), nn.Flatten(), nn.Linear(16, 1)
+            data = TensorDataset(torch.arange(1024.0).double().sin().reshape(16, 1, 8, 8), rows(16).tensors[1])
+        else:
+            layers, data = (nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 1)), rows(32)
+        backend = {"backend": graphs} if compiles else False
+        trainer = make(nn.Sequential(*layers).double(), data, epochs=4, algorithms=[algorithm()], compile=backend)
         if compiles:
             trainer.compile()
         trainer.train()
         assert bool(graphs.count) is compiles
         ends.append(weights(trainer.get_model()))
     assert same(*ends)
+
+
+def on(kind: Any, model: nn.Module, **options: Any) -> Any:
+    options = {"learning_rate": 1e-2, "loss_fn": F.mse_loss, "eval_dataset": rows(8), **options}
+    return trainer_on_cpu(kind, model, rows(24), **options)
+
+
+def test_compiled_run_equals_plain(trainer_class: Any, tmp_path: Path) -> None:
+    compiler, plain, model = Graphs(), t16(dropout=0.2), t16(dropout=0.2)
+    expected = on(trainer_class, plain, epochs=2).train()
+    options: dict[str, Any] = {"compile": {"backend": compiler}, "epochs": 2, "save_dir": tmp_path}
+    on(trainer_class, t16(dropout=0.2), callbacks=[StopAt(4)], **options).train()
+    assert compiler.count
+    trainer = on(trainer_class, model, **options)
+    assert trainer.train(resume_from="auto")["valid"] == expected["valid"]
+    assert same(weights(plain), weights(model))
+    assert trainer.model is model and trainer.model_wrapped._orig_mod is model
+    assert set(load_file(tmp_path / "checkpoint-6" / "model.safetensors")) == set(plain.state_dict())
+    trainer.model = other = t16(seed=1)
+    assert trainer.model is other and trainer.model_wrapped._orig_mod is other
+
+
+def test_compile_rejects_wrong_values(trainer_class: Any, tmp_path: Path) -> None:
+    compiled: Any = torch.compile(t16(), backend="eager")
+    args = TrainingArguments(str(tmp_path), torch_compile=True, use_cpu=True, report_to="none")
+    for model, options, words in (
+        (t16(), {"compile": "yes"}, "compile.*True, False or a dict.*'yes'"),
+        (t16(), {"compile": {"bakend": "eager"}}, "compile.*bakend"),
+        (t16(), {"compile": {"backend": "nowhere"}}, "compile.*nowhere"),
+        (t16(), {"compile": True, "unit": Holding(t16()), "loss_fn": None}, "compile.*unit"),
+        (compiled, {"compile": True}, "compiled already"),
+        (t16(), {"compile": True, "args": args, "learning_rate": None}, "torch_compile=True"),
+    ):
+        if "args" not in options or trainer_class is HFTrainer:
+            with pytest.raises(ConfigError, match=words):
+                on(trainer_class, model, **options)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import io
 import pickle
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -40,24 +39,14 @@ class HFSums(Sums, HFTrainer):
 
 
 def by_joblib(trainer: Any) -> Any:
-    joblib = pytest.importorskip("joblib")
     stream = io.BytesIO()
-    joblib.dump(trainer, stream)
+    pytest.importorskip("joblib").dump(trainer, stream)
     stream.seek(0)
-    return joblib.load(stream)
+    return pytest.importorskip("joblib").load(stream)
 
 
 def by_pickle(trainer: Any) -> Any:
     return pickle.loads(pickle.dumps(trainer))
-
-
-WAYS: dict[str, Callable[[Any], Any]] = {"pickle": by_pickle, "deepcopy": copy.deepcopy, "joblib": by_joblib}
-KINDS = {"native": NativeSums, "accelerate": AccelerateSums, "hf": HFSums}
-
-
-@pytest.fixture(params=KINDS)
-def trainer_class(request: pytest.FixtureRequest) -> Any:
-    return KINDS[request.param]
 
 
 def build(trainer_class: Any, **options: Any) -> Any:
@@ -66,19 +55,19 @@ def build(trainer_class: Any, **options: Any) -> Any:
 
 
 @pytest.mark.parametrize(
-    ("trainer_class", "way"),
-    [(NativeSums, "joblib"), (AccelerateSums, "pickle"), (HFSums, "pickle"), (HFSums, "deepcopy")],
+    ("trainer_class", "clone"),
+    [(NativeSums, by_joblib), (AccelerateSums, by_pickle), (HFSums, by_pickle), (HFSums, copy.deepcopy)],
 )
-def test_trainer_is_copied_before_and_after_training(trainer_class: Any, way: str, tmp_path: Path) -> None:
+def test_trainer_is_copied_before_and_after_training(trainer_class: Any, clone: Any, tmp_path: Path) -> None:
     """A copy trains as the original; one of a trainer that has trained has its weights and history."""
     trainer = build(trainer_class, save_dir=tmp_path / "run", overwrite=True)
-    twin = WAYS[way](trainer)
+    twin = clone(trainer)
     assert twin.model is not trainer.model and twin.factor == 2.0
     trainer.train(), twin.train()
     assert same(weights(trainer.model), weights(twin.model))
     assert twin.metrics["valid"] == trainer.metrics["valid"] and "eval_sum" in twin.metrics["valid"][0]
 
-    later = WAYS[way](trainer)
+    later = clone(trainer)
     assert later.metrics == trainer.metrics and later.progress.step == 3 and later.stop_reason == "max_steps"
     assert (later.predict(rows(4)).predictions == trainer.predict(rows(4)).predictions).all()
     with pytest.raises(ConfigError, match="this trainer is a copy"):
@@ -87,6 +76,7 @@ def test_trainer_is_copied_before_and_after_training(trainer_class: Any, way: st
     assert same(weights(trainer.model), weights(later.model))
 
 
+@pytest.mark.parametrize("trainer_class", [NativeSums, AccelerateSums, HFSums])
 def test_trainer_is_not_copied_in_a_run(trainer_class: Any) -> None:
     class Copying(Callback):
         def on_step_end(self, trainer: Any) -> None:

@@ -104,38 +104,38 @@ def test_metric_objects_get_lists_of_dicts() -> None:
     assert trainer.evaluate() == {"eval_Images": 11.0}
 
 
-def test_detector_without_metrics_has_nothing_to_evaluate() -> None:
-    with pytest.raises(DataError, match="No loss found: the model returned a list of"):
-        make("native", optimization_metric="loss").train()
-
-
-@pytest.mark.parametrize("is_mixed", [False, True])
-def test_unit_without_loss_in_evaluation_is_scored(is_mixed: bool) -> None:
+def test_unit_without_loss_in_evaluation_is_scored() -> None:
     """If it has none in any batch."""
 
     class Unit:
+        def __init__(self, is_mixed: bool) -> None:
+            self.is_mixed = is_mixed
+
         def __call__(self, batch: Any) -> Any:
             return trainer.model(*batch)
 
         def evaluate(self, batch: Any) -> Any:
             images, targets = batch
-            loss = torch.ones(()) if is_mixed and len(images) == 1 else None
+            loss = torch.ones(()) if self.is_mixed and len(images) == 1 else None
             return StepOutput(loss, trainer.model(images), targets)
 
-    trainer = make("native", unit=Unit(), compute_metrics=Counts())
-    if not is_mixed:
-        assert trainer.train()["best_valid"]["eval_map"] == 10.0
-        return
+    trainer = make("native", unit=Unit(False), compute_metrics=Counts())
+    assert trainer.train()["best_valid"]["eval_map"] == 10.0
+    trainer = make("native", unit=Unit(True), compute_metrics=Counts())
     with pytest.raises(DataError, match="Some batches of the evaluation set have a loss, and others none"):
         trainer.evaluate()
 
 
-def test_scalars_that_are_no_losses_are_not_added_up() -> None:
+def test_outputs_without_a_loss_are_not_evaluated() -> None:
+    """Nor are scalars added up that are no losses."""
+
     class Model(nn.Linear):
         def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
             error = super().forward(x).square().mean()
             return {"error": error, "accuracy": error.detach()}
 
+    with pytest.raises(DataError, match="No loss found: the model returned a list of"):
+        make("native", optimization_metric="loss").train()
     with pytest.raises(DataError, match="No loss found: the model returned a dict with the keys 'error', 'accuracy'"):
         make_trainer("native", Model(4, 1), torch.ones(8, 4), epochs=1).train()
 

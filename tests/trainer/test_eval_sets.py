@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import re
 from pathlib import Path
 from typing import Any
@@ -12,8 +11,7 @@ import torch
 import torch.nn.functional as F
 from counting import Streamed
 from datasets import Dataset as HFDataset
-from marks import TRAINERS, thinned
-from recipes import Keyed, KeyedModel
+from recipes import Keyed, KeyedModel, trainer_on_cpu
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -21,6 +19,7 @@ from omnitrain import (
     CheckpointError,
     ConfigError,
     EvalSet,
+    HFTrainer,
     ObjectiveError,
     StepOutput,
     Trainer,
@@ -35,10 +34,10 @@ def classes(size: int = 16, seed: int = 0) -> TensorDataset:
 def build(trainer_class: Any, eval_dataset: Any, **options: Any) -> Any:
     torch.manual_seed(0)
     options = {
-        "loss_fn": F.cross_entropy, "max_steps": 8, "batch_size": 4, "learning_rate": 0.1, "progress_bar": False,
+        "loss_fn": F.cross_entropy, "max_steps": 8, "batch_size": 4, "learning_rate": 0.1,
         "eval_steps": None if eval_dataset is None else 1, **options,
     }  # fmt: skip
-    return trainer_class(nn.Linear(4, 3), train_dataset=classes(), eval_dataset=eval_dataset, **options)
+    return trainer_on_cpu(trainer_class, nn.Linear(4, 3), classes(), eval_dataset=eval_dataset, **options)
 
 
 def test_means_over_sets_are_weighted(trainer_class: Any) -> None:
@@ -77,6 +76,9 @@ def test_objective_is_a_mean_over_sets_or_a_metric_of_one(trainer_class: Any) ->
     assert of_one.objective.direction == "min"
     with pytest.raises(ObjectiveError, match=r"'log_loss'.*not among the metrics: 'loss', 'accuracy', 'a_loss'"):
         build(trainer_class, sets, compute_metrics="accuracy", optimization_metric="log_loss")
+    sets["rare"] = EvalSet(classes(), every=2)
+    with pytest.raises(ObjectiveError, match=r"'rare_loss'.*its own intervals.*'2ba'"):
+        build(trainer_class, sets, optimization_metric="rare_loss")
 
 
 def test_interval_of_a_set_selects_evaluations(trainer_class: Any, tmp_path: Path) -> None:
@@ -94,23 +96,16 @@ def test_interval_of_a_set_selects_evaluations(trainer_class: Any, tmp_path: Pat
     assert resumed["valid"] == rows
 
 
-@pytest.mark.parametrize(
-    ("name", "kind"),
-    thinned(itertools.product(TRAINERS, ["map", "tensors", "stream", "columns"]),
-            [*(("native", kind) for kind in ("map", "tensors", "stream")), *((name, "columns") for name in TRAINERS)]),
-)  # fmt: skip
-def test_subset_is_the_first_samples(name: str, kind: str) -> None:
-    full, tensors = classes(12, 1), classes(12, 1).tensors
-    data: Any = {"map": full, "tensors": tuple(tensors), "stream": Streamed(full)}.get(kind)
+@pytest.mark.parametrize("kind", ["map", "tensors", "stream", "columns"])
+def test_subset_is_the_first_samples(kind: str) -> None:
+    full = classes(12, 1)
+    data: Any = {"map": full, "tensors": tuple(full.tensors), "stream": Streamed(full)}.get(kind)
+    trainer, first = build(Trainer, None), TensorDataset(*(tensor[:5] for tensor in full.tensors))
     if kind == "columns":
         x, y = Keyed(12).x, Keyed(12).y
         data = HFDataset.from_dict({"x": x.numpy(), "labels": y.numpy()}).with_format("torch")
-        trainer = TRAINERS[name](KeyedModel(), train_dataset=data, batch_size=4, progress_bar=False, max_steps=1)
-        expected = trainer.evaluate(data.select(range(5)))["eval_loss"]
-    else:
-        trainer = build(TRAINERS[name], None)
-        expected = trainer.evaluate(TensorDataset(*(tensor[:5] for tensor in tensors)))["eval_loss"]
-    assert trainer.evaluate(EvalSet(data, subset=5))["eval_loss"] == expected
+        trainer, first = trainer_on_cpu(HFTrainer, KeyedModel(), data, batch_size=4, max_steps=1), data.select(range(5))
+    assert trainer.evaluate(EvalSet(data, subset=5)) == trainer.evaluate(first)
     assert trainer.evaluate(EvalSet(data, subset=500)) == trainer.evaluate(data)
 
 
@@ -142,38 +137,27 @@ def test_sets_have_their_own_unit(trainer_class: Any) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"weight": -1}, "`weight`.*0 or more, got -1"),
-        ({"weight": float("nan")}, "`weight`.*got nan"),
-        ({"subset": 0}, "`subset`.*got 0"),
-        ({"subset": True}, "`subset`.*got True"),
-        ({"every": "2h"}, "`every`.*steps or epochs.*'2h'"),
-        ({"every": 0}, "`every`.*got 0"),
-        ({"unit": 3}, "`unit`.*callable.*got 3"),
-        ({"dataset": {"b": classes()}}, "one dataset or loader, got dict"),
+        ({"weight": -1}, "`weight`.*0 or more, got -1"), ({"weight": float("nan")}, "`weight`.*got nan"),
+        ({"subset": 0}, "`subset`.*got 0"), ({"subset": True}, "`subset`.*got True"),
+        ({"every": "2h"}, "`every`.*steps or epochs.*'2h'"), ({"every": 0}, "`every`.*got 0"),
+        ({"unit": 3}, "`unit`.*callable.*got 3"), ({"dataset": {"b": classes()}}, "one dataset or loader, got dict"),
         ({"dataset": DataLoader(classes()), "subset": 3}, "`subset=3` has no effect on a loader"),
-        ({"metrics": "acuracy"}, "'acuracy'.*accuracy"),
-        ({"weight": 0}, "No set of `eval_dataset` counts"),
+        ({"metrics": "acuracy"}, "'acuracy'.*accuracy"), ({"weight": 0}, "No set of `eval_dataset` counts"),
     ],
-)
+)  # fmt: skip
 def test_eval_set_arguments_are_validated(options: dict[str, Any], message: str) -> None:
     options = {"dataset": classes(), **options}
     with pytest.raises(ConfigError, match=message):
         build(Trainer, {"a": EvalSet(options.pop("dataset"), **options), "b": EvalSet(classes(), every=2)})
-
-
-def test_interval_needs_a_name_and_another_objective() -> None:
     with pytest.raises(ConfigError, match="needs a named set"):
         build(Trainer, EvalSet(classes(), every=2))
-    sets = {"a": classes(), "rare": EvalSet(classes(), every=2)}
-    with pytest.raises(ObjectiveError, match=r"'rare_loss'.*its own intervals.*'2ba'"):
-        build(Trainer, sets, optimization_metric="rare_loss")
 
 
-def test_resume_with_other_rules_must_be_allowed(trainer_class: Any, tmp_path: Path) -> None:
-    build(trainer_class, {"a": EvalSet(classes(8)), "b": classes(8)}, save_dir=tmp_path, max_steps=2).train()
+def test_resume_with_other_rules_must_be_allowed(tmp_path: Path) -> None:
+    build(Trainer, {"a": EvalSet(classes(8)), "b": classes(8)}, save_dir=tmp_path, max_steps=2).train()
     sets = {"a": EvalSet(classes(8), weight=2), "b": classes(8)}
-    trainer = build(trainer_class, sets, save_dir=tmp_path, max_steps=4)
+    trainer = build(Trainer, sets, save_dir=tmp_path, max_steps=4)
     with pytest.raises(CheckpointError, match=re.escape("the evaluation set 'a' has weight=2 now, and had 1.0")):
         trainer.train(resume_from="auto")
-    again = build(trainer_class, sets, save_dir=tmp_path, max_steps=4)
+    again = build(Trainer, sets, save_dir=tmp_path, max_steps=4)
     assert again.train(resume_from="auto", allow_change={"eval_dataset"})["stop_reason"] == "max_steps"

@@ -12,13 +12,13 @@ from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
+import psutil
 import pytest
 import torch
 import torch.nn.functional as F
 from counting import Streamed
 from marks import TRAINERS
 from recipes import CountsPasses, Sentences, Tagger, Trace, rows, same, t16, trainer_on_cpu
-from sklearn.metrics import f1_score, roc_auc_score
 from tiny import Tokens, gpt
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
@@ -56,18 +56,11 @@ def evaluator(model: nn.Module, **options: Any) -> Trainer:
     return trainer_on_cpu(Trainer, model, **options)
 
 
-class Ragged(Dataset[dict[str, torch.Tensor]]):
+class Ragged(list[dict[str, torch.Tensor]]):
     """Sequences of 1 to 5 tokens."""
 
     def __init__(self, labels: str) -> None:
-        self.labels = labels
-
-    def __len__(self) -> int:
-        return 5
-
-    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
-        ids = torch.arange(index + 1)
-        return {"ids": ids, self.labels: ids % 5}
+        super().__init__({"ids": torch.arange(size), labels: torch.arange(size) % 5} for size in range(1, 6))
 
 
 def test_loss_is_the_mean_over_labels_for_any_batch_size() -> None:
@@ -92,12 +85,19 @@ def test_evaluate_takes_datasets_loaders_and_tensors() -> None:
         trainer.predict(sets)
 
 
-def test_test_uses_the_test_loader_or_dataset(trainer_class: Any) -> None:
+def test_test_uses_the_test_loader_or_dataset(trainer_class: Any, tmp_path: Path, monkeypatch: Any) -> None:
+    """It never selects the best, and without a `save_dir` nothing is written."""
+    monkeypatch.chdir(tmp_path)
     data, options = rows(10), {"loss_fn": F.mse_loss, "batch_size": 4}
     expected = build(trainer_class, t16(), rows(8), None, **options).test(data)
     assert expected.keys() == {"test_loss"}
     for source in ({"test_loader": DataLoader(data, 5)}, {"test_dataset": data}):
         assert build(trainer_class, t16(), rows(8), None, **options, **source).test() == pytest.approx(expected)
+    trainer = train(trainer_class, t16(), rows(8), rows(4), test_dataset=data, **options)
+    best = dict(trainer.metrics["best_valid"])
+    result = trainer.test()
+    assert trainer.metrics["test"][0]["loss"] == result["test_loss"] and dict(trainer.metrics["best_valid"]) == best
+    assert trainer_class is not Trainer or not list(tmp_path.iterdir())
 
 
 def test_evaluate_leaves_modes_and_generators_unchanged() -> None:
@@ -122,7 +122,13 @@ def test_evaluate_leaves_modes_and_generators_unchanged() -> None:
     assert [module.training for module in model.modules()] == [*modes, True]
 
 
+class Tags(Tagger):
+    def forward(self, ids: torch.Tensor, tags: torch.Tensor) -> Any:  # type: ignore[override]
+        return super().forward(ids, tags)
+
+
 def test_predict_needs_no_labels_and_pads_ragged_outputs() -> None:
+    """Sequences of labels of any name are padded as labels."""
     trainer, x = evaluator(t16(), loss_fn=F.mse_loss), rows(6).tensors[0]
     result = trainer.predict(x)
     assert result.predictions.shape == (6, 1) and result.labels is None and result.metrics == {}
@@ -131,6 +137,9 @@ def test_predict_needs_no_labels_and_pads_ragged_outputs() -> None:
     result = evaluator(Tagger(), eval_batch_size=2).predict(Ragged("labels"))
     assert result.predictions.shape == (5, 5, 5) and result.labels.shape == (5, 5)
     assert (result.predictions[0, 2:] == -100).all() and (result.labels[0, 1:] == -100).all()
+    options = {"label_names": ["tags"], "compute_metrics": "accuracy"}
+    padded, single = (evaluator(Tags(), eval_batch_size=size, **options).evaluate(Ragged("tags")) for size in (4, 1))
+    assert padded == pytest.approx(single)
 
 
 def test_metrics_of_functions_names_and_units_agree() -> None:
@@ -164,19 +173,16 @@ def test_metrics_of_functions_names_and_units_agree() -> None:
         evaluator(model, unit=Unit().__call__, compute_metrics="accuracy").evaluate(data)
 
 
+class Wide(nn.Linear):
+    """8 samples are a megabyte of logits."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x.expand(-1, 32_768) + super().forward(x)
+
+
 def test_evaluate_has_bounded_memory() -> None:
-    import psutil
-
-    class Wide(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layer = nn.Linear(1, 1)
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return x.expand(-1, 32_768) + self.layer(x)  # 8 samples are a megabyte of logits
-
     data = TensorDataset(torch.randn(8 * 60, 1), torch.randint(0, 32_768, (8 * 60,)))
-    trainer = evaluator(Wide(), loss_fn=F.cross_entropy, compute_metrics="accuracy")
+    trainer = evaluator(Wide(1, 1), loss_fn=F.cross_entropy, compute_metrics="accuracy")
     trainer.evaluate(TensorDataset(*data[:80]))  # what the allocator keeps for itself does not count
     before = psutil.Process().memory_info().rss
     trainer.evaluate(data)
@@ -199,10 +205,9 @@ def test_causal_language_models_are_scored_on_the_next_token() -> None:
 
 
 def rows_with_nan(size: int, index: int) -> TensorDataset:
-    x, y = rows(size).tensors
-    y = y.clone()
-    y[index] = float("nan")
-    return TensorDataset(x, y)
+    data = rows(size)
+    data.tensors[1][index] = torch.nan
+    return data
 
 
 @pytest.mark.parametrize("kind", ["named", "stream"])
@@ -243,17 +248,14 @@ def test_nan_is_logged_and_uses_no_patience(kind: str, policy: str, caplog: pyte
         assert len(values) == 3
 
 
-@pytest.mark.parametrize("kind", ["stream", "loader", "named"])
-def test_empty_set_is_an_error(trainer_class: Any, kind: str) -> None:
-    empty: Any = {"stream": Streamed([]), "loader": DataLoader([], 2), "named": {"a": rows(4), "b": Streamed([])}}[kind]
-    name = "set 'b'" if kind == "named" else "set"
-    with pytest.raises(DataError, match=f"The evaluation {name} has no samples. Give it at least one"):
-        train(trainer_class, t16(), rows(8), empty, loss_fn=F.mse_loss)
-    if trainer_class is Trainer:
-        unlabelled = Sentences(4)
-        unlabelled.labels[:] = -100
-        with pytest.raises(DataError, match="The evaluation set has nothing to evaluate: none of its labels counts"):
-            train(Trainer, Tagger(), Sentences(8), unlabelled)
+def test_empty_set_is_an_error(trainer_class: Any) -> None:
+    named, unlabelled = {"a": rows(4), "b": Streamed([])}, Sentences(4)
+    for empty, name in ((Streamed([]), "set"), (DataLoader([], 2), "set"), (named, "set 'b'")):
+        with pytest.raises(DataError, match=f"The evaluation {name} has no samples. Give it at least one"):
+            train(trainer_class, t16(), rows(8), empty, loss_fn=F.mse_loss)
+    unlabelled.labels[:] = -100
+    with pytest.raises(DataError, match="The evaluation set has nothing to evaluate: none of its labels counts"):
+        train(trainer_class, Tagger(), Sentences(8), unlabelled)
 
 
 # --- the rehearsal before the first step
@@ -311,8 +313,7 @@ def test_rehearsal_raises_errors_before_the_first_step(kind: str, case: str) -> 
 class Graph:
     """A batch of its own type, whose labels are its attribute `y`."""
 
-    def __init__(self) -> None:
-        self.x, self.y = torch.randn(3, 4), torch.zeros(3, dtype=torch.long)
+    x, y = torch.ones(3, 4), torch.zeros(3, dtype=torch.long)
 
     def to(self, *args: Any, **kwargs: Any) -> Graph:
         return self
@@ -412,6 +413,10 @@ def test_rehearsal_has_no_effect_on_the_run(trainer_class: Any) -> None:
     assert rehearsed[1:4] == plain[1:4]
     # the first of four is read twice, since it was then noticed that it draws random numbers
     assert len(rehearsed[4]) == len(plain[4]) + 4 and rehearsed[4][:4] == [0, 1, 2, 3]
+    valid = Counted(8)
+    options = {"loss_fn": F.mse_loss, "epochs": 1, "eval_on_start": True, "eval_batch_size": 8}  # needs no rehearsal
+    train(trainer_class, t16(), rows(8), valid, **options)
+    assert valid.read == list(range(8)) * 3  # once more, since it was noticed that it draws
 
 
 def test_rehearsal_of_a_resumed_run_has_no_effect(trainer_class: Any, tmp_path: Path) -> None:
@@ -443,12 +448,6 @@ def test_workers_end_after_each_call_and_rehearse_one_batch(tmp_path: Path) -> N
     for call in (lambda: None, trainer.evaluate, lambda: trainer.predict(data)):
         call()
         assert len(multiprocessing.active_children()) == before
-
-
-def test_eval_on_start_needs_no_rehearsal() -> None:
-    valid = Counted(8)
-    train(Trainer, t16(), rows(8), valid, loss_fn=F.mse_loss, epochs=1, eval_on_start=True, eval_batch_size=8)
-    assert valid.read == list(range(8)) * 3  # once more, since it was noticed that it draws
 
 
 class Endless(IterableDataset[Any]):
@@ -502,24 +501,19 @@ def topics(*keys: str) -> list[dict[str, torch.Tensor]]:
     return [{"x": x, **dict.fromkeys(keys, y)} for x, y in classes(12)]
 
 
-def test_metrics_without_known_labels_report_the_keys(trainer_class: Any) -> None:
+def test_label_names_choose_the_labels(trainer_class: Any) -> None:
+    """Metrics without known labels report the keys."""
     for metrics in ("accuracy", crashing):
         with pytest.raises(DataError) as caught:
             train(trainer_class, Topic(), topics("topic"), topics("topic"), compute_metrics=metrics)
         assert "its batches have the keys 'x', 'topic', and labels are looked for under 'labels'," in str(caught.value)
         assert "label_names=['topic']" in str(caught.value)
-
-
-def test_label_names_choose_the_labels(trainer_class: Any) -> None:
-    model = Plain()
-    by_default, by_name = (
-        train(
-            trainer_class, copy.deepcopy(model), topics(key), topics(key), compute_metrics="accuracy",
-            loss_fn=F.cross_entropy, label_names=names, epochs=1,
-        ).metrics["valid"][0]
-        for key, names in (("labels", None), ("topic", ["topic"]))
-    )  # fmt: skip
-    assert by_default == by_name and "eval_accuracy" in by_name
+    model, results = Plain(), []
+    for key, names in (("labels", None), ("topic", ["topic"])):
+        options = {"compute_metrics": "accuracy", "loss_fn": F.cross_entropy, "label_names": names, "epochs": 1}
+        trainer = train(trainer_class, copy.deepcopy(model), topics(key), topics(key), **options)
+        results.append(trainer.metrics["valid"][0])
+    assert results[0] == results[1] and "eval_accuracy" in results[0]
 
 
 def test_several_labels_are_a_tuple(trainer_class: Any) -> None:
@@ -548,31 +542,6 @@ def test_label_names_agree_with_training_arguments(tmp_path: Path) -> None:
         HFTrainer(Topic(), args, topics("topic"), label_names=["other"])
     with pytest.raises(ConfigError, match="must be a list of the keys of labels"):
         Trainer(Topic(), topics("topic"), label_names="topic")
-
-
-def test_label_sequences_of_any_name_are_padded_as_labels() -> None:
-    class Tags(Tagger):
-        def forward(self, ids: torch.Tensor, tags: torch.Tensor) -> Any:
-            return super().forward(ids, tags)
-
-    options = {"label_names": ["tags"], "compute_metrics": "accuracy"}
-    padded, single = (evaluator(Tags(), eval_batch_size=size, **options).evaluate(Ragged("tags")) for size in (4, 1))
-    assert padded == pytest.approx(single)
-
-
-def test_metrics_by_name_of_one_score_per_label(trainer_class: Any) -> None:
-    generator = torch.Generator().manual_seed(5)
-    x = torch.randn(30, 4, generator=generator)
-    y = (x[:, :3] + 0.5 * torch.randn(30, 3, generator=generator) > 0).float()
-    data, model = TensorDataset(x, y), nn.Linear(4, 3)
-    nn.init.eye_(model.weight)
-    metrics = {"compute_metrics": ["accuracy", "f1_macro", "auc"], "optimization_metric": "f1_macro"}
-    options = {"loss_fn": nn.BCEWithLogitsLoss(), "epochs": 1, "eval_batch_size": 7, **metrics}
-    trainer = train(trainer_class, model, data, data, **options)
-    row, scores, labels = trainer.metrics["valid"][0], trainer.predict(data).predictions, y.numpy()
-    assert row["eval_accuracy"] == pytest.approx(((scores > 0) == labels).all(1).mean())
-    assert row["eval_f1_macro"] == pytest.approx(f1_score(labels, scores > 0, average="macro"))
-    assert row["eval_auc"] == pytest.approx(roc_auc_score(labels, scores))
 
 
 @pytest.mark.parametrize("kind", TRAINERS)

@@ -10,8 +10,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 from counting import Streamed
-from marks import TRAINERS, thinned
-from recipes import StopAt, rows
+from marks import TRAINERS
+from recipes import StopAt, rows, trainer_on_cpu
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
@@ -19,7 +19,7 @@ from omnitrain import Callback, StepOutput, Trainer
 from omnitrain.data.sampling import EpochSampler
 
 
-@pytest.fixture(params=thinned(TRAINERS, ["native", "hf"]))
+@pytest.fixture(params=["native", "hf"])
 def trainer_class(request: pytest.FixtureRequest) -> Any:
     return TRAINERS[request.param]
 
@@ -45,16 +45,10 @@ class Classes(Dataset[tuple[torch.Tensor, torch.Tensor]]):
         return self.x[index], self.y[index]
 
 
-class AtOnce(Classes):
-    def __getitems__(self, indices: list[int]) -> list[Any]:
-        return [self[index] for index in indices]
-
-
 def message_of(trainer_class: Any, data: Any, kind: type[Exception], act: str = "train", **options: Any) -> str:
     """Return the printed error with its notes."""
-    defaults = {"loss_fn": F.cross_entropy, "batch_size": 4, "progress_bar": False, "epochs": 1}
-    defaults |= {"device": "cpu"} if trainer_class is Trainer else {}
-    trainer = trainer_class(nn.Linear(4, 3), train_dataset=data, **defaults | options)
+    defaults = {"loss_fn": F.cross_entropy, "batch_size": 4, "epochs": 1}
+    trainer = trainer_on_cpu(trainer_class, nn.Linear(4, 3), data, **defaults | options)
     with pytest.raises(kind) as caught:
         getattr(trainer, act)()
     assert type(caught.value) is kind
@@ -82,17 +76,21 @@ def test_sample_that_fails_at_once_or_only_once_is_reported() -> None:
                 raise OSError("the network")
             return super().__getitem__(index)
 
+    class AtOnce(Classes):
+        def __getitems__(self, indices: list[int]) -> list[Any]:
+            return [self[index] for index in indices]
+
     assert "Raised for sample 9 of the training set." in message_of(Trainer, Flaky(), OSError)
     text = message_of(Trainer, AtOnce(bad=17, how="getitem"), KeyError)
     assert "Raised for sample 17 of the training set, which fails individually." in text
 
 
 def test_label_out_of_range_is_found_in_its_batch(trainer_class: Any) -> None:
-    data, accumulation = Classes(bad=17, how="label"), 3
-    text = message_of(trainer_class, data, IndexError, gradient_accumulation_steps=accumulation)
-    assert "Raised for sample 17 of the training set, which fails individually." in text
-    step = (step_of(17) - 1) // accumulation + 1
-    assert f"Where: step {step} (epoch 1), rank 0." in text
+    for accumulation, microbatch_size in ((3, None), (2, 3)):
+        options = {"gradient_accumulation_steps": accumulation, "microbatch_size": microbatch_size}
+        text = message_of(trainer_class, Classes(bad=17, how="label"), IndexError, **options)
+        assert "Raised for sample 17 of the training set, which fails individually." in text
+        assert f"Where: step {(step_of(17) - 1) // accumulation + 1} (epoch 1), rank 0." in text
 
 
 def test_search_for_samples_leaves_generators_unchanged() -> None:
@@ -120,21 +118,15 @@ def test_search_for_samples_leaves_generators_unchanged() -> None:
     assert torch.equal(states["after"], states["before"])
 
 
-def test_sample_of_another_shape_is_reported(trainer_class: Any) -> None:
-    data = Classes(bad=17, how="shape")
-
+def test_sample_of_another_shape_or_the_full_batch_is_reported(trainer_class: Any) -> None:
     def collate(samples: Any) -> Any:
         return tuple(map(torch.stack, zip(*samples, strict=True)))
 
-    text = message_of(trainer_class, data, RuntimeError, data_collator=collate)
-    assert re.search(r"by the collator for sample 17 of the training set, which differs from the others of the", text)
+    text = message_of(trainer_class, Classes(bad=17, how="shape"), RuntimeError, data_collator=collate)
+    assert "by the collator for sample 17 of the training set, which differs from the others of the" in text
     assert f"Where: the data of step {step_of(17)} (epoch 1), rank 0." in text
-
-
-def test_error_of_all_samples_reports_the_batch(trainer_class: Any) -> None:
-    text = message_of(
-        trainer_class, rows(8, torch.float32), RuntimeError, loss_fn=lambda outputs, labels: outputs @ labels
-    )
+    data = rows(8, torch.float32)  # which all fail
+    text = message_of(trainer_class, data, RuntimeError, loss_fn=lambda outputs, labels: outputs @ labels)
     assert re.search(r"Raised for samples \d, \d, \d, \d of the training set", text)
     assert "Where: step 1 (epoch 1), rank 0." in text
 
@@ -162,7 +154,7 @@ def test_error_of_an_evaluation_reports_set_and_sample(trainer_class: Any) -> No
     assert "sample 5 of the evaluation set 'web'" in text
 
 
-def test_error_of_a_callback_or_backward_pass_reports_the_step(trainer_class: Any) -> None:
+def test_error_of_a_callback_backward_pass_or_metric_is_placed(trainer_class: Any) -> None:
     class Fails(Callback):
         def on_step_end(self, trainer: Any) -> None:
             if trainer.progress.step == 2:
@@ -172,21 +164,16 @@ def test_error_of_a_callback_or_backward_pass_reports_the_step(trainer_class: An
         outputs.register_hook(lambda gradient: 1 / 0)
         return F.cross_entropy(outputs, labels)
 
+    def exact(y_true: Any, y_pred: Any) -> float:
+        raise ZeroDivisionError("no rows")
+
     text = message_of(trainer_class, Classes(), ValueError, callbacks=[Fails(), StopAt(5)])
     assert "Raised by the callback Fails.on_step_end." in text
     assert "Where: after step 2 (epoch 1), rank 0." in text
     text = message_of(trainer_class, Classes(), ZeroDivisionError, loss_fn=loss_fn)
     assert "Where: after step 0 (epoch 1), rank 0." in text
-
-
-def test_error_of_a_metric_reports_metric_and_set(trainer_class: Any) -> None:
-    def exact(y_true: Any, y_pred: Any) -> float:
-        raise ZeroDivisionError("no rows")
-
-    text = message_of(
-        trainer_class, Classes(), ZeroDivisionError, eval_dataset={"web": Classes(8)},
-        compute_metrics=["accuracy", exact], sanity=False,
-    )  # fmt: skip
+    options = {"eval_dataset": {"web": Classes(8)}, "compute_metrics": ["accuracy", exact], "sanity": False}
+    text = message_of(trainer_class, Classes(), ZeroDivisionError, **options)
     assert "Raised by the metric exact in `compute_metrics`." in text
     assert "It was to score the evaluation set 'web'." in text
     assert re.search(r"Where: the evaluation after step 6 \(epoch [12]\), rank 0\.", text)

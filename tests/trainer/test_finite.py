@@ -4,37 +4,35 @@ from __future__ import annotations
 
 import copy
 import math
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from marks import TRAINERS
-from recipes import rows, t16
+from recipes import rows, t16, trainer_on_cpu
 from torch import nn
 from torch.nn import functional as F
 
-from omnitrain import Callback
+from omnitrain import HookCallback
 from omnitrain.trainer.finite import FiniteGuard, LossMeter
 
 CPU = torch.device("cpu")
 NAN, INF = math.nan, math.inf
 
 
-# LossMeter
-
 losses = st.lists(st.tuples(st.floats(-100, 100), st.integers(0, 20)), max_size=12)
-
-
-def mean_since_last(meter: LossMeter) -> float:
-    total, weight = meter.since_last()
-    return total / weight if weight else NAN
 
 
 def mean_of(values: list[tuple[float, float]]) -> float:
     weight = sum(weight for _, weight in values)
     return sum(loss * weight for loss, weight in values) / weight if weight else NAN
+
+
+def mean_since_last(meter: LossMeter) -> float:
+    total, weight = meter.since_last()
+    return total / weight if weight else NAN
 
 
 @settings(max_examples=30)
@@ -49,56 +47,39 @@ def test_loss_meter_has_the_mean_since_the_last_log(parts: list[list[tuple[float
     assert meter.mean() == pytest.approx(mean_of(everything), abs=1e-6, nan_ok=True)
 
 
-def test_loss_meter_without_losses_is_nan_and_keeps_no_graph() -> None:
+def test_loss_meter_is_nan_without_losses_and_sums_in_fp64() -> None:
+    """It keeps no graph."""
     meter = LossMeter(CPU)
-    assert math.isnan(meter.mean()) and math.isnan(mean_since_last(meter))
-    assert meter.read() == 0.0
+    assert math.isnan(meter.mean()) and math.isnan(mean_since_last(meter)) and meter.read() == 0.0
     meter.add(torch.ones((), requires_grad=True) * 2, 1)
     assert not torch.as_tensor(meter.sum).requires_grad
+    for dtype in (torch.float16, torch.float32):
+        meter = LossMeter(CPU)
+        for _ in range(3000):
+            meter.add(torch.tensor(1.0, dtype=dtype), 1)
+        meter.add(torch.tensor(2.0**-20, dtype=dtype), 1)  # which is lost in any smaller type
+        assert meter.read() == 3000.0 + 2.0**-20
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
-def test_loss_meter_sums_in_double_precision(dtype: torch.dtype) -> None:
-    meter = LossMeter(CPU)
-    for _ in range(3000):
-        meter.add(torch.tensor(1.0, dtype=dtype), 1)
-    meter.add(torch.tensor(2.0**-20, dtype=dtype), 1)  # which is lost in any smaller type
-    assert meter.read() == 3000.0 + 2.0**-20
-
-
-# FiniteGuard, reading
-
-
-def evidence(value: float) -> torch.Tensor:
-    return torch.tensor(value, dtype=torch.float64)
-
-
-@pytest.mark.parametrize("value, finite", [(1.0, True), (0.0, True), (1e300, True), (NAN, False), (INF, False)])
-def test_reading_guard_admits_finite_values(value: float, finite: bool) -> None:
-    guard = FiniteGuard(CPU, torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=1.0), deferred=False)
-    assert guard.admits(evidence(value), lambda: "here") is finite
-    assert guard.first_bad() is None and guard.first_bad(wait=True) is None
-    assert guard.admits(evidence(1.0), lambda: "later")
-
-
-def test_guard_can_defer_fused_optimizers_on_a_gpu() -> None:
+def test_reading_guard_admits_finite_values() -> None:
     parameters = [nn.Parameter(torch.ones(1))]
+    guard = FiniteGuard(CPU, torch.optim.SGD(parameters, lr=1.0), deferred=False)
+    for value in (1.0, 0.0, 1e300, NAN, INF):
+        assert guard.admits(torch.tensor(value, dtype=torch.float64), lambda: "here") is math.isfinite(value)
+        assert guard.first_bad() is None and guard.first_bad(wait=True) is None
     fused, plain = torch.optim.AdamW(parameters, fused=True), torch.optim.AdamW(parameters)
-    assert FiniteGuard.can_defer(torch.device("cuda"), fused)
-    assert not FiniteGuard.can_defer(torch.device("cuda"), plain)
-    assert not FiniteGuard.can_defer(CPU, fused)
+    cuda = torch.device("cuda")
+    assert FiniteGuard.can_defer(cuda, fused)
+    assert not FiniteGuard.can_defer(cuda, plain) and not FiniteGuard.can_defer(CPU, fused)
 
-
-# FiniteGuard, deferred: on a CPU too, with PyTorch's fused optimizers
 
 FUSED = {
-    "AdamW": lambda parameters: torch.optim.AdamW(parameters, lr=0.1, fused=True),
-    "Adam": lambda parameters: torch.optim.Adam(parameters, lr=0.1, weight_decay=0.1, fused=True),
-    "amsgrad": lambda parameters: torch.optim.AdamW(parameters, lr=0.1, amsgrad=True, fused=True),
-    "SGD": lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9, fused=True),
-    "Adagrad": lambda parameters: torch.optim.Adagrad(parameters, lr=0.1, fused=True),
+    "AdamW": partial(torch.optim.AdamW, lr=0.1, fused=True),
+    "Adam": partial(torch.optim.Adam, lr=0.1, weight_decay=0.1, fused=True),
+    "amsgrad": partial(torch.optim.AdamW, lr=0.1, amsgrad=True, fused=True),
+    "SGD": partial(torch.optim.SGD, lr=0.1, momentum=0.9, fused=True),
+    "Adagrad": partial(torch.optim.Adagrad, lr=0.1, fused=True),
 }
-every_fused = pytest.mark.parametrize("kind", FUSED)
 
 
 class Run:
@@ -132,7 +113,7 @@ def equal(a: Any, b: Any) -> bool:
     return a == b
 
 
-@every_fused
+@pytest.mark.parametrize("kind", FUSED)
 @pytest.mark.parametrize(("bad", "first"), [(NAN, 0), (-INF, 5)])
 def test_deferred_guard_skips_all_updates_from_the_first_bad_one(kind: str, bad: float, first: int) -> None:
     run, plain = Run(kind), Run(kind, deferred=False)
@@ -154,14 +135,13 @@ def test_deferred_guard_reports_the_first_bad_step_only() -> None:
     assert run.guard.first_bad(wait=True) == 2
     assert run.guard.first_bad(wait=True) is None
     run = Run("AdamW")
-    run.guard.admits(evidence(NAN), lambda: "a loss")
+    run.guard.admits(torch.tensor(NAN), lambda: "a loss")
     assert run.guard.first_bad(wait=True) == "a loss"
 
 
 @pytest.mark.parametrize("bad", [0, 31, 32, 99])
 def test_deferred_guard_reports_after_32_steps(bad: int) -> None:
-    run = Run("AdamW")
-    reported = []
+    run, reported = Run("AdamW"), []
     for number in range(100):
         run.step(number, NAN if number == bad else 1.0)
         if (step := run.guard.first_bad()) is not None:
@@ -188,29 +168,19 @@ def test_guard_release_restores_the_optimizer() -> None:
     assert run.optimizer.state_dict()["param_groups"] == Run("AdamW", False).optimizer.state_dict()["param_groups"]
 
 
-# Anomalies
-
-
-@pytest.mark.parametrize("trainer_class", TRAINERS.values(), ids=TRAINERS)
 @pytest.mark.filterwarnings("ignore:Anomaly Detection")
 def test_detect_anomaly_names_the_operation_of_a_nan(trainer_class: Any) -> None:
-    class Broken(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layer = t16()
-
+    class Broken(nn.Sequential):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
-            y = self.layer(x)
+            y = super().forward(x)
             return y + (y * 0).sqrt() * 0
 
-    class Modes(Callback):
-        def on_step_start(self, trainer: Any) -> None:
-            modes.append(torch.is_anomaly_enabled())
-
+    modes: list[bool] = []
+    look = HookCallback({"on_step_start": lambda trainer: modes.append(torch.is_anomaly_enabled())})
     for value in (False, True):
-        modes: list[bool] = []
-        options = {"loss_fn": F.mse_loss, "max_steps": 1, "batch_size": 4, "progress_bar": False}
-        trainer = trainer_class(Broken(), rows(8), detect_anomaly=value, callbacks=[Modes()], **options)
+        options = {"loss_fn": F.mse_loss, "max_steps": 1, "batch_size": 4, "callbacks": [look]}
+        trainer = trainer_on_cpu(trainer_class, Broken(*t16()), rows(8), detect_anomaly=value, **options)
         with pytest.raises(Exception, match="returned nan values" if value else "is not finite"):
             trainer.train()
-        assert modes == [value] and not torch.is_anomaly_enabled()
+        assert not torch.is_anomaly_enabled()
+    assert modes == [False, True]

@@ -28,15 +28,22 @@ class Named(Callback):
         self.calls.append(self.name)
 
 
-def test_callbacks_run_by_order_which_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
-    calls: list[str] = []
+def test_callbacks_run_by_order_which_is_logged_once(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And so is their time, at the end."""
+    calls, clock = list[str](), iter(range(100))
     run = lifecycle(*(Named(name, order, calls) for name, order in [("c", 40), ("a", 10), ("b", 10), ("0", 0)]))
+    monkeypatch.setattr("omnitrain.trainer.lifecycle.time", SimpleNamespace(perf_counter=lambda: float(next(clock))))
     with caplog.at_level(logging.INFO, logger="omnitrain"):
         run.begin_train()
         run.end_step(samples=1)
         run.end_step(samples=1)
+        assert [(listener.seconds, listener.calls) for listener in run.listeners] == [(2.0, 2)] * 4
+        run.end_train(failed=False)
     assert calls == ["0", "a", "b", "c"] * 2
     assert caplog.text.count("Named (0), Named (10), Named (10), Named (40)") == 1
+    assert "Time in callbacks: Named 2.000 s (2 calls)" in caplog.text
 
 
 def test_error_at_the_end_does_not_hide_the_first(caplog: pytest.LogCaptureFixture) -> None:
@@ -64,20 +71,20 @@ def test_incomplete_epoch_does_not_count_and_has_no_row() -> None:
     assert run.metrics["train_metrics_history"] == [{"epoch": 1, "step": 2, "train_loss": 0.5}]
 
 
+class Counter(Callback):
+    def __init__(self, count: int = 0) -> None:
+        self.count = count
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"count": self.count}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.count = state["count"]
+
+
 def test_callback_state_is_restored_by_class(caplog: pytest.LogCaptureFixture) -> None:
-    class Counter(Callback):
-        def __init__(self, count: int = 0) -> None:
-            self.count = count
-
-        def state_dict(self) -> dict[str, Any]:
-            return {"count": self.count}
-
-        def load_state_dict(self, state: dict[str, Any]) -> None:
-            self.count = state["count"]
-
-    old = lifecycle(Counter(3), Counter(4))
+    old, counters = lifecycle(Counter(3), Counter(4)), (Counter(), Counter())
     old.end_step(samples=5)
-    counters = Counter(), Counter()
     new, state = lifecycle(Callback(), *counters), old.state_dict()
     new.load_state_dict({**state, "metrics": old.metrics.to_dict()})
     with contextlib.ExitStack() as undo:
@@ -130,23 +137,18 @@ def test_on_error_disable_unsubscribes_and_keeps_state(caplog: pytest.LogCapture
     assert "Failing failed once in this run, and was called no more after that" in caplog.text
 
 
-@pytest.mark.parametrize(
-    ("values", "error", "message"),
-    [
-        ({"loss": 1.0}, ConfigError, r"Adds\.log_values returns 'loss', which the row of logs has already"),
-        *((values, TypeError, "must return a dict of numbers") for values in (3, {"a": "b"}, {"a": [1.0, 2.0]})),
-    ],
-)
-def test_log_values_are_numbers_under_new_names(values: Any, error: type[Exception], message: str) -> None:
+def test_log_values_are_numbers_under_new_names() -> None:
     class Adds(Callback):
-        def log_values(self, trainer: Any) -> Any:
-            return values
+        def __init__(self, values: Any) -> None:
+            self.log_values = lambda trainer: values  # type: ignore[method-assign]
 
-    row = {"loss": 0.5}
-    with pytest.raises(error, match=message):
-        lifecycle(Adds()).add_values(row)
-    values = {"half": torch.tensor(0.5)}
-    lifecycle(Adds()).add_values(row)
+    row, words = {"loss": 0.5}, r"Adds\.log_values returns 'loss', which the row of logs has already"
+    with pytest.raises(ConfigError, match=words):
+        lifecycle(Adds({"loss": 1.0})).add_values(row)
+    for values in (3, {"a": "b"}, {"a": [1.0, 2.0]}):
+        with pytest.raises(TypeError, match="must return a dict of numbers"):
+            lifecycle(Adds(values)).add_values(row)
+    lifecycle(Adds({"half": torch.tensor(0.5)})).add_values(row)
     assert row == {"loss": 0.5, "half": 0.5} and type(row["half"]) is float
 
 
@@ -158,20 +160,6 @@ def test_callbacks_and_their_on_error_are_validated() -> None:
     for error in (KeyboardInterrupt, SystemExit, DistributedError):  # which `on_error` does not concern
         with pytest.raises(error):
             lifecycle(Failing("warn", error)).end_step(samples=1)
-
-
-def test_time_in_callbacks_is_logged_at_the_end(
-    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    clock = iter(range(100))
-    run = lifecycle(Named("a", 10, []), Callback())
-    monkeypatch.setattr("omnitrain.trainer.lifecycle.time", SimpleNamespace(perf_counter=lambda: float(next(clock))))
-    for _ in range(3):
-        run.end_step(samples=1)
-    assert [(listener.seconds, listener.calls) for listener in run.listeners] == [(3.0, 3), (0.0, 0)]
-    with caplog.at_level(logging.INFO, logger="omnitrain"):
-        run.end_train(failed=False)
-    assert "Time in callbacks: Named 3.000 s (3 calls)." in caplog.text
 
 
 def test_batch_events_are_off_without_listeners() -> None:
@@ -190,12 +178,12 @@ def test_batch_events_are_off_without_listeners() -> None:
 
 
 def test_local_requests_follow_listeners_inside_of_steps() -> None:
+    def listener(event: str) -> Callback:
+        return type("Listens", (Callback,), {f"on_{event}": lambda self, trainer, *details: None})()
+
     assert all(callable(getattr(Callback, f"on_{event}")) and event.name in (Event.__doc__ or "") for event in Event)
     for event in (*INNER_STEP_EVENTS, Event.STEP_START, Event.STEP_END):
-        kind = type("Listens", (Callback,), {f"on_{event}": lambda self, trainer, *details: None})
-        listens, quiet = kind(), kind()
+        listens, quiet = listener(event), listener(event)
         quiet.asks_alone = False
         assert lifecycle(listens).has_rank_local_requests and not lifecycle(quiet).has_rank_local_requests
-    assert not lifecycle(
-        type("Others", (Callback,), {"on_eval_batch_end": lambda *details: None})()
-    ).has_rank_local_requests
+    assert not lifecycle(listener("eval_batch_end")).has_rank_local_requests

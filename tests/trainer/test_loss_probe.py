@@ -6,14 +6,16 @@ import copy
 import functools
 import logging
 import math
+from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from marks import TRAINERS
-from recipes import StopAt, distance, rows, t16, weights
+from recipes import StopAt, distance, rows, t16, trainer_on_cpu, weights
 from tiny import VOCABULARY, Tokens, bert, gpt
 from torch import nn
 from transformers import (
@@ -50,15 +52,14 @@ class Own(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.embed = nn.Embedding(VOCABULARY, 16, dtype=torch.float64)
-        self.head = nn.Linear(16, VOCABULARY, dtype=torch.float64)
+        self.embed, self.head = nn.Embedding(VOCABULARY, 16), nn.Linear(16, VOCABULARY)
+        self.double()
 
     def forward(self, input_ids: torch.Tensor, labels: torch.Tensor | None = None) -> Any:
         logits = self.head(self.embed(input_ids))
         if labels is None:
             return {"logits": logits}
-        loss = F.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
-        return {"loss": loss, "logits": logits}
+        return {"loss": F.cross_entropy(logits[:, :-1].mT, labels[:, 1:]), "logits": logits}
 
 
 def bart() -> BartForCausalLM:
@@ -71,16 +72,15 @@ def bart() -> BartForCausalLM:
     return BartForCausalLM(config).double()
 
 
-def mlm() -> BertForMaskedLM:
-    """A class whose labels are not shifted."""
+def like_bert(kind: Any) -> nn.Module:
     torch.manual_seed(0)
-    return BertForMaskedLM(bert().config).double()
+    return kind(bert().config).double()
 
 
-def pretraining() -> BertForPreTraining:
-    """A class whose loss is a mean over tokens plus a mean over rows."""
-    torch.manual_seed(0)
-    return BertForPreTraining(bert().config).double()
+mlm = functools.partial(like_bert, BertForMaskedLM)
+"""A class whose labels are not shifted."""
+pretraining = functools.partial(like_bert, BertForPreTraining)
+"""A class whose loss is a mean over tokens plus a mean over rows."""
 
 
 def pairs(size: int = 8) -> list[dict[str, Any]]:
@@ -88,13 +88,22 @@ def pairs(size: int = 8) -> list[dict[str, Any]]:
     return [{**data[index], "next_sentence_label": torch.tensor(index % 2)} for index in range(size)]
 
 
-def make(trainer_class: Any, model: Any, batch: int, accumulation: int, **options: Any) -> Any:
-    device = {"device": "cpu"} if trainer_class is Trainer else {}
+def make(trainer_class: Any, model: Any, batch: int = 8, accumulation: int = 1, **options: Any) -> Any:
     defaults = {
         "optimizer": "sgd", "learning_rate": 0.1, "max_grad_norm": None, "max_steps": 1, "batch_size": batch,
-        "gradient_accumulation_steps": accumulation, "eval_batch_size": batch, "progress_bar": False, "log_steps": 1,
+        "gradient_accumulation_steps": accumulation, "eval_batch_size": batch, "log_steps": 1, "data": Tokens(8),
     }  # fmt: skip
-    return trainer_class(model, options.pop("data", Tokens(8)), **device, **{**defaults, **options})
+    return trainer_on_cpu(trainer_class, model, **{**defaults, **options})
+
+
+def split_distance(build: Callable[..., Any], trainer_class: Any = Trainer, **options: Any) -> float:
+    """How far the weights are apart after one step of 8 samples and after one of 4 micro-batches."""
+    ends = []
+    for batch, accumulation in SPLITS:
+        trainer = make(trainer_class, build(), batch, accumulation, **options)
+        trainer.train()
+        ends.append(weights(trainer.model))
+    return distance(*ends)
 
 
 LOSSES: dict[str, tuple[Any, dict[str, Any]]] = {
@@ -113,7 +122,7 @@ LOSSES: dict[str, tuple[Any, dict[str, Any]]] = {
 def test_shift_is_that_of_the_loss(trainer_class: Any, kind: str) -> None:
     """Weights are those of one batch, and metrics by name are of the scores and labels that the loss compares."""
     build, options = LOSSES[kind]
-    results, losses = [], []
+    ends, losses = [], []
     for batch, accumulation in SPLITS:
         trainer = make(
             trainer_class, build(), batch, accumulation, eval_dataset=Tokens(8), load_best_at_end=False,
@@ -121,13 +130,11 @@ def test_shift_is_that_of_the_loss(trainer_class: Any, kind: str) -> None:
         )  # fmt: skip
         (row,) = trainer.train()["valid"]
         assert row["eval_perplexity"] == pytest.approx(math.exp(row["eval_loss"]), rel=1e-5)
-        results.append(weights(trainer.model))
+        ends.append(weights(trainer.model))
         losses.append(row["eval_loss"])
-    assert distance(*results) <= 1e-7
-    assert losses[0] == pytest.approx(losses[1], rel=1e-6)
+    assert distance(*ends) <= 1e-7 and losses[0] == pytest.approx(losses[1], rel=1e-6)
 
 
-@pytest.mark.parametrize("trainer_class", TRAINERS.values(), ids=TRAINERS)
 def test_shift_of_codebooks_is_that_of_the_loss(trainer_class: Any) -> None:
     """Labels of (rows, places, codebooks), whose first place counts although the class is a causal model."""
     torch.manual_seed(0)
@@ -140,12 +147,7 @@ def test_shift_of_codebooks_is_that_of_the_loss(trainer_class: Any) -> None:
     for row in range(8):
         labels[row, : row % 4] = -100
     data = [{"labels": row} for row in labels]
-    results = []
-    for batch, accumulation in SPLITS:
-        trainer = make(trainer_class, copy.deepcopy(model), batch, accumulation, data=data)
-        trainer.train()
-        results.append(weights(trainer.model))
-    assert distance(*results) <= 1e-7
+    assert split_distance(lambda: copy.deepcopy(model), trainer_class, data=data) <= 1e-7
 
 
 @pytest.mark.parametrize(
@@ -154,26 +156,7 @@ def test_shift_of_codebooks_is_that_of_the_loss(trainer_class: Any) -> None:
      (mlm, LabelSmoothing(VOCABULARY, 0.3)), (mlm, SeqLengthWarmup(9, 4, 1.0, 1))],
 )  # fmt: skip
 def test_algorithms_use_the_labels_of_the_loss(build: Any, algorithm: Any) -> None:
-    results = []
-    for batch, accumulation in SPLITS:
-        trainer = make(Trainer, build(), batch, accumulation, algorithms=[copy.copy(algorithm)])
-        trainer.train()
-        results.append(weights(trainer.model))
-    assert distance(*results) <= 1e-7
-
-
-def test_label_smoothing_is_that_of_a_shifted_loss() -> None:
-    """One step with smoothed labels is one step with the loss that `cross_entropy` smooths."""
-
-    def smoothed(outputs: Any, labels: torch.Tensor) -> torch.Tensor:
-        scores = outputs["logits"][:, :-1].flatten(0, 1)
-        return F.cross_entropy(scores, labels[:, 1:].flatten(), label_smoothing=0.3)
-
-    plain = make(Trainer, Own(), 8, 1, algorithms=[LabelSmoothing(VOCABULARY, 0.3)])
-    expected = make(Trainer, Own(), 8, 1, loss_fn=smoothed)
-    for trainer in (plain, expected):
-        trainer.train()
-    assert distance(weights(plain.model), weights(expected.model)) <= 1e-12
+    assert split_distance(build, algorithms=[copy.copy(algorithm)]) <= 1e-7
 
 
 @pytest.mark.parametrize("losses", [{}, dict.fromkeys("ab", CrossEntropy(shift=True))], ids=["model", "losses"])
@@ -203,15 +186,12 @@ def test_unit_says_that_it_shifts(caplog: pytest.LogCaptureFixture) -> None:
 
         evaluate = __call__
 
-    results = []
     for shift in (True, False):
         model = Own()
         caplog.clear()
-        trainer = make(Trainer, model, 8, 1, unit=Unit(model, shift), compute_metrics="perplexity")
-        result = trainer.evaluate(Tokens(8))
-        results.append(math.isclose(math.log(result["eval_perplexity"]), result["eval_loss"], rel_tol=1e-5))
+        row = make(Trainer, model, unit=Unit(model, shift), compute_metrics="perplexity").evaluate(Tokens(8))
+        assert math.isclose(math.log(row["eval_perplexity"]), row["eval_loss"], rel_tol=1e-5) is shift
         assert ("shift = True" in caplog.text) is not shift
-    assert results == [True, False]
 
 
 CLASS_WEIGHTS = torch.tensor([1.0, 5.0, 0.2], dtype=torch.float64)
@@ -248,9 +228,12 @@ NO_MEANS: dict[str, tuple[Any, str]] = {
 
 
 @pytest.mark.parametrize("is_evaluated", [False, True], ids=["", "evaluated"])
-@pytest.mark.parametrize("kind", NO_MEANS)
+@pytest.mark.parametrize(
+    ("kind", "trainer_class"),
+    [*((kind, Trainer) for kind in NO_MEANS), ("function", TRAINERS["accelerate"]), ("model", TRAINERS["hf"])],
+)
 def test_loss_that_is_no_mean_is_rejected_if_split(
-    kind: str, is_evaluated: bool, trainer_class: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    kind: str, trainer_class: Any, is_evaluated: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The evaluation before step 1 asks the loss first, and only warns."""
     build, message = NO_MEANS[kind]
@@ -280,27 +263,23 @@ def test_unit_trains_a_sum_of_two_means() -> None:
             of_rows = F.cross_entropy(out.seq_relationship_logits, order, reduction="none")
             return (losses.sum(1) / 9 + of_rows).sum(), len(order)
 
-    results = []
+    ends = []
     for batch, accumulation in SPLITS:
         model = pretraining()
         make(Trainer, model, batch, accumulation, data=pairs(), unit=Unit(model)).train()
-        results.append(weights(model))
-    assert distance(*results) <= 1e-12
+        ends.append(weights(model))
+    assert distance(*ends) <= 1e-12
 
 
 class Contrastive(nn.Module):
     """Compares each sample with the others of its batch, as CLIP does."""
 
-    class Config:
-        model_type = "contrastive"
-
     def __init__(self) -> None:
         super().__init__()
-        self.body, self.config = t16(), self.Config()
+        self.body, self.config = t16(), SimpleNamespace(model_type="contrastive")
 
     def forward(self, x: torch.Tensor, y: torch.Tensor) -> Any:
-        scores = self.body(x) @ y.T
-        return {"loss": F.cross_entropy(scores, torch.arange(len(x)))}
+        return {"loss": F.cross_entropy(self.body(x) @ y.T, torch.arange(len(x)))}
 
 
 def test_contrastive_loss_is_reported_not_rejected(caplog: pytest.LogCaptureFixture) -> None:
@@ -310,29 +289,20 @@ def test_contrastive_loss_is_reported_not_rejected(caplog: pytest.LogCaptureFixt
     assert "The loss of Contrastive compares the samples of a batch with each other" in caplog.text
 
 
-class Masked(nn.Module):
+class Masked(Own):
     """A sequence labeller that ignores label 0, which is its padding."""
 
-    class Config:
-        model_type, pad_token_id = "masked", 0
+    config = SimpleNamespace(model_type="masked", pad_token_id=0)
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.own, self.config = Own(), self.Config()
-
-    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor) -> Any:
-        logits = self.own(input_ids)["logits"]
-        return {"loss": F.cross_entropy(logits.movedim(-1, 1), labels.clamp(min=0), ignore_index=0), "logits": logits}
+    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor | None = None) -> Any:
+        logits = super().forward(input_ids)["logits"]
+        assert labels is not None
+        return {"loss": F.cross_entropy(logits.mT, labels.clamp(min=0), ignore_index=0), "logits": logits}
 
 
 def test_ignored_label_is_that_of_the_loss() -> None:
     data = [{**sample, "labels": sample["labels"].clamp(min=0)} for sample in map(Tokens(8).__getitem__, range(8))]
-    results = []
-    for batch, accumulation in SPLITS:
-        trainer = make(Trainer, Masked(), batch, accumulation, data=data, shuffle=False)
-        trainer.train()
-        results.append(weights(trainer.model))
-    assert distance(*results) <= 1e-12
+    assert split_distance(Masked, data=data, shuffle=False) <= 1e-12
 
 
 def test_resumed_run_keeps_what_the_loss_is(tmp_path: Path) -> None:
@@ -348,24 +318,24 @@ def test_resumed_run_keeps_what_the_loss_is(tmp_path: Path) -> None:
     assert resumed.loss_mean.shift and distance(weights(straight.model), weights(resumed.model)) == 0
 
 
+class Counting(Own):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("passes", torch.zeros((), dtype=torch.int64))
+
+    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor | None = None) -> Any:
+        self.passes += 1
+        return super().forward(F.dropout(input_ids.double(), 0.1, self.training).long() % VOCABULARY, labels)
+
+
 def test_asking_leaves_no_trace() -> None:
     """A run that asks and one that knows are the same, with dropout and with buffers that count forward passes."""
-
-    class Counting(Own):
-        def __init__(self) -> None:
-            super().__init__()
-            self.register_buffer("passes", torch.zeros((), dtype=torch.int64))
-
-        def forward(self, input_ids: torch.Tensor, labels: torch.Tensor | None = None) -> Any:
-            self.passes += 1
-            return super().forward(F.dropout(input_ids.double(), 0.1, self.training).long() % VOCABULARY, labels)
-
-    results = []
+    ends = []
     for known in (False, True):
         trainer = make(Trainer, Counting(), 4, 2)
         if known:
             trainer.loss_mean.shift, trainer.loss_mean.is_checked = True, True
         trainer.train()
         assert int(trainer.model.passes) == 2
-        results.append(weights(trainer.model))
-    assert distance(*results) == 0
+        ends.append(weights(trainer.model))
+    assert distance(*ends) == 0

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import itertools
 import logging
+import math
 import signal
 import weakref
 from pathlib import Path
@@ -25,37 +27,36 @@ def made(folder: Path | None = None, *, momentum: float = 0.9, **options: Any) -
     return Trainer(model, device="cpu", progress_bar=False, log_steps=1, save_dir=folder, **options)
 
 
-class Falling:
-    """A metric that gets worse from one evaluation to the next."""
+@pytest.fixture(params=["memory", "disk"])
+def folder(request: pytest.FixtureRequest, tmp_path: Path) -> Path | None:
+    return None if request.param == "memory" else tmp_path
 
-    def __init__(self) -> None:
-        self.calls = 0
 
-    def __call__(self, targets: Any, predictions: Any) -> dict[str, float]:
-        self.calls += 1
-        return {"score": -float(self.calls)}
+FALLING: dict[str, Any] = {
+    "eval_dataset": rows(8), "eval_steps": 1, "optimization_metric": "score", "optimization_direction": "max",
+    "sanity": False,
+}  # fmt: skip
+
+
+def falling() -> dict[str, Any]:
+    """Options of runs whose metric gets worse from one evaluation to the next."""
+    calls = itertools.count()
+    return {**FALLING, "compute_metrics": lambda targets, predictions: {"score": -float(next(calls))}}
 
 
 def test_more_continues_from_the_last_weights_not_the_best(folder: Path | None) -> None:
-    options: dict[str, Any] = {
-        "eval_dataset": rows(8), "eval_steps": 1, "optimization_metric": "score", "optimization_direction": "max",
-        "sanity": False,
-    }  # fmt: skip
-    trainer = made(folder, max_steps=4, compute_metrics=Falling(), **options)
-    metrics = trainer.train()
-    assert metrics["best_step"] == 1
+    trainer = made(folder, max_steps=4, **falling())
+    assert trainer.train()["best_step"] == 1
     best = weights(trainer.model)
     metrics = trainer.train(more="3ba")
-    whole = made(max_steps=7, compute_metrics=Falling(), load_best_at_end=False, **options)
+    whole = made(max_steps=7, load_best_at_end=False, **falling())
     whole.train()
     assert metrics["best_step"] == 1 and same(weights(trainer.model), best)  # of the first part
     trainer.train(more="1ba")
     whole.train(more="1ba")
     assert metrics["stop_reason"] == "max_steps" and trainer.progress.step == 8
-    assert all(
-        torch.equal(state["momentum_buffer"], other["momentum_buffer"])
-        for state, other in zip(trainer.optimizer.state.values(), whole.optimizer.state.values(), strict=True)
-    )
+    states = [[state["momentum_buffer"] for state in other.optimizer.state.values()] for other in (trainer, whole)]
+    assert same(*states)
 
 
 def test_more_keeps_no_part_of_the_earlier_run_in_memory(tmp_path: Path) -> None:
@@ -73,25 +74,19 @@ def test_more_keeps_no_part_of_the_earlier_run_in_memory(tmp_path: Path) -> None
 
 
 def test_save_in_a_callback_waits_for_no_upload(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    class Saves(Callback):
-        def on_step_end(self, trainer: Any) -> None:
-            before = len(waits)
-            trainer.save_checkpoint()
-            assert len(waits) == before
+    def save(trainer: Any) -> None:
+        before = len(waits)
+        trainer.save_checkpoint()
+        assert len(waits) == before
 
     waits: list[str] = []
-    trainer = made(tmp_path, max_steps=2, callbacks=[Saves()])
+    trainer = made(tmp_path, max_steps=2, callbacks=[HookCallback({"on_step_end": save})])
     assert trainer.store is not None
     monkeypatch.setattr(trainer.store, "finish", lambda tick: waits.append("waited"))
     trainer.train()
     trainer.train(more="2ba")
     trainer.save_checkpoint()
     assert len(waits) >= 3
-
-
-@pytest.fixture(params=["memory", "disk"])
-def folder(request: pytest.FixtureRequest, tmp_path: Path) -> Path | None:
-    return None if request.param == "memory" else tmp_path
 
 
 def test_more_drops_the_closing_evaluation_of_the_first_run(folder: Path | None) -> None:
@@ -106,21 +101,21 @@ def test_more_drops_the_closing_evaluation_of_the_first_run(folder: Path | None)
 
 
 def test_more_restarts_patience_after_early_stopping() -> None:
-    trainer = made(
-        max_steps=50, eval_dataset=rows(8), eval_steps=1, patience=2, sanity=False,
-        compute_metrics=Falling(), optimization_metric="score", optimization_direction="max",
-    )  # fmt: skip
+    trainer = made(max_steps=50, patience=2, **falling())
     assert trainer.train()["stop_reason"] == "early_stopping" and trainer.progress.step == 3
     assert trainer.train(more="4ba")["stop_reason"] == "early_stopping"
     assert trainer.progress.step == 5
 
 
+def interrupt(trainer: Any) -> None:
+    if trainer.progress.step == 4:
+        signal.raise_signal(signal.SIGINT)
+
+
 @pytest.mark.parametrize("ends_by_signal", [False, True])
 def test_more_continues_in_mid_epoch(folder: Path | None, ends_by_signal: bool) -> None:
-    interrupt = HookCallback(
-        {"on_step_end": lambda trainer: signal.raise_signal(signal.SIGINT) if trainer.progress.step == 4 else None}
-    )
-    trainer, whole = made(folder, epochs=9, callbacks=[interrupt if ends_by_signal else StopAt(4)]), made(max_steps=7)
+    callback = HookCallback({"on_step_end": interrupt}) if ends_by_signal else StopAt(4)
+    trainer, whole = made(folder, epochs=9, callbacks=[callback]), made(max_steps=7)
     with pytest.raises(KeyboardInterrupt) if ends_by_signal else contextlib.nullcontext():
         assert trainer.train()["stop_reason"] == "requested"
     metrics = trainer.train(more="1ep")
@@ -130,6 +125,7 @@ def test_more_continues_in_mid_epoch(folder: Path | None, ends_by_signal: bool) 
 
 
 def test_more_warns_of_a_jump_of_the_schedule(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """A learning rate that is set by hand stays."""
     trace = Trace()
     trainer = made(tmp_path, max_steps=4, lr_scheduler="cosine", callbacks=[trace])
     trainer.train()
@@ -140,15 +136,12 @@ def test_more_warns_of_a_jump_of_the_schedule(tmp_path: Path, caplog: pytest.Log
     after = made(max_steps=8, lr_scheduler="cosine")
     after.train(resume_from=tmp_path / "checkpoint-4")
     assert same(weights(trainer.model), weights(after.model))
-    assert trace.learning_rates[4] == pytest.approx(0.05 * (1 + torch.cos(torch.tensor(torch.pi * 5 / 8))) / 2)
-
-
-def test_more_keeps_a_learning_rate_set_by_hand() -> None:
-    trainer = made(max_steps=2)
-    trainer.train()
-    trainer.optimizer.param_groups[0]["lr"] = 0.5
-    trainer.train(more="1ba")
-    assert trainer.optimizer.param_groups[0]["lr"] == 0.5
+    assert trace.learning_rates[4] == pytest.approx(0.05 * (1 + math.cos(math.pi * 5 / 8)) / 2)
+    constant = made(max_steps=2)
+    constant.train()
+    constant.optimizer.param_groups[0]["lr"] = 0.5
+    constant.train(more="1ba")
+    assert constant.optimizer.param_groups[0]["lr"] == 0.5
 
 
 def test_more_keeps_callback_state_and_test_rows(tmp_path: Path) -> None:
@@ -188,38 +181,31 @@ def test_more_continues_streams(tmp_path: Path) -> None:
 
 
 def test_more_that_cannot_continue_is_an_error(tmp_path: Path) -> None:
+    def fail(trainer: Any) -> None:
+        raise ValueError("no")
+
+    def reject(trainer: Trainer, words: str, *args: Any, more: Any = 1, error: type[Exception] = ConfigError) -> None:
+        with pytest.raises(error, match=words):
+            trainer.train(*args, more=more)
+
     trainer = made(tmp_path, max_steps=2)
-    with pytest.raises(ConfigError, match="it has not trained yet"):
-        trainer.train(more=1)
+    reject(trainer, "it has not trained yet")
     trainer.train()
     for more, words in (("0.5dur", "cannot be a share"), (0, "positive duration"), ("soon", "positive duration")):
-        with pytest.raises(ConfigError, match=words):
-            trainer.train(more=more)
-    with pytest.raises(ConfigError, match="`resume_from` with one from a checkpoint"):
-        trainer.train("last", more=1)
+        reject(trainer, words, more=more)
+    reject(trainer, "`resume_from` with one from a checkpoint", "last")
     assert trainer.train(more="1ba")["stop_reason"] == "max_steps" and trainer.progress.step == 3
     trainer.optimizer = torch.optim.SGD(trainer.model.parameters(), lr=0.1)
-    with pytest.raises(ConfigError, match=r"`trainer\.optimizer` was assigned since"):
-        trainer.train(more=1)
+    reject(trainer, r"`trainer\.optimizer` was assigned since")
     trainer.load_checkpoint("last")
-    with pytest.raises(ConfigError, match=r"load_checkpoint\(\) has restored another state"):
-        trainer.train(more=1)
-    light = made(tmp_path / "light", max_steps=1, save_only_model=True)
+    reject(trainer, r"load_checkpoint\(\) has restored another state")
+    light, lost = made(tmp_path / "light", max_steps=1, save_only_model=True), made(tmp_path / "lost", max_steps=1)
     light.train()
-    with pytest.raises(ConfigError, match="save_only_model=True keeps only weights"):
-        light.train(more=1)
-
-    class Failing(Callback):
-        def on_step_end(self, trainer: Any) -> None:
-            raise ValueError("no")
-
-    failing = made(max_steps=2, callbacks=[Failing()])
+    reject(light, "save_only_model=True keeps only weights")
+    failing = made(max_steps=2, callbacks=[HookCallback({"on_step_end": fail})])
     with pytest.raises(ValueError, match="no"):
         failing.train()
-    with pytest.raises(ConfigError, match="its last run failed"):
-        failing.train(more=1)
-    lost = made(tmp_path / "lost", max_steps=1)
+    reject(failing, "its last run failed")
     lost.train()
     (tmp_path / "lost" / "checkpoint-1" / "omnitrain.json").unlink()
-    with pytest.raises(CheckpointError, match="checkpoint-1"):
-        lost.train(more="1ba")
+    reject(lost, "checkpoint-1", more="1ba", error=CheckpointError)

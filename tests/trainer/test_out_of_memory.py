@@ -53,21 +53,15 @@ def test_oom_report_omits_remedies_without_effect() -> None:
 def test_oom_report_of_the_first_step_adds_future_state() -> None:
     shortage = Shortage("training", GB, 0, 0, future_gradients=GB, future_optimizer_bytes=2 * GB, peak=None, rows=1)
     text = format_oom_report(shortage)
-    assert (
-        "optimizer state 0 MB (of the first step, 1.0 GB of gradients and 2.0 GB of state were still to come)" in text
-    )
+    words = "optimizer state 0 MB (of the first step, 1.0 GB of gradients and 2.0 GB of state were still to come)"
+    assert words in text and "activations" not in text  # which nothing has counted
     assert remedies(shortage)["FSDP or ZeRO 3 over 8 processes"] == "-3.5 GB"
-    assert "activations" not in text  # which nothing has counted
-    assert (
-        requested_bytes(RuntimeError("can't allocate memory: you tried to allocate 4096 bytes. Error code 12")) == 4096
-    )
+    error = RuntimeError("can't allocate memory: you tried to allocate 4096 bytes. Error code 12")
+    assert requested_bytes(error) == 4096
     for options, size in (
         ({"betas": ()}, 20), ({"betas": (), "amsgrad": True}, 30), ({"momentum": 0.9}, 10), ({"momentum": 0}, 0)
     ):  # fmt: skip
         assert future_optimizer_bytes(options, 10) == size
-
-
-# --- in a run
 
 
 def oom_note(trainer: Any, work: str = "train") -> str:
@@ -93,26 +87,21 @@ def test_oom_error_has_a_report_on_every_trainer(kind: str, tmp_path: Path) -> N
     assert "microbatch_size=4 (instead of 8; the same step, in more parts)" in text
 
 
-class Blind(nn.Sequential):
-    """Runs out of memory in an evaluation."""
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if not self.training:
-            raise no_room()
-        return super().forward(x)
+def starve(module: nn.Module, inputs: Any) -> None:
+    """A hook by which memory runs out in an evaluation."""
+    if not module.training:
+        raise no_room()
 
 
 @pytest.mark.parametrize(("kind", "options"), [*((kind, {"sanity": False}) for kind in KINDS), ("native", {})])
 def test_oom_error_in_an_evaluation_reports_its_batch_size(kind: str, options: dict[str, Any], tmp_path: Path) -> None:
-    model = Blind(nn.Linear(4, 1).double())
+    model = nn.Sequential(nn.Linear(4, 1).double())
+    model.register_forward_pre_hook(starve)
     trainer = make(kind, torch.device("cpu"), model, rows(8), rows(8), **options_of(kind, tmp_path, **options))
     text = oom_note(trainer)
     assert "in evaluation" in text and "eval_batch_size=4 (instead of 8)" in text and "microbatch_size" not in text
     assert "in evaluation" in oom_note(trainer, "evaluate")
-
-
-def test_other_errors_have_no_oom_report() -> None:
-    trainer = make("native", torch.device("cpu"), nn.Linear(3, 1).double(), rows(8), loss_fn=F.mse_loss)
+    other = make(kind, torch.device("cpu"), nn.Linear(3, 1).double(), rows(8), **options_of(kind, tmp_path))
     with pytest.raises(RuntimeError) as caught:
-        trainer.train()
+        other.train()
     assert not any(note.startswith("Memory") for note in caught.value.__notes__)

@@ -59,10 +59,13 @@ def straight(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
 
 def check(name: str, number: int, event: str, expected: Any, folder: Path, kind: int = signal.SIGTERM) -> None:
     where = f"{name}, event {number} ({event})"
-    cut = make(name, folder, SignalAtEvent(number, kind))
+    record, handlers = SignalAtEvent(number, kind), [signal.getsignal(kind) for kind in (signal.SIGTERM, signal.SIGINT)]
+    cut = make(name, folder, record)
     with pytest.raises(KeyboardInterrupt if kind == signal.SIGINT else SystemExit) as end:
         cut.train()
     assert kind == signal.SIGINT or end.value.code == 143, where
+    assert cut.stop_reason == "signal" and cut.progress.step == record.names.count("step_start"), where
+    assert [signal.getsignal(kind) for kind in (signal.SIGTERM, signal.SIGINT)] == handlers, where
     resumed = make(name, folder)
     metrics = resumed.train(resume_from="auto")
     for key, tensor in expected.get_model().state_dict().items():
@@ -73,9 +76,10 @@ def check(name: str, number: int, event: str, expected: Any, folder: Path, kind:
     assert metrics["valid"][-1]["eval_loss"] == expected.metrics["valid"][-1]["eval_loss"], where
 
 
-def test_signal_after_the_last_step_ends_the_run(straight: tuple[str, list[str], Any], tmp_path: Path) -> None:
+def test_signal_in_or_after_the_last_step_ends_the_run(straight: tuple[str, list[str], Any], tmp_path: Path) -> None:
+    """The step is finished first."""
     name, events, expected = straight
-    for event in ("eval_batch_start", "save_end", "log") if name == "native" else ("save_end",):
+    for event in ("step_start", "eval_batch_start", "save_end", "log") if name == "native" else ("save_end",):
         number, kind = len(events) - events[::-1].index(event), signal.SIGINT if event == "log" else signal.SIGTERM
         check(name, number, event, expected, tmp_path / event, kind)
 
@@ -83,5 +87,5 @@ def test_signal_after_the_last_step_ends_the_run(straight: tuple[str, list[str],
 @pytest.mark.slow
 def test_signal_at_any_event_ends_the_run(straight: tuple[str, list[str], Any], tmp_path: Path) -> None:
     name, events, expected = straight
-    for number, event in [*enumerate(events, 1)][:: 1 if name == "native" else 2]:
+    for number, event in [*enumerate(events, 1)][:: 1 if name == "native" else 4]:
         check(name, number, event, expected, tmp_path / str(number))
