@@ -56,20 +56,12 @@ def test_windows_keep_all_batches_and_only_the_last_is_short(count: int, size: i
 
 
 @fuzzed
-@given(sizes, batch_sizes, worlds, epochs)
-def test_order_without_a_short_batch_is_whole_on_every_rank(size: int, batch_size: int, world: int, epoch: int) -> None:
-    ranks = per_rank(size, batch_size, world, epoch, multiple_of=batch_size * world)
-    assert {len(batches) for batches in ranks} == {size // (batch_size * world)}
-    assert {len(batch) for batches in ranks for batch in batches} <= {batch_size}
-    indices = flat(flat(ranks))
-    sampler = EpochSampler(size, batch_size, world_size=world, multiple_of=batch_size * world)
-    assert len(set(indices)) == len(indices) == sampler.size and sorted(sampler.order(epoch)) == list(range(size))
-
-
-@fuzzed
-@given(sizes, batch_sizes, worlds, epochs)
-def test_order_has_each_index_once_in_equally_many_batches(size: int, batch_size: int, world: int, epoch: int) -> None:
-    ranks = per_rank(size, batch_size, world, epoch)
+@given(sizes, batch_sizes, worlds, epochs, st.data())
+def test_order_has_each_index_once_in_equally_many_batches(
+    size: int, batch_size: int, world: int, epoch: int, data: st.DataObject
+) -> None:
+    """From a position on it is the tail of the epoch."""
+    ranks, step = per_rank(size, batch_size, world, epoch), batch_size * world
     assert sorted(flat(flat(ranks))) == list(range(size))
     assert {len(batches) for batches in ranks} == {len(EpochSampler(size, batch_size, world_size=world))}
     assert all(len(batch) <= batch_size for batches in ranks for batch in batches)
@@ -77,17 +69,14 @@ def test_order_has_each_index_once_in_equally_many_batches(size: int, batch_size
     last = [len(batches[-1]) for batches in ranks]
     assert max(last) - min(last) <= 1
     assert flat(per_rank(size, batch_size, 1, epoch, shuffle=False)[0]) == list(range(size))
-
-
-@fuzzed
-@given(sizes, batch_sizes, worlds, epochs, st.data())
-def test_order_from_a_position_is_the_tail(
-    size: int, batch_size: int, world: int, epoch: int, data: st.DataObject
-) -> None:
-    straight = per_rank(size, batch_size, world, epoch)
-    done = data.draw(st.integers(0, len(straight[0])))
-    position = min(done * batch_size * world, size)
-    assert per_rank(size, batch_size, world, epoch, position) == [batches[done:] for batches in straight]
+    done = data.draw(st.integers(0, len(ranks[0])))
+    assert per_rank(size, batch_size, world, epoch, min(done * step, size)) == [batches[done:] for batches in ranks]
+    whole = per_rank(size, batch_size, world, epoch, multiple_of=step)  # without a short batch
+    assert {len(batches) for batches in whole} == {size // step}
+    assert {len(batch) for batches in whole for batch in batches} <= {batch_size}
+    sampler = EpochSampler(size, batch_size, world_size=world, multiple_of=step)
+    assert len(set(flat(flat(whole)))) == len(flat(flat(whole))) == sampler.size
+    assert sorted(sampler.order(epoch)) == list(range(size))
 
 
 def test_order_differs_by_epoch_and_seed_only() -> None:
