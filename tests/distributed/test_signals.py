@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 import signal
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,69 +22,45 @@ from omnitrain import Callback
 TERM, INT, USR1, KILL = signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGKILL
 
 
-class Net(nn.Module):
-    """4 -> 16 -> 1, with a hook for forward passes in training or evaluation."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.body = t16(dropout=0.1, dtype=torch.float32)
-        self.hook: Callable[[bool], None] = lambda training: None
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        self.hook(self.training)
-        return self.body(x)
-
-
 class Sends(Callback):
-    """Sends this process a signal at a moment of the run, on some ranks."""
+    """Sends this process a signal at a moment of the run, on some ranks: after an event at a step, or in a pass."""
 
     order = 98
 
-    def __init__(self, number: int, ranks: Sequence[int], moment: str, net: Net) -> None:
+    def __init__(self, number: int, ranks: Sequence[int], moment: str) -> None:
         self.number, self.moment = number, moment
         self.is_armed = current_rank() in ranks
         self.trainer: Any = None
         self.passes = 0
-        net.hook = self._on_forward
 
-    def _send(self, moment: str) -> None:
-        if moment == self.moment and self.is_armed:
+    def send(self, event: str, trainer: Any) -> None:
+        self.trainer = trainer
+        if self.moment == f"{event} {trainer.progress.step}" and self.is_armed:
             self.is_armed = False
             mark()
             os.kill(os.getpid(), self.number)
 
-    def _on_forward(self, training: bool) -> None:
-        if self.trainer is None or self.trainer.progress.step < 3:
-            return
-        if not training:
-            self._send("last evaluation" if self.trainer.progress.step == 12 else "evaluation")
-        self.passes += training
-        if self.passes == 2:  # of the three of a step
-            self._send("window")
-
-    def on_train_start(self, trainer: Any) -> None:
-        self.trainer = trainer
-        self._send("before")
-
-    def on_step_end(self, trainer: Any) -> None:
-        if trainer.progress.step == 4:
-            self._send("step")
-
-    def on_epoch_end(self, trainer: Any) -> None:
-        self._send("epoch")
-
-    def on_save_end(self, trainer: Any) -> None:
-        self._send("last save" if trainer.progress.step == 12 else "save")
+    def note_pass(self, module: nn.Module, inputs: Any) -> None:
+        if self.trainer is not None:
+            self.passes += module.training
+            self.send(f"pass {self.passes} after" if module.training else "evaluation", self.trainer)
 
 
-def make(folder: str, wrapping: str = "ddp", net: Net | None = None, **options: Any) -> Any:
+for _event in ("train_start", "step_end", "epoch_end", "save_end"):
+    setattr(Sends, f"on_{_event}", lambda self, trainer, *_, event=_event: self.send(event, trainer))
+
+
+def make(folder: str, wrapping: str = "ddp", sends: Sends | None = None, **options: Any) -> Any:
     """Return a trainer for 6 steps of 3 micro-batches an epoch, the last one shorter."""
     import test_faults
 
+    model = t16(dropout=0.1, dtype=torch.float32)
+    if sends:
+        model.register_forward_pre_hook(sends.note_pass)
     defaults = {
-        "model": net or Net(), "gradient_accumulation_steps": 3, "eval_dataset": rows(20, torch.float32),
+        "model": model, "gradient_accumulation_steps": 3, "eval_dataset": rows(20, torch.float32),
         "eval_steps": 3, "compute_metrics": "mae", "save_dir": folder, "load_best_at_end": False,
-        "save_total_limit": None, "keep_best": 0,
+        "save_total_limit": None, "keep_best": 0, "callbacks": [sends] if sends else [],
         "train": rows(130, torch.float32), "lr_scheduler": "cosine", "log_steps": 2,
     }  # fmt: skip
     return test_faults.make(wrapping, **{**defaults, **options})
@@ -92,8 +68,8 @@ def make(folder: str, wrapping: str = "ddp", net: Net | None = None, **options: 
 
 def train_and_signal(number: int, ranks: list[int], moment: str, folder: str, wrapping: str = "ddp") -> dict[str, Any]:
     """Train until a signal comes to some ranks, and resume."""
-    net, code = Net(), None
-    trainer = make(folder, wrapping, net, callbacks=[Sends(number, ranks, moment, net)])
+    code = None
+    trainer = make(folder, wrapping, Sends(number, ranks, moment))
     try:
         trainer.train()
     except SystemExit as error:
@@ -110,9 +86,7 @@ def train(
     folder: str, wrapping: str = "ddp", number: int = 0, ranks: tuple[int, ...] = (), resume: bool = False
 ) -> dict[str, Any]:
     """Train with a signal to some ranks after a step, if there is a number."""
-    net = Net()
-    callbacks = [Sends(number, ranks, "step", net)] if number else []
-    trainer = make(folder, wrapping, net, callbacks=callbacks, save_steps=4)
+    trainer = make(folder, wrapping, Sends(number, ranks, "step_end 4") if number else None, save_steps=4)
     trainer.train(resume_from="auto" if resume else None)
     return result_of(trainer)
 
@@ -130,9 +104,9 @@ SIGNALLED: dict[str, dict[str, Any]] = {
         "number": int(number), "ranks": ranks, "moment": moment, "wrapping": wrapping
     }
     for number, ranks, moment, wrapping in [
-        (TERM, [1], "window", "ddp"), (TERM, [0, 1], "evaluation", "fsdp"), (TERM, [1], "last evaluation", "ddp"),
-        (INT, [0], "last save", "ddp"), (TERM, [1], "before", "ddp"), (TERM, [1], "save", "fsdp"),
-        (USR1, [1], "step", "ddp"), (TERM, [0], "epoch", "ddp"),
+        (TERM, [1], "pass 11 after 3", "ddp"), (TERM, [0, 1], "evaluation 3", "fsdp"),
+        (TERM, [1], "evaluation 12", "ddp"), (INT, [0], "save_end 12", "ddp"), (TERM, [1], "train_start 0", "ddp"),
+        (TERM, [1], "save_end 6", "fsdp"), (USR1, [1], "step_end 4", "ddp"), (TERM, [0], "epoch_end 6", "ddp"),
     ]
 }  # fmt: skip
 KILLED: dict[str, dict[str, Any]] = {
@@ -164,7 +138,7 @@ def outcomes(folder: Path, request: pytest.FixtureRequest) -> Found[list[Outcome
 def test_signal_to_any_rank_saves_and_resumes_exactly(name: str, outcomes: dict[str, list[Outcome]]) -> None:
     number, moment = SIGNALLED[name]["number"], SIGNALLED[name]["moment"]
     expected = outcomes[SIGNALLED[name]["wrapping"]][0].result
-    step = {"before": 0, "evaluation": 3, "epoch": 6, "save": 6, "last evaluation": 12, "last save": 12}.get(moment, 4)
+    step = 4 if moment.startswith("pass") else int(moment.split()[-1])  # the step of a pass is taken
     for rank, outcome in enumerate(outcomes[name]):
         assert outcome.code == 0, outcome.output
         result = outcome.result

@@ -21,20 +21,33 @@ from forking import Case, Found, Outcome, by_name, case_folder, current_rank, ma
 from marks import thinned
 from recipes import rows, t16
 from torch import nn
-from torch.utils.data import Dataset
+from torch.utils.data import TensorDataset
 
 from omnitrain import Callback
 from omnitrain.backends.accelerators import find_ranks
 from omnitrain.distributed import ranks, watchdog
 
 
-class Fault:
+class Fault(Callback):
     """Stops this process, or hangs in it, the first time that a rank comes to a phase after a step."""
 
     def __init__(self, phase: str, rank: int, how: str) -> None:
         self.phase, self.how = phase, how
         self.is_armed = current_rank() == rank
         self.has_begun = self.is_slow = False
+        self.passes = 0
+
+    def on_step_end(self, trainer: Any) -> None:
+        self.has_begun = True
+
+    def state_dict(self) -> dict[str, Any]:
+        self.at("save")
+        return {}
+
+    def note_pass(self, module: nn.Module, inputs: Any) -> None:
+        self.passes += module.training
+        if not module.training or self.passes == 4:
+            self.at("step" if module.training else "evaluation")
 
     def at(self, phase: str) -> None:
         if phase != self.phase or not self.is_armed or not self.has_begun:
@@ -64,47 +77,17 @@ class Fault:
             pass
 
 
-class Rows(Dataset[Any]):
+class Rows(TensorDataset):
     def __init__(self, fault: Fault) -> None:
-        self.x, self.y = rows(64, torch.float32).tensors
-        self.fault = fault
-        self.count = 0
-
-    def __len__(self) -> int:
-        return 64
+        super().__init__(*rows(64, torch.float32).tensors)
+        self.fault, self.count = fault, 0
 
     def __getitem__(self, index: int) -> Any:
         self.count += 1
         if self.count > 12:
             self.fault.at("data")
         time.sleep(0.1 * self.fault.is_slow)
-        return self.x[index], self.y[index]
-
-
-class Net(nn.Module):
-    def __init__(self, fault: Fault) -> None:
-        super().__init__()
-        self.body = t16(dtype=torch.float32)
-        self.faults = [fault]  # no part of the model
-        self.passes = 0
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        self.passes += self.training
-        if not self.training or self.passes == 4:
-            self.faults[0].at("step" if self.training else "evaluation")
-        return self.body(x)
-
-
-class InSave(Callback):
-    def __init__(self, fault: Fault) -> None:
-        self.fault = fault
-
-    def on_step_end(self, trainer: Any) -> None:
-        self.fault.has_begun = True
-
-    def state_dict(self) -> dict[str, Any]:
-        self.fault.at("save")
-        return {}
+        return super().__getitem__(index)
 
 
 def train(phase: str, rank: int, how: str, backend: str = "ddp", timeout: float = 4.0, signals: int = 0) -> int:
@@ -134,10 +117,11 @@ def train(phase: str, rank: int, how: str, backend: str = "ddp", timeout: float 
 
     logging.getLogger("omnitrain").addHandler(Signal())
     logging.getLogger("omnitrain").addHandler(logging.StreamHandler())
-    fault = Fault(phase, rank, how)
+    fault, model = Fault(phase, rank, how), t16(dtype=torch.float32)
+    model.register_forward_pre_hook(fault.note_pass)
     trainer = make_trainer(
-        backend, Net(fault), Rows(fault), rows(16, torch.float32), batch_size=4, epochs=2, loss_fn=F.mse_loss,
-        learning_rate=0.01, save_dir=case / "run", save_steps=6, eval_steps=5, callbacks=[InSave(fault)],
+        backend, model, Rows(fault), rows(16, torch.float32), batch_size=4, epochs=2, loss_fn=F.mse_loss,
+        learning_rate=0.01, save_dir=case / "run", save_steps=6, eval_steps=5, callbacks=[fault],
         timeout=timeout, load_best_at_end=False,
     )  # fmt: skip
     trainer.train()
