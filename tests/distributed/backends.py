@@ -301,17 +301,17 @@ def tensors_of(trainer: Any) -> dict[str, torch.Tensor]:
 
 def _trained(trainer: Any, resume: str | None = None) -> dict[str, Any]:
     trainer.train(resume_from=resume)
-    noted = next(one for one in trainer.lifecycle.callbacks if isinstance(one, Trace))
+    trace = next(callback for callback in trainer.lifecycle.callbacks if isinstance(callback, Trace))
     speeds = ("samples_per_second", "tokens_per_second")
     tensors = {f"weights/{name}": tensor for name, tensor in tensors_of(trainer).items()}
     moments, _ = trainer.backend.optimizer_state()
-    tensors |= {f"moments/{name}": gather_to_host(one) for name, one in sorted(moments.items())}
+    tensors |= {f"moments/{name}": gather_to_host(moment) for name, moment in sorted(moments.items())}
     return {
-        "events": noted.events,
-        "logs": [{key: value for key, value in row.items() if key not in speeds} for row in noted.logs],
-        "rates": noted.learning_rates,
+        "events": trace.events,
+        "logs": [{key: value for key, value in row.items() if key not in speeds} for row in trace.logs],
+        "rates": trace.learning_rates,
         "metrics": trainer.metrics.to_dict(),
-        "indices": [batch for one in trainer.algorithms for batch in one.seen],
+        "indices": [batch for algorithm in trainer.algorithms for batch in algorithm.seen],
         "progress": {**trainer.progress.state_dict(), "seconds": 0},
         "saved": None if trainer.store is None else [path.name for path in trainer.store.checkpoints()],
         "tensors": tensors,
@@ -326,11 +326,11 @@ def indices_by_step(ranks: Sequence[dict[str, Any]]) -> dict[tuple[int, int], li
 
     A batch of one sample on the second process is a stand-in: 25 samples in turns of 4 leave one for the first.
     """
-    found: dict[tuple[int, int], list[int]] = {}
+    samples: dict[tuple[int, int], list[int]] = {}
     for rank, result in enumerate(ranks):
         for epoch, step, indices in result["indices"]:
-            found.setdefault((epoch, step), []).extend(indices if rank == 0 or len(indices) > 1 else [])
-    return {step: sorted(indices) for step, indices in found.items()}
+            samples.setdefault((epoch, step), []).extend(indices if rank == 0 or len(indices) > 1 else [])
+    return {step: sorted(indices) for step, indices in samples.items()}
 
 
 def gap(a: Any, b: Any) -> float:
@@ -347,7 +347,7 @@ def gap(a: Any, b: Any) -> float:
         return max((gap(a[key], b[key]) for key in a), default=0.0)
     if isinstance(a, list):
         assert len(a) == len(b), f"{len(a)} and {len(b)} entries"
-        return max((gap(one, other) for one, other in zip(a, b, strict=True)), default=0.0)
+        return max((gap(item, other) for item, other in zip(a, b, strict=True)), default=0.0)
     if isinstance(a, float) and isinstance(b, float):
         return 0.0 if a == b or (a != a and b != b) else abs(a - b) if abs(a - b) >= 0 else float("inf")
     assert a == b, f"{a!r} and {b!r}"
@@ -356,7 +356,7 @@ def gap(a: Any, b: Any) -> float:
 
 def named(result: dict[str, Any], prefix: str) -> dict[str, torch.Tensor]:
     """Return the tensors of a result whose names begin so."""
-    return {name: one for name, one in result["tensors"].items() if name.startswith(prefix)}
+    return {name: tensor for name, tensor in result["tensors"].items() if name.startswith(prefix)}
 
 
 def parity(ranks: Sequence[dict[str, Any]], reference: dict[str, Any]) -> dict[str, float]:
@@ -365,24 +365,20 @@ def parity(ranks: Sequence[dict[str, Any]], reference: dict[str, Any]) -> dict[s
     Raises:
         AssertionError: If they differ in something that is no number, or a process failed.
     """
-    found: dict[str, float] = {}
+    gaps: dict[str, float] = {}
     for result in (*ranks, reference):
         assert "error" not in result, f"{result['error']}: {result['message']}"
     for result in ranks:
         assert result["saved"] or result["events"] == reference["events"], "other events"
-        now = {
-            "loss": (result["logs"], "loss"),
-            "learning rate": (result["logs"], "learning_rate"),
-            "gradient norm": (result["logs"], "grad_norm"),
-        }
-        then = reference["logs"][-len(result["logs"]) :]
-        apart = {name: gap([row[key] for row in rows], [row[key] for row in then]) for name, (rows, key) in now.items()}
-        apart["weights"] = gap(named(result, "weights"), named(reference, "weights"))
-        apart["moments"] = gap(named(result, "moments"), named(reference, "moments"))
-        apart["metrics"] = gap(result["metrics"], reference["metrics"])
         assert result["progress"] == reference["progress"], "they end at other places"
-        found = {name: max(value, found.get(name, 0.0)) for name, value in apart.items()}
-    return found
+        pairs = {"metrics": (result["metrics"], reference["metrics"])}
+        for name in ("weights", "moments"):
+            pairs[name] = (named(result, name), named(reference, name))
+        logs, expected = result["logs"], reference["logs"][-len(result["logs"]) :]
+        for name in ("loss", "learning_rate", "grad_norm"):
+            pairs[name] = ([row[name] for row in logs], [row[name] for row in expected])
+        gaps = {name: max(gap(*pair), gaps.get(name, 0.0)) for name, pair in pairs.items()}
+    return gaps
 
 
 # --- every backend's numbers, and every way from one to another
@@ -390,9 +386,10 @@ def parity(ranks: Sequence[dict[str, Any]], reference: dict[str, Any]) -> dict[s
 
 def parity_jobs(backends: Sequence[str], masked: bool) -> list[Job]:
     """Return a run of each backend, and those of the native one that they are compared with."""
-    pairs = {(one, dtype_of(one)) for one in backends} | {("native", dtype_of(one)) for one in backends}
-    options = {"masked": masked}
-    return [Job(f"{one}-{dtype}-{masked}", one, "backends:tags", {"dtype": dtype, **options}) for one, dtype in pairs]
+    jobs = Jobs()
+    for name, dtype in {(name, dtype_of(backend)) for backend in backends for name in (backend, "native")}:
+        jobs.add(f"{name}-{dtype}-{masked}", name, tags, dtype=dtype, masked=masked)
+    return jobs
 
 
 def asked_for(request: Any, *names: str, test: str = "") -> set[Any]:
@@ -403,9 +400,11 @@ def asked_for(request: Any, *names: str, test: str = "") -> set[Any]:
         names: The parameters of the tests that are meant.
         test: How the names of these tests begin.
     """
-    tests = [one for one in request.session.items if one.path == request.path and one.name.startswith(test)]
-    asked = [one.callspec.params for one in tests if hasattr(one, "callspec") and {*one.callspec.params} == {*names}]
-    return {one[names[0]] if len(names) == 1 else tuple(one[name] for name in names) for one in asked}
+    tests = [item for item in request.session.items if item.path == request.path and item.name.startswith(test)]
+    asked = [
+        item.callspec.params for item in tests if hasattr(item, "callspec") and {*item.callspec.params} == {*names}
+    ]
+    return {params[names[0]] if len(names) == 1 else tuple(params[name] for name in names) for params in asked}
 
 
 def resume(
@@ -429,21 +428,22 @@ def resume(
         "<backend>-<backend>" those that were resumed, and the other jobs by their names.
     """
     pairs = list(itertools.product(backends, backends) if pairs is None else pairs)
-    options = {"save_steps": 5, "load_best_at_end": False, "keep_best": 0}
+    first, second = Jobs(), Jobs()
 
-    def job(name: str, backend: str, dtype: str, **more: Any) -> Job:
-        places = {"save_dir": str(folder / name), "dtype": dtype}
-        return Job(name, backend, "backends:regress", {**options, **places, **more})
+    def add(jobs: Jobs, name: str, backend: str, dtype: str, **options: Any) -> None:
+        options |= {"save_dir": str(folder / name), "save_steps": 5, "load_best_at_end": False, "keep_best": 0}
+        jobs.add(name, backend, regress, dtype=dtype, **options)
 
     runs = {(source, dtype_of(source, target)) for source, target in [*pairs, *zip(backends, backends, strict=True)]}
     runs |= {("native", dtype) for _, dtype in runs}
-    first = [job(f"{source}-{dtype}", source, dtype, cut=5) for source, dtype in sorted(runs)]
-    first += [job(f"straight-{dtype}", "native", dtype) for dtype in sorted({dtype for _, dtype in runs})]
-    second = []
+    for source, dtype in sorted(runs):
+        add(first, f"{source}-{dtype}", source, dtype, cut=5)
+    for dtype in sorted({dtype for _, dtype in runs}):
+        add(first, f"straight-{dtype}", "native", dtype)
     for source, target in pairs:
         dtype = dtype_of(source, target)
         checkpoint = str(folder / f"{source}-{dtype}" / "checkpoint-5")
-        second.append(job(f"{source}-{target}", target, dtype, resume=checkpoint))
+        add(second, f"{source}-{target}", target, dtype, resume=checkpoint)
     return joined(launch_all([*first, *before], folder / "before"), launch_all([*second, *after], folder / "after"))
 
 
@@ -457,10 +457,10 @@ def compare_resumed(results: dict[str, list[dict[str, Any]]], source: str, targe
     cut, resumed, straight = results[f"{source}-{dtype}"], results[f"{source}-{target}"], results[f"straight-{dtype}"]
     for result in cut:
         assert "error" not in result, f"{result['error']}: {result['message']}"
-    found = parity(resumed, straight[0])
+    gaps = parity(resumed, straight[0])
     assert [row["step"] for row in resumed[0]["logs"]] == list(range(6, 13)), "other steps"
     assert indices_by_step(cut) | indices_by_step(resumed) == indices_by_step(straight), "other samples"
-    return found
+    return gaps
 
 
 def saved(checkpoint: Path, file: str) -> dict[str, torch.Tensor]:

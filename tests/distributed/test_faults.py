@@ -23,7 +23,7 @@ from forking import Case, Found, Outcome, by_name, case_folder, current_rank, ma
 from marks import thinned
 from recipes import rows, t16
 from torch import nn
-from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from omnitrain import Callback
 from omnitrain.checkpoint import state_dicts
@@ -59,20 +59,17 @@ class Exits(Callback):
             sys.exit(7)
 
 
-class Rows(Dataset[Any]):
+class Rows(TensorDataset):
     """Rows of which one cannot be read."""
 
     def __init__(self, bad: int) -> None:
-        self.x, self.y = rows(64, torch.float32).tensors
+        super().__init__(*rows(64, torch.float32).tensors)
         self.bad = bad
-
-    def __len__(self) -> int:
-        return 64
 
     def __getitem__(self, index: int) -> Any:
         if index == self.bad:
             boom()
-        return self.x[index], self.y[index]
+        return super().__getitem__(index)
 
 
 def classes(has_error: bool) -> TensorDataset:

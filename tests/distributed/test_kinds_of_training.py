@@ -56,6 +56,11 @@ def tokens(dtype: torch.dtype, **options: Any) -> Recipe:
     return regression(dtype, model=Tagger(dtype=dtype), **data, **options)
 
 
+def in_parts(dtype: torch.dtype, size: int | None) -> Recipe:
+    """Steps of 8 sentences, the last of an epoch of 3, in parts of a micro-batch: a rank has more than the other."""
+    return {"model": Tagger(dtype=dtype), "train_dataset": Sentences(19), "micro": 8, "microbatch_size": size}
+
+
 def groups(dtype: torch.dtype) -> Recipe:
     patterns = [{"match": r"^2.*weight", "lr_scale": 0.5}, {"match": "bias", "weight_decay": 0.0}]
     options = {"optimizer": "adamw", "weight_decay": 0.1, "freeze": [r"^0\."], "param_groups": patterns}
@@ -228,6 +233,8 @@ LIMITS = {
 def recipe_of(kind: str, backend: str, dtype: torch.dtype) -> Recipe:
     if kind in SPARSE:
         return sparse(dtype, kind, backend == "native")
+    if kind == "parts":
+        return in_parts(dtype, None if backend == "native" else 3)
     return regression(dtype, algorithms=[ALGORITHMS[kind]()]) if kind in ALGORITHMS else KINDS[kind](dtype)
 
 
@@ -253,6 +260,7 @@ def train(backend: str, kind: str, dtype: str, folder: str = "", stop: int = 0) 
         "afterwards": trainer.evaluate() if "eval_dataset" in options else {},
         "initial rates": [group.get("initial_lr") for group in trainer.optimizer.param_groups],
         "groups": trainer.backend.names_by_group(),
+        "counts": [trainer.progress.samples, trainer.progress.tokens, trainer.progress.step],
         "is bare": trainer.model is trainer.get_model(),
         "tensors": tensors_of(trainer),
     }
@@ -288,9 +296,9 @@ CASES = [
     *(("ddp", kind) for kind in ("ema", "unfreezing", "mixup", "sam", "depth", "rounding", "pruning")),
     *(("ddp", kind) for kind in ("classes", "smoothing", "lengths", "lbfgs", "tasks", "growing steps")),
     *(("ddp", kind) for kind in ("unit", "by length", "heads", "packed", "rows", "gpt", "wrapped", *SPARSE)),
-    *(("fsdp", kind) for kind in ("ema", "tasks", "groups", "muon", "schedule free", "wrapped")),
+    *(("fsdp", kind) for kind in ("ema", "tasks", "groups", "muon", "schedule free", "wrapped", "parts")),
     *(("zero2", kind) for kind in ("ema", "groups", "t5")), ("zero3", "heads"),
-    *(("hf2", kind) for kind in ("in time", "packed", "sparse")),
+    *(("hf2", kind) for kind in ("in time", "packed", "sparse", "parts")),
 ]  # fmt: skip
 SLOW = [
     *(("ddp", kind) for kind in ("swa", "freezing", "value", "agc", "groups", "muon", "in time", "bert")),
@@ -299,6 +307,7 @@ SLOW = [
     *(("zero2", kind) for kind in ("swa", "classes", "smoothing", "depth", "unit")),
     *(("zero3", kind) for kind in ("tasks", "groups", "in time", "bert", "rows")),
     *(("hf2", kind) for kind in ("tasks", "groups", "muon", "schedule free", "growing steps", "t5")),
+    *((backend, "parts") for backend in ("ddp", "zero1", "zero2", "zero3", "hf_fsdp", "hf_zero3")),
     ("hf_fsdp", "gpt"), ("hf_zero2", "packed"), ("hf_zero3", "heads"), ("hf_zero3", "t5"),
 ]  # fmt: skip
 """Backend and kind. PyTorch's FSDP 2 with accelerate's policy takes no model of tied weights such as T5. The policy of
@@ -350,7 +359,7 @@ def test_kinds_match_one_process(results: Any, backend: str, kind: str) -> None:
     ranks = results[f"{backend}-{kind}-{dtype_of(backend)}"]
     for rank in ranks:
         assert_close(rank, expected, max(LIMITS.get(kind, 0), bound(backend)) if kind not in SPARSE else LIMITS[kind])
-        assert rank["is bare"] and rank["valid"] == ranks[0]["valid"]
+        assert rank["is bare"] and rank["counts"] == expected["counts"] and rank["valid"] == ranks[0]["valid"]
         assert (rank["initial rates"], rank["groups"]) == (expected["initial rates"], expected["groups"])
     if kind == "groups":
         assert expected["groups"] == [["2.weight"], ["2.bias", "4.bias"], ["4.weight"]]

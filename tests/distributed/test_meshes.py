@@ -98,7 +98,7 @@ def learn(mesh: str, kind: str, resume: str = "", dropout: float = 0.0, **option
     trainer.train(resume_from=resume or None)
     noted = next(callback for callback in trainer.lifecycle.callbacks if isinstance(callback, Trace))
     moments, _ = trainer.backend.optimizer_state()
-    tensors = {**trainer.backend.model_tensors(), **{f"moments/{name}": one for name, one in moments.items()}}
+    tensors = {**trainer.backend.model_tensors(), **{f"moments/{name}": tensor for name, tensor in moments.items()}}
     sizes = {} if mesh == "one" else {name: trainer.ranks.part(name).world_size for name in ("dp_shard", "tp")}
     sums = trainer.ranks.part("tp").sum("ranks", trainer.ranks.rank)
     predicted = trainer.predict(Numbered(7, False) if kind == "mlp" else Tokens(7))
@@ -108,7 +108,7 @@ def learn(mesh: str, kind: str, resume: str = "", dropout: float = 0.0, **option
         "history": trainer.metrics.to_dict(),
         "opening": opening(trainer)[1], "whole": trainer.resolved_config()["global_batch_size"],
         "sizes": sizes, "sums": sums, "samples": trainer.progress.samples,
-        "tensors": {name: gather_to_host(one).double().tolist() for name, one in sorted(tensors.items())},
+        "tensors": {name: gather_to_host(tensor).double().tolist() for name, tensor in sorted(tensors.items())},
         "evaluated": trainer.evaluate(), "predicted": predicted.predictions.tolist(), "tested": predicted.metrics,
         "mesh": [] if trainer.mesh is None else list(trainer.mesh.mesh_dim_names),
     }  # fmt: skip
@@ -159,22 +159,22 @@ def results(folder: Path, request: pytest.FixtureRequest) -> Found[list[dict[str
         first.append(Case("-".join(pair), f"{HERE}:side_by_side", options, processes=PROCESSES[pair[0]]))
         singles["one-one"] = [side_by_side("one", "one")]
     outcomes = joined(play(first, folder / "first", at_once=3), play(second, folder / "second"))
-    found = Found[list[dict[str, Any]]]()
-    found.broken |= outcomes.broken
+    results = Found[list[dict[str, Any]]]()
+    results.broken |= outcomes.broken
     for name, ranks in outcomes.items():
         if any(rank.code for rank in ranks):
-            found.broken[name] = f"{name} has failed: {[rank.output[-6000:] for rank in ranks]}"
+            results.broken[name] = f"{name} has failed: {[rank.output[-6000:] for rank in ranks]}"
         else:
-            found[name] = [rank.result for rank in ranks]
+            results[name] = [rank.result for rank in ranks]
     for mesh, kind, is_async in runs:
         name = f"{mesh}-{kind}-{is_async}"
         singles[f"one resumes {name}"] = [learn("one", kind, resume=str(folder / name / "checkpoint-3"))]
-    found.update(singles)
-    return found
+    results.update(singles)
+    return results
 
 
 def without_speed(value: Any) -> Any:
-    return {key: one for key, one in value.items() if "second" not in key} if isinstance(value, dict) else value
+    return {key: number for key, number in value.items() if "second" not in key} if isinstance(value, dict) else value
 
 
 def assert_same(result: dict[str, Any], reference: dict[str, Any], skipped: int = 0) -> None:

@@ -170,8 +170,8 @@ class Rounded(Callback):
         self.shares: list[float] = []
 
     def on_before_optimizer_step(self, trainer: Any) -> None:
-        gradients = [one.grad for one in trainer.model.parameters() if one.grad is not None]
-        parts = [trainer.backend.local_shard(one).float() for one in gradients]
+        gradients = [parameter.grad for parameter in trainer.model.parameters() if parameter.grad is not None]
+        parts = [trainer.backend.local_shard(gradient).float() for gradient in gradients]
         shares = [(part == part.bfloat16().float()).float().mean().item() for part in parts if part.numel()]
         self.shares.append(sum(shares) / len(shares))
 
@@ -272,27 +272,28 @@ def test_fsdp_rejects_what_it_cannot_shard_or_offload(results: Any, name: str, w
         assert rank["error"] == "ConfigError" and words in rank["message"]
 
 
-def tensor_gap(one: Any, other: Any) -> float:
+def tensor_gap(first: Any, other: Any) -> float:
     return max(
-        float((one["tensors"][name].float() - other["tensors"][name].float()).abs().max()) for name in one["tensors"]
+        float((first["tensors"][name].float() - other["tensors"][name].float()).abs().max())
+        for name in first["tensors"]
     )
 
 
 @pytest.mark.parametrize("backend", thinned(["ddp", "fsdp", "zero2", "hf2"], ["fsdp", "zero2"]))
 def test_gradients_are_summed_in_the_given_dtype(results: Any, backend: str) -> None:
-    found = {name: results[f"{backend}-{name}"] for name in SUMS}
-    errors = found.pop("fp32 of bf16") if backend == "zero2" else []
+    sums = {name: results[f"{backend}-{name}"] for name in SUMS}
+    errors = sums.pop("fp32 of bf16") if backend == "zero2" else []
     assert all(rank["error"] == "ConfigError" and "updates a copy in fp32" in rank["message"] for rank in errors)
-    assert not [rank["message"] for ranks in found.values() for rank in ranks if "error" in rank]
-    for first, second in found.values():
+    assert not [rank["message"] for ranks in sums.values() for rank in ranks if "error" in rank]
+    for first, second in sums.values():
         assert tensor_gap(first, second) == 0.0
-    (plain, _), (low, _), (high, _) = (found[name] for name in ("as they are", "bf16", "fp32"))
+    (plain, _), (low, _), (high, _) = (sums[name] for name in ("as they are", "bf16", "fp32"))
     assert 1e-7 < tensor_gap(plain, low) < 1e-2
     if backend == "zero2":
         assert (low["sent"], high["sent"]) == ("torch.bfloat16", "torch.float32")
         return
     assert min(low["shares"]) == 1.0 and max(plain["shares"] + high["shares"]) < 0.9
-    assert found["fp32 of bf16"][0]["tensors"]["0.weight"].dtype is torch.bfloat16
+    assert sums["fp32 of bf16"][0]["tensors"]["0.weight"].dtype is torch.bfloat16
 
 
 @pytest.mark.parametrize("backend", thinned(["zero2", "zero3"], ["zero2"]))
@@ -304,7 +305,7 @@ def test_loss_scale_of_zero_follows_its_settings(results: Any, backend: str) -> 
     assert straight["scales"] == [1024] * 3 + [512] * 3 + [1024] * 3
     assert straight["skipped"] == 1
     assert resumed["scales"] == straight["scales"][4:]
-    assert all(torch.equal(one, straight["tensors"][name]) for name, one in resumed["tensors"].items())
+    assert all(torch.equal(tensor, straight["tensors"][name]) for name, tensor in resumed["tensors"].items())
     for rank in sinking:
         assert rank["error"] == "NonFiniteError" and "fell to 4, below its minimum 8" in rank["message"]
 

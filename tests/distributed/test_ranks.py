@@ -1,4 +1,4 @@
-"""Exchanges between ranks, and exchanges that only some of them make."""
+"""Exchanges between ranks, exchanges that only some of them make, and differences that all of them report."""
 
 from __future__ import annotations
 
@@ -15,8 +15,16 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from forking import Case, Found, Outcome, case_folder, play
+import torch.nn.functional as F
+from backends import asked_for, make_trainer
+from compiled import compile_once
+from forking import Case, Found, Outcome, case_folder, current_rank, play
+from marks import thinned
+from recipes import rows, t16
+from torch import nn
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset, random_split
 
+from omnitrain import Callback
 from omnitrain.checkpoint.tensor_reader import DTYPES
 from omnitrain.core.errors import CheckpointError, DistributedError
 from omnitrain.core.events import Control
@@ -170,9 +178,81 @@ CASES = [
 ]
 
 
+def train(backend: str, what: str, values: list[Any] | None) -> list[float]:
+    """Train on two ranks that differ in one thing; return the weights."""
+    rank, folder = current_rank(), case_folder() / "run"
+    model, data, evaluation = t16(dtype=torch.float32), rows(32, torch.float32), rows(8, torch.float32)
+    torch.manual_seed(rank)  # by default, every process has another seed
+    part = random_split(data, [24, 8])[0]
+    changes: dict[str, dict[str, Any]] = {
+        "samples of evaluation": {"eval_dataset": TensorDataset(*(tensor + rank for tensor in evaluation.tensors))},
+        "evaluation set": {"eval_dataset": evaluation if rank == 0 else None},
+        "loss_fn": {"loss_fn": F.mse_loss if rank == 0 else F.l1_loss},
+        "samples": {"train_dataset": part},
+        "samples in a loader": {"train_dataset": DataLoader(part, 4, sampler=DistributedSampler(range(24), 2, rank))},
+        "length": {"train_dataset": rows(32 - 4 * rank, torch.float32)},
+        "optimizer": {"optimizer": torch.optim.SGD(model.parameters(), lr=0.1 / (1 + rank))},
+        "shape": {"model": nn.Linear(4, 1 + rank)},
+        "resume_from": {"save_dir": folder},
+        "save_dir": {"save_dir": folder if rank == 0 else None},
+        "allowed": {
+            "save_dir": folder / f"{rank}", "callbacks": [Callback()] * rank, "num_workers": rank,
+            "train_dataset": TensorDataset(*(tensor * (1 + 1e-6 * rank) for tensor in data.tensors)),  # other hardware
+            "progress_bar": rank == 0, "timeout": 600 + rank, "trial_name": f"rank {rank}",
+        },
+    }  # fmt: skip
+    options = {"model": model, "train_dataset": data, "eval_dataset": evaluation, "batch_size": 4, "epochs": 1}
+    options |= {"loss_fn": F.mse_loss, **changes.get(what, {what: values[rank]} if values else {})}
+    if what == "frozen":
+        next(model.children()).requires_grad_(rank == 0)
+    trainer = make_trainer(backend, **options)
+    if what == "evaluate":
+        trainer.evaluate(rows(8 + rank, torch.float32))
+    if what == "rate":
+        trainer.optimizer.param_groups[0]["lr"] = 0.1 * rank
+    trainer.train(resume_from="auto" if what == "resume_from" and rank else None)
+    return [float(parameter.sum()) for parameter in trainer.model.parameters()]
+
+
+SHAPES = '"torch.float32 of shape (16, 4), which trains" on rank 0 and'
+DIFFERENCES: dict[str, tuple[str, str, list[Any] | None]] = {
+    "batch_size": ("ddp", "`batch_size` is 4 on rank 0 and 2 on rank 1", [4, 2]),
+    "eval_steps": ("ddp", '`eval_steps` is 2 on rank 0 and "1ep" on rank 1', [2, "1ep"]),
+    "max_grad_norm": ("ddp", "`max_grad_norm` is 1.0 on rank 0 and null on rank 1", [1.0, None]),
+    "loss_fn": ("ddp", '`loss_fn` is "torch.nn.functional.mse_loss" on rank 0 and "torch.nn.functional.l1_loss"', None),
+    "evaluation set": ("ddp", '`eval_dataset` is "torch.utils.data.dataset.TensorDataset" on rank 0 and null on', None),
+    "length": ("ddp", "`the training set` is 32 on rank 0 and 28 on rank 1", None),
+    "samples": ("ddp", "of the training set is not the same on all ranks", None),
+    "samples of evaluation": ("ddp", "of the evaluation set is not the same on all ranks", None),
+    "samples in a loader": ("ddp", "of the training set is not the same on all ranks", None),
+    "samples of HFTrainer": ("hf2", "of the training set is not the same on all ranks", None),
+    "evaluate": ("ddp", "`the dataset` is 8 on rank 0 and 9 on rank 1", None),
+    "shape": ("ddp", '`weight` is "torch.float32 of shape (1, 4), which trains" on rank 0 and', None),
+    "optimizer": ("ddp", '`optimizer_groups` is [{"lr": 0.1, ', None),
+    "rate": ("ddp", "`learning_rates` is [0.0] on rank 0 and [0.1] on rank 1", None),
+    "resume_from": ("ddp", '`resume_from` is null on rank 0 and "auto" on rank 1', None),
+    "save_dir": ("ddp", '`save_dir` is "a folder" on rank 0 and null on rank 1', None),
+    "batch_size of HFTrainer": ("hf2", "`batch_size` is 4 on rank 0 and 2 on rank 1", [4, 2]),
+    "batch_size of FSDP": ("fsdp", "`batch_size` is 4 on rank 0 and 2 on rank 1", [4, 2]),
+    "frozen of ZeRO": ("zero3", SHAPES, None),
+}
+"""What differs: on which backend, what the error says, and the values of the ranks."""
+QUICK = (
+    "batch_size", "length", "samples", "samples of evaluation", "shape", "resume_from", "batch_size of HFTrainer",
+    "frozen of ZeRO",
+)  # fmt: skip
+
+
 @pytest.fixture(scope="module")
-def outcomes(folder: Path) -> Found[list[Outcome]]:
-    return play(CASES, folder)
+def outcomes(folder: Path, request: pytest.FixtureRequest) -> Found[list[Outcome]]:
+    cases = list(CASES)
+    for name in sorted({"allowed"} | asked_for(request, "name")):
+        backend, _, values = DIFFERENCES.get(name, ("ddp", "", None))
+        what = name.removesuffix(" of HFTrainer").removesuffix(" of FSDP").removesuffix(" of ZeRO")
+        options = {"backend": backend, "what": what, "values": values}
+        cases.append(Case(name, "test_ranks:train", options))
+    compile_once()
+    return play(cases, folder)
 
 
 def results_of(outcomes: list[Outcome]) -> list[Any]:
@@ -237,3 +317,20 @@ def test_exchange_reports_ranks_in_different_calls(outcomes: dict[str, list[Outc
         assert outcome.code == 1
         assert "DistributedError: The processes of the run are at different places" in outcome.output
         assert "rank 0: this; rank 1: that." in outcome.output
+
+
+@pytest.mark.parametrize("name", thinned(DIFFERENCES, QUICK))
+def test_difference_between_ranks_is_an_error_on_all(name: str, outcomes: Any) -> None:
+    words = DIFFERENCES[name][1]
+    for outcome in outcomes[name]:
+        assert outcome.code == 1
+        assert "DistributedError" in outcome.output
+        assert words in outcome.output
+        assert "every rank" in outcome.output
+    assert words not in outcomes[name][0].output.partition("DistributedError")[0]
+
+
+def test_allowed_differences_between_ranks_are_no_error(outcomes: Any) -> None:
+    first, second = outcomes["allowed"]
+    assert (first.code, second.code) == (0, 0), (first.output, second.output)
+    assert first.result == second.result

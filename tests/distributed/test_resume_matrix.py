@@ -140,7 +140,9 @@ def test_checkpoints_have_the_tensors_of_native_ones(results: Any, folder: Path,
     for file in ("model.safetensors", "optimizer/state.safetensors"):
         tensors, native = (on.saved(folder / f"{name}-{dtype}" / "checkpoint-5", file) for name in (backend, "native"))
         assert gap(tensors, native) <= bound(backend), file
-        assert {name: one.dtype for name, one in tensors.items()} == {name: one.dtype for name, one in native.items()}
+        assert {name: tensor.dtype for name, tensor in tensors.items()} == {
+            name: tensor.dtype for name, tensor in native.items()
+        }
 
 
 @pytest.mark.parametrize("backend", thinned(RANDOM, RANDOM[:1]))

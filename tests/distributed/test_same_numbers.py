@@ -114,7 +114,7 @@ def counted(counter: Reductions) -> Iterator[None]:
     def counting(call: Any) -> Any:
         def counted_call(*args: Any, **options: Any) -> Any:
             nonlocal depth
-            sizes = [one.numel() for one in (*args, *options.values()) if isinstance(one, torch.Tensor)]
+            sizes = [tensor.numel() for tensor in (*args, *options.values()) if isinstance(tensor, torch.Tensor)]
             counter.count += depth == 0 and max(sizes, default=0) > 40
             depth += 1
             try:
@@ -218,7 +218,7 @@ def overflow(backend: str) -> dict[str, Any]:
     return {
         "steps": [trainer.progress.step, trainer.progress.skipped_steps, trainer.lr_scheduler.last_epoch],
         "scale": trainer.scaler.get_scale(),
-        "weights": torch.cat([one.flatten() for one in trainer.get_model().parameters()]).tolist(),
+        "weights": torch.cat([parameter.flatten() for parameter in trainer.get_model().parameters()]).tolist(),
     }
 
 
@@ -247,10 +247,9 @@ def loop_by_hand(backend: str, wrapped: bool) -> dict[str, Any]:
         metrics = trainer.train()
     except DistributedError as error:
         return {"raised": str(error)}
-    return {
-        "raised": "", "weights": [one.tolist() for one in trainer.get_model().parameters()], "totals": trainer.totals,
-        "loss": metrics["train_metrics_history"][0]["train_loss"],
-    }  # fmt: skip
+    weights = [parameter.tolist() for parameter in trainer.get_model().parameters()]
+    loss = metrics["train_metrics_history"][0]["train_loss"]
+    return {"raised": "", "weights": weights, "totals": trainer.totals, "loss": loss}
 
 
 class Blocks(nn.Sequential):
@@ -320,7 +319,7 @@ def results(folder: Path, request: pytest.FixtureRequest) -> dict[str, Any]:
         jobs += on.parity_jobs(sorted(backend for backend, how in steps if how == masked), masked)
     for place, policy, finite in poisoned("native"):
         options = {"place": place, "policy": policy, "finite_gradient": finite}
-        backends = {one for one in asked["nan"] if (place, policy, finite) in poisoned(one)}
+        backends = {backend for backend in asked["nan"] if (place, policy, finite) in poisoned(backend)}
         add(backends, f"{place}-{policy}-{finite}", poison, **options)
     for reduction in sorted({reduction for _, reduction in targets}):
         backends = {backend for backend, how in targets if how == reduction}
@@ -404,7 +403,7 @@ def test_gradients_are_reduced_once_a_step(results: Any, backend: str) -> None:
 def test_dropout_differs_between_ranks(results: Any, backend: str) -> None:
     first, second = results[f"{backend}-draw"]
     assert "error" not in first, first
-    assert all(one != other for one, other in zip(first["masks"], second["masks"], strict=True))
+    assert all(mask != other for mask, other in zip(first["masks"], second["masks"], strict=True))
     if backend == "ddp":
         assert first["masks"][:4] == results["native-draw"][0]["masks"][:4]
 

@@ -88,8 +88,10 @@ for _kind in ("mkdir", "write", "create", "sync", "rename", "unlink", "rmdir"):
 def digest(tensors: dict[str, Any]) -> dict[str, str]:
     """Return the sha256 of each tensor's bytes; all ranks call this."""
     return {
-        name: hashlib.sha256(gather_to_host(one).contiguous().view(-1).view(torch.uint8).numpy().tobytes()).hexdigest()
-        for name, one in sorted(tensors.items())
+        name: hashlib.sha256(
+            gather_to_host(tensor).contiguous().view(-1).view(torch.uint8).numpy().tobytes()
+        ).hexdigest()
+        for name, tensor in sorted(tensors.items())
     }
 
 
@@ -165,9 +167,9 @@ def test_async_saves_write_the_files_of_other_saves(undisturbed: Found[list[Outc
     pairs = [pair for pair in SAME if set(pair) <= set(undisturbed)]
     assert len(pairs) in (1, len(SAME))
     for way, async_way in pairs:
-        for one, other in zip(undisturbed[way], undisturbed[async_way], strict=True):
-            assert one.result["files"] == other.result["files"], (way, async_way)
-            assert any("optimizer" in name or "states" in name for name in one.result["files"])
+        for outcome, other in zip(undisturbed[way], undisturbed[async_way], strict=True):
+            assert outcome.result["files"] == other.result["files"], (way, async_way)
+            assert any("optimizer" in name or "states" in name for name in outcome.result["files"])
 
 
 Point = tuple[str, int, int]
@@ -248,10 +250,10 @@ def test_full_disk_at_any_operation_costs_one_checkpoint(
 def test_required_save_that_fails_on_one_rank_ends_both(way: str, rank: int, tmp_path: Path) -> None:
     at = "sync model" if way == "ddp" else "create rank-"
     failing = case(way, "run", folder=str(tmp_path / "run"), rank=rank, at=at, fault="full", save_required=True)
-    found = play([failing], tmp_path / "cases")["run"]
-    assert [one.code for one in found] == [1, 1], found
-    for one in found:
-        assert "CheckpointError: Cannot save" in one.output and "No space left" in one.output, one.output
+    outcomes = play([failing], tmp_path / "cases")["run"]
+    assert [outcome.code for outcome in outcomes] == [1, 1], outcomes
+    for outcome in outcomes:
+        assert "CheckpointError: Cannot save" in outcome.output and "No space left" in outcome.output, outcome.output
     assert not list((tmp_path / "run").glob("checkpoint-*"))
 
 
@@ -421,23 +423,23 @@ def outcomes(folder: Path, request: pytest.FixtureRequest) -> Found[list[Outcome
 def test_each_file_is_hashed_by_one_rank_that_has_it(outcomes: Any, kind: str, rank: int, which: str) -> None:
     ranks = outcomes[name_of(kind, rank, which)]
     assert [rank.code for rank in ranks] == [0, 0], ranks
-    shares = [one.result["hashed"] for one in ranks]
+    shares = [outcome.result["hashed"] for outcome in ranks]
     assert len({*shares[0], *shares[1]}) == len(shares[0]) + len(shares[1])
     assert all(f"optimizer/rank-0000{k}.safetensors" in shares[0] + shares[1] for k in (0, 1))
     assert bool(shares[1]) == (kind == "none")
-    assert [one.result["step"] for one in ranks] == [4, 4]
+    assert [outcome.result["step"] for outcome in ranks] == [4, 4]
 
 
 def test_initial_weights_are_hashed_by_both_ranks(outcomes: Any) -> None:
     ranks = outcomes["initial"]
     assert [rank.code for rank in ranks] == [0, 0], ranks
-    assert all(len(one.result["hashed"]) == 1 for one in ranks)
-    names = {name for one in ranks for name in one.result["hashed"]}
+    assert all(len(outcome.result["hashed"]) == 1 for outcome in ranks)
+    names = {name for outcome in ranks for name in outcome.result["hashed"]}
     assert names == {f"model/rank-0000{rank}.safetensors" for rank in (0, 1)}
     ranks = outcomes["initial-flipped"]
     assert [rank.code for rank in ranks] == [1, 1], ranks
-    for one in ranks:
-        assert "CheckpointError" in one.output and "'model/rank-00001.safetensors' does not match" in one.output
+    for outcome in ranks:
+        assert "CheckpointError" in outcome.output and "'model/rank-00001.safetensors' does not match" in outcome.output
 
 
 @pytest.mark.parametrize(("kind", "rank", "which"), thinned(DAMAGED, DAMAGED[:2]))
@@ -445,14 +447,14 @@ def test_damage_is_an_error_or_an_older_checkpoint(outcomes: Any, kind: str, ran
     ranks = outcomes[name_of(kind, rank, which)]
     if which == "auto":
         assert [rank.code for rank in ranks] == [0, 0], ranks
-        assert [one.result["step"] for one in ranks] == [2, 2]
+        assert [outcome.result["step"] for outcome in ranks] == [2, 2]
         assert ranks[0].result["state"] == outcomes["none-0-auto"][0].result["state"]
         assert "Using 'checkpoint-2' instead" in ranks[0].output, ranks[0].output
         return
     assert [rank.code for rank in ranks] == [1, 1], ranks
-    for one in ranks:
-        assert "CheckpointError" in one.output and "checkpoint-4" in one.output, one.output
-        assert kind == "unreadable" or f"optimizer/rank-0000{rank}.safetensors" in one.output, one.output
+    for outcome in ranks:
+        assert "CheckpointError" in outcome.output and "checkpoint-4" in outcome.output, outcome.output
+        assert kind == "unreadable" or f"optimizer/rank-0000{rank}.safetensors" in outcome.output, outcome.output
 
 
 @pytest.mark.parametrize(("rank", "is_local"), thinned(READS, READS[:1]))
@@ -467,7 +469,7 @@ def test_read_error_on_one_rank_ends_both(outcomes: Any, rank: int, is_local: bo
 def test_unreadable_best_weights_leave_the_last_ones(outcomes: Any, backend: str, rank: int, is_local: bool) -> None:
     ranks = outcomes[name_of(backend, rank)]
     assert [rank.code for rank in ranks] == [0, 0], ranks
-    for one in ranks:
-        assert one.result["best"] != one.result["newest"]
-        assert one.result["now"] == one.result["last"]
-        assert "cannot be read" in one.output and "keeps those of the last step" in one.output, one.output
+    for outcome in ranks:
+        assert outcome.result["best"] != outcome.result["newest"]
+        assert outcome.result["now"] == outcome.result["last"]
+        assert "cannot be read" in outcome.output and "keeps those of the last step" in outcome.output, outcome.output

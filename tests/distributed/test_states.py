@@ -64,7 +64,7 @@ def drift(backend: str, folder: str | None = None, stop: int = 0) -> dict[str, A
     trainer.train(resume_from=folder and "auto")
     tensors = {f"weights/{name}": tensor for name, tensor in tensors_of(trainer).items()}
     for number, noted in enumerate(buffers.noted):
-        tensors |= {f"evaluation {number}/{name}": one for name, one in noted.items()}
+        tensors |= {f"evaluation {number}/{name}": buffer for name, buffer in noted.items()}
     if folder:
         trainer.load_checkpoint("best")
     return {
@@ -208,7 +208,7 @@ def test_buffers_are_alike_and_survive_a_resume(results: Any, backend: str) -> N
 
 def test_states_of_each_rank_survive_a_resume(results: Any) -> None:
     straight, resumed = results["collate-straight"], results["collate-resumed"]
-    assert [gap(one["tensors"], other["tensors"]) for one, other in zip(straight, resumed, strict=True)] == [0, 0]
+    assert [gap(result["tensors"], other["tensors"]) for result, other in zip(straight, resumed, strict=True)] == [0, 0]
     first, second = (rank["tensors"]["total"] for rank in straight)
     assert first != second
 

@@ -83,7 +83,9 @@ class Rows(IterableDataset[tuple[torch.Tensor, torch.Tensor]]):
 
 def pack(sentences: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
     """Return the tokens that have a label, one after the other, in a single row."""
-    tokens = [(ids, labels) for one in sentences for ids, labels in zip(one["ids"], one["labels"], strict=True)]
+    tokens = [
+        (ids, labels) for sentence in sentences for ids, labels in zip(sentence["ids"], sentence["labels"], strict=True)
+    ]
     chosen = [pair for pair in tokens if pair[1] != -100] or tokens[:1]
     ids, labels = zip(*chosen, strict=True)
     return {"ids": torch.stack(ids)[None], "labels": torch.stack(labels)[None]}
@@ -166,11 +168,13 @@ def test_options_mean_the_same_in_uneven_steps(varied: list[dict[str, Any]], wha
 def test_run_on_fewer_and_fewer_ranks_keeps_its_order(tmp_path: Path) -> None:
     """On three ranks to the sixth step, on two to the ninth, and on one to the end: each time in mid-epoch."""
     dtype = "float64"
-    found = play([case("one", ("native", 1), dtype, tmp_path), case("3", ("ddp", 3), dtype, tmp_path, cut=6)], tmp_path)
+    outcomes = play(
+        [case("one", ("native", 1), dtype, tmp_path), case("3", ("ddp", 3), dtype, tmp_path, cut=6)], tmp_path
+    )
     for name, place, cut, source in (("2", ("ddp", 2), 9, "3"), ("1", ("native", 1), 0, "2")):
         resumed = case(name, place, dtype, tmp_path, cut=cut, resume=str(tmp_path / source / "last"))
-        found = joined(found, play([resumed], tmp_path / f"launch {name}"))
-    (straight,), *parts = (results(found, name) for name in ("one", "3", "2", "1"))
+        outcomes = joined(outcomes, play([resumed], tmp_path / f"launch {name}"))
+    (straight,), *parts = (results(outcomes, name) for name in ("one", "3", "2", "1"))
     steps = [[row["step"] for row in ranks[0]["logs"]] for ranks in parts]
     assert steps == [[*range(1, 7)], [*range(7, 10)], [*range(10, 13)]]
     losses = [row["loss"] for ranks in parts for row in ranks[0]["logs"]]

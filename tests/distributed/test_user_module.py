@@ -78,7 +78,7 @@ def freeze(backend: str) -> dict[str, Any]:
     encoder = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Dropout(0.5)).requires_grad_(False).eval()
     model = nn.Sequential(encoder, nn.BatchNorm1d(8).eval(), nn.Dropout(0.5), nn.Linear(8, 1))
     modes, data, before = Modes(), rows(32, torch.float32), in_training(model)
-    statistics = {name: one.clone() for name, one in model.named_buffers()}
+    statistics = {name: buffer.clone() for name, buffer in model.named_buffers()}
     trainer = make_trainer(
         backend, model, data, data, loss_fn=F.mse_loss, batch_size=4, gradient_accumulation_steps=2, epochs=2,
         eval_steps=1, callbacks=[modes],
@@ -88,7 +88,7 @@ def freeze(backend: str) -> dict[str, Any]:
     return {
         "before": before,
         "modes": [*modes.modes, in_training(trainer.model)],
-        "moved": [name for name, one in trainer.model.named_buffers() if not torch.equal(one, statistics[name])],
+        "moved": [name for name, buffer in trainer.model.named_buffers() if not torch.equal(buffer, statistics[name])],
     }
 
 
