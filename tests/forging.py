@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 import os
@@ -12,8 +13,10 @@ from typing import Any
 
 import torch
 
+from omnitrain.checkpoint.disk import FileSystem
 from omnitrain.checkpoint.manifest import MANIFEST, encode
-from omnitrain.checkpoint.tensor_files import load_tensors, save_tensors
+from omnitrain.checkpoint.sharded_files import Block, local_blocks, write_shards
+from omnitrain.checkpoint.tensor_files import Gathered, load_tensors, save_tensors
 
 
 def content_of(folder: Path) -> dict[str, Any]:
@@ -35,6 +38,30 @@ def forge_tensors(folder: Path, file: str, change: Callable[[dict[str, torch.Ten
     content = content_of(folder)
     data = (folder / file).read_bytes()
     content["files"][file] = {"size": len(data), "sha256": hashlib.sha256(data).hexdigest()}
+    seal(folder, content)
+
+
+def _slice_of(tensor: torch.Tensor, begin: int, end: int) -> tuple[int, torch.Tensor]:
+    return begin, tensor.reshape(-1)[begin:end]
+
+
+def shard(folder: Path, ranks: int = 2) -> None:
+    """Make a checkpoint one whose ranks have written their parts of the weights and of the optimizer's tensors."""
+    content = content_of(folder)
+    for file, part in (("model.safetensors", "model"), ("optimizer/state.safetensors", "optimizer")):
+        if content["files"].pop(file, None) is None:
+            continue
+        tensors = load_tensors(folder / file)
+        (folder / file).unlink()
+        (folder / part).mkdir(exist_ok=True)
+        for rank in range(ranks):
+            blocks: dict[str, list[Block]] = {}
+            for name, tensor in tensors.items():
+                begin, end = (tensor.numel() * (rank + step) // ranks for step in (0, 1))
+                flat = functools.partial(_slice_of, tensor, begin, end)
+                blocks[name] = local_blocks(Gathered(tuple(tensor.shape), tensor.dtype, tensor.clone, flat=flat), rank)
+            entries = write_shards(blocks, folder / part, rank, FileSystem())
+            content["files"] |= {f"{part}/{name}": entry for name, entry in entries.items()}
     seal(folder, content)
 
 

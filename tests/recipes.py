@@ -36,7 +36,7 @@ def small_trainer(*algorithms: Any, kind: Any = None, model: Any = None, data: A
     defaults: dict[str, Any] = {"batch_size": 4, "epochs": 2, "learning_rate": 0.1, "progress_bar": False}
     defaults |= {"device": "cpu"} if kind is omnitrain.Trainer else {}
     defaults |= {} if "unit" in options else {"loss_fn": F.mse_loss}
-    return kind(model or t16(), data or rows(16), algorithms=algorithms, **{**defaults, **options})
+    return kind(model or t16(), data or rows(16), **{**defaults, "algorithms": algorithms, **options})
 
 
 def trainer_on_cpu(kind: Any, model: nn.Module, data: Any = None, **options: Any) -> Any:

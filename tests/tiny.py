@@ -42,11 +42,12 @@ def t5(seed: int = 0, dropout: float = 0.0, vocabulary: int = VOCABULARY) -> T5F
 
 def bert(seed: int = 0, **options: Any) -> BertForSequenceClassification:
     torch.manual_seed(seed)
+    options = {"num_hidden_layers": 1, "num_labels": 3, "vocab_size": VOCABULARY, **options}
     return BertForSequenceClassification(
         BertConfig(
-            hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=16, hidden_dropout_prob=0.0,
+            hidden_size=16, num_attention_heads=2, intermediate_size=16, hidden_dropout_prob=0.0,
             attention_probs_dropout_prob=0.0,
-            **{"num_labels": 3, "vocab_size": VOCABULARY, "max_position_embeddings": 16, **options},
+            **{"max_position_embeddings": 16, **options},
         )
     ).double()  # fmt: skip
 
