@@ -73,15 +73,12 @@ class Second(Algorithm):
 build = functools.partial(small_trainer, max_grad_norm=None)
 
 
-@pytest.mark.parametrize(
-    ("algorithms", "message"),
-    [
-        ([First(), Second()], "exclude each other"), ([Second(), First()], "exclude each other"),
-        ([LayerFreezing(), GradualUnfreezing()], "exclude each other"),
-        ([MagnitudePruning(), EMA()], "exclude each other"), ([EMA(), EMA()], "EMA and EMA, and only one"),
-        ([StraightThrough(torch.relu), EMA()], "only one may set the weights"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("algorithms", "message"), [
+    ([First(), Second()], "exclude each other"), ([Second(), First()], "exclude each other"),
+    ([LayerFreezing(), GradualUnfreezing()], "exclude each other"),
+    ([MagnitudePruning(), EMA()], "exclude each other"), ([EMA(), EMA()], "EMA and EMA, and only one"),
+    ([StraightThrough(torch.relu), EMA()], "only one may set the weights"),
+])  # fmt: skip
 def test_conflicts_are_an_error_of_the_constructor(algorithms: Any, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         build(*algorithms)
@@ -107,11 +104,8 @@ CLIPPING = GradientClipping("value", 1.0, exclude=["head"])
         ([CLIPPING], {}, "`exclude`: 'head' is found in no parameter's name"),
         ([MagnitudePruning(end=9)], {}, "would end at update 9 .*the run has 8"),
         ([SWA(9)], {}, r"average nothing: .* from '9ba' on, .* has 8 updates, 4 in an epoch\..*`every`"),
-        ([SWA()], {"epochs": 1, "max_steps": 3}, "average nothing.*end of each epoch.* has 3 updates"),
         ([SWA()], {"epochs": 1.5}, "average nothing.*from '0.7dur' on, .* has 6 updates"),
         ([SWA("3ep", every=1)], {}, "average nothing.*end of each 1 updates from '3ep'"),
-        ([SWA("0.9dur", every=4)], {"epochs": 1.25}, "average nothing.*has 5 updates"),
-        ([SWA("50sp")], {"epochs": None, "max_duration": "40sp"}, "average nothing.*from '50sp'"),
         ([SWA("9tok")], {"epochs": None, "max_duration": "8tok"}, "average nothing.*from '9tok' on, .*run has 8tok"),
         ([LayerFreezing(0.5)], {}, "in each of the run's 2 epochs it would freeze 0 of 1"),
         ([GradualUnfreezing()], {"epochs": 1}, "in each of the run's 1 epochs it would freeze 1 of 1"),
@@ -120,7 +114,6 @@ CLIPPING = GradientClipping("value", 1.0, exclude=["head"])
         ([MagnitudePruning()], FROZEN, "no parameter that trains and has two dim"),
         ([SAM()], {"microbatch_size": "auto"}, "SAM.*microbatch_size='auto'"),
         ([StochasticDepth(["block"])], {}, "no module is called 'block'"),
-        ([StochasticDepth([nn.Conv2d])], {}, "no module is a Conv2d"),
         ([StochasticDepth(["0"])], {}, "'0' changes the shape of its input"),
         ([StraightThrough(torch.relu, ["head"])], {}, "'head' is found in no parameter's name"),
         ([StraightThrough(torch.sum)], {}, r"tensor of the shape of its argument, \(16, 4\) for '0.weight'"),

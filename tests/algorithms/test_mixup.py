@@ -35,9 +35,6 @@ def test_mixup_mixes_inputs_and_labels_by_the_same_share() -> None:
     torch.testing.assert_close(labels.sum(dim=1), torch.ones(4))
     share = labels[0, 0]
     assert share >= 0.5 and torch.equal(labels[2], torch.stack([share * 0, share * 0, share, labels[0, 1]]))
-
-
-def test_mixup_of_a_dict_keeps_keys_and_integers() -> None:
     batch = {"x": torch.randn(4, 2), "ids": torch.arange(4), "labels": torch.tensor([0, 1, 0, 1])}
     mixed = MixUp(num_classes=2).transform_batch(TRAINER, batch)
     assert list(mixed) == ["x", "ids", "labels"] and torch.equal(mixed["ids"], batch["ids"])
@@ -135,7 +132,6 @@ def test_label_smoothing_shifts_labels_of_causal_models() -> None:
 
 
 X, KIND = torch.zeros(4, 2), torch.tensor([0, 1, 0, 1])
-NAMED: dict[str, Any] = {"x": X, "kind": KIND, "other": KIND}
 UNSUPPORTED: list[tuple[Any, Any, str]] = [
     (MixUp(), (X, KIND), "num_classes"),
     (MixUp(2), (X.long(), KIND), "MixUp mixes inputs, and found no floating-point tensors"),
@@ -146,9 +142,8 @@ UNSUPPORTED: list[tuple[Any, Any, str]] = [
         for algorithm in (MixUp(num_classes=2), LabelSmoothing(2))
         for batch, words in (
             ({"x": X, "kind": KIND}, r"the keys 'x', 'kind'.*label_names=\['kind'\]"),
-            (NAMED, "has several of them"),
-            ((X, KIND - 100), "labels from 0 to 1"),
-            ((X, KIND + 2), "labels from 0 to 1"),
+            ({"x": X, "first": KIND, "second": KIND}, "has several of them"),
+            *(((X, KIND + number), "labels from 0 to 1") for number in (-100, 2)),
         )
     ),
 ]
@@ -156,6 +151,6 @@ UNSUPPORTED: list[tuple[Any, Any, str]] = [
 
 @pytest.mark.parametrize(("algorithm", "batch", "words"), UNSUPPORTED)
 def test_unsupported_labels_are_an_error(algorithm: Any, batch: Any, words: str) -> None:
-    settings = {"label_names": ["kind", "other"]} if batch is NAMED else {}
+    settings = {"label_names": ["first", "second"]} if "several" in words else {}
     with pytest.raises(ConfigError if words == "num_classes" else DataError, match=words):
         algorithm.transform_batch(trainer(**settings), batch)

@@ -14,29 +14,8 @@ from recipes import Sentences, Tagger, distance, same, small_trainer, weights
 from torch import nn
 from torch.utils.data import TensorDataset
 
-from omnitrain import (
-    EMA,
-    SAM,
-    SWA,
-    AccelerateTrainer,
-    Algorithm,
-    ConfigError,
-    CrossEntropy,
-    CutMix,
-    GradientClipping,
-    GradualUnfreezing,
-    HFTrainer,
-    LabelSmoothing,
-    LayerFreezing,
-    MagnitudePruning,
-    MixUp,
-    ProgressiveResizing,
-    SeqLengthWarmup,
-    StochasticDepth,
-    StraightThrough,
-    Trainer,
-    WeightedLosses,
-)
+import omnitrain
+from omnitrain import Algorithm, ConfigError, CrossEntropy, LabelSmoothing, Trainer, WeightedLosses
 from omnitrain.data.collation import as_probabilities, get_labels, with_labels
 
 CLASS_WEIGHTS = torch.tensor([1.0, 4.0, 0.3], dtype=torch.float64)
@@ -44,20 +23,20 @@ TOKEN_WEIGHTS = torch.tensor([1.0, 4.0, 0.3, 2.0, 0.1], dtype=torch.float64)
 SPLITS = ((8, 1), (2, 4))
 
 ALGORITHMS: dict[str, Any] = {
-    "EMA": lambda: EMA(0.8),
-    "SWA": lambda: SWA("0.3dur"),
-    "LayerFreezing": lambda: LayerFreezing(0.0, layers=["0", "2", "5"]),
-    "GradualUnfreezing": lambda: GradualUnfreezing(0.5, layers=["0", "2", "5"]),
-    "GradientClipping": lambda: GradientClipping("value", 0.01),
-    "LabelSmoothing": lambda: LabelSmoothing(3, 0.2),
-    "MixUp": lambda: MixUp(3, alpha=1.0),
-    "CutMix": lambda: CutMix(3),
-    "SeqLengthWarmup": lambda: SeqLengthWarmup(6, 2, 1.0, 1),
-    "ProgressiveResizing": lambda: ProgressiveResizing(0.5, 0.5, 0.2, 2),
-    "MagnitudePruning": lambda: MagnitudePruning(0.5, end=3, every=1),
-    "StochasticDepth": lambda: StochasticDepth(["2"], 0.5),
-    "StraightThrough": lambda: StraightThrough(torch.round),
-    "SAM": lambda: SAM(0.5),
+    "EMA": lambda: omnitrain.EMA(0.8),
+    "SWA": lambda: omnitrain.SWA("0.3dur"),
+    "LayerFreezing": lambda: omnitrain.LayerFreezing(0.0, layers=["0", "2", "5"]),
+    "GradualUnfreezing": lambda: omnitrain.GradualUnfreezing(0.5, layers=["0", "2", "5"]),
+    "GradientClipping": lambda: omnitrain.GradientClipping("value", 0.01),
+    "LabelSmoothing": lambda: omnitrain.LabelSmoothing(3, 0.2),
+    "MixUp": lambda: omnitrain.MixUp(3, alpha=1.0),
+    "CutMix": lambda: omnitrain.CutMix(3),
+    "SeqLengthWarmup": lambda: omnitrain.SeqLengthWarmup(6, 2, 1.0, 1),
+    "ProgressiveResizing": lambda: omnitrain.ProgressiveResizing(0.5, 0.5, 0.2, 2),
+    "MagnitudePruning": lambda: omnitrain.MagnitudePruning(0.5, end=3, every=1),
+    "StochasticDepth": lambda: omnitrain.StochasticDepth(["2"], 0.5),
+    "StraightThrough": lambda: omnitrain.StraightThrough(torch.round),
+    "SAM": lambda: omnitrain.SAM(0.5),
 }
 CHANGE_LABELS = ("LabelSmoothing", "MixUp")
 
@@ -122,7 +101,7 @@ def test_table_of_algorithms_is_complete() -> None:
 
 @pytest.mark.parametrize(
     ("trainer_class", "name"),
-    [*((Trainer, name) for name in ALGORITHMS), (AccelerateTrainer, "MixUp"), (HFTrainer, "MixUp")],
+    [*((Trainer, name) for name in ALGORITHMS), (omnitrain.AccelerateTrainer, "MixUp"), (omnitrain.HFTrainer, "MixUp")],
 )
 def test_class_weights_are_the_same_in_every_split(trainer_class: Any, name: str) -> None:
     is_of_tokens = name == "SeqLengthWarmup"

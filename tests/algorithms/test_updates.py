@@ -14,7 +14,6 @@ from torch.utils.data import TensorDataset
 from omnitrain import (
     SAM,
     Algorithm,
-    Callback,
     ConfigError,
     DataError,
     GradientClipping,
@@ -70,9 +69,6 @@ def test_frozen_layer_keeps_its_moments() -> None:
     assert not torch.equal(moments[8], moments[9])
 
 
-# --- clipping
-
-
 def clipped(*algorithms: Any) -> tuple[nn.Module, list[torch.Tensor], float]:
     """Return the model, the gradients that make the first update, and the norm that is logged."""
     gradients, trace = list[torch.Tensor](), Trace()
@@ -101,22 +97,18 @@ def test_gradients_are_clipped_by_value_or_adaptively() -> None:
     assert changed > 5
 
 
-# --- sizes
-
-
 def test_sequence_warmup_is_the_mean_over_remaining_labels() -> None:
     lengths: list[int] = []
 
-    class Look(Tagger):
-        def forward(self, ids: torch.Tensor, labels: torch.Tensor) -> Any:
-            if self.training:
-                lengths.append(ids.shape[1])
-            return super().forward(ids, labels)
+    def note_length(module: nn.Module, args: Any, inputs: dict[str, torch.Tensor]) -> None:
+        if module.training:
+            lengths.append(inputs["ids"].shape[1])
 
     def cut(batch: Any) -> Any:
         return {key: torch.stack([sample[key] for sample in batch])[:, :2] for key in batch[0]}
 
-    warm, expected = Look(), Tagger()
+    warm, expected = Tagger(), Tagger()
+    warm.register_forward_pre_hook(note_length, with_kwargs=True)
     options: dict[str, Any] = {
         "data": Sentences(8), "optimizer": "sgd", "loss_fn": None, "callbacks": [StopAt(1)], "max_steps": 2, "epochs": 2
     }  # fmt: skip
@@ -131,33 +123,18 @@ def test_sequence_warmup_is_the_mean_over_remaining_labels() -> None:
 
 def test_images_grow_to_their_full_size() -> None:
     sizes: list[tuple[int, ...]] = []
-
-    class Look(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.body = nn.Conv2d(1, 1, 1)
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            if self.training:
-                sizes.append(tuple(x.shape[-2:]))
-            return self.body(x).mean(dim=(2, 3))
-
+    model = nn.Sequential(nn.Conv2d(1, 1, 1), nn.AdaptiveAvgPool2d(1), nn.Flatten())
+    model.register_forward_pre_hook(lambda module, args: sizes.append(tuple(args[0].shape[-2:])))
     data = [(torch.randn(1, 16, 8), torch.zeros(1)) for _ in range(10)]
     resizing = ProgressiveResizing(initial_scale=0.5, delay=0.2, finetune=0.4, size_increment=2)
-    build(resizing, model=Look(), data=data, batch_size=1, epochs=1).train()
+    build(resizing, model=model, data=data, batch_size=1, epochs=1).train()
     assert [height for height, _ in sizes] == [8, 8, 8, 10, 12, 14, 16, 16, 16, 16]
     assert sizes[:3] == [(8, 4)] * 3 and sizes[-1] == (16, 8)
-
-
-def test_progressive_resizing_rejects_data_without_images() -> None:
     for data in (rows(8), TensorDataset(torch.ones(8, 1, 4, 4, dtype=torch.uint8), torch.ones(8, 1))):
         trainer = build(ProgressiveResizing(), data=data)
         with pytest.raises(DataError, match=r"ProgressiveResizing needs images, .* of shape \(4, "):
             trainer.train()
         assert trainer.progress.step == 0
-
-
-# --- two passes
 
 
 def test_sam_equals_a_loop_by_hand() -> None:
@@ -169,7 +146,7 @@ def test_sam_equals_a_loop_by_hand() -> None:
     ).train()  # fmt: skip
     optimizer, losses = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9), []
     for start in (0, 8, 0, 8):
-        x, y = rows(16).tensors[0][start : start + 8], rows(16).tensors[1][start : start + 8]
+        x, y = (tensor[start : start + 8] for tensor in rows(16).tensors)
         loss = F.mse_loss(model(x), y)
         losses.append(loss.item())
         gradients = torch.autograd.grad(loss, list(model.parameters()))
@@ -196,42 +173,42 @@ def test_sam_restores_weights_if_the_second_pass_fails() -> None:
     assert distance(weights(model.body), weights(t16())) == 0
 
 
-class Overflowing(Algorithm):
-    """Makes the third step bad: with NaN in the batch, or with an infinite loss of finite activations."""
+def is_bad(trainer: Any) -> bool:
+    return trainer.progress.step == 2 and not trainer.progress.skipped_steps
 
-    def __init__(self, in_data: bool) -> None:
-        self.in_data = in_data
+
+class BadBatch(Algorithm):
+    """Makes the third batch NaN."""
 
     def transform_batch(self, trainer: Any, batch: Any) -> Any:
-        return (batch[0] * float("nan"), batch[1]) if self.in_data and self.is_bad(trainer) else batch
+        return (batch[0] * float("nan"), batch[1]) if is_bad(trainer) else batch
+
+
+class BadLoss(Algorithm):
+    """Makes the loss of the third step infinite, while all activations are finite."""
 
     def transform_loss(self, trainer: Any, loss: torch.Tensor) -> torch.Tensor:
-        return loss * float("inf") if self.is_bad(trainer) else loss
-
-    @staticmethod
-    def is_bad(trainer: Any) -> bool:
-        return trainer.progress.step == 2 and not trainer.progress.skipped_steps
+        return loss * float("inf") if is_bad(trainer) else loss
 
 
-@pytest.mark.parametrize("algorithms", [[SAM(0.1)], []], ids=["second pass", "first pass"])
+@pytest.mark.parametrize("algorithms", [[BadLoss(), SAM(0.1)], [BadBatch()]], ids=["second pass", "first pass"])
 def test_skipped_step_leaves_buffers_unchanged(trainer_class: Any, algorithms: list[Algorithm]) -> None:
     """NaN of its passes would stay in the statistics of BatchNorm for ever."""
     buffers: list[dict[str, torch.Tensor]] = []
-
-    class Note(Callback):
-        def on_step_end(self, trainer: Any) -> None:
-            buffers.append({name: buffer.clone() for name, buffer in trainer.model.named_buffers()})
-
-    torch.manual_seed(0)
+    copy = HookCallback({
+        "on_step_end": lambda trainer: buffers.append({
+            name: buffer.clone() for name, buffer in trainer.model.named_buffers()
+        })
+    })  # fmt: skip
     model = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Linear(8, 1))
     trainer = small_trainer(
-        Overflowing(not algorithms), *algorithms, kind=trainer_class, model=model, data=rows(16, torch.float32),
-        on_nonfinite="skip", callbacks=[Note()],
+        *algorithms, kind=trainer_class, model=model, data=rows(16, torch.float32), on_nonfinite="skip",
+        callbacks=[copy],
     )  # fmt: skip
     trainer.train()
     assert (trainer.progress.step, trainer.progress.skipped_steps) == (7, 1)
     assert all(torch.equal(before, buffers[2][name]) for name, before in buffers[1].items())
-    assert all(bool(buffer.isfinite().all()) for noted in buffers for buffer in noted.values())
+    assert all(bool(buffer.isfinite().all()) for snapshot in buffers for buffer in snapshot.values())
     assert not torch.equal(buffers[3]["1.running_mean"], buffers[2]["1.running_mean"])
 
 
