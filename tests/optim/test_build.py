@@ -11,18 +11,11 @@ from typing import Any, get_args
 
 import pytest
 import torch
+import transformers
+from recipes import rows, t16
 from torch import nn
-from torch.optim.lr_scheduler import (
-    ChainedScheduler,
-    ConstantLR,
-    CosineAnnealingLR,
-    LinearLR,
-    ReduceLROnPlateau,
-    SequentialLR,
-    StepLR,
-)
+from torch.optim.lr_scheduler import ChainedScheduler, ConstantLR, LinearLR, ReduceLROnPlateau, SequentialLR, StepLR
 
-from omnitrain import Trainer
 from omnitrain.arguments import ScheduleName
 from omnitrain.core.errors import ConfigError, MissingExtraError
 from omnitrain.optim.build import build_optimizer, build_scheduler
@@ -50,9 +43,6 @@ def optimizer_for(model: nn.Module, lr: float = 1.0) -> torch.optim.Optimizer:
     return torch.optim.SGD(model.parameters(), lr=lr)
 
 
-# Optimizers
-
-
 def test_optimizer_defaults_to_fused_adamw(model: nn.Module) -> None:
     optimizer = build_optimizer(None, model, 3e-4, 0.1)
     assert type(optimizer) is torch.optim.AdamW
@@ -64,12 +54,7 @@ def test_optimizer_defaults_to_fused_adamw(model: nn.Module) -> None:
     optimizer.step()
 
 
-SPECS = [
-    "torch.optim.AdamW", "torch.optim.adamw.AdamW", torch.optim.AdamW, AnyOptions, "adamw", "AdamW", "sgd", "rmsprop",
-]  # fmt: skip
-
-
-@pytest.mark.parametrize("spec", SPECS, ids=str)
+@pytest.mark.parametrize("spec", ["torch.optim.adamw.AdamW", torch.optim.SGD, AnyOptions, "AdamW", "rmsprop"], ids=str)
 def test_optimizer_class_gets_rate_and_decay(spec: Any, model: nn.Module) -> None:
     optimizer = build_optimizer(spec, model, 0.25, 0.5)
     name = spec if isinstance(spec, str) else spec.__name__
@@ -86,19 +71,14 @@ def test_optimizer_class_gets_known_options(model: nn.Module) -> None:
         build_optimizer(NoOptions, model, 0.25, 0.0)
 
 
-def test_optimizer_gets_trainable_parameters() -> None:
+def test_optimizer_gets_trainable_parameters_or_is_kept() -> None:
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1))
     model[0].requires_grad_(False)
     for spec in (None, "torch.optim.SGD", lambda parameters: torch.optim.SGD(parameters, lr=0.9)):
         group = build_optimizer(spec, model, 1e-3, 0.0).param_groups[0]
         assert group["lr"] == (0.9 if callable(spec) else 1e-3)
         assert [id(parameter) for parameter in group["params"]] == [id(weight) for weight in model[1].parameters()]
-
-
-def test_optimizer_instance_is_kept() -> None:
-    """Also one of a part of the model, and one whose `step` a schedule has replaced."""
-    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1))
-    optimizer = optimizer_for(model[1])
+    optimizer = optimizer_for(model[1])  # an instance is used unchanged, with a `step` that a schedule has replaced too
     StepLR(optimizer, 1)
     assert "closure" in inspect.signature(optimizer.step).parameters
     assert build_optimizer(optimizer, model, 1e-3, 0.0) is optimizer
@@ -131,36 +111,15 @@ def test_optimizer_rejects_wrong_values(spec: Any, model: nn.Module, words: str)
         build_optimizer(spec, model, 1e-3, 0.0)
 
 
-# Schedules
-
-
-def rates(scheduler: Any, optimizer: torch.optim.Optimizer, steps: int) -> list[float]:
-    """The learning rate of every step, and of one after the end."""
-    values = []
-    for _ in range(steps + 1):
-        values.append(optimizer.param_groups[0]["lr"])
+def test_schedule_of_groups_and_endless_runs(model: nn.Module) -> None:
+    groups = [{"params": [parameter], "lr": lr} for parameter, lr in zip(model.parameters(), (1.0, 0.5), strict=True)]
+    optimizer, rates = torch.optim.SGD(groups), []
+    scheduler = build_scheduler(None, optimizer, warmup_steps=4, total_steps=None)
+    for _ in range(6):
+        rates.append([group["lr"] for group in optimizer.param_groups])
         optimizer.step()
         scheduler.step()
-    return values
-
-
-@pytest.mark.parametrize(
-    ("name", "warmup", "total", "expected"),
-    [
-        ("constant", 0, 10, [1.0, 1.0]), ("constant", 2, None, [0.0, 0.5, 1.0, 1.0]),
-        (None, 4, None, [0.0, 0.25, 0.5, 0.75, 1.0, 1.0]),
-        ("linear", 0, 2, [1.0, 0.5, 0.0, 0.0, 0.0]), ("cosine", 0, 2, [1.0, 0.5, 0.0, 0.0, 0.0]),
-    ],
-)  # fmt: skip
-def test_schedule_warms_up_and_stays_after_end(
-    name: Any, warmup: int, total: int | None, expected: list[float], model: nn.Module
-) -> None:
-    groups = [{"params": [parameter], "lr": lr} for parameter, lr in zip(model.parameters(), (1.0, 0.5), strict=True)]
-    optimizer = torch.optim.SGD(groups)
-    scheduler = build_scheduler(name, optimizer, warmup_steps=warmup, total_steps=total)
-    assert rates(scheduler, optimizer, len(expected) - 1) == pytest.approx(expected, abs=1e-15)
-    first, second = (group["lr"] for group in optimizer.param_groups)
-    assert second == 0.5 * first
+    assert rates == [[0.0, 0.0], [0.25, 0.125], [0.5, 0.25], [0.75, 0.375], [1.0, 0.5], [1.0, 0.5]]
     assert build_scheduler(None, optimizer, warmup_steps=0, total_steps=10) is None
     for endless in ("constant", "constant_with_warmup", "inverse_sqrt"):
         assert build_scheduler(endless, optimizer, warmup_steps=1, total_steps=None) is not None
@@ -168,8 +127,6 @@ def test_schedule_warms_up_and_stays_after_end(
 
 INSTANCES: list[Callable[[torch.optim.Optimizer], Any]] = [
     LinearLR,
-    lambda optimizer: StepLR(optimizer, 2),
-    lambda optimizer: CosineAnnealingLR(optimizer, 10),
     lambda optimizer: ReduceLROnPlateau(optimizer),
     lambda optimizer: SequentialLR(optimizer, [LinearLR(optimizer), ConstantLR(optimizer)], [2]),
     lambda optimizer: ChainedScheduler([LinearLR(optimizer), ConstantLR(optimizer)]),
@@ -213,30 +170,20 @@ def test_schedule_names_without_transformers(model: nn.Module, monkeypatch: pyte
         build_scheduler("warmup_stable_decay", optimizer_for(model), warmup_steps=0, total_steps=10)
 
 
-def test_schedule_literals_are_accepted_and_documented() -> None:
-    options: dict[str, Any] = {
-        "cosine_with_min_lr": {"min_lr": 1e-6}, "cosine_warmup_with_min_lr": {"min_lr": 1e-6},
-        "warmup_stable_decay": {"num_decay_steps": 2}, "step": {"step_size": "2ba"}, "exponential": {"gamma": 0.5},
-        "multistep": {"milestones": ["0.5dur"]},
-    }  # fmt: skip
-    data = torch.rand(8, 4), torch.rand(8, 1)
-    for name in get_args(ScheduleName):
-        Trainer(
-            nn.Linear(4, 1), data, data, loss_fn=nn.MSELoss(), lr_scheduler=name, max_steps=4, warmup_steps=0,
-            lr_scheduler_kwargs=options.get(name), device="cpu",
-        )  # fmt: skip
+def test_schedule_literals_are_known_and_documented() -> None:
+    names = set(get_args(ScheduleName))
+    assert NAMED.keys() <= names <= NAMED.keys() | {kind.value for kind in transformers.SchedulerType}
     page = (Path(__file__).parents[2] / "docs" / "arguments.md").read_text(encoding="utf-8")
     row = next(line for line in page.splitlines() if line.startswith("| `lr_scheduler` |"))
-    assert set(re.findall(r'`"(\w+)"`', row)) == set(get_args(ScheduleName))
+    assert set(re.findall(r'`"(\w+)"`', row)) == names
 
 
 def test_optimizer_has_its_own_rate_unless_one_is_given(trainer_class: Any) -> None:
-    data = [(torch.ones(2), torch.ones(1))] * 4
     for options, expected in (
         ({"optimizer": "sgd"}, 1e-3), ({"optimizer": "adadelta"}, 1.0), ({"optimizer": torch.optim.LBFGS}, 1.0),
         ({"optimizer": "sgd", "learning_rate": 2e-5}, 2e-5), ({"optimizer": "adamw"}, 2e-5), ({}, 2e-5),
         ({"optimizer": torch.optim.Adam}, 1e-3),
     ):  # fmt: skip
-        trainer = trainer_class(nn.Linear(2, 1), data, loss_fn=nn.functional.mse_loss, progress_bar=False, **options)
+        trainer = trainer_class(t16(), rows(4), loss_fn=nn.functional.mse_loss, progress_bar=False, **options)
         assert trainer.learning_rate == expected
         assert {group["lr"] for group in trainer.optimizer.param_groups} == {expected}

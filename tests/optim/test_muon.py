@@ -12,8 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from marks import TRAINERS, thinned
-from recipes import StopAt, distance, rows, weights
+from recipes import StopAt, distance, rows, small_trainer, weights
 from tiny import Tokens, bert, gpt, t5
 from torch import nn
 
@@ -29,12 +28,8 @@ def deep() -> nn.Module:
 
 
 def run(kind: Any = Trainer, resume: str | None = None, **options: Any) -> Any:
-    defaults: dict[str, Any] = {
-        "loss_fn": F.mse_loss, "batch_size": 8, "epochs": 2, "learning_rate": 0.05, "weight_decay": 0.1,
-        "lr_scheduler": "cosine", "log_steps": 1, "progress_bar": False, "optimizer": "muon",
-    }  # fmt: skip
-    place = {"device": "cpu"} if kind is Trainer else {}
-    trainer = kind(deep(), rows(20), **{**defaults, **place, **options})
+    defaults = {"batch_size": 8, "weight_decay": 0.1, "lr_scheduler": "cosine", "log_steps": 1, "optimizer": "muon"}
+    trainer = small_trainer(kind=kind, model=deep(), data=rows(20), **{**defaults, "learning_rate": 0.05, **options})
     trainer.train(resume_from=resume)
     return trainer
 
@@ -73,7 +68,7 @@ def test_muon_skips_embeddings_and_output_layer() -> None:
         build_optimizer("muon", nn.Linear(4, 2), 1e-3, 0.0)
 
 
-@pytest.mark.parametrize("trainer_class", thinned(TRAINERS.values(), [Trainer, HFTrainer]))
+@pytest.mark.parametrize("trainer_class", [Trainer, HFTrainer])
 def test_muon_resumes_on_every_trainer(trainer_class: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO, "omnitrain"):
         straight = run(trainer_class)
@@ -131,9 +126,6 @@ def test_muon_trains_transformers_model() -> None:
     trainer = HFTrainer(gpt(), None, Tokens(8), optimizer="muon", max_steps=2, progress_bar=False, learning_rate=1e-3)
     trainer.train()
     assert trainer.progress.step == 2
-
-
-# --- other packages
 
 
 @pytest.mark.parametrize(

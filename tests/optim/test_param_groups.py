@@ -8,37 +8,21 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
-from recipes import StopAt, distance, rows, t16, weights
+from recipes import StopAt, distance, rows, small_trainer, t16, weights
+from tiny import bert
 from torch import nn
-from transformers import BertConfig, BertForSequenceClassification, TrainingArguments
+from transformers import TrainingArguments
 
-from omnitrain import (
-    CheckpointError,
-    ConfigError,
-    HFTrainer,
-    LinearScheduler,
-    Trainer,
-    layerwise_decay,
-)
+from omnitrain import CheckpointError, ConfigError, HFTrainer, LinearScheduler, Trainer, layerwise_decay
 from omnitrain.checkpoint.state_dicts import named_parameters
 from omnitrain.optim.param_groups import group_parameters
 
 GROUPS = [{"match": "bias", "weight_decay": 0.0}, {"match": r"^3\.", "lr_scale": 0.5}]
 
 
-def bert() -> nn.Module:
-    sizes = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 2, "num_attention_heads": 2}
-    return BertForSequenceClassification(BertConfig(vocab_size=9, max_position_embeddings=8, **sizes))
-
-
-def make(kind: Any = Trainer, model: nn.Module | None = None, **options: Any) -> Any:
-    defaults: dict[str, Any] = {
-        "loss_fn": F.mse_loss, "batch_size": 8, "epochs": 2, "learning_rate": 0.05, "weight_decay": 0.1,
-        "lr_scheduler": "cosine", "log_steps": 1, "progress_bar": False,
-    }  # fmt: skip
-    place = {"device": "cpu"} if kind is Trainer else {}
-    return kind(model or t16(), rows(20), **{**defaults, **place, **options})
+def make(kind: Any = Trainer, **options: Any) -> Any:
+    defaults = {"batch_size": 8, "learning_rate": 0.05, "weight_decay": 0.1, "lr_scheduler": "cosine", "log_steps": 1}
+    return small_trainer(kind=kind, data=rows(20), **{**defaults, **options})
 
 
 def run(kind: Any = Trainer, resume: str | None = None, allow: Any = (), **options: Any) -> Any:
@@ -53,9 +37,6 @@ def groups_of(trainer: Any) -> list[tuple[list[str], float, float]]:
         ([names[id(weight)] for weight in group["params"]], group.get("initial_lr", group["lr"]), group["weight_decay"])
         for group in trainer.optimizer.param_groups
     ]
-
-
-# --- groups
 
 
 def test_param_groups_equal_groups_by_hand_and_resume(trainer_class: Any, tmp_path: Path) -> None:
@@ -85,7 +66,7 @@ def test_param_groups_for_every_optimizer(tmp_path: Path) -> None:
         str(tmp_path), learning_rate=0.05, weight_decay=0.1, report_to="none", use_cpu=True, optim="adafactor"
     )
     groups = [{"match": r"layer\.1\.", "lr": 0.5}]
-    trainer = HFTrainer(bert(), args, rows(4), param_groups=groups, progress_bar=False)
+    trainer = HFTrainer(bert(num_hidden_layers=2), args, rows(4), param_groups=groups, progress_bar=False)
     assert type(trainer.optimizer).__name__ == "Adafactor"
     named = groups_of(trainer)
     assert [(rate, decay) for _, rate, decay in named] == [(0.5, 0.1), (0.05, 0.1), (0.5, 0.0), (0.05, 0.0)]
@@ -98,14 +79,11 @@ def test_param_groups_for_every_optimizer(tmp_path: Path) -> None:
     assert [group["momentum"] for group in by_function.optimizer.param_groups] == [0.5, 0.9]
 
 
-def test_param_groups_match_tied_names() -> None:
+def test_param_groups_of_tied_and_compiled_models() -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4), nn.Linear(4, 1))
     model[2].weight = model[0].weight  # type: ignore[union-attr]
     trainer = make(model=model.double(), param_groups=[{"match": r"2\.weight", "lr": 0.5}])
     assert groups_of(trainer)[0] == (["0.weight"], 0.5, 0.1)
-
-
-def test_param_groups_under_compile() -> None:
     compiled = torch.compile(t16(), backend="eager")
     trainer = make(model=compiled, param_groups=[{"match": r"^3\.", "lr": 0.5}], freeze=["^0.bias$"])
     assert groups_of(trainer)[0][1] == 0.5 and not trainer.get_model()[0].bias.requires_grad
@@ -120,13 +98,11 @@ WRONG_GROUPS: list[tuple[Any, str]] = [
     ([{"match": "bias", "lr": 1.0, "lr_scale": 0.1}], "has both 'lr' and 'lr_scale'"),
     ([{"match": "bias"}], "must have options next to 'match'"),
     ([{"match": "(", "lr": 1.0}], r"must have a regular expression of parameters' names as 'match', got '\('"),
-    ([{"lr": 1.0}], "as 'match', got None"),
     ({"match": "bias", "lr": 1.0}, "`param_groups` must be a list of dicts"),
     ([], "`param_groups` must be a list of dicts"),
 ]
 WRONG_FREEZE: list[tuple[Any, str]] = [
     (["body"], "`freeze`: 'body' is found in no parameter's name. They are called 0.weight, 0.bias"),
-    (["0.weight", "body"], "`freeze`: 'body' is found in no parameter's name"),
     (["weight", "bias"], r"`freeze=\['weight', 'bias'\]` leaves no parameter that trains"),
     *((patterns, "`freeze` must be a list of regular expressions") for patterns in ("weight", ["["], [])),
 ]
@@ -155,17 +131,11 @@ def test_param_groups_reject_built_optimizer() -> None:
         make(param_groups=GROUPS).optimizer = optimizer
 
 
-# --- freezing
-
-
 def test_freeze_keeps_parameters(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO, "omnitrain"):
         trainer = run(freeze=["bias"], param_groups=[{"match": "bias", "lr": 1.0}, {"match": r"^0\.", "lr": 0.5}])
     assert [parameter.requires_grad for parameter in trainer.model.parameters()] == [True, False, True, False]
     assert "bias: frozen" in caplog.text and "the rest: 1 tensors, 16 values, lr 0.05" in caplog.text
-
-
-# --- resuming
 
 
 def test_param_groups_reject_changes_on_resume(trainer_class: Any, tmp_path: Path) -> None:
@@ -224,11 +194,8 @@ def test_param_groups_are_kept_as_text() -> None:
     assert [group["lr"] for group in config["optimizer_groups"]] == [0.05, 1.0, 0.05]
 
 
-# --- layer-wise decay
-
-
 def test_layer_wise_decay_lowers_rates() -> None:
-    model = bert()
+    model = bert(num_hidden_layers=2)
     named = named_parameters(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     group_parameters(optimizer, named, layerwise_decay(model, 0.5))
@@ -238,22 +205,8 @@ def test_layer_wise_decay_lowers_rates() -> None:
         assert rate_of[id(parameter)] == 0.5 ** (3 - block), name
 
 
-def test_layer_wise_decay_on_every_trainer(trainer_class: Any) -> None:
-    def deep() -> nn.Module:
-        torch.manual_seed(0)
-        blocks = [nn.Sequential(nn.Linear(4, 4), nn.Tanh()) for _ in range(3)]
-        return nn.Sequential(nn.Linear(4, 4), nn.Sequential(*blocks), nn.Linear(4, 1)).double()
-
-    options: dict[str, Any] = {"freeze": [r"^0\.", r"^1\.0\."], "optimizer": "adamw"}
-    trainer = run(trainer_class, model=deep(), param_groups=layerwise_decay(deep(), 0.5), **options)
-    assert [rate for _, rate, _ in groups_of(trainer)] == [0.0125, 0.025, 0.05]
-    assert trainer.progress.step == 6
-    native = run(model=deep(), param_groups=layerwise_decay(deep(), 0.5), **options)
-    assert distance(weights(trainer.model), weights(native.model)) == 0
-
-
 def test_layer_wise_decay_rejects_model_without_blocks() -> None:
     with pytest.raises(ConfigError, match=r"layerwise_decay\(\) finds no blocks in Sequential"):
         layerwise_decay(t16())
     with pytest.raises(ConfigError, match="`decay` must be above 0 and at most 1, got 1"):
-        layerwise_decay(bert(), 1.5)
+        layerwise_decay(bert(num_hidden_layers=2), 1.5)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from embeddings import Bags, bags
-from recipes import Trace, distance, same, weights
+from recipes import Trace, distance, same, small_trainer, weights
 from resuming import Cut
 from torch import nn
 
@@ -27,20 +26,11 @@ from omnitrain import (
 )
 
 KINDS = (Trainer, AccelerateTrainer, HFTrainer)
-OPTIMIZERS: dict[str, Callable[[], dict[str, Any]]] = {
-    "sgd": lambda: {"optimizer": "sgd", "learning_rate": 0.1},
-    "adagrad": lambda: {"optimizer": "adagrad", "learning_rate": 0.1},
-    "lbfgs": lambda: {"optimizer": "lbfgs", "learning_rate": 0.1, "max_grad_norm": None},
-}
 
 
 def make(model: nn.Module, kind: type[Any] = Trainer, **options: Any) -> Any:
-    defaults: dict[str, Any] = {
-        "train_dataset": bags(22), "batch_size": 8, "epochs": 2, "loss_fn": F.mse_loss, "progress_bar": False,
-        "optimizer": "sgd", "learning_rate": 0.1, "max_grad_norm": 0.3, "log_steps": 1,
-    }  # fmt: skip
-    defaults |= {"device": "cpu"} if kind is Trainer else {}
-    return kind(model, **{**defaults, **options})
+    defaults = {"batch_size": 8, "optimizer": "sgd", "max_grad_norm": 0.3, "log_steps": 1}
+    return small_trainer(kind=kind, model=model, **{"data": bags(22), **defaults, **options})
 
 
 def trained(sparse: bool, **options: Any) -> tuple[list[torch.Tensor], list[float]]:
@@ -54,18 +44,29 @@ def trained(sparse: bool, **options: Any) -> tuple[list[torch.Tensor], list[floa
 @pytest.mark.parametrize("kind", KINDS)
 def test_sparse_gradients_train_as_dense_ones(kind: type[Any]) -> None:
     """Rows come several times in a batch, and the norm is that of the sum."""
-    found, norms = trained(True, kind=kind)
+    sparse, norms = trained(True, kind=kind)
     expected, expected_norms = trained(False, kind=kind)
-    assert distance(found, expected) < 1e-14 and norms == pytest.approx(expected_norms, rel=1e-14)
+    assert distance(sparse, expected) < 1e-14 and norms == pytest.approx(expected_norms, rel=1e-14)
     assert max(norms) > 0.3  # so that some are clipped
     split, split_norms = trained(True, kind=kind, batch_size=2, gradient_accumulation_steps=4)
     assert distance(split, expected) < 1e-14 and split_norms == pytest.approx(norms)
 
 
-@pytest.mark.parametrize("name", OPTIMIZERS)
-def test_optimizers_train_sparse_as_dense_gradients(name: str) -> None:
-    found, expected = (trained(sparse, **OPTIMIZERS[name]()) for sparse in (True, False))
-    assert distance(found[0], expected[0]) < 1e-14 and found[1] == pytest.approx(expected[1])
+@pytest.mark.parametrize(
+    "options",
+    [
+        lambda: {"optimizer": "adagrad"},
+        lambda: {"optimizer": "lbfgs", "max_grad_norm": None},
+        lambda: {"algorithms": [SAM()]},
+        lambda: {"algorithms": [GradientClipping("value", 0.01)], "max_grad_norm": None},
+        lambda: {"algorithms": [GradientClipping("adaptive", 0.01)], "max_grad_norm": None},
+        lambda: {"algorithms": [MagnitudePruning(0.5, match=["table.weight"])]},
+    ],
+    ids=["adagrad", "lbfgs", "SAM", "by value", "adaptive", "pruning"],
+)
+def test_optimizers_and_algorithms_train_sparse_as_dense(options: Any) -> None:
+    (sparse, norms), (dense, dense_norms) = (trained(is_sparse, **options()) for is_sparse in (True, False))
+    assert distance(sparse, dense) < 1e-14 and norms == pytest.approx(dense_norms)
 
 
 def test_sparse_adam_trains_embeddings_alone() -> None:
@@ -73,15 +74,6 @@ def test_sparse_adam_trains_embeddings_alone() -> None:
     before = weights(model)
     make(model, optimizer="sparseadam").train()
     assert all(distance([a], [b]) > 0.01 for a, b in zip(before, weights(model), strict=True))
-
-
-@pytest.mark.parametrize("algorithm", [
-    lambda: SAM(), lambda: GradientClipping("value", 0.01), lambda: GradientClipping("adaptive", 0.01),
-    lambda: MagnitudePruning(0.5, match=["table.weight"]),
-], ids=["SAM", "by value", "adaptive", "pruning"])  # fmt: skip
-def test_algorithms_change_sparse_as_dense_gradients(algorithm: Any) -> None:
-    found, expected = (trained(sparse, algorithms=[algorithm()], max_grad_norm=None) for sparse in (True, False))
-    assert distance(found[0], expected[0]) < 1e-14 and found[1] == pytest.approx(expected[1])
 
 
 def test_distributions_measure_sparse_as_dense_gradients() -> None:
@@ -103,7 +95,7 @@ def test_infinite_sparse_gradients_name_their_sample() -> None:
         return torch.where(target == 1, output.clamp(min=0.0), output + 1).sqrt().sum()
 
     with pytest.raises(NonFiniteError, match=r"samples of the training set: 5\."):
-        make(model, train_dataset=data, loss_fn=root_of_marked).train()
+        make(model, data=data, loss_fn=root_of_marked).train()
     assert not model.table.weight.count_nonzero()
 
 
@@ -124,13 +116,11 @@ def test_sparse_gradients_resume_to_the_bit(name: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(("options", "message"), [
     ({"optimizer": "adamw"}, r"\(AdamW\) cannot train 'table.weight', .* sparse: .*\. Make .* sparse=False"),
-    ({"optimizer": lambda given: torch.optim.SGD(given, 0.1, momentum=0.9)}, "sparse momentum, which checkpoint"),
+    ({"optimizer": lambda parameters: torch.optim.SGD(parameters, 0.1, momentum=0.9)}, "sparse momentum"),
     ({"weight_decay": 0.1}, r"\(SGD\) cannot train 'table.weight'"),
     ({"optimizer": "sparseadam"}, r"SparseAdam\) takes sparse gradients only, and those of 'head.weight', 'head.bias'"),
 ], ids=["adamw", "momentum", "weight decay", "sparseadam"])  # fmt: skip
-def test_optimizer_that_cannot_train_them_raises(
-    kind: type[Any], options: dict[str, Any], message: str, tmp_path: Path
-) -> None:
+def test_optimizer_that_cannot_train_them_raises(kind: type[Any], options: Any, message: str, tmp_path: Path) -> None:
     folder, model = tmp_path / "run", Bags(True)
     before = weights(model)
     rate = {} if callable(options.get("optimizer")) else {"learning_rate": 0.1}
