@@ -8,41 +8,32 @@ import os
 import platform
 import re
 import shutil
-import sys
 from datetime import datetime
-from functools import partial
 from pathlib import Path
 from typing import Any
 
-import programs
 import pytest
 import torch
-import torch.nn.functional as F
-from forging import content_of, seal, spoil
-from recipes import rows, t16
+from forging import content_of, shard, spoil
+from recipes import rows, small_trainer
 from safetensors.torch import load_file, save_file
 from tiny import Tokens, gpt
 
 from omnitrain import Trainer, __version__
 from omnitrain.checkpoint import sharded_files
-from omnitrain.checkpoint.disk import FileSystem
-from omnitrain.checkpoint.sharded_files import Block, local_blocks, write_shards
 from omnitrain.checkpoint.store import Store
-from omnitrain.checkpoint.tensor_files import Gathered
 from omnitrain.cli.main import main
 
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def train(folder: Path, **options: Any) -> None:
-    options = {"epochs": 3, "learning_rate": 0.05, "device": "cpu", "progress_bar": False, **options}
-    Trainer(t16(), rows(16), loss_fn=F.mse_loss, batch_size=4, save_dir=folder, **options).train()
+RUN: dict[str, Any] = {"epochs": 3, "learning_rate": 0.05, "eval_dataset": rows(8)}
 
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("runs") / "[a]"  # brackets mean something to rich
-    train(folder, eval_dataset=rows(8))
+    small_trainer(save_dir=folder, **RUN).train()
     return folder
 
 
@@ -63,13 +54,19 @@ def answer(capsys: pytest.CaptureFixture[str], *words: object) -> tuple[int, str
     return code, out, err
 
 
+def assert_same_tensors(first: Path, second: Path) -> None:
+    weights, others = load_file(first / "model.safetensors"), load_file(second / "model.safetensors")
+    assert weights.keys() == others.keys() and all(torch.equal(weights[name], others[name]) for name in weights)
+
+
+def assert_rows(out: str, rows: dict[str, list[str]]) -> None:
+    assert {name: row_of(out, name)[1:] for name in rows} == rows
+
+
 def row_of(out: str, name: str) -> list[str]:
     """The cells of the row that begins with `name`; cells are two spaces apart."""
     line = next(line for line in out.splitlines() if line.split("  ")[0] == name)
     return [cell.strip() for cell in line.split("  ") if cell.strip()]
-
-
-# --- ls
 
 
 def test_ls_has_row_per_checkpoint(run: Path, capsys: Any) -> None:
@@ -90,7 +87,11 @@ def test_ls_has_row_per_checkpoint(run: Path, capsys: Any) -> None:
     assert [line.split()[0] for line in out.splitlines() if line.startswith("checkpoint-")] == ["checkpoint-8"]
 
 
-def test_ls_marks_damaged_checkpoints(run: Path, capsys: Any) -> None:
+def test_damaged_checkpoints_are_marked_and_rejected(run: Path, tmp_path: Path, capsys: Any) -> None:
+    flip(run / "checkpoint-12" / "model.safetensors")
+    code, out, err = answer(capsys, "show", run)
+    assert code == 1 and not out and "'model.safetensors'" in err and "checkpoint-8" in err
+    assert answer(capsys, "export", run, tmp_path / "out")[0] == 1 and not (tmp_path / "out").exists()
     spoil(run / "checkpoint-8" / "model.safetensors", "truncate", -1)
     (run / "checkpoint-12" / "omnitrain.json").unlink()
     code, out, _ = answer(capsys, "ls", run)
@@ -101,22 +102,19 @@ def test_ls_marks_damaged_checkpoints(run: Path, capsys: Any) -> None:
 
 
 def test_ls_without_evaluations(tmp_path: Path, capsys: Any) -> None:
-    train(tmp_path, epochs=1)
+    small_trainer(save_dir=tmp_path, epochs=1).train()
     code, out, _ = answer(capsys, "ls", tmp_path)
     assert code == 0 and row_of(out, "checkpoint-4")[3:5] == ["-", "last"]
     assert answer(capsys, "show", tmp_path / "best")[0] == 1
 
 
-def test_pipe_gets_plain_columns(run: Path, capsys: Any, monkeypatch: Any) -> None:
+def test_pipes_and_terminals_get_fitting_tables(run: Path, capsys: Any, monkeypatch: Any) -> None:
     plain = answer(capsys, "show", run)[1]
     monkeypatch.setenv("FORCE_COLOR", "1")  # as Jupyter's kernels and many CI systems do
     assert answer(capsys, "show", run)[1] == plain and plain.isascii() and "\x1b" not in plain
     assert all(line == line.rstrip() for line in plain.splitlines())
     options = next(line for line in plain.splitlines() if line.startswith("optimizer_groups"))
     assert options.endswith("}]") and len(options) > 120
-
-
-def test_terminal_gets_fitting_tables(run: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sys.stdout.isatty", lambda: True)
     monkeypatch.setenv("FORCE_COLOR", "1")
     monkeypatch.setenv("COLUMNS", "90")
@@ -125,9 +123,6 @@ def test_terminal_gets_fitting_tables(run: Path, capsys: Any, monkeypatch: pytes
     monkeypatch.setenv("COLUMNS", "40")  # a narrow one loses nothing
     out = answer(capsys, "ls", run)[1]
     assert all(word in out for word in ("checkpoint-8", " 8 ", " kB ", "complete"))
-
-
-# --- verify
 
 
 def test_verify_reports_flipped_bit_and_missing_file(run: Path, capsys: Any) -> None:
@@ -146,24 +141,13 @@ def test_verify_reports_flipped_bit_and_missing_file(run: Path, capsys: Any) -> 
     assert answer(capsys, "verify", run)[0] == 0
 
 
-# --- show
-
-
 def test_show_prints_settings_versions_and_tensors(run: Path, capsys: Any) -> None:
     code, out, _ = answer(capsys, "show", run / "checkpoint-8")
     assert code == 0 and "model.safetensors: 4 tensors" in out
-    for name, *cells in (
-        ("step", "8"),
-        ("metric", "loss"),
-        ("learning_rate", "0.05"),
-        ("torch", importlib.metadata.version("torch")),
-        ("world_size", "1"),
-        ("omnitrain", __version__),
-        ("python", platform.python_version()),
-        ("0.weight", "F64", "[16, 4]"),
-        ("3.bias/exp_avg", "F64", "[1]"),
-    ):
-        assert row_of(out, name) == [name, *cells]
+    versions = {"torch": [importlib.metadata.version("torch")], "python": [platform.python_version()]}
+    settings = {"step": ["8"], "metric": ["loss"], "learning_rate": ["0.05"], "world_size": ["1"]}
+    tensors = {"0.weight": ["F64", "[16, 4]"], "3.bias/exp_avg": ["F64", "[1]"]}
+    assert_rows(out, {**settings, **versions, "omnitrain": [__version__], **tensors})
 
 
 def test_show_and_ls_print_the_date_of_the_save(run: Path, capsys: Any) -> None:
@@ -187,46 +171,12 @@ def test_show_takes_runs_pointers_and_relative_paths(run: Path, capsys: Any, mon
     assert "3 of 3 complete." in answer(capsys, "verify", "..")[1]
 
 
-def test_show_and_export_reject_damaged_checkpoints(run: Path, tmp_path: Path, capsys: Any) -> None:
-    flip(run / "checkpoint-12" / "model.safetensors")
-    code, out, err = answer(capsys, "show", run)
-    assert code == 1 and not out and "'model.safetensors'" in err and "checkpoint-8" in err
-    assert answer(capsys, "export", run, tmp_path / "out")[0] == 1 and not (tmp_path / "out").exists()
-
-
-# --- export
-
-
 @pytest.fixture(scope="module")
 def transformers_run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
     """A checkpoint of a tiny model of transformers whose output layer is tied to its embedding."""
     folder, model = tmp_path_factory.mktemp("runs") / "gpt2", gpt()
     Trainer(model, Tokens(8), epochs=1, batch_size=8, save_dir=folder, device="cpu", progress_bar=False).train()
     return folder, model
-
-
-def slice_of(tensor: torch.Tensor, begin: int, end: int) -> tuple[int, torch.Tensor]:
-    return begin, tensor.reshape(-1)[begin:end]
-
-
-def shard(folder: Path, ranks: int = 2) -> None:
-    """Make a checkpoint one whose ranks have written their parts of the weights and of the optimizer's tensors."""
-    content = content_of(folder)
-    for file, part in (("model.safetensors", "model"), ("optimizer/state.safetensors", "optimizer")):
-        if content["files"].pop(file, None) is None:
-            continue
-        tensors = load_file(folder / file)
-        (folder / file).unlink()
-        (folder / part).mkdir(exist_ok=True)
-        for rank in range(ranks):
-            blocks: dict[str, list[Block]] = {}
-            for name, tensor in tensors.items():
-                begin, end = (tensor.numel() * (rank + step) // ranks for step in (0, 1))
-                flat = partial(slice_of, tensor, begin, end)
-                blocks[name] = local_blocks(Gathered(tuple(tensor.shape), tensor.dtype, tensor.clone, flat=flat), rank)
-            entries = write_shards(blocks, folder / part, rank, FileSystem())
-            content["files"] |= {f"{part}/{name}": entry for name, entry in entries.items()}
-    seal(folder, content)
 
 
 @pytest.mark.parametrize("limit", [None, 2000], ids=["unsharded", "several files"])
@@ -255,31 +205,24 @@ def test_commands_take_sharded_checkpoint(run: Path, tmp_path: Path, capsys: Any
     assert lines and all(re.sub(" +", " ", line) in re.sub(" +", " ", out) for line in lines)
     assert "model: " in out and "rank-" not in out
     assert answer(capsys, "export", run / "checkpoint-8", tmp_path / "out")[0] == 0
-    exported, expected = (
-        load_file(path / "model.safetensors") for path in (tmp_path / "out", unsharded / "checkpoint-8")
-    )
-    assert all(torch.equal(expected[name], exported[name]) for name in expected)  # in one file
+    assert_same_tensors(tmp_path / "out", unsharded / "checkpoint-8")  # in one file
     assert "0 of 4 tensors differ" in answer(capsys, "diff", run / "checkpoint-8", unsharded / "checkpoint-8")[1]
     flip(run / "checkpoint-8" / "model" / "rank-00001.safetensors")
     code, out, _ = answer(capsys, "verify", run / "checkpoint-8")
     assert code == 1 and "model/rank-00001.safetensors" in out
 
 
-def test_export_writes_named_checkpoint(run: Path, tmp_path: Path, capsys: Any) -> None:
+def test_export_fills_empty_folders_only(run: Path, tmp_path: Path, capsys: Any) -> None:
     out = tmp_path / "out"
-    out.mkdir()  # an empty folder is filled
+    out.mkdir()
     assert answer(capsys, "export", run / "checkpoint-4", out)[0] == 0
     assert [path.name for path in out.iterdir()] == ["model.safetensors"]
-    expected, exported = (load_file(folder / "model.safetensors") for folder in (run / "checkpoint-4", out))
-    assert all(torch.equal(expected[name], exported[name]) for name in expected)
-
-
-def test_export_does_not_overwrite(run: Path, tmp_path: Path, capsys: Any) -> None:
+    assert_same_tensors(run / "checkpoint-4", out)
     (tmp_path / "mine").write_text("mine")
-    code, _, err = answer(capsys, "export", run, tmp_path)
-    assert code == 2 and "not overwritten" in err
-    assert {path.name for path in tmp_path.iterdir()} == {"mine", run.name}
-    assert answer(capsys, "export", run, tmp_path / "mine")[0] == 2
+    for target in (tmp_path, tmp_path / "mine"):
+        code, _, err = answer(capsys, "export", run, target)
+        assert code == 2 and "not overwritten" in err
+    assert {path.name for path in tmp_path.iterdir()} == {"mine", "out", run.name}
 
 
 def test_export_leaves_nothing_after_failure(run: Path, tmp_path: Path, capsys: Any, monkeypatch: Any) -> None:
@@ -292,39 +235,20 @@ def test_export_leaves_nothing_after_failure(run: Path, tmp_path: Path, capsys: 
     assert code == 1 and "No space left" in err and not list((tmp_path / "out").iterdir())
 
 
-# --- diff
-
-
 def test_diff_lists_changed_settings(run: Path, tmp_path: Path, capsys: Any) -> None:
     changes = {"weight_decay": 0.1, "max_grad_norm": None, "test_dataset": {"dev": rows(4)}}
-    train(tmp_path / "b", eval_dataset=rows(8), **changes)
+    small_trainer(save_dir=tmp_path / "b", **RUN, **changes).train()
     code, out, _ = answer(capsys, "diff", run, tmp_path / "b")
     assert code == 0 and not any(line.startswith("learning_rate") for line in out.splitlines())
-    for name, *cells in (
-        ("weight_decay", "0.0", "0.1"),
-        ("max_grad_norm", "1.0", "null"),
-        ("optimizer_groups.0.weight_decay", "0.0", "0.1"),
-        ("test_dataset.dev", "(absent)", "torch.utils.data.dataset.TensorDataset"),
-        ("test_dataset", "null", "(absent)"),
-    ):
-        assert row_of(out, name) == [name, *cells]
-
-
-def test_diff_orders_tensors(run: Path, capsys: Any) -> None:
-    a, b = (load_file(run / f"checkpoint-{step}" / "model.safetensors") for step in (4, 12))
-    largest = {name: float((a[name] - b[name]).abs().max()) for name in a}
-    expected = sorted(largest, key=lambda name: -largest[name])
-    _, out, _ = answer(capsys, "diff", run / "checkpoint-4", run)
-    lines = out.split("4 of 4 tensors differ\n")[1].splitlines()[1:]
-    assert [line.split()[0] for line in lines] == expected
-    assert row_of(out, expected[0])[-1] == f"{largest[expected[0]]:.6g}"
+    changed = {"weight_decay": ["0.0", "0.1"], "optimizer_groups.0.weight_decay": ["0.0", "0.1"]}
+    removed = {"max_grad_norm": ["1.0", "null"], "test_dataset": ["null", "(absent)"]}
+    added = {"test_dataset.dev": ["(absent)", "torch.utils.data.dataset.TensorDataset"]}
+    assert_rows(out, {**changed, **removed, **added})
     _, out, _ = answer(capsys, "diff", run, run / "last")
     assert "0 settings differ" in out and "0 of 4 tensors differ" in out
 
 
 NAN, INF = float("nan"), float("inf")
-
-
 DTYPES: list[tuple[torch.Tensor, torch.Tensor, str]] = [
     (torch.tensor([1.0, NAN]), torch.tensor([1.0, NAN]), ""),
     (torch.tensor([INF]), torch.tensor([INF]), ""),
@@ -360,33 +284,26 @@ def test_diff_of_every_dtype(tmp_path: Path, capsys: Any) -> None:
 MARKUP = "[red]layers[0]:smile:"
 
 
-@pytest.mark.parametrize(
-    ("a", "b", "fragments"),
-    [
-        ({"w": torch.zeros(2, 3)}, {"w": torch.zeros(3, 3)}, ["w: shape [2, 3] in A, [3, 3] in B"]),
-        ({"old": torch.zeros(1)}, {"new": torch.zeros(1)}, ["only in A: old", "only in B: new"]),
-        ({MARKUP: torch.zeros(1)}, {MARKUP: torch.ones(1)}, [f"\n{MARKUP} [1] 1\n"]),
-        (
-            {name: torch.zeros(2) for name in "abc"},
-            {"a": torch.ones(2), "b": torch.tensor([0.0, NAN]), "c": torch.full((2,), INF)},
-            ["\nb ", "\nc ", "\na "],
-        ),
-        (
-            {f"w{i}": torch.zeros(1) for i in range(13)},
-            {f"w{i}": torch.full((1,), float(i)) for i in range(13)},
-            ["12 of 13 tensors differ", *(f"\nw{i} " for i in range(12, 2, -1)), "and 2 more that differ less"],
-        ),
-    ],
-    ids=["shapes", "names", "markup", "nan first", "many"],
-)  # fmt: skip
+@pytest.mark.parametrize(("a", "b", "fragments"), [
+    ({"w": torch.zeros(2, 3)}, {"w": torch.zeros(3, 3)}, ["w: shape [2, 3] in A, [3, 3] in B"]),
+    ({"old": torch.zeros(1)}, {"new": torch.zeros(1)}, ["only in A: old", "only in B: new"]),
+    ({MARKUP: torch.zeros(1)}, {MARKUP: torch.ones(1)}, [f"\n{MARKUP} [1] 1\n"]),
+    (
+        {name: torch.zeros(2) for name in "abc"},
+        {"a": torch.ones(2), "b": torch.tensor([0.0, NAN]), "c": torch.full((2,), INF)},
+        ["\nb ", "\nc ", "\na "],
+    ),
+    (
+        {f"w{i}": torch.zeros(1) for i in range(13)},
+        {f"w{i}": torch.full((1,), float(i)) for i in range(13)},
+        ["12 of 13 tensors differ", *(f"\nw{i} " for i in range(12, 2, -1)), "and 2 more that differ less"],
+    ),
+], ids=["shapes", "names", "markup", "nan first", "many"])  # fmt: skip
 def test_diff_prints_in_order(a: Any, b: Any, fragments: list[str], tmp_path: Path, capsys: Any) -> None:
     out = re.sub(" +", " ", diff(capsys, tmp_path, a, b))
     positions = [out.find(fragment) for fragment in fragments]
     assert -1 not in positions and positions == sorted(positions), out
     assert "\nw2 " not in out
-
-
-# --- paths and costs
 
 
 def test_commands_reject_other_paths(tmp_path: Path, capsys: Any) -> None:
@@ -397,19 +314,6 @@ def test_commands_reject_other_paths(tmp_path: Path, capsys: Any) -> None:
         words = {"export": ["out"], "diff": [tmp_path / name]}.get(command, [])
         code, out, err = answer(capsys, command, tmp_path / name, *words)
         assert code == 2 and not out and repr(str(tmp_path / name)) in err and messages[name] in err, command
-
-
-@pytest.mark.processes
-def test_only_diff_imports_torch(run: Path, tmp_path: Path) -> None:
-    code = (
-        "import sys; from omnitrain.cli.main import main\n"
-        "for words in (['ls'], ['verify'], ['show'], ['export', sys.argv[2]]):\n"
-        "    assert main(['checkpoint', words[0], sys.argv[1], *words[1:]]) == 0\n"
-        "print('torch' in sys.modules)"
-    )
-    result = programs.run(sys.executable, "-c", code, str(run), str(tmp_path / "out"), cwd=ROOT)
-    assert result.returncode == 0, result.stderr
-    assert result.stdout.splitlines()[-1] == "False"
 
 
 def test_format_page_describes_every_field(run: Path) -> None:

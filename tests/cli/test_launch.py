@@ -9,11 +9,10 @@ from typing import Any
 
 import pytest
 import torch.distributed as dist
-import torch.nn.functional as F
 from forking import Case, play
-from recipes import rows, t16
+from recipes import small_trainer
 
-from omnitrain import ConfigError, MissingExtraError, Trainer
+from omnitrain import ConfigError, MissingExtraError
 from omnitrain.cli import launch
 from omnitrain.cli.launch import Launch
 from omnitrain.cli.main import main
@@ -24,9 +23,6 @@ def script(tmp_path: Path) -> str:
     path = tmp_path / "train.py"
     path.write_text("raise SystemExit(7)\n")
     return str(path)
-
-
-# --- the command line
 
 
 MACHINES = ["--rdzv-endpoint", "a:1", "--max-restarts", "3"]
@@ -51,9 +47,6 @@ def test_launch_reads_options(words: list[str], expected: Launch, monkeypatch: p
     assert launches == [expected]
 
 
-# --- checks before anything starts
-
-
 @pytest.mark.parametrize(
     ("options", "fragment"),
     [
@@ -76,23 +69,18 @@ def test_check_rejects_options(options: dict[str, Any], fragment: str, script: s
         Launch(**{"script": script, **options}).check()
 
 
-def test_check_rejects_more_processes_than_gpus(script: str) -> None:
+def test_check_needs_gpus_and_deepspeed(script: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """GPUs as many as processes, if any; DeepSpeed only for ZeRO."""
     with pytest.raises(ConfigError, match=r"`-n 3` .* \(2\)"):
         Launch(script, processes=3).check(gpus=2)
     Launch(script, processes=2).check(gpus=2)
     Launch(script, processes=3).check(gpus=0)
     Launch(script, processes=3, cpu=True).check(gpus=2)
-
-
-def test_check_needs_deepspeed_only_for_zero(script: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(launch, "find_spec", lambda name: None)
     with pytest.raises(MissingExtraError, match=r"-e .*\[deepspeed\]"):
         Launch(script, zero=2).check()
     Launch(script, fsdp=True).check()
     Launch("package.train", is_module=True).check()  # needs no file
-
-
-# --- commands and environments
 
 
 SEVERAL = "--rdzv-backend c10d --rdzv-endpoint a:1"
@@ -134,13 +122,10 @@ def test_environment_sets_only_requested_options(options: dict[str, Any], expect
     assert {name: value for name, value in environment.items() if name.startswith(prefixes)} == expected
 
 
-def test_environment_of_deepspeed_on_cpu() -> None:
+def test_environment_of_cpu_and_cores(monkeypatch: pytest.MonkeyPatch) -> None:
     environment = Launch("a.py", processes=4, zero=3, cpu=True).environment(cores=8)
     assert environment["ACCELERATE_USE_CPU"] == "false"  # it would turn DeepSpeed off
     assert (environment["DS_ACCELERATOR"], environment["CUDA_VISIBLE_DEVICES"]) == ("cpu", "")
-
-
-def test_environment_shares_cores_unless_set(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("OMP_NUM_THREADS")
     assert Launch("a.py", processes=2).environment(cores=9)["OMP_NUM_THREADS"] == "4"
     assert Launch("a.py", processes=9).environment(cores=2)["OMP_NUM_THREADS"] == "1"
@@ -148,33 +133,25 @@ def test_environment_shares_cores_unless_set(monkeypatch: pytest.MonkeyPatch) ->
     assert "OMP_NUM_THREADS" not in Launch("a.py", processes=2).environment(cores=9)
 
 
-# --- the end
-
-
 def run_command(words: list[str]) -> None:
     sys.exit(main(words))
-
-
-@pytest.mark.processes
-def test_launch_exits_with_code_of_the_script(script: str, tmp_path: Path) -> None:
-    case = Case("exit", "cli.test_launch:run_command", {"words": ["launch", script]}, processes=1)
-    (outcome,) = play([case], tmp_path / "cases")["exit"]
-    assert outcome.code == 7
-    assert "exit code 7" in outcome.output and "Traceback" not in outcome.output
-
-
-# --- a trainer for one process
 
 
 def train_natively() -> None:
     """Train by a native trainer in a process group whose launcher's variables are gone."""
     dist.init_process_group("gloo")
     del os.environ["RANK"]
-    Trainer(t16(), rows(8), loss_fn=F.mse_loss, device="cpu", epochs=1, progress_bar=False).train()
+    small_trainer().train()
 
 
 @pytest.mark.processes
-def test_trainer_rejects_process_group_of_two(tmp_path: Path) -> None:
-    for outcome in play([Case("apart", "cli.test_launch:train_natively")], tmp_path / "cases")["apart"]:
+def test_launch_ends_with_code_or_error_of_the_script(script: str, tmp_path: Path) -> None:
+    """`Trainer` trains on one process."""
+    case = Case("exit", "cli.test_launch:run_command", {"words": ["launch", script]}, processes=1)
+    outcomes = play([case, Case("native", "cli.test_launch:train_natively")], tmp_path / "cases")
+    (outcome,) = outcomes["exit"]
+    assert outcome.code == 7
+    assert "exit code 7" in outcome.output and "Traceback" not in outcome.output
+    for outcome in outcomes["native"]:
         assert outcome.code == 1
         assert "DistributedError: Trainer trains on one process, and this is one of 2" in outcome.output

@@ -5,11 +5,13 @@ import os
 import signal
 import subprocess
 import sys
+import textwrap
 from pathlib import Path
 from typing import Any
 
 import programs
 import pytest
+from recipes import small_trainer
 
 import omnitrain
 from omnitrain import ConfigError
@@ -24,36 +26,22 @@ def start(*arguments: str, cwd: Path) -> contextlib.AbstractContextManager[subpr
     return programs.started(sys.executable, *arguments, cwd=cwd, env=environment, **pipes)
 
 
-# What may be typed
-
-
-@pytest.mark.parametrize(
-    ("words", "expected"),
-    [
-        ([], "command"), (["dmo"], "'demo'"), (["demo", "--trainer", "magic"], "'native'"),
-        (["demo", "--data", "mnist"], "'digits', 'stdlib'"), (["demo", "--epochs", "3"], "--epochs"),
-        (["demo", "--dat", "digits"], "--dat"), (["demo", "--out"], "--out"), (["schedule"], "NAME"),
-        (["checkpoint"], "usage: omnitrain checkpoint"), (["launch"], "script"),
-        (["launch", "-n", "two", "train.py"], "'two'"), (["launch", "--zero", "4", "train.py"], "invalid choice: 4"),
-        (["launch", "--fsdp", "--zero", "3", "train.py"], "not allowed with"),
-        (["launch", "--nproc-per-node", "2", "train.py"], "--nproc-per-node"),
-        (["schedule", "cosine", "--max-step", "9"], "--max-step"),
-    ],
-)  # fmt: skip
-def test_cli_rejects_wrong_words(words: list[str], expected: str, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(("words", "expected"), [
+    ("", "command"), ("dmo", "'demo'"), ("demo --trainer magic", "'native'"), ("demo --out", "--out"),
+    ("demo --data mnist", "'digits', 'stdlib'"), ("demo --epochs 3", "--epochs"), ("demo --dat digits", "--dat"),
+    ("checkpoint", "usage: omnitrain checkpoint"), ("launch", "script"), ("launch -n two train.py", "'two'"),
+    ("launch --zero 4 train.py", "invalid choice: 4"), ("launch --fsdp --zero 3 train.py", "not allowed with"),
+    ("launch --nproc-per-node 2 train.py", "--nproc-per-node"), ("schedule", "NAME"),
+    ("schedule cosine --max-step 9", "--max-step"),
+])  # fmt: skip
+def test_cli_rejects_wrong_words(words: str, expected: str, capsys: Any) -> None:
     with pytest.raises(SystemExit) as exit_:
-        main.main(words)
+        main.main(words.split())
     assert exit_.value.code == 2
     assert expected in capsys.readouterr().err
 
 
-def test_cli_version(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as exit_:
-        main.main(["--version"])
-    assert (exit_.value.code, capsys.readouterr().out) == (0, f"omnitrain {omnitrain.__version__}\n")
-
-
-def test_cli_help_lists_choices(capsys: pytest.CaptureFixture[str]) -> None:
+def test_cli_help_lists_choices(capsys: Any) -> None:
     with pytest.raises(SystemExit) as exit_:
         main.main(["demo", "--help"])
     assert exit_.value.code == 0
@@ -63,15 +51,29 @@ def test_cli_help_lists_choices(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.processes
-def test_cli_runs_as_module_without_torch() -> None:
+def test_cli_imports_torch_only_where_needed(tmp_path: Path) -> None:
+    """Nor modules of users: not for help, for errors in files, and for what `checkpoint` reads, except `diff`."""
     done = programs.run(sys.executable, "-m", "omnitrain", "--version", cwd=ROOT)
     assert (done.returncode, done.stdout) == (0, f"omnitrain {omnitrain.__version__}\n")
-    code = "import sys; from omnitrain.cli.main import main\ntry: main(['demo', '--help'])\nexcept SystemExit: pass\n"
-    done = programs.run(sys.executable, "-c", f"{code}sys.exit('torch' in sys.modules)", cwd=ROOT)
-    assert done.returncode == 0
+    small_trainer(save_dir=tmp_path / "run").train()
+    (tmp_path / "a.yaml").write_text("trainer: {model: named.Net, epochs: x}")
+    code = """
+        import sys
+        from omnitrain.cli.main import main
 
-
-# What it does
+        for words in sys.argv[1:]:
+            try:
+                main(words.split())
+            except SystemExit:
+                pass
+            print(words, "torch" in sys.modules or "named" in sys.modules)
+    """
+    words = ["demo --help", "train --help", "train a.yaml", "config check a.yaml --trainer.max_steps 3"]
+    words += [f"checkpoint {command}" for command in ("ls run", "verify run", "show run", "export run out")]
+    environment = {**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'tests'}"}
+    done = programs.run(sys.executable, "-c", textwrap.dedent(code), *words, cwd=tmp_path, env=environment)
+    assert all(f"{line} False" in done.stdout.splitlines() for line in words), done.stdout + done.stderr
+    assert "`epochs` must be" in done.stderr and (tmp_path / "out" / "model.safetensors").exists()
 
 
 def test_cli_passes_words_to_demo(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -84,9 +86,6 @@ def test_cli_passes_words_to_demo(monkeypatch: pytest.MonkeyPatch) -> None:
     assert calls == [("digits", trainer, Path("runs/demo")), ("stdlib", trainer, Path("here"))]
 
 
-# How it ends
-
-
 @pytest.mark.parametrize(
     ("error", "code", "message"),
     [
@@ -96,9 +95,7 @@ def test_cli_passes_words_to_demo(monkeypatch: pytest.MonkeyPatch) -> None:
         (ZeroDivisionError(), None, ""),  # a bug keeps its traceback
     ],
 )
-def test_cli_exit_code_of_errors(
-    error: BaseException, code: int | None, message: str, monkeypatch: pytest.MonkeyPatch, capsys: Any
-) -> None:
+def test_cli_exit_code_of_errors(error: Any, code: int | None, message: str, monkeypatch: Any, capsys: Any) -> None:
     def fail(*_: Any) -> None:
         raise error
 
@@ -137,9 +134,6 @@ def test_cli_survives_closed_pipe(tmp_path: Path) -> None:
         process.stdout.close()
         errors = process.stderr.read()
         assert (process.wait(programs.LIMIT), errors) == (1, "")
-
-
-# A schedule
 
 
 def test_cli_prints_and_draws_schedule(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
