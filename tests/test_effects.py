@@ -94,17 +94,16 @@ ARGUMENTS: dict[str, str] = {
     "config/test_configuration.py::test_foreign_code_needs_trust": "Config(trust)",
     "config/test_configuration.py::test_parts_are_seeded_and_preserve_rng_state": "instantiate(seed)",
     "config/test_configuration.py::test_texts_stay_texts_where_admitted": "instantiate(init_args)",
-    "config/test_round_trip.py::test_samples_are_not_written": "instantiate(class_path)",
-    "contrib/test_nnscaler.py::test_converted_bf16_run_resumes": "BaseTrainer(dtypes)",
+    "config/test_round_trip.py::test_samples_constructors_and_secrets_are_not_written": "instantiate(class_path)",
+    "contrib/test_nnscaler.py::test_convert_and_train_every_section": "BaseTrainer(dtypes)",
     "core/test_duration.py::test_duration_rejects_fractions_of_whole_units": "Duration(unit)",
-    "core/test_metric_format.py::test_describe_metric_rejects_wrong_format": "describe_metric(name)",
     "core/test_metric_format.py::test_describe_metric_sets_title_unit_format_and_place":
-        "MetricDescriptor(title unit format order)",
+        "MetricDescriptor(title unit format order) describe_metric(name)",
     "core/test_metric_format.py::test_metric_brings_descriptor": "describe_metric(descriptor)",
     "core/test_metric_format.py::test_plot_panels_and_direction_follow_descriptors":
         "MetricDescriptor(higher_is_better)",
     "core/test_objective.py::test_direction_precedence": "Objective(direction)",
-    "core/test_objective.py::test_objective_adds_up_small_gains": "BaseTrainer(delta) Objective(delta)",
+    "core/test_objective.py::test_objective_equals_naive_model": "BaseTrainer(delta) Objective(delta)",
     "data/test_collation.py::test_padding_equals_padding_by_hand": "Collator(truncation_side padding_side)",
     "data/test_collation.py::test_padding_may_differ_by_key": "Collator(pad_value pad_values)",
     "data/test_grouping.py::test_data_that_cannot_be_grouped_are_an_error": "GroupByLength(pool)",
@@ -274,7 +273,8 @@ OPTIONS: dict[str, str] = {
     "cli/test_main.py::test_cli_rejects_wrong_schedule": "schedule(--epochs --max-steps --max-duration --warmup)",
     "cli/test_main.py::test_cli_schedule_takes_pace_and_rate":
         "schedule(--learning-rate --samples-per-step --tokens-per-step --seconds-per-step)",
-    "config/test_configuration.py::test_nested_names_need_trust": "train(--trust) sweep(--trust) config check(--trust)",
+    "config/test_configuration.py::test_foreign_code_needs_trust":
+        "train(--trust) sweep(--trust) config check(--trust)",
     "distributed/test_launching.py::test_torchrun_restarts_a_killed_worker_exactly": "launch(--max-restarts)",
 }  # fmt: skip
 """The options of commands that each test covers."""

@@ -1,13 +1,10 @@
 from __future__ import annotations
 
 import functools
-import re
-import sys
 from pathlib import Path
 from typing import Any
 
 import named
-import programs
 import pytest
 import torch
 from torch import nn
@@ -45,44 +42,31 @@ def part(class_path: str, **init_args: Any) -> dict[str, Any]:
     return {"class_path": class_path, "init_args": init_args}
 
 
-# What names stand for
-
-
 def test_model_from_class_or_function(folder: Path) -> None:
     assert isinstance(made(folder).model, named.Net)
-    model = made(
-        folder,
-        model=part(
-            "named.Net", width=3, activation="torch.nn.Tanh", kind="deep", sizes=[4, 3], scale=2,
-            init="torch.nn.init.zeros_", folder="a/b",
-        ),
-    ).model  # fmt: skip
+    options = {"width": 3, "activation": "torch.nn.Tanh", "kind": "deep", "sizes": [4, 3], "scale": 2, "folder": "a/b"}
+    model = made(folder, model=part("named.Net", init="torch.nn.init.zeros_", **options)).model
     assert isinstance(model.activation, nn.Tanh) and model.body[0].weight.shape == (3, 4)
     assert (model.kind, model.scale, model.folder, model.sizes) == ("deep", 2, Path("a/b"), (4, 3))
     assert not model.body[0].weight.any()
-    stack = made(
-        folder, model=part("Sequential") | {"init_args": [part("Linear", in_features=4, out_features=2)]}
-    ).model
+    linear = part("Linear", in_features=4, out_features=2)
+    stack = made(folder, model={"class_path": "Sequential", "init_args": [linear]}).model
     assert isinstance(stack, nn.Sequential) and isinstance(stack[0], nn.Linear)
     assert isinstance(made(folder, model=part("named.Own", width=4), loss_fn="left out").model, named.Own)
 
 
-def given(folder: Path, **arguments: Any) -> dict[str, Any]:
-    return made(folder, model=part("named.Typed", **arguments)).model.given
-
-
-@pytest.mark.parametrize("text, color", [("RED", named.Color.RED), (1, named.Color.RED), ("blue", named.Color.BLUE)])
-def test_enum_member_by_name_or_value(folder: Path, text: Any, color: named.Color) -> None:
-    assert given(folder, color=text)["color"] is color
-
-
 def test_arguments_are_converted_to_annotations(folder: Path) -> None:
-    assert given(folder, options={"width": 3})["options"] == named.Options(3)
-    assert given(folder, device="cuda:0")["device"] == torch.device("cuda:0")
-    assert given(folder, functions={"a": "named.loss"})["functions"] == {"a": named.loss}
-    assert isinstance(given(folder, modules={"a": "Tanh"})["modules"]["a"], nn.Tanh)
-    assert given(folder, kind="torch.nn.Tanh")["kind"] is nn.Tanh
-    assert given(folder, weight=part("torch.tensor", data=[1, 2]))["weight"].tolist() == [1, 2]
+    def converted(**arguments: Any) -> dict[str, Any]:
+        return made(folder, model=part("named.Typed", **arguments)).model.given
+
+    for text, color in (("RED", named.Color.RED), (1, named.Color.RED), ("blue", named.Color.BLUE)):
+        assert converted(color=text)["color"] is color
+    assert converted(options={"width": 3})["options"] == named.Options(3)
+    assert converted(device="cuda:0")["device"] == torch.device("cuda:0")
+    assert converted(functions={"a": "named.loss"})["functions"] == {"a": named.loss}
+    assert isinstance(converted(modules={"a": "Tanh"})["modules"]["a"], nn.Tanh)
+    assert converted(kind="torch.nn.Tanh")["kind"] is nn.Tanh  # a class stays one
+    assert converted(weight=part("torch.tensor", data=[1, 2]))["weight"].tolist() == [1, 2]
 
 
 TEXTS: dict[str, Any] = {
@@ -109,31 +93,6 @@ def test_texts_stay_texts_where_admitted(folder: Path, monkeypatch: pytest.Monke
     assert texts["maybe"] == "007" and texts["maybe"].reference == texts["listed"][0].reference == "${env:WORD}"
 
 
-@pytest.mark.parametrize(
-    "arguments, message",
-    [
-        ({"first": 1}, "'x?first'? .*positional.only"),
-        ({"options": {"widht": 3}}, r"no argument 'widht'. Did you mean 'width'\?"),
-        ({"color": "PINK"}, "RED,BLUE"),
-        ({"device": "warp"}, "'warp' is no device"),
-    ],
-)
-def test_wrong_arguments_report_line(folder: Path, arguments: dict[str, Any], message: str) -> None:
-    [error] = config(folder, model=part("named.Typed", **arguments)).check()
-    assert re.search(rf"^a.yaml:\d+: .*{message}", str(error))
-
-
-def test_nested_names_need_trust(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (folder / "elsewhere").mkdir()
-    (folder / "inside").mkdir()
-    (folder / "elsewhere" / "runs_code.py").write_text("open('ran', 'w').close()\ndef loss(): ...\n")
-    monkeypatch.syspath_prepend(str(folder / "elsewhere"))
-    monkeypatch.chdir(folder / "inside")
-    model = part("named.Typed", functions={"a": "runs_code.loss"})
-    errors = config(folder / "inside", model=model).check()
-    assert "pass --trust" in str(errors) and not (folder / "inside" / "ran").exists()
-
-
 def test_data_from_functions_classes_or_objects(folder: Path) -> None:
     trainer = made(
         folder, train_dataset=part("named.rows", size=12), test_dataset="named.CONSTANT",
@@ -157,17 +116,11 @@ def test_functions_are_passed_and_classes_instantiated(folder: Path) -> None:
     collator = made(folder, data_collator=part("named.make_collate", times=2.0)).data_collator
     assert collator.keywords == {"times": 2.0}
     assert made(folder, data_collator="named.collate").data_collator is named.collate
-    evaluated = {
-        "eval_dataset": "named.rows",
-        "early_stopper": "named.stop_early",
-        "compute_metrics": "named.share_of_ones",
-    }
-    assert made(folder, **evaluated).settings.early_stopper is named.stop_early
-    assert made(folder, compute_metrics={"import_path": "named.share_of_ones"}).compute_metrics is named.share_of_ones
-    assert (
-        made(folder, compute_metrics=["accuracy", {"import_path": "named.share_of_ones"}]).compute_metrics[0]
-        == "accuracy"
-    )
+    metric = {"import_path": "named.share_of_ones"}
+    trainer = made(folder, eval_dataset="named.rows", early_stopper="named.stop_early", compute_metrics=metric)
+    assert trainer.settings.early_stopper is named.stop_early and trainer.compute_metrics is named.share_of_ones
+    assert made(folder, compute_metrics="named.share_of_ones").compute_metrics is named.share_of_ones
+    assert made(folder, compute_metrics=["accuracy", metric]).compute_metrics == ["accuracy", named.share_of_ones]
 
 
 def test_optimizer_and_schedule_are_built_by_trainer(folder: Path) -> None:
@@ -229,70 +182,53 @@ def test_parts_are_seeded_and_preserve_rng_state(folder: Path) -> None:
     first, second = made(folder, train_dataset="named.drawn"), made(folder, model=part("named.Net", width=8))
     assert torch.equal(torch.get_rng_state(), state)
     assert torch.equal(first.model.body[0].weight, second.model.body[0].weight)
-    assert torch.equal(
-        first.train_dataset.tensors[0], made(folder, train_dataset="named.drawn").train_dataset.tensors[0]
-    )
+    again = made(folder, train_dataset="named.drawn")
+    assert torch.equal(first.train_dataset.tensors[0], again.train_dataset.tensors[0])
     assert not torch.equal(first.model.body[0].weight, made(folder, seed=7).model.body[0].weight)
 
 
-# What is wrong
-
-
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        ({"learning_rat": 1}, "a.yaml:7: Trainer has no argument 'learning_rat'. Did you mean 'learning_rate'?"),
-        ({"num_train_epochs": 1}, "a.yaml:7: Trainer has no argument 'num_train_epochs'. Here it is `epochs`."),
-        ({"epochs": "three"}, "a.yaml:5: `epochs` must be a positive number or None, got 'three'."),
-        ({"batch_size": "1e-4"}, "a.yaml:7: `batch_size` must be a positive integer, got '1e-4'."),
-        ({"patience": 3}, "a.yaml:7: `patience=3` needs evaluations"),
-        ({"shuffle": "on"}, "a.yaml:7: `shuffle` must be True or False, got 'on'."),
-        ({"grad_reduction": "meen"}, "a.yaml:7: `grad_reduction` must be one of 'mean', 'sum'"),
-        ({"max_duration": "2x"}, "a.yaml:7: `max_duration` must be a positive duration"),
-        ({"model": "???"}, "a.yaml:2: `trainer.model` has no value (???)"),
-        ({"model": part("named.Net", width="???")}, "a.yaml:5: `trainer.model.init_args.width` has no value"),
-        ({"class_path": "Trayner"}, "a.yaml:7: there is no trainer 'Trayner'"),
-        ({"class_path": "named.Net"}, "a.yaml:7: named.Net is no trainer: it does not derive from BaseTrainer."),
-        ({"class_path": "HFTrainer", "device": "cpu"}, "a.yaml:8: `device` is an argument of Trainer."),
-        ({"class_path": "AccelerateTrainer", "fsdp_plugn": 1}, "Did you mean 'fsdp_plugin'?"),
-        ({"model": "named.Nett"}, "a.yaml:2: named has no 'Nett', which 'named.Nett' needs. Did you mean 'Net'?"),
-        ({"model": "nothing_here.Net"}, "a.yaml:2: there is no module 'nothing_here'"),
-        ({"model": "named.deeper.Net"}, "a.yaml:2: named has no 'deeper'"),
-        ({"model": "__main__.Net"}, "Move it into a module."),
-        ({"loss_fn": "CrossEntropyLos"}, "Did you mean 'CrossEntropyLoss'?"),
-        ({"model": part("named.Net", width="wide")}, "a.yaml:5: `width` of named.Net must be int, got 'wide'."),
-        ({"model": part("named.Net", kind="flat")}, "a.yaml:5: `kind` of named.Net must be Literal['plain', 'deep']"),
-        ({"model": part("named.Net", sizes=[1])}, "a.yaml:5: `sizes` of named.Net must be tuple with 2 elements"),
-        ({"model": part("named.Net", widht=3)}, "a.yaml:5: named.Net has no argument 'widht'. Did you mean 'width'?"),
-        ({"model": part("named.Net", activation="torch.nn.Tahn")}, "Did you mean 'Tanh'?"),
-        ({"model": part("torch.nn.Linear", in_features=4)}, "a.yaml:2: torch.nn.Linear needs 'out_features'"),
-        ({"train_dataset": part("named.loader")}, "named.loader needs 'dataset': give a value under `init_args`."),
-        ({"train_dataset": part("named.loader", dataset=part("named.loader"))}, "named.loader needs 'dataset'"),
-        ({"model": {"class_path": "named.Net", "width": 3}}, "a.yaml:4: next to `class_path` only `init_args`"),
-        ({"model": {"class_path": "named.Net", "import_path": "named.Net"}}, "exclude each other"),
-        ({"model": {"class_path": 3}}, "a.yaml:2: a class or function is named by a text, got 3."),
-        ({"model": {"class_path": "named.Net", "init_args": 3}}, "a.yaml:4: the arguments of named.Net are names"),
-        ({"model": {"import_path": "named.Net", "init_args": {}}}, "takes no `init_args`"),
-        ({"model": part("named.CONSTANT")}, "cannot be called. Use `import_path` for the thing itself."),
-        ({"optimizer": part("torch.optim.SGD", lrr=1)}, "a.yaml:10: torch.optim.SGD has no argument 'lrr'."),
-        ({"optimizer": part("torch.optim.SGD", lr="fast")}, "`lr` of torch.optim.SGD must be float"),
-        ({"optimizer": "adamv"}, "a.yaml:7: `optimizer` must be"),
-        ({"optimizer": "torch.optim.SGDD"}, "a.yaml:7: `optimizer='torch.optim.SGDD'` cannot be imported"),
-        ({"optimizer": "named.Nothing"}, "a.yaml:7: named has no 'Nothing'"),
-        ({"lr_scheduler": "cosin"}, "a.yaml:7: there is no schedule 'cosin', but "),
-        ({"callbacks": ["EarlyStoping"]}, "a.yaml:8: there is nothing called 'EarlyStoping'"),
-        ({"callbacks": [part("EarlyStopping", patienc=1)]}, "a.yaml:10: omnitrain.EarlyStopping has no"),
-        ({"algorithms": {"a": 1}}, "a.yaml:7: `algorithms` must be a list, got {'a': 1}."),
-        ({"callbacks": {"a": part("EarlyStopping", patience=1)}}, "a.yaml:7: `callbacks` must be a list, got {'a': "),
-        ({"callbacks": part("EarlyStopping", patience=1)}, "Make it an entry of one."),
-        ({"callbacks": "EarlyStopping"}, "a.yaml:7: `callbacks` must be a list, got 'EarlyStopping'. Make it an"),
-        ({"callbacks": ["Throughput", {"patience": 1}]}, "a.yaml:9: `callbacks` holds objects, each named by a text"),
-        ({"callbacks": [["Throughput"]]}, "`callbacks` holds objects, each named by a text or by `class_path`"),
-        ({"callbacks": {}}, "a.yaml:7: `callbacks` must be a list, got {}."),
-        ({"loggers": [3]}, "a.yaml:8: `loggers` holds objects, each named by a text"),
-        ({"loggers": {"csv": True}}, "a.yaml:7: `loggers` must be a list, got {'csv': True}."),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("arguments", "words"), [
+    ({"learning_rat": 1}, "a.yaml:7: Trainer has no argument 'learning_rat'. Did you mean 'learning_rate'?"),
+    ({"num_train_epochs": 1}, "a.yaml:7: Trainer has no argument 'num_train_epochs'. Here it is `epochs`."),
+    ({"epochs": "three"}, "a.yaml:5: `epochs` must be a positive number or None, got 'three'."),
+    ({"batch_size": "1e-4"}, "a.yaml:7: `batch_size` must be a positive integer, got '1e-4'."),
+    ({"patience": 3}, "a.yaml:7: `patience=3` needs evaluations"),
+    ({"model": "???"}, "a.yaml:2: `trainer.model` has no value (???)"),
+    ({"class_path": "Trayner"}, "a.yaml:7: there is no trainer 'Trayner'"),
+    ({"class_path": "named.Net"}, "a.yaml:7: named.Net is no trainer: it does not derive from BaseTrainer."),
+    ({"class_path": "HFTrainer", "device": "cpu"}, "a.yaml:8: `device` is an argument of Trainer."),
+    ({"model": "named.Nett"}, "a.yaml:2: named has no 'Nett', which 'named.Nett' needs. Did you mean 'Net'?"),
+    ({"model": "nothing_here.Net"}, "a.yaml:2: there is no module 'nothing_here'"),
+    ({"model": "named.deeper.Net"}, "a.yaml:2: named has no 'deeper'"),
+    ({"model": "__main__.Net"}, "Move it into a module."),
+    ({"loss_fn": "CrossEntropyLos"}, "Did you mean 'CrossEntropyLoss'?"),
+    ({"model": part("named.Net", width="wide")}, "a.yaml:5: `width` of named.Net must be int, got 'wide'."),
+    ({"model": part("named.Net", kind="flat")}, "a.yaml:5: `kind` of named.Net must be Literal['plain', 'deep']"),
+    ({"model": part("named.Net", sizes=[1])}, "a.yaml:5: `sizes` of named.Net must be tuple with 2 elements"),
+    ({"model": part("named.Net", widht=3)}, "a.yaml:5: named.Net has no argument 'widht'. Did you mean 'width'?"),
+    ({"model": part("named.Net", activation="torch.nn.Tahn")}, "Did you mean 'Tanh'?"),
+    ({"model": part("torch.nn.Linear", in_features=4)}, "a.yaml:2: torch.nn.Linear needs 'out_features'"),
+    ({"train_dataset": part("named.loader")}, "named.loader needs 'dataset': give a value under `init_args`."),
+    ({"model": {"class_path": "named.Net", "width": 3}}, "a.yaml:4: next to `class_path` only `init_args`"),
+    ({"model": {"class_path": "named.Net", "import_path": "named.Net"}}, "exclude each other"),
+    ({"model": {"class_path": 3}}, "a.yaml:2: a class or function is named by a text, got 3."),
+    ({"model": {"class_path": "named.Net", "init_args": 3}}, "a.yaml:4: the arguments of named.Net are names"),
+    ({"model": {"import_path": "named.Net", "init_args": {}}}, "takes no `init_args`"),
+    ({"model": part("named.CONSTANT")}, "cannot be called. Use `import_path` for the thing itself."),
+    ({"model": part("named.Typed", first=1)}, "positional only"),
+    ({"model": part("named.Typed", options={"widht": 3})}, "no argument 'widht'. Did you mean 'width'?"),
+    ({"model": part("named.Typed", color="PINK")}, "RED,BLUE"),
+    ({"model": part("named.Typed", device="warp")}, "'warp' is no device"),
+    ({"optimizer": part("torch.optim.SGD", lr="fast")}, "`lr` of torch.optim.SGD must be float"),
+    ({"optimizer": "adamv"}, "a.yaml:7: `optimizer` must be"),
+    ({"optimizer": "named.Nothing"}, "a.yaml:7: named has no 'Nothing'"),
+    ({"lr_scheduler": "cosin"}, "a.yaml:7: there is no schedule 'cosin', but "),
+    ({"callbacks": ["EarlyStoping"]}, "a.yaml:8: there is nothing called 'EarlyStoping'"),
+    ({"callbacks": [part("EarlyStopping", patienc=1)]}, "a.yaml:10: omnitrain.EarlyStopping has no"),
+    ({"callbacks": "EarlyStopping"}, "a.yaml:7: `callbacks` must be a list, got 'EarlyStopping'. Make it an"),
+    ({"callbacks": ["Throughput", {"patience": 1}]}, "a.yaml:9: `callbacks` holds objects, each named by a text"),
+    ({"loggers": [3]}, "a.yaml:8: `loggers` holds objects, each named by a text"),
+])  # fmt: skip
 def test_error_reports_file_line_value_and_remedy(folder: Path, arguments: Any, words: str) -> None:
     wrong = config(folder, **arguments)
     before = sorted(folder.iterdir())
@@ -306,53 +242,26 @@ def test_error_reports_file_line_value_and_remedy(folder: Path, arguments: Any, 
     assert sorted(folder.iterdir()) == before
 
 
-def test_all_errors_are_found_at_once(folder: Path) -> None:
-    errors = config(folder, patience=-3, batch_size=0, shuffle="yes", learning_rat=1).check()
-    text = " ".join(map(str, errors))
-    assert len(errors) == 4 and all(name in text for name in ("patience", "batch_size", "shuffle", "learning_rat"))
-    errors = config(
-        folder, model=part("named.Net", width="a", kind="b"), callbacks=["EarlyStoping"], loss_fn="x.y"
-    ).check()
-    assert len(errors) == 4
-
-
 @pytest.mark.parametrize("kind", ["Trainer", "AccelerateTrainer", "HFTrainer"])
 def test_all_unknown_arguments_are_in_one_error(folder: Path, kind: str) -> None:
     with pytest.raises(ConfigError) as caught:
-        config(folder, class_path=kind, lr=1, learning_rat=1, bananas=1).make_trainer()
+        config(folder, class_path=kind, lr=1, bananas=1).make_trainer()
     assert str(caught.value).splitlines() == [
-        "3 errors:",
+        "2 errors:",
         f"  a.yaml:8: {kind} has no argument 'lr'. Here it is `learning_rate`.",
-        f"  a.yaml:9: {kind} has no argument 'learning_rat'. Did you mean 'learning_rate'?",
-        f"  a.yaml:10: {kind} has no argument 'bananas'.",
+        f"  a.yaml:9: {kind} has no argument 'bananas'.",
     ]
 
 
-@pytest.mark.processes
-def test_check_instantiates_and_imports_nothing(folder: Path) -> None:
-    assert config(folder, model="named.slow", train_dataset="named.fails", save_dir="run").check() == []
-    assert not (folder / "run").exists()
-    program = (
-        "import sys; from omnitrain.config.configuration import Config\n"
-        "found = Config.read('a.yaml').check(); print(len(found), 'torch' in sys.modules, 'named' in sys.modules)"
-    )
-    config(folder, epochs="three", learning_rat=1, model="named.slow")
-    done = programs.run(sys.executable, "-c", program, cwd=folder)
-    assert done.stdout.split() == ["2", "False", "False"], done.stderr
-
-
-@pytest.mark.parametrize(
-    ("values", "words"),
-    [
-        ({"trainer": {"epochs": 1}, "epochs": 3}, "a.yaml:3: unknown section 'epochs'. There are vars"),
-        ({"traner": {}}, "Did you mean 'trainer'?"),
-        ({"vars": {}}, "there is no `trainer:`"),
-        ({"trainer": 3}, "a.yaml:1: `trainer` must hold names with values, got 3."),
-        ({"trainer": BASE, "train": {"resume": 1}}, "train() has no argument 'resume'. Did you mean 'resume_from'?"),
-        ({"trainer": BASE, "train": {"resume_from": 3}}, "a.yaml:8: `resume_from` must be a text, got 3."),
-        ({"trainer": {"init_args": BASE, "epochs": 1}}, "'epochs' stands under `trainer` as well"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("values", "words"), [
+    ({"trainer": {"epochs": 1}, "epochs": 3}, "a.yaml:3: unknown section 'epochs'. There are vars"),
+    ({"traner": {}}, "Did you mean 'trainer'?"),
+    ({"vars": {}}, "there is no `trainer:`"),
+    ({"trainer": 3}, "a.yaml:1: `trainer` must hold names with values, got 3."),
+    ({"trainer": BASE, "train": {"resume": 1}}, "train() has no argument 'resume'. Did you mean 'resume_from'?"),
+    ({"trainer": BASE, "train": {"resume_from": 3}}, "a.yaml:8: `resume_from` must be a text, got 3."),
+    ({"trainer": {"init_args": BASE, "epochs": 1}}, "'epochs' stands under `trainer` as well"),
+])  # fmt: skip
 def test_wrong_sections_are_errors(folder: Path, values: Any, words: str) -> None:
     (folder / "a.yaml").write_text(write(values))
     with pytest.raises(ConfigError) as caught:
@@ -360,33 +269,26 @@ def test_wrong_sections_are_errors(folder: Path, values: Any, words: str) -> Non
     assert words in str(caught.value)
 
 
-def test_error_of_user_code_reports_caller(folder: Path) -> None:
+def test_error_of_user_code_reports_caller_and_module(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A check calls nothing."""
+    assert config(folder, model="named.slow", train_dataset="named.fails", save_dir="run").check() == []
+    assert not (folder / "run").exists()
     with pytest.raises(RuntimeError, match="no data today") as caught:
         made(folder, train_dataset="named.fails")
     assert "a.yaml:3, where named.fails is called" in caught.value.__notes__[0]
-
-
-def test_failing_import_reports_module(folder: Path) -> None:
     (folder / "breaks.py").write_text("import nothing_like_this\n")
     (folder / "raises.py").write_text("1 / 0\n")
-    sys.path.insert(0, str(folder))
-    try:
-        assert "No module named 'nothing_like_this'" in str(config(folder, model="breaks.Net").check()[0])
-        assert "ZeroDivisionError in raises" in str(config(folder, model="raises.Net").check()[0])
-    finally:
-        sys.path.remove(str(folder))
-
-
-# Safety
+    monkeypatch.syspath_prepend(str(folder))
+    assert "No module named 'nothing_like_this'" in str(config(folder, model="breaks.Net").check()[0])
+    assert "ZeroDivisionError in raises" in str(config(folder, model="raises.Net").check()[0])
 
 
 def test_foreign_code_needs_trust(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     elsewhere, current = tmp_path / "elsewhere", tmp_path / "here"
     for place in (elsewhere, current):
         place.mkdir()
-        (place / f"of_{place.name}.py").write_text(
-            f"open(r'{tmp_path}/ran-{place.name}', 'w').close()\nfrom named import Net\n"
-        )
+        code = f"open(r'{tmp_path}/ran-{place.name}', 'w').close()\nfrom named import Net\n"
+        (place / f"of_{place.name}.py").write_text(code)
     monkeypatch.chdir(current)
     monkeypatch.syspath_prepend(str(elsewhere))
     monkeypatch.syspath_prepend(str(current))
@@ -401,11 +303,6 @@ def test_foreign_code_needs_trust(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         assert "neither installed nor in the current folder" in str(error)
     assert not (tmp_path / "ran-elsewhere").exists()
     assert config(current, trust=True, model="of_elsewhere.Net").check() == [] and (tmp_path / "ran-elsewhere").exists()
-
-
-def test_classes_are_passed_where_classes_are_expected(folder: Path) -> None:
-    model = made(folder, model=part("named.Takes", kind="torch.nn.Tanh", functions={"a": "named.loss"})).model
-    assert model.kind is nn.Tanh and model.functions == {"a": named.loss}
 
 
 def test_values_changed_in_python(folder: Path) -> None:

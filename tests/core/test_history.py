@@ -73,16 +73,12 @@ def test_metrics_missing_key_reports_reason(row: Any, key: Any, words: str) -> N
         MetricsDict()["stop_reson"] = "epochs"
 
 
-def test_metrics_best_valid_and_step() -> None:
+def test_metrics_best_valid_and_copies_of_rows() -> None:
     metrics = history()
     assert metrics["best_valid"]["accuracy"] == metrics["best_valid"]["eval_accuracy"] == 0.5
-    assert metrics["best_step"] == 20
-    assert len(metrics["valid"]) == 6
+    assert metrics["best_step"] == 20 and len(metrics["valid"]) == 6
     with pytest.raises(KeyError, match="no metric 'step'"):
         MetricsDict().add_valid({"eval_loss": 1.0}, best=True)
-
-
-def test_metrics_rows_are_copies() -> None:
     metrics, row = MetricsDict(), {"epoch": 1, "step": 1, "eval_loss": 1.0}
     metrics.add_train(row)
     metrics.add_valid(row, best=True)
@@ -93,14 +89,11 @@ def test_metrics_rows_are_copies() -> None:
     assert [row["loss"] for row in rows] == [1.0, 1.0, 1.0]
 
 
-@pytest.mark.parametrize(
-    ("value", "plain"),
-    [
-        *((number, 0.5) for number in (np.float32(0.5), np.float64(0.5), np.array(0.5))), (np.int64(3), 3), (3, 3),
-        (np.bool_(True), 1), (True, 1), (np.str_("a"), "a"), (Path("runs") / "a", str(Path("runs") / "a")),
-        (-math.inf, -math.inf),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("value", "plain"), [
+    *((number, 0.5) for number in (np.float32(0.5), np.float64(0.5), np.array(0.5))), (np.int64(3), 3), (3, 3),
+    (np.bool_(True), 1), (True, 1), (np.str_("a"), "a"), (Path("runs") / "a", str(Path("runs") / "a")),
+    (-math.inf, -math.inf),
+])  # fmt: skip
 def test_metrics_values_become_plain(value: Any, plain: Any) -> None:
     metrics = MetricsDict()
     metrics.add_test({"step": 1, "value": value})
@@ -195,20 +188,11 @@ def test_metrics_table_is_truncated_if_shorter() -> None:
     assert "… 2 rows …" in str(metrics)
 
 
-def test_metrics_plot_writes_file(tmp_path: Path) -> None:
+def test_metrics_plot_returns_figure_or_writes_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("matplotlib")
-    metrics = history()
-    row = {"epoch": 4, "step": 40, "eval_loss": math.nan, "eval_model": "a", "eval_accuracy": 1.0}
-    metrics.add_valid(row, best=True)
-    path = metrics.plot(tmp_path / "new" / "curves")
-    assert path == tmp_path / "new" / "curves" and path.read_bytes().startswith(b"\x89PNG")
-
-
-def test_metrics_plot_returns_figure() -> None:
-    pytest.importorskip("matplotlib")
-    pyplot = sys.modules.get("matplotlib.pyplot")
+    pyplot, metrics = sys.modules.get("matplotlib.pyplot"), history()
     figures = pyplot.get_fignums() if pyplot else []  # of other tests
-    figure = history().plot()
+    figure = metrics.plot()
     assert [[line.get_label() for line in axes.get_lines()] for axes in figure.axes] == [
         ["train_loss", "eval_loss", "best, step 20", "end, step 30"],
         ["eval_accuracy", "_best", "_end"],
@@ -216,6 +200,13 @@ def test_metrics_plot_returns_figure() -> None:
     ]
     assert figure._repr_png_().startswith(b"\x89PNG")
     assert not pyplot or pyplot.get_fignums() == figures
+    row = {"epoch": 4, "step": 40, "eval_loss": math.nan, "eval_model": "a", "eval_accuracy": 1.0}
+    metrics.add_valid(row, best=True)
+    path = metrics.plot(tmp_path / "new" / "curves")
+    assert path == tmp_path / "new" / "curves" and path.read_bytes().startswith(b"\x89PNG")
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    with pytest.raises(MissingExtraError, match=r"pip install -e '.\[plot\]'"):
+        metrics.plot()
 
 
 def test_metrics_html_and_pretty_table() -> None:
@@ -231,9 +222,3 @@ def test_metrics_html_and_pretty_table() -> None:
     texts: list[str] = []
     metrics._repr_pretty_(types.SimpleNamespace(text=texts.append), False)
     assert texts == [str(metrics)]
-
-
-def test_metrics_plot_without_matplotlib(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    with pytest.raises(MissingExtraError, match=r"pip install -e '.\[plot\]'"):
-        MetricsDict().plot(tmp_path / "curves.png")

@@ -3,9 +3,9 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-import torch
+from recipes import rows, small_trainer
 
-from omnitrain import ConfigError, MetricDescriptor, MetricsDict, Trainer, describe_metric
+from omnitrain import ConfigError, MetricDescriptor, MetricsDict, describe_metric
 from omnitrain.core.metric_format import format_metric, format_title, sort_for_display
 from omnitrain.core.objective import infer_direction
 
@@ -24,6 +24,8 @@ def test_describe_metric_sets_title_unit_format_and_place():
         "epoch  step  eval Hits (%)  eval_loss  eval_f1",
         "    1    10           12.3     0.5000   0.2500  *",
     ]
+    with pytest.raises(ConfigError, match="no format for a number"):
+        describe_metric("hits", MetricDescriptor(format="%d"))
 
 
 def test_plot_panels_and_direction_follow_descriptors():
@@ -45,15 +47,6 @@ def test_metric_brings_descriptor(descriptor):
         return 12.34
 
     hits.descriptor = descriptor  # type: ignore[attr-defined]
-    data = torch.ones(4, 2), torch.ones(4, 1)
-    trainer = Trainer(
-        torch.nn.Linear(2, 1), data, data, loss_fn=torch.nn.functional.mse_loss, compute_metrics=hits,
-        optimization_metric="hits", epochs=1, device="cpu", progress_bar=False,
-    )  # fmt: skip
+    trainer = small_trainer(eval_dataset=rows(4), compute_metrics=hits, optimization_metric="hits")
     assert trainer.objective.direction == "min"
     assert "eval Hits (%)" in str(trainer.train())
-
-
-def test_describe_metric_rejects_wrong_format():
-    with pytest.raises(ConfigError, match="no format for a number"):
-        describe_metric("hits", MetricDescriptor(format="%d"))
