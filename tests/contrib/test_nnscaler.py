@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset
 
@@ -50,13 +51,6 @@ class Net(nn.Module):
     def forward(self, data: dict[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
         outputs = self.layer(data["data"])
         return ((outputs - data["target"]) ** 2).mean(), outputs
-
-
-class Alone(Net):
-    """Returns its loss alone."""
-
-    def forward(self, data: Any) -> Any:
-        return super().forward(data)[0]
 
 
 class Rows(Dataset[dict[str, torch.Tensor]]):
@@ -125,24 +119,19 @@ class Shape:
 
 
 class Shaped(Net):
-    """Takes an object, and notes it."""
+    """Takes an object, which it notes, and returns its loss alone."""
 
     def __init__(self, shape: Shape, dropout: float = 0.0) -> None:
         super().__init__(shape.tokens.size)
         CALLS.append(shape)
 
+    def forward(self, data: Any) -> Any:
+        return super().forward(data)[0]
+
 
 class ShapedRows(Rows):
     def __init__(self, tokens: Tokens, size: int, split: str = "train") -> None:
         super().__init__(tokens.size, size)
-
-
-def converted(folder: Path, text: str, **changes: Any) -> Config:
-    """Return what a file of nnScaler becomes, as `omnitrain config convert` and `omnitrain train` read it."""
-    theirs, ours = folder / "nnscaler.yaml", folder / "ours.yaml"
-    theirs.write_text(textwrap.dedent(text).replace("HERE", __name__))
-    ours.write_text(write(convert({**read(theirs).values, **changes})[0]))
-    return Config.read(ours)
 
 
 # --- what keys become
@@ -292,13 +281,11 @@ def test_convert_sets_arguments(values: dict[str, Any], expected: dict[str, Any]
         ({"val_every_n_epochs": 2, "checkpoint": {"no_save": True}}, "2ep"),
         # where it saves, it evaluates
         ({"val_every_n_epochs": 2}, None),
-        ({"checkpoint": {"every_n_train_steps": 7}}, 7),
         ({"val_every_n_epochs": 0, "checkpoint": {"every_n_train_steps": "7"}}, 7),
         ({"val_every_n_train_steps": 5, "checkpoint": {"every_n_train_steps": 7}}, 7),
         ({"val_every_n_train_steps": 5, "checkpoint": {"every_n_train_steps": 10}}, 5),
         ({"val_every_n_train_steps": 20, "checkpoint": {"every_n_train_steps": 10}}, 10),
         ({"val_every_n_epochs": 0, "checkpoint": {"every_n_epochs": 3}}, "3ep"),
-        ({"checkpoint": {"every_n_epochs": 3}}, None),
         ({"val_every_n_epochs": 6, "checkpoint": {"every_n_epochs": 3}}, "3ep"),
         ({"val_every_n_epochs": 0, "checkpoint": {"no_save": True}}, None),
     ],
@@ -309,7 +296,9 @@ def test_convert_evaluation_intervals(values: dict[str, Any], expected: Any) -> 
     assert "eval_steps" not in trainer_of(**values)  # there is nothing to evaluate
 
 
-def test_convert_reports_missed_evaluations() -> None:
+def test_convert_reports_launcher_and_missed_evaluations() -> None:
+    assert "omnitrain launch --fsdp" in notes_of(compute_config={"plan_ngpus": 1, "use_zero": True})
+    assert "omnitrain launch -n 4" in notes_of(compute_config={"plan_ngpus": 1, "runtime_ngpus": 4})
     values = {**PLAIN, "dataset": {"type": "my.Rows", "val_args": {"size": 1}}, "val_every_n_epochs": 1}
     _, notes = convert({**values, "checkpoint": {"every_n_train_steps": 7}, "val_every_n_train_steps": 5})
     for missed in ("every 5 steps as well", "every 1 epochs as well"):
@@ -350,31 +339,20 @@ def test_make_loader_keeps_sampler_order() -> None:
     assert of_value(Path, "runs") == Path("runs")
 
 
-@pytest.mark.parametrize(
-    ("values", "expected"),
-    [
-        ("last", "auto"), ("best", "best"), ("runs/a", "runs/a"), ({}, "auto"),
-        ({"checkpoint": "runs/a", "convert_fn": "my.convert"}, "runs/a"),
-        ({"checkpoint": {"__type": "my.choose", "kind": "x"}}, part("my.choose", kind="x")),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("values", "expected"), [
+    ("last", "auto"), ("best", "best"), ("runs/a", "runs/a"), ({}, "auto"),
+    ({"checkpoint": "runs/a", "convert_fn": "my.convert"}, "runs/a"),
+    ({"checkpoint": {"__type": "my.choose", "kind": "x"}}, part("my.choose", kind="x")),
+])  # fmt: skip
 def test_convert_resume(values: Any, expected: Any) -> None:
     config, notes = convert({**PLAIN, "checkpoint": {"resume_from": values}})
     assert config["train"] == {"resume_from": expected}
     assert ("convert_fn" in values) == any("checkpoint.resume_from.convert_fn" in note for note in notes)
 
 
-HOOKS = """
-    after_setup on_finalize on_train_start on_train_end on_val_start on_val_end on_epoch_start on_epoch_end
-    on_step_start on_step_end on_train_step_start on_train_step_end on_val_step_start on_val_step_end
-    after_aggregate_train_step_outputs after_aggregate_val_step_outputs before_zero_grad after_zero_grad
-    before_sync_grad after_sync_grad before_gnorm_clip after_gnorm_clip before_optimizer_step after_optimizer_step
-    before_log_train_metrics before_log_val_metrics on_load_checkpoint after_load_checkpoint on_save_checkpoint
-"""
-
-
 def test_convert_every_hook() -> None:
-    for name in HOOKS.split():
+    others = ["after_aggregate_train_step_outputs", "after_aggregate_val_step_outputs", "before_sync_grad"]
+    for name in [*(name for name in vars(TrainHook) if not name.startswith("_")), *others]:
         config, notes = convert({**PLAIN, "hook": {name: "my.function"}})
         assert ("callbacks" in config["trainer"]) or any(name in note for note in notes), name
 
@@ -399,26 +377,20 @@ def test_convert_references_to_vars() -> None:
     assert (trainer["save_dir"], trainer["epochs"]) == ("runs/${vars.name}/x", "${vars.dim}")
 
 
-# --- errors
-
-
 CIRCLE = {"vars": {"a": "$(vars.b)", "b": "$(vars.a)"}}
 DIM = {"vars": {"dim": 1}}
-REJECTED: list[tuple[str, dict[str, Any]]] = [
+REJECTED: list[tuple[str, Any]] = [
+    ("is a map", []),
     ("`max_epoch` is no key of nnScaler. Did you mean 'max_epochs'", {"max_epoch": 1}),
     ("`optimizer.clip_norm` .*Did you mean 'clip_gnorm'", {"optimizer": {"type": "a.B", "clip_norm": 1}}),
     ("`hook.on_epoch_ends` .*Did you mean 'on_epoch_end'", {"hook": {"on_epoch_ends": "my.f"}}),
-    ("`checkpoint.resume_from.converter`", {"checkpoint": {"resume_from": {"converter": "my.f"}}}),
-    (r"`log\[0\].kind`", {"log": [{"type": "TensorBoardLogger", "kind": 1}]}),
     ("Did you mean 'WandbLogger'", {"log": [{"type": "WandBLogger"}]}),
     ("`max_epochs` must be an integer, got 'many'", {"max_epochs": "many"}),
     ("`max_epochs` must be an integer, got 1.5", {"max_epochs": 1.5}),
     ("`micro_batch_size` must be at least 1, got 0", {"micro_batch_size": 0}),
     ("`enable_progress_bar` must be true or false, got 'maybe'", {"enable_progress_bar": "maybe"}),
     ("`model` must be a map, got 'my.Net'", {"model": "my.Net"}),
-    ("`log` must be a list", {"log": {"type": "TensorBoardLogger"}}),
     ("`optimizer.clip_gnorm` must be a number", {"optimizer": {"type": "a.B", "clip_gnorm": [1]}}),
-    ("`optimizer.grad_reduction` must be one of", {"optimizer": {"type": "a.B", "grad_reduction": "avg"}}),
     ("`lr_scheduler.interval` .*'epochs'.*'epoch'", {"lr_scheduler": {"type": "a.B", "interval": "epochs"}}),
     ("`compute_config.use_zero` must be true, false, .*'4'", {"compute_config": {"use_zero": 4}}),
     ("`precision` must be one of .*'fp64'", {"precision": "fp64"}),
@@ -428,9 +400,7 @@ REJECTED: list[tuple[str, dict[str, Any]]] = [
     ("`max_epochs` or `max_train_steps` is missing", {"max_epochs": None}),
     ("`max_epochs` is read from the environment", {"max_epochs": "${EPOCHS}"}),
     ("'__value_type' and no 'value'", {"model": {"type": "a.B", "args": {"x": {"__value_type": "str"}}}}),
-    ("names of arguments as keys, got 1", {"dataloader": {"train_args": {1: 2}}}),
     ("names of arguments as keys, got 1", {"model": {"type": "a.B", "args": {"x": {"__type": "a.C", 1: 2}}}}),
-    ("`precision.1` is none of", {"precision": {1: "bf16"}}),
     ("refers to itself", {"vars": "$(vars.x)"}),
     ("of the type int, got 'x'", {"model": {"type": "a.B", "args": {"x": {"__value_type": "int", "value": "x"}}}}),
     (
@@ -465,17 +435,9 @@ REJECTED: list[tuple[str, dict[str, Any]]] = [
 
 
 @pytest.mark.parametrize(("match", "values"), REJECTED)
-def test_convert_rejects_values(match: str, values: dict[str, Any]) -> None:
+def test_convert_rejects_values(match: str, values: Any) -> None:
     with pytest.raises(ConfigError, match=match):
-        convert({**PLAIN, **values})
-
-
-def test_convert_rejects_non_mapping() -> None:
-    with pytest.raises(ConfigError, match="is a map"):
-        convert([])  # type: ignore[arg-type]
-
-
-# --- notes
+        convert({**PLAIN, **values} if isinstance(values, dict) else values)
 
 
 VALUES = {"type": "my.Rows", "val_args": {"size": 3}}
@@ -532,18 +494,11 @@ def test_convert_notes_keys_without_counterpart(values: dict[str, Any], keys: st
 
 @pytest.mark.parametrize("command", [["train"], ["config", "check"]], ids=" ".join)
 @pytest.mark.parametrize("extra", [{}, {"compute_config": {"plan_ngpus": 1}, "vars": {"a": "$(max_epochs)"}}], ids=len)
-def test_other_commands_name_convert(
-    command: list[str], extra: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_other_commands_name_convert(command: list[str], extra: dict[str, Any], tmp_path: Path, capsys: Any) -> None:
     file = tmp_path / "nnscaler.yaml"
     file.write_text(write({**extra, **PLAIN}))
     assert main([*command, str(file), "--trainer.epochs", "1"]) == 2
     assert f"Convert it with `omnitrain config convert {file} > converted.yaml`" in capsys.readouterr().err
-
-
-def test_convert_notes_how_to_launch() -> None:
-    assert "omnitrain launch --fsdp" in notes_of(compute_config={"plan_ngpus": 1, "use_zero": True})
-    assert "omnitrain launch -n 4" in notes_of(compute_config={"plan_ngpus": 1, "runtime_ngpus": 4})
 
 
 # --- runs
@@ -564,7 +519,10 @@ def test_converted_run_equals_nnscaler_loop(tmp_path: Path) -> None:
         checkpoint: {{save_dir: {tmp_path}/runs, keep_last_n_checkpoints: 1}}
         enable_progress_bar: false
     """
-    trainer = converted(tmp_path, file).make_trainer()
+    source, target = tmp_path / "nnscaler.yaml", tmp_path / "ours.yaml"
+    source.write_text(textwrap.dedent(file).replace("HERE", __name__))
+    target.write_text(write(convert(read(source).values)[0]))
+    trainer = Config.read(target).make_trainer()
     trainer.train()
 
     model, rows = Net(4), Rows(4, 12)
@@ -586,26 +544,6 @@ def test_converted_run_equals_nnscaler_loop(tmp_path: Path) -> None:
     assert [row["eval_loss"] for row in trainer.metrics["valid"]] == pytest.approx(losses, rel=1e-12)
 
 
-def test_converted_bf16_run_resumes(tmp_path: Path) -> None:
-    file = f"""
-        max_epochs: 1
-        micro_batch_size: 2
-        precision: bf16
-        model: {{type: HERE.Alone}}
-        optimizer: {{type: torch.optim.Adam, args: {{lr: 0.01}}}}
-        dataset: {{type: HERE.Rows, train_args: {{size: 6}}}}
-        dataloader: {{train_args: {{drop_last: true, num_workers: 0}}}}
-        checkpoint: {{save_dir: {tmp_path}/runs, resume_from: last}}
-        enable_progress_bar: false
-    """
-    for epochs, steps in ((1, 3), (2, 6)):
-        config = converted(tmp_path, file, max_epochs=epochs)
-        trainer = config.make_trainer()
-        trainer.train(**config.tree.values["train"])
-        assert trainer.progress.step == steps
-        assert trainer.model.get_parameter("layer.weight").dtype == torch.bfloat16
-
-
 DOCUMENTED = """
     compute_config: {plan_ngpus: 1, runtime_ngpus: 1, use_end2end: true, constant_folding: true}
     run_mode: run
@@ -620,7 +558,7 @@ DOCUMENTED = """
     seed: 1
     val_every_n_epochs: 1
     enable_progress_bar: true
-    precision: {param: fp32, input: fp32}
+    precision: bf16
     model:
       type: HERE.Shaped
       args:
@@ -681,3 +619,5 @@ def test_convert_and_train_every_section(
         assert [name for name, _ in CALLS[1:]] == [event] * epochs
     assert (Path("logs") / "small").is_dir()
     assert Path("runs/last").resolve().name == "checkpoint-12"
+    weights = load_file("runs/checkpoint-12/model.safetensors")
+    assert {tensor.dtype for tensor in weights.values()} == {torch.bfloat16}

@@ -28,6 +28,7 @@ from omnitrain import (
     CheckpointError,
     ConfigError,
     HFTrainer,
+    HookCallback,
     SearchResult,
     Trainer,
     search,
@@ -58,10 +59,6 @@ def native(params: dict[str, Any], folder: Path, kind: Any = Trainer, **options:
     return kind(model, rows(40), rows(20), **{**defaults, **options})
 
 
-def accelerated(params: dict[str, Any], folder: Path, **options: Any) -> Any:
-    return native(params, folder, AccelerateTrainer, **options)
-
-
 def of_transformers(params: dict[str, Any], folder: Path, save_strategy: str = "epoch", **options: Any) -> Any:
     args = TrainingArguments(
         str(folder), num_train_epochs=3, per_device_train_batch_size=8, learning_rate=params["learning_rate"],
@@ -71,18 +68,7 @@ def of_transformers(params: dict[str, Any], folder: Path, save_strategy: str = "
     return HFTrainer(args=args, train_dataset=Keyed(40), eval_dataset=Keyed(20), progress_bar=False, **options)
 
 
-def with_model_init(params: dict[str, Any], folder: Path, **options: Any) -> Any:
-    return of_transformers(params, folder, model_init=lambda: KeyedModel(0.1), **options)
-
-
-MAKERS = {"Trainer": native, "AccelerateTrainer": accelerated, "HFTrainer": of_transformers, "init": with_model_init}
-
-
-def makers(quick: str, *slow: str) -> Any:
-    """Run a test with trainers of one kind, and of others in `make test-all`."""
-    cases = [pytest.param(MAKERS[quick], id=quick)]
-    cases += [pytest.param(MAKERS[kind], id=kind, marks=pytest.mark.slow) for kind in slow]
-    return pytest.mark.parametrize("make", cases)
+with_model_init = functools.partial(of_transformers, model_init=lambda: KeyedModel(0.1))
 
 
 def shown(result: SearchResult) -> list[Any]:
@@ -90,10 +76,6 @@ def shown(result: SearchResult) -> list[Any]:
     return [
         (trial.number, trial.params, trial.score, trial.score_step, trial.step, trial.state) for trial in result.trials
     ]
-
-
-def states(result: SearchResult) -> list[str]:
-    return [trial.state for trial in result.trials]
 
 
 @pytest.fixture(scope="module")
@@ -107,26 +89,43 @@ def straight(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., list[Any
     return trials_of
 
 
-class RaisesAt(Callback):
-    """Ends the program at a step, as a signal or a crash would."""
+class ActsAt(Callback):
+    """Raises an error at a step, or calls a function."""
 
-    def __init__(self, step: int, error: BaseException) -> None:
-        self.step, self.error = step, error
+    def __init__(self, step: int, action: Any) -> None:
+        self.step, self.action = step, action
 
     def on_step_end(self, trainer: Any) -> None:
         if trainer.progress.step == self.step:
-            raise self.error
+            if isinstance(self.action, BaseException):
+                raise self.action
+            self.action()
+
+
+def search_interrupted_at(trial: int, *args: Any, **options: Any) -> None:
+    """Search until a trial has ended and is not recorded yet."""
+    tell = optuna.study.Study.tell
+
+    def interrupt(study: Any, ended: Any, *args: Any, **options: Any) -> Any:
+        if ended.number == trial:
+            raise KeyboardInterrupt
+        return tell(study, ended, *args, **options)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(optuna.study.Study, "tell", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            search(*args, **options)
 
 
 # --- what a search gives
 
 
-@makers("Trainer", "HFTrainer", "init")
+@pytest.mark.parametrize("make", thinned([native, with_model_init], [native]))
 def test_search_scores_trials_by_best_evaluation(make: Any, straight: Any, tmp_path: Path) -> None:
     """Each trial is a run in its own folder."""
     result = search(make, RATES, trials=2, save_dir=tmp_path / "search", seed=42)
     assert shown(result) == straight(make)  # the default of the seed
-    assert [trial.number for trial in result.trials] == [0, 1] and states(result) == ["complete"] * 2
+    assert [(trial.number, trial.state) for trial in result.trials] == [(0, "complete"), (1, "complete")]
     assert len({trial.params["learning_rate"] for trial in result.trials}) == 2
     for trial in result.trials:
         assert trial.folder == tmp_path / "search" / f"trial-{trial.number:04d}" and trial.step == 15
@@ -144,21 +143,6 @@ def test_search_depends_on_seed(straight: Any, tmp_path: Path) -> None:
     torch.manual_seed(5)
     assert shown(search(native, RATES, trials=1, save_dir=tmp_path / "other", seed=2)) != straight()[:1]
     assert torch.equal(torch.rand(1), expected)  # the generators of the program are left unchanged
-
-
-def test_search_frees_models(tmp_path: Path) -> None:
-    """Those of failed trials, too."""
-    models: list[weakref.ref[nn.Module]] = []
-
-    def make(params: dict[str, Any], folder: Path) -> Any:
-        assert not [model for model in models if model() is not None]
-        fails = folder.name == "trial-0001"
-        trainer = native(params, folder, epochs=1, callbacks=[RaisesAt(2, ZeroDivisionError())] if fails else [])
-        models.append(weakref.ref(trainer.get_model()))
-        return trainer
-
-    assert states(search(make, RATES, trials=3, save_dir=tmp_path)) == ["complete", "failed", "complete"]
-    assert len(models) == 4
 
 
 def test_search_result_marks_best_trial(tmp_path: Path) -> None:
@@ -191,9 +175,7 @@ def test_search_grid_tries_every_combination(tmp_path: Path) -> None:
 def test_search_takes_functions_and_optuna_samplers(tmp_path: Path) -> None:
     space = {"learning_rate": lambda trial: 10.0 ** -trial.suggest_int("exponent", 1, 3)}
     sampler = optuna.samplers.GridSampler({"exponent": [1, 2, 3]}, seed=0)
-    with pytest.raises(
-        ConfigError, match=r"sampler='grid' tries all values, and those of space\['learning_rate'\] cannot be"
-    ):
+    with pytest.raises(ConfigError, match=r"sampler='grid' tries all values, and those of space\['learning_rate'\]"):
         search(native, space, sampler="grid", save_dir=tmp_path)
     result = search(native, space, trials=1, sampler=sampler, pruner="none", save_dir=tmp_path)
     assert result.trials[0].params["learning_rate"] in (0.1, 0.01, 0.001)
@@ -202,13 +184,13 @@ def test_search_takes_functions_and_optuna_samplers(tmp_path: Path) -> None:
 # --- resuming
 
 
-@makers("HFTrainer", "AccelerateTrainer", "init")
+@pytest.mark.parametrize("make", thinned([of_transformers, with_model_init], [of_transformers]))
 def test_search_resumes_interrupted_trial(make: Any, straight: Any, tmp_path: Path) -> None:
     attempts: list[tuple[float, str]] = []
 
     def interrupted(params: dict[str, Any], folder: Path) -> Any:
         attempts.append((params["learning_rate"], folder.name))
-        callbacks = [RaisesAt(12, KeyboardInterrupt())] if folder.name == "trial-0001" and len(attempts) == 3 else []
+        callbacks = [ActsAt(12, KeyboardInterrupt())] if folder.name == "trial-0001" and len(attempts) == 3 else []
         return make(params, folder, callbacks=callbacks)
 
     with pytest.raises(KeyboardInterrupt):
@@ -220,31 +202,17 @@ def test_search_resumes_interrupted_trial(make: Any, straight: Any, tmp_path: Pa
     assert len(json.loads((tmp_path / "trial-0001" / "run.json").read_text())["starts"]) == 2
 
 
-@makers("AccelerateTrainer", "Trainer")
-def test_search_records_finished_trial_after_kill(
-    make: Any, straight: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_search_records_finished_trial_after_kill(straight: Any, tmp_path: Path) -> None:
     """A trial that finished before it was recorded is not trained twice."""
-    with monkeypatch.context() as patch:
-        patch.setattr(optuna.study.Study, "tell", _killed)
-        with pytest.raises(KeyboardInterrupt):
-            search(make, RATES, trials=2, save_dir=tmp_path)
+    make = functools.partial(native, kind=AccelerateTrainer)
+    search_interrupted_at(0, make, RATES, trials=2, save_dir=tmp_path)
     assert shown(search(make, RATES, trials=2, save_dir=tmp_path)) == straight(make)
 
 
-def _killed(*args: Any, **options: Any) -> None:
-    raise KeyboardInterrupt
-
-
-def test_search_restarts_trial_without_checkpoint(
-    straight: Any, tmp_path: Path, recwarn: pytest.WarningsRecorder, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_search_restarts_trial_without_checkpoint(straight: Any, tmp_path: Path, recwarn: Any) -> None:
     rarely = functools.partial(native, save_steps=15, keep_best=0, load_best_at_end=False)
-    interrupted = functools.partial(rarely, callbacks=[RaisesAt(12, ZeroDivisionError("at last"))])
-    with monkeypatch.context() as patch:
-        patch.setattr(optuna.study.Study, "tell", _killed)
-        with pytest.raises(KeyboardInterrupt):
-            search(interrupted, RATES, trials=2, save_dir=tmp_path)
+    failing = functools.partial(rarely, callbacks=[ActsAt(12, ZeroDivisionError("at last"))])
+    search_interrupted_at(0, failing, RATES, trials=2, save_dir=tmp_path)
     assert not list(tmp_path.glob("trial-0000/checkpoint-*"))
     assert shown(search(rarely, RATES, trials=2, save_dir=tmp_path)) == straight()
     assert not [warning for warning in recwarn if "already reported" in str(warning.message)]
@@ -252,14 +220,9 @@ def test_search_restarts_trial_without_checkpoint(
 
 def test_search_resumes_after_sigterm_with_the_same_trainer(straight: Any, tmp_path: Path) -> None:
     """Another trainer is rejected, and the trial is not lost by that."""
-
-    class Terminates(Callback):
-        def on_step_end(self, trainer: Any) -> None:
-            if trainer.progress.step == 7:
-                signal.raise_signal(signal.SIGTERM)
-
+    terminates = ActsAt(7, functools.partial(signal.raise_signal, signal.SIGTERM))
     with pytest.raises(SystemExit) as raised:
-        search(functools.partial(native, callbacks=[Terminates()]), RATES, trials=2, save_dir=tmp_path)
+        search(functools.partial(native, callbacks=[terminates]), RATES, trials=2, save_dir=tmp_path)
     assert raised.value.code == 143
     with pytest.raises(CheckpointError, match="batch_size"):
         search(functools.partial(native, batch_size=5), RATES, trials=2, save_dir=tmp_path)
@@ -271,55 +234,33 @@ def test_search_resumes_with_more_trials_and_torn_journal(straight: Any, tmp_pat
     search(native, RATES, trials=1, save_dir=tmp_path)
     with open(tmp_path / "search.journal", "ab") as file:
         file.write(b'{"op_code": 4, "tri')
-    assert shown(search(native, RATES, trials=2, save_dir=tmp_path)) == straight()
-    assert shown(search(native, RATES, trials=1, save_dir=tmp_path)) == straight()
+    for trials in (2, 1):
+        assert shown(search(native, RATES, trials=trials, save_dir=tmp_path)) == straight()
 
 
-def test_search_notices_any_deleted_line(tmp_path: Path) -> None:
-    """But the last one, which a kill may have taken."""
-    search(native, RATES, trials=1, save_dir=tmp_path)
-    journal = tmp_path / "search.journal"
-    content = journal.read_bytes()
-    for number in range(content.count(b"\n") - 1):
-        journal.write_bytes(without_line(content, number))
-        with pytest.raises(CheckpointError, match=r"search\.journal'"):
-            search(native, RATES, trials=1, save_dir=tmp_path)
-
-
-OTHER_SEARCHES: list[tuple[dict[str, Any], str]] = [
-    ({"space": {"learning_rate": [0.1]}}, r"`space\['learning_rate'\]` was {'low': 0.001.* and is \[0.1\]"),
-    ({"space": {**RATES, "width": [1]}}, r"`space\['width'\]` was 'not there' and is \[1\]"),
-    ({"seed": 7}, "`seed` was 42 and is 7"),
-    ({"sampler": "random"}, "`sampler` was 'tpe' and is 'random'"),
-]
-
-
-def test_search_rejects_folder_of_other_search(tmp_path: Path) -> None:
+def test_search_rejects_folder_of_other_search(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     search(native, RATES, trials=1, save_dir=tmp_path)
     before = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")}
-    for changes, words in OTHER_SEARCHES:
+    for changes, words in (
+        ({"space": {"learning_rate": [0.1]}}, r"`space\['learning_rate'\]` was {'low': 0.001.* and is \[0.1\]"),
+        ({"space": {**RATES, "width": [1]}}, r"`space\['width'\]` was 'not there' and is \[1\]"),
+        ({"seed": 7}, "`seed` was 42 and is 7"),
+        ({"sampler": "random"}, "`sampler` was 'tpe' and is 'random'"),
+    ):
         with pytest.raises(ConfigError, match=f"holds another search: {words}. Pass the earlier values to continue"):
             search(native, **{"space": RATES, "trials": 2, "save_dir": tmp_path, **changes})
-    assert {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")} == before
+    monkeypatch.setattr(lock, "EXIT_GRACE_S", 0.1)
+    with lock.Lock(tmp_path).hold(), pytest.raises(CheckpointError, match="is in use by process"):
+        search(native, RATES, trials=2, save_dir=tmp_path)
+    assert {path: path.stat().st_mtime_ns for path in before} == before
     other = functools.partial(native, compute_metrics="mae", optimization_metric="mae")
     with pytest.raises(ConfigError, match=r"trial 1 optimizes 'mae' \(min\), and this search 'loss' \(min\)"):
         search(other, RATES, trials=2, save_dir=tmp_path)
-
-
-def test_search_rejects_leftover_checkpoints(tmp_path: Path) -> None:
-    search(native, RATES, trials=1, save_dir=tmp_path)
     (tmp_path / "search.json").unlink()
     (tmp_path / "search.journal").unlink()
     for _ in range(2):
         with pytest.raises(ConfigError, match=r"has checkpoints, and trial 0 of this search has not begun. Delete"):
             search(native, RATES, trials=2, save_dir=tmp_path, seed=7)
-
-
-def test_search_rejects_locked_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lock, "EXIT_GRACE_S", 0.1)
-    tmp_path.joinpath("search").mkdir()
-    with lock.Lock(tmp_path / "search").hold(), pytest.raises(CheckpointError, match="is in use by process"):
-        search(native, RATES, trials=1, save_dir=tmp_path / "search")
 
 
 # --- failing disks and damaged files
@@ -329,22 +270,12 @@ def fail_on_full_disk(*args: Any) -> None:
     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
-class FillsDisk(Callback):
-    """Lets the disk fail from the first step of the first trial to the twelfth of the second."""
-
-    def __init__(self, disk: dict[str, bool], folder: Path) -> None:
-        self.disk, self.number = disk, int(folder.name[-1])
-
-    def on_step_end(self, trainer: Any) -> None:
-        self.disk["is_full"] = (0, 1) <= (self.number, trainer.progress.step) < (1, 12) or self.disk["is_full_to_end"]
-
-
 @pytest.mark.parametrize("to_end", [False, True])
 def test_search_continues_on_full_disk(
     to_end: bool, straight: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """What could not be written is written when the disk works again, and not lost or there twice."""
-    disk, fsync = {"is_full": False, "is_full_to_end": to_end}, os.fsync
+    disk, fsync = {"is_full": False}, os.fsync
 
     def fail_if_full(descriptor: int) -> None:
         name = Path(os.readlink(f"/proc/self/fd/{descriptor}")).name
@@ -353,7 +284,11 @@ def test_search_continues_on_full_disk(
         fsync(descriptor)
 
     def filling(params: dict[str, Any], folder: Path) -> Any:
-        return native(params, folder, callbacks=[FillsDisk(disk, folder)])
+        def fill(trainer: Any) -> None:
+            """From the first step of the first trial to the twelfth of the second."""
+            disk["is_full"] = (0, 1) <= (int(folder.name[-1]), trainer.progress.step) < (1, 12) or to_end
+
+        return native(params, folder, callbacks=[HookCallback({"on_step_end": fill})])
 
     with monkeypatch.context() as patch, caplog.at_level("WARNING", "omnitrain"):
         patch.setattr(os, "fsync", fail_if_full)
@@ -402,6 +337,10 @@ def test_search_rejects_damaged_files(tmp_path: Path) -> None:
             search(native, RATES, trials=2, save_dir=tmp_path)
         assert not file.exists() if damaged is None else file.read_bytes() == damaged
         file.write_bytes(content)
+    for number in range(content.count(b"\n") - 1):  # the last line may have been taken by a kill
+        file.write_bytes(without_line(content, number))
+        with pytest.raises(CheckpointError, match=r"search\.journal'"):
+            search(native, RATES, trials=1, save_dir=tmp_path)
     assert not (tmp_path / "trial-0001").exists()
 
 
@@ -421,26 +360,16 @@ def test_search_rejects_unusable_folder(tmp_path: Path, monkeypatch: pytest.Monk
 PROGRAM = """
 import sys
 sys.path.insert(0, {tests!r})
-from test_sweeps import RATES, dying
+from sweeps.test_search import RATES, dying
 from omnitrain import search
 search(dying({trial!r}, {step}), RATES, trials=12, save_dir={folder!r})
 """
 
 
-class Dies(Callback):
-    """Kills the program at a step."""
-
-    def __init__(self, step: int) -> None:
-        self.step = step
-
-    def on_step_end(self, trainer: Any) -> None:
-        if trainer.progress.step == self.step:
-            os.kill(os.getpid(), signal.SIGKILL)
-
-
 def dying(trial: str, step: int) -> Callable[..., Any]:
     """Makes trainers of which that of one trial kills the program at a step."""
-    return lambda params, folder: native(params, folder, callbacks=[Dies(step)] if folder.name == trial else [])
+    kill = ActsAt(step, functools.partial(signal.raise_signal, signal.SIGKILL))
+    return lambda params, folder: native(params, folder, callbacks=[kill] if folder.name == trial else [])
 
 
 @pytest.mark.slow  # test_search_resumes_interrupted_trial is a quick one
@@ -459,9 +388,6 @@ def test_search_survives_three_kills(straight: Any, tmp_path: Path) -> None:
     assert [len(times) for times in starts] == [2, 1, 1, 2, 1, 1, 1, 1, 1, 2, 1, 1]
 
 
-# --- pruning
-
-
 def scripted(direction: str, scores: dict[float, list[float]]) -> Callable[..., Any]:
     """Makes trainers whose evaluations have these scores, by the learning rate."""
 
@@ -475,7 +401,7 @@ def scripted(direction: str, scores: dict[float, list[float]]) -> Callable[..., 
     return make
 
 
-@pytest.mark.parametrize("direction", thinned(["max", "min"], ["max"]))
+@pytest.mark.parametrize("direction", ["max", "min"])
 def test_search_prunes_worse_trials(direction: str, tmp_path: Path) -> None:
     sign = 1 if direction == "max" else -1
     scores = {0.1: [1.0, 2, 3], 0.2: [2.0, 5, 4], 0.3: [0.0, 0, 0], 0.4: [2.0, 1, 9], 0.5: [3.0, 4, 5]}
@@ -491,60 +417,41 @@ def test_search_prunes_worse_trials(direction: str, tmp_path: Path) -> None:
     assert search(scripted(direction, signed), space, sampler="grid", save_dir=tmp_path, pruner="none") == result
 
 
-def test_search_prunes_trial_again_after_kill(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_search_prunes_trial_again_after_kill(tmp_path: Path) -> None:
     scores = {0.1: [1.0, 2, 3], 0.2: [2.0, 5, 4], 0.3: [0.0, 9, 9]}
     options = {"space": {"learning_rate": list(scores)}, "sampler": "grid", "save_dir": tmp_path}
     options["pruner"] = optuna.pruners.MedianPruner(n_startup_trials=2)
-    tell = optuna.study.Study.tell
-
-    def killed(study: Any, trial: Any, *args: Any, **keywords: Any) -> Any:
-        if trial.number == 2:
-            raise KeyboardInterrupt
-        return tell(study, trial, *args, **keywords)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(optuna.study.Study, "tell", killed)
-        with pytest.raises(KeyboardInterrupt):
-            search(scripted("max", scores), **options)
-    result = search(scripted("max", scores), **options)
-    trial = result.trials[2]
+    search_interrupted_at(2, scripted("max", scores), **options)
+    trial = search(scripted("max", scores), **options).trials[2]
     assert (trial.state, trial.score, trial.step) == ("pruned", 0.0, 5)
 
 
-# --- failures
+def test_search_continues_after_failed_trial_and_frees_models(tmp_path: Path) -> None:
+    models: list[weakref.ref[nn.Module]] = []
 
-
-def test_search_continues_after_failed_trial(tmp_path: Path) -> None:
     def make(params: dict[str, Any], folder: Path) -> Any:
-        if folder.name == "trial-0000":
+        assert not [model for model in models if model() is not None]
+        if folder.name == "trial-0000" and models:
             raise ValueError("no such\nmodel")
-        callbacks = [RaisesAt(7, ZeroDivisionError("in step 7"))] if folder.name == "trial-0002" else []
-        return native(params, folder, callbacks=callbacks)
+        callbacks = [ActsAt(7, ZeroDivisionError("in step 7"))] if folder.name == "trial-0002" else []
+        trainer = native(params, folder, callbacks=callbacks)
+        models.append(weakref.ref(trainer.get_model()))
+        return trainer
 
-    result = search(make, RATES, trials=3, save_dir=tmp_path)
-    assert states(result) == ["failed", "complete", "failed"]
-    assert [trial.error for trial in result.trials][::2] == [
-        "ValueError: no such model",
-        "ZeroDivisionError: in step 7",
-    ]
-    assert [trial.step for trial in result.trials] == [0, 15, 7]
+    result = search(make, RATES, trials=4, save_dir=tmp_path)
+    assert [trial.state for trial in result.trials] == ["failed", "complete", "failed", "complete"]
+    errors = [(trial.error, trial.step) for trial in result.trials][::2]
+    assert errors == [("ValueError: no such model", 0), ("ZeroDivisionError: in step 7", 7)]
     assert str(result).splitlines()[-1] == "trial 2: ZeroDivisionError: in step 7"
-    assert result.best.number == 1
+    assert result.best.number in (1, 3) and len(models) == 4
 
 
 def test_search_raises_after_three_failed_trials(tmp_path: Path) -> None:
-    failing = functools.partial(native, callbacks=[RaisesAt(1, ZeroDivisionError("always"))])
+    failing = functools.partial(native, callbacks=[ActsAt(1, ZeroDivisionError("always"))])
     with pytest.raises(ZeroDivisionError, match="always") as raised:
         search(failing, RATES, trials=9, save_dir=tmp_path)
     assert "Every trial so far has failed: trial 0: ZeroDivisionError: always; trial 1" in raised.value.__notes__[-1]
     assert len(list(tmp_path.glob("trial-*"))) == 3
-
-
-# --- wrong arguments
-
-
-def broken(params: dict[str, Any], folder: Path) -> Any:
-    raise ZeroDivisionError("always")
 
 
 WRONG_SPACES: list[tuple[Any, str]] = [
@@ -558,14 +465,12 @@ WRONG_SPACES: list[tuple[Any, str]] = [
     ({"a": (1, 2)}, r'Write \[1, 2\] for two choices, or {"low": 1, "high": 2} for a range'),
     ({"a": {"low": 1, "hihg": 2}}, "has the key 'hihg'; a range has .* Did you mean 'high'"),
     ({"a": {"low": 1}}, "needs a finite number as 'high', got None"),
-    ({"a": {"low": True, "high": 2}}, "needs a finite number as 'low', got True"),
     ({"a": {"low": 1, "high": float("inf")}}, "needs a finite number as 'high', got inf"),
     ({"a": {"low": 2, "high": 1}}, "has low=2 and high=1. 'low' must be below 'high'"),
     ({"a": {"low": 0, "high": 1, "log": True}}, "log=True and low=0.*begins above 0"),
     ({"a": {"low": 1, "high": 2, "log": 1}}, "has log=1. It must be True or False"),
     ({"a": {"low": 1, "high": 9, "log": True, "step": 2}}, "has both 'log' and 'step'"),
     ({"a": {"low": 1, "high": 9, "step": 0}}, "has step=0. It must be a positive number, at most high - low"),
-    ({"a": {"low": 1, "high": 9, "step": 10}}, "has step=10"),
 ]
 WRONG_ARGUMENTS: list[tuple[dict[str, Any], str]] = [
     *(({"space": space}, words) for space, words in WRONG_SPACES),
@@ -588,7 +493,7 @@ WRONG_ARGUMENTS: list[tuple[dict[str, Any], str]] = [
         {"make_trainer": functools.partial(of_transformers, save_strategy="no")},
         "has save_dir=None.*With TrainingArguments, `save_strategy` must not be 'no'",
     ),
-    ({"make_trainer": broken}, "always"),
+    ({"make_trainer": lambda params, folder: 1 / 0}, "division by zero"),
 ]
 
 
