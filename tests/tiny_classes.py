@@ -211,7 +211,12 @@ QUERY_INDEXER = {
     "indexer_budget": 8, "indexer_compress_ratio": 2, "indexer_n_heads": 4, "indexer_kv_heads": 1,
     "indexer_head_dim": 8,
 }  # fmt: skip
-MROPE = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [1, 1, 2]}
+ROTARY = {"rope_type": "default", "rope_theta": 1e4}
+MROPE = {**ROTARY, "mrope_section": [1, 1, 2]}
+WITH_MROPE = "glm46v glm4v paddleocr_vl qwen2_5_omni_thinker qwen2_5_vl qwen2_vl ernie4_5_vl_moe hunyuan_vl"
+CHANNELS = {"encoder_in_channels": [16, 16, 16], "decoder_in_channels": [32, 32, 32], "num_denoising": 0}
+LAYOUT = {"class_thresholds": [0.5] * CLASSES, "class_order": list(range(CLASSES))}
+WINDOWS = {"depths": [1, 1], "num_heads": [1, 1], "window_size": 2, "patch_size": 4, "encoder_stride": 8}
 PAIR = {"pad_token_id": 0, "decoder_start_token_id": 2}
 OPTIONS: dict[str, dict[str, Any]] = {
     "BeitForSemanticSegmentation": {"out_indices": [0, 1, 2, 3], "num_hidden_layers": 4},
@@ -245,32 +250,17 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "esm": {"vocab_size": VOCABULARY, "pad_token_id": 1, "mask_token_id": 3},
     "pvt": {"image_size": 64, "sequence_reduction_ratios": [1, 1, 1, 1]},
     "levit": {"image_size": 64, "hidden_sizes": [32, 32, 32], "num_attention_heads": [2, 2, 2], "key_dim": [8, 8, 8]},
-    **{
-        name: {"text_config": {"rope_parameters": MROPE}}
-        for name in (
-            "glm46v",
-            "glm4v",
-            "paddleocr_vl",
-            "qwen2_5_omni_thinker",
-            "qwen2_5_vl",
-            "qwen2_vl",
-            "ernie4_5_vl_moe",
-            "hunyuan_vl",
-        )
-    },
+    **{name: {"text_config": {"rope_parameters": MROPE}} for name in WITH_MROPE.split()},
     "glm4v_moe": {
         "text_config": {"rope_parameters": {**MROPE, "mrope_section": [1, 1, 0], "partial_rotary_factor": 0.5}}
     },
-    "glm_ocr": {"text_config": {"rope_parameters": {**MROPE, "mrope_section": [1, 1, 2]}, "head_dim": 8}},
+    "glm_ocr": {"text_config": {"rope_parameters": MROPE, "head_dim": 8}},
     "lilt": {"hidden_size": 48, "intermediate_size": 48},
     "AlbertForPreTraining": {"num_labels": 2},
     "shieldgemma2": {"num_labels": 2},
     "lxmert": {
         "num_qa_labels": CLASSES,
-        "task_obj_predict": False,
-        "visual_obj_loss": False,
-        "visual_attr_loss": False,
-        "visual_feat_loss": False,
+        **dict.fromkeys(("task_obj_predict", "visual_obj_loss", "visual_attr_loss", "visual_feat_loss"), False),
     },
     "dots3_note_text": {"head_dim": 16},
     "dots3_note": {"text_config": {"head_dim": 16}},
@@ -287,10 +277,8 @@ OPTIONS: dict[str, dict[str, Any]] = {
         "decoder_num_attention_heads": 4,
     },
     "bros": {"hidden_size": 64},
-    "cohere_compass_text": {"rope_parameters": {"full_attention": {"rope_type": "default", "rope_theta": 1e4}}},
-    "cohere_compass": {
-        "text_config": {"rope_parameters": {"full_attention": {"rope_type": "default", "rope_theta": 1e4}}}
-    },
+    "cohere_compass_text": {"rope_parameters": {"full_attention": {**ROTARY}}},
+    "cohere_compass": {"text_config": {"rope_parameters": {"full_attention": {**ROTARY}}}},
     "dpt": {"num_hidden_layers": 4, "backbone_out_indices": [0, 1, 2, 3], "fusion_hidden_size": 16},
     "tipsv2_dpt": {"backbone_config": {"num_hidden_layers": 4, "out_indices": [1, 2, 3, 4]}},
     "mobilevitv2": {"image_size": 64, "n_attn_blocks": [1, 1, 1], "base_attn_unit_dims": [16, 16, 16]},
@@ -319,8 +307,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "neomme": {
         "sliding_window": 4,
         "rope_parameters": {
-            kind: {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 1.0}
-            for kind in ("sliding_attention", "full_attention")
+            key: {**ROTARY, "partial_rotary_factor": 1.0} for key in ("sliding_attention", "full_attention")
         },
     },
     "fun_asr_nano": {"adaptor_config": {"intermediate_size": 8}},
@@ -344,34 +331,10 @@ OPTIONS: dict[str, dict[str, Any]] = {
     },
     "rf_detr": {"group_detr": 2},
     "hgnet_v2": HGNET,
-    **{
-        name: {
-            "backbone_config": HGNET,
-            "encoder_in_channels": [16, 16, 16],
-            "decoder_in_channels": [32, 32, 32],
-            "num_denoising": 0,
-        }
-        for name in ("d_fine", "deimv2")
-    },
-    **{
-        name: {
-            "backbone_config": HGNET,
-            "encoder_in_channels": [16, 16, 16],
-            "decoder_in_channels": [32, 32, 32],
-            "num_denoising": 0,
-            "class_thresholds": [0.5] * CLASSES,
-            "class_order": list(range(CLASSES)),
-        }
-        for name in ("pp_doclayout_v2", "pp_doclayout_v3")
-    },
-    **{
-        name: {"encoder_in_channels": [16, 16, 16], "decoder_in_channels": [32, 32, 32], "num_denoising": 0}
-        for name in ("rt_detr", "rt_detr_v2")
-    },
-    **{
-        name: {"depths": [1, 1], "num_heads": [1, 1], "window_size": 2, "patch_size": 4, "encoder_stride": 8}
-        for name in ("swin", "swinv2", "donut-swin")
-    },
+    **dict.fromkeys(("rt_detr", "rt_detr_v2"), CHANNELS),
+    **{key: {"backbone_config": HGNET, **CHANNELS} for key in ("d_fine", "deimv2")},
+    **{key: {"backbone_config": HGNET, **CHANNELS, **LAYOUT} for key in ("pp_doclayout_v2", "pp_doclayout_v3")},
+    **dict.fromkeys(("swin", "swinv2", "donut-swin"), WINDOWS),
     "focalnet": {
         "depths": [1, 1],
         "patch_size": 4,
