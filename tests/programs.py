@@ -31,6 +31,14 @@ def free_port() -> int:
             return port
 
 
+def launch_environment(**variables: str) -> dict[str, str]:
+    """Return the environment for a launch of its own, in which the package and the modules of the tests are found."""
+    unwanted = ("ACCELERATE_", "FSDP_", "WORLD_SIZE", "RANK", "LOCAL_RANK", "MASTER_", "TORCHELASTIC_", "OMNITRAIN_")
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(unwanted)}
+    tests = Path(__file__).resolve().parent
+    return {**environment, "PYTHONPATH": os.pathsep.join([str(tests.parent), str(tests)]), **variables}
+
+
 @contextlib.contextmanager
 def started(
     *command: str | Path, env: Mapping[str, str] | None = None, **options: Any

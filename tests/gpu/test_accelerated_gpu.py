@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -19,7 +18,6 @@ from torch.utils.data import TensorDataset
 
 from omnitrain import AccelerateTrainer
 
-ROOT = Path(__file__).resolve().parents[2]
 WAYS = {"ddp": [], "fsdp2": ["--fsdp"], "zero1": ["--zero", "1"], "zero3": ["--zero", "3"]}
 pytestmark = [
     pytest.mark.gpu, pytest.mark.processes,
@@ -38,11 +36,8 @@ def make(model: nn.Module, data: Any, **options: Any) -> AccelerateTrainer:
 
 def launch(way: str, tmp_path: Path, *words: str) -> list[dict[str, Any]]:
     """Run `main` on two GPUs, and return what each process has said."""
-    unwanted = ("ACCELERATE_", "FSDP_", "WORLD_SIZE", "RANK", "LOCAL_RANK", "MASTER_", "TORCHELASTIC_")
-    environment = {key: value for key, value in os.environ.items() if not key.startswith(unwanted)}
-    environment["PYTHONPATH"] = os.pathsep.join([str(ROOT), str(ROOT / "tests")])
     command = [sys.executable, "-m", "omnitrain", "launch", "-n", "2", *WAYS[way], __file__, str(tmp_path), *words]
-    done = programs.run(*command, env=environment)
+    done = programs.run(*command, env=programs.launch_environment())
     assert done.returncode == 0, done.stdout + done.stderr
     return [json.loads((tmp_path / f"said-{rank}.json").read_text()) for rank in range(2)]
 

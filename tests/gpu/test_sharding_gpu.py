@@ -11,7 +11,6 @@ from __future__ import annotations
 import json
 import math
 import os
-import signal
 import subprocess
 import sys
 import traceback
@@ -20,6 +19,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+import programs
 import pytest
 import torch
 import torch.nn.functional as F
@@ -30,7 +30,6 @@ from torch.utils.data import TensorDataset
 from omnitrain import AccelerateTrainer, Callback, NonFiniteError, Trainer
 from omnitrain.checkpoint.tensor_files import gather_to_host, load_tensors
 
-ROOT = Path(__file__).resolve().parents[2]
 OFFLOAD = {"device": "cpu"}
 CONFIGS: dict[str, Any] = {
     "fsdp2": None,  # what the launcher says
@@ -202,20 +201,12 @@ def main() -> None:
 
 def launch(ways: list[str], words: list[str], says: dict[str, str], out: Path) -> str:
     """Examine these ways in one process, and return how the launch ended."""
-    unwanted = ("ACCELERATE_", "FSDP_", "WORLD_SIZE", "RANK", "LOCAL_RANK", "MASTER_", "TORCHELASTIC_")
-    environment = {key: value for key, value in os.environ.items() if not key.startswith(unwanted)}
-    environment |= {"PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests")]), **says}
     command = [sys.executable, "-m", "omnitrain", "launch", "-n", "1", *words, __file__, str(out), *ways]
-    child = subprocess.Popen(
-        command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
-    )
     try:
-        said, _ = child.communicate(timeout=100)
-    except subprocess.TimeoutExpired:
-        os.killpg(child.pid, signal.SIGKILL)
-        said, _ = child.communicate()
-        return f"it had not ended after 100 s:\n{said[-3000:]}"
-    return "" if child.returncode == 0 else f"exit code {child.returncode}:\n{said[-3000:]}"
+        done = programs.run(*command, env=programs.launch_environment(**says), timeout=100, stderr=subprocess.STDOUT)
+    except subprocess.TimeoutExpired as error:
+        return f"it had not ended after 100 s:\n{str(error.output)[-3000:]}"
+    return "" if done.returncode == 0 else f"exit code {done.returncode}:\n{done.stdout[-3000:]}"
 
 
 _examined: dict[str, tuple[dict[str, Any], str]] = {}
