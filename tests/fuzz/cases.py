@@ -9,7 +9,7 @@ import random
 import re
 import signal
 import tempfile
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -111,23 +111,6 @@ class Case:
         return "\n".join([f"{self!r}", f"  {self.call()}", *(f"  - {line}" for line in failures)])
 
 
-@dataclass(frozen=True)
-class Known:
-    """A known fault of the product, and the cases in which it would show, which are drawn again."""
-
-    fault: str
-    effect: str
-    is_met: Callable[[Case], bool]
-
-
-def _has(pattern: str, kind: str = "") -> Callable[[Case], bool]:
-    return lambda case: kind in ("", case.kind) and re.search(pattern, ", ".join(case.options)) is not None
-
-
-KNOWN: tuple[Known, ...] = ()
-"""Remove a row when its fault is mended."""
-
-
 def daily_seeds(count: int) -> list[int]:
     """Return seeds of the day, or those that FUZZ_SEED and FUZZ_CASES ask for."""
     base = int(os.environ.get("FUZZ_SEED") or datetime.date.today().strftime("%Y%m%d"))
@@ -155,8 +138,7 @@ def draw(seed: int, with_workers: bool = True, trainers: Iterable[str] = TRAINER
             continue
         if case.pairs_across_ranks and generator.random() < 0.5:
             case = replace(case, base=f"{base}, drop_last=True")
-        if not any(known.is_met(case) for known in KNOWN):
-            return case
+        return case
 
 
 def _draw_cut(generator: random.Random) -> tuple[str, float]:
