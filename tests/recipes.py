@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Container, Iterable
+from collections.abc import Callable, Container, Iterable
 from typing import Any
 
 import torch
@@ -265,6 +266,13 @@ class Trace(Callback):
         self.events.append("log")
         self.logs.append(dict(logs))
 
+    def _note(self, event: Event, trainer: Any, *details: Any) -> None:
+        self.events.append(str(event))
+        if event is Event.REPORT:
+            self.reports.append((trainer.progress.step, dict(details[0])))
+        if event is Event.STEP_END:
+            self.learning_rates.append(trainer.optimizer.param_groups[0]["lr"])
+
 
 class Everything(Callback):
     """Writes down every event, and for tensors what they are."""
@@ -275,6 +283,13 @@ class Everything(Callback):
         self.events: list[str] = []
         self.numbers: list[int] = []
         self.norms: list[float] = []
+
+    def _note(self, event: Event, trainer: Any, *details: Any) -> None:
+        self.events.append(str(event))
+        if event is Event.BATCH_START:
+            self.numbers.append(details[1])
+        elif event is Event.AFTER_CLIP:
+            self.norms.append(float(details[0]))
 
 
 def callback(base: type = Callback, **members: Any) -> Any:
@@ -294,35 +309,15 @@ class StopAt(Callback):
             trainer.stop()
 
 
-def _noting(event: Event) -> Any:
-    def note(self: Trace, trainer: Any, *details: Any) -> None:
-        self.events.append(str(event))
-        if event is Event.REPORT:
-            self.reports.append((trainer.progress.step, dict(details[0])))
-        if event is Event.STEP_END:
-            self.learning_rates.append(trainer.optimizer.param_groups[0]["lr"])
-
-    return note
+def subscribe(callback_class: type[Callback], handle: Callable[..., None], events: Iterable[Event]) -> None:
+    """Have a class of callbacks handle these events by one function, which takes the event after `self`."""
+    for event in events:
+        setattr(callback_class, f"on_{event}", functools.partialmethod(handle, event))
 
 
-for _event in Event:
-    if _event not in (Event.LOG, Event.EVAL_BATCH_START, Event.EVAL_BATCH_END, Event.SAVE_START, *INNER_STEP_EVENTS):
-        setattr(Trace, f"on_{_event}", _noting(_event))
-
-
-def _writing(event: Event) -> Any:
-    def write(self: Everything, trainer: Any, *details: Any) -> None:
-        self.events.append(str(event))
-        if event is Event.BATCH_START:
-            self.numbers.append(details[1])
-        elif event is Event.AFTER_CLIP:
-            self.norms.append(float(details[0]))
-
-    return write
-
-
-for _event in Event:
-    setattr(Everything, f"on_{_event}", _writing(_event))
+INNER = {Event.LOG, Event.EVAL_BATCH_START, Event.EVAL_BATCH_END, Event.SAVE_START, *INNER_STEP_EVENTS}
+subscribe(Trace, Trace._note, set(Event) - INNER)
+subscribe(Everything, Everything._note, Event)
 
 
 def weights(model: nn.Module) -> list[torch.Tensor]:

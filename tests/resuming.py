@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.nn.functional as F
-from recipes import rows
+from recipes import rows, subscribe
 from safetensors.torch import load_file
 from torch import nn
 from torch.utils.data import Dataset
@@ -184,20 +184,17 @@ class KillAtEvent(Callback):
         self.number, self.order, self.count = number, order, 0
         self.names: list[str] = []
 
-
-def _counting(event: Event) -> Any:
-    def count(self: KillAtEvent, trainer: Any, *details: Any) -> None:
+    def handle(self, event: Event, trainer: Any, *details: Any) -> None:
         self.count += 1
         self.names.append(str(event))
         if self.count == self.number:
-            raise self.error
+            self.interrupt(trainer)
 
-    return count
+    def interrupt(self, trainer: Any) -> None:
+        raise self.error
 
 
-for _event in Event:
-    if _event is not Event.EXCEPTION:
-        setattr(KillAtEvent, f"on_{_event}", _counting(_event))
+subscribe(KillAtEvent, KillAtEvent.handle, set(Event) - {Event.EXCEPTION})
 
 
 def windows_of(trainer: Any) -> int:

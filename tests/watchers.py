@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from recipes import t16
+from recipes import subscribe, t16
 from torch import nn
 from torch.utils.data import TensorDataset
 
@@ -38,18 +38,13 @@ class Listener(Callback):
     def log_values(self, trainer: Any) -> Mapping[str, float]:
         return {"listened": float(len(self.heard))}
 
-
-def _handler(name: str) -> Callable[..., None]:
-    def handle(self: Listener, trainer: Any, *_: Any) -> None:
-        self.heard.add(name)
-        if name == "log":
+    def handle(self, event: Event, trainer: Any, *_: Any) -> None:
+        self.heard.add(str(event))
+        if event is Event.LOG:
             trainer.lifecycle.report({"words": "a text", "values": Histogram([0.0, 1.0], [2], 0.0, 1.0, 1.0, 1.0)})
 
-    return handle
 
-
-for _event in Event:
-    setattr(Listener, f"on_{_event.value}", _handler(_event.value))
+subscribe(Listener, Listener.handle, Event)
 
 
 def watchers(folder: Path) -> dict[str, Callback]:

@@ -17,9 +17,8 @@ from typing import Any
 import torch
 from fuzz.kinds import KINDS, NAMES, SIZE
 from fuzz.options import BACKENDS, LISTS, TABLE, TRAINERS, Option, altered_aspects, is_valid, parse_arguments
-from resuming import Cut, Failed, KillAtEvent, Killed, Rates, differences, outcome, train
+from resuming import Cut, Failed, KillAtEvent, Rates, differences, outcome, train
 
-from omnitrain import Event
 from omnitrain.checkpoint.tensor_files import gather_to_host
 
 SPLITS = {8: [(4, 2), (2, 4), (8, 1)], 6: [(3, 2), (6, 1), (2, 3)], 4: [(4, 1), (2, 2), (1, 4)], 3: [(3, 1), (1, 3)]}
@@ -170,21 +169,10 @@ class CutAtEvent(KillAtEvent):
 
     way = "kill"
 
-
-def _cutting(event: Event) -> Any:
-    def cut(self: CutAtEvent, trainer: Any, *details: Any) -> None:
-        try:
-            getattr(KillAtEvent, f"on_{event}")(self, trainer, *details)
-        except (Killed, Failed):
-            if self.way == "kill":
-                raise
-            trainer.stop() if self.way == "stop" else os.kill(os.getpid(), signal.SIGTERM)
-
-    return cut
-
-
-for _event in set(Event) - {Event.EXCEPTION}:
-    setattr(CutAtEvent, f"on_{_event}", _cutting(_event))
+    def interrupt(self, trainer: Any) -> None:
+        if self.way == "kill":
+            raise self.error
+        trainer.stop() if self.way == "stop" else os.kill(os.getpid(), signal.SIGTERM)
 
 
 @dataclass
