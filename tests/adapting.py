@@ -8,11 +8,8 @@ from typing import Any
 
 import peft
 import torch
+from marks import TRAINERS
 from tiny import Tokens, llama
-
-from omnitrain import AccelerateTrainer, HFTrainer, Trainer
-
-TRAINERS = {"native": Trainer, "accelerate": AccelerateTrainer, "hf": HFTrainer}
 
 
 def lora(seed: int = 1, **options: Any) -> Any:

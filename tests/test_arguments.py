@@ -15,7 +15,6 @@ import torch.nn.functional as F
 import transformers
 from counting import Streamed
 from recipes import Holding, rows, same, t16, weights
-from torch import nn
 from torch.optim import SGD, AdamW
 from torch.optim.lr_scheduler import CosineAnnealingLR, ReduceLROnPlateau
 from torch.utils.data import DataLoader
@@ -197,11 +196,24 @@ def test_settings_take_numbers_of_numpy(trainer_class: Any, tmp_path: Path) -> N
     }  # fmt: skip
 
 
-def test_labels_in_place_of_the_evaluation_set_are_rejected(trainer_class: Any) -> None:
-    words = r"looks like its labels. Pass both as one dataset: train_dataset=\(X, y\)"
-    for labels in (np.ones(8), np.ones((8, 1))):
-        with pytest.raises(ConfigError, match=words):
-            trainer_class(nn.Linear(4, 1), train_dataset=np.ones((8, 4)), eval_dataset=labels, loss_fn=F.mse_loss)
+LABELS = r"looks like its labels. Pass both as one dataset: train_dataset=\(X, y\)"
+ERRORS_OF_ALL: list[tuple[dict[str, Any], str]] = [
+    ({"train_dataset": np.ones((8, 4)), "eval_dataset": np.ones(8)}, LABELS),
+    ({"train_dataset": np.ones((8, 4)), "eval_dataset": np.ones((8, 1))}, LABELS),
+    (
+        {"callbacks": [type("Mine", (Callback,), {})]},
+        r"`callbacks` takes instances, got the class Mine.*Mine\(\.\.\.\)",
+    ),
+    ({"algorithms": [type("Mine", (Algorithm,), {})]}, r"`algorithms` takes instances, got the class Mine"),
+    ({"unit": Holding(t16()), "loss_fn": None}, "No parameter of the optimizer got a gradient.*unit"),
+    ({"fp16_loss_scale": (8.0, 1.0)}, r"fp16_loss_scale=.*autocast='fp16'"),
+]
+
+
+@pytest.mark.parametrize(("options", "words"), ERRORS_OF_ALL)
+def test_settings_reject_wrong_values_on_all_trainers(trainer_class: Any, options: dict[str, Any], words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        quiet(trainer_class, **options).train()
 
 
 def test_settings_none_means_default(trainer_class: Any) -> None:
@@ -209,13 +221,6 @@ def test_settings_none_means_default(trainer_class: Any) -> None:
     assert trainer.algorithms == []
     assert trainer.objective.metric == "loss"
     trainer.train()
-
-
-def test_settings_reject_class_in_list(trainer_class: Any) -> None:
-    for argument, base in (("callbacks", Callback), ("algorithms", Algorithm)):
-        words = rf"`{argument}` takes instances, got the class Mine. Pass Mine\(\.\.\.\)"
-        with pytest.raises(ConfigError, match=words):
-            quiet(trainer_class, **{argument: [type("Mine", (base,), {})]})
 
 
 def test_hf_trainer_rejects_ambiguous_arguments(tmp_path: Path) -> None:
@@ -273,11 +278,6 @@ def test_assigned_optimizer_trains_on_without_old_schedule(trainer_class: Any) -
 # --- what would train nothing
 
 
-def test_unit_rejects_other_model(trainer_class: Any) -> None:
-    with pytest.raises(ConfigError, match=r"No parameter of the optimizer got a gradient.*unit"):
-        quiet(trainer_class, unit=Holding(t16()), loss_fn=None).train()
-
-
 @pytest.mark.parametrize("in_callback", [False, True])
 def test_unfrozen_layers_are_reported_once(
     trainer_class: Any, in_callback: bool, caplog: pytest.LogCaptureFixture
@@ -294,11 +294,6 @@ def test_unfrozen_layers_are_reported_once(
         trainer.train()
     (message,) = [text for text in caplog.messages if "in no group of the optimizer" in text]
     assert re.search(r"2 parameters.*0\.weight, 0\.bias.*add_param_group", message)
-
-
-def test_settings_reject_unused_loss_scale(trainer_class: Any) -> None:
-    with pytest.raises(ConfigError, match=r"fp16_loss_scale=.*autocast='fp16'"):
-        quiet(trainer_class, fp16_loss_scale=(8.0, 1.0)).train()
 
 
 @pytest.mark.parametrize("options", [{"find_unused_parameters": True}, {"parallelism_config": object()}])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import math
+import traceback
 from pathlib import Path
 from typing import Any
 
@@ -52,7 +53,7 @@ def arguments_of(kind: type) -> list[str]:
 
 
 def outcome(kind: Any, name: str, value: Any) -> str:
-    """Return "" if an argument is taken or refused well, else what went wrong."""
+    """Return "" if an argument is accepted or rejected well, else what went wrong."""
     options: dict[str, Any] = {
         "model": t16(), "train_dataset": rows(8), "eval_dataset": rows(4), "loss_fn": F.mse_loss, "progress_bar": False,
         "batch_size": 4, "epochs": 1,
@@ -71,33 +72,26 @@ def outcome(kind: Any, name: str, value: Any) -> str:
         doing = "trained"
         if not name.endswith(("_dataset", "_loader", "training_args")):
             trainer.train()
-    except (OmnitrainError, TypeError) as error:
-        if doing == "trained" and name in OF_THE_USER:
-            return ""
-        ours = isinstance(error, OmnitrainError) or "omnitrain" in traceback_end(error)
-        is_reported = any(argument in str(error) for argument in (name, *ALSO.get(name, ())))
-        if ours and (is_reported or doing == "trained"):
-            return ""
-        return f"{doing}: {type(error).__name__} {str(error)[:150]!r}"
     except Exception as error:
         if doing == "trained" and name in OF_THE_USER:
             return ""
-        return f"{doing}: raw {type(error).__name__} {str(error)[:150]!r} in {traceback_end(error)}"
+        is_ours = isinstance(error, OmnitrainError)
+        is_ours |= isinstance(error, TypeError) and "omnitrain" in traceback_end(error)
+        is_reported = any(argument in str(error) for argument in (name, *ALSO.get(name, ())))
+        if is_ours and (is_reported or doing == "trained"):
+            return ""
+        return f"{doing}: {type(error).__name__} {str(error)[:150]!r} in {traceback_end(error)}"
     return ""
 
 
 def traceback_end(error: BaseException) -> str:
     """Return the file that an error comes from."""
-    trace = error.__traceback__
-    while trace is not None and trace.tb_next is not None:
-        trace = trace.tb_next
-    return "" if trace is None else trace.tb_frame.f_code.co_filename
+    return traceback.extract_tb(error.__traceback__)[-1].filename
 
 
 CASES = [("native", name) for name in arguments_of(Trainer)]
-"""All arguments of `Trainer`; of the others only their own ones, and one half each of the shared ones."""
-for number, kind in enumerate(("accelerate", "hf")):
-    shared = arguments_of(Trainer)[number::2]
+"""All arguments of `Trainer`; of the others only their own ones, and for `HFTrainer` half of the shared ones."""
+for kind, shared in (("accelerate", []), ("hf", arguments_of(Trainer)[1::2])):
     CASES += [(kind, name) for name in arguments_of(TRAINERS[kind]) if name in shared or ("native", name) not in CASES]
 QUICK = [("native", "optimizer"), ("accelerate", "accelerator"), ("hf", "args")]
 
