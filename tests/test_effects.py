@@ -168,7 +168,7 @@ ARGUMENTS: dict[str, str] = {
     "model/test_losses.py::test_losses_reject_wrong_values": "chunked_cross_entropy(z_loss)",
     "model/test_losses.py::test_resume_reports_other_loss":
         "BaseTrainer(loss_fn) CrossEntropy(weight label_smoothing z_loss)",
-    "model/test_losses.py::test_weighted_losses_are_summed_and_logged": "WeightedLosses(losses)",
+    "model/test_losses.py::test_weighted_losses_are_summed_and_logged": "WeightedLosses(losses weights)",
     "model/test_multitask.py::test_multitask_loss_is_weighted_mean":
         "MultiTask(epoch_size) MultiTaskUnit(model weights)",
     "model/test_multitask.py::test_multitask_rejects_wrong_arguments": "MultiTaskUnit(losses)",
@@ -204,15 +204,12 @@ ARGUMENTS: dict[str, str] = {
         "AccelerateTrainer(parallelism_config accelerator find_unused_parameters)",
     "test_arguments.py::test_settings_reject_wrong_values": "BaseTrainer(prefetch_factor)",
     "test_arguments.py::test_settings_take_accumulation_of_accelerator": "BaseTrainer(global_batch_size)",
-    "test_parity.py::test_algorithm_changes_a_run_and_resumes_bit_for_bit": "SWA(start)",
-    "test_parity.py::test_algorithm_gives_the_same_numbers_in_every_split": "SeqLengthWarmup(min_length step_size)",
     "test_parity.py::test_algorithms_change_labels_by_label_names": "BaseTrainer(label_names)",
     "test_parity.py::test_data_that_end_before_their_length_are_an_error": "GroupByLength(dataset)",
     "test_parity.py::test_drop_last_avoids_a_batch_of_one_for_batch_norm": "BaseTrainer(drop_last)",
     "test_parity.py::test_events_come_in_the_documented_order": "BaseTrainer(eval_on_start)",
     "test_parity.py::test_events_repeat_with_their_micro_batches":
         "BaseTrainer(gradient_accumulation_steps on_nonfinite)",
-    "test_parity.py::test_kinds_of_models_end_with_the_native_bits": "BaseTrainer(model)",
     "test_parity.py::test_loss_scale_below_its_minimum_ends_the_run": "BaseTrainer(autocast fp16_loss_scale)",
     "test_parity.py::test_matmul_precision_holds_during_the_run_only": "BaseTrainer(matmul_precision)",
     "test_parity.py::test_metrics_have_a_row_per_epoch_and_evaluation": "BaseTrainer(load_best_at_end)",
@@ -223,8 +220,10 @@ ARGUMENTS: dict[str, str] = {
     "test_parity.py::test_run_without_save_dir_ends_on_its_best_or_last_weights": "BaseTrainer.test(dataset)",
     "test_parity.py::test_save_dir_stays_when_the_program_changes_folder": "BaseTrainer.save_model(path)",
     "test_parity.py::test_schedule_on_samples_continues_in_skipped_steps": "BaseTrainer(max_duration)",
+    "test_parity.py::test_setup_ends_with_the_native_bits": "BaseTrainer(model)",
+    "test_parity.py::test_setup_gives_the_same_numbers_in_every_split": "SeqLengthWarmup(min_length step_size)",
+    "test_parity.py::test_setup_resumes_bit_for_bit": "SWA(start)",
     "test_parity.py::test_skipped_window_without_a_label_changes_nothing": "BaseTrainer(shuffle)",
-    "test_parity.py::test_weighted_losses_are_the_same_in_every_split": "WeightedLosses(weights)",
     "trainer/test_auto_microbatch.py::test_microbatch_size_equals_gradient_accumulation":
         "BaseTrainer.save_metrics(split)",
     "trainer/test_base.py::test_loss_of_sums_is_a_mean_over_samples": "BaseTrainer(grad_reduction)",

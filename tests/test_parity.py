@@ -8,11 +8,11 @@ import json
 import math
 import random
 import re
-from collections.abc import Callable, Collection, Mapping
+from collections import OrderedDict
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import eighths
@@ -104,10 +104,11 @@ def table(
     processes: Collection[str] = (),
     native: Collection[str] | None = None,
     accelerate: Collection[str] | None = None,
+    rest: Collection[str] = ("native", "in turn"),
 ) -> Any:
     """Parametrize a test over all trainers: all cases on `Trainer`, those at the boundary on the other two.
 
-    Of the rest each is slow, on one of the other two in turn. The ids of a list are its entries, as text.
+    The rest is slow, on one of the other two in turn. The ids of a list are its entries, as text.
 
     Args:
         names: Of the arguments beside `trainer_class`, separated by commas.
@@ -116,6 +117,7 @@ def table(
         processes: Ids of the cases that start processes.
         native: Ids of the cases that are quick on `Trainer`, if these are not all.
         accelerate: Ids of the cases that are quick on `AccelerateTrainer`, if not those at the boundary.
+        rest: Where cases that are not quick run: on `Trainer`, and on one of the other two in turn.
     """
     if not isinstance(cases, Mapping):
         cases = {"-".join(map(str, case)) if isinstance(case, tuple) else str(case): case for case in cases}
@@ -128,7 +130,8 @@ def table(
     parameters = []
     for kind, trainer_class in TRAINERS.items():
         for number, (case, values) in enumerate(cases.items()):
-            if kind == ("accelerate", "hf")[number % 2] and case not in quick[kind]:
+            turn = "native" if kind == "native" else "in turn" if kind == ("hf", "accelerate")[number % 2] else "never"
+            if turn not in rest and case not in quick[kind]:
                 continue
             marks = [] if case in quick[kind] else [pytest.mark.slow]
             marks += [pytest.mark.processes] if case in processes else []
@@ -137,14 +140,10 @@ def table(
     return pytest.mark.parametrize(f"trainer_class,{names}", parameters)
 
 
-def placed_on_cpu(trainer_class: Any) -> dict[str, Any]:
-    """The argument that keeps a trainer off a GPU: accelerate reads its environment."""
-    return {"device": "cpu"} if trainer_class is Trainer else {}
-
-
 def run(trainer_class: Any, model: nn.Module, data: Any = None, *callbacks: Callback, **options: Any) -> Any:
     """Train a model (the loss of a plain one is the squared error); with `train=False`, return the trainer only."""
-    options = {"progress_bar": False, "log_steps": 1, "learning_rate": 0.05, **placed_on_cpu(trainer_class), **options}
+    place = {"device": "cpu"} if trainer_class is Trainer else {}  # accelerate reads its environment
+    options = {"progress_bar": False, "log_steps": 1, "learning_rate": 0.05, **place, **options}
     if isinstance(model, nn.Sequential):
         options.setdefault("loss_fn", F.mse_loss)
     train, resume_from = options.pop("train", True), options.pop("resume_from", None)
@@ -156,30 +155,50 @@ def run(trainer_class: Any, model: nn.Module, data: Any = None, *callbacks: Call
     return trainer
 
 
+def with_norm() -> Any:
+    torch.manual_seed(0)
+    parts = {"first": nn.Linear(4, 8), "norm": nn.BatchNorm1d(8), "dropout": nn.Dropout(0.3), "last": nn.Linear(8, 1)}
+    return nn.Sequential(OrderedDict(parts)).double()
+
+
 def by_hand(
-    model: nn.Module, data: Any, *, window: int, epochs: int, schedule: Any, clip: float
+    model: nn.Module,
+    data: Any,
+    windows: Iterable[Any],
+    make_optimizer: Callable[..., torch.optim.Optimizer],
+    schedule: Callable[[Any], Any] | None = None,
+    clip: float = math.inf,
 ) -> dict[str, list[float]]:
-    """What a careful user would write: full-batch windows in the sampler's order, SGD, clip, one scheduler step."""
-    optimizer = sgd(model.parameters())
-    scheduler, sampler = schedule(optimizer), EpochSampler(len(data), window)
+    """What a careful user would write: one batch for each window of indices, clipped, and one step of the schedule."""
+    optimizer = make_optimizer(model.parameters())
+    scheduler = schedule(optimizer) if schedule else None
     history: dict[str, list[float]] = {"loss": [], "grad_norm": [], "learning_rate": []}
-    for epoch in range(epochs):
-        for indices in sampler.batches(epoch):
-            samples = [data[int(i)] for i in indices]
+    for indices in windows:
+        samples = [data[int(index)] for index in indices]
+        norms: list[torch.Tensor] = []
+
+        def closure(samples: Any = samples, norms: Any = norms) -> torch.Tensor:
+            optimizer.zero_grad()
             if isinstance(samples[0], dict):
-                loss = model(**{key: torch.stack([s[key] for s in samples]) for key in samples[0]})["loss"]
+                loss = model(**{key: torch.stack([sample[key] for sample in samples]) for key in samples[0]})["loss"]
             else:
                 x, y = (torch.stack(column) for column in zip(*samples, strict=True))
                 loss = F.mse_loss(model(x), y)
             loss.backward()
-            norm = nn.utils.clip_grad_norm_(model.parameters(), clip)
-            history["loss"].append(loss.item())
-            history["grad_norm"].append(norm.item())
-            history["learning_rate"].append(optimizer.param_groups[0]["lr"])
-            optimizer.step()
+            norms.append(nn.utils.clip_grad_norm_(model.parameters(), clip))
+            return loss
+
+        history["learning_rate"].append(optimizer.param_groups[0]["lr"])
+        history["loss"].append(optimizer.step(closure).item())
+        history["grad_norm"].append(norms[0].item())
+        if scheduler is not None:
             scheduler.step()
-            optimizer.zero_grad()
     return history
+
+
+def windows_of(size: int, window: int, epochs: int = 2) -> list[Any]:
+    """Return the indices of the samples of each step, in the order of the sampler."""
+    return [indices for epoch in range(epochs) for indices in EpochSampler(size, window).batches(epoch)]
 
 
 def sgd(parameters: Any) -> torch.optim.Optimizer:
@@ -197,15 +216,13 @@ def cosine(optimizer: torch.optim.Optimizer) -> Any:
 # --- compiled models
 
 
-@table("stages", {"later and plain": ("later", "plain"), "plain": ("plain",)}, [], native=["plain"])
-def test_compile_leaves_the_run_unchanged(trainer_class: Any, stages: tuple[str, ...], tmp_path: Path) -> None:
+@quick_on("native")
+def test_compile_leaves_the_run_unchanged(trainer_class: Any, tmp_path: Path) -> None:
     """Compiling ahead of a run leaves no trace, and the run itself compiles nothing more."""
 
     def make(folder: str, **options: Any) -> Any:
-        torch.manual_seed(0)
-        model = nn.Sequential(nn.Linear(4, 16), nn.BatchNorm1d(16), nn.Dropout(0.3), nn.Linear(16, 1)).double()
         return run(
-            trainer_class, model, Noisy(20), eval_dataset=rows(6), eval_batch_size=4, batch_size=4, epochs=1,
+            trainer_class, with_norm(), Noisy(20), eval_dataset=rows(6), eval_batch_size=4, batch_size=4, epochs=1,
             gradient_accumulation_steps=2, algorithms=[EMA(0.5)], save_dir=tmp_path / folder, eval_steps=2,
             train=False, **options,
         )  # fmt: skip
@@ -227,12 +244,11 @@ def test_compile_leaves_the_run_unchanged(trainer_class: Any, stages: tuple[str,
     assert report.shapes == {"train": ["[4, 4], [4, 1]"], "eval": ["[4, 4], [4, 1]", "[2, 4], [2, 1]"]}
     trainer.train()
     assert graphs.count == report.graphs
-    for folder in stages:
-        other = make(folder, compile={"backend": Graphs()} if folder == "later" else False)
-        other.train()
-        assert same(weights(trainer.get_model()), weights(other.get_model()))
-        for history in ("valid", "train_metrics_history"):
-            assert trainer.metrics[history] == other.metrics[history]
+    plain = make("plain")
+    plain.train()
+    assert same(weights(trainer.get_model()), weights(plain.get_model()))
+    for history in ("valid", "train_metrics_history"):
+        assert trainer.metrics[history] == plain.metrics[history]
     torch.compiler.reset()
 
 
@@ -355,7 +371,7 @@ def test_numbers_equal_a_handwritten_full_batch_loop(
         trainer_class, model, data, trace, lr_scheduler=cosine, max_grad_norm=0.5, batch_size=batch,
         gradient_accumulation_steps=accumulation, epochs=2, **BY_SGD,
     )  # fmt: skip
-    expected = by_hand(reference, data, window=batch * accumulation, epochs=2, schedule=cosine, clip=0.5)
+    expected = by_hand(reference, data, windows_of(31, batch * accumulation), sgd, cosine, 0.5)
     assert distance(weights(model), weights(reference)) <= 1e-12
     for key in ("loss", "grad_norm", "learning_rate"):
         np.testing.assert_allclose([row[key] for row in trace.logs], expected[key], rtol=0, atol=1e-12)
@@ -478,153 +494,308 @@ def test_predict_returns_a_row_per_sample_in_order(trainer_class: Any) -> None:
         np.testing.assert_array_equal(result.labels, y.numpy())
 
 
-# --- models of transformers, units that hold their model, and packed batches
+# --- setups: what each of these trains, it trains alike on all trainers, in every split and when it is resumed
 
 
-KINDS = ["plain", "unit", "gpt", "bert", "t5", "packed", "rows", "by length"]
+Setup = Callable[[], tuple[nn.Module, dict[str, Any]]]
+"""Makes a model and the arguments of its trainer."""
 
 
-def kind_of(kind: str) -> tuple[nn.Module, Any, dict[str, Any]]:
-    """A model, its data and further arguments: the kinds that every row of this part runs on."""
-    if kind in ("plain", "unit"):
-        model = t16()
-        return model, rows(21), {"unit": Holding(model), "loss_fn": None} if kind == "unit" else {}
-    if kind == "packed":
-        return gpt(), Short(21), {"data_collator": DataCollatorWithFlattening()}
-    if kind == "rows":
-        return gpt(), PackedDataset(Short(60), 16), {}
-    if kind == "by length":
-        return gpt(), GroupByLength([{**sample, "labels": sample["input_ids"]} for sample in Short(21)], 4), {}
-    data = Tokens(21, {"gpt": "tokens", "bert": "classes", "t5": "pairs"}[kind])
-    return {"gpt": gpt, "bert": bert, "t5": t5}[kind](), data, {}
+def setup(make_model: Any, make_data: Any, make_algorithm: Any = None, **options: Any) -> Setup:
+    """Return a setup of 22 samples for training, so that the last step of an epoch is short, and 9 for evaluation."""
+
+    def make() -> tuple[nn.Module, dict[str, Any]]:
+        data = {"train_dataset": make_data(SIZE), "eval_dataset": make_data(9), "eval_steps": 2}
+        algorithms = [] if make_algorithm is None else [make_algorithm()]
+        return make_model(), {**data, "load_best_at_end": False, "algorithms": algorithms, **options}
+
+    return make
 
 
-@functools.cache
-def trained(trainer_class: Any, kind: str, batch_size: int = 4, **options: Any) -> tuple[list[torch.Tensor], Any]:
-    """The weights after two epochs on this kind, and the rows that were logged."""
-    model, data, extra = kind_of(kind)
+def with_unit() -> tuple[nn.Module, dict[str, Any]]:
+    model = t16()
+    return model, {"train_dataset": rows(21), "unit": Holding(model), "loss_fn": None, **RISING}
+
+
+def grouped(size: int) -> Any:
+    return GroupByLength([{**sample, "labels": sample["input_ids"]} for sample in Short(size)], 4)
+
+
+def sharded() -> tuple[nn.Module, dict[str, Any]]:
+    """Four shards, one of them empty, which take 72 turns in two epochs."""
+    shards = [Pages(9), Pages(9, 12), Pages(12, 12), Pages(12, 30)]
+    return t16(), {"train_dataset": ShardedStream(shards), "global_batch_size": 8}
+
+
+def images(size: int) -> TensorDataset:
+    generator = torch.Generator().manual_seed(5)
+    pixels = torch.randn(size, 1, 8, 8, generator=generator, dtype=torch.float64)
+    return TensorDataset(pixels, (pixels.mean(dim=(1, 2, 3)) > 0).double()[:, None])
+
+
+def classified(size: int, *shape: int) -> TensorDataset:
+    """Rows of three classes, of which many are left out as the class 7."""
+    generator = torch.Generator().manual_seed(5)
+    labels = torch.randint(0, 3, (size, *shape), generator=generator)
+    labels[torch.rand(labels.shape, generator=generator) < 0.4] = 7
+    return TensorDataset(torch.randn(*labels.shape, 4, generator=generator, dtype=torch.float64), labels)
+
+
+def convolution() -> nn.Module:
+    torch.manual_seed(0)
+    parts = nn.Conv2d(1, 4, 3, padding=1), nn.Tanh(), nn.AdaptiveAvgPool2d(2), nn.Flatten(), nn.Linear(16, 1)
+    return nn.Sequential(*parts).double()
+
+
+def deep() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 16), nn.ReLU(), nn.Linear(16, 8), nn.Tanh(), nn.Linear(8, 1)).double()
+
+
+def layer() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Linear(4, 3, dtype=torch.float64)
+
+
+def rounded(weight: torch.Tensor) -> torch.Tensor:
+    return (weight * 8).round() / 8
+
+
+def lbfgs(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.LBFGS(parameters, lr=0.5, max_iter=3, line_search_fn="strong_wolfe")
+
+
+class MeansOfBatches(Algorithm):
+    """Adds the means of batches and outputs to the metrics."""
+
+    def transform_batch(self, trainer: Any, batch: Any) -> Any:
+        self.mean = batch[0].mean()
+        return batch
+
+    def transform_output(self, trainer: Any, output: StepOutput) -> StepOutput:
+        metrics = {"inputs": self.mean, "outputs": output.outputs.mean()}
+        return replace(output, metrics={**(output.metrics or {}), **metrics})
+
+
+RISING = {"lr_scheduler": "cosine", "warmup_steps": 1}
+MODELS: dict[str, Setup] = {
+    "plain": setup(t16, rows, **RISING),
+    "unit": with_unit,
+    "gpt": setup(gpt, Tokens, **RISING),
+    "bert": setup(bert, partial(Tokens, kind="classes"), **RISING),
+    "t5": setup(t5, partial(Tokens, kind="pairs"), **RISING),
+    "packed": setup(gpt, Short, data_collator=DataCollatorWithFlattening(), **RISING),
+    "rows": setup(gpt, lambda size: PackedDataset(Short(3 * size), 16), **RISING),
+    "by length": setup(gpt, grouped, **RISING),
+}
+UNCLIPPED = partial(setup, max_grad_norm=None)
+ALGORITHMS: dict[str, Setup] = {
+    "ema": UNCLIPPED(deep, rows, lambda: EMA(0.8)),
+    "swa": UNCLIPPED(deep, rows, lambda: SWA("0.3dur")),
+    "swa by updates": UNCLIPPED(deep, rows, lambda: SWA(2, every=1)),
+    "freezing": UNCLIPPED(deep, rows, lambda: LayerFreezing(0.0)),
+    "unfreezing": UNCLIPPED(deep, rows, lambda: GradualUnfreezing(0.5)),
+    "value": UNCLIPPED(deep, rows, lambda: GradientClipping("value", 0.01)),
+    "agc": UNCLIPPED(deep, rows, lambda: GradientClipping("adaptive", 0.05, ["^4"])),
+    "mixup": UNCLIPPED(deep, rows, lambda: MixUp(alpha=1.0)),
+    "cutmix": UNCLIPPED(convolution, images, CutMix),
+    "smoothing": UNCLIPPED(Tagger, Sentences, lambda: LabelSmoothing(5, 0.2)),
+    "lengths": UNCLIPPED(Tagger, Sentences, lambda: SeqLengthWarmup(6, 2, 0.9, 1)),
+    "sizes": UNCLIPPED(convolution, images, lambda: ProgressiveResizing(0.5, 0.0, 0.2, 1)),
+    "sam": UNCLIPPED(deep, rows, lambda: SAM(0.5)),
+    "depth": UNCLIPPED(deep, rows, lambda: StochasticDepth(["[13]"], 0.5)),
+    "rounding": UNCLIPPED(deep, rows, lambda: StraightThrough(rounded)),
+    "pruning": UNCLIPPED(deep, rows, lambda: MagnitudePruning(0.7, end="0.9dur", every=2)),
+    "pruning of all": UNCLIPPED(deep, rows, lambda: MagnitudePruning(0.7, 2, 5, 1, 0.2, ["^2", r"0\."], "global")),
+}
+CLASS_WEIGHTS = torch.tensor([1.0, 10.0, 0.1], dtype=torch.float64)
+WEIGHTED = WeightedLosses({"first": CrossEntropy(CLASS_WEIGHTS, 7, 0.1, 0.05)}, {"first": 0.5})
+LOSSES: dict[str, Setup] = {
+    "weights": setup(layer, classified, loss_fn=nn.CrossEntropyLoss(CLASS_WEIGHTS, ignore_index=7)),
+    "smooth weights": setup(
+        layer, classified, loss_fn=nn.CrossEntropyLoss(CLASS_WEIGHTS, ignore_index=7, label_smoothing=0.1)
+    ),
+    "weights and sums": setup(layer, classified, loss_fn=WEIGHTED),
+    "sums over tokens": setup(layer, lambda size: classified(size, 3), loss_fn=WEIGHTED),
+}
+DATA: dict[str, Setup] = {
+    "shards": sharded,
+    "whole steps": setup(t16, rows, drop_last=True),
+    "metrics": setup(t16, rows, MeansOfBatches),
+}
+SIZES = {0: 4, "0.5ep": 8, Duration(1, "ep"): 16}
+STEPS: dict[str, Setup] = {
+    "growing": UNCLIPPED(t16, rows, global_batch_size=SIZES),
+    "lbfgs": UNCLIPPED(t16, rows, optimizer=lbfgs),
+    "schedule by name": setup(
+        Tagger, Sentences, epochs=None, max_duration="300tok", lr_scheduler="cosine", warmup_steps=0.2,
+        lr_scheduler_kwargs={"min_lr": 0.005},
+    ),
+    "schedule in time": setup(
+        Tagger, Sentences, epochs=None, max_duration="300tok",
+        lr_scheduler=MultiStepScheduler(["0.3dur", "6ba"], 0.5, warmup="30tok") * WSDScheduler("0.4dur"),
+    ),
+}  # fmt: skip
+PAIRS = {
+    "bins": SOURCES,
+    "filtered": ("data", "stream", "loader", "resumable loader"),
+    "views": ("stream", "workers"),
+    "packed": ("data", "stream of a worker", "own loader"),
+}
+OTHER_ROWS: dict[str, Setup] = {
+    f"{collator} of {source}": partial(made, collator, source)
+    for collator, sources in PAIRS.items()
+    for source in sources
+}
+SETUPS = MODELS | ALGORITHMS | LOSSES | DATA | STEPS | OTHER_ROWS
+
+
+class Outcome(NamedTuple):
+    """What a run ends with."""
+
+    weights: list[torch.Tensor]
+    logs: list[dict[str, float]]
+    evaluations: list[dict[str, float]]
+    progress: dict[str, Any]
+    learning_rate: float
+
+
+def train(trainer_class: Any, name: str, batch_size: int = 4, *, stop: int = 0, **options: Any) -> Outcome:
+    """Train a setup for two epochs in steps of 8 samples, or up to a step."""
+    model, arguments = SETUPS[name]()
     trace = Trace()
-    trainer = run(trainer_class, model, data, trace, epochs=2, batch_size=batch_size, **BY_SGD, **extra, **options)
-    return weights(trainer.get_model()), trace.logs
+    options = {"epochs": 2, "gradient_accumulation_steps": 8 // batch_size, **BY_SGD, **arguments, **options}
+    if "global_batch_size" in options:
+        del options["gradient_accumulation_steps"]
+    if "train_loader" not in options:
+        options["batch_size"] = batch_size
+    trainer = run(trainer_class, model, None, trace, StopAt(stop), **options)
+    logs = [{key: value for key, value in row.items() if "per_second" not in key} for row in trace.logs]
+    rate = trainer.optimizer.param_groups[0]["lr"]
+    progress = {**trainer.progress.state_dict(), "seconds": 0}
+    return Outcome(weights(trainer.get_model()), logs, trainer.metrics["valid"], progress, rate)
 
 
-@table("kind", KINDS, ["t5", "by length"], native=["plain"], accelerate=["packed"])
-def test_kinds_of_models_end_with_the_native_bits(trainer_class: Any, kind: str) -> None:
-    options = {"gradient_accumulation_steps": 2, "lr_scheduler": "cosine", "warmup_steps": 1}
-    expected, expected_logs = trained(Trainer, kind, **options)
-    result, logs = trained.__wrapped__(trainer_class, kind, **options)
-    assert same(result, expected)
-    for key in ("step", "loss", "grad_norm", "learning_rate"):
-        assert [row[key] for row in logs] == [row[key] for row in expected_logs]
+straight = functools.cache(train)
 
 
-@table("kind", KINDS, [], native=["packed", "rows"])
-def test_kinds_of_models_take_the_same_steps_in_every_split(trainer_class: Any, kind: str) -> None:
-    expected, expected_logs = trained(trainer_class, kind, 8)
-    result, logs = trained(trainer_class, kind, 2, gradient_accumulation_steps=4)
-    bound = 1e-10 if kind in ("plain", "unit") else 1e-6  # transformers computes losses in fp32
-    assert distance(result, expected) <= bound
-    for key in ("loss", "grad_norm"):
-        np.testing.assert_allclose([r[key] for r in logs], [r[key] for r in expected_logs], rtol=0, atol=bound)
+WITH_WORKERS = [name for name in SETUPS if "worker" in name]
 
 
 @table(
-    "kind, batch_size", [("rows", 4), ("rows", 2), ("by length", 4), ("by length", 2)], ["rows-4"],
-    native=["by length-2"], accelerate=[],
+    "name", [*SETUPS], ["t5", "by length", "schedule in time"], WITH_WORKERS, accelerate=["packed"], native=["plain"],
+    rest=["in turn"],
 )  # fmt: skip
-def test_resume_of_packed_and_grouped_data_in_any_split(
-    trainer_class: Any, kind: str, batch_size: int, tmp_path: Path
-) -> None:
-    def train(batch_size: int = 4, **options: Any) -> list[torch.Tensor]:
-        model, data, _ = kind_of(kind)
-        accumulation = 4 // batch_size
-        trainer = run(
-            trainer_class, model, data, optimizer="sgd", batch_size=batch_size,
-            gradient_accumulation_steps=accumulation, **options,
-        )  # fmt: skip
-        assert trainer.progress.step == 7 if "max_steps" in options else trainer.progress.step > 9
-        return weights(trainer.get_model())
+def test_setup_ends_with_the_native_bits(trainer_class: Any, name: str) -> None:
+    outcome, expected = train(trainer_class, name), straight(Trainer, name)
+    assert same(outcome.weights, expected.weights)
+    assert (outcome.logs, outcome.evaluations) == (expected.logs, expected.evaluations)
 
-    expected = train(epochs=2)
-    train(max_steps=7, save_dir=tmp_path)  # one more than an epoch has
-    resumed = train(batch_size, epochs=2, save_dir=tmp_path / "other", resume_from=str(tmp_path / "checkpoint-7"))
-    assert same(resumed, expected) if batch_size == 4 else distance(resumed, expected) < 1e-6
+
+@table(
+    "name", [*MODELS, *ALGORITHMS, *LOSSES, *DATA, *STEPS], ["ema", "shards"], accelerate=["metrics"], rest=["native"],
+    native=[
+        "packed", "rows", "agc", "cutmix", "smoothing", "lengths", "sizes", "sam", "depth", "sums over tokens",
+        "schedule in time", "whole steps", "metrics", "shards",
+    ],
+)  # fmt: skip
+def test_setup_gives_the_same_numbers_in_every_split(trainer_class: Any, name: str) -> None:
+    expected = straight(trainer_class, name)
+    bound = 1e-12 if name in ALGORITHMS | LOSSES | DATA else 1e-10
+    if name in MODELS and name not in ("plain", "unit"):
+        bound = 1e-6  # transformers computes losses in fp32
+    for batch_size in (2, 1) if name == "growing" else (8, 2):
+        outcome = train(trainer_class, name, batch_size)
+        assert distance(outcome.weights, expected.weights) <= bound
+        for row, other in zip(outcome.logs + outcome.evaluations, expected.logs + expected.evaluations, strict=True):
+            assert row == pytest.approx(other, abs=bound)
+
+
+@table(
+    "name", [*SETUPS], ["ema", "rows", "lbfgs", "growing", "shards", "bins of resumable loader", "views of stream"],
+    WITH_WORKERS, accelerate=[], rest=["native"],
+    native=[
+        "by length", "swa", "unfreezing", "rounding", "pruning", "growing", "shards", "filtered of data",
+        "bins of own loader", "views of workers",
+    ],
+)  # fmt: skip
+def test_setup_resumes_bit_for_bit(
+    trainer_class: Any, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A loader with a state is restored, and yields no batch a second time."""
+    expected = straight(trainer_class, name)
+    windows = expected.progress["step"] + expected.progress["skipped_steps"]
+    stop = 2 + [*SETUPS].index(name) % 3 if name in OTHER_ROWS else windows * 2 // 3
+    monkeypatch.setattr("omnitrain.data.shards._EVERY", 2)
+    first = train(trainer_class, name, save_dir=tmp_path, stop=stop)
+    if name in ("rows", "by length"):
+        last = {"save_dir": tmp_path / "other", "resume_from": str(tmp_path / f"checkpoint-{stop}")}
+        assert distance(train(trainer_class, name, 2, **last).weights, expected.weights) < 1e-6
+    Resumable.made = 0
+    resumed = train(trainer_class, name, save_dir=tmp_path, resume_from="auto")
+    assert same(resumed.weights, expected.weights)
+    assert first.logs + resumed.logs == expected.logs
+    assert (resumed.evaluations, resumed.progress) == (expected.evaluations, expected.progress)
+    if name in ALGORITHMS:
+        assert train(trainer_class, name, algorithms=[]).evaluations != expected.evaluations
+    if "resumable loader" in name:
+        assert Resumable.made == 2 * (6 - stop)
+    if name in OTHER_ROWS:
+        assert (windows, expected.progress["epoch"]) == (6, 2)
+        assert expected.progress["samples"] == 2 * SIZE or "own" in name or "resumable" in name  # only rows are known
+
+
+def test_setup_of_an_algorithm_logs_its_metrics(trainer_class: Any) -> None:
+    x = rows(SIZE).tensors[0]
+    means = [x[indices].mean() for indices in windows_of(SIZE, 8)]
+    logs = straight(trainer_class, "metrics").logs
+    np.testing.assert_allclose([row["inputs"] for row in logs], means, rtol=0, atol=1e-12)
+    assert all("outputs" in row for row in logs)
+
+
+def test_lbfgs_equals_a_loop_by_hand(trainer_class: Any) -> None:
+    model = t16()
+    history = by_hand(model, rows(SIZE), windows_of(SIZE, 8), lbfgs)
+    for outcome, bound in ((straight(trainer_class, "lbfgs"), 1e-10), (train(trainer_class, "lbfgs", 8), 0)):
+        assert distance(outcome.weights, weights(model)) <= bound
+        np.testing.assert_allclose([row["loss"] for row in outcome.logs], history["loss"], rtol=0, atol=1e-10)
+
+
+def test_growing_batch_takes_the_steps_of_a_loop_by_hand(trainer_class: Any) -> None:
+    """Steps of 4 up to the half of the first epoch, of 8 up to its end, and then of 16."""
+    orders = [EpochSampler(SIZE, 1).order(epoch) for epoch in range(2)]
+    bounds = [(0, 4), (4, 8), (8, 12), (12, 20), (20, 22)]
+    windows = [orders[0][begin:end] for begin, end in bounds] + [orders[1][:16], orders[1][16:]]
+    model, outcome = t16(), straight(trainer_class, "growing")
+    by_hand(model, rows(SIZE), windows, sgd)
+    assert outcome.progress["step"] == len(windows) and distance(outcome.weights, weights(model)) <= 1e-12
+
+
+def test_drop_last_takes_the_whole_steps_of_each_epoch(trainer_class: Any) -> None:
+    windows = [EpochSampler(SIZE, 8).order(epoch)[begin : begin + 8] for epoch in range(2) for begin in (0, 8)]
+    model, outcome = t16(), straight(trainer_class, "whole steps")
+    by_hand(model, rows(SIZE), windows, sgd, None, 1.0)
+    assert [outcome.progress[name] for name in ("step", "samples", "epoch")] == [4, 32, 2]
+    assert distance(outcome.weights, weights(model)) <= 1e-12
+
+
+@quick_on("native")
+def test_schedule_in_time_ends_with_its_run(trainer_class: Any) -> None:
+    for name, last in (("schedule by name", 0.005), ("schedule in time", 0.0)):
+        outcome = straight(trainer_class, name)
+        assert len({row["learning_rate"] for row in outcome.logs}) > 4
+        assert outcome.learning_rate == pytest.approx(last)
 
 
 # --- collators that make other rows than samples
 
 
-def counted(trainer_class: Any, collator: str, source: str, **options: Any) -> Any:
-    """A trainer on such data: steps of 8, 8 and 6 samples in two epochs."""
-    model, arguments = made(collator, source)
-    stop = StopAt(options.pop("stop", 0))
-    return run(trainer_class, model, None, stop, epochs=2, gradient_accumulation_steps=2, **arguments, **options)
-
-
-@functools.cache
-def counted_straight(trainer_class: Any, collator: str, source: str) -> tuple[list[torch.Tensor], dict[str, Any]]:
-    trainer = counted(trainer_class, collator, source)
-    return weights(trainer.get_model()), {**trainer.progress.state_dict(), "seconds": 0}
-
-
-STOPS = {
-    f"{collator}-{source}-{(number + other) % 3 + 2}": (collator, source, (number + other) % 3 + 2)
-    for number, collator in enumerate(COLLATORS)
-    for other, source in enumerate(SOURCES)
-}
-"""The steps 2, 3 and 4 are spread over the pairs."""
-
-
-@table(
-    "collator, source, stop", STOPS, ["bins-resumable loader-4", "views-stream-2"], accelerate=[],
-    processes=[name for name in STOPS if "worker" in name],
-    native=["filtered-data-2", "bins-own loader-3", "views-workers-4"],
-)  # fmt: skip
-def test_resume_with_collators_of_other_rows_is_bit_exact(
-    trainer_class: Any, collator: str, source: str, stop: int, tmp_path: Path
-) -> None:
-    """A loader with a state is restored, and yields no batch a second time."""
-    expected, progress = counted_straight(trainer_class, collator, source)
-    assert (progress["step"] + progress["skipped_steps"], progress["epoch"]) == (6, 2)
-    if source not in ("own loader", "resumable loader"):  # of which only the rows are known
-        assert progress["samples"] == 2 * SIZE
-    counted(trainer_class, collator, source, save_dir=tmp_path, stop=stop)
-    Resumable.made = 0
-    resumed = counted(trainer_class, collator, source, save_dir=tmp_path, resume_from="auto")
-    assert same(weights(resumed.get_model()), expected)
-    assert {**resumed.progress.state_dict(), "seconds": 0} == progress
-    if source == "resumable loader":
-        assert Resumable.made == 2 * (6 - stop)
-
-
-def sharded(trainer_class: Any, stop: int = 0, batch_size: int = 8, **options: Any) -> list[torch.Tensor]:
-    """The weights of a run over four shards, one of them empty: 72 turns in two epochs."""
-    stream = ShardedStream([Pages(9), Pages(9, 12), Pages(12, 12), Pages(12, 30)])
-    trainer = run(
-        trainer_class, t16(), stream, StopAt(stop), epochs=2, batch_size=batch_size, global_batch_size=8, **options
-    )
-    assert (trainer.progress.step, trainer.progress.samples) == (18, 60) or stop
-    return weights(trainer.get_model())
-
-
-sharded_straight = functools.cache(sharded)
-
-
-SHARD_SPLITS = {"2": {"batch_size": 2}, "workers": {"batch_size": 4, "num_workers": 2}}
-
-
-@table("options", SHARD_SPLITS, ["2"], ["workers"], accelerate=[])
-def test_sharded_stream_is_the_same_in_every_split(trainer_class: Any, options: dict[str, Any]) -> None:
-    assert distance(sharded(trainer_class, **options), sharded_straight(trainer_class)) <= 1e-12
-
-
-@table("stop", [3, 9, 14], ["9"], native=["9"], accelerate=[])
-def test_sharded_stream_resumes_bit_for_bit(
-    trainer_class: Any, stop: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("omnitrain.data.shards._EVERY", 2)
-    sharded(trainer_class, stop, save_dir=tmp_path)
-    assert same(sharded(trainer_class, save_dir=tmp_path, resume_from="auto"), sharded_straight(trainer_class))
+@pytest.mark.processes
+@quick_on("native")
+def test_sharded_stream_is_the_same_with_workers(trainer_class: Any) -> None:
+    outcome, expected = train(trainer_class, "shards", num_workers=2), straight(trainer_class, "shards")
+    assert (outcome.progress["step"], outcome.progress["samples"]) == (18, 60)
+    assert distance(outcome.weights, expected.weights) <= 1e-12
 
 
 @dataclass(frozen=True)
@@ -762,8 +933,8 @@ def test_weights_of_16_bits_are_warned_of(trainer_class: Any, caplog: pytest.Log
 
 
 def test_evaluation_of_packed_samples_weighs_their_labels(trainer_class: Any) -> None:
-    trainer = counted(trainer_class, "packed", "data", train=False)
-    model, data = trainer.get_model(), Short(7)
+    model, arguments = made("packed", "data")
+    trainer, data = run(trainer_class, model, None, train=False, **arguments), Short(7)
     counts = [len(sample["input_ids"]) - 1 for sample in data]
     losses = [
         model(**COLLATORS["packed"]([data[i] for i in part]), use_cache=False).loss.item()
@@ -828,12 +999,11 @@ EARLY_ENDS: dict[str, tuple[Any, dict[str, Any], str]] = {
     "loader": (lambda: DataLoader(Ending(), 4), {}, OF_LOADER),
     "custom loader": (Announcing, {}, "ended after 3 (batches|samples), but .* length is 5"),
 }
-WITH_WORKERS = {"dataset, worker", "collator, worker"}
 
 
 @table(
-    "kind", list(EARLY_ENDS), ["dataset", "stream", "loader", "custom loader"], WITH_WORKERS,
-    native=[*(EARLY_ENDS.keys() - WITH_WORKERS), "dataset, worker"],
+    "kind", list(EARLY_ENDS), ["dataset", "stream", "loader", "custom loader"],
+    ["dataset, worker", "collator, worker"], native=EARLY_ENDS.keys() - {"collator, worker"},
 )  # fmt: skip
 def test_data_that_end_before_their_length_are_an_error(trainer_class: Any, kind: str) -> None:
     make, options, words = EARLY_ENDS[kind]
@@ -857,29 +1027,12 @@ def test_arrays_train_like_tensors(trainer_class: Any) -> None:
 
 
 def test_drop_last_avoids_a_batch_of_one_for_batch_norm(trainer_class: Any) -> None:
-    def train(**options: Any) -> Any:
-        model = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Linear(8, 1)).double()
-        return run(trainer_class, model, rows(9), batch_size=4, epochs=1, **options)
-
+    options = {"batch_size": 4, "epochs": 1}
     with pytest.raises(DataError) as caught:
-        train()
+        run(trainer_class, with_norm(), rows(9), **options)
     for words in ("Micro-batch 1 of step 3 (epoch 1", "single row", "leave over of 9 samples", "drop_last=True"):
         assert words in str(caught.value)
-    assert train(drop_last=True).progress.step == 2
-
-
-@table("batch, accumulation", [(8, 1), (4, 2), (1, 8)], ["4-2"], native=["4-2"])
-def test_drop_last_takes_the_same_steps_in_every_split(trainer_class: Any, batch: int, accumulation: int) -> None:
-    """Those of whole windows in the order of each epoch."""
-    model, reference = t16(), t16()
-    trainer = run(
-        trainer_class, model, rows(23), batch_size=batch, gradient_accumulation_steps=accumulation, epochs=2,
-        drop_last=True, **BY_SGD,
-    )  # fmt: skip
-    assert (trainer.progress.step, trainer.progress.samples, trainer.progress.epoch) == (4, 32, 2)
-    order = np.concatenate([EpochSampler(23, 8).order(epoch)[:16] for epoch in range(2)])
-    run(Trainer, reference, Subset(rows(23), order.tolist()), batch_size=8, epochs=1, shuffle=False, **BY_SGD)
-    assert distance(weights(model), weights(reference)) <= 1e-12
+    assert run(trainer_class, with_norm(), rows(9), drop_last=True, **options).progress.step == 2
 
 
 def test_unit_gets_step_numbers_and_callbacks_the_module(trainer_class: Any) -> None:
@@ -1198,37 +1351,27 @@ def test_run_without_save_dir_ends_on_its_best_or_last_weights(
 # --- modes of modules
 
 
-class WithNorm(nn.Module):
-    """A BatchNorm between two layers, with dropout after it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.first, self.norm, self.last = nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Linear(8, 1)
-        self.dropout = nn.Dropout(0.3)
-        self.double()
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.last(self.dropout(self.norm(self.first(x))))
+def test_batch_norm_in_a_split_step_is_logged(trainer_class: Any, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level("INFO", logger="omnitrain"):
+        run(trainer_class, with_norm(), rows(8), batch_size=4, max_steps=1)
+        assert "BatchNorm" not in caplog.text
+        run(trainer_class, with_norm(), rows(8), batch_size=4, max_steps=1, gradient_accumulation_steps=2)
+    assert "a step of 2 of them does not give the numbers of one large batch" in caplog.text
 
 
 def modes(model: nn.Module) -> dict[str, bool]:
     return {name: module.training for name, module in model.named_modules()}
 
 
-def run_with_norm(trainer_class: Any, model: nn.Module, *callbacks: Callback, **options: Any) -> Any:
-    return run(trainer_class, model, rows(12), *callbacks, loss_fn=F.mse_loss, batch_size=4, **options)
-
-
 def test_modes_that_the_user_sets_stay(trainer_class: Any, caplog: pytest.LogCaptureFixture) -> None:
-    modes_in_steps, model = [], WithNorm()
+    modes_in_steps, model = [], with_norm()
     look = HookCallback({"before_optimizer_step": lambda trainer: modes_in_steps.append(modes(trainer.model))})
     model.norm.eval()
     before, statistics = modes(model), model.norm.running_mean.clone()
     with caplog.at_level("INFO", "omnitrain"):
-        run_with_norm(
-            trainer_class, model, look, epochs=2, eval_dataset=rows(4), eval_steps=2, gradient_accumulation_steps=2,
-            load_best_at_end=False,
+        run(
+            trainer_class, model, rows(12), look, batch_size=4, epochs=2, eval_dataset=rows(4), eval_steps=2,
+            gradient_accumulation_steps=2, load_best_at_end=False,
         )  # fmt: skip
     assert modes_in_steps == [before] * 4 and modes(model) == before
     assert torch.equal(model.norm.running_mean, statistics)
@@ -1249,8 +1392,8 @@ def test_modes_that_a_callback_sets_stay(trainer_class: Any) -> None:
             if means:
                 trainer.model.norm.eval()
 
-    model = WithNorm()
-    trainer = run_with_norm(trainer_class, model, Freeze(), epochs=2)
+    model = with_norm()
+    trainer = run(trainer_class, model, rows(12), Freeze(), batch_size=4, epochs=2)
     model.train()
     trainer.train()
     assert len(means) == 4 and all(torch.equal(means[0], mean) for mean in means)
@@ -1259,8 +1402,8 @@ def test_modes_that_a_callback_sets_stay(trainer_class: Any) -> None:
 
 def test_modes_of_a_model_fully_in_evaluation_are_reset(trainer_class: Any) -> None:
     def losses(is_training: bool) -> list[dict[str, float]]:
-        model = WithNorm().train(is_training)
-        trainer = run_with_norm(trainer_class, model, epochs=2)
+        model = with_norm().train(is_training)
+        trainer = run(trainer_class, model, rows(12), batch_size=4, epochs=2)
         assert all(modes(model).values())
         return trainer.metrics["train_metrics_history"]
 
@@ -1315,8 +1458,8 @@ def classify(trainer_class: Any, dtype: torch.dtype) -> None:
 
 
 def predict(trainer_class: Any, collator: str) -> None:
-    data = made(collator, "data")[1]["train_dataset"]
-    counted(trainer_class, collator, "data", train=False).predict(data)
+    model, arguments = made(collator, "data")
+    run(trainer_class, model, None, train=False, **arguments).predict(arguments["train_dataset"])
 
 
 def drop_last(trainer_class: Any, data: Any = None, **options: Any) -> None:
@@ -1393,24 +1536,14 @@ def test_train_inside_of_train_is_an_error(trainer_class: Any, event: str) -> No
 # --- labels under another name
 
 
-class Renamed(nn.Module):
-    """A layer whose input is called x."""
-
-    def __init__(self, layer: nn.Module) -> None:
-        super().__init__()
-        self.layer = layer
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.layer(x)
-
-
 @table("algorithm", {"smoothing": partial(LabelSmoothing, 3, 0.2), "mixup": partial(MixUp, 3)}, ["mixup"])
 def test_algorithms_change_labels_by_label_names(trainer_class: Any, algorithm: Any) -> None:
     x = torch.randn(12, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
 
     def train(name: str, **options: Any) -> list[torch.Tensor]:
         torch.manual_seed(0)
-        model, data = Renamed(nn.Linear(4, 3).double()), [{"x": row, name: index % 3} for index, row in enumerate(x)]
+        model = nn.Sequential(nn.Linear(4, 3)).double()
+        data = [{"input": row, name: index % 3} for index, row in enumerate(x)]
         run(
             trainer_class, model, data, loss_fn=F.cross_entropy, batch_size=4, epochs=2, algorithms=[algorithm()],
             **options,
@@ -1460,33 +1593,6 @@ def test_generators_of_the_program_are_restored(trainer_class: Any, fails: bool)
 
 
 # --- schedules in time
-
-
-SCHEDULES: dict[str, dict[str, Any]] = {
-    "by name": {"lr_scheduler": "cosine", "warmup_steps": 0.2, "lr_scheduler_kwargs": {"min_lr": 0.005}},
-    "in time": {"lr_scheduler": MultiStepScheduler(["0.3dur", "6ba"], 0.5, warmup="30tok") * WSDScheduler("0.4dur")},
-}
-
-
-@table("schedule", list(SCHEDULES), ["in time"], native=[], accelerate=[])
-def test_schedule_spans_tokens_in_every_split_and_resume(trainer_class: Any, schedule: str, tmp_path: Path) -> None:
-    def train(trainer_class: Any, *callbacks: Callback, **options: Any) -> tuple[Any, list[float]]:
-        trace = Trace()
-        options = {"batch_size": 4, **SCHEDULES[schedule], **BY_SGD, **options}
-        trainer = run(trainer_class, Tagger(), Sentences(20), trace, *callbacks, max_duration="200tok", **options)
-        return trainer, [row["learning_rate"] for row in trace.logs]
-
-    reference, expected = train(Trainer)
-    straight, rates = train(trainer_class)
-    assert rates == expected and len(set(expected)) > 4
-    assert straight.optimizer.param_groups[0]["lr"] == pytest.approx(0.005 if schedule == "by name" else 0.0)
-    assert same(weights(straight.get_model()), weights(reference.get_model()))
-    parts, rates = train(trainer_class, batch_size=1, gradient_accumulation_steps=4)
-    assert rates == expected and distance(weights(parts.get_model()), weights(straight.get_model())) <= 1e-10
-    _, before = train(trainer_class, StopAt(3), save_dir=tmp_path)
-    resumed, after = train(trainer_class, save_dir=tmp_path, resume_from="auto")
-    assert len(before) == 3 and before + after == expected
-    assert same(weights(resumed.get_model()), weights(straight.get_model()))
 
 
 @quick_on("native", "hf")
@@ -1632,68 +1738,6 @@ def test_save_dir_that_is_not_writable_fails_before_step_1(
     assert trainer.progress.step == 0
 
 
-# --- weighted losses
-
-
-def class_weights() -> torch.Tensor:
-    return torch.tensor([1.0, 10.0, 0.1], dtype=torch.float64)
-
-
-def everything_loss() -> nn.Module:
-    return WeightedLosses({"first": CrossEntropy(class_weights(), 7, 0.1, 0.05)}, {"first": 0.5})
-
-
-LOSSES: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
-    "weights": (lambda: nn.CrossEntropyLoss(weight=class_weights(), ignore_index=7), (16,)),
-    "smoothing": (lambda: nn.CrossEntropyLoss(weight=class_weights(), ignore_index=7, label_smoothing=0.1), (16,)),
-    "everything, samples": (everything_loss, (16,)),
-    "everything, tokens": (everything_loss, (16, 3)),
-}
-
-
-@table("kind", list(LOSSES), [], native=["everything, tokens"])
-def test_weighted_losses_are_the_same_in_every_split(trainer_class: Any, kind: str) -> None:
-    make, size = LOSSES[kind]
-    generator = torch.Generator().manual_seed(5)
-    labels = torch.randint(0, 3, size, generator=generator)
-    labels[torch.rand(size, generator=generator) < 0.4] = 7  # left out
-    data = TensorDataset(torch.randn(*size, 4, generator=generator, dtype=torch.float64), labels)
-    parts = ["_first", "_first_ce", "_first_z"] if "everything" in kind else []
-
-    def train(batch: int, accumulation: int) -> tuple[list[torch.Tensor], list[list[float]], list[float]]:
-        torch.manual_seed(0)
-        model, trace = nn.Linear(4, 3, dtype=torch.float64), Trace()
-        trainer = run(
-            trainer_class, model, data, trace, loss_fn=make(), batch_size=batch, epochs=2,
-            gradient_accumulation_steps=accumulation, eval_dataset=data, eval_batch_size=batch, **BY_SGD,
-        )  # fmt: skip
-        names = [f"loss{part}" for part in ["", *parts]]
-        evaluation = trainer.metrics["valid"][-1]
-        return (
-            weights(model),
-            [[row[name] for name in names] for row in trace.logs],
-            [evaluation[f"eval_{name}"] for name in names],
-        )
-
-    expected, losses, evaluated = train(8, 1)
-    for total, first, ce, z in losses if parts else []:
-        assert total == pytest.approx(0.5 * first, abs=1e-12) and first == pytest.approx(ce + z, abs=1e-12) and z
-    for split in ((2, 4), (1, 8)):
-        result, split_losses, split_evaluated = train(*split)
-        assert distance(result, expected) <= 1e-12
-        np.testing.assert_allclose(split_losses, losses, rtol=0, atol=1e-12)
-        np.testing.assert_allclose(split_evaluated, evaluated, rtol=0, atol=1e-12)
-
-
-def test_batch_norm_in_a_split_step_is_logged(trainer_class: Any, caplog: pytest.LogCaptureFixture) -> None:
-    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 1)).double()
-    with caplog.at_level("INFO", logger="omnitrain"):
-        run(trainer_class, model, rows(8), batch_size=4, max_steps=1)
-        assert "BatchNorm" not in caplog.text
-        run(trainer_class, model, rows(8), batch_size=4, max_steps=1, gradient_accumulation_steps=2)
-    assert "a step of 2 of them does not give the numbers of one large batch" in caplog.text
-
-
 # --- losses and metrics that a forward pass names
 
 
@@ -1804,108 +1848,6 @@ def test_named_metrics_of_a_skipped_step_are_undone(trainer_class: Any, kind: st
     assert math.isfinite(row["train_loss"]) and row["train_loss_mse"] == pytest.approx(row["train_loss"], abs=1e-12)
 
 
-class Looking(Algorithm):
-    """Adds the means of batches and outputs to the metrics."""
-
-    def transform_batch(self, trainer: Any, batch: Any) -> Any:
-        self.mean = batch[0].mean()
-        return batch
-
-    def transform_output(self, trainer: Any, output: StepOutput) -> StepOutput:
-        metrics = {"inputs": self.mean, "outputs": output.outputs.mean()}
-        return replace(output, metrics={**(output.metrics or {}), **metrics})
-
-
-def test_named_metrics_of_an_algorithm_average_in_every_split(trainer_class: Any) -> None:
-    data, values = rows(20), {}
-    for batch in (8, 2):
-        trace = Trace()
-        run(
-            trainer_class, t16(), data, trace, algorithms=[Looking()], batch_size=batch, epochs=1,
-            gradient_accumulation_steps=8 // batch,
-        )  # fmt: skip
-        values[batch] = [[row["inputs"], row["outputs"]] for row in trace.logs]
-        np.testing.assert_allclose(values[batch], values[8], rtol=0, atol=1e-12)
-    expected = [data.tensors[0][indices].mean() for indices in EpochSampler(20, 8).batches(0)]
-    np.testing.assert_allclose([inputs for inputs, _ in values[8]], expected, rtol=0, atol=1e-12)
-
-
-# --- a batch size that grows
-
-
-def grown(trainer_class: Any, batch_size: int, *callbacks: Callback, **options: Any) -> tuple[int, list[torch.Tensor]]:
-    model = t16()
-    trainer = run(
-        trainer_class, model, rows(50), *callbacks, optimizer="torch.optim.SGD", batch_size=batch_size, epochs=2,
-        max_grad_norm=None, global_batch_size={0: 4, "0.5ep": 8, Duration(1, "ep"): 16}, **options,
-    )  # fmt: skip
-    return trainer.progress.step, weights(model)
-
-
-grown_straight = functools.cache(grown)
-
-
-@table("batch_size, stop", [(4, 8), (2, 3), (2, 8), (2, 12), (1, 8)], ["2-8"], native=["2-3"], accelerate=[])
-def test_growing_batch_takes_the_steps_of_a_loop_by_hand(
-    trainer_class: Any, tmp_path: Path, batch_size: int, stop: int
-) -> None:
-    """50 rows in steps of 4 up to the half of the first epoch, of 8 up to its end, and then of 16; also resumed."""
-    (x, y), model, count = rows(50).tensors, t16(), 0
-    optimizer = sgd(model.parameters())
-    for epoch in range(2):
-        order, at = EpochSampler(50, 1).order(epoch), 0
-        while at < 50:
-            indices = order[at : at + (16 if epoch else 8 if at >= 25 else 4)]
-            at += len(indices)
-            count += 1
-            optimizer.zero_grad()
-            F.mse_loss(model(x[indices]), y[indices]).backward()
-            optimizer.step()
-    steps, expected = grown_straight(trainer_class, batch_size)
-    assert steps == count and distance(expected, weights(model)) <= 1e-12
-    grown(trainer_class, batch_size, StopAt(stop), save_dir=tmp_path)
-    steps, resumed = grown(trainer_class, batch_size, save_dir=tmp_path, resume_from="auto")
-    assert steps == count and same(resumed, expected)
-
-
-# --- optimizers that take loss and gradients several times in a step
-
-
-def lbfgs(parameters: Any) -> torch.optim.Optimizer:
-    return torch.optim.LBFGS(parameters, lr=0.5, max_iter=3, line_search_fn="strong_wolfe")
-
-
-@table("batch_size", [8, 2, 1], ["2"], native=["2"], accelerate=[])
-def test_lbfgs_equals_a_loop_by_hand_and_resumes(trainer_class: Any, batch_size: int, tmp_path: Path) -> None:
-    (x, y), reference, losses = rows(24).tensors, t16(), []
-    optimizer = lbfgs(reference.parameters())
-    for epoch in range(2):
-        for indices in EpochSampler(24, 8).batches(epoch):
-
-            def closure(indices: Any = indices) -> torch.Tensor:
-                optimizer.zero_grad()
-                loss = F.mse_loss(reference(x[indices]), y[indices])
-                loss.backward()
-                return loss
-
-            losses.append(optimizer.step(closure).item())
-
-    def train(*callbacks: Callback, **options: Any) -> tuple[list[torch.Tensor], list[float]]:
-        model, trace = t16(), Trace()
-        run(
-            trainer_class, model, rows(24), trace, *callbacks, optimizer=lbfgs, max_grad_norm=None, epochs=2,
-            batch_size=batch_size, gradient_accumulation_steps=8 // batch_size, learning_rate=2e-5, **options,
-        )  # fmt: skip
-        return weights(model), [row["loss"] for row in trace.logs]
-
-    straight, logged = train()
-    assert distance(straight, weights(reference)) <= (0 if batch_size == 8 else 1e-10)
-    np.testing.assert_allclose(logged, losses, rtol=0, atol=1e-10)
-    train(StopAt(4), save_dir=tmp_path)  # which is in the middle of an epoch
-    resumed, rest = train(save_dir=tmp_path, resume_from="auto")
-    assert same(resumed, straight) and rest == logged[4:]
-
-
 # --- the state of callbacks and algorithms
 
 
@@ -2010,101 +1952,3 @@ def test_train_more_equals_the_longer_run(trainer_class: Any, saves: bool, tmp_p
     for history in ("train_metrics_history", "valid", "best_valid"):
         assert metrics[history] == expected[history]
     assert [row["loss"] for row in trace.logs] == [row["loss"] for row in whole_trace.logs]
-
-
-# --- algorithms
-
-
-class Case(NamedTuple):
-    """An algorithm, and what it is tried on."""
-
-    make: Callable[[], Any]
-    data: str = "rows"
-    options: Any = MappingProxyType({})
-
-
-def images(size: int) -> TensorDataset:
-    generator = torch.Generator().manual_seed(5)
-    pixels = torch.randn(size, 1, 8, 8, generator=generator, dtype=torch.float64)
-    return TensorDataset(pixels, (pixels.mean(dim=(1, 2, 3)) > 0).double()[:, None])
-
-
-def convolution() -> nn.Module:
-    torch.manual_seed(0)
-    parts = nn.Conv2d(1, 4, 3, padding=1), nn.Tanh(), nn.AdaptiveAvgPool2d(2), nn.Flatten(), nn.Linear(16, 1)
-    return nn.Sequential(*parts).double()
-
-
-def deep() -> nn.Module:
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(4, 16), nn.ReLU(), nn.Linear(16, 8), nn.Tanh(), nn.Linear(8, 1)).double()
-
-
-def rounded(weight: torch.Tensor) -> torch.Tensor:
-    return (weight * 8).round() / 8
-
-
-KINDS_OF_DATA: dict[str, Any] = {"rows": (deep, rows), "images": (convolution, images), "tokens": (Tagger, Sentences)}
-ALGORITHMS = {
-    "ema": Case(lambda: EMA(0.8)),
-    "swa": Case(lambda: SWA("0.3dur")),
-    "swa by updates": Case(lambda: SWA(2, every=1)),
-    "freezing": Case(lambda: LayerFreezing(0.0)),
-    "unfreezing": Case(lambda: GradualUnfreezing(0.5)),
-    "value": Case(lambda: GradientClipping("value", 0.01)),
-    "agc": Case(lambda: GradientClipping("adaptive", 0.05, ["^4"])),
-    "mixup": Case(lambda: MixUp(alpha=1.0)),
-    "cutmix": Case(CutMix, "images"),
-    "smoothing": Case(lambda: LabelSmoothing(5, 0.2), "tokens"),
-    "lengths": Case(lambda: SeqLengthWarmup(6, 2, 0.9, 1), "tokens"),
-    "sizes": Case(lambda: ProgressiveResizing(0.5, 0.0, 0.2, 1), "images"),
-    "sam": Case(lambda: SAM(0.5)),
-    "depth": Case(lambda: StochasticDepth(["[13]"], 0.5)),
-    "rounding": Case(lambda: StraightThrough(rounded)),
-    "pruning": Case(lambda: MagnitudePruning(0.7, end="0.9dur", every=2)),
-    "pruning of all": Case(lambda: MagnitudePruning(0.7, 2, 5, 1, 0.2, ["^2", r"0\."], "global")),
-}
-
-
-def with_algorithm(
-    trainer_class: Any, name: str, *, plain: bool = False, stop: int = 0, **options: Any
-) -> tuple[list[torch.Tensor], list[float]]:
-    """Train for 2 epochs of 3 steps of 8 samples, evaluated every 2 steps; stop after a step.
-
-    The numbers are the weights that the run ends with, and its evaluations; with them come the losses of its steps.
-    """
-    case, trace = ALGORITHMS[name], Trace()
-    options = {
-        "batch_size": 4, "gradient_accumulation_steps": 2, "epochs": 2, "eval_steps": 2, "load_best_at_end": False,
-        "optimizer": "sgd", "max_grad_norm": None, **case.options, **options,
-    }  # fmt: skip
-    model, data = KINDS_OF_DATA[case.data]
-    trainer = run(
-        trainer_class, model(), data(24), trace, StopAt(stop), eval_dataset=data(9),
-        algorithms=[] if plain else [case.make()], **options,
-    )  # fmt: skip
-    assert trainer.progress.step == (stop or 6)
-    valid = torch.tensor([row["eval_loss"] for row in trainer.metrics["valid"]], dtype=torch.float64)
-    return [*weights(trainer.get_model()), valid], [row["loss"] for row in trace.logs]
-
-
-straight = functools.cache(with_algorithm)
-
-
-@table("name", list(ALGORITHMS), ["ema"], native=["swa", "unfreezing", "rounding", "pruning"], accelerate=[])
-def test_algorithm_changes_a_run_and_resumes_bit_for_bit(trainer_class: Any, name: str, tmp_path: Path) -> None:
-    expected, losses = straight(trainer_class, name)
-    with_algorithm(trainer_class, name, stop=4, save_dir=tmp_path)
-    numbers, rest = with_algorithm(trainer_class, name, save_dir=tmp_path, resume_from="auto")
-    assert same(expected, numbers) and len(rest) == 2 and rest == losses[4:]
-    first = next(other for other, case in ALGORITHMS.items() if case.data == ALGORITHMS[name].data)
-    assert not same(expected, straight(trainer_class, first, plain=True)[0])
-
-
-@table(
-    "name", list(ALGORITHMS), ["ema"], accelerate=[],
-    native=["agc", "cutmix", "smoothing", "lengths", "sizes", "sam", "depth"],
-)  # fmt: skip
-def test_algorithm_gives_the_same_numbers_in_every_split(trainer_class: Any, name: str) -> None:
-    numbers, _ = with_algorithm(trainer_class, name, batch_size=2, gradient_accumulation_steps=4)
-    assert distance(straight(trainer_class, name)[0], numbers) <= 1e-12
