@@ -67,18 +67,6 @@ class Notes(Callback):
         self.weights.append(weights(trainer.get_model()))
 
 
-class _Infinite(torch.autograd.Function):
-    """The same number, whose gradient is infinite."""
-
-    @staticmethod
-    def forward(ctx: Any, loss: torch.Tensor) -> torch.Tensor:
-        return loss.clone()
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> torch.Tensor:
-        return gradients[0] * float("inf")
-
-
 class Overflow(Algorithm):
     """Lets the gradients of chosen micro-batches, counted from 1, overflow; their losses stay finite."""
 
@@ -88,7 +76,10 @@ class Overflow(Algorithm):
 
     def transform_loss(self, trainer: Any, loss: torch.Tensor) -> torch.Tensor:
         self.count += 1
-        return _Infinite.apply(loss) if self.count in self.at else loss
+        if self.count in self.at:
+            loss = loss.clone()
+            loss.register_hook(lambda gradient: gradient * float("inf"))
+        return loss
 
 
 # --- waiting for the device
@@ -161,19 +152,6 @@ def ask_for_too_much(device: torch.device) -> None:
     torch.empty(1 << 50, dtype=torch.uint8, device=device)
 
 
-class _AsksInBackward(torch.autograd.Function):
-    """The same tensor, whose gradient takes too much memory."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> torch.Tensor:
-        ask_for_too_much(gradients[0].device)
-        return gradients[0]
-
-
 class Greedy(nn.Module):
     """A regression model that asks for too much memory from its k-th pass on, forward or backward.
 
@@ -193,7 +171,9 @@ class Greedy(nn.Module):
         is_time = self.passes >= self.start
         if (self.where == "evaluation" and not self.training) or (self.where == "forward" and is_time):
             ask_for_too_much(x.device)
-        return _AsksInBackward.apply(output) if self.where == "backward" and is_time else output
+        if self.where == "backward" and is_time:
+            output.register_hook(lambda gradient: ask_for_too_much(gradient.device))
+        return output
 
 
 class GreedyAdamW(torch.optim.AdamW):

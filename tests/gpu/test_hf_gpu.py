@@ -18,6 +18,8 @@ from omnitrain.compute.precision import is_out_of_memory
 
 transformers = pytest.importorskip("transformers", reason="HFTrainer needs transformers, which is not installed")
 
+from tiny import gpt  # noqa: E402
+
 from omnitrain import HFTrainer  # noqa: E402
 
 FP32 = torch.float32
@@ -80,16 +82,6 @@ def test_an_evaluation_in_low_precision_puts_the_weights_back(device: torch.devi
     assert same(before, weights(trainer.get_model()))
 
 
-def gpt(seed: int = 0) -> Any:
-    torch.manual_seed(seed)
-    return transformers.GPT2LMHeadModel(
-        transformers.GPT2Config(
-            vocab_size=64, n_positions=32, n_embd=32, n_layer=2, n_head=2, resid_pdrop=0.0, embd_pdrop=0.0,
-            attn_pdrop=0.0, bos_token_id=0, eos_token_id=0,
-        )
-    )  # fmt: skip
-
-
 def texts(size: int = 32) -> dict[str, torch.Tensor]:
     ids = torch.randint(0, 64, (size, 32), generator=torch.Generator().manual_seed(1))
     labels = ids.clone()
@@ -102,7 +94,7 @@ def texts(size: int = 32) -> dict[str, torch.Tensor]:
 def test_a_small_gpt_in_bf16_is_trained_alike_by_all(device: torch.device, kind: str) -> None:
     ends = []
     for one in ("native", kind):
-        model = gpt()
+        model = gpt(vocabulary=64).float()
         trainer = make(
             one, device, model, texts(), texts(8), autocast="bf16", epochs=2, gradient_accumulation_steps=2,
             learning_rate=1e-3, deterministic=True,
@@ -116,7 +108,7 @@ def test_a_small_gpt_in_bf16_is_trained_alike_by_all(device: torch.device, kind:
 def test_gradient_checkpointing_gives_the_same_numbers(device: torch.device, tmp_path: Path) -> None:
     ends = []
     for checkpoints in (False, True):
-        model = gpt()
+        model = gpt(vocabulary=64).float()
         trainer = HFTrainer(
             model, arguments(tmp_path / str(checkpoints), gradient_checkpointing=checkpoints), texts(),
             progress_bar=False,
@@ -141,8 +133,10 @@ class Fills(nn.Module):
         output = self.body(x)
         if self.training:
             self.sizes.append(len(x))
-            fills = _FillsInBackward if self.where == "backward" else _FillsInForward
-            output = fills.apply(output)
+            if self.where == "forward":
+                output = _FillsInForward.apply(output)
+            else:
+                output.register_hook(fill_in_backward)
         return output
 
 
@@ -161,15 +155,8 @@ class _FillsInForward(torch.autograd.Function):
         return gradients[0]
 
 
-class _FillsInBackward(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> torch.Tensor:
-        fill(len(gradients[0]), gradients[0].device)
-        return gradients[0]
+def fill_in_backward(gradient: torch.Tensor) -> None:
+    fill(len(gradient), gradient.device)
 
 
 def found_batch(model: nn.Module, folder: Path, batch: int, accumulation: int = 1, finds: bool = True) -> HFTrainer:
@@ -225,10 +212,10 @@ def test_stock_trainer_resumes_our_checkpoint(device: torch.device, tmp_path: Pa
     data = [{"input_ids": ids, "labels": labels} for ids, labels in zip(*texts().values(), strict=True)]
     saves = {"save_strategy": "epoch", "load_best_model_at_end": False}
     args = arguments(tmp_path / "run", bf16=True, num_train_epochs=2, **saves)
-    trainer = HFTrainer(gpt(), args, data, progress_bar=False, stock_checkpoints=True)
+    trainer = HFTrainer(gpt(vocabulary=64).float(), args, data, progress_bar=False, stock_checkpoints=True)
     trainer.train()
     longer = arguments(tmp_path / "stock", bf16=True, num_train_epochs=3)
-    stock = transformers.Trainer(gpt(), longer, train_dataset=data)
+    stock = transformers.Trainer(gpt(vocabulary=64).float(), longer, train_dataset=data)
     end = stock.train(resume_from_checkpoint=str(tmp_path / "run/checkpoint-16"))
     assert stock.args.device.type == device.type
     assert end.global_step == 24 and math.isfinite(end.training_loss)

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from devices import make
-from recipes import rows, same, t16, weights
+from recipes import Trace, rows, same, t16, weights
 from torch import nn
 from torch.utils.data import TensorDataset
 
@@ -21,24 +21,14 @@ from omnitrain.compute.precision import is_out_of_memory
 FP32 = torch.float32
 
 
-class Rows(Callback):
-    """Keeps the rows of logs."""
-
-    def __init__(self) -> None:
-        self.rows: list[dict[str, float]] = []
-
-    def on_log(self, trainer: Any, logs: Any) -> None:
-        self.rows.append(dict(logs))
-
-
 def test_peaks_are_those_of_each_phase(device: torch.device, kind: str, tmp_path: Path) -> None:
     width = 2048 if device.type == "cuda" else 16
-    data, shown = TensorDataset(torch.randn(16, width), torch.randn(16, width)), Rows()
+    data, trace = TensorDataset(torch.randn(16, width), torch.randn(16, width)), Trace()
     make(
         kind, device, nn.Sequential(nn.Linear(width, width)), data, data, save_dir=tmp_path, log_steps=2, eval_steps=2,
-        save_steps=2, callbacks=[MemoryMonitor(), shown],
+        save_steps=2, callbacks=[MemoryMonitor(), trace],
     ).train()  # fmt: skip
-    last = shown.rows[-1]
+    last = trace.logs[-1]
     assert last["memory_process"] > 0
     if device.type == "cuda":
         held = width * (width + 1) * 4 / GIB  # the parameters; gradients are as many, moments twice as many
