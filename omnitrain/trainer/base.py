@@ -438,10 +438,12 @@ class BaseTrainer(Hooks, ABC):
                 f"`dtypes={dtypes.described!r}` sets the inputs, which `_prepare_batch` of {type(self).__name__} "
                 "prepares itself. Cast them there, and leave 'inputs' out."
             )
+        # before anything holds a reference to the tensors: expanded ones are replaced
         state_dicts.copy_expanded(model)
         initial: Any = None
         if settings.init_from is not None:
             initial = load_initial(model, cast("Mapping[str, Any]", settings.init_from), self.ranks)
+        # before the backend: DDP and ZeRO look at `requires_grad` when they wrap the model
         if settings.freeze is not None:
             freeze_parameters(state_dicts.named_parameters(model), settings.freeze)
         if settings.gradient_checkpointing:
@@ -460,6 +462,7 @@ class BaseTrainer(Hooks, ABC):
         self.backend.set_dtypes(dtypes)
         dtypes.cast(state_dicts.unwrap(model))
         self.precision.convert(state_dicts.unwrap(model))
+        # after every conversion, or the first step would compile for dtypes that nobody uses
         self.backend.enable_compile(settings.compile)
         self._sets = self._make_sets()
         self._assemble()
@@ -644,6 +647,7 @@ class BaseTrainer(Hooks, ABC):
             if self.train_loader is None and not self._loop.has_custom_epoch:
                 raise ConfigError("There is nothing to train on: pass `train_dataset` or `train_loader`.")
             check_allowed(allow_change)
+            # before the first collective that depends on an argument, which would hang where these differ
             check_same_on_ranks(self.ranks, self._described_run(resume_from, allow_change, more))
             if more is not None:
                 self._continue_run(more, resume_from, allow_change)
@@ -661,6 +665,7 @@ class BaseTrainer(Hooks, ABC):
                     add_location(error, f"after step {progress.step} (epoch {progress.epoch + 1}), rank {self.rank}")
                 self.lifecycle.failed(error)
                 self._checkpointer.finished_run = "its last run failed"
+                # the other rank has left on its own signal: a stop that was asked for, not a failure
                 if isinstance(error, DistributedError) and self.control.signal:
                     logger.error("%s", error)
                     raise signal_error(self.control.signal) from error
@@ -673,6 +678,7 @@ class BaseTrainer(Hooks, ABC):
                     self._sets.close_loaders()
                 finally:  # after a second signal, too
                     self.lifecycle.end_train(failed)
+        # raised only now, when callbacks have seen TRAIN_END and the lock is released
         if number := self.lifecycle.signal or self.control.signal:  # which may come after the last save
             raise signal_error(number)
         return self.metrics

@@ -196,6 +196,7 @@ class Evaluation:
             if _counts(set_loader):
                 metrics = self._as_trained(result.metrics, set_loader)
                 counted.append((1.0 if set_loader.rules is None else set_loader.rules.weight, metrics))
+        # the means over sets come first in each row, since most readers look for `eval_loss`
         return {**{f"{prefix}_{name}": value for name, value in _means(counted).items()}, **named_metrics}
 
     def _as_trained(self, metrics: Mapping[str, float], loader: Loader) -> dict[str, float]:
@@ -307,10 +308,12 @@ class Evaluation:
         """Run the model over a loader. Losses and streaming metrics are summed on the device."""
         trainer, scorer = self.trainer, self.scorer
         ranks, device = trainer.ranks, trainer.device
+        # on the device, read once at the end; Apple's devices have no float64
         total = torch.zeros((), dtype=torch.float32 if device.type == "mps" else torch.float64, device=device)
         weights, has_labels, lacks_loss, number, batch, output = 0.0, False, False, -1, None, StepOutput(None)
         meters, arrays = Meters(device), list[tuple[Any, ...]]()
         batches = self.feed.lockstep_batches(loader, only_first)
+        # only data of unknown length can be without end
         batches = batches if loader.size is not None or only_first else _warned_if_long(batches, loader, ranks.is_main)
         with (
             self.eval_weights.swapped_in(),
@@ -325,6 +328,7 @@ class Evaluation:
                 if needs_loss and not number and self._unit is None and not trainer.loss_mean.is_checked:
                     ask_loss(trainer, [batch])
                 counts = samples > 0  # otherwise it is a dummy batch
+                # 0 stands for a dummy batch here, and None for an unknown number
                 self.feed.samples = samples or None
                 weight = trainer._weigh(batch) if self._unit is None else self.feed.rows_of(batch)
                 output = self._run_batch(batch, loader, number)
@@ -340,6 +344,7 @@ class Evaluation:
                         _check_rows(output.outputs, samples)
                 pair = self._scored_pair(output) if counts and not scorer.is_empty else None
                 if scorer.requires_global_batches and ranks.world_size > 1:
+                    # a collective, which ranks without a batch of their own call as well
                     pair = self._gather_batches(loader, pair)
                 if pair is not None:
                     has_labels = True
@@ -530,7 +535,9 @@ def _totals(
     ranks: Ranks, of_ranks: list[tuple[float, float, bool, bool, bool, Any]]
 ) -> tuple[float, float, bool, bool, bool, dict[str, float]]:
     """Return what the ranks have together: loss, weight, whether there were labels, no losses, batches; the means."""
+    # ranks of one tensor-parallel group have the same samples: one of them counts
     losses, weights, labels, lacking, batches, sums = zip(*ranks.one_per_share(of_ranks), strict=True)
+    # exact, so that the sum does not depend on the order, and so on the number, of ranks
     return math.fsum(losses), math.fsum(weights), any(labels), any(lacking), any(batches), means_of(sums)
 
 

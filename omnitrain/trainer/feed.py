@@ -143,6 +143,7 @@ class Feed:
         self._ahead, self._totals_ahead, self._are_totals_stale = None, (), False
         ranks, progress = self._ranks, self._lifecycle.progress
         while True:
+            # what other ranks report if this one stalls here
             ranks.phase, ranks.step = "data", progress.step + progress.skipped_steps + 1
             began = time.perf_counter()
             try:
@@ -155,6 +156,7 @@ class Feed:
                 raise
             self._lifecycle.clock.add("data", time.perf_counter() - began)
             last = group[-1] if group else last
+            # with the first batch at hand, so that no sample is read twice
             if not self._has_compared:
                 self._compare_first(loader)
             if not self._trainer.loss_mean.is_checked:
@@ -164,6 +166,7 @@ class Feed:
             totals, self._totals_ahead = self._totals_ahead, ()
             window = self.window_of(group, last, totals)
             ranks.phase = "step"
+            # None on all ranks at once: the totals say whether any rank has a batch left
             if window is None:
                 self._groups = None
                 if size not in (None, done):
@@ -281,6 +284,7 @@ class Feed:
         group = self._in_parts([(batch, weight, 0, 0, end) for batch, weight, end in parts])
         smaller = self.window_of(group, group[-1])
         assert smaller is not None
+        # the run has counted the window in its first form, and counts it once
         smaller.micro_batches, smaller.samples, smaller.tokens = window.micro_batches, window.samples, window.tokens
         return smaller
 

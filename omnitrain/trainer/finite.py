@@ -41,6 +41,7 @@ class LossMeter:
             return
         self.weight += weight
         if isinstance(self.sum, torch.Tensor):
+            # in place, without a temporary: `sum += loss * weight` would allocate twice in each micro-batch
             self.sum.add_(loss.detach(), alpha=weight)
         else:
             self.sum += weight * read_on_cpu(loss)
@@ -85,6 +86,7 @@ class LossMeter:
     def begin_epoch(self) -> None:
         """Start the mean of a new epoch; what was added since the latest log still counts in the next log."""
         total, weight = self.read(), self.weight
+        # negative, so that the next difference has what the last epoch added since the latest log
         self._marked = (self._marked[0] - total, self._marked[1] - weight)
         self._set(0.0, 0.0)
 
@@ -119,6 +121,7 @@ class FiniteGuard:
             self._found_inf = torch.zeros((), dtype=torch.float32, device=device)
             self._host = torch.zeros(self._PENDING, dtype=torch.float32, pin_memory=device.type == "cuda")
             self._count = 0
+            # the attributes that torch.amp.GradScaler sets for fused optimizers (`_step_supports_amp_scaling`)
             optimizer.found_inf, optimizer.grad_scale = self._found_inf, None
 
     @staticmethod
@@ -136,9 +139,11 @@ class FiniteGuard:
         if not self.deferred:
             return math.isfinite(evidence)  # waits for the device
         bad = ~torch.as_tensor(evidence, device=self._found_inf.device).isfinite()
+        # once it is 1 it stays so: no later update may be built on weights that the host has not judged
         torch.maximum(self._found_inf, bad.to(self._found_inf.dtype), out=self._found_inf)
         slot = self._count % self._PENDING
         self._count += 1
+        # to pinned memory, or the copy would wait for the device
         self._host[slot].copy_(self._found_inf, non_blocking=True)
         event = torch.cuda.Event() if self._found_inf.device.type == "cuda" else None
         if event is not None:
@@ -165,5 +170,6 @@ class FiniteGuard:
     def release(self, optimizer: Any) -> None:
         """Restore the optimizer as it was."""
         if self.deferred:
+            # left there, they would also guard the steps that the user takes after the run
             del optimizer.found_inf, optimizer.grad_scale
             self.deferred = False

@@ -397,6 +397,7 @@ class Loop:
         """Return whether a signal on any rank should interrupt an evaluation; called before each of its batches."""
         if self.ranks.world_size == 1:
             return self.lifecycle.control.stop == "signal"
+        # an agreement is a collective: one for each batch would cost more than a small model's forward pass
         if batches % _BATCHES_BETWEEN_AGREEMENTS:
             return False
         return self.agree("a batch of an evaluation").stop == "signal"
@@ -424,6 +425,7 @@ class Loop:
             ):
                 result = work(loader, *args, self.is_interrupted)
         except Exception as error:
+            # the workers of a loader may have died of memory too, so this comes first
             explain_memory(error, self.trainer, "evaluation")
             death = worker_death(error)
             if death is None:
@@ -451,11 +453,13 @@ class Loop:
             raise
         finally:
             self.is_evaluating, self.evaluation.left_out = False, frozenset()
+        # saved with the checkpoint, so that a resumed run evaluates before its next step
         lifecycle.pending_evaluation = metrics is None and not lifecycle.is_closing
         if metrics is None:
             return  # interrupted by a signal: a resumed run repeats the full evaluation
         if self.settings.on_nonfinite == "raise":
             self._raise_if_nonfinite(metrics)
+        # as for losses: the algorithm that changed the batch last changes the result first
         for transform in reversed(find_overrides(trainer.algorithms, "transform_metrics")):
             metrics = transform(trainer, metrics)
         key = lifecycle.objective.key(metrics)
@@ -540,6 +544,7 @@ class Loop:
         step, seconds, samples, tokens = lifecycle.logged_at
         if math.isnan(loss) and progress.step == step:
             return  # all steps since the latest log were skipped, so nothing is logged
+        # a resumed run may log at once, with no time passed
         passed = max(progress.seconds - seconds, 1e-9)
         logs: dict[str, Any] = {
             "step": progress.step,
@@ -571,6 +576,8 @@ class Loop:
         """Return the learning rate of the latest update, and the rates of groups that differ from the first."""
         groups = self.trainer.backend.optimizer.param_groups
         rates = [float(rate) for rate in self.step.rates or [group["lr"] for group in groups]]
+        # groups that differ only later, as a schedule for each of them makes them, keep their rows from the first log
+        # on
         bases = [group.get("initial_lr", group["lr"]) for group in groups]
         logs = {"learning_rate": rates[0]}
         for i in range(1, len(rates)):
@@ -639,6 +646,7 @@ class Loop:
                 progress.step = before
 
         optimizer = backend.optimizer
+        # hooks, not a patched step(): accelerate and DeepSpeed replace that method themselves
         handles = [optimizer.register_step_pre_hook(check), optimizer.register_step_post_hook(count)]
         try:
             yield

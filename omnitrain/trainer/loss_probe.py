@@ -206,6 +206,7 @@ class _Probe:
         labels = self.labels
         classes = labels[(labels != self.mean.ignore_index) & (labels >= 0)].unique()[:2]
         other = torch.where(labels == classes[0], classes[-1], classes[0]) if len(classes) else labels
+        # two changes: of the first label of each row, and of all others; a shifted loss ignores the first change
         first, rest = labels.clone(), labels.clone()
         if len(classes):  # one label for all: rows that begin alike, and exchange their labels, have the same loss
             first[..., 0] = classes[0] if (labels[..., 0] != classes[0]).any() else classes[-1]
@@ -265,6 +266,7 @@ class _Probe:
             for part, divisor in zip(self.parts, divisors, strict=True)
         ]
         terms = [weight * loss for weight, loss in zip(weights, parts, strict=True) if weight]
+        # a part without any label that counts has a NaN for its mean, and is left out above
         return bool(terms) and self._is_close(sum(terms) / sum(weights), whole)
 
     def _is_close(self, loss: float, other: float) -> bool:
@@ -277,6 +279,7 @@ class _Probe:
         dtypes = {parameter.dtype for parameter in trainer.backend.model.parameters()}
         if {torch.float16, torch.bfloat16} & dtypes or trainer.precision.name in ("bf16", "fp16", "fp8"):
             return 2e-2
+        # other settings let oneDNN compute in bf16 on CPUs that have it
         is_exact = trainer.device.type == "cpu" and torch.get_float32_matmul_precision() == "highest"
         return 1e-5 if is_exact else 1e-3  # accelerators take convolutions in TF32 by default
 

@@ -77,6 +77,7 @@ class Meters:
             value, value_weight = entry if type(entry) is tuple and len(entry) == 2 else (entry, weight)
             if not value_weight:
                 continue
+            # a dict lookup in each micro-batch; names are validated when they appear first
             meter = self._meters.get(name) or self._begin(name)
             meter.sums.add_(_scalar(name, value), alpha=value_weight)
             meter.weights[_LOG] += value_weight
@@ -110,6 +111,7 @@ class Meters:
     def sums(self, since: int = _EPOCH) -> dict[str, tuple[float, float]]:
         """Return sum and weight on this rank since the latest log or since the epoch began, waiting for the device."""
         meters = {name: meter for name, meter in self._meters.items() if meter.weights[since]}
+        # stacked, so that all of them are read from the device in one copy
         totals = torch.stack([meter.sums[since] for meter in meters.values()]).tolist() if meters else []
         return {name: (total, meters[name].weights[since]) for name, total in zip(meters, totals, strict=True)}
 

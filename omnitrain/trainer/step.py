@@ -63,6 +63,8 @@ def modules_in_eval_mode(model: nn.Module) -> list[nn.Module]:
 
     def look(module: nn.Module) -> None:
         trains = any(parameter.requires_grad for parameter in module.parameters())
+        # transformers' `from_pretrained` returns models in evaluation mode, which says nothing about what the user
+        # wants
         if not module.training and trains and hasattr(type(module), "from_pretrained"):
             return
         modules.extend([] if module.training else [module])
@@ -187,6 +189,7 @@ class Step:
         self._warn_low_precision()
         if self._auto_microbatch is not None:
             self._auto_microbatch.prepare()
+        # a `_train_epoch` of the user's own calls step() itself, with its own closure
         self._needs_closure = needs_closure(optimizer) and trainer_class._train_epoch is Hooks._train_epoch
         if self._needs_closure:
             self._check_closure()
@@ -195,8 +198,10 @@ class Step:
             self._check_second_pass()
         self._repeats = has_second_pass or self._auto_microbatch is not None
         self._may_undo = settings.on_nonfinite != "raise" or self._scales_loss or self._needs_closure
+        # with "raise" the run ends anyway, and with "warn" the update is made
         self._buffers = Buffers() if settings.on_nonfinite == "skip" or self._scales_loss else None
         self._set_step_nr = getattr(self._trainer.unit, "set_step_nr", None)
+        # a deferred verdict comes some steps late: good enough for an error, too late to skip the step
         defers = settings.on_nonfinite == "raise" and not self._scales_loss
         defers = defers and FiniteGuard.can_defer(self._backend.device, optimizer)
         self.guard = FiniteGuard(self._backend.device, optimizer, defers)
@@ -270,6 +275,7 @@ class Step:
             return
         if not self._is_in_training:  # only now, since a callback may have set modes when the run began
             self._evaluating = modules_in_eval_mode(model)
+        # the wrapper too: DDP and DeepSpeed have a flag of their own, which decides whether they synchronize buffers
         wrapped.train()
         for module in self._evaluating:
             module.training = False
@@ -385,10 +391,12 @@ class Step:
         self.turn += 1
         self._ranks.progress_count += 1
         try:
+            # the count above is how the watchdog of the other ranks knows that this one is alive
             return self._loss_of(batch, self.window.weights[turn], last)
         except Exception as error:
             if is_of_callback(error):
                 raise
+            # PyTorch has no class for this error; the text is that of torch.nn.functional.batch_norm
             if isinstance(error, ValueError) and "more than 1 value per channel" in str(error):
                 raise self._too_few_to_normalize(turn) from error
             name_dtypes(error, self._backend.model, batch)
@@ -444,6 +452,7 @@ class Step:
             count: float = weight
         else:  # the loss is a sum over targets, which only the forward pass could count
             count = float(output.num_targets) if weight else 0
+            # the gradients are divided by the sum over all ranks in `finish`, once the last micro-batch has told it
             self._targets = (self._targets or 0) + count
             self.loss.add(loss / (count or 1), count)
             weight = 1.0 if count else 0.0
@@ -454,6 +463,7 @@ class Step:
         if not weight:
             scaled = trainer._idle_loss(output, loss)
         else:
+            # a factor of 1 would still be one more kernel, and one more node for backward
             scaled = loss if weight == divisor else loss * (weight / divisor)
         if last and self._ranks.world_size > 1 and scaled is not None:
             # All ranks must see a loss that is not finite: they see its gradients, once these are averaged.
@@ -491,10 +501,12 @@ class Step:
                 self._check_tokens(trainer.lr_scheduler)
         if self._transforms["before_second_pass"]:
             self._run_second_pass()
+        # DeepSpeed steps inside of its backward pass, so nothing can come between gradients and update
         if self._backend.clips_in_update:
             self._lifecycle.emit(Event.BEFORE_OPTIMIZER_STEP)
             self.grad_norm = self._backend.clip_gradients(self._settings.max_grad_norm)
         else:
+            # before the norm is taken, which would be that of scaled gradients
             self._backend.scaler.unscale_(self._backend.optimizer)
             self.grad_norm = self._clip(self._lifecycle.emit_in_step)
             self._lifecycle.emit(Event.BEFORE_OPTIMIZER_STEP)
@@ -516,6 +528,7 @@ class Step:
             norm = trainer._clip_gradients()
         else:
             norm = self._backend.clip_gradients(self._settings.max_grad_norm)
+        # what is logged is the norm of the gradients of the loss, whatever algorithms make of them
         norm = norm if first_norm is None else first_norm
         if emit is not None:
             emit(Event.AFTER_CLIP, norm)
@@ -569,6 +582,7 @@ class Step:
                 self.rollback(self._before)
             if self._buffers is not None:
                 self._buffers.restore()
+        # also after a skipped step: a schedule by samples or time moves on, one by updates checks `applied`
         if trainer.lr_scheduler is not None and trainer.scheduler_interval == "step":
             self.step_schedule(trainer.lr_scheduler, applied)
         if emit is not None:
