@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import functools
 from collections import Counter
 from pathlib import Path
 from typing import Any, cast
@@ -207,21 +206,6 @@ def test_multitask_class_weights_in_every_split(trainer_class: Any) -> None:
     x, labels = evaluated.tensors
     expected = float(classes(trainer.model(x, "kind"), labels).detach())
     assert trainer.evaluate()["eval_kind_loss"] == pytest.approx(expected)
-
-
-def test_multitask_moves_losses_to_device(trainer_class: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As a `loss_fn`: each is moved, once the trainer knows its device, and before it is called."""
-    moved: list[tuple[nn.Module, torch.device]] = []
-
-    def note(module: nn.Module, device: torch.device) -> nn.Module:
-        moved.append((module, device))
-        return module
-
-    classes, lengths = nn.CrossEntropyLoss(torch.ones(3, dtype=torch.float64)), nn.MSELoss()
-    for loss in (classes, lengths):
-        monkeypatch.setattr(loss, "to", functools.partial(note, loss))
-    trainer = build(trainer_class, losses={"kind": classes, "size": lengths})
-    assert moved == [(classes, trainer.device), (lengths, trainer.device)]
 
 
 @pytest.mark.parametrize("ignore_index", [-100, 0])

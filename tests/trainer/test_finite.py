@@ -9,8 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from recipes import rows, t16, trainer_on_cpu
 from torch import nn
 from torch.nn import functional as F
@@ -22,35 +20,10 @@ CPU = torch.device("cpu")
 NAN, INF = math.nan, math.inf
 
 
-losses = st.lists(st.tuples(st.floats(-100, 100), st.integers(0, 20)), max_size=12)
-
-
-def mean_of(values: list[tuple[float, float]]) -> float:
-    weight = sum(weight for _, weight in values)
-    return sum(loss * weight for loss, weight in values) / weight if weight else NAN
-
-
-def mean_since_last(meter: LossMeter) -> float:
-    total, weight = meter.since_last()
-    return total / weight if weight else NAN
-
-
-@settings(max_examples=30)
-@given(st.lists(losses, max_size=4))
-def test_loss_meter_has_the_mean_since_the_last_log(parts: list[list[tuple[float, float]]]) -> None:
-    meter = LossMeter(CPU)
-    for part in parts:
-        for loss, weight in part:
-            meter.add(torch.tensor(loss, dtype=torch.float64), weight)
-        assert mean_since_last(meter) == pytest.approx(mean_of(part), abs=1e-6, nan_ok=True)
-    everything = [value for part in parts for value in part]
-    assert meter.mean() == pytest.approx(mean_of(everything), abs=1e-6, nan_ok=True)
-
-
 def test_loss_meter_is_nan_without_losses_and_sums_in_fp64() -> None:
     """It keeps no graph."""
     meter = LossMeter(CPU)
-    assert math.isnan(meter.mean()) and math.isnan(mean_since_last(meter)) and meter.read() == 0.0
+    assert math.isnan(meter.mean()) and meter.since_last() == (0.0, 0.0) and meter.read() == 0.0
     meter.add(torch.ones((), requires_grad=True) * 2, 1)
     assert not torch.as_tensor(meter.sum).requires_grad
     for dtype in (torch.float16, torch.float32):

@@ -58,19 +58,6 @@ def test_error_at_the_end_does_not_hide_the_first(caplog: pytest.LogCaptureFixtu
         run.end_train(failed=False)
 
 
-def test_incomplete_epoch_does_not_count_and_has_no_row() -> None:
-    run = lifecycle()
-    run.progress.epoch_size = 10
-    run.end_step(samples=4)
-    run.end_epoch(complete=False, row={"train_loss": 1.0})
-    assert run.progress.epoch == 0 and run.progress.samples_in_epoch == 4
-    assert run.metrics["train_metrics_history"] == []
-    run.end_step(samples=6)
-    run.end_epoch(complete=True, row={"train_loss": 0.5})
-    assert run.progress.epoch == 1 and run.progress.samples_in_epoch == 0
-    assert run.metrics["train_metrics_history"] == [{"epoch": 1, "step": 2, "train_loss": 0.5}]
-
-
 class Counter(Callback):
     def __init__(self, count: int = 0) -> None:
         self.count = count

@@ -76,16 +76,6 @@ def test_trainer_rejects_several_processes(
     assert kind(t16(), rows(8), **OPTIONS).world_size == 1
 
 
-def test_bf16_autocast_keeps_weights_and_moments_in_fp32() -> None:
-    model, dtypes = nn.Linear(4, 1), set()
-    model.register_forward_hook(lambda module, inputs, output: dtypes.add(output.dtype))
-    trainer = make(model, rows(8, torch.float32), autocast="bfloat16", epochs=1)
-    trainer.train()
-    assert dtypes == {torch.bfloat16}
-    state = next(iter(trainer.optimizer.state.values()))
-    assert trainer.model.weight.dtype == state["exp_avg"].dtype == torch.float32
-
-
 def test_nan_raises_with_step_and_sample_before_the_update(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """With "warn" the run continues, as in plain PyTorch."""
     data, states = rows(20), [weights(t16())]
