@@ -54,9 +54,9 @@ def answer(capsys: pytest.CaptureFixture[str], *words: object) -> tuple[int, str
     return code, out, err
 
 
-def assert_same_tensors(first: Path, second: Path) -> None:
-    weights, others = load_file(first / "model.safetensors"), load_file(second / "model.safetensors")
-    assert weights.keys() == others.keys() and all(torch.equal(weights[name], others[name]) for name in weights)
+def assert_same_tensors(actual: Path, expected: Path) -> None:
+    weights, reference = load_file(actual / "model.safetensors"), load_file(expected / "model.safetensors")
+    assert weights.keys() == reference.keys() and all(torch.equal(weights[name], reference[name]) for name in weights)
 
 
 def assert_rows(out: str, rows: dict[str, list[str]]) -> None:

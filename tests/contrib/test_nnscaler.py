@@ -351,8 +351,8 @@ def test_convert_resume(values: Any, expected: Any) -> None:
 
 
 def test_convert_every_hook() -> None:
-    others = ["after_aggregate_train_step_outputs", "after_aggregate_val_step_outputs", "before_sync_grad"]
-    for name in [*(name for name in vars(TrainHook) if not name.startswith("_")), *others]:
+    never_called = ["after_aggregate_train_step_outputs", "after_aggregate_val_step_outputs", "before_sync_grad"]
+    for name in [*(name for name in vars(TrainHook) if not name.startswith("_")), *never_called]:
         config, notes = convert({**PLAIN, "hook": {name: "my.function"}})
         assert ("callbacks" in config["trainer"]) or any(name in note for note in notes), name
 
