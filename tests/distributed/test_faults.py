@@ -10,7 +10,7 @@ import re
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,11 +19,12 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from backends import Jobs, asked_for, launch_all, make_trainer
+from counting import Streamed
 from forking import Case, Found, Outcome, by_name, case_folder, current_rank, mark, play, wait_for_other
 from marks import thinned
 from recipes import rows, t16
 from torch import nn
-from torch.utils.data import DataLoader, IterableDataset, TensorDataset
+from torch.utils.data import DataLoader, TensorDataset
 
 from omnitrain import Callback
 from omnitrain.checkpoint import state_dicts
@@ -326,31 +327,24 @@ def stop_at_any_moment(backend: str) -> dict[str, Any]:
 # --- jobs: data of unequal length
 
 
-class Stream(IterableDataset[Any]):
-    """A stream that ends earlier on some processes."""
-
-    def __init__(self, lengths: list[int]) -> None:
-        self.lengths = lengths
-
-    def __iter__(self) -> Iterator[Any]:
-        return iter(list(zip(*rows(64, torch.float32).tensors, strict=True))[: self.lengths[current_rank()]])
-
-
 def train_unevenly(backend: str, lengths: list[int], loader: bool, accumulation: int) -> dict[str, Any]:
     """Train and evaluate on data of which the processes see parts of unequal length."""
-    data: dict[str, Any] = {"train": Stream(lengths), "eval_dataset": Stream(lengths), "batch_size": 2}
+    samples: Any = list(zip(*rows(64, torch.float32)[: lengths[current_rank()]], strict=True))
+    data: dict[str, Any] = {"train": Streamed(samples), "eval_dataset": Streamed(samples), "batch_size": 2}
     if loader:
-        samples = list(zip(*rows(64, torch.float32)[: lengths[current_rank()]], strict=True))
-        data = {name: DataLoader(samples, batch_size=2) for name in ("train_loader", "eval_loader")}  # type: ignore[arg-type]
+        data = {name: DataLoader(samples, batch_size=2) for name in ("train_loader", "eval_loader")}
     trainer: Any = make(backend, **data, gradient_accumulation_steps=accumulation)
     metrics = trainer.train()
     return {"step": trainer.progress.step, "samples": trainer.progress.samples, "best": metrics["best_valid"]}
 
 
-UNEVEN = [
-    ("ddp", [9, 30], False, 1), ("fsdp", [30, 9], False, 3), ("ddp", [9, 50], True, 1), ("fsdp", [13, 0], False, 3),
-]  # fmt: skip
-"""Backend, length of the data of each process, whether they come from a loader, and accumulated batches of a step."""
+UNEVEN = {
+    "streams": ("ddp", [9, 30], False, 1, 40, 16),
+    "streams of FSDP": ("fsdp", [30, 9], False, 3, 38, 6),
+    "loaders": ("ddp", [9, 50], True, 1, 58, 24),
+}
+"""Backend, length of the data of each process, whether they come from a loader, and accumulated batches of a step; what
+two epochs have of samples and steps."""
 
 
 @pytest.fixture(scope="module")
@@ -366,9 +360,9 @@ def results(folder: Path) -> Found[list[dict[str, Any]]]:
     for backend in ("ddp", "fsdp"):
         jobs.add(f"survive {backend}", backend, survive)
         jobs.add(f"ask {backend}", backend, ask)
-    for backend, lengths, loader, accumulation in UNEVEN:
-        options: dict[str, Any] = {"lengths": lengths, "loader": loader, "accumulation": accumulation}
-        jobs.add(f"uneven {lengths} {loader}", backend, train_unevenly, **options)
+    for name, (backend, lengths, loader, accumulation, *_) in UNEVEN.items():
+        jobs.add(name, backend, train_unevenly, lengths=lengths, loader=loader, accumulation=accumulation)
+    jobs.add("empty", "fsdp", train_unevenly, lengths=[13, 0], loader=False, accumulation=3)
     return launch_all(jobs, folder / "jobs")
 
 
@@ -464,27 +458,14 @@ def test_stop_from_a_thread_of_one_rank_ends_all_at_one_step(results: Any) -> No
     assert len({step for _, step in ends}) > 2
 
 
-def share_of_stream(length: int, rank: int) -> list[int]:
-    """Return how many samples a process takes of each four."""
-    turns = [min(4, length - start) for start in range(0, length, 4)]
-    return [(turn + 1 - rank) // 2 for turn in turns]
+@pytest.mark.parametrize("case", UNEVEN)
+def test_uneven_data_train_to_the_end_of_the_longest(case: str, results: Any) -> None:
+    """A turn of both processes in which neither has samples is no step."""
+    *_, samples, steps = UNEVEN[case]
+    result = result_of(results, case)
+    assert (result["samples"], result["step"]) == (samples, steps)
 
 
-@pytest.mark.parametrize(("backend", "lengths", "loader", "accumulation"), UNEVEN)
-def test_uneven_data_train_to_the_end_of_the_longest(
-    backend: str, lengths: list[int], loader: bool, accumulation: int, results: Any
-) -> None:
-    name = f"uneven {lengths} {loader}"
-    if not all(lengths):
-        for result in results[name]:
-            assert result["error"] == "DataError" and "The data yield nothing on rank 1" in result["message"]
-        return
-    parts = [range(0, length, 2) for length in lengths]
-    if loader:  # taken in turns, as from a loader that is the same everywhere
-        shares = [[min(2, lengths[rank] - start) for start in part][rank::2] for rank, part in enumerate(parts)]
-    else:
-        shares = [share_of_stream(length, rank) for rank, length in enumerate(lengths)]
-    result = result_of(results, name)
-    assert result["samples"] == 2 * sum(map(sum, shares))
-    turns = max(sum(map(bool, share)) for share in shares)  # a turn in which no process has samples is no step
-    assert result["step"] == 2 * -(-turns // accumulation)
+def test_data_that_are_empty_on_one_rank_are_an_error(results: Any) -> None:
+    for result in results["empty"]:
+        assert result["error"] == "DataError" and "The data yield nothing on rank 1" in result["message"]

@@ -10,14 +10,13 @@ import backends as on
 import pytest
 import torch
 import torch.nn.functional as F
-from backends import BACKENDS, PROCESSES, Job, asked_for, bound, dtype_of, gap, named
+from backends import BACKENDS, PROCESSES, Jobs, asked_for, bound, dtype_of, gap, named
 from marks import thinned
 from recipes import rows
 from torch import nn
 
 from omnitrain.checkpoint.tensor_files import gather_to_host
 
-HERE = "test_resume_matrix"
 PAIRS = [
     ("native", "fsdp"), ("native", "ddp"), ("ddp", "native"), ("hf", "ddp"), ("fsdp", "hf"), ("accelerate", "hf2"),
     ("zero3", "zero2"),
@@ -95,23 +94,23 @@ def resume_parts(backend: str, kind: str, folder: str) -> dict[str, Any]:
 @pytest.fixture(scope="module")
 def results(folder: Path, request: pytest.FixtureRequest) -> dict[str, list[dict[str, Any]]]:
     """The pairs of backends that are asked for; and runs with dropout and random data, straight and resumed."""
-    noisy = {"dtype": "float32", "dropout": 0.3, "noisy": True}
-    noisy |= {"save_steps": 5, "load_best_at_end": False, "keep_best": 0}
-    before, after = [], []
+    noisy: dict[str, Any] = {
+        "dtype": "float32", "dropout": 0.3, "noisy": True, "save_steps": 5, "load_best_at_end": False, "keep_best": 0
+    }  # fmt: skip
+    before, after = Jobs(), Jobs()
     for backend in sorted(asked_for(request, "backend", test="test_random")):
-        name = f"random-{backend}"
-        for run, cut in (("straight", 0), ("cut", 5)):
-            options = {**noisy, "cut": cut, "save_dir": str(folder / f"{name}-{run}")}
-            before.append(Job(f"{name}-{run}", backend, "backends:regress", options))
-        options = {**noisy, "save_dir": str(folder / name), "resume": str(folder / f"{name}-cut" / "checkpoint-5")}
-        after.append(Job(name, backend, "backends:regress", options))
+        place = str(folder / f"random-{backend}")
+        before.add(f"random-{backend}-straight", backend, on.regress, save_dir=f"{place}-straight", **noisy)
+        before.add(f"random-{backend}-cut", backend, on.regress, save_dir=f"{place}-cut", cut=5, **noisy)
+        checkpoint = f"{place}-cut/checkpoint-5"
+        after.add(f"random-{backend}", backend, on.regress, save_dir=place, resume=checkpoint, **noisy)
     for kind in sorted(asked_for(request, "kind")):
         for backend in (kind.partition("-")[0], "native"):
             name = f"parts-{kind}-on-{backend}"
-            before.append(Job(name, backend, f"{HERE}:resume_parts", {"kind": kind, "folder": str(folder / name)}))
+            before.add(name, backend, resume_parts, kind=kind, folder=str(folder / name))
     for source, target in sorted(asked_for(request, "saved_on", "resumed_on")):
         checkpoint = str(folder / f"{source}-float64" / "checkpoint-5")
-        after.append(Job(f"steps-{source}-{target}", target, f"{HERE}:resume_steps", {"checkpoint": checkpoint}))
+        after.add(f"steps-{source}-{target}", target, resume_steps, checkpoint=checkpoint)
     pairs = asked_for(request, "source", "target") | {("native", "ddp"), ("ddp", "native")}
     sources = asked_for(request, "backend", test="test_checkpoints")
     return on.resume(folder, sorted(sources), before, after, sorted(pairs))

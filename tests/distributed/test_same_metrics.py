@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import os
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +12,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 from backends import DTYPES, PROCESSES, Jobs, asked_for, bound, dtype_of, gap, launch_all, make_trainer, sound
+from counting import Streamed
 from marks import thinned
 from recipes import CountsPasses, Sentences, Tagger, Trace, rows, t16
 from torch import nn
-from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, TensorDataset
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 from omnitrain import CrossEntropy, EvalSet, chunked_cross_entropy
 from omnitrain.core.errors import NonFiniteError
@@ -53,14 +53,6 @@ def head(kind: str) -> nn.Module:
     return nn.Linear(4, {"regression": 1, "one score": 1, "binary": 2}.get(kind, 3))
 
 
-class Stream(IterableDataset[Any]):
-    def __init__(self, data: TensorDataset) -> None:
-        self.data = data
-
-    def __iter__(self) -> Iterator[Any]:
-        return (self.data[i] for i in range(len(self.data)))
-
-
 def mean_of_classes(eval_pred: Any) -> dict[str, float]:
     return {"hits": float((eval_pred.predictions.argmax(-1) == eval_pred.label_ids).mean()), "n": len(eval_pred[1])}
 
@@ -93,7 +85,7 @@ def source_of(name: str, data: TensorDataset, batch: int, backend: str) -> Any:
     if name == "map":
         return data
     if name == "stream":
-        return Stream(data)
+        return Streamed(data)
     if name == "distributed loader" and PROCESSES[backend] > 1:
         return DataLoader(data, batch, sampler=DistributedSampler(data, shuffle=False))
     return DataLoader(data, batch)
@@ -119,7 +111,7 @@ def score(backend: str, kind: str, batch: int, sizes: str) -> dict[str, Any]:
     scores["named sets"] = trainer.evaluate(sets)
     subsets = {
         "subset": EvalSet(numbers(7, kind), subset=5, weight=2),
-        "stream": EvalSet(Stream(numbers(7, kind)), subset=5),
+        "stream": EvalSet(Streamed(numbers(7, kind)), subset=5),
         "loss": EvalSet(numbers(3, kind), metrics=None),
     }
     scores["subsets"] = trainer.evaluate(subsets)

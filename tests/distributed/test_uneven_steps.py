@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +11,10 @@ import torch
 import torch.nn.functional as F
 from backends import asked_for, bound, dtype_of, gap, make_trainer, masked_sentences, parity, regress, tensors_of
 from compiled import compile_once
+from counting import Streamed
 from forking import Case, Found, Outcome, joined, play
 from marks import thinned
 from recipes import Tagger, Trace, rows, t16
-from torch.utils.data import IterableDataset
 
 from omnitrain import Throughput
 from omnitrain.data.grouping import GroupByLength
@@ -74,13 +73,6 @@ def test_uneven_steps_match_one_process(outcomes: Any, kind: str, ranks: int) ->
 # --- what steps are made of, and how a run ends
 
 
-class Rows(IterableDataset[tuple[torch.Tensor, torch.Tensor]]):
-    """The rows of `rows` as a stream."""
-
-    def __iter__(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        return iter(rows(25))
-
-
 def pack(sentences: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
     """Return the tokens that have a label, one after the other, in a single row."""
     tokens = [
@@ -126,7 +118,12 @@ def train_with(backend: str, what: str) -> dict[str, Any]:
         reduction = "sum" if "sum" in options.values() else "mean"
         model, options["loss_fn"] = t16(), functools.partial(F.mse_loss, reduction=reduction)
     sentences = masked_sentences(25)
-    data = {"rows": lambda: rows(size), "stream": Rows, "masked": lambda: sentences, "packed": lambda: sentences}
+    data = {
+        "rows": lambda: rows(size),
+        "stream": lambda: Streamed(rows(size)),
+        "masked": lambda: sentences,
+        "packed": lambda: sentences,
+    }
     if kind == "packed":
         options["data_collator"] = pack
     data["grouped"] = lambda: GroupByLength(sentences, step, [1 + i % 6 for i in range(25)])

@@ -14,11 +14,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 from backends import Jobs, asked_for, launch_all, make_trainer, tensors_of
+from counting import Streamed
 from forking import current_rank
 from marks import thinned
 from recipes import rows, same, t16
 from torch import nn
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader
 
 from omnitrain import Callback
 
@@ -133,23 +134,11 @@ def split(backend: str) -> dict[str, Any]:
     return {}
 
 
-class Stream(IterableDataset[Any]):
-    """Rows, of which a process may take its share, with noise that may differ between processes."""
-
-    def __init__(self, is_split: bool, noise: bool) -> None:
-        self.rank = current_rank() if is_split else None
-        self.noise = noise
-
-    def __iter__(self) -> Any:
-        generator = torch.Generator()
-        generator.seed()
-        for i in range(16):
-            if self.rank is None or i % 2 == self.rank:
-                yield torch.full((4,), i / 16) + self.noise * torch.randn(4, generator=generator), i
-
-
 def read(backend: str, is_split: bool, noise: bool, loader: bool) -> dict[str, Any]:
-    data: Any = Stream(is_split, noise)
+    """Train on a stream, of which a process may take its share, with noise that may differ between processes."""
+    generator = torch.Generator().manual_seed(current_rank())
+    xs = torch.arange(16)[:, None] / 16 + noise * torch.randn(16, 4, generator=generator)
+    data = Streamed([(x, i) for i, x in enumerate(xs) if not is_split or i % 2 == current_rank()])
     options = {"train_loader": DataLoader(data, 4)} if loader else {"train_dataset": data, "batch_size": 4}
     with warnings_with("first sample") as warnings:
         make_trainer(backend, nn.Linear(4, 16), loss_fn=F.cross_entropy, max_steps=1, **options).train()
