@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import itertools
 import operator
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import fields
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -17,6 +18,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from omnitrain.backends.backend import Backend
+from omnitrain.backends.collective_order import LayerOrder
 from omnitrain.backends.start import preserve_shared_buffers
 from omnitrain.checkpoint.state_dicts import unshare_elements
 from omnitrain.compute.precision import Dtypes
@@ -65,7 +67,10 @@ def run_wrapped(wrapper: Any, run: Callable[[nn.Module, Any], Output], batch: An
 
 
 class _ZeroLoss(torch.autograd.Function):
-    """A loss whose gradients are zeros, sparse or dense, for any number of tensors."""
+    """A loss whose gradients are zeros, sparse or dense, for any number of tensors.
+
+    The zeros are negative: a sum over ranks is -0.0 only if all of them add -0.0, and so shows if any has a gradient.
+    """
 
     @staticmethod
     def forward(ctx: Any, are_sparse: Sequence[bool], *tensors: torch.Tensor) -> torch.Tensor:
@@ -75,11 +80,22 @@ class _ZeroLoss(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
-        zeros = (zero.new_zeros(()).expand_as(zero) for zero in ctx.saved_tensors)
+        zeros = (tensor.new_full((), -0.0).expand_as(tensor) for tensor in ctx.saved_tensors)
         sparse = (
             zero.to_sparse(1) if is_sparse else zero for zero, is_sparse in zip(zeros, ctx.are_sparse, strict=True)
         )
         return None, *sparse
+
+
+def lacking_gradients(gradients: Sequence[torch.Tensor]) -> list[bool]:
+    """Return for each sum of gradients over the ranks whether it holds only the zeros of `_ZeroLoss`."""
+    lacking = [
+        torch.signbit(gradient.real).all() & (gradient == 0).all()
+        if not gradient.is_sparse
+        else torch.tensor(gradient.coalesce()._nnz() == 0, device=gradient.device)
+        for gradient in gradients
+    ]
+    return torch.stack(lacking).tolist() if lacking else []
 
 
 class _BufferCopies:
@@ -124,6 +140,9 @@ class DDP(Backend):
     _windows = 0
     # The names of the buffers in which ranks have differed.
     _differing: Collection[str] = frozenset()
+
+    # Compares the layers that ranks call, if calls gather weights.
+    _order: LayerOrder | None = None
 
     def __init__(self, accelerator: Any, *parts: Any) -> None:
         super().__init__(*parts)
@@ -184,6 +203,8 @@ class DDP(Backend):
         Which buffers forward passes update is seen after 1, 2, 4, 8, ... windows; a model without such buffers pays
         nothing in the others.
         """
+        if self._order is not None:
+            self._order.begin_window()
         number, self._windows = self._windows, self._windows + 1
         if self._ddp is not None:
             return
@@ -275,29 +296,39 @@ class DDP(Backend):
                 "Use these, or sparse=False."
             ) from error
         if self._ddp is not None and self._ddp.require_backward_grad_sync:
-            self._check_all_used(self._ddp)
+            self._complete_gradients(self._ddp)
 
-    def _check_all_used(self, ddp: DistributedDataParallel) -> None:
-        """Raise DistributedError if DDP still waits for the gradients of parameters that the loss does not depend on.
+    def _complete_gradients(self, ddp: DistributedDataParallel) -> None:
+        """Pass zeros for parameters that the loss does not depend on to DDP, which waits for their gradients.
 
-        PyTorch reports it only in the next forward pass, after an update with gradients that were not averaged.
+        The losses of other ranks may depend on them, and these ranks wait as well. PyTorch reports the parameters only
+        in the next forward pass, after an update with gradients that were not averaged.
+
+        Raises:
+            DistributedError: On all ranks, if the loss of none depends on a parameter.
         """
         try:
             ddp._check_reducer_finalized()
+            return
         except RuntimeError as error:
-            if ddp.find_unused_parameters:
-                raise
             match = re.search(r"did not receive grad for rank \d+: ([\d ]+)", str(error))
-            names = [name for name, parameter in self.model.named_parameters() if parameter.requires_grad]
-            indices = [] if match is None else [int(index) for index in match[1].split()]
-            unused = [names[index] for index in indices if index < len(names)]
-            more = ", ..." if len(unused) > 5 else ""
+            if match is None or ddp.find_unused_parameters:
+                raise
+        trained = [(name, parameter) for name, parameter in self.model.named_parameters() if parameter.requires_grad]
+        unused = dict(trained[int(index)] for index in match[1].split())
+        first = [name for name, parameter in unused.items() if parameter.grad is None]
+        sparse, _ = parameters_by_layout(self.model)
+        _ZeroLoss.apply([id(parameter) in sparse for parameter in unused.values()], *unused.values()).backward()
+        ddp._check_reducer_finalized()
+        are_lacking = lacking_gradients([cast("torch.Tensor", unused[name].grad) for name in first])
+        if any(are_lacking):
+            names = list(itertools.compress(first, are_lacking))
             raise DistributedError(
-                f"The loss of this step does not depend on {len(unused) or 'some'} parameters on rank "
-                f"{self.ranks.rank}, for whose gradients DDP waits: {', '.join(unused[:5])}{more}. "
-                "Pass `find_unused_parameters=True` to AccelerateTrainer, or `ddp_find_unused_parameters=True` in the "
-                "arguments of HFTrainer; or freeze them, if no step uses them."
-            ) from error
+                f"The loss of this step does not depend on {len(names)} parameters on any rank: "
+                f"{', '.join(names[:5])}{', ...' if len(names) > 5 else ''}. Pass `find_unused_parameters=True` to "
+                "AccelerateTrainer, or `ddp_find_unused_parameters=True` in the arguments of HFTrainer; or freeze "
+                "them, if no step uses them."
+            )
 
     def reduce_gradients(self) -> None:
         """Have DDP average the accumulated gradients, in a backward pass that adds zeros to them."""
@@ -338,7 +369,7 @@ class DDP(Backend):
                 "would drift apart: no forward pass went through DDP. Call `self.model_wrapped(...)` instead of "
                 "`self.model(...)` in a custom training loop."
             )
-        self._check_all_used(self._ddp)
+        self._complete_gradients(self._ddp)
         self._ddp.module.has_run = False
 
 

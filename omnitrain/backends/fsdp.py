@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
-from collections.abc import Iterator, Mapping
+import math
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from types import MappingProxyType
@@ -15,7 +17,8 @@ from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor, Shard
 
-from omnitrain.backends.ddp import DDP
+from omnitrain.backends.collective_order import LayerOrder
+from omnitrain.backends.ddp import DDP, lacking_gradients
 from omnitrain.backends.norms import match_norm_dtypes
 from omnitrain.backends.start import WeightInitializer, block_target, full_target, is_plain, named_tensors, names_by_id
 from omnitrain.checkpoint.state_dicts import from_json, load_with_custom_hooks
@@ -47,6 +50,11 @@ class FSDP(DDP):
     # Whether backward passes currently average the gradients.
     _reduces = True
 
+    def __init__(self, *parts: Any) -> None:
+        super().__init__(*parts)
+        self._unused: dict[int, Any] = {}
+        """Parameters without a gradient on this rank in the latest backward pass, by `id`, as FSDP holds them."""
+
     def _wrap(self) -> tuple[nn.Module, nn.Module]:
         self._check_dimensions()
         if is_plain(self.model):
@@ -58,6 +66,7 @@ class FSDP(DDP):
             self.optimizer, self._prepared = prepared.optimizer, prepared
         bare = getattr(model, "_orig_mod", model)  # accelerate compiles it if its own settings say so
         self._add_up_by_sums(bare)
+        self._watch_collectives(bare)
         if self.ranks.is_main:
             _warn_if_undivided(bare)
         if self.device.type == "cpu":  # FSDP gathers weights in the dtype of autocast and leaves statistics in fp32
@@ -145,6 +154,52 @@ class FSDP(DDP):
                 # gloo of PyTorch 2.8, asked for the average, gives the sum. In 2.13 the bits are the same either way.
                 module.set_force_sum_reduction_for_comms(True)
 
+    def _watch_collectives(self, model: nn.Module) -> None:
+        if self.ranks.world_size == 1:
+            return
+        layers: dict[str, Any] = {
+            name: module for name, module in model.named_modules() if isinstance(module, FSDPModule)
+        }
+        for layer in layers.values():
+            for group in _param_groups(layer):
+                group.post_backward = functools.partial(self._fill_gradients, group, group.post_backward)
+        if len(layers) > 1 and self._compile_options is None:
+            remedy = (
+                "have the FSDP plugin shard the module that chooses among them as one (transformer_cls_names_to_wrap)"
+            )
+            self._order = LayerOrder(self.ranks, layers, remedy, _is_sharded)
+
+    def _fill_gradients(self, group: Any, post_backward: Callable[..., None], *args: Any) -> None:
+        """Add zeros for parameters without a gradient, which other ranks may have, before gradients are averaged."""
+        for member in group.fsdp_params if group.reduce_grads else ():
+            parameter = getattr(member, "_unsharded_param", None)
+            if parameter is None or not parameter.requires_grad or parameter.grad is not None:
+                continue
+            if member.unsharded_accumulated_grad is None:
+                self._unused[id(member)] = member
+                parameter.grad = torch.full_like(parameter, -0.0)
+        post_backward(*args)
+
+    def backward(self, loss: torch.Tensor) -> None:
+        if self._order is not None:
+            self._order.end_forward()
+        self._unused.clear()
+        super().backward(loss)
+        self._clear_unused_gradients()
+        if self._order is not None and self._reduces:
+            self._order.end_window()
+
+    def _clear_unused_gradients(self) -> None:
+        """Free the gradients that are zeros of all ranks, so that the optimizer leaves their parameters unchanged."""
+        unused = [member.sharded_param for member in self._unused.values()]
+        # a rank without a part of a parameter cannot see what others have added
+        unused = [parameter for parameter in unused if parameter.grad is not None and _is_on_all_ranks(parameter)]
+        for parameter, is_lacking in zip(
+            unused, lacking_gradients([self.local_shard(parameter.grad) for parameter in unused]), strict=True
+        ):
+            if is_lacking:
+                parameter.grad = None
+
     @contextlib.contextmanager
     def _reducing(self) -> Iterator[None]:
         """Set the dtype of gradient reductions in accelerate's plugin inside; the plugin is the user's own object."""
@@ -210,6 +265,28 @@ class FSDP(DDP):
         for module in self.model.modules():
             if isinstance(module, FSDPModule):
                 module.reshard()  # as backward does: before that, the parameters are not those of the optimizer
+
+
+def _param_groups(module: Any) -> list[Any]:
+    state = module._get_fsdp_state()
+    groups = getattr(state, "_fsdp_param_groups", None)  # since PyTorch 2.11
+    return [group for group in (groups if groups is not None else [state._fsdp_param_group]) if group is not None]
+
+
+def _is_sharded(module: Any) -> bool:
+    """Return whether a call of a module gathers its weights."""
+    return any(not group.is_unsharded for group in _param_groups(module))
+
+
+def _is_on_all_ranks(parameter: DTensor) -> bool:
+    """Return whether each rank has a part of a parameter."""
+    mesh = parameter.device_mesh
+    for number, placement in enumerate(parameter.placements):
+        if isinstance(placement, Shard):
+            size, parts = parameter.size(placement.dim), mesh.size(number)
+            if math.ceil(size / parts) * (parts - 1) >= size:
+                return False
+    return True
 
 
 def _warn_if_undivided(model: nn.Module) -> None:

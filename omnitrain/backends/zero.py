@@ -11,6 +11,7 @@ import contextlib
 import functools
 import logging
 import math
+import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager
 from types import MappingProxyType
@@ -20,6 +21,7 @@ import torch
 from torch import nn
 
 from omnitrain.arguments import DEFAULTS
+from omnitrain.backends.collective_order import LayerOrder, check_gradients
 from omnitrain.backends.ddp import DDP, Runner, run_wrapped
 from omnitrain.backends.deepspeed import fill_config
 from omnitrain.backends.norms import match_norm_dtypes
@@ -59,6 +61,14 @@ logger: logging.Logger = logging.getLogger("omnitrain")
 Output = TypeVar("Output")
 
 _NOTHING = contextlib.nullcontext()
+
+
+_REDUCTIONS = {
+    1: "reduce_ipg_grads",
+    2: "reduce_ipg_grads",
+    3: "_DeepSpeedZeroOptimizer_Stage3__reduce_and_partition_ipg_grads",
+}
+"""The method of DeepSpeed's optimizer that adds up the gradients of a bucket, by the stage."""
 
 
 class LossScale(torch.amp.GradScaler):
@@ -176,6 +186,8 @@ class Zero(DDP):
         self._batch_size = batch_size
         self._max_grad_norm = max_grad_norm
         self._optimizer_options = optimizer_options
+        self._reduced = set[int]()
+        """The parameters of which the latest backward pass has had gradients, by `id`."""
 
     def set_dtypes(self, dtypes: Dtypes) -> None:
         for name in ("parameters", "buffers"):
@@ -240,6 +252,7 @@ class Zero(DDP):
             self.unsupported = {**self.unsupported, **hidden}
         self._zero = prepared.optimizer  # DeepSpeed's optimizer, inside accelerate's, whose `step` does nothing
         self._factor = 1.0
+        self._watch_reductions(engine.zero_optimization_stage())
         if engine.fp16_enabled() and isinstance(self.scaler, LossScale):
             self.scaler.attach(self._zero.loss_scaler, plugin.deepspeed_config.get("fp16", {}))
         self.optimizer = getattr(self._zero, "optimizer", self._zero)
@@ -249,6 +262,63 @@ class Zero(DDP):
         if self.device.type == "cpu":
             match_norm_dtypes(self.model)  # DeepSpeed casts weights and leaves statistics in fp32
         return self.model, engine
+
+    def _watch_reductions(self, stage: int) -> None:
+        """Have DeepSpeed add up gradients of the same parameters on all ranks, and in each micro-batch of all of them.
+
+        It leaves out parameters without a gradient, which other ranks may have. After a micro-batch without one, ZeRO 3
+        adds to the gradient of an earlier step, and offloading loses that of this step.
+        """
+        zero = self._zero
+        if stage == 1 and not zero.overlap_comm:
+            zero.reduce_gradients = functools.partial(_fill_and_reduce, zero, zero.reduce_gradients)
+        elif hasattr(zero, place := _REDUCTIONS.get(stage, "")):
+            setattr(zero, place, functools.partial(self._check_and_reduce, getattr(zero, place)))
+            record, finish = zero.reduce_ready_partitions_and_remove_grads, zero.independent_gradient_partition_epilogue
+            zero.reduce_ready_partitions_and_remove_grads = functools.partial(self._record_gradient, record)
+            zero.independent_gradient_partition_epilogue = functools.partial(self._fill_gradients, finish)
+        if stage == 3 and self.ranks.world_size > 1 and self._compile_options is None:
+            remedy = "mark the class that chooses among them by deepspeed.utils.set_z3_leaf_modules, or use ZeRO 2"
+            self._order = LayerOrder(self.ranks, _gathered_layers(self.model), remedy)
+
+    def _record_gradient(self, record: Callable[..., None], parameter: nn.Parameter, *args: Any) -> None:
+        self._reduced.add(id(parameter))
+        record(parameter, *args)
+
+    def _fill_gradients(self, finish: Callable[..., None], *args: Any) -> None:
+        """Add zeros for parameters without a gradient before a backward pass ends."""
+        zero = self._zero
+        if not hasattr(zero, "bit16_groups"):  # ZeRO 3
+            for group in zero.fp16_groups:
+                for parameter in group:
+                    if parameter.requires_grad and id(parameter) not in self._reduced:
+                        data = parameter.data  # empty, unless DeepSpeed keeps it gathered
+                        parameter.data = torch.zeros(parameter.ds_shape, dtype=data.dtype, device=data.device)
+                        parameter.grad = torch.zeros_like(parameter)
+                        zero.reduce_ready_partitions_and_remove_grads(parameter)
+                        parameter.data = data
+        elif zero.is_gradient_accumulation_boundary() or zero.partition_gradients:
+            for number, group in enumerate(zero.bit16_groups):
+                for parameter in group:
+                    if parameter.requires_grad and id(parameter) not in self._reduced:
+                        parameter.grad = torch.zeros_like(parameter)
+                        zero.process_gradients(parameter, number)
+        finish(*args)
+
+    def _check_and_reduce(self, reduce: Callable[..., None], *args: Any, **options: Any) -> None:
+        """Compare over the ranks which gradients `reduce` is about to add up, and put them into one order."""
+        zero, dtypes = self._zero, [*args, *options.values()]
+        names = {id(parameter): name for name, parameter in self._parameters().items()}
+        for dtype in dtypes or sorted(zero.ipg_buckets, key=str):
+            bucket = zero.ipg_buckets[dtype]
+            if hasattr(zero, "bit16_groups"):
+                members = [zero.bit16_groups[group][position] for group, position, *_ in bucket.params]
+                if not check_gradients(self.ranks, [names.get(id(member), "?") for member in members]):
+                    _sort_bucket(bucket, zero.contiguous_gradients)
+            else:
+                members = sorted(bucket.params, key=lambda member: member.ds_id)  # as ZeRO 3 does
+                check_gradients(self.ranks, [names.get(id(member), "?") for member in members])
+        reduce(*args, **options)
 
     def _partition(self, initializer: WeightInitializer, config: Mapping[str, Any]) -> None:
         """Partition the weights as stage 3 does, on the meta device, and fill each rank's partitions."""
@@ -300,23 +370,34 @@ class Zero(DDP):
 
     def forward(self, run: Callable[[nn.Module, Any], Output], batch: Any) -> Output:
         device_type = self.device.type
-        if not torch.is_autocast_enabled(device_type):
+        if torch.is_autocast_enabled(device_type):  # which DeepSpeed's engine disables on GPUs
+            dtype, is_cached = torch.get_autocast_dtype(device_type), torch.is_autocast_cache_enabled()
+            run = functools.partial(_run_in_autocast, run, torch.autocast(device_type, dtype, cache_enabled=is_cached))
+        try:
             return run_wrapped(self.wrapped, run, batch)
-        dtype, is_cached = torch.get_autocast_dtype(device_type), torch.is_autocast_cache_enabled()
-
-        def run_in_autocast(model: nn.Module, batch: Any) -> Output:
-            with torch.autocast(device_type, dtype, cache_enabled=is_cached):  # DeepSpeed's engine disables it on GPUs
-                return run(model, batch)
-
-        return run_wrapped(self.wrapped, run_in_autocast, batch)
+        except RuntimeError as error:
+            if "disagreement on list contents" not in str(error) or self._order is None:
+                raise
+            names = {getattr(module, "ds_id", None): name for name, module in self.model.named_modules()}
+            called = [
+                [names[int(number)] for number in numbers.split(",") if int(number) in names]
+                for numbers in re.findall(r"rank\d+: \[([\d, ]+)\]", str(error))
+            ]
+            # only this rank raises it, and the others are notified of any other error than DistributedError
+            raise RuntimeError(str(self._order.error(called))) from error
 
     def accumulating(self, last: bool) -> AbstractContextManager[Any]:
         self._is_last = last
         return _NOTHING
 
     def backward(self, loss: torch.Tensor) -> None:
+        if self._order is not None:
+            self._order.end_forward()
+        self._reduced.clear()
         self.wrapped.set_gradient_accumulation_boundary(self._is_last)  # type: ignore[operator]
         self.wrapped.backward(loss)  # type: ignore[operator]
+        if self._order is not None and self._is_last:
+            self._order.end_window()
 
     def scale_gradients(self, factor: float) -> None:
         self._factor = factor  # applied when the next step unscales
@@ -723,3 +804,47 @@ def _local_tensor(parameter: Any) -> torch.Tensor:
 def _dtype(parameter: nn.Parameter) -> torch.dtype:
     """Return the dtype to save in: full precision, as ZeRO keeps it for what it trains."""
     return torch.float32 if parameter.requires_grad else parameter.dtype
+
+
+def _run_in_autocast(run: Callable[[nn.Module, Any], Output], context: torch.autocast, *args: Any) -> Output:
+    with context:
+        return run(*args)
+
+
+def _fill_and_reduce(zero: Any, reduce: Callable[..., None], *args: Any, **options: Any) -> None:
+    """Add zeros for parameters without a gradient, which other ranks may have: DeepSpeed adds up what there is."""
+    for group in zero.bit16_groups:
+        for parameter in group:
+            if parameter.requires_grad and zero.get_gradient_for_reduction(parameter) is None:
+                parameter.grad = torch.zeros_like(parameter)
+    if zero.use_grad_accum_attribute:
+        zero.fill_grad_accum_attribute()
+    reduce(*args, **options)
+
+
+def _sort_bucket(bucket: Any, is_contiguous: bool) -> None:
+    """Sort the gradients of a bucket by DeepSpeed's numbers of the parameters, in its buffer too."""
+    order = sorted(range(len(bucket.params)), key=lambda place: bucket.params[place][2])
+    bucket.params[:], bucket.grads[:] = [bucket.params[k] for k in order], [bucket.grads[k] for k in order]
+    if not is_contiguous or len(order) < 2:
+        return
+    buffer, position = bucket.buffer[bucket.index], 0
+    buffer.narrow(0, 0, bucket.elements).copy_(torch.cat([gradient.reshape(-1) for gradient in bucket.grads]))
+    for gradient in bucket.grads:
+        gradient.data = buffer.narrow(0, position, gradient.numel()).view_as(gradient)
+        position += gradient.numel()
+
+
+def _gathered_layers(model: nn.Module) -> dict[str, nn.Module]:
+    """Return the modules whose calls gather weights in ZeRO 3, by name."""
+    from deepspeed.utils import z3_leaf_module
+
+    layers, leaf = dict[str, nn.Module](), None
+    for name, module in model.named_modules():
+        if leaf is not None and name.startswith(leaf):
+            continue
+        is_leaf = z3_leaf_module(module)
+        leaf = (f"{name}." if name else "") if is_leaf else None
+        if is_leaf or next(module.parameters(recurse=False), None) is not None:
+            layers[name] = module
+    return layers

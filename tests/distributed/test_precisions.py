@@ -119,6 +119,7 @@ CASES = [
     for kind in KINDS
     for options in OPTIONS
     if (options in ("none", "bf16") if kind != "batch norm" else options not in ("fp16", "scale"))
+    or (kind, options) == ("island", "bf16 compiled")
 ]
 QUICK = [
     ("ddp", "batch norm", "weights inputs"), ("fsdp", "batch norm", "bf16"), ("zero2", "batch norm", "bf16"),
