@@ -173,6 +173,7 @@ class Zero(DDP):
     clips_in_update: ClassVar[bool] = True
     _is_last = True
     _was_applied = True
+    _gathers_weights = False
 
     def __init__(
         self,
@@ -186,6 +187,8 @@ class Zero(DDP):
         self._batch_size = batch_size
         self._max_grad_norm = max_grad_norm
         self._optimizer_options = optimizer_options
+        self._names: dict[int, str] = {}
+        """The names of the parameters, by `id`."""
         self._reduced = set[int]()
         """The parameters of which the latest backward pass has had gradients, by `id`."""
 
@@ -270,6 +273,8 @@ class Zero(DDP):
         adds to the gradient of an earlier step, and offloading loses that of this step.
         """
         zero = self._zero
+        self._gathers_weights = stage == 3
+        self._names = {id(parameter): name for name, parameter in self._parameters().items()}
         if stage == 1 and not zero.overlap_comm:
             zero.reduce_gradients = functools.partial(_fill_and_reduce, zero, zero.reduce_gradients)
         elif hasattr(zero, place := _REDUCTIONS.get(stage, "")):
@@ -308,16 +313,15 @@ class Zero(DDP):
     def _check_and_reduce(self, reduce: Callable[..., None], *args: Any, **options: Any) -> None:
         """Compare over the ranks which gradients `reduce` is about to add up, and put them into one order."""
         zero, dtypes = self._zero, [*args, *options.values()]
-        names = {id(parameter): name for name, parameter in self._parameters().items()}
         for dtype in dtypes or sorted(zero.ipg_buckets, key=str):
             bucket = zero.ipg_buckets[dtype]
             if hasattr(zero, "bit16_groups"):
                 members = [zero.bit16_groups[group][position] for group, position, *_ in bucket.params]
-                if not check_gradients(self.ranks, [names.get(id(member), "?") for member in members]):
+                if not check_gradients(self.ranks, [self._names[id(member)] for member in members]):
                     _sort_bucket(bucket, zero.contiguous_gradients)
             else:
                 members = sorted(bucket.params, key=lambda member: member.ds_id)  # as ZeRO 3 does
-                check_gradients(self.ranks, [names.get(id(member), "?") for member in members])
+                check_gradients(self.ranks, [self._names[id(member)] for member in members])
         reduce(*args, **options)
 
     def _partition(self, initializer: WeightInitializer, config: Mapping[str, Any]) -> None:
@@ -376,6 +380,13 @@ class Zero(DDP):
         try:
             return run_wrapped(self.wrapped, run, batch)
         except RuntimeError as error:
+            if self._compile_options is not None and "size=(0,)" in str(error) and self._gathers_weights:
+                raise ConfigError(
+                    "`compile` cannot be used with this model and ZeRO 3: it uses a weight that is not gathered, since "
+                    "DeepSpeed gathers those of a module where it is called, and a compiled module uses that of "
+                    "another. Call the module that has the weight, name it in the __init__ of the one that uses it "
+                    "(deepspeed.zero.register_external_parameter(self, weight)), or leave `compile` out."
+                ) from error
             if "disagreement on list contents" not in str(error) or self._order is None:
                 raise
             names = {getattr(module, "ds_id", None): name for name, module in self.model.named_modules()}

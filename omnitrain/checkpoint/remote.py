@@ -608,21 +608,28 @@ def download_files(remote: RemoteFolder, sizes: Mapping[str, int], into: Path, p
         prefix: How many characters of the remote paths to leave out.
 
     Raises:
-        CheckpointError: They do not fit on the disk.
+        CheckpointError: They do not fit on the disk, or have other sizes.
     """
     total, free = sum(sizes.values()), shutil.disk_usage(into).free
     if total > free:
+        largest = max(sizes, key=lambda key: sizes[key])
         raise CheckpointError(
             f"{remote.name!r} has {format_bytes(total)} to download, and {str(into)!r} has {format_bytes(free)} free. "
-            "Free some space, or set OMNITRAIN_LOCAL_DIR to a larger disk."
+            f"The largest file is {largest!r} of {format_bytes(sizes[largest])}. Free some space, or set "
+            "OMNITRAIN_LOCAL_DIR to a larger disk."
         )
 
     def piece(which: tuple[str, int]) -> None:
         key, start = which
-        end = min(start + PIECE, sizes[key])
-        data = remote.read(key, start, end) if end > start else b""
+        size = sizes[key]
+        end = min(start + PIECE, size)
+        data = remote.read(key, start, end + (end == size))  # a byte more shows whether there is one
         if len(data) != end - start:
-            raise OSError(f"{key!r}: got {len(data)} of the {end - start} bytes from {start} on")
+            actual = f"more than {size}" if len(data) > end - start else start + len(data)
+            raise CheckpointError(
+                f"{remote.name!r}: {key!r} has {actual} bytes, and the store reports {size}. It was changed meanwhile, "
+                "or the store or a cache is faulty: try again, or write the file again."
+            )
         with open(into / key[prefix:], "r+b", opener=open_file) as file:
             file.seek(start)
             file.write(data)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import logging
 from collections.abc import Mapping
 from typing import Any
@@ -14,6 +15,9 @@ from omnitrain.data.collation import IGNORED_LABEL
 from omnitrain.model.losses import shifts_by_default
 
 logger: logging.Logger = logging.getLogger("omnitrain")
+
+
+_CROSS_ENTROPIES = {"CrossEntropyLoss", "cross_entropy", "NLLLoss", "nll_loss", "AdaptiveLogSoftmaxWithLoss"}
 
 
 class SmoothedLoss:
@@ -63,7 +67,8 @@ def smooth_labels(args: Any, model: Any, kwargs: dict[str, Any]) -> None:
         kwargs: The keyword arguments of HFTrainer; `loss_fn` is filled in.
 
     Raises:
-        ConfigError: If there is a custom loss: transformers would silently smooth nothing.
+        ConfigError: If there is a custom loss: transformers would silently smooth nothing. Or if the class of the model
+            has one that may shift labels or not.
     """
     factor = getattr(args, "label_smoothing_factor", 0)
     if not factor:
@@ -79,4 +84,22 @@ def smooth_labels(args: Any, model: Any, kwargs: dict[str, Any]) -> None:
     if getattr(getattr(model, "config", None), "problem_type", None) == "multi_label_classification":
         logger.warning("`label_smoothing_factor=%s` has no effect: a sample may have several of the labels.", factor)
         return
-    kwargs["loss_fn"] = SmoothedLoss(factor, shifts_by_default(model))
+    shift = shifts_by_default(model)
+    if shift and (name := _class_with_loss(model)):
+        raise ConfigError(
+            f"`training_args.label_smoothing_factor={factor!r}` cannot be used with {name}, which computes its loss "
+            "itself, not by `model.loss_function`: whether it shifts labels is unknown. Leave it out, and pass "
+            f"loss_fn=CrossEntropy(label_smoothing={factor!r}, shift=False), or shift=True if the model shifts labels."
+        )
+    kwargs["loss_fn"] = SmoothedLoss(factor, shift)
+
+
+def _class_with_loss(model: Any) -> str:
+    """Return the name of the class of a model whose forward pass has its own cross entropy; "" otherwise.
+
+    Such classes ignore `model.loss_function`, and their names say nothing: BartForCausalLM does not shift labels.
+    """
+    base = model.get_base_model() if hasattr(model, "get_base_model") else model  # of PEFT
+    code = getattr(inspect.unwrap(type(base).forward), "__code__", None)
+    names = set() if code is None else {*code.co_names}
+    return type(base).__name__ if names & _CROSS_ENTROPIES and "loss_function" not in names else ""

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from omnitrain.core.errors import ConfigError, DataError, did_you_mean
-from omnitrain.data.collation import IGNORED_LABEL, get_labels
+from omnitrain.data.collation import IGNORED_LABEL, get_labels, move_to_device
 
 
 class CrossEntropy(nn.Module):
@@ -447,6 +447,10 @@ class LossMean:
         """
         divisor = None if type(self.loss_fn) in _CROSS_ENTROPIES else divisor_of(self.loss_fn, labels.cpu())
         return len(labels) if divisor is None else divisor
+
+    def divisor_of_labels(self, labels: Any) -> float | None:
+        """Return what the loss function divides its sum by, where it tells; None else. It waits for a device."""
+        return divisor_of(self.loss_fn, move_to_device(labels, torch.device("cpu")))
 
     def compared(self, scores: Any, labels: Any, has_classes: bool = False) -> tuple[Any, Any]:
         """Return scores and labels such that each score is at the place of the label that it is compared with.

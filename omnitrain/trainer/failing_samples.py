@@ -62,8 +62,15 @@ def describe_failing_samples(
         return describe_failures(error, samples, loader.name, attempt)
 
 
-def name_dtypes(error: Exception, model: nn.Module, batch: Any) -> None:
-    """Add the remedy to an error of a forward pass if the data have another dtype than the model."""
+def name_dtypes(error: Exception, model: nn.Module, batch: Any, dtypes: Any = None) -> None:
+    """Add the remedy to an error of a forward pass if the data have another dtype than the model.
+
+    Args:
+        error: The error.
+        model: The model.
+        batch: The batch of the forward pass.
+        dtypes: The argument `dtypes`.
+    """
     if re.search(r"expected (scalar type|target dtype to be) Long", str(error)):
         error.add_note("Classes are labels of 64 bits: convert them, array.astype('int64') or tensor.long().")
     if not isinstance(error, RuntimeError):
@@ -86,7 +93,9 @@ def name_dtypes(error: Exception, model: nn.Module, batch: Any) -> None:
     model_dtypes = {str(tensor.dtype) for tensor in model.parameters() if tensor.is_floating_point()}
     if batch_dtypes - model_dtypes:
         remedy = "Give both the same type: model.to(dtype), or tensor.to(dtype) in the dataset."
-        if batch_dtypes == {"torch.float64"}:
+        if dtypes:
+            remedy = f"Give both the same type, by 'parameters' and 'inputs' in `dtypes={dtypes!r}`, or leave it out."
+        elif batch_dtypes == {"torch.float64"}:
             remedy = (
                 "Arrays of NumPy are float64 by default: convert the data, array.astype('float32') or tensor.float()."
             )

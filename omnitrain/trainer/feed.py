@@ -9,7 +9,6 @@ import copy
 import dataclasses
 import itertools
 import logging
-import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, cast
@@ -40,10 +39,6 @@ Weighed = tuple[Any, float, int, int, int]
 
 Samples and tokens of a batch that is split are counted at its end.
 """
-
-# The weight of a batch whose class weights are all 0 and whose labels may become probabilities, whose mean is over
-# rows. Where they do not, it counts nothing; otherwise the number cancels out, as the step counts targets then.
-_WITHOUT_CLASS_WEIGHT = math.nextafter(2.0**-10, 1.0)
 
 
 def _window_sums(group: list[Weighed]) -> tuple[float, ...]:
@@ -389,30 +384,32 @@ class Feed:
         return self.rows_of(batch)
 
     def _weight_in_step(self, batch: Any) -> float:
-        """Return the weight of a training batch; that of labels which count nothing, until algorithms change them."""
+        """Return the weight of a training batch: its rows, where `count_classes` counts the targets."""
         weight, trainer = self._trainer._weigh(batch), self._trainer
-        if weight or self._reduction == "sum" or not isinstance(trainer.unit, ModelUnit):
+        if not trainer.algorithms or self._reduction == "sum" or not isinstance(trainer.unit, ModelUnit):
             return weight
         if "compute_loss" in getattr(trainer, "_overridden", ()):  # which is given the weight
             return weight
         changes = trainer.loss_mean.counts_unequally and find_overrides(trainer.algorithms, "transform_batch")
-        return _WITHOUT_CLASS_WEIGHT if changes else weight
+        return self.rows_of(batch) if changes else weight
 
     def count_classes(self, output: StepOutput, weight: float) -> None:
-        """Have a mean over class weights count its targets, since algorithms may have made probabilities of labels.
+        """Have a mean over class weights count its targets, since algorithms may have changed the labels.
 
         The mean over probabilities is one over rows. Which of them it is can change from step to step.
 
         Args:
             output: The result of the micro-batch, as algorithms changed it.
-            weight: Its weight, of the labels that it had before.
+            weight: Its weight.
         """
         mean, labels = self._trainer.loss_mean, output.labels
         if output.num_targets is not None or not isinstance(self._trainer.unit, ModelUnit) or not mean.counts_unequally:
             return
         has_probabilities = isinstance(labels, torch.Tensor) and labels.is_floating_point()
-        weight = 0.0 if weight == _WITHOUT_CLASS_WEIGHT else weight
-        output.num_targets = mean.divisor_of_probabilities(labels) if has_probabilities else weight
+        if weight:  # otherwise it is a dummy batch
+            divisor = mean.divisor_of_probabilities(labels) if has_probabilities else mean.divisor_of_labels(labels)
+            weight = weight if divisor is None else divisor
+        output.num_targets = weight
         output.loss = output.required_loss() * output.num_targets
 
     def rows_of(self, batch: Any) -> int:

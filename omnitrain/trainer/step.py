@@ -399,7 +399,7 @@ class Step:
             # PyTorch has no class for this error; the text is that of torch.nn.functional.batch_norm
             if isinstance(error, ValueError) and "more than 1 value per channel" in str(error):
                 raise self._too_few_to_normalize(turn) from error
-            name_dtypes(error, self._backend.model, batch)
+            name_dtypes(error, self._backend.model, batch, self._settings.dtypes)
             self._name_samples(error, turn)
             raise
 

@@ -194,6 +194,17 @@ def test_labels_without_class_weight_count_nothing_as_classes() -> None:
     assert train(Trainer, (4, 1), Twice(), **options).progress.skipped_steps == 4
 
 
+def test_class_weights_are_those_of_changed_labels() -> None:
+    """Where an algorithm gives batches other classes, the mean is over the weights of these."""
+
+    class Swapped(Algorithm):
+        def transform_batch(self, trainer: Any, batch: Any) -> Any:
+            return batch[0], 2 - batch[1]
+
+    loss = nn.CrossEntropyLoss(torch.tensor([1.0, 2.0, 7.0], dtype=torch.float64))
+    assert_same_in_every_split(Trainer, Swapped, data=sorted_images(), loss_fn=loss, shuffle=False)
+
+
 @pytest.mark.parametrize(
     ("loss", "words"),
     [

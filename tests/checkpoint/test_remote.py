@@ -580,6 +580,25 @@ def test_size_of_remote_files_is_bounded(
             build(ADDRESS, **RUN).train(resume_from="auto")
 
 
+@pytest.mark.parametrize("more", [-5, 5])
+@pytest.mark.parametrize("source", ["weights", "run"])
+def test_download_reports_objects_of_other_sizes(
+    source: str, more: int, finished: Finished, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Than the store lists: a file that is cut off would be a file of other weights."""
+    find, name = InMemory.find, "model.safetensors" if source == "weights" else "checkpoint-6/weights.safetensors"
+    folder = "/bucket/weights" if source == "weights" else "/bucket/run"
+    InMemory().pipe_file(f"{folder}/{name}", bytes(50))
+    listed = lambda self, *args, **options: {  # noqa: E731
+        path: {**entry, "size": 50 + more} if path.endswith(name) else entry
+        for path, entry in find(self, *args, **options).items()
+    }
+    monkeypatch.setattr(InMemory, "find", listed)
+    actual = "50" if more > 0 else "more than 45"
+    with pytest.raises(CheckpointError, match=f"'{name}' has {actual} bytes, and the store reports {50 + more}"):
+        local_copy(f"watched:/{folder}") if source == "weights" else remote.download_run(ADDRESS, tmp_path, True)
+
+
 @pytest.mark.parametrize(
     ("address", "error", "message"),
     [

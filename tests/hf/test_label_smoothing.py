@@ -93,6 +93,25 @@ def test_evaluated_loss_is_the_mean_over_labels(arguments: Any) -> None:
 
 
 FACTOR = "label_smoothing_factor=0.2"
+TINY: dict[str, Any] = {
+    "vocab_size": 32,
+    "d_model": 8,
+    "encoder_layers": 1,
+    "decoder_layers": 1,
+    "encoder_attention_heads": 2,
+}
+TINY |= {"decoder_attention_heads": 2, "encoder_ffn_dim": 8, "decoder_ffn_dim": 8}
+
+
+def bart_decoder() -> Any:
+    """A model whose class has its own loss, which does not shift labels."""
+    return transformers.BartForCausalLM(transformers.BartConfig(**TINY))
+
+
+def xlnet() -> Any:
+    return transformers.XLNetLMHeadModel(
+        transformers.XLNetConfig(vocab_size=32, d_model=8, n_layer=1, n_head=2, d_inner=8)
+    )
 
 
 @pytest.mark.parametrize(
@@ -104,8 +123,10 @@ FACTOR = "label_smoothing_factor=0.2"
         (t16, rows(4), {"label_smoothing_factor": 1.5}, {}, ConfigError, "between 0 and 1, got 1.5"),
         (t16, rows(4), {}, {}, DataError, f"{FACTOR}.*float"),
         (llama, Tokens(4, "prompts"), {}, {}, DataError, f"{FACTOR}.*none"),
+        (bart_decoder, Tokens(4), {}, {}, ConfigError, f"{FACTOR}.*BartForCausalLM.*shift=False"),
+        (xlnet, Tokens(4), {}, {}, ConfigError, f"{FACTOR}.*XLNetLMHeadModel.*shift=False"),
     ],
-    ids=["loss_fn", "compute_loss_func", "unit", "range", "float", "none"],
+    ids=["loss_fn", "compute_loss_func", "unit", "range", "float", "none", "bart", "xlnet"],
 )
 def test_smoothing_rejects_other_losses_and_labels(
     arguments: Any, model: Any, data: Any, fields: Any, options: Any, error: type[Exception], message: str
