@@ -135,7 +135,7 @@ def draw(seed: int, with_workers: bool = True, trainers: Iterable[str] = TRAINER
         subsets = [rows, *([row for row in rows if row is not option] for option in rows)]
         if not all(is_valid(case.trainer, kind, size[0], subset) for subset in subsets for size in (batch, split)):
             continue
-        if case.pairs_across_ranks and generator.random() < 0.5:
+        if case.pairs_across_ranks and generator.random() < 0.5 and "map" in case.traits:
             case = replace(case, base=f"{base}, drop_last=True")
         return case
 
