@@ -213,9 +213,6 @@ def cosine(optimizer: torch.optim.Optimizer) -> Any:
     return torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=20)
 
 
-# --- compiled models
-
-
 @quick_on("native")
 def test_compile_leaves_the_run_unchanged(trainer_class: Any, tmp_path: Path) -> None:
     """Compiling ahead of a run leaves no trace, and the run itself compiles nothing more."""
@@ -409,9 +406,6 @@ def test_numbers_survive_running_out_of_memory(trainer_class: Any, where: str, t
     models = [trainer.get_model() for trainer in (straight, resumed)]
     assert same(*([*weights(model), *model.buffers()] for model in models))
     assert straight.metrics["train_metrics_history"] == resumed.metrics["train_metrics_history"]
-
-
-# --- watching changes nothing
 
 
 def test_evaluation_and_logging_leave_weights_unchanged(trainer_class: Any) -> None:
@@ -823,17 +817,21 @@ class LongGraph(Graph):
         return len(self.x)
 
 
+class GraphCollator:
+    """Makes such batches, and splits them."""
+
+    def __call__(self, samples: Any) -> Graph:
+        return Graph(*(torch.stack(column) for column in zip(*samples, strict=True)))
+
+    def split_batch(self, batch: Graph, size: int) -> Any:
+        return list(map(LongGraph, batch.x.split(size), batch.y.split(size)))
+
+
 class OnGraphs:
-    """Makes such batches, splits them, and computes their loss."""
+    """Computes their loss."""
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model
-
-    def collate(self, samples: Any) -> Graph:
-        return Graph(*(torch.stack(column) for column in zip(*samples, strict=True)))
-
-    def split_batch(self, batch: Graph, size: int) -> list[LongGraph]:
-        return list(map(LongGraph, batch.x.split(size), batch.y.split(size)))
 
     def __call__(self, batch: Graph) -> Any:
         return F.mse_loss(self.model(batch.x), batch.y, reduction="sum"), batch.y.numel()
@@ -862,25 +860,20 @@ def test_batches_of_any_class_train_like_tensors(trainer_class: Any, kind: str) 
             model: Any = OnPairs()
         else:
             model = t16()
-            unit = OnGraphs(model)
-            collate: Any = lambda samples, unit=unit: unit.collate(samples)  # noqa: E731
-            collate.split_batch = unit.split_batch
-            arguments = {"unit": unit, "data_collator": collate, "loss_fn": None}
+            arguments = {"unit": OnGraphs(model), "data_collator": GraphCollator(), "loss_fn": None}
         trainer = run(trainer_class, model, data, **common, **arguments, **options)
         assert distance(weights(trainer.get_model()), weights(plain.get_model())) <= 1e-12
         assert trainer.evaluate()["eval_loss"] == pytest.approx(plain.evaluate()["eval_loss"], abs=1e-12)
 
 
-def test_batch_without_split_batch_is_an_error() -> None:
+def test_batch_without_split_batch_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     model = t16()
-    unit = OnGraphs(model)
-    collate: Any = lambda samples: unit.collate(samples)  # noqa: E731
-    options = {"unit": unit, "data_collator": collate, "loss_fn": None, "microbatch_size": 3}
+    options = {"unit": OnGraphs(model), "loss_fn": None, "microbatch_size": 3}
     with pytest.raises(DataError, match=r"cannot split a Graph into rows.*`data_collator`.*split_batch\(batch, size\)"):
-        run(Trainer, model, rows(8), **options)
-    collate.split_batch = lambda batch, size: None
+        run(Trainer, model, rows(8), data_collator=GraphCollator().__call__, **options)
+    monkeypatch.setattr(GraphCollator, "split_batch", lambda self, batch, size: None)
     with pytest.raises(DataError, match=r"split_batch\(batch, size\) returned None"):
-        run(Trainer, model, rows(8), **options)
+        run(Trainer, model, rows(8), data_collator=GraphCollator(), **options)
 
 
 class Rooted(nn.Module):
@@ -942,9 +935,6 @@ def test_evaluation_of_packed_samples_weighs_their_labels(trainer_class: Any) ->
         for part in ([0, 1, 2, 3], [4, 5, 6])
     ]
     assert trainer.evaluate(data)["eval_loss"] == pytest.approx(sum(losses) / sum(counts), abs=1e-6)
-
-
-# --- data that end too early
 
 
 class Ending(Dataset[Any]):
@@ -1147,9 +1137,6 @@ def test_loss_scale_is_resumed_inside_its_window(fp16_everywhere: None, trainer_
     assert rest == [2048, 2048, 4096, 4096, 8192]
 
 
-# --- fp8
-
-
 def wide() -> nn.Module:
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(4, 16), nn.Tanh(), nn.Linear(16, 32), nn.Tanh(), nn.Linear(32, 1))
@@ -1287,9 +1274,6 @@ def test_schedule_sees_the_gradients_of_its_step(trainer_class: Any) -> None:
 
     run(trainer_class, t16(), rows(8), lr_scheduler=Looking, batch_size=4, epochs=1)
     assert has_gradients == [True, True]
-
-
-# --- the best weights without a save_dir
 
 
 class Counting(nn.Module):
@@ -1533,9 +1517,6 @@ def test_train_inside_of_train_is_an_error(trainer_class: Any, event: str) -> No
     assert trainer.train()["stop_reason"] == "epochs"
 
 
-# --- labels under another name
-
-
 @table("algorithm", {"smoothing": partial(LabelSmoothing, 3, 0.2), "mixup": partial(MixUp, 3)}, ["mixup"])
 def test_algorithms_change_labels_by_label_names(trainer_class: Any, algorithm: Any) -> None:
     x = torch.randn(12, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
@@ -1557,9 +1538,6 @@ def test_algorithms_change_labels_by_label_names(trainer_class: Any, algorithm: 
             train("kind")
     finally:
         torch.set_default_dtype(torch.float32)
-
-
-# --- random numbers of the program
 
 
 @table("fails", {"ends": False, "fails": True}, ["fails"])
@@ -1652,9 +1630,6 @@ def test_log_of_speed_leaves_out_evaluations_and_saves(
         eval_steps=2, eval_on_start=evaluates_first, compute_metrics=score, save_dir=tmp_path, save_steps=5,
     )  # fmt: skip
     assert [row["samples_per_second"] for row in trace.logs] == pytest.approx([4, 4, 4, 4])
-
-
-# --- the best
 
 
 SCORES = {"in the middle": [0.1, 0.1, 0.5, 0.9, 0.2, 0.3, 0.1, 0.2, 0.1], "at the start": [0.9, *[0.5] * 8]}

@@ -205,9 +205,6 @@ def test_an_update_that_had_no_room_is_made_again(device: torch.device, tmp_path
     assert distance(weights(found.get_model()), weights(plain.get_model())) <= 1e-12
 
 
-# --- beside a stock trainer
-
-
 def test_stock_trainer_resumes_our_checkpoint(device: torch.device, tmp_path: Path) -> None:
     data = [{"input_ids": ids, "labels": labels} for ids, labels in zip(*texts().values(), strict=True)]
     saves = {"save_strategy": "epoch", "load_best_model_at_end": False}

@@ -155,9 +155,6 @@ def test_all_trainers_end_with_the_same_weights(device: torch.device, kind: str,
     assert distance(*ends) == 0.0
 
 
-# --- the optimizer
-
-
 class Plain(torch.optim.AdamW):
     """AdamW, not fused."""
 
