@@ -179,10 +179,10 @@ class Greedy(nn.Module):
 class GreedyAdamW(torch.optim.AdamW):
     """AdamW that asks for too much memory in its third step."""
 
-    taken = 0
+    steps = 0
 
     def step(self, closure: Any = None) -> Any:
-        self.taken += 1
-        if self.taken == 3:
+        self.steps += 1
+        if self.steps == 3:
             ask_for_too_much(self.param_groups[0]["params"][0].device)
         return super().step(closure)

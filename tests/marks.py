@@ -12,17 +12,17 @@ from omnitrain import AccelerateTrainer, HFTrainer, Trainer
 TRAINERS: dict[str, Any] = {"native": Trainer, "accelerate": AccelerateTrainer, "hf": HFTrainer}
 
 
-def thinned(cases: Iterable[Any], kept: Collection[Any]) -> list[Any]:
-    """Return the cases for `parametrize`, all but those that are kept marked `slow`.
+def thinned(cases: Iterable[Any], quick: Collection[Any]) -> list[Any]:
+    """Return the cases for `parametrize`, all but the quick ones marked `slow`.
 
     Raises:
-        ValueError: If a kept one is no case.
+        ValueError: If a quick one is no case.
     """
     cases = list(cases)
-    unknown = [case for case in kept if case not in cases]
+    unknown = [case for case in quick if case not in cases]
     if unknown:
         raise ValueError(f"{unknown} are no cases. There are {cases}.")
     return [
-        pytest.param(*(case if isinstance(case, tuple) else [case]), marks=[] if case in kept else pytest.mark.slow)
+        pytest.param(*(case if isinstance(case, tuple) else [case]), marks=[] if case in quick else pytest.mark.slow)
         for case in cases
     ]

@@ -21,14 +21,14 @@ def without_progress(text: str) -> str:
     return LOG_LINE.sub("", PROGRESS.sub("", text))
 
 
-def is_same_output(said: str, printed: str) -> bool:
+def is_same_output(documented: str, printed: str) -> bool:
     """Whether the words are the same, and the numbers but for rounding. Dates and seconds may be any."""
 
-    def is_same(one: str, other: str) -> bool:
-        exact = one.isdigit() and other.isdigit()
-        return one == other if exact else math.isclose(float(one), float(other), rel_tol=0.02, abs_tol=1e-6)
+    def is_same(number: str, other: str) -> bool:
+        exact = number.isdigit() and other.isdigit()
+        return number == other if exact else math.isclose(float(number), float(other), rel_tol=0.02, abs_tol=1e-6)
 
-    said, printed = (" ".join(TIME.sub("", text).split()) for text in (said, printed))
-    if NUMBER.split(said) != NUMBER.split(printed):
+    documented, printed = (" ".join(TIME.sub("", text).split()) for text in (documented, printed))
+    if NUMBER.split(documented) != NUMBER.split(printed):
         return False
-    return all(map(is_same, NUMBER.findall(said), NUMBER.findall(printed)))
+    return all(map(is_same, NUMBER.findall(documented), NUMBER.findall(printed)))

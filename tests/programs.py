@@ -26,8 +26,8 @@ def free_port() -> int:
     choices = random.SystemRandom()
     while True:
         port = choices.randrange(15_000, 32_000)
-        with socket.socket() as one, contextlib.suppress(OSError):
-            one.bind(("localhost", port))
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("localhost", port))
             return port
 
 
@@ -106,19 +106,19 @@ def kill_all(variable: str, value: str) -> list[str]:
 
     A process that is being started meanwhile is found in a later round.
     """
-    found: dict[int, str] = {}
-    own = {os.getpid(), os.getppid()}
+    ended: dict[int, str] = {}
+    exempt = {os.getpid(), os.getppid()}
     end = time.monotonic() + LIMIT
     while time.monotonic() < end:
-        there = [one for one in psutil.process_iter() if one.pid not in own and _has(one, variable, value)]
-        if not there:
+        running = [other for other in psutil.process_iter() if other.pid not in exempt and _has(other, variable, value)]
+        if not running:
             break
-        for one in there:
+        for candidate in running:
             with contextlib.suppress(psutil.Error):
-                found[one.pid] = f"{one.pid} {' '.join(one.cmdline())[:200]}"
-                one.kill()
-        psutil.wait_procs(there, 0.5)
-    return list(found.values())
+                ended[candidate.pid] = f"{candidate.pid} {' '.join(candidate.cmdline())[:200]}"
+                candidate.kill()
+        psutil.wait_procs(running, 0.5)
+    return list(ended.values())
 
 
 def _has(process: psutil.Process, variable: str, value: str) -> bool:

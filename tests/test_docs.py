@@ -78,10 +78,10 @@ def test_page_examples_run(page: str, tmp_path: Path, monkeypatch: pytest.Monkey
 
 
 def test_is_same_output() -> None:
-    said = "step 12  loss 0.5012\n"
-    assert is_same_output(said, "step 12 loss 0.5013") and is_same_output("apart: 1e-9", "apart: 0.0")
-    for printed in ("step 13 loss 0.5012", "step 12 loss 0.5212", "step 12 accuracy 0.5012", "step 12", said * 2):
-        assert not is_same_output(said, printed)
+    documented = "step 12  loss 0.5012\n"
+    assert is_same_output(documented, "step 12 loss 0.5013") and is_same_output("apart: 1e-9", "apart: 0.0")
+    for printed in ("step 13 loss 0.5012", "step 12 loss 0.5212", "step 12 accuracy 0.5012", "step 12", documented * 2):
+        assert not is_same_output(documented, printed)
     assert is_same_output("2026-01-02 03:04 5 kB\nseconds 6.7", "2027-12-11 10:09 5 kB\nseconds 0.12")
 
 
@@ -223,7 +223,7 @@ def direction_table() -> str:
 
 def names_table() -> str:
     """Return the metrics that can be asked for by name, as Markdown."""
-    kept = {
+    content = {
         "PairCounts": "counts of (label, prediction) pairs",
         "RankedScores": "one score and one label per sample",
         "CrossEntropySums": "sums and a count",
@@ -232,10 +232,10 @@ def names_table() -> str:
     }
     lines = ["| names | better | what is kept |", "|---|---|---|"]
     for statistic, kinds in registry._FAMILIES.items():
-        for better, wanted in (("higher", True), ("lower", False)):
-            chosen = [kind for kind in kinds if (kind not in registry._LOWER_IS_BETTER) is wanted]
+        for better, is_higher in (("higher", True), ("lower", False)):
+            chosen = [kind for kind in kinds if (kind not in registry._LOWER_IS_BETTER) is is_higher]
             if chosen:
-                lines.append(f"| {_listed(chosen)} | {better} | {kept[statistic.__name__]} |")
+                lines.append(f"| {_listed(chosen)} | {better} | {content[statistic.__name__]} |")
     lines.append("| `top<k>_accuracy`, for example `top5_accuracy` | higher | hits and a count |")
     lines.append("| `f<beta>`, for example `f2` or `f0.5_macro` | higher | counts of (label, prediction) pairs |")
     aliases = ", ".join(f"`{alias}` = `{kind}`" for alias, kind in registry._ALIASES.items())
@@ -253,8 +253,8 @@ def with_tables(text: str) -> str:
     """Return a page with the tables between its markers made anew."""
     for name, table in TABLES.items():
         begin, end = f"<!-- made from the code: {name} -->\n", "<!-- end -->"
-        before, found, rest = text.partition(begin)
-        if found:
+        before, marker, rest = text.partition(begin)
+        if marker:
             text = f"{before}{begin}{table()}\n{end}{rest.partition(end)[2]}"
     return text
 

@@ -56,11 +56,11 @@ def executed(notebook: NotebookNode) -> NotebookNode:
     notebook.metadata = nbformat.from_dict(METADATA)
     for number, cell in enumerate(code_cells(notebook), start=1):
         cell.metadata, cell.execution_count = {}, number
-        cell.outputs = kept(cell.outputs, place)
+        cell.outputs = without_noise(cell.outputs, place)
     return notebook
 
 
-def kept(outputs: list[NotebookNode], place: str) -> list[NotebookNode]:
+def without_noise(outputs: list[NotebookNode], place: str) -> list[NotebookNode]:
     """Return outputs with each run of printed texts as one, without warnings and the folder that it ran in."""
     result: list[NotebookNode] = []
     for output in outputs:
@@ -76,15 +76,15 @@ def kept(outputs: list[NotebookNode], place: str) -> list[NotebookNode]:
     return [output for output in result if output.get("text") != ""]
 
 
-def difference(said: NotebookNode, shown: NotebookNode) -> str:
+def difference(stored: NotebookNode, fresh: NotebookNode) -> str:
     """Return what two executions of a cell differ in, or nothing."""
-    ours, theirs = ([_summary(output) for output in cell.outputs] for cell in (said, shown))
+    ours, theirs = ([_summary(output) for output in cell.outputs] for cell in (stored, fresh))
     kinds, other_kinds = ([kind for kind, _ in outputs] for outputs in (ours, theirs))
     if kinds != other_kinds:
-        return f"The outputs of {said['id']} are {other_kinds} instead of {kinds}."
+        return f"The outputs of {stored['id']} are {other_kinds} instead of {kinds}."
     for (_, text), (_, other) in zip(ours, theirs, strict=True):
         if not is_same_output(text, other):
-            return f"{said['id']} prints:\n{other}"
+            return f"{stored['id']} prints:\n{other}"
     return ""
 
 
@@ -117,7 +117,7 @@ def test_notebook_keeps_outputs_only(path: Path) -> None:
 def test_notebook_shows_kept_outputs(path: Path) -> None:
     notebook = read(path)
     cells = zip(code_cells(notebook), code_cells(executed(notebook)), strict=True)
-    differences = [difference(said, shown) for said, shown in cells]
+    differences = [difference(stored, fresh) for stored, fresh in cells]
     assert not any(differences), "\n".join(filter(None, differences))
 
 
@@ -141,7 +141,7 @@ def test_execution_keeps_display() -> None:
         "print('captured', caught.stdout)",
     ]
     notebook = executed(nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(source) for source in sources]))
-    first, second, third, test, captured, shown = code_cells(notebook)
+    first, second, third, test, captured, fresh = code_cells(notebook)
     kinds = [
         [(output.output_type, *sorted(output.get("data", {}))) for output in cell.outputs] for cell in (first, second)
     ]
@@ -160,7 +160,7 @@ def test_execution_keeps_display() -> None:
     assert "<pre" in of_trainer["text/html"] and "Trainer\nmodel  Linear, 3 parameters" in of_trainer["text/html"]
     assert "<table>" in of_metrics["text/html"] and "image/png" in picture
     assert test.outputs[0].text.startswith("step 12  epoch 3.00  test_loss")
-    assert not captured.outputs and "captured model  Linear" in shown.outputs[0].text
+    assert not captured.outputs and "captured model  Linear" in fresh.outputs[0].text
 
 
 def _write(path: Path) -> None:
@@ -184,5 +184,5 @@ def _frame(notebook: NotebookNode) -> list[Any]:
 
 
 if __name__ == "__main__":
-    for one in map(Path, sys.argv[1:]) if sys.argv[1:] else NOTEBOOKS:
-        _write(one)
+    for file in map(Path, sys.argv[1:]) if sys.argv[1:] else NOTEBOOKS:
+        _write(file)

@@ -40,9 +40,9 @@ AT_THE_START = "the tensors on the meta device"
 
 def counted(folder: Path, run: str, *sizes: int) -> dict[tuple[str, int, int], dict[str, Any]]:
     """What the main rank, 0, and the last one, 1, do in a phase of a run."""
-    script, given = ROOT / "benchmarks" / "thousand_ranks.py", ",".join(map(str, sizes))
+    script, counts = ROOT / "benchmarks" / "thousand_ranks.py", ",".join(map(str, sizes))
     child = programs.run(
-        sys.executable, script, "--ranks", given, "--runs", run, "--json", "out.json", cwd=folder,
+        sys.executable, script, "--ranks", counts, "--runs", run, "--json", "out.json", cwd=folder,
         env={"PYTHONPATH": str(ROOT)}, timeout=250,
     )  # fmt: skip
     assert child.returncode == 0, child.stderr
@@ -105,13 +105,13 @@ def check_parts(counts: Any, few_ranks: int, many_ranks: int, of_each: dict[tupl
     """
     for phase, rank in PHASES:
         few, many = (counts[phase, rank, size] for size in (few_ranks, many_ranks))
-        assert [few[one] for one in ("collectives", "store")] == [many[one] for one in ("collectives", "store")]
+        assert [few[row] for row in ("collectives", "store")] == [many[row] for row in ("collectives", "store")]
         for name in ("opened", "stats"):
             allowed = of_each.get((phase, name), 0) * (many_ranks - few_ranks) if rank == 0 else 0
             assert many[name] <= few[name] + allowed, (phase, rank, name)
         sizes = [
-            {re.sub(r"opening \d+ files", "opening files", name): size for name, size in one["names"].items()}
-            for one in (few, many)
+            {re.sub(r"opening \d+ files", "opening files", name): size for name, size in row["names"].items()}
+            for row in (few, many)
         ]
         assert larger(*sizes) <= OF_ALL_PARTS.get((phase, rank), set()), (phase, rank)
     assert counts["load", 1, many_ranks]["opened"] < 30 and counts["save", 1, many_ranks]["opened"] < 8

@@ -164,7 +164,7 @@ def mistakes(script: str) -> dict[int, str]:
 
 
 @pytest.fixture(scope="module")
-def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[int, str]]:
+def errors_by_script(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[int, str]]:
     """Return the lines that pyright finds an error in, of each script."""
     if PYRIGHT is None:
         pytest.skip("pyright is not installed")
@@ -190,24 +190,21 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[int, str]]
 @pytest.mark.parametrize("trainer", TRAINERS)
 @pytest.mark.parametrize("name", ["constructor", "run"])
 def test_pyright_finds_planted_mistakes(
-    found: dict[str, dict[int, str]], name: str, trainer: type[BaseTrainer]
+    errors_by_script: dict[str, dict[int, str]], name: str, trainer: type[BaseTrainer]
 ) -> None:
     wrong = mistakes(CONSTRUCTOR if name == "constructor" else RUN)
-    errors = found[f"{name}_{trainer.__name__}"]
+    errors = errors_by_script[f"{name}_{trainer.__name__}"]
     assert [line for n, line in wrong.items() if n not in errors] == []
     assert {n: message for n, message in errors.items() if n not in wrong} == {}
 
 
-def test_pyright_accepts_transformers_names(found: dict[str, dict[int, str]]) -> None:
-    assert found["of_transformers"].keys() == mistakes(OF_TRANSFORMERS).keys()
+def test_pyright_accepts_transformers_names(errors_by_script: dict[str, dict[int, str]]) -> None:
+    assert errors_by_script["of_transformers"].keys() == mistakes(OF_TRANSFORMERS).keys()
 
 
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
-def test_pyright_accepts_either_import(found: dict[str, dict[int, str]], path: Path) -> None:
-    assert (found[f"{path.stem}_ours"], found[f"{path.stem}_stock"]) == ({}, {})
-
-
-# --- what an editor shows
+def test_pyright_accepts_either_import(errors_by_script: dict[str, dict[int, str]], path: Path) -> None:
+    assert (errors_by_script[f"{path.stem}_ours"], errors_by_script[f"{path.stem}_stock"]) == ({}, {})
 
 
 @pytest.mark.parametrize("trainer", TRAINERS)

@@ -121,8 +121,8 @@ def small(config_class: Any, options: dict[str, Any] | None = None, part: Any = 
     if "out_features" in written and "depths" in values and part is not None:
         arguments["out_features"] = written["out_features"]
     parts = [name for name, value in changes.items() if hasattr(value, "to_dict")]
-    others = {name: value for name, value in options.items() if name not in parts}
-    return config_class(**{**arguments, **changes, **others})
+    rest = {name: value for name, value in options.items() if name not in parts}
+    return config_class(**{**arguments, **changes, **rest})
 
 
 def _small_rotation(value: dict[str, Any]) -> dict[str, Any]:
@@ -183,15 +183,15 @@ FAMILIES = {
 
 def classes() -> dict[str, str]:
     """Return the names of the classes that return a loss, and the mapping that each is in."""
-    found = dict[str, str]()
+    families = dict[str, str]()
     for family in FAMILIES:
         mapping = getattr(modeling_auto, f"MODEL_FOR_{family}_MAPPING_NAMES", {})
         for names in mapping.values():
             for name in names if isinstance(names, (tuple, list)) else (names,):
                 if name.startswith(("TF", "Flax")) or not hasattr(transformers, name):
                     continue
-                found.setdefault(name, family)
-    return found
+                families.setdefault(name, family)
+    return families
 
 
 BACKBONE: Any = transformers.ResNetConfig(
@@ -545,7 +545,7 @@ def samples(name: str, model: Any, family: str) -> list[dict[str, Any]]:
     config: Any = getattr(model.config, "vision_config", model.config)
     unknown = {"qformer_input_ids"} - set(takes)
     extra_of = EXTRA.get(name) or EXTRA.get(model.config.model_type)
-    made = []
+    result = []
     for index in range(8):
         ids = torch.randint(4, VOCABULARY - 4, (LENGTH,), generator=generator)
         if kind == "class" and model.config.is_encoder_decoder:
@@ -612,8 +612,8 @@ def samples(name: str, model: Any, family: str) -> list[dict[str, Any]]:
             sample["labels"] = {"class_labels": torch.arange(count) % CLASSES, "boxes": boxes}
         if extra_of is not None:
             sample |= extra_of(model.config, random, sample)
-        made.append({key: value for key, value in sample.items() if value is not None and key not in unknown})
-    return made
+        result.append({key: value for key, value in sample.items() if value is not None and key not in unknown})
+    return result
 
 
 def collate(batch: list[dict[str, Any]]) -> dict[str, Any]:

@@ -217,8 +217,8 @@ def play(case: Case, folder: Path, cuts: Iterable[tuple[str, float]] = (TO_END,)
     state = outcome(trainer)
     if case.trainer == "zero2":  # whose flat tensors end in padding, of which Adamax makes other numbers than 0
         moments, _ = trainer.backend.optimizer_state()
-        kept = {name: one for name, one in state["tensors"].items() if not name.startswith("optimizer/")}
-        state["tensors"] = kept | {f"optimizer/{name}": gather_to_host(one) for name, one in moments.items()}
+        rest = {name: tensor for name, tensor in state["tensors"].items() if not name.startswith("optimizer/")}
+        state["tensors"] = rest | {f"optimizer/{name}": gather_to_host(tensor) for name, tensor in moments.items()}
     state["tensors"].pop("model/_extra_state", None)  # a skipped step changes it, and a save after one has it
     rows = [
         {name: value for name, value in row.items() if not UNSTEADY.search(name)} for row in state.get("journal", ())

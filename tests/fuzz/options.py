@@ -58,8 +58,8 @@ def _rows(texts: Iterable[str], alters: str = "", follows: str = "", **columns: 
     return [Option(text, alters, follows, **columns) for text in texts]  # type: ignore[arg-type]
 
 
-def _optimizer(made: str) -> str:
-    return f"optimizer=lambda parameters: torch.optim.{made.replace('(', '(parameters, ', 1)}"
+def _optimizer(call: str) -> str:
+    return f"optimizer=lambda parameters: torch.optim.{call.replace('(', '(parameters, ', 1)}"
 
 
 DATA = [
@@ -187,7 +187,7 @@ RUN = [
     *_rows(["loggers='csv'", "loggers=['csv', JsonlLogger('rows.jsonl', every=3)]"]),
     *_rows(["loggers='tensorboard'", "callbacks=[TensorBoardLogger(every=2)]"], bars="tensorboard",
            gives="tensorboard"),
-    *_rows([f"callbacks=[{made}]" for made in (
+    *_rows([f"callbacks=[{call}]" for call in (
         "Periodic(lambda trainer: {'drawn': torch.randn(1).item()}, every='0.5ep')",
         "Distributions(of='weights', every=2)", "Distributions(of='updates', every=1)",
         "CsvLogger('rows.csv', every=2)", "MemoryMonitor()", "GarbageCollection('2ba')",
@@ -259,11 +259,11 @@ def is_valid(trainer: str, kind: str, batch_size: int, options: Sequence[Option]
     return len({*names}) == len(names)
 
 
-def altered_aspects(option: Option, others: Iterable[Option]) -> set[str]:
+def altered_aspects(option: Option, rest: Iterable[Option]) -> set[str]:
     """Return the aspects of a run that may differ by an option, directly or through the others."""
-    aspects, others = set(option.alters.split()), list(others)
-    for _ in others:
-        for other in others:
+    aspects, rest = set(option.alters.split()), list(rest)
+    for _ in rest:
+        for other in rest:
             if aspects & set(other.follows.split()) or ("rounding" in aspects and not other.commutes):
                 aspects |= {*other.alters.split()} | (set() if other.commutes else {"drift"})
         if "drift" in aspects:
