@@ -182,26 +182,24 @@ def test_generation_rejects_what_it_cannot_do(arguments: Any) -> None:
 TUPLES = torch.utils.data.TensorDataset(torch.full((3, 4), 5), torch.full((3, 4), 5))
 
 
-def model_of(make: Any, **config: Any) -> Any:
-    model = make()
-    for name, value in config.items():
-        setattr(model.generation_config, name, value)
-    return model
-
-
 @pytest.mark.parametrize(
-    ("model", "data", "message"),
+    ("make", "config", "data", "message"),
     [
-        (model_of(t5, num_return_sequences=2, num_beams=2), Tokens(3, "pairs"), "generated 6 sequences for 3 samples"),
-        (model_of(llama, pad_token_id=None), Tokens(3, "prompts"), "`pad_token`"),
-        (llama(), TUPLES, "batches that are dicts, got a tuple"),
+        (t5, {"num_return_sequences": 2, "num_beams": 2}, Tokens(3, "pairs"), "generated 6 sequences for 3 samples"),
+        (llama, {"pad_token_id": None}, Tokens(3, "prompts"), "`pad_token`"),
+        (llama, {}, TUPLES, "batches that are dicts, got a tuple"),
     ],
     ids=["sequences", "padding", "tuple"],
 )
-def test_generated_predictions_need_their_data(arguments: Any, model: Any, data: Any, message: str) -> None:
-    loss = {"loss_fn": lambda outputs, labels: outputs.logits.sum()} if data is TUPLES else {}
+def test_generated_predictions_need_their_data(
+    arguments: Any, make: Any, config: dict[str, Any], data: Any, message: str
+) -> None:
+    model = make()
+    for name, value in config.items():
+        setattr(model.generation_config, name, value)
     model.config.pad_token_id = model.generation_config.pad_token_id
-    fields = {} if model.config.is_encoder_decoder else {"generation_max_length": 12}
+    loss = {"loss_fn": lambda outputs, labels: outputs.logits.sum()} if data is TUPLES else {}
+    fields = {"generation_max_length": 12} if make is llama else {}
     with pytest.raises(DataError, match=message):
         HFTrainer(model, arguments(**fields), **loss).predict(data)
 
