@@ -6,6 +6,8 @@ from collections.abc import Collection, Iterable
 from typing import Any
 
 import pytest
+import torch.nn.functional as F
+from torch import nn
 
 from omnitrain import AccelerateTrainer, HFTrainer, Trainer
 
@@ -26,3 +28,12 @@ def thinned(cases: Iterable[Any], quick: Collection[Any]) -> list[Any]:
         pytest.param(*(case if isinstance(case, tuple) else [case]), marks=[] if case in quick else pytest.mark.slow)
         for case in cases
     ]
+
+
+def make_small(kind: Any, model: nn.Module, data: Any = None, **options: Any) -> Any:
+    """Return a trainer of this class or name, on the CPU: batches of 4, the squared error, and no progress bar."""
+    trainer_class = TRAINERS.get(kind, kind)
+    defaults = {"batch_size": 4, "loss_fn": F.mse_loss, "progress_bar": False}
+    if trainer_class is Trainer:
+        defaults["device"] = "cpu"
+    return trainer_class(model, train_dataset=data, **{**defaults, **options})

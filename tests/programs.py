@@ -5,11 +5,13 @@ from __future__ import annotations
 import contextlib
 import os
 import random
+import signal
 import socket
 import subprocess
 import time
+import traceback
 import uuid
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -126,3 +128,27 @@ def _has(process: psutil.Process, variable: str, value: str) -> bool:
         return process.status() != psutil.STATUS_ZOMBIE and process.environ().get(variable) == value
     except (psutil.Error, OSError):  # it has gone, or belongs to someone else
         return False
+
+
+def fork(action: Callable[[], object]) -> int:
+    """Call a function in a child process, which exits with the number that it returns, else 0, or 1 after an error."""
+    child = os.fork()
+    if child:
+        return child
+    code = 1
+    try:
+        os.setpgid(0, 0)
+        result = action()
+        code = result if isinstance(result, int) else 0
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        os._exit(code)
+
+
+def exit_code(child: int) -> int:
+    """Wait for a child and kill what it has started; return its exit code, or minus the signal that ended it."""
+    code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(child, signal.SIGKILL)
+    return code
