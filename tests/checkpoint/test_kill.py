@@ -4,25 +4,26 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import functools
 import itertools
 import os
 import random
 import shutil
 import signal
 import threading
-import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import programs
 import pytest
-from forging import copied, spoil
-from resuming import assert_same, build, comparable, disturb_generators, journal, memory_folder, outcome, play, train
+from disks import FaultyDisk, cut_power, end_process, fail_once, save_tensors
+from forging import spoil
+from marks import thinned
+from programs import LIMIT, exit_code, fork
+from resuming import assert_same, build, comparable, disturb_generators, journal, outcome, play, train
 
 from omnitrain import Callback, CheckpointError, Trainer
 from omnitrain.checkpoint import state_dicts
-from omnitrain.checkpoint.disk import FileSystem
 from omnitrain.checkpoint.history import HISTORY
 from omnitrain.checkpoint.store import MANIFEST, Store
 
@@ -32,98 +33,23 @@ pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="forks processes
 RUN: dict[str, Any] = {"epochs": 2, "save_steps": 2, "eval_steps": 2, "save_total_limit": 1, "log_steps": 1}
 
 
-@pytest.fixture
-def folder() -> Iterator[Path]:
-    with memory_folder() as path:
-        yield path
-
-
 @pytest.fixture(scope="module")
-def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """The outcome of RUN without any fault, as far as a killed process leaves it."""
-    return comparable(play(tmp_path_factory.mktemp("undisturbed") / "run", **RUN))
+def undisturbed_run(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], set[str]]:
+    """The outcome of RUN without any fault, as far as a killed process leaves it, and the names in its folder."""
+    run = tmp_path_factory.mktemp("undisturbed") / "run"
+    return comparable(play(run, **RUN)), set(os.listdir(run))
 
 
-def fork(action: Callable[[], object]) -> int:
-    """Do something in a child process; return its exit code, or minus the signal that ended it."""
-    child = os.fork()
-    if child:
-        code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(child, signal.SIGKILL)  # its workers
-        return code
-    code = 1
-    try:
-        os.setpgid(0, 0)
-        action()
-        code = 0
-    except BaseException:
-        traceback.print_exc()
-    finally:
-        os._exit(code)
-
-
-# --- a fault at each operation
-
-
-class Disk(FileSystem):
-    """Records its operations, the writing of tensors included, and calls `fault` in one of them.
-
-    A file is half written by then.
-    """
-
-    def __init__(self, at: int | None = None, fault: Callable[[Disk, Path], None] | None = None) -> None:
-        self.at, self.fault = at, fault
-        self.operations: list[str] = []
-        self.unsynced: dict[int, Path] = {}
-
-    def _begin(self, kind: str, path: Path) -> None:
-        self.operations.append(f"{kind} {path.name}")
-        if self.fault is not None and len(self.operations) - 1 == self.at:
-            self.fault(self, path)
-
-    def mkdir(self, path: Path) -> None:
-        self._begin("mkdir", path)
-        super().mkdir(path)
-
-    def write(self, path: Path, data: bytes) -> None:
-        path.write_bytes(data[: len(data) // 2])
-        self._begin("write", path)
-        super().write(path, data)
-        self.unsynced[path.stat().st_ino] = path
-
-    def write_tensors(self, tensors: Any, path: Path) -> None:
-        path.write_bytes(b"half of a file")
-        self._begin("write_tensors", path)
-        save_tensors(tensors, path)
-        self.unsynced[path.stat().st_ino] = path
-
-    def sync(self, path: Path) -> None:
-        self._begin("sync", path)
-        self.unsynced.pop(path.stat().st_ino, None)
-
-    def rename(self, source: Path, target: Path) -> None:
-        self._begin("rename", source)
-        super().rename(source, target)
-
-    def unlink(self, path: Path) -> None:
-        self._begin("unlink", path)
-        self.unsynced.pop(path.stat().st_ino, None)
-        super().unlink(path)
-
-    def rmdir(self, path: Path) -> None:
-        self._begin("rmdir", path)
-        super().rmdir(path)
-
-
-save_tensors = state_dicts.save_tensors
+@pytest.fixture
+def undisturbed(undisturbed_run: tuple[dict[str, Any], set[str]]) -> dict[str, Any]:
+    return undisturbed_run[0]
 
 
 @contextlib.contextmanager
-def saving_to(disk: Disk, trainer: Trainer) -> Iterator[Disk]:
-    """Let the trainer save to a fake disk."""
+def saving_to(trainer: Trainer, at: int | None = None, fault: Any = None) -> Iterator[FaultyDisk]:
+    """Have the trainer save to a disk with a fault."""
     assert trainer.store is not None
-    trainer.store.fs = disk
+    trainer.store.fs = disk = FaultyDisk(trainer.store.root, at, fault)
     state_dicts.save_tensors = disk.write_tensors
     try:
         yield disk
@@ -131,57 +57,45 @@ def saving_to(disk: Disk, trainer: Trainer) -> Iterator[Disk]:
         state_dicts.save_tensors = save_tensors
 
 
-EXTENT = pytest.mark.parametrize("is_exhaustive", [pytest.param(True, marks=pytest.mark.slow), False])
-
-
 def operations(folder: Path, is_exhaustive: bool) -> list[int]:
     """Return the numbers of the operations of a run to test: all, or some of different kinds in the middle of it."""
     trainer = build(folder / "counted", **RUN)
-    with saving_to(Disk(), trainer) as disk:
+    with saving_to(trainer) as disk:
         train(trainer)
-    names = disk.operations
-    assert len(names) > 80
+    assert len(disk.operations) > 80
+    if is_exhaustive:
+        return [*range(len(disk.operations))]
     by_kind: dict[str, list[int]] = {}
-    for number, name in enumerate(names):
-        by_kind.setdefault(name if name == f"write {MANIFEST}" else name.split()[0], []).append(number)
-    assert {*by_kind} == {"mkdir", "write", f"write {MANIFEST}", "write_tensors", "sync", "rename", "unlink", "rmdir"}
-    middle = {kind: numbers[len(numbers) // 2] for kind, numbers in by_kind.items()}
-    chosen = [middle[kind] for kind in ("write_tensors", f"write {MANIFEST}", "rename", "unlink")]
-    return [*range(len(names))] if is_exhaustive else [*chosen, middle[f"write {MANIFEST}"] + 1]
+    for number, (kind, path) in enumerate(disk.operations):
+        by_kind.setdefault("manifest" if kind == "write" and path.name == MANIFEST else kind, []).append(number)
+    chosen = [by_kind[kind][len(by_kind[kind]) // 2] for kind in ("write_tensors", "manifest", "rename", "unlink")]
+    return [*chosen, chosen[1] + 1]
 
 
-def kill(disk: Disk, path: Path) -> None:
-    os.kill(os.getpid(), signal.SIGKILL)
-
-
-def cut_power(disk: Disk, path: Path) -> None:
-    """Empty the files that were not synced, wherever they have been moved to, and end the process."""
-    for file in path.parents[len(path.parts) - 1 - path.parts.index("runs")].rglob("*"):
-        if file.is_file() and file.stat().st_ino in disk.unsynced:
-            file.write_bytes(b"")
-    kill(disk, path)
-
-
-@pytest.mark.processes
-@EXTENT
-@pytest.mark.parametrize("fault", [kill, cut_power])
+@pytest.mark.parametrize(
+    ("fault", "is_exhaustive"),
+    thinned([(cut_power, False), (cut_power, True), (end_process, True)], [(cut_power, False)]),
+)
 def test_kill_at_file_operation_resumes_identically(
-    fault: Any, is_exhaustive: bool, folder: Path, undisturbed: dict[str, Any]
+    fault: Any, is_exhaustive: bool, folder: Path, undisturbed_run: tuple[dict[str, Any], set[str]]
 ) -> None:
+    """It is killed again early in the run that resumes, and leaves nothing else in the folder."""
+    expected, names = undisturbed_run
     for number in operations(folder, is_exhaustive):
-        run = folder / "runs" / str(number)
-        trainer = build(run, **RUN)
-        with saving_to(Disk(number, fault), trainer):
-            assert fork(trainer.train) == -signal.SIGKILL
-        assert_same(comparable(play(run, **RUN)), undisturbed, f"killed at operation {number}")
+        run = folder / str(number)
+        for at in (number, 15):
+            trainer = build(run, **RUN)
+            with saving_to(trainer, at, fault) as disk:
+                train(trainer, resume_from="auto")
+            assert disk.has_ended or at != number
+        is_complete = (run / "checkpoint-6").exists()
+        assert_same(comparable(play(run, **RUN)), expected, f"killed at operation {number}")
+        present = set(os.listdir(run))  # only a new checkpoint has others deleted
+        assert present == names or (is_complete and present > names), f"killed at operation {number}"
         shutil.rmtree(run)
 
 
-def fail_once(disk: Disk, path: Path) -> None:
-    raise OSError(errno.ENOSPC, "No space left on device", str(path))
-
-
-@EXTENT
+@pytest.mark.parametrize("is_exhaustive", thinned([False, True], [False]))
 def test_disk_failure_during_overwrite_does_not_end_the_run(is_exhaustive: bool, folder: Path) -> None:
     play(folder / "earlier", save_steps=2, epochs=2)
     options = {**RUN, "load_best_at_end": False, "overwrite": True, "save_steps": 4}
@@ -190,7 +104,7 @@ def test_disk_failure_during_overwrite_does_not_end_the_run(is_exhaustive: bool,
         run = folder / str(number)
         shutil.copytree(folder / "earlier", run)
         trainer = build(run, **options)
-        with saving_to(Disk(number, fail_once), trainer) as disk:
+        with saving_to(trainer, number, fail_once) as disk:
             trainer.train()
         if len(disk.operations) <= number:
             break
@@ -201,18 +115,15 @@ def test_disk_failure_during_overwrite_does_not_end_the_run(is_exhaustive: bool,
     assert number > 50
 
 
+FULL = OSError(errno.ENOSPC, "No space left on device")
+
+
 @pytest.mark.parametrize(
     ("error", "is_async"),
-    [
-        (OSError(errno.ENOSPC, "No space left on device"), False),
-        (OSError(errno.ENOSPC, "No space left on device"), True),
-        (RuntimeError("[enforce fail at inline_container.cc:672] . unexpected pos 576 vs 534"), False),  # torch's
-    ],
+    [(FULL, False), (FULL, True), (RuntimeError("[enforce fail at inline_container.cc:672] . unexpected pos"), False)],
     ids=["disk", "async", "torch"],
 )
-def test_save_required_failure_ends_the_run(
-    error: Exception, is_async: bool, folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_save_required_failure_ends_the_run(error: Exception, is_async: bool, folder: Path, monkeypatch: Any) -> None:
     """The earlier checkpoint stays."""
 
     def fail_at_step_4(tensors: Any, path: Path) -> None:
@@ -228,25 +139,6 @@ def test_save_required_failure_ends_the_run(
     assert trainer.progress.step in ((4, 5, 6) if is_async else (4,))
 
 
-def test_leftover_that_cannot_be_removed_is_reported(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: Any
-) -> None:
-    leftover, remove = folder / "run" / "checkpoint-9.tmp", FileSystem.remove
-    leftover.mkdir(parents=True)
-
-    def fail(disk: FileSystem, path: Path) -> None:
-        if path == leftover:
-            raise PermissionError(errno.EACCES, "Permission denied")
-        remove(disk, path)
-
-    monkeypatch.setattr(FileSystem, "remove", fail)
-    assert train(build(folder / "run", **RUN)).progress.step == 6
-    assert "Cannot clear" in caplog.text and leftover.exists() and Store(folder / "run").resolve("last")
-
-
-# --- killed at any moment
-
-
 class Timer(Callback):
     """Has the system end the process, as SIGKILL does, a few milliseconds of its processor time after a step began."""
 
@@ -260,22 +152,20 @@ class Timer(Callback):
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize("runs", [pytest.param(6, marks=pytest.mark.slow), 1])
 @pytest.mark.parametrize("is_async", [False, True])
-def test_kill_at_random_moments_resumes_identically(folder: Path, is_async: bool, runs: int) -> None:
+def test_kill_at_random_moments_resumes_identically(folder: Path, is_async: bool) -> None:
     options: dict[str, Any] = {**RUN, "epochs": 4, "save_steps": 3, "async_save": is_async}
     expected = comparable(play(folder / "undisturbed", **options))
     chance = random.Random(3 + is_async)
-    kills = 0
-    for number in range(runs):
-        run, code = folder / str(number), -signal.SIGPROF
-        while code:  # a run that gets past its next checkpoint resumes from there
-            timer = Timer(chance.randint(0, 8), chance.uniform(0.0001, 0.004))  # 12 steps of about 4 ms
-            code = fork(lambda: train(build(run, callbacks=lambda: [timer], **options), resume_from="auto"))  # noqa: B023
-            assert code in (0, -signal.SIGPROF)
-            kills += code != 0
-        assert_same(comparable(play(run, **options)), expected)
-    assert kills >= runs
+    code, kills = -signal.SIGPROF, 0
+    while code:  # a run that gets past its next checkpoint resumes from there
+        timer = Timer(chance.randint(0, 8), chance.uniform(0.0001, 0.004))  # 12 steps of about 4 ms
+        trainer = build(folder / "run", callbacks=lambda: [timer], **options)  # noqa: B023
+        code = exit_code(fork(functools.partial(train, trainer, resume_from="auto")))
+        assert code in (0, -signal.SIGPROF)
+        kills += code != 0
+    assert_same(comparable(play(folder / "run", **options)), expected)
+    assert kills
 
 
 class KillAtStep(Callback):
@@ -287,7 +177,7 @@ class KillAtStep(Callback):
 @pytest.mark.processes
 def test_kill_with_workers_resumes_identically(folder: Path, undisturbed: dict[str, Any]) -> None:
     trainer = build(folder / "run", callbacks=lambda: [KillAtStep()], num_workers=2, **RUN)
-    assert fork(trainer.train) == -signal.SIGKILL
+    assert exit_code(fork(trainer.train)) == -signal.SIGKILL
     assert_same(comparable(play(folder / "run", **RUN)), undisturbed)
 
 
@@ -300,7 +190,7 @@ def test_kill_during_background_write_resumes_identically(folder: Path, undistur
     class KillWhenWriting(Callback):
         def on_step_end(self, trainer: Any) -> None:
             if trainer.progress.step == 5:
-                assert is_writing.wait(programs.LIMIT)
+                assert is_writing.wait(LIMIT)
                 os.kill(os.getpid(), signal.SIGKILL)
 
     def hang_at_step_4(tensors: Any, path: Path) -> None:
@@ -313,44 +203,35 @@ def test_kill_during_background_write_resumes_identically(folder: Path, undistur
         state_dicts.save_tensors = hang_at_step_4
         build(run, async_save=True, callbacks=lambda: [KillWhenWriting()], **RUN).train()
 
-    assert fork(train_until_killed) == -signal.SIGKILL
+    assert exit_code(fork(train_until_killed)) == -signal.SIGKILL
     assert list(run.glob("checkpoint-4.*.tmp")) and not (run / "checkpoint-4").exists()
     resolved = Store(run).resolve("auto")
     assert resolved is not None and resolved[0].name == "checkpoint-2"
     assert_same(comparable(play(run, **RUN)), undisturbed)
 
 
-# --- damage
-
-
-@EXTENT
-def test_damaged_file_of_newest_checkpoint_is_reported(
-    is_exhaustive: bool, folder: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+@pytest.mark.parametrize(("file", "damage"), [(MANIFEST, "flip"), ("model.safetensors", "pipe"), (HISTORY, "device")])
+def test_damaged_file_of_newest_checkpoint_is_reported(file: str, damage: str, folder: Path, caplog: Any) -> None:
     """A checkpoint by name, and "last", are errors that name the one before; "auto" resumes from that one."""
-    options = {**RUN, "save_total_limit": None, "load_best_at_end": False}
+    options, run = {**RUN, "save_total_limit": None, "load_best_at_end": False}, folder / "run"
     expected = comparable(play(folder / "undisturbed", **options))
-    run, copy = folder / "run", folder / "copy"
     play(run, [{"cut": ("kill", 5)}], **options)
     newest = run / "checkpoint-4"
     files = [path.relative_to(newest).as_posix() for path in sorted(newest.rglob("*")) if path.is_file()]
     assert files == [HISTORY, "model.safetensors", MANIFEST, "optimizer/state.safetensors", "rng/state.safetensors"]
-    cases = list(itertools.product(files, ("missing", "empty", "truncate", "extend", "flip", "pipe"), (0, -1)))
-    for file, damage, position in cases if is_exhaustive else [(MANIFEST, "flip", -1), (files[1], "pipe", 0)]:
-        target = copied(run, copy) / newest.name / file
-        spoil(target, damage, position, fill=1)
-        for which in (copy / newest.name, "last"):
-            trainer = build(copy, **options)
-            with pytest.raises(CheckpointError, match=rf"(?s){Path(file).name}.*'checkpoint-2'"):
-                trainer.train(resume_from=which)
-            assert trainer.progress.step == 0 and not trainer.optimizer.state
-        caplog.clear()
-        trainer = build(copy, **options)
-        disturb_generators()
-        trainer.train(resume_from="auto")
-        (message,) = [text for text in caplog.messages if "Skipped:" in text]
-        assert Path(file).name in message and "checkpoint-2" in message, damage
-        assert_same(comparable(outcome(trainer)), expected, f"{file} {damage}")
+    spoil(newest / file, damage, -1, fill=1)
+    for which in (newest, "last"):
+        trainer = build(run, **options)
+        with pytest.raises(CheckpointError, match=rf"(?s){file}.*'checkpoint-2'"):
+            trainer.train(resume_from=which)
+        assert trainer.progress.step == 0 and not trainer.optimizer.state
+    caplog.clear()
+    trainer = build(run, **options)
+    disturb_generators()
+    trainer.train(resume_from="auto")
+    (message,) = [text for text in caplog.messages if "Skipped:" in text]
+    assert file in message and "checkpoint-2" in message
+    assert_same(comparable(outcome(trainer)), expected)
 
 
 def test_auto_with_all_checkpoints_damaged_changes_nothing(folder: Path) -> None:

@@ -5,24 +5,22 @@ from __future__ import annotations
 import contextlib
 import errno
 import hashlib
-import itertools
-import json
 import math
 import os
 import shutil
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, Literal
 
 import programs
 import pytest
+from disks import FaultyDisk
 from forging import content_of, seal
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from marks import thinned
-from resuming import Killed, memory_folder
 
 from omnitrain.checkpoint import disk as disk_module
 from omnitrain.checkpoint.disk import FileSystem
@@ -30,72 +28,6 @@ from omnitrain.checkpoint.manifest import MANIFEST
 from omnitrain.checkpoint.retention import CheckpointInfo, to_delete
 from omnitrain.checkpoint.store import Store
 from omnitrain.core.errors import CheckpointError
-
-
-class FaultyDisk(FileSystem):
-    """Logs operations, and fails at one of them, or from one on; a write is torn in the middle.
-
-    "kill": this and all later operations do not happen.
-    "power cut": the same, and every file that was not synced is empty afterwards.
-    "glitch": only this operation raises OSError.
-    """
-
-    def __init__(self, at: int | None = None, mode: str = "kill") -> None:
-        self.at, self.mode, self.count = at, mode, 0
-        self.log: list[tuple[str, Path]] = []
-        self.unsynced: dict[int, Path] = {}
-
-    def _perform(
-        self, name: str, path: Path, action: Callable[[], object], torn: Callable[[], object] = lambda: None
-    ) -> None:
-        index, self.count = self.count, self.count + 1
-        if index == self.at:
-            torn()
-            if self.mode == "power cut":
-                self._cut_power()
-            if self.mode == "glitch":
-                raise OSError(errno.ENOSPC, "No space left on device", str(path))
-        if self.at is not None and index >= self.at and self.mode != "glitch":
-            raise Killed
-        self.log.append((name, path))
-        action()
-
-    def _cut_power(self) -> None:
-        for folder in {path.parent for path in self.unsynced.values()}:
-            top = next((parent for parent in (folder, *folder.parents) if parent.name == "run"), folder)
-            for file in top.rglob("*"):
-                if file.is_file() and file.stat().st_ino in self.unsynced:
-                    file.write_bytes(b"")
-
-    def mkdir(self, path: Path) -> None:
-        self._perform("mkdir", path, lambda: FileSystem.mkdir(self, path))
-
-    def write(self, path: Path, data: bytes) -> None:
-        def action() -> None:
-            FileSystem.write(self, path, data)
-            self.unsynced[path.stat().st_ino] = path
-
-        self._perform("write", path, action, lambda: path.write_bytes(data[: len(data) // 2]))
-
-    def link(self, path: Path, name: str) -> None:
-        self._perform("link", path, lambda: FileSystem.link(self, path, name))
-
-    def sync(self, path: Path) -> None:
-        self._perform("sync", path, lambda: self.unsynced.pop(path.stat().st_ino, None))
-
-    def rename(self, source: Path, target: Path) -> None:
-        self._perform("rename", source, lambda: FileSystem.rename(self, source, target))
-
-    def unlink(self, path: Path) -> None:
-        def action() -> None:
-            self.unsynced.pop(path.stat().st_ino, None)
-            FileSystem.unlink(self, path)
-
-        self._perform("unlink", path, action)
-
-    def rmdir(self, path: Path) -> None:
-        self._perform("rmdir", path, lambda: FileSystem.rmdir(self, path))
-
 
 # What most tests save: (step, score, whether it is the best so far). Step 20 is saved twice; the best is not among the
 # newest two; later the best changes.
@@ -137,119 +69,9 @@ def names_of(paths: list[Path]) -> list[str]:
     return [path.name for path in paths]
 
 
-def snapshot(root: Path) -> dict[str, str]:
-    """Return all files under a folder with their text, without what differs between two saves of the same."""
-    texts = {}
-    for path in sorted(root.rglob("*")):
-        name = path.relative_to(root).as_posix()
-        if path.is_file():
-            texts[name] = path.read_text()
-            if path.name == MANIFEST:
-                content = json.loads(texts[name])
-                texts[name] = json.dumps({key: content[key] for key in content if key not in ("sequence", "sha256")})
-        else:
-            texts[name] = os.readlink(path) if path.is_symlink() else ""
-    return texts
-
-
 @pytest.fixture
 def run(tmp_path: Path) -> Path:
     return tmp_path / "run"
-
-
-# --- kills and disk errors
-
-Undisturbed = tuple[dict[str, str], list[str]]
-
-
-@pytest.fixture(scope="module")
-def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Undisturbed:
-    """The files of a run that nothing happened to, and its file operations."""
-    root, disk = tmp_path_factory.mktemp("undisturbed") / "run", FaultyDisk()
-    save(Store(root, disk), *range(1, len(SAVES) + 1))
-    return snapshot(root), [name for name, _ in disk.log]
-
-
-def resolve_after_kill(root: Path, done: int) -> int:
-    """Check what a new process sees after `done` saves; return the number of the save to continue from."""
-    store = Store(root)
-    number = number_of(store.resolve("auto"))
-    assert number in (done, done + 1)
-    if number:
-        assert number_of(store.resolve("last")) == number
-        best = max((n for n in range(1, number + 1) if SAVES[n - 1][2]), default=0)
-        assert number_of(store.resolve("best")) == best
-    for pointer in (root / "last", root / "best"):
-        if os.path.lexists(pointer):
-            name = os.readlink(pointer)
-            assert (root / name).exists() or (root / f"{name}.old").exists()
-    return number
-
-
-def save_until_killed(store: Store, done: int) -> int:
-    """Save what comes after `done` saves; return how many saves have returned."""
-    with contextlib.suppress(Killed):
-        for number in range(min(done, len(SAVES) - 1) + 1, len(SAVES) + 1):
-            save(store, number)
-            done = number
-    return done
-
-
-def finish(store: Store, done: int) -> None:
-    """Save the rest, or the last one again, which repairs pointers and pruning that were cut off."""
-    save(store, *range(min(done, len(SAVES) - 1) + 1, len(SAVES) + 1))
-
-
-def chosen(operations: list[str], which: str) -> list[int]:
-    """Return the numbers of the operations to fail at: all, or each rename and some of the others."""
-    assert len(operations) > 100
-    if which == "all":
-        return [*range(len(operations))]
-    by_kind = {kind: [number for number, name in enumerate(operations) if name == kind] for kind in operations}
-    middle = {numbers[index] for numbers in by_kind.values() for index in (len(numbers) // 2, -1)}
-    return sorted({*middle, *by_kind["rename"]})
-
-
-@pytest.mark.parametrize(
-    ("mode", "which"), thinned(itertools.product(["kill", "power cut"], ["kinds", "all"]), [("power cut", "kinds")])
-)
-def test_store_after_a_kill_has_the_old_or_new_checkpoint(undisturbed: Undisturbed, mode: str, which: str) -> None:
-    for number in chosen(undisturbed[1], which):
-        with memory_folder() as folder:
-            root = folder / "run"
-            done = save_until_killed(Store(root, FaultyDisk(number, mode)), 0)
-            assert done < len(SAVES)
-            finish(Store(root), resolve_after_kill(root, done))
-            assert snapshot(root) == undisturbed[0]
-
-
-@pytest.mark.parametrize("which", thinned(["kinds", "all"], ["kinds"]))
-def test_store_keeps_checkpoints_at_a_write_error(undisturbed: Undisturbed, which: str) -> None:
-    for operation in chosen(undisturbed[1], which):
-        with memory_folder() as folder:
-            root = folder / "run"
-            store = Store(root, FaultyDisk(operation, "glitch"))
-            for number in range(1, len(SAVES) + 1):
-                try:
-                    save(store, number)
-                except CheckpointError:
-                    assert not list(root.glob("*.tmp"))
-                    assert all(path.with_suffix("").exists() for path in root.glob("*.old"))
-                    resolve_after_kill(root, number - 1)
-                    save(store, number)
-            save(store, len(SAVES))  # deletes what a failed pruning left
-            assert snapshot(root) == undisturbed[0]
-
-
-@settings(max_examples=8)
-@given(kills=st.lists(st.integers(0, 90), max_size=8), mode=st.sampled_from(["kill", "power cut"]))
-def test_store_recovers_from_kills_during_recovery(undisturbed: Undisturbed, kills: list[int], mode: str) -> None:
-    with memory_folder() as folder:
-        root, done = folder / "run", 0
-        for k in kills:
-            done = resolve_after_kill(root, save_until_killed(Store(root, FaultyDisk(k, mode)), done))
-        finish(Store(root), done)
-        assert snapshot(root) == undisturbed[0]
 
 
 def test_leftovers_that_cannot_be_removed_give_a_warning(run: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -264,16 +86,16 @@ def test_leftovers_that_cannot_be_removed_give_a_warning(run: Path, caplog: pyte
 
 
 def test_store_syncs_before_it_renames(run: Path) -> None:
-    disk = FaultyDisk()
+    disk = FaultyDisk(run)
     store = Store(run, disk)
     save(store, 1)
     folder = store.temporary(10)
-    renamed = disk.log.index(("rename", folder))
-    synced = {path for name, path in disk.log[:renamed] if name == "sync"}
+    renamed = disk.operations.index(("rename", folder))
+    synced = {path for kind, path in disk.operations[:renamed] if kind == "sync"}
     inside = {folder / path.relative_to(run / "checkpoint-10") for path in (run / "checkpoint-10").rglob("*")}
     assert synced >= inside | {folder, run.parent}
-    assert disk.log[renamed + 1] == ("sync", run)
-    assert [path for name, path in disk.log[:renamed] if name == "write"][-1].name == MANIFEST
+    assert disk.operations[renamed + 1] == ("sync", run)
+    assert [path for kind, path in disk.operations[:renamed] if kind == "write"][-1].name == MANIFEST
 
 
 def test_file_system_syncs_files_and_folders(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -281,9 +103,6 @@ def test_file_system_syncs_files_and_folders(run: Path, monkeypatch: pytest.Monk
     monkeypatch.setattr(os, "fsync", lambda descriptor: synced.append(os.fstat(descriptor).st_ino))
     save(Store(run), 1)
     assert {path.stat().st_ino for path in run.rglob("*")} | {run.stat().st_ino} <= set(synced)
-
-
-# --- damage
 
 
 def damages(data: bytes, every: int) -> Iterator[bytes | None]:
@@ -322,10 +141,9 @@ def test_resolve_of_missing_names_is_an_error(run: Path) -> None:
         Store(run).resolve("last")
     save_steps(Store(run), 10)
     for which, message in (
-        ("best", r"No checkpoint .* was saved as the best"),
-        (run / "checkpoint-30", r"checkpoint-30' does not exist\. The newest .*'checkpoint-10'"),
+        ("best", "was saved as the best"), (run / "checkpoint-30", r"The newest .*'checkpoint-10'"),
         (run, r"is a run folder.*checkpoint-10"),
-    ):
+    ):  # fmt: skip
         with pytest.raises(CheckpointError, match=message):
             Store(run).resolve(which)
     (run / "checkpoint-10" / "a").unlink()
@@ -342,9 +160,6 @@ def test_verify_of_sizes_does_not_read_files(run: Path) -> None:
     with pytest.raises(CheckpointError, match="'a' has 2 bytes, and 3 were written"):
         store.verify(path, hashes=False)
     assert Store(run).checkpoint_infos() == []
-
-
-# --- pointers
 
 
 def test_pointers_are_links(run: Path) -> None:
@@ -397,9 +212,6 @@ def test_best_that_is_damaged_is_an_error_after_more_saves(run: Path) -> None:
     save(Store(run), 4)
     with pytest.raises(CheckpointError, match=r"checkpoint-20.*is damaged"):
         Store(run).resolve("best")
-
-
-# --- what a manifest holds
 
 
 def test_manifest_of_a_newer_format_is_rejected(run: Path) -> None:
@@ -527,9 +339,6 @@ def test_checkpoint_renamed_to_old_before_a_kill_is_found(run: Path) -> None:
         assert number_of(Store(run).resolve(which)) == 1
     save(Store(run), 2)
     assert names_of(Store(run).checkpoints()) == ["checkpoint-10", "checkpoint-20"]
-
-
-# --- several writers
 
 
 def test_several_processes_write_one_checkpoint(run: Path) -> None:
