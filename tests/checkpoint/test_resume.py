@@ -4,21 +4,17 @@ from __future__ import annotations
 
 import copy
 import functools
-import itertools
 import json
 import logging
 import math
 import os
 import pickle
-import platform
 import re
 import shutil
 import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
-from datetime import UTC, datetime, timedelta
-from importlib import metadata
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -29,11 +25,10 @@ import resuming
 import torch
 import torch.nn.functional as F
 from backends import make_trainer
+from counting import Streamed
 from forging import content_of, copied, seal
-from hypothesis import given, settings
-from hypothesis import strategies as st
-from marks import thinned
-from recipes import rows
+from marks import make_small, thinned
+from recipes import Pages, rows
 from resuming import (
     Cut,
     KillAtEvent,
@@ -50,21 +45,14 @@ from resuming import (
 )
 from torch import nn
 from torch.optim import lr_scheduler as schedules
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader
 
-import omnitrain
 from omnitrain import Algorithm, Callback, CheckpointError, ConfigError, Trainer
 from omnitrain.checkpoint import state_dicts, tensor_files
 from omnitrain.checkpoint.history import HISTORY
 from omnitrain.checkpoint.store import MANIFEST, Store
 from omnitrain.core.events import INNER_STEP_EVENTS
 from omnitrain.data import sampling
-
-
-@pytest.fixture
-def folder() -> Iterator[Path]:
-    with memory_folder() as path:
-        yield path
 
 
 def build(save_dir: Path | None, **options: Any) -> Trainer:
@@ -194,41 +182,18 @@ def scale(trainer: Trainer) -> None:
     trainer.scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=3)
 
 
-SAMPLES = Numbered()
-
-
-class Endless(IterableDataset[Any]):
-    """A stream of 22 samples without a length."""
-
-    def __iter__(self) -> Iterator[Any]:
-        return iter([SAMPLES[i] for i in range(22)])
-
-
-class Seekable(IterableDataset[Any]):
-    """A stream with a state, which draws its order from its own generator; it counts the samples that are read."""
+class Seekable(Pages):
+    """A stream of 22 samples with a nested state."""
 
     def __init__(self) -> None:
-        self.read = 0
-        self.generator = torch.Generator().manual_seed(7)
-        self.order: list[int] = []
-        self.place = 0
-
-    def __iter__(self) -> Iterator[Any]:
-        if not self.order:
-            self.order = torch.randperm(22, generator=self.generator).tolist()
-        while self.place < 22:
-            self.place, self.read = self.place + 1, self.read + 1
-            yield SAMPLES[self.order[self.place - 1]]
-        self.order, self.place = [], 0
+        super().__init__(22)
 
     def state_dict(self) -> dict[str, Any]:
-        words = self.generator.get_state().tolist()
-        place = {"place": self.place, "share": self.place / 22, "file": {"shard": "a"}}
-        return {"order": list(self.order), "generator": words, **place}
+        return {**super().state_dict(), "share": self.at / 22, "file": {"shard": "a"}}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.order, self.place, _ = list(state["order"]), state["place"], state["file"]["shard"]
-        self.generator.set_state(torch.tensor(state["generator"], dtype=torch.uint8))
+        super().load_state_dict(state)
+        assert state["file"]["shard"] == "a"
 
 
 class Requesting(Callback):
@@ -271,17 +236,13 @@ def single_precision() -> Numbered:
 
 
 RECIPES: dict[str, dict[str, Any]] = {
-    "epochs": {},
     "odd intervals": {"eval_steps": 2, "save_steps": 3, "log_steps": 3},
     "each step": {"eval_steps": 3, "save_steps": 1, "log_steps": 1, "save_total_limit": 1},
     "samples": {
         "epochs": None, "max_duration": "50sp", "save_steps": "20sp", "eval_steps": "0.5ep", "log_steps": "10sp",
     },
     "end in steps": {"epochs": None, "max_steps": 6, "save_steps": 3, "eval_steps": 4},
-    "eval on start": {"eval_on_start": True, "save_steps": 2, "patience": 9},
-    "no evaluation": {"eval_dataset": None, "save_steps": 2},
     "requests": {"callbacks": lambda: [Requesting()], "eval_steps": 1, "save_steps": 3},
-    "async": {"save_steps": 2, "eval_steps": 3, "async_save": True},
     "skipped steps": {
         "model": Overflowing, "dataset": single_precision, "prepare": scale, "save_steps": 2, "eval_steps": 2,
         "lr_scheduler": "linear",
@@ -289,11 +250,10 @@ RECIPES: dict[str, dict[str, Any]] = {
     "bf16": {
         "autocast": "bf16", "model": lambda: Net(torch.float32), "dataset": single_precision, "save_steps": 2,
     },
-    "stream": {"dataset": Endless, "save_steps": 2, "eval_steps": 2},
+    "stream": {"dataset": lambda: Streamed(Numbered()), "save_steps": 2, "eval_steps": 2},
     "seekable stream": {"dataset": Seekable, "save_steps": 2, "eval_steps": 2},
     "loader": {"train_loader": lambda: DataLoader(Numbered(), batch_size=4, shuffle=True), "save_steps": 2},
     "warm-up": {"lr_scheduler": "cosine", "warmup_steps": 2, "save_steps": 1},
-    "linear per epoch": {"lr_scheduler": "linear", "scheduler_interval": "epoch", "save_steps": 2},
     "CosineAnnealingLR": scheduled(lambda optimizer: schedules.CosineAnnealingLR(optimizer, 5)),
     "SequentialLR": scheduled(
         lambda optimizer: schedules.SequentialLR(
@@ -310,7 +270,6 @@ RECIPES: dict[str, dict[str, Any]] = {
         lambda optimizer: schedules.CyclicLR(optimizer, 0.01, 0.1, 2),
         **custom_optimizer(lambda parameters: torch.optim.SGD(parameters, 0.05, momentum=0.9)),
     ),
-    "Adafactor": {"optimizer": torch.optim.Adafactor, "save_steps": 2},
     "tensor rate": scheduled(
         "linear", **custom_optimizer(lambda parameters: torch.optim.AdamW(parameters, lr=torch.tensor(0.05)))
     ),
@@ -342,88 +301,32 @@ def test_cut_run_resumes_identically(name: str, folder: Path) -> None:
     expected, number = straight(**RECIPES[name]), [*RECIPES].index(name)
     length = expected["position"]["step"] + expected["position"]["skipped_steps"]
     assert length >= 6
-    for window in range(1, length + 1):
-        for kind in KINDS if number < 3 else [KINDS[(window + number) % 3]]:
-            parts = {"cut": (kind, window)}, {}
-            assert_resumes_identically(folder / f"{kind}-{window}", *parts, **RECIPES[name])
+    for window in range(1, length + 1, 1 if number < 3 else 2):
+        cut = KINDS[(window + number) % 3], window
+        assert_resumes_identically(folder / str(window), {"cut": cut}, {}, **RECIPES[name])
 
 
-@pytest.mark.parametrize(
-    ("name", "order", "extent"),
-    thinned(
-        itertools.product(["odd intervals", "each step", "end in steps"], [-5, 97], [*range(6), "some"]),
-        [("odd intervals", 97, "some")],
-    ),
-)
-def test_run_killed_at_event_resumes_identically(name: str, order: int, extent: int | str, folder: Path) -> None:
-    """At a sixth of the events, or the middle one of each fourth kind outside of steps, before or after others."""
-    recorder, options = KillAtEvent(order=order), RECIPES[name]
-    if extent == "some":
-        options = {"epochs": 2, **options}
+def test_run_killed_at_event_resumes_identically(folder: Path) -> None:
+    """At the middle one of each third kind outside of steps."""
+    recorder, options = KillAtEvent(), {**RECIPES["odd intervals"], "epochs": 2}
     expected = play(folder / "straight", [{"cut": recorder}], **options)
-    assert recorder.count > 30
     kinds: dict[str, list[int]] = {}
     for number, event in enumerate(recorder.names, 1):
         kinds.setdefault(event, []).append(number)
     middle = [numbers[len(numbers) // 2] for event, numbers in kinds.items() if event not in INNER_STEP_EVENTS]
-    for number in middle[1::4] if isinstance(extent, str) else range(extent + 1, recorder.count + 1, 6):
-        result = play(folder / str(number), [{"cut": KillAtEvent(number, order)}, {}], **options)
+    assert len(middle) > 10
+    for number in middle[1::3]:
+        result = play(folder / str(number), [{"cut": KillAtEvent(number)}, {}], **options)
         assert_same(result, expected, f"killed at event {number}, {recorder.names[number - 1]}")
 
 
-LENGTHENED: dict[str, dict[str, Any]] = {
-    "plain": {"eval_steps": 2, "save_steps": 3},
-    "async": {"eval_steps": 4, "save_steps": 3, "async_save": True},
-    "async CosineAnnealingLR": {**RECIPES["CosineAnnealingLR"], "eval_steps": 5, "async_save": True, "epochs": 2},
-    "ReduceLROnPlateau": {**RECIPES["ReduceLROnPlateau"], "save_steps": 2, "epochs": 2},
-}
-
-
-@pytest.mark.parametrize(
-    ("name", "steps"),
-    thinned(
-        [(name, steps) for name in LENGTHENED for steps in range(1, 9 if name in ("plain", "async") else 6)],
-        [("async CosineAnnealingLR", 4)],
-    ),
-)
-def test_lengthened_run_equals_the_long_run(name: str, steps: int, folder: Path) -> None:
-    assert_resumes_identically(folder / "run", {"max_steps": steps}, {}, **LENGTHENED[name])
-
-
-def cut_and_compare(intervals: Any, epochs: Any, accumulation: int, limit: Any, is_async: bool, cuts: Any) -> None:
+def test_several_cuts_resume_identically(folder: Path) -> None:
     options = {
-        "eval_steps": intervals[0], "save_steps": intervals[1], "log_steps": intervals[2], "epochs": epochs,
-        "gradient_accumulation_steps": accumulation, "save_total_limit": limit, "async_save": is_async,
+        "eval_steps": 2, "save_steps": 3, "log_steps": 1, "epochs": 2.5, "gradient_accumulation_steps": 3,
+        "save_total_limit": 2, "async_save": True,
     }  # fmt: skip
-    parts = [{"cut": cut} for cut in sorted(cuts, key=lambda cut: cut[1])]
-    with memory_folder() as folder:
-        assert_resumes_identically(folder / "cut", *parts, {}, **options)
-
-
-def test_several_cuts_resume_identically() -> None:
-    cut_and_compare((2, 3, 1), 2.5, 3, 2, True, [("stop", 2), ("kill", 3), ("signal", 4)])
-
-
-@pytest.mark.slow
-@settings(max_examples=60)
-@given(
-    intervals=st.tuples(st.integers(1, 5), st.integers(1, 5), st.integers(1, 4)),
-    epochs=st.sampled_from([1, 2, 2.5, 3]),
-    accumulation=st.integers(1, 3),
-    limit=st.sampled_from([None, 2]),
-    is_async=st.booleans(),
-    cuts=st.lists(st.tuples(st.sampled_from(KINDS), st.integers(1, 12)), min_size=1, max_size=4),
-)
-def test_several_cuts_resume_identically_60(**drawn: Any) -> None:
-    cut_and_compare(**drawn)
-
-
-@pytest.mark.processes
-@pytest.mark.parametrize(("how", "window"), thinned([("stop", 2), ("kill", 5)], [("kill", 5)]))
-def test_workers_change_nothing_before_or_after_resume(how: str, window: int, folder: Path) -> None:
-    for number, workers in enumerate(((2, 2), (2, 0), (0, 1))):
-        parts = {"num_workers": workers[0], "cut": (how, window)}, {"num_workers": workers[1]}
-        assert_resumes_identically(folder / str(number), *parts, save_steps=2)
+    cuts = [{"cut": ("stop", 2)}, {"cut": ("kill", 3)}, {"cut": ("signal", 4)}]
+    assert_resumes_identically(folder / "run", *cuts, {}, **options)
 
 
 def test_resumed_run_keeps_its_kind_of_order(stopped: Path, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -454,8 +357,9 @@ class Expanded(nn.Module):
         return self.layer(x * self.scale + self.offset - self.mean)
 
 
-@pytest.mark.parametrize("kind", thinned(["native", "accelerate", "hf"], ["native", "hf"]))
-@pytest.mark.parametrize("option", [{}, {"microbatch_size": "auto"}, {"on_nonfinite": "skip"}], ids=str)
+@pytest.mark.parametrize(
+    ("kind", "option"), [("native", {}), ("accelerate", {"microbatch_size": "auto"}), ("hf", {"on_nonfinite": "skip"})]
+)
 def test_expanded_tensors_are_restored(kind: str, option: dict[str, Any], folder: Path) -> None:
     def trained(run: Path, steps: int, model: nn.Module, **options: Any) -> Any:
         def is_second(trainer: Any) -> bool:
@@ -486,27 +390,6 @@ def test_run_ended_by_patience_resumes_only_with_more(folder: Path) -> None:
     assert again["position"] == expected["position"] and again["metrics"] == expected["metrics"]
     longer = play(folder / "run", **{**options, "patience": 4, "max_steps": last + 2})
     assert longer["position"]["step"] > last
-
-
-def test_resuming_finished_run_trains_nothing(folder: Path) -> None:
-    options = {"epochs": None, "max_steps": 7, "eval_steps": 5, "save_steps": 3}
-    assert_resumes_identically(folder / "run", {}, {}, **options)
-
-
-def test_trainer_resumes_its_own_stopped_run(folder: Path) -> None:
-    """With an optimizer and a schedule of the user."""
-
-    def make(run: str) -> Trainer:
-        model = Net()
-        optimizer = torch.optim.SGD(model.parameters(), 0.05, momentum=0.9)
-        return build(folder / run, model=lambda: model, **custom_optimizer(optimizer), lr_scheduler=exponential(0.8))
-
-    expected = outcome(train(make("straight")))
-    trainer = make("cut")
-    trainer.lifecycle.register([*trainer.lifecycle.callbacks, Cut("stop", 4)])
-    train(trainer)
-    assert_same(outcome(train(trainer, resume_from="auto")), expected)
-    assert trainer.progress.step == 9
 
 
 # --- folders
@@ -548,15 +431,12 @@ def test_folder_with_checkpoints_is_rejected_unchanged(stopped: Path) -> None:
     assert {path: path.read_bytes() for path in stopped.rglob("*") if path.is_file()} == before
 
 
-@pytest.mark.parametrize("is_async", thinned([False, True], [False]))
+@pytest.mark.parametrize("is_async", [False, True])
 def test_overwrite_replaces_the_run_at_the_first_save(is_async: bool, stopped: Path) -> None:
     present: list[list[str]] = []
-
-    def look(event: str) -> Callback:
-        return on(event, always, lambda trainer: present.append(names(stopped)))
-
+    looks = [on(event, always, lambda trainer: present.append(names(stopped))) for event in ("train_start", "save_end")]
     options = {"save_steps": 5, "async_save": is_async, "seed": 1, "keep_best": 0, "overwrite": True}
-    train(build(stopped, **options, callbacks=lambda: [look("train_start"), look("save_end")]))
+    train(build(stopped, **options, callbacks=lambda: looks))
     assert (present[0], present[1], present[-1]) == (numbered(3, 4), numbered(5), numbered(5, 9))
     assert {row["step"] for row in journal(stopped)} <= set(range(10))
 
@@ -593,8 +473,7 @@ def scores_of(run: Path) -> dict[int, float | None]:
     return {entry.step: entry.score for entry in sorted(Store(run).checkpoint_infos(), key=lambda entry: entry.step)}
 
 
-@pytest.mark.parametrize(("limit", "is_async"), thinned(itertools.product([1, 2, 4], [False, True]), [(2, True)]))
-def test_newest_and_best_exist_after_every_save(limit: int, is_async: bool, folder: Path) -> None:
+def test_newest_and_best_exist_after_every_save(folder: Path) -> None:
     run, steps = folder / "run", []
 
     def look(trainer: Any) -> None:
@@ -603,52 +482,53 @@ def test_newest_and_best_exist_after_every_save(limit: int, is_async: bool, fold
         for which, expected in (("last", step), ("best", best)):
             path, _ = trainer.store.resolve(which)
             assert path.name == f"checkpoint-{expected}"
-        newest = range(max(1, step - limit + 1), step + 1)
+        newest = range(max(1, step - 1), step + 1)
         assert names(run) == numbered(*sorted({*newest, best}))
         steps.append(step)
 
-    options = scored(save_total_limit=limit, async_save=is_async, callbacks=lambda: [on("save_end", always, look)])
+    options = scored(save_total_limit=2, async_save=True, callbacks=lambda: [on("save_end", always, look)])
     trainer = train(build(run, **options))
     assert steps[-1] == 6 and len(steps) >= 6
     assert trainer.metrics["best_step"] == 2 and trainer.metrics["best_checkpoint"] == "checkpoint-2"
 
 
 def test_keep_best_and_keep_every_add_checkpoints(folder: Path) -> None:
+    """`keep_best` counts evaluations, not the checkpoints after them."""
     train(build(folder / "run", **scored(save_total_limit=1, keep_best=2, keep_every=3)))
     assert names(folder / "run") == numbered(2, 3, 5, 6)
-
-
-@pytest.mark.parametrize("is_async", thinned([False, True], [False]))
-def test_score_belongs_to_one_checkpoint(is_async: bool, folder: Path) -> None:
-    """So that `keep_best=3` keeps the checkpoints of three evaluations."""
-    options = scored(SCORES * 2, eval_steps=3, epochs=3, async_save=is_async)
-    train(build(folder / "all", **options))
-    assert scores_of(folder / "all") == dict.fromkeys(range(1, 10)) | {3: 1.0, 6: 4.0, 9: 1.0}
-    train(build(folder / "few", **options, save_total_limit=1, keep_best=3))
+    train(build(folder / "few", **scored(SCORES * 2, eval_steps=3, epochs=3, save_total_limit=1, keep_best=3)))
     assert names(folder / "few") == numbered(3, 6, 9)
 
 
-@pytest.mark.parametrize(
-    ("interval", "kills"), thinned(itertools.product([3, 1], [range(1, 12), (5,)]), [(3, (5,))]), ids=str
-)
-def test_score_goes_to_first_checkpoint_after_evaluation(interval: int, kills: Any, folder: Path) -> None:
-    """In a resumed run, too, and if a callback requests another save."""
-    expected = {3: None, 6: 2.0, 9: 9.0, 12: 4.0}
-    if interval == 1:
-        expected = dict.fromkeys(range(1, 13)) | {4: 2.0, 8: 9.0, 12: 4.0}
-    request = on("epoch_end", lambda trainer: trainer.progress.step in expected, lambda trainer: trainer.request_save())
-    options = scored(SCORES * 2, eval_steps=4, save_steps=interval, epochs=4, callbacks=lambda: [request], keep_best=0)
-    for parts in ([{}], *([{"cut": ("kill", step)}, {}] for step in kills)):
-        run = folder / str(parts)
-        play(run, parts, **options)
-        assert scores_of(run) == expected, parts
+def request_save(trainer: Any) -> None:
+    trainer.request_save()
 
 
-def test_score_of_closing_evaluation_stays_with_its_checkpoint(folder: Path) -> None:
-    """The evaluation that closed the shorter run."""
-    options = scored(SCORES * 2, eval_steps=4, epochs=3)
-    play(folder / "run", [{"max_steps": 6}, {}], **options)
-    assert scores_of(folder / "run") == dict.fromkeys(range(1, 10)) | {4: 2.0, 6: 4.0, 8: 9.0, 9: 1.0}
+EACH_THIRD, THIRD_SCORES = range(3, 13, 3), {6: 2.0, 9: 9.0, 12: 4.0}
+SCORED: dict[str, tuple[dict[str, Any], list[dict[str, Any]], range, dict[int, float]]] = {
+    "async": ({"eval_steps": 3, "epochs": 3, "async_save": True}, [{}], range(1, 10), {3: 1.0, 6: 4.0, 9: 1.0}),
+    "requested saves": (
+        {"eval_steps": 4, "save_steps": 3, "epochs": 4, "callbacks": lambda: [on("epoch_end", always, request_save)]},
+        [{}], EACH_THIRD, THIRD_SCORES,
+    ),
+    "killed": (
+        {"eval_steps": 4, "save_steps": 3, "epochs": 4}, [{"cut": ("kill", 5)}, {}], EACH_THIRD, THIRD_SCORES,
+    ),
+    "killed after a save": (
+        {"eval_steps": 4, "epochs": 4}, [{"cut": ("kill", 5)}, {}], range(1, 13), {4: 2.0, 8: 9.0, 12: 4.0},
+    ),
+    "closing evaluation": (
+        {"eval_steps": 4, "epochs": 3}, [{"max_steps": 6}, {}], range(1, 10), {4: 2.0, 6: 4.0, 8: 9.0, 9: 1.0},
+    ),
+}  # fmt: skip
+"""Options and parts of a run, the steps of its checkpoints, and the scores that some of them have."""
+
+
+@pytest.mark.parametrize("case", SCORED)
+def test_score_goes_to_first_checkpoint_after_evaluation(case: str, folder: Path) -> None:
+    options, parts, steps, scores = SCORED[case]
+    play(folder / "run", parts, **scored(SCORES * 2, keep_best=0, **options))
+    assert scores_of(folder / "run") == dict.fromkeys(steps) | scores
 
 
 def test_score_of_failed_checkpoint_goes_to_the_next(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -708,20 +588,21 @@ def test_best_by_closing_evaluation_gets_existing_checkpoint(folder: Path) -> No
     assert best_of(folder / "run") == "checkpoint-4"
 
 
-@pytest.mark.parametrize("limit", thinned([None, 1], [1]))
-def test_longer_run_selects_from_its_own_evaluations(limit: int | None, folder: Path) -> None:
-    """The evaluation after step 4 closed the shorter run; the longer one has none there.
+@pytest.mark.parametrize("schedule", ["CosineAnnealingLR", "ReduceLROnPlateau"])
+def test_lengthened_run_equals_the_long_run(schedule: str, folder: Path) -> None:
+    """The evaluation after step 4 closed the shorter run; the longer one has none there, also not for its best."""
+    options = scored([0.0, 0.0, 5.0, 9.0, 0.0, 1.0], eval_steps=3, async_save=schedule == "CosineAnnealingLR")
+    options["lr_scheduler"] = RECIPES[schedule]["lr_scheduler"]
+    result = assert_resumes_identically(folder / "run", {"max_steps": 4}, {}, **options)
+    assert result["metrics"]["best_checkpoint"] == "checkpoint-3"
 
-    If only the best and the newest are kept, the shorter one has deleted the longer one's best.
-    """
-    options = scored([0.0, 0.0, 5.0, 9.0, 0.0, 1.0], eval_steps=3, save_total_limit=limit)
+
+def test_lengthened_run_ends_with_the_best_that_exists(folder: Path) -> None:
+    """If only the best and the newest are kept, the shorter run has deleted the longer one's best."""
+    options = scored([0.0, 0.0, 5.0, 9.0, 0.0, 1.0], eval_steps=3, save_total_limit=1)
     result = play(folder / "run", [{"max_steps": 4}, {}], **options)
-    if limit:
-        assert names(folder / "run") == numbered(4, 6)
-        assert_same(model_of(result), weights_of(folder / "run" / "checkpoint-4"))
-    else:
-        assert result["metrics"]["best_checkpoint"] == "checkpoint-3"
-        assert_same(result, straight(**options))
+    assert names(folder / "run") == numbered(4, 6)
+    assert_same(model_of(result), weights_of(folder / "run" / "checkpoint-4"))
 
 
 def test_resuming_from_best_equals_the_first_time(folder: Path) -> None:
@@ -770,25 +651,6 @@ CHANGES: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize(
-    "name",
-    thinned(
-        CHANGES,
-        ["model", "optimizer", "optimizer_groups", "lr_scheduler", "global_batch_size", "unit", "samples_per_epoch"],
-    ),
-)
-def test_changed_setting_is_rejected(name: str, stopped_run: Path) -> None:
-    """The error has both values, and nothing is restored."""
-    trainer = build(stopped_run, **CHANGES[name])
-    before = {key: tensor.clone() for key, tensor in trainer.model.state_dict().items()}
-    with pytest.raises(CheckpointError, match=rf"other settings.*\b{name}: .* -> .*allow_change=") as caught:
-        trainer.train(resume_from="auto")
-    reported = re.findall(r"(\w+): (?:(?!; |\. Set).)* -> ", str(caught.value).split("change the run: ")[1])
-    assert {*reported} == {name} | ({"loss_fn"} if name == "unit" else set()), "and no other setting"
-    assert_same(dict(trainer.model.state_dict()), before)
-    assert trainer.progress.step == 0
-
-
 EFFECTS: dict[str, Callable[[Trainer], object]] = {
     "weight_decay": lambda trainer: trainer.optimizer.param_groups[0]["weight_decay"] == 0.1,
     "optimizer_groups": lambda trainer: trainer.optimizer.param_groups[0]["betas"] == (0.8, 0.99),
@@ -798,58 +660,55 @@ SAME_NUMBERS = ("autocast", "model", "optimization_direction", "optimization_met
 """As the run is in double precision, and past its warm-up."""
 
 
-@pytest.mark.parametrize("name", thinned(CHANGES, ["optimizer_groups", "optimizer", "samples_per_epoch"]))
-def test_allowed_change_takes_effect(name: str, stopped: Path) -> None:
+@pytest.mark.parametrize(
+    "name",
+    thinned(
+        CHANGES,
+        ["model", "optimizer", "optimizer_groups", "lr_scheduler", "global_batch_size", "unit", "samples_per_epoch"],
+    ),
+)
+def test_changed_setting_is_rejected_unless_allowed(name: str, stopped: Path) -> None:
+    """The error has both values, and nothing is restored; a change that is allowed takes effect."""
     trainer = build(stopped, **CHANGES[name])
-    metrics = trainer.train(resume_from="auto", allow_change={name, "loss_fn"} if name == "unit" else {name})
+    before = {key: tensor.clone() for key, tensor in trainer.model.state_dict().items()}
+    with pytest.raises(CheckpointError, match=rf"other settings.*\b{name}: .* -> .*allow_change=") as caught:
+        trainer.train(resume_from="auto")
+    reported = re.findall(r"(\w+): (?:(?!; |\. Set).)* -> ", str(caught.value).split("change the run: ")[1])
+    changes = {name, "loss_fn"} if name == "unit" else {name}
+    assert {*reported} == changes, "and no other setting"
+    assert_same(dict(trainer.model.state_dict()), before)
+    assert trainer.progress.step == 0
+    trainer = build(stopped, **CHANGES[name])
+    metrics = trainer.train(resume_from="auto", allow_change=changes)
     assert metrics["train_metrics_history"][-1]["epoch"] == 3
     weight = straight()["tensors"]["model/head.weight"]
     assert torch.equal(trainer.model.head.weight, weight) == (name in SAME_NUMBERS)
     assert EFFECTS.get(name, bool)(trainer)
 
 
-def lr(rate: float, steps: range, factor: Callable[[int], float] = lambda step: 1.0) -> list[float]:
-    """Return the learning rates of these steps."""
-    return [rate * factor(step) for step in steps]
-
-
-def linear(step: int) -> float:
-    return (9 - step) / 9
-
-
-def cosine(step: int) -> float:
-    return (1 + math.cos(math.pi * step / 9)) / 2
-
-
-def halving(step: int) -> float:
-    return 0.5**step
+EARLIER, LATER = range(4), range(4, 9)
 
 
 def exponential(factor: float) -> Any:
     return lambda optimizer: schedules.ExponentialLR(optimizer, factor)
 
 
-FIRST, REST = range(4), range(4, 9)
 RATES: dict[str, tuple[dict[str, Any], str, dict[str, Any], list[float]]] = {
     "rate": (
         {"lr_scheduler": exponential(0.5)}, "learning_rate", {"learning_rate": 0.01},
-        [*lr(0.05, FIRST, halving), *lr(0.01, REST, halving)],
+        [*(0.05 * 0.5**step for step in EARLIER), *(0.01 * 0.5**step for step in LATER)],
     ),
     "linear to cosine": (
         {"lr_scheduler": "linear"}, "lr_scheduler", {"lr_scheduler": "cosine"},
-        [*lr(0.05, FIRST, linear), *lr(0.05, REST, cosine)],
-    ),
-    "linear to none": (
-        {"lr_scheduler": "linear"}, "lr_scheduler", {"lr_scheduler": None},
-        [*lr(0.05, FIRST, linear), *lr(0.05, REST)],
+        [*(0.05 * (9 - step) / 9 for step in EARLIER), *(0.025 * (1 + math.cos(math.pi * step / 9)) for step in LATER)],
     ),
     "constant to custom": (
         {"lr_scheduler": "constant"}, "lr_scheduler", {"lr_scheduler": exponential(0.5)},
-        [*lr(0.05, FIRST), *lr(0.05, range(5), halving)],
+        [*(0.05 for _ in EARLIER), *(0.05 * 0.5**step for step in range(5))],
     ),
     "warm-up": (
         {"warmup_steps": 2}, "warmup_steps", {"warmup_steps": 8},
-        [0.0, 0.025, 0.05, 0.05, *lr(0.05, REST, lambda step: step / 8)],
+        [0.0, 0.025, 0.05, 0.05, *(0.05 * step / 8 for step in LATER)],
     ),
 }  # fmt: skip
 
@@ -922,26 +781,6 @@ def test_settings_that_do_not_alter_numbers_may_change(stopped: Path) -> None:
     assert play(stopped, **change)["position"]["step"] == 12
 
 
-class Plain(Net):
-    """Without batch norm and dropout, which depend on the batches."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.body = nn.Linear(4, 8).double()
-
-
-def test_same_global_batch_size_is_no_change(folder: Path) -> None:
-    expected = straight(model=Plain)
-    parts = [{"cut": ("stop", 4)}, {"batch_size": 8, "gradient_accumulation_steps": 1}]
-    result = play(folder / "run", parts, model=Plain)
-    assert sorted(result["stream"]) == sorted(expected["stream"])
-    for name, tensor in result["tensors"].items():
-        torch.testing.assert_close(tensor, expected["tensors"][name])
-
-
-# --- errors
-
-
 def test_checkpoints_need_a_folder() -> None:
     for call, message in (
         (lambda: build(None).train(resume_from=True), r"`resume_from=True`: pass 'auto' .* or 'last'"),
@@ -957,7 +796,11 @@ def test_errors_of_resuming_come_before_the_first_step(stopped_run: Path) -> Non
     sgd = lambda parameters: torch.optim.SGD([*parameters, nn.Parameter(torch.zeros(7))], 0.1)  # noqa: E731
     for options, arguments, message in (
         ({}, {"resume_from": "auto", "allow_change": {"lerning_rate"}}, r"'lerning_rate'.*learning_rate"),
-        ({"model": Plain}, {"resume_from": "auto", "allow_change": {"model"}}, r"does not fit the model.*body\.0"),
+        (
+            {"model": lambda: nn.Linear(5, 1)},
+            {"resume_from": "auto", "allow_change": {"model"}},
+            "does not fit the model",
+        ),
         ({**custom_optimizer(sgd), "overwrite": True}, {}, r"shapes \[\(7,\)\] that are not the model's"),
     ):
         trainer = build(stopped_run, **options)
@@ -966,22 +809,16 @@ def test_errors_of_resuming_come_before_the_first_step(stopped_run: Path) -> Non
         assert trainer.progress.step == 0 and names(stopped_run) == numbered(3, 4)
 
 
-# --- files
-
-
 def test_files_have_no_pickles_and_no_absolute_paths(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """And their JSON is strict: it has no NaN and Infinity, which the state of this schedule has."""
 
     def fail(*arguments: Any, **options: Any) -> Any:
         raise AssertionError(arguments)
 
-    for module, functions in (
-        (pickle, ("Unpickler", "Pickler", "loads", "dumps", "load", "dump")),
-        (torch, ("load", "save")),
-        (torch.serialization, ("load", "save")),
-    ):
-        for name in functions:
-            monkeypatch.setattr(module, name, fail)
+    for name in ("Unpickler", "Pickler", "loads", "dumps", "load", "dump"):
+        monkeypatch.setattr(pickle, name, fail)
+    for name in ("torch.load", "torch.save", "torch.serialization.load", "torch.serialization.save"):
+        monkeypatch.setattr(name, fail)
     options = scheduled(lambda optimizer: schedules.ReduceLROnPlateau(optimizer), eval_steps=5, load_best_at_end=True)
     play(folder / "run", [{"cut": ("stop", 4)}, {"max_steps": 6}], **options)
     files = [path for path in (folder / "run").rglob("*") if path.is_file()]
@@ -994,42 +831,12 @@ def test_files_have_no_pickles_and_no_absolute_paths(folder: Path, monkeypatch: 
             json.loads(path.read_text(), parse_constant=fail)
 
 
-def test_manifest_has_settings_time_and_versions(folder: Path) -> None:
-    before = datetime.now(UTC).replace(microsecond=0)
-    trainer = train(build(folder / "run", epochs=1))
-    content = content_of(folder / "run" / "checkpoint-3")
-    resolved = trainer.resolved_config()
-    assert content["settings"] == {key: value for key, value in resolved.items() if key != "save_dir"}
-    assert json.loads(json.dumps(resolved)) == resolved
-    saved = datetime.fromisoformat(content["saved_at"])
-    assert saved.utcoffset() == timedelta(0) and before <= saved <= datetime.now(UTC)
-    assert content["versions"]["omnitrain"] == omnitrain.__version__
-    assert content["versions"]["python"] == platform.python_version()
-    assert content["versions"]["torch"] == metadata.version("torch")
-
-
 # --- asynchronous saves
 
 
-class Collecting(Algorithm):
-    """Has a list that grows while an earlier state of it is written."""
-
-    def __init__(self) -> None:
-        self.sizes: list[int] = []
-
-    def transform_batch(self, trainer: Any, batch: Any) -> Any:
-        self.sizes.append(len(batch[0]))
-        return batch
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"sizes": self.sizes}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.sizes = state["sizes"]
-
-
 def test_async_save_writes_the_state_of_its_step(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    options: dict[str, Any] = {"save_steps": 3, "keep_best": 0, "epochs": 2, "algorithms": lambda: [Collecting()]}
+    """The list of a callback grows while its earlier state is written."""
+    options: dict[str, Any] = {"save_steps": 3, "keep_best": 0, "epochs": 2}
     play(folder / "straight", callbacks=lambda: [Requesting()], **options)
     may_write, save_tensors = threading.Event(), state_dicts.save_tensors
 
@@ -1048,9 +855,7 @@ def test_async_save_writes_the_state_of_its_step(folder: Path, monkeypatch: pyte
         paths = [folder / run / f"checkpoint-{step}" for run in ("run", "straight")]
         assert_same(*map(weights_of, paths))
         result, expected = map(content_of, paths)
-        for key in ("callbacks", "algorithms"):
-            assert result[key] == expected[key], f"{key} of step {step}"
-        assert result["progress"]["step"] == step
+        assert result["callbacks"] == expected["callbacks"] and result["progress"]["step"] == step
 
 
 def test_async_saves_do_not_overlap(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -1069,18 +874,14 @@ def test_async_saves_do_not_overlap(folder: Path, monkeypatch: pytest.MonkeyPatc
     assert not [thread for thread in threading.enumerate() if "omnitrain-save" in thread.name]
 
 
-def test_async_save_error_costs_only_the_checkpoint(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_async_save_error_costs_only_the_checkpoint(folder: Path, monkeypatch: Any, caplog: Any) -> None:
     monkeypatch.setattr(state_dicts, "save_tensors", failing_save(lambda path: "checkpoint-3" in str(path)))
     train(build(folder / "run", save_steps=3, async_save=True, keep_best=0))
     assert caplog.text.count("Cannot save") == 1 and names(folder / "run") == numbered(6, 9)
 
 
 @pytest.mark.parametrize("fails", [True, False])
-def test_error_of_the_run_waits_for_the_async_save(
-    fails: bool, folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_error_of_the_run_waits_for_the_async_save(fails: bool, folder: Path, monkeypatch: Any, caplog: Any) -> None:
     """The checkpoint counts, and an error of the save is logged."""
     save_tensors = state_dicts.save_tensors
 
@@ -1098,9 +899,7 @@ def test_error_of_the_run_waits_for_the_async_save(
     assert fails or Store(folder / "run").resolve("auto") is not None
 
 
-def test_failed_last_checkpoint_is_saved_at_the_end(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_failed_last_checkpoint_is_saved_at_the_end(folder: Path, monkeypatch: Any, caplog: Any) -> None:
     attempts: list[Path] = []
     save = failing_save(lambda path: len(attempts) == 1)
     monkeypatch.setattr(state_dicts, "save_tensors", lambda tensors, path: (attempts.append(path), save(tensors, path)))
@@ -1108,45 +907,33 @@ def test_failed_last_checkpoint_is_saved_at_the_end(
     assert names(folder / "run") == numbered(4) and caplog.text.count("Cannot save") == 1
 
 
+class Reads:
+    """A million samples, and how many were read."""
+
+    count = 0
+
+    def __len__(self) -> int:
+        return 1_000_000
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
+        self.count += 1
+        return torch.zeros(4), torch.zeros(1)
+
+
 def test_seeking_does_not_read_earlier_samples(folder: Path) -> None:
-    class Reads:
-        count = 0
-
-        def __len__(self) -> int:
-            return 1_000_000
-
-        def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
-            Reads.count += 1
-            return torch.zeros(4), torch.zeros(1)
-
-    def make(steps: int) -> Trainer:
-        return Trainer(
-            nn.Linear(4, 1), Reads(), loss_fn=F.mse_loss, batch_size=4, max_steps=steps, epochs=None, device="cpu",
-            save_dir=folder, progress_bar=False,
-        )  # fmt: skip
+    def make(steps: int) -> Any:
+        return make_small("native", nn.Linear(4, 1), Reads(), max_steps=steps, epochs=None, save_dir=folder)
 
     make(2).train()
     checkpoint = (folder / "checkpoint-2").rename(folder / "checkpoint-200000")
     content = content_of(checkpoint)
     steps = {"step": 200_000, "samples": 800_000, "samples_in_epoch": 800_000}
     seal(checkpoint, content | {"step": 200_000, "progress": content["progress"] | steps})
-    Reads.count = 0
     trainer = make(200_003)
-    order = trainer.train_loader.sampler.order(0)
     trainer.train(resume_from="auto")
     fingerprint = 4 * 32  # a few dozen samples, each twice, for the comparison and for what comes
-    assert trainer.progress.samples_in_epoch == 800_012 and Reads.count == 12 + fingerprint
-    assert len(order) == 1_000_000
-
-
-# --- signals
-
-
-def test_evaluation_cut_by_signal_is_repeated(folder: Path) -> None:
-    run, options = folder / "run", {"eval_steps": 2, "save_steps": 4, "epochs": 2, "patience": 9}
-    play(run, [{"cut": on("eval_start", at_step(4), send(signal.SIGTERM))}], **options)
-    assert [row["step"] for row in journal(run) if row["kind"] == "eval"] == [2]
-    assert_same(comparable(play(run, **options)), comparable(straight(**options)))
+    assert trainer.progress.samples_in_epoch == 800_012 and trainer.train_dataset.count == 12 + fingerprint
+    assert len(trainer.train_loader.sampler.order(0)) == 1_000_000
 
 
 def test_evaluation_cut_twice_can_be_the_best(folder: Path) -> None:
@@ -1155,9 +942,8 @@ def test_evaluation_cut_twice_can_be_the_best(folder: Path) -> None:
     assert_resumes_identically(folder / "run", *parts, **scored([1.0, 2.0, 9.0, 4.0, 5.0, 6.0]))
 
 
-@pytest.mark.parametrize("event", thinned(["train_start", "eval_start", "eval_end"], ["eval_start"]))
-def test_signal_before_first_step_saves(event: str, folder: Path) -> None:
-    early = on(event, at_step(0), send(signal.SIGTERM))
+def test_signal_before_first_step_saves(folder: Path) -> None:
+    early = on("eval_start", at_step(0), send(signal.SIGTERM))
     options = {"eval_on_start": True, "patience": 2, "eval_steps": 1, "epochs": 2}
     assert_resumes_identically(folder / "run", {"cut": early}, {}, **options)
 
@@ -1186,17 +972,12 @@ def test_sigusr1_saves_and_the_run_continues(folder: Path) -> None:
     assert trainer.metrics["stop_reason"] == "epochs"
 
 
-def test_small_disk_is_reported_before_first_step(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_small_disk_is_reported_before_first_step(folder: Path, monkeypatch: Any, caplog: Any) -> None:
     monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=1000))
     texts: list[str] = []
     look = on("step_start", always, lambda trainer: texts.append(caplog.text))
     train(build(folder / "run", max_steps=1, callbacks=lambda: [look]))
     assert "GB free" in texts[0]
-
-
-# --- models
 
 
 def test_compiled_and_plain_models_resume_each_other(folder: Path) -> None:
@@ -1206,34 +987,6 @@ def test_compiled_and_plain_models_resume_each_other(folder: Path) -> None:
     parts = {"model": compiled, "cut": ("stop", 2)}, {"cut": ("stop", 4)}, {"model": compiled}
     assert_resumes_identically(folder / "run", *parts, epochs=2, eval_dataset=None)
     assert sorted(weights_of(folder / "run" / "checkpoint-2")) == sorted(Net().state_dict())
-
-
-class Aging(Net):
-    """Counts its forward passes outside of any tensor."""
-
-    age = 0
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        self.age += self.training
-        return super().forward(x) * (1 + self.age / 100)
-
-    def get_extra_state(self) -> Any:
-        return {"age": self.age, 1: (2, math.inf)}
-
-    def set_extra_state(self, state: Any) -> None:
-        assert state[1] == (2, math.inf)
-        self.age = state["age"]
-
-
-def test_extra_state_of_module_resumes(folder: Path) -> None:
-    options: dict[str, Any] = {"model": Aging, "epochs": 2, "save_steps": 2}
-    assert_resumes_identically(folder / "run", {"cut": ("kill", 5)}, {}, **options)
-    trainer = build(folder / "run", model=Aging)
-    trainer.load_checkpoint("last")
-    assert trainer.model.age == 12
-
-
-# --- public calls
 
 
 def test_save_checkpoint_of_callback_resumes(folder: Path) -> None:
@@ -1255,11 +1008,11 @@ def test_load_checkpoint_restores_the_trainer(folder: Path) -> None:
     def facts(trainer: Trainer) -> dict[str, Any]:
         return {key: value for key, value in outcome(trainer).items() if key not in ("journal", "callbacks")}
 
-    options = {"save_steps": 2, "eval_steps": 3, "lr_scheduler": "linear"}
+    options = {**RECIPES["skipped steps"], "eval_steps": 3}
     expected = facts(train(build(folder / "run", **options)))
     other = build(folder / "run", **options)
     disturb_generators()
-    assert other.load_checkpoint("last").name == "checkpoint-9"
+    assert other.load_checkpoint("last").name == "checkpoint-6"
     result = facts(other)
     result["metrics"]["stop_reason"], result["generator"] = "epochs", [torch.get_rng_state()]
     assert_same(result, expected)
@@ -1272,13 +1025,9 @@ def test_pending_evaluation_without_dataset_is_left_out(folder: Path) -> None:
     assert play(folder / "run", max_steps=4, eval_dataset=None)["position"]["step"] == 4
 
 
-# --- save_only_model
-
-
-@pytest.mark.parametrize("is_async", thinned([False, True], [True]))
-def test_save_only_model_checkpoints_have_weights_only(is_async: bool, folder: Path) -> None:
+def test_save_only_model_checkpoints_have_weights_only(folder: Path) -> None:
     """They are those of a full checkpoint, and cannot be resumed."""
-    options = scored(save_steps=2, save_total_limit=1, async_save=is_async)
+    options = scored(save_steps=2, save_total_limit=1, async_save=True)
     full, light = folder / "full", folder / "light"
     expected = dict(train(build(full, **options)).model.state_dict())
     assert_same(dict(train(build(light, **options, save_only_model=True)).model.state_dict()), expected)
@@ -1300,18 +1049,13 @@ def test_save_only_model_checkpoints_have_weights_only(is_async: bool, folder: P
     assert trainer.progress.step == 0 and times() == before
 
 
-# --- streams
-
-
-@pytest.mark.parametrize("cut", thinned([1, 3, 4, 8], [4]))
-def test_seekable_stream_is_not_read_again(cut: int, folder: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """3 steps of 8, 8 and 6 samples an epoch, 3 epochs: an epoch's end is after steps 3 and 6."""
-    play(folder / "run", [{"cut": ("stop", cut)}], dataset=Seekable)
+def test_seekable_stream_is_not_read_again(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+    play(folder / "run", [{"cut": ("stop", 4)}], dataset=Seekable)
     resumed = build(folder / "run", dataset=Seekable)
     caplog.clear()
     train(resumed, resume_from="auto")
     assert "again" not in caplog.text
-    assert resumed.train_dataset.read == 3 * 22 - (cut // 3 * 22 + cut % 3 * 8)
+    assert len(resumed.train_dataset.read) == 3 * 22 - (22 + 8)  # an epoch of 22 samples, and a step of 8
     assert_same(dict(resumed.model.state_dict()), model_of(straight(dataset=Seekable)))
 
 
@@ -1327,7 +1071,7 @@ def test_stream_with_unsavable_state_is_read_again(folder: Path, caplog: pytest.
     play(folder / "run", [{"cut": ("stop", 2)}], **options)
     assert "will read the epoch again" in caplog.text
     resumed = train(build(folder / "run", **options), resume_from="auto")
-    assert (resumed.progress.step, resumed.train_dataset.read) == (6, 44)
+    assert (resumed.progress.step, len(resumed.train_dataset.read)) == (6, 44)
 
 
 def test_impossible_stream_state_is_rejected(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -1338,7 +1082,7 @@ def test_impossible_stream_state_is_rejected(folder: Path, caplog: pytest.LogCap
     resumed, content = build(run, **options), content_of(newest)
     before = copy.deepcopy(dict(resumed.model.state_dict()))
     for key, value in (
-        ("place", "x"), ("place", {"__float__": "nan"}), ("place", True), ("share", {"__float__": "inf"}),
+        ("at", "x"), ("at", {"__float__": "nan"}), ("at", True), ("share", {"__float__": "inf"}),
         ("file", {}), ("file", 3), ("file", {"shard": []}), ("file", {"shard": 3}),
     ):  # fmt: skip
         forged = copy.deepcopy(content)
