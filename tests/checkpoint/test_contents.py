@@ -3,50 +3,47 @@
 from __future__ import annotations
 
 import copy
+import functools
 import hashlib
+import json
 import os
-from collections.abc import Iterator
+import shutil
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
-from forging import ODDITIES, SPOILINGS, content_of, copied, forge_tensors, places, put, seal, spoil
+from forging import ODDITIES, content_of, copied, forge_tensors, places, put, seal
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from marks import thinned
+from marks import TRAINERS, make_small, thinned
 from recipes import rows, t16
-from resuming import assert_same, memory_folder
+from resuming import assert_same, build, memory_folder
 from tiny import Tokens, gpt
 from torch import nn
 
-from omnitrain import AccelerateTrainer, Algorithm, Callback, CheckpointError, HFTrainer, NonFiniteError, Trainer
+from omnitrain import Algorithm, Callback, CheckpointError, NonFiniteError
+from omnitrain.checkpoint import history as history_module
 from omnitrain.checkpoint.contents import OPTIMIZER, RNG, STATES
+from omnitrain.checkpoint.history import read_history
 from omnitrain.checkpoint.manifest import LARGEST_MANIFEST, MANIFEST, read_manifest
 from omnitrain.checkpoint.state_dicts import WEIGHTS
+from omnitrain.core.history import MetricsDict
 
-TRAINERS = {"native": Trainer, "accelerate": AccelerateTrainer, "hf": HFTrainer}
 STEPS = 4
 
 
 class Keeper(Callback):
-    """Has a state of tensors, lists and numbers, and records the calls of two events."""
+    """Has a state of tensors, lists and numbers."""
 
     def __init__(self) -> None:
         self.state: Any = {"mean": torch.zeros(3), "pair": (torch.zeros(()), [1])}
-        self.calls: list[str] = []
 
     def on_step_end(self, trainer: Any) -> None:
         self.state["mean"] = self.state["mean"] + 1
         self.state["pair"] = (self.state["pair"][0] + 0.5, [trainer.progress.step])
-
-    def on_checkpoint_loaded(self, trainer: Any) -> None:
-        self.calls.append(f"loaded {trainer.progress.step} {float(self.state['mean'][0])}")
-
-    def on_train_start(self, trainer: Any) -> None:
-        self.calls.append("start")
 
     def state_dict(self) -> dict[str, Any]:
         return self.state
@@ -59,27 +56,29 @@ class Keeper(Callback):
 
 
 def make(kind: str, save_dir: Path, **options: Any) -> Any:
-    device = {"device": "cpu"} if kind == "native" else {}
     defaults: dict[str, Any] = {
-        "batch_size": 4, "eval_steps": 2, "learning_rate": 0.01, "log_steps": 1, "loss_fn": F.mse_loss,
-        "lr_scheduler": "cosine", "max_steps": STEPS, "progress_bar": False, "save_steps": 2, "load_best_at_end": False,
+        "eval_steps": 2, "learning_rate": 0.01, "log_steps": 1, "lr_scheduler": "cosine", "max_steps": STEPS,
+        "save_steps": 2, "load_best_at_end": False, "callbacks": [Keeper()], "eval_dataset": rows(4),
     }  # fmt: skip
-    defaults |= {"callbacks": [Keeper()], "eval_dataset": rows(4), "save_dir": save_dir, **device, **options}
-    return TRAINERS[kind](t16(dropout=0.1), train_dataset=rows(12), **defaults)
+    return make_small(kind, t16(dropout=0.1), rows(12), save_dir=save_dir, **{**defaults, **options})
 
 
 @pytest.fixture(scope="module")
-def folder() -> Iterator[Path]:
+def runs() -> Iterator[Path]:
     with memory_folder() as path:
         yield path
 
 
-def saved(kind: str, folder: Path) -> Path:
-    """Return a run with two checkpoints, of steps 2 and 4, which no test may change."""
-    run = folder / kind
-    if not run.exists():
-        make(kind, run).train()
-    return run
+@pytest.fixture(scope="module")
+def saved(runs: Path) -> Callable[[str], Path]:
+    """Return a run of a trainer with two checkpoints, of steps 2 and 4, which no test may change."""
+
+    @functools.cache
+    def save(kind: str) -> Path:
+        make(kind, runs / kind).train()
+        return runs / kind
+
+    return save
 
 
 def newest(run: Path) -> Path:
@@ -103,49 +102,51 @@ def state_of(trainer: Any) -> Any:
     )
 
 
-# --- what does not fit
+def with_tensor(name: str, change: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[dict[str, torch.Tensor]], Any]:
+    return lambda tensors: tensors.update({name: change(tensors[name])})
 
 
-def grow(name: str) -> Any:
-    return lambda tensors: tensors.update({name: torch.zeros(64, dtype=tensors[name].dtype)})
+def grown(tensor: torch.Tensor) -> torch.Tensor:
+    return torch.zeros(64, dtype=tensor.dtype)
 
 
-def shrink(name: str) -> Any:
-    return lambda tensors: tensors.update({name: tensors[name].flatten()[:1].clone()})
+def shrunk(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.flatten()[:1].clone()
 
 
-def to_complex(name: str) -> Any:
-    return lambda tensors: tensors.update({name: tensors[name].to(torch.complex64)})
+def as_complex(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.to(torch.complex64)
 
 
 FORGED: dict[str, tuple[str, Any]] = {
-    "small moment": (OPTIMIZER, shrink("0.weight/exp_avg")),
-    "large moment": (OPTIMIZER, grow("3.bias/exp_avg_sq")),
-    "complex moment": (OPTIMIZER, to_complex("0.bias/exp_avg")),
-    "large step": (OPTIMIZER, grow("0.weight/step")),
+    "small moment": (OPTIMIZER, with_tensor("0.weight/exp_avg", shrunk)),
+    "large moment": (OPTIMIZER, with_tensor("3.bias/exp_avg_sq", grown)),
+    "complex moment": (OPTIMIZER, with_tensor("0.bias/exp_avg", as_complex)),
+    "large step": (OPTIMIZER, with_tensor("0.weight/step", grown)),
     "no moment": (OPTIMIZER, lambda tensors: tensors.pop("0.weight/exp_avg_sq")),
     "NaN step": (OPTIMIZER, lambda tensors: tensors["0.weight/step"].fill_(float("nan"))),
     "negative step": (OPTIMIZER, lambda tensors: tensors["3.bias/step"].neg_()),
     "unknown parameter": (OPTIMIZER, lambda tensors: tensors.update({"9.weight/exp_avg": torch.zeros(1)})),
-    "small torch state": (RNG, shrink("0/torch")),
+    "small torch state": (RNG, with_tensor("0/torch", shrunk)),
     "negative python state": (RNG, lambda tensors: tensors["0/python"].neg_()),
-    "float numpy state": (RNG, lambda tensors: tensors.update({"0/numpy": tensors["0/numpy"].float()})),
+    "float numpy state": (RNG, with_tensor("0/numpy", torch.Tensor.float)),
     "no torch state": (RNG, lambda tensors: tensors.pop("0/torch")),
     "no states": (STATES, lambda tensors: tensors.clear()),
 }
+OTHER_TRAINERS = [("hf", "large moment"), ("accelerate", "no torch state")]
+QUICK = ("no moment", "NaN step", "unknown parameter", "float numpy state", "no states")
 
 
-QUICK = [
-    *(("native", case) for case in ("no moment", "NaN step", "unknown parameter", "float numpy state", "no states")),
-    ("hf", "large moment"),
-    ("accelerate", "no torch state"),
-]
-
-
-@pytest.mark.parametrize(("kind", "case"), thinned([(kind, case) for kind in TRAINERS for case in FORGED], QUICK))
-def test_forged_tensors_are_rejected(kind: str, case: str, folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize(
+    ("kind", "case"),
+    thinned(
+        [*(("native", case) for case in FORGED), *OTHER_TRAINERS],
+        [*(("native", case) for case in QUICK), *OTHER_TRAINERS],
+    ),
+)
+def test_forged_tensors_are_rejected(kind: str, case: str, saved: Any, folder: Path, caplog: Any) -> None:
     """The trainer is unchanged, and "auto" resumes from the checkpoint before."""
-    run = copied(saved(kind, folder), folder / "forged")
+    run = copied(saved(kind), folder / "forged")
     forge_tensors(newest(run), *FORGED[case])
     trainer = make(kind, run)
     before = state_of(trainer)
@@ -164,37 +165,22 @@ def forge_callback(folder: Path) -> None:
     seal(folder, content)
 
 
-@pytest.mark.parametrize("kind", thinned(TRAINERS, ["native"]))
-def test_forged_weights_and_callbacks_are_rejected(kind: str, folder: Path) -> None:
+def test_forged_weights_and_callbacks_are_rejected(saved: Any, folder: Path) -> None:
     """Weights of another shape or dtype are for another model: "auto" does not take an earlier checkpoint."""
-    changes = (shrink("0.weight"), grow("3.bias"), to_complex("0.bias"), lambda tensors: tensors.pop("0.bias"))
+    changes = [
+        with_tensor("0.weight", shrunk), with_tensor("3.bias", grown), with_tensor("0.bias", as_complex),
+        lambda tensors: tensors.pop("0.bias"),
+    ]  # fmt: skip
     cases: list[Any] = [(partial(forge_tensors, file=WEIGHTS, change=change), "fit the model") for change in changes]
     for forge, message in [*cases, (forge_callback, r"Keeper.load_state_dict rejected .*: AssertionError")]:
-        run = copied(saved(kind, folder), folder / "forged")
+        run = copied(saved("native"), folder / "forged")
         forge(newest(run))
-        trainer = make(kind, run)
+        trainer = make("native", run)
         before = state_of(trainer)
         for which in (newest(run), "last", *(["auto"] if forge is not forge_callback else [])):
             with pytest.raises(CheckpointError, match=message):
                 trainer.train(resume_from=which)
         assert_same(state_of(trainer), before)
-
-
-# --- callbacks
-
-
-@pytest.mark.parametrize("kind", thinned(TRAINERS, ["native", "hf"]))
-def test_callback_tensors_are_restored_before_its_event(kind: str, folder: Path, tmp_path: Path) -> None:
-    run = saved(kind, folder)
-    keeper = Keeper()
-    trainer = make(kind, tmp_path / "further", max_steps=6, callbacks=[keeper])
-    trainer.train(resume_from=newest(run), allow_change={"lr_scheduler_options"})
-    assert keeper.calls == [f"loaded {STEPS} {float(STEPS)}", "start"]
-    assert keeper.state["mean"].tolist() == [6.0] * 3 and float(keeper.state["pair"][0]) == 3.0
-    assert keeper.state["pair"][1] == [6]
-    keeper.calls.clear()
-    trainer.load_checkpoint(newest(run))
-    assert keeper.calls == [f"loaded {STEPS} {float(STEPS)}"] and keeper.state["mean"].tolist() == [4.0] * 3
 
 
 @pytest.mark.parametrize("kind", TRAINERS)
@@ -205,9 +191,6 @@ def test_unsavable_callback_state_ends_the_run_at_once(kind: str, tmp_path: Path
     with pytest.raises(CheckpointError, match="Keeper/odd/0` holds a set"):
         trainer.train()
     assert trainer.progress.step == 0
-
-
-# --- fuzzing
 
 
 def attempt(run: Path, which: Any) -> str:
@@ -238,53 +221,19 @@ def change_manifest(run: Path, target: Path, index: int, kind: str, oddity: Any,
     return attempt(target, which or folder)
 
 
-def damage_file(run: Path, target: Path, file: int, how: str, position: int, fill: int, which: Any = None) -> str:
-    folder = newest(copied(run, target))
-    names = [MANIFEST, *content_of(folder)["files"]]
-    spoil(folder / names[file % len(names)], how, position, fill)
-    return attempt(target, which or folder)
-
-
-WHICH = st.sampled_from([None, "auto"])
-CHANGES: dict[str, Any] = {
-    "index": st.integers(0, 2000), "kind": st.sampled_from(["delete", "replace", "replace"]),
-    "oddity": st.sampled_from(ODDITIES), "which": WHICH,
-}  # fmt: skip
-DAMAGE: dict[str, Any] = {
-    "file": st.integers(0, 4), "how": st.sampled_from(SPOILINGS), "position": st.integers(0, 1 << 20),
-    "fill": st.integers(0, 255), "which": WHICH,
-}  # fmt: skip
-
-
-def fuzz(examples: int) -> Any:
-    checks = list(HealthCheck)
-    return settings(max_examples=examples, deadline=None, derandomize=True, database=None, suppress_health_check=checks)
-
-
-@pytest.mark.parametrize("examples", thinned([6, 4000], [6]))
-def test_changed_manifest_is_rejected_or_resumed(examples: int, folder: Path) -> None:
+@pytest.mark.parametrize("examples", thinned([6, 2000], [6]))
+def test_changed_manifest_is_rejected_or_resumed(examples: int, saved: Any, folder: Path) -> None:
     """A changed setting is an error under "auto", too: it would resume an older run otherwise."""
 
-    @fuzz(examples)
-    @given(**CHANGES)
+    @settings(max_examples=examples, database=None, suppress_health_check=list(HealthCheck))
+    @given(
+        index=st.integers(0, 2000), kind=st.sampled_from(["delete", "replace", "replace"]),
+        oddity=st.sampled_from(ODDITIES), which=st.sampled_from([None, "auto"]),
+    )  # fmt: skip
     def check(**change: Any) -> None:
-        assert change_manifest(saved("native", folder), folder / "changed", **change) in ("rejected", "resumed")
+        assert change_manifest(saved("native"), folder / "changed", **change) in ("rejected", "resumed")
 
     check()
-
-
-@pytest.mark.parametrize("examples", thinned([6, 2000], [6]))
-def test_damaged_file_is_rejected_or_passed_over(examples: int, folder: Path) -> None:
-    @fuzz(examples)
-    @given(**DAMAGE)
-    def check(which: Any, **damage: Any) -> None:
-        expected = "resumed" if which else "rejected"
-        assert damage_file(saved("native", folder), folder / "damaged", **damage, which=which) == expected
-
-    check()
-
-
-# --- files
 
 
 PREFIX = '{"format_version": 1, "sha256": "%s", '
@@ -317,11 +266,9 @@ def test_read_manifest_rejects_large_files(tmp_path: Path) -> None:
 
 def test_pointers_open_with_from_pretrained(tmp_path: Path) -> None:
     model = gpt()
-    options: dict[str, Any] = {"progress_bar": False, "device": "cpu", "max_steps": 1, "batch_size": 2}
-    Trainer(model, Tokens(4), Tokens(2), save_dir=tmp_path / "run", **options).train()
+    make_small("native", model, Tokens(4), loss_fn=None, eval_dataset=Tokens(2), save_dir=tmp_path, max_steps=1).train()
     for which in ("last", "best"):
-        loaded = type(model).from_pretrained(tmp_path / "run" / which)
-        assert_same(dict(loaded.state_dict()), dict(model.state_dict()))
+        assert_same(dict(type(model).from_pretrained(tmp_path / which).state_dict()), dict(model.state_dict()))
 
 
 class InfiniteOnce(Algorithm):
@@ -337,18 +284,66 @@ class SaveSkipped(Callback):
             trainer.request_save()
 
 
-@pytest.mark.parametrize("trainer_class", [Trainer, AccelerateTrainer, HFTrainer])
 def test_save_after_a_skipped_step_keeps_the_best(trainer_class: Any, tmp_path: Path) -> None:
     """It has the name of the best, which was saved before it, and all of its weights and buffers."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Linear(8, 1))
-    trainer = trainer_class(
-        model, rows(16, torch.float32), rows(8, torch.float32), loss_fn=F.mse_loss, batch_size=4, max_steps=3,
-        eval_steps=2, save_steps=10, on_nonfinite="skip", learning_rate=0.05,
-        algorithms=[InfiniteOnce()], callbacks=[SaveSkipped()], progress_bar=False, save_dir=tmp_path,
-        **({"device": "cpu"} if trainer_class is Trainer else {}),
+    trainer = make_small(
+        trainer_class, model, rows(16, torch.float32), eval_dataset=rows(8, torch.float32), max_steps=3, eval_steps=2,
+        save_steps=10, on_nonfinite="skip", learning_rate=0.05, algorithms=[InfiniteOnce()], callbacks=[SaveSkipped()],
+        save_dir=tmp_path,
     )  # fmt: skip
     trainer.train()
     assert (trainer.metrics["best_step"], trainer.progress.skipped_steps) == (2, 1)
     assert content_of(tmp_path / "checkpoint-2")["progress"]["skipped_steps"] == 1
     assert trainer.evaluate()["eval_loss"] == trainer.metrics["best_valid"]["eval_loss"]
+
+
+def history(evaluations: int) -> MetricsDict:
+    metrics = MetricsDict()
+    for step in range(evaluations):
+        metrics.add_valid(
+            {"epoch": step / 7, "step": step, "eval_loss": 1 / (step + 3), "eval_accuracy": 0.5}, best=step == 1
+        )
+    return metrics
+
+
+def test_history_is_in_a_checkpoint_that_is_copied_away(tmp_path: Path) -> None:
+    def loaded() -> Any:
+        trainer = build(tmp_path / "other")
+        trainer.load_checkpoint(folder)
+        return json.loads(json.dumps(trainer.metrics))
+
+    build(tmp_path / "run", epochs=2).train()
+    folder = shutil.copytree(tmp_path / "run" / "last", tmp_path / "alone")
+    shutil.rmtree(tmp_path / "run")
+    metrics = loaded()
+    assert [row["step"] for row in metrics["valid"]] == [3, 6]
+    assert [row["epoch"] for row in metrics["train_metrics_history"]] == [1, 2]
+    assert "valid" not in content_of(folder)["metrics"]
+
+
+def test_history_save_encodes_only_new_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The time of a save does not grow with the rows before it."""
+    trainer, encoded = build(tmp_path), []
+
+    class Counting:
+        loads = staticmethod(json.loads)
+
+        @staticmethod
+        def dumps(value: Any, **options: Any) -> str:
+            encoded.append(value)
+            return json.dumps(value, **options)
+
+    monkeypatch.setattr(history_module, "json", Counting)
+    trainer.lifecycle.metrics = history(200)
+    trainer.save_checkpoint()
+    assert len(encoded) == 200
+    for step in range(3):
+        trainer.metrics.add_valid({"epoch": 1.0, "step": step, "eval_loss": 0.5}, best=False)
+        trainer.save_checkpoint()
+        assert len(encoded) == 201 + step
+    trainer.lifecycle.metrics = history(2)  # as after loading another checkpoint
+    trainer.save_checkpoint()
+    assert len(encoded) == 205
+    assert len(read_history(trainer.store.root / "last", content_of(trainer.store.root / "last"))["valid"]) == 2

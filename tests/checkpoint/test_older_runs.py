@@ -81,12 +81,7 @@ def test_older_runs_are_resumed(kind: str, tmp_path: Path, caplog: pytest.LogCap
     assert set(range(SAVED_STEP + 1, LAST_STEP + 1)) <= resumed.keys() == expected.keys()
     tolerance = 1e-6 if kind in ("native", "losses", "hf") else 0.2  # on two ranks dropout drew other numbers
     assert resumed == pytest.approx(expected, abs=tolerance)
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_checkpoint_verify_accepts_older_runs(kind: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert not main(["checkpoint", "verify", str(FOLDERS / kind / f"checkpoint-{SAVED_STEP}")])
-    assert f"checkpoint-{SAVED_STEP}" in capsys.readouterr().out
+    assert main(["checkpoint", "verify", str(FOLDERS / kind / f"checkpoint-{SAVED_STEP}")]) == 0
 
 
 def write(folder: str, kinds: list[str]) -> None:
