@@ -115,9 +115,6 @@ def content_of(address: str) -> dict[str, bytes]:
     return {path.strip("/")[start:]: fs.cat_file(path) for path in sorted(fs.find(root))}
 
 
-# --- runs on a store
-
-
 @contextlib.contextmanager
 def mirroring(address: str) -> Iterator[MirroredStore]:
     """Take the store inside; at the end all is uploaded."""
@@ -158,9 +155,6 @@ def wait_for(condition: Callable[[], bool]) -> None:
     while not condition():
         assert time.monotonic() < end, "it never came"
         time.sleep(0.01)
-
-
-# --- S3's protocol on the loopback
 
 
 class S3:

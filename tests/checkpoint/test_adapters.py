@@ -10,7 +10,6 @@ import peft
 import pytest
 import torch
 from adapting import TRAINERS, adapted, agree, content_of, lora, make, reopened, run, weights_of
-from marks import thinned
 from safetensors.torch import load_file
 from tiny import Tokens, llama
 from torch import nn
@@ -37,11 +36,10 @@ def test_adapters_reopen_in_peft(kind: str, tmp_path: Path) -> None:
     assert not (tmp_path / "model" / "model.safetensors").exists()
 
 
-@pytest.mark.parametrize("kind", thinned(TRAINERS, ["native"]))
-def test_adapters_are_saved_per_name_with_full_modules(kind: str, tmp_path: Path) -> None:
+def test_adapters_are_saved_per_name_with_full_modules(tmp_path: Path) -> None:
     model = adapted(modules_to_save=["lm_head"])
     model.add_adapter("other", lora(2, r=3))
-    trainer = run(kind, model, tmp_path / "run")
+    trainer = run("native", model, tmp_path / "run")
     trainer.save_model(tmp_path / "model")
     weights = weights_of(trainer)
     for folder in (tmp_path / "model", tmp_path / "run" / "last"):
@@ -56,7 +54,7 @@ def test_adapters_are_saved_per_name_with_full_modules(kind: str, tmp_path: Path
     assert "base_model.model.lm_head.original_module.weight" in tensors  # a new head is random
 
 
-@pytest.mark.parametrize("name", thinned(["model", "layers", "0", "q_proj", "weight", "base_model"], ["model", "0"]))
+@pytest.mark.parametrize("name", ["model", "0"])
 def test_adapters_named_like_layers_reopen(name: str, tmp_path: Path) -> None:
     """Only what belongs to an adapter is saved, not what has its name: `base_model.model.model.layers.0` of Llama."""
     trainer = run("native", peft.get_peft_model(llama(), lora(), adapter_name=name), tmp_path / "run")
@@ -71,11 +69,10 @@ def test_adapters_named_like_layers_reopen(name: str, tmp_path: Path) -> None:
     assert place == (name, name)
 
 
-@pytest.mark.parametrize("kind", thinned(TRAINERS, ["hf"]))
-def test_adapters_of_transformers_integration_reopen(kind: str, tmp_path: Path) -> None:
+def test_adapters_of_transformers_integration_reopen(tmp_path: Path) -> None:
     model = llama()
     model.add_adapter(lora())
-    trainer = run(kind, model, tmp_path / "run")
+    trainer = run("hf", model, tmp_path / "run")
     check_reopens(trainer, tmp_path, {f"base_model.model.{name}": value for name, value in weights_of(trainer).items()})
 
 
@@ -134,17 +131,15 @@ def test_adapters_of_async_saves_are_those_of_their_step(tmp_path: Path) -> None
         assert agree(reopened(tmp_path / "run" / f"checkpoint-{step}"), weights_of(straight)), step
 
 
-@pytest.mark.parametrize("kind", thinned(TRAINERS, ["hf"]))
-def test_adapters_overwrite_only_if_asked(kind: str, tmp_path: Path) -> None:
-    trainer = make(kind, peft.get_peft_model(llama(), lora(), adapter_name="named"))
-    make(kind, llama()).save_model(tmp_path / "plain")
+def test_adapters_overwrite_only_if_asked(tmp_path: Path) -> None:
+    trainer = make("hf", peft.get_peft_model(llama(), lora(), adapter_name="named"))
+    make("hf", llama()).save_model(tmp_path / "plain")
     (tmp_path / "file").touch()
     trainer.save_model(tmp_path / "model")
     for name, message in (
-        ("model", r"named/adapter_config.json' already exists. Pass overwrite=True"),
-        ("plain", r"model.safetensors' already exists"),
+        ("model", "named/adapter_config.json' already exists"), ("plain", "model.safetensors' already exists"),
         ("file", "it is a file"),
-    ):
+    ):  # fmt: skip
         with pytest.raises(ConfigError, match=message):
             trainer.save_model(tmp_path / name)
     trainer.save_model(tmp_path / "model", overwrite=True)

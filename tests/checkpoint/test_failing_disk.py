@@ -20,20 +20,18 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
-from marks import thinned
+from marks import make_small, thinned
+from programs import exit_code, fork
 from recipes import StopAt, rows, same, t16, weights
-from resuming import memory_folder
 from safetensors.torch import save_file
 
-from omnitrain import AccelerateTrainer, Callback, CheckpointError, HFTrainer, NonFiniteError, Trainer
+from omnitrain import Callback, CheckpointError, NonFiniteError
 from omnitrain.checkpoint import lock
 from omnitrain.checkpoint.store import Store
 from omnitrain.core.errors import Tolerance, is_disk_error
 from omnitrain.loggers import rows as row_files
 from omnitrain.loggers.tensorboard import TensorBoardLogger
 
-TRAINERS: dict[str, Any] = {"native": Trainer, "accelerate": AccelerateTrainer, "hf": HFTrainer}
 ERRNOS = (errno.ENOSPC, errno.EIO, errno.EROFS, errno.EDQUOT)
 AUDITED = (
     "open", "os.mkdir", "os.rename", "os.remove", "os.rmdir", "os.truncate", "os.utime", "os.listdir", "os.scandir",
@@ -153,23 +151,18 @@ def failing(disk: Disk) -> Iterator[Disk]:
             present.remove(disk)
 
 
-@pytest.fixture
-def folder(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+@pytest.fixture(autouse=True)
+def short_waits(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lock, "EXIT_GRACE_S", 0.1)
     monkeypatch.setattr(threading, "excepthook", lambda args: None)  # TensorBoard writes in a thread
-    with memory_folder() as path:
-        yield path
 
 
 def make(kind: str, run: Path, *callbacks: Callback, **options: Any) -> Any:
     options = {
-        "epochs": 2, "batch_size": 4, "learning_rate": 0.05, "log_steps": 1, "eval_steps": 2, "save_steps": 2,
-        "save_total_limit": 1, "load_best_at_end": False, "progress_bar": False, **options,
+        "epochs": 2, "learning_rate": 0.05, "log_steps": 1, "eval_steps": 2, "save_steps": 2, "save_total_limit": 1,
+        "load_best_at_end": False, "eval_dataset": rows(4), **options,
     }  # fmt: skip
-    if kind == "native":
-        options["device"] = "cpu"
-    callbacks = (TensorBoardLogger(), *callbacks)
-    return TRAINERS[kind](t16(), rows(12), rows(4), loss_fn=F.mse_loss, save_dir=run, callbacks=[*callbacks], **options)
+    return make_small(kind, t16(), rows(12), save_dir=run, callbacks=[TensorBoardLogger(), *callbacks], **options)
 
 
 def outcome(trainer: Any) -> Any:
@@ -211,19 +204,14 @@ def chosen(operations: list[str], kind: str, part: int | None, is_full: bool = F
     return [same_name[len(same_name) // 2] for same_name in numbers.values()]
 
 
-def cases(*quick_kinds: str) -> Any:
-    """Return a parametrization by trainer and part: all operations are slow, and so are other trainers than these."""
-    extents = [(kind, part) for kind in TRAINERS for part in (None, *range(PARTS))]
-    return pytest.mark.parametrize(("kind", "part"), thinned(extents, [(kind, None) for kind in quick_kinds]))
-
-
-# --- a fault at each operation
-
-
-@cases("native", "hf")
-def test_disk_fault_at_operation_does_not_end_the_run(
-    kind: str, part: int | None, folder: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+@pytest.mark.parametrize(
+    ("kind", "part"),
+    thinned(
+        [("native", None), ("hf", None), *(("native", part) for part in range(PARTS))],
+        [("native", None), ("hf", None)],
+    ),
+)
+def test_disk_fault_at_operation_does_not_end_the_run(kind: str, part: int | None, folder: Path, caplog: Any) -> None:
     """It is reported, and costs neither weights nor metrics; what is left can be resumed."""
     run = folder / "run"
     with failing(Disk(run)) as disk:
@@ -253,20 +241,20 @@ def test_disk_fault_at_operation_does_not_end_the_run(
                 assert same(weights(trainer.get_model()), expected[0]), f"after {disk.failed}"
 
 
-@cases("native")
-def test_resume_works_on_full_disk(kind: str, part: int | None, folder: Path) -> None:
+@pytest.mark.parametrize("part", thinned([None, 0, 4, 8], [None]))
+def test_resume_works_on_full_disk(part: int | None, folder: Path) -> None:
     def resume(run: Path) -> Any:
-        trainer = make(kind, run)
+        trainer = make("native", run)
         trainer.train(resume_from="last")
         return outcome(trainer)
 
     run, first = folder / "run", folder / "first"
-    make(kind, first, StopAt(3)).train()
-    expected = train_and_test(kind, folder / "straight")
+    make("native", first, StopAt(3)).train()
+    expected = train_and_test("native", folder / "straight")
     shutil.copytree(first, run)
     with failing(Disk(run)) as disk:
         assert is_same(resume(run), expected)
-    for at in [0, *chosen(disk.operations, kind, part, is_full=True)]:
+    for at in [0, *chosen(disk.operations, "native", part, is_full=True)]:
         shutil.rmtree(run)
         shutil.copytree(first, run)
         with failing(Disk(run, at, is_full=True)) as disk:
@@ -288,16 +276,11 @@ def test_non_finite_loss_is_reported_on_full_disk(folder: Path) -> None:
             make("native", run, Spoil()).train()
 
 
-# --- limits of the system
-
-
 @pytest.mark.processes
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="a process cannot lift the limit of its files again")
-@pytest.mark.parametrize("kind", thinned(TRAINERS, ["native"]))
-def test_file_size_limit_does_not_end_the_run(kind: str, folder: Path) -> None:
+def test_file_size_limit_does_not_end_the_run(folder: Path) -> None:
     """The system rejects writes, in safetensors' own code too: an error per save, and the checkpoint before stays."""
-    run, report = folder / "run", folder / "report.json"
-    facts: dict[str, Any] = {"errors": []}
+    run, errors = folder / "run", list[str]()
 
     class Limit(Callback):
         order = 99
@@ -308,57 +291,38 @@ def test_file_size_limit_does_not_end_the_run(kind: str, folder: Path) -> None:
             resource.setrlimit(resource.RLIMIT_FSIZE, (size, resource.RLIM_INFINITY))
             if step == 9:
                 checkpoint, _ = Store(run).resolve("auto")  # type: ignore[misc]
-                facts["present"] = [checkpoint.name, *map(str, run.glob("*.tmp"))]
+                assert checkpoint.name == "checkpoint-2" and not [*run.glob("*.tmp")]
 
     class Listener(logging.Handler):
         def emit(self, record: logging.LogRecord) -> None:
             if "Cannot save" in record.getMessage():
-                facts["errors"].append(record.getMessage())
+                errors.append(record.getMessage())
 
-    child = os.fork()
-    if not child:
+    def train_with_limits() -> None:
         logging.getLogger("omnitrain").addHandler(Listener(logging.ERROR))
-        make(kind, run, Limit(), epochs=4).train()
-        report.write_text(json.dumps(facts))
-        os._exit(0)
-    assert os.waitpid(child, 0)[1] == 0
-    facts = json.loads(report.read_text())
-    assert facts["present"] == ["checkpoint-2"] and train_steps(run) == [*range(1, 13)]
-    assert len(facts["errors"]) == 3 and all("File too large" in error for error in facts["errors"])  # steps 4, 6, 8
+        make("native", run, Limit(), epochs=4).train()
+        assert len(errors) == 3 and all("File too large" in error for error in errors)  # steps 4, 6, 8
+
+    assert exit_code(fork(train_with_limits)) == 0
+    assert train_steps(run) == [*range(1, 13)]
     checkpoint, _ = Store(run).resolve("last")  # type: ignore[misc]
     assert checkpoint.name == "checkpoint-12"
 
 
-# --- rows of metrics
-
-
-def test_metric_rows_wait_for_the_disk(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    """Rows are written when the disk works again; above a number of them, the oldest are lost, which is reported."""
-    full_disk: list[Disk] = []
-
+def test_metric_rows_wait_for_the_disk(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
     class Fail(Callback):
         order = 39
 
         def on_step_end(self, trainer: Any) -> None:
             if trainer.progress.step in (4, 20):
-                (disk,) = full_disk
                 disk.at = len(disk.operations) if trainer.progress.step == 4 else None
 
     caplog.set_level(logging.WARNING)
-    for name in ("waiting", "lost"):
-        with failing(Disk(folder / name, is_full=True)) as disk:
-            full_disk[:] = [disk]
-            make("native", folder / name, Fail(), epochs=10, save_steps=1000, eval_steps=1000).train()
-        if name == "waiting":
-            assert train_steps(folder / name) == [*range(1, 31)]
-            messages = [text for text in caplog.messages if "metrics.jsonl" in text]
-            assert len(messages) == 2 and "cannot be written" in messages[0] and "works again" in messages[1]
-            monkeypatch.setattr(row_files, "MAX_PENDING", 10)
-            caplog.clear()
-    assert train_steps(folder / "lost") == [1, 2, 3, *range(11, 31)]
-    assert "lacks 7 rows" in caplog.text
+    with failing(Disk(folder / "run", is_full=True)) as disk:
+        make("native", folder / "run", Fail(), epochs=10, save_steps=1000, eval_steps=1000).train()
+    assert train_steps(folder / "run") == [*range(1, 31)]
+    messages = [text for text in caplog.messages if "metrics.jsonl" in text]
+    assert len(messages) == 2 and "cannot be written" in messages[0] and "works again" in messages[1]
 
 
 def test_is_disk_error_accepts_only_disk_errors() -> None:

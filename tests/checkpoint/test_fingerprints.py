@@ -15,16 +15,14 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from marks import thinned
+from marks import make_small, thinned
 from recipes import Noisy
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
-from omnitrain import AccelerateTrainer, CheckpointError, HFTrainer, Trainer
+from omnitrain import CheckpointError, Trainer
 from omnitrain.checkpoint.fingerprints import code_digest, content_digest, data_fingerprint
 from omnitrain.data.loaders import UserLoader, make_loader
-
-TRAINERS = {"native": Trainer, "accelerate": AccelerateTrainer, "hf": HFTrainer}
 
 
 def plain_loss(outputs: Any, labels: Any) -> Any:
@@ -37,13 +35,10 @@ def data(size: int = 12, flipped: bool = False) -> TensorDataset:
     return TensorDataset(torch.randn(size, 4, generator=generator), 2 - labels if flipped else labels)
 
 
-def make(folder: Path, cls: Any = Trainer, model: nn.Module | None = None, **options: Any) -> Any:
+def make(folder: Path, kind: str = "native", model: nn.Module | None = None, **options: Any) -> Any:
     torch.manual_seed(0)
-    defaults: dict[str, Any] = {
-        "train_dataset": data(), "loss_fn": plain_loss, "batch_size": 4, "save_dir": folder, "progress_bar": False,
-        **({"device": "cpu"} if cls is Trainer else {}),
-    }  # fmt: skip
-    return cls(model or nn.Linear(4, 3), **{**defaults, **options})
+    options = {"data": data(), "loss_fn": plain_loss, **options}
+    return make_small(kind, model or nn.Linear(4, 3), save_dir=folder, **options)
 
 
 def module_function(folder: Path, text: str) -> Callable[..., Any]:
@@ -57,17 +52,16 @@ def module_function(folder: Path, text: str) -> Callable[..., Any]:
     return module.f
 
 
-@pytest.mark.parametrize("kind", thinned(TRAINERS, ["native", "hf"]))
+@pytest.mark.parametrize("kind", ["native", "hf"])
 def test_identity_rejects_other_labels_and_names_a_sample(kind: str, tmp_path: Path) -> None:
-    cls = TRAINERS[kind]
-    make(tmp_path, cls, epochs=1).train()
-    other = {"train_dataset": data(flipped=True)}
+    make(tmp_path, kind, epochs=1).train()
+    other = {"data": data(flipped=True)}
     with pytest.raises(CheckpointError, match=r"other data.* sample \d+ of the training set .*its entry 1"):
-        make(tmp_path, cls, **other, epochs=2).train(resume_from="auto")
-    trainer = make(tmp_path, cls, **other, epochs=2)
+        make(tmp_path, kind, **other, epochs=2).train(resume_from="auto")
+    trainer = make(tmp_path, kind, **other, epochs=2)
     trainer.train(resume_from="auto", allow_change={"train_dataset"})
     assert trainer.progress.step == 6
-    make(tmp_path, cls, **other, epochs=3).train(resume_from="auto")
+    make(tmp_path, kind, **other, epochs=3).train(resume_from="auto")
 
 
 def test_identity_names_the_evaluation_set_that_differs(tmp_path: Path) -> None:

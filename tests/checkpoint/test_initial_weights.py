@@ -9,29 +9,21 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from forging import content_of, seal, spoil
+from marks import make_small
 from recipes import StopAt, distance, rows, t16, weights
 from safetensors.torch import save_file
 from tiny import gpt
 from torch import nn
 
-from omnitrain import AccelerateTrainer, CheckpointError, ConfigError, HFTrainer, Trainer
+from omnitrain import CheckpointError, ConfigError, HFTrainer
 from omnitrain.checkpoint.disk import FileSystem
 from omnitrain.checkpoint.sharded_files import local_blocks, write_shards
 
-TRAINERS = {"native": Trainer, "accelerate": AccelerateTrainer, "hf": HFTrainer}
 
-
-@pytest.fixture(params=TRAINERS)
-def trainer_class(request: pytest.FixtureRequest) -> Any:
-    return TRAINERS[request.param]
-
-
-def make(cls: Any = Trainer, model: nn.Module | None = None, **options: Any) -> Any:
-    defaults: dict[str, Any] = {"loss_fn": F.mse_loss, "epochs": 1, "learning_rate": 0.05, "progress_bar": False}
-    device = {"device": "cpu"} if cls is Trainer else {}
-    return cls(model or t16(seed=1), rows(16), **{**defaults, **device, **options})
+def make(kind: Any = "native", model: nn.Module | None = None, **options: Any) -> Any:
+    options = {"epochs": 1, "batch_size": 8, "learning_rate": 0.05, **options}
+    return make_small(kind, model or t16(seed=1), rows(16), **options)
 
 
 def initialized(source: Any, model: nn.Module | None = None) -> nn.Module:
@@ -188,13 +180,12 @@ def test_init_from_rejects_other_shapes_unless_ignored(file: Path) -> None:
 def test_init_from_gives_way_to_the_checkpoint_of_a_resume(
     trainer_class: Any, file: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
+    caplog.set_level(logging.INFO, "omnitrain")
     options: dict[str, Any] = {"init_from": file, "save_dir": tmp_path / "run", "save_steps": 1}
-    straight = make(trainer_class, init_from=file)
+    straight, resumed = make(trainer_class, init_from=file), make(trainer_class, **options)
     straight.train()
     make(trainer_class, callbacks=[StopAt(1)], **options).train()
-    with caplog.at_level(logging.INFO, "omnitrain"):
-        resumed = make(trainer_class, **options)
-        resumed.train(resume_from="auto")
+    resumed.train(resume_from="auto")
     assert "The weights of the checkpoint replace those of `init_from`" in caplog.text
     assert distance(weights(resumed.model), weights(straight.model)) == 0
 
@@ -232,13 +223,10 @@ def sources(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize(
     ("source", "message"),
     [
-        ("nowhere", r"`init_from='.*nowhere'` does not exist, or cannot be read\. Pass a checkpoint"),
-        ("empty", r"has no weights: none of 'model\.safetensors'"),
-        ("run", r"is the folder of a run\. Pass one of its checkpoints, such as '.*checkpoint-2'"),
-        ("adapter", r"has only adapters of PEFT\. .*PeftModel\.from_pretrained"),
-        ("text.txt", r"'text\.txt' is not a supported file"),
-        ("code.pt", r"'code\.pt' cannot be loaded with `weights_only=True` .*Files that would run code are rejected"),
-        ("nested.pt", r"it has no dict of tensors by name, but step, model\. Have .*content: content\['model'\]"),
+        ("nowhere", "nowhere'` does not exist"), ("empty", "has no weights"),
+        ("run", r"is the folder of a run\. .*such as '.*checkpoint-2'"), ("adapter", "has only adapters of PEFT"),
+        ("text.txt", "is not a supported file"), ("code.pt", "Files that would run code are rejected"),
+        ("nested.pt", r"has no dict of tensors by name, but step, model\. .*content\['model'\]"),
         ("other.safetensors", r"has none of the model's weights\. Names there: model\.0\.bias, .*; in the model: 0"),
         ({"path": "other.safetensors", "convert": lambda tensors: 3}, "'convert' returned no dict of tensors by name"),
         ({"path": "other.safetensors", "ignore": ["nothing.*"]}, r"'ignore' has 'nothing\.\*', which is no name in"),
@@ -249,7 +237,7 @@ def sources(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ],
 )  # fmt: skip
 def test_init_from_rejects_sources_without_weights(
-    source: Any, message: str, sources: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    source: Any, message: str, sources: Path, monkeypatch: Any, capsys: Any
 ) -> None:
     monkeypatch.chdir(sources)
     model = t16(seed=1)
@@ -278,10 +266,8 @@ def test_init_from_rejects_custom_loading_on_meta(file: Path) -> None:
 
 
 def test_test_set_is_evaluated_with_the_best_weights(trainer_class: Any) -> None:
-    trainer = make(
-        trainer_class, eval_dataset=rows(8), test_dataset=rows(8), eval_steps=1, epochs=3, learning_rate=3.0,
-        compute_metrics="mae",
-    )  # fmt: skip
+    options = {"eval_dataset": rows(8), "test_dataset": rows(8), "eval_steps": 1, "compute_metrics": "mae"}
+    trainer = make(trainer_class, epochs=3, learning_rate=3.0, **options)
     metrics = trainer.train()
     assert metrics["best_step"] < trainer.progress.step
     assert trainer.test()["test_loss"] == pytest.approx(metrics["best_valid"]["eval_loss"], rel=1e-12)

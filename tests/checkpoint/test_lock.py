@@ -11,51 +11,30 @@ import shutil
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import programs
 import pytest
-import torch.nn.functional as F
+from marks import make_small
+from programs import LIMIT, exit_code, fork
 from recipes import rows, t16
 from resuming import assert_same, build, play, train
 from stores import wait_for
 
-from omnitrain import AccelerateTrainer, Callback, CheckpointError, HFTrainer, Trainer
+from omnitrain import Callback, CheckpointError
 from omnitrain.checkpoint import lock as lock_module
 from omnitrain.checkpoint.lock import LOCK, Lock
 from omnitrain.checkpoint.store import Store
 
 RUN: dict[str, Any] = {"save_steps": 2, "eval_steps": 2, "log_steps": 1}
-TRAINERS: dict[str, Any] = {"native": Trainer, "accelerate": AccelerateTrainer, "hf": HFTrainer}
-
-
-def set_waits(monkeypatch: pytest.MonkeyPatch, **seconds: float) -> None:
-    for name, value in seconds.items():
-        monkeypatch.setattr(lock_module, name, value)
 
 
 @pytest.fixture(autouse=True)
-def _short_waits(monkeypatch: pytest.MonkeyPatch) -> None:
-    set_waits(monkeypatch, HEARTBEAT_S=0.1, WATCH_S=0.2, STALE_S=0.3, EXIT_GRACE_S=0.1, SETTLE_S=0.02)
-
-
-def fork(function: Callable[[], Any]) -> int:
-    """Call a function in a child, which exits with the number that it returns, else 0, or 1 after an error."""
-    pid = os.fork()
-    if not pid:
-        code = 1
-        try:
-            result = function()
-            code = result if isinstance(result, int) else 0
-        finally:
-            os._exit(code)
-    return pid
-
-
-def exit_code(pid: int) -> int:
-    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+def short_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    waits = {"HEARTBEAT_S": 0.1, "WATCH_S": 0.2, "STALE_S": 0.3, "EXIT_GRACE_S": 0.1, "SETTLE_S": 0.02}
+    for name, seconds in waits.items():
+        monkeypatch.setattr(lock_module, name, seconds)
 
 
 class Holder(Callback):
@@ -111,9 +90,6 @@ def check_takes(folder: Path) -> None:
         assert owner_of(folder)["pid"] == os.getpid()
 
 
-# --- two runs
-
-
 @pytest.mark.processes
 def test_lock_rejects_a_second_run_and_leaves_the_first(tmp_path: Path, holder: Holder) -> None:
     run = tmp_path / "run"
@@ -152,7 +128,7 @@ def test_lock_in_a_copy_of_a_folder_is_ignored(tmp_path: Path, holder: Holder, c
 @pytest.mark.processes
 @pytest.mark.parametrize("stale", [False, True])
 def test_lock_has_one_winner_of_many_at_once(stale: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    set_waits(monkeypatch, EXIT_GRACE_S=0.0)
+    monkeypatch.setattr(lock_module, "EXIT_GRACE_S", 0.0)
     if stale:
         leave_lock(tmp_path)
 
@@ -174,8 +150,7 @@ def test_lock_has_one_winner_of_many_at_once(stale: bool, tmp_path: Path, monkey
     assert sorted(map(exit_code, children)) == [0, 3, 3, 3]
 
 
-@pytest.mark.parametrize("kind", TRAINERS)
-def test_lock_is_held_while_each_trainer_trains(kind: str, tmp_path: Path) -> None:
+def test_lock_is_held_while_each_trainer_trains(trainer_class: Any, tmp_path: Path) -> None:
     pids: list[int] = []
 
     class Look(Callback):
@@ -187,9 +162,7 @@ def test_lock_is_held_while_each_trainer_trains(kind: str, tmp_path: Path) -> No
         def on_train_end(self, trainer: Any) -> None:
             raise RuntimeError("boom")
 
-    options: dict[str, Any] = {"epochs": 1, "batch_size": 4, "progress_bar": False, "callbacks": [Look()]}
-    options |= {"device": "cpu"} if kind == "native" else {}
-    trainer = TRAINERS[kind](t16(), rows(8), loss_fn=F.mse_loss, save_dir=tmp_path / "run", **options)
+    trainer = make_small(trainer_class, t16(), rows(8), epochs=1, save_dir=tmp_path / "run", callbacks=[Look()])
     with pytest.raises(RuntimeError, match="boom"):  # the lock is released all the same
         trainer.train()
     assert pids == [os.getpid()] * 2 and not (tmp_path / "run" / LOCK).exists()
@@ -197,13 +170,8 @@ def test_lock_is_held_while_each_trainer_trains(kind: str, tmp_path: Path) -> No
     assert not (tmp_path / "run" / LOCK).exists()
 
 
-# --- what is left of a run elsewhere
-
-
 @pytest.mark.parametrize("shift", [-3600.0, 3600.0], ids=["an hour behind", "an hour ahead"])
-def test_lock_on_another_machine_needs_heartbeats(
-    tmp_path: Path, shift: float, caplog: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_lock_on_another_machine_needs_heartbeats(tmp_path: Path, shift: float, caplog: Any, monkeypatch: Any) -> None:
     """A run on another machine is alive as long as it touches its lock, whatever its clock says."""
     leave_lock(tmp_path, boot="another", host="elsewhere")
     ends = threading.Event()
@@ -214,14 +182,13 @@ def test_lock_on_another_machine_needs_heartbeats(
 
     thread = threading.Thread(target=live)
     thread.start()
-    try:
-        with monkeypatch.context() as patch:
-            set_waits(patch, WATCH_S=programs.LIMIT, STALE_S=programs.LIMIT)
-            with pytest.raises(CheckpointError, match=r"in use by process .* on 'elsewhere'"):
-                Lock(tmp_path).acquire()
-    finally:
-        ends.set()
-        thread.join()
+    with monkeypatch.context() as patch, contextlib.ExitStack() as stack:
+        stack.callback(thread.join)
+        stack.callback(ends.set)
+        patch.setattr(lock_module, "WATCH_S", LIMIT)
+        patch.setattr(lock_module, "STALE_S", LIMIT)
+        with pytest.raises(CheckpointError, match=r"in use by process .* on 'elsewhere'"):
+            Lock(tmp_path).acquire()
     check_takes(tmp_path)
     assert "Waiting for a heartbeat" in caplog.text and "It is taken over" in caplog.text
 
@@ -285,9 +252,6 @@ def test_lock_is_not_held_by_forked_workers(tmp_path: Path) -> None:
     assert exit_code(child) == 0
 
 
-# --- a lock that is lost
-
-
 def test_lock_taken_over_ends_the_saves_of_a_run(tmp_path: Path) -> None:
     class TakesOver(Callback):
         def on_step_end(self, trainer: Any) -> None:
@@ -319,7 +283,7 @@ def test_lock_that_was_deleted_is_restored_by_a_save(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("operation", ["open", "write", "utime", "unlink"])
 def test_lock_on_a_failing_disk_does_not_end_a_run(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, operation: str, caplog: pytest.LogCaptureFixture
+    operation: str, tmp_path: Path, monkeypatch: Any, caplog: Any
 ) -> None:
     original = getattr(os, operation)
 

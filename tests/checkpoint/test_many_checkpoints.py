@@ -1,10 +1,11 @@
-"""File system calls of a save, which do not grow with the checkpoints in the folder or their files."""
+"""File system calls of a save, which do not grow with the checkpoints in the folder."""
 
 from __future__ import annotations
 
 import builtins
 import contextlib
 import io
+import itertools
 import os
 from collections import Counter
 from collections.abc import Iterator
@@ -12,16 +13,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch.nn.functional as F
-from marks import thinned
-from recipes import StopAt, rows, t16
+from marks import make_small
+from recipes import rows, t16
 
-from omnitrain import AccelerateTrainer, Callback, HFTrainer, Trainer
-from omnitrain.checkpoint.manifest import MANIFEST, encode, read_manifest
+from omnitrain import Callback
 
-TRAINERS: dict[str, Any] = {"native": Trainer, "accelerate": AccelerateTrainer, "hf": HFTrainer}
 LISTINGS = ("listdir", "scandir")
-
 Calls = list[tuple[str, str]]
 
 
@@ -50,84 +47,40 @@ def recorded(folder: Path) -> Iterator[Calls]:
         yield calls
 
 
-class Watch(Callback):
-    """Records the calls of a run after its first save, until a step begins."""
+def calls_by_step(kind: str, run: Path, **options: Any) -> list[Calls]:
+    """Return the calls of each step of a run of 16, from its start to that of the next; each ends with a save."""
+    begins: list[int] = []
 
-    order = 0
+    class Watch(Callback):
+        order = 0
 
-    def __init__(self, folder: Path, until: int) -> None:
-        self.folder, self.until = folder, until
-        self.calls: Calls | None = None
-        self._stack = contextlib.ExitStack()
+        def on_step_start(self, trainer: Any) -> None:
+            begins.append(len(calls))
 
-    def on_save_end(self, trainer: Any) -> None:
-        if self.calls is None:
-            self.calls = self._stack.enter_context(recorded(self.folder))
-
-    def on_step_start(self, trainer: Any) -> None:
-        if trainer.progress.step + 1 == self.until:
-            self._stack.close()
-
-    def on_train_end(self, trainer: Any) -> None:
-        self._stack.close()
+    with recorded(run) as calls:
+        make_small(
+            kind, t16(), rows(64), epochs=1, save_steps=1, save_dir=run, optimization_metric="loss",
+            callbacks=[Watch()], **options,
+        ).train()  # fmt: skip
+    return [calls[begin:end] for begin, end in itertools.pairwise(begins)]
 
 
-def make(kind: str, run: Path, *callbacks: Callback, **options: Any) -> Any:
-    options |= {"device": "cpu"} if kind == "native" else {}
-    return TRAINERS[kind](
-        t16(), rows(24), loss_fn=F.mse_loss, epochs=1, batch_size=4, save_steps=1, save_dir=run, progress_bar=False,
-        callbacks=list(callbacks), optimization_metric="loss", **options,
-    )  # fmt: skip
+@pytest.mark.parametrize(("kind", "is_async"), [("native", False), ("native", True), ("hf", False)])
+def test_save_makes_as_many_calls_among_many_checkpoints(kind: str, is_async: bool, tmp_path: Path) -> None:
+    """It lists the folder once, and does not look at earlier checkpoints."""
+    steps = calls_by_step(kind, tmp_path / "run", async_save=is_async)[3:]
+    listings = [what for calls in steps for what, path in calls if path == str(tmp_path / "run") and what in LISTINGS]
+    assert len(steps) - is_async <= len(listings) <= len(steps)  # the last may be in flight
+    assert not [path for calls in steps for _, path in calls if "checkpoint-1/" in path or "checkpoint-2/" in path]
+    if not is_async:
+        assert Counter(what for what, _ in steps[0]) == Counter(what for what, _ in steps[-1])
 
 
-def add_checkpoints(run: Path, source: Path, checkpoints: int, ranks: int) -> None:
-    """Put copies of a checkpoint into a run folder as older ones, with a further file of each of so many ranks."""
-    content = read_manifest(source)
-    for number in range(1, checkpoints + 1):
-        folder, files = run / f"checkpoint-{1000 + number}", dict(content["files"])
-        (folder / "rng").mkdir(parents=True)
-        for name in files:
-            (folder / name).parent.mkdir(exist_ok=True)
-            os.link(source / name, folder / name)
-        file = next(iter(files))
-        for rank in range(ranks):
-            os.link(source / file, folder / "rng" / f"rank-{rank:05d}")
-            files[f"rng/rank-{rank:05d}"] = files[file]
-        changes = {"step": 1000 + number, "sequence": number, "files": files}
-        facts = {key: value for key, value in {**content, **changes}.items() if key not in ("format_version", "sha256")}
-        (folder / MANIFEST).write_bytes(encode(facts))
-
-
-def calls_among(kind: str, folder: Path, checkpoints: int, ranks: int, until: int, **options: Any) -> Calls:
-    """Return the calls of a run that resumes and saves each step among so many older checkpoints."""
-    source, run, watch = folder / "first", folder / "run", Watch(folder / "run", until)
-    make(kind, source, StopAt(1)).train()
-    add_checkpoints(run, source / "checkpoint-1", checkpoints, ranks)
-    make(kind, run, watch, StopAt(until), **options).train(resume_from=source / "checkpoint-1")
-    return watch.calls or []
-
-
-CASES = [("native", True), *((kind, False) for kind in TRAINERS)]
-
-
-@pytest.mark.parametrize(("kind", "is_async"), thinned(CASES, [("native", True), ("hf", False)]))
-def test_save_lists_the_folder_once(kind: str, is_async: bool, tmp_path: Path) -> None:
-    """It does not look at the checkpoints that are there."""
-    calls = calls_among(kind, tmp_path, 5, 2, 6, async_save=is_async)
-    listings = sum(path == str(tmp_path / "run") for what, path in calls if what in LISTINGS)
-    assert 3 - is_async <= listings <= 3  # the last may be in flight
-    assert not [path for _, path in calls if "checkpoint-10" in path]
-
-
-@pytest.mark.parametrize("kind", thinned(TRAINERS, ["native"]))
-def test_save_makes_as_many_calls_among_many_checkpoints(kind: str, tmp_path: Path) -> None:
+def test_save_that_deletes_makes_as_many_calls(tmp_path: Path) -> None:
     counts = []
-    for checkpoints, ranks in ((3, 1), (12, 4)):
-        folder = tmp_path / str(checkpoints)
-        calls = calls_among(kind, folder, checkpoints, ranks, 4, save_total_limit=checkpoints)
-        deleted = [path for _, path in calls if "checkpoint-10" in path]
-        names = {path.name for path in (folder / "run").iterdir()}
-        assert deleted and names.isdisjoint({Path(path).relative_to(folder / "run").parts[0] for path in deleted})
-        assert sum(path == str(folder / "run") for what, path in calls if what in LISTINGS) == 1
-        counts.append(Counter(what for what, path in calls if path not in deleted))
+    for limit in (2, 9):
+        run = tmp_path / str(limit)
+        calls = calls_by_step("native", run, save_total_limit=limit)[-1]
+        assert sum(path == str(run) for what, path in calls if what in LISTINGS) == 1
+        counts.append(Counter(what for what, _ in calls))
     assert counts[0] == counts[1]

@@ -10,15 +10,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 from forging import content_of, copied, forge_tensors, seal
+from marks import make_small
 from recipes import rows, same, weights
 from torch import nn
 
-from omnitrain import AccelerateTrainer, Callback, CheckpointError, ConfigError, Trainer
-
-
-class Stateful(Callback):
-    def state_dict(self) -> dict[str, Any]:
-        return {"count": 1}
+from omnitrain import AccelerateTrainer, CheckpointError, ConfigError, Trainer
 
 
 class Pair(nn.Module):
@@ -59,13 +55,11 @@ def adversarial(base: type[Trainer], attribute: str) -> Any:
     return Adversarial
 
 
-def make(
-    folder: Path | None, epochs: int = 1, base: Any = Trainer, attribute: str = "optimizers", **options: Any
-) -> Any:
+def make(folder: Path | None, epochs: int = 1, base: Any = Trainer, attribute: str = "optimizers") -> Any:
     """Return a trainer of 5 steps an epoch."""
-    options |= {"device": "cpu"} if base is Trainer else {}
-    return adversarial(base, attribute)(
-        Pair(), rows(20, torch.float32), batch_size=4, epochs=epochs, save_dir=folder, progress_bar=False, **options
+    options = {"loss_fn": None, "device": "cpu"} if base is Trainer else {"loss_fn": None}
+    return make_small(
+        adversarial(base, attribute), Pair(), rows(20, torch.float32), epochs=epochs, save_dir=folder, **options
     )
 
 
@@ -142,15 +136,13 @@ FORGERIES = {
     "other parameters": changing_group(params=["generator.bias"]),
     "other shape": forge_moment,
     "no file": changing_content(lambda content: content["files"].pop(FILE)),
-    "callback that is a number": changing_content(lambda content: content["callbacks"][0].update(callback=3)),
-    "turn that is text": changing_content(lambda content: content["callbacks"][0].update(turn="first")),
 }
 
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("finished")
-    make(folder, 2, callbacks=[Stateful()]).train()
+    make(folder, 2).train()
     return folder
 
 
@@ -159,11 +151,11 @@ def test_optimizers_with_forged_state_are_rejected(forgery: str, finished: Path,
     """Resuming from "auto" takes the checkpoint before it."""
     run = copied(finished, tmp_path / "run")
     FORGERIES[forgery](run / "checkpoint-10")
-    trainer = make(run, 3, callbacks=[Stateful()])
+    trainer = make(run, 3)
     before = weights(trainer.model)
     with pytest.raises(CheckpointError, match="checkpoint-10"):
         trainer.train(resume_from="last")
     assert same(weights(trainer.model), before)
-    trainer = make(run, 3, callbacks=[Stateful()])
+    trainer = make(run, 3)
     trainer.train(resume_from="auto")
     assert trainer.progress.step == 15

@@ -13,12 +13,12 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from forging import content_of, seal
+from marks import make_small
 from recipes import rows, t16
 from resuming import Killed
 
-from omnitrain import AccelerateTrainer, Callback, ConfigError, HFTrainer, Trainer
+from omnitrain import Callback, ConfigError
 from omnitrain.checkpoint import run_record
 from omnitrain.checkpoint.disk import FileSystem
 from omnitrain.checkpoint.run_record import append_start, code_in, read_starts, recorded_environment
@@ -27,25 +27,18 @@ from omnitrain.cli.main import main
 from omnitrain.core.errors import CheckpointError
 from omnitrain.core.secrets import mask_command, mask_text
 
-TRAINERS = {"native": Trainer, "accelerate": AccelerateTrainer, "hf": HFTrainer}
 
-
-def make(folder: Path | None, cls: Any = Trainer, size: int = 16, **options: Any) -> Any:
-    defaults: dict[str, Any] = {
-        "loss_fn": F.mse_loss, "batch_size": 4, "epochs": 1, "progress_bar": False,
-        **({"device": "cpu"} if cls is Trainer else {}),
-    }  # fmt: skip
-    return cls(t16(), rows(size), save_dir=folder, **{**defaults, **options})
+def make(folder: Path | None, kind: Any = "native", size: int = 16, **options: Any) -> Any:
+    return make_small(kind, t16(), rows(size), save_dir=folder, **{"epochs": 1, **options})
 
 
 def starts_of(folder: Path) -> list[dict[str, Any]]:
     return json.loads((folder / "run.json").read_text())["starts"]
 
 
-@pytest.mark.parametrize("cls", TRAINERS.values(), ids=TRAINERS)
-def test_record_has_each_start_and_checkpoints_the_last(cls: Any, tmp_path: Path) -> None:
-    make(tmp_path, cls, epochs=1).train()
-    make(tmp_path, cls, epochs=2).train(resume_from="auto")
+def test_record_has_each_start_and_checkpoints_the_last(trainer_class: Any, tmp_path: Path) -> None:
+    make(tmp_path, trainer_class, epochs=1).train()
+    make(tmp_path, trainer_class, epochs=2).train(resume_from="auto")
     first, second = starts_of(tmp_path)
     assert (first["step"], first["resumed_from"]) == (0, None)
     assert (second["step"], second["resumed_from"]) == (4, "checkpoint-4")
@@ -94,9 +87,6 @@ def test_show_run_needs_a_record(tmp_path: Path) -> None:
         show_run(tmp_path)
 
 
-# --- git
-
-
 @pytest.mark.processes
 def test_git_reports_commit_branch_and_clean(real_git: None, tmp_path: Path) -> None:
     def git(*words: str) -> str:
@@ -125,9 +115,7 @@ def test_git_or_repository_may_be_missing(real_git: None, tmp_path: Path, monkey
 
 
 @pytest.mark.processes
-def test_git_that_is_slow_is_recorded_by_a_later_save(
-    real_git: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_git_that_is_slow_is_recorded_by_a_later_save(real_git: None, tmp_path: Path, monkeypatch: Any) -> None:
     git, go = tmp_path / "git", tmp_path / "go"
     text = "# branch.oid 12\\n# branch.head trunk\\n"
     git.write_text(f"#!/bin/sh\nwhile [ ! -e {go} ]; do sleep 0.01; done\nprintf '{text}'\n")
@@ -153,9 +141,6 @@ def test_git_that_is_slow_is_recorded_by_a_later_save(
     with code_in(tmp_path):
         make(tmp_path / "other").train()  # ends before git, which ends with it
     assert starts_of(tmp_path / "other")[0]["git"] is None
-
-
-# --- secrets
 
 
 def test_environment_of_known_variables_without_secrets() -> None:
@@ -187,8 +172,25 @@ def test_masked_command(command: str, expected: str) -> None:
     assert " ".join(mask_command(command.split())) == expected
 
 
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("aws_secret_access_key=wJalrXUtnFEMI/K7MDENG/bPxRfiCYEXAMPLEKEY", "aws_secret_access_key=***"),
+        ("key wJalrXUtnFEMI/K7MDENG+bPxRfiCYEXAMPLEK1Y.", "key ***."),
+        ("Driver=ODBC;Uid=me;Pwd=horse;Server=x", "Driver=ODBC;Uid=me;Pwd=***;Server=x"),
+        ("s3://KEY:sec/ret@bucket/run", "s3://***@bucket/run"),
+        ('Invalid bucket name "KEY:sec/ret@bucket"', 'Invalid bucket name "***@bucket"'),
+    ],
+)
+def test_masked_text(text: str, expected: str) -> None:
+    assert mask_text(text) == expected
+
+
 def test_masked_leaves_plain_text_unchanged() -> None:
-    for text in ("omnitrain.trainer.native.Trainer", "2.13.0+cpu", "expandable_segments:True", "tokens=512", "a/b/c"):
+    for text in (
+        "omnitrain.trainer.native.Trainer", "2.13.0+cpu", "expandable_segments:True", "tokens=512", "a/b/c",
+        "/data/User1/projects/abcdefgh/ijklmnopqr", "me@host at 12:30, lr=0.1, max_tokens=5",
+    ):  # fmt: skip
         assert mask_text(text) == text
 
 
@@ -201,9 +203,6 @@ def test_record_has_no_secrets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     text = (tmp_path / "run.json").read_text()
     assert secret not in text and '"a.py"' in text and str(Path.home()) not in text.replace(sys.prefix, "")
     assert secret not in json.dumps(content_of(tmp_path / "checkpoint-4")["record"])
-
-
-# --- the file
 
 
 def test_record_is_retried_at_the_next_save(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -257,9 +256,6 @@ def test_record_is_replaced_atomically(tmp_path: Path) -> None:
     stop.set()
     reader.join()
     assert 0 not in counts and [start["step"] for start in read_starts(path)] == [*range(29), 99]
-
-
-# --- shown
 
 
 def test_show_run_lists_starts_and_changes(

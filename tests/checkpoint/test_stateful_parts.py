@@ -4,21 +4,19 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
+from marks import TRAINERS, make_small
 from recipes import StopAt, rows
 from resuming import Killed
 from torch import nn
 from torch.utils.data import Dataset, Subset, default_collate
 
-from omnitrain import AccelerateTrainer, Algorithm, Callback, CheckpointError, ConfigError, HFTrainer, Trainer
-
-TRAINERS = {"native": Trainer, "accelerate": AccelerateTrainer, "hf": HFTrainer}
+from omnitrain import Algorithm, Callback, CheckpointError, ConfigError
 
 
 class Counter:
@@ -120,28 +118,21 @@ class Loose(Lookahead):
 
 PARTS: dict[str, Callable[[nn.Module], dict[str, Any]]] = {
     "optimizer": lambda model: {"optimizer": Lookahead},
-    "unit": lambda model: {"unit": Unit(model)},
-    "module": lambda model: {"unit": UnitModule(model)},
+    "module": lambda model: {"unit": UnitModule(model), "loss_fn": None},
     "loss": lambda model: {"loss_fn": Loss()},
     "collator": lambda model: {"data_collator": Collate()},
-    "dataset": lambda model: {"train_dataset": Data()},
-    "subset": lambda model: {"train_dataset": Subset(Data(), range(1, 24))},
+    "subset": lambda model: {"data": Subset(Data(), range(1, 24))},
 }
 
 
 def build(kind: str, part: str, save_dir: Path | None = None, **options: Any) -> Any:
     torch.manual_seed(0)
     model = nn.Linear(4, 1)
-    device = {"device": "cpu"} if kind == "native" else {}
     defaults: dict[str, Any] = {
-        "train_dataset": rows(24, torch.float32), "batch_size": 4, "max_steps": 8, "learning_rate": 0.05,
-        "loss_fn": F.mse_loss, "progress_bar": False, "optimizer": "torch.optim.SGD",
+        "data": rows(24, torch.float32), "max_steps": 8, "learning_rate": 0.05, "optimizer": "torch.optim.SGD",
         "save_steps": 2 if save_dir else None,
     }  # fmt: skip
-    options = {**defaults, **device, **PARTS[part](model), **options}
-    if "unit" in options:
-        del options["loss_fn"]
-    return TRAINERS[kind](model, save_dir=save_dir, **options)
+    return make_small(kind, model, save_dir=save_dir, **{**defaults, **PARTS[part](model), **options})
 
 
 def end_of(trainer: Any, **arguments: Any) -> list[torch.Tensor]:
@@ -182,36 +173,27 @@ class Model(nn.Module):
         self.calls = state
 
 
-@dataclass
-class Everything:
-    """A run in which all has a state that the documentation lists."""
-
-    kind: str
-    folder: Path | None = None
-    stop: int = 0
-
-    def train(self, **arguments: Any) -> dict[str, Any]:
-        """Return the states at the end, by the names of the documentation."""
-        torch.manual_seed(0)
-        model = Model()
-        parts = {"unit": Unit(model), "early_stopper": Stopper(), "data_collator": Collate(), "train_dataset": Data()}
-        noting, scaled = Noting(), Scaled()
-        trainer = TRAINERS[self.kind](
-            model, **parts, eval_dataset=rows(8, torch.float32), eval_steps=2, batch_size=4, max_steps=8,
-            optimizer=Lookahead, learning_rate=0.05, lr_scheduler="cosine", progress_bar=False, save_dir=self.folder,
-            save_steps=1 if self.folder else None, algorithms=[scaled], load_best_at_end=False,
-            callbacks=[noting, *([KillAt(self.stop)] if self.stop else [])],
-            **({"device": "cpu"} if self.kind == "native" else {}),
-        )  # fmt: skip
-        trainer.train(**arguments)
-        counters = {**parts, "callbacks": noting, "algorithms": scaled}
-        return {
-            **{name: part.state_dict() for name, part in counters.items()},
-            "model": trainer.get_model().state_dict(),
-            "optimizer": trainer.optimizer.state_dict(),
-            "lr_scheduler": {"rates": trainer.lr_scheduler.get_last_lr(), "step": trainer.lr_scheduler.last_epoch},
-            "progress": {**trainer.progress.state_dict(), "seconds": 0, "history": trainer.metrics["valid"]},
-        }
+def train_everything(kind: str, folder: Path | None = None, stop: int = 0, **arguments: Any) -> dict[str, Any]:
+    """Train with all that has a state by the documentation; return the states at the end by their names there."""
+    torch.manual_seed(0)
+    model = Model()
+    parts = {"unit": Unit(model), "early_stopper": Stopper(), "data_collator": Collate()}
+    data, noting, scaled = Data(), Noting(), Scaled()
+    trainer = make_small(
+        kind, model, data, **parts, loss_fn=None, eval_dataset=rows(8, torch.float32), eval_steps=2, max_steps=8,
+        optimizer=Lookahead, learning_rate=0.05, lr_scheduler="cosine", save_dir=folder, algorithms=[scaled],
+        save_steps=1 if folder else None, load_best_at_end=False,
+        callbacks=[noting, *([KillAt(stop)] if stop else [])],
+    )  # fmt: skip
+    trainer.train(**arguments)
+    counters = {**parts, "train_dataset": data, "callbacks": noting, "algorithms": scaled}
+    return {
+        **{name: part.state_dict() for name, part in counters.items()},
+        "model": trainer.get_model().state_dict(),
+        "optimizer": trainer.optimizer.state_dict(),
+        "lr_scheduler": {"rates": trainer.lr_scheduler.get_last_lr(), "step": trainer.lr_scheduler.last_epoch},
+        "progress": {**trainer.progress.state_dict(), "seconds": 0, "history": trainer.metrics["valid"]},
+    }
 
 
 class KillAt(Callback):
@@ -225,24 +207,24 @@ class KillAt(Callback):
             raise Killed
 
 
-def plain(value: Any) -> Any:
+def as_lists(value: Any) -> Any:
     """Return a state with its tensors as lists."""
     if isinstance(value, Mapping):
-        return {str(name): plain(entry) for name, entry in value.items()}
+        return {str(name): as_lists(entry) for name, entry in value.items()}
     if isinstance(value, list | tuple):
-        return [plain(entry) for entry in value]
+        return [as_lists(entry) for entry in value]
     return value.tolist() if isinstance(value, torch.Tensor) else value
 
 
 @pytest.mark.parametrize(("source", "target"), [("native", "hf"), ("hf", "accelerate"), ("accelerate", "native")])
 def test_states_of_the_table_survive_a_kill_and_a_move(source: str, target: str, tmp_path: Path) -> None:
     """To the bit: all that the documentation lists."""
-    expected = Everything(target).train()
+    expected = train_everything(target)
     with pytest.raises(Killed):
-        Everything(source, tmp_path, stop=5).train()
-    states = Everything(target, tmp_path).train(resume_from="auto")
+        train_everything(source, tmp_path, stop=5)
+    states = train_everything(target, tmp_path, resume_from="auto")
     for name, value in expected.items():
-        assert plain(states[name]) == plain(value), name
+        assert as_lists(states[name]) == as_lists(value), name
     text = (Path(__file__).parents[2] / "docs" / "checkpoints.md").read_text()
     table = text.partition("## What a state is")[2].partition("\n## ")[0]
     listed = {name for row in re.findall(r"^\| (`.*?) \|", table, re.M) for name in re.findall(r"`(\w+)`", row)}
@@ -256,7 +238,7 @@ def test_state_of_parts_survives_a_resume(kind: str, part: str, tmp_path: Path) 
     straight = end_of(build(kind, part))
     folder, data = tmp_path / "run", rows(8, torch.float32)
     evaluations = {"eval_dataset": data, "eval_steps": 3, "load_best_at_end": False}
-    if part in ("unit", "module", "loss"):  # they run in evaluations, too, and handle these themselves
+    if part in ("module", "loss"):  # they run in evaluations, too, and handle these themselves
         evaluations = {}
     end_of(build(kind, part, folder, callbacks=[StopAt(5)], **evaluations))
     if kind == "native":
