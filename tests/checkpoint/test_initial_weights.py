@@ -30,10 +30,6 @@ def initialized(source: Any, model: nn.Module | None = None) -> nn.Module:
     return make(model=model, init_from=source).model
 
 
-def flip_last_byte(path: Path) -> None:
-    spoil(path, "flip", path.stat().st_size - 1)
-
-
 @pytest.fixture
 def file(tmp_path: Path) -> Path:
     """The weights of the small model from seed 0; those of the trainers here are from seed 1."""
@@ -63,7 +59,7 @@ def test_init_from_reads_checkpoints_pointers_and_files(tmp_path: Path, file: Pa
     nested = {"path": tmp_path / "nested.bin", "convert": lambda content: content["state"]}
     for source in (str(file), tmp_path / "plain.pt", nested):
         assert distance(weights(initialized(source)), weights(t16())) == 0
-    flip_last_byte(tmp_path / "run" / "checkpoint-2" / "model.safetensors")
+    spoil(tmp_path / "run" / "checkpoint-2" / "model.safetensors", "flip")
     with pytest.raises(CheckpointError, match=r"'model\.safetensors' does not match its sha256"):
         initialized(tmp_path / "run" / "checkpoint-2")
 
@@ -85,7 +81,7 @@ def test_init_from_reads_and_verifies_sharded_checkpoints(tmp_path: Path) -> Non
         empty = t16()
     for model in (None, empty):
         assert distance(weights(initialized(folder, model)), weights(trainer.model)) == 0
-    flip_last_byte(folder / "model/rank-00001.safetensors")
+    spoil(folder / "model/rank-00001.safetensors", "flip")
     with pytest.raises(CheckpointError, match=r"'model/rank-00001.safetensors' does not match its sha256"):
         initialized(folder)
 

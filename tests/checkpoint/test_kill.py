@@ -210,7 +210,13 @@ def test_kill_during_background_write_resumes_identically(folder: Path, undistur
     assert_same(comparable(play(run, **RUN)), undisturbed)
 
 
-@pytest.mark.parametrize(("file", "damage"), [(MANIFEST, "flip"), ("model.safetensors", "pipe"), (HISTORY, "device")])
+@pytest.mark.parametrize(
+    ("file", "damage"),
+    [
+        (MANIFEST, "flip"), (HISTORY, "device"), ("model.safetensors", "pipe"),
+        ("optimizer/state.safetensors", "folder"), ("rng/state.safetensors", "dangling"),
+    ],
+)  # fmt: skip
 def test_damaged_file_of_newest_checkpoint_is_reported(file: str, damage: str, folder: Path, caplog: Any) -> None:
     """A checkpoint by name, and "last", are errors that name the one before; "auto" resumes from that one."""
     options, run = {**RUN, "save_total_limit": None, "load_best_at_end": False}, folder / "run"
@@ -219,7 +225,7 @@ def test_damaged_file_of_newest_checkpoint_is_reported(file: str, damage: str, f
     newest = run / "checkpoint-4"
     files = [path.relative_to(newest).as_posix() for path in sorted(newest.rglob("*")) if path.is_file()]
     assert files == [HISTORY, "model.safetensors", MANIFEST, "optimizer/state.safetensors", "rng/state.safetensors"]
-    spoil(newest / file, damage, -1, fill=1)
+    spoil(newest / file, damage)
     for which in (newest, "last"):
         trainer = build(run, **options)
         with pytest.raises(CheckpointError, match=rf"(?s){file}.*'checkpoint-2'"):
@@ -238,7 +244,7 @@ def test_auto_with_all_checkpoints_damaged_changes_nothing(folder: Path) -> None
     run = folder / "run"
     play(run, [{"cut": ("kill", 5)}], **{**RUN, "save_total_limit": None})
     for path in run.glob("checkpoint-*/model.safetensors"):
-        spoil(path, "truncate", -1)
+        spoil(path, "truncate")
     before, rows = sorted(run.rglob("*")), journal(run)
     with pytest.raises(CheckpointError, match=r"None of the checkpoints in .* can be used"):
         build(run, **RUN).train(resume_from="auto")

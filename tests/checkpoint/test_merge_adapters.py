@@ -245,7 +245,7 @@ def test_merge_verifies_a_sharded_base(headed: Any, tmp_path: Path, export: Any,
     merged = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float64)
     assert agree(dict(merged.named_parameters()), weights_of(trainer))
     part = base / "model" / "rank-00001.safetensors"
-    spoil(part, "flip", part.stat().st_size - 1)
+    spoil(part, "flip")
     code, output = command("export", tmp_path / "run", tmp_path / "again", "--merge", base)
     assert code == 1 and "'model/rank-00001.safetensors' does not match its sha256" in output
     assert not list((tmp_path / "again").iterdir())

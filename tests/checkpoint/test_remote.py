@@ -276,7 +276,7 @@ def test_download_replaces_a_damaged_local_folder(finished: Finished, caplog: py
     data = InMemory.store.pop(path)
     assert resolved_name("last") == resolved_name("best") == "checkpoint-6"  # it is complete on this machine
     InMemory.store[path] = data
-    spoil(local_folder(ADDRESS) / "checkpoint-6" / "model.safetensors", "empty", 0)
+    spoil(local_folder(ADDRESS) / "checkpoint-6" / "model.safetensors", "empty")
     assert resolved_name("auto") == "checkpoint-6" and "was renamed" in caplog.text
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import hashlib
+import itertools
 import math
 import os
 import shutil
@@ -16,7 +17,7 @@ from typing import Any, Literal
 
 import programs
 import pytest
-from disks import FaultyDisk
+from disks import FaultyDisk, fail_once
 from forging import content_of, seal
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -72,6 +73,25 @@ def names_of(paths: list[Path]) -> list[str]:
 @pytest.fixture
 def run(tmp_path: Path) -> Path:
     return tmp_path / "run"
+
+
+def test_store_keeps_checkpoints_at_a_write_error(run: Path) -> None:
+    for at in itertools.count():
+        root = run / str(at)
+        disk = FaultyDisk(root, at, fail_once)
+        store = Store(root, disk)
+        for number in (1, 2, 3):
+            try:
+                save(store, number)
+            except CheckpointError:
+                assert not list(root.glob("*.tmp"))
+                assert all(path.with_suffix("").exists() for path in root.glob("*.old"))
+                assert number_of(Store(root).resolve("auto")) == number - 1
+                save(store, number)
+        assert number_of(Store(root).resolve("last")) == number_of(Store(root).resolve("best")) == 3
+        if len(disk.operations) <= at:
+            break
+    assert at > 50
 
 
 def test_leftovers_that_cannot_be_removed_give_a_warning(run: Path, caplog: pytest.LogCaptureFixture) -> None:
