@@ -20,7 +20,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from marks import TRAINERS, make_small, thinned
 from recipes import rows, t16
-from resuming import assert_same, build, memory_folder
+from resuming import assert_same, build, memory_folder, outcome
 from tiny import Tokens, gpt
 from torch import nn
 
@@ -85,23 +85,6 @@ def newest(run: Path) -> Path:
     return max(path for path in run.glob("checkpoint-*") if path.is_dir())
 
 
-def state_of(trainer: Any) -> Any:
-    """Return everything of a trainer that a checkpoint could change."""
-    groups = [
-        {key: copy.copy(value) for key, value in group.items() if key != "params"}
-        for group in trainer.optimizer.param_groups
-    ]
-    return (
-        {name: tensor.clone() for name, tensor in trainer.model.state_dict().items()},
-        [dict(entry) for entry in trainer.optimizer.state.values()],
-        groups,
-        None if trainer.lr_scheduler is None else copy.deepcopy(trainer.lr_scheduler.state_dict()),
-        trainer.progress.state_dict(),
-        trainer.objective.state_dict(),
-        next(callback for callback in trainer.lifecycle.callbacks if isinstance(callback, Keeper)).state,
-    )
-
-
 def with_tensor(name: str, change: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[dict[str, torch.Tensor]], Any]:
     return lambda tensors: tensors.update({name: change(tensors[name])})
 
@@ -149,11 +132,12 @@ def test_forged_tensors_are_rejected(kind: str, case: str, saved: Any, folder: P
     run = copied(saved(kind), folder / "forged")
     forge_tensors(newest(run), *FORGED[case])
     trainer = make(kind, run)
-    before = state_of(trainer)
+    before = copy.deepcopy(outcome(trainer))
     for call in (trainer.train, trainer.load_checkpoint):
         with pytest.raises(CheckpointError):
             call(newest(run))
-    assert_same(state_of(trainer), before)
+    assert_same(outcome(trainer), before)
+    caplog.clear()
     trainer.train(resume_from="auto")
     assert trainer.progress.step == STEPS
     assert any("Skipped:" in message and newest(run).name in message for message in caplog.messages)
@@ -176,11 +160,11 @@ def test_forged_weights_and_callbacks_are_rejected(saved: Any, folder: Path) -> 
         run = copied(saved("native"), folder / "forged")
         forge(newest(run))
         trainer = make("native", run)
-        before = state_of(trainer)
+        before = copy.deepcopy(outcome(trainer))
         for which in (newest(run), "last", *(["auto"] if forge is not forge_callback else [])):
             with pytest.raises(CheckpointError, match=message):
                 trainer.train(resume_from=which)
-        assert_same(state_of(trainer), before)
+        assert_same(outcome(trainer), before)
 
 
 @pytest.mark.parametrize("kind", TRAINERS)

@@ -86,7 +86,7 @@ def test_store_keeps_checkpoints_at_a_write_error(run: Path) -> None:
             except CheckpointError:
                 assert not list(root.glob("*.tmp"))
                 assert all(path.with_suffix("").exists() for path in root.glob("*.old"))
-                assert number_of(Store(root).resolve("auto")) == number - 1
+                assert number_of(Store(root).resolve("auto")) in (number - 1, number)  # its folder may be complete
                 save(store, number)
         assert number_of(Store(root).resolve("last")) == number_of(Store(root).resolve("best")) == 3
         if len(disk.operations) <= at:
