@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch.nn.functional as F
+from recipes import trainer_on_cpu
 from torch import nn
 
 from omnitrain import AccelerateTrainer, HFTrainer, Trainer
@@ -31,9 +32,5 @@ def thinned(cases: Iterable[Any], quick: Collection[Any]) -> list[Any]:
 
 
 def make_small(kind: Any, model: nn.Module, data: Any = None, **options: Any) -> Any:
-    """Return a trainer of this class or name, on the CPU: batches of 4, the squared error, and no progress bar."""
-    trainer_class = TRAINERS.get(kind, kind)
-    defaults = {"batch_size": 4, "loss_fn": F.mse_loss, "progress_bar": False}
-    if trainer_class is Trainer:
-        defaults["device"] = "cpu"
-    return trainer_class(model, train_dataset=data, **{**defaults, **options})
+    """Return a silent trainer of this class or name, on the CPU, with batches of 4 and the squared error."""
+    return trainer_on_cpu(TRAINERS.get(kind, kind), model, data, **{"batch_size": 4, "loss_fn": F.mse_loss, **options})

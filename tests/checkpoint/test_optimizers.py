@@ -57,10 +57,8 @@ def adversarial(base: type[Trainer], attribute: str) -> Any:
 
 def make(folder: Path | None, epochs: int = 1, base: Any = Trainer, attribute: str = "optimizers") -> Any:
     """Return a trainer of 5 steps an epoch."""
-    options = {"loss_fn": None, "device": "cpu"} if base is Trainer else {"loss_fn": None}
-    return make_small(
-        adversarial(base, attribute), Pair(), rows(20, torch.float32), epochs=epochs, save_dir=folder, **options
-    )
+    trainer_class, data = adversarial(base, attribute), rows(20, torch.float32)
+    return make_small(trainer_class, Pair(), data, loss_fn=None, epochs=epochs, save_dir=folder)
 
 
 @pytest.mark.parametrize("base", [Trainer, AccelerateTrainer])
