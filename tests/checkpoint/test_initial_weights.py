@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from forging import content_of, seal, spoil
+from forging import shard, spoil
 from marks import make_small
 from recipes import StopAt, distance, rows, t16, weights
 from safetensors.torch import save_file
@@ -17,8 +17,6 @@ from tiny import gpt
 from torch import nn
 
 from omnitrain import CheckpointError, ConfigError, HFTrainer
-from omnitrain.checkpoint.disk import FileSystem
-from omnitrain.checkpoint.sharded_files import local_blocks, write_shards
 
 
 def make(kind: Any = "native", model: nn.Module | None = None, **options: Any) -> Any:
@@ -68,15 +66,7 @@ def test_init_from_reads_and_verifies_sharded_checkpoints(tmp_path: Path) -> Non
     trainer = make(model=t16(), save_dir=tmp_path / "run")
     trainer.train()
     folder = tmp_path / "run" / "checkpoint-2"
-    content = content_of(folder)
-    del content["files"]["model.safetensors"]
-    (folder / "model.safetensors").unlink()
-    (folder / "model").mkdir()
-    for rank, names in enumerate((["0.weight", "3.bias"], ["0.bias", "3.weight"])):
-        blocks = {name: local_blocks(trainer.model.state_dict()[name], 0) for name in names}
-        entries = write_shards(blocks, folder / "model", rank, FileSystem())
-        content["files"] |= {f"model/{name}": entry for name, entry in entries.items()}
-    seal(folder, content)
+    shard(folder)
     with torch.device("meta"):
         empty = t16()
     for model in (None, empty):

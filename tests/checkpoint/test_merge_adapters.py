@@ -12,7 +12,7 @@ import peft
 import pytest
 import torch
 from adapting import adapted, agree, lora, reopened, run, weights_of
-from forging import content_of, seal, spoil
+from forging import shard, spoil
 from marks import make_small
 from recipes import rows, t16
 from safetensors.torch import load_file
@@ -21,8 +21,6 @@ from torch import nn
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from omnitrain import Trainer
-from omnitrain.checkpoint.disk import FileSystem
-from omnitrain.checkpoint.sharded_files import local_blocks, write_shards
 from omnitrain.cli.main import main
 
 Command = Callable[..., tuple[int, str]]
@@ -221,26 +219,12 @@ def test_merge_frozen_weights_from_a_base(files: str, headed: Any, tmp_path: Pat
         assert agree(dict(merged.named_parameters()), weights_of(trainer))
 
 
-def divide(folder: Path) -> None:
-    """Replace the weights of a checkpoint by the files that two ranks write."""
-    content, weights = content_of(folder), load_file(folder / "model.safetensors")
-    for path in folder.glob("model.safetensors*"):
-        path.unlink()
-        del content["files"][path.name]
-    (folder / "model").mkdir()
-    for rank, names in enumerate((sorted(weights)[::2], sorted(weights)[1::2])):
-        blocks = {name: local_blocks(weights[name], 0) for name in names}
-        entries = write_shards(blocks, folder / "model", rank, FileSystem())
-        content["files"] |= {f"model/{name}": entry for name, entry in entries.items()}
-    seal(folder, content)
-
-
 def test_merge_verifies_a_sharded_base(headed: Any, tmp_path: Path, export: Any, command: Command) -> None:
     run("native", llama(), tmp_path / "base", epochs=1)
     base = (tmp_path / "base" / "last").resolve()
     headed.load_state_dict(load_file(base / "model.safetensors"))
     trainer = run("native", headed, tmp_path / "run", epochs=1, save_frozen=False)
-    divide(base)
+    shard(base)
     export("--merge", base)
     merged = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float64)
     assert agree(dict(merged.named_parameters()), weights_of(trainer))
