@@ -259,7 +259,7 @@ def test_precision_trains_or_is_an_error_before_step_1(results: Any, backend: st
         assert first["losses"][1] < first["losses"][0]
         return
     if (backend, kind, options) == UNCALLED:
-        says = r"`compile` cannot be used .* register_external_parameter\(self, weight\)"
+        says = r"`compile` cannot be used .*register_external_parameter\(self, weight\)"
     else:
         assert not options.startswith("bf16") or "buffers" in options
         says = f"{OF_ZERO}|{REJECTED[options]}" if backend.startswith("zero") else REJECTED[options]
