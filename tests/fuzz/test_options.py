@@ -26,6 +26,6 @@ def test_fuzzed_options_have_their_effect_and_resume(seed: int) -> None:
 
 @pytest.mark.slow
 @pytest.mark.processes
-@pytest.mark.parametrize("seed", daily_seeds(20))
+@pytest.mark.parametrize("seed", daily_seeds(40))
 def test_fuzzed_options_of_the_day(seed: int) -> None:
     fail_on_problems(seed, with_workers=True)
