@@ -47,6 +47,13 @@ class _Totals(NamedTuple):
     samples: int
     tokens: int
 
+    @classmethod
+    def of(cls, trainer: TrainerLike) -> _Totals:
+        """Return the present totals of a run."""
+        progress = trainer.progress
+        steps = progress.step + progress.skipped_steps
+        return cls(progress.seconds, dict(trainer.lifecycle.clock.seconds), steps, progress.samples, progress.tokens)
+
 
 class Throughput(Callback):
     """Adds rates, time shares and device utilization to the rows of logs.
@@ -97,7 +104,7 @@ class Throughput(Callback):
     def on_train_start(self, trainer: TrainerLike) -> None:
         """Start measuring, and report a model whose operations cannot be counted."""
         self._rows.clear()
-        self._rows.append(_totals(trainer))
+        self._rows.append(_Totals.of(trainer))
         if trainer.settings.compile and self.flops is None:
             self._report(trainer, "the operations of a compiled model cannot be counted. Pass `flops`.")
         self._forward = self._backward = 0.0
@@ -139,7 +146,7 @@ class Throughput(Callback):
 
     def log_values(self, trainer: TrainerLike) -> Mapping[str, float]:
         """Return the rates since the oldest row of the window."""
-        last = _totals(trainer)
+        last = _Totals.of(trainer)
         first = self._rows[0] if self._rows else last
         self._rows.append(last)
         elapsed = last.seconds - first.seconds
@@ -198,12 +205,6 @@ def _computed_share(ranks: Ranks, samples: int) -> float:
     """Return the share of a step's samples on this rank; ranks may differ by one sample."""
     data = ranks.data
     return len(share(range(samples), data.rank, data.size)) / max(samples, 1) * data.size / ranks.world_size
-
-
-def _totals(trainer: TrainerLike) -> _Totals:
-    progress = trainer.progress
-    steps = progress.step + progress.skipped_steps
-    return _Totals(progress.seconds, dict(trainer.lifecycle.clock.seconds), steps, progress.samples, progress.tokens)
 
 
 def _device_name(device: Any) -> str:

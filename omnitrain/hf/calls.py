@@ -37,7 +37,6 @@ from omnitrain.hf.callbacks import Controls
 from omnitrain.hf.data import undo_prepare
 from omnitrain.hf.engine import Engine
 from omnitrain.hf.evaluation import replace_prefix
-from omnitrain.hf.files import write_model
 from omnitrain.metrics.scorer import make_scorer, scores_for
 from omnitrain.model.units import ModelUnit, StepOutput, metrics_in, run_unit, scores_in
 from omnitrain.trainer import hooks
@@ -566,7 +565,7 @@ class TransformersAPI(BaseTrainer):
         target = resolve_alias("path", path, "output_dir", output_dir)
         target = self._run_folder() if target is None else target
         folder = local_path(target, "path")
-        write_model(self, self.engine.saved_processor, folder, overwrite)
+        self._write_model(folder, overwrite, self.engine.saved_processor)
         if self.training_args is not None and self.is_main_process:
             check_not_link(folder / "training_args.bin")
             torch.save(self.training_args, folder / "training_args.bin")

@@ -12,7 +12,6 @@ from typing import Any
 import torch
 import transformers
 
-from omnitrain.checkpoint.adapters import save_model
 from omnitrain.checkpoint.contents import OPTIMIZER
 from omnitrain.checkpoint.sharded_files import find_tensor_files, shard_folder
 from omnitrain.checkpoint.state_dicts import bare_name, from_json, unwrap
@@ -117,23 +116,3 @@ def write_state(
     state.save_to_json(str(folder / "trainer_state.json"))
     if args is not None:
         torch.save(args, folder / "training_args.bin")
-
-
-def write_model(trainer: BaseTrainer, processing_class: Any, path: Path, overwrite: bool) -> None:
-    """Write what `BaseTrainer.save_model` does, and the tokenizer or processor if there is one.
-
-    Called on every rank.
-
-    Raises:
-        ConfigError: If there are weights in `path` already and `overwrite` is False.
-    """
-    processors = [] if processing_class is None else [processing_class]
-    with trainer._calling("save_model()"):
-        save_model(
-            trainer.model,
-            path,
-            overwrite,
-            trainer._checkpointer.eval_weights.model_tensors(),
-            trainer.ranks,
-            processors,
-        )

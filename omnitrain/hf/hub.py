@@ -21,7 +21,6 @@ from omnitrain.checkpoint.lock import LOCK
 from omnitrain.checkpoint.run_record import CONFIG_FILE, RUN_FILE
 from omnitrain.core.errors import ConfigError
 from omnitrain.core.files import check_not_link
-from omnitrain.hf.files import write_model
 from omnitrain.trainer.base import BaseTrainer
 
 logger: logging.Logger = logging.getLogger("omnitrain")
@@ -81,7 +80,7 @@ class HubTrainer(transformers.Trainer):
             super().save_model(output_dir, _internal_call)
         else:
             path = Path(output_dir or str(self.args.output_dir))
-            write_model(self.trainer, self.saved_processor, path, overwrite=True)
+            self.trainer._write_model(path, True, self.saved_processor)
 
     def create_model_card(self, *args: Any, **kwargs: Any) -> None:
         with self.expose_run_args() as run_args:

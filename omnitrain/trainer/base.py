@@ -888,10 +888,18 @@ class BaseTrainer(Hooks, ABC):
 
         For a model with PEFT adapters, only the adapters are written, in PEFT's format.
         """
+        return self._write_model(path, overwrite, self.processing_class)
+
+    def _write_model(self, path: str | Path, overwrite: bool, processor: Any) -> Path:
+        """Write the weights, the config and a tokenizer or processor, if any; called on every rank.
+
+        Raises:
+            ConfigError: If there are weights in `path` already and `overwrite` is False.
+        """
         with self._calling("save_model()"):
             folder = local_path(path, "path")
             self.backend.check_weights_loaded()
-            processors = [] if self.processing_class is None else [self.processing_class]
+            processors = [] if processor is None else [processor]
             return save_model(
                 self.model, folder, overwrite, self._checkpointer.eval_weights.model_tensors(), self.ranks, processors
             )

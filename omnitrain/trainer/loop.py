@@ -32,7 +32,7 @@ from omnitrain.trainer.feed import Feed
 from omnitrain.trainer.hooks import Hooks
 from omnitrain.trainer.lifecycle import Lifecycle
 from omnitrain.trainer.nonfinite_report import evaluation_error
-from omnitrain.trainer.out_of_memory import explain_memory, explaining_memory
+from omnitrain.trainer.out_of_memory import Work, explain_memory
 from omnitrain.trainer.recompilations import Recompilations
 from omnitrain.trainer.step import IN_STEPS, Step
 
@@ -97,7 +97,7 @@ class Loop:
 
     def run(self) -> None:
         """Train from the current position until something ends the run, and close it."""
-        with report_dead_workers(), explaining_memory(self.trainer, "training"):
+        with report_dead_workers(), self._explaining_memory("training"):
             self._run()
 
     def _run(self) -> None:
@@ -149,6 +149,15 @@ class Loop:
         self.train()
         if not lifecycle.is_closing:
             self.close()
+
+    @contextlib.contextmanager
+    def _explaining_memory(self, work: Work) -> Iterator[None]:
+        """Add to an error of memory that runs out inside what took it, unless that was added further inside."""
+        try:
+            yield
+        except Exception as error:
+            explain_memory(error, self.trainer, work)
+            raise
 
     def _warn_batch_norm(self) -> None:
         size, splits = self.settings.microbatch_size, self.feed.accumulation * self.ranks.world_size
@@ -286,7 +295,7 @@ class Loop:
             self.agree("the end of the last evaluation")
         with lifecycle.untimed(), lifecycle.clock.during("saving"):
             if lifecycle.saved_at != lifecycle.progress.position or checkpointer.has_unsaved_best:
-                with explaining_memory(self.trainer, "saving"):
+                with self._explaining_memory("saving"):
                     checkpointer.save(history)
             checkpointer.await_background()
         checkpointer.record_last_save()
@@ -336,7 +345,7 @@ class Loop:
         lifecycle, checkpointer = self.lifecycle, self.checkpointer
         is_asked = is_asked and lifecycle.saved_at != lifecycle.progress.position
         if is_asked or checkpointer.requires_best_save:
-            with lifecycle.untimed(), lifecycle.clock.during("saving"), explaining_memory(self.trainer, "saving"):
+            with lifecycle.untimed(), lifecycle.clock.during("saving"), self._explaining_memory("saving"):
                 checkpointer.save(for_best=not is_asked)
                 self.agree("the end of a save")
 
@@ -445,7 +454,7 @@ class Loop:
         self._update_sets(self.sets.eval)
         self.evaluation.left_out = self._sets_not_due()
         try:
-            with lifecycle.clock.during("evaluation"), explaining_memory(trainer, "evaluation"):
+            with lifecycle.clock.during("evaluation"), self._explaining_memory("evaluation"):
                 metrics = self.evaluation.evaluate(self.sets.eval, "eval", self.is_interrupted)
         except Exception as error:
             step, epoch = lifecycle.progress.step, lifecycle.progress.epoch
@@ -496,7 +505,7 @@ class Loop:
         """
         evaluation, loader = self.evaluation, self.sets.eval
         try:
-            with explaining_memory(self.trainer, "evaluation"):
+            with self._explaining_memory("evaluation"):
                 try:
                     self._check(evaluation.evaluate(loader, "eval", self.is_interrupted, only_first=True))
                 except (Inconclusive, ObjectiveError) as error:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import re
 from collections.abc import Iterable, Iterator, Mapping
@@ -163,16 +162,6 @@ def future_optimizer_bytes(options: Mapping[str, Any], trained: int) -> int:
 
 
 # --- of a run
-
-
-@contextlib.contextmanager
-def explaining_memory(trainer: Hooks, work: Work) -> Iterator[None]:
-    """Add to an error of memory that runs out inside what took it, unless that was added further inside."""
-    try:
-        yield
-    except Exception as error:
-        explain_memory(error, trainer, work)
-        raise
 
 
 def explain_memory(error: Exception, trainer: Hooks, work: Work) -> None:
