@@ -552,18 +552,23 @@ class Engine(SearchTrainer):
             stock: Whether to write the latter: they are pickled, and we read none of them.
         """
         trainer = self.trainer
+        store: Any = trainer.store
         if self.args.push_to_hub:
-            store: Any = trainer.store
             self.wait_for_upload(store.path(trainer.progress.step))
         if stock:
-            decaying = self.get_decay_parameter_names(unwrap(trainer.model))  # type: ignore[arg-type]
-            write_optimizer(trainer, decaying, ScheduleFacade(trainer).state_dict(), folder)
+            is_ours = trainer.settings.optimizer is None
+            decaying = self.get_decay_parameter_names(unwrap(trainer.model)) if is_ours else None  # type: ignore[arg-type]
+            write_optimizer(trainer.backend, decaying, ScheduleFacade(trainer).state_dict(), folder)
             self._save_rng_state(str(folder))
         if self.state.global_step != trainer.progress.step + trainer.progress.skipped_steps:
             self.state = self.current_state()  # transformers' loop has not begun yet
+        best = trainer.metrics.get("best_checkpoint")
+        if trainer._checkpointer.has_unsaved_best:
+            best = store.path(trainer.progress.step).name
+        self.state.best_model_checkpoint = best and str(store.root / best)
         with self.expose_run_args() as run_args:
             stateful = [*self.stateful_callbacks(), self.control]
-            write_state(trainer, self.state, stateful, run_args if stock else None, folder)
+            write_state(self.state, stateful, run_args if stock else None, folder)
         if self.saved_processor is not None:
             self.saved_processor.save_pretrained(str(folder))
 

@@ -12,13 +12,13 @@ from typing import Any
 import torch
 import transformers
 
+from omnitrain.backends.backend import Backend
 from omnitrain.checkpoint.contents import OPTIMIZER
 from omnitrain.checkpoint.sharded_files import find_tensor_files, shard_folder
 from omnitrain.checkpoint.state_dicts import bare_name, from_json, unwrap
 from omnitrain.checkpoint.tensor_files import is_sharded
 from omnitrain.checkpoint.tensor_reader import TensorFile
 from omnitrain.core.errors import ConfigError
-from omnitrain.trainer.base import BaseTrainer
 
 
 def check_stock_checkpoints(stock_checkpoints: Any, kwargs: Mapping[str, Any]) -> None:
@@ -44,29 +44,30 @@ def check_stock_checkpoints(stock_checkpoints: Any, kwargs: Mapping[str, Any]) -
         )
 
 
-def write_optimizer(trainer: BaseTrainer, decaying: Collection[str], steps: Mapping[str, Any], folder: Path) -> None:
+def write_optimizer(backend: Backend, decaying: Collection[str] | None, steps: Mapping[str, Any], folder: Path) -> None:
     """Write the states of optimizer and schedule.
 
     Sharded state was gathered for the checkpoint's own file and is read from there: the main process briefly holds all
     of it in memory, as with a stock Trainer.
 
     Args:
-        trainer: The trainer.
-        decaying: The parameters with weight decay in transformers; in a stock Trainer they form a separate group.
+        backend: Has the optimizer.
+        decaying: The parameters with weight decay in transformers, which form a separate group in a stock Trainer; None
+            for an optimizer of the user's, whose groups stay as they are.
         steps: The state of the schedule.
         folder: The folder of the checkpoint.
     """
-    optimizer = _optimizer_state(trainer, decaying, folder)
-    if len(optimizer["param_groups"]) > len(trainer.optimizer.param_groups):
+    optimizer = _optimizer_state(backend, decaying, folder)
+    if len(optimizer["param_groups"]) > len(backend.optimizer.param_groups):
         lists = ("base_lrs", "_last_lr", "lr_lambdas")  # one entry per group
         steps = {**steps, **{name: 2 * list(steps[name]) for name in lists if name in steps}}
     torch.save(optimizer, folder / "optimizer.pt")
     torch.save(steps, folder / "scheduler.pt")
 
 
-def _optimizer_state(trainer: BaseTrainer, decaying: Collection[str], folder: Path) -> dict[str, Any]:
+def _optimizer_state(backend: Backend, decaying: Collection[str] | None, folder: Path) -> dict[str, Any]:
     """Return the optimizer's state by index as in a stock Trainer, whose two groups replace a single one of ours."""
-    tensors, content = trainer.backend.optimizer_state()
+    tensors, content = backend.optimizer_state()
     if any(map(is_sharded, tensors.values())):
         files = {path.relative_to(folder).as_posix(): None for path in folder.rglob("*.safetensors")}
         tensors = dict(TensorFile(find_tensor_files(folder, files, shard_folder(OPTIMIZER))))
@@ -75,9 +76,9 @@ def _optimizer_state(trainer: BaseTrainer, decaying: Collection[str], folder: Pa
         name, _, entry = key.rpartition("/")
         state.setdefault(name, {})[entry] = tensor
     groups = [{key: from_json(value) for key, value in group.items()} for group in content["groups"]]
-    if trainer.settings.optimizer is None and len(groups) == 1:
+    if decaying is not None and len(groups) == 1:
         trained, bare_decaying = set(groups[0]["params"]), set(map(bare_name, decaying))
-        model = unwrap(trainer.model)
+        model = unwrap(backend.model)
         names = [name for name in (bare_name(name) for name, _ in model.named_parameters()) if name in trained]
         halves = ([n for n in names if n in bare_decaying], [n for n in names if n not in bare_decaying])
         groups = [{**groups[0], "params": half} for half in halves]
@@ -89,7 +90,6 @@ def _optimizer_state(trainer: BaseTrainer, decaying: Collection[str], folder: Pa
 
 
 def write_state(
-    trainer: BaseTrainer,
     state: transformers.TrainerState,
     stateful: Iterable[Any],
     args: transformers.TrainingArguments | None,
@@ -98,7 +98,6 @@ def write_state(
     """Write transformers' history, and the states of its callbacks.
 
     Args:
-        trainer: The trainer.
         state: transformers' state of the run.
         stateful: The callbacks with a state, and transformers' control.
         args: The user's training arguments, which are written too.
@@ -108,11 +107,6 @@ def write_state(
     for callback in stateful:
         states.setdefault(type(callback).__name__, []).append(callback.state())
     vars(state)["stateful_callbacks"] = states
-    store: Any = trainer.store
-    best = trainer.metrics.get("best_checkpoint")
-    if trainer._checkpointer.has_unsaved_best:
-        best = store.path(trainer.progress.step).name
-    state.best_model_checkpoint = best and str(store.root / best)
     state.save_to_json(str(folder / "trainer_state.json"))
     if args is not None:
         torch.save(args, folder / "training_args.bin")
