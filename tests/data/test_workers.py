@@ -20,7 +20,6 @@ import psutil
 import pytest
 import torch
 from forking import Case, Outcome, play
-from marks import thinned
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from omnitrain import Callback, DataError, Trainer
@@ -121,6 +120,11 @@ def train(kind: str, where: str, number: int, folder: str, everyone: bool = True
     return sorted(path.name for path in Path(folder, "run").glob("checkpoint-*"))
 
 
+def slow_but(cases: list[Any], *quick: Any) -> list[Any]:
+    """As `marks.thinned`, which loads transformers, in each process of these tests too."""
+    return [pytest.param(*case, marks=[] if case in quick else pytest.mark.slow) for case in cases]
+
+
 EXITS = {signal.SIGTERM: 143, signal.SIGINT: 130}
 CASES = [
     ("map", signal.SIGTERM, "data", (2, 1)),
@@ -139,7 +143,7 @@ def ended(outcome: Outcome) -> tuple[int, int]:
     return int(words[0][0]), int(words[0][1])
 
 
-@pytest.mark.parametrize(("kind", "number", "where", "expected"), thinned(CASES, [CASES[0], CASES[-1]]))
+@pytest.mark.parametrize(("kind", "number", "where", "expected"), slow_but(CASES, CASES[0], CASES[-1]))
 def test_signal_to_the_process_group_ends_the_run_in_order(
     kind: str, number: signal.Signals, where: str, expected: tuple[int, int], tmp_path: Path
 ) -> None:
@@ -279,7 +283,7 @@ PLACES = {
 DEATHS = [*(("exit code 3", place) for place in PLACES), *((end, "training") for end in list(ENDS)[1:])]
 
 
-@pytest.mark.parametrize(("end", "place"), thinned(DEATHS, DEATHS[:4]))
+@pytest.mark.parametrize(("end", "place"), slow_but(DEATHS, *DEATHS[:4]))
 def test_dead_worker_is_a_data_error(end: str, place: str) -> None:
     options = PLACES[place](Deadly(ENDS[end])) | ({"shuffle": False} if place in ("training", "evaluation") else {})
     trainer = Trainer(
