@@ -64,8 +64,8 @@ class Backend:
     """The argument of the optimizer's step, if it needs one: computes loss and gradients again."""
     dry_run_completes_gradients: ClassVar[bool] = True
     """Whether a dry run completes its gradients, which are dropped, as the last micro-batch of a step does."""
-    # The options of `torch.compile`; None if nothing is compiled.
-    _compile_options: Mapping[str, Any] | None = None
+    compile_options: Mapping[str, Any] | None = None
+    """The options of `torch.compile`; None if nothing is compiled. To be set before `prepare`."""
     initial: InitialWeights | None = None
     """Initial weights that are read once the model is on its device."""
     missing_error: str = ""
@@ -101,35 +101,21 @@ class Backend:
         self._build_optimizer = build_optimizer
         self._optimizer: torch.optim.Optimizer | None = None
 
-    def enable_compile(self, options: bool | Mapping[str, Any] | None) -> None:
-        """Compile the module that runs with `torch.compile`; call this before `prepare`.
-
-        Args:
-            options: Its options; True uses none, None and False compile nothing.
-
-        Raises:
-            ConfigError: If the model is already compiled, or an option is wrong.
-        """
-        if options is None or options is False:
-            return
-        self._compile_options = {} if options is True else options
-        self.maybe_compile(self.model)
-
     def maybe_compile(self, model: nn.Module) -> nn.Module:
         """Return the module to run: compiled, if asked for; compilation takes place in its first run."""
-        if self._compile_options is None:
+        if self.compile_options is None:
             return model
         if hasattr(model, "_orig_mod"):
             raise ConfigError(
-                f"`compile={dict(self._compile_options)!r}`, but the model is compiled already. Pass the plain model, "
+                f"`compile={dict(self.compile_options)!r}`, but the model is compiled already. Pass the plain model, "
                 "or leave that to accelerate, if its own settings (ACCELERATE_DYNAMO_BACKEND) ask for it."
             )
         try:
-            run: Any = torch.compile(model, **self._compile_options)
+            run: Any = torch.compile(model, **self.compile_options)
             return run
         except Exception as error:
             raise ConfigError(
-                f"`compile={dict(self._compile_options)!r}`: torch.compile rejects these options: {error}"
+                f"`compile={dict(self.compile_options)!r}`: torch.compile rejects these options: {error}"
             ) from error
 
     def set_dtypes(self, dtypes: Dtypes) -> None:

@@ -246,8 +246,8 @@ class Zero(DDP):
         if initializer is not None:
             self._partition(initializer, plugin.deepspeed_config)
             self._finish_initialization(initializer)
-        if self._compile_options is not None:
-            self.model.compile(**self._compile_options)  # in place, as ZeRO 3 replaces the modules' parameter dicts
+        if self.compile_options is not None:
+            self.model.compile(**self.compile_options)  # in place, as ZeRO 3 replaces the modules' parameter dicts
         with preserve_shared_buffers(self.model):
             engine, prepared = self.accelerator.prepare(Runner(self.model), optimizer)
         if any(hasattr(parameter, "ds_id") for parameter in self.model.parameters()):

@@ -252,10 +252,9 @@ class ProgressBar(Callback):
     def _format_times(self, trainer: TrainerLike) -> tuple[str, str]:
         """Return the elapsed time of this `train()` call, and the remaining time to the planned end."""
         is_over = trainer.limits.fraction(trainer.progress) >= 1.0
-        remaining = (
-            f"left {'at most ' if may_stop_early(trainer) and not is_over else ''}{self._format_remaining(trainer)}"
-        )
-        return f"elapsed {clock(perf_counter() - self._started_at)}", remaining
+        bound = "at most " if may_stop_early(trainer.settings) and not is_over else ""
+        elapsed = clock(perf_counter() - self._started_at)
+        return f"elapsed {elapsed}", f"left {bound}{self._format_remaining(trainer)}"
 
     def _format_remaining(self, trainer: TrainerLike) -> str:
         """Return the remaining time at the rate since the last resume, as the run may have changed machines."""

@@ -10,6 +10,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from omnitrain.arguments import Settings
 from omnitrain.callbacks.early_stopping import EarlyStopping
 from omnitrain.core.duration import Duration
 from omnitrain.core.events import TrainerLike
@@ -87,9 +88,8 @@ def position(step: float, total_steps: int | None, fraction: float) -> str:
     return f"step {step:.0f} ({fraction:.0%})" if total_steps is None else f"step {step:.0f}/{total_steps}"
 
 
-def may_stop_early(trainer: TrainerLike) -> bool:
+def may_stop_early(settings: Settings) -> bool:
     """Whether `patience`, `early_stopper` or a callback may end the run early."""
-    settings = trainer.settings
     callbacks = [callback for callback in settings.callbacks if isinstance(callback, EarlyStopping)]
     stoppers = [settings.early_stopper, *(callback.stopper for callback in callbacks)]
     patiences = [settings.patience, *(callback.patience for callback in callbacks)]

@@ -463,7 +463,9 @@ class BaseTrainer(Hooks, ABC):
         dtypes.cast(state_dicts.unwrap(model))
         self.precision.convert(state_dicts.unwrap(model))
         # after every conversion, or the first step would compile for dtypes that nobody uses
-        self.backend.enable_compile(settings.compile)
+        if settings.compile is not None and settings.compile is not False:
+            self.backend.compile_options = {} if settings.compile is True else settings.compile
+            self.backend.maybe_compile(model)  # which raises now for options that are wrong
         self._sets = self._make_sets()
         self._assemble()
         self._setup_training_components()
