@@ -96,8 +96,13 @@ def worker_death(error: Exception) -> DataError | None:
         return None
     if isinstance(error, OmnitrainError) or "in DataLoader worker process" in str(error):  # raised in a worker
         return None
-    with _default_child_signal():
-        death = _worker_death_error(error)
+    try:
+        with _default_child_signal():
+            death = _worker_death_error(error)
+    except RuntimeError as later:  # by torch's handler, just before it was disabled; once for each worker that dies
+        if not str(later).startswith("DataLoader worker (pid"):
+            raise
+        return worker_death(later)
     _forget_dead_workers()
     return death
 
