@@ -163,7 +163,7 @@ class FSDP(DDP):
         for layer in layers.values():
             for group in _param_groups(layer):
                 group.post_backward = functools.partial(self._fill_gradients, group, group.post_backward)
-        if len(layers) > 1 and self._compile_options is None:
+        if len(layers) > 1 and self.compile_options is None:
             remedy = (
                 "have the FSDP plugin shard the module that chooses among them as one (transformer_cls_names_to_wrap)"
             )

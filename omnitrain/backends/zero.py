@@ -282,7 +282,7 @@ class Zero(DDP):
             record, finish = zero.reduce_ready_partitions_and_remove_grads, zero.independent_gradient_partition_epilogue
             zero.reduce_ready_partitions_and_remove_grads = functools.partial(self._record_gradient, record)
             zero.independent_gradient_partition_epilogue = functools.partial(self._fill_gradients, finish)
-        if stage == 3 and self.ranks.world_size > 1 and self._compile_options is None:
+        if stage == 3 and self.ranks.world_size > 1 and self.compile_options is None:
             remedy = "mark the class that chooses among them by deepspeed.utils.set_z3_leaf_modules, or use ZeRO 2"
             self._order = LayerOrder(self.ranks, _gathered_layers(self.model), remedy)
 
@@ -380,7 +380,7 @@ class Zero(DDP):
         try:
             return run_wrapped(self.wrapped, run, batch)
         except RuntimeError as error:
-            if self._compile_options is not None and "size=(0,)" in str(error) and self._gathers_weights:
+            if self.compile_options is not None and "size=(0,)" in str(error) and self._gathers_weights:
                 raise ConfigError(
                     "`compile` cannot be used with this model and ZeRO 3: it uses a weight that is not gathered, since "
                     "DeepSpeed gathers those of a module where it is called, and a compiled module uses that of "
