@@ -17,23 +17,26 @@ from omnitrain.distributed.ranks import Ranks
 _LAYERS = "the layers of a step"
 _GRADIENTS = "the gradients of a step"
 _REMEDY = (
-    "Call every layer on every rank in each forward pass, in the same order and if only on no rows, and let the loss "
-    "depend on it"
+    "Call every layer on every rank in each forward pass, in the same order, with an empty batch if need be, and let "
+    "the loss depend on it"
 )
-_LISTED = 4
-"""The most ranks that an error lists."""
+# The most ranks that an error lists.
+_MAX_LISTED = 4
+# Codes are shortened, so that float64 holds the sum of their squares over two thousand ranks exactly.
+_CODE_BITS = 21
 
 
 class LayerOrder:
-    """Compares over the ranks which layers a step calls, where each call gathers weights from all ranks.
+    """Checks that all ranks call the same layers in a step, where each call gathers weights from all ranks.
 
-    A rank that calls other layers gets parts of other weights, or waits forever. In windows 1, 2, 4, 8, ... each call
-    is compared before it runs, which takes an exchange per layer; after all windows, before the update, their order.
+    A rank that calls different layers gets parts of the wrong weights, or waits forever. At the end of each window,
+    before the update, the order of its calls is compared. In windows 0, 1, 2, 4, 8, ... each call is also compared
+    before it runs, which takes an exchange per layer.
 
     Args:
         ranks: The ranks of the run.
         layers: The layers, by name.
-        remedy: What else the user can do.
+        remedy: Another remedy for the error, of the backend.
         is_collective: Whether a call of this layer gathers weights.
     """
 
@@ -52,13 +55,14 @@ class LayerOrder:
         self._compares_calls = False
         self._called: dict[int, None] = {}
         self._digest = 0
+        # from 1, as 0 is the number of the end of a forward pass
         for number, layer in enumerate(layers.values(), start=1):
             layer.register_forward_pre_hook(functools.partial(self._record, number), prepend=True)
 
     def begin_window(self) -> None:
         """Begin a window, or run one again."""
         number, self._windows = self._windows, self._windows + 1
-        self._compares_calls = number & (number - 1) == 0
+        self._compares_calls = number & (number - 1) == 0  # 0 or a power of 2
         self._called, self._digest = {}, 0
 
     def _record(self, number: int, layer: nn.Module, args: Any) -> None:
@@ -70,18 +74,18 @@ class LayerOrder:
             self._compare_call(number, repr(self._names[number - 1]))
 
     def end_forward(self) -> None:
-        """Compare the end of a forward pass with the calls of the other ranks."""
+        """Check that the other ranks end their forward passes too, instead of calling a layer."""
         if self._compares_calls:
             self._compare_call(0, "none")
 
     def _compare_call(self, number: int, name: str) -> None:
         if not are_equal(self._ranks, _LAYERS, number):
-            names = self._ranks.gather(_LAYERS, name)
-            raise self._error(", ".join(f"rank {rank} {name}" for rank, name in enumerate(names[:_LISTED])))
+            calls = self._ranks.gather(_LAYERS, name)
+            raise self._error(", ".join(f"rank {rank} {call}" for rank, call in enumerate(calls[:_MAX_LISTED])))
 
-    def error(self, names: Sequence[Sequence[str]]) -> DistributedError:
-        """Return the error for calls of these layers on the ranks."""
-        return self._error(_describe_difference(names))
+    def error(self, names_by_rank: Sequence[Sequence[str]]) -> DistributedError:
+        """Return the error for ranks that called these layers."""
+        return self._error(_describe_difference(names_by_rank))
 
     def end_window(self) -> None:
         """Compare the calls of the window.
@@ -90,50 +94,53 @@ class LayerOrder:
             DistributedError: On all ranks, if they differ.
         """
         if not are_equal(self._ranks, _LAYERS, self._digest):
-            names = self._ranks.gather(_LAYERS, [self._names[number - 1] for number in self._called])
-            raise self.error(names)
+            raise self.error(self._ranks.gather(_LAYERS, [self._names[number - 1] for number in self._called]))
         self._called, self._digest = {}, 0
 
     def _error(self, difference: str) -> DistributedError:
         return DistributedError(
-            "The ranks call other layers in a step, and each call gathers weights from all ranks: "
+            "The ranks call different layers in a step, and each call gathers weights from all ranks: "
             f"{difference}. {_REMEDY}; or {self._remedy}."
         )
 
 
 def are_equal(ranks: Ranks, what: str, code: int) -> bool:
-    """Return whether all ranks have the same code; all call it."""
-    code &= 2**24 - 1  # whose square float64 holds for a thousand ranks
+    """Return whether all ranks have the same code; a collective call.
+
+    They do if and only if the sum and the sum of squares fit this rank's code: then the variance is 0.
+    """
+    code &= 2**_CODE_BITS - 1
     total, squares = ranks.sum(what, code, code * code)
     return total == ranks.world_size * code and squares == ranks.world_size * code * code
 
 
 def check_gradients(ranks: Ranks, names: Sequence[str]) -> bool:
-    """Return whether all ranks are about to add up gradients of the same parameters in the same order.
+    """Return whether all ranks are about to reduce gradients of the same parameters in the same order.
 
     Args:
         ranks: The ranks of the run.
         names: The names of the parameters, in the order of their gradients.
 
     Raises:
-        DistributedError: On all ranks, if they are gradients of other parameters.
+        DistributedError: On all ranks, if they are gradients of different parameters.
     """
     if are_equal(ranks, _GRADIENTS, zlib.crc32("\n".join(names).encode())):
         return True
-    everywhere = ranks.gather(_GRADIENTS, list(names))
-    if any(set(names) != set(everywhere[0]) for names in everywhere):
+    names_by_rank = ranks.gather(_GRADIENTS, list(names))
+    if any(set(rank_names) != set(names_by_rank[0]) for rank_names in names_by_rank):
         raise DistributedError(
-            "The ranks have gradients of other parameters in a step, which DeepSpeed adds up as they come: "
-            f"{_describe_difference(everywhere)}. {_REMEDY}; or use ZeRO 1, FSDP or DDP."
+            "The ranks have gradients of different parameters in a step, which DeepSpeed adds up as they come: "
+            f"{_describe_difference(names_by_rank)}. {_REMEDY}; or use ZeRO 1, FSDP or DDP."
         )
     return False
 
 
-def _describe_difference(everywhere: Sequence[Sequence[str]]) -> str:
-    """Return which names are missing on which ranks."""
-    rows = [
+def _describe_difference(names_by_rank: Sequence[Sequence[str]]) -> str:
+    """Return which names are missing on which ranks, as text."""
+    all_names = dict.fromkeys(itertools.chain(*names_by_rank))
+    parts = [
         f"{format_list(map(repr, missing))} not on rank {rank}"
-        for rank, names in enumerate(everywhere)
-        if (missing := [name for name in dict.fromkeys(itertools.chain(*everywhere)) if name not in names])
+        for rank, names in enumerate(names_by_rank)
+        if (missing := [name for name in all_names if name not in names])
     ]
-    return "; ".join(rows[:_LISTED]) or "the same ones in another order"
+    return "; ".join(parts[:_MAX_LISTED]) or "the same ones in another order"
