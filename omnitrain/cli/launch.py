@@ -1,8 +1,8 @@
 """The `omnitrain launch` command, which starts a script on several processes.
 
-It is torchrun with accelerate's environment: torchrun's agent starts, watches and restarts the processes, and
-`AccelerateTrainer` finds the environment variables of accelerate's own launcher, which would start only a single
-process on a CPU. `main.py` reads the command line.
+torchrun's agent starts, watches and restarts the processes. `AccelerateTrainer` reads the environment variables that
+`accelerate launch` would set; that launcher itself would start only one process on a CPU. `main.py` parses the command
+line.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from omnitrain.core.errors import ConfigError, MissingExtraError
 
 @dataclass(slots=True)
 class Launch:
-    """What to start, and where.
+    """The options of `omnitrain launch`.
 
     >>> launch = Launch("train.py", ["--lr", "0.1"], processes=2, zero=3)
     >>> launch.command()
@@ -35,12 +35,12 @@ class Launch:
     """The number of processes on this machine."""
     fsdp: bool = False
     zero: int | None = None
-    """DeepSpeed's stage."""
+    """The ZeRO stage of DeepSpeed; None without DeepSpeed."""
     cpu: bool = False
     """Whether to use no GPUs."""
     is_module: bool = False
     machines: int | str = 1
-    """Their number, or "1:4": what the run needs and what it takes at most, as machines are lost and come back."""
+    """The number of machines, or "MIN:MAX" for a run that continues as machines are lost and come back."""
     endpoint: str | None = None
     """The rendezvous of the machines: host:port of one of them."""
     max_restarts: int = 0
@@ -52,28 +52,28 @@ class Launch:
             gpus: The number of GPUs of this machine.
 
         Raises:
-            ConfigError: If the options contradict each other, the machine, or the disk.
+            ConfigError: If the options contradict each other, the script does not exist, or there are too few GPUs.
             MissingExtraError: If DeepSpeed is needed and not installed.
         """
-        fewest, most = self._machines()
-        if self.processes < 1 or fewest < 1 or self.max_restarts < 0:
+        min_machines, max_machines = self._machine_range()
+        if self.processes < 1 or min_machines < 1 or self.max_restarts < 0:
             raise ConfigError(
                 f"Cannot start {self.processes} process(es) on {self.machines} machine(s) with {self.max_restarts} "
-                "restarts. There must be at least one process and one machine."
+                "restarts. There must be at least one process and one machine, and no negative number of restarts."
             )
-        if fewest != most and not self.max_restarts:
+        if min_machines != max_machines and not self.max_restarts:
             raise ConfigError(
                 f"`--nnodes {self.machines}` needs `--max-restarts N`: the run continues on other machines by a "
                 "restart of all processes."
             )
         if self.fsdp and self.zero is not None:
             raise ConfigError(f"`--fsdp` and `--zero {self.zero}` exclude each other. Choose one of them.")
-        if most > 1 and not self.endpoint:
+        if max_machines > 1 and not self.endpoint:
             raise ConfigError(
                 f"`--nnodes {self.machines}` needs `--rdzv-endpoint HOST:PORT`, the same on each machine: the name of "
                 "one of them, where they meet."
             )
-        if most == 1 and self.endpoint:
+        if max_machines == 1 and self.endpoint:
             raise ConfigError(f"`--rdzv-endpoint {self.endpoint}` is for several machines. Give `--nnodes` too.")
         if not self.is_module and not Path(self.script).is_file():
             raise ConfigError(f"There is no script {self.script!r} here. (A module is started with `-m`.)")
@@ -85,15 +85,15 @@ class Launch:
         if self.zero is not None and find_spec("deepspeed") is None:
             raise MissingExtraError("--zero", "deepspeed", "deepspeed")
 
-    def _machines(self) -> tuple[int, int]:
-        """Return the fewest and the most machines of the run.
+    def _machine_range(self) -> tuple[int, int]:
+        """Return the minimum and the maximum number of machines.
 
         Raises:
-            ConfigError: If it is neither a number nor two of them.
+            ConfigError: If `machines` is neither a number nor a range.
         """
         words = str(self.machines).split(":")
         numbers = [int(word) for word in words if word.removeprefix("-").isdecimal()]
-        if not 1 <= len(numbers) == len(words) <= 2 or numbers[0] > numbers[-1]:
+        if len(words) > 2 or len(numbers) != len(words) or numbers[0] > numbers[-1]:
             raise ConfigError(
                 f"`--nnodes {self.machines}` must be a number of machines, or the fewest and the most, such as 1:4."
             )
@@ -102,7 +102,7 @@ class Launch:
     def command(self) -> list[str]:
         """Return the command line for torchrun."""
         words = ["--nproc-per-node", str(self.processes), "--max-restarts", str(self.max_restarts)]
-        if self._machines() == (1, 1):
+        if self._machine_range() == (1, 1):
             words.append("--standalone")  # uses a free port, so several runs can share a machine
         else:
             words += ["--nnodes", str(self.machines), "--rdzv-backend", "c10d", "--rdzv-endpoint", str(self.endpoint)]
@@ -114,10 +114,12 @@ class Launch:
         Args:
             cores: The number of cores of this machine, which the processes share.
         """
-        fewest, most = self._machines()
-        variables = {"OMNITRAIN_NUM_PROCESSES": str(self.processes * fewest)} if fewest == most else {}
-        if most > 1 and self.max_restarts:
-            # torchrun shares one store between attempts, and does not tell a machine that joins later where it is
+        min_machines, max_machines = self._machine_range()
+        variables = {}
+        if min_machines == max_machines:
+            variables["OMNITRAIN_NUM_PROCESSES"] = str(self.processes * min_machines)
+        if max_machines > 1 and self.max_restarts:
+            # torchrun shares one store between attempts, and a machine that joins later does not get its address
             variables["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
         if self.fsdp or self.zero is not None:
             variables["ACCELERATE_USE_FSDP"] = str(self.fsdp).lower()
@@ -138,14 +140,14 @@ class Launch:
 
 
 def start(launch: Launch) -> int:
-    """Run the script on its processes, forward signals, and return the exit code of the first process that failed.
+    """Run the script on its processes, forward signals, and return an exit code as a shell would.
 
-    It is 0 if none failed, and 128 plus the signal's number for death by a signal, as in a shell.
+    It is that of the first process that failed, 0 if none did, and 128 plus the number of a signal that ended them.
 
     Raises:
-        ConfigError: If the options cannot work; then nothing is started.
+        ConfigError, MissingExtraError: If the options cannot work; then nothing is started.
     """
-    launch.check()  # finds most mistakes before importing torch
+    launch.check()  # most mistakes are reported before the slow import of torch
     import torch
     from torch.distributed import run
     from torch.distributed.elastic.multiprocessing.api import SignalException
