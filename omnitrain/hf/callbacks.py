@@ -12,25 +12,25 @@ from transformers.trainer_callback import CallbackHandler
 
 logger: logging.Logger = logging.getLogger("omnitrain")
 
-# The callbacks of `report_to`: like our loggers, they never end a training.
+# The callbacks of `report_to`. Their errors are logged and do not end the run, as with `loggers`.
 _TRACKERS = tuple(INTEGRATION_TO_CALLBACK.values())
-# transformers' callbacks that ours replace: they are listed, but not called.
+# Default callbacks of transformers that ours replace: they stay in the list, but are not called.
 _REPLACED = (
     transformers.DefaultFlowCallback,
     transformers.ProgressCallback,
-    DEFAULT_PROGRESS_CALLBACK,  # another one in a notebook
+    DEFAULT_PROGRESS_CALLBACK,  # a different class in a notebook
 )
 
 
-class Controls:
-    """The requests of callbacks, in our form and as transformers' flags, whose names begin with `should_`.
+class CombinedControl:
+    """The requests of callbacks: transformers' flags `should_...`, and all other attributes of our `Control`.
 
     Args:
         trainer: The trainer of the run.
     """
 
     def __init__(self, trainer: Any) -> None:
-        vars(self)["_trainer"] = trainer
+        vars(self)["_trainer"] = trainer  # not by `self._trainer =`, which __setattr__ would forward
 
     def _target(self, name: str) -> Any:
         return self._trainer.engine.control if name.startswith("should_") else self._trainer.lifecycle.control
@@ -42,12 +42,12 @@ class Controls:
         setattr(self._target(name), name, value)
 
 
-class Callbacks(CallbackHandler):
+class TransformersCallbacks(CallbackHandler):
     """transformers' callbacks, in a list like that of a stock Trainer.
 
     Args:
-        handler: The handler that transformers created.
-        args: The arguments that callbacks see; transformers' loop has others.
+        handler: The handler that transformers created, whose state is taken over.
+        args: The arguments that callbacks get, which differ from those of transformers' loop.
         first: The callback that gets each event before all others.
         last: The callback that gets each event after all others.
     """
@@ -59,10 +59,10 @@ class Callbacks(CallbackHandler):
         first: transformers.TrainerCallback,
         last: transformers.TrainerCallback,
     ) -> None:
-        vars(self).update(vars(handler))
+        vars(self).update(vars(handler))  # not super().__init__(), which would register each callback again
         self.callbacks: list[transformers.TrainerCallback]
-        self.idle: list[Any] = []
-        """The user's callbacks that ours replace."""
+        self.replaced: list[Any] = []
+        """The user's callbacks that ours replace; they are not called."""
         self.failures: dict[Any, int] = {}
         """How often each tracker has failed."""
         self.args = args
@@ -70,12 +70,12 @@ class Callbacks(CallbackHandler):
         self.last = last
 
     def call_event(self, event: str, args: Any, state: Any, control: Any, **kwargs: Any) -> Any:
-        """Call all callbacks for an event; an error in one propagates, with the callback named, unless it is a tracker.
+        """Call all callbacks for an event, and return the control.
 
-        A tracker that fails is logged, and the run continues, as with `loggers`.
+        An error of a tracker is logged, and the run continues; any other error is raised with a note on the callback.
         """
         for callback in (self.first, *self.callbacks, self.last):
-            if type(callback) in _REPLACED or callback in self.idle:
+            if type(callback) in _REPLACED or callback in self.replaced:
                 continue
             try:
                 result = getattr(callback, event)(
@@ -94,18 +94,18 @@ class Callbacks(CallbackHandler):
                 if callback not in (self.first, self.last):
                     error.add_note(f"Raised by the callback {type(callback).__name__}.{event}.")
                 if isinstance(callback, _TRACKERS) and isinstance(error, Exception):
-                    self._report_failure(callback, event, state, error)
+                    self._log_failure(callback, event, state, error)
                     continue
                 raise
             control = control if result is None else result
         return control
 
-    def _report_failure(self, callback: Any, event: str, state: Any, error: Exception) -> None:
-        """Log the first, the 10th, the 100th, ... failure of a tracker: it may fail at every event."""
+    def _log_failure(self, callback: Any, event: str, state: Any, error: Exception) -> None:
+        """Log failures 1, 10, 100, ... of a tracker, which may fail at every event."""
         count = self.failures[callback] = self.failures.get(callback, 0) + 1
         if str(count).strip("0") == "1":
             logger.warning(
-                "%s.%s of `report_to` failed after step %d, the failure number %d of this tracker. The run continues, "
+                "%s.%s of `report_to` failed after step %d, failure %d of this tracker. The run continues, "
                 "and its data may be lost.", type(callback).__name__, event, state.global_step, count,
                 exc_info=error if count == 1 else None,
             )  # fmt: skip

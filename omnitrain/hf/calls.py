@@ -33,7 +33,7 @@ from omnitrain.core.paths import local_path
 from omnitrain.data.collation import get_labels
 from omnitrain.data.sets import is_dict_of_sets
 from omnitrain.hf.arguments import resolve_alias, scheduler_factory
-from omnitrain.hf.callbacks import Controls
+from omnitrain.hf.callbacks import CombinedControl
 from omnitrain.hf.data import undo_prepare
 from omnitrain.hf.engine import Engine
 from omnitrain.hf.evaluation import replace_prefix
@@ -206,12 +206,12 @@ class TransformersAPI(BaseTrainer):
     @property
     def control(self) -> Any:
         """The requests of callbacks on this rank, both ours and transformers' (`control.should_save`)."""
-        return Controls(self)
+        return CombinedControl(self)
 
     @control.setter
     def control(self, control: Any) -> None:
         """Accept the return value of transformers' callback handler, which is this object already."""
-        if control is self.engine.control or isinstance(control, (Controls, Control)):
+        if control is self.engine.control or isinstance(control, (CombinedControl, Control)):
             return
         self.engine.control = control
 

@@ -30,7 +30,7 @@ from omnitrain.core.errors import ConfigError, Tolerance
 from omnitrain.core.events import Callback, Control, Event
 from omnitrain.data.sampling import Window
 from omnitrain.hf.arguments import enum_value, syncs_each_batch
-from omnitrain.hf.callbacks import Callbacks
+from omnitrain.hf.callbacks import TransformersCallbacks
 from omnitrain.hf.data import counting_loader, loader_for_callbacks
 from omnitrain.hf.files import write_optimizer, write_state
 from omnitrain.hf.policies import is_delayed
@@ -234,11 +234,11 @@ class Engine(SearchTrainer):
         super().__init__(**kwargs)
         self.args.output_dir = output_dir
 
-    def _get_callbacks(self) -> Callbacks:
+    def _get_callbacks(self) -> TransformersCallbacks:
         return self._callbacks
 
     def _set_callbacks(self, handler: CallbackHandler) -> None:
-        self._callbacks = Callbacks(handler, self.callback_args, Bridge(self), Boundary(self))
+        self._callbacks = TransformersCallbacks(handler, self.callback_args, Bridge(self), Boundary(self))
 
     callback_handler: Any = property(_get_callbacks, _set_callbacks, doc="The callbacks, which get each event.")
     """A property, because transformers creates a handler and calls it before it could be replaced."""
@@ -517,7 +517,7 @@ class Engine(SearchTrainer):
             self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, logs)
         objective = self.trainer.objective
         self.state.best_metric, self.state.best_global_step = objective.best, objective.best_step
-        for callback in self.callback_handler.idle:
+        for callback in self.callback_handler.replaced:
             callback.early_stopping_patience_counter = objective.evaluations_without_gain
 
     def report_batch(self, loader: Any) -> None:

@@ -31,7 +31,7 @@ def transfer_callbacks(new: SearchTrainer, old: SearchTrainer) -> None:
     ours: Any = new.callback_handler
     theirs: Any = old.callback_handler
     ours.callbacks = list(theirs.callbacks)
-    ours.idle += [callback for callback in theirs.idle if callback not in ours.idle]
+    ours.replaced += [callback for callback in theirs.replaced if callback not in ours.replaced]
 
 
 def record_arguments(init: Constructor) -> Constructor:

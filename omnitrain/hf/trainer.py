@@ -68,7 +68,7 @@ from omnitrain.hf.engine import Engine, EngineLoop, Reporter
 from omnitrain.hf.evaluation import HFEvaluation
 from omnitrain.hf.files import check_stock_checkpoints
 from omnitrain.hf.generation import make_generation
-from omnitrain.hf.label_smoothing import smooth_labels
+from omnitrain.hf.label_smoothing import set_smoothed_loss
 from omnitrain.hf.model_init import check_model_init, create_model
 from omnitrain.hf.policies import policy_callbacks
 from omnitrain.hf.search import Trial, record_arguments, transfer_callbacks
@@ -402,7 +402,7 @@ class HFTrainer(TransformersAPI):
         check_model_init(model, self.model_init, kwargs)
         if self.model_init is not None:
             model = self._new_model(kwargs.get("seed", 42), self._engine_args.device)
-        smooth_labels(training_args, model, kwargs)
+        set_smoothed_loss(training_args, model, kwargs)
         merge_activation_checkpointing(self._engine_args, model, kwargs)
         reject_fp16_on_cpu(training_args, self._engine_args.device)
         callbacks = [*policy_callbacks(training_args), *our_callbacks, Reporter(lambda: self.engine)]
@@ -584,7 +584,7 @@ class HFTrainer(TransformersAPI):
             # transformers' printer replaces our bar only if the training arguments ask for it by `disable_tqdm`
             callbacks = self.engine.callback_handler.callbacks
             self._replaced_callbacks += [callback for callback in callbacks if type(callback) is PrinterCallback]
-        self.engine.callback_handler.idle = self._replaced_callbacks
+        self.engine.callback_handler.replaced = self._replaced_callbacks
         self.engine.train_dataset = self.train_dataset
         self.engine.loss_is_scaled_for_ga = True
         self.engine._has_output_dir = self._output_dir is not None
