@@ -38,7 +38,7 @@ class CutMix(Mixing):
         super().__init__(num_classes, alpha)
         self._box = slice(0), slice(0)
 
-    def _draw(self, batch: Any, share: float, draw: random.Random) -> float:
+    def _draw_label_share(self, batch: Any, share: float, rng: random.Random) -> float:
         entries = batch.values() if isinstance(batch, Mapping) else batch
         sizes = {tuple(entry.shape[-2:]) for entry in entries if is_image(entry)}
         if len(sizes) != 1:
@@ -49,7 +49,7 @@ class CutMix(Mixing):
             )
         slices, side, area = [], math.sqrt(1 - share), 1.0  # up to the full image, unlike a mix, which is symmetric
         for length in next(iter(sizes)):
-            half, centre = length * side / 2, draw.random() * length
+            half, centre = length * side / 2, rng.random() * length
             first, last = max(round(centre - half), 0), min(round(centre + half), length)
             slices.append(slice(first, last))
             area *= (last - first) / length
