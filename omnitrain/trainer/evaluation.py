@@ -28,7 +28,7 @@ from omnitrain.metrics.scorer import SampleList, Scorer, make_scorer, per_sample
 from omnitrain.model.losses import LossMean
 from omnitrain.model.multitask import MultiTaskUnit
 from omnitrain.model.units import ModelUnit, StepOutput, count_as_sum, run_unit
-from omnitrain.trainer.failing_samples import describe_failing_samples, name_dtypes
+from omnitrain.trainer.failing_samples import add_dtype_remedy, describe_failing_samples
 from omnitrain.trainer.feed import Feed
 from omnitrain.trainer.hooks import Hooks
 from omnitrain.trainer.lifecycle import Lifecycle, is_of_callback
@@ -408,7 +408,7 @@ class Evaluation:
         except Exception as error:
             if is_of_callback(error):
                 raise
-            name_dtypes(error, self.trainer.backend.model, batch)
+            add_dtype_remedy(error, self.trainer.backend.model, batch)
             samples = describe_failing_samples(error, self.trainer, loader, (0, 0, number), self.output_of)
             error.add_note(f"Raised for {samples or f'batch {number} of {loader.name}, from 0 on'}.")
             raise

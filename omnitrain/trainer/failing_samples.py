@@ -27,49 +27,52 @@ def describe_failing_samples(
     error: Exception,
     trainer: Hooks,
     loader: Any,
-    place: tuple[int, int, int],
-    run: Callable[[Any], Any],
-    mode: Callable[[], AbstractContextManager[Any]] = contextlib.nullcontext,
+    position: tuple[int, int, int],
+    forward: Callable[[Any], Any],
+    rerun_context: Callable[[], AbstractContextManager[Any]] = contextlib.nullcontext,
 ) -> str:
-    """Return the samples of a micro-batch as text, with those that fail by themselves.
+    """Return the samples of a micro-batch as text, and which of them fail by themselves.
 
-    The result is empty if samples have no index. Nothing is run again after an error of the device, of its memory or
-    of another rank, or if a forward pass needs all ranks.
+    The text is empty if samples have no index. Samples are not run again after an error of the device, of its memory or
+    of another rank, or if a forward pass is a collective call.
 
     Args:
         error: The error that the micro-batch raised.
         trainer: The trainer.
         loader: The loader of the micro-batch.
-        place: The epoch, the position in it where the window begins, and the number of the micro-batch in the window.
-        run: The function that failed, called with a batch.
-        mode: The context for running it again: without gradients, and without an effect on the run.
+        position: The epoch, the sample of it at which the window begins, and the number of the micro-batch in the
+            window.
+        forward: The function that failed, which takes a batch.
+        rerun_context: Returns the context in which to call it again: without gradients and effects on the run.
     """
-    samples = loader.indices_at(*place)
+    samples = loader.indices_at(*position)
     if not samples or is_connection_error(error):
         return ""
-    names = describe_samples(samples, loader.name)
+    description = describe_samples(samples, loader.name)
     if is_device_lost(error):
-        return f"{names} or before, as the device reports errors late (at once with CUDA_LAUNCH_BLOCKING=1)"
+        return f"{description} or before, as the device reports errors late (at once with CUDA_LAUNCH_BLOCKING=1)"
     if not hasattr(loader, "fetch") or trainer.backend.forward_is_collective or is_out_of_memory(error):
-        return names
+        return description
 
     def attempt(indices: list[int]) -> None:
-        batch = trainer._prepare_batch(loader.fetch(place[0], np.array(indices)))
+        batch = trainer._prepare_batch(loader.fetch(position[0], np.array(indices)))
         with trainer._autocast():
-            run(batch)
+            forward(batch)
 
-    with mode():
+    with rerun_context():
         return describe_failures(error, samples, loader.name, attempt)
 
 
-def name_dtypes(error: Exception, model: nn.Module, batch: Any, dtypes: Any = None) -> None:
-    """Add the remedy to an error of a forward pass if the data have another dtype than the model.
+def add_dtype_remedy(error: Exception, model: nn.Module, batch: Any, dtypes: Any = None) -> None:
+    """Add a remedy to an error of a forward pass about dtypes that do not fit together.
+
+    PyTorch has no class for these errors, so they are recognized by their texts.
 
     Args:
-        error: The error.
+        error: The error; it gets a note.
         model: The model.
         batch: The batch of the forward pass.
-        dtypes: The argument `dtypes`.
+        dtypes: The argument `dtypes` of the trainer.
     """
     if re.search(r"expected (scalar type|target dtype to be) Long", str(error)):
         error.add_note("Classes are labels of 64 bits: convert them, array.astype('int64') or tensor.long().")
@@ -106,12 +109,16 @@ def name_dtypes(error: Exception, model: nn.Module, batch: Any, dtypes: Any = No
 
 
 def _mixed_layers(model: nn.Module) -> str:
-    """Return the layers whose weights have another dtype than their statistics, as text."""
+    """Return the layers whose weights and running statistics differ in dtype, as text."""
     layers = [
-        f"{name or type(module).__name__!r} ({str(weight.dtype)[6:]} and {str(statistics.dtype)[6:]})"
+        f"{name or type(module).__name__!r} ({_dtype_name(weight)} and {_dtype_name(statistics)})"
         for name, module in model.named_modules()
         if isinstance(weight := getattr(module, "weight", None), torch.Tensor)
         and isinstance(statistics := getattr(module, "running_mean", None), torch.Tensor)
         and weight.dtype != statistics.dtype
     ]
     return ", ".join(layers[:3]) + (", ..." if len(layers) > 3 else "")
+
+
+def _dtype_name(tensor: torch.Tensor) -> str:
+    return str(tensor.dtype).removeprefix("torch.")

@@ -28,7 +28,7 @@ from omnitrain.optim.build import ScheduleLR, needs_closure
 from omnitrain.optim.sparse_gradients import parameters_by_layout
 from omnitrain.trainer.auto_microbatch import AutoMicrobatch
 from omnitrain.trainer.buffers import Buffers
-from omnitrain.trainer.failing_samples import describe_failing_samples, name_dtypes
+from omnitrain.trainer.failing_samples import add_dtype_remedy, describe_failing_samples
 from omnitrain.trainer.feed import Feed
 from omnitrain.trainer.finite import FiniteGuard, LossMeter
 from omnitrain.trainer.hooks import Hooks
@@ -399,7 +399,7 @@ class Step:
             # PyTorch has no class for this error; the text is that of torch.nn.functional.batch_norm
             if isinstance(error, ValueError) and "more than 1 value per channel" in str(error):
                 raise self._too_few_to_normalize(turn) from error
-            name_dtypes(error, self._backend.model, batch, self._settings.dtypes)
+            add_dtype_remedy(error, self._backend.model, batch, self._settings.dtypes)
             self._name_samples(error, turn)
             raise
 
