@@ -239,7 +239,15 @@ class DDP(Backend):
                 buffer.copy_(part.clone().view(buffer.dtype).view(buffer.shape))
 
     def accumulating(self, last: bool) -> AbstractContextManager[Any]:
-        return _NOTHING if last or self._syncs_each_batch or self._ddp is None else self._ddp.no_sync()
+        if last or self._syncs_each_batch or self._ddp is None:
+            return _NOTHING
+        if self._ddp.static_graph:
+            raise ConfigError(
+                "static_graph=True of DDP cannot be used with several micro-batches in a step: PyTorch learns from the "
+                "first backward pass when to average gradients, and only that of the last micro-batch does. Leave it "
+                "out, or pass a `batch_size` that makes steps of one micro-batch."
+            )
+        return self._ddp.no_sync()
 
     def check_separate_all_reduce(self) -> None:
         if self.sharding is not None:

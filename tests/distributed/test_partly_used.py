@@ -81,7 +81,7 @@ def routed_weights(backend: str, routes: str, offloads: bool = False) -> dict[st
 
 
 def routed_error(backend: str, routes: str) -> dict[str, Any]:
-    """Train with each linear layer as a unit of FSDP, or with ZeRO 3; return the error."""
+    """Train with each linear layer as a unit of FSDP, with ZeRO 3 or a static graph; return the error."""
     options: dict[str, Any] = {}
     if backend == "fsdp":
         from accelerate.utils import FullyShardedDataParallelPlugin
@@ -89,6 +89,12 @@ def routed_error(backend: str, routes: str) -> dict[str, Any]:
         options["fsdp_plugin"] = FullyShardedDataParallelPlugin(
             fsdp_version=2, auto_wrap_policy="transformer_based_wrap", transformer_cls_names_to_wrap=["Linear"]
         )
+    elif backend == "ddp":
+        from accelerate import Accelerator
+        from accelerate.utils import DistributedDataParallelKwargs
+
+        static = DistributedDataParallelKwargs(static_graph=True)
+        options["accelerator"] = Accelerator(cpu=True, kwargs_handlers=[static])
     updates: list[int] = []
     options["callbacks"] = [HookCallback({"on_step_end": lambda trainer: updates.append(trainer.progress.step)})]
     try:
@@ -127,7 +133,7 @@ def errors(folder: Path, request: pytest.FixtureRequest) -> Any:
     compile_once()
     cases = [
         Case(f"{sharding} {routes}", f"{HERE}:routed_error", {"backend": sharding, "routes": routes},
-             environment=ON_CPU if sharding == "fsdp" else {})
+             environment={} if sharding == "zero3" else ON_CPU)
         for sharding, routes in sorted(asked_for(request, "sharding", "routes"))
     ]  # fmt: skip
     return play(cases, folder / "errors")
@@ -154,3 +160,11 @@ def test_layers_called_on_some_ranks_raise(errors: Any, sharding: str, routes: s
         expected = {"one rank": "rank 0 'experts.0', rank 1 'head'", "fourth step": difference}
         assert expected.get(routes, "rank 0 'experts.0', rank 1 'experts.1'") in result["message"]
         assert "on every rank in each forward pass" in result["message"]
+
+
+@pytest.mark.parametrize(("sharding", "routes"), [("ddp", "third step")])
+def test_static_graph_with_microbatches_is_rejected(errors: Any, sharding: str, routes: str) -> None:
+    """PyTorch has an internal assertion for it."""
+    for outcome in errors[f"{sharding} {routes}"]:
+        assert outcome.result is not None and outcome.result["raised"] == "ConfigError", outcome
+        assert "static_graph=True of DDP" in outcome.result["message"] and not outcome.result["steps"]
