@@ -31,7 +31,7 @@ from omnitrain.model.units import ModelUnit, StepOutput, count_as_sum, run_unit
 from omnitrain.trainer.failing_samples import add_dtype_remedy, describe_failing_samples
 from omnitrain.trainer.feed import Feed
 from omnitrain.trainer.hooks import Hooks
-from omnitrain.trainer.lifecycle import Lifecycle, is_of_callback
+from omnitrain.trainer.lifecycle import Lifecycle, is_callback_error
 from omnitrain.trainer.loss_probe import ask_loss
 from omnitrain.trainer.meters import Meters, means_of
 
@@ -406,7 +406,7 @@ class Evaluation:
                 emit(Event.EVAL_BATCH_END, batch, output)
             return output
         except Exception as error:
-            if is_of_callback(error):
+            if is_callback_error(error):
                 raise
             add_dtype_remedy(error, self.trainer.backend.model, batch)
             samples = describe_failing_samples(error, self.trainer, loader, (0, 0, number), self.output_of)

@@ -33,15 +33,15 @@ from omnitrain.core.progress import Clock, Progress
 
 logger: logging.Logger = logging.getLogger("omnitrain")
 
-# The limit of skipped steps in a row in an epoch without updates: a loss scale may need to fall that often.
-_MANY_SKIPPED = 30
-# The same if no epoch ends.
-_MOST_SKIPPED = 10_000
+# Skipped steps in a row from which on an epoch without updates is an error: a loss scale may need to fall as often.
+_MAX_SKIPPED_IN_EPOCH = 30
+# The same without an end of an epoch, for instance on an endless stream.
+_MAX_SKIPPED = 10_000
 _RAISED_BY = "Raised by the callback "
 
 
-def is_of_callback(error: BaseException) -> bool:
-    """Return whether a callback raised an error, rather than the forward pass around which it was called."""
+def is_callback_error(error: BaseException) -> bool:
+    """Return whether an error was raised by a callback, rather than by the forward pass in which it was called."""
     return any(note.startswith(_RAISED_BY) for note in getattr(error, "__notes__", ()))
 
 
@@ -70,11 +70,11 @@ class Listener:
         return callback.name if isinstance(callback, HookCallback) else type(callback).__name__
 
 
-Called = tuple[Listener, Callable[..., Any]]
+ListenerMethod = tuple[Listener, Callable[..., Any]]
 
 
-def _numbers(values: Any) -> dict[str, float]:
-    """Return what `log_values` has returned, tensors of one number as numbers."""
+def _to_numbers(values: Any) -> dict[str, float]:
+    """Return the result of a `log_values`, with tensors of one number converted to floats."""
     try:
         return {name: value if isinstance(value, (int, float)) else float(value) for name, value in values.items()}
     except (AttributeError, TypeError, ValueError) as error:
@@ -86,7 +86,7 @@ class Lifecycle:
 
     Args:
         trainer: Passed to every callback.
-        callbacks: Sorted by their `order`; those of equal order stay as given.
+        callbacks: The callbacks, in any order; those of equal `order` keep their positions.
         objective: Decides which evaluation is best.
         evaluates: Whether the run evaluates.
     """
@@ -112,7 +112,7 @@ class Lifecycle:
         self.resumed_from: Path | None = None
         """The folder of the checkpoint from which the run was resumed; None for a fresh start."""
         self.trained_before: int = 0
-        """Steps of an earlier `train()` with whose weights this run begins afresh."""
+        """Steps of an earlier `train()` that trained the weights with which this run starts from step 0."""
         self.pending_evaluation = False
         """Whether an evaluation is still due: one that a signal interrupted, or the one before the first step."""
         self.pending_save = False
@@ -122,7 +122,7 @@ class Lifecycle:
         self.logged_at: tuple[int, float, int, int] = (0, 0.0, 0, 0)
         """Steps, seconds, samples and tokens of the run at the latest log; later evaluations and saves are added to the
         seconds, so they are not part of the time between two logs."""
-        self._is_aside = False
+        self._is_untimed = False
         self.stop: str = ""
         """Why the run ends, once all ranks have agreed."""
         self.signal: int = 0
@@ -131,10 +131,10 @@ class Lifecycle:
         """Whether the run is writing its last rows, which a longer run would not have had."""
         self.is_running: bool = False
         """Whether `train()` is at work."""
-        # The number of updates when the epoch began, if it began in this call of `train()`.
-        self._epoch_from = -1
+        # The step at which the epoch began; -1 if it began in an earlier call of `train()`.
+        self._epoch_start_step = -1
         self._skipped_in_a_row = 0
-        self._clock = time.perf_counter()
+        self._latest_tick = time.perf_counter()
         self.clock: Clock = Clock()
         """What the seconds of the run were spent on."""
         self.listeners: list[Listener] = []
@@ -144,13 +144,13 @@ class Lifecycle:
         self.emit_in_evaluation: Callable[..., None] | None = None
         """The same for the batches of an evaluation."""
         self._is_silent = False
-        # What names the parts of a step.
-        self._markers: tuple[Callable[[ProfilerRanges | None], None], ...] = ()
-        self._ranges: dict[int, ProfilerRanges] = {}
-        self._listeners: dict[Event, list[Called]] = {}
-        self._with_values: list[Called] = []
-        # The model, the optimizer and the schedule, if they are to be called, and the callbacks by which they are.
-        self._parts: list[tuple[Any, Callback]] = []
+        # Each wraps its parts of a step in profiler ranges.
+        self._annotators: tuple[Callable[[ProfilerRanges | None], None], ...] = ()
+        self._ranges_by_owner: dict[int, ProfilerRanges] = {}
+        self._listeners: dict[Event, list[ListenerMethod]] = {}
+        self._log_values_methods: list[ListenerMethod] = []
+        # The model, the optimizer and the schedule if they have hooks, each with the callback that calls them.
+        self._components: list[tuple[Any, Callback]] = []
         self.register(callbacks)
 
     def register(self, callbacks: Iterable[Callback]) -> None:
@@ -173,40 +173,41 @@ class Lifecycle:
         self.listeners = [known.get(id(callback)) or Listener(callback) for callback in self.callbacks]
         self._bind()
 
-    def register_components(self, *parts: Any) -> None:
-        """Call the parts of a trainer that are callbacks or hooks, in this order and before the user's callbacks."""
-        before, self._parts = self._parts, []
-        previous = {id(callback) for _, callback in before}
-        for part in parts:
-            callback = next((callback for registered, callback in before if registered is part), None)
-            if callback is None and isinstance(part, TrainHook):
-                callback = HookCallback(part)
-            elif callback is None and isinstance(part, Callback):
-                callback = part
+    def register_components(self, *components: Any) -> None:
+        """Register the components that are callbacks or hooks, in this order and before the user's callbacks.
+
+        They replace those of an earlier call.
+        """
+        before, self._components = self._components, []
+        for component in components:
+            callback = next((callback for registered, callback in before if registered is component), None)
+            if callback is None and isinstance(component, TrainHook):
+                callback = HookCallback(component)
+            elif callback is None and isinstance(component, Callback):
+                callback = component
             if callback is not None:
-                self._parts.append((part, callback))
-                previous.add(id(callback))
-        if before or self._parts:
-            self.register(
-                [callback for _, callback in self._parts] + [c for c in self.callbacks if id(c) not in previous]
-            )
+                self._components.append((component, callback))
+        if before or self._components:
+            component_callbacks = [callback for _, callback in self._components]
+            component_ids = {id(callback) for _, callback in before} | set(map(id, component_callbacks))
+            self.register(component_callbacks + [c for c in self.callbacks if id(c) not in component_ids])
 
     def _bind(self) -> None:
-        """Bind the events to the overridden methods of callbacks."""
-        live = [listener for listener in self.listeners if not listener.is_disabled]
+        """Collect the methods of callbacks to call for each event."""
+        enabled = [listener for listener in self.listeners if not listener.is_disabled]
 
-        def listening(name: str) -> list[Called]:
-            plain = getattr(Callback, name)
-            methods = [(listener, getattr(listener.callback, name)) for listener in live]
+        def overridden(name: str) -> list[ListenerMethod]:
+            default = getattr(Callback, name)
+            methods = [(listener, getattr(listener.callback, name)) for listener in enabled]
             return [
-                # only overridden methods: an event that nobody listens to costs one lookup in a step
+                # only overridden methods: an event without listeners costs one lookup in a step
                 (listener, method)
                 for listener, method in methods
-                if getattr(method, "__func__", method) is not plain
+                if getattr(method, "__func__", method) is not default
             ]
 
-        self._with_values = listening("log_values")
-        self._listeners = {event: listening(f"on_{event}") for event in Event}
+        self._log_values_methods = overridden("log_values")
+        self._listeners = {event: overridden(f"on_{event}") for event in Event}
         self._update_emitters()
 
     def _update_emitters(self) -> None:
@@ -223,7 +224,7 @@ class Lifecycle:
 
     @contextlib.contextmanager
     def suppress_events(self) -> Iterator[None]:
-        """Suppress the events of micro-batches and evaluated batches, which belong to no run."""
+        """Suppress the events of micro-batches and evaluated batches inside, where they do not belong to a run."""
         self._is_silent = True
         self._update_emitters()
         try:
@@ -234,12 +235,12 @@ class Lifecycle:
 
     @property
     def has_rank_local_requests(self) -> bool:
-        """Whether a callback may request something in a step that other ranks do not."""
+        """Whether a callback may make a request in a step on this rank only."""
         events = (Event.STEP_START, *INNER_STEP_EVENTS, Event.BEFORE_OPTIMIZER_STEP, Event.STEP_END)
         return any(listener.callback.asks_alone for event in events for listener, _ in self._listeners[event])
 
     def emit(self, event: Event, *details: Any) -> None:
-        """Call every callback that listens to `event`; its `on_error` decides about an error."""
+        """Call every callback that listens to `event`; an error is handled by the callback's `on_error`."""
         listeners = self._listeners[event]
         if not listeners:
             return
@@ -248,15 +249,15 @@ class Lifecycle:
             try:
                 handler(self.trainer, *details)
             except BaseException as error:
-                if not self._survives(listener, f"on_{event}", error):
+                if not self._apply_error_policy(listener, f"on_{event}", error):
                     raise
             end = time.perf_counter()
             listener.seconds += end - begin
             listener.calls += 1
             begin = end
 
-    def _survives(self, listener: Listener, method: str, error: BaseException) -> bool:
-        """Return whether the run continues after an error of a callback, which is then logged."""
+    def _apply_error_policy(self, listener: Listener, method: str, error: BaseException) -> bool:
+        """Apply a callback's `on_error`: return whether the run continues, and log the error if so."""
         name, policy = f"{listener.name}.{method}", listener.callback.on_error
         error.add_note(f"{_RAISED_BY}{name}.")
         # after an error of a collective this rank is out of step with the others, whatever the policy says
@@ -286,15 +287,15 @@ class Lifecycle:
     def begin_train(self) -> None:
         """Start the clock and emit TRAIN_START."""
         self.is_running = True
-        self._clock = time.perf_counter()
-        # requests that were made before the run, or left by an earlier one, do not count
+        self._latest_tick = time.perf_counter()
+        # discards requests made before the run or left by an earlier one
         self.control, self.stop, self.signal = Control(), "", 0
         order = ", ".join(f"{type(callback).__name__} ({callback.order})" for callback in self.callbacks)
         logger.info("Callbacks in the order they run: %s.", order or "none")
         self.emit(Event.TRAIN_START)
 
     def failed(self, error: BaseException) -> None:
-        """Emit EXCEPTION; errors of the callbacks cannot hide `error`."""
+        """Emit EXCEPTION; errors of callbacks are logged, so they cannot hide `error`."""
         self.tick()
         self._emit_safely(Event.EXCEPTION, error)
 
@@ -313,7 +314,7 @@ class Lifecycle:
             self._log_callback_times()
 
     def _log_callback_times(self) -> None:
-        """Log how long each callback took, and which have failed."""
+        """Log the time that each callback took, and which ones failed."""
         ran = sorted(
             (listener for listener in self.listeners if listener.calls), key=lambda listener: -listener.seconds
         )
@@ -322,9 +323,9 @@ class Lifecycle:
             logger.info("Time in callbacks: %s.", text)
         for listener in self.listeners:
             if listener.failures:
-                end = ", and was called no more after that" if listener.is_disabled else ""
+                ending = ", and was called no more after that" if listener.is_disabled else ""
                 times = "once" if listener.failures == 1 else f"{listener.failures} times"
-                logger.warning("The callback %s failed %s in this run%s.", listener.name, times, end)
+                logger.warning("The callback %s failed %s in this run%s.", listener.name, times, ending)
 
     def _emit_safely(self, event: Event, *details: Any) -> None:
         for listener, handler in self._listeners[event]:
@@ -334,85 +335,89 @@ class Lifecycle:
                 logger.exception("%s.on_%s failed while the run was ending by another error.", listener.name, event)
 
     def tick(self) -> None:
-        """Update `progress.seconds` to now, in a run; the time before it and after it is not part of it."""
+        """Add the time since the latest tick to `progress.seconds`, unless no run is active."""
         current = time.perf_counter()
         if self.is_running:
-            self.progress.seconds += current - self._clock
-        self._clock = current
+            self.progress.seconds += current - self._latest_tick
+        self._latest_tick = current
 
     @contextlib.contextmanager
     def untimed(self) -> Iterator[None]:
         """Exclude the work inside from the time between two logs, from which rates are computed."""
-        if self._is_aside:
+        if self._is_untimed:
             yield
             return
-        start, self._is_aside = time.perf_counter(), True
+        start, self._is_untimed = time.perf_counter(), True
         try:
             yield
         finally:
-            self._is_aside = False
+            self._is_untimed = False
             step, seconds, samples, tokens = self.logged_at
             self.logged_at = (step, seconds + time.perf_counter() - start, samples, tokens)
 
-    def set_annotators(self, *markers: Callable[[ProfilerRanges | None], None]) -> None:
-        """Take what names parts of a step, for `set_profiler_ranges`."""
-        self._markers = markers
+    def set_annotators(self, *annotators: Callable[[ProfilerRanges | None], None]) -> None:
+        """Set the functions by which `set_profiler_ranges` wraps the parts of a step in ranges."""
+        self._annotators = annotators
 
     def set_profiler_ranges(self, owner: object, ranges: ProfilerRanges | None) -> None:
-        """Run data, forward, backward and update of each step inside of `ranges(name)`; None takes an owner's off.
+        """Run data, forward, backward and update of each step inside of `ranges(name)`.
 
         Args:
-            owner: Who wants it; several may at once.
-            ranges: Returns the context of a part, by its name.
+            owner: The object that sets them. Those of several owners are nested.
+            ranges: Returns a context for the name of a part; None removes the owner's ranges.
         """
-        self._ranges.pop(id(owner), None)
+        self._ranges_by_owner.pop(id(owner), None)
         if ranges is not None:
-            self._ranges[id(owner)] = ranges
-        profilers = list(self._ranges.values())
+            self._ranges_by_owner[id(owner)] = ranges
+        all_ranges = list(self._ranges_by_owner.values())
 
-        def all_of_them(name: str) -> contextlib.ExitStack:
+        def enter_all(name: str) -> contextlib.ExitStack:
             stack = contextlib.ExitStack()
-            for profiler in profilers:
-                stack.enter_context(profiler(name))
+            for enter_range in all_ranges:
+                stack.enter_context(enter_range(name))
             return stack
 
-        for mark in self._markers:
-            mark(all_of_them if profilers else None)
+        for annotate in self._annotators:
+            annotate(enter_all if all_ranges else None)
 
     def unsubscribe(self, callback: Callback, *events: Event) -> None:
         """Unsubscribe a callback from events until the callbacks are registered again."""
         for event in events:
-            # a new list: this may be called while the old one is being walked
+            # a new list, as this may be called while the old one is iterated over
             self._listeners[event] = [entry for entry in self._listeners[event] if entry[0].callback is not callback]
         self._update_emitters()
 
     # --- epochs and steps
 
     def begin_epoch(self) -> None:
-        """An epoch, or the rest of one after a resume, starts."""
-        self._epoch_from = -1 if self.progress.samples_in_epoch else self.progress.step
+        """Emit EPOCH_START at the start of an epoch, or of the rest of one after a resume."""
+        self._epoch_start_step = -1 if self.progress.samples_in_epoch else self.progress.step
         self.emit(Event.EPOCH_START)
 
     def begin_step(self, batches: Sequence[Any] = ()) -> None:
-        """A window is about to be trained on."""
+        """Emit DATA_FETCHED and STEP_START before a window is trained on."""
         if self.emit_in_step is not None:
             self.emit_in_step(Event.DATA_FETCHED, batches)
         if self._listeners[Event.STEP_START]:
             self.emit(Event.STEP_START)
 
     def end_step(self, samples: int, tokens: int = 0, skipped: bool = False, batches: int = 0) -> None:
-        """A window was trained on or skipped; it had this many samples, tokens and micro-batches over all ranks."""
+        """Count a window that was trained on or skipped, with its numbers over all ranks, and emit STEP_END."""
         self.progress.advance(samples, tokens, skipped, batches)
         self._skipped_in_a_row = self._skipped_in_a_row + 1 if skipped else 0
-        if self._skipped_in_a_row >= _MOST_SKIPPED:  # for instance on a stream without an end
+        if self._skipped_in_a_row >= _MAX_SKIPPED:
             raise self._no_update_error()
         self.tick()
         self.emit(Event.STEP_END)
 
     def end_epoch(self, complete: bool, row: Mapping[str, Any]) -> None:
-        """An epoch is over; it counts, and gets a row in the history, only if its data were used up."""
+        """Emit EPOCH_END; the epoch counts, and gets a row in the history, only if its data were used up."""
         self.progress.close_epoch(complete)
-        if complete and self._epoch_from == self.progress.step and self._skipped_in_a_row >= _MANY_SKIPPED:
+        if (
+            complete
+            and self._epoch_start_step == self.progress.step
+            and self._skipped_in_a_row >= _MAX_SKIPPED_IN_EPOCH
+        ):
             raise self._no_update_error()
         if complete:
             self.add_epoch_row(row)
@@ -433,44 +438,45 @@ class Lifecycle:
         )
 
     def add_epoch_row(self, row: Mapping[str, Any]) -> None:
-        """Add the means of an epoch, or of the part before the run ended, to the history."""
+        """Add the means of an epoch, or of its part before the run ended, to the history."""
         self.metrics.add_train({"epoch": round(self.progress.epochs, 6), "step": self.progress.step, **row})
 
     # --- answers to requests
 
     def logged(self, logs: Mapping[str, float]) -> None:
-        """A row of logs is ready."""
+        """Emit LOG with a complete row of logs."""
         self.emit(Event.LOG, logs)
 
     def add_values(self, logs: dict[str, Any]) -> None:
-        """Add to a row of logs what callbacks show in it.
+        """Add the `log_values` of callbacks to a row of logs.
 
         Raises:
-            ConfigError: If the row has a value of that name already.
-            TypeError: If what a callback returns is no dict of numbers.
+            ConfigError: If the row already has a value with the name of one of them.
+            TypeError: If a callback returns anything but a dict of numbers.
         """
-        for listener, log_values in self._with_values:
+        for listener, log_values in self._log_values_methods:
             begin = time.perf_counter()
             try:
-                values = _numbers(log_values(self.trainer))
+                values = _to_numbers(log_values(self.trainer))
             except BaseException as error:
-                if not self._survives(listener, "log_values", error):
+                if not self._apply_error_policy(listener, "log_values", error):
                     raise
                 values = {}
             listener.seconds += time.perf_counter() - begin
             listener.calls += 1
-            if twice := logs.keys() & values.keys():
+            if clashes := logs.keys() & values.keys():
                 raise ConfigError(
-                    f"{listener.name}.log_values returns {min(twice)!r}, which the row of logs has already. Rename it."
+                    f"{listener.name}.log_values returns {min(clashes)!r}, which the row of logs "
+                    "has already. Rename it."
                 )
             logs.update(values)
 
     def report(self, values: Mapping[str, str | Histogram]) -> None:
-        """Send texts and histograms to every callback that shows them, on the ranks that call it."""
+        """Emit REPORT with texts and histograms, on the ranks that call it."""
         self.emit(Event.REPORT, values)
 
     def begin_evaluation(self) -> None:
-        """An evaluation that belongs to the run starts."""
+        """Emit EVAL_START before an evaluation that belongs to the run."""
         self.emit(Event.EVAL_START)
 
     def evaluated(self, metrics: Mapping[str, float], counts: bool = True) -> None:
@@ -485,19 +491,19 @@ class Lifecycle:
         self.emit(Event.EVAL_END, metrics)
 
     def begin_prediction(self) -> None:
-        """A prediction starts."""
+        """Emit PREDICT_START."""
         self.emit(Event.PREDICT_START)
 
     def predicted(self, predictions: Any) -> None:
-        """A prediction is complete."""
+        """Emit PREDICT_END with the results."""
         self.emit(Event.PREDICT_END, predictions)
 
     def begin_save(self) -> None:
-        """The state of the run is about to be taken for a checkpoint."""
+        """Emit SAVE_START before the state of the run is captured for a checkpoint."""
         self.emit(Event.SAVE_START)
 
     def saved(self, path: Path) -> None:
-        """A checkpoint at `path` is complete."""
+        """Record a complete checkpoint, and emit SAVE_END."""
         self.saved_path = path
         self.tick()
         self.emit(Event.SAVE_END)
@@ -507,7 +513,7 @@ class Lifecycle:
     def state_dict(self) -> dict[str, Any]:
         """Return the progress, the objective, the length of the history, and the callbacks' states."""
         self.tick()
-        callbacks = [callback for callback in self.callbacks if not self._is_part(callback)]
+        callbacks = [callback for callback in self.callbacks if not self._is_component(callback)]
         names = [type(callback).__qualname__ for callback in callbacks]
         states = [
             {"callback": name, "turn": names[:number].count(name), "state": callback.state_dict()}
@@ -527,7 +533,7 @@ class Lifecycle:
 
         Args:
             state: The state.
-            resets_best: Whether the objective is a different one now, so the earlier best means nothing.
+            resets_best: Whether to discard the earlier best, as the objective has changed.
         """
         size = self.progress.epoch_size
         self.progress = Progress.from_state(state["progress"])
@@ -543,11 +549,11 @@ class Lifecycle:
             self.objective.load_state_dict(state["objective"])
         self.evaluated_step = state["evaluated_step"]
         self.clock.load_state_dict(state["clock"])
-        # so that a run which ends at once does not save the checkpoint that it came from
+        # so that a run that ends at once does not save the checkpoint it was resumed from again
         self.saved_at = self.progress.position
 
     def outcome(self) -> dict[str, Any]:
-        """Return how far the run has come, its history and its best, for a copy of the trainer."""
+        """Return the progress, the history and the best evaluation, for a copy of the trainer."""
         return {
             "progress": self.progress,
             "metrics": self.metrics,
@@ -562,16 +568,16 @@ class Lifecycle:
         self.objective.load_state_dict(outcome["objective"])
         self.evaluated_step = outcome["evaluated_step"]
 
-    def _is_part(self, callback: Callback) -> bool:
-        """Return whether a callback is the model, the optimizer or the schedule, whose state is saved anyway."""
-        return any(part is callback for part, _ in self._parts)
+    def _is_component(self, callback: Callback) -> bool:
+        """Return whether a callback is the model, the optimizer or the schedule, whose state is saved separately."""
+        return any(component is callback for component, _ in self._components)
 
     def load_callbacks(self, entries: Iterable[Mapping[str, Any]], undo: contextlib.ExitStack) -> None:
-        """Restore each callback's state from what a callback of its class has saved.
+        """Restore each callback's state from that of a callback of the same class.
 
         Args:
-            entries: The class name and the state of each callback that has a state.
-            undo: Gets functions that restore the present states.
+            entries: The "callbacks" of `state_dict()`.
+            undo: Receives functions that restore the current states.
 
         Raises:
             CheckpointError: If a callback rejects its state.
@@ -579,11 +585,11 @@ class Lifecycle:
         unmatched = list(self.callbacks)
         for entry in entries:
             name = entry["callback"]
-            # callbacks without a state have no entry, and are not counted among those of their class
+            # "turn" is the index among all callbacks of the class, of which those without a state have no entry
             candidates = [
                 callback
                 for callback in self.callbacks
-                if type(callback).__qualname__ == name and not self._is_part(callback)
+                if type(callback).__qualname__ == name and not self._is_component(callback)
             ]
             match = next((callback for callback in candidates[entry.get("turn", 0) :] if callback in unmatched), None)
             if match is None:
@@ -593,10 +599,10 @@ class Lifecycle:
             restore_with_undo(match, entry["state"], undo)
 
     def set_trained_before(self, steps: int) -> None:
-        """The run begins afresh with the weights that so many steps of an earlier one have trained."""
+        """Record that the run starts from step 0 with weights trained by this many steps of an earlier one."""
         self.trained_before = steps
 
     def loaded(self, folder: Path) -> None:
-        """The checkpoint in a folder was restored."""
+        """Record the folder of the restored checkpoint, and emit CHECKPOINT_LOADED."""
         self.resumed_from = folder
         self.emit(Event.CHECKPOINT_LOADED)

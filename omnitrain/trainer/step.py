@@ -32,7 +32,7 @@ from omnitrain.trainer.failing_samples import add_dtype_remedy, describe_failing
 from omnitrain.trainer.feed import Feed
 from omnitrain.trainer.finite import FiniteGuard, LossMeter
 from omnitrain.trainer.hooks import Hooks
-from omnitrain.trainer.lifecycle import Lifecycle, is_of_callback
+from omnitrain.trainer.lifecycle import Lifecycle, is_callback_error
 from omnitrain.trainer.meters import Meters
 from omnitrain.trainer.nonfinite_report import WindowPosition
 
@@ -394,7 +394,7 @@ class Step:
             # the count above is how the watchdog of the other ranks knows that this one is alive
             return self._loss_of(batch, self.window.weights[turn], last)
         except Exception as error:
-            if is_of_callback(error):
+            if is_callback_error(error):
                 raise
             # PyTorch has no class for this error; the text is that of torch.nn.functional.batch_norm
             if isinstance(error, ValueError) and "more than 1 value per channel" in str(error):
@@ -794,7 +794,7 @@ class Step:
 
     def _should_update(self, norm: torch.Tensor) -> bool:
         """Return whether to make the update, under the policy for numbers that are not finite."""
-        if self.guard.admits(self._finiteness_value(norm), self._place):
+        if self.guard.should_update(self._finiteness_value(norm), self._place):
             if self.guard.deferred:
                 self.raise_if_nonfinite()
             return True

@@ -34,11 +34,11 @@ def test_loss_meter_is_nan_without_losses_and_sums_in_fp64() -> None:
         assert meter.read() == 3000.0 + 2.0**-20
 
 
-def test_reading_guard_admits_finite_values() -> None:
+def test_reading_guard_updates_on_finite_values() -> None:
     parameters = [nn.Parameter(torch.ones(1))]
     guard = FiniteGuard(CPU, torch.optim.SGD(parameters, lr=1.0), deferred=False)
     for value in (1.0, 0.0, 1e300, NAN, INF):
-        assert guard.admits(torch.tensor(value, dtype=torch.float64), lambda: "here") is math.isfinite(value)
+        assert guard.should_update(torch.tensor(value, dtype=torch.float64), lambda: "here") is math.isfinite(value)
         assert guard.first_bad() is None and guard.first_bad(wait=True) is None
     fused, plain = torch.optim.AdamW(parameters, fused=True), torch.optim.AdamW(parameters)
     cuda = torch.device("cuda")
@@ -67,7 +67,7 @@ class Run:
         for parameter in self.parameters:
             parameter.grad = torch.full_like(parameter, (number % 3 - 0.7) * factor)
         norm = torch.nn.utils.get_total_norm([parameter.grad for parameter in self.parameters])  # type: ignore[misc]
-        admitted = self.guard.admits(norm, lambda: number)
+        admitted = self.guard.should_update(norm, lambda: number)
         self.optimizer.step()
         return admitted
 
@@ -108,7 +108,7 @@ def test_deferred_guard_reports_the_first_bad_step_only() -> None:
     assert run.guard.first_bad(wait=True) == 2
     assert run.guard.first_bad(wait=True) is None
     run = Run("AdamW")
-    run.guard.admits(torch.tensor(NAN), lambda: "a loss")
+    run.guard.should_update(torch.tensor(NAN), lambda: "a loss")
     assert run.guard.first_bad(wait=True) == "a loss"
 
 
