@@ -329,6 +329,7 @@ class Contents:
         fresh = self._fresh_schedule()
         with contextlib.ExitStack() as undo:  # undone if the code of a callback or schedule rejects its state
             self._lifecycle.load_callbacks(state["callbacks"], undo)
+            self._restore_epoch_size(state, ())
             if scheduler is not None:
                 restore_with_undo(scheduler, state["scheduler"], undo)
             undo.pop_all()
@@ -437,6 +438,7 @@ class Contents:
             self._lifecycle.load_callbacks(state_dicts.from_json(content["callbacks"], states), undo)
             self._restore_algorithms(content, changed, states, undo)
             self._restore_parts(content, changed, states, undo)
+            self._restore_epoch_size(content, changed)  # after callbacks and datasets, which may set the length
             if scheduler is not None and "lr_scheduler" not in changed:
                 restore_with_undo(scheduler, state_dicts.from_json(content["scheduler"]), undo)
             self.restore_weights(folder, content)
@@ -837,17 +839,25 @@ class Contents:
         history = {key: state_dicts.from_json(content[key]) for key in ("objective", "loop")}
         lifecycle.load_state_dict({**content, **history}, self._resets_best(changed))
         self._step.load_state_dict(history["loop"])
-        loader, progress, size = self._sets.train, lifecycle.progress, content["progress"].get("epoch_size")
-        is_within = progress.samples_in_epoch > 0 and size is not None and "samples_per_epoch" not in changed
-        if isinstance(loader, MapLoader) and is_within:  # a callback may have changed the dataset before this epoch
-            loader.update(size)
-            progress.epoch_size = size
         step, seconds, samples, tokens = history["loop"]["logged"]
         lifecycle.logged_at = (step, seconds, samples, tokens)
         lifecycle.pending_evaluation = content["owes"]["evaluation"] and lifecycle.evaluates
         lifecycle.pending_save = content["owes"]["save"]
         if lifecycle.pending_save:
             lifecycle.saved_at = None
+
+    def _restore_epoch_size(self, content: Mapping[str, Any], changed: Collection[str]) -> None:
+        """Give an epoch that has begun the samples that it began with.
+
+        Raises:
+            DataError: If the training set has fewer.
+        """
+        loader, progress = self._sets.train, Progress.from_state(content["progress"])
+        size = progress.epoch_size
+        is_within = progress.samples_in_epoch > 0 and size is not None and "samples_per_epoch" not in changed
+        if isinstance(loader, MapLoader) and is_within:  # a callback may have changed the dataset before this epoch
+            loader.update(size)
+            self._lifecycle.progress.epoch_size = size
 
     # --- algorithms
 

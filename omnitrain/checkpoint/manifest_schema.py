@@ -264,14 +264,11 @@ _generators = record(
     {"python": record({"version": integer(3, 3), "gauss": nullable(number())})},
     {"numpy": record({"pos": integer(0, 624), "has_gauss": integer(0, 1), "gauss": number()})},
 )
-_LOSS_MEAN = record(
-    {},
-    {
-        **dict.fromkeys(("shift", "counts_labels", "is_sum", "is_mean", "is_shift_known"), boolean),
-        "ignore_index": integer(-LARGEST),
-        "tasks": dict_of(_anything),
-    },
-)
+_LOSS_MEAN_FIELDS = {
+    **dict.fromkeys(("shift", "counts_labels", "is_sum", "is_mean", "is_shift_known"), boolean),
+    "ignore_index": integer(-LARGEST),
+}
+_LOSS_MEAN = record({}, {**_LOSS_MEAN_FIELDS, "tasks": dict_of(record({}, _LOSS_MEAN_FIELDS, open=False))}, open=False)
 _LOOP = record(
     {
         "loss": list_of(_sums),
