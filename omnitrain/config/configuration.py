@@ -85,11 +85,11 @@ class Config:
         """Return the configuration of files that have been read, which stay unchanged; otherwise as `read`."""
         tree = Tree(copy.deepcopy(tree.values), dict(tree.places))
         if isinstance(overrides, Mapping):
-            for word, value in overrides.items():
-                tree.put(word, value, SourceLocation("the overrides"))
+            for path, value in overrides.items():
+                tree.put(path, value, SourceLocation("the overrides"))
         else:
-            for word, text in overrides:
-                tree.override(word, text, SourceLocation(f"--{word}{'!' * (text is None)}"))
+            for path, text in overrides:
+                tree.override(path, text, SourceLocation(f"--{path}{'!' * (text is None)}"))
         tree.resolve()
         return cls(tree, trust)
 

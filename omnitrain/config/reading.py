@@ -1,7 +1,7 @@
 """YAML files as trees of plain values with their file and line.
 
 Files are read, merged and overridden here, and references in them are resolved. `parts.py` builds objects from the
-values. Nothing is imported here.
+values; the classes that files refer to are not imported here.
 """
 
 from __future__ import annotations
@@ -22,27 +22,26 @@ Key = tuple[str | int, ...]
 
 _REFERENCE = re.compile(r"\$\{([^${}]*)\}")
 _POSITION = re.compile(r"[0-9]{1,9}")
-# The keys of a mapping that stands for an object.
+# Keys that only a mapping that describes an object has.
 PART_KEYS = ("class_path", "init_args", "import_path")
-# Values in one file, and after its references are resolved; more of them are aliases or references that multiply.
+# Values in one file, and after its references are resolved; a file with more has aliases or references that multiply.
 _MAX_VALUES = 100_000
-# Characters of a text with references.
+# Characters of a text after its references are resolved.
 _MAX_TEXT = 1_000_000
-# Nested values, and chained references.
+# Levels of nested values, and of references to references.
 _MAX_DEPTH = 100
+_TOO_DEEP = f"brackets or indentation are nested too deep. At most {_MAX_DEPTH} values can be inside of one another."
+_MERGE = "tag:yaml.org,2002:merge"
+_MISSING = object()
 
 
 def has_part_keys(value: Any) -> bool:
-    """Return whether a value is a mapping that stands for an object.
+    """Return whether a value is a mapping that describes an object.
 
     >>> has_part_keys({"class_path": "my.Net"}), has_part_keys({"lr": 0.1})
     (True, False)
     """
     return isinstance(value, Mapping) and not value.keys().isdisjoint(PART_KEYS)
-
-
-class _Missing:
-    """No value."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +57,7 @@ class SourceLocation:
 
 @dataclass(slots=True)
 class Tree:
-    """Values by name, and the place of each."""
+    """The values of configuration files by name, and the place from which each comes."""
 
     values: dict[str, Any] = field(default_factory=dict)
     places: dict[Key, SourceLocation] = field(default_factory=dict)
@@ -75,17 +74,17 @@ class Tree:
         return ConfigError(f"{self.place(key)}: {message}")
 
     def get(self, key: Key, default: Any = None) -> Any:
-        """Return the value at a key."""
+        """Return the value at a key, in which `init_args` may be left out."""
         value: Any = self.values
-        for number, part in enumerate(key):
-            if isinstance(value, Mapping) and "class_path" in value and number > 1 and part not in PART_KEYS:
+        for depth, segment in enumerate(key):
+            if isinstance(value, Mapping) and _is_init_arg(value, depth, segment):
                 value = value.get("init_args", {})
-            child: Any = _Missing
+            child: Any = _MISSING
             if isinstance(value, Mapping):
-                child = value.get(part, _Missing)
-            elif isinstance(value, list) and isinstance(part, int) and part < len(value):
-                child = value[part]
-            if child is _Missing:
+                child = value.get(segment, _MISSING)
+            elif isinstance(value, list) and isinstance(segment, int) and segment < len(value):
+                child = value[segment]
+            if child is _MISSING:
                 return default
             value = child
         return value
@@ -93,92 +92,93 @@ class Tree:
     def merge(self, other: Tree) -> None:
         """Merge another tree into this one: mappings are joined, anything else is replaced.
 
-        An object that gets another class loses the arguments of the old one, which the new class may not take.
+        An object that gets another class loses the arguments for the old one, which the new class may not accept.
         """
         self.values = _merge(self.values, other.values)
         self.places |= other.places
 
-    def override(self, word: str, text: str | None, place: SourceLocation) -> None:
+    def override(self, path: str, text: str | None, place: SourceLocation) -> None:
         """Set one value from the command line, such as `trainer.callbacks.0.patience`.
 
         Args:
-            word: The names and positions with dots between them.
+            path: Names and positions, separated by dots. `init_args` may be left out, and position 0 creates a list.
             text: The value, as in a file; None removes the key.
-            place: Its location.
+            place: The option.
 
         Raises:
-            ConfigError: If there is no such position in a list, nothing to remove, or the text is no value.
-                The first entry of a list that is not there has position 0.
+            ConfigError: If a list has no such position, the key to remove does not exist, or the text is not YAML.
         """
         value = None if text is None else parse_value(text, place)
-        self.put(word, value, place, removes=text is None)
+        self.put(path, value, place, removes=text is None)
 
-    def put(self, word: str, value: Any, place: SourceLocation, removes: bool = False) -> None:
-        """Set one value, or remove it; as `override`, with the value itself."""
+    def put(self, path: str, value: Any, place: SourceLocation, removes: bool = False) -> None:
+        """Set one value, or remove it; like `override`, with the parsed value."""
+        segments = path.split(".")
         key: Key = ()
-        inside: Any = self.values
-        parts = word.split(".")
-        for number, part in enumerate(parts):
-            is_last = number == len(parts) - 1
-            if isinstance(inside, dict) and "class_path" in inside and number > 1 and part not in PART_KEYS:
-                inside, key = inside.setdefault("init_args", {}), (*key, "init_args")
-            index = self._position(inside, part, word, place) if isinstance(inside, list) else _find_key(inside, part)
+        container: Any = self.values
+        for depth, segment in enumerate(segments):
+            if isinstance(container, dict) and _is_init_arg(container, depth, segment):
+                container, key = container.setdefault("init_args", {}), (*key, "init_args")
+            if isinstance(container, list):
+                index: Any = self._position(container, segment, path, place)
+            else:
+                index = _find_key(container, segment)
             key = (*key, index)
-            if not is_last:
-                inside = self._descend(inside, index, parts[number + 1], word, place)
-                continue
-            if removes:
-                self._remove(inside, index, word, place)
-                continue
-            if key == ("trainer",) and isinstance(value, str):  # such as `--trainer AccelerateTrainer`
-                inside, index, key = self.values.setdefault("trainer", {}), "class_path", ("trainer", "class_path")
-            self.places = {path: origin for path, origin in self.places.items() if path[: len(key)] != key}
-            _set_item(inside, index, value)
-            self.places[key] = place
+            if depth + 1 < len(segments):
+                container = self._descend(container, index, segments[depth + 1], path, place)
+        if removes:
+            self._remove(container, index, path, place)
+            return
+        if key == ("trainer",) and isinstance(value, str):  # such as `--trainer AccelerateTrainer`
+            container, index, key = self.values.setdefault("trainer", {}), "class_path", ("trainer", "class_path")
+        self.places = {other: origin for other, origin in self.places.items() if other[: len(key)] != key}
+        _set_item(container, index, value)
+        self.places[key] = place
 
     @staticmethod
-    def _descend(inside: Any, index: Any, part: str, word: str, place: SourceLocation) -> Any:
-        """Return the child of a value; a name becomes the name of a class.
+    def _descend(container: Any, index: Any, next_segment: str, path: str, place: SourceLocation) -> Any:
+        """Return the entry of a container, for a path that continues inside it.
 
-        A missing child becomes a list if the next part of the word is position 0, and else a mapping.
+        A missing entry becomes a list if the next segment is position 0, or else a mapping. A string becomes the class
+        of an object.
         """
-        if isinstance(inside, dict) and inside.get(index) is None and _POSITION.fullmatch(part):
-            if int(part):
+        if isinstance(container, dict) and container.get(index) is None and _POSITION.fullmatch(next_segment):
+            if int(next_segment):
                 raise ConfigError(
-                    f"{place}: {word!r} goes into a list that is not there, where {part!r} is no position. The first "
-                    "entry is 0."
+                    f"{place}: {path!r} goes into a list that does not exist yet, where {next_segment!r} is not a "
+                    "position. The first entry is 0."
                 )
-            inside[index] = []
-        elif isinstance(inside, dict) and not isinstance(inside.get(index), (dict, list)):
-            is_name = isinstance(inside.get(index), str)
-            inside[index] = {"class_path": inside[index]} if is_name else {}
-        elif isinstance(inside, list) and index == len(inside):
-            inside.append({})
-        return inside[index]
+            container[index] = []
+        elif isinstance(container, dict) and not isinstance(container.get(index), (dict, list)):
+            is_name = isinstance(container.get(index), str)
+            container[index] = {"class_path": container[index]} if is_name else {}
+        elif isinstance(container, list) and index == len(container):
+            container.append({})
+        return container[index]
 
     @staticmethod
-    def _remove(inside: Any, index: Any, word: str, place: SourceLocation) -> None:
-        if isinstance(inside, dict) and index not in inside:
-            near = did_you_mean(str(index), [str(name) for name in inside])
-            raise ConfigError(f"{place}: there is no {word!r} to remove.{near}")
-        if isinstance(inside, list) and index >= len(inside):
-            raise ConfigError(f"{place}: there is no {word!r} to remove: the list has {len(inside)} entries.")
-        del inside[index]
+    def _remove(container: Any, index: Any, path: str, place: SourceLocation) -> None:
+        if isinstance(container, dict) and index not in container:
+            near = did_you_mean(str(index), [str(name) for name in container])
+            raise ConfigError(f"{place}: there is no {path!r} to remove.{near}")
+        if isinstance(container, list) and index >= len(container):
+            raise ConfigError(f"{place}: there is no {path!r} to remove: the list has {len(container)} entries.")
+        del container[index]
 
     @staticmethod
-    def _position(values: list[Any], part: str, word: str, place: SourceLocation) -> int:
-        if not _POSITION.fullmatch(part) or int(part) > len(values):
+    def _position(values: list[Any], segment: str, path: str, place: SourceLocation) -> int:
+        if not _POSITION.fullmatch(segment) or int(segment) > len(values):
             raise ConfigError(
-                f"{place}: {word!r} goes into a list of {len(values)}, where {part!r} is no position. Those there are "
-                f"0 to {len(values)}, the last of which adds one."
+                f"{place}: {path!r} goes into a list of {len(values)}, where {segment!r} is not a position. Pass a "
+                f"number from 0 to {len(values)}; the last one appends an entry."
             )
-        return int(part)
+        return int(segment)
 
     def resolve(self) -> None:
-        """Replace references, `${trainer.seed}` and `${env:HOME}`, by what they refer to.
+        """Replace references, such as `${trainer.seed}` and `${env:HOME}`, by the values that they refer to.
 
         Raises:
-            ConfigError: If one refers to nothing, or to itself.
+            ConfigError: If a reference has no target, or refers to itself.
         """
         self.values = self._resolve_value(self.values, (), (), itertools.count())
 
@@ -205,8 +205,8 @@ class Tree:
 
     def _look_up(self, name: str, key: Key, chain: tuple[str, ...], counter: Iterator[int]) -> Any:
         if name in chain:
-            circle = " -> ".join((*chain[chain.index(name) :], name))
-            raise self.error(key, f"the reference {circle} leads back to itself. Write the value out in one of them.")
+            cycle = " -> ".join((*chain[chain.index(name) :], name))
+            raise self.error(key, f"the reference {cycle} leads back to itself. Write the value out in one of them.")
         if name.startswith("env:"):
             variable, has_default, default = name.removeprefix("env:").partition(",")
             if variable not in os.environ and not has_default:
@@ -216,16 +216,15 @@ class Tree:
             parsed = parse_value(os.environ.get(variable, default), self.place(key))
             return FromEnvironment(parsed, f"${{{name}}}") if isinstance(parsed, str) else parsed
         target: Key = tuple(int(part) if _POSITION.fullmatch(part) else part for part in name.split("."))
-        missing = object()
-        value = self.get(target, missing)
-        if value is missing:
+        value = self.get(target, _MISSING)
+        if value is _MISSING:
             names = [dotted_name(path) for path in self.iter_keys()]
             raise self.error(key, f"${{{name}}} refers to nothing.{did_you_mean(name, names)}")
         return self._resolve_value(value, target, (*chain, name), counter)
 
     def iter_keys(self) -> Iterator[Key]:
-        """Yield the key of every value, those of mappings and lists too."""
-        yield from _keys(self.values, ())
+        """Yield the key of every value, including mappings and lists."""
+        yield from _iter_keys(self.values, ())
 
 
 def _to_reference(value: Any) -> str:
@@ -233,7 +232,7 @@ def _to_reference(value: Any) -> str:
 
 
 def dotted_name(key: Key) -> str:
-    """Return a key as on the command line.
+    """Return a key as it is written on the command line.
 
     >>> dotted_name(("trainer", "callbacks", 0, "patience"))
     'trainer.callbacks.0.patience'
@@ -244,10 +243,10 @@ def dotted_name(key: Key) -> str:
 def read(path: str | Path) -> Tree:
     """Read a YAML file.
 
-    Numbers are those of YAML 1.2 (`1e-4` is one), and only `true` and `false` are truth values; dates stay text.
+    Numbers are those of YAML 1.2, such as `1e-4`; only `true` and `false` are booleans; dates stay text.
 
     Raises:
-        ConfigError: With file and line, if it is missing, empty, no YAML, no mapping, or has a key twice.
+        ConfigError: If the file is missing, empty, not YAML, not a mapping, or has a key twice; with file and line.
         MissingExtraError: If PyYAML is not installed.
     """
     try:
@@ -258,7 +257,7 @@ def read(path: str | Path) -> Tree:
 
 
 def parse_value(text: str, place: SourceLocation) -> Any:
-    """Return the value of a text of YAML, such as that of an option of the command line.
+    """Return the value of a line of YAML, such as the value of a command-line option.
 
     >>> place = SourceLocation("doctest")
     >>> [parse_value(text, place) for text in ("1e-4", "2h", "null", "[1, a]", "off")]
@@ -271,7 +270,7 @@ def parse_value(text: str, place: SourceLocation) -> Any:
     except ConfigError:
         if text[:1] in "[{":
             raise
-        return text  # such as "a: b", which is no value in one line
+        return text  # such as "a: b", which is not a value inside of one line
 
 
 def _parse(text: str, source: str) -> Tree:
@@ -286,21 +285,17 @@ def _parse(text: str, source: str) -> Tree:
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         place = SourceLocation(source, mark.line + 1 if mark else 1)
-        what = getattr(error, "problem", None) or str(error)
-        tab = " Indent with spaces: YAML allows no tabs." if "\\t" in what else ""
-        raise ConfigError(f"{place}: this is not YAML: {what}.{tab}") from error
+        problem = getattr(error, "problem", None) or str(error)
+        remedy = " Indent with spaces: YAML allows no tabs." if "\\t" in problem else ""
+        raise ConfigError(f"{place}: this is not YAML: {problem}.{remedy}") from error
     if node is None:
         raise ConfigError(f"{source}: the file is empty. It needs at least `trainer:` and its arguments.")
     tree = Tree()
     values = _NodeReader(source, tree.places).value(node, ())
     if not isinstance(values, dict):
-        raise tree.error((), f"expected names with values, got {values!r}.")
+        raise tree.error((), f"expected names with values (`trainer: ...`), got {values!r}.")
     tree.values = values
     return tree
-
-
-_MERGE = "tag:yaml.org,2002:merge"
-_TOO_DEEP = f"brackets or indentation are nested too deep. At most {_MAX_DEPTH} values can be inside of one another."
 
 
 class _NodeReader:
@@ -309,7 +304,7 @@ class _NodeReader:
     def __init__(self, source: str, places: dict[Key, SourceLocation]) -> None:
         self._source, self._places = source, places
         self._open: list[Any] = []
-        # The entries of the mappings read so far; None while one is read.
+        # The entries of mappings, by the id of their node; None for one that is being read.
         self._entries_by_node: dict[int, dict[Any, tuple[Any, Any]] | None] = {}
 
     def value(self, node: Any, key: Key) -> Any:
@@ -340,7 +335,7 @@ class _NodeReader:
         return values
 
     def _entries(self, node: Any) -> dict[Any, tuple[Any, Any]]:
-        """Return the nodes of a mapping by name, with those that `<<` merges below its own."""
+        """Return the nodes of a mapping by name; they override those that `<<` merges into it."""
         if id(node) in self._entries_by_node:
             entries = self._entries_by_node[id(node)]
             if entries is None:
@@ -402,19 +397,29 @@ def _merge(below: Any, above: Any) -> Any:
     return below | {name: _merge(below.get(name), value) for name, value in above.items()}
 
 
-def _find_key(inside: Any, part: str) -> Any:
-    """Return the key of a mapping with this spelling; it may be a number."""
-    return next((name for name in inside if str(name) == part), part) if isinstance(inside, dict) else part
+def _is_init_arg(container: Mapping[Any, Any], depth: int, name: Any) -> bool:
+    """Return whether a name inside of an object is that of an argument, which its `init_args` hold.
+
+    The trainer, whose arguments are at depth 1, holds them itself.
+    """
+    return "class_path" in container and depth > 1 and name not in PART_KEYS
 
 
-def _set_item(inside: Any, index: Any, value: Any) -> None:
-    if isinstance(inside, list) and index == len(inside):
-        inside.append(value)
+def _find_key(container: Any, segment: str) -> Any:
+    """Return the key of a mapping with this spelling, which may be a number."""
+    if not isinstance(container, dict):
+        return segment
+    return next((name for name in container if str(name) == segment), segment)
+
+
+def _set_item(container: Any, index: Any, value: Any) -> None:
+    if isinstance(container, list) and index == len(container):
+        container.append(value)
     else:
-        inside[index] = value
+        container[index] = value
 
 
-def _keys(value: Any, key: Key) -> Iterator[Key]:
+def _iter_keys(value: Any, key: Key) -> Iterator[Key]:
     items: Iterable[tuple[Any, Any]] = ()
     if isinstance(value, Mapping):
         items = value.items()
@@ -422,4 +427,4 @@ def _keys(value: Any, key: Key) -> Iterator[Key]:
         items = enumerate(value)
     for name, entry in items:
         yield (*key, name)
-        yield from _keys(entry, (*key, name))
+        yield from _iter_keys(entry, (*key, name))

@@ -279,7 +279,7 @@ def test_train_runs_file_of_docs(folder: Path) -> None:
         ("train a.yaml --trainer.epoch 3", "--trainer.epoch: Trainer has no argument 'epoch'."),
         ("train a.yaml --trainer.epochs x", "--trainer.epochs: `epochs` must be a positive number or None, got 'x'."),
         ("train a.yaml --trainer.epochz!", "there is no 'trainer.epochz' to remove. Did you mean 'epochs'?"),
-        ("train a.yaml --trainer.callbacks.3.patience 1", "'3' is no position"),
+        ("train a.yaml --trainer.callbacks.3.patience 1", "'3' is not a position"),
         ("train a.yaml --trainer.model.widht 1", "--trainer.model.widht: named.Net has no argument 'widht'."),
         ("train --resume nowhere", "--resume nowhere: there is no 'config.yaml' in 'nowhere'."),
         ("train a.yaml --train.resume_frm last", "train() has no argument 'resume_frm'. Did you mean 'resume_from'?"),

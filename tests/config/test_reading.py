@@ -203,9 +203,13 @@ def test_override_changes_trainer_class(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("word", "text", "words"),
     [
-        ("trainer.callbacks.5.p", "1", "'5' is no position"),
-        ("trainer.callbacks.p", "1", "'p' is no position"),
-        ("trainer.algorithms.1.class_path", "EMA", "a list that is not there, where '1' is no position. The first"),
+        ("trainer.callbacks.5.p", "1", "'5' is not a position"),
+        ("trainer.callbacks.p", "1", "'p' is not a position"),
+        (
+            "trainer.algorithms.1.class_path",
+            "EMA",
+            "a list that does not exist yet, where '1' is not a position. The first",
+        ),
         ("trainer.algorithms.0", None, "the list has 0 entries"),
         ("trainer.epoch", None, "there is no 'trainer.epoch' to remove. Did you mean 'epochs'?"),
         ("trainer.callbacks.1", None, "the list has 1 entries"),
