@@ -123,7 +123,7 @@ def check_writable(root: Path) -> None:
         )
 
 
-def listing(folder: Path) -> tuple[list[Path], list[Path]]:
+def list_tree(folder: Path) -> tuple[list[Path], list[Path]]:
     """Return the files under a folder, and the folder itself with all inner ones, parents first."""
     files, folders = [], [folder]
     for inner in folders:  # grows in the loop

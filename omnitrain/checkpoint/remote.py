@@ -1,13 +1,14 @@
-"""Reading and writing run folders on remote stores by fsspec.
+"""Run folders on remote stores, read and written through fsspec.
 
 ::
 
     <address>/checkpoint-120/...            as in a run folder; omnitrain.json is uploaded last
     <address>/last, <address>/best          text files that name a folder; uploaded after it is complete
     <address>/metrics.jsonl, run.json, ...  the files of the run
-    <address>/run.lock                      names the run that writes here
+    <address>/run.lock                      identifies the run that writes here
 
-`uploader.py` uploads a run in a thread, `mirrored_store.py` keeps a local and a remote folder in step. No torch.
+`uploader.py` uploads a run in a thread; `mirrored_store.py` keeps a local and a remote folder in sync. This module does
+not import torch.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-from omnitrain.checkpoint.disk import FileSystem, listing
+from omnitrain.checkpoint.disk import FileSystem, list_tree
 from omnitrain.checkpoint.lock import LOCK
 from omnitrain.checkpoint.manifest import LARGEST_MANIFEST, MANIFEST, FileEntry, inspect, parse_manifest
 from omnitrain.checkpoint.retention import CheckpointInfo
@@ -47,35 +48,36 @@ T = TypeVar("T")
 
 # Files to upload, or pieces to download, at the same time.
 WORKERS = 4
-# Bytes to download with one request.
+# Bytes to download per request.
 PIECE = 1 << 25
-# The most bytes of a file that is read back if the store has no checksum of it.
+# The largest file, in bytes, that is read back after its upload if the store has no checksum of it.
 SMALL = 1 << 20
 
 # The most files of a run folder.
 MAX_OBJECTS = 1_000_000
-# Seconds after which a listing counts as endless; a million files take about 100.
+# Seconds after which a listing is abandoned; a million files take about 100.
 LISTING_S = 300.0
-# The most bytes of a safetensors file before its tensors, by the limit of the safetensors package.
+# The most bytes of a safetensors file before its tensors: the length, and a header of the package's maximum size.
 MAX_HEADER_BYTES = 8 + 100_000_000
 
 # The bytes of a part in multipart uploads of s3fs, on which the ETag of the file depends.
-_PART = 50 << 20
+_PART_BYTES = 50 << 20
 _FOLDER = re.compile(r"checkpoint-(0|[1-9][0-9]*)(\.old)?")
-# Stores that need a folder to be created before a file is written; the others have only names with slashes.
+# Stores with real folders, which must exist before a file is written; the others have names with slashes.
 _DIRECTORY_PROTOCOLS = {"sftp", "ssh", "ftp", "smb", "hdfs", "webhdfs", "arrow_hdfs", "dropbox", "box"}
-_LOCAL_PROTOCOLS = {"file", "local", "http", "https", "data"}
+# Protocols of fsspec for the local disk, and for places that cannot be written to.
+_UNSUPPORTED_PROTOCOLS = {"file", "local", "http", "https", "data"}
 
 
 def check_address(address: str, name: str) -> None:
-    """Reject an address that no installed fsspec package can write to, without connecting to anything.
+    """Reject an address that no installed fsspec package can write to; makes no connection.
 
     Args:
         address: The address.
         name: The argument with the address, for errors.
 
     Raises:
-        ConfigError: The protocol is unknown, or not that of a writable store.
+        ConfigError: The protocol is unknown or not that of a writable store, or the address has no folder.
         MissingExtraError: fsspec, or its package for this protocol, is not installed.
     """
     shown, protocol = f"`{name}={mask_text(address)!r}`", address.partition("://")[0].lower()
@@ -84,7 +86,7 @@ def check_address(address: str, name: str) -> None:
         from fsspec.registry import known_implementations
     except ImportError:
         raise MissingExtraError(shown, "fsspec", "remote") from None
-    if protocol in _LOCAL_PROTOCOLS:
+    if protocol in _UNSUPPORTED_PROTOCOLS:
         remedy = "Pass the path of a folder" if protocol in ("file", "local") else "Nothing can be written there"
         raise ConfigError(f"{shown}: {protocol!r} is not a remote store. {remedy}.")
     if not address.partition("://")[2].strip("/"):
@@ -92,10 +94,12 @@ def check_address(address: str, name: str) -> None:
     try:
         fsspec.get_filesystem_class(protocol)
     except ImportError as error:
-        known: Any = known_implementations.get(protocol, {})
-        package = known.get("class", "fsspec").partition(".")[0]
-        if package == "fsspec":  # a dependency of its file system is missing
-            raise ConfigError(f"{shown}: {known.get('err') or error}. Install it, or pass another address.") from error
+        implementation: Any = known_implementations.get(protocol, {})
+        package = implementation.get("class", "fsspec").partition(".")[0]
+        if package == "fsspec":  # fsspec has the file system, but a dependency of it is missing
+            raise ConfigError(
+                f"{shown}: {implementation.get('err') or error}. Install it, or pass another address."
+            ) from error
         raise MissingExtraError(shown, package) from error
     except ValueError as error:
         raise ConfigError(
@@ -105,7 +109,7 @@ def check_address(address: str, name: str) -> None:
 
 
 def in_parallel(work: Callable[[T], S], items: Iterable[T], workers: int) -> list[S]:
-    """Return the results of `work` on each item, in daemon threads, so that no exit waits for a store that hangs.
+    """Return the results of `work` on each item, computed in daemon threads.
 
     Raises:
         Exception: The first error, once the other threads have finished their items.
@@ -124,7 +128,7 @@ def in_parallel(work: Callable[[T], S], items: Iterable[T], workers: int) -> lis
                 errors.append(error)
 
     threads = [
-        # not a ThreadPoolExecutor: the interpreter joins its threads at exit, however long a store hangs
+        # not a ThreadPoolExecutor, whose threads the interpreter joins at exit, however long a store hangs
         threading.Thread(target=run, name="omnitrain-store", daemon=True)
         for _ in range(min(workers, len(queue)))
     ]
@@ -146,13 +150,13 @@ def wrap_store_errors(remote: RemoteFolder, operation: str) -> Iterator[None]:
 
     Args:
         remote: The store.
-        operation: The participle of the operation for the message, as in "cannot be read".
+        operation: What cannot be done, for the message: "read" or another participle.
     """
     try:
         yield
     except OmnitrainError:
         raise
-    except Exception as error:  # each package has its own errors
+    except Exception as error:  # each fsspec package has its own exceptions
         raise CheckpointError(
             f"{remote.name!r} cannot be {operation}: {one_line_error(error)}. Check the address, the credentials and "
             "the connection."
@@ -170,8 +174,8 @@ class RemoteCheckpoint:
 
     Attributes:
         name: Its folder.
-        info: The properties that retention uses.
-        data: Its omnitrain.json.
+        info: Its properties, by which retention decides.
+        data: The bytes of its omnitrain.json.
         files: Size and sha256 of every other file.
     """
 
@@ -192,7 +196,7 @@ class RemoteCheckpoint:
 
     @property
     def order(self) -> tuple[int, int]:
-        """The key by which checkpoints sort in the order of their saves."""
+        """The sort key for the order in which checkpoints were saved."""
         return self.info.sequence, self.info.step
 
     @property
@@ -219,29 +223,30 @@ class RemoteFolder:
         self.name: str = mask_text(self.address)
         self.protocol: str = address.partition("://")[0].lower()
         self._trusts_checksums = True
-        # The errors of incomplete checkpoints in the latest `complete_checkpoints`, by folder.
+        # The errors of incomplete checkpoints, by folder, from the latest call of `complete_checkpoints`.
         self._incomplete: dict[str, CheckpointError] = {}
 
     @functools.cached_property
-    def _opened(self) -> tuple[Any, str]:
+    def _fs_and_root(self) -> tuple[Any, str]:
         import fsspec
 
-        # a cached listing would not show what other machines write
+        # cached listings would miss what other machines write
         fs, root = fsspec.core.url_to_fs(self.address, use_listings_cache=False)
         return fs, root.rstrip("/")
 
     @property
     def fs(self) -> Any:
         """The fsspec file system."""
-        return self._opened[0]
+        return self._fs_and_root[0]
 
     def path(self, key: str) -> str:
-        """Return the path of a file in the file system."""
-        return f"{self._opened[1]}/{key}" if key else self._opened[1]
+        """Return the path in the file system of a file of this folder, or of the folder itself for ""."""
+        root = self._fs_and_root[1]
+        return f"{root}/{key}" if key else root
 
     @property
     def has_history(self) -> bool:
-        """Whether each write is a commit to a repository, which heartbeats would fill."""
+        """Whether each write is a commit to a repository; heartbeats would fill its history."""
         return self.protocol == "hf"
 
     def check_writable(self) -> None:
@@ -256,7 +261,7 @@ class RemoteFolder:
         try:
             self.write(key, b"A run checks that it can write here.\n")
             self.remove(key)
-        except Exception as error:  # each package has its own errors
+        except Exception as error:  # each fsspec package has its own exceptions
             raise ConfigError(
                 f"`save_dir={self.name!r}`: files cannot be written or deleted there: {one_line_error(error)}. Check "
                 "the address, the credentials and the permissions, or pass another address."
@@ -268,10 +273,10 @@ class RemoteFolder:
         """Return the store's `info` of each file under a folder, by its path in it.
 
         Raises:
-            CheckpointError: A name leads out of the folder, or the folder has too many files.
+            CheckpointError: A name leads out of the folder, the folder has too many files, or listing takes too long.
         """
         listing = self._find(under)
-        # packages differ in whether their paths begin with a slash, and whether they have the bucket
+        # packages differ in whether their paths begin with a slash or with the bucket
         start = len(self.fs._strip_protocol(self.path(under)).strip("/")) + 1
         files = {
             name.strip("/")[start:]: info for name, info in listing.items()
@@ -298,7 +303,7 @@ class RemoteFolder:
             except BaseException as error:
                 errors.append(error)
 
-        # some packages cache listings whatever they are told
+        # some packages ignore `use_listings_cache=False`
         self.fs.invalidate_cache()
         thread = threading.Thread(target=find, name="omnitrain-listing", daemon=True)
         thread.start()
@@ -335,34 +340,34 @@ class RemoteFolder:
         """Return a file, or the bytes [start, end) of it."""
         return self.fs.cat_file(self.path(key), start=start, end=end)
 
-    def read_small(self, key: str, info: Mapping[str, Any] | None = None, most: int = SMALL) -> bytes | None:
+    def read_small(self, key: str, info: Mapping[str, Any] | None = None, max_bytes: int = SMALL) -> bytes | None:
         """Return the content of a small file, or None if it does not exist.
 
         Args:
             key: Its path.
             info: The store's `info` of it; None asks the store.
-            most: The most bytes it may have.
+            max_bytes: The largest allowed size.
 
         Raises:
-            CheckpointError: It has more.
+            CheckpointError: It is larger.
         """
         try:
             size = (self.fs.info(self.path(key)) if info is None else info).get("size")
-            if not isinstance(size, int) or size <= most:
-                # a size of None, from stores that give none, is checked after reading
+            if not isinstance(size, int) or size <= max_bytes:
+                # some stores give no size: it is checked after reading
                 data = self.read(key)
                 size = len(data)
-                if size <= most:
+                if size <= max_bytes:
                     return data
         except FileNotFoundError:
             return None
         raise CheckpointError(
-            f"{self.name!r}: {key!r} has {size} bytes, and at most {most} are read. Delete it there, and find out who "
-            "wrote it."
+            f"{self.name!r}: {key!r} has {size} bytes, and at most {max_bytes} are read. Delete it there, and find out "
+            "who wrote it."
         )
 
     def complete_checkpoints(self, listing: Listing | None = None) -> dict[int, RemoteCheckpoint]:
-        """Return the complete checkpoints by step: all files in their omnitrain.json exist with their sizes.
+        """Return the complete checkpoints, by step: all files in their omnitrain.json exist with the right sizes.
 
         Args:
             listing: The result of `list`; None calls it.
@@ -380,16 +385,16 @@ class RemoteFolder:
             except CheckpointError as error:
                 return name, error
 
-        # small requests wait for the network, not for bandwidth
-        read = in_parallel(read_manifest, names, 4 * WORKERS)
+        # more threads than for files, as small requests are bound by latency and not by bandwidth
+        manifests = in_parallel(read_manifest, names, 4 * WORKERS)
         complete: dict[int, RemoteCheckpoint] = {}
         self._incomplete = {}
-        # the .old copy of a step comes first, so that the one which replaces it counts if it is complete
-        for name, data in sorted(read, key=lambda pair: not pair[0].endswith(".old")):
+        # .old copies first, so that the checkpoint that replaces one overwrites it below if it is complete
+        for name, data in sorted(manifests, key=lambda pair: not pair[0].endswith(".old")):
             try:
                 if isinstance(data, CheckpointError):
                     raise data
-                copy = self._copy_of(name, data, folders[name])
+                copy = self._parse_complete(name, data, folders[name])
             except CheckpointError as error:
                 logger.warning("Skipped: %s", error)
                 self._incomplete[name] = error
@@ -402,7 +407,7 @@ class RemoteFolder:
 
         Args:
             which: "last" or "best".
-            copies: The result of `complete_checkpoints`, and what was uploaded since.
+            copies: The result of `complete_checkpoints`, and the checkpoints that were uploaded since.
             local_step: The step of the local checkpoint; -1 if there is none.
 
         Raises:
@@ -417,7 +422,7 @@ class RemoteFolder:
         raise CheckpointError(f"{error}{remedy}") from error
 
     def blocking_files(self, listing: Mapping[str, Any]) -> list[str]:
-        """Return the files in the result of `list` that have the name of a checkpoint's folder."""
+        """Return the files in the result of `list` that are named like the folder of a checkpoint."""
         return [key for key in listing if _FOLDER.fullmatch(key)]
 
     def leftovers(self, listing: Mapping[str, Any]) -> set[str]:
@@ -429,7 +434,7 @@ class RemoteFolder:
             name for name in complete if name.endswith(".old") and name.removesuffix(".old") in complete
         }
 
-    def _copy_of(self, name: str, data: bytes | None, files: Listing) -> RemoteCheckpoint:
+    def _parse_complete(self, name: str, data: bytes | None, files: Listing) -> RemoteCheckpoint:
         where = f"{self.name}/{name}"
         if data is None:
             raise CheckpointError(f"{where!r} is incomplete: {MANIFEST!r} is missing.")
@@ -504,30 +509,32 @@ class RemoteFolder:
         if info.get("size") != entry["size"]:
             raise OSError(f"{key!r} has {info.get('size')} bytes after its upload, not {entry['size']}")
         is_same = self.has_same(info, file, entry)
+        # a large file without a checksum is not read back
         if is_same or (is_same is None and entry["size"] > SMALL):
             return
-        if _digest_of_pieces(self, key, entry["size"]) != entry["sha256"]:
+        if _sha256_of_remote(self, key, entry["size"]) != entry["sha256"]:
             raise OSError(f"the content of {key!r} differs from what was uploaded")
-        if is_same is False:  # encrypted by the store, for instance
-            logger.debug("%s has checksums that are not of the content: they are not used.", self.name)
+        if is_same is False:  # the store encrypts files, for instance
+            logger.debug("%s has checksums that are not those of the content. They are not used.", self.name)
             self._trusts_checksums = False
 
     def has_same(self, info: Mapping[str, Any], file: Path, entry: FileEntry) -> bool | None:
-        """Return whether a remote file equals the local one by the checksum of the store; None if it has none."""
+        """Return whether a remote file equals the local one by size and the store's checksum; None if it has none."""
         if info.get("size") != entry["size"]:
             return False
-        large = info.get("lfs")
-        if large and getattr(large, "sha256", None):
-            return large.sha256 == entry["sha256"]
+        lfs = info.get("lfs")  # of the Hugging Face Hub
+        if lfs and getattr(lfs, "sha256", None):
+            return lfs.sha256 == entry["sha256"]
         if not self._trusts_checksums:
             return None
-        tag = str(info.get("ETag", "")).strip('"')
-        if info.get("md5Hash"):
+        tag = str(info.get("ETag", "")).strip('"')  # of S3
+        if info.get("md5Hash"):  # of Google Cloud Storage
             tag = base64.b64decode(info["md5Hash"]).hex()
         if re.fullmatch("[0-9a-f]{32}", tag):
             return _md5(file) == tag
-        parts = re.fullmatch("[0-9a-f]{32}-([0-9]+)", tag)
-        if parts and int(parts[1]) == -(-entry["size"] // _PART):
+        multipart = re.fullmatch("[0-9a-f]{32}-([0-9]+)", tag)
+        part_count = (entry["size"] + _PART_BYTES - 1) // _PART_BYTES
+        if multipart and int(multipart[1]) == part_count:
             return _md5_of_parts(file) == tag
         return None
 
@@ -546,11 +553,12 @@ def _md5(file: Path) -> str:
 
 
 def _md5_of_parts(file: Path) -> str:
-    digests = [hashlib.md5(piece, usedforsecurity=False).digest() for piece in _pieces(file, _PART)]
+    """Return the ETag that S3 computes for a multipart upload."""
+    digests = [hashlib.md5(piece, usedforsecurity=False).digest() for piece in _pieces(file, _PART_BYTES)]
     return f"{hashlib.md5(b''.join(digests), usedforsecurity=False).hexdigest()}-{len(digests)}"
 
 
-def _digest_of_pieces(remote: RemoteFolder, key: str, size: int) -> str:
+def _sha256_of_remote(remote: RemoteFolder, key: str, size: int) -> str:
     digest = hashlib.sha256()
     for start in range(0, size, PIECE):
         digest.update(remote.read(key, start, min(start + PIECE, size)))
@@ -561,21 +569,21 @@ def _digest_of_pieces(remote: RemoteFolder, key: str, size: int) -> str:
 
 
 def fetch(
-    remote: RemoteFolder, copy: RemoteCheckpoint, folder: Path, temporary: Path, fs: FileSystem | None = None
+    remote: RemoteFolder, copy: RemoteCheckpoint, folder: Path, temporary: Path, disk: FileSystem | None = None
 ) -> Path:
-    """Download a checkpoint to a temporary folder, verify it, and rename the folder.
+    """Download a checkpoint to a temporary folder, verify it, and rename the folder to its final name.
 
     Args:
         remote: The store.
         copy: The checkpoint.
         folder: The local folder, which must not exist.
         temporary: The temporary folder, next to `folder`.
-        fs: The operations on the local disk.
+        disk: The operations on the local disk; tests replace them.
 
     Raises:
         CheckpointError: It cannot be read, or is damaged; nothing remains on the disk.
     """
-    fs = fs or FileSystem()
+    disk = disk or FileSystem()
     logger.info("Downloading %s/%s (%s).", remote.name, copy.name, format_bytes(copy.size))
     shutil.rmtree(temporary, ignore_errors=True)
     try:
@@ -583,13 +591,13 @@ def fetch(
             temporary.mkdir(parents=True)
             sizes = {f"{copy.name}/{file}": entry["size"] for file, entry in copy.files.items()}
             download_files(remote, sizes, temporary, len(copy.name) + 1)
-        fs.write(temporary / MANIFEST, copy.data)
+        disk.write(temporary / MANIFEST, copy.data)
         inspect(temporary, hashes=True)
-        files, folders = listing(temporary)
+        files, folders = list_tree(temporary)
         for path in (*files, *reversed(folders)):
-            fs.sync(path)
-        fs.rename(temporary, folder)
-        fs.sync(folder.parent)
+            disk.sync(path)
+        disk.rename(temporary, folder)
+        disk.sync(folder.parent)
     except BaseException as error:
         shutil.rmtree(temporary, ignore_errors=True)
         if isinstance(error, CheckpointError) and str(temporary) in str(error):
@@ -605,10 +613,10 @@ def download_files(remote: RemoteFolder, sizes: Mapping[str, int], into: Path, p
         remote: The store.
         sizes: The bytes of each file by its remote path.
         into: A local folder.
-        prefix: How many characters of the remote paths to leave out.
+        prefix: The number of leading characters of the remote paths to omit from the local ones.
 
     Raises:
-        CheckpointError: They do not fit on the disk, or have other sizes.
+        CheckpointError: The files do not fit on the disk, or their sizes differ from `sizes`.
     """
     total, free = sum(sizes.values()), shutil.disk_usage(into).free
     if total > free:
@@ -619,11 +627,11 @@ def download_files(remote: RemoteFolder, sizes: Mapping[str, int], into: Path, p
             "OMNITRAIN_LOCAL_DIR to a larger disk."
         )
 
-    def piece(which: tuple[str, int]) -> None:
-        key, start = which
+    def download_piece(key_and_start: tuple[str, int]) -> None:
+        key, start = key_and_start
         size = sizes[key]
         end = min(start + PIECE, size)
-        data = remote.read(key, start, end + (end == size))  # a byte more shows whether there is one
+        data = remote.read(key, start, end + (end == size))  # with the next byte, which must not exist
         if len(data) != end - start:
             actual = f"more than {size}" if len(data) > end - start else start + len(data)
             raise CheckpointError(
@@ -639,11 +647,12 @@ def download_files(remote: RemoteFolder, sizes: Mapping[str, int], into: Path, p
         path.parent.mkdir(parents=True, exist_ok=True)
         with create_file(path) as file:
             file.truncate(size)
-    in_parallel(piece, [(key, start) for key, size in sizes.items() for start in range(0, size, PIECE)], 2 * WORKERS)
+    pieces = [(key, start) for key, size in sizes.items() for start in range(0, size, PIECE)]
+    in_parallel(download_piece, pieces, 2 * WORKERS)
 
 
 def local_copy(address: str, name: str = "path") -> Path:
-    """Download a checkpoint or weights, unless they are in the cache, and return their local path.
+    """Return the local path of a checkpoint or of weights, downloading them unless they are in the cache.
 
     Args:
         address: A checkpoint, `last` or `best` of a run, or a file or folder of weights of any program.
@@ -660,9 +669,10 @@ def local_copy(address: str, name: str = "path") -> Path:
     if last in ("last", "best") or _FOLDER.fullmatch(last):
         run = RemoteFolder(parent)
         with wrap_store_errors(run, "read"):
-            listing = (
-                run.list() if last in ("last", "best") else {f"{last}/{key}": i for key, i in run.list(last).items()}
-            )
+            if last in ("last", "best"):
+                listing = run.list()
+            else:
+                listing = {f"{last}/{key}": info for key, info in run.list(last).items()}
             copies = run.complete_checkpoints(listing)
         if copies or last.startswith("checkpoint"):
             copy = select_checkpoint(run, copies, last)
@@ -696,24 +706,24 @@ def local_copy(address: str, name: str = "path") -> Path:
 
 
 def download_run(address: str, into: Path, with_tensors: bool) -> Path:
-    """Download a run, or one of its checkpoints, without verifying it; return its local path.
+    """Download a run, or one of its checkpoints, without verifying it, and return its local path.
 
     Args:
         address: The run, a checkpoint of it, or its `last` or `best`.
         into: An empty folder.
-        with_tensors: Whether to download the tensors; otherwise their files have the right sizes, and only headers.
+        with_tensors: Whether to download the tensors; otherwise their files are sparse, with only the headers.
 
     Raises:
         CheckpointError: The store cannot be read.
-        ConfigError, MissingExtraError: No checkpoints exist, or the address cannot be read.
+        ConfigError, MissingExtraError: No checkpoints exist, or the address is not supported.
     """
     check_address(address, "path")
     parent, _, last = address.rstrip("/").rpartition("/")
-    is_one = last in ("last", "best") or _FOLDER.fullmatch(last) is not None
-    remote = RemoteFolder(parent if is_one else address)
+    is_checkpoint = last in ("last", "best") or _FOLDER.fullmatch(last) is not None
+    remote = RemoteFolder(parent if is_checkpoint else address)
     with wrap_store_errors(remote, "read"):
         listing = remote.list()
-        if is_one:
+        if is_checkpoint:
             folder = last if last.startswith("checkpoint") else (remote.read_small(last) or b"").decode().strip()
             listing = {key: info for key, info in listing.items() if key.startswith(f"{folder}/") or key == last}
         folders = {name for name in {key.partition("/")[0] for key in listing} if _FOLDER.fullmatch(name)}
@@ -730,18 +740,18 @@ def download_run(address: str, into: Path, with_tensors: bool) -> Path:
             with create_file(into / key) as file:
                 file.write(_read_header_bytes(remote, key, sizes[key]) if key.endswith(".safetensors") else b"")
                 file.truncate(sizes[key])
-    return into / last if is_one else into
+    return into / last if is_checkpoint else into
 
 
 def _read_header_bytes(remote: RemoteFolder, key: str, size: int) -> bytes:
-    """Return the start of a safetensors file, with the names and shapes of its tensors."""
+    """Return the start of a safetensors file up to the end of its header."""
     head = remote.read(key, 0, min(size, SMALL))
     end = min(8 + int.from_bytes(head[:8], "little"), MAX_HEADER_BYTES)
     return remote.read(key, 0, min(size, end)) if len(head) < end else head
 
 
 def select_checkpoint(remote: RemoteFolder, copies: Copies, which: str) -> RemoteCheckpoint:
-    """Return the complete checkpoint to which "last", "best" or the name of a folder refers.
+    """Return the complete checkpoint that "last", "best" or the name of a folder refers to.
 
     Raises:
         CheckpointError: None exists, or `last` or `best` refers to an incomplete one.
@@ -762,7 +772,7 @@ def select_checkpoint(remote: RemoteFolder, copies: Copies, which: str) -> Remot
 
 
 def fetch_cached(remote: RemoteFolder, copy: RemoteCheckpoint, root: Path) -> Path:
-    """Return the folder of a checkpoint in `root`, downloading it unless it exists undamaged."""
+    """Return the folder of a checkpoint in `root`, downloading it if it is missing or damaged."""
     folder = root / copy.name.removesuffix(".old")
     if folder.exists():
         with contextlib.suppress(CheckpointError, OSError):

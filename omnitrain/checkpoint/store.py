@@ -28,7 +28,7 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, Literal
 
-from omnitrain.checkpoint.disk import FileSystem, hashing, listing
+from omnitrain.checkpoint.disk import FileSystem, hashing, list_tree
 from omnitrain.checkpoint.lock import Lock
 from omnitrain.checkpoint.manifest import (
     MANIFEST,
@@ -210,7 +210,7 @@ class Store:
         with self._saving(step):
             folder = self.temporary(step)
             check_payload(payload)
-            files, folders = listing(folder)
+            files, folders = list_tree(folder)
             sequences = [self._newest_remote_sequence(), *(info.sequence for info in self._current_infos())]
             content = {
                 "step": step,

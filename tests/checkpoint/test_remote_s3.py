@@ -133,7 +133,7 @@ def test_s3_multipart_upload_is_checked_by_its_checksum(tmp_path: Path, monkeypa
         await put_file(self, lpath, rpath, chunksize=part, **options)
 
     monkeypatch.setattr(s3fs.S3FileSystem, "_put_file", put)
-    monkeypatch.setattr(remote, "_PART", part)
+    monkeypatch.setattr(remote, "_PART_BYTES", part)
     s3fs.S3FileSystem.clear_instance_cache()
     file = tmp_path / "large"
     with open(file, "wb") as stream:
