@@ -79,6 +79,8 @@ def test_train_inside_user_autocast_sees_each_update(trainer_class: Any) -> None
 
     expected, data = build(autocast="bf16"), rows(4, torch.float32)
     expected.train()
+    moments = [tensor for state in expected.optimizer.state.values() for tensor in state.values()]
+    assert {tensor.dtype for tensor in moments} == {torch.float32}
     for trainer in (build(), build(autocast="bf16")):
         with torch.autocast("cpu", torch.bfloat16):
             before = trainer.predict(data).predictions

@@ -36,7 +36,7 @@ UNSUPPORTED = {
 }  # fmt: skip
 CASES = [(name, backend) for name in NAMES for backend in ("fsdp", "zero2")] + [("adamw", "zero1"), ("adamw", "zero3")]
 QUICK = [("adafactor", "fsdp"), ("rprop", "fsdp"), ("adamw", "fsdp"), ("adafactor", "zero2"), ("adagrad", "fsdp"),
-         ("adagrad", "zero2")]  # fmt: skip
+         ("adagrad", "zero2"), ("lbfgs", "fsdp"), ("lbfgs", "zero2"), ("muon", "zero2")]  # fmt: skip
 
 
 def train(backend: str, optimizer: str, folder: str) -> dict[str, Any]:

@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from marks import TRAINERS
 from recipes import StopAt, Tagger, distance, rows, same, t16, trainer_on_cpu, weights
+from safetensors.torch import load_file
 from tiny import VOCABULARY, Tokens, bert, gpt
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
@@ -357,6 +358,17 @@ def test_loss_with_own_parameters_is_rejected(trainer_class: Any) -> None:
             make(trainer_class, t16(), rows(8), **option)
     with pytest.raises(ConfigError, match=r"`unit` \(Centres\) has parameters"):
         make(trainer_class, t16(), rows(8), unit=Centres())
+
+
+def test_loss_that_is_part_of_the_model_is_trained_and_saved(trainer_class: Any, tmp_path: Path) -> None:
+    """That is the remedy in the error; its buffer may change then."""
+    model, loss = t16(), Centres(counts=True)
+    model[-1].register_module("loss", loss)  # a linear layer does not call it
+    trainer = make(trainer_class, model, rows(8), loss_fn=loss, save_dir=tmp_path)
+    trainer.train()
+    assert loss.scale != 1 and loss.calls >= trainer.progress.step > 0
+    saved = load_file(tmp_path / "last" / "model.safetensors")
+    assert saved["3.loss.scale"] == loss.scale and "3.loss.calls" in saved
 
 
 def test_loss_with_frozen_parameters_is_accepted(trainer_class: Any, tmp_path: Path) -> None:
