@@ -217,7 +217,7 @@ class HookCallback(Callback):
         hooks: A `TrainHook`, or a mapping of its methods' names to functions.
 
     Raises:
-        ConfigError: If a hook is unknown, or a function takes other arguments.
+        ConfigError: If a hook is unknown, or a function takes arguments that its hook does not get.
     """
 
     def __init__(self, hooks: TrainHook | Mapping[str, Callable[..., Any]]) -> None:

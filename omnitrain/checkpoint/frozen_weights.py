@@ -72,7 +72,7 @@ class FrozenWeights:
         return {name: self._known[name][1] for name in names}
 
     def check(self, saved: Mapping[str, str], where: str) -> None:
-        """Reject a checkpoint that excludes other weights than the present ones; a collective call.
+        """Reject a checkpoint that excludes different weights than this run; a collective call.
 
         Args:
             saved: The fingerprints in it.

@@ -678,20 +678,21 @@ def local_copy(address: str, name: str = "path") -> Path:
             copy = select_checkpoint(run, copies, last)
             return fetch_cached(run, copy, downloads)
     with wrap_store_errors(remote, "read"):
-        if remote.fs.isfile(remote.path("")):
+        is_file = remote.fs.isfile(remote.path(""))
+        if is_file:
             remote, listing = RemoteFolder(parent), {last: remote.fs.info(remote.path(""))}
         else:
             listing = remote.list()
             copies = remote.complete_checkpoints(listing)
     if not listing:
         raise CheckpointError(f"{remote.name!r} does not exist, or is empty.")
-    if remote.address != parent and copies:
+    if not is_file and copies:
         newest = max(copies.values(), key=lambda copy: copy.order)
         raise CheckpointError(
             f"{remote.name!r} is a run folder, not a checkpoint. Did you mean '{remote.name}/{newest.name}'?"
         )
     version = hashlib.sha256(repr(sorted((key, str(info)) for key, info in listing.items())).encode()).hexdigest()[:12]
-    target = downloads / (f"{last}-{version}" if remote.address != parent else version)
+    target = downloads / (version if is_file else f"{last}-{version}")
     if not target.exists():
         temporary = target.with_name(f"{target.name}.{os.urandom(4).hex()}.tmp")
         try:
@@ -702,7 +703,7 @@ def local_copy(address: str, name: str = "path") -> Path:
                     os.replace(temporary, target)
         finally:
             shutil.rmtree(temporary, ignore_errors=True)
-    return target / last if remote.address == parent else target
+    return target / last if is_file else target
 
 
 def download_run(address: str, into: Path, with_tensors: bool) -> Path:

@@ -779,7 +779,7 @@ def check_like(value: Any, present: Any, what: str, where: str) -> None:
 
 
 def check_groups(present: list[list[str]], saved: list[list[str]], where: str) -> None:
-    """Raise CheckpointError if an optimizer's groups hold other parameters than the saved ones.
+    """Raise CheckpointError if an optimizer's groups hold different parameters than the saved ones.
 
     Args:
         present: Names of the parameters of each group.
@@ -789,7 +789,7 @@ def check_groups(present: list[list[str]], saved: list[list[str]], where: str) -
     if [sorted(group) for group in present] != [sorted(group) for group in saved]:
         changed = sorted({name for group in present for name in group} ^ {name for group in saved for name in group})
         raise CheckpointError(
-            f"{where} does not fit the optimizer: its parameter groups hold other parameters"
+            f"{where} does not fit the optimizer: its parameter groups hold different parameters"
             f"{': ' + ', '.join(changed[:5]) if changed else ' in other groups'}. "
             "Build it as it was built for that run."
         )

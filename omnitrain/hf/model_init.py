@@ -37,7 +37,7 @@ def create_model(model_init: Callable[..., Any], trial: Any, seed: int, device: 
     """Return a new model, whose weights depend only on the seed; the program's random state stays unchanged.
 
     Raises:
-        ConfigError: If `model_init` takes other arguments than a trial, or returns no model.
+        ConfigError: If `model_init` takes anything but a trial, or does not return a model.
     """
     positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
     signature = inspect.signature(model_init)

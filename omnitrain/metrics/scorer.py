@@ -183,7 +183,7 @@ def make_scorer(compute_metrics: Any, scores: Scores | None = None) -> Scorer:
     * A function of two required arguments, `f(y_true, y_pred)`: returns a dict of numbers, or a number that is named
       after the function. If outputs are class scores for integer labels, `y_pred` is their argmax, unless the
       argument is named `y_score`, `y_prob` or `y_proba`. Token labels (integers of more than one dimension) are
-      flattened to the positions whose label is not -100, and `y_pred` likewise. Everything else is passed as it is.
+      flattened to the positions whose label is not -100, and `y_pred` likewise. Everything else is passed unchanged.
     * A list of these.
 
     An attribute `descriptor` of one of these, a `MetricDescriptor` or a dict of them by name, says how its results are

@@ -301,7 +301,7 @@ class WeightedLosses(nn.Module):
 
 
 def total_of(losses: Any) -> Any:
-    """Return the loss to minimize: of a dict "total", or else the sum; of a tuple the sum; anything else as it is.
+    """Return the loss to minimize: of a dict "total", or else the sum; of a tuple the sum; anything else unchanged.
 
     >>> total_of({"ce": 1.0, "kl": 2.0}), total_of({"ce": 1.0, "kl": 2.0, "total": 1.2}), total_of((1.0, 2.0))
     (3.0, 1.2, 3.0)

@@ -159,7 +159,7 @@ class ModelUnit:
         has_loss = isinstance(inspect.getattr_static(type(model), "loss", None), FunctionType)
         if loss_fn is None and has_loss and len(self._names) == 1:
             self.model_loss = cast(Callable[..., Any], model.loss)
-        self._told: set[str] = set()
+        self._warned_keys: set[str] = set()
         # A cache for generation costs memory, and with it transformers' models ignore the borders between the
         # sequences of a packed row; transformers' Trainer turns it off too.
         base = _base_of(model)
@@ -317,8 +317,12 @@ class ModelUnit:
             is_ours = self.loss_fn is not None and key in self._label_keys and key not in self._needs
             if not is_ours and (self._takes is None or key in self._takes):
                 fitting[key] = value
-            elif not is_ours and key not in self._told and not (key in self._label_keys and self.loss_fn is not None):
-                self._told.add(key)
+            elif (
+                not is_ours
+                and key not in self._warned_keys
+                and not (key in self._label_keys and self.loss_fn is not None)
+            ):
+                self._warned_keys.add(key)
                 logger.warning("The batch's %r is not passed to the model: its forward() takes no such argument.", key)
         return fitting
 

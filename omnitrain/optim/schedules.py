@@ -654,7 +654,7 @@ class ProductScheduler(Schedule):
         return [length for schedule in self.schedules for length in schedule.lengths()]
 
     def __repr__(self) -> str:
-        """Write it as it is made."""
+        """Return the expression that creates the schedule."""
         return " * ".join(map(repr, self.schedules))
 
 
@@ -699,9 +699,9 @@ def named_schedule(name: str, options: Mapping[str, Any] | None = None, warmup: 
     kind, defaults = NAMED[name]
     arguments = {**defaults, **(options or {})}
     if name == "polynomial":
-        is_told = {"min_lr", "min_lr_rate"} & arguments.keys()
+        has_min_lr = {"min_lr", "min_lr_rate"} & arguments.keys()
         end = arguments.pop("lr_end")
-        arguments |= {} if is_told else {"min_lr": end}
+        arguments |= {} if has_min_lr else {"min_lr": end}
     if name == "cosine_with_min_lr" and not {"min_lr", "min_lr_rate"} & arguments.keys():
         raise ConfigError(f"`lr_scheduler={name!r}` needs `lr_scheduler_kwargs` with 'min_lr' or 'min_lr_rate'.")
     if name == "inverse_sqrt" and isinstance(arguments.get("timescale"), int):

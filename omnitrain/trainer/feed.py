@@ -151,7 +151,7 @@ class Feed:
                 raise
             self._lifecycle.clock.add("data", time.perf_counter() - began)
             last = group[-1] if group else last
-            # with the first batch at hand, so that no sample is read twice
+            # only after the first batch was read, so that no sample is read twice
             if not self._has_compared:
                 self._compare_first(loader)
             if not self._trainer.loss_mean.is_checked:

@@ -452,7 +452,7 @@ class Step:
             count: float = weight
         else:  # the loss is a sum over targets, which only the forward pass could count
             count = float(output.num_targets) if weight else 0
-            # the gradients are divided by the sum over all ranks in `finish`, once the last micro-batch has told it
+            # the gradients are divided by the sum over all ranks in `finish`, which is known after the last micro-batch
             self._targets = (self._targets or 0) + count
             self.loss.add(loss / (count or 1), count)
             weight = 1.0 if count else 0.0
