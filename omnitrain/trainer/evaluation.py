@@ -28,7 +28,8 @@ from omnitrain.metrics.scorer import SampleList, Scorer, make_scorer, per_sample
 from omnitrain.model.losses import LossMean
 from omnitrain.model.multitask import MultiTaskUnit
 from omnitrain.model.units import ModelUnit, StepOutput, count_as_sum, run_unit
-from omnitrain.trainer.failing_samples import add_dtype_remedy, describe_failing_samples
+from omnitrain.trainer.dtype_errors import add_dtype_remedy
+from omnitrain.trainer.failing_samples import describe_failing_samples
 from omnitrain.trainer.feed import Feed
 from omnitrain.trainer.hooks import Hooks
 from omnitrain.trainer.lifecycle import Lifecycle, is_callback_error

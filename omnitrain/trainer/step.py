@@ -28,7 +28,8 @@ from omnitrain.optim.build import ScheduleLR, needs_closure
 from omnitrain.optim.sparse_gradients import parameters_by_layout
 from omnitrain.trainer.auto_microbatch import AutoMicrobatch
 from omnitrain.trainer.buffers import Buffers
-from omnitrain.trainer.failing_samples import add_dtype_remedy, describe_failing_samples
+from omnitrain.trainer.dtype_errors import add_dtype_remedy
+from omnitrain.trainer.failing_samples import describe_failing_samples
 from omnitrain.trainer.feed import Feed
 from omnitrain.trainer.finite import FiniteGuard, LossMeter
 from omnitrain.trainer.hooks import Hooks
