@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypedDict, TypeVar, cast
 
 from omnitrain.argument_aliases import advice
-from omnitrain.config.yaml_writer import FromEnvironment
+from omnitrain.config.plain_yaml import FromEnvironment
 from omnitrain.core.duration import Duration, Limits, Stages, check_stages, check_stages_reached
 from omnitrain.core.errors import ConfigError, FixedSettingError, did_you_mean, unexpected_arguments
 from omnitrain.core.events import Algorithm, Callback

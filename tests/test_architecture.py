@@ -39,7 +39,7 @@ PACKAGE = ROOT / "omnitrain"
 
 FLOORS = {
     0: "core",
-    1: "argument_aliases arguments compute config.instantiation config.yaml_writer data distributed metrics optim",
+    1: "argument_aliases arguments compute config.instantiation config.plain_yaml data distributed metrics optim",
     2: "algorithms backends callbacks checkpoint loggers model",
     3: "trainer",
     4: "hf sweeps",

@@ -19,8 +19,8 @@ from typing import Any
 from omnitrain.arguments import DEFAULTS
 from omnitrain.checkpoint.run_record import CONFIG_FILE, code_in
 from omnitrain.config.configuration import SECTIONS, TRAINERS, Config, merge_files, raise_all
+from omnitrain.config.plain_yaml import write
 from omnitrain.config.reading import SourceLocation, Tree, parse_value, read
-from omnitrain.config.yaml_writer import write
 from omnitrain.core.errors import CheckpointError, ConfigError
 from omnitrain.core.paths import is_address
 from omnitrain.core.secrets import mask_text

@@ -17,8 +17,8 @@ from omnitrain.argument_aliases import advice
 from omnitrain.arguments import DEFAULTS, Settings, check_settings
 from omnitrain.config import names
 from omnitrain.config.parts import Parts, Placeholder, text_mode
+from omnitrain.config.plain_yaml import MISSING
 from omnitrain.config.reading import SourceLocation, Tree, dotted_name, has_part_keys, read
-from omnitrain.config.yaml_writer import MISSING
 from omnitrain.core.duration import Limits
 from omnitrain.core.errors import ConfigError, OmnitrainError, add_location, did_you_mean
 

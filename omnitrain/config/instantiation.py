@@ -25,7 +25,7 @@ import torch
 from torch import nn
 
 from omnitrain.compute.random_state import isolated_rng
-from omnitrain.config.yaml_writer import MISSING, FromEnvironment, write
+from omnitrain.config.plain_yaml import MISSING, FromEnvironment, write
 from omnitrain.core.duration import Duration
 from omnitrain.core.errors import ConfigError, did_you_mean
 from omnitrain.core.events import Algorithm, Callback, init_arguments

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from omnitrain.config.yaml_writer import FromEnvironment, loader
+from omnitrain.config.plain_yaml import FromEnvironment, loader
 from omnitrain.core.errors import ConfigError, MissingExtraError, did_you_mean
 
 Key = tuple[str | int, ...]

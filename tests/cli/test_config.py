@@ -20,8 +20,8 @@ from omnitrain import AccelerateTrainer, ConfigError, HFTrainer, Trainer
 from omnitrain.checkpoint import run_record
 from omnitrain.cli.config import format_trainer_help
 from omnitrain.cli.main import main
+from omnitrain.config.plain_yaml import write
 from omnitrain.config.reading import read
-from omnitrain.config.yaml_writer import write
 from omnitrain.core.paths import local_folder
 
 ROOT = Path(__file__).resolve().parent.parent.parent

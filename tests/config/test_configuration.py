@@ -11,7 +11,7 @@ from torch import nn
 
 from omnitrain import AccelerateTrainer, ConfigError, HFTrainer, Trainer, instantiate
 from omnitrain.config.configuration import Config, merge_files
-from omnitrain.config.yaml_writer import write
+from omnitrain.config.plain_yaml import write
 
 BASE: dict[str, Any] = {
     "model": "named.Net",

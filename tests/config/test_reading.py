@@ -9,8 +9,8 @@ import pytest
 import yaml
 
 from omnitrain import ConfigError
+from omnitrain.config.plain_yaml import write
 from omnitrain.config.reading import SourceLocation, Tree, parse_value, read
-from omnitrain.config.yaml_writer import write
 
 
 def written(folder: Path, text: str, name: str = "a.yaml") -> Path:

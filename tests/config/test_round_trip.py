@@ -16,7 +16,7 @@ from transformers import TrainingArguments
 
 from omnitrain import EMA, EarlyStopping, HFTrainer, HFTrainingArguments, Trainer, instantiate
 from omnitrain.config.configuration import Config
-from omnitrain.config.yaml_writer import write
+from omnitrain.config.plain_yaml import write
 from omnitrain.optim.schedules import CosineAnnealingScheduler
 
 BASE: dict[str, Any] = {

@@ -17,8 +17,8 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDa
 from omnitrain import ConfigError, TrainHook
 from omnitrain.cli.main import main
 from omnitrain.config.configuration import Config
+from omnitrain.config.plain_yaml import write
 from omnitrain.config.reading import read
-from omnitrain.config.yaml_writer import write
 from omnitrain.contrib.nnscaler import convert, make_loader, of_value
 
 PLAIN: dict[str, Any] = {
