@@ -212,12 +212,12 @@ def _parse_choices(name: str, text: str | None) -> Any:
     """Return the values of an option that is searched: a list of choices, or a range; None for one value."""
     if text is None:
         return None
-    place = SourceLocation(f"--{name}")
-    value = parse_value(text, place)
+    location = SourceLocation(f"--{name}")
+    value = parse_value(text, location)
     if isinstance(value, Mapping) and {"low", "high"} <= value.keys():
         return dict(value)
     if isinstance(value, str) and "," in value:
-        return [parse_value(part.strip(), place) for part in value.split(",")]
+        return [parse_value(part.strip(), location) for part in value.split(",")]
     return None
 
 

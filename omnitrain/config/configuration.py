@@ -55,7 +55,7 @@ class Config:
             if not isinstance(tree.values.get(name) or {}, dict):
                 raise tree.error((name,), f"`{name}` must hold names with values, got {tree.values[name]!r:.100}.")
         if not tree.values.get("trainer"):
-            raise ConfigError(f"{tree.place(())}: there is no `trainer:` with the arguments of one.")
+            raise ConfigError(f"{tree.location(())}: there is no `trainer:` with the arguments of one.")
 
     @classmethod
     def read(
@@ -83,7 +83,7 @@ class Config:
         cls, tree: Tree, overrides: Mapping[str, Any] | Sequence[tuple[str, str | None]] = (), trust: bool = False
     ) -> Config:
         """Return the configuration of files that have been read, which stay unchanged; otherwise as `read`."""
-        tree = Tree(copy.deepcopy(tree.values), dict(tree.places))
+        tree = Tree(copy.deepcopy(tree.values), dict(tree.locations))
         if isinstance(overrides, Mapping):
             for path, value in overrides.items():
                 tree.put(path, value, SourceLocation("the overrides"))
@@ -119,9 +119,9 @@ class Config:
             return trainer_class(**arguments)
         except OmnitrainError as error:
             if not isinstance(error, ConfigError):
-                add_location(error, f"{self.tree.place(('trainer',))}, in {trainer_class.__name__}()")
+                add_location(error, f"{self.tree.location(('trainer',))}, in {trainer_class.__name__}()")
                 raise
-            raise ConfigError(f"{self._find_place(error)}: {error}") from error
+            raise ConfigError(f"{self._find_location(error)}: {error}") from error
 
     def train(self) -> MetricsDict:
         """Make the trainer, train it with the arguments under `train:`, and return what `train()` returns."""
@@ -195,7 +195,7 @@ class Config:
                 check_settings(settings)
                 Limits(settings.epochs, settings.max_steps, settings.max_duration)
             except ConfigError as error:
-                errors.append(ConfigError(f"{self._find_place(error)}: {error}"))
+                errors.append(ConfigError(f"{self._find_location(error)}: {error}"))
                 rejected = [arg for arg in re.findall(r"`(\w+)", str(error)) if arg in plain]
                 if not rejected:
                     break
@@ -286,12 +286,12 @@ class Config:
             self.tree.error(("trainer",), "there is nothing to train on. Write `train_dataset` or `train_loader` here.")
         ]
 
-    def _find_place(self, error: Exception) -> SourceLocation:
-        """Return the place of the first argument in a message."""
+    def _find_location(self, error: Exception) -> SourceLocation:
+        """Return the location of the first argument in a message."""
         for name in re.findall(r"`(\w+)", str(error)):
             if name in self.tree.values["trainer"]:
-                return self.tree.place(("trainer", name))
-        return self.tree.place(("trainer",))
+                return self.tree.location(("trainer", name))
+        return self.tree.location(("trainer",))
 
 
 _KINDS = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
@@ -335,7 +335,7 @@ def _check_not_nnscaler(tree: Tree) -> None:
     """Raise ConfigError for a file of nnScaler's trainer, which has no sections."""
     keys = tree.values.keys()
     if "compute_config" in keys or {"model", "dataset"} <= keys:
-        source = tree.place(("model",)).source
+        source = tree.location(("model",)).source
         raise ConfigError(
             f"{source}: this is a configuration of nnScaler's trainer: it has `model`, `dataset` or `compute_config` "
             f"without `trainer:`. Convert it with `omnitrain config convert {source} > converted.yaml`, and give that."
@@ -361,8 +361,8 @@ def _flatten_init_args(tree: Tree) -> Tree:
                     ("trainer", "init_args", name), f"{name!r} stands under `trainer` as well. Leave one out."
                 )
             trainer[name] = value
-        tree.places = {
-            ("trainer", *key[2:]) if key[:2] == ("trainer", "init_args") and len(key) > 2 else key: place
-            for key, place in tree.places.items()
+        tree.locations = {
+            ("trainer", *key[2:]) if key[:2] == ("trainer", "init_args") and len(key) > 2 else key: location
+            for key, location in tree.locations.items()
         }
     return tree

@@ -283,7 +283,7 @@ class Parts:
         except OmnitrainError as error:
             return self.fail(key, str(error), error)
         except Exception as error:
-            add_location(error, f"{self.tree.place(key)}, where {full} is called")
+            add_location(error, f"{self.tree.location(key)}, where {full} is called")
             raise
 
     def _arguments(self, full: str, function: Any, init_args: Any, key: Key) -> Any:

@@ -57,21 +57,21 @@ class SourceLocation:
 
 @dataclass(slots=True)
 class Tree:
-    """The values of configuration files by name, and the place from which each comes."""
+    """The values of configuration files by name, and the location of each."""
 
     values: dict[str, Any] = field(default_factory=dict)
-    places: dict[Key, SourceLocation] = field(default_factory=dict)
+    locations: dict[Key, SourceLocation] = field(default_factory=dict)
 
-    def place(self, key: Key) -> SourceLocation:
-        """Return the place of a value, or of the closest one around it."""
+    def location(self, key: Key) -> SourceLocation:
+        """Return the location of a value, or of the closest one around it."""
         for end in range(len(key), -1, -1):
-            if key[:end] in self.places:
-                return self.places[key[:end]]
+            if key[:end] in self.locations:
+                return self.locations[key[:end]]
         return SourceLocation("the configuration")
 
     def error(self, key: Key, message: str) -> ConfigError:
-        """Return the error for a value, with its place."""
-        return ConfigError(f"{self.place(key)}: {message}")
+        """Return the error for a value, with its location."""
+        return ConfigError(f"{self.location(key)}: {message}")
 
     def get(self, key: Key, default: Any = None) -> Any:
         """Return the value at a key, in which `init_args` may be left out."""
@@ -95,23 +95,23 @@ class Tree:
         An object that gets another class loses the arguments for the old one, which the new class may not accept.
         """
         self.values = _merge(self.values, other.values)
-        self.places |= other.places
+        self.locations |= other.locations
 
-    def override(self, path: str, text: str | None, place: SourceLocation) -> None:
+    def override(self, path: str, text: str | None, location: SourceLocation) -> None:
         """Set one value from the command line, such as `trainer.callbacks.0.patience`.
 
         Args:
             path: Names and positions, separated by dots. `init_args` may be left out, and position 0 creates a list.
             text: The value, as in a file; None removes the key.
-            place: The option.
+            location: The option.
 
         Raises:
             ConfigError: If a list has no such position, the key to remove does not exist, or the text is not YAML.
         """
-        value = None if text is None else parse_value(text, place)
-        self.put(path, value, place, removes=text is None)
+        value = None if text is None else parse_value(text, location)
+        self.put(path, value, location, removes=text is None)
 
-    def put(self, path: str, value: Any, place: SourceLocation, removes: bool = False) -> None:
+    def put(self, path: str, value: Any, location: SourceLocation, removes: bool = False) -> None:
         """Set one value, or remove it; like `override`, with the parsed value."""
         segments = path.split(".")
         key: Key = ()
@@ -120,23 +120,23 @@ class Tree:
             if isinstance(container, dict) and _is_init_arg(container, depth, segment):
                 container, key = container.setdefault("init_args", {}), (*key, "init_args")
             if isinstance(container, list):
-                index: Any = self._position(container, segment, path, place)
+                index: Any = self._position(container, segment, path, location)
             else:
                 index = _find_key(container, segment)
             key = (*key, index)
             if depth + 1 < len(segments):
-                container = self._descend(container, index, segments[depth + 1], path, place)
+                container = self._descend(container, index, segments[depth + 1], path, location)
         if removes:
-            self._remove(container, index, path, place)
+            self._remove(container, index, path, location)
             return
         if key == ("trainer",) and isinstance(value, str):  # such as `--trainer AccelerateTrainer`
             container, index, key = self.values.setdefault("trainer", {}), "class_path", ("trainer", "class_path")
-        self.places = {other: origin for other, origin in self.places.items() if other[: len(key)] != key}
+        self.locations = {other: origin for other, origin in self.locations.items() if other[: len(key)] != key}
         _set_item(container, index, value)
-        self.places[key] = place
+        self.locations[key] = location
 
     @staticmethod
-    def _descend(container: Any, index: Any, next_segment: str, path: str, place: SourceLocation) -> Any:
+    def _descend(container: Any, index: Any, next_segment: str, path: str, location: SourceLocation) -> Any:
         """Return the entry of a container, for a path that continues inside it.
 
         A missing entry becomes a list if the next segment is position 0, or else a mapping. A string becomes the class
@@ -145,7 +145,7 @@ class Tree:
         if isinstance(container, dict) and container.get(index) is None and _POSITION.fullmatch(next_segment):
             if int(next_segment):
                 raise ConfigError(
-                    f"{place}: {path!r} goes into a list that does not exist yet, where {next_segment!r} is not a "
+                    f"{location}: {path!r} goes into a list that does not exist yet, where {next_segment!r} is not a "
                     "position. The first entry is 0."
                 )
             container[index] = []
@@ -157,19 +157,19 @@ class Tree:
         return container[index]
 
     @staticmethod
-    def _remove(container: Any, index: Any, path: str, place: SourceLocation) -> None:
+    def _remove(container: Any, index: Any, path: str, location: SourceLocation) -> None:
         if isinstance(container, dict) and index not in container:
             near = did_you_mean(str(index), [str(name) for name in container])
-            raise ConfigError(f"{place}: there is no {path!r} to remove.{near}")
+            raise ConfigError(f"{location}: there is no {path!r} to remove.{near}")
         if isinstance(container, list) and index >= len(container):
-            raise ConfigError(f"{place}: there is no {path!r} to remove: the list has {len(container)} entries.")
+            raise ConfigError(f"{location}: there is no {path!r} to remove: the list has {len(container)} entries.")
         del container[index]
 
     @staticmethod
-    def _position(values: list[Any], segment: str, path: str, place: SourceLocation) -> int:
+    def _position(values: list[Any], segment: str, path: str, location: SourceLocation) -> int:
         if not _POSITION.fullmatch(segment) or int(segment) > len(values):
             raise ConfigError(
-                f"{place}: {path!r} goes into a list of {len(values)}, where {segment!r} is not a position. Pass a "
+                f"{location}: {path!r} goes into a list of {len(values)}, where {segment!r} is not a position. Pass a "
                 f"number from 0 to {len(values)}; the last one appends an entry."
             )
         return int(segment)
@@ -213,7 +213,7 @@ class Tree:
                 raise self.error(
                     key, f"the environment has no variable {variable!r}. Set it, or write ${{env:{variable},default}}."
                 )
-            parsed = parse_value(os.environ.get(variable, default), self.place(key))
+            parsed = parse_value(os.environ.get(variable, default), self.location(key))
             return FromEnvironment(parsed, f"${{{name}}}") if isinstance(parsed, str) else parsed
         target: Key = tuple(int(part) if _POSITION.fullmatch(part) else part for part in name.split("."))
         value = self.get(target, _MISSING)
@@ -256,17 +256,17 @@ def read(path: str | Path) -> Tree:
     return _parse(text, str(path))
 
 
-def parse_value(text: str, place: SourceLocation) -> Any:
+def parse_value(text: str, location: SourceLocation) -> Any:
     """Return the value of a line of YAML, such as the value of a command-line option.
 
-    >>> place = SourceLocation("doctest")
-    >>> [parse_value(text, place) for text in ("1e-4", "2h", "null", "[1, a]", "off")]
+    >>> location = SourceLocation("doctest")
+    >>> [parse_value(text, location) for text in ("1e-4", "2h", "null", "[1, a]", "off")]
     [0.0001, '2h', None, [1, 'a'], 'off']
     """
     if not text.strip():
         return text
     try:
-        return _parse(f"value: {text}\n", str(place)).values["value"]
+        return _parse(f"value: {text}\n", str(location)).values["value"]
     except ConfigError:
         if text[:1] in "[{":
             raise
@@ -284,14 +284,14 @@ def _parse(text: str, source: str) -> Tree:
         raise ConfigError(f"{source}: {_TOO_DEEP}") from error
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
-        place = SourceLocation(source, mark.line + 1 if mark else 1)
+        location = SourceLocation(source, mark.line + 1 if mark else 1)
         problem = getattr(error, "problem", None) or str(error)
         remedy = " Indent with spaces: YAML allows no tabs." if "\\t" in problem else ""
-        raise ConfigError(f"{place}: this is not YAML: {problem}.{remedy}") from error
+        raise ConfigError(f"{location}: this is not YAML: {problem}.{remedy}") from error
     if node is None:
         raise ConfigError(f"{source}: the file is empty. It needs at least `trainer:` and its arguments.")
     tree = Tree()
-    values = _NodeReader(source, tree.places).value(node, ())
+    values = _NodeReader(source, tree.locations).value(node, ())
     if not isinstance(values, dict):
         raise tree.error((), f"expected names with values (`trainer: ...`), got {values!r}.")
     tree.values = values
@@ -299,38 +299,38 @@ def _parse(text: str, source: str) -> Tree:
 
 
 class _NodeReader:
-    """Converts nodes of PyYAML into values, and records their places."""
+    """Converts nodes of PyYAML into values, and records their locations."""
 
-    def __init__(self, source: str, places: dict[Key, SourceLocation]) -> None:
-        self._source, self._places = source, places
+    def __init__(self, source: str, locations: dict[Key, SourceLocation]) -> None:
+        self._source, self._locations = source, locations
         self._open: list[Any] = []
         # The entries of mappings, by the id of their node; None for one that is being read.
         self._entries_by_node: dict[int, dict[Any, tuple[Any, Any]] | None] = {}
 
     def value(self, node: Any, key: Key) -> Any:
         """Return the value of a node."""
-        place = self._place(node)
-        self._places.setdefault(key, place)
+        location = self._location(node)
+        self._locations.setdefault(key, location)
         if len(key) > _MAX_DEPTH:
-            raise ConfigError(f"{place}: {_TOO_DEEP}")
-        if len(self._places) > _MAX_VALUES or any(node is open_node for open_node in self._open):
-            raise ConfigError(f"{place}: an alias (*name) contains itself, or too many. Write the values out.")
+            raise ConfigError(f"{location}: {_TOO_DEEP}")
+        if len(self._locations) > _MAX_VALUES or any(node is open_node for open_node in self._open):
+            raise ConfigError(f"{location}: an alias (*name) contains itself, or too many. Write the values out.")
         if node.id != "scalar" and node.tag not in ("tag:yaml.org,2002:map", "tag:yaml.org,2002:seq"):
-            raise _unknown_tag(node, place)
+            raise _unknown_tag(node, location)
         self._open.append(node)
         try:
             if node.id == "mapping":
                 return self._mapping(node, key)
             if node.id == "sequence":
                 return [self.value(entry, (*key, number)) for number, entry in enumerate(node.value)]
-            return self._scalar(node, place)
+            return self._scalar(node, location)
         finally:
             self._open.pop()
 
     def _mapping(self, node: Any, key: Key) -> dict[Any, Any]:
         values: dict[Any, Any] = {}
         for name, (name_node, value_node) in self._entries(node).items():
-            self._places[*key, name] = self._place(name_node)
+            self._locations[*key, name] = self._location(name_node)
             values[name] = self.value(value_node, (*key, name))
         return values
 
@@ -339,35 +339,35 @@ class _NodeReader:
         if id(node) in self._entries_by_node:
             entries = self._entries_by_node[id(node)]
             if entries is None:
-                raise ConfigError(f"{self._place(node)}: a mapping merges itself (<<). Write the values out.")
+                raise ConfigError(f"{self._location(node)}: a mapping merges itself (<<). Write the values out.")
             return entries
         self._entries_by_node[id(node)] = None
         explicit: dict[Any, tuple[Any, Any]] = {}
         merged: dict[Any, tuple[Any, Any]] = {}
         for name_node, value_node in node.value:
-            place = self._place(name_node)
-            name = self._scalar(name_node, place) if name_node.id == "scalar" else None
+            location = self._location(name_node)
+            name = self._scalar(name_node, location) if name_node.id == "scalar" else None
             if name is None:
-                raise ConfigError(f"{place}: a key must be a name or a number.")
+                raise ConfigError(f"{location}: a key must be a name or a number.")
             if name in explicit:
                 raise ConfigError(
-                    f"{place}: {name!r} is here a second time; the first is in line "
-                    f"{self._place(explicit[name][0]).line}. Leave one out."
+                    f"{location}: {name!r} is here a second time; the first is in line "
+                    f"{self._location(explicit[name][0]).line}. Leave one out."
                 )
             explicit[name] = name_node, value_node
             if name_node.tag == _MERGE:
                 for source in value_node.value if value_node.id == "sequence" else [value_node]:
                     if source.id != "mapping":
-                        raise ConfigError(f"{self._place(value_node)}: `<<` takes a mapping, or a list of mappings.")
+                        raise ConfigError(f"{self._location(value_node)}: `<<` takes a mapping, or a list of mappings.")
                     merged = self._entries(source) | merged
         entries = merged | {name: pair for name, pair in explicit.items() if pair[0].tag != _MERGE}
         self._entries_by_node[id(node)] = entries
         return entries
 
-    def _place(self, node: Any) -> SourceLocation:
+    def _location(self, node: Any) -> SourceLocation:
         return SourceLocation(self._source, node.start_mark.line + 1)
 
-    def _scalar(self, node: Any, place: SourceLocation) -> Any:
+    def _scalar(self, node: Any, location: SourceLocation) -> Any:
         text, kind = node.value, node.tag.removeprefix("tag:yaml.org,2002:")
         if kind in ("str", "merge"):
             return text
@@ -378,15 +378,15 @@ class _NodeReader:
         if kind == "int":
             digits = text.replace("_", "")
             if len(digits) > 20 or abs(int(digits)) >= 2**64:
-                raise ConfigError(f"{place}: {digits[:20]}... is too large: integers have at most 64 bits.")
+                raise ConfigError(f"{location}: {digits[:20]}... is too large: integers have at most 64 bits.")
             return int(digits)
         if kind == "float":
             return float(re.sub(r"^([-+]?)\.(inf|nan)$", r"\1\2", text.lower()).replace("_", ""))
-        raise _unknown_tag(node, place)
+        raise _unknown_tag(node, location)
 
 
-def _unknown_tag(node: Any, place: SourceLocation) -> ConfigError:
-    return ConfigError(f"{place}: the tag {node.tag!r} is not known. Only plain values are read.")
+def _unknown_tag(node: Any, location: SourceLocation) -> ConfigError:
+    return ConfigError(f"{location}: the tag {node.tag!r} is not known. Only plain values are read.")
 
 
 def _merge(below: Any, above: Any) -> Any:

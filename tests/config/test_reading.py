@@ -157,7 +157,7 @@ def test_merge_joins_mappings(tmp_path: Path) -> None:
     tree = read(written(tmp_path, "a: {b: 1, c: [1, 2]}\nd: {class_path: X, init_args: {p: 1}}\ne: 1\n"))
     tree.merge(read(written(tmp_path, "a: {c: [3]}\nd: {class_path: Y, init_args: {q: 2}}\n", "b.yaml")))
     assert tree.values == {"a": {"b": 1, "c": [3]}, "d": {"class_path": "Y", "init_args": {"q": 2}}, "e": 1}
-    assert str(tree.place(("a", "c"))).endswith("b.yaml:1") and str(tree.place(("e",))).endswith("a.yaml:3")
+    assert str(tree.location(("a", "c"))).endswith("b.yaml:1") and str(tree.location(("e",))).endswith("a.yaml:3")
 
 
 def overridden(word: str, text: str | None) -> dict[str, Any]:
@@ -195,9 +195,9 @@ def test_override_changes_trainer_class(tmp_path: Path) -> None:
     tree = read(written(tmp_path, "trainer:\n  epochs: 1\n  model: {class_path: A}\n"))
     tree.override("trainer", "HFTrainer", SourceLocation("--trainer"))
     tree.override("trainer.model", "B", SourceLocation("--trainer.model"))
-    assert str(tree.place(("trainer", "class_path"))) == "--trainer"
-    assert str(tree.place(("trainer", "epochs"))).endswith("a.yaml:2")
-    assert str(tree.place(("trainer", "model", "class_path"))) == "--trainer.model"
+    assert str(tree.location(("trainer", "class_path"))) == "--trainer"
+    assert str(tree.location(("trainer", "epochs"))).endswith("a.yaml:2")
+    assert str(tree.location(("trainer", "model", "class_path"))) == "--trainer.model"
 
 
 @pytest.mark.parametrize(
