@@ -126,28 +126,28 @@ class Lifecycle:
         self.stop: str = ""
         """Why the run ends, once all ranks have agreed."""
         self.signal: int = 0
-        """The number of the signal that ended it."""
+        """The number of the signal that ended the run; 0 without one."""
         self.is_closing = False
         """Whether the run is writing its last rows, which a longer run would not have had."""
         self.is_running: bool = False
-        """Whether `train()` is at work."""
+        """Whether a call of `train()` is active."""
         # The step at which the epoch began; -1 if it began in an earlier call of `train()`.
         self._epoch_start_step = -1
         self._skipped_in_a_row = 0
         self._latest_tick = time.perf_counter()
         self.clock: Clock = Clock()
-        """What the seconds of the run were spent on."""
+        """The seconds of the run by activity, such as data and saving."""
         self.listeners: list[Listener] = []
         """The callbacks in the order they run, with the time that each has taken."""
         self.emit_in_step: Callable[..., None] | None = None
         """Emits the events inside of a step; None without listeners."""
         self.emit_in_evaluation: Callable[..., None] | None = None
-        """The same for the batches of an evaluation."""
+        """Emits the events of the batches of an evaluation; None without listeners."""
         self._is_silent = False
         # Each wraps its parts of a step in profiler ranges.
         self._annotators: tuple[Callable[[ProfilerRanges | None], None], ...] = ()
         self._ranges_by_owner: dict[int, ProfilerRanges] = {}
-        self._listeners: dict[Event, list[ListenerMethod]] = {}
+        self._listeners_by_event: dict[Event, list[ListenerMethod]] = {}
         self._log_values_methods: list[ListenerMethod] = []
         # The model, the optimizer and the schedule if they have hooks, each with the callback that calls them.
         self._components: list[tuple[Any, Callback]] = []
@@ -207,7 +207,7 @@ class Lifecycle:
             ]
 
         self._log_values_methods = overridden("log_values")
-        self._listeners = {event: overridden(f"on_{event}") for event in Event}
+        self._listeners_by_event = {event: overridden(f"on_{event}") for event in Event}
         self._update_emitters()
 
     def _update_emitters(self) -> None:
@@ -216,11 +216,11 @@ class Lifecycle:
         self.emit_in_evaluation = self.emit if self._has_listeners(in_evaluation) else None
 
     def _has_listeners(self, events: Iterable[Event]) -> bool:
-        return not self._is_silent and any(self._listeners[event] for event in events)
+        return not self._is_silent and any(self._listeners_by_event[event] for event in events)
 
     def listeners_to(self, *events: Event) -> list[str]:
         """Return the names of the callbacks that listen to any of these events."""
-        return list(dict.fromkeys(listener.name for event in events for listener, _ in self._listeners[event]))
+        return list(dict.fromkeys(listener.name for event in events for listener, _ in self._listeners_by_event[event]))
 
     @contextlib.contextmanager
     def suppress_events(self) -> Iterator[None]:
@@ -237,11 +237,11 @@ class Lifecycle:
     def has_rank_local_requests(self) -> bool:
         """Whether a callback may make a request in a step on this rank only."""
         events = (Event.STEP_START, *INNER_STEP_EVENTS, Event.BEFORE_OPTIMIZER_STEP, Event.STEP_END)
-        return any(listener.callback.asks_alone for event in events for listener, _ in self._listeners[event])
+        return any(listener.callback.asks_alone for event in events for listener, _ in self._listeners_by_event[event])
 
     def emit(self, event: Event, *details: Any) -> None:
         """Call every callback that listens to `event`; an error is handled by the callback's `on_error`."""
-        listeners = self._listeners[event]
+        listeners = self._listeners_by_event[event]
         if not listeners:
             return
         begin = time.perf_counter()
@@ -328,7 +328,7 @@ class Lifecycle:
                 logger.warning("The callback %s failed %s in this run%s.", listener.name, times, ending)
 
     def _emit_safely(self, event: Event, *details: Any) -> None:
-        for listener, handler in self._listeners[event]:
+        for listener, handler in self._listeners_by_event[event]:
             try:
                 handler(self.trainer, *details)
             except Exception:
@@ -384,7 +384,9 @@ class Lifecycle:
         """Unsubscribe a callback from events until the callbacks are registered again."""
         for event in events:
             # a new list, as this may be called while the old one is iterated over
-            self._listeners[event] = [entry for entry in self._listeners[event] if entry[0].callback is not callback]
+            self._listeners_by_event[event] = [
+                entry for entry in self._listeners_by_event[event] if entry[0].callback is not callback
+            ]
         self._update_emitters()
 
     # --- epochs and steps
@@ -398,7 +400,7 @@ class Lifecycle:
         """Emit DATA_FETCHED and STEP_START before a window is trained on."""
         if self.emit_in_step is not None:
             self.emit_in_step(Event.DATA_FETCHED, batches)
-        if self._listeners[Event.STEP_START]:
+        if self._listeners_by_event[Event.STEP_START]:
             self.emit(Event.STEP_START)
 
     def end_step(self, samples: int, tokens: int = 0, skipped: bool = False, batches: int = 0) -> None:
