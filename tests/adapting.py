@@ -6,7 +6,6 @@ import json
 from pathlib import Path
 from typing import Any
 
-import peft
 import torch
 from marks import TRAINERS
 from tiny import Tokens, llama
@@ -14,6 +13,8 @@ from tiny import Tokens, llama
 
 def lora(seed: int = 1, **options: Any) -> Any:
     """Return a configuration of adapters that are not zero, and seed their initialization."""
+    import peft
+
     torch.manual_seed(seed)
     return peft.LoraConfig(
         **{"r": 2, "lora_alpha": 4, "target_modules": ["q_proj", "v_proj"], "init_lora_weights": False, **options}
@@ -22,6 +23,8 @@ def lora(seed: int = 1, **options: Any) -> Any:
 
 def adapted(base: Any = None, **options: Any) -> Any:
     """Return a small language model with adapters."""
+    import peft
+
     return peft.get_peft_model(llama() if base is None else base, lora(**options))
 
 
@@ -46,6 +49,8 @@ def content_of(folder: Path) -> dict[str, Any]:
 
 def reopened(folder: Path, base: Any = None, adapter: str = "default") -> dict[str, torch.Tensor]:
     """Return the weights that PEFT loads from a checkpoint."""
+    import peft
+
     base = llama() if base is None else base
     folder = folder if adapter == "default" else folder / adapter
     return dict(peft.PeftModel.from_pretrained(base, folder, adapter_name=adapter).named_parameters())

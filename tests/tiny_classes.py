@@ -184,11 +184,12 @@ FAMILIES = {
 def classes() -> dict[str, str]:
     """Return the names of the classes that return a loss, and the mapping that each is in."""
     families = dict[str, str]()
+    names_of_transformers = set(dir(transformers))  # `hasattr` would import the module of each class
     for family in FAMILIES:
         mapping = getattr(modeling_auto, f"MODEL_FOR_{family}_MAPPING_NAMES", {})
         for names in mapping.values():
             for name in names if isinstance(names, (tuple, list)) else (names,):
-                if name.startswith(("TF", "Flax")) or not hasattr(transformers, name):
+                if name.startswith(("TF", "Flax")) or name not in names_of_transformers:
                     continue
                 families.setdefault(name, family)
     return families

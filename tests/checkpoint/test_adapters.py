@@ -6,7 +6,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import peft
 import pytest
 import torch
 from adapting import TRAINERS, adapted, agree, content_of, lora, make, reopened, run, weights_of
@@ -57,6 +56,8 @@ def test_adapters_are_saved_per_name_with_full_modules(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", ["model", "0"])
 def test_adapters_named_like_layers_reopen(name: str, tmp_path: Path) -> None:
     """Only what belongs to an adapter is saved, not what has its name: `base_model.model.model.layers.0` of Llama."""
+    import peft
+
     trainer = run("native", peft.get_peft_model(llama(), lora(), adapter_name=name), tmp_path / "run")
     trainer.save_model(tmp_path / "model")
     checkpoint = tmp_path / "run" / "last"
@@ -116,6 +117,8 @@ def test_adapters_of_compiled_modules_reopen_and_load(tmp_path: Path) -> None:
 
 
 def test_adapters_prompt_tuning_reopens(tmp_path: Path) -> None:
+    import peft
+
     torch.manual_seed(1)
     config = peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3)
     trainer = run("native", peft.get_peft_model(llama(), config).double(), tmp_path / "run")
@@ -132,6 +135,8 @@ def test_adapters_of_async_saves_are_those_of_their_step(tmp_path: Path) -> None
 
 
 def test_adapters_overwrite_only_if_asked(tmp_path: Path) -> None:
+    import peft
+
     trainer = make("hf", peft.get_peft_model(llama(), lora(), adapter_name="named"))
     make("hf", llama()).save_model(tmp_path / "plain")
     (tmp_path / "file").touch()

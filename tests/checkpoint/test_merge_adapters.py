@@ -8,7 +8,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import peft
 import pytest
 import torch
 from adapting import adapted, agree, lora, reopened, run, weights_of
@@ -113,10 +112,13 @@ def test_merge_adapters_of_transformers_integration(base: Path, tmp_path: Path, 
 
 
 def test_merge_a_classifier_with_more_classes(tmp_path: Path, export: Any) -> None:
+    import peft
+
     bert(num_labels=2).save_pretrained(tmp_path / "base")
 
     def trainer(epochs: int) -> Trainer:
         """A trainer in a new process would have another random head, too."""
+
         model = AutoModelForSequenceClassification.from_pretrained(
             tmp_path / "base", num_labels=3, ignore_mismatched_sizes=True, dtype=torch.float64
         )
@@ -169,6 +171,8 @@ def test_merge_rejects_other_bases(trained: Any, base: Path, tmp_path: Path, com
 
 
 def prompt_tuned(folder: Path) -> None:
+    import peft
+
     config = peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3)
     run("native", peft.get_peft_model(llama(), config).double(), folder, epochs=1)
 

@@ -444,7 +444,7 @@ def option(name: str, value: Any) -> Any:
 @pytest.mark.parametrize(
     ("name", "change", "message"),
     [
-        ("AdamW", with_fewer, r"other parameters: 1\.bias"), ("AdamW", regrouped, "in other groups"),
+        ("AdamW", with_fewer, r"different parameters: 1\.bias"), ("AdamW", regrouped, "in other groups"),
         ("SGD", without_reference, "'0.weight/factors/0' is missing"), ("AdamW", option("lr", "high"), "'lr' is "),
         ("AdamW", option("lr", math.nan), "'lr' is "), ("AdamW", option("amsgrad", 7), "'amsgrad' is "),
         ("AdamW", option("betas", {"__tuple__": [0.9, 1.5]}), "'betas' is .*which AdamW rejects"),

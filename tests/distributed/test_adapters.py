@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import peft
 import pytest
 import torch
 from adapting import adapted, content_of
@@ -107,6 +106,8 @@ def weights(results: Any, name: str) -> list[dict[str, torch.Tensor]]:
 @pytest.mark.parametrize("backend", thinned(BACKENDS, ["fsdp"]))
 def test_adapters_resume_exactly_without_the_base(results: Any, folder: Path, backend: str) -> None:
     """And load in PEFT. On another base they do not resume."""
+    import peft
+
     runs = (weights(results, f"{name}-{backend}") for name in (backend, "straight"))
     assert all(gap(resumed, straight) == 0 for resumed, straight in zip(*runs, strict=True))
     run = folder / f"straight-{backend}"
