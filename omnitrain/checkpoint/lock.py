@@ -12,7 +12,6 @@ import errno
 import json
 import logging
 import os
-import secrets
 import threading
 import time
 import weakref
@@ -69,7 +68,7 @@ class Lock:
 
     def __init__(self, folder: Path) -> None:
         self.path: Path = folder / LOCK
-        self.token: str = secrets.token_hex(4)
+        self.token: str = os.urandom(4).hex()
         self._depth = 0
         self._descriptor: int | None = None
         self._process = 0
@@ -104,7 +103,7 @@ class Lock:
         """
         with self._mutex:
             if self._depth == 0:
-                self.token, self._process = secrets.token_hex(4), os.getpid()
+                self.token, self._process = os.urandom(4).hex(), os.getpid()
                 try:
                     self._acquire(EXIT_GRACE_S)
                 except OSError as error:

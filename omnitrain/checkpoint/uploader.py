@@ -10,7 +10,6 @@ import contextlib
 import json
 import logging
 import os
-import secrets
 import threading
 import time
 from collections.abc import Callable, Collection, Mapping
@@ -74,7 +73,7 @@ class RemoteLock:
 
     def __init__(self, remote: RemoteFolder) -> None:
         self._remote = remote
-        self._token = secrets.token_hex(4)
+        self._token = os.urandom(4).hex()
         self._stopping = threading.Event()
         self._writing = threading.Lock()
         self._beats = 0

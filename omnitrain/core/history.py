@@ -12,7 +12,6 @@ import math
 import numbers
 import os
 from collections.abc import Iterable, Iterator, Mapping
-from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, overload
 
@@ -265,6 +264,8 @@ class MetricsDict(dict[str, Any]):
         """Show the table in notebooks, with the best evaluation in bold."""
         titles, rows = self._format_cells()
         rows, hidden = _truncate(rows)
+        from html import escape  # with a table of 2,000 entities, which no run needs
+
         lines = [f"<div>{escape(self._headline())}</div>"] if self._headline() else []
         if rows:
             lines += ["<table>", f"<tr>{''.join(f'<th>{escape(title)}</th>' for title in titles)}</tr>"]
