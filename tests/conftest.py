@@ -44,8 +44,8 @@ SUITE = "TEST_SUITE"
 # --- which tests run, and in which order
 
 
-OF_OTHER_TARGETS = [f"test_{name}.py" for name in ("docs", "examples", "notebooks", "benchmarks", "thousand_ranks")]
-"""Files whose slow tests are in no tenth: other targets of the Makefile run the same pages, scripts and benchmarks."""
+OF_OTHER_TARGETS = [f"test_{name}.py" for name in ("docs", "examples", "notebooks")]
+"""Files whose slow tests are in no tenth: other targets of `.ci/run` run the same pages and scripts."""
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

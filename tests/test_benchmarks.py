@@ -123,6 +123,11 @@ def test_chaos_ends_with_the_bits_of_undisturbed_runs(tmp_path: Path) -> None:
 # what runs on a GPU, without one
 
 
+def test_gpu_groups_have_each_file_once(gpu: Any) -> None:
+    files = [file for group in gpu.GROUPS for file in group.files]
+    assert sorted(files) == sorted(path.stem for path in (ROOT / "tests" / "gpu").glob("test_*.py"))
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_gpu_reports_skipped_tests(tmp_path: Path) -> None:

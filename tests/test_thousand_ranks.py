@@ -18,14 +18,21 @@ FEW, MANY = 128, 512
 FEW_PARTS, MANY_PARTS = 72, 288
 """Of ranks that write a file each, which takes time."""
 OF_ALL = {
-    ("start", 0): {"the random numbers for a checkpoint", "the hosts of a run", "what the data draws"},
+    ("start", 0): {
+        "the random numbers for a checkpoint",
+        "the hosts of a run",
+        "what the data draws",
+        "some samples of the data",
+    },
     ("evaluate", 0): {"the predictions of an evaluation", "the states of metrics", "the end of an evaluation"},
     ("save", 0): {"the random numbers for a checkpoint", "what the data draws", "the losses for a checkpoint"},
     ("save", 1): {"the losses for a checkpoint"},
     ("load", 1): {"the choice of a checkpoint"},
 }
-"""What may bring more bytes with more ranks: what the main rank has to have of each one, and, on each of them, the loss
-of each in a checkpoint, which a run that goes on in the same process needs; the manifest that it is read from."""
+"""What may bring more bytes with more ranks: what the main rank compares or has to have of each one, and, on each of
+them, the loss of each in a checkpoint, which a run that goes on in the same process needs; the manifest that it is read
+from.
+"""
 OF_ALL_PARTS = {
     **OF_ALL,
     ("save", 0): {*OF_ALL["save", 0], "the writing of a checkpoint"},
@@ -34,8 +41,8 @@ OF_ALL_PARTS = {
 }
 """With parts also what the main rank writes of each one's files into the manifest, and their names, sizes and digests,
 which each rank gets when it opens them."""
-AT_THE_START = "the tensors on the meta device"
-"""It is exchanged once, and is a few bytes a rank."""
+SELDOM = {"the tensors on the meta device", "the buffers of the model"}
+"""A few bytes a rank: once; in steps 1, 2, 4, 8 and so on, and before evaluations and checkpoints."""
 
 
 def counted(folder: Path, run: str, *sizes: int) -> dict[tuple[str, int, int], dict[str, Any]]:
@@ -62,7 +69,7 @@ def counts_of_parts(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str,
 
 def larger(few: dict[str, int], many: dict[str, int]) -> set[str]:
     """Return what brings more bytes with more ranks; numbers in texts are longer, by less than 64 bytes."""
-    return {name for name, size in many.items() if size > few[name] + 64} - {AT_THE_START}
+    return {name for name, size in many.items() if size > few[name] + 64} - SELDOM
 
 
 PHASES = [(phase, rank) for phase in ("start", "step", "evaluate", "save", "load") for rank in (0, 1)]

@@ -82,8 +82,8 @@ def _run_task(unit: MultiTaskUnit, name: str, model: Any, batch: Any) -> StepOut
 def _ask(probe: _Probe) -> None:
     mean, ranks = probe.mean, probe.trainer.ranks
     mean.is_checked = True
-    answers = ranks.gather("what the loss can be asked", (probe.can_shift, probe.can_split))
-    can_shift, can_split = (all(of_ranks) for of_ranks in zip(*answers, strict=True))
+    counts = ranks.sum("what the loss can be asked", float(probe.can_shift), float(probe.can_split))
+    can_shift, can_split = (count == ranks.world_size for count in counts)
     if can_shift:
         shifts = [shift for shift in ranks.gather("whether labels are shifted", probe.shifts()) if shift is not None]
         if shifts:

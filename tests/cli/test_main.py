@@ -127,7 +127,7 @@ def test_cli_saves_and_exits_on_signal(number: signal.Signals, code: int, tmp_pa
 @pytest.mark.processes
 @pytest.mark.skipif(sys.platform == "win32", reason="Windows has other pipes")
 def test_cli_survives_closed_pipe(tmp_path: Path) -> None:
-    code = "import sys; from omnitrain.cli import demo, main; demo.digits = lambda *_: print('x' * 999_999)"
+    code = "import sys; from omnitrain.cli import demo, main; demo.digits = lambda *_: print('line\\n' * 999_999)"
     with start("-c", f"{code}; sys.exit(main.main(['demo']))", cwd=tmp_path) as process:
         assert process.stdout is not None and process.stderr is not None
         process.stdout.readline()
