@@ -5,6 +5,7 @@ The names in `__all__` are public. They load on first use, so that `import omnit
 
 from __future__ import annotations
 
+import gc
 import sys
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
@@ -292,6 +293,8 @@ __all__ = [  # noqa: RUF022  (which would put EMA first)
 def __getattr__(name: str) -> Any:
     if name not in _MODULES:
         raise AttributeError(f"module 'omnitrain' has no attribute {name!r}")
+    is_collecting = gc.isenabled()
+    gc.disable()  # a collection looks at all objects of torch, which are no garbage: 70 ms for nothing
     try:
         module = import_module(f"omnitrain.{_MODULES[name]}")
     except ModuleNotFoundError as error:
@@ -301,6 +304,9 @@ def __getattr__(name: str) -> Any:
         from omnitrain.core.errors import MissingExtraError
 
         raise MissingExtraError(name, package, _OPTIONAL[package]) from None
+    finally:
+        if is_collecting:
+            gc.enable()
     value = getattr(module, name)
     globals()[name] = value
     return value

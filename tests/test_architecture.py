@@ -10,6 +10,7 @@ import ast
 import collections
 import contextlib
 import functools
+import gc
 import graphlib
 import importlib
 import inspect
@@ -214,6 +215,17 @@ def test_no_torch_modules_do_not_load_torch() -> None:
 def test_import_loads_no_optional_package() -> None:
     package, _, names = (set(line.split()) for line in imported()[:3])
     assert not package & {"torch", *HEAVY} and not names & HEAVY and "torch" in names
+
+
+def test_import_leaves_garbage_collection_as_it_was() -> None:
+    """It is off while modules are imported."""
+    for is_enabled in (False, True):
+        (gc.enable if is_enabled else gc.disable)()
+        try:
+            omnitrain.__getattr__("EMA")
+            assert gc.isenabled() is is_enabled
+        finally:
+            gc.enable()
 
 
 def test_missing_extra_reports_install() -> None:
