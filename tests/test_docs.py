@@ -1,7 +1,7 @@
 """What README and docs say is so: their examples run, their tables are those of the code, their links lead somewhere.
 
-python tests/test_docs.py                      writes the tables anew that are made from the code
-python tests/test_docs.py docs/quickstart.md   runs the examples of a page, shows what they print, and writes it anew
+python tests/test_docs.py                      writes the tables again that are made from the code
+python tests/test_docs.py docs/quickstart.md   runs the examples of a page, shows what they print, and writes it again
 
 What an example prints stands right under it, in a fence of its own that begins with ```text. The lines that a run
 prints while it trains are left out.
@@ -217,7 +217,7 @@ def direction_table() -> str:
     ):
         lines.append(f"| {better} | whole name, end of a name, words inside | {_listed(everywhere.split())} |")
         lines.append(f"| {better} | whole name only | {_listed(alone.split())} |")
-    lines.append(f"| refused | a word inside | {_listed(sorted(objective._UNCLEAR_WORDS))} |")
+    lines.append(f"| rejected | a word inside | {_listed(sorted(objective._UNCLEAR_WORDS))} |")
     return "\n".join(lines)
 
 

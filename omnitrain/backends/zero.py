@@ -522,7 +522,7 @@ class Zero(DDP):
     ) -> None:
         try:
             value = tensors[name].to(parameter.device)
-        except CheckpointError as error:  # no longer one after which a run could go on
+        except CheckpointError as error:  # no longer one after which a run could continue
             raise RuntimeError(f"{where}: the model has only some of its weights now: {error}") from error
         with self._gathered(parameter), torch.no_grad():
             parameter.copy_(value)

@@ -241,7 +241,7 @@ class Contents:
             self.record = StartRecord(device, processes, position)
         compute = RunFingerprints(self._trainer.settings, self._sets, self._trainer.backend.model).to_dict
         with ranks.in_phase("data"), preserve_state(data_parts(self._trainer.settings)):
-            # the main rank alone: datasets are compared between ranks elsewhere, and hashing on all would read each
+            # on the main rank only: datasets are compared between ranks elsewhere, and hashing on all would read each
             # file n times
             self._identity = ranks.on_main("the fingerprints of data and code", compute)
 

@@ -138,7 +138,7 @@ def _read_samples(
     """
     size, samples = count_rows(dataset), dict[str, dict[str, Any]]()
     if isinstance(indices, int):
-        # by the size alone, so that a resumed run reads the same samples
+        # by the size only, so that a resumed run reads the same samples
         indices = [derive_seed(size, draw) % size for draw in range(indices)] if size else []
     digests = _Digests(dataset, [index for index in dict.fromkeys(indices) if index < size], describe)
     end = time.monotonic() + _LIMIT_S
