@@ -40,23 +40,18 @@ class JsonlLogger(RowFile):
         return (json.dumps(values, allow_nan=False) + "\n").encode()
 
     def _rows_of(self, path: Path, until: float) -> Iterator[Row]:
-        return _rows_of(path, until)
-
-
-def _rows_of(path: Path, until: float) -> Iterator[Row]:
-    """Yield each complete row up to the step `until`, and damaged lines."""
-    start = 0
-    with path.open("rb") as file:
-        for line in file:
-            start += len(line)
-            row = read_row(line)
-            if row is None or "epoch" not in row:
-                if line.endswith(b"\n") and until >= 0:  # otherwise a row that a killed run did not complete
-                    yield start - len(line), line, DAMAGED, (0, 0.0)
-                continue
-            # Rows written at the end of a run are off the interval: a longer run would not have them.
-            if row["step"] <= until and not (row.get("final") and until < math.inf):
-                yield start - len(line), line, row["kind"], (row["step"], round(float(row["epoch"]), 6))
+        start = 0
+        with path.open("rb") as file:
+            for line in file:
+                start += len(line)
+                row = read_row(line)
+                if row is None or "epoch" not in row:
+                    if line.endswith(b"\n") and until >= 0:  # otherwise a row that a killed run did not complete
+                        yield start - len(line), line, DAMAGED, (0, 0.0)
+                    continue
+                # Rows written at the end of a run are off the interval: a longer run would not have them.
+                if row["step"] <= until and not (row.get("final") and until < math.inf):
+                    yield start - len(line), line, row["kind"], (row["step"], round(float(row["epoch"]), 6))
 
 
 def _finite(value: float | str) -> float | str | None:
