@@ -52,8 +52,8 @@ class FSDP(DDP):
 
     def __init__(self, *parts: Any) -> None:
         super().__init__(*parts)
+        # Parameters without a gradient on this rank in the latest backward pass, by `id`, as FSDP holds them.
         self._unused: dict[int, Any] = {}
-        """Parameters without a gradient on this rank in the latest backward pass, by `id`, as FSDP holds them."""
 
     def _wrap(self) -> tuple[nn.Module, nn.Module]:
         self._check_dimensions()

@@ -63,12 +63,12 @@ Output = TypeVar("Output")
 _NOTHING = contextlib.nullcontext()
 
 
+# The method of DeepSpeed's optimizer that adds up the gradients of a bucket, by the stage.
 _REDUCTIONS = {
     1: "reduce_ipg_grads",
     2: "reduce_ipg_grads",
     3: "_DeepSpeedZeroOptimizer_Stage3__reduce_and_partition_ipg_grads",
 }
-"""The method of DeepSpeed's optimizer that adds up the gradients of a bucket, by the stage."""
 
 
 class LossScale(torch.amp.GradScaler):
@@ -187,10 +187,10 @@ class Zero(DDP):
         self._batch_size = batch_size
         self._max_grad_norm = max_grad_norm
         self._optimizer_options = optimizer_options
+        # The names of the parameters, by `id`.
         self._names: dict[int, str] = {}
-        """The names of the parameters, by `id`."""
+        # The parameters of which the latest backward pass has had gradients, by `id`.
         self._reduced = set[int]()
-        """The parameters of which the latest backward pass has had gradients, by `id`."""
 
     def set_dtypes(self, dtypes: Dtypes) -> None:
         for name in ("parameters", "buffers"):
