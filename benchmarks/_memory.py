@@ -39,11 +39,11 @@ def peak_of(work: Callable[[], Any]) -> tuple[int, int]:
     thread = threading.Thread(target=watch)
     thread.start()
     try:
-        kept = work()
+        result = work()
     finally:
         done.set()
         thread.join()
     gc.collect()
     after = resident() - before
-    del kept
+    del result
     return max(most - before, after), after

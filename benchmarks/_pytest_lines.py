@@ -51,9 +51,9 @@ class Lines:
     def pytest_runtest_protocol(self, item: pytest.Item) -> Iterator[None]:
         self.reports: list[pytest.TestReport] = []
         result = yield
-        failed = next((one for one in self.reports if one.failed), None)
-        skipped = next((one for one in self.reports if one.skipped), None)
-        seconds = sum(one.duration for one in self.reports)
+        failed = next((report for report in self.reports if report.failed), None)
+        skipped = next((report for report in self.reports if report.skipped), None)
+        seconds = sum(report.duration for report in self.reports)
         status, text = "passed", ""
         if failed is not None:
             status, text = "failed", failed.longreprtext
@@ -68,6 +68,6 @@ class Lines:
 
 def _reason(report: Any) -> str:
     """Return why a test was skipped, which pytest keeps as (file, line, "Skipped: reason")."""
-    kept = report.longrepr
-    text = kept[2] if isinstance(kept, tuple) else str(kept)
+    reason = report.longrepr
+    text = reason[2] if isinstance(reason, tuple) else str(reason)
     return text.removeprefix("Skipped: ")

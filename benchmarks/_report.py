@@ -29,18 +29,18 @@ def _spread(values: Sequence[float] | None) -> str:
     return "" if values is None else f"{values[0]:.3f} [{values[1]:.2f}, {values[2]:.2f}]"
 
 
-def show_throughput(found: Mapping[str, Any]) -> list[str]:
+def show_throughput(results: Mapping[str, Any]) -> list[str]:
     """Return the lines that say what `throughput.py` found."""
-    work = found["work"]
+    work = results["work"]
     lines = [
         f"{work['model']}: {work['parameters'] / 1e6:.3g} million parameters, {work['length']} tokens x batch of "
         f"{work['batch_size']}, {work['precision']}{', compiled' if work['compiled'] else ''}, on {work['device']}. "
         f"{work['steps'] - work['warm_up']} steps measured after {work['warm_up']} to warm up, "
-        f"{found['rounds']} rounds in turns. {work['mfu']}",
+        f"{results['rounds']} rounds in turns. {work['mfu']}",
         "",
     ]
     rows = []
-    for row in found["rows"]:
+    for row in results["rows"]:
         if row["status"] != "measured":
             rows.append([row["variant"], f"{row['status']}: {row['reason']}", "", "", "", "", ""])
             continue

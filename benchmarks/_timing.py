@@ -121,18 +121,18 @@ def summarize(case: str, samples: Mapping[str, list[Sample]], unit: str, scale: 
     """
     reference = next(iter(samples.values()))
     rows = []
-    for name, taken in samples.items():
-        pairs = [(one.value, other.value) for one, other in zip(taken, reference, strict=True)]
+    for name, measured in samples.items():
+        pairs = [(sample.value, other.value) for sample, other in zip(measured, reference, strict=True)]
         rows.append(
             Row(
                 case,
                 name,
                 unit,
-                statistics.median(sample.value for sample in taken) * scale,
-                Spread.of([one / other for one, other in pairs]),
-                Spread.of([(one - other) * scale for one, other in pairs]),
-                calm(taken) / calm(reference),
-                (calm(taken) - calm(reference)) * scale,
+                statistics.median(sample.value for sample in measured) * scale,
+                Spread.of([sample / other for sample, other in pairs]),
+                Spread.of([(sample - other) * scale for sample, other in pairs]),
+                calm(measured) / calm(reference),
+                (calm(measured) - calm(reference)) * scale,
             )
         )
     return rows

@@ -134,8 +134,8 @@ def train(backend: str, folder: Path, has_full_disk: bool) -> dict[str, Any]:
             options["deepspeed_config"] = {"zero_optimization": {"stage": int(kind[-1])}}
         trainer = AccelerateTrainer(network(), *data, **options)
     metrics = trainer.train(resume_from="auto")
-    tensors = {f"weights/{name}": one for name, one in trainer.backend.model_tensors().items()}
-    tensors |= {f"moments/{name}": one for name, one in trainer.backend.optimizer_state()[0].items()}
+    tensors = {f"weights/{name}": tensor for name, tensor in trainer.backend.model_tensors().items()}
+    tensors |= {f"moments/{name}": tensor for name, tensor in trainer.backend.optimizer_state()[0].items()}
     digests = {
         name: hashlib.sha256(gather_to_host(tensors[name]).numpy().tobytes()).hexdigest() for name in sorted(tensors)
     }
@@ -179,9 +179,9 @@ class Start:
 
     def __exit__(self, *_: object) -> None:
         for rank, pid in self.pids.items():
-            for one in [*_children(pid), pid] if rank not in self.codes else []:
+            for process in [*_children(pid), pid] if rank not in self.codes else []:
                 with contextlib.suppress(ProcessLookupError):
-                    os.kill(one, signal.SIGKILL)
+                    os.kill(process, signal.SIGKILL)
             if rank not in self.codes:
                 os.waitpid(pid, 0)
                 self.codes[rank] = None
@@ -230,8 +230,8 @@ class Start:
         """Return whether all processes have ended."""
         for rank, pid in self.pids.items():
             if rank not in self.codes:
-                found, status = os.waitpid(pid, os.WNOHANG)
-                if found:
+                ended, status = os.waitpid(pid, os.WNOHANG)
+                if ended:
                     self.codes[rank] = os.waitstatus_to_exitcode(status)
         return len(self.codes) == len(self.pids)
 
@@ -277,8 +277,8 @@ def strike(fault: str, start: Start, chance: random.Random) -> bool | None:
         return False
     elif fault in ("term", "int"):
         number = signal.SIGTERM if fault == "term" else signal.SIGINT
-        for one in ranks if chance.random() < 0.5 else [rank]:
-            os.kill(start.pids[one], number)
+        for target in ranks if chance.random() < 0.5 else [rank]:
+            os.kill(start.pids[target], number)
     elif children := _children(pid):
         with contextlib.suppress(ProcessLookupError):
             os.kill(chance.choice(children), signal.SIGKILL)
@@ -327,11 +327,11 @@ def trial(backend: str, fault: str, seconds: float, folder: Path, seed: int, exp
             "remarks": remarks}  # fmt: skip
 
 
-def _first_difference(found: Any, expected: Any) -> str:
-    if isinstance(found, dict) and isinstance(expected, dict):
-        differ = [key for key in {**found, **expected} if found.get(key) != expected.get(key)]
-        return f"{differ[0]}: {_first_difference(found.get(differ[0]), expected.get(differ[0]))}" if differ else "same"
-    return "same" if found == expected else f"{str(found)[:200]} for {str(expected)[:200]}"
+def _first_difference(result: Any, expected: Any) -> str:
+    if isinstance(result, dict) and isinstance(expected, dict):
+        differ = [key for key in {**result, **expected} if result.get(key) != expected.get(key)]
+        return f"{differ[0]}: {_first_difference(result.get(differ[0]), expected.get(differ[0]))}" if differ else "same"
+    return "same" if result == expected else f"{str(result)[:200]} for {str(expected)[:200]}"
 
 
 def references(backends: Sequence[str], folder: Path) -> dict[str, tuple[float, Any]]:
@@ -340,7 +340,7 @@ def references(backends: Sequence[str], folder: Path) -> dict[str, tuple[float, 
     Raises:
         RuntimeError: If one does not come to its end.
     """
-    found = {}
+    results_by_backend = {}
     for backend in backends:
         begin = time.monotonic()
         with Start(backend, folder / backend) as start:
@@ -348,8 +348,8 @@ def references(backends: Sequence[str], folder: Path) -> dict[str, tuple[float, 
         results = start.results()
         if not all(results) or any(result != results[0] for result in results):
             raise RuntimeError(f"{backend} ends with {start.codes}, undisturbed: {start.last_words()}")
-        found[backend] = time.monotonic() - begin, results[0]
-    return found
+        results_by_backend[backend] = time.monotonic() - begin, results[0]
+    return results_by_backend
 
 
 # --- all of them
@@ -364,16 +364,16 @@ def run(plan: Sequence[tuple[str, str, int]], at_once: int, folder: Path) -> Ite
         while waiting or running:
             while waiting and len(running) < at_once:
                 number, (backend, fault, seed) = waiting.pop(0)
-                place = folder / str(number)
-                place.mkdir()
+                trial_folder = folder / str(number)
+                trial_folder.mkdir()
                 pid = os.fork()
                 if not pid:
-                    _conduct(backend, fault, seed, place, known[backend])
-                running[pid] = place
+                    _conduct(backend, fault, seed, trial_folder, known[backend])
+                running[pid] = trial_folder
             pid, _ = os.waitpid(-1, 0)
-            place = running.pop(pid)
-            yield json.loads((place / "found.json").read_text())
-            shutil.rmtree(place)
+            trial_folder = running.pop(pid)
+            yield json.loads((trial_folder / "found.json").read_text())
+            shutil.rmtree(trial_folder)
     finally:
         for pid in running:
             with contextlib.suppress(ProcessLookupError):
@@ -396,31 +396,40 @@ def _leave(*_: object) -> None:
     raise SystemExit(143)
 
 
-def _conduct(backend: str, fault: str, seed: int, place: Path, known: tuple[float, Any]) -> None:
+def _conduct(backend: str, fault: str, seed: int, folder: Path, known: tuple[float, Any]) -> None:
     """Be the process of a trial."""
     signal.signal(signal.SIGTERM, _leave)  # so that its processes are ended
-    found: dict[str, Any] = {"backend": backend, "fault": fault, "seed": seed, "same": False, "starts": 0, "strikes": 0}
+    result: dict[str, Any] = {
+        "backend": backend,
+        "fault": fault,
+        "seed": seed,
+        "same": False,
+        "starts": 0,
+        "strikes": 0,
+    }
     try:
-        found = trial(backend, fault, known[0], place, seed, known[1])
+        result = trial(backend, fault, known[0], folder, seed, known[1])
     except BaseException:
-        found["remarks"] = [traceback.format_exc()]
+        result["remarks"] = [traceback.format_exc()]
     finally:
-        (place / "found.json").write_text(json.dumps(found))
+        (folder / "found.json").write_text(json.dumps(result))
         os._exit(0)
 
 
-def show(found: Sequence[dict[str, Any]]) -> list[str]:
+def show(outcomes: Sequence[dict[str, Any]]) -> list[str]:
     """Return the table: of each backend and fault how many trials had the same bits, of how many."""
-    faults = [fault for fault in FAULTS if any(one["fault"] == fault for one in found)]
-    trials = Counter((one["backend"], one["fault"]) for one in found)
-    same = Counter((one["backend"], one["fault"]) for one in found if one["same"])
+    faults = [fault for fault in FAULTS if any(outcome["fault"] == fault for outcome in outcomes)]
+    trials = Counter((outcome["backend"], outcome["fault"]) for outcome in outcomes)
+    same = Counter((outcome["backend"], outcome["fault"]) for outcome in outcomes if outcome["same"])
     rows = []
     for backend in BACKENDS:
-        if own := [one for one in found if one["backend"] == backend]:
+        if of_backend := [outcome for outcome in outcomes if outcome["backend"] == backend]:
             cells = [f"{same[backend, fault]} of {trials[backend, fault]}" if trials[backend, fault] else ""
                      for fault in faults]  # fmt: skip
-            odd = sum(bool(one["remarks"]) for one in own)
-            rows.append([backend, *cells, str(sum(one["strikes"] for one in own)), str(odd or "nothing")])
+            odd = sum(bool(outcome["remarks"]) for outcome in of_backend)
+            rows.append(
+                [backend, *cells, str(sum(outcome["strikes"] for outcome in of_backend)), str(odd or "nothing")]
+            )
     return table(["backend", *faults, "interruptions", "else"], rows)
 
 
@@ -432,11 +441,13 @@ def pairs_of(backends: Iterable[str], faults: Iterable[str]) -> list[tuple[str, 
 
 def planned(pairs: Sequence[tuple[str, str]], trials: int, chance: random.Random) -> list[tuple[str, str, int]]:
     """Return (backend, fault, seed) of trials in which no backend, and no fault of it, comes much less than others."""
-    seen, plan = Counter[object](), list[tuple[str, str, int]]()
+    counts, plan = Counter[object](), list[tuple[str, str, int]]()
     while len(plan) < trials:
         shuffled = chance.sample(pairs, len(pairs))
-        backend, fault = pair = min(shuffled, key=lambda one: (seen[one[0]], seen[one], seen[one[1]]))
-        seen.update((backend, fault, pair))
+        backend, fault = pair = min(
+            shuffled, key=lambda candidate: (counts[candidate[0]], counts[candidate], counts[candidate[1]])
+        )
+        counts.update((backend, fault, pair))
         plan.append((backend, fault, chance.getrandbits(32)))
     return plan
 
@@ -461,25 +472,28 @@ def main(arguments: Sequence[str] | None = None) -> int:
     signal.signal(signal.SIGTERM, _leave)  # so that nothing is left behind
     folder = Path(tempfile.mkdtemp(prefix="chaos-"))  # no TemporaryDirectory, which each forked process would remove
     tempfile.tempdir = os.environ["TMPDIR"] = str(folder)  # what is killed leaves files
-    plan, found = planned(pairs, args.trials, random.Random(args.seed)), list[dict[str, Any]]()
+    plan, outcomes = planned(pairs, args.trials, random.Random(args.seed)), list[dict[str, Any]]()
     try:
         for name in ("transformers.trainer", "deepspeed", "omnitrain.trainer.accelerated", "omnitrain.hf.trainer"):
             __import__(name)
         torch.set_num_threads(1)
         if any(backend.startswith("zero") for backend in args.backends):
             _load_deepspeed(folder)
-        for one in run(plan, args.at_once, folder):
-            found.append(one)
-            verdict = "the same bits" if one["same"] else "OTHER BITS"
-            print(f"{one['backend']}, {one['fault']}: {verdict} after {one['strikes']} interruptions", flush=True)
-            for remark in one["remarks"]:
-                print(f"    seed {one['seed']}: {remark}", flush=True)
+        for outcome in run(plan, args.at_once, folder):
+            outcomes.append(outcome)
+            verdict = "the same bits" if outcome["same"] else "OTHER BITS"
+            print(
+                f"{outcome['backend']}, {outcome['fault']}: {verdict} after {outcome['strikes']} interruptions",
+                flush=True,
+            )
+            for remark in outcome["remarks"]:
+                print(f"    seed {outcome['seed']}: {remark}", flush=True)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
-    print("", *show(found), sep="\n")
+    print("", *show(outcomes), sep="\n")
     if args.json is not None:
-        args.json.write_text(json.dumps(found, indent=1))
-    return int(any(not one["same"] or one["remarks"] for one in found))
+        args.json.write_text(json.dumps(outcomes, indent=1))
+    return int(any(not outcome["same"] or outcome["remarks"] for outcome in outcomes))
 
 
 if __name__ == "__main__":

@@ -132,8 +132,8 @@ class Format:
 
 def synced(path: Path) -> None:
     """Wait until a file, and its name, are on the disk."""
-    for there in (path, path.parent):
-        descriptor = os.open(there, os.O_RDONLY)
+    for entry in (path, path.parent):
+        descriptor = os.open(entry, os.O_RDONLY)
         os.fsync(descriptor)
         os.close(descriptor)
 
@@ -319,10 +319,10 @@ def after_failed_save(way: Format, folder: Path, weights: dict[str, Tensor], lim
     except (Exception, CheckpointException):  # torch's is no Exception
         pass
     try:
-        found = way.load(folder)
+        loaded = way.load(folder)
     except (Exception, CheckpointException):
         return "lost"
-    return "kept" if all(torch.equal(found[name], tensor) for name, tensor in expected.items()) else "mixed"
+    return "kept" if all(torch.equal(loaded[name], tensor) for name, tensor in expected.items()) else "mixed"
 
 
 def after_flipped_bit(way: Format, folder: Path) -> str:
@@ -344,21 +344,21 @@ def after_flipped_bit(way: Format, folder: Path) -> str:
 def files(quick: bool, scratch: Path) -> tuple[list[Row], list[Kept]]:
     trainer = trainer_of(scratch / "files", quick)
     trainer.train()
-    weights, kept = {name: tensor.detach() for name, tensor in trainer.model.state_dict().items()}, []
+    weights, results = {name: tensor.detach() for name, tensor in trainer.model.state_dict().items()}, []
     for way in formats(trainer):
         folder = scratch / "kept"
         way.save(empty(folder), True)
         size = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
         failed = after_failed_save(way, folder, weights, size // 8)
-        kept.append(Kept(way.name, size / 1e6, failed, after_flipped_bit(way, folder), way.pickle))
-    return [], kept
+        results.append(Kept(way.name, size / 1e6, failed, after_flipped_bit(way, folder), way.pickle))
+    return [], results
 
 
-def show_files(kept: list[Kept]) -> str:
+def show_files(results: list[Kept]) -> str:
     lines = [("on disk", "MB", "earlier one, after a failed save", "a flipped bit", "pickle")]
-    for one in kept:
-        pickle = "yes" if one.pickle else "no"
-        lines.append((one.name, f"{one.megabytes:.1f}", one.failed_save, one.flipped_bit, pickle))
+    for result in results:
+        pickle = "yes" if result.pickle else "no"
+        lines.append((result.name, f"{result.megabytes:.1f}", result.failed_save, result.flipped_bit, pickle))
     return "\n".join("{:30}  {:>6}  {:34}  {:15}  {}".format(*line) for line in lines)
 
 
@@ -476,10 +476,10 @@ def main() -> None:
         print(f"measuring {name} ...", file=sys.stderr, flush=True)
         measure, describe = CASES[name]
         with tempfile.TemporaryDirectory(prefix="omnitrain-", dir=".") as scratch:
-            found, extra = measure(options.quick, Path(scratch).absolute())
-        rows += found
+            measured, extra = measure(options.quick, Path(scratch).absolute())
+        rows += measured
         tables.append(describe(extra))
-        about[name] = [asdict(one) for one in extra] if name == "files" else extra
+        about[name] = [asdict(result) for result in extra] if name == "files" else extra
     print(", ".join(f"{key} {value}" for key, value in machine().items()), show(rows), *tables, sep="\n\n")
     if options.json is not None:
         content = {**about, "rows": [asdict(row) for row in rows]}

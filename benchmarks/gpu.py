@@ -110,10 +110,10 @@ BAD = ("failed", "crashed", "hung")
 
 def status_of(tests: Sequence[Test]) -> str:
     """Return what came of several tests together."""
-    found = {test.status for test in tests}
-    if found & set(BAD):
+    statuses = {test.status for test in tests}
+    if statuses & set(BAD):
         return "failed"
-    return next((status for status in ("passed", "not run", "skipped") if status in found), "skipped")
+    return next((status for status in ("passed", "not run", "skipped") if status in statuses), "skipped")
 
 
 # --- processes
@@ -186,19 +186,19 @@ def said_by(*command: str, limit: float = 30.0) -> str:
 
 def facts() -> dict[str, Any]:
     """Return what the results depend on; `gpu` is None without one, and `error` says what went wrong with PyTorch."""
-    found: dict[str, Any] = {"gpu": None}
+    report: dict[str, Any] = {"gpu": None}
     if find_spec("torch") is None:
-        found["error"] = "torch is not installed"
+        report["error"] = "torch is not installed"
     else:
-        said = said_by(sys.executable, "-c", FACTS, limit=120.0)
-        if "FACTS" in said:
-            found |= json.loads(said.partition("FACTS")[2].splitlines()[0])
+        output = said_by(sys.executable, "-c", FACTS, limit=120.0)
+        if "FACTS" in output:
+            report |= json.loads(output.partition("FACTS")[2].splitlines()[0])
         else:
-            found["error"] = "importing torch and looking for a GPU failed"
-    found["driver"] = said_by("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader").partition("\n")[0]
-    found["versions"] = {name: _version(name) for name in PACKAGES}
+            report["error"] = "importing torch and looking for a GPU failed"
+    report["driver"] = said_by("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader").partition("\n")[0]
+    report["versions"] = {name: _version(name) for name in PACKAGES}
     changed = said_by("git", "status", "--porcelain", "--untracked-files=no")
-    found |= {
+    report |= {
         "python": platform.python_version(),
         "system": platform.platform(),
         "cpu": _processor(),
@@ -206,7 +206,7 @@ def facts() -> dict[str, Any]:
         "commit": said_by("git", "rev-parse", "--short", "HEAD") + (" and changes" if changed else ""),
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
     }
-    return found
+    return report
 
 
 def _version(name: str) -> str | None:
@@ -277,8 +277,8 @@ def run_tests(
                 break
     if names is None:
         return [*done.values()], f"the tests could not be found: {ended}"
-    left = [Test(name, "not run", text="out of time") for name in names if name not in done]
-    return [*done.values(), *left], why
+    not_run = [Test(name, "not run", text="out of time") for name in names if name not in done]
+    return [*done.values(), *not_run], why
 
 
 def _watch(
@@ -308,16 +308,16 @@ def _watch(
                 done[line["ended"]] = Test(line["ended"], line["status"], line["seconds"], line["text"])
                 if line["status"] == "failed" and any(word in line["text"] for word in POISON):
                     return names, code
-        now = time.monotonic()
+        clock = time.monotonic()
         if whole:
             tell([*done.values()])
         if code is not None and running:
-            done[running] = Test(running, "crashed", now - since, f"{ended_by(code)}\n{tail_of(log)}")
-        elif code is None and running and now - since > longest:
+            done[running] = Test(running, "crashed", clock - since, f"{ended_by(code)}\n{tail_of(log)}")
+        elif code is None and running and clock - since > longest:
             why = f"it had not ended after {longest:.0f} s"
-            done[running] = Test(running, "hung", now - since, f"{why}\n{tail_of(log)}")
+            done[running] = Test(running, "hung", clock - since, f"{why}\n{tail_of(log)}")
             return names, code
-        if code is not None or now >= deadline:
+        if code is not None or clock >= deadline:
             return names, code
         time.sleep(0.1)
 
@@ -329,9 +329,9 @@ def files_of(group: Group) -> list[Path]:
 
 def all_groups() -> list[Group]:
     """Return the groups, and one of the files that none of them names."""
-    named = {name for group in GROUPS for name in group.files}
-    others = [path.stem for path in sorted(TESTS.glob("test_*.py")) if path.stem not in named]
-    return [*GROUPS, *([Group("others", others, 120)] if others else [])]
+    names = {name for group in GROUPS for name in group.files}
+    rest = [path.stem for path in sorted(TESTS.glob("test_*.py")) if path.stem not in names]
+    return [*GROUPS, *([Group("others", rest, 120)] if rest else [])]
 
 
 # --- the throughput
@@ -542,14 +542,14 @@ def run_all(report: Report, steps: list[Step]) -> None:
     """Do one after the other; what a step leaves of its time is there for those after it."""
     report.parts = [step.part for step in steps]
     for number, step in enumerate(steps):
-        part, later = step.part, sum(one.seconds for one in steps[number + 1 :])
-        left = report.left - 5  # to write the report
-        if left < 15:
+        part, later = step.part, sum(step_after.seconds for step_after in steps[number + 1 :])
+        seconds_left = report.left - 5  # to write the report
+        if seconds_left < 15:
             part.status, part.reason = "not run", "out of time"
         else:
             part.status, started = "running", time.monotonic()
             print(f"{report.seconds:4.0f} s  {part.name} ...", file=sys.stderr, flush=True)
-            step.run(part, min(max(step.seconds, left - later), left))
+            step.run(part, min(max(step.seconds, seconds_left - later), seconds_left))
             part.seconds = round(time.monotonic() - started, 1)
         print(f"{report.seconds:4.0f} s  {part.name}: {part.status}", file=sys.stderr, flush=True)
         report.write()

@@ -94,20 +94,20 @@ def main() -> None:
     rows: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        for one in (8, width):
-            save_file(made(one, LAYERS).state_dict(), folder / f"{one}.safetensors")
+        for size in (8, width):
+            save_file(made(size, LAYERS).state_dict(), folder / f"{size}.safetensors")
         for backend in BACKENDS:
-            for processes in args.processes if backend == "zero3" else [one for one in args.processes if one > 1]:
+            for processes in args.processes if backend == "zero3" else [count for count in args.processes if count > 1]:
                 for place in PLACES:
-                    found = measure(backend, place, processes, width, folder)
-                    rows.append({"backend": backend, "processes": processes, "place": place, "ranks": found})
+                    ranks = measure(backend, place, processes, width, folder)
+                    rows.append({"backend": backend, "processes": processes, "place": place, "ranks": ranks})
     size, largest = LAYERS * width**2 * 4, width**2 * 4
     print(f"{machine()}\n\nA model of {size / MIB:,.0f} MiB, whose largest tensor has {largest / MIB:,.0f} MiB.\n")
     cells = []
     for row in rows:
         first, *rest = row["ranks"]
-        shown = [f"{one / MIB:,.0f}" for one in (first["peak"], max((one["peak"] for one in rest), default=0))]
-        part, after = size / row["processes"] / MIB, max(one["after"] for one in row["ranks"]) / MIB
+        shown = [f"{value / MIB:,.0f}" for value in (first["peak"], max((value["peak"] for value in rest), default=0))]
+        part, after = size / row["processes"] / MIB, max(ranks["after"] for ranks in row["ranks"]) / MIB
         cells.append([BACKENDS[row["backend"]], str(row["processes"]), PLACES[row["place"]], f"{part:,.0f}", *shown,
                       f"{after:,.0f}"])  # fmt: skip
     head = ["backend", "ranks", "the model", "a part", "peak of rank 0", "of the others", "when it has begun"]

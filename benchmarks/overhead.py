@@ -320,11 +320,11 @@ def plain_by_hand(work: Training) -> Callable[[], Outcome]:
     return run
 
 
-def plain_by_trainer(work: Training, *, own: bool, clip: bool) -> Callable[[], Outcome]:
+def plain_by_trainer(work: Training, *, same_optimizer: bool, clip: bool) -> Callable[[], Outcome]:
     """Prepare the trainer, with the loop's own optimizer or with what it takes by default."""
     model = copy.deepcopy(work.model)
     options: dict[str, Any] = {"learning_rate": LEARNING_RATE, "weight_decay": 0.0}
-    if own:
+    if same_optimizer:
         options = {"optimizer": torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, weight_decay=0.0)}
     trainer = Trainer(
         model, work.dataset, loss_fn=work.loss_fn, epochs=work.epochs, batch_size=work.batch_size, device="cpu",
@@ -347,9 +347,13 @@ def plain(quick: bool) -> list[Row]:
     for name, prepare, check in (
         ("plain loop", lambda: plain_by_hand(work), same),
         ("plain loop again (A/A)", lambda: plain_by_hand(work), same),
-        ("omnitrain.Trainer, same AdamW", lambda: plain_by_trainer(work, own=True, clip=True), same),
-        ("the same without clipping", lambda: plain_by_trainer(work, own=True, clip=False), same),
-        ("omnitrain.Trainer, default AdamW", lambda: plain_by_trainer(work, own=False, clip=True), same.roughly),
+        ("omnitrain.Trainer, same AdamW", lambda: plain_by_trainer(work, same_optimizer=True, clip=True), same),
+        ("the same without clipping", lambda: plain_by_trainer(work, same_optimizer=True, clip=False), same),
+        (
+            "omnitrain.Trainer, default AdamW",
+            lambda: plain_by_trainer(work, same_optimizer=False, clip=True),
+            same.roughly,
+        ),
     ):
         variants[name] = timed(prepare, check, work.stretches)
     return summarize("plain", interleaved(variants, 1 if quick else 9), "us/step", 1e6 / work.steps)
@@ -391,7 +395,7 @@ def by_transformers(work: Training, *, ours: bool) -> Callable[[], nn.Module]:
 
     model = copy.deepcopy(work.model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, weight_decay=0.0, fused=True)
-    made = (optimizer, work.schedule(optimizer))
+    optimizers = (optimizer, work.schedule(optimizer))
     arguments = transformers.TrainingArguments(
         str(Path(tempfile.gettempdir(), "unused")),  # nothing is written
         per_device_train_batch_size=work.batch_size,
@@ -407,7 +411,7 @@ def by_transformers(work: Training, *, ours: bool) -> Callable[[], nn.Module]:
     if ours:
         from omnitrain import HFTrainer
 
-        mine = HFTrainer(model, arguments, work.dataset, optimizers=made)
+        mine = HFTrainer(model, arguments, work.dataset, optimizers=optimizers)
 
         def run_ours() -> nn.Module:
             mine.train()
@@ -419,7 +423,7 @@ def by_transformers(work: Training, *, ours: bool) -> Callable[[], nn.Module]:
         def _get_train_sampler(self, *_: Any) -> SameOrder:
             return SameOrder(len(work.dataset))  # type: ignore[arg-type]
 
-    stock = Stock(model, arguments, train_dataset=work.dataset, optimizers=made)
+    stock = Stock(model, arguments, train_dataset=work.dataset, optimizers=optimizers)
     stock.remove_callback(transformers.PrinterCallback)
 
     def run() -> nn.Module:
@@ -476,7 +480,7 @@ def callback(make: Callable[..., Callback], *args: Any, **options: Any) -> Watch
 
 def saving(*callbacks: Callable[[], Callback]) -> Watched:
     """Return what passes a `save_dir`, into which rows are written, and a checkpoint at the end."""
-    return lambda folder: {"save_dir": folder, "save_steps": 10**9, "callbacks": [one() for one in callbacks]}
+    return lambda folder: {"save_dir": folder, "save_steps": 10**9, "callbacks": [make() for make in callbacks]}
 
 
 WATCHERS: dict[str, Watched] = {

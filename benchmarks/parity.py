@@ -28,14 +28,14 @@ def parity_rows(backends: tuple[str, ...], folder: Path) -> list[list[str]]:
     rows = []
     for backend in backends:
         dtype = on.dtype_of(backend)
-        found: dict[str, float] = {}
+        largest: dict[str, float] = {}
         for masked in (False, True):
             name = f"{dtype}-{masked}"
             apart = on.parity(results[f"{backend}-{name}"], results[f"native-{name}"][0])
-            found = {key: max(value, found.get(key, 0.0)) for key, value in apart.items()}
-        figures = [f"{value:.0e}" if value else "0" for value in found.values()]
+            largest = {key: max(value, largest.get(key, 0.0)) for key, value in apart.items()}
+        figures = [f"{value:.0e}" if value else "0" for value in largest.values()]
         rows.append([f"{backend} x {on.PROCESSES[backend]}", dtype, *figures, f"{on.bound(backend):.0e}"])
-    return [["backend", "type", *found, "bound"], *rows]
+    return [["backend", "type", *largest, "bound"], *rows]
 
 
 def resume_rows(backends: tuple[str, ...], folder: Path) -> list[list[str]]:
@@ -63,12 +63,12 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help=f"only {', '.join(QUICK)}")
     backends = QUICK if parser.parse_args().quick else on.BACKENDS
     start = time.perf_counter()
-    with tempfile.TemporaryDirectory() as place:
+    with tempfile.TemporaryDirectory() as scratch:
         print("Largest difference from the native trainer, over all steps\n")
-        show(parity_rows(backends, Path(place)))
+        show(parity_rows(backends, Path(scratch)))
         print("\nSaved at step 5 of 12, resumed on another backend (columns): largest difference from the straight")
         print("native run in loss, learning rate, gradient norm, metrics and history, weights or moments\n")
-        show(resume_rows(backends, Path(place) / "resume"))
+        show(resume_rows(backends, Path(scratch) / "resume"))
     print(f"\nThe samples of every step, the best step and the history's rows were the same in every cell; "
           f"{time.perf_counter() - start:.0f} s.")  # fmt: skip
 

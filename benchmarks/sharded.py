@@ -184,29 +184,29 @@ def memory(width: int, folder: Path, rank: int) -> dict[str, int]:
 
     Everything is done with a small model first, which brings in the code that it takes.
     """
-    found: dict[str, int] = {}
+    peaks: dict[str, int] = {}
     for size in (64, width):
         for way in WAYS:
-            found[f"start {way}"] = peak_of(lambda size=size, way=way: start(way, folder, size))[0]
+            peaks[f"start {way}"] = peak_of(lambda size=size, way=way: start(way, folder, size))[0]
         for way in (*SAVES, "dcp", "whole"):
             trainer = make_trainer(cleared(folder / "run", rank), size, **SAVES.get(way, {}))
             trainer.train()
             if way == "async":  # staged in a step of the run, whose end waits until it is written
-                found["save async"] = peak_of(lambda trainer=trainer: trainer.train(more="1ba"))[0]
+                peaks["save async"] = peak_of(lambda trainer=trainer: trainer.train(more="1ba"))[0]
                 continue
             save, load = work_of(way if way in WAYS else "omnitrain", trainer, cleared(folder / "theirs", rank))
-            found[f"save {way}"] = peak_of(save)[0]
+            peaks[f"save {way}"] = peak_of(save)[0]
             barrier()
-            found[f"load {way}"] = peak_of(load)[0]
+            peaks[f"load {way}"] = peak_of(load)[0]
             del trainer, save, load
-    return found
+    return peaks
 
 
 def times(rounds: int, width: int, folder: Path, rank: int) -> dict[str, list[float]]:
     """Return the seconds of a save and of a load by each way, until all ranks have ended, in turns on one state."""
     trainer = make_trainer(folder / "run", width, consolidate=False, save_total_limit=None)
     trainer.train()
-    found: dict[str, list[float]] = {}
+    seconds: dict[str, list[float]] = {}
     for turn in range(rounds + 1):
         for way in WAYS:
             save, load = work_of(way, trainer, folder / "theirs")
@@ -220,8 +220,8 @@ def times(rounds: int, width: int, folder: Path, rank: int) -> dict[str, list[fl
                 work()
                 barrier()
                 if turn:  # the first round warms up
-                    found.setdefault(f"{phase} {way}", []).append(time.perf_counter() - began)
-    return found
+                    seconds.setdefault(f"{phase} {way}", []).append(time.perf_counter() - began)
+    return seconds
 
 
 def stalls(kind: str, pause: float, width: int, folder: Path, rank: int) -> dict[str, list[float]]:
@@ -248,8 +248,8 @@ def launch(processes: int, folder: Path, words: Sequence[str]) -> list[dict[str,
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     if done.returncode:
         raise SystemExit(done.stderr[-4000:])
-    for made_here in ("run", "theirs", "unused"):
-        shutil.rmtree(folder / made_here, ignore_errors=True)
+    for name in ("run", "theirs", "unused"):
+        shutil.rmtree(folder / name, ignore_errors=True)
     return [json.loads((folder / "found" / f"{rank}.json").read_text()) for rank in range(processes)]
 
 
@@ -261,14 +261,14 @@ def worker(folder: Path, task: str, width: int, number: float) -> None:
     rank, several = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]) > 1
     if several:
         dist.init_process_group("gloo")
-    found: dict[str, Any]
+    measured: dict[str, Any]
     if task == "memory":
-        found = memory(width, folder, rank)
+        measured = memory(width, folder, rank)
     elif task == "times":
-        found = times(int(number), width, folder, rank)
+        measured = times(int(number), width, folder, rank)
     else:
-        found = stalls(task, number, width, folder, rank)
-    (folder / "found" / f"{rank}.json").write_text(json.dumps(found))
+        measured = stalls(task, number, width, folder, rank)
+    (folder / "found" / f"{rank}.json").write_text(json.dumps(measured))
     if several:
         dist.destroy_process_group()
 
@@ -280,7 +280,7 @@ def measure_memory(folder: Path, width: int, processes: Sequence[int]) -> list[d
         ranks = launch(count, folder, ["memory", str(width), "0"])
         for name in ranks[0]:
             phase, _, way = name.partition(" ")
-            rows.append({"phase": phase, "way": way, "processes": count, "bytes": [one[name] for one in ranks]})
+            rows.append({"phase": phase, "way": way, "processes": count, "bytes": [peaks[name] for peaks in ranks]})
     return rows
 
 
@@ -303,12 +303,12 @@ def show_memory(rows: Sequence[dict[str, Any]], processes: Sequence[int]) -> lis
     return table(head, cells, range(2, 2 + len(processes)))
 
 
-def show_times(found: dict[str, list[float]]) -> list[str]:
+def show_times(times_by_name: dict[str, list[float]]) -> list[str]:
     """Return a table of seconds, and of ratios to DCP within a round."""
     rows = []
-    for name, seconds in found.items():
+    for name, seconds in times_by_name.items():
         phase, _, way = name.partition(" ")
-        ratios = [mine / theirs for mine, theirs in zip(seconds, found[f"{phase} dcp"], strict=True)]
+        ratios = [mine / theirs for mine, theirs in zip(seconds, times_by_name[f"{phase} dcp"], strict=True)]
         ratio = "1" if way == "dcp" else f"{statistics.median(ratios):.2f} [{min(ratios):.2f}, {max(ratios):.2f}]"
         rows.append([phase, WAYS[way], f"{statistics.median(seconds):.2f}", ratio])
     rows.sort(key=lambda row: row[0], reverse=True)
@@ -317,19 +317,21 @@ def show_times(found: dict[str, list[float]]) -> list[str]:
 
 def measure_stalls(folder: Path, width: int, rounds: int, pause: float) -> dict[str, list[list[float]]]:
     """Return the stalls of the saves of each run, the longest of all ranks; runs in turns."""
-    found: dict[str, list[list[float]]] = {"sync": [], "async": []}
+    stalls_by_kind: dict[str, list[list[float]]] = {"sync": [], "async": []}
     for _ in range(rounds):
-        for kind in found:
+        for kind in stalls_by_kind:
             ranks = launch(2, folder, [kind, str(width), str(pause if kind == "async" else 0.0)])
-            found[kind].append([max(one) for one in zip(*(rank["stalls"] for rank in ranks), strict=True)])
-    return found
+            stalls_by_kind[kind].append(
+                [max(pauses) for pauses in zip(*(rank["stalls"] for rank in ranks), strict=True)]
+            )
+    return stalls_by_kind
 
 
-def show_stalls(found: dict[str, list[list[float]]]) -> list[str]:
+def show_stalls(stalls_by_kind: dict[str, list[list[float]]]) -> list[str]:
     """Return a table of how long training stands still for a save."""
     rows = []
     for title, pick in (("first save of a run", slice(0, 1)), ("later ones", slice(1, None))):
-        sync, behind = ([statistics.median(run[pick]) for run in found[kind]] for kind in ("sync", "async"))
+        sync, behind = ([statistics.median(run[pick]) for run in stalls_by_kind[kind]] for kind in ("sync", "async"))
         shares = [100 * mine / whole for mine, whole in zip(behind, sync, strict=True)]
         share = f"{statistics.median(shares):.1f} % [{min(shares):.1f}, {max(shares):.1f}]"
         rows.append([title, f"{statistics.median(sync):.2f} s", f"{statistics.median(behind):.2f} s", share])
@@ -348,26 +350,26 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     width, rounds = (256, 2) if options.quick else (4096, options.rounds)
-    found: dict[str, Any] = {**machine(), "megabytes": LAYERS * width**2 * 4 / 1e6}
+    results: dict[str, Any] = {**machine(), "megabytes": LAYERS * width**2 * 4 / 1e6}
     print(f"A model of {LAYERS * width**2 * 4 / MIB:,.0f} MiB, whose largest tensor has {width**2 * 4 / MIB:,.0f} MiB.")
     with tempfile.TemporaryDirectory() as place:
         folder = Path(place)
-        for one in (64, width):  # as one file, and in a folder of its own for DCP
-            (folder / str(one)).mkdir()
-            save_file(made(one, LAYERS).state_dict(), folder / f"{one}.safetensors", metadata={"format": "pt"})
-            os.link(folder / f"{one}.safetensors", folder / str(one) / "model.safetensors")
+        for size in (64, width):  # as one file, and in a folder of its own for DCP
+            (folder / str(size)).mkdir()
+            save_file(made(size, LAYERS).state_dict(), folder / f"{size}.safetensors", metadata={"format": "pt"})
+            os.link(folder / f"{size}.safetensors", folder / str(size) / "model.safetensors")
         if "memory" in options.only:
-            found["memory"] = measure_memory(folder, width, options.processes)
-            print("\n".join(["", *show_memory(found["memory"], options.processes)]))
+            results["memory"] = measure_memory(folder, width, options.processes)
+            print("\n".join(["", *show_memory(results["memory"], options.processes)]))
         if "times" in options.only:
             ranks = launch(2, folder, ["times", str(width), str(rounds)])
-            found["times"] = ranks[0]
-            print("\n".join(["", *show_times(found["times"])]))
+            results["times"] = ranks[0]
+            print("\n".join(["", *show_times(results["times"])]))
         if "stalls" in options.only:
-            found["stalls"] = measure_stalls(folder, width, rounds, 1.0 if options.quick else 12.0)
-            print("\n".join(["", *show_stalls(found["stalls"])]))
+            results["stalls"] = measure_stalls(folder, width, rounds, 1.0 if options.quick else 12.0)
+            print("\n".join(["", *show_stalls(results["stalls"])]))
     if options.json is not None:
-        options.json.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+        options.json.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

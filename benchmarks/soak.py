@@ -79,20 +79,20 @@ class Watch(Callback):
             self._asked = time.perf_counter()
 
     def on_save_end(self, trainer: Trainer) -> None:
-        now, step = time.perf_counter(), trainer.progress.step
+        clock, step = time.perf_counter(), trainer.progress.step
         if not step % SAVE_STEPS and step % 100:
-            self._saves.append(now - self._asked)
+            self._saves.append(clock - self._asked)
         if step >= (len(self.rows) + 1) * self.stretch and self._saves:
-            self.rows.append(self._row(step, now))
+            self.rows.append(self._row(step, clock))
             self._saves, self._step, self._last = [], step, time.perf_counter()
 
-    def _row(self, step: int, now: float) -> Row:
+    def _row(self, step: int, clock: float) -> Row:
         gc.collect()
         folder = self.folder
         newest = max(folder.glob("checkpoint-*"), key=lambda path: path.stat().st_mtime_ns)
         return Row(
             steps=step,
-            seconds=now - self._start,
+            seconds=clock - self._start,
             resident=int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") / 1e6,
             objects=len(gc.get_objects()),
             threads=threading.active_count(),
@@ -101,7 +101,7 @@ class Watch(Callback):
             manifest=(newest / MANIFEST).stat().st_size / 1e3,
             checkpoint=sum(path.stat().st_size for path in newest.rglob("*") if path.is_file()) / 1e3,
             save=statistics.median(self._saves) * 1e3,
-            step=(now - self._last) / (step - self._step) * 1e6,
+            step=(clock - self._last) / (step - self._step) * 1e6,
         )
 
 

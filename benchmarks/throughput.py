@@ -156,7 +156,7 @@ def make_model(work: Work) -> nn.Module:
 def flops_per_token(model: nn.Module, work: Work) -> float:
     """Return the operations of forward and backward: 6 for each parameter but the positions', and all attention."""
     positions = work.length * work.width
-    parameters = sum(one.numel() for one in model.parameters()) - positions
+    parameters = sum(parameter.numel() for parameter in model.parameters()) - positions
     return 6.0 * parameters + 12.0 * work.layers * work.width * work.length
 
 
@@ -367,7 +367,7 @@ def differs(outcome: Outcome, expected: Outcome | None, work: Work) -> str:
     if not all(map(math.isfinite, outcome.losses)):
         return f"its losses are not finite: {outcome.losses}"
     pairs = zip(outcome.losses, expected.losses if expected else outcome.losses, strict=True)
-    furthest = max(abs(one - other) / other for one, other in pairs)
+    furthest = max(abs(loss - expected_loss) / expected_loss for loss, expected_loss in pairs)
     return f"its losses are {100 * furthest:.1f} % off" if furthest > TOLERANCE else ""
 
 
@@ -382,60 +382,68 @@ def measure(work: Work, seconds: float, rounds: int, report: Callable[[dict[str,
     """
     started = time.perf_counter()
     data, base = Texts(work), make_model(work)
-    taken = {name: Taken() for name in VARIANTS}
+    measurements = {name: Taken() for name in VARIANTS}
     for name, package in NEEDS.items():
         if find_spec(package) is None:
-            taken[name] = Taken("skipped", f"{package} is not installed")
+            measurements[name] = Taken("skipped", f"{package} is not installed")
     expected: Outcome | None = None
     length = 0.0
     for number in range(-1, rounds):
-        now = time.perf_counter()
-        if number > 0 and now - started + length > seconds:
+        round_start = time.perf_counter()
+        if number > 0 and round_start - started + length > seconds:
             break
-        names = [name for name in VARIANTS if taken[name].status == "measured"]
+        names = [name for name in VARIANTS if measurements[name].status == "measured"]
         turn = max(number, 0) % max(len(names), 1)
         for name in names[turn:] + names[:turn]:
-            one = taken[name]
+            measurement = measurements[name]
             print(f"round {number}: {name} ...", file=sys.stderr, flush=True)
             with leaving_nothing(work.device):
                 try:
                     outcome = VARIANTS[name](work, copy.deepcopy(base).to(work.device), data)
                 except Exception as error:
                     traceback.print_exc()
-                    one.status, one.reason = "failed", f"{type(error).__name__}: {str(error).splitlines()[0][:300]}"
+                    measurement.status, measurement.reason = (
+                        "failed",
+                        f"{type(error).__name__}: {str(error).splitlines()[0][:300]}",
+                    )
                     del error
-                    report(summary(work, base, taken))
+                    report(summary(work, base, measurements))
                     continue
             expected = expected or (outcome if name == HAND else None)
             why = differs(outcome, expected, work)
             if why:
-                one.status, one.reason = "not comparable", why
+                measurement.status, measurement.reason = "not comparable", why
             elif number >= 0:
-                one.seconds[number] = outcome.seconds
-            one.losses, one.peak_memory = outcome.losses, outcome.peak_memory
-            report(summary(work, base, taken))
-        length = time.perf_counter() - now
-    return summary(work, base, taken)
+                measurement.seconds[number] = outcome.seconds
+            measurement.losses, measurement.peak_memory = outcome.losses, outcome.peak_memory
+            report(summary(work, base, measurements))
+        length = time.perf_counter() - round_start
+    return summary(work, base, measurements)
 
 
-def summary(work: Work, model: nn.Module, taken: dict[str, Taken]) -> dict[str, Any]:
+def summary(work: Work, model: nn.Module, measurements: dict[str, Taken]) -> dict[str, Any]:
     """Return what was found, as JSON types."""
     peak, per_token = peak_flops(work.device), flops_per_token(model, work)
     rows = []
-    for name, one in taken.items():
-        row: dict[str, Any] = {"variant": name, "status": one.status, "reason": one.reason, "losses": one.losses}
-        if one.status == "measured" and not one.seconds:
+    for name, measurement in measurements.items():
+        row: dict[str, Any] = {
+            "variant": name,
+            "status": measurement.status,
+            "reason": measurement.reason,
+            "losses": measurement.losses,
+        }
+        if measurement.status == "measured" and not measurement.seconds:
             row |= {"status": "not measured", "reason": "out of time"}
-        elif one.status == "measured":
-            speeds = [work.tokens / value for value in one.seconds.values()]
+        elif measurement.status == "measured":
+            speeds = [work.tokens / value for value in measurement.seconds.values()]
             speed = statistics.median(speeds)
             row |= {
                 "tokens_per_second": speed,
                 "mfu": None if peak is None else speed * per_token / peak,
-                "peak_memory": one.peak_memory,
-                "to_hand": _ratios(one, taken[HAND]),
-                "to_stock": _ratios(one, taken[STOCK]),
-                "seconds": list(one.seconds.values()),
+                "peak_memory": measurement.peak_memory,
+                "to_hand": _ratios(measurement, measurements[HAND]),
+                "to_stock": _ratios(measurement, measurements[STOCK]),
+                "seconds": list(measurement.seconds.values()),
             }
         rows.append(row)
     on_gpu = work.device.type == "cuda"
@@ -445,21 +453,25 @@ def summary(work: Work, model: nn.Module, taken: dict[str, Taken]) -> dict[str, 
         **asdict(work),
         "device": torch.cuda.get_device_name(work.device) if on_gpu else "a CPU",
         "model": "GPT-2 of transformers" if find_spec("transformers") else "a GPT in plain PyTorch",
-        "parameters": sum(one.numel() for one in model.parameters()),
+        "parameters": sum(parameter.numel() for parameter in model.parameters()),
         "precision": "bf16",
         "flops_per_token": per_token,
         "peak_flops": peak,
         "mfu": counted + limit if limit else "MFU is not known for this device.",
     }
-    return {"work": about, "rounds": max(len(one.seconds) for one in taken.values()), "rows": rows}
+    return {
+        "work": about,
+        "rounds": max(len(measurement.seconds) for measurement in measurements.values()),
+        "rows": rows,
+    }
 
 
-def _ratios(one: Taken, reference: Taken) -> Spread | None:
+def _ratios(measurement: Taken, reference: Taken) -> Spread | None:
     """Return how many times as fast as the reference, in the rounds that both have."""
-    both = [number for number in one.seconds if number in reference.seconds]
-    if one is reference or not both:
+    both = [number for number in measurement.seconds if number in reference.seconds]
+    if measurement is reference or not both:
         return None
-    return Spread.of([reference.seconds[number] / one.seconds[number] for number in both])
+    return Spread.of([reference.seconds[number] / measurement.seconds[number] for number in both])
 
 
 def main() -> None:
@@ -476,16 +488,16 @@ def main() -> None:
         torch.set_num_threads(1)
     work = work_for(device, options.quick, options.compile)
 
-    def report(found: dict[str, Any]) -> None:
+    def report(results: dict[str, Any]) -> None:
         if options.json is not None:
             part = options.json.with_suffix(".part")
-            part.write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")
+            part.write_text(json.dumps(results, indent=2) + "\n", encoding="utf-8")
             part.replace(options.json)
 
-    found = measure(work, options.seconds, options.rounds or (1 if options.quick else 7), report)
-    report(found)
-    print("\n".join(show_throughput(found)))
-    if any(row["status"] in ("failed", "not comparable") for row in found["rows"]):
+    results = measure(work, options.seconds, options.rounds or (1 if options.quick else 7), report)
+    report(results)
+    print("\n".join(show_throughput(results)))
+    if any(row["status"] in ("failed", "not comparable") for row in results["rows"]):
         raise SystemExit(1)
 
 

@@ -67,8 +67,8 @@ def as_page(path: Path) -> str:
                 encoded = "".join(image).replace("\n", "")
                 blocks.append(f"![A picture](data:image/png;base64,{encoded})")
             else:
-                said = "".join(data["text/plain"]).rstrip()
-                blocks.append(f"```text\n{said}\n```")
+                text = "".join(data["text/plain"]).rstrip()
+                blocks.append(f"```text\n{text}\n```")
     return "\n\n".join(blocks)
 
 

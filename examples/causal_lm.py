@@ -39,9 +39,9 @@ def count(start: int, length: int) -> list[int]:
 
 def goes_on(model: Any, number: int) -> list[str]:
     """Return what the model writes after a number."""
-    told = torch.tensor([count(number, 1)[:-1]], device=model.device)
-    written = model.generate(told, attention_mask=torch.ones_like(told), max_new_tokens=5, do_sample=False)
-    words = [WORDS[token] for token in written[0, told.shape[1] :].tolist()]
+    prompt = torch.tensor([count(number, 1)[:-1]], device=model.device)
+    written = model.generate(prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=5, do_sample=False)
+    words = [WORDS[token] for token in written[0, prompt.shape[1] :].tolist()]
     return words[: words.index(",")] if "," in words else words
 
 

@@ -28,8 +28,8 @@ def functions(modules: int, part: slice = slice(None)) -> list[dict[str, list[in
     """Return the functions, or a part of them, of the first modules of the standard library, as ASCII codes."""
     texts = [path.read_text("utf-8", "replace") for path in sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))]
     nodes = [(text, node) for text in texts[:modules] for node in ast.walk(ast.parse(text))]
-    found = [ast.get_source_segment(text, node) for text, node in nodes if isinstance(node, ast.FunctionDef)]
-    return [{"input_ids": list(inspect.cleandoc(one or "").encode("ascii", "replace"))} for one in found[part]]
+    sources = [ast.get_source_segment(text, node) for text, node in nodes if isinstance(node, ast.FunctionDef)]
+    return [{"input_ids": list(inspect.cleandoc(source or "").encode("ascii", "replace"))} for source in sources[part]]
 
 
 class Writer(nn.Module):
@@ -42,9 +42,9 @@ class Writer(nn.Module):
 
     def forward(self, input_ids: Tensor, position_ids: Tensor, sequence_ids: Tensor) -> Tensor:
         x = self.characters(input_ids) + self.positions(position_ids)
-        seen = (sequence_ids[:, :, None] == sequence_ids[:, None, :]).tril().repeat_interleave(HEADS, dim=0)
+        visible = (sequence_ids[:, :, None] == sequence_ids[:, None, :]).tril().repeat_interleave(HEADS, dim=0)
         for block in self.blocks:
-            x = block(x, src_mask=~seen)
+            x = block(x, src_mask=~visible)
         return self.head(x)
 
 

@@ -39,8 +39,8 @@ class Encoder(nn.Module):
         self.body = nn.Sequential(*layers)
         self.head = nn.Sequential(nn.ReLU(), nn.Linear(64, 32))
 
-    def forward(self, one: Tensor, other: Tensor) -> dict[str, Tensor]:
-        a, b = (F.normalize(self.head(self.body(view)), dim=1) for view in (one, other))
+    def forward(self, first: Tensor, second: Tensor) -> dict[str, Tensor]:
+        a, b = (F.normalize(self.head(self.body(view)), dim=1) for view in (first, second))
         alike = a @ b.T / 0.2  # the temperature
         pairs = torch.arange(len(a), device=a.device)
         return {"loss": (F.cross_entropy(alike, pairs) + F.cross_entropy(alike.T, pairs)) / 2}

@@ -28,9 +28,9 @@ class Distillation:
 
     def __call__(self, batch: tuple[Tensor, Tensor]) -> Tensor:
         images, _ = batch
-        wanted = F.log_softmax(self.teacher(images) / self.temperature, dim=1)
-        guessed = F.log_softmax(self.student(images) / self.temperature, dim=1)
-        return F.kl_div(guessed, wanted, reduction="batchmean", log_target=True) * self.temperature**2
+        teacher_scores = F.log_softmax(self.teacher(images) / self.temperature, dim=1)
+        student_scores = F.log_softmax(self.student(images) / self.temperature, dim=1)
+        return F.kl_div(student_scores, teacher_scores, reduction="batchmean", log_target=True) * self.temperature**2
 
     def evaluate(self, batch: tuple[Tensor, Tensor]) -> StepOutput:
         images, labels = batch

@@ -167,8 +167,8 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--picture", type=Path, help="where to draw both runs, as .svg or .png")
     parser.add_argument("--part", nargs=3, metavar=("CLASS", "FOLDER", "KILL_AFTER"), help=argparse.SUPPRESS)
-    given = parser.parse_args()
-    if given.part:
-        train(given.part[0], Path(given.part[1]), int(given.part[2]))
+    args = parser.parse_args()
+    if args.part:
+        train(args.part[0], Path(args.part[1]), int(args.part[2]))
     else:
-        sys.exit(main(given.picture) > 1e-5)
+        sys.exit(main(args.picture) > 1e-5)

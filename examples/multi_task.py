@@ -41,8 +41,8 @@ def total_loss(outputs: tuple[Tensor, ...], labels: tuple[Tensor, ...]) -> Tenso
 def accuracies(evaluation: Any) -> dict[str, float]:
     """Return the accuracy of each task, and of both at once."""
     right = [scores.argmax(axis=1) == labels for scores, labels in zip(*evaluation, strict=True)]
-    named = {f"{task}_accuracy": float(values.mean()) for task, values in zip(TASKS, right, strict=True)}
-    return {**named, "accuracy": float(np.logical_and(*right).mean())}
+    by_task = {f"{task}_accuracy": float(values.mean()) for task, values in zip(TASKS, right, strict=True)}
+    return {**by_task, "accuracy": float(np.logical_and(*right).mean())}
 
 
 def main(epochs: int = 10) -> dict[str, float]:

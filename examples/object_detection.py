@@ -39,31 +39,31 @@ class TinyDetector(nn.Module):
     def forward(self, images: list[torch.Tensor], targets: list[dict[str, torch.Tensor]] | None = None) -> Any:
         maps = [self.head(self.features(image[None]))[0] for image in images]
         if not self.training:
-            return [self.boxes_of(found) for found in maps]
+            return [self.boxes_of(cells) for cells in maps]
         assert targets is not None
-        pairs = [self.losses_of(found, target["boxes"]) for found, target in zip(maps, targets, strict=True)]
+        pairs = [self.losses_of(cells, target["boxes"]) for cells, target in zip(maps, targets, strict=True)]
         scores, edges = (torch.stack(losses).mean() for losses in zip(*pairs, strict=True))
         return {"loss_objectness": scores, "loss_box_reg": edges}
 
-    def losses_of(self, found: torch.Tensor, boxes: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def losses_of(self, cells: torch.Tensor, boxes: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the losses of an image for boxes of shape (boxes, 4): left, top, right, bottom in pixels."""
         centres = (boxes[:, :2] + boxes[:, 2:]) / 2
         columns, rows = (centres / CELL).long().unbind(1)
-        is_object = torch.zeros_like(found[0])
+        is_object = torch.zeros_like(cells[0])
         is_object[rows, columns] = 1
         middles = (torch.stack([columns, rows], 1) + 0.5) * CELL
-        wanted = torch.cat([middles - boxes[:, :2], boxes[:, 2:] - middles], 1) / CELL
-        weight = torch.tensor(found[0].numel() / max(len(boxes), 1)).sqrt()
-        score = F.binary_cross_entropy_with_logits(found[0], is_object, pos_weight=weight)
-        return score, F.smooth_l1_loss(found[1:, rows, columns].T, wanted, reduction="sum") / max(len(boxes), 1)
+        distances = torch.cat([middles - boxes[:, :2], boxes[:, 2:] - middles], 1) / CELL
+        weight = torch.tensor(cells[0].numel() / max(len(boxes), 1)).sqrt()
+        score = F.binary_cross_entropy_with_logits(cells[0], is_object, pos_weight=weight)
+        return score, F.smooth_l1_loss(cells[1:, rows, columns].T, distances, reduction="sum") / max(len(boxes), 1)
 
-    def boxes_of(self, found: torch.Tensor) -> dict[str, torch.Tensor]:
+    def boxes_of(self, cells: torch.Tensor) -> dict[str, torch.Tensor]:
         """Return the boxes of an image, and their scores."""
-        rows, columns = torch.nonzero(found[0] > 0, as_tuple=True)
+        rows, columns = torch.nonzero(cells[0] > 0, as_tuple=True)
         middles = (torch.stack([columns, rows], 1) + 0.5) * CELL
-        edges = found[1:, rows, columns].T * CELL
+        edges = cells[1:, rows, columns].T * CELL
         boxes = torch.cat([middles - edges[:, :2], middles + edges[:, 2:]], 1)
-        scores = found[0, rows, columns].sigmoid()
+        scores = cells[0, rows, columns].sigmoid()
         return {"boxes": boxes, "scores": scores, "labels": torch.ones_like(rows)}
 
 
@@ -107,12 +107,12 @@ def overlap(first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
 def recall(eval_pred: Any) -> dict[str, float]:
     """Return the share of boxes that are found; predictions and labels are lists with a dict for each image."""
     predictions, labels = eval_pred
-    found = boxes = 0
+    hits = total = 0
     for prediction, target in zip(predictions, labels, strict=True):
         overlaps = overlap(torch.tensor(target["boxes"]), torch.tensor(prediction["boxes"]))
-        found += int((overlaps > 0.5).any(1).sum())
-        boxes += len(target["boxes"])
-    return {"recall": found / boxes}
+        hits += int((overlaps > 0.5).any(1).sum())
+        total += len(target["boxes"])
+    return {"recall": hits / total}
 
 
 def main(epochs: int = 6, out: str | None = None, images: int = 128) -> MetricsDict:

@@ -40,10 +40,12 @@ class Translator(nn.Module):
         return {"loss": nn.functional.cross_entropy(logits.transpose(1, 2), labels), "logits": logits}
 
     def next_letters(self, source: Tensor, written: Tensor) -> Tensor:
-        read, _ = self.reader(self.embedding(source))
+        source_states, _ = self.reader(self.embedding(source))
         states, _ = self.writer(self.embedding(written))
-        found, _ = self.attention(states, read, read, key_padding_mask=source == 0, need_weights=False)
-        return self.output(torch.cat([states, found], dim=2))
+        context, _ = self.attention(
+            states, source_states, source_states, key_padding_mask=source == 0, need_weights=False
+        )
+        return self.output(torch.cat([states, context], dim=2))
 
     @torch.no_grad()
     def generate(self, source: list[int], length: int = 10) -> bytes:

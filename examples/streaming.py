@@ -68,7 +68,7 @@ def main(steps: int = 400) -> tuple[float, float]:
         whole = train(file, Path(folder, "whole"), steps)
         train(file, Path(folder, "in two"), steps // 2)
         resumed = train(file, Path(folder, "in two"), steps)
-    a, b = (nn.utils.parameters_to_vector(one.model.parameters()).detach() for one in (whole, resumed))
+    a, b = (nn.utils.parameters_to_vector(trainer.model.parameters()).detach() for trainer in (whole, resumed))
     accuracy, difference = resumed.metrics["best_valid"]["accuracy"], float((a - b).abs().max())
     print(f"accuracy {accuracy:.3f} after {resumed.progress.samples} samples, in two parts")
     print(f"largest difference to the weights of a run without a stop: {difference}")

@@ -81,9 +81,9 @@ def train(trainer_class: type[BaseTrainer], epochs: int, resume_from: str | None
     return trainer
 
 
-def distance(one: BaseTrainer, other: BaseTrainer) -> float:
+def distance(first: BaseTrainer, second: BaseTrainer) -> float:
     """Return the largest difference between two trainers' weights."""
-    pairs = zip(one.get_model().parameters(), other.get_model().parameters(), strict=True)
+    pairs = zip(first.get_model().parameters(), second.get_model().parameters(), strict=True)
     return max(float((a.detach().cpu() - b.detach().cpu()).abs().max()) for a, b in pairs)
 
 

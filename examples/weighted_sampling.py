@@ -50,10 +50,10 @@ def main(epochs: int = 8) -> dict[str, float]:
             progress_bar=False,
         )
         trainer.train()
-        found = trainer.evaluate((X[held_out], y[held_out]))
-        results[name] = found["eval_balanced_accuracy"]
-        print(f"{name + ':':13} accuracy {found['eval_accuracy']:.3f}, balanced {results[name]:.3f}", end=", ")
-        print(f"rare class found {found['eval_recall']:.3f}")
+        metrics = trainer.evaluate((X[held_out], y[held_out]))
+        results[name] = metrics["eval_balanced_accuracy"]
+        print(f"{name + ':':13} accuracy {metrics['eval_accuracy']:.3f}, balanced {results[name]:.3f}", end=", ")
+        print(f"rare class found {metrics['eval_recall']:.3f}")
     return results
 
 

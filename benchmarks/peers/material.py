@@ -132,9 +132,9 @@ def weights(model: nn.Module) -> list[Tensor]:
     return [parameter.detach().clone() for parameter in model.parameters()]
 
 
-def distance(one: list[Tensor], other: list[Tensor]) -> float:
+def distance(first: list[Tensor], second: list[Tensor]) -> float:
     """Return the largest difference between two lists of tensors."""
-    return max(float((a - b).abs().max()) for a, b in zip(one, other, strict=True))
+    return max(float((a - b).abs().max()) for a, b in zip(first, second, strict=True))
 
 
 def are_finite(model: nn.Module) -> bool:
@@ -144,13 +144,13 @@ def are_finite(model: nn.Module) -> bool:
 
 def seen_gradients(optimizer: torch.optim.Optimizer) -> list[float]:
     """Return a list that gets the first gradient of each of the optimizer's steps."""
-    seen: list[float] = []
+    gradients: list[float] = []
 
     def note(stepped: torch.optim.Optimizer, *_: Any) -> None:
-        seen.append(float(stepped.param_groups[0]["params"][0].grad.flatten()[0]))
+        gradients.append(float(stepped.param_groups[0]["params"][0].grad.flatten()[0]))
 
     optimizer.register_step_post_hook(note)  # the closure that Lightning hands to `step` computes the last of them
-    return seen
+    return gradients
 
 
 class Listener(logging.Handler):
@@ -173,7 +173,7 @@ class Listener(logging.Handler):
         return self.said
 
     def __exit__(self, *_: object) -> None:
-        self.said |= {str(one.message) for one in self.raised or ()}
+        self.said |= {str(warning.message) for warning in self.raised or ()}
         self.warnings.__exit__(None, None, None)
         for logger in self.loggers:
             logger.removeHandler(self)
@@ -190,15 +190,20 @@ def damaged_copies(run: Path, newest: Path) -> Iterator[tuple[str, Path]]:
         shutil.rmtree(copy)
 
 
-def outcomes(found: dict[str, Facts]) -> Facts:
+def outcomes(facts: dict[str, Facts]) -> Facts:
     """Return what the resumes from these copies did, beside the one from the undamaged, for `probes.py` to judge."""
-    whole, told = found.pop(UNDAMAGED), {}
-    for name, one in found.items():
-        told[name] = one
-        if "error" not in one:
-            difference = distance(one["weights"], whole["weights"])
-            told[name] = {**one, "weights": None, "difference": difference, "said": sorted(one["said"] - whole["said"])}
-    return told
+    whole, judged = facts.pop(UNDAMAGED), {}
+    for name, fact in facts.items():
+        judged[name] = fact
+        if "error" not in fact:
+            difference = distance(fact["weights"], whole["weights"])
+            judged[name] = {
+                **fact,
+                "weights": None,
+                "difference": difference,
+                "said": sorted(fact["said"] - whole["said"]),
+            }
+    return judged
 
 
 UNDAMAGED = "undamaged"

@@ -100,10 +100,10 @@ def r1(folder: Path) -> Facts:
 
 def r2(folder: Path) -> Facts:
     module = Module(Slope(), sgd=True)
-    seen = seen_gradients(module.optimizer)
+    gradients = seen_gradients(module.optimizer)
     data: Any = [{"x": torch.ones(1), "labels": torch.ones(1)}] * 3
     trainer_of(folder, accumulate_grad_batches=2).fit(module, DataLoader(data, 1))
-    return {"gradients": seen}
+    return {"gradients": gradients}
 
 
 def leg(folder: Path, noise: bool, workers: int, *, stop: int | None, resume: bool, seeds: bool = True) -> Regressor:
@@ -147,11 +147,11 @@ def r5(folder: Path) -> Facts:
         trainer = trainer_of(run, max_epochs=epochs, callbacks=[first, saver], enable_checkpointing=True)
         loader = DataLoader(Rows(20), 4, shuffle=True)
         try:
-            with Listener(*LOGGERS) as said:
+            with Listener(*LOGGERS) as messages:
                 trainer.fit(Module(model, decays=True), loader, ckpt_path="last" if resumes else None)
         except Exception as error:
             return {"error": type(error).__name__}
-        return {"first_step": first.step, "weights": weights(model), "said": said}
+        return {"first_step": first.step, "weights": weights(model), "said": messages}
 
     run = folder / "first"
     resume(run, epochs=2, resumes=False)

@@ -70,10 +70,10 @@ def r1() -> Facts:
 def r2() -> Facts:
     model = Slope()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    seen = seen_gradients(optimizer)
+    gradients = seen_gradients(optimizer)
     data = [{"x": torch.ones(1), "labels": torch.ones(1)}] * 3
     trainer_of(model, data, optimizer=optimizer, batch_size=1, gradient_accumulation_steps=2).train()
-    return {"gradients": seen}
+    return {"gradients": gradients}
 
 
 def leg(save_dir: Path, noise: bool, workers: int, *, stop: int | None, resume: bool) -> Regressor:
@@ -115,11 +115,11 @@ def r5(folder: Path) -> Facts:
             save_dir=run, callbacks=[first, StopAt(stop)],
         )  # fmt: skip
         try:
-            with Listener() as said:
+            with Listener() as messages:
                 trainer.train(resume_from="auto")
         except Exception as error:
             return {"error": type(error).__name__}
-        return {"first_step": first.step, "weights": weights(model), "said": said}
+        return {"first_step": first.step, "weights": weights(model), "said": messages}
 
     run = folder / "first"
     resume(run, stop=10)

@@ -72,11 +72,11 @@ def r1(folder: Path) -> Facts:
 def r2(folder: Path) -> Facts:
     model = Slope()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    seen = seen_gradients(optimizer)
+    gradients = seen_gradients(optimizer)
     data: Any = [{"x": torch.ones(1), "labels": torch.ones(1)}] * 3
     args = arguments(folder, per_device_train_batch_size=1, gradient_accumulation_steps=2)
     Trainer(model, args, train_dataset=data, optimizers=(optimizer, None)).train()  # type: ignore[arg-type]
-    return {"gradients": seen}
+    return {"gradients": gradients}
 
 
 def leg(folder: Path, noise: bool, workers: int, *, stop: int | None, resume: bool) -> Regressor:
@@ -120,12 +120,12 @@ def r5(folder: Path) -> Facts:
             save_strategy="steps", save_steps=5,
         )  # fmt: skip
         try:
-            with Listener("transformers", "accelerate") as said:
+            with Listener("transformers", "accelerate") as messages:
                 trainer = Trainer(model, args, train_dataset=Rows(20), callbacks=[first, StopAt(stop)])
                 trainer.train(resume_from_checkpoint=resumes)
         except Exception as error:
             return {"error": type(error).__name__}
-        return {"first_step": first.step, "weights": weights(model), "said": said}
+        return {"first_step": first.step, "weights": weights(model), "said": messages}
 
     run = folder / "first"
     resume(run, stop=10, resumes=False)

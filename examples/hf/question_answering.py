@@ -108,13 +108,13 @@ def questions_on(source: str) -> Iterator[dict[str, Any]]:
         if not isinstance(node, ast.FunctionDef) or node.decorator_list:
             continue
         context = textwrap.dedent("\n".join(lines[node.lineno - 1 : node.end_lineno]))[:240]
-        asked: dict[str, ast.AST | None] = {"the last argument": [None, *node.args.args][-1]}
-        for one in node.body:
-            if isinstance(one, ast.Return):
-                asked["what it returns"] = one.value
-            elif isinstance(one, ast.Assign):
-                asked["what it sets"] = one.targets[0]
-        answers = {question: ast.unparse(part) for question, part in asked.items() if part is not None}
+        parts: dict[str, ast.AST | None] = {"the last argument": [None, *node.args.args][-1]}
+        for statement in node.body:
+            if isinstance(statement, ast.Return):
+                parts["what it returns"] = statement.value
+            elif isinstance(statement, ast.Assign):
+                parts["what it sets"] = statement.targets[0]
+        answers = {question: ast.unparse(part) for question, part in parts.items() if part is not None}
         for question, answer in {"its name": node.name, **answers}.items():
             start = context.find(answer, 4)
             if start > 0 and len(answer) < 40:
@@ -123,7 +123,7 @@ def questions_on(source: str) -> Iterator[dict[str, Any]]:
 
 def load_data(*sizes: int) -> list[Any]:
     """Return sets of these sizes, which have no question in common."""
-    files = [one for name in PACKAGES for one in sorted(Path(sysconfig.get_path("stdlib"), name).rglob("*.py"))]
+    files = [file for name in PACKAGES for file in sorted(Path(sysconfig.get_path("stdlib"), name).rglob("*.py"))]
     rows = [row for file in files for row in questions_on(file.read_text(encoding="utf-8"))]
     random.Random(0).shuffle(rows)
     whole = Dataset.from_list([{"id": str(number), **row} for number, row in enumerate(rows[: sum(sizes)])])
@@ -157,7 +157,7 @@ def best_answers(max_answer_length: int, examples: Any, features: Any, predictio
     for feature, starts, ends in zip(features, *predictions, strict=True):
         offsets = feature["offset_mapping"]
         scores = np.add.outer(starts[: len(offsets)], ends[: len(offsets)])
-        inside = np.array([one is not None for one in offsets])
+        inside = np.array([offset is not None for offset in offsets])
         length = np.subtract.outer(np.arange(len(offsets)), np.arange(len(offsets))).T
         scores[~(np.outer(inside, inside) & (length >= 0) & (length < max_answer_length))] = -np.inf
         start, end = np.unravel_index(scores.argmax(), scores.shape)
@@ -170,7 +170,7 @@ def best_answers(max_answer_length: int, examples: Any, features: Any, predictio
 
 def compute_metrics(answers: EvalPrediction) -> dict[str, float]:
     pairs: Any = zip(answers.predictions, answers.label_ids, strict=True)
-    exact = [float(given == right) for given, right in pairs]
+    exact = [float(answer == expected) for answer, expected in pairs]
     return {"exact_match": 100 * sum(exact) / len(exact)}
 
 
@@ -219,36 +219,37 @@ def main() -> None:
 
     def parts_of(rows: dict[str, list]) -> Any:
         """Return questions with parts of their sources, and which characters each token of a source is."""
-        found = tokenizer(
+        features = tokenizer(
             rows["question"], rows["context"], truncation="only_second", max_length=data_args.max_seq_length,
             stride=data_args.doc_stride, return_overflowing_tokens=True, return_offsets_mapping=True,
         )  # fmt: skip
-        found["row"] = found.pop("overflow_to_sample_mapping")
-        for i, offsets in enumerate(found["offset_mapping"]):
-            found["offset_mapping"][i] = [
-                one if place == 1 else None for one, place in zip(offsets, found.sequence_ids(i), strict=True)
+        features["row"] = features.pop("overflow_to_sample_mapping")
+        for i, offsets in enumerate(features["offset_mapping"]):
+            features["offset_mapping"][i] = [
+                offset if sequence == 1 else None
+                for offset, sequence in zip(offsets, features.sequence_ids(i), strict=True)
             ]
-        return found
+        return features
 
     def to_train(rows: dict[str, list]) -> Any:
         """Return the parts with the first and the last token of the answer; of those without it, that is the first."""
-        found = parts_of(rows)
-        found["start_positions"], found["end_positions"] = [], []
-        for row, offsets in zip(found.pop("row"), found.pop("offset_mapping"), strict=True):
+        features = parts_of(rows)
+        features["start_positions"], features["end_positions"] = [], []
+        for row, offsets in zip(features.pop("row"), features.pop("offset_mapping"), strict=True):
             first = rows["answer_start"][row]
             last = first + len(rows["answer"][row])
-            starts = [i for i, one in enumerate(offsets) if one and one[0] <= first < one[1]]
-            ends = [i for i, one in enumerate(offsets) if one and one[0] < last <= one[1]]
+            starts = [i for i, offset in enumerate(offsets) if offset and offset[0] <= first < offset[1]]
+            ends = [i for i, offset in enumerate(offsets) if offset and offset[0] < last <= offset[1]]
             is_inside = bool(starts and ends)
-            found["start_positions"].append(starts[0] if is_inside else 0)
-            found["end_positions"].append(ends[0] if is_inside else 0)
-        return found
+            features["start_positions"].append(starts[0] if is_inside else 0)
+            features["end_positions"].append(ends[0] if is_inside else 0)
+        return features
 
     def to_answer(rows: dict[str, list]) -> Any:
         """Return the parts, each with the question that it belongs to."""
-        found = parts_of(rows)
-        found["example_id"] = [rows["id"][row] for row in found.pop("row")]
-        return found
+        features = parts_of(rows)
+        features["example_id"] = [rows["id"][row] for row in features.pop("row")]
+        return features
 
     with training_args.main_process_first(desc="tokenizing"):
         columns = train_examples.column_names

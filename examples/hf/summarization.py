@@ -62,7 +62,7 @@ def functions_in(source: str) -> Iterator[dict[str, str]]:
         if isinstance(node, ast.FunctionDef):
             text = textwrap.dedent("\n".join(lines[node.body[0].lineno - 1 : node.end_lineno]))
             if len(node.body) > 1 and len(text) < 240:
-                yield {"text": text, "summary": " ".join(type(one).__name__.lower() for one in node.body)}
+                yield {"text": text, "summary": " ".join(type(statement).__name__.lower() for statement in node.body)}
 
 
 def load_data(*sizes: int) -> list[Any]:
@@ -90,10 +90,10 @@ def train_tokenizer(texts: list[str]) -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", eos_token="</s>")
 
 
-def f1_of_words(given: str, right: str) -> float:
+def f1_of_words(text: str, expected: str) -> float:
     """Return how well the words of two texts agree, as ROUGE-1 does."""
-    shared = (Counter(given.split()) & Counter(right.split())).total()
-    return 2 * shared / max(1, len(given.split()) + len(right.split()))
+    shared = (Counter(text.split()) & Counter(expected.split())).total()
+    return 2 * shared / max(1, len(text.split()) + len(expected.split()))
 
 
 def main() -> None:
@@ -143,24 +143,26 @@ def main() -> None:
         model = AutoModelForSeq2SeqLM.from_config(config)
 
     def tokenized(rows: dict[str, list]) -> Any:
-        found = tokenizer(rows["text"], truncation=True, max_length=data_args.max_source_length)
+        features = tokenizer(rows["text"], truncation=True, max_length=data_args.max_source_length)
         labels = tokenizer(text_target=rows["summary"], truncation=True, max_length=data_args.max_target_length)
-        return {**found, "labels": labels["input_ids"]}
+        return {**features, "labels": labels["input_ids"]}
 
     with training_args.main_process_first(desc="tokenizing"):
         columns = train.column_names
-        train, valid, test = (one.map(tokenized, batched=True, remove_columns=columns) for one in (train, valid, test))
+        train, valid, test = (
+            part.map(tokenized, batched=True, remove_columns=columns) for part in (train, valid, test)
+        )
 
     def texts_of(tokens: Any) -> list[str]:
         known = np.where(tokens == -100, tokenizer.pad_token_id, tokens)
         return [text.strip() for text in tokenizer.batch_decode(known, skip_special_tokens=True)]
 
     def compute_metrics(evaluation: EvalPrediction) -> dict[str, float]:
-        given, right = texts_of(evaluation.predictions), texts_of(evaluation.label_ids)
-        pairs = list(zip(given, right, strict=True))
+        summaries, expected = texts_of(evaluation.predictions), texts_of(evaluation.label_ids)
+        pairs = list(zip(summaries, expected, strict=True))
         return {
             "rouge1": 100 * float(np.mean([f1_of_words(*pair) for pair in pairs])),
-            "exact": 100 * float(np.mean([one == other for one, other in pairs])),
+            "exact": 100 * float(np.mean([summary == reference for summary, reference in pairs])),
         }
 
     trainer = Seq2SeqTrainer(
@@ -187,11 +189,11 @@ def main() -> None:
         trainer.save_metrics("eval", metrics)
 
     if training_args.do_predict:
-        found: Any = trainer.predict(test, metric_key_prefix="predict")
-        trainer.log_metrics("predict", found.metrics)
-        trainer.save_metrics("predict", found.metrics)
+        output: Any = trainer.predict(test, metric_key_prefix="predict")
+        trainer.log_metrics("predict", output.metrics)
+        trainer.save_metrics("predict", output.metrics)
         if trainer.is_world_process_zero() and training_args.predict_with_generate:
-            summaries = texts_of(found.predictions)
+            summaries = texts_of(output.predictions)
             Path(training_args.output_dir, "predictions.txt").write_text("\n".join(summaries), encoding="utf-8")
 
 

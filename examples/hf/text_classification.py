@@ -164,11 +164,11 @@ def main() -> None:
         trainer.save_metrics("eval", metrics)
 
     if training_args.do_predict:
-        found: Any = trainer.predict(test, metric_key_prefix="predict")
-        trainer.log_metrics("predict", found.metrics)
-        trainer.save_metrics("predict", found.metrics)
+        output: Any = trainer.predict(test, metric_key_prefix="predict")
+        trainer.log_metrics("predict", output.metrics)
+        trainer.save_metrics("predict", output.metrics)
         if trainer.is_world_process_zero():
-            pairs = zip(found.label_ids, found.predictions.argmax(axis=-1), strict=True)
+            pairs = zip(output.label_ids, output.predictions.argmax(axis=-1), strict=True)
             lines = [f"{PACKAGES[label]}\t{PACKAGES[guess]}\n" for label, guess in pairs]
             Path(training_args.output_dir, "predictions.tsv").write_text("".join(lines), encoding="utf-8")
 

@@ -79,10 +79,12 @@ def load_data(*sizes: int) -> list[Any]:
     for package in PACKAGES:
         for module in sorted(Path(sysconfig.get_path("stdlib"), package).rglob("*.py")):
             source = io.StringIO(module.read_text(encoding="utf-8"))
-            found = [one for one in tokenize.generate_tokens(source.readline) if one.string.strip()]
-            found = [one for one in found if one.type != tokenize.COMMENT and len(one.string) < 20]
-            words = [one.string for one in found]
-            kinds = [KINDS.index(kind_of(*one)) for one in zip(["", *words], found, [*words[1:], ""], strict=False)]
+            tokens = [token for token in tokenize.generate_tokens(source.readline) if token.string.strip()]
+            tokens = [token for token in tokens if token.type != tokenize.COMMENT and len(token.string) < 20]
+            words = [token.string for token in tokens]
+            kinds = [
+                KINDS.index(kind_of(*token)) for token in zip(["", *words], tokens, [*words[1:], ""], strict=False)
+            ]
             for start in range(0, len(words) - 24, 24):
                 rows[tuple(words[start : start + 24])] = kinds[start : start + 24]
     chosen = random.Random(0).sample(list(rows), sum(sizes))
@@ -160,19 +162,21 @@ def main() -> None:
 
     def tokenized(rows: dict[str, list]) -> Any:
         """Cut tokens further; the first part has the kind as its label, the others have none."""
-        found = tokenizer(
+        features = tokenizer(
             rows["tokens"], is_split_into_words=True, truncation=True, max_length=data_args.max_seq_length
         )
-        found["labels"] = []
+        features["labels"] = []
         for i, kinds in enumerate(rows["kinds"]):
-            words = found.word_ids(i)
+            words = features.word_ids(i)
             pairs = zip([None, *words[:-1]], words, strict=True)
-            found["labels"].append([-100 if word in (None, before) else kinds[word] for before, word in pairs])
-        return found
+            features["labels"].append([-100 if word in (None, before) else kinds[word] for before, word in pairs])
+        return features
 
     with training_args.main_process_first(desc="tokenizing"):
         columns = train.column_names
-        train, valid, test = (one.map(tokenized, batched=True, remove_columns=columns) for one in (train, valid, test))
+        train, valid, test = (
+            part.map(tokenized, batched=True, remove_columns=columns) for part in (train, valid, test)
+        )
 
     trainer = Trainer(
         model=model,
@@ -198,13 +202,13 @@ def main() -> None:
         trainer.save_metrics("eval", metrics)
 
     if training_args.do_predict:
-        found: Any = trainer.predict(test, metric_key_prefix="predict")
-        trainer.log_metrics("predict", found.metrics)
-        trainer.save_metrics("predict", found.metrics)
+        output: Any = trainer.predict(test, metric_key_prefix="predict")
+        trainer.log_metrics("predict", output.metrics)
+        trainer.save_metrics("predict", output.metrics)
         if trainer.is_world_process_zero():
             rows = [
                 " ".join(KINDS[guess] for guess in row[kinds != -100])
-                for row, kinds in zip(found.predictions.argmax(axis=-1), found.label_ids, strict=True)
+                for row, kinds in zip(output.predictions.argmax(axis=-1), output.label_ids, strict=True)
             ]
             Path(training_args.output_dir, "predictions.txt").write_text("\n".join(rows), encoding="utf-8")
 
