@@ -67,7 +67,7 @@ class Batched:
 class Resumable(Batched):
     """The same with a state, and a count of the batches that it has made in this process."""
 
-    made = 0
+    created = 0
 
     def __init__(self, data: Any, collate: Any) -> None:
         super().__init__(data, collate)

@@ -16,8 +16,8 @@ from torch import nn
 def rounded(tensor: torch.Tensor) -> torch.Tensor:
     """Return a tensor as fp8 holds it, scaled by its maximum; gradients pass through."""
     scale = torch.finfo(torch.float8_e4m3fn).max / tensor.detach().abs().amax().clamp(min=1e-12).float()
-    held = (tensor.detach().float() * scale).to(torch.float8_e4m3fn).float() / scale
-    return tensor + (held.to(tensor.dtype) - tensor).detach()
+    scaled = (tensor.detach().float() * scale).to(torch.float8_e4m3fn).float() / scale
+    return tensor + (scaled.to(tensor.dtype) - tensor).detach()
 
 
 class Float8Linear(nn.Linear):
@@ -31,9 +31,9 @@ def convert(model: nn.Module, module_filter_fn: Callable[[nn.Module, str], bool]
     """Replace the layers that the filter admits, with their own parameters."""
     for name, layer in list(model.named_modules()):
         if isinstance(layer, nn.Linear) and module_filter_fn(layer, name):
-            made = Float8Linear(layer.in_features, layer.out_features, device="meta")
-            made.weight, made.bias = layer.weight, layer.bias
-            model.set_submodule(name, made)
+            converted = Float8Linear(layer.in_features, layer.out_features, device="meta")
+            converted.weight, converted.bias = layer.weight, layer.bias
+            model.set_submodule(name, converted)
     return model
 
 

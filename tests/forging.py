@@ -26,8 +26,8 @@ def content_of(folder: Path) -> dict[str, Any]:
 
 def seal(folder: Path, content: dict[str, Any]) -> None:
     """Write an omnitrain.json that is right about its own hash."""
-    own = {key: value for key, value in content.items() if key not in ("format_version", "sha256")}
-    (folder / MANIFEST).write_bytes(encode(own))
+    entries = {key: value for key, value in content.items() if key not in ("format_version", "sha256")}
+    (folder / MANIFEST).write_bytes(encode(entries))
 
 
 def forge_tensors(folder: Path, file: str, change: Callable[[dict[str, torch.Tensor]], Any]) -> None:

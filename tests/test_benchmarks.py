@@ -276,7 +276,7 @@ def test_throughput_rejects_other_work(throughput: Any, monkeypatch: pytest.Monk
     monkeypatch.setattr(throughput, "VARIANTS", {**variants, throughput.STOCK: throughput.by_hand})
     monkeypatch.setattr(throughput, "NEEDS", {})
     work = throughput.work_for(torch.device("cpu"), quick=True, compiled=False)
-    rows = throughput.measure(work, 60, 1, lambda found: None)["rows"]
+    rows = throughput.measure(work, 60, 1, lambda results: None)["rows"]
     assert [(row["status"], row["reason"]) for row in rows] == [
         ("measured", ""), ("failed", "RuntimeError: boom"), ("not comparable", "7 steps instead of 8"),
         ("not comparable", "its losses are 10.0 % off"), ("measured", ""),

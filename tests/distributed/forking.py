@@ -348,15 +348,15 @@ class _Running:
 
 def _kill_group(leader: int) -> list[str]:
     """Kill what is left of a process group, and return what it was."""
-    left = []
+    survivors = []
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(leader, 0)
         for process in psutil.process_iter():
             with contextlib.suppress(psutil.Error, ProcessLookupError):
                 if os.getpgid(process.pid) == leader and process.status() != psutil.STATUS_ZOMBIE:
-                    left.append(f"{process.pid} {process.name()}")
+                    survivors.append(f"{process.pid} {process.name()}")
         os.killpg(leader, signal.SIGKILL)
-    return left
+    return survivors
 
 
 def _is_alone() -> bool:

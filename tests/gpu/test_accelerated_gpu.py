@@ -62,7 +62,7 @@ def main() -> None:
         max_grad_norm=0.5,
     )  # fmt: skip
     trainer.train()
-    said = {
+    results = {
         "backend": torch.distributed.get_backend(),
         "device": str(trainer.device),
         "losses": [row["loss"] for row in trace.logs],
@@ -70,11 +70,11 @@ def main() -> None:
         "scales": [row.get("loss_scale") for row in trace.logs],
         "peak": torch.cuda.max_memory_allocated(),
     }
-    (args.out / f"said-{trainer.rank}.json").write_text(json.dumps(said))
+    (args.out / f"said-{trainer.rank}.json").write_text(json.dumps(results))
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_two_gpus_train_by_nccl_along_the_curve_of_one(way: str, tmp_path: Path) -> None:
+def test_ddp_over_nccl_follows_single_gpu_curve(way: str, tmp_path: Path) -> None:
     trace = Trace()
     make(
         t16(dtype=torch.float32), rows(60, torch.float32), batch_size=8, epochs=2, log_steps=1, callbacks=[trace],
@@ -87,7 +87,7 @@ def test_two_gpus_train_by_nccl_along_the_curve_of_one(way: str, tmp_path: Path)
     assert first["losses"] == pytest.approx([row["loss"] for row in trace.logs], abs=1e-5)
 
 
-def test_the_fp16_scaler_is_the_same_on_both_gpus(tmp_path: Path) -> None:
+def test_fp16_scaler_is_equal_on_both_gpus(tmp_path: Path) -> None:
     first, second = launch("ddp", tmp_path, "--precision", "fp16")
     assert first["scales"] == second["scales"]
     assert first["scales"][-1] > 0
@@ -95,11 +95,11 @@ def test_the_fp16_scaler_is_the_same_on_both_gpus(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("way", ["fsdp2", "zero3"])
-def test_a_model_that_is_cut_up_needs_less_memory_than_under_ddp(way: str, tmp_path: Path) -> None:
+def test_sharded_model_needs_less_memory_than_ddp(way: str, tmp_path: Path) -> None:
     folders = {name: tmp_path / name for name in ("ddp", way)}
     for folder in folders.values():
         folder.mkdir()
-    whole, parts = ([one["peak"] for one in launch(name, folder, "--wide")] for name, folder in folders.items())
+    whole, parts = ([result["peak"] for result in launch(name, folder, "--wide")] for name, folder in folders.items())
     assert max(parts) < 0.8 * min(whole)
 
 

@@ -33,33 +33,34 @@ def run(kind: str, device: torch.device, folder: Path, *guests: Any, resume: Any
 
 def state_of(trainer: Any) -> dict[str, torch.Tensor]:
     """Return weights and the optimizer's tensors, on the host."""
-    tensors = {f"weights/{name}": one for name, one in trainer.backend.model_tensors().items()}
-    tensors |= {f"moments/{name}": one for name, one in trainer.backend.optimizer_state()[0].items()}
-    return {name: one.detach().cpu().clone() for name, one in tensors.items()}
+    tensors = {f"weights/{name}": tensor for name, tensor in trainer.backend.model_tensors().items()}
+    tensors |= {f"moments/{name}": tensor for name, tensor in trainer.backend.optimizer_state()[0].items()}
+    return {name: tensor.detach().cpu().clone() for name, tensor in tensors.items()}
 
 
 def saved_at(folder: Path) -> tuple[Path, dict[str, torch.Tensor]]:
     """Return the last checkpoint, and what it holds of weights and optimizer."""
-    found = Store(folder).resolve("last")
-    assert found is not None
-    tensors = {f"weights/{name}": one for name, one in load_tensors(found[0] / "model.safetensors").items()}
-    tensors |= {f"moments/{name}": one for name, one in load_tensors(found[0] / "optimizer/state.safetensors").items()}
-    return found[0], tensors
+    checkpoint = Store(folder).resolve("last")
+    assert checkpoint is not None
+    tensors = {f"weights/{name}": tensor for name, tensor in load_tensors(checkpoint[0] / "model.safetensors").items()}
+    tensors |= {
+        f"moments/{name}": tensor
+        for name, tensor in load_tensors(checkpoint[0] / "optimizer/state.safetensors").items()
+    }
+    return checkpoint[0], tensors
 
 
-def assert_equal(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> None:
-    assert one.keys() == other.keys()
-    for name, tensor in one.items():
-        assert tensor.dtype == other[name].dtype and torch.equal(tensor, other[name]), name
+def assert_equal(first: dict[str, torch.Tensor], second: dict[str, torch.Tensor]) -> None:
+    assert first.keys() == second.keys()
+    for name, tensor in first.items():
+        assert tensor.dtype == second[name].dtype and torch.equal(tensor, second[name]), name
 
 
 # --- on one device
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_a_run_with_dropout_is_resumed_to_the_bit(
-    device: torch.device, kind: str, precision: str, tmp_path: Path
-) -> None:
+def test_run_with_dropout_resumes_bit_exactly(device: torch.device, kind: str, precision: str, tmp_path: Path) -> None:
     trace, rest = Trace(), Trace()
     straight = run(kind, device, tmp_path / "straight", trace, autocast=precision)
     run(kind, device, tmp_path / "parts", StopAt(CUT), autocast=precision)
@@ -67,12 +68,12 @@ def test_a_run_with_dropout_is_resumed_to_the_bit(
     second = run(kind, device, tmp_path / "parts", rest, autocast=precision, resume="auto")
     assert_equal(state_of(straight), state_of(second))
     assert straight.metrics.to_dict() == second.metrics.to_dict()
-    ends = [[{key: row[key] for key in row if key not in SPEEDS} for row in one.logs] for one in (trace, rest)]
+    ends = [[{key: row[key] for key in row if key not in SPEEDS} for row in run.logs] for run in (trace, rest)]
     assert ends[0][-len(ends[1]) :] == ends[1] and len(ends[1]) >= 2
 
 
 @pytest.mark.parametrize("first", KINDS)
-def test_a_run_goes_on_under_another_trainer_to_the_bit(
+def test_run_resumes_in_another_trainer_bit_exactly(
     device: torch.device, kind: str, first: str, tmp_path: Path
 ) -> None:
     if first == "hf":
@@ -84,10 +85,10 @@ def test_a_run_goes_on_under_another_trainer_to_the_bit(
     assert_equal(state_of(straight), state_of(second))
 
 
-def test_a_checkpoint_holds_what_was_on_the_device(device: torch.device, kind: str, tmp_path: Path) -> None:
+def test_checkpoint_equals_state_on_device(device: torch.device, kind: str, tmp_path: Path) -> None:
     trainer = run(kind, device, tmp_path, StopAt(CUT))
-    folder, held = saved_at(tmp_path)
-    assert_equal(held, state_of(trainer))
+    folder, saved = saved_at(tmp_path)
+    assert_equal(saved, state_of(trainer))
     generators = load_tensors(folder / "rng/state.safetensors")
     assert ("0/device" in generators) == (device.type == "cuda")
     if device.type == "cuda":
@@ -104,52 +105,52 @@ def test_async_save_holds_state_of_request(device: torch.device, tmp_path: Path)
         trainer.train()
         ends.append([load_tensors(path / "model.safetensors") for path in trainer.store.checkpoints()])
     assert len(ends[0]) == len(ends[1]) == 15
-    for one, other in zip(*ends, strict=True):
-        assert_equal(one, other)
+    for first, second in zip(*ends, strict=True):
+        assert_equal(first, second)
 
 
 # --- from the GPU to the CPU, and back
 
 
-def test_a_run_moves_to_the_cpu_and_back(device: torch.device, kind: str, tmp_path: Path) -> None:
+def test_run_moves_to_cpu_and_back(device: torch.device, kind: str, tmp_path: Path) -> None:
     straight = run("native", CPU, tmp_path / "straight", dropout=0.0)
     run(kind, device, tmp_path / "parts", StopAt(7), dropout=0.0)
-    folder, held = saved_at(tmp_path / "parts")
+    folder, saved = saved_at(tmp_path / "parts")
 
-    there = run("native", CPU, tmp_path / "parts", StopAt(CUT), dropout=0.0, resume="auto")
-    assert there.device.type == "cpu" and there.progress.step == CUT
-    assert {one.device.type for held in there.optimizer.state.values() for one in held.values()} == {"cpu"}
+    on_cpu = run("native", CPU, tmp_path / "parts", StopAt(CUT), dropout=0.0, resume="auto")
+    assert on_cpu.device.type == "cpu" and on_cpu.progress.step == CUT
+    assert {tensor.device.type for state in on_cpu.optimizer.state.values() for tensor in state.values()} == {"cpu"}
 
     back = run(kind, device, tmp_path / "parts", dropout=0.0, resume="auto")
     assert back.progress.step == STEPS
-    assert {one.device.type for one in back.get_model().parameters()} == {device.type}
+    assert {parameter.device.type for parameter in back.get_model().parameters()} == {device.type}
     assert distance(
-        [one.cpu() for one in weights(back.get_model())], weights(straight.get_model())
+        [parameter.cpu() for parameter in weights(back.get_model())], weights(straight.get_model())
     ) < 1e-4  # fmt: skip
-    ours, theirs = (one.metrics["valid"] for one in (back, straight))
+    ours, theirs = (trainer.metrics["valid"] for trainer in (back, straight))
     assert [row["step"] for row in ours] == [row["step"] for row in theirs] == [5, 10, 15, 20, 25, 30]
-    for one, other in zip(ours, theirs, strict=True):
-        assert one == pytest.approx(other, abs=1e-4)
+    for first, second in zip(ours, theirs, strict=True):
+        assert first == pytest.approx(second, abs=1e-4)
     # what was loaded is what was saved
     loaded = make(
         "native", CPU, t16(dtype=FP32), rows(60, FP32), rows(12, FP32), epochs=2, lr_scheduler="cosine",
         warmup_steps=3, max_grad_norm=0.5, save_dir=tmp_path / "parts",
     )  # fmt: skip
     loaded.load_checkpoint(folder)
-    assert_equal(held, state_of(loaded))
+    assert_equal(saved, state_of(loaded))
 
 
-def test_a_generator_of_another_device_is_left_as_it_is(device: torch.device, kind: str, tmp_path: Path) -> None:
+def test_generator_of_other_device_is_unchanged(device: torch.device, kind: str, tmp_path: Path) -> None:
     run("native", CPU, tmp_path, StopAt(CUT))
     second = run(kind, device, tmp_path, resume="auto")
     assert second.progress.step == STEPS
     assert "0/device" not in load_tensors(tmp_path / "checkpoint-19/rng/state.safetensors")
 
 
-def test_a_model_saved_from_the_device_opens_on_the_host(device: torch.device, kind: str, tmp_path: Path) -> None:
+def test_model_saved_on_device_loads_on_host(device: torch.device, kind: str, tmp_path: Path) -> None:
     trainer = run(kind, device, tmp_path / "run")
     trainer.save_model(tmp_path / "model")
     tensors = load_tensors(tmp_path / "model/model.safetensors")
     plain = t16(dtype=FP32)
     plain.load_state_dict(tensors)
-    assert same(weights(plain), [one.cpu() for one in weights(trainer.get_model())])
+    assert same(weights(plain), [parameter.cpu() for parameter in weights(trainer.get_model())])

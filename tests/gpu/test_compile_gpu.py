@@ -70,9 +70,7 @@ def test_compiled_model_equals_plain_and_resumes(
     assert {name.rpartition("/")[0] for name in moments} == NAMES
 
 
-def test_a_compiled_model_goes_on_as_a_plain_one(
-    device: torch.device, kind: str, compiler: str, tmp_path: Path
-) -> None:
+def test_compiled_model_resumes_as_plain(device: torch.device, kind: str, compiler: str, tmp_path: Path) -> None:
     plain = run(kind, device, t16(dtype=FP32), tmp_path / "plain")
     run(kind, device, torch.compile(t16(dtype=FP32), backend=compiler), tmp_path / "parts", StopAt(11))
     second = run(kind, device, t16(dtype=FP32), tmp_path / "parts", resume="auto")

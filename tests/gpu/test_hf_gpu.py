@@ -43,7 +43,7 @@ def hf(model: nn.Module, args: Any, data: Any, *more: Any, **options: Any) -> HF
 # --- precision
 
 
-def test_bf16_of_their_arguments_is_autocast_of_ours(device: torch.device, tmp_path: Path) -> None:
+def test_bf16_argument_is_autocast(device: torch.device, tmp_path: Path) -> None:
     model, ours = t16(dtype=FP32), t16(dtype=FP32)
     trainer = hf(model, arguments(tmp_path, bf16=True), rows(60, FP32))
     trainer.train()
@@ -71,14 +71,14 @@ def test_fp16_argument_skips_overflow_as_native(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("full", ["bf16_full_eval", pytest.param("fp16_full_eval", marks=pytest.mark.gpu)])
-def test_an_evaluation_in_low_precision_puts_the_weights_back(device: torch.device, full: str, tmp_path: Path) -> None:
+def test_low_precision_evaluation_restores_weights(device: torch.device, full: str, tmp_path: Path) -> None:
     model = t16(dtype=FP32)
     trainer = hf(model, arguments(tmp_path, **{full: True}), rows(60, FP32), rows(12, FP32))
     before, plain = weights(trainer.get_model()), make("native", device, t16(dtype=FP32), None, rows(12, FP32))
     dtype = torch.bfloat16 if full.startswith("bf16") else torch.float16
     x, y = rows(12, FP32).tensors
-    found = trainer.evaluate(TensorDataset(x.to(dtype), y.to(dtype)))["eval_loss"]
-    assert found == pytest.approx(plain.evaluate()["eval_loss"], rel=0.05)
+    loss = trainer.evaluate(TensorDataset(x.to(dtype), y.to(dtype)))["eval_loss"]
+    assert loss == pytest.approx(plain.evaluate()["eval_loss"], rel=0.05)
     assert same(before, weights(trainer.get_model()))
 
 
@@ -91,12 +91,12 @@ def texts(size: int = 32) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("kind", ["accelerate", "hf"])
-def test_a_small_gpt_in_bf16_is_trained_alike_by_all(device: torch.device, kind: str) -> None:
+def test_small_gpt_in_bf16_trains_alike_in_all_trainers(device: torch.device, kind: str) -> None:
     ends = []
-    for one in ("native", kind):
+    for trainer_kind in ("native", kind):
         model = gpt(vocabulary=64).float()
         trainer = make(
-            one, device, model, texts(), texts(8), autocast="bf16", epochs=2, gradient_accumulation_steps=2,
+            trainer_kind, device, model, texts(), texts(8), autocast="bf16", epochs=2, gradient_accumulation_steps=2,
             learning_rate=1e-3, deterministic=True,
         )  # fmt: skip
         metrics = trainer.train()
@@ -176,12 +176,12 @@ def test_out_of_memory_splits_batches_exactly(where: str, tmp_path: Path) -> Non
     small = found_batch(Fills(where), tmp_path, 4, 4, finds=False)  # which also brings in what stays in memory
     model = Fills(where)
     with room_for(CUDA, 100 * MB):  # for 4 samples, and not for 8
-        found = found_batch(model, tmp_path, 16)
-    assert found._feed.microbatch_size == 4
+        split = found_batch(model, tmp_path, 16)
+    assert split._feed.microbatch_size == 4
     assert model.sizes[:3] == [16, 8, 4] and set(model.sizes[2:]) == {4}
-    assert found.progress.step == small.progress.step == 6
+    assert split.progress.step == small.progress.step == 6
     assert distance(weights(model), weights(small.get_model())) <= 1e-12
-    ends = [one.metrics["train_metrics_history"] for one in (found, small)]
+    ends = [trainer.metrics["train_metrics_history"] for trainer in (split, small)]
     assert all(a == pytest.approx(b, rel=1e-9) for a, b in zip(*ends, strict=True))
 
 
@@ -194,15 +194,15 @@ def test_sample_larger_than_memory_raises(device: torch.device, tmp_path: Path) 
     assert model.passes == 3
 
 
-def test_an_update_that_had_no_room_is_made_again(device: torch.device, tmp_path: Path) -> None:
+def test_update_out_of_memory_is_repeated(device: torch.device, tmp_path: Path) -> None:
     def trained(optimizer: type, **options: Any) -> HFTrainer:
         trainer = hf(t16(), arguments(tmp_path, **options), rows(40), optimizer=optimizer)
         trainer.train()
         return trainer
 
-    found, plain = trained(GreedyAdamW, auto_find_batch_size=True), trained(torch.optim.AdamW)
-    assert found.progress.step == 10 and found._feed.microbatch_size == 2
-    assert distance(weights(found.get_model()), weights(plain.get_model())) <= 1e-12
+    greedy, plain = trained(GreedyAdamW, auto_find_batch_size=True), trained(torch.optim.AdamW)
+    assert greedy.progress.step == 10 and greedy._feed.microbatch_size == 2
+    assert distance(weights(greedy.get_model()), weights(plain.get_model())) <= 1e-12
 
 
 def test_stock_trainer_resumes_our_checkpoint(device: torch.device, tmp_path: Path) -> None:

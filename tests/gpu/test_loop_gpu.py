@@ -44,7 +44,7 @@ TOGETHER = {
     [{}, TOGETHER, pytest.param({"num_workers": 2}, marks=pytest.mark.processes)],
     ids=["plain", "everything", "workers"],
 )
-def test_a_step_does_not_wait_for_the_device(device: torch.device, kind: str, options: dict[str, Any]) -> None:
+def test_step_does_not_wait_for_device(device: torch.device, kind: str, options: dict[str, Any]) -> None:
     forbid = Forbid(50, 10)
     data = rows(200 * options.get("gradient_accumulation_steps", 1), FP32)
     trainer = make(
@@ -168,10 +168,10 @@ class Refills:
         self.reuses, self.ids, self.labels = reuses, data.ids, data.labels
 
     def __iter__(self) -> Iterator[dict[str, torch.Tensor]]:
-        kept = {"ids": torch.empty_like(self.ids[:2]), "labels": torch.empty_like(self.labels[:2])}
+        buffers = {"ids": torch.empty_like(self.ids[:2]), "labels": torch.empty_like(self.labels[:2])}
         for start in range(0, 16, 2):
             batch = {"ids": self.ids[start : start + 2], "labels": self.labels[start : start + 2]}
-            yield {name: kept[name].copy_(batch[name]) for name in kept} if self.reuses else batch
+            yield {name: buffers[name].copy_(batch[name]) for name in buffers} if self.reuses else batch
 
 
 def test_batch_weight_is_read_before_buffer_reuse(device: torch.device, kind: str) -> None:
@@ -196,24 +196,24 @@ class Places(Algorithm):
 
 @pytest.mark.parametrize("has_own", [False, True])
 def test_custom_prepare_batch_gets_host_batches(device: torch.device, kind: str, has_own: bool) -> None:
-    given: list[tuple[str, bool]] = []
+    calls: list[tuple[str, bool]] = []
 
     class Prepares(trainer_class(kind)):  # type: ignore[misc]
         def _prepare_batch(self, batch: Any) -> Any:
-            given.append((batch[0].device.type, batch[0].is_pinned()))
+            calls.append((batch[0].device.type, batch[0].is_pinned()))
             return super()._prepare_batch(batch)
 
     places, ends = Places(), []
-    for one in (Prepares if has_own else trainer_class(kind), trainer_class(kind)):
+    for trainer_type in (Prepares if has_own else trainer_class(kind), trainer_class(kind)):
         place = {"device": device} if kind == "native" else {}
-        trainer = one(
+        trainer = trainer_type(
             t16(dtype=FP32), rows(40, FP32), loss_fn=F.mse_loss, learning_rate=0.01, epochs=1, progress_bar=False,
             algorithms=[places], **place,
         )  # fmt: skip
         trainer.train()
         ends.append(weights(trainer.get_model()))
     assert places.seen == {device.type}
-    assert set(given) == ({("cpu", device.type == "cuda")} if has_own else set())
+    assert set(calls) == ({("cpu", device.type == "cuda")} if has_own else set())
     assert same(*ends)
 
 
@@ -242,9 +242,7 @@ class Words(nn.Module):
         return self.out(self.words(x).tanh()).mean(dim=1)
 
 
-def test_deterministic_runs_are_equal_to_the_bit(
-    device: torch.device, kind: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_deterministic_runs_are_bit_equal(device: torch.device, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)  # it is the trainer that sets it
     generator = torch.Generator().manual_seed(0)
     data = TensorDataset(torch.randint(0, 3, (64, 512), generator=generator), torch.randn(64, 1, generator=generator))

@@ -30,7 +30,7 @@ def wide(device: torch.device, where: str = "") -> tuple[Greedy, TensorDataset]:
 
 
 def size_of(model: nn.Module) -> int:
-    return sum(one.numel() * one.element_size() for one in model.parameters())
+    return sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())
 
 
 def run_out(trainer: Any, work: str = "train") -> str:
@@ -48,7 +48,7 @@ def straight(kind: str, device: torch.device) -> list[torch.Tensor]:
     """Train a small model, and return its weights on the host."""
     trainer = make(kind, device, t16(dtype=FP32), rows(60, FP32))
     trainer.train()
-    return [one.cpu() for one in weights(trainer.get_model())]
+    return [parameter.cpu() for parameter in weights(trainer.get_model())]
 
 
 class Stops(Callback):
@@ -71,7 +71,7 @@ class Stops(Callback):
 
 
 @pytest.mark.parametrize("where", ["forward", "backward", "update"])
-def test_memory_that_runs_out_ends_the_run_and_is_given_back(device: torch.device, kind: str, where: str) -> None:
+def test_out_of_memory_ends_run_and_frees_memory(device: torch.device, kind: str, where: str) -> None:
     expected = straight(kind, device)
     free_up(device)
     before, stops = allocated(device), Stops()
@@ -82,8 +82,8 @@ def test_memory_that_runs_out_ends_the_run_and_is_given_back(device: torch.devic
         trainer = make(
             kind, device, model, data, loss_fn=F.mse_loss, batch_size=8, optimizer=optimizer, callbacks=[stops]
         )
-        said = run_out(trainer)
-        assert "out of memory" in said or "can't allocate memory" in said
+        message = run_out(trainer)
+        assert "out of memory" in message or "can't allocate memory" in message
         if device.type == "cuda":
             assert allocated(device) - before > 2 * size_of(model)  # or nothing would have to be given back
         return weakref.ref(model)
@@ -102,7 +102,7 @@ def test_out_of_memory_in_evaluation_has_remedy(device: torch.device, kind: str)
         kind, device, Greedy(t16(dtype=FP32), "evaluation"), rows(12, FP32), rows(8, FP32), loss_fn=F.mse_loss,
         callbacks=[stops], sanity=False,
     )  # fmt: skip
-    assert "ran out in evaluation" in (said := run_out(trainer)) and "eval_batch_size=2 (instead of 4)" in said
+    assert "ran out in evaluation" in (message := run_out(trainer)) and "eval_batch_size=2 (instead of 4)" in message
     assert stops.step == 3
 
 
@@ -134,7 +134,7 @@ def test_optimizer_state_larger_than_memory_raises(kind: str) -> None:
 # --- how much
 
 
-def test_a_run_leaves_parameters_and_moments_and_nothing_else(device: torch.device, kind: str) -> None:
+def test_run_leaves_only_parameters_and_moments(device: torch.device, kind: str) -> None:
     straight(kind, device)
     free_up(device)
     before = allocated(device)
@@ -142,7 +142,7 @@ def test_a_run_leaves_parameters_and_moments_and_nothing_else(device: torch.devi
     trainer = make(kind, device, model, data, loss_fn=F.mse_loss, batch_size=8)
     trainer.train()
     free_up(device)
-    assert all(one.grad is None for one in model.parameters())
+    assert all(parameter.grad is None for parameter in model.parameters())
     assert allocated(device) - before < 3 * size_of(model) + 48 * MB
 
 
@@ -160,8 +160,8 @@ def test_evaluation_memory_is_constant(device: torch.device, kind: str, metrics:
 
     def evaluate(batches: int) -> None:
         x, labels = torch.randn(batches * size, 16), torch.randint(0, 1000, (batches * size,))
-        found = trainer.evaluate(TensorDataset(x, labels))
-        assert found.keys() == ({"eval_loss"} if metrics is None else {"eval_loss", "eval_accuracy"})
+        metrics = trainer.evaluate(TensorDataset(x, labels))
+        assert metrics.keys() == ({"eval_loss"} if metrics is None else {"eval_loss", "eval_accuracy"})
 
     evaluate(2)
     few, many = (peak_of(device, lambda n=n: evaluate(n)) for n in (4, 64))
@@ -178,7 +178,7 @@ def test_checkpoint_makes_no_copy_on_device(device: torch.device, kind: str, asy
         kind, device, model, data, loss_fn=F.mse_loss, batch_size=8, save_dir=tmp_path, save_steps=1000, **options
     )
     trainer.train()
-    largest = max(one.numel() * one.element_size() for one in model.parameters())
+    largest = max(parameter.numel() * parameter.element_size() for parameter in model.parameters())
     before = weights(model)
     for work in (trainer.save_checkpoint, lambda: trainer.load_checkpoint("last")):
         assert peak_of(device, work) <= 2 * largest

@@ -33,7 +33,7 @@ def notes_of(kind: str, device: torch.device, *at: int, **options: Any) -> tuple
 # --- fp16
 
 
-def test_an_overflow_skips_the_window_and_nothing_else(device: torch.device, kind: str) -> None:
+def test_overflow_skips_only_its_window(device: torch.device, kind: str) -> None:
     """And leaves all trainers with the same weights."""
     (trainer, notes), (_, expected) = notes_of(kind, device, 4, 9), notes_of("native", device, 4, 9)
     assert notes.rows == expected.rows and same(notes.weights[-1], expected.weights[-1])
@@ -48,13 +48,13 @@ def test_an_overflow_skips_the_window_and_nothing_else(device: torch.device, kin
     assert math.isfinite(trainer.metrics["train_metrics_history"][0]["train_loss"])
 
 
-def test_an_overflow_in_one_micro_batch_skips_the_whole_window(device: torch.device, kind: str) -> None:
+def test_overflow_in_micro_batch_skips_whole_window(device: torch.device, kind: str) -> None:
     _, notes = notes_of(kind, device, 3, gradient_accumulation_steps=2)  # the first of the second window
     assert [row[:2] for row in notes.rows] == [(1, 0), (1, 1), (2, 1), (3, 1), (4, 1), (5, 1), (6, 1), (7, 1)]
     assert same(notes.weights[0], notes.weights[1])
 
 
-def test_a_scale_below_its_minimum_ends_the_run(device: torch.device, kind: str) -> None:
+def test_scale_below_minimum_ends_run(device: torch.device, kind: str) -> None:
     model = t16(dtype=FP32)
     trainer = make_half(
         kind, device, model, rows(60, FP32), (4.0, 1.0), algorithms=[Overflow(*range(1, 99))], callbacks=[Notes()]
@@ -66,7 +66,7 @@ def test_a_scale_below_its_minimum_ends_the_run(device: torch.device, kind: str)
     assert same(before, weights(trainer.get_model()))
 
 
-def test_the_scale_goes_on_over_a_resume(device: torch.device, kind: str, tmp_path: Path) -> None:
+def test_scale_continues_after_resume(device: torch.device, kind: str, tmp_path: Path) -> None:
     def run(*guests: Callback, **options: Any) -> tuple[Any, Notes]:
         notes = Notes()
         trainer = make_half(
@@ -92,20 +92,20 @@ def test_the_scale_goes_on_over_a_resume(device: torch.device, kind: str, tmp_pa
 
 
 @pytest.mark.gpu
-def test_gradients_too_large_for_fp16_find_their_scale(kind: str) -> None:
+def test_scale_adapts_to_large_gradients(kind: str) -> None:
     device, (x, y) = torch.device("cuda"), rows(60, FP32).tensors
     data, ends = TensorDataset(x, 1000 * y), []
-    for one in ("native", kind):
+    for name in ("native", kind):
         trace = Trace()
-        trainer = make(one, device, t16(dtype=FP32), data, autocast="fp16", epochs=4, log_steps=1, callbacks=[trace])
+        trainer = make(name, device, t16(dtype=FP32), data, autocast="fp16", epochs=4, log_steps=1, callbacks=[trace])
         trainer.train()
         assert trace.logs[-1]["loss_scale"] == 65536 / 2**trainer.progress.skipped_steps
         ends.append((trainer.progress.step, trainer.progress.skipped_steps, weights(trainer.get_model())))
-    (steps, skipped, expected), (own_steps, own_skipped, found) = ends
+    (steps, skipped, expected), (own_steps, own_skipped, weights_there) = ends
     assert (own_steps, own_skipped) == (steps, skipped)
     assert 3 <= skipped <= 30 and steps + skipped == 60
-    assert same(found, expected)
-    assert distance(found, weights(t16(dtype=FP32).to(device))) > 0.1
+    assert same(weights_there, expected)
+    assert distance(weights_there, weights(t16(dtype=FP32).to(device))) > 0.1
 
 
 # --- what is computed in which precision
@@ -128,26 +128,24 @@ DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 @pytest.mark.parametrize("precision", DTYPES)
-def test_the_forward_is_in_low_precision_and_what_is_kept_is_not(
-    device: torch.device, kind: str, precision: str
-) -> None:
+def test_forward_is_in_low_precision_and_state_is_not(device: torch.device, kind: str, precision: str) -> None:
     if precision == "fp16" and device.type == "cpu":
         pytest.skip("a CPU has no fp16")
     model = Look(*t16(dtype=FP32).children())
     trainer = make(kind, device, model, rows(60, FP32), autocast=precision, epochs=4)
     losses = [row["train_loss"] for row in trainer.train()["train_metrics_history"]]
     assert model.seen == {DTYPES[precision]}
-    held = trainer.optimizer.state[next(iter(model.parameters()))]
-    assert {one.dtype for one in model.parameters()} == {held["exp_avg"].dtype} == {FP32}
+    state = trainer.optimizer.state[next(iter(model.parameters()))]
+    assert {parameter.dtype for parameter in model.parameters()} == {state["exp_avg"].dtype} == {FP32}
     assert losses[-1] < losses[0]
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_all_trainers_end_with_the_same_weights(device: torch.device, kind: str, precision: str) -> None:
     ends = []
-    for one in ("native", kind):
+    for name in ("native", kind):
         trainer = make(
-            one, device, t16(dtype=FP32), rows(60, FP32), autocast=precision, epochs=2, gradient_accumulation_steps=2,
+            name, device, t16(dtype=FP32), rows(60, FP32), autocast=precision, epochs=2, gradient_accumulation_steps=2,
             lr_scheduler="cosine", warmup_steps=2, max_grad_norm=0.5,
         )  # fmt: skip
         trainer.train()
@@ -199,12 +197,12 @@ def test_nan_reports_sample_and_stops_updates(device: torch.device, kind: str, o
 
 
 @pytest.mark.parametrize("policy", ["skip", "warn"])
-def test_other_policies_for_a_nan_hold_on_the_device(device: torch.device, kind: str, policy: str) -> None:
+def test_nan_policies_hold_on_device(device: torch.device, kind: str, policy: str) -> None:
     x, y = (tensor.clone() for tensor in rows(64, FP32).tensors)
     y[17] = math.nan
     trainer = make(kind, device, t16(dtype=FP32), TensorDataset(x, y), batch_size=8, shuffle=False, on_nonfinite=policy)
     trainer.train()
-    is_finite = all(bool(one.isfinite().all()) for one in trainer.get_model().parameters())
+    is_finite = all(bool(parameter.isfinite().all()) for parameter in trainer.get_model().parameters())
     assert (trainer.progress.step, trainer.progress.skipped_steps, is_finite) == (
         (7, 1, True) if policy == "skip" else (8, 0, False)
     )

@@ -91,62 +91,62 @@ def train(way: str, folder: Path, *guests: Any, resume: str | None = None, **opt
         defaults["save_dir"] = f"{folder}-{os.environ.get('RANK', '0')}"  # each process has a run of its own
         trainer: Any = Trainer(net(), data, batch_size=4, device=device, **{**defaults, **options})
     else:
-        own = {} if CONFIGS[way] is None else {"deepspeed_config": CONFIGS[way]}
-        trainer = AccelerateTrainer(net(), data, batch_size=4 // processes, **{**defaults, **own, **options})
+        engine = {} if CONFIGS[way] is None else {"deepspeed_config": CONFIGS[way]}
+        trainer = AccelerateTrainer(net(), data, batch_size=4 // processes, **{**defaults, **engine, **options})
     trainer.train(resume_from=resume)
     return trainer
 
 
 def state_of(trainer: Any) -> dict[str, torch.Tensor]:
-    return {name: gather_to_host(one).clone() for name, one in trainer.backend.model_tensors().items()}
+    return {name: gather_to_host(tensor).clone() for name, tensor in trainer.backend.model_tensors().items()}
 
 
-def apart(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> float:
-    assert one.keys() == other.keys(), (sorted(one), sorted(other))
-    return max(float((one[name] - other[name]).abs().max()) for name in one)
+def apart(first: dict[str, torch.Tensor], second: dict[str, torch.Tensor]) -> float:
+    assert first.keys() == second.keys(), (sorted(first), sorted(second))
+    return max(float((first[name] - second[name]).abs().max()) for name in first)
 
 
 def examine(way: str, folder: Path) -> dict[str, Any]:
     """Run everything that is to be tested of a way; what raises is noted, and the rest goes on."""
-    found: dict[str, Any] = {}
-    kept: dict[str, Any] = {}
+    results: dict[str, Any] = {}
+    states: dict[str, Any] = {}
 
     def note(name: str, work: Callable[[], Any]) -> None:
         try:
-            found[name] = work()
+            results[name] = work()
         except Exception:
-            found[name] = {"error": traceback.format_exc()[-3000:]}
+            results[name] = {"error": traceback.format_exc()[-3000:]}
 
     def straight() -> dict[str, Any]:
         trainer = train(way, folder / "straight")
-        kept["straight"] = state_of(trainer)
-        kept["native"] = state_of(train("native", folder / "native"))
-        one = next(trainer.model.parameters())
+        states["straight"] = state_of(trainer)
+        states["native"] = state_of(train("native", folder / "native"))
+        parameter = next(trainer.model.parameters())
         trainer.save_model(folder / "model")
         return {
             "step": trainer.progress.step,
             "world_size": trainer.world_size,
             "device": trainer.device.type,
             "sharding": trainer.backend.sharding,
-            "parameter": type(one).__name__,
-            "parameter_device": one.device.type,
-            "from_native": apart(kept["straight"], kept["native"]),
+            "parameter": type(parameter).__name__,
+            "parameter_device": parameter.device.type,
+            "from_native": apart(states["straight"], states["native"]),
             "saved": sorted(load_tensors(folder / "model" / "model.safetensors")),
-            "from_saved": apart(kept["straight"], load_tensors(folder / "model" / "model.safetensors")),
+            "from_saved": apart(states["straight"], load_tensors(folder / "model" / "model.safetensors")),
         }
 
     def resumed() -> dict[str, Any]:
         train(way, folder / "parts", StopAt(11))
         trainer = train(way, folder / "parts", resume="auto")
-        return {"step": trainer.progress.step, "from_straight": apart(kept["straight"], state_of(trainer))}
+        return {"step": trainer.progress.step, "from_straight": apart(states["straight"], state_of(trainer))}
 
     def moved() -> dict[str, Any]:
         native = train("native", folder / "moved", resume=str(folder / "parts/checkpoint-11"))
         train("native", folder / "there", StopAt(11))
         back = train(way, folder / "back", resume=str(folder / "there-0/checkpoint-11"))
         return {
-            "to_native": apart(kept["native"], state_of(native)),
-            "from_native": apart(kept["native"], state_of(back)),
+            "to_native": apart(states["native"], state_of(native)),
+            "from_native": apart(states["native"], state_of(back)),
         }
 
     def poisoned() -> dict[str, Any]:
@@ -161,16 +161,16 @@ def examine(way: str, folder: Path) -> dict[str, Any]:
         try:
             train(way, folder / "poisoned", Keep(), data=TensorDataset(x, y))
         except NonFiniteError as error:
-            said = str(error)
+            message = str(error)
         else:
-            said = ""
-        return {"said": said, "from_start": apart(state_of(kept_trainer[0]), dict(net().named_parameters()))}
+            message = ""
+        return {"said": message, "from_start": apart(state_of(kept_trainer[0]), dict(net().named_parameters()))}
 
     def in_precision(precision: str) -> Callable[[], dict[str, Any]]:
         def work() -> dict[str, Any]:
             trainer = train(way, folder / precision, autocast=precision, epochs=6)
             history = trainer.metrics["train_metrics_history"]
-            dtypes = {str(one.dtype) for one in state_of(trainer).values()}
+            dtypes = {str(tensor.dtype) for tensor in state_of(trainer).values()}
             steps = trainer.progress.step + trainer.progress.skipped_steps
             return {"losses": [row["train_loss"] for row in history], "steps": steps, "dtypes": sorted(dtypes)}
 
@@ -182,11 +182,11 @@ def examine(way: str, folder: Path) -> dict[str, Any]:
     works["poisoned"] = poisoned  # the last one, as it ends by an error
     for name, work in works.items():
         note(name, work)
-    return found
+    return results
 
 
 def main() -> None:
-    """Examine the ways that are named, one after the other, and write what was found of each."""
+    """Examine the ways one after the other, and write the results of each."""
     out, *ways = sys.argv[1:]
     for way in ways:
         result = examine(way, Path(out) / way)
@@ -210,7 +210,7 @@ def launch(ways: list[str], words: list[str], says: dict[str, str], out: Path) -
 
 
 _examined: dict[str, tuple[dict[str, Any], str]] = {}
-"""What was found of each way, and how its launch ended."""
+"""The results of each way, and how its launch ended."""
 
 
 @pytest.fixture(scope="module", params=WAYS)
@@ -221,15 +221,15 @@ def way(request: pytest.FixtureRequest) -> str:
 
 
 @pytest.fixture
-def found(way: str, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], dict[str, Any]]:
-    """Return what was found of a way, under a name; the first that asks launches."""
+def result_of(way: str, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], dict[str, Any]]:
+    """Return the result of a launch, by its name; the first that asks launches."""
     if way not in _examined:
         out = tmp_path_factory.mktemp("sharding")
-        ways, words, says = next(one for one in LAUNCHES if way in one[0])
+        ways, words, says = next(group for group in LAUNCHES if way in group[0])
         ended = launch(ways, words, says, out)
-        for one in ways:
-            path = out / f"{one}.json"
-            _examined[one] = (json.loads(path.read_text()) if path.exists() else {}, ended)
+        for way_run in ways:
+            path = out / f"{way_run}.json"
+            _examined[way_run] = (json.loads(path.read_text()) if path.exists() else {}, ended)
     results, ended = _examined[way]
 
     def of(name: str) -> dict[str, Any]:
@@ -243,9 +243,9 @@ def found(way: str, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str],
 pytestmark = [pytest.mark.gpu, pytest.mark.processes]
 
 
-def test_it_trains_to_the_weights_of_the_native_trainer(way: str, found: Any) -> None:
+def test_sharded_training_equals_native(way: str, result_of: Any) -> None:
     """Where its parameters were asked for; they are saved under the names of the bare model."""
-    straight = found("straight")
+    straight = result_of("straight")
     assert (straight["step"], straight["world_size"], straight["device"]) == (16, 1, "cuda")
     assert straight["sharding"] == ("FSDP" if way.startswith("fsdp") else "DEEPSPEED")
     assert straight["from_native"] < 1e-5
@@ -256,27 +256,27 @@ def test_it_trains_to_the_weights_of_the_native_trainer(way: str, found: Any) ->
     assert straight["from_saved"] == 0.0
 
 
-def test_it_goes_on_from_its_checkpoint(way: str, found: Any) -> None:
-    resumed = found("resumed")
+def test_sharded_run_resumes(way: str, result_of: Any) -> None:
+    resumed = result_of("resumed")
     assert resumed["step"] == 16 and resumed["from_straight"] < 1e-6
 
 
-def test_its_checkpoints_move_to_the_native_trainer_and_back(way: str, found: Any) -> None:
-    moved = found("moved")
+def test_sharded_checkpoints_move_to_native_and_back(way: str, result_of: Any) -> None:
+    moved = result_of("moved")
     assert max(moved["to_native"], moved["from_native"]) < 1e-5
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
-def test_it_trains_in_low_precision_and_saves_in_full(way: str, found: Any, precision: str) -> None:
+def test_sharded_low_precision_saves_fp32(way: str, result_of: Any, precision: str) -> None:
     if (way, precision) == ("fsdp2, offloaded", "fp16"):
         pytest.skip("PyTorch's loss scaler does not wait for what a fused optimizer on the CPU is to know of it")
-    run = found(precision)
+    run = result_of(precision)
     assert run["steps"] == 48 and run["dtypes"] == ["torch.float32"]
     assert run["losses"][-1] < run["losses"][0]
 
 
-def test_a_nan_ends_the_run_before_anything_is_updated(way: str, found: Any) -> None:
-    poisoned = found("poisoned")
+def test_sharded_nan_ends_run_before_update(way: str, result_of: Any) -> None:
+    poisoned = result_of("poisoned")
     assert "not finite at step 1 " in poisoned["said"]
     assert poisoned["from_start"] == 0.0
 

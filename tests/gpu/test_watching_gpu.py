@@ -31,26 +31,26 @@ def test_peaks_are_those_of_each_phase(device: torch.device, kind: str, tmp_path
     last = trace.logs[-1]
     assert last["memory_process"] > 0
     if device.type == "cuda":
-        held = width * (width + 1) * 4 / GIB  # the parameters; gradients are as many, moments twice as many
-        assert last["memory_reserved"] >= last["memory_allocated"] >= last["memory_train"] >= 4 * held
-        assert 3 * held <= last["memory_eval"] < last["memory_train"] and last["memory_save"] >= 3 * held
+        parameters = width * (width + 1) * 4 / GIB  # the parameters; gradients are as many, moments twice as many
+        assert last["memory_reserved"] >= last["memory_allocated"] >= last["memory_train"] >= 4 * parameters
+        assert 3 * parameters <= last["memory_eval"] < last["memory_train"] and last["memory_save"] >= 3 * parameters
 
 
 def test_traces_include_device_and_change_nothing(device: torch.device, kind: str, tmp_path: Path) -> None:
-    found = []
+    ends = []
     for name in ("watched", "plain"):
         watched = [Profiler(skip=2, active=2)] if name == "watched" else []
         trainer = make(kind, device, t16(dtype=FP32), rows(32, FP32), save_dir=tmp_path / name, callbacks=watched)
         trainer.train()
-        found.append([one.cpu() for one in weights(trainer.get_model())])
-    assert same(*found)
+        ends.append([parameter.cpu() for parameter in weights(trainer.get_model())])
+    assert same(*ends)
     (trace,) = (tmp_path / "watched" / "profile").iterdir()
     events = json.loads(gzip.decompress(trace.read_bytes()))["traceEvents"]
-    assert any(one.get("cat") == "kernel" for one in events) == (device.type == "cuda")
+    assert any(event.get("cat") == "kernel" for event in events) == (device.type == "cuda")
 
 
 @pytest.mark.gpu
-def test_a_snapshot_and_the_sizes_are_there_when_memory_runs_out(kind: str, tmp_path: Path) -> None:
+def test_out_of_memory_leaves_snapshot_and_sizes(kind: str, tmp_path: Path) -> None:
     class Asks(Callback):
         def on_before_optimizer_step(self, trainer: Any) -> None:
             torch.empty(1 << 50, device=trainer.device)
@@ -62,6 +62,6 @@ def test_a_snapshot_and_the_sizes_are_there_when_memory_runs_out(kind: str, tmp_
     with pytest.raises(RuntimeError) as caught:
         trainer.train()
     assert is_out_of_memory(caught.value)
-    said = "\n".join(caught.value.__notes__)
-    assert "Memory ran out in training" in said and "The device has" in said
+    notes = "\n".join(caught.value.__notes__)
+    assert "Memory ran out in training" in notes and "The device has" in notes
     assert (tmp_path / "memory" / "rank0-step0.pickle").stat().st_size > 1000
