@@ -16,6 +16,7 @@ import programs
 import pytest
 import torch
 from compiled import compile_once
+from marks import thinned
 
 ROOT = Path(__file__).resolve().parent.parent
 BENCHMARKS = ROOT / "benchmarks"
@@ -49,6 +50,12 @@ def fixture_of(script: str, folder: Path = BENCHMARKS) -> Any:
 
 
 gpu, throughput, probes = fixture_of("gpu"), fixture_of("throughput"), fixture_of("probes", BENCHMARKS / "peers")
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("script", thinned([path.name for path in sorted(BENCHMARKS.glob("[!_]*.py"))], ["parity.py"]))
+def test_benchmark_starts_outside_of_the_tests(script: str, tmp_path: Path) -> None:
+    assert run(BENCHMARKS / script, "--help", cwd=tmp_path).startswith("usage: ")
 
 
 @pytest.mark.slow
