@@ -160,8 +160,8 @@ def test_evaluation_memory_is_constant(device: torch.device, kind: str, metrics:
 
     def evaluate(batches: int) -> None:
         x, labels = torch.randn(batches * size, 16), torch.randint(0, 1000, (batches * size,))
-        metrics = trainer.evaluate(TensorDataset(x, labels))
-        assert metrics.keys() == ({"eval_loss"} if metrics is None else {"eval_loss", "eval_accuracy"})
+        scores = trainer.evaluate(TensorDataset(x, labels))
+        assert scores.keys() == ({"eval_loss"} if metrics is None else {"eval_loss", "eval_accuracy"})
 
     evaluate(2)
     few, many = (peak_of(device, lambda n=n: evaluate(n)) for n in (4, 64))
