@@ -40,11 +40,9 @@ class Translator(nn.Module):
         return {"loss": nn.functional.cross_entropy(logits.transpose(1, 2), labels), "logits": logits}
 
     def next_letters(self, source: Tensor, written: Tensor) -> Tensor:
-        source_states, _ = self.reader(self.embedding(source))
+        memory, _ = self.reader(self.embedding(source))
         states, _ = self.writer(self.embedding(written))
-        context, _ = self.attention(
-            states, source_states, source_states, key_padding_mask=source == 0, need_weights=False
-        )
+        context, _ = self.attention(states, memory, memory, key_padding_mask=source == 0, need_weights=False)
         return self.output(torch.cat([states, context], dim=2))
 
     @torch.no_grad()

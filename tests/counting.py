@@ -78,7 +78,7 @@ class Resumable(Batched):
             self.order = torch.randperm(len(self.data))
         while self.at < len(self):
             self.at += 1
-            Resumable.made += 1
+            Resumable.created += 1
             chosen = self.order[(self.at - 1) * BATCH_SIZE : self.at * BATCH_SIZE].tolist()
             yield self.collate([self.data[index] for index in chosen])
         self.at = 0

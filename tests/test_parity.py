@@ -725,7 +725,7 @@ def test_setup_resumes_bit_for_bit(
     if name in ("rows", "by length"):
         last = {"save_dir": tmp_path / "other", "resume_from": str(tmp_path / f"checkpoint-{stop}")}
         assert distance(train(trainer_class, name, 2, **last).weights, expected.weights) < 1e-6
-    Resumable.made = 0
+    Resumable.created = 0
     resumed = train(trainer_class, name, save_dir=tmp_path, resume_from="auto")
     assert same(resumed.weights, expected.weights)
     assert first.logs + resumed.logs == expected.logs
@@ -733,7 +733,7 @@ def test_setup_resumes_bit_for_bit(
     if name in ALGORITHMS:
         assert train(trainer_class, name, algorithms=[]).evaluations != expected.evaluations
     if "resumable loader" in name:
-        assert Resumable.made == 2 * (6 - stop)
+        assert Resumable.created == 2 * (6 - stop)
     if name in OTHER_ROWS:
         assert (windows, expected.progress["epoch"]) == (6, 2)
         assert expected.progress["samples"] == 2 * SIZE or "own" in name or "resumable" in name  # only rows are known

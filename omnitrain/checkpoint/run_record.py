@@ -67,7 +67,12 @@ def recorded_environment(variables: Mapping[str, str]) -> dict[str, str]:
     """Return the recorded variables, which affect what a run computes or where, without those that may be secret."""
     names = (name for name in variables if name in VARIABLES or name.startswith(FAMILIES))
     selected = {name: variables[name] for name in sorted(names) if not is_secret_name(name)}
-    return {name: value for name, value in selected.items() if mask_text(value) == value and len(value) <= _LONGEST}
+    home = str(Path.home())
+    return {
+        name: value.replace(home, "~")
+        for name, value in selected.items()
+        if mask_text(value) == value and len(value) <= _LONGEST
+    }
 
 
 # --- software and devices

@@ -199,9 +199,15 @@ def test_record_has_no_secrets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(sys, "orig_argv", ["python", str(Path.cwd() / "a.py"), f"--token={secret}", secret])
     for name in ("HF_TOKEN", "NCCL_SOMETHING", "UNKNOWN"):
         monkeypatch.setenv(name, secret)
+    monkeypatch.setenv("HF_HOME", str(Path.home() / "hub"))
     make(tmp_path, trial_name=secret).train()
     text = (tmp_path / "run.json").read_text()
-    assert secret not in text and '"a.py"' in text and str(Path.home()) not in text.replace(sys.prefix, "")
+    assert (
+        secret not in text
+        and '"a.py"' in text
+        and '"~/hub"' in text
+        and str(Path.home()) not in text.replace(sys.prefix, "")
+    )
     assert secret not in json.dumps(content_of(tmp_path / "checkpoint-4")["record"])
 
 

@@ -135,7 +135,7 @@ def collate(backend: str, folder: str | None = None, stop: int = 0) -> dict[str,
 def count(backend: str, collator: str, source: str, folder: str | None = None, stop: int = 0) -> dict[str, Any]:
     """Train two epochs of 22 samples, of which a collator makes other rows; stop after a step, or resume from there."""
     model, options = made(collator, source)
-    ranks, Resumable.made = PROCESSES[backend], 0
+    ranks, Resumable.created = PROCESSES[backend], 0
     if "shared loader" in source:
         data, collate = options.pop("train_dataset"), options.pop("data_collator")
         sampler = DistributedSampler(data, ranks, current_rank())
@@ -152,7 +152,7 @@ def count(backend: str, collator: str, source: str, folder: str | None = None, s
     trainer.train(resume_from=folder and "auto")
     progress = trainer.progress
     counts = [progress.step + progress.skipped_steps, progress.samples, progress.tokens]
-    return {"counts": counts, "made": Resumable.made, "tensors": trainer.backend.model_tensors()}
+    return {"counts": counts, "created": Resumable.created, "tensors": trainer.backend.model_tensors()}
 
 
 BACKENDS = ("ddp", "fsdp", "zero2", "hf2", "zero3", "hf_fsdp", "hf_zero2")
@@ -231,7 +231,7 @@ def test_resumed_rows_match_straight_run_exactly(results: Any, backend: str, col
         assert resumed["counts"] == straight["counts"]
         assert gap(resumed["tensors"], straight["tensors"]) == 0
         if source == "resumable loader":  # 12 batches, of which 4 were trained on before
-            assert (straight["made"], resumed["made"]) in ((12, 8), (12, 9))
+            assert (straight["created"], resumed["created"]) in ((12, 8), (12, 9))
 
 
 def test_rows_of_two_ranks_resume_on_one(results: Any) -> None:
