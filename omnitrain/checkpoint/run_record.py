@@ -67,9 +67,8 @@ def recorded_environment(variables: Mapping[str, str]) -> dict[str, str]:
     """Return the recorded variables, which affect what a run computes or where, without those that may be secret."""
     names = (name for name in variables if name in VARIABLES or name.startswith(FAMILIES))
     selected = {name: variables[name] for name in sorted(names) if not is_secret_name(name)}
-    home = str(Path.home())
     return {
-        name: value.replace(home, "~")
+        name: _shorten_paths(value)
         for name, value in selected.items()
         if mask_text(value) == value and len(value) <= _LONGEST
     }
@@ -266,8 +265,8 @@ class StartRecord:
         self._git.close()
 
 
-def _shorten_paths(argument: str, folder: str) -> str:
-    """Return an argument of the command without the working and the home directory."""
+def _shorten_paths(argument: str, folder: str = "") -> str:
+    """Return an argument of the command, or a variable, without the working and the home directory."""
     for path, replacement in ((folder, ""), (os.path.expanduser("~"), "~/")):
         if len(path) > 1:
             argument = argument.replace(f"{path}{os.sep}", replacement)
