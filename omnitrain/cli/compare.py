@@ -8,12 +8,12 @@ import math
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
-from html import escape
 from pathlib import Path
-from typing import Any, overload
+from typing import Any
 
+from omnitrain.core.display import ResultView, Table, create_panels, draw_curve
 from omnitrain.core.errors import ConfigError, ObjectiveError
-from omnitrain.core.history import MetricsDict, create_figure, read_row, save_figure
+from omnitrain.core.history import MetricsDict, read_row
 from omnitrain.core.metric_format import get_descriptor, sort_for_display
 from omnitrain.core.objective import infer_direction
 
@@ -23,10 +23,11 @@ _NO_CURVE = ("kind", "step", "epoch", "final", "learning_rate", "grad_norm", "sk
 
 
 @dataclass(frozen=True, slots=True)
-class RunComparison:
+class RunComparison(ResultView):
     """The rows of several runs, which print as a table: the last loss, and the best value of each metric.
 
-    `*` marks the best of the runs, if the direction of a metric is known.
+    `*` marks the best of the runs, if the direction of a metric is known. `plot()` draws the training loss and every
+    metric of the evaluations, each with a curve per run.
 
     Attributes:
         runs: The rows of each run by its name, as in `metrics.jsonl`.
@@ -34,55 +35,19 @@ class RunComparison:
 
     runs: dict[str, list[dict[str, Any]]]
 
-    def __str__(self) -> str:
-        """Return the table."""
-        titles, rows = self._cells()
-        widths = [max(map(len, column)) for column in zip(titles, *rows, strict=True)]
-        lines = [
-            [row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])] for row in [titles, *rows]
-        ]  # fmt: skip
-        return "\n".join("  ".join(cells).rstrip() for cells in lines)
-
-    def _repr_html_(self) -> str:
-        """Show the table in notebooks."""
-        titles, rows = self._cells()
-        lines = [f"<tr>{''.join(f'<th>{escape(title)}</th>' for title in titles)}</tr>"]
-        lines += [f"<tr>{''.join(f'<td>{escape(cell)}</td>' for cell in row)}</tr>" for row in rows]
-        return "\n".join(["<table>", *lines, "</table>"])
-
-    @overload
-    def plot(self, path: str | os.PathLike[str]) -> Path: ...
-    @overload
-    def plot(self, path: None = None) -> Any: ...
-    def plot(self, path: str | os.PathLike[str] | None = None) -> Any:
-        """Draw the training loss and every metric of the evaluations, each with a curve per run.
-
-        Args:
-            path: The image to write; its suffix is the format, PNG by default. None returns a figure instead, which a
-                notebook shows.
-
-        Returns:
-            The path of the image, or the figure of matplotlib.
-
-        Raises:
-            MissingExtraError: matplotlib is not installed.
-        """
+    def _figure(self) -> Any:
         names = [name for name in self._names() if not name.startswith("test_")]
-        figure = create_figure("RunComparison.plot", 2.8 * len(names) + 0.4)
-        for axes, name in zip(figure.subplots(len(names), squeeze=False, sharex=True)[:, 0], names, strict=True):
+        figure, panels = create_panels("RunComparison", len(names))
+        for axes, name in zip(panels, names, strict=True):
             for number, (run, rows) in enumerate(self.runs.items()):
-                points = _points(rows, name)
-                color = f"C{number % 10}"
-                if points:
-                    marker = "." if name != "loss" and len(points) < 100 else None
-                    axes.plot(*zip(*points, strict=True), color=color, marker=marker, label=run)
+                points, color = _points(rows, name), f"C{number % 10}"
+                draw_curve(axes, points, run, color=color, **({"marker": None} if name == "loss" else {}))
                 if (best := _best(points, name)) is not None:
                     axes.plot(*best, color=color, marker="*", markersize=11, linestyle="none")
             axes.set_ylabel("train loss" if name == "loss" else _title(name))
-            axes.grid(alpha=0.3)
             axes.legend(fontsize="small")
-        axes.set_xlabel("step" + (" (a star is the best of a run)" if len(names) > 1 else ""))
-        return figure if path is None else save_figure(figure, path)
+        panels[-1].set_xlabel("step" + (" (a star is the best of a run)" if len(names) > 1 else ""))
+        return figure
 
     def _names(self) -> list[str]:
         """Return the values that have a column: the loss, and those of evaluations and tests."""
@@ -97,8 +62,7 @@ class RunComparison:
             *sort_for_display(dict.fromkeys(tests, 0.0)),
         ]
 
-    def _cells(self) -> tuple[list[str], list[list[str]]]:
-        """Return the titles of the columns, and the cells of each run."""
+    def _table(self) -> Table:
         names = self._names()
         columns: list[list[str]] = [list(self.runs)]
         ends = [max(rows, key=lambda row: row["step"]) for rows in self.runs.values()]
@@ -119,7 +83,7 @@ class RunComparison:
                 cells.append(words + (" *" if point is not None and point[1] == top else ""))
             columns.append(cells)
         titles = ["run", "steps", "epochs", *(_title(name) for name in names)]
-        return titles, [list(row) for row in zip(*columns, strict=True)]
+        return Table(titles, [*zip(*columns, strict=True)], is_first_left=True)
 
 
 def compare_runs(*runs: str | os.PathLike[str] | Mapping[str, Any]) -> RunComparison:

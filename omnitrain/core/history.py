@@ -6,16 +6,16 @@ Values are converted to plain numbers and strings when they are added, so no ten
 
 from __future__ import annotations
 
-import io
 import json
 import math
 import numbers
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, overload
 
-from omnitrain.core.errors import ConfigError, MissingExtraError, Tolerance, did_you_mean
+from omnitrain.core.display import ResultView, Table, create_panels, draw_curve, ensure_folder
+from omnitrain.core.errors import ConfigError, Tolerance, did_you_mean
 from omnitrain.core.files import replace_file
 from omnitrain.core.metric_format import bare_name, format_title, get_descriptor, is_described, sort_for_display
 
@@ -24,7 +24,6 @@ _POSITION = ("epoch", "step")
 TABLES = ("train_metrics_history", "valid", "test")
 _SCALARS = ("best_step", "best_checkpoint", "stop_reason")
 _TRAIN_COLUMNS = {"train_loss": "train_loss", "learning_rate": "lr", "grad_norm": "grad_norm"}
-_FIRST_ROWS, _LAST_ROWS = 5, 15
 
 
 def is_position(step: object, epoch: object) -> bool:
@@ -91,12 +90,16 @@ class MetricRow(dict[str, Any]):
         return default if stored is None else self[stored]
 
 
-class MetricsDict(dict[str, Any]):
+class MetricsDict(ResultView, dict[str, Any]):
     """The history of a run, the same on every rank and backend.
 
     The keys are "train_metrics_history", "valid" and "test" (lists of rows), "best_valid" (a row, empty until an
     evaluation is selected) and, once known, "best_step", "best_checkpoint" and "stop_reason". All values are floats,
     ints and strings, so JSON keeps them unchanged.
+
+    It prints as a table with a row per epoch and evaluation; `*` marks the best. `plot()` draws the losses, the
+    learning rate and every metric of the evaluations against the step, with a line at the best evaluation and another
+    one at the end of the run.
 
     >>> metrics = MetricsDict()
     >>> metrics.add_train({"epoch": 1, "step": 10, "train_loss": 0.7})
@@ -201,7 +204,7 @@ class MetricsDict(dict[str, Any]):
 
     def to_json(self, path: str | os.PathLike[str]) -> Path:
         """Write the history to a JSON file, and return its path."""
-        path = _ensure_folder(path)
+        path = ensure_folder(path)
         path.write_text(json.dumps(self.to_dict(), indent=2, allow_nan=False) + "\n", encoding="utf-8")
         return path
 
@@ -209,12 +212,6 @@ class MetricsDict(dict[str, Any]):
     def from_json(cls, path: str | os.PathLike[str]) -> MetricsDict:
         """Read a history from a file written by `to_json`."""
         return cls.from_dict(json.loads(Path(path).read_text(encoding="utf-8")))
-
-    def __str__(self) -> str:
-        """Return a table with a row per epoch and evaluation; `*` marks the best."""
-        lines = [self._headline(), *self._table()]
-        lines += [f"test: {_format_row(row)} (step {_format_number(row.get('step', '?'))})" for row in self["test"]]
-        return "\n".join(filter(None, lines)) or "no metrics yet"
 
     def _headline(self) -> str:
         parts = [f"stopped by: {self['stop_reason']}"] if "stop_reason" in self else []
@@ -239,87 +236,51 @@ class MetricsDict(dict[str, Any]):
         rows.sort(key=lambda row: row.get("step", math.inf))
         return [(row, any(row is other for other in best[:1])) for row in rows]
 
-    def _format_cells(self) -> tuple[list[str], list[tuple[list[str], bool]]]:
-        """Return the titles of the columns, and of each row its cells and whether it is the best."""
+    def _table(self) -> Table:
         rows = self._merge_rows()
         names = list(dict.fromkeys(name for row, _ in rows for name in row))
         first = [name for name in (*_POSITION, *_TRAIN_COLUMNS) if name in names]
         columns = [*first, *sort_for_display({name: 0.0 for name in names if name not in first})]
-        titles = [format_title(_TRAIN_COLUMNS.get(name, name)) for name in columns]
-        return titles, [([_format_cell(name, row.get(name, "")) for name in columns], is_best) for row, is_best in rows]
+        return Table(
+            [format_title(_TRAIN_COLUMNS.get(name, name)) for name in columns],
+            [[_format_cell(name, row.get(name, "")) for name in columns] for row, _ in rows],
+            best=next((number for number, (_, is_best) in enumerate(rows) if is_best), None),
+            above=[headline] if (headline := self._headline()) else [],
+            below=[f"test: {_format_row(row)} (step {_format_number(row.get('step', '?'))})" for row in self["test"]],
+            is_abridged=True,
+        )
 
-    def _table(self) -> Iterator[str]:
-        titles, rows = self._format_cells()
-        if not rows:
-            return
-        widths = [max(map(len, column)) for column in zip(titles, *(cells for cells, _ in rows), strict=True)]
-        rows, hidden = _truncate(rows)
-        for number, (cells, is_best) in enumerate([(titles, False), *rows]):
-            if hidden and number == _FIRST_ROWS + 1:
-                yield f"… {hidden} rows …"
-            line = "  ".join(cell.rjust(width) for cell, width in zip(cells, widths, strict=True))
-            yield (line + ("  *" if is_best else "")).rstrip()
-
-    def _repr_html_(self) -> str:
-        """Show the table in notebooks, with the best evaluation in bold."""
-        titles, rows = self._format_cells()
-        rows, hidden = _truncate(rows)
-        from html import escape  # with a table of 2,000 entities, which no run needs
-
-        lines = [f"<div>{escape(self._headline())}</div>"] if self._headline() else []
-        if rows:
-            lines += ["<table>", f"<tr>{''.join(f'<th>{escape(title)}</th>' for title in titles)}</tr>"]
-            for number, (cells, is_best) in enumerate(rows):
-                if hidden and number == _FIRST_ROWS:
-                    lines.append(f'<tr><td colspan="{len(titles)}">… {hidden} rows …</td></tr>')
-                kind = "th" if is_best else "td"
-                lines.append(f"<tr>{''.join(f'<{kind}>{escape(cell)}</{kind}>' for cell in cells)}</tr>")
-            lines.append("</table>")
-        tests = [f"test: {_format_row(row)} (step {_format_number(row.get('step', '?'))})" for row in self["test"]]
-        lines += [f"<div>{escape(line)}</div>" for line in tests]
-        return "\n".join(lines) or "no metrics yet"
-
-    @overload
-    def plot(self, path: str | os.PathLike[str]) -> Path: ...
-    @overload
-    def plot(self, path: None = None) -> Any: ...
-    def plot(self, path: str | os.PathLike[str] | None = None) -> Any:
-        """Plot the losses, the learning rate and every metric of the evaluations against the step.
-
-        A line marks the best evaluation, another one the end of the run.
-
-        Args:
-            path: The image to write; its suffix is the format, PNG by default. None returns a figure instead, which a
-                notebook shows.
-
-        Returns:
-            The path of the image, or the figure of matplotlib.
-
-        Raises:
-            MissingExtraError: matplotlib is not installed.
-        """
+    def _figure(self) -> Any:
         train, valid = self["train_metrics_history"], self["valid"]
         texts = {name for row in valid for name, value in row.items() if isinstance(value, str)}
         names = {name for row in valid for name in row} - texts
         losses = sorted(name for name in names if name.endswith("_loss"))
-        metrics = dict.fromkeys(sorted(names - {*losses, *_POSITION}), 0.0)
-        panels = [losses, *([name] for name in sort_for_display(metrics))]
-        figure = create_figure("MetricsDict.plot", 2.8 * len(panels) + 0.4)
-        steps = [row["step"] for row in (*train, *valid) if "step" in row]
-        marks = {"best": self.get("best_step"), "end": max(steps, default=None)}
-        for axes, panel in zip(figure.subplots(len(panels), squeeze=False, sharex=True)[:, 0], panels, strict=True):
-            if panel is losses:
-                _draw(axes, train, "train_loss")
+        metrics = sort_for_display(dict.fromkeys(sorted(names - {*losses, *_POSITION}), 0.0))
+        figure, (top, *others) = create_panels("MetricsDict", 1 + len(metrics))
+        draw_curve(top, _points(train, "train_loss"), format_title("train_loss"))
+        for axes, panel in zip([top, *others], [losses, *([name] for name in metrics)], strict=True):
             for name in panel:
-                _draw(axes, valid, name)
-            _draw_marks(axes, marks, self.get("stop_reason"), is_named=panel is losses)
-            axes.grid(alpha=0.3)
-            rate_lines = _draw_rate(axes, train) if panel is losses else []
+                draw_curve(axes, _points(valid, name), format_title(name))
+            self._draw_marks(axes, is_named=axes is top)
+        rates = _draw_rate(top, _points(train, "learning_rate"))
+        for axes in (top, *others):
             lines = [line for line in axes.get_lines() if not line.get_label().startswith("_")]
             if lines:
-                axes.legend(handles=[*lines, *rate_lines], fontsize="small")
+                axes.legend(handles=[*lines, *(rates if axes is top else [])], fontsize="small")
         axes.set_xlabel("step")
-        return figure if path is None else save_figure(figure, path)
+        return figure
+
+    def _draw_marks(self, axes: Any, is_named: bool) -> None:
+        """Draw vertical lines at the best evaluation and at the end, with names in the legend."""
+        steps = [row["step"] for row in (*self["train_metrics_history"], *self["valid"]) if "step" in row]
+        reason = f" ({self['stop_reason']})" if "stop_reason" in self else ""
+        for name, step, note, color, style in (
+            ("best", self.get("best_step"), "", "tab:green", "--"),
+            ("end", max(steps, default=None), reason, "0.5", ":"),
+        ):
+            if step is not None and axes.get_lines():
+                label = f"{name}, step {step}{note}" if is_named else f"_{name}"
+                axes.axvline(step, linewidth=1, label=label, color=color, linestyle=style)
 
 
 def quote_names(names: Iterable[str]) -> str:
@@ -346,53 +307,6 @@ def _to_plain(name: str, value: Any) -> float | int | str:
 
 def _to_plain_row(row: Mapping[str, Any]) -> MetricRow:
     return MetricRow({str(name): _to_plain(str(name), value) for name, value in row.items()})
-
-
-def create_figure(caller: str, height: float) -> Any:
-    """Return an empty figure of matplotlib, made without pyplot, whose global state belongs to the user.
-
-    Args:
-        caller: What draws, for the error.
-        height: In inches.
-
-    Raises:
-        MissingExtraError: matplotlib is not installed.
-    """
-    try:
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise MissingExtraError(caller, "matplotlib", "plot") from error
-
-    class ShownFigure(Figure):
-        def _repr_png_(self) -> bytes:
-            """Show the figure in notebooks, which otherwise show only those of pyplot."""
-            image = io.BytesIO()
-            self.savefig(image, format="png")
-            return image.getvalue()
-
-    return ShownFigure(figsize=(7.2, height), layout="constrained")
-
-
-def save_figure(figure: Any, path: str | os.PathLike[str]) -> Path:
-    """Write a figure in the format of the path's suffix, PNG by default; return the path."""
-    path = _ensure_folder(path)
-    figure.savefig(path, format=path.suffix[1:] or "png")
-    return path
-
-
-def _ensure_folder(path: str | os.PathLike[str]) -> Path:
-    """Return the path, after creating its folder."""
-    path = Path(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    return path
-
-
-def _truncate(rows: list[Any]) -> tuple[list[Any], int]:
-    """Return the first and last rows, and the number of omitted ones."""
-    hidden = len(rows) - _FIRST_ROWS - _LAST_ROWS
-    if hidden <= 1:
-        return rows, 0
-    return [*rows[:_FIRST_ROWS], *rows[-_LAST_ROWS:]], hidden
 
 
 def _format_number(value: float | int | str) -> str:
@@ -425,35 +339,23 @@ def _format_row(row: Mapping[str, Any]) -> str:
     )
 
 
-def _draw(axes: Any, rows: list[MetricRow], name: str) -> None:
-    """Draw one curve, if it has any points."""
-    points = [(row["step"], row[name]) for row in rows if name in row]
-    if points:
-        axes.plot(*zip(*points, strict=True), marker="." if len(points) < 100 else None, label=format_title(name))
+def _points(rows: list[MetricRow], name: str) -> list[tuple[int, float]]:
+    """Return step and value of each row that has a value of this name."""
+    return [(row["step"], row[name]) for row in rows if name in row]
 
 
-def _draw_marks(axes: Any, marks: Mapping[str, int | None], reason: str | None, is_named: bool) -> None:
-    """Draw vertical lines at steps, with names in the legend."""
-    styles = {"best": {"color": "tab:green", "linestyle": "--"}, "end": {"color": "0.5", "linestyle": ":"}}
-    for name, step in marks.items():
-        if step is not None and axes.get_lines():
-            words = f"{name}, step {step}" + (f" ({reason})" if name == "end" and reason else "")
-            axes.axvline(step, linewidth=1, label=words if is_named else f"_{name}", **styles[name])
-
-
-def _draw_rate(axes: Any, rows: list[MetricRow]) -> list[Any]:
+def _draw_rate(axes: Any, points: list[tuple[int, float]]) -> list[Any]:
     """Draw the learning rate on a second axis at the right; return its line, if any."""
-    if len([row for row in rows if "learning_rate" in row]) < 2:
+    if len(points) < 2:
         return []
     right = axes.twinx()
-    points = [(row["step"], row["learning_rate"]) for row in rows if "learning_rate" in row]
-    lines = right.plot(*zip(*points, strict=True), color="0.6", linewidth=1, label="learning rate", zorder=0)
+    lines = draw_curve(right, points, "learning rate", color="0.6", linewidth=1, zorder=0, marker=None)
     right.set_ylabel("learning rate", color="0.5")
     right.tick_params(axis="y", colors="0.5")
     right.set_ylim(bottom=0)
     axes.set_zorder(right.get_zorder() + 1)  # so that the losses are drawn over it
     axes.patch.set_visible(False)
-    return list(lines)
+    return lines
 
 
 def write_results(folder: Path, split: str, metrics: Mapping[str, Any], is_main: bool) -> Path:

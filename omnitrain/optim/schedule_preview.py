@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
+from omnitrain.core.display import ResultView, Table, create_figure
 from omnitrain.core.duration import Duration, Limits
 from omnitrain.core.errors import ConfigError
-from omnitrain.core.history import create_figure, save_figure
 from omnitrain.core.progress import Progress
 from omnitrain.optim.schedules import (
     Length,
@@ -25,8 +23,8 @@ from omnitrain.optim.schedules import (
 
 
 @dataclass(frozen=True, slots=True)
-class SchedulePreview:
-    """The rates of a schedule over a run, which prints as a table.
+class SchedulePreview(ResultView):
+    """The rates of a schedule over a run, which prints as a table; `plot()` draws them.
 
     Attributes:
         unit: What the places count: "ba" (steps), "sp" (samples), "tok" (tokens) or "s" (seconds).
@@ -39,18 +37,7 @@ class SchedulePreview:
     rates: list[float]
     _curve: tuple[list[float], list[float]] = field(repr=False, compare=False)
 
-    def plot(self, path: str | os.PathLike[str]) -> Path:
-        """Draw the rate over the run.
-
-        Args:
-            path: The image to write; its suffix is the format, PNG by default.
-
-        Returns:
-            The path of the image.
-
-        Raises:
-            MissingExtraError: matplotlib is not installed.
-        """
+    def _figure(self) -> Any:
         figure = create_figure("SchedulePreview.plot", 3.2)
         axes = figure.subplots()
         axes.plot(*self._curve)
@@ -58,19 +45,16 @@ class SchedulePreview:
         axes.set_ylabel("learning rate")
         axes.set_ylim(bottom=0)
         axes.grid(alpha=0.3)
-        return save_figure(figure, path)
+        return figure
 
-    def __str__(self) -> str:
-        """Return the table."""
+    def _table(self) -> Table:
         end = self.places[-1]
         shown = [f"{place:.0f}" if end >= 10 or float(place).is_integer() else f"{place:g}" for place in self.places]
-        rows = [("run", _COUNTED[self.unit], "learning rate")]
-        rows += [
+        rows = [
             (f"{place / end:.0%}", words, f"{rate:.4g}")
             for place, words, rate in zip(self.places, shown, self.rates, strict=True)
         ]
-        widths = [max(len(row[column]) for row in rows) for column in range(3)]
-        return "\n".join("  ".join(map(str.rjust, row, widths)) for row in rows)
+        return Table(["run", _COUNTED[self.unit], "learning rate"], rows)
 
 
 def preview_schedule(

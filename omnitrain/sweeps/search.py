@@ -7,8 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import errno
-import functools
 import gc
 import itertools
 import json
@@ -16,14 +14,15 @@ import logging
 import math
 import os
 import traceback
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, TypeVar, overload
+from typing import Any, Literal, TypeVar
 
 from omnitrain.arguments import describe
 from omnitrain.checkpoint.lock import Lock
 from omnitrain.compute.random_state import derive_seed, isolated_rng
+from omnitrain.core.display import ResultView, Table, create_panels
 from omnitrain.core.errors import (
     CheckpointError,
     ConfigError,
@@ -33,8 +32,7 @@ from omnitrain.core.errors import (
     did_you_mean,
 )
 from omnitrain.core.events import Callback
-from omnitrain.core.files import check_not_link, open_to_append, replace_file
-from omnitrain.core.history import create_figure, save_figure
+from omnitrain.core.files import check_not_link, replace_file
 from omnitrain.core.metric_format import get_descriptor
 from omnitrain.core.paths import folder_path
 from omnitrain.distributed.ranks import Ranks
@@ -83,8 +81,8 @@ class SearchTrial:
 
 
 @dataclass(frozen=True, slots=True)
-class SearchResult:
-    """The trials of a search, which print as a table.
+class SearchResult(ResultView):
+    """The trials of a search, which print as a table; `plot()` draws the scores, in order and over each parameter.
 
     Attributes:
         trials: All finished trials, by number.
@@ -99,76 +97,68 @@ class SearchResult:
     folder: Path
 
     @property
-    def _complete(self) -> list[SearchTrial]:
-        return [trial for trial in self.trials if trial.state == "complete"]
-
-    @property
     def best(self) -> SearchTrial:
         """The trial with the best score of those that are complete; on a tie, the first.
 
         Raises:
             ConfigError: No trial is complete.
         """
-        best = _select_best(self._complete, _score, self.direction)
+        best = self._find_best()
         if best is None:
             raise ConfigError(f"No trial of {str(self.folder)!r} is complete, so there is no best:\n{self.table()}")
         return best
 
     def table(self) -> str:
         """Return a row per trial: number, values, score and its step, last step, state and seconds; `*` is the best."""
-        params = list(dict.fromkeys(name for trial in self.trials for name in trial.params))
-        best, form = _select_best(self._complete, _score, self.direction), get_descriptor(f"eval_{self.metric}").format
-        rows = [["trial", *params, f"{self.metric}  ", "step", "state", "seconds"]]
+        return str(self)
+
+    def _find_best(self) -> SearchTrial | None:
+        scores = {trial.number: trial.score for trial in self.trials if trial.state == "complete"}
+        number = _select_best(scores, self.direction)
+        return next((trial for trial in self.trials if trial.number == number), None)
+
+    def _table(self) -> Table:
+        names, best = self._params(), self._find_best()
+        form = get_descriptor(f"eval_{self.metric}").format
+        rows = []
         for trial in self.trials:
+            values = [trial.params.get(name, "-") for name in names]
             score = "-" if trial.score is None else f"{format(trial.score, form)} @{trial.score_step}"
-            values = [_format_cell(trial.params.get(name, "-")) for name in params]
-            mark = " *" if trial is best else "  "
-            end = [score + mark, str(trial.step), trial.state, f"{trial.seconds:.1f}"]
-            rows.append([str(trial.number), *values, *end])
-        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-        lines = ["  ".join(map(str.rjust, row, widths)).rstrip() for row in rows]
-        return "\n".join([*lines, *(f"trial {trial.number}: {trial.error}" for trial in self.trials if trial.error)])
+            rows.append([
+                str(trial.number),
+                *(f"{value:.4g}" if isinstance(value, float) else str(value) for value in values),
+                score + (" *" if trial is best else "  "), str(trial.step), trial.state, f"{trial.seconds:.1f}",
+            ])  # fmt: skip
+        titles = ["trial", *names, f"{self.metric}  ", "step", "state", "seconds"]
+        return Table(
+            titles, rows, below=[f"trial {trial.number}: {trial.error}" for trial in self.trials if trial.error]
+        )
 
-    def __str__(self) -> str:
-        """Return the table."""
-        return self.table()
+    def _params(self) -> list[str]:
+        return list(dict.fromkeys(name for trial in self.trials for name in trial.params))
 
-    @overload
-    def plot(self, path: str | os.PathLike[str]) -> Path: ...
-    @overload
-    def plot(self, path: None = None) -> Any: ...
-    def plot(self, path: str | os.PathLike[str] | None = None) -> Any:
-        """Draw the scores in the order of the trials with the best so far, and over each parameter.
-
-        Args:
-            path: The image to write; its suffix is the format, PNG by default. None returns a figure instead, which a
-                notebook shows.
-
-        Returns:
-            The path of the image, or the figure of matplotlib.
-
-        Raises:
-            MissingExtraError: matplotlib is not installed.
-        """
-        names = list(dict.fromkeys(name for trial in self.trials for name in trial.params))
-        figure = create_figure("SearchResult.plot", 2.8 * (len(names) + 1) + 0.4)
-        overview, *parameter_axes = figure.subplots(len(names) + 1, squeeze=False)[:, 0]
-        _draw(overview, self.trials, lambda trial: trial.number)
-        _draw_best(overview, self._complete, self.direction)
-        overview.set_xlabel("trial")
-        for axes, name in zip(parameter_axes, names, strict=True):
-            values = [trial.params[name] for trial in self.trials if name in trial.params]
-            is_number = all(isinstance(value, (int, float)) and not isinstance(value, bool) for value in values)
-            _draw(axes, self.trials, functools.partial(_coordinate, name=name, is_number=is_number))
-            if is_number and min(values) > 0 and max(values) >= 30 * min(values):
-                axes.set_xscale("log")
-            axes.set_xlabel(name)
-        for axes in (overview, *parameter_axes):
-            axes.set_ylabel(self.metric)
-            axes.grid(alpha=0.3)
-        if overview.get_legend_handles_labels()[0]:
+    def _figure(self) -> Any:
+        names, scored = self._params(), [trial for trial in self.trials if trial.score is not None]
+        figure, (overview, *others) = create_panels("SearchResult", len(names) + 1, has_one_axis=False)
+        complete = [trial for trial in scored if trial.state == "complete"]
+        _draw_scores(overview, scored, [trial.number for trial in scored])
+        if complete:
+            choose: Any = max if self.direction == "max" else min
+            best = [*itertools.accumulate([trial.score for trial in complete], choose)]
+            numbers = [trial.number for trial in complete]
+            overview.step(numbers, best, where="post", color="C1", label="best so far")
             overview.legend(fontsize="small")
-        return figure if path is None else save_figure(figure, path)
+        for axes, name in zip(others, names, strict=True):
+            trials = [trial for trial in scored if name in trial.params]
+            values = [trial.params[name] for trial in trials]
+            is_number = all(isinstance(value, (int, float)) and not isinstance(value, bool) for value in values)
+            _draw_scores(axes, trials, values if is_number else [*map(str, values)])
+            if values and is_number and min(values) > 0 and max(values) >= 30 * min(values):
+                axes.set_xscale("log")
+        for axes, label in zip((overview, *others), ("trial", *names), strict=True):
+            axes.set_xlabel(label)
+            axes.set_ylabel(self.metric)
+        return figure
 
 
 def search(
@@ -258,26 +248,24 @@ def _check_arguments(trials: Any, direction: Any, sampler: Any, pruner: Any, see
             raise ConfigError(f"`{name}` must be one of {words}, or a {name} of optuna, got {value!r}.{near}")
 
 
+@dataclass
 class _Search:
     """An active search, on each rank; only the main rank has its journal."""
 
-    def __init__(
-        self, make_trainer: MakeTrainer, space: Space, folder: Path, sampler: Any, pruner: Any, seed: int
-    ) -> None:
-        self.make_trainer = make_trainer
-        self.space = space
-        self.folder = folder
-        self.sampler = sampler
-        self.pruner = pruner
-        self.seed = seed
-        self.ranks: Ranks = Ranks()
-        self.metric: str = ""
-        self.direction: str = ""
-        self.study: Any = None
-        self.trial: Any = None
-        self._storage: Any = None
-        # The values of the current trial's evaluations by step.
-        self._reported: dict[int, float] = {}
+    make_trainer: MakeTrainer
+    space: Space
+    folder: Path
+    sampler: Any
+    pruner: Any
+    seed: int
+    ranks: Ranks = field(default_factory=Ranks)
+    metric: str = ""
+    direction: str = ""
+    study: Any = None
+    trial: Any = None
+    storage: Any = None
+    reported: dict[int, float] = field(default_factory=dict)
+    """The values of the current trial's evaluations by step."""
 
     def run_trials(self, trials: int, direction: str | None) -> SearchResult:
         """Run trials up to this total number, and return all."""
@@ -407,17 +395,17 @@ class _Search:
     # --- the journal, on the main rank
 
     def _open_journal(self, stack: contextlib.ExitStack, direction: str | None) -> dict[str, Any]:
-        """Open or create the journal of this search; return its metric and direction.
+        """Open or create the journal of this search; return the settings that must stay the same.
 
         Raises:
             CheckpointError: Another process uses the folder, a file is damaged, or the folder is not writable.
             ConfigError: It is the journal of another search.
         """
+        file = self.folder / _SETTINGS_FILE
         try:
-            settings = self._current_settings(direction)
+            settings = self._check_settings(_read_settings(file), direction)
             self.folder.mkdir(parents=True, exist_ok=True)
             stack.enter_context(Lock(self.folder).hold())
-            file = self.folder / _SETTINGS_FILE
             journal = _Journal(self.folder / _JOURNAL_FILE)
             if not file.exists():
                 if journal.entries:
@@ -429,57 +417,50 @@ class _Search:
                 "pass another `save_dir`."
             ) from error
         stack.callback(journal.close)
-        self._open_study(journal, settings["direction"])
+        try:
+            self._open_study(journal, settings["direction"])
+        except Exception as error:
+            raise _damage_error(journal.path, f"its entries do not fit together ({_one_line_error(error)})") from error
         return settings
 
     def _open_study(self, journal: _Journal, direction: str) -> None:
-        """Create the study of a journal; raise CheckpointError if its entries are inconsistent."""
+        """Create the study of a journal, and read its trials."""
         import optuna
-        from optuna.storages import JournalStorage
 
         pruners = {"median": optuna.pruners.MedianPruner, "none": optuna.pruners.NopPruner}
+        is_new, goal = not journal.entries, "maximize" if direction == "max" else "minimize"
+        self.storage = optuna.storages.JournalStorage(journal)  # type: ignore[arg-type]
+        if is_new:
+            optuna.create_study(direction=goal, storage=self.storage, study_name=_STUDY_NAME)
         pruner = pruners[self.pruner]() if isinstance(self.pruner, str) else self.pruner
-        goal, is_new = "maximize" if direction == "max" else "minimize", not journal.entries
-        try:
-            self._storage = JournalStorage(journal)  # type: ignore[arg-type]
-            options: dict[str, Any] = {"storage": self._storage, "study_name": _STUDY_NAME, "pruner": pruner}
-            if is_new:
-                self.study = optuna.create_study(direction=goal, **options)
-            else:
-                self.study = optuna.load_study(**options)
-            self._finished_trials()
-        except Exception as error:
-            raise _damage_error(journal.path, f"its entries do not fit together ({_one_line_error(error)})") from error
+        self.study = optuna.load_study(study_name=_STUDY_NAME, storage=self.storage, pruner=pruner)
+        self._finished_trials()
 
-    def _current_settings(self, direction: str | None) -> dict[str, Any]:
-        """Return the settings that must stay the same when a search is continued.
-
-        Raises:
-            CheckpointError: The settings file is damaged.
-            ConfigError: They differ.
-        """
+    def _check_settings(self, saved: dict[str, Any] | None, direction: str | None) -> dict[str, Any]:
+        """Return the settings of this search; raise ConfigError if they differ from those of its folder."""
+        objective = {"metric": self.metric, "direction": self.direction}
+        if saved is not None and not self.metric:  # no trainer was made to read it from
+            objective = {name: saved[name] for name in objective}
         settings = {
-            "metric": self.metric,
-            "direction": self.direction,
+            **objective,
             "space": self.space.describe(),
             "sampler": describe(self.sampler),
             "seed": self.seed,
         }
-        saved = _read_settings(self.folder / _SETTINGS_FILE)
-        if saved is not None and not self.metric:
-            settings |= {"metric": saved["metric"], "direction": saved["direction"]}
         if direction not in (None, settings["direction"]):
             raise ConfigError(
                 f"direction={direction!r}, but the objective of the trainers is {settings['metric']!r} with direction "
                 f"{settings['direction']!r}. Pass `optimization_metric` and `optimization_direction` to the trainer."
             )
-        if saved is None:
-            return settings
-        before, after = ({**entries, **_flatten_space(entries["space"])} for entries in (saved, settings))
+        before, after = (
+            {f"space[{name!r}]": value for name, value in entries["space"].items()}
+            | {name: value for name, value in entries.items() if name != "space"}
+            for entries in (saved or settings, settings)
+        )
         changed = [
             f"`{name}` was {before.get(name, 'not there')!r} and is {after.get(name, 'not there')!r}"
             for name in dict.fromkeys([*before, *after])
-            if name != "space" and before.get(name, ...) != after.get(name, ...)
+            if before.get(name, ...) != after.get(name, ...)
         ]
         if changed:
             raise ConfigError(
@@ -514,8 +495,8 @@ class _Search:
         number = interrupted[0].number if interrupted else len(existing)
         self.study.sampler = self._make_sampler(number)
         if interrupted:
-            study_id = self._storage.get_study_id_from_name(_STUDY_NAME)
-            trial_id = self._storage.get_trial_id_from_study_id_trial_number(study_id, number)
+            study_id = self.storage.get_study_id_from_name(_STUDY_NAME)
+            trial_id = self.storage.get_trial_id_from_study_id_trial_number(study_id, number)
             self.trial = optuna.trial.Trial(self.study, trial_id)
         elif any((folder := self._trial_folder(number)).glob("checkpoint-*")):  # the trial would resume from them
             raise ConfigError(
@@ -524,41 +505,35 @@ class _Search:
             )
         else:
             self.trial = self.study.ask()
-        self._reported = dict(interrupted[0].intermediate_values) if interrupted else {}
+        self.reported = dict(interrupted[0].intermediate_values) if interrupted else {}
         params = self.space.suggest(self.trial)
         self.trial.set_user_attr("params", describe(params))
         return number, params
 
     def report(self, step: int, value: float) -> None:
         """Report an evaluation to the pruner, once: a resumed run repeats evaluations."""
-        if step not in self._reported:
-            self._reported[step] = value
+        if step not in self.reported:
+            self.reported[step] = value
             self.trial.report(value, step)
 
     def should_prune(self) -> bool:
         """Return whether the pruner stops the current trial."""
-        return bool(self._reported) and self.trial.should_prune()
+        return bool(self.reported) and self.trial.should_prune()
 
     def _record(self, trainer: BaseTrainer | None, is_pruned: bool, error: str) -> None:
         """Record the result of the current trial."""
         from optuna.trial import TrialState
 
         end: dict[str, Any] = {"step": 0, "seconds": 0.0, "score": None, "score_step": None, "error": error}
-        state, values = TrialState.FAIL, self._reported
+        state = TrialState.FAIL if error else TrialState.COMPLETE
         if trainer is not None:
-            objective = trainer.objective
-            end |= {"step": trainer.progress.step, "seconds": trainer.progress.seconds}
+            objective, progress = trainer.objective, trainer.progress
+            end |= {"step": progress.step, "seconds": progress.seconds}
             end |= {"score": objective.best, "score_step": objective.best_step}
             if not error and is_pruned and trainer.stop_reason == "requested":  # otherwise it had ended anyway
-                state = TrialState.PRUNED
-                best = _select_best(values, values.get, self.direction)
-                end |= {
-                    "step": max(values),
-                    "score": None if best is None else values[best],
-                    "score_step": best,
-                }  # also of a resumed run
-            elif not error:
-                state = TrialState.COMPLETE
+                state, best = TrialState.PRUNED, _select_best(self.reported, self.direction)
+                score = None if best is None else self.reported[best]
+                end |= {"step": max(self.reported), "score": score, "score_step": best}  # also of a resumed run
         self.trial.set_user_attr("end", end)
         value = end["score"] if state == TrialState.COMPLETE else None
         self.study.tell(self.trial, value, state=state)
@@ -585,17 +560,13 @@ class _Search:
         return result
 
 
-# The key of an entry's number in the journal, by which a deleted line is noticed.
-_LINE_KEY = "line"
-
-
 class _Journal:
     """The journal of a search in a file, for optuna's JournalStorage: JSON, a line for each entry, with its number.
 
     One process writes it, which holds the lock of the folder. While the disk fails, entries are kept in memory.
 
     Args:
-        path: The file. An incomplete last line, of a killed process, is cut off with the next entry.
+        path: The file. An incomplete last line, of a killed process, is dropped.
 
     Raises:
         CheckpointError: A line is damaged or missing.
@@ -607,18 +578,16 @@ class _Journal:
         content = path.read_bytes() if path.exists() else b""
         self.path = path
         self.entries: list[dict[str, Any]] = []
-        self._content = bytearray(content[: content.rfind(b"\n") + 1])
-        # Bytes of the content that are in the file.
-        self._written = len(self._content)
+        self._lines = content.splitlines(keepends=True)
+        if self._lines and not content.endswith(b"\n"):
+            self._lines.pop()
         self._tolerance = Tolerance(path.name, "Its entries are kept in memory until they can be written.")
-        for number, line in enumerate(self._content.splitlines(), 1):
+        for number, line in enumerate(self._lines, 1):
             try:
                 entry = json.loads(line)
-            except ValueError as error:
-                raise _damage_error(path, f"line {number} is not JSON ({error})") from error
-            if not isinstance(entry, dict):
-                raise _damage_error(path, f"line {number} is {line.decode()!r:.80} instead of an entry")
-            entry_number = entry.pop(_LINE_KEY, None)
+                entry_number = entry.pop("line", None)
+            except (ValueError, AttributeError) as error:
+                raise _damage_error(path, f"line {number} is no entry ({error})") from error
             if entry_number != number:
                 problem = f"line {number} has the number {entry_number}: a line was deleted, added or moved"
                 raise _damage_error(path, problem)
@@ -629,35 +598,24 @@ class _Journal:
         return self.entries[log_number_from:]
 
     def append_logs(self, logs: list[dict[str, Any]]) -> None:
-        """Add entries, and write them if the disk allows it."""
+        """Add entries, and write the file if the disk allows it."""
         for number, log in enumerate(logs, len(self.entries) + 1):
-            line = json.dumps({_LINE_KEY: number, **log}, separators=(",", ":"))
-            self._content += f"{line}\n".encode()
-            entry = json.loads(line)
-            del entry[_LINE_KEY]
-            self.entries.append(entry)
+            self.entries.append(json.loads(json.dumps(log)))
+            self._lines.append(f"{json.dumps({'line': number, **log}, separators=(',', ':'))}\n".encode())
         self._write()
 
     def close(self) -> None:
         """Write the entries missing in the file; log an error if the disk still fails."""
-        if self._written < len(self._content):
+        if self._tolerance.has_failed:
             self._write()
-        if self._written < len(self._content):
+        if self._tolerance.has_failed:
             logger.error(
-                "%r lacks the entries since the disk failed: a continued search repeats these trials.",
-                str(self.path),
+                "%r lacks the entries since the disk failed: a continued search repeats these trials.", str(self.path)
             )
 
     def _write(self) -> None:
-        with self._tolerance, open_to_append(self.path) as file:
-            if os.fstat(file.fileno()).st_size < self._written:  # it was deleted in the meantime
-                self._written = 0
-            file.truncate(self._written)
-            pending = self._content[self._written :]
-            if file.write(pending) != len(pending):
-                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self.path))
-            os.fsync(file.fileno())
-            self._written = len(self._content)
+        with self._tolerance:
+            replace_file(self.path, self._lines)
 
 
 class _Pruning(Callback):
@@ -728,53 +686,19 @@ def _damage_error(file: Path, problem: str) -> CheckpointError:
     )
 
 
-def _flatten_space(space: Mapping[str, Any]) -> dict[str, Any]:
-    return {f"space[{name!r}]": dimension for name, dimension in space.items()}
-
-
 def _one_line_error(error: BaseException) -> str:
     return " ".join(f"{type(error).__name__}: {error}".split())
 
 
-def _select_best(candidates: Iterable[T], score: Callable[[T], float | None], direction: str) -> T | None:
-    """Return the first candidate with the best finite score, or None."""
-    best, top = None, math.nan
-    for candidate in candidates:
-        value = score(candidate)
-        if value is None or not math.isfinite(value):
-            continue
-        if math.isnan(top) or (value > top if direction == "max" else value < top):
-            best, top = candidate, value
-    return best
+def _select_best(scores: Mapping[int, float | None], direction: str) -> int | None:
+    """Return the first key with the best finite score, or None."""
+    finite = {key: score for key, score in scores.items() if score is not None and math.isfinite(score)}
+    return (max if direction == "max" else min)(finite, key=finite.__getitem__, default=None)
 
 
-def _score(trial: SearchTrial) -> float | None:
-    return trial.score
-
-
-def _format_cell(value: Any) -> str:
-    return f"{value:.4g}" if isinstance(value, float) else str(value)
-
-
-def _coordinate(trial: SearchTrial, name: str, is_number: bool) -> Any:
-    """Return the coordinate of a trial on the axis of a parameter: a number or a string; None without it."""
-    value = trial.params.get(name)
-    return value if is_number or name not in trial.params else str(value)
-
-
-def _draw(axes: Any, trials: list[SearchTrial], place: Callable[[SearchTrial], Any]) -> None:
+def _draw_scores(axes: Any, trials: list[SearchTrial], xs: list[Any]) -> None:
     """Draw the scores as points, those of pruned trials hollow."""
     for state, style in (("complete", {"color": "C0"}), ("pruned", {"facecolors": "none", "edgecolors": "0.5"})):
-        points = [(place(trial), trial.score) for trial in trials if trial.state == state and trial.score is not None]
-        points = [(x, score) for x, score in points if x is not None]
+        points = [(x, trial.score) for x, trial in zip(xs, trials, strict=True) if trial.state == state]
         if points:
             axes.scatter(*zip(*points, strict=True), label=state, **style)
-
-
-def _draw_best(axes: Any, trials: list[SearchTrial], direction: str) -> None:
-    """Draw the best score so far as steps."""
-    choose = max if direction == "max" else min
-    scores = [trial.score for trial in trials if trial.score is not None]
-    if scores:
-        best = list(itertools.accumulate(scores, choose))
-        axes.step([trial.number for trial in trials], best, where="post", color="C1", label="best so far")
