@@ -62,12 +62,9 @@ if TYPE_CHECKING:
     from omnitrain.data.shards import ShardedStream
     from omnitrain.hf.arguments import HFTrainingArguments
     from omnitrain.hf.trainer import HFTrainer
-    from omnitrain.loggers.csv import CsvLogger
-    from omnitrain.loggers.jsonl import JsonlLogger
     from omnitrain.loggers.progress_bar import ProgressBar
-    from omnitrain.loggers.tensorboard import TensorBoardLogger
-    from omnitrain.loggers.tracking import Tracking
-    from omnitrain.loggers.wandb import WandbLogger
+    from omnitrain.loggers.rows import CsvLogger, JsonlLogger
+    from omnitrain.loggers.tracking import TensorBoardLogger, Tracking, WandbLogger
     from omnitrain.model.losses import CrossEntropy, WeightedLosses, chunked_cross_entropy
     from omnitrain.model.multitask import MultiTask, MultiTaskUnit
     from omnitrain.model.units import EvalUnit, ModelUnit, StepOutput, TrainUnit
@@ -112,7 +109,7 @@ _MODULES = {
     "CosineAnnealingScheduler": "optim.schedules",
     "CosineWithRestartsScheduler": "optim.schedules",
     "CrossEntropy": "model.losses",
-    "CsvLogger": "loggers.csv",
+    "CsvLogger": "loggers.rows",
     "CutMix": "algorithms.cutmix",
     "DataError": "core.errors",
     "DistributedError": "core.errors",
@@ -133,7 +130,7 @@ _MODULES = {
     "HFTrainer": "hf.trainer",
     "HFTrainingArguments": "hf.arguments",
     "InverseSqrtScheduler": "optim.schedules",
-    "JsonlLogger": "loggers.jsonl",
+    "JsonlLogger": "loggers.rows",
     "LabelSmoothing": "algorithms.label_smoothing",
     "LinearScheduler": "optim.schedules",
     "LayerFreezing": "algorithms.layer_freezing",
@@ -174,14 +171,14 @@ _MODULES = {
     "StepScheduler": "optim.schedules",
     "StochasticDepth": "algorithms.stochastic_depth",
     "StraightThrough": "algorithms.straight_through",
-    "TensorBoardLogger": "loggers.tensorboard",
+    "TensorBoardLogger": "loggers.tracking",
     "Tracking": "loggers.tracking",
     "Throughput": "callbacks.throughput",
     "TrainHook": "callbacks.train_hook",
     "TrainUnit": "model.units",
     "Trainer": "trainer.native",
     "WSDScheduler": "optim.schedules",
-    "WandbLogger": "loggers.wandb",
+    "WandbLogger": "loggers.tracking",
     "describe_metric": "core.metric_format",
     "preview_schedule": "optim.schedule_preview",
     "instantiate": "config.instantiation",

@@ -157,8 +157,7 @@ ARGUMENTS: dict[str, str] = {
     "loggers/test_tracking.py::test_report_to_and_loggers_must_not_overlap": "HFTrainingArguments(kwargs)",
     "loggers/test_tracking.py::test_tracker_by_name_gets_the_project_and_options": "Tracking(project options)",
     "loggers/test_tracking.py::test_tracking_every_omits_rows_also_after_a_resume": "Tracking(every)",
-    "loggers/test_wandb.py::test_fresh_run_has_the_arguments_of_the_user": "WandbLogger(init_kwargs)",
-    "loggers/test_wandb.py::test_run_has_the_project_and_each_nth_row": "WandbLogger(project every)",
+    "loggers/test_wandb.py::test_fresh_run_has_the_arguments_of_the_user": "WandbLogger(project every init_kwargs)",
     "model/test_losses.py::test_chunked_cross_entropy_equals_full":
         "chunked_cross_entropy(labels bias label_smoothing chunk_size)",
     "model/test_losses.py::test_chunked_cross_entropy_without_labels": "chunked_cross_entropy(hidden weight)",

@@ -733,11 +733,7 @@ def reject_duplicate_loggers(args: transformers.TrainingArguments | None, logger
         return
     reported = [args.report_to] if isinstance(args.report_to, str) else list(args.report_to or [])
     logger_list = loggers if isinstance(loggers, (list, tuple)) else [loggers]
-    kinds = {"TensorBoardLogger": "tensorboard", "WandbLogger": "wandb"}
-    names = [
-        entry if isinstance(entry, str) else kinds.get(type(entry).__name__, getattr(entry, "name", ""))
-        for entry in logger_list
-    ]
+    names = [entry if isinstance(entry, str) else getattr(entry, "name", "") for entry in logger_list]
     duplicates = [name for name in names if name in reported or (name and "all" in reported)]
     if duplicates:
         raise ConfigError(

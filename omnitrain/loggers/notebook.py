@@ -134,18 +134,21 @@ def curve_svg(curves: Mapping[str, Sequence[tuple[float, float]]]) -> str:
     def point(x: float, y: float) -> str:
         return f"{_LEFT + (x - x0) * x_scale:.1f},{_HEIGHT - _BOTTOM - (y - y0) * y_scale:.1f}"
 
-    style = 'font-size="11" font-family="sans-serif" fill="currentColor"'
-    parts = [f'<svg width="{_WIDTH}" height="{_HEIGHT}" role="img">']
+    def label(x: float, y: float, anchor: str, text: str, color: str = "currentColor") -> str:
+        style = f'text-anchor="{anchor}" font-size="11" font-family="sans-serif" fill="{color}"'
+        return f'<text x="{x}" y="{y}" {style}>{escape(text)}</text>'
+
     frame = f"M{_LEFT},10 V{_HEIGHT - _BOTTOM} H{_WIDTH - 10}"
-    parts.append(f'<path d="{frame}" fill="none" stroke="currentColor" stroke-opacity="0.4"/>')
-    for y, value in ((14, y1), (_HEIGHT - _BOTTOM, y0)):
-        parts.append(f'<text x="{_LEFT - 4}" y="{y}" text-anchor="end" {style}>{value:.4g}</text>')
-    for x, value, anchor in ((_LEFT, x0, "start"), (_WIDTH - 10, x1, "end")):
-        parts.append(f'<text x="{x}" y="{_HEIGHT - 5}" text-anchor="{anchor}" {style}>{value:g}</text>')
+    parts = [
+        f'<svg width="{_WIDTH}" height="{_HEIGHT}" role="img">',
+        f'<path d="{frame}" fill="none" stroke="currentColor" stroke-opacity="0.4"/>',
+        *(label(_LEFT - 4, y, "end", f"{value:.4g}") for y, value in ((14, y1), (_HEIGHT - _BOTTOM, y0))),
+        label(_LEFT, _HEIGHT - 5, "start", f"{x0:g}"),
+        label(_WIDTH - 10, _HEIGHT - 5, "end", f"{x1:g}"),
+    ]
     colors = dict(zip(curves, _COLORS * len(curves), strict=False))
     for number, (name, points) in enumerate(drawn.items()):
         path = " ".join(point(x, y) for x, y in points)
         parts.append(f'<polyline points="{path}" fill="none" stroke="{colors[name]}" stroke-width="1.5"/>')
-        label = f'font-size="11" font-family="sans-serif" fill="{colors[name]}"'
-        parts.append(f'<text x="{_WIDTH - 16}" y="{22 + 14 * number}" text-anchor="end" {label}>{escape(name)}</text>')
+        parts.append(label(_WIDTH - 16, 22 + 14 * number, "end", name, colors[name]))
     return "".join([*parts, "</svg>"])

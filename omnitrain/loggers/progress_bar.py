@@ -13,10 +13,11 @@ from collections.abc import Callable, Iterable, Mapping
 from time import perf_counter
 from typing import TYPE_CHECKING, Any, ClassVar, TextIO
 
-from omnitrain.core.duration import Duration, Every
+from omnitrain.core.duration import Duration
 from omnitrain.core.errors import ConfigError
 from omnitrain.core.events import Callback, Event, Histogram, TrainerLike
 from omnitrain.core.metric_format import format_metric, sort_for_display
+from omnitrain.loggers.logger import Pace, is_test_row
 from omnitrain.loggers.notebook import NotebookPanel, is_notebook
 from omnitrain.loggers.summary import clock, closing, may_stop_early, opening, position
 
@@ -58,8 +59,7 @@ class ProgressBar(Callback):
             raise ConfigError(f"`enabled` must be True, False or None, got {enabled!r}.")
         self.enabled = enabled
         self.stream = stream
-        self.every: Duration | None = None if every is None else Duration.parse(every, "ba", "every")
-        self._interval: Every | None = None
+        self._pace = Pace(every)
         self._bar: RichProgress | None = None
         self._panel: NotebookPanel | None = None
         self._latest_eval: dict[str, float] = {}
@@ -75,13 +75,11 @@ class ProgressBar(Callback):
         self._is_closed, self._error = False, None
         self._latest_logs, self._latest_eval = {}, {}
         self._started_at, self._started_from = perf_counter(), trainer.limits.fraction(trainer.progress)
-        self._interval = None if self.every is None else Every(self.every, trainer.limits)
-        if self._interval is not None:
-            self._interval.restart(trainer.progress)
+        self._pace.begin(trainer)
         if self._is_enabled(trainer):
             lines = opening(trainer)
             if self.enabled is None and is_notebook(self.stream or sys.stdout):
-                self._guard(lambda: self._start_panel(lines))
+                self._guard(lambda: setattr(self, "_panel", NotebookPanel(lines)))
                 return
             console = _bar_console(self.enabled, self.stream)
             for line in lines:
@@ -100,12 +98,12 @@ class ProgressBar(Callback):
         """Show a row of training, or the result of a test."""
         if not self._is_enabled(trainer):
             return
-        if any(name.startswith("test_") for name in logs):
+        if is_test_row(logs):
             self._print_line(_format_row(logs))
             return
         if self._panel is not None:
             self._panel.add_point(logs["step"], logs)
-        if self._interval is not None and not (self._interval.due(trainer.progress) or trainer.lifecycle.is_closing):
+        if not self._pace.shows(trainer):
             return
         self._latest_logs = dict(logs)
         if self._bar is None and self._panel is None:
@@ -182,9 +180,6 @@ class ProgressBar(Callback):
             # Flushed, because a batch log with an 8 KiB buffer may show nothing for an hour.
             self._guard(lambda: print(line, file=self.stream or sys.stdout, flush=True))
 
-    def _start_panel(self, lines: list[str]) -> None:
-        self._panel = NotebookPanel(lines)
-
     def _start_bar(self, console: Console, trainer: TrainerLike) -> None:
         from rich.progress import BarColumn, TextColumn
         from rich.progress import Progress as RichProgress
@@ -227,14 +222,15 @@ class ProgressBar(Callback):
         logs = self._latest_logs
         elapsed, remaining = self._format_times(trainer)
         # The words in display order, each with its priority: high numbers are dropped first.
-        ranked = [(2, word) for word in _format_row({name: logs[name] for name in logs if name == "loss"})]
+        ranked = [(2, format_metric("loss", logs["loss"]))] if "loss" in logs else []
         ranked.append((4, format_metric("epoch", trainer.progress.epochs)))
-        ranked += [(5, word) for word in _format_row({name: logs[name] for name in logs if name == "learning_rate"})]
-        for name in sort_for_display(self._latest_eval):
-            priority = 6 if name == f"eval_{trainer.objective.metric}" else 8
-            ranked += [(priority, word) for word in _format_row({name: self._latest_eval[name]})]
+        ranked += [(5, format_metric(name, logs[name])) for name in logs if name == "learning_rate"]
+        for name, value in sort_for_display(self._latest_eval).items():
+            ranked += [
+                (6 if name == f"eval_{trainer.objective.metric}" else 8, word) for word in _format_row({name: value})
+            ]
         ranked += [
-            (7, word) for word in _format_row({name: logs[name] for name in logs if name.endswith("_per_second")})
+            (7, format_metric(name, logs[name])) for name in sort_for_display(logs) if name.endswith("_per_second")
         ]
         ranked += [(3, elapsed), (1, remaining)]
         chosen: set[int] = set()

@@ -1,129 +1,262 @@
 """API differences of the services behind accelerate's trackers.
 
-One entry per service; `tracking.py` decides when something is sent.
+One class per service; `tracking.py` decides when something is sent.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+import html
+import json
+from collections.abc import Mapping, Sequence
 from importlib import import_module
+from operator import attrgetter
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
-from omnitrain.core.events import Histogram
+import numpy as np
 
-
-def _log_text(tracker: Any, name: str, text: str, step: int) -> None:
-    """Log a text as a value, which accelerate's and custom trackers accept."""
-    tracker.log({name: text}, step=step)
+from omnitrain.core.events import Histogram, TrainerLike
+from omnitrain.core.files import create_folder
 
 
-def _reject_histogram(tracker: Any, name: str, histogram: Histogram, step: int) -> bool:
-    return False
-
-
-def _ignore_name(tracker: Any, name: str | None) -> None:
-    pass
-
-
-@dataclass(frozen=True, slots=True)
 class Service:
-    """The API of a service in addition to `tracker.log`.
+    """The API of a service in addition to `tracker.log`; that of a custom tracker has these defaults."""
 
-    Args:
-        get_run_id: Returns the id of an open run.
-        resume_options: Returns the options of accelerate's tracker that resume the run of an id.
-        can_resume: Whether runs can be resumed.
-        new_run_options: Options of a new run.
-        options: Returns the options of any run, from the project, the name of the run (or None) and its folder.
-        takes_run_name: Whether the first argument of accelerate's tracker is the run's name, not the project.
-        set_name: Sets the name of a new run, if no option does.
-        log_text: Sends a text.
-        log_histogram: Sends a histogram, or returns False if the service has none.
-        separator: The separator between "train" and the name of a value.
-    """
+    id_attribute: ClassVar[str] = ""
+    """Where an open run has its id; empty if no run can be resumed."""
+    id_option: ClassVar[str] = ""
+    """The option of accelerate's tracker for the id of the run to resume."""
+    resume: ClassVar[Mapping[str, Any]] = {}
+    """Other options to resume a run."""
+    name_option: ClassVar[str] = ""
+    """The option for the name of a run."""
+    separator: ClassVar[str] = "/"
+    """The separator between "train" and the name of a value."""
+    is_local: ClassVar[bool] = False
+    """Whether it writes files here: rows wait in memory while the disk fails."""
 
-    get_run_id: Callable[[Any], str | None] = lambda run: None
-    resume_options: Callable[[str], Mapping[str, Any]] = lambda run_id: {}
-    can_resume: bool = False
-    new_run_options: Mapping[str, Any] = field(default_factory=dict)
-    options: Callable[[str, str | None, Path], dict[str, Any]] = lambda project, name, folder: {}
-    takes_run_name: bool = False
-    set_name: Callable[[Any, str | None], None] = _ignore_name
-    log_text: Callable[[Any, str, str, int], None] = _log_text
-    log_histogram: Callable[[Any, str, Histogram, int], bool] = _reject_histogram
-    separator: str = "/"
+    def options(self, tracking: Any, trainer: TrainerLike, folder: Path) -> dict[str, Any]:
+        """Return options of accelerate's tracker for any run, whose files are in a folder, of a `Tracking`."""
+        return {self.name_option: trainer.trial_name} if self.name_option and trainer.trial_name else {}
 
+    def resume_options(self, run_id: str | None) -> dict[str, Any]:
+        """Return options to resume a run, or for a new one."""
+        return {} if run_id is None or not self.id_option else {self.id_option: run_id, **self.resume}
 
-def _name_option(option: str) -> Callable[[str, str | None, Path], dict[str, Any]]:
-    return lambda project, name, folder: {} if name is None else {option: name}
+    def label(self, tracking: Any, trainer: TrainerLike) -> str | None:
+        """Return the first argument of accelerate's tracker, usually the project."""
+        return tracking.project
 
+    def find_open_run(self) -> Any:
+        """Return a tracker of the run that the user has opened; None if there is none."""
 
-def _mlflow_text(tracker: Any, name: str, text: str, step: int) -> None:
-    mlflow: Any = import_module("mlflow")
+    def run_id(self, tracker: Any) -> str | None:
+        """Return the id of an open run."""
+        return attrgetter(self.id_attribute)(tracker.tracker) if self.id_attribute else None
 
-    mlflow.log_text(text, f"{name}/step-{step}.txt", run_id=tracker.tracker.info.run_id)
+    def first_step(self, tracker: Any) -> int | None:
+        """Return the first step that is not in an open run yet; None if it does not tell."""
 
+    def describe_run(self, tracker: Any, trainer: TrainerLike) -> None:
+        """Store the settings of a new run."""
+        settings = trainer.resolved_config()
+        scalars = (bool, int, float, str)
+        tracker.store_init_configuration(
+            {name: value if isinstance(value, scalars) else json.dumps(value) for name, value in settings.items()}
+        )
 
-def _comet_name(tracker: Any, name: str | None) -> None:
-    if name is not None:
-        tracker.tracker.set_name(name)
+    def log_test(self, tracker: Any, values: dict[str, float], step: int) -> None:
+        """Send the result of a test."""
+        tracker.log(values, step=step)
 
+    def log_text(self, tracker: Any, name: str, text: str, step: int) -> None:
+        """Send a text."""
+        tracker.log({name: text}, step=step)
 
-def _comet_text(tracker: Any, name: str, text: str, step: int) -> None:
-    tracker.tracker.log_text(text, step=step, metadata={"name": name})
-
-
-def _aim_text(tracker: Any, name: str, text: str, step: int) -> None:
-    aim: Any = import_module("aim")
-
-    tracker.tracker.track(aim.Text(text), name=name, step=step)
-
-
-def _aim_histogram(tracker: Any, name: str, histogram: Histogram, step: int) -> bool:
-    aim: Any = import_module("aim")
-
-    if not _has_equal_bins(histogram.edges):  # Aim supports only evenly spaced bins
+    def log_histogram(self, tracker: Any, name: str, histogram: Histogram, step: int) -> bool:
+        """Send a histogram, or return False if the service has none."""
         return False
-    limits = (float(histogram.edges[0]), float(histogram.edges[-1]))
-    tracker.tracker.track(aim.Distribution(hist=list(histogram.counts), bin_range=limits), name=name, step=step)
-    return True
+
+    def finish(self, tracker: Any, has_failed: bool) -> None:
+        """End the run."""
+        tracker.finish()
 
 
-def _clearml_text(tracker: Any, name: str, text: str, step: int) -> None:
-    tracker.tracker.get_logger().report_text(f"{name}, step {step}:\n{text}", print_console=False)
+class _MLflow(Service):
+    id_attribute, id_option, name_option = "info.run_id", "run_id", "run_name"
+
+    def log_text(self, tracker: Any, name: str, text: str, step: int) -> None:
+        mlflow: Any = import_module("mlflow")
+        mlflow.log_text(text, f"{name}/step-{step}.txt", run_id=tracker.tracker.info.run_id)
 
 
-def _clearml_histogram(tracker: Any, name: str, histogram: Histogram, step: int) -> bool:
-    labels = [f"{low:.3g} to {high:.3g}" for low, high in zip(histogram.edges, histogram.edges[1:], strict=False)]
-    tracker.tracker.get_logger().report_histogram(name, "", list(histogram.counts), iteration=step, xlabels=labels)
-    return True
+class _Comet(Service):
+    id_attribute, id_option = "id", "experiment_key"
+
+    def run_id(self, tracker: Any) -> str | None:
+        return tracker.tracker.get_key()
+
+    def describe_run(self, tracker: Any, trainer: TrainerLike) -> None:
+        if trainer.trial_name is not None:
+            tracker.tracker.set_name(trainer.trial_name)
+        super().describe_run(tracker, trainer)
+
+    def log_text(self, tracker: Any, name: str, text: str, step: int) -> None:
+        tracker.tracker.log_text(text, step=step, metadata={"name": name})
 
 
-def _swanlab_text(tracker: Any, name: str, text: str, step: int) -> None:
-    swanlab: Any = import_module("swanlab")
+class _Aim(Service):
+    id_attribute, id_option = "hash", "run_hash"
 
-    tracker.log({name: swanlab.Text(text)}, step=step)
+    def options(self, tracking: Any, trainer: TrainerLike, folder: Path) -> dict[str, Any]:
+        return {"experiment": tracking.project}
+
+    def label(self, tracking: Any, trainer: TrainerLike) -> str | None:
+        return trainer.trial_name or tracking.project
+
+    def log_text(self, tracker: Any, name: str, text: str, step: int) -> None:
+        aim: Any = import_module("aim")
+        tracker.tracker.track(aim.Text(text), name=name, step=step)
+
+    def log_histogram(self, tracker: Any, name: str, histogram: Histogram, step: int) -> bool:
+        aim: Any = import_module("aim")
+        if not _has_equal_bins(histogram.edges):  # Aim supports only evenly spaced bins
+            return False
+        limits = (float(histogram.edges[0]), float(histogram.edges[-1]))
+        tracker.tracker.track(aim.Distribution(hist=list(histogram.counts), bin_range=limits), name=name, step=step)
+        return True
 
 
-def _trackio_text(tracker: Any, name: str, text: str, step: int) -> None:
-    trackio: Any = import_module("trackio")
+class _ClearML(Service):
+    id_attribute, id_option, name_option, separator = "id", "reuse_last_task_id", "task_name", "_"
+    resume: ClassVar = {"continue_last_task": 0}  # steps without offset
 
-    tracker.log({name: trackio.Markdown("```\n" + text + "\n```")}, step=step)
+    def options(self, tracking: Any, trainer: TrainerLike, folder: Path) -> dict[str, Any]:
+        # its automatic connections would send TensorBoard's values a second time
+        return {"auto_connect_frameworks": False, **super().options(tracking, trainer, folder)}
+
+    def resume_options(self, run_id: str | None) -> dict[str, Any]:
+        return super().resume_options(run_id) or {self.id_option: False}
+
+    def log_text(self, tracker: Any, name: str, text: str, step: int) -> None:
+        tracker.tracker.get_logger().report_text(f"{name}, step {step}:\n{text}", print_console=False)
+
+    def log_histogram(self, tracker: Any, name: str, histogram: Histogram, step: int) -> bool:
+        labels = [f"{low:.3g} to {high:.3g}" for low, high in zip(histogram.edges, histogram.edges[1:], strict=False)]
+        tracker.tracker.get_logger().report_histogram(name, "", list(histogram.counts), iteration=step, xlabels=labels)
+        return True
 
 
-def _trackio_histogram(tracker: Any, name: str, histogram: Histogram, step: int) -> bool:
-    import numpy as np
+class _DVCLive(Service):
+    id_attribute, id_option = "dir", "dir"
+    resume: ClassVar = {"resume": True}
 
-    trackio: Any = import_module("trackio")
-    pair = (np.asarray(histogram.counts), np.asarray(histogram.edges))
-    tracker.log({name: trackio.Histogram(np_histogram=pair)}, step=step)
-    return True
+    def options(self, tracking: Any, trainer: TrainerLike, folder: Path) -> dict[str, Any]:
+        return {"dir": str(folder / "dvclive")}
+
+    def log_text(self, tracker: Any, name: str, text: str, step: int) -> None:
+        """DVCLive has no texts."""
 
 
-def _ignore_text(tracker: Any, name: str, text: str, step: int) -> None:
-    """DVCLive has no texts."""
+class _SwanLab(Service):
+    id_attribute, id_option, name_option = "id", "id", "experiment_name"
+    resume: ClassVar = {"resume": "allow"}
+
+    def log_text(self, tracker: Any, name: str, text: str, step: int) -> None:
+        swanlab: Any = import_module("swanlab")
+        tracker.log({name: swanlab.Text(text)}, step=step)
+
+
+class _Trackio(Service):
+    id_attribute, id_option, name_option = "name", "name", "name"
+    resume: ClassVar = {"resume": "allow"}
+
+    def log_text(self, tracker: Any, name: str, text: str, step: int) -> None:
+        trackio: Any = import_module("trackio")
+        tracker.log({name: trackio.Markdown("```\n" + text + "\n```")}, step=step)
+
+    def log_histogram(self, tracker: Any, name: str, histogram: Histogram, step: int) -> bool:
+        trackio: Any = import_module("trackio")
+        pair = (np.asarray(histogram.counts), np.asarray(histogram.edges))
+        tracker.log({name: trackio.Histogram(np_histogram=pair)}, step=step)
+        return True
+
+
+class _OpenWandbRun:
+    """The W&B run that the user has opened, which stays open."""
+
+    def __init__(self, run: Any) -> None:
+        self.tracker = run
+
+    def log(self, values: dict[str, Any], step: int) -> None:
+        # The user's rows advance W&B's step, and W&B drops a row whose step goes backwards.
+        self.tracker.log({**values, "step": step})
+
+
+class _Wandb(Service):
+    id_attribute, id_option, name_option, is_local = "id", "id", "name", True
+    resume: ClassVar = {"resume": "allow"}
+
+    def options(self, tracking: Any, trainer: TrainerLike, folder: Path) -> dict[str, Any]:
+        return {"config": trainer.resolved_config(), **super().options(tracking, trainer, folder)}
+
+    def find_open_run(self) -> Any:
+        run = import_module("wandb").run
+        return None if run is None else _OpenWandbRun(run)
+
+    def first_step(self, tracker: Any) -> int | None:
+        # A killed process has sent earlier steps: W&B has their values, and would warn about each.
+        return 0 if isinstance(tracker, _OpenWandbRun) else tracker.tracker.step
+
+    def describe_run(self, tracker: Any, trainer: TrainerLike) -> None:
+        if "config" not in getattr(tracker, "init_kwargs", ("config",)):  # of a tracker that the user has made
+            super().describe_run(tracker, trainer)
+
+    def log_test(self, tracker: Any, values: dict[str, float], step: int) -> None:
+        # Not into the history: a test comes after the last step, and W&B accepts no step twice in a continued run.
+        tracker.tracker.summary.update(values)
+
+    def log_text(self, tracker: Any, name: str, text: str, step: int) -> None:
+        tracker.log({name: import_module("wandb").Html(f"<pre>{html.escape(text)}</pre>")}, step=step)
+
+    def log_histogram(self, tracker: Any, name: str, histogram: Histogram, step: int) -> bool:
+        pair = (np.asarray(histogram.counts), np.asarray(histogram.edges))
+        tracker.log({name: import_module("wandb").Histogram(np_histogram=pair)}, step=step)
+        return True
+
+    def finish(self, tracker: Any, has_failed: bool) -> None:
+        if not isinstance(tracker, _OpenWandbRun):
+            tracker.tracker.finish(exit_code=1 if has_failed else 0)
+
+
+class _TensorBoard(Service):
+    is_local = True
+
+    def options(self, tracking: Any, trainer: TrainerLike, folder: Path) -> dict[str, Any]:
+        if tracking.log_dir is None and trainer.save_dir is not None:
+            create_folder(folder / "tensorboard")
+        return {"logging_dir": str(tracking.log_dir or folder), "purge_step": tracking.purge_step}
+
+    def label(self, tracking: Any, trainer: TrainerLike) -> str | None:
+        return "tensorboard" if tracking.log_dir is None else ""
+
+    def first_step(self, tracker: Any) -> int | None:
+        return 0  # it hides the values that an earlier process has written from `purge_step` on
+
+    def describe_run(self, tracker: Any, trainer: TrainerLike) -> None:
+        self.log_text(tracker, "config", json.dumps(trainer.resolved_config(), indent=2), trainer.progress.step)
+
+    def log_text(self, tracker: Any, name: str, text: str, step: int) -> None:
+        block = "\n".join("    " + line for line in text.splitlines())  # TensorBoard renders Markdown
+        tracker.log({name: block}, step=step)
+
+    def log_histogram(self, tracker: Any, name: str, histogram: Histogram, step: int) -> bool:
+        tracker.tracker.add_histogram_raw(
+            name, histogram.low, histogram.high, sum(histogram.counts), histogram.total, histogram.squares,
+            list(histogram.edges[1:]), list(histogram.counts), step,
+        )  # fmt: skip
+        tracker.tracker.flush()
+        return True
 
 
 def _has_equal_bins(edges: Sequence[float]) -> bool:
@@ -133,68 +266,13 @@ def _has_equal_bins(edges: Sequence[float]) -> bool:
 
 
 SERVICES: dict[str, Service] = {
-    "mlflow": Service(
-        get_run_id=lambda run: run.info.run_id,
-        resume_options=lambda run_id: {"run_id": run_id},
-        can_resume=True,
-        options=_name_option("run_name"),
-        log_text=_mlflow_text,
-    ),
-    "comet_ml": Service(
-        get_run_id=lambda experiment: experiment.get_key(),
-        resume_options=lambda run_id: {"experiment_key": run_id},
-        can_resume=True,
-        set_name=_comet_name,
-        log_text=_comet_text,
-    ),
-    "aim": Service(
-        get_run_id=lambda run: run.hash,
-        resume_options=lambda run_id: {"run_hash": run_id},
-        can_resume=True,
-        options=lambda project, name, folder: {"experiment": project},
-        takes_run_name=True,
-        log_text=_aim_text,
-        log_histogram=_aim_histogram,
-    ),
-    "clearml": Service(
-        get_run_id=lambda task: task.id,
-        resume_options=lambda run_id: {"reuse_last_task_id": run_id, "continue_last_task": 0},  # steps without offset
-        can_resume=True,
-        new_run_options={"reuse_last_task_id": False},
-        # its automatic connections would send TensorBoard's values a second time
-        options=lambda project, name, folder: {
-            "auto_connect_frameworks": False,
-            **_name_option("task_name")(project, name, folder),
-        },
-        log_text=_clearml_text,
-        log_histogram=_clearml_histogram,
-        separator="_",
-    ),
-    "dvclive": Service(
-        get_run_id=lambda live: live.dir,
-        resume_options=lambda run_id: {"dir": run_id, "resume": True},
-        can_resume=True,
-        options=lambda project, name, folder: {"dir": str(folder / "dvclive")},
-        log_text=_ignore_text,
-    ),
-    "swanlab": Service(
-        get_run_id=lambda run: run.id,
-        resume_options=lambda run_id: {"id": run_id, "resume": "allow"},
-        can_resume=True,
-        options=_name_option("experiment_name"),
-        log_text=_swanlab_text,
-    ),
-    "trackio": Service(
-        get_run_id=lambda run: run.name,
-        resume_options=lambda run_id: {"name": run_id, "resume": "allow"},
-        can_resume=True,
-        options=_name_option("name"),
-        log_text=_trackio_text,
-        log_histogram=_trackio_histogram,
-    ),
-    "wandb": Service(
-        get_run_id=lambda run: run.id,
-        resume_options=lambda run_id: {"id": run_id, "resume": "allow"},
-        can_resume=True,
-    ),
+    "mlflow": _MLflow(),
+    "comet_ml": _Comet(),
+    "aim": _Aim(),
+    "clearml": _ClearML(),
+    "dvclive": _DVCLive(),
+    "swanlab": _SwanLab(),
+    "trackio": _Trackio(),
+    "wandb": _Wandb(),
+    "tensorboard": _TensorBoard(),
 }

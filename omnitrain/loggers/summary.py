@@ -6,7 +6,6 @@ Only text, which `progress_bar.py` and `notebook.py` show; ASCII, for every cons
 from __future__ import annotations
 
 import signal
-from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -97,14 +96,14 @@ def may_stop_early(settings: Settings) -> bool:
 
 
 def _model_line(trainer: TrainerLike, config: dict[str, Any]) -> str:
-    trained, frozen = _count_parameters(trainer.model.parameters())
-    weights = f"{trained + frozen:,} parameters, "
-    if not frozen:
-        weights += "all trained"
-    else:
-        weights += f"{trained:,} trained, {frozen:,} frozen"
-    devices = [_device(trainer.device), *([f"{trainer.world_size} processes"] if trainer.world_size > 1 else [])]
-    return f"model  {_base_name(config['model'])}, {weights}; {', '.join([*devices, str(config['autocast'])])}"
+    counts = [0, 0]  # trained and frozen
+    for parameter in trainer.model.parameters():
+        full_size = getattr(parameter, "ds_numel", None)  # ZeRO 3 of DeepSpeed leaves an empty tensor
+        counts[not parameter.requires_grad] += parameter.numel() if full_size is None else int(full_size)
+    split = f"{counts[0]:,} trained, {counts[1]:,} frozen" if counts[1] else "all trained"
+    words = [_device(trainer.device), *([f"{trainer.world_size} processes"] if trainer.world_size > 1 else [])]
+    words.append(str(config["autocast"]))
+    return f"model  {_base_name(config['model'])}, {sum(counts):,} parameters, {split}; {', '.join(words)}"
 
 
 def _device(device: torch.device) -> str:
@@ -115,15 +114,6 @@ def _device(device: torch.device) -> str:
     return f"{device} ({torch.cuda.get_device_name(device)})"
 
 
-def _count_parameters(parameters: Iterable[Any]) -> tuple[int, int]:
-    """Return the numbers of trained and frozen parameters, including all shards."""
-    counts = [0, 0]
-    for parameter in parameters:
-        full_size = getattr(parameter, "ds_numel", None)  # ZeRO 3 of DeepSpeed leaves an empty tensor
-        counts[not parameter.requires_grad] += parameter.numel() if full_size is None else int(full_size)
-    return counts[0], counts[1]
-
-
 def _length_line(trainer: TrainerLike, config: dict[str, Any]) -> str:
     samples, total = config["samples_per_epoch"], trainer.total_steps
     limits = [_format_duration(limit) for limit in trainer.limits.durations if limit.unit != "ba" or total is None]
@@ -131,8 +121,10 @@ def _length_line(trainer: TrainerLike, config: dict[str, Any]) -> str:
     if total is not None:
         length = f"{total:,} steps" + (f" in {length}" if length else "")
     words = [f"{samples:,} samples" if samples else "samples as they come", length]
-    optimizer = [_base_name(type(trainer.optimizer).__name__), *_learning_rate(trainer.optimizer)]
-    optimizer.append(_schedule_name(trainer, config["lr_scheduler"]))
+    optimizer = [_base_name(type(trainer.optimizer).__name__)]
+    optimizer += [f"lr {group.get('initial_lr', group['lr']):.2e}" for group in trainer.optimizer.param_groups[:1]]
+    schedule = "constant" if trainer.lr_scheduler is None else type(trainer.lr_scheduler).__name__
+    optimizer.append(str(config["lr_scheduler"]) if isinstance(trainer.settings.lr_scheduler, str) else schedule)
     return f"train  {', '.join(words)}; {_batch_size(trainer, config)}; {', '.join(optimizer)}"
 
 
@@ -149,25 +141,10 @@ def _batch_size(trainer: TrainerLike, config: dict[str, Any]) -> str:
     return f"batch {size}" + (f" = {'' if largest == size else 'up to '}{' x '.join(factors)}" if factors[1:] else "")
 
 
-def _learning_rate(optimizer: torch.optim.Optimizer) -> list[str]:
-    """Return the initial learning rate of the schedule."""
-    for group in optimizer.param_groups:
-        return [f"lr {group.get('initial_lr', group['lr']):.2e}"]
-    return []
-
-
-def _schedule_name(trainer: TrainerLike, spec: Any) -> str:
-    if isinstance(trainer.settings.lr_scheduler, str):
-        return str(spec)
-    return "constant" if trainer.lr_scheduler is None else type(trainer.lr_scheduler).__name__
-
-
 def _files_line(trainer: TrainerLike, config: dict[str, Any], is_start: bool) -> str:
-    lifecycle, step = trainer.lifecycle, trainer.progress.step
-    if trainer.save_dir is None:
-        text = "nothing, as there is no save_dir"
-    else:
-        text = f"{_relative_path(trainer.save_dir)}, {_format_interval(config['save_steps'])}"
+    lifecycle, step, interval = trainer.lifecycle, trainer.progress.step, config["save_steps"]
+    pace = "after each epoch" if interval is None else f"every {_format_duration(Duration.parse(interval, 'ba', ''))}"
+    text = f"{_relative_path(trainer.save_dir)}, {pace}" if trainer.save_dir else "nothing, as there is no save_dir"
     if not is_start:
         pass
     elif lifecycle.resumed_from is not None:
@@ -181,17 +158,9 @@ def _files_line(trainer: TrainerLike, config: dict[str, Any], is_start: bool) ->
     return f"save   {text}"
 
 
-def _format_interval(steps: Any) -> str:
-    if steps is None:
-        return "after each epoch"
-    return f"every {_format_duration(Duration.parse(steps, 'ba', 'save_steps'))}"
-
-
 def _format_duration(duration: Duration) -> str:
-    words = {"ep": "epoch", "ba": "step"}.get(duration.unit)
-    if words is None:
-        return str(duration)
-    return f"{duration.value:,} {words}{'' if duration.value == 1 else 's'}"
+    unit = {"ep": "epoch", "ba": "step"}.get(duration.unit)
+    return f"{duration.value:,} {unit}{'' if duration.value == 1 else 's'}" if unit else str(duration)
 
 
 def _best_line(metrics: MetricsDict, objective: Objective) -> list[str]:

@@ -1,7 +1,6 @@
-"""Logs and evaluations in MLflow, Comet and other services of accelerate.
+"""Logs and evaluations in TensorBoard, W&B and other services.
 
-Decides which run of a service the values go to, and what is sent. Names of values come from `tensorboard.py`, the APIs
-of services from `services.py`.
+Decides which run of a service the values go to, and what is sent. The APIs of services come from `services.py`.
 """
 
 from __future__ import annotations
@@ -9,34 +8,44 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
-from collections.abc import Callable, Iterator, Mapping
+import math
+import time
+from collections.abc import Iterator, Mapping
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from omnitrain.compute.random_state import isolated_rng
 from omnitrain.core.duration import Duration
-from omnitrain.core.errors import ConfigError, MissingExtraError, Tolerance, did_you_mean
-from omnitrain.core.events import Callback, Histogram, TrainerLike
+from omnitrain.core.errors import ConfigError, MissingExtraError, did_you_mean, is_disk_error
+from omnitrain.core.events import TrainerLike
 from omnitrain.core.files import replace_file
 from omnitrain.core.metric_format import sort_for_display
-from omnitrain.core.progress import Progress
-from omnitrain.loggers.rows import Pace, histogram_stats, row_kind
+from omnitrain.core.paths import folder_path
+from omnitrain.loggers.logger import LogRow, Position, RowLogger, histogram_stats
 from omnitrain.loggers.services import SERVICES, Service
-from omnitrain.loggers.tensorboard import dashboard_names
 
 if TYPE_CHECKING:
     from accelerate.tracking import GeneralTracker
 
 logger: logging.Logger = logging.getLogger("omnitrain")
 
-Position = tuple[int, float]
-"""Step and epoch of a row."""
+# Seconds between two attempts to open TensorBoard's file on a failing disk; each attempt leaves an empty file behind.
+RETRY_S = 30.0
 
 
-class Tracking(Callback):
+def dashboard_names(values: Mapping[str, float], kind: str) -> dict[str, float]:
+    """Return the values of a row under grouped names, without the step, which is the axis.
+
+    >>> dashboard_names({"step": 5, "loss": 0.1}, "train"), dashboard_names({"eval_dev_loss": 0.2}, "eval")
+    ({'train/loss': 0.1}, {'eval/dev_loss': 0.2})
+    """
+    return {f"{kind}/{name.removeprefix(f'{kind}_')}": value for name, value in values.items() if name != "step"}
+
+
+class Tracking(RowLogger):
     """Sends logs, evaluations, tests and the run's settings to a service, from the main process.
 
     Values are named `train/loss`, `eval/accuracy`, ... Checkpoints keep the id of the service's run, so a resumed
@@ -64,16 +73,16 @@ class Tracking(Callback):
     >>> loggers = [Tracking(Printer(), every="100ba")]  # Trainer(..., loggers=loggers)
     """
 
-    order: ClassVar[int] | int = 40
+    log_dir: str | Path | None = None
+    """The folder of TensorBoard's files; None is one in `save_dir`."""
 
     def __init__(
         self,
         tracker: str | GeneralTracker,
-        project: str = "omnitrain",
+        project: str | None = "omnitrain",
         every: int | str | Duration | None = None,
         **options: Any,
     ) -> None:
-        self._pace = Pace(every)
         self._class: Any = _tracker_class(tracker) if isinstance(tracker, str) else None
         self._user_tracker: Any = None if isinstance(tracker, str) else tracker
         if self._user_tracker is not None and options:
@@ -81,72 +90,25 @@ class Tracking(Callback):
         self.name: str = tracker if isinstance(tracker, str) else _tracker_name(tracker)
         self.project = project
         self.options = options
+        self.purge_step: int | None = None
+        """The step from which a service hides earlier values, if it can."""
         self._service: Service = SERVICES.get(self.name, Service())
+        fate = "kept in memory until they can be written" if self._service.is_local else "lost"
+        super().__init__(self.name, every, f"The rows of the time in between are {fate}.", tolerated=Exception)
         self._tracker: Any = None
         self._run_id: str | None = None
         # The state of the user's tracker in the checkpoint.
         self._state: dict[str, Any] | None = None
-        self._has_opened = self._is_training = False
+        self._has_opened = self._has_failed = False
+        self._retry_at = -math.inf
+        # The first step that is not in the run, if the service tells; otherwise the file of the rows that were sent.
+        self._first_step = 0
         self._path: Path | None = None
-        # The last row of each kind that an earlier process sent to this run.
-        self._previously_sent: dict[str, Position] = {}
         self._sent: dict[str, Position] = {}
-        self._tolerance = Tolerance(self.name, "The rows of the time in between are lost.", tolerated=Exception)
 
-    def on_train_start(self, trainer: TrainerLike) -> None:
-        """Open a run, or continue the one of the checkpoint."""
-        self._pace.begin(trainer)
-        if trainer.progress.step == 0 and trainer.lifecycle.saved_at is None:
-            self._run_id, self._has_opened = None, False  # a second, fresh training is another run
-        self._is_training = trainer.is_main_process
-        if trainer.is_main_process:
-            self._open(trainer)
-
-    def on_log(self, trainer: TrainerLike, logs: Mapping[str, float]) -> None:
-        """Send a row of training, or the result of a test."""
-        if not trainer.is_main_process:
-            return
-        if row_kind(logs) == "train":
-            if self._pace.shows(trainer):
-                self._send(trainer, "train", logs)
-            return
-        with self._tolerance:
-            if self._tracker is None and not self._open(trainer):
-                return
-            self._call(
-                lambda tracker: tracker.log(_scalars(logs, "test", self._service), step=_step(trainer.progress, logs))
-            )
-            if not self._is_training:
-                self._close()
-
-    def on_eval_end(self, trainer: TrainerLike, metrics: Mapping[str, float]) -> None:
-        """Send an evaluation."""
-        self._send(trainer, "eval", metrics)
-
-    def on_report(self, trainer: TrainerLike, values: Mapping[str, str | Histogram]) -> None:
-        """Send texts and histograms, or the numbers that describe a histogram to a service without histograms."""
-        if not self._is_training or self._has_sent("report", _position(trainer.progress, {})):
-            return
-        step, service = trainer.progress.step, self._service
-
-        def send(tracker: Any) -> None:
-            numbers: dict[str, Any] = {}
-            for name, value in values.items():
-                if isinstance(value, str):
-                    service.log_text(tracker, name, value, step)
-                elif not service.log_histogram(tracker, name, value, step):
-                    numbers |= histogram_stats(name, value)
-            if numbers:
-                tracker.log(numbers, step=step)
-
-        with self._tolerance:
-            self._call(send)
-
-    def on_train_end(self, trainer: TrainerLike) -> None:
-        """End the run."""
-        self._is_training = False
-        with self._tolerance:
-            self._close()
+    def on_exception(self, trainer: TrainerLike, error: BaseException) -> None:
+        """Note that the run failed."""
+        self._has_failed = True
 
     def state_dict(self) -> dict[str, Any]:
         """Return the id of the service's run, and the state of the interval."""
@@ -156,52 +118,63 @@ class Tracking(Callback):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore the id of the run that a resumed training continues; that of another service is ignored."""
-        if state.get("tracker") == self.name:
+        if state.get("tracker", self.name) == self.name:
             self._run_id, self._state = state.get("run_id"), state.get("state")
             self._pace.load_state_dict(state)
 
     # --- the run of the service
 
-    def _open(self, trainer: TrainerLike) -> bool:
-        """Open the run; return False if it has ended and cannot be resumed."""
+    def _begin(self, trainer: TrainerLike, is_test: bool) -> bool:
+        step = trainer.progress.step
+        if not is_test and step == 0 and trainer.lifecycle.saved_at is None:
+            self._run_id, self._has_opened = None, False  # a second, fresh training is another run
+        if not trainer.is_main_process:
+            return False
         is_stateless = self._user_tracker is not None and not hasattr(self._user_tracker, "load_state_dict")
-        if self._has_opened and is_stateless and not self._service.can_resume:
+        if self._has_opened and is_stateless and not (self._service.id_attribute or self._service.is_local):
             logger.warning("%s has ended its run and cannot resume it: the row is not sent.", self.name)
             return False
+        self._has_failed, self._retry_at = False, -math.inf
+        self.purge_step = None if is_test else step + 1 if step else 0
         self._load_sent(trainer)
+        if not is_test:
+            try:
+                self._open(trainer)
+            except Exception as error:
+                if not (self._service.is_local and is_disk_error(error)):  # which the first row reports
+                    raise
+        return True
+
+    def _open(self, trainer: TrainerLike) -> None:
+        if self._tracker is not None:
+            return
         is_new = self._run_id is None and self._state is None and not self._has_opened
         with _isolated_state():
-            tracker = self._user_tracker or self._create_tracker(trainer)
+            tracker = self._user_tracker or self._service.find_open_run() or self._create_tracker(trainer)
             if self._user_tracker is not None:
                 self._restore_tracker(self._user_tracker)
             tracker.main_process_only = False  # only the main process calls it
             if hasattr(tracker, "start"):  # before accelerate 1.9 the constructor opens the run
                 tracker.start()
-            self._tracker, self._has_opened = tracker, True
-            self._run_id = self._service.get_run_id(tracker.tracker)
+            self._run_id, self._first_step = self._service.run_id(tracker), self._service.first_step(tracker) or 0
             if is_new:
-                self._service.set_name(tracker, trainer.trial_name)
-                tracker.store_init_configuration(_flatten_settings(trainer.resolved_config()))
-        return True
+                self._service.describe_run(tracker, trainer)
+            self._tracker, self._has_opened = tracker, True
 
     def _create_tracker(self, trainer: TrainerLike) -> Any:
         """Return accelerate's tracker, not yet started."""
         folder = Path(trainer.save_dir or "runs")
-        options = self._service.options(self.project, trainer.trial_name, folder)
-        options |= self._service.new_run_options if self._run_id is None else self._service.resume_options(self._run_id)
+        options = self._service.options(self, trainer, folder) | self._service.resume_options(self._run_id)
         options |= self.options
         if self._class.requires_logging_directory and "logging_dir" not in options:
             options["logging_dir"] = str(folder)
-        first = trainer.trial_name if self._service.takes_run_name and trainer.trial_name else self.project
-        return self._class(first, **options)
+        return self._class(self._service.label(self, trainer), **options)
 
     def _restore_tracker(self, tracker: Any) -> None:
         """Let a tracker of the user resume the run of the checkpoint."""
         if self._state is not None and hasattr(tracker, "load_state_dict"):
             tracker.load_state_dict(self._state)
-        if self._run_id is None:
-            return
-        for name, value in self._service.resume_options(self._run_id).items():
+        for name, value in self._service.resume_options(self._run_id).items() if self._run_id is not None else ():
             if hasattr(tracker, name):
                 setattr(tracker, name, value)
             else:
@@ -210,72 +183,123 @@ class Tracking(Callback):
     def _close(self) -> None:
         tracker, self._tracker = self._tracker, None
         if tracker is not None:
-            with _isolated_state():
-                tracker.finish()
+            with self._tolerance, _isolated_state():
+                self._service.finish(tracker, self._has_failed)
 
-    def _call(self, function: Callable[[Any], None]) -> None:
-        if self._tracker is not None:
-            with _isolated_state():
-                function(self._tracker)
+    # --- rows
 
-    # --- sent rows
+    def _flush(self, trainer: TrainerLike) -> None:
+        if self._tracker is not None or time.monotonic() >= self._retry_at:
+            super()._flush(trainer)
 
-    def _send(self, trainer: TrainerLike, kind: str, values: Mapping[str, float]) -> None:
-        position = _position(trainer.progress, values)
-        if not self._is_training or position <= self._sent.get(kind, (-1, 0.0)) or self._has_sent(kind, position):
+    def _end(self, trainer: TrainerLike) -> None:
+        self._retry_at = -math.inf
+        super()._end(trainer)
+
+    def _recover(self, error: Exception) -> None:
+        if not self._service.is_local or not is_disk_error(error):
+            self._pending.clear()  # a row that the service rejects must not keep back all others
+        elif self.name == "tensorboard":  # a writer that has failed stays so: another file gets the rows
+            self._retry_at = time.monotonic() + RETRY_S
+            self.purge_step = self._pending[0].step if self._pending else None
+            tracker, self._tracker = self._tracker, None
+            if tracker is not None:
+                with contextlib.suppress(Exception):
+                    tracker.finish()
+
+    def _write(self, row: LogRow) -> None:
+        if row.step < self._first_step and row.kind != "test":
             return
+        self._record_sent(row)
+        with _isolated_state():
+            if row.kind == "report":
+                self._send_report(row)
+                return
+            values = dashboard_names(sort_for_display(row.values), row.kind)
+            scalars = {name.replace("/", self._service.separator, 1): float(value) for name, value in values.items()}
+            if row.kind == "test":
+                self._service.log_test(self._tracker, scalars, row.step)
+            else:
+                self._tracker.log(scalars, step=row.step)
+
+    def _send_report(self, row: LogRow) -> None:
+        numbers: dict[str, Any] = {}
+        for name, value in row.values.items():
+            if isinstance(value, str):
+                self._service.log_text(self._tracker, name, value, row.step)
+            elif not self._service.log_histogram(self._tracker, name, value, row.step):
+                numbers |= histogram_stats(name, value)
+        if numbers:
+            self._tracker.log(numbers, step=row.step)
+
+    def _record_sent(self, row: LogRow) -> None:
+        """Note that a row is sent, before it is: a kill in between loses the row, which is better than a duplicate."""
+        if self._path is None or row.kind == "test":
+            return
+        self._sent[row.kind] = (row.step, round(float(row.epoch), 6))
         with self._tolerance:
-            self._call(lambda tracker: tracker.log(_scalars(values, kind, self._service), step=position[0]))
-
-    def _has_sent(self, kind: str, position: Position) -> bool:
-        """Return whether an earlier process has sent a row; otherwise mark it as sent.
-
-        Marked before it is sent: a kill in between loses the row, which is better than a duplicate.
-        """
-        if position <= self._previously_sent.get(kind, (-1, 0.0)):
-            return True
-        self._sent[kind] = position
-        if self._path is not None:
-            with self._tolerance:
-                self._path.parent.mkdir(parents=True, exist_ok=True)
-                content = json.dumps({"run_id": self._run_id, "sent": self._sent}).encode()
-                replace_file(self._path, content, sync=False)  # as every row writes it
-        return False
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            content = json.dumps({"run_id": self._run_id, "sent": self._sent}).encode()
+            replace_file(self._path, content, sync=False)  # as every row writes it
 
     def _load_sent(self, trainer: TrainerLike) -> None:
         """Load the positions that earlier processes sent to the resumed run."""
-        self._path = None if trainer.save_dir is None else Path(trainer.save_dir) / f"tracking-{self.name}.json"
-        self._previously_sent, self._sent = {}, {}
-        is_new = self._run_id is None and trainer.progress.step == 0
-        if self._path is None or is_new or not self._path.is_file():
+        self._path, self._sent = None, {}
+        if trainer.save_dir is None or self._service.is_local:  # which know themselves what they have
+            return
+        self._path = Path(trainer.save_dir) / f"tracking-{self.name}.json"
+        if self._run_id is None and trainer.progress.step == 0:
             return
         with contextlib.suppress(OSError, ValueError, TypeError, KeyError, AttributeError):
             record = json.loads(self._path.read_text(encoding="utf-8"))
-            if self._run_id is None and self._service.can_resume:  # a checkpoint from before the tracker was added
+            if self._run_id is None and self._service.id_attribute:  # a checkpoint from before the tracker was added
                 self._run_id = record["run_id"]
             if record["run_id"] == self._run_id:
                 self._sent = {kind: (int(step), float(epoch)) for kind, (step, epoch) in record["sent"].items()}
-                self._previously_sent = dict(self._sent)
+                self._last.update(self._sent)
 
 
-def _step(progress: Progress, values: Mapping[str, float]) -> int:
-    return int(values.get("step", progress.step))
+class TensorBoardLogger(Tracking):
+    """Writes logs, evaluations and the run's settings as TensorBoard event files.
+
+    Scalars are named `train/loss`, `train/learning_rate`, `eval/loss`, `test/loss`, ...; the settings are the text
+    `config`. Reported texts and histograms are included. A resumed run hides values after its checkpoint, and a
+    fresh run hides all values of earlier runs in the folder, so no step appears twice. While the disk fails, rows
+    wait in memory. Requires the extra `tensorboard`.
+
+    Args:
+        log_dir: The folder; None is `tensorboard` in the run's `save_dir`, or `runs/tensorboard` without one.
+        every: The interval of the rows of training, such as "100ba"; None sends each.
+
+    >>> reporters = [TensorBoardLogger()]  # Trainer(..., callbacks=reporters)
+    """
+
+    def __init__(self, log_dir: str | Path | None = None, every: int | str | Duration | None = None) -> None:
+        super().__init__("tensorboard", every=every)
+        is_address = "://" in str(log_dir)  # TensorBoard itself can write to some stores
+        self.log_dir = log_dir if log_dir is None or is_address else folder_path(log_dir, "log_dir")
 
 
-def _position(progress: Progress, values: Mapping[str, float]) -> Position:
-    """Return the position of a row; rounded, because `epochs` is slightly smaller before an epoch is closed."""
-    return _step(progress, values), round(float(values.get("epoch", progress.epochs)), 6)
+class WandbLogger(Tracking):
+    """Sends logs, evaluations and the run's settings to Weights & Biases, from the main process.
 
+    Values are named `train/loss`, `eval/accuracy`, ...; test results go to the run's summary. Checkpoints keep the id
+    of the W&B run, so a resumed training continues it. A run that you opened with `wandb.init()` is used
+    unchanged and left open. While the disk of W&B's folder fails, rows wait in memory. Requires the extra `wandb`.
 
-def _scalars(values: Mapping[str, float], kind: str, service: Service) -> dict[str, float]:
-    values = dashboard_names(sort_for_display(values), kind)
-    return {name.replace("/", service.separator, 1): float(value) for name, value in values.items()}
+    Args:
+        project: The W&B project; None is W&B's default.
+        every: The interval of the rows of training, such as "100ba"; None sends each.
+        **init_kwargs: Passed on to `wandb.init()`; they override everything set here.
 
+    >>> reporter = WandbLogger(project="digits", tags=["baseline"])
+    >>> callbacks = [reporter]  # Trainer(..., callbacks=callbacks)
+    """
 
-def _flatten_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Return settings as numbers and texts, with containers as JSON."""
-    scalars = (bool, int, float, str)
-    return {name: value if isinstance(value, scalars) else json.dumps(value) for name, value in settings.items()}
+    def __init__(
+        self, project: str | None = None, every: int | str | Duration | None = None, **init_kwargs: Any
+    ) -> None:
+        super().__init__("wandb", project, every, **init_kwargs)
 
 
 def _tracker_class(name: str) -> Any:
@@ -288,7 +312,7 @@ def _tracker_class(name: str) -> Any:
             f"Tracking has no tracker {name!r}.{did_you_mean(name, names)} The trackers are {', '.join(names)}."
         )
     if name in SERVICES and find_spec(name) is None:
-        raise MissingExtraError(f"Tracking({name!r})", name)
+        raise MissingExtraError(f"The logger {name!r}", name, name if name in ("tensorboard", "wandb") else "")
     if name not in classes:
         raise MissingExtraError(f"Tracking({name!r})", "'accelerate>=1.12'")
     return classes[name]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from importlib.util import find_spec
 from typing import Any
 
 from omnitrain.arguments import Settings
@@ -13,16 +12,12 @@ from omnitrain.callbacks.interrupt import Interrupt
 from omnitrain.callbacks.retention import Retention
 from omnitrain.checkpoint.store import Store
 from omnitrain.core.duration import Duration, Every, Limits
-from omnitrain.core.errors import ConfigError, MissingExtraError, did_you_mean
+from omnitrain.core.errors import ConfigError, did_you_mean
 from omnitrain.core.events import Callback
-from omnitrain.loggers.csv import CsvLogger
-from omnitrain.loggers.jsonl import JsonlLogger
 from omnitrain.loggers.progress_bar import ProgressBar
-from omnitrain.loggers.rows import RowFile
+from omnitrain.loggers.rows import CsvLogger, JsonlLogger, RowFile
 from omnitrain.loggers.services import SERVICES
-from omnitrain.loggers.tensorboard import TensorBoardLogger
-from omnitrain.loggers.tracking import Tracking
-from omnitrain.loggers.wandb import WandbLogger
+from omnitrain.loggers.tracking import TensorBoardLogger, Tracking, WandbLogger
 
 
 def default_callbacks(
@@ -62,10 +57,8 @@ def default_callbacks(
         )
     if store is not None:
         retention = settings.save_total_limit, settings.keep_best, settings.keep_every
-        rows, filenames = (
-            JsonlLogger(),
-            {callback.filename for callback in user_callbacks if isinstance(callback, RowFile)},
-        )
+        filenames = {callback.filename for callback in user_callbacks if isinstance(callback, RowFile)}
+        rows = JsonlLogger()
         callbacks += [rows] if rows.filename not in filenames else []
         callbacks.append(Retention(store, *retention, replaces=settings.overwrite))
     return callbacks
@@ -118,13 +111,11 @@ def _make_logger(spec: object) -> Callback:
         except ConfigError as error:
             raise ConfigError(f"`loggers` holds {spec!r}, which is no name and no logger. {error}") from error
     if spec in _BUILTIN:
-        if spec != "csv" and find_spec(spec) is None:
-            raise MissingExtraError(f"loggers={[spec]}", spec, spec)
         return _BUILTIN[spec]()
     try:
         return Tracking(spec)
     except ConfigError as error:
-        names = ["tensorboard", "wandb", "csv", *(name for name in SERVICES if name not in _BUILTIN)]
+        names = dict.fromkeys([*_BUILTIN, *SERVICES])
         raise ConfigError(
             f"`loggers` holds {spec!r}, which is no known logger.{did_you_mean(spec, names)} There are "
             f"{', '.join(names)}; `accelerate.tracking.register_tracker_class` adds others."

@@ -30,7 +30,7 @@ from omnitrain.checkpoint import lock
 from omnitrain.checkpoint.store import Store
 from omnitrain.core.errors import Tolerance, is_disk_error
 from omnitrain.loggers import rows as row_files
-from omnitrain.loggers.tensorboard import TensorBoardLogger
+from omnitrain.loggers.tracking import TensorBoardLogger
 
 ERRNOS = (errno.ENOSPC, errno.EIO, errno.EROFS, errno.EDQUOT)
 AUDITED = (

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 from fake_runs import fake_trainer, run_to, start, train
 
-from omnitrain.core.errors import MissingExtraError
-from omnitrain.loggers.tensorboard import TensorBoardLogger
+from omnitrain.loggers.tracking import TensorBoardLogger
 
 
 @pytest.fixture(autouse=True)
@@ -51,8 +49,7 @@ def test_logs_and_evaluations_are_scalars(tmp_path, monkeypatch):
 def test_resumed_run_has_no_step_twice(tmp_path):
     trainer = fake_trainer()
     killed = start(TensorBoardLogger(tmp_path), trainer, 5)
-    killed.on_save_end(trainer)
-    assert list(scalars(tmp_path)) == [1, 2, 3, 4, 5]  # a checkpoint flushes
+    assert list(scalars(tmp_path)) == [1, 2, 3, 4, 5]  # each row is flushed
     run_to(killed, trainer, 8)
     killed.on_train_end(trainer)  # so that the rows of the steps 6 to 8 are in the file
     train(TensorBoardLogger(tmp_path), fake_trainer(step=5), 10)
@@ -60,18 +57,6 @@ def test_resumed_run_has_no_step_twice(tmp_path):
     assert list(scalars(tmp_path, "eval/loss")) == [2, 4, 6, 8, 10]
     train(TensorBoardLogger(tmp_path), fake_trainer(), 4)  # a fresh run hides the earlier one
     assert list(scalars(tmp_path)) == [1, 2, 3, 4]
-
-
-def test_other_ranks_need_no_package_and_write_nothing(tmp_path, monkeypatch):
-    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
-    trainer = fake_trainer(is_main_process=False)
-    logger = start(TensorBoardLogger(tmp_path), trainer, 5)
-    logger.on_log(trainer, {"test_loss": 0.25})
-    logger.on_save_end(trainer)
-    logger.on_train_end(trainer)
-    assert list(tmp_path.iterdir()) == []
-    with pytest.raises(MissingExtraError, match=r"TensorBoardLogger needs tensorboard.*-e .*\[tensorboard\]"):
-        TensorBoardLogger(tmp_path).on_train_start(fake_trainer())
 
 
 def test_values_wait_while_a_disk_fails(tmp_path, monkeypatch, caplog):
@@ -85,8 +70,6 @@ def test_values_wait_while_a_disk_fails(tmp_path, monkeypatch, caplog):
     with monkeypatch.context() as patch:
         patch.setattr(writer, "add_scalar", fail)
         run_to(logger, trainer, 8)
-        logger.on_save_end(trainer)
-        logger.on_save_end(trainer)
     run_to(logger, trainer, 12)
     logger.on_train_end(trainer)
     assert list(scalars(tmp_path)) == list(range(1, 13))

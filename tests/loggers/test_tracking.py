@@ -149,7 +149,7 @@ def test_tracker_by_name_gets_the_project_and_options():
 
     class Made(Plain):
         requires_logging_directory = False
-        tracker = property(lambda self: SimpleNamespace(id="x"))
+        tracker = property(lambda self: SimpleNamespace(id="x", step=0, finish=lambda exit_code: None))
 
         def __init__(self, name: str, **options: Any) -> None:
             super().__init__()
@@ -157,8 +157,9 @@ def test_tracker_by_name_gets_the_project_and_options():
 
     logger = Tracking("wandb", project="digits", nested_run=True)
     logger._class = Made
-    make(loggers=[logger], max_steps=1).train()
-    assert created == [("digits", {"nested_run": True})]
+    trainer = make(loggers=[logger], max_steps=1)
+    trainer.train()
+    assert created == [("digits", {"nested_run": True, "config": trainer.resolved_config()})]
 
 
 def test_tracking_leaves_generators_and_accelerate_unchanged():
@@ -274,11 +275,12 @@ def test_jsonl_logger_replaces_the_default_one(tmp_path):
 
 
 def test_missing_package_is_an_error_in_the_constructor(monkeypatch):
-    for module in ("omnitrain.loggers.tracking", "omnitrain.trainer.default_callbacks"):
-        monkeypatch.setattr(f"{module}.find_spec", lambda name: None)
-    for name in ("mlflow", "comet_ml", "aim", "clearml", "dvclive", "swanlab", "trackio", "wandb"):
+    monkeypatch.setattr("omnitrain.loggers.tracking.find_spec", lambda name: None)
+    for name in ("mlflow", "comet_ml", "aim", "clearml", "dvclive", "swanlab", "trackio", "wandb", "tensorboard"):
         with pytest.raises(MissingExtraError, match=f"pip install {name}"):
             make(loggers=[name])
+    with pytest.raises(MissingExtraError, match=r"'wandb' needs wandb.*-e .*\[wandb\]"):
+        WandbLogger()
 
 
 @pytest.fixture
