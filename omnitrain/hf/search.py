@@ -5,13 +5,12 @@ Each trial runs a full trainer built with the same arguments, and the backend ch
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
 import itertools
 import logging
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
@@ -44,42 +43,6 @@ def record_arguments(init: Constructor) -> Constructor:
         init(self, *args, **kwargs)
 
     return cast(Constructor, recording)
-
-
-@contextlib.contextmanager
-def prepare_search(engine: SearchTrainer, backend: Any, options: Mapping[str, Any]) -> Iterator[None]:
-    """Prepare `engine` to train trials inside.
-
-    Raises:
-        ConfigError: If the search lacks an argument, or would not give the same result twice.
-    """
-    trainer: Any = engine.trainer
-    for name, value, why in (
-        ("model_init", trainer.model_init, "makes the model of each trial"),
-        ("training_args", trainer.training_args, "have the fields that a trial changes"),
-        ("eval_dataset", trainer.eval_loader, "gives the score of each trial"),
-    ):
-        if value is None:
-            raise ConfigError(f"A search for hyperparameters needs `{name}`, which {why}. Pass it to HFTrainer.")
-    if (backend or default_hp_search_backend()) == "ray":
-        raise ConfigError(
-            "backend='ray' would send the trainer to other processes, which HFTrainer cannot be. Use backend='optuna'."
-        )
-    if options.get("n_jobs", 1) != 1:
-        raise ConfigError(f"n_jobs={options['n_jobs']} would make trials share a random generator. Leave it out.")
-    for name in ("timeout", "catch"):
-        if trainer.world_size > 1 and options.get(name):
-            raise ConfigError(
-                f"`{name}` would only act on the main process, and there are {trainer.world_size}. Leave it out."
-            )
-    models = engine.model, engine.model_wrapped
-    engine._folders = ()
-    setattr(engine, "model_init", trainer.model_init)  # noqa: B010 - transformers needs it, and types it as None
-    try:
-        yield
-    finally:
-        engine.hp_search_backend = engine.model_init = None
-        engine.model, engine.model_wrapped = models
 
 
 def run_trial(engine: SearchTrainer, resume_from_checkpoint: str | None = None, trial: Any = None) -> None:
@@ -116,15 +79,12 @@ def run_trial(engine: SearchTrainer, resume_from_checkpoint: str | None = None, 
 class SearchTrainer(HubTrainer):
     """transformers' Trainer, whose search runs one of our trainers for each trial."""
 
-    def trial_folder(self, trial: Any) -> str:
-        """Return the folder of a trial."""
-        return super()._get_output_dir(trial)
-
     # The folders of the trials of the current search.
     _folders: tuple[str, ...] = ()
 
-    def unique_folder(self, name: str) -> str:
+    def new_folder(self, trial: Any) -> str:
         """Return the folder for a trial, with a number appended if another trial of the search has that name."""
+        name = super()._get_output_dir(trial)
         numbered = (f"{name}-{number}" for number in itertools.count(2))
         folder = next(candidate for candidate in itertools.chain([name], numbered) if candidate not in self._folders)
         self._folders += (folder,)
@@ -140,11 +100,42 @@ class SearchTrainer(HubTrainer):
         hp_name: Any = None,
         **kwargs: Any,
     ) -> Any:
-        """Search as transformers does, with a full run of a trainer like ours for each trial."""
-        with prepare_search(self, backend, kwargs), self.trainer._calling("hyperparameter_search()"):
-            return super().hyperparameter_search(
-                hp_space, compute_objective, n_trials, direction, backend, hp_name, **kwargs
+        """Search as transformers does, with a full run of a trainer like ours for each trial.
+
+        Raises:
+            ConfigError: If the search lacks an argument, or would not give the same result twice.
+        """
+        trainer: Any = self.trainer
+        for name, value, why in (
+            ("model_init", trainer.model_init, "makes the model of each trial"),
+            ("training_args", trainer.training_args, "have the fields that a trial changes"),
+            ("eval_dataset", trainer.eval_loader, "gives the score of each trial"),
+        ):
+            if value is None:
+                raise ConfigError(f"A search for hyperparameters needs `{name}`, which {why}. Pass it to HFTrainer.")
+        if (backend or default_hp_search_backend()) == "ray":
+            raise ConfigError(
+                "backend='ray' would send the trainer to other processes, which HFTrainer cannot be. Use "
+                "backend='optuna'."
             )
+        if kwargs.get("n_jobs", 1) != 1:
+            raise ConfigError(f"n_jobs={kwargs['n_jobs']} would make trials share a random generator. Leave it out.")
+        for name in ("timeout", "catch"):
+            if trainer.world_size > 1 and kwargs.get(name):
+                raise ConfigError(
+                    f"`{name}` would only act on the main process, and there are {trainer.world_size}. Leave it out."
+                )
+        models = self.model, self.model_wrapped
+        self._folders = ()
+        setattr(self, "model_init", trainer.model_init)  # noqa: B010 - transformers needs it, and types it as None
+        try:
+            with trainer._calling("hyperparameter_search()"):
+                return super().hyperparameter_search(
+                    hp_space, compute_objective, n_trials, direction, backend, hp_name, **kwargs
+                )
+        finally:
+            self.hp_search_backend = self.model_init = None
+            self.model, self.model_wrapped = models
 
 
 class Trial:
@@ -159,7 +150,7 @@ class Trial:
         self.engine = engine
         self.trial = trial
         self.values: dict[str, Any] = self._values()
-        self.folder: Any = engine.unique_folder(engine.trial_folder(trial))
+        self.folder: Any = engine.new_folder(trial)
         self.name: str = Path(self.folder).name
 
     def _values(self) -> dict[str, Any]:
