@@ -11,7 +11,16 @@ import numpy as np
 import torch
 
 from omnitrain.core.errors import DataError
-from omnitrain.metrics.inputs import Batch, Classes, Indicators, Layout, on_wide_device, quote
+from omnitrain.metrics.inputs import (
+    Batch,
+    Classes,
+    Indicators,
+    KeptRows,
+    Layout,
+    Statistic,
+    on_wide_device,
+    quote,
+)
 
 _AVERAGED = {
     stem if average == "binary" else f"{stem}_{average}": (f"{stem}_score", {"average": average})
@@ -144,7 +153,7 @@ class _Confusions:
         return value
 
 
-class PairCounts:
+class PairCounts(Statistic):
     """Counts (true, predicted) pairs; scikit-learn gets each pair once, with its count as the sample weight.
 
     Up to `DENSE` classes the counts are a matrix on the outputs' device, and no update waits for the device. With
@@ -154,7 +163,7 @@ class PairCounts:
     DENSE = 1024
 
     def __init__(self, kind_by_name: Mapping[str, str]) -> None:
-        self._names = list(kind_by_name)
+        super().__init__(kind_by_name)
         options = {name: (sklearn_function(kind) or ("", {}))[1] for name, kind in kind_by_name.items()}
         self._binary = [name for name in kind_by_name if options[name].get("average") == "binary"]
         self._by_kind = {kind: name for name, kind in kind_by_name.items()}
@@ -166,7 +175,6 @@ class PairCounts:
         self._pending_size = 0
 
     def update(self, batch: Batch) -> None:
-        """Take in one batch."""
         indicators = batch.indicators(self._names)
         if indicators is not None:
             self._confusions.update(indicators)
@@ -217,7 +225,6 @@ class PairCounts:
         self._pending, self._pending_size = [], 0
 
     def state(self) -> dict[str, Any]:
-        """Return what another process needs to merge."""
         self._flush()
         return {
             "codes": self._codes, "counts": self._counts, "classes": self._classes,
@@ -225,13 +232,11 @@ class PairCounts:
         }  # fmt: skip
 
     def merge(self, state: Mapping[str, Any]) -> None:
-        """Take in the state of another process."""
         self._classes = self._classes or state["classes"]
         self._add_codes(state["codes"], state["counts"])
         self._confusions.merge(state["confusions"])
 
     def compute(self, kind: str, layout: Layout) -> float | None:
-        """Return the result, or None if there was nothing to score."""
         if layout.columns == 1 or layout.is_multi_label:
             return self._confusions.compute(kind, self._by_kind[kind], layout)
         if layout.is_one_hot and self._binary and layout.columns != 2:
@@ -258,22 +263,21 @@ class PairCounts:
         )
 
 
-class _RunningSums:
+class _RunningSums(Statistic):
     """A small vector of running sums on the device; its last entry is the number of labels."""
 
     def __init__(self, kind_by_name: Mapping[str, str]) -> None:
-        self._names, self._kinds = list(kind_by_name), list(dict.fromkeys(kind_by_name.values()))
+        super().__init__(kind_by_name)
+        self._kinds = list(dict.fromkeys(kind_by_name.values()))
         self._sums: torch.Tensor | None = None
 
     def _add(self, sums: torch.Tensor) -> None:
         self._sums = sums if self._sums is None else self._sums + sums.to(self._sums.device)
 
     def state(self) -> dict[str, Any]:
-        """Return what another process needs to merge."""
         return {} if self._sums is None else {"sums": self._sums.cpu().numpy()}
 
     def merge(self, state: Mapping[str, Any]) -> None:
-        """Take in the state of another process."""
         if "sums" in state:
             self._add(torch.from_numpy(state["sums"]))
 
@@ -289,7 +293,6 @@ class TopHits(_RunningSums):
     """
 
     def update(self, batch: Batch) -> None:
-        """Take in one batch."""
         read = batch.classes(self._names)
         scores, dim = read.scores(self._names), read.layout.dim
         assert dim is not None
@@ -305,7 +308,6 @@ class TopHits(_RunningSums):
         self._add(torch.stack([*hits, read.valid.sum()]))
 
     def compute(self, kind: str, layout: Layout) -> float | None:
-        """Return the result, or None if there was nothing to score."""
         _reject_multilabel(self._names, layout)
         means = self._means()
         return None if means is None else means[self._kinds.index(kind)]
@@ -324,10 +326,8 @@ class CrossEntropySums(_RunningSums):
     def __init__(self, kind_by_name: Mapping[str, str]) -> None:
         super().__init__(kind_by_name)
         self._asks_brier = "brier" in self._kinds
-        self._asks_loss = self._kinds != ["brier"]
 
     def update(self, batch: Batch) -> None:
-        """Take in one batch."""
         indicators = batch.indicators(self._names)
         if indicators is not None and indicators.labels.shape[1] == 1:
             self._add_binary(indicators)
@@ -379,7 +379,6 @@ class CrossEntropySums(_RunningSums):
         self._add(torch.stack([*sums, on_wide_device(valid).sum().to(sums[0])]))
 
     def compute(self, kind: str, layout: Layout) -> float | None:
-        """Return the result, or None if there was nothing to score."""
         _reject_multilabel(self._names, layout)
         means = self._means()
         if means is None:
@@ -399,16 +398,10 @@ def _reject_multilabel(names: list[str], layout: Layout) -> None:
         )
 
 
-class RankedScores:
+class RankedScores(KeptRows):
     """Keeps what a ranking needs: one score and one label a sample for two classes, all N x C scores for more."""
 
-    def __init__(self, kind_by_name: Mapping[str, str]) -> None:
-        self._names = list(kind_by_name)
-        self._scores: list[np.ndarray] = []
-        self._labels: list[np.ndarray] = []
-
     def update(self, batch: Batch) -> None:
-        """Take in one batch."""
         indicators = batch.indicators(self._names)
         if indicators is not None:
             scores, labels = indicators.scores, indicators.labels.where(indicators.valid, -1)
@@ -427,17 +420,7 @@ class RankedScores:
         small = indicators is not None or scores.ndim == 1
         self._labels.append(labels.cpu().numpy().astype(np.int8 if small else np.int32))
 
-    def state(self) -> dict[str, Any]:
-        """Return what another process needs to merge."""
-        return {"scores": list(self._scores), "labels": list(self._labels)}
-
-    def merge(self, state: Mapping[str, Any]) -> None:
-        """Take in the state of another process."""
-        self._scores += state["scores"]
-        self._labels += state["labels"]
-
     def compute(self, kind: str, layout: Layout) -> float | None:
-        """Return the result, or None if there was nothing to score."""
         from sklearn import metrics
 
         if not sum(map(len, self._labels)):

@@ -17,10 +17,12 @@ Nothing here synchronizes with the device.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+import numpy as np
 import torch
 
 from omnitrain.core.errors import DataError
@@ -261,3 +263,46 @@ class Batch:
             f"{_describe(self.labels)}. Expected {expected}. To score them otherwise, pass a function "
             "f(y_true, y_pred) or f(eval_pred) as `compute_metrics`."
         )
+
+
+class Statistic(ABC):
+    """Base class of what a family of metrics accumulates over batches.
+
+    Args:
+        kind_by_name: The kinds of the family's metrics by the names that the user gives them.
+    """
+
+    def __init__(self, kind_by_name: Mapping[str, str]) -> None:
+        self._names = list(kind_by_name)
+
+    @abstractmethod
+    def update(self, batch: Batch) -> None:
+        """Take in one batch."""
+
+    @abstractmethod
+    def state(self) -> dict[str, Any]:
+        """Return what another process needs to merge, without tensors."""
+
+    @abstractmethod
+    def merge(self, state: Mapping[str, Any]) -> None:
+        """Take in the state of another process."""
+
+    @abstractmethod
+    def compute(self, kind: str, layout: Layout) -> float | None:
+        """Return the result, or None if there was nothing to score."""
+
+
+class KeptRows(Statistic):
+    """Base class of statistics that keep all labels and scores, for rankings and medians, which sums cannot give."""
+
+    def __init__(self, kind_by_name: Mapping[str, str]) -> None:
+        super().__init__(kind_by_name)
+        self._labels: list[np.ndarray] = []
+        self._scores: list[np.ndarray] = []
+
+    def state(self) -> dict[str, Any]:
+        return {"labels": list(self._labels), "scores": list(self._scores)}
+
+    def merge(self, state: Mapping[str, Any]) -> None:
+        self._labels += state["labels"]
+        self._scores += state["scores"]

@@ -11,7 +11,7 @@ import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -26,32 +26,10 @@ from omnitrain.metrics.classification import (
     TopHits,
     sklearn_function,
 )
-from omnitrain.metrics.inputs import IGNORED, Batch, Layout, Scores, main_output, quote
+from omnitrain.metrics.inputs import IGNORED, Batch, Layout, Scores, Statistic, main_output, quote
 from omnitrain.metrics.regression import PAIRED, REGRESSION, Moments, Pairs
 
 logger: logging.Logger = logging.getLogger("omnitrain")
-
-
-class Statistic(Protocol):
-    """What a family of metrics accumulates over batches. `kind_by_name` maps the user's names to the kinds below."""
-
-    def __init__(self, kind_by_name: Mapping[str, str]) -> None: ...
-
-    def update(self, batch: Batch) -> None:
-        """Take in one batch."""
-        ...
-
-    def state(self) -> dict[str, Any]:
-        """Return what another process needs to merge, without tensors."""
-        ...
-
-    def merge(self, state: Mapping[str, Any]) -> None:
-        """Take in the state of another process."""
-        ...
-
-    def compute(self, kind: str, layout: Layout) -> float | None:
-        """Return the result, or None if there was nothing to score."""
-        ...
 
 
 _FAMILIES: dict[type[Statistic], Sequence[str]] = {
@@ -89,20 +67,9 @@ _ALIASES = {
     "kendalltau": "kendall",
 }
 _LOWER_IS_BETTER = {
-    "hamming_loss",
-    "zero_one_loss",
-    "log_loss",
-    "perplexity",
-    "brier",
-    "msle",
-    "rmsle",
-    "medae",
-    "mse",
-    "rmse",
-    "mae",
-    "mape",
-    "max_error",
-}
+    "hamming_loss", "zero_one_loss", "log_loss", "perplexity", "brier", "msle", "rmsle", "medae", "mse", "rmse", "mae",
+    "mape", "max_error",
+}  # fmt: skip
 
 
 @dataclass(slots=True, frozen=True)

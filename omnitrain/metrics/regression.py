@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from omnitrain.core.errors import DataError
-from omnitrain.metrics.inputs import Batch, Layout, differ_by_unit_dim, on_wide_device
+from omnitrain.metrics.inputs import Batch, KeptRows, Layout, Statistic, differ_by_unit_dim, on_wide_device
 
 
 @dataclass(slots=True)
@@ -78,15 +78,14 @@ def _columns(batch: Batch, names: list[str]) -> tuple[torch.Tensor, torch.Tensor
     return true, predicted
 
 
-class Moments:
+class Moments(Statistic):
     """Running moments of labels, predictions and errors, from which the regression metrics are computed."""
 
     def __init__(self, kind_by_name: Mapping[str, str]) -> None:
-        self._names = list(kind_by_name)
+        super().__init__(kind_by_name)
         self._total: _Moments | None = None
 
     def update(self, batch: Batch) -> None:
-        """Take in one batch."""
         self._add(_Moments.of(*_columns(batch, self._names)), batch)
 
     def _add(self, new: _Moments, batch: Batch | None = None) -> None:
@@ -99,19 +98,16 @@ class Moments:
         self._total = self._total + new
 
     def state(self) -> dict[str, Any]:
-        """Return what another process needs to merge."""
         if self._total is None:
             return {}
         return {name: getattr(self._total, name).cpu().numpy() for name in _Moments.__slots__}
 
     def merge(self, state: Mapping[str, Any]) -> None:
-        """Take in the state of another process."""
         if state:
             device = self._total.count.device if self._total else None
             self._add(_Moments(**{name: torch.from_numpy(array).to(device) for name, array in state.items()}))
 
     def compute(self, kind: str, layout: Layout) -> float | None:
-        """Return the result, or None if there was nothing to score."""
         state = self.state()
         if not state or not state["count"].any():
             return None
@@ -148,36 +144,20 @@ REGRESSION: dict[str, Any] = {
 }
 
 
-class Pairs:
-    """Keeps all labels and predictions, for medians and rankings, which sums cannot give."""
-
-    def __init__(self, kind_by_name: Mapping[str, str]) -> None:
-        self._names = list(kind_by_name)
-        self._true: list[np.ndarray] = []
-        self._predicted: list[np.ndarray] = []
+class Pairs(KeptRows):
+    """Keeps all labels and predictions."""
 
     def update(self, batch: Batch) -> None:
-        """Take in one batch."""
         true, predicted = _columns(batch, self._names)
-        if self._true and true.shape[1] != self._true[0].shape[1]:
-            raise batch.shape_error(self._names, f"rows of {self._true[0].shape[1]} values, as in the batches before")
-        self._true.append(true.cpu().numpy())
-        self._predicted.append(predicted.cpu().numpy())
-
-    def state(self) -> dict[str, Any]:
-        """Return what another process needs to merge."""
-        return {"true": list(self._true), "predicted": list(self._predicted)}
-
-    def merge(self, state: Mapping[str, Any]) -> None:
-        """Take in the state of another process."""
-        self._true += state["true"]
-        self._predicted += state["predicted"]
+        if self._labels and true.shape[1] != self._labels[0].shape[1]:
+            raise batch.shape_error(self._names, f"rows of {self._labels[0].shape[1]} values, as in the batches before")
+        self._labels.append(true.cpu().numpy())
+        self._scores.append(predicted.cpu().numpy())
 
     def compute(self, kind: str, layout: Layout) -> float | None:
-        """Return the result, or None if there was nothing to score."""
-        if not self._true:
+        if not self._labels:
             return None
-        columns = zip(np.concatenate(self._true).T, np.concatenate(self._predicted).T, strict=True)
+        columns = zip(np.concatenate(self._labels).T, np.concatenate(self._scores).T, strict=True)
         pairs = [(true[~np.isnan(true)], predicted[~np.isnan(true)]) for true, predicted in columns]
         values = [PAIRED[kind](*pair) for pair in pairs if len(pair[0])]
         return float(np.mean(values)) if values else None
