@@ -27,11 +27,10 @@ _SMALLEST, _LARGEST = -15.0, 16.0
 class _TensorSums:
     """Sums over a tensor, or over this rank's shard of it."""
 
-    count: Tensor
-    total: Tensor
-    squares: Tensor
-    low: Tensor
-    high: Tensor
+    added: Tensor
+    """The number of values, their sum and the sum of their squares."""
+    ends: Tensor
+    """The negated smallest value, and the largest."""
     counts: Tensor
     edges: Tensor
     alive: Tensor | None = None
@@ -105,7 +104,6 @@ class Distributions(Callback):
         self._hooks: list[Any] = []
         self._previous_weights: dict[str, Tensor] = {}
         self._sums: dict[str, _TensorSums] = {}
-        self._ratios: dict[str, tuple[str, str]] = {}
         self._values: dict[str, float] = {}
         self._local_shard: Callable[[Tensor], tuple[Tensor, list[Any]]] = lambda tensor: (tensor, [])
 
@@ -214,7 +212,7 @@ class Distributions(Callback):
     # --- measuring
 
     def _reset(self) -> None:
-        self._previous_weights, self._sums, self._ratios = {}, {}, {}
+        self._previous_weights, self._sums = {}, {}
 
     def _remove_hooks(self) -> None:
         for hook in self._hooks:
@@ -282,16 +280,20 @@ class Distributions(Callback):
             return
         parts, sizes = list[Tensor](), list[int]()
         for sums in self._sums.values():
-            dead = sums.count.new_full((), -1.0) if sums.alive is None else 1 - sums.alive.to(sums.count.dtype).mean()
-            row = torch.stack([sums.count, sums.total, sums.squares, sums.low, sums.high, dead])
-            row = torch.cat([row, sums.counts.to(row.dtype), sums.edges.to(row.dtype)])
+            dead = (
+                sums.ends.new_full((1,), -1.0)
+                if sums.alive is None
+                else 1 - sums.alive.to(sums.ends.dtype).mean(0, True)
+            )
+            row = torch.cat([sums.added, sums.ends, dead, sums.counts.to(dead.dtype), sums.edges.to(dead.dtype)])
             parts.append(row)
             sizes.append(len(row))
         rows = torch.cat(parts).cpu().split(sizes)
         histograms, norms = dict[str, str | Histogram](), dict[str, float]()
         for name, row in zip(self._sums, rows, strict=True):
             numbers = row.tolist()
-            count, total, squares, low, high, dead = numbers[:6]
+            count, total, squares, negated_low, high, dead = numbers[:6]
+            low = -negated_low
             norms[name] = squares**0.5
             if name.startswith(" "):
                 continue
@@ -319,33 +321,27 @@ def _accumulation_dtype(device: torch.device) -> torch.dtype:
 def _sum_tensor(tensor: Tensor) -> _TensorSums:
     """Return the sums over a tensor, without bins."""
     dtype, limits = _accumulation_dtype(tensor.device), torch.finfo(tensor.dtype)
-    low, high = torch.aminmax(torch.nan_to_num(tensor, 0.0, limits.max, limits.min))
-    return _TensorSums(
-        torch.full((), tensor.numel(), dtype=dtype, device=tensor.device),
-        tensor.sum(dtype=dtype),
-        torch.linalg.vector_norm(tensor, dtype=dtype).square(),
-        low.to(dtype),
-        high.to(dtype),
-        tensor.new_zeros(0, dtype=torch.int64),
-        tensor.new_zeros(0, dtype=dtype),
-    )
+    if tensor.numel():
+        low, high = torch.aminmax(torch.nan_to_num(tensor, 0.0, limits.max, limits.min))
+        count = torch.full((), tensor.numel(), dtype=dtype, device=tensor.device)
+        squares = torch.linalg.vector_norm(tensor, dtype=dtype).square()
+        added = torch.stack([count, tensor.sum(dtype=dtype), squares])
+        ends = torch.stack([-low, high]).to(dtype)
+    else:  # an empty shard: fewer rows than ranks
+        added, ends = tensor.new_zeros(3, dtype=dtype), tensor.new_full((2,), -float("inf"), dtype=dtype)
+    return _TensorSums(added, ends, tensor.new_zeros(0, dtype=torch.int64), tensor.new_zeros(0, dtype=dtype))
 
 
 def _measure(tensor: Tensor, groups: Sequence[Any], bins: int, has_bins: bool) -> _TensorSums:
     """Return the sums and bin counts of a full tensor, reduced over the ranks that hold its shards."""
-    dtype, device = _accumulation_dtype(tensor.device), tensor.device
-    if tensor.numel():
-        sums = _sum_tensor(tensor)
-    else:  # an empty shard: fewer rows than ranks
-        zero, inf = (torch.full((), number, dtype=dtype, device=device) for number in (0.0, float("inf")))
-        empty = torch.zeros(0, dtype=dtype, device=device)
-        sums = _TensorSums(zero, zero.clone(), zero.clone(), inf, -inf, empty.to(torch.int64), empty)
+    sums = _sum_tensor(tensor)
     for group in groups:
         _reduce(sums, group)
     if has_bins:
-        fractions = torch.arange(bins + 1, dtype=dtype, device=device) / bins
-        sums.edges = sums.low + (sums.high - sums.low) * fractions
-        sums.edges[-1] = sums.high
+        low, high = -sums.ends[0], sums.ends[1]
+        fractions = torch.arange(bins + 1, dtype=sums.ends.dtype, device=tensor.device) / bins
+        sums.edges = low + (high - low) * fractions
+        sums.edges[-1] = high
         sums.counts = _count_bins(tensor, sums.edges)
         for group in groups:
             dist.all_reduce(sums.counts, group=group)
@@ -354,14 +350,10 @@ def _measure(tensor: Tensor, groups: Sequence[Any], bins: int, has_bins: bool) -
 
 def _reduce(sums: _TensorSums, group: Any) -> None:
     """Add up the sums of the ranks of a group, in place."""
-    added = torch.stack([sums.count, sums.total, sums.squares])
-    ends = torch.stack([-sums.low, sums.high])
-    dist.all_reduce(added, group=group)
-    dist.all_reduce(ends, dist.ReduceOp.MAX, group=group)
+    dist.all_reduce(sums.added, group=group)
+    dist.all_reduce(sums.ends, dist.ReduceOp.MAX, group=group)
     if sums.counts.numel():
         dist.all_reduce(sums.counts, group=group)
-    sums.count, sums.total, sums.squares = added.unbind()
-    sums.low, sums.high = -ends[0], ends[1]
 
 
 def _count_bins(tensor: Tensor, edges: Tensor) -> Tensor:
@@ -383,10 +375,7 @@ def _merge_sums(a: _TensorSums, b: _TensorSums) -> _TensorSums:
     alive = None
     if a.alive is not None and b.alive is not None and a.alive.shape == b.alive.shape:
         alive = a.alive | b.alive
-    return _TensorSums(
-        a.count + b.count, a.total + b.total, a.squares + b.squares, torch.minimum(a.low, b.low),
-        torch.maximum(a.high, b.high), a.counts + b.counts, a.edges, alive,
-    )  # fmt: skip
+    return _TensorSums(a.added + b.added, torch.maximum(a.ends, b.ends), a.counts + b.counts, a.edges, alive)
 
 
 def _first_tensor(output: Any) -> Tensor | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -80,22 +81,18 @@ class Profiler(Callback):
         for name, (number, minimum) in numbers.items():
             if isinstance(number, bool) or not isinstance(number, int) or number < minimum:
                 raise ConfigError(f"`{name}` of a Profiler must be an integer of at least {minimum}, got {number!r}.")
-        self.skip: int = skip
-        self.wait: int = wait
-        self.warmup: int = warmup
-        self.active: int = active
-        self.repeat: int = repeat
-        self.rows: int = rows
+        self.skip, self.wait, self.warmup, self.active, self.repeat = skip, wait, warmup, active, repeat
+        self.rows = rows
         self.folder: Path | None = None if folder is None else folder_path(folder, "folder")
-        self.record_shapes: bool = record_shapes
-        self.profile_memory: bool = profile_memory
-        self.with_stack: bool = with_stack
-        # PyTorch's profiler, from the warm-up of a cycle to its end.
+        self.options: dict[str, Any] = {
+            "record_shapes": record_shapes, "profile_memory": profile_memory, "with_stack": with_stack,
+        }  # fmt: skip
+        # PyTorch's profiler, from the first step to the end of the last cycle.
         self._profile: Any = None
+        self._has_ranges = False
+        self._error: Exception | None = None
         # Steps and traces of this run so far.
         self._step_count = self._trace_count = 0
-        # Whether the last cycle of the run is over.
-        self._is_over = False
         self._tolerance = Tolerance("A trace of the profiler", "The next one is tried again.")
 
     # --- schedule
@@ -118,36 +115,42 @@ class Profiler(Callback):
         if self.folder is None and trainer.save_dir is None:
             raise ConfigError("A Profiler needs a folder for its traces. Pass `save_dir`, or `folder` to it.")
         Profiler._running = self
-        self._step_count, self._trace_count, self._is_over = 0, 0, False
+        self._step_count = self._trace_count = 0
 
     def on_epoch_start(self, trainer: TrainerLike) -> None:
-        """Start before the data of the first step are read, if no step is skipped."""
-        if self._profile is None and not self._step_count:
-            self._begin_if_due(trainer)
+        """Start PyTorch's profiler before the data of the first step are read."""
+        if self._profile is not None or self._step_count:
+            return
+        import torch
+        from torch.profiler import ProfilerActivity, profile, schedule
+
+        # each cycle has a file, so that nothing is lost
+        warnings.filterwarnings("ignore", "Warning: Profiler clears events at the end of each cycle")
+        device_activity = getattr(ProfilerActivity, trainer.device.type.upper(), ProfilerActivity.CPU)
+        self._profile = profile(
+            activities={ProfilerActivity.CPU} | ({device_activity} & torch.profiler.supported_activities()),
+            schedule=schedule(
+                skip_first=self.skip, wait=self.wait, warmup=self.warmup, active=self.active, repeat=self.repeat
+            ),
+            on_trace_ready=lambda profiler: self._save_trace_safely(trainer, profiler),
+            **self.options,
+        )
+        self._profile.start()
+        self._set_ranges(trainer)
 
     def on_step_end(self, trainer: TrainerLike) -> None:
         """Advance the schedule by one step."""
-        if self._is_over:
-            return
-        self._step_count += 1
-        try:
-            self._advance(trainer)
-        except Exception:  # with another `on_error` the run continues, and may not call this again
-            self._abort(trainer)
-            raise
-
-    def _advance(self, trainer: TrainerLike) -> None:
-        if self._profile is not None:
-            done = self._step_count - self.skip
-            is_last = done % self._cycle_length == 0
-            with trainer.lifecycle.untimed() if is_last else contextlib.nullcontext():  # a trace is written
-                self._profile.step()
-                self._set_ranges(trainer)
-                if is_last:
-                    self._stop_profile(trainer)
-            self._is_over = done == self._cycle_length * self.repeat
         if self._profile is None:
-            self._begin_if_due(trainer)
+            return
+        from torch.profiler import ProfilerAction
+
+        self._step_count += 1
+        is_last = self._profile.current_action is ProfilerAction.RECORD_AND_SAVE
+        with trainer.lifecycle.untimed() if is_last else contextlib.nullcontext():  # a trace is written
+            self._profile.step()
+            self._set_ranges(trainer)
+            if is_last and (self._error is not None or self._trace_count == self.repeat):
+                self._stop_profile(trainer)
 
     def on_train_end(self, trainer: TrainerLike) -> None:
         """Stop the profiler, and warn if the run had too few steps."""
@@ -172,49 +175,29 @@ class Profiler(Callback):
 
     # --- traces
 
-    @property
-    def _cycle_length(self) -> int:
-        return self.wait + self.warmup + self.active
-
-    def _begin_if_due(self, trainer: TrainerLike) -> None:
-        """Start PyTorch's profiler for a cycle, once its skipped steps are over."""
-        import torch
-        from torch.profiler import ProfilerActivity, profile, schedule
-
-        done = self._step_count - self.skip
-        if self._is_over or done < 0 or done % self._cycle_length != self.wait:
-            return
-        device_activity = getattr(ProfilerActivity, trainer.device.type.upper(), ProfilerActivity.CPU)
-        activities = {ProfilerActivity.CPU} | ({device_activity} & torch.profiler.supported_activities())
-        self._profile = profile(
-            activities=activities,
-            schedule=schedule(wait=0, warmup=self.warmup, active=self.active, repeat=1),
-            on_trace_ready=lambda profiler: self._save_trace(trainer, profiler),
-            record_shapes=self.record_shapes,
-            profile_memory=self.profile_memory,
-            with_stack=self.with_stack,
-        )
-        self._profile.start()
-        self._set_ranges(trainer)
-
     def _stop_profile(self, trainer: TrainerLike) -> None:
-        profiler, self._profile = self._profile, None
+        profiler, self._profile, self._has_ranges = self._profile, None, False
         trainer.lifecycle.set_profiler_ranges(self, None)
-        if profiler is not None:
-            profiler.stop()
-
-    def _abort(self, trainer: TrainerLike) -> None:
-        """Stop PyTorch's profiler if possible, and trace nothing more in this run."""
-        self._is_over, Profiler._running = True, None
-        with contextlib.suppress(Exception):
-            self._stop_profile(trainer)
+        profiler.stop()
+        if self._error is not None:
+            error, self._error, Profiler._running = self._error, None, None
+            raise error
 
     def _set_ranges(self, trainer: TrainerLike) -> None:
         """Add ranges for the parts of traced steps."""
         from torch.profiler import ProfilerAction, record_function
 
         is_tracing = self._profile.current_action in (ProfilerAction.RECORD, ProfilerAction.RECORD_AND_SAVE)
-        trainer.lifecycle.set_profiler_ranges(self, record_function if is_tracing else None)
+        if is_tracing != self._has_ranges:
+            self._has_ranges = is_tracing
+            trainer.lifecycle.set_profiler_ranges(self, record_function if is_tracing else None)
+
+    def _save_trace_safely(self, trainer: TrainerLike, profiler: torch.profiler.profile) -> None:
+        """Save a trace; an error is kept until the profiler is stopped, which in a transition would crash."""
+        try:
+            self._save_trace(trainer, profiler)
+        except Exception as error:
+            self._error = error
 
     def _save_trace(self, trainer: TrainerLike, profiler: torch.profiler.profile) -> None:
         """Write the trace of this rank; on the main rank, log the table."""

@@ -132,27 +132,17 @@ _UNSUPPORTED = {
     "on_val_end, or on_val_step_end for the losses of this rank",
 }
 
-# The events that each hook needs.
-_EVENTS: dict[str, tuple[Event, ...]] = {
-    "after_setup": (Event.TRAIN_START,),
-    "on_train_start": (Event.TRAIN_START,),
-    "on_train_end": (Event.TRAIN_END,),
-    "on_finalize": (Event.TRAIN_END,),
-    "on_epoch_start": (Event.EPOCH_START,),
-    "on_epoch_end": (Event.EPOCH_START, Event.EPOCH_END),
-    "on_step_start": (Event.EPOCH_START, Event.STEP_START),
-    "on_step_end": (Event.EPOCH_START, Event.STEP_START, Event.STEP_END),
+# The events inside of steps and evaluations that each hook needs, which cost time if anything listens to them.
+_INNER_EVENTS: dict[str, tuple[Event, ...]] = {
+    "on_step_start": (Event.STEP_START,),
+    "on_step_end": (Event.STEP_START, Event.STEP_END),
     "on_train_step_start": (Event.DATA_FETCHED, Event.STEP_START),
     "on_train_step_end": (
         Event.DATA_FETCHED, Event.STEP_START, Event.BATCH_START, Event.AFTER_FORWARD, Event.BEFORE_CLIP,
         Event.BEFORE_OPTIMIZER_STEP, Event.STEP_END,
     ),
-    "on_val_start": (Event.EVAL_START,),
-    "on_val_end": (Event.EVAL_END,),
-    "on_val_step_start": (Event.EVAL_START, Event.EVAL_BATCH_START, Event.EVAL_END, Event.TRAIN_END),
-    "on_val_step_end": (
-        Event.EVAL_START, Event.EVAL_BATCH_START, Event.EVAL_BATCH_END, Event.EVAL_END, Event.TRAIN_END,
-    ),
+    "on_val_step_start": (Event.EVAL_BATCH_START,),
+    "on_val_step_end": (Event.EVAL_BATCH_START, Event.EVAL_BATCH_END),
     "before_zero_grad": (Event.BEFORE_ZERO_GRAD,),
     "after_zero_grad": (Event.AFTER_ZERO_GRAD,),
     "after_sync_grad": (Event.BEFORE_CLIP,),
@@ -160,11 +150,6 @@ _EVENTS: dict[str, tuple[Event, ...]] = {
     "after_gnorm_clip": (Event.AFTER_CLIP,),
     "before_optimizer_step": (Event.BEFORE_OPTIMIZER_STEP,),
     "after_optimizer_step": (Event.AFTER_OPTIMIZER_STEP,),
-    "before_log_train_metrics": (Event.LOG,),
-    "before_log_val_metrics": (Event.EVAL_END,),
-    "on_save_checkpoint": (Event.TRAIN_START, Event.SAVE_START),
-    "on_load_checkpoint": (Event.CHECKPOINT_LOADED,),
-    "after_load_checkpoint": (Event.CHECKPOINT_LOADED,),
 }  # fmt: skip
 
 
@@ -239,7 +224,7 @@ class HookCallback(Callback):
             if not callable(function):
                 raise ConfigError(f"The hook {name!r} must be a function of the trainer, got {function!r:.80}.")
             self._functions[name] = function, _accepted_arguments(name, function)
-        for event in dict.fromkeys(event for name in functions for event in _EVENTS[name]):
+        for event in dict.fromkeys(event for name in functions for event in _INNER_EVENTS.get(name, ())):
             vars(self)[f"on_{event}"] = getattr(self, f"_at_{event}")  # subscribes to these events only
         self._trainer: TrainerLike | None = None
         self._loaded: dict[str, Any] = {}
@@ -255,21 +240,21 @@ class HookCallback(Callback):
 
     # --- a run
 
-    def _at_train_start(self, trainer: TrainerLike) -> None:
+    def on_train_start(self, trainer: TrainerLike) -> None:
         self._trainer = trainer
         self._call("after_setup", trainer)
         self._call("on_train_start", trainer)
 
-    def _at_train_end(self, trainer: TrainerLike) -> None:
+    def on_train_end(self, trainer: TrainerLike) -> None:
         self._is_in_evaluation = False  # a signal may have cut one short
         self._call("on_train_end", trainer)
         self._call("on_finalize", trainer)
 
-    def _at_epoch_start(self, trainer: TrainerLike) -> None:
+    def on_epoch_start(self, trainer: TrainerLike) -> None:
         self._epoch = trainer.progress.epoch
         self._call("on_epoch_start", trainer, epoch=self._epoch)
 
-    def _at_epoch_end(self, trainer: TrainerLike) -> None:
+    def on_epoch_end(self, trainer: TrainerLike) -> None:
         self._call("on_epoch_end", trainer, epoch=self._epoch)
 
     # --- a step
@@ -325,11 +310,11 @@ class HookCallback(Callback):
 
     # --- logs and evaluations
 
-    def _at_log(self, trainer: TrainerLike, logs: Mapping[str, float]) -> None:
+    def on_log(self, trainer: TrainerLike, logs: Mapping[str, float]) -> None:
         if "loss" in logs:  # otherwise a row of a test
             self._call("before_log_train_metrics", trainer, step_metrics=logs)
 
-    def _at_eval_start(self, trainer: TrainerLike) -> None:
+    def on_eval_start(self, trainer: TrainerLike) -> None:
         self._is_in_evaluation, self._eval_idx = True, -1
         self._call("on_val_start", trainer)
 
@@ -342,17 +327,17 @@ class HookCallback(Callback):
         if self._is_in_evaluation:
             self._call("on_val_step_end", trainer, outputs=[output], batches=[batch], idx=self._eval_idx)
 
-    def _at_eval_end(self, trainer: TrainerLike, metrics: Mapping[str, float]) -> None:
+    def on_eval_end(self, trainer: TrainerLike, metrics: Mapping[str, float]) -> None:
         self._is_in_evaluation = False
         self._call("before_log_val_metrics", trainer, step_metrics=metrics)
         self._call("on_val_end", trainer, val_loss=metrics.get("eval_loss"))
 
     # --- checkpoints
 
-    def _at_save_start(self, trainer: TrainerLike) -> None:
+    def on_save_start(self, trainer: TrainerLike) -> None:
         self._trainer = trainer
 
-    def _at_checkpoint_loaded(self, trainer: TrainerLike) -> None:
+    def on_checkpoint_loaded(self, trainer: TrainerLike) -> None:
         loaded, self._loaded = self._loaded, {}
         self._call("on_load_checkpoint", trainer, checkpoint=loaded)
         self._call("after_load_checkpoint", trainer, checkpoint=loaded)
