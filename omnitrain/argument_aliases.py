@@ -17,649 +17,422 @@ class Meaning(NamedTuple):
     """What differs; without an equivalent, what to do instead."""
 
 
-_A = "AccelerateTrainer."
-_LOADER = "A custom loader has it: `train_loader=DataLoader(...)`."
-_CUT = "`Collator(max_length=512)` cuts longer samples"
-_TOKENIZE = "Tokenize the dataset yourself, and pass what `model(**batch)` takes."
-_EVAL_PART = "`EvalSet(dataset, subset=1000)` evaluates the first 1000 samples"
-_TRAIN_PART = "Pass a `torch.utils.data.Subset` as `train_dataset`."
-_TRAINING_ARGUMENTS = "HFTrainer takes it in its training arguments."
-_AUTO_RESUME = 'Pass it to the call: `train(resume_from="auto")`.'
-_NOT_GENERATED = "The model runs unchanged: nothing is traced, and no code is generated."
-_FORMAT = "Checkpoints have one format, of safetensors and JSON."
-_RESUME = "Pass it to the call, not the constructor: `train(resume_from=...)`."
-_LAUNCH = "`omnitrain launch -n N`, `torchrun` or `accelerate launch` start processes; use AccelerateTrainer."
-_OPTIONS = "as in `[{'match': '.', 'betas': (0.9, 0.98)}]`"
-_OPTIMIZER = "Pass a function of the parameters: `optimizer=lambda parameters: torch.optim.AdamW(parameters, ...)`."
-_SCHEDULE = "Pass it in `lr_scheduler_kwargs`, with the name of a schedule."
-_MODEL = "It is a matter of the model: do it before you pass it."
-_SET_EPOCH = "A stream with a method set_epoch() gets the number of each epoch, and may change then."
-_PREVIEW = "`[Preview(options)]` generates texts"
-_RATIO = "a share below 1, such as 0.1"
-_STEPS = 'an int counts steps; "1ep" is each epoch'
+# Explanations that several names share.
+_SHARED = {
+    "LOADER": "A custom loader has it: `train_loader=DataLoader(...)`.",
+    "CUT": "`Collator(max_length=512)` cuts longer samples",
+    "TOKENIZE": "Tokenize the dataset yourself, and pass what `model(**batch)` takes.",
+    "EVAL_PART": "`EvalSet(dataset, subset=1000)` evaluates the first 1000 samples",
+    "TRAIN_PART": "Pass a `torch.utils.data.Subset` as `train_dataset`.",
+    "TRAINING_ARGUMENTS": "HFTrainer takes it in its training arguments.",
+    "AUTO_RESUME": 'Pass it to the call: `train(resume_from="auto")`.',
+    "NOT_GENERATED": "The model runs unchanged: nothing is traced, and no code is generated.",
+    "FORMAT": "Checkpoints have one format, of safetensors and JSON.",
+    "RESUME": "Pass it to the call, not the constructor: `train(resume_from=...)`.",
+    "LAUNCH": "`omnitrain launch -n N`, `torchrun` or `accelerate launch` start processes; use AccelerateTrainer.",
+    "OPTIONS": "as in `[{'match': '.', 'betas': (0.9, 0.98)}]`",
+    "SCHEDULE": "Pass it in `lr_scheduler_kwargs`, with the name of a schedule.",
+    "MODEL": "It is a matter of the model: do it before you pass it.",
+    "SET_EPOCH": "A stream with a method set_epoch() gets the number of each epoch, and may change then.",
+    "PREVIEW": "`[Preview(options)]` generates texts",
+    "OWN_PART": "Each process reads its own part of the data.",
+    "NEXT_SAMPLE": "A resumed run always continues with the next sample.",
+    "COLUMNS": "Columns that the model does not take are left out, and named in the log.",
+    "ONE_BY_ONE": "The arguments are passed one by one: `Trainer(model, **options)`.",
+    "NORM": "The norm is always logged; `Distributions()` logs gradients of each parameter.",
+    "FREE": "Events that nobody listens to cost nothing; leave out `callbacks` and `loggers`.",
+    "SETTINGS": "Two files in `save_dir` have the settings, config.yaml and run.json.",
+}
 
-_TRANSFORMERS: dict[str, Meaning] = {
-    "args": Meaning("HFTrainer.training_args", "The other trainers take the arguments one by one."),
-    "training_args": Meaning("HFTrainer.training_args", "The other trainers take the arguments one by one."),
-    "output_dir": Meaning("save_dir", "nothing is written without it"),
-    "num_train_epochs": Meaning("epochs"),
-    "per_device_train_batch_size": Meaning("batch_size", "on each process, too"),
-    "per_gpu_train_batch_size": Meaning("batch_size", "on each process, too"),
-    "per_device_eval_batch_size": Meaning("eval_batch_size", "on each process, too"),
-    "per_gpu_eval_batch_size": Meaning("eval_batch_size", "on each process, too"),
-    "lr_scheduler_type": Meaning("lr_scheduler"),
-    "warmup_ratio": Meaning("warmup_steps", _RATIO),
-    "logging_steps": Meaning("log_steps", _STEPS),
-    "logging_strategy": Meaning("log_steps", _STEPS),
-    "logging_first_step": Meaning("", "A callback can ask for it: `trainer.request_log()`."),
-    "logging_dir": Meaning("save_dir", "`TensorBoardLogger(folder)` takes another place for TensorBoard"),
-    "eval_strategy": Meaning("eval_steps", "without it an evaluation set is evaluated after each epoch"),
-    "evaluation_strategy": Meaning("eval_steps", "without it an evaluation set is evaluated after each epoch"),
-    "save_strategy": Meaning("save_steps", "without it there is a checkpoint after each epoch"),
-    "metric_for_best_model": Meaning("optimization_metric", "with or without `eval_`"),
-    "greater_is_better": Meaning("optimization_direction", '"max" or "min"; by default inferred from its name'),
-    "load_best_model_at_end": Meaning("load_best_at_end", "on by default with an evaluation set"),
-    "overwrite_output_dir": Meaning("overwrite"),
-    "bf16": Meaning("autocast", 'autocast="bf16"'),
-    "fp16": Meaning("autocast", 'autocast="fp16"'),
-    "fp16_opt_level": Meaning("autocast", 'autocast="fp16"'),
-    "half_precision_backend": Meaning("autocast"),
-    "no_cuda": Meaning("device", 'device="cpu"'),
-    "use_cpu": Meaning("device", 'device="cpu"'),
-    "optim": Meaning("optimizer"),
-    "optimizers": Meaning("optimizer", "the optimizer and `lr_scheduler` are passed one by one"),
-    "optim_args": Meaning("param_groups", _OPTIONS),
-    "adam_beta1": Meaning("param_groups", _OPTIONS),
-    "adam_beta2": Meaning("param_groups", _OPTIONS),
-    "adam_epsilon": Meaning("param_groups", _OPTIONS),
-    "tokenizer": Meaning("processing_class", "pads batches, and is saved with the model"),
-    "compute_loss_func": Meaning("loss_fn", "called as `loss_fn(outputs, labels)`"),
-    "model_init": Meaning("HFTrainer.model_init", "The other trainers take a model; make it before."),
-    "dataloader_num_workers": Meaning("num_workers"),
-    "dataloader_pin_memory": Meaning("pin_memory"),
-    "dataloader_prefetch_factor": Meaning("prefetch_factor"),
-    "dataloader_drop_last": Meaning("drop_last"),
-    "dataloader_persistent_workers": Meaning("num_workers", "workers are started once in any case"),
-    "data_seed": Meaning("seed"),
-    "full_determinism": Meaning("deterministic"),
-    "run_name": Meaning("trial_name"),
-    "report_to": Meaning("loggers"),
-    "disable_tqdm": Meaning("progress_bar", "progress_bar=False"),
-    "remove_unused_columns": Meaning("", "Columns that the model does not take are left out, and named in the log."),
-    "label_smoothing_factor": Meaning("algorithms", "`[LabelSmoothing(num_classes, 0.1)]`"),
-    "group_by_length": Meaning(
-        "", "Pass `GroupByLength(train_dataset)`; HFTrainer takes it in its training arguments."
-    ),
-    "train_sampling_strategy": Meaning("", "Pass `GroupByLength(train_dataset)`, or `shuffle=False`."),
-    "packing": Meaning("", "Pass `PackedDataset(train_dataset, length)`."),
-    "length_column_name": Meaning("", "Pass `GroupByLength(train_dataset, lengths=train_dataset['length'])`."),
-    "max_train_steps": Meaning("max_steps"),
-    "resume_from_checkpoint": Meaning("", _RESUME),
-    "do_train": Meaning("train()", "a call, not a switch"),
-    "do_eval": Meaning("eval_dataset", "it is evaluated if it is given"),
-    "do_predict": Meaning("predict()", "a call, not a switch"),
-    "ddp_find_unused_parameters": Meaning(_A + "find_unused_parameters"),
-    "deepspeed": Meaning(_A + "deepspeed_config"),
-    "fsdp": Meaning(_A + "fsdp_plugin", "or `omnitrain launch --fsdp`"),
-    "fsdp_config": Meaning(_A + "fsdp_plugin", "or `omnitrain launch --fsdp`"),
-    "push_to_hub": Meaning("", "HFTrainer uploads, as its training arguments say; save_model() writes the folder."),
-    "tf32": Meaning("matmul_precision", '"high" for True, "highest" for False'),
-    "torch_compile": Meaning("compile", "True, or a dict of the options of `torch.compile`"),
-    "save_safetensors": Meaning("", "Weights are always written as safetensors."),
-    "auto_find_batch_size": Meaning("microbatch_size", '"auto"; HFTrainer takes it in its training arguments too'),
-    "include_inputs_for_metrics": Meaning("", _TRAINING_ARGUMENTS),
-    "max_seq_length": Meaning("data_collator", _CUT),
-    "max_length": Meaning("data_collator", _CUT),
-    "dataset_text_field": Meaning("", _TOKENIZE),
-    "peft_config": Meaning("", "Pass `get_peft_model(model, config)`."),
-    "early_stopping_patience": Meaning("patience"),
-    "early_stopping_threshold": Meaning("delta"),
-    "bf16_full_eval": Meaning("", _TRAINING_ARGUMENTS),
-    "fp16_full_eval": Meaning("", _TRAINING_ARGUMENTS),
-    "neftune_noise_alpha": Meaning("", _TRAINING_ARGUMENTS),
-    "gradient_checkpointing_kwargs": Meaning("gradient_checkpointing"),
-    "torch_compile_backend": Meaning("compile", '{"backend": ...}'),
-    "torch_compile_mode": Meaning("compile", '{"mode": ...}'),
-    "ddp_timeout": Meaning("timeout"),
-    "ignore_data_skip": Meaning("", "A resumed run always continues with the next sample."),
+# The names by origin; each appears once. A line has `theirs=ours` for names that differ in nothing else, or some names
+# and, after the arrow, their equivalent and what differs.
+_TABLES = {
+    "transformers": """
+        num_train_epochs=epochs lr_scheduler_type=lr_scheduler overwrite_output_dir=overwrite
+        half_precision_backend=autocast optim=optimizer dataloader_num_workers=num_workers
+        dataloader_pin_memory=pin_memory dataloader_prefetch_factor=prefetch_factor dataloader_drop_last=drop_last
+        data_seed=seed full_determinism=deterministic run_name=trial_name report_to=loggers max_train_steps=max_steps
+        ddp_find_unused_parameters=AccelerateTrainer.find_unused_parameters deepspeed=AccelerateTrainer.deepspeed_config
+        early_stopping_patience=patience early_stopping_threshold=delta
+        gradient_checkpointing_kwargs=gradient_checkpointing ddp_timeout=timeout
+        args training_args -> HFTrainer.training_args: The other trainers take the arguments one by one.
+        output_dir -> save_dir: nothing is written without it
+        per_device_train_batch_size per_gpu_train_batch_size -> batch_size: on each process, too
+        per_device_eval_batch_size per_gpu_eval_batch_size -> eval_batch_size: on each process, too
+        warmup_ratio -> warmup_steps: a share below 1, such as 0.1
+        logging_steps logging_strategy -> log_steps: an int counts steps; "1ep" is each epoch
+        logging_first_step -> none: A callback can ask for it: `trainer.request_log()`.
+        logging_dir -> save_dir: `TensorBoardLogger(folder)` takes another place for TensorBoard
+        eval_strategy evaluation_strategy -> eval_steps: without it an evaluation set is evaluated after each epoch
+        save_strategy -> save_steps: without it there is a checkpoint after each epoch
+        metric_for_best_model -> optimization_metric: with or without `eval_`
+        greater_is_better -> optimization_direction: "max" or "min"; by default inferred from its name
+        load_best_model_at_end -> load_best_at_end: on by default with an evaluation set
+        bf16 -> autocast: autocast="bf16"
+        fp16 fp16_opt_level -> autocast: autocast="fp16"
+        no_cuda use_cpu -> device: device="cpu"
+        optimizers -> optimizer: the optimizer and `lr_scheduler` are passed one by one
+        optim_args adam_beta1 adam_beta2 adam_epsilon -> param_groups: OPTIONS
+        tokenizer -> processing_class: pads batches, and is saved with the model
+        compute_loss_func -> loss_fn: called as `loss_fn(outputs, labels)`
+        model_init -> HFTrainer.model_init: The other trainers take a model; make it before.
+        dataloader_persistent_workers -> num_workers: workers are started once in any case
+        disable_tqdm -> progress_bar: progress_bar=False
+        remove_unused_columns -> none: COLUMNS
+        label_smoothing_factor -> algorithms: `[LabelSmoothing(num_classes, 0.1)]`
+        group_by_length -> none: Pass `GroupByLength(train_dataset)`; HFTrainer takes it in its training arguments.
+        train_sampling_strategy -> none: Pass `GroupByLength(train_dataset)`, or `shuffle=False`.
+        packing -> none: Pass `PackedDataset(train_dataset, length)`.
+        length_column_name -> none: Pass `GroupByLength(train_dataset, lengths=train_dataset['length'])`.
+        resume_from_checkpoint -> none: RESUME
+        do_train -> train(): a call, not a switch
+        do_eval -> eval_dataset: it is evaluated if it is given
+        do_predict -> predict(): a call, not a switch
+        fsdp fsdp_config -> AccelerateTrainer.fsdp_plugin: or `omnitrain launch --fsdp`
+        push_to_hub -> none: HFTrainer uploads, as its training arguments say; save_model() writes the folder.
+        tf32 -> matmul_precision: "high" for True, "highest" for False
+        torch_compile -> compile: True, or a dict of the options of `torch.compile`
+        save_safetensors -> none: Weights are always written as safetensors.
+        auto_find_batch_size -> microbatch_size: "auto"; HFTrainer takes it in its training arguments too
+        include_inputs_for_metrics bf16_full_eval fp16_full_eval neftune_noise_alpha -> none: TRAINING_ARGUMENTS
+        max_seq_length max_length -> data_collator: CUT
+        dataset_text_field -> none: TOKENIZE
+        peft_config -> none: Pass `get_peft_model(model, config)`.
+        torch_compile_backend -> compile: {"backend": ...}
+        torch_compile_mode -> compile: {"mode": ...}
+        ignore_data_skip -> none: NEXT_SAMPLE
+    """,
+    "Lightning": """
+        max_epochs=epochs accumulate_grad_batches=gradient_accumulation_steps gradient_clip_val=max_grad_norm
+        log_every_n_steps=log_steps enable_progress_bar=progress_bar default_root_dir=save_dir logger=loggers
+        train_dataloaders=train_loader val_dataloaders=eval_loader monitor=optimization_metric
+        mode=optimization_direction min_delta=delta dirpath=save_dir every_n_train_steps=save_steps
+        save_weights_only=save_only_model amp_backend=autocast weights_save_path=save_dir process_position=progress_bar
+        test_dataloaders=test_loader
+        min_epochs -> none: Early stopping waits for `patience` evaluations; a longer patience is a longer run.
+        min_steps -> none: Early stopping waits for `patience` evaluations; a longer patience is a longer run.
+        max_time -> max_duration: "2h30m"
+        accelerator -> device: accelerate's `Accelerator` is an argument of AccelerateTrainer
+        devices num_nodes strategy tpu_cores ipus hpus -> none: LAUNCH
+        precision -> autocast: "16-mixed" is "fp16", "bf16-mixed" is "bf16"
+        auto_scale_batch_size -> microbatch_size: "auto", which leaves the samples of a step unchanged
+        gradient_clip_algorithm -> algorithms: `[GradientClipping("value", 0.5)]`; `max_grad_norm` clips by the norm
+        val_check_interval -> eval_steps: an int counts steps; "0.25ep" is a share of an epoch
+        check_val_every_n_epoch -> eval_steps: as in eval_steps="2ep"
+        num_sanity_val_steps -> sanity: evaluates one batch of each evaluation set, by default; False for 0
+        limit_train_batches overfit_batches -> none: TRAIN_PART
+        limit_val_batches -> eval_dataset: EVAL_PART
+        limit_test_batches -> test_dataset: EVAL_PART
+        fast_dev_run -> max_steps: max_steps=1
+        enable_checkpointing checkpoint_callback -> save_dir: leave it out to write nothing
+        benchmark -> none: Set `torch.backends.cudnn.benchmark` before.
+        sync_batchnorm -> none: Pass `nn.SyncBatchNorm.convert_sync_batchnorm(model)`.
+        datamodule -> train_loader: and `eval_loader`, `test_loader`
+        ckpt_path -> none: RESUME
+        save_top_k -> keep_best: with `save_total_limit`
+        every_n_epochs -> save_steps: as in save_steps="2ep"
+        limit_predict_batches -> none: Pass a `torch.utils.data.Subset` to `predict()`.
+        inference_mode -> none: Evaluations never compute gradients.
+        use_distributed_sampler replace_sampler_ddp -> none: OWN_PART
+        plugins -> AccelerateTrainer.accelerator: an `Accelerator` that was made with them
+        enable_model_summary weights_summary -> none: The first lines of a run name the model and its parameters.
+        barebones -> none: FREE
+        reload_dataloaders_every_n_epochs -> none: SET_EPOCH
+        enable_autolog_hparams -> none: SETTINGS
+        model_registry -> save_dir: a path or an address, as of a bucket
+        auto_select_gpus -> device: device="cuda:0"
+        auto_lr_find -> none: A search tries rates: `search` of omnitrain.
+        progress_bar_refresh_rate -> progress_bar: False for 0
+        amp_level -> autocast: "fp16" or "bf16"
+        move_metrics_to_cpu -> compute_metrics: names stream, and keep no predictions
+        multiple_trainloader_mode -> none: Pass a `MultiTask` of several datasets as `train_dataset`.
+        track_grad_norm -> none: NORM
+        terminate_on_nan -> on_nonfinite: "raise", by default
+        stochastic_weight_avg -> algorithms: `[SWA()]`
+        prepare_data_per_node -> none: Prepare the data before the trainer is made.
+        flush_logs_every_n_steps -> none: Each row is written at once.
+        log_gpu_memory -> callbacks: `[MemoryMonitor()]`
+        truncated_bptt_steps -> unit: a `TrainUnit` that cuts a batch in time, and keeps the hidden state
+        dataloaders -> none: Pass a loader to the call of evaluate() or predict().
+        predict_dataloaders -> predict(): which takes a loader
+        weights_only -> none: FORMAT
+    """,
+    "Composer": """
+        train_dataloader=train_loader eval_dataloader=eval_loader optimizers_list=optimizer save_folder=save_dir
+        save_num_checkpoints_to_keep=save_total_limit save_overwrite=overwrite deterministic_mode=deterministic
+        grad_accum=gradient_accumulation_steps parallelism_config=AccelerateTrainer.parallelism_config
+        deepspeed_config=AccelerateTrainer.deepspeed_config algorithm=algorithms log_to_console=progress_bar
+        dist_timeout=timeout accum_train_batch_on_rank0=global_batch_size grad_clip_norm=max_grad_norm
+        reproducibility_mode=deterministic eval_batch_split=eval_batch_size
+        schedulers -> lr_scheduler: the same classes, without `WithWarmup`: they take `warmup`; `*` multiplies
+        scale_schedule_ratio -> none: Each schedule takes it: `StepScheduler("30ep", scale_ratio=0.5)`.
+        t_warmup -> warmup_steps: or `warmup` of a schedule
+        eval_interval -> eval_steps: the same strings
+        save_interval -> save_steps: the same strings
+        load_path load_progress_bar -> none: RESUME
+        load_weights_only -> init_from: the path; a resume of all else is `train(resume_from=...)`
+        load_ignore_keys -> init_from: {"path": ..., "ignore": [globs]}
+        load_strict_model_weights -> init_from: what was not loaded is logged
+        autoresume -> none: AUTO_RESUME
+        device_train_microbatch_size -> microbatch_size: a number or "auto"; `batch_size` is that of a step
+        step_schedulers_every_batch -> scheduler_interval: "step" or "epoch"
+        train_subset_num_batches -> none: TRAIN_PART
+        eval_subset_num_batches -> eval_dataset: EVAL_PART
+        precision_config -> dtypes: parameters, buffers and inputs; `autocast` keeps weights in fp32
+        console_log_interval -> callbacks: `[ProgressBar(every="10ba")]`; `log_steps` is that of all rows
+        profiler log_traces -> callbacks: `[Profiler()]`
+        algorithm_passes -> algorithms: applied in the order of the list
+        accumulate_train_batch_on_tokens -> grad_reduction: "per-token-mean"
+        compile_config -> compile: a dict of the options of `torch.compile`
+        ddp_sync_strategy -> AccelerateTrainer.find_unused_parameters: gradients are averaged once in a step
+        spin_dataloaders -> none: NEXT_SAMPLE
+        train_dataloader_label -> none: There is one training set; those of evaluation have names in a dict.
+        console_stream -> progress_bar: False for none; logs go where the logger called omnitrain sends them
+        auto_log_hparams -> none: SETTINGS
+        load_object_store -> none: Pass the address to the call: `train(resume_from="s3://bucket/run/last")`.
+        load_exclude_algorithms -> none: Pass the names that may differ to the call: `train(allow_change=[...])`.
+        save_filename -> save_dir: folders in it are called checkpoint-<step>
+        save_latest_filename latest_remote_file_name -> save_dir: the file or link called last names the latest
+        save_ignore_keys -> save_only_model: or `save_frozen`
+        fsdp_auto_wrap -> AccelerateTrainer.fsdp_plugin: or `omnitrain launch --fsdp`
+        python_log_level -> none: Set the level of the logger called omnitrain, by the module logging.
+        fsdp_state_dict_type state_dict_type -> consolidate: full weights next to the shards of the ranks
+        load_fsdp_monolith_rank0_only load_monolith_rank0_only -> none: Each rank reads its own part of a checkpoint.
+    """,
+    "Keras": """
+        validation_data=eval_dataset validation_batch_size=eval_batch_size verbose=progress_bar clipnorm=max_grad_norm
+        restore_best_weights=load_best_at_end filepath=save_dir workers=num_workers
+        x y -> train_dataset: TensorDataset(x, y)
+        validation_split -> none: Split the dataset before: `torch.utils.data.random_split`.
+        validation_freq -> eval_steps: as in eval_steps="2ep"
+        steps_per_epoch -> none: An epoch is a pass over the data; `max_steps` limits the run.
+        initial_epoch -> none: RESUME
+        class_weight -> loss_fn: as in `nn.CrossEntropyLoss(weight=...)`
+        sample_weight -> loss_fn: put the weights into the batch, or write a `unit`
+        loss -> loss_fn: called as `loss_fn(outputs, labels)`
+        metrics -> compute_metrics: as in compute_metrics=['accuracy', 'f1_macro']
+        save_best_only -> keep_best: with `save_total_limit`
+    """,
+    "accelerate": """
+        mixed_precision=autocast fsdp_plugin=AccelerateTrainer.fsdp_plugin log_with=loggers project_dir=save_dir
+        find_unused_parameters=AccelerateTrainer.find_unused_parameters
+        deepspeed_plugin -> AccelerateTrainer.deepspeed_config: a path or a dict
+        split_batches -> global_batch_size: `batch_size` is that of each process
+        rampup_batch_size -> global_batch_size: it grows: {0: 64, "1e6sp": 128}
+        batch_size_schedule -> global_batch_size: it grows: {0: 64, "0.2dur": 128}
+        cpu -> device: device="cpu"
+        step_scheduler_with_optimizer -> scheduler_interval: "step" or "epoch"
+        kwargs_handlers -> AccelerateTrainer.accelerator: an `Accelerator` that was made with them
+        dataloader_config -> none: LOADER
+        even_batches -> none: Batches are shared out unevenly, and nothing is counted twice.
+        dispatch_batches -> none: OWN_PART
+    """,
+    "fairseq2": """
+        max_num_steps=max_steps max_num_data_epochs=epochs data_reader=train_loader validate_every_n_steps=eval_steps
+        validate_at_start=eval_on_start checkpoint_every_n_steps=save_steps keep_last_n_checkpoints=save_total_limit
+        publish_metrics_every_n_steps=log_steps pretrained_model=init_from score_metric=optimization_metric
+        score_metric_descriptor=optimization_metric max_gradient_norm=max_grad_norm checkpoint_manager=save_dir
+        anomaly_detection=detect_anomaly keep_last_n_models=save_total_limit save_model_only=save_only_model
+        dtype=autocast data_readers=train_loader grad_accumulation=gradient_accumulation_steps
+        fp16_init_scale=fp16_loss_scale fp16_min_scale=fp16_loss_scale fp16_scale_window=fp16_loss_scale
+        loss_scaler=fp16_loss_scale valid_data_reader=eval_loader validate_after_n_steps=eval_steps
+        checkpoint_after_n_steps=save_steps async_checkpoint_saving=async_save publish_metrics_after_n_steps=log_steps
+        metric_recorder=loggers metric_recorders=loggers progress_reporter=progress_bar
+        activation_checkpointing=gradient_checkpointing num_accumulate=gradient_accumulation_steps
+        keep_last_checkpoint=save_total_limit keep_best_checkpoint=keep_best metric_publishers=loggers
+        valid_units -> unit: with a method `evaluate(batch)`; `EvalSet(dataset, unit=unit)` has its own
+        valid_data_readers -> eval_loader: a dict of them
+        validate_every_n_data_epochs validate_after_n_data_epochs -> eval_steps: as in eval_steps="2ep"
+        checkpoint_every_n_data_epochs checkpoint_after_n_data_epochs -> save_steps: as in save_steps="2ep"
+        keep_best_n_checkpoints keep_best_n_models -> keep_best: with `save_total_limit`
+        keep_checkpoint_every_n_steps -> keep_every: with `save_total_limit`
+        lower_better -> optimization_direction: "max" or "min"
+        fp16_loss_scale_window -> fp16_loss_scale: its third number
+        gangs root_gang dp_gang data_parallelism tensor_parallel_size -> none: LAUNCH
+        tp_gang -> AccelerateTrainer.parallelism_config: `ParallelismConfig(tp_size=2)` of accelerate
+        tb_dir -> loggers: `[TensorBoardLogger(folder)]`
+        metrics_dir -> save_dir: `metrics.jsonl` in it has all rows
+        publish_metrics_every_n_data_epochs publish_metrics_after_n_data_epochs -> log_steps: as in log_steps="2ep"
+        gc_every_n_steps -> callbacks: `[GarbageCollection("1000ba")]`
+        amp_dtype -> autocast: "bf16" or "fp16"
+        grad_check gradient_check -> on_nonfinite: "raise", by default
+        lower_score_better -> optimization_direction: "min" for True
+        valid_unit -> eval_dataset: a dict names several; `unit` may be an `EvalUnit` too
+        validate_before_checkpoint -> eval_steps: an evaluation comes before the checkpoint of its step
+        checkpoint_metadata_saver -> processing_class: it and the model's config are saved with the weights
+        save_as_hugging_face -> none: FORMAT
+        tbd_writer -> loggers: "tensorboard"
+        wall_watch -> none: The progress of the trainer has the seconds in training.
+        profile -> callbacks: `[Profiler()]`
+        no_sync_grad_accumulation -> none: Gradients are averaged once in a step, after its last micro-batch.
+        garbage_collector -> callbacks: `[GarbageCollection()]`
+        device_stat_tracker -> callbacks: `[MemoryMonitor()]`
+        fsdp_granularity fsdp_wrap_granularity -> AccelerateTrainer.fsdp_plugin: or `omnitrain launch --fsdp`
+        recipe -> none: ONE_BY_ONE
+    """,
+    "nnScaler": """
+        global_batchsize=global_batch_size grad_accumulation_steps=gradient_accumulation_steps every_n_steps=save_steps
+        keep_last_n=save_total_limit clip_gnorm=max_grad_norm dataset=train_dataset enable_log_progress=progress_bar
+        val_every_n_train_steps=eval_steps tracing_from_weights=init_from
+        train_args -> none: The arguments are passed one by one.
+        micro_batch_size -> batch_size: or `microbatch_size`, which splits each batch
+        gen_savedir instance_name gen_reuse pas_policy broadcast_strategy dummy_sample_gen_fn -> none: NOT_GENERATED
+        dummy_sample_post_process_fn -> none: NOT_GENERATED
+        compute_config plan_ngpus runtime_ngpus -> none: LAUNCH
+        max_val_steps -> eval_dataset: EVAL_PART
+        max_train_steps_per_epoch -> none: TRAIN_PART
+        hook -> callbacks: a `HookCallback` of it
+        dataset_sampler dataloader -> none: LOADER
+        log_progress_every_n_train_steps -> callbacks: `[ProgressBar(every="100ba")]`
+        checkpoint -> save_dir: and `save_steps`, `save_total_limit`, `keep_best`
+        no_save -> save_dir: leave it out to write nothing
+        save_best -> keep_best: 0 for False
+        save_last -> save_steps: the last step is always saved
+        save_type -> consolidate: whether sharded weights are put together
+        symlink_best_and_last -> none: `best` and `last` in `save_dir` are small files with the name of a checkpoint.
+        format serializer -> none: FORMAT
+        val_every_n_epochs -> eval_steps: as in eval_steps="2ep"
+        init_env_fn -> none: Call it before the trainer is made; `seed` and `deterministic` are arguments.
+        init_module -> none: Import it before the trainer is made.
+        log -> loggers: "tensorboard", "wandb"
+        debug -> detect_anomaly: which finds the operation with a NaN gradient
+        interval -> scheduler_interval: "step" or "epoch"
+        run_mode -> none: `train()` runs, and `compile()` compiles ahead of it.
+        use_zero -> none: `omnitrain launch --fsdp` or `omnitrain launch --zero 2` shards; use AccelerateTrainer.
+        loss_reduction -> grad_reduction: "mean", "sum" or "per-token-mean"
+        aggregate_outputs_fn -> unit: returns the loss and the number of targets, or a `StepOutput`
+        vars -> none: In a file of `omnitrain train` it is a section next to `trainer:`.
+    """,
+    "OmniGenBench": """
+        num_epochs=epochs trial_dir=save_dir learning_rate_scheduler=lr_scheduler loss_func=loss_fn
+        autocast_dtype=autocast
+        test_loss -> test(): a call, not an argument
+        max_train_examples -> none: TRAIN_PART
+        drop_long_seq -> none: Filter the dataset; `Collator(max_length=512)` cuts longer samples.
+        force_padding -> data_collator: `Collator()` pads to the longest sample of a batch
+        save_metrics -> save_metrics(): a call, not an argument
+    """,
+    "EasyDeL": """
+        model_state=model dataset_train=train_dataset dataset_eval=eval_dataset data_collator_fn=data_collator
+        max_training_steps=max_steps total_batch_size=global_batch_size eval_batch=eval_batch_size
+        evaluation_steps=eval_steps save_directory=save_dir model_name=trial_name scheduler=lr_scheduler
+        clip_grad=max_grad_norm shuffle_train_dataset=shuffle report_steps=log_steps progress_bar_type=progress_bar
+        custom_scheduler=lr_scheduler force_batch_size_to_use_global_batch_size_on_dp=global_batch_size backend=device
+        offload_device=device init_tx=optimizer scheduler_kwargs=lr_scheduler_kwargs use_data_collator=data_collator
+        shuffle_seed_train=seed model_parameters=init_from backup_save_steps=save_steps evaluation_interval=eval_steps
+        metrics_to_show_in_rich_pbar=progress_bar report_metrics=loggers log_global=loggers
+        log_logprobs_metrics=compute_metrics wandb_name=trial_name benchmark_interval=eval_steps
+        arguments -> none: The arguments are passed one by one.
+        max_evaluation_steps per_epoch_evaluation_steps -> eval_dataset: EVAL_PART
+        training_time_limit training_time -> max_duration: "2h30m"
+        log_grad_norms -> none: NORM
+        loss_config -> loss_fn: `CrossEntropy(ignore_index=-100, label_smoothing=0.1, z_loss=1e-4)`
+        frozen_parameters -> freeze: a list of regular expressions
+        pruning_module sparsify_module sparse_module_type -> algorithms: `[MagnitudePruning(0.5)]`
+        use_wandb -> loggers: "wandb"
+        remove_ckpt_after_load -> none: Retention is `save_total_limit`.
+        max_sequence_length -> data_collator: CUT
+        truncation_mode -> data_collator: `Collator(max_length=512, truncation_side="left")` for "keep_end"
+        resume_if_possible -> none: AUTO_RESUME
+        do_last_save -> save_steps: the last step is always saved
+        save_interval_minutes -> save_steps: as in save_steps="30m"
+        save_optimizer_state -> save_only_model: True for False
+        per_epoch_training_steps -> none: TRAIN_PART
+        log_weight_distribution watchers weight_distribution_pattern -> callbacks: `[Distributions()]`
+        weight_distribution_log_steps -> callbacks: `[Distributions(every="500ba")]`
+        track_memory -> callbacks: `[MemoryMonitor()]`
+        extra_optimizer_kwargs optimizer_mu_dtype tx_mu_dtype optimizer_kwargs -> param_groups: OPTIONS
+        step_partition_spec auto_shard_states sharding_array do_shard_fns jax_distributed_config -> none: LAUNCH
+        fully_sharded_data_parallel -> AccelerateTrainer.fsdp_plugin: or `omnitrain launch --fsdp`
+        process_zero_is_admin -> none: The main rank writes and logs; `trainer.is_main_process` is true there.
+        log_all_workers -> none: The main rank writes and logs; `trainer.is_main_process` is true there.
+        aux_loss_enabled -> none: A loss of the model that balances experts is part of its loss.
+        offload_dataset -> pin_memory: data stay on the host, and are copied ahead
+        performance_mode -> none: FREE
+        low_mem_usage -> none: A model on the meta device gets its weights as they arrive, from `init_from`.
+        learning_rate_end -> lr_scheduler_kwargs: `{"min_lr": 1e-6}`
+        param_dtype -> none: Convert the model before you pass it; `dtypes` and `autocast` are for what is computed.
+        ids_to_pop_from_dataset -> none: COLUMNS
+        use_grain -> train_loader: a custom loader or iterable
+        grain_shard_index grain_shard_count -> none: OWN_PART
+        train_on_inputs -> none: Set the labels of the prompt to -100 in the dataset.
+        split_names -> eval_dataset: a dict of named sets
+        is_fine_tuning -> init_from: a path; a model of the Hub is loaded by `from_pretrained`
+        model_class -> model: an instance
+        model_huggingface_repo_id -> none: save_model() writes the folder; HFTrainer uploads it.
+        checkpoint_path -> init_from: weights to begin with; `train(resume_from=...)` continues a run
+        load_from_checkpoint step_start_point -> none: RESUME
+        save_tpu_preemption_checkpoints -> none: SIGTERM ends a run in order: it is saved, and can be resumed.
+        tpu_preemption_checkpoint_manager -> none: SIGTERM ends a run in order: it is saved, and can be resumed.
+        loss_chunk_size -> loss_fn: `chunked_cross_entropy(..., chunk_size=1024)` in the model's forward
+        quantization_mode quantization_block -> none: MODEL
+        state_apply_fn_kwarguments_to_model -> unit: a `TrainUnit` calls the model as it likes
+        ema_decay -> algorithms: `[EMA(0.999)]`
+        trackio_project -> loggers: "trackio"
+        wandb_entity -> loggers: `[WandbLogger(entity=...)]`
+        wandb_project -> loggers: `[WandbLogger(project=...)]`
+        wandb_tags -> loggers: `[WandbLogger(tags=...)]`
+        auto_fix_xla_flags -> none: There is no XLA: models are of PyTorch.
+        benchmarks -> callbacks: `[Preview(options)]`, or an evaluation set
+        preview_prompts generation_prompts generation_interval generation_config -> callbacks: PREVIEW
+        generation_max_new_tokens generation_temperature generation_top_p generation_top_k -> callbacks: PREVIEW
+        generation_do_sample generation_num_prompts generation_extra_kwargs -> callbacks: PREVIEW
+        generation_log_to_wandb generation_use_train_prompts generation_dataset_prompt_field -> callbacks: PREVIEW
+        generation_preview_print generation_shard_inputs use_esurge_generation -> callbacks: PREVIEW
+    """,
+    "Loops by hand": """
+        lr=learning_rate wd=weight_decay bs=batch_size num_steps=max_steps steps=max_steps total_steps=max_steps
+        n_epochs=epochs epoch=epochs grad_clip=max_grad_norm clip_grad_norm=max_grad_norm
+        gradient_clipping=max_grad_norm gradient_clip=max_grad_norm accumulation_steps=gradient_accumulation_steps
+        grad_accum_steps=gradient_accumulation_steps gradient_accumulation=gradient_accumulation_steps net=model
+        train_set=train_dataset train_data=train_dataset training_data=train_dataset train=train_dataset
+        val_dataset=eval_dataset valid_dataset=eval_dataset validation_dataset=eval_dataset val_data=eval_dataset
+        val_loader=eval_loader valid_loader=eval_loader val_dataloader=eval_loader test_dataloader=test_loader
+        collate_fn=data_collator float32_matmul_precision=matmul_precision log_interval=log_steps log_dir=save_dir
+        log_every=log_steps eval_every=eval_steps save_every=save_steps save_path=save_dir checkpoint_dir=save_dir
+        ckpt_dir=save_dir random_seed=seed random_state=seed warmup=warmup_steps num_warmup_steps=warmup_steps
+        parameter_groups=param_groups early_stopping=patience early_stopping_rounds=patience init_checkpoint=init_from
+        weights=init_from
+        criterion loss_function -> loss_fn: called as `loss_fn(outputs, labels)`
+        sampler batch_sampler -> none: LOADER
+        scaler -> none: autocast='fp16' makes one; replace `trainer.scaler` before train().
+        amp use_amp -> autocast: "fp16" or "bf16"
+        half -> autocast: "fp16"
+        allow_tf32 -> matmul_precision: "high"
+        gpus n_gpus num_gpus num_processes local_rank world_size ddp -> none: LAUNCH
+        resume resume_from -> none: RESUME
+        warmup_epochs -> warmup_steps: "2ep"
+        momentum betas eps -> param_groups: OPTIONS
+        layer_decay llrd -> param_groups: `layerwise_decay(model, 0.75)`
+        no_decay -> param_groups: `[{'match': 'bias|norm', 'weight_decay': 0.0}]`
+        frozen_layers freeze_layers -> freeze: regular expressions of parameters' names
+        gamma milestones step_size min_lr -> none: SCHEDULE
+        higher_is_better -> optimization_direction: "max" or "min"
+        callback -> callbacks: a list
+        hooks -> callbacks: instances of `Callback`
+        wandb -> loggers: "wandb"
+        tensorboard -> loggers: "tensorboard"
+        ema -> algorithms: `[EMA()]`
+        config -> none: ONE_BY_ONE
+        pretrained -> init_from: a path; a model of the Hub is loaded by `from_pretrained`
+        num_labels -> none: MODEL
+    """,
 }
-_LIGHTNING: dict[str, Meaning] = {
-    "max_epochs": Meaning("epochs"),
-    "min_epochs": Meaning("", "Early stopping waits for `patience` evaluations; a longer patience is a longer run."),
-    "max_time": Meaning("max_duration", '"2h30m"'),
-    "accelerator": Meaning("device", "accelerate's `Accelerator` is an argument of AccelerateTrainer"),
-    "devices": Meaning("", _LAUNCH),
-    "num_nodes": Meaning("", _LAUNCH),
-    "strategy": Meaning("", _LAUNCH),
-    "precision": Meaning("autocast", '"16-mixed" is "fp16", "bf16-mixed" is "bf16"'),
-    "auto_scale_batch_size": Meaning("microbatch_size", '"auto", which leaves the samples of a step unchanged'),
-    "accumulate_grad_batches": Meaning("gradient_accumulation_steps"),
-    "gradient_clip_val": Meaning("max_grad_norm"),
-    "gradient_clip_algorithm": Meaning(
-        "algorithms", '`[GradientClipping("value", 0.5)]`; `max_grad_norm` clips by the norm'
-    ),
-    "val_check_interval": Meaning("eval_steps", 'an int counts steps; "0.25ep" is a share of an epoch'),
-    "check_val_every_n_epoch": Meaning("eval_steps", 'as in eval_steps="2ep"'),
-    "log_every_n_steps": Meaning("log_steps"),
-    "num_sanity_val_steps": Meaning("sanity", "evaluates one batch of each evaluation set, by default; False for 0"),
-    "limit_train_batches": Meaning("", _TRAIN_PART),
-    "limit_val_batches": Meaning("eval_dataset", _EVAL_PART),
-    "limit_test_batches": Meaning("test_dataset", _EVAL_PART),
-    "overfit_batches": Meaning("", _TRAIN_PART),
-    "fast_dev_run": Meaning("max_steps", "max_steps=1"),
-    "enable_progress_bar": Meaning("progress_bar"),
-    "enable_checkpointing": Meaning("save_dir", "leave it out to write nothing"),
-    "default_root_dir": Meaning("save_dir"),
-    "logger": Meaning("loggers"),
-    "benchmark": Meaning("", "Set `torch.backends.cudnn.benchmark` before."),
-    "sync_batchnorm": Meaning("", "Pass `nn.SyncBatchNorm.convert_sync_batchnorm(model)`."),
-    "train_dataloaders": Meaning("train_loader"),
-    "val_dataloaders": Meaning("eval_loader"),
-    "datamodule": Meaning("train_loader", "and `eval_loader`, `test_loader`"),
-    "ckpt_path": Meaning("", _RESUME),
-    "monitor": Meaning("optimization_metric"),
-    "mode": Meaning("optimization_direction"),
-    "min_delta": Meaning("delta"),
-    "save_top_k": Meaning("keep_best", "with `save_total_limit`"),
-    "dirpath": Meaning("save_dir"),
-    "every_n_train_steps": Meaning("save_steps"),
-    "every_n_epochs": Meaning("save_steps", 'as in save_steps="2ep"'),
-    "save_weights_only": Meaning("save_only_model"),
-    "min_steps": Meaning("", "Early stopping waits for `patience` evaluations; a longer patience is a longer run."),
-    "limit_predict_batches": Meaning("", "Pass a `torch.utils.data.Subset` to `predict()`."),
-    "inference_mode": Meaning("", "Evaluations never compute gradients."),
-    "use_distributed_sampler": Meaning("", "Each process reads its own part of the data."),
-    "plugins": Meaning(_A + "accelerator", "an `Accelerator` that was made with them"),
-    "enable_model_summary": Meaning("", "The first lines of a run name the model and its parameters."),
-    "barebones": Meaning("", "Events that nobody listens to cost nothing; leave out `callbacks` and `loggers`."),
-    "reload_dataloaders_every_n_epochs": Meaning("", _SET_EPOCH),
-    "enable_autolog_hparams": Meaning("", "Two files in `save_dir` have the settings, config.yaml and run.json."),
-    "model_registry": Meaning("save_dir", "a path or an address, as of a bucket"),
-    "tpu_cores": Meaning("", _LAUNCH),
-    "ipus": Meaning("", _LAUNCH),
-    "hpus": Meaning("", _LAUNCH),
-    "auto_select_gpus": Meaning("device", 'device="cuda:0"'),
-    "auto_lr_find": Meaning("", "A search tries rates: `search` of omnitrain."),
-    "checkpoint_callback": Meaning("save_dir", "leave it out to write nothing"),
-    "progress_bar_refresh_rate": Meaning("progress_bar", "False for 0"),
-    "weights_summary": Meaning("", "The first lines of a run name the model and its parameters."),
-    "amp_backend": Meaning("autocast"),
-    "amp_level": Meaning("autocast", '"fp16" or "bf16"'),
-    "replace_sampler_ddp": Meaning("", "Each process reads its own part of the data."),
-    "move_metrics_to_cpu": Meaning("compute_metrics", "names stream, and keep no predictions"),
-    "multiple_trainloader_mode": Meaning("", "Pass a `MultiTask` of several datasets as `train_dataset`."),
-    "track_grad_norm": Meaning("", "The norm is always logged; `Distributions()` logs gradients of each parameter."),
-    "terminate_on_nan": Meaning("on_nonfinite", '"raise", by default'),
-    "stochastic_weight_avg": Meaning("algorithms", "`[SWA()]`"),
-    "weights_save_path": Meaning("save_dir"),
-    "process_position": Meaning("progress_bar"),
-    "prepare_data_per_node": Meaning("", "Prepare the data before the trainer is made."),
-    "flush_logs_every_n_steps": Meaning("", "Each row is written at once."),
-    "log_gpu_memory": Meaning("callbacks", "`[MemoryMonitor()]`"),
-    "truncated_bptt_steps": Meaning("unit", "a `TrainUnit` that cuts a batch in time, and keeps the hidden state"),
-    "dataloaders": Meaning("", "Pass a loader to the call of evaluate() or predict()."),
-    "predict_dataloaders": Meaning("predict()", "which takes a loader"),
-    "test_dataloaders": Meaning("test_loader"),
-    "weights_only": Meaning("", _FORMAT),
-}
-_COMPOSER: dict[str, Meaning] = {
-    "train_dataloader": Meaning("train_loader"),
-    "eval_dataloader": Meaning("eval_loader"),
-    "optimizers_list": Meaning("optimizer"),
-    "schedulers": Meaning("lr_scheduler", "the same classes, without `WithWarmup`: they take `warmup`; `*` multiplies"),
-    "scale_schedule_ratio": Meaning("", 'Each schedule takes it: `StepScheduler("30ep", scale_ratio=0.5)`.'),
-    "t_warmup": Meaning("warmup_steps", "or `warmup` of a schedule"),
-    "eval_interval": Meaning("eval_steps", "the same strings"),
-    "save_folder": Meaning("save_dir"),
-    "save_interval": Meaning("save_steps", "the same strings"),
-    "save_num_checkpoints_to_keep": Meaning("save_total_limit"),
-    "save_overwrite": Meaning("overwrite"),
-    "load_path": Meaning("", _RESUME),
-    "load_weights_only": Meaning("init_from", "the path; a resume of all else is `train(resume_from=...)`"),
-    "load_ignore_keys": Meaning("init_from", '{"path": ..., "ignore": [globs]}'),
-    "load_strict_model_weights": Meaning("init_from", "what was not loaded is logged"),
-    "autoresume": Meaning("", _AUTO_RESUME),
-    "deterministic_mode": Meaning("deterministic"),
-    "device_train_microbatch_size": Meaning("microbatch_size", 'a number or "auto"; `batch_size` is that of a step'),
-    "grad_accum": Meaning("gradient_accumulation_steps"),
-    "step_schedulers_every_batch": Meaning("scheduler_interval", '"step" or "epoch"'),
-    "train_subset_num_batches": Meaning("", _TRAIN_PART),
-    "eval_subset_num_batches": Meaning("eval_dataset", _EVAL_PART),
-    "parallelism_config": Meaning(_A + "parallelism_config"),
-    "deepspeed_config": Meaning(_A + "deepspeed_config"),
-    "algorithm": Meaning("algorithms"),
-    "precision_config": Meaning("dtypes", "parameters, buffers and inputs; `autocast` keeps weights in fp32"),
-    "console_log_interval": Meaning("callbacks", '`[ProgressBar(every="10ba")]`; `log_steps` is that of all rows'),
-    "log_to_console": Meaning("progress_bar"),
-    "profiler": Meaning("callbacks", "`[Profiler()]`"),
-    "algorithm_passes": Meaning("algorithms", "applied in the order of the list"),
-    "accumulate_train_batch_on_tokens": Meaning("grad_reduction", '"per-token-mean"'),
-    "compile_config": Meaning("compile", "a dict of the options of `torch.compile`"),
-    "ddp_sync_strategy": Meaning(_A + "find_unused_parameters", "gradients are averaged once in a step"),
-    "dist_timeout": Meaning("timeout"),
-    "spin_dataloaders": Meaning("", "A resumed run always continues with the next sample."),
-    "train_dataloader_label": Meaning("", "There is one training set; those of evaluation have names in a dict."),
-    "console_stream": Meaning("progress_bar", "False for none; logs go where the logger called omnitrain sends them"),
-    "log_traces": Meaning("callbacks", "`[Profiler()]`"),
-    "auto_log_hparams": Meaning("", "Two files in `save_dir` have the settings, config.yaml and run.json."),
-    "load_object_store": Meaning("", 'Pass the address to the call: `train(resume_from="s3://bucket/run/last")`.'),
-    "load_progress_bar": Meaning("", _RESUME),
-    "load_exclude_algorithms": Meaning("", "Pass the names that may differ to the call: `train(allow_change=[...])`."),
-    "save_filename": Meaning("save_dir", "folders in it are called checkpoint-<step>"),
-    "save_latest_filename": Meaning("save_dir", "the file or link called last names the latest"),
-    "latest_remote_file_name": Meaning("save_dir", "the file or link called last names the latest"),
-    "save_ignore_keys": Meaning("save_only_model", "or `save_frozen`"),
-    "fsdp_auto_wrap": Meaning(_A + "fsdp_plugin", "or `omnitrain launch --fsdp`"),
-    "accum_train_batch_on_rank0": Meaning("global_batch_size"),
-    "python_log_level": Meaning("", "Set the level of the logger called omnitrain, by the module logging."),
-    "grad_clip_norm": Meaning("max_grad_norm"),
-    "reproducibility_mode": Meaning("deterministic"),
-    "eval_batch_split": Meaning("eval_batch_size"),
-    "fsdp_state_dict_type": Meaning("consolidate", "full weights next to the shards of the ranks"),
-    "state_dict_type": Meaning("consolidate", "full weights next to the shards of the ranks"),
-    "load_fsdp_monolith_rank0_only": Meaning("", "Each rank reads its own part of a checkpoint."),
-    "load_monolith_rank0_only": Meaning("", "Each rank reads its own part of a checkpoint."),
-}
-_KERAS: dict[str, Meaning] = {
-    "x": Meaning("train_dataset", "TensorDataset(x, y)"),
-    "y": Meaning("train_dataset", "TensorDataset(x, y)"),
-    "validation_data": Meaning("eval_dataset"),
-    "validation_split": Meaning("", "Split the dataset before: `torch.utils.data.random_split`."),
-    "validation_freq": Meaning("eval_steps", 'as in eval_steps="2ep"'),
-    "validation_batch_size": Meaning("eval_batch_size"),
-    "steps_per_epoch": Meaning("", "An epoch is a pass over the data; `max_steps` limits the run."),
-    "initial_epoch": Meaning("", _RESUME),
-    "verbose": Meaning("progress_bar"),
-    "class_weight": Meaning("loss_fn", "as in `nn.CrossEntropyLoss(weight=...)`"),
-    "sample_weight": Meaning("loss_fn", "put the weights into the batch, or write a `unit`"),
-    "loss": Meaning("loss_fn", "called as `loss_fn(outputs, labels)`"),
-    "metrics": Meaning("compute_metrics", "as in compute_metrics=['accuracy', 'f1_macro']"),
-    "clipnorm": Meaning("max_grad_norm"),
-    "restore_best_weights": Meaning("load_best_at_end"),
-    "save_best_only": Meaning("keep_best", "with `save_total_limit`"),
-    "filepath": Meaning("save_dir"),
-    "workers": Meaning("num_workers"),
-}
-_ACCELERATE: dict[str, Meaning] = {
-    "mixed_precision": Meaning("autocast"),
-    "deepspeed_plugin": Meaning(_A + "deepspeed_config", "a path or a dict"),
-    "fsdp_plugin": Meaning(_A + "fsdp_plugin"),
-    "split_batches": Meaning("global_batch_size", "`batch_size` is that of each process"),
-    "rampup_batch_size": Meaning("global_batch_size", 'it grows: {0: 64, "1e6sp": 128}'),
-    "batch_size_schedule": Meaning("global_batch_size", 'it grows: {0: 64, "0.2dur": 128}'),
-    "cpu": Meaning("device", 'device="cpu"'),
-    "step_scheduler_with_optimizer": Meaning("scheduler_interval", '"step" or "epoch"'),
-    "log_with": Meaning("loggers"),
-    "project_dir": Meaning("save_dir"),
-    "kwargs_handlers": Meaning(_A + "accelerator", "an `Accelerator` that was made with them"),
-    "dataloader_config": Meaning("", _LOADER),
-    "even_batches": Meaning("", "Batches are shared out unevenly, and nothing is counted twice."),
-    "find_unused_parameters": Meaning(_A + "find_unused_parameters"),
-    "dispatch_batches": Meaning("", "Each process reads its own part of the data."),
-}
-_FAIRSEQ2: dict[str, Meaning] = {
-    "max_num_steps": Meaning("max_steps"),
-    "max_num_data_epochs": Meaning("epochs"),
-    "data_reader": Meaning("train_loader"),
-    "valid_units": Meaning("unit", "with a method `evaluate(batch)`; `EvalSet(dataset, unit=unit)` has its own"),
-    "valid_data_readers": Meaning("eval_loader", "a dict of them"),
-    "validate_every_n_steps": Meaning("eval_steps"),
-    "validate_at_start": Meaning("eval_on_start"),
-    "validate_every_n_data_epochs": Meaning("eval_steps", 'as in eval_steps="2ep"'),
-    "checkpoint_every_n_steps": Meaning("save_steps"),
-    "checkpoint_every_n_data_epochs": Meaning("save_steps", 'as in save_steps="2ep"'),
-    "keep_last_n_checkpoints": Meaning("save_total_limit"),
-    "keep_best_n_checkpoints": Meaning("keep_best", "with `save_total_limit`"),
-    "keep_checkpoint_every_n_steps": Meaning("keep_every", "with `save_total_limit`"),
-    "publish_metrics_every_n_steps": Meaning("log_steps"),
-    "pretrained_model": Meaning("init_from"),
-    "score_metric": Meaning("optimization_metric"),
-    "score_metric_descriptor": Meaning("optimization_metric"),
-    "lower_better": Meaning("optimization_direction", '"max" or "min"'),
-    "fp16_loss_scale_window": Meaning("fp16_loss_scale", "its third number"),
-    "max_gradient_norm": Meaning("max_grad_norm"),
-    "checkpoint_manager": Meaning("save_dir"),
-    "anomaly_detection": Meaning("detect_anomaly"),
-    "gangs": Meaning("", _LAUNCH),
-    "root_gang": Meaning("", _LAUNCH),
-    "dp_gang": Meaning("", _LAUNCH),
-    "tp_gang": Meaning(_A + "parallelism_config", "`ParallelismConfig(tp_size=2)` of accelerate"),
-    "tb_dir": Meaning("loggers", "`[TensorBoardLogger(folder)]`"),
-    "metrics_dir": Meaning("save_dir", "`metrics.jsonl` in it has all rows"),
-    "keep_last_n_models": Meaning("save_total_limit"),
-    "keep_best_n_models": Meaning("keep_best", "with `save_total_limit`"),
-    "publish_metrics_every_n_data_epochs": Meaning("log_steps", 'as in log_steps="2ep"'),
-    "save_model_only": Meaning("save_only_model"),
-    "gc_every_n_steps": Meaning("callbacks", '`[GarbageCollection("1000ba")]`'),
-    "dtype": Meaning("autocast"),
-    "data_readers": Meaning("train_loader"),
-    "grad_accumulation": Meaning("gradient_accumulation_steps"),
-    "amp_dtype": Meaning("autocast", '"bf16" or "fp16"'),
-    "fp16_init_scale": Meaning("fp16_loss_scale"),
-    "fp16_min_scale": Meaning("fp16_loss_scale"),
-    "fp16_scale_window": Meaning("fp16_loss_scale"),
-    "loss_scaler": Meaning("fp16_loss_scale"),
-    "grad_check": Meaning("on_nonfinite", '"raise", by default'),
-    "gradient_check": Meaning("on_nonfinite", '"raise", by default'),
-    "lower_score_better": Meaning("optimization_direction", '"min" for True'),
-    "valid_unit": Meaning("eval_dataset", "a dict names several; `unit` may be an `EvalUnit` too"),
-    "valid_data_reader": Meaning("eval_loader"),
-    "validate_after_n_steps": Meaning("eval_steps"),
-    "validate_after_n_data_epochs": Meaning("eval_steps", 'as in eval_steps="2ep"'),
-    "validate_before_checkpoint": Meaning("eval_steps", "an evaluation comes before the checkpoint of its step"),
-    "checkpoint_metadata_saver": Meaning("processing_class", "it and the model's config are saved with the weights"),
-    "checkpoint_after_n_steps": Meaning("save_steps"),
-    "checkpoint_after_n_data_epochs": Meaning("save_steps", 'as in save_steps="2ep"'),
-    "async_checkpoint_saving": Meaning("async_save"),
-    "save_as_hugging_face": Meaning("", _FORMAT),
-    "publish_metrics_after_n_steps": Meaning("log_steps"),
-    "publish_metrics_after_n_data_epochs": Meaning("log_steps", 'as in log_steps="2ep"'),
-    "metric_recorder": Meaning("loggers"),
-    "metric_recorders": Meaning("loggers"),
-    "tbd_writer": Meaning("loggers", '"tensorboard"'),
-    "wall_watch": Meaning("", "The progress of the trainer has the seconds in training."),
-    "profile": Meaning("callbacks", "`[Profiler()]`"),
-    "no_sync_grad_accumulation": Meaning("", "Gradients are averaged once in a step, after its last micro-batch."),
-    "garbage_collector": Meaning("callbacks", "`[GarbageCollection()]`"),
-    "device_stat_tracker": Meaning("callbacks", "`[MemoryMonitor()]`"),
-    "progress_reporter": Meaning("progress_bar"),
-    "activation_checkpointing": Meaning("gradient_checkpointing"),
-    "data_parallelism": Meaning("", _LAUNCH),
-    "tensor_parallel_size": Meaning("", _LAUNCH),
-    "fsdp_granularity": Meaning(_A + "fsdp_plugin", "or `omnitrain launch --fsdp`"),
-    "num_accumulate": Meaning("gradient_accumulation_steps"),
-    "keep_last_checkpoint": Meaning("save_total_limit"),
-    "keep_best_checkpoint": Meaning("keep_best"),
-    "metric_publishers": Meaning("loggers"),
-    "fsdp_wrap_granularity": Meaning(_A + "fsdp_plugin", "or `omnitrain launch --fsdp`"),
-    "recipe": Meaning("", "The arguments are passed one by one: `Trainer(model, **options)`."),
-}
-_NNSCALER: dict[str, Meaning] = {
-    "train_args": Meaning("", "The arguments are passed one by one."),
-    "global_batchsize": Meaning("global_batch_size"),
-    "micro_batch_size": Meaning("batch_size", "or `microbatch_size`, which splits each batch"),
-    "grad_accumulation_steps": Meaning("gradient_accumulation_steps"),
-    "gen_savedir": Meaning("", _NOT_GENERATED),
-    "compute_config": Meaning("", _LAUNCH),
-    "max_val_steps": Meaning("eval_dataset", _EVAL_PART),
-    "max_train_steps_per_epoch": Meaning("", _TRAIN_PART),
-    "every_n_steps": Meaning("save_steps"),
-    "keep_last_n": Meaning("save_total_limit"),
-    "hook": Meaning("callbacks", "a `HookCallback` of it"),
-    "clip_gnorm": Meaning("max_grad_norm"),
-    "dataset": Meaning("train_dataset"),
-    "dataset_sampler": Meaning("", _LOADER),
-    "enable_log_progress": Meaning("progress_bar"),
-    "log_progress_every_n_train_steps": Meaning("callbacks", '`[ProgressBar(every="100ba")]`'),
-    "checkpoint": Meaning("save_dir", "and `save_steps`, `save_total_limit`, `keep_best`"),
-    "no_save": Meaning("save_dir", "leave it out to write nothing"),
-    "save_best": Meaning("keep_best", "0 for False"),
-    "save_last": Meaning("save_steps", "the last step is always saved"),
-    "save_type": Meaning("consolidate", "whether sharded weights are put together"),
-    "symlink_best_and_last": Meaning(
-        "", "`best` and `last` in `save_dir` are small files with the name of a checkpoint."
-    ),
-    "format": Meaning("", _FORMAT),
-    "serializer": Meaning("", _FORMAT),
-    "val_every_n_train_steps": Meaning("eval_steps"),
-    "val_every_n_epochs": Meaning("eval_steps", 'as in eval_steps="2ep"'),
-    "tracing_from_weights": Meaning("init_from"),
-    "init_env_fn": Meaning("", "Call it before the trainer is made; `seed` and `deterministic` are arguments."),
-    "init_module": Meaning("", "Import it before the trainer is made."),
-    "log": Meaning("loggers", '"tensorboard", "wandb"'),
-    "debug": Meaning("detect_anomaly", "which finds the operation with a NaN gradient"),
-    "dataloader": Meaning("", _LOADER),
-    "interval": Meaning("scheduler_interval", '"step" or "epoch"'),
-    "run_mode": Meaning("", "`train()` runs, and `compile()` compiles ahead of it."),
-    "instance_name": Meaning("", _NOT_GENERATED),
-    "gen_reuse": Meaning("", _NOT_GENERATED),
-    "pas_policy": Meaning("", _NOT_GENERATED),
-    "broadcast_strategy": Meaning("", _NOT_GENERATED),
-    "dummy_sample_gen_fn": Meaning("", _NOT_GENERATED),
-    "dummy_sample_post_process_fn": Meaning("", _NOT_GENERATED),
-    "plan_ngpus": Meaning("", _LAUNCH),
-    "runtime_ngpus": Meaning("", _LAUNCH),
-    "use_zero": Meaning("", "`omnitrain launch --fsdp` or `omnitrain launch --zero 2` shards; use AccelerateTrainer."),
-    "loss_reduction": Meaning("grad_reduction", '"mean", "sum" or "per-token-mean"'),
-    "aggregate_outputs_fn": Meaning("unit", "returns the loss and the number of targets, or a `StepOutput`"),
-    "vars": Meaning("", "In a file of `omnitrain train` it is a section next to `trainer:`."),
-}
-_OMNIGENBENCH: dict[str, Meaning] = {
-    "num_epochs": Meaning("epochs"),
-    "trial_dir": Meaning("save_dir"),
-    "test_loss": Meaning("test()", "a call, not an argument"),
-    "learning_rate_scheduler": Meaning("lr_scheduler"),
-    "loss_func": Meaning("loss_fn"),
-    "max_train_examples": Meaning("", _TRAIN_PART),
-    "drop_long_seq": Meaning("", "Filter the dataset; `Collator(max_length=512)` cuts longer samples."),
-    "force_padding": Meaning("data_collator", "`Collator()` pads to the longest sample of a batch"),
-    "autocast_dtype": Meaning("autocast"),
-    "save_metrics": Meaning("save_metrics()", "a call, not an argument"),
-}
-_EASYDEL: dict[str, Meaning] = {
-    "arguments": Meaning("", "The arguments are passed one by one."),
-    "model_state": Meaning("model"),
-    "dataset_train": Meaning("train_dataset"),
-    "dataset_eval": Meaning("eval_dataset"),
-    "data_collator_fn": Meaning("data_collator"),
-    "max_training_steps": Meaning("max_steps"),
-    "max_evaluation_steps": Meaning("eval_dataset", _EVAL_PART),
-    "total_batch_size": Meaning("global_batch_size"),
-    "eval_batch": Meaning("eval_batch_size"),
-    "training_time_limit": Meaning("max_duration", '"2h30m"'),
-    "evaluation_steps": Meaning("eval_steps"),
-    "save_directory": Meaning("save_dir"),
-    "model_name": Meaning("trial_name"),
-    "log_grad_norms": Meaning("", "The norm is always logged; `Distributions()` logs gradients of each parameter."),
-    "scheduler": Meaning("lr_scheduler"),
-    "loss_config": Meaning("loss_fn", "`CrossEntropy(ignore_index=-100, label_smoothing=0.1, z_loss=1e-4)`"),
-    "frozen_parameters": Meaning("freeze", "a list of regular expressions"),
-    "pruning_module": Meaning("algorithms", "`[MagnitudePruning(0.5)]`"),
-    "use_wandb": Meaning("loggers", '"wandb"'),
-    "clip_grad": Meaning("max_grad_norm"),
-    "shuffle_train_dataset": Meaning("shuffle"),
-    "remove_ckpt_after_load": Meaning("", "Retention is `save_total_limit`."),
-    "max_sequence_length": Meaning("data_collator", _CUT),
-    "truncation_mode": Meaning("data_collator", '`Collator(max_length=512, truncation_side="left")` for "keep_end"'),
-    "report_steps": Meaning("log_steps"),
-    "resume_if_possible": Meaning("", _AUTO_RESUME),
-    "do_last_save": Meaning("save_steps", "the last step is always saved"),
-    "save_interval_minutes": Meaning("save_steps", 'as in save_steps="30m"'),
-    "save_optimizer_state": Meaning("save_only_model", "True for False"),
-    "per_epoch_training_steps": Meaning("", _TRAIN_PART),
-    "per_epoch_evaluation_steps": Meaning("eval_dataset", _EVAL_PART),
-    "log_weight_distribution": Meaning("callbacks", "`[Distributions()]`"),
-    "weight_distribution_log_steps": Meaning("callbacks", '`[Distributions(every="500ba")]`'),
-    "watchers": Meaning("callbacks", "`[Distributions()]`"),
-    "progress_bar_type": Meaning("progress_bar"),
-    "track_memory": Meaning("callbacks", "`[MemoryMonitor()]`"),
-    "custom_scheduler": Meaning("lr_scheduler"),
-    "extra_optimizer_kwargs": Meaning("param_groups", _OPTIONS),
-    "step_partition_spec": Meaning("", _LAUNCH),
-    "auto_shard_states": Meaning("", _LAUNCH),
-    "sharding_array": Meaning("", _LAUNCH),
-    "fully_sharded_data_parallel": Meaning(_A + "fsdp_plugin", "or `omnitrain launch --fsdp`"),
-    "do_shard_fns": Meaning("", _LAUNCH),
-    "jax_distributed_config": Meaning("", _LAUNCH),
-    "process_zero_is_admin": Meaning("", "The main rank writes and logs; `trainer.is_main_process` is true there."),
-    "log_all_workers": Meaning("", "The main rank writes and logs; `trainer.is_main_process` is true there."),
-    "force_batch_size_to_use_global_batch_size_on_dp": Meaning("global_batch_size"),
-    "aux_loss_enabled": Meaning("", "A loss of the model that balances experts is part of its loss."),
-    "backend": Meaning("device"),
-    "offload_device": Meaning("device"),
-    "offload_dataset": Meaning("pin_memory", "data stay on the host, and are copied ahead"),
-    "performance_mode": Meaning("", "Events that nobody listens to cost nothing; leave out `callbacks` and `loggers`."),
-    "low_mem_usage": Meaning("", "A model on the meta device gets its weights as they arrive, from `init_from`."),
-    "init_tx": Meaning("optimizer"),
-    "learning_rate_end": Meaning("lr_scheduler_kwargs", '`{"min_lr": 1e-6}`'),
-    "optimizer_mu_dtype": Meaning("param_groups", _OPTIONS),
-    "tx_mu_dtype": Meaning("param_groups", _OPTIONS),
-    "optimizer_kwargs": Meaning("param_groups", _OPTIONS),
-    "scheduler_kwargs": Meaning("lr_scheduler_kwargs"),
-    "param_dtype": Meaning(
-        "", "Convert the model before you pass it; `dtypes` and `autocast` are for what is computed."
-    ),
-    "ids_to_pop_from_dataset": Meaning("", "Columns that the model does not take are left out, and named in the log."),
-    "use_data_collator": Meaning("data_collator"),
-    "use_grain": Meaning("train_loader", "a custom loader or iterable"),
-    "grain_shard_index": Meaning("", "Each process reads its own part of the data."),
-    "grain_shard_count": Meaning("", "Each process reads its own part of the data."),
-    "shuffle_seed_train": Meaning("seed"),
-    "train_on_inputs": Meaning("", "Set the labels of the prompt to -100 in the dataset."),
-    "split_names": Meaning("eval_dataset", "a dict of named sets"),
-    "is_fine_tuning": Meaning("init_from", "a path; a model of the Hub is loaded by `from_pretrained`"),
-    "model_class": Meaning("model", "an instance"),
-    "model_parameters": Meaning("init_from"),
-    "model_huggingface_repo_id": Meaning("", "save_model() writes the folder; HFTrainer uploads it."),
-    "checkpoint_path": Meaning("init_from", "weights to begin with; `train(resume_from=...)` continues a run"),
-    "load_from_checkpoint": Meaning("", _RESUME),
-    "step_start_point": Meaning("", _RESUME),
-    "backup_save_steps": Meaning("save_steps"),
-    "save_tpu_preemption_checkpoints": Meaning("", "SIGTERM ends a run in order: it is saved, and can be resumed."),
-    "evaluation_interval": Meaning("eval_steps"),
-    "training_time": Meaning("max_duration", '"2h30m"'),
-    "loss_chunk_size": Meaning("loss_fn", "`chunked_cross_entropy(..., chunk_size=1024)` in the model's forward"),
-    "quantization_mode": Meaning("", _MODEL),
-    "quantization_block": Meaning("", _MODEL),
-    "sparsify_module": Meaning("algorithms", "`[MagnitudePruning(0.5)]`"),
-    "sparse_module_type": Meaning("algorithms", "`[MagnitudePruning(0.5)]`"),
-    "state_apply_fn_kwarguments_to_model": Meaning("unit", "a `TrainUnit` calls the model as it likes"),
-    "ema_decay": Meaning("algorithms", "`[EMA(0.999)]`"),
-    "metrics_to_show_in_rich_pbar": Meaning("progress_bar"),
-    "report_metrics": Meaning("loggers"),
-    "log_global": Meaning("loggers"),
-    "log_logprobs_metrics": Meaning("compute_metrics"),
-    "trackio_project": Meaning("loggers", '"trackio"'),
-    "wandb_entity": Meaning("loggers", "`[WandbLogger(entity=...)]`"),
-    "wandb_name": Meaning("trial_name"),
-    "wandb_project": Meaning("loggers", "`[WandbLogger(project=...)]`"),
-    "wandb_tags": Meaning("loggers", "`[WandbLogger(tags=...)]`"),
-    "weight_distribution_pattern": Meaning("callbacks", "`[Distributions()]`"),
-    "auto_fix_xla_flags": Meaning("", "There is no XLA: models are of PyTorch."),
-    "benchmarks": Meaning("callbacks", "`[Preview(options)]`, or an evaluation set"),
-    "benchmark_interval": Meaning("eval_steps"),
-    "preview_prompts": Meaning("callbacks", _PREVIEW),
-    "generation_prompts": Meaning("callbacks", _PREVIEW),
-    "generation_interval": Meaning("callbacks", _PREVIEW),
-    "generation_config": Meaning("callbacks", _PREVIEW),
-    "generation_max_new_tokens": Meaning("callbacks", _PREVIEW),
-    "generation_temperature": Meaning("callbacks", _PREVIEW),
-    "generation_top_p": Meaning("callbacks", _PREVIEW),
-    "generation_top_k": Meaning("callbacks", _PREVIEW),
-    "generation_do_sample": Meaning("callbacks", _PREVIEW),
-    "generation_num_prompts": Meaning("callbacks", _PREVIEW),
-    "generation_extra_kwargs": Meaning("callbacks", _PREVIEW),
-    "generation_log_to_wandb": Meaning("callbacks", _PREVIEW),
-    "generation_use_train_prompts": Meaning("callbacks", _PREVIEW),
-    "generation_dataset_prompt_field": Meaning("callbacks", _PREVIEW),
-    "generation_preview_print": Meaning("callbacks", _PREVIEW),
-    "generation_shard_inputs": Meaning("callbacks", _PREVIEW),
-    "use_esurge_generation": Meaning("callbacks", _PREVIEW),
-    "tpu_preemption_checkpoint_manager": Meaning("", "SIGTERM ends a run in order: it is saved, and can be resumed."),
-}
-_HABITS: dict[str, Meaning] = {
-    "lr": Meaning("learning_rate"),
-    "wd": Meaning("weight_decay"),
-    "bs": Meaning("batch_size"),
-    "num_steps": Meaning("max_steps"),
-    "steps": Meaning("max_steps"),
-    "total_steps": Meaning("max_steps"),
-    "n_epochs": Meaning("epochs"),
-    "epoch": Meaning("epochs"),
-    "grad_clip": Meaning("max_grad_norm"),
-    "clip_grad_norm": Meaning("max_grad_norm"),
-    "gradient_clipping": Meaning("max_grad_norm"),
-    "gradient_clip": Meaning("max_grad_norm"),
-    "accumulation_steps": Meaning("gradient_accumulation_steps"),
-    "grad_accum_steps": Meaning("gradient_accumulation_steps"),
-    "gradient_accumulation": Meaning("gradient_accumulation_steps"),
-    "criterion": Meaning("loss_fn", "called as `loss_fn(outputs, labels)`"),
-    "loss_function": Meaning("loss_fn", "called as `loss_fn(outputs, labels)`"),
-    "net": Meaning("model"),
-    "train_set": Meaning("train_dataset"),
-    "train_data": Meaning("train_dataset"),
-    "training_data": Meaning("train_dataset"),
-    "train": Meaning("train_dataset"),
-    "val_dataset": Meaning("eval_dataset"),
-    "valid_dataset": Meaning("eval_dataset"),
-    "validation_dataset": Meaning("eval_dataset"),
-    "val_data": Meaning("eval_dataset"),
-    "val_loader": Meaning("eval_loader"),
-    "valid_loader": Meaning("eval_loader"),
-    "val_dataloader": Meaning("eval_loader"),
-    "test_dataloader": Meaning("test_loader"),
-    "collate_fn": Meaning("data_collator"),
-    "sampler": Meaning("", _LOADER),
-    "batch_sampler": Meaning("", _LOADER),
-    "scaler": Meaning("", "autocast='fp16' makes one; replace `trainer.scaler` before train()."),
-    "amp": Meaning("autocast", '"fp16" or "bf16"'),
-    "use_amp": Meaning("autocast", '"fp16" or "bf16"'),
-    "half": Meaning("autocast", '"fp16"'),
-    "allow_tf32": Meaning("matmul_precision", '"high"'),
-    "float32_matmul_precision": Meaning("matmul_precision"),
-    "gpus": Meaning("", _LAUNCH),
-    "n_gpus": Meaning("", _LAUNCH),
-    "num_gpus": Meaning("", _LAUNCH),
-    "num_processes": Meaning("", _LAUNCH),
-    "local_rank": Meaning("", _LAUNCH),
-    "world_size": Meaning("", _LAUNCH),
-    "ddp": Meaning("", _LAUNCH),
-    "log_interval": Meaning("log_steps"),
-    "log_dir": Meaning("save_dir"),
-    "log_every": Meaning("log_steps"),
-    "eval_every": Meaning("eval_steps"),
-    "save_every": Meaning("save_steps"),
-    "save_path": Meaning("save_dir"),
-    "checkpoint_dir": Meaning("save_dir"),
-    "ckpt_dir": Meaning("save_dir"),
-    "resume": Meaning("", _RESUME),
-    "resume_from": Meaning("", _RESUME),
-    "random_seed": Meaning("seed"),
-    "random_state": Meaning("seed"),
-    "warmup": Meaning("warmup_steps"),
-    "num_warmup_steps": Meaning("warmup_steps"),
-    "warmup_epochs": Meaning("warmup_steps", '"2ep"'),
-    "momentum": Meaning("param_groups", _OPTIONS),
-    "betas": Meaning("param_groups", _OPTIONS),
-    "eps": Meaning("param_groups", _OPTIONS),
-    "layer_decay": Meaning("param_groups", "`layerwise_decay(model, 0.75)`"),
-    "llrd": Meaning("param_groups", "`layerwise_decay(model, 0.75)`"),
-    "no_decay": Meaning("param_groups", "`[{'match': 'bias|norm', 'weight_decay': 0.0}]`"),
-    "parameter_groups": Meaning("param_groups"),
-    "frozen_layers": Meaning("freeze", "regular expressions of parameters' names"),
-    "freeze_layers": Meaning("freeze", "regular expressions of parameters' names"),
-    "gamma": Meaning("", _SCHEDULE),
-    "milestones": Meaning("", _SCHEDULE),
-    "step_size": Meaning("", _SCHEDULE),
-    "min_lr": Meaning("", _SCHEDULE),
-    "early_stopping": Meaning("patience"),
-    "early_stopping_rounds": Meaning("patience"),
-    "higher_is_better": Meaning("optimization_direction", '"max" or "min"'),
-    "callback": Meaning("callbacks", "a list"),
-    "hooks": Meaning("callbacks", "instances of `Callback`"),
-    "wandb": Meaning("loggers", '"wandb"'),
-    "tensorboard": Meaning("loggers", '"tensorboard"'),
-    "ema": Meaning("algorithms", "`[EMA()]`"),
-    "config": Meaning("", "The arguments are passed one by one: `Trainer(model, **options)`."),
-    "pretrained": Meaning("init_from", "a path; a model of the Hub is loaded by `from_pretrained`"),
-    "init_checkpoint": Meaning("init_from"),
-    "weights": Meaning("init_from"),
-    "num_labels": Meaning("", _MODEL),
-}  # fmt: skip
 
-# The names by origin; each appears once.
-VOCABULARY: dict[str, dict[str, Meaning]] = {
-    "transformers": _TRANSFORMERS,
-    "Lightning": _LIGHTNING,
-    "Composer": _COMPOSER,
-    "Keras": _KERAS,
-    "accelerate": _ACCELERATE,
-    "fairseq2": _FAIRSEQ2,
-    "nnScaler": _NNSCALER,
-    "OmniGenBench": _OMNIGENBENCH,
-    "EasyDeL": _EASYDEL,
-    "Loops by hand": _HABITS,
-}
+
+def _read_table(table: str) -> dict[str, Meaning]:
+    names: dict[str, Meaning] = {}
+    for line in table.strip().splitlines():
+        theirs, arrow, meaning = line.strip().partition(" -> ")
+        if arrow:
+            ours, _, word = meaning.partition(": ")
+            names |= dict.fromkeys(theirs.split(), Meaning("" if ours == "none" else ours, _SHARED.get(word, word)))
+        else:
+            names |= {name: Meaning(ours) for name, ours in (pair.split("=") for pair in theirs.split())}
+    return names
+
+
+VOCABULARY: dict[str, dict[str, Meaning]] = {source: _read_table(table) for source, table in _TABLES.items()}
 
 
 def advice(name: str, known: list[str]) -> str:
