@@ -13,278 +13,168 @@ from typing import TYPE_CHECKING, Any
 from omnitrain.core import errors
 
 if TYPE_CHECKING:
-    from omnitrain.algorithms.cutmix import CutMix
-    from omnitrain.algorithms.ema import EMA
-    from omnitrain.algorithms.gradient_clipping import GradientClipping
-    from omnitrain.algorithms.gradual_unfreezing import GradualUnfreezing
-    from omnitrain.algorithms.label_smoothing import LabelSmoothing
-    from omnitrain.algorithms.layer_freezing import LayerFreezing
-    from omnitrain.algorithms.magnitude_pruning import MagnitudePruning
-    from omnitrain.algorithms.mixup import MixUp
-    from omnitrain.algorithms.progressive_resizing import ProgressiveResizing
-    from omnitrain.algorithms.sam import SAM
-    from omnitrain.algorithms.seq_length_warmup import SeqLengthWarmup
-    from omnitrain.algorithms.stochastic_depth import StochasticDepth
-    from omnitrain.algorithms.straight_through import StraightThrough
-    from omnitrain.algorithms.swa import SWA
-    from omnitrain.callbacks.distributions import Distributions
-    from omnitrain.callbacks.early_stopping import EarlyStopping
-    from omnitrain.callbacks.garbage_collection import GarbageCollection
-    from omnitrain.callbacks.memory_monitor import MemoryMonitor
-    from omnitrain.callbacks.periodic import Periodic
-    from omnitrain.callbacks.preview import Preview
-    from omnitrain.callbacks.profiler import Profiler
-    from omnitrain.callbacks.throughput import Throughput
-    from omnitrain.callbacks.train_hook import HookCallback, TrainHook
-    from omnitrain.cli.compare import RunComparison, compare_runs
-    from omnitrain.config.configuration import Config
-    from omnitrain.config.instantiation import instantiate
-    from omnitrain.core.duration import Duration
-    from omnitrain.core.errors import (
-        CheckpointError,
-        ConfigError,
-        DataError,
-        DistributedError,
-        MissingExtraError,
-        NonFiniteError,
-        ObjectiveError,
-        OmnitrainError,
-    )
-    from omnitrain.core.events import Algorithm, Callback, Event, Histogram
-    from omnitrain.core.history import MetricsDict
-    from omnitrain.core.metric_format import MetricDescriptor, describe_metric
-    from omnitrain.core.objective import Objective
-    from omnitrain.core.progress import Progress
-    from omnitrain.data.collation import Collator
-    from omnitrain.data.grouping import GroupByLength
-    from omnitrain.data.packing import PackedDataset
-    from omnitrain.data.sets import EvalSet
-    from omnitrain.data.shards import ShardedStream
-    from omnitrain.hf.arguments import HFTrainingArguments
-    from omnitrain.hf.trainer import HFTrainer
-    from omnitrain.loggers.progress_bar import ProgressBar
-    from omnitrain.loggers.rows import CsvLogger, JsonlLogger
-    from omnitrain.loggers.tracking import TensorBoardLogger, Tracking, WandbLogger
-    from omnitrain.model.losses import CrossEntropy, WeightedLosses, chunked_cross_entropy
-    from omnitrain.model.multitask import MultiTask, MultiTaskUnit
-    from omnitrain.model.units import EvalUnit, ModelUnit, StepOutput, TrainUnit
-    from omnitrain.optim.param_groups import layerwise_decay
-    from omnitrain.optim.schedule_preview import SchedulePreview, preview_schedule
-    from omnitrain.optim.schedules import (
-        ConstantScheduler,
-        CosineAnnealingScheduler,
-        CosineWithRestartsScheduler,
-        ExponentialScheduler,
-        InverseSqrtScheduler,
-        LinearScheduler,
-        MultiStepScheduler,
-        PolynomialScheduler,
-        ProductScheduler,
-        Schedule,
-        StepScheduler,
-        WSDScheduler,
-    )
-    from omnitrain.sweeps.search import SearchResult, SearchTrial, search
-    from omnitrain.trainer.accelerated import AccelerateTrainer
-    from omnitrain.trainer.base import BaseTrainer
-    from omnitrain.trainer.compilation import Compiled
-    from omnitrain.trainer.evaluation import Predictions
-    from omnitrain.trainer.native import Trainer
+    from omnitrain.algorithms.cutmix import CutMix as CutMix
+    from omnitrain.algorithms.ema import EMA as EMA
+    from omnitrain.algorithms.gradient_clipping import GradientClipping as GradientClipping
+    from omnitrain.algorithms.gradual_unfreezing import GradualUnfreezing as GradualUnfreezing
+    from omnitrain.algorithms.label_smoothing import LabelSmoothing as LabelSmoothing
+    from omnitrain.algorithms.layer_freezing import LayerFreezing as LayerFreezing
+    from omnitrain.algorithms.magnitude_pruning import MagnitudePruning as MagnitudePruning
+    from omnitrain.algorithms.mixup import MixUp as MixUp
+    from omnitrain.algorithms.progressive_resizing import ProgressiveResizing as ProgressiveResizing
+    from omnitrain.algorithms.sam import SAM as SAM
+    from omnitrain.algorithms.seq_length_warmup import SeqLengthWarmup as SeqLengthWarmup
+    from omnitrain.algorithms.stochastic_depth import StochasticDepth as StochasticDepth
+    from omnitrain.algorithms.straight_through import StraightThrough as StraightThrough
+    from omnitrain.algorithms.swa import SWA as SWA
+    from omnitrain.callbacks.distributions import Distributions as Distributions
+    from omnitrain.callbacks.early_stopping import EarlyStopping as EarlyStopping
+    from omnitrain.callbacks.garbage_collection import GarbageCollection as GarbageCollection
+    from omnitrain.callbacks.memory_monitor import MemoryMonitor as MemoryMonitor
+    from omnitrain.callbacks.periodic import Periodic as Periodic
+    from omnitrain.callbacks.preview import Preview as Preview
+    from omnitrain.callbacks.profiler import Profiler as Profiler
+    from omnitrain.callbacks.throughput import Throughput as Throughput
+    from omnitrain.callbacks.train_hook import HookCallback as HookCallback
+    from omnitrain.callbacks.train_hook import TrainHook as TrainHook
+    from omnitrain.cli.compare import RunComparison as RunComparison
+    from omnitrain.cli.compare import compare_runs as compare_runs
+    from omnitrain.config.configuration import Config as Config
+    from omnitrain.config.instantiation import instantiate as instantiate
+    from omnitrain.core.duration import Duration as Duration
+    from omnitrain.core.errors import CheckpointError as CheckpointError
+    from omnitrain.core.errors import ConfigError as ConfigError
+    from omnitrain.core.errors import DataError as DataError
+    from omnitrain.core.errors import DistributedError as DistributedError
+    from omnitrain.core.errors import MissingExtraError as MissingExtraError
+    from omnitrain.core.errors import NonFiniteError as NonFiniteError
+    from omnitrain.core.errors import ObjectiveError as ObjectiveError
+    from omnitrain.core.errors import OmnitrainError as OmnitrainError
+    from omnitrain.core.events import Algorithm as Algorithm
+    from omnitrain.core.events import Callback as Callback
+    from omnitrain.core.events import Event as Event
+    from omnitrain.core.events import Histogram as Histogram
+    from omnitrain.core.history import MetricsDict as MetricsDict
+    from omnitrain.core.metric_format import MetricDescriptor as MetricDescriptor
+    from omnitrain.core.metric_format import describe_metric as describe_metric
+    from omnitrain.core.objective import Objective as Objective
+    from omnitrain.core.progress import Progress as Progress
+    from omnitrain.data.collation import Collator as Collator
+    from omnitrain.data.grouping import GroupByLength as GroupByLength
+    from omnitrain.data.packing import PackedDataset as PackedDataset
+    from omnitrain.data.sets import EvalSet as EvalSet
+    from omnitrain.data.shards import ShardedStream as ShardedStream
+    from omnitrain.hf.arguments import HFTrainingArguments as HFTrainingArguments
+    from omnitrain.hf.trainer import HFTrainer as HFTrainer
+    from omnitrain.loggers.progress_bar import ProgressBar as ProgressBar
+    from omnitrain.loggers.rows import CsvLogger as CsvLogger
+    from omnitrain.loggers.rows import JsonlLogger as JsonlLogger
+    from omnitrain.loggers.tracking import TensorBoardLogger as TensorBoardLogger
+    from omnitrain.loggers.tracking import Tracking as Tracking
+    from omnitrain.loggers.tracking import WandbLogger as WandbLogger
+    from omnitrain.model.losses import CrossEntropy as CrossEntropy
+    from omnitrain.model.losses import WeightedLosses as WeightedLosses
+    from omnitrain.model.losses import chunked_cross_entropy as chunked_cross_entropy
+    from omnitrain.model.multitask import MultiTask as MultiTask
+    from omnitrain.model.multitask import MultiTaskUnit as MultiTaskUnit
+    from omnitrain.model.units import EvalUnit as EvalUnit
+    from omnitrain.model.units import ModelUnit as ModelUnit
+    from omnitrain.model.units import StepOutput as StepOutput
+    from omnitrain.model.units import TrainUnit as TrainUnit
+    from omnitrain.optim.param_groups import layerwise_decay as layerwise_decay
+    from omnitrain.optim.schedule_preview import SchedulePreview as SchedulePreview
+    from omnitrain.optim.schedule_preview import preview_schedule as preview_schedule
+    from omnitrain.optim.schedules import ConstantScheduler as ConstantScheduler
+    from omnitrain.optim.schedules import CosineAnnealingScheduler as CosineAnnealingScheduler
+    from omnitrain.optim.schedules import CosineWithRestartsScheduler as CosineWithRestartsScheduler
+    from omnitrain.optim.schedules import ExponentialScheduler as ExponentialScheduler
+    from omnitrain.optim.schedules import InverseSqrtScheduler as InverseSqrtScheduler
+    from omnitrain.optim.schedules import LinearScheduler as LinearScheduler
+    from omnitrain.optim.schedules import MultiStepScheduler as MultiStepScheduler
+    from omnitrain.optim.schedules import PolynomialScheduler as PolynomialScheduler
+    from omnitrain.optim.schedules import ProductScheduler as ProductScheduler
+    from omnitrain.optim.schedules import Schedule as Schedule
+    from omnitrain.optim.schedules import StepScheduler as StepScheduler
+    from omnitrain.optim.schedules import WSDScheduler as WSDScheduler
+    from omnitrain.sweeps.search import SearchResult as SearchResult
+    from omnitrain.sweeps.search import SearchTrial as SearchTrial
+    from omnitrain.sweeps.search import search as search
+    from omnitrain.trainer.accelerated import AccelerateTrainer as AccelerateTrainer
+    from omnitrain.trainer.base import BaseTrainer as BaseTrainer
+    from omnitrain.trainer.compilation import Compiled as Compiled
+    from omnitrain.trainer.evaluation import Predictions as Predictions
+    from omnitrain.trainer.native import Trainer as Trainer
 
 __version__ = "0.1.0"
 
 sys.modules["omnitrain.errors"] = errors  # scripts may import errors from there, too
 
-_MODULES = {
-    "AccelerateTrainer": "trainer.accelerated",
-    "Algorithm": "core.events",
-    "BaseTrainer": "trainer.base",
-    "Callback": "core.events",
-    "CheckpointError": "core.errors",
-    "Collator": "data.collation",
-    "Compiled": "trainer.compilation",
-    "Config": "config.configuration",
-    "ConfigError": "core.errors",
-    "ConstantScheduler": "optim.schedules",
-    "CosineAnnealingScheduler": "optim.schedules",
-    "CosineWithRestartsScheduler": "optim.schedules",
-    "CrossEntropy": "model.losses",
-    "CsvLogger": "loggers.rows",
-    "CutMix": "algorithms.cutmix",
-    "DataError": "core.errors",
-    "DistributedError": "core.errors",
-    "Distributions": "callbacks.distributions",
-    "Duration": "core.duration",
-    "EMA": "algorithms.ema",
-    "EarlyStopping": "callbacks.early_stopping",
-    "EvalSet": "data.sets",
-    "EvalUnit": "model.units",
-    "Event": "core.events",
-    "ExponentialScheduler": "optim.schedules",
-    "GarbageCollection": "callbacks.garbage_collection",
-    "GradientClipping": "algorithms.gradient_clipping",
-    "GradualUnfreezing": "algorithms.gradual_unfreezing",
-    "GroupByLength": "data.grouping",
-    "Histogram": "core.events",
-    "HookCallback": "callbacks.train_hook",
-    "HFTrainer": "hf.trainer",
-    "HFTrainingArguments": "hf.arguments",
-    "InverseSqrtScheduler": "optim.schedules",
-    "JsonlLogger": "loggers.rows",
-    "LabelSmoothing": "algorithms.label_smoothing",
-    "LinearScheduler": "optim.schedules",
-    "LayerFreezing": "algorithms.layer_freezing",
-    "MagnitudePruning": "algorithms.magnitude_pruning",
-    "MemoryMonitor": "callbacks.memory_monitor",
-    "MetricDescriptor": "core.metric_format",
-    "MetricsDict": "core.history",
-    "MissingExtraError": "core.errors",
-    "MixUp": "algorithms.mixup",
-    "ModelUnit": "model.units",
-    "MultiStepScheduler": "optim.schedules",
-    "MultiTask": "model.multitask",
-    "MultiTaskUnit": "model.multitask",
-    "NonFiniteError": "core.errors",
-    "Objective": "core.objective",
-    "ObjectiveError": "core.errors",
-    "OmnitrainError": "core.errors",
-    "PackedDataset": "data.packing",
-    "Periodic": "callbacks.periodic",
-    "PolynomialScheduler": "optim.schedules",
-    "Predictions": "trainer.evaluation",
-    "Preview": "callbacks.preview",
-    "ProductScheduler": "optim.schedules",
-    "Profiler": "callbacks.profiler",
-    "Progress": "core.progress",
-    "ProgressBar": "loggers.progress_bar",
-    "RunComparison": "cli.compare",
-    "Schedule": "optim.schedules",
-    "SchedulePreview": "optim.schedule_preview",
-    "SearchResult": "sweeps.search",
-    "SearchTrial": "sweeps.search",
-    "ProgressiveResizing": "algorithms.progressive_resizing",
-    "SAM": "algorithms.sam",
-    "SWA": "algorithms.swa",
-    "SeqLengthWarmup": "algorithms.seq_length_warmup",
-    "ShardedStream": "data.shards",
-    "StepOutput": "model.units",
-    "StepScheduler": "optim.schedules",
-    "StochasticDepth": "algorithms.stochastic_depth",
-    "StraightThrough": "algorithms.straight_through",
-    "TensorBoardLogger": "loggers.tracking",
-    "Tracking": "loggers.tracking",
-    "Throughput": "callbacks.throughput",
-    "TrainHook": "callbacks.train_hook",
-    "TrainUnit": "model.units",
-    "Trainer": "trainer.native",
-    "WSDScheduler": "optim.schedules",
-    "WandbLogger": "loggers.tracking",
-    "describe_metric": "core.metric_format",
-    "preview_schedule": "optim.schedule_preview",
-    "instantiate": "config.instantiation",
-    "layerwise_decay": "optim.param_groups",
-    "WeightedLosses": "model.losses",
-    "chunked_cross_entropy": "model.losses",
-    "compare_runs": "cli.compare",
-    "search": "sweeps.search",
-}
-
+# The public names of each module.
+_EXPORTS = {
+    "algorithms.cutmix": "CutMix",
+    "algorithms.ema": "EMA",
+    "algorithms.gradient_clipping": "GradientClipping",
+    "algorithms.gradual_unfreezing": "GradualUnfreezing",
+    "algorithms.label_smoothing": "LabelSmoothing",
+    "algorithms.layer_freezing": "LayerFreezing",
+    "algorithms.magnitude_pruning": "MagnitudePruning",
+    "algorithms.mixup": "MixUp",
+    "algorithms.progressive_resizing": "ProgressiveResizing",
+    "algorithms.sam": "SAM",
+    "algorithms.seq_length_warmup": "SeqLengthWarmup",
+    "algorithms.stochastic_depth": "StochasticDepth",
+    "algorithms.straight_through": "StraightThrough",
+    "algorithms.swa": "SWA",
+    "callbacks.distributions": "Distributions",
+    "callbacks.early_stopping": "EarlyStopping",
+    "callbacks.garbage_collection": "GarbageCollection",
+    "callbacks.memory_monitor": "MemoryMonitor",
+    "callbacks.periodic": "Periodic",
+    "callbacks.preview": "Preview",
+    "callbacks.profiler": "Profiler",
+    "callbacks.throughput": "Throughput",
+    "callbacks.train_hook": "HookCallback TrainHook",
+    "cli.compare": "RunComparison compare_runs",
+    "config.configuration": "Config",
+    "config.instantiation": "instantiate",
+    "core.duration": "Duration",
+    "core.errors": "CheckpointError ConfigError DataError DistributedError MissingExtraError NonFiniteError "
+        "ObjectiveError OmnitrainError",
+    "core.events": "Algorithm Callback Event Histogram",
+    "core.history": "MetricsDict",
+    "core.metric_format": "MetricDescriptor describe_metric",
+    "core.objective": "Objective",
+    "core.progress": "Progress",
+    "data.collation": "Collator",
+    "data.grouping": "GroupByLength",
+    "data.packing": "PackedDataset",
+    "data.sets": "EvalSet",
+    "data.shards": "ShardedStream",
+    "hf.arguments": "HFTrainingArguments",
+    "hf.trainer": "HFTrainer",
+    "loggers.progress_bar": "ProgressBar",
+    "loggers.rows": "CsvLogger JsonlLogger",
+    "loggers.tracking": "TensorBoardLogger Tracking WandbLogger",
+    "model.losses": "CrossEntropy WeightedLosses chunked_cross_entropy",
+    "model.multitask": "MultiTask MultiTaskUnit",
+    "model.units": "EvalUnit ModelUnit StepOutput TrainUnit",
+    "optim.param_groups": "layerwise_decay",
+    "optim.schedule_preview": "SchedulePreview preview_schedule",
+    "optim.schedules": "ConstantScheduler CosineAnnealingScheduler CosineWithRestartsScheduler ExponentialScheduler "
+        "InverseSqrtScheduler LinearScheduler MultiStepScheduler PolynomialScheduler ProductScheduler "
+        "Schedule StepScheduler WSDScheduler",
+    "sweeps.search": "SearchResult SearchTrial search",
+    "trainer.accelerated": "AccelerateTrainer",
+    "trainer.base": "BaseTrainer",
+    "trainer.compilation": "Compiled",
+    "trainer.evaluation": "Predictions",
+    "trainer.native": "Trainer",
+}  # fmt: skip
+_MODULES = {name: module for module, names in _EXPORTS.items() for name in names.split()}
 # Packages that a name may need, and the extra that installs them.
 _OPTIONAL = {"transformers": "hf", "accelerate": ""}
 
-__all__ = [  # noqa: RUF022  (which would put EMA first)
-    "AccelerateTrainer",
-    "Algorithm",
-    "BaseTrainer",
-    "Callback",
-    "CheckpointError",
-    "Collator",
-    "Compiled",
-    "Config",
-    "ConfigError",
-    "ConstantScheduler",
-    "CosineAnnealingScheduler",
-    "CosineWithRestartsScheduler",
-    "CrossEntropy",
-    "CsvLogger",
-    "CutMix",
-    "DataError",
-    "DistributedError",
-    "Distributions",
-    "Duration",
-    "EMA",
-    "EarlyStopping",
-    "EvalSet",
-    "EvalUnit",
-    "Event",
-    "ExponentialScheduler",
-    "GarbageCollection",
-    "GradientClipping",
-    "GradualUnfreezing",
-    "GroupByLength",
-    "Histogram",
-    "HookCallback",
-    "HFTrainer",
-    "HFTrainingArguments",
-    "InverseSqrtScheduler",
-    "JsonlLogger",
-    "LabelSmoothing",
-    "LinearScheduler",
-    "LayerFreezing",
-    "MagnitudePruning",
-    "MemoryMonitor",
-    "MetricDescriptor",
-    "MetricsDict",
-    "MissingExtraError",
-    "MixUp",
-    "ModelUnit",
-    "MultiStepScheduler",
-    "MultiTask",
-    "MultiTaskUnit",
-    "NonFiniteError",
-    "Objective",
-    "ObjectiveError",
-    "OmnitrainError",
-    "PackedDataset",
-    "Periodic",
-    "PolynomialScheduler",
-    "Predictions",
-    "Preview",
-    "ProductScheduler",
-    "Profiler",
-    "Progress",
-    "ProgressBar",
-    "RunComparison",
-    "Schedule",
-    "SchedulePreview",
-    "SearchResult",
-    "SearchTrial",
-    "ProgressiveResizing",
-    "SAM",
-    "SWA",
-    "SeqLengthWarmup",
-    "ShardedStream",
-    "StepOutput",
-    "StepScheduler",
-    "StochasticDepth",
-    "StraightThrough",
-    "TensorBoardLogger",
-    "Tracking",
-    "Throughput",
-    "TrainHook",
-    "TrainUnit",
-    "Trainer",
-    "WSDScheduler",
-    "WandbLogger",
-    "WeightedLosses",
-    "chunked_cross_entropy",
-    "compare_runs",
-    "describe_metric",
-    "instantiate",
-    "layerwise_decay",
-    "preview_schedule",
-    "search",
-]
+__all__ = sorted(_MODULES)  # pyright: ignore[reportUnsupportedDunderAll]
 
 
 def __getattr__(name: str) -> Any:
@@ -298,9 +188,7 @@ def __getattr__(name: str) -> Any:
         package = (error.name or "").partition(".")[0]
         if package not in _OPTIONAL:
             raise
-        from omnitrain.core.errors import MissingExtraError
-
-        raise MissingExtraError(name, package, _OPTIONAL[package]) from None
+        raise errors.MissingExtraError(name, package, _OPTIONAL[package]) from None
     finally:
         if is_collecting:
             gc.enable()
