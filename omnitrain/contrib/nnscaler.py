@@ -1,103 +1,124 @@
 """Conversion of nnScaler's configuration files.
 
 `convert` maps plain values to plain values and imports nothing. Converted files call the functions at the end of the
-module where a class and its arguments are not enough.
+module where a class and its arguments are not enough. What nnScaler itself rejects is not checked again.
 """
 
 from __future__ import annotations
 
 import ast
+import contextlib
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from omnitrain.callbacks.train_hook import TrainHook
+from omnitrain.config.reading import Tree
 from omnitrain.core.errors import ConfigError, did_you_mean
 
-_TEXT, _INTEGER, _NUMBER, _BOOL, _MAP, _LIST, _ANY = "text", "integer", "number", "bool", "map", "list", "any"
-_EXPECTED = {
-    _TEXT: "a string",
-    _INTEGER: "an integer",
-    _NUMBER: "a number",
-    _BOOL: "true or false",
-    _MAP: "a map",
-    _LIST: "a list",
-}
-_STAGE_KEYS = {"type": _TEXT, "train_args": _MAP, "val_args": _MAP, "test_args": _MAP}
-# nnScaler's keys by section, and the type of each; any other key is an error in nnScaler too.
+_STAGES = "type train_args:map val_args:map test_args:map"
+# nnScaler's keys by section, with the types of those that are computed with; any other key is an error in nnScaler too.
 _KEYS: dict[str, dict[str, str]] = {
-    "": {
-        "init_module": _TEXT, "vars": _MAP, "compute_config": _MAP, "gen_savedir": _TEXT, "gen_reuse": _TEXT,
-        "pas_policy": _TEXT, "broadcast_strategy": _TEXT, "instance_name": _ANY, "run_mode": _TEXT,
-        "dummy_sample_gen_fn": _TEXT, "tracing_from_weights": _TEXT, "model": _MAP, "optimizer": _MAP,
-        "dataset": _MAP, "dataloader": _MAP, "dataset_sampler": _MAP, "lr_scheduler": _MAP, "checkpoint": _MAP,
-        "log": _LIST, "hook": _MAP, "debug": _MAP, "precision": _ANY, "micro_batch_size": _INTEGER,
-        "global_batch_size": _INTEGER, "grad_accumulation_steps": _INTEGER, "max_epochs": _INTEGER,
-        "max_train_steps": _INTEGER, "max_val_steps": _INTEGER, "val_every_n_train_steps": _INTEGER,
-        "val_every_n_epochs": _INTEGER, "enable_progress_bar": _BOOL, "log_progress_every_n_train_steps": _INTEGER,
-        "seed": _INTEGER, "init_env_fn": _TEXT, "dummy_sample_post_process_fn": _TEXT,
-    },
-    "compute_config": {
-        "plan_ngpus": _INTEGER, "runtime_ngpus": _INTEGER, "constant_folding": _BOOL, "trace_strategy": _TEXT,
-        "use_zero": _ANY, "zero_ngroups": _INTEGER, "zero_use_reduce_scatter": _BOOL,
-        "zero_param_level_sharding": _BOOL, "inference_only": _BOOL,
-        "use_end2end": _BOOL, "use_async_reducer": _BOOL, "reducer_bucket_cap_mb": _NUMBER, "pas_config": _MAP,
-        "user_config": _MAP,
-    },
-    "model": {"type": _TEXT, "args": _MAP, "parallel_modules": _LIST},
-    "optimizer": {
-        "type": _TEXT, "args": _MAP, "clip_gnorm": _NUMBER, "loss_reduction": _TEXT, "grad_reduction": _TEXT,
-        "aggregate_outputs_fn": _TEXT, "param_clss_fn": _TEXT, "grad_reduce_divisor": _NUMBER,
-    },
-    "dataset": _STAGE_KEYS,
-    "dataloader": _STAGE_KEYS,
-    "dataset_sampler": _STAGE_KEYS,
-    "lr_scheduler": {"type": _TEXT, "args": _MAP, "interval": _TEXT},
-    "checkpoint": {
-        "save_dir": _TEXT, "no_save": _BOOL, "format": _TEXT, "serializer": _ANY,
-        "save_type": _TEXT, "save_last": _BOOL, "save_best": _BOOL,
-        "symlink_best_and_last": _BOOL, "every_n_train_steps": _INTEGER, "every_n_epochs": _INTEGER,
-        "keep_last_n_checkpoints": _INTEGER, "resume_from": _ANY,
-    },
-    "checkpoint.resume_from": {"checkpoint": _ANY, "convert_fn": _TEXT, "with_merged": _BOOL, "save_memory": _BOOL},
-    "log": {"type": _TEXT, "args": _MAP},
-    "hook": {"type": _TEXT, "args": _MAP},
-    "debug": {"check_gradient_sync_cross_devices": _BOOL},
+    section: {name: kind for name, _, kind in (key.partition(":") for key in keys.split())}
+    for section, keys in {
+        "": "init_module vars:map compute_config:map gen_savedir gen_reuse pas_policy broadcast_strategy instance_name "
+            "run_mode dummy_sample_gen_fn tracing_from_weights model:map optimizer:map dataset:map dataloader:map "
+            "dataset_sampler:map lr_scheduler:map checkpoint:map log:list hook:map debug:map precision "
+            "micro_batch_size:count global_batch_size:int grad_accumulation_steps:int max_epochs:int "
+            "max_train_steps:int max_val_steps:int val_every_n_train_steps:int val_every_n_epochs:int "
+            "enable_progress_bar:bool log_progress_every_n_train_steps seed:int init_env_fn "
+            "dummy_sample_post_process_fn",
+        "compute_config": "plan_ngpus:count runtime_ngpus:count constant_folding trace_strategy use_zero zero_ngroups "
+            "zero_use_reduce_scatter zero_param_level_sharding inference_only use_end2end use_async_reducer "
+            "reducer_bucket_cap_mb pas_config user_config",
+        "model": "type args:map parallel_modules",
+        "optimizer": "type args:map clip_gnorm:number loss_reduction grad_reduction aggregate_outputs_fn param_clss_fn "
+            "grad_reduce_divisor",
+        "dataset": _STAGES,
+        "dataloader": _STAGES,
+        "dataset_sampler": _STAGES,
+        "lr_scheduler": "type args:map interval",
+        "checkpoint": "save_dir no_save:bool format serializer save_type save_last:bool save_best:bool "
+            "symlink_best_and_last every_n_train_steps:int every_n_epochs:int keep_last_n_checkpoints:int resume_from",
+        "checkpoint.resume_from": "checkpoint convert_fn with_merged save_memory",
+        "log": "type args:map",
+        "hook": "type args:map",
+        "debug": "check_gradient_sync_cross_devices",
+        # arguments of PyTorch's own classes
+        "dataloader.train_args": "num_workers pin_memory prefetch_factor drop_last collate_fn persistent_workers "
+            "shuffle dataset sampler timeout worker_init_fn multiprocessing_context generator pin_memory_device "
+            "in_order",
+        "dataset_sampler.train_args": "shuffle seed drop_last dataset num_replicas rank",
+    }.items()
+}  # fmt: skip
+_TYPES: dict[str, tuple[tuple[type, ...], str]] = {
+    "int": ((int,), "an integer"), "count": ((int,), "an integer of at least 1"),
+    "number": ((int, float), "a number"), "bool": ((bool,), "true or false"),
+    "map": ((dict,), "a map"), "list": ((list,), "a list"),
 }  # fmt: skip
 
+# Keys that are arguments of our trainers by another name.
+_RENAMED = {
+    "max_epochs": "epochs",
+    "max_train_steps": "max_steps",
+    "seed": "seed",
+    "tracing_from_weights": "init_from",
+    "optimizer.clip_gnorm": "max_grad_norm",
+    "checkpoint.save_dir": "save_dir",
+    "checkpoint.every_n_train_steps": "save_steps",
+    "checkpoint.keep_last_n_checkpoints": "save_total_limit",
+    "dataset_sampler.train_args.shuffle": "shuffle",
+    "dataloader.train_args.num_workers": "num_workers",
+    "dataloader.train_args.pin_memory": "pin_memory",
+    "dataloader.train_args.prefetch_factor": "prefetch_factor",
+    "dataloader.train_args.drop_last": "drop_last",
+    "dataloader.train_args.collate_fn": "data_collator",
+}
 _UNTRACED = "the model runs unchanged: nothing is traced, and no code is generated."
 _SHARDS = "`omnitrain launch --fsdp` (or --zero 1, 2 or 3) shards the run, with AccelerateTrainer."
-# Keys without counterpart, and their replacement.
+# What to do instead of setting a key that has no counterpart.
 _UNSUPPORTED: dict[str, str] = {
-    "init_module": "import it in the module of the model, which is imported first.",
-    "gen_savedir": _UNTRACED,
-    "gen_reuse": _UNTRACED,
-    "pas_policy": f"{_UNTRACED} {_SHARDS}",
-    "broadcast_strategy": _UNTRACED,
-    "instance_name": _UNTRACED,
-    "dummy_sample_gen_fn": _UNTRACED,
-    "dummy_sample_post_process_fn": _UNTRACED,
-    "init_env_fn": "there is no call before the model is made. Do it at the top of the model's module; `seed`, "
-    "`deterministic` and `matmul_precision` of the trainer may be what it is for.",
-    "compute_config.constant_folding": _UNTRACED,
-    "compute_config.trace_strategy": _UNTRACED,
-    "compute_config.inference_only": _UNTRACED,
-    "compute_config.pas_config": _UNTRACED,
-    "compute_config.user_config": _UNTRACED,
-    "compute_config.zero_ngroups": _SHARDS,
-    "compute_config.zero_use_reduce_scatter": _SHARDS,
-    "compute_config.zero_param_level_sharding": _SHARDS,
-    "compute_config.use_async_reducer": "gradients are averaged while the backward pass makes them.",
-    "compute_config.reducer_bucket_cap_mb": "PyTorch's default of 25 MB holds.",
-    "model.parallel_modules": f"the entire model is sharded. {_SHARDS}",
-    "optimizer.param_clss_fn": "PyTorch decides which gradients are sent together. `param_groups` of the trainer gives "
-    "parameters their own options.",
-    "optimizer.grad_reduce_divisor": "gradients are averaged by PyTorch.",
-    "checkpoint.format": "checkpoints have one format, of safetensors and JSON.",
-    "checkpoint.serializer": "checkpoints have one format, of safetensors and JSON.",
-    "checkpoint.symlink_best_and_last": "`best` and `last` are small files that name a checkpoint.",
-    "debug.check_gradient_sync_cross_devices": "gradients are averaged by PyTorch, and not compared again.",
-}
+    key: remedy
+    for keys, remedy in {
+        "gen_savedir gen_reuse broadcast_strategy instance_name dummy_sample_gen_fn dummy_sample_post_process_fn "
+        "compute_config.constant_folding compute_config.trace_strategy compute_config.inference_only "
+        "compute_config.pas_config compute_config.user_config": _UNTRACED,
+        "pas_policy": f"{_UNTRACED} {_SHARDS}",
+        "init_module": "import it in the module of the model, which is imported first.",
+        "init_env_fn": "there is no call before the model is made. Do it at the top of the model's module; `seed`, "
+        "`deterministic` and `matmul_precision` of the trainer may be what it is for.",
+        "max_val_steps": "every evaluation is over the entire set. Wrap the dataset into omnitrain.EvalSet(data, "
+        "subset=...), which counts samples.",
+        "log_progress_every_n_train_steps": "it has no effect with a progress bar, in nnScaler too. Rows are logged at "
+        "`log_steps`.",
+        "compute_config.zero_ngroups compute_config.zero_use_reduce_scatter compute_config.zero_param_level_sharding":
+            _SHARDS,
+        "compute_config.use_zero": "`omnitrain launch --fsdp` shards weights, gradients and moments; `--zero 1` only "
+        "the moments, by DeepSpeed.",
+        "compute_config.use_async_reducer": "gradients are averaged while the backward pass makes them.",
+        "compute_config.reducer_bucket_cap_mb": "PyTorch's default of 25 MB holds.",
+        "model.parallel_modules": f"the entire model is sharded. {_SHARDS}",
+        "optimizer.param_clss_fn": "PyTorch decides which gradients are sent together. `param_groups` of the trainer "
+        "gives parameters their own options.",
+        "optimizer.grad_reduce_divisor": "gradients are averaged by PyTorch.",
+        "optimizer.aggregate_outputs_fn": "it is never called. Losses are averaged by samples or labels; where only "
+        "the forward pass knows the number of tokens, write a `unit` that returns (sum of losses, number of tokens), "
+        "in place of the one here.",
+        "dataset_sampler.train_args.seed": "the order follows from `seed` of the trainer.",
+        "dataset_sampler.train_args.drop_last": "each sample is read once, whatever the number of processes: none is "
+        "dropped or repeated.",
+        "dataset_sampler.val_args dataset_sampler.test_args": "evaluations read each sample once, in order.",
+        "dataset_sampler.train_args.dataset dataset_sampler.train_args.num_replicas dataset_sampler.train_args.rank "
+        "dataloader.train_args.dataset dataloader.train_args.sampler": "it has no effect in nnScaler either.",
+        "checkpoint.format checkpoint.serializer checkpoint.save_type": "checkpoints have one format, of safetensors "
+        "and JSON, for any number of processes.",
+        "checkpoint.symlink_best_and_last": "`best` and `last` are small files that name a checkpoint.",
+        "checkpoint.resume_from.convert_fn": "weights are converted by `init_from: {path: ..., convert: ...}`.",
+        "checkpoint.resume_from.with_merged": "any number of processes reads any checkpoint.",
+        "debug.check_gradient_sync_cross_devices": "gradients are averaged by PyTorch, and not compared again.",
+    }.items()
+    for key in keys.split()
+}  # fmt: skip
 
 # Hooks that are not called here, and their replacement.
 _NEVER_CALLED = {
@@ -107,29 +128,24 @@ _NEVER_CALLED = {
     "before_sync_grad": "use after_sync_grad: gradients are averaged while the backward pass makes them",
 }
 # Hooks that get fewer arguments than in nnScaler.
-_FEWER_ARGUMENTS = {
-    "on_step_end": "it is called with trainer, epoch, idx",
-    "before_log_train_metrics": "it is called with trainer, step_metrics",
-}
+_FEWER_ARGUMENTS = {"on_step_end": "trainer, epoch, idx", "before_log_train_metrics": "trainer, step_metrics"}
 _HOOKS = [name for name in vars(TrainHook) if not name.startswith("_")]
 
 _DATA_LOADER = ("torch.utils.data.DataLoader", "torch.utils.data.dataloader.DataLoader")
 _SAMPLER = ("torch.utils.data.DistributedSampler", "torch.utils.data.distributed.DistributedSampler")
-# Arguments of a DataLoader that our trainers have too, or do not need.
-_LOADING = ("num_workers", "pin_memory", "prefetch_factor", "drop_last", "collate_fn", "persistent_workers", "shuffle")
+# Arguments of a DataLoader that our trainers do not have.
 _LOADER_ONLY = ("timeout", "worker_init_fn", "multiprocessing_context", "generator", "pin_memory_device", "in_order")
-_SAMPLER_ARGUMENTS = ("dataset", "num_replicas", "rank")
 _DATASETS = {"train": "train", "val": "eval", "test": "test"}
 _MODULE = "omnitrain.contrib.nnscaler"
-_DTYPES = ("fp32", "fp16", "bf16", "none")
 _TENSORS = {"param": "parameters", "buffer": "buffers", "input": "inputs"}
 _BUILTIN_TYPES: dict[str, Callable[[Any], Any]] = {"str": str, "int": int, "float": float, "bool": bool}
 
-_REFERENCE = re.compile(r"(?<!\$)\$(?:\{([^}]+)\}|\(([^)]+)\))")
-_OBJECT_REFERENCE = re.compile(r"\$!(?:\(([^)]+)\)|\{([^}]+)\})")
+_REFERENCE = re.compile(r"(?<!\$)\$(!?)(?:\{([^}]+)\}|\(([^)]+)\))")
+# These stand for the `$` of references to `vars` and to the environment that the converted file keeps.
+_TO_VARIABLE, _TO_ENVIRONMENT = "\ufdd0", "\ufdd1"
 
 
-def convert(values: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
+def convert(values: Mapping[str, Any] | Tree) -> tuple[dict[str, Any], list[str]]:
     """Return our configuration for one of nnScaler's, and a line for each key without counterpart.
 
     The line has the key and its replacement.
@@ -144,107 +160,86 @@ def convert(values: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
     ['`gen_reuse`: the model runs unchanged: nothing is traced, and no code is generated.']
 
     Args:
-        values: The values of nnScaler's file, with the changes of its command line.
+        values: The values of nnScaler's file, as a dict or as it was read.
 
     Raises:
         ConfigError: If a key is unknown to nnScaler, a value wrong, or two contradict each other.
     """
-    return _Conversion(values).result()
+    return _Conversion(values if isinstance(values, Tree) else Tree(dict(values))).result()
 
 
 # --- references
 
 
-class _References:
-    """References between the values of a file.
+def _resolve_references(tree: Tree) -> tuple[dict[str, Any], dict[str, Any], list[str]]:
+    """Return the values without references, the same with references to `vars`, and the objects that are shared.
 
-    Args:
-        tree: The values of the file.
+    References to maps and lists of `vars`, and to anything else, become what they refer to in both.
+
+    Raises:
+        ConfigError: If a reference leads nowhere, or into a circle.
     """
+    objects: list[str] = []
+    translated = _translate(tree, tree.values, (), objects)
+    variables = translated.get("vars", {})
+    linked = Tree({**translated, "vars": _refer_to(variables, "vars"), "": variables}, tree.locations)
+    linked.resolve()
+    linked.values["vars"] = linked.values.pop("")
+    values = _replace(linked.values, _TO_VARIABLE, "$")
+    plain = Tree(values, tree.locations)
+    plain.resolve()
+    shared = [name for name in dict.fromkeys(objects) if objects.count(name) > 1]
+    return _replace(plain.values, _TO_ENVIRONMENT, "$"), _replace(values, _TO_ENVIRONMENT, "$"), shared
 
-    def __init__(self, tree: Mapping[str, Any]) -> None:
-        self._tree = tree
-        self.objects: dict[str, int] = {}  # how often each is referred to
 
-    def resolve(self, value: Any, where: str, inline: bool, pending: tuple[str, ...] = ()) -> Any:
-        """Return a value with references in our syntax.
-
-        Args:
-            value: The value.
-            where: Its key.
-            inline: Whether to insert values of `vars`; otherwise references to single values are kept.
-            pending: The references that led here.
-
-        Raises:
-            ConfigError: If one leads nowhere, or into a circle.
-        """
-        if isinstance(value, Mapping):
-            return {key: self.resolve(entry, _join_key(where, key), inline, pending) for key, entry in value.items()}
-        if isinstance(value, list | tuple):
-            return [self.resolve(entry, _join_key(where, n), inline, pending) for n, entry in enumerate(value)]
-        if not isinstance(value, str):
-            return value
-        if match := _OBJECT_REFERENCE.fullmatch(value):
-            return self._object(match[1] or match[2], where, inline, pending)
-        if match := _REFERENCE.fullmatch(value):
-            return self._target(match[1] or match[2], where, inline, pending)
-        text = _REFERENCE.sub(lambda match: str(self._target(match[1] or match[2], where, inline, pending)), value)
-        if r"$\{" in text or "$${" in text:
-            raise ConfigError(f"`{where}` has a literal '${{' in {value!r}, which begins a reference here. Change it.")
-        return text.replace(r"$\(", "$(").replace("$$(", "$(")
-
-    def _target(self, name: str, where: str, inline: bool, pending: tuple[str, ...]) -> Any:
-        if name in pending:
-            raise ConfigError(f"`{where}` refers to itself: {' -> '.join([*pending, name])}. Write a value in one.")
-        try:
-            value = self._lookup(name, (*pending, name))
-        except LookupError:
-            if name.isidentifier():  # nnScaler looks into the file first, too
-                return f"${{env:{name}}}"
-            raise ConfigError(f"`{where}` refers to {name!r}, and there is no such key.{self._suggest(name)}") from None
-        value = self.resolve(value, name, inline, (*pending, name))
-        is_single = not isinstance(value, dict | list)
-        return f"${{{name}}}" if name.startswith("vars.") and is_single and not inline else value
-
-    def _object(self, name: str, where: str, inline: bool, pending: tuple[str, ...]) -> Any:
-        if name != "self" and not name.startswith("vars."):
-            raise ConfigError(f"`{where}` refers to {name!r} by '$!'. That must be 'self', or begin with 'vars.'.")
-        if name == "self":
-            raise ConfigError(
-                f"`{where}` asks for nnScaler's full configuration, which does not exist here. Pass the values that "
-                "are needed one by one: '$(micro_batch_size)'."
-            )
-        value = self._target(name, where, inline, pending)
-        if inline:
-            return value
-        self.objects[name] = self.objects.get(name, 0) + 1
-        return f"${{{name}}}"
-
-    def _lookup(self, name: str, pending: tuple[str, ...]) -> Any:
-        value: Any = self._tree
-        for part in name.split("."):
-            if isinstance(value, str):  # a map that is a reference itself
-                value = self.resolve(value, name, inline=True, pending=pending)
-            if isinstance(value, list | tuple) and part.isdigit():
-                value = value[int(part)]
-            elif isinstance(value, Mapping):
-                value = value[part]
-            else:
-                raise LookupError(name)
+def _translate(tree: Tree, value: Any, key: tuple[Any, ...], objects: list[str]) -> Any:
+    """Return a value with references in our syntax; the names of those to objects are added to `objects`."""
+    if isinstance(value, Mapping):
+        return {name: _translate(tree, entry, (*key, name), objects) for name, entry in value.items()}
+    if isinstance(value, list | tuple):
+        return [_translate(tree, entry, (*key, number), objects) for number, entry in enumerate(value)]
+    if not isinstance(value, str):
         return value
 
-    def _suggest(self, name: str) -> str:
-        return did_you_mean(name, list(_iter_names(self._tree)))
+    def replace(match: re.Match[str]) -> str:
+        name = match[2] or match[3]
+        if match[1] and match[0] != value:
+            return match[0]  # only a full value is an object
+        if match[1] and not name.startswith("vars."):
+            raise tree.error(
+                key, f"{value!r} refers to an object, which must be in `vars`. Pass the values that are needed one by "
+                "one: '$(micro_batch_size)'."
+            )  # fmt: skip
+        if match[1]:
+            objects.append(name)
+        if name.isidentifier() and name not in tree.values:  # nnScaler looks into the file first, too
+            return f"{_TO_ENVIRONMENT}{{env:{name}}}"
+        return f"{_TO_VARIABLE if match[1] else '$'}{{{name}}}"
+
+    text = _REFERENCE.sub(replace, value)
+    if r"$\{" in text or "$${" in text:
+        raise tree.error(key, f"{value!r} has a literal '${{', which begins a reference here. Change it.")
+    return text.replace(r"$\(", "$(").replace("$$(", "$(")
 
 
-def _iter_names(tree: Any, before: str = "") -> Iterable[str]:
-    for key, value in tree.items() if isinstance(tree, Mapping) else ():
-        yield _join_key(before, key)
-        yield from _iter_names(value, _join_key(before, key))
+def _refer_to(value: Any, name: str) -> Any:
+    """Return maps and lists with references in place of single values, unless they describe an object."""
+    if isinstance(value, dict) and not value.keys().isdisjoint(("__type", "__value_type")):
+        return value
+    if isinstance(value, dict):
+        return {key: _refer_to(entry, f"{name}.{key}") for key, entry in value.items()}
+    if isinstance(value, list):
+        return [_refer_to(entry, f"{name}.{number}") for number, entry in enumerate(value)]
+    return f"{_TO_VARIABLE}{{{name}}}"
 
 
-def _join_key(*parts: Any) -> str:
-    return ".".join(str(part) for part in parts if part != "")
+def _replace(value: Any, before: str, after: str) -> Any:
+    """Return a value with a text replaced in all strings."""
+    if isinstance(value, dict):
+        return {key: _replace(entry, before, after) for key, entry in value.items()}
+    if isinstance(value, list):
+        return [_replace(entry, before, after) for entry in value]
+    return value.replace(before, after) if isinstance(value, str) else value
 
 
 # --- values
@@ -255,7 +250,11 @@ def _parse_literal(value: Any) -> Any:
     if isinstance(value, dict):
         if value.keys() == {"__value_type", "value"}:
             return value
-        return {_parse_key(key): _parse_literal(entry) for key, entry in value.items()}
+        keys = {key: _parse_literal(key) for key in value}
+        return {
+            key if isinstance(keys[key], list | dict) else keys[key]: _parse_literal(entry)
+            for key, entry in value.items()
+        }
     if isinstance(value, list):
         return [_parse_literal(entry) for entry in value]
     if not isinstance(value, str):
@@ -266,11 +265,6 @@ def _parse_literal(value: Any) -> Any:
         return _to_plain(ast.literal_eval(value), value)
     except (ValueError, SyntaxError, MemoryError, RecursionError, TypeError):
         return value
-
-
-def _parse_key(key: Any) -> Any:
-    literal = _parse_literal(key)
-    return key if isinstance(literal, list | dict) else literal
 
 
 def _to_plain(literal: Any, text: str) -> Any:
@@ -285,7 +279,7 @@ def _to_plain(literal: Any, text: str) -> Any:
 def _convert_value(value: Any, where: str) -> Any:
     """Return an argument with objects and functions in our syntax."""
     if isinstance(value, list):
-        return [_convert_value(entry, _join_key(where, number)) for number, entry in enumerate(value)]
+        return [_convert_value(entry, f"{where}.{number}") for number, entry in enumerate(value)]
     if not isinstance(value, dict):
         return value
     if value.keys() & {"class_path", "import_path"}:
@@ -295,579 +289,317 @@ def _convert_value(value: Any, where: str) -> Any:
         )
     if "__type" in value:
         rest = {key: entry for key, entry in value.items() if key != "__type"}
-        return _describe_call(_name(value["__type"], f"{where}.__type"), rest, where)
+        return _describe_call(value["__type"], rest, where)
     if "__value_type" not in value:
-        return {key: _convert_value(entry, _join_key(where, key)) for key, entry in value.items()}
-    if "value" not in value:
-        raise ConfigError(f"`{where}` has '__value_type' and no 'value'. Write both, or '__type'.")
-    kind = _name(value["__value_type"], f"{where}.__value_type")
-    value = _convert_value(value["value"], f"{where}.value")
+        return {key: _convert_value(entry, f"{where}.{key}") for key, entry in value.items()}
+    kind, value = str(value["__value_type"]), _convert_value(value.get("value"), f"{where}.value")
     if kind == "function":
-        return {"import_path": _name(value, f"{where}.value")}
+        return {"import_path": value}
     if kind in _BUILTIN_TYPES and not (isinstance(value, str) and "${" in value) and not isinstance(value, dict | list):
-        try:
+        with contextlib.suppress(TypeError, ValueError):
             return _BUILTIN_TYPES[kind](value)
-        except (TypeError, ValueError):
-            raise ConfigError(f"`{where}.value` must be of the type {kind}, got {value!r}.") from None
     target = kind if "." in kind else f"builtins.{kind}"
-    return {"class_path": f"{_MODULE}.of_value", "init_args": {"type": {"import_path": target}, "value": value}}
+    return _describe_call(f"{_MODULE}.of_value", {}, where, {"type": {"import_path": target}, "value": value})
 
 
-def _describe_call(path: str, arguments: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """Return the description of an object that a call returns."""
-    _check_names(arguments, where)
-    init_args = {key: _convert_value(value, _join_key(where, key)) for key, value in arguments.items()}
-    return {"class_path": path, "init_args": init_args} if init_args else {"class_path": path}
-
-
-def _check_names(arguments: Mapping[Any, Any], where: str) -> None:
-    """Raise ConfigError for a key that is no string."""
+def _describe_call(
+    path: Any, arguments: Mapping[Any, Any], where: str, converted: Mapping[str, Any] | None = None
+) -> dict[str, Any]:
+    """Return the description of an object that a call returns; `converted` arguments are in our syntax already."""
     for key in arguments:
         if not isinstance(key, str):
             raise ConfigError(f"`{where}` must have names of arguments as keys, got {key!r}.")
-
-
-def _name(value: Any, where: str) -> str:
-    """Return the dotted name of a class or function."""
-    is_name = isinstance(value, str) and ("${" in value or all(part.isidentifier() for part in value.split(".")))
-    if not is_name:
-        raise ConfigError(f"`{where}` must be the name of a class or function, such as 'my.Net', got {value!r}.")
-    return value
+    init_args = {key: _convert_value(value, f"{where}.{key}") for key, value in arguments.items()}
+    init_args |= converted or {}
+    return {"class_path": path, "init_args": init_args} if init_args else {"class_path": path}
 
 
 def _coerce(value: Any, kind: str, where: str) -> Any:
-    """Return a value converted to the type of its key, as nnScaler does.
-
-    Raises:
-        ConfigError: If it does not fit.
-    """
-    wrong = ConfigError(f"`{where}` must be {_EXPECTED.get(kind, '')}, got {value!r:.200}.")
-    if kind == _ANY:
+    """Return a value in the type of its key; nnScaler reads strings as numbers and so on, too."""
+    if not kind:
         return value
-    if kind in (_MAP, _LIST):
-        value = _parse_literal(value) if isinstance(value, str) else value
-        if not isinstance(value, dict if kind == _MAP else list):
-            raise wrong
-        return value
-    if isinstance(value, dict | list):
-        raise wrong
-    if kind == _TEXT:
-        return str(value)
-    if isinstance(value, str) and "${env:" in value:
-        raise ConfigError(
-            f"`{where}` is read from the environment, and what it becomes here depends on it. Write a number, and "
-            f"{value!r} into the converted file."
-        )
-    if kind == _BOOL:
-        words = {"true": True, "1": True, "false": False, "0": False}
-        if str(value).lower() not in words:
-            raise wrong
-        return words[str(value).lower()]
-    try:
-        if isinstance(value, bool) or (kind == _INTEGER and float(value) != int(float(value))):
-            raise wrong
-        return int(float(value)) if kind == _INTEGER else float(value)
-    except (TypeError, ValueError, OverflowError):
-        raise wrong from None
-
-
-class _Section:
-    """The keys of one section.
-
-    Args:
-        name: Its name; "" is the file itself.
-        plain: Its values, with all references resolved.
-        linked: Its values, with references to `vars`.
-        kinds: Its keys, with their types.
-
-    Raises:
-        ConfigError: If a key is unknown, or a value is of another type.
-    """
-
-    def __init__(self, name: str, plain: Any, linked: Any, kinds: Mapping[str, str]) -> None:
-        self.name = name
-        if not isinstance(plain, dict):
-            raise ConfigError(f"`{name or 'the file'}` must be a map of keys and values, got {plain!r:.200}.")
-        for key in plain:
-            if key not in kinds:
-                hint = "" if len(kinds) > 20 else f" `{name}` has {', '.join(kinds)}."
-                raise ConfigError(
-                    f"`{_join_key(name, key)}` is no key of nnScaler.{did_you_mean(str(key), kinds)}{hint}"
-                )
-        # nnScaler ignores a key without a value
-        self._values = {
-            key: _coerce(value, kinds[key], _join_key(name, key)) for key, value in plain.items() if value is not None
-        }
-        self._linked = {key: linked[key] if isinstance(linked, dict) else value for key, value in plain.items()}
-
-    def __contains__(self, key: str) -> bool:
-        return key in self._values
-
-    def get(self, key: str, default: Any = None) -> Any:
-        """Return a value without references."""
-        return self._values.get(key, default)
-
-    def as_written(self, key: str) -> Any:
-        """Return a value for the converted file, which keeps references to `vars`."""
-        linked = self._linked[key]
-        return linked if isinstance(linked, str) and "${" in linked else self._values[key]
-
-    def linked(self, key: str) -> Any:
-        """Return a value with its references."""
-        return self._linked.get(key)
-
-    def arguments(self, key: str = "args") -> dict[str, Any]:
-        """Return the arguments of a call, as nnScaler guesses their types."""
-        if key not in self._values:
-            return {}
-        where = _join_key(self.name, key)
-        arguments = _coerce(self._linked[key], _MAP, where)
-        _check_names(arguments, where)
-        return {name: _parse_literal(value) for name, value in arguments.items()}
-
-    def target(self) -> str:
-        """Return the name of the class or function that this section calls."""
-        if "type" not in self._values:
-            raise ConfigError(f"`{self.name}.type` is missing: the name of a class or function, such as 'my.Thing'.")
-        return _name(self._values["type"], f"{self.name}.type")
-
-    def choice(self, key: str, default: str, choices: tuple[str, ...]) -> str:
-        """Return the value of a key with a few choices."""
-        word = self.get(key, default)
-        if word not in choices:
-            raise ConfigError(
-                f"`{_join_key(self.name, key)}` must be one of {', '.join(choices)}, got {word!r}."
-                f"{did_you_mean(word, choices)}"
-            )
-        return word
-
-    def positive(self, key: str, default: int | None = None) -> int | None:
-        """Return a number of at least 1, or None."""
-        number = self.get(key, default)
-        if number is not None and number < 1:
-            raise ConfigError(f"`{_join_key(self.name, key)}` must be at least 1, got {number}. Leave it out instead.")
-        return number
+    value, (types, expected) = _parse_literal(value), _TYPES[kind]
+    if int in types and isinstance(value, float) and value.is_integer():
+        value = int(value)
+    is_wrong = isinstance(value, bool) and kind != "bool"
+    if is_wrong or not isinstance(value, types) or (kind == "count" and value < 1):
+        raise ConfigError(f"`{where}` must be {expected}, got {value!r:.200}.")
+    return value
 
 
 # --- the conversion
 
 
 class _Conversion:
-    """The conversion of one file."""
+    """The conversion of one file.
 
-    def __init__(self, values: Mapping[str, Any]) -> None:
-        if not isinstance(values, Mapping):
-            raise ConfigError(f"A configuration of nnScaler is a map of keys and values, got {values!r:.200}.")
-        references = _References(values)
-        self._plain = references.resolve(values, "", inline=True)
-        self._linked = references.resolve(values, "", inline=False)
+    Args:
+        tree: The values of the file.
+    """
+
+    def __init__(self, tree: Tree) -> None:
+        plain, linked, shared = _resolve_references(tree)
+        self._linked: dict[str, Any] = {}  # the values by dotted key, with references to `vars`
+        self._plain: dict[str, Any] = {}  # without references, in the type of the key
         self.trainer: dict[str, Any] = {}
         self.train: dict[str, Any] = {}
-        several = [name for name, times in references.objects.items() if times > 1]
-        self.notes = [f"`{name}`: each place that refers to it gets its own object." for name in several]
-        self.run = self._section("")
-        self.checkpoint = self._section("checkpoint")
+        self.notes = [f"`{name}`: each place that refers to it gets its own object." for name in shared]
+        self._read_section("", plain, linked)
 
     def result(self) -> tuple[dict[str, Any], list[str]]:
         """Return our configuration, and the notes."""
         self._compute()
-        self._model()
+        self._model_and_optimizer()
         self._data()
-        self._optimization()
-        self._length()
+        for key, remedy in _UNSUPPORTED.items():
+            if self.get(key) not in (None, False, "", {}, [], 0):
+                self.note(key, remedy)
+        for key, argument in _RENAMED.items():
+            if key in self._plain and (self.get(key) or not key.startswith(("max_", "optimizer."))):
+                self.trainer[argument] = _convert_value(self.as_written(key), key)
+        self._evaluations()
         self._checkpoints()
         self._precision()
         self._reports()
-        self._section("debug")
-        free = _convert_value(self.run.arguments("vars"), "vars")
+        free = _convert_value(_parse_literal(self._linked.get("vars") or {}), "vars")
         parts = {"vars": free, "trainer": self.trainer, "train": self.train}
         return {name: part for name, part in parts.items() if part}, self.notes
 
-    def note(self, key: str, advice: str) -> None:
+    def note(self, key: str, remedy: str) -> None:
         """Note the replacement of a key."""
-        self.notes.append(f"`{key}`: {advice}")
+        self.notes.append(f"`{key}`: {remedy}")
 
-    def _section(self, name: str, plain: Any = None, linked: Any = None) -> _Section:
-        """Return a section of the file, empty if it is missing."""
-        if not name:
-            plain, linked = self._plain, self._linked
-        elif plain is None:
-            plain, linked = self.run.get(name, {}), self.run.linked(name)
-        section = _Section(name, plain, linked, _KEYS[name.split("[")[0]])
-        for key, advice in _UNSUPPORTED.items():
-            before, _, last = key.rpartition(".")
-            if before == name and section.get(last) not in (None, False, "", {}, []):
-                self.note(key, advice)
-        return section
+    # --- the values of the file
 
-    # --- processes and model
+    def _read_section(self, name: str, plain: Any, linked: Any) -> None:
+        """Keep the values of a section and of those inside of it; nnScaler ignores a key without a value."""
+        is_hooks = name == "hook" and "type" not in plain
+        kinds = dict.fromkeys((*_HOOKS, *_NEVER_CALLED), "") if is_hooks else _KEYS[name.partition("[")[0]]
+        for key, value in plain.items():
+            where = f"{name}.{key}" if name else key
+            if key not in kinds:
+                hint = "" if len(kinds) > 20 else f" `{name}` has {', '.join(kinds)}."
+                raise ConfigError(f"`{where}` is no key of nnScaler.{did_you_mean(str(key), kinds)}{hint}")
+            if value is None:
+                continue
+            value = self._plain[where] = _coerce(value, kinds[key], where)
+            self._linked[where] = linked[key] if isinstance(linked, dict) else value
+            for number, entry in enumerate(value if key == "log" else ()):
+                self._read_section(f"log[{number}]", entry, self._linked["log"][number])
+            is_own = where.endswith("_args") and plain.get("type", _DATA_LOADER[0]) not in (*_DATA_LOADER, *_SAMPLER)
+            if isinstance(value, dict) and where in _KEYS and not is_own:
+                parse = _parse_literal if where.endswith("_args") else dict
+                self._read_section(where, parse(value), parse(linked[key] if isinstance(linked[key], dict) else value))
+
+    def get(self, key: str, default: Any = None) -> Any:
+        """Return a value without references."""
+        return self._plain.get(key, default)
+
+    def as_written(self, key: str) -> Any:
+        """Return a value for the converted file, which keeps references to `vars`."""
+        linked = self._linked[key]
+        return linked if isinstance(linked, dict) or (isinstance(linked, str) and "${" in linked) else self._plain[key]
+
+    def arguments(self, key: str) -> dict[str, Any]:
+        """Return the arguments of a call, as nnScaler guesses their types."""
+        return _parse_literal(_coerce(self._linked.get(key, {}), "map", key))
+
+    def call(self, section: str, key: str = "args") -> dict[str, Any]:
+        """Return the description of what a section calls."""
+        if not self.get(f"{section}.type"):
+            raise ConfigError(f"`{section}.type` is missing: the name of a class or function, such as 'my.Thing'.")
+        return _describe_call(self.get(f"{section}.type"), self.arguments(f"{section}.{key}"), f"{section}.{key}")
+
+    # --- processes, model and optimizer
 
     def _compute(self) -> None:
-        compute = self._section("compute_config")
-        if compute.get("use_end2end") is False:
-            raise ConfigError(
-                "`compute_config.use_end2end` is false, which nnScaler's trainer does not run either: the model must "
-                "take a batch and return its loss. Set it to true."
-            )
-        self.processes = compute.positive("runtime_ngpus")
-        self.plan_ngpus = compute.positive("plan_ngpus", 1) or 1
-        if self.processes and self.processes % self.plan_ngpus:
-            raise ConfigError(
-                f"`compute_config.runtime_ngpus` is {self.processes}, which is no multiple of "
-                f"`compute_config.plan_ngpus`, {self.plan_ngpus}. Change one of them."
-            )
+        self.processes, plan = self.get("compute_config.runtime_ngpus"), self.get("compute_config.plan_ngpus", 1)
+        self.replicas = self.processes // plan if self.processes else None
         self.trainer["class_path"] = "Trainer" if self.processes == 1 else "AccelerateTrainer"
-        if self.plan_ngpus > 1:
+        if plan > 1:
             self.note(
                 "compute_config.plan_ngpus",
-                f"a model is not cut into {self.plan_ngpus} parts. Each process takes its own batches, and "
-                "`omnitrain launch --fsdp` shards the weights.",
+                f"a model is not cut into {plan} parts. Each process takes its own batches, and `omnitrain launch "
+                "--fsdp` shards the weights.",
             )
         if self.processes:
             self.note("compute_config.runtime_ngpus", f"`omnitrain launch -n {self.processes}` starts the processes.")
-        zero = str(compute.get("use_zero", False)).lower()
-        if zero not in ("false", "true", "0", "1", "2", "3"):
-            raise ConfigError(f"`compute_config.use_zero` must be true, false, or a stage from 0 to 3, got {zero!r}.")
-        if zero not in ("false", "0"):
-            self.note("compute_config.use_zero", "`omnitrain launch --fsdp` shards weights, gradients and moments; "
-                      "`--zero 1` only the moments, by DeepSpeed.")  # fmt: skip
-        if self.run.choice("run_mode", "run", ("run", "compile")) == "compile":
+        if self.get("run_mode") == "compile":
             self.note("run_mode", "nothing is compiled ahead: start the run.")
-        self.run.choice("gen_reuse", "auto", ("auto", "match", "override", "moo", "graph"))
 
-    def _model(self) -> None:
-        model = self._section("model")
-        self.trainer["model"] = _describe_call(model.target(), model.arguments(), "model.args")
-        self.trainer["unit"] = {"class_path": "omnitrain.model.units.WholeBatchUnit"}
-        if "tracing_from_weights" in self.run:
-            self.trainer["init_from"] = self.run.as_written("tracing_from_weights")
+    def _model_and_optimizer(self) -> None:
+        trainer = self.trainer
+        trainer["model"] = self.call("model")
+        trainer["unit"] = {"class_path": "omnitrain.model.units.WholeBatchUnit"}
+        trainer["optimizer"] = self.call("optimizer")
+        trainer["max_grad_norm"] = None
+        reduction = self.get("optimizer.grad_reduction", "mean")
+        if reduction != "mean":
+            trainer["grad_reduction"] = reduction
+        if self.get("optimizer.loss_reduction", "mean") != reduction:
+            self.note("optimizer.loss_reduction", "the loss in the logs is always the mean.")
+        if self.get("lr_scheduler"):
+            trainer["lr_scheduler"] = self.call("lr_scheduler")
+            trainer["scheduler_interval"] = self.get("lr_scheduler.interval", "epoch")
+        if not self.get("max_epochs") and not self.get("max_train_steps"):
+            raise ConfigError("`max_epochs` or `max_train_steps` is missing, of which nnScaler needs one. Write one.")
 
     # --- data
 
     def _data(self) -> None:
-        dataset = self._section("dataset")
-        loading, sampling = self._section("dataloader"), self._section("dataset_sampler")
-        sampler_type = _name(sampling.get("type", _SAMPLER[0]), "dataset_sampler.type")
-        loader_type = _name(loading.get("type", _DATA_LOADER[0]), "dataloader.type")
-        options = {stage: self._options(loading, stage, loader_type in _DATA_LOADER) for stage in _DATASETS}
-        is_plain = loader_type in _DATA_LOADER and sampler_type in _SAMPLER
-        self.has_loader = not is_plain or any(name in options["train"] for name in _LOADER_ONLY)
-        if self.has_loader:
-            has_sampler = loader_type in _DATA_LOADER and sampler_type not in _SAMPLER
+        sampler_type = self.get("dataset_sampler.type", _SAMPLER[0])
+        loader_type = self.get("dataloader.type", _DATA_LOADER[0])
+        options = {stage: self._loader_options(stage) for stage in _DATASETS}
+        is_known = loader_type in _DATA_LOADER
+        has_loader = (
+            not is_known or sampler_type not in _SAMPLER or not options["train"].keys().isdisjoint(_LOADER_ONLY)
+        )
+        if has_loader:
             self.note(
-                "dataset_sampler.type" if has_sampler else "dataloader",
+                "dataset_sampler.type" if is_known and sampler_type not in _SAMPLER else "dataloader",
                 "the loader is built as in nnScaler and used unchanged: each of n processes takes every n-th of its "
                 "batches, so neither it nor its dataset may split the data by rank.",
             )
-        datasets: dict[str, dict[str, Any]] = {}
-        for stage in _DATASETS:
-            arguments = dataset.arguments(f"{stage}_args")
-            if arguments or stage == "train":  # nnScaler builds the other sets only if they have arguments
-                datasets[stage] = _describe_call(dataset.target(), arguments, f"dataset.{stage}_args")
-        for stage, data in datasets.items():
-            name, kwargs = _DATASETS[stage], options[stage]
-            differs = kwargs.get("collate_fn") != options["train"].get("collate_fn")
-            if self.has_loader or differs or any(option in kwargs for option in _LOADER_ONLY):
-                sampler = sampler_type if "type" in sampling or sampling.get("train_args") else None
-                self.trainer[f"{name}_loader"] = self._loader(loader_type, sampler, sampling, stage, data, kwargs)
+        for stage, arguments in options.items():
+            if stage != "train" and not self.get(f"dataset.{stage}_args"):
+                continue  # nnScaler builds the other sets only if they have arguments
+            data, name = self.call("dataset", f"{stage}_args"), _DATASETS[stage]
+            differs = arguments.get("collate_fn") != options["train"].get("collate_fn")
+            if has_loader or differs or not arguments.keys().isdisjoint(_LOADER_ONLY):
+                self.trainer[f"{name}_loader"] = self._loader(loader_type, sampler_type, stage, data, arguments)
             else:
                 self.trainer[f"{name}_dataset"] = data
-        self._batches()
-        if not self.has_loader:
-            self._sampling(sampling)
-            self._loading(options["train"])
+        if has_loader:  # their arguments are those of the loader
+            sections = ("dataloader.", "dataset_sampler.")
+            self._plain = {key: value for key, value in self._plain.items() if not key.startswith(sections)}
+        elif collate := options["train"].get("collate_fn"):
+            self._linked["dataloader.train_args.collate_fn"] = collate
+        if self.get("dataloader.train_args.persistent_workers") is False:
+            self.note("dataloader.train_args.persistent_workers", "workers are kept for the entire run.")
+        self._batches(has_loader)
 
-    def _options(self, loading: _Section, stage: str, is_known: bool) -> dict[str, Any]:
-        """Return the arguments of the loader of a stage."""
-        key = f"{stage}_args" if loading.get(f"{stage}_args") else "train_args"
-        options, where = loading.arguments(key), f"dataloader.{key}"
-        if "batch_size" in options:
-            raise ConfigError(f"`{where}.batch_size` is rejected by nnScaler, too. Write `micro_batch_size` instead.")
-        for name in [name for name in ("dataset", "sampler") if name in options]:
-            del options[name]  # as nnScaler does
-            if key.startswith(stage):
-                self.note(f"{where}.{name}", "it has no effect in nnScaler either.")
-        if isinstance(options.get("collate_fn"), str):
-            options["collate_fn"] = {"__value_type": "function", "value": options["collate_fn"]}
-        if not is_known:
-            return options
-        for name in options:
-            if name not in _LOADING and name not in _LOADER_ONLY:
-                raise ConfigError(
-                    f"`{where}.{name}` is no argument that nnScaler could pass to a DataLoader."
-                    f"{did_you_mean(name, (*_LOADING, *_LOADER_ONLY))}"
-                )
-        options.pop("shuffle", None)
-        if _parse_literal(loading.get(key, {}).get("shuffle")):
-            raise ConfigError(
-                f"`{where}.shuffle` cannot be true with a sampler, which nnScaler always passes. Write "
-                "`dataset_sampler.train_args.shuffle`, which is true by default."
-            )
+    def _stage_arguments(self, section: str, stage: str) -> dict[str, Any]:
+        """Return the arguments of a loader or a sampler for a stage, by default those for training."""
+        key = f"{section}.{stage}_args"
+        return self.arguments(key if self.get(key) else f"{section}.train_args")
+
+    def _loader_options(self, stage: str) -> dict[str, Any]:
+        options = self._stage_arguments("dataloader", stage)
+        options = {name: value for name, value in options.items() if name not in ("dataset", "sampler", "shuffle")}
+        if isinstance(collate := options.get("collate_fn"), str):
+            options["collate_fn"] = {"__value_type": "function", "value": collate}
         return options
 
-    def _loader(
-        self, loader: str, sampler: str | None, sampling: _Section, stage: str, data: Any, options: dict[str, Any]
-    ) -> dict[str, Any]:
+    def _loader(self, loader: str, sampler: str, stage: str, data: Any, options: dict[str, Any]) -> dict[str, Any]:
         """Return the description of a loader built as in nnScaler."""
-        key = f"{stage}_args" if sampling.get(f"{stage}_args") else "train_args"
-        arguments = {name: value for name, value in sampling.arguments(key).items() if name not in _SAMPLER_ARGUMENTS}
-        if sampler is None or sampler in _SAMPLER:
+        arguments = self._stage_arguments("dataset_sampler", stage)
+        arguments = {key: value for key, value in arguments.items() if key not in ("dataset", "num_replicas", "rank")}
+        if sampler in _SAMPLER:
             arguments = {"shuffle": stage == "train", **(arguments if stage == "train" else {})}
-        init_args: dict[str, Any] = {
+        converted: dict[str, Any] = {
             "loader": {"import_path": loader},
             "dataset": data,
-            "batch_size": self._micro_batch()[1],
-            "sampler_args": _convert_value(arguments, f"dataset_sampler.{key}"),
-            **{name: _convert_value(value, f"dataloader.{name}") for name, value in options.items()},
+            "batch_size": self.as_written("micro_batch_size") if self.get("micro_batch_size") else 1,
+            "sampler_args": _convert_value(arguments, "dataset_sampler"),
         }
-        if sampler is not None:
-            init_args["sampler"] = {"import_path": sampler}
-        return {"class_path": f"{_MODULE}.make_loader", "init_args": init_args}
+        if self.get("dataset_sampler.type") or self.get("dataset_sampler.train_args"):
+            converted["sampler"] = {"import_path": sampler}
+        return _describe_call(f"{_MODULE}.make_loader", options, "dataloader", converted)
 
-    def _sampling(self, sampling: _Section) -> None:
-        """Translate the arguments of nnScaler's default sampler."""
-        arguments = sampling.arguments("train_args")
-        known = ("shuffle", "seed", "drop_last", *_SAMPLER_ARGUMENTS)
-        for name in arguments:
-            if name not in known:
-                raise ConfigError(
-                    f"`dataset_sampler.train_args.{name}` is no argument of a DistributedSampler."
-                    f"{did_you_mean(name, known)}"
-                )
-            if name in _SAMPLER_ARGUMENTS:
-                self.note(f"dataset_sampler.train_args.{name}", "it has no effect in nnScaler either.")
-        if "shuffle" in arguments:
-            self.trainer["shuffle"] = arguments["shuffle"]
-        if "seed" in arguments:
-            self.note("dataset_sampler.train_args.seed", "the order follows from `seed` of the trainer.")
-        if arguments.get("drop_last"):
-            self.note("dataset_sampler.train_args.drop_last", "each sample is read once, whatever the number of "
-                      "processes: none is dropped or repeated.")  # fmt: skip
-        for stage in ("val", "test"):
-            if sampling.get(f"{stage}_args"):
-                self.note(f"dataset_sampler.{stage}_args", "evaluations read each sample once, in order.")
-
-    def _loading(self, options: dict[str, Any]) -> None:
-        """Translate the arguments of a DataLoader."""
-        for name in ("drop_last", "num_workers", "pin_memory", "prefetch_factor"):
-            if options.get(name) is not None:
-                self.trainer[name] = options[name]
-        if options.get("collate_fn") is not None:
-            self.trainer["data_collator"] = _convert_value(options["collate_fn"], "dataloader.train_args.collate_fn")
-        if options.get("persistent_workers") is False:
-            self.note("dataloader.train_args.persistent_workers", "workers are kept for the entire run.")
-
-    def _micro_batch(self) -> tuple[int, Any]:
-        """Return the size of a micro-batch, as a number and for the converted file."""
-        size = self.run.positive("micro_batch_size", 1) or 1
-        return size, self.run.as_written("micro_batch_size") if "micro_batch_size" in self.run else size
-
-    def _batches(self) -> None:
-        """Convert the sizes of batches and the number of processes."""
-        run, (micro, shown) = self.run, self._micro_batch()
-        global_batch, accumulation = run.get("global_batch_size") or None, run.get("grad_accumulation_steps") or None
-        replicas = self.processes // self.plan_ngpus if self.processes else None
-        per_round = micro * (replicas or 1)
-        rounds, rest = divmod(global_batch or per_round, per_round)
-        is_off = accumulation and (rounds != accumulation if replicas else rounds % accumulation)
-        if global_batch is not None and (rest or is_off):
-            raise _size_error(global_batch, micro, accumulation, self.processes, self.plan_ngpus)
-        if global_batch is None and replicas and self.plan_ngpus > 1:
-            global_batch = per_round * (accumulation or 1)
-        if self.has_loader:
-            rounds = self._accumulation_steps(global_batch, accumulation, micro)
-            if rounds != 1:
-                self.trainer["gradient_accumulation_steps"] = rounds
-            return
-        self.trainer["batch_size"] = shown
-        if global_batch is not None:
-            is_given = bool(run.get("global_batch_size"))
-            self.trainer["global_batch_size"] = run.as_written("global_batch_size") if is_given else global_batch
-        elif accumulation:
-            self.trainer["gradient_accumulation_steps"] = run.as_written("grad_accumulation_steps")
-
-    def _accumulation_steps(self, global_batch: int | None, accumulation: int | None, micro: int) -> int:
-        """Return the micro-batches per step and process of a custom loader."""
-        if global_batch is None:
-            return accumulation or 1
-        if self.processes is None:
+    def _batches(self, has_loader: bool) -> None:
+        """Convert the sizes of batches; with a custom loader, gradients are accumulated over all processes."""
+        total, accumulation = self.get("global_batch_size"), self.get("grad_accumulation_steps") or 1
+        micro, replicas = self.get("micro_batch_size", 1), (self.processes if has_loader else self.replicas) or 1
+        product = micro * replicas * accumulation
+        needs_processes = has_loader and not self.processes
+        if total and (total % product or needs_processes):
+            remedy = "Write `compute_config.runtime_ngpus`." if needs_processes else "Make it a multiple of that."
             raise ConfigError(
-                f"`global_batch_size` is {global_batch}, and with a custom loader, gradients are accumulated over "
-                "`grad_accumulation_steps` micro-batches. Write it, or `compute_config.runtime_ngpus`, "
-                "in place of `global_batch_size`."
+                f"`global_batch_size` is {total}, and `micro_batch_size` x replicas x `grad_accumulation_steps` is "
+                f"{micro} x {replicas} x {accumulation} = {product}. {remedy}"
             )
-        if global_batch % (micro * self.processes):
-            raise ConfigError(
-                f"`global_batch_size` is {global_batch}, and {self.processes} processes of `micro_batch_size` {micro} "
-                f"make {micro * self.processes} at a time. Make it a multiple of that."
-            )
-        return global_batch // (micro * self.processes)
-
-    # --- optimization
-
-    def _optimization(self) -> None:
-        optimizer = self._section("optimizer")
-        self.trainer["optimizer"] = _describe_call(optimizer.target(), optimizer.arguments(), "optimizer.args")
-        self.trainer["max_grad_norm"] = optimizer.as_written("clip_gnorm") if optimizer.get("clip_gnorm") else None
-        kinds = ("mean", "sum", "per-token-mean")
-        reduction = optimizer.choice("grad_reduction", "mean", kinds)
-        shown = optimizer.choice("loss_reduction", "mean", kinds)
-        if "per-token-mean" in (reduction, shown) and not optimizer.get("aggregate_outputs_fn"):
-            raise ConfigError(
-                "`optimizer.aggregate_outputs_fn` is missing, which counts the tokens of 'per-token-mean', in nnScaler "
-                "as well. Write it, or 'mean'."
-            )
-        if reduction != "mean":
-            self.trainer["grad_reduction"] = reduction
-        if shown != reduction:
-            self.note("optimizer.loss_reduction", "the loss in the logs is always the mean.")
-        if optimizer.get("aggregate_outputs_fn"):
-            self.note(
-                "optimizer.aggregate_outputs_fn",
-                "it is never called. Losses are averaged by samples or labels; where only the forward pass knows the "
-                "number of tokens, write a `unit` that returns (sum of losses, number of tokens), in place of the one "
-                "here.",
-            )
-        if "lr_scheduler" not in self.run:
+        if has_loader:
+            steps = total // (micro * replicas) if total else accumulation
+            self.trainer |= {"gradient_accumulation_steps": steps} if steps != 1 else {}
             return
-        schedule = self._section("lr_scheduler")
-        self.trainer["lr_scheduler"] = _describe_call(schedule.target(), schedule.arguments(), "lr_scheduler.args")
-        self.trainer["scheduler_interval"] = schedule.choice("interval", "epoch", ("epoch", "step"))
+        self.trainer["batch_size"] = self.as_written("micro_batch_size") if self.get("micro_batch_size") else 1
+        if total:
+            self.trainer["global_batch_size"] = self.as_written("global_batch_size")
+        elif self.replicas != self.processes:
+            self.trainer["global_batch_size"] = product
+        elif accumulation > 1:
+            self.trainer["gradient_accumulation_steps"] = self.as_written("grad_accumulation_steps")
 
-    def _length(self) -> None:
-        run, trainer = self.run, self.trainer
-        if not run.get("max_epochs") and not run.get("max_train_steps"):
-            raise ConfigError("`max_epochs` or `max_train_steps` is missing, of which nnScaler needs one. Write one.")
-        for theirs, ours in (("max_epochs", "epochs"), ("max_train_steps", "max_steps")):
-            if run.get(theirs):
-                run.positive(theirs)
-                trainer[ours] = run.as_written(theirs)
-        if "seed" in run:
-            trainer["seed"] = run.as_written("seed")
-        if "eval_dataset" not in trainer and "eval_loader" not in trainer:
+    # --- evaluations and files
+
+    def _evaluations(self) -> None:
+        """Convert the interval of evaluations; nnScaler evaluates before each save too, to score the checkpoint."""
+        if "eval_dataset" not in self.trainer and "eval_loader" not in self.trainer:
             return
-        interval = self._evaluation_interval()
-        if interval != "1ep":
-            trainer["eval_steps"] = interval
-        if run.get("max_val_steps"):
-            self.note("max_val_steps", "every evaluation is over the entire set. Wrap the dataset into "
-                      "omnitrain.EvalSet(data, subset=...), which counts samples.")  # fmt: skip
-
-    def _evaluation_interval(self) -> int | str:
-        """Return the interval of evaluations; nnScaler evaluates before each save too, to score the checkpoint."""
-        run, checkpoint = self.run, self.checkpoint
-        steps, epochs = run.get("val_every_n_train_steps"), run.get("val_every_n_epochs", 1)
-        save_steps, save_epochs = checkpoint.get("every_n_train_steps"), checkpoint.get("every_n_epochs")
-        if checkpoint.get("no_save"):
-            save_steps = save_epochs = None
-        elif not save_steps:
-            save_epochs = save_epochs or 1
-        moments = [
-            (save_steps, "steps", "checkpoint.every_n_train_steps", checkpoint),
-            (steps, "steps", "val_every_n_train_steps", run),
-            (save_epochs, "epochs", "checkpoint.every_n_epochs", checkpoint),
-            (epochs, "epochs", "val_every_n_epochs", run),
-        ]
-        moments = [moment for moment in moments if moment[0]]
-        if not moments:
-            return "1ep"
-        unit = moments[0][1]
-        alike = [moment for moment in moments if moment[1] == unit]
+        save_steps, save_epochs = self.get("checkpoint.every_n_train_steps"), self.get("checkpoint.every_n_epochs")
+        is_saved = not self.get("checkpoint.no_save")
+        moments = {
+            "checkpoint.every_n_train_steps": is_saved and save_steps,
+            "val_every_n_train_steps": self.get("val_every_n_train_steps"),
+            "checkpoint.every_n_epochs": is_saved and (save_epochs or not save_steps),
+            "val_every_n_epochs": self.get("val_every_n_epochs", 1),
+        }
+        intervals = {key: int(number) for key, number in moments.items() if number}
+        if not intervals:
+            return
+        units = {key: "epochs" if key.endswith("epochs") else "steps" for key in intervals}
+        unit = next(iter(units.values()))
+        alike = [key for key in intervals if units[key] == unit]
         # the shortest if it divides all others, else that of the saves
-        chosen = min(alike, key=lambda moment: moment[0])
-        if any(moment[0] % chosen[0] for moment in alike):
+        chosen = min(alike, key=lambda key: intervals[key])
+        if any(intervals[key] % intervals[chosen] for key in alike):
             chosen = alike[0]
-        missed = [moment for moment in moments if moment[1] != unit or moment[0] % chosen[0]]
-        for number, its_unit, key, _ in missed:
-            self.note(
-                key,
-                f"nnScaler evaluates every {number} {its_unit} as well. Evaluations have one interval, here "
-                f"{chosen[0]} {unit} by `{chosen[2]}`. A callback may ask for others: trainer.request_evaluate().",
-            )
-        if unit == "epochs":
-            return f"{chosen[0]}ep"
-        return chosen[3].as_written(chosen[2].rpartition(".")[2])
-
-    # --- files
+        for key, number in intervals.items():
+            if units[key] != unit or number % intervals[chosen]:
+                self.note(
+                    key,
+                    f"nnScaler evaluates every {number} {units[key]} as well. Evaluations have one interval, here "
+                    f"{intervals[chosen]} {unit} by `{chosen}`. A callback may ask for others: "
+                    "trainer.request_evaluate().",
+                )
+        if unit == "steps":
+            self.trainer["eval_steps"] = self.as_written(chosen)
+        elif intervals[chosen] != 1:
+            self.trainer["eval_steps"] = f"{intervals[chosen]}ep"
 
     def _checkpoints(self) -> None:
-        checkpoint, trainer = self.checkpoint, self.trainer
-        self._resume(checkpoint)
-        if checkpoint.get("no_save"):
-            if self.train.get("resume_from") in ("auto", "best"):
-                raise ConfigError(
-                    "`checkpoint.no_save` leaves no checkpoints to look for, and `checkpoint.resume_from` looks for "
-                    "one in `save_dir`. Leave one of them out, or write the path of a checkpoint."
-                )
-            return
-        checkpoint.choice("save_type", "sharded", ("sharded", "deduped", "merged"))
-        trainer["save_dir"] = checkpoint.as_written("save_dir") if "save_dir" in checkpoint else "./checkpoints"
-        steps, epochs = checkpoint.positive("every_n_train_steps"), checkpoint.positive("every_n_epochs")
-        if steps and epochs:
-            raise ConfigError(
-                f"`checkpoint.every_n_train_steps` is {steps} and `checkpoint.every_n_epochs` is {epochs}, of which "
-                "nnScaler takes one. Leave one of them out."
-            )
-        if steps:
-            trainer["save_steps"] = checkpoint.as_written("every_n_train_steps")
-        elif epochs and epochs > 1:
-            trainer["save_steps"] = f"{epochs}ep"
-        if checkpoint.positive("keep_last_n_checkpoints"):
-            trainer["save_total_limit"] = checkpoint.as_written("keep_last_n_checkpoints")
-        if checkpoint.get("save_best") is False:
-            trainer["keep_best"] = 0
-        if checkpoint.get("save_last") is False:
-            self.note("checkpoint.save_last", "`last` always names the newest checkpoint, which takes no space.")
-        if "save_type" in checkpoint:
-            self.note("checkpoint.save_type", "checkpoints have one format, for any number of processes: there is "
-                      "nothing to merge.")  # fmt: skip
-
-    def _resume(self, checkpoint: _Section) -> None:
-        resume_from, linked = checkpoint.get("resume_from"), checkpoint.linked("resume_from")
-        if resume_from is None:
-            return
         where = "checkpoint.resume_from"
-        if isinstance(resume_from, str):
-            resume_from, linked = {"checkpoint": resume_from}, {"checkpoint": linked}
-        resume = _Section(where, resume_from, linked, _KEYS[where])
-        source = resume.get("checkpoint", "last")
-        if source == "last":
-            self.train["resume_from"] = "auto"  # starts afresh without a checkpoint, as nnScaler does
-            return
+        source = self.get(where)
+        if isinstance(source, dict):
+            source = self.get(f"{where}.checkpoint", "last")
         if source == "best":
             self.train["resume_from"] = "best"
             self.note(where, "a run without a best checkpoint is an error here, not a fresh start.")
+        elif source == "last":
+            self.train["resume_from"] = "auto"  # starts afresh without a checkpoint, as nnScaler does
+        elif source is not None:
+            linked = self._linked.get(f"{where}.checkpoint", self._linked[where])
+            self.train["resume_from"] = _convert_value(_parse_literal(linked), where)
+            self.note(where, "it must be a checkpoint of omnitrain. For weights of nnScaler, merge them with its "
+                      "Trainer.merge_checkpoint, and pass the file as `init_from` of the trainer.")  # fmt: skip
+        if self.get("checkpoint.no_save"):
+            for name in ("save_dir", "save_steps", "save_total_limit"):
+                self.trainer.pop(name, None)
             return
-        is_path = isinstance(source, str)
-        self.train["resume_from"] = (
-            resume.as_written("checkpoint") if is_path else _convert_value(_parse_literal(linked["checkpoint"]), where)
-        )
-        self.note(where, "it must be a checkpoint of omnitrain. For weights of nnScaler, merge them with its "
-                  "Trainer.merge_checkpoint, and pass the file as `init_from` of the trainer.")  # fmt: skip
-        for key in ("convert_fn", "with_merged"):
-            if key in resume:
-                self.note(f"{where}.{key}", "weights are converted by `init_from: {path: ..., convert: ...}`."
-                          if key == "convert_fn" else "any number of processes reads any checkpoint.")  # fmt: skip
+        self.trainer.setdefault("save_dir", "./checkpoints")
+        if (epochs := self.get("checkpoint.every_n_epochs") or 1) > 1:
+            self.trainer["save_steps"] = f"{epochs}ep"
+        if self.get("checkpoint.save_best") is False:
+            self.trainer["keep_best"] = 0
+        if self.get("checkpoint.save_last") is False:
+            self.note("checkpoint.save_last", "`last` always names the newest checkpoint, which takes no space.")
 
     def _precision(self) -> None:
-        precision = self.run.get("precision") or "none"
+        precision = self.get("precision") or {}
         if isinstance(precision, str):
             precision = dict.fromkeys(_TENSORS, precision)
-        if not isinstance(precision, dict):
-            raise ConfigError(f"`precision` must be one of {', '.join(_DTYPES)}, or a map of them, got {precision!r}.")
-        dtypes: dict[str, str] = {}
-        for name, dtype in precision.items():
-            if name not in _TENSORS:
-                raise ConfigError(
-                    f"`precision.{name}` is none of {', '.join(_TENSORS)}.{did_you_mean(str(name), _TENSORS)}"
-                )
-            if dtype not in _DTYPES:
-                raise ConfigError(
-                    f"`precision` must be one of {', '.join(_DTYPES)}, got {dtype!r} for {name}."
-                    f"{did_you_mean(str(dtype), _DTYPES)}"
-                )
-            if dtype != "none":
-                dtypes[_TENSORS[name]] = dtype
+        dtypes = _coerce(precision, "map", "precision").items()
+        dtypes = {_TENSORS.get(name, name): dtype for name, dtype in dtypes if dtype != "none"}
         if dtypes.get("parameters") == "fp16":
             self.trainer["autocast"] = "fp16"
             dtypes = {name: dtype for name, dtype in dtypes.items() if dtype != "fp16"}
@@ -879,86 +611,47 @@ class _Conversion:
     # --- reports
 
     def _reports(self) -> None:
-        loggers, callbacks = list[Any](), list[Any]()
-        for number, plain in enumerate(self.run.get("log", [])):
-            linked = self.run.linked("log")
-            name = f"log[{number}]"
-            part = self._logger(name, self._section(name, plain, linked[number]))
-            loggers += [part] if part else []
-        if "hook" in self.run:
-            part = self._hook()
-            callbacks += [part] if part else []
-        if callbacks:
-            self.trainer["callbacks"] = callbacks
-        if loggers:
-            self.trainer["loggers"] = loggers
-        if self.run.get("enable_progress_bar") is False:
+        loggers = [self._logger(f"log[{number}]") for number in range(len(self.get("log", [])))]
+        hooks = self._hooks() if self.get("hook") else None
+        if hooks:
+            self.trainer["callbacks"] = [{"class_path": "HookCallback", "init_args": {"hooks": hooks}}]
+        if any(loggers):
+            self.trainer["loggers"] = [logger for logger in loggers if logger]
+        if self.get("enable_progress_bar") is False:
             self.trainer["progress_bar"] = False
             self.note("enable_progress_bar", "false prints nothing. Leave `progress_bar` out for plain lines wherever "
                       "there is no terminal, at `log_steps`.")  # fmt: skip
-        elif "log_progress_every_n_train_steps" in self.run:
-            self.note("log_progress_every_n_train_steps", "it has no effect with a progress bar, in nnScaler too. Rows "
-                      "are logged at `log_steps`.")  # fmt: skip
 
-    def _logger(self, name: str, section: _Section) -> dict[str, Any] | None:
-        target, arguments = section.target(), section.arguments()
+    def _logger(self, name: str) -> dict[str, Any] | None:
+        target, arguments = str(self.get(f"{name}.type")), self.arguments(f"{name}.args")
         kind = target.rpartition(".")[2]
-        is_theirs = target == kind or target.startswith("nnscaler.")
-        if kind == "WandbLogger" and is_theirs:
-            return _describe_call("WandbLogger", arguments, f"{name}.args")
-        if kind == "TensorBoardLogger" and is_theirs:
-            folder = "/".join(str(arguments.pop(key)) for key in ("root_dir", "name") if arguments.get(key))
+        if target != kind and not target.startswith("nnscaler."):
+            self.note(name, f"{target} is written for nnScaler. Write a Callback with `on_log(trainer, logs)`, and "
+                      "name it in `callbacks`; `loggers` has names of services.")  # fmt: skip
+            return None
+        if kind == "TensorBoardLogger":
             for key in sorted(arguments.keys() - {"root_dir", "name"}):
                 self.note(f"{name}.args.{key}", "TensorBoardLogger takes only `log_dir` and `every`.")
-            return _describe_call("TensorBoardLogger", {"log_dir": folder} if folder else {}, name)
-        if is_theirs:
-            raise ConfigError(
-                f"`{name}.type` is {target!r}, and nnScaler has no such logger."
-                f"{did_you_mean(kind, ('TensorBoardLogger', 'WandbLogger'))}"
-            )
-        self.note(name, f"{target} is written for nnScaler. Write a Callback with `on_log(trainer, logs)`, and name it "
-                  "in `callbacks`; `loggers` has names of services.")  # fmt: skip
-        return None
+            folder = "/".join(str(arguments[key]) for key in ("root_dir", "name") if arguments.get(key))
+            arguments = {"log_dir": folder} if folder else {}
+        return _describe_call(kind, arguments, f"{name}.args")
 
-    def _hook(self) -> dict[str, Any] | None:
-        plain, linked = self.run.get("hook"), self.run.linked("hook")
-        if "type" in plain:
-            section = self._section("hook", plain, linked)
-            target, arguments = section.target(), section.arguments()
-            self.note("hook.type", f"derive {target} from omnitrain.TrainHook, which has the same methods." + (
-                " Its arguments are passed by name, not as one dict." if arguments else ""))  # fmt: skip
-            hooks = _describe_call(target, arguments, "hook.args")
-            return {"class_path": "HookCallback", "init_args": {"hooks": hooks}}
-        known = dict.fromkeys((*_HOOKS, *_NEVER_CALLED), _TEXT)
-        section, functions = _Section("hook", plain, linked, known), dict[str, Any]()
-        for name in plain:
-            if name not in section:
-                continue
-            if name in _NEVER_CALLED:
+    def _hooks(self) -> dict[str, Any]:
+        """Return the description of a hook class, or functions by name."""
+        if self.get("hook.type"):
+            self.note("hook.type", "derive it from omnitrain.TrainHook, which has the same methods. Arguments are "
+                      "passed by name, not as one dict.")  # fmt: skip
+            return self.call("hook")
+        functions: dict[str, Any] = {}
+        for name in self.get("hook"):
+            function = self.get(f"hook.{name}")
+            if name in _NEVER_CALLED and function is not None:
                 self.note(f"hook.{name}", f"it is never called. {_NEVER_CALLED[name].capitalize()}.")
-                continue
-            if name in _FEWER_ARGUMENTS:
-                self.note(f"hook.{name}", f"{_FEWER_ARGUMENTS[name]} here.")
-            functions[name] = {"import_path": _name(section.get(name), f"hook.{name}")}
-        return {"class_path": "HookCallback", "init_args": {"hooks": functions}} if functions else None
-
-
-def _size_error(total: int, micro: int, accumulation: int | None, processes: int | None, plan: int) -> ConfigError:
-    """Return the error for batch sizes that contradict each other."""
-    replicas = processes // plan if processes else 1
-    parts = [f"`micro_batch_size` {micro}"]
-    if processes:
-        parts.append(
-            f"{replicas} replicas (`compute_config.runtime_ngpus` {processes} / `compute_config.plan_ngpus` {plan})"
-        )
-    if accumulation:
-        parts.append(f"`grad_accumulation_steps` {accumulation}")
-    product = micro * replicas * (accumulation or 1)
-    remedy = " Or leave `runtime_ngpus` out: here the launcher counts the processes." if processes else ""
-    must = "that" if accumulation and processes else "a multiple of that"
-    return ConfigError(
-        f"`global_batch_size` is {total}, and {' x '.join(parts)} makes {product}. Make it {must}.{remedy}"
-    )
+            elif function is not None:
+                functions[name] = {"import_path": function}
+                if name in _FEWER_ARGUMENTS:
+                    self.note(f"hook.{name}", f"it is called with {_FEWER_ARGUMENTS[name]} here.")
+        return functions
 
 
 # --- functions for converted files
