@@ -176,18 +176,20 @@ class Config:
             errors += self._unknown(name, [arg for arg in arguments if arg not in known], known)
         train_arguments = self.tree.values.get("train") or {}
         unknown = [arg for arg in train_arguments if arg not in _TRAIN_ARGUMENTS]
-        errors += self._unknown("train()", unknown, _TRAIN_ARGUMENTS, "train")
-        if not isinstance(train_arguments.get("resume_from"), (str, type(None))):
-            wrong = train_arguments["resume_from"]
-            errors.append(
-                self.tree.error(("train", "resume_from"), f"`resume_from` must be a text, got {wrong!r:.100}.")
-            )
-        list_errors = self._check_lists(arguments)
-        errors += list_errors.values()
+        errors += self._unknown("train()", unknown, _TRAIN_ARGUMENTS)
+        if not isinstance(resume_from := train_arguments.get("resume_from"), (str, type(None))):
+            message = f"`resume_from` must be a text, got {resume_from!r:.100}."
+            errors.append(self.tree.error(("train", "resume_from"), message))
+        for arg in ("callbacks", "algorithms", "loggers"):
+            entries = arguments.get(arg)
+            for number, entry in enumerate(entries if isinstance(entries, list) else ()):
+                if not (isinstance(entry, str) or has_part_keys(entry)):
+                    message = f"`{arg}` holds objects, each named by a text or by `class_path` and `init_args`, got "
+                    errors.append(self.tree.error(("trainer", arg, number), f"{message}{entry!r:.100}."))
         plain = {
             arg: _insert_placeholders(value, arg)
             for arg, value in arguments.items()
-            if arg in DEFAULTS and value != MISSING and arg not in list_errors
+            if arg in DEFAULTS and value != MISSING
         }
         for _ in range(len(plain) + 1):
             try:
@@ -204,38 +206,15 @@ class Config:
                 break
         return errors
 
-    def _check_lists(self, arguments: Mapping[str, Any]) -> dict[str, ConfigError]:
-        """Return the first error of each argument that lists objects, by argument."""
-        errors: dict[str, ConfigError] = {}
-        for name in ("callbacks", "algorithms", "loggers"):
-            value = arguments.get(name)
-            if value is None or value == MISSING or (name == "loggers" and _is_part(value)):
-                continue
-            if not isinstance(value, list):
-                remedy = " Make it an entry of one." if _is_part(value) else ""
-                errors[name] = self.tree.error(
-                    ("trainer", name), f"`{name}` must be a list, got {value!r:.100}.{remedy}"
-                )
-                continue
-            for number, entry in enumerate(value):
-                if not _is_part(entry):
-                    errors[name] = self.tree.error(
-                        ("trainer", name, number),
-                        f"`{name}` holds objects, each named by a text or by `class_path` and `init_args`, got "
-                        f"{entry!r:.100}.",
-                    )
-                    break
-        return errors
-
-    def _unknown(
-        self, who: str, unknown: Iterable[str], known: Sequence[str], section: str = "trainer"
-    ) -> list[ConfigError]:
-        errors = []
-        for arg in unknown:
-            hint = advice(str(arg), list(known)) if section == "trainer" else ""
-            hint = hint or did_you_mean(str(arg), known)
-            errors.append(self.tree.error((section, arg), f"{who} has no argument {arg!r}.{hint}"))
-        return errors
+    def _unknown(self, callee: str, unknown: Iterable[str], known: Sequence[str]) -> list[ConfigError]:
+        section = "train" if callee == "train()" else "trainer"
+        hints = {arg: (advice(str(arg), list(known)) if section == "trainer" else "") for arg in unknown}
+        return [
+            self.tree.error(
+                (section, arg), f"{callee} has no argument {arg!r}.{hint or did_you_mean(str(arg), known)}"
+            )
+            for arg, hint in hints.items()
+        ]  # fmt: skip
 
     def _check_parts(self) -> list[ConfigError]:
         parts = Parts(self.tree, self.trust, self._seed, makes=False)
@@ -243,35 +222,25 @@ class Config:
             trainer_class = self._trainer_class()
         except ConfigError as error:
             return [error]
-        known = [name for name in inspect.signature(trainer_class).parameters if name != "unknown"]
-        parameters = inspect.signature(trainer_class).parameters.values()
-        takes_any = any(param.kind is param.VAR_KEYWORD for param in parameters)
-        if not takes_any:
+        parameters = inspect.signature(trainer_class).parameters
+        known = [name for name in parameters if name != "unknown"]
+        if not any(param.kind is param.VAR_KEYWORD for param in parameters.values()):
             reasons = getattr(trainer_class, "REFUSED", {})
             unknown = [arg for arg in self.arguments if arg not in known]
             errors = [self.tree.error(("trainer", arg), f"`{arg}` {reasons[arg]}") for arg in unknown if arg in reasons]
             errors += self._unknown(trainer_class.__name__, [arg for arg in unknown if arg not in reasons], known)
             if errors:
                 return errors
-        if errors := self._missing_arguments(trainer_class):
-            return errors
-        parts.build_arguments(trainer_class, self.arguments)
-        return parts.errors
-
-    def _missing_arguments(self, trainer_class: Any) -> list[ConfigError]:
-        """Return the errors for arguments that the trainer requires."""
-        parameters = inspect.signature(trainer_class).parameters
         required = [name for name, param in parameters.items() if param.default is param.empty and param.kind in _KINDS]
         missing = [name for name in required if self.arguments.get(name) is None]
         if "model_init" in parameters and self.arguments.get("model") is self.arguments.get("model_init") is None:
             missing.append("model")
-        remedies = {"model": "Write the path of its class and its arguments."}
-        return [
-            self.tree.error(
-                ("trainer", name), f"{trainer_class.__name__} needs `{name}`. {remedies.get(name, '')}".strip()
-            )
-            for name in missing
-        ]
+        if missing:
+            listing = ", ".join(f"`{name}`" for name in missing)
+            message = f"{trainer_class.__name__} needs {listing}. Write it under `trainer`."
+            return [self.tree.error(("trainer",), message)]
+        parts.build_arguments(trainer_class, self.arguments)
+        return parts.errors
 
     def _check_data(self) -> list[ConfigError]:
         """Return the error for a file without training data, unless the trainer has a custom constructor or loop."""
@@ -299,16 +268,11 @@ _TRAIN_ARGUMENTS = ("resume_from", "allow_change", "more")
 _REMEDY = "the run that wrote this file was made in Python, and its part has no name. Write one here."
 
 
-def _is_part(value: Any) -> bool:
-    """Return whether a value can stand for an object."""
-    return isinstance(value, str) or has_part_keys(value)
-
-
 def _insert_placeholders(value: Any, name: str) -> Any:
     if has_part_keys(value):
-        return Placeholder if name == "optimizer" and "import_path" in value else Placeholder()
+        return Placeholder if name == "optimizer" and "import_path" in value else Placeholder(value)
     if name in _OBJECT_ARGUMENTS and isinstance(value, str):
-        return Placeholder()
+        return Placeholder(value)
     if isinstance(value, list):
         return [_insert_placeholders(entry, "") for entry in value]
     if isinstance(value, dict):

@@ -225,7 +225,7 @@ def test_parts_are_seeded_and_preserve_rng_state(folder: Path) -> None:
     ({"lr_scheduler": "cosin"}, "a.yaml:7: there is no schedule 'cosin', but "),
     ({"callbacks": ["EarlyStoping"]}, "a.yaml:8: there is nothing called 'EarlyStoping'"),
     ({"callbacks": [part("EarlyStopping", patienc=1)]}, "a.yaml:10: omnitrain.EarlyStopping has no"),
-    ({"callbacks": "EarlyStopping"}, "a.yaml:7: `callbacks` must be a list, got 'EarlyStopping'. Make it an"),
+    ({"callbacks": "EarlyStopping"}, "a.yaml:7: `callbacks` must be a list of instances, got 'EarlyStopping'"),
     ({"callbacks": ["Throughput", {"patience": 1}]}, "a.yaml:9: `callbacks` holds objects, each named by a text"),
     ({"loggers": [3]}, "a.yaml:8: `loggers` holds objects, each named by a text"),
 ])  # fmt: skip
