@@ -109,10 +109,9 @@ def make_part(class_path: str, function: Any, init_args: Any, seed: int, config:
     with isolated_rng(seed=seed):
         instance = function(**init_args) if isinstance(init_args, Mapping) else function(*init_args)
     origin: Any = class_path, init_args if config is None else config, seed
-    is_shared = isinstance(instance, (str, int, float, bool, bytes, type(None))) or (
-        isinstance(instance, tuple) and not instance
-    )
-    if not is_shared and not isinstance(instance, (Callback, Algorithm)):  # which record it themselves
+    # callbacks and algorithms record it themselves; the others are shared by all code
+    is_shared = isinstance(instance, (Callback, Algorithm, str, int, float, bool, bytes, type(None)))
+    if not is_shared and not (isinstance(instance, tuple) and not instance):
         try:
             _origins[id(instance)] = weakref.ref(instance, functools.partial(_forget, id(instance))), *origin
         except TypeError:  # such as a list, which allows no weak references
@@ -144,79 +143,80 @@ def is_partial(function: Any, init_args: Mapping[str, Any]) -> bool:
     )
 
 
-def to_config(value: Any, missing: Missing | None = None, seed: int = 42) -> Any:
-    """Return plain values from which `omnitrain train` builds an equal object.
+def to_config(value: Any) -> Any:
+    """Return plain values from which `omnitrain train` builds an equal object; "???" where there are none."""
+    return _ConfigWriter({}, seed=42).convert(value, ())
+
+
+class _ConfigWriter:
+    """Converts objects into plain values from which `omnitrain train` builds equal ones.
 
     Args:
-        value: The object.
         missing: Gets the reason for each object that cannot be written, by its place; the result has "???" there.
         seed: The seed of the trainer; the result has those of objects with another one.
     """
-    return _without_seed(_config(value, {} if missing is None else missing, ()), seed)
+
+    def __init__(self, missing: Missing, seed: int) -> None:
+        self._missing = missing
+        self._seed = seed
+
+    def convert(self, value: Any, place: tuple[str | int, ...]) -> Any:
+        """Return the plain values of an object at a place of the file."""
+        if isinstance(value, FromEnvironment):
+            return value.reference
+        if value is None or (isinstance(value, (bool, int, float, str)) and not isinstance(value, enum.Enum)):
+            return value
+        if id(value) in _origins:
+            _, path, arguments, seed = _origins[id(value)]
+            init_args = self.convert(arguments, (*place, "init_args"))
+            return _describe(path, init_args) | ({} if seed == self._seed else {"seed": seed})
+        if isinstance(value, enum.Enum):
+            path = None if isinstance(value, (str, int)) else _import_path(type(value))
+            return self.convert(value.value, place) if path is None else {"import_path": f"{path}.{value.name}"}
+        if isinstance(value, (Path, Duration, torch.device)):
+            return str(value)
+        if isinstance(value, (Callback, Algorithm)):
+            return self._part(value, init_arguments(value), place)
+        if type(value) in (list, tuple) and len(value) <= _LIMIT:
+            return [self.convert(entry, (*place, number)) for number, entry in enumerate(value)]
+        if isinstance(value, Mapping) and all(type(key) in (str, int, float) for key in value) and len(value) <= _LIMIT:
+            return {key: self.convert(entry, (*place, key)) for key, entry in value.items()}
+        if isinstance(value, functools.partial) and not value.args and is_partial(value.func, value.keywords):
+            return self._part(value, value.keywords, place, value.func)
+        if dataclasses.is_dataclass(value) and not isinstance(value, type):
+            return self._part(value, _changed_fields(value), place)
+        if (path := _import_path(value)) is not None:
+            return {"import_path": path}
+        if isinstance(value, nn.Module) and (arguments := _module_arguments(value)) is not None:
+            return self._part(value, arguments, place)
+        return self.omit(value, place)
+
+    def _part(self, value: Any, arguments: Mapping[str, Any], place: Any, function: Any = None) -> Any:
+        kind = type(value) if function is None else function
+        path = _import_path(kind)
+        if path is None:
+            return self.omit(value, place, f"{kind.__qualname__} is no name in a module that can be imported")
+        values, parameters = dict(arguments), inspect.signature(kind).parameters
+        for name, param in parameters.items():
+            if param.kind is param.VAR_KEYWORD:
+                values |= values.pop(name, {})
+            elif param.kind is param.VAR_POSITIONAL and values.pop(name, ()):
+                return self.omit(value, place, f"{kind.__qualname__} has arguments by position (*{name})")
+            elif name in values and values[name] is param.default:
+                del values[name]
+        init_args = {name: self.convert(entry, (*place, "init_args", name)) for name, entry in values.items()}
+        return _describe(_short_name(path), init_args)
+
+    def omit(self, value: Any, place: tuple[str | int, ...], why: str = "") -> str:
+        """Note why an object cannot be written, and return "???"."""
+        kind = type(value)
+        why = why or f"an object of {kind.__module__}.{kind.__qualname__}, whose arguments are not known"
+        self._missing[place] = why
+        return MISSING
 
 
-def _without_seed(value: Any, seed: int) -> Any:
-    """Return the values without the seeds that equal this one."""
-    if isinstance(value, list):
-        return [_without_seed(entry, seed) for entry in value]
-    if not isinstance(value, dict):
-        return value
-    is_part = "class_path" in value and value.get("seed") == seed
-    return {key: _without_seed(entry, seed) for key, entry in value.items() if not (is_part and key == "seed")}
-
-
-def _config(value: Any, missing: Missing, place: tuple[str | int, ...]) -> Any:
-    if isinstance(value, FromEnvironment):
-        return value.reference
-    if value is None or (isinstance(value, (bool, int, float, str)) and not isinstance(value, enum.Enum)):
-        return value
-    if id(value) in _origins:
-        _, path, arguments, seed = _origins[id(value)]
-        init_args = _config(arguments, missing, (*place, "init_args"))
-        return {"class_path": path, **({"init_args": init_args} if init_args else {}), "seed": seed}
-    if isinstance(value, enum.Enum):
-        path = None if isinstance(value, (str, int)) else _import_path(type(value))
-        return _config(value.value, missing, place) if path is None else {"import_path": f"{path}.{value.name}"}
-    if isinstance(value, (Path, Duration, torch.device)):
-        return str(value)
-    if isinstance(value, (Callback, Algorithm)):
-        return _part_config(value, init_arguments(value), missing, place)
-    if type(value) in (list, tuple) and len(value) <= _LIMIT:
-        return [_config(entry, missing, (*place, number)) for number, entry in enumerate(value)]
-    if isinstance(value, Mapping) and all(type(key) in (str, int, float) for key in value) and len(value) <= _LIMIT:
-        return {key: _config(entry, missing, (*place, key)) for key, entry in value.items()}
-    if isinstance(value, functools.partial) and not value.args and is_partial(value.func, value.keywords):
-        return _part_config(value, value.keywords, missing, place, value.func)
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return _part_config(value, _changed_fields(value), missing, place)
-    if (path := _import_path(value)) is not None:
-        return {"import_path": path}
-    if isinstance(value, nn.Module) and (arguments := _module_arguments(value)) is not None:
-        return _part_config(value, arguments, missing, place)
-    return _omit(value, missing, place)
-
-
-def _part_config(value: Any, arguments: Mapping[str, Any], missing: Missing, place: Any, function: Any = None) -> Any:
-    kind = type(value) if function is None else function
-    path = _import_path(kind)
-    if path is None:
-        return _omit(value, missing, place, f"{kind.__qualname__} is no name in a module that can be imported")
-    values, parameters = dict(arguments), inspect.signature(kind).parameters
-    for name, param in parameters.items():
-        if param.kind is param.VAR_KEYWORD:
-            values |= values.pop(name, {})
-        elif param.kind is param.VAR_POSITIONAL and values.pop(name, ()):
-            return _omit(value, missing, place, f"{kind.__qualname__} has arguments by position (*{name})")
-        elif name in values and values[name] is param.default:
-            del values[name]
-    init_args = {name: _config(entry, missing, (*place, "init_args", name)) for name, entry in values.items()}
-    return {"class_path": _short_name(path), **({"init_args": init_args} if init_args else {})}
-
-
-def _omit(value: Any, missing: Missing, place: tuple[str | int, ...], why: str = "") -> str:
-    kind = type(value)
-    missing[place] = why or f"an object of {kind.__module__}.{kind.__qualname__}, whose arguments are not known"
-    return MISSING
+def _describe(path: str, init_args: Any) -> dict[str, Any]:
+    return {"class_path": path, "init_args": init_args} if init_args else {"class_path": path}
 
 
 def _import_path(value: Any) -> str | None:
@@ -293,40 +293,31 @@ class TrainerConfig:
             arguments: The arguments of the call, by name.
         """
         arguments = {name: to_python_scalar(value) for name, value in arguments.items()}
+        seed = arguments.get("seed", getattr(arguments.get("training_args", arguments.get("args")), "seed", 42))
         kind, missing = type(trainer), Missing()
-        path = _import_path(kind)
+        writer, path = _ConfigWriter(missing, seed), _import_path(kind)
+        values: dict[str, Any] = {"class_path": _short_name(path or "")}
         if path is None:
-            missing["trainer", "class_path"] = f"{kind.__qualname__} is no name in a module that can be imported"
+            reason = f"{kind.__qualname__} is no name in a module that can be imported"
+            values["class_path"] = writer.omit(trainer, ("trainer", "class_path"), reason)
         elif not kind.__init__.__module__.startswith("omnitrain."):
-            missing["trainer", "class_path"] = (
-                f"the arguments of {path}'s own constructor are not known, only those below"
-            )
-        is_known = ("trainer", "class_path") not in missing
-        values: dict[str, Any] = {"class_path": _short_name(path or "") if is_known else MISSING}
+            reason = f"the arguments of {path}'s own constructor are not known, only those below"
+            values["class_path"] = writer.omit(trainer, ("trainer", "class_path"), reason)
         for name, value in arguments.items():
             place = ("trainer", name)
             if name.endswith(("_dataset", "_loader")) and type(value) is list and id(value) not in _origins:
-                values[name] = _omit(value, missing, place, "a list of samples; have a function return it")
+                values[name] = writer.omit(value, place, "a list of samples; have a function return it")
             else:
-                values[name] = _config(value, missing, place)
-        theirs = arguments.get("training_args", arguments.get("args"))
-        seed = arguments.get("seed", getattr(theirs, "seed", 42))
-        values = _without_seed(values, seed) | ({"seed": seed} if "seed" in arguments else {})
+                values[name] = writer.convert(value, place)
         return cls({"trainer": _mask_secrets(values, missing, ("trainer",))}, missing)
 
     def text(self) -> str:
         """Return the file."""
         lines = [f"# {'.'.join(map(str, place))}: {why}." for place, why in self.missing.items()]
-        if lines:
-            lines = [
-                "# This run was made in Python, and has parts without a name. Write one for each ??? below:",
-                *lines,
-            ]
-        return "\n".join([*lines, write(self.values)])
+        head = "# This run was made in Python, and has parts without a name. Write one for each ??? below:"
+        return "\n".join([*([head, *lines] if lines else []), write(self.values)])
 
-    def __str__(self) -> str:
-        """Return the file."""
-        return self.text()
+    __str__ = text
 
 
 def _short_name(path: str) -> str:
