@@ -28,20 +28,20 @@ from omnitrain.core.secrets import mask_text
 Pairs = Sequence[tuple[str, str | None]]
 
 
-def train(words: Sequence[str], resume: str | None, trust: bool, only_print: bool) -> None:
+def train(words: Sequence[str], resume: str | None, trust: bool, print_config: bool) -> None:
     """Train a configuration from files and options.
 
     Args:
         words: Configuration files, later ones over earlier ones, then options such as --trainer.epochs 3.
         resume: The folder or address of a run or checkpoint to resume.
         trust: Whether modules may be imported that are neither installed nor in the current folder.
-        only_print: Whether only to print the configuration.
+        print_config: Whether only to print the configuration.
 
     Raises:
         ConfigError: If something is wrong; nothing was built or written.
     """
     config = make_config(words, resume, trust)
-    if only_print:
+    if print_config:
         print(write(config.tree.values), end="")
         return
     with code_in(_config_folder(words)):

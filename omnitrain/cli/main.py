@@ -1,18 +1,20 @@
 """The `omnitrain` command: its arguments, and its exit codes.
 
 Each subcommand is one function that adds its parser. Its work is in a separate module, imported when it runs, so
-`--help` and a mistyped option are answered without waiting for torch.
+`--help` and a mistyped option are answered without waiting for torch. Where a function there takes what the command
+does, its name is all that stands here.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
-import functools
 import os
 import signal
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from functools import partial
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -46,7 +48,7 @@ CHECKPOINT = {
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the `omnitrain` command and return its exit code.
 
-    0: success, 1: an error, 2: a wrong option or path, 130: ended by Ctrl-C; SIGTERM raises SystemExit(143).
+    0: success, 1: an error, 2: a wrong option, path or value, 130: ended by Ctrl-C; SIGTERM raises SystemExit(143).
     `launch` returns the exit code of the script.
 
     Args:
@@ -54,9 +56,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     parser = _parser()
     args, words = parser.parse_known_args(argv)
-    if words and "takes_words" not in args:
+    if words and "words" not in args:
         parser.error(f"unrecognized arguments: {' '.join(words)}")
-    args.words = words
+    if "words" in args:
+        args.words = words
     try:
         return args.run(args) or 0
     except KeyboardInterrupt:
@@ -65,6 +68,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # `omnitrain demo | head`: the reader is gone
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # otherwise the flush at exit fails again
         return 1
+    except ConfigError as error:
+        if os.environ.get("LOCAL_RANK", "0") == "0":  # the error of the other ranks is the same
+            print(f"omnitrain: {error}", file=sys.stderr)
+        return 2
     except (OmnitrainError, OSError) as error:
         print(f"omnitrain: {type(error).__name__}: {error}", file=sys.stderr)
         return 1
@@ -91,27 +98,23 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _exit_2_on_error(
-    run: Callable[[argparse.Namespace], int | None],
-) -> Callable[[argparse.Namespace], int | None]:
-    """Return a command that exits with 2 after a ConfigError: a wrong path or value counts like a wrong option."""
+def _add_command(commands: Any, name: str, about: str, more: str = "", **options: Any) -> argparse.ArgumentParser:
+    """Return the parser of a new command, with a line about it and more for its own help."""
+    description = f"{about} {more}".strip()
+    return commands.add_parser(name, help=about, description=description, allow_abbrev=False, **options)
 
-    @functools.wraps(run)
-    def wrapper(args: argparse.Namespace) -> int | None:
-        try:
-            return run(args)
-        except ConfigError as error:
-            # the error of the other ranks is the same
-            if "runs_on_ranks" not in args or os.environ.get("LOCAL_RANK", "0") == "0":
-                print(f"omnitrain: {error}", file=sys.stderr)
-            return 2
 
-    return wrapper
+def _call(name: str, args: argparse.Namespace) -> int | None:
+    """Call a function of `omnitrain.cli` with the options of a command, which have the names of its arguments."""
+    module, _, function = name.rpartition(".")
+    options = {option: value for option, value in vars(args).items() if option != "run"}
+    return getattr(import_module(f"omnitrain.cli.{module}"), function)(**options)
 
 
 def _add_demo(commands: Any) -> None:
-    about = "Train on real data that is already on this machine; no network needed."
-    demo = commands.add_parser("demo", help=about, description=about, allow_abbrev=False)
+    demo = _add_command(
+        commands, "demo", "Train on real data that is already on this machine; no network needed."
+    )  # fmt: skip
     demo.add_argument("--trainer", choices=TRAINERS, default="native", help="the trainer to use (default: %(default)s)")
     demo.add_argument(
         "--data",
@@ -139,28 +142,28 @@ def _demo(args: argparse.Namespace) -> None:
 
 
 def _add_train(commands: Any) -> None:
-    about = "Train the run that a file describes."
-    train = commands.add_parser(
+    train = _add_command(
+        commands,
         "train",
-        help=about,
-        description=f"{about} Change its values: --trainer.learning_rate 1e-4 --trainer.callbacks.0.patience 3",
+        "Train the run that a file describes.",
+        "Change its values: --trainer.learning_rate 1e-4 --trainer.callbacks.0.patience 3",
         usage="omnitrain train [CONFIG ...] [--resume RUN] [options] [--trainer.NAME VALUE ...]",
-        allow_abbrev=False,
         add_help=False,
     )
-    _add_configuration(train)
+    _add_configuration(train, "config.train")
     add = train.add_argument
     add("--resume", metavar="RUN", help="the run or checkpoint to resume, a folder or address; needs no CONFIG")
     add("--print_config", action="store_true", help="print the configuration with all changes, and train nothing")
-    add("-h", "--help", action=_TrainHelp, nargs=0, help="show this, with the arguments of the trainers, and exit")
-    train.set_defaults(run=_train, takes_words=True, runs_on_ranks=True)
+    about = "show this, with the arguments of the trainers, and exit"
+    add("-h", "--help", action=_TrainHelp, nargs=0, default=argparse.SUPPRESS, help=about)
 
 
-def _add_configuration(parser: argparse.ArgumentParser) -> None:
-    add = parser.add_argument
+def _add_configuration(parser: argparse.ArgumentParser, function: str) -> None:
+    """Have a command take configuration files and options with dots, as `words` of a function."""
     parser.epilog = "CONFIG is a YAML file, with or without -f or --config; later files override earlier ones."
     about = "import modules that are neither installed nor in the current folder: a configuration can run any code"
-    add("--trust", action="store_true", help=about)
+    parser.add_argument("--trust", action="store_true", help=about)
+    parser.set_defaults(run=partial(_call, function), words=[])
 
 
 class _TrainHelp(argparse.Action):
@@ -174,70 +177,39 @@ class _TrainHelp(argparse.Action):
         parser.exit()
 
 
-@_exit_2_on_error
-def _train(args: argparse.Namespace) -> None:
-    from omnitrain.cli import config
-
-    config.train(args.words, args.resume, args.trust, args.print_config)
-
-
 def _add_sweep(commands: Any) -> None:
-    about = "Train once for each of many values; the same command resumes an unfinished sweep."
-    sweep = commands.add_parser(
+    sweep = _add_command(
+        commands,
         "sweep",
-        help=about,
-        description=f"{about} Example: omnitrain sweep a.yaml --trainer.learning_rate 1e-4,3e-4",
+        "Train once for each of many values; the same command resumes an unfinished sweep.",
+        "Example: omnitrain sweep a.yaml --trainer.learning_rate 1e-4,3e-4",
         usage="omnitrain sweep CONFIG ... --trainer.NAME A,B,C [--trainer.NAME '{low: A, high: B}'] [options]",
-        allow_abbrev=False,
     )
-    _add_configuration(sweep)
+    _add_configuration(sweep, "config.sweep")
     add = sweep.add_argument
     add("--trials", type=int, metavar="N", help="trials in all; may be left out if the values can be listed")
     add("--sampler", choices=("tpe", "random", "grid"), help="the sampler (default: grid if all fit in, else tpe)")
     add("--pruner", choices=("median", "none"), help="the pruner of bad trials (default: median)")
     add("--save_dir", type=Path, metavar="FOLDER", help="of the sweep (default: that of the configuration)")
-    sweep.set_defaults(run=_sweep, takes_words=True, runs_on_ranks=True)
-
-
-@_exit_2_on_error
-def _sweep(args: argparse.Namespace) -> None:
-    from omnitrain.cli import config
-
-    config.sweep(args.words, args.trials, args.sampler, args.pruner, args.save_dir, args.trust)
 
 
 def _add_config(commands: Any) -> None:
-    about = "Check configuration files, and convert those of nnScaler."
-    config = commands.add_parser("config", help=about, description=about, allow_abbrev=False)
+    config = _add_command(commands, "config", "Check configuration files, and convert those of nnScaler.")
     actions = config.add_subparsers(title="commands", metavar="command", required=True)
     about = "Report all errors in a configuration, with file and line, without building anything."
     usage = "omnitrain config check CONFIG ... [options] [--trainer.NAME VALUE ...]"
-    check = actions.add_parser("check", help=about, description=about, usage=usage, allow_abbrev=False)
-    _add_configuration(check)
-    check.set_defaults(run=_config, action="check", takes_words=True)
-    about = "Print a configuration of nnScaler's trainer as one of ours."
-    convert = actions.add_parser("convert", help=about, description=about, allow_abbrev=False)
+    _add_configuration(_add_command(actions, "check", about, usage=usage), "config.check")
+    convert = _add_command(actions, "convert", "Print a configuration of nnScaler's trainer as one of ours.")
     convert.add_argument("file", type=Path, metavar="FILE", help="the YAML file")
-    convert.set_defaults(run=_config, action="convert")
-
-
-@_exit_2_on_error
-def _config(args: argparse.Namespace) -> None:
-    from omnitrain.cli import config
-
-    if args.action == "convert":
-        config.convert(args.file)
-    else:
-        config.check(args.words, args.trust)
+    convert.set_defaults(run=partial(_call, "config.convert"))
 
 
 def _add_launch(commands: Any) -> None:
-    about = "Start a script that uses AccelerateTrainer on several processes, with or without GPUs."
-    launch = commands.add_parser(
+    launch = _add_command(
+        commands,
         "launch",
-        help=about,
-        description=f"{about} The exit code is that of the script.",
-        allow_abbrev=False,
+        "Start a script that uses AccelerateTrainer on several processes, with or without GPUs.",
+        "The exit code is that of the script.",
         usage="omnitrain launch [-n N] [--fsdp | --zero {1,2,3}] [options] [-m] script [arguments of the script]",
     )
     add = launch.add_argument
@@ -260,22 +232,20 @@ def _machines(text: str) -> int | str:
     return int(text) if text.removeprefix("-").isdecimal() else text
 
 
-@_exit_2_on_error
 def _launch(args: argparse.Namespace) -> int:
     from omnitrain.cli import launch
 
-    options = {name: value for name, value in vars(args).items() if name not in ("run", "words")}
+    options = {name: value for name, value in vars(args).items() if name != "run"}
     if args.script in ("train", "sweep") and not args.is_module and not Path(args.script).exists():  # commands of ours
         options |= {"is_module": True, "script": "omnitrain", "arguments": [args.script, *args.arguments]}
     return launch.start(launch.Launch(**options))
 
 
 def _add_checkpoint(commands: Any) -> None:
-    about = "Inspect, verify, compare and export checkpoints."
-    checkpoint = commands.add_parser("checkpoint", help=about, description=about, allow_abbrev=False)
+    checkpoint = _add_command(commands, "checkpoint", "Inspect, verify, compare and export checkpoints.")
     actions = checkpoint.add_subparsers(title="commands", metavar="command", required=True)
     for name, (what, paths) in CHECKPOINT.items():
-        action = actions.add_parser(name, help=what, description=what, allow_abbrev=False)
+        action = _add_command(actions, name, what)
         metavars = {"export": ("CHECKPOINT", "OUT"), "diff": ("A", "B")}.get(name, ("RUN",))
         for number, (metavar, path) in enumerate(zip(metavars, paths, strict=True)):
             kind = Path if metavar == "OUT" else _place
@@ -295,7 +265,6 @@ def _place(text: str) -> Path | str:
     return text if "://" in text else Path(text)
 
 
-@_exit_2_on_error
 def _checkpoint(args: argparse.Namespace) -> int | None:
     from omnitrain.cli import checkpoint
 
@@ -306,48 +275,43 @@ def _checkpoint(args: argparse.Namespace) -> int | None:
 
 
 def _add_compare(commands: Any) -> None:
-    about = "Print the results of runs side by side, and draw their curves."
-    compare = commands.add_parser("compare", help=about, description=about, allow_abbrev=False)
+    compare = _add_command(commands, "compare", "Print the results of runs side by side, and draw their curves.")
     run = "the folder of a run, which has metrics.jsonl, or a file that MetricsDict.to_json has written"
     compare.add_argument("runs", nargs="+", metavar="RUN", help=run)
     compare.add_argument("--png", type=Path, metavar="FILE", help="an image to write, such as runs.png")
     compare.set_defaults(run=_compare)
 
 
-def _compare(args: argparse.Namespace) -> int | None:
+def _compare(args: argparse.Namespace) -> None:
     from omnitrain.cli.compare import compare_runs
 
-    try:
-        comparison = compare_runs(*args.runs)
-    except ConfigError as error:
-        print(f"omnitrain: {error}", file=sys.stderr)
-        return 2
-    print(comparison)
-    if args.png is not None:
-        print(f"Drawn in {comparison.plot(args.png)}.")
-    return None
+    _print_and_draw(compare_runs(*args.runs), args.png)
+
+
+def _print_and_draw(result: Any, image: Path | None) -> None:
+    print(result)
+    if image is not None:
+        print(f"Drawn in {result.plot(image)}.")
 
 
 def _add_show(commands: Any) -> None:
-    about = "Show what has run."
-    show = commands.add_parser("show", help=about, description=about, allow_abbrev=False)
+    show = _add_command(commands, "show", "Show what has run.")
     what = show.add_subparsers(title="commands", metavar="command", required=True)
     about = (
         "Print the starts of a run: when, on what, with which command, code, packages, settings and data, and what has "
         "changed since the start before."
     )
-    run = what.add_parser("run", help=about, description=about, allow_abbrev=False)
+    run = _add_command(what, "run", about)
     run.add_argument("path", type=_place, metavar="RUN", help="the folder of a run, or of a checkpoint")
     run.set_defaults(run=_checkpoint, action="show_run")
 
 
 def _add_schedule(commands: Any) -> None:
-    about = "Print the learning rates of a schedule over a run as a table, and draw them."
-    schedule = commands.add_parser(
+    schedule = _add_command(
+        commands,
         "schedule",
-        help=about,
-        description=f"{about} Example: omnitrain schedule wsd decay=0.2dur --max-duration 3e6tok --warmup 0.1dur",
-        allow_abbrev=False,
+        "Print the learning rates of a schedule over a run as a table, and draw them.",
+        "Example: omnitrain schedule wsd decay=0.2dur --max-duration 3e6tok --warmup 0.1dur",
     )
     add = schedule.add_argument
     add("name", metavar="NAME", help="what `lr_scheduler` is called, such as cosine, multistep or wsd")
@@ -365,28 +329,21 @@ def _add_schedule(commands: Any) -> None:
     schedule.set_defaults(run=_schedule)
 
 
-def _schedule(args: argparse.Namespace) -> int | None:
+def _schedule(args: argparse.Namespace) -> None:
     from omnitrain.optim.schedule_preview import preview_schedule
 
-    try:
-        options = {}
-        for word in args.options:
-            name, is_pair, value = word.partition("=")
-            if not is_pair:
-                raise ConfigError(f"{word!r} is no option of a schedule. Write it as name=value.")
-            options[name] = _parse_option(value)
-        names = "epochs max_steps max_duration learning_rate steps_per_epoch samples_per_step tokens_per_step"
-        preview = preview_schedule(
-            args.name, lr_scheduler_kwargs=options, warmup_steps=_parse_option(args.warmup), rows=args.rows,
-            seconds_per_step=args.seconds_per_step, **{name: getattr(args, name) for name in names.split()},
-        )  # fmt: skip
-    except ConfigError as error:
-        print(f"omnitrain: {error}", file=sys.stderr)
-        return 2
-    print(preview)
-    if args.plot is not None:
-        print(f"Drawn in {preview.plot(args.plot)}.")
-    return None
+    options = {}
+    for word in args.options:
+        name, is_pair, value = word.partition("=")
+        if not is_pair:
+            raise ConfigError(f"{word!r} is no option of a schedule. Write it as name=value.")
+        options[name] = _parse_option(value)
+    names = "epochs max_steps max_duration learning_rate steps_per_epoch samples_per_step tokens_per_step"
+    preview = preview_schedule(
+        args.name, lr_scheduler_kwargs=options, warmup_steps=_parse_option(args.warmup), rows=args.rows,
+        seconds_per_step=args.seconds_per_step, **{name: getattr(args, name) for name in names.split()},
+    )  # fmt: skip
+    _print_and_draw(preview, args.plot)
 
 
 def _parse_option(text: str) -> Any:

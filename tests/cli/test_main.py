@@ -14,7 +14,7 @@ import pytest
 from recipes import small_trainer
 
 import omnitrain
-from omnitrain import ConfigError
+from omnitrain import CheckpointError, ConfigError
 from omnitrain.cli import demo, main
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -89,7 +89,8 @@ def test_cli_passes_words_to_demo(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("error", "code", "message"),
     [
-        (ConfigError("what is wrong"), 1, "omnitrain: ConfigError: what is wrong\n"),
+        (ConfigError("what is wrong"), 2, "omnitrain: what is wrong\n"),
+        (CheckpointError("what is damaged"), 1, "omnitrain: CheckpointError: what is damaged\n"),
         (OSError(28, "No space left on device"), 1, "No space left on device"),
         (KeyboardInterrupt(), 130, ""),
         (ZeroDivisionError(), None, ""),  # a bug keeps its traceback
