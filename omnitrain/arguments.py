@@ -84,7 +84,9 @@ def takes_arguments(constructor: Constructor) -> Constructor:
         fixed = frozenset(known) - ASSIGNABLE_SETTINGS - getattr(type(self), "ASSIGNABLE", frozenset())
         for name in fixed & vars(self).keys():
             reject_assignment(self, name, vars(self)[name])
-        vars(self)["config"] = _make_config(self, arguments)
+        from omnitrain.config.instantiation import TrainerConfig
+
+        vars(self)["config"] = TrainerConfig.of(self, arguments)
         _construct(self, arguments, fixed)
 
     visible = [param for param in signature.parameters.values() if param.name != "unknown"]
@@ -116,12 +118,6 @@ def reconstruct(trainer: Any, state: Mapping[str, Any]) -> None:
     """Build a trainer from the result of `get_construction`, or a copy of it."""
     vars(trainer).update(state["attributes"], config=state["config"])
     _construct(trainer, state["arguments"], state["fixed"])
-
-
-def _make_config(trainer: Any, arguments: Mapping[str, Any]) -> Any:
-    from omnitrain.config.instantiation import TrainerConfig
-
-    return TrainerConfig.of(trainer, arguments)
 
 
 def reject_assignment(trainer: Any, name: str, value: Any) -> None:
@@ -303,22 +299,15 @@ CHOICES: dict[str, tuple[str | None, ...]] = {
     "optimization_direction": ("max", "min", None),
     "matmul_precision": ("highest", "high", "medium", None),
 }
-POSITIVE = ("batch_size", "eval_batch_size", "gradient_accumulation_steps", "prefetch_factor", "keep_every")
-NOT_NEGATIVE = ("num_workers", "seed", "keep_best", "save_total_limit")
-# The largest allowed integers, by argument, if there is a limit.
-MAXIMUM = {"seed": 2**64 - 1}
 SWITCHES = ("shuffle", "drop_last", "pin_memory", "sanity", "eval_on_start", "load_best_at_end", "overwrite",
             "save_required", "save_only_model", "save_frozen", "async_save", "consolidate", "deterministic",
             "detect_anomaly", "progress_bar")  # fmt: skip
-CALLABLE = ("data_collator", "loss_fn", "unit", "early_stopper", "preprocess_logits_for_metrics")
 NEEDS_EVALUATION: dict[str, tuple[Any, ...]] = {
     "patience": (None, -1), "early_stopper": (None,), "eval_steps": (None,), "eval_on_start": (False,),
     "load_best_at_end": (None, False), "optimization_metric": ("loss", "eval_loss"), "optimization_direction": (None,),
 }  # fmt: skip
 NEEDS_SAVE_DIR = ("save_steps", "save_total_limit", "keep_best", "keep_every", "overwrite",
                   "save_required", "save_only_model", "save_frozen", "async_save", "consolidate")  # fmt: skip
-# Arguments without effect if there is no `save_total_limit`, as all checkpoints are kept.
-NEEDS_A_LIMIT = ("keep_every",)
 # Arguments without effect on a `train_loader`.
 LOADER_SETTINGS = ("shuffle", "drop_last", "global_batch_size")
 # Arguments without effect if every set is a loader.
@@ -386,8 +375,8 @@ def parse_init_from(value: Any) -> dict[str, Any]:
     return {"path": place, "ignore": list(ignore or ()), "convert": convert}
 
 
-def _is_integer(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
+def _is_integer(value: Any, least: int = 0, most: int = sys.maxsize) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and least <= value <= most
 
 
 def _is_finite(value: Any) -> bool:
@@ -410,12 +399,55 @@ def _repr(value: Any) -> str:
     return text if len(text) <= 200 else f"{text[:200]}..."
 
 
-def _check_integer(name: str, value: Any, least: int, words: str) -> None:
-    most = MAXIMUM.get(name, sys.maxsize)
-    if not _is_integer(value) or value < least:
-        raise ConfigError(f"`{name}` must be {words}, got {_repr(value)}.")
-    if value > most:
-        raise ConfigError(f"`{name}` must be {words}, at most {most}, got {_repr(value)}.")
+def _is_pattern(value: Any) -> bool:
+    try:
+        return bool(re.compile(value))
+    except (re.error, TypeError):
+        return False
+
+
+def _is_loss_scale(scale: Any) -> bool:
+    is_listed = isinstance(scale, (tuple, list)) and len(scale) in (2, 3) and all(map(_is_finite, scale))
+    return is_listed and 0 < scale[1] <= scale[0] and (len(scale) == 2 or (_is_integer(scale[2], 1)))
+
+
+def _is_names(value: Any) -> bool:
+    return isinstance(value, (list, tuple)) and bool(value) and all(isinstance(entry, str) for entry in value)
+
+
+def _are_patterns(value: Any) -> bool:
+    return _is_names(value) and all(map(_is_pattern, value))
+
+
+# The arguments that are checked each by itself: their names, what they accept, and that as text. None is accepted by
+# switches, and where it is the default.
+_RULES: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
+    ("batch_size eval_batch_size gradient_accumulation_steps prefetch_factor keep_every",
+     lambda value: _is_integer(value, 1), "a positive integer"),
+    ("num_workers keep_best save_total_limit", _is_integer, "an integer of at least 0"),
+    ("seed", lambda value: _is_integer(value, 0, 2**64 - 1), f"an integer of at least 0, at most {2**64 - 1}"),
+    ("microbatch_size", lambda value: value == "auto" or _is_integer(value, 1), "a positive integer, 'auto' or None"),
+    (" ".join(SWITCHES), lambda value: isinstance(value, bool), "True or False"),
+    ("data_collator loss_fn unit early_stopper preprocess_logits_for_metrics", callable, "callable"),
+    ("processing_class", lambda value: callable(getattr(value, "save_pretrained", None)),
+     "a tokenizer or processor, with a method save_pretrained(folder)"),
+    ("gradient_checkpointing", lambda value: isinstance(value, bool) or _are_patterns(value),
+     r"True, False or a list of regular expressions of modules' names, such as [r'layers\.\d+']"),
+    ("freeze", _are_patterns,
+     r"a list of regular expressions of parameters' names, such as ['embeddings', r'layer\.[0-5]\.']"),
+    ("compile", lambda value: isinstance(value, (bool, Mapping)),
+     "True, False or a dict of options of torch.compile"),
+    ("label_names", _is_names, "a list of the keys of labels, such as ['start_positions', 'end_positions']"),
+    ("optimization_metric", lambda value: isinstance(value, str) and bool(value), "the name of a metric"),
+    ("learning_rate weight_decay delta", lambda value: _is_finite(value) and value >= 0,
+     "a finite number of at least 0"),
+    ("max_grad_norm", lambda value: _is_finite(value) and value > 0, "a positive number or None"),
+    ("patience", lambda value: value == -1 or _is_integer(value, 1), "a positive integer or None"),
+    ("fp16_loss_scale", _is_loss_scale,
+     "(initial, minimum) with 0 < minimum <= initial, or (initial, minimum, window), of which the window is the steps "
+     "without an overflow until the scale doubles"),
+)  # fmt: skip
+_REMEDIES = {"patience": " Leave it out to train all epochs.", "max_grad_norm": " None does not clip."}
 
 
 def _check_each(values: Mapping[str, Any]) -> None:
@@ -425,107 +457,43 @@ def _check_each(values: Mapping[str, Any]) -> None:
                 f"`{name}` must be one of {', '.join(map(repr, choices))}, got {_repr(values[name])}."
                 f"{did_you_mean(str(values[name]), filter(None, choices))}"
             )
-    for names, least, words in ((POSITIVE, 1, "a positive integer"), (NOT_NEGATIVE, 0, "an integer of at least 0")):
-        for name in names:
-            if values[name] is not None:
-                _check_integer(name, values[name], least, words)
-    if isinstance(values["global_batch_size"], Mapping):
-        check_stages("global_batch_size", values["global_batch_size"])
-    elif values["global_batch_size"] is not None:
-        _check_integer("global_batch_size", values["global_batch_size"], 1, "a positive integer")
-    _check_warmup(values["warmup_steps"])
-    _check_split(values["microbatch_size"])
-    for name in ("batch_size", "gradient_accumulation_steps", "num_workers", "warmup_steps", "seed", "keep_best"):
-        if values[name] is None:
-            raise ConfigError(f"`{name}` must be an integer, got None. Leave it out for its default.")
-    for name in SWITCHES:
-        check_switch(name, values[name])
-    for name in CALLABLE:
-        reject_class(name, values[name])
-        if values[name] is not None and not callable(values[name]):
-            raise ConfigError(f"`{name}` must be callable, got {_repr(values[name])}.")
-    _check_processing_class(values["processing_class"])
-    _check_blocks(values["gradient_checkpointing"])
-    _check_groups(values["param_groups"])
-    _check_frozen(values["freeze"])
-    if not isinstance(values["compile"], (bool, type(None), Mapping)):
-        raise ConfigError(
-            f"`compile` must be True, False or a dict of options of torch.compile, got {_repr(values['compile'])}."
-        )
-    names = values["label_names"]
-    if names is not None and not _is_names(names):
-        raise ConfigError(
-            f"`label_names` must be a list of the keys of labels, such as ['start_positions', 'end_positions'], got "
-            f"{names!r}."
-        )
-    for name in ("callbacks", "algorithms"):
-        check_list(name, values[name])
-    metric = values["optimization_metric"]
-    if not isinstance(metric, str) or not metric:
-        raise ConfigError(f"`optimization_metric` must be the name of a metric, got {_repr(metric)}.")
-    for name in ("learning_rate", "weight_decay", "delta"):
-        if not _is_finite(values[name]) or values[name] < 0:
-            raise ConfigError(f"`{name}` must be a finite number of at least 0, got {_repr(values[name])}.")
-    norm = values["max_grad_norm"]
-    if norm is not None and (not _is_finite(norm) or norm <= 0):
-        raise ConfigError(f"`max_grad_norm` must be a positive number or None, got {_repr(norm)}. None does not clip.")
-    patience = values["patience"]
-    if patience is not None and (not _is_integer(patience) or patience < -1 or patience == 0):
-        raise ConfigError(
-            f"`patience` must be a positive integer or None, got {patience!r}. Leave it out to train all epochs."
-        )
-    if values["timeout"] is not None:
-        parse_seconds("timeout", values["timeout"])
-    _check_loss_scale(values["fp16_loss_scale"])
-
-
-def _check_loss_scale(scale: Any) -> None:
-    is_listed = isinstance(scale, (tuple, list)) and len(scale) in (2, 3) and all(map(_is_finite, scale))
-    is_right = is_listed and 0 < scale[1] <= scale[0]
-    if not is_right or (len(scale) == 3 and (not _is_integer(scale[2]) or scale[2] < 1)):
-        words = (
-            "(initial, minimum) with 0 < minimum <= initial, or (initial, minimum, window), of which the window is the "
-            "steps without an overflow until the scale doubles"
-        )
-        raise ConfigError(f"`fp16_loss_scale` must be {words}, got {_repr(scale)}.")
-
-
-def _check_warmup(value: Any) -> None:
-    if _is_integer(value) and not 0 <= value <= sys.maxsize:
+    for names, accepts, expected in _RULES:
+        for name in names.split():
+            value, default = values[name], DEFAULTS[name]
+            takes_none = default is None or isinstance(default, bool) or name == "max_grad_norm"
+            if value is None and takes_none:
+                continue
+            if accepts is callable:
+                reject_class(name, value)
+            if not accepts(value):
+                is_large = isinstance(value, int) and value > sys.maxsize and "at most" not in expected
+                limit = f", at most {sys.maxsize}" if is_large else ""
+                raise ConfigError(f"`{name}` must be {expected}{limit}, got {_repr(value)}.{_REMEDIES.get(name, '')}")
+    total, warmup = values["global_batch_size"], values["warmup_steps"]
+    if isinstance(total, Mapping):
+        check_stages("global_batch_size", total)
+    elif total is not None and not _is_integer(total, 1):
+        raise ConfigError(f"`global_batch_size` must be a positive integer, got {_repr(total)}.")
+    if warmup is None or (isinstance(warmup, int) and not isinstance(warmup, bool) and not _is_integer(warmup)):
         raise ConfigError(
             f"`warmup_steps` must be an integer of at least 0, at most {sys.maxsize}, or a duration such as '0.1dur', "
-            f"got {_repr(value)}."
+            f"got {_repr(warmup)}."
         )
-    if value is not None:
-        warmup_length(value)
+    warmup_length(warmup)
+    _check_groups(values["param_groups"])
+    for name in ("callbacks", "algorithms"):
+        check_list(name, values[name])
+    if values["timeout"] is not None:
+        parse_seconds("timeout", values["timeout"])
 
 
-def _is_names(value: Any) -> bool:
-    return isinstance(value, (list, tuple)) and bool(value) and all(isinstance(entry, str) for entry in value)
-
-
-def _is_pattern(value: Any) -> bool:
-    try:
-        return bool(re.compile(value))
-    except re.error:
-        return False
-
-
-def _check_frozen(value: Any) -> None:
-    if value is not None and not (_is_names(value) and all(map(_is_pattern, value))):
-        raise ConfigError(
-            "`freeze` must be a list of regular expressions of parameters' names, such as ['embeddings', "
-            f"r'layer\\.[0-5]\\.'], got {_repr(value)}."
-        )
-
-
-def _check_groups(value: Any) -> None:
-    if value is None:
+def _check_groups(groups: Any) -> None:
+    if groups is None:
         return
     form = "a list of dicts such as {'match': 'bias|norm', 'weight_decay': 0.0}"
-    if not isinstance(value, (list, tuple)) or not value or not all(isinstance(entry, Mapping) for entry in value):
-        raise ConfigError(f"`param_groups` must be {form}, got {_repr(value)}.")
-    for place, group in enumerate(value):
+    if not isinstance(groups, (list, tuple)) or not groups or not all(isinstance(group, Mapping) for group in groups):
+        raise ConfigError(f"`param_groups` must be {form}, got {_repr(groups)}.")
+    for place, group in enumerate(groups):
         where, pattern = f"`param_groups[{place}]`", group.get("match")
         if not isinstance(pattern, str) or not pattern or not _is_pattern(pattern):
             raise ConfigError(
@@ -538,42 +506,12 @@ def _check_groups(value: Any) -> None:
             raise ConfigError(
                 f"{where} has both 'lr' and 'lr_scale', which are the rate and a factor of `learning_rate`. Give one."
             )
-        for name in ("lr", "lr_scale", "weight_decay"):
-            if name in group and (not _is_finite(group[name]) or group[name] < 0):
+        for name in group.keys() & {"lr", "lr_scale", "weight_decay"}:
+            if not _is_finite(group[name]) or group[name] < 0:
                 raise ConfigError(
                     f"{where}: {name!r} must be a finite number of at least 0, got {_repr(group[name])}. "
                     "Parameters that do not train belong into `freeze`."
                 )
-
-
-def _check_split(value: Any) -> None:
-    if value is not None and value != "auto" and (not _is_integer(value) or value < 1):
-        raise ConfigError(f"`microbatch_size` must be a positive integer, 'auto' or None, got {_repr(value)}.")
-
-
-def _check_blocks(value: Any) -> None:
-    error = None
-    if _is_names(value):
-        try:
-            list(map(re.compile, value))
-        except re.error as wrong:
-            error = wrong
-        else:
-            return
-    if not isinstance(value, (bool, type(None))):
-        raise ConfigError(
-            "`gradient_checkpointing` must be True, False or a list of regular expressions of modules' names, such as "
-            f"[r'layers\\.\\d+'], got {_repr(value)}{f' ({error})' if error else ''}."
-        ) from error
-
-
-def _check_processing_class(value: Any) -> None:
-    reject_class("processing_class", value)
-    if value is not None and not callable(getattr(value, "save_pretrained", None)):
-        raise ConfigError(
-            "`processing_class` must be a tokenizer or processor, with a method save_pretrained(folder), got "
-            f"{_repr(value)}."
-        )
 
 
 def _check_data(values: Mapping[str, Any]) -> None:
@@ -648,12 +586,11 @@ def _check_pairs(values: Mapping[str, Any]) -> None:
             )
     if values["delta"] and values["patience"] in (None, -1) and not values["callbacks"]:
         raise ConfigError(f"`delta={values['delta']!r}` has no effect without `patience`. Pass `patience`.")
-    for name in NEEDS_A_LIMIT:
-        if values["save_dir"] is not None and values["save_total_limit"] is None and values[name] != DEFAULTS[name]:
-            raise ConfigError(
-                f"`{name}={values[name]!r}` has no effect without `save_total_limit`, as all checkpoints are kept. "
-                "Pass it."
-            )
+    if values["save_dir"] is not None and values["save_total_limit"] is None and values["keep_every"] is not None:
+        raise ConfigError(
+            f"`keep_every={values['keep_every']!r}` has no effect without `save_total_limit`, as all checkpoints are "
+            "kept. Pass it."
+        )
     if values["save_dir"] is None:
         for name in NEEDS_SAVE_DIR:
             is_off = values[name] is False and DEFAULTS[name] is not None
