@@ -192,15 +192,9 @@ class Every:
     def __init__(self, duration: Duration, limits: Limits | None = None) -> None:
         """Start at the beginning of a run; `limits` are needed only for shares of it ("0.1dur")."""
         self.duration = duration
-        if duration.unit == "dur":
-            if limits is None:
-                raise ConfigError(f"'{duration}' is a share of the run, whose length is not known. Give its `limits`.")
-            # With several limits, a share of the run is reached at the first limit whose share is reached.
-            share = Fraction(*_ratio(duration.value))
-            lengths = [(limit.unit, share * Fraction(*_ratio(limit.value))) for limit in limits.durations]
-        else:
-            lengths = [(duration.unit, Fraction(*_ratio(duration.value)))]
-        self._intervals = [(unit, length.numerator, length.denominator) for unit, length in lengths]
+        if duration.unit == "dur" and limits is None:
+            raise ConfigError(f"'{duration}' is a share of the run, whose length is not known. Give its `limits`.")
+        self._intervals = _intervals(duration, limits)
         self._steps = int(duration.value) if duration.unit == "ba" else 0
         self.count: int = 0
 
@@ -217,10 +211,7 @@ class Every:
         self.count = self._count(progress)
 
     def _count(self, progress: Progress) -> int:
-        count = 0
-        for interval in self._intervals:
-            count = max(count, _multiples(progress, *interval))
-        return count
+        return max(_multiples(progress, *interval) for interval in self._intervals)
 
 
 class Limits:
@@ -320,7 +311,7 @@ class Limits:
         """
         totals: list[int] = []
         for duration in self.durations:
-            length = Fraction(*_ratio(duration.value))
+            length = duration.exact
             if duration.unit == "ba":
                 totals.append(int(duration.value))
             elif duration.unit == "ep" and steps_per_epoch:
@@ -350,18 +341,17 @@ class Stages:
         """
         self._stages: list[tuple[int, list[tuple[str, int, int]]]] = []
         for place, number in numbers.items():
-            length = None if place == 0 else Duration.parse(place)
-            if length is not None and length.unit == "dur":
-                for limit in limits.durations:
-                    if limit.unit in ("ba", "s"):
-                        raise ConfigError(
-                            f"'{length}' is a share of a run that ends after '{limit}', and where that is depends on "
-                            "the number that is to change there. Give samples ('4e4sp'), tokens or epochs."
-                        )
-                lengths = [(limit.unit, limit.exact * length.exact) for limit in limits.durations]
-            else:
-                lengths = [] if length is None else [(length.unit, length.exact)]
-            self._stages.append((number, [(unit, length.numerator, length.denominator) for unit, length in lengths]))
+            if place == 0:
+                self._stages.append((number, []))
+                continue
+            length = Duration.parse(place)
+            for limit in limits.durations if length.unit == "dur" else ():
+                if limit.unit in ("ba", "s"):
+                    raise ConfigError(
+                        f"'{length}' is a share of a run that ends after '{limit}', and where that is depends on the "
+                        "number that is to change there. Give samples ('4e4sp'), tokens or epochs."
+                    )
+            self._stages.append((number, _intervals(length, limits)))
 
     def at(self, progress: Progress) -> int:
         """Return the number at a position of the run."""
@@ -371,6 +361,14 @@ class Stages:
                 break
             number = value
         return number
+
+
+def _intervals(duration: Duration, limits: Limits | None) -> list[tuple[str, int, int]]:
+    """Return the units and fractions of a duration: of a share of the run, one for each limit."""
+    if duration.unit != "dur" or limits is None:
+        return [(duration.unit, *_ratio(duration.value))]
+    lengths = [(limit.unit, duration.exact * limit.exact) for limit in limits.durations]
+    return [(unit, length.numerator, length.denominator) for unit, length in lengths]
 
 
 def check_stages(name: str, numbers: Mapping[Any, int]) -> None:
