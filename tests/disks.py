@@ -9,10 +9,10 @@ from typing import Any
 
 from resuming import Killed
 
-from omnitrain.checkpoint import state_dicts
+from omnitrain.checkpoint import tensor_files
 from omnitrain.checkpoint.disk import FileSystem
 
-save_tensors = state_dicts.save_tensors
+save_tensors = tensor_files.save_tensors
 Fault = Callable[["FaultyDisk"], None]
 
 

@@ -564,7 +564,7 @@ class Zero(DDP):
 
     def check_optimizer(self, tensors: Mapping[str, Any], saved: Any, where: str) -> None:
         """Reject a state that the same optimizer would not have on one device; ZeRO keeps it in full precision."""
-        check_groups(self._groups, [group["params"] for group in saved["groups"]], where)
+        check_groups(self._groups, saved["groups"], where)
         check_options(self.optimizer, saved["groups"], where)
         flat = state_specs(self.optimizer)  # for its flat tensors, in which parameters follow each other
         entries: dict[str, tuple[int, ...]] = {}

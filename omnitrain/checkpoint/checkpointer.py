@@ -16,13 +16,20 @@ from typing import Any
 import torch
 
 from omnitrain.checkpoint import state_dicts
-from omnitrain.checkpoint.contents import CheckpointedLifecycle, CheckpointedTrainer, Contents, Snapshot, group_options
+from omnitrain.checkpoint.contents import (
+    CheckpointedLifecycle,
+    CheckpointedTrainer,
+    Contents,
+    Snapshot,
+    group_options,
+    resets_best,
+)
 from omnitrain.checkpoint.disk import check_free_space, check_writable
 from omnitrain.checkpoint.eval_weights import EvalWeights
 from omnitrain.checkpoint.fingerprints import IDENTITIES
-from omnitrain.checkpoint.frozen_weights import FROZEN
 from omnitrain.checkpoint.history import HistoryEncoder, read_history
 from omnitrain.checkpoint.mirrored_store import resolve_checkpoint
+from omnitrain.checkpoint.model_files import FROZEN
 from omnitrain.checkpoint.run_record import CONFIG_FILE, RUN_FILE, append_start, write_config
 from omnitrain.checkpoint.setting_changes import DECIDING, changed_options, changed_settings
 from omnitrain.checkpoint.store import Store
@@ -258,36 +265,29 @@ class Checkpointer:
         Raises:
             ConfigError: If `save_dir` has checkpoints, and `overwrite` is False.
         """
-        if self.store is None:
+        store, save_dir = self.store, str(self._trainer.settings.save_dir)
+        if store is None:
             return
-        checkpoints = self._trainer.ranks.on_main("the check of `save_dir`", self._list_checkpoints)
+
+        def list_checkpoints() -> list[Path]:
+            try:
+                return store.checkpoints()
+            except OSError as error:
+                raise CheckpointError(
+                    f"`save_dir={save_dir!r}` cannot be read, so it cannot be checked for checkpoints of another run: "
+                    f"{error}. Fix that, or choose another folder."
+                ) from error
+
+        checkpoints = self._trainer.ranks.on_main("the check of `save_dir`", list_checkpoints)
         if checkpoints and not self._trainer.settings.overwrite:
             raise ConfigError(
-                f"`save_dir={str(self._trainer.settings.save_dir)!r}` already holds checkpoints, the newest being "
-                f"{checkpoints[-1].name!r}. Pass resume_from='auto' to train() to continue that run, overwrite=True to "
-                "replace it, or another `save_dir`."
+                f"`save_dir={save_dir!r}` already holds checkpoints, the newest being {checkpoints[-1].name!r}. Pass "
+                "resume_from='auto' to train() to continue that run, overwrite=True to replace it, or another "
+                "`save_dir`."
             )
 
-    def _list_checkpoints(self) -> list[Path]:
-        assert self.store is not None
-        try:
-            return self.store.checkpoints()
-        except OSError as error:
-            raise CheckpointError(
-                f"`save_dir={str(self._trainer.settings.save_dir)!r}` cannot be read, so it cannot be checked for "
-                f"checkpoints of another run: {error}. Fix that, or choose another folder."
-            ) from error
-
     def check_optimizers(self, attributes: Mapping[str, Any], is_resuming: bool) -> None:
-        """Warn about optimizers among a trainer's attributes that no checkpoint includes; reject them in a resume.
-
-        Args:
-            attributes: The attributes of the trainer.
-            is_resuming: Whether a checkpoint is about to be restored.
-
-        Raises:
-            CheckpointError: If such optimizers exist, and a checkpoint is about to be restored.
-        """
+        """Warn about optimizers among a trainer's attributes that no checkpoint includes; in a resume, reject them."""
         backend = self._trainer.backend
         # by identity: `__eq__` of an optimizer may be anything
         registered = [id(backend.optimizer), *map(id, backend.optimizers.values())]
@@ -413,22 +413,21 @@ class Checkpointer:
         Args:
             wait: Whether to wait for an unfinished one; else it advances by a phase once all ranks have ended the last.
         """
-        path = None
-        while self.in_flight is not None and path is None:
-            if not wait and not self.in_flight.is_ready():
-                return
+        while self.in_flight is not None:
             save = self.in_flight
+            if not wait and not save.is_ready():
+                return
             try:
                 path = save.advance()
             except CheckpointError as error:
                 self.in_flight = None
                 self._report_failed_save(error)
                 return
-            if path is None and not wait:
-                return
             if path is not None:
                 self.in_flight = None
                 self._commit(save.snapshot, path)
+            elif not wait:
+                return
 
     # --- loading
 
@@ -470,10 +469,7 @@ class Checkpointer:
     def resume(self, folder: Path, content: Mapping[str, Any], allow_change: Collection[str]) -> None:
         """Restore a checkpoint for a resumed run; its random numbers are restored separately.
 
-        Args:
-            folder: The folder of the checkpoint.
-            content: Its omnitrain.json.
-            allow_change: Names of arguments (settings, data, functions) that may differ.
+        Settings, data and functions whose names are in `allow_change` may differ.
 
         Raises:
             CheckpointError: If a setting, the data or a function differs, or it is from another model or optimizer.
@@ -516,15 +512,25 @@ class Checkpointer:
             self._contents.restore(folder, content, changed)
         self._trainer.backend.mark_weights_loaded(content["frozen"])
         self.weights_from = None
-        resets_best = not {"optimization_metric", "optimization_direction"}.isdisjoint(changed)
-        self._best_saved_step = -1 if resets_best else content["credited_step"]
+        self._best_saved_step = -1 if resets_best(changed) else content["credited_step"]
         self._requested_step = -1 if content["for_best"] else content["step"]
         evaluated, step = content["scored"]
         self._scored_steps = evaluated, step
 
-    def restore_random_numbers(self, folder: Path, content: Mapping[str, Any]) -> None:
-        """Restore the random number generators of training from a checkpoint."""
-        self._contents.restore_random_numbers(folder, content)
+    def load(self, which: str | Path) -> Path:
+        """Find and restore a checkpoint outside of a run, and return its folder.
+
+        Raises:
+            CheckpointError: If it is missing, damaged, or from another model or optimizer.
+        """
+        checkpoint = self.find(which)
+        if checkpoint is None:
+            raise CheckpointError(f"{str(which)!r} holds no checkpoint.")
+        self.restore(*checkpoint)
+        self.finished_run = "load_checkpoint() has restored another state since"
+        self._lifecycle.loaded(checkpoint[0])
+        self._contents.restore_random_numbers(*checkpoint)
+        return checkpoint[0]
 
     @property
     def is_resuming(self) -> bool:
@@ -537,7 +543,7 @@ class Checkpointer:
             tensors, rest = self.continued_state["rng"]
             state_dicts.restore_rng_tensors(tensors, rest, self._trainer.device)
         elif self.resumed is not None:
-            self.restore_random_numbers(*self.resumed)
+            self._contents.restore_random_numbers(*self.resumed)
 
     # --- continuing a finished run in this process
 
@@ -597,13 +603,7 @@ class Checkpointer:
         return finished_run
 
     def continue_run(self, finished_run: FinishedRun, previous: Checkpointer, changed: list[dict[str, Any]]) -> None:
-        """Continue a run that has ended in this process.
-
-        Args:
-            finished_run: The run.
-            previous: Its checkpointer.
-            changed: Options of the optimizer's groups that were changed since.
-        """
+        """Continue a run that has ended in this process, with options of the optimizer's groups changed since."""
         backend = self._trainer.backend
         if finished_run.live_state is not None:
             self.continued_state, self.resumed = finished_run.live_state, previous.resumed

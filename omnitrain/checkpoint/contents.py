@@ -1,7 +1,8 @@
 """Capture and restore of each part of a run for checkpoints.
 
 The backend reads and writes weights and optimizer state; `store.py` has folders and manifests, and `checkpointer.py`
-decides when to save.
+decides when to save. Everywhere here `folder` is a checkpoint and `content` its omnitrain.json, `changed` are settings
+that were allowed to change and keep their new values, and `undo` restores objects if a checkpoint is rejected.
 """
 
 from __future__ import annotations
@@ -29,12 +30,11 @@ from omnitrain.backends.backend import Backend
 from omnitrain.checkpoint import state_dicts
 from omnitrain.checkpoint.eval_weights import EvalWeights
 from omnitrain.checkpoint.fingerprints import Difference, RunFingerprints, content_digest
-from omnitrain.checkpoint.frozen_weights import FROZEN, FrozenWeights
-from omnitrain.checkpoint.manifest_schema import validate
-from omnitrain.checkpoint.param_group_changes import check_schedule, has_other_groups, regroup_state
+from omnitrain.checkpoint.manifest import validate
+from omnitrain.checkpoint.model_files import FROZEN, FrozenWeights
 from omnitrain.checkpoint.run_record import StartRecord, device_name, host
 from omnitrain.checkpoint.safetensors_header import read_header
-from omnitrain.checkpoint.setting_changes import GROUPING, InitialOptions, changed_settings
+from omnitrain.checkpoint.setting_changes import GROUPING, InitialOptions, changed_settings, regroup_state
 from omnitrain.checkpoint.sharded_files import find_tensor_files, shard_folder
 from omnitrain.checkpoint.tensor_files import host_copy
 from omnitrain.checkpoint.tensor_reader import Catalogue, TensorFile
@@ -42,7 +42,7 @@ from omnitrain.compute.precision import growth_interval
 from omnitrain.compute.random_state import GENERATORS, derive_seed, seed_everything
 from omnitrain.config.instantiation import TrainerConfig
 from omnitrain.core.errors import CheckpointError
-from omnitrain.core.events import Algorithm, restore_with_undo
+from omnitrain.core.events import Algorithm, Control, LifecycleLike, TrainerLike, restore_with_undo
 from omnitrain.core.history import MetricsDict
 from omnitrain.core.objective import Objective
 from omnitrain.core.progress import Progress
@@ -78,21 +78,15 @@ def optimizer_file(name: str) -> str:
     return f"optimizer/{name}.safetensors"
 
 
-class CheckpointedTrainer(Protocol):
+class CheckpointedTrainer(TrainerLike, Protocol):
     """The part of a trainer that a checkpoint uses."""
 
     config: TrainerConfig
     settings: Settings
-    backend: Backend
     ranks: Ranks
-    device: torch.device
+    backend: Backend
     algorithms: list[Algorithm]
-    lr_scheduler: Any
     scheduler_interval: str
-
-    def resolved_config(self) -> dict[str, Any]:
-        """Return every setting in force, as JSON types."""
-        ...
 
 
 class Stateful(Protocol):
@@ -107,22 +101,19 @@ class Stateful(Protocol):
         ...
 
 
-class CheckpointedLifecycle(Protocol):
+class CheckpointedLifecycle(LifecycleLike, Protocol):
     """The part of a run's lifecycle that a checkpoint uses."""
 
     progress: Progress
     objective: Objective
     metrics: MetricsDict
     evaluated_step: int
-    saved_at: tuple[int, int, int] | None
-    saved_path: Path | None
-    is_closing: bool
     is_running: bool
     evaluates: bool
     pending_evaluation: bool
     pending_save: bool
     logged_at: tuple[int, float, int, int]
-    control: Any
+    control: Control
 
     def state_dict(self) -> dict[str, Any]:
         """Return progress, objective, history and the callbacks' states as JSON types."""
@@ -257,16 +248,20 @@ class Contents:
             seconds: How long to wait for git.
         """
         assert self.record is not None and self._identity is not None
-        # without the folder of the run, which can be moved
-        settings = {key: value for key, value in self._trainer.resolved_config().items() if key != "save_dir"}
         data = {
             name: {
                 key: entry and {"size": entry["size"], "digest": content_digest(entry)} for key, entry in sets.items()
             }
             for name, sets in self._identity["data"].items()
         }
-        about = {"data": data, "code": self._identity["code"], "settings": settings}
+        about = {"data": data, "code": self._identity["code"], "settings": self._settings()}
         return {**self.record.to_dict(seconds), **mask_secrets(about)}
+
+    def _settings(self) -> dict[str, Any]:
+        """Return all settings without the folder of the run, which can be moved."""
+        settings = self._trainer.resolved_config()
+        del settings["save_dir"]
+        return settings
 
     def differences(self, content: Mapping[str, Any]) -> list[Difference]:
         """Return the differences of data and code from a checkpoint's."""
@@ -296,8 +291,7 @@ class Contents:
             files[STATES] = tensors
         payload |= self._capture_history(history) | states
         payload |= {
-            # the folder is not a setting of the run: it can be moved
-            "settings": {key: value for key, value in self._trainer.resolved_config().items() if key != "save_dir"},
+            "settings": self._settings(),
             "identity": self._identity,
             "record": None if self.record is None else self.record.to_dict(),
             "world_size": self._trainer.ranks.world_size,
@@ -340,16 +334,23 @@ class Contents:
 
     def capture_tensors(self) -> tuple[Files, dict[str, Any]]:
         """Return weights, optimizer, schedule, scaler, random numbers and data."""
-        only_model = self._trainer.settings.save_only_model
+        trainer, only_model = self._trainer, self._trainer.settings.save_only_model
         files, payload = self._capture_weights()
         payload["only_model"] = only_model
         if only_model:
             return files, payload
-        for part in (self._capture_optimizer, self._capture_random_numbers):
-            tensors, rest = part()
-            files |= tensors
-            payload |= rest
-        payload |= self._capture_schedule() | self._capture_scaler() | self._capture_data()
+        files |= self._capture_optimizer(payload) | self._capture_random_numbers(payload)
+        scheduler, loader = trainer.lr_scheduler, self._sets.train
+        schedule = None if scheduler is None else state_dicts.to_json(scheduler.state_dict(), "scheduler")
+        is_map = isinstance(loader, MapLoader)
+        drawn = [GENERATORS.index(generator) for generator in loader.fetch.drawn] if is_map else []
+        payload |= {
+            "scheduler": schedule,
+            "scaler": state_dicts.to_json(trainer.backend.scaler.state_dict(), "scaler"),
+            # the generators from which the data draw, and the kind of order
+            "drawn": trainer.ranks.combine("what the data draws", drawn, lambda each: sorted(set().union(*each))),
+            "order": "keyed" if is_map and loader.sampler.is_keyed else "drawn",
+        }
         return files, payload
 
     def check(self, folder: Path, content: Mapping[str, Any]) -> None:
@@ -363,80 +364,62 @@ class Contents:
         where, files = repr(str(folder)), content["files"]
         validate(content, where)
         only_model = content["only_model"]
-        optimizers = [] if only_model else [OPTIMIZER, *map(optimizer_file, _other_optimizers(content))]
-        for name in [state_dicts.WEIGHTS, *optimizers, *([] if only_model else [RNG])]:
+        optimizers = [] if only_model else _optimizer_states(content)
+        for name in (state_dicts.WEIGHTS, *(file for _, file, _ in optimizers), *([] if only_model else [RNG])):
             if not find_tensor_files(folder, files, shard_folder(name)):
                 raise CheckpointError(f"{where} is incomplete: {name!r} is not among its files.")
-        weights = self._open_tensors(folder, content, state_dicts.WEIGHTS)
+        self._open_tensors(folder, content, state_dicts.WEIGHTS)
         if only_model:
             return
-        has_states = bool(find_tensor_files(folder, files, shard_folder(STATES)))
-        states = self._open_tensors(folder, content, STATES) if has_states else {}
-        parts = content.get("parts")
-        state_dicts.check_references(
-            [content["callbacks"], content["algorithms"], content["stream"], parts], states, where
-        )
+        states = [content[name] for name in ("callbacks", "algorithms", "stream")] + [content.get("parts")]
+        state_dicts.check_references(states, self._open_tensors(folder, content, STATES), where)
         for tensors, rest in self._generators(folder, content):
             state_dicts.check_rng_tensors(tensors, rest, self._trainer.device, where)
-        self._check_stream(content, where)
-        backend = self._trainer.backend
-        # whether it was allowed to change is only known in `resume`
-        if "optimizer" in changed_settings(content["settings"], self._trainer.resolved_config()):
-            return  # its state is either rejected or not loaded
+        loader, position = self._sets.train, content["stream"]
+        if position is not None and isinstance(loader, StreamLoader) and not self._has_other_data(content):
+            check_state(loader.dataset, state_dicts.from_json(position["state"]), where)
+        # whether these were allowed to change is only known in `resume`
+        changed: Collection[str] = changed_settings(content["settings"], self._trainer.resolved_config())
         try:
-            backend.check_weights(weights, where, content["frozen"])
-            self._check_optimizer_names(folder, content)
-            saved_groups = [group["params"] for group in content["optimizer"]["groups"]]
-            state_dicts.check_groups(backend.names_by_group(), saved_groups, where)
+            changed = self._with_dependent(content, changed, where)
+            self._check_model(folder, content, changed)
         except CheckpointError:
             return  # from another model, so `restore` will reject it
-        backend.check_optimizer(self._open_tensors(folder, content, OPTIMIZER), content["optimizer"], where)
-        for name, saved in _other_optimizers(content).items():
-            self._check_named_optimizer(folder, content, name, saved)
-        saved = {OPTIMIZER: content["optimizer"]}
-        saved |= {optimizer_file(name): state for name, state in _other_optimizers(content).items()}
-        for file, state in saved.items():
+        self._check_state(folder, content, changed)
+        for _, file, state in optimizers if "optimizer" not in changed else ():
             state_dicts.check_numbers(self._open_tensors(folder, content, file), state, repr(str(folder / file)))
 
-    def _check_stream(self, content: Mapping[str, Any], where: str) -> None:
-        """Reject the position of a stream if a dataset of the same kind cannot be restored to it."""
-        loader, position = self._sets.train, content["stream"]
+    def _has_other_data(self, content: Mapping[str, Any], *names: str) -> bool:
+        """Return whether a checkpoint's position in the data is that of other data."""
         saved, current = content["settings"], self._trainer.resolved_config()
-        if position is None or saved.get("train_dataset") != current["train_dataset"]:
-            return
-        if isinstance(loader, StreamLoader):
-            check_state(loader.dataset, state_dicts.from_json(position["state"]), where)
+        return any(saved.get(name) != current[name] for name in ("train_dataset", *names))
 
     def restore(self, folder: Path, content: Mapping[str, Any], changed: Collection[str] = ()) -> None:
         """Restore a checkpoint, except for its random numbers; if it is rejected, the run is unchanged.
 
-        Args:
-            folder: The folder of the checkpoint.
-            content: Its omnitrain.json.
-            changed: Settings that were allowed to change; they keep their new values.
-
         Raises:
             CheckpointError: If the checkpoint is damaged, or from another model or optimizer.
         """
-        scheduler = self._trainer.lr_scheduler
-        is_composed = "lr_scheduler_options" in changed and hasattr(scheduler, "_schedulers")
-        if (content["scheduler"] is None) != (scheduler is None) or is_composed:
-            changed = {*changed, "lr_scheduler"} - {"lr_scheduler_options"}  # a warm-up without decay is a schedule too
-        if "optimizer" not in changed and has_other_groups(changed, content["optimizer"], self._trainer.backend.groups):
-            is_counted = isinstance(scheduler, LambdaLR) and not callable(self._trainer.settings.lr_scheduler)
-            check_schedule(scheduler is None or is_counted, repr(str(folder)))
-            changed = {*changed, "lr_scheduler"}  # its state has rates for the old groups
-        self._trainer.ranks.on_main("the check of a checkpoint", lambda: self._check_fit(folder, content, changed))
+        trainer, where, scheduler = self._trainer, repr(str(folder)), self._trainer.lr_scheduler
+        changed = self._with_dependent(content, changed, where)
+
+        def check() -> None:
+            self._check_model(folder, content, changed)
+            self._check_state(folder, content, changed)
+
+        trainer.ranks.on_main("the check of a checkpoint", check)
         self._frozen.excluded()  # of the user's model, before a full checkpoint loads other frozen weights
         if FROZEN not in changed:
-            self._frozen.check(content["frozen"], repr(str(folder)))
-        has_states = bool(find_tensor_files(folder, content["files"], shard_folder(STATES)))
-        states = self._open_tensors(folder, content, STATES, self._trainer.ranks) if has_states else {}
+            self._frozen.check(content["frozen"], where)
+        states = self._open_tensors(folder, content, STATES, trainer.ranks)
         fresh = self._fresh_schedule()
         with contextlib.ExitStack() as undo:
             # first the states that only the objects' own code can check
             self._lifecycle.load_callbacks(state_dicts.from_json(content["callbacks"], states), undo)
-            self._restore_algorithms(content, changed, states, undo)
+            if "algorithms" not in changed:
+                algorithm_states = state_dicts.from_json(content["algorithms"], states)
+                for algorithm, state in zip(trainer.algorithms, algorithm_states, strict=True):
+                    restore_with_undo(algorithm, state, undo)
             self._restore_parts(content, changed, states, undo)
             self._restore_epoch_size(content, changed)  # after callbacks and datasets, which may set the length
             if scheduler is not None and "lr_scheduler" not in changed:
@@ -446,57 +429,84 @@ class Contents:
             undo.pop_all()
         self._restore_optimizer(folder, content, changed)
         self._restore_schedule(content, changed, *fresh)
-        self._restore_scaler(content, "fp16_loss_scale" in changed)
+        if trainer.backend.scaler.is_enabled() and content["scaler"]:
+            trainer.backend.scaler.load_state_dict(state_dicts.from_json(content["scaler"]))
+            if "fp16_loss_scale" in changed:
+                trainer.backend.scaler.set_growth_interval(growth_interval(trainer.settings.fp16_loss_scale))
         self._restore_history(content, changed)
         self._restore_data(content, states)
 
-    def _check_fit(self, folder: Path, content: Mapping[str, Any], changed: Collection[str]) -> None:
-        where, trainer = repr(str(folder)), self._trainer
-        weights = self._open_tensors(folder, content, state_dicts.WEIGHTS)
-        trainer.backend.check_weights(weights, where, content["frozen"])
-        if find_tensor_files(folder, content["files"], shard_folder(TRAINED)):
-            trained = self._open_tensors(folder, content, TRAINED)
-            trainer.backend.check_weights(
-                trained, repr(str(folder / TRAINED)), _remaining_weights(weights, trained, content)
-            )
-        if "optimizer" not in changed:
-            self._check_optimizer_names(folder, content)
-            trainer.backend.check_optimizer(*self._saved_optimizer(folder, content, changed, Ranks()), where)
-            for name, saved in _other_optimizers(content).items():
-                self._check_named_optimizer(folder, content, name, saved)
-        if trainer.lr_scheduler is not None and "lr_scheduler" not in changed:
-            saved, present = state_dicts.from_json(content["scheduler"]), trainer.lr_scheduler.state_dict()
-            clobbered = sorted(key for key in saved.keys() - present.keys() if hasattr(trainer.lr_scheduler, str(key)))
-            if clobbered:
+    def _with_dependent(self, content: Mapping[str, Any], changed: Collection[str], where: str) -> Collection[str]:
+        """Return the changed settings, with those that have to change with them."""
+        scheduler = self._trainer.lr_scheduler
+        is_composed = "lr_scheduler_options" in changed and hasattr(scheduler, "_schedulers")
+        if (content["scheduler"] is None) != (scheduler is None) or is_composed:
+            changed = {*changed, "lr_scheduler"} - {"lr_scheduler_options"}  # a warm-up without decay is a schedule too
+        if "optimizer" not in changed and self._has_other_groups(content, changed):
+            is_counted = isinstance(scheduler, LambdaLR) and not callable(self._trainer.settings.lr_scheduler)
+            if scheduler is not None and not is_counted:
                 raise CheckpointError(
-                    f"{where} is damaged: the schedule's state has {clobbered[0]!r}, which is not a state."
+                    f"{where} has another number of parameter groups, and `lr_scheduler` is a schedule with state for "
+                    "each. Use a schedule by name ('cosine', ...), or keep the number of groups."
                 )
-            if (
-                type(trainer.lr_scheduler).__module__.startswith(("torch.", "omnitrain."))
-                and "lr_scheduler_options" not in changed
-            ):
-                absent = sorted(key for key in present.keys() - saved.keys() if isinstance(present[key], list))
-                if absent:
-                    raise CheckpointError(f"{where} is damaged: the schedule's state lacks {absent[0]!r}.")
-                state_dicts.check_like(saved, present, "the schedule's state", where)
-        scaler = trainer.backend.scaler
-        if scaler.is_enabled() and content["scaler"]:
-            present = scaler.state_dict()
-            saved = state_dicts.from_json(content["scaler"])
-            state_dicts.check_like(saved, present, "the loss scaler's state", where)
-            if missing := sorted(present.keys() - saved.keys() - {"deepspeed"}):
-                raise CheckpointError(f"{where} is damaged: the loss scaler's state lacks {missing[0]!r}.")
+            changed = {*changed, "lr_scheduler"}  # its state has rates for the old groups
+        return changed
+
+    def _has_other_groups(self, content: Mapping[str, Any], changed: Collection[str]) -> bool:
+        """Return whether the number of the optimizer's groups differs from the checkpoint's, and may."""
+        return not GROUPING.isdisjoint(changed) and len(content["optimizer"]["groups"]) != len(
+            self._trainer.backend.groups
+        )
+
+    def _check_model(self, folder: Path, content: Mapping[str, Any], changed: Collection[str]) -> None:
+        """Reject a checkpoint from another model, optimizer or objective."""
+        where, trainer, backend = repr(str(folder)), self._trainer, self._trainer.backend
+        weights, trained = (self._open_tensors(folder, content, file) for file in (state_dicts.WEIGHTS, TRAINED))
+        backend.check_weights(weights, where, content["frozen"])
+        if trained:
+            rest = _remaining_weights(weights, trained, content)
+            backend.check_weights(trained, repr(str(folder / TRAINED)), rest)
+        if "optimizer" not in changed:
+            expected = {name: entry is None for name, entry in content["optimizers"].items()}
+            present = {name: entry is backend.optimizer for name, entry in backend.optimizers.items()}
+            if expected != present:
+                old, new = (", ".join(map(repr, names)) or "nothing" for names in (expected, present))
+                raise CheckpointError(
+                    f"{where} was saved with {old} in `self.optimizers`, and the trainer has {new} there. Give it the "
+                    "same names, in the same order."
+                )
+            if GROUPING.isdisjoint(changed):
+                state_dicts.check_groups(backend.names_by_group(), content["optimizer"]["groups"], where)
         if "algorithms" not in changed and len(content["algorithms"]) != len(trainer.algorithms):
             raise CheckpointError(
                 f"{where} has the states of {len(content['algorithms'])} algorithms, and this run has "
                 f"{len(trainer.algorithms)}. Pass the algorithms of that run."
             )
-        if not self._resets_best(changed):
-            self._lifecycle.objective.check_state(state_dicts.from_json(content["objective"]))
+        if not resets_best(changed):
+            self._lifecycle.objective.check_state(content["objective"])
 
-    @staticmethod
-    def _resets_best(changed: Collection[str]) -> bool:
-        return not {"optimization_metric", "optimization_direction"}.isdisjoint(changed)
+    def _check_state(self, folder: Path, content: Mapping[str, Any], changed: Collection[str]) -> None:
+        """Reject the states of optimizers, schedule and loss scaler that no run has left for these objects."""
+        where, backend, scheduler = repr(str(folder)), self._trainer.backend, self._trainer.lr_scheduler
+        if "optimizer" not in changed:
+            backend.check_optimizer(*self._saved_optimizer(folder, content, changed, Ranks()), where)
+            for name, file, saved in _optimizer_states(content)[1:]:
+                tensors = self._open_tensors(folder, content, file)
+                state_dicts.check_optimizer(backend.optimizers[name], backend.model, tensors, saved, where)
+        if scheduler is not None and "lr_scheduler" not in changed:
+            saved, present = state_dicts.from_json(content["scheduler"]), scheduler.state_dict()
+            clobbered = sorted(key for key in saved.keys() - present.keys() if hasattr(scheduler, str(key)))
+            if clobbered:
+                raise CheckpointError(
+                    f"{where} is damaged: the schedule's state has {clobbered[0]!r}, which is not a state."
+                )
+            is_ours = type(scheduler).__module__.startswith(("torch.", "omnitrain."))
+            if is_ours and "lr_scheduler_options" not in changed:
+                required = [key for key in present if isinstance(present[key], list)]
+                state_dicts.check_like(saved, present, "the schedule's state", where, required)
+        if backend.scaler.is_enabled() and content["scaler"]:
+            saved, present = state_dicts.from_json(content["scaler"]), backend.scaler.state_dict()
+            state_dicts.check_like(saved, present, "the loss scaler's state", where, present.keys() - {"deepspeed"})
 
     def _open_tensors(
         self, folder: Path, content: Mapping[str, Any], file: str, ranks: Ranks | None = None
@@ -534,11 +544,10 @@ class Contents:
     def _restore_trained(self, folder: Path, content: Mapping[str, Any], changed: Collection[str]) -> None:
         """Move the weights for evaluations, which the model has now, to the algorithms, and load those in training."""
         self._eval_weights.are_loaded = False
-        if not find_tensor_files(folder, content["files"], shard_folder(TRAINED)):
+        ranks = self._trainer.ranks
+        weights, trained = (self._open_tensors(folder, content, file, ranks) for file in (state_dicts.WEIGHTS, TRAINED))
+        if not trained:
             return
-        weights, trained = (
-            self._open_tensors(folder, content, file, self._trainer.ranks) for file in (state_dicts.WEIGHTS, TRAINED)
-        )
         if "algorithms" not in changed:
             self._eval_weights.restore(trained)
         where, rest = repr(str(folder / TRAINED)), _remaining_weights(weights, trained, content)
@@ -546,17 +555,18 @@ class Contents:
 
     # --- the optimizer
 
-    def _capture_optimizer(self) -> tuple[Files, dict[str, Any]]:
+    def _capture_optimizer(self, payload: dict[str, Any]) -> Files:
         backend = self._trainer.backend
         # references to live tensors: the writer copies them, or writes before training continues
-        tensors, rest = backend.optimizer_state()
+        tensors, payload["optimizer"] = backend.optimizer_state()
         files, entries = {OPTIMIZER: tensors}, {}
         for name, optimizer in backend.optimizers.items():
             if optimizer is backend.optimizer:
                 entries[name] = None  # saved as `optimizer`
             else:
                 files[optimizer_file(name)], entries[name] = state_dicts.optimizer_state(optimizer, backend.model)
-        return files, {"optimizer": rest, "optimizers": entries}
+        payload["optimizers"] = entries
+        return files
 
     def _restore_optimizer(self, folder: Path, content: Mapping[str, Any], changed: Collection[str]) -> None:
         backend = self._trainer.backend
@@ -567,10 +577,10 @@ class Contents:
         fresh = [dict(group) for group in backend.groups]
         tensors, rest = self._saved_optimizer(folder, content, changed, self._trainer.ranks)
         backend.load_optimizer(tensors, rest, repr(str(folder)))
-        for name, saved in _other_optimizers(content).items():
-            tensors = self._open_tensors(folder, content, optimizer_file(name), self._trainer.ranks)
+        for name, file, saved in _optimizer_states(content)[1:]:
+            tensors = self._open_tensors(folder, content, file, self._trainer.ranks)
             state_dicts.restore_optimizer(backend.optimizers[name], backend.model, tensors, saved, repr(str(folder)))
-        if has_other_groups(changed, content["optimizer"], backend.groups):
+        if self._has_other_groups(content, changed):
             # the saved options belong to other groups
             for group, new in zip(backend.groups, fresh, strict=True):
                 group |= {key: value for key, value in new.items() if key != "params"}
@@ -596,27 +606,7 @@ class Contents:
         saved, selected = regroup_state(saved, tensors, groups, repr(str(folder)))
         return selected, saved
 
-    def _check_optimizer_names(self, folder: Path, content: Mapping[str, Any]) -> None:
-        saved, backend = content["optimizers"], self._trainer.backend
-        expected = {name: entry is None for name, entry in saved.items()}
-        present = {name: entry is backend.optimizer for name, entry in backend.optimizers.items()}
-        if expected != present:
-            old, new = (", ".join(map(repr, names)) or "nothing" for names in (expected, present))
-            raise CheckpointError(
-                f"{str(folder)!r} was saved with {old} in `self.optimizers`, and the trainer has {new} there. "
-                "Give it the same names, in the same order."
-            )
-
-    def _check_named_optimizer(self, folder: Path, content: Mapping[str, Any], name: str, saved: Any) -> None:
-        """Reject the saved state of one of several optimizers if it does not fit the optimizer."""
-        backend, tensors = self._trainer.backend, self._open_tensors(folder, content, optimizer_file(name))
-        state_dicts.check_optimizer(backend.optimizers[name], backend.model, tensors, saved, repr(str(folder)))
-
     # --- the schedule
-
-    def _capture_schedule(self) -> dict[str, Any]:
-        scheduler = self._trainer.lr_scheduler
-        return {"scheduler": None if scheduler is None else state_dicts.to_json(scheduler.state_dict(), "scheduler")}
 
     def _fresh_schedule(self) -> tuple[dict[str, Any], list[Any]]:
         """Return the present state of the schedule, and the initial rates of it and its parts."""
@@ -629,11 +619,7 @@ class Contents:
     ) -> None:
         """Apply the changed settings to a restored schedule; a named one continues at the same step of the new one.
 
-        Args:
-            content: The checkpoint's omnitrain.json.
-            changed: Settings that were allowed to change.
-            fresh: The state of the schedule before it was restored.
-            initial_rates: The initial rates of it and its parts.
+        The state of the schedule before, `fresh`, and the initial rates of its parts are from `_fresh_schedule`.
         """
         scheduler = self._trainer.lr_scheduler
         if scheduler is None:
@@ -664,12 +650,9 @@ class Contents:
                 self._update_rates(scheduler, Progress.from_state(content["progress"]), lengths)
 
     def _update_rates(self, scheduler: LambdaLR, progress: Progress, lengths: list[str]) -> None:
-        """Set the rates of a schedule that has changed, and log how they change.
+        """Set the rates of a changed schedule, which follow from steps or progress, and log how they change.
 
-        Args:
-            scheduler: The schedule, whose rates are a function only of the steps or the progress.
-            progress: The position of the run.
-            lengths: The length of the saved and of the present run.
+        The texts `lengths` are the lengths of the saved and of the present run.
         """
         groups = self._trainer.backend.optimizer.param_groups
         if isinstance(scheduler, ScheduleLR) and scheduler.follows:
@@ -688,28 +671,17 @@ class Contents:
             reason, lengths[0],
         )  # fmt: skip
 
-    # --- the loss scaler
-
-    def _capture_scaler(self) -> dict[str, Any]:
-        return {"scaler": state_dicts.to_json(self._trainer.backend.scaler.state_dict(), "scaler")}
-
-    def _restore_scaler(self, content: Mapping[str, Any], has_changed: bool) -> None:
-        scaler, loss_scale = self._trainer.backend.scaler, self._trainer.settings.fp16_loss_scale
-        if scaler.is_enabled() and content["scaler"]:
-            scaler.load_state_dict(state_dicts.from_json(content["scaler"]))
-            if has_changed:
-                scaler.set_growth_interval(growth_interval(loss_scale))
-
     # --- random numbers
 
-    def _capture_random_numbers(self) -> tuple[Files, dict[str, Any]]:
+    def _capture_random_numbers(self, payload: dict[str, Any]) -> Files:
         state = state_dicts.rng_tensors(self._trainer.device)
         gathered = self._trainer.ranks.gather_on_main("the random numbers for a checkpoint", [state])
         generators = self._trainer.ranks.one_per_share([entry for (entry,) in gathered])
         tensors = {
             f"{rank}/{name}": tensor for rank, (state, _) in enumerate(generators) for name, tensor in state.items()
         }
-        return {RNG: tensors}, {"rng": [rest for _, rest in generators]}
+        payload["rng"] = [rest for _, rest in generators]
+        return {RNG: tensors}
 
     def restore_random_numbers(self, folder: Path, content: Mapping[str, Any]) -> None:
         """Restore the random number generators of training from a checkpoint."""
@@ -762,8 +734,7 @@ class Contents:
     def _capture_parts(self, tensors: dict[str, torch.Tensor]) -> dict[str, Any]:
         """Return the states of the user's parts, by argument: one for all ranks, or a list where they differ.
 
-        Args:
-            tensors: Filled with the tensors in the states.
+        The tensors in them are added to `tensors`.
         """
         settings, ranks = self._trainer.settings, self._trainer.ranks
         parts = stateful_parts(settings, self._trainer.backend.model)
@@ -829,17 +800,15 @@ class Contents:
         owes = lifecycle.pending_evaluation or lifecycle.control.evaluate
         return {
             **history,
-            "objective": state_dicts.to_json(history["objective"], "objective"),
             "loop": state_dicts.to_json(loop, "loop"),
             "owes": {"evaluation": owes, "save": lifecycle.pending_save},
         }
 
     def _restore_history(self, content: Mapping[str, Any], changed: Collection[str]) -> None:
-        lifecycle = self._lifecycle
-        history = {key: state_dicts.from_json(content[key]) for key in ("objective", "loop")}
-        lifecycle.load_state_dict({**content, **history}, self._resets_best(changed))
-        self._step.load_state_dict(history["loop"])
-        step, seconds, samples, tokens = history["loop"]["logged"]
+        lifecycle, loop = self._lifecycle, state_dicts.from_json(content["loop"])
+        lifecycle.load_state_dict(content, resets_best(changed))
+        self._step.load_state_dict(loop)
+        step, seconds, samples, tokens = loop["logged"]
         lifecycle.logged_at = (step, seconds, samples, tokens)
         lifecycle.pending_evaluation = content["owes"]["evaluation"] and lifecycle.evaluates
         lifecycle.pending_save = content["owes"]["save"]
@@ -859,30 +828,7 @@ class Contents:
             loader.update(size)
             self._lifecycle.progress.epoch_size = size
 
-    # --- algorithms
-
-    def _restore_algorithms(
-        self,
-        content: Mapping[str, Any],
-        changed: Collection[str],
-        tensors: Mapping[str, torch.Tensor],
-        undo: contextlib.ExitStack,
-    ) -> None:
-        if "algorithms" in changed:
-            return
-        states = state_dicts.from_json(content["algorithms"], tensors)
-        for algorithm, state in zip(self._trainer.algorithms, states, strict=True):
-            restore_with_undo(algorithm, state, undo)
-
     # --- data
-
-    def _capture_data(self) -> dict[str, Any]:
-        """Return the random number generators that the data draw from, and the kind of order."""
-        loader = self._sets.train
-        is_keyed = isinstance(loader, MapLoader) and loader.sampler.is_keyed
-        indices = [GENERATORS.index(g) for g in loader.fetch.drawn] if isinstance(loader, MapLoader) else []
-        drawn = self._trainer.ranks.combine("what the data draws", indices, lambda each: sorted(set().union(*each)))
-        return {"drawn": drawn, "order": "keyed" if is_keyed else "drawn"}
 
     def _restore_data(self, content: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -> None:
         loader = self._sets.train
@@ -891,8 +837,7 @@ class Contents:
             loader.sampler.is_keyed = content["order"] == "keyed"
         elif loader is not None:
             position = state_dicts.from_json(content["stream"], tensors)
-            saved, current = content["settings"], self._trainer.resolved_config()
-            if any(saved.get(name) != current[name] for name in ("train_dataset", "train_loader")):
+            if self._has_other_data(content, "train_loader"):
                 position = None
             if position is not None and loader.is_split:
                 # None for a rank beyond those that saved: it reads its share of the stream again
@@ -903,8 +848,7 @@ class Contents:
     def _capture_stream(self, tensors: dict[str, torch.Tensor]) -> Any:
         """Return the position of data that have states, as JSON types; None for data without states.
 
-        Args:
-            tensors: Filled with the tensors in the state.
+        The tensors in the state are added to `tensors`.
         """
         loader, progress, ranks = self._sets.train, self._lifecycle.progress, self._trainer.ranks
         if loader is None:
@@ -924,9 +868,18 @@ class Contents:
             return None
 
 
-def _other_optimizers(content: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a checkpoint's entries for several optimizers, without the one saved as `optimizer`."""
-    return {name: saved for name, saved in content["optimizers"].items() if saved is not None}
+def _optimizer_states(content: Mapping[str, Any]) -> list[tuple[str, str, Any]]:
+    """Return name, file and state of each optimizer in a checkpoint, that of `optimizer` first."""
+    states: list[tuple[str, str, Any]] = [("", OPTIMIZER, content["optimizer"])]
+    for name, saved in content["optimizers"].items():
+        if saved is not None:  # else it is saved as `optimizer`
+            states.append((name, optimizer_file(name), saved))
+    return states
+
+
+def resets_best(changed: Collection[str]) -> bool:
+    """Return whether another objective discards the best evaluation so far."""
+    return not {"optimization_metric", "optimization_direction"}.isdisjoint(changed)
 
 
 def group_options(groups: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:

@@ -84,19 +84,16 @@ class EvalWeights:
     # --- optimizers with a mode for training and one for evaluations
 
     @property
-    def _optimizers_with_modes(self) -> list[Any]:
-        return [optimizer for optimizer in self._backend.built_optimizers if has_modes(optimizer)]
-
-    @property
     def _optimizers_in_training(self) -> list[Any]:
-        optimizers = self._optimizers_with_modes
-        return [optimizer for optimizer in optimizers if optimizer.state and not _is_in_eval_mode(optimizer)]
+        optimizers = self._backend.built_optimizers
+        return [each for each in optimizers if has_modes(each) and each.state and not _is_in_eval_mode(each)]
 
     def begin_training(self) -> None:
         """Set the optimizers to training mode, at the beginning of a run, before and after it is resumed."""
-        for optimizer in self._optimizers_with_modes:
+        optimizers: list[Any] = list(self._backend.built_optimizers)
+        for optimizer in optimizers:
             # without state `train()` moves no weights, and a new optimizer may not be in either mode
-            if not optimizer.state or _is_in_eval_mode(optimizer):
+            if has_modes(optimizer) and (not optimizer.state or _is_in_eval_mode(optimizer)):
                 optimizer.train()
 
     @contextlib.contextmanager

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from omnitrain.checkpoint.manifest_schema import check_limits, row
+from omnitrain.checkpoint.manifest import ROW, check_limits, check_value
 from omnitrain.checkpoint.safetensors_header import open_regular
 from omnitrain.core.errors import CheckpointError
 from omnitrain.core.history import TABLES, MetricsDict
@@ -80,7 +80,7 @@ def read_history(folder: Path, content: Mapping[str, Any]) -> dict[str, Any]:
             number += 1
             ((name, entry),) = json.loads(line).items()
             check_limits(entry)
-            row(entry, f"{name}")
+            check_value(entry, ROW, name)
             tables[name].append(entry)
         if {name: len(rows) for name, rows in tables.items()} != {name: counts.get(name, 0) for name in TABLES}:
             raise ValueError(f"its rows are not the expected {counts}")

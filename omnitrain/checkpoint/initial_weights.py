@@ -1,4 +1,4 @@
-"""InitialWeights weights of a model (`init_from`), from checkpoints, model folders and files.
+"""Initial weights of a model (`init_from`), from checkpoints, model folders and files.
 
 They may be some of the model's, or more; a report of what was loaded is logged. `checkpointer.py` resumes runs.
 """
@@ -17,11 +17,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from omnitrain.checkpoint.adapters import ADAPTER
 from omnitrain.checkpoint.manifest import MANIFEST, Check, check_hashes
 from omnitrain.checkpoint.remote import local_copy
 from omnitrain.checkpoint.sharded_files import find_tensor_files
 from omnitrain.checkpoint.state_dicts import (
+    ADAPTER,
     WEIGHTS,
     bare_name,
     from_json,
@@ -30,7 +30,7 @@ from omnitrain.checkpoint.state_dicts import (
     unwrap,
 )
 from omnitrain.checkpoint.store import Store, is_pointer
-from omnitrain.checkpoint.tensor_files import Spec, TensorFile
+from omnitrain.checkpoint.tensor_files import Spec, TensorFile, spec_of
 from omnitrain.checkpoint.verifying import find_with_shared_hashing
 from omnitrain.core.errors import CheckpointError, ConfigError, format_list
 from omnitrain.core.paths import is_address
@@ -104,21 +104,16 @@ def load_initial(model: nn.Module, source: Mapping[str, Any], ranks: Ranks) -> I
             is changed.
         CheckpointError: If a file is damaged.
     """
-    content: dict[str, torch.Tensor] = {}
+    path, content = source["path"], dict[str, torch.Tensor]()
+    path = local_copy(path, "init_from") if is_address(path) else path
     states, initial = find_with_shared_hashing(
-        ranks, lambda check: _load(model, **_with_local_path(source), content=content, check=check)
+        ranks, lambda check: _load(model, path, source["ignore"], source["convert"], content, check)
     )
     if states and (not ranks.is_main or initial is not None):
         load_with_custom_hooks(model, states, "`init_from`")
     if initial is not None:
         initial.content = content
     return initial
-
-
-def _with_local_path(source: Mapping[str, Any]) -> dict[str, Any]:
-    """Return `source` with a local copy of weights at a remote address."""
-    path = source["path"]
-    return {**source, "path": local_copy(path, "init_from") if is_address(path) else path}
 
 
 def _load(
@@ -140,50 +135,54 @@ def _load(
     tensors, states = _split_states(content_of_files, states, convert, where)
     targets = _named_targets(model)
     state_names = [bare_name(name) for name in unwrap(model).state_dict() if _is_state(name)]
-    ignored = _match_ignored(dict.fromkeys([*tensors, *states, *targets, *state_names]), ignore, where)
-    present = tensors.keys() - states.keys() - ignored
-    file_names, missing = _match_names(targets, present, ignored)
-    _check_fit(targets, tensors, file_names, where)
-    loaded = {name: states[name] for name in state_names if name in states and name not in ignored}
-    initial = _defer(model, targets, tensors, file_names, where)
-    if initial is None:
-        _copy_weights(model, targets, tensors, file_names, loaded, where)
-    elif isinstance(tensors, TensorFile):
-        initial.files = files
-    else:
-        content.update({file_name: tensors[file_name] for file_name in file_names.values()})
-    missing += [name for name in state_names if name not in loaded and name not in ignored]
-    unexpected = [name for name in tensors if name in present and name not in targets]
-    unexpected += [name for name in states if name not in loaded and name not in ignored]
-    dtypes = {name: _saved_spec(tensors, file_name)[1] for name, file_name in file_names.items()}
-    _log_report(path, dtypes, targets, list(loaded), missing, unexpected, sorted(ignored))
-    return loaded, initial
-
-
-def _match_ignored(names: Iterable[str], ignore: Sequence[str], where: str) -> set[str]:
+    every_name = dict.fromkeys([*tensors, *states, *targets, *state_names])
     for pattern in ignore:
-        if not fnmatch.filter(names, pattern):
+        if not fnmatch.filter(every_name, pattern):
             raise ConfigError(f"{where}: 'ignore' has {pattern!r}, which is no name in the model or in the file.")
-    return {name for name in names for pattern in ignore if fnmatch.fnmatchcase(name, pattern)}
-
-
-def _match_names(
-    targets: Mapping[str, torch.Tensor], present: Iterable[str], ignored: Iterable[str]
-) -> tuple[dict[str, str], list[str]]:
-    """Return the names in the file by the tensors' first names in the model, and the names that are missing."""
-    present, ignored = set(present), set(ignored)
+    ignored = {name for name in every_name for pattern in ignore if fnmatch.fnmatchcase(name, pattern)}
+    present = tensors.keys() - states.keys() - ignored
     names_of: dict[int, list[str]] = {}
     for name, tensor in targets.items():
         names_of.setdefault(id(tensor), []).append(name)
-    file_names, missing = dict[str, str](), list[str]()
-    for names in names_of.values():  # tied weights may be saved under any of their names
-        first = names[0]
-        name = next((name for name in names if name in present), None)
-        if name is not None:
-            file_names[first] = name
-        elif first not in ignored:
-            missing.append(first)
-    return file_names, missing
+    # tied weights may be saved under any of their names
+    matches = {names[0]: next((name for name in names if name in present), None) for names in names_of.values()}
+    file_names = {first: name for first, name in matches.items() if name is not None}
+    _check_fit(targets, tensors, file_names, where)
+    loaded = {name: states[name] for name in state_names if name in states and name not in ignored}
+    initial = _defer(model, targets, tensors, file_names, where)
+    if initial is not None:
+        if isinstance(tensors, TensorFile):
+            initial.files = files
+        else:
+            content.update({file_name: tensors[file_name] for file_name in file_names.values()})
+    elif any(map(has_custom_loader, unwrap(model).modules())):
+        weights = {first: tensors[name] for first, name in file_names.items()}
+        load_with_custom_hooks(model, weights | loaded, where)
+    else:
+        for first, name in file_names.items():  # one at a time in memory
+            with torch.no_grad():
+                targets[first].copy_(tensors[name])
+        if loaded:
+            load_with_custom_hooks(model, loaded, where)
+    absent = [first for first, name in matches.items() if name is None]
+    absent += [name for name in state_names if name not in loaded]
+    extra = [name for name in tensors if name in present and name not in targets]
+    extra += [name for name in states if name not in loaded]
+    names_by_kind = {
+        "loaded by modules themselves": list(loaded),
+        "not in the file, unchanged": [name for name in absent if name not in ignored],
+        "not in the model": [name for name in extra if name not in ignored],
+        "ignored": sorted(ignored),
+    }
+    dtypes = {first: spec_of(tensors, name)[1] for first, name in file_names.items()}
+    cast = sorted({str(dtype) for first, dtype in dtypes.items() if dtype != targets[first].dtype})
+    values = sum(targets[first].numel() for first in dtypes)
+    rows = [f"loaded: {len(dtypes)} tensors, {values} values{f', cast from {format_list(cast)}' if cast else ''}"]
+    rows += [f"{kind}: {len(names)}: {format_list(names)}" for kind, names in names_by_kind.items() if names]
+    is_partial = names_by_kind["not in the file, unchanged"] or names_by_kind["not in the model"]
+    level = logging.WARNING if is_partial else logging.INFO
+    logger.log(level, "The model begins with weights of %s.%s", path, "".join(f"\n  {row}" for row in rows))
+    return loaded, initial
 
 
 def _check_fit(
@@ -191,7 +190,7 @@ def _check_fit(
 ) -> None:
     mismatches: list[str] = []
     for first, name in file_names.items():
-        (shape, dtype), target = _saved_spec(tensors, name), targets[first]
+        (shape, dtype), target = spec_of(tensors, name), targets[first]
         if shape != tuple(target.shape) or dtype.is_floating_point != target.dtype.is_floating_point:
             saved, expected = _format_spec(shape, dtype), _format_spec(tuple(target.shape), target.dtype)
             mismatches.append(f"{name} ({saved} there, {expected} in the model)")
@@ -229,33 +228,8 @@ def _defer(
                 f"{len(meta_names)} of its tensors are on the meta device, {meta_names[0]!r} for instance. Build the "
                 "model outside of `torch.device('meta')`, at least on the main rank."
             )
-    specs = {name: _saved_spec(tensors, name) for name in file_names.values()}
+    specs = {name: spec_of(tensors, name) for name in file_names.values()}
     return InitialWeights(dict(file_names), {name: targets[name].dtype for name in file_names}, specs)
-
-
-def _copy_weights(
-    model: nn.Module,
-    targets: Mapping[str, torch.Tensor],
-    tensors: Mapping[str, torch.Tensor],
-    file_names: Mapping[str, str],
-    states: Mapping[str, Any],
-    where: str,
-) -> None:
-    if any(map(has_custom_loader, unwrap(model).modules())):
-        weights = {first: tensors[name] for first, name in file_names.items()}
-        load_with_custom_hooks(model, weights | dict(states), where)
-        return
-    for first, name in file_names.items():  # one at a time in memory
-        with torch.no_grad():
-            targets[first].copy_(tensors[name])
-    if states:
-        load_with_custom_hooks(model, states, where)
-
-
-def _saved_spec(tensors: Mapping[str, Any], name: str) -> Spec:
-    if isinstance(tensors, TensorFile):
-        return tensors.spec_of(name)
-    return tuple(tensors[name].shape), tensors[name].dtype
 
 
 def _is_state(name: str) -> bool:
@@ -271,31 +245,6 @@ def _named_targets(model: nn.Module) -> dict[str, torch.Tensor]:
     return {
         bare_name(name): tensor for name, tensor in tensors if name in saved_names or bare_name(name) in saved_names
     }
-
-
-def _log_report(
-    path: Path,
-    loaded: Mapping[str, torch.dtype],
-    targets: Mapping[str, torch.Tensor],
-    states: Sequence[str],
-    missing: Sequence[str],
-    unexpected: Sequence[str],
-    ignored: Sequence[str],
-) -> None:
-    cast = sorted({str(dtype) for name, dtype in loaded.items() if dtype != targets[name].dtype})
-    values = sum(targets[name].numel() for name in loaded)
-    rows = [("loaded", f"{len(loaded)} tensors, {values} values{f', cast from {format_list(cast)}' if cast else ''}")]
-    rows += [("loaded by modules themselves", _format_names(states))] if states else []
-    rows += [("not in the file, unchanged", _format_names(missing))] if missing else []
-    rows += [("not in the model", _format_names(unexpected))] if unexpected else []
-    rows += [("ignored", _format_names(ignored))] if ignored else []
-    level = logging.WARNING if missing or unexpected else logging.INFO
-    report = "".join(f"\n  {name}: {text}" for name, text in rows)
-    logger.log(level, "The model begins with weights of %s.%s", path, report)
-
-
-def _format_names(names: Sequence[str]) -> str:
-    return f"{len(names)}: {format_list(names)}"
 
 
 def _format_spec(shape: tuple[int, ...], dtype: torch.dtype) -> str:

@@ -1,7 +1,7 @@
-"""Manifest of a checkpoint (omnitrain.json).
+"""Manifest of a checkpoint (omnitrain.json): its entries, reading and verifying.
 
-It holds "format_version", "sha256" (of its own text, with zeros in place of these 64 digits), "step", "sequence",
-"score", "best", the caller's payload, and "files": size and sha256 of every other file by its path in the folder.
+`check_value` compares a file with the types of its entries before any value is used: anyone can write a file with a
+correct hash. The store writes the first entries, `contents.py` the others. No torch.
 """
 
 from __future__ import annotations
@@ -12,22 +12,25 @@ import os
 import re
 import reprlib
 import stat
+import sys
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from datetime import datetime
 from pathlib import Path
 from typing import Any, TypedDict
 
-from omnitrain.checkpoint import manifest_schema as schema
 from omnitrain.checkpoint.disk import hashing
 from omnitrain.checkpoint.safetensors_header import open_regular
 from omnitrain.core.errors import CheckpointError
-from omnitrain.core.files import is_inside
+from omnitrain.core.files import is_inside, unique_keys
+from omnitrain.core.history import TABLES
 
 FORMAT_VERSION = 1
 MANIFEST = "omnitrain.json"
 # The most bytes of omnitrain.json that are read.
 LARGEST_MANIFEST = 1 << 28
-
-_OWN_KEYS = ("format_version", "sha256", "step", "sequence", "score", "best", "files")
+# How deeply lists and dicts may be nested; those of a run are about ten levels deep.
+_DEPTH = 100
 _ZEROS = "0" * 64
 
 
@@ -41,36 +44,360 @@ class FileEntry(TypedDict):
 Check = Callable[[Path, Mapping[str, FileEntry]], None]
 """Raises a CheckpointError if the content of a file in a folder has changed."""
 
-
-def check_payload(payload: Mapping[str, Any]) -> None:
-    """Reject a payload that JSON cannot hold, or would not return unchanged."""
-    reserved = [key for key in _OWN_KEYS if key in payload]
-    if reserved:
-        raise CheckpointError(f"The payload of a checkpoint may not have the keys {reserved}: the store writes them.")
-    for key, value in payload.items():
-        _check_json(value, str(key))
+# --- checking values
 
 
-def _check_json(value: object, where: str) -> None:
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """The rule for a plain value.
 
-    if isinstance(value, dict):
+    Args:
+        types: The accepted types.
+        expected: The accepted values as text, for the error.
+        limits: The least and the largest number; None also accepts NaN and infinities.
+        form: The regular expression that a text matches; "" accepts any.
+    """
+
+    types: tuple[type, ...]
+    expected: str
+    limits: tuple[float, float] | None = None
+    form: str = ""
+
+    def __call__(self, value: Any, where: str) -> None:
+        """Raise a ValueError if a value is not accepted; `where` is its path in the file."""
+        fits = type(value) in self.types  # True is no number
+        if fits and self.limits is not None:
+            fits = self.limits[0] <= value <= self.limits[1]
+        if fits and self.form:
+            fits = re.fullmatch(self.form, value, re.ASCII) is not None
+        if not fits:
+            raise _wrong(value, where, self.expected)
+
+
+@dataclass(frozen=True, slots=True)
+class Nullable:
+    """The type of an entry that may be null."""
+
+    kind: Any
+
+
+@dataclass(frozen=True, slots=True)
+class Optional:
+    """The type of an entry that may be missing."""
+
+    kind: Any
+
+
+def check_value(value: Any, kind: Any, where: str = "") -> None:
+    """Reject a value of another type.
+
+    Args:
+        value: The value, as JSON types.
+        kind: `int` for a count, `float` for a finite number, `bool` or `str`; `[kind]` for a list; `(kind, ...)` for a
+            list of so many entries; `{name: kind, ...: kind}` for an object, of which an Ellipsis stands for all other
+            names; or a function that checks a value and its path.
+        where: The path of the value in the file.
+
+    Raises:
+        ValueError: With the path of the first wrong value.
+    """
+    if isinstance(kind, Nullable | Optional):
+        if value is not None or isinstance(kind, Optional):
+            check_value(value, kind.kind, where)
+    elif isinstance(kind, dict):
+        _OBJECT(value, where)
         for key, inner in value.items():
-            if not isinstance(key, str):
-                raise CheckpointError(f"`{where}` has the key {key!r}; JSON would make it a string. Use str keys.")
-            _check_json(inner, f"{where}.{key}")
-    elif isinstance(value, list | tuple):
-        for index, inner in enumerate(value):
-            _check_json(inner, f"{where}[{index}]")
-    elif not (value is None or isinstance(value, str | int | float)):
-        raise CheckpointError(
-            f"`{where}` is a {type(value).__name__}, which JSON cannot hold. "
-            "Keep numbers, strings, None, lists and dicts in a state, or convert it in `state_dict`."
+            if key not in kind and ... not in kind:
+                raise ValueError(f"the unknown key {_join(where, key)}")
+            check_value(inner, kind[key if key in kind else ...], _join(where, key))
+        for key in kind:
+            if key is not ... and key not in value and not isinstance(kind[key], Optional):
+                raise ValueError(f"no {_join(where, key)}")
+    elif isinstance(kind, list | tuple):
+        is_row = isinstance(kind, tuple)
+        _LIST(value, where)
+        if is_row and len(value) != len(kind):
+            raise _wrong(value, where, f"a list of {len(kind)}")
+        for index, (inner, inner_kind) in enumerate(zip(value, kind if is_row else kind * len(value), strict=True)):
+            check_value(inner, inner_kind, f"{where}[{index}]")
+    else:
+        rule: Any = _RULES.get(kind, kind)
+        rule(value, where)
+
+
+def _wrong(value: Any, where: str, expected: str) -> ValueError:
+    return ValueError(f"{where} = {reprlib.repr(value)}, where {expected} was expected")
+
+
+def _join(where: str, key: str) -> str:
+    return f"{where}.{key}".lstrip(".") if key.isidentifier() else f"{where}[{reprlib.repr(key)}]"
+
+
+def _whole(least: int, most: int = 2**63 - 1) -> Rule:
+    return Rule((int,), f"a whole number from {least} to {most}", (least, most))
+
+
+def _text(form: str, expected: str) -> Rule:
+    return Rule((str,), expected, form=form)
+
+
+def _check_any(value: Any, where: str) -> None:
+    """Accept any value."""
+
+
+def _check_date(value: Any, where: str) -> None:
+    try:
+        datetime.fromisoformat(value)
+    except (TypeError, ValueError):
+        raise _wrong(value, where, "a date as ISO 8601 has it") from None
+
+
+def _check_number(value: Any, where: str) -> None:
+    """Reject what is no number; infinities and NaN may be tagged."""
+    if value not in _NONFINITE:
+        _NUMBER(value, where)
+
+
+def _check_tagged(value: Any, where: str) -> None:
+    """Reject what is not from `state_dicts.to_json`: an object with a tag has nothing else."""
+    if isinstance(value, list):
+        check_value(value, [_check_tagged], where)
+    elif isinstance(value, dict):
+        tags = [key for key in value if key.startswith("__")]
+        kind = {tag: _TAGS[tag] for tag in tags[:1] if tag in _TAGS} if tags else {...: _check_tagged}
+        check_value(value, kind, where)
+
+
+def _check_key(value: Any, where: str) -> None:
+    """Reject what cannot be a key of a dict."""
+    if isinstance(value, dict) and value.keys() == {"__tuple__"}:
+        check_value(value["__tuple__"], [_check_key], where)
+    elif isinstance(value, dict | list) and value not in _NONFINITE:
+        raise _wrong(value, where, "the key of a dict")
+
+
+def _check_state(value: Any, where: str) -> None:
+    """Reject what is not from `state_dicts.to_json` for a dict."""
+    _OBJECT(value, where)
+    if any(key.startswith("__") and key != "__dict__" for key in value):
+        raise _wrong(value, where, "an object")
+    _check_tagged(value, where)
+
+
+_NONFINITE = ({"__float__": "nan"}, {"__float__": "inf"}, {"__float__": "-inf"})
+_OBJECT, _LIST = Rule((dict,), "an object"), Rule((list,), "a list")
+_NUMBER = Rule((int, float), "a number")
+_RULES: dict[Any, Callable[[Any, str], None]] = {
+    int: _whole(0),
+    float: Rule((int, float), "a finite number", (-sys.float_info.max, sys.float_info.max)),
+    bool: Rule((bool,), "true or false"),
+    str: Rule((str,), "text"),
+    Any: _check_any,
+}
+_STEP = _whole(-1)  # -1 if there was none
+_SECONDS = Rule((int, float), "a finite number of at least 0", (0, sys.float_info.max))
+_SCALAR = Rule((int, float, str), "a number or text")
+_DIGEST = _text("[0-9a-f]{64}", "64 hexadecimal digits")
+_TAGS: dict[str, Any] = {
+    "__tensor__": str,
+    "__float__": _text("nan|inf|-inf", "nan, inf or -inf"),
+    "__tuple__": [_check_tagged],
+    "__counter__": [(_check_key, _SCALAR)],
+    "__dict__": [(_check_key, _check_tagged)],
+}
+
+# --- the entries of omnitrain.json, which docs/checkpoint-format.md describes
+
+# A row of the history.
+ROW: Any = {...: _SCALAR}
+_STORE_ENTRIES = {
+    "format_version": _whole(1, FORMAT_VERSION),
+    "sha256": _DIGEST,
+    "step": int,
+    "sequence": int,
+    "score": Nullable(float),
+    "best": bool,
+    "files": {...: {"size": int, "sha256": _DIGEST, ...: Any}},
+    ...: Any,
+}
+_OPTIONS = Optional(Nullable({...: Any}))
+# Without an Ellipsis: other names would become attributes or arguments.
+_TASK_MEAN: dict[Any, Any] = {
+    **dict.fromkeys(("shift", "counts_labels", "is_sum", "is_mean", "is_shift_known"), Optional(bool)),
+    "ignore_index": Optional(_whole(1 - 2**63)),
+}
+_COUNTERS = ("samples_in_epoch", "samples", "tokens", "skipped_steps", "step_in_epoch", "batches_in_epoch")
+_ENTRIES: dict[Any, Any] = {
+    "extra_state": _check_state,
+    "settings": {
+        "seed": _whole(0, 2**64),
+        "total_steps": Nullable(int),
+        "optimizer_groups": Nullable([{"lr": Optional(float), ...: Any}]),
+        **dict.fromkeys(("lr_scheduler_options", "algorithm_options", "callback_options"), _OPTIONS),
+        ...: Any,
+    },
+    "progress": {
+        "epoch": int,
+        "step": int,
+        **dict.fromkeys(_COUNTERS, Optional(int)),
+        "seconds": Optional(_SECONDS),
+        "epoch_size": Optional(Nullable(int)),
+    },
+    "objective": {
+        "metric": str,
+        "direction": _text("min|max", "'min' or 'max'"),
+        **dict.fromkeys(("best", "latest", "reference"), Nullable(float)),
+        "best_step": Nullable(_STEP),
+        "evaluations_without_gain": int,
+        ...: Any,
+    },
+    "metrics": {
+        "best_valid": ROW,
+        "rows": dict.fromkeys(TABLES, Optional(int)),
+        "best_step": Optional(_STEP),
+        "best_checkpoint": Optional(_text(r"checkpoint-[0-9]{1,19}", "the name of a checkpoint")),
+        "stop_reason": Optional(str),
+    },
+    "evaluated_step": _STEP,
+    "credited_step": _STEP,
+    "callbacks": [{"callback": str, "state": _check_state, "turn": Optional(int), ...: Any}],
+    "loop": {
+        "loss": [{"sum": _check_number, "weight": float, "marked": (_check_number, _check_number), ...: Any}],
+        "grad_norm": Nullable(_check_number),
+        "learning_rates": [float],
+        "loss_mean": {**_TASK_MEAN, "tasks": Optional({...: _TASK_MEAN})},
+        "logged": (int, _SECONDS, int, int),
+        "microbatch_size": Optional(Nullable(_whole(1))),
+        "metrics": Optional([[(str, _check_number, _check_number, float, float)]]),
+        ...: Any,
+    },
+    "owes": {"evaluation": bool, "save": bool, ...: Any},
+    "only_model": bool,
+    "frozen": {...: str},
+    "for_best": bool,
+    "scored": (_STEP, _STEP),
+    "clock": {"began_at": _SECONDS, "seconds": {...: _SECONDS}, ...: Any},
+    "identity": {
+        "python": str,
+        "data": {...: {...: Nullable({"size": int, "samples": {...: {...: str}}, ...: Any})}},
+        "code": {...: {...: str}},
+        ...: Any,
+    },
+    "parts": Optional([{...: Any}]),
+    "record": Optional(
+        Nullable(
+            {
+                "started_at": Optional(_check_date),
+                "step": Optional(int),
+                "resumed_from": Optional(Nullable(str)),
+                "command": Optional([str]),
+                "script": Optional(Nullable({...: Nullable(str)})),
+                "git": Optional(
+                    Nullable({"commit": str, "branch": Optional(Nullable(str)), "clean": Optional(bool), ...: Any})
+                ),
+                "packages": Optional({...: str}),
+                "platform": Optional(str),
+                "processes": Optional(_whole(1)),
+                "hosts": Optional({...: {...: _whole(1)}}),
+                "environment": Optional({...: str}),
+                ...: Any,
+            }
         )
+    ),
+    "world_size": Optional(_whole(1)),
+    "versions": Optional({...: str}),
+    "saved_at": Optional(_check_date),
+    ...: Any,
+}
+_OPTIMIZER = {
+    "groups": [{"params": [str], ...: _check_tagged}],
+    "rest": {...: _check_state},
+    "shared": _check_state,
+    ...: Any,
+}
+# The entries that only checkpoints with more than weights have.
+_RUN_ENTRIES: dict[Any, Any] = {
+    "optimizer": _OPTIMIZER,
+    "optimizers": {...: Nullable(_OPTIMIZER)},
+    "rng": [
+        {
+            "python": {"version": _whole(3, 3), "gauss": Nullable(float), ...: Any},
+            "numpy": Optional({"pos": _whole(0, 624), "has_gauss": _whole(0, 1), "gauss": float, ...: Any}),
+            ...: Any,
+        }
+    ],
+    "scheduler": Nullable(_check_state),
+    "scaler": _check_state,
+    "algorithms": [_check_state],
+    "drawn": [_whole(0, 2)],
+    "order": _text("drawn|keyed", "'drawn' or 'keyed'"),
+    "stream": Nullable(
+        {
+            "epoch": _STEP,
+            "position": int,
+            "state": _check_tagged,
+            "has_ended": bool,
+            "batches": Optional(int),
+            "workers": Optional(int),
+        }
+    ),
+}
+
+
+def _optional(entries: Mapping[Any, Any]) -> dict[Any, Any]:
+    return {name: kind if name is ... else Optional(kind) for name, kind in entries.items()}
+
+
+def validate(content: Mapping[str, Any], where: str, complete: bool = True) -> None:
+    """Reject the content of an omnitrain.json that no run can have written.
+
+    Args:
+        content: The content.
+        where: The name of the checkpoint in errors.
+        complete: Whether all entries that a run needs are required; otherwise only the existing ones are checked.
+
+    Raises:
+        CheckpointError: The content is invalid.
+    """
+    only_model = content.get("only_model") is True
+    entries = _ENTRIES | (_optional(_RUN_ENTRIES) if only_model else _RUN_ENTRIES)
+    try:
+        check_value(content, entries if complete else _optional(entries))
+    except ValueError as error:
+        raise CheckpointError(
+            f"{where} is damaged: {MANIFEST!r} has {error}. Use another checkpoint, or repair this one by hand."
+        ) from None
+
+
+def check_limits(content: Any) -> None:
+    """Reject values nested too deeply for recursion, and numbers beyond 64 bits."""
+    waiting = [(content, 0)]
+    while waiting:
+        value, depth = waiting.pop()
+        if depth > _DEPTH:
+            raise ValueError(f"more than {_DEPTH} nested lists and objects")
+        if isinstance(value, dict | list):
+            waiting += [(inner, depth + 1) for inner in (value.values() if isinstance(value, dict) else value)]
+        elif isinstance(value, int) and abs(value) >= 2**64:
+            raise ValueError(f"a number of {value.bit_length()} bits")
+
+
+# --- writing and reading
 
 
 def encode(content: Mapping[str, Any]) -> bytes:
-    """Return the text of omnitrain.json."""
-    text = json.dumps({"format_version": FORMAT_VERSION, "sha256": _ZEROS, **content}, indent=2) + "\n"
+    """Return the text of omnitrain.json.
+
+    Raises:
+        CheckpointError: If JSON cannot hold the content.
+    """
+    try:
+        text = json.dumps({"format_version": FORMAT_VERSION, "sha256": _ZEROS, **content}, indent=2) + "\n"
+    except TypeError as error:
+        raise CheckpointError(
+            f"A state has something that JSON cannot hold: {error}. Keep numbers, strings, None, lists and dicts in a "
+            "state, or convert it in `state_dict`."
+        ) from error
     return text.replace(_ZEROS, hashlib.sha256(text.encode()).hexdigest(), 1).encode()
 
 
@@ -106,9 +433,9 @@ def parse_manifest(data: bytes, name: str) -> dict[str, Any]:
     if not digest or hashlib.sha256(data.replace(digest[1], _ZEROS.encode(), 1)).hexdigest() != digest[1].decode():
         raise CheckpointError(f"{name} is damaged: {MANIFEST!r} does not match its own sha256; it was changed.")
     try:
-        content = json.loads(data.decode(), object_pairs_hook=schema.unique_keys)
-        schema.check_limits(content)
-        _check_own(content, "")
+        content = json.loads(data.decode(), object_pairs_hook=unique_keys)
+        check_limits(content)
+        check_value(content, _STORE_ENTRIES)
     except RecursionError:
         raise CheckpointError(f"{name} is rejected: {MANIFEST!r} is nested too deeply.") from None
     except ValueError as error:
@@ -117,24 +444,6 @@ def parse_manifest(data: bytes, name: str) -> dict[str, Any]:
         if not is_inside(file):
             raise CheckpointError(f"{name} is rejected: {MANIFEST!r} lists {file!r}, which is outside of the folder.")
     return content
-
-
-def _check_digest(value: Any, where: str) -> None:
-    if not isinstance(value, str) or not re.fullmatch("[0-9a-f]{64}", value):
-        raise ValueError(f"{where} = {reprlib.repr(value)}, where 64 hexadecimal digits were expected")
-
-
-_check_own = schema.record(
-    {
-        "format_version": schema.integer(1, FORMAT_VERSION),
-        "sha256": _check_digest,
-        "step": schema.integer(),
-        "sequence": schema.integer(),
-        "score": schema.nullable(schema.number()),
-        "best": schema.boolean,
-        "files": schema.dict_of(schema.record({"size": schema.integer(), "sha256": _check_digest})),
-    }
-)
 
 
 def check_hashes(folder: Path, files: Mapping[str, FileEntry]) -> None:

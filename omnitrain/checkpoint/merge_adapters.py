@@ -10,9 +10,8 @@ from typing import Any
 
 import torch
 
-from omnitrain.checkpoint.adapters import BASE, CONFIG
-from omnitrain.checkpoint.frozen_weights import check_fingerprints
 from omnitrain.checkpoint.initial_weights import read_weights
+from omnitrain.checkpoint.model_files import BASE, CONFIG, check_fingerprints
 from omnitrain.checkpoint.sharded_files import find_tensor_files
 from omnitrain.checkpoint.state_dicts import WEIGHTS, load_weights, model_tensors
 from omnitrain.checkpoint.tensor_files import fingerprints, save_tensors
@@ -90,17 +89,19 @@ def _load_peft_model(folder: Path, content: Mapping[str, Any], adapters: Mapping
     prefix = "base_model.model."
     if not any(name.startswith(prefix) for name in [*tensors, *frozen]):  # adapters from `add_adapter`
         tensors = {prefix + name: tensor for name, tensor in tensors.items()}
-        frozen = {prefix + name: tensor for name, tensor in frozen.items()}
+        frozen = {prefix + name: digest for name, digest in frozen.items()}
     for name, tensor in model.named_parameters():  # PEFT creates new ones in fp32
         if name in tensors:
             tensor.data = tensor.data.to(tensors[name].dtype)
     load_weights(model, tensors, repr(str(folder)), absent=frozen)
-    if frozen:
-        current = fingerprints(
-            {name: tensor for name, tensor in model_tensors(model).items() if name in frozen}, Ranks()
-        )
-        check_fingerprints(frozen, current, repr(str(folder)), f"Pass the base of that run, not {str(base)!r}.")
+    _check_base(folder, frozen, model_tensors(model), base)
     return model
+
+
+def _check_base(folder: Path, frozen: Mapping[str, str], weights: Mapping[str, Any], base: Path | None) -> None:
+    """Reject a base whose weights are not those that a checkpoint excludes."""
+    current = fingerprints({name: weights[name] for name in frozen}, Ranks())
+    check_fingerprints(frozen, current, repr(str(folder)), f"Pass the base of that run, not {str(base)!r}.")
 
 
 def _load_base(folder: Path, content: Mapping[str, Any], base: Path | None) -> Any:
@@ -148,21 +149,15 @@ def _checkpoint_weights(folder: Path, content: Mapping[str, Any]) -> dict[str, t
 
 def _write_joined(folder: Path, content: Mapping[str, Any], base: Path, out: Path) -> str:
     tensors, frozen = _checkpoint_weights(folder, content), content["frozen"]
-    rest = _base_weights(base, frozen)
-    check_fingerprints(
-        frozen, fingerprints(rest, Ranks()), repr(str(folder)), f"Pass the base of that run, not {str(base)!r}."
-    )
+    weights = read_weights(base, repr(str(base)))
+    missing = sorted(frozen.keys() - weights.keys())
+    if missing:
+        raise CheckpointError(f"{str(base)!r} has no {missing[0]!r}: it is not the base of that run. Pass that one.")
+    rest = {name: weights[name] for name in weights if name in frozen}
+    _check_base(folder, frozen, rest, base)
     out.mkdir(parents=True, exist_ok=True)
     for name in ("config.json", "generation_config.json"):
         if (base / name).is_file():
             shutil.copyfile(base / name, out / name)
     save_tensors({**tensors, **rest}, out / WEIGHTS)
     return f"the {len(tensors)} tensors of the checkpoint and the {len(rest)} of {base} that did not train"
-
-
-def _base_weights(base: Path, names: Mapping[str, str]) -> dict[str, torch.Tensor]:
-    weights = read_weights(base, repr(str(base)))
-    missing = sorted(names.keys() - weights.keys())
-    if missing:
-        raise CheckpointError(f"{str(base)!r} has no {missing[0]!r}: it is not the base of that run. Pass that one.")
-    return {name: weights[name] for name in weights if name in names}

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
-from omnitrain.checkpoint.manifest_schema import unique_keys
 from omnitrain.core.errors import CheckpointError
+from omnitrain.core.files import unique_keys
 
 # The key in a file's metadata under which torch.distributed.checkpoint lists the blocks of tensors in the file.
 SHARDING = "DCP_SHARDING_INFO"

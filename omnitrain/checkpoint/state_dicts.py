@@ -1,22 +1,20 @@
 """Model and optimizer state dicts by parameter name, for safetensors and JSON.
 
-Nothing is pickled or unpickled. `store.py` has folders, manifests and retention, `contents.py` the parts of a trainer
-that are saved.
+Nothing is pickled or unpickled. `contents.py` has the parts of a trainer that are saved, `model_files.py` the folders
+of models. In all functions here `model` may be wrapped, `tensors` are saved ones by name, `saved` is the rest of an
+optimizer's state, `where` names a checkpoint in errors, and an error leaves model and optimizer unchanged.
 """
 
 from __future__ import annotations
 
 import contextlib
-import copy
 import inspect
+import itertools
 import math
-import os
 import random
 import reprlib
-import sys
 from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -24,19 +22,17 @@ import torch
 from torch import nn
 
 from omnitrain.checkpoint.tensor_files import (
-    Gather,
     Spec,
     read_like,
     read_local,
-    save_tensors,
     spec_of,
-    write_on_main,
 )
-from omnitrain.core.errors import CheckpointError, ConfigError
+from omnitrain.core.errors import CheckpointError
+from omnitrain.data.streams import mismatches
 from omnitrain.distributed.ranks import Ranks
 from omnitrain.optim.muon import Muon
 
-WEIGHTS = "model.safetensors"
+WEIGHTS, ADAPTER = "model.safetensors", "adapter_model.safetensors"
 # Options of optimizers that choose an implementation; it may not exist elsewhere, so they are not restored.
 IMPLEMENTATION = ("fused", "foreach", "capturable", "differentiable")
 
@@ -102,66 +98,6 @@ def _named_tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor, str]]:
         yield name, tensor, first_names.setdefault(key if tensor.numel() else name, name)
 
 
-def save_weights(
-    model: nn.Module,
-    folder: Path,
-    overwrite: bool,
-    tensors: Mapping[str, Any] | None = None,
-    ranks: Ranks | None = None,
-) -> Path:
-    """Write `model.safetensors` to `folder`, and `config.json` if the model has a config.
-
-    The file is replaced atomically. `from_pretrained` opens the folder of a transformers model.
-
-    Args:
-        model: The model, wrapped or not.
-        folder: Created if needed.
-        overwrite: Whether to replace existing weights.
-        tensors: Its weights by name; None reads them from the model.
-        ranks: The ranks that have the weights; the main one writes.
-
-    Raises:
-        ConfigError: If there are weights already and `overwrite` is False, or `folder` is a file.
-    """
-    weights = model_tensors(model) if tensors is None else tensors
-
-    def write(gather: Gather) -> Path:
-        path = folder / WEIGHTS
-        if folder.exists() and not folder.is_dir():
-            raise ConfigError(f"Cannot save the model to {str(folder)!r}: it is a file. Give the path of a folder.")
-        if path.exists() and not overwrite:
-            raise ConfigError(f"{str(path)!r} already exists. Pass overwrite=True to replace it, or give another path.")
-        folder.mkdir(parents=True, exist_ok=True)
-        # in the same folder, as a rename is only atomic within a file system
-        part = folder / f"{WEIGHTS}.tmp"
-        try:
-            save_tensors(weights, part, gather=gather)
-            os.replace(part, path)
-        finally:
-            with contextlib.suppress(OSError):
-                part.unlink(missing_ok=True)
-        write_config(model, folder)
-        return folder
-
-    return write_on_main(ranks or Ranks(), [weights], write)
-
-
-def write_config(model: nn.Module, folder: Path) -> None:
-    """Write the model's config next to its weights, if it has one that can be saved."""
-    bare: Any = unwrap(model)
-    modeling = sys.modules.get("transformers.modeling_utils")  # imported if the model is one of transformers'
-    for name in ("config", "generation_config"):
-        config: Any = getattr(bare, name, None)
-        if not callable(getattr(config, "save_pretrained", None)):
-            continue
-        if name == "config" and modeling is not None and isinstance(bare, modeling.PreTrainedModel):
-            # as the model's save_pretrained does; a config created in code has neither
-            config = copy.deepcopy(config)
-            config.architectures = [class_of(bare).__name__]
-            config.dtype = str(bare.dtype).removeprefix("torch.")
-        config.save_pretrained(folder)
-
-
 def extra_state(model: nn.Module) -> dict[str, Any]:
     """Return what the modules' `get_extra_state` returns, by name, as JSON types.
 
@@ -185,7 +121,7 @@ def load_weights(
     A module with custom loading code decides about its buffers.
 
     Args:
-        model: The model, wrapped or not.
+        model: The model.
         tensors: What `model_tensors` returned.
         where: Their name in errors.
         extra: What `extra_state` returned.
@@ -193,39 +129,36 @@ def load_weights(
         ranks: The ranks that load them, each into its shard of the model.
 
     Raises:
-        CheckpointError: On all ranks, if a tensor is missing, left over, of another shape or dtype, or cannot be read
-            by one of them; the model is unchanged.
+        CheckpointError: On all ranks, if one rank cannot read a tensor, or as for `check_weights`.
     """
     ranks = ranks or Ranks()
     check_weights(model, tensors, where, absent)
-    targets = {name: (tensor, first) for name, tensor, first in _named_tensors(model)}
     content: dict[str, Any] = {}
 
     def read() -> None:
-        for name, (target, first) in targets.items():
+        names = set()
+        for name, target, first in _named_tensors(model):
+            names.add(name)
             if first in tensors:
                 content[name] = read_like(tensors, first, target)
-        content.update({name: read_local(tensors, name) for name in tensors if name not in targets})
+        for name in tensors:
+            if name not in names:
+                content[name] = read_local(tensors, name)
 
     # everything is read before anything is changed: an unreadable file leaves the model as it was
     ranks.run_on_all("the reading of weights", read)
-    content |= {name: from_json(value) for name, value in (extra or {}).items()}
+    for name, value in (extra or {}).items():
+        content[name] = from_json(value)
     load_with_custom_hooks(model, content, where, ranks)
 
 
 def load_with_custom_hooks(
     model: nn.Module, content: Mapping[str, Any], where: str, ranks: Ranks | None = None
 ) -> None:
-    """Load tensors and extra state through a model's `load_state_dict`, with its hooks and custom loading code.
-
-    Args:
-        model: The model, wrapped or not.
-        content: The tensors and the extra state by bare names.
-        where: Their name in errors.
-        ranks: The ranks that load them together.
+    """Load tensors and extra state, by bare names, through a model's `load_state_dict` with its hooks and custom code.
 
     Raises:
-        CheckpointError: On all ranks, if the model rejects them on one of them; the model is unchanged.
+        CheckpointError: On all ranks, if the model rejects them on one of them.
     """
     bare = unwrap(model)
     copy_expanded(bare)  # a forward pass may have expanded a buffer since it was placed
@@ -237,7 +170,9 @@ def load_with_custom_hooks(
     if not is_strict:  # custom code without `strict` may need every entry
         content = {**bare.state_dict(), **content}
     # PyTorch checks all names and shapes first, so that a rejected state changes nothing; custom code may stop halfway
-    before = _clone_state(bare) if any(map(has_custom_loader, bare.modules())) else {}
+    has_custom_code = any(map(has_custom_loader, bare.modules()))
+    tensors = {name: value for name, value in bare.state_dict().items() if isinstance(value, torch.Tensor)}
+    before = {name: tensor.detach().clone() for name, tensor in tensors.items() if has_custom_code}
 
     def load() -> None:
         try:
@@ -281,56 +216,48 @@ def unshare_elements(tensors: Iterable[torch.Tensor]) -> None:
             tensor.data = tensor.detach().clone(memory_format=torch.contiguous_format)
 
 
-def _clone_state(model: nn.Module) -> dict[str, torch.Tensor]:
-    return {
-        name: tensor.detach().clone() for name, tensor in model.state_dict().items() if isinstance(tensor, torch.Tensor)
-    }
-
-
 def _restore_copies(model: nn.Module, before: Mapping[str, torch.Tensor]) -> None:
     present = dict(model.named_parameters(remove_duplicate=False)) | dict(model.named_buffers(remove_duplicate=False))
-    for name, tensor in before.items():
+    for name in before.keys() & present.keys():
         with torch.no_grad():
-            if name in present and present[name].shape == tensor.shape:
-                present[name].copy_(tensor)
-            elif name in present:
-                # custom loading code may have replaced the tensor by one of another shape
-                owner, _, attribute = name.rpartition(".")
-                setattr(model.get_submodule(owner), attribute, tensor)
+            if present[name].shape == before[name].shape:
+                present[name].copy_(before[name])
+            else:  # custom loading code may have replaced the tensor by one of another shape
+                parent, _, attribute = name.rpartition(".")
+                setattr(model.get_submodule(parent), attribute, before[name])
 
 
 def has_custom_loader(module: nn.Module) -> bool:
     """Return whether a module has loading code that is not PyTorch's."""
-    loaders = [getattr(type(module), name) for name in ("load_state_dict", "_load_from_state_dict")]
-    loaders += [getattr(hook, "hook", hook) for hook in module._load_state_dict_pre_hooks.values()]
-    return any(not getattr(loader, "__module__", "").startswith("torch.") for loader in loaders)
+    kind = type(module)
+    for loader in (kind.load_state_dict, kind._load_from_state_dict, *module._load_state_dict_pre_hooks.values()):
+        if not getattr(getattr(loader, "hook", loader), "__module__", "").startswith("torch."):
+            return True
+    return False
 
 
 def check_weights(model: nn.Module, tensors: Mapping[str, Any], where: str, absent: Collection[str] = ()) -> None:
-    """Reject tensors that do not fit a model; modules with custom loading code decide about their buffers.
+    """Reject tensors that do not fit a model, of which `absent` were left out.
 
-    Args:
-        model: The model, wrapped or not.
-        tensors: The saved tensors.
-        where: Their name in errors.
-        absent: Names of tensors that were left out.
+    Modules with custom loading code decide about their buffers.
 
     Raises:
-        CheckpointError: If one is missing, left over, or of another shape or dtype.
+        CheckpointError: If one is missing, left over, of another shape, or of a dtype that would lose precision.
     """
     bare = unwrap(model)
     parameters = {bare_name(name) for name, _ in bare.named_parameters(remove_duplicate=False)}
     custom = [bare_name(name) for name, module in bare.named_modules() if has_custom_loader(module)]
-    prefixes = [f"{name}." if name else "" for name in custom]
-    expected = {
-        name: (first, (tuple(tensor.shape), tensor.dtype))
-        for name, tensor, first in _named_tensors(model)
-        if name in parameters or not any(map(name.startswith, prefixes))
-    }
-    # such a module may save more, or fewer, tensors than it has now
-    loader_names = {name for name, _, first in _named_tensors(model) if name not in expected} | {
-        name for name in tensors if name not in parameters and any(map(name.startswith, prefixes))
-    }
+    prefixes = tuple([f"{name}." if name else "" for name in custom])
+    expected: dict[str, tuple[str, Spec]] = {}
+    loader_names = set[str]()
+    for name, tensor, first in _named_tensors(model):
+        if name in parameters or not name.startswith(prefixes):
+            expected[name] = first, (tuple(tensor.shape), tensor.dtype)
+        else:
+            loader_names.add(name)
+    for name in tensors:  # such a module may save more, or fewer, tensors than it has now
+        if name not in parameters and name.startswith(prefixes):
+            loader_names.add(name)
     check_fit(expected, tensors, where, loader_names, absent)
 
 
@@ -341,7 +268,7 @@ def check_fit(
     loaders: Collection[str] = (),
     absent: Collection[str] = (),
 ) -> None:
-    """Reject tensors that do not fit a model.
+    """Reject tensors that do not fit a model, as `check_weights` does.
 
     Args:
         expected: For each name in the model, the first name of the same tensor, its shape and its dtype.
@@ -349,9 +276,6 @@ def check_fit(
         where: Their name in errors.
         loaders: Names that custom loading code handles, with any content.
         absent: Names of tensors that were left out.
-
-    Raises:
-        CheckpointError: If one is missing, left over, of another shape, or of a dtype that would lose precision.
     """
     first_names = {first for first, _ in expected.values()}
     missing = sorted(first_names - tensors.keys() - set(absent))
@@ -409,19 +333,18 @@ def optimizer_state(optimizer: torch.optim.Optimizer, model: nn.Module) -> tuple
     Raises:
         CheckpointError: If it has a parameter that is not in the model and so has no name.
     """
-    names, tensors, rest = parameter_names(model), {}, {}
-    groups = []
+    names, tensors, rest, groups = parameter_names(model), {}, {}, []
     for group in optimizer.param_groups:
-        unnamed = [tuple(parameter.shape) for parameter in group["params"] if id(parameter) not in names]
-        if unnamed:
-            raise CheckpointError(
-                f"The optimizer holds parameters of shapes {unnamed[:3]} that are not the model's, so they have no "
-                "name to be saved under. Make them part of the model."
-            )
         options = {key: to_json(value, key) for key, value in group.items() if key != "params"}
-        groups.append({**options, "params": [names[id(parameter)] for parameter in group["params"]]})
+        groups.append({**options, "params": []})
         for parameter in group["params"]:
+            if id(parameter) not in names:
+                raise CheckpointError(
+                    f"The optimizer holds a parameter of shape {tuple(parameter.shape)} that is not the model's, so it "
+                    "has no name to be saved under. Make it part of the model."
+                )
             name = names[id(parameter)]
+            groups[-1]["params"].append(name)
             for key, value in optimizer.state.get(parameter, {}).items():
                 if isinstance(value, torch.Tensor):
                     tensors[f"{name}/{key}"] = value
@@ -437,15 +360,12 @@ def optimizer_state(optimizer: torch.optim.Optimizer, model: nn.Module) -> tuple
 def custom_entries(optimizer: torch.optim.Optimizer, is_sharded: bool = False) -> dict[str, Any]:
     """Return the entries of an optimizer's `state_dict()` other than PyTorch's "state" and "param_groups".
 
-    Args:
-        optimizer: The optimizer.
-        is_sharded: Whether each rank has a shard of its weights.
-
     Raises:
-        CheckpointError: If PyTorch's two are missing, or there are others and the weights are sharded.
+        CheckpointError: If PyTorch's two are missing, or there are others and each rank has a shard of the weights.
     """
-    state = optimizer.state_dict() if type(optimizer).state_dict is not torch.optim.Optimizer.state_dict else {}
-    kind = type(optimizer).__name__
+    if type(optimizer).state_dict is torch.optim.Optimizer.state_dict:
+        return {}
+    state, kind = optimizer.state_dict(), type(optimizer).__name__
     if state and not {"state", "param_groups"} <= state.keys():
         raise CheckpointError(
             f"`optimizer` ({kind}) has a state_dict() with {', '.join(map(repr, state))}, where checkpoints need "
@@ -468,45 +388,44 @@ def restore_optimizer(
     """Restore what `optimizer_state` returned, by parameter name.
 
     Raises:
-        CheckpointError: If the optimizer's parameters, groups, or state tensors differ from the saved ones; the
-            optimizer is then unchanged.
+        CheckpointError: As for `check_optimizer`.
     """
     check_optimizer(optimizer, model, tensors, saved, where)
-    names = parameter_names(model)
-    in_groups = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    parameters = {names.get(id(parameter), ""): parameter for parameter in in_groups}
-    names_of_groups = names_by_group(optimizer, model)
-    specs = {names[key]: expected.specs for key, expected in state_specs(optimizer).items()}
+    names, known = parameter_names(model), state_specs(optimizer)
+    parameters = {names[id(parameter)]: parameter for group in optimizer.param_groups for parameter in group["params"]}
     optimizer.state.clear()  # before reading the new state: there may not be room for both
     state: dict[str, dict[str, Any]] = {name: dict(from_json(entry, tensors)) for name, entry in saved["rest"].items()}
     nested = check_references([saved["rest"], saved["shared"], saved.get("own")], tensors, where)
-    for key in tensors.keys() - nested:
+    for key in tensors:  # in their order, as reading may be collective
+        if key in nested:
+            continue
         name, _, entry = key.rpartition("/")
-        spec = specs.get(name, {}).get(entry)
-        tensor = read_like(tensors, key, parameters.get(name))
+        tensor = read_like(tensors, key, parameters[name])
+        spec = known[id(parameters[name])].specs.get(entry)
         state.setdefault(name, {})[entry] = tensor if spec is None else tensor.to(spec[1])
-    # PyTorch's state_dict numbers parameters over all groups, so the numbers are made again here
-    order = [name for group in names_of_groups for name in group]
-    groups, start = [], 0
-    for group, present, options in zip(names_of_groups, optimizer.param_groups, saved["groups"], strict=True):
-        plain = {key: like(from_json(value), present.get(key)) for key, value in options.items() if key != "params"}
+    groups, entries = [], {}
+    numbers = itertools.count()  # PyTorch's state_dict numbers parameters over all groups
+    for present, options in zip(optimizer.param_groups, saved["groups"], strict=True):
         # options of this version of the optimizer that the saved one did not have keep their values
-        plain |= {key: present[key] for key in present if key in IMPLEMENTATION or key not in options}
-        plain.pop("params", None)
-        groups.append({**plain, "params": list(range(start, start + len(group)))})
-        start += len(group)
+        group = dict(present)
+        for key in options.keys() - {"params", *IMPLEMENTATION}:
+            group[key] = like(from_json(options[key]), present.get(key))
+        group["params"] = [next(numbers) for _ in present["params"]]
+        groups.append(group)
+        for number, parameter in zip(group["params"], present["params"], strict=True):
+            if names[id(parameter)] in state:
+                entries[number] = state[names[id(parameter)]]
     # as torch's own loading does, place each tensor on the device of its parameter
-    entries = {i: state[name] for i, name in enumerate(order) if name in state}
     shared = from_json(saved["shared"], tensors)
     devices = {parameter.device for parameter in parameters.values()}
-    moved = {key: tensors[key] for key in check_references([saved.get("own")], tensors, where)}
+    custom = {key: tensors[key] for key in sorted(check_references([saved.get("own")], tensors, where))}
     if len(devices) == 1:  # numbers, such as counts, stay on the host
-        moved = {key: tensor.to(*devices) if tensor.dim() else tensor for key, tensor in moved.items()}
-    extra = from_json(saved.get("own", {}), moved)
+        custom = {key: tensor.to(*devices) if tensor.dim() else tensor for key, tensor in custom.items()}
+    extra = from_json(saved.get("own", {}), custom)
     optimizer.load_state_dict({"state": {**shared, **entries}, "param_groups": groups, **extra})
-    for parameter in in_groups:
+    for name, parameter in parameters.items():
         loaded = optimizer.state.get(parameter, {})
-        for key, tensor in state.get(names[id(parameter)], {}).items():
+        for key, tensor in state.get(name, {}).items():
             if not isinstance(tensor, torch.Tensor):
                 continue
             if loaded[key].dtype != tensor.dtype:
@@ -525,7 +444,7 @@ def check_optimizer(
         CheckpointError: If its parameters, groups, or state tensors differ.
     """
     names = parameter_names(model)
-    check_groups(names_by_group(optimizer, model), [group["params"] for group in saved["groups"]], where)
+    check_groups(names_by_group(optimizer, model), saved["groups"], where)
     check_options(optimizer, saved["groups"], where)
     nested = check_references([saved["rest"], saved["shared"], saved.get("own")], tensors, where)
     expected = {names[key]: state for key, state in state_specs(optimizer).items()}
@@ -538,49 +457,30 @@ def check_options(optimizer: torch.optim.Optimizer, saved: Iterable[Mapping[str,
     The constructors of PyTorch's optimizers check the range of each option.
     """
     for present, options in zip(optimizer.param_groups, saved, strict=True):
-        restored = {}
-        for key, value in options.items():
-            if key == "params" or key in IMPLEMENTATION or key not in present:
-                continue
-            current, restored_value = present[key], from_json(value)
-            current = current.item() if isinstance(current, torch.Tensor) and current.numel() == 1 else current
-            check_like(restored_value, current, f"optimizer option {key!r}", where)
-            restored[key] = restored_value
-        _check_legal(stepping_class(optimizer, present), present, restored, where)
-
-
-def _check_legal(kind: type, present: Mapping[str, Any], saved: Mapping[str, Any], where: str) -> None:
-    """Reject options of a group that the constructor of a PyTorch optimizer rejects.
-
-    All are passed at once, as one may depend on another: Nesterov momentum needs momentum.
-    """
-    if not f"{kind.__module__}.".startswith("torch.optim."):
-        return
-    known = set(inspect.signature(kind).parameters) - {"params", *IMPLEMENTATION}
-
-    def error_with(options: Mapping[str, Any]) -> str:
-        constructor: Any = kind
-        # a schedule that ends at zero may get a little below it
-        options = {key: max(value, 0.0) if _is_rounding_error(value) else value for key, value in options.items()}
+        restored = {
+            key: from_json(value)
+            for key, value in options.items()
+            if key in present and key not in ("params", *IMPLEMENTATION)
+        }
+        for key, value in restored.items():
+            is_number = isinstance(present[key], torch.Tensor) and present[key].numel() == 1
+            check_like(value, present[key].item() if is_number else present[key], f"optimizer option {key!r}", where)
+        kind: Any = stepping_class(optimizer, present)
+        if not f"{kind.__module__}.".startswith("torch.optim."):
+            continue
+        known = inspect.signature(kind).parameters.keys() - {"params", *IMPLEMENTATION}
+        # all at once, as one may depend on another: Nesterov momentum needs momentum
+        arguments = {key: value for key, value in {**present, **restored}.items() if key in known}
+        for key, value in arguments.items():
+            if isinstance(value, float) and -_ROUNDING < value < 0:  # a schedule that ends at zero
+                arguments[key] = 0.0
         try:
-            constructor([nn.Parameter(torch.empty(1, 1))], **{key: options[key] for key in known & options.keys()})
+            kind([nn.Parameter(torch.empty(1, 1))], **arguments)
         except (TypeError, ValueError) as error:
-            return str(error)
-        return ""
-
-    reason = error_with({**present, **saved})
-    if not reason:
-        return
-    wrong = next((key for key in saved if error_with({**present, key: saved[key]})), "")
-    options = f"option {wrong!r} is {reprlib.repr(saved[wrong])}" if wrong else f"options are {reprlib.repr(saved)}"
-    raise CheckpointError(
-        f"{where} is damaged: optimizer {options} there, which {kind.__name__} rejects ({reason}). Take another "
-        "checkpoint."
-    )
-
-
-def _is_rounding_error(value: Any) -> bool:
-    return isinstance(value, float) and -_ROUNDING < value < 0
+            raise CheckpointError(
+                f"{where} is damaged: {kind.__name__} rejects the options of the optimizer there ({error}). Use "
+                "another checkpoint."
+            ) from None
 
 
 # How far below zero a schedule that ends at zero may get by rounding.
@@ -592,13 +492,7 @@ _BOOKKEEPING = ("step", "eta", "mu", "mu_product")
 def check_numbers(tensors: Mapping[str, torch.Tensor], saved: Any, where: str) -> None:
     """Reject single numbers of an optimizer's state that would spoil all further steps: NaN, or a negative count.
 
-    Args:
-        tensors: Its saved tensors, keyed "<parameter>/<entry>"; only those with a single number are read.
-        saved: The rest of its saved state.
-        where: Their name in errors.
-
-    Raises:
-        CheckpointError: With the key of the wrong number.
+    Other tensors are not read.
     """
     numbers = {
         key: tensors[key].item()
@@ -608,20 +502,16 @@ def check_numbers(tensors: Mapping[str, torch.Tensor], saved: Any, where: str) -
     for name, entries in saved["rest"].items():
         numbers |= {f"{name}/{key}": from_json(entries[key], tensors) for key in entries if key in _BOOKKEEPING}
     for key, value in numbers.items():
-        is_number = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
-        if not is_number or (value < 0 and key.endswith("/step")):
+        check_like(value, 0.0, f"{key!r} of the optimizer", where)
+        if value < 0 and key.endswith("/step"):
             raise CheckpointError(
-                f"{where} is damaged: {key!r} of the optimizer is {reprlib.repr(value)} there, which no step leaves. "
-                "Use another checkpoint."
+                f"{where} is damaged: {key!r} of the optimizer is {value} there, which no step leaves. Use another "
+                "checkpoint."
             )
 
 
 def check_references(values: Any, tensors: Mapping[str, Any], where: str) -> set[str]:
-    """Return the names of the tensors to which a state from `to_json` refers.
-
-    Raises:
-        CheckpointError: If one of them is missing.
-    """
+    """Return the names of the tensors to which a state from `to_json` refers; one that is missing is an error."""
     names: set[str] = set()
     waiting = [values]
     while waiting:
@@ -641,13 +531,7 @@ def check_references(values: Any, tensors: Mapping[str, Any], where: str) -> set
 def check_state(
     expected: Mapping[str, ParamState], tensors: Mapping[str, Any], nested: Collection[str], where: str
 ) -> None:
-    """Reject tensors that do not fit an optimizer: its kernels do not check them.
-
-    Args:
-        expected: Its state, by parameter.
-        tensors: The saved tensors, keyed "<parameter>/<entry>".
-        nested: Keys of tensors to which the rest of the state refers.
-        where: Their name in errors.
+    """Reject tensors that do not fit an optimizer, whose kernels do not check them; those in `nested` may be any.
 
     Raises:
         CheckpointError: If one belongs to no parameter, is missing, of another shape, or of a dtype that would lose
@@ -685,12 +569,10 @@ def check_state(
 
 
 class ParamState(NamedTuple):
-    """The state of an optimizer for a parameter."""
+    """The state of an optimizer for a parameter: what is known of its tensors, and those that a step needs."""
 
     specs: Mapping[str, Spec]
-    """Shape and dtype of its tensors, as far as they are known."""
     required: Collection[str] = ()
-    """The tensors that a step needs, once the optimizer has any."""
 
 
 def state_specs(optimizer: torch.optim.Optimizer) -> dict[int, ParamState]:
@@ -702,21 +584,20 @@ def state_specs(optimizer: torch.optim.Optimizer) -> dict[int, ParamState]:
     the PyTorch optimizer that it derives from.
     """
     states: dict[int, ParamState] = {}
-    fresh: dict[Any, dict[str, Spec]] = {}
-    for index, group in enumerate(optimizer.param_groups):
+    for group in optimizer.param_groups:
         # without torch.optim.Optimizer and object
         kinds = stepping_class(optimizer, group).__mro__[:-2]
         steps = [inspect.unwrap(vars(cls)["step"]) for cls in kinds if "step" in vars(cls)]
         # by module, not by class: a subclass that inherits the step allocates the same state
         known = next((step for step in steps if step.__module__.startswith("torch.optim.")), None)
-        is_own = known is None or known is not steps[0]
+        is_custom = known is None or known is not steps[0]
+        fresh: dict[Any, dict[str, Spec]] = {}
         for parameter in group["params"]:
-            specs = _specs(optimizer.state.get(parameter, {}))
-            key = index, parameter.shape, parameter.dtype
+            specs, key = _specs(optimizer.state.get(parameter, {})), (parameter.shape, parameter.dtype)
             if key not in fresh:
-                is_taken = known is not None and (group.get("fused") or not is_own)
+                is_taken = known is not None and (group.get("fused") or not is_custom)
                 fresh[key] = _specs_after_step(optimizer, known, group, parameter) if is_taken else {}
-            states[id(parameter)] = ParamState(specs | fresh[key], () if is_own else (fresh[key] or specs).keys())
+            states[id(parameter)] = ParamState(specs | fresh[key], () if is_custom else (fresh[key] or specs).keys())
     return states
 
 
@@ -748,46 +629,33 @@ def _specs_after_step(optimizer: Any, step: Any, group: Mapping[str, Any], prese
     return specs
 
 
-def check_like(value: Any, present: Any, what: str, where: str) -> None:
+def check_like(value: Any, present: Any, what: str, where: str, required: Collection[str] = ()) -> None:
     """Reject a saved value of another kind than the present one: a number needs a number, a list one as long.
+
+    Args:
+        value: The saved value.
+        present: The present one; None accepts any.
+        what: The name of the value in errors.
+        where: The name of the checkpoint in errors.
+        required: Keys that a dict must have.
 
     Raises:
         CheckpointError: If it is of another kind.
     """
-    if present is None:
-        return
-    if isinstance(present, bool):
-        fits = isinstance(value, bool)
-    elif isinstance(present, (int, float)):
-        fits = isinstance(value, (int, float)) and not isinstance(value, bool)
-        fits = fits and (math.isfinite(value) or not (math.isfinite(present) or math.isnan(value)))
-    elif isinstance(present, (list, tuple)):
-        fits = isinstance(value, (list, tuple)) and len(value) == len(present)
-        for index, (entry, reference) in enumerate(zip(value, present, strict=True) if fits else ()):
-            check_like(entry, reference, f"{what}[{index}]", where)
-    elif isinstance(present, Mapping):
-        fits = isinstance(value, Mapping)
-        for key in value.keys() & present.keys() if fits else ():
-            check_like(value[key], present[key], f"{what}[{key!r}]", where)
-    else:
-        fits = isinstance(value, str) or not isinstance(present, str)
-    if not fits:
+    if isinstance(value, Mapping) and (missing := sorted(set(required) - value.keys())):
+        raise CheckpointError(f"{where} is damaged: {what} lacks {missing[0]!r}. Use another checkpoint.")
+    for key, wrong, expected in mismatches(value, present, what, is_exact=True):
         raise CheckpointError(
-            f"{where} is damaged: {what} is {reprlib.repr(value)} there, where {reprlib.repr(present)} was expected, "
+            f"{where} is damaged: {key} is {reprlib.repr(wrong)} there, where {reprlib.repr(expected)} was expected, "
             "or another of its kind. Use another checkpoint."
         )
 
 
-def check_groups(present: list[list[str]], saved: list[list[str]], where: str) -> None:
-    """Raise CheckpointError if an optimizer's groups hold different parameters than the saved ones.
-
-    Args:
-        present: Names of the parameters of each group.
-        saved: The saved names.
-        where: Their name in errors.
-    """
-    if [sorted(group) for group in present] != [sorted(group) for group in saved]:
-        changed = sorted({name for group in present for name in group} ^ {name for group in saved for name in group})
+def check_groups(present: list[list[str]], saved: Iterable[Mapping[str, Any]], where: str) -> None:
+    """Reject groups of an optimizer, by names of their parameters, that hold others than the saved groups."""
+    expected = [group["params"] for group in saved]
+    if list(map(sorted, present)) != list(map(sorted, expected)):
+        changed = sorted(set(itertools.chain(*present)) ^ set(itertools.chain(*expected)))
         raise CheckpointError(
             f"{where} does not fit the optimizer: its parameter groups hold different parameters"
             f"{': ' + ', '.join(changed[:5]) if changed else ' in other groups'}. "
@@ -828,43 +696,44 @@ def rng_tensors(device: torch.device) -> tuple[dict[str, torch.Tensor], Any]:
     return tensors, rest
 
 
-def restore_rng_tensors(tensors: Mapping[str, torch.Tensor], rest: Any, device: torch.device) -> None:
-    """Restore the generators from `rng_tensors`; a device of another kind keeps its state."""
-    torch.set_rng_state(tensors["torch"])
-    random.setstate(_python_state(tensors, rest))
+def restore_rng_tensors(
+    tensors: Mapping[str, torch.Tensor], rest: Any, device: torch.device, spare: bool = False
+) -> None:
+    """Restore the generators from `rng_tensors`; a device of another kind keeps its state.
+
+    Args:
+        tensors: The tensors.
+        rest: The rest.
+        device: The device of the run.
+        spare: Whether to try the state on spare generators, which raise the same errors.
+    """
+    (torch.Generator() if spare else torch.default_generator).set_state(tensors["torch"])
+    words = tuple(_check_words(tensors["python"], 625).tolist())
+    (random.Random() if spare else random).setstate((rest["python"]["version"], words, rest["python"]["gauss"]))
     if "numpy" in rest:
-        np.random.set_state(_numpy_state(tensors, rest))
+        key, numpy = _check_words(tensors["numpy"], 624).numpy().astype(np.uint32), rest["numpy"]
+        generator = np.random.RandomState() if spare else np.random
+        generator.set_state(("MT19937", key, numpy["pos"], numpy["has_gauss"], numpy["gauss"]))
     if "device" in tensors and device.type not in ("cpu", "meta"):
-        torch.get_device_module(device).set_rng_state(tensors["device"], device)
+        if spare:
+            torch.Generator(device).set_state(tensors["device"])
+        else:
+            torch.get_device_module(device).set_rng_state(tensors["device"], device)
 
 
 def check_rng_tensors(tensors: Mapping[str, torch.Tensor], rest: Any, device: torch.device, where: str) -> None:
-    """Reject states that are not from `rng_tensors`, by trying them on spare generators.
+    """Reject states that are not from `rng_tensors`.
 
     Raises:
         CheckpointError: If a generator does not accept one.
     """
     try:
-        torch.Generator().set_state(tensors["torch"])
-        random.Random().setstate(_python_state(tensors, rest))
-        if "numpy" in rest:
-            np.random.RandomState().set_state(_numpy_state(tensors, rest))
-        if "device" in tensors and device.type not in ("cpu", "meta"):
-            torch.Generator(device).set_state(tensors["device"])
+        restore_rng_tensors(tensors, rest, device, spare=True)
     except (KeyError, TypeError, ValueError, RuntimeError, OverflowError) as error:
         raise CheckpointError(
             f"{where} is damaged: the random number generators reject its state ({type(error).__name__}: {error}). "
             "Use another checkpoint."
         ) from None
-
-
-def _python_state(tensors: Mapping[str, torch.Tensor], rest: Any) -> Any:
-    return rest["python"]["version"], tuple(_check_words(tensors["python"], 625).tolist()), rest["python"]["gauss"]
-
-
-def _numpy_state(tensors: Mapping[str, torch.Tensor], rest: Any) -> Any:
-    key = _check_words(tensors["numpy"], 624).numpy().astype(np.uint32)
-    return "MT19937", key, rest["numpy"]["pos"], rest["numpy"]["has_gauss"], rest["numpy"]["gauss"]
 
 
 def _check_words(tensor: torch.Tensor, count: int) -> torch.Tensor:
@@ -879,10 +748,7 @@ def _check_words(tensor: torch.Tensor, count: int) -> torch.Tensor:
 def to_json(value: Any, where: str, tensors: dict[str, torch.Tensor] | None = None) -> Any:
     """Return a state as JSON types, with tags where JSON would change it (tuples, keys that are not strings).
 
-    Args:
-        value: The state.
-        where: Its name in errors.
-        tensors: Filled with the tensors in the state; if None, tensors with a single number become numbers.
+    The tensors in it are added to `tensors`; if that is None, those with a single number become numbers.
 
     Raises:
         CheckpointError: If it has something that JSON cannot hold.

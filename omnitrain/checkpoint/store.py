@@ -35,7 +35,6 @@ from omnitrain.checkpoint.manifest import (
     Check,
     FileEntry,
     check_hashes,
-    check_payload,
     check_sizes,
     encode,
     inspect,
@@ -209,7 +208,6 @@ class Store:
         """
         with self._saving(step):
             folder = self.temporary(step)
-            check_payload(payload)
             files, folders = list_tree(folder)
             sequences = [self._newest_remote_sequence(), *(info.sequence for info in self._current_infos())]
             content = {

@@ -18,10 +18,10 @@ from typing import Any
 import torch
 
 from omnitrain.checkpoint import state_dicts, tensor_files
-from omnitrain.checkpoint.adapters import write_model_files
 from omnitrain.checkpoint.contents import CheckpointedTrainer, Snapshot
 from omnitrain.checkpoint.history import HISTORY
 from omnitrain.checkpoint.manifest import FileEntry
+from omnitrain.checkpoint.model_files import write_model_files
 from omnitrain.checkpoint.sharded_files import (
     LARGEST_FILE,
     Block,
@@ -146,7 +146,7 @@ class Writer:
         if phases is None:
             gathered = [snapshot.files[file] for file in snapshot.by_size]
             write = functools.partial(self._write_on_main, store, snapshot)
-            return state_dicts.write_on_main(self._trainer.ranks, gathered, write)
+            return tensor_files.write_on_main(self._trainer.ranks, gathered, write)
         phase: Callable[[], Any] | Path = next(phases)
         while not isinstance(phase, Path):
             phase = _finish_phase(self._trainer.ranks, phases, phase)
@@ -300,7 +300,7 @@ class Writer:
                 written=written,
             )  # fmt: skip
 
-    def _write_on_main(self, store: Store, snapshot: Snapshot, gather: state_dicts.Gather) -> Path:
+    def _write_on_main(self, store: Store, snapshot: Snapshot, gather: tensor_files.Gather) -> Path:
         """Write and commit a checkpoint on the main rank, to which sharded tensors are gathered."""
         digests: dict[str, Future[str]] = {}
 
@@ -319,7 +319,7 @@ class Writer:
         snapshot: Snapshot,
         folder: Path,
         pool: ThreadPoolExecutor,
-        gather: state_dicts.Gather,
+        gather: tensor_files.Gather,
         weights: Sequence[Path],
     ) -> dict[str, Future[str]]:
         """Write the files of a snapshot and of the model, and return the sha256 of the former.
@@ -339,13 +339,13 @@ class Writer:
             path.parent.mkdir(parents=True, exist_ok=True)
             if any(map(tensor_files.is_sharded, tensors.values())):
                 hasher, digests[file] = hashlib.sha256(), Future()
-                state_dicts.save_tensors(tensors, path, hasher, gather)
+                tensor_files.save_tensors(tensors, path, hasher, gather)
                 digests[file].set_result(hasher.hexdigest())
                 continue
             ready = tensor_files.host_tensors(tensors)
             with contextlib.suppress(RuntimeError):  # at interpreter exit: the file is read back and hashed
                 digests[file] = pool.submit(tensor_files.digest, ready)
-            state_dicts.save_tensors(ready, path)
+            tensor_files.save_tensors(ready, path)
         text, digest = snapshot.rows
         store.fs.write(folder / HISTORY, text)
         digests[HISTORY] = Future()

@@ -19,7 +19,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from omnitrain.checkpoint.manifest_schema import validate
+from omnitrain.checkpoint.manifest import validate
 from omnitrain.checkpoint.run_record import RUN_FILE, read_starts
 from omnitrain.checkpoint.safetensors_header import read_header
 from omnitrain.checkpoint.store import MANIFEST, Store, is_pointer

@@ -13,7 +13,7 @@ import os
 import stat
 from collections.abc import Iterable
 from pathlib import Path, PurePosixPath
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 _FLAGS = getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0)
 
@@ -28,6 +28,14 @@ def is_inside(name: str) -> bool:
     if path.as_posix() != name or name == "." or path.is_absolute() or ".." in path.parts:
         return False
     return not any(character in name for character in ("\\", "\0", *([":"] if os.name == "nt" else [])))
+
+
+def unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Return a parsed JSON object; a key that is in it twice is an error, as the last one would win silently."""
+    parsed = dict(pairs)
+    if len(parsed) != len(pairs):
+        raise ValueError("the same key twice in an object")
+    return parsed
 
 
 def check_not_link(path: Path) -> None:

@@ -40,12 +40,12 @@ from omnitrain.arguments import (
 from omnitrain.backends.backend import Backend
 from omnitrain.callbacks.early_stopping import EarlyStopping
 from omnitrain.checkpoint import state_dicts
-from omnitrain.checkpoint.adapters import save_model
 from omnitrain.checkpoint.checkpointer import Checkpointer, check_allowed, locked
 from omnitrain.checkpoint.contents import Contents, group_options
 from omnitrain.checkpoint.eval_weights import EvalWeights
 from omnitrain.checkpoint.initial_weights import load_initial
 from omnitrain.checkpoint.mirrored_store import make_store
+from omnitrain.checkpoint.model_files import save_model
 from omnitrain.checkpoint.setting_changes import InitialOptions, constructor_arguments, initial_group_options
 from omnitrain.checkpoint.store import Store
 from omnitrain.checkpoint.tensor_reader import DTYPES, unsaved_dtype
@@ -55,7 +55,7 @@ from omnitrain.compute.random_state import deterministic as deterministic_kernel
 from omnitrain.compute.random_state import isolated_rng
 from omnitrain.config.instantiation import TrainerConfig
 from omnitrain.core.duration import Duration, Limits
-from omnitrain.core.errors import CheckpointError, ConfigError, DistributedError, NonFiniteError, add_location
+from omnitrain.core.errors import ConfigError, DistributedError, NonFiniteError, add_location
 from omnitrain.core.events import STOP_REASONS, Algorithm, Callback, Control, check_algorithms, find_overrides
 from omnitrain.core.history import MetricsDict, write_results
 from omnitrain.core.objective import Objective
@@ -924,14 +924,7 @@ class BaseTrainer(Hooks, ABC):
             CheckpointError: If it is missing, damaged, or from another model or optimizer.
         """
         with self._calling("load_checkpoint()"):
-            folder, content = self._checkpointer.find(path) or (None, None)
-            if folder is None or content is None:
-                raise CheckpointError(f"{str(path)!r} holds no checkpoint.")
-            self._checkpointer.restore(folder, content)
-            self._checkpointer.finished_run = "load_checkpoint() has restored another state since"
-            self.lifecycle.loaded(folder)
-            self._checkpointer.restore_random_numbers(folder, content)
-        return folder
+            return self._checkpointer.load(path)
 
     def save_metrics(self, split: str, metrics: Mapping[str, Any]) -> Path:
         """Write metrics to `<split>_results.json` in `save_dir`, or in the current folder if there is none."""

@@ -6,6 +6,7 @@ logged, end_train` in the order shown in `Event`. Nothing here trains, evaluates
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import logging
 import time
@@ -515,18 +516,20 @@ class Lifecycle:
     def state_dict(self) -> dict[str, Any]:
         """Return the progress, the objective, the length of the history, and the callbacks' states."""
         self.tick()
-        callbacks = [callback for callback in self.callbacks if not self._is_component(callback)]
-        names = [type(callback).__qualname__ for callback in callbacks]
-        states = [
-            {"callback": name, "turn": names[:number].count(name), "state": callback.state_dict()}
-            for number, (name, callback) in enumerate(zip(names, callbacks, strict=True))
-        ]
+        states, turns = [], collections.Counter[str]()
+        for callback in self.callbacks:
+            if self._is_component(callback):
+                continue
+            name, state = type(callback).__qualname__, callback.state_dict()
+            if state:
+                states.append({"callback": name, "turn": turns[name], "state": state})
+            turns[name] += 1
         return {
             "progress": self.progress.state_dict(),
             "objective": self.objective.state_dict(),
             "metrics": self.metrics.to_dict(with_rows=False),
             "evaluated_step": self.evaluated_step,
-            "callbacks": [entry for entry in states if entry["state"]],
+            "callbacks": states,
             "clock": self.clock.state_dict(),
         }
 

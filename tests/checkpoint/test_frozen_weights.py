@@ -17,7 +17,7 @@ from tiny import Tokens, llama
 from torch import nn
 
 from omnitrain import Callback, CheckpointError, ConfigError, Trainer
-from omnitrain.checkpoint import frozen_weights as frozen_module
+from omnitrain.checkpoint import model_files
 from omnitrain.distributed.ranks import Ranks
 
 
@@ -59,8 +59,8 @@ def check_resumes(build: Callable[[], nn.Module], folder: Path, *callbacks: Call
 def test_frozen_base_is_left_out_and_resume_is_exact(kind: str, tmp_path: Path, monkeypatch: Any) -> None:
     """Its fingerprints are computed once a run."""
     counts: list[int] = []
-    original = frozen_module.fingerprints
-    monkeypatch.setattr(frozen_module, "fingerprints", lambda *parts: counts.append(len(parts[0])) or original(*parts))
+    original = model_files.fingerprints
+    monkeypatch.setattr(model_files, "fingerprints", lambda *parts: counts.append(len(parts[0])) or original(*parts))
     straight = run(kind, adapted(lora_dropout=0.1))
     assert counts == []  # nothing is saved
     run(kind, adapted(lora_dropout=0.1), tmp_path, callbacks=[StopAt(3)])
@@ -185,7 +185,7 @@ def test_frozen_fingerprints_are_equal_in_16_and_32_bits() -> None:
         for parameter in model.parameters():
             if not parameter.requires_grad:
                 parameter.data = parameter.data.to(torch.bfloat16).to(dtype)
-        return frozen_module.fingerprints(dict(model.named_parameters()), Ranks())
+        return model_files.fingerprints(dict(model.named_parameters()), Ranks())
 
     assert fingerprints(torch.bfloat16) == fingerprints(torch.float32)
 

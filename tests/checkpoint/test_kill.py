@@ -23,7 +23,7 @@ from programs import LIMIT, exit_code, fork
 from resuming import assert_same, build, comparable, disturb_generators, journal, outcome, play, train
 
 from omnitrain import Callback, CheckpointError, Trainer
-from omnitrain.checkpoint import state_dicts
+from omnitrain.checkpoint import tensor_files
 from omnitrain.checkpoint.history import HISTORY
 from omnitrain.checkpoint.store import MANIFEST, Store
 
@@ -50,11 +50,11 @@ def saving_to(trainer: Trainer, at: int | None = None, fault: Any = None) -> Ite
     """Have the trainer save to a disk with a fault."""
     assert trainer.store is not None
     trainer.store.fs = disk = FaultyDisk(trainer.store.root, at, fault)
-    state_dicts.save_tensors = disk.write_tensors
+    tensor_files.save_tensors = disk.write_tensors
     try:
         yield disk
     finally:
-        state_dicts.save_tensors = save_tensors
+        tensor_files.save_tensors = save_tensors
 
 
 def operations(folder: Path, is_exhaustive: bool) -> list[int]:
@@ -132,7 +132,7 @@ def test_save_required_failure_ends_the_run(error: Exception, is_async: bool, fo
         save_tensors(tensors, path)
 
     trainer = build(folder / "run", **RUN, save_required=True, async_save=is_async)
-    monkeypatch.setattr(state_dicts, "save_tensors", fail_at_step_4)
+    monkeypatch.setattr(tensor_files, "save_tensors", fail_at_step_4)
     with pytest.raises(CheckpointError, match=r"checkpoint-4.*(No space left|unexpected pos)"):
         trainer.train()
     assert [path.name for path in Store(folder / "run").checkpoints()] == ["checkpoint-2"]
@@ -200,7 +200,7 @@ def test_kill_during_background_write_resumes_identically(folder: Path, undistur
             threading.Event().wait()
 
     def train_until_killed() -> None:
-        state_dicts.save_tensors = hang_at_step_4
+        tensor_files.save_tensors = hang_at_step_4
         build(run, async_save=True, callbacks=lambda: [KillWhenWriting()], **RUN).train()
 
     assert exit_code(fork(train_until_killed)) == -signal.SIGKILL

