@@ -335,11 +335,8 @@ def required_labels(batch: Any, names: Sequence[str], who: str) -> torch.Tensor:
         return labels
     if isinstance(labels, tuple):
         raise DataError(f"{who} changes labels under one key, and `label_names={list(names)!r}` has several of them.")
-    raise DataError(f"{who} needs labels, and found {_kind_of(labels)} in the batch. {missing_labels_hint(batch)}")
-
-
-def _kind_of(labels: Any) -> str:
-    return "none" if labels is None else f"a {type(labels).__name__} in their place"
+    kind = "none" if labels is None else f"a {type(labels).__name__} in their place"
+    raise DataError(f"{who} needs labels, and found {kind} in the batch. {missing_labels_hint(batch)}")
 
 
 def missing_labels_hint(batch: Any, names: Sequence[str] = ()) -> str:
@@ -455,6 +452,18 @@ def _fields_of(batch: Any) -> dict[str, Any]:
 def _fields_as_dict(value: Any) -> Any:
     """Return the fields of an instance of a dataclass as a dict, and anything else unchanged."""
     return _fields_of(value) if is_dataclass(value) and not isinstance(value, (type, Mapping)) else value
+
+
+def _map_entries(batch: Any, change: Callable[[Any], Any]) -> Any:
+    """Return a batch of the same kind with its entries changed, and what has no entries unchanged."""
+    if isinstance(batch, Mapping):
+        return _like_batch(batch, {key: change(value) for key, value in batch.items()})
+    if isinstance(batch, (tuple, list)):
+        entries = [change(value) for value in batch]
+        return type(batch)(*entries) if hasattr(batch, "_fields") else type(batch)(entries)
+    if is_dataclass(batch) and not isinstance(batch, type):
+        return _with_fields(batch, {name: change(value) for name, value in _fields_of(batch).items()})
+    return batch
 
 
 def _with_fields(batch: Any, values: Mapping[str, Any]) -> Any:
@@ -577,38 +586,29 @@ def move_to_device(batch: Any, device: torch.device, non_blocking: bool = False)
         return {key: move_to_device(value, device, non_blocking) for key, value in batch.items()}
     if callable(getattr(batch, "to", None)) and not isinstance(batch, torch.nn.Module):
         return batch.to(device)  # transformers' BatchEncoding, torch's PackedSequence and the like
-    if isinstance(batch, tuple) and hasattr(batch, "_fields"):
-        return type(batch)(*(move_to_device(value, device, non_blocking) for value in batch))
-    if isinstance(batch, (tuple, list)):
-        return type(batch)(move_to_device(value, device, non_blocking) for value in batch)
-    if isinstance(batch, Mapping):
-        return {key: move_to_device(value, device, non_blocking) for key, value in batch.items()}
-    if is_dataclass(batch) and not isinstance(batch, type):
-        moved = {key: move_to_device(value, device, non_blocking) for key, value in _fields_of(batch).items()}
-        return _with_fields(batch, moved)
-    return batch
+    return _map_entries(batch, lambda value: move_to_device(value, device, non_blocking))
 
 
 def cast_inputs(batch: Any, dtype: torch.dtype, label_names: Sequence[str]) -> Any:
     """Return a batch whose floating-point tensors, except labels, are of this dtype.
 
-    Args:
-        batch: The batch.
-        dtype: The dtype.
-        label_names: The keys of a dict's labels, in addition to the usual ones.
-
     Raises:
         DataError: If it is of a type whose tensors are unknown.
     """
+
+    def cast(value: Any) -> Any:
+        if isinstance(value, torch.Tensor):
+            return value.to(dtype) if value.is_floating_point() else value
+        return _map_entries(value, cast)
+
     if isinstance(batch, torch.Tensor):
-        return batch.to(dtype) if batch.is_floating_point() else batch
+        return cast(batch)
     if isinstance(batch, Mapping):
         labels = {*label_names, *LABEL_KEYS}
-        entries = {key: value if key in labels else _cast(value, dtype) for key, value in batch.items()}
-        return _like_batch(batch, entries)
+        return _like_batch(batch, {key: value if key in labels else cast(value) for key, value in batch.items()})
     if isinstance(batch, (tuple, list)):
         cut = len(batch) - 1 if len(batch) > 1 else 1  # the last of several are the labels
-        entries = [*(_cast(value, dtype) for value in batch[:cut]), *batch[cut:]]
+        entries = [*map(cast, batch[:cut]), *batch[cut:]]
         return type(batch)(*entries) if hasattr(batch, "_fields") else type(batch)(entries)
     if is_dataclass(batch) and not isinstance(batch, type):
         return _with_fields(batch, cast_inputs(_fields_of(batch), dtype, label_names))
@@ -618,31 +618,12 @@ def cast_inputs(batch: Any, dtype: torch.dtype, label_names: Sequence[str]) -> A
     )
 
 
-def _cast(value: Any, dtype: torch.dtype) -> Any:
-    if isinstance(value, torch.Tensor):
-        return value.to(dtype) if value.is_floating_point() else value
-    if isinstance(value, Mapping):
-        return {key: _cast(entry, dtype) for key, entry in value.items()}
-    if isinstance(value, (tuple, list)):
-        entries = [_cast(entry, dtype) for entry in value]
-        return type(value)(*entries) if hasattr(value, "_fields") else type(value)(entries)
-    return value
-
-
 def pin_batch(batch: Any) -> Any:
     """Return the batch in page-locked memory, from which copies to a GPU do not block."""
-    if isinstance(batch, torch.Tensor):
+    is_known = isinstance(batch, (Mapping, tuple))
+    if not is_known and callable(getattr(batch, "pin_memory", None)):
         return batch.pin_memory()
-    if isinstance(batch, Mapping):
-        return _like_batch(batch, {key: pin_batch(value) for key, value in batch.items()})
-    if isinstance(batch, tuple):
-        entries = (pin_batch(value) for value in batch)
-        return type(batch)(*entries) if hasattr(batch, "_fields") else tuple(entries)
-    if callable(getattr(batch, "pin_memory", None)):
-        return batch.pin_memory()
-    if is_dataclass(batch) and not isinstance(batch, type):
-        return _with_fields(batch, {key: pin_batch(value) for key, value in _fields_of(batch).items()})
-    return batch
+    return batch if isinstance(batch, list) else _map_entries(batch, pin_batch)
 
 
 def prefetch_to_device(batches: Iterable[Any], device: torch.device) -> Iterator[tuple[Any, Any]]:

@@ -16,12 +16,7 @@ logger: logging.Logger = logging.getLogger("omnitrain")
 
 
 class Columns:
-    """Drops the columns that a model does not accept, and logs which.
-
-    Args:
-        used: The columns that are used, including labels; None if any column may be used.
-        model: The model, which must keep the sequences of packed datasets apart.
-    """
+    """Drops the columns that a model does not accept, and logs which."""
 
     def __init__(self, used: Collection[str] | None, model: nn.Module | None = None) -> None:
         self._taken = used

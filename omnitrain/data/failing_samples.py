@@ -46,14 +46,7 @@ def _differing(error: Exception, samples: Sequence[int], attempt: Attempt) -> li
 
 
 def describe_failures(error: Exception, samples: Sequence[int], of: str, attempt: Attempt, pairs: bool = False) -> str:
-    """Return the samples of a batch as text, or those that fail individually or differ from the others.
-
-    Args:
-        error: The error that the batch raised.
-        samples: The samples of the batch.
-        of: The name of their dataset.
-        attempt: Repeats the failed operation with a list of samples.
-        pairs: Whether to try pairs too.
+    """Return the samples of a batch as text, or those that fail individually or, in pairs, differ from the others.
 
     >>> describe_failures(IndexError(), [0, 1, 7], "the training set", lambda samples: [[0, 0][i] for i in samples])
     'sample 7 of the training set, which fails individually'

@@ -102,11 +102,6 @@ class GroupByLength(Dataset[Any]):
 def sample_lengths(dataset: Any, lengths: Lengths = None, column: str = "input_ids") -> np.ndarray:
     """Return the length of each sample, as int64 of shape (samples,).
 
-    Args:
-        dataset: A dataset with a length and items.
-        lengths: The lengths, or a function of a sample; None takes that of a column, or of the first sequence.
-        column: The column of samples that are dicts.
-
     Raises:
         ConfigError: If `lengths` are none.
         DataError: If the dataset is a stream or empty, or a sample has no length.

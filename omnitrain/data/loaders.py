@@ -1,8 +1,4 @@
-"""Loaders for map-style datasets, streams and custom loaders.
-
-A loader's `counted_batches(epoch, position)` yields the micro-batches of an epoch from the sample at `position` on,
-each with its number of samples.
-"""
+"""Loaders for map-style datasets, streams and custom loaders."""
 
 from __future__ import annotations
 
@@ -23,7 +19,6 @@ from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 
 from omnitrain.compute.random_state import derive_seed, isolated_rng, seed_generators
 from omnitrain.core.errors import DataError, describe_samples, format_list
-from omnitrain.core.progress import Progress
 from omnitrain.data.collation import Collator, count_samples, first_row, pin_batch
 from omnitrain.data.sampling import (
     Collate,
@@ -58,21 +53,17 @@ _MAX_POSITIONS = 256
 
 
 class Loader:
-    """The base class of loaders. `for batch in loader` iterates over the epoch set by `set_epoch`.
-
-    Attributes:
-        size: Samples in an epoch over all ranks, or None if unknown.
-        counts_samples: Whether it knows how many samples a batch used; otherwise the rows of the batch are counted.
-        shards_samples: Whether ranks take turns with single samples instead of batches.
-        name: The name of the data in messages.
-        rules: The `EvalSet` that the data belong to, if any.
-    """
+    """The base class of loaders. `for batch in loader` iterates over the epoch set by `set_epoch`."""
 
     size: int | None = None
+    """Samples in an epoch over all ranks, or None if unknown."""
     rules: Any = None
+    """The `EvalSet` that the data belong to, if any."""
     name: str = "the data"
     counts_samples = True
+    """Whether it knows how many samples a batch used; otherwise the rows of the batch are counted."""
     shards_samples = False
+    """Whether ranks take turns with single samples instead of batches."""
     samples_iterated: int = 0
     """Samples yielded by `iter()` since `set_epoch`, as in a custom loop."""
     first: Any = None
@@ -89,13 +80,13 @@ class Loader:
     _positions: deque[StreamPosition] = deque(maxlen=0)  # noqa: RUF012 (it can hold nothing)
     _start: StreamPosition | None = None
 
-    def counted_batches(self, epoch: int, position: int = 0) -> Iterator[CountedBatch]:
-        """Yield the micro-batches of an epoch, from the sample at `position` on, each with its number of samples."""
-        raise NotImplementedError
+    def counted_batches(self, epoch: int, position: int = 0, batches: int | None = None) -> Iterator[CountedBatch]:
+        """Yield the micro-batches of an epoch from a position on, each with its number of samples.
 
-    def remaining_batches(self, epoch: int, progress: Progress) -> Iterator[CountedBatch]:
-        """Yield the micro-batches of an epoch from the position of a run on."""
-        return self.counted_batches(epoch, progress.samples_in_epoch)
+        The position is given in samples and in micro-batches, over all ranks; all that can be counted of some loaders
+        is the micro-batches.
+        """
+        raise NotImplementedError
 
     def batches(self, epoch: int, position: int = 0) -> Iterator[Any]:
         """Yield the micro-batches of an epoch, from the sample at `position` on."""
@@ -106,17 +97,23 @@ class Loader:
         return None
 
     def position_at(self, epoch: int, position: int, batches: int = 0) -> StreamPosition | None:
-        """Return the latest state of the data not after a position, if they have states.
+        """Return the latest recorded position not after this one; at the beginning, the end of the previous epoch."""
+        if not position:
+            return next((point for point in reversed(self._positions) if point.epoch == epoch - 1), None)
+        candidates = (point for point in reversed(self._positions) if point.epoch == epoch)
+        return next((point for point in candidates if self._is_reached(point, position, batches)), None)
 
-        Args:
-            epoch: The epoch.
-            position: The samples before the position, over all ranks.
-            batches: The micro-batches before it, over all ranks.
-        """
-        return None
+    def _is_reached(self, point: StreamPosition, position: int, batches: int) -> bool:
+        return point.position <= position
 
     def resume_at(self, point: StreamPosition | None) -> None:
         """Begin the next pass at a recorded position, unless it is after the position where the pass begins."""
+        self._start = point
+        self._positions.extend([] if point is None else [point])
+
+    def _pop_start(self) -> StreamPosition | None:
+        start, self._start = self._start, None
+        return start
 
     def merge_states(self, states: list[Any]) -> Any:
         """Return one state from those of all ranks, if each has its own share."""
@@ -127,10 +124,7 @@ class Loader:
         return None
 
     def update(self, size: int | None = None) -> None:
-        """Adapt to changes of the dataset since the latest pass.
-
-        Args:
-            size: The samples of an epoch in progress; None uses the length of the dataset.
+        """Adapt to changes of the dataset since the latest pass; `size` are the samples of an epoch in progress.
 
         Raises:
             DataError: If it has become empty, or has fewer samples than `size`.
@@ -145,11 +139,7 @@ class Loader:
         return iter(())
 
     def last_step(self, batches: int) -> int | None:
-        """Return the position of the last step of epoch 0; None if earlier batches must be read for it.
-
-        Args:
-            batches: Batches of a step on each rank.
-        """
+        """Return the position of the last step of so many batches in epoch 0; None if others must be read for it."""
         return None
 
     @contextlib.contextmanager
@@ -184,10 +174,15 @@ class Loader:
             yield batch
 
 
+def by_name(loaders: Any) -> dict[str, Any]:
+    """Return the loaders of named sets, that of a single set under "", or none."""
+    return loaders if isinstance(loaders, dict) else {} if loaders is None else {"": loaders}
+
+
 def close_loaders(*loaders: Any) -> None:
     """End the worker processes of our loaders, and of dicts of loaders."""
     for entry in loaders:
-        for loader in entry.values() if isinstance(entry, dict) else (entry,):
+        for loader in by_name(entry).values():
             if isinstance(loader, Loader):
                 loader.close()
 
@@ -226,6 +221,15 @@ def identity_collate(batch: Any) -> Any:
     return batch
 
 
+def make_worker_loader(dataset: Any, seed: int, **options: Any) -> DataLoader[Any]:
+    """Return torch's loader of a dataset of entire batches, whose workers end only with it."""
+    generator = torch.Generator().manual_seed(seed)  # otherwise it draws from the generator of training
+    return DataLoader(
+        dataset, batch_size=None, collate_fn=identity_collate, worker_init_fn=outlive_signals, generator=generator,
+        **options,
+    )  # fmt: skip
+
+
 class MapLoader(Loader):
     """Fetches a map-style dataset in the sampler's order, here or in worker processes that live until it is closed."""
 
@@ -255,18 +259,10 @@ class MapLoader(Loader):
         self._requests = _RequestSampler()
         self._workers: DataLoader[Any] | None = None
         if num_workers:
-            self._workers = DataLoader(
-                _BatchDataset(self.fetch),  # type: ignore[arg-type]
-                batch_size=None,
-                sampler=self._requests,
-                collate_fn=identity_collate,
-                num_workers=num_workers,
-                pin_memory=pin_memory,
-                prefetch_factor=prefetch_factor,
-                persistent_workers=True,
-                worker_init_fn=outlive_signals,
-                generator=torch.Generator().manual_seed(seed),  # otherwise it draws from the generator of training
-            )
+            self._workers = make_worker_loader(
+                _BatchDataset(self.fetch), seed, sampler=self._requests, num_workers=num_workers, pin_memory=pin_memory,
+                prefetch_factor=prefetch_factor, persistent_workers=True,
+            )  # fmt: skip
 
     @property
     def has_workers(self) -> bool:
@@ -309,13 +305,11 @@ class MapLoader(Loader):
         indices = next(itertools.islice(batches, turn, None), None)
         return None if indices is None else indices.tolist()
 
-    def counted_batches(self, epoch: int, position: int = 0) -> Iterator[CountedBatch]:
-        """Yield the micro-batches of an epoch, from the sample at `position` on, without reading those before it."""
+    def counted_batches(self, epoch: int, position: int = 0, batches: int | None = None) -> Iterator[CountedBatch]:
         return self._read(epoch, self.sampler.batches(epoch, position))
 
     def first_batch(self) -> Iterator[CountedBatch]:
-        """Yield the first batch of epoch 0; workers read no others in advance."""
-        return self._read(0, itertools.islice(self.sampler.batches(0), 1))
+        return self._read(0, itertools.islice(self.sampler.batches(0), 1))  # workers read no others in advance
 
     def last_batch(self) -> Iterator[CountedBatch]:
         return self._read(0, self.sampler.batches(0, self.last_step(1)))
@@ -388,7 +382,6 @@ class StreamLoader(Loader):
         self._worker: DataLoader[Any] | None = None
         self._snapshot = snapshot(dataset)
         self._positions: deque[StreamPosition] = deque(maxlen=_MAX_POSITIONS)
-        self._start: StreamPosition | None = None
         self.first: Any = None
 
     def __len__(self) -> int:
@@ -397,21 +390,8 @@ class StreamLoader(Loader):
         return self.rounds.count(self.size)
 
     def indices_at(self, epoch: int, position: int, turn: int) -> Sequence[int] | None:
-        """Return the positions of the samples in an epoch of the stream, from 0."""
         places = range(position + self.rounds.start(turn), position + self.rounds.start(turn + 1))
         return share(places, self._stream.rank, self._stream.world_size)
-
-    def position_at(self, epoch: int, position: int, batches: int = 0) -> StreamPosition | None:
-        """Return the latest recorded position not after `position`, if any; at 0, the end of the previous epoch."""
-        last = epoch if position else epoch - 1
-        candidates = (point for point in reversed(self._positions) if point.epoch == last)
-        return next((point for point in candidates if not position or point.position <= position), None)
-
-    def resume_at(self, point: StreamPosition | None) -> None:
-        """Begin the next pass at a recorded position, unless it is after the position where the pass begins."""
-        point = None if point is None or point.batches else point  # a loader's, not a stream's
-        self._start = point
-        self._positions.extend([] if point is None else [point])
 
     def update(self, size: int | None = None) -> None:
         if size is None and self.size is not None:
@@ -428,9 +408,9 @@ class StreamLoader(Loader):
     def stateful_sources(self) -> Sequence[Any]:
         return [self.dataset] if can_seek(self.dataset) else []
 
-    def counted_batches(self, epoch: int, position: int = 0) -> Iterator[CountedBatch]:
+    def counted_batches(self, epoch: int, position: int = 0, batches: int | None = None) -> Iterator[CountedBatch]:
         """Yield the micro-batches of an epoch; to reach `position`, the samples before it are read and dropped."""
-        start, self._start = self._start, None
+        start = self._pop_start()
         if start is not None and (start.epoch, start.position) > (epoch, position):
             start = None
         again = position - (start.position if start is not None and start.epoch == epoch else 0)
@@ -453,17 +433,10 @@ class StreamLoader(Loader):
         stream = self._stream
         if self._worker is None:
             stream.passes = get_context().SimpleQueue()
-            self._worker = DataLoader(
-                stream,
-                batch_size=None,
-                collate_fn=identity_collate,
-                generator=torch.Generator().manual_seed(self.seed),
-                worker_init_fn=outlive_signals,
-                num_workers=1,
-                pin_memory=self._pin_memory,
-                prefetch_factor=self._prefetch_factor,
+            self._worker = make_worker_loader(
+                stream, self.seed, num_workers=1, pin_memory=self._pin_memory, prefetch_factor=self._prefetch_factor,
                 persistent_workers=True,
-            )
+            )  # fmt: skip
         stream.passes.put((stream.epoch, stream.position, stream.start))
         has_ended = False
         try:
@@ -501,9 +474,10 @@ class UserLoader(Loader):
         name: str = Loader.name,
         keep_states: bool = False,
     ) -> None:
-        if not hasattr(loader, "__iter__") or _is_used_up(loader):
+        if not hasattr(loader, "__iter__") or isinstance(loader, (str, bytes, type)) or _is_used_up(loader):
             raise DataError(
-                f"A loader must be iterable any number of times, as a DataLoader is, got {type(loader).__name__}. "
+                f"The loader of {name} must be iterable any number of times, as a DataLoader is, got "
+                f"{type(loader).__name__}. "
                 "A generator is used up after one epoch: wrap it in a class with __iter__."
             )
         self.loader = loader
@@ -522,10 +496,8 @@ class UserLoader(Loader):
             self._generators[loader.batch_sampler.sampler.generator] = seed
         self.keep_states: bool = keep_states and has_state(loader)
         self._workers: int = getattr(loader, "num_workers", 0) if isinstance(loader, DataLoader) else 0
-        self._positions: deque[StreamPosition] = deque(
-            maxlen=world_size + 2
-        )  # what ranks, and copies to a GPU, are ahead
-        self._start: StreamPosition | None = None
+        # what ranks, and copies to a GPU, are ahead
+        self._positions: deque[StreamPosition] = deque(maxlen=world_size + 2)
         shared = [
             sampler
             for sampler in components.values()
@@ -556,17 +528,12 @@ class UserLoader(Loader):
     def __len__(self) -> int:
         return math.ceil(len(self.loader) / self._world_size) if self._turns is None else self._turns
 
-    def counted_batches(self, epoch: int, position: int = 0) -> Iterator[CountedBatch]:
-        """Yield this process's batches; to reach `position`, those before it are read and dropped."""
-        return self._share_of(self._read(epoch, samples=position // self._shares), position)
-
-    def remaining_batches(self, epoch: int, progress: Progress) -> Iterator[CountedBatch]:
-        """Yield the batches from the position of a run on; by batches if samples cannot be counted."""
-        done = progress.samples_in_epoch
-        if self.counts_samples:
-            return self.counted_batches(epoch, done)
-        rows = done if self._shares == 1 else None
-        return self._share_of(self._read(epoch, progress.batches_in_epoch // self._shares, rows=rows), done)
+    def counted_batches(self, epoch: int, position: int = 0, batches: int | None = None) -> Iterator[CountedBatch]:
+        """Yield this process's batches; to reach the position, those before it are read and dropped."""
+        if self.counts_samples or batches is None:
+            return self._share_of(self._read(epoch, samples=position // self._shares), position)
+        rows = position if self._shares == 1 else None
+        return self._share_of(self._read(epoch, batches // self._shares, rows=rows), position)
 
     def update(self, size: int | None = None) -> None:
         if size is None and self.size is not None:
@@ -581,39 +548,27 @@ class UserLoader(Loader):
     def stateful_sources(self) -> Sequence[Any]:
         return [self.loader] if has_state(self.loader) else []
 
-    def position_at(self, epoch: int, position: int, batches: int = 0) -> StreamPosition | None:
-        """Return the latest recorded position not after `position`, if any; at 0, the end of the previous epoch."""
-        if not batches:
-            return next((point for point in self._positions if point.has_ended and point.epoch == epoch - 1), None)
-        candidates = (point for point in reversed(self._positions) if point.epoch == epoch and not point.has_ended)
-        return next((point for point in candidates if point.batches <= batches // self._shares), None)
+    def _is_reached(self, point: StreamPosition, position: int, batches: int) -> bool:
+        return not point.has_ended and point.batches <= batches // self._shares
 
     def resume_at(self, point: StreamPosition | None) -> None:
-        """Begin the next pass at a recorded position, unless it is after the position where the pass begins."""
-        self._start = None
-        if point is None or not point.batches or not has_state(self.loader):
-            return
-        if point.workers != self._workers:
+        if point is not None and point.workers != self._workers:
             logger.warning(
                 "The loader had num_workers=%d when its state was saved, and has %d now, so that state cannot be used: "
                 "its first batches are read again.", point.workers, self._workers,
             )  # fmt: skip
-            return
-        self._start = point
-        self._positions.append(point)
+            point = None
+        super().resume_at(point if has_state(self.loader) else None)
 
     def _begin(self, epoch: int, skipped: int, samples: int) -> tuple[int, int]:
         """Restore the loader from a checkpoint; return its batches and samples before that position.
 
-        Args:
-            epoch: The epoch of the pass.
-            skipped: Batches to skip at its beginning.
-            samples: Samples to skip at its beginning.
+        The pass begins after so many skipped batches or samples.
         """
-        point, self._start = self._start, None
+        point = self._pop_start()
         if point is None or point.batches > skipped > 0 or point.position > samples > 0:
             return 0, 0
-        loader, load = self.loader, self.loader.load_state_dict
+        loader: Any = self.loader
         is_at_end = point.has_ended and point.epoch == epoch - 1 and not skipped and not samples
         if is_at_end and isinstance(loader, DataLoader) and not isinstance(loader.dataset, IterableDataset):
             return 0, 0  # its order depends only on the epoch
@@ -625,7 +580,7 @@ class UserLoader(Loader):
                 "draws random numbers, the rest of the epoch differs from an uninterrupted run.", self._workers,
             )  # fmt: skip
         try:
-            load(point.state)
+            self.loader.load_state_dict(point.state)
         except Exception as error:
             error.add_note(
                 f"Raised by the loader of {self.name} for its state from the checkpoint. Pass the same arguments to it "
@@ -647,14 +602,7 @@ class UserLoader(Loader):
     def _read(
         self, epoch: int, skipped: int = 0, *, samples: int = 0, rows: int | None = None
     ) -> Iterator[CountedBatch]:
-        """Yield the batches of an epoch, each with its number of samples.
-
-        Args:
-            epoch: The epoch.
-            skipped: Batches to skip at the beginning.
-            samples: Samples to skip at the beginning.
-            rows: How many rows the skipped batches must have; None does not check it.
-        """
+        """Yield the batches of an epoch after so many skipped batches, which must have `rows` rows, or samples."""
         for part in self._with_epochs:
             part.set_epoch(epoch)
         for generator, seed in self._generators.items():
@@ -678,7 +626,12 @@ class UserLoader(Loader):
                     raise
             is_skipped = number < skipped or dropped_samples < samples
             if rows is not None and dropped_samples != rows and (batch is _END or not is_skipped):
-                raise _row_count_error(number, rows, dropped_samples)
+                raise DataError(
+                    f"The first {number} batches of the loader have {dropped_samples} rows; when the checkpoint was "
+                    f"saved they had {rows}. The position is known only in batches: give the loader its former batch "
+                    "size, and the same data in the same order, or start from a checkpoint that was saved at the end "
+                    "of an epoch."
+                )
             if batch is _END:
                 self._check_length(number)
                 if self.keep_states:
@@ -724,14 +677,6 @@ class UserLoader(Loader):
                 f"{len(self.loader)}. Correct its `__len__`; if that is right, the dataset's __getitem__ or the "
                 "collator raised StopIteration before the end."
             )
-
-
-def _row_count_error(number: int, rows: int, actual_rows: int) -> DataError:
-    return DataError(
-        f"The first {number} batches of the loader have {actual_rows} rows; when the checkpoint was saved they had "
-        f"{rows}. The position is known only in batches: give the loader its former batch size, and the same data in "
-        "the same order, or start from a checkpoint that was saved at the end of an epoch."
-    )
 
 
 _END = object()

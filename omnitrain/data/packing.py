@@ -231,10 +231,6 @@ class PackedDataset(Dataset[dict[str, torch.Tensor]]):
     def check_model(self, model: nn.Module, parameters: Collection[str]) -> None:
         """Check that a model separates the sequences of a row, as far as can be seen.
 
-        Args:
-            model: The model.
-            parameters: The names of the arguments of its forward.
-
         Raises:
             ConfigError: If it does not.
         """
@@ -296,10 +292,6 @@ def best_fit_decreasing(sizes: np.ndarray, length: int) -> tuple[np.ndarray, np.
 
     Rows with the same sizes are counted, not listed, so the time depends on the number of different sizes. Sequences
     of one size are assigned at random, with a constant seed.
-
-    Args:
-        sizes: The tokens of each sequence, from 1 to `length`: (sequences,).
-        length: Tokens in a row.
 
     >>> [part.tolist() for part in best_fit_decreasing(np.array([2, 3, 1, 4]), 5)]
     [[1, 0, 3, 2], [0, 2, 4]]

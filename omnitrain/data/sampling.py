@@ -120,16 +120,6 @@ class EpochSampler:
     so with a billion samples the first step starts at once and takes no memory. A short last share is split unevenly:
     nothing is padded or counted twice, and every process gets the same number of micro-batches, some of them empty.
 
-    Args:
-        size: Samples in the dataset.
-        batch_size: Samples of one micro-batch on one process.
-        shuffle: Whether each epoch has its own order; otherwise samples keep the dataset's order.
-        seed: Seed of the orders.
-        rank: The rank of this process.
-        world_size: Number of ranks.
-        multiple_of: The samples in an epoch are a multiple of this; each epoch leaves out different ones.
-        rounds: The samples of each micro-batch of a step; None gives `batch_size` to each rank.
-
     Attributes:
         size: Samples in an epoch.
         multiple_of: The samples in an epoch are a multiple of this.
@@ -213,12 +203,7 @@ class EpochSampler:
 
 
 class DatasetOrder(EpochSampler):
-    """The order that a dataset defines: `epoch_order(epoch, seed)` with `epoch_size` samples.
-
-    Args:
-        dataset: The dataset.
-        options: The arguments of `EpochSampler` except the size.
-    """
+    """The order that a dataset defines: `epoch_order(epoch, seed)` with `epoch_size` samples."""
 
     _is_drawn_whole = True
 

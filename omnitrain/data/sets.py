@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import math
 from collections.abc import Callable, Mapping
@@ -13,9 +14,18 @@ import torch
 
 from omnitrain.arguments import Settings, describe, has_changing_batch_size, is_loader, samples_of_step
 from omnitrain.core.duration import Duration
-from omnitrain.core.errors import ConfigError, DataError
+from omnitrain.core.errors import ConfigError
 from omnitrain.data.collation import Collator
-from omnitrain.data.loaders import Loader, MapLoader, UserLoader, close_loaders, dataset_title, is_stream, make_loader
+from omnitrain.data.loaders import (
+    Loader,
+    MapLoader,
+    UserLoader,
+    by_name,
+    close_loaders,
+    dataset_title,
+    is_stream,
+    make_loader,
+)
 from omnitrain.data.sampling import MicrobatchLayout, is_table
 from omnitrain.data.shards import ShardedLoader, ShardedStream
 from omnitrain.distributed.ranks import Coordinates, Ranks
@@ -73,13 +83,13 @@ class EvalSet:
         """Whether the set counts in the means over the sets."""
         return self.weight > 0 and self.every is None
 
-    def is_due(self, row: Mapping[str, Any], last: Mapping[str, Any] | None) -> bool:
-        """Return whether to evaluate the set now.
+    @property
+    def has_own_metrics(self) -> bool:
+        """Whether the metrics of the set are not the trainer's."""
+        return not (isinstance(self.metrics, str) and self.metrics == "same")
 
-        Args:
-            row: The position of the run: its "step" and "epoch".
-            last: Its position at the latest evaluation of the set; None if there was none.
-        """
+    def is_due(self, row: Mapping[str, Any], last: Mapping[str, Any] | None) -> bool:
+        """Return whether to evaluate the set at a "step" and "epoch", after the last evaluation at others."""
         if not isinstance(self.every, Duration) or not row["step"]:
             return True
         name = "step" if self.every.unit == "ba" else "epoch"
@@ -98,24 +108,12 @@ def is_dict_of_sets(dataset: Any) -> bool:
     )
 
 
+# Stands for the rules of a dataset that is no `EvalSet`.
+_NO_RULES = EvalSet(())
+
+
 class Sets:
-    """The loaders of a trainer.
-
-    Args:
-        settings: The arguments of the trainer.
-        device: The device of the batches; only for one other than the CPU, they are put into page-locked memory.
-        ranks: The ranks of the run, over which samples are split.
-        transform: Changes each dataset before it is loaded.
-        adds_mask: Whether our collator gives padded batches an `attention_mask`.
-        sampling: Further options of the order of training samples; see `make_loader`.
-
-    Attributes:
-        train: The loader of the training set, or None.
-        train_size: The samples of the training set when it was given; callbacks may change it in a run.
-        eval: The loader of the evaluation set, a dict of loaders for named sets, or None.
-        test: The loader of the test set, or None.
-        share: Which share of the data this rank has.
-    """
+    """The loaders of a trainer: one for each set, a dict of them for named sets, or None."""
 
     def __init__(
         self,
@@ -156,9 +154,10 @@ class Sets:
         elif settings.train_dataset is not None:
             self.train = self._train_loader()
         self.train_size: int | None = None if self.train is None else self.train.size
-        self.eval: Any = self._evaluation_loader(settings.eval_dataset, settings.eval_loader, "eval_dataset")
-        self.test: Any = self._evaluation_loader(settings.test_dataset, settings.test_loader, "test_dataset")
-        self.check_sizes(self.train, self.eval, self.test)
+        self.eval: Any = self._evaluation_set("eval")
+        self.test: Any = self._evaluation_set("test")
+        if ranks.world_size > 1:
+            self.check_sizes(self.train, self.eval, self.test)
 
     def _train_loader(self) -> Loader:
         settings = self._settings
@@ -181,8 +180,12 @@ class Sets:
                 settings.train_dataset, settings.batch_size, keep_states=settings.save_dir is not None, **self._loading,
                 name=dataset_title("train_dataset"),
             )  # fmt: skip
-        if rounds is not None:
-            self._log_layout(rounds)
+        if rounds is not None and self._ranks.is_main:
+            logger.info(
+                "The %d samples of a step are no multiple of batch_size x processes = %d x %d: a process takes up to "
+                "%d of them at a time, %d times a step.", rounds.step, settings.batch_size, self.share.size,
+                math.ceil(max(rounds.sizes) / self.share.size), len(rounds.sizes),
+            )  # fmt: skip
         return make_loader(
             self._transform(settings.train_dataset), settings.batch_size, name="train_dataset", rounds=rounds,
             shuffle=settings.shuffle, keep_states=settings.save_dir is not None, **self._sampling, **self._loading,
@@ -202,15 +205,6 @@ class Sets:
             return None
         return MicrobatchLayout.of(step, size, self.share.size)
 
-    def _log_layout(self, rounds: MicrobatchLayout) -> None:
-        settings, share = self._settings, self.share
-        if self._ranks.is_main:
-            logger.info(
-                "The %d samples of a step are no multiple of batch_size x processes = %d x %d: a process takes up to "
-                "%d of them at a time, %d times a step.", rounds.step, settings.batch_size, share.size,
-                math.ceil(max(rounds.sizes) / share.size), len(rounds.sizes),
-            )  # fmt: skip
-
     def _reject_split_stream(self, dataset: Any, name: str) -> None:
         """Raise ConfigError for a Hugging Face stream that is already split over the ranks."""
         if self._ranks.world_size > 1 and getattr(dataset, "_distributed", None) is not None and is_stream(dataset):
@@ -225,7 +219,7 @@ class Sets:
         for known_set, loader in ((settings.eval_dataset, self.eval), (settings.test_dataset, self.test)):
             if dataset is known_set:
                 return loader
-        return self._evaluation_loader(dataset, None, "dataset")
+        return self._evaluation_loader(dataset, "dataset")
 
     def check_sizes(self, *loaders: Any) -> None:
         """Compare the lengths and orders of data on all ranks; for a custom loader they may differ.
@@ -233,19 +227,22 @@ class Sets:
         Raises:
             DistributedError: On all ranks, if they differ.
         """
-        entries = [entry.values() if isinstance(entry, dict) else [entry] for entry in loaders]
-        ours = [loader for entry in entries for loader in entry if not isinstance(loader, UserLoader | None)]
-        sizes = {loader.name: _describe_size(loader) for loader in ours}
+        all_loaders = itertools.chain.from_iterable(by_name(entry).values() for entry in loaders)
+        sizes = {loader.name: _describe_size(loader) for loader in all_loaders if not isinstance(loader, UserLoader)}
         self._ranks.check_equal(
             "The numbers of samples on the ranks", sizes,
             "Give every rank the same data, and each takes its share; or pass a DataLoader with a "
             "DistributedSampler, as `train_loader` for instance.",
         )  # fmt: skip
 
-    def _evaluation_loader(self, dataset: Any, loader: Any, name: str) -> Any:
-        source = dataset if loader is None else loader
-        if isinstance(source, EvalSet):
-            return self._loader_with_rules(source, name, is_loader_argument=loader is not None)
+    def _evaluation_set(self, kind: str) -> Any:
+        dataset, loader = (getattr(self._settings, f"{kind}_{source}") for source in ("dataset", "loader"))
+        return self._evaluation_loader(dataset if loader is None else loader, f"{kind}_dataset", loader is not None)
+
+    def _evaluation_loader(self, source: Any, name: str, as_loader: bool = False) -> Any:
+        """Return the loader of a set, with the rules of an `EvalSet`, or those of a dict of sets."""
+        if source is None:
+            return None
         if is_dict_of_sets(source):
             odd = next((key for key in source if not isinstance(key, str)), None)
             if odd is not None:
@@ -258,37 +255,27 @@ class Sets:
                     f"No set of `{name}` counts in the loss of an evaluation: each has `weight=0` or its own interval "
                     "(`every`). Leave both out for one of them."
                 )
-            parts = {key: (None, value) if dataset is None else (value, None) for key, value in source.items()}
-            return {key: self._evaluation_loader(*part, f"{name}[{key!r}]") for key, part in parts.items()}
-        if loader is not None:
-            return self._wrap_loader(loader, name)
-        if dataset is None:
-            return None
-        return self._evaluated(self._transform(dataset), name)
-
-    def _evaluated(self, dataset: Any, name: str, subset: int | None = None) -> Loader:
-        self._reject_split_stream(dataset, name)
-        size = self._settings.eval_batch_size or self._settings.batch_size
-        return make_loader(dataset, size, name=name, keep_states=False, subset=subset, **self._loading)
-
-    def _loader_with_rules(self, rules: EvalSet, name: str, is_loader_argument: bool) -> Loader:
-        """Return the loader of an `EvalSet`, with its rules attached."""
+            return {key: self._evaluation_loader(value, f"{name}[{key!r}]", as_loader) for key, value in source.items()}
+        rules = source if isinstance(source, EvalSet) else _NO_RULES
+        data = rules.data if rules is source else source
         if rules.every is not None and "[" not in name:
             raise ConfigError(
                 f"`every={str(rules.every)!r}` needs a named set, next to others. Pass {{'name': EvalSet(...), ...}} "
                 f"as `{name}`."
             )
-        is_own = isinstance(rules.data, Loader)
-        if is_loader_argument or is_own or is_loader(rules.data):
+        if as_loader or isinstance(data, Loader) or is_loader(data):
             if rules.subset is not None:
                 raise ConfigError(
                     f"`subset={rules.subset}` has no effect on a loader. Pass its dataset to the `EvalSet` in `{name}`."
                 )
-            loader = rules.data if is_own else self._wrap_loader(rules.data, name)
-        else:  # a custom unit may use any column
-            data = rules.data if rules.unit is not None else self._transform(rules.data)
-            loader = self._evaluated(data, name, rules.subset)
-        loader.rules = rules
+            loader = data if isinstance(data, Loader) else self._wrap_loader(data, name)
+        else:
+            data = self._transform(data) if rules.unit is None else data  # a custom unit may use any column
+            self._reject_split_stream(data, name)
+            size = self._settings.eval_batch_size or self._settings.batch_size
+            loader = make_loader(data, size, name=name, keep_states=False, subset=rules.subset, **self._loading)
+        if rules is source:
+            loader.rules = rules
         return loader
 
     def _saves_positions(self) -> bool:
@@ -299,14 +286,6 @@ class Sets:
         return settings.save_dir is not None and not is_shared
 
     def _wrap_loader(self, loader: Any, name: str, keep_states: bool = False) -> UserLoader:
-        """Wrap the user's loader."""
-        is_loader_like = hasattr(type(loader), "__iter__") and not isinstance(loader, (str, bytes, type))
-        if not is_loader_like or hasattr(loader, "__next__"):
-            raise DataError(
-                f"`{name.replace('_dataset', '_loader')}` must be iterable any number of times, as a DataLoader is, "
-                f"got {type(loader).__name__ if is_loader_like else repr(loader)[:200]}. "
-                "A generator is used up after one epoch: wrap it in a class with __iter__."
-            )
         share, seed = self.share, self._settings.seed
         return UserLoader(loader, seed, share.rank, share.size, dataset_title(name), keep_states)
 
@@ -323,7 +302,7 @@ class Sets:
 
     def set_eval_loader(self, loader: Any) -> None:
         """Replace the evaluation loader by the user's, or by several by name."""
-        self.eval = self._evaluation_loader(None, loader, "eval_dataset")
+        self.eval = self._evaluation_loader(loader, "eval_dataset", as_loader=True)
 
     def close_loaders(self) -> None:
         """End the worker processes of the training and evaluation sets."""

@@ -12,17 +12,15 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
-import torch
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import IterableDataset
 
 from omnitrain.compute.random_state import derive_seed, isolated_rng, seed_generators
 from omnitrain.core.errors import CheckpointError, ConfigError, format_list
-from omnitrain.core.progress import Progress
 from omnitrain.data.collation import pin_batch
-from omnitrain.data.loaders import Loader, has_length, identity_collate
+from omnitrain.data.loaders import Loader, has_length, make_worker_loader
 from omnitrain.data.sampling import Collate, CountedBatch, stop_iteration_error
 from omnitrain.data.streams import StreamPosition, can_seek
-from omnitrain.data.workers import outlive_signals, report_dead_workers, start_workers, stop_workers
+from omnitrain.data.workers import report_dead_workers, start_workers, stop_workers
 
 logger: logging.Logger = logging.getLogger("omnitrain")
 
@@ -103,13 +101,7 @@ class ShardedStream(IterableDataset[Any]):
 
 
 class _ReaderBatch(NamedTuple):
-    """A reader's part of one micro-batch.
-
-    Attributes:
-        places: The place of each sample on its rank.
-        samples: The samples, or the batch made of them.
-        states: The number of samples read from a shard and its state at that point, by shard.
-    """
+    """A reader's part of one micro-batch; `states` has the samples read from shards and their states at that point."""
 
     places: list[int]
     samples: Any
@@ -117,13 +109,7 @@ class _ReaderBatch(NamedTuple):
 
 
 class _Reader(IterableDataset[_ReaderBatch]):
-    """Reads some of the shards of a rank; the places on the rank belong to its shards in turn.
-
-    Args:
-        loader: The loader.
-        numbers: The shards to read, as numbers among those of the rank.
-        collates: Whether it makes batches.
-    """
+    """Reads some of the shards of a rank; the places on the rank belong to its shards in turn."""
 
     def __init__(self, loader: ShardedLoader, numbers: list[int], collates: bool) -> None:
         self.shards = {number: loader.local_shards[number] for number in numbers}
@@ -228,19 +214,6 @@ class ShardedLoader(Loader):
     A position is a number of turns of all shards, so it means the same on any number of ranks. Each rank continues
     until its own shards have ended; a micro-batch in which all turns are of ended shards is a dummy batch.
 
-    Args:
-        stream: The stream.
-        batch_size: Samples of a micro-batch of one rank.
-        collate: Makes batches.
-        seed: Of the random numbers that shards draw.
-        rank: The rank of this process.
-        world_size: The number of ranks.
-        num_workers: Worker processes of a rank, of which each reads some of its shards.
-        pin_memory: Whether to put batches into page-locked memory.
-        prefetch_factor: The micro-batches that each worker reads in advance.
-        keep_states: Whether to keep the states of the shards.
-        name: The name of the data in messages.
-
     Raises:
         ConfigError: If the shards cannot be shared out evenly.
     """
@@ -292,7 +265,6 @@ class ShardedLoader(Loader):
         self._readers = [_Reader(self, numbers, readers == 1) for numbers in groups]
         self._iterators: list[Any] = []
         self._states: dict[int, deque[tuple[int, Any]]] = {}
-        self._start: StreamPosition | None = None
         # The epoch of the present pass, and the place on this rank where it began.
         self._from: tuple[int, int] = (0, 0)
 
@@ -353,17 +325,12 @@ class ShardedLoader(Loader):
         }
         return {**state, "states": local_states}
 
-    def resume_at(self, point: StreamPosition | None) -> None:
-        self._start = point
-
-    def counted_batches(self, epoch: int, position: int = 0) -> Iterator[CountedBatch]:
-        """Yield the micro-batches of an epoch; `position` counts turns of all shards."""
-        return self._read(epoch, position // self.world_size, {})
-
-    def remaining_batches(self, epoch: int, progress: Progress) -> Iterator[CountedBatch]:
-        """Yield the micro-batches of an epoch from the position of a run on."""
-        point, self._start = self._start, None
-        place, states = progress.batches_in_epoch // self.world_size * self.batch_size, {}
+    def counted_batches(self, epoch: int, position: int = 0, batches: int | None = None) -> Iterator[CountedBatch]:
+        """Yield the micro-batches of an epoch; without `batches`, `position` counts turns of all shards."""
+        point = self._pop_start()
+        place, states = position // self.world_size, {}
+        if batches is not None:
+            place = batches // self.world_size * self.batch_size
         if point is not None and point.epoch == epoch:
             place, states = point.position // self.world_size, point.state["states"]
             if point.position % self.world_size:
@@ -450,8 +417,5 @@ class ShardedLoader(Loader):
         if not self._has_workers:
             return iter(reader)
         # one worker each, as a stream that shares itself out among workers takes all of its shard then
-        loader = DataLoader(
-            reader, batch_size=None, collate_fn=identity_collate, num_workers=1, prefetch_factor=self._prefetch_factor,
-            generator=torch.Generator().manual_seed(self.seed), worker_init_fn=outlive_signals,
-        )  # fmt: skip
+        loader = make_worker_loader(reader, self.seed, num_workers=1, prefetch_factor=self._prefetch_factor)
         return start_workers(loader, lambda tasks: f"batches {format_list(tasks)} of {self.name}")

@@ -109,11 +109,6 @@ def snapshot(value: Any, depth: int = _DEPTH, budget: list[int] | None = None) -
     16 MiB, and the same of nested datasets, lists and dicts. It misses writes to larger arrays, and the content of
     objects of compiled code.
 
-    Args:
-        value: The dataset, or an object in it.
-        depth: The levels of objects to look into.
-        budget: How many more objects to look into; counted down.
-
     >>> data = type("Data", (), {})()
     >>> data.sizes = [1, 2]
     >>> before = snapshot(data)

@@ -152,11 +152,6 @@ def has_state(data: Any) -> bool:
 def check_state(dataset: Any, state: Any, where: str) -> None:
     """Reject a state from a checkpoint that a stream cannot restore; the stream's position is unchanged afterwards.
 
-    Args:
-        dataset: The stream, with `state_dict()` and `load_state_dict()`.
-        state: The state, supposedly from its `state_dict()`.
-        where: The name of the checkpoint in errors.
-
     Raises:
         CheckpointError: With the key, or the stream's error.
     """

@@ -37,12 +37,10 @@ if hasattr(os, "register_at_fork"):
 def start_workers(loader: DataLoader[Any], describe: Callable[[Sequence[int]], str]) -> Any:
     """Return torch's iterator over a loader, whose workers end only with the iterator, not by a signal.
 
+    `describe` returns the samples of tasks as text for an error, by the numbers of the tasks in a pass.
+
     The loader's `worker_init_fn` is `outlive_signals`, so its workers survive SIGTERM, by which torch and Python end
     stuck workers before waiting for them without a limit at exit. These workers get SIGKILL instead.
-
-    Args:
-        loader: The loader.
-        describe: Returns the samples of tasks as text for an error, by the numbers of the tasks in a pass.
     """
     iterator: Any = iter(loader)
     for process in iterator._workers:
@@ -53,12 +51,7 @@ def start_workers(loader: DataLoader[Any], describe: Callable[[Sequence[int]], s
 
 
 def watch_workers(iterator: Any, describe: Callable[[Sequence[int]], str]) -> None:
-    """Register torch's iterator over a loader for `report_dead_workers`, if it has workers.
-
-    Args:
-        iterator: The iterator.
-        describe: As in `start_workers`.
-    """
+    """Register torch's iterator over a loader for `report_dead_workers`, if it has workers."""
     if getattr(iterator, "_workers", None):
         _watched[iterator] = describe
 
@@ -131,11 +124,7 @@ def _sigchld_action() -> Any:
 
 
 def _worker_death_error(error: Exception) -> DataError | None:
-    """Return the error for a worker that has died, or None.
-
-    Args:
-        error: The error that was raised; torch may name the worker in it.
-    """
+    """Return the error for a worker that has died, or None."""
     workers = [(iterator, number) for iterator in _watched for number in range(len(iterator._workers))]
     if workers and not isinstance(error, RuntimeError) and _raised_in_loader(error):
         processes = {iterator._workers[number].sentinel: iterator._workers[number] for iterator, number in workers}

@@ -55,7 +55,8 @@ class _WindowDataset(IterableDataset[Any]):
 
     def __iter__(self) -> Iterator[list[Any]]:
         trainer, progress = self.trainer, self.trainer.progress
-        rest = trainer.train_loader.remaining_batches(progress.epoch, progress)
+        position = progress.epoch, progress.samples_in_epoch, progress.batches_in_epoch
+        rest = trainer.train_loader.counted_batches(*position)
         return windows((batch for batch, _ in rest), trainer.gradient_accumulation_steps)
 
 

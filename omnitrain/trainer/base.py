@@ -56,7 +56,7 @@ from omnitrain.compute.random_state import isolated_rng
 from omnitrain.config.instantiation import TrainerConfig
 from omnitrain.core.duration import Duration, Limits
 from omnitrain.core.errors import ConfigError, DistributedError, NonFiniteError, add_location
-from omnitrain.core.events import STOP_REASONS, Algorithm, Callback, Control, check_algorithms, find_overrides
+from omnitrain.core.events import STOP_REASONS, Algorithm, Callback, Control, Event, check_algorithms, find_overrides
 from omnitrain.core.history import MetricsDict, write_results
 from omnitrain.core.objective import Objective
 from omnitrain.core.paths import local_path, run_folder
@@ -95,7 +95,6 @@ from omnitrain.trainer.hooks import (
 )
 from omnitrain.trainer.lifecycle import Lifecycle
 from omnitrain.trainer.loop import Loop
-from omnitrain.trainer.nonfinite_report import nonfinite_error
 from omnitrain.trainer.step import Step
 
 logger: logging.Logger = logging.getLogger("omnitrain")
@@ -337,12 +336,7 @@ class BaseTrainer(Hooks, ABC):
         super().__setattr__(name, value)
 
     def _construct(self, arguments: dict[str, Any], ranks: Ranks | None = None) -> None:
-        """Build the trainer.
-
-        Args:
-            arguments: The arguments that the caller passed, by name.
-            ranks: The ranks of the run; None is only this process.
-        """
+        """Build the trainer."""
         if ranks is None:
             reject_several_processes(type(self).__name__)
         model = arguments.pop("model")
@@ -454,14 +448,13 @@ class BaseTrainer(Hooks, ABC):
         move_unit(unit, model, self.device)
         self.unit: Any = unit if unit is not None else ModelUnit(model, settings.loss_fn, settings.label_names or ())
         mean = getattr(self.unit, "loss_mean", None)
-        self.loss_mean: LossMean = (
-            mean if isinstance(mean, LossMean) else LossMean.of(self.unit, state_dicts.unwrap(model))
-        )
+        bare = state_dicts.unwrap(model)
+        self.loss_mean: LossMean = mean if isinstance(mean, LossMean) else LossMean.of(self.unit, bare)
         self.backend: Backend = self._make_backend(model)
         self.backend.initial = initial
         self.backend.set_dtypes(dtypes)
-        dtypes.cast(state_dicts.unwrap(model))
-        self.precision.convert(state_dicts.unwrap(model))
+        dtypes.cast(bare)
+        self.precision.convert(bare)
         # after every conversion, or the first step would compile for dtypes that nobody uses
         if settings.compile is not None and settings.compile is not False:
             self.backend.compile_options = {} if settings.compile is True else settings.compile
@@ -469,7 +462,6 @@ class BaseTrainer(Hooks, ABC):
         self._sets = self._make_sets()
         self._assemble()
         self._setup_training_components()
-        self.lifecycle.register_components(self.get_model())  # the rest when it is made
         self._finish_setup()
 
     def _make_sets(self) -> Sets:
@@ -482,12 +474,7 @@ class BaseTrainer(Hooks, ABC):
         return Sets(settings, self.device, self.ranks, columns, adds_mask)
 
     def _make_backend(self, model: nn.Module, make: Callable[..., Backend] = Backend) -> Backend:
-        """Return the backend; `_setup_training_components` puts the model in place.
-
-        Args:
-            model: The model.
-            make: The class of the backend, or another maker of it, called with the arguments of `Backend`.
-        """
+        """Return the backend, by its class or another maker; `_setup_training_components` puts the model in place."""
 
         def grouped() -> torch.optim.Optimizer:
             optimizer, groups = self._build_optimizer(), self.settings.param_groups
@@ -516,14 +503,7 @@ class BaseTrainer(Hooks, ABC):
         loop: Callable[..., Loop] = Loop,
         write_extra_files: Callable[[Path], None] | None = None,
     ) -> None:
-        """Make the parts of a run, which start counting at zero.
-
-        Args:
-            evaluation: The class of what runs evaluations, or another maker of it.
-            loop: The same for the training loop.
-            write_extra_files: Writes more files into the folder of a checkpoint, on the main process; None writes those
-                of `processing_class`.
-        """
+        """Make the parts of a run, which start counting at zero; a subclass may have other makers of some."""
         settings, ranks, sets = self.settings, self.ranks, self._sets
         metric = settings.optimization_metric
         direction = metric_direction(metric, self.scorer, sets.eval)
@@ -533,15 +513,11 @@ class BaseTrainer(Hooks, ABC):
         lifecycle.progress.epoch_size = None if sets.train is None else sets.train.size
         previous = vars(self).get("_feed")
         stages = accumulation_stages(settings, self.limits, ranks.data.size, lifecycle.progress.epoch_size)
-        self._feed = Feed(self, lifecycle, ranks, settings, self.gradient_accumulation_steps, stages)
-        lifecycle.set_annotators(self.backend.annotate, self._feed.annotate)
+        self._feed = Feed(self, lifecycle, self.gradient_accumulation_steps, stages)
+        lifecycle.annotators = (self.backend.annotate, self._feed.annotate)
         if previous is not None:  # of an earlier run
             self._feed.microbatch_size = previous.microbatch_size
-        self._step = Step(
-            self, self.backend, lifecycle, ranks, settings,
-            lambda place: nonfinite_error(self, sets.train, self.save_dir, place), lambda: sets.train,
-            self._feed,
-        )  # fmt: skip
+        self._step = Step(self, lifecycle, sets, self._feed)
         eval_weights = EvalWeights(self, self.backend, self.algorithms)
         contents = Contents(self, lifecycle, self._step, sets, self._initial, eval_weights)
         write_extra_files = write_extra_files or self._write_processor
@@ -549,19 +525,13 @@ class BaseTrainer(Hooks, ABC):
         self._evaluation = evaluation(self, self._feed, self.scorer, eval_weights, lifecycle)
         if self._evaluates:
             self._evaluation.check(objective, sets.eval)
-        self._loop = loop(
-            self, lifecycle, sets, self._feed, self._step, self._evaluation, self._checkpointer, ranks, settings
-        )
+        self._loop = loop(self, lifecycle, sets, self._feed, self._step, self._evaluation, self._checkpointer)
 
     def _finish_setup(self, lr_scheduler: Any = None, warmup_steps: Any = None) -> None:
-        """Build the schedule, once `_setup_training_components` has put the model in place.
-
-        Args:
-            lr_scheduler: The schedule; None is the argument of the trainer.
-            warmup_steps: Its warm-up; None is the argument of the trainer.
-        """
+        """Build the schedule, once `_setup_training_components` has put the model in place."""
         self.lr_scheduler = None
         if self.train_loader is None and not self._loop.has_custom_epoch:
+            self._register_components()
             return
         spec = self.settings.lr_scheduler if lr_scheduler is None else lr_scheduler
         warmup = self.settings.warmup_steps if warmup_steps is None else warmup_steps
@@ -572,13 +542,9 @@ class BaseTrainer(Hooks, ABC):
         size = None if self.train_loader is None else self.train_loader.size
         run_length = RunLength.of(self.limits, self.steps_per_epoch, size, self.settings.scheduler_interval)
         self.lr_scheduler = build_scheduler(
-            spec,
-            self.optimizer,
-            warmup_steps=warmup,
-            options=options,
-            run_length=run_length,
+            spec, self.optimizer, warmup_steps=warmup, options=options, run_length=run_length,
             mode=self.objective.direction,
-        )
+        )  # fmt: skip
         if not isinstance(spec, str | Schedule | None):
             self._initial.record_schedule(self.lr_scheduler)
         self._step.check_schedule(self.lr_scheduler, self._loop.has_custom_epoch)
@@ -641,8 +607,7 @@ class BaseTrainer(Hooks, ABC):
             )
         with (
             contextlib.ExitStack() as after,
-            _only_thread("train()"),
-            self._calling("train()"),
+            self._calling("train()", draws=True),
             isolated_rng(self.device),
             locked(self.store, self.ranks, lambda: self._checkpointer.end_record(), after),
         ):
@@ -674,10 +639,7 @@ class BaseTrainer(Hooks, ABC):
                 raise
             finally:
                 try:
-                    for end in find_overrides(self.algorithms, "end_run"):
-                        end(self)
-                    self._step.guard.release(self.optimizer)
-                    self._sets.close_loaders()
+                    self._end_run()
                 finally:  # after a second signal, too
                     self.lifecycle.end_train(failed)
         # raised only now, when callbacks have seen TRAIN_END and the lock is released
@@ -757,16 +719,14 @@ class BaseTrainer(Hooks, ABC):
     def _begin_run(self, resumes: bool, is_live: bool = False) -> None:
         """Reset the counters to zero, and the optimizer if the trainer has trained before.
 
-        Args:
-            resumes: Whether a checkpoint is about to be restored.
-            is_live: Whether a run continues with the current optimizer and algorithms.
+        If the run `is_live`, it continues with the current optimizer and algorithms.
         """
         for algorithm in () if is_live else self.algorithms:  # first: one may have frozen what an optimizer is to hold
             algorithm.set_up(self)
         if is_live or self.progress.step or self.metrics["train_metrics_history"]:
             former = self.progress.step
             self._assemble()
-            self.lifecycle.set_trained_before(0 if resumes else former)
+            self.lifecycle.trained_before = 0 if resumes else former
             is_given = hasattr(self.settings.optimizer, "param_groups")
             if not is_live and not is_given:
                 self.backend.reset_optimizer()
@@ -799,27 +759,35 @@ class BaseTrainer(Hooks, ABC):
             ConfigError: If the run has begun, or the trainer has a `_train_epoch` or `_train_step` of your own.
         """
         check_compilable(self._loop, steps)
-        with _only_thread("compile()"), self._calling("compile()"), isolated_rng(self.device):
+        with self._calling("compile()", draws=True), isolated_rng(self.device):
             self._begin_run(resumes=True)
             try:
                 with _kernels(self.settings, self.precision), self.lifecycle.suppress_events():
                     return compile_ahead(self._loop, steps)
             finally:
-                for end in find_overrides(self.algorithms, "end_run"):
-                    end(self)
-                self._step.guard.release(self.optimizer)
-                self._sets.close_loaders()
+                self._end_run()
+
+    def _end_run(self) -> None:
+        """Undo what a run, or a rehearsal of it, has set up."""
+        for end in find_overrides(self.algorithms, "end_run"):
+            end(self)
+        self._step.guard.release(self.optimizer)
+        self._sets.close_loaders()
 
     @contextlib.contextmanager
-    def _calling(self, what: str) -> Iterator[None]:
-        """Enter a call that all ranks make, in the mesh of this trainer: the trainers of a program share the ranks."""
+    def _calling(self, what: str, draws: bool = False) -> Iterator[None]:
+        """Enter a call that all ranks make, in the mesh of this trainer: the trainers of a program share the ranks.
+
+        If it `draws` random numbers, no other thread may train meanwhile.
+        """
         ranks, previous = self.ranks, self.ranks.mesh
-        ranks.set_mesh(self.mesh)
-        try:
-            with ranks.collective_call(what, self._timeout):
-                yield
-        finally:
-            ranks.set_mesh(previous)
+        with _only_thread(what) if draws else contextlib.nullcontext():
+            ranks.set_mesh(self.mesh)
+            try:
+                with ranks.collective_call(what, self._timeout):
+                    yield
+            finally:
+                ranks.set_mesh(previous)
 
     def stop(self, reason: str = "requested") -> None:
         """Request the end of the run at the next step boundary; only the first reason counts."""
@@ -854,7 +822,7 @@ class BaseTrainer(Hooks, ABC):
         loader = self.eval_loader if dataset is None else self._sets.loader_for(dataset)
         if loader is None:
             raise ConfigError("There is nothing to evaluate: pass a dataset, or `eval_dataset` to the constructor.")
-        with _only_thread("evaluate()"), self._calling("evaluate()"):
+        with self._calling("evaluate()", draws=True):
             return self._loop.evaluate_outside_run(self._evaluation.evaluate, loader, prefix)
 
     def test(self, dataset: Any = None) -> dict[str, float]:
@@ -862,12 +830,12 @@ class BaseTrainer(Hooks, ABC):
         loader = self.test_loader if dataset is None else self._sets.loader_for(dataset)
         if loader is None:
             raise ConfigError("There is nothing to test: pass a dataset, or `test_dataset` to the constructor.")
-        with _only_thread("test()"), self._calling("test()"):
+        with self._calling("test()", draws=True):
             metrics = self._loop.evaluate_outside_run(self._evaluation.evaluate, loader, "test")
         progress = self._checkpointer.weights_from or self.progress
         row = {"step": progress.step, "epoch": round(progress.epochs, 6), **metrics}
         self.metrics.add_test(row)
-        self.lifecycle.logged(row)
+        self.lifecycle.emit(Event.LOG, row)
         return metrics
 
     def predict(self, dataset: Any) -> Predictions:
@@ -877,10 +845,10 @@ class BaseTrainer(Hooks, ABC):
             raise ConfigError(
                 f"`predict` takes one dataset, got the sets {', '.join(loader)}. Call it for each of them."
             )
-        with _only_thread("predict()"), self._calling("predict()"):
-            self.lifecycle.begin_prediction()
+        with self._calling("predict()", draws=True):
+            self.lifecycle.emit(Event.PREDICT_START)
             predictions = self._loop.evaluate_outside_run(self._evaluation.predict, loader)
-            self.lifecycle.predicted(predictions)
+            self.lifecycle.emit(Event.PREDICT_END, predictions)
             return predictions
 
     # --- saving and loading

@@ -40,11 +40,7 @@ class Compiled(NamedTuple):
 
 
 def check_compilable(loop: Loop, steps: Any) -> None:
-    """Reject compiling ahead where it would compile something else than the run.
-
-    Raises:
-        ConfigError: Naming the reason.
-    """
+    """Reject compiling ahead where it would compile something else than the run."""
     trainer, lifecycle = loop.trainer, loop.lifecycle
     if isinstance(steps, bool) or not isinstance(steps, int) or steps < 1:
         raise ConfigError(f"`steps` of `compile()` must be a positive integer, got {steps!r}.")
@@ -65,12 +61,7 @@ def check_compilable(loop: Loop, steps: Any) -> None:
 
 
 def compile_ahead(loop: Loop, steps: int) -> Compiled:
-    """Run batches of the first steps, of the last one and of evaluations, so that what runs them is compiled.
-
-    Args:
-        loop: The loop of a run that has been prepared.
-        steps: From how many of the first steps batches are taken.
-    """
+    """Run batches of the first steps, of the last one and of evaluations, so that what runs them is compiled."""
     from torch._dynamo.utils import counters  # seconds to load, and loaded only where something is compiled
 
     trainer, ranks, begin = loop.trainer, loop.ranks, time.perf_counter()

@@ -25,13 +25,6 @@ def default_callbacks(
 ) -> list[Callback]:
     """Return the callbacks for signals, intervals, early stopping and progress, and for files if the run writes any.
 
-    Args:
-        settings: The arguments of the trainer.
-        limits: Where the run ends.
-        store: The checkpoints of the run; None without a `save_dir`.
-        evaluates: Whether the run evaluates.
-        user_callbacks: The user's own; a logger of theirs replaces the one that writes the same file.
-
     Raises:
         ConfigError: If `progress_bar` contradicts a ProgressBar among the callbacks.
     """
@@ -56,10 +49,9 @@ def default_callbacks(
             f"out, or make that one with enabled={settings.progress_bar}."
         )
     if store is not None:
-        retention = settings.save_total_limit, settings.keep_best, settings.keep_every
-        filenames = {callback.filename for callback in user_callbacks if isinstance(callback, RowFile)}
-        rows = JsonlLogger()
+        rows, filenames = JsonlLogger(), {logger.filename for logger in user_callbacks if isinstance(logger, RowFile)}
         callbacks += [rows] if rows.filename not in filenames else []
+        retention = settings.save_total_limit, settings.keep_best, settings.keep_every
         callbacks.append(Retention(store, *retention, replaces=settings.overwrite))
     return callbacks
 
@@ -69,11 +61,6 @@ _BUILTIN: dict[str, type[Callback]] = {"tensorboard": TensorBoardLogger, "wandb"
 
 def make_loggers(loggers: object, callbacks: Iterable[object], has_folder: bool = True) -> list[Callback]:
     """Return the callbacks for the trainer's argument `loggers`.
-
-    Args:
-        loggers: A name, or a list of names, of callbacks, and of objects of accelerate's `GeneralTracker`; or None.
-        callbacks: The trainer's other callbacks.
-        has_folder: Whether the run has a `save_dir`.
 
     Raises:
         ConfigError: If one of them is no logger or has no place to write to, or two would write to the same place.

@@ -21,15 +21,14 @@ from omnitrain.core.errors import ConfigError, DataError, ObjectiveError, Omnitr
 from omnitrain.core.events import Event
 from omnitrain.core.objective import Objective
 from omnitrain.data.collation import IGNORED_LABEL, LABEL_KEYS, tensors_in
-from omnitrain.data.loaders import Loader
+from omnitrain.data.loaders import Loader, by_name
 from omnitrain.data.stateful import preserve_state
 from omnitrain.distributed.ranks import Ranks
 from omnitrain.metrics.scorer import SampleList, Scorer, make_scorer, per_sample, scores_for, to_numpy
 from omnitrain.model.losses import LossMean
 from omnitrain.model.multitask import MultiTaskUnit
 from omnitrain.model.units import ModelUnit, StepOutput, count_as_sum, run_unit
-from omnitrain.trainer.dtype_errors import add_dtype_remedy
-from omnitrain.trainer.failing_samples import describe_failing_samples
+from omnitrain.trainer.failing_samples import add_dtype_remedy, describe_failing_samples
 from omnitrain.trainer.feed import Feed
 from omnitrain.trainer.hooks import Hooks
 from omnitrain.trainer.lifecycle import Lifecycle, is_callback_error
@@ -72,38 +71,20 @@ class Predictions(NamedTuple):
 def metric_direction(metric: str, scorer: Scorer, loaders: Any) -> bool | None:
     """Return whether higher is better according to the metric object itself; None if it does not say.
 
-    Args:
-        metric: The name of the metric, including the name of its evaluation set if the sets have names.
-        scorer: The scorer with the trainer's metrics.
-        loaders: The loader of the evaluation set, or a dict of loaders.
+    If evaluation sets have names, that of the metric begins with one of them.
     """
     bare = metric.removeprefix("eval_")
-    by_prefix = (
-        {f"{name}_": loader for name, loader in loaders.items()} if isinstance(loaders, Mapping) else {"": loaders}
-    )
-    for prefix, loader in by_prefix.items():
-        rules = None if loader is None else loader.rules
-        set_scorer = scorer if rules is None or _is_same(rules.metrics) else make_scorer(rules.metrics)
+    for name, loader in by_name(loaders).items():
+        prefix = f"{name}_" if isinstance(loaders, Mapping) else ""
+        rules = loader.rules
+        set_scorer = scorer if rules is None or not rules.has_own_metrics else make_scorer(rules.metrics)
         if bare.startswith(prefix) and bare.removeprefix(prefix) in set_scorer.higher_is_better:
             return set_scorer.higher_is_better[bare.removeprefix(prefix)]
     return scorer.higher_is_better.get(bare)
 
 
-def _is_same(metrics: Any) -> bool:
-    """Return whether a set uses the trainer's metrics."""
-    return isinstance(metrics, str) and metrics == "same"
-
-
 class Evaluation:
-    """Runs the model over a dataset, for losses, metrics and predictions.
-
-    Args:
-        trainer: The trainer, whose hooks prepare and run a batch.
-        feed: Weighs batches, and gives all ranks equally many.
-        scorer: Computes the metrics.
-        eval_weights: The weights for evaluations.
-        lifecycle: Calls the callbacks.
-    """
+    """Runs the model over a dataset, for losses, metrics and predictions."""
 
     filler: int = IGNORED_LABEL
     """The value that pads predictions of different lengths to one array."""
@@ -126,10 +107,9 @@ class Evaluation:
 
     def scorer_of(self, loader: Loader) -> Scorer:
         """Return the scorer for a loader, with the trainer's metrics or those of an `EvalSet`."""
-        rules = loader.rules
-        if rules is None or _is_same(rules.metrics):
+        rules, settings, model = loader.rules, self.trainer.settings, self.trainer.backend.model
+        if rules is None or not rules.has_own_metrics:
             return self.scorer
-        settings, model = self.trainer.settings, self.trainer.backend.model
         if id(rules) not in self._scorers:
             self._scorers[id(rules)] = make_scorer(rules.metrics, scores_for(settings.loss_fn, model))
         return self._scorers[id(rules)]
@@ -137,8 +117,7 @@ class Evaluation:
     def check(self, objective: Objective, loaders: Any) -> None:
         """Raise ObjectiveError if the metric to optimize will be missing from some evaluations, or from all."""
         metric = objective.metric.removeprefix("eval_")
-        sets = loaders if isinstance(loaders, Mapping) else {}
-        for name, loader in sets.items():
+        for name, loader in by_name(loaders).items():
             if loader.rules is not None and loader.rules.every is not None and metric.startswith(f"{name}_"):
                 raise ObjectiveError(
                     f"`optimization_metric={objective.metric!r}` is of the set {name!r}, which is evaluated at "
@@ -179,26 +158,22 @@ class Evaluation:
         Raises:
             Inconclusive: The first batch cannot be scored, but perhaps the full set can.
         """
-        if not isinstance(loader, Mapping):
-            result = self._run(loader, is_interrupted, only_first=only_first)
-            if result is None:
-                return None
-            metrics = self._as_trained(result.metrics, loader)
-            return {f"{prefix}_{key}": value for key, value in metrics.items()}
-        named_metrics: dict[str, float] = {}
+        has_names, named_metrics = isinstance(loader, Mapping), dict[str, float]()
         counted: list[tuple[float, dict[str, float]]] = []
-        for name, set_loader in loader.items():
+        for name, set_loader in by_name(loader).items():
             if name in self.left_out:
                 continue
             result = self._run(set_loader, is_interrupted, only_first=only_first)
             if result is None:
                 return None
-            named_metrics |= {f"{prefix}_{name}_{key}": value for key, value in result.metrics.items()}
-            if _counts(set_loader):
+            if has_names:
+                named_metrics |= {f"{prefix}_{name}_{key}": value for key, value in result.metrics.items()}
+            if not has_names or _counts(set_loader):
                 metrics = self._as_trained(result.metrics, set_loader)
                 counted.append((1.0 if set_loader.rules is None else set_loader.rules.weight, metrics))
+        means = _means(counted) if has_names else counted[0][1]
         # the means over sets come first in each row, since most readers look for `eval_loss`
-        return {**{f"{prefix}_{name}": value for name, value in _means(counted).items()}, **named_metrics}
+        return {**{f"{prefix}_{name}": value for name, value in means.items()}, **named_metrics}
 
     def _as_trained(self, metrics: Mapping[str, float], loader: Loader) -> dict[str, float]:
         """Return the metrics of a set with its loss as it is trained on: that of a task times its weight."""
@@ -211,23 +186,30 @@ class Evaluation:
 
     def rehearse_batches(self, loader: Loader) -> list[Any]:
         """Run the first batch of a loader, and the last one if it can be reached at once; return both."""
-        trainer, before, rehearsed = self.trainer, self._unit, list[Any]()
+        rehearsed = list[Any]()
+        with self._evaluating(loader), loader.preserve_state():
+            for batches in (self.feed.lockstep_batches(loader, only_first=True), loader.last_batch()):
+                for number, (batch, _) in enumerate(batches):
+                    rehearsed.append(batch)
+                    self._run_batch(batch, loader, number)
+        return rehearsed
+
+    @contextlib.contextmanager
+    def _evaluating(self, loader: Loader) -> Iterator[None]:
+        """Enter the state in which a set is evaluated, by its own metrics and unit; it is restored afterwards."""
+        trainer, before = self.trainer, (self.scorer, self._unit)
         trainer.backend.sync_buffers()
-        self._unit = getattr(loader.rules, "unit", None)
+        self.scorer, self._unit = self.scorer_of(loader), getattr(loader.rules, "unit", None)
         try:
             with (
                 self.eval_weights.swapped_in(),
                 trainer.backend.eval_mode(trainer.settings.seed),
                 trainer.ranks.in_phase("evaluation"),
-                loader.preserve_state(),
+                preserve_state(self.feed.stateful_data),
             ):
-                for batches in (self.feed.lockstep_batches(loader, only_first=True), loader.last_batch()):
-                    for number, (batch, _) in enumerate(batches):
-                        rehearsed.append(batch)
-                        self._run_batch(batch, loader, number)
+                yield
         finally:
-            self._unit = before
-        return rehearsed
+            self.scorer, self._unit = before
 
     def predict(self, loader: Loader, is_interrupted: Callable[[int], bool]) -> Predictions | None:
         """Return the predictions for every sample of a loader, in its order; None if a signal interrupted it."""
@@ -275,40 +257,12 @@ class Evaluation:
         needs_loss: bool = True,
         only_first: bool = False,
     ) -> Predictions | None:
-        """Run the model over a loader, by the rules of its set.
+        """Run the model over a loader, by the rules of its set. Losses and streaming metrics are summed on the device.
 
-        Args:
-            loader: The loader.
-            is_interrupted: Called before each batch, with its number; True ends the evaluation.
-            keeps_all: Whether to keep outputs and labels as arrays even if no metric needs them.
-            needs_loss: Whether a loss is required, and something to score if metrics are asked for.
-            only_first: Whether to end after the first batch.
+        With `keeps_all`, outputs and labels are kept as arrays even if no metric needs them. With `needs_loss`, a loss
+        is required, and something to score if metrics are asked for.
         """
-        self.trainer.backend.sync_buffers()
-        before = self.scorer, self._unit
-        self.scorer, self._unit = self.scorer_of(loader), getattr(loader.rules, "unit", None)
-        try:
-            if not self.scorer.is_empty:
-                self.scorer.reset()
-                keeps_all |= self.scorer.keeps_predictions
-            result = self._pass(loader, is_interrupted, keeps_all, needs_loss, only_first)
-        finally:
-            self.scorer, self._unit = before
-        if result is not None and not only_first and result.metrics.keys() >= {"loss", "perplexity"}:
-            self._check_perplexity(result.metrics)
-        return result
-
-    def _pass(
-        self,
-        loader: Loader,
-        is_interrupted: Callable[[int], bool],
-        keeps_arrays: bool,
-        needs_loss: bool,
-        only_first: bool,
-    ) -> Predictions | None:
-        """Run the model over a loader. Losses and streaming metrics are summed on the device."""
-        trainer, scorer = self.trainer, self.scorer
-        ranks, device = trainer.ranks, trainer.device
+        trainer, ranks, device = self.trainer, self.trainer.ranks, self.trainer.device
         # on the device, read once at the end; Apple's devices have no float64
         total = torch.zeros((), dtype=torch.float32 if device.type == "mps" else torch.float64, device=device)
         weights, has_labels, lacks_loss, number, batch, output = 0.0, False, False, -1, None, StepOutput(None)
@@ -316,12 +270,11 @@ class Evaluation:
         batches = self.feed.lockstep_batches(loader, only_first)
         # only data of unknown length can be without end
         batches = batches if loader.size is not None or only_first else _warned_if_long(batches, loader, ranks.is_main)
-        with (
-            self.eval_weights.swapped_in(),
-            trainer.backend.eval_mode(trainer.settings.seed),
-            ranks.in_phase("evaluation"),
-            preserve_state(self.feed.stateful_data),
-        ):
+        with self._evaluating(loader):
+            scorer, keeps_arrays = self.scorer, keeps_all
+            if not scorer.is_empty:
+                scorer.reset()
+                keeps_arrays |= scorer.keeps_predictions
             for number, (batch, samples) in enumerate(batches):
                 ranks.progress_count += 1
                 if is_interrupted(number):
@@ -372,14 +325,15 @@ class Evaluation:
                     loader, list(ranks.one_per_share(gathered))[1:], (predictions, labels, extra), only_first
                 )
             metrics = _with_loss(scores, loss / weights) if weights else scores
+        if not only_first and metrics.keys() >= {"loss", "perplexity"}:
+            self._check_perplexity(metrics["perplexity"], metrics["loss"])
         return Predictions(predictions, labels, metrics)
 
-    def _check_perplexity(self, metrics: Mapping[str, float]) -> None:
+    def _check_perplexity(self, perplexity: float, loss: float) -> None:
         """Warn once about a perplexity that is not the exponential of the loss."""
-        perplexity, loss = metrics["perplexity"], metrics["loss"]
-        if self._has_checked_perplexity or not perplexity or not math.isfinite(perplexity + loss):
+        if self._has_checked_perplexity or not self.trainer.ranks.is_main:
             return
-        if not self.trainer.ranks.is_main:
+        if not perplexity or not math.isfinite(perplexity + loss):
             return
         self._has_checked_perplexity = True
         if not math.isclose(math.log(perplexity), loss, rel_tol=1e-2, abs_tol=1e-2):
@@ -450,14 +404,7 @@ class Evaluation:
             raise
 
     def _add_loss(self, total: torch.Tensor, output: StepOutput, weight: float, batch: Any) -> float:
-        """Add the loss of a batch to `total`, on the device, and return its weight there.
-
-        Args:
-            total: The sum.
-            output: The result of the batch.
-            weight: The weight of a loss that is a mean.
-            batch: The batch, if it must have a loss.
-        """
+        """Add the loss of a batch to `total`, on the device, and return its weight there; `batch` must have a loss."""
         if output.loss is None:
             if batch is not None and not self._is_scored(output):
                 raise self._missing_loss(output, batch)

@@ -16,7 +16,6 @@ from typing import Any, cast
 import numpy as np
 import torch
 
-from omnitrain.arguments import Settings
 from omnitrain.checkpoint.fingerprints import content_digest
 from omnitrain.core.duration import Stages
 from omnitrain.core.errors import DataError, DistributedError, add_location
@@ -26,7 +25,6 @@ from omnitrain.data.collation import count_samples, move_to_device, prefetch_to_
 from omnitrain.data.loaders import Loader, MapLoader, UserLoader
 from omnitrain.data.sampling import CountedBatch, Window, windows
 from omnitrain.data.stateful import data_parts
-from omnitrain.distributed.ranks import Ranks
 from omnitrain.model.units import ModelUnit, StepOutput, count_tokens, no_token_counts
 from omnitrain.trainer.hooks import Hooks
 from omnitrain.trainer.lifecycle import Lifecycle
@@ -64,36 +62,19 @@ def _group_by_step(parts: Iterable[Weighed], size: Callable[[], int]) -> Iterato
 
 
 class Feed:
-    """Yields the windows of an epoch.
+    """Yields the windows of an epoch."""
 
-    Args:
-        trainer: The trainer, whose hooks weigh and prepare batches.
-        lifecycle: Knows whether a signal has arrived.
-        ranks: The ranks of the run.
-        settings: The arguments of the trainer.
-        accumulation: Batches of a window on each rank; where that changes, of the first ones.
-        stages: Its values in the run_length of the run.
-
-    Attributes:
-        accumulation: Batches of the latest window that was read.
-        microbatch_size: The most rows of a micro-batch; None splits no batch.
-    """
-
-    def __init__(
-        self,
-        trainer: Hooks,
-        lifecycle: Lifecycle,
-        ranks: Ranks,
-        settings: Settings,
-        accumulation: int,
-        stages: Stages | None = None,
-    ) -> None:
+    def __init__(self, trainer: Hooks, lifecycle: Lifecycle, accumulation: int, stages: Stages | None = None) -> None:
+        ranks, settings = trainer.ranks, trainer.settings
         self.accumulation: int = accumulation
+        """Batches on each rank of the latest window that was read."""
+        # What `accumulation` is in the course of the run, where it changes.
         self._stages = stages
         # The latest window, and how many samples the run had consumed before it.
         self._latest: tuple[int, Window] | None = None
         microbatch_size = settings.microbatch_size
         self.microbatch_size: int | None = None if microbatch_size == "auto" else microbatch_size
+        """The most rows of a micro-batch; None splits no batch."""
         self.samples: int | None = None
         """The samples of the batch that is weighed, if they are known."""
         self._may_split = microbatch_size is not None
@@ -129,7 +110,8 @@ class Feed:
         """
         done, size = progress.samples_in_epoch, self._size_of(loader)
         self._split = _splitter(loader, self._collate)
-        parts, last, self._latest = self.weighed(loader.remaining_batches(epoch, progress)), None, None
+        batches = loader.counted_batches(epoch, done, progress.batches_in_epoch)
+        parts, last, self._latest = self.weighed(batches), None, None
         is_plain = not self._may_split and self._stages is None
         groups = windows(parts, self.accumulation) if is_plain else _group_by_step(parts, self._size_of_next)
         # only indexed data may be read early: there each sample has its own random numbers
@@ -301,10 +283,7 @@ class Feed:
     def window_of(self, group: list[Weighed], last: Weighed | None, totals: Sequence[float] = ()) -> Window | None:
         """Return the window of these micro-batches and those of the other ranks; None if no rank has any.
 
-        Args:
-            group: The micro-batches.
-            last: The one to repeat without weight if other ranks have more.
-            totals: `_window_sums` summed over all ranks, if known already.
+        `last` is repeated without weight if other ranks have more. The totals are summed over all ranks, if given.
         """
         size = len(group)
         totals = totals or self._ranks.sum("the beginning of a step", *self._ranks.count_once(_window_sums(group)))
@@ -345,14 +324,7 @@ class Feed:
                 yield ready, 0, 0, 0, 1
 
     def _parts(self, batch: Any, ready: Any, samples: int, size: int) -> Iterator[Weighed]:
-        """Yield the parts of a batch, weighed; of a dummy batch only the first one.
-
-        Args:
-            batch: The batch on the host.
-            ready: The same, where it is to be used.
-            samples: The samples that it counts.
-            size: The most rows of a part.
-        """
+        """Yield the parts of a batch, weighed; of a dummy batch only the first one. `ready` is on the device."""
         self.samples = None  # of a part they are not known
         parts = self._split(batch, size)
         if not isinstance(parts, list) or not parts:
@@ -397,10 +369,6 @@ class Feed:
         """Have a mean over class weights count its targets, since algorithms may have changed the labels.
 
         The mean over probabilities is one over rows. Which of them it is can change from step to step.
-
-        Args:
-            output: The result of the micro-batch, as algorithms changed it.
-            weight: Its weight.
         """
         mean, labels = self._trainer.loss_mean, output.labels
         if output.num_targets is not None or not isinstance(self._trainer.unit, ModelUnit) or not mean.counts_unequally:
@@ -424,12 +392,7 @@ class Feed:
     # --- evaluations
 
     def lockstep_batches(self, loader: Loader, only_first: bool = False) -> Iterator[CountedBatch]:
-        """Return the batches of an evaluation, equally many on all ranks: dummy batches follow data that end earlier.
-
-        Args:
-            loader: The loader.
-            only_first: Whether to return only the first batch.
-        """
+        """Return the batches of an evaluation, equally many on all ranks: dummies follow data that end earlier."""
         batches = self.until_signal(loader.first_batch() if only_first else loader.counted_batches(0))
         if isinstance(loader, MapLoader):  # which has equally many batches on all ranks anyway
             return batches

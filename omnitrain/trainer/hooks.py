@@ -113,14 +113,8 @@ EVENTS_OF_TRAINERS = frozenset(
     [f"on_{event}" for event in Event]
     + [f"on_{stage}_{moment}" for stage in _STAGES for moment in ("begin", "start", "end")]
     + ["on_before_backward", "on_after_backward", "on_before_zero_grad", "on_save_checkpoint", "on_load_checkpoint"]
-    + [
-        "on_before_batch_transfer",
-        "on_after_batch_transfer",
-        "on_init_end",
-        "on_pre_optimizer_step",
-        "on_optimizer_step",
-    ]
-    + ["on_substep_end", "on_evaluate", "on_predict", "on_prediction_step", "on_save"]
+    + ["on_before_batch_transfer", "on_after_batch_transfer", "on_init_end", "on_pre_optimizer_step"]
+    + ["on_optimizer_step", "on_substep_end", "on_evaluate", "on_predict", "on_prediction_step", "on_save"]
 )
 # What parts of these names are called here.
 _OURS = {
@@ -155,13 +149,7 @@ def reject_event_methods(**parts: Any) -> None:
 
 
 def reject_uncalled_methods(model: nn.Module, settings: Settings, trainer_class: type) -> None:
-    """Raise ConfigError for a method of the model that another library's trainer calls, and none of ours.
-
-    Args:
-        model: The model.
-        settings: The arguments of the trainer, by which the user may call it.
-        trainer_class: The class of the trainer, whose own hooks may call it.
-    """
+    """Raise ConfigError for a method of the model that another library's trainer calls, and none of ours."""
     if members_of_user(trainer_class).keys() & _RUN_MODELS:
         return
     for kind in type(model).__mro__:

@@ -48,15 +48,7 @@ def is_callback_error(error: BaseException) -> bool:
 
 @dataclass(slots=True)
 class Listener:
-    """A callback of a run, with its time, calls and failures.
-
-    Args:
-        callback: The callback.
-        seconds: The time that its methods took.
-        calls: How many events it was called for.
-        failures: How many of its methods failed without ending the run.
-        is_disabled: Whether it is no longer called.
-    """
+    """A callback of a run, with the time that it took, its calls, and its failures that did not end the run."""
 
     callback: Callback
     seconds: float = 0.0
@@ -83,14 +75,7 @@ def _to_numbers(values: Any) -> dict[str, float]:
 
 
 class Lifecycle:
-    """Sends events to callbacks in order, counts progress, and keeps the history and the best evaluation.
-
-    Args:
-        trainer: Passed to every callback.
-        callbacks: The callbacks, in any order; those of equal `order` keep their positions.
-        objective: Decides which evaluation is best.
-        evaluates: Whether the run evaluates.
-    """
+    """Sends events to callbacks in order, counts progress, and keeps the history and the best evaluation."""
 
     def __init__(
         self, trainer: TrainerLike, callbacks: Iterable[Callback], objective: Objective, evaluates: bool = False
@@ -145,8 +130,8 @@ class Lifecycle:
         self.emit_in_evaluation: Callable[..., None] | None = None
         """Emits the events of the batches of an evaluation; None without listeners."""
         self._is_silent = False
-        # Each wraps its parts of a step in profiler ranges.
-        self._annotators: tuple[Callable[[ProfilerRanges | None], None], ...] = ()
+        self.annotators: tuple[Callable[[ProfilerRanges | None], None], ...] = ()
+        """Each wraps its parts of a step in profiler ranges."""
         self._ranges_by_owner: dict[int, ProfilerRanges] = {}
         self._listeners_by_event: dict[Event, list[ListenerMethod]] = {}
         self._log_values_methods: list[ListenerMethod] = []
@@ -356,10 +341,6 @@ class Lifecycle:
             step, seconds, samples, tokens = self.logged_at
             self.logged_at = (step, seconds + time.perf_counter() - start, samples, tokens)
 
-    def set_annotators(self, *annotators: Callable[[ProfilerRanges | None], None]) -> None:
-        """Set the functions by which `set_profiler_ranges` wraps the parts of a step in ranges."""
-        self._annotators = annotators
-
     def set_profiler_ranges(self, owner: object, ranges: ProfilerRanges | None) -> None:
         """Run data, forward, backward and update of each step inside of `ranges(name)`.
 
@@ -378,7 +359,7 @@ class Lifecycle:
                 stack.enter_context(enter_range(name))
             return stack
 
-        for annotate in self._annotators:
+        for annotate in self.annotators:
             annotate(enter_all if all_ranges else None)
 
     def unsubscribe(self, callback: Callback, *events: Event) -> None:
@@ -446,10 +427,6 @@ class Lifecycle:
 
     # --- answers to requests
 
-    def logged(self, logs: Mapping[str, float]) -> None:
-        """Emit LOG with a complete row of logs."""
-        self.emit(Event.LOG, logs)
-
     def add_values(self, logs: dict[str, Any]) -> None:
         """Add the `log_values` of callbacks to a row of logs.
 
@@ -478,10 +455,6 @@ class Lifecycle:
         """Emit REPORT with texts and histograms, on the ranks that call it."""
         self.emit(Event.REPORT, values)
 
-    def begin_evaluation(self) -> None:
-        """Emit EVAL_START before an evaluation that belongs to the run."""
-        self.emit(Event.EVAL_START)
-
     def evaluated(self, metrics: Mapping[str, float], counts: bool = True) -> None:
         """Add an evaluation to the history and compare it with the best; `counts=False` leaves patience unchanged."""
         self.evaluated_step = self.progress.step
@@ -492,14 +465,6 @@ class Lifecycle:
         )
         self.tick()
         self.emit(Event.EVAL_END, metrics)
-
-    def begin_prediction(self) -> None:
-        """Emit PREDICT_START."""
-        self.emit(Event.PREDICT_START)
-
-    def predicted(self, predictions: Any) -> None:
-        """Emit PREDICT_END with the results."""
-        self.emit(Event.PREDICT_END, predictions)
 
     def begin_save(self) -> None:
         """Emit SAVE_START before the state of the run is captured for a checkpoint."""
@@ -534,12 +499,7 @@ class Lifecycle:
         }
 
     def load_state_dict(self, state: Mapping[str, Any], resets_best: bool = False) -> None:
-        """Restore the state from `state_dict()`, except for the callbacks' states.
-
-        Args:
-            state: The state.
-            resets_best: Whether to discard the earlier best, as the objective has changed.
-        """
+        """Restore the state from `state_dict()`, except for those of callbacks and, as an option, the best so far."""
         size = self.progress.epoch_size
         self.progress = Progress.from_state(state["progress"])
         self.progress.epoch_size = size
@@ -559,30 +519,20 @@ class Lifecycle:
 
     def outcome(self) -> dict[str, Any]:
         """Return the progress, the history and the best evaluation, for a copy of the trainer."""
-        return {
-            "progress": self.progress,
-            "metrics": self.metrics,
-            "objective": self.objective.state_dict(),
-            "evaluated_step": self.evaluated_step,
-            "stop": self.stop,
-        }
+        names = ("progress", "metrics", "evaluated_step", "stop")
+        return {name: getattr(self, name) for name in names} | {"objective": self.objective.state_dict()}
 
     def load_outcome(self, outcome: Mapping[str, Any]) -> None:
         """Restore the result of `outcome`."""
-        self.progress, self.metrics, self.stop = outcome["progress"], outcome["metrics"], outcome["stop"]
         self.objective.load_state_dict(outcome["objective"])
-        self.evaluated_step = outcome["evaluated_step"]
+        vars(self).update({name: value for name, value in outcome.items() if name != "objective"})
 
     def _is_component(self, callback: Callback) -> bool:
         """Return whether a callback is the model, the optimizer or the schedule, whose state is saved separately."""
         return any(component is callback for component, _ in self._components)
 
     def load_callbacks(self, entries: Iterable[Mapping[str, Any]], undo: contextlib.ExitStack) -> None:
-        """Restore each callback's state from that of a callback of the same class.
-
-        Args:
-            entries: The "callbacks" of `state_dict()`.
-            undo: Receives functions that restore the current states.
+        """Restore each callback's state from that of a callback of the same class; `undo` restores the current ones.
 
         Raises:
             CheckpointError: If a callback rejects its state.
@@ -602,10 +552,6 @@ class Lifecycle:
                 continue
             unmatched.remove(match)
             restore_with_undo(match, entry["state"], undo)
-
-    def set_trained_before(self, steps: int) -> None:
-        """Record that the run starts from step 0 with weights trained by this many steps of an earlier one."""
-        self.trained_before = steps
 
     def loaded(self, folder: Path) -> None:
         """Record the folder of the restored checkpoint, and emit CHECKPOINT_LOADED."""

@@ -18,21 +18,20 @@ from omnitrain.arguments import Settings
 from omnitrain.checkpoint.checkpointer import Checkpointer
 from omnitrain.checkpoint.fingerprints import check_same_data
 from omnitrain.core.errors import ConfigError, DataError, NonFiniteError, ObjectiveError, add_location
-from omnitrain.core.events import Control, find_overrides
-from omnitrain.data.loaders import Loader, close_loaders
+from omnitrain.core.events import Control, Event, find_overrides
+from omnitrain.data.loaders import Loader, by_name, close_loaders
 from omnitrain.data.sets import Sets
 from omnitrain.data.stateful import preserve_state, stateful_parts
 from omnitrain.data.workers import report_dead_workers, worker_death
 from omnitrain.distributed.ranks import Ranks
 from omnitrain.model.units import ModelUnit
-from omnitrain.trainer.auto_microbatch import has_batch_norm
 from omnitrain.trainer.buffers import unchanged_buffers
 from omnitrain.trainer.evaluation import Evaluation, Inconclusive
 from omnitrain.trainer.feed import Feed
 from omnitrain.trainer.hooks import Hooks
 from omnitrain.trainer.lifecycle import Lifecycle
-from omnitrain.trainer.nonfinite_report import evaluation_error
-from omnitrain.trainer.out_of_memory import Work, explain_memory
+from omnitrain.trainer.nonfinite import evaluation_error
+from omnitrain.trainer.out_of_memory import Work, explain_memory, has_batch_norm
 from omnitrain.trainer.recompilations import Recompilations
 from omnitrain.trainer.step import IN_STEPS, Step
 
@@ -44,25 +43,8 @@ _BATCHES_BETWEEN_AGREEMENTS = 8
 _REQUESTS = ("log", "evaluate", "save")
 
 
-def _each(loaders: Any) -> list[Any]:
-    """Return the loaders of named sets, or of one set, or of none."""
-    return list(loaders.values()) if isinstance(loaders, Mapping) else [loaders]
-
-
 class Loop:
-    """Calls the hooks of each epoch and step, and the lifecycle after each of them.
-
-    Args:
-        trainer: The trainer, whose hooks a subclass may override.
-        lifecycle: Emits the events, and keeps the requests.
-        sets: The data.
-        feed: Turns batches into windows.
-        step: Turns windows into updates.
-        evaluation: Runs evaluations.
-        checkpointer: Saves checkpoints; None without a `save_dir`.
-        ranks: The ranks of the run.
-        settings: The arguments of the trainer.
-    """
+    """Calls the hooks of each epoch and step, and the lifecycle after each of them."""
 
     def __init__(
         self,
@@ -73,18 +55,16 @@ class Loop:
         step: Step,
         evaluation: Evaluation,
         checkpointer: Checkpointer,
-        ranks: Ranks,
-        settings: Settings,
     ) -> None:
         self.trainer = trainer
+        self.ranks: Ranks = trainer.ranks
+        self.settings: Settings = trainer.settings
         self.lifecycle = lifecycle
         self.sets = sets
         self.feed = feed
         self.step = step
         self.evaluation = evaluation
         self.checkpointer = checkpointer
-        self.ranks = ranks
-        self.settings = settings
         self.is_evaluating: bool = False
         """Whether an evaluation that belongs to the run is under way."""
         self._recompilations = Recompilations()
@@ -112,7 +92,7 @@ class Loop:
             logger.info("Algorithms in the order they run: %s.", order)
         with lifecycle.untimed(), lifecycle.clock.during("setup"):
             # both read data, which can take seconds, so only now that signals are handled
-            check_same_data(self.ranks, [self.sets.train, *_each(self.sets.eval)])
+            check_same_data(self.ranks, [self.sets.train, *by_name(self.sets.eval).values()])
             self.checkpointer.record_start()
         self._warn_batch_norm()
         self._exchange = None
@@ -240,12 +220,11 @@ class Loop:
 
     def _update_sets(self, loaders: Any) -> None:
         """Apply changes of evaluation sets since they were read."""
-        loaders = _each(loaders)
-        for loader in loaders:
+        for loader in by_name(loaders).values():
             if isinstance(loader, Loader):
                 loader.update()
         if self.ranks.world_size > 1:
-            self.sets.check_sizes(*loaders)
+            self.sets.check_sizes(loaders)
 
     def end_epoch(self, train_loss: Any) -> None:
         """End an epoch, or the part of one in which the run ends."""
@@ -412,19 +391,14 @@ class Loop:
         return self.agree("a batch of an evaluation").stop == "signal"
 
     def evaluate_outside_run(self, work: Callable[..., Result | None], loader: Any, *args: Any) -> Result:
-        """Return the result of an evaluation outside the run, and end the workers of its loader.
-
-        Args:
-            work: The evaluation, called as `work(loader, *args, is_interrupted)`.
-            loader: The loader, or a dict of loaders.
-            args: What else the evaluation needs.
+        """Return `work(loader, *args, is_interrupted)`, an evaluation outside the run; end the workers of its loader.
 
         Raises:
             KeyboardInterrupt: If a signal has interrupted it.
         """
         self._update_sets(loader)
         if self.ranks.world_size > 1:
-            check_same_data(self.ranks, _each(loader))
+            check_same_data(self.ranks, list(by_name(loader).values()))
         try:
             with (
                 self.lifecycle.untimed(),
@@ -434,8 +408,7 @@ class Loop:
             ):
                 result = work(loader, *args, self.is_interrupted)
         except Exception as error:
-            # the workers of a loader may have died of memory too, so this comes first
-            explain_memory(error, self.trainer, "evaluation")
+            explain_memory(error, self.trainer, "evaluation")  # of which the workers of a loader may have died, too
             death = worker_death(error)
             if death is None:
                 raise
@@ -449,7 +422,7 @@ class Loop:
     def evaluate(self, counts: bool = True) -> None:
         """Evaluate as part of the run; `counts=False` leaves patience unchanged."""
         trainer, lifecycle = self.trainer, self.lifecycle
-        lifecycle.begin_evaluation()
+        lifecycle.emit(Event.EVAL_START)
         self.is_evaluating = True
         self._update_sets(self.sets.eval)
         self.evaluation.left_out = self._sets_not_due()
@@ -487,14 +460,13 @@ class Loop:
 
     def _sets_not_due(self) -> frozenset[str]:
         """Return the named sets that have an interval of their own, and that this evaluation leaves out."""
-        lifecycle, sets = self.lifecycle, self.sets.eval if isinstance(self.sets.eval, Mapping) else {}
-        position = {"step": lifecycle.progress.step, "epoch": lifecycle.progress.epochs}
-        excluded = []
-        for name, loader in sets.items():
+        lifecycle = self.lifecycle
+        position, excluded = {"step": lifecycle.progress.step, "epoch": lifecycle.progress.epochs}, set[str]()
+        for name, loader in by_name(self.sets.eval).items():
             rows = reversed(lifecycle.metrics["valid"])
             last = next((row for row in rows if f"eval_{name}_loss" in row), None)
             if loader.rules is not None and not loader.rules.is_due(position, last):
-                excluded.append(name)
+                excluded.add(name)
         return frozenset(excluded)
 
     def sanity_check(self) -> None:
@@ -533,14 +505,10 @@ class Loop:
 
     def _raise_if_nonfinite(self, metrics: Mapping[str, float]) -> None:
         """Raise if the loss of a set is not finite, and name the samples."""
-        sets = self.sets.eval if isinstance(self.sets.eval, Mapping) else {"": self.sets.eval}
-        for name, loader in sets.items():
-            prefix = f"eval_{name}" if name else "eval"
-            loss = metrics.get(f"{prefix}_loss", 0.0)  # the user's own evaluation may have none
+        for name, loader in by_name(self.sets.eval).items():
+            loss = metrics.get(f"eval_{name}_loss" if name else "eval_loss", 0.0)  # a custom evaluation may have none
             if not math.isfinite(loss):
-                folder = None if self.checkpointer.store is None else self.checkpointer.store.root
-                step = self.lifecycle.progress.step
-                raise evaluation_error(self.evaluation, loader, loss, step, folder)
+                raise evaluation_error(self.evaluation, loader, loss, self.lifecycle.progress.step)
 
     def log(self) -> None:
         """Read the loss from the device, once per log, and emit the row."""
@@ -579,7 +547,7 @@ class Loop:
         lifecycle.add_values(logs)
         lifecycle.tick()
         lifecycle.logged_at = (progress.step, progress.seconds, progress.samples, progress.tokens)
-        lifecycle.logged(logs)
+        lifecycle.emit(Event.LOG, logs)
 
     def learning_rates(self) -> dict[str, float]:
         """Return the learning rate of the latest update, and the rates of groups that differ from the first."""

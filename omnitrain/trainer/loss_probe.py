@@ -38,11 +38,6 @@ def ask_loss(trainer: Hooks, batches: Sequence[Any]) -> None:
 
     The passes are those of an evaluation: modes, random numbers and weights stay unchanged. A loss that cannot be
     probed, since it fails, draws random numbers or gets labels of one class only, is taken to be what it seems.
-
-    Args:
-        trainer: The trainer; `trainer.loss_mean` receives the answers.
-        batches: Batches on the host or on the device, of which one is used, or two of one row each; none if this
-            rank has none.
     """
     trainer.loss_mean.is_checked = True
     batch = _first_of(batches)

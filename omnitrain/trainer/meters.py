@@ -1,8 +1,9 @@
-"""Weighted means of metrics that forward passes return."""
+"""Weighted means of losses, and of metrics that forward passes return."""
 
 from __future__ import annotations
 
 import functools
+import math
 import numbers
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -10,8 +11,100 @@ from typing import Any
 
 import torch
 
+from omnitrain.compute.precision import read_on_cpu
 from omnitrain.core.errors import ConfigError, DataError
 from omnitrain.distributed.ranks import Ranks
+
+
+class LossMeter:
+    """The weighted sum of an epoch's losses, accumulated on the device and read only for logs.
+
+    On a CPU, where reading is free, `sum` is a float.
+
+    >>> meter = LossMeter(torch.device("cpu"))
+    >>> meter.add(torch.tensor(2.0), 3)
+    >>> meter.add(torch.tensor(4.0), 1)
+    >>> meter.mean(), meter.since_last()
+    (2.5, (10.0, 4.0))
+    """
+
+    def __init__(self, device: torch.device, ranks: Ranks | None = None) -> None:
+        self.ranks: Ranks = ranks or Ranks()
+        # In float64, the mean does not depend on how often it is read; Apple's devices have no float64.
+        dtype = torch.float32 if device.type == "mps" else torch.float64
+        self.sum: float | torch.Tensor = 0.0
+        if device.type != "cpu":
+            self.sum = torch.zeros((), dtype=dtype, device=device)
+        self.weight: float = 0.0
+        # Sum and weight at the latest call of `since_last`.
+        self._at_last_log = (0.0, 0.0)
+
+    def add(self, loss: torch.Tensor, weight: float) -> None:
+        """Add the loss of a micro-batch."""
+        if not weight:
+            return  # there was nothing to predict, so the loss may be NaN
+        self.weight += weight
+        if isinstance(self.sum, torch.Tensor):
+            # in place, without a temporary: `sum += loss * weight` would allocate twice in each micro-batch
+            self.sum.add_(loss.detach(), alpha=weight)
+        else:
+            self.sum += weight * read_on_cpu(loss)
+
+    def read(self) -> float:
+        """Return the sum, waiting for the device that holds it."""
+        return float(self.sum)
+
+    def mean(self) -> float:
+        """Return the mean over all ranks since the epoch began."""
+        total, weight = self.ranks.sum("the mean loss of an epoch", *self.ranks.count_once([self.read(), self.weight]))
+        return total / weight if weight else math.nan
+
+    def since_last(self) -> tuple[float, float]:
+        """Return the sum and the weight added on this rank since the latest call."""
+        current = self.read(), self.weight
+        (total, weight), self._at_last_log = self._at_last_log, current
+        return current[0] - total, current[1] - weight
+
+    def snapshot(self) -> tuple[float | torch.Tensor, float]:
+        """Return sum and weight, for `rollback`, without waiting for the device."""
+        return (self.sum.clone() if isinstance(self.sum, torch.Tensor) else self.sum), self.weight
+
+    def rollback(self, snapshot: tuple[float | torch.Tensor, float]) -> None:
+        """Remove what was added since `snapshot()`."""
+        self._set(*snapshot)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return sum and weight, now and at the latest log."""
+        return {"sum": self.read(), "weight": self.weight, "marked": list(self._at_last_log)}
+
+    def load_state_dict(self, states: Sequence[Mapping[str, Any]]) -> None:
+        """Restore the states of each process; if their number differs, the first gets the total."""
+        states = _states_of_rank(self.ranks, states)
+        self._set(sum(state["sum"] for state in states), sum(state["weight"] for state in states))
+        total, weight = (float(sum(state["marked"][i] for state in states)) for i in (0, 1))
+        self._at_last_log = (total, weight)
+
+    def begin_epoch(self) -> None:
+        """Start the mean of a new epoch; what was added since the latest log still counts for the next log."""
+        total, weight = self.read(), self.weight
+        # so that the next `since_last` includes what the previous epoch added since the latest log
+        self._at_last_log = (self._at_last_log[0] - total, self._at_last_log[1] - weight)
+        self._set(0.0, 0.0)
+
+    def _set(self, total: float | torch.Tensor, weight: float) -> None:
+        self.weight = float(weight)
+        if isinstance(self.sum, torch.Tensor):
+            self.sum.fill_(total)
+        else:
+            self.sum = float(total)
+
+
+def _states_of_rank(ranks: Ranks, states: Sequence[Any]) -> Sequence[Any]:
+    """Return the states of all processes that this rank continues: all on the first one, if their number differs."""
+    if len(states) == ranks.data.size:
+        return states[ranks.data.rank : ranks.data.rank + 1]
+    return [] if ranks.data.rank else states
+
 
 # Names that rows of logs use themselves.
 _TAKEN = frozenset(
@@ -40,10 +133,6 @@ class Meters:
     """The weighted means of named values, since the latest log and since the epoch began.
 
     Unlike losses, values may be NaN or infinite: then so is the mean of that log and of that epoch, and no other.
-
-    Args:
-        device: Where the sums are kept.
-        ranks: The ranks of the run.
 
     >>> meters = Meters(torch.device("cpu"))
     >>> meters.add({"accuracy": torch.tensor(0.5)}, 3)
@@ -136,13 +225,8 @@ class Meters:
 
     def load_state_dict(self, states: Sequence[Sequence[Any]]) -> None:
         """Restore the states of each process; if their number differs, the first gets the total."""
-        ranks, local_states = self.ranks, states
-        if len(states) == ranks.data.size:
-            local_states = states[ranks.data.rank : ranks.data.rank + 1]
-        elif ranks.data.rank:
-            local_states = []
         self._meters = {}
-        for name, *numbers_of in (entry for state in local_states for entry in state):
+        for name, *numbers_of in (entry for state in _states_of_rank(self.ranks, states) for entry in state):
             meter = self._meters.setdefault(name, _Meter(self._zeros(), [0.0, 0.0]))
             meter.sums += torch.tensor(numbers_of[:2], dtype=meter.sums.dtype).to(meter.sums.device)
             meter.weights = [a + b for a, b in zip(meter.weights, numbers_of[2:], strict=True)]

@@ -1,20 +1,39 @@
-"""Notes on out-of-memory errors: memory in use, and remedies."""
+"""Out-of-memory errors: what took the memory, and smaller micro-batches.
+
+After an error, a step under `microbatch_size="auto"` has the same samples, with the same weights; `feed.py` splits
+them.
+"""
 
 from __future__ import annotations
 
+import copy
 import logging
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import torch
+from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
 
-from omnitrain.compute.precision import is_out_of_memory
+from omnitrain.backends.backend import Backend
+from omnitrain.compute.precision import free_memory, is_out_of_memory
+from omnitrain.compute.random_state import restore_rng, snapshot_rng
+from omnitrain.core.errors import ConfigError, DataError
+from omnitrain.core.events import Algorithm, find_overrides
+from omnitrain.data.collation import count_samples
+from omnitrain.data.sampling import Window
+from omnitrain.distributed.ranks import Ranks
 from omnitrain.optim.sparse_gradients import stored_values
+from omnitrain.trainer.buffers import Buffers
+from omnitrain.trainer.feed import Feed
 from omnitrain.trainer.hooks import Hooks
+from omnitrain.trainer.lifecycle import Lifecycle
 
 logger: logging.Logger = logging.getLogger("omnitrain")
+
+Result = TypeVar("Result")
 
 Work = Literal["training", "evaluation", "saving"]
 
@@ -27,35 +46,18 @@ _LEAST = 0.02
 
 @dataclass(frozen=True, slots=True)
 class Shortage:
-    """What a rank had on its device when memory ran out, in bytes, and the settings that decide about it.
-
-    Args:
-        work: What was being done.
-        parameters: Parameters and buffers.
-        gradients: Gradients.
-        state: What the optimizer keeps.
-        future_gradients: Gradients that a step adds to these.
-        future_optimizer_bytes: What the first update adds to the state, if that is known.
-        peak: The most that tensors took at once, with all of these; None if the device does not count it.
-        requested: The allocation that failed; 0 if the error does not say.
-        capacity: The memory of the device; None if that is not known.
-        rows: Rows of a micro-batch, or of a batch of an evaluation.
-        world_size: Ranks of the run.
-        is_sharded: Whether parameters, gradients or state are sharded already.
-        is_recomputed: Whether activations are recomputed already.
-        is_full_precision: Whether the forward pass computes in 32 bits.
-    """
+    """What a rank had on its device when memory ran out, in bytes, and the settings that decide about it."""
 
     work: Work
-    parameters: int
+    parameters: int  # and buffers
     gradients: int
     state: int
-    future_gradients: int = 0
-    future_optimizer_bytes: int = 0
-    peak: int | None = None
-    requested: int = 0
-    capacity: int | None = None
-    rows: int = 1
+    future_gradients: int = 0  # which a step adds to these
+    future_optimizer_bytes: int = 0  # which the first update adds to the state
+    peak: int | None = None  # the most that tensors took at once; None if the device does not count it
+    requested: int = 0  # the allocation that failed; 0 if the error does not say
+    capacity: int | None = None  # the memory of the device, if it is known
+    rows: int = 1  # of a micro-batch, or of a batch of an evaluation
     world_size: int = 1
     is_sharded: bool = False
     is_recomputed: bool = False
@@ -150,12 +152,7 @@ def _remedies(shortage: Shortage) -> Iterator[tuple[str, str]]:
 
 
 def future_optimizer_bytes(options: Mapping[str, Any], trained: int) -> int:
-    """Return the bytes of an optimizer's state after its first update, by its options; 0 if they do not tell.
-
-    Args:
-        options: The options of a group: with `betas` it keeps two numbers of a parameter, with `momentum` one.
-        trained: Bytes of the parameters that train.
-    """
+    """Return the bytes of an optimizer's state after its first update, by its options; 0 if they do not tell."""
     if "betas" in options:
         return trained * (3 if options.get("amsgrad") else 2)
     return trained if options.get("momentum") else 0
@@ -195,23 +192,23 @@ def shortage_of(trainer: Hooks, work: Work, requested: int = 0) -> Shortage:
     gradients = [stored_values(parameter.grad) for parameter in parameters if parameter.grad is not None]
     optimizers = backend.optimizers.values() or [backend.optimizer]
     state = [value for optimizer in optimizers for entries in optimizer.state.values() for value in entries.values()]
-    is_first = work == "training" and not any(isinstance(value, torch.Tensor) for value in state)
-    coming = (
-        sum(future_optimizer_bytes(group, _bytes(group["params"], device)) for group in backend.groups)
-        if is_first
-        else 0
-    )
+    future: dict[str, int] = {}
+    if work == "training" and not any(isinstance(value, torch.Tensor) for value in state):  # it is the first step
+        future["future_gradients"] = _bytes([parameter for parameter in trained if parameter.grad is None], device)
+        sizes = [future_optimizer_bytes(group, _bytes(group["params"], device)) for group in backend.groups]
+        future["future_optimizer_bytes"] = sum(sizes)
     splits = settings.batch_size if trainer._feed.microbatch_size is None else trainer._feed.microbatch_size
-    peak, capacity = _counted(device)
+    peak, capacity = None, None
+    if device.type in ("cuda", "xpu"):
+        peak = torch.accelerator.max_memory_allocated(device)
+    if device.type == "cuda":
+        capacity = torch.cuda.get_device_properties(device).total_memory
     return Shortage(
         work,
         parameters=_bytes(tensors, device),
         gradients=_bytes(gradients, device),
         state=_bytes(state, device),
-        future_gradients=_bytes([parameter for parameter in trained if parameter.grad is None], device)
-        if is_first
-        else 0,
-        future_optimizer_bytes=coming,
+        **future,
         peak=peak,
         requested=requested,
         capacity=capacity,
@@ -219,7 +216,8 @@ def shortage_of(trainer: Hooks, work: Work, requested: int = 0) -> Shortage:
         world_size=trainer.ranks.world_size,
         is_sharded=backend.sharding is not None,
         is_recomputed=bool(settings.gradient_checkpointing),
-        is_full_precision=trainer.precision.name == "fp32" and _is_wide(parameters),
+        is_full_precision=trainer.precision.name == "fp32"
+        and any(parameter.is_floating_point() and parameter.element_size() >= 4 for parameter in parameters),
     )
 
 
@@ -235,14 +233,217 @@ def _bytes(tensors: Iterable[Any], device: torch.device) -> int:
     return total
 
 
-def _is_wide(parameters: Iterable[torch.Tensor]) -> bool:
-    return any(parameter.is_floating_point() and parameter.element_size() >= 4 for parameter in parameters)
+# --- smaller micro-batches
 
 
-def _counted(device: torch.device) -> tuple[int | None, int | None]:
-    """Return the most that tensors took on a device, and its memory; None for what is not counted."""
-    if device.type not in ("cuda", "xpu"):
-        return None, None
-    peak = torch.accelerator.max_memory_allocated(device)
-    capacity = torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else None
-    return peak, capacity
+_IN_PASSES = ("transform_batch", "transform_output", "transform_loss")
+
+
+def has_batch_norm(model: nn.Module) -> bool:
+    """Whether a model has layers that normalize over the micro-batch of one rank."""
+    kinds = [type(module) for module in model.modules()]
+    return any(issubclass(kind, _BatchNorm) and kind is not nn.SyncBatchNorm for kind in kinds)
+
+
+class AutoMicrobatch:
+    """Runs the micro-batches of a step again, halved, if memory runs out on any rank.
+
+    Nothing that the ranks do together may be under way then: micro-batches run without an exchange of gradients, the
+    ranks agree that all of them are through, and only then the gradients are averaged.
+
+    Raises:
+        ConfigError: If ranks exchange something inside of a forward or backward pass.
+    """
+
+    def __init__(self, trainer: Hooks, feed: Feed, lifecycle: Lifecycle, step: Any) -> None:
+        self._trainer = trainer
+        self._backend: Backend = trainer.backend
+        self._ranks: Ranks = trainer.ranks
+        self._feed = feed
+        self._lifecycle = lifecycle
+        self._step = step  # trainer.step.Step, which imports this module
+        self._buffers = Buffers()
+        # Those whose states may change in the passes of a micro-batch.
+        self._algorithms = [
+            algorithm
+            for algorithm in trainer.algorithms
+            if type(algorithm).state_dict is not Algorithm.state_dict
+            and any(find_overrides([algorithm], name) for name in _IN_PASSES)
+        ]
+        # Whether memory ran out in the latest update, which was made all the same.
+        self._has_failed_in_update = False
+        self.prepare()
+
+    @property
+    def separate_all_reduce(self) -> bool:
+        """Whether gradients are averaged after the last backward pass, and not during it."""
+        return self._ranks.world_size > 1
+
+    def prepare(self) -> None:
+        """Reject exchanges between ranks in a forward or backward pass; called again once the model is placed."""
+        self._backend.check_separate_all_reduce()
+        modules = self._backend.model.modules()
+        if self._ranks.world_size > 1 and any(isinstance(module, nn.SyncBatchNorm) for module in modules):
+            raise ConfigError(
+                "`microbatch_size='auto'` cannot be used with nn.SyncBatchNorm, in whose forward pass the ranks wait "
+                "for each other: one that runs out of memory there would leave the others waiting. Pass a number, such "
+                "as microbatch_size=4."
+            )
+
+    def begin_epoch(self) -> None:
+        """Look for the buffers of the model, which a callback may have changed."""
+        self._buffers.collect(self._backend.model)
+
+    # --- micro-batches
+
+    def run(self, attempt: Callable[[], Result]) -> Result:
+        """Return what `attempt()` returns, which runs the micro-batches of a window, once all ranks have come through.
+
+        Where memory has run out, it is called again, and the window then has smaller micro-batches.
+
+        Raises:
+            RuntimeError: The out-of-memory error, if not even a single row fits.
+        """
+        step, window, first = self._step, self._step.window, 0
+        means, random_numbers = step.snapshot(), snapshot_rng(self._trainer.device)
+        states = [copy.deepcopy(algorithm.state_dict()) for algorithm in self._algorithms]
+        self._buffers.snapshot()
+        while True:
+            try:
+                result = attempt()
+            except RuntimeError as error:
+                if not is_out_of_memory(error):
+                    raise
+                size = self._agree(window, True)
+                if size == 1:
+                    error.add_note("`microbatch_size='auto'` is at one row at a time, which does not fit either.")
+                    raise
+            else:
+                size = self._agree(window, False)
+                if not size:
+                    self._backend.reduce_gradients()
+                    if first:
+                        self._warn_out_of_memory("", first)
+                    return result
+                if size == 1:  # the rank that has failed ends the others with its error
+                    self._ranks.gather("the end of the memory of another rank", None)
+                del result
+            # out here the error is gone, and with it what it kept alive
+            first = first or size
+            self._backend.discard_gradients()
+            step.rollback(means)
+            self._buffers.restore()
+            restore_rng(random_numbers, self._trainer.device)
+            for algorithm, state in zip(self._algorithms, states, strict=True):
+                algorithm.load_state_dict(copy.deepcopy(state))
+            free_memory()
+            self._feed.shrink((size + 1) // 2)
+            window = self._feed.split_again(window)
+            step.restart(window)
+
+    def _agree(self, window: Window, has_failed: bool) -> int:
+        """Return the rows of the micro-batches that did not fit on some rank; 0 if they did on all of them."""
+        ranks, has_failed_in_update, self._has_failed_in_update = self._ranks, self._has_failed_in_update, False
+        failed, updates = ranks.sum("the memory of a step", has_failed, has_failed_in_update)
+        if not failed and not updates:
+            return 0
+        rows = [self._rows_of(batch) for batch in window.batches]
+        largest = ranks.combine("the rows of the micro-batches", max(rows), max)
+        size = min(self._feed.microbatch_size or largest, largest)
+        if not failed and size > 1:
+            self._feed.shrink((size + 1) // 2)
+            self._warn_out_of_memory(" in its update", size)
+        return size if failed else 0
+
+    def _rows_of(self, batch: Any) -> int:
+        try:
+            return count_samples(batch)
+        except DataError:  # an object that only the user's own `split_batch` knows
+            return self._trainer.settings.batch_size
+
+    def _warn_out_of_memory(self, where: str, size: int) -> None:
+        if self._ranks.is_main:
+            logger.warning(
+                "Step %d has run out of memory%s with micro-batches of %d rows. From here on they are of %d at most, "
+                "and a step has as many more of them. Pass microbatch_size=%d to begin with that.%s",
+                self._lifecycle.progress.step + (not where), where, size, *[self._feed.microbatch_size] * 2,
+                " BatchNorm takes its statistics of one micro-batch." if has_batch_norm(self._backend.model) else "",
+            )  # fmt: skip
+
+    # --- the update
+
+    def update(self) -> bool:
+        """Step the optimizer; again if memory runs out before it has changed anything.
+
+        The gradients are complete, so no pass is repeated, and the other ranks need not know.
+
+        Raises:
+            RuntimeError: The out-of-memory error, if the update was made in part or does not fit at all.
+        """
+        optimizer = self._backend.optimizer
+        before = _versions(optimizer)
+        try:
+            return self._trainer._apply_update()
+        except RuntimeError as error:
+            if not is_out_of_memory(error):
+                raise
+            if not _is_unchanged(optimizer, before):
+                error.add_note(
+                    "Memory ran out in the middle of the optimizer's update, which cannot be made again, as some of it "
+                    "was made. Resume from the latest checkpoint, with an optimizer that keeps less, a smaller "
+                    "`microbatch_size`, or weights that are sharded (FSDP, DeepSpeed)."
+                )
+                raise
+        free_memory()
+        try:
+            applied = self._trainer._apply_update()
+        except RuntimeError as error:
+            if is_out_of_memory(error):
+                error.add_note(
+                    "It was the optimizer's update, which had all of the memory that micro-batches take. Take an "
+                    "optimizer that keeps less, or shard the weights (FSDP, DeepSpeed)."
+                )
+            raise
+        self._has_failed_in_update = True
+        return applied
+
+
+Versions = tuple[dict[Any, list[Any]], list[Any]]
+
+
+def _versions(optimizer: torch.optim.Optimizer) -> Versions:
+    """Return version counters of an optimizer's state, and of its weights and groups."""
+    state = {
+        parameter: [_version(value) for value in entries.values()] for parameter, entries in optimizer.state.items()
+    }
+    groups = [_version(value) for group in optimizer.param_groups for key, value in group.items() if key != "params"]
+    return state, groups + [parameter._version for group in optimizer.param_groups for parameter in group["params"]]
+
+
+def _version(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return value._version
+    return value if isinstance(value, (bool, int, float, str)) else id(value)
+
+
+def _is_unchanged(optimizer: torch.optim.Optimizer, before: Versions) -> bool:
+    """Whether an update that failed has changed nothing; state that it has only begun to fill is dropped then.
+
+    A fused kernel does not mark what it changes, but its step counts are marked.
+    """
+    state, rest = _versions(optimizer)
+    fresh = [parameter for parameter in state if not before[0].get(parameter)]
+    is_known = len(optimizer.param_groups) == 1 or not any(group.get("fused") for group in optimizer.param_groups)
+    is_known = is_known or all("step" in entries for entries in optimizer.state.values())
+    if (
+        not is_known
+        or rest != before[1]
+        or any(state[parameter] != versions for parameter, versions in before[0].items() if versions)
+    ):
+        return False
+    values = [value for parameter in fresh for value in optimizer.state[parameter].values()]
+    if any(bool(value.any() if isinstance(value, torch.Tensor) else value) for value in values):
+        return False
+    for parameter in fresh:
+        del optimizer.state[parameter]
+    return True

@@ -10,6 +10,7 @@ import copy
 import functools
 import logging
 import math
+from collections import deque
 from collections.abc import Callable
 from typing import Any, TypeVar, cast
 
@@ -22,20 +23,19 @@ from omnitrain.compute.precision import read_on_cpu
 from omnitrain.core.errors import ConfigError, DataError, NonFiniteError, add_location
 from omnitrain.core.events import Event, find_overrides
 from omnitrain.data.sampling import Window
+from omnitrain.data.sets import Sets
 from omnitrain.distributed.ranks import Ranks
 from omnitrain.model.units import ModelUnit, count_as_sum, no_token_counts
 from omnitrain.optim.build import ScheduleLR, needs_closure
 from omnitrain.optim.sparse_gradients import parameters_by_layout
-from omnitrain.trainer.auto_microbatch import AutoMicrobatch
 from omnitrain.trainer.buffers import Buffers
-from omnitrain.trainer.dtype_errors import add_dtype_remedy
-from omnitrain.trainer.failing_samples import describe_failing_samples
+from omnitrain.trainer.failing_samples import add_dtype_remedy, describe_failing_samples
 from omnitrain.trainer.feed import Feed
-from omnitrain.trainer.finite import FiniteGuard, LossMeter
 from omnitrain.trainer.hooks import Hooks
 from omnitrain.trainer.lifecycle import Lifecycle, is_callback_error
-from omnitrain.trainer.meters import Meters
-from omnitrain.trainer.nonfinite_report import WindowPosition
+from omnitrain.trainer.meters import LossMeter, Meters
+from omnitrain.trainer.nonfinite import WindowPosition, nonfinite_error
+from omnitrain.trainer.out_of_memory import AutoMicrobatch
 
 logger: logging.Logger = logging.getLogger("omnitrain")
 
@@ -77,62 +77,108 @@ def modules_in_eval_mode(model: nn.Module) -> list[nn.Module]:
     return modules
 
 
-class Step:
-    """Trains on one window at a time.
+class FiniteGuard:
+    """Decides before each optimizer step whether to take it.
 
-    Args:
-        trainer: The trainer, whose hooks make a step.
-        backend: Accumulates gradients and updates weights.
-        lifecycle: Counts steps and calls the callbacks.
-        ranks: The ranks of the run.
-        settings: The arguments of the trainer.
-        error_at: Returns the error for a window whose loss or gradient is not finite.
-        loader: Returns the loader of the training set.
-        feed: Splits batches.
-
-    Attributes:
-        loss: The losses of the epoch so far.
-        metrics: The metrics that forward passes returned in the epoch so far.
-        latest_metrics: Their means in the latest row of logs.
-        grad_norm: The norm of the latest gradients before clipping, on the device; None before the first step.
-        rates: The learning rate of each group of the optimizer in the latest update; empty before the first one.
-        guard: Detects losses and gradients that are not finite.
+    Reading a number from a GPU in every step would slow the loop down. If the optimizer can skip an update on the
+    device (PyTorch's fused ones can, by the `found_inf` that GradScaler also uses), the guard is *deferred*: from the
+    first non-finite step on, the device makes no more updates, and the host learns of it some steps later without
+    waiting. Otherwise the number is read, which is free on a CPU.
     """
 
-    guard: FiniteGuard
+    _MAX_PENDING = 32  # how many steps the host may lag behind before it waits
 
-    def __init__(
-        self,
-        trainer: Hooks,
-        backend: Backend,
-        lifecycle: Lifecycle,
-        ranks: Ranks,
-        settings: Settings,
-        error_at: Callable[[WindowPosition], NonFiniteError],
-        loader: Callable[[], Any],
-        feed: Feed,
-    ) -> None:
-        self.loss: LossMeter = LossMeter(backend.device, ranks)
-        self.metrics: Meters = Meters(backend.device, ranks)
-        self.latest_metrics: dict[str, float] = {}
-        is_auto = settings.microbatch_size == "auto"
-        self._auto_microbatch = (
-            AutoMicrobatch(trainer, backend, feed, ranks, lifecycle, self.snapshot, self.rollback) if is_auto else None
-        )
-        self._feed = feed
-        self.grad_norm: torch.Tensor | None = None
-        self.rates: list[Any] = []
+    def __init__(self, device: torch.device, optimizer: Any, deferred: bool) -> None:
+        self.deferred: bool = deferred
+        self._pending: deque[tuple[int, Any, Any]] = deque()
+        if deferred:
+            self._found_inf = torch.zeros((), dtype=torch.float32, device=device)
+            self._host_flags = torch.zeros(self._MAX_PENDING, dtype=torch.float32, pin_memory=device.type == "cuda")
+            self._count = 0
+            # the attributes that torch.amp.GradScaler sets for fused optimizers (`_step_supports_amp_scaling`)
+            optimizer.found_inf, optimizer.grad_scale = self._found_inf, None
+
+    @staticmethod
+    def can_defer(device: torch.device, optimizer: Any) -> bool:
+        """Return whether reading is slow on the device, and the optimizer can skip updates there."""
+        return device.type == "cuda" and bool(getattr(optimizer, "_step_supports_amp_scaling", False))
+
+    def should_update(self, finiteness_value: float | torch.Tensor, locate: Callable[[], Any]) -> bool:
+        """Return whether to take the step; a deferred guard returns True, and leaves the decision to the device.
+
+        Args:
+            finiteness_value: A scalar that is finite if and only if loss and gradients are.
+            locate: Returns the result of `first_bad()` in case this step turns out to be the first bad one.
+        """
+        if not self.deferred:
+            return math.isfinite(finiteness_value)  # waits for the device
+        bad = ~torch.as_tensor(finiteness_value, device=self._found_inf.device).isfinite()
+        # never reset to 0: no update may follow a bad step before the host has seen it
+        torch.maximum(self._found_inf, bad.to(self._found_inf.dtype), out=self._found_inf)
+        slot = self._count % self._MAX_PENDING
+        self._count += 1
+        # to pinned memory, as a copy to pageable memory would wait for the device
+        self._host_flags[slot].copy_(self._found_inf, non_blocking=True)
+        event = torch.cuda.Event() if self._found_inf.device.type == "cuda" else None
+        if event is not None:
+            event.record()
+        self._pending.append((slot, event, locate()))
+        return True
+
+    def first_bad(self, wait: bool = False) -> Any | None:
+        """Return the result of `locate` for the first bad step that the device has reported, or None.
+
+        Args:
+            wait: Whether to check all steps so far, and wait for them. Otherwise a step is checked once 32 steps are
+                pending, when the device is done with it; checking whichever are done could differ between ranks.
+        """
+        while len(self._pending) >= (1 if wait else self._MAX_PENDING):
+            slot, event, location = self._pending.popleft()
+            if event is not None:
+                event.synchronize()
+            if read_on_cpu(self._host_flags[slot]):
+                self._pending.clear()
+                return location
+        return None
+
+    def release(self, optimizer: Any) -> None:
+        """Remove the guard from the optimizer."""
+        if self.deferred:
+            # otherwise they would also guard steps that the user takes after the run
+            del optimizer.found_inf, optimizer.grad_scale
+            self.deferred = False
+
+
+class Step:
+    """Trains on one window at a time, by the hooks of a trainer."""
+
+    guard: FiniteGuard
+    """Detects losses and gradients that are not finite."""
+
+    def __init__(self, trainer: Hooks, lifecycle: Lifecycle, sets: Sets, feed: Feed) -> None:
         self._trainer = trainer
-        self._backend = backend
+        self._backend: Backend = trainer.backend
+        self._ranks: Ranks = trainer.ranks
+        self._settings: Settings = trainer.settings
         self._lifecycle = lifecycle
-        self._ranks = ranks
-        self._settings = settings
-        self._error_at = error_at
-        self._loader = loader
-        self.weight: float = 0.0
-        """The weight of the current micro-batch in the mean of its step."""
+        self._sets = sets
+        self._feed = feed
+        self.loss: LossMeter = LossMeter(trainer.backend.device, trainer.ranks)
+        """The losses of the epoch so far."""
+        self.metrics: Meters = Meters(trainer.backend.device, trainer.ranks)
+        """The metrics that forward passes returned in the epoch so far."""
+        self.latest_metrics: dict[str, float] = {}
+        """Their means in the latest row of logs."""
+        is_auto = trainer.settings.microbatch_size == "auto"
+        self._auto_microbatch = AutoMicrobatch(trainer, feed, lifecycle, self) if is_auto else None
+        self.grad_norm: torch.Tensor | None = None
+        """The norm of the latest gradients before clipping, on the device; None before the first step."""
+        self.rates: list[Any] = []
+        """The learning rate of each group of the optimizer in the latest update; empty before the first one."""
         self.window: Window = cast("Any", None)
         """The latest window; None before the first."""
+        self.weight: float = 0.0
+        """The weight of the current micro-batch in the mean of its step."""
         self.turn: int = 0
         """How many micro-batches of this step were run."""
         # The targets of this window so far, if the unit counts them.
@@ -180,12 +226,9 @@ class Step:
             )
         self._list_transforms()
         self._warn_unsupported_events()
-        self._is_first = True
-        self._is_in_training = False
-        self._backend.collect_parameters()
+        self._is_first, self._is_in_training = True, False
+        self._collect_parameters()
         self._backend.clear_gradients()
-        self._warn_untrained_parameters()
-        self._check_sparse_gradients()
         self._backend.check_update()
         self._warn_low_precision()
         if self._auto_microbatch is not None:
@@ -236,10 +279,6 @@ class Step:
                 "logs.", ", ".join(names), lacking,
             )  # fmt: skip
 
-    def _check_sparse_gradients(self) -> None:
-        """Raise ConfigError if sparse gradients are known to come that cannot be trained."""
-        self._backend.check_layouts(*parameters_by_layout(self._backend.model))
-
     def _warn_low_precision(self) -> None:
         """Warn about weights that train in 16 bits, unless the backend updates a 32-bit copy."""
         kinds = {
@@ -258,11 +297,9 @@ class Step:
     def begin_epoch(self) -> None:
         """Prepare for an epoch: a callback may have frozen or unfrozen layers since the last one."""
         self._put_into_training()
-        self._backend.collect_parameters()
         if self._buffers is not None:
             self._buffers.collect(self._backend.model)
-        self._warn_untrained_parameters()
-        self._check_sparse_gradients()
+        self._collect_parameters()
         if self._auto_microbatch is not None:
             self._auto_microbatch.begin_epoch()
 
@@ -288,8 +325,9 @@ class Step:
             )  # fmt: skip
         self._is_in_training = True
 
-    def _warn_untrained_parameters(self) -> None:
-        """Warn once about parameters that require a gradient and are in no optimizer group."""
+    def _collect_parameters(self) -> None:
+        """Collect the parameters that train; warn once about those with a gradient that are in no optimizer group."""
+        self._backend.collect_parameters()
         untrained = self._backend.ungrouped_parameters()
         if set(untrained) - set(self._untrained):
             logger.warning(
@@ -298,6 +336,7 @@ class Step:
                 len(untrained), ", ".join(untrained[:3]), ", ..." if len(untrained) > 3 else "",
             )  # fmt: skip
         self._untrained = untrained
+        self._backend.check_layouts(*parameters_by_layout(self._backend.model))  # sparse gradients that cannot train
 
     # --- the step
 
@@ -351,11 +390,7 @@ class Step:
 
     def run(self, attempt: Callable[[], Result]) -> Result:
         """Return what `attempt()` returns, which runs all micro-batches; smaller ones where memory has run out."""
-        return (
-            attempt()
-            if self._auto_microbatch is None
-            else self._auto_microbatch.run(self.window, attempt, self.restart)
-        )
+        return attempt() if self._auto_microbatch is None else self._auto_microbatch.run(attempt)
 
     def update(self) -> bool:
         """Update the weights, and return whether that was done."""
@@ -401,7 +436,15 @@ class Step:
             if isinstance(error, ValueError) and "more than 1 value per channel" in str(error):
                 raise self._too_few_to_normalize(turn) from error
             add_dtype_remedy(error, self._backend.model, batch, self._settings.dtypes)
-            self._name_samples(error, turn)
+            place, loader, turn = self._place(), self._sets.train, (self.window.origins or range(turn + 1))[turn]
+            if loader is not None:
+                forward = functools.partial(self._backend.forward, self._trainer._forward)
+                mode = functools.partial(self._backend.eval_mode, self._settings.seed)
+                position = place.epoch, place.position, turn
+                samples = describe_failing_samples(error, self._trainer, loader, position, forward, mode)
+                if samples:
+                    error.add_note(f"Raised for {samples}.")
+            add_location(error, f"step {place.step} (epoch {place.epoch + 1}), rank {self._ranks.rank}")
             raise
 
     def _too_few_to_normalize(self, turn: int) -> DataError:
@@ -475,31 +518,14 @@ class Step:
                 scaled = scaled * math.nan
         return scaled
 
-    def _name_samples(self, error: Exception, turn: int) -> None:
-        """Add to an error of a forward pass its step and rank, and the samples that raise it."""
-        trainer, loader, place = self._trainer, self._loader(), self._place()
-        if self.window.origins is not None:
-            turn = self.window.origins[turn]
-        if loader is not None:
-            run, mode = (
-                functools.partial(self._backend.forward, trainer._forward),
-                functools.partial(self._backend.eval_mode, self._settings.seed),
-            )
-            samples = describe_failing_samples(error, trainer, loader, (place.epoch, place.position, turn), run, mode)
-            if samples:
-                error.add_note(f"Raised for {samples}.")
-        add_location(error, f"step {place.step} (epoch {place.epoch + 1}), rank {self._ranks.rank}")
-
     def finish(self) -> bool:
         """Complete the gradients, call the callbacks, and return whether to make the update."""
         if not self.window.weight or (self._targets is not None and not self._divide_by(self._targets)):
             self._warn_of_empty()
             return False
-        trainer = self._trainer
         if self._is_first:
+            self._is_first = False
             self._check_gradients()
-            if isinstance(trainer.lr_scheduler, ScheduleLR):
-                self._check_tokens(trainer.lr_scheduler)
         if self._transforms["before_second_pass"]:
             self._run_second_pass()
         # DeepSpeed steps inside of its backward pass, so nothing can come between gradients and update
@@ -514,11 +540,7 @@ class Step:
         return self._should_update(self.grad_norm)
 
     def _clip(self, emit: Callable[..., None] | None = None) -> torch.Tensor:
-        """Have algorithms change the gradients, and clip them; return their norm before either.
-
-        Args:
-            emit: Calls the callbacks before and after it; None calls none.
-        """
+        """Have algorithms change the gradients, and clip them; return their norm before either."""
         trainer, changes = self._trainer, self._transforms["before_update"]
         if emit is not None:
             emit(Event.BEFORE_CLIP)
@@ -536,29 +558,23 @@ class Step:
         return norm
 
     def _check_gradients(self) -> None:
-        """Raise ConfigError if the first step gave no gradient to any parameter of the optimizer."""
-        self._is_first = False
+        """Raise an error if the first step gave no gradients, or no tokens to a schedule that follows them."""
         if not self._backend.has_gradients():
             raise ConfigError(
                 "No parameter of the optimizer got a gradient in the first step, so nothing would be trained. The loss "
                 "depends on none of them: is it computed by another model than the one that was passed (by a `unit` "
                 "that holds its own, say), under torch.no_grad(), or were all of them frozen since?"
             )
-        gradients = [
-            (parameter, parameter.grad) for parameter in self._backend.parameters if parameter.grad is not None
-        ]
         names = {id(parameter): name for name, parameter in self._backend.model.named_parameters()}
-        sparse = {
-            id(parameter): names.get(id(parameter), "?") for parameter, gradient in gradients if gradient.is_sparse
-        }
-        dense = {
-            id(parameter): names.get(id(parameter), "?") for parameter, gradient in gradients if not gradient.is_sparse
-        }
+        sparse, dense = dict[int, str](), dict[int, str]()
+        for parameter in self._backend.parameters:
+            if parameter.grad is not None:
+                (sparse if parameter.grad.is_sparse else dense)[id(parameter)] = names.get(id(parameter), "?")
         self._backend.check_layouts(sparse, dense)
-
-    def _check_tokens(self, scheduler: ScheduleLR) -> None:
-        """Raise DataError if a schedule follows tokens, and the first step has none."""
-        if "tok" in scheduler.units and scheduler.follows and not self.window.tokens:
+        scheduler = self._trainer.lr_scheduler
+        if not isinstance(scheduler, ScheduleLR) or not scheduler.follows:
+            return
+        if "tok" in scheduler.units and not self.window.tokens:
             raise DataError(
                 f"`lr_scheduler={scheduler.schedule!r}` follows the tokens of the run, but the batches have none: they "
                 "are counted in 'attention_mask', 'input_ids' or labels. Give lengths in steps, samples or time."
@@ -594,12 +610,7 @@ class Step:
         return applied
 
     def check_schedule(self, scheduler: Any, has_custom_epoch: bool) -> None:
-        """Reject a schedule that follows counts which a custom epoch does not update.
-
-        Args:
-            scheduler: The schedule; None without one.
-            has_custom_epoch: Whether the trainer's class overrides `_train_epoch`, in which nothing is counted.
-        """
+        """Reject a schedule that follows counts which a custom epoch, in which nothing is counted, does not update."""
         if has_custom_epoch and isinstance(scheduler, ScheduleLR) and scheduler.follows:
             raise ConfigError(
                 f"`lr_scheduler={scheduler.schedule!r}` follows samples, tokens or time, which nothing counts in a "
@@ -608,13 +619,10 @@ class Step:
             )
 
     def step_schedule(self, scheduler: Any, applied: bool = True, ends_epoch: bool = False) -> None:
-        """Set the rates of the next step.
+        """Set the rates of the next step, or of the next epoch.
 
-        Args:
-            scheduler: The schedule.
-            applied: Whether an update was made. One that counts updates stays where it is without; one that follows
-                samples, tokens or time does not, as these went on.
-            ends_epoch: Whether this is the end of an epoch, rather than of a step that is not counted yet.
+        Without an update (`applied=False`), a schedule that counts updates stays where it is; one that follows samples,
+        tokens or time does not, as these went on.
         """
         try:
             if isinstance(scheduler, ScheduleLR) and scheduler.follows:
@@ -661,11 +669,7 @@ class Step:
                 put_back(trainer)
 
     def _check_second_pass(self) -> None:
-        """Reject a `training_step` of the user's, which a second pass does not call.
-
-        Raises:
-            ConfigError: Naming it.
-        """
+        """Raise ConfigError for a `training_step` of the user's, which a second pass does not call."""
         if "training_step" in getattr(self._trainer, "_overridden", ()):
             raise ConfigError(
                 f"{type(self._trainer).__name__}.training_step is not called for micro-batches that are run again, as "
@@ -736,7 +740,7 @@ class Step:
                 if self._targets is not None:
                     self._divide_by(self._targets)
             if not math.isfinite(self._finiteness_value(self._clip())):
-                raise self._error_at(self._place())
+                raise self._nonfinite_error(self._place())
         self._is_at_start = False
         total, weight = self._ranks.sum(
             "the loss of a closure", *self._ranks.count_once([self.loss.read(), self.loss.weight])
@@ -801,7 +805,7 @@ class Step:
             return True
         place, policy = self._place(), self._settings.on_nonfinite
         if policy == "raise":
-            raise self._error_at(place)
+            raise self._nonfinite_error(place)
         skips = policy == "skip"
         todo = "the step is skipped" if skips else "the update is made all the same (on_nonfinite='warn')"
         logger.warning("The loss or a gradient is not finite at step %d: %s.", place.step, todo)
@@ -826,7 +830,10 @@ class Step:
         """Raise NonFiniteError for a bad step that the device has reported; with `wait`, check all steps so far."""
         place = self.guard.first_bad(wait)
         if place is not None:
-            raise self._error_at(place)
+            raise self._nonfinite_error(place)
+
+    def _nonfinite_error(self, place: WindowPosition) -> NonFiniteError:
+        return nonfinite_error(self._trainer, self._sets.train, place)
 
     def _check_loss_scale(self) -> None:
         """Raise NonFiniteError if the gradients overflow at any loss scale."""

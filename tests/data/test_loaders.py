@@ -31,7 +31,6 @@ from torch.utils.data import (
 )
 
 from omnitrain.core.errors import DataError
-from omnitrain.core.progress import Progress
 from omnitrain.data.collation import Collator
 from omnitrain.data.loaders import MapLoader, StreamLoader, UserLoader, make_loader
 from omnitrain.data.sampling import MicrobatchLayout
@@ -511,16 +510,15 @@ class Filtering:
 def test_user_loader_of_unknown_samples_resumes_by_batches() -> None:
     loader = UserLoader(Filtering(), 0)
     straight = [batch.tolist() for batch in loader.batches(0)]
-    progress = Progress()
-    for done, (_, samples) in enumerate(loader.counted_batches(0), 1):
-        progress.advance(samples, batches=1)
-        assert [batch.tolist() for batch, _ in loader.remaining_batches(0, progress)] == straight[done:]
+    counts = [samples for _, samples in loader.counted_batches(0)]
+    for done in range(1, 5):
+        rest = loader.counted_batches(0, sum(counts[:done]), done)
+        assert [batch.tolist() for batch, _ in rest] == straight[done:]
 
 
 def test_user_loader_with_other_batches_is_reported(caplog: pytest.LogCaptureFixture) -> None:
-    progress = Progress(samples_in_epoch=8, batches_in_epoch=2)
     with pytest.raises(DataError, match=r"The first 2 batches of the loader have 5 rows; .* they had 8"):
-        list(UserLoader(Filtering(), 0).remaining_batches(0, progress))
+        list(UserLoader(Filtering(), 0).counted_batches(0, 8, 2))
 
     class Modest(Filtering):
         def __len__(self) -> int:
@@ -632,8 +630,7 @@ def restored(point: Any, batches: int) -> tuple[int, list[Any]]:
     source = Positioned()
     loader = UserLoader(source, 0, keep_states=True)
     loader.resume_at(point)
-    progress = Progress(epoch=1, samples_in_epoch=2 * batches, batches_in_epoch=batches)
-    rest = [batch.tolist() for batch, _ in loader.remaining_batches(1, progress)]
+    rest = [batch.tolist() for batch, _ in loader.counted_batches(1, 2 * batches, batches)]
     return source.read, rest
 
 
@@ -654,7 +651,6 @@ def test_user_loader_ignores_a_state_of_another_position(caplog: pytest.LogCaptu
     point = StreamPosition(1, 6, {"at": 3}, False, 3)
     assert restored(point, 2)[1] == whole[2:]  # it is after the position
     assert restored(point._replace(epoch=0), 4)[1] == whole[4:]
-    assert restored(point._replace(batches=0), 4)[1] == whole[4:]  # the state of a stream
     assert not caplog.records
     assert restored(point._replace(workers=2), 4) == (5, whole[4:])
     assert "num_workers=2 when its state was saved, and has 0 now" in caplog.text

@@ -11,7 +11,6 @@ import torch
 
 from omnitrain import ConfigError, ShardedStream
 from omnitrain.core.errors import CheckpointError, DataError
-from omnitrain.core.progress import Progress
 from omnitrain.data import shards as module
 from omnitrain.data.collation import Collator
 from omnitrain.data.loaders import Loader
@@ -90,7 +89,7 @@ def test_rank_reads_its_shards_only() -> None:
 def read_windows(windows: int, rank: int, ranks: int, *args: Any, **options: Any) -> Any:
     """The position of a loader after some windows of an epoch."""
     reader = loader(rank, ranks, *args, **options)
-    batches = reader.remaining_batches(1, Progress(epoch=1))
+    batches = reader.counted_batches(1, 0, 0)
     for _ in range(windows):
         next(batches, None)
     reader.turn += windows
@@ -108,7 +107,7 @@ def resumed(point: Any, *args: Any, **options: Any) -> tuple[Any, list[Any]]:
     """A loader that begins at a point, and what it yields."""
     reader = loader(*args, **options)
     reader.resume_at(point._replace(state=reader.local_state(point.state)))
-    return reader, list(reader.remaining_batches(1, Progress(epoch=1, samples_in_epoch=1, batches_in_epoch=1)))
+    return reader, list(reader.counted_batches(1, 1, 1))
 
 
 @pytest.mark.parametrize("kind", [Shard, Seekable])
@@ -131,7 +130,7 @@ def test_resume_on_another_number_of_ranks(kind: Any, before: int, after: int, m
 @pytest.mark.parametrize(("windows", "num_workers"), [(3, 0), (5, 0), (8, 0), pytest.param(5, 1, marks=PROCESSES)])
 def test_resume_after_the_end_of_a_rank_repeats_its_last_batch(windows: int, num_workers: int, kind: Any) -> None:
     options: dict[str, Any] = {"sizes": (17, 5), "batch_size": 2}
-    (*_, (last, _)) = loader(1, 2, kind, **options).remaining_batches(1, Progress(epoch=1))
+    (*_, (last, _)) = loader(1, 2, kind, **options).counted_batches(1)
     point = state_after(windows, 2, kind, **options)
     _, ((batch, samples),) = resumed(point, 1, 2, kind, num_workers=num_workers, **options)
     assert samples == 0 and torch.equal(batch, last)

@@ -1,7 +1,9 @@
-"""Reports of out-of-memory errors."""
+"""Out-of-memory errors: their reports, and `microbatch_size`, a number or "auto", which halves micro-batches."""
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -9,10 +11,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 from devices import KINDS, make
-from recipes import rows
-from starving import Starving, no_room
+from recipes import Holding, StopAt, distance, rows, same, t16, trainer_on_cpu, weights
+from starving import Starving, StarvingAdamW, no_room, two_groups
 from torch import nn
+from torch.utils.data import DataLoader
 
+from omnitrain import Algorithm, BaseTrainer, ConfigError, HookCallback, Trainer
 from omnitrain.trainer.out_of_memory import Shortage, format_oom_report, future_optimizer_bytes, requested_bytes
 
 GB = 10**9
@@ -105,3 +109,170 @@ def test_oom_error_in_an_evaluation_reports_its_batch_size(kind: str, options: d
     with pytest.raises(RuntimeError) as caught:
         other.train()
     assert not any(note.startswith("Memory") for note in caught.value.__notes__)
+
+
+# --- smaller micro-batches
+
+
+def trained(model: nn.Module, data: Any = None, resume_from: str | None = None, **options: Any) -> Trainer:
+    """Train in steps of 8 of 20 rows: the last of an epoch has 4."""
+    defaults = {"batch_size": 8, "epochs": 3, "learning_rate": 0.05, "loss_fn": F.mse_loss, "log_steps": 1}
+    if "unit" in options:
+        del defaults["loss_fn"]
+    if hasattr(options.get("optimizer"), "step"):
+        del defaults["learning_rate"]
+    data = rows(20) if data is None and "train_loader" not in options else data
+    trainer = trainer_on_cpu(Trainer, model, data, **{**defaults, **options})
+    trainer.train(resume_from)
+    return trainer
+
+
+def tensors(trainer: Any) -> list[torch.Tensor]:
+    """Weights and statistics."""
+    return [*weights(trainer.model), *trainer.model.buffers()]
+
+
+def test_microbatch_size_equals_gradient_accumulation() -> None:
+    split = trained(Starving(), microbatch_size=2)
+    small = trained(Starving(), batch_size=2, gradient_accumulation_steps=4)
+    assert same(tensors(split), tensors(small))
+    assert split.metrics == small.metrics
+    assert set(split.model.sizes) == {2}
+
+
+def test_microbatches_of_any_size_weigh_targets_of_a_unit() -> None:
+    def run(**options: Any) -> Trainer:
+        model = t16()
+        return trained(model, rows(13), unit=Holding(model), epochs=2, **options)
+
+    full = run()
+    for size, accumulation in ((3, 1), (1, 1), (2, 2)):
+        split = run(microbatch_size=size, batch_size=8 // accumulation, gradient_accumulation_steps=accumulation)
+        assert distance(weights(full.model), weights(split.model)) <= 1e-12
+        last, expected = (trainer.metrics["train_metrics_history"][-1] for trainer in (split, full))
+        assert last == pytest.approx(expected, rel=1e-12)
+        assert (split.progress.tokens, split.progress.samples) == (full.progress.tokens, full.progress.samples)
+
+
+class Loader:
+    """A loader whose rows are not counted, so that a resume goes by batches."""
+
+    def __iter__(self) -> Any:
+        return iter(DataLoader(rows(20), batch_size=4))
+
+
+def test_microbatches_of_a_loader_are_resumed(tmp_path: Path) -> None:
+    def run(folder: str, **options: Any) -> Trainer:
+        return trained(
+            Starving(), train_loader=Loader(), batch_size=8, gradient_accumulation_steps=2, microbatch_size=2,
+            save_dir=tmp_path / folder, save_steps=100, **options,
+        )  # fmt: skip
+
+    straight = run("straight")
+    assert run("cut", callbacks=[StopAt(5)]).progress.batches_in_epoch == 4
+    assert same(tensors(straight), tensors(run("cut", resume_from="auto")))
+
+
+def test_microbatch_size_is_validated() -> None:
+    class Own(BaseTrainer):
+        def _train_epoch(self, epoch: int) -> float:
+            for x, y in self.train_loader:
+                F.mse_loss(self.model(x), y).backward()
+                self.optimizer.step()
+            return 0.0
+
+    for size in (0, 2.0, True, "large"):
+        with pytest.raises(ConfigError, match="`microbatch_size` must be a positive integer, 'auto' or None, got"):
+            Trainer(t16(), rows(8), microbatch_size=size)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="`microbatch_size=2` has no effect on a `_train_epoch` of your own"):
+        Own(t16(), rows(8), device="cpu", microbatch_size=2, progress_bar=False).train()
+
+
+@pytest.mark.parametrize("where", ["forward", "backward"])
+def test_auto_equals_the_size_that_fits(where: str) -> None:
+    halved = trained(Starving(room=3, where=where), microbatch_size="auto")
+    small = trained(Starving(), microbatch_size=2)
+    assert halved.model.sizes[:3] == [8, 4, 2] and set(halved.model.sizes[2:]) == {2}
+    assert same(tensors(halved), tensors(small))
+    assert halved.metrics == small.metrics
+    if where == "forward":  # and where nothing is lacking it changes nothing
+        assert same(tensors(trained(Starving(), microbatch_size="auto")), tensors(trained(Starving())))
+
+
+class Counts(Algorithm):
+    """Scales each loss by the number of losses, which is its state."""
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    def transform_loss(self, trainer: Any, loss: torch.Tensor) -> torch.Tensor:
+        self.count += 1
+        return loss * (1 + self.count % 3)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"count": self.count}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.count = state["count"]
+
+
+def test_auto_restores_the_state_of_algorithms() -> None:
+    class Late(Starving):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            if self.training and len(self.sizes) == 1:
+                self.room = 3  # at the second of two micro-batches
+            return super().forward(x)
+
+    options = {"batch_size": 4, "gradient_accumulation_steps": 2}
+    halved = trained(Late(), microbatch_size="auto", algorithms=[Counts()], **options)
+    small = trained(Starving(), microbatch_size=2, algorithms=[Counts()], **options)
+    assert halved.model.sizes[:6] == [4, 4, 2, 2, 2, 2]
+    assert same(tensors(halved), tensors(small))
+
+
+KEEPS_NORM = HookCallback({"on_epoch_start": lambda trainer: trainer.model.norm.eval()})
+"""One row has no statistics."""
+
+
+def test_auto_warns_once(caplog: pytest.LogCaptureFixture) -> None:
+    options = {"batch_size": 4, "loss_fn": F.l1_loss, "grad_reduction": "mean", "callbacks": [KEEPS_NORM]}
+    with caplog.at_level(logging.WARNING, "omnitrain"):
+        trained(Starving(room=1, start=1, dropout=0), rows(16), microbatch_size="auto", **options)
+    (message,) = (text for text in caplog.messages if "memory" in text)
+    assert message.startswith(
+        "Step 2 has run out of memory with micro-batches of 4 rows. From here on they are of 1 at"
+    )
+    assert "Pass microbatch_size=1 to begin with that. BatchNorm takes its statistics of one micro-batch." in message
+
+
+@pytest.mark.parametrize("call", [1, 3])
+def test_update_out_of_memory_is_repeated_and_halves(call: int) -> None:
+    def run(*calls: int) -> Trainer:
+        model = Starving(dropout=0)
+        model.norm.eval()  # so that the split changes no number
+        return trained(model, microbatch_size="auto", optimizer=StarvingAdamW(two_groups(model), calls, lr=0.05))
+
+    repeated, plain = run(call), run()
+    sizes: Any = repeated.model.sizes
+    assert sizes[call] == 8 and max(sizes[call + 1 :]) == 4 and set(plain.model.sizes) == {8, 4}
+    assert distance(weights(repeated.model), weights(plain.model)) <= 1e-12
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_half_done_update_out_of_memory_is_an_error(fused: bool) -> None:
+    for call in (1, 3):
+        model = Starving()
+        optimizer = StarvingAdamW(two_groups(model), (call,), True, fused=fused)
+        with pytest.raises(torch.OutOfMemoryError) as caught:
+            trained(model, microbatch_size="auto", optimizer=optimizer)
+        assert "in the middle of the optimizer's update" in "".join(caught.value.__notes__)
+
+
+def test_update_and_row_that_never_fit_are_errors() -> None:
+    model, small = Starving(), Starving(room=0)
+    with pytest.raises(torch.OutOfMemoryError) as caught:
+        trained(model, microbatch_size="auto", optimizer=StarvingAdamW(model.parameters(), (1, 2)))
+    assert "which had all of the memory that micro-batches take" in "".join(caught.value.__notes__)
+    with pytest.raises(torch.OutOfMemoryError, match="CUDA out of memory") as caught:
+        trained(small, rows(8), callbacks=[KEEPS_NORM], microbatch_size="auto")
+    assert "at one row at a time" in "".join(caught.value.__notes__) and small.sizes == [8, 4, 2, 1]

@@ -1,4 +1,4 @@
-"""Reports of NaN and infinity, with the samples that cause them."""
+"""Reports of losses and gradients that are not finite."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ import torch
 
 from omnitrain.core.errors import NonFiniteError, Tolerance, format_list
 from omnitrain.core.files import replace_file
-from omnitrain.distributed.ranks import Ranks
 from omnitrain.optim.sparse_gradients import stored_values
 from omnitrain.trainer.evaluation import Evaluation
 from omnitrain.trainer.hooks import Hooks
@@ -28,22 +27,13 @@ class WindowPosition(NamedTuple):
     samples: int
 
 
-def nonfinite_error(trainer: Hooks, loader: Any, save_dir: Path | None, place: WindowPosition) -> NonFiniteError:
-    """Return the error for a window that is not finite, and write `nonfinite.json` to `save_dir`.
-
-    Args:
-        trainer: The trainer, to run single samples.
-        loader: The loader of the training set.
-        save_dir: The folder of the run; None writes no file.
-        place: The position of the window.
-    """
+def nonfinite_error(trainer: Hooks, loader: Any, place: WindowPosition) -> NonFiniteError:
+    """Return the error for a window that is not finite, and write `nonfinite.json` to the folder of the run, if any."""
     # then computing a gradient needs all ranks too
     checks = (_is_bad,) if trainer.backend.forward_is_collective else (_is_bad, _has_bad_gradient)
-    indices, rank = (
-        _suspects(trainer, loader, place.epoch, place.position, place.samples, checks),
-        trainer.ranks.data.rank,
-    )
-    _report(trainer.ranks, save_dir, {**place._asdict(), "rank": rank, "sample_indices": indices})
+    indices = _suspects(trainer, loader, place.epoch, place.position, place.samples, checks)
+    rank = trainer.ranks.data.rank
+    _report(trainer, {**place._asdict(), "rank": rank, "sample_indices": indices})
     which = f" It comes from these samples of the training set: {format_list(indices)}." if indices else ""
     return NonFiniteError(
         f"The loss or a gradient is not finite at step {place.step} (epoch {place.epoch + 1}, rank {rank})."
@@ -52,24 +42,17 @@ def nonfinite_error(trainer: Hooks, loader: Any, save_dir: Path | None, place: W
     )
 
 
-def evaluation_error(
-    evaluation: Evaluation, loader: Any, loss: float, step: int, save_dir: Path | None
-) -> NonFiniteError:
-    """Return the error for an evaluation whose loss is not finite, and write `nonfinite.json` to `save_dir`.
+def evaluation_error(evaluation: Evaluation, loader: Any, loss: float, step: int) -> NonFiniteError:
+    """Return the error for a set whose loss is not finite, and write `nonfinite.json` to the folder of the run, if any.
 
-    Args:
-        evaluation: The evaluation, which goes through the set again up to the first bad batch.
-        loader: The loader of the set.
-        loss: The loss of the set.
-        step: The step of the run.
-        save_dir: The folder of the run; None writes no file.
+    The evaluation goes through the set again up to the first bad batch.
     """
     trainer, number = evaluation.trainer, _first_bad_batch(evaluation, loader)
     sampler, indices = getattr(loader, "sampler", None), []
     if number is not None and sampler is not None:
         first, end = sampler.rounds.start(number), sampler.rounds.start(number + 1)
         indices = _suspects(trainer, loader, 0, first, end - first, (_is_bad,))
-    _report(trainer.ranks, save_dir, {"step": step, "set": loader.name, "batch": number, "sample_indices": indices})
+    _report(trainer, {"step": step, "set": loader.name, "batch": number, "sample_indices": indices})
     which = "" if number is None else f" It comes from batch {number + 1} of it."
     if indices:
         which = f" It comes from these samples of it: {format_list(indices)}."
@@ -79,8 +62,9 @@ def evaluation_error(
     )
 
 
-def _report(ranks: Ranks, save_dir: Path | None, report: dict[str, Any]) -> None:
-    if save_dir is not None and ranks.is_main:
+def _report(trainer: Hooks, report: dict[str, Any]) -> None:
+    if trainer.settings.save_dir is not None and trainer.ranks.is_main:
+        save_dir = Path(trainer.settings.save_dir)
         with Tolerance("nonfinite.json", "Its content is in the error that follows."):
             save_dir.mkdir(parents=True, exist_ok=True)
             replace_file(save_dir / "nonfinite.json", (json.dumps(report, indent=2) + "\n").encode())
