@@ -444,7 +444,7 @@ class Engine(SearchTrainer):
         """Leave norm and clipping to our step, which does them once, as in every trainer."""
 
     def _get_learning_rate(self) -> float:
-        return self.trainer._loop.learning_rates()["learning_rate"]
+        return self.trainer._loop.rates_and_norm()["learning_rate"]
 
     # --- logs, evaluation, checkpoints
 

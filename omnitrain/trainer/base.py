@@ -65,6 +65,7 @@ from omnitrain.core.secrets import mask_secrets, mask_text
 from omnitrain.data.collation import padding_collator
 from omnitrain.data.columns import Columns, is_user_defined
 from omnitrain.data.sets import Sets
+from omnitrain.data.workers import report_dead_workers
 from omnitrain.distributed.ranks import Ranks
 from omnitrain.distributed.rendezvous import reject_several_processes
 from omnitrain.distributed.signals import signal_error
@@ -623,7 +624,12 @@ class BaseTrainer(Hooks, ABC):
             self._checkpointer.check_disk()
             failed = True
             try:
-                with _kernels(self.settings, self.precision), self._checkpointer.background():
+                with (
+                    _kernels(self.settings, self.precision),
+                    self._checkpointer.background(),
+                    report_dead_workers(),
+                    self._loop.explaining_memory("training"),
+                ):
                     self._loop.run()
                 failed = False
             except BaseException as error:

@@ -22,7 +22,7 @@ from omnitrain.core.events import Control, Event, find_overrides
 from omnitrain.data.loaders import Loader, by_name, close_loaders
 from omnitrain.data.sets import Sets
 from omnitrain.data.stateful import preserve_state, stateful_parts
-from omnitrain.data.workers import report_dead_workers, worker_death
+from omnitrain.data.workers import worker_death
 from omnitrain.distributed.ranks import Ranks
 from omnitrain.model.units import ModelUnit
 from omnitrain.trainer.buffers import unchanged_buffers
@@ -77,10 +77,6 @@ class Loop:
 
     def run(self) -> None:
         """Train from the current position until something ends the run, and close it."""
-        with report_dead_workers(), self._explaining_memory("training"):
-            self._run()
-
-    def _run(self) -> None:
         lifecycle = self.lifecycle
         self._recompilations.begin()
         self.checkpointer.eval_weights.check()
@@ -131,7 +127,7 @@ class Loop:
             self.close()
 
     @contextlib.contextmanager
-    def _explaining_memory(self, work: Work) -> Iterator[None]:
+    def explaining_memory(self, work: Work) -> Iterator[None]:
         """Add to an error of memory that runs out inside what took it, unless that was added further inside."""
         try:
             yield
@@ -208,7 +204,8 @@ class Loop:
             return
         before = progress.epoch_size
         loader.update(progress.epoch_size if progress.samples_in_epoch else None)
-        self.sets.check_sizes(loader)
+        if self.ranks.world_size > 1:
+            self.sets.check_sizes(loader)
         progress.epoch_size = loader.size
         if loader.size != before and self.ranks.is_main:
             has_steps = trainer.lr_scheduler is not None and trainer.scheduler_interval == "step"
@@ -274,7 +271,7 @@ class Loop:
             self.agree("the end of the last evaluation")
         with lifecycle.untimed(), lifecycle.clock.during("saving"):
             if lifecycle.saved_at != lifecycle.progress.position or checkpointer.has_unsaved_best:
-                with self._explaining_memory("saving"):
+                with self.explaining_memory("saving"):
                     checkpointer.save(history)
             checkpointer.await_background()
         checkpointer.record_last_save()
@@ -324,7 +321,7 @@ class Loop:
         lifecycle, checkpointer = self.lifecycle, self.checkpointer
         is_asked = is_asked and lifecycle.saved_at != lifecycle.progress.position
         if is_asked or checkpointer.requires_best_save:
-            with lifecycle.untimed(), lifecycle.clock.during("saving"), self._explaining_memory("saving"):
+            with lifecycle.untimed(), lifecycle.clock.during("saving"), self.explaining_memory("saving"):
                 checkpointer.save(for_best=not is_asked)
                 self.agree("the end of a save")
 
@@ -427,7 +424,7 @@ class Loop:
         self._update_sets(self.sets.eval)
         self.evaluation.left_out = self._sets_not_due()
         try:
-            with lifecycle.clock.during("evaluation"), self._explaining_memory("evaluation"):
+            with lifecycle.clock.during("evaluation"), self.explaining_memory("evaluation"):
                 metrics = self.evaluation.evaluate(self.sets.eval, "eval", self.is_interrupted)
         except Exception as error:
             step, epoch = lifecycle.progress.step, lifecycle.progress.epoch
@@ -477,7 +474,7 @@ class Loop:
         """
         evaluation, loader = self.evaluation, self.sets.eval
         try:
-            with self._explaining_memory("evaluation"):
+            with self.explaining_memory("evaluation"):
                 try:
                     self._check(evaluation.evaluate(loader, "eval", self.is_interrupted, only_first=True))
                 except (Inconclusive, ObjectiveError) as error:
@@ -528,8 +525,7 @@ class Loop:
             "epoch": round(progress.epochs, 6),
             "loss": loss,
             **metrics,
-            **self.learning_rates(),
-            **self._grad_norm(),
+            **self.rates_and_norm(),
         }
         if progress.samples:  # the user's own loop counts none
             logs["samples_per_second"] = (progress.samples - samples) / passed
@@ -549,8 +545,8 @@ class Loop:
         lifecycle.logged_at = (progress.step, progress.seconds, progress.samples, progress.tokens)
         lifecycle.emit(Event.LOG, logs)
 
-    def learning_rates(self) -> dict[str, float]:
-        """Return the learning rate of the latest update, and the rates of groups that differ from the first."""
+    def rates_and_norm(self) -> dict[str, float]:
+        """Return the rate of the latest update, those of groups that differ from the first, and the gradient norm."""
         groups = self.trainer.backend.optimizer.param_groups
         rates = [float(rate) for rate in self.step.rates or [group["lr"] for group in groups]]
         # groups that differ only later, as a schedule for each of them makes them, keep their rows from the first log
@@ -560,15 +556,12 @@ class Loop:
         for i in range(1, len(rates)):
             if rates[i] != rates[0] or bases[i] != bases[0]:
                 logs[f"learning_rate_{i}"] = rates[i]
-        return logs
-
-    def _grad_norm(self) -> dict[str, float]:
         norm = self.step.grad_norm
-        return {} if norm is None else {"grad_norm": float(norm)}
+        return logs if norm is None else {**logs, "grad_norm": float(norm)}
 
     def _epoch_row(self, train_loss: float) -> dict[str, float]:
         metrics = {f"train_{name}": value for name, value in self.step.metrics_of_epoch().items()}
-        return {"train_loss": train_loss, **metrics, **self.learning_rates(), **self._grad_norm()}
+        return {"train_loss": train_loss, **metrics, **self.rates_and_norm()}
 
     # --- custom loops
 
