@@ -47,6 +47,10 @@ class Watched:
         self.record("read", path)
         return super().cat_file(path, start=start, end=end, **options)  # type: ignore[misc]
 
+    def get_file(self, rpath: str, lpath: str, **options: Any) -> None:
+        self.record("read", rpath)
+        super().get_file(rpath, lpath, **options)  # type: ignore[misc]
+
     def rm_file(self, path: str) -> None:
         self.record("remove", path)
         super().rm_file(path)  # type: ignore[misc]

@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import logging
-
 from omnitrain.checkpoint.store import Store
 from omnitrain.core.errors import Tolerance
 from omnitrain.core.events import Callback, TrainerLike
-
-logger: logging.Logger = logging.getLogger("omnitrain")
 
 
 class Retention(Callback):
@@ -32,29 +28,25 @@ class Retention(Callback):
         self.keep_best = keep_best
         self.keep_every = keep_every
         self.replaces = replaces
-        self._stale_steps: list[int] = []
+        # The steps of an earlier run that are still to be deleted.
+        self._stale_steps: set[int] = set()
         self._tolerance = Tolerance("The list of checkpoints", "Old checkpoints stay until the next save.")
 
     def on_train_start(self, trainer: TrainerLike) -> None:
         """Record the checkpoints of an earlier run, if this run replaces it."""
-        is_fresh = trainer.lifecycle.saved_at is None
-        self._stale_steps = []
-        if self.replaces and is_fresh:
+        self._stale_steps = set()
+        if self.replaces and trainer.lifecycle.saved_at is None and trainer.is_main_process:
             with self._tolerance:
-                self._stale_steps = [info.step for info in self.store.checkpoint_infos()]
+                self._stale_steps = {info.step for info in self.store.all_infos()}
 
     def on_save_end(self, trainer: TrainerLike) -> None:
         """Delete old checkpoints after a new one is complete."""
         if not trainer.is_main_process:
             return
-        stale_steps, self._stale_steps = self._stale_steps, []
-        for step in stale_steps:
-            if self.store.path(step) == trainer.lifecycle.saved_path:  # the run itself may have saved this step
-                continue
-            try:
-                self.store.delete(step)
-            except OSError as error:
-                logger.warning("Cannot delete %r, of an earlier run: %s.", str(self.store.path(step)), error)
-                self._stale_steps.append(step)  # until the next checkpoint
         with self._tolerance:
+            # the run itself may have saved one of these steps
+            self._stale_steps = {
+                step for step in self._stale_steps if self.store.path(step) != trainer.lifecycle.saved_path
+            }
+            self._stale_steps -= set(self.store.delete(self._stale_steps))
             self.store.prune(self.keep_last, self.keep_best, self.keep_every, trainer.objective.direction)

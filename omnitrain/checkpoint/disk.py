@@ -191,8 +191,5 @@ def hashing(files: Iterable[Path], size: int | None = None) -> Iterator[Iterator
 
 
 def _digest(path: Path) -> str:
-    digest, buffer = hashlib.sha256(), bytearray(1 << 20)
     with open_regular(path) as file:
-        while size := file.readinto(buffer):  # type: ignore[attr-defined]
-            digest.update(memoryview(buffer)[:size])
-    return digest.hexdigest()
+        return hashlib.file_digest(file, "sha256").hexdigest()  # type: ignore[arg-type]

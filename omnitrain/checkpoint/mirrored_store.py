@@ -6,25 +6,25 @@ Saves go to a local folder, and are uploaded in the background by `uploader.py`;
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import os
 import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from omnitrain.checkpoint.lock import LOCK
 from omnitrain.checkpoint.manifest import MANIFEST, Check, check_hashes
 from omnitrain.checkpoint.remote import (
+    FOLDER,
     RemoteCheckpoint,
     RemoteFolder,
     check_address,
-    download_files,
-    fetch,
     local_copy,
-    select_checkpoint,
     wrap_store_errors,
 )
+from omnitrain.checkpoint.retention import CheckpointInfo
 from omnitrain.checkpoint.store import Store, accept_any
 from omnitrain.checkpoint.uploader import MAX_ATTEMPTS, RemoteLock, Uploader, wait_limit
 from omnitrain.core.errors import CheckpointError
@@ -33,13 +33,12 @@ from omnitrain.core.paths import is_address, local_folder, run_folder
 logger: logging.Logger = logging.getLogger("omnitrain")
 
 
-def make_store(save_dir: str | os.PathLike[str], is_required: bool = False, replaces: bool = False) -> Store:
+def make_store(save_dir: str | os.PathLike[str], is_required: bool = False) -> Store:
     """Return the store of a run whose `save_dir` is a path or an address; nothing is opened yet.
 
     Args:
         save_dir: The path or the address.
         is_required: Whether a failing remote store ends the run.
-        replaces: Whether a new run replaces existing checkpoints.
 
     Raises:
         ConfigError, MissingExtraError: No installed package can write to this address.
@@ -47,7 +46,7 @@ def make_store(save_dir: str | os.PathLike[str], is_required: bool = False, repl
     if not is_address(save_dir):
         return Store(run_folder(save_dir, "save_dir"))
     check_address(str(save_dir), "save_dir")
-    return MirroredStore(str(save_dir), is_required, replaces)
+    return MirroredStore(str(save_dir), is_required)
 
 
 def resolve_checkpoint(
@@ -72,19 +71,15 @@ class MirroredStore(Store):
     Args:
         address: The address, such as s3://bucket/run.
         is_required: Whether a failing remote store ends the run.
-        replaces: Whether a new run replaces existing checkpoints.
     """
 
-    def __init__(self, address: str, is_required: bool = False, replaces: bool = False) -> None:
+    def __init__(self, address: str, is_required: bool = False) -> None:
         super().__init__(local_folder(address))
         self.remote: RemoteFolder = RemoteFolder(address)
         self._is_required = is_required
-        self._replaces = replaces
         self._upload: Uploader | None = None
-        # The remote steps when the run began, which a new run replaces.
-        self._replaceable: set[int] = set()
-        # Steps to delete locally once they are uploaded.
-        self._postponed: set[int] = set()
+        # The latest call of `prune`.
+        self._prune_again: Callable[[], list[Path]] | None = None
 
     # --- beginning and end
 
@@ -92,14 +87,15 @@ class MirroredStore(Store):
         """Lock the local and the remote folder.
 
         Raises:
-            CheckpointError: Another run writes there, or the store cannot be reached.
+            CheckpointError: Another run writes there, the store cannot be reached, or a required upload has failed.
             ConfigError: The remote store is not writable.
         """
         super().acquire()
-        if self._upload is not None:
-            return
         try:
-            self._attach()
+            if self._upload is None:
+                self._attach()
+            elif self._is_required:
+                self._upload.check()
         except BaseException:
             self.lock.release()
             raise
@@ -112,18 +108,24 @@ class MirroredStore(Store):
             with wrap_store_errors(self.remote, "read"):
                 self._abort_multipart_uploads()
                 listing = self.remote.list()
-                copies, leftovers = self.remote.complete_checkpoints(listing), self.remote.leftovers(listing)
+                copies = self.remote.complete_checkpoints(listing)
         except BaseException:
             lock.release()
             raise
-        for key in self.remote.blocking_files(listing):
-            logger.warning(
-                "%s has a file %r with the name of a checkpoint's folder, so many stores reject a checkpoint of this "
-                "name. Delete the file.", self.remote.name, key,
-            )  # fmt: skip
+        for key in listing:
+            if FOLDER.fullmatch(key):
+                logger.warning(
+                    "%s has a file %r with the name of a checkpoint's folder, so many stores reject a checkpoint of "
+                    "this name. Delete the file.", self.remote.name, key,
+                )  # fmt: skip
+        # what a killed upload or deletion left behind: no omnitrain.json, or a copy whose successor has one
+        folders = {key.partition("/")[0] for key in listing if "/" in key}
+        committed = {folder for folder in folders if f"{folder}/{MANIFEST}" in listing}
+        leftovers = {folder for folder in folders - committed if FOLDER.fullmatch(folder)}
+        leftovers |= {f"{folder}.old" for folder in committed} & committed
         self._upload = Uploader(self.remote, self.root, copies, lock, leftovers)
-        self._replaceable, self._postponed = set(copies), set()
-        newest = self._newest_remote_sequence()
+        self._prune_again = None
+        newest = max((copy.info.sequence for copy in copies.values()), default=0)
         for info in self.checkpoint_infos():
             if info.sequence > newest and self.path(info.step).is_dir():  # an upload was interrupted
                 self._upload.add(info.step)
@@ -156,7 +158,9 @@ class MirroredStore(Store):
         problem = "it was interrupted"
         try:
             problem = upload.wait(wait_limit(), tick, MAX_ATTEMPTS if self._is_required else None)
-            self._delete_postponed()
+            if self._prune_again is not None:  # what was being uploaded at the latest save can be deleted now
+                with contextlib.suppress(CheckpointError, OSError):
+                    self._prune_again()
         finally:
             self._upload = None
             if problem:
@@ -170,50 +174,31 @@ class MirroredStore(Store):
 
     # --- saving
 
-    def begin(self, step: int) -> Path:
-        """Create the folder for the files of `step`, as `Store.begin` does."""
-        if self._is_required and self._upload is not None:
-            self._upload.check()
-        self._delete_postponed()
-        return super().begin(step)
-
     def commit(self, step: int, payload: Mapping[str, Any], **options: Any) -> Path:
         """Commit a checkpoint as `Store.commit` does, and start its upload."""
         path = super().commit(step, payload, **options)
-        self._postponed.discard(step)
         if self._upload is not None:
-            if self._replaces and self._replaceable:
-                self._upload.delete_replaced(self._replaceable - {step})
-            self._replaceable = set()
             self._upload.add(step)
         return path
 
-    def delete(self, step: int) -> None:
-        """Delete the local checkpoint of `step`, once it is not being uploaded."""
-        if self._upload is not None and self._upload.is_uploading(step):
-            self._postponed.add(step)
-        else:
-            super().delete(step)
+    def all_infos(self) -> list[CheckpointInfo]:
+        """Return the properties of all local checkpoints, and while locked those of the remote ones, in save order."""
+        copies = {} if self._upload is None else dict(self._upload.copies)
+        infos = {step: copy.info for step, copy in copies.items()} | {info.step: info for info in super().all_infos()}
+        return sorted(infos.values(), key=lambda info: info.order)
 
-    def _delete_postponed(self) -> None:
-        for step in sorted(self._postponed):
-            if self._upload is None or not self._upload.is_uploading(step):
-                self._postponed.discard(step)
-                with contextlib.suppress(OSError):
-                    super().delete(step)
-
-    def prune(
-        self,
-        keep_last: int | None,
-        keep_best: int = 1,
-        keep_every: int | None = None,
-        direction: Literal["max", "min"] = "max",
-    ) -> list[Path]:
+    def prune(self, *policy: Any, **options: Any) -> list[Path]:
         """Delete local checkpoints by the policy, and remote ones after the new checkpoint is uploaded."""
+        self._prune_again = functools.partial(super().prune, *policy, **options)
+        return self._prune_again()
+
+    def _delete(self, step: int) -> bool:
+        """Delete the checkpoint of `step`; return False if the local one stays, as it is being uploaded."""
         if self._upload is not None:
-            self._upload.set_retention(keep_last, keep_best, keep_every, direction)
-        self._delete_postponed()
-        return super().prune(keep_last, keep_best, keep_every, direction)
+            self._upload.delete(step)
+            if self._upload.is_uploading(step):
+                return False
+        return not self._folder_of(step).is_dir() or super()._delete(step)
 
     # --- finding
 
@@ -222,10 +207,6 @@ class MirroredStore(Store):
             return dict(self._upload.copies)
         with wrap_store_errors(self.remote, "read"):
             return self.remote.complete_checkpoints()
-
-    def _newest_remote_sequence(self) -> int:
-        copies = () if self._upload is None else self._upload.copies.values()
-        return max((copy.info.sequence for copy in list(copies)), default=0)
 
     def checkpoints(self) -> list[Path]:
         """Return the folders of all committed checkpoints, sorted by step; some may exist only remotely."""
@@ -242,26 +223,17 @@ class MirroredStore(Store):
     ) -> tuple[Path, dict[str, Any]] | None:
         """Return a verified checkpoint as `Store.resolve` does, downloading it if the remote one is newer.
 
-        `which` can also be an address.
+        `which` can also be an address, of this run or another.
         """
-        resolved = self._resolve(which, accept, check)
-        if resolved is not None:
-            self._replaceable = set()  # a resumed run replaces nothing
-        return resolved
-
-    def _resolve(
-        self, which: str | os.PathLike[str], accept: Callable[[Path, dict[str, Any]], None], check: Check
-    ) -> tuple[Path, dict[str, Any]] | None:
         if is_address(which):
-            return super().resolve(self._download_address(str(which)), accept, check)
+            parent, _, name = str(which).rstrip("/").rpartition("/")
+            if parent == self.remote.address:
+                which = self._download(self.remote.select(name, self._copies()))
+            else:
+                which = local_copy(str(which), "resume_from")
         if which not in ("auto", "last", "best"):
             return super().resolve(which, accept, check)
-        remote_checkpoints = self._copies()
-        copies = sorted(remote_checkpoints.values(), key=lambda copy: copy.order)
-        if which == "best":
-            copies = [copy for copy in copies if copy.info.best][-1:]
-        elif which == "last":
-            copies = copies[-1:]
+        copies = self._copies()
         local: tuple[Path, dict[str, Any]] | None = None
         problem: CheckpointError | None = None
         try:
@@ -269,10 +241,10 @@ class MirroredStore(Store):
         except CheckpointError as error:
             problem = error
         order = (-1, -1) if local is None else (local[1]["sequence"], local[1]["step"])
-        if which != "auto":
-            with wrap_store_errors(self.remote, "read"):
-                self.remote.check_pointer(str(which), remote_checkpoints, local_step=order[1])
-        for copy in reversed([copy for copy in copies if copy.order > order]):
+        with wrap_store_errors(self.remote, "read"):
+            candidates = self.remote.candidates(str(which), copies, local_step=order[1])
+        newer = [copy for copy in candidates if copy.info.order > order]
+        for copy in reversed(newer if which == "auto" else newer[-1:]):
             try:
                 folder = self._download(copy)
                 resolved = folder, self.verify(folder, accept=accept, check=check)
@@ -288,31 +260,16 @@ class MirroredStore(Store):
             raise problem
         return local
 
-    def _download_address(self, address: str) -> Path:
-        """Return the local folder of a checkpoint by its address, of this run or another."""
-        parent, _, name = address.rstrip("/").rpartition("/")
-        if parent != self.remote.address:
-            return local_copy(address, "resume_from")
-        return self._download(select_checkpoint(self.remote, self._copies(), name))
-
     def download(self, name: str) -> None:
         """Download the checkpoint of this name, if it exists only remotely."""
-        folder = self.root / name
         copy = next((copy for copy in self._copies().values() if copy.name == name), None)
-        if copy is not None and not folder.exists():
+        if copy is not None and not (self.root / name).exists():
             self._download(copy)
 
     def _download(self, copy: RemoteCheckpoint) -> Path:
-        """Return the local folder of a remote checkpoint, downloading it if needed."""
-        folder = self.path(copy.info.step)
-        if folder.exists():
-            with contextlib.suppress(OSError, CheckpointError):
-                if (folder / MANIFEST).read_bytes() == copy.data:
-                    self.verify(folder)
-                    return folder
-            self._move_aside(folder, f"differs from its copy on {self.remote.name}")
         self._make_root()
-        return fetch(self.remote, copy, folder, self.temporary(copy.info.step), self.fs)
+        reason = f"differs from its copy on {self.remote.name}"
+        return self.remote.fetch(copy, self.root, self.fs, lambda folder: self._move_aside(folder, reason))
 
     def _download_run_files(self) -> None:
         """Download the remote files of the run next to its checkpoints, which are newer."""
@@ -322,8 +279,8 @@ class MirroredStore(Store):
                     continue
                 temporary = self.root / f"{key}.{os.getpid()}.tmp"
                 temporary.mkdir()
-                try:  # in pieces, as their size is not bounded
-                    download_files(self.remote, {key: self.remote.size_of(key, info)}, temporary, 0)
+                try:
+                    self.remote.get(self.remote.sizes({key: info}), temporary)
                     self.fs.sync(temporary / key)
                     self.fs.rename(temporary / key, self.root / key)
                 except FileNotFoundError:  # deleted in the meantime

@@ -21,7 +21,6 @@ import logging
 import os
 import re
 import shutil
-import tempfile
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -34,7 +33,7 @@ from omnitrain.checkpoint.lock import LOCK
 from omnitrain.checkpoint.manifest import LARGEST_MANIFEST, MANIFEST, FileEntry, inspect, parse_manifest
 from omnitrain.checkpoint.retention import CheckpointInfo
 from omnitrain.core.errors import CheckpointError, ConfigError, MissingExtraError, OmnitrainError
-from omnitrain.core.files import create_file, is_inside, open_file
+from omnitrain.core.files import create_file, is_inside
 from omnitrain.core.paths import local_folder
 from omnitrain.core.secrets import mask_text
 
@@ -46,10 +45,8 @@ Listing = Mapping[str, Mapping[str, Any]]
 S = TypeVar("S")
 T = TypeVar("T")
 
-# Files to upload, or pieces to download, at the same time.
+# Files to upload or download at the same time.
 WORKERS = 4
-# Bytes to download per request.
-PIECE = 1 << 25
 # The largest file, in bytes, that is read back after its upload if the store has no checksum of it.
 SMALL = 1 << 20
 
@@ -62,7 +59,8 @@ MAX_HEADER_BYTES = 8 + 100_000_000
 
 # The bytes of a part in multipart uploads of s3fs, on which the ETag of the file depends.
 _PART_BYTES = 50 << 20
-_FOLDER = re.compile(r"checkpoint-(0|[1-9][0-9]*)(\.old)?")
+# The folders of checkpoints.
+FOLDER = re.compile(r"checkpoint-(0|[1-9][0-9]*)(\.old)?")
 # Stores with real folders, which must exist before a file is written; the others have names with slashes.
 _DIRECTORY_PROTOCOLS = {"sftp", "ssh", "ftp", "smb", "hdfs", "webhdfs", "arrow_hdfs", "dropbox", "box"}
 # Protocols of fsspec for the local disk, and for places that cannot be written to.
@@ -70,22 +68,17 @@ _UNSUPPORTED_PROTOCOLS = {"file", "local", "http", "https", "data"}
 
 
 def check_address(address: str, name: str) -> None:
-    """Reject an address that no installed fsspec package can write to; makes no connection.
-
-    Args:
-        address: The address.
-        name: The argument with the address, for errors.
+    """Reject an address, that of the argument `name`, that fsspec cannot write to; makes no connection.
 
     Raises:
         ConfigError: The protocol is unknown or not that of a writable store, or the address has no folder.
-        MissingExtraError: fsspec, or its package for this protocol, is not installed.
+        MissingExtraError: fsspec's package for this protocol is not installed.
     """
     shown, protocol = f"`{name}={mask_text(address)!r}`", address.partition("://")[0].lower()
-    try:
-        import fsspec
-        from fsspec.registry import known_implementations
-    except ImportError:
-        raise MissingExtraError(shown, "fsspec", "remote") from None
+    # torch needs fsspec, so it is installed
+    import fsspec
+    from fsspec.registry import known_implementations
+
     if protocol in _UNSUPPORTED_PROTOCOLS:
         remedy = "Pass the path of a folder" if protocol in ("file", "local") else "Nothing can be written there"
         raise ConfigError(f"{shown}: {protocol!r} is not a remote store. {remedy}.")
@@ -108,8 +101,10 @@ def check_address(address: str, name: str) -> None:
         ) from error
 
 
-def in_parallel(work: Callable[[T], S], items: Iterable[T], workers: int) -> list[S]:
+def in_parallel(work: Callable[[T], S], items: Iterable[T], workers: int, limit: float | None = None) -> list[S]:
     """Return the results of `work` on each item, computed in daemon threads.
+
+    Those that take longer than `limit` seconds are missing.
 
     Raises:
         Exception: The first error, once the other threads have finished their items.
@@ -117,26 +112,23 @@ def in_parallel(work: Callable[[T], S], items: Iterable[T], workers: int) -> lis
     queue, results, errors = deque(enumerate(items)), dict[int, S](), list[BaseException]()
 
     def run() -> None:
-        while not errors:
-            try:
+        with contextlib.suppress(IndexError):
+            while not errors:
                 number, item = queue.popleft()
-            except IndexError:
-                return
-            try:
-                results[number] = work(item)
-            except BaseException as error:
-                errors.append(error)
+                try:
+                    results[number] = work(item)
+                except BaseException as error:
+                    errors.append(error)
 
+    # not a ThreadPoolExecutor, whose threads the interpreter joins at exit, however long a store hangs
     threads = [
-        # not a ThreadPoolExecutor, whose threads the interpreter joins at exit, however long a store hangs
-        threading.Thread(target=run, name="omnitrain-store", daemon=True)
-        for _ in range(min(workers, len(queue)))
+        threading.Thread(target=run, name="omnitrain-store", daemon=True) for _ in range(min(workers, len(queue)))
     ]
+    for thread in threads:
+        thread.start()
     try:
         for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
+            thread.join(limit)
     finally:
         queue.clear()
     if errors:
@@ -146,12 +138,7 @@ def in_parallel(work: Callable[[T], S], items: Iterable[T], workers: int) -> lis
 
 @contextlib.contextmanager
 def wrap_store_errors(remote: RemoteFolder, operation: str) -> Iterator[None]:
-    """Turn any exception of a store inside the block into a CheckpointError.
-
-    Args:
-        remote: The store.
-        operation: What cannot be done, for the message: "read" or another participle.
-    """
+    """Turn any exception of a store inside the block into a CheckpointError: it cannot be "read", or so on."""
     try:
         yield
     except OmnitrainError:
@@ -170,19 +157,14 @@ def one_line_error(error: BaseException) -> str:
 
 @dataclass(slots=True)
 class RemoteCheckpoint:
-    """A complete checkpoint on a store.
-
-    Attributes:
-        name: Its folder.
-        info: Its properties, by which retention decides.
-        data: The bytes of its omnitrain.json.
-        files: Size and sha256 of every other file.
-    """
+    """A complete checkpoint on a store."""
 
     name: str
     info: CheckpointInfo
     data: bytes
+    """The bytes of its omnitrain.json."""
     files: dict[str, FileEntry]
+    """Size and sha256 of every other file."""
 
     @classmethod
     def parse(cls, name: str, data: bytes, where: str) -> RemoteCheckpoint:
@@ -193,16 +175,6 @@ class RemoteCheckpoint:
         """
         content = parse_manifest(data, where)
         return cls(name, CheckpointInfo.from_manifest(content), data, content["files"])
-
-    @property
-    def order(self) -> tuple[int, int]:
-        """The sort key for the order in which checkpoints were saved."""
-        return self.info.sequence, self.info.step
-
-    @property
-    def size(self) -> int:
-        """The bytes of all files."""
-        return len(self.data) + sum(entry["size"] for entry in self.files.values())
 
 
 Copies = Mapping[int, RemoteCheckpoint]
@@ -292,24 +264,12 @@ class RemoteFolder:
 
     def _find(self, under: str) -> dict[str, dict[str, Any]]:
         """List files in a daemon thread, which is abandoned if the listing never ends."""
-        listings: list[dict[str, dict[str, Any]]] = []
-        errors: list[BaseException] = []
-
-        def find() -> None:
-            try:
-                listings.append(self.fs.find(self.path(under), detail=True))
-            except FileNotFoundError:
-                listings.append({})
-            except BaseException as error:
-                errors.append(error)
-
         # some packages ignore `use_listings_cache=False`
         self.fs.invalidate_cache()
-        thread = threading.Thread(target=find, name="omnitrain-listing", daemon=True)
-        thread.start()
-        thread.join(LISTING_S)
-        if errors:
-            raise errors[0]
+        try:
+            listings = in_parallel(lambda path: self.fs.find(path, detail=True), [self.path(under)], 1, LISTING_S)
+        except FileNotFoundError:
+            return {}
         if not listings:
             raise CheckpointError(
                 f"{self.name!r} was still being listed after {LISTING_S:.0f} s, and a run folder has few files. Check "
@@ -322,34 +282,29 @@ class RemoteFolder:
             )
         return listings[0]
 
-    def size_of(self, key: str, info: Mapping[str, Any]) -> int:
-        """Return the bytes of a file with this `info` of the store.
+    def sizes(self, listing: Listing) -> dict[str, int]:
+        """Return the bytes of each file in the result of `list`.
 
         Raises:
-            CheckpointError: It has no valid size.
+            CheckpointError: The store reports no valid size.
         """
-        size = info.get("size")
-        if not isinstance(size, int) or size < 0:
-            raise CheckpointError(
-                f"{self.name!r}: the store reports {size!r} as the size of {key!r}, not a number of bytes. Write the "
-                "file again, or delete it there."
-            )
-        return size
+        for key, info in listing.items():
+            if not isinstance(info.get("size"), int) or info["size"] < 0:
+                raise CheckpointError(
+                    f"{self.name!r}: the store reports {info.get('size')!r} as the size of {key!r}, not a number of "
+                    "bytes. Write the file again, or delete it there."
+                )
+        return {key: info["size"] for key, info in listing.items()}
 
     def read(self, key: str, start: int | None = None, end: int | None = None) -> bytes:
         """Return a file, or the bytes [start, end) of it."""
         return self.fs.cat_file(self.path(key), start=start, end=end)
 
     def read_small(self, key: str, info: Mapping[str, Any] | None = None, max_bytes: int = SMALL) -> bytes | None:
-        """Return the content of a small file, or None if it does not exist.
-
-        Args:
-            key: Its path.
-            info: The store's `info` of it; None asks the store.
-            max_bytes: The largest allowed size.
+        """Return the content of a small file, or None if it does not exist; `info` is the store's, if known.
 
         Raises:
-            CheckpointError: It is larger.
+            CheckpointError: It has more than `max_bytes`.
         """
         try:
             size = (self.fs.info(self.path(key)) if info is None else info).get("size")
@@ -366,76 +321,37 @@ class RemoteFolder:
             "who wrote it."
         )
 
-    def complete_checkpoints(self, listing: Listing | None = None) -> dict[int, RemoteCheckpoint]:
-        """Return the complete checkpoints, by step: all files in their omnitrain.json exist with the right sizes.
+    def read_pointer(self, which: str) -> str:
+        """Return the name in `last` or `best`; "" if it does not exist."""
+        return (self.read_small(which) or b"").decode(errors="replace").strip()
 
-        Args:
-            listing: The result of `list`; None calls it.
-        """
+    def complete_checkpoints(self, listing: Listing | None = None) -> dict[int, RemoteCheckpoint]:
+        """Return the complete checkpoints, by step: the files in their omnitrain.json are listed with their sizes."""
         folders: dict[str, dict[str, Mapping[str, Any]]] = {}
         for path, info in (self.list() if listing is None else listing).items():
             name, _, file = path.partition("/")
-            if _FOLDER.fullmatch(name) and file:
+            if FOLDER.fullmatch(name) and file:
                 folders.setdefault(name, {})[file] = info
-        names = [name for name, files in folders.items() if MANIFEST in files]
 
-        def read_manifest(name: str) -> tuple[str, bytes | CheckpointError | None]:
+        def parse(name: str) -> RemoteCheckpoint | CheckpointError:
             try:
-                return name, self.read_small(f"{name}/{MANIFEST}", folders[name][MANIFEST], LARGEST_MANIFEST)
-            except CheckpointError as error:
-                return name, error
-
-        # more threads than for files, as small requests are bound by latency and not by bandwidth
-        manifests = in_parallel(read_manifest, names, 4 * WORKERS)
-        complete: dict[int, RemoteCheckpoint] = {}
-        self._incomplete = {}
-        # .old copies first, so that the checkpoint that replaces one overwrites it below if it is complete
-        for name, data in sorted(manifests, key=lambda pair: not pair[0].endswith(".old")):
-            try:
-                if isinstance(data, CheckpointError):
-                    raise data
-                copy = self._parse_complete(name, data, folders[name])
+                return self._parse_complete(name, folders[name])
             except CheckpointError as error:
                 logger.warning("Skipped: %s", error)
-                self._incomplete[name] = error
-            else:
-                complete[copy.info.step] = copy
-        return complete
+                return error
 
-    def check_pointer(self, which: str, copies: Copies, local_step: int = -1) -> None:
-        """Reject a `last` or `best` that refers to an incomplete checkpoint, instead of using an older one.
-
-        Args:
-            which: "last" or "best".
-            copies: The result of `complete_checkpoints`, and the checkpoints that were uploaded since.
-            local_step: The step of the local checkpoint; -1 if there is none.
-
-        Raises:
-            CheckpointError: The checkpoint that it refers to is incomplete.
-        """
-        name = (self.read_small(which) or b"").decode(errors="replace").strip()
-        error, match = self._incomplete.get(name), _FOLDER.fullmatch(name)
-        if error is None or match is None or int(match[1]) in copies or int(match[1]) <= local_step:
-            return
-        newest = max(copies.values(), key=lambda copy: copy.order, default=None)
-        remedy = "" if newest is None else f" The newest complete one is {newest.name!r}: pass it, or pass 'auto'."
-        raise CheckpointError(f"{error}{remedy}") from error
-
-    def blocking_files(self, listing: Mapping[str, Any]) -> list[str]:
-        """Return the files in the result of `list` that are named like the folder of a checkpoint."""
-        return [key for key in listing if _FOLDER.fullmatch(key)]
-
-    def leftovers(self, listing: Mapping[str, Any]) -> set[str]:
-        """Return the folders in the result of `list` that a killed upload or deletion left behind."""
-        names = {path.partition("/")[0] for path in listing if "/" in path}
-        complete = {name for name in names if f"{name}/{MANIFEST}" in listing}
-        incomplete = {name for name in names - complete if _FOLDER.fullmatch(name)}
-        return incomplete | {
-            name for name in complete if name.endswith(".old") and name.removesuffix(".old") in complete
+        # .old copies first, so that the checkpoint that replaces one overwrites it below if it is complete
+        names = sorted((name for name in folders if MANIFEST in folders[name]), key=lambda name: name[-4:] != ".old")
+        # more threads than for files, as small requests are bound by latency and not by bandwidth
+        results = in_parallel(parse, names, 4 * WORKERS)
+        self._incomplete = {
+            name: result for name, result in zip(names, results, strict=True) if isinstance(result, CheckpointError)
         }
+        return {copy.info.step: copy for copy in results if isinstance(copy, RemoteCheckpoint)}
 
-    def _parse_complete(self, name: str, data: bytes | None, files: Listing) -> RemoteCheckpoint:
+    def _parse_complete(self, name: str, files: Listing) -> RemoteCheckpoint:
         where = f"{self.name}/{name}"
+        data = self.read_small(f"{name}/{MANIFEST}", files[MANIFEST], LARGEST_MANIFEST)
         if data is None:
             raise CheckpointError(f"{where!r} is incomplete: {MANIFEST!r} is missing.")
         copy = RemoteCheckpoint.parse(name, data, repr(where))
@@ -447,9 +363,49 @@ class RemoteFolder:
                     f"{where!r} is incomplete: {file!r} has {files[file]['size']} bytes, and {entry['size']} were "
                     "written."
                 )
-        if copy.info.step != int(_FOLDER.fullmatch(name)[1]):  # type: ignore[index]
+        if copy.info.step != int(FOLDER.fullmatch(name)[1]):  # type: ignore[index]
             raise CheckpointError(f"{where!r} was saved as step {copy.info.step}, and renamed since.")
         return copy
+
+    def candidates(self, which: str, copies: Copies, local_step: int = -1) -> list[RemoteCheckpoint]:
+        """Return the checkpoints that "last", "best", "auto" or the name of a folder can mean, in the order of saves.
+
+        Args:
+            which: The name.
+            copies: The result of `complete_checkpoints`, and the checkpoints that were uploaded since.
+            local_step: The step of the local checkpoint; -1 if there is none.
+
+        Raises:
+            CheckpointError: `last` or `best` refers to an incomplete checkpoint: an older one is not used silently.
+        """
+        saved = sorted(copies.values(), key=lambda copy: copy.info.order)
+        if which in ("last", "best"):
+            name = self.read_pointer(which)
+            error, match = self._incomplete.get(name), FOLDER.fullmatch(name)
+            if error is not None and match is not None and int(match[1]) not in copies and int(match[1]) > local_step:
+                remedy = f" The newest complete one is {saved[-1].name!r}: pass it, or pass 'auto'." if saved else ""
+                raise CheckpointError(f"{error}{remedy}") from error
+        if which == "best":
+            return [copy for copy in saved if copy.info.best]
+        if which in ("last", "auto"):
+            return saved
+        return [copy for copy in saved if copy.name.removesuffix(".old") == which.removesuffix(".old")]
+
+    def select(self, which: str, copies: Copies) -> RemoteCheckpoint:
+        """Return the latest of `candidates`.
+
+        Raises:
+            CheckpointError: None exists, or `last` or `best` refers to an incomplete one.
+        """
+        with wrap_store_errors(self, "read"):
+            candidates = self.candidates(which, copies)
+        if not candidates:
+            complete = ", ".join(f"'{copy.name}'" for copy in self.candidates("auto", copies))
+            raise CheckpointError(
+                f"'{self.name}/{which}' does not exist, or is not a complete checkpoint. "
+                f"Complete: {complete or 'none'}."
+            )
+        return candidates[-1]
 
     # --- writing
 
@@ -458,13 +414,17 @@ class RemoteFolder:
         self._make_parent(key)
         self.fs.pipe_file(self.path(key), data)
 
-    def put(self, file: Path, key: str, on_progress: Callable[[], None] = lambda: None) -> None:
-        """Upload a file.
+    def put(self, file: Path, key: str, entry: FileEntry, on_progress: Callable[[], None] = lambda: None) -> None:
+        """Upload a file, and check it by size, and by checksum or by reading it back.
 
         Args:
             file: The file on this machine.
             key: Its path in this folder.
-            on_progress: Called for each uploaded part.
+            entry: Its size and hash.
+            on_progress: Called for each part that is uploaded.
+
+        Raises:
+            OSError: The remote file differs.
         """
         from fsspec.callbacks import Callback
 
@@ -474,6 +434,42 @@ class RemoteFolder:
 
         self._make_parent(key)
         self.fs.put_file(str(file), self.path(key), callback=UploadCallback())
+        info = self.fs.info(self.path(key))
+        if info.get("size") != entry["size"]:
+            raise OSError(f"{key!r} has {info.get('size')} bytes after its upload, not {entry['size']}")
+        is_same = self.has_same(info, file, entry)
+        # a large file without a checksum is not read back
+        if is_same or (is_same is None and entry["size"] > SMALL):
+            return
+        with self.fs.open(self.path(key), "rb") as uploaded:
+            if hashlib.file_digest(uploaded, "sha256").hexdigest() != entry["sha256"]:
+                raise OSError(f"the content of {key!r} differs from what was uploaded")
+        if is_same is False:  # the store encrypts files, for instance
+            logger.debug("%s has checksums that are not those of the content. They are not used.", self.name)
+            self._trusts_checksums = False
+
+    def has_same(self, info: Mapping[str, Any], file: Path, entry: FileEntry) -> bool | None:
+        """Return whether a remote file equals the local one by size and the store's checksum; None if it has none."""
+        if info.get("size") != entry["size"]:
+            return False
+        lfs = info.get("lfs")  # of the Hugging Face Hub
+        if lfs and getattr(lfs, "sha256", None):
+            return lfs.sha256 == entry["sha256"]
+        if not self._trusts_checksums:
+            return None
+        tag = str(info.get("ETag", "")).strip('"')  # of S3
+        if info.get("md5Hash"):  # of Google Cloud Storage
+            tag = base64.b64decode(info["md5Hash"]).hex()
+        match = re.fullmatch("[0-9a-f]{32}(?:-([0-9]+))?", tag)
+        if match is None or (match[1] and int(match[1]) != -(-entry["size"] // _PART_BYTES)):
+            return None
+        md5 = functools.partial(hashlib.md5, usedforsecurity=False)
+        with open(file, "rb") as opened:
+            if not match[1]:
+                return hashlib.file_digest(opened, md5).hexdigest() == tag
+            # S3's tag of a multipart upload is the digest of the digests of its parts
+            digests = [md5(part).digest() for part in iter(lambda: opened.read(_PART_BYTES), b"")]
+        return f"{md5(b''.join(digests)).hexdigest()}-{len(digests)}" == tag
 
     def _make_parent(self, key: str) -> None:
         if self.protocol in _DIRECTORY_PROTOCOLS:  # elsewhere it would create a bucket for a misspelled name
@@ -499,156 +495,93 @@ class RemoteFolder:
             self._make_parent(f"{name}/{file}")
             self.fs.cp_file(self.path(f"{copy.name}/{file}"), self.path(f"{name}/{file}"))
 
-    def check(self, key: str, file: Path, entry: FileEntry) -> None:
-        """Check that an uploaded file equals the local one: by size, and by checksum or by reading it back.
+    # --- downloading
+
+    def get(self, sizes: Mapping[str, int], into: Path, under: str = "") -> None:
+        """Download files, several at a time.
+
+        Args:
+            sizes: The bytes of each file by its path in the folder `under`.
+            into: An empty local folder.
+            under: A folder in this one; "" is this one.
 
         Raises:
-            OSError: It differs.
+            CheckpointError: The files do not fit on the disk, or their sizes differ from `sizes`.
         """
-        info = self.fs.info(self.path(key))
-        if info.get("size") != entry["size"]:
-            raise OSError(f"{key!r} has {info.get('size')} bytes after its upload, not {entry['size']}")
-        is_same = self.has_same(info, file, entry)
-        # a large file without a checksum is not read back
-        if is_same or (is_same is None and entry["size"] > SMALL):
-            return
-        if _sha256_of_remote(self, key, entry["size"]) != entry["sha256"]:
-            raise OSError(f"the content of {key!r} differs from what was uploaded")
-        if is_same is False:  # the store encrypts files, for instance
-            logger.debug("%s has checksums that are not those of the content. They are not used.", self.name)
-            self._trusts_checksums = False
-
-    def has_same(self, info: Mapping[str, Any], file: Path, entry: FileEntry) -> bool | None:
-        """Return whether a remote file equals the local one by size and the store's checksum; None if it has none."""
-        if info.get("size") != entry["size"]:
-            return False
-        lfs = info.get("lfs")  # of the Hugging Face Hub
-        if lfs and getattr(lfs, "sha256", None):
-            return lfs.sha256 == entry["sha256"]
-        if not self._trusts_checksums:
-            return None
-        tag = str(info.get("ETag", "")).strip('"')  # of S3
-        if info.get("md5Hash"):  # of Google Cloud Storage
-            tag = base64.b64decode(info["md5Hash"]).hex()
-        if re.fullmatch("[0-9a-f]{32}", tag):
-            return _md5(file) == tag
-        multipart = re.fullmatch("[0-9a-f]{32}-([0-9]+)", tag)
-        part_count = (entry["size"] + _PART_BYTES - 1) // _PART_BYTES
-        if multipart and int(multipart[1]) == part_count:
-            return _md5_of_parts(file) == tag
-        return None
-
-
-def _pieces(file: Path, size: int) -> Iterator[bytes]:
-    with open(file, "rb") as opened:
-        while piece := opened.read(size):
-            yield piece
-
-
-def _md5(file: Path) -> str:
-    digest = hashlib.md5(usedforsecurity=False)
-    for piece in _pieces(file, 1 << 20):
-        digest.update(piece)
-    return digest.hexdigest()
-
-
-def _md5_of_parts(file: Path) -> str:
-    """Return the ETag that S3 computes for a multipart upload."""
-    digests = [hashlib.md5(piece, usedforsecurity=False).digest() for piece in _pieces(file, _PART_BYTES)]
-    return f"{hashlib.md5(b''.join(digests), usedforsecurity=False).hexdigest()}-{len(digests)}"
-
-
-def _sha256_of_remote(remote: RemoteFolder, key: str, size: int) -> str:
-    digest = hashlib.sha256()
-    for start in range(0, size, PIECE):
-        digest.update(remote.read(key, start, min(start + PIECE, size)))
-    return digest.hexdigest()
-
-
-# --- downloading
-
-
-def fetch(
-    remote: RemoteFolder, copy: RemoteCheckpoint, folder: Path, temporary: Path, disk: FileSystem | None = None
-) -> Path:
-    """Download a checkpoint to a temporary folder, verify it, and rename the folder to its final name.
-
-    Args:
-        remote: The store.
-        copy: The checkpoint.
-        folder: The local folder, which must not exist.
-        temporary: The temporary folder, next to `folder`.
-        disk: The operations on the local disk; tests replace them.
-
-    Raises:
-        CheckpointError: It cannot be read, or is damaged; nothing remains on the disk.
-    """
-    disk = disk or FileSystem()
-    logger.info("Downloading %s/%s (%s).", remote.name, copy.name, format_bytes(copy.size))
-    shutil.rmtree(temporary, ignore_errors=True)
-    try:
-        with wrap_store_errors(remote, "read"):
-            temporary.mkdir(parents=True)
-            sizes = {f"{copy.name}/{file}": entry["size"] for file, entry in copy.files.items()}
-            download_files(remote, sizes, temporary, len(copy.name) + 1)
-        disk.write(temporary / MANIFEST, copy.data)
-        inspect(temporary, hashes=True)
-        files, folders = list_tree(temporary)
-        for path in (*files, *reversed(folders)):
-            disk.sync(path)
-        disk.rename(temporary, folder)
-        disk.sync(folder.parent)
-    except BaseException as error:
-        shutil.rmtree(temporary, ignore_errors=True)
-        if isinstance(error, CheckpointError) and str(temporary) in str(error):
-            raise CheckpointError(str(error).replace(str(temporary), f"{remote.name}/{copy.name}")) from error
-        raise
-    return folder
-
-
-def download_files(remote: RemoteFolder, sizes: Mapping[str, int], into: Path, prefix: int) -> None:
-    """Download files in pieces, several at a time.
-
-    Args:
-        remote: The store.
-        sizes: The bytes of each file by its remote path.
-        into: A local folder.
-        prefix: The number of leading characters of the remote paths to omit from the local ones.
-
-    Raises:
-        CheckpointError: The files do not fit on the disk, or their sizes differ from `sizes`.
-    """
-    total, free = sum(sizes.values()), shutil.disk_usage(into).free
-    if total > free:
-        largest = max(sizes, key=lambda key: sizes[key])
-        raise CheckpointError(
-            f"{remote.name!r} has {format_bytes(total)} to download, and {str(into)!r} has {format_bytes(free)} free. "
-            f"The largest file is {largest!r} of {format_bytes(sizes[largest])}. Free some space, or set "
-            "OMNITRAIN_LOCAL_DIR to a larger disk."
-        )
-
-    def download_piece(key_and_start: tuple[str, int]) -> None:
-        key, start = key_and_start
-        size = sizes[key]
-        end = min(start + PIECE, size)
-        data = remote.read(key, start, end + (end == size))  # with the next byte, which must not exist
-        if len(data) != end - start:
-            actual = f"more than {size}" if len(data) > end - start else start + len(data)
+        prefix = f"{under}/" if under else ""
+        total, free = sum(sizes.values()), shutil.disk_usage(into).free
+        if total > free:
+            largest = max(sizes, key=lambda key: sizes[key])
             raise CheckpointError(
-                f"{remote.name!r}: {key!r} has {actual} bytes, and the store reports {size}. It was changed meanwhile, "
-                "or the store or a cache is faulty: try again, or write the file again."
+                f"{self.name!r} has {format_bytes(total)} to download, and {str(into)!r} has {format_bytes(free)} "
+                f"free. The largest file is {prefix + largest!r} of {format_bytes(sizes[largest])}. Free some space, "
+                "or set OMNITRAIN_LOCAL_DIR to a larger disk."
             )
-        with open(into / key[prefix:], "r+b", opener=open_file) as file:
-            file.seek(start)
-            file.write(data)
 
-    for key, size in sizes.items():
-        path = into / key[prefix:]
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with create_file(path) as file:
-            file.truncate(size)
-    pieces = [(key, start) for key, size in sizes.items() for start in range(0, size, PIECE)]
-    in_parallel(download_piece, pieces, 2 * WORKERS)
+        def get(key: str) -> None:
+            self.fs.get_file(self.path(prefix + key), str(into / key))
+            size = (into / key).stat().st_size
+            if size != sizes[key]:
+                raise CheckpointError(
+                    f"{self.name!r}: {prefix + key!r} has {size} bytes, and the store reports {sizes[key]}. It was "
+                    "changed meanwhile, or the store or a cache is faulty: try again, or write the file again."
+                )
+
+        for key in sizes:
+            (into / key).parent.mkdir(parents=True, exist_ok=True)
+        in_parallel(get, sizes, 2 * WORKERS)
+
+    def fetch(
+        self,
+        copy: RemoteCheckpoint,
+        root: Path,
+        disk: FileSystem | None = None,
+        discard: Callable[[Path], None] = shutil.rmtree,
+    ) -> Path:
+        """Return the local folder of a checkpoint; unless it is there undamaged, it is downloaded and verified.
+
+        Args:
+            copy: The checkpoint.
+            root: The parent of the local folder.
+            disk: The operations on the local disk; tests replace them.
+            discard: Called with a local folder that differs.
+
+        Raises:
+            CheckpointError: It cannot be read, or is damaged; nothing remains on the disk.
+        """
+        disk, folder = disk or FileSystem(), root / copy.name.removesuffix(".old")
+
+        def is_local() -> bool:
+            with contextlib.suppress(CheckpointError, OSError):
+                return (folder / MANIFEST).read_bytes() == copy.data and bool(inspect(folder, hashes=True))
+            return False
+
+        if is_local():
+            return folder
+        if folder.exists():
+            discard(folder)
+        sizes = {file: entry["size"] for file, entry in copy.files.items()}
+        logger.info("Downloading %s/%s (%s).", self.name, copy.name, format_bytes(sum(sizes.values())))
+        temporary = folder.with_name(f"{folder.name}.{os.urandom(4).hex()}.tmp")
+        try:
+            with wrap_store_errors(self, "read"):
+                temporary.mkdir(parents=True)
+                self.get(sizes, temporary, copy.name)
+            disk.write(temporary / MANIFEST, copy.data)
+            inspect(temporary, hashes=True)
+            files, folders = list_tree(temporary)
+            for path in (*files, *reversed(folders)):
+                disk.sync(path)
+            disk.rename(temporary, folder)
+            disk.sync(root)
+        except BaseException as error:
+            shutil.rmtree(temporary, ignore_errors=True)
+            if isinstance(error, OSError) and is_local():  # another process was faster
+                return folder
+            if isinstance(error, CheckpointError) and str(temporary) in str(error):
+                raise CheckpointError(str(error).replace(str(temporary), f"{self.name}/{copy.name}")) from error
+            raise
+        return folder
 
 
 def local_copy(address: str, name: str = "path") -> Path:
@@ -664,30 +597,22 @@ def local_copy(address: str, name: str = "path") -> Path:
     """
     check_address(address, name)
     parent, _, last = address.rstrip("/").rpartition("/")
-    remote = RemoteFolder(address)
+    remote, run, is_pointer = RemoteFolder(address), RemoteFolder(parent), last in ("last", "best")
     downloads = local_folder(parent).with_name(local_folder(parent).name + "-downloads")
-    if last in ("last", "best") or _FOLDER.fullmatch(last):
-        run = RemoteFolder(parent)
+    if is_pointer or FOLDER.fullmatch(last):
         with wrap_store_errors(run, "read"):
-            if last in ("last", "best"):
-                listing = run.list()
-            else:
-                listing = {f"{last}/{key}": info for key, info in run.list(last).items()}
+            listing = run.list() if is_pointer else {f"{last}/{key}": info for key, info in run.list(last).items()}
             copies = run.complete_checkpoints(listing)
-        if copies or last.startswith("checkpoint"):
-            copy = select_checkpoint(run, copies, last)
-            return fetch_cached(run, copy, downloads)
+        if copies or not is_pointer:
+            return run.fetch(run.select(last, copies), downloads)
     with wrap_store_errors(remote, "read"):
         is_file = remote.fs.isfile(remote.path(""))
-        if is_file:
-            remote, listing = RemoteFolder(parent), {last: remote.fs.info(remote.path(""))}
-        else:
-            listing = remote.list()
-            copies = remote.complete_checkpoints(listing)
+        listing = {last: remote.fs.info(remote.path(""))} if is_file else remote.list()
+        copies = {} if is_file else remote.complete_checkpoints(listing)
     if not listing:
         raise CheckpointError(f"{remote.name!r} does not exist, or is empty.")
-    if not is_file and copies:
-        newest = max(copies.values(), key=lambda copy: copy.order)
+    if copies:
+        newest = remote.candidates("auto", copies)[-1]
         raise CheckpointError(
             f"{remote.name!r} is a run folder, not a checkpoint. Did you mean '{remote.name}/{newest.name}'?"
         )
@@ -695,10 +620,11 @@ def local_copy(address: str, name: str = "path") -> Path:
     target = downloads / (version if is_file else f"{last}-{version}")
     if not target.exists():
         temporary = target.with_name(f"{target.name}.{os.urandom(4).hex()}.tmp")
+        source = run if is_file else remote
         try:
-            with wrap_store_errors(remote, "read"):
+            with wrap_store_errors(source, "read"):
                 temporary.mkdir(parents=True)
-                download_files(remote, {key: remote.size_of(key, info) for key, info in listing.items()}, temporary, 0)
+                source.get(source.sizes(listing), temporary)
                 with contextlib.suppress(OSError):  # another process was faster
                     os.replace(temporary, target)
         finally:
@@ -720,22 +646,22 @@ def download_run(address: str, into: Path, with_tensors: bool) -> Path:
     """
     check_address(address, "path")
     parent, _, last = address.rstrip("/").rpartition("/")
-    is_checkpoint = last in ("last", "best") or _FOLDER.fullmatch(last) is not None
+    is_checkpoint = last in ("last", "best") or FOLDER.fullmatch(last) is not None
     remote = RemoteFolder(parent if is_checkpoint else address)
     with wrap_store_errors(remote, "read"):
         listing = remote.list()
         if is_checkpoint:
-            folder = last if last.startswith("checkpoint") else (remote.read_small(last) or b"").decode().strip()
-            listing = {key: info for key, info in listing.items() if key.startswith(f"{folder}/") or key == last}
-        folders = {name for name in {key.partition("/")[0] for key in listing} if _FOLDER.fullmatch(name)}
-        listing = {key: info for key, info in listing.items() if "/" not in key or key.partition("/")[0] in folders}
-        if not folders:
+            name = last if last.startswith("checkpoint") else remote.read_pointer(last)
+            listing = {key: info for key, info in listing.items() if key.startswith(f"{name}/") or key == last}
+        # what lies in other folders is not read
+        listing = {key: info for key, info in listing.items() if "/" not in key or FOLDER.fullmatch(key.split("/")[0])}
+        if not any("/" in key for key in listing):
             raise ConfigError(f"{mask_text(address)!r} has no checkpoints, or does not exist. Pass a run's `save_dir`.")
-        sizes = {key: remote.size_of(key, info) for key, info in listing.items() if not key.endswith(LOCK)}
+        sizes = remote.sizes({key: info for key, info in listing.items() if not key.endswith(LOCK)})
         sizes_to_read = {
             key: size for key, size in sizes.items() if with_tensors or key.endswith(MANIFEST) or "/" not in key
         }
-        download_files(remote, sizes_to_read, into, 0)
+        remote.get(sizes_to_read, into)
         for key in sizes.keys() - sizes_to_read.keys():
             (into / key).parent.mkdir(parents=True, exist_ok=True)
             with create_file(into / key) as file:
@@ -749,46 +675,6 @@ def _read_header_bytes(remote: RemoteFolder, key: str, size: int) -> bytes:
     head = remote.read(key, 0, min(size, SMALL))
     end = min(8 + int.from_bytes(head[:8], "little"), MAX_HEADER_BYTES)
     return remote.read(key, 0, min(size, end)) if len(head) < end else head
-
-
-def select_checkpoint(remote: RemoteFolder, copies: Copies, which: str) -> RemoteCheckpoint:
-    """Return the complete checkpoint that "last", "best" or the name of a folder refers to.
-
-    Raises:
-        CheckpointError: None exists, or `last` or `best` refers to an incomplete one.
-    """
-    if which in ("last", "best"):
-        with wrap_store_errors(remote, "read"):
-            remote.check_pointer(which, copies)
-    candidates = {
-        "last": list(copies.values()),
-        "best": [copy for copy in copies.values() if copy.info.best],
-    }.get(which, [copy for copy in copies.values() if copy.name.removesuffix(".old") == which.removesuffix(".old")])
-    if not candidates:
-        complete = ", ".join(f"'{copy.name}'" for copy in sorted(copies.values(), key=lambda copy: copy.order))
-        raise CheckpointError(
-            f"'{remote.name}/{which}' does not exist, or is not a complete checkpoint. Complete: {complete or 'none'}."
-        )
-    return max(candidates, key=lambda copy: copy.order)
-
-
-def fetch_cached(remote: RemoteFolder, copy: RemoteCheckpoint, root: Path) -> Path:
-    """Return the folder of a checkpoint in `root`, downloading it if it is missing or damaged."""
-    folder = root / copy.name.removesuffix(".old")
-    if folder.exists():
-        with contextlib.suppress(CheckpointError, OSError):
-            if (folder / MANIFEST).read_bytes() == copy.data:
-                inspect(folder, hashes=True)
-                return folder
-        shutil.rmtree(folder)
-    root.mkdir(parents=True, exist_ok=True)
-    temporary = Path(tempfile.mkdtemp(prefix=f"{folder.name}.", suffix=".tmp", dir=root))
-    try:
-        return fetch(remote, copy, folder, temporary)
-    except OSError:  # another process was faster
-        if (folder / MANIFEST).is_file() and (folder / MANIFEST).read_bytes() == copy.data:
-            return folder
-        raise
 
 
 def format_bytes(size: float) -> str:

@@ -26,6 +26,11 @@ class CheckpointInfo:
     for_best: bool = False
     """Whether that was the only reason to save it: it is deleted once `keep_best` others are better."""
 
+    @property
+    def order(self) -> tuple[int, int]:
+        """The sort key for the order of saves."""
+        return self.sequence, self.step
+
     @classmethod
     def from_manifest(cls, content: Mapping[str, Any]) -> CheckpointInfo:
         """Return the properties in the content of omnitrain.json."""
@@ -49,7 +54,7 @@ def to_delete(
         keep_every: Keep steps divisible by this.
         direction: Whether a higher or a lower score is better.
     """
-    saved = sorted(checkpoints, key=lambda info: (info.sequence, info.step))
+    saved = sorted(checkpoints, key=lambda info: info.order)
     sign = -1 if direction == "max" else 1
     ranked = sorted(
         (sign * info.score, info.step) for info in saved if info.score is not None and math.isfinite(info.score)

@@ -35,7 +35,6 @@ from omnitrain.checkpoint.manifest import (
     Check,
     FileEntry,
     check_hashes,
-    check_sizes,
     encode,
     inspect,
     read_manifest,
@@ -46,10 +45,15 @@ from omnitrain.core.errors import CheckpointError, is_disk_error
 
 logger: logging.Logger = logging.getLogger("omnitrain")
 
-_NAME = re.compile(r"checkpoint-(0|[1-9][0-9]*)(?:\.[0-9a-f]{8}(?=\.tmp))?(\.tmp|\.old|\.deleting)?")
-
+# A checkpoint, or a temporary file or folder: step and suffix.
+_NAME = re.compile(
+    r"(?:checkpoint-(0|[1-9][0-9]*)|(?:last|best)(?=\.[0-9a-f]{8}\.tmp))"
+    r"(?:\.[0-9a-f]{8}(?=\.tmp))?(\.tmp|\.old|\.deleting)?"
+)
 _MAX_NAME_LENGTH = 255
-_POINTER = re.compile(r"(last|best)\.[0-9a-f]{8}\.tmp")
+
+Entries = Mapping[str, list[tuple[int, Path]]]
+"""Step and path of the folders of checkpoints, by the suffix of their names."""
 
 
 def is_pointer(path: Path) -> bool:
@@ -62,15 +66,6 @@ def is_pointer(path: Path) -> bool:
 
 def accept_any(folder: Path, content: dict[str, Any]) -> None:
     """Accept any content."""
-
-
-def _by_save_order(infos: Iterable[CheckpointInfo]) -> list[CheckpointInfo]:
-    return sorted(infos, key=lambda info: (info.sequence, info.step))
-
-
-def _is_folder(entry: os.DirEntry[str]) -> bool:
-    """Return whether an entry is a folder or a link to one; folders need no `stat`."""
-    return entry.is_dir(follow_symlinks=False) or (entry.is_symlink() and os.path.isdir(entry.path))
 
 
 class Store:
@@ -92,7 +87,6 @@ class Store:
         self.root: Path = Path(root)
         self.fs: FileSystem = fs or FileSystem()
         self.lock: Lock = Lock(self.root)
-        self._info_cache: dict[str, tuple[tuple[int, int], CheckpointInfo, dict[str, FileEntry]]] = {}
         # The complete checkpoints found by the latest `begin`, updated by later saves and deletions.
         self._infos: dict[int, CheckpointInfo] = {}
         # The token of the lock at that time: the list is valid as long as this lock is held.
@@ -105,7 +99,7 @@ class Store:
         return self.root / f"checkpoint-{step}"
 
     def temporary(self, step: int) -> Path:
-        """Return the temporary folder for the checkpoint of `step`, created by `begin`."""
+        """Return the temporary folder for the checkpoint of `step`, created by `saving`."""
         return self.root / f"checkpoint-{step}.{self.lock.token}.tmp"
 
     # Saving
@@ -123,10 +117,6 @@ class Store:
     def finish(self, tick: Callable[[], None] = lambda: None) -> None:
         """Wait until all copies of the checkpoints are written; `tick` is called while waiting."""
 
-    def _newest_remote_sequence(self) -> int:
-        """Return the sequence of the latest save in a remote copy of this folder; 0 if there is none."""
-        return 0
-
     def download(self, name: str) -> None:
         """Download the checkpoint of this name, if it exists only remotely."""
 
@@ -140,7 +130,7 @@ class Store:
         best: bool = False,
         digests: Mapping[str, Future[str]] | None = None,
     ) -> Path:
-        """Save a checkpoint and return its folder: `begin`, `write(folder)`, `commit`; `write` may fill `digests`.
+        """Save a checkpoint and return its folder: `saving`, `write(folder)`, `commit`; `write` may fill `digests`.
 
         Raises:
             CheckpointError: It could not be written, because of an error of the disk. Earlier checkpoints are
@@ -152,27 +142,23 @@ class Store:
 
     @contextlib.contextmanager
     def saving(self, step: int) -> Iterator[Path]:
-        """Lock the run folder, and yield the new folder for the files of `step`; after an error it is removed.
+        """Lock the run folder, and yield a new folder for the files of `step`; after an error it is removed.
+
+        The leftovers of a killed save are removed before.
 
         Raises:
             CheckpointError: As for `save`.
         """
         self.acquire()
         try:
-            folder = self.begin(step)
             with self._saving(step):
-                yield folder
+                self.lock.check()
+                self._make_root()
+                self._scan()
+                self.fs.mkdir(self.temporary(step))
+                yield self.temporary(step)
         finally:
             self.lock.release()
-
-    def begin(self, step: int) -> Path:
-        """Create the folder for the files of `step`, after removing the leftovers of a killed save."""
-        with self._saving(step):
-            self.lock.check()
-            self._make_root()
-            self._scan()
-            self.fs.mkdir(self.temporary(step))
-        return self.temporary(step)
 
     def _make_root(self) -> None:
         missing = [path for path in (self.root, *self.root.parents) if not path.exists()]
@@ -191,7 +177,7 @@ class Store:
         digests: Mapping[str, Future[str]] | None = None,
         written: Mapping[str, FileEntry] | None = None,
     ) -> Path:
-        """Atomically turn the files written since `begin(step)` into the checkpoint of `step`.
+        """Atomically turn the files written since `saving(step)` into the checkpoint of `step`.
 
         Every process that writes to the folder must have closed its files.
 
@@ -209,17 +195,14 @@ class Store:
         with self._saving(step):
             folder = self.temporary(step)
             files, folders = list_tree(folder)
-            sequences = [self._newest_remote_sequence(), *(info.sequence for info in self._current_infos())]
             content = {
                 "step": step,
                 # counts saves, not steps: a run that was resumed from an earlier step saves lower steps later
-                "sequence": 1 + max(sequences),
+                "sequence": 1 + max((info.sequence for info in self.all_infos()), default=0),
                 "score": float(score) if score is not None and math.isfinite(score) else None,
                 "best": best,
                 **payload,
-                "files": self._sync_and_hash(
-                    folder, [file for file in files if file != folder / MANIFEST], digests or {}, written or {}
-                ),
+                "files": self._sync_and_hash(folder, files, digests or {}, written or {}),
             }
             # written last: a folder without it is no checkpoint
             self.fs.write(folder / MANIFEST, encode(content))
@@ -227,8 +210,7 @@ class Store:
             # a synced file in a folder that was not synced may be gone after a power failure
             for inner in reversed(folders):
                 self.fs.sync(inner)
-            self.lock.check()
-            # the lock was checked just before, as another run may have taken the folder while this one wrote
+            self.lock.check()  # another run may have taken the folder while this one wrote
             self._publish(step)
         self._verified[step] = content["sequence"]
         self._infos[step] = CheckpointInfo.from_manifest(content)
@@ -236,7 +218,7 @@ class Store:
         return self.path(step)
 
     def discard(self, step: int) -> None:
-        """Remove the files written since `begin(step)`, as far as the disk allows."""
+        """Remove the files written since `saving(step)`, as far as the disk allows."""
         folder = self.temporary(step)
         with contextlib.suppress(OSError):
             if folder.exists():
@@ -244,7 +226,7 @@ class Store:
 
     @contextlib.contextmanager
     def _saving(self, step: int) -> Iterator[None]:
-        """Remove the files of `step` after an error. After a kill, the next `begin` does."""
+        """Remove the files of `step` after an error. After a kill, the next `saving` does."""
         try:
             with self.reporting_errors(step):
                 yield
@@ -266,15 +248,11 @@ class Store:
             ) from error
 
     def _sync_and_hash(
-        self,
-        folder: Path,
-        files: list[Path],
-        known: Mapping[str, Future[str]],
-        written: Mapping[str, FileEntry],
+        self, folder: Path, files: list[Path], known: Mapping[str, Future[str]], written: Mapping[str, FileEntry]
     ) -> dict[str, FileEntry]:
         """Sync all files and return their manifest entries; hashing runs while the disk writes."""
         paths = {file.relative_to(folder).as_posix(): file for file in files}
-        unsynced = {name: file for name, file in paths.items() if name not in written}
+        unsynced = {name: file for name, file in paths.items() if name not in written and name != MANIFEST}
         with hashing(file for name, file in unsynced.items() if name not in known) as digests:
             for file in unsynced.values():
                 self.fs.sync(file)
@@ -285,12 +263,11 @@ class Store:
                 }
                 for name, file in unsynced.items()
             }
-        return {name: written.get(name) or entries[name] for name in sorted({*paths, *written})}
+        return dict(sorted({**entries, **written}.items()))
 
     def _publish(self, step: int) -> None:
         """Rename the finished folder, after an existing checkpoint of the same step."""
         source, target = self.temporary(step), self.path(step)
-        self._info_cache.pop(target.name, None)
         self._infos.pop(step, None)
         if target.exists() and not (target / MANIFEST).exists():
             # a foreign folder, or a checkpoint that lost its manifest: nobody knows, so it is kept
@@ -311,7 +288,7 @@ class Store:
         """Update `last` and `best` after a commit; the checkpoint is complete, so a failure is only a warning."""
         try:
             self._write_pointer("last", step)
-            best_step = step if best else self._pointer_step("best", self._current_infos())
+            best_step = step if best else self._pointer_step("best", self._local_infos())
             if best_step is not None:
                 self._write_pointer("best", best_step)
             old = self.path(step).with_name(f"{self.path(step).name}.old")
@@ -322,43 +299,42 @@ class Store:
 
     def _scan(self) -> None:
         """Remove the leftovers of a killed save, and list the checkpoints, reading each only once."""
-        listing = self._listing()
-        if self._clear_leftovers(listing):
-            listing = self._listing()
+        entries = self._entries()
+        if self._clear_leftovers(entries):
+            entries = self._entries()
         known = self._infos if self._infos_token == self.lock.token else {}
-        self._infos, self._infos_token = {}, self.lock.token if self.lock.is_held else ""
-        for step, path in self._folders(listing).items():
-            with contextlib.suppress(CheckpointError):
-                self._infos[step] = known[step] if step in known else self._quick_check(step, path)
+        self._infos = {info.step: info for info in self._check_all(self.folders(entries), known)[0]}
+        self._infos_token = self.lock.token if self.lock.is_held else ""
 
-    def _current_infos(self) -> list[CheckpointInfo]:
+    def _local_infos(self) -> list[CheckpointInfo]:
         """Return `checkpoint_infos()`, without reading the disk again while the lock is held."""
         if self.lock.is_held and self._infos_token == self.lock.token:
-            return _by_save_order(self._infos.values())
+            return sorted(self._infos.values(), key=lambda info: info.order)
         return self.checkpoint_infos()
 
-    def _clear_leftovers(self, listing: Sequence[os.DirEntry[str]]) -> bool:
+    def all_infos(self) -> list[CheckpointInfo]:
+        """Return the properties of all complete checkpoints that retention counts, in save order."""
+        return self._local_infos()
+
+    def _clear_leftovers(self, entries: Entries) -> bool:
         """Undo or finish a killed save or deletion; return whether there were any leftovers."""
         leftovers = [
-            Path(entry.path) for entry in listing if _POINTER.fullmatch(entry.name) and not self.lock.failed_to_acquire
+            (suffix, path)
+            for suffix in (".deleting", ".old", ".tmp")  # .deleting first: deleting an .old needs that name
+            for step, path in entries[suffix]
+            # it may belong to another run, if no lock was acquired
+            if not self.lock.failed_to_acquire or path == self.temporary(step)
         ]
-        for path in leftovers:
-            with contextlib.suppress(OSError):
-                self.fs.remove(path)
-        for suffix in (".deleting", ".old", ".tmp"):  # .deleting first: deleting an .old needs that name
-            for step, path in self._entries(suffix, listing):
-                if self.lock.failed_to_acquire and path != self.temporary(step):
-                    continue  # it may belong to another run, as no lock was acquired
-                leftovers.append(path)
-                try:
-                    if suffix == ".old" and not path.with_suffix("").exists():
-                        self.fs.rename(path, path.with_suffix(""))
-                    elif suffix == ".old":
-                        self._delete_folder(path)
-                    else:
-                        self.fs.remove(path)
-                except OSError as error:
-                    logger.warning("Cannot clear %r, left by an interrupted save: %s.", str(path), error)
+        for suffix, path in leftovers:
+            try:
+                if suffix == ".old" and not path.with_suffix("").exists():
+                    self.fs.rename(path, path.with_suffix(""))
+                elif suffix == ".old":
+                    self._delete_folder(path)
+                else:
+                    self.fs.remove(path)
+            except OSError as error:
+                logger.warning("Cannot clear %r, left by an interrupted save: %s.", str(path), error)
         return bool(leftovers)
 
     # Finding
@@ -369,11 +345,7 @@ class Store:
 
     def checkpoint_infos(self) -> list[CheckpointInfo]:
         """Return step, score and so on of each complete checkpoint (all files have their sizes), in save order."""
-        infos = []
-        for step, path in self.folders().items():
-            with contextlib.suppress(CheckpointError):
-                infos.append(self._quick_check(step, path))
-        return _by_save_order(infos)
+        return self._check_all(self.folders())[0]
 
     def verify(
         self,
@@ -399,13 +371,9 @@ class Store:
             accept(path, content)
             return content
         except CheckpointError as error:
-            run = Store(path.parent)
-            other_steps = [info.step for info in run.checkpoint_infos() if run.path(info.step).name != path.name]
-            advice = (
-                f"The newest complete one is {run.path(other_steps[-1]).name!r}."
-                if other_steps
-                else "There is no other."
-            )
+            names = [f"checkpoint-{info.step}" for info in Store(path.parent).checkpoint_infos()]
+            newest = next((name for name in reversed(names) if name != path.name), None)
+            advice = "There is no other." if newest is None else f"The newest complete one is {newest!r}."
             raise CheckpointError(f"{error} {advice}") from error.__cause__
 
     def resolve(
@@ -440,31 +408,26 @@ class Store:
         infos = self.checkpoint_infos()
         if not infos:
             return None
-        path = self.folders()[infos[-1].step]
-        files = self._info_cache[path.name][2]
-        return sum(entry["size"] for entry in files.values()) + (path / MANIFEST).stat().st_size
+        path = self._folder_of(infos[-1].step)
+        return sum(entry["size"] for entry in read_manifest(path)["files"].values()) + (path / MANIFEST).stat().st_size
 
-    def _listing(self) -> list[os.DirEntry[str]]:
-        """Return the entries of the run folder, sorted by name; none if it does not exist."""
+    def _entries(self) -> Entries:
+        entries: dict[str, list[tuple[int, Path]]] = {"": [], ".old": [], ".deleting": [], ".tmp": []}
         if not self.root.is_dir():
-            return []
-        with os.scandir(self.root) as entries:
-            return sorted(entries, key=lambda entry: entry.name)
+            return entries
+        with os.scandir(self.root) as iterator:
+            for entry in sorted(iterator, key=lambda entry: entry.name):
+                match = _NAME.fullmatch(entry.name)
+                # folders need no `stat`, and links to folders count
+                is_folder = entry.is_dir(follow_symlinks=False) or (entry.is_symlink() and os.path.isdir(entry.path))
+                if match and (is_folder or match[1] is None):
+                    entries[match[2] or ""].append((int(match[1] or -1), Path(entry.path)))
+        return entries
 
-    def _entries(self, suffix: str, listing: Sequence[os.DirEntry[str]]) -> list[tuple[int, Path]]:
-        """Return step and path of the checkpoint folders with this suffix."""
-        return [
-            (int(match[1]), Path(entry.path))
-            for match, entry in ((_NAME.fullmatch(entry.name), entry) for entry in listing)
-            if match and (match[2] or "") == suffix and _is_folder(entry)
-        ]
-
-    def folders(self) -> dict[int, Path]:
+    def folders(self, entries: Entries | None = None) -> dict[int, Path]:
         """Return the folder of each step, damaged or not; an .old one counts until its successor is renamed."""
-        return self._folders(self._listing())
-
-    def _folders(self, listing: Sequence[os.DirEntry[str]]) -> dict[int, Path]:
-        return dict(self._entries(".old", listing)) | dict(self._entries("", listing))
+        entries = entries or self._entries()
+        return dict([*entries[".old"], *entries[""]])
 
     def _folder_of(self, step: int) -> Path:
         """Return the folder of a step, which may not exist, without listing the run folder."""
@@ -472,33 +435,30 @@ class Store:
         old = path.with_name(f"{path.name}.old")
         return old if old.is_dir() and not path.is_dir() else path
 
-    def _quick_check(self, step: int, path: Path) -> CheckpointInfo:
-        """Check the sizes of a checkpoint's files; an unchanged manifest is read only once."""
-        try:
-            stat = (path / MANIFEST).stat()
-        except OSError:
-            raise CheckpointError(f"{str(path)!r} is incomplete: {MANIFEST!r} is missing.") from None
-        # a rename gives another inode, an edit another time
-        signature = (stat.st_ino, stat.st_mtime_ns)
-        cached = self._info_cache.get(path.name)
-        if cached is None or cached[0] != signature:
-            content = read_manifest(path)
-            cached = self._info_cache[path.name] = (signature, CheckpointInfo.from_manifest(content), content["files"])
-        if cached[1].step != step:
-            raise CheckpointError(f"{str(path)!r} was saved as step {cached[1].step}, and renamed since.")
-        check_sizes(path, cached[2])
-        return cached[1]
+    def _check_all(
+        self, folders: Mapping[int, Path], known: Mapping[int, CheckpointInfo] | None = None
+    ) -> tuple[list[CheckpointInfo], list[str]]:
+        """Return the complete checkpoints, whose files have the right sizes, in save order, and what others lack."""
+        infos, reasons = [], []
+        for step, path in sorted(folders.items(), reverse=True):
+            try:
+                if known and step in known:
+                    infos.append(known[step])
+                    continue
+                content = inspect(path, hashes=False)
+                if content["step"] != step:
+                    raise CheckpointError(f"{str(path)!r} was saved as step {content['step']}, and renamed since.")
+                infos.append(CheckpointInfo.from_manifest(content))
+            except CheckpointError as error:
+                reasons.append(str(error))
+        return sorted(infos, key=lambda info: info.order), reasons
 
     def _newest_verified(
         self, accept: Callable[[Path, dict[str, Any]], None], check: Check
     ) -> tuple[Path, dict[str, Any]] | None:
-        folders, candidates, reasons = self.folders(), [], []
-        for step, path in sorted(folders.items(), reverse=True):
-            try:
-                candidates.append(self._quick_check(step, path))
-            except CheckpointError as error:
-                reasons.append(str(error))
-        for info in reversed(_by_save_order(candidates)):
+        folders = self.folders()
+        infos, reasons = self._check_all(folders)
+        for info in reversed(infos):
             path = folders[info.step]
             try:
                 content = inspect(path, hashes=True, check=check)
@@ -578,7 +538,7 @@ class Store:
         temporary = self.root / f"{which}.{self.lock.token}.tmp"
         if temporary.is_symlink() or temporary.exists():
             self.fs.remove(temporary)
-        name = self._folder_of(step).name.removesuffix(".old")
+        name = self.path(step).name
         try:
             self.fs.link(temporary, name)
         except (OSError, NotImplementedError) as error:
@@ -614,19 +574,12 @@ class Store:
         """
         self.lock.check()
         pointed = (self._read_pointer("last"), self._read_pointer("best"))
-        infos = self._current_infos()
+        infos = self.all_infos()
         steps = [s for s in to_delete(infos, keep_last, keep_best, keep_every, direction) if s not in pointed]
         if steps and not self._has_verified([info for info in infos if info.step not in steps]):
             logger.warning("None is deleted from %r: no remaining checkpoint would be undamaged.", str(self.root))
             return []
-        deleted = []
-        for step in steps:
-            try:
-                self.delete(step)
-                deleted.append(self.path(step))
-            except OSError as error:
-                logger.warning("Cannot delete %r: %s.", str(self.path(step)), error)
-        return deleted
+        return [self.path(step) for step in self.delete(steps)]
 
     def _has_verified(self, infos: Sequence[CheckpointInfo]) -> bool:
         """Return whether one of these is undamaged; those saved by this process were hashed when written."""
@@ -638,14 +591,27 @@ class Store:
                 return True
         return False
 
-    def delete(self, step: int) -> None:
-        """Delete the checkpoint of `step`; if the process is killed, no partial checkpoint remains."""
-        self.lock.check()
+    def delete(self, steps: Iterable[int]) -> list[int]:
+        """Delete checkpoints, none partially if the process is killed, and return the steps of those deleted.
+
+        A folder that cannot be deleted is logged.
+        """
+        deleted = []
+        for step in steps:
+            self.lock.check()
+            try:
+                if self._delete(step):
+                    deleted.append(step)
+            except OSError as error:
+                logger.warning("Cannot delete %r: %s.", str(self.path(step)), error)
+        return deleted
+
+    def _delete(self, step: int) -> bool:
         self._infos.pop(step, None)
         self._delete_folder(self._folder_of(step))
+        return True
 
     def _delete_folder(self, path: Path) -> None:
-        self._info_cache.pop(path.name, None)
         deleting = path.with_name(path.name.removesuffix(".old") + ".deleting")
         if deleting.exists():
             self.fs.remove(deleting)

@@ -12,14 +12,13 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Collection, Mapping
-from datetime import UTC, datetime
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any
 
 from omnitrain.checkpoint.disk import read_or_none
 from omnitrain.checkpoint.lock import LOCK, describe_owner, in_use_error
-from omnitrain.checkpoint.manifest import MANIFEST, FileEntry
+from omnitrain.checkpoint.manifest import MANIFEST
 from omnitrain.checkpoint.remote import (
     WORKERS,
     Copies,
@@ -30,7 +29,6 @@ from omnitrain.checkpoint.remote import (
     one_line_error,
     wrap_store_errors,
 )
-from omnitrain.checkpoint.retention import to_delete
 from omnitrain.core.errors import CheckpointError
 from omnitrain.distributed.processes import identify_process, is_alive, is_in_same_container
 
@@ -45,8 +43,6 @@ MAX_ATTEMPTS = 3
 HEARTBEAT_S = 30.0
 # Seconds to watch for a heartbeat before the owner counts as gone.
 WATCH_S = 100.0
-# Replaces the step that is being uploaded while these are the files of the run.
-_FILES = -1
 # The age of a heartbeat, by the clocks of two machines, above which the owner counts as gone without watching.
 STALE_S = 3600.0
 # Seconds that the end of a run waits for the file being written, after it stopped waiting for uploads.
@@ -77,7 +73,6 @@ class RemoteLock:
         self._stopping = threading.Event()
         self._writing = threading.Lock()
         self._beats = 0
-        self._since = datetime.now(UTC).isoformat(timespec="seconds")
         self.lost: str = ""
 
     def acquire(self) -> None:
@@ -91,14 +86,17 @@ class RemoteLock:
             return
         with wrap_store_errors(self._remote, "locked"):
             owner = self._read()
-            if owner is not None:
-                if not self._is_gone(owner):
-                    raise in_use_error(self._remote.name, owner)
-                logger.warning("%s was left locked by %s. It is taken over.", self._remote.name, describe_owner(owner))
-            self._write()
-            owner = self._read()
+            if owner is not None and self._is_gone(owner):
+                logger.warning(
+                    "%s was left locked by %s. It is taken over.",
+                    self._remote.name, describe_owner(owner["pid"], owner["host"]),
+                )  # fmt: skip
+                owner = None
+            if owner is None:
+                self._write()
+                owner = self._read()
         if owner is not None and owner["token"] != self._token:
-            raise in_use_error(self._remote.name, owner)
+            raise in_use_error(self._remote.name, describe_owner(owner["pid"], owner["host"]))
         threading.Thread(target=self._beat, name="omnitrain-remote-lock", daemon=True).start()
 
     def release(self) -> None:
@@ -133,7 +131,7 @@ class RemoteLock:
                     return
                 owner = self._read()
                 if owner is not None and owner["token"] != self._token:
-                    self.lost = describe_owner(owner)
+                    self.lost = describe_owner(owner["pid"], owner["host"])
                     return
                 self._write()
 
@@ -142,23 +140,18 @@ class RemoteLock:
         data = self._remote.read_small(LOCK)
         with contextlib.suppress(ValueError):
             owner = json.loads(data or b"null")
-            if isinstance(owner, dict) and all(isinstance(owner.get(key), str) for key in _NAMES):
+            types = {"token": str, "host": str, "boot": str, "namespace": str, "pid": int}
+            if isinstance(owner, dict) and all(isinstance(owner.get(key), kind) for key, kind in types.items()):
                 return owner
         return None
 
     def _write(self) -> None:
         self._beats += 1
-        owner = {
-            "token": self._token,
-            **identify_process(),
-            "since": self._since,
-            # each heartbeat changes the content, even if the clock is set back
-            "beat": self._beats,
-            "at": time.time(),
-        }
+        # each heartbeat changes the content, even if the clock is set back
+        owner = {"token": self._token, **identify_process(), "beat": self._beats, "at": time.time()}
         self._remote.write(LOCK, json.dumps(owner).encode())
 
-    def _is_gone(self, owner: Mapping[str, Any]) -> bool:
+    def _is_gone(self, owner: dict[str, Any]) -> bool:
         if is_in_same_container(owner):
             return owner["token"] in _released or not is_alive(owner)
         # the clocks of two machines may differ by minutes, so a recent time proves nothing: then heartbeats are watched
@@ -166,18 +159,15 @@ class RemoteLock:
             return True
         logger.warning(
             "%s is locked by %s. Waiting for a heartbeat, at most %.0f s.",
-            self._remote.name, describe_owner(owner), WATCH_S,
+            self._remote.name, describe_owner(owner["pid"], owner["host"]), WATCH_S,
         )  # fmt: skip
         end = time.monotonic() + WATCH_S
         while time.monotonic() < end:
             time.sleep(min(2.0, WATCH_S / 4))
             current = self._read()
-            if current is None or current != owner:
+            if current != owner:
                 return current is None
         return True
-
-
-_NAMES = ("token", "host", "boot", "namespace")
 
 
 class _StoppedError(Exception):
@@ -185,43 +175,39 @@ class _StoppedError(Exception):
 
 
 class Uploader:
-    """Uploads the checkpoints of a run folder in a thread, the newest first, and deletes remote ones by retention.
+    """Uploads the checkpoints of a run folder in a thread, the newest first, and deletes remote ones.
 
     The thread releases the lock of the remote folder when it ends, so that nothing is written without the lock.
 
     Args:
         remote: The remote folder.
         root: The local run folder.
-        copies: The complete remote checkpoints, by step.
+        copies: The complete remote checkpoints, by step; the attribute of this name includes later ones.
         lock: The lock of the remote folder, acquired.
         leftovers: Remote folders that a killed upload or deletion left behind.
-
-    Attributes:
-        copies: The complete remote checkpoints, by step.
     """
 
     def __init__(
-        self, remote: RemoteFolder, root: Path, copies: Copies, lock: RemoteLock, leftovers: Collection[str] = ()
+        self, remote: RemoteFolder, root: Path, copies: Copies, lock: RemoteLock, leftovers: Collection[str]
     ) -> None:
         self._remote, self._root, self._lock, self._leftovers = remote, root, lock, set(leftovers)
         self.copies: dict[int, RemoteCheckpoint] = dict(copies)
         self._changed = threading.Condition()
+        # Steps to upload, the newest last, and remote ones to delete.
         self._pending: dict[int, None] = {}
-        self._uploading: int | None = None
-        # Remote steps to delete in any case.
         self._to_delete: set[int] = set()
-        self._policy: tuple[Any, ...] | None = None
-        self._files_pending = self._pointers_pending = False
-        # Size and modification time of the run's files when they were uploaded.
+        self._uploading: int | None = None
+        # Whether something is to be done, and whether the thread is doing something.
+        self._is_dirty = self._is_busy = False
+        # Whether the run has saved a checkpoint: before that, its files on the store may be newer than the local ones.
+        self._has_saved = False
+        # Size and modification time of the run's files when they were uploaded, and the pointers on the store.
         self._sent: dict[str, tuple[int, int]] = {}
         self._pointers: dict[str, str] = {}
-        # Whether a checkpoint was uploaded: before that, none is deleted.
-        self._has_uploaded = False
         self._progress = 0
         self._attempts = 0
-        self._reason = ""
-        # Whether the latest attempt failed because a file has the name of a folder, or the other way around.
-        self._is_blocked = False
+        # The error of the latest attempt, and whether it was that a file has the name of a folder, or the other way.
+        self._reason, self._is_blocked = "", False
         # Whether the current outage was logged; it ends once everything is uploaded.
         self._outage_reported = False
         self._stopping = False
@@ -235,32 +221,28 @@ class Uploader:
             self._pending.pop(step, None)
             self._pending[step] = None
             self._to_delete.discard(step)
-            self._files_pending = True
-            self._changed.notify_all()
-            self._start()
+            self._has_saved = True
+            self._wake()
 
-    def _start(self) -> threading.Thread:
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._run, name="omnitrain-upload", daemon=True)
-            self._thread.start()
-        return self._thread
-
-    def delete_replaced(self, steps: set[int]) -> None:
-        """Delete these remote checkpoints of an earlier run, once a new one is uploaded."""
+    def delete(self, step: int) -> None:
+        """Delete the remote checkpoint of `step` after the pending uploads, once another one remains."""
         with self._changed:
-            self._to_delete |= steps
-            for step in steps:
-                self._pending.pop(step, None)
-
-    def set_retention(self, *policy: Any) -> None:
-        """After each upload, delete what `retention.to_delete` returns for these further arguments."""
-        with self._changed:
-            self._policy = policy
+            self._pending.pop(step, None)
+            self._to_delete.add(step)
+            self._wake()
 
     def is_uploading(self, step: int) -> bool:
         """Return whether the local checkpoint of this step is being read."""
         with self._changed:
             return self._uploading == step
+
+    def _wake(self) -> threading.Thread:
+        self._is_dirty = True
+        self._changed.notify_all()
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, name="omnitrain-upload", daemon=True)
+            self._thread.start()
+        return self._thread
 
     def check(self) -> None:
         """Raise a CheckpointError if several attempts in a row failed, or another run took over the folder."""
@@ -283,15 +265,12 @@ class Uploader:
             A message about what was not uploaded; "" if everything was.
         """
         with self._changed:
-            self._files_pending = self._thread is not None  # without a checkpoint, the files there may be newer
-            self._pointers_pending = bool(self.copies)
-            thread = self._start()
-            self._changed.notify_all()
+            thread = self._wake()
         progress, progressed_at, notice_at = self._progress, time.monotonic(), time.monotonic() + WAIT_NOTICE_S
         try:
             while thread.is_alive():
                 with self._changed:
-                    if self._changed.wait_for(self._is_idle, 0.5):
+                    if self._changed.wait_for(lambda: not self._is_dirty and not self._is_busy, 0.5):
                         return ""
                 tick()
                 now_s = time.monotonic()
@@ -315,13 +294,9 @@ class Uploader:
             if thread.is_alive():
                 logger.warning("%s stays locked until the current upload or this process has ended.", self._remote.name)
 
-    def _is_idle(self) -> bool:
-        has_pending = self._pending or self._files_pending or self._pointers_pending or self._leftovers
-        return not has_pending and self._uploading is None
-
     def _describe_pending(self) -> str:
         with self._changed:
-            steps = sorted(step for step in {*self._pending, self._uploading} if step is not None and step >= 0)
+            steps = sorted(step for step in {*self._pending, self._uploading} if step is not None)
         if not steps:
             return "the files of the run"
         size = 0
@@ -340,7 +315,7 @@ class Uploader:
             while self._wait_for_work():
                 try:
                     self._check()
-                    self._work()
+                    self._synchronize()
                 except _StoppedError:
                     return
                 except Exception as error:  # each package has its own errors, and none may end the thread
@@ -348,14 +323,19 @@ class Uploader:
                         logger.error("%s", error)
                         return
                     self._record_failure(error)
+                else:
+                    with self._changed:
+                        self._is_busy = False
+                        self._changed.notify_all()
         finally:
             self._lock.release()
 
     def _wait_for_work(self) -> bool:
-        """Wait until there is something to upload, or the run ends; return False at its end."""
+        """Wait until there is something to do, or the run ends; return False at its end."""
         with self._changed:
-            self._changed.wait_for(lambda: self._stopping or not self._is_idle())
-            return not self._stopping
+            self._changed.wait_for(lambda: self._stopping or self._is_dirty)
+            self._is_dirty, self._is_busy = False, not self._stopping
+            return self._is_busy
 
     def _check(self) -> None:
         """Raise an error if nothing may be written to the store any more."""
@@ -377,60 +357,39 @@ class Uploader:
         logger.debug("Attempt %d to upload failed.", self._attempts, exc_info=True)
         pause = min(PAUSE_S * 2 ** min(self._attempts - 1, 20), LONGEST_PAUSE_S)
         with self._changed:
+            self._is_dirty, self._is_busy = True, False
             # a pause that the end of the run cuts short
             self._changed.wait_for(lambda: self._stopping, pause)
 
-    def _work(self) -> None:
-        """Upload each pending checkpoint, then the files of the run."""
-        while (step := self._take_next()) is not None:
-            is_done = False
-            try:
-                self._upload(step)
-                is_done = True
-            finally:
-                with self._changed:
-                    self._uploading = None
-                    if not is_done:  # before newer ones, which are uploaded first
-                        self._pending = {step: None, **self._pending}
-                    self._changed.notify_all()
-            self._sync_run_folder()
-        with self._changed:
-            files, self._files_pending = self._files_pending, False
-            pointers, self._pointers_pending = self._pointers_pending, False
-            if files or pointers:
-                self._uploading = _FILES
-        try:
-            if files:
-                self._sync_run_folder()
-            elif pointers:
-                self._write_pointers()
-            self._clear_leftovers()
-            if self._outage_reported and not self._stopping:
-                logger.warning("%s: uploading works again, and everything is uploaded.", self._remote.name)
-                self._outage_reported = False
-        except BaseException:
-            self._files_pending |= files
-            self._pointers_pending |= pointers
-            raise
-        finally:
+    def _synchronize(self) -> None:
+        """Upload each pending checkpoint and the files of the run, write the pointers, and delete what is to go."""
+        while True:
             with self._changed:
-                self._uploading = None
-                self._changed.notify_all()
-
-    def _take_next(self) -> int | None:
-        with self._changed:
-            if not self._pending or self._stopping:
-                return None
-            self._uploading = next(reversed(self._pending))  # the newest first: a resumed run needs it
-            del self._pending[self._uploading]
-            return self._uploading
+                # the newest first: a resumed run needs it
+                step = self._uploading = self._pending.popitem()[0] if self._pending else None
+            if step is not None:
+                try:
+                    self._upload(step)
+                except BaseException:
+                    with self._changed:
+                        self._pending = {step: None, **self._pending}  # before newer ones, which are uploaded first
+                    raise
+                finally:
+                    with self._changed:
+                        self._uploading = None
+            self._send_files()
+            self._write_pointers()
+            self._attempts, self._reason, self._is_blocked = 0, "", False
+            self._clear_leftovers()
+            self._delete_steps()
+            if step is None:
+                break
+        if self._outage_reported and not self._stopping:
+            logger.warning("%s: uploading works again, and everything is uploaded.", self._remote.name)
+            self._outage_reported = False
 
     def _count_progress(self) -> None:
         self._progress += 1
-
-    def _reset_failures(self) -> None:
-        self._progress += 1
-        self._attempts, self._reason, self._is_blocked = 0, "", False
 
     def _upload(self, step: int) -> None:
         """Upload a checkpoint, unless it is uploaded already, or was deleted or replaced locally."""
@@ -458,7 +417,9 @@ class Uploader:
             is_there = info is not None and info.get("size") == entry["size"]
             if is_there and (known.get(file) == entry or remote.has_same(info or {}, path, entry)):
                 return
-            self._send(path, f"{copy.name}/{file}", entry)
+            self._check()
+            remote.put(path, f"{copy.name}/{file}", entry, self._count_progress)
+            self._progress += 1
 
         try:
             in_parallel(send, copy.files, WORKERS)
@@ -475,8 +436,7 @@ class Uploader:
         if remote.read(f"{copy.name}/{MANIFEST}") != data:
             raise OSError(f"{copy.name}/{MANIFEST} differs from what was uploaded")
         self.copies[step] = copy
-        self._has_uploaded = True
-        self._reset_failures()
+        self._progress += 1
         for key in listing.keys() - copy.files.keys() - {MANIFEST}:  # of an earlier checkpoint of this step
             self._check()
             remote.remove(f"{copy.name}/{key}")
@@ -484,42 +444,31 @@ class Uploader:
             self._check()
             remote.remove_folder(f"{copy.name}.old")
 
-    def _send(self, path: Path, key: str, entry: FileEntry) -> None:
-        self._check()
-        self._remote.put(path, key, self._count_progress)
-        self._remote.check(key, path, entry)
-        self._progress += 1
-
-    def _sync_run_folder(self) -> None:
-        """Upload the files of the run, write the pointers, and delete checkpoints by retention."""
-        self._send_files()
-        self._write_pointers()
-        self._reset_failures()
-        self._clear_leftovers()
-        self._prune()
-
     def _write_pointers(self) -> None:
-        newest = sorted(self.copies.values(), key=lambda copy: copy.order)
-        for which, copies in (("last", newest), ("best", [copy for copy in newest if copy.info.best])):
+        for which in ("last", "best"):
+            saved = [copy for copy in self.copies.values() if which == "last" or copy.info.best]
+            newest = max(saved, key=lambda copy: copy.info.order, default=None)
+            if newest is None:
+                continue
             if which not in self._pointers:
-                self._pointers[which] = (self._remote.read_small(which) or b"").decode(errors="replace").strip()
-            if copies and self._pointers[which] != copies[-1].name:
+                self._pointers[which] = self._remote.read_pointer(which)
+            if self._pointers[which] != newest.name:
                 self._check()
-                self._remote.write(which, f"{copies[-1].name}\n".encode())
-                self._pointers[which] = copies[-1].name
+                self._remote.write(which, f"{newest.name}\n".encode())
+                self._pointers[which] = newest.name
 
     def _send_files(self) -> None:
-        for path in sorted(self._root.iterdir()):
+        for path in sorted(self._root.iterdir()) if self._has_saved else ():
             is_other = path.name in (LOCK, "last", "best") or path.name.endswith(".tmp") or path.name.startswith(".")
             if is_other or path.is_symlink() or not path.is_file():
                 continue
-            stat = path.stat()
-            version = stat.st_size, stat.st_mtime_ns
-            if self._sent.get(path.name) != version:
-                try:
-                    data = path.read_bytes()
-                except FileNotFoundError:  # deleted in the meantime
-                    continue
+            try:
+                stat = path.stat()
+                version = stat.st_size, stat.st_mtime_ns
+                data = None if self._sent.get(path.name) == version else path.read_bytes()
+            except FileNotFoundError:  # deleted in the meantime
+                continue
+            if data is not None:
                 self._check()
                 self._remote.write(path.name, data)
                 self._sent[path.name] = version
@@ -537,29 +486,18 @@ class Uploader:
                 self._progress += 1
             self._leftovers.discard(name)
 
-    def _prune(self) -> None:
+    def _delete_steps(self) -> None:
         with self._changed:
-            policy, steps = self._policy, set(self._to_delete)
-        if not self._has_uploaded:
+            steps = sorted(self._to_delete & self.copies.keys())
+        if len(steps) == len(self.copies):
             return
-        infos = [copy.info for step, copy in self.copies.items() if step not in steps]
-        if not infos:
-            return
-        if policy is not None:
-            # over the remote checkpoints: those that failed to be uploaded are not counted as kept
-            steps |= set(to_delete(infos, *policy))
-        for step in sorted(steps & self.copies.keys()):
+        for step in steps:
             self._check()
+            # if it fails, it is a leftover: without its omnitrain.json it is no checkpoint any more
             copy = self.copies.pop(step)
-            try:
-                self._remote.remove_folder(copy.name)
-            except BaseException:
-                with self._changed:  # again later: without its omnitrain.json it is no checkpoint any more
-                    self._to_delete.add(step)
-                self.copies.setdefault(step, copy)
-                raise
-            with self._changed:
-                self._to_delete.discard(step)
+            self._leftovers.add(copy.name)
+            self._remote.remove_folder(copy.name)
+            self._leftovers.discard(copy.name)
             self._progress += 1
 
 

@@ -374,7 +374,7 @@ class BaseTrainer(Hooks, ABC):
         self.compute_metrics = settings.compute_metrics
         self.scorer = make_scorer(settings.compute_metrics, scores_for(settings.loss_fn, model))
         self.save_dir = cast("Path | None", settings.save_dir)
-        self.store = None if place is None else make_store(place, settings.save_required, settings.overwrite)
+        self.store = None if place is None else make_store(place, settings.save_required)
         self._timeout = None if settings.timeout is None else parse_seconds("timeout", settings.timeout)
         self.seed, self.on_nonfinite, self.trial_name = settings.seed, settings.on_nonfinite, settings.trial_name
         self.algorithms: list[Algorithm] = list(settings.algorithms)

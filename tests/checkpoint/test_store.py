@@ -360,16 +360,16 @@ def test_checkpoint_renamed_to_old_before_a_kill_is_found(run: Path) -> None:
 
 def test_several_processes_write_one_checkpoint(run: Path) -> None:
     store, other = Store(run), Store(run)
-    folder = store.begin(10)  # whose name the others are sent
-    assert folder == store.temporary(10) != other.temporary(10)
-    (folder / "optimizer").mkdir()
-    (folder / "optimizer" / "rank-1").write_bytes(b"1")
-    (folder / "optimizer" / "rank-0").write_bytes(b"0")
-    assert other.resolve("auto") is None
-    content = other.verify(store.commit(10, {"world_size": 2}))
+    with store.saving(10) as folder:  # whose name the others are sent
+        assert folder == store.temporary(10) != other.temporary(10)
+        (folder / "optimizer").mkdir()
+        (folder / "optimizer" / "rank-1").write_bytes(b"1")
+        (folder / "optimizer" / "rank-0").write_bytes(b"0")
+        assert other.resolve("auto") is None
+        content = other.verify(store.commit(10, {"world_size": 2}))
     assert content["files"]["optimizer/rank-1"] == {"size": 1, "sha256": hashlib.sha256(b"1").hexdigest()}
-    store.begin(20)
-    store.discard(20)
+    with store.saving(20):
+        store.discard(20)
     assert not list(run.glob("*.tmp"))
 
 

@@ -77,13 +77,13 @@ def test_keys_that_lead_out_are_rejected(key: str, bucket: dict[str, Any], tmp_p
 
 def test_command_downloads_only_files_of_the_run(bucket: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     add(bucket, "crowd/file")
-    paths, read = [], MemoryFileSystem.cat_file
+    paths, get = [], MemoryFileSystem.get_file
 
-    def cat_file(self: Any, path: str, *args: Any, **options: Any) -> bytes:
+    def get_file(self: Any, path: str, *args: Any, **options: Any) -> None:
         paths.append(path)
-        return read(self, path, *args, **options)
+        get(self, path, *args, **options)
 
-    monkeypatch.setattr(MemoryFileSystem, "cat_file", cat_file)
+    monkeypatch.setattr(MemoryFileSystem, "get_file", get_file)
     assert main(["checkpoint", "verify", ADDRESS]) == 0
     assert any("model.safetensors" in path for path in paths) and not any("crowd" in path for path in paths)
 
