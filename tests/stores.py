@@ -71,6 +71,11 @@ class InMemory(Watched, MemoryFileSystem):
     def _strip_protocol(cls, path: Any) -> str:
         return MemoryFileSystem._strip_protocol(str(path).replace("watched://", "memory://", 1))
 
+    def get_file(self, rpath: str, lpath: str, **options: Any) -> None:
+        self.record("read", rpath)
+        # that of the parent shares the position in a file between threads
+        Path(lpath).write_bytes(MemoryFileSystem.cat_file(self, rpath))
+
 
 class InFolder(Watched, LocalFileSystem):
     """A store whose objects are files under `$OMNITRAIN_TEST_SHELF`: shelf://bucket/run outlives a process."""

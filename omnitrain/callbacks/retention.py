@@ -44,9 +44,8 @@ class Retention(Callback):
         if not trainer.is_main_process:
             return
         with self._tolerance:
-            # the run itself may have saved one of these steps
-            self._stale_steps = {
-                step for step in self._stale_steps if self.store.path(step) != trainer.lifecycle.saved_path
-            }
-            self._stale_steps -= set(self.store.delete(self._stale_steps))
+            if self._stale_steps:
+                path = trainer.lifecycle.saved_path  # of a step that the earlier run may have saved, too
+                self._stale_steps = {step for step in self._stale_steps if self.store.path(step) != path}
+                self._stale_steps -= set(self.store.delete(self._stale_steps))
             self.store.prune(self.keep_last, self.keep_best, self.keep_every, trainer.objective.direction)

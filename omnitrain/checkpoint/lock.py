@@ -95,7 +95,9 @@ class Lock:
                 self.token = os.urandom(4).hex()
                 try:
                     self._lease = self._acquire(EXIT_GRACE_S)
-                except OSError as error:
+                except CheckpointError:
+                    raise
+                except (OSError, RuntimeError) as error:  # at interpreter exit, no thread can start
                     logger.warning(
                         "Cannot lock %r: %s. Nothing keeps another run out of this folder.",
                         str(self.path.parent), error,

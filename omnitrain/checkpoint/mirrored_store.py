@@ -24,7 +24,7 @@ from omnitrain.checkpoint.remote import (
     local_copy,
     wrap_store_errors,
 )
-from omnitrain.checkpoint.retention import CheckpointInfo
+from omnitrain.checkpoint.retention import SAVE_ORDER, CheckpointInfo
 from omnitrain.checkpoint.store import Store, accept_any
 from omnitrain.checkpoint.uploader import MAX_ATTEMPTS, RemoteLock, Uploader, wait_limit
 from omnitrain.core.errors import CheckpointError
@@ -185,7 +185,7 @@ class MirroredStore(Store):
         """Return the properties of all local checkpoints, and while locked those of the remote ones, in save order."""
         copies = {} if self._upload is None else dict(self._upload.copies)
         infos = {step: copy.info for step, copy in copies.items()} | {info.step: info for info in super().all_infos()}
-        return sorted(infos.values(), key=lambda info: info.order)
+        return sorted(infos.values(), key=SAVE_ORDER)
 
     def prune(self, *policy: Any, **options: Any) -> list[Path]:
         """Delete local checkpoints by the policy, and remote ones after the new checkpoint is uploaded."""
@@ -243,7 +243,7 @@ class MirroredStore(Store):
         order = (-1, -1) if local is None else (local[1]["sequence"], local[1]["step"])
         with wrap_store_errors(self.remote, "read"):
             candidates = self.remote.candidates(str(which), copies, local_step=order[1])
-        newer = [copy for copy in candidates if copy.info.order > order]
+        newer = [copy for copy in candidates if SAVE_ORDER(copy.info) > order]
         for copy in reversed(newer if which == "auto" else newer[-1:]):
             try:
                 folder = self._download(copy)

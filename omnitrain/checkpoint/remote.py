@@ -31,7 +31,7 @@ from typing import Any, TypeVar
 from omnitrain.checkpoint.disk import FileSystem, list_tree
 from omnitrain.checkpoint.lock import LOCK
 from omnitrain.checkpoint.manifest import LARGEST_MANIFEST, MANIFEST, FileEntry, inspect, parse_manifest
-from omnitrain.checkpoint.retention import CheckpointInfo
+from omnitrain.checkpoint.retention import SAVE_ORDER, CheckpointInfo
 from omnitrain.core.errors import CheckpointError, ConfigError, MissingExtraError, OmnitrainError
 from omnitrain.core.files import create_file, is_inside
 from omnitrain.core.paths import local_folder
@@ -378,7 +378,7 @@ class RemoteFolder:
         Raises:
             CheckpointError: `last` or `best` refers to an incomplete checkpoint: an older one is not used silently.
         """
-        saved = sorted(copies.values(), key=lambda copy: copy.info.order)
+        saved = sorted(copies.values(), key=lambda copy: SAVE_ORDER(copy.info))
         if which in ("last", "best"):
             name = self.read_pointer(which)
             error, match = self._incomplete.get(name), FOLDER.fullmatch(name)
@@ -556,9 +556,9 @@ class RemoteFolder:
                 return (folder / MANIFEST).read_bytes() == copy.data and bool(inspect(folder, hashes=True))
             return False
 
-        if is_local():
-            return folder
-        if folder.exists():
+        if folder.exists():  # first: another process may be about to rename its own
+            if is_local():
+                return folder
             discard(folder)
         sizes = {file: entry["size"] for file, entry in copy.files.items()}
         logger.info("Downloading %s/%s (%s).", self.name, copy.name, format_bytes(sum(sizes.values())))

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
+
+# The sort key of checkpoints.
+SAVE_ORDER = operator.attrgetter("sequence", "step")
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,11 +29,6 @@ class CheckpointInfo:
     """Whether its score was the best so far when it was saved."""
     for_best: bool = False
     """Whether that was the only reason to save it: it is deleted once `keep_best` others are better."""
-
-    @property
-    def order(self) -> tuple[int, int]:
-        """The sort key for the order of saves."""
-        return self.sequence, self.step
 
     @classmethod
     def from_manifest(cls, content: Mapping[str, Any]) -> CheckpointInfo:
@@ -54,16 +53,19 @@ def to_delete(
         keep_every: Keep steps divisible by this.
         direction: Whether a higher or a lower score is better.
     """
-    saved = sorted(checkpoints, key=lambda info: info.order)
+    saved = sorted(checkpoints, key=SAVE_ORDER)
     sign = -1 if direction == "max" else 1
-    ranked = sorted(
-        (sign * info.score, info.step) for info in saved if info.score is not None and math.isfinite(info.score)
-    )
-    regular = [info for info in saved if not info.for_best]
-    keep = {info.step for info in saved[-1:]}
-    keep |= {info.step for info in (regular if keep_last is None else regular[-max(keep_last, 1) :])}
-    keep |= {step for _, step in ranked[: max(keep_best, 1)]}
-    keep |= set([info.step for info in saved if info.best][-1:])
-    if keep_every:
-        keep |= {info.step for info in saved if info.step % keep_every == 0}
+    ranked, regular, former_bests, keep = [], [], [], {info.step for info in saved[-1:]}
+    for info in saved:
+        if info.score is not None and math.isfinite(info.score):
+            ranked.append((sign * info.score, info.step))
+        if not info.for_best:
+            regular.append(info.step)
+        if info.best:
+            former_bests.append(info.step)
+        if keep_every and info.step % keep_every == 0:
+            keep.add(info.step)
+    keep.update(regular if keep_last is None else regular[-max(keep_last, 1) :])
+    keep.update(step for _, step in sorted(ranked)[: max(keep_best, 1)])
+    keep.update(former_bests[-1:])
     return [info.step for info in saved if info.step not in keep]

@@ -28,7 +28,7 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, Literal
 
-from omnitrain.checkpoint.disk import FileSystem, hashing, list_tree
+from omnitrain.checkpoint.disk import BY_NAME, FileSystem, hashing, list_tree
 from omnitrain.checkpoint.lock import Lock
 from omnitrain.checkpoint.manifest import (
     MANIFEST,
@@ -39,7 +39,7 @@ from omnitrain.checkpoint.manifest import (
     inspect,
     read_manifest,
 )
-from omnitrain.checkpoint.retention import CheckpointInfo, to_delete
+from omnitrain.checkpoint.retention import SAVE_ORDER, CheckpointInfo, to_delete
 from omnitrain.checkpoint.safetensors_header import open_regular
 from omnitrain.core.errors import CheckpointError, is_disk_error
 
@@ -151,12 +151,15 @@ class Store:
         """
         self.acquire()
         try:
-            with self._saving(step):
+            with self.reporting_errors(step):
                 self.lock.check()
                 self._make_root()
                 self._scan()
                 self.fs.mkdir(self.temporary(step))
                 yield self.temporary(step)
+        except Exception:
+            self.discard(step)
+            raise
         finally:
             self.lock.release()
 
@@ -192,7 +195,7 @@ class Store:
 
         Score and best belong to this save: pass them again if a step is saved again.
         """
-        with self._saving(step):
+        with self.reporting_errors(step):
             folder = self.temporary(step)
             files, folders = list_tree(folder)
             content = {
@@ -223,16 +226,6 @@ class Store:
         with contextlib.suppress(OSError):
             if folder.exists():
                 self.fs.remove(folder)
-
-    @contextlib.contextmanager
-    def _saving(self, step: int) -> Iterator[None]:
-        """Remove the files of `step` after an error. After a kill, the next `saving` does."""
-        try:
-            with self.reporting_errors(step):
-                yield
-        except Exception:
-            self.discard(step)
-            raise
 
     @contextlib.contextmanager
     def reporting_errors(self, step: int) -> Iterator[None]:
@@ -288,8 +281,8 @@ class Store:
         """Update `last` and `best` after a commit; the checkpoint is complete, so a failure is only a warning."""
         try:
             self._write_pointer("last", step)
-            best_step = step if best else self._pointer_step("best", self._local_infos())
-            if best_step is not None:
+            best_step = step if best else self._pointer_step("best", self.all_infos())
+            if best_step is not None and self._folder_of(best_step).is_dir():  # it may be on a remote store
                 self._write_pointer("best", best_step)
             old = self.path(step).with_name(f"{self.path(step).name}.old")
             if old.is_dir():
@@ -306,15 +299,11 @@ class Store:
         self._infos = {info.step: info for info in self._check_all(self.folders(entries), known)[0]}
         self._infos_token = self.lock.token if self.lock.is_held else ""
 
-    def _local_infos(self) -> list[CheckpointInfo]:
-        """Return `checkpoint_infos()`, without reading the disk again while the lock is held."""
-        if self.lock.is_held and self._infos_token == self.lock.token:
-            return sorted(self._infos.values(), key=lambda info: info.order)
-        return self.checkpoint_infos()
-
     def all_infos(self) -> list[CheckpointInfo]:
-        """Return the properties of all complete checkpoints that retention counts, in save order."""
-        return self._local_infos()
+        """Return `checkpoint_infos()`, with remote ones, and without reading the disk again while the lock is held."""
+        if self.lock.is_held and self._infos_token == self.lock.token:
+            return sorted(self._infos.values(), key=SAVE_ORDER)
+        return self.checkpoint_infos()
 
     def _clear_leftovers(self, entries: Entries) -> bool:
         """Undo or finish a killed save or deletion; return whether there were any leftovers."""
@@ -416,7 +405,7 @@ class Store:
         if not self.root.is_dir():
             return entries
         with os.scandir(self.root) as iterator:
-            for entry in sorted(iterator, key=lambda entry: entry.name):
+            for entry in sorted(iterator, key=BY_NAME):
                 match = _NAME.fullmatch(entry.name)
                 # folders need no `stat`, and links to folders count
                 is_folder = entry.is_dir(follow_symlinks=False) or (entry.is_symlink() and os.path.isdir(entry.path))
@@ -451,7 +440,7 @@ class Store:
                 infos.append(CheckpointInfo.from_manifest(content))
             except CheckpointError as error:
                 reasons.append(str(error))
-        return sorted(infos, key=lambda info: info.order), reasons
+        return sorted(infos, key=SAVE_ORDER), reasons
 
     def _newest_verified(
         self, accept: Callable[[Path, dict[str, Any]], None], check: Check

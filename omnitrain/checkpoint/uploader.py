@@ -29,6 +29,7 @@ from omnitrain.checkpoint.remote import (
     one_line_error,
     wrap_store_errors,
 )
+from omnitrain.checkpoint.retention import SAVE_ORDER
 from omnitrain.core.errors import CheckpointError
 from omnitrain.distributed.processes import identify_process, is_alive, is_in_same_container
 
@@ -447,7 +448,7 @@ class Uploader:
     def _write_pointers(self) -> None:
         for which in ("last", "best"):
             saved = [copy for copy in self.copies.values() if which == "last" or copy.info.best]
-            newest = max(saved, key=lambda copy: copy.info.order, default=None)
+            newest = max(saved, key=lambda copy: SAVE_ORDER(copy.info), default=None)
             if newest is None:
                 continue
             if which not in self._pointers:
