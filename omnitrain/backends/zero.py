@@ -507,7 +507,9 @@ class Zero(DDP):
                 if name not in parameters:
                     buffers[name] = read_local(tensors, name)
                 elif name not in in_turn:
-                    values[name] = _read_local(parameters[name], tensors, name)
+                    parameter = parameters[name]
+                    is_full = _is_gathered(parameter)
+                    values[name] = read_local(tensors, name) if is_full else _read_range(parameter, tensors, name)
 
         self.ranks.run_on_all("the reading of weights", read)
         content = buffers | {name: from_json(value) for name, value in extra.items()}
@@ -527,7 +529,8 @@ class Zero(DDP):
         with self._gathered(parameter), torch.no_grad():
             parameter.copy_(value)
         if parameter.requires_grad:
-            _set(parameter, value)
+            begin, end = _bounds(parameter)
+            _set_range(parameter, value.flatten()[begin:end])
 
     def local_shard(self, tensor: Any) -> torch.Tensor:
         # DeepSpeed's buffers differ between stages, so the full weight is copied, as in a checkpoint
@@ -607,12 +610,7 @@ class Zero(DDP):
         parameters = self._parameters()
         for entry, names in by_entry.items():
             for name in names if entry not in numbers else ():
-                parameter, key = parameters[name], f"{name}/{entry}"
-                if is_local(tensors) and self._has_flat_ranges(parameter):
-                    begin, current = _range(parameter, entry)
-                    _set_range(parameter, read_range(tensors, key, begin, begin + current.numel()), entry)
-                else:
-                    _set(parameter, tensors[key], entry)
+                _set_range(parameters[name], _read_range(parameters[name], tensors, f"{name}/{entry}"), entry)
 
     def _link_state(self) -> None:
         """Update the views that stages 1 and 2 keep of each parameter's part of the state."""
@@ -697,42 +695,21 @@ def _partition_config(config: Mapping[str, Any]) -> dict[str, Any]:
     return settings | {name: {"enabled": True} for name in _CASTS if _is_enabled(config, name)}
 
 
-def _set(parameter: Any, value: torch.Tensor, *entry: str) -> None:
-    """Set the full-precision copy of a parameter, or an entry of the optimizer's state for it."""
-    from deepspeed import utils
-
-    if not value.numel():
-        return
-    value = value.detach().float().to(parameter.device)
-    if not hasattr(parameter, "ds_id"):
-        set_full = utils.safe_set_full_optimizer_state if entry else utils.safe_set_full_fp32_param
-        set_full(parameter, value, *entry)
-        return
-    # DeepSpeed's own function for stage 3 fails if the parts are padded
-    size = parameter.ds_tensor.numel()
-    part = value.new_zeros(size)
-    values = value.flatten()[size * torch.distributed.get_rank(parameter.ds_process_group) :][:size]
-    part[: values.numel()] = values
-    set_local = utils.safe_set_local_optimizer_state if entry else utils.safe_set_local_fp32_param
-    set_local(parameter, part, *entry)
-
-
 def _range(parameter: Any, *entry: str) -> tuple[int, torch.Tensor]:
     """Return where this rank's range of a parameter begins, and its values; or those of an entry of its state."""
     from deepspeed import utils
 
+    begin, end = _bounds(parameter)
+    if begin == end:  # stages 1 and 2 have no copy of an empty parameter
+        return begin, torch.empty(0, dtype=torch.float32)
     if not hasattr(parameter, "ds_id"):
-        mapping = getattr(parameter, "_hp_mapping", None)  # an empty parameter has none
-        if mapping is None:
-            return 0, torch.empty(0, dtype=torch.float32)
-        return mapping.lp_fragment_address.start, mapping.get_hp_fragment(*entry).detach().float()
-    if not parameter.requires_grad:
+        values = parameter._hp_mapping.get_hp_fragment(*entry).float()
+    elif not parameter.requires_grad:
         values = parameter.ds_tensor
     elif entry:
         values = utils.safe_get_local_optimizer_state(parameter, *entry).float()
     else:
         values = utils.safe_get_local_fp32_param(parameter).float()
-    begin, end = _bounds(parameter)
     return begin, values.detach().flatten()[: end - begin]
 
 
@@ -742,7 +719,11 @@ def _full_range(parameter: nn.Parameter, is_main: bool) -> tuple[int, torch.Tens
 
 
 def _bounds(parameter: Any) -> tuple[int, int]:
-    """Return the range of a parameter that is this rank's under stage 3, without the padding at its end."""
+    """Return the range of a parameter that is this rank's, without the padding that stage 3 has at its end."""
+    if not hasattr(parameter, "ds_id"):
+        mapping = getattr(parameter, "_hp_mapping", None)  # an empty parameter has none
+        address = None if mapping is None else mapping.lp_fragment_address
+        return (0, 0) if address is None else (address.start, address.start + address.numel)
     size, numel = parameter.ds_tensor.numel(), parameter.ds_numel
     begin = min(size * torch.distributed.get_rank(parameter.ds_process_group), numel)
     return begin, min(begin + size, numel)
@@ -755,40 +736,35 @@ def _is_gathered(parameter: Any) -> bool:
     return not hasattr(parameter, "ds_id") or parameter.ds_status == ZeroParamStatus.AVAILABLE
 
 
-def _read_local(parameter: Any, tensors: Mapping[str, torch.Tensor], name: str) -> torch.Tensor:
-    """Read what this rank holds of a weight: all of it, or its range."""
-    if _is_gathered(parameter):
-        return read_local(tensors, name)
+def _read_range(parameter: Any, tensors: Mapping[str, torch.Tensor], name: str) -> torch.Tensor:
+    """Read this rank's range of a tensor of a parameter."""
     begin, end = _bounds(parameter)
     if is_local(tensors):
         return read_range(tensors, name, begin, end)
-    return tensors[name].flatten()[begin:end].clone()  # a view would keep the full weight in memory
+    return tensors[name].flatten()[begin:end].clone()  # a view would keep the full tensor in memory
 
 
 def _set_local(parameter: Any, value: torch.Tensor) -> None:
-    """Set a weight to what `_read_local` returned, without communication."""
-    is_gathered = _is_gathered(parameter)
-    if is_gathered:
-        with torch.no_grad():
+    """Set a weight to its values, all of them where this rank has them, without communication."""
+    begin, end = _bounds(parameter)
+    with torch.no_grad():
+        if _is_gathered(parameter):
             parameter.copy_(value)
-    if hasattr(parameter, "ds_id"):
-        begin, end = _bounds(parameter)
-        part = value.flatten()[begin:end] if is_gathered else value
-        with torch.no_grad():
-            parameter.ds_tensor.data.view(-1)[: end - begin].copy_(part)
-        if parameter.requires_grad:
-            _set_range(parameter, part)
-    elif parameter.requires_grad:
-        _set(parameter, value)
+            value = value.flatten()[begin:end]
+        if hasattr(parameter, "ds_id"):
+            parameter.ds_tensor.data.view(-1)[: end - begin].copy_(value)
+    if parameter.requires_grad:
+        _set_range(parameter, value)
 
 
 def _set_range(parameter: Any, part: torch.Tensor, *entry: str) -> None:
     """Set this rank's range of the full-precision copy of a parameter, or of an entry of its state."""
     from deepspeed import utils
 
+    if not part.numel():
+        return
     if not hasattr(parameter, "ds_id"):
-        if getattr(parameter, "_hp_mapping", None) is not None:
-            parameter._hp_mapping.get_hp_fragment(*entry).data.copy_(part)
+        parameter._hp_mapping.get_hp_fragment(*entry).data.copy_(part.view(-1))
         return
     padded = torch.zeros(parameter.ds_tensor.numel(), device=parameter.device)
     padded[: part.numel()] = part
