@@ -316,14 +316,12 @@ class Backend:
         if (trainable := self._trainable_names()) != self._trainable:
             self._trainable = trainable
             self.wrapped = self._update_frozen()
-        format_list = {id(parameter): parameter for parameter in self.model.parameters()}
+        parameters = {id(parameter): parameter for parameter in self.model.parameters()}
         for group in self.groups:
-            format_list |= {id(parameter): parameter for parameter in group["params"]}
-        self.parameters = list(format_list.values())
-        self._is_uniform = (
-            len({(type(parameter), parameter.device, parameter.dtype) for parameter in self.parameters}) == 1
-        )
-        self._is_uniform = self._is_uniform and type(self.parameters[0]) is nn.Parameter
+            parameters |= {id(parameter): parameter for parameter in group["params"]}
+        self.parameters = list(parameters.values())
+        kinds = {(type(parameter), parameter.device, parameter.dtype) for parameter in self.parameters}
+        self._is_uniform = len(kinds) == 1 and type(self.parameters[0]) is nn.Parameter
 
     def _trainable_names(self) -> set[str]:
         return {name for name, parameter in self.model.named_parameters() if parameter.requires_grad}

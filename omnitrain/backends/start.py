@@ -1,23 +1,24 @@
 """Initialize sharded weights.
 
-A model may have memory on all ranks, only on the main rank, or on none (`torch.device("meta")`). Its backend shards it
-on the meta device; then each rank fills its shards, one weight at a time, from the main rank or from a file.
+A model may have memory on all ranks, only on the main rank, or on none (`torch.device("meta")`). What no rank and no
+file has, the main rank initializes by the modules' own methods. The backend shards the model on the meta device; then
+each rank fills its shards, one weight at a time, from the main rank or from a file.
 """
 
 from __future__ import annotations
 
 import contextlib
+import sys
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
-from omnitrain.backends.initialization import ModuleInitializer
 from omnitrain.checkpoint.initial_weights import InitialWeights
-from omnitrain.checkpoint.state_dicts import bare_name, unwrap
+from omnitrain.checkpoint.state_dicts import bare_name, class_of, unwrap
 from omnitrain.core.errors import CheckpointError, ConfigError, format_list
-from omnitrain.distributed.ranks import Ranks
+from omnitrain.distributed.ranks import Ranks, as_bytes
 
 
 class ShardTarget(NamedTuple):
@@ -80,6 +81,7 @@ class WeightInitializer:
         missing: The names of the tensors without values until then.
 
     Raises:
+        ConfigError: If there are no values for a buffer that no checkpoint has.
         DistributedError: If the models of the ranks differ.
     """
 
@@ -95,14 +97,16 @@ class WeightInitializer:
         self.missing_error: str = ""
         self.missing: set[str] = set()
         persistent = {bare_name(name) for name in unwrap(model).state_dict()}
-        self._persistent: set[str] = persistent
         # a buffer that no state_dict has may differ between ranks, unless one of them does not have it
         self._synced = [name for name, _ in tensors if name in persistent or any(everywhere)]
-        self._uninitialized = set(everywhere[0]) - (set() if initial is None else initial.names.keys())
+        uninitialized = set(everywhere[0]) - (set() if initial is None else initial.names.keys())
         self._dtypes = {name: tensor.dtype for name, tensor in tensors}
         self._shapes = {name: tensor.shape for name, tensor in tensors}
         # The main rank's tensors, until they are sent.
         self._full: dict[str, torch.Tensor] = {}
+        if uninitialized:
+            what = "the weights that modules make"
+            self._set_missing(ranks.on_main(what, lambda: initialize_missing(model, uninitialized)), persistent)
 
     def allocate(self) -> None:
         """Allocate each tensor that is on the meta device in host memory, for `load`."""
@@ -116,21 +120,14 @@ class WeightInitializer:
         self._replace_meta(lambda tensor: torch.empty((), dtype=tensor.dtype).expand(tensor.shape))
 
     def _replace_meta(self, replacement: Callable[[torch.Tensor], torch.Tensor]) -> None:
-        for name, tensor in named_tensors(self._model):
+        for _, tensor in named_tensors(self._model):
             if tensor.device.type == "meta":
-                # swapped in place, so that every reference to the parameter, such as an optimizer's, gets the new one
-                new = replacement(tensor)
-                if isinstance(tensor, nn.Parameter):
-                    new = nn.Parameter(new, tensor.requires_grad)
-                attributes = dict(vars(tensor))
-                torch.utils.swap_tensors(tensor, new)
-                vars(tensor).update(attributes)
-                self._full.pop(name, None)
+                _swap(tensor, replacement(tensor))
 
     def collect_tensors(self) -> None:
         """Keep references to the main rank's tensors, which the model is about to lose."""
         for name, tensor in named_tensors(self._model) if self._ranks.is_main else ():
-            if name in self._synced and name not in self._uninitialized and not self._is_read(name):
+            if self._is_sent(name):
                 self._full[name] = tensor.detach()
 
     def move_to_meta(self) -> None:
@@ -156,19 +153,18 @@ class WeightInitializer:
 
         Raises:
             CheckpointError: On all ranks, if a file cannot be read.
-            ConfigError: If there are no values for a tensor.
         """
         if self._initial is not None:
             self._read(self._initial, {name: target for name, target in targets.items() if self._is_read(name)})
         for name, target in targets.items():
-            if name in self._synced and name not in self._uninitialized and not self._is_read(name):
+            if self._is_sent(name):
                 self._broadcast(name, target, self._full.pop(name, None))
-        missing = {name: target for name, target in targets.items() if name in self._uninitialized}
-        if self._uninitialized:
-            self._run_initializers(missing)
 
     def _is_read(self, name: str) -> bool:
         return self._initial is not None and name in self._initial.names
+
+    def _is_sent(self, name: str) -> bool:
+        return name in self._synced and name not in self.missing and not self._is_read(name)
 
     def _broadcast(self, name: str, target: ShardTarget, full: torch.Tensor | None) -> None:
         """Broadcast a tensor from the main rank, and copy this rank's shard of it."""
@@ -206,42 +202,12 @@ class WeightInitializer:
         if errors:
             raise CheckpointError(errors[0])
 
-    def _run_initializers(self, targets: Mapping[str, ShardTarget]) -> None:
-        """Initialize what no rank and no file has by the modules' own methods, on the main rank."""
-        ranks, specs = self._ranks, {name: (self._shapes[name], self._dtypes[name]) for name in self._shapes}
-        initializer = ModuleInitializer(self._model, specs, self._uninitialized) if ranks.is_main else None
-        steps = initializer.steps() if initializer is not None else None
-        values: dict[str, torch.Tensor] = {}
-
-        def step() -> list[str] | None:
-            assert steps is not None
-            values.clear()
-            initialized = next(steps, None)
-            if initialized is None:
-                return None
-            values.update(initialized)
-            return list(values)
-
-        try:
-            while (names := ranks.on_main("the weights that modules make", step)) is not None:
-                for name in names:
-                    self._broadcast(name, targets[name], values.get(name))
-        finally:
-            if initializer is not None:
-                initializer.restore()
-        missing = ranks.on_main(
-            "the weights that are missing", lambda: initializer.missing() if initializer is not None else {}
-        )
-        if missing:
-            self._report_missing(missing)
-
-    def _report_missing(self, missing: Mapping[str, str]) -> None:
-        remedies = (
-            "Pass init_from=... with weights that have them, make the model outside of `torch.device('meta')` on the "
-            "main rank, or give these modules a `reset_parameters` that sets them"
-        )
-        buffers = [f"{name} ({kind})" for name, kind in missing.items() if name not in self._persistent]
-        if buffers:  # of which no file has a value
+    def _set_missing(self, missing: Mapping[str, str], persistent: Collection[str]) -> None:
+        """Note the tensors without values, and raise ConfigError for buffers among them, which no file has."""
+        if not missing:
+            return
+        buffers = [f"{name} ({kind})" for name, kind in missing.items() if name not in persistent]
+        if buffers:
             raise ConfigError(
                 f"The model was made on the meta device, and nothing computes {len(buffers)} of its buffers, which no "
                 f"file has: {format_list(buffers)}. Give these modules a `reset_parameters` that sets them, or make "
@@ -251,8 +217,98 @@ class WeightInitializer:
         self.missing = set(missing)
         self.missing_error = (
             f"{len(described)} tensors of the main rank's model are on the meta device, and there is nothing to begin "
-            f"them with: {format_list(described)}. {remedies}. A resumed run (resume_from) has its weights."
+            f"them with: {format_list(described)}. Pass init_from=... with weights that have them, make the model "
+            "outside of `torch.device('meta')` on the main rank, or give these modules a `reset_parameters` that sets "
+            "them. A resumed run (resume_from) has its weights."
         )
+
+
+def initialize_missing(model: nn.Module, names: Collection[str]) -> dict[str, str]:
+    """Initialize tensors on the meta device by the modules' own methods, in host memory.
+
+    Args:
+        model: The model.
+        names: The bare names of the tensors.
+
+    Returns:
+        The names of those that no module has initialized, and the classes of their modules.
+    """
+    bare, missing, present = unwrap(model), set[int](), list[Any]()
+    for name, tensor in named_tensors(model):
+        if name not in names:
+            vars(tensor)["_is_hf_initialized"] = True  # transformers leaves such tensors unchanged
+            present.append(tensor)
+            continue
+        memory = torch.empty(tensor.shape, dtype=tensor.dtype)
+        as_bytes(memory).fill_(_UNSET)
+        _swap(tensor, memory)
+        missing.add(id(tensor))
+    with torch.no_grad(), _skip_initialized():
+        for module, owner in _in_order(bare, None, set()):
+            has_missing = any(id(tensor) in missing for tensor in _tensors_of(module))
+            if has_missing or owner is not None:
+                _initialize_module(module, owner, has_missing)
+    for tensor in present:
+        del tensor._is_hf_initialized
+    unset: dict[str, str] = {}
+    for name, tensor in named_tensors(model):  # again, as a module may have replaced them
+        if name in names and _is_unset(tensor):
+            owned_by = (module for module in bare.modules() if any(entry is tensor for entry in _tensors_of(module)))
+            unset[name] = class_of(next(owned_by)).__name__
+    return unset
+
+
+# Fills every byte of a tensor without values: NaN, or -1 as an integer.
+_UNSET = 255
+
+
+def _tensors_of(module: nn.Module, recurse: bool = False) -> list[torch.Tensor]:
+    return [*module.parameters(recurse), *module.buffers(recurse)]
+
+
+def _is_unset(tensor: torch.Tensor) -> bool:
+    is_meta = tensor.device.type == "meta"
+    return bool(tensor.numel()) and (is_meta or bool((as_bytes(tensor.contiguous()) == _UNSET).all()))
+
+
+def _in_order(module: nn.Module, owner: Any, visited: set[int]) -> Iterator[tuple[nn.Module, Any]]:
+    """Yield modules after their children, each with the nearest one around it that has `_init_weights`."""
+    if id(module) in visited:
+        return
+    visited.add(id(module))
+    owner = module if callable(getattr(module, "_init_weights", None)) else owner
+    for child in module.children():
+        yield from _in_order(child, owner, visited)
+    yield module, owner
+
+
+def _initialize_module(module: nn.Module, owner: Any, has_missing: bool) -> None:
+    """Initialize a module, but for the tensors that are marked as initialized."""
+    tensors = [tensor for tensor in _tensors_of(module, recurse=True) if hasattr(tensor, "_is_hf_initialized")]
+    values = [tensor.clone() for tensor in tensors if has_missing]
+    is_complete = owner is not None and hasattr(owner, "_initialize_weights")  # transformers' sets all tensors
+    reset: Any = getattr(module, "reset_parameters", None) or getattr(module, "_reset_parameters", None)
+    if has_missing and callable(reset) and not is_complete:
+        reset()
+    if owner is not None:
+        owner._init_weights(module)
+    for tensor, value in zip(tensors, values, strict=False):
+        tensor.copy_(value)
+
+
+def _skip_initialized() -> Any:
+    """Return a context in which transformers skips tensors marked as initialized."""
+    known = sys.modules.get("transformers.initialization")
+    guard = getattr(known, "guard_torch_init_functions", None)
+    return contextlib.nullcontext() if guard is None else guard()
+
+
+def _swap(tensor: torch.Tensor, memory: torch.Tensor) -> None:
+    """Give a tensor other memory in place, so that every reference to it, such as an optimizer's, has that too."""
+    new = nn.Parameter(memory, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else memory
+    attributes = dict(vars(tensor))
+    torch.utils.swap_tensors(tensor, new)
+    vars(tensor).update(attributes)
 
 
 def _replace(model: nn.Module, new: Mapping[int, torch.Tensor]) -> None:
