@@ -1,6 +1,6 @@
 """What one rank of many does in our code, counted in one process: exchanges, bytes, requests to the store, files.
 
-    python benchmarks/thousand_ranks.py [--ranks 2,8,64,256,1024] [--runs ddp,parts,whole] [--page] [--json FILE]
+    python benchmarks/thousand_ranks.py [--ranks 2,8,64,256,1024] [--runs ddp,parts,whole] [--json FILE]
 
 torch's fake process group stands for the engine. Our own exchanges go through a stand-in, in which every other rank
 sends what this one sends, and rank 0 what it has sent in a run of its own before. No time is measured.
@@ -42,8 +42,8 @@ from omnitrain.checkpoint import sharded_files
 from omnitrain.checkpoint.disk import FileSystem
 from omnitrain.checkpoint.writing import Writer
 from omnitrain.distributed import ranks as ranks_module
-from omnitrain.distributed import rendezvous
-from omnitrain.distributed.watchdog import Heartbeat, Report
+from omnitrain.distributed import rendezvous, watchdog
+from omnitrain.distributed.watchdog import Heartbeat
 
 SIZES = (2, 8, 64, 256, 1024)
 RUNS = ("ddp", "parts", "whole")
@@ -171,7 +171,7 @@ class Store:
 
     def get(self, key: str) -> bytes:
         self._count()
-        report = json.dumps(Report(Heartbeat(len(self.kept), "", 0, 0, False)).to_json()).encode()
+        report = json.dumps([Heartbeat(len(self.kept), "", 0, 0, False), []]).encode()
         return self.kept.get(key, report)
 
     def multi_get(self, keys: Sequence[str]) -> list[bytes]:
@@ -179,7 +179,7 @@ class Store:
 
     def check(self, keys: Sequence[str]) -> bool:
         self._count()
-        return all(key in self.kept or key.startswith(("post/", "process/")) for key in keys)
+        return all(key in self.kept or key.startswith("post/") for key in keys)
 
     def compare_set(self, key: str, expected: str, wanted: str) -> bytes:
         self._count()
@@ -241,7 +241,7 @@ class Exchanges:
     def gather(self, own: torch.Tensor, parts: Sequence[torch.Tensor] | None, **options: Any) -> Work:
         of_main = self._of_main("gather", own)
         if parts and self.of_others:
-            own = ranks_module._add_length(self.of_others.pop(0), len(own) - ranks_module._HEAD)
+            own = ranks_module._pad(self.of_others.pop(0), len(own))
         return Work(0 if parts else own.nbytes, self._fill(parts, own, of_main) if parts else 0)
 
     def all_reduce(self, own: torch.Tensor, op: Any = dist.ReduceOp.SUM, **options: Any) -> Work:
@@ -274,7 +274,7 @@ class Simulated(ranks_module.ProcessRanks):
 
     def gather_on_main(self, what: str, values: list[Any]) -> list[list[Any]]:
         if self.is_main:
-            self.stand_in.of_others = [b"".join(map(pickle.dumps, values))]
+            self.stand_in.of_others = [ranks_module._pop_packed(values[::-1], 1 << 60)[1]]
         found = super().gather_on_main(what, values)
         if self.is_main and self.parts_of_others:
             found[1:], self.parts_of_others = [[one] for one in self.parts_of_others], ()
@@ -415,6 +415,7 @@ def simulated(rank: int, world_size: int, tape: list[Any], recorder: Recorder) -
     named: Any = types.SimpleNamespace(PrefixStore=lambda _, store: store, _set_pg_timeout=lambda *_: None)
     stand_in: Any = Exchanges(rank, world_size, tape)
     ranks_module.dist, ranks_module.distributed_c10d = stand_in, named
+    watchdog.distributed_c10d = named
     wrap = DistributedDataParallel.__init__
 
     def wrapped(model: Any, *args: Any, **given: Any) -> None:
@@ -429,11 +430,10 @@ def simulated(rank: int, world_size: int, tape: list[Any], recorder: Recorder) -
     try:
         yield ranks
     finally:
-        ranks._closing.set()
-        ranks._posting.join()
-        ranks._watch.join()
+        ranks._watchdog.stop()
         rendezvous._ranks, DistributedDataParallel.__init__ = None, wrap
         ranks_module.dist, ranks_module.distributed_c10d = modules
+        watchdog.distributed_c10d = modules[1]
         dist.destroy_process_group()
         AcceleratorState._reset_state(True)
         os.environ.clear()
@@ -524,32 +524,6 @@ def count(world_size: int, run: str = "ddp") -> list[Counts]:
     return found
 
 
-def show(found: Sequence[Counts]) -> list[str]:
-    """Return the lines of the table."""
-    head = [
-        "run",
-        "phase",
-        "rank",
-        "ranks",
-        "exchanges",
-        "sent",
-        "received",
-        "largest",
-        "store",
-        "opened",
-        "stat",
-        "Python",
-    ]
-    order = {name: number for number, name in enumerate(dict.fromkeys(one.phase for one in found))}
-    ordered = sorted(found, key=lambda one: (one.run, order[one.phase], one.rank, one.world_size))
-    numbers = ("collectives", "sent", "received", "largest", "store", "opened", "stats", "python")
-    rows = [
-        [one.run, one.phase, str(one.rank), str(one.world_size), *(f"{getattr(one, name):,}" for name in numbers)]
-        for one in ordered
-    ]
-    return table(head, rows, range(2, len(head)))
-
-
 def page(found: Sequence[Counts]) -> list[str]:
     """Return the tables of docs/scale.md: exchanges, with the bytes sent and received, and files."""
     lines: list[str] = []
@@ -578,16 +552,15 @@ def _bytes(count: int) -> str:
 
 
 def main() -> None:
-    """Count, and print the table."""
+    """Count, and print the tables."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--ranks", default=",".join(map(str, SIZES)), help="how many there are, separated by commas")
     parser.add_argument("--runs", default=",".join(RUNS), help="which runs, separated by commas")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the counts there too")
-    parser.add_argument("--page", action="store_true", help="print the tables of docs/scale.md instead")
     options = parser.parse_args()
     sizes = [int(size) for size in options.ranks.split(",")]
     found = [one for run in options.runs.split(",") for size in sizes for one in count(size, run)]
-    print("\n".join(page(found) if options.page else show(found)))
+    print("\n".join(page(found)))
     if options.json is not None:
         options.json.write_text(json.dumps([asdict(one) for one in found], indent=1))
 

@@ -22,8 +22,6 @@ _REMEDY = (
 )
 # The most ranks that an error lists.
 _MAX_LISTED = 4
-# Codes are shortened, so that float64 holds the sum of their squares over two thousand ranks exactly.
-_CODE_BITS = 21
 
 
 class LayerOrder:
@@ -79,7 +77,7 @@ class LayerOrder:
             self._compare_call(0, "none")
 
     def _compare_call(self, number: int, name: str) -> None:
-        if not are_equal(self._ranks, _LAYERS, number):
+        if not self._ranks.are_equal(_LAYERS, number):
             calls = self._ranks.gather(_LAYERS, name)
             raise self._error(", ".join(f"rank {rank} {call}" for rank, call in enumerate(calls[:_MAX_LISTED])))
 
@@ -93,7 +91,7 @@ class LayerOrder:
         Raises:
             DistributedError: On all ranks, if they differ.
         """
-        if not are_equal(self._ranks, _LAYERS, self._digest):
+        if not self._ranks.are_equal(_LAYERS, self._digest):
             raise self.error(self._ranks.gather(_LAYERS, [self._names[number - 1] for number in self._called]))
         self._called, self._digest = {}, 0
 
@@ -102,16 +100,6 @@ class LayerOrder:
             "The ranks call different layers in a step, and each call gathers weights from all ranks: "
             f"{difference}. {_REMEDY}; or {self._remedy}."
         )
-
-
-def are_equal(ranks: Ranks, what: str, code: int) -> bool:
-    """Return whether all ranks have the same code; a collective call.
-
-    They do if and only if the sum and the sum of squares fit this rank's code: then the variance is 0.
-    """
-    code &= 2**_CODE_BITS - 1
-    total, squares = ranks.sum(what, code, code * code)
-    return total == ranks.world_size * code and squares == ranks.world_size * code * code
 
 
 def check_gradients(ranks: Ranks, names: Sequence[str]) -> bool:
@@ -124,7 +112,7 @@ def check_gradients(ranks: Ranks, names: Sequence[str]) -> bool:
     Raises:
         DistributedError: On all ranks, if they are gradients of different parameters.
     """
-    if are_equal(ranks, _GRADIENTS, zlib.crc32("\n".join(names).encode())):
+    if ranks.are_equal(_GRADIENTS, zlib.crc32("\n".join(names).encode())):
         return True
     names_by_rank = ranks.gather(_GRADIENTS, list(names))
     if any(set(rank_names) != set(names_by_rank[0]) for rank_names in names_by_rank):

@@ -94,7 +94,8 @@ class BackgroundSave:
 def _finish_phase(ranks: Ranks, phases: Phases, work: Callable[[], Any]) -> Callable[[], Any] | Path:
     """Finish a phase on all ranks, and return the next one; after the last the folder."""
     try:
-        results = ranks.gather_results("the writing of a checkpoint", work)
+        result = ranks.run_on_all("the writing of a checkpoint", work)
+        results = [entry for (entry,) in ranks.gather_on_main("the writing of a checkpoint", [result])]
     except Exception as error:
         phases.throw(error)  # cleans up, and raises it again
         raise

@@ -11,7 +11,6 @@ import json
 import logging
 import os
 import socket
-import sys
 import threading
 import time
 import uuid
@@ -25,7 +24,7 @@ from torch.distributed.rendezvous import register_rendezvous_handler
 from torch.distributed.rendezvous import rendezvous as rendezvous_by
 
 from omnitrain.core.errors import DistributedError
-from omnitrain.distributed import ranks
+from omnitrain.distributed import watchdog
 from omnitrain.distributed.ranks import ProcessRanks, is_connection_error
 
 logger: logging.Logger = logging.getLogger("omnitrain")
@@ -118,11 +117,11 @@ def _rendezvous(
     """
     global _ranks
     rank, size = os.environ["RANK"], os.environ["WORLD_SIZE"]
-    quiet, limit = ranks.QUIET_S, timeout
+    quiet, limit = watchdog.QUIET_S, timeout
     if _timeout is not None:
-        limit = datetime.timedelta(seconds=max(_timeout, ranks.SILENCE_S))
+        limit = datetime.timedelta(seconds=max(_timeout, watchdog.SILENCE_S))
     text = f"Rank {rank} waits for the others of {size} processes at {os.environ['MASTER_ADDR']}"
-    longest = 2 * limit.total_seconds() + ranks.SILENCE_S  # a store that has stopped may never answer
+    longest = 2 * limit.total_seconds() + watchdog.SILENCE_S  # a store that has stopped may never answer
     timers = [
         threading.Timer(quiet, logger.warning, (f"{text}, and has for {quiet:.0f} seconds.",)),
         threading.Timer(longest, _exit_with_error, (f"{text}, and got no answer in {longest:.0f} seconds.",)),
@@ -151,9 +150,8 @@ def _rendezvous(
 
 def _exit_with_error(text: str) -> None:
     """End this process from a timer's thread, as the main one waits forever."""
-    sys.stdout.flush()
-    print(f"omnitrain.core.errors.DistributedError: {text}", file=sys.stderr, flush=True)
-    ranks.exit_now(1)
+    watchdog.print_error(text)
+    watchdog.exit_now(1)
 
 
 def _wait_for_store(seconds: float) -> None:

@@ -1,24 +1,70 @@
-"""Detection of ranks that make no progress, from their heartbeats.
+"""Detection of ranks that failed, are gone or make no progress.
 
-Nothing here knows how heartbeats are sent or what ends a run; that is in `ranks.py`. Times are the observer's own: how
-long it has seen no change. Clocks of different machines are never compared. With many ranks they form a tree
-(`RankTree`): each one reads the heartbeats of its children and posts a digest of them, so rank 0 need not read all.
+`StallDetector` decides from heartbeats, and knows nothing of how they are sent. Times are the observer's own: how long
+it has seen no change; clocks of different machines are never compared. `Watchdog` sends and reads heartbeats and
+reports of errors through a store, which can be read while a collective is stuck, and ends the process if it is.
 """
 
 from __future__ import annotations
 
+import contextlib
+import datetime
+import itertools
+import json
+import logging
+import math
+import multiprocessing
+import os
+import signal
+import sys
+import threading
+import time
+import traceback
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any, NamedTuple, NoReturn
 
-# Seconds without a heartbeat after which others do the work of a rank: they read what it would have read.
-GONE_S = 5.0
-# The children of a rank in the tree; with no more ranks than that, each reads the heartbeats of all others itself.
-_CHILDREN = 32
-# The most ranks that a group lists by number.
-_LISTED = 8
+from torch.distributed import distributed_c10d
+
+from omnitrain.core.errors import DistributedError
+from omnitrain.distributed import signals
+
+logger: logging.Logger = logging.getLogger("omnitrain")
+
+POLL_INTERVAL = datetime.timedelta(seconds=1)
+# Seconds without progress after which a rank is reported.
+QUIET_S = 30.0
+# Seconds without progress after which a run on several processes ends, unless its trainer has a `timeout`.
+TIMEOUT_S = 1800.0
+# Seconds that the others wait at the start for a rank without a heartbeat.
+SILENCE_S = 60.0
+# Seconds that a failed rank waits for the others to raise the same error.
+ERROR_SYNC_S = 5.0
+# Seconds that a rank has to notice the failure of another rank, before it is ended.
+GRACE_S = 3.0
+# Seconds that a rank waits for the others at the end of the program.
+EXIT_WAIT_S = 3.0
+# Seconds without an answer after which no more requests are sent to the store.
+UNRESPONSIVE_S = 10.0
+# Seconds that a rank with a signal waits for another rank without a heartbeat.
+SIGNALLED_S = 10.0
+# Seconds without progress of the main rank after which it checks the others.
+_CHECK_S = 3.0
+# Seconds that the main thread has to handle a signal, before another thread does.
+_UNHANDLED_S = 1.0
+# The share of CPU time that counts as progress in phases without a counter, such as a long save or metric.
+_BUSY_SHARE = 0.02
+# Phases in which batches are counted; CPU time does not count there, as NCCL waits in a busy loop.
+_COUNTED_PHASES = ("data", "step", "evaluation")
+# The phase of a rank from its first heartbeat until all ranks are connected.
+START = "the start"
+AT_THE_END = "the end of the program"
+_instances = itertools.count()
 
 # The phases of a step, in order.
 _ORDER = {phase: number for number, phase in enumerate(("data", "step", "evaluation", "metrics", "save"))}
+# How many ranks without progress a message describes.
+_MAX_DESCRIBED = 8
 
 
 class Heartbeat(NamedTuple):
@@ -42,53 +88,6 @@ class Heartbeat(NamedTuple):
     has_ended: bool = False
 
 
-class Group(NamedTuple):
-    """Ranks in the same phase, summarized in a digest.
-
-    Attributes:
-        ranks: The numbers of the first ones.
-        count: The number of ranks.
-        heartbeat: The latest heartbeat of the first one.
-        settled: Seconds that the one that came last has been in this phase of its step.
-        idle: Seconds without progress, of the rank with the fewest.
-        silent: Seconds without a heartbeat, of the rank with the fewest.
-    """
-
-    ranks: tuple[int, ...]
-    count: int
-    heartbeat: Heartbeat
-    settled: float
-    idle: float
-    silent: float
-
-
-class Report(NamedTuple):
-    """What a rank writes to the store about once a second.
-
-    Attributes:
-        heartbeat: Its own state.
-        below: Its digest of the ranks below it in the tree.
-
-    >>> first = Heartbeat(3, "step", 1, 8, True)
-    >>> report = Report(Heartbeat(3, "data", 1, 7, False), (Group((5, 6), 2, first, 4.0, 3.0, 0.0),))
-    >>> Report.from_json(*report.to_json()) == report
-    True
-    """
-
-    heartbeat: Heartbeat
-    below: tuple[Group, ...] = ()
-
-    def to_json(self) -> tuple[Heartbeat, list[list[object]]]:
-        """Return it as lists and numbers, which JSON can hold."""
-        return self.heartbeat, [[*group[:3], *(round(seconds, 1) for seconds in group[3:])] for group in self.below]
-
-    @classmethod
-    def from_json(cls, heartbeat: Sequence[Any], below: Sequence[Sequence[Any]]) -> Report:
-        """Return the report of which `to_json` returned this."""
-        groups = (Group(tuple(ranks), count, Heartbeat(*first), *seconds) for ranks, count, first, *seconds in below)
-        return cls(Heartbeat(*heartbeat), tuple(groups))
-
-
 class Stall(NamedTuple):
     """A rank that makes no progress, for which others may be waiting.
 
@@ -97,14 +96,12 @@ class Stall(NamedTuple):
         heartbeat: Its latest heartbeat.
         seconds: How long that has not changed, or how long there was none.
         is_silent: Whether its heartbeats have stopped: its process does not run.
-        more: How many more ranks, whose numbers are not known, are in the same state.
     """
 
     rank: int
     heartbeat: Heartbeat
     seconds: float
     is_silent: bool
-    more: int = 0
 
     @property
     def may_end_run(self) -> bool:
@@ -112,8 +109,27 @@ class Stall(NamedTuple):
         return bool(self.heartbeat.phase) or self.is_silent
 
 
+@dataclass(slots=True)
+class _RankState:
+    """What is known of a rank; times are in seconds."""
+
+    heartbeat: Heartbeat
+    # Without a change of its progress.
+    idle: float = 0.0
+    # In the same phase of the same step.
+    settled: float = 0.0
+    # Without a heartbeat.
+    silent: float = 0.0
+    # The last stall that was reported.
+    reported: Stall | None = None
+
+
 class StallDetector:
     """Judges ranks by their heartbeats.
+
+    Args:
+        only_silent: Whether to find only ranks whose heartbeats have stopped: whoever does not know all ranks cannot
+            tell for which one the others wait.
 
     >>> detector, waiting = StallDetector(), Heartbeat(0, "step", 12, 70, True)
     >>> for second in range(41):
@@ -122,91 +138,39 @@ class StallDetector:
     [(1, 'data', 40.0)]
     """
 
-    def __init__(self) -> None:
-        self._heartbeats: dict[int, Heartbeat] = {}
-        # How long the progress of a rank has not changed.
-        self._idle: dict[int, float] = {}
-        # How long it has been in the same phase of the same step.
-        self._settled: dict[int, float] = {}
-        # How long a rank has sent no heartbeat.
-        self._silent: dict[int, float] = {}
+    def __init__(self, only_silent: bool = False) -> None:
+        self._only_silent = only_silent
+        self._ranks: dict[int, _RankState] = {}
         # The longest time that a rank was in a phase before it continued.
         self._longest: dict[str, float] = {}
-        # The last stall that was reported of a rank.
-        self._reported: dict[int, Stall] = {}
-        # The latest digests, by the rank that has made them.
-        self._below: dict[int, tuple[Group, ...]] = {}
 
-    def update(
-        self,
-        heartbeats: Mapping[int, Heartbeat],
-        elapsed: float,
-        below: Mapping[int, tuple[Group, ...]] | None = None,
-    ) -> list[str]:
+    def update(self, heartbeats: Mapping[int, Heartbeat], elapsed: float) -> list[str]:
         """Record the latest heartbeats; return a line for each rank that continues after it was reported.
 
         Args:
             heartbeats: The latest heartbeat of each rank; ranks that are no longer among them are forgotten.
             elapsed: Seconds since the last call in which the observer itself was running.
-            below: The latest digests of some of these ranks.
         """
         lines = []
-        self._below = {rank: groups for rank, groups in (below or {}).items() if groups}
-        for rank in [rank for rank in self._heartbeats if rank not in heartbeats]:
-            for by_rank in (self._heartbeats, self._idle, self._settled, self._silent):
-                del by_rank[rank]
+        known, self._ranks = self._ranks, {}
         for rank, current in heartbeats.items():
-            is_new = rank not in self._heartbeats
-            previous = self._heartbeats.get(rank, current)
-            silent = self._silent.get(rank, 0.0)
-            self._silent[rank] = 0.0 if is_new or current.beat != previous.beat else silent + elapsed
-            has_moved = is_new or (current.phase, current.step) != (previous.phase, previous.step)
-            self._settled[rank] = 0.0 if has_moved else self._settled[rank] + elapsed
-            if is_new or current[1:] != previous[1:] or current.has_ended:
-                idle = max(self._idle.get(rank, 0.0), silent)
-                self._longest[previous.phase] = max(self._longest.get(previous.phase, 0.0), idle)
-                if not is_new and self._reported.pop(rank, None) is not None and not current.has_ended:
-                    lines.append(f"Rank {rank} continues after {idle:.0f} s in {_phase_name(previous)}.")
-                self._idle[rank] = 0.0
-            else:
-                self._idle[rank] += elapsed
-            self._heartbeats[rank] = current
-        return lines + self._pop_resumed()
-
-    def _pop_resumed(self) -> list[str]:
-        """Return a line for each rank that continues after it was reported, of those that are known by digests."""
-        lines: list[str] = []
-        known = {rank: group for group in self._groups() for rank in group.ranks} if self._reported else {}
-        for rank, stall in [*self._reported.items()]:
-            group = known.get(rank)
-            if rank not in self._heartbeats and (group is None or max(group.idle, group.silent) < stall.seconds):
-                del self._reported[rank]
-                phase = _phase_name(stall.heartbeat)
-                lines.append(f"Rank {rank} continues after {stall.seconds:.0f} s or more in {phase}.")
+            state = self._ranks[rank] = known.get(rank) or _RankState(current)
+            if rank not in known:
+                continue
+            previous, state.heartbeat = state.heartbeat, current
+            idle = max(state.idle, state.silent)
+            state.silent = 0.0 if current.beat != previous.beat else state.silent + elapsed
+            has_moved = (current.phase, current.step) != (previous.phase, previous.step)
+            state.settled = 0.0 if has_moved else state.settled + elapsed
+            if current[1:] == previous[1:] and not current.has_ended:
+                state.idle += elapsed
+                continue
+            state.idle = 0.0
+            self._longest[previous.phase] = max(self._longest.get(previous.phase, 0.0), idle)
+            if state.reported is not None and not current.has_ended:
+                lines.append(f"Rank {rank} continues after {idle:.0f} s in {_phase_name(previous)}.")
+            state.reported = None
         return lines
-
-    def _groups(self) -> list[Group]:
-        """Return all known ranks: each one by itself, and those of digests in groups."""
-        singles = [
-            Group((rank,), 1, heartbeat, self._settled[rank], self._idle[rank], self._silent[rank])
-            for rank, heartbeat in self._heartbeats.items()
-        ]
-        return singles + [group for rank, groups in self._below.items() if not self.is_gone(rank) for group in groups]
-
-    def is_gone(self, rank: int) -> bool:
-        """Return whether a rank has sent no heartbeat for some seconds, so that its digest is out of date."""
-        return self._silent.get(rank, 0.0) >= GONE_S
-
-    def digest(self) -> tuple[Group, ...]:
-        """Return what is known, in as many groups as there are phases with ranks in them."""
-        groups: dict[tuple[object, ...], Group] = {}
-        for group in self._groups():
-            heartbeat, silent = group.heartbeat, group.silent if group.silent >= GONE_S else 0.0
-            # Ranks that are silent, or outside the trainer, are judged one by one: they need similar times.
-            times = (silent // GONE_S, 0.0 if heartbeat.phase else group.idle // GONE_S)
-            key = (heartbeat.phase, heartbeat.step, heartbeat.is_waiting, heartbeat.has_ended, *times)
-            groups[key] = _merge(groups[key], group) if key in groups else group
-        return tuple(groups.values())
 
     def stalled(self, seconds: float) -> list[Stall]:
         """Return the ranks for which all others wait, if nothing has moved for this many seconds.
@@ -214,143 +178,42 @@ class StallDetector:
         These are the ranks whose processes do not run; if all run, those that do not wait themselves, and of these the
         ones furthest behind.
         """
-        present = [group for group in self._groups() if not group.heartbeat.has_ended]
-        inside = [group for group in present if group.heartbeat.phase]
-        if not inside or any(group.settled < seconds for group in inside):
+        present = {rank: state for rank, state in sorted(self._ranks.items()) if not state.heartbeat.has_ended}
+        inside = {rank: state for rank, state in present.items() if state.heartbeat.phase}
+        if not inside or any(state.settled < seconds for state in inside.values()):
             return []
-        chosen = [group for group in present if group.silent >= seconds]
-        if not chosen and any(group.idle < seconds for group in inside):
-            return []
-        if not chosen:
-            chosen = [group for group in inside if not group.heartbeat.is_waiting]
-            least = min((_progress(group.heartbeat) for group in chosen), default=None)
-            chosen = [group for group in chosen if _progress(group.heartbeat) == least]
-        if not chosen:
-            chosen = [group for group in present if not group.heartbeat.phase and group.idle >= seconds] or inside
-        stalls = []
-        for group in chosen:
-            is_silent = group.silent >= seconds
-            for rank in group.ranks:
-                more = group.count - len(group.ranks) if rank == group.ranks[-1] else 0
-                duration = group.silent if is_silent else group.idle
-                stalls.append(Stall(rank, group.heartbeat, duration, is_silent, more))
-        return sorted(stalls, key=lambda stall: stall.rank)
+        silent = [Stall(rank, state.heartbeat, state.silent, True) for rank, state in present.items()]
+        silent = [stall for stall in silent if stall.seconds >= seconds]
+        if silent or self._only_silent or any(state.idle < seconds for state in inside.values()):
+            return silent
+        busy = {rank: state for rank, state in inside.items() if not state.heartbeat.is_waiting}
+        least = min((_progress(state.heartbeat) for state in busy.values()), default=None)
+        stalled = {rank: state for rank, state in busy.items() if _progress(state.heartbeat) == least}
+        outside = {rank: state for rank, state in present.items() if rank not in inside and state.idle >= seconds}
+        chosen = stalled or outside or inside
+        return [Stall(rank, state.heartbeat, state.idle, False) for rank, state in chosen.items()]
 
     def due(self, seconds: float) -> list[Stall]:
         """Return those of `stalled` to report now: less and less often, and not if it has taken as long before."""
         stalls = []
         for stall in self.stalled(seconds):
+            state = self._ranks[stall.rank]
             usual = 0.0 if stall.is_silent else 2 * self._longest.get(stall.heartbeat.phase, 0.0)
-            previous = self._reported.get(stall.rank)
-            if stall.seconds >= max(2 * previous.seconds if previous else 0.0, usual):
-                self._reported[stall.rank] = stall
+            if stall.seconds >= max(2 * state.reported.seconds if state.reported else 0.0, usual):
+                state.reported = stall
                 stalls.append(stall)
         return stalls
+
+    def given_up(self, seconds: float) -> list[Stall]:
+        """Return the ranks for which a rank with a signal no longer waits: all of them are silent, or were reported."""
+        stalls = self.stalled(seconds)
+        has_reported_all = all(self._ranks[stall.rank].reported is not None for stall in stalls)
+        return stalls if has_reported_all or all(stall.is_silent for stall in stalls) else []
 
     @property
     def has_reported(self) -> bool:
         """Whether a rank was reported and has not continued."""
-        return bool(self._reported)
-
-    def are_reported(self, stalls: Sequence[Stall]) -> bool:
-        """Return whether all of these were reported and have not moved since."""
-        return all(stall.rank in self._reported for stall in stalls)
-
-    def first_alive(self, seconds: float) -> int:
-        """Return the first rank that has sent a heartbeat within this many seconds."""
-        return min((rank for rank in self._heartbeats if self._silent[rank] < seconds), default=-1)
-
-    def reset(self) -> None:
-        """Forget all heartbeats, but not the longest times of phases."""
-        for by_rank in (self._heartbeats, self._idle, self._settled, self._silent, self._reported, self._below):
-            by_rank.clear()
-
-
-class RankTree:
-    """The ranks as a tree: which reports one of them reads, and its digest of them.
-
-    Rank 0 is at the top. A rank reads the reports of its children, and posts a digest of what it sees and of their
-    digests. Where a child is gone, its own children are read instead. A rank above which all are gone does the work of
-    rank 0, and reads what rank 0 would have read. So each rank reads some 64 reports in a second at most, the store
-    answers for about three reports a rank, and rank 0 knows of each rank within seconds. With few ranks, all read all.
-
-    Args:
-        rank: The rank that reads.
-        size: The number of all ranks.
-
-    Attributes:
-        is_deep: Whether rank 0 knows some ranks only by digests.
-        all_ranks: All ranks, as seen from rank 0; only a rank that judges keeps this up to date.
-
-    >>> tree = RankTree(40, 1024)
-    >>> tree.ancestors, tree.ranks_to_read(judges=False), RankTree(1, 1024).ranks_to_read(judges=False)[:4]
-    ((1, 0), [1, 0], [33, 34, 35, 36])
-    """
-
-    def __init__(self, rank: int, size: int) -> None:
-        self.rank = rank
-        self.size = size
-        self.is_deep: bool = size > 1 + _CHILDREN
-        self.ancestors: tuple[int, ...] = tuple(_ancestors(rank))
-        self.all_ranks: StallDetector = StallDetector()
-        self._above = StallDetector()
-        self._below = StallDetector()
-
-    @property
-    def is_top(self) -> bool:
-        """Whether this rank does the work of rank 0; with few ranks, all do."""
-        return not self.is_deep or all(self._above.is_gone(rank) for rank in self.ancestors)
-
-    def ranks_to_read(self, judges: bool) -> list[int]:
-        """Return the ranks whose reports are to be read, each once.
-
-        Args:
-            judges: Whether this rank needs to know of all ranks.
-        """
-        below = self._children(self._below, self.rank) if self.is_deep and self.rank else ()
-        every = (0, *self._children(self.all_ranks, 0)) if judges else ()
-        return list(dict.fromkeys((*below, *self.ancestors, *every)))
-
-    def update(self, reports: Mapping[int, Report], elapsed: float, judges: bool) -> list[str]:
-        """Record the reports of `ranks_to_read`; return lines as `StallDetector.update` does."""
-
-        def record(detector: StallDetector, ranks: Iterator[int] | Sequence[int]) -> list[str]:
-            read = {rank: reports[rank] for rank in ranks if rank in reports}
-            below = {rank: report.below for rank, report in read.items() if rank}
-            return detector.update({rank: report.heartbeat for rank, report in read.items()}, elapsed, below)
-
-        record(self._above, self.ancestors)
-        if self.is_deep and self.rank:
-            record(self._below, [*self._children(self._below, self.rank)])
-        if not judges:
-            self.all_ranks.reset()
-            return []
-        return record(self.all_ranks, [0, *self._children(self.all_ranks, 0)])
-
-    def digest(self) -> tuple[Group, ...]:
-        """Return the digest of the ranks below this one; none at the top, where nobody would read it."""
-        return self._below.digest() if self.is_deep and self.rank else ()
-
-    def _children(self, detector: StallDetector, rank: int) -> Iterator[int]:
-        """Yield the children of a rank, and in turn those of each child that is gone."""
-        for child in range(rank * _CHILDREN + 1, min((rank + 1) * _CHILDREN + 1, self.size)):
-            yield child
-            if detector.is_gone(child):
-                yield from self._children(detector, child)
-
-
-def _ancestors(rank: int) -> Iterator[int]:
-    while rank:
-        rank = (rank - 1) // _CHILDREN
-        yield rank
-
-
-def _merge(group: Group, other: Group) -> Group:
-    """Return two groups of ranks in the same phase as one."""
-    first, second = sorted((group, other), key=lambda group: group.ranks)
-    ranks = tuple(sorted((*group.ranks, *other.ranks))[:_LISTED])
-    least = (min(pair) for pair in zip(group[3:], other[3:], strict=True))
-    return Group(ranks, first.count + second.count, first.heartbeat, *least)
+        return any(state.reported is not None for state in self._ranks.values())
 
 
 def describe_stall(stall: Stall) -> str:
@@ -364,6 +227,13 @@ def describe_stall(stall: Stall) -> str:
     )
 
 
+def describe_stalls(stalls: Sequence[Stall]) -> str:
+    """Describe the first ranks without progress, and count the others."""
+    more = len(stalls) - _MAX_DESCRIBED
+    suffix = [f"{more} more ranks are in the same state."] if more > 0 else []
+    return " ".join([*map(describe_stall, stalls[:_MAX_DESCRIBED]), *suffix])
+
+
 def _phase_name(heartbeat: Heartbeat) -> str:
     return repr(heartbeat.phase) if heartbeat.phase else "the program around the trainer"
 
@@ -371,3 +241,484 @@ def _phase_name(heartbeat: Heartbeat) -> str:
 def _progress(heartbeat: Heartbeat) -> tuple[int, int]:
     """Return the progress of a rank, for comparison."""
     return heartbeat.step, _ORDER.get(heartbeat.phase, len(_ORDER))
+
+
+class Position:
+    """What a rank is doing.
+
+    Attributes:
+        phase: What this rank is doing during a call of the trainer: "data", "step" etc.
+        step: The number of its current step.
+        progress_count: Counts its progress; code that may take long increments it.
+        is_waiting: Whether it is waiting for other ranks in an exchange.
+    """
+
+    rank: int = 0
+    world_size: int = 1
+    phase: str = ""
+    step: int = 0
+    progress_count: int = 0
+    is_waiting: bool = False
+    _beat: int = 0
+    # The CPU time used by this process until its latest heartbeat.
+    _cpu_s: float = 0.0
+
+    def heartbeat(self) -> Heartbeat:
+        """Return a heartbeat, one for each second."""
+        self._beat += 1
+        cpu_s, previous = time.process_time(), self._cpu_s
+        self._cpu_s = cpu_s
+        is_busy = cpu_s - previous >= _BUSY_SHARE * POLL_INTERVAL.total_seconds()
+        if is_busy and self.phase not in _COUNTED_PHASES and not self.is_waiting:
+            self.progress_count += 1
+        return Heartbeat(self._beat, self.phase, self.step, self.progress_count, self.is_waiting)
+
+
+class _Judge:
+    """Logs which ranks make no progress, and finds those that end the run.
+
+    Attributes:
+        limit: Seconds without progress of any rank after which the current call ends.
+        silence_limit: Seconds without a heartbeat of a rank after which it ends too.
+    """
+
+    def __init__(self, world_size: int, limit: float, only_silent: bool = False) -> None:
+        self.detector = StallDetector(only_silent)
+        self.limit, self.silence_limit = limit, math.inf
+        self._everywhere = "" if world_size == 1 else f" on all {world_size} processes"
+
+    def judge(self, heartbeats: Mapping[int, Heartbeat], elapsed: float, logs: bool = True) -> list[Stall]:
+        """Return the ranks that end the run, by the latest heartbeats."""
+        detector = self.detector
+        lines = [*detector.update(heartbeats, elapsed), *map(describe_stall, detector.due(QUIET_S))]
+        for line in lines if logs else ():
+            logger.warning("%s", line)
+        stalled = detector.stalled(min(self.silence_limit, self.limit))
+        if not all(stall.is_silent for stall in stalled):
+            stalled = detector.stalled(self.limit)
+        return stalled if all(stall.may_end_run for stall in stalled) else []
+
+    def message(self, stalls: Sequence[Stall]) -> str:
+        """Return the message of the error that ends the run because of these ranks."""
+        if stalls[0].seconds < self.limit:
+            return (
+                f"{describe_stalls(stalls)} While the processes of a run connect, {self.silence_limit:g} seconds of "
+                f"that end it{self._everywhere}. Start it again with resume_from='auto'."
+            )
+        return (
+            f"{describe_stalls(stalls)} No progress for `timeout={self.limit:g}` seconds ends the run"
+            f"{self._everywhere}. Start it again with resume_from='auto', or with a longer `timeout` if a part of it "
+            "takes as long."
+        )
+
+
+def watch_one_process(position: Position, limit: float, ended: threading.Event) -> None:
+    """Report this process while it makes no progress, and end it after so many seconds."""
+    judge = _Judge(1, limit)
+    for elapsed in _ticks(ended):
+        if stalls := judge.judge({0: position.heartbeat()}, elapsed):
+            print_error(judge.message(stalls))
+            exit_now(1)
+
+
+class Watchdog:
+    """Watches the ranks of a run from one of them, through a store that all can reach.
+
+    It exists before any process group, and so watches the libraries that set up their communication too, which wait
+    forever, or for half an hour, for a rank that is gone.
+
+    Args:
+        position: What this rank is doing.
+        store: The store of torch.distributed.
+        timeout: Seconds without progress until the start fails, at least a minute; None is 30 minutes.
+
+    Attributes:
+        has_ended: Whether the run has ended by an error.
+    """
+
+    def __init__(self, position: Position, store: distributed_c10d.Store, timeout: float | None) -> None:
+        self._position, self._rank, self._size = position, position.rank, position.world_size
+        self.has_ended: bool = False
+        self._process = os.getpid()
+        self._prefix = f"omnitrain/{next(_instances)}"
+        self._connection = distributed_c10d.PrefixStore(self._prefix, store)
+        # Seconds since the store last answered.
+        self._unanswered = 0.0
+        # Why the store no longer answers, if so: the process that hosted it has ended.
+        self._store_error: RuntimeError | None = None
+        # How many errors all ranks have raised together and survived; numbers the next error in the store.
+        self._survived_errors = 0
+        # The latest report of another rank's error, with the error's "number" and whether that rank has "given_up".
+        self._failure_read: dict[str, Any] | None = None
+        # Whether this rank has failed.
+        self._has_failed = False
+        # Whether a rank has reached the end of the program, as last read from the store.
+        self._has_left = False
+        # The main rank judges all ranks, and the others whether its process runs.
+        self._judge = _Judge(self._size, max(timeout or TIMEOUT_S, SILENCE_S), only_silent=self._rank > 0)
+        self._judge.silence_limit = SILENCE_S
+        self._judging = threading.Lock()
+        # The stalled ranks for which a rank with a signal no longer waits, by its own judgement and the main rank's.
+        self._given_up: list[Stall] = []
+        self._main_given_up: list[Stall] = []
+        # The latest heartbeat of the main rank that was read.
+        self._main_heartbeat = Heartbeat(0, "", 0, 0, False)
+        # Whether each rank has sent a heartbeat; reading a missing one would wait for it.
+        self._all_posted = False
+        self._closing = threading.Event()
+        # Two threads: if the process that hosts the store is stopped, a request never returns, not even the first.
+        has_posted = threading.Event()
+        self._posting = threading.Thread(
+            target=self._keep_posting, args=(store, has_posted), name="omnitrain-post", daemon=True
+        )
+        self._watching = threading.Thread(target=self._keep_watching, name="omnitrain-watch", daemon=True)
+        self._posting.start()
+        self._watching.start()
+        has_posted.wait()  # before this rank can be waited for; if it takes too long, the other thread ends it
+
+    @contextlib.contextmanager
+    def limited(self, timeout: float | None, is_start: bool) -> Iterator[None]:
+        """Set the limits for a call; at a start, a rank without a heartbeat for a minute ends it."""
+        self._judge.silence_limit = SILENCE_S if is_start else math.inf
+        self._judge.limit = max(timeout or TIMEOUT_S, SILENCE_S if is_start else 0.0)
+        try:
+            yield
+        finally:
+            self._judge.silence_limit = math.inf
+
+    def wait_for_ranks(self) -> None:
+        """Wait until all ranks have arrived here; threads watch those that have sent a heartbeat.
+
+        Raises:
+            DistributedError: If a rank is gone, or has not sent a heartbeat in a minute.
+        """
+        arrived = self._store.add("here", 1)
+        end, pause = time.monotonic() + SILENCE_S, 0.005
+        while arrived < self._size:
+            if self.knows_lost_rank:
+                raise self.lost_rank_error(RuntimeError("it has ended"), START)
+            if time.monotonic() > end and not self._all_posted:
+                unknown = [rank for rank in range(self._size) if not self._store.check([f"post/{rank}"])]
+                if unknown:
+                    self.has_ended = True
+                    raise DistributedError(
+                        f"Rank {self._rank} has waited {SILENCE_S:.0f} seconds for rank "
+                        f"{', '.join(map(str, unknown))}, which has joined the group of processes and has not "
+                        "created a trainer since: it was killed, hangs, or does something else first. Create the "
+                        "trainer at the same place of the program on all processes."
+                    )
+            time.sleep(pause)
+            pause = min(2 * pause, 0.5)
+            arrived = self._store.add("here", 0)
+
+    # --- the store
+
+    @property
+    def _store(self) -> distributed_c10d.Store:
+        """The store; a RuntimeError at once where it does not answer, as the process that hosts it is stopped."""
+        if self._store_unresponsive:
+            raise RuntimeError("The store does not answer.")
+        return self._connection
+
+    @property
+    def _store_unresponsive(self) -> bool:
+        return self._unanswered >= UNRESPONSIVE_S
+
+    @property
+    def _store_is_on_main(self) -> bool:
+        """Whether the main rank hosts the store, and not torchrun."""
+        return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+
+    # --- errors
+
+    @property
+    def knows_lost_rank(self) -> bool:
+        """Whether another rank has reported a failure, or has left the program."""
+        return self._current_failure() is not None or self._has_left
+
+    def signal_message(self) -> str:
+        """Return why this rank no longer waits for the others after a signal; "" if it does."""
+        stalls = self._given_up or self._main_given_up
+        return self._describe_signal(signals.handled(), stalls) if signals.handled() and stalls else ""
+
+    def _describe_signal(self, number: int, stalls: Sequence[Stall]) -> str:
+        return (
+            f"{describe_stalls(stalls)} {signal.Signals(number).name} ends rank {self._rank} before its step is "
+            "done, which needs all ranks: the latest checkpoint counts."
+        )
+
+    def report_failure(self, what: str, error: BaseException) -> None:
+        """Report to the other ranks that this one has failed; the first report counts."""
+        self._has_failed = True
+        text = "".join(traceback.format_exception(error))
+        self._send_report({"what": what, "error": f"{type(error).__name__}: {error}", "traceback": text})
+
+    def _send_report(self, report: dict[str, Any]) -> None:
+        with contextlib.suppress(RuntimeError):
+            self._store.compare_set(f"failure/{self._survived_errors}", "", json.dumps({"rank": self._rank, **report}))
+
+    def settle_error(self, is_common: bool) -> bool:
+        """Return whether all ranks have raised an error of this one: the first verdict in the store counts for all.
+
+        Otherwise a rank that stopped waiting and one that arrived a little late would disagree.
+        """
+        verdict = "common" if is_common else "local"
+        try:
+            return self._store.compare_set(f"verdict/{self._survived_errors}", "", verdict).decode() == "common"
+        except RuntimeError:
+            return False
+
+    def survive_error(self) -> None:
+        """Continue after an error that all ranks have raised."""
+        self._survived_errors, self._has_failed = self._survived_errors + 1, False
+
+    def _read_failure(self) -> dict[str, Any] | None:
+        """Return the report of another rank's failure, if any; that may still wait for the others to raise it."""
+        number = self._survived_errors
+        failure, verdict = f"failure/{number}", f"verdict/{number}"
+        with contextlib.suppress(RuntimeError):  # the process that hosted the store may have ended
+            report = json.loads(self._store.get(failure)) if self._store.check([failure]) else None
+            if report is not None and (report["rank"] != self._rank or "stall" in report):
+                given_up = self._store.check([verdict]) and self._store.get(verdict) != b"common"
+                self._failure_read = {**report, "number": number, "given_up": given_up}
+        return self._current_failure()
+
+    def _current_failure(self) -> dict[str, Any] | None:
+        """Return the report of another rank's failure, if one has been read."""
+        report = self._failure_read
+        return None if report is None or report["number"] != self._survived_errors else report
+
+    def _failure_error(self, report: dict[str, Any]) -> DistributedError:
+        self.has_ended = True
+        if "stall" in report:
+            return DistributedError(report["stall"])
+        return DistributedError(
+            f"Rank {report['rank']} failed in {report['what']}, and so the run ends on all {self._size} processes: "
+            f"{report['error']}\n--- rank {report['rank']}\n{report['traceback']}---"
+        )
+
+    def lost_rank_error(self, error: BaseException, what: str) -> DistributedError:
+        """Return the error for a rank that is gone; it has reported its failure, unless it was killed."""
+        self.has_ended = True
+        if report := self._read_failure():
+            return self._failure_error(report)
+        if self.has_exited():
+            return self.mismatch_error(what)
+        reason = str(error).partition(". This is")[0].partition("\n")[0]  # the rest of gloo's message is no help
+        lost = DistributedError(
+            f"Rank {self._rank} lost another process in {what}: it was killed, or its machine is gone ({reason}). "
+            "Start the run again with resume_from='auto'; torchrun's --max-restarts does so by itself."
+        )
+        self.report_failure(what, lost)
+        return lost
+
+    def mismatch_error(self, what: str) -> DistributedError:
+        """Return an error that lists the call of every rank. All ranks detect it at once, so all record their calls."""
+        self.has_ended = True
+        if report := self._read_failure():
+            return self._failure_error(report)
+        if self._has_failed:
+            return DistributedError(what)  # the others continued, and read the report of this error
+        self._record_call(what)
+        calls = {**self._calls_by_rank(), self._rank: what}
+        places = "; ".join(f"rank {rank}: {call}" for rank, call in sorted(calls.items()))
+        return DistributedError(
+            f"The processes of the run are at different places, where they would have waited for each other forever: "
+            f"{places}. Calls of the trainer that concern the whole run (train, evaluate, test, predict, save_model, "
+            "save_checkpoint, load_checkpoint) are made on every rank, not under `if trainer.is_main_process:`."
+        )
+
+    def _record_call(self, what: str) -> None:
+        with contextlib.suppress(RuntimeError):
+            self._store.set(f"at/{self._rank}", what)
+            self._store.add("placed", 1)
+
+    def _calls_by_rank(self) -> dict[int, str]:
+        """Return the recorded calls, by rank, once all are recorded or after some seconds."""
+        calls: dict[int, str] = {}
+        with contextlib.suppress(RuntimeError):
+            end = time.monotonic() + EXIT_WAIT_S
+            while self._store.add("placed", 0) < self._size and time.monotonic() < end:
+                time.sleep(0.02)
+            for rank in range(self._size):
+                if self._store.check([f"at/{rank}"]):
+                    calls[rank] = self._store.get(f"at/{rank}").decode()
+        return calls
+
+    # --- the threads
+
+    def _keep_posting(self, store: distributed_c10d.Store, has_posted: threading.Event) -> None:
+        """Send heartbeats, check for failures of others, and check their progress."""
+        idle, unread = 0.0, 0.0
+        heartbeat = self._position.heartbeat()
+        with contextlib.suppress(RuntimeError):  # a separate connection, as a stuck collective may hold the other one
+            self._connection = distributed_c10d.PrefixStore(self._prefix, store.clone())  # type: ignore[attr-defined]
+        with contextlib.suppress(RuntimeError):
+            self._post(heartbeat)
+            self._store.add("posted", 1)
+        has_posted.set()
+        for elapsed in _ticks(self._closing):
+            previous, heartbeat = heartbeat, self._position.heartbeat()
+            idle = idle + elapsed if heartbeat[1:] == previous[1:] else 0.0
+            unread += elapsed
+            try:
+                self._post(heartbeat)
+                self._unanswered, self._store_error = 0.0, None
+                self._read_failure()
+                self.has_exited()
+                self._all_posted = self._all_posted or self._store.add("posted", 0) >= self._size
+                # the main rank reads the others only while it seems to wait for one
+                is_waiting = idle >= min(_CHECK_S, self._judge.limit / 2) or self._judge.detector.has_reported
+                others = self._read_others(is_waiting) if self._all_posted else {}
+                self._judge_ranks({self._rank: heartbeat, **others}, unread)
+                unread = 0.0
+            except RuntimeError as error:  # the process that hosted the store has ended
+                self._store_error = error
+                if self._failure_read is not None:
+                    self._failure_read["given_up"] = True
+
+    def _post(self, heartbeat: Heartbeat) -> None:
+        stalls = [] if self._rank else self._given_up[:_MAX_DESCRIBED]
+        self._connection.set(f"post/{self._rank}", json.dumps([heartbeat, stalls]))
+
+    def _read_others(self, reads_all: bool) -> dict[int, Heartbeat]:
+        """Return the heartbeat of the main rank; on that, those of all others or none."""
+        if self._rank:
+            heartbeat, stalls = json.loads(self._store.get("post/0"))
+            self._main_heartbeat = Heartbeat(*heartbeat)
+            self._main_given_up = [Stall(rank, Heartbeat(*latest), *rest) for rank, latest, *rest in stalls]
+            return {0: self._main_heartbeat}
+        keys = [f"post/{rank}" for rank in range(1, self._size if reads_all else 1)]
+        extended = bool(keys) and self._store.has_extended_api()  # type: ignore[attr-defined]
+        texts = self._store.multi_get(keys) if extended else [self._store.get(key) for key in keys]
+        return {rank: Heartbeat(*json.loads(text)[0]) for rank, text in enumerate(texts, start=1)}
+
+    def _judge_ranks(self, heartbeats: Mapping[int, Heartbeat], elapsed: float) -> None:
+        """End the run on all ranks if some have made no progress for too long."""
+        with self._judging:
+            # rank 1 reports about the main one
+            stalled = self._judge.judge(heartbeats, elapsed, logs=self._rank <= 1 or self._store_unresponsive)
+            self._given_up = self._judge.detector.given_up(SIGNALLED_S)
+        if not stalled or self.has_ended or self._current_failure() is not None:
+            return
+        what, text = stalled[0].heartbeat.phase, self._judge.message(stalled)
+        report = {"what": what, "error": "no progress", "stall": text, "traceback": ""}
+        self._send_report(report)
+        self.settle_error(is_common=False)
+        if self._read_failure() is None:  # the store does not answer
+            number = self._survived_errors
+            self._failure_read = {"rank": stalled[0].rank, **report, "number": number, "given_up": True}
+
+    def _keep_watching(self) -> None:
+        """End this process if another rank has failed, or a signal has arrived, and it is stuck in a collective."""
+        since_failure = since_lost = 0.0
+        for elapsed in _ticks(self._closing):
+            if self.has_ended:
+                return
+            has_lost = self._position.phase == START and (self._has_left or self._store_error is not None)
+            since_lost = since_lost + elapsed if has_lost else 0.0
+            if since_lost > GRACE_S:
+                self.abort(self.lost_rank_error(self._store_error or RuntimeError("it has ended"), START))
+            self._unanswered += elapsed
+            if self._store_unresponsive:
+                others = {0: self._main_heartbeat} if self._store_is_on_main and self._rank else {}
+                self._judge_ranks({self._rank: self._position.heartbeat(), **others}, elapsed)
+            self._exit_at_signal()
+            failure = self._current_failure()
+            if failure is None or not failure["given_up"]:
+                since_failure = 0.0
+                continue
+            if not since_failure and "stall" not in failure:
+                logger.error("Rank %d failed in %s: %s", failure["rank"], failure["what"], failure["error"])
+            since_failure += elapsed
+            if since_failure > GRACE_S and not self.has_ended:
+                self.abort(self._failure_error(failure))
+
+    def _exit_at_signal(self) -> None:
+        """End this process if a signal has arrived that the main thread cannot handle."""
+        unhandled = signals.unhandled()
+        if not unhandled or time.monotonic() - unhandled[-1][1] < _UNHANDLED_S:
+            return
+        number, stalls = unhandled[0][0], self._given_up or self._main_given_up
+        if any(signals.is_second(*received) for received in unhandled):
+            text = f"{signal.Signals(number).name} again: this rank exits at once."
+        elif stalls:
+            text = self._describe_signal(number, stalls)
+        else:
+            return
+        sys.stdout.flush()
+        print(text, file=sys.stderr, flush=True)
+        self.report_failure(self._position.phase, SystemExit(128 + number))
+        self.settle_error(is_common=False)
+        self._keep_store_alive()
+        exit_now(128 + number)
+
+    # --- the end of the program
+
+    def abort(self, error: DistributedError) -> NoReturn:
+        """End this process with an error, from any thread."""
+        print_error(error)
+        self._keep_store_alive()
+        exit_now(1)
+
+    def stop(self) -> None:
+        """End the threads."""
+        self._closing.set()
+        self._posting.join(2 * POLL_INTERVAL.total_seconds())
+        self._watching.join(2 * POLL_INTERVAL.total_seconds())
+
+    def close(self) -> bool:
+        """Stop at the end of the program; return whether the other ranks wait for this one."""
+        self._closing.set()
+        if os.getpid() != self._process:  # a fork of it
+            return False
+        if not self._store_unresponsive:
+            self._posting.join(2 * POLL_INTERVAL.total_seconds())
+            with contextlib.suppress(RuntimeError):
+                self._post(self._position.heartbeat()._replace(has_ended=True))
+        if self.has_ended:
+            self._keep_store_alive()
+        return not self.has_ended
+
+    def record_exit(self) -> None:
+        """Record that this rank is at the end of the program; the others read it in their next collective call."""
+        with contextlib.suppress(RuntimeError):
+            self._record_call(AT_THE_END)
+            self._store.set("left", "")
+
+    def has_exited(self) -> bool:
+        """Return whether a rank reached the end of the program and stopped waiting for the others."""
+        with contextlib.suppress(RuntimeError):
+            self._has_left = self._has_left or self._store.check(["left"])
+        return self._has_left
+
+    def _keep_store_alive(self) -> None:
+        """Keep the store alive after an error, if this process hosts it, until the others have read the report."""
+        with contextlib.suppress(RuntimeError):
+            self._store.set(f"parted/{self._rank}", "")
+            keys, end = [f"parted/{rank}" for rank in range(self._size)], time.monotonic() + EXIT_WAIT_S
+            while self._rank == 0 and self._store_is_on_main and time.monotonic() < end and not self._store.check(keys):
+                time.sleep(0.02)
+
+
+def _ticks(ended: threading.Event) -> Iterator[float]:
+    """Yield, about once a second, how long this process has run since; time while it was stopped does not count."""
+    interval = POLL_INTERVAL.total_seconds()
+    last = time.monotonic()
+    while not ended.wait(interval):
+        current = time.monotonic()
+        yield min(current - last, 2 * interval)
+        last = current
+
+
+def print_error(error: object) -> None:
+    """Print a DistributedError, from another thread than the main one."""
+    sys.stdout.flush()
+    print(f"omnitrain.core.errors.DistributedError: {error}", file=sys.stderr, flush=True)
+
+
+def exit_now(code: int) -> NoReturn:
+    """End this process, from another thread than the main one, and its loaders' workers, which may hang too."""
+    for child in multiprocessing.active_children():
+        child.kill()
+    os._exit(code)

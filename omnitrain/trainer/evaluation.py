@@ -218,7 +218,7 @@ class Evaluation:
             return None
         metrics = {f"test_{key}": value for key, value in self._as_trained(result.metrics, loader).items()}
         shared = result.predictions, result.labels
-        return Predictions(*self.trainer.ranks.broadcast_object("the predictions of all samples", shared), metrics)
+        return Predictions(*self.trainer.ranks.on_main("the predictions of all samples", lambda: shared), metrics)
 
     @contextlib.contextmanager
     def apart(self) -> Iterator[None]:

@@ -29,6 +29,7 @@ from omnitrain.checkpoint.tensor_reader import DTYPES
 from omnitrain.core.errors import CheckpointError, DistributedError
 from omnitrain.core.events import Control
 from omnitrain.distributed import ranks as ranks_module
+from omnitrain.distributed import watchdog
 from omnitrain.distributed.ranks import ProcessRanks, Ranks
 from omnitrain.distributed.rendezvous import connected_ranks
 
@@ -39,7 +40,7 @@ class Unsendable(Exception):
 
 
 def join() -> ProcessRanks:
-    ranks_module._POLL_INTERVAL = datetime.timedelta(seconds=0.1)
+    watchdog.POLL_INTERVAL = datetime.timedelta(seconds=0.1)
     dist.init_process_group("gloo")
     return connected_ranks()
 
@@ -142,7 +143,7 @@ def survive_late() -> list[Any]:
     ranks = join()
     folder, results = case_folder(), list[Any]()
     for too_late in (False, True):
-        ranks_module._ERROR_SYNC_S = 0.2 if too_late else 600.0
+        watchdog.ERROR_SYNC_S = 0.2 if too_late else 600.0
         with contextlib.suppress(ValueError), ranks.collective_call("work"):
             if too_late and not ranks.is_main:
                 wait_for(folder / "given up")

@@ -25,7 +25,7 @@ from omnitrain.checkpoint import checkpointer, lock, manifest, tensor_reader, ve
 from omnitrain.checkpoint.disk import FileSystem
 from omnitrain.checkpoint.store import Store
 from omnitrain.checkpoint.tensor_files import gather_to_host
-from omnitrain.distributed import ranks
+from omnitrain.distributed import watchdog
 
 HERE = "test_sharded_saves"
 ASYNC = {"async_save": True}
@@ -112,7 +112,7 @@ def run(
     folder: str, rank: int = -1, at: int | str | None = None, fault: str = "kill", **options: Any
 ) -> dict[str, Any]:
     """Train from the latest checkpoint, with a fault of the disk of one process."""
-    ranks._GRACE_S = 1.0
+    watchdog.GRACE_S = 1.0
     trainer = make(folder, **options)
     disk = Disk(at if current_rank() == rank else None, fault)
     trainer.store.fs = disk
