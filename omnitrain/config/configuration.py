@@ -6,7 +6,6 @@ be found without importing the modules in the file come first. `parts.py` builds
 
 from __future__ import annotations
 
-import copy
 import inspect
 import re
 from collections.abc import Iterable, Mapping, Sequence
@@ -83,7 +82,7 @@ class Config:
         cls, tree: Tree, overrides: Mapping[str, Any] | Sequence[tuple[str, str | None]] = (), trust: bool = False
     ) -> Config:
         """Return the configuration of files that have been read, which stay unchanged; otherwise as `read`."""
-        tree = Tree(copy.deepcopy(tree.values), dict(tree.locations))
+        tree = Tree(tree.values, tree.locations)  # whose methods make new values
         if isinstance(overrides, Mapping):
             for path, value in overrides.items():
                 tree.put(path, value, SourceLocation("the overrides"))

@@ -108,71 +108,51 @@ class Tree:
         Raises:
             ConfigError: If a list has no such position, the key to remove does not exist, or the text is not YAML.
         """
-        value = None if text is None else parse_value(text, location)
-        self.put(path, value, location, removes=text is None)
+        self.put(path, _MISSING if text is None else parse_value(text, location), location)
 
-    def put(self, path: str, value: Any, location: SourceLocation, removes: bool = False) -> None:
-        """Set one value, or remove it; like `override`, with the parsed value."""
-        segments = path.split(".")
-        key: Key = ()
-        container: Any = self.values
-        for depth, segment in enumerate(segments):
-            if isinstance(container, dict) and _is_init_arg(container, depth, segment):
-                container, key = container.setdefault("init_args", {}), (*key, "init_args")
-            if isinstance(container, list):
-                index: Any = self._position(container, segment, path, location)
-            else:
-                index = _find_key(container, segment)
-            key = (*key, index)
-            if depth + 1 < len(segments):
-                container = self._descend(container, index, segments[depth + 1], path, location)
-        if removes:
-            self._remove(container, index, path, location)
-            return
-        if key == ("trainer",) and isinstance(value, str):  # such as `--trainer AccelerateTrainer`
-            container, index, key = self.values.setdefault("trainer", {}), "class_path", ("trainer", "class_path")
-        self.locations = {other: origin for other, origin in self.locations.items() if other[: len(key)] != key}
-        _set_item(container, index, value)
-        self.locations[key] = location
+    def put(self, path: str, value: Any, location: SourceLocation) -> None:
+        """Set one value; like `override`, with the parsed value."""
+        if path == "trainer" and isinstance(value, str):  # such as `--trainer AccelerateTrainer`
+            path = "trainer.class_path"
+        key: list[str | int] = []
 
-    @staticmethod
-    def _descend(container: Any, index: Any, next_segment: str, path: str, location: SourceLocation) -> Any:
-        """Return the entry of a container, for a path that continues inside it.
+        def changed(current: Any, segments: list[str]) -> Any:
+            """Return a value with one inside of it set, and extend `key` by the way to that."""
+            if not segments:
+                return value
+            segment, *rest = segments
+            is_removed = value is _MISSING and not rest
+            if isinstance(current, str):
+                current = {"class_path": current}
+            if current is None and segment.isdigit() and key:
+                current = []
+            if isinstance(current, list):
+                if not _POSITION.fullmatch(segment) or int(segment) + is_removed > len(current):
+                    raise ConfigError(
+                        f"{location}: {path!r} goes into a list of {len(current)}, where {segment!r} is not a position."
+                        f" Pass a number from 0 to {len(current)}; the last one appends an entry."
+                    )
+                key.append(position := int(segment))
+                before = current[position] if position < len(current) else {} if rest else None
+                entry = [] if is_removed else [changed(before, rest)]
+                return [*current[:position], *entry, *current[position + 1 :]]
+            entries = dict(current) if isinstance(current, dict) else {}
+            if _is_init_arg(entries, len(key), segment):
+                key.append("init_args")
+                return entries | {"init_args": changed(entries.get("init_args") or {}, segments)}
+            key.append(name := next((name for name in entries if str(name) == segment), segment))  # may be a number
+            if is_removed and name not in entries:
+                near = did_you_mean(segment, [str(name) for name in entries])
+                raise ConfigError(f"{location}: there is no {path!r} to remove.{near}")
+            if is_removed:
+                return {other: entry for other, entry in entries.items() if other != name}
+            return entries | {name: changed(entries.get(name), rest)}
 
-        A missing entry becomes a list if the next segment is position 0, or else a mapping. A string becomes the class
-        of an object.
-        """
-        if isinstance(container, dict) and container.get(index) is None and _POSITION.fullmatch(next_segment):
-            if int(next_segment):
-                raise ConfigError(
-                    f"{location}: {path!r} goes into a list that does not exist yet, where {next_segment!r} is not a "
-                    "position. The first entry is 0."
-                )
-            container[index] = []
-        elif isinstance(container, dict) and not isinstance(container.get(index), (dict, list)):
-            is_name = isinstance(container.get(index), str)
-            container[index] = {"class_path": container[index]} if is_name else {}
-        elif isinstance(container, list) and index == len(container):
-            container.append({})
-        return container[index]
-
-    @staticmethod
-    def _remove(container: Any, index: Any, path: str, location: SourceLocation) -> None:
-        if isinstance(container, dict) and index not in container:
-            near = did_you_mean(str(index), [str(name) for name in container])
-            raise ConfigError(f"{location}: there is no {path!r} to remove.{near}")
-        if isinstance(container, list) and index >= len(container):
-            raise ConfigError(f"{location}: there is no {path!r} to remove: the list has {len(container)} entries.")
-        del container[index]
-
-    @staticmethod
-    def _position(values: list[Any], segment: str, path: str, location: SourceLocation) -> int:
-        if not _POSITION.fullmatch(segment) or int(segment) > len(values):
-            raise ConfigError(
-                f"{location}: {path!r} goes into a list of {len(values)}, where {segment!r} is not a position. Pass a "
-                f"number from 0 to {len(values)}; the last one appends an entry."
-            )
-        return int(segment)
+        self.values = changed(self.values, path.split("."))
+        if value is not _MISSING:
+            target = tuple(key)
+            self.locations = {place: line for place, line in self.locations.items() if place[: len(key)] != target}
+            self.locations[target] = location
 
     def resolve(self) -> None:
         """Replace references, such as `${trainer.seed}` and `${env:HOME}`, by the values that they refer to.
@@ -197,11 +177,12 @@ class Tree:
         parts = [self._look_up(name.strip(), key, chain, counter) for name in _REFERENCE.findall(value)]
         if sum(len(str(part)) for part in parts) > _MAX_TEXT:
             raise self.error(key, f"references make a text of more than {_MAX_TEXT:,} characters. Write it out.")
-        values, references = iter(parts), iter(parts)
+        values = iter(parts)
+        references = iter(part.reference if isinstance(part, FromEnvironment) else str(part) for part in parts)
         text = _REFERENCE.sub(lambda _: str(next(values)), value)
         if not any(isinstance(part, FromEnvironment) for part in parts):
             return text
-        return FromEnvironment(text, _REFERENCE.sub(lambda _: _to_reference(next(references)), value))
+        return FromEnvironment(text, _REFERENCE.sub(lambda _: next(references), value))
 
     def _look_up(self, name: str, key: Key, chain: tuple[str, ...], counter: Iterator[int]) -> Any:
         if name in chain:
@@ -225,10 +206,6 @@ class Tree:
     def iter_keys(self) -> Iterator[Key]:
         """Yield the key of every value, including mappings and lists."""
         yield from _iter_keys(self.values, ())
-
-
-def _to_reference(value: Any) -> str:
-    return value.reference if isinstance(value, FromEnvironment) else str(value)
 
 
 def dotted_name(key: Key) -> str:
@@ -273,11 +250,16 @@ def parse_value(text: str, location: SourceLocation) -> Any:
         return text  # such as "a: b", which is not a value inside of one line
 
 
-def _parse(text: str, source: str) -> Tree:
+def _import_yaml() -> Any:
     try:
         import yaml
     except ImportError as error:
         raise MissingExtraError("A configuration file", "pyyaml", "config") from error
+    return yaml
+
+
+def _parse(text: str, source: str) -> Tree:
+    yaml = _import_yaml()
     try:
         node = yaml.compose(text, loader())
     except RecursionError as error:
@@ -304,6 +286,7 @@ class _NodeReader:
     def __init__(self, source: str, locations: dict[Key, SourceLocation]) -> None:
         self._source, self._locations = source, locations
         self._open: list[Any] = []
+        self._constructor = _import_yaml().constructor.SafeConstructor()
         # The entries of mappings, by the id of their node; None for one that is being read.
         self._entries_by_node: dict[int, dict[Any, tuple[Any, Any]] | None] = {}
 
@@ -371,18 +354,11 @@ class _NodeReader:
         text, kind = node.value, node.tag.removeprefix("tag:yaml.org,2002:")
         if kind in ("str", "merge"):
             return text
-        if kind == "null":
-            return None
-        if kind == "bool":
-            return text.lower() == "true"
-        if kind == "int":
-            digits = text.replace("_", "")
-            if len(digits) > 20 or abs(int(digits)) >= 2**64:
-                raise ConfigError(f"{location}: {digits[:20]}... is too large: integers have at most 64 bits.")
-            return int(digits)
-        if kind == "float":
-            return float(re.sub(r"^([-+]?)\.(inf|nan)$", r"\1\2", text.lower()).replace("_", ""))
-        raise _unknown_tag(node, location)
+        if kind not in ("null", "bool", "int", "float"):
+            raise _unknown_tag(node, location)
+        if kind == "int" and (len(text) > 25 or abs(int(text)) >= 2**64):
+            raise ConfigError(f"{location}: {text[:20]}... is too large: integers have at most 64 bits.")
+        return self._constructor.construct_object(node)
 
 
 def _unknown_tag(node: Any, location: SourceLocation) -> ConfigError:
@@ -403,20 +379,6 @@ def _is_init_arg(container: Mapping[Any, Any], depth: int, name: Any) -> bool:
     The trainer, whose arguments are at depth 1, holds them itself.
     """
     return "class_path" in container and depth > 1 and name not in PART_KEYS
-
-
-def _find_key(container: Any, segment: str) -> Any:
-    """Return the key of a mapping with this spelling, which may be a number."""
-    if not isinstance(container, dict):
-        return segment
-    return next((name for name in container if str(name) == segment), segment)
-
-
-def _set_item(container: Any, index: Any, value: Any) -> None:
-    if isinstance(container, list) and index == len(container):
-        container.append(value)
-    else:
-        container[index] = value
 
 
 def _iter_keys(value: Any, key: Key) -> Iterator[Key]:
