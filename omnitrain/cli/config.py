@@ -40,11 +40,12 @@ def train(words: Sequence[str], resume: str | None, trust: bool, print_config: b
     Raises:
         ConfigError: If something is wrong; nothing was built or written.
     """
-    config = make_config(words, resume, trust)
+    files, pairs = parse_words(words)
+    config = _make_config(files, pairs, resume, trust)
     if print_config:
         print(write(config.tree.values), end="")
         return
-    with code_in(_config_folder(words)):
+    with code_in(files[0].parent if files else Path()):
         config.train()
 
 
@@ -54,7 +55,7 @@ def check(words: Sequence[str], trust: bool) -> None:
     Raises:
         ConfigError: With all errors.
     """
-    raise_all(make_config(words, None, trust).check())
+    raise_all(_make_config(*parse_words(words), None, trust).check())
     print("Nothing is wrong.")
 
 
@@ -68,22 +69,20 @@ def convert(file: Path) -> None:
     print(write(values), end="")
 
 
-def make_config(words: Sequence[str], resume: str | None = None, trust: bool = False) -> Config:
-    """Return the configuration that a command line describes; modules of the current folder can be imported then.
+def _make_config(files: Sequence[Path], pairs: Pairs, resume: str | None, trust: bool) -> Config:
+    """Return the configuration of files and options, or of a run to resume.
 
     Raises:
         ConfigError: If it cannot be read, or there is none.
     """
-    files, pairs = _split_words(words)
-    if resume is not None:
-        run, checkpoint = _locate_run(resume)
-        files.insert(0, _find_config(resume, run))
-        pairs = [("trainer.overwrite", "false"), ("train.resume_from", checkpoint), *pairs]
-    if not files:
+    if resume is None and not files:
         raise ConfigError("Name a file, such as config.yaml, or a run to resume: --resume runs/a.")
-    tree = merge_files(files)
-    if resume is not None:
-        pairs = [(_folder_key(tree), run), *pairs]
+    if resume is None:
+        tree = merge_files(files)
+        return Config.from_tree(tree, _qualify_options(tree, pairs), trust)
+    run, checkpoint = _locate_run(resume)
+    tree = merge_files([_find_config(resume, run), *files])
+    pairs = [(_folder_key(tree), run), ("trainer.overwrite", "false"), ("train.resume_from", checkpoint), *pairs]
     return Config.from_tree(tree, _qualify_options(tree, pairs), trust)
 
 
@@ -114,31 +113,39 @@ def _find_config(resume: str, run: str) -> Path:
     return file
 
 
-def _split_words(words: Sequence[str]) -> tuple[list[Path], list[tuple[str, str | None]]]:
-    """Return the files and the options of a command line; modules of the current folder can be imported then."""
+def parse_words(words: Sequence[str]) -> tuple[list[Path], list[tuple[str, str | None]]]:
+    """Return the files of a command line, and its options as names and texts; None for a name to remove.
+
+    Modules of the current folder can be imported then.
+
+    Raises:
+        ConfigError: If a word is neither.
+
+    >>> _, options = parse_words(["--trainer.epochs", "3", "--trainer.shuffle=false", "--trainer.a!", "--trainer.b"])
+    >>> options
+    [('trainer.epochs', '3'), ('trainer.shuffle', 'false'), ('trainer.a', None), ('trainer.b', 'true')]
+    """
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
-    files, options, remaining = list[Path](), list[str](), list(words)
+    files, pairs, remaining = list[Path](), list[tuple[str, str | None]](), list(words)
     while remaining:
         word = remaining.pop(0)
+        name, equals, text = word.partition("=")
         if word in ("-f", "--config"):  # as nnScaler and Lightning have it
             if not remaining:
                 raise ConfigError(f"{word} needs a file, such as config.yaml.")
             files.append(Path(remaining.pop(0)))
-        elif word.startswith("-"):
-            options.append(word)
-            takes_next = "=" not in word and not word.endswith("!") and bool(remaining)
-            if takes_next and not re.match(r"--[A-Za-z_]|-f$", remaining[0]):
-                options.append(remaining.pop(0))
-        else:
+        elif not word.startswith("-"):
             files.append(Path(word))
-    return files, parse_options(options)
-
-
-def _config_folder(words: Sequence[str]) -> Path:
-    """Return the folder of the first file of a command line; the current one if a run is resumed without any."""
-    files, _ = _split_words(words)
-    return files[0].parent if files else Path()
+        elif not re.fullmatch(r"--[A-Za-z_][\w.-]*!?", name):
+            raise ConfigError(f"{word!r} is no option. Values are given as --trainer.epochs 3 or --trainer.epochs=3.")
+        else:
+            name = re.sub(r"(?<=[A-Za-z0-9])-(?=[A-Za-z0-9])", "_", name[2:])
+            if not equals and not name.endswith("!"):
+                is_value = bool(remaining) and not re.match(r"--[A-Za-z_]|-f$", remaining[0])
+                text = remaining.pop(0) if is_value else "true"
+            pairs.append((name[:-1], None) if name.endswith("!") else (name, text))
+    return files, pairs
 
 
 def _folder_key(tree: Tree) -> str:
@@ -170,7 +177,7 @@ def sweep(
     Raises:
         ConfigError: If something is wrong; nothing was built or written.
     """
-    files, pairs = _split_words(words)
+    files, pairs = parse_words(words)
     if not files:
         raise ConfigError("Name a file, such as config.yaml.")
     tree = merge_files(files)
@@ -219,33 +226,6 @@ def _parse_choices(name: str, text: str | None) -> Any:
     if isinstance(value, str) and "," in value:
         return [parse_value(part.strip(), location) for part in value.split(",")]
     return None
-
-
-def parse_options(words: Sequence[str]) -> list[tuple[str, str | None]]:
-    """Return names and texts from the words of a command line; None for a name to remove, `--trainer.patience!`.
-
-    Raises:
-        ConfigError: If a word belongs to no name.
-
-    >>> parse_options(["--trainer.epochs", "3", "--trainer.shuffle=false", "--trainer.save!", "--trainer.overwrite"])
-    [('trainer.epochs', '3'), ('trainer.shuffle', 'false'), ('trainer.save', None), ('trainer.overwrite', 'true')]
-    """
-    pairs: list[tuple[str, str | None]] = []
-    remaining = list(words)
-    while remaining:
-        word = remaining.pop(0)
-        name, equals, text = word.partition("=")
-        if not re.fullmatch(r"--[A-Za-z_][\w.-]*!?", name):
-            raise ConfigError(f"{word!r} is no option. Values are given as --trainer.epochs 3 or --trainer.epochs=3.")
-        name = re.sub(r"(?<=[A-Za-z0-9])-(?=[A-Za-z0-9])", "_", name[2:])
-        if name.endswith("!"):
-            pairs.append((name[:-1], None))
-        elif equals:
-            pairs.append((name, text))
-        else:
-            is_value = bool(remaining) and not re.match(r"--[A-Za-z_]", remaining[0])
-            pairs.append((name, remaining.pop(0) if is_value else "true"))
-    return pairs
 
 
 def _qualify_options(tree: Tree, pairs: Pairs) -> list[tuple[str, str | None]]:
