@@ -14,6 +14,7 @@ import shlex
 import shutil
 import sys
 import tempfile
+from collections import Counter
 from collections.abc import Collection, Iterator, Mapping
 from datetime import datetime
 from pathlib import Path
@@ -50,7 +51,7 @@ def ls(path: Path) -> None:
     """
     store, folders = _checkpoints(path)
     marks = _pointer_names(store)
-    rows, problems, metric = [], [], ""
+    rows, problems, objective = [], [], None
     for folder in folders:
         name = _FOLDER.fullmatch(folder.name)
         step, epoch, score, date, state = str(int(name[1])) if name else "", "", "", _format_date(folder), "complete"
@@ -61,11 +62,14 @@ def ls(path: Path) -> None:
             problems.append(str(error))
         else:
             step, epoch, score = str(content["step"]), _format_epochs(content), _format_number(content["score"])
-            date, metric = _format_date(folder, content), _describe_metric(content) or metric
+            date, objective = _format_date(folder, content), content.get("objective") or objective
         rows.append([folder.name, step, epoch, score, marks.get(folder.name, ""), _format_size(folder), date, state])
     _print_table("checkpoint >step >epoch >score ~mark >size ~saved state", rows)
-    for line in ([f"\nscore: {metric}"] if metric else []) + problems:
-        _print(line)
+    if objective:
+        better = "lower" if objective["direction"] == "min" else "higher"
+        _print(f"\nscore: {objective['metric']}, {better} is better")
+    for problem in problems:
+        _print(problem)
 
 
 def verify(path: Path) -> int:
@@ -126,8 +130,9 @@ def show_run(path: Path) -> None:
     """
     starts = read_starts(path / RUN_FILE) or _read_record(path)
     rows = [
-        [str(number), _start_time(start), str(start.get("step", "")), start.get("resumed_from") or "",
-         _format_hosts(start), str(start.get("processes", "")), _format_devices(start), _format_commit(start)]
+        [str(number), _format_time(start.get("started_at"), "seconds"), str(start.get("step", "")),
+         start.get("resumed_from") or "", ", ".join(map(str, start.get("hosts") or ())),
+         str(start.get("processes", "")), _format_devices(start), _format_commit(start)]
         for number, start in enumerate(starts, 1)
     ]  # fmt: skip
     _print_table(">start ~began >step ~resumed_from ~host >processes ~devices ~commit", rows)
@@ -147,11 +152,7 @@ def show_run(path: Path) -> None:
             dict(_flatten({name: value for name, value in start.items() if name not in _PER_START}, ""))
             for start in starts[-2:]
         )
-        names = [name for name in {**before, **after} if before.get(name, _ABSENT) != after.get(name, _ABSENT)]
-        _print_title(f"{len(names)} changes since start {len(starts) - 1}")
-        if names:
-            sides = ([_format_setting(values.get(name, _ABSENT)) for values in (before, after)] for name in names)
-            _print_table("~name ~before ~now", [[name, *side] for name, side in zip(names, sides, strict=True)])
+        _print_changes(f"changes since start {len(starts) - 1}", "~name ~before ~now", before, after)
 
 
 # Entries that differ between any two starts.
@@ -174,24 +175,11 @@ def _read_record(path: Path) -> list[dict[str, Any]]:
     return [content["record"]]
 
 
-def _start_time(start: Mapping[str, Any]) -> str:
-    """Return when a start began, in local time."""
-    try:
-        return datetime.fromisoformat(start["started_at"]).astimezone().replace(tzinfo=None).isoformat(" ", "seconds")
-    except (KeyError, TypeError, ValueError):
-        return ""
-
-
-def _format_hosts(start: Mapping[str, Any]) -> str:
-    return ", ".join(map(str, start.get("hosts") or ()))
-
-
 def _format_devices(start: Mapping[str, Any]) -> str:
     """Return the devices that a start trained on: "8 x NVIDIA H200"."""
-    counts: dict[str, int] = {}
-    for names in (start.get("hosts") or {}).values():
-        for name, count in names.items():
-            counts[name] = counts.get(name, 0) + count
+    counts: Counter[str] = Counter()
+    for devices in (start.get("hosts") or {}).values():
+        counts.update(devices)
     return ", ".join(f"{count} x {name}" for name, count in counts.items())
 
 
@@ -325,15 +313,20 @@ def diff(a: Path, b: Path) -> None:
     ]
     _print_table("side ~checkpoint >step >epoch >score", rows)
     flat_a, flat_b = _settings_to_compare(content_a), _settings_to_compare(content_b)
-    names = [name for name in {**flat_a, **flat_b} if flat_a.get(name, _ABSENT) != flat_b.get(name, _ABSENT)]
-    _print_title(f"{len(names)} settings differ")
-    if names:
-        sides = ([_format_setting(flat.get(name, _ABSENT)) for flat in (flat_a, flat_b)] for name in names)
-        _print_table("~setting ~A ~B", [[name, *side] for name, side in zip(names, sides, strict=True)])
+    _print_changes("settings differ", "~setting ~A ~B", flat_a, flat_b)
     frozen_a, frozen_b = (content.get("frozen") or {} for content in (content_a, content_b))
     weights_a, weights_b = _weights(folder_a, content_a), _weights(folder_b, content_b)
     _print_weight_differences(weights_a, weights_b, frozen_a, frozen_b)
     _print_frozen_differences(weights_a, weights_b, frozen_a, frozen_b)
+
+
+def _print_changes(title: str, columns: str, before: Mapping[str, Any], after: Mapping[str, Any]) -> None:
+    """Print the values that differ."""
+    names = [name for name in {**before, **after} if before.get(name, _ABSENT) != after.get(name, _ABSENT)]
+    _print_title(f"{len(names)} {title}")
+    rows = [[name, *(_format_setting(values.get(name, _ABSENT)) for values in (before, after))] for name in names]
+    if rows:
+        _print_table(columns, rows)
 
 
 # --- weights
@@ -368,7 +361,10 @@ def _print_weight_differences(
     shapes = {name: (list(a.spec_of(name)[0]), list(b.spec_of(name)[0])) for name in both}
     fitting = [name for name in both if shapes[name][0] == shapes[name][1]]
     differences = [(_largest_difference(a[name], b[name]), name) for name in fitting]
-    differing = sorted((pair for pair in differences if pair[0] != 0), key=_difference_key)
+    # NaN first, then the largest
+    differing = sorted(
+        (pair for pair in differences if pair[0] != 0), key=lambda pair: (pair[0] == pair[0], -pair[0], pair[1])
+    )
     _print_title(f"{len(differing)} of {len(fitting)} tensors differ")
     if differing:
         rows = [[name, str(shapes[name][0]), _format_number(value)] for value, name in differing[:MAX_ROWS]]
@@ -381,12 +377,6 @@ def _print_weight_differences(
     for label, only in (("A", names_a - names_b - {*left_out_b}), ("B", names_b - names_a - {*left_out_a})):
         if only:
             _print(f"only in {label}: {', '.join(sorted(only))}")
-
-
-def _difference_key(pair: tuple[float, str]) -> tuple[bool, float, str]:
-    """Sort NaN first, then by size, the largest first."""
-    value, name = pair
-    return value == value, -value, name
 
 
 def _largest_difference(a: torch.Tensor, b: torch.Tensor) -> float:
@@ -546,13 +536,6 @@ def _format_epochs(content: Mapping[str, Any]) -> str:
     return f"{Progress.from_state(content['progress']).epochs:.6g}" if "progress" in content else ""
 
 
-def _describe_metric(content: Mapping[str, Any]) -> str:
-    objective = content.get("objective")
-    if not objective:
-        return ""
-    return f"{objective['metric']}, {'lower' if objective['direction'] == 'min' else 'higher'} is better"
-
-
 def _format_size(folder: Path) -> str:
     """Return the size of all files of a checkpoint, in decimal units."""
     size = float(sum(file.stat().st_size for file in folder.rglob("*") if file.is_file()))
@@ -564,13 +547,20 @@ def _format_size(folder: Path) -> str:
 
 
 def _format_date(folder: Path, content: Mapping[str, Any] | None = None) -> str:
-    """Return when a checkpoint was saved, in local time; if unknown, when its last file was written."""
+    """Return when a checkpoint was saved; if unknown, when its last file was written."""
     if content and content.get("saved_at"):
-        saved = datetime.fromisoformat(content["saved_at"]).astimezone()
-    else:
-        manifest = folder / MANIFEST
-        saved = datetime.fromtimestamp((manifest if manifest.exists() else folder).stat().st_mtime)
-    return saved.replace(tzinfo=None).isoformat(" ", "minutes")
+        return _format_time(content["saved_at"])
+    manifest = folder / MANIFEST
+    saved = datetime.fromtimestamp((manifest if manifest.exists() else folder).stat().st_mtime)
+    return saved.isoformat(" ", "minutes")
+
+
+def _format_time(text: Any, timespec: str = "minutes") -> str:
+    """Return a time of a file in local time; empty if it is none."""
+    try:
+        return datetime.fromisoformat(text).astimezone().replace(tzinfo=None).isoformat(" ", timespec)
+    except (TypeError, ValueError):
+        return ""
 
 
 def _escape(text: str) -> str:
