@@ -104,8 +104,12 @@ class CharacterGPT(nn.Module):
         super().__init__()
         self.characters: nn.Embedding = nn.Embedding(VOCABULARY, width)
         self.positions: nn.Embedding = nn.Embedding(BLOCK, width)
-        self.blocks: nn.Sequential = nn.Sequential(*(_Block(width, heads) for _ in range(layers)))
-        self.norm: nn.LayerNorm = nn.LayerNorm(width)
+        layer = nn.TransformerEncoderLayer(
+            width, heads, 4 * width, dropout=0.0, activation="gelu", batch_first=True, norm_first=True
+        )
+        self.blocks: nn.TransformerEncoder = nn.TransformerEncoder(
+            layer, layers, nn.LayerNorm(width), enable_nested_tensor=False
+        )
         self.head: nn.Linear = nn.Linear(width, VOCABULARY)
         for embedding in (self.characters, self.positions):  # PyTorch's own 1.0 drowns what the blocks add at first
             nn.init.normal_(embedding.weight, std=0.1)
@@ -113,7 +117,8 @@ class CharacterGPT(nn.Module):
     def forward(self, characters: Tensor) -> Tensor:
         """Return logits of shape (texts, positions, vocabulary) for characters of shape (texts, positions)."""
         positions = self.positions.weight[: characters.shape[1]]
-        return self.head(self.norm(self.blocks(self.characters(characters) + positions)))
+        mask = nn.Transformer.generate_square_subsequent_mask(len(positions), positions.device, positions.dtype)
+        return self.head(self.blocks(self.characters(characters) + positions, mask, is_causal=True))
 
     @torch.no_grad()
     def write(self, start: str, length: int, temperature: float = 0.7) -> str:
@@ -126,27 +131,6 @@ class CharacterGPT(nn.Module):
             drawn = torch.multinomial((logits / temperature).softmax(dim=-1), 1, generator=generator)
             text = torch.cat([text, drawn])
         return bytes(text.tolist()).decode("ascii").expandtabs(4)
-
-
-class _Block(nn.Module):
-    """Attention to what is before, then a small network for each position; each is added to what came in."""
-
-    def __init__(self, width: int, heads: int) -> None:
-        super().__init__()
-        self.heads = heads
-        self.norm = nn.LayerNorm(width)
-        self.query_key_value = nn.Linear(width, 3 * width)
-        self.projection = nn.Linear(width, width)
-        self.network = nn.Sequential(
-            nn.LayerNorm(width), nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width)
-        )
-
-    def forward(self, x: Tensor) -> Tensor:
-        per_head = self.query_key_value(self.norm(x)).unflatten(-1, (3, self.heads, -1))
-        query, key, value = per_head.permute(2, 0, 3, 1, 4)
-        attended = F.scaled_dot_product_attention(query, key, value, is_causal=True)
-        x = x + self.projection(attended.transpose(1, 2).flatten(-2))
-        return x + self.network(x)
 
 
 def stdlib(trainer_class: type[BaseTrainer], out: Path, **changes: Any) -> BaseTrainer:

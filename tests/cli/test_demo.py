@@ -6,7 +6,6 @@ import inspect
 import io
 import json
 import os
-import re
 import shutil
 import sys
 from pathlib import Path
@@ -170,8 +169,3 @@ def test_character_gpt_is_causal_and_writes_ascii() -> None:
     words = model.write("def ", 70)
     assert words == model.write("def ", 70)
     assert words.startswith("def ") and len(words) >= 74
-
-
-def test_demo_imports_public_names() -> None:
-    imports = re.findall(r"^ *(?:from|import) (omnitrain\S*)", Path(demo.__file__).read_text(encoding="utf-8"), re.M)
-    assert set(imports) == {"omnitrain"}
