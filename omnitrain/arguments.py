@@ -442,7 +442,7 @@ _RULES: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
     ("learning_rate weight_decay delta", lambda value: _is_finite(value) and value >= 0,
      "a finite number of at least 0"),
     ("max_grad_norm", lambda value: _is_finite(value) and value > 0, "a positive number or None"),
-    ("patience", lambda value: value == -1 or _is_integer(value, 1), "a positive integer or None"),
+    ("patience", lambda value: _is_integer(value, -1) and value != 0, "a positive integer or None"),
     ("fp16_loss_scale", _is_loss_scale,
      "(initial, minimum) with 0 < minimum <= initial, or (initial, minimum, window), of which the window is the steps "
      "without an overflow until the scale doubles"),
@@ -607,14 +607,9 @@ def parse_seconds(name: str, value: Any) -> float:
         ConfigError: If it is not a time.
     """
     length = Duration.parse(value, "s", name)
-    if length.unit != "s":
-        raise ConfigError(f"`{name}` must be a time such as 600 (seconds), '10m' or '2h', got {str(length)!r}.")
-    try:
-        return float(length.value)
-    except OverflowError:
-        raise ConfigError(
-            f"`{name}` must be a time such as 600 (seconds), '10m' or '2h', got {_repr(value)}."
-        ) from None
+    if length.unit != "s" or not _is_finite(length.value):
+        raise ConfigError(f"`{name}` must be a time such as 600 (seconds), '10m' or '2h', got {_repr(value)}.")
+    return float(length.value)
 
 
 def has_changing_batch_size(settings: Settings) -> bool:
@@ -645,23 +640,15 @@ def accumulation_stages(
 
 
 def _accumulations(sizes: Mapping[Any, int], batch_size: int, world_size: int) -> dict[Any, int]:
-    """Return the micro-batches per window and process for each stage of a `global_batch_size` that changes.
-
-    Raises:
-        ConfigError: If one of the sizes is not divisible.
-    """
+    """Return the micro-batches per window and process for each stage of a `global_batch_size` that changes."""
     share = batch_size * world_size
     for size in sizes.values():
         if size % share:
-            raise _indivisible(size, batch_size, world_size)
+            raise ConfigError(
+                f"A `global_batch_size` that changes must be a multiple of batch_size x processes = {batch_size} x "
+                f"{world_size} = {share} at every place, got {size}. One that stays the same need not be."
+            )
     return {place: size // share for place, size in sizes.items()}
-
-
-def _indivisible(total: int, batch_size: int, world_size: int) -> ConfigError:
-    return ConfigError(
-        f"A `global_batch_size` that changes must be a multiple of batch_size x processes = {batch_size} x "
-        f"{world_size} = {batch_size * world_size} at every place, got {total}. One that stays the same need not be."
-    )
 
 
 def resolve_accumulation(settings: Settings, world_size: int) -> int:
@@ -724,16 +711,15 @@ def describe(value: Any) -> Any:
 
 def describe_all(values: Mapping[str, Any]) -> dict[str, Any]:
     """Return settings by name as JSON types; datasets and loaders by their type, named sets each by theirs."""
-    return {
-        name: _describe_data(value) if name.endswith(("_dataset", "_loader")) else describe(value)
-        for name, value in values.items()
-    }
-
-
-def _describe_data(data: Any) -> Any:
-    if isinstance(data, dict):
-        return {str(name): describe(type(dataset)) for name, dataset in data.items()}
-    return None if data is None else describe(type(data))
+    described: dict[str, Any] = {}
+    for name, value in values.items():
+        if value is None or not name.endswith(("_dataset", "_loader")):
+            described[name] = describe(value)
+        elif isinstance(value, dict):
+            described[name] = {str(part): describe(type(dataset)) for part, dataset in value.items()}
+        else:
+            described[name] = describe(type(value))
+    return described
 
 
 # Arguments that may differ between ranks: they affect neither the numbers nor what the ranks do together.
