@@ -1,16 +1,13 @@
 from __future__ import annotations
 
-import json
 import os
 import re
 import runpy
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import programs
 import pytest
 import torch
@@ -106,15 +103,6 @@ def test_multi_task_trainer_uses_task_weights() -> None:
         example["MultiTaskTrainer"](torch.nn.Linear(1, 1), {"wine": []}, {"vine": 1.0})
 
 
-def test_load_task_standardizes_by_training_set() -> None:
-    example = names_of("custom_trainer.py")
-    train, valid = example["load_task"]("wine", *example["load_wine"](return_X_y=True))
-    values = np.stack([sample["inputs"] for sample in train])
-    np.testing.assert_allclose(values.mean(axis=0), 0, atol=1e-5)
-    assert {sample["task"] for sample in (*train, *valid)} == {"wine"}
-    assert len(train) + len(valid) == 178
-
-
 # one file for each common job
 
 
@@ -173,12 +161,6 @@ def test_causal_lm_learns_to_count(monkeypatch: pytest.MonkeyPatch) -> None:
     assert main(epochs=1, size=600)["perplexity"] < 6  # of 30 words
 
 
-def test_seq2seq_spells_numbers() -> None:
-    spell = names_of("causal_lm.py")["spell"]
-    words = {7: "seven", 40: "forty", 113: "one hundred thirteen", 600: "six hundred", 999: "nine hundred ninety nine"}
-    assert {number: " ".join(spell(number)) for number in words} == words
-
-
 @pytest.mark.slow
 def test_distillation_learns() -> None:
     teacher, alone, student = names_of("distillation.py")["main"](epochs=10).values()
@@ -207,37 +189,6 @@ def test_three_trainers_agree(capsys: pytest.CaptureFixture[str]) -> None:
     steps = [line for line in capsys.readouterr().out.splitlines() if "took it to step" in line]
     assert [line.split(" ")[0] for line in steps] == ["Trainer", "AccelerateTrainer", "HFTrainer"]
     assert [line.split("step ")[1].split(",")[0] for line in steps] == ["33 of 94", "65 of 94", "94 of 94"]
-
-
-def test_killed_and_moved_counts_only_sigkill(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """A part that dies for another reason has not trained; one whose library is missing is left out by name."""
-    example, commands = names_of("killed_and_moved.py"), list[list[str]]()
-
-    def run(code: int) -> Any:
-        def ended(command: list[str], **options: Any) -> Any:
-            commands.append(command)
-            folder, kill_after = Path(command[-2]), int(command[-1])
-            folder.mkdir(exist_ok=True)
-            rows = [{"kind": "train", "step": step, "loss": 1.0} for step in range(1, (kill_after or 282) + 1)]
-            (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-            return subprocess.CompletedProcess(command, code if kill_after else 0, "", "ModuleNotFoundError")
-
-        return ended
-
-    for code in (1, 0, 143):
-        monkeypatch.setattr(subprocess, "run", run(code))
-        with pytest.raises(RuntimeError, match=f"Trainer ended with {code}:\nModuleNotFoundError"):
-            example["main"]()
-    monkeypatch.setattr(subprocess, "run", run(137))
-    monkeypatch.setitem(example["main"].__globals__, "find_spec", lambda name: None)
-    commands.clear()
-    assert example["main"]() == 0.0
-    assert [command[-3] for command in commands] == ["Trainer", "Trainer", *["AccelerateTrainer"] * 2, "Trainer"]
-    lines = capsys.readouterr().out.splitlines()
-    assert "ZeRO 2, 2 processes  is left out: deepspeed is not installed" in lines
-    assert "HFTrainer            is left out: transformers is not installed" in lines
 
 
 @pytest.mark.slow

@@ -30,20 +30,15 @@ from pathlib import Path
 import numpy, torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
-from omnitrain import {trainer} as Cls, Duration, EarlyStopping, LabelSmoothing
+from omnitrain import {trainer} as Cls, Duration, EarlyStopping
 
 model, data = nn.Linear(4, 2), TensorDataset(torch.ones(8, 4), torch.zeros(8))
 loss_fn: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] = nn.CrossEntropyLoss()
 
 Cls(model, train_dataset=data, eval_dataset=data, batchsize=4)  # wrong
-Cls(model, train_dataset=data, eval_dataset=data, learning_rat=1e-3)  # wrong
-Cls(model, train_dataset=data, eval_dataset=data, lr_schedular="linear")  # wrong
 Cls(model, train_dataset=data, eval_dataset=data, lr_scheduler="lineer")  # wrong
-Cls(model, train_dataset=data, eval_dataset=data, autocast="fp61")  # wrong
 Cls(model, train_dataset=data, eval_dataset=data, optimization_direction="maximum")  # wrong
 Cls(model, train_dataset=data, eval_dataset=data, batch_size="32")  # wrong
-Cls(model, train_dataset=data, eval_dataset=data, batch_size=32.0)  # wrong
-Cls(model, train_dataset=data, eval_dataset=data, shuffle="no")  # wrong
 Cls(model, train_dataset=data, eval_dataset=data, patience=2.5)  # wrong
 Cls(model, train_dataset=data, eval_dataset=data, loss_fn="cross_entropy")  # wrong
 Cls(model, train_dataset=data, eval_dataset=data, callbacks=EarlyStopping(3))  # wrong
@@ -57,10 +52,8 @@ Cls(model, train_loader=DataLoader(data), eval_loader={{"a": DataLoader(data), "
 Cls(model, train_dataset=data, optimizer=torch.optim.AdamW(model.parameters()), lr_scheduler="cosine", warmup_steps=10)
 Cls(model, train_dataset=data, optimizer="SGD", lr_scheduler=lambda opt: torch.optim.lr_scheduler.StepLR(opt, 1))
 Cls(model, train_dataset=data, optimizer=torch.optim.SGD, loss_fn=nn.MSELoss(), max_grad_norm=None)
-Cls(model, train_dataset=data, autocast="bf16", progress_bar=False, optimization_direction="max", on_nonfinite="skip")
 Cls(model, train_dataset=data, loss_fn=loss_fn, compute_metrics=["f1"], optimization_metric="f1", patience=3)
 Cls(model, train_dataset=data, callbacks=[EarlyStopping(3)], learning_rate=1, log_steps="1ep")
-Cls(model, train_dataset=data, algorithms=(LabelSmoothing(num_classes=2),))
 """
 
 OF_TRANSFORMERS = """
@@ -109,7 +102,6 @@ from omnitrain import {trainer} as Cls, Algorithm, Callback
 def use(trainer: Cls) -> None:
     history = trainer.train()
     trainer.trian()  # wrong
-    trainer.evalute()  # wrong
     trainer.train(resume="last")  # wrong
     history.to_jsn()  # wrong
     history["best_valid"] + 1  # wrong

@@ -66,8 +66,6 @@ class Launch:
                 f"`--nnodes {self.machines}` needs `--max-restarts N`: the run continues on other machines by a "
                 "restart of all processes."
             )
-        if self.fsdp and self.zero is not None:
-            raise ConfigError(f"`--fsdp` and `--zero {self.zero}` exclude each other. Choose one of them.")
         if max_machines > 1 and not self.endpoint:
             raise ConfigError(
                 f"`--nnodes {self.machines}` needs `--rdzv-endpoint HOST:PORT`, the same on each machine: the name of "

@@ -53,7 +53,6 @@ def test_launch_reads_options(words: list[str], expected: Launch, monkeypatch: p
         ({"processes": -2}, "Cannot start -2 process"),
         ({"machines": 0}, "on 0 machine"),
         ({"max_restarts": -1}, "-1 restarts"),
-        ({"fsdp": True, "zero": 3}, "`--fsdp` and `--zero 3` exclude each other"),
         ({"machines": "2:1", "endpoint": "a:1"}, "`--nnodes 2:1` must be a number of machines, or the fewest"),
         ({"machines": "1:2:3"}, "`--nnodes 1:2:3` must be a number"),
         ({"machines": "0:2"}, "on 0:2 machine"),

@@ -75,20 +75,6 @@ def test_native_digits_equals_script(tmp_path: Path) -> None:
     assert len(trainer.metrics["valid"]) == 1
 
 
-@pytest.mark.slow
-def test_regularized_equals_script() -> None:
-    results, expected = run_of("regularized", epochs=1).test(), script("regularized").main(epochs=1)
-    for name in ("test_loss", "test_accuracy"):
-        assert results[name] == expected[name]
-
-
-@pytest.mark.slow
-def test_character_model_equals_script(capsys: pytest.CaptureFixture[str]) -> None:
-    best = script("character_model").main(modules=6)
-    assert main(["train", "examples/character_model.yaml", "--vars.modules", "6"]) == 0
-    assert f"eval_loss {best['eval_loss']:.4g}  (best)" in capsys.readouterr().out
-
-
 @pytest.mark.parametrize("name", ["AccelerateTrainer", "HFTrainer"])
 def test_three_trainers_equal_script(name: str) -> None:
     pytest.importorskip("transformers")

@@ -19,6 +19,7 @@ from omnitrain.cli.main import main
 from omnitrain.config.configuration import Config
 from omnitrain.config.plain_yaml import write
 from omnitrain.config.reading import read
+from omnitrain.contrib import nnscaler
 from omnitrain.contrib.nnscaler import convert, make_loader, of_value
 
 PLAIN: dict[str, Any] = {
@@ -307,19 +308,11 @@ def test_convert_reports_launcher_and_missed_evaluations() -> None:
     assert not any("as well" in note for note in notes)
 
 
-@pytest.mark.parametrize(
-    "values",
-    [
-        {"dataset_sampler": {"type": "my.Sampler", "train_args": {"length": 3}}},
-        {"dataloader": {"train_args": {"timeout": 5}}},
-    ],
-)
-def test_convert_sampler_to_loader(values: dict[str, Any]) -> None:
-    loader = trainer_of(**values)["train_loader"]["init_args"]["loader"]
-    assert loader == {"import_path": "torch.utils.data.DataLoader"} and "takes every n-th" in notes_of(**values)
-
-
-def test_convert_evaluation_collator_and_sampler() -> None:
+def test_convert_loaders_of_custom_samplers_and_collators() -> None:
+    sampler = {"dataset_sampler": {"type": "my.Sampler", "train_args": {"length": 3}}}
+    for values in (sampler, {"dataloader": {"train_args": {"timeout": 5}}}):
+        loader = trainer_of(**values)["train_loader"]["init_args"]["loader"]
+        assert loader == {"import_path": "torch.utils.data.DataLoader"} and "takes every n-th" in notes_of(**values)
     dataset, arguments = {"type": "my.Rows", "val_args": {"size": 4}}, {"collate_fn": "my.one"}
     trainer = trainer_of(dataset=dataset, dataloader={"train_args": arguments, "val_args": {"collate_fn": "my.two"}})
     assert trainer["data_collator"] == {"import_path": "my.one"}
@@ -417,56 +410,39 @@ def test_convert_rejects_values(match: str, values: dict[str, Any]) -> None:
         convert({**PLAIN, **values})
 
 
-VALUES = {"type": "my.Rows", "val_args": {"size": 3}}
+def test_every_key_without_counterpart_has_note() -> None:
+    for key in nnscaler._UNSUPPORTED:
+        section, _, rest = key.partition(".")
+        value: Any = "x"
+        for part_of_key in reversed(rest.split(".") if rest else []):
+            value = {part_of_key: value}
+        value = 3 if section == "max_val_steps" else value
+        notes = notes_of(**{section: {**PLAIN[section], **value} if section in PLAIN else value})
+        assert f"`{key}`: " in notes, key
+
+
 LOGS = [{"type": "TensorBoardLogger", "args": {"root_dir": "a", "max_queue": 3}}, {"type": "my.Logger"}]
-UNTRACED = {"gen_savedir": "./gen", "pas_policy": "autodist", "instance_name": {"__type": "my.name"}}
-REPLACED = {"init_module": "my", "init_env_fn": "my.init", "dummy_sample_post_process_fn": "my.f"}
-GROUPS = {"param_clss_fn": "my.f", "grad_reduce_divisor": 2}
-FILES = {"save_type": "deduped", "format": "safetensors", "serializer": {"name": "mine"}}
 NOTES: list[tuple[dict[str, Any], str]] = [
-    ({**UNTRACED, **REPLACED}, " ".join([*UNTRACED, *REPLACED])),
-    (
-        {"run_mode": "compile", "max_val_steps": 5, "log_progress_every_n_train_steps": 10, "dataset": VALUES},
-        "run_mode max_val_steps log_progress_every_n_train_steps",
-    ),
-    (
-        {"compute_config": {"plan_ngpus": 2, "pas_config": {"a": 1}, "zero_param_level_sharding": True, "use_zero": 3}},
-        "plan_ngpus pas_config zero_param_level_sharding use_zero of compute_config",
-    ),
-    ({"model": {"type": "my.Net", "parallel_modules": [{"type": "my.Part"}]}}, "parallel_modules of model"),
-    (
-        {"debug": {"check_gradient_sync_cross_devices": True}, "precision": "fp16"},
-        "debug.check_gradient_sync_cross_devices precision",
-    ),
-    ({"checkpoint": FILES}, f"{' '.join(FILES)} of checkpoint"),
-    (optimizer(**GROUPS), f"{' '.join(GROUPS)} of optimizer"),
-    (
-        optimizer(aggregate_outputs_fn="my.f", grad_reduction="per-token-mean", loss_reduction="sum"),
-        "aggregate_outputs_fn loss_reduction of optimizer",
-    ),
-    (
-        {"dataset_sampler": {"train_args": {"seed": 1, "rank": 1, "drop_last": True}, "val_args": {"seed": 1}}},
-        "train_args.seed train_args.rank train_args.drop_last val_args of dataset_sampler",
-    ),
-    ({"vars": {"a": {"__type": "my.A"}}, **model_of(x="$!(vars.a)", y="$!{vars.a}")}, "vars.a"),
-    ({"log": LOGS}, "log[0].args.max_queue log[1]"),
-    ({"hook": {"type": "my.Hook"}}, "type of hook"),
-    (
-        {"hook": dict.fromkeys(("on_expire_checkpoint", "before_sync_grad", "on_step_end"), "my.f")},
-        "on_expire_checkpoint before_sync_grad on_step_end of hook",
-    ),
+    ({"run_mode": "compile", "precision": "fp16", "enable_progress_bar": False},
+     "run_mode precision enable_progress_bar"),
+    ({"compute_config": {"plan_ngpus": 2}, "vars": {"a": {"__type": "my.A"}},
+      **model_of(x="$!(vars.a)", y="$!{vars.a}")}, "compute_config.plan_ngpus vars.a"),
+    (optimizer(loss_reduction="sum"), "optimizer.loss_reduction"),
+    ({"log": LOGS, "checkpoint": {"save_last": False}}, "log[0].args.max_queue log[1] checkpoint.save_last"),
+    ({"hook": {"type": "my.Hook"}}, "hook.type"),
+    ({"hook": dict.fromkeys(("on_expire_checkpoint", "before_sync_grad", "on_step_end"), "my.f")},
+     "hook.on_expire_checkpoint hook.before_sync_grad hook.on_step_end"),
+    ({"dataloader": {"train_args": {"persistent_workers": False}}}, "dataloader.train_args.persistent_workers"),
     ({"compute_config": {"plan_ngpus": 1, "use_end2end": True, "use_zero": False}}, ""),
-]
-"""Sections of nnScaler, and their keys for which there is a note."""
+]  # fmt: skip
+"""Sections of nnScaler, and the other keys for which there is a note."""
 
 
 @pytest.mark.parametrize(("values", "keys"), NOTES, ids=[keys for _, keys in NOTES])
-def test_convert_notes_keys_without_counterpart(values: dict[str, Any], keys: str) -> None:
-    names, _, section = keys.partition(" of ")
+def test_convert_notes_keys_that_differ(values: dict[str, Any], keys: str) -> None:
     notes = convert({**PLAIN, **values})[1]
     assert all(note.endswith(".") for note in notes)
-    expected = [f"{section}.{name}" if section else name for name in names.split()]
-    assert sorted(note.split("`")[1] for note in notes) == sorted(expected)
+    assert sorted(note.split("`")[1] for note in notes) == sorted(keys.split())
 
 
 @pytest.mark.parametrize("command", [["train"], ["config", "check"]], ids=" ".join)
