@@ -390,7 +390,6 @@ def _is_finite(value: Any) -> bool:
 
 
 def _repr(value: Any) -> str:
-    """Return a value in a form for errors, shortened if it is long."""
     if isinstance(value, type):
         return f"the class {value.__name__}"
     if isinstance(value, int) and abs(value) > 10**40:
@@ -640,7 +639,6 @@ def accumulation_stages(
 
 
 def _accumulations(sizes: Mapping[Any, int], batch_size: int, world_size: int) -> dict[Any, int]:
-    """Return the micro-batches per window and process for each stage of a `global_batch_size` that changes."""
     share = batch_size * world_size
     for size in sizes.values():
         if size % share:

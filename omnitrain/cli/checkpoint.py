@@ -160,7 +160,6 @@ _PER_START = ("started_at", "step", "resumed_from")
 
 
 def _read_record(path: Path) -> list[dict[str, Any]]:
-    """Return a checkpoint's record of the start that wrote it."""
     try:
         folder, content = _resolve_checkpoint(path)
     except ConfigError:
@@ -176,7 +175,6 @@ def _read_record(path: Path) -> list[dict[str, Any]]:
 
 
 def _format_devices(start: Mapping[str, Any]) -> str:
-    """Return the devices that a start trained on: "8 x NVIDIA H200"."""
     counts: Counter[str] = Counter()
     for devices in (start.get("hosts") or {}).values():
         counts.update(devices)
@@ -256,7 +254,6 @@ def _weight_names(folder: Path, content: Mapping[str, Any]) -> set[str]:
 
 
 def _weights(folder: Path, content: Mapping[str, Any]) -> TensorFile:
-    """Return the weights of a checkpoint, read one at a time."""
     from omnitrain.checkpoint.sharded_files import find_tensor_files
     from omnitrain.checkpoint.tensor_reader import TensorFile
 
@@ -321,7 +318,6 @@ def diff(a: Path, b: Path) -> None:
 
 
 def _print_changes(title: str, columns: str, before: Mapping[str, Any], after: Mapping[str, Any]) -> None:
-    """Print the values that differ."""
     names = [name for name in {**before, **after} if before.get(name, _ABSENT) != after.get(name, _ABSENT)]
     _print_title(f"{len(names)} {title}")
     rows = [[name, *(_format_setting(values.get(name, _ABSENT)) for values in (before, after))] for name in names]
@@ -482,7 +478,6 @@ def _resolve_checkpoint(path: Path) -> tuple[Path, dict[str, Any]]:
 
 
 def _check(folder: Path, content: Mapping[str, Any]) -> None:
-    """Reject invalid content; checkpoints of other programs may lack entries that a run needs."""
     validate(content, repr(str(folder)), complete=False)
     for name in content["files"]:
         if name.endswith(".safetensors"):
@@ -511,7 +506,6 @@ def _settings_to_compare(content: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _flatten(value: Any, name: str) -> Iterator[tuple[str, Any]]:
-    """Yield the plain values in a nested setting by dotted names."""
     entries = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
     empty = True
     for key, entry in entries:
@@ -522,7 +516,6 @@ def _flatten(value: Any, name: str) -> Iterator[tuple[str, Any]]:
 
 
 def _format_setting(value: Any) -> str:
-    """Return a setting as a person would write it."""
     if value is _ABSENT:
         return "(absent)"
     return value if isinstance(value, str) else json.dumps(value)
@@ -556,7 +549,6 @@ def _format_date(folder: Path, content: Mapping[str, Any] | None = None) -> str:
 
 
 def _format_time(text: Any, timespec: str = "minutes") -> str:
-    """Return a time of a file in local time; empty if it is none."""
     try:
         return datetime.fromisoformat(text).astimezone().replace(tzinfo=None).isoformat(" ", timespec)
     except (TypeError, ValueError):

@@ -263,7 +263,6 @@ def format_trainer_help(names: Sequence[str] = TRAINERS) -> str:
 
 
 def _read_arguments(path: Path) -> Mapping[str, str]:
-    """Return the descriptions of arguments in the docstrings of a file's constructors."""
     descriptions: dict[str, Any] = {}
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.FunctionDef) and node.name == "__init__" and len(node.args.kwonlyargs) > 20:

@@ -242,7 +242,6 @@ def prepare_folder(trainer: BaseTrainer, out: Path, data: str) -> None:
 
 
 def _keep_results(trainer: BaseTrainer, out: Path) -> None:
-    """Save the weights, the metrics and their curves, and print the table."""
     trainer.save_model(out / "model", overwrite=True)
     if not trainer.is_main_process:
         return

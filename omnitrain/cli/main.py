@@ -347,7 +347,6 @@ def _schedule(args: argparse.Namespace) -> None:
 
 
 def _parse_option(text: str) -> Any:
-    """Return a number, a list if there are commas, or the text itself."""
     if "," in text:
         return [_parse_option(part) for part in text.split(",") if part]
     for kind in (int, float):

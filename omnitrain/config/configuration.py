@@ -255,7 +255,6 @@ class Config:
         ]
 
     def _find_location(self, error: Exception) -> SourceLocation:
-        """Return the location of the first argument in a message."""
         for name in re.findall(r"`(\w+)", str(error)):
             if name in self.tree.values["trainer"]:
                 return self.tree.location(("trainer", name))
@@ -295,7 +294,6 @@ def raise_all(errors: Sequence[ConfigError]) -> None:
 
 
 def _check_not_nnscaler(tree: Tree) -> None:
-    """Raise ConfigError for a file of nnScaler's trainer, which has no sections."""
     keys = tree.values.keys()
     if "compute_config" in keys or {"model", "dataset"} <= keys:
         source = tree.location(("model",)).source

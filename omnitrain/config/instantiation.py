@@ -329,7 +329,6 @@ def _short_name(path: str) -> str:
 
 
 def _mask_secrets(value: Any, missing: Missing, place: tuple[str | int, ...]) -> Any:
-    """Return the values with "???" for each string that looks like a secret, or has the name of one."""
     if isinstance(value, dict):
         return {key: _mask_secrets(entry, missing, (*place, key)) for key, entry in value.items()}
     if isinstance(value, list):

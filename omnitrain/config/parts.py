@@ -79,7 +79,6 @@ def _type_names(annotation: Any) -> set[str]:
 
 
 def _classes(annotation: Any) -> list[type]:
-    """Return the classes in a type, those in brackets and unions too."""
     if isinstance(annotation, type) and typing.get_origin(annotation) is None:
         return [annotation]
     inner = () if typing.get_origin(annotation) is Literal else typing.get_args(annotation)
@@ -205,7 +204,6 @@ class Parts:
         return self._part(path, {} if init_args is None else init_args, key, mode, seed)
 
     def _check_trust(self, value: Any, key: Key) -> None:
-        """Reject names of untrusted modules anywhere in a value."""
         if isinstance(value, Mapping):
             for name, entry in value.items():
                 self._check_trust(entry, (*key, name))
@@ -258,7 +256,6 @@ class Parts:
             raise
 
     def _check_call(self, full: str, function: Any, arguments: Any, key: Key) -> None:
-        """Reject arguments that do not fit the signature, such as too few, or too many by position."""
         if missing := _missing_parameters(function, arguments):
             raise self.tree.error(
                 key, f"{full} needs {', '.join(map(repr, missing))}: give a value under `init_args`."
@@ -386,7 +383,6 @@ def _annotations(function: Any) -> dict[str, Any]:
 
 
 def _missing_parameters(function: Any, arguments: Any) -> list[str]:
-    """Return the parameters without a value."""
     parameters = list(_parameters(function).values())
     passed = set(arguments) if isinstance(arguments, dict) else {param.name for param in parameters[: len(arguments)]}
     open_kinds = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)

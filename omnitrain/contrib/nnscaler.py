@@ -234,7 +234,6 @@ def _refer_to(value: Any, name: str) -> Any:
 
 
 def _replace(value: Any, before: str, after: str) -> Any:
-    """Return a value with a text replaced in all strings."""
     if isinstance(value, dict):
         return {key: _replace(entry, before, after) for key, entry in value.items()}
     if isinstance(value, list):
@@ -372,7 +371,6 @@ class _Conversion:
     # --- the values of the file
 
     def _read_section(self, name: str, plain: Any, linked: Any) -> None:
-        """Keep the values of a section and of those inside of it; nnScaler ignores a key without a value."""
         is_hooks = name == "hook" and "type" not in plain
         kinds = dict.fromkeys((*_HOOKS, *_NEVER_CALLED), "") if is_hooks else _KEYS[name.partition("[")[0]]
         for key, value in plain.items():
@@ -491,7 +489,6 @@ class _Conversion:
         return options
 
     def _loader(self, loader: str, sampler: str, stage: str, data: Any, options: dict[str, Any]) -> dict[str, Any]:
-        """Return the description of a loader built as in nnScaler."""
         arguments = self._stage_arguments("dataset_sampler", stage)
         arguments = {key: value for key, value in arguments.items() if key not in ("dataset", "num_replicas", "rank")}
         if sampler in _SAMPLER:

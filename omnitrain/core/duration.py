@@ -153,7 +153,6 @@ class Duration:
         return Fraction(*_ratio(self.value))
 
     def _same_unit(self, other: Duration | str, done: str) -> Fraction:
-        """Return the value of another duration of this unit."""
         if isinstance(other, str):
             other = Duration.parse(other)
         if not isinstance(other, Duration):
@@ -434,7 +433,6 @@ def check_stages_reached(name: str, numbers: Mapping[Any, int], limits: Limits, 
 
 
 def _to_samples(length: Duration, samples_per_epoch: int | None) -> Fraction | None:
-    """Return a length in samples; None if that is not known."""
     if length.unit == "ep" and samples_per_epoch:
         return length.exact * samples_per_epoch
     return length.exact if length.unit == "sp" else None
@@ -502,7 +500,6 @@ def _validate(value: Any, unit: str, name: str, shown: str, bare: str = "") -> f
 
 
 def _is_positive(value: object) -> bool:
-    """Return whether the value is a positive, finite number; True and False are not."""
     if isinstance(value, bool) or not isinstance(value, numbers.Real):
         return False
     # An int too large for a float is still finite.
