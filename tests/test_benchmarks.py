@@ -235,32 +235,6 @@ def test_throughput_flops_equal_pytorch(throughput: Any, monkeypatch: pytest.Mon
     assert throughput.flops_per_token(model, work) * 128 == pytest.approx(counter.get_total_flops(), rel=0.01)
 
 
-@pytest.mark.slow
-def test_throughput_rejects_other_work(throughput: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fails(*_: Any) -> Any:
-        raise RuntimeError("boom")
-
-    def lazy(work: Any, model: Any, data: Any) -> Any:
-        outcome = throughput.by_hand(work, model, data)
-        outcome.steps -= 1
-        return outcome
-
-    def other(work: Any, model: Any, data: Any) -> Any:
-        outcome = throughput.by_hand(work, model, data)
-        outcome.losses[-1] *= 1.1
-        return outcome
-
-    variants = {throughput.HAND: throughput.by_hand, "fails": fails, "lazy": lazy, "other": other}
-    monkeypatch.setattr(throughput, "VARIANTS", {**variants, throughput.STOCK: throughput.by_hand})
-    monkeypatch.setattr(throughput, "NEEDS", {})
-    work = throughput.work_for(torch.device("cpu"), quick=True, compiled=False)
-    rows = throughput.measure(work, 60, 1, lambda results: None)["rows"]
-    assert [(row["status"], row["reason"]) for row in rows] == [
-        ("measured", ""), ("failed", "RuntimeError: boom"), ("not comparable", "7 steps instead of 8"),
-        ("not comparable", "its losses are 10.0 % off"), ("measured", ""),
-    ]  # fmt: skip
-
-
 # the probes of other trainers
 
 
@@ -298,15 +272,3 @@ def test_probe_rejects_bad_result(probes: Any) -> None:
         for facts in cases:
             assert not probes.PROBES[name].judge(facts)[0], facts
     assert probes.PROBES["R6"].judge({**directions, "foo": "ObjectiveError"})[0]
-
-
-def test_peers_table(probes: Any) -> None:
-    missing = probes.probe("R2", "no_such_trainer")
-    assert (missing.is_right, missing.result) == (None, "not installed")
-    ours = probes.Row("R2", "question", "omnitrain", "0.1", True, "gradients [1.0, 1.0]")
-    theirs = probes.Row("R2", "question", "peer", "1.2", False, "gradients [1.0, 0.5]")
-    absent = probes.Row("R2", "question", "other", "", None, "not installed")
-    assert probes.show([theirs, absent, ours]).splitlines()[2:] == [
-        "| R2 question | peer 1.2 | wrong: gradients [1.0, 0.5] | right: gradients [1.0, 1.0] |",
-        "| R2 | other | not installed | right: gradients [1.0, 1.0] |",
-    ]
