@@ -71,7 +71,7 @@ CONFIG_ERRORS: list[tuple[dict[str, Any], str]] = [
     ({"global_batch_size": {0: 8, "3ep": 16}}, "becomes 16 at '3ep'.*ends after '3ep'"),
     ({"global_batch_size": {0: 8, "90sp": 16}, "epochs": 2}, "becomes 16 at '90sp'.*'2ep'"),
     ({"global_batch_size": {0: 8, "2ep": 16}, "epochs": None, "max_duration": "16sp"}, "at '2ep'.*after '16sp'"),
-    ({"global_batch_size": {0: 8, "16sp": 16, "96sp": 32}, "max_steps": 7}, "becomes 32 at '96sp'.*after '7ba'"),
+    ({"global_batch_size": {0: 8, "16sp": 16, "112sp": 32}, "max_steps": 7}, "becomes 32 at '112sp'.*after '7ba'"),
     ({"global_batch_size": {0: 8, "1dur": 16}}, "at '1dur'"),
     ({"global_batch_size": {0: 8, "1ep": 16}, "drop_last": True}, "drop_last=True.*several sizes"),
     (

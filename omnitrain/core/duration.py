@@ -417,12 +417,19 @@ def check_stages_reached(name: str, numbers: Mapping[Any, int], limits: Limits, 
     Raises:
         ConfigError: With the place.
     """
-    places = [Duration.parse(place, "sp", name) for place in numbers if place != 0]
-    for place, number in zip(places, list(numbers.values())[1:], strict=True):
+
+    def to_samples(length: Duration) -> Fraction | None:
+        if length.unit == "ep" and samples_per_epoch:
+            return length.exact * samples_per_epoch
+        return length.exact if length.unit == "sp" else None
+
+    largest = numbers[0]
+    for text, number in list(numbers.items())[1:]:
+        place = Duration.parse(text, "sp", name)
         for limit in limits.durations:
-            start, end = _to_samples(place, samples_per_epoch), _to_samples(limit, samples_per_epoch)
-            if limit.unit == "ba" and start is not None:
-                end = _samples_of_steps(int(limit.value), numbers, places, samples_per_epoch)
+            start, end = to_samples(place), to_samples(limit)
+            if limit.unit == "ba":  # no step before has more samples than the largest until then
+                end = limit.exact * largest
             elif limit.unit == place.unit or place.unit == "dur":
                 start, end = place.exact, Fraction(1) if place.unit == "dur" else limit.exact
             if start is not None and end is not None and start >= end:
@@ -430,26 +437,7 @@ def check_stages_reached(name: str, numbers: Mapping[Any, int], limits: Limits, 
                     f"`{name}` becomes {number} at '{place}', and the run ends after '{limit}', so it never does. "
                     "Leave that place out, or give an earlier one, or a share of the run such as '0.5dur'."
                 )
-
-
-def _to_samples(length: Duration, samples_per_epoch: int | None) -> Fraction | None:
-    if length.unit == "ep" and samples_per_epoch:
-        return length.exact * samples_per_epoch
-    return length.exact if length.unit == "sp" else None
-
-
-def _samples_of_steps(
-    steps: int, numbers: Mapping[Any, int], places: list[Duration], samples_per_epoch: int | None
-) -> Fraction:
-    """Return the maximal samples of a number of steps: short steps at the end of an epoch are ignored."""
-    done, sizes = Fraction(0), list(numbers.values())
-    for size, place in zip(sizes, places, strict=False):
-        start = _to_samples(place, samples_per_epoch)
-        if start is None:
-            break
-        needed = min(steps, math.ceil((start - done) / size))
-        done, steps = done + needed * size, steps - needed
-    return done + steps * max(sizes)
+        largest = max(largest, number)
 
 
 def _multiples(progress: Progress, unit: str, numerator: int, denominator: int) -> int:
