@@ -63,7 +63,7 @@ def convert(file: Path) -> None:
     """Print a configuration of nnScaler as one of ours, with comments for what has no counterpart."""
     from omnitrain.contrib.nnscaler import convert
 
-    values, notes = convert(read(file).values)
+    values, notes = convert(read(file))
     for note in notes:
         print(f"# {note}")
     print(write(values), end="")
