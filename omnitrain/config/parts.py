@@ -55,7 +55,7 @@ def text_mode(annotation: Any, is_any_object: bool = False) -> Mode:
         annotation: The type, or its source.
         is_any_object: Whether `Any` stands for objects.
 
-    >>> [text_mode(annotation) for annotation in ("Callable[[Any], str] | None", int | str, "Iterable[Callback]")]
+    >>> [text_mode(kind) for kind in ("Callable[[list[int]], str] | None", int | str, "Iterable[Callback]")]
     ['function', 'text', 'object']
     """
     if any(issubclass(kind, enum.Enum) for kind in _classes(annotation)):
@@ -63,19 +63,31 @@ def text_mode(annotation: Any, is_any_object: bool = False) -> Mode:
     text = annotation if isinstance(annotation, str) else inspect.formatannotation(annotation)
     if is_any_object and re.search(r"(^|\bIterable\[)(typing\.)?Any\b", text):
         return "object"
-    words = _type_names(re.sub(r"\bCallable\[(\[[^\]]*\]|[^,\]]*), [^\]]*", "Callable", text))
-    if any(word in _TEXT_TYPES or word.endswith("Name") for word in words):
-        return "text"
-    if "Callable" in words:
-        return "function"
-    return "class" if words & {"type", "Type"} else "object" if words - _PLAIN_TYPES else "text"
+    while (start := text.find("Callable[")) >= 0:  # what a function takes and returns plays no part
+        depth, end = 1, start + len("Callable[")
+        while depth and end < len(text):
+            depth, end = depth + (text[end] == "[") - (text[end] == "]"), end + 1
+        text = f"{text[:start]}Callable{text[end:]}"
+    text = re.sub(r"~\w+|ForwardRef\(.*?\)", "Any", text)
+    text = re.sub(r"^(?:typing\.)?(?:Union|Optional)\[(.*)\]$", r"\1", text)
+    outside = re.sub(r"\[.*?\]", "", re.sub(r"\[[^\[\]]*\]", "", re.sub(r"\[[^\[\]]*\]", "", text)))
+    for words in (_type_names(outside), _type_names(text)):  # types in brackets decide if all around them hold others
+        if any(word in _TEXT_TYPES or word.endswith("Name") for word in words):
+            return "text"
+        if "Callable" in words:
+            return "function"
+        if words & {"type", "Type"}:
+            return "class"
+        if words - _PLAIN_TYPES:
+            return "object"
+    return "text"
 
 
 def _type_names(annotation: Any) -> set[str]:
     """Return the names of the types in an annotation without their modules, but not those of a mapping's keys."""
     text = annotation if isinstance(annotation, str) else inspect.formatannotation(annotation)
-    text = re.sub(r"\b(Mapping|[Dd]ict)\[[^,\]]*,", "", re.sub(r"(['\"]).*?\1", "", text))
-    return {word.rpartition(".")[2] for word in re.findall(r"(?<![~\w.])[A-Za-z_][\w.]*", text)}
+    text = re.sub(r"[\w.]*\b(Mapping|[Dd]ict)\[[^,\]]*,", "", re.sub(r"(['\"]).*?\1", "", text))
+    return {word.rpartition(".")[2] for word in re.findall(r"[A-Za-z_][\w.]*", text)}
 
 
 def _classes(annotation: Any) -> list[type]:

@@ -1,16 +1,18 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, TypeVar
 
 import named
 import pytest
 import torch
 from torch import nn
 
-from omnitrain import AccelerateTrainer, ConfigError, HFTrainer, Trainer, instantiate
+from omnitrain import AccelerateTrainer, Callback, ConfigError, HFTrainer, Trainer, instantiate
 from omnitrain.config.configuration import Config, merge_files
+from omnitrain.config.parts import text_mode
 from omnitrain.config.plain_yaml import write
 
 BASE: dict[str, Any] = {
@@ -67,6 +69,17 @@ def test_arguments_are_converted_to_annotations(folder: Path) -> None:
     assert isinstance(converted(modules={"a": "Tanh"})["modules"]["a"], nn.Tanh)
     assert converted(kind="torch.nn.Tanh")["kind"] is nn.Tanh  # a class stays one
     assert converted(weight=part("torch.tensor", data=[1, 2]))["weight"].tolist() == [1, 2]
+
+
+def test_meaning_of_text_follows_annotation() -> None:
+    modes: dict[Any, str] = {
+        Callable[[list[int]], str]: "function", dict[str, Callable[..., Any]]: "function", "type[nn.Module]": "class",
+        Mapping[str, Any]: "text", "Tensor | Sequence[float] | None": "object", nn.Module | None: "object",
+        "Mapping[Any, int] | int": "text", "list[dict[str, nn.Module]]": "object", Literal["a"]: "text",
+        str | Path: "text", Iterable[Callback]: "object", TypeVar("T"): "text",
+        "Callable[[Callable[[int], str]], bool] | None": "function",
+    }  # fmt: skip
+    assert {annotation: text_mode(annotation) for annotation in modes} == modes
 
 
 TEXTS: dict[str, Any] = {
