@@ -150,9 +150,10 @@ def missing_names(code: str) -> set[str]:
             for name in path if thing is not None else ():
                 thing = getattr(thing, name, None)
                 missing |= {ast.unparse(node)} if thing is None else set()
-        elif isinstance(node, ast.Call) and hasattr(omnitrain, name := ast.unparse(node.func)):
-            known_names = inspect.signature(getattr(omnitrain, name)).parameters
-            missing |= {str(keyword.arg) for keyword in node.keywords if keyword.arg} - known_names.keys()
+        elif isinstance(node, ast.Call) and (name := ast.unparse(node.func)) in omnitrain.__all__:
+            parameters = inspect.signature(getattr(omnitrain, name)).parameters
+            is_open = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
+            missing |= {str(keyword.arg) for keyword in node.keywords if keyword.arg and not is_open} - {*parameters}
     return missing
 
 

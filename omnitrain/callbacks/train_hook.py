@@ -123,13 +123,15 @@ _ARGUMENTS: dict[str, tuple[str, ...]] = {
 }
 
 # Hooks of nnScaler that cannot be called here, and why.
-_UNSUPPORTED = {
+UNSUPPORTED_HOOKS = {
     "before_sync_grad": "gradients are averaged over the ranks during the last backward pass, so they are never "
     "complete and not yet averaged. Use after_sync_grad",
     "after_aggregate_train_step_outputs": "the losses of a step are added up over the ranks only for logs. Use "
     "before_log_train_metrics, or on_train_step_end for the losses of this rank",
     "after_aggregate_val_step_outputs": "the losses of an evaluation are added up over the ranks only at its end. Use "
     "on_val_end, or on_val_step_end for the losses of this rank",
+    "on_expire_checkpoint": "nothing is called before a checkpoint is deleted. Copy what is to be kept in "
+    "on_save_checkpoint",
 }
 
 # The events inside of steps and evaluations that each hook needs, which cost time if anything listens to them.
@@ -155,8 +157,8 @@ _INNER_EVENTS: dict[str, tuple[Event, ...]] = {
 
 def _check_name(name: str, where: str) -> None:
     """Raise ConfigError if no hook has this name."""
-    if name in _UNSUPPORTED:
-        raise ConfigError(f"{where} would never be called: {_UNSUPPORTED[name]}.")
+    if name in UNSUPPORTED_HOOKS:
+        raise ConfigError(f"{where} would never be called: {UNSUPPORTED_HOOKS[name]}.")
     if name not in _ARGUMENTS:
         raise ConfigError(
             f"{where} would never be called: no hook has that name.{did_you_mean(name, _ARGUMENTS)} The hooks are "

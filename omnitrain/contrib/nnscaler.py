@@ -12,7 +12,7 @@ import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from omnitrain.callbacks.train_hook import TrainHook
+from omnitrain.callbacks.train_hook import UNSUPPORTED_HOOKS, TrainHook
 from omnitrain.config.reading import Tree
 from omnitrain.core.errors import ConfigError, did_you_mean
 
@@ -120,13 +120,6 @@ _UNSUPPORTED: dict[str, str] = {
     for key in keys.split()
 }  # fmt: skip
 
-# Hooks that are not called here, and their replacement.
-_NEVER_CALLED = {
-    "after_aggregate_train_step_outputs": "use before_log_train_metrics, or on_train_step_end for this rank's outputs",
-    "after_aggregate_val_step_outputs": "use on_val_end, or on_val_step_end for this rank's outputs",
-    "on_expire_checkpoint": "copy what is to be kept in on_save_checkpoint: nothing is called before one is deleted",
-    "before_sync_grad": "use after_sync_grad: gradients are averaged while the backward pass makes them",
-}
 # Hooks that get fewer arguments than in nnScaler.
 _FEWER_ARGUMENTS = {"on_step_end": "trainer, epoch, idx", "before_log_train_metrics": "trainer, step_metrics"}
 _HOOKS = [name for name in vars(TrainHook) if not name.startswith("_")]
@@ -372,7 +365,7 @@ class _Conversion:
 
     def _read_section(self, name: str, plain: Any, linked: Any) -> None:
         is_hooks = name == "hook" and "type" not in plain
-        kinds = dict.fromkeys((*_HOOKS, *_NEVER_CALLED), "") if is_hooks else _KEYS[name.partition("[")[0]]
+        kinds = dict.fromkeys((*_HOOKS, *UNSUPPORTED_HOOKS), "") if is_hooks else _KEYS[name.partition("[")[0]]
         for key, value in plain.items():
             where = f"{name}.{key}" if name else key
             if key not in kinds:
@@ -642,8 +635,8 @@ class _Conversion:
         functions: dict[str, Any] = {}
         for name in self.get("hook"):
             function = self.get(f"hook.{name}")
-            if name in _NEVER_CALLED and function is not None:
-                self.note(f"hook.{name}", f"it is never called. {_NEVER_CALLED[name].capitalize()}.")
+            if name in UNSUPPORTED_HOOKS and function is not None:
+                self.note(f"hook.{name}", f"it is never called: {UNSUPPORTED_HOOKS[name]}.")
             elif function is not None:
                 functions[name] = {"import_path": function}
                 if name in _FEWER_ARGUMENTS:

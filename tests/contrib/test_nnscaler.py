@@ -412,13 +412,12 @@ def test_convert_rejects_values(match: str, values: dict[str, Any]) -> None:
 
 def test_every_key_without_counterpart_has_note() -> None:
     for key in nnscaler._UNSUPPORTED:
-        section, _, rest = key.partition(".")
-        value: Any = "x"
-        for part_of_key in reversed(rest.split(".") if rest else []):
-            value = {part_of_key: value}
-        value = 3 if section == "max_val_steps" else value
-        notes = notes_of(**{section: {**PLAIN[section], **value} if section in PLAIN else value})
-        assert f"`{key}`: " in notes, key
+        section, _, name = key.rpartition(".")
+        value: Any = {"map": {"a": 1}, "int": 3}.get(nnscaler._KEYS[section][name], "x")
+        for word in reversed(key.split(".")[1:]):
+            value = {word: value}
+        word = key.split(".")[0]
+        assert f"`{key}`: " in notes_of(**{word: {**PLAIN[word], **value} if word in PLAIN else value}), key
 
 
 LOGS = [{"type": "TensorBoardLogger", "args": {"root_dir": "a", "max_queue": 3}}, {"type": "my.Logger"}]
