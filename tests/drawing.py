@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 import random
 from typing import Any
 
@@ -21,4 +22,4 @@ def disturb() -> None:
 
 def states() -> list[Any]:
     """The full state of each generator."""
-    return [torch.get_rng_state().tolist(), repr(np.random.get_state(legacy=False)), random.getstate()]
+    return [torch.get_rng_state().numpy().tobytes(), pickle.dumps(np.random.get_state(legacy=False)), random.getstate()]
