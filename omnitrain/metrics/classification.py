@@ -11,16 +11,8 @@ import numpy as np
 import torch
 
 from omnitrain.core.errors import DataError
-from omnitrain.metrics.inputs import (
-    Batch,
-    Classes,
-    Indicators,
-    KeptRows,
-    Layout,
-    Statistic,
-    on_wide_device,
-    quote,
-)
+from omnitrain.core.history import quote_names
+from omnitrain.metrics.inputs import Batch, Classes, Indicators, KeptRows, Layout, Statistic, on_wide_device
 
 _AVERAGED = {
     stem if average == "binary" else f"{stem}_{average}": (f"{stem}_score", {"average": average})
@@ -46,15 +38,15 @@ FROM_HITS: dict[str, Callable[[int, int], float]] = {
 _FBETA = re.compile(r"f(?:beta_)?(\d+(?:\.\d+)?)(?:_(macro|micro|weighted))?")
 
 
-def sklearn_function(kind: str) -> tuple[str, dict[str, Any]] | None:
-    """Return scikit-learn's function and its options for a metric of counts; None for another name.
+def sklearn_function(kind: str) -> tuple[str, dict[str, Any]]:
+    """Return scikit-learn's function and its options for a metric of counts; an empty name for another one.
 
     >>> sklearn_function("f0.5_macro")
     ('fbeta_score', {'beta': 0.5, 'average': 'macro'})
     """
     match = _FBETA.fullmatch(kind)
     if kind in COUNTED or match is None:
-        return COUNTED.get(kind)
+        return COUNTED.get(kind, ("", {}))
     return "fbeta_score", {"beta": float(match[1]), "average": match[2] or "binary"}
 
 
@@ -64,7 +56,7 @@ def _score(kind: str, true: np.ndarray, predicted: np.ndarray, counts: np.ndarra
         return FROM_HITS[kind](int(counts[true == predicted].sum()), int(counts.sum()))
     from sklearn import metrics
 
-    function, options = sklearn_function(kind) or ("", {})
+    function, options = sklearn_function(kind)
     return float(getattr(metrics, function)(true, predicted, sample_weight=counts, **options))
 
 
@@ -76,7 +68,7 @@ def _multilabel_score(kind: str, counts: np.ndarray) -> float | None:
     """Return a metric of several labels a sample from (tn, fp, fn, tp) of each; None if it has none for them."""
     if kind == "hamming_loss":
         return float(counts[:, 1:3].sum() / counts.sum())
-    function, options = sklearn_function(kind) or ("", {})
+    function, options = sklearn_function(kind)
     stem, average = function.removesuffix("_score"), options.get("average")
     if average not in ("macro", "micro", "weighted"):
         return None
@@ -92,18 +84,40 @@ def _multilabel_score(kind: str, counts: np.ndarray) -> float | None:
     return float(values.mean())
 
 
-class _Confusions:
-    """Counts hits and misses of labels of 0 and 1, once for scores that are logits and once for probabilities."""
+class _RunningSums(Statistic):
+    """A small vector of running sums on the device; its last entry is the number of labels."""
 
-    def __init__(self) -> None:
-        self.counts: Any = 0
-        """(2, labels of a sample, 4): tn, fp, fn, tp."""
-        self.exact: Any = 0
-        """(2,): samples of which all labels are met."""
-        self.rows: Any = 0
+    def __init__(self, kind_by_name: Mapping[str, str]) -> None:
+        super().__init__(kind_by_name)
+        self._name_by_kind = {kind: name for name, kind in kind_by_name.items()}
+        self._kinds = list(self._name_by_kind)
+        self._sums: torch.Tensor | None = None
 
-    def update(self, read: Indicators) -> None:
-        """Take in one batch."""
+    def _add(self, sums: torch.Tensor) -> None:
+        self._sums = sums if self._sums is None else self._sums + sums.to(self._sums.device)
+
+    def state(self) -> dict[str, Any]:
+        return {} if self._sums is None else {"sums": self._sums.cpu().numpy()}
+
+    def merge(self, state: Mapping[str, Any]) -> None:
+        if "sums" in state:
+            self._add(torch.from_numpy(state["sums"]))
+
+    def _means(self) -> list[float] | None:
+        totals = [] if self._sums is None else self._sums.tolist()
+        return [total / totals[-1] for total in totals] if totals and totals[-1] else None
+
+
+class _Confusions(_RunningSums):
+    """Counts hits and misses of labels of 0 and 1, once for scores that are logits and once for probabilities.
+
+    The sums are tn, fp, fn and tp of each label for both; the samples of which all labels are met for both; and the
+    number of samples.
+    """
+
+    def update(self, batch: Batch) -> None:
+        read = batch.indicators(self._names)
+        assert read is not None
         scores, labels, valid = (on_wide_device(tensor) for tensor in (read.scores, read.labels, read.valid))
         columns = torch.arange(labels.shape[1], device=labels.device)
         counts, exact = [], []
@@ -112,34 +126,16 @@ class _Confusions:
             predicted = (scores > threshold).long()
             cells = (columns * 4 + labels * 2 + predicted).where(valid, 4 * len(columns)).flatten()
             cell_counts = torch.zeros(4 * len(columns) + 1, dtype=torch.int64, device=labels.device)
-            counts.append(cell_counts.scatter_add_(0, cells, torch.ones_like(cells))[:-1].view(-1, 4))
+            counts.append(cell_counts.scatter_add_(0, cells, torch.ones_like(cells))[:-1])
             exact.append((((predicted == labels) | ~valid).all(1) & any_valid).sum())
-        self._add(torch.stack(counts), torch.stack(exact), any_valid.sum())
+        self._add(torch.cat([*counts, torch.stack([*exact, any_valid.sum()])]))
 
-    def _add(self, counts: torch.Tensor, exact: torch.Tensor, rows: torch.Tensor) -> None:
-        for name, value in (("counts", counts), ("exact", exact), ("rows", rows)):
-            before = getattr(self, name)
-            setattr(self, name, value + (before.to(value.device) if isinstance(before, torch.Tensor) else before))
-
-    def state(self) -> Any:
-        """Return what another process needs to merge."""
-        if not isinstance(self.counts, torch.Tensor):
-            return None
-        return [tensor.cpu().numpy() for tensor in (self.counts, self.exact, self.rows)]
-
-    def merge(self, state: Any) -> None:
-        """Take in the state of another process."""
-        if state is not None:
-            counts, exact, rows = (torch.from_numpy(np.asarray(array)) for array in state)
-            self._add(counts, exact, rows)
-
-    def compute(self, kind: str, name: str, layout: Layout) -> float | None:
-        """Return a metric of these labels, or None if there was nothing to score."""
-        state = self.state()
-        if state is None or not state[2]:
+    def compute(self, kind: str, layout: Layout) -> float | None:
+        sums = self.state().get("sums")
+        if sums is None or not sums[-1]:
             return None
         which = int(layout.are_probabilities)
-        counts, exact, rows = state[0][which], int(state[1][which]), int(state[2])
+        counts, exact, rows = sums[:-3].reshape(2, -1, 4)[which], int(sums[-3 + which]), int(sums[-1])
         if layout.columns == 1:
             (cells,) = counts[0].nonzero()
             return _score(kind, cells // 2, cells % 2, counts[0][cells])
@@ -147,7 +143,7 @@ class _Confusions:
             return FROM_HITS[kind](exact, rows)
         value = _multilabel_score(kind, counts)
         if value is None:
-            _, options = sklearn_function(kind) or ("", {})
+            name, (_, options) = self._name_by_kind[kind], sklearn_function(kind)
             also = f" Use '{name}_macro', '{name}_micro' or '{name}_weighted'." if "average" in options else ""
             raise DataError(f"{name!r} has no value for the {layout.columns} labels that each sample has.{also}")
         return value
@@ -164,10 +160,9 @@ class PairCounts(Statistic):
 
     def __init__(self, kind_by_name: Mapping[str, str]) -> None:
         super().__init__(kind_by_name)
-        options = {name: (sklearn_function(kind) or ("", {}))[1] for name, kind in kind_by_name.items()}
+        options = {name: sklearn_function(kind)[1] for name, kind in kind_by_name.items()}
         self._binary = [name for name in kind_by_name if options[name].get("average") == "binary"]
-        self._by_kind = {kind: name for name, kind in kind_by_name.items()}
-        self._confusions = _Confusions()
+        self._confusions = _Confusions(kind_by_name)
         self._classes: int | None = None
         self._dense: torch.Tensor | None = None
         self._codes, self._counts = np.zeros(0, np.int64), np.zeros(0, np.int64)
@@ -177,7 +172,7 @@ class PairCounts(Statistic):
     def update(self, batch: Batch) -> None:
         indicators = batch.indicators(self._names)
         if indicators is not None:
-            self._confusions.update(indicators)
+            self._confusions.update(batch)
             if indicators.labels.shape[1] == 1:
                 return
         read = batch.classes(self._names)
@@ -196,7 +191,7 @@ class PairCounts(Statistic):
         else:
             labels, predicted = labels[valid], predicted[valid]
             if not read.has_scores and bool((torch.stack([labels, predicted]).abs() >= 2**31).any()):
-                raise DataError(f"{quote(self._names)} needs classes within 32 bits. Number them from 0 on.")
+                raise DataError(f"{quote_names(self._names)} needs classes within 32 bits. Number them from 0 on.")
             codes, counts = torch.unique((labels << 32) | (predicted & 0xFFFFFFFF), return_counts=True)
             self._add_codes(codes.cpu().numpy(), counts.cpu().numpy())
 
@@ -238,13 +233,13 @@ class PairCounts(Statistic):
 
     def compute(self, kind: str, layout: Layout) -> float | None:
         if layout.columns == 1 or layout.is_multi_label:
-            return self._confusions.compute(kind, self._by_kind[kind], layout)
+            return self._confusions.compute(kind, layout)
         if layout.is_one_hot and self._binary and layout.columns != 2:
             raise self._not_binary(f"{layout.columns} classes")
         self._flush()
         if not len(self._codes):
             return None
-        _, options = sklearn_function(kind) or ("", {})
+        _, options = sklearn_function(kind)
         true, predicted = self._codes >> 32, self._codes.astype(np.uint32).view(np.int32).astype(np.int64)
         if options.get("average") == "binary" and self._classes is None:
             classes = np.union1d(true, predicted)
@@ -261,29 +256,6 @@ class PairCounts(Statistic):
             f"{name!r} is for the two classes 0 and 1, but there are {classes}. "
             f"Use '{stem}_macro', '{stem}_micro' or '{stem}_weighted'."
         )
-
-
-class _RunningSums(Statistic):
-    """A small vector of running sums on the device; its last entry is the number of labels."""
-
-    def __init__(self, kind_by_name: Mapping[str, str]) -> None:
-        super().__init__(kind_by_name)
-        self._kinds = list(dict.fromkeys(kind_by_name.values()))
-        self._sums: torch.Tensor | None = None
-
-    def _add(self, sums: torch.Tensor) -> None:
-        self._sums = sums if self._sums is None else self._sums + sums.to(self._sums.device)
-
-    def state(self) -> dict[str, Any]:
-        return {} if self._sums is None else {"sums": self._sums.cpu().numpy()}
-
-    def merge(self, state: Mapping[str, Any]) -> None:
-        if "sums" in state:
-            self._add(torch.from_numpy(state["sums"]))
-
-    def _means(self) -> list[float] | None:
-        totals = [] if self._sums is None else self._sums.tolist()
-        return [total / totals[-1] for total in totals] if totals and totals[-1] else None
 
 
 class TopHits(_RunningSums):
@@ -393,7 +365,7 @@ class CrossEntropySums(_RunningSums):
 def _reject_multilabel(names: list[str], layout: Layout) -> None:
     if layout.is_multi_label:
         raise DataError(
-            f"{quote(names)} has no value for the {layout.columns} labels that each sample has. Use 'roc_auc' or "
+            f"{quote_names(names)} has no value for the {layout.columns} labels that each sample has. Use 'roc_auc' or "
             "'average_precision', or pass a function f(y_true, y_score) as `compute_metrics`."
         )
 
@@ -469,7 +441,7 @@ class TextPairs:
 
     def compute(self, name: str, kind: str) -> float | None:
         """Return the result, or None if there was nothing to score."""
-        function, options = sklearn_function(kind) or ("", {})
+        function, options = sklearn_function(kind)
         if not function or options.get("average") == "binary":
             also = f" Use '{name}_macro', '{name}_micro' or '{name}_weighted'." if function else ""
             raise DataError(f"{name!r} has no value for labels that are text.{also}")

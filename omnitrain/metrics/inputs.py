@@ -26,6 +26,7 @@ import numpy as np
 import torch
 
 from omnitrain.core.errors import DataError
+from omnitrain.core.history import quote_names
 
 # The integer label that torch and transformers leave out of a loss, as every metric here does.
 IGNORED = -100
@@ -79,11 +80,6 @@ def is_integer(tensor: torch.Tensor) -> bool:
 
 def _describe(tensor: torch.Tensor) -> str:
     return f"{str(tensor.dtype).removeprefix('torch.')} of shape {tuple(tensor.shape)}"
-
-
-def quote(names: Sequence[str]) -> str:
-    """Return the names in the form for an error message."""
-    return ", ".join(repr(name) for name in names)
 
 
 def on_wide_device(tensor: torch.Tensor) -> torch.Tensor:
@@ -181,7 +177,7 @@ class Classes:
         """Return the class scores, or raise DataError if there are only predictions."""
         if not self.has_scores:
             raise DataError(
-                f"{quote(names)} needs class scores (N, C), got predictions that are {_describe(self.outputs)}. "
+                f"{quote_names(names)} needs class scores (N, C), got predictions that are {_describe(self.outputs)}. "
                 "Return the model's scores, or leave this metric out."
             )
         return self.outputs
@@ -259,7 +255,7 @@ class Batch:
     def shape_error(self, names: Sequence[str], expected: str) -> DataError:
         """Return the error that says which shapes and types were expected."""
         return DataError(
-            f"{quote(names)} cannot score outputs that are {_describe(self.outputs)} against labels that are "
+            f"{quote_names(names)} cannot score outputs that are {_describe(self.outputs)} against labels that are "
             f"{_describe(self.labels)}. Expected {expected}. To score them otherwise, pass a function "
             "f(y_true, y_pred) or f(eval_pred) as `compute_metrics`."
         )

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from omnitrain.core.errors import ConfigError, DataError, MissingExtraError, did_you_mean
+from omnitrain.core.history import quote_names
 from omnitrain.metrics.classification import (
     COUNTED,
     FROM_HITS,
@@ -26,7 +27,7 @@ from omnitrain.metrics.classification import (
     TopHits,
     sklearn_function,
 )
-from omnitrain.metrics.inputs import IGNORED, Batch, Layout, Scores, Statistic, main_output, quote
+from omnitrain.metrics.inputs import IGNORED, Batch, Layout, Scores, Statistic, main_output
 from omnitrain.metrics.regression import PAIRED, REGRESSION, Moments, Pairs
 
 logger: logging.Logger = logging.getLogger("omnitrain")
@@ -88,7 +89,7 @@ def _look_up(name: str) -> _RegisteredMetric:
         return _RegisteredMetric(TopHits, match[1], 1, higher_is_better=True)
     plain = name.removeprefix("neg_")
     kind = _ALIASES.get(plain, plain)
-    if plain == name and sklearn_function(kind) is not None and kind not in COUNTED:  # f2, f0.5_macro
+    if plain == name and sklearn_function(kind)[0] and kind not in COUNTED:  # f2, f0.5_macro
         _require_extra(name, PairCounts, kind)
         return _RegisteredMetric(PairCounts, kind, 1, higher_is_better=True)
     for statistic, kinds in _FAMILIES.items():
@@ -162,9 +163,9 @@ class NamedMetrics:
             return
         if not isinstance(outputs, torch.Tensor) or not isinstance(labels, torch.Tensor):
             raise DataError(
-                f"{quote(self.names)} needs tensors, got outputs of type {type(outputs).__name__} and labels of type "
-                f"{type(labels).__name__}. Give labels as numbers (of text, predictions must be text too), or pass a "
-                "function f(eval_pred) as `compute_metrics`."
+                f"{quote_names(self.names)} needs tensors, got outputs of type {type(outputs).__name__} and labels of "
+                f"type {type(labels).__name__}. Give labels as numbers (of text, predictions must be text too), or "
+                "pass a function f(eval_pred) as `compute_metrics`."
             )
         if labels.numel() == 0:
             return

@@ -9,7 +9,7 @@ import sys
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -42,20 +42,6 @@ class EvalPrediction(NamedTuple):
     """The labels as an array, or a tuple of arrays."""
 
 
-class _StreamingMetric(Protocol):
-    """One or several streaming metrics."""
-
-    higher_is_better: dict[str, bool]
-
-    @property
-    def names(self) -> list[str] | None: ...
-    def reset(self) -> None: ...
-    def update(self, outputs: Any, labels: Any) -> None: ...
-    def state(self) -> dict[str, Any]: ...
-    def merge(self, state: Mapping[str, Any]) -> None: ...
-    def compute(self) -> Mapping[str, float | None]: ...
-
-
 class Scorer:
     """Scores the evaluation passes of a run, one at a time: `reset()`, `update()` per batch, `compute()`.
 
@@ -68,7 +54,7 @@ class Scorer:
     {'accuracy': 0.5, 'log_loss': 0.6931}
     """
 
-    def __init__(self, parts: Sequence[_StreamingMetric], functions: Sequence[_Function]) -> None:
+    def __init__(self, parts: Sequence[NamedMetrics | ByBatch | _Torchmetrics], functions: Sequence[_Function]) -> None:
         self._parts, self._functions = list(parts), list(functions)
         self.keeps_predictions: bool = bool(functions)
         """Whether `compute()` needs all predictions and labels, because a plain function is called only once."""
@@ -208,7 +194,7 @@ def make_scorer(compute_metrics: Any, scores: Scores | None = None) -> Scorer:
                 f"Two metrics in `compute_metrics` are named {name!r}. Ask for it once; torchmetrics can be renamed "
                 "with MetricCollection({'name': metric})."
             )
-    parts: list[_StreamingMetric] = [NamedMetrics(names, scores)] if names else []
+    parts: list[Any] = [NamedMetrics(names, scores)] if names else []
     for metric in rest + [metric for metric in entries if _is_torchmetrics(metric)]:
         descriptors = getattr(metric, "descriptor", None)
         if isinstance(descriptors, MetricDescriptor):
@@ -322,7 +308,7 @@ class _Function:
         return {self.name: _as_float(self.name, result)}
 
 
-def _annotate_errors(metric: _StreamingMetric | _Function, work: Callable[..., Any], *args: Any) -> Any:
+def _annotate_errors(metric: Any, work: Callable[..., Any], *args: Any) -> Any:
     """Return `work(*args)`; an error in it gets the name of the metric."""
     try:
         return work(*args)
@@ -420,10 +406,6 @@ def _is_torchmetrics(value: Any) -> bool:
     return isinstance(value, tuple(kind for kind in kinds if kind))
 
 
-def _not_distributed() -> bool:
-    return False
-
-
 class _Torchmetrics:
     """A copy of a torchmetrics metric or collection. We exchange its states between processes, not torchmetrics."""
 
@@ -432,7 +414,7 @@ class _Torchmetrics:
         self.name: str = type(metric).__name__
         self._device: torch.device | None = None
         for leaf in self._leaves(self._metric):
-            leaf.distributed_available_fn = _not_distributed
+            leaf.distributed_available_fn = lambda: False
         self.reset()
         self.names = self._result_names()
         if isinstance(self._metric, sys.modules["torchmetrics"].MetricCollection):
