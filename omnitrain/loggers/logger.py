@@ -146,7 +146,6 @@ class RowLogger(Callback, ABC):
         """Close what is written to."""
 
     def on_train_start(self, trainer: TrainerLike) -> None:
-        """Start writing at the position of the run."""
         self._pace.begin(trainer)
         self._start(trainer, is_test=False)
 
@@ -164,23 +163,18 @@ class RowLogger(Callback, ABC):
             self._end(trainer)
 
     def on_eval_end(self, trainer: TrainerLike, metrics: Mapping[str, float]) -> None:
-        """Write an evaluation."""
         self._append(trainer, "eval", metrics)
 
     def on_report(self, trainer: TrainerLike, values: Mapping[str, str | Histogram]) -> None:
-        """Write texts and histograms."""
         self._append(trainer, "report", values)
 
     def on_train_end(self, trainer: TrainerLike) -> None:
-        """Write the rows that wait, and close."""
         self._end(trainer)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state of the interval."""
         return self._pace.state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore the state of the interval."""
         self._pace.load_state_dict(state)
 
     def _start(self, trainer: TrainerLike, is_test: bool) -> None:

@@ -95,7 +95,6 @@ class ProgressBar(Callback):
             self._refresh(trainer)
 
     def on_log(self, trainer: TrainerLike, logs: Mapping[str, float]) -> None:
-        """Show a row of training, or the result of a test."""
         if not self._is_enabled(trainer):
             return
         if is_test_row(logs):
@@ -125,7 +124,6 @@ class ProgressBar(Callback):
                 self._print_line([f"{name}: {shortened}"])
 
     def on_eval_end(self, trainer: TrainerLike, metrics: Mapping[str, float]) -> None:
-        """Show the result of an evaluation as a separate line."""
         if not self._is_enabled(trainer):
             return
         self._latest_eval = {name: value for name, value in metrics.items() if name not in ("step", "epoch")}
@@ -143,7 +141,6 @@ class ProgressBar(Callback):
         self._stop_bar(trainer)
 
     def on_train_end(self, trainer: TrainerLike) -> None:
-        """Redraw the bar, restore the terminal, and print the result of the run."""
         self._stop_bar(trainer)
         if self._is_enabled(trainer):
             self._print_line([closing(trainer, self._error)])

@@ -33,15 +33,7 @@ _HEADER = {"kind": "", "step": -1, "epoch": 0.0}
 
 
 class RowFile(RowLogger):
-    """Writes one row per log, evaluation, test and report to a file in the run's `save_dir`.
-
-    A fresh run empties the file. A resumed run drops the rows after its checkpoint, so each step is there once, in
-    order. Without a `save_dir` nothing is written. While the disk fails, rows wait in memory.
-
-    Args:
-        filename: The name of the file in `save_dir`.
-        every: The interval of the rows of training, such as "100ba"; None writes each.
-    """
+    """Writes rows to a file in the run's `save_dir`; the base class of `JsonlLogger` and `CsvLogger`."""
 
     def __init__(self, filename: str, every: int | str | Duration | None = None) -> None:
         self.filename: str = str(local_path(filename, "filename"))
@@ -155,20 +147,15 @@ class JsonlLogger(RowFile):
         super().__init__(filename, every)
 
     def _line(self, row: Mapping[str, Any]) -> bytes:
-        metadata = (*_FIRST, *_LAST)
-        values = {name: value if name in metadata else _finite(value) for name, value in row.items()}
+        values: dict[str, Any] = dict(row)
+        for name in row.keys() - {*_FIRST, *_LAST}:
+            if not isinstance(row[name], str):
+                values[name] = float(row[name]) if math.isfinite(row[name]) else None
         return (json.dumps(values, allow_nan=False) + "\n").encode()
 
     def _parse(self, line: bytes) -> Mapping[str, Any] | None:
         row = read_row(line)
         return None if row is None or "epoch" not in row else row
-
-
-def _finite(value: float | str) -> float | str | None:
-    if isinstance(value, str):
-        return value
-    number = float(value)
-    return number if math.isfinite(number) else None
 
 
 class CsvLogger(RowFile):
@@ -192,7 +179,6 @@ class CsvLogger(RowFile):
         self._columns: list[str] = []
 
     def on_report(self, trainer: TrainerLike, values: Mapping[str, str | Histogram]) -> None:
-        """Write the numbers that describe histograms."""
         if histograms := {name: value for name, value in values.items() if not isinstance(value, str)}:
             super().on_report(trainer, histograms)
 

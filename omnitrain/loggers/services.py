@@ -36,16 +36,12 @@ class Service:
     """Whether it writes files here: rows wait in memory while the disk fails."""
 
     def options(self, tracking: Any, trainer: TrainerLike, folder: Path) -> dict[str, Any]:
-        """Return options of accelerate's tracker for any run, whose files are in a folder, of a `Tracking`."""
+        """Return options of accelerate's tracker for any run; "run_name" replaces the project of the `Tracking`."""
         return {self.name_option: trainer.trial_name} if self.name_option and trainer.trial_name else {}
 
     def resume_options(self, run_id: str | None) -> dict[str, Any]:
         """Return options to resume a run, or for a new one."""
         return {} if run_id is None or not self.id_option else {self.id_option: run_id, **self.resume}
-
-    def label(self, tracking: Any, trainer: TrainerLike) -> str | None:
-        """Return the first argument of accelerate's tracker, usually the project."""
-        return tracking.project
 
     def find_open_run(self) -> Any:
         """Return a tracker of the run that the user has opened; None if there is none."""
@@ -109,10 +105,7 @@ class _Aim(Service):
     id_attribute, id_option = "hash", "run_hash"
 
     def options(self, tracking: Any, trainer: TrainerLike, folder: Path) -> dict[str, Any]:
-        return {"experiment": tracking.project}
-
-    def label(self, tracking: Any, trainer: TrainerLike) -> str | None:
-        return trainer.trial_name or tracking.project
+        return {"run_name": trainer.trial_name or tracking.project, "experiment": tracking.project}
 
     def log_text(self, tracker: Any, name: str, text: str, step: int) -> None:
         aim: Any = import_module("aim")
@@ -235,10 +228,10 @@ class _TensorBoard(Service):
     def options(self, tracking: Any, trainer: TrainerLike, folder: Path) -> dict[str, Any]:
         if tracking.log_dir is None and trainer.save_dir is not None:
             create_folder(folder / "tensorboard")
-        return {"logging_dir": str(tracking.log_dir or folder), "purge_step": tracking.purge_step}
-
-    def label(self, tracking: Any, trainer: TrainerLike) -> str | None:
-        return "tensorboard" if tracking.log_dir is None else ""
+        places = {"run_name": "tensorboard", "logging_dir": str(folder)}
+        if tracking.log_dir is not None:
+            places = {"run_name": "", "logging_dir": str(tracking.log_dir)}
+        return {**places, "purge_step": tracking.purge_step}
 
     def first_step(self, tracker: Any) -> int | None:
         return 0  # it hides the values that an earlier process has written from `purge_step` on

@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import signal
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import torch
 
 from omnitrain.arguments import Settings
 from omnitrain.callbacks.early_stopping import EarlyStopping
@@ -16,9 +18,6 @@ from omnitrain.core.events import TrainerLike
 from omnitrain.core.history import MetricsDict
 from omnitrain.core.metric_format import format_metric
 from omnitrain.core.objective import Objective
-
-if TYPE_CHECKING:
-    import torch
 
 _REASONS = {
     "epochs": "all epochs are done",
@@ -107,11 +106,7 @@ def _model_line(trainer: TrainerLike, config: dict[str, Any]) -> str:
 
 
 def _device(device: torch.device) -> str:
-    if device.type != "cuda":
-        return str(device)
-    import torch
-
-    return f"{device} ({torch.cuda.get_device_name(device)})"
+    return f"{device} ({torch.cuda.get_device_name(device)})" if device.type == "cuda" else str(device)
 
 
 def _length_line(trainer: TrainerLike, config: dict[str, Any]) -> str:

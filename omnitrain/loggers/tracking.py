@@ -107,11 +107,9 @@ class Tracking(RowLogger):
         self._sent: dict[str, Position] = {}
 
     def on_exception(self, trainer: TrainerLike, error: BaseException) -> None:
-        """Note that the run failed."""
         self._has_failed = True
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the id of the service's run, and the state of the interval."""
         get_state = getattr(self._user_tracker, "state_dict", None)
         state = {"tracker": self.name, "run_id": self._run_id, **self._pace.state_dict()}
         return {**state, "state": get_state()} if get_state is not None and self._has_opened else state
@@ -168,7 +166,7 @@ class Tracking(RowLogger):
         options |= self.options
         if self._class.requires_logging_directory and "logging_dir" not in options:
             options["logging_dir"] = str(folder)
-        return self._class(self._service.label(self, trainer), **options)
+        return self._class(options.pop("run_name", self.project), **options)
 
     def _restore_tracker(self, tracker: Any) -> None:
         """Let a tracker of the user resume the run of the checkpoint."""

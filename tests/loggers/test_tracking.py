@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from accelerate.state import PartialState
 from accelerate.tracking import GeneralTracker
+from fake_runs import fake_trainer, run_to, start, train
 from marks import TRAINERS, thinned
 from recipes import Keyed, KeyedModel, callback, same, weights
 from resuming import Cut, Killed
@@ -231,12 +232,60 @@ def test_loggers_by_name_and_as_objects_get_the_same_rows(kind, tmp_path):
     assert (list(value.bucket_limit), list(value.bucket)) == ([2.0, 4.0], [1.0, 1.0])
     text, _ = events(board, "preview/text_summary", "Tensors")
     assert text.tensor_proto.string_val[0] == b"    a text" and text.step == 5
+    (config,) = events(board, "config/text_summary", "Tensors")
+    assert json.loads(config.tensor_proto.string_val[0]) == trainer.resolved_config()
     rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     reports = [row for row in rows if row["kind"] == "report"]
     assert [row["step"] for row in reports] == [5, 10]
     assert (reports[0]["preview"], reports[0]["weights/std"]) == ("a text", 1.0)
     table = (tmp_path / "run" / "metrics.csv").read_text().splitlines()
     assert [line.split(",")[0] for line in table[1:]] == [row["kind"] for row in rows]
+
+
+def scalars(log_dir: Path, name: str = "train/loss") -> list[int]:
+    """Return the steps of a value as TensorBoard shows them, over all event files."""
+    accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    shown = accumulator.EventAccumulator(str(log_dir))
+    shown.Reload()
+    return [event.step for event in shown.Scalars(name)]
+
+
+@pytest.fixture
+def file_names(monkeypatch):
+    """Names of files of one second are in the order of a counter, as text: let it have the same number of digits."""
+    writer = pytest.importorskip("tensorboard.summary.writer.event_file_writer")
+    monkeypatch.setattr(writer, "_global_uid", writer.AtomicCounter(1000))
+
+
+def test_tensorboard_has_no_step_twice_after_a_resume(tmp_path, file_names):
+    trainer = fake_trainer()
+    killed = start(TensorBoardLogger(tmp_path), trainer, 5)
+    assert scalars(tmp_path) == [1, 2, 3, 4, 5]  # each row is flushed
+    run_to(killed, trainer, 8)
+    killed.on_train_end(trainer)  # so that the rows of the steps 6 to 8 are in the file
+    train(TensorBoardLogger(tmp_path), fake_trainer(step=5), 10)
+    assert scalars(tmp_path) == list(range(1, 11))
+    assert scalars(tmp_path, "eval/loss") == [2, 4, 6, 8, 10]
+    train(TensorBoardLogger(tmp_path), fake_trainer(), 4)  # a fresh run hides the earlier one
+    assert scalars(tmp_path) == [1, 2, 3, 4]
+
+
+def test_rows_for_tensorboard_wait_while_a_disk_fails(tmp_path, file_names, monkeypatch, caplog):
+    writer = pytest.importorskip("torch.utils.tensorboard").SummaryWriter
+    trainer = fake_trainer()
+    logger = start(TensorBoardLogger(tmp_path), trainer, 4)
+
+    def fail(*args: Any, **kwargs: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(writer, "add_scalar", fail)
+        run_to(logger, trainer, 8)
+    run_to(logger, trainer, 12)
+    logger.on_train_end(trainer)
+    assert scalars(tmp_path) == list(range(1, 13))
+    messages = [record.getMessage() for record in caplog.records if record.name == "omnitrain"]
+    assert len(messages) == 2 and "cannot be written" in messages[0] and "works again" in messages[1]
 
 
 def test_report_to_and_loggers_must_not_overlap(tmp_path):
