@@ -35,7 +35,6 @@ class Cadence(Callback):
         self._stop_at_limit(trainer)
 
     def on_step_end(self, trainer: TrainerLike) -> None:
-        """Request what is due at this step."""
         progress = trainer.progress
         if self.log.due(progress):
             trainer.control.schedule("log")
@@ -45,9 +44,7 @@ class Cadence(Callback):
             trainer.control.schedule("save")
         self._stop_at_limit(trainer)
 
-    def on_epoch_end(self, trainer: TrainerLike) -> None:
-        """Request what is due at the end of an epoch."""
-        self.on_step_end(trainer)
+    on_epoch_end = on_step_end
 
     def _stop_at_limit(self, trainer: TrainerLike) -> None:
         reason = self.limits.reached(trainer.progress)

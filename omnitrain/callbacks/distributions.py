@@ -155,7 +155,6 @@ class Distributions(Callback):
             )
 
     def on_step_start(self, trainer: TrainerLike) -> None:
-        """Decide whether this step is measured."""
         step = trainer.progress.step
         self._is_measuring = not (step + 1) % self._steps if self._steps else self._is_due
         if self._is_measuring:
@@ -200,12 +199,10 @@ class Distributions(Callback):
         trainer.control.schedule("log")
 
     def on_train_end(self, trainer: TrainerLike) -> None:
-        """Remove the hooks."""
         self._remove_hooks()
         self._reset()
 
     def log_values(self, trainer: TrainerLike) -> Mapping[str, float]:
-        """Return the numbers of the latest measurement, once."""
         values, self._values = self._values, {}
         return values
 

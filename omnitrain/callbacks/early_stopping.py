@@ -56,7 +56,6 @@ class EarlyStopping(Callback):
             trainer.stop("early_stopping")
 
     def on_eval_end(self, trainer: TrainerLike, metrics: Mapping[str, float]) -> None:
-        """Stop the run if patience has run out or the stopper returns True."""
         stops, step = self._is_out_of_patience(trainer), trainer.progress.step
         if self.stopper is not None and self.stopper(step, metrics[trainer.objective.key(metrics)]):
             stops, self.stopped_at = True, step
@@ -68,12 +67,10 @@ class EarlyStopping(Callback):
         return all(callable(getattr(self.stopper, name, None)) for name in ("state_dict", "load_state_dict"))
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the stopper's state, if it has one, and the step at which it ended the run."""
         state: dict[str, Any] = {"stopper": self.stopper.state_dict()} if self._has_state else {}  # type: ignore[union-attr]
         return state if self.stopped_at is None else {**state, "stopped_at": self.stopped_at}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore the stopper's state and the step at which it ended the run."""
         self.stopped_at = None if self.stopper is None else state.get("stopped_at")
         if self._has_state and "stopper" in state:
             self.stopper.load_state_dict(state["stopper"])  # type: ignore[union-attr]

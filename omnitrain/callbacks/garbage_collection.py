@@ -45,19 +45,16 @@ class GarbageCollection(Callback):
         self._was_enabled = False
 
     def on_train_start(self, trainer: TrainerLike) -> None:
-        """Collect everything once, and disable automatic collection."""
         self._every.restart(trainer.progress)
         self._was_enabled = gc.isenabled()
         gc.disable()
         gc.collect()
 
     def on_step_end(self, trainer: TrainerLike) -> None:
-        """Collect, if it is due."""
         if self._every.due(trainer.progress):
             gc.collect(self.generation)
 
     def on_train_end(self, trainer: TrainerLike) -> None:
-        """Restore automatic collection, if it was enabled before."""
         if self._was_enabled:
             self._was_enabled = False
             gc.enable()

@@ -37,7 +37,6 @@ class Interrupt(Callback):
         self._pid = 0
 
     def on_train_start(self, trainer: TrainerLike) -> None:
-        """Install the handlers."""
         self.error, self._trainer, self._previous_handlers, self._pid = None, trainer, {}, os.getpid()
         if threading.current_thread() is not threading.main_thread():
             return  # Python allows handlers in the main thread only
@@ -48,7 +47,6 @@ class Interrupt(Callback):
         signals.listen()
 
     def on_train_end(self, trainer: TrainerLike) -> None:
-        """Restore the previous handlers."""
         if self._previous_handlers:
             signals.stop_listening()
         for signum in list(self._previous_handlers):

@@ -6,16 +6,14 @@ import logging
 import sys
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
+
+import torch
 
 from omnitrain.compute.precision import is_out_of_memory
 from omnitrain.core.errors import ConfigError, Tolerance
 from omnitrain.core.events import Callback, TrainerLike
 from omnitrain.core.files import check_not_link, create_folder
 from omnitrain.core.paths import folder_path
-
-if TYPE_CHECKING:
-    import torch
 
 logger: logging.Logger = logging.getLogger("omnitrain")
 
@@ -56,8 +54,6 @@ def read_peaks(device: torch.device) -> tuple[int, int]:
 
     Both are counted on the host: the device is not synchronized.
     """
-    import torch
-
     stats = torch.accelerator.memory_stats(device)
     torch.accelerator.reset_peak_memory_stats(device)
     return stats.get("allocated_bytes.all.peak", 0), stats.get("reserved_bytes.all.peak", 0)
@@ -123,24 +119,19 @@ class MemoryMonitor(Callback):
             self._start_recording(trainer)
 
     def on_epoch_start(self, trainer: TrainerLike) -> None:
-        """Training begins."""
         self._begin_phase(trainer, _TRAINING)
 
     def on_eval_start(self, trainer: TrainerLike) -> None:
-        """An evaluation begins."""
         self._begin_phase(trainer, "eval")
 
     def on_eval_end(self, trainer: TrainerLike, metrics: Mapping[str, float]) -> None:
-        """An evaluation is over."""
         self._begin_phase(trainer, _TRAINING)
 
     def on_save_start(self, trainer: TrainerLike) -> None:
-        """Saving begins."""
         if not trainer.settings.async_save:
             self._begin_phase(trainer, "save")
 
     def on_save_end(self, trainer: TrainerLike) -> None:
-        """Saving is over."""
         self._begin_phase(trainer, _TRAINING)
 
     def _begin_phase(self, trainer: TrainerLike, phase: str) -> None:
@@ -168,9 +159,10 @@ class MemoryMonitor(Callback):
         return {name: size / GIB for name, size in sizes.items()}
 
     def on_train_end(self, trainer: TrainerLike) -> None:
-        """Log the peaks of the run on this rank, and stop recording."""
         self._begin_phase(trainer, "")
-        self._stop_recording()
+        if self._is_recording:
+            self._is_recording = False
+            torch.cuda.memory._record_memory_history(enabled=None)
         peaks = [f"{phase} {peak / GIB:.2f}" for phase, peak in self._run_peaks.items() if phase]
         peaks.append(f"process {resident_memory()[1] / GIB:.2f}")
         logger.info("Peak memory on rank %d, in GiB: %s.", trainer.rank, ", ".join(peaks))
@@ -178,35 +170,20 @@ class MemoryMonitor(Callback):
     # --- snapshots
 
     def _start_recording(self, trainer: TrainerLike) -> None:
-        import torch
-
         if not can_record(trainer.device):
             raise ConfigError(
                 f"`snapshot=True` records the allocations of a CUDA device, and this run is on {str(trainer.device)!r}."
                 " Leave it out here."
             )
-        if self._snapshot_folder(trainer) is None:
+        if self.folder is None and trainer.save_dir is None:
             raise ConfigError("A memory snapshot needs a folder. Pass `save_dir`, or `folder`.")
         torch.cuda.memory._record_memory_history(max_entries=_MAX_ENTRIES)
         self._is_recording = True
 
-    def _stop_recording(self) -> None:
-        if self._is_recording:
-            import torch
-
-            self._is_recording = False
-            torch.cuda.memory._record_memory_history(enabled=None)
-
-    def _snapshot_folder(self, trainer: TrainerLike) -> Path | None:
-        return self.folder or (None if trainer.save_dir is None else trainer.save_dir / "memory")
-
     def on_exception(self, trainer: TrainerLike, error: BaseException) -> None:
-        """Write the snapshot after an out-of-memory error."""
-        folder = self._snapshot_folder(trainer)
-        if not self._is_recording or folder is None or not is_out_of_memory(error):
+        if not self._is_recording or not is_out_of_memory(error):
             return
-        import torch
-
+        folder = self.folder or Path(trainer.save_dir or "") / "memory"
         path = folder / f"rank{trainer.rank}-step{trainer.progress.step}.pickle"
         with Tolerance("The memory snapshot", "The run ends without it."):
             if self.folder is None:

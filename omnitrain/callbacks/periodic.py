@@ -112,12 +112,22 @@ class Periodic(Callback):
         self._schedule.restart(_close_epoch(trainer.progress))
 
     def on_step_end(self, trainer: TrainerLike) -> None:
-        """Do the work, if it is due."""
-        self._work_if_due(trainer)
+        if self._schedule is None or not self._schedule.due(_close_epoch(trainer.progress)) or self.is_disabled:
+            return
+        full = full_trainer(trainer)
+        with full.lifecycle.untimed(), full._evaluation.apart(), full.ranks.in_phase(type(self).__name__):
+            values, error, is_complete = self._work_until_timeout(trainer)
+        if error is not None:
+            self._apply_error_policy(trainer, error)
+        elif not is_complete:
+            logger.warning(
+                "%s was ended at step %d by `timeout=%g` seconds.", self.name, trainer.progress.step, self.timeout
+            )
+        self._values |= values
+        if values:
+            trainer.control.schedule("log")
 
-    def on_epoch_end(self, trainer: TrainerLike) -> None:
-        """Do the work, if it is due."""
-        self._work_if_due(trainer)
+    on_epoch_end = on_step_end
 
     def on_train_end(self, trainer: TrainerLike) -> None:
         """Report values that came after the last row, such as at the end of a stream of unknown length."""
@@ -126,15 +136,12 @@ class Periodic(Callback):
         self._values = {}
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the values that wait for the next row of logs."""
         return {"values": self._values} if self._values else {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore the values that wait for the next row of logs."""
         self._values = dict(state.get("values", {}))
 
     def log_values(self, trainer: TrainerLike) -> Mapping[str, float]:
-        """Return the latest values, once."""
         values, self._values = self._values, {}
         return values
 
@@ -152,22 +159,6 @@ class Periodic(Callback):
             raise TimeoutError(f"it took longer than `timeout={self.timeout:g}` seconds")
         else:
             yield result
-
-    def _work_if_due(self, trainer: TrainerLike) -> None:
-        if self._schedule is None or not self._schedule.due(_close_epoch(trainer.progress)) or self.is_disabled:
-            return
-        full = full_trainer(trainer)
-        with full.lifecycle.untimed(), full._evaluation.apart(), full.ranks.in_phase(type(self).__name__):
-            values, error, is_complete = self._work_until_timeout(trainer)
-        if error is not None:
-            self._apply_error_policy(trainer, error)
-        elif not is_complete:
-            logger.warning(
-                "%s was ended at step %d by `timeout=%g` seconds.", self.name, trainer.progress.step, self.timeout
-            )
-        self._values |= values
-        if values:
-            trainer.control.schedule("log")
 
     def _work_until_timeout(self, trainer: TrainerLike) -> tuple[dict[str, float], Exception | None, bool]:
         """Return the values, the error of any rank, and whether all parts were done before the timeout."""

@@ -7,15 +7,15 @@ import logging
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
+
+import torch
+from torch.profiler import ProfilerAction, ProfilerActivity, profile, record_function, schedule
 
 from omnitrain.core.errors import ConfigError, Tolerance
 from omnitrain.core.events import Callback, TrainerLike
 from omnitrain.core.files import check_not_link, create_folder
 from omnitrain.core.paths import folder_path
-
-if TYPE_CHECKING:
-    import torch
 
 logger: logging.Logger = logging.getLogger("omnitrain")
 
@@ -103,8 +103,6 @@ class Profiler(Callback):
         Raises:
             ConfigError: If another profiler is active, or there is no folder.
         """
-        import torch
-
         is_ours = Profiler._running is not None
         if is_ours or torch.autograd._profiler_enabled():  # pyright: ignore[reportPrivateImportUsage]
             place = "in the `callbacks` of this run or of another" if is_ours else "around `train()`"
@@ -121,9 +119,6 @@ class Profiler(Callback):
         """Start PyTorch's profiler before the data of the first step are read."""
         if self._profile is not None or self._step_count:
             return
-        import torch
-        from torch.profiler import ProfilerActivity, profile, schedule
-
         # each cycle has a file, so that nothing is lost
         warnings.filterwarnings("ignore", "Warning: Profiler clears events at the end of each cycle")
         device_activity = getattr(ProfilerActivity, trainer.device.type.upper(), ProfilerActivity.CPU)
@@ -139,11 +134,8 @@ class Profiler(Callback):
         self._set_ranges(trainer)
 
     def on_step_end(self, trainer: TrainerLike) -> None:
-        """Advance the schedule by one step."""
         if self._profile is None:
             return
-        from torch.profiler import ProfilerAction
-
         self._step_count += 1
         is_last = self._profile.current_action is ProfilerAction.RECORD_AND_SAVE
         with trainer.lifecycle.untimed() if is_last else contextlib.nullcontext():  # a trace is written
@@ -185,21 +177,19 @@ class Profiler(Callback):
 
     def _set_ranges(self, trainer: TrainerLike) -> None:
         """Add ranges for the parts of traced steps."""
-        from torch.profiler import ProfilerAction, record_function
-
         is_tracing = self._profile.current_action in (ProfilerAction.RECORD, ProfilerAction.RECORD_AND_SAVE)
         if is_tracing != self._has_ranges:
             self._has_ranges = is_tracing
             trainer.lifecycle.set_profiler_ranges(self, record_function if is_tracing else None)
 
-    def _save_trace_safely(self, trainer: TrainerLike, profiler: torch.profiler.profile) -> None:
+    def _save_trace_safely(self, trainer: TrainerLike, profiler: profile) -> None:
         """Save a trace; an error is kept until the profiler is stopped, which in a transition would crash."""
         try:
             self._save_trace(trainer, profiler)
         except Exception as error:
             self._error = error
 
-    def _save_trace(self, trainer: TrainerLike, profiler: torch.profiler.profile) -> None:
+    def _save_trace(self, trainer: TrainerLike, profiler: profile) -> None:
         """Write the trace of this rank; on the main rank, log the table."""
         self._trace_count += 1
         folder = self.folder or Path(trainer.save_dir or "") / "profile"

@@ -40,7 +40,6 @@ class Retention(Callback):
                 self._stale_steps = {info.step for info in self.store.all_infos()}
 
     def on_save_end(self, trainer: TrainerLike) -> None:
-        """Delete old checkpoints after a new one is complete."""
         if not trainer.is_main_process:
             return
         with self._tolerance:

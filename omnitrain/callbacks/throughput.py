@@ -6,12 +6,11 @@ import contextlib
 import logging
 from collections import deque
 from collections.abc import Iterator, Mapping
-from typing import Any, ClassVar, NamedTuple
+from typing import ClassVar, NamedTuple
 
 import torch
 from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, sdpa_flop_count
 
-from omnitrain.callbacks.devices import peak_flops
 from omnitrain.core.errors import ConfigError
 from omnitrain.core.events import Callback, Event, TrainerLike
 from omnitrain.core.progress import PHASES
@@ -21,21 +20,37 @@ from omnitrain.distributed.ranks import Ranks
 logger: logging.Logger = logging.getLogger("omnitrain")
 
 
-def _attention_flops(query: Any, key: Any, value: Any, *_: Any, out_shape: Any = None, **__: Any) -> int:
-    return sdpa_flop_count(query, key, value)
-
-
-def _attention_backward_flops(
-    grad: Any, query: Any, key: Any, value: Any, *_: Any, out_shape: Any = None, **__: Any
-) -> int:
-    return sdpa_backward_flop_count(grad, query, key, value)
-
-
 # Attention on a CPU, which PyTorch's counter misses.
 _CPU_FLOPS = {
-    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: _attention_flops,
-    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward: _attention_backward_flops,
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: (
+        lambda query, key, value, *_, **__: sdpa_flop_count(query, key, value)
+    ),
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward: (
+        lambda grad, query, key, value, *_, **__: sdpa_backward_flop_count(grad, query, key, value)
+    ),
 }
+
+
+# Dense TFLOP/s of 16-bit matrix products with 32-bit accumulation, from data sheets; specific names come first.
+_DENSE_16_BIT = {
+    "B200": 2250.0,
+    "H200": 989.4,
+    "H100 PCIe": 756.0,
+    "H100 NVL": 835.5,
+    "H100": 989.4,
+    "A100": 312.0,
+    "L40S": 362.05,
+    "L4": 121.0,
+    "A10": 125.0,
+    "V100": 125.0,
+    "T4": 65.0,
+    "MI300X": 1307.4,
+    "MI250X": 383.0,
+    "RTX 5090": 209.5,
+    "RTX 4090": 165.2,
+    "RTX 3090": 71.0,
+}
+_NO_BF16 = ("V100", "T4")
 
 
 class _Totals(NamedTuple):
@@ -97,7 +112,7 @@ class Throughput(Callback):
         self.hardware_flops: float | None = flops
         """Operations per token or sample including recomputed activations."""
         self._rows: deque[_Totals] = deque(maxlen=window + 1)
-        self._forward = self._backward = 0.0
+        self._flops = {"forward": 0.0, "backward": 0.0}
         self._start_counts: tuple[int, int] = (0, 0)
         self._has_reported = False
 
@@ -107,35 +122,30 @@ class Throughput(Callback):
         self._rows.append(_Totals.of(trainer))
         if trainer.settings.compile and self.flops is None:
             self._report(trainer, "the operations of a compiled model cannot be counted. Pass `flops`.")
-        self._forward = self._backward = 0.0
         if self.flops is not None or trainer.settings.compile:
             trainer.lifecycle.unsubscribe(self, Event.STEP_START, Event.STEP_END)
 
     def on_step_start(self, trainer: TrainerLike) -> None:
-        """Start counting the operations of this step."""
-        self._forward = self._backward = 0.0
+        self._flops = {"forward": 0.0, "backward": 0.0}
         self._start_counts = trainer.progress.samples, trainer.progress.tokens
         trainer.lifecycle.set_profiler_ranges(self, self._count_flops)
 
     def on_step_end(self, trainer: TrainerLike) -> None:
         """Store the operations of the step; later steps are not counted."""
         trainer.lifecycle.set_profiler_ranges(self, None)
-        samples, tokens = (
-            trainer.progress.samples - self._start_counts[0],
-            trainer.progress.tokens - self._start_counts[1],
-        )
+        samples = trainer.progress.samples - self._start_counts[0]
+        tokens = trainer.progress.tokens - self._start_counts[1]
         units = (tokens or samples) * _computed_share(trainer.ranks, samples)
-        if not units or not self._forward:
+        forward, flops = self._flops["forward"], sum(self._flops.values())
+        if not units or not forward:
             return  # a skipped step, or a custom loop
         trainer.lifecycle.unsubscribe(self, Event.STEP_START, Event.STEP_END)
-        flops = self._forward + self._backward
         recomputes = bool(trainer.settings.gradient_checkpointing)
         # backward has two products for each one of forward; the rest is recomputed forward
-        self.flops = (3 * self._forward if recomputes else flops) / units
+        self.flops = (3 * forward if recomputes else flops) / units
         self.hardware_flops = flops / units
 
     def on_train_end(self, trainer: TrainerLike) -> None:
-        """Log the times and the goodput of the run."""
         trainer.lifecycle.set_profiler_ranges(self, None)
         if not trainer.is_main_process:
             return
@@ -173,7 +183,8 @@ class Throughput(Callback):
         flops = units * self.hardware_flops
         values = {"tflops_per_device": flops / 1e12}
         precision = trainer.precision.name
-        name = _device_name(trainer.device)
+        kind = trainer.device.type
+        name = getattr(torch, kind).get_device_name(trainer.device) if kind in ("cuda", "xpu") else kind
         peak = self.peak or peak_flops(name, precision)
         if peak is None:
             self._report(
@@ -185,15 +196,12 @@ class Throughput(Callback):
     @contextlib.contextmanager
     def _count_flops(self, name: str) -> Iterator[None]:
         """Count the operations of a part of the step."""
-        if name not in ("forward", "backward"):
+        if name not in self._flops:
             yield
             return
         with FlopCounterMode(display=False, custom_mapping=_CPU_FLOPS) as counter:
             yield
-        if name == "forward":
-            self._forward += counter.get_total_flops()
-        else:
-            self._backward += counter.get_total_flops()
+        self._flops[name] += counter.get_total_flops()
 
     def _report(self, trainer: TrainerLike, message: str) -> None:
         if trainer.is_main_process and not self._has_reported:
@@ -207,7 +215,22 @@ def _computed_share(ranks: Ranks, samples: int) -> float:
     return len(share(range(samples), data.rank, data.size)) / max(samples, 1) * data.size / ranks.world_size
 
 
-def _device_name(device: Any) -> str:
-    if device.type in ("cuda", "xpu"):
-        return str(getattr(torch, device.type).get_device_name(device))
-    return str(device.type)
+def peak_flops(name: str, precision: str) -> float | None:
+    """Return the peak operations per second of a device, or None if unknown.
+
+    Args:
+        name: The device name in PyTorch, such as "NVIDIA H100 80GB HBM3".
+        precision: "fp32", "bf16", "fp16" or "fp8"; only 16-bit peaks are known.
+
+    >>> peak_flops("NVIDIA H100 80GB HBM3", "bf16"), peak_flops("NVIDIA H100 PCIe", "bf16"), peak_flops("cpu", "bf16")
+    (989400000000000.0, 756000000000000.0, None)
+    """
+    if precision not in ("bf16", "fp16"):
+        return None
+    words = set(name.replace("-", " ").split())
+    if "Laptop" in words:  # a slower chip under the same name
+        return None
+    for model, peak in _DENSE_16_BIT.items():
+        if words.issuperset(model.split()):
+            return None if precision == "bf16" and model in _NO_BF16 else peak * 1e12
+    return None

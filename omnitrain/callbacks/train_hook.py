@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -145,13 +146,14 @@ _INNER_EVENTS: dict[str, tuple[Event, ...]] = {
     ),
     "on_val_step_start": (Event.EVAL_BATCH_START,),
     "on_val_step_end": (Event.EVAL_BATCH_START, Event.EVAL_BATCH_END),
-    "before_zero_grad": (Event.BEFORE_ZERO_GRAD,),
-    "after_zero_grad": (Event.AFTER_ZERO_GRAD,),
     "after_sync_grad": (Event.BEFORE_CLIP,),
     "before_gnorm_clip": (Event.BEFORE_CLIP,),
     "after_gnorm_clip": (Event.AFTER_CLIP,),
-    "before_optimizer_step": (Event.BEFORE_OPTIMIZER_STEP,),
-    "after_optimizer_step": (Event.AFTER_OPTIMIZER_STEP,),
+    **{
+        str(event): (event,) for event in (
+            Event.BEFORE_ZERO_GRAD, Event.AFTER_ZERO_GRAD, Event.BEFORE_OPTIMIZER_STEP, Event.AFTER_OPTIMIZER_STEP,
+        )
+    },
 }  # fmt: skip
 
 
@@ -227,7 +229,8 @@ class HookCallback(Callback):
                 raise ConfigError(f"The hook {name!r} must be a function of the trainer, got {function!r:.80}.")
             self._functions[name] = function, _accepted_arguments(name, function)
         for event in dict.fromkeys(event for name in functions for event in _INNER_EVENTS.get(name, ())):
-            vars(self)[f"on_{event}"] = getattr(self, f"_at_{event}")  # subscribes to these events only
+            forward = functools.partial(self._call, str(event))
+            vars(self)[f"on_{event}"] = getattr(self, f"_at_{event}", forward)  # subscribes to these events only
         self._trainer: TrainerLike | None = None
         self._loaded: dict[str, Any] = {}
         self._epoch = self._idx = self._eval_idx = 0
@@ -296,15 +299,6 @@ class HookCallback(Callback):
     def _at_before_optimizer_step(self, trainer: TrainerLike) -> None:
         self._end_train_step(trainer)  # DeepSpeed has no earlier event
         self._call("before_optimizer_step", trainer)
-
-    def _at_after_optimizer_step(self, trainer: TrainerLike) -> None:
-        self._call("after_optimizer_step", trainer)
-
-    def _at_before_zero_grad(self, trainer: TrainerLike) -> None:
-        self._call("before_zero_grad", trainer)
-
-    def _at_after_zero_grad(self, trainer: TrainerLike) -> None:
-        self._call("after_zero_grad", trainer)
 
     def _at_step_end(self, trainer: TrainerLike) -> None:
         self._end_train_step(trainer)  # of a step skipped for lack of labels

@@ -16,7 +16,7 @@ from torch import nn
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from omnitrain import Callback, Throughput, Trainer
-from omnitrain.callbacks.devices import peak_flops
+from omnitrain.callbacks.throughput import peak_flops
 from omnitrain.core.progress import Clock
 
 

@@ -153,7 +153,7 @@ def test_search_result_marks_best_trial(tmp_path: Path) -> None:
     assert lines[0].split() == ["trial", "learning_rate", "width", "loss", "step", "state", "seconds"]
     assert len(lines) == 3
     assert [number for number, line in enumerate(lines[1:]) if " * " in line] == [result.best.number]
-    assert (tmp_path / "search.txt").read_text() == f"{result}\n"
+    assert (tmp_path / "search.txt").read_text() == f"{result}\n" and result._repr_html_().count("<tr>") == 3
     assert (tmp_path / "search.png").read_bytes().startswith(b"\x89PNG")
     assert [axes.get_xlabel() for axes in result.plot().axes] == ["trial", "learning_rate", "width"]
 
@@ -337,10 +337,6 @@ def test_search_rejects_damaged_files(tmp_path: Path) -> None:
             search(native, RATES, trials=2, save_dir=tmp_path)
         assert not file.exists() if damaged is None else file.read_bytes() == damaged
         file.write_bytes(content)
-    for number in range(content.count(b"\n") - 1):  # the last line may have been taken by a kill
-        file.write_bytes(without_line(content, number))
-        with pytest.raises(CheckpointError, match=r"search\.journal'"):
-            search(native, RATES, trials=1, save_dir=tmp_path)
     assert not (tmp_path / "trial-0001").exists()
 
 
