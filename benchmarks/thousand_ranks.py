@@ -333,7 +333,7 @@ class Disk:
     @contextlib.contextmanager
     def shared(self, ranks: Simulated) -> Iterator[None]:
         """Write inside what the others do, whenever a rank writes."""
-        write, taken, parts, unlink = Writer.write, Writer._local_share, Writer._write_shards, FileSystem.unlink
+        write, taken, parts, unlink = Writer.write, Writer._local_blocks, Writer._write_shards, FileSystem.unlink
         held: dict[str, Any] = {}
         turns = iter(self.copies)
 
@@ -348,12 +348,12 @@ class Disk:
                     shutil.rmtree(place)
             return path
 
-        def noted(writer: Writer, snapshot: Any, files: Any, stages: bool) -> Any:
-            held.update({file: snapshot.files[file] for file in files})
-            return taken(writer, snapshot, files, stages)
+        def noted(writer: Writer, file: str, tensors: Any, stages: bool) -> Any:
+            held[file] = tensors
+            return taken(writer, file, tensors, stages)
 
-        def in_parts(writer: Writer, store: Any, folder: Path, blocks: Any, mine: Any) -> Any:
-            found = parts(writer, store, folder, blocks, mine)
+        def in_parts(writer: Writer, store: Any, folder: Path, blocks: Any) -> Any:
+            found = parts(writer, store, folder, blocks)
             if ranks.is_main:
                 with self._recorder.paused():
                     ranks.parts_of_others = [self._write(folder, held, rank) for rank in range(1, ranks.world_size)]
@@ -367,7 +367,7 @@ class Disk:
                     for other in path.parent.glob("rank-*"):
                         other.unlink()
 
-        names = "write", "_local_share", "_write_shards"
+        names = "write", "_local_blocks", "_write_shards"
         for name, new in zip(names, (written, noted, in_parts), strict=True):
             setattr(Writer, name, new)
         FileSystem.unlink = unlinked

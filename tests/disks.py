@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import errno
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any
 
 from resuming import Killed
 
-from omnitrain.checkpoint import tensor_files
 from omnitrain.checkpoint.disk import FileSystem
 
-save_tensors = tensor_files.save_tensors
 Fault = Callable[["FaultyDisk"], None]
 
 
@@ -48,10 +45,9 @@ class FaultyDisk(FileSystem):
         super().write(path, data)
         self.unsynced.add(path.stat().st_ino)
 
-    def write_tensors(self, tensors: Any, path: Path) -> None:
-        """Take the place of `save_tensors`."""
-        self._begin("write_tensors", path, b"half of a file")
-        save_tensors(tensors, path)
+    def create(self, path: Path, pieces: Iterable[bytes | memoryview]) -> None:
+        self._begin("create", path, b"half of a file")
+        super().create(path, pieces)
         self.unsynced.add(path.stat().st_ino)
 
     def link(self, path: Path, name: str) -> None:

@@ -49,7 +49,7 @@ from omnitrain.checkpoint.state_dicts import (
     to_json,
     unwrap,
 )
-from omnitrain.checkpoint.tensor_files import Gathered, is_local, read_local, read_range, spec_of
+from omnitrain.checkpoint.tensor_files import Gathered, is_local, read_local, spec_of
 from omnitrain.compute.precision import Dtypes, growth_interval
 from omnitrain.core.errors import CheckpointError, ConfigError, NonFiniteError
 from omnitrain.optim.build import has_modes, needs_closure
@@ -740,7 +740,7 @@ def _read_range(parameter: Any, tensors: Mapping[str, torch.Tensor], name: str) 
     """Read this rank's range of a tensor of a parameter."""
     begin, end = _bounds(parameter)
     if is_local(tensors):
-        return read_range(tensors, name, begin, end)
+        return tensors.part(name, begin, end)
     return tensors[name].flatten()[begin:end].clone()  # a view would keep the full tensor in memory
 
 

@@ -15,7 +15,7 @@ import logging
 import math
 import platform
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Protocol
@@ -36,7 +36,6 @@ from omnitrain.checkpoint.run_record import StartRecord, device_name, host
 from omnitrain.checkpoint.safetensors_header import read_header
 from omnitrain.checkpoint.setting_changes import GROUPING, InitialOptions, changed_settings, regroup_state
 from omnitrain.checkpoint.sharded_files import find_tensor_files, shard_folder
-from omnitrain.checkpoint.tensor_files import host_copy
 from omnitrain.checkpoint.tensor_reader import Catalogue, TensorFile
 from omnitrain.compute.precision import growth_interval
 from omnitrain.compute.random_state import GENERATORS, derive_seed, seed_everything
@@ -161,24 +160,6 @@ class Snapshot:
             return sum(tensor.numel() * tensor.element_size() for tensor in self.files[file].values())
 
         return sorted(self.files, key=lambda file: (-size(file), file))
-
-    def only(self, files: Iterable[str]) -> Snapshot:
-        """Return it with only these files."""
-        return replace(self, files={file: self.files[file] for file in files})
-
-    def on_host(self, buffers: dict[str, dict[str, torch.Tensor]], files: Iterable[str]) -> Snapshot:
-        """Return a copy of some files on the host, which further training cannot change.
-
-        Args:
-            buffers: The tensors of the previous copy by file, whose memory is reused; updated for the next copy.
-            files: The files to copy.
-        """
-        copies: Files = {}
-        for file in files:
-            previous = buffers.setdefault(file, {})
-            copies[file] = {name: host_copy(tensor, previous.get(name)) for name, tensor in self.files[file].items()}
-            previous.update(copies[file])
-        return replace(self, files=copies)
 
 
 class Contents:

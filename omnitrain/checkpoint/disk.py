@@ -15,9 +15,8 @@ from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from omnitrain.checkpoint.safetensors_header import open_regular
 from omnitrain.core.errors import CheckpointError, ConfigError
-from omnitrain.core.files import create_file
+from omnitrain.core.files import create_file, open_regular
 from omnitrain.core.paths import folder_path
 
 _MIN_THREADED_BYTES = 1 << 24  # starting threads costs about a millisecond

@@ -371,7 +371,11 @@ def _normalized_source(value: Any) -> str:
         except (OSError, TypeError, SyntaxError, ValueError):
             pass
         else:
-            return ast.dump(_DocstringRemover().visit(tree))
+            for node in ast.walk(tree):
+                is_scope = isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef)
+                if is_scope and ast.get_docstring(node):
+                    node.body = node.body[1:] or [ast.Pass()]
+            return ast.dump(tree)
     code = getattr(value, "__code__", None)
     return _qualified_name(value) if code is None else _normalized_bytecode(code)
 
@@ -384,17 +388,6 @@ def _normalized_bytecode(code: Any) -> str:
 
 def _stable_repr(value: Any) -> str:
     return str(sorted(map(repr, value))) if isinstance(value, frozenset) else repr(value)
-
-
-class _DocstringRemover(ast.NodeTransformer):
-    """Removes docstrings."""
-
-    def generic_visit(self, node: ast.AST) -> ast.AST:
-        super().generic_visit(node)
-        body = getattr(node, "body", None)
-        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)) and ast.get_docstring(node):
-            node.body = body[1:] or [ast.Pass()]  # type: ignore[index]
-        return node
 
 
 def _model_code(model: nn.Module) -> str | None:

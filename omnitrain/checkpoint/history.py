@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from omnitrain.checkpoint.manifest import ROW, check_limits, check_value
-from omnitrain.checkpoint.safetensors_header import open_regular
 from omnitrain.core.errors import CheckpointError
+from omnitrain.core.files import open_regular
 from omnitrain.core.history import TABLES, MetricsDict
 
 HISTORY = "history.jsonl"

@@ -70,8 +70,6 @@ class InitialWeights:
 class _BroadcastTensors(Mapping[str, torch.Tensor]):
     """Tensors of the main rank, which are broadcast one at a time."""
 
-    is_local = False
-
     def __init__(self, initial: InitialWeights, ranks: Ranks) -> None:
         self._initial, self._ranks = initial, ranks
 

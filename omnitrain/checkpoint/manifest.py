@@ -20,9 +20,8 @@ from pathlib import Path
 from typing import Any, TypedDict
 
 from omnitrain.checkpoint.disk import hashing
-from omnitrain.checkpoint.safetensors_header import open_regular
 from omnitrain.core.errors import CheckpointError
-from omnitrain.core.files import is_inside, unique_keys
+from omnitrain.core.files import is_inside, open_regular, unique_keys
 from omnitrain.core.history import TABLES
 
 FORMAT_VERSION = 1

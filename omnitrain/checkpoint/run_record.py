@@ -28,9 +28,8 @@ from typing import IO, TYPE_CHECKING, Any
 
 from omnitrain import __version__
 from omnitrain.checkpoint.disk import FileSystem
-from omnitrain.checkpoint.safetensors_header import open_regular
 from omnitrain.core.errors import CheckpointError, Tolerance
-from omnitrain.core.files import unique_keys
+from omnitrain.core.files import open_regular, unique_keys
 from omnitrain.core.secrets import is_secret_name, mask_command, mask_text
 
 if TYPE_CHECKING:

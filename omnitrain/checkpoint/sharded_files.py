@@ -6,46 +6,32 @@ each tensor, with its offsets in the metadata. `tensor_reader.py` reads them.
 
 from __future__ import annotations
 
-import functools
 import hashlib
 import json
 import math
 import re
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
 from omnitrain.checkpoint.disk import FileSystem
 from omnitrain.checkpoint.manifest import FileEntry
 from omnitrain.checkpoint.safetensors_header import SHARDING
-from omnitrain.checkpoint.tensor_files import Gathered, encode_header, file_order, host_copy, is_sharded, spec_of
-from omnitrain.checkpoint.tensor_reader import Spec, TensorFile, rectangles
-from omnitrain.distributed.ranks import as_bytes
+from omnitrain.checkpoint.tensor_files import (
+    Block,
+    Gathered,
+    dtensor_blocks,
+    file_order,
+    is_sharded,
+    spec_of,
+    write_tensors,
+)
+from omnitrain.checkpoint.tensor_reader import TensorFile, rectangles, size_of
 
 # The most bytes of tensors in a consolidated file, unless a single tensor has more.
 LARGEST_FILE = 5 * 10**9
-
-_PIECE = 1 << 24  # bytes to write and hash at once
-_BATCH_BYTES = 1 << 24  # bytes of small tensors to read at once for consolidated files
-_SMALL = 1 << 18  # bytes that are hashed faster than a thread is notified
-
-
-class Block(NamedTuple):
-    """A rectangle of a tensor.
-
-    Attributes:
-        offsets: The index in the full tensor at which it starts.
-        tensor: Its values, contiguous or not, on any device.
-        shape: The shape of the full tensor. Without it, a reader must open the files of all ranks to infer it.
-    """
-
-    offsets: tuple[int, ...]
-    tensor: torch.Tensor
-    shape: tuple[int, ...] | None = None
 
 
 # --- blocks of a rank
@@ -66,7 +52,7 @@ def local_blocks(tensor: Any, rank: int, mesh: Any = None) -> list[Block]:
     Raises:
         ValueError: If the tensor has to be gathered or reduced first, so that `can_shard` is False.
     """
-    if not can_shard({"": tensor}):
+    if not can_shard(tensor):
         raise ValueError(f"{type(tensor).__name__} of shape {tuple(tensor.shape)} must be gathered before writing")
     shape = tuple(tensor.shape)
     origin = (0,) * len(shape)
@@ -83,16 +69,24 @@ def local_blocks(tensor: Any, rank: int, mesh: Any = None) -> list[Block]:
         return blocks
     if not is_sharded(tensor):
         return [Block(origin, tensor.detach(), shape)] if rank == 0 else []
-    return _blocks_of_dtensor(tensor) if _is_first_replica(tensor.device_mesh, mesh) else []
+    from torch.distributed.tensor import Replicate
+
+    coordinate = tensor.device_mesh.get_coordinate()
+    if coordinate is None or not _is_first_replica(tensor.device_mesh, mesh):  # None: this rank is not in the mesh
+        return []
+    if any(
+        index and isinstance(placement, Replicate)
+        for placement, index in zip(tensor.placements, coordinate, strict=True)
+    ):
+        return []
+    local = tensor.to_local().detach()
+    if not tensor.numel():
+        return [] if any(coordinate) else [Block(origin, torch.empty_like(local).reshape(shape), shape)]
+    return dtensor_blocks(tensor, local)
 
 
-def can_shard(tensors: Mapping[str, Any] | Iterable[Any]) -> bool:
-    """Return whether each rank can write its part of every tensor without communication."""
-    values = tensors.values() if isinstance(tensors, Mapping) else tensors
-    return all(_is_writable_locally(tensor) for tensor in values)
-
-
-def _is_writable_locally(tensor: Any) -> bool:
+def can_shard(tensor: Any) -> bool:
+    """Return whether each rank can write its part of a tensor without communication."""
     if isinstance(tensor, Gathered):
         return tensor.flat is not None
     if not is_sharded(tensor):
@@ -110,77 +104,11 @@ def _is_first_replica(tensor_mesh: Any, mesh: Any) -> bool:
     )
 
 
-def _blocks_of_dtensor(tensor: Any) -> list[Block]:
-    from torch.distributed.tensor import Replicate
-
-    shape, mesh = tuple(tensor.shape), tensor.device_mesh
-    coordinate = mesh.get_coordinate()
-    if coordinate is None:  # this rank is not in the mesh
-        return []
-    placements = list(zip(tensor.placements, coordinate, mesh.shape, strict=True))
-    if any(isinstance(placement, Replicate) and index for placement, index, _ in placements):
-        return []
-    local = tensor.to_local().detach()
-    if not tensor.numel():
-        return [Block((0,) * len(shape), torch.empty_like(local).reshape(shape), shape)] if not any(coordinate) else []
-    blocks = [Block((), local, shape)]
-    for axis, size in enumerate(shape):  # more than one run only if a dimension is sharded with strides
-        blocks = [
-            Block((*block.offsets, begin), block.tensor.narrow(axis, first, length), shape)
-            for block in blocks
-            for begin, first, length in _local_runs(axis, size, placements)
-        ]
-    return blocks
-
-
-def _local_runs(axis: int, size: int, placements: Sequence[tuple[Any, int, int]]) -> list[tuple[int, int, int]]:
-    """Return the runs of a dimension on this rank: index in the full tensor, index in the local one, length."""
-    indices: Any = range(size)
-    for placement, index, parts in placements:  # `distribute_tensor` splits by the first dimension of the mesh first
-        if getattr(placement, "dim", None) != axis:
-            continue
-        if hasattr(placement, "split_factor"):  # a strided shard: a part of each of several parts
-            shard = type(placement)(0, split_factor=placement.split_factor)
-            indices = shard._split_tensor(torch.tensor(indices), parts, with_padding=False)[0][index].tolist()
-        else:
-            # as torch.chunk: the first ranks get the larger parts, the last ones possibly none
-            most = -(-len(indices) // parts)
-            indices = indices[most * index : most * (index + 1)]
-    if isinstance(indices, range):
-        return [(indices.start, 0, len(indices))] if indices else []
-    firsts = [position for position, index in enumerate(indices) if not position or index != indices[position - 1] + 1]
-    ends = [*firsts[1:], len(indices)]
-    return [(indices[first], first, end - first) for first, end in zip(firsts, ends, strict=False)]
-
-
-def stage_blocks(
-    tensors: Mapping[str, Any], rank: int, buffers: dict[str, torch.Tensor], mesh: Any = None
-) -> dict[str, list[Block]]:
-    """Return the blocks of this rank, copied to the host, so that training can continue while they are written.
-
-    Args:
-        tensors: The tensors by name.
-        rank: This rank.
-        buffers: The memory of earlier copies, reused where it fits; updated.
-        mesh: The `DeviceMesh` of all ranks, if they have one.
-    """
-    blocks: dict[str, list[Block]] = {}
-    for name, tensor in tensors.items():
-        copies = []
-        for number, block in enumerate(local_blocks(tensor, rank, mesh)):
-            # a tensor may have several blocks
-            key = f"{name}:{number}"
-            buffers[key] = host_copy(block.tensor, buffers.get(key))
-            copies.append(block._replace(tensor=buffers[key]))
-        blocks[name] = copies
-    return blocks
-
-
 # --- writing shards
 
 
 def write_shards(blocks: Mapping[str, list[Block]], folder: Path, rank: int, fs: FileSystem) -> dict[str, FileEntry]:
-    """Write this rank's blocks, one at a time, and return size and sha256 of its files by name.
+    """Write this rank's blocks, a piece at a time, and return size and sha256 of its files by name.
 
     Args:
         blocks: The blocks by the names of their tensors. If a tensor has several, they go to as many files.
@@ -194,100 +122,13 @@ def write_shards(blocks: Mapping[str, list[Block]], folder: Path, rank: int, fs:
     """
     entries: dict[str, FileEntry] = {}
     for number in range(max(map(len, blocks.values()), default=0)):
-        tensors = {name: parts[number] for name, parts in blocks.items() if len(parts) > number}
-        path = folder / (f"rank-{rank:05}.safetensors" if not number else f"rank-{rank:05}.{number}.safetensors")
-        shardings = {name: _sharding(block) for name, block in tensors.items()}
+        parts = {name: blocks[name][number] for name in blocks if len(blocks[name]) > number}
+        shardings = {name: {"saved_offsets": block.offsets, "shape": block.shape} for name, block in parts.items()}
         metadata = {SHARDING: json.dumps(shardings, separators=(",", ":"), ensure_ascii=False), "DCP_VERSION": "1.0"}
-        specs = {name: (tuple(block.tensor.shape), block.tensor.dtype) for name, block in tensors.items()}
-        pieces = functools.partial(_host_pieces, tensors)
-        entries[path.name] = _write(path, specs, metadata, pieces, fs)
+        path = folder / (f"rank-{rank:05}.safetensors" if not number else f"rank-{rank:05}.{number}.safetensors")
+        tensors = {name: block.tensor for name, block in parts.items()}
+        entries[path.name] = write_tensors(tensors, path, fs, metadata=metadata)
     return entries
-
-
-def _sharding(block: Block) -> dict[str, list[int]]:
-    offsets: dict[str, list[int]] = {"saved_offsets": list(block.offsets)}
-    return offsets if block.shape is None else {**offsets, "shape": list(block.shape)}
-
-
-def _host_pieces(blocks: Mapping[str, Block], name: str) -> Iterator[torch.Tensor]:
-    """Yield a tensor in flat pieces in host memory, copying at most one at a time."""
-    tensor = blocks[name].tensor.resolve_conj().resolve_neg()
-    if tensor.is_cpu and tensor.is_contiguous():
-        yield from tensor.view(-1).split(max(1, _PIECE // tensor.element_size()))
-        return
-    if not tensor.dim():
-        yield tensor.cpu().reshape(1)
-        return
-    for rows in tensor.split(_rows_at_once(tuple(tensor.shape), tensor.dtype)):
-        yield rows.cpu().contiguous().view(-1)
-
-
-def _rows_at_once(shape: tuple[int, ...], dtype: torch.dtype) -> int:
-    return max(1, _PIECE // max(1, math.prod(shape[1:]) * dtype.itemsize))
-
-
-def _write(
-    path: Path,
-    specs: Mapping[str, Spec],
-    metadata: Mapping[str, str],
-    pieces: Callable[[str], Iterator[torch.Tensor]],
-    fs: FileSystem,
-) -> FileEntry:
-    """Write a safetensors file and wait until it is on the disk; another thread hashes it."""
-    # the header has the offsets of all tensors, so it can be written before any of them is copied to the host
-    header = encode_header(specs, metadata)
-    hasher = _Hasher()
-
-    def content() -> Iterator[bytes | memoryview]:
-        yield hasher.update(header)
-        for name in file_order(specs):
-            for piece in pieces(name):
-                yield hasher.update(as_bytes(piece).numpy().data)
-
-    try:
-        fs.create(path, content())
-        digest = hasher.digest()
-    finally:
-        hasher.close()
-    fs.sync(path)
-    size = len(header) + sum(math.prod(shape) * dtype.itemsize for shape, dtype in specs.values())
-    return {"size": size, "sha256": digest}
-
-
-class _Hasher:
-    """Hashes pieces in another thread while they are written, with at most two pending."""
-
-    def __init__(self) -> None:
-        self._hash = hashlib.sha256()
-        self._pool = ThreadPoolExecutor(1, thread_name_prefix="omnitrain-hash")
-        self._waiting: deque[Future[None]] = deque()
-
-    def update(self, piece: bytes | memoryview) -> bytes | memoryview:
-        """Hash a piece after the earlier ones, and return it."""
-        # at most two pieces wait, which bounds the memory that hashing holds
-        if self._waiting and (len(self._waiting) > 1 or len(piece) < _SMALL):
-            self._wait(0 if len(piece) < _SMALL else 1)
-        if len(piece) >= _SMALL:
-            try:
-                self._waiting.append(self._pool.submit(self._hash.update, piece))
-                return piece
-            except RuntimeError:  # at interpreter exit no threads can start: an asynchronous save ends here
-                self._wait(0)
-        self._hash.update(piece)
-        return piece
-
-    def digest(self) -> str:
-        """Return the sha256 of all pieces."""
-        self._wait(0)
-        return self._hash.hexdigest()
-
-    def close(self) -> None:
-        """End the thread."""
-        self._pool.shutdown(cancel_futures=True)
-
-    def _wait(self, pending: int) -> None:
-        while len(self._waiting) > pending:
-            self._waiting.popleft().result()
 
 
 # --- names of files
@@ -329,7 +170,7 @@ def find_tensor_files(folder: Path, manifest_files: Iterable[str], part: str) ->
 
 def count_full_files(tensors: Mapping[str, Any], limit: int = LARGEST_FILE) -> int:
     """Return how many files `write_full_files` writes; ranks from this number on write none."""
-    return len(_plan({name: spec_of(tensors, name) for name in tensors}, limit))
+    return len(_split(tensors, limit).filename_to_tensors)
 
 
 def write_full_files(
@@ -353,67 +194,25 @@ def write_full_files(
     Returns:
         Size and sha256 of the files that this rank wrote, by name.
     """
-    specs = {name: source.spec_of(name) for name in source}
-    plan = _plan(specs, limit)
-    entries: dict[str, FileEntry] = {}
-
-    ready: dict[str, torch.Tensor] = {}
-
-    def pieces(name: str, names: list[str]) -> Iterator[torch.Tensor]:
-        shape, dtype = specs[name]
-        if name not in ready:  # small tensors together, as each read opens the files of all ranks
-            ready.update(source.read_tensors(_next_small_tensors(specs, names[names.index(name) :])))
-        if name in ready:
-            yield ready.pop(name).view(-1)
-            return
-        step, rest = _rows_at_once(shape, dtype), (0,) * (len(shape) - 1)
-        for first in range(0, shape[0], step):
-            yield source.block(name, (first, *rest), (min(step, shape[0] - first), *shape[1:])).view(-1)
-
-    for number, (file, names) in enumerate(plan.items()):
-        if number % world_size == rank:
-            file_specs = {name: specs[name] for name in names}
-            entries[file] = _write(folder / file, file_specs, {}, lambda name, names=names: pieces(name, names), fs)
-    if rank == 0 and len(plan) > 1:
-        entries["model.safetensors.index.json"] = _write_index(folder, plan, specs, fs)
+    split = _split(source, limit)
+    entries = {
+        file: write_tensors(source.subset(names), folder / file, fs)
+        for file, names in list(split.filename_to_tensors.items())[rank::world_size]
+    }
+    if rank == 0 and split.is_sharded:
+        content = {"metadata": split.metadata, "weight_map": dict(sorted(split.tensor_to_filename.items()))}
+        text, path = (json.dumps(content, indent=2) + "\n").encode(), folder / "model.safetensors.index.json"
+        fs.write(path, text)
+        fs.sync(path)
+        entries[path.name] = {"size": len(text), "sha256": hashlib.sha256(text).hexdigest()}
     return entries
 
 
-def _next_small_tensors(specs: Mapping[str, Spec], names: Sequence[str]) -> list[str]:
-    """Return the first names whose tensors fit into a batch; none if the first is too large."""
-    selected, size = [], 0
-    for name in names:
-        shape, dtype = specs[name]
-        size += math.prod(shape) * dtype.itemsize
-        if size > _BATCH_BYTES:
-            break
-        selected.append(name)
-    return selected
+def _split(tensors: Mapping[str, Any], limit: int) -> Any:
+    """Return which tensors are in which of the files with full tensors."""
+    from huggingface_hub import split_state_dict_into_shards_factory
 
-
-def _plan(specs: Mapping[str, Spec], limit: int) -> dict[str, list[str]]:
-    """Return the names of the tensors in each file, by its name."""
-    groups: list[list[str]] = [[]]
-    size = 0
-    for name in file_order(specs):
-        tensor_size = math.prod(specs[name][0]) * specs[name][1].itemsize
-        if groups[-1] and size + tensor_size > limit:
-            groups.append([])
-            size = 0
-        groups[-1].append(name)
-        size += tensor_size
-    if len(groups) == 1:
-        return {"model.safetensors": groups[0]}
-    count = len(groups)
-    return {f"model-{number:05}-of-{count:05}.safetensors": names for number, names in enumerate(groups, start=1)}
-
-
-def _write_index(folder: Path, plan: Mapping[str, list[str]], specs: Mapping[str, Spec], fs: FileSystem) -> FileEntry:
-    total = sum(math.prod(shape) * dtype.itemsize for shape, dtype in specs.values())
-    weight_map = {name: file for file, names in plan.items() for name in names}
-    content = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
-    text = (json.dumps(content, indent=2) + "\n").encode()
-    path = folder / "model.safetensors.index.json"
-    fs.write(path, text)
-    fs.sync(path)
-    return {"size": len(text), "sha256": hashlib.sha256(text).hexdigest()}
+    specs = {name: spec_of(tensors, name) for name in file_order(tensors)}
+    return split_state_dict_into_shards_factory(
+        specs, get_storage_size=size_of, filename_pattern="model{suffix}.safetensors", max_shard_size=limit
+    )

@@ -24,7 +24,6 @@ import math
 import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, Literal
 
@@ -40,8 +39,8 @@ from omnitrain.checkpoint.manifest import (
     read_manifest,
 )
 from omnitrain.checkpoint.retention import SAVE_ORDER, CheckpointInfo, to_delete
-from omnitrain.checkpoint.safetensors_header import open_regular
 from omnitrain.core.errors import CheckpointError, is_disk_error
+from omnitrain.core.files import open_regular
 
 logger: logging.Logger = logging.getLogger("omnitrain")
 
@@ -128,9 +127,8 @@ class Store:
         *,
         score: float | None = None,
         best: bool = False,
-        digests: Mapping[str, Future[str]] | None = None,
     ) -> Path:
-        """Save a checkpoint and return its folder: `saving`, `write(folder)`, `commit`; `write` may fill `digests`.
+        """Save a checkpoint and return its folder: `saving`, `write(folder)`, `commit`.
 
         Raises:
             CheckpointError: It could not be written, because of an error of the disk. Earlier checkpoints are
@@ -138,7 +136,7 @@ class Store:
         """
         with self.saving(step) as folder:
             write(folder)
-            return self.commit(step, payload, score=score, best=best, digests=digests)
+            return self.commit(step, payload, score=score, best=best)
 
     @contextlib.contextmanager
     def saving(self, step: int) -> Iterator[Path]:
@@ -177,7 +175,6 @@ class Store:
         *,
         score: float | None = None,
         best: bool = False,
-        digests: Mapping[str, Future[str]] | None = None,
         written: Mapping[str, FileEntry] | None = None,
     ) -> Path:
         """Atomically turn the files written since `saving(step)` into the checkpoint of `step`.
@@ -189,9 +186,8 @@ class Store:
             payload: Further content of omnitrain.json; JSON types only.
             score: The value of the metric to optimize at this step, if it was evaluated.
             best: Whether that value is the best so far; `best` then points here.
-            digests: The sha256 of files by their path in the folder, as far as it was computed while writing; all
-                other files are read back.
-            written: Size and sha256 of files that their writers have already synced to the disk.
+            written: Size and sha256 of files, by their path in the folder, that their writers have already synced to
+                the disk; all others are read back.
 
         Score and best belong to this save: pass them again if a step is saved again.
         """
@@ -205,7 +201,7 @@ class Store:
                 "score": float(score) if score is not None and math.isfinite(score) else None,
                 "best": best,
                 **payload,
-                "files": self._sync_and_hash(folder, files, digests or {}, written or {}),
+                "files": self._sync_and_hash(folder, files, written or {}),
             }
             # written last: a folder without it is no checkpoint
             self.fs.write(folder / MANIFEST, encode(content))
@@ -240,23 +236,17 @@ class Store:
                 "Free some space or repair the disk; the next save tries again."
             ) from error
 
-    def _sync_and_hash(
-        self, folder: Path, files: list[Path], known: Mapping[str, Future[str]], written: Mapping[str, FileEntry]
-    ) -> dict[str, FileEntry]:
+    def _sync_and_hash(self, folder: Path, files: list[Path], written: Mapping[str, FileEntry]) -> dict[str, FileEntry]:
         """Sync all files and return their manifest entries; hashing runs while the disk writes."""
+        entries = dict(written)
         paths = {file.relative_to(folder).as_posix(): file for file in files}
         unsynced = {name: file for name, file in paths.items() if name not in written and name != MANIFEST}
-        with hashing(file for name, file in unsynced.items() if name not in known) as digests:
+        with hashing(unsynced.values()) as digests:
             for file in unsynced.values():
                 self.fs.sync(file)
-            entries: dict[str, FileEntry] = {
-                name: {
-                    "size": file.stat().st_size,
-                    "sha256": known[name].result() if name in known else next(digests),
-                }
-                for name, file in unsynced.items()
-            }
-        return dict(sorted({**entries, **written}.items()))
+            for (name, file), digest in zip(unsynced.items(), digests, strict=True):
+                entries[name] = {"size": file.stat().st_size, "sha256": digest}
+        return dict(sorted(entries.items()))
 
     def _publish(self, step: int) -> None:
         """Rename the finished folder, after an existing checkpoint of the same step."""

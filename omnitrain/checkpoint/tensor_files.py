@@ -2,25 +2,30 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
-import math
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeGuard, TypeVar
 
 import torch
 
-from omnitrain.checkpoint.disk import write_pieces
-from omnitrain.checkpoint.tensor_reader import DTYPES, Spec, TensorFile, dtype_name
+from omnitrain.checkpoint.disk import FileSystem, write_pieces
+from omnitrain.checkpoint.manifest import FileEntry
+from omnitrain.checkpoint.tensor_reader import DTYPES, Spec, TensorFile, rows_at_once, size_of, unsaved_dtype
+from omnitrain.core.errors import CheckpointError
 from omnitrain.distributed.ranks import Ranks, as_bytes
 
 T = TypeVar("T")
 Gather = Callable[[Any], torch.Tensor]
 """Returns a tensor in host memory, in one piece."""
+
+_SMALL = 1 << 18  # bytes that are hashed faster than a thread is notified
+_HASHERS = 4
 
 
 @dataclass(slots=True)
@@ -53,6 +58,20 @@ class Gathered:
 
 
 # --- sharded tensors
+
+
+class Block(NamedTuple):
+    """A rectangle of a tensor.
+
+    Attributes:
+        offsets: The index in the full tensor at which it starts.
+        tensor: Its values, contiguous or not, on any device.
+        shape: The shape of the full tensor.
+    """
+
+    offsets: tuple[int, ...]
+    tensor: torch.Tensor
+    shape: tuple[int, ...]
 
 
 def is_sharded(tensor: Any) -> bool:
@@ -99,39 +118,65 @@ def read_local(tensors: Mapping[str, torch.Tensor], name: str) -> torch.Tensor:
     """Return a full tensor; without communication, if every rank can read the files."""
     if not is_local(tensors):
         return tensors[name]
-    shape, _ = spec_of(tensors, name)
-    return read_range(tensors, name, 0, math.prod(shape)).reshape(shape)
+    return tensors.read_tensors([name])[name]
 
 
-def read_range(tensors: Any, name: str, begin: int, end: int) -> torch.Tensor:
-    """Return the values [begin, end) of a flattened tensor, 1-D, of files that every rank can read."""
-    return tensors.part(name, begin, end)
-
-
-def is_local(tensors: Any) -> bool:
+def is_local(tensors: Any) -> TypeGuard[TensorFile]:
     """Return whether every rank can read parts of these tensors without communication."""
-    return bool(getattr(tensors, "is_local", False))
+    return isinstance(tensors, TensorFile) and tensors.is_local
 
 
-def read_like(tensors: Any, name: str, present: Any) -> torch.Tensor:
+def read_like(tensors: Mapping[str, torch.Tensor], name: str, present: Any) -> torch.Tensor:
     """Return this rank's part of a saved tensor, sharded like `present`; all of it if that is not sharded.
 
     If every rank can read the files, only that part is read, without communication.
     """
-    shape, _ = spec_of(tensors, name)
+    shape, dtype = spec_of(tensors, name)
     if not is_local(tensors) or not hasattr(present, "full_tensor") or shape != tuple(present.shape):
         return shard_like(read_local(tensors, name), present)
-    from torch.distributed.tensor import DTensor, Replicate, Shard
-    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+    from torch.distributed.tensor import DTensor
 
-    if any(type(placement) not in (Shard, Replicate) for placement in present.placements):
-        # a strided shard is not a rectangle
-        return shard_like(read_local(tensors, name), present)
-    mesh, placements = present.device_mesh, present.placements
-    sizes, offsets = compute_local_shape_and_global_offset(shape, mesh, placements)
-    block = tensors.block(name, tuple(offsets), tuple(sizes)).to(present.to_local().device)
-    stride = torch.empty(shape, device="meta").stride()
-    return DTensor.from_local(block, mesh, placements, run_check=False, shape=torch.Size(shape), stride=stride)
+    local = torch.empty(present.to_local().shape, dtype=dtype)
+    for block in dtensor_blocks(present, local):
+        tensors.read_into(name, block.offsets, block.tensor)
+    local, stride = local.to(present.to_local().device), torch.empty(shape, device="meta").stride()
+    return DTensor.from_local(
+        local, present.device_mesh, present.placements, run_check=False, shape=torch.Size(shape), stride=stride
+    )
+
+
+def dtensor_blocks(tensor: Any, local: torch.Tensor) -> list[Block]:
+    """Return the blocks of a DTensor on this rank, as parts of `local`, which has the shape of its local part."""
+    mesh, shape = tensor.device_mesh, tuple(tensor.shape)
+    placements = list(zip(tensor.placements, mesh.get_coordinate() or (), mesh.shape, strict=False))
+    blocks = [Block((), local, shape)]
+    for axis, size in enumerate(shape):  # more than one run only if a dimension is sharded with strides
+        blocks = [
+            Block((*block.offsets, begin), block.tensor.narrow(axis, first, length), shape)
+            for block in blocks
+            for begin, first, length in _local_runs(axis, size, placements)
+        ]
+    return blocks
+
+
+def _local_runs(axis: int, size: int, placements: Sequence[tuple[Any, int, int]]) -> list[tuple[int, int, int]]:
+    """Return the runs of a dimension on this rank: index in the full tensor, index in the local one, length."""
+    indices: Any = range(size)
+    for placement, index, parts in placements:  # `distribute_tensor` splits by the first dimension of the mesh first
+        if getattr(placement, "dim", None) != axis:
+            continue
+        if hasattr(placement, "split_factor"):  # a strided shard: a part of each of several parts
+            shard = type(placement)(0, split_factor=placement.split_factor)
+            indices = shard._split_tensor(torch.tensor(indices), parts, with_padding=False)[0][index].tolist()
+        else:
+            # as torch.chunk: the first ranks get the larger parts, the last ones possibly none
+            most = -(-len(indices) // parts)
+            indices = indices[most * index : most * (index + 1)]
+    if isinstance(indices, range):
+        return [(indices.start, 0, len(indices))] if indices else []
+    firsts = [position for position, index in enumerate(indices) if not position or index != indices[position - 1] + 1]
+    ends = [*firsts[1:], len(indices)]
+    return [(indices[first], first, end - first) for first, end in zip(firsts, ends, strict=False)]
 
 
 def write_on_main(ranks: Ranks, files: Sequence[Mapping[str, Any]], write: Callable[[Gather], T]) -> T:
@@ -142,42 +187,33 @@ def write_on_main(ranks: Ranks, files: Sequence[Mapping[str, Any]], write: Calla
         files: All tensors that `write` gathers with the function it gets, in the order of the files.
         write: Writes them. Its error is raised on all ranks.
     """
-    parts = [tensor for tensors in files for _, tensor in _in_file_order(tensors) if is_sharded(tensor)]
-    gathered, is_gathering = 0, False
+    parts = iter([tensors[name] for tensors in files for name in file_order(tensors) if is_sharded(tensors[name])])
+    is_gathering = False
 
     def gather(tensor: Any) -> torch.Tensor:
-        nonlocal gathered, is_gathering
-        gathered += is_sharded(tensor)
-        is_gathering = is_sharded(tensor)
-        result = gather_to_host(tensor)
+        nonlocal is_gathering
+        if not is_sharded(tensor):
+            return gather_to_host(tensor)
+        next(parts)
+        is_gathering = True
+        full = gather_to_host(tensor)
         is_gathering = False
-        return result
+        return full
 
-    def work() -> T:
-        if failure is not None:
-            raise failure
-        return result
-
-    result: Any = None
-    failure: Exception | None = None
+    outcome: Future[T] = Future()
     if ranks.is_main:
         try:
-            result = write(gather)
+            outcome.set_result(write(gather))
         except Exception as error:
             if is_gathering:
                 raise  # the other ranks are inside a collective call, and cannot be notified
-            failure = error
-    for tensor in parts[gathered:]:
+            outcome.set_exception(error)
+    for tensor in parts:
         gather_to_host(tensor)
-    return ranks.on_main("the writing of a checkpoint or model", work)
+    return ranks.on_main("the writing of a checkpoint or model", outcome.result)
 
 
 # --- files
-
-
-def host_tensors(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Return contiguous tensors in host memory, copied only if needed."""
-    return {name: gather_to_host(tensor) for name, tensor in tensors.items()}
 
 
 def host_copy(tensor: torch.Tensor, buffer: torch.Tensor | None) -> torch.Tensor:
@@ -190,31 +226,109 @@ def host_copy(tensor: torch.Tensor, buffer: torch.Tensor | None) -> torch.Tensor
     return buffer.copy_(tensor.detach())
 
 
-def save_tensors(tensors: Mapping[str, Any], path: Path, hasher: Any = None, gather: Gather = gather_to_host) -> None:
+def save_tensors(tensors: Mapping[str, Any], path: Path, gather: Gather = gather_to_host) -> None:
     """Write tensors to one safetensors file; views of the same memory become separate tensors.
 
     Args:
-        tensors: Tensors by name. Sharded ones are gathered one at a time.
+        tensors: Tensors by name. Sharded ones are gathered one at a time; those in files are read a piece at a time.
         path: The file.
-        hasher: From `hashlib`; updated with what is written.
         gather: Gathers a tensor.
     """
-
-    def content() -> Iterator[bytes | memoryview]:
-        for piece in _pieces(tensors, gather):
-            yield piece
-            if hasher is not None:
-                hasher.update(piece)
-
-    write_pieces(path, content())
+    write_pieces(path, _content(tensors, gather, {}))
 
 
-def digest(tensors: Mapping[str, torch.Tensor]) -> str:
-    """Return the sha256 of the file that `save_tensors` writes."""
+def write_tensors(
+    tensors: Mapping[str, Any],
+    path: Path,
+    fs: FileSystem,
+    gather: Gather = gather_to_host,
+    metadata: Mapping[str, str] | None = None,
+) -> FileEntry:
+    """Write a file as `save_tensors` does, wait until it is on the disk, and return its size and sha256.
+
+    Args:
+        tensors: As for `save_tensors`.
+        path: The file.
+        fs: The operations on the disk.
+        gather: Gathers a tensor.
+        metadata: Further metadata of the file.
+
+    Raises:
+        CheckpointError: If safetensors files cannot hold a dtype.
+        OSError: If it cannot be written.
+    """
     hasher = hashlib.sha256()
-    for piece in _pieces(tensors, gather_to_host):
-        hasher.update(piece)
-    return hasher.hexdigest()
+    with contextlib.closing(_hashed(_content(tensors, gather, metadata or {}), hasher)) as content:
+        fs.create(path, content)
+    fs.sync(path)
+    return {"size": path.stat().st_size, "sha256": hasher.hexdigest()}
+
+
+def _content(tensors: Mapping[str, Any], gather: Gather, metadata: Mapping[str, str]) -> Iterator[bytes | memoryview]:
+    """Yield the content of a safetensors file: its header, and the memory of each tensor."""
+    # the writer of the safetensors package needs all tensors at once, and returns no hash
+    header: dict[str, Any] = {"__metadata__": {"format": "pt", **metadata}}  # transformers requires the format
+    names, end = file_order(tensors), 0
+    for name in names:
+        shape, dtype = spec_of(tensors, name)
+        if dtype not in DTYPES:
+            raise CheckpointError(unsaved_dtype(name, dtype))
+        begin, end = end, end + size_of((shape, dtype))
+        header[name] = {"dtype": DTYPES[dtype], "shape": list(shape), "data_offsets": [begin, end]}
+    text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
+    text += b" " * (-len(text) % 8)
+    yield len(text).to_bytes(8, "little") + text
+    for piece in tensors.pieces(names) if isinstance(tensors, TensorFile) else _host_pieces(tensors, names, gather):
+        yield as_bytes(piece).numpy().data
+
+
+def _host_pieces(tensors: Mapping[str, Any], names: Sequence[str], gather: Gather) -> Iterator[torch.Tensor]:
+    """Yield tensors in pieces in host memory; of one that is elsewhere, one piece at a time is copied."""
+    for name in names:
+        tensor = gather(tensors[name]) if is_sharded(tensors[name]) else tensors[name].detach()
+        tensor = tensor.resolve_conj().resolve_neg()
+        if tensor.is_cpu and tensor.is_contiguous():
+            tensor = tensor.as_strided((tensor.numel(),), (1,))
+        for piece in tensor.split(rows_at_once(tensor.shape, tensor.dtype)) if tensor.dim() else (tensor,):
+            yield piece.cpu().contiguous()
+
+
+def _hashed(pieces: Iterable[bytes | memoryview], hasher: Any) -> Generator[bytes | memoryview, None, None]:
+    """Yield pieces, each of which another thread hashes while it is written and the next one is copied."""
+    hashing: Future[None] | None = None
+    with ThreadPoolExecutor(1, thread_name_prefix="omnitrain-hash") as pool:
+        for piece in pieces:
+            if hashing is not None:
+                hashing.result()
+            hashing = None
+            if len(piece) >= _SMALL:
+                with contextlib.suppress(RuntimeError):  # at interpreter exit, where an asynchronous save may end
+                    hashing = pool.submit(hasher.update, piece)
+            if hashing is None:
+                hasher.update(piece)
+            yield piece
+
+
+def file_order(tensors: Mapping[str, Any]) -> list[str]:
+    """Return the names of tensors in the order of a file."""
+    # the widest dtypes first, so that each tensor starts at a multiple of its element size
+    return sorted(tensors, key=lambda name: (-spec_of(tensors, name)[1].itemsize, name))
+
+
+def load_tensors(path: Path) -> dict[str, torch.Tensor]:
+    """Read the tensors of a safetensors file into host memory, not memory-mapped: the file may be changed."""
+    tensors = TensorFile(path)
+    return tensors.read_tensors(list(tensors))
+
+
+def spec_of(tensors: Mapping[str, Any], name: str) -> Spec:
+    """Return shape and dtype of a tensor, without reading it if it is in a file."""
+    if isinstance(tensors, TensorFile):
+        return tensors.spec_of(name)
+    return tuple(tensors[name].shape), tensors[name].dtype
+
+
+# --- fingerprints
 
 
 def fingerprints(tensors: Mapping[str, Any], ranks: Ranks) -> dict[str, str]:
@@ -231,17 +345,14 @@ def fingerprints(tensors: Mapping[str, Any], ranks: Ranks) -> dict[str, str]:
         digests: dict[str, Future[str]] = {}
         waiting: deque[Future[str]] = deque()
         with ThreadPoolExecutor(_HASHERS, thread_name_prefix="omnitrain-hash") as pool:
-            for name, tensor in _in_file_order(tensors):
+            for name in file_order(tensors):
                 if len(waiting) > _HASHERS:  # limits how many are copied to the host at once
                     waiting.popleft().result()
-                digests[name] = pool.submit(_fingerprint, gather(tensor))
+                digests[name] = pool.submit(_fingerprint, gather(tensors[name]))
                 waiting.append(digests[name])
         return {name: digest.result() for name, digest in sorted(digests.items())}
 
     return write_on_main(ranks, [tensors], take)
-
-
-_HASHERS = 4
 
 
 def _fingerprint(tensor: torch.Tensor) -> str:
@@ -250,46 +361,3 @@ def _fingerprint(tensor: torch.Tensor) -> str:
     hasher = hashlib.sha256(f"{DTYPES.get(tensor.dtype, tensor.dtype)}{list(tensor.shape)}".encode())
     hasher.update(as_bytes(tensor).numpy().data)
     return hasher.hexdigest()[:16]
-
-
-def _in_file_order(tensors: Mapping[str, Any]) -> list[tuple[str, Any]]:
-    return [(name, tensors[name]) for name in file_order({name: spec_of(tensors, name) for name in tensors})]
-
-
-def _pieces(tensors: Mapping[str, Any], gather: Gather) -> Iterator[bytes | memoryview]:
-    """Yield the content of a safetensors file: its header, and the memory of each tensor."""
-    # the writer of the safetensors package needs all tensors at once, and returns no hash
-    yield encode_header({name: spec_of(tensors, name) for name in tensors})
-    for _, tensor in _in_file_order(tensors):
-        yield as_bytes(gather(tensor)).numpy().data
-
-
-def encode_header(specs: Mapping[str, Spec], metadata: Mapping[str, str] | None = None) -> bytes:
-    """Return the start of a safetensors file, up to its tensors, which follow in the order of `file_order`."""
-    header: dict[str, Any] = {"__metadata__": {"format": "pt", **(metadata or {})}}  # transformers requires the format
-    end = 0
-    for name in file_order(specs):
-        shape, dtype = specs[name]
-        begin, end = end, end + math.prod(shape) * dtype.itemsize
-        header[name] = {"dtype": dtype_name(name, dtype), "shape": list(shape), "data_offsets": [begin, end]}
-    text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
-    text += b" " * (-len(text) % 8)
-    return len(text).to_bytes(8, "little") + text
-
-
-def file_order(specs: Mapping[str, Spec]) -> list[str]:
-    """Return the names of tensors in the order of a file."""
-    # the widest dtypes first, so that each tensor starts at a multiple of its element size
-    return sorted(specs, key=lambda name: (-specs[name][1].itemsize, name))
-
-
-def load_tensors(path: Path) -> dict[str, torch.Tensor]:
-    """Read the tensors of a safetensors file into host memory, not memory-mapped: the file may be changed."""
-    return dict(TensorFile(path))
-
-
-def spec_of(tensors: Mapping[str, Any], name: str) -> Spec:
-    """Return shape and dtype of a tensor, without reading it if it is in a file."""
-    if isinstance(tensors, TensorFile):
-        return tensors.spec_of(name)
-    return tuple(tensors[name].shape), tensors[name].dtype

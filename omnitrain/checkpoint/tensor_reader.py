@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import math
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple
+from typing import BinaryIO, NamedTuple
 
 import torch
 
-from omnitrain.checkpoint.safetensors_header import Entry, Header, open_regular, read_header_with_digest
+from omnitrain.checkpoint.safetensors_header import Entry, Header, read_header
 from omnitrain.core.errors import CheckpointError
-from omnitrain.distributed.ranks import Ranks
+from omnitrain.core.files import open_regular
+from omnitrain.distributed.ranks import Ranks, as_bytes
 
 Spec = tuple[tuple[int, ...], torch.dtype]
 """Shape and dtype of a tensor."""
@@ -21,46 +23,21 @@ Box = tuple[tuple[int, ...], tuple[int, ...]]
 
 # The names of dtypes in safetensors files, as far as the oldest supported version of the package reads them.
 DTYPES = {
-    torch.float64: "F64",
-    torch.float32: "F32",
-    torch.float16: "F16",
-    torch.bfloat16: "BF16",
-    torch.int64: "I64",
-    torch.int32: "I32",
-    torch.int16: "I16",
-    torch.int8: "I8",
-    torch.uint64: "U64",
-    torch.uint32: "U32",
-    torch.uint16: "U16",
-    torch.uint8: "U8",
-    torch.bool: "BOOL",
-    torch.complex64: "C64",
-    torch.float8_e4m3fn: "F8_E4M3",
+    torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.int64: "I64",
+    torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint64: "U64", torch.uint32: "U32",
+    torch.uint16: "U16", torch.uint8: "U8", torch.bool: "BOOL", torch.complex64: "C64", torch.float8_e4m3fn: "F8_E4M3",
     torch.float8_e5m2: "F8_E5M2",
-}
+}  # fmt: skip
 _BY_NAME = {name: dtype for dtype, name in DTYPES.items()}
 
+# How many bytes of tensors are copied, written and hashed at once.
+_PIECE = 1 << 24
 # The most bytes to read at once in order to use a part of them.
 _BUFFER = 1 << 26
 # The least bytes of a contiguous run that is read separately, without the gap to the next one.
 _MIN_RUN = 1 << 16
 # How many entries of headers are cached when all files are opened first.
 _MAX_CACHED_ENTRIES = 1 << 16
-
-
-def dtype_name(name: str, dtype: torch.dtype) -> str:
-    """Return the name of a tensor's dtype in safetensors files.
-
-    Args:
-        name: The name of the tensor.
-        dtype: Its dtype.
-
-    Raises:
-        CheckpointError: If there is none.
-    """
-    if dtype not in DTYPES:
-        raise CheckpointError(unsaved_dtype(name, dtype))
-    return DTYPES[dtype]
 
 
 def unsaved_dtype(name: str, dtype: torch.dtype) -> str:
@@ -71,10 +48,20 @@ def unsaved_dtype(name: str, dtype: torch.dtype) -> str:
     return f"{name!r} has dtype {dtype}, which the safetensors files of checkpoints cannot hold. {remedy}."
 
 
+def size_of(spec: Spec) -> int:
+    """Return the bytes of a tensor."""
+    return math.prod(spec[0]) * spec[1].itemsize
+
+
+def rows_at_once(shape: Sequence[int], dtype: torch.dtype) -> int:
+    """Return how many rows of a tensor fit into a piece; at least one."""
+    return max(1, _PIECE // max(1, math.prod(shape[1:]) * dtype.itemsize))
+
+
 class TensorLocation(NamedTuple):
     """Dtype and full shape of a tensor, the first and the last file with blocks of it, and the sharded axis."""
 
-    dtype: str
+    dtype: torch.dtype
     shape: tuple[int, ...]
     first: int
     last: int
@@ -82,17 +69,11 @@ class TensorLocation(NamedTuple):
 
     def likely_files(self, box: Box) -> tuple[int, int]:
         """Return the first and the last file that a box lies in if all files hold equal shares of the tensor."""
-        (begins, sizes), shape = box, self.shape
-        if self.axis:
-            begin, end, length = begins[self.axis], begins[self.axis] + sizes[self.axis], shape[self.axis]
-        else:
-            begin, end, length = 0, 0, math.prod(shape)
-            for first, size, count in zip(begins, sizes, shape, strict=True):
-                begin, end = begin * count + first, end * count + first + size - 1
-            end += 1
-        files = self.last - self.first + 1
-        low, high = (self.first + index * files // max(1, length) for index in (begin, end - 1))
-        return low, min(high, self.last)
+        low = high = 0
+        for begin, size, length in list(zip(*box, self.shape, strict=True))[self.axis :]:
+            low, high = low * length + begin, high * length + begin + size - 1
+        files, values = self.last - self.first + 1, max(1, math.prod(self.shape[self.axis :]))
+        return self.first + low * files // values, self.first + high * files // values
 
 
 class Catalogue(NamedTuple):
@@ -102,12 +83,21 @@ class Catalogue(NamedTuple):
     signatures: list[tuple[int, str]]
 
 
+class _Request(NamedTuple):
+    """A box of a tensor to read: the tensor to fill, its corner in the full one, and the boxes that are missing."""
+
+    name: str
+    target: torch.Tensor
+    corner: tuple[int, ...]
+    missing: list[Box]
+
+
 class TensorFile(Mapping[str, torch.Tensor]):
     """A lazy mapping of the tensors in one or more safetensors files.
 
     Creating it and looking up a tensor are collective calls: the main process reads, and broadcasts the tensor or the
-    error. `part` and `block` read on the calling rank only. Files are not memory-mapped, as they may be deleted or
-    truncated while a tensor is in use.
+    error. All other methods read on the calling rank only. Files are not memory-mapped, as they may be
+    deleted or truncated while a tensor is in use, and reading is faster on network file systems.
 
     Args:
         path: The file, or all files; a tensor may have blocks in several of them.
@@ -115,7 +105,7 @@ class TensorFile(Mapping[str, torch.Tensor]):
         catalogue: The contents of the files, if the main rank has read them before.
 
     Attributes:
-        is_local: Whether every rank can read the files itself, with `part` and `block`.
+        is_local: Whether every rank can read the files itself.
         catalogue: The contents of the files.
     """
 
@@ -131,62 +121,62 @@ class TensorFile(Mapping[str, torch.Tensor]):
         self.is_local: bool = self._is_local()
 
     def __getitem__(self, name: str) -> torch.Tensor:
-        shape, dtype = self.spec_of(name)
-        tensor = torch.empty(shape, dtype=dtype)
-        # all ranks learn of an error before the broadcast of the tensor, in which they would wait for ever
-        has_failed, error = torch.zeros(1, dtype=torch.uint8), None
-        if self._ranks.is_main:
-            try:
-                self._fill(name, ((0,) * len(shape), shape), tensor)
-            except Exception as failure:
-                error = failure
-                has_failed += 1
-        if self._ranks.broadcast(has_failed):
-            self._ranks.on_main("the reading of a tensor", lambda: _raise(error))
-        return self._ranks.broadcast(tensor)
+        request = self._request(name)
+        self._ranks.on_main("the reading of a tensor", lambda: self._fill(request))
+        return self._ranks.broadcast(request.target)
 
     def part(self, name: str, begin: int, end: int) -> torch.Tensor:
-        """Return the values [begin, end) of a flattened tensor, read on this rank only."""
+        """Return the values [begin, end) of a flattened tensor."""
         shape, dtype = self.spec_of(name)
         if not 0 <= begin <= end <= math.prod(shape):
             raise ValueError(f"{name!r} has {math.prod(shape)} values: {begin} to {end} are not in it")
         values, position = torch.empty(end - begin, dtype=dtype), 0
-        for offsets, sizes in rectangles(shape, begin, end):
+        for corner, sizes in rectangles(shape, begin, end):
             count = math.prod(sizes)
-            self._fill(name, (offsets, sizes), values[position : position + count].view(sizes))
+            self.read_into(name, corner, values[position : position + count].view(sizes))
             position += count
         return values
 
-    def block(self, name: str, offsets: Sequence[int], sizes: Sequence[int]) -> torch.Tensor:
-        """Return the rectangle of a tensor that starts at the index `offsets`, read on this rank only."""
-        shape, dtype = self.spec_of(name)
-        box = tuple(offsets), tuple(sizes)
-        if not len(shape) == len(box[0]) == len(box[1]) or any(
-            begin < 0 or size < 0 or begin + size > length for begin, size, length in zip(*box, shape, strict=True)
+    def block(self, name: str, corner: Sequence[int], sizes: Sequence[int]) -> torch.Tensor:
+        """Return the rectangle of a tensor that starts at the index `corner`."""
+        target = torch.empty(tuple(sizes), dtype=self.spec_of(name)[1])
+        self.read_into(name, corner, target)
+        return target
+
+    def read_into(self, name: str, corner: Sequence[int], target: torch.Tensor) -> None:
+        """Fill `target` with the rectangle of its shape that starts at the index `corner`."""
+        shape, box = self.spec_of(name)[0], (tuple(corner), tuple(target.shape))
+        if not len(shape) == len(corner) == target.dim() or any(
+            begin < 0 or begin + size > length for begin, size, length in zip(*box, shape, strict=True)
         ):
             raise ValueError(f"{name!r} has the shape {shape}: a block of {box[1]} at {box[0]} is not in it")
-        tensor = torch.empty(box[1], dtype=dtype)
-        self._fill(name, box, tensor)
-        return tensor
+        self._fill(_Request(name, target, box[0], [box] if target.numel() else []))
 
     def read_tensors(self, names: Sequence[str]) -> dict[str, torch.Tensor]:
-        """Return full tensors, read on this rank only, opening each file once."""
-        tensors: dict[str, torch.Tensor] = {}
-        missing: dict[str, list[Box]] = {}
-        for name in names:
-            shape, dtype = self.spec_of(name)
-            tensors[name] = torch.empty(shape, dtype=dtype)
-            missing[name] = [((0,) * len(shape), shape)] if math.prod(shape) else []
-        locations = [self._locations[name] for name, boxes in missing.items() if boxes]
+        """Return full tensors, opening each file once."""
+        requests = [self._request(name) for name in names]
+        locations = [self._locations[request.name] for request in requests if request.missing]
         # the files before the first one that has any of the tensors are not opened
-        for number in range(min((location.first for location in locations), default=0), len(self._paths)):
-            if not any(missing.values()):
-                break
-            self._read_from(number, tensors, missing)
-        for name, boxes in missing.items():
-            if boxes:
-                raise self._missing(name, boxes[0])
-        return tensors
+        first = min((location.first for location in locations), default=0)
+        self._read(range(first, len(self._paths)), requests)
+        return {request.name: request.target for request in requests}
+
+    def pieces(self, names: Sequence[str]) -> Iterator[torch.Tensor]:
+        """Yield tensors in order, in pieces of a few megabytes."""
+        sizes = [size_of(self.spec_of(name)) for name in names]
+        starts = itertools.accumulate(sizes, initial=0)
+        # small tensors together, as each read opens the files of all ranks
+        groups = [
+            name if size > _PIECE else start // _PIECE for name, size, start in zip(names, sizes, starts, strict=False)
+        ]
+        for group, members in itertools.groupby(zip(names, groups, strict=True), key=lambda pair: pair[1]):
+            if isinstance(group, int):
+                yield from self.read_tensors([name for name, _ in members]).values()
+                continue
+            shape, dtype = self.spec_of(group)
+            rows, rest = rows_at_once(shape, dtype), (0,) * (len(shape) - 1)
+            for first in range(0, shape[0], rows):
+                yield self.block(group, (first, *rest), (min(rows, shape[0] - first), *shape[1:]))
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._locations)
@@ -199,12 +189,11 @@ class TensorFile(Mapping[str, torch.Tensor]):
 
     def spec_of(self, name: str) -> Spec:
         """Return shape and dtype of a full tensor without reading it."""
-        location = self._locations[name]
-        return location.shape, _BY_NAME[location.dtype]
+        return self._locations[name].shape, self._locations[name].dtype
 
     def subset(self, names: Collection[str]) -> TensorFile:
         """Return the mapping of some of the tensors, without reading them."""
-        subset = copy.copy(self)
+        subset, names = copy.copy(self), set(names)
         subset._locations = {name: location for name, location in self._locations.items() if name in names}
         return subset
 
@@ -214,10 +203,10 @@ class TensorFile(Mapping[str, torch.Tensor]):
         blocks: dict[str, list[tuple[int, Entry]]] = {}
         signatures, entry_count = [], 0
         for number in range(len(self._paths)):
-            header = self._headers.get(number) or read_header_with_digest(self._paths[number])
+            header = self._headers.get(number) or read_header(self._paths[number])
             for name, entry in header.entries.items():
                 blocks.setdefault(name, []).append((number, entry))
-            signatures.append((header.size, header.digest))
+            signatures.append(header[1:])
             entry_count += len(header.entries)
             # the headers of thousands of files would not fit into memory; they are read again where needed
             if entry_count <= _MAX_CACHED_ENTRIES or not number:
@@ -227,21 +216,48 @@ class TensorFile(Mapping[str, torch.Tensor]):
     def _locate(self, name: str, numbered: list[tuple[int, Entry]]) -> TensorLocation:
         entries = [entry for _, entry in numbered]
         first = entries[0]
-        ends = [tuple(map(sum, zip(entry.corner, entry.shape, strict=True))) for entry in entries]
-        if len({len(end) for end in ends}) > 1 or len({(entry.dtype, entry.full_shape) for entry in entries}) > 1:
+        if len({(len(entry.shape), entry.dtype, entry.full_shape) for entry in entries}) > 1:
             raise CheckpointError(f"{self._display_path()} is damaged: blocks of {name!r} differ in dtype or shape.")
+        if first.dtype not in _BY_NAME:
+            raise CheckpointError(
+                f"{self._display_path()} has {name!r} as {first.dtype}, and only {', '.join(_BY_NAME)} can be read."
+            )
+        ends = [map(sum, zip(entry.corner, entry.shape, strict=True)) for entry in entries]
         shape = first.full_shape if first.full_shape is not None else tuple(map(max, zip(*ends, strict=True)))
         # a set: replicas of a block in several files count once
-        stored = sum(math.prod(sizes) for _, sizes in {(entry.corner, entry.shape) for entry in entries})
+        stored = sum(math.prod(sizes) for sizes, _ in {(entry.shape, entry.corner) for entry in entries})
         if stored < math.prod(shape):
             raise self._incomplete(name, f"{math.prod(shape) - stored} of its {math.prod(shape)} values")
         axes = (axis for axis, length in enumerate(shape) if any(entry.shape[axis] < length for entry in entries))
-        return TensorLocation(first.dtype, shape, numbered[0][0], numbered[-1][0], next(axes, 0))
+        return TensorLocation(_BY_NAME[first.dtype], shape, numbered[0][0], numbered[-1][0], next(axes, 0))
 
     def _header(self, number: int) -> Header:
         if number not in self._headers:
-            self._headers[number] = read_header_with_digest(self._paths[number])
+            self._headers[number] = read_header(self._paths[number])
         return self._headers[number]
+
+    def _is_local(self) -> bool:
+        """Return whether all ranks see the files of the main rank, going by the first and this rank's own."""
+        if self._ranks.world_size == 1:
+            return True
+        numbers = {0, self._ranks.rank * len(self._paths) // self._ranks.world_size} if self._paths else ()
+        try:
+            sees_files = all(self._header(number)[1:] == self._signatures[number] for number in numbers)
+        except CheckpointError:
+            sees_files = False
+        return self._ranks.sum("which ranks see the files", float(sees_files)) == [self._ranks.world_size]
+
+    # --- reading
+
+    def _request(self, name: str) -> _Request:
+        """Return a request for a full tensor, with new memory."""
+        shape, dtype = self.spec_of(name)
+        corner = (0,) * len(shape)
+        return _Request(name, torch.empty(shape, dtype=dtype), corner, [(corner, shape)] if math.prod(shape) else [])
+
+    def _fill(self, request: _Request) -> None:
+        if request.missing:
+            self._read(self._search_order(request.name, request.missing[0]), [request])
 
     def _search_order(self, name: str, box: Box) -> Iterator[int]:
         """Yield the numbers of the files that may overlap a box, the most likely ones first.
@@ -249,8 +265,8 @@ class TensorFile(Mapping[str, torch.Tensor]):
         These are the file of this rank, if as many ranks read as wrote, and those at the position of the box in the
         tensor. Without an order, each rank would open the files of all ranks.
         """
-        location, count = self._locations[name], len(self._paths)
-        own_file = self._ranks.rank * count // self._ranks.world_size
+        location = self._locations[name]
+        own_file = self._ranks.rank * len(self._paths) // self._ranks.world_size
         low, high = location.likely_files(box)
         if location.first <= own_file <= location.last:
             yield own_file
@@ -260,80 +276,45 @@ class TensorFile(Mapping[str, torch.Tensor]):
                 if location.first <= number <= location.last:
                     yield number
 
-    def _is_local(self) -> bool:
-        if self._ranks.world_size == 1:
-            return True
-        sees_files = True
-        try:
-            for number in {0, self._ranks.rank * len(self._paths) // self._ranks.world_size} if self._paths else ():
-                sees_files = sees_files and self._header(number)[1:] == self._signatures[number]
-        except CheckpointError:
-            sees_files = False
-        return self._ranks.sum("which ranks see the files", float(sees_files)) == [self._ranks.world_size]
-
-    # --- reading
-
-    def _fill(self, name: str, box: Box, target: torch.Tensor) -> None:
-        """Read a box of a tensor into `target`, which has its shape."""
-        missing = {name: [box] if math.prod(box[1]) else []}
-        if not missing[name]:
-            return
-        for number in self._search_order(name, box):
-            self._read_from(number, {name: target}, missing, box[0])
-            if not missing[name]:
+    def _read(self, numbers: Iterable[int], requests: Sequence[_Request]) -> None:
+        """Read requests from files, in the order of their numbers, until nothing is missing."""
+        for number in numbers:
+            if not any(request.missing for request in requests):
                 return
-        raise self._missing(name, missing[name][0])
+            self._read_from(number, requests)
+        for request in requests:
+            if request.missing:
+                corner, sizes = request.missing[0]
+                raise self._incomplete(request.name, f"the block of {sizes} at {corner}")
 
-    def _read_from(
-        self,
-        number: int,
-        targets: Mapping[str, torch.Tensor],
-        missing: dict[str, list[Box]],
-        corner: Sequence[int] | None = None,
-    ) -> None:
-        """Read the parts of missing boxes that a file holds, and subtract them.
-
-        Args:
-            number: The number of the file.
-            targets: The tensors to fill by name.
-            missing: The boxes to read of each tensor; changed.
-            corner: The index in the full tensor at which the target starts; None for the first.
-        """
-        entries = self._checked_header(number)
+    def _read_from(self, number: int, requests: Sequence[_Request]) -> None:
+        """Read the parts of requests that a file holds, and subtract them from what is missing."""
+        path, header = self._paths[number], self._header(number)
+        # a stale cache of a network file system may show an earlier file of the same name
+        if header[1:] != self._signatures[number]:
+            raise CheckpointError(
+                f"{str(path)!r} on rank {self._ranks.rank} differs from that on the main rank. Copy the checkpoint "
+                "again, or put it on a file system that all ranks share."
+            )
         overlaps = [
-            (name, entry, box, overlap)
-            for name, boxes in missing.items()
-            if boxes and (entry := entries.get(name)) is not None
-            for box in boxes
+            (request, entry, box, overlap)
+            for request in requests
+            if request.missing and (entry := header.entries.get(request.name)) is not None
+            for box in request.missing
             if (overlap := _intersection(box, (entry.corner, entry.shape)))
         ]
         if not overlaps:
             return
         try:
-            with open_regular(self._paths[number]) as file:
-                for name, entry, box, overlap in overlaps:
-                    _read(file, entry, overlap, _narrow(targets[name], corner or (0,) * len(box[0]), overlap))
+            with open_regular(path) as file:
+                for request, entry, box, overlap in overlaps:
+                    offsets = [begin - first for begin, first in zip(overlap[0], entry.corner, strict=True)]
+                    _read_box(file, entry.offset, entry.shape, offsets, _cut(request.target, request.corner, overlap))
                     # what this file did not have of the box is looked for in the next
-                    missing[name].remove(box)
-                    missing[name] += _subtract(box, overlap)
+                    request.missing.remove(box)
+                    request.missing.extend(_subtract(box, overlap))
         except OSError as error:
-            raise CheckpointError(
-                f"{str(self._paths[number])!r} cannot be read: {error}. Use another checkpoint."
-            ) from error
-
-    def _checked_header(self, number: int) -> dict[str, Entry]:
-        """Return the entries of a file, after checking that the main process sees the same file."""
-        header = self._header(number)
-        # a stale cache of a network file system may show an earlier file of the same name
-        if header[1:] != self._signatures[number]:
-            raise CheckpointError(
-                f"{str(self._paths[number])!r} on rank {self._ranks.rank} differs from that on the main rank. Copy the "
-                "checkpoint again, or put it on a file system that all ranks share."
-            )
-        return header.entries
-
-    def _missing(self, name: str, box: Box) -> CheckpointError:
-        return self._incomplete(name, f"the block of {box[1]} at {box[0]}")
+            raise CheckpointError(f"{str(path)!r} cannot be read: {error}. Use another checkpoint.") from error
 
     def _incomplete(self, name: str, what: str) -> CheckpointError:
         return CheckpointError(
@@ -354,26 +335,17 @@ def rectangles(shape: Sequence[int], begin: int, end: int) -> list[Box]:
     >>> rectangles((4, 3), 2, 10)
     [((0, 2), (1, 1)), ((1, 0), (2, 3)), ((3, 0), (1, 1))]
     """
-    shape = tuple(shape)
-    if begin >= end:
-        return []
-    if len(shape) < 2:
-        return [((begin,), (end - begin,)) if shape else ((), ())]
-    inner = math.prod(shape[1:])
-    (first, skipped), (last, rest) = divmod(begin, inner), divmod(end, inner)
-    if first == last:
-        return _in_row(first, rectangles(shape[1:], skipped, rest))
-    boxes: list[Box] = []
-    if skipped:
-        boxes += _in_row(first, rectangles(shape[1:], skipped, inner))
-        first += 1
-    if first < last:
-        boxes.append(((first, *(0 for _ in shape[1:])), (last - first, *shape[1:])))
-    return boxes + _in_row(last, rectangles(shape[1:], 0, rest))
-
-
-def _in_row(row: int, boxes: list[Box]) -> list[Box]:
-    return [((row, *offsets), (1, *sizes)) for offsets, sizes in boxes]
+    # the values of a row of each axis: of all axes behind it
+    rows = [math.prod(shape[axis + 1 :]) for axis in range(len(shape))]
+    boxes: list[Box] = [] if shape or begin >= end else [((), ())]
+    while shape and begin < end:
+        # the outermost axis at a row of which the range begins, if all of that row is in it
+        axis = next(axis for axis, row in enumerate(rows) if begin % row == 0 and end - begin >= row)
+        corner = [begin // row % size for row, size in zip(rows, shape, strict=True)]
+        count = min((end - begin) // rows[axis], shape[axis] - corner[axis])
+        boxes.append((tuple(corner), (*(1 for _ in range(axis)), count, *shape[axis + 1 :])))
+        begin += count * rows[axis]
+    return boxes
 
 
 def _intersection(box: Box, other: Box) -> Box | None:
@@ -399,61 +371,42 @@ def _subtract(box: Box, hole: Box) -> list[Box]:
     return rest
 
 
-def _narrow(tensor: torch.Tensor, corner: Sequence[int], box: Box) -> torch.Tensor:
+def _cut(tensor: torch.Tensor, corner: Sequence[int], box: Box) -> torch.Tensor:
     """Return a box, in indices of the full tensor, of a part that starts at `corner`."""
-    for axis, (origin, begin, size) in enumerate(zip(corner, *box, strict=True)):
-        tensor = tensor.narrow(axis, begin - origin, size)
-    return tensor
+    return tensor[tuple(slice(begin - at, begin - at + size) for at, begin, size in zip(corner, *box, strict=True))]
 
 
 # --- bytes
 
 
-def _read(file: BinaryIO, entry: Entry, box: Box, target: torch.Tensor) -> None:
-    """Read a box, in indices of the full tensor, from the block in a file."""
-    offsets = [begin - corner for begin, corner in zip(box[0], entry.corner, strict=True)]
-    _read_box(file, entry.offset, entry.shape, offsets, target)
-
-
 def _read_box(file: BinaryIO, start: int, shape: Sequence[int], offsets: Sequence[int], target: torch.Tensor) -> None:
     """Read a box of the shape of `target` from a row-major array at the byte `start`."""
-    item = target.element_size()
-    if not shape:
-        _read_into(file, start, target)
-        return
-    row = math.prod(shape[1:]) * item
+    row = math.prod(shape[1:]) * target.element_size()
+    start += offsets[0] * row if shape else 0
     is_run = tuple(target.shape[1:]) == tuple(shape[1:])
     if is_run and target.is_contiguous():
-        _read_into(file, start + offsets[0] * row, target)
+        _read_into(file, start, target)
         return
     axis = next(i for i in reversed(range(len(shape))) if i == 0 or target.shape[i] < shape[i])
-    run = math.prod(target.shape[axis:]) * item
+    run = math.prod(target.shape[axis:]) * target.element_size()
     # large or long runs are read in place, piece by piece; short ones row by row through a buffer, as each read is a
     # system call
     if len(shape) > 1 and (row > _BUFFER or (not is_run and run >= _MIN_RUN)):
         for index in range(target.shape[0]):
-            _read_box(file, start + (offsets[0] + index) * row, shape[1:], offsets[1:], target[index])
+            _read_box(file, start + index * row, shape[1:], offsets[1:], target[index])
         return
-    count = max(1, _BUFFER // max(1, row))
-    buffer = torch.empty((min(count, target.shape[0]), *shape[1:]), dtype=target.dtype)
-    for first in range(0, target.shape[0], count):
-        rows = min(count, target.shape[0] - first)
-        _read_into(file, start + (offsets[0] + first) * row, buffer[:rows])
-        inner: Any = (slice(None), *(slice(b, b + s) for b, s in zip(offsets[1:], target.shape[1:], strict=True)))
-        target[first : first + rows].copy_(buffer[:rows][inner])
+    buffer = torch.empty((min(max(1, _BUFFER // max(1, row)), target.shape[0]), *shape[1:]), dtype=target.dtype)
+    for number, part in enumerate(target.split(len(buffer))):
+        _read_into(file, start + number * len(buffer) * row, buffer[: len(part)])
+        part.copy_(_cut(buffer, (0,) * len(shape), ((0, *offsets[1:]), tuple(part.shape))))
 
 
 def _read_into(file: BinaryIO, start: int, tensor: torch.Tensor) -> None:
     """Fill a contiguous tensor with the bytes of a file at `start`."""
-    target: memoryview = tensor.view(-1).view(torch.uint8).numpy().data
+    target: memoryview = as_bytes(tensor).numpy().data
     file.seek(start)
     while target:
         size = file.readinto(target)  # type: ignore[attr-defined]
         if not size:
             raise OSError("the file is shorter than its header says")
         target = target[size:]
-
-
-def _raise(error: Exception | None) -> None:
-    if error is not None:
-        raise error

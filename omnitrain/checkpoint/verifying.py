@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Mapping
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
@@ -26,10 +27,6 @@ def find_with_shared_hashing(ranks: Ranks, find: Callable[[Check], T]) -> T:
         ranks: The ranks; all of them call this.
         find: Gets a function that hashes the files of a checkpoint, and may call it for several checkpoints.
     """
-    if not ranks.is_main:
-        while request := cast(Any, ranks.on_main(_REQUEST, _nothing)):
-            _hash_share(ranks, *request)
-        return cast(T, ranks.on_main("the choice of a checkpoint", _nothing))
 
     def check(folder: Path, files: Mapping[str, FileEntry]) -> None:
         manifest, size = read_or_none(folder / MANIFEST), sum(entry["size"] for entry in files.values())
@@ -40,20 +37,17 @@ def find_with_shared_hashing(ranks: Ranks, find: Callable[[Check], T]) -> T:
         ranks.on_main(_REQUEST, lambda: (folder, dict(files), digest))
         _hash_share(ranks, folder, files, digest)
 
-    result: T | None = None
-    failure: Exception | None = None
-    try:
-        result = find(check)
-    except Exception as error:
-        failure = error
-    ranks.on_main(_REQUEST, _nothing)
-
-    def return_or_raise() -> T:
-        if failure is not None:
-            raise failure
-        return result  # type: ignore[return-value]
-
-    return ranks.on_main("the choice of a checkpoint", return_or_raise)
+    outcome: Future[T] = Future()
+    if ranks.is_main:
+        try:
+            outcome.set_result(find(check))
+        except Exception as error:
+            outcome.set_exception(error)
+        ranks.on_main(_REQUEST, lambda: None)
+    else:
+        while request := cast(Any, ranks.on_main(_REQUEST, lambda: None)):
+            _hash_share(ranks, *request)
+    return ranks.on_main("the choice of a checkpoint", outcome.result)
 
 
 def _hash_share(ranks: Ranks, folder: Path, files: Mapping[str, FileEntry], manifest_digest: bytes) -> None:
@@ -76,7 +70,3 @@ def _hash_share(ranks: Ranks, folder: Path, files: Mapping[str, FileEntry], mani
     messages = list(filter(None, ranks.gather("the hashes of a checkpoint", message)))
     if messages and ranks.is_main:
         raise CheckpointError(messages[0])
-
-
-def _nothing() -> None:
-    return None

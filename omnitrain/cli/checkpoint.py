@@ -250,7 +250,7 @@ def _weight_names(folder: Path, content: Mapping[str, Any]) -> set[str]:
     files = [WEIGHTS] if WEIGHTS in content["files"] else [name for name in content["files"] if _PART.fullmatch(name)]
     if not files:
         raise CheckpointError(f"{str(folder)!r} has no {WEIGHTS!r} to export, only {', '.join(content['files'])}.")
-    return {name for file in files for name in read_header(folder / file)}
+    return {name for file in files for name in read_header(folder / file).entries}
 
 
 def _weights(folder: Path, content: Mapping[str, Any]) -> TensorFile:
@@ -279,7 +279,7 @@ def _names_outside_adapters(folder: Path, content: Mapping[str, Any], weights: C
     outside = {name for name in weights if ".original_module." not in name}
     for file in content["files"]:
         if Path(file).name == ADAPTERS[1]:
-            adapted = {name.removeprefix("base_model.model.") for name in read_header(folder / file)}
+            adapted = {name.removeprefix("base_model.model.") for name in read_header(folder / file).entries}
             mark = f".{Path(file).parent.as_posix()}." if "/" in file else ".default."
             outside -= {
                 name for name in outside
@@ -406,7 +406,7 @@ def _list_tensors(files: list[Path]) -> Iterator[list[str]]:
     """Yield name, dtype and full shape of each tensor in some files, without reading its values."""
     entries: dict[str, tuple[str, list[int]]] = {}
     for path in files:
-        for name, entry in read_header(path).items():
+        for name, entry in read_header(path).entries.items():
             ends = [begin + size for begin, size in zip(entry.corner, entry.shape, strict=True)]
             known = entries[name][1] if name in entries else ends
             entries[name] = entry.dtype, list(entry.full_shape or map(max, zip(known, ends, strict=False)))

@@ -1,4 +1,4 @@
-"""Safe writing into folders whose content is not trusted.
+"""Safe reading and writing in folders whose content is not trusted.
 
 A file in an archive, on a shared disk or a remote store can be a link to any other file of the user, or a pipe. All
 files of a run folder are opened here, so that nothing is written through a link, and opening never waits. No torch.
@@ -77,6 +77,21 @@ def open_file(path: str | Path, flags: int) -> int:
     """
     check_not_link(Path(path))  # for the message, and for systems without O_NOFOLLOW
     return os.open(path, flags | _FLAGS, 0o666)
+
+
+def open_regular(path: Path) -> BinaryIO:
+    """Open a regular file for reading; a pipe could block forever, and a device may do anything.
+
+    Raises:
+        OSError: If it is missing, cannot be read, or is not a regular file.
+    """
+    if not stat.S_ISREG(os.stat(path).st_mode):
+        raise OSError("the path is not a regular file")
+    descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0))
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):  # replaced in the meantime
+        os.close(descriptor)
+        raise OSError("the path is not a regular file")
+    return os.fdopen(descriptor, "rb", buffering=0)
 
 
 def open_to_append(path: Path) -> io.FileIO:

@@ -16,14 +16,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from disks import FaultyDisk, cut_power, end_process, fail_once, save_tensors
+from disks import FaultyDisk, cut_power, end_process, fail_once
 from forging import spoil
 from marks import thinned
 from programs import LIMIT, exit_code, fork
 from resuming import assert_same, build, comparable, disturb_generators, journal, outcome, play, train
 
 from omnitrain import Callback, CheckpointError, Trainer
-from omnitrain.checkpoint import tensor_files
+from omnitrain.checkpoint.disk import FileSystem
 from omnitrain.checkpoint.history import HISTORY
 from omnitrain.checkpoint.store import MANIFEST, Store
 
@@ -50,11 +50,7 @@ def saving_to(trainer: Trainer, at: int | None = None, fault: Any = None) -> Ite
     """Have the trainer save to a disk with a fault."""
     assert trainer.store is not None
     trainer.store.fs = disk = FaultyDisk(trainer.store.root, at, fault)
-    tensor_files.save_tensors = disk.write_tensors
-    try:
-        yield disk
-    finally:
-        tensor_files.save_tensors = save_tensors
+    yield disk
 
 
 def operations(folder: Path, is_exhaustive: bool) -> list[int]:
@@ -68,7 +64,7 @@ def operations(folder: Path, is_exhaustive: bool) -> list[int]:
     by_kind: dict[str, list[int]] = {}
     for number, (kind, path) in enumerate(disk.operations):
         by_kind.setdefault("manifest" if kind == "write" and path.name == MANIFEST else kind, []).append(number)
-    chosen = [by_kind[kind][len(by_kind[kind]) // 2] for kind in ("write_tensors", "manifest", "rename", "unlink")]
+    chosen = [by_kind[kind][len(by_kind[kind]) // 2] for kind in ("create", "manifest", "rename", "unlink")]
     return [*chosen, chosen[1] + 1]
 
 
@@ -123,16 +119,17 @@ FULL = OSError(errno.ENOSPC, "No space left on device")
     [(FULL, False), (FULL, True), (RuntimeError("[enforce fail at inline_container.cc:672] . unexpected pos"), False)],
     ids=["disk", "async", "torch"],
 )
-def test_save_required_failure_ends_the_run(error: Exception, is_async: bool, folder: Path, monkeypatch: Any) -> None:
+def test_save_required_failure_ends_the_run(error: Exception, is_async: bool, folder: Path) -> None:
     """The earlier checkpoint stays."""
 
-    def fail_at_step_4(tensors: Any, path: Path) -> None:
-        if "checkpoint-4" in str(path):
-            raise error
-        save_tensors(tensors, path)
+    class FullAtStep4(FileSystem):
+        def create(self, path: Path, pieces: Any) -> None:
+            if "checkpoint-4" in str(path):
+                raise error
+            super().create(path, pieces)
 
     trainer = build(folder / "run", **RUN, save_required=True, async_save=is_async)
-    monkeypatch.setattr(tensor_files, "save_tensors", fail_at_step_4)
+    trainer.store.fs = FullAtStep4()
     with pytest.raises(CheckpointError, match=r"checkpoint-4.*(No space left|unexpected pos)"):
         trainer.train()
     assert [path.name for path in Store(folder / "run").checkpoints()] == ["checkpoint-2"]
@@ -193,15 +190,17 @@ def test_kill_during_background_write_resumes_identically(folder: Path, undistur
                 assert is_writing.wait(LIMIT)
                 os.kill(os.getpid(), signal.SIGKILL)
 
-    def hang_at_step_4(tensors: Any, path: Path) -> None:
-        save_tensors(tensors, path)
-        if "checkpoint-4" in str(path):
-            is_writing.set()
-            threading.Event().wait()
+    class HangAtStep4(FileSystem):
+        def create(self, path: Path, pieces: Any) -> None:
+            super().create(path, pieces)
+            if "checkpoint-4" in str(path):
+                is_writing.set()
+                threading.Event().wait()
 
     def train_until_killed() -> None:
-        tensor_files.save_tensors = hang_at_step_4
-        build(run, async_save=True, callbacks=lambda: [KillWhenWriting()], **RUN).train()
+        trainer = build(run, async_save=True, callbacks=lambda: [KillWhenWriting()], **RUN)
+        trainer.store.fs = HangAtStep4()
+        trainer.train()
 
     assert exit_code(fork(train_until_killed)) == -signal.SIGKILL
     assert list(run.glob("checkpoint-4.*.tmp")) and not (run / "checkpoint-4").exists()

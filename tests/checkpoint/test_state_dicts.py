@@ -27,6 +27,7 @@ from tiny import bert, gpt
 from torch import nn
 
 from omnitrain.checkpoint import model_files, state_dicts, tensor_files
+from omnitrain.checkpoint.disk import FileSystem
 from omnitrain.checkpoint.setting_changes import regroup_state
 from omnitrain.checkpoint.tensor_files import TensorFile
 from omnitrain.core.errors import CheckpointError, ConfigError
@@ -78,7 +79,10 @@ def test_file_equals_that_of_safetensors_and_its_digest(tmp_path: Path) -> None:
         "transposed": torch.arange(6.0).reshape(2, 3).T,
     }  # fmt: skip
     tensor_files.save_tensors(tensors, tmp_path / "ours")
-    assert tensor_files.digest(tensors) == hashlib.sha256((tmp_path / "ours").read_bytes()).hexdigest()
+    content = (tmp_path / "ours").read_bytes()
+    entry = tensor_files.write_tensors(tensors, tmp_path / "ours", FileSystem())
+    assert (tmp_path / "ours").read_bytes() == content
+    assert entry == {"size": len(content), "sha256": hashlib.sha256(content).hexdigest()}
     tensors["transposed"] = tensors["transposed"].contiguous()
     safetensors.torch.save_file(tensors, tmp_path / "theirs", metadata={"format": "pt"})
     assert header_and_data(tmp_path / "ours") == header_and_data(tmp_path / "theirs")

@@ -11,7 +11,6 @@ import os
 import shutil
 import sys
 from collections.abc import Iterator
-from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, Literal
 
@@ -373,31 +372,24 @@ def test_several_processes_write_one_checkpoint(run: Path) -> None:
     assert not list(run.glob("*.tmp"))
 
 
-def digest_of(text: str) -> Future[str]:
-    digest: Future[str] = Future()
-    digest.set_result(hashlib.sha256(text.encode()).hexdigest())
-    return digest
+def entry_of(text: str) -> dict[str, Any]:
+    return {"size": len(text), "sha256": hashlib.sha256(text.encode()).hexdigest()}
 
 
-def test_save_uses_digests_instead_of_reading_files(run: Path) -> None:
-    """A file that is not what its digest says is damaged, so it was not read back; the other is."""
-    digests = {name: digest_of("what was meant") for name in ("inner/b", "never written")}
-
-    def write(folder: Path) -> None:
-        (folder / "inner").mkdir()
-        for name in ("a", "inner/b"):
-            (folder / name).write_text("what was written")
-
+def test_save_uses_entries_instead_of_reading_files(run: Path) -> None:
+    """A file that is not what its entry says is damaged, so it was not read back; the other is."""
     store = Store(run)
-    path = store.save(10, write, {}, digests=digests)
-    files = content_of(path)["files"]
-    assert {name: entry["sha256"] for name, entry in files.items()} == {
-        "a": digest_of("what was written").result(), "inner/b": digest_of("what was meant").result(),
-    }  # fmt: skip
-    with pytest.raises(CheckpointError, match="'inner/b' does not match its sha256"):
-        store.verify(path)
-    digests["inner/b"] = digest_of("what was written")
-    assert list(store.verify(store.save(10, write, {}, digests=digests))["files"]) == ["a", "inner/b"]
+    for text in ("what was meant..", "what was written"):
+        with store.saving(10) as folder:
+            (folder / "inner").mkdir()
+            for name in ("a", "inner/b"):
+                (folder / name).write_text("what was written")
+            path = store.commit(10, {}, written={"inner/b": entry_of(text)})
+        assert content_of(path)["files"] == {"a": entry_of("what was written"), "inner/b": entry_of(text)}
+        if text != "what was written":
+            with pytest.raises(CheckpointError, match="'inner/b' does not match its sha256"):
+                store.verify(path)
+    assert list(store.verify(path)["files"]) == ["a", "inner/b"]
 
 
 def test_writers_that_alternate_see_each_other(run: Path) -> None:

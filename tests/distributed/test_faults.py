@@ -27,7 +27,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from omnitrain import Callback
-from omnitrain.checkpoint import tensor_files
+from omnitrain.checkpoint.disk import FileSystem
 from omnitrain.checkpoint.store import Store
 from omnitrain.distributed import watchdog
 
@@ -106,7 +106,7 @@ def train_and_fail(
     }  # fmt: skip
     options |= kinds.get(kind, dict)()
     if kind == "writing" and is_bad:
-        tensor_files.save_tensors = boom  # type: ignore[assignment]
+        FileSystem.create = boom  # type: ignore[assignment]
     trainer = make(wrapping, **options)
     if kind == "exit" and is_bad:
         trainer.lifecycle.register([*trainer.lifecycle.callbacks, Exits()])

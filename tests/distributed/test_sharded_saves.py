@@ -315,10 +315,10 @@ def break_reading(fail_on: int, is_local: bool) -> None:
     """Have the disk fail one rank in the middle of reading; each reads its part, or the main one all."""
     calls, original, choose = itertools.count(), tensor_reader.TensorFile._fill, checkpointer.find_with_shared_hashing
 
-    def fill(self: Any, name: str, box: Any, target: Any) -> None:
-        if current_rank() == fail_on and next(calls) == 3:
-            raise CheckpointError(f"{name} cannot be read")
-        original(self, name, box, target)
+    def fill(self: Any, request: Any) -> None:
+        if current_rank() == fail_on and next(calls) == 1:
+            raise CheckpointError(f"{request.name} cannot be read")
+        original(self, request)
 
     def choose_and_break(*args: Any) -> Any:
         chosen = choose(*args)  # whose reads work
