@@ -75,7 +75,7 @@ def make_trainer(folder: Path, width: int, model: torch.nn.Module | None = None,
             fsdp_version=2, auto_wrap_policy="transformer_based_wrap", transformer_cls_names_to_wrap=["Linear"]
         )
         options["fsdp_plugin"] = plugin
-    x = torch.randn(256, width)
+    x = torch.randn(256, width, generator=torch.Generator().manual_seed(0))  # the same on all ranks
     return AccelerateTrainer(
         made(width, LAYERS) if model is None else model, TensorDataset(x, x), loss_fn=mse_loss, batch_size=1,
         **{"max_steps": 1, "save_dir": folder, "save_steps": 1000, "progress_bar": False, "log_steps": 100} | options,

@@ -312,7 +312,7 @@ class Checkpointer:
             self._record_replaces = "all" if self._trainer.settings.overwrite and not self.is_resuming else None
             self._write_record(self.store, self._contents.describe_start(_GIT_S))
             write_config(self.store.fs, self.store.root / CONFIG_FILE, self._trainer.config.text())
-            self._is_record_complete = self._contents.record.is_complete and not self._record_tolerance.has_failed
+            self._is_record_complete = self._contents.record.git.is_done and not self._record_tolerance.has_failed
 
     def _complete_record(self) -> None:
         """Add a late answer of git to the record of this start, and write again what failed."""
@@ -320,9 +320,9 @@ class Checkpointer:
         if self._is_record_complete or self.store is None or record is None:
             return
         entry = self._contents.describe_start(0)
-        if record.is_complete or self._record_tolerance.has_failed:
+        if record.git.is_done or self._record_tolerance.has_failed:
             self._write_record(self.store, entry)
-            self._is_record_complete = record.is_complete and not self._record_tolerance.has_failed
+            self._is_record_complete = record.git.is_done and not self._record_tolerance.has_failed
 
     def _write_record(self, store: Store, entry: Mapping[str, Any]) -> None:
         with self._record_tolerance:

@@ -220,7 +220,7 @@ class Contents:
     def close_record(self) -> None:
         """End the git process of the record of this start."""
         if self.record is not None:
-            self.record.close()
+            self.record.git.close()
 
     def describe_start(self, seconds: float) -> dict[str, Any]:
         """Return the record of this start, with settings and digests of data and code; on the main rank.

@@ -166,13 +166,13 @@ class Git:
 
     def __init__(self, folder: Path) -> None:
         self._answer: dict[str, Any] | None = None
-        # without a lock on the user's index, and without starting a file monitor, which outlives the command
-        command = ["git", "-C", str(folder), "--no-optional-locks", "-c", "core.fsmonitor=false", "status"]
-        command += ["--porcelain=v2", "--branch", "--untracked-files=no"]
         self._process: subprocess.Popen[bytes] | None = None
         self._output: IO[bytes] | None = None
         if {"site-packages", "dist-packages"} & set(folder.parts):
             return
+        # without a lock on the user's index, and without starting a file monitor, which outlives the command
+        command = ["git", "-C", str(folder), "--no-optional-locks", "-c", "core.fsmonitor=false", "status"]
+        command += ["--porcelain=v2", "--branch", "--untracked-files=no"]
         with contextlib.suppress(OSError):  # git is not installed, or the disk for its output is full
             self._output = tempfile.TemporaryFile()  # noqa: SIM115 (a pipe would have to be read while git runs)
             self._process = subprocess.Popen(
@@ -226,12 +226,18 @@ class StartRecord:
         device: The device of the main rank.
         ranks: Host and device of each rank.
         position: The position in the run: "step" and "resumed_from".
+
+    Attributes:
+        git: Reads the commit.
     """
 
     def __init__(self, device: torch.device, ranks: Iterable[tuple[str, str]], position: Mapping[str, Any]) -> None:
-        script = _script_path()
-        folder = _folder()
-        self._git = Git(_code_folder or (Path(folder) if script is None else script.parent))
+        script, digest, folder = _script_path(), None, ""
+        with contextlib.suppress(OSError):  # it was deleted
+            folder = os.getcwd()
+        with contextlib.suppress(OSError):
+            digest = None if script is None else hashlib.sha256(script.read_bytes()).hexdigest()
+        self.git: Git = Git(_code_folder or (Path(folder) if script is None else script.parent))
         hosts: dict[str, Counter[str]] = {}
         for host, name in ranks:
             hosts.setdefault(host, Counter())[name] += 1
@@ -239,8 +245,7 @@ class StartRecord:
             "started_at": datetime.now(UTC).isoformat(timespec="seconds"),
             **position,
             "command": mask_command([_shorten_paths(argument, folder) for argument in sys.orig_argv]),
-            "script": None if script is None else {"name": script.name, "sha256": _digest(script)},
-            "git": None,
+            "script": None if script is None else {"name": script.name, "sha256": digest},
             "packages": package_versions(),
             "platform": f"{platform.system()} {platform.release()} {platform.machine()}",
             "processor": {"name": _cpu(), "cores": os.cpu_count()},
@@ -252,16 +257,7 @@ class StartRecord:
 
     def to_dict(self, seconds: float = 0.0) -> dict[str, Any]:
         """Return the record as JSON types; "git" is null unless git answers within some seconds."""
-        return {**self._known, "git": self._git.answer(seconds)}
-
-    @property
-    def is_complete(self) -> bool:
-        """Whether git has answered."""
-        return self._git.is_done
-
-    def close(self) -> None:
-        """End the git process."""
-        self._git.close()
+        return {**self._known, "git": self.git.answer(seconds)}
 
 
 def _shorten_paths(argument: str, folder: str = "") -> str:
@@ -270,20 +266,6 @@ def _shorten_paths(argument: str, folder: str = "") -> str:
         if len(path) > 1:
             argument = argument.replace(f"{path}{os.sep}", replacement)
     return argument
-
-
-def _folder() -> str:
-    try:
-        return os.getcwd()
-    except OSError:  # it was deleted
-        return ""
-
-
-def _digest(path: Path) -> str | None:
-    try:
-        return hashlib.sha256(path.read_bytes()).hexdigest()
-    except OSError:
-        return None
 
 
 def host() -> str:

@@ -41,13 +41,8 @@ def local_blocks(tensor: Any, rank: int, mesh: Any = None) -> list[Block]:
     """Return the blocks of a tensor that this rank writes, without communication.
 
     For a DTensor this is its local part, unless a lower rank has the same part: in a replicated dimension of its mesh,
-    or in a dimension of the ranks' mesh that its mesh does not have. For a `Gathered` it is the range `flat`, as
-    rectangles. A tensor on every rank is written by the first.
-
-    Args:
-        tensor: The tensor.
-        rank: This rank.
-        mesh: The `DeviceMesh` of all ranks, if they have one.
+    or in a dimension of `mesh`, the `DeviceMesh` of all ranks, that its mesh does not have. For a `Gathered` it is the
+    range `flat`, as rectangles. A tensor on every rank is written by the first.
 
     Raises:
         ValueError: If the tensor has to be gathered or reduced first, so that `can_shard` is False.
@@ -108,17 +103,9 @@ def _is_first_replica(tensor_mesh: Any, mesh: Any) -> bool:
 
 
 def write_shards(blocks: Mapping[str, list[Block]], folder: Path, rank: int, fs: FileSystem) -> dict[str, FileEntry]:
-    """Write this rank's blocks, a piece at a time, and return size and sha256 of its files by name.
+    """Write this rank's blocks of each tensor to a folder, and return size and sha256 of its files by name.
 
-    Args:
-        blocks: The blocks by the names of their tensors. If a tensor has several, they go to as many files.
-        folder: An existing folder for the files of all ranks.
-        rank: This rank, whose number is in the names of its files.
-        fs: The operations on the disk.
-
-    Raises:
-        CheckpointError: If safetensors files cannot hold a dtype.
-        OSError: If a file cannot be written.
+    If a tensor has several blocks, they go to as many files. Errors are those of `write_tensors`.
     """
     entries: dict[str, FileEntry] = {}
     for number in range(max(map(len, blocks.values()), default=0)):
@@ -181,18 +168,11 @@ def write_full_files(
     fs: FileSystem,
     limit: int = LARGEST_FILE,
 ) -> dict[str, FileEntry]:
-    """Write this rank's share of the files with full tensors, named as by transformers, without communication.
+    """Write this rank's share of the files with full tensors, and return size and sha256 of them by name.
 
-    Args:
-        source: The tensors, which this rank reads from its disk, a few megabytes at a time.
-        folder: An existing folder for model.safetensors, or model-00001-of-00003.safetensors and so on.
-        rank: This rank. The first also writes model.safetensors.index.json if there are several files.
-        world_size: The number of ranks that call this.
-        fs: The operations on the disk.
-        limit: The most bytes of tensors in a file.
-
-    Returns:
-        Size and sha256 of the files that this rank wrote, by name.
+    They are named as by transformers: model.safetensors, or model-00001-of-00003.safetensors and so on, with an index
+    from the first rank, if there are more than `limit` bytes of tensors. This rank reads the tensors that it writes
+    from its disk, a few megabytes at a time, without communication.
     """
     split = _split(source, limit)
     entries = {

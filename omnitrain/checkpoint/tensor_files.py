@@ -229,10 +229,7 @@ def host_copy(tensor: torch.Tensor, buffer: torch.Tensor | None) -> torch.Tensor
 def save_tensors(tensors: Mapping[str, Any], path: Path, gather: Gather = gather_to_host) -> None:
     """Write tensors to one safetensors file; views of the same memory become separate tensors.
 
-    Args:
-        tensors: Tensors by name. Sharded ones are gathered one at a time; those in files are read a piece at a time.
-        path: The file.
-        gather: Gathers a tensor.
+    Sharded tensors are gathered one at a time; those in files are read a piece at a time.
     """
     write_pieces(path, _content(tensors, gather, {}))
 
@@ -245,13 +242,6 @@ def write_tensors(
     metadata: Mapping[str, str] | None = None,
 ) -> FileEntry:
     """Write a file as `save_tensors` does, wait until it is on the disk, and return its size and sha256.
-
-    Args:
-        tensors: As for `save_tensors`.
-        path: The file.
-        fs: The operations on the disk.
-        gather: Gathers a tensor.
-        metadata: Further metadata of the file.
 
     Raises:
         CheckpointError: If safetensors files cannot hold a dtype.
@@ -334,11 +324,7 @@ def spec_of(tensors: Mapping[str, Any], name: str) -> Spec:
 def fingerprints(tensors: Mapping[str, Any], ranks: Ranks) -> dict[str, str]:
     """Return a digest of each tensor's values and shape, on all ranks; only the main one hashes.
 
-    16-bit floats are converted to 32 bits, as some backends store them so.
-
-    Args:
-        tensors: Tensors by name. Sharded ones are gathered one at a time.
-        ranks: The ranks that have the tensors.
+    16-bit floats are converted to 32 bits, as some backends store them so. Sharded tensors are gathered one at a time.
     """
 
     def take(gather: Gather) -> dict[str, str]:

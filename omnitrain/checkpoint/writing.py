@@ -167,13 +167,7 @@ class Writer:
     # --- phases
 
     def _phases(self, store: Store, snapshot: Snapshot, stages: bool) -> Phases:
-        """Yield the work of this rank that writes a snapshot.
-
-        Args:
-            store: The store.
-            snapshot: The state to save.
-            stages: Whether to copy it to host memory first, because training continues.
-        """
+        """Yield the work of this rank that writes a snapshot, of which it `stages` a copy if training continues."""
         ranks, files, reporting = self._trainer.ranks, snapshot.files, store.reporting_errors(snapshot.step)
         sharded = [file for file in snapshot.by_size if any(map(is_sharded, files[file].values()))]
 
@@ -277,15 +271,7 @@ class Writer:
         return entries
 
     def _commit(self, store: Store, snapshot: Snapshot, folder: Path, entries: Entries, gather: Gather) -> None:
-        """Write the files of the main rank, and commit the checkpoint.
-
-        Args:
-            store: The store.
-            snapshot: The state that is not in shards.
-            folder: The folder of the checkpoint.
-            entries: The manifest entries of the shards; updated.
-            gather: Gathers a tensor.
-        """
+        """Write what is not in shards, whose manifest entries are given, and commit the checkpoint."""
         with store.reporting_errors(snapshot.step):
             for file in snapshot.by_size:
                 (folder / file).parent.mkdir(parents=True, exist_ok=True)

@@ -279,8 +279,6 @@ def test_write_shards_uses_the_file_system(tmp_path: Path) -> None:
     names = ["rank-00000.safetensors", "rank-00000.1.safetensors", "rank-00000.2.safetensors"]
     assert calls == [(what, name) for name in names for what in ("create", "sync")]
 
-
-def test_write_shards_raises_the_error_of_the_disk(tmp_path: Path) -> None:
     class Full(FileSystem):
         def create(self, path: Path, pieces: Iterable[bytes | memoryview]) -> None:
             next(iter(pieces))
