@@ -8,7 +8,7 @@ writes the shards, `store.py` folders and manifests, and `checkpointer.py` decid
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Generator, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -44,6 +44,8 @@ from omnitrain.checkpoint.tensor_files import (
 from omnitrain.checkpoint.tensor_reader import TensorFile
 from omnitrain.core.errors import CheckpointError
 from omnitrain.distributed.ranks import Ranks
+
+_MIN_THREADED_BYTES = 1 << 24  # starting threads costs about a millisecond
 
 Blocks = Mapping[str, Mapping[str, list[Block]]]
 """The blocks of sharded tensors that this rank writes, by file and name."""
@@ -272,10 +274,19 @@ class Writer:
 
     def _commit(self, store: Store, snapshot: Snapshot, folder: Path, entries: Entries, gather: Gather) -> None:
         """Write what is not in shards, whose manifest entries are given, and commit the checkpoint."""
-        with store.reporting_errors(snapshot.step):
-            for file in snapshot.by_size:
-                (folder / file).parent.mkdir(parents=True, exist_ok=True)
-                entries[file] = write_tensors(snapshot.files[file], folder / file, store.fs, gather)
+
+        def write(file: str) -> FileEntry:
+            (folder / file).parent.mkdir(parents=True, exist_ok=True)
+            return write_tensors(snapshot.files[file], folder / file, store.fs, gather)
+
+        files = snapshot.by_size
+        with store.reporting_errors(snapshot.step), ThreadPoolExecutor(2, thread_name_prefix="omnitrain-write") as pool:
+            written: Iterable[FileEntry] = map(write, files)
+            if gather is gather_to_host and sum(map(_size, snapshot.files.values())) >= _MIN_THREADED_BYTES:
+                with contextlib.suppress(RuntimeError):  # at interpreter exit, where an asynchronous save may end
+                    # two at once, as hashing one file takes longer than writing it
+                    written = pool.map(write, files)
+            entries |= zip(files, written, strict=True)
             for inner in list(folder.iterdir()):
                 if inner.is_dir() and not any(inner.iterdir()):  # for shards, which were consolidated or gathered
                     store.fs.rmdir(inner)
@@ -291,4 +302,8 @@ class Writer:
         """Return whether sharded weights are consolidated into files that any program can open."""
         if self._trainer.settings.consolidate is not None:
             return self._trainer.settings.consolidate
-        return sum(tensor.numel() * tensor.element_size() for tensor in weights.values()) <= LARGEST_FILE
+        return _size(weights) <= LARGEST_FILE
+
+
+def _size(tensors: Mapping[str, Any]) -> int:
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())

@@ -381,6 +381,13 @@ def test_damaged_sharding_info_is_an_error(text: str, tmp_path: Path) -> None:
         TensorFile(file)
 
 
+def test_unknown_dtype_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    save_tensors({"w": torch.ones(2)}, tmp_path / "file")
+    monkeypatch.delitem(tensor_reader._BY_NAME, "F32")
+    with pytest.raises(CheckpointError, match=r"file' has 'w' as F32, and only F64, F16, "):
+        TensorFile(tmp_path / "file")
+
+
 def test_part_outside_of_a_tensor_is_an_error(tmp_path: Path) -> None:
     write_flat({"w": values_of((4, 3))}, tmp_path, 1)
     source = opened(tmp_path)
