@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import itertools
 import math
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -128,8 +127,6 @@ class TensorFile(Mapping[str, torch.Tensor]):
     def part(self, name: str, begin: int, end: int) -> torch.Tensor:
         """Return the values [begin, end) of a flattened tensor."""
         shape, dtype = self.spec_of(name)
-        if not 0 <= begin <= end <= math.prod(shape):
-            raise ValueError(f"{name!r} has {math.prod(shape)} values: {begin} to {end} are not in it")
         values, position = torch.empty(end - begin, dtype=dtype), 0
         for corner, sizes in rectangles(shape, begin, end):
             count = math.prod(sizes)
@@ -145,11 +142,7 @@ class TensorFile(Mapping[str, torch.Tensor]):
 
     def read_into(self, name: str, corner: Sequence[int], target: torch.Tensor) -> None:
         """Fill `target` with the rectangle of its shape that starts at the index `corner`."""
-        shape, box = self.spec_of(name)[0], (tuple(corner), tuple(target.shape))
-        if not len(shape) == len(corner) == target.dim() or any(
-            begin < 0 or begin + size > length for begin, size, length in zip(*box, shape, strict=True)
-        ):
-            raise ValueError(f"{name!r} has the shape {shape}: a block of {box[1]} at {box[0]} is not in it")
+        box = tuple(corner), tuple(target.shape)
         self._fill(_Request(name, target, box[0], [box] if target.numel() else []))
 
     def read_tensors(self, names: Sequence[str]) -> dict[str, torch.Tensor]:
@@ -163,20 +156,22 @@ class TensorFile(Mapping[str, torch.Tensor]):
 
     def pieces(self, names: Sequence[str]) -> Iterator[torch.Tensor]:
         """Yield tensors in order, in pieces of a few megabytes."""
-        sizes = [size_of(self.spec_of(name)) for name in names]
-        starts = itertools.accumulate(sizes, initial=0)
-        # small tensors together, as each read opens the files of all ranks
-        groups = [
-            name if size > _PIECE else start // _PIECE for name, size, start in zip(names, sizes, starts, strict=False)
-        ]
-        for group, members in itertools.groupby(zip(names, groups, strict=True), key=lambda pair: pair[1]):
-            if isinstance(group, int):
-                yield from self.read_tensors([name for name, _ in members]).values()
+        batches, room = list[list[str]](), -1
+        for name in names:  # small tensors together, as each read opens the files of all ranks
+            size = size_of(self.spec_of(name))
+            if size > room:
+                batches.append([])
+                room = _PIECE
+            batches[-1].append(name)
+            room -= size
+        for batch in batches:
+            shape, dtype = self.spec_of(batch[0])
+            if len(batch) > 1 or not shape:
+                yield from self.read_tensors(batch).values()
                 continue
-            shape, dtype = self.spec_of(group)
             rows, rest = rows_at_once(shape, dtype), (0,) * (len(shape) - 1)
             for first in range(0, shape[0], rows):
-                yield self.block(group, (first, *rest), (min(rows, shape[0] - first), *shape[1:]))
+                yield self.block(batch[0], (first, *rest), (min(rows, shape[0] - first), *shape[1:]))
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._locations)

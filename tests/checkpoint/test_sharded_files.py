@@ -388,17 +388,6 @@ def test_unknown_dtype_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         TensorFile(tmp_path / "file")
 
 
-def test_part_outside_of_a_tensor_is_an_error(tmp_path: Path) -> None:
-    write_flat({"w": values_of((4, 3))}, tmp_path, 1)
-    source = opened(tmp_path)
-    for begin, end in ((-1, 2), (2, 1), (0, 13)):
-        with pytest.raises(ValueError, match="12 values"):
-            source.part("w", begin, end)
-    for begin in (-1, 0):
-        with pytest.raises(ValueError, match="is not in it"):
-            source.block("w", (3, begin), (1, 4))
-
-
 def test_file_that_differs_between_ranks_is_an_error(tmp_path: Path) -> None:
     write_flat({"w": values_of((4, 3))}, tmp_path, 1)
     catalogue = opened(tmp_path).catalogue
