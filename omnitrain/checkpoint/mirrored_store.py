@@ -9,7 +9,7 @@ import contextlib
 import functools
 import logging
 import os
-import shutil
+import tempfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -34,11 +34,7 @@ logger: logging.Logger = logging.getLogger("omnitrain")
 
 
 def make_store(save_dir: str | os.PathLike[str], is_required: bool = False) -> Store:
-    """Return the store of a run whose `save_dir` is a path or an address; nothing is opened yet.
-
-    Args:
-        save_dir: The path or the address.
-        is_required: Whether a failing remote store ends the run.
+    """Return the store of a run, whose `save_dir` is a path or an address; nothing is opened yet.
 
     Raises:
         ConfigError, MissingExtraError: No installed package can write to this address.
@@ -146,18 +142,14 @@ class MirroredStore(Store):
     def finish(self, tick: Callable[[], None] = lambda: None) -> None:
         """Wait until everything is uploaded, as long as there is progress, and unlock the remote folder.
 
-        Args:
-            tick: Called while waiting.
-
         Raises:
             CheckpointError: The upload failed, and it is required.
         """
-        upload = self._upload
-        if upload is None:
+        if self._upload is None:
             return
         problem = "it was interrupted"
         try:
-            problem = upload.wait(wait_limit(), tick, MAX_ATTEMPTS if self._is_required else None)
+            problem = self._upload.wait(wait_limit(), tick, MAX_ATTEMPTS if self._is_required else None)
             if self._prune_again is not None:  # what was being uploaded at the latest save can be deleted now
                 with contextlib.suppress(CheckpointError, OSError):
                     self._prune_again()
@@ -208,12 +200,8 @@ class MirroredStore(Store):
         with wrap_store_errors(self.remote, "read"):
             return self.remote.complete_checkpoints()
 
-    def checkpoints(self) -> list[Path]:
-        """Return the folders of all committed checkpoints, sorted by step; some may exist only remotely."""
-        steps = {step: self.path(step) for step in self._copies()} | {
-            step: path for step, path in self.folders().items() if (path / MANIFEST).is_file()
-        }
-        return [path for _, path in sorted(steps.items())]
+    def _committed(self) -> dict[int, Path]:
+        return {step: self.path(step) for step in self._copies()} | super()._committed()
 
     def resolve(
         self,
@@ -277,13 +265,10 @@ class MirroredStore(Store):
             for key, info in self.remote.list().items():
                 if "/" in key or key in (LOCK, "last", "best") or key.endswith((".tmp", ".probe")):
                     continue
-                temporary = self.root / f"{key}.{os.getpid()}.tmp"
-                temporary.mkdir()
-                try:
-                    self.remote.get(self.remote.sizes({key: info}), temporary)
-                    self.fs.sync(temporary / key)
-                    self.fs.rename(temporary / key, self.root / key)
-                except FileNotFoundError:  # deleted in the meantime
-                    continue
-                finally:
-                    shutil.rmtree(temporary, ignore_errors=True)
+                with (
+                    tempfile.TemporaryDirectory(prefix=f"{key}.", suffix=".tmp", dir=self.root) as temporary,
+                    contextlib.suppress(FileNotFoundError),  # deleted in the meantime
+                ):
+                    self.remote.get(self.remote.sizes({key: info}), Path(temporary))
+                    self.fs.sync(Path(temporary, key))
+                    self.fs.rename(Path(temporary, key), self.root / key)

@@ -320,7 +320,10 @@ class Store:
 
     def checkpoints(self) -> list[Path]:
         """Return the folders of all committed checkpoints, sorted by step. `verify` checks them for damage."""
-        return [path for _, path in sorted(self.folders().items()) if (path / MANIFEST).is_file()]
+        return [path for _, path in sorted(self._committed().items())]
+
+    def _committed(self) -> dict[int, Path]:
+        return {step: path for step, path in self.folders().items() if (path / MANIFEST).is_file()}
 
     def checkpoint_infos(self) -> list[CheckpointInfo]:
         """Return step, score and so on of each complete checkpoint (all files have their sizes), in save order."""

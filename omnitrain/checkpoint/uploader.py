@@ -87,17 +87,14 @@ class RemoteLock:
             return
         with wrap_store_errors(self._remote, "locked"):
             owner = self._read()
-            if owner is not None and self._is_gone(owner):
-                logger.warning(
-                    "%s was left locked by %s. It is taken over.",
-                    self._remote.name, describe_owner(owner["pid"], owner["host"]),
-                )  # fmt: skip
-                owner = None
-            if owner is None:
+            other_run = self._describe_other(owner)
+            if owner is None or self._is_gone(owner, other_run):
+                if other_run:
+                    logger.warning("%s was left locked by %s. It is taken over.", self._remote.name, other_run)
                 self._write()
-                owner = self._read()
-        if owner is not None and owner["token"] != self._token:
-            raise in_use_error(self._remote.name, describe_owner(owner["pid"], owner["host"]))
+                other_run = self._describe_other(self._read())
+        if other_run:
+            raise in_use_error(self._remote.name, other_run)
         threading.Thread(target=self._beat, name="omnitrain-remote-lock", daemon=True).start()
 
     def release(self) -> None:
@@ -108,8 +105,7 @@ class RemoteLock:
         if self._remote.has_history or self.lost or not self._writing.acquire(timeout=SHUTDOWN_S):
             return
         try:
-            owner = self._read()
-            if owner is not None and owner["token"] == self._token:
+            if not self._describe_other(self._read()):
                 self._remote.remove(LOCK)
         except Exception as error:  # the next run notices that this process has ended
             logger.debug("%s keeps its lock: %s", self._remote.name, one_line_error(error))
@@ -130,9 +126,8 @@ class RemoteLock:
             with contextlib.suppress(Exception), self._writing:  # the uploads report a failing store
                 if self._stopping.is_set():
                     return
-                owner = self._read()
-                if owner is not None and owner["token"] != self._token:
-                    self.lost = describe_owner(owner["pid"], owner["host"])
+                self.lost = self._describe_other(self._read())
+                if self.lost:
                     return
                 self._write()
 
@@ -146,21 +141,24 @@ class RemoteLock:
                 return owner
         return None
 
+    def _describe_other(self, owner: dict[str, Any] | None) -> str:
+        """Return the owner as text; "" if there is none, or it is this run."""
+        return describe_owner(owner["pid"], owner["host"]) if owner and owner["token"] != self._token else ""
+
     def _write(self) -> None:
         self._beats += 1
         # each heartbeat changes the content, even if the clock is set back
         owner = {"token": self._token, **identify_process(), "beat": self._beats, "at": time.time()}
         self._remote.write(LOCK, json.dumps(owner).encode())
 
-    def _is_gone(self, owner: dict[str, Any]) -> bool:
+    def _is_gone(self, owner: dict[str, Any], description: str) -> bool:
         if is_in_same_container(owner):
             return owner["token"] in _released or not is_alive(owner)
         # the clocks of two machines may differ by minutes, so a recent time proves nothing: then heartbeats are watched
         if time.time() - float(owner.get("at") or 0) > STALE_S:
             return True
         logger.warning(
-            "%s is locked by %s. Waiting for a heartbeat, at most %.0f s.",
-            self._remote.name, describe_owner(owner["pid"], owner["host"]), WATCH_S,
+            "%s is locked by %s. Waiting for a heartbeat, at most %.0f s.", self._remote.name, description, WATCH_S
         )  # fmt: skip
         end = time.monotonic() + WATCH_S
         while time.monotonic() < end:
@@ -460,7 +458,7 @@ class Uploader:
 
     def _send_files(self) -> None:
         for path in sorted(self._root.iterdir()) if self._has_saved else ():
-            is_other = path.name in (LOCK, "last", "best") or path.name.endswith(".tmp") or path.name.startswith(".")
+            is_other = path.name in ("last", "best") or path.name.startswith((LOCK, ".")) or path.name.endswith(".tmp")
             if is_other or path.is_symlink() or not path.is_file():
                 continue
             try:
