@@ -11,12 +11,8 @@ import threading
 import time
 from importlib.metadata import version
 from pathlib import Path
-from typing import IO
 
-from omnitrain.core.files import open_file
-
-if sys.platform != "win32":
-    import fcntl
+from filelock import FileLock
 
 logger: logging.Logger = logging.getLogger("omnitrain")
 
@@ -41,22 +37,21 @@ class CompileLock:
 
     def __init__(self, lock_file_path: str, wait_seconds: float = 0.1, warn_after_seconds: float | None = None) -> None:
         # Not torch's name: a program without omnitrain would take the file, which stays, for a lock that is held.
-        self._path = Path(lock_file_path).with_name("omnitrain.lock")
-        self._file: IO[str] | None = None
+        self._folder = Path(lock_file_path).parent
+        self._lock = FileLock(self._folder / "omnitrain.lock")
 
     def try_acquire(self) -> bool:
         """Acquire the lock, after any other process that compiles here, and return True.
 
         Whoever waited builds too: that takes no time if the other process finished, and repairs it if it was killed.
         """
-        self._file = open(self._path, "w", opener=open_file)  # noqa: SIM115 (the lock is held as long as it is open)
         report = threading.Timer(
-            _REPORT_S, logger.warning, ("Waiting for another process that compiles in %s.", self._path.parent)
+            _REPORT_S, logger.warning, ("Waiting for another process that compiles in %s.", self._folder)
         )
         report.daemon = True
         report.start()
         try:
-            fcntl.flock(self._file, fcntl.LOCK_EX)
+            self._lock.acquire()
         finally:
             report.cancel()
         return True
@@ -66,8 +61,7 @@ class CompileLock:
 
     def release(self) -> None:
         """Release the lock."""
-        if self._file is not None:
-            self._file.close()
+        self._lock.release()
 
 
 def cache_folder() -> Path:
