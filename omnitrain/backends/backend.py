@@ -28,7 +28,7 @@ from omnitrain.optim.sparse_gradients import check_optimizer, coalesce
 
 Output = TypeVar("Output")
 
-_NOTHING = contextlib.nullcontext()
+NOTHING = contextlib.nullcontext()
 
 
 class Backend:
@@ -227,7 +227,7 @@ class Backend:
 
     def accumulating(self, last: bool) -> AbstractContextManager[Any]:
         """Return the context for forward and backward of one micro-batch; the `last` one completes the gradients."""
-        return _NOTHING
+        return NOTHING
 
     def backward(self, loss: torch.Tensor) -> None:
         """Add the gradients of `loss`."""

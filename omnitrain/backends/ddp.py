@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import itertools
 import operator
@@ -10,14 +9,14 @@ import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import fields
-from typing import Any, ClassVar, TypeVar, cast
+from typing import Any, ClassVar, cast
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from omnitrain.backends.backend import Backend
+from omnitrain.backends.backend import NOTHING, Backend, Output
 from omnitrain.backends.collective_order import LayerOrder
 from omnitrain.backends.start import preserve_shared_buffers
 from omnitrain.checkpoint.state_dicts import unshare_elements
@@ -26,10 +25,6 @@ from omnitrain.core.errors import ConfigError, DistributedError, format_list
 from omnitrain.distributed.ranks import as_bytes
 from omnitrain.model.units import StepOutput
 from omnitrain.optim.sparse_gradients import has_sparse_gradients, parameters_by_layout
-
-Output = TypeVar("Output")
-
-_NOTHING = contextlib.nullcontext()
 
 
 class Runner(nn.Module):
@@ -240,7 +235,7 @@ class DDP(Backend):
 
     def accumulating(self, last: bool) -> AbstractContextManager[Any]:
         if last or self._syncs_each_batch or self._ddp is None:
-            return _NOTHING
+            return NOTHING
         if self._ddp.static_graph:
             raise ConfigError(
                 "static_graph=True of DDP cannot be used with several micro-batches in a step: PyTorch learns from the "

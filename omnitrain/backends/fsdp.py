@@ -17,6 +17,7 @@ from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor, Shard
 
+from omnitrain.backends.backend import NOTHING
 from omnitrain.backends.collective_order import LayerOrder
 from omnitrain.backends.ddp import DDP, lacking_gradients
 from omnitrain.backends.norms import match_norm_dtypes
@@ -28,8 +29,6 @@ from omnitrain.optim.build import try_step
 from omnitrain.optim.muon import Muon
 
 logger: logging.Logger = logging.getLogger("omnitrain")
-
-_NOTHING = contextlib.nullcontext()
 
 
 class FSDP(DDP):
@@ -240,12 +239,12 @@ class FSDP(DDP):
     def accumulating(self, last: bool) -> AbstractContextManager[Any]:
         last = last or self._syncs_each_batch
         if not isinstance(self.model, FSDPModule):
-            return _NOTHING if last else self.accelerator.no_sync(self.model)
+            return NOTHING if last else self.accelerator.no_sync(self.model)
         # on a CPU accelerate's no_sync does nothing, because its state there has no FSDP
         if last is not self._reduces:
             self.model.set_requires_gradient_sync(last)
             self._reduces = last
-        return _NOTHING
+        return NOTHING
 
     def _update_frozen(self) -> nn.Module:
         """Freeze and unfreeze the gathered weights too, which backward passes use."""

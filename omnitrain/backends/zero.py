@@ -7,7 +7,6 @@ the configuration.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import logging
 import math
@@ -15,12 +14,13 @@ import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager
 from types import MappingProxyType
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
 
 from omnitrain.arguments import DEFAULTS
+from omnitrain.backends.backend import NOTHING, Output
 from omnitrain.backends.collective_order import LayerOrder, check_gradients
 from omnitrain.backends.ddp import DDP, Runner, run_wrapped
 from omnitrain.backends.deepspeed import fill_config
@@ -57,10 +57,6 @@ from omnitrain.optim.muon import Muon
 from omnitrain.optim.sparse_gradients import check_optimizer, parameters_by_layout
 
 logger: logging.Logger = logging.getLogger("omnitrain")
-
-Output = TypeVar("Output")
-
-_NOTHING = contextlib.nullcontext()
 
 
 # The method of DeepSpeed's optimizer that adds up the gradients of a bucket, by the stage.
@@ -399,7 +395,7 @@ class Zero(DDP):
 
     def accumulating(self, last: bool) -> AbstractContextManager[Any]:
         self._is_last = last
-        return _NOTHING
+        return NOTHING
 
     def backward(self, loss: torch.Tensor) -> None:
         if self._order is not None:

@@ -13,7 +13,7 @@ import random
 import struct
 import sys
 from collections.abc import Iterator
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -36,35 +36,32 @@ def derive_seed(*parts: int) -> int:
     return state
 
 
-class Generator(Protocol):
-    """One of the global generators."""
+class Generator:
+    """Base class for the global generators."""
 
     def snapshot(self) -> Any:
         """Return its current state."""
-        ...
+        raise NotImplementedError
 
     def has_changed(self, snapshot: Any) -> bool:
         """Return whether it was drawn from or seeded since `snapshot`."""
-        ...
+        return self.snapshot() != snapshot
 
     def restore(self, snapshot: Any) -> None:
         """Restore it to `snapshot`."""
-        ...
+        raise NotImplementedError
 
     def seed(self, seed: int) -> None:
         """Seed it with a 64-bit integer."""
-        ...
+        raise NotImplementedError
 
 
-class _TorchGenerator:
+class _TorchGenerator(Generator):
     # torch.manual_seed would seed every device's generator too, which takes many times as long.
 
     def snapshot(self) -> bytes:
         # compared as bytes, since torch.equal takes five times as long
         return torch.default_generator.get_state().numpy().tobytes()
-
-    def has_changed(self, snapshot: bytes) -> bool:
-        return self.snapshot() != snapshot
 
     def restore(self, snapshot: bytes) -> None:
         torch.default_generator.set_state(torch.frombuffer(bytearray(snapshot), dtype=torch.uint8))
@@ -73,7 +70,7 @@ class _TorchGenerator:
         torch.default_generator.manual_seed(seed)
 
 
-class _PythonGenerator:
+class _PythonGenerator(Generator):
     """Python's `random`. Getting its state builds a tuple of 625 ints, which takes 8 microseconds.
 
     CPython keeps them after the object's header: the position, then the 624 words. We only read that memory, and only
@@ -93,9 +90,6 @@ class _PythonGenerator:
         if self._memory is None:
             return random.getstate()
         return bytes(self._memory), self._generator.gauss_next
-
-    def has_changed(self, snapshot: Any) -> bool:
-        return self.snapshot() != snapshot
 
     def restore(self, snapshot: Any) -> None:
         if self._memory is not None:
@@ -130,7 +124,7 @@ def _find_flag() -> Any:
         generator.set_state(before)
 
 
-class _NumpyGenerator:
+class _NumpyGenerator(Generator):
     """numpy's legacy generator. Reading or setting its whole state takes 25 microseconds, so we access its memory.
 
     `ctypes.state_address` (public) points to the Mersenne Twister's 624 words of 32 bits and its position. It does not

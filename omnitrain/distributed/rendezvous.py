@@ -31,7 +31,6 @@ logger: logging.Logger = logging.getLogger("omnitrain")
 
 _SCHEME = "omnitrain"
 _VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-_registered: set[str] = set()
 # The timeout of the latest `watch_init_process_group`.
 _timeout: float | None = None
 # The ranks of the latest rendezvous; the trainers of a program share them.
@@ -53,9 +52,6 @@ def watch_init_process_group(timeout: float | None) -> Iterator[str | None]:
     """
     global _timeout
     _timeout = timeout
-    if _SCHEME not in _registered:
-        register_rendezvous_handler(_SCHEME, _rendezvous)
-        _registered.add(_SCHEME)
     previous = _ranks
     try:
         yield f"{_SCHEME}://" if all(map(os.environ.get, _VARIABLES)) else None
@@ -195,3 +191,6 @@ def agree_on_name(store: Store, rank: int, world_size: int, timeout: datetime.ti
         time.sleep(pause)
         pause = min(2 * pause, 1.0)
     raise TimeoutError(f"Rank {rank} has found no rank 0 within {timeout.total_seconds():.0f} seconds.")
+
+
+register_rendezvous_handler(_SCHEME, _rendezvous)
