@@ -258,7 +258,6 @@ def _set_mesh_on_cpu(accelerator: Any, parallelism_config: Any) -> None:
 
 
 def _check_for_tensor_parallel(settings: Settings) -> None:
-    """Raise ConfigError for what tensor parallelism cannot do."""
     optimizer = settings.optimizer
     if isinstance(optimizer, torch.optim.Optimizer):
         raise ConfigError(

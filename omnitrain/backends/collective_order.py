@@ -124,7 +124,6 @@ def check_gradients(ranks: Ranks, names: Sequence[str]) -> bool:
 
 
 def _describe_difference(names_by_rank: Sequence[Sequence[str]]) -> str:
-    """Return which names are missing on which ranks, as text."""
     all_names = dict.fromkeys(itertools.chain(*names_by_rank))
     parts = [
         f"{format_list(map(repr, missing))} not on rank {rank}"

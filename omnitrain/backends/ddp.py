@@ -220,7 +220,6 @@ class DDP(Backend):
         self._broadcast_buffers(different)
 
     def _broadcast_buffers(self, names: Collection[str]) -> None:
-        """Broadcast buffers from the main rank, all at once."""
         named_buffers = dict(self.model.named_buffers())
         buffers = [named_buffers[name] for name in names if name in named_buffers]
         if not buffers:

@@ -278,7 +278,6 @@ def _is_sharded(module: Any) -> bool:
 
 
 def _is_on_all_ranks(parameter: DTensor) -> bool:
-    """Return whether each rank has a part of a parameter."""
     mesh = parameter.device_mesh
     for number, placement in enumerate(parameter.placements):
         if isinstance(placement, Shard):

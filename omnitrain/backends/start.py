@@ -167,7 +167,6 @@ class WeightInitializer:
         return name in self._synced and name not in self.missing and not self._is_read(name)
 
     def _broadcast(self, name: str, target: ShardTarget, full: torch.Tensor | None) -> None:
-        """Broadcast a tensor from the main rank, and copy this rank's shard of it."""
         shape = self._shapes[name]
         if not shape.numel():
             return
@@ -283,7 +282,6 @@ def _in_order(module: nn.Module, owner: Any, visited: set[int]) -> Iterator[tupl
 
 
 def _initialize_module(module: nn.Module, owner: Any, has_missing: bool) -> None:
-    """Initialize a module, but for the tensors that are marked as initialized."""
     tensors = [tensor for tensor in _tensors_of(module, recurse=True) if hasattr(tensor, "_is_hf_initialized")]
     values = [tensor.clone() for tensor in tensors if has_missing]
     is_complete = owner is not None and hasattr(owner, "_initialize_weights")  # transformers' sets all tensors

@@ -108,7 +108,6 @@ def _check_heads(model: Any, size: int) -> None:
 
 
 def _apply_plan(model: nn.Module, mesh: Any, plan: Mapping[str, Any]) -> None:
-    """Shard a model by a plan with PyTorch's own functions."""
     from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
     from torch.distributed.tensor.parallel.style import ParallelStyle
 

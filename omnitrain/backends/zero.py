@@ -648,7 +648,6 @@ class Zero(DDP):
 
     @staticmethod
     def _gathered(parameter: nn.Parameter) -> Any:
-        """Return the context in which a parameter of stage 3 is unsharded."""
         import deepspeed
 
         return deepspeed.zero.GatheredParameters([parameter], modifier_rank=0, enabled=hasattr(parameter, "ds_id"))
@@ -733,7 +732,6 @@ def _is_gathered(parameter: Any) -> bool:
 
 
 def _read_range(parameter: Any, tensors: Mapping[str, torch.Tensor], name: str) -> torch.Tensor:
-    """Read this rank's range of a tensor of a parameter."""
     begin, end = _bounds(parameter)
     if is_local(tensors):
         return tensors.part(name, begin, end)
@@ -754,7 +752,6 @@ def _set_local(parameter: Any, value: torch.Tensor) -> None:
 
 
 def _set_range(parameter: Any, part: torch.Tensor, *entry: str) -> None:
-    """Set this rank's range of the full-precision copy of a parameter, or of an entry of its state."""
     from deepspeed import utils
 
     if not part.numel():

@@ -313,19 +313,16 @@ _REQUESTS = 3 + len(_SIGNALS) + len(STOP_REASONS)
 
 @functools.cache
 def _call_code(what: str) -> float:
-    """Return a number for the name of a call."""
     return float(zlib.crc32(what.encode()) % 65521 + 1)
 
 
 def _requests_to_numbers(requests: Control) -> list[float]:
-    """Return the requests as numbers, to sum over the ranks."""
     signals = [requests.signal == number for number in _SIGNALS]
     reasons = [requests.stop == reason for reason in STOP_REASONS]
     return [requests.log, requests.evaluate, requests.save, *signals, *reasons]
 
 
 def _numbers_to_requests(numbers: list[float]) -> Control:
-    """Return the requests of any rank; the inverse of `_requests_to_numbers`."""
     log, evaluate, save, *rest = map(bool, numbers)
     signal_number = next((number for number, is_asked in zip(_SIGNALS, rest, strict=False) if is_asked), 0)
     reasons = [reason for reason, is_asked in zip(STOP_REASONS, rest[len(_SIGNALS) :], strict=True) if is_asked]
@@ -516,7 +513,6 @@ class ProcessRanks(Ranks):
         return tensor
 
     def _exchange(self, what: str, values: Sequence[float] = (), seconds: float | None = None) -> list[float]:
-        """Return the sum of each value over all ranks, which must all make the same call."""
         return self._begin_exchange(what, values)(seconds)
 
     def _begin_exchange(self, what: str, values: Sequence[float]) -> Callable[[float | None], list[float]]:

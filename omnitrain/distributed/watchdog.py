@@ -239,7 +239,6 @@ def _phase_name(heartbeat: Heartbeat) -> str:
 
 
 def _progress(heartbeat: Heartbeat) -> tuple[int, int]:
-    """Return the progress of a rank, for comparison."""
     return heartbeat.step, _ORDER.get(heartbeat.phase, len(_ORDER))
 
 
@@ -426,7 +425,6 @@ class Watchdog:
 
     @property
     def _store_is_on_main(self) -> bool:
-        """Whether the main rank hosts the store, and not torchrun."""
         return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
 
     # --- errors

@@ -218,8 +218,6 @@ def train(backend: str, what: str, values: list[Any] | None) -> list[float]:
 SHAPES = '"torch.float32 of shape (16, 4), which trains" on rank 0 and'
 DIFFERENCES: dict[str, tuple[str, str, list[Any] | None]] = {
     "batch_size": ("ddp", "`batch_size` is 4 on rank 0 and 2 on rank 1", [4, 2]),
-    "eval_steps": ("ddp", '`eval_steps` is 2 on rank 0 and "1ep" on rank 1', [2, "1ep"]),
-    "max_grad_norm": ("ddp", "`max_grad_norm` is 1.0 on rank 0 and null on rank 1", [1.0, None]),
     "loss_fn": ("ddp", '`loss_fn` is "torch.nn.functional.mse_loss" on rank 0 and "torch.nn.functional.l1_loss"', None),
     "evaluation set": ("ddp", '`eval_dataset` is "torch.utils.data.dataset.TensorDataset" on rank 0 and null on', None),
     "length": ("ddp", "`the training set` is 32 on rank 0 and 28 on rank 1", None),
@@ -234,7 +232,6 @@ DIFFERENCES: dict[str, tuple[str, str, list[Any] | None]] = {
     "resume_from": ("ddp", '`resume_from` is null on rank 0 and "auto" on rank 1', None),
     "save_dir": ("ddp", '`save_dir` is "a folder" on rank 0 and null on rank 1', None),
     "batch_size of HFTrainer": ("hf2", "`batch_size` is 4 on rank 0 and 2 on rank 1", [4, 2]),
-    "batch_size of FSDP": ("fsdp", "`batch_size` is 4 on rank 0 and 2 on rank 1", [4, 2]),
     "frozen of ZeRO": ("zero3", SHAPES, None),
 }
 """What differs: on which backend, what the error says, and the values of the ranks."""
@@ -249,7 +246,7 @@ def outcomes(folder: Path, request: pytest.FixtureRequest) -> Found[list[Outcome
     cases = list(CASES)
     for name in sorted({"allowed"} | asked_for(request, "name")):
         backend, _, values = DIFFERENCES.get(name, ("ddp", "", None))
-        what = name.removesuffix(" of HFTrainer").removesuffix(" of FSDP").removesuffix(" of ZeRO")
+        what = name.removesuffix(" of HFTrainer").removesuffix(" of ZeRO")
         options = {"backend": backend, "what": what, "values": values}
         cases.append(Case(name, "test_ranks:train", options))
     compile_once()
