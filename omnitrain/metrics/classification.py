@@ -116,7 +116,7 @@ class _Confusions(_RunningSums):
     """
 
     def update(self, batch: Batch) -> None:
-        read = batch.indicators(self._names)
+        read = batch.indicators
         assert read is not None
         scores, labels, valid = (on_wide_device(tensor) for tensor in (read.scores, read.labels, read.valid))
         columns = torch.arange(labels.shape[1], device=labels.device)
@@ -170,12 +170,12 @@ class PairCounts(Statistic):
         self._pending_size = 0
 
     def update(self, batch: Batch) -> None:
-        indicators = batch.indicators(self._names)
+        indicators = batch.indicators
         if indicators is not None:
             self._confusions.update(batch)
             if indicators.labels.shape[1] == 1:
                 return
-        read = batch.classes(self._names)
+        read = batch.classes
         if read.has_scores:
             self._classes = read.layout.classes
             if self._binary and self._classes != 2 and indicators is None:
@@ -191,7 +191,7 @@ class PairCounts(Statistic):
         else:
             labels, predicted = labels[valid], predicted[valid]
             if not read.has_scores and bool((torch.stack([labels, predicted]).abs() >= 2**31).any()):
-                raise DataError(f"{quote_names(self._names)} needs classes within 32 bits. Number them from 0 on.")
+                raise DataError(f"{quote_names(self.names)} needs classes within 32 bits. Number them from 0 on.")
             codes, counts = torch.unique((labels << 32) | (predicted & 0xFFFFFFFF), return_counts=True)
             self._add_codes(codes.cpu().numpy(), counts.cpu().numpy())
 
@@ -265,9 +265,8 @@ class TopHits(_RunningSums):
     """
 
     def update(self, batch: Batch) -> None:
-        read = batch.classes(self._names)
-        scores, dim = read.scores(self._names), read.layout.dim
-        assert dim is not None
+        read = batch.classes
+        scores, dim = read.scores(self.names)
         read.layout.add(nan=(scores.amax(dim).isnan() & read.valid).sum())
         labels = read.labels.unsqueeze(dim)
         label_scores = scores.gather(dim, labels)
@@ -280,7 +279,7 @@ class TopHits(_RunningSums):
         self._add(torch.stack([*hits, read.valid.sum()]))
 
     def compute(self, kind: str, layout: Layout) -> float | None:
-        _reject_multilabel(self._names, layout)
+        _reject_multilabel(self.names, layout)
         means = self._means()
         return None if means is None else means[self._kinds.index(kind)]
 
@@ -300,13 +299,12 @@ class CrossEntropySums(_RunningSums):
         self._asks_brier = "brier" in self._kinds
 
     def update(self, batch: Batch) -> None:
-        indicators = batch.indicators(self._names)
+        indicators = batch.indicators
         if indicators is not None and indicators.labels.shape[1] == 1:
             self._add_binary(indicators)
             return
-        read = batch.classes(self._names)
-        scores, dim = read.scores(self._names), read.layout.dim
-        assert dim is not None
+        read = batch.classes
+        scores, dim = read.scores(self.names)
         rows = max(1, self.CHUNK // max(1, scores[0].numel()))
         chunks = zip(scores.split(rows), read.labels.split(rows), read.valid.split(rows), strict=True)
         for chunk, labels, valid in chunks:
@@ -351,7 +349,7 @@ class CrossEntropySums(_RunningSums):
         self._add(torch.stack([*sums, on_wide_device(valid).sum().to(sums[0])]))
 
     def compute(self, kind: str, layout: Layout) -> float | None:
-        _reject_multilabel(self._names, layout)
+        _reject_multilabel(self.names, layout)
         means = self._means()
         if means is None:
             return None
@@ -374,16 +372,15 @@ class RankedScores(KeptRows):
     """Keeps what a ranking needs: one score and one label a sample for two classes, all N x C scores for more."""
 
     def update(self, batch: Batch) -> None:
-        indicators = batch.indicators(self._names)
+        indicators = batch.indicators
         if indicators is not None:
             scores, labels = indicators.scores, indicators.labels.where(indicators.valid, -1)
             if labels.shape[1] == 1:
                 scores, labels = scores[indicators.valid], labels[indicators.valid]
         else:
-            read = batch.classes(self._names)
-            scores, labels = read.scores(self._names), read.labels[read.valid]
-            assert read.layout.dim is not None
-            scores = scores.movedim(read.layout.dim, -1)[read.valid]
+            read = batch.classes
+            scores, dim = read.scores(self.names)
+            scores, labels = scores.movedim(dim, -1)[read.valid], read.labels[read.valid]
         scores = scores if scores.dtype == torch.float64 else scores.float()
         if indicators is None and scores.ndim == 2 and scores.shape[1] == 2:
             # The difference ranks like the probability, but does not round to 1 where the model is sure.

@@ -17,6 +17,7 @@ Nothing here synchronizes with the device.
 
 from __future__ import annotations
 
+import functools
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -173,14 +174,14 @@ class Classes:
         self.layout.add(nan=(best.isnan() & self.valid).sum())
         return predicted
 
-    def scores(self, names: Sequence[str]) -> torch.Tensor:
-        """Return the class scores, or raise DataError if there are only predictions."""
-        if not self.has_scores:
+    def scores(self, names: Sequence[str]) -> tuple[torch.Tensor, int]:
+        """Return the class scores and their dimension of classes, or raise DataError if there are only predictions."""
+        if not self.has_scores or self.layout.dim is None:
             raise DataError(
                 f"{quote_names(names)} needs class scores (N, C), got predictions that are {_describe(self.outputs)}. "
                 "Return the model's scores, or leave this metric out."
             )
-        return self.outputs
+        return self.outputs, self.layout.dim
 
 
 class Batch:
@@ -189,24 +190,22 @@ class Batch:
     def __init__(self, outputs: torch.Tensor, labels: torch.Tensor, layout: Layout) -> None:
         self.outputs: torch.Tensor = outputs
         self.labels: torch.Tensor = labels.to(outputs.device)
+        self.names: Sequence[str] = ()
+        """The metrics that are updated now, for errors."""
         self._layout = layout
-        self._classes: Classes | None = None
-        self._indicators: Indicators | None = None
 
-    def indicators(self, names: Sequence[str]) -> Indicators | None:
-        """Return the batch with one score for each label, None if there are class scores; `names` as in `classes`."""
-        if self._indicators is None and not is_integer(self.outputs):
-            self._indicators = self._read_indicators(names)
-        return self._indicators
-
-    def _read_indicators(self, names: Sequence[str]) -> Indicators | None:
+    @functools.cached_property
+    def indicators(self) -> Indicators | None:
+        """The batch with one score for each label; None if there are class scores or integer outputs."""
         scores, labels, layout = self.outputs, self.labels, self._layout
+        if is_integer(scores):
+            return None
         if labels.shape != scores.shape and not _differ_by_inner_unit_dim(labels.shape, scores.shape):
             return None
         columns = scores.shape[1] if scores.ndim == 2 and labels.ndim == 2 else 1
         if (layout.classes is not None and layout.columns is None) or layout.columns not in (None, columns):
             expected = f"{layout.columns} labels a sample" if layout.columns else f"{layout.classes} class scores"
-            raise self.shape_error(names, f"{expected}, as in the batches before")
+            raise self.shape_error(f"{expected}, as in the batches before")
         layout.columns = columns
         scores, labels = scores.reshape(-1, columns), labels.reshape(-1, columns)
         valid = (labels == 0) | (labels == 1)
@@ -219,44 +218,38 @@ class Batch:
         )
         return Indicators(scores, labels.where(valid, 0).long(), valid)
 
-    def classes(self, names: Sequence[str]) -> Classes:
-        """Return the batch in the form for classification metrics; an error mentions the metrics `names`."""
-        if self._classes is None:
-            self._classes = self._read_classes(names)
-        return self._classes
-
-    def _read_classes(self, names: Sequence[str]) -> Classes:
+    @functools.cached_property
+    def classes(self) -> Classes:
+        """The batch in the form for classification metrics."""
         outputs, layout = self.outputs, self._layout
-        indicators = self.indicators(names)
+        indicators = self.indicators
         if indicators is not None and layout.columns != 1:
             layout.dim, layout.classes = -1, layout.columns
             labels, valid = indicators.labels.argmax(1), indicators.valid.all(1)
             return Classes(outputs, labels.where(valid, 0), valid, layout, has_scores=True)
         if not is_integer(self.labels):
-            raise self.shape_error(names, "integer labels, or labels of 0 and 1 with one score each")
+            raise self.shape_error("integer labels, or labels of 0 and 1 with one score each")
         labels = self.labels.long()
         if is_integer(outputs):
             if outputs.shape != labels.shape:
-                raise self.shape_error(names, "integer predictions of the labels' shape, or class scores (N, C)")
+                raise self.shape_error("integer predictions of the labels' shape, or class scores (N, C)")
             valid = labels != IGNORED
             return Classes(outputs.long(), labels.where(valid, 0), valid, layout, has_scores=False)
         dim = class_dimension(outputs.shape, labels.shape, layout.dim)
         if dim is None:
-            raise self.shape_error(names, "class scores (N, C) for labels (N,), or integer predictions")
+            raise self.shape_error("class scores (N, C) for labels (N,), or integer predictions")
         if layout.classes is not None and (layout.dim, layout.classes) != (dim, outputs.shape[dim]):
-            raise self.shape_error(
-                names, f"{layout.classes} classes in dimension {layout.dim}, as in the batches before"
-            )
+            raise self.shape_error(f"{layout.classes} classes in dimension {layout.dim}, as in the batches before")
         layout.dim, layout.classes = dim, outputs.shape[dim]
         valid = (labels >= 0) & (labels < layout.classes)
         layout.add(outside=((labels != IGNORED) & ~valid).sum())
         return Classes(outputs, labels.where(valid, 0), valid, layout, has_scores=True)
 
-    def shape_error(self, names: Sequence[str], expected: str) -> DataError:
+    def shape_error(self, expected: str) -> DataError:
         """Return the error that says which shapes and types were expected."""
         return DataError(
-            f"{quote_names(names)} cannot score outputs that are {_describe(self.outputs)} against labels that are "
-            f"{_describe(self.labels)}. Expected {expected}. To score them otherwise, pass a function "
+            f"{quote_names(self.names)} cannot score outputs that are {_describe(self.outputs)} against labels that "
+            f"are {_describe(self.labels)}. Expected {expected}. To score them otherwise, pass a function "
             "f(y_true, y_pred) or f(eval_pred) as `compute_metrics`."
         )
 
@@ -269,7 +262,7 @@ class Statistic(ABC):
     """
 
     def __init__(self, kind_by_name: Mapping[str, str]) -> None:
-        self._names = list(kind_by_name)
+        self.names: list[str] = list(kind_by_name)
 
     @abstractmethod
     def update(self, batch: Batch) -> None:

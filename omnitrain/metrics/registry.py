@@ -193,9 +193,11 @@ class NamedMetrics:
 
     def _update_statistics(self, outputs: torch.Tensor, labels: torch.Tensor) -> None:
         batch = Batch(outputs.detach(), labels.detach(), self._layout)
+        batch.names = self.names
         if not labels.ndim:
-            raise batch.shape_error(self.names, "labels with a dimension of samples")
+            raise batch.shape_error("labels with a dimension of samples")
         for statistic in self._statistics.values():
+            batch.names = statistic.names
             statistic.update(batch)
 
     def state(self) -> dict[str, Any]:

@@ -68,11 +68,11 @@ class _Moments:
         )
 
 
-def _columns(batch: Batch, names: list[str]) -> tuple[torch.Tensor, torch.Tensor]:
+def _columns(batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
     """Return labels and predictions in float64, one row per sample."""
     true, predicted = batch.labels, batch.outputs
     if true.shape != predicted.shape and not differ_by_unit_dim(true.shape, predicted.shape):
-        raise batch.shape_error(names, "outputs of the labels' shape")
+        raise batch.shape_error("outputs of the labels' shape")
     rows = len(true)
     true, predicted = (on_wide_device(x).double().reshape(rows, -1) for x in (true, predicted))
     return true, predicted
@@ -86,7 +86,7 @@ class Moments(Statistic):
         self._total: _Moments | None = None
 
     def update(self, batch: Batch) -> None:
-        self._add(_Moments.of(*_columns(batch, self._names)), batch)
+        self._add(_Moments.of(*_columns(batch)), batch)
 
     def _add(self, new: _Moments, batch: Batch | None = None) -> None:
         if self._total is None:
@@ -94,7 +94,7 @@ class Moments(Statistic):
             return
         if new.count.shape != self._total.count.shape:
             columns = f"rows of {len(self._total.count)} values, as in the batches before"
-            raise batch.shape_error(self._names, columns) if batch else DataError(f"Expected {columns}.")
+            raise batch.shape_error(columns) if batch else DataError(f"Expected {columns}.")
         self._total = self._total + new
 
     def state(self) -> dict[str, Any]:
@@ -148,9 +148,9 @@ class Pairs(KeptRows):
     """Keeps all labels and predictions."""
 
     def update(self, batch: Batch) -> None:
-        true, predicted = _columns(batch, self._names)
+        true, predicted = _columns(batch)
         if self._labels and true.shape[1] != self._labels[0].shape[1]:
-            raise batch.shape_error(self._names, f"rows of {self._labels[0].shape[1]} values, as in the batches before")
+            raise batch.shape_error(f"rows of {self._labels[0].shape[1]} values, as in the batches before")
         self._labels.append(true.cpu().numpy())
         self._scores.append(predicted.cpu().numpy())
 
