@@ -18,6 +18,8 @@ from __future__ import annotations
 
 import difflib
 import logging
+import math
+import numbers
 from collections.abc import Iterable, Sequence
 from types import TracebackType
 from typing import Any
@@ -184,3 +186,22 @@ class Tolerance:
             logger.error("%s cannot be written: %s. %s", self.subject, error, self.consequence)
         self.has_failed = True
         return True
+
+
+def check_number(
+    name: str,
+    value: Any,
+    least: float = -math.inf,
+    above: float = -math.inf,
+    below: float = math.inf,
+    most: float = math.inf,
+    is_whole: bool = False,
+) -> None:
+    """Raise ConfigError unless the argument `name` is a finite number, or an integer, within these bounds."""
+    is_number = isinstance(value, numbers.Integral if is_whole else numbers.Real) and not isinstance(value, bool)
+    number: Any = value
+    if not is_number or not math.isfinite(number) or not (least <= number <= most and above < number < below):
+        bounds = {"of at least": least, "above": above, "below": below, "of at most": most}
+        words = " and ".join(f"{word} {bound:g}" for word, bound in bounds.items() if math.isfinite(bound))
+        kind = "an integer" if is_whole else "a finite number"
+        raise ConfigError(f"`{name}` must be {kind}{words and ' '}{words}, got {value!r}.")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -14,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from omnitrain.core.errors import ConfigError, DataError, did_you_mean
+from omnitrain.core.errors import ConfigError, DataError, check_number, did_you_mean
 from omnitrain.data.collation import IGNORED_LABEL, get_labels, move_to_device
 
 
@@ -150,8 +149,7 @@ def chunked_cross_entropy(
     True
     """
     _check(label_smoothing, z_loss)
-    if not isinstance(chunk_size, int) or chunk_size < 1:
-        raise ConfigError(f"`chunk_size` must be a positive number of rows, got {chunk_size!r}.")
+    check_number("chunk_size", chunk_size, least=1, is_whole=True)
     if labels.shape != hidden.shape[:-1] or labels.is_floating_point() or hidden.shape[-1:] != weight.shape[1:]:
         raise DataError(
             f"Hidden states of shape {tuple(hidden.shape)} need weights of (classes, {hidden.shape[-1]}) and integer "
@@ -179,14 +177,8 @@ def chunked_cross_entropy(
 
 
 def _check(label_smoothing: Any, z_loss: Any) -> None:
-    if not _is_number(label_smoothing) or not 0 <= label_smoothing < 1:
-        raise ConfigError(f"`label_smoothing` must be at least 0 and less than 1, got {label_smoothing!r}.")
-    if not _is_number(z_loss) or not 0 <= z_loss < math.inf:
-        raise ConfigError(f"`z_loss` must be a finite number of at least 0, got {z_loss!r}.")
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool)
+    check_number("label_smoothing", label_smoothing, least=0, below=1)
+    check_number("z_loss", z_loss, least=0)
 
 
 def _scores_of(outputs: Any) -> Tensor:
@@ -257,8 +249,7 @@ class WeightedLosses(nn.Module):
                     f"`weights` has {name!r}, and `losses` has {', '.join(map(repr, self.losses))}."
                     f"{did_you_mean(str(name), self.losses)}"
                 )
-            if not _is_number(weight) or not math.isfinite(weight):
-                raise ConfigError(f"The weight of {name!r} must be a finite number, got {weight!r}.")
+            check_number(f"weights[{name!r}]", weight)
 
     def forward(self, outputs: Any, labels: Any) -> dict[str, Tensor]:
         """Return each loss, the parts of those that have some, and the sum with weights as "total"."""
@@ -341,9 +332,8 @@ _CROSS_ENTROPIES = (CrossEntropy, *_OF_TORCH)
 class LossMean:
     """What the loss of a batch is a mean over, and which labels scores are compared with.
 
-    The only answer to this question: weights of micro-batches, metrics by name and algorithms read it here. It begins
-    with what the loss, the unit or the model's configuration says. Where they do not, `run/loss_probe.py` asks the loss
-    by means of the first batch.
+    Weights of micro-batches, metrics by name and algorithms read it here. It begins with what the loss, the unit or the
+    model's configuration says. Where they do not, `trainer/loss_probe.py` asks the loss by means of the first batch.
 
     Attributes:
         loss_fn: The loss function, or a unit that has `mean_over`; None if the model computes the loss.
@@ -374,12 +364,7 @@ class LossMean:
 
     @classmethod
     def of(cls, source: Any, model: Any) -> LossMean:
-        """Return what is said about a loss.
-
-        Args:
-            source: The loss function, or a unit; None if the model computes the loss.
-            model: The bare module.
-        """
+        """Return what a loss function or a unit says, or the bare module if that computes the loss (None)."""
         config, shift = getattr(model, "config", None), shift_of(source)
         mean = cls(source, shifts_by_default(model) if shift is None else shift, is_shift_known=shift is not None)
         ignore_index = getattr(source, "ignore_index", None)
@@ -410,12 +395,9 @@ class LossMean:
             self.is_checked = bool(state)
 
     def divisor(self, batch: Any, names: Sequence[str] = (), of_labels: bool = False) -> float | None:
-        """Return what the loss divides its sum over a batch by; None if that is the number of rows.
+        """Return what the loss divides its sum over a host batch by; None if that is the number of rows.
 
-        Args:
-            batch: A batch on the host: counting on a device would wait for it.
-            names: The keys of the labels, if they are not the usual ones.
-            of_labels: Whether to count labels even if the loss function says that its mean is over something else.
+        With `of_labels`, labels count even if the loss function says that its mean is over something else.
         """
         if not of_labels and self.loss_fn is not None:
             divisor = divisor_of(self.loss_fn, get_labels(batch, names))
@@ -442,8 +424,7 @@ class LossMean:
     def divisor_of_probabilities(self, labels: Tensor) -> float:
         """Return what the loss divides its sum by where labels are probabilities of classes: torch takes their rows.
 
-        Args:
-            labels: The probabilities, on any device: only a custom `mean_over` waits for it.
+        They may be on any device: only a custom `mean_over` waits for it.
         """
         divisor = None if type(self.loss_fn) in _CROSS_ENTROPIES else divisor_of(self.loss_fn, labels.cpu())
         return len(labels) if divisor is None else divisor
@@ -453,12 +434,9 @@ class LossMean:
         return divisor_of(self.loss_fn, move_to_device(labels, torch.device("cpu")))
 
     def compared(self, scores: Any, labels: Any, has_classes: bool = False) -> tuple[Any, Any]:
-        """Return scores and labels such that each score is at the place of the label that it is compared with.
+        """Return scores of (rows, places, classes) and labels of (rows, places) that are compared place by place.
 
-        Args:
-            scores: Scores of (rows, places, classes), or anything else, which is returned unchanged.
-            labels: The labels of (rows, places).
-            has_classes: Whether there can be classes of (rows, places) instead of scores.
+        Anything else is returned unchanged; with `has_classes`, scores may also be classes of (rows, places).
         """
         if not self.shift or not isinstance(scores, Tensor) or not isinstance(labels, Tensor) or labels.ndim < 2:
             return scores, labels
@@ -520,13 +498,9 @@ def _shifts(loss_function: Callable[..., Any]) -> bool | None:
 def count_labels(
     batch: Any, shift: bool = False, names: Sequence[str] = (), ignore_index: int = IGNORED_LABEL
 ) -> int | None:
-    """Return how many labels count, if labels are integers of more than one dimension; otherwise None.
+    """Return how many labels of a host batch count, if they are integers of more than one dimension; otherwise None.
 
-    Args:
-        batch: A batch on the host: counting on a device would wait for it.
-        shift: Leave out each first label, as causal language models do: nothing comes before it to predict it from.
-        names: The keys of the labels, if they are not the usual ones.
-        ignore_index: The label that does not count.
+    With `shift`, each first label is left out: nothing comes before it to predict it from.
     """
     labels = get_labels(batch, names)
     if isinstance(batch, Mapping) and "shift_labels" in batch:
@@ -546,14 +520,10 @@ def is_known(loss_fn: Any) -> bool:
 
 
 def divisor_of(loss_fn: Any, labels: Any) -> float | None:
-    """Return what a loss divides the sum over these labels by, where it tells; None else.
+    """Return what a loss divides the sum over these labels, on the host, by, where it tells; None else.
 
     The mean of `nn.CrossEntropyLoss` and `nn.NLLLoss` is over the targets that are not `ignore_index`, or over the
     class weights of these. Any other loss may have a method `mean_over(labels)`.
-
-    Args:
-        loss_fn: The loss.
-        labels: Those of a batch on the host: reading a device waits for it.
 
     >>> divisor_of(nn.CrossEntropyLoss(weight=torch.tensor([1.0, 3.0])), torch.tensor([0, 1, 1, -100]))
     7.0

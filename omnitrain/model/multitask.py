@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
@@ -14,7 +13,7 @@ from torch.utils.data import Dataset
 
 from omnitrain.checkpoint.state_dicts import unwrap
 from omnitrain.compute.random_state import derive_seed
-from omnitrain.core.errors import ConfigError, DataError, did_you_mean
+from omnitrain.core.errors import ConfigError, DataError, check_number, did_you_mean
 from omnitrain.data.collation import count_samples, get_labels, move_to_device, split_batch, split_by_sizes
 from omnitrain.data.loaders import count_rows, is_stream
 from omnitrain.data.sampling import tensor_columns
@@ -27,29 +26,16 @@ _MIXINGS = ("proportional", "uniform", "round_robin")
 
 
 class HostLabels:
-    """The rows and labels of each task, which stay on the host when their batch is moved to a device."""
+    """The rows and labels of a task; of no type whose tensors move to a device together with their batch."""
 
-    def __init__(self) -> None:
-        self._rows: dict[str, int] = {}
-        self._labels: dict[str, dict[str, Any]] = {}
+    def __init__(self, rows: int, labels: dict[str, Any]) -> None:
+        self.rows = rows
+        self.labels = labels
 
-    def add(self, name: str, rows: int, batch: Any) -> None:
-        """Add the labels of the batch of a task, which has so many rows."""
-        self.add_labels(name, rows, _labels_by_name(batch))
-
-    def add_labels(self, name: str, rows: int, labels: dict[str, Any]) -> None:
-        """Add the labels of a task, on the host."""
-        self._rows[name] = rows
-        self._labels[name] = labels
-
-    def of(self, name: str) -> tuple[int, dict[str, Any]]:
-        """Return the rows and the labels of a task."""
-        return self._rows[name], self._labels[name]
-
-    def count(self, name: str, mean: LossMean) -> float:
-        """Return what the loss of a task divides its sum by: labels that count, their class weights, or rows."""
-        divisor = mean.divisor(self._labels[name])
-        return self._rows[name] if divisor is None else divisor
+    def count(self, mean: LossMean) -> float:
+        """Return what the loss of the task divides its sum by: labels that count, their class weights, or rows."""
+        divisor = mean.divisor(self.labels)
+        return self.rows if divisor is None else divisor
 
 
 class TaskBatch(NamedTuple):
@@ -62,12 +48,12 @@ class TaskBatch(NamedTuple):
     """
 
     parts: dict[str, Any]
-    labels: HostLabels
+    labels: dict[str, HostLabels]
     idle: set[str]
 
     def count_samples(self) -> int:
         """Return the samples of all tasks."""
-        return sum(self.labels.of(name)[0] for name in self.parts if name not in self.idle)
+        return sum(self.labels[name].rows for name in self.parts if name not in self.idle)
 
     def count_tokens(self) -> int:
         """Return the tokens of the tasks that have samples here."""
@@ -128,27 +114,21 @@ class MultiTask(Dataset[tuple[str, Any]]):
         self._items = [_Items(data) for data in tasks.values()]
         self._sizes = np.array([count_rows(data) for data in tasks.values()])
         self._firsts = np.concatenate([[0], np.cumsum(self._sizes)])
-        if epoch_size is not None and (type(epoch_size) is not int or epoch_size < 1):
-            raise ConfigError(f"`epoch_size` must be a positive number of samples or None, got {epoch_size!r}.")
+        if epoch_size is not None:
+            check_number("epoch_size", epoch_size, least=1, is_whole=True)
         self.epoch_size: int = int(self._sizes.sum()) if epoch_size is None else epoch_size
-        shares = self._shares()
-        self._counts = _apportioned(self.epoch_size, shares)
+        self._counts = _apportioned(self.epoch_size, self._shares())
 
     def _shares(self) -> np.ndarray:
         """Return the share of each task in an epoch."""
         mixing, temperature = self.mixing, self.temperature
-        is_number = isinstance(temperature, int | float) and not isinstance(temperature, bool)
-        if not is_number or not 0 < temperature < math.inf:
-            raise ConfigError(f"`temperature` must be a positive number, got {temperature!r}.")
+        check_number("temperature", temperature, above=0)
         if temperature != 1 and mixing != "proportional":
             raise ConfigError(f"`temperature={temperature}` has an effect on mixing='proportional' only. Leave it out.")
         if isinstance(mixing, Mapping):
             _check_names("mixing", mixing, self.tasks)
-            wrong = [name for name in self.tasks if not _is_positive(mixing.get(name))]
-            if wrong:
-                raise ConfigError(
-                    f"`mixing` must give each task a positive share, got {mixing.get(wrong[0])!r} for {wrong[0]!r}."
-                )
+            for name in self.tasks:
+                check_number(f"mixing[{name!r}]", mixing.get(name), above=0)
             shares = np.array([float(mixing[name]) for name in self.tasks])
         elif mixing == "proportional":
             shares = self._sizes ** (1 / temperature)
@@ -228,14 +208,14 @@ class _ByTask:
         self.tasks = tasks
 
     def __call__(self, samples: Sequence[tuple[str, Any]]) -> TaskBatch:
-        parts, labels, idle = {}, HostLabels(), set()
+        parts, labels, idle = {}, {}, set()
         for name, (data, collate) in self.tasks.items():
             task_samples = [sample for task, sample in samples if task == name]
             if not task_samples:
                 task_samples = [data[0]]
                 idle.add(name)
             parts[name] = collate(task_samples)
-            labels.add(name, len(task_samples), parts[name])
+            labels[name] = HostLabels(len(task_samples), _labels_by_name(parts[name]))
         return TaskBatch(parts, labels, idle)
 
     def split_batch(self, batch: TaskBatch, size: int) -> list[TaskBatch]:
@@ -250,26 +230,25 @@ class _ByTask:
         split = list[TaskBatch]()
         for task in [name for name in batch.parts if name not in batch.idle]:
             for piece in self._split_task(task, batch, size):
-                pieces, labels = {**idle, task: piece}, HostLabels()
-                for name, (_, rows, of_task) in pieces.items():
-                    labels.add_labels(name, rows, of_task)
-                parts = {name: part for name, (part, _, _) in pieces.items()}
+                pieces = {**idle, task: piece}
+                parts = {name: part for name, (part, _) in pieces.items()}
+                labels = {name: host_labels for name, (_, host_labels) in pieces.items()}
                 split.append(TaskBatch(parts, labels, set(parts) - {task}))
         return split
 
-    def _split_task(self, name: str, batch: TaskBatch, size: int) -> list[tuple[Any, int, dict[str, Any]]]:
-        """Return the batch of a task in parts of at most `size` rows, each with its rows and its labels on the host."""
-        part, (rows, labels) = batch.parts[name], batch.labels.of(name)
+    def _split_task(self, name: str, batch: TaskBatch, size: int) -> list[tuple[Any, HostLabels]]:
+        """Return the batch of a task in parts of at most `size` rows, each with its labels."""
+        part, host = batch.parts[name], batch.labels[name]
         custom = getattr(self.tasks[name][1], "split_batch", None)
         parts = split_batch(part, size) if custom is None else custom(part, size)
         if len(parts) == 1:
-            return [(parts[0], rows, labels)]
+            return [(parts[0], host)]
         sizes = [count_samples(rows_of_part) for rows_of_part in parts]
         if custom is None:  # cut on the host, as reading them from a GPU would wait for it
-            of_parts = split_by_sizes(labels, sizes)
+            of_parts = split_by_sizes(host.labels, sizes)
         else:
             of_parts = [move_to_device(_labels_by_name(rows_of_part), torch.device("cpu")) for rows_of_part in parts]
-        return list(zip(parts, sizes, of_parts, strict=True))
+        return list(zip(parts, map(HostLabels, sizes, of_parts), strict=True))
 
 
 class MultiTaskUnit:
@@ -305,16 +284,14 @@ class MultiTaskUnit:
         weights: Mapping[str, float] | None = None,
     ) -> None:
         parameters = inspect.signature(unwrap(model).forward).parameters
-        if "task" not in parameters and all(
-            parameter.kind is not parameter.VAR_KEYWORD for parameter in parameters.values()
-        ):
+        takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
+        if "task" not in parameters and not takes_any:
             raise ConfigError(
                 f"`model.forward` ({type(unwrap(model)).__name__}) must take the name of the task as `task`, and takes "
                 f"{', '.join(parameters) or 'nothing'}."
             )
         for name, weight in (weights or {}).items():
-            if not _is_positive(weight) and weight != 0:
-                raise ConfigError(f"The weight of the task {name!r} must be a number of at least 0, got {weight!r}.")
+            check_number(f"weights[{name!r}]", weight, least=0)
         for name, loss in (losses or {}).items():
             if not callable(loss) or isinstance(loss, type):
                 raise ConfigError(f"The loss of the task {name!r} must be callable, got {loss!r:.200}.")
@@ -326,15 +303,12 @@ class MultiTaskUnit:
         self.loss_mean: LossMean = LossMean(is_shift_known=True)
         """What the loss of each task is a mean over, in its `tasks`."""
 
-    def __call__(self, batch: TaskBatch) -> StepOutput:
-        """Return the sum of the losses of all targets, each times the weight of its task; logs show each task's."""
-        return self._run(batch)
-
     def evaluate(self, batch: TaskBatch) -> StepOutput:
         """Return the same; for a batch of one task, its loss without the weight, its outputs and its labels."""
-        return self._run(batch)
+        return self(batch)
 
-    def _run(self, batch: TaskBatch) -> StepOutput:
+    def __call__(self, batch: TaskBatch) -> StepOutput:
+        """Return the sum of the losses of all targets, each times the weight of its task; logs show each task's."""
         if not isinstance(batch, TaskBatch):
             raise DataError(
                 f"MultiTaskUnit needs the batches of a MultiTask dataset, got {type(batch).__name__}. Pass evaluation "
@@ -344,7 +318,7 @@ class MultiTaskUnit:
         targets, output, metrics = 0.0, StepOutput(None), dict[str, Any]()
         for name, part in batch.parts.items():
             output = self.run_task(name, part)
-            divisor = batch.labels.count(name, self.loss_mean.tasks[name])
+            divisor = batch.labels[name].count(self.loss_mean.tasks[name])
             count = 0 if name in batch.idle else divisor
             loss = output.required_loss()
             has_weight = len(batch.parts) > 1 or torch.is_grad_enabled()
@@ -419,7 +393,3 @@ def _check_names(argument: str, values: Mapping[str, Any], known: Mapping[str, A
             f"`{argument}` names {odd[0]!r}, which is no task. The tasks are {', '.join(map(repr, known))}."
             f"{did_you_mean(str(odd[0]), known)}"
         )
-
-
-def _is_positive(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < math.inf

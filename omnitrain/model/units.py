@@ -191,11 +191,7 @@ class ModelUnit:
         return StepOutput(loss, scores, labels, None, None, metrics, returned)
 
     def run(self, model: Any, batch: Any) -> tuple[Tensor | None, Any, Mapping[str, Any] | None]:
-        """Return the loss of `batch`, what the model returned for it, and what is to be logged of it besides.
-
-        Raises:
-            DataError: If a loss is needed and cannot be found, or is no scalar.
-        """
+        """Return the loss of `batch`, what the model returned for it, and what is to be logged of it besides."""
         labels = get_labels(batch, self.label_names)
         needs_loss = torch.is_grad_enabled()
         if self.model_loss is not None:
@@ -276,13 +272,19 @@ class ModelUnit:
             # a `forward` that computes the loss calls the last entry labels
             takes_all = self.loss_fn is None and self._positional[size - 1 : size] in self._label_places
             return model(*batch) if size == 1 or takes_all else model(*batch[:-1])
-        if isinstance(batch, Mapping):
-            try:
-                return model(**{**self._always, **self._keywords(batch)})
-            except TypeError as error:
-                self._check_names(batch, error)
+        if not isinstance(batch, Mapping):
+            return model(batch)
+        try:
+            return model(**{**self._always, **self._keywords(batch)})
+        except TypeError as error:
+            missing = sorted(self._needs - batch.keys() - {"labels"})
+            if not missing:
                 raise
-        return model(batch)
+            raise DataError(
+                f"The model's forward() needs {', '.join(map(repr, missing))}, and the batch has the keys "
+                f"{', '.join(map(repr, batch))}. Give the samples the names of its arguments, or make them tuples "
+                "(inputs, labels), of which the inputs are passed by position."
+            ) from error
 
     def _keywords(self, batch: Mapping[str, Any]) -> Mapping[str, Any]:
         """Return the part of a batch with which the model is called."""
@@ -292,16 +294,6 @@ class ModelUnit:
             if self._takes is None or batch.keys() <= self._takes:
                 return batch
         return self._fitting(batch)
-
-    def _check_names(self, batch: Mapping[str, Any], error: TypeError) -> None:
-        """Raise DataError for a call that failed because the batch lacks an argument that `forward` requires."""
-        lacking = sorted(self._needs - batch.keys() - {"labels"})
-        if lacking:
-            raise DataError(
-                f"The model's forward() needs {', '.join(map(repr, lacking))}, and the batch has the keys "
-                f"{', '.join(map(repr, batch))}. Give the samples the names of its arguments, or make them tuples "
-                "(inputs, labels), of which the inputs are passed by position."
-            ) from error
 
     def _with_labels(self, batch: Mapping[str, Any]) -> Mapping[str, Any]:
         """Return the batch with its labels, if any, under the name that the model takes."""
@@ -314,14 +306,10 @@ class ModelUnit:
         """Return the entries of `batch` for the model; with a `loss_fn`, without the labels."""
         fitting = {}
         for key, value in batch.items():
-            is_ours = self.loss_fn is not None and key in self._label_keys and key not in self._needs
-            if not is_ours and (self._takes is None or key in self._takes):
+            is_label = self.loss_fn is not None and key in self._label_keys
+            if (not is_label or key in self._needs) and (self._takes is None or key in self._takes):
                 fitting[key] = value
-            elif (
-                not is_ours
-                and key not in self._warned_keys
-                and not (key in self._label_keys and self.loss_fn is not None)
-            ):
+            elif not is_label and key not in self._warned_keys:
                 self._warned_keys.add(key)
                 logger.warning("The batch's %r is not passed to the model: its forward() takes no such argument.", key)
         return fitting
@@ -467,13 +455,7 @@ def metrics_in(outputs: Any) -> Mapping[str, Any] | None:
 
 
 def scores_in(outputs: Any, loss: Any, ignored: Collection[str] = ()) -> Any:
-    """Return the outputs for metrics: `logits` if there is such a key, otherwise everything but the loss.
-
-    Args:
-        outputs: What the model returned.
-        loss: The loss in it.
-        ignored: Keys to leave out.
-    """
+    """Return the outputs for metrics: `logits` if there is such a key, otherwise everything but the loss."""
     if isinstance(outputs, Tensor):
         return None if outputs is loss else outputs
     if _is_losses(outputs):
@@ -521,9 +503,7 @@ def _check_shift(loss_fn: Any, model: Any) -> None:
 def own_modules(loss: Any, model: Any) -> dict[str, nn.Module]:
     """Return the modules of a loss that are not modules of the model, by name.
 
-    Args:
-        loss: A module, a method of one, or a partial of either; anything else has no modules.
-        model: The model.
+    The loss may be a module, a method of one, or a partial of either; anything else has no modules.
     """
     if isinstance(loss, functools.partial):
         parts = [own_modules(part, model) for part in (loss.func, *loss.args, *loss.keywords.values())]
@@ -538,13 +518,8 @@ def own_modules(loss: Any, model: Any) -> dict[str, nn.Module]:
 def check_untrained_loss(name: str, loss: Any, model: Any) -> None:
     """Reject a loss with parameters that require a gradient and are not the model's, which nothing would train.
 
-    Args:
-        name: What the error calls the loss.
-        loss: A module, a method of one, or a partial of either.
-        model: The model.
-
     Raises:
-        ConfigError: If there are such parameters.
+        ConfigError: If there are such parameters; `name` is what it calls the loss.
     """
     trained = {id(parameter) for parameter in unwrap(model).parameters()}
     untrained = [
@@ -646,13 +621,10 @@ def count_tokens(batch: Any) -> int:
 
 
 def generated(model: Any, inputs: Mapping[str, Any], synced: bool, options: Mapping[str, Any]) -> Tensor:
-    """Return the tokens that a model of transformers generates, of shape (sequences, length).
+    """Return the tokens that a bare module of transformers generates, of shape (sequences, length).
 
-    Args:
-        model: The bare module.
-        inputs: What it is asked, on its device.
-        synced: Whether no process may finish before the others, because each has a part of the weights.
-        options: Other arguments of `model.generate`.
+    With `synced`, no process may finish before the others, because each has a part of the weights. `options` are other
+    arguments of `model.generate`.
     """
     tokens = model.generate(**inputs, **{"synced_gpus": synced, **options})
     return getattr(tokens, "sequences", tokens)

@@ -30,14 +30,9 @@ logger: logging.Logger = logging.getLogger("omnitrain")
 
 
 def import_class(path: str, expected: type | tuple[type, ...], name: str) -> Any:
-    """Return the class at a dotted path such as "torch.optim.SGD", without calling anything in it.
+    """Return the subclass of `expected` at a dotted path such as "torch.optim.SGD", without calling anything in it.
 
     Importing a module runs it, so only packages of optimizers are imported; others must be imported by the program.
-
-    Args:
-        path: The path.
-        expected: The required base class, or several.
-        name: The argument with this path.
 
     Raises:
         ConfigError: If it is not such a class, or from a package that the program has not imported.
@@ -66,22 +61,12 @@ def import_class(path: str, expected: type | tuple[type, ...], name: str) -> Any
 
 # Packages of optimizers and schedules, which may be imported for a path.
 PACKAGES = (
-    "omnitrain",
-    "torch",
-    "transformers",
-    "bitsandbytes",
-    "torchao",
-    "torch_optimizer",
-    "pytorch_optimizer",
-    "timm",
-    "apex",
-    "lion_pytorch",
-)
+    "omnitrain", "torch", "transformers", "bitsandbytes", "torchao", "torch_optimizer", "pytorch_optimizer", "timm",
+    "apex", "lion_pytorch",
+)  # fmt: skip
 
 MUON = "muon"
-# Optimizers outside of torch.optim by short names, which are those of transformers, and where they are.
-#
-# Of several places the first one that is installed has the word.
+# Optimizers outside of torch.optim by short names, which are those of transformers. The first installed one counts.
 _ELSEWHERE: dict[str, tuple[str, ...]] = {
     "lion": ("lion_pytorch.Lion", "timm.optim.Lion", "pytorch_optimizer.Lion", "bitsandbytes.optim.Lion"),
     "adamw_torch": ("torch.optim.AdamW",),
@@ -140,16 +125,12 @@ def _plain(name: str) -> str:
 
 
 def default_rate(spec: Any) -> float | None:
-    """Return the learning rate that an optimizer's class has by itself, which 2e-5 would bring to a standstill.
+    """Return the default learning rate of an optimizer's class, which would hardly move at 2e-5.
+
+    It is None for AdamW of any kind, Muon, an optimizer that exists already, and a function.
 
     >>> default_rate("sgd"), default_rate("adamw"), default_rate(None)
     (0.001, None, None)
-
-    Args:
-        spec: The `optimizer` of a trainer.
-
-    Returns:
-        None for AdamW of any kind, Muon, an optimizer that exists already, and a function.
     """
     if not isinstance(spec, (str, type)) or (isinstance(spec, str) and _plain(spec) in (MUON, "adamwtorchfused")):
         return None
@@ -196,15 +177,15 @@ def build_optimizer(
         options: dict[str, Any] = {}
         if inspect.isclass(factory):
             parameters = inspect.signature(factory).parameters
-            values = {"lr": learning_rate, "weight_decay": weight_decay}
             takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
-            options = {key: value for key, value in values.items() if key in parameters or (takes_any and value)}
-            arguments = {"lr": ("learning_rate", DEFAULTS["learning_rate"]), "weight_decay": ("weight_decay", 0.0)}
-            for key, (name, default) in arguments.items():
-                if values[key] != default and key not in options:
+            values = {"lr": ("learning_rate", learning_rate), "weight_decay": ("weight_decay", weight_decay)}
+            for key, (name, value) in values.items():
+                if key in parameters or (takes_any and value):
+                    options[key] = value
+                elif value != DEFAULTS[name]:
                     raise ConfigError(
-                        f"`{name}={values[key]}` has no effect: {factory.__name__} takes no argument {key!r}. Leave "
-                        "it out, or pass a callable of the parameters."
+                        f"`{name}={value}` has no effect: {factory.__name__} takes no argument {key!r}. Leave it out, "
+                        "or pass a callable of the parameters."
                     )
         optimizer = factory(trainable, **options)  # type: ignore[call-arg]
     _check_optimizer(optimizer, model)
@@ -245,15 +226,10 @@ def has_modes(optimizer: Any) -> bool:
 
 
 def try_step(kind: Any, group: Mapping[str, Any], parameter: nn.Parameter) -> Mapping[str, Any]:
-    """Have a new optimizer step on a small parameter with a gradient; return its state for the parameter.
+    """Have a new optimizer of a class, with the options of a group, step on a small parameter with a gradient.
 
-    Args:
-        kind: The class of the optimizer. Only PyTorch's own are tried, as the steps of others may have side effects.
-        group: The group whose options it gets.
-        parameter: The parameter, which may be changed.
-
-    Returns:
-        The state; of other optimizers, and of those that need a closure, nothing.
+    Its state for the parameter is returned; nothing if it needs a closure, or is not PyTorch's own, as the steps of
+    others may have side effects.
 
     Raises:
         RuntimeError: What its step raises, or ValueError.
@@ -278,13 +254,8 @@ SCHEDULE_NAMES = (*NAMED, *BY_TRANSFORMERS, "reduce_lr_on_plateau")
 class ScheduleLR(LambdaLR):
     """Sets the rates of an optimizer by a schedule of the steps or of the progress of the run.
 
-    Args:
-        optimizer: Whose rates it sets.
-        schedule: The factor of these.
-        run_length: The length of the run.
-
     Attributes:
-        schedule: As it was given.
+        schedule: The factor of the rates.
         follows: Whether the rate depends on more than the steps, so that `move` needs the progress.
         progress: Where the run was when the rates were set; None where steps tell them.
         units: What lengths of the schedule and the run are counted in.
@@ -310,12 +281,7 @@ class ScheduleLR(LambdaLR):
         return factor
 
     def move(self, progress: Progress, applied: bool) -> None:
-        """Set the rates by where the run is now.
-
-        Args:
-            progress: Where that is.
-            applied: Whether an update was made.
-        """
+        """Set the rates to the progress of the run; `applied` tells whether an update was made."""
         self.progress = copy.copy(progress)
         if applied:
             self.step()
@@ -333,7 +299,6 @@ class ScheduleLR(LambdaLR):
         self._last_lr = [group["lr"] for group in self.optimizer.param_groups]
 
     def state_dict(self) -> dict[str, Any]:
-        """Return how far it has come, as any LambdaLR does."""
         excluded = ("schedule", "run_length", "follows", "progress", "units", "_needs_rate")
         return {key: value for key, value in super().state_dict().items() if key not in excluded}
 
@@ -353,7 +318,7 @@ def build_scheduler(
     Args:
         spec: An instance, a `Schedule`, a name, the path of a class, or a callable of the optimizer.
         optimizer: Whose rates it sets.
-        warmup_steps: The warm-up of a schedule by name: steps, a share of the run below 1, or a duration.
+        warmup_steps: The warm-up of a schedule by name.
         total_steps: Optimizer steps of the run; None where they are unknown.
         options: Arguments of a schedule by name, path or class, besides the optimizer.
         run_length: The length of the run, where it is more than `total_steps`.
@@ -414,12 +379,7 @@ def _check_least(schedule: Schedule, optimizer: torch.optim.Optimizer) -> None:
 
 
 def _of_transformers(
-    name: str,
-    optimizer: torch.optim.Optimizer,
-    warmup: Any,
-    run_length: RunLength,
-    options: Mapping[str, Any],
-    mode: str,
+    name: str, optimizer: Any, warmup: Any, run_length: RunLength, options: Mapping[str, Any], mode: str
 ) -> Any:
     """Return a schedule that transformers or torch makes."""
     if name in ("reduce_lr_on_plateau", "greedy") and warmup:
@@ -431,7 +391,9 @@ def _of_transformers(
     except ImportError:
         raise MissingExtraError(f"lr_scheduler={name!r}", "transformers", "hf") from None
     steps = 0
-    if name != "greedy":
+    if name == "greedy":
+        options = {"mode": mode, **options}
+    else:
         if run_length.end is None:
             raise ConfigError(
                 f"`lr_scheduler={name!r}` is made by transformers for a number of steps, which is unknown here. Set "
@@ -443,8 +405,6 @@ def _of_transformers(
         if converted is None:
             raise ConfigError(f"`lr_scheduler={name!r}` takes a warm-up in steps, got `warmup_steps={warmup!r}`.")
         steps = int(converted)
-    else:
-        options = {"mode": mode, **options}
     try:
         return get_scheduler(
             name, optimizer, num_warmup_steps=steps, num_training_steps=run_length.end,
@@ -458,10 +418,9 @@ def _of_transformers(
 
 def _scheduler_of(spec: Any, optimizer: torch.optim.Optimizer, options: Mapping[str, Any]) -> Any:
     """Return an instance of torch's kind: as it was given, of a class, or what a callable makes."""
-    scheduler = spec
-    if isinstance(spec, type) or not callable(getattr(spec, "step", None)):
-        is_other_class = isinstance(spec, type) and not callable(getattr(spec, "step", None))
-        if not callable(spec) or is_other_class or isinstance(spec, nn.Module):
+    scheduler, has_step = spec, callable(getattr(spec, "step", None))
+    if isinstance(spec, type) or not has_step:
+        if not callable(spec) or (isinstance(spec, type) and not has_step) or isinstance(spec, nn.Module):
             raise ConfigError(
                 f"`lr_scheduler` must be a scheduler, a name or a callable of the optimizer, got {spec!r:.200}."
             )
@@ -497,12 +456,7 @@ def follows_evaluations(scheduler: Any) -> bool:
 
 
 def check_optimizers(optimizers: Any, takes_several: bool) -> None:
-    """Raise ConfigError unless these are optimizers by name that can be saved in checkpoints.
-
-    Args:
-        optimizers: The value assigned to `self.optimizers`.
-        takes_several: Whether the backend supports several.
-    """
+    """Raise ConfigError unless `self.optimizers` are optimizers by name that the backend and checkpoints support."""
     if not isinstance(optimizers, Mapping) or not optimizers:
         raise ConfigError(f"`optimizers` must be a dict of optimizers by name, got {optimizers!r}.")
     for name, optimizer in optimizers.items():

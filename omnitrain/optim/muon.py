@@ -51,22 +51,16 @@ class Muon(Optimizer):
         muon = torch.optim.Muon(matrix_list, lr=lr, weight_decay=weight_decay, adjust_lr_fn="match_rms_adamw")
         groups = muon.param_groups
         if rest:
-            fused = has_fused_kernel(rest) or None
-            groups = [
-                *groups,
-                *torch.optim.AdamW(rest, lr=lr, weight_decay=weight_decay, fused=fused).param_groups,
-            ]
+            adamw = torch.optim.AdamW(rest, lr=lr, weight_decay=weight_decay, fused=has_fused_kernel(rest) or None)
+            groups = [*groups, *adamw.param_groups]
         super().__init__(groups, {})
 
     @classmethod
     def of(cls, model: nn.Module, lr: float, weight_decay: float) -> Muon:
         """Return the optimizer of a model's parameters that require gradients.
 
-        Args:
-            model: Its matrices are those of two dimensions that are in no embedding, nor in the output layer: that
-                which `get_output_embeddings()` names, or the last layer that has one.
-            lr: The learning rate.
-            weight_decay: The weight decay.
+        Its matrices are those of two dimensions that are in no embedding, nor in the output layer: that which
+        `get_output_embeddings()` names, or the last layer that has one.
 
         Raises:
             ConfigError: If it has none.
@@ -101,15 +95,13 @@ class Muon(Optimizer):
                 loss = closure()
         for group in self.param_groups:
             kind = self.stepping(group)
-            sharded = [
-                parameter
-                for parameter in group["params"]
-                if hasattr(parameter, "full_tensor") and parameter.grad is not None
-            ]
+            with_gradients = [parameter for parameter in group["params"] if parameter.grad is not None]
+            sharded = [parameter for parameter in with_gradients if hasattr(parameter, "full_tensor")]
             if kind is torch.optim.AdamW or not sharded:
                 self._step(kind, group, self.state)
-            for parameter in sharded if kind is torch.optim.Muon else ():
-                self._step_whole(parameter, group)
+            else:
+                for parameter in sharded:
+                    self._step_whole(parameter, group)
         return loss
 
     def _step(self, kind: Any, group: dict[str, Any], state: Any) -> None:
@@ -150,17 +142,11 @@ _FUSED_DEVICES = ("cpu", "cuda", "mps", "xpu")
 
 def _outer(model: nn.Module) -> set[int]:
     """Return the parameters of a model's embeddings and output layer, by identity."""
-    layers = [
-        module
-        for module in model.modules()
-        if any(parameter.ndim == 2 for parameter in module.parameters(recurse=False))
-    ]
+    direct = {module: module.parameters(recurse=False) for module in model.modules()}
+    layers = [module for module, parameters in direct.items() if any(parameter.ndim == 2 for parameter in parameters)]
     embeddings = [module for module in layers if isinstance(module, (nn.Embedding, nn.EmbeddingBag))]
     find: Any = getattr(model, "get_output_embeddings", None)  # of models of transformers
-    output_layer = find() if callable(find) else None
-    output = (
-        [output_layer]
-        if isinstance(output_layer, nn.Module)
-        else [module for module in layers if module not in embeddings][-1:]
-    )
+    head = find() if callable(find) else None
+    others = [module for module in layers if module not in embeddings]
+    output = [head] if isinstance(head, nn.Module) else others[-1:]
     return {id(parameter) for module in [*embeddings, *output] for parameter in module.parameters()}

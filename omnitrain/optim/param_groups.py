@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from omnitrain.compute.activation_checkpointing import blocks_in
-from omnitrain.core.errors import ConfigError, did_you_mean, format_list
+from omnitrain.core.errors import ConfigError, check_number, did_you_mean, format_list
 from omnitrain.optim.muon import Muon
 
 logger: logging.Logger = logging.getLogger("omnitrain")
@@ -24,11 +24,7 @@ Named = Sequence[tuple[str, nn.Parameter]]
 
 
 def freeze_parameters(named: Named, patterns: Iterable[str]) -> None:
-    """Have parameters require no gradient, for good.
-
-    Args:
-        named: All of the model's.
-        patterns: Those in whose names one of these is found.
+    """Have parameters in whose names a pattern is found require no gradient, for good.
 
     Raises:
         ConfigError: If a pattern is found in no name, or nothing would be left to train; nothing is changed then.
@@ -109,8 +105,7 @@ def layerwise_decay(model: nn.Module, decay: float = 0.75) -> list[dict[str, Any
     >>> [group["lr_scale"] for group in layerwise_decay(model, decay=0.5)]
     [0.125, 0.25, 0.5, 1.0]
     """
-    if not 0 < decay <= 1:
-        raise ConfigError(f"`decay` must be above 0 and at most 1, got {decay!r}.")
+    check_number("decay", decay, above=0, most=1)
     blocks = list(dict.fromkeys(blocks_in(model)))
     if not blocks:
         raise ConfigError(
@@ -173,13 +168,7 @@ def _options(
 
 
 def not_found(where: str, pattern: str, named: Iterable[tuple[str, Any]]) -> ConfigError:
-    """Return the error for a pattern that no parameter's name holds.
-
-    Args:
-        where: What the pattern was given in.
-        pattern: The regular expression.
-        named: The parameters that there are, with their names.
-    """
+    """Return the error for a pattern, of the argument `where`, that is found in no parameter's name."""
     names = format_list(name for name, _ in named)
     return ConfigError(f"{where}: {pattern!r} is found in no parameter's name. They are called {names}.")
 

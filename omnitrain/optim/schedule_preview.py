@@ -3,23 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from omnitrain.core.display import ResultView, Table, create_figure
 from omnitrain.core.duration import Duration, Limits
-from omnitrain.core.errors import ConfigError
+from omnitrain.core.errors import ConfigError, check_number
 from omnitrain.core.progress import Progress
-from omnitrain.optim.schedules import (
-    Length,
-    RunLength,
-    RunPosition,
-    Schedule,
-    check_number,
-    named_schedule,
-    warmup_length,
-)
+from omnitrain.optim.schedules import Length, RunLength, RunPosition, Schedule, named_schedule, warmup_length
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,61 +112,60 @@ def preview_schedule(
     run_length.check(schedule, name)
     pace: dict[str, float | None] = {"ba": 1.0, "ep": 1 / steps_per_epoch if steps_per_epoch else None}
     pace |= {"sp": samples_per_step, "tok": tokens_per_step, "s": seconds_per_step}
-    look = _Look(schedule, run_length, pace, learning_rate)
-    places = [look.length * number / (rows - 1) for number in range(rows)]
-    if look.unit == "ba":
+    rates = _rates_of(schedule, run_length, {unit: value for unit, value in pace.items() if value}, learning_rate)
+    places = [rates.length * number / (rows - 1) for number in range(rows)]
+    if rates.unit == "ba":
         places = [float(round(place)) for place in places]
-    curve = [look.length * number / 1000 for number in range(1001)]
-    return SchedulePreview(
-        look.unit, places, list(map(look.rate, places)), (curve, [look.rate(place) for place in curve])
-    )
+    curve = [rates.length * number / 1000 for number in range(1001)]
+    return SchedulePreview(rates.unit, places, list(map(rates.at, places)), (curve, list(map(rates.at, curve))))
 
 
-class _Look:
-    """The rate of a schedule at any point of a run of constant pace."""
+class _Rates(NamedTuple):
+    """The rate at each place of a run of this length in this unit."""
 
-    def __init__(
-        self, schedule: Schedule, run_length: RunLength, pace: Mapping[str, float | None], rate: float
-    ) -> None:
-        self._schedule, self._run_length, self._rate = schedule, run_length, rate
-        self._follows = run_length.follows(schedule)
-        ends = [] if run_length.limits is None else run_length.limits.durations
-        required_units = (
-            {length.unit for length in [*schedule.lengths(), *ends]} - {"dur"} if self._follows or ends else set()
+    unit: str
+    length: float
+    at: Callable[[float], float]
+
+
+def _rates_of(schedule: Schedule, run_length: RunLength, pace: dict[str, float], learning_rate: float) -> _Rates:
+    """Return the rates of a schedule in a run with so many of each unit in a step."""
+    follows, ends = run_length.follows(schedule), run_length.ends
+    units = {length.unit for length in [*schedule.lengths(), *ends]} - {"dur"} if follows or ends else set()
+    if run_length.end is not None:
+        unit, length = "ba", float(run_length.end)
+    elif len(ends) == 1 and units == {ends[0].unit}:  # nothing else is counted
+        unit, length = ends[0].unit, ends[0].value
+        pace = {unit: 1.0}
+    else:
+        _check_pace({end.unit for end in ends}, pace, units)
+        nearest = min(ends, key=lambda end: end.value / pace[end.unit])
+        unit, length = nearest.unit, nearest.value
+    _check_pace(units, pace, units)
+
+    def rate_at(place: float) -> float:
+        steps, progress = place / pace[unit], None
+        if follows:
+            done: dict[str, Any] = {name: steps * value for name, value in pace.items()}
+            done[unit] = place
+            epochs = done.get("ep", 0.0)
+            progress = Progress(
+                epoch=int(epochs), samples_in_epoch=round((epochs % 1) * 10**9), epoch_size=10**9,
+                step=done.get("ba", 0),  # between two steps, for the picture
+                samples=done.get("sp", 0), tokens=done.get("tok", 0), seconds=done.get("s", 0.0),
+            )  # fmt: skip
+        return learning_rate * schedule.factor(RunPosition(run_length, steps, progress), learning_rate)
+
+    return _Rates(unit, length, rate_at)
+
+
+def _check_pace(units: set[str], pace: Mapping[str, float], counted: set[str]) -> None:
+    for unit in sorted(units - pace.keys()):
+        argument = {"ep": "steps_per_epoch", "sp": "samples_per_step", "tok": "tokens_per_step"}
+        raise ConfigError(
+            f"The schedule and the run count {' and '.join(_COUNTED[name] for name in sorted(counted))}. Pass "
+            f"`{argument.get(unit, 'seconds_per_step')}`, so that it is known how these go together."
         )
-        self._pace = {unit: value for unit, value in pace.items() if value}
-        if run_length.end is not None:
-            self.unit: str = "ba"
-            self.length: float = run_length.end
-        elif required_units == {ends[0].unit} and len(ends) == 1:  # nothing else is counted
-            self.unit, self.length, self._pace = ends[0].unit, ends[0].value, {ends[0].unit: 1.0}
-        else:
-            missing_units = sorted(unit for unit in {length.unit for length in ends} - self._pace.keys())
-            self._refuse(missing_units, required_units)
-            earliest = min(ends, key=lambda length: length.value / self._pace[length.unit])
-            self.unit, self.length = earliest.unit, earliest.value
-        self._refuse(sorted(required_units - self._pace.keys()), required_units)
-
-    def _refuse(self, lacking: list[str], needed: set[str]) -> None:
-        if lacking:
-            argument = {"ep": "steps_per_epoch", "sp": "samples_per_step", "tok": "tokens_per_step"}
-            raise ConfigError(
-                f"The schedule and the run count {' and '.join(_COUNTED[unit] for unit in sorted(needed))}. Pass "
-                f"`{argument.get(lacking[0], 'seconds_per_step')}`, so that it is known how these go together."
-            )
-
-    def rate(self, place: float) -> float:
-        """Return the rate at a place."""
-        steps, progress = place / self._pace[self.unit], None
-        if self._follows:
-            done = {unit: steps * pace for unit, pace in self._pace.items()}
-            done[self.unit] = place
-            epochs, progress = done.get("ep", 0.0), Progress(epoch_size=10**9)
-            progress.epoch, progress.samples_in_epoch = int(epochs), round((epochs % 1) * 10**9)
-            progress.step = done.get("ba", 0)  # type: ignore[assignment]  # between two steps, for the picture
-            progress.samples, progress.tokens = done.get("sp", 0), done.get("tok", 0)  # type: ignore[assignment]
-            progress.seconds = done.get("s", 0.0)
-        return self._rate * self._schedule.factor(RunPosition(self._run_length, steps, progress), self._rate)
 
 
 _COUNTED = {"ba": "step", "ep": "epochs", "sp": "samples", "tok": "tokens", "s": "seconds"}

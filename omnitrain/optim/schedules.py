@@ -14,7 +14,7 @@ from fractions import Fraction
 from typing import Any, ClassVar, Literal
 
 from omnitrain.core.duration import Duration, Limits
-from omnitrain.core.errors import ConfigError, did_you_mean
+from omnitrain.core.errors import ConfigError, check_number, did_you_mean
 from omnitrain.core.progress import Progress
 
 Length = int | float | str | Duration
@@ -29,7 +29,7 @@ def _exact(number: float) -> Fraction:
 
 @dataclass(frozen=True, slots=True)
 class RunLength:
-    """The length of a run, and what it is counted in: schedules see it through a `RunPosition`.
+    """The length of a run in some unit; schedules see it through a `RunPosition`.
 
     Attributes:
         unit: What the position in the run is counted in.
@@ -44,7 +44,7 @@ class RunLength:
     limits: Limits | None = None
     steps_per_epoch: int | None = None
     samples_per_epoch: int | None = None
-    # What was converted before: it is asked for in every step.
+    # Earlier results of `convert`, which every step calls.
     _known: dict[tuple[float, str, float], float | None] = field(default_factory=dict, repr=False, compare=False)
 
     @classmethod
@@ -55,41 +55,29 @@ class RunLength:
         samples_per_epoch: int | None = None,
         interval: str = "step",
     ) -> RunLength:
-        """Return the run_length of a run.
+        """Return the length of a run in optimizer steps, or in epochs if `interval` is "epoch".
 
-        It is counted in optimizer steps wherever their number is known, or in epochs if the schedule moves once per
-        epoch. Else, as in a run of so many tokens or hours, it is counted in the unit of the limit that is nearest.
-
-        Args:
-            limits: Where the run ends.
-            steps_per_epoch: Optimizer steps of an epoch; None for data of unknown length.
-            samples_per_epoch: Samples of an epoch; None for data of unknown length.
-            interval: "step" or "epoch": when the schedule moves.
+        If the number of steps is unknown, as in a run of so many tokens or hours, the nearest limit is the end.
         """
         total = limits.total_steps(steps_per_epoch, samples_per_epoch)
         units = ("sp", "tok", "s", "ep") if samples_per_epoch else ("sp", "tok", "s")
-        counted = [limit for limit in limits.durations if limit.unit in units]
-        rest = limits if total is None and counted else None
+        has_limits = total is None and any(limit.unit in units for limit in limits.durations)
+        unit, end = "ba", total
         if interval == "epoch":
-            whole = None if total is None or not steps_per_epoch else -(-total // steps_per_epoch)
-            if whole is None and total is not None:  # the steps of an epoch change with the size of the batch
-                rest = limits
-            return cls("ep", whole, rest, steps_per_epoch, samples_per_epoch)
-        return cls("ba", total, rest, steps_per_epoch, samples_per_epoch)
+            unit, end = "ep", -(-total // steps_per_epoch) if total is not None and steps_per_epoch else None
+            # the steps of an epoch may change with the size of the batch
+            has_limits = has_limits or (end is None and total is not None)
+        return cls(unit, end, limits if has_limits else None, steps_per_epoch, samples_per_epoch)
 
     @property
-    def has_end(self) -> bool:
-        """Whether anything says how long the run is."""
-        return self.end is not None or self.limits is not None
+    def ends(self) -> Sequence[Duration]:
+        """The limits of a run whose steps are unknown."""
+        return () if self.limits is None else self.limits.durations
 
     def convert(self, length: Duration, scale: float = 1.0) -> float | None:
-        """Return a length in the unit of the run_length; None where only the run itself can tell.
+        """Return a length times `scale` (a share of the run: without it) in this unit; None if only the run can tell.
 
         A length that ends inside of a step ends with that step.
-
-        Args:
-            length: The length.
-            scale: What it is multiplied by, unless it is a share of the run.
         """
         key = length.value, length.unit, scale
         if key not in self._known:
@@ -115,7 +103,7 @@ class RunLength:
         return int(converted) if converted.denominator == 1 else float(converted)
 
     def counted(self, length: Duration) -> Duration:
-        """Return a length; one of epochs in samples, if the number of steps in an epoch changes in the run.
+        """Return a length; epochs become samples if the number of steps in an epoch changes in the run.
 
         At the end of its last step an epoch is not complete yet, but its samples are.
         """
@@ -129,20 +117,14 @@ class RunLength:
         return any(self.convert(length) is None for length in schedule.lengths())
 
     def units(self, schedule: Schedule) -> frozenset[str]:
-        """Return what the lengths of a schedule are counted in, and what the run is where its limits say how long."""
-        ends = [] if self.limits is None else self.limits.durations
-        return frozenset(self.counted(length).unit for length in [*schedule.lengths(), *ends])
+        """Return the units of the lengths of a schedule, and of the run's limits."""
+        return frozenset(self.counted(length).unit for length in [*schedule.lengths(), *self.ends])
 
     def check(self, schedule: Schedule, name: str) -> None:
-        """Raise ConfigError for a schedule that this run cannot have, or of which nothing would be left.
-
-        Args:
-            schedule: The schedule.
-            name: What its user calls it.
-        """
+        """Raise ConfigError for a schedule, called `name`, that this run cannot have or that leaves nothing of it."""
         for part in schedule.parts:
             for length in part.lengths():
-                if length.unit == "dur" and not self.has_end:
+                if length.unit == "dur" and self.end is None and self.limits is None:
                     raise ConfigError(
                         f"`lr_scheduler={name}` needs the number of steps, which is unknown: the data has no length. "
                         "Set `max_steps`, or `max_duration` in samples, tokens or time."
@@ -158,13 +140,12 @@ class RunLength:
         """Return the milestones of a schedule that lie after the end of the run, where that is known."""
         unreachable = []
         for part in schedule.parts:
-            ends = [] if self.limits is None else self.limits.durations
-            for milestone in part.milestones if isinstance(part, MultiStepScheduler) else ():
-                length, scale = _read(milestone), _exact(part.scale_ratio)
-                position = self.convert(length, part.scale_ratio)
+            milestones: Any = part.milestones if isinstance(part, MultiStepScheduler) else ()
+            for length in milestones:
+                position, exact = self.convert(length, part.scale_ratio), length.exact * _exact(part.scale_ratio)
                 is_late = self.end is not None and position is not None and position > self.end
-                same = [end for end in ends if end.unit == length.unit]
-                unreachable += [length] if is_late or any(length.exact * scale > end.exact for end in same) else []
+                if is_late or any(end.unit == length.unit and exact > end.exact for end in self.ends):
+                    unreachable.append(length)
         return unreachable
 
     def _check_end(self, part: Schedule) -> None:
@@ -178,8 +159,8 @@ class RunLength:
                     f"`warmup_steps={warmup_text}` leaves nothing of the run's {end} {words}. Make it smaller."
                 )
         if isinstance(part, WSDScheduler):
-            first = self.convert(warmup, part.scale_ratio) if isinstance(warmup, Duration) else 0
-            last, whole = (self.convert(_read(length), part.scale_ratio) for length in (part.decay, part.t_max))
+            lengths: tuple[Any, ...] = warmup, part.decay, part.t_max
+            first, last, whole = (length and self.convert(length, part.scale_ratio) for length in lengths)
             if first is not None and last is not None and whole is not None and first + last > whole:
                 raise ConfigError(
                     f"`lr_scheduler={part!r}`: warm-up and decay take {first:g} + {last:g} steps, and there are "
@@ -191,39 +172,33 @@ class RunPosition:
     """A position in a run, `now`, with every length converted to its unit.
 
     Lengths of another unit than that of the run, such as a warm-up of 100 steps in a run of 3e6 tokens, are converted
-    by the pace of the run so far: exactly where they end, and the rate depends only on the progress.
+    by the pace of the run so far, from `progress`: exactly where they end, and the rate depends only on the progress.
     """
 
     __slots__ = ("_end", "_progress", "_run_length", "now")
 
     def __init__(self, run_length: RunLength, position: float, progress: Progress | None = None) -> None:
-        """Stand at `now`, counted in the unit of the run_length; with `progress` where that decides."""
         self._run_length = run_length
         self._end: float | None = run_length.end
         self._progress = progress
         self.now: float = position
         if progress is not None and run_length.end is None and run_length.limits is not None:
-            ends = [run_length.counted(end) for end in run_length.limits.durations]
+            ends = map(run_length.counted, run_length.ends)
             nearest = max(ends, key=lambda end: end.amount(progress) / end.value)
             self.now, self._end = nearest.amount(progress), nearest.value
             if nearest.unit != run_length.unit:
                 self._run_length = dataclasses.replace(run_length, unit=nearest.unit, _known={})
 
-    def at(self, length: Duration, scale: float = 1.0) -> float:
-        """Return where a length ends that began with the run; infinite while nothing can be known of it.
-
-        Args:
-            length: The length.
-            scale: What it is multiplied by, unless it is a share of the run.
-        """
+    def at(self, length: Any, scale: float = 1.0) -> float:
+        """Return where a length times `scale` ends that began with the run; infinite while nothing is known of it."""
         converted = self._known(length, scale)
         if converted is not None:
             return converted
         done = self.done(length, scale)
         return math.inf if not done else 0.0 if not self.now and done >= 1 else self.now / done
 
-    def done(self, length: Duration, scale: float = 1.0) -> float:
-        """Return how much of a length is done; 1 is all of it."""
+    def done(self, length: Any, scale: float = 1.0) -> float:
+        """Return how much of a length times `scale` is done; 1 is all of it."""
         converted = self._known(length, scale)
         if converted is not None:
             return self.now / converted
@@ -259,16 +234,18 @@ class Schedule:
 
     LENGTHS: ClassVar[tuple[str, ...]] = ()
     """Fields that are durations, or lists of them."""
+    POSITIVE: ClassVar[tuple[str, ...]] = ()
+    """Fields that are numbers above 0."""
 
     def __post_init__(self) -> None:
-        """Refuse what is no such schedule, and read the durations."""
         kind = type(self).__name__
         object.__setattr__(self, "warmup", warmup_length(self.warmup, f"{kind}.warmup"))
         for name in self.LENGTHS:
             object.__setattr__(self, name, _length_of(f"{kind}.{name}", getattr(self, name)))
         if self.min_lr is not None and self.min_lr_rate is not None:
             raise ConfigError(f"`{kind}`: `min_lr` and `min_lr_rate` are both given. Leave one of them out.")
-        check_number(f"{kind}.scale_ratio", self.scale_ratio, above=0)
+        for name in ("scale_ratio", *self.POSITIVE):
+            check_number(f"{kind}.{name}", getattr(self, name), above=0)
         if self.min_lr is not None:
             check_number(f"{kind}.min_lr", self.min_lr, least=0)
         if self.min_lr_rate is not None:
@@ -281,21 +258,11 @@ class Schedule:
             )
 
     def shape(self, position: RunPosition, begin: float) -> float:
-        """Return the factor after the warm-up, as if there were no least rate.
-
-        Args:
-            position: Where the run is.
-            begin: Where the warm-up ended, in the unit of `position`.
-        """
+        """Return the factor after the warm-up, which ended at `begin`, as if there were no least rate."""
         raise NotImplementedError
 
     def factor(self, position: RunPosition, rate: float = 1.0) -> float:
-        """Return what the optimizer's rate is multiplied by.
-
-        Args:
-            position: Where the run is.
-            rate: The optimizer's rate, of which `min_lr` is a part.
-        """
+        """Return what the optimizer's rate is multiplied by; `min_lr` is a part of that rate."""
         begin: float = 0
         if isinstance(self.warmup, Duration):
             done = position.done(self.warmup, self.scale_ratio)
@@ -303,16 +270,10 @@ class Schedule:
                 return done
             begin = position.at(self.warmup, self.scale_ratio)
         shape = self.shape(position, begin)
-        if self.min_lr is None and self.min_lr_rate is None:
+        if not rate or (self.min_lr is None and self.min_lr_rate is None):
             return shape
-        least = self.least(rate)
-        return self.floored(shape, least, rate) if rate else shape
-
-    def least(self, rate: float) -> float:
-        """Return the least rate after the warm-up, for an optimizer's rate."""
-        if self.min_lr is None:
-            return (self.min_lr_rate or 0.0) * rate
-        return self.min_lr
+        least = (self.min_lr_rate or 0.0) * rate if self.min_lr is None else self.min_lr
+        return self.floored(shape, least, rate)
 
     def floored(self, shape: float, least: float, rate: float) -> float:
         """Return the factor with its least value in force: here the schedule falls to that instead of to 0."""
@@ -324,7 +285,7 @@ class Schedule:
         return (self,)
 
     def lengths(self) -> list[Duration]:
-        """Return all durations of it."""
+        """Return all durations of the schedule."""
         lengths = [self.warmup] if isinstance(self.warmup, Duration) else []
         for name in self.LENGTHS:
             value = getattr(self, name)
@@ -332,13 +293,11 @@ class Schedule:
         return lengths
 
     def __mul__(self, other: Schedule) -> Schedule:
-        """Return the product of two schedules."""
         if not isinstance(other, Schedule):
             return NotImplemented
         return ProductScheduler((*self.parts, *other.parts))
 
     def __repr__(self) -> str:
-        """Return the call that makes it, without default arguments."""
         words = []
         for attribute in fields(self):
             value = getattr(self, attribute.name)
@@ -351,7 +310,6 @@ class _Clamped(Schedule):
     """A schedule whose least rate cuts it off, instead of being what it falls to."""
 
     def floored(self, shape: float, least: float, rate: float) -> float:
-        """Return the factor, or the least one where that is larger."""
         return max(shape, least / rate)
 
 
@@ -365,7 +323,6 @@ class ConstantScheduler(_Clamped):
     """
 
     def __post_init__(self) -> None:
-        """Refuse a share of the rate that is not fallen below: the rate never falls."""
         super().__post_init__()
         if self.min_lr_rate is not None:
             raise ConfigError(
@@ -374,7 +331,6 @@ class ConstantScheduler(_Clamped):
             )
 
     def shape(self, position: RunPosition, begin: float) -> float:
-        """Return 1."""
         return 1.0
 
 
@@ -391,8 +347,7 @@ class LinearScheduler(Schedule):
     LENGTHS: ClassVar[tuple[str, ...]] = ("t_max",)
 
     def shape(self, position: RunPosition, begin: float) -> float:
-        """Return what is left of the way."""
-        return 1.0 - _share(position, begin, position.at(_read(self.t_max), self.scale_ratio))
+        return 1.0 - _fallen(self, position, begin)
 
 
 @dataclass(frozen=True, repr=False)
@@ -409,15 +364,10 @@ class CosineAnnealingScheduler(Schedule):
     t_max: str | Duration = _WHOLE_RUN
     num_cycles: float = 0.5
     LENGTHS: ClassVar[tuple[str, ...]] = ("t_max",)
-
-    def __post_init__(self) -> None:
-        """Refuse what is no number of waves."""
-        super().__post_init__()
-        check_number("CosineAnnealingScheduler.num_cycles", self.num_cycles, above=0)
+    POSITIVE: ClassVar[tuple[str, ...]] = ("num_cycles",)
 
     def shape(self, position: RunPosition, begin: float) -> float:
-        """Return the cosine, between 0 and 1."""
-        share = _share(position, begin, position.at(_read(self.t_max), self.scale_ratio))
+        share = _fallen(self, position, begin)
         return max(0.0, 0.5 * (1.0 + math.cos(math.pi * self.num_cycles * 2.0 * share)))
 
 
@@ -435,15 +385,10 @@ class CosineWithRestartsScheduler(Schedule):
     num_cycles: int = 1
     t_max: str | Duration = _WHOLE_RUN
     LENGTHS: ClassVar[tuple[str, ...]] = ("t_max",)
-
-    def __post_init__(self) -> None:
-        """Refuse what is no number of periods."""
-        super().__post_init__()
-        check_number("CosineWithRestartsScheduler.num_cycles", self.num_cycles, above=0)
+    POSITIVE: ClassVar[tuple[str, ...]] = ("num_cycles",)
 
     def shape(self, position: RunPosition, begin: float) -> float:
-        """Return the cosine of the present period, between 0 and 1."""
-        share = _share(position, begin, position.at(_read(self.t_max), self.scale_ratio))
+        share = _fallen(self, position, begin)
         return 0.0 if share >= 1.0 else max(0.0, 0.5 * (1.0 + math.cos(math.pi * ((self.num_cycles * share) % 1.0))))
 
 
@@ -459,15 +404,10 @@ class PolynomialScheduler(Schedule):
     power: float = 1.0
     t_max: str | Duration = _WHOLE_RUN
     LENGTHS: ClassVar[tuple[str, ...]] = ("t_max",)
-
-    def __post_init__(self) -> None:
-        """Refuse what is no power."""
-        super().__post_init__()
-        check_number("PolynomialScheduler.power", self.power, above=0)
+    POSITIVE: ClassVar[tuple[str, ...]] = ("power",)
 
     def shape(self, position: RunPosition, begin: float) -> float:
-        """Return the power."""
-        return (1.0 - _share(position, begin, position.at(_read(self.t_max), self.scale_ratio))) ** self.power
+        return (1.0 - _fallen(self, position, begin)) ** self.power
 
 
 @dataclass(frozen=True, repr=False)
@@ -482,15 +422,10 @@ class StepScheduler(_Clamped):
     step_size: str | Duration
     gamma: float = 0.1
     LENGTHS: ClassVar[tuple[str, ...]] = ("step_size",)
-
-    def __post_init__(self) -> None:
-        """Refuse what is no factor."""
-        super().__post_init__()
-        check_number("StepScheduler.gamma", self.gamma, above=0)
+    POSITIVE: ClassVar[tuple[str, ...]] = ("gamma",)
 
     def shape(self, position: RunPosition, begin: float) -> float:
-        """Return the power of `gamma`."""
-        return self.gamma ** math.floor(position.done(_read(self.step_size), self.scale_ratio))
+        return self.gamma ** math.floor(position.done(self.step_size, self.scale_ratio))
 
 
 @dataclass(frozen=True, repr=False)
@@ -506,22 +441,18 @@ class MultiStepScheduler(_Clamped):
     milestones: Sequence[str | Duration]
     gamma: float = 0.1
     LENGTHS: ClassVar[tuple[str, ...]] = ("milestones",)
+    POSITIVE: ClassVar[tuple[str, ...]] = ("gamma",)
 
     def __post_init__(self) -> None:
-        """Refuse what is no list of durations."""
         if isinstance(self.milestones, (str, Duration)) or not isinstance(self.milestones, Iterable):
             raise ConfigError(
                 f"`MultiStepScheduler.milestones` must be a list of durations such as ['0.3dur', '80ep'], got "
                 f"{self.milestones!r}."
             )
         super().__post_init__()
-        check_number("MultiStepScheduler.gamma", self.gamma, above=0)
 
     def shape(self, position: RunPosition, begin: float) -> float:
-        """Return the power of `gamma`."""
-        return self.gamma ** sum(
-            position.done(_read(milestone), self.scale_ratio) >= 1 for milestone in self.milestones
-        )
+        return self.gamma ** sum(position.done(milestone, self.scale_ratio) >= 1 for milestone in self.milestones)
 
 
 @dataclass(frozen=True, repr=False)
@@ -536,15 +467,10 @@ class ExponentialScheduler(_Clamped):
     gamma: float
     decay_period: str | Duration = "1ep"
     LENGTHS: ClassVar[tuple[str, ...]] = ("decay_period",)
-
-    def __post_init__(self) -> None:
-        """Refuse what is no factor."""
-        super().__post_init__()
-        check_number("ExponentialScheduler.gamma", self.gamma, above=0)
+    POSITIVE: ClassVar[tuple[str, ...]] = ("gamma",)
 
     def shape(self, position: RunPosition, begin: float) -> float:
-        """Return the power of `gamma`."""
-        period = position.at(_read(self.decay_period), self.scale_ratio)
+        period = position.at(self.decay_period, self.scale_ratio)
         return self.gamma ** ((position.now - begin) / period) if period else 1.0
 
 
@@ -564,7 +490,6 @@ class InverseSqrtScheduler(_Clamped):
     LENGTHS: ClassVar[tuple[str, ...]] = ("timescale",)
 
     def shape(self, position: RunPosition, begin: float) -> float:
-        """Return the root."""
         warmup = self.warmup if self.timescale is None else self.timescale
         scale = position.at(warmup if isinstance(warmup, Duration) else Duration(10_000, "ba"), self.scale_ratio)
         if not scale or math.isinf(scale):
@@ -572,7 +497,6 @@ class InverseSqrtScheduler(_Clamped):
         return 1.0 / math.sqrt((position.now + (scale - begin)) / scale)
 
     def lengths(self) -> list[Duration]:
-        """Return all durations of it."""
         lengths = super().lengths()
         return lengths or [Duration(10_000, "ba")]
 
@@ -595,7 +519,6 @@ class WSDScheduler(Schedule):
     LENGTHS: ClassVar[tuple[str, ...]] = ("decay", "t_max")
 
     def __post_init__(self) -> None:
-        """Refuse an unknown kind of decay."""
         object.__setattr__(self, "decay", warmup_length(self.decay, "WSDScheduler.decay") or self.decay)
         super().__post_init__()
         if not isinstance(self.kind, str) or self.kind not in _DECAYS:
@@ -607,15 +530,14 @@ class WSDScheduler(Schedule):
             raise ConfigError("`WSDScheduler.kind='exponential'` never reaches 0. Pass `min_lr` or `min_lr_rate`.")
 
     def shape(self, position: RunPosition, begin: float) -> float:
-        """Return the part of the rate that is left, of what is above the least one."""
-        end = position.at(_read(self.t_max), self.scale_ratio)
+        end = position.at(self.t_max, self.scale_ratio)
         start = end - (position.at(self.decay, self.scale_ratio) if isinstance(self.decay, Duration) else 0)
         if position.now < start or math.isinf(end):
             return 1.0
         return _DECAYS[self.kind](_share(position, start, end))
 
     def floored(self, shape: float, least: float, rate: float) -> float:
-        """Return the factor with its least value in force; an exponential decay has it in its base."""
+        # an exponential decay has the least rate in its base
         return (least / rate) ** (1 - shape) if self.kind == "exponential" else super().floored(shape, least, rate)
 
 
@@ -632,7 +554,6 @@ class ProductScheduler(Schedule):
     schedules: tuple[Schedule, ...] = ()
 
     def __post_init__(self) -> None:
-        """Refuse options that are those of the parts, and what is no schedule."""
         if self.warmup or self.min_lr is not None or self.min_lr_rate is not None or self.scale_ratio != 1:
             raise ConfigError("`ProductScheduler` takes no options. Give `warmup`, `min_lr` and the like to one part.")
         super().__post_init__()
@@ -641,20 +562,16 @@ class ProductScheduler(Schedule):
         object.__setattr__(self, "schedules", tuple(part for schedule in self.schedules for part in schedule.parts))
 
     def factor(self, position: RunPosition, rate: float = 1.0) -> float:
-        """Return the product of the factors of all parts."""
         return math.prod(schedule.factor(position, rate) for schedule in self.schedules)
 
     @property
     def parts(self) -> tuple[Schedule, ...]:
-        """What is multiplied."""
         return self.schedules
 
     def lengths(self) -> list[Duration]:
-        """Return the durations of all parts."""
         return [length for schedule in self.schedules for length in schedule.lengths()]
 
     def __repr__(self) -> str:
-        """Return the expression that creates the schedule."""
         return " * ".join(map(repr, self.schedules))
 
 
@@ -678,12 +595,7 @@ NAMED: dict[str, tuple[type[Schedule], dict[str, Any]]] = {
 
 
 def named_schedule(name: str, options: Mapping[str, Any] | None = None, warmup: Any = 0) -> Schedule:
-    """Return the schedule of a name.
-
-    Args:
-        name: One of `NAMED`.
-        options: What to make it with; the names of transformers' options do as well.
-        warmup: Its warm-up: steps, a share of the run below 1, or a duration.
+    """Return the schedule of a name in `NAMED`; `options` may have transformers' names.
 
     Raises:
         ConfigError: If there is none of the name, or it takes no such options.
@@ -710,15 +622,10 @@ def named_schedule(name: str, options: Mapping[str, Any] | None = None, warmup: 
 
 
 def made(kind: type[Schedule], who: str, options: Mapping[str, Any]) -> Schedule:
-    """Return a schedule of a class with these options.
-
-    Args:
-        kind: The class.
-        who: What its user calls it.
-        options: By name.
+    """Return a schedule of a class, called `who`, with these options.
 
     Raises:
-        ConfigError: If one is unknown, or one is missing.
+        ConfigError: If an option is unknown or missing.
     """
     known = {attribute.name: attribute for attribute in fields(kind)}
     for name in options:
@@ -735,11 +642,7 @@ def made(kind: type[Schedule], who: str, options: Mapping[str, Any]) -> Schedule
 
 
 def warmup_length(value: Any, name: str = "warmup_steps") -> Duration | Literal[0]:
-    """Return how long a warm-up is: 0 for none.
-
-    Args:
-        value: Steps, a share of the run below 1, or a duration.
-        name: The argument's name, for the message.
+    """Return the length of a warm-up, given as steps, a share of the run below 1, or a duration; 0 for none.
 
     Raises:
         ConfigError: If it is none of these.
@@ -762,6 +665,11 @@ def warmup_length(value: Any, name: str = "warmup_steps") -> Duration | Literal[
 # --- helpers
 
 
+def _fallen(schedule: Any, position: RunPosition, begin: float) -> float:
+    """Return how much of the way from the warm-up to `t_max` is done, between 0 and 1."""
+    return _share(position, begin, position.at(schedule.t_max, schedule.scale_ratio))
+
+
 def _share(position: RunPosition, begin: float, end: float) -> float:
     """Return how much of the way from `begin` to `end` is done, between 0 and 1."""
     way = end - begin
@@ -779,33 +687,6 @@ def _length_of(name: str, value: Any) -> Any:
     if isinstance(value, numbers.Real) and not isinstance(value, bool):
         raise ConfigError(f"`{name}` must say what it counts, got {value!r}. Give '{value}ba' (steps) or '{value}ep'.")
     return Duration.parse(value, "ba", name)
-
-
-def check_number(
-    name: str, value: Any, least: float = -math.inf, above: float = -math.inf, below: float = math.inf
-) -> None:
-    """Raise ConfigError for what is no finite number within these bounds.
-
-    Args:
-        name: Of the argument.
-        value: What was given.
-        least: The least it may be.
-        above: What it must be above.
-        below: What it must be below.
-    """
-    is_number = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
-    if not is_number or not (value >= least and above < value < below):
-        words = "a finite number"
-        words += f" of at least {least:g}" if math.isfinite(least) else ""
-        words += f" above {above:g}" if math.isfinite(above) else ""
-        words += f" and below {below:g}" if math.isfinite(below) else ""
-        raise ConfigError(f"`{name}` must be {words}, got {value!r}.")
-
-
-def _read(length: Length) -> Duration:
-    """Return a duration of a schedule, whose strings were all read when it was made."""
-    assert isinstance(length, Duration)
-    return length
 
 
 def _plain(value: Any) -> Any:

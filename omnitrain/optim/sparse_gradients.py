@@ -59,12 +59,9 @@ def stored_rows(tensor: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
 
 
 def check_optimizer(optimizer: torch.optim.Optimizer, sparse: Mapping[int, str], dense: Mapping[int, str]) -> None:
-    """Raise ConfigError if an optimizer cannot train its parameters, which have sparse or dense gradients.
+    """Raise ConfigError if an optimizer cannot train its parameters, as `parameters_by_layout` returns them.
 
-    Args:
-        optimizer: The optimizer. Only those of PyTorch are tried out, as the steps of others may have side effects.
-        sparse: The names of parameters with sparse gradients, by the `id` of the parameter.
-        dense: The names of those with dense ones.
+    Only optimizers of PyTorch are tried out, as the steps of others may have side effects.
     """
     name = type(optimizer).__name__
     for group in optimizer.param_groups:

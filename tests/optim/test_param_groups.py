@@ -208,5 +208,5 @@ def test_layer_wise_decay_lowers_rates() -> None:
 def test_layer_wise_decay_rejects_model_without_blocks() -> None:
     with pytest.raises(ConfigError, match=r"layerwise_decay\(\) finds no blocks in Sequential"):
         layerwise_decay(t16())
-    with pytest.raises(ConfigError, match="`decay` must be above 0 and at most 1, got 1"):
+    with pytest.raises(ConfigError, match="`decay` must be a finite number above 0 and of at most 1, got 1"):
         layerwise_decay(bert(num_hidden_layers=2), 1.5)
