@@ -13,20 +13,20 @@ from typing import TYPE_CHECKING, Any
 from omnitrain.core import errors
 
 if TYPE_CHECKING:
-    from omnitrain.algorithms.cutmix import CutMix as CutMix
-    from omnitrain.algorithms.ema import EMA as EMA
+    from omnitrain.algorithms.averaging import EMA as EMA
+    from omnitrain.algorithms.averaging import SWA as SWA
+    from omnitrain.algorithms.freezing import GradualUnfreezing as GradualUnfreezing
+    from omnitrain.algorithms.freezing import LayerFreezing as LayerFreezing
     from omnitrain.algorithms.gradient_clipping import GradientClipping as GradientClipping
-    from omnitrain.algorithms.gradual_unfreezing import GradualUnfreezing as GradualUnfreezing
     from omnitrain.algorithms.label_smoothing import LabelSmoothing as LabelSmoothing
-    from omnitrain.algorithms.layer_freezing import LayerFreezing as LayerFreezing
     from omnitrain.algorithms.magnitude_pruning import MagnitudePruning as MagnitudePruning
-    from omnitrain.algorithms.mixup import MixUp as MixUp
+    from omnitrain.algorithms.mixing import CutMix as CutMix
+    from omnitrain.algorithms.mixing import MixUp as MixUp
     from omnitrain.algorithms.progressive_resizing import ProgressiveResizing as ProgressiveResizing
     from omnitrain.algorithms.sam import SAM as SAM
     from omnitrain.algorithms.seq_length_warmup import SeqLengthWarmup as SeqLengthWarmup
     from omnitrain.algorithms.stochastic_depth import StochasticDepth as StochasticDepth
     from omnitrain.algorithms.straight_through import StraightThrough as StraightThrough
-    from omnitrain.algorithms.swa import SWA as SWA
     from omnitrain.callbacks.distributions import Distributions as Distributions
     from omnitrain.callbacks.early_stopping import EarlyStopping as EarlyStopping
     from omnitrain.callbacks.garbage_collection import GarbageCollection as GarbageCollection
@@ -111,20 +111,17 @@ sys.modules["omnitrain.errors"] = errors  # scripts may import errors from there
 
 # The public names of each module.
 _EXPORTS = {
-    "algorithms.cutmix": "CutMix",
-    "algorithms.ema": "EMA",
+    "algorithms.averaging": "EMA SWA",
+    "algorithms.freezing": "GradualUnfreezing LayerFreezing",
     "algorithms.gradient_clipping": "GradientClipping",
-    "algorithms.gradual_unfreezing": "GradualUnfreezing",
     "algorithms.label_smoothing": "LabelSmoothing",
-    "algorithms.layer_freezing": "LayerFreezing",
     "algorithms.magnitude_pruning": "MagnitudePruning",
-    "algorithms.mixup": "MixUp",
+    "algorithms.mixing": "CutMix MixUp",
     "algorithms.progressive_resizing": "ProgressiveResizing",
     "algorithms.sam": "SAM",
     "algorithms.seq_length_warmup": "SeqLengthWarmup",
     "algorithms.stochastic_depth": "StochasticDepth",
     "algorithms.straight_through": "StraightThrough",
-    "algorithms.swa": "SWA",
     "callbacks.distributions": "Distributions",
     "callbacks.early_stopping": "EarlyStopping",
     "callbacks.garbage_collection": "GarbageCollection",

@@ -1,4 +1,4 @@
-"""Base class for freezing layers."""
+"""Freezing of layers, from the bottom up or from the top down."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 
 from torch import nn
 
-from omnitrain.core.errors import ConfigError
+from omnitrain.core.errors import ConfigError, check_number
 from omnitrain.core.events import Algorithm, TrainerLike, share_of_run
 
 
@@ -34,12 +34,6 @@ class Freezing(Algorithm):
         self._frozen: list[nn.Parameter] = []
 
     def set_up(self, trainer: TrainerLike) -> None:
-        """Unfreeze what an earlier run left frozen, and find the layers.
-
-        Raises:
-            ConfigError: If there are fewer than two layers, the length of the run is unknown, or all epochs would
-                freeze the same layers.
-        """
         self._freeze([])
         share_of_run(trainer, type(self).__name__, 0)
         if len(layers := self._layers(trainer.model)) < 2:
@@ -58,7 +52,6 @@ class Freezing(Algorithm):
             )
 
     def begin_epoch(self, trainer: TrainerLike) -> None:
-        """Freeze the layers due in this epoch, and unfreeze the others."""
         progress, layers = trainer.progress, self._layers(trainer.model)
         # a resumed run may begin in mid-epoch
         done = share_of_run(trainer, type(self).__name__, progress.step - progress.step_in_epoch)
@@ -67,12 +60,7 @@ class Freezing(Algorithm):
         self._freeze([parameter for parameter in frozen if id(parameter) not in trained])
 
     def _count(self, layers: int, done: float) -> int:
-        """Return how many of the layers to freeze.
-
-        Args:
-            layers: Number of layers without the last.
-            done: Finished share of the run.
-        """
+        """Return how many of so many layers, without the last, to freeze after this share of the run."""
         raise NotImplementedError
 
     def _freeze(self, parameters: list[nn.Parameter]) -> None:
@@ -97,3 +85,63 @@ class Freezing(Algorithm):
             names = ", ".join([name for name, _ in model.named_modules() if name][:20])
             raise ConfigError(f"`layers`: no module is called {pattern!r}. Those of the model are {names or 'none'}.")
         return [parameter for module in modules for parameter in module.parameters()]
+
+
+class LayerFreezing(Freezing):
+    """Freezes more and more of the lower layers, from a point of the run on (after arXiv:1706.04983).
+
+    At the start of each epoch `freeze_level * (done - freeze_start) / (1 - freeze_start)` of all layers but the last
+    are frozen, `done` being the finished share of the run.
+
+    Args:
+        freeze_start: The share of the run after which freezing begins.
+        freeze_level: The share of the layers, but for the last, that would be frozen at the end of the run.
+        layers: Regular expressions of the names of layers, lowest first; None takes modules with direct
+            parameters.
+
+    Raises:
+        ConfigError: If an argument is wrong; before the first step, under DeepSpeed.
+
+    >>> LayerFreezing(freeze_start=0.25).freeze_level
+    1.0
+    """
+
+    def __init__(
+        self, freeze_start: float = 0.5, freeze_level: float = 1.0, layers: Sequence[str] | None = None
+    ) -> None:
+        super().__init__(layers)
+        check_number("freeze_start", freeze_start, least=0, below=1)
+        check_number("freeze_level", freeze_level, above=0, most=1)
+        self.freeze_start = freeze_start
+        self.freeze_level = freeze_level
+
+    def _count(self, layers: int, done: float) -> int:
+        passed = max(done - self.freeze_start, 0) / (1 - self.freeze_start)
+        return int(layers * self.freeze_level * passed + 1e-9)
+
+
+class GradualUnfreezing(Freezing):
+    """Begins with only the last layer and unfreezes the others from the top down (arXiv:1801.06146).
+
+    At the start of each epoch `done / until` of all layers but the last are unfrozen, `done` being the finished share
+    of the run.
+
+    Args:
+        until: The share of the run after which all layers train.
+        layers: Regular expressions of the names of layers, lowest first; None takes modules with direct
+            parameters.
+
+    Raises:
+        ConfigError: If an argument is wrong; before the first step, under DeepSpeed.
+
+    >>> GradualUnfreezing(until=0.25).until
+    0.25
+    """
+
+    def __init__(self, until: float = 0.5, layers: Sequence[str] | None = None) -> None:
+        super().__init__(layers)
+        check_number("until", until, above=0, most=1)
+        self.until = until
+
+    def _count(self, layers: int, done: float) -> int:
+        return layers - int(layers * min(done / self.until, 1) + 1e-9)

@@ -9,7 +9,7 @@ from typing import Any, Literal
 import torch
 
 from omnitrain.algorithms.weights import local_part
-from omnitrain.core.errors import ConfigError
+from omnitrain.core.errors import ConfigError, check_number
 from omnitrain.core.events import Algorithm, TrainerLike
 from omnitrain.optim.param_groups import not_found
 from omnitrain.optim.sparse_gradients import stored_rows, stored_values
@@ -42,8 +42,7 @@ class GradientClipping(Algorithm):
     def __init__(self, kind: Literal["value", "adaptive"], limit: float, exclude: Sequence[str] = ()) -> None:
         if kind not in ("value", "adaptive"):
             raise ConfigError(f"`kind` must be 'value' or 'adaptive', got {kind!r}. `max_grad_norm` clips by norm.")
-        if isinstance(limit, bool) or not isinstance(limit, (int, float)) or not 0 < limit < float("inf"):
-            raise ConfigError(f"`limit` must be a positive number, got {limit!r}.")
+        check_number("limit", limit, above=0)
         if isinstance(exclude, str):
             raise ConfigError(f"`exclude` must be a list of regular expressions, got {exclude!r}.")
         self.kind = kind
@@ -52,11 +51,6 @@ class GradientClipping(Algorithm):
         self._clipped: list[Any] = []
 
     def set_up(self, trainer: TrainerLike) -> None:
-        """Validate `exclude`, and that nothing else clips.
-
-        Raises:
-            ConfigError: If `max_grad_norm` is set, or a pattern matches no parameter.
-        """
         norm = trainer.settings.max_grad_norm
         if norm is not None:
             raise ConfigError(
@@ -69,7 +63,6 @@ class GradientClipping(Algorithm):
                 raise not_found("`exclude`", pattern, named)
 
     def begin_epoch(self, trainer: TrainerLike) -> None:
-        """List the parameters."""
         named = trainer.model.named_parameters()
         self._clipped = [
             parameter for name, parameter in named if not any(re.search(pattern, name) for pattern in self.exclude)
@@ -77,7 +70,6 @@ class GradientClipping(Algorithm):
 
     @torch.no_grad()
     def before_update(self, trainer: TrainerLike) -> None:
-        """Clip the gradients."""
         parameters = [parameter for parameter in self._clipped if parameter.grad is not None]
         if self.kind == "value":
             for parameter in parameters:

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from omnitrain.core.errors import ConfigError, DataError
+from omnitrain.core.errors import ConfigError, DataError, check_number
 from omnitrain.core.events import Algorithm, TrainerLike
 from omnitrain.data.collation import as_probabilities, required_labels, with_labels
 
@@ -36,18 +36,15 @@ class LabelSmoothing(Algorithm):
     asks_alone = False
 
     def __init__(self, num_classes: int, smoothing: float = 0.1) -> None:
-        if not 0 < smoothing < 1:
-            raise ConfigError(f"`smoothing` must be between 0 and 1, got {smoothing!r}.")
+        check_number("smoothing", smoothing, above=0, below=1)
         self.num_classes = num_classes
         self.smoothing = smoothing
         self._is_checked = False
 
     def set_up(self, trainer: TrainerLike) -> None:
-        """Check the loss of the next run again."""
         self._is_checked = False
 
     def transform_batch(self, trainer: TrainerLike, batch: Any) -> Any:
-        """Return the batch with smoothed labels, where these are one for each sample."""
         names = trainer.settings.label_names or ()
         labels = required_labels(batch, names, "LabelSmoothing")
         if _has_many_per_sample(labels):
@@ -57,7 +54,6 @@ class LabelSmoothing(Algorithm):
         return with_labels(batch, labels * (1 - self.smoothing) + self.smoothing / self.num_classes, names)
 
     def transform_output(self, trainer: TrainerLike, output: Any) -> Any:
-        """Return the output with a smoothed loss, where labels are more than one for each sample."""
         labels, scores = output.labels, output.outputs
         if not isinstance(labels, torch.Tensor) or not _has_many_per_sample(labels):
             return output

@@ -13,7 +13,7 @@ from torch import nn
 from omnitrain.algorithms.weights import full_tensor, local_part, matching, parameters_by_name, patterns_of
 from omnitrain.checkpoint.tensor_files import shard_like
 from omnitrain.core.duration import Duration
-from omnitrain.core.errors import ConfigError
+from omnitrain.core.errors import ConfigError, check_number
 from omnitrain.core.events import Algorithm, TrainerLike, share_of_run
 from omnitrain.optim.sparse_gradients import stored_rows, stored_values
 
@@ -59,12 +59,9 @@ class MagnitudePruning(Algorithm):
         match: Sequence[str] | None = None,
         scope: Literal["layer", "global"] = "layer",
     ) -> None:
-        if isinstance(sparsity, bool) or not isinstance(sparsity, (int, float)) or not 0 < sparsity < 1:
-            raise ConfigError(f"`sparsity` must be a number between 0 and 1, got {sparsity!r}.")
-        if isinstance(initial, bool) or not isinstance(initial, (int, float)) or not 0 <= initial <= sparsity:
-            raise ConfigError(f"`initial` must be a number from 0 to `sparsity={sparsity}`, got {initial!r}.")
-        if isinstance(every, bool) or not isinstance(every, int) or every < 1:
-            raise ConfigError(f"`every` must be a positive number of updates, got {every!r}.")
+        check_number("sparsity", sparsity, above=0, below=1)
+        check_number("initial", initial, least=0, most=sparsity)
+        check_number("every", every, least=1, is_whole=True)
         if scope not in ("layer", "global"):
             raise ConfigError(f"`scope` must be 'layer' or 'global', got {scope!r}.")
         self.sparsity: float = sparsity
@@ -89,11 +86,6 @@ class MagnitudePruning(Algorithm):
         return self.sparsity + (self.initial - self.sparsity) * (1 - min(max(done, 0.0), 1.0)) ** 3
 
     def set_up(self, trainer: TrainerLike) -> None:
-        """Forget the masks of an earlier run, and compute which updates prune.
-
-        Raises:
-            ConfigError: If `start` or `end` are unknown or out of range, or no parameter matches.
-        """
         self.reached, self._masks, self._pairs = 0.0, {}, []
         self._first = 1 if self.start is None else max(1, self._update_of(self.start, trainer))
         self._last, total = self._update_of(self.end, trainer), trainer.total_steps
@@ -125,7 +117,6 @@ class MagnitudePruning(Algorithm):
         return math.ceil(round(length.value * per, 6))
 
     def begin_epoch(self, trainer: TrainerLike) -> None:
-        """Shard the masks of a checkpoint like the parameters."""
         self._pair(trainer.model)
 
     def _pair(self, model: nn.Module) -> None:
@@ -135,18 +126,17 @@ class MagnitudePruning(Algorithm):
 
     @torch.no_grad()
     def before_update(self, trainer: TrainerLike) -> None:
-        """Set the gradients of pruned weights to zero."""
         for parameter, mask in self._pairs:
             if parameter.grad is not None:
                 stored_values(local_part(parameter.grad)).mul_(stored_rows(mask, parameter.grad))
 
     @torch.no_grad()
     def after_update(self, trainer: TrainerLike) -> None:
-        """Prune more weights if due, and set all pruned ones to zero again, which momentum has moved."""
         step = trainer.progress.step + 1
         is_due = self._first <= step < self._last and (step - self._first) % self.every == 0
         if is_due or (step >= self._last and self.reached < self.sparsity):
             self._prune(trainer.model, self.sparsity_at((step - self._first) / (self._last - self._first)))
+        # momentum has moved pruned weights
         for parameter, mask in self._pairs:
             local_part(parameter).mul_(mask)
 
@@ -164,7 +154,6 @@ class MagnitudePruning(Algorithm):
         self._pair(model)
 
     def end_run(self, trainer: TrainerLike) -> None:
-        """Warn if the run has ended before `end`, as it does if steps were skipped or it was stopped early."""
         reason, progress = trainer.stop_reason, trainer.progress
         if self.reached >= self.sparsity or reason in ("", "signal") or trainer.rank:  # after a signal it is resumed
             return
@@ -175,11 +164,9 @@ class MagnitudePruning(Algorithm):
         )  # fmt: skip
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the pruned share, and the masks: bool tensors of the shape of their parameters."""
         return {"reached": self.reached, "masks": dict(self._masks)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore what `state_dict` returned."""
         self.reached, self._masks, self._pairs = float(state["reached"]), dict(state["masks"]), []
 
 

@@ -1,7 +1,8 @@
-"""Base class of MixUp and CutMix."""
+"""Mixes of samples: MixUp and CutMix."""
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Collection, Mapping
 from typing import Any, ClassVar
@@ -9,9 +10,9 @@ from typing import Any, ClassVar
 import torch
 
 from omnitrain.compute.random_state import derive_seed
-from omnitrain.core.errors import ConfigError, DataError
+from omnitrain.core.errors import ConfigError, DataError, check_number
 from omnitrain.core.events import Algorithm, TrainerLike
-from omnitrain.data.collation import as_probabilities, required_labels, with_labels
+from omnitrain.data.collation import as_probabilities, is_image, required_labels, with_labels
 
 # Separates these random numbers from others of the same seed.
 _STREAM = 0x6D6978
@@ -34,17 +35,11 @@ class Mixing(Algorithm):
     conflicts: ClassVar[Collection[str]] = ("MixUp", "CutMix")
 
     def __init__(self, num_classes: int | None, alpha: float) -> None:
-        if not alpha > 0:
-            raise ConfigError(f"`alpha` must be a positive number, got {alpha!r}.")
+        check_number("alpha", alpha, above=0)
         self.num_classes = num_classes
         self.alpha = alpha
 
     def set_up(self, trainer: TrainerLike) -> None:
-        """Reject micro-batches of one sample, which has no neighbor.
-
-        Raises:
-            ConfigError: If `batch_size` is 1, or `microbatch_size` is 1 or "auto".
-        """
         name, split = type(self).__name__, trainer.settings.microbatch_size
         if trainer.batch_size == 1 or split in (1, "auto"):
             setting = "batch_size=1" if trainer.batch_size == 1 else f"microbatch_size={split!r}"
@@ -54,7 +49,6 @@ class Mixing(Algorithm):
             )
 
     def transform_batch(self, trainer: TrainerLike, batch: Any) -> Any:
-        """Return the batch with floating-point inputs and labels mixed."""
         label_names = trainer.settings.label_names or ()
         labels = required_labels(batch, label_names, type(self).__name__)
         progress = trainer.progress
@@ -79,23 +73,11 @@ class Mixing(Algorithm):
         return with_labels(mixed_batch, share * probabilities + (1 - share) * probabilities[partner], label_names)
 
     def _draw_label_share(self, batch: Any, share: float, rng: random.Random) -> float:
-        """Draw any further random numbers of a step; return the weight of a sample's label, as against its neighbor's.
-
-        Args:
-            batch: The batch.
-            share: The number from Beta(alpha, alpha).
-            rng: The random number generator of the step.
-        """
+        """Return the weight of a sample's label, as against its neighbor's, for a share from Beta(alpha, alpha)."""
         return max(share, 1 - share)  # each of two neighbors is mixed into the other, so `share` is symmetric
 
     def _mix(self, value: torch.Tensor, partner: torch.Tensor, share: float) -> torch.Tensor:
-        """Return a tensor of the batch mixed, or unchanged if it is no input to mix.
-
-        Args:
-            value: The tensor.
-            partner: The index of each sample's neighbor.
-            share: The result of `_draw_label_share`.
-        """
+        """Return a tensor mixed with that of each sample's neighbor, or unchanged if it is no input to mix."""
         raise NotImplementedError
 
     def _as_probabilities(self, labels: torch.Tensor) -> torch.Tensor:
@@ -104,3 +86,80 @@ class Mixing(Algorithm):
         if self.num_classes is None:
             raise ConfigError(f"{type(self).__name__} needs `num_classes` for integer labels.")
         return as_probabilities(labels, self.num_classes)
+
+
+class MixUp(Mixing):
+    """Mixes each sample with its neighbor, inputs and labels (arXiv:1710.09412).
+
+    Every floating-point tensor of the batch becomes `share * sample + (1 - share) * neighbor`, with one share for each
+    step from Beta(alpha, alpha). Numbers are the same in every split of a step into micro-batches of even size. Labels
+    become probabilities of shape (samples, num_classes), which `cross_entropy` takes.
+
+    Args:
+        num_classes: Number of classes of integer labels; None for labels that are floats already.
+        alpha: Parameter of the Beta distribution; larger values mix more.
+
+    Raises:
+        ConfigError: If `alpha` is not positive; before the first step, if a micro-batch holds one sample, or
+            `microbatch_size="auto"`.
+        DataError: If a batch has no inputs of floating-point numbers.
+
+    >>> MixUp(num_classes=10, alpha=0.2).num_classes
+    10
+    """
+
+    def __init__(self, num_classes: int | None = None, alpha: float = 0.2) -> None:
+        super().__init__(num_classes, alpha)
+
+    def _mix(self, value: torch.Tensor, partner: torch.Tensor, share: float) -> torch.Tensor:
+        return share * value + (1 - share) * value[partner] if value.is_floating_point() else value
+
+
+class CutMix(Mixing):
+    """Replaces a box of each image by that of its neighbor, and mixes labels by area (arXiv:1905.04899).
+
+    Images are the floating-point tensors of the batch of shape (samples, channels, height, width). One box is drawn for
+    each step: its area from Beta(alpha, alpha), its centre anywhere. Numbers are the same in every split of a step into
+    micro-batches of even size. Labels become probabilities of shape (samples, num_classes).
+
+    Args:
+        num_classes: Number of classes of integer labels; None for labels that are floats already.
+        alpha: Parameter of the Beta distribution; 1 makes all areas alike.
+
+    Raises:
+        ConfigError: If `alpha` is not positive; before the first step, if a micro-batch holds one sample, or
+            `microbatch_size="auto"`.
+        DataError: If a batch has no images.
+
+    >>> CutMix(num_classes=10).alpha
+    1.0
+    """
+
+    def __init__(self, num_classes: int | None = None, alpha: float = 1.0) -> None:
+        super().__init__(num_classes, alpha)
+        self._box = slice(0), slice(0)
+
+    def _draw_label_share(self, batch: Any, share: float, rng: random.Random) -> float:
+        entries = batch.values() if isinstance(batch, Mapping) else batch
+        sizes = {tuple(entry.shape[-2:]) for entry in entries if is_image(entry)}
+        if len(sizes) != 1:
+            received = "none" if not sizes else f"those of sizes {sorted(sizes)}"
+            raise DataError(
+                "CutMix needs images of one size, floating-point tensors of shape (samples, channels, height, width), "
+                f"and found {received} in the batch."
+            )
+        slices, side, area = [], math.sqrt(1 - share), 1.0  # up to the full image, unlike a mix, which is symmetric
+        for length in next(iter(sizes)):
+            half, centre = length * side / 2, rng.random() * length
+            first, last = max(round(centre - half), 0), min(round(centre + half), length)
+            slices.append(slice(first, last))
+            area *= (last - first) / length
+        self._box = slices[0], slices[1]
+        return 1 - area
+
+    def _mix(self, value: torch.Tensor, partner: torch.Tensor, share: float) -> torch.Tensor:
+        if not is_image(value):
+            return value
+        mixed = value.clone()
+        mixed[..., self._box[0], self._box[1]] = value[partner][..., self._box[0], self._box[1]]
+        return mixed

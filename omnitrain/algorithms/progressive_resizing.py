@@ -7,7 +7,7 @@ from typing import Any
 
 import torch.nn.functional as F
 
-from omnitrain.core.errors import ConfigError, DataError
+from omnitrain.core.errors import ConfigError, DataError, check_number
 from omnitrain.core.events import Algorithm, TrainerLike, share_of_run
 from omnitrain.data.collation import get_labels, is_image
 
@@ -38,15 +38,12 @@ class ProgressiveResizing(Algorithm):
     def __init__(
         self, initial_scale: float = 0.5, delay: float = 0.5, finetune: float = 0.2, size_increment: int = 4
     ) -> None:
-        if isinstance(initial_scale, bool) or not 0 < initial_scale < 1:
-            raise ConfigError(f"`initial_scale` must be between 0 and 1, got {initial_scale!r}.")
-        for name, value in (("delay", delay), ("finetune", finetune)):
-            if isinstance(value, bool) or not 0 <= value < 1:
-                raise ConfigError(f"`{name}` must be at least 0 and below 1, got {value!r}.")
+        check_number("initial_scale", initial_scale, above=0, below=1)
+        check_number("delay", delay, least=0, below=1)
+        check_number("finetune", finetune, least=0, below=1)
+        check_number("size_increment", size_increment, least=1, is_whole=True)
         if delay + finetune > 1:
             raise ConfigError(f"`delay={delay}` and `finetune={finetune}` add up to more than the run.")
-        if isinstance(size_increment, bool) or not isinstance(size_increment, int) or size_increment < 1:
-            raise ConfigError(f"`size_increment` must be a positive int, got {size_increment!r}.")
         self.initial_scale = initial_scale
         self.delay = delay
         self.finetune = finetune
@@ -62,11 +59,9 @@ class ProgressiveResizing(Algorithm):
         return min(max(round(side * scale / self.size_increment) * self.size_increment, 1), side)
 
     def set_up(self, trainer: TrainerLike) -> None:
-        """Reject a run of unknown length."""
         share_of_run(trainer, "ProgressiveResizing", 0)
 
     def transform_batch(self, trainer: TrainerLike, batch: Any) -> Any:
-        """Return the batch with its images scaled."""
         done = share_of_run(trainer, "ProgressiveResizing", trainer.progress.step)
         labels = get_labels(batch, trainer.settings.label_names or ())
         entries = list(batch.values()) if isinstance(batch, Mapping) else batch

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from omnitrain.algorithms.weights import local_part
-from omnitrain.core.errors import ConfigError
+from omnitrain.core.errors import ConfigError, check_number
 from omnitrain.core.events import Algorithm, TrainerLike
 from omnitrain.optim.sparse_gradients import coalesce
 
@@ -34,18 +34,12 @@ class SAM(Algorithm):
     conflicts: ClassVar[Collection[str]] = ("SAM",)
 
     def __init__(self, rho: float = 0.05) -> None:
-        if isinstance(rho, bool) or not isinstance(rho, (int, float)) or not 0 < rho < float("inf"):
-            raise ConfigError(f"`rho` must be a positive number, got {rho!r}.")
+        check_number("rho", rho, above=0)
         self.rho = rho
         # Weights with their values before the second pass.
         self._saved: list[tuple[Any, torch.Tensor]] = []
 
     def set_up(self, trainer: TrainerLike) -> None:
-        """Reject `microbatch_size="auto"`: a second pass cannot be run again if memory runs out.
-
-        Raises:
-            ConfigError: If `microbatch_size` is "auto".
-        """
         if trainer.settings.microbatch_size == "auto":
             raise ConfigError(
                 "`algorithms` holds SAM, whose second pass cannot run again if memory runs out, and "
@@ -54,7 +48,6 @@ class SAM(Algorithm):
 
     @torch.no_grad()
     def before_second_pass(self, trainer: TrainerLike) -> None:
-        """Move the weights up the gradient."""
         parameters: list[Any] = [parameter for parameter in trainer.model.parameters() if parameter.grad is not None]
         norm: Any = nn.utils.get_total_norm(coalesce(parameters))
         norm = norm.full_tensor() if hasattr(norm, "full_tensor") else norm
@@ -64,7 +57,6 @@ class SAM(Algorithm):
             weight.add_(local_part(parameter.grad) * factor.to(weight.dtype))
 
     def after_second_pass(self, trainer: TrainerLike) -> None:
-        """Restore the weights."""
         for weight, saved in self._saved:
             weight.copy_(saved)
         self._saved = []

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from omnitrain.core.errors import ConfigError, DataError
+from omnitrain.core.errors import ConfigError, DataError, check_number
 from omnitrain.core.events import Algorithm, TrainerLike, share_of_run
 from omnitrain.data.collation import required_labels
 
@@ -36,12 +36,10 @@ class SeqLengthWarmup(Algorithm):
 
     def __init__(self, max_length: int, min_length: int = 8, duration: float = 0.3, step_size: int = 8) -> None:
         for name, value in (("max_length", max_length), ("min_length", min_length), ("step_size", step_size)):
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise ConfigError(f"`{name}` must be a positive int, got {value!r}.")
+            check_number(name, value, least=1, is_whole=True)
         if min_length > max_length:
             raise ConfigError(f"`min_length={min_length}` is above `max_length={max_length}`.")
-        if isinstance(duration, bool) or not 0 < duration <= 1:
-            raise ConfigError(f"`duration` must be above 0 and at most 1, got {duration!r}.")
+        check_number("duration", duration, above=0, most=1)
         self.max_length = max_length
         self.min_length = min_length
         self.duration = duration
@@ -58,11 +56,9 @@ class SeqLengthWarmup(Algorithm):
         return self.length_at(share_of_run(trainer, "SeqLengthWarmup", trainer.progress.step))
 
     def set_up(self, trainer: TrainerLike) -> None:
-        """Reject a run of unknown length."""
         share_of_run(trainer, "SeqLengthWarmup", 0)
 
     def transform_batch(self, trainer: TrainerLike, batch: Any) -> Any:
-        """Return the batch with truncated sequences."""
         length = self._current_length(trainer)
         if length >= self.max_length:
             return batch
@@ -78,7 +74,6 @@ class SeqLengthWarmup(Algorithm):
         return {key: value[:, :length].contiguous() if key in cut else value for key, value in batch.items()}
 
     def transform_output(self, trainer: TrainerLike, output: Any) -> Any:
-        """Return the output with the sum of losses over the remaining labels, and their number."""
         if self._current_length(trainer) >= self.max_length or output.num_targets is not None:
             return output
         output.num_targets = trainer.loss_mean.divisor({"labels": output.labels})

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from omnitrain.compute.random_state import derive_seed
-from omnitrain.core.errors import ConfigError
+from omnitrain.core.errors import ConfigError, check_number
 from omnitrain.core.events import Algorithm, TrainerLike
 
 
@@ -46,8 +46,7 @@ class StochasticDepth(Algorithm):
     ) -> None:
         if isinstance(layers, (str, type)) or not all(isinstance(layer, (str, type)) for layer in layers):
             raise ConfigError(f"`layers` must be a list of regular expressions and classes, got {layers!r}.")
-        if isinstance(drop_rate, bool) or not isinstance(drop_rate, (int, float)) or not 0 < drop_rate < 1:
-            raise ConfigError(f"`drop_rate` must be a number between 0 and 1, got {drop_rate!r}.")
+        check_number("drop_rate", drop_rate, above=0, below=1)
         if distribution not in ("linear", "uniform"):
             raise ConfigError(f"`distribution` must be 'linear' or 'uniform', got {distribution!r}.")
         self.layers: tuple[str | type[nn.Module], ...] = tuple(layers)
@@ -65,11 +64,6 @@ class StochasticDepth(Algorithm):
         return [self.drop_rate * (number + 1) / layers for number in range(layers)]
 
     def set_up(self, trainer: TrainerLike) -> None:
-        """Find the layers.
-
-        Raises:
-            ConfigError: If the model has no module for one of `layers`.
-        """
         self.end_run(trainer)
         self._matching_layers(trainer.model)
 
@@ -88,23 +82,18 @@ class StochasticDepth(Algorithm):
             selected.update(matches)
         return {name: module for name, module in modules.items() if name in selected}
 
-    def _register_hooks(self, trainer: TrainerLike) -> None:
-        layers = self._matching_layers(trainer.model)
-        self._factors, self._step = torch.ones(len(layers), device=trainer.device), -1
-        for number, (name, layer) in enumerate(layers.items()):
-            hook = functools.partial(self._skip_or_scale, number, name)
-            self._handles.append(layer.register_forward_hook(hook, with_kwargs=True))
-
     def end_run(self, trainer: TrainerLike) -> None:
-        """Remove the hooks."""
         for handle in self._handles:
             handle.remove()
         self._handles = []
 
     def transform_batch(self, trainer: TrainerLike, batch: Any) -> Any:
-        """Return the batch unchanged; before the first one of a step, choose the layers."""
         if not self._handles:
-            self._register_hooks(trainer)
+            layers = self._matching_layers(trainer.model)
+            self._factors, self._step = torch.ones(len(layers), device=trainer.device), -1
+            for number, (name, layer) in enumerate(layers.items()):
+                hook = functools.partial(self._skip_or_scale, number, name)
+                self._handles.append(layer.register_forward_hook(hook, with_kwargs=True))
         step = trainer.progress.step + trainer.progress.skipped_steps
         if step != self._step:
             self._step = step

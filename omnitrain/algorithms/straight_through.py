@@ -47,12 +47,7 @@ class StraightThrough(Algorithm):
         self._saved: list[tuple[torch.Tensor, torch.Tensor]] = []
 
     def set_up(self, trainer: TrainerLike) -> None:
-        """Restore the weights after a failed step, and find the parameters.
-
-        Raises:
-            ConfigError: If there are none, or `microbatch_size` is "auto".
-        """
-        self._restore()
+        self._restore()  # after a failed step
         if trainer.settings.microbatch_size == "auto":
             raise ConfigError(
                 "`algorithms` holds StraightThrough, which cannot run a step again if memory runs out, and "
@@ -61,7 +56,6 @@ class StraightThrough(Algorithm):
         self._names = matching(trainer.model, self.match, "StraightThrough")
 
     def transform_batch(self, trainer: TrainerLike, batch: Any) -> Any:
-        """Return the batch unchanged; before the first one of a step, change the weights."""
         if not self._saved:
             live = parameters_by_name(trainer.model)
             self._saved = [(weight := local_part(live[name]), weight.clone()) for name in self._names]
@@ -70,11 +64,9 @@ class StraightThrough(Algorithm):
         return batch
 
     def before_update(self, trainer: TrainerLike) -> None:
-        """Restore the weights for the update."""
         self._restore()
 
     def transform_weights(self, trainer: TrainerLike, weights: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the transformed weights."""
         self._restore()  # after a step that made no update
         return {**weights, **{name: self._transform(weights[name], name) for name in self._names if name in weights}}
 

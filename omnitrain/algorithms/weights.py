@@ -32,13 +32,9 @@ def parameters_by_name(model: nn.Module) -> dict[str, nn.Parameter]:
 
 
 def matching(model: nn.Module, match: Sequence[str] | None, owner: str, required: Collection[str] = ()) -> list[str]:
-    """Return the names of the parameters that match one of the patterns.
+    """Return the names of the parameters that match one of the patterns, and those `required`, even if frozen.
 
-    Args:
-        model: The model.
-        match: The patterns; None is every parameter that trains and has two dimensions or more.
-        owner: The algorithm, for error messages.
-        required: Names that count without patterns, even if frozen.
+    Without patterns, these are all that train and have two dimensions or more.
 
     Raises:
         ConfigError: If a pattern matches no name, or there is no such parameter.
