@@ -177,7 +177,7 @@ def named_in(page: str, title: str) -> set[str]:
 
 def test_huggingface_page_lists_differences() -> None:
     assert set(hf_arguments.UNSUPPORTED) <= named_in("docs/huggingface.md", "What is refused")
-    older = {*hf_arguments.RENAMED, *hf_arguments.MOVED, *hf_arguments.WITHOUT_EFFECT}
+    older = {*hf_arguments.RENAMED, *hf_arguments.SWITCHES, *hf_arguments.MOVED, *hf_arguments.WITHOUT_EFFECT}
     assert named_in("docs/huggingface.md", "Older names") == older
     text = PAGES["docs/huggingface.md"].read_text(encoding="utf-8").split("\n## Overriding\n")[1]
     assert not [hook for hook in NEVER_CALLED if f"`{hook}`" not in text]

@@ -46,27 +46,18 @@ RENAMED = {
     "include_tokens_per_second": "include_num_input_tokens_seen",
 }
 
-# Names that transformers has dropped and whose values are translated; see `_translate_dropped`.
-MOVED = ("logging_dir", "warmup_ratio", "overwrite_output_dir", "adafactor", "group_by_length")
+# Switches that transformers has dropped, and the field that has their name as its value.
+SWITCHES = {"adafactor": "optim", "group_by_length": "train_sampling_strategy"}
+
+# Other names that transformers has dropped and whose values are translated.
+MOVED = ("logging_dir", "warmup_ratio", "overwrite_output_dir")
 
 # Names that transformers has dropped because they are the only behavior now, or their feature no longer exists.
 WITHOUT_EFFECT = (
-    "save_safetensors",
-    "half_precision_backend",
-    "fp16_backend",
-    "fp16_opt_level",
-    "use_ipex",
-    "use_mps_device",
-    "jit_mode_eval",
-    "sharded_ddp",
-    "past_index",
-    "tpu_num_cores",
-    "tpu_metrics_debug",
-    "prediction_loss_only_eval",
-    "ray_scope",
-    "torchdynamo",
-    "mp_parameters",
-)
+    "save_safetensors", "half_precision_backend", "fp16_backend", "fp16_opt_level", "use_ipex", "use_mps_device",
+    "jit_mode_eval", "sharded_ddp", "past_index", "tpu_num_cores", "tpu_metrics_debug", "prediction_loss_only_eval",
+    "ray_scope", "torchdynamo", "mp_parameters",
+)  # fmt: skip
 
 
 class HFTrainingArguments(transformers.TrainingArguments):
@@ -90,7 +81,7 @@ class HFTrainingArguments(transformers.TrainingArguments):
             value = kwargs.pop(name)
             target = self._translate_dropped(name, value, kwargs)
             if target is None:
-                nearest = did_you_mean(name, [*known, *RENAMED, *MOVED, *WITHOUT_EFFECT])
+                nearest = did_you_mean(name, [*known, *RENAMED, *SWITCHES, *MOVED, *WITHOUT_EFFECT])
                 errors.append(f"{name!r}.{nearest}")
             else:
                 translated[name] = target
@@ -117,6 +108,10 @@ class HFTrainingArguments(transformers.TrainingArguments):
                 )
             kwargs[new] = value
             return f"now {new!r}"
+        if name in SWITCHES:
+            if value:
+                kwargs[SWITCHES[name]] = name
+            return f"now {SWITCHES[name]}={name!r}"
         if name == "logging_dir":
             os.environ["TENSORBOARD_LOGGING_DIR"] = str(value)
             return "now the environment variable TENSORBOARD_LOGGING_DIR, which is set"
@@ -127,30 +122,51 @@ class HFTrainingArguments(transformers.TrainingArguments):
         if name == "overwrite_output_dir":
             self.overwrite: bool = bool(value)
             return "taken as `overwrite` of HFTrainer"
-        if name == "adafactor":
-            if value:
-                kwargs["optim"] = "adafactor"
-            return "now optim='adafactor'"
-        if name == "group_by_length":
-            if value:
-                kwargs["train_sampling_strategy"] = "group_by_length"
-            return "now 'train_sampling_strategy'"
         return "without effect" if name in WITHOUT_EFFECT else None
 
 
-# Fields that have no effect here, with their allowed values, which request nothing.
-UNSUPPORTED: dict[str, tuple[Any, ...]] = {
-    "train_sampling_strategy": ("random", "sequential", "group_by_length"),
-    "sortish_sampler": (False,),
-    "eval_do_concat_batches": (True,),
-    "parallelism_config": (None,),
-    "save_on_each_node": (False,),
-    "ignore_data_skip": (False,),
-    "average_tokens_across_devices": (True,),
-    "dataloader_in_order": (True,),
-    "dataloader_multiprocessing_context": (None,),
+_ORDER_ADVICE = (
+    "Samples come in one order, which is the same on every number of processes. Use "
+    "train_sampling_strategy='group_by_length', which keeps padding short and the load of the ranks balanced."
+)
+# Fields that have no effect here: their allowed values, which request nothing, and the reason with the alternative.
+UNSUPPORTED: dict[str, tuple[tuple[Any, ...], str]] = {
+    "train_sampling_strategy": (("random", "sequential", "group_by_length"), _ORDER_ADVICE),
+    "sortish_sampler": ((False,), _ORDER_ADVICE),
+    "eval_do_concat_batches": (
+        (True,),
+        "Metric functions get full arrays, padded to one length. Leave it out; for metrics per batch set "
+        "batch_eval_metrics=True.",
+    ),
+    "parallelism_config": (
+        (None,),
+        "Use AccelerateTrainer with `parallelism_config`: its checkpoints and numbers are the same.",
+    ),
+    "save_on_each_node": (
+        (False,),
+        "The main process writes checkpoints, and broadcasts them when they are read. Leave it out.",
+    ),
+    "ignore_data_skip": ((False,), "A resumed run continues with the next sample, which costs nothing. Leave it out."),
+    "average_tokens_across_devices": ((True,), "Each label of a step counts the same on every process. Leave it out."),
+    "dataloader_in_order": ((True,), "Samples come in one order here, with any number of workers. Leave it out."),
+    "dataloader_multiprocessing_context": (
+        (None,),
+        "Call torch.multiprocessing.set_start_method() at the start of the program.",
+    ),
 }
 
+# Our arguments whose values are always those of a field of transformers.
+_SAME_VALUES = (
+    "batch_size", "eval_batch_size", "learning_rate", "weight_decay", "seed", "num_workers", "pin_memory",
+    "prefetch_factor", "deterministic", "eval_on_start", "load_best_at_end",
+)  # fmt: skip
+# Those whose values transformers' callbacks get, except intervals.
+_EXPORTED = (
+    *_SAME_VALUES, "epochs", "max_steps", "gradient_accumulation_steps", "warmup_steps", "max_grad_norm", "drop_last",
+    "save_total_limit", "save_only_model", "optimization_metric", "trial_name",
+)  # fmt: skip
+_INTERVALS = ("log_steps", "eval_steps", "save_steps")
+_DEFAULT_EPOCHS = transformers.TrainingArguments.__dataclass_fields__["num_train_epochs"].default
 
 # The fields of transformers' arguments that mean the same as one of ours under another name.
 FIELDS: dict[str, tuple[str, ...]] = {
@@ -184,65 +200,49 @@ FIELDS: dict[str, tuple[str, ...]] = {
 
 def _user_fields(args: transformers.TrainingArguments, name: str) -> dict[str, Any]:
     """Return the fields for one of our arguments that the user has set, those that differ from their default."""
-    defaults = {
-        field.name: field.default if field.default is not dataclasses.MISSING else None
-        for field in dataclasses.fields(args)
-    }
-    # values that transformers fills in are not the user's
-    derived = {"output_dir": "trainer_output"}
+    derived = {"output_dir": "trainer_output"}  # which transformers fills in
     if args.load_best_model_at_end:
         derived["metric_for_best_model"] = "loss"
-    fields_set = {}
+    known, fields_set = type(args).__dataclass_fields__, {}
     for field in FIELDS.get(name, (name,)):
-        value = enum_value(getattr(args, field, None))
+        value, default = enum_value(getattr(args, field, None)), getattr(known.get(field), "default", None)
         if field == "accelerator_config":
-            value = _accelerate_steps(args)
-        if value != enum_value(defaults.get(field)) and value not in ({}, derived.get(field, {})):
+            value = accumulation_options(args).get("num_steps")
+        default = None if default is dataclasses.MISSING else enum_value(default)
+        if value not in (default, {}, derived.get(field, {})):
             fields_set[field] = value
     return fields_set
 
 
-def _accelerate_accumulation(args: transformers.TrainingArguments | None) -> Mapping[str, Any]:
+def accumulation_options(args: transformers.TrainingArguments | None) -> Mapping[str, Any]:
+    """Return transformers' settings of accumulation for accelerate: `num_steps` and `sync_each_batch`."""
     config = None if args is None else args.accelerator_config
     return getattr(config, "gradient_accumulation_kwargs", None) or {}
 
 
-def _accelerate_steps(args: transformers.TrainingArguments) -> int | None:
-    """Return the number of accumulation steps in the settings for accelerate; None if not set."""
-    return _accelerate_accumulation(args).get("num_steps")
-
-
-def syncs_each_batch(args: transformers.TrainingArguments | None) -> bool:
-    """Return whether to exchange gradients after each micro-batch, which saves memory under FSDP."""
-    return bool(_accelerate_accumulation(args).get("sync_each_batch"))
-
-
 def merge_training_args(args: transformers.TrainingArguments, kwargs: dict[str, Any]) -> None:
-    """Fill our arguments from transformers'; contradictions are an error.
+    """Fill our arguments, in `kwargs`, from transformers'; contradictions are an error.
 
     An argument of ours takes precedence over a field of `args` with its default value, as the user has not set that.
-
-    Args:
-        args: The user's TrainingArguments.
-        kwargs: The keyword arguments that the user passed to HFTrainer; missing ones are filled in.
 
     Raises:
         ConfigError: If both are set and differ, or if a field of `args` is unsupported.
     """
-    for name, allowed in UNSUPPORTED.items():
+    for name, (allowed, advice) in UNSUPPORTED.items():
         value = enum_value(getattr(args, name, allowed[0]))
         if value not in allowed:
-            raise ConfigError(f"`training_args.{name}={value!r}` is not supported by HFTrainer. {_ADVICE[name]}")
-    if enum_value(args.optim) in ("lomo", "adalomo") or str(enum_value(args.optim)).endswith("_layerwise"):
+            raise ConfigError(f"`training_args.{name}={value!r}` is not supported by HFTrainer. {advice}")
+    optim = str(enum_value(args.optim))
+    if optim in ("lomo", "adalomo") or optim.endswith("_layerwise"):
         raise ConfigError(
-            f"`training_args.optim={enum_value(args.optim)!r}` updates weights while gradients are computed, before "
+            f"`training_args.optim={optim!r}` updates weights while gradients are computed, before "
             "they are known to be finite, and has no state that a checkpoint could hold. Choose the one without "
             "layers, such as 'galore_adamw' or 'adamw_torch'."
         )
-    steps = args.gradient_accumulation_steps
-    if steps != 1 and _accelerate_steps(args) not in (None, steps):
+    steps, num_steps = args.gradient_accumulation_steps, accumulation_options(args).get("num_steps")
+    if steps != 1 and num_steps not in (None, steps):
         raise ConfigError(
-            f"`training_args.gradient_accumulation_steps={steps}` and num_steps={_accelerate_steps(args)} of their "
+            f"`training_args.gradient_accumulation_steps={steps}` and num_steps={num_steps} of their "
             "`accelerator_config` contradict each other. Leave one of them out."
         )
     conflicts = [name for name in ("save_steps", "save_dir") if kwargs.get(name) is not None]
@@ -266,17 +266,18 @@ def merge_training_args(args: transformers.TrainingArguments, kwargs: dict[str, 
                     f"{values[name]} over {args.world_size} processes. Choose a batch size that they divide."
                 )
             values[name] //= args.world_size
+    excluded: set[str] = set()
     has_max_duration = kwargs.get("max_duration") is not None and args.num_train_epochs == _DEFAULT_EPOCHS
     if kwargs.get("epochs") is None and (kwargs.get("max_steps") is not None or has_max_duration):
-        del values["epochs"]  # as in transformers, where `max_steps` replaces the epochs
+        excluded |= {"epochs"}  # as in transformers, where `max_steps` replaces the epochs
     if kwargs.get("optimizer") is not None and not isinstance(kwargs["optimizer"], (str, type)):
-        del values["learning_rate"], values["weight_decay"]  # for an optimizer that we would create
+        excluded |= {"learning_rate", "weight_decay"}  # for an optimizer that we would create
     if kwargs.get("train_loader") is not None or is_loader(kwargs.get("train_dataset")):
-        for name in ("batch_size", "pin_memory"):
-            values.pop(name, None)  # training arguments always have a value
+        excluded |= {"batch_size", "pin_memory"}  # training arguments always have a value
     if all(kwargs.get(name) is None for name in ("eval_dataset", "eval_loader")):
-        for name in ("optimization_metric", "optimization_direction"):
-            values.pop(name, None)  # transformers' scripts name a metric even if they do not evaluate
+        # transformers' scripts name a metric even if they do not evaluate
+        excluded |= {"optimization_metric", "optimization_direction"}
+    values = {name: value for name, value in values.items() if name not in excluded}
     _merge_arguments(args, values, kwargs)
 
 
@@ -293,10 +294,8 @@ def warn_unread_fields(args: transformers.TrainingArguments) -> None:
         return
     changed = []
     for field in extra_fields:
-        value, default = getattr(args, field.name), field.default
-        if callable(field.default_factory):
-            default = field.default_factory()
-        if value != default:
+        value = getattr(args, field.name)
+        if value != (field.default_factory() if callable(field.default_factory) else field.default):
             changed.append(f"{field.name}={value!r:.80}")
     logger.warning(
         "%s has %d fields in addition to those of TrainingArguments, which are for a trainer of %r and are not read "
@@ -309,13 +308,10 @@ def warn_unread_fields(args: transformers.TrainingArguments) -> None:
 def merge_activation_checkpointing(args: transformers.TrainingArguments, model: Any, kwargs: dict[str, Any]) -> None:
     """Recompute activations if transformers' arguments request it and the model does not support it itself.
 
-    Args:
-        args: The engine's arguments; if we recompute, they no longer request it.
-        model: The user's model.
-        kwargs: The keyword arguments that the user passed to HFTrainer; missing ones are filled in.
+    If we recompute, `args`, those of the engine, no longer request it, and our argument in `kwargs` does.
 
     Raises:
-        ConfigError: If these disable it.
+        ConfigError: If `kwargs` disables it.
     """
     names = [name for name in ("activation_checkpointing", "gradient_checkpointing") if getattr(args, name, False)]
     if not names:
@@ -328,26 +324,19 @@ def merge_activation_checkpointing(args: transformers.TrainingArguments, model: 
         setattr(args, name, False)
 
 
-def reject_dataset_fields(args: transformers.TrainingArguments | None, has_order: bool) -> None:
-    """Raise ConfigError for arguments without effect on training data that transformers' loop gets in full steps.
-
-    Args:
-        args: The user's TrainingArguments.
-        has_order: Whether the data nevertheless are a map-style dataset.
-    """
+def reject_dataset_fields(args: transformers.TrainingArguments | None) -> None:
+    """Raise ConfigError for arguments without effect on training data that are no map-style dataset."""
     if args is None:
         return
     fields_in_use = {
-        "dataloader_drop_last": args.dataloader_drop_last and not has_order,
-        "data_seed": args.data_seed not in (None, args.seed) and not has_order,
-        "include_num_input_tokens_seen": enum_value(args.include_num_input_tokens_seen) not in ("no", False),
+        "dataloader_drop_last": args.dataloader_drop_last,
+        "data_seed": args.data_seed not in (None, args.seed),
     }
     for name, is_set_by_user in fields_in_use.items():
         if is_set_by_user:
             raise ConfigError(
-                f"`training_args.{name}={getattr(args, name)!r}` would have no effect on "
-                + ("full steps, as with `microbatch_size`" if has_order else "a stream or a custom loader")
-                + ", where transformers' loop sees no single batch. Leave it out."
+                f"`training_args.{name}={getattr(args, name)!r}` would have no effect on a stream or a custom loader, "
+                "of which transformers' loop sees no single sample. Leave it out."
             )
 
 
@@ -368,18 +357,14 @@ def _merge_metrics(args: transformers.TrainingArguments, kwargs: dict[str, Any])
                 f"`training_args.batch_eval_metrics=True` and their `include_for_metrics={args.include_for_metrics!r}` "
                 "are both set. Leave one of them out."
             )
-        takes = [] if not callable(metrics) or isinstance(metrics, torch.nn.Module) else _parameter_names(metrics)
-        if "compute_result" not in takes:
+        is_function = callable(metrics) and not isinstance(metrics, torch.nn.Module)
+        if not is_function or "compute_result" not in inspect.signature(metrics).parameters:
             raise ConfigError(
                 "`training_args.batch_eval_metrics=True` is for a `compute_metrics` that is called as f(eval_pred, "
                 f"compute_result=...), got {metrics!r}. Add that argument, or leave batch_eval_metrics out: "
                 "metrics by name, and those of torchmetrics, keep no predictions anyway."
             )
         kwargs["compute_metrics"] = ByBatch(metrics)
-
-
-def _parameter_names(function: Any) -> list[str]:
-    return list(inspect.signature(function).parameters)
 
 
 def _merge_arguments(args: transformers.TrainingArguments, values: Mapping[str, Any], kwargs: dict[str, Any]) -> None:
@@ -389,7 +374,12 @@ def _merge_arguments(args: transformers.TrainingArguments, values: Mapping[str, 
         ConfigError: If the user set both, and they differ.
     """
     user_metric = kwargs.get("optimization_metric")
-    for name, value in {**values, **_optimizer_fields(args, kwargs)}.items():
+    # transformers creates these, unless the user has passed ours
+    created = {"optimizer": enum_value(args.optim), "lr_scheduler": enum_value(args.lr_scheduler_type)}
+    compared = {name: value for name, value in created.items() if isinstance(kwargs.get(name), str)}
+    if kwargs.get("warmup_steps") is not None:
+        compared["warmup_steps"] = args.warmup_steps
+    for name, value in {**values, **compared}.items():
         if kwargs.get(name) is None and not (name == "max_grad_norm" and name in kwargs):  # None means no clipping
             if name != "optimization_direction" or user_metric in (None, values.get("optimization_metric")):
                 kwargs[name] = value  # a direction belongs to the metric named with it
@@ -401,20 +391,6 @@ def _merge_arguments(args: transformers.TrainingArguments, values: Mapping[str, 
             raise ConfigError(
                 f"`{name}={shown!r}` contradicts {spelled} of the training arguments. Leave one of them out."
             )
-
-
-def _optimizer_fields(args: transformers.TrainingArguments, kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """Return optimizer, schedule and warm-up of transformers' arguments, to compare with those that the user passed.
-
-    Without the latter, transformers creates them.
-    """
-    choices = {"optimizer": args.optim, "lr_scheduler": args.lr_scheduler_type}
-    fields: dict[str, Any] = {
-        name: enum_value(choice) for name, choice in choices.items() if isinstance(kwargs.get(name), str)
-    }
-    if kwargs.get("warmup_steps") is not None:
-        fields["warmup_steps"] = args.warmup_steps
-    return fields
 
 
 def _is_equivalent(name: str, argument: Any, value: Any) -> bool:
@@ -442,87 +418,45 @@ def fill_arguments(values: Mapping[str, Any], kwargs: dict[str, Any], source: st
             )
 
 
-_DEFAULT_EPOCHS = transformers.TrainingArguments.__dataclass_fields__["num_train_epochs"].default
-
-_ORDER_ADVICE = (
-    "Samples come in one order, which is the same on every number of processes. Use "
-    "train_sampling_strategy='group_by_length', which keeps padding short and the load of the ranks balanced."
-)
-# For each unsupported field, the reason and the alternative.
-_ADVICE = {
-    "train_sampling_strategy": _ORDER_ADVICE,
-    "sortish_sampler": _ORDER_ADVICE,
-    "eval_do_concat_batches": "Metric functions get full arrays, padded to one length. Leave it out; for metrics per "
-    "batch set batch_eval_metrics=True.",
-    "ignore_data_skip": "A resumed run continues with the next sample, which costs nothing. Leave it out.",
-    "average_tokens_across_devices": "Each label of a step counts the same on every process. Leave it out.",
-    "parallelism_config": "Use AccelerateTrainer with `parallelism_config`: its checkpoints and numbers are the same.",
-    "dataloader_in_order": "Samples come in one order here, with any number of workers. Leave it out.",
-    "dataloader_multiprocessing_context": "Call torch.multiprocessing.set_start_method() at the start of the program.",
-    "save_on_each_node": "The main process writes checkpoints, and broadcasts them when they are read. Leave it out.",
-}
-
-
 def _translate_fields(args: transformers.TrainingArguments) -> dict[str, Any]:
-    """Return transformers' arguments as ours."""
-    saves = enum_value(args.save_strategy)
-    values: dict[str, Any] = {
+    """Return transformers' arguments as ours, without those that request nothing."""
+    values: dict[str, Any] = {name: getattr(args, FIELDS.get(name, (name,))[0]) for name in _SAME_VALUES}
+    evaluates, saves, metric = (
+        enum_value(args.eval_strategy),
+        enum_value(args.save_strategy),
+        args.metric_for_best_model,
+    )
+    values |= {
         "epochs": args.num_train_epochs if args.max_steps <= 0 else None,
         "max_steps": args.max_steps if args.max_steps > 0 else None,
-        "batch_size": args.per_device_train_batch_size,
-        "eval_batch_size": args.per_device_eval_batch_size,
-        "learning_rate": args.learning_rate,
-        "weight_decay": args.weight_decay,
-        "gradient_accumulation_steps": _accelerate_steps(args) or args.gradient_accumulation_steps,
-        "max_grad_norm": args.max_grad_norm or None,
-        "seed": args.seed,
+        "gradient_accumulation_steps": accumulation_options(args).get("num_steps") or args.gradient_accumulation_steps,
         "shuffle": enum_value(getattr(args, "train_sampling_strategy", "random")) != "sequential",
-        "num_workers": args.dataloader_num_workers,
         "log_steps": _interval(enum_value(args.logging_strategy), args.logging_steps),
-        "eval_on_start": args.eval_on_start,
-        "deterministic": args.full_determinism,
+        "eval_steps": None if evaluates == "no" else _interval(evaluates, args.eval_steps),
         "autocast": None if args.mixed_precision == "no" else args.mixed_precision,
-        "pin_memory": args.dataloader_pin_memory,
-        "load_best_at_end": args.load_best_model_at_end,  # off by default, with and without checkpoints
+        "lr_scheduler_kwargs": args.lr_scheduler_kwargs or None,
+        "optimization_metric": metric,
+        # transformers itself fills in True, so only False is the user's
+        "optimization_direction": "min" if args.greater_is_better is False and metric is not None else None,
+        "trial_name": None if args.run_name == args.output_dir else args.run_name,
+        "microbatch_size": "auto" if args.auto_find_batch_size else None,
+        "matmul_precision": None if args.tf32 is None else "high" if args.tf32 else "highest",
+        "label_names": list(args.label_names or ()) or None,
+        "progress_bar": False if args.disable_tqdm else None,
+        "timeout": args.ddp_timeout if args.ddp_timeout != 1800 and args.world_size > 1 else None,  # our default too
     }
-    if args.lr_scheduler_kwargs:
-        values["lr_scheduler_kwargs"] = args.lr_scheduler_kwargs
-    if enum_value(args.eval_strategy) != "no":
-        values["eval_steps"] = _interval(enum_value(args.eval_strategy), args.eval_steps)
     if saves != "no":
-        values["save_dir"] = args.output_dir
-        values["save_total_limit"] = args.save_total_limit
-        if getattr(args, "overwrite", False):  # only HFTrainingArguments has it
-            values["overwrite"] = True
-        values["save_only_model"] = args.save_only_model
-        values["save_steps"] = _interval(saves, args.save_steps)
-    if args.metric_for_best_model is not None:
-        values["optimization_metric"] = args.metric_for_best_model
-    if args.greater_is_better is False and args.metric_for_best_model is not None:
-        values["optimization_direction"] = "min"  # transformers itself fills in True, so only False is the user's
-    if args.run_name is not None and args.run_name != args.output_dir:
-        values["trial_name"] = args.run_name
-    if args.auto_find_batch_size:
-        values["microbatch_size"] = "auto"
-    if args.tf32 is not None:
-        values["matmul_precision"] = "high" if args.tf32 else "highest"
-    if args.label_names:
-        values["label_names"] = list(args.label_names)
-    if args.disable_tqdm:
-        values["progress_bar"] = False
-    if args.ddp_timeout != 1800 and args.world_size > 1:  # 1800 is our default too
-        values["timeout"] = args.ddp_timeout
-    if args.dataloader_prefetch_factor is not None:
-        values["prefetch_factor"] = args.dataloader_prefetch_factor
-    return values
+        values |= {name: getattr(args, name) for name in ("save_total_limit", "save_only_model")}
+        values |= {"save_dir": args.output_dir, "save_steps": _interval(saves, args.save_steps)}
+        values["overwrite"] = getattr(args, "overwrite", False) or None  # only HFTrainingArguments has it
+    values = {name: value for name, value in values.items() if value is not None}
+    return {**values, "max_grad_norm": args.max_grad_norm or None}  # None means no clipping
 
 
 def sharding_accelerator(args: transformers.TrainingArguments | None, kwargs: dict[str, Any]) -> tuple[Any, Any]:
     """Return an `Accelerator` that shards the weights, and DeepSpeed's schedule; None for each without a request.
 
-    Args:
-        args: The user's TrainingArguments; `accelerate launch` may request sharding too.
-        kwargs: The keyword arguments for our trainer; values set only in DeepSpeed's configuration are filled in.
+    `accelerate launch` may request sharding too. Values set only in DeepSpeed's configuration are filled into `kwargs`.
 
     Raises:
         ConfigError: If they contradict each other, or request FSDP 1 or anything incompatible with sharding.
@@ -536,7 +470,7 @@ def sharding_accelerator(args: transformers.TrainingArguments | None, kwargs: di
         if getattr(args, name, False):
             raise ConfigError(f"`training_args.{name}=True` is not supported with FSDP or DeepSpeed. Leave it out.")
     if zero is not None:
-        if syncs_each_batch(args):
+        if accumulation_options(args).get("sync_each_batch"):
             raise ConfigError(
                 "`training_args.accelerator_config` has sync_each_batch=True, but DeepSpeed accumulates gradients "
                 "itself; the numbers are the same. Leave it out."
@@ -559,11 +493,8 @@ def sharding_accelerator(args: transformers.TrainingArguments | None, kwargs: di
         settings: Any = args.fsdp_config  # transformers 5.4 does not pass all of it to the plugin
         untranslated = {name: settings[name] for name in ("activation_checkpointing",) if name in settings}
         fsdp = FullyShardedDataParallelPlugin(**{**options, **untranslated})
-    precision = accelerate_precision(kwargs.get("autocast"))
-    accelerator = make_accelerator(
-        precision=precision, deepspeed_plugin=zero, fsdp_plugin=fsdp, timeout=timeout_seconds(kwargs)
-    )
-    return accelerator, schedule
+    precision, timeout = accelerate_precision(kwargs.get("autocast")), timeout_seconds(kwargs)
+    return make_accelerator(precision=precision, deepspeed_plugin=zero, fsdp_plugin=fsdp, timeout=timeout), schedule
 
 
 def timeout_seconds(kwargs: Mapping[str, Any]) -> float | None:
@@ -598,21 +529,14 @@ def resolve_alias(name: str, value: Any, alias: str, alias_value: Any) -> Any:
 
 def scheduler_factory(args: transformers.TrainingArguments, warmup: int, steps: int | None) -> Callable[[Any], Any]:
     """Return a callable that builds the schedule named in transformers' arguments, for a run of this many steps."""
-    options: Any = args.lr_scheduler_kwargs or {}
     return functools.partial(
         transformers.get_scheduler, args.lr_scheduler_type, num_warmup_steps=warmup, num_training_steps=steps,
-        scheduler_specific_kwargs=options,
+        scheduler_specific_kwargs=args.lr_scheduler_kwargs or {},  # type: ignore[arg-type]
     )  # fmt: skip
 
 
 def default_training_args(output_dir: str, timeout: float | None, **fields: Any) -> transformers.TrainingArguments:
-    """Return training arguments for a user who has passed none.
-
-    Args:
-        output_dir: The folder to which transformers may write.
-        timeout: Seconds without progress until forming the process group fails; None is 30 minutes.
-        fields: Fields that the trainer sets.
-    """
+    """Return training arguments for a user who has passed none; `timeout` is in seconds."""
     with watch_init_process_group(timeout) as init_method:
         if init_method is not None and not torch.distributed.is_initialized():
             limit = datetime.timedelta(seconds=1800)  # as in transformers for NCCL, whose default is shorter
@@ -630,12 +554,7 @@ def reject_fp16_on_cpu(args: transformers.TrainingArguments | None, device: torc
 
 
 def engine_arguments(args: transformers.TrainingArguments, output_dir: str) -> transformers.TrainingArguments:
-    """Return the engine's arguments: the user's, except for those that our lifecycle decides.
-
-    Args:
-        args: The user's TrainingArguments, which stay unchanged.
-        output_dir: The folder to which the engine may write.
-    """
+    """Return the engine's arguments: a copy of the user's, except for those that our lifecycle decides."""
     engine = copy.copy(args)
     overrides = {
         "max_grad_norm": 0.0,  # the Bridge clips
@@ -658,17 +577,18 @@ def engine_arguments(args: transformers.TrainingArguments, output_dir: str) -> t
         "deepspeed": None,
         "deepspeed_plugin": None,
         "label_smoothing_factor": 0,  # the trainer computes the loss; theirs needs a config, which some models lack
+        # transformers seeds the program when its Trainer is created, with seeds below 2**32; we seed the run
+        "seed": args.seed % 2**32 if isinstance(args.seed, int) else 0,
+        "eval_strategy": IntervalStrategy.NO,
+        "logging_strategy": IntervalStrategy.NO,
+        "save_strategy": SaveStrategy.NO,
+        "output_dir": output_dir,
     }
-    for name, value in {**overrides, "output_dir": output_dir}.items():
-        setattr(engine, name, value)
+    vars(engine).update(overrides)
     if engine.accelerator_config is not None:  # transformers would modify the user's object
         config: Any = copy.copy(engine.accelerator_config)
         config.gradient_accumulation_kwargs = None
         engine.accelerator_config = config
-    # transformers seeds the program with it when its Trainer is created, with seeds below 2**32; we seed the run
-    engine.seed = engine.seed % 2**32 if isinstance(engine.seed, int) else 0
-    engine.eval_strategy = engine.logging_strategy = IntervalStrategy.NO
-    engine.save_strategy = SaveStrategy.NO
     return engine
 
 
@@ -677,13 +597,7 @@ def effective_arguments(
 ) -> transformers.TrainingArguments:
     """Return the training arguments for transformers' callbacks, with the values of our arguments.
 
-    This is the user's object if our arguments change nothing.
-
-    Args:
-        args: The user's TrainingArguments.
-        settings: All of our arguments in force.
-        user_arguments: Those that the user passed, or that do not come from `args`.
-        evaluates: Whether the run evaluates.
+    This is the user's object if our arguments change nothing. `user_arguments` are those that do not come from `args`.
     """
     effective = copy.copy(args)
     for name in user_arguments:
@@ -694,22 +608,11 @@ def effective_arguments(
             setattr(effective, field, type(getattr(args, field))(strategy if is_on else "no"))
             if isinstance(value, int):
                 setattr(effective, FIELDS[name][1], value)
-        elif name in _SAME_VALUE_FIELDS and (value is not None or name == "max_grad_norm"):
+        elif name in _EXPORTED and (value is not None or name == "max_grad_norm"):
             setattr(effective, field, 0.0 if value is None else value)
     if settings.save_dir is not None and "save_dir" in user_arguments:
         effective.output_dir = str(settings.save_dir)
     return args if vars(effective) == vars(args) else effective
-
-
-_INTERVALS = ("log_steps", "eval_steps", "save_steps")
-
-# Our arguments whose values are also those of transformers' fields.
-_SAME_VALUE_FIELDS = (
-    "epochs", "max_steps", "batch_size", "eval_batch_size", "gradient_accumulation_steps", "learning_rate",
-    "weight_decay", "warmup_steps", "max_grad_norm", "seed", "num_workers", "pin_memory", "prefetch_factor",
-    "drop_last", "deterministic", "eval_on_start", "save_total_limit", "save_only_model", "load_best_at_end",
-    "optimization_metric", "trial_name",
-)  # fmt: skip
 
 
 def ddp_options(args: transformers.TrainingArguments, model: Any) -> Any:
@@ -719,12 +622,10 @@ def ddp_options(args: transformers.TrainingArguments, model: Any) -> Any:
     unused = args.ddp_find_unused_parameters
     if unused is None:
         unused = not getattr(model, "is_gradient_checkpointing", False)
-    options: dict[str, Any] = {"find_unused_parameters": unused}
-    for name in ("bucket_cap_mb", "broadcast_buffers", "static_graph"):
-        value = getattr(args, f"ddp_{name}", None)
-        if value is not None:
-            options[name] = value
-    return DistributedDataParallelKwargs(**options)
+    names = ("bucket_cap_mb", "broadcast_buffers", "static_graph")
+    options: dict[str, Any] = {name: getattr(args, f"ddp_{name}", None) for name in names}
+    options = {name: value for name, value in options.items() if value is not None}
+    return DistributedDataParallelKwargs(find_unused_parameters=unused, **options)
 
 
 def reject_duplicate_loggers(args: transformers.TrainingArguments | None, loggers: object) -> None:

@@ -1,4 +1,4 @@
-"""Dispatch of events to transformers' callbacks."""
+"""Dispatch of events to transformers' callbacks, and callbacks for training arguments."""
 
 from __future__ import annotations
 
@@ -9,6 +9,10 @@ import transformers
 from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK
 from transformers.trainer import DEFAULT_PROGRESS_CALLBACK
 from transformers.trainer_callback import CallbackHandler
+
+from omnitrain.core.events import Callback
+from omnitrain.core.progress import Progress
+from omnitrain.hf.arguments import enum_value
 
 logger: logging.Logger = logging.getLogger("omnitrain")
 
@@ -23,11 +27,7 @@ _REPLACED = (
 
 
 class CombinedControl:
-    """The requests of callbacks: transformers' flags `should_...`, and all other attributes of our `Control`.
-
-    Args:
-        trainer: The trainer of the run.
-    """
+    """The requests of callbacks: transformers' flags `should_...`, and all other attributes of our `Control`."""
 
     def __init__(self, trainer: Any) -> None:
         vars(self)["_trainer"] = trainer  # not by `self._trainer =`, which __setattr__ would forward
@@ -43,13 +43,13 @@ class CombinedControl:
 
 
 class TransformersCallbacks(CallbackHandler):
-    """transformers' callbacks, in a list like that of a stock Trainer.
+    """transformers' callbacks, in a list like that of a stock Trainer, between a `first` and a `last` one of ours.
 
     Args:
         handler: The handler that transformers created, whose state is taken over.
         args: The arguments that callbacks get, which differ from those of transformers' loop.
-        first: The callback that gets each event before all others.
-        last: The callback that gets each event after all others.
+        first: Gets each event before all others.
+        last: Gets each event after all others.
     """
 
     def __init__(
@@ -79,17 +79,10 @@ class TransformersCallbacks(CallbackHandler):
                 continue
             try:
                 result = getattr(callback, event)(
-                    self.args,
-                    state,
-                    control,
-                    model=self.model,
-                    processing_class=self.processing_class,
-                    optimizer=self.optimizer,
-                    lr_scheduler=self.lr_scheduler,
-                    train_dataloader=self.train_dataloader,
-                    eval_dataloader=self.eval_dataloader,
-                    **kwargs,
-                )
+                    self.args, state, control, model=self.model, processing_class=self.processing_class,
+                    optimizer=self.optimizer, lr_scheduler=self.lr_scheduler, train_dataloader=self.train_dataloader,
+                    eval_dataloader=self.eval_dataloader, **kwargs,
+                )  # fmt: skip
             except BaseException as error:
                 if callback not in (self.first, self.last):
                     error.add_note(f"Raised by the callback {type(callback).__name__}.{event}.")
@@ -109,3 +102,59 @@ class TransformersCallbacks(CallbackHandler):
                 "and its data may be lost.", type(callback).__name__, event, state.global_step, count,
                 exc_info=error if count == 1 else None,
             )  # fmt: skip
+
+
+# --- training arguments that are callbacks of ours: logging_first_step, save_strategy="best", eval_delay
+
+
+def policy_callbacks(args: transformers.TrainingArguments | None) -> list[Callback]:
+    """Return callbacks for the training arguments that are not plain intervals."""
+    if args is None:
+        return []
+    requested: list[tuple[Any, Callback]] = [
+        (args.logging_first_step, _LogsFirstStep()),
+        (enum_value(args.save_strategy) == "best", _SavesBest()),
+        (args.eval_delay, _DelaysEvaluations(args)),
+    ]
+    return [callback for is_requested, callback in requested if is_requested]
+
+
+def is_delayed(args: transformers.TrainingArguments | None, progress: Progress) -> bool:
+    """Return whether it is too early for an evaluation, by transformers' `eval_delay`."""
+    if args is None or not args.eval_delay:
+        return False
+    return (progress.step if enum_value(args.eval_strategy) == "steps" else progress.epochs) < args.eval_delay
+
+
+class _LogsFirstStep(Callback):
+    order = 0
+
+    def on_step_end(self, trainer: Any) -> None:
+        if trainer.progress.step == 1:
+            trainer.request_log()
+
+
+class _DelaysEvaluations(Callback):
+    """Withdraws evaluations that their interval requests too early; it runs right after the interval's callback."""
+
+    order = 0
+
+    def __init__(self, args: transformers.TrainingArguments) -> None:
+        self.args = args
+
+    def on_step_end(self, trainer: Any) -> None:
+        if is_delayed(self.args, trainer.progress):
+            trainer.control.evaluate = False
+
+    def on_epoch_end(self, trainer: Any) -> None:
+        self.on_step_end(trainer)
+
+
+class _SavesBest(Callback):
+    """Saves after each evaluation that is the best so far."""
+
+    order = 20
+
+    def on_eval_end(self, trainer: Any, metrics: Any) -> None:
+        if trainer.lifecycle.improved:
+            trainer.request_save()

@@ -11,9 +11,9 @@ import dataclasses
 import inspect
 import json
 import logging
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, TypeAlias, TypeVar
 
 import torch
 import transformers
@@ -39,25 +39,10 @@ from omnitrain.hf.engine import Engine
 from omnitrain.hf.evaluation import replace_prefix
 from omnitrain.metrics.scorer import make_scorer, scores_for
 from omnitrain.model.units import ModelUnit, StepOutput, metrics_in, run_unit, scores_in
-from omnitrain.trainer import hooks
 from omnitrain.trainer.base import BaseTrainer
 from omnitrain.trainer.evaluation import Predictions
 
 logger: logging.Logger = logging.getLogger("omnitrain")
-
-# Attributes of `transformers.Trainer` that are read from the engine.
-ENGINE_ATTRIBUTES = (
-    # transformers' state of a run
-    "callback_handler", "can_return_loss", "current_flos", "deepspeed", "hp_name", "hp_search_backend",
-    "hub_model_id", "is_fsdp_xla_enabled", "is_fsdp_xla_v1_enabled", "is_fsdp_xla_v2_enabled",
-    "is_in_train", "is_model_parallel", "label_names", "label_smoother", "model_accepts_loss_kwargs",
-    "neftune_noise_alpha", "place_model_on_device", "state",
-    # queries and internal functions
-    "autocast_smart_context_manager", "compute_loss_context_manager", "floating_point_ops", "get_cp_size",
-    "get_decay_parameter_names", "get_sp_size", "get_total_train_batch_size", "get_tp_size", "init_hf_repo",
-    "num_examples", "store_flos",
-)  # fmt: skip
-
 
 _SETUP_METHODS = ("get_train_dataloader", "create_optimizer", "create_scheduler", "create_optimizer_and_scheduler")
 # Methods of `transformers.Trainer` that a run calls, so overriding them has an effect.
@@ -71,6 +56,10 @@ OVERRIDABLE = (
     "evaluate",
     "log",
 )
+
+
+Attribute = TypeVar("Attribute")
+FromEngine: TypeAlias = Annotated[Attribute, "an attribute of `transformers.Trainer` that is read from the engine"]
 
 
 class TrainResult(MetricsDict):
@@ -107,6 +96,36 @@ class TransformersAPI(BaseTrainer):
     ASSIGNABLE: ClassVar[frozenset[str]] = frozenset({"compute_metrics"})
     """Arguments that may be assigned, in addition to those of every trainer."""
 
+    callback_handler: FromEngine[Any]
+    can_return_loss: FromEngine[Any]
+    current_flos: FromEngine[Any]
+    deepspeed: FromEngine[Any]
+    hp_name: FromEngine[Any]
+    hp_search_backend: FromEngine[Any]
+    hub_model_id: FromEngine[Any]
+    is_fsdp_xla_enabled: FromEngine[Any]
+    is_fsdp_xla_v1_enabled: FromEngine[Any]
+    is_fsdp_xla_v2_enabled: FromEngine[Any]
+    is_in_train: FromEngine[Any]
+    is_model_parallel: FromEngine[Any]
+    label_names: FromEngine[Any]
+    label_smoother: FromEngine[Any]
+    model_accepts_loss_kwargs: FromEngine[Any]
+    neftune_noise_alpha: FromEngine[Any]
+    place_model_on_device: FromEngine[Any]
+    state: FromEngine[transformers.TrainerState]
+    autocast_smart_context_manager: FromEngine[Callable[..., Any]]
+    compute_loss_context_manager: FromEngine[Callable[..., Any]]
+    floating_point_ops: FromEngine[Callable[..., Any]]
+    get_cp_size: FromEngine[Callable[..., Any]]
+    get_decay_parameter_names: FromEngine[Callable[..., Any]]
+    get_sp_size: FromEngine[Callable[..., Any]]
+    get_total_train_batch_size: FromEngine[Callable[..., Any]]
+    get_tp_size: FromEngine[Callable[..., Any]]
+    init_hf_repo: FromEngine[Callable[..., Any]]
+    num_examples: FromEngine[Callable[..., Any]]
+    store_flos: FromEngine[Callable[..., Any]]
+
     engine: Engine
     training_args: transformers.TrainingArguments | None
     processing_class: Any
@@ -141,47 +160,12 @@ class TransformersAPI(BaseTrainer):
 
     get_optimizer_cls_and_kwargs: Callable[..., Any] = staticmethod(transformers.Trainer.get_optimizer_cls_and_kwargs)
 
-    def __init_subclass__(cls, **kwargs: Any) -> None:
-        super().__init_subclass__(**kwargs)
-        overridden = hooks.members_of_user(cls)
-        cls._overridden = frozenset(name for name in OVERRIDABLE if name in overridden)
+    if not TYPE_CHECKING:  # with __getattr__, a type checker would accept any attribute
 
-    if TYPE_CHECKING:  # at run time they are looked up in the engine
-        callback_handler: Any
-        can_return_loss: Any
-        current_flos: Any
-        deepspeed: Any
-        hp_name: Any
-        hp_search_backend: Any
-        hub_model_id: Any
-        is_fsdp_xla_enabled: Any
-        is_fsdp_xla_v1_enabled: Any
-        is_fsdp_xla_v2_enabled: Any
-        is_in_train: Any
-        is_model_parallel: Any
-        label_names: Any
-        label_smoother: Any
-        model_accepts_loss_kwargs: Any
-        neftune_noise_alpha: Any
-        place_model_on_device: Any
-        state: transformers.TrainerState
-        autocast_smart_context_manager: Callable[..., Any]
-        compute_loss_context_manager: Callable[..., Any]
-        floating_point_ops: Callable[..., Any]
-        get_cp_size: Callable[..., Any]
-        get_decay_parameter_names: Callable[..., Any]
-        get_sp_size: Callable[..., Any]
-        get_total_train_batch_size: Callable[..., Any]
-        get_tp_size: Callable[..., Any]
-        init_hf_repo: Callable[..., Any]
-        num_examples: Callable[..., Any]
-        store_flos: Callable[..., Any]
-
-    def _get_engine_attribute(self, name: str) -> Any:
-        """Return an attribute of `transformers.Trainer` from the engine."""
-        if name in ENGINE_ATTRIBUTES and "engine" in vars(self):
-            return getattr(self.engine, name)
-        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        def __getattr__(self, name: str) -> Any:
+            if name in ENGINE_ATTRIBUTES and "engine" in vars(self):
+                return getattr(self.engine, name)
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
     @property
     def args(self) -> transformers.TrainingArguments:
@@ -259,27 +243,25 @@ class TransformersAPI(BaseTrainer):
         """
         if trial is not None:
             raise ConfigError("`train(trial=...)` is for transformers' own search. Call hyperparameter_search().")
-        names = "resume_from", resume_from or None, "resume_from_checkpoint", resume_from_checkpoint or None
-        checkpoint: Any = resolve_alias(*names)
+        checkpoint: Any = resolve_alias(
+            "resume_from", resume_from or None, "resume_from_checkpoint", resume_from_checkpoint or None
+        )
         self._reject_changed_arguments()
         if checkpoint is True:
-            checkpoint = self._resume_newest()
+            if self.store is None or not self.ranks.on_main("a look at `save_dir`", self.store.checkpoints):
+                raise ConfigError(
+                    f"No valid checkpoint found in output directory ({self.save_dir or self._output_dir}), and "
+                    "resume_from_checkpoint=True needs one. Leave it out for the first run, or pass "
+                    "resume_from='auto', which starts a new run without a checkpoint."
+                )
+            checkpoint = "auto"
         elif checkpoint is None and more is None:
             self._warn_earlier_run()
         self.engine.output = None
-        with self._ignore_keys(ignore_keys_for_eval):
+        evaluation: Any = self._evaluation
+        with evaluation.with_options(ignore_keys_for_eval):
             history = super().train(checkpoint, allow_change or (), more=more)
         return TrainResult(history, self._make_train_output())
-
-    def _resume_newest(self) -> str:
-        """Return the value of `resume_from` for the newest checkpoint of the run."""
-        if self.store is None or not self.ranks.on_main("a look at `save_dir`", self.store.checkpoints):
-            raise ConfigError(
-                f"No valid checkpoint found in output directory ({self.save_dir or self._output_dir}), and "
-                "resume_from_checkpoint=True needs one. Leave it out for the first run, or pass resume_from='auto', "
-                "which starts a new run without a checkpoint."
-            )
-        return "auto"
 
     def _reject_changed_arguments(self) -> None:
         """Raise ConfigError for training arguments that were changed after the trainer was created."""
@@ -329,12 +311,7 @@ class TransformersAPI(BaseTrainer):
         return self.optimizer
 
     def create_scheduler(self, num_training_steps: int, optimizer: torch.optim.Optimizer | None = None) -> Any:
-        """Return the schedule for this many steps, which the next run then uses.
-
-        Args:
-            num_training_steps: Optimizer steps of the run.
-            optimizer: The optimizer whose rates it sets; None is the trainer's.
-        """
+        """Return the schedule for this many optimizer steps, which the next run then uses."""
         if not self._has_user_schedule:
             args = self.args
             make = scheduler_factory(args, args.get_warmup_steps(num_training_steps), num_training_steps)
@@ -398,7 +375,7 @@ class TransformersAPI(BaseTrainer):
             generation: With `predict_with_generate`, arguments of `model.generate` such as `max_length`, `num_beams`.
         """
         evaluation: Any = self._evaluation
-        if evaluation.is_run_evaluation:  # called by an override of this method, as part of the run
+        if evaluation.run_evaluation is not None:  # called by an override of this method, as part of the run
             return evaluation.evaluate_for_run()
         dataset = resolve_alias("dataset", dataset, "eval_dataset", eval_dataset)
         if prefix is None or not isinstance(prefix, str):
@@ -409,7 +386,7 @@ class TransformersAPI(BaseTrainer):
         if "get_eval_dataloader" in self._overridden:
             dataset = self._user_eval_loader(dataset)
         self.engine._memory_tracker.start()
-        with self._ignore_keys(ignore_keys), evaluation.generation_options("evaluate", generation):
+        with evaluation.with_options(ignore_keys, "evaluate", generation):
             metrics = super().evaluate(dataset, prefix)
         self.engine.report_evaluation(metrics)
         self.engine._memory_tracker.stop_and_update_metrics(metrics)
@@ -445,7 +422,7 @@ class TransformersAPI(BaseTrainer):
         if "get_test_dataloader" in self._overridden:
             dataset = undo_prepare(self.get_test_dataloader(dataset))
         self.engine._memory_tracker.start()
-        with self._ignore_keys(ignore_keys), evaluation.generation_options("predict", generation):
+        with evaluation.with_options(ignore_keys, "predict", generation):
             result = super().predict(dataset)
         metrics = replace_prefix(result.metrics, metric_key_prefix)
         self.engine.report_prediction({**metrics, **replace_prefix(evaluation.speeds, metric_key_prefix)})
@@ -462,33 +439,24 @@ class TransformersAPI(BaseTrainer):
     ) -> EvalLoopOutput:
         """Return predictions, labels, metrics and the number of samples, for a subclass's `evaluate`.
 
-        Such an `evaluate` logs and calls the callbacks itself, as in transformers.
-
-        Args:
-            dataloader: From `get_eval_dataloader` or `get_test_dataloader`.
-            description: Not used: our progress bar has its own text.
-            prediction_loss_only: Whether to keep no predictions; None follows the training arguments.
-            ignore_keys: Keys of the model's output to leave out of the predictions.
-            metric_key_prefix: The prefix of the metrics' names.
+        Such an `evaluate` logs and calls the callbacks itself, as in transformers. `dataloader` is from
+        `get_eval_dataloader` or `get_test_dataloader`. `description` is not used: our progress bar has its own text.
         """
         evaluation: Any = self._evaluation
         loss_only = self.args.prediction_loss_only if prediction_loss_only is None else prediction_loss_only
         loader, request = self._sets.loader_for(undo_prepare(dataloader)), (metric_key_prefix, not loss_only)
         generation = vars(self).get("_gen_kwargs", {})  # set by subclasses written for Seq2SeqTrainer
-        with self._ignore_keys(ignore_keys), evaluation.generation_options("evaluation_loop", generation):
-            if evaluation.is_run_evaluation:
+        with evaluation.with_options(ignore_keys, "evaluation_loop", generation):
+            if evaluation.run_evaluation is not None:
                 result = evaluation.evaluate_loader(loader, *request)
             else:
                 with self._calling("evaluation_loop()"):
                     result = self._loop.evaluate_outside_run(evaluation.evaluate_or_predict, loader, *request)
         size = loader.size
         if size is None:
-            arrays = (result.labels, *_as_tuple(result.predictions))
-            size = next((len(array) for array in arrays if array is not None), None)
+            arrays = result.predictions if isinstance(result.predictions, tuple) else (result.predictions,)
+            size = next((len(array) for array in (result.labels, *arrays) if array is not None), None)
         return EvalLoopOutput(result.predictions, result.labels, result.metrics, size)
-
-    def _ignore_keys(self, keys: Collection[str] | None) -> Any:
-        return self._evaluation.ignore_output_keys(keys or ())  # type: ignore[attr-defined]
 
     # --- logs and callbacks
 
@@ -498,21 +466,17 @@ class TransformersAPI(BaseTrainer):
 
     def add_callback(self, callback: Any) -> None:
         """Add a callback, ours or transformers', as an instance or a class."""
-        if isinstance(callback, transformers.EarlyStoppingCallback):
-            callback = self._early_stopping(callback)
+        if isinstance(callback, transformers.EarlyStoppingCallback):  # ours has its counter in checkpoints
+            if not self._evaluates:
+                raise ConfigError("EarlyStoppingCallback needs evaluations, and there are none. Pass `eval_dataset`.")
+            threshold = float(callback.early_stopping_threshold or 0.0)
+            self._early_stopping_threshold = self.objective.delta = threshold
+            callback = EarlyStopping(callback.early_stopping_patience)
         if isinstance(callback, Callback):
             self._callbacks.append(callback)
             self.lifecycle.register([*self.lifecycle.callbacks, callback])
         else:
             self.engine.add_callback(callback)
-
-    def _early_stopping(self, callback: transformers.EarlyStoppingCallback) -> EarlyStopping:
-        """Return our callback for transformers': its counter is saved in checkpoints."""
-        if not self._evaluates:
-            raise ConfigError("EarlyStoppingCallback needs evaluations, and there are none. Pass `eval_dataset`.")
-        threshold = float(callback.early_stopping_threshold or 0.0)
-        self._early_stopping_threshold = self.objective.delta = threshold
-        return EarlyStopping(callback.early_stopping_patience)
 
     def pop_callback(self, callback: Any) -> Any:
         """Remove a callback, or the first one of a class, and return it; None if there is none."""
@@ -598,10 +562,7 @@ class TransformersAPI(BaseTrainer):
     def save_metrics(self, split: str, metrics: Mapping[str, Any], combined: bool = True) -> Path:
         """Write metrics to `<split>_results.json` in `save_dir`, or in the folder of the training arguments.
 
-        Args:
-            split: "train", "eval", "test", ...
-            metrics: Values by name.
-            combined: Whether to add them to `all_results.json` too, as transformers does.
+        With `combined`, they are added to `all_results.json` too, as transformers does.
         """
         folder = self.save_dir or Path(self._output_dir or "")
         if combined:
@@ -704,10 +665,12 @@ class TransformersAPI(BaseTrainer):
 
     def call_log(self, logs: dict[str, float], start_time: float | None) -> None:
         """Pass a row of logs to `log`; a subclass's may take only the row, as in earlier transformers."""
-        if "log" in self._overridden and not _accepts(self.log, logs, start_time):
-            self.log(logs)
-        else:
-            self.log(logs, start_time)
+        if "log" in self._overridden:
+            try:
+                inspect.signature(self.log).bind(logs, start_time)
+            except TypeError:
+                return self.log(logs)
+        return self.log(logs, start_time)
 
     # --- a micro-batch
 
@@ -802,20 +765,8 @@ class TransformersAPI(BaseTrainer):
         return undo_prepare(self.get_eval_dataloader(dataset))
 
 
-if not TYPE_CHECKING:  # with __getattr__, a type checker would accept any attribute
-    TransformersAPI.__getattr__ = TransformersAPI._get_engine_attribute
-
-
-def _accepts(function: Any, *args: Any) -> bool:
-    try:
-        inspect.signature(function).bind(*args)
-    except TypeError:
-        return False
-    return True
-
-
-def _as_tuple(predictions: Any) -> Sequence[Any]:
-    return predictions if isinstance(predictions, tuple) else (predictions,)
+_FIELDS = TransformersAPI.__annotations__
+ENGINE_ATTRIBUTES = frozenset(name for name in _FIELDS if str(_FIELDS[name]).startswith("FromEngine"))
 
 
 def _shallow_copy(batch: Any) -> Any:

@@ -9,86 +9,19 @@ from typing import Any
 import torch
 from accelerate import PartialState
 from accelerate.data_loader import BatchSamplerShard, DataLoaderDispatcher, DataLoaderShard
-from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler
+from torch.utils.data import DataLoader, IterableDataset, Sampler
 
 from omnitrain.arguments import Settings, is_loader
 from omnitrain.core.errors import ConfigError
 from omnitrain.data.grouping import GroupByLength, sample_lengths
-from omnitrain.data.loaders import MapLoader, StreamLoader, UserLoader, identity_collate, is_stream
-from omnitrain.data.sampling import windows
+from omnitrain.data.loaders import MapLoader, StreamLoader, UserLoader, is_stream
 from omnitrain.hf.arguments import enum_value
-from omnitrain.trainer.base import BaseTrainer
-
-
-class _MicroBatchSampler(Sampler[Any]):
-    """The micro-batches of the current epoch as (epoch, indices); skipping some of them reads nothing."""
-
-    def __init__(self, trainer: BaseTrainer) -> None:
-        self.trainer = trainer
-
-    def __len__(self) -> int:
-        return len(self.trainer.train_loader)
-
-    def __iter__(self) -> Iterator[list[Any]]:
-        epoch = self.trainer.progress.epoch
-        for indices in self.trainer.train_loader.sampler.batches(epoch):
-            yield [(epoch, indices)]
-
-
-class _FetchDataset(Dataset[Any]):
-    def __init__(self, fetch: Any, size: int) -> None:
-        self.fetch = fetch
-        self.size = size
-
-    def __len__(self) -> int:
-        return self.size
-
-    def __getitem__(self, request: Any) -> Any:
-        return self.fetch(*request)
-
-
-class _WindowDataset(IterableDataset[Any]):
-    """The rest of the current epoch of data without indices, as lists of a window's micro-batches."""
-
-    def __init__(self, trainer: BaseTrainer) -> None:
-        self.trainer = trainer
-
-    def __iter__(self) -> Iterator[list[Any]]:
-        trainer, progress = self.trainer, self.trainer.progress
-        position = progress.epoch, progress.samples_in_epoch, progress.batches_in_epoch
-        rest = trainer.train_loader.counted_batches(*position)
-        return windows((batch for batch, _ in rest), trainer.gradient_accumulation_steps)
-
-
-def _first(batches: list[Any]) -> Any:
-    return batches[0]
-
-
-def counting_loader(trainer: BaseTrainer, by_window: bool) -> DataLoader[Any]:
-    """Return a loader by which transformers' loop counts micro-batches, or windows.
-
-    It reads nothing unless it is iterated: the loop's own batches come from the trainer's feed.
-    """
-    loader = trainer.train_loader
-    generator = torch.Generator().manual_seed(trainer.seed)  # otherwise it draws from the generator of training
-    if by_window or not isinstance(loader, MapLoader):
-        return DataLoader(_WindowDataset(trainer), batch_size=None, collate_fn=identity_collate, generator=generator)
-    return DataLoader(
-        _FetchDataset(loader.fetch, loader.sampler.size),
-        batch_sampler=_MicroBatchSampler(trainer),
-        collate_fn=_first,
-        pin_memory=loader.pin_memory,
-        generator=generator,
-    )
 
 
 def apply_length_grouping(settings: Settings, args: Any, group_size: int) -> Settings:
     """Return the settings with the training set grouped by length, if the training arguments request it.
 
-    Args:
-        settings: The arguments of the trainer.
-        args: The user's TrainingArguments, or None.
-        group_size: The samples of an optimizer step.
+    A group is `group_size` samples, those of an optimizer step.
 
     Raises:
         ConfigError: If the data are no dataset with a length, or have a custom order.

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import logging
 import math
 import os
@@ -29,11 +30,10 @@ from omnitrain.checkpoint.store import Store
 from omnitrain.core.errors import ConfigError, Tolerance
 from omnitrain.core.events import Callback, Control, Event
 from omnitrain.data.sampling import Window
-from omnitrain.hf.arguments import enum_value, syncs_each_batch
-from omnitrain.hf.callbacks import TransformersCallbacks
-from omnitrain.hf.data import counting_loader, loader_for_callbacks
+from omnitrain.hf.arguments import accumulation_options, enum_value
+from omnitrain.hf.callbacks import TransformersCallbacks, is_delayed
+from omnitrain.hf.data import loader_for_callbacks
 from omnitrain.hf.files import write_optimizer, write_state
-from omnitrain.hf.policies import is_delayed
 from omnitrain.hf.search import SearchTrainer, Trial, run_trial
 from omnitrain.trainer.base import BaseTrainer
 from omnitrain.trainer.loop import Loop
@@ -42,36 +42,27 @@ logger: logging.Logger = logging.getLogger("omnitrain")
 
 
 class EngineLoop(Loop):
-    """Our loop when transformers' loop runs the epochs; it acts on requests as usual.
-
-    Args:
-        engine: Returns the engine, which is created after the loop.
-        parts: The arguments of `Loop`.
-    """
+    """Our loop when transformers' loop runs the epochs; it acts on requests as usual. The engine is created later."""
 
     def __init__(self, engine: Callable[[], Engine], *parts: Any) -> None:
         super().__init__(*parts)
         self._engine = engine
 
     def train(self) -> None:
-        """Run transformers' loop until the run ends."""
         if not self.lifecycle.stop:
             self._engine().run()
-        elif self.checkpointer.is_resuming:
+        elif self.checkpointer.is_resuming:  # a run that has ended
             self._engine().restore_state()
 
     @property
     def has_rank_local_requests(self) -> bool:
-        """Whether this rank may have requests that other ranks lack; transformers' callbacks may."""
-        return True
+        return True  # transformers' callbacks may have some
 
     @property
     def has_requests(self) -> bool:
-        """Whether anything may have been requested on this rank, including by transformers' callbacks."""
         return self._engine().is_in_train or super().has_requests
 
     def agree(self, where: str, *requests: str, ahead: Sequence[float] = ()) -> Control:
-        """Return which of these requests any rank has, including those of transformers' callbacks."""
         engine = self._engine()
         if not engine.is_in_train:  # the flags belong to an earlier run
             return super().agree(where, *requests, ahead=ahead)
@@ -99,25 +90,15 @@ class EngineLoop(Loop):
 
     def sanity_check(self) -> None:
         evaluation: Any = self.evaluation
-        with self.mute_callbacks():
-            if "evaluate" in self._engine().trainer._overridden:  # the user's `evaluate` may need no loss
-                evaluation.run_first_batches(self.sets.eval, self.is_interrupted)
-            else:
-                super().sanity_check()
-
-    @contextlib.contextmanager
-    def mute_callbacks(self) -> Iterator[None]:
-        """Evaluate without calling transformers' callbacks, for which the run has not begun yet."""
-        evaluation: Any = self.evaluation
-        evaluation.reports_batches = False
-        try:
-            yield
-        finally:
-            evaluation.reports_batches = True
+        if "evaluate" in self._engine().trainer._overridden:  # the user's `evaluate` may need no loss
+            evaluation.run_first_batches(self.sets.eval, self.is_interrupted)
+        else:
+            super().sanity_check()
 
     def finish_run(self) -> None:
-        self._engine().count_operations()
-        self._engine().record_final_state()
+        engine = self._engine()
+        engine.count_operations()
+        engine.final_state = copy.deepcopy(engine.state)
         super().finish_run()
 
     def _save(self, is_asked: bool) -> None:
@@ -147,10 +128,9 @@ class EngineLoop(Loop):
 
     def evaluate(self, counts: bool = True) -> None:
         """Evaluate as part of the run, unless it is the last evaluation and too early by `eval_delay`."""
-        engine, lifecycle = self._engine(), self.lifecycle
-        if not (lifecycle.is_closing and is_delayed(engine.training_args, lifecycle.progress)):
-            with contextlib.nullcontext() if engine.is_in_train else self.mute_callbacks():
-                super().evaluate(counts)
+        lifecycle = self.lifecycle
+        if not (lifecycle.is_closing and is_delayed(self._engine().training_args, lifecycle.progress)):
+            super().evaluate(counts)
 
 
 class Engine(SearchTrainer):
@@ -161,12 +141,11 @@ class Engine(SearchTrainer):
     Args:
         trainer: The trainer of the run.
         training_args: The user's TrainingArguments, or None.
-        by_window: Whether transformers' loop gets full windows, because the data's length is unknown or may change.
-        callback_args: The arguments that callbacks see, theirs and ours; `args` is for transformers' loop.
+        callback_args: The arguments that callbacks see, theirs and ours.
         scratch: A folder for temporary files.
         trial: The trial of a search, or None.
         accelerator: The `Accelerator` of a backend that shards; None lets transformers create one.
-        kwargs: The arguments of `transformers.Trainer`.
+        kwargs: The arguments of `transformers.Trainer`, of which `args` is for its loop.
     """
 
     epoch_has_ended: bool = False
@@ -188,7 +167,7 @@ class Engine(SearchTrainer):
     windows: Iterator[Window]
     """The windows of the rest of the epoch."""
     final_state: transformers.TrainerState | None = None
-    """Transformers' state at the end of the latest run, before its last rows."""
+    """Transformers' state at the end of the latest run, before its last rows, for a continued run in this process."""
     output: Any = None
     """The return value of transformers' loop."""
     # The means of the row of logs that transformers is about to write.
@@ -210,7 +189,6 @@ class Engine(SearchTrainer):
         self,
         trainer: BaseTrainer,
         training_args: transformers.TrainingArguments | None,
-        by_window: bool,
         callback_args: transformers.TrainingArguments,
         scratch: Path,
         trial: Trial | None,
@@ -220,10 +198,9 @@ class Engine(SearchTrainer):
         self.trainer = trainer
         self.training_args = training_args
         self.callback_args = callback_args
-        self.by_window = by_window
         self.scratch = scratch
         self.search_trial = trial
-        self.syncs_each_batch: bool = syncs_each_batch(training_args)
+        self.syncs_each_batch: bool = bool(accumulation_options(training_args).get("sync_each_batch"))
         self.real_accelerator = accelerator
         self._tolerance = Tolerance("output_dir", "The next write there tries again.")
         output_dir: Any = kwargs["args"].output_dir
@@ -273,13 +250,10 @@ class Engine(SearchTrainer):
 
     def _write_start_state(self) -> str | None:
         """Return a folder with the state that transformers needs to start at the current position; None at 0."""
-        trainer, progress = self.trainer, self.trainer.progress
+        progress = self.trainer.progress
         if not (progress.epoch or progress.samples_in_epoch):
             return None
-        share = samples_of_step(trainer.settings, trainer._sets.share.size)
         state = self.current_state()
-        # transformers' loop derives the position in the data from this; the Bridge sets the step
-        state.global_step = progress.epoch * (trainer.steps_per_epoch or 0) + -(-progress.samples_in_epoch // share)
         for name in ("logging_steps", "eval_steps", "save_steps"):  # our callbacks have the intervals
             setattr(state, name, getattr(self.args, name))
         folder = self.scratch / "start"
@@ -291,20 +265,14 @@ class Engine(SearchTrainer):
         """Return the samples of an optimizer step over all ranks."""
         return samples_of_step(self.trainer.settings, self.trainer._sets.share.size)
 
-    def record_final_state(self) -> None:
-        """Record transformers' state at the end of a run, for a continued run in this process."""
-        self.final_state = copy.deepcopy(self.state)
-
     def current_state(self) -> transformers.TrainerState:
         """Return transformers' state of the run so far: its history, and the states of its callbacks."""
         trainer, state = self.trainer, transformers.TrainerState()
         checkpointer = trainer._checkpointer
-        resumed = checkpointer.resumed
-        state_file = None if resumed is None else resumed[0] / "trainer_state.json"
         if checkpointer.continued_state is not None and self.final_state is not None:
             state = copy.deepcopy(self.final_state)
-        elif state_file is not None and state_file.exists():
-            state = transformers.TrainerState.load_from_json(str(state_file))
+        elif checkpointer.resumed is not None and (path := checkpointer.resumed[0] / "trainer_state.json").exists():
+            state = transformers.TrainerState.load_from_json(str(path))
         state.global_step = trainer.progress.step + trainer.progress.skipped_steps
         state.epoch, state.train_batch_size = trainer.progress.epochs, trainer.batch_size
         return state
@@ -320,61 +288,29 @@ class Engine(SearchTrainer):
         self.gather_function = self.real_accelerator.gather_for_metrics
         self.is_deepspeed_enabled = self.is_fsdp_enabled = self.is_tp_enabled = False  # the backend shards
 
-    @property
-    def optimizer_facade(self) -> OptimizerFacade:
-        """The optimizer of transformers' loop."""
-        return self.accelerator.optimizer  # type: ignore[attr-defined]
-
     def _move_model_to_device(self, model: nn.Module, device: Any) -> None:
         pass  # the backend does it
 
     # --- data
 
     def get_train_dataloader(self) -> DataLoader[Any]:
-        """Return a loader by which transformers' loop counts; batches come from `get_batch_samples`."""
-        return counting_loader(self.trainer, self.by_window)
+        """Return an endless loader, which is never read: `get_batch_samples` ends an epoch."""
+        generator = torch.Generator().manual_seed(0)  # otherwise it draws from the generator of training
+        return DataLoader(range(1 << 40), batch_size=1, generator=generator)  # type: ignore[arg-type]
 
     def stock_train_dataloader(self) -> DataLoader[Any]:
         """Return the loader that transformers builds for the training set."""
-        with self._prepare_with_accelerate():
-            return super().get_train_dataloader()
-
-    def get_eval_dataloader(self, eval_dataset: Any = None) -> DataLoader[Any]:
-        """Return the loader that transformers builds for an evaluation set."""
-        with self._prepare_with_accelerate():
-            return super().get_eval_dataloader(eval_dataset)
-
-    def get_test_dataloader(self, test_dataset: Any) -> DataLoader[Any]:
-        """Return the loader that transformers builds for a test set."""
-        with self._prepare_with_accelerate():
-            return super().get_test_dataloader(test_dataset)
-
-    @contextlib.contextmanager
-    def _prepare_with_accelerate(self) -> Iterator[None]:
-        """Make accelerate split the samples of loaders built inside, and move their batches to the device."""
-        self.accelerator.prepares_loaders = True  # type: ignore[attr-defined]
-        try:
-            yield
-        finally:
-            self.accelerator.prepares_loaders = False  # type: ignore[attr-defined]
+        return super().get_train_dataloader()
 
     def get_batch_samples(self, epoch_iterator: Iterator[Any], num_batches: int, device: Any) -> tuple[list[Any], None]:
-        """Return the micro-batches of the next window: one by one, or as a single item if their number is unknown."""
+        """Return the micro-batches of the next window, as the single item of a step of transformers' loop."""
         window = next(self.windows, None)
         if window is None:
             # transformers' loop relies on a length, and would end the run after an epoch without a step
             self.control.should_epoch_stop, self.stop_requested = True, self.control.should_training_stop
             return [], None
         self.window = window
-        return [window.batches] if self.by_window else window.batches, None
-
-    def _run_epoch(self, *args: Any, **kwargs: Any) -> Any:
-        """Run one epoch of the data's current length; transformers reads the length only once."""
-        if not self.by_window and "steps_in_epoch" in kwargs:
-            batches = len(self.trainer.train_loader)
-            kwargs["steps_in_epoch"] = batches
-            kwargs["num_update_steps_per_epoch"] = -(-batches // self.args.gradient_accumulation_steps)
-        return super()._run_epoch(*args, **kwargs)
+        return [window.batches], None
 
     def start_windows(self) -> None:
         """Start the windows of the epoch at the current position."""
@@ -388,25 +324,21 @@ class Engine(SearchTrainer):
     # --- a step
 
     def training_step(self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None) -> torch.Tensor:
-        """Run forward and backward on a micro-batch, or on each one of a window; return the loss."""
+        """Run forward and backward on the micro-batches of a window, and return their losses together."""
         if not self.window.weight:
             return torch.zeros((), device=self.args.device)
-        if self.by_window:
-            return self.trainer._step.run(lambda: self._run_micro_batches(model))
-        return self._train_micro_batch(model, inputs)
-
-    def _train_micro_batch(self, model: nn.Module, inputs: Any) -> torch.Tensor:
-        trainer, emit = self.trainer, self.trainer.lifecycle.emit_in_step
-        with trainer._accumulating(last=trainer._step.completes or self.syncs_each_batch):
-            loss = trainer.call_training_step(model, inputs)
-        if emit is not None:
-            emit(Event.BATCH_END)
-        return loss
+        return self.trainer._step.run(functools.partial(self._run_micro_batches, model))
 
     def _run_micro_batches(self, model: nn.Module) -> torch.Tensor:
-        total = torch.zeros((), device=self.args.device)
-        for batch in self.trainer._step.window.batches:
-            total += self._train_micro_batch(model, batch)
+        trainer, emit = self.trainer, self.trainer.lifecycle.emit_in_step
+        total, step = torch.zeros((), device=self.args.device), trainer._step
+        for batch in step.window.batches:
+            with trainer._accumulating(last=step.completes or self.syncs_each_batch):
+                total += trainer.call_training_step(model, batch)
+            if emit is not None:
+                emit(Event.BATCH_END)
+            if step.turn < len(step.window.batches) and trainer.settings.microbatch_size is None:
+                self.control = self.callback_handler.on_substep_end(self.args, self.state, self.control)
         return total
 
     def run_micro_batch(self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None) -> torch.Tensor:
@@ -430,13 +362,19 @@ class Engine(SearchTrainer):
         return (loss, {}) if return_outputs else loss
 
     def floating_point_ops(self, inputs: Any) -> int:
-        """Return the floating-point operations of a micro-batch, or of a window."""
-        batches = inputs if self.by_window else [inputs]
-        count = super().floating_point_ops
-        return sum(count(dict(batch)) for batch in batches if isinstance(batch, Mapping))
+        """Return the floating-point operations of a micro-batch, or of the list of those of a window."""
+        batches = inputs if isinstance(inputs, list) else [inputs]
+        operations = 0
+        for batch in batches:
+            operations += super().floating_point_ops(dict(batch)) if isinstance(batch, Mapping) else 0
+        return operations
+
+    def _track_num_input_tokens(self, inputs: Any) -> None:
+        for batch in inputs:
+            super()._track_num_input_tokens(batch)
 
     def count_operations(self) -> None:
-        """Add the operations since the latest log to transformers' state, which is in checkpoints."""
+        """Add the operations since the latest log to transformers' state."""
         if self.is_in_train:
             self.store_flos()
 
@@ -507,9 +445,7 @@ class Engine(SearchTrainer):
     def report_evaluation(self, metrics: Mapping[str, float], is_reported: bool = False) -> None:
         """Report an evaluation and its timings to transformers' history, state and callbacks.
 
-        Args:
-            metrics: The result.
-            is_reported: Whether the user's own `evaluate` has written the row of logs and called the callbacks.
+        With `is_reported`, the user's own `evaluate` has written the row of logs and called the callbacks.
         """
         if not is_reported:
             logs = {**metrics, **self.trainer._evaluation.speeds}  # type: ignore[attr-defined]
@@ -545,11 +481,9 @@ class Engine(SearchTrainer):
         return self.trainer.evaluate(eval_dataset, metric_key_prefix)
 
     def write_transformers_files(self, folder: Path, stock: bool) -> None:
-        """Write transformers' history, model files, and optionally the files from which its stock Trainer resumes.
+        """Write transformers' history and model files into a checkpoint.
 
-        Args:
-            folder: The folder of the checkpoint.
-            stock: Whether to write the latter: they are pickled, and we read none of them.
+        With `stock`, also the files from which its stock Trainer resumes: they are pickled, and we read none of them.
         """
         trainer = self.trainer
         store: Any = trainer.store
@@ -600,9 +534,7 @@ class Engine(SearchTrainer):
         pass
 
     def _load_rng_state(self, checkpoint: str | None) -> None:
-        """Restore the generators; called once the first batch of the resumed run is ready."""
-        checkpointer = self.trainer._checkpointer
-        checkpointer.resume_random_numbers()
+        self.trainer._checkpointer.resume_random_numbers()  # once the first batch of the resumed run is ready
 
 
 @contextlib.contextmanager
@@ -625,8 +557,7 @@ class Bridge(transformers.TrainerCallback):
         self.engine = engine
         self.trainer: BaseTrainer = engine.trainer
 
-    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> Any:
-        """Set the length of the run from our limits."""
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         trainer, engine = self.trainer, self.engine
         state.max_steps = trainer.total_steps or state.max_steps
         epochs = trainer.epochs or (trainer.total_steps or 0) / (trainer.steps_per_epoch or 1) or state.num_train_epochs
@@ -637,44 +568,32 @@ class Bridge(transformers.TrainerCallback):
         handler.train_dataloader = loader_for_callbacks(trainer.train_loader, trainer.batch_size)
         state.global_step = trainer.progress.step + trainer.progress.skipped_steps
         engine._globalstep_last_logged = engine._initial_global_step = state.global_step
-        return control
 
-    def on_epoch_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> Any:
-        """Begin an epoch."""
+    def on_epoch_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         trainer, engine = self.trainer, self.engine
         engine.epoch_has_ended = False
         trainer._loop.begin_epoch()
         trainer._step.begin_epoch()
         engine.start_windows()
-        return control
 
-    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> Any:
-        """Begin a step."""
+    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self.trainer.lifecycle.begin_step(self.engine.window.batches)
         self.trainer._step.begin(self.engine.window)
-        return control
 
-    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> Any:
-        """Clip the complete gradients and call our callbacks."""
-        self.engine.optimizer_facade.should_update = self.trainer._step.finish()
-        return control
+    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.engine.accelerator.optimizer.should_update = self.trainer._step.finish()
 
-    def on_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> Any:
-        """Finish the update, or the skipped one."""
-        self.trainer._step.end_step(self.engine.optimizer_facade.was_applied)
-        return control
+    def on_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.trainer._step.end_step(self.engine.accelerator.optimizer.was_applied)
 
-    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> Any:
-        """End a step."""
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         trainer, window = self.trainer, self.engine.window
-        skipped = not self.engine.optimizer_facade.was_applied
+        skipped = not self.engine.accelerator.optimizer.was_applied
         trainer.lifecycle.end_step(window.samples, window.tokens, skipped, window.micro_batches)
-        if self.engine.by_window:  # otherwise transformers counts the same
-            state.epoch = trainer.progress.epochs
-        return self._export_requests(control)
+        state.epoch = round(trainer.progress.epochs, 9)  # which is below a whole number until the epoch ends
+        self._export_requests(control)
 
-    def on_epoch_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> Any:
-        """End an epoch, or the run."""
+    def on_epoch_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         engine = self.engine
         loop: Any = self.trainer._loop
         if engine.stop_requested is not None:
@@ -682,9 +601,9 @@ class Bridge(transformers.TrainerCallback):
         loop.end_epoch(loop.finish_data())
         control.should_epoch_stop, engine.epoch_has_ended = False, True
         loop.finish_run_by_steps()
-        return self._export_requests(control)
+        self._export_requests(control)
 
-    def _export_requests(self, control: Any) -> Any:
+    def _export_requests(self, control: Any) -> None:
         """Copy the requests of our callbacks to transformers' flags, which its callbacks can read and change."""
         lifecycle = self.trainer.lifecycle
         asked = lifecycle.control
@@ -693,38 +612,19 @@ class Bridge(transformers.TrainerCallback):
         control.should_save |= asked.save
         control.should_training_stop |= bool(asked.stop or lifecycle.stop)
         asked.log = asked.evaluate = asked.save = False
-        return control
 
 
 class Boundary(transformers.TrainerCallback):
-    """Runs after the user's callbacks: a stop requested between two micro-batches takes effect after the step."""
+    """Runs after the user's callbacks: once all have begun, the evaluation before the run is reported."""
 
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
-        self.trainer: BaseTrainer = engine.trainer
-        self._ends_epoch = False
 
-    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> Any:
-        """Report the evaluation before the run, once all callbacks have begun."""
-        engine, lifecycle = self.engine, self.trainer.lifecycle
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        engine, lifecycle = self.engine, self.engine.trainer.lifecycle
         metrics, engine._initial_evaluation = engine._initial_evaluation, None
         if metrics is not None and lifecycle.evaluated_step == lifecycle.progress.step:
             engine.report_evaluation(metrics)  # otherwise it belongs to a run without a step
-        return control
-
-    def on_substep_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> Any:
-        """Defer stops between micro-batches to the end of the step."""
-        if control.should_training_stop:
-            self.trainer.stop()
-        self._ends_epoch |= control.should_epoch_stop
-        control.should_training_stop = control.should_epoch_stop = False
-        return control
-
-    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> Any:
-        """End the epoch if a callback requested it between micro-batches."""
-        control.should_epoch_stop |= self._ends_epoch
-        self._ends_epoch = False
-        return control
 
 
 class Reporter(Callback):
@@ -736,15 +636,13 @@ class Reporter(Callback):
         self._engine = engine
 
     def on_log(self, trainer: Any, logs: Any) -> None:
-        """Report a row of logs, except rows written only because the run ends."""
         engine, lifecycle = self._engine(), self._engine().trainer.lifecycle
-        logs_nothing = enum_value(engine.callback_args.logging_strategy) == "no"
+        logs_nothing = enum_value(engine.callback_args.logging_strategy) == "no"  # but for the end of the run
         is_final_row = lifecycle.is_closing or (logs_nothing and lifecycle.stop)
         if engine.is_in_train and not is_final_row:
             engine.report_log(logs)
 
     def on_eval_end(self, trainer: Any, metrics: Mapping[str, float]) -> None:
-        """Report an evaluation of the run."""
         engine = self._engine()
         evaluation: Any = engine.trainer._evaluation
         is_reported, evaluation.is_reported_by_user = evaluation.is_reported_by_user, False
@@ -756,7 +654,6 @@ class Reporter(Callback):
             engine.search_trial.report(engine, metrics)
 
     def on_save_end(self, trainer: Any) -> None:
-        """Upload and report a complete checkpoint."""
         engine, path = self._engine(), self._engine().trainer.lifecycle.saved_path
         if engine.args.push_to_hub and path is not None:
             engine.push_checkpoint(path)
@@ -773,21 +670,22 @@ class AcceleratorFacade:
     def __init__(self, trainer: BaseTrainer, accelerator: Any) -> None:
         self._trainer = trainer
         self._accelerator = accelerator
-        self.prepares_loaders = False
         self.optimizer: OptimizerFacade
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._accelerator, name)
 
     def prepare(self, *objects: Any, **kwargs: Any) -> Any:
-        """Return the wrapped model for a model, a loader unchanged, and a facade for the optimizer."""
-        if objects and all(isinstance(entry, DataLoader) for entry in objects):
-            if self.prepares_loaders:
-                objects = tuple(self._accelerator.prepare_data_loader(entry) for entry in objects)
-            return objects if objects[1:] else objects[0]
-        self.optimizer = OptimizerFacade(self._trainer)
-        wrapped = self._trainer.backend.wrapped
-        prepared = [wrapped if isinstance(entry, nn.Module) else self.optimizer for entry in objects]
+        """Return the wrapped model for a model, accelerate's loader for a loader, and a facade for the optimizer."""
+        prepared: list[Any] = []
+        for entry in objects:
+            if isinstance(entry, DataLoader):
+                prepared.append(self._accelerator.prepare_data_loader(entry))
+            elif isinstance(entry, nn.Module):
+                prepared.append(self._trainer.backend.wrapped)
+            else:
+                self.optimizer = OptimizerFacade(self._trainer)
+                prepared.append(self.optimizer)
         return tuple(prepared) if len(prepared) > 1 else prepared[0]
 
     def prepare_model(self, model: nn.Module, **kwargs: Any) -> nn.Module:
@@ -817,7 +715,7 @@ class AcceleratorFacade:
     clear = free_memory
 
 
-class OptimizerFacade(torch.optim.Optimizer):
+class OptimizerFacade:
     """The optimizer for transformers' loop: its step is the trainer's update, if the gradients are finite."""
 
     def __init__(self, trainer: BaseTrainer) -> None:
@@ -826,26 +724,14 @@ class OptimizerFacade(torch.optim.Optimizer):
         self.was_applied: bool = True
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self._trainer.optimizer, name)
+        return getattr(self._trainer.backend.optimizer, name)
 
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+    def step(self, closure: Any = None) -> None:
         """Update the weights."""
         self.was_applied = self.should_update and self._trainer._step.update()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Do nothing: the step has cleared the gradients."""
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the state of the real optimizer."""
-        return self._trainer.optimizer.state_dict()
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load the state of the real optimizer."""
-        self._trainer.optimizer.load_state_dict(state_dict)
-
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group to the real optimizer."""
-        self._trainer.optimizer.add_param_group(param_group)
 
 
 class ScheduleFacade:

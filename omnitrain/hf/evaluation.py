@@ -1,6 +1,6 @@
-"""Evaluation features of HFTrainer.
+"""Evaluations of HFTrainer.
 
-Generation, label names, extra inputs of metrics, half-precision weights. `trainer/evaluation.py` has the loop itself.
+Generated answers, label names, extra inputs of metrics, half-precision weights. `trainer/evaluation.py` has the loop.
 """
 
 from __future__ import annotations
@@ -12,17 +12,127 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
-from transformers import Seq2SeqTrainingArguments
+import transformers
+from torch import nn
 from transformers.trainer_utils import speed_metrics
 
 from omnitrain.checkpoint.state_dicts import unwrap
-from omnitrain.core.errors import DataError
-from omnitrain.data.collation import IGNORED_LABEL, count_samples, get_labels
+from omnitrain.core.errors import ConfigError, DataError
+from omnitrain.data.collation import IGNORED_LABEL, LABEL_KEYS, count_samples, get_labels
 from omnitrain.data.loaders import Loader
 from omnitrain.hf.engine import Engine
-from omnitrain.hf.generation import Generation
-from omnitrain.model.units import StepOutput
+from omnitrain.model.units import StepOutput, generated
 from omnitrain.trainer.evaluation import Evaluation, Inconclusive, Predictions
+
+# The default `max_length` of a generation.
+_DEFAULT_LENGTH = 20
+
+
+class Generation:
+    """Generates the tokens for metrics, of the same width as `Seq2SeqTrainer`.
+
+    All answers of a set are padded with one token, and their labels with -100, so the split into batches has no effect.
+    The padding token is that of `processing_class`, or else of the model's config.
+    """
+
+    def __init__(self, args: transformers.Seq2SeqTrainingArguments, processing_class: Any) -> None:
+        self.processing_class = processing_class
+        limits = {"max_length": args.generation_max_length, "num_beams": args.generation_num_beams}
+        self.generate_kwargs: dict[str, Any] = {name: value for name, value in limits.items() if value is not None}
+
+    @contextlib.contextmanager
+    def with_options(self, options: Mapping[str, Any]) -> Iterator[None]:
+        """Use these arguments of `model.generate` inside, and those of the training arguments otherwise."""
+        previous = self.generate_kwargs
+        overrides = {name: value for name, value in options.items() if value is not None}
+        retained = previous if "max_new_tokens" not in overrides else previous.keys() - {"max_length"}
+        self.generate_kwargs = {name: previous[name] for name in retained} | overrides
+        try:
+            yield
+        finally:
+            self.generate_kwargs = previous
+
+    def generate(self, model: Any, batch: Any, labels: Any, synced: bool) -> tuple[torch.Tensor, Any]:
+        """Return the tokens that the bare module generates for a batch, and its labels, both padded.
+
+        With `synced`, no process may finish before the others, because each has a part of the weights.
+        """
+        tokens = generated(model, _generation_inputs(batch), synced, self.generate_kwargs)
+        if len(tokens) != count_samples(batch):
+            raise DataError(
+                f"The model generated {len(tokens)} sequences for {count_samples(batch)} samples. Set "
+                "`num_return_sequences=1` in its generation config."
+            )
+        width = _width(model.generation_config, tokens)
+        if tokens.shape[-1] < width:
+            tokens = nn.functional.pad(tokens, (0, width - tokens.shape[-1]), value=self.pad_token_id(model))
+        if isinstance(labels, torch.Tensor) and labels.ndim == 2:
+            width = _width(model.generation_config, labels)
+            labels = nn.functional.pad(labels, (0, width - labels.shape[-1]), value=IGNORED_LABEL)
+        return tokens, labels
+
+    def pad_token_id(self, model: Any) -> int:
+        """Return the token that pads short answers."""
+        for source, name in (
+            (self.processing_class, "pad_token_id"),
+            (self.processing_class, "eos_token_id"),
+            (model.config, "pad_token_id"),
+            (model.generation_config, "pad_token_id"),
+        ):
+            if getattr(source, name, None) is not None:
+                return int(getattr(source, name))
+        raise DataError(
+            "Generated tokens have different lengths, and there is no padding token. Set `pad_token` of the tokenizer "
+            "and pass it as `processing_class`, or set `pad_token_id` in the model's config."
+        )
+
+
+def make_generation(args: Any, model: Any, metrics: Any, processing_class: Any) -> Generation | None:
+    """Set the model's generation config from transformers' arguments, and return a Generation if they request it.
+
+    Raises:
+        ConfigError: If the model cannot generate, or a metric by name would get generated tokens.
+    """
+    if getattr(args, "generation_config", None) is not None:
+        model.generation_config = transformers.Seq2SeqTrainer.load_generation_config(args.generation_config)
+    if not getattr(args, "predict_with_generate", False) or args.prediction_loss_only:
+        return None
+    if not callable(getattr(model, "generate", None)):
+        raise ConfigError(
+            f"`training_args.predict_with_generate=True` needs a model with a method `generate`, which "
+            f"{type(model).__name__} does not have. Leave it out."
+        )
+    metrics = metrics if isinstance(metrics, (list, tuple)) else [metrics]
+    if metric_names := [metric for metric in metrics if isinstance(metric, str)]:
+        raise ConfigError(
+            f"`compute_metrics={metric_names[0]!r}` compares tokens by position, which is meaningless for generated "
+            "ones (`predict_with_generate=True`). Pass a function that decodes them."
+        )
+    return Generation(args, processing_class)
+
+
+def _width(config: Any, tokens: torch.Tensor) -> int:
+    """Return the width to which `Seq2SeqTrainer` pads these tokens or labels."""
+    size, longest = tokens.shape[-1], config.max_length or _DEFAULT_LENGTH
+    if size >= longest and config.max_new_tokens is not None:
+        longest = config.max_new_tokens + 1
+    return max(size, longest)
+
+
+def _generation_inputs(batch: Any) -> dict[str, Any]:
+    """Return the inputs for generation: without labels, and without decoder tokens derived from labels."""
+    if not isinstance(batch, Mapping):
+        raise DataError(
+            f"`predict_with_generate=True` needs batches that are dicts, got a {type(batch).__name__}: the entries "
+            "are passed to model.generate by name."
+        )
+    inputs = {key: value for key, value in batch.items() if key not in LABEL_KEYS}
+    labels, decoder_inputs = batch.get("labels"), batch.get("decoder_input_ids")
+    if labels is not None and decoder_inputs is not None and labels.shape == decoder_inputs.shape:
+        for name in ("decoder_input_ids", "decoder_attention_mask"):
+            inputs.pop(name, None)
+    return inputs
+
 
 # Suffixes of the timings that transformers adds to metrics, which differ in every run.
 _TIMING_SUFFIXES = ("_runtime", "_samples_per_second", "_steps_per_second")
@@ -38,106 +148,77 @@ class _Interrupted(BaseException):
 
 
 class HFEvaluation(Evaluation):
-    """The evaluations of HFTrainer.
-
-    Args:
-        engine: Returns the engine, which is created later.
-        training_args: The user's TrainingArguments, or None.
-        parts: The arguments of `Evaluation`.
-    """
+    """The evaluations of HFTrainer. The engine is created later."""
 
     generation: Generation | None = None
     """Generates the answers for metrics, if the training arguments request that."""
 
-    def __init__(
-        self,
-        engine: Callable[[], Engine],
-        training_args: Any,
-        *parts: Any,
-    ) -> None:
+    def __init__(self, engine: Callable[[], Engine], training_args: Any, *parts: Any) -> None:
         super().__init__(*parts)
         self._engine = engine
         self._training_args = training_args
         self.is_predicting: bool = False
         """Whether this is a prediction, for which there may be no labels."""
-        self.reports_batches: bool = True
-        """Whether transformers' callbacks are called for each batch."""
+        self._is_outside_run = False
         self.speeds: dict[str, float] = {}
         """The timings of the latest evaluation or prediction, as transformers adds them to the metrics."""
         self.ignored: frozenset[str] = frozenset()
         """Keys of the model's output to leave out of the predictions."""
-        # The evaluation of the run for which the user's `evaluate` was called.
-        self._run_evaluation: Callable[[], dict[str, float] | None] | None = None
-        # Whether to end that evaluation.
-        self._is_interrupted: Callable[[int], bool] = lambda number: False
+        self.run_evaluation: tuple[Any, str, Callable[[int], bool]] | None = None
+        """The arguments of the evaluation of the run for which the user's `evaluate` was called."""
         self.is_reported_by_user: bool = False
         """Whether the user's `evaluate` ran the latest evaluation of the run, wrote its log and called callbacks."""
 
     @contextlib.contextmanager
-    def ignore_output_keys(self, keys: Collection[str]) -> Iterator[None]:
-        """Leave these keys of the model's output out of the predictions inside."""
-        previous = self.ignored
-        self.ignored = frozenset(keys) or previous
-        try:
-            yield
-        finally:
-            self.ignored = previous
-
-    @contextlib.contextmanager
-    def generation_options(self, call: str, options: Mapping[str, Any]) -> Iterator[None]:
-        """Use these arguments of `model.generate` inside, if anything is generated.
-
-        Args:
-            call: The method to which they were passed.
-            options: The arguments; None means not passed.
+    def with_options(
+        self, ignored: Collection[str] | None, call: str = "train", options: Mapping[str, Any] | None = None
+    ) -> Iterator[None]:
+        """Leave these keys of the model's output out of predictions, and use options of `model.generate`, inside.
 
         Raises:
-            TypeError: If the training arguments do not support generation.
+            TypeError: If options were passed to `call`, and the training arguments do not support generation.
         """
-        if options and not isinstance(self._training_args, Seq2SeqTrainingArguments):
+        if options and not isinstance(self._training_args, transformers.Seq2SeqTrainingArguments):
             raise TypeError(
                 f"{call}() got an unexpected keyword argument {next(iter(options))!r}. Arguments of `model.generate` "
                 "need Seq2SeqTrainingArguments, with predict_with_generate=True."
             )
-        with contextlib.nullcontext() if self.generation is None else self.generation.with_options(options):
-            yield
+        previous, self.ignored = self.ignored, frozenset(ignored or ()) or self.ignored
+        try:
+            with contextlib.nullcontext() if self.generation is None else self.generation.with_options(options or {}):
+                yield
+        finally:
+            self.ignored = previous
 
     def evaluate(
         self, loader: Any, prefix: str, is_interrupted: Callable[[int], bool], only_first: bool = False
     ) -> dict[str, float] | None:
         """Evaluate as every trainer does; as part of the run, by the user's own `evaluate` if there is one."""
-        trainer, evaluate = self._engine().trainer, self._evaluate_timed
-        is_run_evaluation = loader is trainer.eval_loader and trainer._loop.is_evaluating and not only_first
-        if not is_run_evaluation or self._run_evaluation is not None or "evaluate" not in trainer._overridden:
-            return evaluate(loader, prefix, is_interrupted, only_first)
-        self._run_evaluation, self._is_interrupted = lambda: evaluate(loader, prefix, is_interrupted), is_interrupted
-        self.is_reported_by_user = True
+        trainer = self._engine().trainer
+        is_of_run = loader is trainer.eval_loader and trainer._loop.is_evaluating and not only_first
+        if not is_of_run or self.run_evaluation is not None or "evaluate" not in trainer._overridden:
+            return self._evaluate_timed(loader, prefix, is_interrupted, only_first)
+        self.run_evaluation, self.is_reported_by_user = (loader, prefix, is_interrupted), True
         try:
             metrics = dict(trainer.evaluate())
         except _Interrupted:
             return None
         finally:
-            self._run_evaluation = None
+            self.run_evaluation = None
         return {name: value for name, value in metrics.items() if not name.endswith(_TIMING_SUFFIXES)}
-
-    @property
-    def is_run_evaluation(self) -> bool:
-        """Whether the user's `evaluate` was called for an evaluation of the run."""
-        return self._run_evaluation is not None
 
     def evaluate_for_run(self) -> dict[str, float]:
         """Run the evaluation of the run for which the user's `evaluate` was called."""
-        assert self._run_evaluation is not None
+        assert self.run_evaluation is not None
         self.is_reported_by_user = False
-        metrics = self._run_evaluation()
-        if metrics is None:
+        if (metrics := self._evaluate_timed(*self.run_evaluation)) is None:
             raise _Interrupted
         return metrics
 
     def evaluate_loader(self, loader: Loader, prefix: str, predicts: bool) -> Predictions:
         """Evaluate another loader within that evaluation, for predictions or only for metrics."""
-        predictions = self.evaluate_or_predict(loader, prefix, predicts, self._is_interrupted)
-        if predictions is None:
+        assert self.run_evaluation is not None
+        if (predictions := self.evaluate_or_predict(loader, prefix, predicts, self.run_evaluation[2])) is None:
             raise _Interrupted
         return predictions
 
@@ -158,14 +239,6 @@ class HFEvaluation(Evaluation):
         for eval_loader in loader.values() if isinstance(loader, Mapping) else [loader]:
             with contextlib.suppress(Inconclusive):
                 self._run(eval_loader, is_interrupted, needs_loss=False, only_first=True)
-
-    def rehearse_batches(self, loader: Loader) -> list[Any]:
-        """Run the first and the last batch of a loader, without calling transformers' callbacks."""
-        self.reports_batches = False
-        try:
-            return super().rehearse_batches(loader)
-        finally:
-            self.reports_batches = True
 
     def _evaluate_timed(
         self, loader: Any, prefix: str, is_interrupted: Callable[[int], bool], only_first: bool = False
@@ -193,7 +266,7 @@ class HFEvaluation(Evaluation):
 
     def _run_batch(self, batch: Any, loader: Loader, number: int) -> StepOutput:
         output = super()._run_batch(batch, loader, number)
-        if self.reports_batches:
+        if self._is_outside_run or self._engine().is_in_train:  # not before the run has begun for callbacks
             self._engine().report_batch(loader)
         return output
 
@@ -264,8 +337,11 @@ class HFEvaluation(Evaluation):
 
         The original weights are restored.
         """
-        dtype, model = _full_eval_dtype(self._training_args), self.trainer.backend.model
+        args, model, dtype = self._training_args, self.trainer.backend.model, None
+        if args is not None and (args.bf16_full_eval or args.fp16_full_eval):
+            dtype = torch.bfloat16 if args.bf16_full_eval else torch.float16
         originals: list[tuple[torch.Tensor, torch.Tensor]] = []
+        was_outside, self._is_outside_run = self._is_outside_run, True
         try:
             if dtype is not None and not self._engine().is_in_train:
                 for tensor in (*model.parameters(), *model.buffers()):
@@ -274,12 +350,6 @@ class HFEvaluation(Evaluation):
                         tensor.data = tensor.data.to(dtype)
             yield
         finally:
+            self._is_outside_run = was_outside
             for tensor, data in originals:
                 tensor.data = data
-
-
-def _full_eval_dtype(args: Any) -> torch.dtype | None:
-    """Return the precision of evaluations in transformers' arguments; None is that of the weights."""
-    if args is None or not (args.bf16_full_eval or args.fp16_full_eval):
-        return None
-    return torch.bfloat16 if args.bf16_full_eval else torch.float16

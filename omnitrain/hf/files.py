@@ -22,30 +22,21 @@ from omnitrain.core.errors import ConfigError
 
 
 def check_stock_checkpoints(stock_checkpoints: Any, kwargs: Mapping[str, Any]) -> None:
-    """Raise ConfigError if `stock_checkpoints` is not True or False, or if there is no folder to write to.
-
-    Args:
-        stock_checkpoints: The argument.
-        kwargs: The other arguments.
-    """
+    """Raise ConfigError if `stock_checkpoints` is not True or False, or if the other arguments exclude it."""
     if not isinstance(stock_checkpoints, bool):
         raise ConfigError(f"`stock_checkpoints` must be True or False, got {stock_checkpoints!r}.")
     if stock_checkpoints and kwargs.get("save_dir") is None:
         raise ConfigError("`stock_checkpoints=True` needs a folder for checkpoints. Pass `save_dir`, or leave it out.")
-    if stock_checkpoints and kwargs.get("save_only_model"):
-        raise ConfigError(
-            "`stock_checkpoints=True` contradicts `save_only_model=True`, whose checkpoints nobody can resume from. "
-            "Leave one of them out."
-        )
-    if stock_checkpoints and kwargs.get("async_save"):
-        raise ConfigError(
-            "`async_save=True` contradicts `stock_checkpoints=True`, whose files are written at once. Leave one of "
-            "them out."
-        )
+    for name, reason in (
+        ("save_only_model", "whose checkpoints nobody can resume from"),
+        ("async_save", "as the files of transformers are written at once"),
+    ):
+        if stock_checkpoints and kwargs.get(name):
+            raise ConfigError(f"`stock_checkpoints=True` contradicts `{name}=True`, {reason}. Leave one of them out.")
 
 
 def write_optimizer(backend: Backend, decaying: Collection[str] | None, steps: Mapping[str, Any], folder: Path) -> None:
-    """Write the states of optimizer and schedule.
+    """Write the states of optimizer and schedule (`steps`) into a checkpoint.
 
     Sharded state was gathered for the checkpoint's own file and is read from there: the main process briefly holds all
     of it in memory, as with a stock Trainer.
@@ -53,7 +44,7 @@ def write_optimizer(backend: Backend, decaying: Collection[str] | None, steps: M
     Args:
         backend: Has the optimizer.
         decaying: The parameters with weight decay in transformers, which form a separate group in a stock Trainer; None
-            for an optimizer of the user's, whose groups stay as they are.
+            for an optimizer of the user's, whose groups stay unchanged.
         steps: The state of the schedule.
         folder: The folder of the checkpoint.
     """
@@ -90,19 +81,9 @@ def _optimizer_state(backend: Backend, decaying: Collection[str] | None, folder:
 
 
 def write_state(
-    state: transformers.TrainerState,
-    stateful: Iterable[Any],
-    args: transformers.TrainingArguments | None,
-    folder: Path,
+    state: transformers.TrainerState, stateful: Iterable[Any], args: transformers.TrainingArguments | None, folder: Path
 ) -> None:
-    """Write transformers' history, and the states of its callbacks.
-
-    Args:
-        state: transformers' state of the run.
-        stateful: The callbacks with a state, and transformers' control.
-        args: The user's training arguments, which are written too.
-        folder: The folder of the checkpoint.
-    """
+    """Write transformers' history with the states of its callbacks, and the training arguments, into a checkpoint."""
     states: dict[str, Any] = {}
     for callback in stateful:
         states.setdefault(type(callback).__name__, []).append(callback.state())

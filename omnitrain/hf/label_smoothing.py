@@ -60,11 +60,6 @@ class SmoothedLoss:
 def set_smoothed_loss(args: Any, model: Any, kwargs: dict[str, Any]) -> None:
     """Set `kwargs["loss_fn"]` to the smoothed loss if transformers' arguments request it.
 
-    Args:
-        args: The user's TrainingArguments, or None.
-        model: The model to train.
-        kwargs: The keyword arguments of HFTrainer; changed in place.
-
     Raises:
         ConfigError: If the loss is custom, which transformers would silently leave unsmoothed, or if the model computes
             its loss in its forward pass, so that it is unknown whether it shifts labels.

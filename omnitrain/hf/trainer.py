@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import tempfile
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
@@ -21,7 +22,6 @@ from omnitrain.arguments import (
     ScheduleName,
     check_list,
     check_type,
-    has_changing_batch_size,
     reject_class,
     samples_of_step,
     takes_arguments,
@@ -44,6 +44,7 @@ from omnitrain.distributed.ranks import Ranks
 from omnitrain.distributed.rendezvous import connected_ranks
 from omnitrain.hf.arguments import (
     FIELDS,
+    accumulation_options,
     ddp_options,
     default_training_args,
     effective_arguments,
@@ -58,19 +59,16 @@ from omnitrain.hf.arguments import (
     resolve_alias,
     scheduler_factory,
     sharding_accelerator,
-    syncs_each_batch,
     timeout_seconds,
     warn_unread_fields,
 )
+from omnitrain.hf.callbacks import policy_callbacks
 from omnitrain.hf.calls import OVERRIDABLE, TransformersAPI
 from omnitrain.hf.data import apply_length_grouping
 from omnitrain.hf.engine import Engine, EngineLoop, Reporter
-from omnitrain.hf.evaluation import HFEvaluation
+from omnitrain.hf.evaluation import HFEvaluation, make_generation
 from omnitrain.hf.files import check_stock_checkpoints
-from omnitrain.hf.generation import make_generation
 from omnitrain.hf.label_smoothing import set_smoothed_loss
-from omnitrain.hf.model_init import check_model_init, create_model
-from omnitrain.hf.policies import policy_callbacks
 from omnitrain.hf.search import Trial, record_arguments, transfer_callbacks
 from omnitrain.model.units import ModelUnit, StepOutput, forward_names, without_effect
 from omnitrain.optim.schedules import NAMED, RunLength, Schedule, warmup_length
@@ -85,7 +83,6 @@ NEVER_CALLED = {
     "_answer_requests": "a callback",
 }
 
-_UNLIMITED_STEPS = 1 << 40
 _DATA_METHODS = ("__getitem__", "__iter__", "__len__")
 # The positional arguments of `transformers.Trainer`, after model and training arguments.
 _STOCK_POSITIONAL = (
@@ -150,6 +147,7 @@ class HFTrainer(TransformersAPI):
                 "instead."
             )
         super().__init_subclass__(**kwargs)
+        cls._overridden = frozenset(OVERRIDABLE) & overridden.keys()
         if "__init__" in vars(cls):
             cls.__init__ = record_arguments(cls.__init__)
         for name in overridden:
@@ -399,7 +397,7 @@ class HFTrainer(TransformersAPI):
         ranks = connected_ranks(timeout) if self._engine_args.world_size > 1 else Ranks()
         check_lost_processes(ranks.world_size)
         self.model_init: Any = kwargs.pop("model_init", None)
-        check_model_init(model, self.model_init, kwargs)
+        _check_model_init(model, self.model_init, kwargs)
         if self.model_init is not None:
             model = self._new_model(kwargs.get("seed", 42), self._engine_args.device)
         set_smoothed_loss(training_args, model, kwargs)
@@ -484,8 +482,19 @@ class HFTrainer(TransformersAPI):
         return our_callbacks
 
     def _new_model(self, seed: int, device: torch.device) -> nn.Module:
-        trial = self._trial and self._trial.trial
-        return create_model(self.model_init, trial, seed, device)  # type: ignore[arg-type]
+        """Return a new model, whose weights depend only on the seed; the program's random state stays unchanged."""
+        positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+        parameters = inspect.signature(self.model_init).parameters.values()
+        names = [parameter.name for parameter in parameters if parameter.kind in positional]
+        if len(names) > 1:
+            raise ConfigError(
+                f"`model_init` must take no argument, or one, the trial of a search. It takes {', '.join(names)}."
+            )
+        with isolated_rng(device, seed):
+            model = self.model_init(*[self._trial and self._trial.trial][: len(names)])
+        if not isinstance(model, nn.Module):
+            raise ConfigError(f"`model_init` must return an nn.Module, got {type(model).__name__}.")
+        return model
 
     # --- the parts of a run
 
@@ -496,17 +505,6 @@ class HFTrainer(TransformersAPI):
     def _evaluates(self) -> bool:
         args, eval_steps = self.training_args, self.settings.eval_steps
         return super()._evaluates and (args is None or eval_steps is not None or enum_value(args.eval_strategy) != "no")
-
-    @property
-    def _by_window(self) -> bool:
-        """Whether transformers' loop gets full windows, because the length of the data is unknown or may change."""
-        has_user_loader = "get_train_dataloader" in self._overridden
-        varies = self._splits or has_changing_batch_size(self.settings)
-        return has_user_loader or varies or not isinstance(self.train_loader, MapLoader)
-
-    @property
-    def _splits(self) -> bool:
-        return self.settings.microbatch_size is not None
 
     @property
     def _order_seed(self) -> int | None:
@@ -527,13 +525,17 @@ class HFTrainer(TransformersAPI):
         adds_mask = "attention_mask" in forward_names(self.get_model())
         settings = apply_length_grouping(self.settings, args, step)
         sets = Sets(settings, self.device, self.ranks, columns, adds_mask, **sampling)
-        if self.settings.microbatch_size == "auto" and self.world_size > 1 and syncs_each_batch(args):
+        if (
+            self.settings.microbatch_size == "auto"
+            and self.world_size > 1
+            and accumulation_options(args).get("sync_each_batch")
+        ):
             raise ConfigError(
                 "`accelerator_config` with sync_each_batch=True exchanges gradients in each backward pass, and with "
                 "`microbatch_size='auto'` the ranks do so once all of them have come through. Leave one of them out."
             )
-        if sets.train is not None and (self._splits or not isinstance(sets.train, MapLoader)):
-            reject_dataset_fields(args, isinstance(sets.train, MapLoader))
+        if sets.train is not None and not isinstance(sets.train, MapLoader):
+            reject_dataset_fields(args)
         return sets
 
     def _make_backend(self, model: nn.Module, make: Callable[..., Backend] | None = None) -> Backend:
@@ -554,18 +556,13 @@ class HFTrainer(TransformersAPI):
 
     def _setup_training_components(self) -> None:
         """Build the engine around the model, and put the model on its device."""
-        by_window = self._by_window
         self._engine_args.per_device_train_batch_size = self.batch_size
         self._engine_args.per_device_eval_batch_size = self.eval_batch_size
-        self._engine_args.gradient_accumulation_steps = self.gradient_accumulation_steps
-        if by_window:  # of any length: the lifecycle ends the run, and the data end an epoch
-            self._engine_args.gradient_accumulation_steps = 1
-            self._engine_args.max_steps = _UNLIMITED_STEPS
-            self._engine_args.ignore_data_skip = True
+        self._engine_args.gradient_accumulation_steps = 1  # transformers' loop gets full windows,
+        self._engine_args.ignore_data_skip = True  # and the rest of an epoch only
         self.engine = self.engine_class(
             self,
             self.training_args,
-            by_window,
             effective_arguments(self._base_args, self.settings, self._user_arguments, self._evaluates),
             Path(self._scratch.name),
             self._trial,
@@ -573,14 +570,17 @@ class HFTrainer(TransformersAPI):
             model=self.model,
             args=self._engine_args,
             data_collator=self.data_collator or Collator(label_names=self.settings.label_names or ()),
-            train_dataset=self.train_dataset if not by_window else [None],
+            train_dataset=[None],
             eval_dataset=self.eval_dataset,
             processing_class=self.processing_class,
             compute_loss_func=_unused_loss,  # so that no version divides the loss again; see Engine.compute_loss
             callbacks=self._stock_callbacks,
         )
-        is_set_by_training_args = self.training_args is not None and "progress_bar" not in self._user_arguments
-        if not is_set_by_training_args or self.settings.progress_bar is not False:
+        if (
+            self.training_args is None
+            or "progress_bar" in self._user_arguments
+            or self.settings.progress_bar is not False
+        ):
             # transformers' printer replaces our bar only if the training arguments ask for it by `disable_tqdm`
             callbacks = self.engine.callback_handler.callbacks
             self._replaced_callbacks += [callback for callback in callbacks if type(callback) is PrinterCallback]
@@ -676,3 +676,23 @@ class HFTrainer(TransformersAPI):
 
 def _unused_loss(*args: Any, **kwargs: Any) -> Any:
     raise AssertionError("Engine.compute_loss computes the loss")
+
+
+def _check_model_init(model: Any, model_init: Any, kwargs: Mapping[str, Any]) -> None:
+    """Raise ConfigError unless one of model and `model_init` is passed, with arguments that fit every new model."""
+    if (model is None) == (model_init is None):
+        problem = "neither is given" if model is None else "both are given"
+        raise ConfigError(f"HFTrainer needs `model` or `model_init`, and {problem}. Pass one of them.")
+    if model_init is None:
+        return
+    if not callable(model_init) or isinstance(model_init, nn.Module):
+        raise ConfigError(f"`model_init` must be a function that returns a model, got {type(model_init).__name__}.")
+    if hasattr(kwargs.get("optimizer"), "param_groups"):
+        raise ConfigError(
+            "`optimizer` belongs to one model, but `model_init` makes a new one for each run. Pass the optimizer's "
+            "class, or a function of the parameters."
+        )
+    if kwargs.get("unit") is not None:
+        raise ConfigError(
+            "`unit` has its own model, but `model_init` makes a new one for each run. Pass `model` instead."
+        )

@@ -228,7 +228,6 @@ def accumulation(**options: Any) -> dict[str, Any]:
         ),
         ({"gradient_accumulation_steps": 4}, {"gradient_accumulation_steps": 2}, ["steps=2", "steps=4"]),
         ({"auto_find_batch_size": True}, {"microbatch_size": 4}, ["microbatch_size=4", "auto_find_batch_size=True"]),
-        ({"auto_find_batch_size": True, "include_num_input_tokens_seen": "all"}, {}, ["no effect on full steps"]),
         ({"disable_tqdm": True}, {"progress_bar": True}, ["progress_bar=True", "disable_tqdm=True"]),
         ({"eval_strategy": "epoch"}, {"patience": 3, "callbacks": [EarlyStoppingCallback(2)]},
          ["`patience=3` contradicts", "EarlyStoppingCallback (patience=2)"]),

@@ -12,7 +12,6 @@ from counting import Streamed
 from recipes import Noisy, StopAt, callback, distance, rows, t16, weights
 from starving import no_room
 from torch import nn
-from torch.utils.data import DataLoader
 from transformers import TrainerCallback
 
 from omnitrain import HFTrainer
@@ -38,39 +37,30 @@ class Greedy(nn.Module):
         return self.body(x)
 
 
-DATA: dict[str, Any] = {"rows": lambda: rows(21), "noise": lambda: Noisy(21), "stream": lambda: Streamed(rows(21))}
 OURS = {"train_loader", "microbatch_size", "eval_dataset", "callbacks"}
+STREAM = {"data": lambda: Streamed(rows(21)), "max_steps": 9, "num_train_epochs": 1}
 
 
 @pytest.fixture
 def build(arguments: Any) -> Any:
-    """Make a trainer of 21 rows in steps of 8: the last of an epoch has 5."""
+    """Make a trainer of 21 rows in steps of 8, of which the last of an epoch has 5, and train it if asked to."""
     number = itertools.count()
 
     def make(
-        model: nn.Module, batch: int = 8, accumulation: int = 1, data: Any = None, finds: bool = True, **options: Any
+        model: nn.Module, batch: int = 8, accumulation: int = 1, finds: bool = True, trains: bool = True, **options: Any
     ) -> HFTrainer:
+        data = options.pop("data", lambda: rows(21))()
         ours = {"loss_fn": F.mse_loss, **{name: options.pop(name) for name in OURS & options.keys()}}
         args = arguments(
             options.pop("folder", f"run-{next(number)}"), per_device_train_batch_size=batch,
             gradient_accumulation_steps=accumulation, auto_find_batch_size=finds, **options,
         )  # fmt: skip
-        data = None if "train_loader" in ours else rows(21) if data is None else data
-        return HFTrainer(model, args, data, progress_bar=False, **ours)
-
-    return make
-
-
-@pytest.fixture
-def run(build: Any) -> Any:
-    """Make such a trainer, and train it."""
-
-    def run(*args: Any, **options: Any) -> HFTrainer:
-        trainer = build(*args, **options)
-        trainer.train()
+        trainer = HFTrainer(model, args, data, progress_bar=False, **ours)
+        if trains:
+            trainer.train()
         return trainer
 
-    return run
+    return make
 
 
 def logs_of(trainer: Any) -> list[Any]:
@@ -94,52 +84,37 @@ def check_equal(trainer: Any, expected: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("data", "start", "options", "small"),
+    ("start", "options", "small"),
     [
-        ("noise", 1, {}, (2, 4)),
-        ("stream", 4, {"max_steps": 9, "num_train_epochs": 1}, (2, 4)),
-        ("rows", 1, {"data_seed": 11}, (2, 4)),
-        ("rows", 0, {"dataloader_drop_last": True}, (8, 1)),
+        (1, {"data": lambda: Noisy(21), "data_seed": 11}, (2, 4)),
+        (4, STREAM, (2, 4)),
+        (0, {"dataloader_drop_last": True}, (8, 1)),
     ],
-    ids=["noise", "stream", "data_seed", "drop_last"],
+    ids=["noise", "stream", "drop_last"],
 )
-def test_run_has_the_numbers_of_small_batches(run: Any, data: str, start: int, options: Any, small: Any) -> None:
+def test_run_has_the_numbers_of_small_batches(build: Any, start: int, options: Any, small: Any) -> None:
     options = {"eval_dataset": rows(5), "eval_steps": 2, "eval_strategy": "steps", "num_train_epochs": 3, **options}
-    trainer = run(Greedy(room=3, start=start), data=DATA[data](), **options)
-    check_equal(trainer, run(Greedy(), *small, data=DATA[data](), finds=False, **options))
+    trainer = build(Greedy(room=3, start=start), **options)
+    check_equal(trainer, build(Greedy(), *small, finds=False, **options))
     assert trainer.progress.step == (6 if "dataloader_drop_last" in options else 9)
     assert (trainer.batch_size, trainer.gradient_accumulation_steps) == (8, 1)
     sizes = trainer.get_model().sizes
     assert max(sizes[sizes.index(4) + 1 :] if 4 in sizes else sizes[-2:]) <= 3
 
 
-def test_user_loader_is_split(run: Any) -> None:
-    def loader() -> Any:
-        return DataLoader(rows(21), batch_size=8)
-
-    trainer, expected = run(Greedy(room=3), train_loader=loader()), run(Greedy(), train_loader=loader(), finds=False)
-    check_equal(trainer, expected)
-
-
-@pytest.mark.processes
-def test_worker_processes_continue_with_small_batches(run: Any) -> None:
-    trainer = run(Greedy(room=2, start=4), data=Noisy(21), dataloader_num_workers=2)
-    check_equal(trainer, run(Greedy(), 2, 4, data=Noisy(21), finds=False))
-
-
-def test_resume_continues_with_small_batches(build: Any, run: Any) -> None:
-    options = {"folder": "cut", "save_strategy": "steps", "save_steps": 50, "max_steps": 6}
-    run(Greedy(room=2, start=2), data=DATA["stream"](), callbacks=[StopAt(5)], **options)
-    trainer = build(Greedy(room=2), data=DATA["stream"](), **options)
+def test_resume_continues_with_small_batches(build: Any) -> None:
+    options = {**STREAM, "folder": "cut", "save_strategy": "steps", "save_steps": 50, "max_steps": 6}
+    build(Greedy(room=2, start=2), callbacks=[StopAt(5)], **options)
+    trainer = build(Greedy(room=2), trains=False, **options)
     trainer.train(resume_from="auto")
-    expected = run(Greedy(), 2, 4, data=DATA["stream"](), finds=False, max_steps=6)
+    expected = build(Greedy(), 2, 4, finds=False, **{**STREAM, "max_steps": 6})
     assert distance(weights(trainer.get_model()), weights(expected.get_model())) <= 1e-12
     assert trainer.progress.step == 6 and trainer.progress.samples == expected.progress.samples
 
 
-def test_checkpoint_has_both_sizes(run: Any) -> None:
+def test_checkpoint_has_both_sizes(build: Any) -> None:
     """Also a second run begins with the smaller one."""
-    trainer = run(Greedy(room=2), save_strategy="epoch", num_train_epochs=1)
+    trainer = build(Greedy(room=2), save_strategy="epoch", num_train_epochs=1)
     checkpoint = Store(trainer.save_dir).resolve("last")
     assert checkpoint is not None
     names = ("batch_size", "gradient_accumulation_steps", "global_batch_size", "microbatch_size")
@@ -150,16 +125,16 @@ def test_checkpoint_has_both_sizes(run: Any) -> None:
     assert max(trainer.get_model().sizes) == 2 and trainer.progress.step == 3
 
 
-def test_callbacks_get_each_event_once(run: Any) -> None:
+def test_callbacks_get_each_event_once(build: Any) -> None:
     events: list[str] = []
     functions = {name: lambda *_, name=name, **__: events.append(name) for name in ("on_epoch_begin", "on_step_begin")}
-    run(Greedy(room=1, start=1), num_train_epochs=1, callbacks=[callback(TrainerCallback, **functions)])
+    build(Greedy(room=1, start=1), num_train_epochs=1, callbacks=[callback(TrainerCallback, **functions)])
     assert events == ["on_epoch_begin", *["on_step_begin"] * 3]
 
 
 def test_error_is_raised_where_no_batch_is_small_enough(build: Any) -> None:
     for room, finds, sizes in ((0, True, [8, 4, 2, 1]), (4, False, [8])):
-        trainer = build(Greedy(room=room), finds=finds)
+        trainer = build(Greedy(room=room), finds=finds, trains=False)
         with pytest.raises(torch.OutOfMemoryError, match="CUDA out of memory"):
             trainer.train()
         assert trainer.get_model().sizes == sizes

@@ -82,7 +82,7 @@ def test_public_names_of_transformers_are_on_the_page() -> None:
     supported = {*kinds["same"], *kinds["engine"], *kinds["another"]} & public_names()
     assert not [name for name in supported if not hasattr(trainer, name)]
     assert not [name for name in kinds["absent"] - {"objective"} if hasattr(trainer, name)]  # ours is another one
-    assert kinds["engine"] == set(ENGINE_ATTRIBUTES)
+    assert kinds["engine"] == ENGINE_ATTRIBUTES
     with pytest.raises(AttributeError, match="no attribute 'nonsense'"):
         trainer.nonsense  # noqa: B018
 

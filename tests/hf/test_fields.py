@@ -76,7 +76,7 @@ def test_fields_are_all_honoured_or_rejected() -> None:
 def test_unsupported_field_is_rejected_with_a_remedy(arguments: Any, name: str) -> None:
     args = arguments()
     values = {"train_sampling_strategy": "batch_rebalance", "dataloader_multiprocessing_context": "spawn"}
-    setattr(args, name, values.get(name, not UNSUPPORTED[name][0]))
+    setattr(args, name, values.get(name, not UNSUPPORTED[name][0][0]))
     with pytest.raises(ConfigError) as error:
         HFTrainer(bert(), args, Tokens(8, "classes"))
     reason, remedies = str(error.value).partition("by HFTrainer. ")[2], ("Leave it out", "Use ", "Call ")

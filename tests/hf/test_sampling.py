@@ -84,7 +84,6 @@ def test_sampling_fields_are_rejected_for_streams(arguments: Any) -> None:
     for fields, message, sources in (
         ({"dataloader_drop_last": True}, "drop_last.*no effect on a stream", (stream, loader)),
         ({"data_seed": 7}, "seed.*no effect on a stream", (stream, loader)),
-        ({"include_num_input_tokens_seen": "all"}, "tokens_seen='all'.*no effect on a stream", (stream,)),
         ({"group_by_length": True}, "group_by_length.*needs a dataset with a length", (stream, loader, tasks)),
     ):
         args = arguments(kind=HFTrainingArguments, max_steps=2, **fields)
