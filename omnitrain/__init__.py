@@ -82,8 +82,6 @@ if TYPE_CHECKING:
     from omnitrain.model.units import StepOutput as StepOutput
     from omnitrain.model.units import TrainUnit as TrainUnit
     from omnitrain.optim.param_groups import layerwise_decay as layerwise_decay
-    from omnitrain.optim.schedule_preview import SchedulePreview as SchedulePreview
-    from omnitrain.optim.schedule_preview import preview_schedule as preview_schedule
     from omnitrain.optim.schedules import ConstantScheduler as ConstantScheduler
     from omnitrain.optim.schedules import CosineAnnealingScheduler as CosineAnnealingScheduler
     from omnitrain.optim.schedules import CosineWithRestartsScheduler as CosineWithRestartsScheduler
@@ -94,8 +92,10 @@ if TYPE_CHECKING:
     from omnitrain.optim.schedules import PolynomialScheduler as PolynomialScheduler
     from omnitrain.optim.schedules import ProductScheduler as ProductScheduler
     from omnitrain.optim.schedules import Schedule as Schedule
+    from omnitrain.optim.schedules import SchedulePreview as SchedulePreview
     from omnitrain.optim.schedules import StepScheduler as StepScheduler
     from omnitrain.optim.schedules import WSDScheduler as WSDScheduler
+    from omnitrain.optim.schedules import preview_schedule as preview_schedule
     from omnitrain.sweeps.search import SearchResult as SearchResult
     from omnitrain.sweeps.search import SearchTrial as SearchTrial
     from omnitrain.sweeps.search import search as search
@@ -156,10 +156,9 @@ _EXPORTS = {
     "model.multitask": "MultiTask MultiTaskUnit",
     "model.units": "EvalUnit ModelUnit StepOutput TrainUnit",
     "optim.param_groups": "layerwise_decay",
-    "optim.schedule_preview": "SchedulePreview preview_schedule",
     "optim.schedules": "ConstantScheduler CosineAnnealingScheduler CosineWithRestartsScheduler ExponentialScheduler "
         "InverseSqrtScheduler LinearScheduler MultiStepScheduler PolynomialScheduler ProductScheduler "
-        "Schedule StepScheduler WSDScheduler",
+        "Schedule SchedulePreview StepScheduler WSDScheduler preview_schedule",
     "sweeps.search": "SearchResult SearchTrial search",
     "trainer.accelerated": "AccelerateTrainer",
     "trainer.base": "BaseTrainer",

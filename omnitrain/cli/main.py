@@ -330,7 +330,7 @@ def _add_schedule(commands: Any) -> None:
 
 
 def _schedule(args: argparse.Namespace) -> None:
-    from omnitrain.optim.schedule_preview import preview_schedule
+    from omnitrain.optim.schedules import preview_schedule
 
     options = {}
     for word in args.options:

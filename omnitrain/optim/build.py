@@ -400,11 +400,7 @@ def _of_transformers(
                 "`max_steps`, or use a schedule that follows tokens, samples and time: 'wsd' or 'cosine' with "
                 "lr_scheduler_kwargs={'min_lr': ...}."
             )
-        length = warmup_length(warmup)
-        converted = 0 if length == 0 else run_length.convert(length)
-        if converted is None:
-            raise ConfigError(f"`lr_scheduler={name!r}` takes a warm-up in steps, got `warmup_steps={warmup!r}`.")
-        steps = int(converted)
+        steps = run_length.steps_of(warmup)
     try:
         return get_scheduler(
             name, optimizer, num_warmup_steps=steps, num_training_steps=run_length.end,
