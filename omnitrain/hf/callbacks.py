@@ -43,21 +43,16 @@ class CombinedControl:
 
 
 class TransformersCallbacks(CallbackHandler):
-    """transformers' callbacks, in a list like that of a stock Trainer, between a `first` and a `last` one of ours.
+    """transformers' callbacks, in a list like that of a stock Trainer, after a `first` one of ours.
 
     Args:
         handler: The handler that transformers created, whose state is taken over.
         args: The arguments that callbacks get, which differ from those of transformers' loop.
         first: Gets each event before all others.
-        last: Gets each event after all others.
     """
 
     def __init__(
-        self,
-        handler: CallbackHandler,
-        args: transformers.TrainingArguments,
-        first: transformers.TrainerCallback,
-        last: transformers.TrainerCallback,
+        self, handler: CallbackHandler, args: transformers.TrainingArguments, first: transformers.TrainerCallback
     ) -> None:
         vars(self).update(vars(handler))  # not super().__init__(), which would register each callback again
         self.callbacks: list[transformers.TrainerCallback]
@@ -67,14 +62,13 @@ class TransformersCallbacks(CallbackHandler):
         """How often each tracker has failed."""
         self.args = args
         self.first = first
-        self.last = last
 
     def call_event(self, event: str, args: Any, state: Any, control: Any, **kwargs: Any) -> Any:
         """Call all callbacks for an event, and return the control.
 
         An error of a tracker is logged, and the run continues; any other error is raised with a note on the callback.
         """
-        for callback in (self.first, *self.callbacks, self.last):
+        for callback in (self.first, *self.callbacks):
             if type(callback) in _REPLACED or callback in self.replaced:
                 continue
             try:
@@ -84,7 +78,7 @@ class TransformersCallbacks(CallbackHandler):
                     eval_dataloader=self.eval_dataloader, **kwargs,
                 )  # fmt: skip
             except BaseException as error:
-                if callback not in (self.first, self.last):
+                if callback is not self.first:
                     error.add_note(f"Raised by the callback {type(callback).__name__}.{event}.")
                 if isinstance(callback, _TRACKERS) and isinstance(error, Exception):
                     self._log_failure(callback, event, state, error)

@@ -159,6 +159,10 @@ class TransformersAPI(BaseTrainer):
     _is_set_up = True
 
     get_optimizer_cls_and_kwargs: Callable[..., Any] = staticmethod(transformers.Trainer.get_optimizer_cls_and_kwargs)
+    get_num_trainable_parameters: Callable[..., int] = transformers.Trainer.get_num_trainable_parameters
+    get_learning_rates: Callable[..., list[float]] = transformers.Trainer.get_learning_rates
+    get_optimizer_group: Callable[..., Any] = transformers.Trainer.get_optimizer_group
+    is_local_process_zero: Callable[..., bool] = transformers.Trainer.is_local_process_zero
 
     if not TYPE_CHECKING:  # with __getattr__, a type checker would accept any attribute
 
@@ -257,7 +261,7 @@ class TransformersAPI(BaseTrainer):
             checkpoint = "auto"
         elif checkpoint is None and more is None:
             self._warn_earlier_run()
-        self.engine.output = None
+        self.engine.output, self.engine.is_in_train = None, False  # a run that failed has left it True
         evaluation: Any = self._evaluation
         with evaluation.with_options(ignore_keys_for_eval):
             history = super().train(checkpoint, allow_change or (), more=more)
@@ -321,21 +325,6 @@ class TransformersAPI(BaseTrainer):
     def create_optimizer_and_scheduler(self, num_training_steps: int) -> None:
         """Build optimizer and schedule for this many steps."""
         self.create_scheduler(num_training_steps, self.create_optimizer())
-
-    def get_num_trainable_parameters(self) -> int:
-        """Return the number of trainable parameters, counted in single numbers."""
-        return sum(parameter.numel() for parameter in self.model.parameters() if parameter.requires_grad)
-
-    def get_learning_rates(self) -> list[float]:
-        """Return the learning rate of each parameter group."""
-        return [float(group["lr"]) for group in self.optimizer.param_groups]
-
-    def get_optimizer_group(self, param: str | nn.Parameter | None = None) -> Any:
-        """Return the optimizer's group with a parameter, or all groups if none is given."""
-        groups = self.optimizer.param_groups
-        if param is None:
-            return [group["params"] for group in groups]
-        return next((group for group in groups if any(parameter is param for parameter in group["params"])), None)
 
     # --- data
 
@@ -496,10 +485,6 @@ class TransformersAPI(BaseTrainer):
     def is_world_process_zero(self) -> bool:
         """Return whether this is the main rank, which prints and writes."""
         return self.is_main_process
-
-    def is_local_process_zero(self) -> bool:
-        """Return whether this is the first rank on its machine."""
-        return self._engine_args.local_process_index == 0
 
     # --- saving
 

@@ -1,8 +1,8 @@
 """transformers' Trainer as the engine of `HFTrainer`.
 
-`Engine` overrides the methods by which that loop gets data, steps and saves. `Bridge` and `Boundary` pass its events to
-our lifecycle, and `Reporter` passes our events to transformers' callbacks. The facades replace the accelerator,
-optimizer and schedule that the loop expects.
+`Engine` overrides the methods by which that loop gets data, steps and saves. `Bridge` passes its events to our
+lifecycle, and `Reporter` passes our events to transformers' callbacks. The facades replace the accelerator, optimizer
+and schedule that the loop expects.
 """
 
 from __future__ import annotations
@@ -215,7 +215,7 @@ class Engine(SearchTrainer):
         return self._callbacks
 
     def _set_callbacks(self, handler: CallbackHandler) -> None:
-        self._callbacks = TransformersCallbacks(handler, self.callback_args, Bridge(self), Boundary(self))
+        self._callbacks = TransformersCallbacks(handler, self.callback_args, Bridge(self))
 
     callback_handler: Any = property(_get_callbacks, _set_callbacks, doc="The callbacks, which get each event.")
     """A property, because transformers creates a handler and calls it before it could be replaced."""
@@ -331,14 +331,16 @@ class Engine(SearchTrainer):
 
     def _run_micro_batches(self, model: nn.Module) -> torch.Tensor:
         trainer, emit = self.trainer, self.trainer.lifecycle.emit_in_step
-        total, step = torch.zeros((), device=self.args.device), trainer._step
+        total, step = None, trainer._step
         for batch in step.window.batches:
             with trainer._accumulating(last=step.completes or self.syncs_each_batch):
-                total += trainer.call_training_step(model, batch)
+                loss = trainer.call_training_step(model, batch)
+            total = loss if total is None else total + loss
             if emit is not None:
                 emit(Event.BATCH_END)
             if step.turn < len(step.window.batches) and trainer.settings.microbatch_size is None:
                 self.control = self.callback_handler.on_substep_end(self.args, self.state, self.control)
+        assert total is not None  # as the window has a weight
         return total
 
     def run_micro_batch(self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None) -> torch.Tensor:
@@ -347,11 +349,7 @@ class Engine(SearchTrainer):
             return super().training_step(model, inputs, num_items_in_batch)
 
     def compute_loss(
-        self,
-        model: nn.Module,
-        inputs: Any,
-        return_outputs: bool = False,
-        num_items_in_batch: Any = None,
+        self, model: nn.Module, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
     ) -> Any:
         """Return a micro-batch's part of the window's loss; outside training, the plain loss."""
         trainer = self.trainer
@@ -571,6 +569,9 @@ class Bridge(transformers.TrainerCallback):
 
     def on_epoch_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         trainer, engine = self.trainer, self.engine
+        metrics, engine._initial_evaluation = engine._initial_evaluation, None
+        if metrics is not None and trainer.lifecycle.evaluated_step == trainer.lifecycle.progress.step:
+            engine.report_evaluation(metrics)  # otherwise it belongs to a run without a step
         engine.epoch_has_ended = False
         trainer._loop.begin_epoch()
         trainer._step.begin_epoch()
@@ -612,19 +613,6 @@ class Bridge(transformers.TrainerCallback):
         control.should_save |= asked.save
         control.should_training_stop |= bool(asked.stop or lifecycle.stop)
         asked.log = asked.evaluate = asked.save = False
-
-
-class Boundary(transformers.TrainerCallback):
-    """Runs after the user's callbacks: once all have begun, the evaluation before the run is reported."""
-
-    def __init__(self, engine: Engine) -> None:
-        self.engine = engine
-
-    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        engine, lifecycle = self.engine, self.engine.trainer.lifecycle
-        metrics, engine._initial_evaluation = engine._initial_evaluation, None
-        if metrics is not None and lifecycle.evaluated_step == lifecycle.progress.step:
-            engine.report_evaluation(metrics)  # otherwise it belongs to a run without a step
 
 
 class Reporter(Callback):

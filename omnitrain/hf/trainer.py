@@ -71,7 +71,7 @@ from omnitrain.hf.files import check_stock_checkpoints
 from omnitrain.hf.label_smoothing import set_smoothed_loss
 from omnitrain.hf.search import Trial, record_arguments, transfer_callbacks
 from omnitrain.model.units import ModelUnit, StepOutput, forward_names, without_effect
-from omnitrain.optim.schedules import NAMED, RunLength, Schedule, warmup_length
+from omnitrain.optim.schedules import NAMED, RunLength, Schedule
 from omnitrain.trainer import hooks
 
 # Hooks that transformers' loop does not call, and their alternatives.
@@ -627,25 +627,16 @@ class HFTrainer(TransformersAPI):
         name = enum_value(args.lr_scheduler_type)
         if user_schedule not in (None, name):
             return None, warmup
+        run_length = RunLength("ba", self.total_steps, None, self.steps_per_epoch)
         if self._scheduler_config is not None:
             rates = {"warmup_min_lr": 0, "warmup_max_lr": self.learning_rate}
-            counts = {"warmup_num_steps": self._warmup_in_steps(warmup), "total_num_steps": total}
+            counts = {"warmup_num_steps": run_length.steps_of(warmup), "total_num_steps": total}
             return deepspeed_scheduler(self._scheduler_config, **rates, **counts), 0
         is_short = total is None or not isinstance(warmup, int) or warmup < total
         if user_schedule is not None or (name in NAMED and is_short):
             return name, warmup
         # options that a name does not have, or a warm-up longer than the run
-        return scheduler_factory(args, self._warmup_in_steps(warmup), total), 0
-
-    def _warmup_in_steps(self, warmup: Any) -> int:
-        """Return a warm-up in steps."""
-        duration = warmup_length(warmup)
-        steps = 0 if duration == 0 else RunLength("ba", self.total_steps, None, self.steps_per_epoch).convert(duration)
-        if steps is None:
-            raise ConfigError(
-                f"`warmup_steps={warmup!r}` cannot be converted to steps, which this schedule needs. Pass steps."
-            )
-        return int(steps)
+        return scheduler_factory(args, run_length.steps_of(warmup), total), 0
 
     def _idle_loss(self, output: StepOutput, loss: torch.Tensor) -> torch.Tensor | None:
         return without_effect(output, loss)  # transformers' loop runs backward for every micro-batch

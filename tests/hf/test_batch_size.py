@@ -37,7 +37,7 @@ class Greedy(nn.Module):
         return self.body(x)
 
 
-OURS = {"train_loader", "microbatch_size", "eval_dataset", "callbacks"}
+OURS = {"eval_dataset", "callbacks"}
 STREAM = {"data": lambda: Streamed(rows(21)), "max_steps": 9, "num_train_epochs": 1}
 
 

@@ -23,7 +23,7 @@ from transformers.trainer_callback import CallbackHandler
 
 from omnitrain import Callback, HFTrainer, StepOutput, Trainer
 from omnitrain.core.errors import ConfigError
-from omnitrain.hf.calls import ENGINE_ATTRIBUTES, OVERRIDABLE
+from omnitrain.hf.calls import ENGINE_ATTRIBUTES
 
 KINDS: tuple[Any, Any] = (transformers.Trainer, HFTrainer)
 DEFAULTS = {
@@ -572,11 +572,6 @@ def test_create_optimizer_and_scheduler_of_a_subclass_is_used(arguments: Any) ->
 
     trainer = trained(arguments(), Own)
     assert type(trainer.optimizer) is torch.optim.SGD and trainer.get_learning_rates() == pytest.approx([0.0])
-
-
-def test_methods_that_are_called_may_be_overridden() -> None:
-    kind = type("Own", (HFTrainer,), dict.fromkeys(OVERRIDABLE, lambda self, *args, **kwargs: None))
-    assert issubclass(kind, HFTrainer) and all(hasattr(HFTrainer, name) for name in OVERRIDABLE)
 
 
 def unlabelled(size: int) -> list[dict[str, torch.Tensor]]:

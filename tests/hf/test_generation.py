@@ -37,34 +37,24 @@ def ending(model: Any) -> Any:
     return model
 
 
-LENGTHS = {
-    "default": {},
-    "longer": {"generation_max_length": 30},
-    "beams": {"generation_num_beams": 3, "generation_max_length": 14},
-    "new tokens": {
-        "generation_config": GenerationConfig(
-            max_new_tokens=40, pad_token_id=0, bos_token_id=1, eos_token_id=[*range(2, 8)]
-        )
-    },
-}
-MODELS = {
-    "t5-pairs": (t5, "pairs"), "t5-prompts": (t5, "prompts"), "llama-prompts": (llama, "prompts"),
-    "llama-tokens": (llama, "tokens"),
+ENDING = {
+    "generation_config": GenerationConfig(
+        max_new_tokens=40, pad_token_id=0, bos_token_id=1, eos_token_id=[*range(2, 8)]
+    )
 }  # fmt: skip
-
-
-CASES = [
-    ("t5-pairs", "default"), ("llama-prompts", "longer"), ("t5-pairs", "beams"), ("t5-prompts", "new tokens"),
-    ("llama-tokens", "default"), ("llama-tokens", "new tokens"),
+CASES: list[Any] = [
+    (t5, "pairs", {}), (llama, "prompts", {"generation_max_length": 30}),
+    (t5, "pairs", {"generation_num_beams": 3, "generation_max_length": 14}), (t5, "prompts", ENDING),
+    (llama, "tokens", {}), (llama, "tokens", ENDING),
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("model", "length"), thinned(CASES, CASES[:2]))
-def test_generated_predictions_are_those_of_seq2seq_trainer(arguments: Any, model: str, length: str) -> None:
-    make, samples = MODELS[model]
+@pytest.mark.parametrize(("make", "samples", "fields"), thinned(CASES, CASES[:2]), ids=str)
+def test_generated_predictions_are_those_of_seq2seq_trainer(
+    arguments: Any, make: Any, samples: str, fields: Any
+) -> None:
     # without any length a stock trainer gives only the first batch 20 new tokens
-    data = Tokens(7 if LENGTHS[length] else 3, samples)
-    args = arguments(**LENGTHS[length])
+    data, args = Tokens(7 if fields else 3, samples), arguments(**fields)
     stock, ours = (kind(ending(make()).eval(), args, compute_metrics=score).predict(data) for kind in KINDS)
     assert np.array_equal(ours.predictions, np.where(stock.predictions == -100, 0, stock.predictions))
     assert len({tuple(row) for row in ours.predictions.tolist()}) > 1
@@ -204,11 +194,9 @@ def test_generated_predictions_need_their_data(
         HFTrainer(model, arguments(**fields), **loss).predict(data)
 
 
-@pytest.mark.parametrize(
-    "options", thinned([{"max_length": 9}, {"max_new_tokens": 4}], [{"max_new_tokens": 4}]), ids=str
-)
-def test_generation_options_may_be_those_of_a_call(arguments: Any, options: dict[str, int]) -> None:
-    results = []
+@pytest.mark.parametrize("name", thinned(["max_length", "max_new_tokens"], ["max_new_tokens"]))
+def test_generation_options_may_be_those_of_a_call(arguments: Any, name: str) -> None:
+    results, options = [], {name: 6}
     for kind in KINDS:
         trainer: Any = kind(ending(t5()).eval(), arguments(generation_max_length=12), compute_metrics=score)
         trainer.model.generation_config.max_length = None

@@ -93,25 +93,20 @@ def test_evaluated_loss_is_the_mean_over_labels(arguments: Any) -> None:
 
 
 FACTOR = "label_smoothing_factor=0.2"
-TINY: dict[str, Any] = {
-    "vocab_size": 32,
-    "d_model": 8,
-    "encoder_layers": 1,
-    "decoder_layers": 1,
-    "encoder_attention_heads": 2,
-}
-TINY |= {"decoder_attention_heads": 2, "encoder_ffn_dim": 8, "decoder_ffn_dim": 8}
+BART = {
+    "vocab_size": 32, "d_model": 8, "encoder_layers": 1, "decoder_layers": 1, "encoder_attention_heads": 2,
+    "decoder_attention_heads": 2, "encoder_ffn_dim": 8, "decoder_ffn_dim": 8,
+}  # fmt: skip
+XLNET = {"vocab_size": 32, "d_model": 8, "n_layer": 1, "n_head": 2, "d_inner": 8}
 
 
 def bart_decoder() -> Any:
     """A model whose class has its own loss, which does not shift labels."""
-    return transformers.BartForCausalLM(transformers.BartConfig(**TINY))
+    return transformers.BartForCausalLM(transformers.BartConfig(**BART))
 
 
 def xlnet() -> Any:
-    return transformers.XLNetLMHeadModel(
-        transformers.XLNetConfig(vocab_size=32, d_model=8, n_layer=1, n_head=2, d_inner=8)
-    )
+    return transformers.XLNetLMHeadModel(transformers.XLNetConfig(**XLNET))
 
 
 @pytest.mark.parametrize(
