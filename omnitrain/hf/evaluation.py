@@ -257,12 +257,9 @@ class HFEvaluation(Evaluation):
         if None in sizes:
             self.speeds = {f"{prefix}_runtime": round(time.time() - start, 4)}
         else:
-            steps = sum(math.ceil(size / self._samples_per_batch) for size in sizes)
+            step = self._engine().trainer.eval_batch_size * self.trainer.ranks.world_size
+            steps = sum(math.ceil(size / step) for size in sizes)
             self.speeds = speed_metrics(prefix, start, sum(sizes), steps)
-
-    @property
-    def _samples_per_batch(self) -> int:
-        return self._engine().trainer.eval_batch_size * self.trainer.ranks.world_size
 
     def _run_batch(self, batch: Any, loader: Loader, number: int) -> StepOutput:
         output = super()._run_batch(batch, loader, number)

@@ -523,9 +523,9 @@ def check_untrained_loss(name: str, loss: Any, model: Any) -> None:
     """
     trained = {id(parameter) for parameter in unwrap(model).parameters()}
     untrained = [
-        _qualified(prefix, key)
+        key
         for prefix, module in own_modules(loss, model).items()
-        for key, parameter in module.named_parameters(recurse=False)
+        for key, parameter in module.named_parameters(prefix, recurse=False)
         if parameter.requires_grad and id(parameter) not in trained
     ]
     if untrained:
@@ -580,15 +580,11 @@ def _unchanged_buffers(loss: Any, modules: Mapping[str, nn.Module]) -> Iterator[
 def _buffers_of(modules: Mapping[str, nn.Module]) -> dict[str, tuple[Tensor, int]]:
     """Return the persistent buffers of modules by name, each with its version."""
     return {
-        _qualified(prefix, name): (buffer, buffer._version)
+        name: (buffer, buffer._version)
         for prefix, module in modules.items()
-        for name, buffer in module.named_buffers(recurse=False)
-        if name not in module._non_persistent_buffers_set
+        for name, buffer in module.named_buffers(prefix, recurse=False)
+        if name.rpartition(".")[2] not in module._non_persistent_buffers_set
     }
-
-
-def _qualified(prefix: str, name: str) -> str:
-    return f"{prefix}.{name}" if prefix else name
 
 
 def _class_name(loss: Any) -> str:

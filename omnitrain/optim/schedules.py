@@ -1,4 +1,4 @@
-"""Schedules: the learning rate as a function of progress, and its preview. No torch.
+"""Schedules as functions of progress, and their preview. No torch.
 
 What sets the rates of an optimizer by a schedule is in `build.py`.
 """

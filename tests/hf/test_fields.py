@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from counting import Streamed
 from marks import thinned
 from recipes import Sentences, StopAt, Tagger, Trace, callback, same, weights
 from tiny import Tokens, bert, llama
@@ -138,10 +139,12 @@ def test_input_tokens_are_counted_as_by_a_stock_trainer(arguments: Any, value: A
     fields = {"include_num_input_tokens_seen": value, "max_steps": 3, "save_strategy": "steps", "save_steps": 2}
     trained(HFTrainer, arguments("HFTrainer", **fields), callbacks=[StopAt(2)])
     counts = []
-    for kind, resume in ((transformers.Trainer, None), (HFTrainer, "auto")):
-        history = trained(kind, arguments(kind.__name__, **fields), resume=resume).state.log_history
+    split = {"train_dataset": Streamed(Tokens(8, "classes")), "microbatch_size": 2}
+    for kind, resume, data in ((KINDS[0], None, {}), (HFTrainer, "auto", {}), (HFTrainer, None, split)):
+        folder = f"{kind.__name__}{'-split' if data else ''}"
+        history = trained(kind, arguments(folder, **fields), resume=resume, **data).state.log_history
         counts.append([row.get("num_input_tokens_seen") for row in history if "loss" in row])
-    assert counts[0] == counts[1] and len(counts[0]) == 3
+    assert counts[0] == counts[1] == counts[2] and len(counts[0]) == 3
 
 
 def test_accelerator_config_sets_the_accumulation(arguments: Any) -> None:
