@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+import operator
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import BinaryIO, NamedTuple
@@ -148,9 +149,8 @@ class TensorFile(Mapping[str, torch.Tensor]):
     def read_tensors(self, names: Sequence[str]) -> dict[str, torch.Tensor]:
         """Return full tensors, opening each file once."""
         requests = [self._request(name) for name in names]
-        locations = [self._locations[request.name] for request in requests if request.missing]
         # the files before the first one that has any of the tensors are not opened
-        first = min((location.first for location in locations), default=0)
+        first = min((self._locations[request.name].first for request in requests if request.missing), default=0)
         self._read(range(first, len(self._paths)), requests)
         return {request.name: request.target for request in requests}
 
@@ -209,22 +209,26 @@ class TensorFile(Mapping[str, torch.Tensor]):
         return Catalogue({name: self._locate(name, entries) for name, entries in blocks.items()}, signatures)
 
     def _locate(self, name: str, numbered: list[tuple[int, Entry]]) -> TensorLocation:
-        entries = [entry for _, entry in numbered]
-        first = entries[0]
-        if len({(len(entry.shape), entry.dtype, entry.full_shape) for entry in entries}) > 1:
-            raise CheckpointError(f"{self._display_path()} is damaged: blocks of {name!r} differ in dtype or shape.")
+        first, blocks = numbered[0][1], set[Box]()  # a set: replicas of a block in several files count once
+        ends = [0] * len(first.shape)
+        for _, entry in numbered:
+            if (len(entry.shape), entry.dtype, entry.full_shape) != (len(ends), first.dtype, first.full_shape):
+                raise CheckpointError(
+                    f"{self._display_path()} is damaged: blocks of {name!r} differ in dtype or shape."
+                )
+            blocks.add((entry.corner, entry.shape))
+            ends = list(map(max, ends, map(operator.add, entry.corner, entry.shape)))
         if first.dtype not in _BY_NAME:
             raise CheckpointError(
                 f"{self._display_path()} has {name!r} as {first.dtype}, and only {', '.join(_BY_NAME)} can be read."
             )
-        ends = [map(sum, zip(entry.corner, entry.shape, strict=True)) for entry in entries]
-        shape = first.full_shape if first.full_shape is not None else tuple(map(max, zip(*ends, strict=True)))
-        # a set: replicas of a block in several files count once
-        stored = sum(math.prod(sizes) for sizes, _ in {(entry.shape, entry.corner) for entry in entries})
-        if stored < math.prod(shape):
-            raise self._incomplete(name, f"{math.prod(shape) - stored} of its {math.prod(shape)} values")
-        axes = (axis for axis, length in enumerate(shape) if any(entry.shape[axis] < length for entry in entries))
-        return TensorLocation(_BY_NAME[first.dtype], shape, numbered[0][0], numbered[-1][0], next(axes, 0))
+        shape = tuple(ends) if first.full_shape is None else first.full_shape
+        missing = math.prod(shape) - sum(math.prod(sizes) for _, sizes in blocks)
+        if missing > 0:
+            raise self._incomplete(name, f"{missing} of its {math.prod(shape)} values")
+        least = list(map(min, shape, *(sizes for _, sizes in blocks)))
+        axis = next((axis for axis, length in enumerate(shape) if least[axis] < length), 0)
+        return TensorLocation(_BY_NAME[first.dtype], shape, numbered[0][0], numbered[-1][0], axis)
 
     def _header(self, number: int) -> Header:
         if number not in self._headers:
@@ -274,42 +278,28 @@ class TensorFile(Mapping[str, torch.Tensor]):
     def _read(self, numbers: Iterable[int], requests: Sequence[_Request]) -> None:
         """Read requests from files, in the order of their numbers, until nothing is missing."""
         for number in numbers:
-            if not any(request.missing for request in requests):
+            requests = [request for request in requests if request.missing]
+            if not requests:
                 return
-            self._read_from(number, requests)
+            path, header = self._paths[number], self._header(number)
+            # a stale cache of a network file system may show an earlier file of the same name
+            if header[1:] != self._signatures[number]:
+                raise CheckpointError(
+                    f"{str(path)!r} on rank {self._ranks.rank} differs from that on the main rank. Copy the "
+                    "checkpoint again, or put it on a file system that all ranks share."
+                )
+            overlaps = [
+                (request, entry, box, overlap)
+                for request in requests
+                if (entry := header.entries.get(request.name)) is not None
+                for box in request.missing
+                if (overlap := _intersection(box, (entry.corner, entry.shape)))
+            ]
+            if overlaps:
+                _read_overlaps(path, overlaps)
         for request in requests:
-            if request.missing:
-                corner, sizes = request.missing[0]
+            for corner, sizes in request.missing:
                 raise self._incomplete(request.name, f"the block of {sizes} at {corner}")
-
-    def _read_from(self, number: int, requests: Sequence[_Request]) -> None:
-        """Read the parts of requests that a file holds, and subtract them from what is missing."""
-        path, header = self._paths[number], self._header(number)
-        # a stale cache of a network file system may show an earlier file of the same name
-        if header[1:] != self._signatures[number]:
-            raise CheckpointError(
-                f"{str(path)!r} on rank {self._ranks.rank} differs from that on the main rank. Copy the checkpoint "
-                "again, or put it on a file system that all ranks share."
-            )
-        overlaps = [
-            (request, entry, box, overlap)
-            for request in requests
-            if request.missing and (entry := header.entries.get(request.name)) is not None
-            for box in request.missing
-            if (overlap := _intersection(box, (entry.corner, entry.shape)))
-        ]
-        if not overlaps:
-            return
-        try:
-            with open_regular(path) as file:
-                for request, entry, box, overlap in overlaps:
-                    offsets = [begin - first for begin, first in zip(overlap[0], entry.corner, strict=True)]
-                    _read_box(file, entry.offset, entry.shape, offsets, _cut(request.target, request.corner, overlap))
-                    # what this file did not have of the box is looked for in the next
-                    request.missing.remove(box)
-                    request.missing.extend(_subtract(box, overlap))
-        except OSError as error:
-            raise CheckpointError(f"{str(path)!r} cannot be read: {error}. Use another checkpoint.") from error
 
     def _incomplete(self, name: str, what: str) -> CheckpointError:
         return CheckpointError(
@@ -345,10 +335,10 @@ def rectangles(shape: Sequence[int], begin: int, end: int) -> list[Box]:
 
 def _intersection(box: Box, other: Box) -> Box | None:
     """Return the intersection of two boxes, None if it is empty."""
-    begins = tuple(map(max, zip(box[0], other[0], strict=True)))
-    ends = [min(a + b, c + d) for a, b, c, d in zip(*box, *other, strict=True)]
-    sizes = tuple(end - begin for begin, end in zip(begins, ends, strict=True))
-    return (begins, sizes) if all(size > 0 for size in sizes) else None
+    begins = tuple(map(max, box[0], other[0]))
+    ends = map(min, map(operator.add, *box), map(operator.add, *other))
+    sizes = tuple(map(operator.sub, ends, begins))
+    return (begins, sizes) if min(sizes, default=1) > 0 else None
 
 
 def _subtract(box: Box, hole: Box) -> list[Box]:
@@ -368,10 +358,25 @@ def _subtract(box: Box, hole: Box) -> list[Box]:
 
 def _cut(tensor: torch.Tensor, corner: Sequence[int], box: Box) -> torch.Tensor:
     """Return a box, in indices of the full tensor, of a part that starts at `corner`."""
-    return tensor[tuple(slice(begin - at, begin - at + size) for at, begin, size in zip(corner, *box, strict=True))]
+    begins = tuple(map(operator.sub, box[0], corner))
+    return tensor[tuple(map(slice, begins, map(operator.add, begins, box[1])))]
 
 
 # --- bytes
+
+
+def _read_overlaps(path: Path, overlaps: Sequence[tuple[_Request, Entry, Box, Box]]) -> None:
+    """Read what a file has of missing boxes of requests, and subtract it from them."""
+    try:
+        with open_regular(path) as file:
+            for request, entry, box, overlap in overlaps:
+                offsets = tuple(map(operator.sub, overlap[0], entry.corner))
+                _read_box(file, entry.offset, entry.shape, offsets, _cut(request.target, request.corner, overlap))
+                # what this file did not have of the box is looked for in the next
+                request.missing.remove(box)
+                request.missing.extend(_subtract(box, overlap))
+    except OSError as error:
+        raise CheckpointError(f"{str(path)!r} cannot be read: {error}. Use another checkpoint.") from error
 
 
 def _read_box(file: BinaryIO, start: int, shape: Sequence[int], offsets: Sequence[int], target: torch.Tensor) -> None:
