@@ -30,7 +30,10 @@ _MAX_VALUES = 100_000
 _MAX_TEXT = 1_000_000
 # Levels of nested values, and of references to references.
 _MAX_DEPTH = 100
-_TOO_DEEP = f"brackets or indentation are nested too deep. At most {_MAX_DEPTH} values can be inside of one another."
+_TOO_DEEP = (
+    f"brackets or indentation are nested too deep, or an alias (*name) contains itself. At most {_MAX_DEPTH} values "
+    "can be inside of one another."
+)
 _MERGE = "tag:yaml.org,2002:merge"
 _MISSING = object()
 
@@ -285,7 +288,6 @@ class _NodeReader:
 
     def __init__(self, source: str, locations: dict[Key, SourceLocation]) -> None:
         self._source, self._locations = source, locations
-        self._open: list[Any] = []
         self._constructor = _import_yaml().constructor.SafeConstructor()
         # The entries of mappings, by the id of their node; None for one that is being read.
         self._entries_by_node: dict[int, dict[Any, tuple[Any, Any]] | None] = {}
@@ -296,21 +298,14 @@ class _NodeReader:
         self._locations.setdefault(key, location)
         if len(key) > _MAX_DEPTH:
             raise ConfigError(f"{location}: {_TOO_DEEP}")
-        if len(self._locations) > _MAX_VALUES or any(node is open_node for open_node in self._open):
-            raise ConfigError(f"{location}: an alias (*name) contains itself, or too many. Write the values out.")
+        if len(self._locations) > _MAX_VALUES:
+            raise ConfigError(f"{location}: aliases (*name) make too many values. Write the values out.")
         if node.id != "scalar" and node.tag not in ("tag:yaml.org,2002:map", "tag:yaml.org,2002:seq"):
             raise _unknown_tag(node, location)
-        self._open.append(node)
-        try:
-            if node.id == "mapping":
-                return self._mapping(node, key)
-            if node.id == "sequence":
-                return [self.value(entry, (*key, number)) for number, entry in enumerate(node.value)]
+        if node.id == "sequence":
+            return [self.value(entry, (*key, number)) for number, entry in enumerate(node.value)]
+        if node.id == "scalar":
             return self._scalar(node, location)
-        finally:
-            self._open.pop()
-
-    def _mapping(self, node: Any, key: Key) -> dict[Any, Any]:
         values: dict[Any, Any] = {}
         for name, (name_node, value_node) in self._entries(node).items():
             self._locations[*key, name] = self._location(name_node)
