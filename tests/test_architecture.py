@@ -1,7 +1,7 @@
 """The laws of CONTRIBUTING.md that a machine can check: floors, circles, imports, public names, objects, docstrings.
 
-Guards of size count the functions and files that a step and an evaluation enter; no cap on the length of a function,
-of a class or of a file makes anybody cut one subject in two.
+Guards of size count the functions and files that a step, an evaluation, a save and a load enter; no cap on the length
+of a function, of a class or of a file makes anybody cut one subject in two.
 """
 
 from __future__ import annotations
@@ -67,11 +67,11 @@ HEAVY = {
 LOADED_ON_FIRST_USE = {"AccelerateTrainer", "HFTrainer", "HFTrainingArguments"}
 
 MAX_WALKS = {
-    "Trainer": {"step": (90, 18), "evaluate": (100, 18)},
+    "Trainer": {"step": (90, 18), "evaluate": (100, 18), "save": (286, 43), "load": (332, 36)},
     "AccelerateTrainer": {"step": (92, 19), "evaluate": (100, 19)},
     "HFTrainer": {"step": (142, 25), "evaluate": (128, 25)},
 }
-"""How many functions, in how many files of the package, a step and an evaluation of a toy run enter."""
+"""How many functions, in how many files of the package, a step of a toy run enters, an evaluation, a save or a load."""
 WITHOUT_CONTENT = {
     "one", "found", "own", "held", "kept", "told", "said", "there", "left", "given",
     "made", "taken", "seen", "wanted", "named", "meant", "then", "now", "here", "others",
@@ -398,7 +398,7 @@ class StepWalk(omnitrain.Callback):
 
 
 @pytest.mark.parametrize("name", MAX_WALKS)
-def test_steps_and_evaluations_enter_few_functions(name: str, tmp_path: Path) -> None:
+def test_steps_evaluations_and_checkpoints_enter_few_functions(name: str, tmp_path: Path) -> None:
     """A cap on lines makes people cut one subject in two; this one has them write less, or do it before the step."""
     data = TensorDataset(torch.randn(64, 4), torch.randint(0, 2, (64,)))
     step, model = StepWalk(), nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2))
@@ -407,13 +407,16 @@ def test_steps_and_evaluations_enter_few_functions(name: str, tmp_path: Path) ->
         save_dir=tmp_path, progress_bar=False, **({"device": "cpu"} if name == "Trainer" else {}),
     )  # fmt: skip
     trainer.train()
-    with walk() as evaluation:
-        trainer.evaluate()
-    for kind, functions in (("step", step.functions), ("evaluate", evaluation)):
+    walks, calls = {"step": step.functions}, {"evaluate": trainer.evaluate, "save": trainer.save_checkpoint}
+    for kind, call in {**calls, "load": lambda: trainer.load_checkpoint("last")}.items():
+        if kind in MAX_WALKS[name]:
+            with walk() as walks[kind]:
+                call()
+    for kind, (most_functions, most_files) in MAX_WALKS[name].items():
+        functions = walks[kind]
         files = {code.co_filename for code in functions}
         walked = [f"{code.co_filename.removeprefix(f'{PACKAGE}/')}: {code.co_qualname}" for code in functions]
-        most_functions, most_files = MAX_WALKS[name][kind]
-        assert 0 < len(functions) <= most_functions and len(files) <= most_files, "\n".join(walked)
+        assert 0 < len(functions) <= most_functions and len(files) <= most_files, "\n".join([kind, *walked])
 
 
 # Docstrings and annotations

@@ -9,15 +9,15 @@ import contextlib
 import logging
 import os
 from collections.abc import Callable, Collection, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from omnitrain.backends.backend import Backend
 from omnitrain.checkpoint import state_dicts
 from omnitrain.checkpoint.contents import (
-    CheckpointedLifecycle,
     CheckpointedTrainer,
     Contents,
     Snapshot,
@@ -102,6 +102,20 @@ def _finish(store: Store, ranks: Ranks) -> None:
 
 
 @dataclass(slots=True)
+class HostWeights:
+    """Weights on the host: this rank's shard of each, the extra state of modules, and their position in the run."""
+
+    tensors: dict[str, torch.Tensor] = field(default_factory=dict)
+    extra: dict[str, Any] = field(default_factory=dict)
+    progress: Progress | None = None
+
+    def update(self, backend: Backend, tensors: Mapping[str, Any], progress: Progress) -> None:
+        """Copy weights to the host, into the memory of an earlier copy."""
+        backend.snapshot_weights(self.tensors, tensors)
+        self.extra, self.progress = state_dicts.extra_state(backend.model), replace(progress)
+
+
+@dataclass(slots=True)
 class FinishedRun:
     """The end of a run, which a longer one can continue in this process.
 
@@ -110,16 +124,14 @@ class FinishedRun:
         groups: The options of the optimizer's groups.
         folder: The checkpoint of the last step; None without a `save_dir`.
         live_state: The state from `Contents.capture_live_state`; None with a `save_dir`.
-        weights: This rank's shard of the weights in training, if the model has others.
-        extra: The extra state of modules.
+        weights: The weights in training, if the model has others.
     """
 
     parts: tuple[Any, ...]
     groups: list[dict[str, Any]]
     folder: Path | None = None
     live_state: dict[str, Any] | None = None
-    weights: dict[str, torch.Tensor] = field(default_factory=dict)
-    extra: dict[str, Any] = field(default_factory=dict)
+    weights: HostWeights = field(default_factory=HostWeights)
 
 
 class Checkpointer:
@@ -127,7 +139,7 @@ class Checkpointer:
 
     Args:
         trainer: The trainer.
-        lifecycle: The lifecycle of the run.
+        lifecycle: The run's `Lifecycle`.
         contents: Captures and restores the state of the run.
         eval_weights: The weights for evaluations.
         store: The checkpoints of the run; None saves nothing.
@@ -144,7 +156,7 @@ class Checkpointer:
     def __init__(
         self,
         trainer: CheckpointedTrainer,
-        lifecycle: CheckpointedLifecycle,
+        lifecycle: Any,
         contents: Contents,
         eval_weights: EvalWeights,
         store: Store | None,
@@ -168,11 +180,8 @@ class Checkpointer:
         self._requested_step = -1
         # Whether the disk failed at the latest checkpoint.
         self._has_failed = False
-        # This rank's shard of the weights of the best evaluation, on the host; used only without a `save_dir`.
-        self._best: dict[str, torch.Tensor] = {}
-        self._best_extra: dict[str, Any] = {}
-        # The position of those weights in the run.
-        self._best_progress: Progress | None = None
+        # The weights of the best evaluation; used only without a `save_dir`.
+        self._best = HostWeights()
         # The position of the closing evaluation of a run, if it is the best; a longer run does not have it.
         self._closing_progress: Progress | None = None
         # Whether the record of this start in `run.json` is complete.
@@ -194,9 +203,7 @@ class Checkpointer:
     def save(self, history: dict[str, Any] | None = None, for_best: bool = False) -> None:
         """Save during a run; a failing disk costs this checkpoint, not the run, unless `save_required`.
 
-        Args:
-            history: The lifecycle's state to save instead of the present one.
-            for_best: Whether a new best is the only reason.
+        A lifecycle's state `history` replaces the present one; `for_best` says that a new best is the only reason.
         """
         if self.store is not None:
             with self._trainer.ranks.in_phase("save"):
@@ -348,20 +355,19 @@ class Checkpointer:
         """Return the current state, as references to the live tensors."""
         lifecycle = self._lifecycle
         step, evaluated, best_saved = lifecycle.progress.step, lifecycle.evaluated_step, self._best_saved_step
-        name = f"checkpoint-{step}"
         best = self.has_unsaved_best or (
             # the last step of an epoch is saved again after the epoch ends
-            best_saved == evaluated >= 0 and _parse_step(lifecycle.metrics.get("best_checkpoint")) == step
+            best_saved == evaluated >= 0 and lifecycle.metrics.get("best_checkpoint") == f"checkpoint-{step}"
         )
         # one checkpoint per evaluation, or the few best would be the same weights under several names
         scored = evaluated, step
         has_checkpoint = evaluated == self._scored_steps[0] and scored != self._scored_steps
         score = None if has_checkpoint else lifecycle.objective.latest
         is_final = history is None and not lifecycle.pending_evaluation  # otherwise a resume may save this step again
-        history = history or lifecycle.state_dict()
+        state: dict[str, Any] = history or lifecycle.state_dict()
         if best and is_final:
-            history["metrics"]["best_checkpoint"], best_saved = name, evaluated
-        files, payload = self._contents.capture(history)
+            state["metrics"]["best_checkpoint"], best_saved = f"checkpoint-{step}", evaluated
+        files, payload = self._contents.capture(state)
         self._complete_record()
         payload |= {
             "credited_step": best_saved,
@@ -369,7 +375,7 @@ class Checkpointer:
         }
         rows = b"", ""
         if self._trainer.ranks.is_main:
-            rows = self._history_encoder.encode(history["metrics"]["rows"], lifecycle.metrics)
+            rows = self._history_encoder.encode(state["metrics"]["rows"], lifecycle.metrics)
         return Snapshot(files, payload, step, score, best, evaluated, rows)
 
     def _commit(self, snapshot: Snapshot, path: Path) -> Path:
@@ -408,11 +414,7 @@ class Checkpointer:
                     logger.error("%s", error)
 
     def await_background(self, wait: bool = True) -> None:
-        """Finish a checkpoint that was written in the background.
-
-        Args:
-            wait: Whether to wait for an unfinished one; else it advances by a phase once all ranks have ended the last.
-        """
+        """Finish a checkpoint written in the background; without `wait`, advance by a phase if all ranks are ready."""
         while self.in_flight is not None:
             save = self.in_flight
             if not wait and not save.is_ready():
@@ -432,11 +434,7 @@ class Checkpointer:
     # --- loading
 
     def find(self, which: str | Path, allow_weights_only: bool = False) -> tuple[Path, dict[str, Any]] | None:
-        """Return the folder and omnitrain.json of a verified checkpoint; None if "auto" finds none.
-
-        Args:
-            which: A path, "last", "best" or "auto".
-            allow_weights_only: Whether to accept a checkpoint saved with `save_only_model`.
+        """Return folder and omnitrain.json of a verified checkpoint: a path, "last", "best", or "auto" if there is any.
 
         Raises:
             ConfigError: If the search needs a `save_dir`, and none was given.
@@ -577,8 +575,7 @@ class Checkpointer:
         """Copy the weights in training to the host before others replace them, if no checkpoint has them."""
         if self.store is None and isinstance(self.finished_run, FinishedRun):
             backend = self._trainer.backend
-            backend.snapshot_weights(self.finished_run.weights, backend.model_tensors())
-            self.finished_run.extra = state_dicts.extra_state(backend.model)
+            self.finished_run.weights.update(backend, backend.model_tensors(), self._lifecycle.progress)
 
     def require_finished_run(self) -> FinishedRun:
         """Return the finished run that a longer one continues.
@@ -594,8 +591,8 @@ class Checkpointer:
             )
         backend = trainer.backend
         present = {"model": backend.model, "optimizer": backend.optimizer, "lr_scheduler": trainer.lr_scheduler}
-        for name, part in zip(present, finished_run.parts, strict=True):
-            if present[name] is not part:
+        for (name, part), former in zip(present.items(), finished_run.parts, strict=True):
+            if part is not former:
                 raise ConfigError(
                     f"`more` continues the run that has ended, and `trainer.{name}` was assigned since. Call train() "
                     "for a new run with it."
@@ -608,13 +605,11 @@ class Checkpointer:
         if finished_run.live_state is not None:
             self.continued_state, self.resumed = finished_run.live_state, previous.resumed
             self._contents.restore_live_state(finished_run.live_state)
-            self._best, self._best_extra = previous._best, previous._best_extra
-            self._best_progress = previous._best_progress
-            if finished_run.weights:
-                if self._best_progress is not None and not self._best:  # the model has them
-                    backend.snapshot_weights(self._best, backend.model_tensors())
-                    self._best_extra = state_dicts.extra_state(backend.model)
-                backend.restore_snapshot(finished_run.weights, finished_run.extra)
+            self._best = previous._best
+            if finished_run.weights.tensors:
+                if self._best.progress is not None and not self._best.tensors:  # the model has them
+                    self._best.update(backend, backend.model_tensors(), self._best.progress)
+                backend.restore_snapshot(finished_run.weights.tensors, finished_run.weights.extra)
         for group, options in zip(backend.groups, changed, strict=True):
             group |= options
 
@@ -626,12 +621,12 @@ class Checkpointer:
 
     def keep_best(self) -> None:
         """Copy the weights of the best evaluation to the host, if the run has no `save_dir`."""
-        if self.store is None and self.should_load_best and self._lifecycle.is_closing:
-            self._closing_progress = Progress.from_state(self._lifecycle.progress.state_dict())
-        elif self.store is None and self.should_load_best:
-            self._trainer.backend.snapshot_weights(self._best, self.eval_weights.model_tensors())
-            self._best_extra = state_dicts.extra_state(self._trainer.backend.model)
-            self._best_progress = Progress.from_state(self._lifecycle.progress.state_dict())
+        if self.store is not None or not self.should_load_best:
+            return
+        if self._lifecycle.is_closing:
+            self._closing_progress = replace(self._lifecycle.progress)
+        else:
+            self._best.update(self._trainer.backend, self.eval_weights.model_tensors(), self._lifecycle.progress)
 
     def load_best(self) -> None:
         """Load the best weights into the model, from the host or from the checkpoint saved as the best."""
@@ -639,11 +634,11 @@ class Checkpointer:
         if self._closing_progress is not None:  # the model has them, except for `eval_weights`
             self._load_eval_weights()
             self.weights_from = self._closing_progress
-        elif self._best_progress is not None:
+        elif self._best.progress is not None:
             self._snapshot_final_weights()
-            self._trainer.backend.restore_snapshot(self._best, self._best_extra)
+            self._trainer.backend.restore_snapshot(self._best.tensors, self._best.extra)
             self._set_loaded()
-            self.weights_from, self._best = self._best_progress, {}
+            self.weights_from, self._best.tensors = self._best.progress, {}
         if self.weights_from is not None:
             logger.info("The model has the best weights now, those of step %d.", self.weights_from.step)
             return
@@ -691,11 +686,12 @@ class Checkpointer:
             logger.info("The model has the averaged weights now, those of step %d.", self._lifecycle.progress.step)
 
     def _load_eval_weights(self) -> bool:
-        if self.eval_weights.are_different:
+        eval_weights = self.eval_weights.differing()
+        if eval_weights:
             self._snapshot_final_weights()
-        are_different = self.eval_weights.load()
+            self.eval_weights.load(eval_weights)
         self._set_loaded()
-        return are_different
+        return bool(eval_weights)
 
     def _set_loaded(self) -> None:
         self.eval_weights.set_loaded()
@@ -715,8 +711,3 @@ def check_allowed(names: Collection[str]) -> None:
     unknown = sorted(set(names) - set(known))
     if unknown:
         raise ConfigError(f"`allow_change` has no setting {unknown[0]!r}, only {', '.join(known)}.")
-
-
-def _parse_step(name: str | None) -> int:
-    """Return the step in the name of a checkpoint's folder; -1 for None."""
-    return -1 if name is None else int(name.rpartition("-")[2])

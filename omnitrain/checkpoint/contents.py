@@ -41,9 +41,7 @@ from omnitrain.compute.precision import growth_interval
 from omnitrain.compute.random_state import GENERATORS, derive_seed, seed_everything
 from omnitrain.config.instantiation import TrainerConfig
 from omnitrain.core.errors import CheckpointError
-from omnitrain.core.events import Algorithm, Control, LifecycleLike, TrainerLike, restore_with_undo
-from omnitrain.core.history import MetricsDict
-from omnitrain.core.objective import Objective
+from omnitrain.core.events import Algorithm, TrainerLike, restore_with_undo
 from omnitrain.core.progress import Progress
 from omnitrain.core.secrets import mask_secrets
 from omnitrain.data.loaders import MapLoader, StreamLoader
@@ -88,57 +86,6 @@ class CheckpointedTrainer(TrainerLike, Protocol):
     scheduler_interval: str
 
 
-class Stateful(Protocol):
-    """A part of a run with its own state."""
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the state, as JSON types."""
-        ...
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore the state from `state_dict`."""
-        ...
-
-
-class CheckpointedLifecycle(LifecycleLike, Protocol):
-    """The part of a run's lifecycle that a checkpoint uses."""
-
-    progress: Progress
-    objective: Objective
-    metrics: MetricsDict
-    evaluated_step: int
-    is_running: bool
-    evaluates: bool
-    pending_evaluation: bool
-    pending_save: bool
-    logged_at: tuple[int, float, int, int]
-    control: Control
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return progress, objective, history and the callbacks' states as JSON types."""
-        ...
-
-    def load_callbacks(self, entries: list[dict[str, Any]], undo: contextlib.ExitStack) -> None:
-        """Restore the callbacks' states; `undo` restores the present ones."""
-        ...
-
-    def load_state_dict(self, state: Mapping[str, Any], resets_best: bool = False) -> None:
-        """Restore the rest of the state from `state_dict`."""
-        ...
-
-    def loaded(self, folder: Path) -> None:
-        """Notify the callbacks that a checkpoint was restored."""
-        ...
-
-    def begin_save(self) -> None:
-        """Notify the callbacks that a checkpoint is about to be saved."""
-        ...
-
-    def saved(self, path: Path) -> None:
-        """Record that a checkpoint is complete, and notify the callbacks."""
-        ...
-
-
 @dataclass(slots=True)
 class Snapshot:
     """One checkpoint on its way to the disk: tensors by file and name, and the payload of omnitrain.json."""
@@ -167,8 +114,8 @@ class Contents:
 
     Args:
         trainer: Model, optimizer, schedule, scaler, algorithms and settings.
-        lifecycle: Progress, objective, history, and the states of the callbacks.
-        step: Losses and norm of the current epoch.
+        lifecycle: The run's `Lifecycle`: progress, objective, history, and the states of the callbacks.
+        step: The run's `Step`: losses and norm of the current epoch.
         sets: The data.
         initial: The options of optimizer and schedule at the beginning of the run.
         eval_weights: The weights for evaluations.
@@ -180,8 +127,8 @@ class Contents:
     def __init__(
         self,
         trainer: CheckpointedTrainer,
-        lifecycle: CheckpointedLifecycle,
-        step: Stateful,
+        lifecycle: Any,
+        step: Any,
         sets: Sets,
         initial: InitialOptions,
         eval_weights: EvalWeights,
@@ -199,11 +146,7 @@ class Contents:
         self._frozen = FrozenWeights(trainer.backend, trainer.ranks, trainer.settings.save_frozen)
 
     def record_start(self, resumed: str | None = None) -> None:
-        """Compute the fingerprints of data and code for the checkpoints of the run, and the record of this start.
-
-        Args:
-            resumed: The checkpoint from which the run was resumed.
-        """
+        """Compute the fingerprints of data and code for the checkpoints of a run resumed from a checkpoint or not."""
         ranks, device = self._trainer.ranks, self._trainer.device
         gathered = ranks.gather_on_main("the hosts of a run", [(host(), device_name(device))])
         if ranks.is_main:
@@ -223,11 +166,7 @@ class Contents:
             self.record.git.close()
 
     def describe_start(self, seconds: float) -> dict[str, Any]:
-        """Return the record of this start, with settings and digests of data and code; on the main rank.
-
-        Args:
-            seconds: How long to wait for git.
-        """
+        """Return the record of this start, with settings and digests of data and code, after waiting for git."""
         assert self.record is not None and self._identity is not None
         data = {
             name: {
@@ -251,11 +190,11 @@ class Contents:
         with self._trainer.ranks.in_phase("data"), preserve_state(data_parts(self._trainer.settings)):
             return self._trainer.ranks.on_main("the check of data and code", lambda: identity.differences(saved))
 
-    def capture(self, history: dict[str, Any] | None = None) -> tuple[Files, dict[str, Any]]:
+    def capture(self, history: dict[str, Any]) -> tuple[Files, dict[str, Any]]:
         """Return the state of the run: references to its live tensors by file and name, and the rest as JSON types.
 
-        Args:
-            history: The lifecycle's state to save instead of the present one.
+        The state `history` of the lifecycle is, at the end of a run, that from before its closing evaluation, which a
+        longer run would not have.
         """
         files, payload = self.capture_tensors()
         if self._identity is None:  # outside of train()
@@ -263,8 +202,6 @@ class Contents:
             if self.record is not None:
                 self.record.to_dict(_GIT_S)
                 self.close_record()
-        # at the end of a run that from before its closing evaluation, which a longer run would not have
-        history = history or self._lifecycle.state_dict()
         tensors, states = self.capture_states(history["callbacks"])
         if not payload["only_model"]:
             states["stream"] = self._capture_stream(tensors)
@@ -734,11 +671,7 @@ class Contents:
         return {"parts": [entry for entry, _ in entries]}
 
     def _restore_parts(
-        self,
-        content: Mapping[str, Any],
-        changed: Collection[str],
-        tensors: Mapping[str, torch.Tensor],
-        undo: contextlib.ExitStack,
+        self, content: Mapping[str, Any], changed: Collection[str], tensors: TensorFile, undo: contextlib.ExitStack
     ) -> None:
         """Restore the states of the user's parts; those that were allowed to change keep theirs."""
         saved, parts = content.get("parts"), stateful_parts(self._trainer.settings, self._trainer.backend.model)

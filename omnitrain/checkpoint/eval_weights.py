@@ -69,17 +69,12 @@ class EvalWeights:
         """Return the present weights for evaluations by name."""
         return self.transform(self._backend.model_tensors())
 
-    def _differing(self) -> dict[str, Any]:
-        """Return those that differ from the weights in training."""
+    def differing(self) -> dict[str, Any]:
+        """Return those that differ from the weights in training by name."""
         if self.are_loaded or not (self._transforms or self._optimizers_in_training):
             return {}
         trained = self._backend.model_tensors()
         return {name: weight for name, weight in self.transform(trained).items() if weight is not trained[name]}
-
-    @property
-    def are_different(self) -> bool:
-        """Whether they differ from the weights in training."""
-        return bool(self._differing())
 
     # --- optimizers with a mode for training and one for evaluations
 
@@ -99,8 +94,12 @@ class EvalWeights:
     @contextlib.contextmanager
     def _restoring_weights(self, optimizers: list[Any]) -> Iterator[None]:
         """Restore the weights of optimizers at the end, bit for bit."""
-        groups = [group for optimizer in optimizers for group in optimizer.param_groups]
-        weights = [self._backend.local_shard(parameter) for group in groups for parameter in group["params"]]
+        weights = [
+            self._backend.local_shard(parameter)
+            for optimizer in optimizers
+            for group in optimizer.param_groups
+            for parameter in group["params"]
+        ]
         # interpolating there and back is not exact in floating point
         copies = [weight.clone() for weight in weights]
         try:
@@ -136,7 +135,7 @@ class EvalWeights:
     @contextlib.contextmanager
     def swapped_in(self) -> Iterator[None]:
         """Swap them into the model; the weights in training are restored at the end."""
-        eval_weights = self._differing()
+        eval_weights = self.differing()
         if not eval_weights:
             yield
             return
@@ -153,13 +152,10 @@ class EvalWeights:
             for target, tensor in zip(shards, copies, strict=True):
                 target.copy_(tensor)
 
-    def load(self) -> bool:
-        """Load them into the model at the end of a run; return whether they differ from those in training."""
-        eval_weights = self._differing()
-        if eval_weights:
-            unchanged = self._backend.model_tensors().keys() - eval_weights.keys()
-            self._backend.load_weights(eval_weights, "the weights that are evaluated", {}, unchanged)
-        return bool(eval_weights)
+    def load(self, eval_weights: Mapping[str, Any]) -> None:
+        """Load those from `differing` into the model at the end of a run."""
+        unchanged = self._backend.model_tensors().keys() - eval_weights.keys()
+        self._backend.load_weights(eval_weights, "the weights that are evaluated", {}, unchanged)
 
     def restore(self, names: Mapping[str, Any]) -> None:
         """Restore the algorithms' state from the model, which has the weights for evaluations.

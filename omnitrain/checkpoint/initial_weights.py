@@ -9,7 +9,7 @@ import fnmatch
 import json
 import logging
 import pickle
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from omnitrain.checkpoint.manifest import MANIFEST, Check, check_hashes
+from omnitrain.checkpoint.manifest import MANIFEST, Check, check_hashes, validate
 from omnitrain.checkpoint.remote import local_copy
 from omnitrain.checkpoint.sharded_files import find_tensor_files
 from omnitrain.checkpoint.state_dicts import (
@@ -67,7 +67,7 @@ class InitialWeights:
         return TensorFile(self.files, ranks) if self.files else _BroadcastTensors(self, ranks)
 
 
-class _BroadcastTensors(Mapping[str, torch.Tensor]):
+class _BroadcastTensors:
     """Tensors of the main rank, which are broadcast one at a time."""
 
     def __init__(self, initial: InitialWeights, ranks: Ranks) -> None:
@@ -78,12 +78,6 @@ class _BroadcastTensors(Mapping[str, torch.Tensor]):
             return self._ranks.broadcast(self._initial.content[name].detach().cpu().contiguous())
         shape, dtype = self._initial.specs[name]
         return self._ranks.broadcast(torch.empty(shape, dtype=dtype))
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._initial.specs)
-
-    def __len__(self) -> int:
-        return len(self._initial.specs)
 
 
 def load_initial(model: nn.Module, source: Mapping[str, Any], ranks: Ranks) -> InitialWeights | None:
@@ -309,6 +303,7 @@ def _files_of_index(path: Path, where: str) -> list[Path]:
 def _files_in(folder: Path, where: str, check: Check) -> tuple[list[Path], dict[str, Any]]:
     if (folder / MANIFEST).is_file():
         manifest = Store(folder.parent).verify(folder, hashes=False)
+        validate(manifest, repr(str(folder)), complete=False)
         files = find_tensor_files(folder, manifest["files"], "model")
         if not files:
             raise CheckpointError(f"{str(folder)!r} is incomplete: {WEIGHTS!r} is not among its files.")

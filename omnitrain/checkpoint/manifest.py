@@ -207,6 +207,11 @@ _TAGS: dict[str, Any] = {
 
 # --- the entries of omnitrain.json, which docs/checkpoint-format.md describes
 
+
+def _optional(entries: Mapping[Any, Any]) -> dict[Any, Any]:
+    return {name: kind if name is ... else Optional(kind) for name, kind in entries.items()}
+
+
 # A row of the history.
 ROW: Any = {...: _SCALAR}
 _STORE_ENTRIES = {
@@ -219,28 +224,39 @@ _STORE_ENTRIES = {
     "files": {...: {"size": int, "sha256": _DIGEST, ...: Any}},
     ...: Any,
 }
-_OPTIONS = Optional(Nullable({...: Any}))
-# Without an Ellipsis: other names would become attributes or arguments.
-_TASK_MEAN: dict[Any, Any] = {
-    **dict.fromkeys(("shift", "counts_labels", "is_sum", "is_mean", "is_shift_known"), Optional(bool)),
-    "ignore_index": Optional(_whole(1 - 2**63)),
-}
+_OPTIONS = Nullable({...: Any})
 _COUNTERS = ("samples_in_epoch", "samples", "tokens", "skipped_steps", "step_in_epoch", "batches_in_epoch")
+_FLAGS = ("shift", "counts_labels", "is_sum", "is_mean", "is_shift_known")
+# Without an Ellipsis: other names would become attributes or arguments.
+_TASK_MEAN = _optional({**dict.fromkeys(_FLAGS, bool), "ignore_index": _whole(1 - 2**63)})
+_GIT = {"commit": str, **_optional({"branch": Nullable(str), "clean": bool}), ...: Any}
+_START = {
+    "started_at": _check_date,
+    "step": int,
+    "resumed_from": Nullable(str),
+    "command": [str],
+    "script": Nullable({...: Nullable(str)}),
+    "git": Nullable(_GIT),
+    "packages": {...: str},
+    "platform": str,
+    "processes": _whole(1),
+    "hosts": {...: {...: _whole(1)}},
+    "environment": {...: str},
+    ...: Any,
+}
 _ENTRIES: dict[Any, Any] = {
     "extra_state": _check_state,
     "settings": {
         "seed": _whole(0, 2**64),
         "total_steps": Nullable(int),
         "optimizer_groups": Nullable([{"lr": Optional(float), ...: Any}]),
-        **dict.fromkeys(("lr_scheduler_options", "algorithm_options", "callback_options"), _OPTIONS),
+        **dict.fromkeys(("lr_scheduler_options", "algorithm_options", "callback_options"), Optional(_OPTIONS)),
         ...: Any,
     },
     "progress": {
         "epoch": int,
         "step": int,
-        **dict.fromkeys(_COUNTERS, Optional(int)),
-        "seconds": Optional(_SECONDS),
-        "epoch_size": Optional(Nullable(int)),
+        **_optional({**dict.fromkeys(_COUNTERS, int), "seconds": _SECONDS, "epoch_size": Nullable(int)}),
     },
     "objective": {
         "metric": str,
@@ -283,26 +299,7 @@ _ENTRIES: dict[Any, Any] = {
         ...: Any,
     },
     "parts": Optional([{...: Any}]),
-    "record": Optional(
-        Nullable(
-            {
-                "started_at": Optional(_check_date),
-                "step": Optional(int),
-                "resumed_from": Optional(Nullable(str)),
-                "command": Optional([str]),
-                "script": Optional(Nullable({...: Nullable(str)})),
-                "git": Optional(
-                    Nullable({"commit": str, "branch": Optional(Nullable(str)), "clean": Optional(bool), ...: Any})
-                ),
-                "packages": Optional({...: str}),
-                "platform": Optional(str),
-                "processes": Optional(_whole(1)),
-                "hosts": Optional({...: {...: _whole(1)}}),
-                "environment": Optional({...: str}),
-                ...: Any,
-            }
-        )
-    ),
+    "record": Optional(Nullable(_optional(_START))),
     "world_size": Optional(_whole(1)),
     "versions": Optional({...: str}),
     "saved_at": Optional(_check_date),
@@ -314,37 +311,27 @@ _OPTIMIZER = {
     "shared": _check_state,
     ...: Any,
 }
+_PYTHON = {"version": _whole(3, 3), "gauss": Nullable(float), ...: Any}
+_NUMPY = {"pos": _whole(0, 624), "has_gauss": _whole(0, 1), "gauss": float, ...: Any}
+_STREAM = {
+    "epoch": _STEP,
+    "position": int,
+    "state": _check_tagged,
+    "has_ended": bool,
+    **_optional({"batches": int, "workers": int}),
+}
 # The entries that only checkpoints with more than weights have.
 _RUN_ENTRIES: dict[Any, Any] = {
     "optimizer": _OPTIMIZER,
     "optimizers": {...: Nullable(_OPTIMIZER)},
-    "rng": [
-        {
-            "python": {"version": _whole(3, 3), "gauss": Nullable(float), ...: Any},
-            "numpy": Optional({"pos": _whole(0, 624), "has_gauss": _whole(0, 1), "gauss": float, ...: Any}),
-            ...: Any,
-        }
-    ],
+    "rng": [{"python": _PYTHON, "numpy": Optional(_NUMPY), ...: Any}],
     "scheduler": Nullable(_check_state),
     "scaler": _check_state,
     "algorithms": [_check_state],
     "drawn": [_whole(0, 2)],
     "order": _text("drawn|keyed", "'drawn' or 'keyed'"),
-    "stream": Nullable(
-        {
-            "epoch": _STEP,
-            "position": int,
-            "state": _check_tagged,
-            "has_ended": bool,
-            "batches": Optional(int),
-            "workers": Optional(int),
-        }
-    ),
+    "stream": Nullable(_STREAM),
 }
-
-
-def _optional(entries: Mapping[Any, Any]) -> dict[Any, Any]:
-    return {name: kind if name is ... else Optional(kind) for name, kind in entries.items()}
 
 
 def validate(content: Mapping[str, Any], where: str, complete: bool = True) -> None:

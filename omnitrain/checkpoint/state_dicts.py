@@ -118,15 +118,8 @@ def load_weights(
 ) -> None:
     """Copy tensors into a model in place, so optimizers and tied weights stay valid; names, shapes and dtypes must fit.
 
-    A module with custom loading code decides about its buffers.
-
-    Args:
-        model: The model.
-        tensors: What `model_tensors` returned.
-        where: Their name in errors.
-        extra: What `extra_state` returned.
-        absent: Names of tensors that were left out, and stay unchanged.
-        ranks: The ranks that load them, each into its shard of the model.
+    Each of the `ranks` loads its shard. A module with custom loading code decides about its buffers. `extra` is from
+    `extra_state`; the tensors in `absent` were left out, and stay unchanged.
 
     Raises:
         CheckpointError: On all ranks, if one rank cannot read a tensor, or as for `check_weights`.

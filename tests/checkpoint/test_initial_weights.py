@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from forging import shard, spoil
+from forging import content_of, seal, shard, spoil
 from marks import make_small
 from recipes import StopAt, distance, rows, t16, weights
 from safetensors.torch import save_file
@@ -57,9 +57,13 @@ def test_init_from_reads_checkpoints_pointers_and_files(tmp_path: Path, file: Pa
     nested = {"path": tmp_path / "nested.bin", "convert": lambda content: content["state"]}
     for source in (str(file), tmp_path / "plain.pt", nested):
         assert distance(weights(initialized(source)), weights(t16())) == 0
-    spoil(tmp_path / "run" / "checkpoint-2" / "model.safetensors", "flip")
+    folder = tmp_path / "run" / "checkpoint-2"
+    spoil(folder / "model.safetensors", "flip")
     with pytest.raises(CheckpointError, match=r"'model\.safetensors' does not match its sha256"):
-        initialized(tmp_path / "run" / "checkpoint-2")
+        initialized(folder)
+    seal(folder, content_of(folder) | {"extra_state": {"0": {"__tuple__": 3}}})
+    with pytest.raises(CheckpointError, match=r"damaged: 'omnitrain.json' has extra_state\['0'\].__tuple__ = 3"):
+        initialized(folder)
 
 
 def test_init_from_reads_and_verifies_sharded_checkpoints(tmp_path: Path) -> None:

@@ -422,13 +422,17 @@ def test_moved_run_resumes_from_another_working_folder(folder: Path, monkeypatch
     assert_same(comparable(result), comparable(straight(**options)))
 
 
-def test_folder_with_checkpoints_is_rejected_unchanged(stopped: Path) -> None:
+def test_folder_with_checkpoints_is_unchanged_until_a_save(stopped: Path) -> None:
+    """Without `overwrite` it is rejected, and a run that is killed before its first save leaves it."""
     before = {path: path.read_bytes() for path in stopped.rglob("*") if path.is_file()}
     trainer = build(stopped)
     with pytest.raises(ConfigError, match=r"already holds checkpoints.*checkpoint-4.*resume_from.*overwrite"):
         trainer.train()
     assert trainer.progress.step == 0
     assert {path: path.read_bytes() for path in stopped.rglob("*") if path.is_file()} == before
+    train(build(stopped, overwrite=True, callbacks=lambda: [Cut("kill", 1)]))
+    resolved = Store(stopped).resolve("auto")
+    assert resolved is not None and resolved[0].name == "checkpoint-4"
 
 
 @pytest.mark.parametrize("is_async", [False, True])
@@ -439,12 +443,6 @@ def test_overwrite_replaces_the_run_at_the_first_save(is_async: bool, stopped: P
     train(build(stopped, **options, callbacks=lambda: looks))
     assert (present[0], present[1], present[-1]) == (numbered(3, 4), numbered(5), numbered(5, 9))
     assert {row["step"] for row in journal(stopped)} <= set(range(10))
-
-
-def test_overwrite_killed_before_a_save_leaves_the_run(stopped: Path) -> None:
-    train(build(stopped, overwrite=True, callbacks=lambda: [Cut("kill", 1)]))
-    resolved = Store(stopped).resolve("auto")
-    assert resolved is not None and resolved[0].name == "checkpoint-4"
 
 
 # --- best and retention
