@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -40,11 +39,6 @@ def run(kind: str, model: Any, save_dir: Path | None = None, **options: Any) -> 
     trainer = make(kind, model, save_dir, **options)
     trainer.train()
     return trainer
-
-
-def content_of(folder: Path) -> dict[str, Any]:
-    """Return the omnitrain.json of a checkpoint."""
-    return json.loads((folder / "omnitrain.json").read_text())
 
 
 def reopened(folder: Path, base: Any = None, adapter: str = "default") -> dict[str, torch.Tensor]:

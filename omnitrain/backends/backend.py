@@ -421,7 +421,7 @@ class Backend:
         Args:
             tensors: What `model_tensors` returned.
             where: Their name in errors.
-            extra: What `checkpoint.state.extra_state` returned.
+            extra: What `state_dicts.extra_state` returned.
             absent: Names of weights that were left out, and stay unchanged.
 
         Raises:

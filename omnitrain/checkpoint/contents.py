@@ -619,7 +619,7 @@ class Contents:
 
     @staticmethod
     def _generators(folder: Path, content: Mapping[str, Any]) -> list[tuple[dict[str, torch.Tensor], Any]]:
-        """Return the state of the generators of each rank, in the form of `state.rng_tensors`."""
+        """Return the state of the generators of each rank, in the form of `state_dicts.rng_tensors`."""
         saved = content["rng"]
         by_rank: list[dict[str, torch.Tensor]] = [{} for _ in saved]
         read_header(folder / RNG)  # which says what is wrong with a damaged file
@@ -659,16 +659,26 @@ class Contents:
         if not parts:
             return {}
         local: dict[str, torch.Tensor] = {}
-        prefix = f"parts/{ranks.data.rank}"
-        states = {name: state_dicts.to_json(parts[name].state_dict(), f"{prefix}/{name}", local) for name in parts}
+        states = {name: state_dicts.to_json(parts[name].state_dict(), f"parts/{name}", local) for name in parts}
         local = {name: tensor.detach().cpu() for name, tensor in local.items()}
         gathered = ranks.gather_on_main("the states of the user's parts", [(states, local)])
         entries = [entry for (entry,) in ranks.one_per_share(gathered)] or [(states, local)]
-        if all(_is_same_state(entries[0], entry) for entry in entries[1:]):
-            del entries[1:]
-        for _, entry in entries:
-            tensors |= entry
-        return {"parts": [entry for entry, _ in entries]}
+        (first, first_tensors), *others = entries
+        if all(
+            states == first and all(map(torch.equal, local.values(), first_tensors.values()))
+            for states, local in others
+        ):
+            tensors |= first_tensors
+            return {"parts": [first]}
+        return {
+            "parts": [
+                {
+                    name: state_dicts.to_json(state_dicts.from_json(state, local), f"parts/{rank}/{name}", tensors)
+                    for name, state in states.items()
+                }
+                for rank, (states, local) in enumerate(entries)
+            ]
+        }
 
     def _restore_parts(
         self, content: Mapping[str, Any], changed: Collection[str], tensors: TensorFile, undo: contextlib.ExitStack
@@ -807,19 +817,6 @@ def _format_length(settings: Mapping[str, Any]) -> str:
         return f"{settings['total_steps']} steps"
     limits = {name: settings.get(name) for name in ("epochs", "max_steps", "max_duration")}
     return ", ".join(f"{name}={value!r}" for name, value in limits.items() if value is not None)
-
-
-def _is_same_state(first: tuple[Any, dict[str, torch.Tensor]], second: tuple[Any, dict[str, torch.Tensor]]) -> bool:
-    """Return whether two ranks have the same states: JSON types, and tensors in the same order."""
-    if len(first[1]) != len(second[1]) or not all(map(torch.equal, first[1].values(), second[1].values())):
-        return False
-    return _strip_tensor_names(first[0]) == _strip_tensor_names(second[0])
-
-
-def _strip_tensor_names(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: None if key == "__tensor__" else _strip_tensor_names(entry) for key, entry in value.items()}
-    return [_strip_tensor_names(entry) for entry in value] if isinstance(value, list) else value
 
 
 def _remaining_weights(weights: Collection[str], trained: Collection[str], content: Mapping[str, Any]) -> set[str]:

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
     from omnitrain.checkpoint.tensor_reader import TensorFile
 
-WEIGHTS = "model.safetensors"  # as in checkpoint/state.py, which would import torch
+WEIGHTS = "model.safetensors"  # as in checkpoint/state_dicts.py, which would import torch
 CONFIGS = ("config.json", "generation_config.json")
 ADAPTERS = ("adapter_config.json", "adapter_model.safetensors")
 # How many tensors `diff` lists: those that differ most.

@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from adapting import TRAINERS, adapted, agree, content_of, lora, make, reopened, run, weights_of
+from adapting import TRAINERS, adapted, agree, lora, make, reopened, run, weights_of
+from forging import content_of
 from safetensors.torch import load_file
 from tiny import Tokens, llama
 from torch import nn

@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from adapting import adapted, agree, content_of, make, run, weights_of
+from adapting import adapted, agree, make, run, weights_of
+from forging import content_of
 from marks import make_small
 from recipes import StopAt, rows
 from resuming import Net

@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 import torch
-from adapting import adapted, content_of
+from adapting import adapted
 from backends import Jobs, asked_for, bound, gap, launch_all, make_trainer, tensors_of
+from forging import content_of
 from forking import Found, joined
 from marks import thinned
 from recipes import StopAt, rows
