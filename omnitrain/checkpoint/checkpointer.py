@@ -51,13 +51,10 @@ _GIT_S = 0.03
 def locked(
     store: Store | None, ranks: Ranks, at_end: Callable[[], None], exit_stack: contextlib.ExitStack
 ) -> Iterator[None]:
-    """Lock `save_dir` against other runs, and wait at the end until everything is uploaded.
+    """Lock `save_dir`, if there is one, against other runs, and wait at the end until everything is uploaded.
 
-    Args:
-        store: The checkpoints of the run; None locks nothing.
-        ranks: The ranks of the run.
-        at_end: Called on the main rank before the lock is released.
-        exit_stack: Releases the lock outside of the call, so that all ranks know of an error before the uploads end.
+    The main rank calls `at_end` before the lock is released, by `exit_stack`: outside of the call, so that all ranks
+    know of an error before the uploads end.
 
     Raises:
         CheckpointError: If another run uses it; raised on all ranks.

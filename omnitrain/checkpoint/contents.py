@@ -272,9 +272,9 @@ class Contents:
         return files, payload
 
     def check(self, folder: Path, content: Mapping[str, Any]) -> None:
-        """Reject a checkpoint that no run can have written, or whose parts do not fit together.
+        """Reject a checkpoint that no run can have written, or whose parts do not fit together; on the main rank.
 
-        `restore` checks whether it fits this run. Called only on the main rank.
+        `restore` checks whether it fits this run.
 
         Raises:
             CheckpointError: If it is damaged or incomplete; nothing has changed.

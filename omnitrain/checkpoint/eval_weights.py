@@ -52,11 +52,7 @@ class EvalWeights:
             )
 
     def transform(self, trained: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the weights for evaluations by name; those that do not differ are the same objects.
-
-        Args:
-            trained: The weights in training from `Backend.model_tensors`.
-        """
+        """Return the weights for evaluations by name; those that do not differ are the same objects as in `trained`."""
         weights = dict(trained)
         if self.are_loaded:
             return weights
@@ -158,11 +154,7 @@ class EvalWeights:
         self._backend.load_weights(eval_weights, "the weights that are evaluated", {}, unchanged)
 
     def restore(self, names: Mapping[str, Any]) -> None:
-        """Restore the algorithms' state from the model, which has the weights for evaluations.
-
-        Args:
-            names: The weights that differ from those in training.
-        """
+        """Restore the algorithms' state from the model, in which the weights `names` are those for evaluations."""
         weights = self._backend.model_tensors()
         for restore in find_overrides(self._algorithms, "restore_weights"):
             restore(self._trainer, {name: weights[name] for name in names})

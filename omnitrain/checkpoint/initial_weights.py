@@ -249,10 +249,6 @@ def _format_spec(shape: tuple[int, ...], dtype: torch.dtype) -> str:
 def read_weights(path: Path, where: str) -> Mapping[str, torch.Tensor]:
     """Return the weights of a checkpoint, a model folder or a file by name; most are read one at a time.
 
-    Args:
-        path: The folder or file.
-        where: Its name in errors.
-
     Raises:
         ConfigError: If there are none.
         CheckpointError: If a file is missing or damaged.

@@ -142,11 +142,7 @@ def write_config(model: nn.Module, folder: Path) -> None:
 def write_model_files(model: nn.Module, folder: Path, has_all_weights: bool, weights: Sequence[Path]) -> None:
     """Write the files that opening the weights of a checkpoint needs: the model's config, or PEFT's adapters.
 
-    Args:
-        model: The model, wrapped or not.
-        folder: The folder with the weights.
-        has_all_weights: Whether the folder has the frozen weights too; without them no config can open it.
-        weights: The files with the weights.
+    Without the frozen weights, if it has not all weights, no config can open it.
     """
     if has_adapters(model):
         write_adapters(model, folder, TensorFile(list(weights)))
@@ -219,10 +215,7 @@ def _adapter_folder(folder: Path, adapter: str) -> Path:
 def write_adapters(model: nn.Module, folder: Path, tensors: Mapping[str, torch.Tensor]) -> None:
     """Write all adapters of a model to a folder in PEFT's format; the one named "default" is at the top.
 
-    Args:
-        model: A model with adapters.
-        folder: Created if needed.
-        tensors: Weights by name, including those of the adapters; others are not read.
+    Of the weights `tensors` only those of the adapters are read.
     """
     import peft
 

@@ -263,12 +263,8 @@ def check_fit(
 ) -> None:
     """Reject tensors that do not fit a model, as `check_weights` does.
 
-    Args:
-        expected: For each name in the model, the first name of the same tensor, its shape and its dtype.
-        tensors: The saved tensors.
-        where: Their name in errors.
-        loaders: Names that custom loading code handles, with any content.
-        absent: Names of tensors that were left out.
+    For each name in the model, `expected` has the first name of the same tensor, its shape and its dtype; custom
+    loading code handles the names `loaders`, with any content.
     """
     first_names = {first for first, _ in expected.values()}
     missing = sorted(first_names - tensors.keys() - set(absent))
@@ -623,17 +619,9 @@ def _specs_after_step(optimizer: Any, step: Any, group: Mapping[str, Any], prese
 
 
 def check_like(value: Any, present: Any, what: str, where: str, required: Collection[str] = ()) -> None:
-    """Reject a saved value of another kind than the present one: a number needs a number, a list one as long.
+    """Reject a saved value, `what` in errors, of another kind than the present one; None accepts any.
 
-    Args:
-        value: The saved value.
-        present: The present one; None accepts any.
-        what: The name of the value in errors.
-        where: The name of the checkpoint in errors.
-        required: Keys that a dict must have.
-
-    Raises:
-        CheckpointError: If it is of another kind.
+    A number needs a number, a list one as long, a dict the `required` keys.
     """
     if isinstance(value, Mapping) and (missing := sorted(set(required) - value.keys())):
         raise CheckpointError(f"{where} is damaged: {what} lacks {missing[0]!r}. Use another checkpoint.")
@@ -694,11 +682,7 @@ def restore_rng_tensors(
 ) -> None:
     """Restore the generators from `rng_tensors`; a device of another kind keeps its state.
 
-    Args:
-        tensors: The tensors.
-        rest: The rest.
-        device: The device of the run.
-        spare: Whether to try the state on spare generators, which raise the same errors.
+    With `spare`, the state is only tried on spare generators, which raise the same errors.
     """
     (torch.Generator() if spare else torch.default_generator).set_state(tensors["torch"])
     words = tuple(_check_words(tensors["python"], 625).tolist())
