@@ -67,7 +67,7 @@ HEAVY = {
 LOADED_ON_FIRST_USE = {"AccelerateTrainer", "HFTrainer", "HFTrainingArguments"}
 
 MAX_WALKS = {
-    "Trainer": {"step": (90, 18), "evaluate": (100, 18), "save": (260, 42), "load": (326, 37)},
+    "Trainer": {"step": (90, 18), "evaluate": (100, 18), "save": (260, 42), "load": (316, 37)},
     "AccelerateTrainer": {"step": (92, 19), "evaluate": (100, 19)},
     "HFTrainer": {"step": (142, 25), "evaluate": (128, 25)},
 }
