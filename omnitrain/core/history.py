@@ -256,14 +256,14 @@ class MetricsDict(ResultView, dict[str, Any]):
         names = {name for row in valid for name in row} - texts
         losses = sorted(name for name in names if name.endswith("_loss"))
         metrics = sort_for_display(dict.fromkeys(sorted(names - {*losses, *_POSITION}), 0.0))
-        figure, (top, *others) = create_panels("MetricsDict", 1 + len(metrics))
+        figure, (top, *metric_axes) = create_panels("MetricsDict", 1 + len(metrics))
         draw_curve(top, _points(train, "train_loss"), format_title("train_loss"))
-        for axes, panel in zip([top, *others], [losses, *([name] for name in metrics)], strict=True):
+        for axes, panel in zip([top, *metric_axes], [losses, *([name] for name in metrics)], strict=True):
             for name in panel:
                 draw_curve(axes, _points(valid, name), format_title(name))
             self._draw_marks(axes, is_named=axes is top)
         rates = _draw_rate(top, _points(train, "learning_rate"))
-        for axes in (top, *others):
+        for axes in (top, *metric_axes):
             lines = [line for line in axes.get_lines() if not line.get_label().startswith("_")]
             if lines:
                 axes.legend(handles=[*lines, *(rates if axes is top else [])], fontsize="small")

@@ -84,7 +84,7 @@ class RowFile(RowLogger):
         """
         last: dict[str, Position] = {}
 
-        def kept_lines() -> Iterator[bytes]:
+        def remaining_lines() -> Iterator[bytes]:
             damaged = 0
             with self._path.open("rb") as file:
                 for line in file if self._until >= 0 else ():
@@ -103,7 +103,7 @@ class RowFile(RowLogger):
                     logger.warning(words, str(self._path), damaged, copy.name)
 
         if self._path.is_file():
-            replace_file(self._path, kept_lines())
+            replace_file(self._path, remaining_lines())
         if self._until == math.inf:  # the run continues after an error, and may have more reports of this step
             last.pop("report", None)
         return last

@@ -12,7 +12,7 @@ import torch
 
 from omnitrain.core.errors import DataError
 from omnitrain.core.history import quote_names
-from omnitrain.metrics.inputs import Batch, Classes, Indicators, KeptRows, Layout, Statistic, on_wide_device
+from omnitrain.metrics.inputs import Batch, Classes, Indicators, Layout, Statistic, StoredRows, on_wide_device
 
 _AVERAGED = {
     stem if average == "binary" else f"{stem}_{average}": (f"{stem}_score", {"average": average})
@@ -368,7 +368,7 @@ def _reject_multilabel(names: list[str], layout: Layout) -> None:
         )
 
 
-class RankedScores(KeptRows):
+class RankedScores(StoredRows):
     """Keeps what a ranking needs: one score and one label a sample for two classes, all N x C scores for more."""
 
     def update(self, batch: Batch) -> None:

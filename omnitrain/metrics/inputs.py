@@ -281,7 +281,7 @@ class Statistic(ABC):
         """Return the result, or None if there was nothing to score."""
 
 
-class KeptRows(Statistic):
+class StoredRows(Statistic):
     """Base class of statistics that keep all labels and scores, for rankings and medians, which sums cannot give."""
 
     def __init__(self, kind_by_name: Mapping[str, str]) -> None:

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from omnitrain.core.errors import DataError
-from omnitrain.metrics.inputs import Batch, KeptRows, Layout, Statistic, differ_by_unit_dim, on_wide_device
+from omnitrain.metrics.inputs import Batch, Layout, Statistic, StoredRows, differ_by_unit_dim, on_wide_device
 
 
 @dataclass(slots=True)
@@ -144,7 +144,7 @@ REGRESSION: dict[str, Any] = {
 }
 
 
-class Pairs(KeptRows):
+class Pairs(StoredRows):
     """Keeps all labels and predictions."""
 
     def update(self, batch: Batch) -> None:

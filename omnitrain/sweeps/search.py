@@ -139,7 +139,7 @@ class SearchResult(ResultView):
 
     def _figure(self) -> Any:
         names, scored = self._params(), [trial for trial in self.trials if trial.score is not None]
-        figure, (overview, *others) = create_panels("SearchResult", len(names) + 1, has_one_axis=False)
+        figure, (overview, *parameter_axes) = create_panels("SearchResult", len(names) + 1, has_one_axis=False)
         complete = [trial for trial in scored if trial.state == "complete"]
         _draw_scores(overview, scored, [trial.number for trial in scored])
         if complete:
@@ -148,14 +148,14 @@ class SearchResult(ResultView):
             numbers = [trial.number for trial in complete]
             overview.step(numbers, best, where="post", color="C1", label="best so far")
             overview.legend(fontsize="small")
-        for axes, name in zip(others, names, strict=True):
+        for axes, name in zip(parameter_axes, names, strict=True):
             trials = [trial for trial in scored if name in trial.params]
             values = [trial.params[name] for trial in trials]
             is_number = all(isinstance(value, (int, float)) and not isinstance(value, bool) for value in values)
             _draw_scores(axes, trials, values if is_number else [*map(str, values)])
             if values and is_number and min(values) > 0 and max(values) >= 30 * min(values):
                 axes.set_xscale("log")
-        for axes, label in zip((overview, *others), ("trial", *names), strict=True):
+        for axes, label in zip((overview, *parameter_axes), ("trial", *names), strict=True):
             axes.set_xlabel(label)
             axes.set_ylabel(self.metric)
         return figure
