@@ -243,21 +243,19 @@ class ProgressBar(Callback):
             self._bar = None
 
     def _format_times(self, trainer: TrainerLike) -> tuple[str, str]:
-        """Return the elapsed time of this `train()` call, and the remaining time to the planned end."""
-        is_over = trainer.limits.fraction(trainer.progress) >= 1.0
-        bound = "at most " if may_stop_early(trainer.settings) and not is_over else ""
-        elapsed = clock(perf_counter() - self._started_at)
-        return f"elapsed {elapsed}", f"left {bound}{self._format_remaining(trainer)}"
+        """Return the elapsed time of this `train()` call, and the remaining time to the planned end.
 
-    def _format_remaining(self, trainer: TrainerLike) -> str:
-        """Return the remaining time at the rate since the last resume, as the run may have changed machines."""
-        fraction = trainer.limits.fraction(trainer.progress)
+        The rate is that since the last resume, as the run may have changed machines.
+        """
+        elapsed, fraction = perf_counter() - self._started_at, trainer.limits.fraction(trainer.progress)
+        progress, remaining, bound = fraction - self._started_from, "-:--:--", ""
         if fraction >= 1.0:
-            return clock(0.0)
-        progress = fraction - self._started_from
-        if progress <= 0.0:
-            return "-:--:--"
-        return clock((perf_counter() - self._started_at) * (1.0 - fraction) / progress)
+            remaining = clock(0.0)
+        elif progress > 0.0:
+            remaining = clock(elapsed * (1.0 - fraction) / progress)
+        if may_stop_early(trainer.settings) and fraction < 1.0:
+            bound = "at most "
+        return f"elapsed {clock(elapsed)}", f"left {bound}{remaining}"
 
 
 def _bar_console(enabled: bool | None, stream: TextIO | None) -> Console | None:
