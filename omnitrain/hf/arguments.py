@@ -328,11 +328,8 @@ def reject_dataset_fields(args: transformers.TrainingArguments | None) -> None:
     """Raise ConfigError for arguments without effect on training data that are no map-style dataset."""
     if args is None:
         return
-    fields_in_use = {
-        "dataloader_drop_last": args.dataloader_drop_last,
-        "data_seed": args.data_seed not in (None, args.seed),
-    }
-    for name, is_set_by_user in fields_in_use.items():
+    has_other_order = args.data_seed not in (None, args.seed)
+    for name, is_set_by_user in (("dataloader_drop_last", args.dataloader_drop_last), ("data_seed", has_other_order)):
         if is_set_by_user:
             raise ConfigError(
                 f"`training_args.{name}={getattr(args, name)!r}` would have no effect on a stream or a custom loader, "
@@ -421,11 +418,8 @@ def fill_arguments(values: Mapping[str, Any], kwargs: dict[str, Any], source: st
 def _translate_fields(args: transformers.TrainingArguments) -> dict[str, Any]:
     """Return transformers' arguments as ours, without those that request nothing."""
     values: dict[str, Any] = {name: getattr(args, FIELDS.get(name, (name,))[0]) for name in _SAME_VALUES}
-    evaluates, saves, metric = (
-        enum_value(args.eval_strategy),
-        enum_value(args.save_strategy),
-        args.metric_for_best_model,
-    )
+    evaluates, saves = enum_value(args.eval_strategy), enum_value(args.save_strategy)
+    metric = args.metric_for_best_model
     values |= {
         "epochs": args.num_train_epochs if args.max_steps <= 0 else None,
         "max_steps": args.max_steps if args.max_steps > 0 else None,
