@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from omnitrain.core.errors import describe_samples
@@ -14,35 +14,17 @@ _LIMIT_S = 10.0
 Attempt = Callable[[list[int]], Any]
 
 
-def _fails(error: Exception, attempt: Attempt, samples: list[int]) -> bool:
-    try:
-        attempt(samples)
-    except Exception as raised:
-        return type(raised) is type(error)
-    return False
-
-
-def isolate_failures(error: Exception, samples: Sequence[int], attempt: Attempt) -> list[int]:
-    """Return the samples for which `attempt` raises the same type of error individually.
-
-    >>> isolate_failures(KeyError(), range(5), lambda samples: {0: "a", 1: "b"}[samples[0] // 3])
-    []
-    >>> isolate_failures(KeyError(), range(5), lambda samples: {0: "a"}[samples[0] // 3])
-    [3, 4]
-    """
-    end = time.monotonic() + _LIMIT_S
-    return [sample for sample in samples if time.monotonic() < end and _fails(error, attempt, [sample])]
-
-
-def _differing(error: Exception, samples: Sequence[int], attempt: Attempt) -> list[int]:
-    """Return the samples incompatible with the others: the smaller of the groups that fit the first sample or do not.
-
-    The result is empty if both groups are equally large.
-    """
-    first, end = samples[0], time.monotonic() + _LIMIT_S
-    unlike = [sample for sample in samples[1:] if time.monotonic() < end and _fails(error, attempt, [first, sample])]
-    alike = [sample for sample in samples if sample not in set(unlike)]
-    return [] if len(unlike) == len(alike) else min(unlike, alike, key=len)
+def _last_of_failing(error: Exception, batches: Iterable[list[int]], attempt: Attempt) -> list[int]:
+    """Return the last sample of each batch for which `attempt` raises the same type of error."""
+    end, failing = time.monotonic() + _LIMIT_S, list[int]()
+    for batch in batches:
+        if time.monotonic() > end:
+            break
+        try:
+            attempt(batch)
+        except Exception as raised:
+            failing += batch[-1:] if type(raised) is type(error) else []
+    return failing
 
 
 def describe_failures(error: Exception, samples: Sequence[int], of: str, attempt: Attempt, pairs: bool = False) -> str:
@@ -54,13 +36,15 @@ def describe_failures(error: Exception, samples: Sequence[int], of: str, attempt
     everyone = describe_samples(samples, of)
     if len(samples) == 1:
         return everyone
-    failing = isolate_failures(error, samples, attempt)
+    failing = _last_of_failing(error, ([sample] for sample in samples), attempt)
     if len(failing) == len(samples):
         return f"{everyone}, each of which fails individually: look at the model, or at the types of the data"
     if failing:
         return f"{describe_samples(failing, of)}, which fail{'s' * (len(failing) == 1)} individually"
-    odd = _differing(error, samples, attempt) if pairs else []
-    if odd:
+    unlike = _last_of_failing(error, ([samples[0], sample] for sample in samples[1:]), attempt) if pairs else []
+    alike = [sample for sample in samples if sample not in set(unlike)]
+    if unlike and len(unlike) != len(alike):  # otherwise it is unclear which of them are odd
+        odd = min(unlike, alike, key=len)
         differ = f"which differ{'s' * (len(odd) == 1)} from the others of the batch"
         return f"{describe_samples(odd, of)}, {differ} ({describe_samples(samples)})"
     return everyone

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import copy
 import itertools
 import logging
 import math
@@ -34,7 +33,7 @@ from omnitrain.data.sampling import (
     tables_to_arrays,
     tensor_columns,
 )
-from omnitrain.data.stateful import snapshot
+from omnitrain.data.stateful import preserve_state, snapshot
 from omnitrain.data.streams import Stream, StreamPosition, can_seek, has_state
 from omnitrain.data.workers import (
     outlive_signals,
@@ -145,17 +144,15 @@ class Loader:
     @contextlib.contextmanager
     def preserve_state(self) -> Iterator[None]:
         """Restore the state and the next pass on exit, whatever is read inside."""
-        states = [(source, copy.deepcopy(source.state_dict())) for source in self.stateful_sources()]
         positions, start = list(self._positions), self._start
-        try:
-            yield
-        finally:
-            self.close()
-            for source, state in states:
-                source.load_state_dict(state)
-            self.resume_at(start)
-            self._positions.clear()
-            self._positions.extend(positions)
+        with preserve_state(dict(enumerate(self.stateful_sources()))):
+            try:
+                yield
+            finally:
+                self.close()
+                self._start = start
+                self._positions.clear()
+                self._positions.extend(positions)
 
     def stateful_sources(self) -> Sequence[Any]:
         """Return the sources of a pass with `state_dict` and `load_state_dict`."""

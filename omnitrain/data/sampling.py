@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import itertools
 import math
 import operator
@@ -212,11 +211,7 @@ class DatasetOrder(EpochSampler):
         self._dataset = dataset
 
     def _draw(self, epoch: int) -> np.ndarray:
-        """Return the order of the dataset.
-
-        Raises:
-            DataError: If it has another number of samples, or samples that are not in the dataset.
-        """
+        """Return the order of the dataset."""
         order, name = np.asarray(self._dataset.epoch_order(epoch, self.seed)), type(self._dataset).__name__
         if order.shape != (self._samples,) or order.dtype.kind not in "iu":
             raise DataError(
@@ -371,7 +366,7 @@ class Fetch:
             except Exception as error:
                 with isolated_rng():
                     description = describe_failures(
-                        error, positions, self.name, functools.partial(self._refetch_and_collate, epoch), pairs=True
+                        error, positions, self.name, lambda part: self.collate(self._samples(epoch, part)), pairs=True
                     )
                 if isinstance(error, StopIteration):
                     raise stop_iteration_error("The collator", description) from error
@@ -425,9 +420,6 @@ class Fetch:
                 raise stop_iteration_error("The dataset", description) from error
             error.add_note(f"Raised for {description}.")
             raise
-
-    def _refetch_and_collate(self, epoch: int, positions: list[int]) -> Any:
-        return self.collate(self._samples(epoch, positions))
 
     def _fetch_columns(self, indices: np.ndarray) -> Any:
         if self.rows is not None:

@@ -5,17 +5,19 @@ from __future__ import annotations
 import itertools
 import logging
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
+from torch import nn
 
 from omnitrain.arguments import Settings, describe, has_changing_batch_size, is_loader, samples_of_step
 from omnitrain.core.duration import Duration
 from omnitrain.core.errors import ConfigError
-from omnitrain.data.collation import Collator
+from omnitrain.data.collation import LABEL_KEYS, Collator
+from omnitrain.data.grouping import GroupByLength
 from omnitrain.data.loaders import (
     Loader,
     MapLoader,
@@ -26,6 +28,7 @@ from omnitrain.data.loaders import (
     is_stream,
     make_loader,
 )
+from omnitrain.data.packing import PackedDataset
 from omnitrain.data.sampling import MicrobatchLayout, is_table
 from omnitrain.data.shards import ShardedLoader, ShardedStream
 from omnitrain.distributed.ranks import Coordinates, Ranks
@@ -106,6 +109,43 @@ def is_dict_of_sets(dataset: Any) -> bool:
     return type(dataset) is dict and not all(
         isinstance(value, torch.Tensor | np.ndarray) or is_table(value) for value in dataset.values()
     )
+
+
+class Columns:
+    """Drops the columns that a model does not accept, and logs which."""
+
+    def __init__(self, used: Collection[str] | None, model: nn.Module | None = None) -> None:
+        self._taken = used
+        self._model = model
+        self._reported: list[set[str]] = []
+
+    def __call__(self, dataset: Any) -> Any:
+        """Return a Hugging Face dataset without unused columns; one with a transform, or other data, unchanged."""
+        if isinstance(dataset, GroupByLength):
+            return dataset.with_dataset(self(dataset.dataset))
+        if isinstance(dataset, PackedDataset):
+            if self._taken is not None and self._model is not None:
+                dataset.check_model(self._model, self._taken)
+            return dataset
+        columns = getattr(dataset, "column_names", None)
+        if self._taken is None or not columns or not hasattr(dataset, "remove_columns"):
+            return dataset
+        if (getattr(dataset, "format", None) or {}).get("type") == "custom":
+            return dataset  # its `set_transform` may turn any column into what the model takes
+        unused = {name for name in columns if name not in self._taken}
+        if not unused or set(columns) - unused <= {*LABEL_KEYS}:
+            return dataset  # no column would be left: the model's own error is clearer
+        if unused not in self._reported:
+            self._reported.append(unused)
+            names = ", ".join(map(repr, sorted(unused)))
+            logger.warning("Columns that the model's forward() does not accept are dropped: %s.", names)
+        return dataset.remove_columns(sorted(unused))
+
+
+def is_user_defined(value: Any) -> bool:
+    """Return whether a function or object is user code, which may use any column."""
+    module = getattr(value, "__module__", None) or ""
+    return value is not None and module.partition(".")[0] not in ("omnitrain", "transformers")
 
 
 # Stands for the rules of a dataset that is no `EvalSet`.
@@ -228,7 +268,11 @@ class Sets:
             DistributedError: On all ranks, if they differ.
         """
         all_loaders = itertools.chain.from_iterable(by_name(entry).values() for entry in loaders)
-        sizes = {loader.name: _describe_size(loader) for loader in all_loaders if not isinstance(loader, UserLoader)}
+        sizes: dict[str, Any] = {}
+        for loader in all_loaders:
+            options = getattr(loader.dataset, "order_options", None) if isinstance(loader, MapLoader) else None
+            order = f"{loader.size}, in the order of {options()}" if callable(options) else loader.size
+            sizes |= {} if isinstance(loader, UserLoader) else {loader.name: order}
         self._ranks.check_equal(
             "The numbers of samples on the ranks", sizes,
             "Give every rank the same data, and each takes its share; or pass a DataLoader with a "
@@ -290,11 +334,7 @@ class Sets:
         return UserLoader(loader, seed, share.rank, share.size, dataset_title(name), keep_states)
 
     def set_train_loader(self, loader: Any) -> None:
-        """Replace the training loader by the user's.
-
-        Raises:
-            ConfigError: If its batches do not make the steps that `global_batch_size` asks for.
-        """
+        """Replace the training loader by the user's."""
         if (rounds := self._layout()) is not None:
             raise self._indivisible(rounds, "a custom loader, which makes the batches")
         self.train = self._wrap_loader(loader, "train_loader", keep_states=self._saves_positions())
@@ -322,9 +362,3 @@ def _check_labels(inputs: Any, labels: Any) -> None:
             f"`eval_dataset` has the shape {shapes[1]} and `train_dataset` {shapes[0]}, so it looks like its labels. "
             "Pass both as one dataset: train_dataset=(X, y)."
         )
-
-
-def _describe_size(loader: Loader) -> int | str | None:
-    """Return the size of a loader's data, with the options of their order if they define one."""
-    options = getattr(loader.dataset, "order_options", None) if isinstance(loader, MapLoader) else None
-    return f"{loader.size}, in the order of {options()}" if callable(options) else loader.size

@@ -70,11 +70,7 @@ def stateful_parts(settings: Settings, model: nn.Module) -> dict[str, Any]:
 
 
 def check_parts(settings: Settings, names: Collection[str]) -> None:
-    """Reject a state that a checkpoint cannot have.
-
-    Raises:
-        ConfigError: If workers run a collator with a state, which changes in them.
-    """
+    """Reject a state that a checkpoint cannot have."""
     if "data_collator" in names and settings.num_workers:
         raise ConfigError(
             f"`data_collator` ({type(settings.data_collator).__name__}) has a state_dict(), and num_workers="
@@ -84,7 +80,7 @@ def check_parts(settings: Settings, names: Collection[str]) -> None:
 
 
 @contextlib.contextmanager
-def preserve_state(parts: Mapping[str, Any]) -> Iterator[None]:
+def preserve_state(parts: Mapping[Any, Any]) -> Iterator[None]:
     """Restore the states of parts on exit: what runs inside belongs to no step."""
     states = {name: copy.deepcopy(part.state_dict()) for name, part in parts.items()}
     try:

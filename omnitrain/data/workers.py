@@ -126,7 +126,9 @@ def _sigchld_action() -> Any:
 def _worker_death_error(error: Exception) -> DataError | None:
     """Return the error for a worker that has died, or None."""
     workers = [(iterator, number) for iterator in _watched for number in range(len(iterator._workers))]
-    if workers and not isinstance(error, RuntimeError) and _raised_in_loader(error):
+    frames = traceback.walk_tb(error.__traceback__)
+    is_of_loader = any(frame.f_code.co_filename.endswith("dataloader.py") for frame, _ in frames)
+    if workers and not isinstance(error, RuntimeError) and is_of_loader:
         processes = {iterator._workers[number].sentinel: iterator._workers[number] for iterator, number in workers}
         for sentinel in connection.wait(list(processes), timeout=_DYING_S):
             processes[sentinel].join(_DYING_S)  # its pipes close slightly before the process ends
@@ -150,12 +152,6 @@ def _worker_death_error(error: Exception) -> DataError | None:
             how = f"ended with exit code {code}"
         return DataError(f"Worker process {number} (pid {process.pid}) {how} while it had to read {samples}. {remedy}")
     return None
-
-
-def _raised_in_loader(error: BaseException) -> bool:
-    """Return whether an error was raised where torch's loader reads from its workers."""
-    frames = traceback.walk_tb(error.__traceback__)
-    return any(frame.f_code.co_filename.endswith("dataloader.py") for frame, _ in frames)
 
 
 # Seconds that a worker whose pipe is closed has to end.

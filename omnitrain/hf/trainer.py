@@ -37,9 +37,8 @@ from omnitrain.core.errors import ConfigError
 from omnitrain.core.events import Algorithm, Callback
 from omnitrain.core.paths import run_folder
 from omnitrain.data.collation import Collator
-from omnitrain.data.columns import Columns
 from omnitrain.data.loaders import MapLoader
-from omnitrain.data.sets import Sets
+from omnitrain.data.sets import Columns, Sets
 from omnitrain.distributed.ranks import Ranks
 from omnitrain.distributed.rendezvous import connected_ranks
 from omnitrain.hf.arguments import (

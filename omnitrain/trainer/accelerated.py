@@ -299,7 +299,13 @@ class AccelerateTrainer(BaseTrainer):
         self._accelerate_settings = {**setups, "find_unused_parameters": unused}
         ranks = find_ranks(accelerator, timeout)
         check_lost_processes(ranks.world_size)
-        _check_double_recomputation(arguments, setups["fsdp_plugin"] or getattr(accelerator.state, "fsdp_plugin", None))
+        fsdp_plugin = setups["fsdp_plugin"] or getattr(accelerator.state, "fsdp_plugin", None)
+        recomputes = arguments.get("gradient_checkpointing") not in (None, False, (), [])
+        if recomputes and getattr(fsdp_plugin, "activation_checkpointing", False):
+            raise ConfigError(
+                "`gradient_checkpointing` and the FSDP plugin's activation_checkpointing are both set, and each "
+                "recomputes activations. Leave one of them out."
+            )
         with ranks.collective_call(f"{type(self).__name__}()", timeout, is_start=True):
             super()._construct(arguments, ranks)
 
@@ -327,11 +333,7 @@ def _apply_launcher_settings(arguments: dict[str, Any]) -> None:
 
 
 def _apply_accumulation(accelerator: Any, arguments: dict[str, Any]) -> None:
-    """Apply the number of micro-batches in a step of the user's `Accelerator`.
-
-    Raises:
-        ConfigError: If the trainer's argument is a different number.
-    """
+    """Apply the number of micro-batches in a step of the user's `Accelerator`."""
     steps = getattr(accelerator, "gradient_accumulation_steps", 1)
     if steps == 1 or "global_batch_size" in arguments:
         return
@@ -339,18 +341,4 @@ def _apply_accumulation(accelerator: Any, arguments: dict[str, Any]) -> None:
         raise ConfigError(
             f"`gradient_accumulation_steps={arguments['gradient_accumulation_steps']}` contradicts that of "
             f"`accelerator`, which is {steps}. Leave one of them out."
-        )
-
-
-def _check_double_recomputation(arguments: Mapping[str, Any], plugin: Any) -> None:
-    """Raise ConfigError if both the trainer and FSDP would recompute activations."""
-    checkpointing = arguments.get("gradient_checkpointing")
-    if (
-        isinstance(checkpointing, (bool, list, tuple))
-        and checkpointing
-        and getattr(plugin, "activation_checkpointing", False)
-    ):
-        raise ConfigError(
-            "`gradient_checkpointing` and the FSDP plugin's activation_checkpointing are both set, and each "
-            "recomputes activations. Leave one of them out."
         )

@@ -63,8 +63,7 @@ from omnitrain.core.paths import local_path, run_folder
 from omnitrain.core.progress import Progress
 from omnitrain.core.secrets import mask_secrets, mask_text
 from omnitrain.data.collation import padding_collator
-from omnitrain.data.columns import Columns, is_user_defined
-from omnitrain.data.sets import Sets
+from omnitrain.data.sets import Columns, Sets, is_user_defined
 from omnitrain.data.workers import report_dead_workers
 from omnitrain.distributed.ranks import Ranks
 from omnitrain.distributed.rendezvous import reject_several_processes
@@ -669,11 +668,7 @@ class BaseTrainer(Hooks, ABC):
             self._checkpointer.resume(*checkpoint, allow_change)
 
     def _continue_run(self, more: Any, resume_from: Any, allow_change: Collection[str]) -> None:
-        """Begin a longer run that continues from the end of the previous one.
-
-        Raises:
-            ConfigError: If no run has ended, or an argument contradicts that.
-        """
+        """Begin a longer run that continues from the end of the previous one."""
         if resume_from is not None or allow_change:
             name = "resume_from" if resume_from is not None else "allow_change"
             raise ConfigError(
@@ -867,11 +862,7 @@ class BaseTrainer(Hooks, ABC):
         return self._write_model(path, overwrite, self.processing_class)
 
     def _write_model(self, path: str | Path, overwrite: bool, processor: Any) -> Path:
-        """Write the weights, the config and a tokenizer or processor, if any; called on every rank.
-
-        Raises:
-            ConfigError: If there are weights in `path` already and `overwrite` is False.
-        """
+        """Write the weights, the config and a tokenizer or processor, if any; called on every rank."""
         with self._calling("save_model()"):
             folder = local_path(path, "path")
             self.backend.check_weights_loaded()

@@ -23,11 +23,7 @@ from omnitrain.loggers.tracking import TensorBoardLogger, Tracking, WandbLogger
 def default_callbacks(
     settings: Settings, limits: Limits, store: Store | None, evaluates: bool, user_callbacks: Sequence[Callback] = ()
 ) -> list[Callback]:
-    """Return the callbacks for signals, intervals, early stopping and progress, and for files if the run writes any.
-
-    Raises:
-        ConfigError: If `progress_bar` contradicts a ProgressBar among the callbacks.
-    """
+    """Return the callbacks for signals, intervals, early stopping and progress, and for files if the run writes any."""
 
     def interval(name: str) -> Every:
         value: Any = getattr(settings, name)
@@ -60,12 +56,7 @@ _BUILTIN: dict[str, type[Callback]] = {"tensorboard": TensorBoardLogger, "wandb"
 
 
 def make_loggers(loggers: object, callbacks: Iterable[object], has_folder: bool = True) -> list[Callback]:
-    """Return the callbacks for the trainer's argument `loggers`.
-
-    Raises:
-        ConfigError: If one of them is no logger or has no place to write to, or two would write to the same place.
-        MissingExtraError: If a package is not installed.
-    """
+    """Return the callbacks for the trainer's argument `loggers`."""
     specs = [loggers] if isinstance(loggers, (str, Callback)) else loggers
     if specs is None:
         return []

@@ -545,11 +545,7 @@ def _scored(loader: Loader, score: Callable[..., Scores], *arrays: Any) -> Score
 
 
 def _with_loss(scores: Mapping[str, float], loss: float) -> dict[str, float]:
-    """Return the loss and the metrics of an evaluation.
-
-    Raises:
-        ConfigError: If a metric has the name of the loss.
-    """
+    """Return the loss and the metrics of an evaluation."""
     if not {"loss", "eval_loss"}.isdisjoint(scores):
         raise ConfigError(
             "A metric is called 'loss', as is the loss of the evaluation, by which the best checkpoint is chosen. Give "

@@ -138,8 +138,10 @@ class Feed:
                 self._compare_first(loader)
             if not self._trainer.loss_mean.is_checked:
                 group = self._ask_loss(group)
-            if not self._trainer.loss_mean.is_mean:
-                self._check_split()
+            if not self._trainer.loss_mean.is_mean and (
+                self.accumulation > 1 or self._may_split or ranks.data.size > 1 or self._stages is not None
+            ):
+                raise split_error(self._trainer.settings.loss_fn, self._trainer.backend.model)
             totals, self._totals_ahead = self._totals_ahead, ()
             window = self.window_of(group, last, totals)
             ranks.phase = "step"
@@ -174,11 +176,6 @@ class Feed:
             weighed.append((batch, weight, samples, tokens, ends))
         return weighed
 
-    def _check_split(self) -> None:
-        """Raise ConfigError if a step has several micro-batches or ranks, for a loss that no weights of them fit."""
-        if self.accumulation > 1 or self._may_split or self._ranks.data.size > 1 or self._stages is not None:
-            raise split_error(self._trainer.settings.loss_fn, self._trainer.backend.model)
-
     def _size_of_next(self) -> int:
         """Return the batches on each rank of the window that is read next, which may be read during the one before."""
         if self._stages is not None:
@@ -190,11 +187,7 @@ class Feed:
         return self.accumulation
 
     def _compare_first(self, loader: Loader) -> None:
-        """Compare the first sample on all ranks, once in a run, where each reads all data and takes its share.
-
-        Raises:
-            DistributedError: On all ranks, if it differs.
-        """
+        """Compare the first sample on all ranks, once in a run, where each reads all data and takes its share."""
         self._has_compared = True
         if isinstance(loader, MapLoader) or loader.is_split:
             return
@@ -291,18 +284,16 @@ class Feed:
         if not sizes:
             return None
         if squares * self._ranks.data.size != sizes * sizes:  # true if and only if the sizes differ
-            group = group + self._dummy_batches(size, last)
+            # dummies fill the window up to the size of the largest: all ranks must run forward
+            all_sizes = self._ranks.gather("the micro-batches of a step", None if last is None else size)
+            _reject_empty(all_sizes)
+            if last is not None:
+                group = group + [(last[0], 0, 0, 0, 0)] * (max(count or 0 for count in all_sizes) - size)
         batches, weights, *_ = map(list, zip(*group, strict=True))
         origins = _origins(group) if self._may_split else None
         # of this rank's weighted losses, whose gradients are averaged over the ranks later
         divisor = (1.0 if self._reduction == "sum" else weight) / self._ranks.data.size or 1.0
         return Window(batches, weights, weight, int(batch_count), int(samples), int(tokens), divisor, origins)
-
-    def _dummy_batches(self, size: int, last: Weighed | None) -> list[Weighed]:
-        """Return the micro-batches that fill a window up to the size of the largest: all ranks must run forward."""
-        sizes = self._ranks.gather("the micro-batches of a step", None if last is None else size)
-        _reject_empty(sizes)
-        return [] if last is None else [(last[0], 0, 0, 0, 0)] * (max(count or 0 for count in sizes) - size)
 
     # --- weights
 

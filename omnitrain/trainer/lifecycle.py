@@ -532,11 +532,7 @@ class Lifecycle:
         return any(component is callback for component, _ in self._components)
 
     def load_callbacks(self, entries: Iterable[Mapping[str, Any]], undo: contextlib.ExitStack) -> None:
-        """Restore each callback's state from that of a callback of the same class; `undo` restores the current ones.
-
-        Raises:
-            CheckpointError: If a callback rejects its state.
-        """
+        """Restore each callback's state from that of a callback of the same class; `undo` restores the current ones."""
         unmatched = list(self.callbacks)
         for entry in entries:
             name = entry["callback"]

@@ -241,7 +241,8 @@ class Loop:
         if lifecycle.is_epoch_complete:
             if trainer.lr_scheduler is not None and trainer.scheduler_interval == "epoch":
                 self.step.step_schedule(trainer.lr_scheduler, ends_epoch=True)
-            self.step.begin_epoch_means()
+            self.step.loss.begin_epoch()
+            self.step.metrics.begin_epoch()
             for end in find_overrides(trainer.algorithms, "end_epoch"):
                 end(trainer)
         lifecycle.end_epoch(lifecycle.is_epoch_complete, row)
@@ -592,7 +593,8 @@ class Loop:
         if not self.has_custom_epoch:
             yield
             return
-        progress, backend, window = self.lifecycle.progress, self.trainer.backend, self.step.window
+        trainer, backend = self.trainer, self.trainer.backend
+        progress, window = self.lifecycle.progress, self.step.window
         backend.collect_parameters()  # an algorithm may have frozen or unfrozen layers
         updates = find_overrides(self.trainer.algorithms, "after_update")
         if isinstance(self.sets.train, Loader):
@@ -601,9 +603,18 @@ class Loop:
         schedule = self.trainer.lr_scheduler if self.trainer.scheduler_interval == "step" else None
         place = getattr(schedule, "last_epoch", None)
 
+        # the weights are there when the optimizer has stepped, and so is `after_update`
+        called = {"after_update"} if not backend.has_master_weights else set()
+
         def check(*_: Any) -> None:
-            if self.step.window is window:  # otherwise steps of ours are taken
-                self._check_uncalled_methods()
+            for algorithm in trainer.algorithms if self.step.window is window else ():  # otherwise it takes our steps
+                uncalled = [name for name in IN_STEPS if find_overrides([algorithm], name) and name not in called]
+                if uncalled:
+                    raise ConfigError(
+                        f"`algorithms` holds {type(algorithm).__name__}, whose {uncalled[0]}() nothing calls in a "
+                        "`_train_epoch` of your own that steps the optimizer. Leave it out and do the same in your "
+                        "loop, or have super()._train_epoch(epoch) take the steps."
+                    )
             backend.check_all_reduced()
 
         def count(*_: Any) -> None:
@@ -636,16 +647,3 @@ class Loop:
                     "own, which uses full batches. Make `batch_size` smaller, or split them there."
                 )
             progress.step += update_count[0]
-
-    def _check_uncalled_methods(self) -> None:
-        """Reject algorithms whose methods a custom loop does not call."""
-        for algorithm in self.trainer.algorithms:
-            unreached = [place for place in IN_STEPS if find_overrides([algorithm], place)]
-            if not self.trainer.backend.has_master_weights:  # the weights are there when the optimizer has stepped
-                unreached = [place for place in unreached if place != "after_update"]
-            if unreached:
-                raise ConfigError(
-                    f"`algorithms` holds {type(algorithm).__name__}, whose {unreached[0]}() nothing calls in a "
-                    "`_train_epoch` of your own that steps the optimizer. Leave it out and do the same in your loop, "
-                    "or have super()._train_epoch(epoch) take the steps."
-                )

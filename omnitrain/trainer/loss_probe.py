@@ -52,7 +52,7 @@ def ask_loss(trainer: Hooks, batches: Sequence[Any]) -> None:
     ):  # nothing is compiled for these few rows
         if isinstance(trainer.unit, MultiTaskUnit):
             for name, part in batch.parts.items() if isinstance(batch, TaskBatch) else ():
-                forward = functools.partial(_run_task, trainer.unit, name)
+                forward = functools.partial(lambda name, model, batch: trainer.unit.run_task(name, batch), name)
                 _ask(_Probe(trainer, part, forward, trainer.unit.mean_of(name)))
         else:
             _ask(_Probe(trainer, batch, trainer._forward, trainer.loss_mean))
@@ -68,10 +68,6 @@ def _first_of(batches: Sequence[Any]) -> Any:
             both = join_batches(first, batches[1], 1)
             return first if both is None else both
     return first
-
-
-def _run_task(unit: MultiTaskUnit, name: str, model: Any, batch: Any) -> StepOutput:
-    return unit.run_task(name, batch)
 
 
 def _ask(probe: _Probe) -> None:
@@ -306,7 +302,7 @@ class _Probe:
 
     def _loss(self, batch: Any, run: Any = None, restarts: bool = True) -> float | None:
         """Return the loss of a batch, or None if there is none; random numbers begin with the seed if it restarts."""
-        trainer, run = self.trainer, run or self._trainer_loss
+        trainer, run = self.trainer, run or (lambda model, batch: self.forward(model, batch).loss)
         try:
             with (
                 trainer.backend.eval_mode(trainer.settings.seed) if restarts else contextlib.nullcontext(),
@@ -317,9 +313,6 @@ class _Probe:
         except Exception as error:  # the first step, or the evaluation, raises it for the user
             logger.debug("The loss could not be probed: %r.", error)
             return None
-
-    def _trainer_loss(self, model: Any, batch: Any) -> torch.Tensor | None:
-        return self.forward(model, batch).loss
 
 
 def _labels_on_host(batch: Any) -> Any:

@@ -47,7 +47,12 @@ def evaluation_error(evaluation: Evaluation, loader: Any, loss: float, step: int
 
     The evaluation goes through the set again up to the first bad batch.
     """
-    trainer, number = evaluation.trainer, _first_bad_batch(evaluation, loader)
+    trainer, number = evaluation.trainer, None
+    with trainer.backend.eval_mode(trainer.settings.seed):
+        for place, (batch, _) in enumerate(evaluation.feed.lockstep_batches(loader)):
+            if any(trainer.ranks.sum("the search for a loss that is not finite", _is_bad(trainer, batch))):
+                number = place
+                break
     sampler, indices = getattr(loader, "sampler", None), []
     if number is not None and sampler is not None:
         first, end = sampler.rounds.start(number), sampler.rounds.start(number + 1)
@@ -68,17 +73,6 @@ def _report(trainer: Hooks, report: dict[str, Any]) -> None:
         with Tolerance("nonfinite.json", "Its content is in the error that follows."):
             save_dir.mkdir(parents=True, exist_ok=True)
             replace_file(save_dir / "nonfinite.json", (json.dumps(report, indent=2) + "\n").encode())
-
-
-def _first_bad_batch(evaluation: Evaluation, loader: Any) -> int | None:
-    """Return the number, from 0, of the first batch whose loss is not finite on any rank."""
-    trainer = evaluation.trainer
-    with trainer.backend.eval_mode(trainer.settings.seed):
-        for number, (batch, _) in enumerate(evaluation.feed.lockstep_batches(loader)):
-            is_bad = _is_bad(trainer, batch)
-            if any(trainer.ranks.sum("the search for a loss that is not finite", is_bad)):
-                return number
-    return None
 
 
 def _suspects(

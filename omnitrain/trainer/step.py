@@ -238,8 +238,11 @@ class Step:
         if self._needs_closure:
             self._check_closure()
         has_second_pass = self._needs_closure or bool(self._transforms["before_second_pass"])
-        if has_second_pass:
-            self._check_second_pass()
+        if has_second_pass and "training_step" in getattr(self._trainer, "_overridden", ()):
+            raise ConfigError(
+                f"{trainer_class.__name__}.training_step is not called for micro-batches that are run again, as "
+                "`optimizer` or `algorithms` ask for. Put what it does into `compute_loss`, or leave one of them out."
+            )
         self._repeats = has_second_pass or self._auto_microbatch is not None
         self._may_undo = settings.on_nonfinite != "raise" or self._scales_loss or self._needs_closure
         # with "raise" the run ends anyway, and with "warn" the update is made
@@ -521,7 +524,13 @@ class Step:
     def finish(self) -> bool:
         """Complete the gradients, call the callbacks, and return whether to make the update."""
         if not self.window.weight or (self._targets is not None and not self._divide_by(self._targets)):
-            self._warn_of_empty()
+            if not self._has_warned_of_empty:
+                self._has_warned_of_empty = True
+                logger.warning(
+                    "No sample of step %d has a label that counts, on any rank: the weights are not updated. Such "
+                    "steps are counted in `progress.skipped_steps`; later ones are not reported.",
+                    self._lifecycle.progress.step + 1,
+                )
             return False
         if self._is_first:
             self._is_first = False
@@ -594,7 +603,13 @@ class Step:
             if emit is not None:
                 emit(Event.AFTER_OPTIMIZER_STEP)
         else:
-            self._check_loss_scale()
+            scaler, least = backend.scaler, self._settings.fp16_loss_scale[1]
+            if scaler.is_enabled() and scaler.get_scale() < least:
+                raise NonFiniteError(
+                    f"The fp16 loss scale fell to {scaler.get_scale():g}, below its minimum {least:g}, at step "
+                    f"{self._lifecycle.progress.step + 1}: the gradients overflow whatever the scale. Lower the "
+                    "learning rate, use autocast='bf16', or lower the minimum in `fp16_loss_scale`."
+                )
             if self._may_undo:
                 self.rollback(self._before)
             if self._buffers is not None:
@@ -667,14 +682,6 @@ class Step:
             self.rollback(snapshot)
             for put_back in reversed(self._transforms["after_second_pass"]):
                 put_back(trainer)
-
-    def _check_second_pass(self) -> None:
-        """Raise ConfigError for a `training_step` of the user's, which a second pass does not call."""
-        if "training_step" in getattr(self._trainer, "_overridden", ()):
-            raise ConfigError(
-                f"{type(self._trainer).__name__}.training_step is not called for micro-batches that are run again, as "
-                "`optimizer` or `algorithms` ask for. Put what it does into `compute_loss`, or leave one of them out."
-            )
 
     # --- optimizers with a closure
 
@@ -757,15 +764,6 @@ class Step:
             self._trainer._scale_gradients(self.window.divisor * self._ranks.data.size / targets)
         return bool(targets)
 
-    def _warn_of_empty(self) -> None:
-        if not self._has_warned_of_empty:
-            self._has_warned_of_empty = True
-            logger.warning(
-                "No sample of step %d has a label that counts, on any rank: the weights are not updated. Such steps "
-                "are counted in `progress.skipped_steps`; later ones are not reported.",
-                self._lifecycle.progress.step + 1,
-            )
-
     # --- means
 
     def snapshot(self) -> Any:
@@ -789,11 +787,6 @@ class Step:
         """Return the means of the metrics in the epoch so far, over all ranks."""
         (name_count,) = self._ranks.sum("the names of metrics", len(self.metrics))
         return self.metrics.means() if name_count else {}
-
-    def begin_epoch_means(self) -> None:
-        """Start the means of a new epoch."""
-        self.loss.begin_epoch()
-        self.metrics.begin_epoch()
 
     # --- losses and gradients that are not finite
 
@@ -834,16 +827,6 @@ class Step:
 
     def _nonfinite_error(self, place: WindowPosition) -> NonFiniteError:
         return nonfinite_error(self._trainer, self._sets.train, place)
-
-    def _check_loss_scale(self) -> None:
-        """Raise NonFiniteError if the gradients overflow at any loss scale."""
-        scaler, least = self._backend.scaler, self._settings.fp16_loss_scale[1]
-        if scaler.is_enabled() and scaler.get_scale() < least:
-            raise NonFiniteError(
-                f"The fp16 loss scale fell to {scaler.get_scale():g}, below its minimum {least:g}, at step "
-                f"{self._lifecycle.progress.step + 1}: the gradients overflow whatever the scale. Lower the learning "
-                "rate, use autocast='bf16', or lower the minimum in `fp16_loss_scale`."
-            )
 
     # --- checkpoints
 
