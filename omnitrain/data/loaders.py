@@ -9,8 +9,9 @@ import math
 import time
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 from multiprocessing import get_context
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import torch
@@ -18,14 +19,14 @@ from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 
 from omnitrain.compute.random_state import derive_seed, isolated_rng, seed_generators
 from omnitrain.core.errors import DataError, describe_samples, format_list
-from omnitrain.data.collation import Collator, count_samples, first_row, pin_batch
+from omnitrain.data.collation import count_samples, first_row, pin_batch
 from omnitrain.data.sampling import (
-    Collate,
     CountedBatch,
     DatasetOrder,
     EpochSampler,
     Fetch,
     MicrobatchLayout,
+    ReadOptions,
     disable_padding,
     pad_with_dummies,
     round_robin,
@@ -218,12 +219,12 @@ def identity_collate(batch: Any) -> Any:
     return batch
 
 
-def make_worker_loader(dataset: Any, seed: int, **options: Any) -> DataLoader[Any]:
+def make_worker_loader(dataset: Any, options: ReadOptions, **arguments: Any) -> DataLoader[Any]:
     """Return torch's loader of a dataset of entire batches, whose workers end only with it."""
-    generator = torch.Generator().manual_seed(seed)  # otherwise it draws from the generator of training
+    generator = torch.Generator().manual_seed(options.seed)  # otherwise it draws from the generator of training
     return DataLoader(
         dataset, batch_size=None, collate_fn=identity_collate, worker_init_fn=outlive_signals, generator=generator,
-        **options,
+        prefetch_factor=options.prefetch_factor, **arguments,
     )  # fmt: skip
 
 
@@ -234,31 +235,25 @@ class MapLoader(Loader):
         self,
         dataset: Any,
         sampler: EpochSampler,
-        collate: Collate,
-        *,
-        seed: int | None = None,
-        num_workers: int = 0,
-        pin_memory: bool = False,
-        prefetch_factor: int | None = None,
+        options: ReadOptions,
         name: str = Loader.name,
         subset: int | None = None,
     ) -> None:
-        seed = sampler.seed if seed is None else seed
         self.dataset = dataset
         self.sampler = sampler
         self.size: int | None = sampler.size
         self.name = name
         self._subset = subset
         self._snapshot = snapshot(dataset)
-        self.fetch: Fetch = Fetch(dataset, collate, seed, name)
-        self.pin_memory = pin_memory
+        self.fetch: Fetch = Fetch(dataset, options.collate, options.seed, name)
+        self.pin_memory: bool = options.pin_memory
         self._has_warned = False
         self._requests = _RequestSampler()
         self._workers: DataLoader[Any] | None = None
-        if num_workers:
+        if options.num_workers:
             self._workers = make_worker_loader(
-                _BatchDataset(self.fetch), seed, sampler=self._requests, num_workers=num_workers, pin_memory=pin_memory,
-                prefetch_factor=prefetch_factor, persistent_workers=True,
+                _BatchDataset(self.fetch), options, sampler=self._requests, num_workers=options.num_workers,
+                pin_memory=options.pin_memory, persistent_workers=True,
             )  # fmt: skip
 
     @property
@@ -348,33 +343,23 @@ class StreamLoader(Loader):
         self,
         dataset: Any,
         batch_size: int,
-        collate: Collate,
-        seed: int,
+        options: ReadOptions,
         *,
-        rank: int = 0,
-        world_size: int = 1,
-        num_workers: int = 0,
-        pin_memory: bool = False,
-        prefetch_factor: int | None = None,
         keep_states: bool = True,
         name: str = Loader.name,
         rounds: MicrobatchLayout | None = None,
     ) -> None:
         self.dataset = dataset
         self.name = name
-        self.rounds: MicrobatchLayout = rounds or MicrobatchLayout((batch_size * world_size,))
-        self.collate = collate
-        self.seed = seed
+        self.rounds: MicrobatchLayout = rounds or MicrobatchLayout((batch_size * options.world_size,))
+        self.options = options
         self.size: int | None = len(dataset) if has_length(dataset) else None
-        self._stream = Stream(dataset, self.rounds, collate, seed, rank, world_size, keep_states, name)
-        if num_workers > 1:
+        self._stream = Stream(dataset, self.rounds, options, keep_states, name)
+        if options.num_workers > 1:
             logger.warning(
                 "`num_workers=%d`: a stream is read by one worker, so that its order does not depend on their number. "
-                "For more, pass a DataLoader as `train_loader` or `eval_loader`.",
-                num_workers,
-            )
-        self._pin_memory, self._prefetch_factor = pin_memory, prefetch_factor
-        self._has_worker: bool = num_workers > 0
+                "For more, pass a DataLoader as `train_loader` or `eval_loader`.", options.num_workers,
+            )  # fmt: skip
         # Has the worker, which keeps its copy of the stream for the next pass, unless a pass is interrupted.
         self._worker: DataLoader[Any] | None = None
         self._snapshot = snapshot(dataset)
@@ -388,7 +373,7 @@ class StreamLoader(Loader):
 
     def indices_at(self, epoch: int, position: int, turn: int) -> Sequence[int] | None:
         places = range(position + self.rounds.start(turn), position + self.rounds.start(turn + 1))
-        return share(places, self._stream.rank, self._stream.world_size)
+        return share(places, self.options.rank, self.options.world_size)
 
     def update(self, size: int | None = None) -> None:
         if size is None and self.size is not None:
@@ -421,8 +406,8 @@ class StreamLoader(Loader):
             yield batch
 
     def _read(self) -> Iterator[tuple[CountedBatch, StreamPosition | None, Any]]:
-        if not self._has_worker:
-            pin = self._pin_memory
+        if not self.options.num_workers:
+            pin = self.options.pin_memory
             yield from (
                 ((pin_batch(batch), point, first) for batch, point, first in self._stream) if pin else self._stream
             )
@@ -431,9 +416,8 @@ class StreamLoader(Loader):
         if self._worker is None:
             stream.passes = get_context().SimpleQueue()
             self._worker = make_worker_loader(
-                stream, self.seed, num_workers=1, pin_memory=self._pin_memory, prefetch_factor=self._prefetch_factor,
-                persistent_workers=True,
-            )  # fmt: skip
+                stream, self.options, num_workers=1, pin_memory=self.options.pin_memory, persistent_workers=True
+            )
         stream.passes.put((stream.epoch, stream.position, stream.start))
         has_ended = False
         try:
@@ -798,34 +782,29 @@ def make_loader(
     batch_size: int,
     *,
     name: str,
-    collate: Collate | None = None,
     shuffle: bool = False,
-    seed: int = 42,
-    rank: int = 0,
-    world_size: int = 1,
-    num_workers: int = 0,
-    pin_memory: bool = False,
-    prefetch_factor: int | None = None,
     keep_states: bool = True,
     multiple_of: int = 1,
     order_seed: int | None = None,
     subset: int | None = None,
     rounds: MicrobatchLayout | None = None,
+    **read_options: Any,
 ) -> Loader:
     """Return the loader for a dataset, which can be map-style (with a length and items), a stream or a DataLoader.
 
     With `keep_states`, the state of a stream that has one is recorded after each batch, so that it can be restored.
     `multiple_of` (the samples in an epoch are a multiple of this) and `order_seed` (a seed only for the order) are for
     map-style datasets. `subset` keeps at most that many of the first samples. `rounds` splits the samples of a step;
-    None gives `batch_size` to each rank.
+    None gives `batch_size` to each rank. The rest are `ReadOptions`.
 
     Raises:
         DataError: If `dataset` is empty or none of these.
     """
     if isinstance(dataset, Loader):
         return dataset
+    options, title = ReadOptions(**read_options), dataset_title(name)
     if isinstance(dataset, DataLoader):
-        return UserLoader(dataset, seed, rank, world_size, dataset_title(name), keep_states)
+        return UserLoader(dataset, options.seed, options.rank, options.world_size, title, keep_states)
     dataset = tables_to_arrays(dataset, name)
     is_other_dict = isinstance(dataset, dict) and 0 not in dataset and tensor_columns(dataset)[0] is None
     if isinstance(dataset, (str, bytes)) or is_other_dict:
@@ -834,17 +813,15 @@ def make_loader(
             f"{str(dataset)[:60]!r}. A dict is one if its values are tensors or arrays with equally many rows."
         )
     _reject_tables(dataset, name)
-    collate = collate or Collator()
-    workers = {"num_workers": num_workers, "pin_memory": pin_memory, "prefetch_factor": prefetch_factor}
     if not is_stream(dataset):
         size = count_rows(dataset)
         if not size:
             raise DataError(f"`{name}` is empty. Give it at least one sample.")
         source: Any = dataset  # which may define its order and collation
         if callable(getattr(source, "collate_with", None)):
-            collate = cast(Collate, source.collate_with(collate))
-        share: dict[str, Any] = {"rank": rank, "world_size": world_size, "multiple_of": multiple_of, "rounds": rounds}
-        share["seed"] = seed if order_seed is None else order_seed
+            options = replace(options, collate=source.collate_with(options.collate))
+        share = {"rank": options.rank, "world_size": options.world_size, "multiple_of": multiple_of, "rounds": rounds}
+        share["seed"] = options.seed if order_seed is None else order_seed
         if shuffle and callable(getattr(source, "epoch_order", None)):
             size, sampler = source.epoch_size, DatasetOrder(source, batch_size, **share)
         else:
@@ -855,13 +832,11 @@ def make_loader(
                 f"`{name}` has {size} samples, fewer than the {multiple_of} of a step, and incomplete steps are "
                 "dropped. Make the batches smaller, or keep the last one."
             )
-        return MapLoader(dataset, sampler, collate, seed=seed, name=dataset_title(name), subset=subset, **workers)
+        return MapLoader(dataset, sampler, options, title, subset)
     if not hasattr(dataset, "__iter__") or _is_used_up(dataset):
         raise DataError(
             f"`{name}` must be a dataset (with __len__ and __getitem__, or iterable any number of times), tensors, or "
             f"a DataLoader, got {type(dataset).__name__}."
         )
-    return StreamLoader(
-        dataset if subset is None else _First(dataset, subset), batch_size, collate, seed, rank=rank,
-        world_size=world_size, keep_states=keep_states, name=dataset_title(name), rounds=rounds, **workers,
-    )  # fmt: skip
+    stream = dataset if subset is None else _First(dataset, subset)
+    return StreamLoader(stream, batch_size, options, keep_states=keep_states, name=title, rounds=rounds)

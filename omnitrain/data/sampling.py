@@ -7,7 +7,7 @@ import math
 import operator
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -45,6 +45,19 @@ class Window:
     tokens: int
     divisor: float
     origins: list[int] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class ReadOptions:
+    """How all loaders read data: what makes batches, the share of a rank, and worker processes."""
+
+    collate: Collate = field(default_factory=Collator)
+    seed: int = 42
+    rank: int = 0
+    world_size: int = 1
+    num_workers: int = 0
+    pin_memory: bool = False
+    prefetch_factor: int | None = None
 
 
 class CountedBatch(NamedTuple):

@@ -29,7 +29,7 @@ from omnitrain.data.loaders import (
     make_loader,
 )
 from omnitrain.data.packing import PackedDataset
-from omnitrain.data.sampling import MicrobatchLayout, is_table
+from omnitrain.data.sampling import MicrobatchLayout, ReadOptions, is_table
 from omnitrain.data.shards import ShardedLoader, ShardedStream
 from omnitrain.distributed.ranks import Coordinates, Ranks
 
@@ -178,7 +178,7 @@ class Sets:
             self._sampling["multiple_of"] = samples_of_step(settings, self.share.size)
         pin_memory = device.type == "cuda" if settings.pin_memory is None else settings.pin_memory
         collate = settings.data_collator or Collator(label_names=settings.label_names or ())
-        self._loading = {
+        self._loading: dict[str, Any] = {
             "collate": collate.with_attention_mask() if adds_mask and isinstance(collate, Collator) else collate,
             "seed": settings.seed,
             "rank": self.share.rank,
@@ -217,8 +217,8 @@ class Sets:
             if rounds is not None:
                 raise self._indivisible(rounds, "a ShardedStream, of which each rank reads other parts")
             return ShardedLoader(
-                settings.train_dataset, settings.batch_size, keep_states=settings.save_dir is not None, **self._loading,
-                name=dataset_title("train_dataset"),
+                settings.train_dataset, settings.batch_size, ReadOptions(**self._loading),
+                settings.save_dir is not None, dataset_title("train_dataset"),
             )  # fmt: skip
         if rounds is not None and self._ranks.is_main:
             logger.info(

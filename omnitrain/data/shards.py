@@ -18,7 +18,7 @@ from omnitrain.compute.random_state import derive_seed, isolated_rng, seed_gener
 from omnitrain.core.errors import CheckpointError, ConfigError, format_list
 from omnitrain.data.collation import pin_batch
 from omnitrain.data.loaders import Loader, has_length, make_worker_loader
-from omnitrain.data.sampling import Collate, CountedBatch, stop_iteration_error
+from omnitrain.data.sampling import CountedBatch, ReadOptions, stop_iteration_error
 from omnitrain.data.streams import StreamPosition, can_seek
 from omnitrain.data.workers import report_dead_workers, start_workers, stop_workers
 
@@ -114,8 +114,7 @@ class _Reader(IterableDataset[_ReaderBatch]):
     def __init__(self, loader: ShardedLoader, numbers: list[int], collates: bool) -> None:
         self.shards = {number: loader.local_shards[number] for number in numbers}
         self.turns = len(loader.local_shards)
-        self.rank, self.world_size, self.batch_size = loader.rank, loader.world_size, loader.batch_size
-        self.seed, self.name, self.collate = loader.seed, loader.name, loader.collate
+        self.options, self.batch_size, self.name = loader.options, loader.batch_size, loader.name
         self.collates = collates
         self.keep_states: bool = loader.keep_states
         self.epoch = self.first = 0
@@ -171,12 +170,13 @@ class _Reader(IterableDataset[_ReaderBatch]):
         try:
             return next(samples, _END)
         except Exception as error:
-            shard = self.rank + number * self.world_size
+            shard = self.options.rank + number * self.options.world_size
             error.add_note(f"Raised for sample {place // self.turns} of shard {shard} of {self.name}.")
             raise
 
     def _seed(self, place: int, *more: int) -> None:
-        seed_generators(derive_seed(self.seed, self.epoch, self.rank + place * self.world_size, *more))
+        options = self.options
+        seed_generators(derive_seed(options.seed, self.epoch, options.rank + place * options.world_size, *more))
 
     def _states(self, live: Iterable[int], state_counts: dict[int, int], place: int) -> dict[int, tuple[int, Any]]:
         """Return the states of the shards of which enough was read since their last states."""
@@ -195,9 +195,10 @@ class _Reader(IterableDataset[_ReaderBatch]):
         with isolated_rng():
             self._seed(places[0], _COLLATE)
             try:
-                return self.collate(samples)
+                return self.options.collate(samples)
             except Exception as error:
-                first, last = (self.rank + place * self.world_size for place in (places[0], places[-1]))
+                rank, ranks = self.options.rank, self.options.world_size
+                first, last = (rank + place * ranks for place in (places[0], places[-1]))
                 description = f"the samples from place {first} to {last} of {self.name}, a stream of shards"
                 if isinstance(error, StopIteration):
                     raise stop_iteration_error("The collator", description) from error
@@ -224,18 +225,11 @@ class ShardedLoader(Loader):
         self,
         stream: ShardedStream,
         batch_size: int,
-        collate: Collate,
-        seed: int,
-        *,
-        rank: int = 0,
-        world_size: int = 1,
-        num_workers: int = 0,
-        pin_memory: bool = False,
-        prefetch_factor: int | None = None,
+        options: ReadOptions,
         keep_states: bool = True,
         name: str = Loader.name,
     ) -> None:
-        count = len(stream.shards)
+        count, world_size, num_workers = len(stream.shards), options.world_size, options.num_workers
         if count % world_size:
             raise ConfigError(
                 f"{name[:1].upper()}{name[1:]} has {count} shards, which cannot be shared out evenly among "
@@ -244,23 +238,20 @@ class ShardedLoader(Loader):
             )
         self.dataset: Any = stream
         self.turn: int = 0
+        self.options = options
         self.batch_size: int = batch_size
-        self.collate: Collate = collate
-        self.seed: int = seed
-        self.rank: int = rank
+        self.rank: int = options.rank
         self.world_size: int = world_size
         self.keep_states: bool = keep_states
         self.name: str = name
-        self.local_shards: list[Any] = stream.shards[rank::world_size]
+        self.local_shards: list[Any] = stream.shards[options.rank :: world_size]
         self.size: int | None = len(stream) if has_length(stream) else None
-        self._pin_memory, self._prefetch_factor = pin_memory, prefetch_factor
         readers = max(1, min(num_workers, len(self.local_shards)))
         if num_workers > len(self.local_shards):
             logger.warning(
                 "`num_workers=%d`: %s has %d shards for this rank, so as many workers read them.", num_workers, name,
                 len(self.local_shards),
             )  # fmt: skip
-        self._has_workers = num_workers > 0
         groups = [list(range(first, len(self.local_shards), readers)) for first in range(readers)]
         self._readers = [_Reader(self, numbers, readers == 1) for numbers in groups]
         self._iterators: list[Any] = []
@@ -280,7 +271,7 @@ class ShardedLoader(Loader):
         return math.ceil(max(ends, default=0) / (self.batch_size * self.world_size))
 
     def close(self) -> None:
-        for iterator in self._iterators if self._has_workers else ():
+        for iterator in self._iterators if self.options.num_workers else ():
             stop_workers(iterator)
         self._iterators = []
 
@@ -363,13 +354,13 @@ class ShardedLoader(Loader):
                 if latest is not None:
                     yield CountedBatch(latest, 0)
                 continue
-            latest = pin_batch(batch) if self._pin_memory else batch
+            latest = pin_batch(batch) if self.options.pin_memory else batch
             for _ in range(missed):  # turns of empty shards before the first sample
                 yield CountedBatch(latest, 0)
             missed = 0
             yield CountedBatch(latest, len(places))
         if latest is None and (last := self._last_before(*self._from)) is not None:
-            yield CountedBatch(pin_batch(last) if self._pin_memory else last, 0)  # other ranks may have more
+            yield CountedBatch(pin_batch(last) if self.options.pin_memory else last, 0)  # other ranks may have more
 
     def _last_before(self, epoch: int, end: int) -> Any:
         """Return the last micro-batch of this rank before a place at which its shards have ended; None if it has none.
@@ -414,8 +405,8 @@ class ShardedLoader(Loader):
             self.close()
 
     def _start_reader(self, reader: _Reader) -> Any:
-        if not self._has_workers:
+        if not self.options.num_workers:
             return iter(reader)
         # one worker each, as a stream that shares itself out among workers takes all of its shard then
-        loader = make_worker_loader(reader, self.seed, num_workers=1, prefetch_factor=self._prefetch_factor)
+        loader = make_worker_loader(reader, self.options, num_workers=1)
         return start_workers(loader, lambda tasks: f"batches {format_list(tasks)} of {self.name}")

@@ -15,7 +15,7 @@ from torch.utils.data import IterableDataset, get_worker_info
 from omnitrain.compute.random_state import derive_seed, isolated_rng, seed_generators
 from omnitrain.core.errors import CheckpointError, describe_samples
 from omnitrain.core.events import restore_with_undo
-from omnitrain.data.sampling import Collate, CountedBatch, MicrobatchLayout, share, stop_iteration_error
+from omnitrain.data.sampling import CountedBatch, MicrobatchLayout, ReadOptions, share, stop_iteration_error
 
 
 class StreamPosition(NamedTuple):
@@ -43,20 +43,14 @@ class Stream(IterableDataset[Any]):
         self,
         dataset: Any,
         rounds: MicrobatchLayout,
-        collate: Collate,
-        seed: int,
-        rank: int = 0,
-        world_size: int = 1,
+        options: ReadOptions,
         keep_states: bool = True,
         name: str = "the data",
     ) -> None:
         self.dataset = dataset
         self.name = name
         self.rounds = rounds
-        self.collate = collate
-        self.seed = seed
-        self.rank = rank
-        self.world_size = world_size
+        self.options = options
         self.keep_states: bool = keep_states and can_seek(dataset)
         self.epoch: int = 0
         self.position: int = 0
@@ -79,7 +73,7 @@ class Stream(IterableDataset[Any]):
                 for _ in self._samples(start.epoch, start):
                     pass
             start = None
-        number = 0 if start is None else start.position
+        number, options = 0 if start is None else start.position, self.options
         samples = self._samples(self.epoch, start)
         with isolated_rng():
             for _ in itertools.islice(samples, self.position - number):
@@ -88,12 +82,12 @@ class Stream(IterableDataset[Any]):
         for size in itertools.cycle(self.rounds.sizes):
             with isolated_rng():
                 window = list(itertools.islice(samples, size))
-                local_samples = share(window, self.rank, self.world_size)
+                local_samples = share(window, options.rank, options.world_size)
                 # the random numbers of collation continue from the last sample's seed
                 try:
-                    batch = self.collate(local_samples or window[:1]) if window else None
+                    batch = options.collate(local_samples or window[:1]) if window else None
                 except Exception as error:
-                    local_samples = share(range(number, number + len(window)), self.rank, self.world_size)
+                    local_samples = share(range(number, number + len(window)), options.rank, options.world_size)
                     description = f"{describe_samples(local_samples, self.name)}, a stream"
                     if isinstance(error, StopIteration):
                         raise stop_iteration_error("The collator", description) from error
@@ -101,7 +95,7 @@ class Stream(IterableDataset[Any]):
                     raise
             if not window:
                 return
-            first = window[0] if self.world_size > 1 and number == self.position else None
+            first = window[0] if options.world_size > 1 and number == self.position else None
             number += len(window)
             has_ended = len(window) < size
             yield (
@@ -117,7 +111,7 @@ class Stream(IterableDataset[Any]):
             self.dataset.load_state_dict(start.state)
         samples = None
         for number in itertools.count(0 if start is None else start.position):
-            seed_generators(derive_seed(self.seed, epoch, number))
+            seed_generators(derive_seed(self.options.seed, epoch, number))
             samples = iter(self.dataset) if samples is None else samples
             try:
                 sample = next(samples)

@@ -68,7 +68,7 @@ def loader_for_callbacks(loader: Any, batch_size: int) -> Any:
         batches, collate = _BatchSampler(loader), loader.fetch.collate
         return DataLoader(loader.dataset, batch_sampler=batches, collate_fn=collate, generator=generator)
     if isinstance(loader, StreamLoader) and isinstance(loader.dataset, IterableDataset):
-        collate = loader.collate
+        collate = loader.options.collate
         return DataLoader(loader.dataset, batch_size=batch_size, collate_fn=collate, generator=generator)
     return loader
 

@@ -31,9 +31,8 @@ from torch.utils.data import (
 )
 
 from omnitrain.core.errors import DataError
-from omnitrain.data.collation import Collator
 from omnitrain.data.loaders import MapLoader, StreamLoader, UserLoader, make_loader
-from omnitrain.data.sampling import MicrobatchLayout
+from omnitrain.data.sampling import MicrobatchLayout, ReadOptions
 from omnitrain.data.streams import StreamPosition
 
 PROCESSES = pytest.mark.processes
@@ -575,7 +574,7 @@ def test_hf_stream_with_a_lossy_state_is_read_again(
 
 
 def test_stream_far_ahead_of_its_marks_is_read_again() -> None:
-    loader = StreamLoader(Positioned(2000), 1, Collator(None), 0)
+    loader = StreamLoader(Positioned(2000), 1, ReadOptions())
     assert len(list(loader.batches(0))) == 2000
     assert loader.position_at(0, 5) is None
     point = loader.position_at(0, 1999)

@@ -12,8 +12,8 @@ import torch
 from omnitrain import ConfigError, ShardedStream
 from omnitrain.core.errors import CheckpointError, DataError
 from omnitrain.data import shards as module
-from omnitrain.data.collation import Collator
 from omnitrain.data.loaders import Loader
+from omnitrain.data.sampling import ReadOptions
 from omnitrain.data.shards import ShardedLoader
 
 SIZES = (7, 2, 0, 5)
@@ -47,8 +47,8 @@ class Seekable(Shard):
 
 def loader(rank: int = 0, world_size: int = 1, kind: Any = Seekable, sizes: Any = SIZES, **options: Any) -> Any:
     stream = ShardedStream([kind(place, size) for place, size in enumerate(sizes)])
-    options = {"batch_size": 8 // world_size, **options}
-    return ShardedLoader(stream, collate=Collator(), seed=0, rank=rank, world_size=world_size, **options)
+    reading = ReadOptions(seed=0, rank=rank, world_size=world_size, num_workers=options.pop("num_workers", 0))
+    return ShardedLoader(stream, options.pop("batch_size", 8 // world_size), reading, **options)
 
 
 def values(batches: Any) -> list[list[float]]:
@@ -171,7 +171,7 @@ def test_error_reports_sample_and_shard() -> None:
         raise StopIteration
 
     with pytest.raises(DataError, match="The collator raised StopIteration for the samples from place 0 to"):
-        values(ShardedLoader(ShardedStream([[1.0]]), 2, ends, 0).counted_batches(0))
+        values(ShardedLoader(ShardedStream([[1.0]]), 2, ReadOptions(ends)).counted_batches(0))
 
 
 @pytest.mark.parametrize("workers", [0, pytest.param(1, marks=PROCESSES)])
@@ -180,7 +180,7 @@ def test_shards_of_hf_streams_are_all_read_once(workers: int) -> None:
     stream = hf.Dataset.from_dict({"x": list(range(24))}).to_iterable_dataset(num_shards=4)
     assert isinstance(loader(), Loader)
     ranks = [
-        ShardedLoader(ShardedStream(stream), 3, Collator(), 0, rank=rank, world_size=2, num_workers=workers)
+        ShardedLoader(ShardedStream(stream), 3, ReadOptions(rank=rank, world_size=2, num_workers=workers))
         for rank in range(2)
     ]
     parts = [[x for batch, count in rank.counted_batches(0) if count for x in batch["x"].tolist()] for rank in ranks]
