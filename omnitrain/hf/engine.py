@@ -91,7 +91,7 @@ class EngineLoop(Loop):
     def sanity_check(self) -> None:
         evaluation: Any = self.evaluation
         if "evaluate" in self._engine().trainer._overridden:  # the user's `evaluate` may need no loss
-            evaluation.run_first_batches(self.sets.eval, self.is_interrupted)
+            evaluation.run_first_batches(self.sets.eval)
         else:
             super().sanity_check()
 

@@ -164,7 +164,7 @@ class HFEvaluation(Evaluation):
         """The timings of the latest evaluation or prediction, as transformers adds them to the metrics."""
         self.ignored: frozenset[str] = frozenset()
         """Keys of the model's output to leave out of the predictions."""
-        self.run_evaluation: tuple[Any, str, Callable[[int], bool]] | None = None
+        self.run_evaluation: tuple[Any, str] | None = None
         """The arguments of the evaluation of the run for which the user's `evaluate` was called."""
         self.is_reported_by_user: bool = False
         """Whether the user's `evaluate` ran the latest evaluation of the run, wrote its log and called callbacks."""
@@ -190,15 +190,13 @@ class HFEvaluation(Evaluation):
         finally:
             self.ignored = previous
 
-    def evaluate(
-        self, loader: Any, prefix: str, is_interrupted: Callable[[int], bool], only_first: bool = False
-    ) -> dict[str, float] | None:
+    def evaluate(self, loader: Any, prefix: str, only_first: bool = False) -> dict[str, float] | None:
         """Evaluate as every trainer does; as part of the run, by the user's own `evaluate` if there is one."""
         trainer = self._engine().trainer
         is_of_run = loader is trainer.eval_loader and trainer._loop.is_evaluating and not only_first
         if not is_of_run or self.run_evaluation is not None or "evaluate" not in trainer._overridden:
-            return self._evaluate_timed(loader, prefix, is_interrupted, only_first)
-        self.run_evaluation, self.is_reported_by_user = (loader, prefix, is_interrupted), True
+            return self._evaluate_timed(loader, prefix, only_first)
+        self.run_evaluation, self.is_reported_by_user = (loader, prefix), True
         try:
             metrics = dict(trainer.evaluate())
         except _Interrupted:
@@ -217,35 +215,30 @@ class HFEvaluation(Evaluation):
 
     def evaluate_loader(self, loader: Loader, prefix: str, predicts: bool) -> Predictions:
         """Evaluate another loader within that evaluation, for predictions or only for metrics."""
-        assert self.run_evaluation is not None
-        if (predictions := self.evaluate_or_predict(loader, prefix, predicts, self.run_evaluation[2])) is None:
+        if (predictions := self.evaluate_or_predict(loader, prefix, predicts)) is None:
             raise _Interrupted
         return predictions
 
-    def evaluate_or_predict(
-        self, loader: Loader, prefix: str, predicts: bool, is_interrupted: Callable[[int], bool]
-    ) -> Predictions | None:
+    def evaluate_or_predict(self, loader: Loader, prefix: str, predicts: bool) -> Predictions | None:
         """Return predictions and metrics of a loader, or only metrics; None if a signal interrupted it."""
         if not predicts:
-            metrics = super().evaluate(loader, prefix, is_interrupted)
+            metrics = super().evaluate(loader, prefix)
             return None if metrics is None else Predictions(None, None, metrics)
-        result = self.predict(loader, is_interrupted)
+        result = self.predict(loader)
         if result is None:
             return None
         return Predictions(result.predictions, result.labels, replace_prefix(result.metrics, prefix))
 
-    def run_first_batches(self, loader: Any, is_interrupted: Callable[[int], bool]) -> None:
+    def run_first_batches(self, loader: Any) -> None:
         """Run the first batch of each set, and ignore the result."""
         for eval_loader in loader.values() if isinstance(loader, Mapping) else [loader]:
             with contextlib.suppress(Inconclusive):
-                self._run(eval_loader, is_interrupted, needs_loss=False, only_first=True)
+                self._run(eval_loader, needs_loss=False, only_first=True)
 
-    def _evaluate_timed(
-        self, loader: Any, prefix: str, is_interrupted: Callable[[int], bool], only_first: bool = False
-    ) -> dict[str, float] | None:
+    def _evaluate_timed(self, loader: Any, prefix: str, only_first: bool = False) -> dict[str, float] | None:
         """Return the result of `Evaluation.evaluate`, and record how long it took."""
         start = time.time()
-        metrics = super().evaluate(loader, prefix, is_interrupted, only_first)
+        metrics = super().evaluate(loader, prefix, only_first)
         self._record_speeds(loader, prefix, start)
         return metrics
 
@@ -318,11 +311,11 @@ class HFEvaluation(Evaluation):
         generation = self._active_generation
         return IGNORED_LABEL if generation is None else generation.pad_token_id(unwrap(self.trainer.backend.model))
 
-    def predict(self, loader: Any, is_interrupted: Callable[[int], bool]) -> Predictions | None:
+    def predict(self, loader: Any) -> Predictions | None:
         """Return the predictions for every sample; with `predict_with_generate`, the generated tokens."""
         self.is_predicting, start = True, time.time()
         try:
-            predictions = super().predict(loader, is_interrupted)
+            predictions = super().predict(loader)
             self._record_speeds(loader, "test", start)
             return predictions
         finally:

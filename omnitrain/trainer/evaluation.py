@@ -99,6 +99,8 @@ class Evaluation:
         self.scorer: Scorer = scorer
         self.left_out: frozenset[str] = frozenset()
         """The named sets that this evaluation leaves out."""
+        self.is_interrupted: Callable[[int], bool] = lambda number: False
+        """Called before each batch, with its number; True ends the evaluation."""
         # The scorers of sets with their own metrics, by the `id` of their rules.
         self._scorers: dict[int, Scorer] = {}
         self._has_checked_perplexity = False
@@ -140,9 +142,7 @@ class Evaluation:
         counted = [parts[name] or [] for name, set_loader in loader.items() if _counts(set_loader)]
         return [*(metric for metric in counted[0] if all(metric in metrics for metrics in counted)), *prefixed]
 
-    def evaluate(
-        self, loader: Any, prefix: str, is_interrupted: Callable[[int], bool], only_first: bool = False
-    ) -> dict[str, float] | None:
+    def evaluate(self, loader: Any, prefix: str, only_first: bool = False) -> dict[str, float] | None:
         """Return `<prefix>_loss` and the metrics of a loader or a dict of loaders; None if a signal interrupted it.
 
         Named sets give `<prefix>_<name>_loss` and so on; `<prefix>_loss`, and what else all of them have, is the mean
@@ -152,7 +152,6 @@ class Evaluation:
         Args:
             loader: The loader, or loaders by name.
             prefix: The prefix of the names of the results.
-            is_interrupted: Called before each batch, with its number; True ends the evaluation.
             only_first: Whether to evaluate only the first batch of each set.
 
         Raises:
@@ -163,7 +162,7 @@ class Evaluation:
         for name, set_loader in by_name(loader).items():
             if name in self.left_out:
                 continue
-            result = self._run(set_loader, is_interrupted, only_first=only_first)
+            result = self._run(set_loader, only_first=only_first)
             if result is None:
                 return None
             if has_names:
@@ -211,9 +210,9 @@ class Evaluation:
         finally:
             self.scorer, self._unit = before
 
-    def predict(self, loader: Loader, is_interrupted: Callable[[int], bool]) -> Predictions | None:
+    def predict(self, loader: Loader) -> Predictions | None:
         """Return the predictions for every sample of a loader, in its order; None if a signal interrupted it."""
-        result = self._run(loader, is_interrupted, keeps_all=True, needs_loss=False)
+        result = self._run(loader, keeps_all=True, needs_loss=False)
         if result is None:
             return None
         metrics = {f"test_{key}": value for key, value in self._as_trained(result.metrics, loader).items()}
@@ -250,12 +249,7 @@ class Evaluation:
         return self.trainer.backend.forward(run, batch)
 
     def _run(
-        self,
-        loader: Loader,
-        is_interrupted: Callable[[int], bool],
-        keeps_all: bool = False,
-        needs_loss: bool = True,
-        only_first: bool = False,
+        self, loader: Loader, keeps_all: bool = False, needs_loss: bool = True, only_first: bool = False
     ) -> Predictions | None:
         """Run the model over a loader, by the rules of its set. Losses and streaming metrics are summed on the device.
 
@@ -277,7 +271,7 @@ class Evaluation:
                 keeps_arrays |= scorer.keeps_predictions
             for number, (batch, samples) in enumerate(batches):
                 ranks.progress_count += 1
-                if is_interrupted(number):
+                if self.is_interrupted(number):
                     return None
                 if needs_loss and not number and self._unit is None and not trainer.loss_mean.is_checked:
                     ask_loss(trainer, [batch])
@@ -305,7 +299,7 @@ class Evaluation:
                     _scored(loader, scorer.update, *pair)
                 if keeps_arrays and counts:
                     arrays.append(tuple(map(to_numpy, (output.outputs, output.labels, output.extra))))
-            if is_interrupted(0):
+            if self.is_interrupted(0):
                 return None
             # inside the context, since a metric may draw random numbers too
             local_sums = total.item(), weights, has_labels, lacks_loss, number >= 0, meters.sums()

@@ -64,6 +64,7 @@ class Loop:
         self.feed = feed
         self.step = step
         self.evaluation = evaluation
+        evaluation.is_interrupted = self.is_interrupted
         self.checkpointer = checkpointer
         self.is_evaluating: bool = False
         """Whether an evaluation that belongs to the run is under way."""
@@ -389,7 +390,7 @@ class Loop:
         return self.agree("a batch of an evaluation").stop == "signal"
 
     def evaluate_outside_run(self, work: Callable[..., Result | None], loader: Any, *args: Any) -> Result:
-        """Return `work(loader, *args, is_interrupted)`, an evaluation outside the run; end the workers of its loader.
+        """Return `work(loader, *args)`, an evaluation outside the run; end the workers of its loader.
 
         Raises:
             KeyboardInterrupt: If a signal has interrupted it.
@@ -404,7 +405,7 @@ class Loop:
                 self.trainer.precision.matmul_context(),
                 self.trainer.precision.disabled_autocast_cache(),
             ):
-                result = work(loader, *args, self.is_interrupted)
+                result = work(loader, *args)
         except Exception as error:
             explain_memory(error, self.trainer, "evaluation")  # of which the workers of a loader may have died, too
             death = worker_death(error)
@@ -426,7 +427,7 @@ class Loop:
         self.evaluation.left_out = self._sets_not_due()
         try:
             with lifecycle.clock.during("evaluation"), self.explaining_memory("evaluation"):
-                metrics = self.evaluation.evaluate(self.sets.eval, "eval", self.is_interrupted)
+                metrics = self.evaluation.evaluate(self.sets.eval, "eval")
         except Exception as error:
             step, epoch = lifecycle.progress.step, lifecycle.progress.epoch
             add_location(error, f"the evaluation after step {step} (epoch {epoch + 1}), rank {self.ranks.rank}")
@@ -477,14 +478,14 @@ class Loop:
         try:
             with self.explaining_memory("evaluation"):
                 try:
-                    self._check(evaluation.evaluate(loader, "eval", self.is_interrupted, only_first=True))
+                    self._check(evaluation.evaluate(loader, "eval", only_first=True))
                 except (Inconclusive, ObjectiveError) as error:
                     reason = error.__cause__ or error
                     logger.warning(
                         "Before step 1 all of the evaluation set is evaluated, since its first batch cannot be scored "
                         "by itself (%s: %s). `sanity=False` leaves that out.", type(reason).__name__, reason,
                     )  # fmt: skip
-                    self._check(evaluation.evaluate(loader, "eval", self.is_interrupted))
+                    self._check(evaluation.evaluate(loader, "eval"))
         except Exception as error:
             error.add_note(
                 "It was the rehearsal of evaluations before the first step; `sanity=False` leaves that out, and the "
