@@ -463,12 +463,13 @@ def _check_each(values: Mapping[str, Any]) -> None:
             takes_none = default is None or isinstance(default, bool) or name == "max_grad_norm"
             if value is None and takes_none:
                 continue
-            if accepts is callable:
+            if accepts is callable or name == "processing_class":
                 reject_class(name, value)
             if not accepts(value):
                 is_large = isinstance(value, int) and value > sys.maxsize and "at most" not in expected
                 limit = f", at most {sys.maxsize}" if is_large else ""
-                raise ConfigError(f"`{name}` must be {expected}{limit}, got {_repr(value)}.{_REMEDIES.get(name, '')}")
+                remedy = " Leave it out for its default." if value is None else _REMEDIES.get(name, "")
+                raise ConfigError(f"`{name}` must be {expected}{limit}, got {_repr(value)}.{remedy}")
     total, warmup = values["global_batch_size"], values["warmup_steps"]
     if isinstance(total, Mapping):
         check_stages("global_batch_size", total)
