@@ -50,8 +50,8 @@ _MIN_THREADED_BYTES = 1 << 24  # starting threads costs about a millisecond
 Blocks = Mapping[str, Mapping[str, list[Block]]]
 """The blocks of sharded tensors that this rank writes, by file and name."""
 Entries = dict[str, FileEntry]
-Phases = Generator[Callable[[], Any], list[Any], Path]
-"""Yields the work of this rank, and is sent the results of all ranks on the main one; returns the folder."""
+Phases = Generator[Callable[[], object], None, Path]
+"""Yields the work of this rank, and continues when all ranks have done theirs; returns the folder."""
 
 
 class _Cancelled(Exception):
@@ -99,16 +99,15 @@ class BackgroundSave:
         return error
 
 
-def _finish_phase(ranks: Ranks, phases: Phases, work: Callable[[], Any]) -> Callable[[], Any] | Path:
+def _finish_phase(ranks: Ranks, phases: Phases, work: Callable[[], object]) -> Callable[[], object] | Path:
     """Finish a phase on all ranks, and return the next one; after the last the folder."""
     try:
-        result = ranks.run_on_all("the writing of a checkpoint", work)
-        results = [entry for (entry,) in ranks.gather_on_main("the writing of a checkpoint", [result])]
+        ranks.run_on_all("the writing of a checkpoint", work)
     except Exception as error:
         phases.throw(error)  # cleans up, and raises it again
         raise
     try:
-        return phases.send(results)
+        return next(phases)
     except StopIteration as end:
         return end.value
 
@@ -152,7 +151,7 @@ class Writer:
             CheckpointError: If it could not be written; on all ranks.
         """
         with contextlib.closing(self._phases(store, snapshot, stages=False)) as phases:
-            phase: Callable[[], Any] | Path = next(phases)
+            phase: Callable[[], object] | Path = next(phases)
             while not isinstance(phase, Path):
                 phase = _finish_phase(self._trainer.ranks, phases, phase)
         return phase
@@ -197,8 +196,8 @@ class Writer:
                 rest = {file: self._staged(file, tensors) for file, tensors in rest.items()} if ranks.is_main else {}
             entries: Entries = {}
             if shards:
-                for written in (yield reporting(lambda: self._write_shards(store, folder, blocks))):
-                    entries |= written
+                yield reporting(lambda: entries.update(self._write_shards(store, folder, blocks)))
+                entries = self._gather(entries)
             if WEIGHTS in shards and self._consolidates(files[WEIGHTS]):
                 yield from self._consolidate(store, folder, entries, reporting, count_full_files(files[WEIGHTS]))
 
@@ -237,29 +236,34 @@ class Writer:
 
     def _consolidate(
         self, store: Store, folder: Path, entries: Entries, reporting: Any, count: int
-    ) -> Generator[Callable[[], Any], list[Any], None]:
+    ) -> Generator[Callable[[], object], None, None]:
         """Yield the work that replaces shards of the weights by `count` full files, and update the entries."""
         ranks, prefix = self._trainer.ranks, f"{shard_folder(WEIGHTS)}/rank-"
         parts = ranks.on_main(
             "the parts of a checkpoint", lambda: [name for name in entries if name.startswith(prefix)]
         )
 
-        def write() -> Entries:
-            if ranks.rank >= count:  # a rank that writes opens the shards of all ranks
-                return {}
-            source = TensorFile([folder / name for name in parts])
-            return write_full_files(source, folder, ranks.rank, ranks.world_size, store.fs)
+        def write() -> None:
+            if ranks.rank < count:  # a rank that writes opens the shards of all ranks
+                source = TensorFile([folder / name for name in parts])
+                written.update(write_full_files(source, folder, ranks.rank, ranks.world_size, store.fs))
 
         def remove() -> None:
             for name in parts:
                 if name.startswith(f"{prefix}{ranks.rank:05}."):
                     store.fs.unlink(folder / name)
 
-        for written in (yield reporting(write)):
-            entries |= written
+        written: Entries = {}
+        yield reporting(write)
+        entries |= self._gather(written)
         yield reporting(remove)
         for name in parts:
             entries.pop(name, None)
+
+    def _gather(self, entries: Entries) -> Entries:
+        """Return the entries of all ranks on the main one, nothing on the others."""
+        gathered = self._trainer.ranks.gather_on_main("the writing of a checkpoint", [entries])
+        return {name: entry for (written,) in gathered for name, entry in written.items()}
 
     # --- what a rank does in a phase
 
