@@ -242,9 +242,13 @@ def initialize_missing(model: nn.Module, names: Collection[str]) -> dict[str, st
         as_bytes(memory).fill_(_UNSET)
         _swap(tensor, memory)
         missing.add(id(tensor))
+    owned_by = {id(tensor): module for module in reversed([*bare.modules()]) for tensor in _tensors_of(module)}
     with torch.no_grad(), _skip_initialized():
         for module, owner in _in_order(bare, None, set()):
-            has_missing = any(id(tensor) in missing for tensor in _tensors_of(module))
+            # of the modules that share a tensor, the first one draws it
+            has_missing = any(
+                id(tensor) in missing and owned_by[id(tensor)] is module for tensor in _tensors_of(module)
+            )
             if has_missing or owner is not None:
                 _initialize_module(module, owner, has_missing)
     for tensor in present:
@@ -252,8 +256,8 @@ def initialize_missing(model: nn.Module, names: Collection[str]) -> dict[str, st
     unset: dict[str, str] = {}
     for name, tensor in named_tensors(model):  # again, as a module may have replaced them
         if name in names and _is_unset(tensor):
-            owned_by = (module for module in bare.modules() if any(entry is tensor for entry in _tensors_of(module)))
-            unset[name] = class_of(next(owned_by)).__name__
+            holders = (module for module in bare.modules() if any(entry is tensor for entry in _tensors_of(module)))
+            unset[name] = class_of(next(holders)).__name__
     return unset
 
 
@@ -283,14 +287,14 @@ def _in_order(module: nn.Module, owner: Any, visited: set[int]) -> Iterator[tupl
 
 def _initialize_module(module: nn.Module, owner: Any, has_missing: bool) -> None:
     tensors = [tensor for tensor in _tensors_of(module, recurse=True) if hasattr(tensor, "_is_hf_initialized")]
-    values = [tensor.clone() for tensor in tensors if has_missing]
+    values = [tensor.clone() for tensor in tensors]
     is_complete = owner is not None and hasattr(owner, "_initialize_weights")  # transformers' sets all tensors
     reset: Any = getattr(module, "reset_parameters", None) or getattr(module, "_reset_parameters", None)
     if has_missing and callable(reset) and not is_complete:
         reset()
     if owner is not None:
         owner._init_weights(module)
-    for tensor, value in zip(tensors, values, strict=False):
+    for tensor, value in zip(tensors, values, strict=True):
         tensor.copy_(value)
 
 
