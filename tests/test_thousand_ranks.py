@@ -25,7 +25,12 @@ OF_ALL = {
         "some samples of the data",
     },
     ("evaluate", 0): {"the predictions of an evaluation", "the states of metrics", "the end of an evaluation"},
-    ("save", 0): {"the random numbers for a checkpoint", "what the data draws", "the losses for a checkpoint"},
+    ("save", 0): {
+        "the random numbers for a checkpoint",
+        "what the data draws",
+        "the losses for a checkpoint",
+        "the writing of a checkpoint",
+    },
     ("save", 1): {"the losses for a checkpoint"},
     ("load", 1): {"the choice of a checkpoint"},
 }
@@ -35,7 +40,6 @@ from.
 """
 OF_ALL_PARTS = {
     **OF_ALL,
-    ("save", 0): {*OF_ALL["save", 0], "the writing of a checkpoint"},
     ("save", 1): {*OF_ALL["save", 1], "the parts of a checkpoint"},
     ("load", 1): {*OF_ALL["load", 1], "opening files"},
 }
