@@ -49,7 +49,7 @@ CASES: list[Any] = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("make", "samples", "fields"), thinned(CASES, CASES[:2]), ids=str)
+@pytest.mark.parametrize(("make", "samples", "fields"), thinned(CASES, CASES[:2]))
 def test_generated_predictions_are_those_of_seq2seq_trainer(
     arguments: Any, make: Any, samples: str, fields: Any
 ) -> None:
