@@ -41,9 +41,6 @@ ALSO = {
     "args": ["training_args"],
     "training_args": ["train_dataset"],
     "optimization_metric": ["optimization_direction"],
-    "train_loader": ["loader of the training set"],
-    "eval_loader": ["loader of the evaluation set"],
-    "test_loader": ["loader of the test set"],
 }
 """What an error may name instead."""
 OF_THE_USER = ("data_collator", "loss_fn", "unit", "compute_metrics", "early_stopper", "preprocess_logits_for_metrics")

@@ -54,18 +54,19 @@ def main(argv: Sequence[str] | None = None) -> int:
     Args:
         argv: The arguments after the command's name; None takes those of the process.
     """
-    parser = _parser()
-    args, words = parser.parse_known_args(argv)
-    if words and "words" not in args:
-        parser.error(f"unrecognized arguments: {' '.join(words)}")
-    if "words" in args:
-        args.words = words
     try:
-        return args.run(args) or 0
+        try:
+            exit_code = _run(argv)
+        except SystemExit as end:
+            if not end.code:
+                _flush()  # the text of --help
+            raise
+        _flush()
+        return exit_code
     except KeyboardInterrupt:
         print("omnitrain: stopped by Ctrl-C.", file=sys.stderr)
         return 128 + signal.SIGINT
-    except BrokenPipeError:  # `omnitrain demo | head`: the reader is gone
+    except BrokenPipeError:  # `omnitrain train --help | head -1`: the reader is gone
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # otherwise the flush at exit fails again
         return 1
     except ConfigError as error:
@@ -75,6 +76,22 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (OmnitrainError, OSError) as error:
         print(f"omnitrain: {type(error).__name__}: {error}", file=sys.stderr)
         return 1
+
+
+def _run(argv: Sequence[str] | None) -> int:
+    parser = _parser()
+    args, words = parser.parse_known_args(argv)
+    if words and "words" not in args:
+        parser.error(f"unrecognized arguments: {' '.join(words)}")
+    if "words" in args:
+        args.words = words
+    return args.run(args) or 0
+
+
+def _flush() -> None:
+    """Write what is buffered, as errors at the end of the process cannot be caught."""
+    if sys.stdout is not None:  # it is closed
+        sys.stdout.flush()
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -455,12 +455,6 @@ class UserLoader(Loader):
         name: str = Loader.name,
         keep_states: bool = False,
     ) -> None:
-        if not hasattr(loader, "__iter__") or isinstance(loader, (str, bytes, type)) or _is_used_up(loader):
-            raise DataError(
-                f"The loader of {name} must be iterable any number of times, as a DataLoader is, got "
-                f"{type(loader).__name__}. "
-                "A generator is used up after one epoch: wrap it in a class with __iter__."
-            )
         self.loader = loader
         self.name = name
         self.seed = seed
@@ -661,6 +655,17 @@ class UserLoader(Loader):
 
 
 _END = object()
+
+
+def check_loader(loader: Any, argument: str) -> None:
+    """Raise DataError, with the name of the argument, unless it can be iterated any number of times."""
+    is_iterable = hasattr(type(loader), "__iter__") and not isinstance(loader, (str, bytes, type))
+    if not is_iterable or _is_used_up(loader):
+        raise DataError(
+            f"`{argument}` must be iterable any number of times, as a DataLoader is, got "
+            f"{type(loader).__name__ if is_iterable else repr(loader)[:200]}. "
+            "A generator is used up after one epoch: wrap it in a class with __iter__."
+        )
 
 
 def _draws_own_seed(loader: Any) -> bool:

@@ -23,6 +23,7 @@ from omnitrain.data.loaders import (
     MapLoader,
     UserLoader,
     by_name,
+    check_loader,
     close_loaders,
     dataset_title,
     is_stream,
@@ -330,6 +331,7 @@ class Sets:
         return settings.save_dir is not None and not is_shared
 
     def _wrap_loader(self, loader: Any, name: str, keep_states: bool = False) -> UserLoader:
+        check_loader(loader, name.replace("_dataset", "_loader"))
         share, seed = self.share, self._settings.seed
         return UserLoader(loader, seed, share.rank, share.size, dataset_title(name), keep_states)
 

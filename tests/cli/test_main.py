@@ -137,6 +137,23 @@ def test_cli_survives_closed_pipe(tmp_path: Path) -> None:
         assert (process.wait(programs.LIMIT), errors) == (1, "")
 
 
+@pytest.mark.processes
+@pytest.mark.skipif(sys.platform == "win32", reason="Windows has other pipes")
+@pytest.mark.parametrize("words", ["train --help", "--help", "checkpoint ls --help", "--version"])
+def test_help_ends_quietly_if_nobody_reads_it(words: str, tmp_path: Path) -> None:
+    code = "import sys; from omnitrain.cli import main; sys.exit(main.main())"
+    reader, writer = os.pipe()
+    os.close(reader)
+    command = [sys.executable, "-c", code, *words.split()]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": ""}
+    with os.fdopen(writer) as closed:
+        result = subprocess.run(
+            command, cwd=tmp_path, env=environment, stdout=closed, stderr=subprocess.PIPE, text=True,
+            timeout=programs.LIMIT,
+        )  # fmt: skip
+    assert (result.returncode, result.stderr) == (1, "")
+
+
 def test_cli_prints_and_draws_schedule(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("matplotlib")
     words = "schedule multistep milestones=0.5dur,9ep gamma=0.1 --epochs 10 --steps-per-epoch 20 --warmup 0.1"

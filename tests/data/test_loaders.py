@@ -31,7 +31,7 @@ from torch.utils.data import (
 )
 
 from omnitrain.core.errors import DataError
-from omnitrain.data.loaders import MapLoader, StreamLoader, UserLoader, make_loader
+from omnitrain.data.loaders import MapLoader, StreamLoader, UserLoader, check_loader, make_loader
 from omnitrain.data.sampling import MicrobatchLayout, ReadOptions
 from omnitrain.data.streams import StreamPosition
 
@@ -178,8 +178,9 @@ def test_make_loader_rejects_what_is_no_dataset(data: Any, words: str) -> None:
 
 def test_user_loader_rejects_what_yields_one_epoch_only() -> None:
     for loader in ((i for i in range(3)), iter([1]), zip([1], [2], strict=True), 5):
-        with pytest.raises(DataError, match=f"iterable any number of times.*{type(loader).__name__}"):
-            UserLoader(loader, 0)
+        shown = "5" if loader == 5 else type(loader).__name__
+        with pytest.raises(DataError, match=f"^`train_loader` must be iterable any number of times.* got {shown}"):
+            check_loader(loader, "train_loader")
 
 
 def test_make_loader_takes_tables_of_pandas() -> None:
