@@ -188,8 +188,9 @@ class Writer:
                     f"{str(store.root)!r}, the folder of the main rank, or a tensor cannot be written in shards. Put "
                     "`save_dir` on a file system shared by all machines, or leave the argument out."
                 )
-            write_extras = reporting(lambda: self._write_extra_files(folder))
-            ranks.on_main("further files of a checkpoint", write_extras)
+            if stages:  # at once, as training may change what they hold
+                write_extras = reporting(lambda: self._write_extra_files(folder))
+                ranks.on_main("further files of a checkpoint", write_extras)
             blocks = {file: self._local_blocks(file, files[file], stages) for file in shards}
             rest = {file: tensors for file, tensors in files.items() if file not in shards}
             if stages:
@@ -202,7 +203,7 @@ class Writer:
                 yield from self._consolidate(store, folder, entries, reporting, count_full_files(files[WEIGHTS]))
 
             def commit(gather: Gather = gather_to_host) -> None:
-                self._commit(store, replace(snapshot, files=rest), folder, entries, gather)
+                self._commit(store, replace(snapshot, files=rest), folder, entries, gather, stages)
 
             if shards == sharded:
                 yield lambda: commit() if ranks.is_main else None
@@ -276,7 +277,9 @@ class Writer:
             entries |= {f"{part}/{name}": entry for name, entry in written.items()}
         return entries
 
-    def _commit(self, store: Store, snapshot: Snapshot, folder: Path, entries: Entries, gather: Gather) -> None:
+    def _commit(
+        self, store: Store, snapshot: Snapshot, folder: Path, entries: Entries, gather: Gather, has_extras: bool
+    ) -> None:
         """Write what is not in shards, whose manifest entries are given, and commit the checkpoint."""
 
         def write(file: str) -> FileEntry:
@@ -300,6 +303,8 @@ class Writer:
             entries[HISTORY] = {"size": len(text), "sha256": digest}
             weights = find_tensor_files(folder, entries, shard_folder(WEIGHTS))
             write_model_files(self._trainer.backend.model, folder, not snapshot.payload["frozen"], weights)
+            if not has_extras:
+                self._write_extra_files(folder)  # transformers' files are made from those of the tensors
         store.commit(snapshot.step, snapshot.payload, score=snapshot.score, best=snapshot.best, written=entries)
 
     def _consolidates(self, weights: Mapping[str, Any]) -> bool:

@@ -232,7 +232,8 @@ class Ranks(Position):
     @contextlib.contextmanager
     def in_phase(self, phase: str) -> Iterator[None]:
         """Set the phase that the other ranks see inside the context."""
-        previous, self.phase = self.phase, phase
+        previous = self.phase
+        self.phase: str = phase
         if not previous:
             self.step = 0
         try:
@@ -345,6 +346,8 @@ class ProcessRanks(Ranks):
         self.rank: int = rank
         self.world_size: int = world_size
         self.phase: str = START
+        self.progress_count: int = 0
+        self.is_waiting: bool = False
         self.world: Any = None
         """torch.distributed's group of all ranks, once it exists."""
         self._group: Any = None

@@ -125,7 +125,12 @@ class SearchTrainer(HubTrainer):
                 raise ConfigError(
                     f"`{name}` would only act on the main process, and there are {trainer.world_size}. Leave it out."
                 )
-        models = self.model, self.model_wrapped
+        before = {
+            "hp_search_backend": None,
+            "model_init": None,
+            "model": self.model,
+            "model_wrapped": self.model_wrapped,
+        }
         self._folders = ()
         setattr(self, "model_init", trainer.model_init)  # noqa: B010 - transformers needs it, and types it as None
         try:
@@ -134,8 +139,7 @@ class SearchTrainer(HubTrainer):
                     hp_space, compute_objective, n_trials, direction, backend, hp_name, **kwargs
                 )
         finally:
-            self.hp_search_backend = self.model_init = None
-            self.model, self.model_wrapped = models
+            vars(self).update(before)
 
 
 class Trial:

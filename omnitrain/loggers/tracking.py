@@ -275,7 +275,7 @@ class TensorBoardLogger(Tracking):
     def __init__(self, log_dir: str | Path | None = None, every: int | str | Duration | None = None) -> None:
         super().__init__("tensorboard", every=every)
         is_address = "://" in str(log_dir)  # TensorBoard itself can write to some stores
-        self.log_dir = log_dir if log_dir is None or is_address else folder_path(log_dir, "log_dir")
+        self.log_dir: str | Path | None = log_dir if log_dir is None or is_address else folder_path(log_dir, "log_dir")
 
 
 class WandbLogger(Tracking):
