@@ -402,8 +402,10 @@ def restore_optimizer(
         group["params"] = [next(numbers) for _ in present["params"]]
         groups.append(group)
         for number, parameter in zip(group["params"], present["params"], strict=True):
-            if names[id(parameter)] in state:
-                entries[number] = state[names[id(parameter)]]
+            if values := state.get(name := names[id(parameter)]):
+                # as the optimizer lists them after a step; a file has its tensors in another order
+                order = (*saved["rest"].get(name, ()), *known[id(parameter)].specs, *values)
+                entries[number] = {key: values[key] for key in order if key in values}
     # as torch's own loading does, place each tensor on the device of its parameter
     shared = from_json(saved["shared"], tensors)
     devices = {parameter.device for parameter in parameters.values()}

@@ -318,7 +318,7 @@ OTHERS = [case for case in zip(KINDS, DTYPES, strict=False) if case not in QUICK
 
 @pytest.mark.parametrize(("kind", "dtype"), thinned([*QUICK, *OTHERS], QUICK))
 def test_optimizer_is_restored_with_any_legal_options(kind: Any, dtype: torch.dtype, tmp_path: Path) -> None:
-    """From a file, and with its parameters in another order."""
+    """From a file, and with its parameters in another order; entries are listed as after a step of the optimizer."""
     has_scale, count = kind.__name__ != "Muon", 0
     for options in legal_options(kind):
         straight, resumed = Scaled(has_scale, dtype), Scaled(has_scale, dtype)
@@ -334,6 +334,8 @@ def test_optimizer_is_restored_with_any_legal_options(kind: Any, dtype: torch.dt
             step(resumed, second, number)
         for name, parameter in straight.named_parameters():
             assert torch.equal(parameter, resumed.get_parameter(name)), (options, name)
+            entries, restored = first.state[parameter], second.state[resumed.get_parameter(name)]
+            assert list(restored) == list(entries), (options, name)
         count += 1
     assert count
 
