@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, ClassVar
@@ -87,7 +86,7 @@ class Profiler(Callback):
         self.options: dict[str, Any] = {
             "record_shapes": record_shapes, "profile_memory": profile_memory, "with_stack": with_stack,
         }  # fmt: skip
-        # PyTorch's profiler, from the first step to the end of the last cycle.
+        # PyTorch's profiler, in a cycle after its skipped steps.
         self._profile: Any = None
         self._has_ranges = False
         self._error: Exception | None = None
@@ -116,33 +115,21 @@ class Profiler(Callback):
         self._step_count = self._trace_count = 0
 
     def on_epoch_start(self, trainer: TrainerLike) -> None:
-        """Start PyTorch's profiler before the data of the first step are read."""
-        if self._profile is not None or self._step_count:
-            return
-        # each cycle has a file, so that nothing is lost
-        warnings.filterwarnings("ignore", "Warning: Profiler clears events at the end of each cycle")
-        device_activity = getattr(ProfilerActivity, trainer.device.type.upper(), ProfilerActivity.CPU)
-        self._profile = profile(
-            activities={ProfilerActivity.CPU} | ({device_activity} & torch.profiler.supported_activities()),
-            schedule=schedule(
-                skip_first=self.skip, wait=self.wait, warmup=self.warmup, active=self.active, repeat=self.repeat
-            ),
-            on_trace_ready=lambda profiler: self._save_trace_safely(trainer, profiler),
-            **self.options,
-        )
-        self._profile.start()
-        self._set_ranges(trainer)
+        """Start PyTorch's profiler before the data of the first step are read, if no step is skipped."""
+        if self._profile is None and not self._step_count:
+            self._start_if_due(trainer)
 
     def on_step_end(self, trainer: TrainerLike) -> None:
-        if self._profile is None:
-            return
         self._step_count += 1
-        is_last = self._profile.current_action is ProfilerAction.RECORD_AND_SAVE
-        with trainer.lifecycle.untimed() if is_last else contextlib.nullcontext():  # a trace is written
-            self._profile.step()
-            self._set_ranges(trainer)
-            if is_last and (self._error is not None or self._trace_count == self.repeat):
-                self._stop_profile(trainer)
+        if self._profile is not None:
+            is_last = self._profile.current_action is ProfilerAction.RECORD_AND_SAVE
+            with trainer.lifecycle.untimed() if is_last else contextlib.nullcontext():  # a trace is written
+                self._profile.step()
+                self._set_ranges(trainer)
+                if is_last:
+                    self._stop_profile(trainer)
+        if self._profile is None:
+            self._start_if_due(trainer)
 
     def on_train_end(self, trainer: TrainerLike) -> None:
         """Stop the profiler, and warn if the run had too few steps."""
@@ -166,6 +153,21 @@ class Profiler(Callback):
             )  # fmt: skip
 
     # --- traces
+
+    def _start_if_due(self, trainer: TrainerLike) -> None:
+        """Start PyTorch's profiler for one cycle, once its skipped steps are over: its `step()` takes time in each."""
+        cycle, position = divmod(self._step_count - self.skip, self.wait + self.warmup + self.active)
+        if Profiler._running is not self or cycle < 0 or position != self.wait or 0 < self.repeat <= cycle:
+            return
+        device_activity = getattr(ProfilerActivity, trainer.device.type.upper(), ProfilerActivity.CPU)
+        self._profile = profile(
+            activities={ProfilerActivity.CPU} | ({device_activity} & torch.profiler.supported_activities()),
+            schedule=schedule(wait=0, warmup=self.warmup, active=self.active, repeat=1),
+            on_trace_ready=lambda profiler: self._save_trace_safely(trainer, profiler),
+            **self.options,
+        )
+        self._profile.start()
+        self._set_ranges(trainer)
 
     def _stop_profile(self, trainer: TrainerLike) -> None:
         profiler, self._profile, self._has_ranges = self._profile, None, False

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import json
 import logging
+import warnings
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -67,6 +68,18 @@ def test_repeat_0_has_no_end_and_a_resume_counts_again(tmp_path: Path) -> None:
     run("native", tmp_path, Profiler(skip=0, warmup=1, active=1, repeat=0), max_steps=6)
     run("native", tmp_path, Profiler(skip=1, active=2), max_steps=12, resume="last")
     assert files_in(tmp_path / "profile") == {f"rank0-step{n}.json.gz" for n in (2, 4, 6, 10)}
+
+
+def test_profiler_is_off_in_skipped_steps_and_leaves_filters_of_warnings(tmp_path: Path) -> None:
+    profiler, calls = Profiler(skip=3, wait=1, warmup=1, active=1, repeat=2), list[bool]()
+    filters = [*warnings.filters]
+    note = callback(on_step_start=lambda _: calls.append(profiler._profile is not None))
+    with warnings.catch_warnings(record=True) as caught:
+        run("native", tmp_path, profiler, note, max_steps=11)
+        added = [entry for entry in warnings.filters if entry not in filters]
+    assert [step for step, is_on in enumerate(calls, 1) if is_on] == [5, 6, 8, 9]
+    assert not any("Profiler" in str(entry) for entry in added)
+    assert not any("Profiler" in str(warning.message) for warning in caught)
 
 
 OPTIONS = {"record_shapes": b'"Input Dims"', "profile_memory": b'"[memory]"', "with_stack": b'"python_function"'}
