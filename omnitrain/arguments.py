@@ -398,11 +398,14 @@ def _repr(value: Any) -> str:
     return text if len(text) <= 200 else f"{text[:200]}..."
 
 
-def _is_pattern(value: Any) -> bool:
-    try:
-        return bool(re.compile(value))
-    except (re.error, TypeError):
-        return False
+def _pattern_error(patterns: Any) -> str:
+    """Return the error of the first text that is no regular expression, in brackets; "" if there is none."""
+    for pattern in patterns if _is_names(patterns) else ():
+        try:
+            re.compile(pattern)
+        except re.error as error:
+            return f" ({error})"
+    return ""
 
 
 def _is_loss_scale(scale: Any) -> bool:
@@ -415,7 +418,7 @@ def _is_names(value: Any) -> bool:
 
 
 def _are_patterns(value: Any) -> bool:
-    return _is_names(value) and all(map(_is_pattern, value))
+    return _is_names(value) and not _pattern_error(value)
 
 
 # The arguments that are checked each by itself: their names, what they accept, and that as text. None is accepted by
@@ -466,19 +469,19 @@ def _check_each(values: Mapping[str, Any]) -> None:
             if accepts is callable or name == "processing_class":
                 reject_class(name, value)
             if not accepts(value):
-                is_large = isinstance(value, int) and value > sys.maxsize and "at most" not in expected
-                limit = f", at most {sys.maxsize}" if is_large else ""
+                limit = _limit(value) if "integer" in expected and "at most" not in expected else ""
+                reason = _pattern_error(value) if "regular expressions" in expected else ""
                 remedy = " Leave it out for its default." if value is None else _REMEDIES.get(name, "")
-                raise ConfigError(f"`{name}` must be {expected}{limit}, got {_repr(value)}.{remedy}")
+                raise ConfigError(f"`{name}` must be {expected}{limit}, got {_repr(value)}{reason}.{remedy}")
     total, warmup = values["global_batch_size"], values["warmup_steps"]
     if isinstance(total, Mapping):
         check_stages("global_batch_size", total)
     elif total is not None and not _is_integer(total, 1):
-        raise ConfigError(f"`global_batch_size` must be a positive integer, got {_repr(total)}.")
+        raise ConfigError(f"`global_batch_size` must be a positive integer{_limit(total)}, got {_repr(total)}.")
     if warmup is None or (isinstance(warmup, int) and not isinstance(warmup, bool) and not _is_integer(warmup)):
         raise ConfigError(
             f"`warmup_steps` must be an integer of at least 0, at most {sys.maxsize}, or a duration such as '0.1dur', "
-            f"got {_repr(warmup)}."
+            f"got {_repr(warmup)}.{' Leave it out for its default.' if warmup is None else ''}"
         )
     warmup_length(warmup)
     _check_groups(values["param_groups"])
@@ -486,6 +489,10 @@ def _check_each(values: Mapping[str, Any]) -> None:
         check_list(name, values[name])
     if values["timeout"] is not None:
         parse_seconds("timeout", values["timeout"])
+
+
+def _limit(value: Any) -> str:
+    return f", at most {sys.maxsize}" if isinstance(value, int) and value > sys.maxsize else ""
 
 
 def _check_groups(groups: Any) -> None:
@@ -496,10 +503,10 @@ def _check_groups(groups: Any) -> None:
         raise ConfigError(f"`param_groups` must be {form}, got {_repr(groups)}.")
     for place, group in enumerate(groups):
         where, pattern = f"`param_groups[{place}]`", group.get("match")
-        if not isinstance(pattern, str) or not pattern or not _is_pattern(pattern):
+        if not pattern or not _are_patterns([pattern]):
             raise ConfigError(
                 f"{where} must have a regular expression of parameters' names as 'match', got "
-                f"{_repr(pattern)}. `param_groups` is {form}."
+                f"{_repr(pattern)}{_pattern_error([pattern])}. `param_groups` is {form}."
             )
         if len(group) == 1 or not all(isinstance(key, str) for key in group):
             raise ConfigError(f"{where} must have options next to 'match', by name, got {_repr(group)}.")
@@ -507,8 +514,8 @@ def _check_groups(groups: Any) -> None:
             raise ConfigError(
                 f"{where} has both 'lr' and 'lr_scale', which are the rate and a factor of `learning_rate`. Give one."
             )
-        for name in group.keys() & {"lr", "lr_scale", "weight_decay"}:
-            if not _is_finite(group[name]) or group[name] < 0:
+        for name in ("lr", "lr_scale", "weight_decay"):
+            if name in group and (not _is_finite(group[name]) or group[name] < 0):
                 raise ConfigError(
                     f"{where}: {name!r} must be a finite number of at least 0, got {_repr(group[name])}. "
                     "Parameters that do not train belong into `freeze`."

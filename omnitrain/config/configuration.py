@@ -181,8 +181,16 @@ class Config:
             errors.append(self.tree.error(("train", "resume_from"), message))
         for arg in ("callbacks", "algorithms", "loggers"):
             entries = arguments.get(arg)
+            is_part = _is_part(entries)
+            if not (entries is None or entries == MISSING or isinstance(entries, list)) and not (
+                arg == "loggers" and is_part
+            ):
+                remedy = " Make it an entry of one." if is_part else ""
+                message = f"`{arg}` must be a list, got {entries!r:.100}.{remedy}"
+                errors.append(self.tree.error(("trainer", arg), message))
+                del arguments[arg]
             for number, entry in enumerate(entries if isinstance(entries, list) else ()):
-                if not (isinstance(entry, str) or has_part_keys(entry)):
+                if not _is_part(entry):
                     message = f"`{arg}` holds objects, each named by a text or by `class_path` and `init_args`, got "
                     errors.append(self.tree.error(("trainer", arg, number), f"{message}{entry!r:.100}."))
         plain = {
@@ -235,9 +243,14 @@ class Config:
         if "model_init" in parameters and self.arguments.get("model") is self.arguments.get("model_init") is None:
             missing.append("model")
         if missing:
-            listing = ", ".join(f"`{name}`" for name in missing)
-            message = f"{trainer_class.__name__} needs {listing}. Write it under `trainer`."
-            return [self.tree.error(("trainer",), message)]
+            remedies = {"model": "Write the path of its class and its arguments."}
+            return [
+                self.tree.error(
+                    ("trainer", name),
+                    f"{trainer_class.__name__} needs `{name}`. {remedies.get(name, 'Write it under `trainer`.')}",
+                )
+                for name in missing
+            ]
         parts.build_arguments(trainer_class, self.arguments)
         return parts.errors
 
@@ -264,6 +277,10 @@ class Config:
 _KINDS = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
 _TRAIN_ARGUMENTS = ("resume_from", "allow_change", "more")
 _REMEDY = "the run that wrote this file was made in Python, and its part has no name. Write one here."
+
+
+def _is_part(value: Any) -> bool:
+    return isinstance(value, str) or has_part_keys(value)
 
 
 def _insert_placeholders(value: Any, name: str) -> Any:

@@ -199,11 +199,14 @@ class Parts:
                 (*key, unexpected[0]),
                 f"next to `class_path` only {known} can be set, got {unexpected[0]!r}. Write it under `init_args`.",
             )
-        if "import_path" in value and len(value) > 1:
+        if "class_path" in value and "import_path" in value:
             raise self.tree.error(
-                key, "`class_path` and `import_path` exclude each other: an object is made of the first; the second is "
-                "the thing itself, which takes no `init_args`."
+                key, "`class_path` and `import_path` exclude each other: an object is made of the first."
             )  # fmt: skip
+        for name in value if "import_path" in value else ():
+            if name != "import_path":
+                message = f"`import_path` is the thing itself, which takes no `{name}`."
+                raise self.tree.error((*key, name), message)
         path = value.get("class_path", value.get("import_path"))
         if not isinstance(path, str) or not path:
             raise self.tree.error(key, f"a class or function is named by a text, got {path!r:.100}.")
