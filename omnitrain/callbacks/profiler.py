@@ -80,7 +80,11 @@ class Profiler(Callback):
         for name, (number, minimum) in numbers.items():
             if isinstance(number, bool) or not isinstance(number, int) or number < minimum:
                 raise ConfigError(f"`{name}` of a Profiler must be an integer of at least {minimum}, got {number!r}.")
-        self.skip, self.wait, self.warmup, self.active, self.repeat = skip, wait, warmup, active, repeat
+        self.skip: int = skip
+        self.wait: int = wait
+        self.warmup: int = warmup
+        self.active: int = active
+        self.repeat: int = repeat
         self.rows = rows
         self.folder: Path | None = None if folder is None else folder_path(folder, "folder")
         self.options: dict[str, Any] = {
