@@ -29,9 +29,25 @@ logger: logging.Logger = logging.getLogger("omnitrain")
 _running: weakref.WeakSet[Any] = weakref.WeakSet()
 # Torch's iterators with workers, and a function that returns the samples of some of their tasks as text.
 _watched: weakref.WeakKeyDictionary[Any, Callable[[Sequence[int]], str]] = weakref.WeakKeyDictionary()
+# The iterators that exist while this process is forked: if the new process collected one as garbage first, that would
+# end the workers of its parent.
+_during_fork: list[Any] = []
+
+
+def _hold_iterators() -> None:
+    _during_fork.extend({*_running, *_watched})
+
+
+def _disown_iterators() -> None:
+    """Leave the workers to the parent process, which started them: mark the copies of its iterators as shut down."""
+    for iterator in _during_fork:
+        iterator._shutdown = True
+    for iterators in (_running, _watched, _during_fork):
+        iterators.clear()
+
+
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_watched.clear)
-    os.register_at_fork(after_in_child=_running.clear)  # a forked process did not start them and must not end them
+    os.register_at_fork(before=_hold_iterators, after_in_parent=_during_fork.clear, after_in_child=_disown_iterators)
 
 
 def start_workers(loader: DataLoader[Any], describe: Callable[[Sequence[int]], str]) -> Any:

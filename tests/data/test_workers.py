@@ -229,6 +229,16 @@ def test_exit_of_a_forked_process_keeps_its_parents_workers() -> None:
     assert [first, *map(int, batches)] == list(range(40))
 
 
+def test_collection_of_garbage_in_a_forked_process_keeps_its_parents_workers() -> None:
+    """Garbage that the parent has not collected yet is in the new process too, whose first act may be to collect it."""
+    loaders = [DataLoader(torch.arange(8), num_workers=1) for _ in range(2)]
+    iterators = [workers.start_workers(loaders[0], str), iter(loaders[1])]
+    workers.watch_workers(iterators[1], str)
+    for iterator in iterators:
+        assert programs.exit_code(programs.fork(iterator.__del__)) == 0
+        assert not iterator._workers_done_event.is_set() and len(list(iterator)) == 8
+
+
 class Programs(Dataset[Any]):
     """Starts a program for every sample and ends it, as a decoder of videos may."""
 
