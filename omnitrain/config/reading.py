@@ -130,7 +130,12 @@ class Tree:
             if current is None and segment.isdigit() and key:
                 current = []
             if isinstance(current, list):
-                if not _POSITION.fullmatch(segment) or int(segment) + is_removed > len(current):
+                is_position = _POSITION.fullmatch(segment) is not None
+                if is_removed and is_position and int(segment) >= len(current):
+                    raise ConfigError(
+                        f"{location}: there is no {path!r} to remove: the list has {len(current)} entries."
+                    )
+                if not is_position or int(segment) > len(current):
                     raise ConfigError(
                         f"{location}: {path!r} goes into a list of {len(current)}, where {segment!r} is not a position."
                         f" Pass a number from 0 to {len(current)}; the last one appends an entry."

@@ -842,6 +842,8 @@ class BaseTrainer(Hooks, ABC):
     def predict(self, dataset: Any) -> Predictions:
         """Return predictions and labels as arrays, one row per sample in the dataset's order, and any metrics."""
         loader = self._sets.loader_for(dataset)
+        if loader is None:
+            raise ConfigError("There is nothing to predict: pass a dataset.")
         if isinstance(loader, dict):
             raise ConfigError(
                 f"`predict` takes one dataset, got the sets {', '.join(loader)}. Call it for each of them."

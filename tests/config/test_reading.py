@@ -206,9 +206,9 @@ def test_override_changes_trainer_class(tmp_path: Path) -> None:
         ("trainer.callbacks.5.p", "1", "'5' is not a position"),
         ("trainer.callbacks.p", "1", "'p' is not a position"),
         ("trainer.algorithms.1.class_path", "EMA", "goes into a list of 0, where '1' is not a position"),
-        ("trainer.algorithms.0", None, "goes into a list of 0"),
+        ("trainer.algorithms.0", None, "there is no 'trainer.algorithms.0' to remove: the list has 0 entries."),
         ("trainer.epoch", None, "there is no 'trainer.epoch' to remove. Did you mean 'epochs'?"),
-        ("trainer.callbacks.1", None, "goes into a list of 1"),
+        ("trainer.callbacks.1", None, "there is no 'trainer.callbacks.1' to remove: the list has 1 entries."),
         ("trainer.epochs", "[1,", "this is not YAML"),
     ],
 )

@@ -132,6 +132,8 @@ def test_predict_needs_no_labels_and_pads_ragged_outputs() -> None:
     trainer, x = evaluator(t16(), loss_fn=F.mse_loss), rows(6).tensors[0]
     result = trainer.predict(x)
     assert result.predictions.shape == (6, 1) and result.labels is None and result.metrics == {}
+    with pytest.raises(ConfigError, match="There is nothing to predict: pass a dataset"):
+        trainer.predict(None)
     with pytest.raises(DataError, match="`loss_fn` needs labels"):
         trainer.evaluate(x)
     result = evaluator(Tagger(), eval_batch_size=2).predict(Ragged("labels"))
