@@ -79,8 +79,8 @@ class Recorder:
     def __init__(self, folder: Path) -> None:
         self.folder = str(folder)
         self.run = ""
-        self.found: list[Counts] = []
-        self.now: Counts | None = None
+        self.finished: list[Counts] = []
+        self.counts: Counts | None = None
         self.is_closed = False
         sys.addaudithook(self._hear)  # for ever: such a hook cannot be removed
 
@@ -94,40 +94,40 @@ class Recorder:
 
     def begin(self, name: str, ranks: tuple[int, int]) -> None:
         tracemalloc.start()
-        self.now = Counts(self.run, name, *ranks)
+        self.counts = Counts(self.run, name, *ranks)
 
     def end(self) -> None:
-        if self.now is None:
+        if self.counts is None:
             return
-        self.now.python = max(self.now.python, tracemalloc.get_traced_memory()[1])
+        self.counts.python = max(self.counts.python, tracemalloc.get_traced_memory()[1])
         tracemalloc.stop()
-        self.found.append(self.now)
-        self.now = None
+        self.finished.append(self.counts)
+        self.counts = None
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
         """Count nothing inside."""
-        held, self.now = self.now, None
-        if held is not None:
-            held.python = max(held.python, tracemalloc.get_traced_memory()[1])
+        counts, self.counts = self.counts, None
+        if counts is not None:
+            counts.python = max(counts.python, tracemalloc.get_traced_memory()[1])
         try:
             yield
         finally:
-            self.now = held
-            if held is not None:
+            self.counts = counts
+            if counts is not None:
                 tracemalloc.reset_peak()
 
     def exchanged(self, what: str, sent: int, received: int) -> None:
-        if self.now is not None:
-            self.now.collectives += 1
-            self.now.sent += sent
-            self.now.received += received
-            self.now.largest = max(self.now.largest, received)
-            self.now.names[what] = self.now.names.get(what, 0) + received
+        if self.counts is not None:
+            self.counts.collectives += 1
+            self.counts.sent += sent
+            self.counts.received += received
+            self.counts.largest = max(self.counts.largest, received)
+            self.counts.names[what] = self.counts.names.get(what, 0) + received
 
     def _hear(self, event: str, values: tuple[Any, ...]) -> None:
-        if event == "open" and self.now is not None and not self.is_closed and self._is_ours(values[0]):
-            self.now.opened += 1
+        if event == "open" and self.counts is not None and not self.is_closed and self._is_ours(values[0]):
+            self.counts.opened += 1
 
     def _is_ours(self, path: Any) -> bool:
         return isinstance(path, (str, Path)) and str(path).startswith(self.folder)
@@ -137,8 +137,8 @@ class Recorder:
         original = os.stat
 
         def stat(path: Any, *args: Any, **options: Any) -> os.stat_result:
-            if self.now is not None and self._is_ours(path):
-                self.now.stats += 1
+            if self.counts is not None and self._is_ours(path):
+                self.counts.stats += 1
             return original(path, *args, **options)
 
         os.stat = stat  # type: ignore[assignment]
@@ -153,11 +153,11 @@ class Store:
 
     def __init__(self, recorder: Recorder, world_size: int) -> None:
         self.recorder, self.world_size = recorder, world_size
-        self.kept: dict[str, bytes] = {}
+        self.entries: dict[str, bytes] = {}
 
     def _count(self) -> None:
-        if self.recorder.now is not None and threading.current_thread() is threading.main_thread():
-            self.recorder.now.store += 1
+        if self.recorder.counts is not None and threading.current_thread() is threading.main_thread():
+            self.recorder.counts.store += 1
 
     def clone(self) -> Store:
         return self
@@ -167,23 +167,23 @@ class Store:
 
     def set(self, key: str, value: str) -> None:
         self._count()
-        self.kept[key] = value.encode()
+        self.entries[key] = value.encode()
 
     def get(self, key: str) -> bytes:
         self._count()
-        report = json.dumps([Heartbeat(len(self.kept), "", 0, 0, False), []]).encode()
-        return self.kept.get(key, report)
+        report = json.dumps([Heartbeat(len(self.entries), "", 0, 0, False), []]).encode()
+        return self.entries.get(key, report)
 
     def multi_get(self, keys: Sequence[str]) -> list[bytes]:
         return [self.get(key) for key in keys]
 
     def check(self, keys: Sequence[str]) -> bool:
         self._count()
-        return all(key in self.kept or key.startswith("post/") for key in keys)
+        return all(key in self.entries or key.startswith("post/") for key in keys)
 
-    def compare_set(self, key: str, expected: str, wanted: str) -> bytes:
+    def compare_set(self, key: str, expected: str, value: str) -> bytes:
         self._count()
-        return self.kept.setdefault(key, wanted.encode())
+        return self.entries.setdefault(key, value.encode())
 
     def add(self, key: str, amount: int) -> int:
         self._count()
@@ -221,47 +221,49 @@ class Exchanges:
     def new_group(self, **options: Any) -> Any:
         return object()
 
-    def _of_main(self, kind: str, own: torch.Tensor) -> torch.Tensor:
+    def _of_main(self, kind: str, tensor: torch.Tensor) -> torch.Tensor:
         if not self.rank:
-            self._tape.append((kind, own.clone()))
-            return own
-        (there, sent), self._turn = self._tape[self._turn], self._turn + 1
-        assert there == kind, f"rank 0 makes {there} where rank {self.rank} makes {kind}"
+            self._tape.append((kind, tensor.clone()))
+            return tensor
+        (kind_on_main, sent), self._turn = self._tape[self._turn], self._turn + 1
+        assert kind_on_main == kind, f"rank 0 makes {kind_on_main} where rank {self.rank} makes {kind}"
         return sent
 
-    def _fill(self, parts: Sequence[torch.Tensor], own: torch.Tensor, of_main: torch.Tensor) -> int:
+    def _fill(self, parts: Sequence[torch.Tensor], tensor: torch.Tensor, of_main: torch.Tensor) -> int:
         for part in parts:
-            part.copy_(own)
+            part.copy_(tensor)
         parts[0].zero_()[: len(of_main)] = of_main
         return sum(part.nbytes for part in parts)
 
-    def all_gather(self, parts: Sequence[torch.Tensor], own: torch.Tensor, **options: Any) -> Work:
-        return Work(own.nbytes, self._fill(parts, own, self._of_main("all_gather", own)))
+    def all_gather(self, parts: Sequence[torch.Tensor], tensor: torch.Tensor, **options: Any) -> Work:
+        return Work(tensor.nbytes, self._fill(parts, tensor, self._of_main("all_gather", tensor)))
 
-    def gather(self, own: torch.Tensor, parts: Sequence[torch.Tensor] | None, **options: Any) -> Work:
-        of_main = self._of_main("gather", own)
+    def gather(self, tensor: torch.Tensor, parts: Sequence[torch.Tensor] | None, **options: Any) -> Work:
+        of_main = self._of_main("gather", tensor)
         if parts and self.of_others:
-            own = ranks_module._pad(self.of_others.pop(0), len(own))
-        return Work(0 if parts else own.nbytes, self._fill(parts, own, of_main) if parts else 0)
+            tensor = ranks_module._pad(self.of_others.pop(0), len(tensor))
+        return Work(0 if parts else tensor.nbytes, self._fill(parts, tensor, of_main) if parts else 0)
 
-    def all_reduce(self, own: torch.Tensor, op: Any = dist.ReduceOp.SUM, **options: Any) -> Work:
-        of_main = self._of_main("all_reduce", own)
+    def all_reduce(self, tensor: torch.Tensor, op: Any = dist.ReduceOp.SUM, **options: Any) -> Work:
+        of_main = self._of_main("all_reduce", tensor)
         if op == dist.ReduceOp.MAX and self.of_others:
-            own.fill_(len(self.of_others[0]))
-        own.copy_(torch.maximum(own, of_main) if op == dist.ReduceOp.MAX else own * (self.world_size - 1) + of_main)
-        return Work(own.nbytes, own.nbytes)
+            tensor.fill_(len(self.of_others[0]))
+        tensor.copy_(
+            torch.maximum(tensor, of_main) if op == dist.ReduceOp.MAX else tensor * (self.world_size - 1) + of_main
+        )
+        return Work(tensor.nbytes, tensor.nbytes)
 
-    def scatter(self, own: torch.Tensor, parts: Sequence[torch.Tensor] | None, **options: Any) -> Work:
+    def scatter(self, tensor: torch.Tensor, parts: Sequence[torch.Tensor] | None, **options: Any) -> Work:
         if parts:
             self._tape.append(("scatter", parts[-1].clone()))
-            own.copy_(parts[0])
+            tensor.copy_(parts[0])
             return Work(sum(part.nbytes for part in parts[1:]), 0)
-        own.copy_(self._of_main("scatter", own))
-        return Work(0, own.nbytes)
+        tensor.copy_(self._of_main("scatter", tensor))
+        return Work(0, tensor.nbytes)
 
-    def broadcast(self, own: torch.Tensor, **options: Any) -> Work:
-        own.copy_(self._of_main("broadcast", own))
-        return Work(0 if self.rank else own.nbytes, own.nbytes if self.rank else 0)
+    def broadcast(self, tensor: torch.Tensor, **options: Any) -> Work:
+        tensor.copy_(self._of_main("broadcast", tensor))
+        return Work(0 if self.rank else tensor.nbytes, tensor.nbytes if self.rank else 0)
 
 
 class Simulated(ranks_module.ProcessRanks):
@@ -275,10 +277,10 @@ class Simulated(ranks_module.ProcessRanks):
     def gather_on_main(self, what: str, values: list[Any]) -> list[list[Any]]:
         if self.is_main:
             self.stand_in.of_others = [ranks_module._pop_packed(values[::-1], 1 << 60)[1]]
-        found = super().gather_on_main(what, values)
+        by_rank = super().gather_on_main(what, values)
         if self.is_main and self.parts_of_others:
-            found[1:], self.parts_of_others = [[one] for one in self.parts_of_others], ()
-        return found
+            by_rank[1:], self.parts_of_others = [[entries] for entries in self.parts_of_others], ()
+        return by_rank
 
     def _wait(self, work: Any, what: str, seconds: float | None = None) -> None:
         self.recorder.exchanged(what, work.sent, work.received)
@@ -333,8 +335,13 @@ class Disk:
     @contextlib.contextmanager
     def shared(self, ranks: Simulated) -> Iterator[None]:
         """Write inside what the others do, whenever a rank writes."""
-        write, taken, parts, unlink = Writer.write, Writer._local_blocks, Writer._write_shards, FileSystem.unlink
-        held: dict[str, Any] = {}
+        write, local_blocks, write_shards, unlink = (
+            Writer.write,
+            Writer._local_blocks,
+            Writer._write_shards,
+            FileSystem.unlink,
+        )
+        sharded: dict[str, Any] = {}
         turns = iter(self.copies)
 
         def written(writer: Writer, store: Any, snapshot: Any) -> Path:
@@ -349,16 +356,16 @@ class Disk:
             return path
 
         def noted(writer: Writer, file: str, tensors: Any, stages: bool) -> Any:
-            held[file] = tensors
-            return taken(writer, file, tensors, stages)
+            sharded[file] = tensors
+            return local_blocks(writer, file, tensors, stages)
 
         def in_parts(writer: Writer, store: Any, folder: Path, blocks: Any) -> Any:
-            found = parts(writer, store, folder, blocks)
+            entries = write_shards(writer, store, folder, blocks)
             if ranks.is_main:
                 with self._recorder.paused():
-                    ranks.parts_of_others = [self._write(folder, held, rank) for rank in range(1, ranks.world_size)]
-                    self._keep(folder, ranks.world_size - 1)
-            return found
+                    ranks.parts_of_others = [self._write(folder, sharded, rank) for rank in range(1, ranks.world_size)]
+                    self._copy(folder, ranks.world_size - 1)
+            return entries
 
         def unlinked(fs: FileSystem, path: Path) -> None:
             unlink(fs, path)
@@ -374,11 +381,11 @@ class Disk:
         try:
             yield
         finally:
-            for name, old in zip(names, (write, taken, parts), strict=True):
+            for name, old in zip(names, (write, local_blocks, write_shards), strict=True):
                 setattr(Writer, name, old)
             FileSystem.unlink = unlink
 
-    def _keep(self, folder: Path, last: int) -> None:
+    def _copy(self, folder: Path, last: int) -> None:
         copy = self._folder / f"copy-{len(self.copies)}"
         shutil.copytree(folder, copy, copy_function=os.link)
         for file in copy.glob(f"*/rank-{last:05}.*"):
@@ -390,13 +397,13 @@ class Disk:
         entries = {}
         for file, tensors in files.items():
             part, blocks = sharded_files.shard_folder(file), {}
-            for name, one in tensors.items():
-                if isinstance(one, DTensor):
-                    rows, count = one.shape[0], -(-one.shape[0] // one.device_mesh.size())
+            for name, tensor in tensors.items():
+                if isinstance(tensor, DTensor):
+                    rows, count = tensor.shape[0], -(-tensor.shape[0] // tensor.device_mesh.size())
                     begin, end = min(rows, rank * count), min(rows, (rank + 1) * count)
-                    block = torch.zeros(end - begin, *one.shape[1:], dtype=one.dtype)
-                    offsets = (begin, *(0 for _ in one.shape[1:]))
-                    blocks[name] = [sharded_files.Block(offsets, block, tuple(one.shape))] if end > begin else []
+                    block = torch.zeros(end - begin, *tensor.shape[1:], dtype=tensor.dtype)
+                    offsets = (begin, *(0 for _ in tensor.shape[1:]))
+                    blocks[name] = [sharded_files.Block(offsets, block, tuple(tensor.shape))] if end > begin else []
             written = sharded_files.write_shards(blocks, folder / part, rank, Unsynced())
             entries |= {f"{part}/{name}": entry for name, entry in written.items()}
         return entries
@@ -412,14 +419,14 @@ def simulated(rank: int, world_size: int, tape: list[Any], recorder: Recorder) -
     before, modules = dict(os.environ), (ranks_module.dist, ranks_module.distributed_c10d)
     os.environ.update(names)
     dist.init_process_group("fake", rank=rank, world_size=world_size, store=FakeStore())
-    named: Any = types.SimpleNamespace(PrefixStore=lambda _, store: store, _set_pg_timeout=lambda *_: None)
+    c10d: Any = types.SimpleNamespace(PrefixStore=lambda _, store: store, _set_pg_timeout=lambda *_: None)
     stand_in: Any = Exchanges(rank, world_size, tape)
-    ranks_module.dist, ranks_module.distributed_c10d = stand_in, named
-    watchdog.distributed_c10d = named
+    ranks_module.dist, ranks_module.distributed_c10d = stand_in, c10d
+    watchdog.distributed_c10d = c10d
     wrap = DistributedDataParallel.__init__
 
-    def wrapped(model: Any, *args: Any, **given: Any) -> None:
-        wrap(model, *args, **given)
+    def wrapped(model: Any, *args: Any, **options: Any) -> None:
+        wrap(model, *args, **options)
         model.register_comm_hook(None, reduced)
 
     DistributedDataParallel.__init__ = wrapped
@@ -455,7 +462,7 @@ class Wide(torch.nn.Module):
         self.register_buffer("scale", torch.ones(4))
 
     def forward(self, batch: torch.Tensor) -> torch.Tensor:
-        return self.last(batch * self.scale) + sum(one.sum() for one in self.wide)
+        return self.last(batch * self.scale) + sum(weight.sum() for weight in self.wide)
 
 
 def live(ranks: tuple[int, int], folder: Path, recorder: Recorder) -> None:
@@ -498,7 +505,7 @@ def _live_alone(rank: int, world_size: int, run: str, folder: Path, before: byte
     recorder.run, disk = run, Disk(folder, recorder, copies)
     with recorder.watching_stats(), simulated(rank, world_size, tape, recorder) as ranks, disk.shared(ranks):
         live((rank, world_size), folder / "run", recorder)
-    return pickle.dumps((recorder.found, (tape, disk.copies)))
+    return pickle.dumps((recorder.finished, (tape, disk.copies)))
 
 
 def _import_all() -> None:
@@ -514,30 +521,32 @@ def _import_all() -> None:
 def count(world_size: int, run: str = "ddp") -> list[Counts]:
     """Return the counts of the first and the last rank in a run of so many."""
     _import_all()
-    found, before = [], pickle.dumps(([], []))
+    counts, before = [], pickle.dumps(([], []))
     with tempfile.TemporaryDirectory() as place:
         for rank in (0, world_size - 1):
             with multiprocessing.get_context("fork").Pool(1) as alone:
                 result = alone.apply(_live_alone, (rank, world_size, run, Path(place).resolve(), before))
-            own, after = pickle.loads(result)
-            found, before = found + own, pickle.dumps(after)
-    return found
+            of_rank, after = pickle.loads(result)
+            counts, before = counts + of_rank, pickle.dumps(after)
+    return counts
 
 
-def page(found: Sequence[Counts]) -> list[str]:
+def page(counts: Sequence[Counts]) -> list[str]:
     """Return the tables of docs/scale.md: exchanges, with the bytes sent and received, and files."""
     lines: list[str] = []
-    for run in dict.fromkeys(one.run for one in found):
-        held = {(one.phase, one.rank > 0, one.world_size): one for one in found if one.run == run}
-        sizes = sorted({size for _, _, size in held})
+    for run in dict.fromkeys(entry.run for entry in counts):
+        by_place = {(entry.phase, entry.rank > 0, entry.world_size): entry for entry in counts if entry.run == run}
+        sizes = sorted({size for _, _, size in by_place})
         head = ["phase", "rank", *(f"{size:,}" for size in sizes[:-1]), f"{sizes[-1]:,} ranks"]
         exchanges, files = [], []
-        for phase, is_other in dict.fromkeys((phase, other) for phase, other, _ in held):
-            row = [held[phase, is_other, size] for size in sizes]
+        for phase, is_other in dict.fromkeys((phase, other) for phase, other, _ in by_place):
+            row = [by_place[phase, is_other, size] for size in sizes]
             name = [phase, "another" if is_other else "main"]
-            exchanges.append(name + [f"{one.collectives}, {_bytes(one.sent)}, {_bytes(one.received)}" for one in row])
+            exchanges.append(
+                name + [f"{entry.collectives}, {_bytes(entry.sent)}, {_bytes(entry.received)}" for entry in row]
+            )
             if phase in ("start", "save", "load"):
-                files.append(name + [f"{one.opened:,}, {one.stats:,}" for one in row])
+                files.append(name + [f"{entry.opened:,}, {entry.stats:,}" for entry in row])
         for rows in (exchanges, files):
             order = sorted(rows, key=lambda row: ("start", "step", "evaluate", "save", "load").index(row[0]))
             lines += [f"{run}:", "", *table(head, order, range(2, len(head))), ""]
@@ -559,10 +568,10 @@ def main() -> None:
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the counts there too")
     options = parser.parse_args()
     sizes = [int(size) for size in options.ranks.split(",")]
-    found = [one for run in options.runs.split(",") for size in sizes for one in count(size, run)]
-    print("\n".join(page(found)))
+    counts = [entry for run in options.runs.split(",") for size in sizes for entry in count(size, run)]
+    print("\n".join(page(counts)))
     if options.json is not None:
-        options.json.write_text(json.dumps([asdict(one) for one in found], indent=1))
+        options.json.write_text(json.dumps([asdict(entry) for entry in counts], indent=1))
 
 
 if __name__ == "__main__":

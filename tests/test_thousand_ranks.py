@@ -96,6 +96,12 @@ def test_step_is_one_exchange(counts: Any) -> None:
         assert step["store"] == step["opened"] == step["stats"] == 0
 
 
+def test_saves_and_loads_make_few_exchanges(counts: Any) -> None:
+    for rank in (0, 1):
+        assert counts["save", rank, 2]["collectives"] <= 14 and counts["save", rank, MANY]["collectives"] <= 17
+        assert counts["load", rank, 2]["collectives"] <= 18 and counts["load", rank, MANY]["collectives"] <= 18
+
+
 def test_other_ranks_open_no_more_files(counts: Any) -> None:
     assert counts["save", 1, MANY]["opened"] == counts["save", 1, MANY]["stats"] == 0
     for name in ("opened", "stats"):

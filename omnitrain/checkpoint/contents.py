@@ -463,9 +463,10 @@ class Contents:
         """Move the weights for evaluations, which the model has now, to the algorithms, and load those in training."""
         self._eval_weights.are_loaded = False
         ranks = self._trainer.ranks
-        weights, trained = (self._open_tensors(folder, content, file, ranks) for file in (state_dicts.WEIGHTS, TRAINED))
+        trained = self._open_tensors(folder, content, TRAINED, ranks)
         if not trained:
             return
+        weights = self._open_tensors(folder, content, state_dicts.WEIGHTS, ranks)
         if "algorithms" not in changed:
             self._eval_weights.restore(trained)
         where, rest = repr(str(folder / TRAINED)), _remaining_weights(weights, trained, content)

@@ -115,8 +115,10 @@ class TensorFile(Mapping[str, torch.Tensor]):
         self._paths: list[Path] = [path] if isinstance(path, Path) else list(path)
         self._ranks = ranks or Ranks()
         self._headers: dict[int, Header] = {}
-        name = self._paths[0].name if len(self._paths) == 1 else f"{len(self._paths)} files"
-        self.catalogue: Catalogue = self._ranks.on_main(f"opening {name}", lambda: catalogue or self._catalogue())
+        self.catalogue: Catalogue = Catalogue({}, [])
+        if self._paths:  # without files there is nothing to exchange
+            name = self._paths[0].name if len(self._paths) == 1 else f"{len(self._paths)} files"
+            self.catalogue = self._ranks.on_main(f"opening {name}", lambda: catalogue or self._catalogue())
         self._locations, self._signatures = self.catalogue
         self.is_local: bool = self._is_local()
 
@@ -237,9 +239,9 @@ class TensorFile(Mapping[str, torch.Tensor]):
 
     def _is_local(self) -> bool:
         """Return whether all ranks see the files of the main rank, going by the first and this rank's own."""
-        if self._ranks.world_size == 1:
+        if self._ranks.world_size == 1 or not self._paths:
             return True
-        numbers = {0, self._ranks.rank * len(self._paths) // self._ranks.world_size} if self._paths else ()
+        numbers = {0, self._ranks.rank * len(self._paths) // self._ranks.world_size}
         try:
             sees_files = all(self._header(number)[1:] == self._signatures[number] for number in numbers)
         except CheckpointError:

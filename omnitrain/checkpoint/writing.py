@@ -172,14 +172,21 @@ class Writer:
         ranks, files, reporting = self._trainer.ranks, snapshot.files, store.reporting_errors(snapshot.step)
         sharded = [file for file in snapshot.by_size if any(map(is_sharded, files[file].values()))]
 
-        def begin() -> str:
+        def begin() -> Path:
             folder = stack.enter_context(store.saving(snapshot.step))
             for file in sharded:
                 store.fs.mkdir(folder / shard_folder(file))
-            return folder.name
+            if stages:  # at once, as training may change what they hold
+                self._write_extra_files(folder)
+            return folder
 
         with contextlib.ExitStack() as stack:
-            folder = store.root / ranks.on_main("the folder of a checkpoint", reporting(begin))
+            if not sharded and not stages:  # only the main rank needs the folder, so one exchange is enough
+                yield reporting(
+                    lambda: ranks.is_main and self._commit(store, snapshot, begin(), {}, gather_to_host, False)
+                )
+                return store.path(snapshot.step)
+            folder = store.root / ranks.on_main("the folder of a checkpoint", reporting(lambda: begin().name))
             shards = sharded if self._can_write_shards(snapshot, sharded, folder) else []
             argument = "async_save=True" if stages else "consolidate=False"
             if sharded and not shards and (stages or self._trainer.settings.consolidate is False):
@@ -188,9 +195,6 @@ class Writer:
                     f"{str(store.root)!r}, the folder of the main rank, or a tensor cannot be written in shards. Put "
                     "`save_dir` on a file system shared by all machines, or leave the argument out."
                 )
-            if stages:  # at once, as training may change what they hold
-                write_extras = reporting(lambda: self._write_extra_files(folder))
-                ranks.on_main("further files of a checkpoint", write_extras)
             blocks = {file: self._local_blocks(file, files[file], stages) for file in shards}
             rest = {file: tensors for file, tensors in files.items() if file not in shards}
             if stages:

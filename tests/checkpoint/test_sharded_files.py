@@ -35,6 +35,7 @@ from omnitrain.checkpoint.sharded_files import (
 from omnitrain.checkpoint.tensor_files import DTYPES, Gathered, TensorFile, change_marker, host_copy, save_tensors
 from omnitrain.checkpoint.tensor_reader import rectangles
 from omnitrain.core.errors import CheckpointError
+from omnitrain.distributed.ranks import Ranks
 
 FS = FileSystem()
 Shape = tuple[int, ...]
@@ -394,6 +395,15 @@ def test_file_that_differs_between_ranks_is_an_error(tmp_path: Path) -> None:
     write_flat({"w": values_of((3, 4))}, tmp_path, 1)
     with pytest.raises(CheckpointError, match="on rank 0 differs"):
         TensorFile(files_in(tmp_path), None, catalogue).part("w", 0, 4)
+
+
+def test_ranks_exchange_nothing_about_no_files(monkeypatch: pytest.MonkeyPatch) -> None:
+    ranks = Ranks()
+    ranks.rank, ranks.world_size = 1, 2  # without another rank, an exchange would have no answer
+    for exchange in ("on_main", "sum"):
+        monkeypatch.setattr(ranks, exchange, lambda what, *_: pytest.fail(what), raising=True)
+    tensors = TensorFile([], ranks)
+    assert not tensors and tensors.is_local
 
 
 def test_block_allocates_the_result_and_one_buffer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
