@@ -391,13 +391,14 @@ class Watchdog:
         Raises:
             DistributedError: If a rank is gone, or has not sent a heartbeat in a minute.
         """
-        arrived = self._store.add("here", 1)
+        # even if the store does not answer for a while: the threads end the run if it never does
+        arrived = self._connection.add("here", 1)
         end, pause = time.monotonic() + SILENCE_S, 0.005
         while arrived < self._size:
             if self.knows_lost_rank:
                 raise self.lost_rank_error(RuntimeError("it has ended"), START)
             if time.monotonic() > end and not self._all_posted:
-                unknown = [rank for rank in range(self._size) if not self._store.check([f"post/{rank}"])]
+                unknown = [rank for rank in range(self._size) if not self._connection.check([f"post/{rank}"])]
                 if unknown:
                     self.has_ended = True
                     raise DistributedError(
@@ -408,7 +409,7 @@ class Watchdog:
                     )
             time.sleep(pause)
             pause = min(2 * pause, 0.5)
-            arrived = self._store.add("here", 0)
+            arrived = self._connection.add("here", 0)
 
     # --- the store
 
@@ -566,7 +567,9 @@ class Watchdog:
                 self.has_exited()
                 self._all_posted = self._all_posted or self._store.add("posted", 0) >= self._size
                 # the main rank reads the others only while it seems to wait for one
-                is_waiting = idle >= min(_CHECK_S, self._judge.limit / 2) or self._judge.detector.has_reported
+                is_waiting = (
+                    idle >= min(_CHECK_S, QUIET_S / 2, self._judge.limit / 2) or self._judge.detector.has_reported
+                )
                 others = self._read_others(is_waiting) if self._all_posted else {}
                 self._judge_ranks({self._rank: heartbeat, **others}, unread)
                 unread = 0.0

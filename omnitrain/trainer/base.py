@@ -624,9 +624,9 @@ class BaseTrainer(Hooks, ABC):
             failed = True
             try:
                 with (
+                    report_dead_workers(),  # around the others, in whose exits torch's handler of signals may raise
                     _kernels(self.settings, self.precision),
                     self._checkpointer.background(),
-                    report_dead_workers(),
                     self._loop.explaining_memory("training"),
                 ):
                     self._loop.run()
