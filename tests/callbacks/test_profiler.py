@@ -70,7 +70,7 @@ def test_repeat_0_has_no_end_and_a_resume_counts_again(tmp_path: Path) -> None:
     assert files_in(tmp_path / "profile") == {f"rank0-step{n}.json.gz" for n in (2, 4, 6, 10)}
 
 
-def test_profiler_is_off_in_skipped_steps_and_leaves_filters_of_warnings(tmp_path: Path) -> None:
+def test_profiler_is_off_in_skipped_steps_and_sets_no_filters(tmp_path: Path) -> None:
     profiler, calls = Profiler(skip=3, wait=1, warmup=1, active=1, repeat=2), list[bool]()
     filters = [*warnings.filters]
     note = callback(on_step_start=lambda _: calls.append(profiler._profile is not None))

@@ -229,7 +229,7 @@ def test_exit_of_a_forked_process_keeps_its_parents_workers() -> None:
     assert [first, *map(int, batches)] == list(range(40))
 
 
-def test_collection_of_garbage_in_a_forked_process_keeps_its_parents_workers() -> None:
+def test_garbage_in_forked_process_keeps_workers_of_parent() -> None:
     """Garbage that the parent has not collected yet is in the new process too, whose first act may be to collect it."""
     loaders = [DataLoader(torch.arange(8), num_workers=1) for _ in range(2)]
     iterators = [workers.start_workers(loaders[0], str), iter(loaders[1])]
