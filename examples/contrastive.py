@@ -23,7 +23,7 @@ from omnitrain import Trainer
 def views(samples: list[tuple[Tensor]]) -> dict[str, Tensor]:
     """Return two views of each image: turned, sheared, scaled, moved, brighter or darker."""
     images, batch = torch.stack([image for (image,) in samples]), {}
-    for name in ("one", "other"):
+    for name in ("first", "second"):
         change = torch.eye(2, 3) + 0.6 * (torch.rand(len(images), 2, 3) - 0.5)
         grid = F.affine_grid(change, list(images.shape), align_corners=False)
         brightness = 0.7 + 0.6 * torch.rand(len(images), 1, 1, 1)
