@@ -20,6 +20,7 @@ from multiprocessing import connection
 from types import FrameType
 from typing import Any
 
+import torch
 from torch.utils.data import DataLoader
 
 from omnitrain.core.errors import DataError, OmnitrainError
@@ -83,9 +84,11 @@ def report_dead_workers() -> Iterator[None]:
         DataError: If a worker has died.
     """
     _forget_dead_workers()
+    has_gradients = torch.is_grad_enabled()
     try:
         yield
     except Exception as error:
+        torch.set_grad_enabled(has_gradients)  # torch's handler may have raised in the exit of `no_grad`
         death = worker_death(error)
         if death is None:
             raise

@@ -321,6 +321,17 @@ def test_death_of_worker_during_its_explanation_is_a_data_error(monkeypatch: pyt
     assert next(calls) > 1
 
 
+def test_death_of_worker_in_exit_of_no_grad_leaves_gradients_on() -> None:
+    @workers.report_dead_workers()
+    def evaluate() -> None:
+        torch.set_grad_enabled(False)  # as torch's handler of SIGCHLD leaves it
+        raise RuntimeError("DataLoader worker (pid 1) exited unexpectedly")
+
+    with pytest.raises(RuntimeError, match="exited"):
+        evaluate()
+    assert torch.is_grad_enabled()
+
+
 @pytest.mark.parametrize("error", [ConnectionResetError, EOFError, FileNotFoundError])
 def test_broken_pipe_of_dead_worker_is_a_data_error(error: type[Exception]) -> None:
     """What reading from a dying worker may raise, before torch notices its death; next to a living one it stays."""
