@@ -570,8 +570,8 @@ class Watchdog:
                 is_waiting = (
                     idle >= min(_CHECK_S, QUIET_S / 2, self._judge.limit / 2) or self._judge.detector.has_reported
                 )
-                others = self._read_others(is_waiting) if self._all_posted else {}
-                self._judge_ranks({self._rank: heartbeat, **others}, unread)
+                heartbeats = self._read_others(is_waiting) if self._all_posted else {}
+                self._judge_ranks({self._rank: heartbeat, **heartbeats}, unread)
                 unread = 0.0
             except RuntimeError as error:  # the process that hosted the store has ended
                 self._store_error = error
@@ -622,8 +622,8 @@ class Watchdog:
                 self.abort(self.lost_rank_error(self._store_error or RuntimeError("it has ended"), START))
             self._unanswered += elapsed
             if self._store_unresponsive:
-                others = {0: self._main_heartbeat} if self._store_is_on_main and self._rank else {}
-                self._judge_ranks({self._rank: self._position.heartbeat(), **others}, elapsed)
+                heartbeats = {0: self._main_heartbeat} if self._store_is_on_main and self._rank else {}
+                self._judge_ranks({self._rank: self._position.heartbeat(), **heartbeats}, elapsed)
             self._exit_at_signal()
             failure = self._current_failure()
             if failure is None or not failure["given_up"]:
