@@ -28,7 +28,6 @@ from torch import nn
 
 from omnitrain.checkpoint import model_files, state_dicts, tensor_files
 from omnitrain.checkpoint.disk import FileSystem
-from omnitrain.checkpoint.setting_changes import regroup_state
 from omnitrain.checkpoint.tensor_files import TensorFile
 from omnitrain.core.errors import CheckpointError, ConfigError
 
@@ -112,10 +111,12 @@ def test_wrapped_models_have_the_names_of_the_bare_module() -> None:
 
 
 def test_load_weights_converts_only_without_loss() -> None:
+    """Also if `state_dict` returns copies."""
     model = nn.Linear(2, 1).bfloat16()
     wide = {"weight": torch.ones(1, 2), "bias": torch.ones(1)}
     with pytest.raises(CheckpointError, match=r"'weight' is of torch.float32 there and of torch.bfloat16 in the model"):
         state_dicts.load_weights(model, wide, "there")
+    model._register_state_dict_hook(lambda module, result, *_: result.update({k: v.clone() for k, v in result.items()}))
     state_dicts.load_weights(model.double(), wide, "there")
     assert model.weight.tolist() == [[1.0, 1.0]]
 
@@ -176,13 +177,6 @@ def test_load_weights_failure_leaves_the_model(model: Any, attribute: str, value
     with pytest.raises(CheckpointError, match=message):
         state_dicts.load_weights(target, state_dicts.model_tensors(source), "there")
     assert_same(dict(target.state_dict()), before)
-
-
-def test_load_weights_works_if_state_dict_returns_copies() -> None:
-    model = nn.Linear(2, 1)
-    model._register_state_dict_hook(lambda module, result, *_: result.update({k: v.clone() for k, v in result.items()}))
-    state_dicts.load_weights(model, {"weight": torch.ones(1, 2), "bias": torch.ones(1)}, "there")
-    assert model.weight.tolist() == [[1.0, 1.0]]
 
 
 @pytest.mark.parametrize(("make", "dtype", "is_compiled"), [(gpt, torch.float32, True), (bert, torch.bfloat16, False)])
@@ -372,6 +366,18 @@ def test_restore_optimizer_keeps_the_implementation() -> None:
         assert not group["fused"] and group["foreach"] == options.get("foreach")
 
 
+def test_restore_optimizer_converts_only_without_loss() -> None:
+    model, full = trained(OPTIMIZERS["AdamW"])
+    short, half = trained(OPTIMIZERS["AdamW"])
+    half = torch.optim.AdamW(short.bfloat16().parameters(), fused=True)
+    short(torch.ones(4, 3, dtype=torch.bfloat16)).sum().backward()
+    half.step()
+    with pytest.raises(CheckpointError, match=r"torch.float32 there.*torch.bfloat16 in the optimizer"):
+        restore(half, short, *saved(full, model))
+    moments = restore(full, model, *saved(half, short))["0.weight"]
+    assert moments["exp_avg"].dtype is moments["step"].dtype is torch.float32
+
+
 def test_restore_optimizer_leaves_no_map_of_the_file(tmp_path: Path) -> None:
     model, optimizer = trained(OPTIMIZERS["AdamW"])
     tensors, rest = saved(optimizer, model)
@@ -383,22 +389,6 @@ def test_restore_optimizer_leaves_no_map_of_the_file(tmp_path: Path) -> None:
     assert all(torch.isfinite(tensor).all() for tensor in loaded.values())
     maps = Path("/proc/self/maps")
     assert not maps.exists() or str(tmp_path) not in maps.read_text()
-
-
-def test_restore_optimizer_converts_only_without_loss() -> None:
-    def make(dtype: torch.dtype) -> tuple[torch.optim.Optimizer, nn.Module]:
-        model, _ = trained(OPTIMIZERS["SGD"])
-        optimizer = torch.optim.AdamW(model.to(dtype).parameters(), fused=True)
-        model(torch.ones(4, 3, dtype=dtype)).sum().backward()
-        optimizer.step()
-        return optimizer, model
-
-    half, full = make(torch.bfloat16), make(torch.float32)
-    with pytest.raises(CheckpointError, match=r"torch.float32 there.*torch.bfloat16 in the optimizer"):
-        restore(*half, *saved(*full))
-    moments = restore(*full, *saved(*half))["0.weight"]
-    assert moments["exp_avg"].dtype is moments["step"].dtype is torch.float32
-    full[0].step()
 
 
 def test_restore_optimizer_does_not_step_custom_optimizers() -> None:
@@ -424,53 +414,38 @@ def test_restore_optimizer_does_not_step_custom_optimizers() -> None:
         restore(twin, model, {key: torch.zeros(len(tensor) + 1) for key, tensor in tensors.items()}, rest)
 
 
-def with_fewer(optimizer: Any, model: Any, tensors: Any, rest: Any) -> torch.optim.Optimizer:
-    return torch.optim.AdamW([*model.parameters()][:-1])
-
-
-def regrouped(optimizer: Any, model: Any, tensors: Any, rest: Any) -> torch.optim.Optimizer:
-    first, *remaining = model.parameters()
-    return torch.optim.AdamW([{"params": [first]}, {"params": remaining}])
-
-
-def without_reference(optimizer: Any, model: Any, tensors: Any, rest: Any) -> torch.optim.Optimizer:
-    optimizer.state[next(model.parameters())]["factors"] = [torch.eye(2)]
-    rest["rest"] = saved(optimizer, model)[1]["rest"]
-    return optimizer
-
-
-def option(name: str, value: Any) -> Any:
-    def change(optimizer: Any, model: Any, tensors: Any, rest: Any) -> torch.optim.Optimizer:
-        rest["groups"][0][name] = value
-        return optimizer
-
-    return change
-
-
-@pytest.mark.parametrize(
-    ("name", "change", "message"),
-    [
-        ("AdamW", with_fewer, r"different parameters: 1\.bias"), ("AdamW", regrouped, "in other groups"),
-        ("SGD", without_reference, "'0.weight/factors/0' is missing"), ("AdamW", option("lr", "high"), "'lr' is "),
-        ("AdamW", option("lr", math.nan), "'lr' is "), ("AdamW", option("amsgrad", 7), "'amsgrad' is "),
-        ("AdamW", option("betas", {"__tuple__": [0.9, 1.5]}), "AdamW rejects the options .*beta parameter"),
-        ("SGD", option("momentum", -1), "SGD rejects the options .*momentum"),
-    ],
-)  # fmt: skip
-def test_restore_optimizer_rejects_other_states(name: str, change: Any, message: str) -> None:
-    model, optimizer = trained(OPTIMIZERS[name])
+def test_restore_optimizer_rejects_other_states() -> None:
+    for name, options, message in (
+        ("AdamW", {"lr": "high"}, "'lr' is "), ("AdamW", {"lr": math.nan}, "'lr' is "),
+        ("AdamW", {"amsgrad": 7}, "'amsgrad' is "),
+        ("AdamW", {"betas": {"__tuple__": [0.9, 1.5]}}, "AdamW rejects the options .*beta parameter"),
+        ("SGD", {"momentum": -1}, "SGD rejects the options .*momentum"),
+    ):  # fmt: skip
+        model, optimizer = trained(OPTIMIZERS[name])
+        tensors, rest = saved(optimizer, model)
+        rest["groups"][0] |= options
+        with pytest.raises(CheckpointError, match=message):
+            restore(optimizer, model, tensors, rest)
+    model, optimizer = trained(OPTIMIZERS["AdamW"])
     tensors, rest = saved(optimizer, model)
-    target = change(optimizer, model, tensors, rest)
-    with pytest.raises(CheckpointError, match=message):
-        restore(target, model, tensors, rest)
-
-
-def draw() -> list[Any]:
-    return [torch.rand(2).tolist(), np.random.rand(), np.random.randn(), random.random(), random.gauss(0, 1)]
+    first, *remaining = model.parameters()
+    for groups, message in (
+        ([first, *remaining[:-1]], r"different parameters: 1\.bias"),
+        ([{"params": [first]}, {"params": remaining}], "in other groups"),
+    ):
+        with pytest.raises(CheckpointError, match=message):
+            restore(torch.optim.AdamW(groups), model, tensors, rest)
+    optimizer.state[first]["factors"] = [torch.eye(2)]
+    with pytest.raises(CheckpointError, match=r"'0\.weight/factors/0' is missing"):
+        restore(optimizer, model, tensors, saved(optimizer, model)[1])
 
 
 def test_random_states_are_restored_with_cached_numbers(tmp_path: Path) -> None:
     """Generators draw normal numbers in pairs, and cache the second."""
+
+    def draw() -> list[Any]:
+        return [torch.rand(2).tolist(), np.random.rand(), np.random.randn(), random.random(), random.gauss(0, 1)]
+
     cpu = torch.device("cpu")
     np.random.randn()
     random.gauss(0, 1)
@@ -532,21 +507,3 @@ def test_unsavable_state_is_reported_by_name(tmp_path: Path) -> None:
     for value in (object(), {1, 2}, b"bytes", torch.zeros(2), np.zeros(2), lambda: None):
         with pytest.raises(CheckpointError, match=r"`mine/list/1/deep` holds a \w+, which checkpoints"):
             state_dicts.to_json({"list": [1, {"deep": value}]}, "mine")
-
-
-def test_regrouped_state_is_read_on_access(tmp_path: Path) -> None:
-    """The optimizer state for other parameter groups is chosen from a file without reading it."""
-    path, names = tmp_path / "state", ["first/exp_avg", "last/exp_avg", "count", "left"]
-    tensor_files.save_tensors({name: torch.full((4,), float(at)) for at, name in enumerate(names)}, path)
-    source, data = TensorFile(path), path.read_bytes()
-    path.write_bytes(b"")  # nothing can be read
-    saved = {"groups": [{"lr": 0.1, "params": ["first", "last"]}], "rest": {}, "shared": {"__tensor__": "count"}}
-    groups = [(["last"], {"lr": 1.0}), (["new"], {"lr": 1.0})]
-    rest, tensors = regroup_state(saved, source, groups, "here")
-    assert [group["params"] for group in rest["groups"]] == [["last"], ["new"]]
-    assert sorted(tensors) == ["count", "last/exp_avg"] and len(tensors) == 2 and "first/exp_avg" not in tensors
-    assert tensor_files.spec_of(tensors, "last/exp_avg") == ((4,), torch.float32) and tensor_files.is_local(tensors)
-    path.write_bytes(data)
-    assert torch.equal(tensors["last/exp_avg"], torch.ones(4))
-    assert torch.equal(tensors.part("last/exp_avg", 1, 3), torch.ones(2))
-    assert sorted(source) == sorted(names)

@@ -12,7 +12,7 @@ import shutil
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import programs
 import pytest
@@ -22,7 +22,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from marks import thinned
 
-from omnitrain.checkpoint import disk as disk_module
 from omnitrain.checkpoint.disk import FileSystem
 from omnitrain.checkpoint.manifest import MANIFEST
 from omnitrain.checkpoint.retention import CheckpointInfo, to_delete
@@ -104,22 +103,19 @@ def test_leftovers_that_cannot_be_removed_give_a_warning(run: Path, caplog: pyte
     assert "Cannot clear" in caplog.text and "checkpoint-20.tmp" in caplog.text
 
 
-def test_store_syncs_before_it_renames(run: Path) -> None:
+def test_store_syncs_before_it_renames(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     disk = FaultyDisk(run)
     store = Store(run, disk)
     save(store, 1)
     folder = store.temporary(10)
     renamed = disk.operations.index(("rename", folder))
-    synced = {path for kind, path in disk.operations[:renamed] if kind == "sync"}
+    files = {kind: [path for what, path in disk.operations[:renamed] if what == kind] for kind in ("sync", "write")}
     inside = {folder / path.relative_to(run / "checkpoint-10") for path in (run / "checkpoint-10").rglob("*")}
-    assert synced >= inside | {folder, run.parent}
+    assert {*files["sync"]} >= inside | {folder, run.parent} and files["write"][-1].name == MANIFEST
     assert disk.operations[renamed + 1] == ("sync", run)
-    assert [path for kind, path in disk.operations[:renamed] if kind == "write"][-1].name == MANIFEST
-
-
-def test_file_system_syncs_files_and_folders(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     synced: list[int] = []
     monkeypatch.setattr(os, "fsync", lambda descriptor: synced.append(os.fstat(descriptor).st_ino))
+    shutil.rmtree(run)
     save(Store(run), 1)
     assert {path.stat().st_ino for path in run.rglob("*")} | {run.stat().st_ino} <= set(synced)
 
@@ -181,7 +177,11 @@ def test_verify_of_sizes_does_not_read_files(run: Path) -> None:
     assert Store(run).checkpoint_infos() == []
 
 
-def test_pointers_are_links(run: Path) -> None:
+def test_pointers_are_links_or_text_files(run: Path) -> None:
+    class Plain(FileSystem):
+        def link(self, path: Path, name: str) -> None:
+            raise OSError(errno.EPERM, "Operation not permitted")
+
     store = Store(run)
     save(store, 1, 2, 4)
     assert (os.readlink(run / "last"), os.readlink(run / "best")) == ("checkpoint-30", "checkpoint-20")
@@ -190,95 +190,76 @@ def test_pointers_are_links(run: Path) -> None:
     for which in (str(run / "checkpoint-20"), "checkpoint-20", run / "best"):
         assert number_of(store.resolve(which)) == 2
     assert number_of(Store(run.parent / "another run").resolve(run / "last")) == 4
-
-
-def test_pointers_are_text_files_without_links(run: Path) -> None:
-    class Plain(FileSystem):
-        def link(self, path: Path, name: str) -> None:
-            raise OSError(errno.EPERM, "Operation not permitted")
-
+    shutil.rmtree(run)
     for number, fs in ((1, Plain()), (2, None), (4, Plain())):
         save(Store(run, fs), number)
     assert (run / "last").read_text() == "checkpoint-30\n" and (run / "best").is_symlink()
     assert number_of(Store(run).resolve("last")) == 4 and number_of(Store(run).resolve("best")) == 2
 
 
-@pytest.mark.parametrize("name", ["/etc", "../other/checkpoint-10", "checkpoint-10.tmp", "last", "..", "a pipe"])
-def test_pointer_elsewhere_is_ignored(run: Path, name: str) -> None:
-    store = Store(run)
-    save(store, 1, 2)
+def test_pointer_elsewhere_is_ignored_and_replaced(run: Path) -> None:
     save(Store(run.with_name("other")), 1, 2)
-    (run / "last").unlink()
-    os.mkfifo(run / "last") if name == "a pipe" else (run / "last").symlink_to(name)
-    assert number_of(store.resolve("last")) == 2 and store.resolve(run / "last")[0] == run / "checkpoint-20"  # type: ignore[index]
-    save(store, 4)
-    assert os.readlink(run / "last") == "checkpoint-30"
+    for name in ("/etc", "../other/checkpoint-10", "checkpoint-10.tmp", "last", "..", "a pipe", "a copy"):
+        store = Store(run)
+        save(store, 1, 2)
+        (run / "last").unlink()
+        if name == "a pipe":
+            os.mkfifo(run / "last")
+        elif name == "a copy":  # one that followed the links
+            shutil.copytree(run / "checkpoint-20", run / "last")
+        else:
+            (run / "last").symlink_to(name)
+        assert number_of(store.resolve("last")) == 2, name
+        assert name == "a copy" or store.resolve(run / "last")[0] == run / "checkpoint-20"  # type: ignore[index]
+        save(store, 4)
+        assert os.readlink(run / "last") == "checkpoint-30"
+        shutil.rmtree(run)
 
 
-def test_pointer_folder_in_a_copy_is_replaced(run: Path) -> None:
-    """A copy that followed the links is a run like any other."""
-    save(Store(run), 1, 2)
-    copy = Store(shutil.copytree(run, run.with_name("copy")))
-    assert (copy.root / "last").is_dir() and not (copy.root / "last").is_symlink()
-    save(copy, 4)
-    assert os.readlink(copy.root / "last") == "checkpoint-30"
-    assert number_of(copy.resolve(copy.root / "last")) == 4 and number_of(copy.resolve(copy.root / "best")) == 2
-
-
-def test_best_that_is_damaged_is_an_error_after_more_saves(run: Path) -> None:
+def test_manifest_that_is_damaged_or_forged_is_rejected(run: Path) -> None:
     save(Store(run), 1, 2)
     (run / "checkpoint-20" / MANIFEST).write_text("{}")
     save(Store(run), 4)
     with pytest.raises(CheckpointError, match=r"checkpoint-20.*is damaged"):
         Store(run).resolve("best")
-
-
-def test_manifest_of_a_newer_format_is_rejected(run: Path) -> None:
-    save(Store(run), 1)
-    manifest = run / "checkpoint-10" / MANIFEST
+    (run / "secret").write_text("x")
+    content = content_of(run / "checkpoint-30")
+    for name in ("../secret", "/etc/passwd", "a/../../secret", "..\\secret"):
+        forged = {**content["files"], name: entry_of("x")}
+        seal(run / "checkpoint-30", {**content, "files": forged})
+        with pytest.raises(CheckpointError, match="outside of the folder"):
+            Store(run).verify(run / "checkpoint-30")
+    manifest = run / "checkpoint-30" / MANIFEST
     manifest.write_text(manifest.read_text().replace('"format_version": 1', '"format_version": 2'))
     with pytest.raises(CheckpointError, match=r"format_version 2.*Upgrade omnitrain"):
         Store(run).resolve(manifest.parent)
 
 
-@pytest.mark.parametrize("name", ["../secret", "/etc/passwd", "a/../../secret", "..\\secret"])
-def test_manifest_with_files_outside_is_rejected(run: Path, name: str) -> None:
-    save(Store(run), 1)
-    (run / "secret").write_text("x")
-    content = content_of(run / "checkpoint-10")
-    content["files"][name] = {"size": 1, "sha256": hashlib.sha256(b"x").hexdigest()}
-    seal(run / "checkpoint-10", content)
-    with pytest.raises(CheckpointError, match="outside of the folder"):
-        Store(run).verify(run / "checkpoint-10")
+def test_failed_save_leaves_nothing(run: Path) -> None:
+    def write_half(folder: Path) -> None:
+        (folder / "model.safetensors").write_bytes(b"half")
+        raise ZeroDivisionError
 
+    def link(folder: Path) -> None:
+        (folder / "model").symlink_to("/etc/hostname")
 
-def write_half(folder: Path) -> None:
-    (folder / "model.safetensors").write_bytes(b"half")
-    raise ZeroDivisionError
-
-
-@pytest.mark.parametrize(
-    ("write", "payload", "message"),
-    [
-        (write_half, {}, "^$"),
-        (lambda folder: (folder / "model").symlink_to("/etc/hostname"), {}, "is not a regular file"),
-        (Path.exists, {"callbacks": {"Mine": {"seen": {3, 4}}}}, "JSON cannot hold: Object of type set"),
-    ],
-    ids=["error", "link", "set"],
-)
-def test_failed_save_leaves_nothing(run: Path, write: Any, payload: dict[str, Any], message: str) -> None:
-    with pytest.raises((CheckpointError, ZeroDivisionError), match=message):
-        Store(run).save(10, write, payload)
-    assert list(run.iterdir()) == []
+    cases: list[Any] = [(write_half, {}, "^$"), (link, {}, "is not a regular file")]
+    cases += [(Path.exists, {"callbacks": {"Mine": {"seen": {3, 4}}}}, "JSON cannot hold: Object of type set")]
+    for write, payload, message in cases:
+        with pytest.raises((CheckpointError, ZeroDivisionError), match=message):
+            Store(run).save(10, write, payload)
+        assert list(run.iterdir()) == []
 
 
 def test_payload_is_read_back_unchanged(run: Path) -> None:
     progress = {"step": 10, "seconds": 0.1 + 0.2}
     payload = {"progress": progress, "name": "Prüfung \U0001f600", "none": None, "e": [1, 1.5]}
-    path = Store(run).save(10, lambda folder: None, payload, score=float("nan"))
+    assert Store(run).newest_size() is None
+    path = Store(run).save(10, lambda folder: (folder / "a").write_text("abc"), payload, score=float("nan"))
     content = Store(run).verify(path)
     assert {key: content[key] for key in payload} == payload
     assert content["score"] is None
+    assert Store(run).newest_size() == sum(file.stat().st_size for file in path.iterdir())
 
 
 # --- folders
@@ -426,20 +407,9 @@ def test_changes_by_hand_are_seen_by_the_next_save(run: Path, caplog: Any) -> No
     assert not caplog.records
 
 
-def test_large_files_are_hashed_in_threads(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(disk_module, "_MIN_THREADED_BYTES", 0)
-    save(Store(run), 1, 2)
-    assert number_of(Store(run).resolve("last")) == 2
-    for file in ("model.safetensors", "rng.json"):
-        entry = Store(run).verify(run / "checkpoint-10")["files"][file]
-        assert entry["sha256"] == hashlib.sha256((run / "checkpoint-10" / file).read_bytes()).hexdigest()
-    (run / "checkpoint-20" / "rng.json").write_text("{}")
-    with pytest.raises(CheckpointError, match=r"rng\.json' does not match"):
-        Store(run).resolve("last")
-
-
 @pytest.mark.processes
-def test_save_after_the_end_of_the_main_thread(run: Path) -> None:
+def test_large_files_are_hashed_after_the_end_of_the_main_thread(run: Path) -> None:
+    """By threads of their own: those of an executor start no more then."""
     script = f"""
 import concurrent.futures.thread, threading, time
 from omnitrain.checkpoint import disk, store
@@ -454,19 +424,17 @@ threading.Thread(target=late).start()
     assert Store(run).resolve("last") is not None
 
 
-def test_newest_size_includes_all_files(run: Path) -> None:
-    assert Store(run).newest_size() is None
-    save(Store(run), 1, 2)
-    newest = run / "checkpoint-20"
-    assert Store(run).newest_size() == sum(path.stat().st_size for path in newest.rglob("*") if path.is_file())
-
-
 # --- retention
 
 
 def test_prune_ignores_and_keeps_damaged_checkpoints(run: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Nothing is deleted by a writer if the new one was damaged right after the save."""
     store = Store(run)
-    save_steps(store, 10, 20, 30)
+    with store.lock.hold():
+        save_steps(store, 10, 20)
+        (run / "checkpoint-20" / "a").write_bytes(b"ab")
+        assert store.prune(keep_last=1) == []
+    save_steps(store, 20, 30)
     (run / "checkpoint-30" / "a").unlink()
     assert names_of(store.prune(keep_last=1)) == ["checkpoint-10"]
     assert (run / "checkpoint-30").exists()
@@ -477,53 +445,29 @@ def test_prune_ignores_and_keeps_damaged_checkpoints(run: Path, caplog: pytest.L
     assert Store(run).resolve("auto")[0].name == "checkpoint-20"  # type: ignore[index]
 
 
-def test_prune_of_the_writer_checks_the_new_checkpoint(run: Path) -> None:
-    """Nothing is deleted if it was damaged right after the save."""
-    store = Store(run)
-    store.acquire()
-    save_steps(store, 10, 20)
-    (run / "checkpoint-20" / "a").write_bytes(b"ab")
-    assert store.prune(keep_last=1) == []
-    store.lock.release()
-
-
-def naively_kept(
-    checkpoints: list[CheckpointInfo], last: int, best: int, every: int | None, direction: Literal["max", "min"]
-) -> set[int]:
-    """Choose what to keep one by one."""
-    steps: set[int] = set()
-    rest = list(checkpoints)
-    for _ in range(min(max(1, last), len(rest))):
-        newest = max(rest, key=lambda entry: (entry.sequence, entry.step))
-        steps.add(newest.step)
-        rest.remove(newest)
-    sign = 1 if direction == "max" else -1
-    scores = {entry.step: sign * entry.score for entry in checkpoints if entry.score not in (None, math.inf, -math.inf)}
-    scores = {step: score for step, score in scores.items() if score == score}
-    for _ in range(min(max(1, best), len(scores))):
-        top = max(scores, key=lambda step: (scores[step], -step))
-        steps.add(top)
-        del scores[top]
-    return steps | {entry.step for entry in checkpoints if every and entry.step % every == 0}
-
-
 @settings(max_examples=60)
 @given(
     steps=st.lists(st.integers(0, 60), unique=True, max_size=10),
     sequence=st.permutations(range(10)),
     scores=st.lists(st.sampled_from([None, math.nan, math.inf, -math.inf, -1.0, 0.0, 0.5, 2.0]), min_size=10),
-    policy=st.tuples(
-        st.integers(0, 5), st.integers(0, 4), st.none() | st.integers(1, 20), st.sampled_from(["max", "min"])
-    ),
+    last=st.integers(0, 5),
+    best=st.integers(0, 4),
+    every=st.none() | st.integers(1, 20),
+    direction=st.sampled_from(["max", "min"]),
 )
-def test_to_delete_equals_a_naive_model(
-    steps: list[int], sequence: list[int], scores: list[float | None], policy: Any
+def test_to_delete_keeps_newest_best_and_every(
+    steps: list[int], sequence: list[int], scores: list[Any], last: int, best: int, every: Any, direction: Any
 ) -> None:
     checkpoints = [CheckpointInfo(*facts) for facts in zip(steps, scores, sequence, strict=False)]
-    deleted = to_delete(checkpoints, *policy)
-    assert set(deleted) == set(steps) - naively_kept(checkpoints, *policy)
+    newest = sorted(checkpoints, key=lambda entry: entry.sequence)[-max(1, last) :]
+    sign = -1 if direction == "max" else 1
+    scored = [entry for entry in checkpoints if entry.score is not None and math.isfinite(entry.score)]
+    bests = sorted(scored, key=lambda entry: (sign * entry.score, entry.step))[: max(1, best)]  # type: ignore[operator]
+    regular = [entry for entry in checkpoints if every and entry.step % every == 0]
+    deleted = to_delete(checkpoints, last, best, every, direction)
+    assert set(deleted) == set(steps) - {entry.step for entry in [*newest, *bests, *regular]}
     assert deleted == sorted(deleted, key=lambda step: sequence[steps.index(step)])
-    assert to_delete(checkpoints, None, *policy[1:]) == []
+    assert to_delete(checkpoints, None, best, every, direction) == []
 
 
 def test_to_delete_includes_former_bests_saved_as_such() -> None:
