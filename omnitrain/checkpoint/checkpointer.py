@@ -30,7 +30,7 @@ from omnitrain.checkpoint.fingerprints import IDENTITIES
 from omnitrain.checkpoint.history import HistoryEncoder, read_history
 from omnitrain.checkpoint.mirrored_store import resolve_checkpoint
 from omnitrain.checkpoint.model_files import FROZEN
-from omnitrain.checkpoint.run_record import CONFIG_FILE, RUN_FILE, append_start, write_config
+from omnitrain.checkpoint.run_record import CONFIG_FILE, write_config
 from omnitrain.checkpoint.setting_changes import DECIDING, changed_options, changed_settings
 from omnitrain.checkpoint.store import Store
 from omnitrain.checkpoint.verifying import find_with_shared_hashing
@@ -42,9 +42,6 @@ from omnitrain.distributed.ranks import Ranks
 from omnitrain.optim.build import optimizers_among
 
 logger: logging.Logger = logging.getLogger("omnitrain")
-
-# How many seconds the start of a run waits for git; a later answer is written with the first checkpoint.
-_GIT_S = 0.03
 
 
 @contextlib.contextmanager
@@ -181,11 +178,6 @@ class Checkpointer:
         self._best = HostWeights()
         # The position of the closing evaluation of a run, if it is the best; a longer run does not have it.
         self._closing_progress: Progress | None = None
-        # Whether the record of this start in `run.json` is complete.
-        self._is_record_complete = True
-        self._record_tolerance = Tolerance(RUN_FILE, "The next save tries again; what ran is in the checkpoints, too.")
-        # The starts in `run.json` that this one replaces: "all", or the "last", which is itself; None adds it.
-        self._record_replaces: str | None = None
         self._history_encoder = HistoryEncoder()
         self.in_flight: BackgroundSave | None = None
         """The checkpoint that is being written in the background."""
@@ -195,7 +187,8 @@ class Checkpointer:
     def end_record(self) -> None:
         """Complete the record of this start at the end of a run, on the main rank."""
         self._complete_record()
-        self._contents.close_record()
+        if self._contents.record is not None:
+            self._contents.record.close()
 
     def save(self, history: dict[str, Any] | None = None, for_best: bool = False) -> None:
         """Save during a run; a failing disk costs this checkpoint, not the run, unless `save_required`.
@@ -313,25 +306,15 @@ class Checkpointer:
             return
         self._contents.record_start(None if self.resumed is None else self.resumed[0].name)
         if self._contents.record is not None:
-            self._record_replaces = "all" if self._trainer.settings.overwrite and not self.is_resuming else None
-            self._write_record(self.store, self._contents.describe_start(_GIT_S))
-            write_config(self.store.fs, self.store.root / CONFIG_FILE, self._trainer.config.text())
-            self._is_record_complete = self._contents.record.git.is_done and not self._record_tolerance.has_failed
+            fs, folder, details = self.store.fs, self.store.root, self._contents.describe_start()
+            replaces_all = self._trainer.settings.overwrite and not self.is_resuming
+            self._contents.record.write(fs, folder, details, replaces_all)
+            write_config(fs, folder / CONFIG_FILE, self._trainer.config.text())
 
     def _complete_record(self) -> None:
         """Add a late answer of git to the record of this start, and write again what failed."""
-        record = self._contents.record
-        if self._is_record_complete or self.store is None or record is None:
-            return
-        entry = self._contents.describe_start(0)
-        if record.git.is_done or self._record_tolerance.has_failed:
-            self._write_record(self.store, entry)
-            self._is_record_complete = record.git.is_done and not self._record_tolerance.has_failed
-
-    def _write_record(self, store: Store, entry: Mapping[str, Any]) -> None:
-        with self._record_tolerance:
-            append_start(store.fs, store.root / RUN_FILE, entry, self._record_replaces)
-            self._record_replaces = "last"
+        if self.store is not None and self._contents.record is not None:
+            self._contents.record.complete(self.store.fs, self.store.root)
 
     def check_disk(self) -> None:
         """Check before the first step that everything can be saved, and that the disk has enough space."""
@@ -472,10 +455,12 @@ class Checkpointer:
         settings = self._trainer.resolved_config()
         changed = changed_settings(content["settings"], settings)
         rejected = {name: pair for name, pair in changed.items() if name not in allow_change}
+        accepted = {*allow_change, *changed}
+        if "samples_per_epoch" in changed:
+            accepted.add("train_dataset")  # which that shows
         differences = [
-            difference for difference in self._contents.differences(content)
-            if difference.name not in allow_change and difference.name not in changed
-        ]  # fmt: skip
+            difference for difference in self._contents.differences(content) if difference.name not in accepted
+        ]
         if rejected or differences:
             descriptions = [f"{name}: {old!r} -> {new!r}" for name, (old, new) in rejected.items()]
             descriptions += [f"{difference.name}: {difference.text}" for difference in differences]

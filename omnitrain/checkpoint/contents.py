@@ -29,7 +29,7 @@ from omnitrain.arguments import Settings
 from omnitrain.backends.backend import Backend
 from omnitrain.checkpoint import state_dicts
 from omnitrain.checkpoint.eval_weights import EvalWeights
-from omnitrain.checkpoint.fingerprints import Difference, RunFingerprints, content_digest
+from omnitrain.checkpoint.fingerprints import Difference, find_differences, fingerprint_run, summarize_data
 from omnitrain.checkpoint.manifest import validate
 from omnitrain.checkpoint.model_files import FROZEN, FrozenWeights
 from omnitrain.checkpoint.run_record import StartRecord, device_name, host
@@ -43,7 +43,6 @@ from omnitrain.config.instantiation import TrainerConfig
 from omnitrain.core.errors import CheckpointError
 from omnitrain.core.events import Algorithm, TrainerLike, restore_with_undo
 from omnitrain.core.progress import Progress
-from omnitrain.core.secrets import mask_secrets
 from omnitrain.data.loaders import MapLoader, StreamLoader
 from omnitrain.data.sets import Sets
 from omnitrain.data.stateful import check_parts, data_parts, preserve_state, stateful_parts
@@ -146,36 +145,39 @@ class Contents:
         self._frozen = FrozenWeights(trainer.backend, trainer.ranks, trainer.settings.save_frozen)
 
     def record_start(self, resumed: str | None = None) -> None:
-        """Compute the fingerprints of data and code for the checkpoints of a run resumed from a checkpoint or not."""
+        """Begin the record of this start of a run, and compute the fingerprints of data and code for its checkpoints.
+
+        The checkpoint `resumed` from which a run is resumed was compared with these fingerprints before.
+        """
         ranks, device = self._trainer.ranks, self._trainer.device
         gathered = ranks.gather_on_main("the hosts of a run", [(host(), device_name(device))])
         if ranks.is_main:
-            processes = [process for (process,) in gathered]
-            self.close_record()
+            if self.record is not None:
+                self.record.close()
             position = {"step": self._lifecycle.progress.step, "resumed_from": resumed}
-            self.record = StartRecord(device, processes, position)
-        compute = RunFingerprints(self._trainer.settings, self._sets, self._trainer.backend.model).to_dict
-        with ranks.in_phase("data"), preserve_state(data_parts(self._trainer.settings)):
-            # on the main rank only: datasets are compared between ranks elsewhere, and hashing on all would read each
-            # file n times
-            self._identity = ranks.on_main("the fingerprints of data and code", compute)
+            self.record = StartRecord(device, [process for (process,) in gathered], position)
+        if resumed is None:
+            self._identify()
 
-    def close_record(self) -> None:
-        """End the git process of the record of this start."""
-        if self.record is not None:
-            self.record.git.close()
+    def _identify(self) -> dict[str, Any]:
+        """Compute the fingerprints of data and code.
 
-    def describe_start(self, seconds: float) -> dict[str, Any]:
-        """Return the record of this start, with settings and digests of data and code, after waiting for git."""
-        assert self.record is not None and self._identity is not None
-        data = {
-            name: {
-                key: entry and {"size": entry["size"], "digest": content_digest(entry)} for key, entry in sets.items()
-            }
-            for name, sets in self._identity["data"].items()
-        }
-        about = {"data": data, "code": self._identity["code"], "settings": self._settings()}
-        return {**self.record.to_dict(seconds), **mask_secrets(about)}
+        On the main rank only: datasets are compared between ranks elsewhere, and hashing on all would read each file n
+        times.
+        """
+        settings, model = self._trainer.settings, self._trainer.backend.model
+        with self._trainer.ranks.in_phase("data"), preserve_state(data_parts(settings)):
+            identity = self._trainer.ranks.on_main(
+                "the fingerprints of data and code", lambda: fingerprint_run(settings, self._sets, model)
+            )
+        self._identity = identity
+        return identity
+
+    def describe_start(self) -> dict[str, Any]:
+        """Return what `run.json` has of a start in addition to its record: settings and digests of data and code."""
+        assert self._identity is not None
+        data = summarize_data(self._identity["data"])
+        return {"data": data, "code": self._identity["code"], "settings": self._settings()}
 
     def _settings(self) -> dict[str, Any]:
         """Return all settings without the folder of the run, which can be moved."""
@@ -185,10 +187,7 @@ class Contents:
 
     def differences(self, content: Mapping[str, Any]) -> list[Difference]:
         """Return the differences of data and code from a checkpoint's."""
-        saved = content["identity"]
-        identity = RunFingerprints(self._trainer.settings, self._sets, self._trainer.backend.model)
-        with self._trainer.ranks.in_phase("data"), preserve_state(data_parts(self._trainer.settings)):
-            return self._trainer.ranks.on_main("the check of data and code", lambda: identity.differences(saved))
+        return find_differences(content["identity"], self._identify(), self._sets)
 
     def capture(self, history: dict[str, Any]) -> tuple[Files, dict[str, Any]]:
         """Return the state of the run: references to its live tensors by file and name, and the rest as JSON types.
@@ -201,7 +200,7 @@ class Contents:
             self.record_start()
             if self.record is not None:
                 self.record.to_dict(_GIT_S)
-                self.close_record()
+                self.record.close()
         tensors, states = self.capture_states(history["callbacks"])
         if not payload["only_model"]:
             states["stream"] = self._capture_stream(tensors)

@@ -11,6 +11,7 @@ import functools
 import hashlib
 import inspect
 import numbers
+import operator
 import sys
 import sysconfig
 import textwrap
@@ -28,7 +29,7 @@ from omnitrain.arguments import Settings
 from omnitrain.checkpoint.state_dicts import unwrap
 from omnitrain.compute.random_state import derive_seed, isolated_rng
 from omnitrain.core.errors import DistributedError
-from omnitrain.data.loaders import Loader, MapLoader, UserLoader, count_rows, is_stream
+from omnitrain.data.loaders import Loader, MapLoader, UserLoader, by_name, count_rows, is_stream
 from omnitrain.data.sampling import Fetch
 from omnitrain.data.sets import Sets
 from omnitrain.data.workers import outlive_signals
@@ -88,27 +89,17 @@ def _digest(value: Any, update: Callable[[bytes], None]) -> bool:
     return True
 
 
-def _named_parts(sample: Any) -> dict[str, Any]:
-    """Return the parts of a sample by key or by position, or the sample itself as ""."""
-    if isinstance(sample, Mapping):
-        return {str(key): value for key, value in sample.items()}
-    return {str(i): part for i, part in enumerate(sample)} if isinstance(sample, (tuple, list)) else {"": sample}
-
-
-def _part_digests(sample: Any) -> dict[str, str]:
-    digests = {name: content_digest(value) for name, value in _named_parts(sample).items()}
-    return {name: digest for name, digest in digests.items() if digest is not None}
-
-
-def _first_sample(samples: Sequence[Any]) -> Any:
-    return samples[0]
-
-
 class _Digests(Dataset[tuple[int, dict[str, Any]]]):
-    """Digests of samples from `describe`, as far as they are the same when a sample is read twice."""
+    """Descriptions of the parts of samples, as far as they are the same when a sample is read twice.
 
-    def __init__(self, dataset: Any, indices: Sequence[int], describe: Callable[[Any], dict[str, Any]]) -> None:
-        self.fetch = Fetch(dataset, _first_sample, seed=0)
+    Args:
+        dataset: A map-style dataset.
+        indices: The samples.
+        describe: Returns the description of a part; None for one that has none.
+    """
+
+    def __init__(self, dataset: Any, indices: Sequence[int], describe: Callable[[Any], Any]) -> None:
+        self.fetch = Fetch(dataset, operator.itemgetter(0), seed=0)
         self.indices = indices
         self.describe = describe
 
@@ -116,44 +107,49 @@ class _Digests(Dataset[tuple[int, dict[str, Any]]]):
         return len(self.indices)
 
     def __getitem__(self, number: int) -> tuple[int, dict[str, Any]]:
-        index = self.indices[number]
+        index, reads = self.indices[number], list[dict[str, Any]]()
         try:
             # read twice: what augmentation changes between two reads cannot be compared between two runs
-            first, second = (self.describe(self.fetch(0, np.array([index]))) for _ in range(2))
+            for _ in range(2):
+                sample: Any = self.fetch(0, np.array([index]))
+                if isinstance(sample, (tuple, list)):
+                    sample = dict(enumerate(sample))
+                parts = sample.items() if isinstance(sample, Mapping) else [("", sample)]
+                reads.append({str(name): self.describe(part) for name, part in parts})
         except Exception:  # training raises it again, with its own report
             return index, {}
-        return index, {name: digest for name, digest in first.items() if second.get(name) == digest}
+        first, second = reads
+        return index, {name: part for name, part in first.items() if part is not None and second.get(name) == part}
 
 
 def _read_samples(
-    dataset: Any, indices: Iterable[int] | int, has_workers: bool, describe: Callable[[Any], dict[str, Any]]
+    dataset: Any, count: int, has_workers: bool, describe: Callable[[Any], Any]
 ) -> dict[str, dict[str, Any]]:
-    """Return the digests of samples by index; of fewer samples if reading takes long.
+    """Return descriptions of some samples by index and part; of fewer samples if reading takes long.
 
     Args:
         dataset: A map-style dataset.
-        indices: The samples, or how many to choose.
+        count: How many samples to choose.
         has_workers: Whether to read in a worker process.
-        describe: Returns digests of a sample by the names of its parts.
+        describe: Returns the description of a part of a sample, or None.
     """
     size, samples = count_rows(dataset), dict[str, dict[str, Any]]()
-    if isinstance(indices, int):
-        # by the size only, so that a resumed run reads the same samples
-        indices = [derive_seed(size, draw) % size for draw in range(indices)] if size else []
-    digests = _Digests(dataset, [index for index in dict.fromkeys(indices) if index < size], describe)
+    # by the size only, so that a resumed run reads the same samples
+    indices = list(dict.fromkeys(derive_seed(size, draw) % size for draw in range(count))) if size else []
     end = time.monotonic() + _LIMIT_S
     with isolated_rng():
         # h5py and lmdb handles must not be opened before workers fork, so data with workers are read by one
         loader = DataLoader(
-            digests, batch_size=None, num_workers=int(has_workers), generator=torch.Generator(),
-            worker_init_fn=outlive_signals,
+            _Digests(dataset, indices, describe), batch_size=None, num_workers=int(has_workers),
+            generator=torch.Generator(), worker_init_fn=outlive_signals,
         )  # fmt: skip
         for index, parts in loader:
-            samples[str(index)] = parts
+            if parts:
+                samples[str(index)] = parts
             # slow data, such as images in a store, must not delay the start of a run
             if time.monotonic() > end:
                 break
-    return {index: parts for index, parts in samples.items() if parts}
+    return samples
 
 
 def _map_style_dataset(loader: Any) -> tuple[Any, bool]:
@@ -166,22 +162,16 @@ def _map_style_dataset(loader: Any) -> tuple[Any, bool]:
     return None, False
 
 
-def data_fingerprint(loader: Any, indices: Iterable[int] | None = None) -> dict[str, Any] | None:
+def data_fingerprint(loader: Any) -> dict[str, Any] | None:
     """Return the size of a loader's dataset, and digests of some samples by index; None for data without indices.
 
     Reading draws none of the run's random numbers. If the loader has workers, a worker process reads, so files that the
     dataset opens on first use are not shared with the workers.
-
-    Args:
-        loader: A loader of this package.
-        indices: The samples; None chooses some.
     """
-    if isinstance(loader, UserLoader) and not loader.reads_all:
-        return None
     dataset, has_workers = _map_style_dataset(loader)
-    if dataset is None:
+    if dataset is None or (isinstance(loader, UserLoader) and not loader.reads_all):
         return None
-    samples = _read_samples(dataset, _SAMPLES if indices is None else indices, has_workers, _part_digests)
+    samples = _read_samples(dataset, _SAMPLES, has_workers, content_digest)
     fingerprint = {"size": count_rows(dataset), "samples": samples}
     rules = {} if loader.rules is None else loader.rules.to_dict()
     options = getattr(dataset, "order_options", None)
@@ -206,7 +196,7 @@ def check_same_data(ranks: Ranks, loaders: Iterable[Any]) -> None:
         for loader in loaders:
             dataset, has_workers = _map_style_dataset(loader)
             if dataset is not None:
-                samples[loader.name] = _read_samples(dataset, _COMPARED, has_workers, _summarize_sample)
+                samples[loader.name] = _read_samples(dataset, _COMPARED, has_workers, _summarize)
         difference = ranks.combine("some samples of the data", samples, _differing_sample)
     if difference:
         name, index = difference
@@ -238,19 +228,15 @@ def _is_alike(parts: Mapping[str, tuple[str, list[float]]], other: Mapping[str, 
     )
 
 
-def _summarize_sample(sample: Any) -> dict[str, tuple[str, list[float]]]:
-    """Return, for each part of a sample, a digest of its exact values, and means of its floats.
+def _summarize(value: Any) -> tuple[str, list[float]] | None:
+    """Return a digest of the exact values in a part of a sample, and means of its floats; None as `content_digest`.
 
-    >>> _summarize_sample((torch.tensor([1.0, -3.0]), 2))["0"][1]
+    >>> _summarize([torch.tensor([1.0, -3.0]), 2])[1]
     [-1.0, 2.0]
     """
-    outlines = {}
-    for name, value in _named_parts(sample).items():
-        means: list[float] = []
-        digest = content_digest(_replace_floats(value, means))
-        if digest is not None:
-            outlines[name] = digest, means
-    return outlines
+    means: list[float] = []
+    digest = content_digest(_replace_floats(value, means))
+    return None if digest is None else (digest, means)
 
 
 def _replace_floats(value: Any, means: list[float]) -> Any:
@@ -272,27 +258,24 @@ def _replace_floats(value: Any, means: list[float]) -> Any:
     return f"{value.dtype}{value.shape}"
 
 
-def _changed_data(saved: Mapping[str, Any], loader: Any) -> str:
-    """Return the difference of a loader's data as text; empty if none is found."""
-    current = data_fingerprint(loader, map(int, saved["samples"]))
-    if current is None:
-        return ""
+def _changed_data(name: str, saved: Mapping[str, Any], current: Mapping[str, Any]) -> str:
+    """Return the difference between two fingerprints of the set `name` as text; empty if none is found."""
     if current["size"] != saved["size"]:
-        return f"{loader.name} has {current['size']} samples now, and had {saved['size']}"
+        return f"{name} has {current['size']} samples now, and had {saved['size']}"
     before, after = saved.get("rules", {}), current.get("rules", {})
-    names = {"order", *(before.keys() & after.keys())}
-    for name in sorted(names, key=lambda name: (name == "lengths", name)):  # lengths last: their values say little
-        if before.get(name) != after.get(name):
-            return f"{loader.name} has {name}={after.get(name)!r} now, and had {before.get(name)!r}"
+    rules = {"order", *(before.keys() & after.keys())}
+    for rule in (*sorted(rules - {"lengths"}), "lengths"):  # lengths last: their values say little
+        if rule in rules and before.get(rule) != after.get(rule):
+            return f"{name} has {rule}={after.get(rule)!r} now, and had {before.get(rule)!r}"
     for index, parts in saved["samples"].items():
         present = current["samples"].get(index, {})
-        changed = [name for name, digest in parts.items() if present.get(name, digest) != digest]
+        changed = [part for part, digest in parts.items() if present.get(part, digest) != digest]
         if changed or (present and not parts.keys() & present.keys()):
             labels = [
-                f"entry {name}" if name.isdigit() else name if name.isprintable() else repr(name) for name in changed
+                f"entry {part}" if part.isdigit() else part if part.isprintable() else repr(part) for part in changed
             ]
             entries = f" (its {', '.join(labels)})" if any(changed) else ""
-            return f"sample {index} of {loader.name} is not the one that the run was trained with{entries}"
+            return f"sample {index} of {name} is not the one that the run was trained with{entries}"
     return ""
 
 
@@ -339,18 +322,22 @@ def _code_parts(value: Any) -> list[str]:
 
 def _closure_parts(function: FunctionType) -> list[str]:
     """Return the closure and the defaults of a function, as far as training does not change them."""
-    closure = [cell.cell_contents for cell in function.__closure__ or () if _has_contents(cell)]
-    constants = [v for v in (*closure, *(function.__defaults__ or ())) if isinstance(v, (str, int, float, tuple))]
-    tensors = [v for v in closure if isinstance(v, torch.Tensor) and not v.requires_grad]
-    functions = [part for v in closure if isinstance(v, FunctionType) for part in _code_parts(v)]
-    return [*(content_digest(v) or "" for v in (*constants, *tensors)), *functions]
-
-
-def _has_contents(cell: Any) -> bool:
-    try:
-        return cell.cell_contents is not cell
-    except ValueError:
-        return False
+    constants, tensors, functions = [], [], []
+    for cell in function.__closure__ or ():
+        try:
+            value: Any = cell.cell_contents
+        except ValueError:  # it is empty
+            continue
+        if isinstance(value, (str, int, float, tuple)):
+            constants.append(content_digest(value) or "")
+        elif isinstance(value, torch.Tensor) and not value.requires_grad:
+            tensors.append(content_digest(value) or "")
+        elif isinstance(value, FunctionType) and value is not function:  # one that calls itself has itself there
+            functions += _code_parts(value)
+    for value in function.__defaults__ or ():
+        if isinstance(value, (str, int, float, tuple)):
+            constants.append(content_digest(value) or "")
+    return [*constants, *tensors, *functions]
 
 
 def _qualified_name(value: Any) -> str:
@@ -390,10 +377,10 @@ def _stable_repr(value: Any) -> str:
     return str(sorted(map(repr, value))) if isinstance(value, frozenset) else repr(value)
 
 
-def _model_code(model: nn.Module) -> str | None:
-    kinds: set[Any] = {type(module).forward for module in unwrap(model).modules()}
-    sources = sorted({_normalized_source(forward) for forward in kinds if isinstance(forward, FunctionType)})
-    return hashlib.blake2b("\n".join(sources).encode(), digest_size=8).hexdigest()
+def _model_code(model: nn.Module) -> str:
+    forwards: set[Any] = {type(module).forward for module in unwrap(model).modules()}
+    sources = {_normalized_source(forward) for forward in forwards if isinstance(forward, FunctionType)}
+    return hashlib.blake2b("\n".join(sorted(sources)).encode(), digest_size=8).hexdigest()
 
 
 # --- both
@@ -416,62 +403,42 @@ class Difference(NamedTuple):
         return "data" if self.name.endswith("_dataset") else "code"
 
 
-class RunFingerprints:
-    """The data and code of a run, as digests.
+def fingerprint_run(settings: Settings, sets: Sets, model: nn.Module) -> dict[str, Any]:
+    """Return digests of the data and the code of a run, by argument and then by name, as JSON types."""
+    loaders = {"train_dataset": by_name(sets.train), "eval_dataset": by_name(sets.eval)}
+    data = {name: {key: data_fingerprint(named[key]) for key in named} for name, named in loaders.items()}
+    code: dict[str, dict[str, str]] = {"model": {"": _model_code(model)}}
+    for name in ("loss_fn", "unit", "data_collator", "preprocess_logits_for_metrics", "compute_metrics"):
+        value = getattr(settings, name)
+        for function in value if isinstance(value, (list, tuple)) else [value]:
+            digest = None if isinstance(function, str) else code_digest(function)
+            if digest is not None:
+                code.setdefault(name, {})[_qualified_name(function) if name == "compute_metrics" else ""] = digest
+    return {"python": _PYTHON, "data": data, "code": code}
 
-    Args:
-        settings: The arguments of the trainer.
-        sets: Its data.
-        model: The model.
-    """
 
-    def __init__(self, settings: Settings, sets: Sets, model: nn.Module) -> None:
-        self._settings = settings
-        self._sets = sets
-        self._model = model
+def find_differences(saved: Mapping[str, Any], current: Mapping[str, Any], sets: Sets) -> list[Difference]:
+    """Return the differences between two results of `fingerprint_run`, where both have digests."""
+    differences = []
+    for name, loaders in (("train_dataset", by_name(sets.train)), ("eval_dataset", by_name(sets.eval))):
+        for key, loader in loaders.items():
+            before, after = saved["data"].get(name, {}).get(key), current["data"][name][key]
+            if before and after and (text := _changed_data(loader.name, before, after)):
+                differences.append(Difference(name, text))
+    if saved["python"] != current["python"]:
+        return differences  # `ast` has another form for the same code in another version of Python
+    for name, parts in saved["code"].items():
+        for part, digest in parts.items():
+            if current["code"].get(name, {}).get(part, digest) != digest:
+                label = f"{part!r}" if part else f"`{name}`"
+                text = f"the code or the options of {label} are not those that the run was trained with"
+                differences.append(Difference(name, text))
+    return differences
 
-    def to_dict(self) -> dict[str, Any]:
-        """Return the digests as JSON types."""
-        loaders = self._loaders()
-        data = {name: {key: data_fingerprint(sets[key]) for key in sets} for name, sets in loaders.items()}
-        return {"python": _PYTHON, "data": data, "code": self._code()}
 
-    def differences(self, saved: Mapping[str, Any]) -> list[Difference]:
-        """Return the differences from the digests of a checkpoint, where both have digests."""
-        differences = []
-        for name, sets in self._loaders().items():
-            for key, loader in sets.items():
-                before = saved["data"].get(name, {}).get(key)
-                if before is not None and name == "train_dataset" and loader.size != before["size"]:
-                    continue  # the settings show that
-                text = "" if before is None else _changed_data(before, loader)
-                if text:
-                    differences.append(Difference(name, text))
-        if saved["python"] != _PYTHON:
-            return differences  # `ast` has another form for the same code in another version of Python
-        code = self._code()
-        for name, parts in saved["code"].items():
-            for part, digest in parts.items():
-                if code.get(name, {}).get(part, digest) != digest:
-                    label = f"{part!r}" if part else f"`{name}`"
-                    text = f"the code or the options of {label} are not those that the run was trained with"
-                    differences.append(Difference(name, text))
-        return differences
-
-    def _loaders(self) -> dict[str, dict[str, Any]]:
-        train, evaluated = self._sets.train, self._sets.eval
-        eval_loaders = evaluated if isinstance(evaluated, dict) else {"": evaluated}
-        return {"train_dataset": {"": train}, "eval_dataset": eval_loaders}
-
-    def _code(self) -> dict[str, dict[str, str]]:
-        """Return digests by argument, and then by name if there can be several."""
-        settings = self._settings
-        names = ("loss_fn", "unit", "data_collator", "preprocess_logits_for_metrics")
-        single = {name: code_digest(getattr(settings, name)) for name in names}
-        single["model"] = _model_code(self._model)
-        digests = {name: {"": digest} for name, digest in single.items() if digest}
-        metrics = settings.compute_metrics
-        metrics = list(metrics) if isinstance(metrics, (list, tuple)) else [metrics]
-        functions = [function for function in metrics if function is not None and not isinstance(function, str)]
-        by_metric = {_qualified_name(function): code_digest(function) for function in functions}
-        return {**digests, "compute_metrics": {name: digest for name, digest in by_metric.items() if digest}}
+def summarize_data(data: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
+    """Return the size and one digest of each set, of the "data" in a result of `fingerprint_run`."""
+    return {
+        name: {key: entry and {"size": entry["size"], "digest": content_digest(entry)} for key, entry in sets.items()}
+        for name, sets in data.items()
+    }

@@ -21,7 +21,7 @@ import subprocess
 import sys
 import tempfile
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
@@ -30,7 +30,7 @@ from omnitrain import __version__
 from omnitrain.checkpoint.disk import FileSystem
 from omnitrain.core.errors import CheckpointError, Tolerance
 from omnitrain.core.files import open_regular, unique_keys
-from omnitrain.core.secrets import is_secret_name, mask_command, mask_text
+from omnitrain.core.secrets import is_secret_name, mask_command, mask_secrets, mask_text
 
 if TYPE_CHECKING:
     import torch
@@ -44,6 +44,8 @@ FORMAT_VERSION = 1
 _LARGEST = 1 << 28
 # The most characters of a value that is recorded.
 _LONGEST = 2000
+# How many seconds the start of a run waits for git; a later answer is written with the first checkpoint.
+_GIT_S = 0.03
 
 # The packages whose versions are recorded, in addition to omnitrain and Python.
 PACKAGES = ("torch", "numpy", "accelerate", "transformers", "deepspeed", "safetensors", "datasets", "peft", "torchao")
@@ -64,13 +66,12 @@ FAMILIES = ("NCCL_", "GLOO_", "TORCH_", "TORCHDYNAMO_", "TORCHINDUCTOR_", "PYTOR
 
 def recorded_environment(variables: Mapping[str, str]) -> dict[str, str]:
     """Return the recorded variables, which affect what a run computes or where, without those that may be secret."""
-    names = (name for name in variables if name in VARIABLES or name.startswith(FAMILIES))
-    selected = {name: variables[name] for name in sorted(names) if not is_secret_name(name)}
-    return {
-        name: _shorten_paths(value)
-        for name, value in selected.items()
-        if mask_text(value) == value and len(value) <= _LONGEST
-    }
+    recorded = {}
+    for name in sorted(variables):
+        value, is_listed = variables[name], name in VARIABLES or name.startswith(FAMILIES)
+        if is_listed and not is_secret_name(name) and mask_text(value) == value and len(value) <= _LONGEST:
+            recorded[name] = _shorten_paths(value)
+    return recorded
 
 
 # --- software and devices
@@ -220,24 +221,21 @@ class Git:
 
 
 class StartRecord:
-    """The record of one start of a run, to which the answer of git is added later.
+    """The record of one start of a run, which is written to `run.json` at once, and again when git has answered.
 
     Args:
         device: The device of the main rank.
         ranks: Host and device of each rank.
         position: The position in the run: "step" and "resumed_from".
-
-    Attributes:
-        git: Reads the commit.
     """
 
-    def __init__(self, device: torch.device, ranks: Iterable[tuple[str, str]], position: Mapping[str, Any]) -> None:
+    def __init__(self, device: torch.device, ranks: Sequence[tuple[str, str]], position: Mapping[str, Any]) -> None:
         script, digest, folder = _script_path(), None, ""
         with contextlib.suppress(OSError):  # it was deleted
             folder = os.getcwd()
         with contextlib.suppress(OSError):
             digest = None if script is None else hashlib.sha256(script.read_bytes()).hexdigest()
-        self.git: Git = Git(_code_folder or (Path(folder) if script is None else script.parent))
+        self._git = Git(_code_folder or (Path(folder) if script is None else script.parent))
         hosts: dict[str, Counter[str]] = {}
         for host, name in ranks:
             hosts.setdefault(host, Counter())[name] += 1
@@ -250,14 +248,46 @@ class StartRecord:
             "platform": f"{platform.system()} {platform.release()} {platform.machine()}",
             "processor": {"name": _cpu(), "cores": os.cpu_count()},
             "devices": describe_devices(device),
-            "processes": sum(sum(names.values()) for names in hosts.values()),
-            "hosts": {host: dict(names) for host, names in hosts.items()},
+            "processes": len(ranks),
+            "hosts": hosts,
             "environment": recorded_environment(os.environ),
         }
+        self._details: Mapping[str, Any] = {}
+        # The starts in `run.json` that this one replaces: "all", or the "last", which is itself; None adds it.
+        self._replaces: str | None = None
+        self._is_complete = True
+        self._tolerance = Tolerance(RUN_FILE, "The next save tries again; what ran is in the checkpoints, too.")
 
     def to_dict(self, seconds: float = 0.0) -> dict[str, Any]:
         """Return the record as JSON types; "git" is null unless git answers within some seconds."""
-        return {**self._known, "git": self.git.answer(seconds)}
+        return {**self._known, "git": self._git.answer(seconds)}
+
+    def write(self, fs: FileSystem, folder: Path, details: Mapping[str, Any], replaces_all: bool) -> None:
+        """Write it to the folder of the run; a failing disk is only reported.
+
+        Args:
+            fs: The disk.
+            folder: The folder.
+            details: Further entries, as JSON types, of which secrets are masked.
+            replaces_all: Whether the run replaces another one, with the records of its starts.
+        """
+        self._details, self._replaces = mask_secrets(details), "all" if replaces_all else None
+        self._write(fs, folder, _GIT_S)
+
+    def complete(self, fs: FileSystem, folder: Path) -> None:
+        """Write it again if git has answered since, or the disk failed before."""
+        if not self._is_complete and (self._git.answer() or self._git.is_done or self._tolerance.has_failed):
+            self._write(fs, folder)
+
+    def _write(self, fs: FileSystem, folder: Path, seconds: float = 0.0) -> None:
+        with self._tolerance:
+            append_start(fs, folder / RUN_FILE, {**self.to_dict(seconds), **self._details}, self._replaces)
+            self._replaces = "last"
+        self._is_complete = self._git.is_done and not self._tolerance.has_failed
+
+    def close(self) -> None:
+        """End the process of git."""
+        self._git.close()
 
 
 def _shorten_paths(argument: str, folder: str = "") -> str:

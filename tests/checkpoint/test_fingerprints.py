@@ -52,10 +52,11 @@ def module_function(folder: Path, text: str) -> Callable[..., Any]:
     return module.f
 
 
-@pytest.mark.parametrize("kind", ["native", "hf"])
-def test_identity_rejects_other_labels_and_names_a_sample(kind: str, tmp_path: Path) -> None:
-    make(tmp_path, kind, epochs=1).train()
-    other = {"data": data(flipped=True)}
+@pytest.mark.parametrize(("kind", "options"), [("native", {}), ("native", {"drop_last": True}), ("hf", {})])
+def test_identity_rejects_other_labels_and_names_a_sample(kind: str, options: dict[str, Any], tmp_path: Path) -> None:
+    size = 13 if options else 12  # of which `drop_last` leaves 12 for the steps of an epoch
+    make(tmp_path, kind, epochs=1, **{"data": data(size), **options}).train()
+    other = {"data": data(size, flipped=True), **options}
     with pytest.raises(CheckpointError, match=r"other data.* sample \d+ of the training set .*its entry 1"):
         make(tmp_path, kind, **other, epochs=2).train(resume_from="auto")
     trainer = make(tmp_path, kind, **other, epochs=2)
@@ -213,6 +214,10 @@ def test_code_of_a_loss_includes_options_but_not_counters() -> None:
         def __call__(self, outputs: Any, labels: Any) -> Any:
             self.calls += 1
 
+    def recursive(outputs: Any, labels: Any) -> Any:
+        return recursive(outputs[0], labels) if isinstance(outputs, list) else outputs - labels
+
+    assert code_digest(recursive)
     loss = Counting()
     before = code_digest(loss)
     loss(1, 2)
