@@ -5,7 +5,6 @@ PYTHON ?= python3
 VENV ?= .venv
 CONSTRAINTS ?= constraints.txt
 TRAINER ?= native
-DATA ?= digits
 # Processes that the tests are shared out to.
 WORKERS ?= 2
 
@@ -45,8 +44,8 @@ $(VENV)/.has-%: $(VENV)/.created pyproject.toml $(CONSTRAINTS)
 
 venv: $(VENV)/.has-dev ## .venv with all that a developer needs
 
-demo: $(VENV)/.has-$(DEMO_EXTRAS) ## train on real data (TRAINER=native, accelerate or hf; DATA=digits or stdlib), results in runs/demo
-	$(call limit,900) $(BIN)/omnitrain $(ON_TWO) demo --trainer $(TRAINER) --data $(DATA)
+demo: $(VENV)/.has-$(DEMO_EXTRAS) ## train on real data (TRAINER=native, accelerate or hf), results in runs/demo
+	$(call limit,900) $(BIN)/omnitrain $(ON_TWO) demo --trainer $(TRAINER)
 
 # The tests of a file stay together: what its fixtures make, such as launches of several processes, is made once then.
 PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder

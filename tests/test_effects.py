@@ -139,7 +139,7 @@ OPTIONS: dict[str, str] = {
     "cli/test_config.py": "sweep(--sampler --pruner --trials --save_dir) train(--print_config --resume)",
     "cli/test_launch.py": "launch(--nnodes --rdzv-endpoint -m -n --fsdp --zero --cpu)",
     "cli/test_main.py":
-        "demo(--trainer --data --out) schedule(--steps-per-epoch --rows --plot --epochs --max-steps --max-duration "
+        "demo(--trainer --out) schedule(--steps-per-epoch --rows --plot --epochs --max-steps --max-duration "
         "--warmup --learning-rate --samples-per-step --tokens-per-step --seconds-per-step)",
     "config/test_configuration.py": "train(--trust) sweep(--trust) config check(--trust)",
     "distributed/test_launching.py": "launch(--max-restarts)",

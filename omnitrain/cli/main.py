@@ -1,8 +1,7 @@
 """The `omnitrain` command: its arguments, and its exit codes.
 
 Each subcommand is one function that adds its parser. Its work is in a separate module, imported when it runs, so
-`--help` and a mistyped option are answered without waiting for torch. Where a function there takes what the command
-does, its name is all that stands here.
+`--help` and a mistyped option are answered without waiting for torch.
 """
 
 from __future__ import annotations
@@ -24,25 +23,25 @@ from omnitrain.core.errors import ConfigError, OmnitrainError
 # The public class behind each choice of `--trainer`.
 TRAINERS = {"native": "Trainer", "accelerate": "AccelerateTrainer", "hf": "HFTrainer"}
 
-# The functions in `omnitrain.cli.demo` behind each choice of `--data`, and what they train.
-DATA = {
-    "digits": "a convolutional network on scikit-learn's handwritten digits, in seconds",
-    "stdlib": "a character-level GPT on the source of Python's standard library, in about a minute",
-}
-
 _CHECKPOINT = "the folder of a run (for its last checkpoint) or of a checkpoint, or RUN/last or RUN/best"
 _RUN = "the folder of a run (for all its checkpoints) or of a checkpoint, or RUN/last or RUN/best"
 # The functions in `omnitrain.cli.checkpoint` behind `omnitrain checkpoint`: what they do, and the paths they take.
 CHECKPOINT = {
-    "ls": ("List the checkpoints: step, epoch, score, last or best, size, and whether they are complete.", [_RUN]),
-    "verify": ("Compare every file with its hash; name damaged files, and exit with code 1 if there are any.", [_RUN]),
-    "show": ("Print the progress, objective, settings, versions and tensors of a checkpoint.", [_CHECKPOINT]),
+    "ls": (
+        "List the checkpoints: step, epoch, score, last or best, size, and whether they are complete.", {"RUN": _RUN}
+    ),
+    "verify": (
+        "Compare every file with its hash; name damaged files, and exit with code 1 if there are any.", {"RUN": _RUN}
+    ),
+    "show": ("Print the progress, objective, settings, versions and tensors of a checkpoint.", {"RUN": _CHECKPOINT}),
     "export": (
         "Write the weights and the model's config, or the PEFT adapters, to a new folder.",
-        [_CHECKPOINT, "a new folder"],
+        {"CHECKPOINT": _CHECKPOINT, "OUT": "a new folder"},
     ),
-    "diff": ("List changed settings and the largest differences in the weights.", [_CHECKPOINT, _CHECKPOINT]),
-}
+    "diff": (
+        "List changed settings and the largest differences in the weights.", {"A": _CHECKPOINT, "B": _CHECKPOINT}
+    ),
+}  # fmt: skip
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -56,13 +55,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     try:
         try:
-            exit_code = _run(argv)
-        except SystemExit as end:
-            if not end.code:
-                _flush()  # the text of --help
-            raise
-        _flush()
-        return exit_code
+            parser = _parser()
+            args, words = parser.parse_known_args(argv)
+            if "words" in args:
+                args.words = words
+            elif words:
+                parser.error(f"unrecognized arguments: {' '.join(words)}")
+            return args.run(args) or 0
+        finally:
+            print(end="", flush=True)  # as errors at the end of the process cannot be caught
     except KeyboardInterrupt:
         print("omnitrain: stopped by Ctrl-C.", file=sys.stderr)
         return 128 + signal.SIGINT
@@ -78,39 +79,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 1
 
 
-def _run(argv: Sequence[str] | None) -> int:
-    parser = _parser()
-    args, words = parser.parse_known_args(argv)
-    if words and "words" not in args:
-        parser.error(f"unrecognized arguments: {' '.join(words)}")
-    if "words" in args:
-        args.words = words
-    return args.run(args) or 0
-
-
-def _flush() -> None:
-    """Write what is buffered, as errors at the end of the process cannot be caught."""
-    if sys.stdout is not None:  # it is closed
-        sys.stdout.flush()
-
-
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="omnitrain", description="PyTorch trainers that give the same numbers everywhere.", allow_abbrev=False
     )
     parser.add_argument("--version", action="version", version=f"omnitrain {omnitrain.__version__}")
     commands = parser.add_subparsers(title="commands", metavar="command", required=True)
-    for add in (
-        _add_demo,
-        _add_train,
-        _add_sweep,
-        _add_config,
-        _add_launch,
-        _add_checkpoint,
-        _add_show,
-        _add_compare,
-        _add_schedule,
-    ):
+    for add in (_add_demo, _add_train, _add_sweep, _add_config, _add_launch, _add_checkpoint, _add_show, _add_compare,
+                _add_schedule):  # fmt: skip
         add(commands)
     return parser
 
@@ -129,23 +105,12 @@ def _call(name: str, args: argparse.Namespace) -> int | None:
 
 
 def _add_demo(commands: Any) -> None:
-    demo = _add_command(
-        commands, "demo", "Train on real data that is already on this machine; no network needed."
-    )  # fmt: skip
-    demo.add_argument("--trainer", choices=TRAINERS, default="native", help="the trainer to use (default: %(default)s)")
-    demo.add_argument(
-        "--data",
-        choices=DATA,
-        default="digits",
-        help="; ".join(f"{name}: {what}" for name, what in DATA.items()) + " (default: %(default)s)",
-    )
-    demo.add_argument(
-        "--out",
-        type=Path,
-        default=Path("runs/demo"),
-        metavar="FOLDER",
-        help="folder for weights, metrics and curves; an earlier demo in it is replaced (default: %(default)s)",
-    )
+    about = "Train on the handwritten digits of scikit-learn, in seconds; no network needed."
+    demo = _add_command(commands, "demo", about)
+    add = demo.add_argument
+    add("--trainer", choices=TRAINERS, default="native", help="the trainer to use (default: %(default)s)")
+    about = "folder for weights, metrics and curves; an earlier demo in it is replaced (default: %(default)s)"
+    add("--out", type=Path, default=Path("runs/demo"), metavar="FOLDER", help=about)
     demo.set_defaults(run=_demo)
 
 
@@ -153,9 +118,8 @@ def _demo(args: argparse.Namespace) -> None:
     from omnitrain.checkpoint.run_record import code_in
     from omnitrain.cli import demo
 
-    trainer_class = getattr(omnitrain, TRAINERS[args.trainer])
     with code_in(Path(omnitrain.__file__).parent):
-        getattr(demo, args.data)(trainer_class, args.out)
+        demo.digits(getattr(omnitrain, TRAINERS[args.trainer]), args.out)
 
 
 def _add_train(commands: Any) -> None:
@@ -263,10 +227,9 @@ def _add_checkpoint(commands: Any) -> None:
     actions = checkpoint.add_subparsers(title="commands", metavar="command", required=True)
     for name, (what, paths) in CHECKPOINT.items():
         action = _add_command(actions, name, what)
-        metavars = {"export": ("CHECKPOINT", "OUT"), "diff": ("A", "B")}.get(name, ("RUN",))
-        for number, (metavar, path) in enumerate(zip(metavars, paths, strict=True)):
+        for number, (metavar, about) in enumerate(paths.items()):
             kind = Path if metavar == "OUT" else _place
-            action.add_argument(f"path{number}", type=kind, metavar=metavar, help=path)
+            action.add_argument(f"path{number}", type=kind, metavar=metavar, help=about)
         if name == "export":
             about = (
                 "merge adapters into their base model, or add the weights that were not trained; BASE is the folder "

@@ -1,8 +1,6 @@
 from __future__ import annotations
 
 import contextlib
-import importlib
-import inspect
 import io
 import json
 import os
@@ -18,12 +16,12 @@ from recipes import small_trainer
 from safetensors.torch import load_file
 
 import omnitrain
-from omnitrain import BaseTrainer, ConfigError, DataError, HFTrainer, MetricsDict, Trainer
+from omnitrain import BaseTrainer, ConfigError, HFTrainer, MetricsDict, Trainer
 from omnitrain.checkpoint import run_record
 from omnitrain.cli import demo
 from omnitrain.cli.main import main
 
-SHORT = {"epochs": 1, "progress_bar": False, "warmup_steps": 0}
+SHORT = {"epochs": 1, "progress_bar": False}
 
 
 @pytest.fixture(scope="module")
@@ -63,20 +61,10 @@ def test_demo_records_the_commit_of_the_package(tmp_path: Path, monkeypatch: Any
     monkeypatch.setattr(run_record, "Git", Asked)
     monkeypatch.setattr(demo, "digits", lambda kind, out: small_trainer(kind=kind, save_dir=out).train())
     monkeypatch.chdir(tmp_path)
-    assert main(["demo", "--data", "digits", "--out", str(tmp_path / "demo")]) == 0
+    assert main(["demo", "--out", str(tmp_path / "demo")]) == 0
     assert asked == [Path(omnitrain.__file__).parent]
     (start,) = json.loads((tmp_path / "demo" / "run.json").read_text())["starts"]
     assert start["git"] is None
-
-
-@pytest.mark.slow
-def test_stdlib_learns(tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(demo, "MODULES", ("csv", "json"))
-    trainer = demo.stdlib(Trainer, tmp_path / "demo", **SHORT | {"epochs": 5})
-    characters = torch.bincount(demo.to_characters(demo.read_sources())).double()
-    shares = characters[characters > 0] / characters.sum()
-    assert trainer.metrics["test"][-1]["loss"] < -(shares * shares.log()).sum() - 0.3
-    assert "what it writes after 'def ':\n\ndef " in capsys.readouterr().out
 
 
 def on_two(folder: str) -> None:
@@ -145,27 +133,3 @@ def test_demo_rejects_other_folders(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == [file] and file.read_text() == "mine"
     with pytest.raises(ConfigError, match=r"save_dir.*demo.* is a file"):
         demo.digits(Trainer, file / "demo", **SHORT)
-
-
-def test_read_sources_covers_every_module(monkeypatch: pytest.MonkeyPatch) -> None:
-    text = demo.read_sources()
-    assert 400_000 < len(text) <= len(demo.MODULES) * (demo.CHARACTERS_PER_MODULE + 1)
-    for name in demo.MODULES:
-        beginning = inspect.getsource(importlib.import_module(name)).replace("    ", "\t")[:1000]
-        assert beginning in text, name
-    monkeypatch.setattr(demo, "MODULES", ("sys",))
-    with pytest.raises(DataError, match="'sys'"):  # which has no source
-        demo.read_sources()
-
-
-def test_character_gpt_is_causal_and_writes_ascii() -> None:
-    model = demo.CharacterGPT().eval()
-    text = torch.randint(0, demo.VOCABULARY, (1, demo.BLOCK))
-    other = text.clone()
-    other[0, 40:] = 0
-    torch.testing.assert_close(model(text)[0, :40], model(other)[0, :40])
-    assert not torch.allclose(model(text)[0, 40], model(other)[0, 40])
-    assert bytes(demo.to_characters("na\u00efve\n").tolist()) == b"na?ve\n"
-    words = model.write("def ", 70)
-    assert words == model.write("def ", 70)
-    assert words.startswith("def ") and len(words) >= 74

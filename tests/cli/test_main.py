@@ -28,7 +28,7 @@ def start(*arguments: str, cwd: Path) -> contextlib.AbstractContextManager[subpr
 
 @pytest.mark.parametrize(("words", "expected"), [
     ("", "command"), ("dmo", "'demo'"), ("demo --trainer magic", "'native'"), ("demo --out", "--out"),
-    ("demo --data mnist", "'digits', 'stdlib'"), ("demo --epochs 3", "--epochs"), ("demo --dat digits", "--dat"),
+    ("demo --data mnist", "--data"), ("demo --train hf", "--train"),
     ("checkpoint", "usage: omnitrain checkpoint"), ("launch", "script"), ("launch -n two train.py", "'two'"),
     ("launch --zero 4 train.py", "invalid choice: 4"), ("launch --fsdp --zero 3 train.py", "not allowed with"),
     ("launch --nproc-per-node 2 train.py", "--nproc-per-node"), ("schedule", "NAME"),
@@ -46,8 +46,8 @@ def test_cli_help_lists_choices(capsys: Any) -> None:
         main.main(["demo", "--help"])
     assert exit_.value.code == 0
     printed = capsys.readouterr().out
-    assert all(name in printed for name in (*main.TRAINERS, *main.DATA, "runs/demo"))
-    assert set(main.TRAINERS.values()) <= set(omnitrain.__all__) and all(hasattr(demo, name) for name in main.DATA)
+    assert all(name in printed for name in (*main.TRAINERS, "runs/demo"))
+    assert set(main.TRAINERS.values()) <= set(omnitrain.__all__)
 
 
 @pytest.mark.processes
@@ -78,12 +78,10 @@ def test_cli_imports_torch_only_where_needed(tmp_path: Path) -> None:
 
 def test_cli_passes_words_to_demo(monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[tuple[Any, ...]] = []
-    monkeypatch.setattr(demo, "digits", lambda *args: calls.append(("digits", *args)))
-    monkeypatch.setattr(demo, "stdlib", lambda *args: calls.append(("stdlib", *args)))
+    monkeypatch.setattr(demo, "digits", lambda *args: calls.append(args))
     assert main.main(["demo"]) == 0
-    assert main.main(["demo", "--trainer", "native", "--data", "stdlib", "--out", "here"]) == 0
-    trainer = omnitrain.Trainer
-    assert calls == [("digits", trainer, Path("runs/demo")), ("stdlib", trainer, Path("here"))]
+    assert main.main(["demo", "--trainer", "native", "--out", "here"]) == 0
+    assert calls == [(omnitrain.Trainer, Path("runs/demo")), (omnitrain.Trainer, Path("here"))]
 
 
 @pytest.mark.parametrize(
@@ -111,7 +109,7 @@ def test_cli_exit_code_of_errors(error: Any, code: int | None, message: str, mon
 @pytest.mark.skipif(sys.platform == "win32", reason="Windows has other signals")
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_cli_saves_and_exits_on_signal(number: signal.Signals, code: int, tmp_path: Path) -> None:
-    with start("-m", "omnitrain", "demo", "--data", "stdlib", cwd=tmp_path) as process:
+    with start("-m", "omnitrain", "demo", cwd=tmp_path) as process:
         assert process.stdout is not None
         lines = iter(process.stdout.readline, "")
         assert any(line.startswith("step ") for line in lines)  # it trains

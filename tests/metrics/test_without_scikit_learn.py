@@ -13,7 +13,6 @@ from sklearn import metrics as sk
 from torch import nn
 
 from omnitrain import MissingExtraError, Trainer
-from omnitrain.cli import demo
 from omnitrain.cli.main import main
 from omnitrain.metrics.classification import FROM_HITS
 from omnitrain.metrics.registry import NamedMetrics
@@ -68,18 +67,10 @@ def test_metric_names_without_scikit_learn_are_computed() -> None:
 
 
 @pytest.mark.usefixtures("without_scikit_learn")
-def test_demo_of_digits_reports_what_to_install(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_demo_reports_what_to_install(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["demo", "--out", str(tmp_path / "demo")]) == 1
-    assert "demo --data digits` needs scikit-learn" in capsys.readouterr().err
+    assert "`omnitrain demo` needs scikit-learn" in capsys.readouterr().err
     assert not (tmp_path / "demo").exists()
-
-
-@pytest.mark.usefixtures("without_scikit_learn")
-def test_demo_of_stdlib_runs_without_scikit_learn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(demo, "MODULES", ("csv",))
-    options = {"epochs": None, "max_steps": 12, "eval_steps": 12, "warmup_steps": 2, "progress_bar": False}
-    trainer = demo.stdlib(Trainer, tmp_path / "demo", **options)
-    assert trainer.metrics["test"][-1]["loss"] < 4.85
 
 
 def both(kind: str, layout: str, hits: int, misses: int) -> tuple[float, float]:
