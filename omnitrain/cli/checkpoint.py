@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import re
 import shlex
@@ -15,16 +16,20 @@ import shutil
 import sys
 import tempfile
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from rich import box, filesize
+from rich.console import Console
+from rich.table import Table
 
 from omnitrain.checkpoint.manifest import validate
 from omnitrain.checkpoint.run_record import RUN_FILE, read_starts
 from omnitrain.checkpoint.safetensors_header import read_header
 from omnitrain.checkpoint.store import MANIFEST, Store, is_pointer
-from omnitrain.core.errors import CheckpointError, ConfigError
+from omnitrain.core.errors import CheckpointError, ConfigError, escape_unprintable
 from omnitrain.core.progress import Progress
 
 if TYPE_CHECKING:
@@ -50,20 +55,24 @@ def ls(path: Path) -> None:
         path: A run folder or a checkpoint. Only sizes are compared; `verify` checks contents.
     """
     store, folders = _checkpoints(path)
-    marks = _pointer_names(store)
+    pointers: dict[str, list[str]] = {}
+    for which in ("last", "best"):
+        with contextlib.suppress(CheckpointError):  # no checkpoint was saved as the best, or none is complete
+            pointers.setdefault(store.resolve_pointer(which).name, []).append(which)
     rows, problems, objective = [], [], None
     for folder in folders:
-        name = _FOLDER.fullmatch(folder.name)
-        step, epoch, score, date, state = str(int(name[1])) if name else "", "", "", _format_date(folder), "complete"
+        name, content = _FOLDER.fullmatch(folder.name), dict[str, Any]()
         try:
             content = store.verify(folder, hashes=False, accept=_check)
         except CheckpointError as error:
-            state = "damaged"
             problems.append(str(error))
-        else:
-            step, epoch, score = str(content["step"]), _format_epochs(content), _format_number(content["score"])
-            date, objective = _format_date(folder, content), content.get("objective") or objective
-        rows.append([folder.name, step, epoch, score, marks.get(folder.name, ""), _format_size(folder), date, state])
+        objective = content.get("objective") or objective
+        step = content.get("step", int(name[1]) if name else "")
+        rows.append([
+            folder.name, str(step), _format_epochs(content), _format_number(content.get("score")),
+            ", ".join(pointers.get(folder.name, ())), _format_size(folder), _format_date(folder, content),
+            "complete" if content else "damaged",
+        ])  # fmt: skip
     _print_table("checkpoint >step >epoch >score ~mark >size ~saved state", rows)
     if objective:
         better = "lower" if objective["direction"] == "min" else "higher"
@@ -99,22 +108,18 @@ def show(path: Path) -> None:
     _print(f"{folder}: {_format_size(folder)}, saved {_format_date(folder, content)}, {version}")
     if content.get("frozen"):
         _print(f"without the {len(content['frozen'])} tensors that did not train, whose hashes it has")
-    for title in ("progress", "objective", "settings", "versions"):
-        entries = content.get(title, {})
-        if title == "versions" and "world_size" in content:
-            entries = {**entries, "world_size": content["world_size"]}
-        _print_title(title)
-        _print_table("name ~value", [[name, _format_setting(value)] for name, value in entries.items()])
-    if content.get("record"):
-        _print_title("what ran")
-        _print_table("name ~value", [[name, _format_setting(value)] for name, value in _flatten(content["record"], "")])
+    for title in ("progress", "objective", "settings"):
+        _print_section(title, content.get(title))
+    world_size = {name: content[name] for name in ("world_size",) if name in content}
+    _print_section("versions", {**content.get("versions", {}), **world_size})
+    _print_section("what ran", _flatten(content.get("record") or {}))
     parts: dict[str, list[Path]] = {}
     for file in content["files"]:
         if file.endswith(".safetensors"):
             parts.setdefault(_SHARD.sub("", file), []).append(folder / file)
     for part, files in parts.items():
         rows = list(_list_tensors(files))
-        _print_title(f"{part}: {len(rows)} tensors{f' in {len(files)} files' if len(files) > 1 else ''}")
+        _print(f"\n{part}: {len(rows)} tensors{f' in {len(files)} files' if len(files) > 1 else ''}")
         _print_table("~tensor dtype shape", rows)
 
 
@@ -129,28 +134,24 @@ def show_run(path: Path) -> None:
         CheckpointError: It cannot be read.
     """
     starts = read_starts(path / RUN_FILE) or _read_record(path)
-    rows = [
-        [str(number), _format_time(start.get("started_at"), "seconds"), str(start.get("step", "")),
-         start.get("resumed_from") or "", ", ".join(map(str, start.get("hosts") or ())),
-         str(start.get("processes", "")), _format_devices(start), _format_commit(start)]
-        for number, start in enumerate(starts, 1)
-    ]  # fmt: skip
+    rows = []
+    for number, start in enumerate(starts, 1):
+        hosts, git = start.get("hosts") or {}, start.get("git")
+        devices = Counter(device for devices in hosts.values() for device in devices)
+        rows.append([
+            str(number), _format_time(start.get("started_at"), "seconds"), str(start.get("step", "")),
+            start.get("resumed_from") or "", ", ".join(map(str, hosts)), str(start.get("processes", "")),
+            ", ".join(f"{count} x {name}" for name, count in devices.items()),
+            f"{git['commit'][:10]}{'' if git.get('clean') else ', changed'}" if git else "",
+        ])  # fmt: skip
     _print_table(">start ~began >step ~resumed_from ~host >processes ~devices ~commit", rows)
-    last = dict(_flatten({**starts[-1], "command": shlex.join(starts[-1].get("command", []))}, ""))
-    for title in ("", "settings", "data", "code"):
-        rest = ("settings.", "data.", "code.")
-        section = {
-            name: value for name, value in last.items()
-            if (name.startswith(f"{title}.") if title else not name.startswith(rest))
-        }  # fmt: skip
-        if section:
-            _print_title(title or f"start {len(starts)}")
-            rows = [[name.removeprefix(f"{title}."), _format_setting(value)] for name, value in section.items()]
-            _print_table("name ~value", rows)
+    last = {**starts[-1], "command": shlex.join(starts[-1].get("command", []))}
+    sections = {title: last.pop(title, {}) for title in ("settings", "data", "code")}
+    for title, entries in {f"start {len(starts)}": last, **sections}.items():
+        _print_section(title, _flatten(entries))
     if len(starts) > 1:
         before, after = (
-            dict(_flatten({name: value for name, value in start.items() if name not in _PER_START}, ""))
-            for start in starts[-2:]
+            _flatten({name: value for name, value in start.items() if name not in _PER_START}) for start in starts[-2:]
         )
         _print_changes(f"changes since start {len(starts) - 1}", "~name ~before ~now", before, after)
 
@@ -172,18 +173,6 @@ def _read_record(path: Path) -> list[dict[str, Any]]:
             f"{str(folder)!r} has no record of its run. `omnitrain checkpoint show` prints its settings and versions."
         )
     return [content["record"]]
-
-
-def _format_devices(start: Mapping[str, Any]) -> str:
-    counts: Counter[str] = Counter()
-    for devices in (start.get("hosts") or {}).values():
-        counts.update(devices)
-    return ", ".join(f"{count} x {name}" for name, count in counts.items())
-
-
-def _format_commit(start: Mapping[str, Any]) -> str:
-    git = start.get("git")
-    return f"{git['commit'][:10]}{'' if git.get('clean') else ', changed'}" if git else ""
 
 
 def export(path: Path, out: Path, merge: Path | bool = False, adapter: str | None = None) -> None:
@@ -303,23 +292,26 @@ def _clean_on_error(out: Path) -> Iterator[None]:
 
 def diff(a: Path, b: Path) -> None:
     """Print the settings in which two checkpoints differ, and the tensors of the model that differ most."""
-    (folder_a, content_a), (folder_b, content_b) = _resolve_checkpoint(a), _resolve_checkpoint(b)
+    places = [_resolve_checkpoint(path) for path in (a, b)]
     rows = [
         [label, str(folder), str(content["step"]), _format_epochs(content), _format_number(content["score"])]
-        for label, folder, content in (("A", folder_a, content_a), ("B", folder_b, content_b))
+        for label, (folder, content) in zip("AB", places, strict=True)
     ]
     _print_table("side ~checkpoint >step >epoch >score", rows)
-    flat_a, flat_b = _settings_to_compare(content_a), _settings_to_compare(content_b)
-    _print_changes("settings differ", "~setting ~A ~B", flat_a, flat_b)
-    frozen_a, frozen_b = (content.get("frozen") or {} for content in (content_a, content_b))
-    weights_a, weights_b = _weights(folder_a, content_a), _weights(folder_b, content_b)
-    _print_weight_differences(weights_a, weights_b, frozen_a, frozen_b)
-    _print_frozen_differences(weights_a, weights_b, frozen_a, frozen_b)
+    flat = [  # the settings, and other possible causes of a difference
+        _flatten({**content.get("settings", {}), **{name: content.get(name) for name in ("world_size", "versions")}})
+        for _, content in places
+    ]
+    _print_changes("settings differ", "~setting ~A ~B", flat[0], flat[1])
+    weights = [_weights(folder, content) for folder, content in places]
+    frozen: list[dict[str, str]] = [content.get("frozen") or {} for _, content in places]
+    _print_weight_differences(weights[0], weights[1], frozen)
+    _print_frozen_differences(weights, frozen)
 
 
 def _print_changes(title: str, columns: str, before: Mapping[str, Any], after: Mapping[str, Any]) -> None:
     names = [name for name in {**before, **after} if before.get(name, _ABSENT) != after.get(name, _ABSENT)]
-    _print_title(f"{len(names)} {title}")
+    _print(f"\n{len(names)} {title}")
     rows = [[name, *(_format_setting(values.get(name, _ABSENT)) for values in (before, after))] for name in names]
     if rows:
         _print_table(columns, rows)
@@ -328,49 +320,44 @@ def _print_changes(title: str, columns: str, before: Mapping[str, Any], after: M
 # --- weights
 
 
-def _print_frozen_differences(
-    a: TensorFile, b: TensorFile, hashes_a: Mapping[str, str], hashes_b: Mapping[str, str]
-) -> None:
+def _print_frozen_differences(weights: Sequence[TensorFile], frozen: Sequence[Mapping[str, str]]) -> None:
     """Print how many of the tensors differ that one of two checkpoints left out."""
     from omnitrain.checkpoint.tensor_files import fingerprints
     from omnitrain.distributed.ranks import Ranks
 
-    names = hashes_a.keys() | hashes_b.keys()
+    names = frozen[0].keys() | frozen[1].keys()
     if not names:
         return
-    hashes_by_side: list[dict[str, str]] = []
-    for tensors, hashes in ((a, hashes_a), (b, hashes_b)):
-        rest = {name: tensors[name] for name in names.intersection(tensors)}
-        hashes_by_side.append({**hashes, **fingerprints(rest, Ranks())})
-    both = sorted(hashes_by_side[0].keys() & hashes_by_side[1].keys())
-    differing = [name for name in both if hashes_by_side[0][name] != hashes_by_side[1][name]]
-    _print_title(f"{len(differing)} of {len(both)} tensors that did not train differ")
+    a, b = (
+        {**hashes, **fingerprints({name: tensors[name] for name in names.intersection(tensors)}, Ranks())}
+        for tensors, hashes in zip(weights, frozen, strict=True)
+    )
+    both = sorted(a.keys() & b.keys())
+    differing = [name for name in both if a[name] != b[name]]
+    _print(f"\n{len(differing)} of {len(both)} tensors that did not train differ")
     if differing:
         _print(f"{', '.join(differing[:MAX_ROWS])}{', ...' if len(differing) > MAX_ROWS else ''}")
 
 
-def _print_weight_differences(
-    a: TensorFile, b: TensorFile, left_out_a: Collection[str] = (), left_out_b: Collection[str] = ()
-) -> None:
-    names_a, names_b = set(a), set(b)
-    both = sorted(names_a & names_b)
-    shapes = {name: (list(a.spec_of(name)[0]), list(b.spec_of(name)[0])) for name in both}
+def _print_weight_differences(a: TensorFile, b: TensorFile, frozen: Sequence[Collection[str]]) -> None:
+    both = sorted(set(a) & set(b))
+    shapes = {name: [list(side.spec_of(name)[0]) for side in (a, b)] for name in both}
     fitting = [name for name in both if shapes[name][0] == shapes[name][1]]
-    differences = [(_largest_difference(a[name], b[name]), name) for name in fitting]
-    # NaN first, then the largest
+    differences = {name: _largest_difference(a[name], b[name]) for name in fitting}
     differing = sorted(
-        (pair for pair in differences if pair[0] != 0), key=lambda pair: (pair[0] == pair[0], -pair[0], pair[1])
+        (name for name, value in differences.items() if value != 0),
+        key=lambda name: (not math.isnan(differences[name]), -differences[name], name),  # NaN first, then the largest
     )
-    _print_title(f"{len(differing)} of {len(fitting)} tensors differ")
+    _print(f"\n{len(differing)} of {len(fitting)} tensors differ")
     if differing:
-        rows = [[name, str(shapes[name][0]), _format_number(value)] for value, name in differing[:MAX_ROWS]]
+        rows = [[name, str(shapes[name][0]), _format_number(differences[name])] for name in differing[:MAX_ROWS]]
         _print_table("~tensor shape >difference", rows)
     if len(differing) > MAX_ROWS:
         _print(f"and {len(differing) - MAX_ROWS} more that differ less")
     for name in both:
         if name not in fitting:
             _print(f"{name}: shape {shapes[name][0]} in A, {shapes[name][1]} in B")
-    for label, only in (("A", names_a - names_b - {*left_out_b}), ("B", names_b - names_a - {*left_out_a})):
+    for label, only in (("A", set(a) - set(b) - {*frozen[1]}), ("B", set(b) - set(a) - {*frozen[0]})):
         if only:
             _print(f"only in {label}: {', '.join(sorted(only))}")
 
@@ -484,35 +471,18 @@ def _check(folder: Path, content: Mapping[str, Any]) -> None:
             read_header(folder / name)
 
 
-def _pointer_names(store: Store) -> dict[str, str]:
-    """Return "last", "best" or "last, best" by the name of a folder."""
-    marks: dict[str, str] = {}
-    for which in ("last", "best"):
-        with contextlib.suppress(CheckpointError):  # no checkpoint was saved as the best, or none is complete
-            name = store.resolve_pointer(which).name
-            marks[name] = f"{marks[name]}, {which}" if name in marks else which
-    return marks
-
-
 # --- formatting
 
 _ABSENT = object()
 
 
-def _settings_to_compare(content: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the settings, and other possible causes of a difference, by dotted names."""
-    parts = {"world_size": content.get("world_size"), "versions": content.get("versions", {})}
-    return dict(_flatten({**content.get("settings", {}), **parts}, ""))
-
-
-def _flatten(value: Any, name: str) -> Iterator[tuple[str, Any]]:
+def _flatten(value: Any, name: str = "") -> dict[str, Any]:
+    """Return the values in dicts and lists by dotted names."""
     entries = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
-    empty = True
+    flat: dict[str, Any] = {}
     for key, entry in entries:
-        empty = False
-        yield from _flatten(entry, f"{name}.{key}" if name else str(key))
-    if empty:
-        yield name, value
+        flat |= _flatten(entry, f"{name}.{key}" if name else str(key))
+    return flat or ({name: value} if name else {})
 
 
 def _format_setting(value: Any) -> str:
@@ -530,22 +500,14 @@ def _format_epochs(content: Mapping[str, Any]) -> str:
 
 
 def _format_size(folder: Path) -> str:
-    """Return the size of all files of a checkpoint, in decimal units."""
-    size = float(sum(file.stat().st_size for file in folder.rglob("*") if file.is_file()))
-    for unit in ("B", "kB", "MB"):
-        if size < 1000:
-            return f"{size:.3g} {unit}"
-        size /= 1000
-    return f"{size:.2f} GB"
+    return filesize.decimal(sum(file.stat().st_size for file in folder.rglob("*") if file.is_file()))
 
 
-def _format_date(folder: Path, content: Mapping[str, Any] | None = None) -> str:
+def _format_date(folder: Path, content: Mapping[str, Any]) -> str:
     """Return when a checkpoint was saved; if unknown, when its last file was written."""
-    if content and content.get("saved_at"):
-        return _format_time(content["saved_at"])
     manifest = folder / MANIFEST
-    saved = datetime.fromtimestamp((manifest if manifest.exists() else folder).stat().st_mtime)
-    return saved.isoformat(" ", "minutes")
+    written = datetime.fromtimestamp((manifest if manifest.exists() else folder).stat().st_mtime)
+    return _format_time(content.get("saved_at")) or written.isoformat(" ", "minutes")
 
 
 def _format_time(text: Any, timespec: str = "minutes") -> str:
@@ -555,17 +517,15 @@ def _format_time(text: Any, timespec: str = "minutes") -> str:
         return ""
 
 
-def _escape(text: str) -> str:
-    """Return text without terminal control codes, as a checkpoint can be from anyone."""
-    return "".join(char if char.isprintable() or char == "\n" else repr(char)[1:-1] for char in text)
-
-
 def _print(text: str) -> None:
-    print(_escape(text), flush=True)
+    print(escape_unprintable(text), flush=True)  # as a checkpoint can be from anyone
 
 
-def _print_title(text: str) -> None:
-    _print(f"\n{text}")
+def _print_section(title: str, entries: Mapping[str, Any] | None) -> None:
+    """Print names and values under a title, if there are any."""
+    if entries:
+        _print(f"\n{title}")
+        _print_table("name ~value", [[name, _format_setting(value)] for name, value in entries.items()])
 
 
 def _print_table(columns: str, rows: list[list[str]]) -> None:
@@ -575,25 +535,18 @@ def _print_table(columns: str, rows: list[list[str]]) -> None:
         columns: Their names. One with ">" is aligned right; one with "~" may be wrapped to fit a terminal.
         rows: The cells of each row.
     """
-    from rich import box
-    from rich.console import Console
-    from rich.table import Table
-
-    plain: dict[str, Any] = {"markup": False, "highlight": False, "emoji": False}  # a name can be "a[0]" or ":b:"
-    # checked before rich is, which takes FORCE_COLOR, set by CI systems and notebooks, for a terminal
-    if sys.stdout.isatty():
-        console = Console(**plain)
-        console.width = max(console.width, 80)  # a narrower terminal wraps lines itself; rich would truncate them
-        table = Table(box=box.SIMPLE_HEAD, show_edge=False, padding=(0, 1, 0, 0))
-    else:
-        console = Console(**plain, width=100_000, force_terminal=False)
-        table = Table(box=None, padding=(0, 2, 0, 0))
+    # not by rich, which takes FORCE_COLOR, set by CI systems and notebooks, for a terminal
+    is_terminal = sys.stdout.isatty()
+    # a name can be "a[0]" or ":b:"
+    console = Console(markup=False, highlight=False, emoji=False, force_terminal=is_terminal)
+    # a terminal of less than 80 columns wraps lines itself; rich would truncate them
+    console.width = max(console.width, 80) if is_terminal else 100_000
+    table = Table(box=box.SIMPLE_HEAD if is_terminal else None, show_edge=False, padding=(0, 2, 0, 0))
     for column in columns.split():
-        kind = column[0]
-        justify = "right" if kind == ">" else "left"
-        table.add_column(column.lstrip(">~"), justify=justify, no_wrap=kind != "~", overflow="fold")
+        justify = "right" if column[0] == ">" else "left"
+        table.add_column(column.lstrip(">~"), justify=justify, no_wrap=column[0] != "~", overflow="fold")
     for row in rows:
-        table.add_row(*(_escape(cell) or "-" for cell in row))
+        table.add_row(*(escape_unprintable(cell) or "-" for cell in row))
     with console.capture() as capture:
         console.print(table)
     for line in capture.get().splitlines():

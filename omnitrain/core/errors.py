@@ -43,10 +43,11 @@ class OmnitrainError(Exception):
     """
 
     def __init__(self, *args: Any, **options: Any) -> None:
-        super().__init__(*(_escape_unprintable(arg) if isinstance(arg, str) else arg for arg in args), **options)
+        super().__init__(*(escape_unprintable(arg) if isinstance(arg, str) else arg for arg in args), **options)
 
 
-def _escape_unprintable(text: str) -> str:
+def escape_unprintable(text: str) -> str:
+    """Return a text with unprintable characters, such as terminal control codes, as escape sequences."""
     if text.isprintable():
         return text
     return "".join(c if c.isprintable() or c in "\n\t" else c.encode("unicode_escape").decode() for c in text)

@@ -16,6 +16,7 @@ import pytest
 import torch
 from forging import content_of, shard, spoil
 from recipes import rows, small_trainer
+from rich import filesize
 from safetensors.torch import load_file, save_file
 from tiny import Tokens, gpt
 
@@ -78,7 +79,7 @@ def test_ls_has_row_per_checkpoint(run: Path, capsys: Any) -> None:
     assert [line.split()[:3] for line in lines] == steps
     cells = row_of(out, "checkpoint-8")
     size = sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
-    assert cells[3] == f"{store.verify(folder)['score']:.6g}" and cells[-3] == f"{size / 1000:.3g} kB"
+    assert cells[3] == f"{store.verify(folder)['score']:.6g}" and cells[-3] == filesize.decimal(size)
     assert cells[-2].startswith("20") and cells[-1] == "complete"
     for pointer in ("last", "best"):
         target, _ = store.resolve(pointer)  # type: ignore[misc]
