@@ -162,54 +162,64 @@ class Tree:
             self.locations = {place: line for place, line in self.locations.items() if place[: len(key)] != target}
             self.locations[target] = location
 
-    def resolve(self) -> None:
+    def resolve(self, keep: tuple[str, ...] = ()) -> None:
         """Replace references, such as `${trainer.seed}` and `${env:HOME}`, by the values that they refer to.
+
+        Args:
+            keep: With what the names of references begin that are left unchanged.
 
         Raises:
             ConfigError: If a reference has no target, or refers to itself.
         """
-        self.values = self._resolve_value(self.values, (), (), itertools.count())
+        counter = itertools.count()
 
-    def _resolve_value(self, value: Any, key: Key, chain: tuple[str, ...], counter: Iterator[int]) -> Any:
-        if next(counter) > _MAX_VALUES or len(chain) > _MAX_DEPTH:
-            raise self.error(key, "references lead to too many values. Write the values out.")
-        if isinstance(value, dict):
-            return {name: self._resolve_value(entry, (*key, name), chain, counter) for name, entry in value.items()}
-        if isinstance(value, list):
-            return [self._resolve_value(entry, (*key, number), chain, counter) for number, entry in enumerate(value)]
-        if not isinstance(value, str) or "${" not in value:
-            return value
-        match = _REFERENCE.fullmatch(value)
-        if match:
-            return self._look_up(match[1].strip(), key, chain, counter)
-        parts = [self._look_up(name.strip(), key, chain, counter) for name in _REFERENCE.findall(value)]
-        if sum(len(str(part)) for part in parts) > _MAX_TEXT:
-            raise self.error(key, f"references make a text of more than {_MAX_TEXT:,} characters. Write it out.")
-        values = iter(parts)
-        references = iter(part.reference if isinstance(part, FromEnvironment) else str(part) for part in parts)
-        text = _REFERENCE.sub(lambda _: str(next(values)), value)
-        if not any(isinstance(part, FromEnvironment) for part in parts):
-            return text
-        return FromEnvironment(text, _REFERENCE.sub(lambda _: next(references), value))
+        def resolve_value(value: Any, key: Key, chain: tuple[str, ...]) -> Any:
+            if next(counter) > _MAX_VALUES or len(chain) > _MAX_DEPTH:
+                raise self.error(key, "references lead to too many values. Write the values out.")
+            if isinstance(value, dict):
+                return {name: resolve_value(entry, (*key, name), chain) for name, entry in value.items()}
+            if isinstance(value, list):
+                return [resolve_value(entry, (*key, number), chain) for number, entry in enumerate(value)]
+            if not isinstance(value, str) or "${" not in value:
+                return value
+            match = _REFERENCE.fullmatch(value)
+            if match:
+                return look_up(match[1].strip(), key, chain)
+            parts = [look_up(name.strip(), key, chain) for name in _REFERENCE.findall(value)]
+            if sum(len(str(part)) for part in parts) > _MAX_TEXT:
+                raise self.error(key, f"references make a text of more than {_MAX_TEXT:,} characters. Write it out.")
+            values = iter(parts)
+            references = iter(part.reference if isinstance(part, FromEnvironment) else str(part) for part in parts)
+            text = _REFERENCE.sub(lambda _: str(next(values)), value)
+            if not any(isinstance(part, FromEnvironment) for part in parts):
+                return text
+            return FromEnvironment(text, _REFERENCE.sub(lambda _: next(references), value))
 
-    def _look_up(self, name: str, key: Key, chain: tuple[str, ...], counter: Iterator[int]) -> Any:
-        if name in chain:
-            cycle = " -> ".join((*chain[chain.index(name) :], name))
-            raise self.error(key, f"the reference {cycle} leads back to itself. Write the value out in one of them.")
-        if name.startswith("env:"):
-            variable, has_default, default = name.removeprefix("env:").partition(",")
-            if variable not in os.environ and not has_default:
+        def look_up(name: str, key: Key, chain: tuple[str, ...]) -> Any:
+            if name.startswith(keep):
+                return f"${{{name}}}"
+            if name in chain:
+                cycle = " -> ".join((*chain[chain.index(name) :], name))
                 raise self.error(
-                    key, f"the environment has no variable {variable!r}. Set it, or write ${{env:{variable},default}}."
+                    key, f"the reference {cycle} leads back to itself. Write the value out in one of them."
                 )
-            parsed = parse_value(os.environ.get(variable, default), self.location(key))
-            return FromEnvironment(parsed, f"${{{name}}}") if isinstance(parsed, str) else parsed
-        target: Key = tuple(int(part) if _POSITION.fullmatch(part) else part for part in name.split("."))
-        value = self.get(target, _MISSING)
-        if value is _MISSING:
-            names = [dotted_name(path) for path in self.iter_keys()]
-            raise self.error(key, f"${{{name}}} refers to nothing.{did_you_mean(name, names)}")
-        return self._resolve_value(value, target, (*chain, name), counter)
+            if name.startswith("env:"):
+                variable, has_default, default = name.removeprefix("env:").partition(",")
+                if variable not in os.environ and not has_default:
+                    message = (
+                        f"the environment has no variable {variable!r}. Set it, or write ${{env:{variable},default}}."
+                    )
+                    raise self.error(key, message)
+                parsed = parse_value(os.environ.get(variable, default), self.location(key))
+                return FromEnvironment(parsed, f"${{{name}}}") if isinstance(parsed, str) else parsed
+            target: Key = tuple(int(part) if _POSITION.fullmatch(part) else part for part in name.split("."))
+            value = self.get(target, _MISSING)
+            if value is _MISSING:
+                names = [dotted_name(path) for path in self.iter_keys()]
+                raise self.error(key, f"${{{name}}} refers to nothing.{did_you_mean(name, names)}")
+            return resolve_value(value, target, (*chain, name))
+
+        self.values = resolve_value(self.values, (), ())
 
     def iter_keys(self) -> Iterator[Key]:
         """Yield the key of every value, including mappings and lists."""

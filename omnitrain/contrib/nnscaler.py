@@ -9,6 +9,7 @@ from __future__ import annotations
 import ast
 import contextlib
 import re
+from collections import Counter
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -134,8 +135,6 @@ _TENSORS = {"param": "parameters", "buffer": "buffers", "input": "inputs"}
 _BUILTIN_TYPES: dict[str, Callable[[Any], Any]] = {"str": str, "int": int, "float": float, "bool": bool}
 
 _REFERENCE = re.compile(r"(?<!\$)\$(!?)(?:\{([^}]+)\}|\(([^)]+)\))")
-# These stand for the `$` of references to `vars` and to the environment that the converted file keeps.
-_TO_VARIABLE, _TO_ENVIRONMENT = "\ufdd0", "\ufdd1"
 
 
 def convert(values: Mapping[str, Any] | Tree) -> tuple[dict[str, Any], list[str]]:
@@ -164,27 +163,6 @@ def convert(values: Mapping[str, Any] | Tree) -> tuple[dict[str, Any], list[str]
 # --- references
 
 
-def _resolve_references(tree: Tree) -> tuple[dict[str, Any], dict[str, Any], list[str]]:
-    """Return the values without references, the same with references to `vars`, and the objects that are shared.
-
-    References to maps and lists of `vars`, and to anything else, become what they refer to in both.
-
-    Raises:
-        ConfigError: If a reference leads nowhere, or into a circle.
-    """
-    objects: list[str] = []
-    translated = _translate(tree, tree.values, (), objects)
-    variables = translated.get("vars", {})
-    linked = Tree({**translated, "vars": _refer_to(variables, "vars"), "": variables}, tree.locations)
-    linked.resolve()
-    linked.values["vars"] = linked.values.pop("")
-    values = _replace(linked.values, _TO_VARIABLE, "$")
-    plain = Tree(values, tree.locations)
-    plain.resolve()
-    shared = [name for name in dict.fromkeys(objects) if objects.count(name) > 1]
-    return _replace(plain.values, _TO_ENVIRONMENT, "$"), _replace(values, _TO_ENVIRONMENT, "$"), shared
-
-
 def _translate(tree: Tree, value: Any, key: tuple[Any, ...], objects: list[str]) -> Any:
     """Return a value with references in our syntax; the names of those to objects are added to `objects`."""
     if isinstance(value, Mapping):
@@ -205,33 +183,13 @@ def _translate(tree: Tree, value: Any, key: tuple[Any, ...], objects: list[str])
             )  # fmt: skip
         if match[1]:
             objects.append(name)
-        if name.isidentifier() and name not in tree.values:  # nnScaler looks into the file first, too
-            return f"{_TO_ENVIRONMENT}{{env:{name}}}"
-        return f"{_TO_VARIABLE if match[1] else '$'}{{{name}}}"
+        is_variable = name.isidentifier() and name not in tree.values  # nnScaler looks into the file first, too
+        return f"${{{'env:' * is_variable}{name}}}"
 
     text = _REFERENCE.sub(replace, value)
     if r"$\{" in text or "$${" in text:
         raise tree.error(key, f"{value!r} has a literal '${{', which begins a reference here. Change it.")
     return text.replace(r"$\(", "$(").replace("$$(", "$(")
-
-
-def _refer_to(value: Any, name: str) -> Any:
-    """Return maps and lists with references in place of single values, unless they describe an object."""
-    if isinstance(value, dict) and not value.keys().isdisjoint(("__type", "__value_type")):
-        return value
-    if isinstance(value, dict):
-        return {key: _refer_to(entry, f"{name}.{key}") for key, entry in value.items()}
-    if isinstance(value, list):
-        return [_refer_to(entry, f"{name}.{number}") for number, entry in enumerate(value)]
-    return f"{_TO_VARIABLE}{{{name}}}"
-
-
-def _replace(value: Any, before: str, after: str) -> Any:
-    if isinstance(value, dict):
-        return {key: _replace(entry, before, after) for key, entry in value.items()}
-    if isinstance(value, list):
-        return [_replace(entry, before, after) for entry in value]
-    return value.replace(before, after) if isinstance(value, str) else value
 
 
 # --- values
@@ -330,13 +288,18 @@ class _Conversion:
     """
 
     def __init__(self, tree: Tree) -> None:
-        plain, linked, shared = _resolve_references(tree)
-        self._linked: dict[str, Any] = {}  # the values by dotted key, with references to `vars`
-        self._plain: dict[str, Any] = {}  # without references, in the type of the key
+        objects: list[str] = []
+        linked = Tree(_translate(tree, tree.values, (), objects), tree.locations)
+        linked.resolve(keep=("vars.", "env:"))
+        plain = Tree(linked.values, tree.locations)
+        plain.resolve(keep=("env:",))
+        self._plain: dict[str, Any] = {}  # the values by dotted key, without references to `vars`
+        self._written: dict[str, Any] = {}  # with them, as the converted file has them
         self.trainer: dict[str, Any] = {}
         self.train: dict[str, Any] = {}
+        shared = [name for name, count in Counter(objects).items() if count > 1]
         self.notes = [f"`{name}`: each place that refers to it gets its own object." for name in shared]
-        self._read_section("", plain, linked)
+        self._read_section("", plain.values, linked.values)
 
     def result(self) -> tuple[dict[str, Any], list[str]]:
         """Return our configuration, and the notes."""
@@ -348,12 +311,12 @@ class _Conversion:
                 self.note(key, remedy)
         for key, argument in _RENAMED.items():
             if key in self._plain and (self.get(key) or not key.startswith(("max_", "optimizer."))):
-                self.trainer[argument] = _convert_value(self.as_written(key), key)
+                self.trainer[argument] = _convert_value(self._written[key], key)
         self._evaluations()
         self._checkpoints()
         self._precision()
         self._reports()
-        free = _convert_value(_parse_literal(self._linked.get("vars") or {}), "vars")
+        free = _convert_value(_parse_literal(self._written.get("vars") or {}), "vars")
         parts = {"vars": free, "trainer": self.trainer, "train": self.train}
         return {name: part for name, part in parts.items() if part}, self.notes
 
@@ -374,26 +337,23 @@ class _Conversion:
             if value is None:
                 continue
             value = self._plain[where] = _coerce(value, kinds[key], where)
-            self._linked[where] = linked[key] if isinstance(linked, dict) else value
+            text = linked[key] if isinstance(linked, dict) else value
+            is_linked = isinstance(text, type(value)) if isinstance(value, dict | list) else "${" in str(text)
+            self._written[where] = text if is_linked else value
             for number, entry in enumerate(value if key == "log" else ()):
-                self._read_section(f"log[{number}]", entry, self._linked["log"][number])
+                self._read_section(f"log[{number}]", entry, self._written["log"][number])
             is_own = where.endswith("_args") and plain.get("type", _DATA_LOADER[0]) not in (*_DATA_LOADER, *_SAMPLER)
             if isinstance(value, dict) and where in _KEYS and not is_own:
                 parse = _parse_literal if where.endswith("_args") else dict
-                self._read_section(where, parse(value), parse(linked[key] if isinstance(linked[key], dict) else value))
+                self._read_section(where, parse(value), parse(self._written[where]))
 
     def get(self, key: str, default: Any = None) -> Any:
         """Return a value without references."""
         return self._plain.get(key, default)
 
-    def as_written(self, key: str) -> Any:
-        """Return a value for the converted file, which keeps references to `vars`."""
-        linked = self._linked[key]
-        return linked if isinstance(linked, dict) or (isinstance(linked, str) and "${" in linked) else self._plain[key]
-
     def arguments(self, key: str) -> dict[str, Any]:
         """Return the arguments of a call, as nnScaler guesses their types."""
-        return _parse_literal(_coerce(self._linked.get(key, {}), "map", key))
+        return _parse_literal(self._written.get(key, {}))
 
     def call(self, section: str, key: str = "args") -> dict[str, Any]:
         """Return the description of what a section calls."""
@@ -464,7 +424,7 @@ class _Conversion:
             sections = ("dataloader.", "dataset_sampler.")
             self._plain = {key: value for key, value in self._plain.items() if not key.startswith(sections)}
         elif collate := options["train"].get("collate_fn"):
-            self._linked["dataloader.train_args.collate_fn"] = collate
+            self._written["dataloader.train_args.collate_fn"] = collate
         if self.get("dataloader.train_args.persistent_workers") is False:
             self.note("dataloader.train_args.persistent_workers", "workers are kept for the entire run.")
         self._batches(has_loader)
@@ -489,7 +449,7 @@ class _Conversion:
         converted: dict[str, Any] = {
             "loader": {"import_path": loader},
             "dataset": data,
-            "batch_size": self.as_written("micro_batch_size") if self.get("micro_batch_size") else 1,
+            "batch_size": self._written["micro_batch_size"] if self.get("micro_batch_size") else 1,
             "sampler_args": _convert_value(arguments, "dataset_sampler"),
         }
         if self.get("dataset_sampler.type") or self.get("dataset_sampler.train_args"):
@@ -512,13 +472,13 @@ class _Conversion:
             steps = total // (micro * replicas) if total else accumulation
             self.trainer |= {"gradient_accumulation_steps": steps} if steps != 1 else {}
             return
-        self.trainer["batch_size"] = self.as_written("micro_batch_size") if self.get("micro_batch_size") else 1
+        self.trainer["batch_size"] = self._written["micro_batch_size"] if self.get("micro_batch_size") else 1
         if total:
-            self.trainer["global_batch_size"] = self.as_written("global_batch_size")
+            self.trainer["global_batch_size"] = self._written["global_batch_size"]
         elif self.replicas != self.processes:
             self.trainer["global_batch_size"] = product
         elif accumulation > 1:
-            self.trainer["gradient_accumulation_steps"] = self.as_written("grad_accumulation_steps")
+            self.trainer["gradient_accumulation_steps"] = self._written["grad_accumulation_steps"]
 
     # --- evaluations and files
 
@@ -553,7 +513,7 @@ class _Conversion:
                     "trainer.request_evaluate().",
                 )
         if unit == "steps":
-            self.trainer["eval_steps"] = self.as_written(chosen)
+            self.trainer["eval_steps"] = self._written[chosen]
         elif intervals[chosen] != 1:
             self.trainer["eval_steps"] = f"{intervals[chosen]}ep"
 
@@ -568,7 +528,7 @@ class _Conversion:
         elif source == "last":
             self.train["resume_from"] = "auto"  # starts afresh without a checkpoint, as nnScaler does
         elif source is not None:
-            linked = self._linked.get(f"{where}.checkpoint", self._linked[where])
+            linked = self._written.get(f"{where}.checkpoint", self._written[where])
             self.train["resume_from"] = _convert_value(_parse_literal(linked), where)
             self.note(where, "it must be a checkpoint of omnitrain. For weights of nnScaler, merge them with its "
                       "Trainer.merge_checkpoint, and pass the file as `init_from` of the trainer.")  # fmt: skip

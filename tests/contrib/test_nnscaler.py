@@ -367,7 +367,7 @@ def test_convert_references_to_vars() -> None:
     }  # fmt: skip
     trainer = config["trainer"]
     assert trainer["model"]["init_args"] == {
-        "dim": "${vars.dim}", "shape": {"dim": "${vars.shape.dim}"}, "tokens": "${vars.tokens}",
+        "dim": "${vars.dim}", "shape": "${vars.shape}", "tokens": "${vars.tokens}",
     }  # fmt: skip
     assert (trainer["save_dir"], trainer["epochs"]) == ("runs/${vars.name}/x", "${vars.dim}")
 
