@@ -241,9 +241,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "gemma3n_text": {"num_kv_shared_layers": 0},
     "gemma3n": {"text_config": {"num_kv_shared_layers": 0}},
     "reformer": {
-        "axial_pos_shape": [2, 4],
-        "axial_pos_embds_dim": [16, 16],
-        "local_attn_chunk_length": 4,
+        "axial_pos_shape": [2, 4], "axial_pos_embds_dim": [16, 16], "local_attn_chunk_length": 4,
         "attn_layers": ["local", "local"],
     },
     "ReformerModelWithLMHead": {"is_decoder": True},
@@ -253,7 +251,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "levit": {"image_size": 64, "hidden_sizes": [32, 32, 32], "num_attention_heads": [2, 2, 2], "key_dim": [8, 8, 8]},
     **{name: {"text_config": {"rope_parameters": MROPE}} for name in WITH_MROPE.split()},
     "glm4v_moe": {
-        "text_config": {"rope_parameters": {**MROPE, "mrope_section": [1, 1, 0], "partial_rotary_factor": 0.5}}
+        "text_config": {"rope_parameters": {**MROPE, "mrope_section": [1, 1, 0], "partial_rotary_factor": 0.5}},
     },
     "glm_ocr": {"text_config": {"rope_parameters": MROPE, "head_dim": 8}},
     "lilt": {"hidden_size": 48, "intermediate_size": 48},
@@ -272,9 +270,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "emu3": {"vocabulary_map": {"<image>": VOCABULARY - 2}},
     "hiera": {"image_size": [64, 64], "decoder_hidden_size": 32, "decoder_depth": 1, "decoder_num_heads": 2},
     "vit_mae": {
-        "decoder_hidden_size": 32,
-        "decoder_intermediate_size": 32,
-        "decoder_num_hidden_layers": 1,
+        "decoder_hidden_size": 32, "decoder_intermediate_size": 32, "decoder_num_hidden_layers": 1,
         "decoder_num_attention_heads": 4,
     },
     "bros": {"hidden_size": 64},
@@ -284,12 +280,8 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "tipsv2_dpt": {"backbone_config": {"num_hidden_layers": 4, "out_indices": [1, 2, 3, 4]}},
     "mobilevitv2": {"image_size": 64, "n_attn_blocks": [1, 1, 1], "base_attn_unit_dims": [16, 16, 16]},
     "perceiver": {
-        "d_latents": 32,
-        "num_latents": 4,
-        "num_self_attends_per_block": 1,
-        "num_cross_attention_heads": 1,
-        "num_self_attention_heads": 1,
-        "max_position_embeddings": LENGTH,
+        "d_latents": 32, "num_latents": 4, "num_self_attends_per_block": 1, "num_cross_attention_heads": 1,
+        "num_self_attention_heads": 1, "max_position_embeddings": LENGTH,
     },
     "dab-detr": DETR,
     "deformable_detr": {**DETR, "num_feature_levels": 1},
@@ -308,7 +300,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "neomme": {
         "sliding_window": 4,
         "rope_parameters": {
-            key: {**ROTARY, "partial_rotary_factor": 1.0} for key in ("sliding_attention", "full_attention")
+            kind: {**ROTARY, "partial_rotary_factor": 1.0} for kind in ("sliding_attention", "full_attention")
         },
     },
     "fun_asr_nano": {"adaptor_config": {"intermediate_size": 8}},
@@ -322,13 +314,9 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "align": {"vision_config": EFFICIENT, "projection_dim": 320},
     "lw_detr": {
         "backbone_config": {
-            "num_hidden_layers": 2,
-            "num_windows": 4,
-            "out_indices": [1, 2],
-            "window_block_indices": [0],
+            "num_hidden_layers": 2, "num_windows": 4, "out_indices": [1, 2], "window_block_indices": [0],
         },
-        "projector_scale_factors": [1.0],
-        "group_detr": 2,
+        "projector_scale_factors": [1.0], "group_detr": 2,
     },
     "rf_detr": {"group_detr": 2},
     "hgnet_v2": HGNET,
@@ -337,13 +325,8 @@ OPTIONS: dict[str, dict[str, Any]] = {
     **{key: {"backbone_config": HGNET, **CHANNELS, **LAYOUT} for key in ("pp_doclayout_v2", "pp_doclayout_v3")},
     **dict.fromkeys(("swin", "swinv2", "donut-swin"), WINDOWS),
     "focalnet": {
-        "depths": [1, 1],
-        "patch_size": 4,
-        "hidden_sizes": [16, 32],
-        "embed_dim": 16,
-        "focal_levels": [1, 1],
-        "focal_windows": [3, 3],
-        "encoder_stride": 8,
+        "depths": [1, 1], "patch_size": 4, "hidden_sizes": [16, 32], "embed_dim": 16, "focal_levels": [1, 1],
+        "focal_windows": [3, 3], "encoder_stride": 8,
     },
     "mimo_v2_flash": {"num_key_value_heads": 2},
     "textnet": {"stem_out_channels": 16},
@@ -356,7 +339,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "canine": {"local_transformer_stride": 8},
     "gpt_neo": {"attention_types": [[["global", "local"], 1]], "num_layers": 2},
     "MixtralForCausalLM": {"output_router_logits": True},
-}
+}  # fmt: skip
 """What classes need besides small sizes, by the type of the model or the name of the class."""
 
 
