@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import functools
 import itertools
 import os
-import random
 import shutil
 import signal
 import threading
@@ -134,35 +132,6 @@ def test_save_required_failure_ends_the_run(error: Exception, is_async: bool, fo
         trainer.train()
     assert [path.name for path in Store(folder / "run").checkpoints()] == ["checkpoint-2"]
     assert trainer.progress.step in ((4, 5, 6) if is_async else (4,))
-
-
-class Timer(Callback):
-    """Has the system end the process, as SIGKILL does, a few milliseconds of its processor time after a step began."""
-
-    def __init__(self, steps: int, seconds: float) -> None:
-        self.steps, self.seconds = steps, seconds
-
-    def on_step_start(self, trainer: Any) -> None:
-        self.steps -= 1
-        if self.steps < 0:
-            signal.setitimer(signal.ITIMER_PROF, self.seconds)
-
-
-@pytest.mark.processes
-@pytest.mark.parametrize("is_async", [False, True])
-def test_kill_at_random_moments_resumes_identically(folder: Path, is_async: bool) -> None:
-    options: dict[str, Any] = {**RUN, "epochs": 4, "save_steps": 3, "async_save": is_async}
-    expected = comparable(play(folder / "undisturbed", **options))
-    chance = random.Random(3 + is_async)
-    code, kills = -signal.SIGPROF, 0
-    while code:  # a run that gets past its next checkpoint resumes from there
-        timer = Timer(chance.randint(0, 8), chance.uniform(0.0001, 0.004))  # 12 steps of about 4 ms
-        trainer = build(folder / "run", callbacks=lambda: [timer], **options)  # noqa: B023
-        code = exit_code(fork(functools.partial(train, trainer, resume_from="auto")))
-        assert code in (0, -signal.SIGPROF)
-        kills += code != 0
-    assert_same(comparable(play(folder / "run", **options)), expected)
-    assert kills
 
 
 class KillAtStep(Callback):
