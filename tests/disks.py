@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import errno
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 from resuming import Killed
 
-from omnitrain.checkpoint.disk import FileSystem
+from omnitrain.checkpoint.disk import FileEntry, FileSystem
 
 Fault = Callable[["FaultyDisk"], None]
 
@@ -40,15 +40,14 @@ class FaultyDisk(FileSystem):
         self._begin("mkdir", path)
         super().mkdir(path)
 
-    def write(self, path: Path, data: bytes) -> None:
-        self._begin("write", path, data[: len(data) // 2])
-        super().write(path, data)
-        self.unsynced.add(path.stat().st_ino)
+    def write(self, path: Path, content: bytes | Iterable[bytes | memoryview]) -> FileEntry:
+        self._begin("write", path, b"half of a file")
 
-    def create(self, path: Path, pieces: Iterable[bytes | memoryview]) -> None:
-        self._begin("create", path, b"half of a file")
-        super().create(path, pieces)
-        self.unsynced.add(path.stat().st_ino)
+        def pieces() -> Iterator[bytes | memoryview]:
+            self.unsynced.add(path.stat().st_ino)
+            yield from [content] if isinstance(content, bytes) else content
+
+        return super().write(path, pieces())
 
     def link(self, path: Path, name: str) -> None:
         self._begin("link", path)

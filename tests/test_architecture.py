@@ -51,7 +51,7 @@ FLOOR_OF = {name: floor for floor, names in FLOORS.items() for name in names.spl
 NO_TORCH = [
     "omnitrain.arguments",
     "omnitrain.trainer.lifecycle",
-    *(f"omnitrain.checkpoint.{name}" for name in ["disk", "lock", "manifest", "retention", "store"]),
+    *(f"omnitrain.checkpoint.{name}" for name in ["disk", "lock", "manifest", "store"]),
     *(f"omnitrain.core.{path.stem}" for path in sorted((PACKAGE / "core").glob("[!_]*.py"))),
 ]
 TORCH_ON_FIRST_USE = [

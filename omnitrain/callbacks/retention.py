@@ -1,10 +1,52 @@
-"""Deletion of old checkpoints, chosen by `checkpoint/retention.py`."""
+"""Deletion of old checkpoints."""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
+from typing import Literal
+
+from omnitrain.checkpoint.manifest import SAVE_ORDER, CheckpointInfo
 from omnitrain.checkpoint.store import Store
 from omnitrain.core.errors import Tolerance
 from omnitrain.core.events import Callback, TrainerLike
+
+
+def to_delete(
+    checkpoints: Sequence[CheckpointInfo],
+    keep_last: int | None,
+    keep_best: int = 1,
+    keep_every: int | None = None,
+    direction: Literal["max", "min"] = "max",
+) -> list[int]:
+    """Return the steps to delete, the earliest save first; never the newest or the best.
+
+    Args:
+        checkpoints: All complete ones, in any order.
+        keep_last: How many of the newest to keep, not counting those saved only as the best; None keeps all of these.
+        keep_best: How many of the best to keep. Ties go to the earlier step; without a finite score none is best.
+        keep_every: Keep steps divisible by this.
+        direction: Whether a higher or a lower score is better.
+
+    >>> to_delete([CheckpointInfo(10, 0.9), CheckpointInfo(20, 0.5), CheckpointInfo(30, 0.7)], keep_last=1)
+    [20]
+    """
+    saved = sorted(checkpoints, key=SAVE_ORDER)
+    sign = -1 if direction == "max" else 1
+    ranked, regular, former_bests, keep = [], [], [], {info.step for info in saved[-1:]}
+    for info in saved:
+        if info.score is not None and math.isfinite(info.score):
+            ranked.append((sign * info.score, info.step))
+        if not info.for_best:
+            regular.append(info.step)
+        if info.best:
+            former_bests.append(info.step)
+        if keep_every and info.step % keep_every == 0:
+            keep.add(info.step)
+    keep.update(regular if keep_last is None else regular[-max(keep_last, 1) :])
+    keep.update(step for _, step in sorted(ranked)[: max(keep_best, 1)])
+    keep.update(former_bests[-1:])
+    return [info.step for info in saved if info.step not in keep]
 
 
 class Retention(Callback):
@@ -47,4 +89,5 @@ class Retention(Callback):
                 path = trainer.lifecycle.saved_path  # of a step that the earlier run may have saved, too
                 self._stale_steps = {step for step in self._stale_steps if self.store.path(step) != path}
                 self._stale_steps -= set(self.store.delete(self._stale_steps))
-            self.store.prune(self.keep_last, self.keep_best, self.keep_every, trainer.objective.direction)
+            policy = (self.keep_last, self.keep_best, self.keep_every, trainer.objective.direction)
+            self.store.prune(lambda infos: to_delete(infos, *policy))

@@ -353,7 +353,7 @@ class Checkpointer:
             "credited_step": best_saved,
             "scored": list(scored if score is not None and is_final else self._scored_steps),
         }
-        rows = b"", ""
+        rows = b""
         if self._trainer.ranks.is_main:
             rows = self._history_encoder.encode(state["metrics"]["rows"], lifecycle.metrics)
         return Snapshot(files, payload, step, score, best, evaluated, rows)

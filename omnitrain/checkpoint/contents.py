@@ -95,17 +95,8 @@ class Snapshot:
     score: float | None
     best: bool
     evaluated_step: int
-    rows: tuple[bytes, str]
-    """The history as lines of JSON, and their sha256."""
-
-    @property
-    def by_size(self) -> list[str]:
-        """The files, the largest first."""
-
-        def size(file: str) -> int:
-            return sum(tensor.numel() * tensor.element_size() for tensor in self.files[file].values())
-
-        return sorted(self.files, key=lambda file: (-size(file), file))
+    rows: bytes
+    """The history as lines of JSON."""
 
 
 class Contents:

@@ -12,17 +12,26 @@ import operator
 import os
 import shutil
 from collections.abc import Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
+from typing import TypedDict
 
 from omnitrain.core.errors import CheckpointError, ConfigError
 from omnitrain.core.files import create_file, open_regular
 from omnitrain.core.paths import folder_path
 
 _MIN_THREADED_BYTES = 1 << 24  # starting threads costs about a millisecond
+_SMALL = 1 << 18  # bytes that are hashed faster than a thread is notified
 _WRITEBACK_BYTES = 1 << 25
 # The order of the entries of a folder.
 BY_NAME = operator.attrgetter("name")
+
+
+class FileEntry(TypedDict):
+    """The entry in omnitrain.json for one other file of the checkpoint."""
+
+    size: int
+    sha256: str
 
 
 class FileSystem:
@@ -30,7 +39,8 @@ class FileSystem:
 
     >>> import tempfile
     >>> fs, folder = FileSystem(), Path(tempfile.mkdtemp())
-    >>> fs.write(folder / "a.tmp", b"text")
+    >>> fs.write(folder / "a.tmp", b"text")["size"]
+    4
     >>> fs.rename(folder / "a.tmp", folder / "a")
     >>> fs.remove(folder)
     >>> folder.exists()
@@ -41,14 +51,31 @@ class FileSystem:
         """Create a folder, which must not exist, in an existing one."""
         path.mkdir()
 
-    def write(self, path: Path, data: bytes) -> None:
-        """Write a file."""
-        with create_file(path) as file:
-            file.write(data)
+    def write(self, path: Path, content: bytes | Iterable[bytes | memoryview]) -> FileEntry:
+        """Write a file, wait until it is on the disk, and return its size and sha256.
 
-    def create(self, path: Path, pieces: Iterable[bytes | memoryview]) -> None:
-        """Write a file piece by piece."""
-        write_pieces(path, pieces)
+        Another thread hashes each piece of it while that is written and the next one is made.
+        """
+        hasher, size, started = hashlib.sha256(), 0, 0
+        with create_file(path) as file, ThreadPoolExecutor(1, thread_name_prefix="omnitrain-hash") as pool:
+            hashing: Future[None] | None = None
+            for piece in [content] if isinstance(content, bytes) else content:
+                if hashing is not None:
+                    hashing.result()
+                hashing = None
+                if len(piece) >= _SMALL:
+                    with contextlib.suppress(RuntimeError):  # at interpreter exit, where an asynchronous save may end
+                        hashing = pool.submit(hasher.update, piece)
+                if hashing is None:
+                    hasher.update(piece)
+                size += file.write(piece)
+                # by itself Linux starts the disk when a sync asks for it, or when a tenth of the memory is waiting
+                if size - started >= _WRITEBACK_BYTES and hasattr(os, "posix_fadvise"):
+                    with contextlib.suppress(OSError):  # only a hint: the sync reports errors of the disk
+                        os.posix_fadvise(file.fileno(), started, size - started, os.POSIX_FADV_DONTNEED)
+                    started = size
+        self.sync(path)
+        return {"size": size, "sha256": hasher.hexdigest()}
 
     def link(self, path: Path, name: str) -> None:
         """Create a link to `name` in the same folder; some file systems have no links."""
@@ -150,23 +177,6 @@ def read_or_none(path: Path) -> bytes | None:
         return path.read_bytes()
     except OSError:
         return None
-
-
-def write_pieces(path: Path, pieces: Iterable[bytes | memoryview]) -> None:
-    """Write a file piece by piece, and start the disk at once, so that a later sync waits less.
-
-    By itself Linux starts when a sync asks for it, or when a tenth of the memory is waiting.
-    """
-    with create_file(path) as file:
-        synced = written = 0
-        for piece in pieces:
-            buffer = memoryview(piece)
-            for start in range(0, len(buffer), _WRITEBACK_BYTES):
-                written += file.write(buffer[start : start + _WRITEBACK_BYTES])
-                if written - synced >= _WRITEBACK_BYTES and hasattr(os, "posix_fadvise"):
-                    with contextlib.suppress(OSError):  # only a hint: the sync reports errors of the disk
-                        os.posix_fadvise(file.fileno(), synced, written - synced, os.POSIX_FADV_DONTNEED)
-                    synced = written
 
 
 @contextlib.contextmanager

@@ -5,7 +5,6 @@ In omnitrain.json, every save would encode all rows again, and its time would gr
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Mapping
 from pathlib import Path
@@ -24,7 +23,7 @@ class HistoryEncoder:
 
     >>> encoder, metrics = HistoryEncoder(), MetricsDict()
     >>> metrics.add_train({"epoch": 1, "step": 10, "train_loss": 0.5})
-    >>> encoder.encode({"train_metrics_history": 1}, metrics)[0]
+    >>> encoder.encode({"train_metrics_history": 1}, metrics)
     b'{"train_metrics_history":{"epoch":1,"step":10,"train_loss":0.5}}\n'
     """
 
@@ -35,10 +34,9 @@ class HistoryEncoder:
         self._tables: dict[str, Any] = {}
         self._counts: dict[str, int] = {}
         self._text = bytearray()
-        self._hash = hashlib.sha256()
 
-    def encode(self, counts: Mapping[str, int], metrics: MetricsDict) -> tuple[bytes, str]:
-        """Return the first rows of each table as text, and its sha256.
+    def encode(self, counts: Mapping[str, int], metrics: MetricsDict) -> bytes:
+        """Return the first rows of each table as text.
 
         Args:
             counts: The number of rows of each table; rows of the previous call must not have changed.
@@ -55,8 +53,7 @@ class HistoryEncoder:
                 new += json.dumps({name: entry}, separators=(",", ":")).encode() + b"\n"
         self._tables, self._counts = tables, dict(counts)
         self._text += new
-        self._hash.update(new)
-        return bytes(self._text), self._hash.hexdigest()
+        return bytes(self._text)
 
 
 def read_history(folder: Path, content: Mapping[str, Any]) -> dict[str, Any]:

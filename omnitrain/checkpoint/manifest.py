@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import operator
 import os
 import re
 import reprlib
@@ -17,9 +18,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
-from typing import Any, TypedDict
+from typing import Any
 
-from omnitrain.checkpoint.disk import hashing
+from omnitrain.checkpoint.disk import FileEntry, hashing
 from omnitrain.core.errors import CheckpointError
 from omnitrain.core.files import is_inside, open_regular, unique_keys
 from omnitrain.core.history import TABLES
@@ -33,11 +34,29 @@ _DEPTH = 100
 _ZEROS = "0" * 64
 
 
-class FileEntry(TypedDict):
-    """The entry in omnitrain.json for one other file of the checkpoint."""
+# The sort key of checkpoints.
+SAVE_ORDER = operator.attrgetter("sequence", "step")
 
-    size: int
-    sha256: str
+
+@dataclass(frozen=True, slots=True)
+class CheckpointInfo:
+    """The properties of a checkpoint by which those to keep and to load are chosen."""
+
+    step: int
+    score: float | None = None
+    """The value of the metric to optimize at this step; None if it was not evaluated or not finite."""
+    sequence: int = 0
+    """The number of the save in this folder; steps need not rise with it, as a run can resume from an earlier one."""
+    best: bool = False
+    """Whether its score was the best so far when it was saved."""
+    for_best: bool = False
+    """Whether that was the only reason to save it: it is deleted once `keep_best` others are better."""
+
+    @classmethod
+    def from_manifest(cls, content: Mapping[str, Any]) -> CheckpointInfo:
+        """Return the properties in the content of omnitrain.json."""
+        for_best = bool(content.get("for_best"))  # a folder written through `Store` need not have it
+        return cls(content["step"], content["score"], content["sequence"], content["best"], for_best)
 
 
 Check = Callable[[Path, Mapping[str, FileEntry]], None]

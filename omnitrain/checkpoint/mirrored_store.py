@@ -6,16 +6,15 @@ Saves go to a local folder, and are uploaded in the background by `uploader.py`;
 from __future__ import annotations
 
 import contextlib
-import functools
 import logging
 import os
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from omnitrain.checkpoint.lock import LOCK
-from omnitrain.checkpoint.manifest import MANIFEST, Check, check_hashes
+from omnitrain.checkpoint.manifest import MANIFEST, SAVE_ORDER, Check, CheckpointInfo, check_hashes
 from omnitrain.checkpoint.remote import (
     FOLDER,
     RemoteCheckpoint,
@@ -24,8 +23,7 @@ from omnitrain.checkpoint.remote import (
     local_copy,
     wrap_store_errors,
 )
-from omnitrain.checkpoint.retention import SAVE_ORDER, CheckpointInfo
-from omnitrain.checkpoint.store import Store, accept_any
+from omnitrain.checkpoint.store import Choice, Store, accept_any
 from omnitrain.checkpoint.uploader import MAX_ATTEMPTS, RemoteLock, Uploader, wait_limit
 from omnitrain.core.errors import CheckpointError
 from omnitrain.core.paths import is_address, local_folder, run_folder
@@ -74,8 +72,8 @@ class MirroredStore(Store):
         self.remote: RemoteFolder = RemoteFolder(address)
         self._is_required = is_required
         self._upload: Uploader | None = None
-        # The latest call of `prune`.
-        self._prune_again: Callable[[], list[Path]] | None = None
+        # The argument of the latest call of `prune`.
+        self._choose: Choice | None = None
 
     # --- beginning and end
 
@@ -120,7 +118,7 @@ class MirroredStore(Store):
         leftovers = {folder for folder in folders - committed if FOLDER.fullmatch(folder)}
         leftovers |= {f"{folder}.old" for folder in committed} & committed
         self._upload = Uploader(self.remote, self.root, copies, lock, leftovers)
-        self._prune_again = None
+        self._choose = None
         newest = max((copy.info.sequence for copy in copies.values()), default=0)
         for info in self.checkpoint_infos():
             if info.sequence > newest and self.path(info.step).is_dir():  # an upload was interrupted
@@ -150,9 +148,9 @@ class MirroredStore(Store):
         problem = "it was interrupted"
         try:
             problem = self._upload.wait(wait_limit(), tick, MAX_ATTEMPTS if self._is_required else None)
-            if self._prune_again is not None:  # what was being uploaded at the latest save can be deleted now
+            if self._choose is not None:  # what was being uploaded at the latest save can be deleted now
                 with contextlib.suppress(CheckpointError, OSError):
-                    self._prune_again()
+                    super().prune(self._choose)
         finally:
             self._upload = None
             if problem:
@@ -166,9 +164,9 @@ class MirroredStore(Store):
 
     # --- saving
 
-    def commit(self, step: int, payload: Mapping[str, Any], **options: Any) -> Path:
+    def commit(self, step: int, *details: Any) -> Path:
         """Commit a checkpoint as `Store.commit` does, and start its upload."""
-        path = super().commit(step, payload, **options)
+        path = super().commit(step, *details)
         if self._upload is not None:
             self._upload.add(step)
         return path
@@ -179,10 +177,10 @@ class MirroredStore(Store):
         infos = {step: copy.info for step, copy in copies.items()} | {info.step: info for info in super().all_infos()}
         return sorted(infos.values(), key=SAVE_ORDER)
 
-    def prune(self, *policy: Any, **options: Any) -> list[Path]:
-        """Delete local checkpoints by the policy, and remote ones after the new checkpoint is uploaded."""
-        self._prune_again = functools.partial(super().prune, *policy, **options)
-        return self._prune_again()
+    def prune(self, choose: Choice) -> list[int]:
+        """Delete the chosen local checkpoints, and remote ones after the new checkpoint is uploaded."""
+        self._choose = choose
+        return super().prune(choose)
 
     def _delete(self, step: int) -> bool:
         """Delete the checkpoint of `step`; return False if the local one stays, as it is being uploaded."""

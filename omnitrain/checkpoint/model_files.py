@@ -10,7 +10,7 @@ import copy
 import logging
 import os
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
@@ -18,6 +18,7 @@ import torch
 from torch import nn
 
 from omnitrain.backends.backend import Backend
+from omnitrain.checkpoint.sharded_files import find_tensor_files
 from omnitrain.checkpoint.state_dicts import (
     ADAPTER,
     WEIGHTS,
@@ -139,13 +140,13 @@ def write_config(model: nn.Module, folder: Path) -> None:
         config.save_pretrained(folder)
 
 
-def write_model_files(model: nn.Module, folder: Path, has_all_weights: bool, weights: Sequence[Path]) -> None:
-    """Write the files that opening the weights of a checkpoint needs: the model's config, or PEFT's adapters.
+def write_model_files(model: nn.Module, folder: Path, has_all_weights: bool, files: Iterable[str]) -> None:
+    """Write what opening the weights among the files of a checkpoint needs: the model's config, or PEFT's adapters.
 
     Without the frozen weights, if it has not all weights, no config can open it.
     """
     if has_adapters(model):
-        write_adapters(model, folder, TensorFile(list(weights)))
+        write_adapters(model, folder, TensorFile(find_tensor_files(folder, files, "model")))
         bare: Any = unwrap(model)
         write_config(bare.get_base_model() if hasattr(bare, "get_base_model") else bare, folder / BASE)
     elif has_all_weights:

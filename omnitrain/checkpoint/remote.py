@@ -28,10 +28,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-from omnitrain.checkpoint.disk import FileSystem, list_tree
+from omnitrain.checkpoint.disk import FileEntry, FileSystem, list_tree
 from omnitrain.checkpoint.lock import LOCK
-from omnitrain.checkpoint.manifest import LARGEST_MANIFEST, MANIFEST, FileEntry, inspect, parse_manifest
-from omnitrain.checkpoint.retention import SAVE_ORDER, CheckpointInfo
+from omnitrain.checkpoint.manifest import (
+    LARGEST_MANIFEST,
+    MANIFEST,
+    SAVE_ORDER,
+    CheckpointInfo,
+    inspect,
+    parse_manifest,
+)
 from omnitrain.core.errors import CheckpointError, ConfigError, MissingExtraError, OmnitrainError
 from omnitrain.core.files import create_file, is_inside
 from omnitrain.core.paths import local_folder

@@ -366,7 +366,6 @@ def _replace(fs: FileSystem, path: Path, text: str) -> None:
     new = path.with_name(f"{path.name}.tmp")
     try:
         fs.write(new, text.encode())
-        fs.sync(new)
         fs.rename(new, path)
     except OSError:
         with contextlib.suppress(OSError):

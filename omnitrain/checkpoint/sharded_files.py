@@ -6,7 +6,6 @@ each tensor, with its offsets in the metadata. `tensor_reader.py` reads them.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import math
 import re
@@ -16,17 +15,16 @@ from typing import Any
 
 import torch
 
-from omnitrain.checkpoint.disk import FileSystem
-from omnitrain.checkpoint.manifest import FileEntry
+from omnitrain.checkpoint.disk import FileEntry, FileSystem
 from omnitrain.checkpoint.safetensors_header import SHARDING
 from omnitrain.checkpoint.tensor_files import (
     Block,
     Gathered,
     dtensor_blocks,
+    file_content,
     file_order,
     is_sharded,
     spec_of,
-    write_tensors,
 )
 from omnitrain.checkpoint.tensor_reader import TensorFile, rectangles, size_of
 
@@ -105,7 +103,7 @@ def _is_first_replica(tensor_mesh: Any, mesh: Any) -> bool:
 def write_shards(blocks: Mapping[str, list[Block]], folder: Path, rank: int, fs: FileSystem) -> dict[str, FileEntry]:
     """Write this rank's blocks of each tensor to a folder, and return size and sha256 of its files by name.
 
-    If a tensor has several blocks, they go to as many files. Errors are those of `write_tensors`.
+    If a tensor has several blocks, they go to as many files. Errors are those of `file_content`.
     """
     entries: dict[str, FileEntry] = {}
     for number in range(max(map(len, blocks.values()), default=0)):
@@ -114,7 +112,7 @@ def write_shards(blocks: Mapping[str, list[Block]], folder: Path, rank: int, fs:
         metadata = {SHARDING: json.dumps(shardings, separators=(",", ":"), ensure_ascii=False), "DCP_VERSION": "1.0"}
         path = folder / (f"rank-{rank:05}.safetensors" if not number else f"rank-{rank:05}.{number}.safetensors")
         tensors = {name: block.tensor for name, block in parts.items()}
-        entries[path.name] = write_tensors(tensors, path, fs, metadata=metadata)
+        entries[path.name] = fs.write(path, file_content(tensors, metadata=metadata))
     return entries
 
 
@@ -176,15 +174,13 @@ def write_full_files(
     """
     split = _split(source, limit)
     entries = {
-        file: write_tensors(source.subset(names), folder / file, fs)
+        file: fs.write(folder / file, file_content(source.subset(names)))
         for file, names in list(split.filename_to_tensors.items())[rank::world_size]
     }
     if rank == 0 and split.is_sharded:
         content = {"metadata": split.metadata, "weight_map": dict(sorted(split.tensor_to_filename.items()))}
-        text, path = (json.dumps(content, indent=2) + "\n").encode(), folder / "model.safetensors.index.json"
-        fs.write(path, text)
-        fs.sync(path)
-        entries[path.name] = {"size": len(text), "sha256": hashlib.sha256(text).hexdigest()}
+        path = folder / "model.safetensors.index.json"
+        entries[path.name] = fs.write(path, (json.dumps(content, indent=2) + "\n").encode())
     return entries
 
 

@@ -25,20 +25,20 @@ import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
-from omnitrain.checkpoint.disk import BY_NAME, FileSystem, hashing, list_tree
+from omnitrain.checkpoint.disk import BY_NAME, FileEntry, FileSystem, hashing, list_tree
 from omnitrain.checkpoint.lock import Lock
 from omnitrain.checkpoint.manifest import (
     MANIFEST,
+    SAVE_ORDER,
     Check,
-    FileEntry,
+    CheckpointInfo,
     check_hashes,
     encode,
     inspect,
     read_manifest,
 )
-from omnitrain.checkpoint.retention import SAVE_ORDER, CheckpointInfo, to_delete
 from omnitrain.core.errors import CheckpointError, is_disk_error
 from omnitrain.core.files import open_regular
 
@@ -53,6 +53,8 @@ _MAX_NAME_LENGTH = 255
 
 Entries = Mapping[str, list[tuple[int, Path]]]
 """Step and path of the folders of checkpoints, by the suffix of their names."""
+Choice = Callable[[list[CheckpointInfo]], list[int]]
+"""Returns the steps of checkpoints to delete, of all complete ones."""
 
 
 def is_pointer(path: Path) -> bool:
@@ -75,7 +77,9 @@ class Store:
 
     >>> import tempfile
     >>> store = Store(tempfile.mkdtemp())
-    >>> store.save(120, lambda folder: (folder / "a.txt").write_text("hello"), {"progress": {"step": 120}}).name
+    >>> with store.saving(120) as folder:
+    ...     entry = store.fs.write(folder / "a.txt", b"hello")
+    ...     store.commit(120, folder, {"progress": {"step": 120}}, written={"a.txt": entry}).name
     'checkpoint-120'
     >>> path, content = store.resolve("auto")
     >>> path.name, content["progress"], list(content["files"])
@@ -97,10 +101,6 @@ class Store:
         """Return the folder for the checkpoint of `step`, whether it exists or not."""
         return self.root / f"checkpoint-{step}"
 
-    def temporary(self, step: int) -> Path:
-        """Return the temporary folder for the checkpoint of `step`, created by `saving`."""
-        return self.root / f"checkpoint-{step}.{self.lock.token}.tmp"
-
     # Saving
 
     def acquire(self) -> None:
@@ -119,25 +119,6 @@ class Store:
     def download(self, name: str) -> None:
         """Download the checkpoint of this name, if it exists only remotely."""
 
-    def save(
-        self,
-        step: int,
-        write: Callable[[Path], object],
-        payload: Mapping[str, Any],
-        *,
-        score: float | None = None,
-        best: bool = False,
-    ) -> Path:
-        """Save a checkpoint and return its folder: `saving`, `write(folder)`, `commit`.
-
-        Raises:
-            CheckpointError: It could not be written, because of an error of the disk. Earlier checkpoints are
-                unchanged, and the incomplete one is removed.
-        """
-        with self.saving(step) as folder:
-            write(folder)
-            return self.commit(step, payload, score=score, best=best)
-
     @contextlib.contextmanager
     def saving(self, step: int) -> Iterator[Path]:
         """Lock the run folder, and yield a new folder for the files of `step`; after an error it is removed.
@@ -145,44 +126,49 @@ class Store:
         The leftovers of a killed save are removed before.
 
         Raises:
-            CheckpointError: As for `save`.
+            CheckpointError: It could not be written, because of an error of the disk. Earlier checkpoints are
+                unchanged.
         """
         self.acquire()
+        folder = self.root / f"checkpoint-{step}.{self.lock.token}.tmp"
         try:
             with self.reporting_errors(step):
                 self.lock.check()
                 self._make_root()
                 self._scan()
-                self.fs.mkdir(self.temporary(step))
-                yield self.temporary(step)
+                self.fs.mkdir(folder)
+                yield folder
         except Exception:
-            self.discard(step)
+            with contextlib.suppress(OSError):  # as far as the disk allows
+                if folder.exists():
+                    self.fs.remove(folder)
             raise
         finally:
             self.lock.release()
 
     def _make_root(self) -> None:
-        missing = [path for path in (self.root, *self.root.parents) if not path.exists()]
-        for path in reversed(missing):
-            with contextlib.suppress(FileExistsError):  # another process was faster
-                self.fs.mkdir(path)
-            self.fs.sync(path.parent)
+        for path in (*reversed(self.root.parents), self.root):
+            if not path.exists():
+                with contextlib.suppress(FileExistsError):  # another process was faster
+                    self.fs.mkdir(path)
+                self.fs.sync(path.parent)
 
     def commit(
         self,
         step: int,
+        folder: Path,
         payload: Mapping[str, Any],
-        *,
         score: float | None = None,
         best: bool = False,
         written: Mapping[str, FileEntry] | None = None,
     ) -> Path:
-        """Atomically turn the files written since `saving(step)` into the checkpoint of `step`.
+        """Atomically turn the files in the folder of `saving(step)` into the checkpoint of `step`.
 
         Every process that writes to the folder must have closed its files.
 
         Args:
             step: The optimizer update after which the state was captured.
+            folder: The folder with the files.
             payload: Further content of omnitrain.json; JSON types only.
             score: The value of the metric to optimize at this step, if it was evaluated.
             best: Whether that value is the best so far; `best` then points here.
@@ -191,37 +177,34 @@ class Store:
 
         Score and best belong to this save: pass them again if a step is saved again.
         """
-        with self.reporting_errors(step):
-            folder = self.temporary(step)
-            files, folders = list_tree(folder)
-            content = {
-                "step": step,
-                # counts saves, not steps: a run that was resumed from an earlier step saves lower steps later
-                "sequence": 1 + max((info.sequence for info in self.all_infos()), default=0),
-                "score": float(score) if score is not None and math.isfinite(score) else None,
-                "best": best,
-                **payload,
-                "files": self._sync_and_hash(folder, files, written or {}),
-            }
-            # written last: a folder without it is no checkpoint
-            self.fs.write(folder / MANIFEST, encode(content))
-            self.fs.sync(folder / MANIFEST)
-            # a synced file in a folder that was not synced may be gone after a power failure
-            for inner in reversed(folders):
-                self.fs.sync(inner)
-            self.lock.check()  # another run may have taken the folder while this one wrote
-            self._publish(step)
+        files, folders = list_tree(folder)
+        entries, infos = dict(written or {}), self.all_infos()
+        unsynced = [file for file in files if file.relative_to(folder).as_posix() not in entries]
+        with hashing(unsynced) as digests:  # while the disk writes
+            for file in unsynced:
+                self.fs.sync(file)
+            for file, digest in zip(unsynced, digests, strict=True):
+                entries[file.relative_to(folder).as_posix()] = {"size": file.stat().st_size, "sha256": digest}
+        content = {
+            "step": step,
+            # counts saves, not steps: a run that was resumed from an earlier step saves lower steps later
+            "sequence": 1 + (infos[-1].sequence if infos else 0),
+            "score": float(score) if score is not None and math.isfinite(score) else None,
+            "best": best,
+            **payload,
+            "files": dict(sorted(entries.items())),
+        }
+        # written last: a folder without it is no checkpoint
+        self.fs.write(folder / MANIFEST, encode(content))
+        # a synced file in a folder that was not synced may be gone after a power failure
+        for inner in reversed(folders):
+            self.fs.sync(inner)
+        self.lock.check()  # another run may have taken the folder while this one wrote
+        self._publish(step, folder)
         self._verified[step] = content["sequence"]
         self._infos[step] = CheckpointInfo.from_manifest(content)
         self._update_pointers(step, best)
         return self.path(step)
-
-    def discard(self, step: int) -> None:
-        """Remove the files written since `saving(step)`, as far as the disk allows."""
-        folder = self.temporary(step)
-        with contextlib.suppress(OSError):
-            if folder.exists():
-                self.fs.remove(folder)
 
     @contextlib.contextmanager
     def reporting_errors(self, step: int) -> Iterator[None]:
@@ -236,21 +219,9 @@ class Store:
                 "Free some space or repair the disk; the next save tries again."
             ) from error
 
-    def _sync_and_hash(self, folder: Path, files: list[Path], written: Mapping[str, FileEntry]) -> dict[str, FileEntry]:
-        """Sync all files and return their manifest entries; hashing runs while the disk writes."""
-        entries = dict(written)
-        paths = {file.relative_to(folder).as_posix(): file for file in files}
-        unsynced = {name: file for name, file in paths.items() if name not in written and name != MANIFEST}
-        with hashing(unsynced.values()) as digests:
-            for file in unsynced.values():
-                self.fs.sync(file)
-            for (name, file), digest in zip(unsynced.items(), digests, strict=True):
-                entries[name] = {"size": file.stat().st_size, "sha256": digest}
-        return dict(sorted(entries.items()))
-
-    def _publish(self, step: int) -> None:
+    def _publish(self, step: int, source: Path) -> None:
         """Rename the finished folder, after an existing checkpoint of the same step."""
-        source, target = self.temporary(step), self.path(step)
+        target = self.path(step)
         self._infos.pop(step, None)
         if target.exists() and not (target / MANIFEST).exists():
             # a foreign folder, or a checkpoint that lost its manifest: nobody knows, so it is kept
@@ -300,9 +271,9 @@ class Store:
         leftovers = [
             (suffix, path)
             for suffix in (".deleting", ".old", ".tmp")  # .deleting first: deleting an .old needs that name
-            for step, path in entries[suffix]
+            for _, path in entries[suffix]
             # it may belong to another run, if no lock was acquired
-            if not self.lock.failed_to_acquire or path == self.temporary(step)
+            if not self.lock.failed_to_acquire or path.name.endswith(f".{self.lock.token}.tmp")
         ]
         for suffix, path in leftovers:
             try:
@@ -517,10 +488,7 @@ class Store:
     def _write_pointer(self, which: str, step: int) -> None:
         if self._read_pointer(which) == step:
             return
-        temporary = self.root / f"{which}.{self.lock.token}.tmp"
-        if temporary.is_symlink() or temporary.exists():
-            self.fs.remove(temporary)
-        name = self.path(step).name
+        temporary, name = self.root / f"{which}.{self.lock.token}.tmp", self.path(step).name
         try:
             self.fs.link(temporary, name)
         except (OSError, NotImplementedError) as error:
@@ -528,7 +496,6 @@ class Store:
                 raise
             # a file system without links, or a user without the right to create them
             self.fs.write(temporary, f"{name}\n".encode())
-            self.fs.sync(temporary)
         if (self.root / which).is_dir() and not (self.root / which).is_symlink():
             self._move_aside(self.root / which, "is a copy of a checkpoint")
         self.fs.rename(temporary, self.root / which)
@@ -542,26 +509,19 @@ class Store:
 
     # Retention
 
-    def prune(
-        self,
-        keep_last: int | None,
-        keep_best: int = 1,
-        keep_every: int | None = None,
-        direction: Literal["max", "min"] = "max",
-    ) -> list[Path]:
-        """Delete the complete checkpoints that `to_delete` returns; damaged and foreign folders stay.
+    def prune(self, choose: Choice) -> list[int]:
+        """Delete the complete checkpoints that `choose` returns; damaged and foreign folders stay.
 
         A folder that cannot be deleted is logged, and tried again the next time. Nothing is deleted unless at least
         one of the remaining checkpoints is verified.
         """
         self.lock.check()
-        pointed = (self._read_pointer("last"), self._read_pointer("best"))
-        infos = self.all_infos()
-        steps = [s for s in to_delete(infos, keep_last, keep_best, keep_every, direction) if s not in pointed]
+        infos, pointed = self.all_infos(), (self._read_pointer("last"), self._read_pointer("best"))
+        steps = [step for step in choose(infos) if step not in pointed]
         if steps and not self._has_verified([info for info in infos if info.step not in steps]):
             logger.warning("None is deleted from %r: no remaining checkpoint would be undamaged.", str(self.root))
             return []
-        return [self.path(step) for step in self.delete(steps)]
+        return self.delete(steps)
 
     def _has_verified(self, infos: Sequence[CheckpointInfo]) -> bool:
         """Return whether one of these is undamaged; those saved by this process were hashed when written."""

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import json
 from collections import deque
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,17 +13,15 @@ from typing import Any, NamedTuple, TypeGuard, TypeVar
 
 import torch
 
-from omnitrain.checkpoint.disk import FileSystem, write_pieces
-from omnitrain.checkpoint.manifest import FileEntry
 from omnitrain.checkpoint.tensor_reader import DTYPES, Spec, TensorFile, rows_at_once, size_of, unsaved_dtype
 from omnitrain.core.errors import CheckpointError
+from omnitrain.core.files import create_file
 from omnitrain.distributed.ranks import Ranks, as_bytes
 
 T = TypeVar("T")
 Gather = Callable[[Any], torch.Tensor]
 """Returns a tensor in host memory, in one piece."""
 
-_SMALL = 1 << 18  # bytes that are hashed faster than a thread is notified
 _HASHERS = 4
 
 
@@ -231,33 +228,20 @@ def save_tensors(tensors: Mapping[str, Any], path: Path, gather: Gather = gather
 
     Sharded tensors are gathered one at a time; those in files are read a piece at a time.
     """
-    write_pieces(path, _content(tensors, gather, {}))
+    with create_file(path) as file:
+        file.writelines(file_content(tensors, gather))
 
 
-def write_tensors(
-    tensors: Mapping[str, Any],
-    path: Path,
-    fs: FileSystem,
-    gather: Gather = gather_to_host,
-    metadata: Mapping[str, str] | None = None,
-) -> FileEntry:
-    """Write a file as `save_tensors` does, wait until it is on the disk, and return its size and sha256.
+def file_content(
+    tensors: Mapping[str, Any], gather: Gather = gather_to_host, metadata: Mapping[str, str] | None = None
+) -> Iterator[bytes | memoryview]:
+    """Yield the content of a safetensors file: its header, and the memory of each tensor.
 
     Raises:
         CheckpointError: If safetensors files cannot hold a dtype.
-        OSError: If it cannot be written.
     """
-    hasher = hashlib.sha256()
-    with contextlib.closing(_hashed(_content(tensors, gather, metadata or {}), hasher)) as content:
-        fs.create(path, content)
-    fs.sync(path)
-    return {"size": path.stat().st_size, "sha256": hasher.hexdigest()}
-
-
-def _content(tensors: Mapping[str, Any], gather: Gather, metadata: Mapping[str, str]) -> Iterator[bytes | memoryview]:
-    """Yield the content of a safetensors file: its header, and the memory of each tensor."""
     # the writer of the safetensors package needs all tensors at once, and returns no hash
-    header: dict[str, Any] = {"__metadata__": {"format": "pt", **metadata}}  # transformers requires the format
+    header: dict[str, Any] = {"__metadata__": {"format": "pt", **(metadata or {})}}  # transformers requires the format
     names, end = file_order(tensors), 0
     for name in names:
         shape, dtype = spec_of(tensors, name)
@@ -281,22 +265,6 @@ def _host_pieces(tensors: Mapping[str, Any], names: Sequence[str], gather: Gathe
             tensor = tensor.as_strided((tensor.numel(),), (1,))
         for piece in tensor.split(rows_at_once(tensor.shape, tensor.dtype)) if tensor.dim() else (tensor,):
             yield piece.cpu().contiguous()
-
-
-def _hashed(pieces: Iterable[bytes | memoryview], hasher: Any) -> Generator[bytes | memoryview, None, None]:
-    """Yield pieces, each of which another thread hashes while it is written and the next one is copied."""
-    hashing: Future[None] | None = None
-    with ThreadPoolExecutor(1, thread_name_prefix="omnitrain-hash") as pool:
-        for piece in pieces:
-            if hashing is not None:
-                hashing.result()
-            hashing = None
-            if len(piece) >= _SMALL:
-                with contextlib.suppress(RuntimeError):  # at interpreter exit, where an asynchronous save may end
-                    hashing = pool.submit(hasher.update, piece)
-            if hashing is None:
-                hasher.update(piece)
-            yield piece
 
 
 def file_order(tensors: Mapping[str, Any]) -> list[str]:

@@ -18,7 +18,7 @@ from typing import Any
 
 from omnitrain.checkpoint.disk import read_or_none
 from omnitrain.checkpoint.lock import LOCK, describe_owner, in_use_error
-from omnitrain.checkpoint.manifest import MANIFEST
+from omnitrain.checkpoint.manifest import MANIFEST, SAVE_ORDER
 from omnitrain.checkpoint.remote import (
     WORKERS,
     Copies,
@@ -29,7 +29,6 @@ from omnitrain.checkpoint.remote import (
     one_line_error,
     wrap_store_errors,
 )
-from omnitrain.checkpoint.retention import SAVE_ORDER
 from omnitrain.core.errors import CheckpointError
 from omnitrain.distributed.processes import identify_process, is_alive, is_in_same_container
 

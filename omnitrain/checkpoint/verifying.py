@@ -8,8 +8,8 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
-from omnitrain.checkpoint.disk import read_or_none
-from omnitrain.checkpoint.manifest import MANIFEST, Check, FileEntry, check_hashes
+from omnitrain.checkpoint.disk import FileEntry, read_or_none
+from omnitrain.checkpoint.manifest import MANIFEST, Check, check_hashes
 from omnitrain.core.errors import CheckpointError
 from omnitrain.distributed.ranks import Ranks
 

@@ -8,24 +8,22 @@ writes the shards, `store.py` folders and manifests, and `checkpointer.py` decid
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from omnitrain.checkpoint.contents import CheckpointedTrainer, Snapshot
+from omnitrain.checkpoint.disk import FileEntry
 from omnitrain.checkpoint.history import HISTORY
-from omnitrain.checkpoint.manifest import FileEntry
 from omnitrain.checkpoint.model_files import write_model_files
 from omnitrain.checkpoint.sharded_files import (
     LARGEST_FILE,
     Block,
     can_shard,
     count_full_files,
-    find_tensor_files,
     local_blocks,
     shard_folder,
     write_full_files,
@@ -35,11 +33,11 @@ from omnitrain.checkpoint.state_dicts import WEIGHTS
 from omnitrain.checkpoint.store import Store
 from omnitrain.checkpoint.tensor_files import (
     Gather,
+    file_content,
     gather_to_host,
     host_copy,
     is_sharded,
     write_on_main,
-    write_tensors,
 )
 from omnitrain.checkpoint.tensor_reader import TensorFile
 from omnitrain.core.errors import CheckpointError
@@ -169,24 +167,22 @@ class Writer:
 
     def _phases(self, store: Store, snapshot: Snapshot, stages: bool) -> Phases:
         """Yield the work of this rank that writes a snapshot, of which it `stages` a copy if training continues."""
-        ranks, files, reporting = self._trainer.ranks, snapshot.files, store.reporting_errors(snapshot.step)
-        sharded = [file for file in snapshot.by_size if any(map(is_sharded, files[file].values()))]
+        ranks, report = self._trainer.ranks, store.reporting_errors(snapshot.step)
+        # the largest file first: two are written at once
+        files = dict(sorted(snapshot.files.items(), key=lambda item: (-_size(item[1]), item[0])))
+        sharded = [file for file, tensors in files.items() if any(map(is_sharded, tensors.values()))]
 
         def begin() -> Path:
             folder = stack.enter_context(store.saving(snapshot.step))
-            for file in sharded:
-                store.fs.mkdir(folder / shard_folder(file))
             if stages:  # at once, as training may change what they hold
                 self._write_extra_files(folder)
             return folder
 
         with contextlib.ExitStack() as stack:
             if not sharded and not stages:  # only the main rank needs the folder, so one exchange is enough
-                yield reporting(
-                    lambda: ranks.is_main and self._commit(store, snapshot, begin(), {}, gather_to_host, False)
-                )
+                yield report(lambda: ranks.is_main and self._commit(store, snapshot, begin(), files, {}))
                 return store.path(snapshot.step)
-            folder = store.root / ranks.on_main("the folder of a checkpoint", reporting(lambda: begin().name))
+            folder = store.root / ranks.on_main("the folder of a checkpoint", report(lambda: begin().name))
             shards = sharded if self._can_write_shards(snapshot, sharded, folder) else []
             argument = "async_save=True" if stages else "consolidate=False"
             if sharded and not shards and (stages or self._trainer.settings.consolidate is False):
@@ -201,18 +197,19 @@ class Writer:
                 rest = {file: self._staged(file, tensors) for file, tensors in rest.items()} if ranks.is_main else {}
             entries: Entries = {}
             if shards:
-                yield reporting(lambda: entries.update(self._write_shards(store, folder, blocks)))
+                yield report(lambda: entries.update(self._write_shards(store, folder, blocks)))
                 entries = self._gather(entries)
             if WEIGHTS in shards and self._consolidates(files[WEIGHTS]):
-                yield from self._consolidate(store, folder, entries, reporting, count_full_files(files[WEIGHTS]))
+                yield from self._consolidate(store, folder, entries, report, count_full_files(files[WEIGHTS]))
 
+            @report
             def commit(gather: Gather = gather_to_host) -> None:
-                self._commit(store, replace(snapshot, files=rest), folder, entries, gather, stages)
+                self._commit(store, snapshot, folder, rest, entries, gather, stages)
 
             if shards == sharded:
                 yield lambda: commit() if ranks.is_main else None
             else:
-                yield lambda: write_on_main(ranks, [files[file] for file in snapshot.by_size], commit)
+                yield lambda: write_on_main(ranks, list(files.values()), commit)
         return store.path(snapshot.step)
 
     def _can_write_shards(self, snapshot: Snapshot, sharded: list[str], folder: Path) -> bool:
@@ -257,6 +254,8 @@ class Writer:
             for name in parts:
                 if name.startswith(f"{prefix}{ranks.rank:05}."):
                     store.fs.unlink(folder / name)
+            with contextlib.suppress(OSError):  # the last rank finds it empty
+                store.fs.rmdir(folder / shard_folder(WEIGHTS))
 
         written: Entries = {}
         yield reporting(write)
@@ -277,39 +276,39 @@ class Writer:
         entries: Entries = {}
         for file, tensors in blocks.items():
             part = shard_folder(file)
+            (folder / part).mkdir(exist_ok=True)
             written = write_shards(tensors, folder / part, self._trainer.ranks.rank, store.fs)
             entries |= {f"{part}/{name}": entry for name, entry in written.items()}
         return entries
 
     def _commit(
-        self, store: Store, snapshot: Snapshot, folder: Path, entries: Entries, gather: Gather, has_extras: bool
+        self,
+        store: Store,
+        snapshot: Snapshot,
+        folder: Path,
+        files: Mapping[str, Mapping[str, Any]],
+        entries: Entries,
+        gather: Gather = gather_to_host,
+        has_extras: bool = False,
     ) -> None:
-        """Write what is not in shards, whose manifest entries are given, and commit the checkpoint."""
+        """Write the tensors of `files`, besides shards with these entries, and commit the checkpoint."""
 
         def write(file: str) -> FileEntry:
-            (folder / file).parent.mkdir(parents=True, exist_ok=True)
-            return write_tensors(snapshot.files[file], folder / file, store.fs, gather)
+            (folder / file).parent.mkdir(exist_ok=True)
+            return store.fs.write(folder / file, file_content(files[file], gather))
 
-        files = snapshot.by_size
-        with store.reporting_errors(snapshot.step), ThreadPoolExecutor(2, thread_name_prefix="omnitrain-write") as pool:
-            written: Iterable[FileEntry] = map(write, files)
-            if gather is gather_to_host and sum(map(_size, snapshot.files.values())) >= _MIN_THREADED_BYTES:
+        with ThreadPoolExecutor(2, thread_name_prefix="omnitrain-write") as pool:
+            written: Iterator[FileEntry] = map(write, files)
+            if gather is gather_to_host and sum(map(_size, files.values())) >= _MIN_THREADED_BYTES:
                 with contextlib.suppress(RuntimeError):  # at interpreter exit, where an asynchronous save may end
                     # two at once, as hashing one file takes longer than writing it
                     written = pool.map(write, files)
             entries |= zip(files, written, strict=True)
-            for inner in list(folder.iterdir()):
-                if inner.is_dir() and not any(inner.iterdir()):  # for shards, which were consolidated or gathered
-                    store.fs.rmdir(inner)
-            text, digest = snapshot.rows
-            store.fs.write(folder / HISTORY, text)
-            store.fs.sync(folder / HISTORY)
-            entries[HISTORY] = {"size": len(text), "sha256": digest}
-            weights = find_tensor_files(folder, entries, shard_folder(WEIGHTS))
-            write_model_files(self._trainer.backend.model, folder, not snapshot.payload["frozen"], weights)
-            if not has_extras:
-                self._write_extra_files(folder)  # transformers' files are made from those of the tensors
-        store.commit(snapshot.step, snapshot.payload, score=snapshot.score, best=snapshot.best, written=entries)
+        entries[HISTORY] = store.fs.write(folder / HISTORY, snapshot.rows)
+        write_model_files(self._trainer.backend.model, folder, not snapshot.payload["frozen"], entries)
+        if not has_extras:
+            self._write_extra_files(folder)  # transformers' files are made from those of the tensors
+        store.commit(snapshot.step, folder, snapshot.payload, snapshot.score, snapshot.best, entries)
 
     def _consolidates(self, weights: Mapping[str, Any]) -> bool:
         """Return whether sharded weights are consolidated into files that any program can open."""

@@ -107,7 +107,7 @@ def create_file(path: Path) -> BinaryIO:
     """
     with contextlib.suppress(FileNotFoundError):
         os.unlink(path)
-    return open(path, "xb", opener=open_file)
+    return open(path, "xb")  # which follows no link
 
 
 def replace_file(path: Path, content: bytes | Iterable[bytes], sync: bool = True) -> None:

@@ -62,7 +62,7 @@ def operations(folder: Path, is_exhaustive: bool) -> list[int]:
     by_kind: dict[str, list[int]] = {}
     for number, (kind, path) in enumerate(disk.operations):
         by_kind.setdefault("manifest" if kind == "write" and path.name == MANIFEST else kind, []).append(number)
-    chosen = [by_kind[kind][len(by_kind[kind]) // 2] for kind in ("create", "manifest", "rename", "unlink")]
+    chosen = [by_kind[kind][len(by_kind[kind]) // 2] for kind in ("write", "manifest", "rename", "unlink")]
     return [*chosen, chosen[1] + 1]
 
 
@@ -121,10 +121,10 @@ def test_save_required_failure_ends_the_run(error: Exception, is_async: bool, fo
     """The earlier checkpoint stays."""
 
     class FullAtStep4(FileSystem):
-        def create(self, path: Path, pieces: Any) -> None:
+        def write(self, path: Path, content: Any) -> Any:
             if "checkpoint-4" in str(path):
                 raise error
-            super().create(path, pieces)
+            return super().write(path, content)
 
     trainer = build(folder / "run", **RUN, save_required=True, async_save=is_async)
     trainer.store.fs = FullAtStep4()
@@ -160,11 +160,12 @@ def test_kill_during_background_write_resumes_identically(folder: Path, undistur
                 os.kill(os.getpid(), signal.SIGKILL)
 
     class HangAtStep4(FileSystem):
-        def create(self, path: Path, pieces: Any) -> None:
-            super().create(path, pieces)
+        def write(self, path: Path, content: Any) -> Any:
+            entry = super().write(path, content)
             if "checkpoint-4" in str(path):
                 is_writing.set()
                 threading.Event().wait()
+            return entry
 
     def train_until_killed() -> None:
         trainer = build(run, async_save=True, callbacks=lambda: [KillWhenWriting()], **RUN)

@@ -23,7 +23,7 @@ from typing import Any
 import programs
 import pytest
 import torch
-from forging import spoil
+from forging import save_files, spoil
 from resuming import assert_same, build, comparable, outcome, play, train
 from stores import (
     InMemory,
@@ -40,6 +40,7 @@ from stores import (
 )
 
 from omnitrain import CheckpointError, ConfigError, MissingExtraError
+from omnitrain.callbacks.retention import to_delete
 from omnitrain.checkpoint import remote, uploader
 from omnitrain.checkpoint.lock import LOCK
 from omnitrain.checkpoint.mirrored_store import make_store
@@ -152,7 +153,7 @@ def test_upload_order_is_files_manifest_pointers(store: type[Watched]) -> None:
             (folder / "same").write_text("same")
             (folder / "other").write_text(text)
 
-        mirror.save(1, write, {}, score=1.0, best=True)
+        save_files(mirror, 1, write, {}, 1.0, True)
 
     def look(what: str, path: str) -> None:
         if what in ("write", "remove"):
@@ -329,7 +330,7 @@ def test_retention_waits_for_a_running_upload(store: type[Watched]) -> None:
         assert is_uploading.wait(programs.LIMIT)
         for step in (2, 3):
             save_texts(mirror, step)
-            mirror.prune(keep_last=1)
+            mirror.prune(lambda infos: to_delete(infos, keep_last=1))
         assert [entry.step for entry in mirror.checkpoint_infos()] == [1, 3]
         proceed.set()
     assert [entry.step for entry in mirror.checkpoint_infos()] == [3] and remote_steps(ADDRESS) == [3]

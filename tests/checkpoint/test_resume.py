@@ -49,7 +49,7 @@ from torch.utils.data import DataLoader
 
 from omnitrain import Algorithm, Callback, CheckpointError, ConfigError, Trainer
 from omnitrain.checkpoint import state_dicts, tensor_files
-from omnitrain.checkpoint.disk import FileSystem, write_pieces
+from omnitrain.checkpoint.disk import FileSystem
 from omnitrain.checkpoint.history import HISTORY
 from omnitrain.checkpoint.store import MANIFEST, Store
 from omnitrain.core.events import INNER_STEP_EVENTS
@@ -142,15 +142,20 @@ def raise_error(error: type[BaseException]) -> Callable[[Any], None]:
     return act
 
 
-def failing_create(condition: Callable[[Path], bool]) -> Callable[..., None]:
-    """Return a `FileSystem.create` whose disk is full for some files."""
+def is_tensor_file(path: Path) -> bool:
+    return path.suffix == ".safetensors"
 
-    def create(fs: FileSystem, path: Path, pieces: Any) -> None:
+
+def failing_write(condition: Callable[[Path], bool]) -> Callable[..., Any]:
+    """Return a `FileSystem.write` whose disk is full for some files."""
+    write = FileSystem.write
+
+    def write_or_fail(fs: FileSystem, path: Path, content: Any) -> Any:
         if condition(path):
             raise OSError(28, "No space left on device")
-        write_pieces(path, pieces)
+        return write(fs, path, content)
 
-    return create
+    return write_or_fail
 
 
 # --- interrupted anywhere
@@ -530,7 +535,7 @@ def test_score_goes_to_first_checkpoint_after_evaluation(case: str, folder: Path
 
 
 def test_score_of_failed_checkpoint_goes_to_the_next(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(FileSystem, "create", failing_create(lambda path: "checkpoint-3" in str(path)))
+    monkeypatch.setattr(FileSystem, "write", failing_write(lambda path: "checkpoint-3" in str(path)))
     play(folder / "run", **scored(eval_steps=3, max_steps=5, epochs=None))
     assert scores_of(folder / "run") == {1: None, 2: None, 4: 1.0, 5: 8.0}
 
@@ -836,17 +841,17 @@ def test_async_save_writes_the_state_of_its_step(folder: Path, monkeypatch: pyte
     """The list of a callback grows while its earlier state is written."""
     options: dict[str, Any] = {"save_steps": 3, "keep_best": 0, "epochs": 2}
     play(folder / "straight", callbacks=lambda: [Requesting()], **options)
-    may_write, create = threading.Event(), FileSystem.create
+    may_write, write = threading.Event(), FileSystem.write
 
-    def wait_and_create(*arguments: Any) -> None:
-        assert may_write.wait(programs.LIMIT)
-        create(*arguments)
+    def wait_and_write(fs: FileSystem, path: Path, content: Any) -> Any:
+        assert not is_tensor_file(path) or may_write.wait(programs.LIMIT)
+        return write(fs, path, content)
 
     def release(trainer: Any) -> None:
         assert not trainer.store.checkpoints()
         may_write.set()
 
-    monkeypatch.setattr(FileSystem, "create", wait_and_create)
+    monkeypatch.setattr(FileSystem, "write", wait_and_write)
     callbacks = [Requesting(), on("step_end", at_step(5), release)]
     train(build(folder / "run", async_save=True, callbacks=lambda: callbacks, **options))
     for step in (3, 6):
@@ -857,23 +862,24 @@ def test_async_save_writes_the_state_of_its_step(folder: Path, monkeypatch: pyte
 
 
 def test_async_saves_do_not_overlap(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    writing, most, create = [0], [0], FileSystem.create
+    writing, most, write = [0], [0], FileSystem.write
 
-    def create_slowly(*arguments: Any) -> None:
+    def write_slowly(*arguments: Any) -> Any:
         writing[0] += 1
         most[0] = max(most[0], writing[0])
         time.sleep(0.01)
-        create(*arguments)
+        entry = write(*arguments)
         writing[0] -= 1
+        return entry
 
-    monkeypatch.setattr(FileSystem, "create", create_slowly)
+    monkeypatch.setattr(FileSystem, "write", write_slowly)
     train(build(folder / "run", save_steps=1, epochs=1, async_save=True))
     assert most == [1] and len(names(folder / "run")) == 3
     assert not [thread for thread in threading.enumerate() if "omnitrain-save" in thread.name]
 
 
 def test_async_save_error_costs_only_the_checkpoint(folder: Path, monkeypatch: Any, caplog: Any) -> None:
-    monkeypatch.setattr(FileSystem, "create", failing_create(lambda path: "checkpoint-3" in str(path)))
+    monkeypatch.setattr(FileSystem, "write", failing_write(lambda path: "checkpoint-3" in str(path)))
     train(build(folder / "run", save_steps=3, async_save=True, keep_best=0))
     assert caplog.text.count("Cannot save") == 1 and names(folder / "run") == numbered(6, 9)
 
@@ -881,17 +887,17 @@ def test_async_save_error_costs_only_the_checkpoint(folder: Path, monkeypatch: A
 @pytest.mark.parametrize("fails", [True, False])
 def test_error_of_the_run_waits_for_the_async_save(fails: bool, folder: Path, monkeypatch: Any, caplog: Any) -> None:
     """The checkpoint counts, and an error of the save is logged."""
-    create = failing_create(always) if fails else FileSystem.create
+    write = failing_write(is_tensor_file) if fails else FileSystem.write
 
-    def create_slowly(*arguments: Any) -> None:
+    def write_slowly(*arguments: Any) -> Any:
         time.sleep(0.05)
-        create(*arguments)
+        return write(*arguments)
 
     callbacks = [on("step_start", at_step(4), raise_error(ZeroDivisionError))]
     if fails:
         callbacks.append(on("save_end", always, raise_error(AssertionError)))
     with monkeypatch.context() as patch, pytest.raises(ZeroDivisionError):  # noqa: PT012
-        patch.setattr(FileSystem, "create", create_slowly)
+        patch.setattr(FileSystem, "write", write_slowly)
         build(folder / "run", save_steps=4, async_save=True, keep_best=0, callbacks=lambda: callbacks).train()
     assert caplog.text.count("Cannot save") == fails and names(folder / "run") == ([] if fails else numbered(4))
     assert fails or Store(folder / "run").resolve("auto") is not None
@@ -899,10 +905,13 @@ def test_error_of_the_run_waits_for_the_async_save(fails: bool, folder: Path, mo
 
 def test_failed_last_checkpoint_is_saved_at_the_end(folder: Path, monkeypatch: Any, caplog: Any) -> None:
     attempts: list[Path] = []
-    create = failing_create(lambda path: len(attempts) == 1)
-    monkeypatch.setattr(
-        FileSystem, "create", lambda fs, path, pieces: (attempts.append(path), create(fs, path, pieces))
-    )
+    write = failing_write(lambda path: len(attempts) == 1)
+
+    def write_and_count(fs: FileSystem, path: Path, content: Any) -> Any:
+        attempts.extend([path] * is_tensor_file(path))
+        return write(fs, path, content)
+
+    monkeypatch.setattr(FileSystem, "write", write_and_count)
     train(build(folder / "run", save_steps=4, eval_steps=2, max_steps=4))
     assert names(folder / "run") == numbered(4) and caplog.text.count("Cannot save") == 1
 

@@ -21,7 +21,7 @@ from torch.distributed.checkpoint import HuggingFaceStorageReader, HuggingFaceSt
 from torch.distributed.checkpoint._consolidate_hf_safetensors import consolidate_safetensors_files
 from torch.distributed.tensor.placement_types import Replicate, Shard, _StridedShard
 
-from omnitrain.checkpoint import disk, tensor_files, tensor_reader
+from omnitrain.checkpoint import disk, tensor_reader
 from omnitrain.checkpoint.disk import FileSystem
 from omnitrain.checkpoint.sharded_files import (
     Block,
@@ -225,7 +225,7 @@ def test_host_copy_reuses_the_memory_of_an_earlier_copy() -> None:
 
 def test_write_shards_returns_sizes_and_hashes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tensor_reader, "_PIECE", 1 << 10)
-    monkeypatch.setattr(tensor_files, "_SMALL", 1 << 9)
+    monkeypatch.setattr(disk, "_SMALL", 1 << 9)
     big = values_of((70, 50))
     blocks = {"big": local_blocks(big, 0), "turned": local_blocks(big.T, 0), "few": local_blocks(torch.ones(2), 0)}
     blocks |= {f"x{i}": local_blocks(flat_part(big, 3, 2999), 0) for i in range(3)}
@@ -242,9 +242,9 @@ def test_write_shards_uses_the_file_system(tmp_path: Path) -> None:
     calls: list[tuple[str, str]] = []
 
     class Watched(FileSystem):
-        def create(self, path: Path, pieces: Iterable[bytes | memoryview]) -> None:
-            super().create(path, pieces)
-            calls.append(("create", path.name))
+        def write(self, path: Path, content: Any) -> Any:
+            calls.append(("write", path.name))
+            return super().write(path, content)
 
         def sync(self, path: Path) -> None:
             calls.append(("sync", path.name))
@@ -252,11 +252,11 @@ def test_write_shards_uses_the_file_system(tmp_path: Path) -> None:
     assert write_shards({"w": []}, tmp_path, 1, Watched()) == {} == write_shards({}, tmp_path, 1, Watched())
     write_shards({"w": local_blocks(flat_part(values_of((4, 3)), 1, 8), 0)}, tmp_path, 0, Watched())
     names = ["rank-00000.safetensors", "rank-00000.1.safetensors", "rank-00000.2.safetensors"]
-    assert calls == [(what, name) for name in names for what in ("create", "sync")]
+    assert calls == [(what, name) for name in names for what in ("write", "sync")]
 
     class Full(FileSystem):
-        def create(self, path: Path, pieces: Iterable[bytes | memoryview]) -> None:
-            next(iter(pieces))
+        def write(self, path: Path, content: Any) -> Any:
+            next(iter(content))
             raise OSError(28, "No space left on device")
 
     with pytest.raises(OSError, match="No space left"):
@@ -264,7 +264,7 @@ def test_write_shards_uses_the_file_system(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("hint", ["accepted", "rejected", "missing"])
-def test_write_pieces_flushes_pages_early(hint: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_write_flushes_pages_early(hint: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The kernel is advised to write pages while the file grows, where it can be."""
     ranges: list[tuple[int, int]] = []
 
@@ -277,9 +277,9 @@ def test_write_pieces_flushes_pages_early(hint: str, tmp_path: Path, monkeypatch
     monkeypatch.setattr(os, "posix_fadvise", advise)
     if hint == "missing":
         monkeypatch.delattr(os, "posix_fadvise")
-    disk.write_pieces(tmp_path / "file", [b"abc", memoryview(b"d" * 20), b"", b"e" * 4])
-    assert (tmp_path / "file").read_bytes() == b"abc" + b"d" * 20 + b"e" * 4
-    assert ranges == ([] if hint == "missing" else [(0, 11), (11, 8), (19, 8)])
+    FS.write(tmp_path / "file", [b"abc", memoryview(b"d" * 6), b"", b"e" * 8, b"f"])
+    assert (tmp_path / "file").read_bytes() == b"abc" + b"d" * 6 + b"e" * 8 + b"f"
+    assert ranges == ([] if hint == "missing" else [(0, 9), (9, 8)])
 
 
 @pytest.mark.filterwarnings("ignore")

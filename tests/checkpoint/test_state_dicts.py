@@ -79,7 +79,7 @@ def test_file_equals_that_of_safetensors_and_its_digest(tmp_path: Path) -> None:
     }  # fmt: skip
     tensor_files.save_tensors(tensors, tmp_path / "ours")
     content = (tmp_path / "ours").read_bytes()
-    entry = tensor_files.write_tensors(tensors, tmp_path / "ours", FileSystem())
+    entry = FileSystem().write(tmp_path / "ours", tensor_files.file_content(tensors))
     assert (tmp_path / "ours").read_bytes() == content
     assert entry == {"size": len(content), "sha256": hashlib.sha256(content).hexdigest()}
     tensors["transposed"] = tensors["transposed"].contiguous()

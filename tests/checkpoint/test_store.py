@@ -17,14 +17,14 @@ from typing import Any
 import programs
 import pytest
 from disks import FaultyDisk, fail_once
-from forging import content_of, seal
+from forging import content_of, save_files, seal
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from marks import thinned
 
+from omnitrain.callbacks.retention import to_delete
 from omnitrain.checkpoint.disk import FileSystem
-from omnitrain.checkpoint.manifest import MANIFEST
-from omnitrain.checkpoint.retention import CheckpointInfo, to_delete
+from omnitrain.checkpoint.manifest import MANIFEST, CheckpointInfo
 from omnitrain.checkpoint.store import Store
 from omnitrain.core.errors import CheckpointError
 
@@ -44,14 +44,18 @@ def save(store: Store, *numbers: int) -> None:
             store.fs.write(folder / "optimizer" / "shard-00001.safetensors", f"moments of save {number}".encode())
             store.fs.write(folder / "rng.json", b"[]")
 
-        store.save(step, write, {"number": number}, score=score, best=best)
-        store.prune(keep_last=2)
+        save_files(store, step, write, {"number": number}, score, best)
+        prune(store, 2)
 
 
-def save_steps(store: Store, *steps: int, **options: Any) -> None:
+def save_steps(store: Store, *steps: int, details: Any = ()) -> None:
     """Save checkpoints with one small file."""
     for step in steps:
-        store.save(step, lambda folder: (folder / "a").write_bytes(b"abc"), {}, **options)
+        save_files(store, step, lambda folder: (folder / "a").write_bytes(b"abc"), {}, *details)
+
+
+def prune(store: Store, keep_last: int) -> list[int]:
+    return store.prune(lambda infos: to_delete(infos, keep_last))
 
 
 def number_of(result: tuple[Path, dict[str, Any]] | None) -> int:
@@ -107,8 +111,8 @@ def test_store_syncs_before_it_renames(run: Path, monkeypatch: pytest.MonkeyPatc
     disk = FaultyDisk(run)
     store = Store(run, disk)
     save(store, 1)
-    folder = store.temporary(10)
-    renamed = disk.operations.index(("rename", folder))
+    renamed = next(n for n, (kind, path) in enumerate(disk.operations) if kind == "rename" and path.suffix == ".tmp")
+    folder = disk.operations[renamed][1]
     files = {kind: [path for what, path in disk.operations[:renamed] if what == kind] for kind in ("sync", "write")}
     inside = {folder / path.relative_to(run / "checkpoint-10") for path in (run / "checkpoint-10").rglob("*")}
     assert {*files["sync"]} >= inside | {folder, run.parent} and files["write"][-1].name == MANIFEST
@@ -247,7 +251,7 @@ def test_failed_save_leaves_nothing(run: Path) -> None:
     cases += [(Path.exists, {"callbacks": {"Mine": {"seen": {3, 4}}}}, "JSON cannot hold: Object of type set")]
     for write, payload, message in cases:
         with pytest.raises((CheckpointError, ZeroDivisionError), match=message):
-            Store(run).save(10, write, payload)
+            save_files(Store(run), 10, write, payload)
         assert list(run.iterdir()) == []
 
 
@@ -255,7 +259,7 @@ def test_payload_is_read_back_unchanged(run: Path) -> None:
     progress = {"step": 10, "seconds": 0.1 + 0.2}
     payload = {"progress": progress, "name": "Prüfung \U0001f600", "none": None, "e": [1, 1.5]}
     assert Store(run).newest_size() is None
-    path = Store(run).save(10, lambda folder: (folder / "a").write_text("abc"), payload, score=float("nan"))
+    path = save_files(Store(run), 10, lambda folder: (folder / "a").write_text("abc"), payload, float("nan"))
     content = Store(run).verify(path)
     assert {key: content[key] for key in payload} == payload
     assert content["score"] is None
@@ -276,7 +280,7 @@ def test_foreign_folders_are_left_unchanged(run: Path) -> None:
     (run / "checkpoint-98").mkdir()
     (run / "checkpoint-98" / "trainer_state.json").write_text("another tool's")
     store = Store(run)
-    assert store.checkpoints() == [] and store.prune(keep_last=1) == []
+    assert store.checkpoints() == [] and prune(store, 1) == []
     save(store, *range(1, len(SAVES) + 1))
     (run / "checkpoint-50" / "trainer_state.json").write_text("another tool's")
     assert number_of(store.resolve("last")) == 6
@@ -306,15 +310,15 @@ def test_steps_are_ordered_as_numbers_not_by_file_times(run: Path) -> None:
             os.utime(file, (1e9 - age, 1e9 - age))
     assert names_of(store.checkpoints()) == names
     assert Store(run).resolve("auto")[0].name == names[-1]  # type: ignore[index]
-    assert names_of(Store(run).prune(keep_last=2)) == names[:3]
+    assert prune(Store(run), 2) == list(steps[:3])
 
 
 def test_newest_is_the_last_saved_after_going_back(run: Path) -> None:
     store = Store(run)
     for step in (100, 200, 300):
-        save_steps(store, step, score=step, best=True)
+        save_steps(store, step, details=(step, True))
     save_steps(store, 150)
-    store.prune(keep_last=1)
+    prune(store, 1)
     assert names_of(store.checkpoints()) == ["checkpoint-150", "checkpoint-300"]
     for which in ("auto", "last"):
         assert store.resolve(which)[0].name == "checkpoint-150"  # type: ignore[index]
@@ -325,7 +329,7 @@ def test_renamed_copy_of_a_checkpoint_does_not_count(run: Path) -> None:
     shutil.copytree(run / "checkpoint-10", run / "checkpoint-99")
     assert number_of(Store(run).resolve("auto")) == 4
     assert [entry.step for entry in Store(run).checkpoint_infos()] == [10, 30]
-    assert Store(run).prune(keep_last=1) == []
+    assert prune(Store(run), 1) == []
     assert number_of((run / "checkpoint-99", Store(run).verify(run / "checkpoint-99"))) == 1
 
 
@@ -341,15 +345,12 @@ def test_checkpoint_renamed_to_old_before_a_kill_is_found(run: Path) -> None:
 def test_several_processes_write_one_checkpoint(run: Path) -> None:
     store, other = Store(run), Store(run)
     with store.saving(10) as folder:  # whose name the others are sent
-        assert folder == store.temporary(10) != other.temporary(10)
         (folder / "optimizer").mkdir()
         (folder / "optimizer" / "rank-1").write_bytes(b"1")
         (folder / "optimizer" / "rank-0").write_bytes(b"0")
         assert other.resolve("auto") is None
-        content = other.verify(store.commit(10, {"world_size": 2}))
+        content = other.verify(store.commit(10, folder, {"world_size": 2}))
     assert content["files"]["optimizer/rank-1"] == {"size": 1, "sha256": hashlib.sha256(b"1").hexdigest()}
-    with store.saving(20):
-        store.discard(20)
     assert not list(run.glob("*.tmp"))
 
 
@@ -365,7 +366,7 @@ def test_save_uses_entries_instead_of_reading_files(run: Path) -> None:
             (folder / "inner").mkdir()
             for name in ("a", "inner/b"):
                 (folder / name).write_text("what was written")
-            path = store.commit(10, {}, written={"inner/b": entry_of(text)})
+            path = store.commit(10, folder, {}, written={"inner/b": entry_of(text)})
         assert content_of(path)["files"] == {"a": entry_of("what was written"), "inner/b": entry_of(text)}
         if text != "what was written":
             with pytest.raises(CheckpointError, match="'inner/b' does not match its sha256"):
@@ -377,14 +378,14 @@ def test_writers_that_alternate_see_each_other(run: Path) -> None:
     stores = Store(run), Store(run)
     save_steps(stores[0], 1)
     assert [entry.best for entry in stores[1].checkpoint_infos()] == [False]
-    save_steps(stores[0], 1, score=1.0, best=True)
+    save_steps(stores[0], 1, details=(1.0, True))
     assert [entry.best for entry in stores[1].checkpoint_infos()] == [True]
     shutil.rmtree(run)
     for step in range(1, 6):
         store = stores[step % 2]
         with store.lock.hold() if run.exists() else contextlib.nullcontext():
             save_steps(store, step)
-            store.prune(keep_last=2)
+            prune(store, 2)
         assert [entry.step for entry in Store(run).checkpoint_infos()] == list(range(max(1, step - 1), step + 1))
         assert Store(run).verify(store.path(step))["sequence"] == step
 
@@ -397,9 +398,9 @@ def test_changes_by_hand_are_seen_by_the_next_save(run: Path, caplog: Any) -> No
     shutil.copytree(run / "checkpoint-20", run / "checkpoint-15")  # which is step 20
     store.path(5).mkdir()
     save_steps(store, 30)
-    assert store.prune(keep_last=2) == []
+    assert prune(store, 2) == []
     save_steps(store, 40)
-    assert store.prune(keep_last=2) == [store.path(20)]
+    assert prune(store, 2) == [20]
     store.lock.release()
     assert sorted(path.name for path in run.iterdir()) == [
         *(f"checkpoint-{step}" for step in (15, 30, 40, 5)), "last",
@@ -417,7 +418,10 @@ disk._MIN_THREADED_BYTES = 0
 def late():
     while not concurrent.futures.thread._shutdown:
         time.sleep(0.001)
-    store.Store({str(run)!r}).save(10, lambda folder: (folder / "a").write_bytes(b"a"), {{}})
+    run = store.Store({str(run)!r})
+    with run.saving(10) as folder:
+        (folder / "a").write_bytes(b"a")
+        run.commit(10, folder, {{}})
 threading.Thread(target=late).start()
 """
     programs.run(sys.executable, "-c", script, check=True)
@@ -433,14 +437,14 @@ def test_prune_ignores_and_keeps_damaged_checkpoints(run: Path, caplog: pytest.L
     with store.lock.hold():
         save_steps(store, 10, 20)
         (run / "checkpoint-20" / "a").write_bytes(b"ab")
-        assert store.prune(keep_last=1) == []
+        assert prune(store, 1) == []
     save_steps(store, 20, 30)
     (run / "checkpoint-30" / "a").unlink()
-    assert names_of(store.prune(keep_last=1)) == ["checkpoint-10"]
+    assert prune(store, 1) == [10]
     assert (run / "checkpoint-30").exists()
     save_steps(store, 40)
     (run / "checkpoint-40" / "a").write_bytes(b"xyz")
-    assert Store(run).prune(keep_last=1, keep_best=1, direction="min") == []
+    assert prune(Store(run), 1) == []
     assert "no remaining checkpoint would be undamaged" in caplog.text
     assert Store(run).resolve("auto")[0].name == "checkpoint-20"  # type: ignore[index]
 

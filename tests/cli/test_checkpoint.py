@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from forging import content_of, shard, spoil
+from forging import content_of, save_files, shard, spoil
 from recipes import rows, small_trainer
 from rich import filesize
 from safetensors.torch import load_file, save_file
@@ -156,7 +156,7 @@ def test_show_and_ls_print_the_date_of_the_save(run: Path, capsys: Any) -> None:
     date = datetime.fromisoformat(content_of(folder)["saved_at"]).astimezone().strftime("%Y-%m-%d %H:%M")
     os.utime(folder / "omnitrain.json", (0, 0))  # as in a copy
     assert f", saved {date}, " in answer(capsys, "show", folder)[1]
-    store.save(99, lambda folder: (folder / "a").touch(), {})  # without a date, as earlier versions did
+    save_files(store, 99, lambda folder: (folder / "a").touch())  # without a date, as earlier versions did
     os.utime(store.path(99) / "omnitrain.json", (1e9, 1e9))
     out = answer(capsys, "ls", run)[1]
     assert row_of(out, folder.name)[-2] == date and row_of(out, "checkpoint-99")[-2].startswith("2001-09-0")
@@ -270,7 +270,7 @@ DTYPES: list[tuple[torch.Tensor, torch.Tensor, str]] = [
 def diff(capsys: Any, folder: Path, a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> str:
     """Save the weights as checkpoints, and return what `diff` prints about them."""
     for name, tensors in (("a", a), ("b", b)):
-        Store(folder / name).save(1, lambda path, tensors=tensors: save_file(tensors, path / "model.safetensors"), {})
+        save_files(Store(folder / name), 1, lambda path, x=tensors: save_file(x, path / "model.safetensors"))
     return answer(capsys, "diff", folder / "a", folder / "b")[1]
 
 
