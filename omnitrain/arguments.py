@@ -695,9 +695,9 @@ def resolve_accumulation(settings: Settings, world_size: int) -> int:
 def samples_of_step(settings: Settings, world_size: int) -> int:
     """Return the samples of an optimizer step over all ranks; where that changes, those of the first one."""
     total = settings.global_batch_size
-    if isinstance(total, int):
-        return total
-    return settings.batch_size * world_size * resolve_accumulation(settings, world_size)
+    if total is None:
+        return settings.batch_size * world_size * settings.gradient_accumulation_steps
+    return total[0] if isinstance(total, Mapping) else total
 
 
 def describe(value: Any) -> Any:

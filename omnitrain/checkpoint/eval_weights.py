@@ -90,12 +90,8 @@ class EvalWeights:
     @contextlib.contextmanager
     def _restoring_weights(self, optimizers: list[Any]) -> Iterator[None]:
         """Restore the weights of optimizers at the end, bit for bit."""
-        weights = [
-            self._backend.local_shard(parameter)
-            for optimizer in optimizers
-            for group in optimizer.param_groups
-            for parameter in group["params"]
-        ]
+        groups = [group for optimizer in optimizers for group in optimizer.param_groups]
+        weights = [self._backend.local_shard(parameter) for group in groups for parameter in group["params"]]
         # interpolating there and back is not exact in floating point
         copies = [weight.clone() for weight in weights]
         try:
@@ -122,10 +118,10 @@ class EvalWeights:
 
     def set_loaded(self) -> None:
         """Record that the model has them after the end of a run, and set optimizers to evaluation mode."""
-        optimizers = self._optimizers_in_training
-        with torch.no_grad(), self._restoring_weights(optimizers):
-            for optimizer in optimizers:
-                optimizer.eval()
+        if optimizers := self._optimizers_in_training:
+            with torch.no_grad(), self._restoring_weights(optimizers):
+                for optimizer in optimizers:
+                    optimizer.eval()
         self.are_loaded = True
 
     @contextlib.contextmanager

@@ -71,8 +71,11 @@ def changed_options(saved: Mapping[str, Any], current: Mapping[str, Any], name: 
     "callback_options".
     """
     before, after = saved.get(name) or {}, current.get(name) or {}
-    differ = [key for key in before if key in after and before[key] != after[key]]
-    return {key: before[key] for key in differ}, {key: after[key] for key in differ}
+    differ: tuple[dict[str, Any], dict[str, Any]] = {}, {}
+    for key in before:
+        if key in after and before[key] != after[key]:
+            differ[0][key], differ[1][key] = before[key], after[key]
+    return differ
 
 
 def _changed_groups(saved: list[dict[str, Any]], current: list[dict[str, Any]]) -> dict[str, tuple[Any, Any]]:
@@ -140,9 +143,10 @@ def initial_group_options(groups: Iterable[Mapping[str, Any]]) -> list[dict[str,
     """Return the initial options of the groups as JSON types, without those of the implementation."""
     options_of_groups = []
     for group in groups:
-        options = {key: value for key, value in group.items() if key not in ("params", "initial_lr", *IMPLEMENTATION)}
-        options["lr"] = group.get("initial_lr", group.get("lr"))
-        options_of_groups.append({key: _to_plain(value) for key, value in options.items()})
+        rate = group.get("initial_lr", group.get("lr"))
+        options = {**group, "lr": rate}.items()
+        skipped = ("params", "initial_lr", *IMPLEMENTATION)
+        options_of_groups.append({key: _to_plain(value) for key, value in options if key not in skipped})
     return options_of_groups
 
 

@@ -154,18 +154,19 @@ def load_with_custom_hooks(
         CheckpointError: On all ranks, if the model rejects them on one of them.
     """
     bare = unwrap(model)
-    copy_expanded(bare)  # a forward pass may have expanded a buffer since it was placed
-    raw = {bare_name(name): name for name in bare.state_dict()}
+    unshare_elements((*bare.parameters(), *bare.buffers()))  # a forward pass may have expanded a buffer since
+    present = bare.state_dict()
+    raw = {bare_name(name): name for name in present}
     content = {raw.get(name, name): value for name, value in content.items()}
     loads = getattr(bare.load_state_dict, "__func__", None)
     accepted = inspect.signature(bare.load_state_dict).parameters
     is_strict = loads is nn.Module.load_state_dict or "strict" in accepted
     if not is_strict:  # custom code without `strict` may need every entry
-        content = {**bare.state_dict(), **content}
+        content = {**present, **content}
+    before = {}
     # PyTorch checks all names and shapes first, so that a rejected state changes nothing; custom code may stop halfway
-    has_custom_code = any(map(has_custom_loader, bare.modules()))
-    tensors = {name: value for name, value in bare.state_dict().items() if isinstance(value, torch.Tensor)}
-    before = {name: tensor.detach().clone() for name, tensor in tensors.items() if has_custom_code}
+    if any(map(has_custom_loader, bare.modules())):
+        before = {name: value.detach().clone() for name, value in present.items() if isinstance(value, torch.Tensor)}
 
     def load() -> None:
         try:
@@ -194,16 +195,11 @@ def is_expanded(tensor: torch.Tensor) -> bool:
     return any(stride == 0 and size > 1 for stride, size in zip(tensor.stride(), tensor.shape, strict=True))
 
 
-def copy_expanded(model: nn.Module) -> None:
-    """Allocate memory for each element of expanded parameters and buffers, as `Module.to` does for another device.
+def unshare_elements(tensors: Iterable[torch.Tensor]) -> None:
+    """Allocate memory for each element of those tensors that are expanded, as `Module.to` does for another device.
 
     No checkpoint could be loaded into them, and an optimizer would update an element several times.
     """
-    unshare_elements((*model.parameters(), *model.buffers()))
-
-
-def unshare_elements(tensors: Iterable[torch.Tensor]) -> None:
-    """Allocate memory for each element of those tensors that are expanded."""
     for tensor in tensors:
         if is_expanded(tensor):
             tensor.data = tensor.detach().clone(memory_format=torch.contiguous_format)
@@ -239,8 +235,8 @@ def check_weights(model: nn.Module, tensors: Mapping[str, Any], where: str, abse
     """
     bare = unwrap(model)
     parameters = {bare_name(name) for name, _ in bare.named_parameters(remove_duplicate=False)}
-    custom = [bare_name(name) for name, module in bare.named_modules() if has_custom_loader(module)]
-    prefixes = tuple([f"{name}." if name else "" for name in custom])
+    modules = [(bare_name(name), module) for name, module in bare.named_modules()]
+    prefixes = tuple([f"{name}." if name else "" for name, module in modules if has_custom_loader(module)])
     expected: dict[str, tuple[str, Spec]] = {}
     loader_names = set[str]()
     for name, tensor, first in _named_tensors(model):
@@ -379,39 +375,36 @@ def restore_optimizer(
     Raises:
         CheckpointError: As for `check_optimizer`.
     """
-    check_optimizer(optimizer, model, tensors, saved, where)
-    names, known = parameter_names(model), state_specs(optimizer)
+    known, names = check_optimizer(optimizer, model, tensors, saved, where), parameter_names(model)
     parameters = {names[id(parameter)]: parameter for group in optimizer.param_groups for parameter in group["params"]}
     optimizer.state.clear()  # before reading the new state: there may not be room for both
-    state: dict[str, dict[str, Any]] = {name: dict(from_json(entry, tensors)) for name, entry in saved["rest"].items()}
+    state: dict[str, dict[str, Any]] = from_json(saved["rest"], tensors)
     nested = check_references([saved["rest"], saved["shared"], saved.get("own")], tensors, where)
     for key in tensors:  # in their order, as reading may be collective
-        if key in nested:
-            continue
-        name, _, entry = key.rpartition("/")
-        tensor = read_like(tensors, key, parameters[name])
-        spec = known[id(parameters[name])].specs.get(entry)
-        state.setdefault(name, {})[entry] = tensor if spec is None else tensor.to(spec[1])
+        if key not in nested:
+            name, _, entry = key.rpartition("/")
+            tensor, spec = read_like(tensors, key, parameters[name]), known[name].specs.get(entry)
+            state.setdefault(name, {})[entry] = tensor if spec is None else tensor.to(spec[1])
     groups, entries = [], {}
     numbers = itertools.count()  # PyTorch's state_dict numbers parameters over all groups
     for present, options in zip(optimizer.param_groups, saved["groups"], strict=True):
         # options of this version of the optimizer that the saved one did not have keep their values
-        group = dict(present)
+        groups.append({**present, "params": []})
         for key in options.keys() - {"params", *IMPLEMENTATION}:
-            group[key] = like(from_json(options[key]), present.get(key))
-        group["params"] = [next(numbers) for _ in present["params"]]
-        groups.append(group)
-        for number, parameter in zip(group["params"], present["params"], strict=True):
+            groups[-1][key] = like(from_json(options[key]), present.get(key))
+        for parameter, number in zip(present["params"], numbers, strict=False):
+            groups[-1]["params"].append(number)
             if values := state.get(name := names[id(parameter)]):
                 # as the optimizer lists them after a step; a file has its tensors in another order
-                order = (*saved["rest"].get(name, ()), *known[id(parameter)].specs, *values)
+                order = (*saved["rest"].get(name, ()), *known[name].specs, *values)
                 entries[number] = {key: values[key] for key in order if key in values}
     # as torch's own loading does, place each tensor on the device of its parameter
     shared = from_json(saved["shared"], tensors)
-    devices = {parameter.device for parameter in parameters.values()}
-    custom = {key: tensors[key] for key in sorted(check_references([saved.get("own")], tensors, where))}
-    if len(devices) == 1:  # numbers, such as counts, stay on the host
-        custom = {key: tensor.to(*devices) if tensor.dim() else tensor for key, tensor in custom.items()}
+    devices, custom = {parameter.device for parameter in parameters.values()}, {}
+    for key in sorted(check_references([saved.get("own")], tensors, where)):
+        tensor = tensors[key]
+        # numbers, such as counts, stay on the host
+        custom[key] = tensor.to(*devices) if len(devices) == 1 and tensor.dim() else tensor
     extra = from_json(saved.get("own", {}), custom)
     optimizer.load_state_dict({"state": {**shared, **entries}, "param_groups": groups, **extra})
     for name, parameter in parameters.items():
@@ -428,8 +421,10 @@ def restore_optimizer(
 
 def check_optimizer(
     optimizer: torch.optim.Optimizer, model: nn.Module, tensors: Mapping[str, Any], saved: Any, where: str
-) -> None:
-    """Reject a saved state that does not fit this optimizer; only shapes and dtypes are read.
+) -> dict[str, ParamState]:
+    """Reject a saved state that does not fit this optimizer, or return the expected one by names of parameters.
+
+    Only shapes and dtypes are read.
 
     Raises:
         CheckpointError: If its parameters, groups, or state tensors differ.
@@ -440,6 +435,7 @@ def check_optimizer(
     nested = check_references([saved["rest"], saved["shared"], saved.get("own")], tensors, where)
     expected = {names[key]: state for key, state in state_specs(optimizer).items()}
     check_state(expected, tensors, nested, where)
+    return expected
 
 
 def check_options(optimizer: torch.optim.Optimizer, saved: Iterable[Mapping[str, Any]], where: str) -> None:
@@ -448,24 +444,23 @@ def check_options(optimizer: torch.optim.Optimizer, saved: Iterable[Mapping[str,
     The constructors of PyTorch's optimizers check the range of each option.
     """
     for present, options in zip(optimizer.param_groups, saved, strict=True):
-        restored = {
-            key: from_json(value)
-            for key, value in options.items()
-            if key in present and key not in ("params", *IMPLEMENTATION)
-        }
-        for key, value in restored.items():
-            is_number = isinstance(present[key], torch.Tensor) and present[key].numel() == 1
-            check_like(value, present[key].item() if is_number else present[key], f"optimizer option {key!r}", where)
         kind: Any = stepping_class(optimizer, present)
-        if not f"{kind.__module__}.".startswith("torch.optim."):
+        is_known = f"{kind.__module__}.".startswith("torch.optim.")
+        accepted = inspect.signature(kind).parameters if is_known else ()
+        arguments = {}
+        for key, value in present.items():
+            if key in ("params", *IMPLEMENTATION):
+                continue
+            if key in options:
+                is_number = isinstance(value, torch.Tensor) and value.numel() == 1
+                expected, value = value.item() if is_number else value, from_json(options[key])
+                check_like(value, expected, f"optimizer option {key!r}", where)
+            if key in accepted:
+                is_zero = isinstance(value, float) and -_ROUNDING < value < 0  # a schedule that ends at zero
+                arguments[key] = 0.0 if is_zero else value
+        if not is_known:
             continue
-        known = inspect.signature(kind).parameters.keys() - {"params", *IMPLEMENTATION}
-        # all at once, as one may depend on another: Nesterov momentum needs momentum
-        arguments = {key: value for key, value in {**present, **restored}.items() if key in known}
-        for key, value in arguments.items():
-            if isinstance(value, float) and -_ROUNDING < value < 0:  # a schedule that ends at zero
-                arguments[key] = 0.0
-        try:
+        try:  # all at once, as one may depend on another: Nesterov momentum needs momentum
             kind([nn.Parameter(torch.empty(1, 1))], **arguments)
         except (TypeError, ValueError) as error:
             raise CheckpointError(
@@ -476,8 +471,8 @@ def check_options(optimizer: torch.optim.Optimizer, saved: Iterable[Mapping[str,
 
 # How far below zero a schedule that ends at zero may get by rounding.
 _ROUNDING = 1e-9
-# Entries that PyTorch's optimizers keep for each parameter as a single number; the first is a count.
-_BOOKKEEPING = ("step", "eta", "mu", "mu_product")
+# Entries that PyTorch's optimizers keep for each parameter as a single number; "step" is a count.
+_BOOKKEEPING = {"step", "eta", "mu", "mu_product"}
 
 
 def check_numbers(tensors: Mapping[str, torch.Tensor], saved: Any, where: str) -> None:
@@ -485,13 +480,13 @@ def check_numbers(tensors: Mapping[str, torch.Tensor], saved: Any, where: str) -
 
     Other tensors are not read.
     """
-    numbers = {
-        key: tensors[key].item()
-        for key in tensors
-        if key.rpartition("/")[2] in _BOOKKEEPING and spec_of(tensors, key)[0] == ()
-    }
+    numbers = {}
+    for key in tensors:
+        if key.rpartition("/")[2] in _BOOKKEEPING and spec_of(tensors, key)[0] == ():
+            numbers[key] = tensors[key].item()
     for name, entries in saved["rest"].items():
-        numbers |= {f"{name}/{key}": from_json(entries[key], tensors) for key in entries if key in _BOOKKEEPING}
+        for key in entries.keys() & _BOOKKEEPING:
+            numbers[f"{name}/{key}"] = from_json(entries[key], tensors)
     for key, value in numbers.items():
         check_like(value, 0.0, f"{key!r} of the optimizer", where)
         if value < 0 and key.endswith("/step"):
@@ -607,9 +602,10 @@ def _specs_after_step(optimizer: Any, step: Any, group: Mapping[str, Any], prese
     # without the constructor, which may register hooks, or reject parameters on the meta device
     copied = object.__new__(stepping_class(optimizer, group))
     # a compiled or profiled step is an attribute of the instance
-    copied.__dict__.update({key: value for key, value in vars(optimizer).items() if key != "step"})
+    copied.__dict__.update(vars(optimizer))
+    copied.__dict__.pop("step", None)
     # fused and foreach kernels do not run on the meta device
-    plain = {name: False for name in IMPLEMENTATION if name in group}
+    plain = dict.fromkeys(group.keys() & IMPLEMENTATION, False)
     copied.param_groups, copied.state = [{**group, **plain, "params": [parameter]}], defaultdict(dict)
     # an optimizer that reads values fails on the meta device, but its state exists by then
     with torch.no_grad(), contextlib.suppress(Exception):
@@ -774,7 +770,7 @@ def from_json(value: Any, tensors: Mapping[str, torch.Tensor] | None = None) -> 
     if "__float__" in value:
         return float(value["__float__"])
     if "__tuple__" in value:
-        return tuple(from_json(entry, tensors) for entry in value["__tuple__"])
+        return tuple(from_json(value["__tuple__"], tensors))
     if "__counter__" in value:
         return Counter({from_json(k): v for k, v in value["__counter__"]})
     if "__dict__" in value:

@@ -78,8 +78,9 @@ class Dtypes:
     def described(self) -> dict[str, str] | None:
         """The dtypes that are set, by the names of `autocast`; None if none is."""
         names = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"}
-        dtypes = {field.name: getattr(self, field.name) for field in fields(self)}
-        return {name: names[dtype] for name, dtype in dtypes.items() if dtype is not None} or None
+        dtypes = self.parameters, self.buffers, self.inputs, self.reductions
+        pairs = zip(fields(self), dtypes, strict=True)
+        return {field.name: names[dtype] for field, dtype in pairs if dtype is not None} or None
 
     def cast(self, model: nn.Module) -> None:
         """Cast the floating-point parameters and buffers of a model in place."""

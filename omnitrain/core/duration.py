@@ -237,15 +237,15 @@ class Limits:
         Raises:
             ConfigError: A limit is not positive, or there is none.
         """
-        self._limits: list[tuple[str, Duration]] = []
+        self._limits: dict[str, Duration] = {}
         if epochs is not None:
             if not _is_positive(epochs):
                 raise ConfigError(f"`epochs` must be a positive number or None, got {epochs!r}.")
-            self._limits.append(("epochs", Duration.parse(epochs, "ep", "epochs")))
+            self._limits["epochs"] = Duration.parse(epochs, "ep", "epochs")
         if max_steps is not None:
             if not _is_positive(max_steps) or max_steps != int(max_steps):
                 raise ConfigError(f"`max_steps` must be a positive integer or None, got {max_steps!r}.")
-            self._limits.append(("max_steps", Duration.parse(max_steps, "ba", "max_steps")))
+            self._limits["max_steps"] = Duration.parse(max_steps, "ba", "max_steps")
         if max_duration is not None:
             duration = Duration.parse(max_duration, "ep", "max_duration")
             if duration.unit == "dur":
@@ -253,7 +253,7 @@ class Limits:
                     f"`max_duration` is the length of the run and cannot be a share of it, got {str(duration)!r}. "
                     "Give '10ep', '500ba', '4e4sp', '3e6tok' or '2h30m'."
                 )
-            self._limits.append(("max_duration", duration))
+            self._limits["max_duration"] = duration
         if not self._limits:
             raise ConfigError("Nothing would end this run. Give `epochs`, `max_steps` or `max_duration`.")
 
@@ -285,18 +285,18 @@ class Limits:
     @property
     def durations(self) -> list[Duration]:
         """The limits that are set."""
-        return [duration for _, duration in self._limits]
+        return list(self._limits.values())
 
     def reached(self, progress: Progress) -> str:
         """Return "epochs", "max_steps" or "max_duration", in this order, or "" if none is reached."""
-        for reason, duration in self._limits:
+        for reason, duration in self._limits.items():
             if duration.due(progress):
                 return reason
         return ""
 
     def fraction(self, progress: Progress) -> float:
         """Return how much of the run is done, from 0 to 1, by the nearest limit."""
-        return min(1.0, max(duration.amount(progress) / duration.value for _, duration in self._limits))
+        return min(1.0, max(duration.amount(progress) / duration.value for duration in self.durations))
 
     def total_steps(self, steps_per_epoch: int | None, samples_per_epoch: int | None) -> int | None:
         """Return the optimizer steps of the run, or None if its limits do not determine them.

@@ -669,9 +669,12 @@ _METHOD_PREFIXES = ("transform_", "before_", "after_", "begin_", "end_", "restor
 
 def find_overrides(algorithms: Iterable[Algorithm], name: str) -> list[Callable[..., Any]]:
     """Return the methods of this name of the algorithms that override it, in their order."""
-    plain = getattr(Algorithm, name)
-    methods = [getattr(algorithm, name) for algorithm in algorithms]
-    return [method for method in methods if getattr(method, "__func__", method) is not plain]
+    overrides = []
+    for algorithm in algorithms:
+        method = getattr(algorithm, name)
+        if getattr(method, "__func__", method) is not getattr(Algorithm, name):
+            overrides.append(method)
+    return overrides
 
 
 def check_algorithms(algorithms: Iterable[Algorithm]) -> None:

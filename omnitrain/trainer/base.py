@@ -358,7 +358,8 @@ class BaseTrainer(Hooks, ABC):
         reject_uncalled_methods(model, settings, type(self))
         self.ranks: Ranks = ranks or Ranks()
         self.mesh = self.ranks.mesh
-        check_same_on_ranks(self.ranks, {"trainer": describe(type(self)), **describe_all(settings.to_dict())})
+        if self.ranks.world_size > 1:
+            check_same_on_ranks(self.ranks, {"trainer": describe(type(self)), **describe_all(settings.to_dict())})
         self.train_dataset, self.eval_dataset = settings.train_dataset, settings.eval_dataset
         self.test_dataset, self.data_collator = settings.test_dataset, settings.data_collator
         self.processing_class = settings.processing_class
@@ -388,6 +389,7 @@ class BaseTrainer(Hooks, ABC):
             reject_class("callbacks", callback)
         self._callbacks += make_loggers(settings.loggers, self._callbacks, settings.save_dir is not None)
         self._initial = InitialOptions()
+        self._described: tuple[list[Any], dict[str, Any]] = [], {}
         self.lr_scheduler: Any = None
         self.device: torch.device = self._choose_device(settings.device)
         self.gradient_accumulation_steps = resolve_accumulation(settings, self.ranks.data.size)
@@ -433,7 +435,7 @@ class BaseTrainer(Hooks, ABC):
                 "prepares itself. Cast them there, and leave 'inputs' out."
             )
         # before anything holds a reference to the tensors: expanded ones are replaced
-        state_dicts.copy_expanded(model)
+        state_dicts.unshare_elements((*model.parameters(), *model.buffers()))
         initial: Any = None
         if settings.init_from is not None:
             initial = load_initial(model, cast("Mapping[str, Any]", settings.init_from), self.ranks)
@@ -614,8 +616,9 @@ class BaseTrainer(Hooks, ABC):
             if self.train_loader is None and not self._loop.has_custom_epoch:
                 raise ConfigError("There is nothing to train on: pass `train_dataset` or `train_loader`.")
             check_allowed(allow_change)
-            # before the first collective that depends on an argument, which would hang where these differ
-            check_same_on_ranks(self.ranks, self._described_run(resume_from, allow_change, more))
+            if self.world_size > 1:
+                # before the first collective that depends on an argument, which would hang where these differ
+                check_same_on_ranks(self.ranks, self._described_run(resume_from, allow_change, more))
             if more is not None:
                 self._continue_run(more, resume_from, allow_change)
             else:
@@ -899,31 +902,36 @@ class BaseTrainer(Hooks, ABC):
 
     def resolved_config(self) -> dict[str, Any]:
         """Return every setting in force, as JSON types."""
-        resolved = {
-            "algorithm_options": constructor_arguments(self.algorithms),
-            "autocast": self.precision.name,
-            "batch_size": self.batch_size,
-            "dtypes": self.precision.dtypes.described,
-            "callback_options": mask_secrets(constructor_arguments(self._callbacks)),
-            "device": str(self.device),
-            "eval_batch_size": self.eval_batch_size,
-            "gradient_accumulation_steps": self.gradient_accumulation_steps,
-            "global_batch_size": samples_of_step(self.settings, self._sets.share.size),
+        settings, sources = self.settings, [self.settings, *self._callbacks]
+        if list(map(id, sources)) != list(map(id, self._described[0])):  # seldom, though each load and save needs it
+            fixed = {
+                "algorithm_options": constructor_arguments(self.algorithms),
+                "autocast": self.precision.name,
+                "batch_size": self.batch_size,
+                "dtypes": self.precision.dtypes.described,
+                "callback_options": mask_secrets(constructor_arguments(self._callbacks)),
+                "device": str(self.device),
+                "eval_batch_size": self.eval_batch_size,
+                "gradient_accumulation_steps": self.gradient_accumulation_steps,
+                "global_batch_size": settings.global_batch_size or samples_of_step(settings, self._sets.share.size),
+            }
+            if isinstance(settings.save_dir, str):  # an address, which may have credentials
+                fixed["save_dir"] = mask_text(settings.save_dir)
+            plain = describe_all({**settings.to_dict(), **fixed})
+            self._described = sources, {"trainer": describe(type(self)), "model": "", **plain}
+        has_updates = self.train_loader is not None or self._loop.has_custom_epoch
+        return {
+            **self._described[1],
+            "model": describe(state_dicts.class_of(self.model)),
             "matmul_precision": self.precision.matmul or matmul_precision(),
             "optimization_direction": self.objective.direction,
-            "optimizer": None if self.train_loader is None and not self._loop.has_custom_epoch else self.optimizer,
+            "optimizer": describe(self.optimizer) if has_updates else None,
             "optimizer_groups": self._initial.optimizer,
             "lr_scheduler_options": self._initial.schedule,
             "samples_per_epoch": self._sets.train_size,
             "total_steps": self.total_steps,
-            "unit": self.unit,
+            "unit": describe(self.unit),
         }
-        if has_changing_batch_size(self.settings):
-            resolved["global_batch_size"] = self.settings.global_batch_size
-        if isinstance(self.settings.save_dir, str):  # an address, which may have credentials
-            resolved["save_dir"] = mask_text(self.settings.save_dir)
-        plain = describe_all({**self.settings.to_dict(), **resolved})
-        return {"trainer": describe(type(self)), "model": describe(state_dicts.class_of(self.model)), **plain}
 
     # --- what the trainer has
 

@@ -25,16 +25,16 @@ class Buffers:
 
     def collect(self, model: nn.Module) -> None:
         """List the buffers of a model."""
-        places = [(module._buffers, name) for module in model.modules() for name in module._buffers]
-        self._places = [(buffers, name) for buffers, name in places if buffers[name] is not None]
+        named = [
+            (module._buffers, name, buffer) for module in model.modules() for name, buffer in module._buffers.items()
+        ]
+        self._places = [(buffers, name) for buffers, name, buffer in named if buffer is not None]
         self._tensors = []
 
     def snapshot(self) -> None:
         """Copy them."""
         tensors = [buffers[name] for buffers, name in self._places]
-        if len(tensors) != len(self._tensors) or any(
-            tensor is not previous for tensor, previous in zip(tensors, self._tensors, strict=True)
-        ):
+        if list(map(id, tensors)) != list(map(id, self._tensors)):
             self._tensors, self._copies = tensors, [tensor.detach().clone() for tensor in tensors]
         elif tensors:
             torch._foreach_copy_(self._copies, tensors)  # pyright: ignore

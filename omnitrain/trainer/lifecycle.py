@@ -9,6 +9,7 @@ from __future__ import annotations
 import collections
 import contextlib
 import logging
+import operator
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -301,17 +302,17 @@ class Lifecycle:
 
     def _log_callback_times(self) -> None:
         """Log the time that each callback took, and which ones failed."""
-        ran = sorted(
-            (listener for listener in self.listeners if listener.calls), key=lambda listener: -listener.seconds
-        )
-        if ran:
-            text = ", ".join(f"{listener.name} {listener.seconds:.3f} s ({listener.calls} calls)" for listener in ran)
-            logger.info("Time in callbacks: %s.", text)
+        times = []
+        for listener in sorted(self.listeners, key=operator.attrgetter("seconds"), reverse=True):
+            if listener.calls:
+                times.append(f"{listener.name} {listener.seconds:.3f} s ({listener.calls} calls)")
+        if times:
+            logger.info("Time in callbacks: %s.", ", ".join(times))
         for listener in self.listeners:
             if listener.failures:
                 ending = ", and was called no more after that" if listener.is_disabled else ""
-                times = "once" if listener.failures == 1 else f"{listener.failures} times"
-                logger.warning("The callback %s failed %s in this run%s.", listener.name, times, ending)
+                often = "once" if listener.failures == 1 else f"{listener.failures} times"
+                logger.warning("The callback %s failed %s in this run%s.", listener.name, often, ending)
 
     def _emit_safely(self, event: Event, *details: Any) -> None:
         for listener, handler in self._listeners_by_event[event]:
