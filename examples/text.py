@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from omnitrain import Trainer
 
-PACKAGES = ("asyncio", "email", "tkinter", "unittest")
+PACKAGES = ("asyncio", "email", "multiprocessing", "unittest")
 
 
 def load_lines(per_package: int) -> list[tuple[list[str], int]]:

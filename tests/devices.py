@@ -139,12 +139,13 @@ def peak_of(device: torch.device, work: Callable[[], Any]) -> int:
 def room_for(device: torch.device, size: int) -> Iterator[None]:
     """Let this process take no more of the GPU's memory than it has now, and `size` bytes."""
     free_up(device)
-    total = torch.cuda.get_device_properties(device).total_memory
-    torch.cuda.set_per_process_memory_fraction((torch.cuda.memory_reserved(device) + size) / total, device)
+    index = torch.cuda.current_device()
+    total = torch.cuda.get_device_properties(index).total_memory
+    torch.cuda.set_per_process_memory_fraction((torch.cuda.memory_reserved(index) + size) / total, index)
     try:
         yield
     finally:
-        torch.cuda.set_per_process_memory_fraction(1.0, device)
+        torch.cuda.set_per_process_memory_fraction(1.0, index)
 
 
 def ask_for_too_much(device: torch.device) -> None:

@@ -38,7 +38,8 @@ def launch_environment(**variables: str) -> dict[str, str]:
     unwanted = ("ACCELERATE_", "FSDP_", "WORLD_SIZE", "RANK", "LOCAL_RANK", "MASTER_", "TORCHELASTIC_", "OMNITRAIN_")
     environment = {name: value for name, value in os.environ.items() if not name.startswith(unwanted)}
     tests = Path(__file__).resolve().parent
-    return {**environment, "PYTHONPATH": os.pathsep.join([str(tests.parent), str(tests)]), **variables}
+    path = [str(tests.parent), str(tests), *filter(None, [os.environ.get("PYTHONPATH")])]
+    return {**environment, "PYTHONPATH": os.pathsep.join(path), **variables}
 
 
 @contextlib.contextmanager

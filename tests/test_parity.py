@@ -1122,7 +1122,7 @@ def test_dtypes_hold_for_parameters_buffers_and_inputs(trainer_class: Any, tmp_p
 
     def loss_fn(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         labels.append(targets.dtype)
-        return F.mse_loss(outputs, targets)
+        return F.mse_loss(outputs.float(), targets)
 
     def train(model: nn.Module, data: Any, resume: str | None = None, cut: int = 0, **options: Any) -> Any:
         return run(

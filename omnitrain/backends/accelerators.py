@@ -69,9 +69,11 @@ def make_accelerator(
     check_type("fsdp_plugin", fsdp_plugin, FullyShardedDataParallelPlugin)
     check_launched(deepspeed_plugin is not None)
     _check_dimensions(parallelism_config, deepspeed_plugin is not None)
-    # Trainers may follow each other, each with its own settings, on the same processes.
+    # Trainers may follow each other, each with its own settings, on the same processes. What accelerate notes of the
+    # first would keep FSDP from the second, or give it to one that has no plugin.
     kind = PartialState._shared_state.get("distributed_type")
-    AcceleratorState._reset_state(deepspeed_plugin is None and kind == DistributedType.DEEPSPEED)
+    has_zero = kind == DistributedType.DEEPSPEED and deepspeed_plugin is None
+    AcceleratorState._reset_state(has_zero or kind == DistributedType.FSDP)
     has_gpu = choose_device(None).type != "cpu" and os.environ.get("ACCELERATE_USE_CPU", "false").lower() != "true"
     fsdp_plugin = _fsdp_plugin(fsdp_plugin, parallelism_config, FullyShardedDataParallelPlugin)
     wants_fsdp = fsdp_plugin is not None

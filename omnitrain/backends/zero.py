@@ -599,9 +599,13 @@ class Zero(DDP):
         self.optimizer.state.clear()
         if not by_entry:
             return
+        # the kernels of such optimizers count steps on the GPU; others count on the host, and would wait for the GPU
+        counts_on_device = any(group.get("fused") or group.get("capturable") for group in self.optimizer.param_groups)
         for flat in self._partitions():
             vectors = {entry: torch.zeros_like(flat) for entry in by_entry if entry not in numbers}
-            self.optimizer.state[flat] = {**{entry: value.clone() for entry, value in numbers.items()}, **vectors}
+            device = flat.device if counts_on_device else torch.device("cpu")
+            copies = {entry: value.to(device, copy=True) for entry, value in numbers.items()}
+            self.optimizer.state[flat] = {**copies, **vectors}
         self._link_state()
         parameters = self._parameters()
         for entry, names in by_entry.items():

@@ -230,7 +230,8 @@ def isolated_rng(device: torch.device | None = None, seed: int | None = None) ->
         for generator, snapshot in snapshots:
             generator.restore(snapshot)
         for each_device, state in zip(devices, on_devices, strict=True):
-            torch.get_device_module(each_device).set_rng_state(state, each_device)
+            with contextlib.suppress(torch.AcceleratorError):  # after an error that ends the use of the device
+                torch.get_device_module(each_device).set_rng_state(state, each_device)
 
 
 @contextlib.contextmanager

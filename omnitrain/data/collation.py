@@ -626,33 +626,24 @@ def pin_batch(batch: Any) -> Any:
     return batch if isinstance(batch, list) else _map_entries(batch, pin_batch)
 
 
-def prefetch_to_device(batches: Iterable[Any], device: torch.device) -> Iterator[tuple[Any, Any]]:
-    """Yield (batch on the host, batch on the GPU), copying the next one while this one is used.
+def copy_to_device(batches: Iterable[Any], device: torch.device) -> Iterator[tuple[Any, Any]]:
+    """Yield (batch on the host, batch on the GPU), copied on a CUDA stream of its own, beside the computation.
 
-    The copies run on their own CUDA stream, so they do not wait for the computation.
+    The next batch is drawn when this one has been used on the host and copied: it may be in the same memory.
     """
     stream = torch.cuda.Stream(device)
-
-    def copy(batch: Any) -> tuple[Any, Any]:
-        if _hides_tensors(batch):  # whose memory would be reused while it is in use
-            return batch, move_to_device(batch, device)
-        with torch.cuda.stream(stream):
-            return batch, move_to_device(batch, device, non_blocking=True)
-
-    def synchronize(pair: tuple[Any, Any]) -> tuple[Any, Any]:
-        torch.cuda.current_stream(device).wait_stream(stream)
-        for tensor in tensors_in(pair[1]):
-            tensor.record_stream(torch.cuda.current_stream(device))  # or its memory could be reused too early
-        return pair
-
-    waiting = None
     for batch in batches:
-        upcoming = copy(batch)
-        if waiting is not None:
-            yield synchronize(waiting)
-        waiting = upcoming
-    if waiting is not None:
-        yield synchronize(waiting)
+        if _hides_tensors(batch):  # whose memory would be reused while it is in use
+            yield batch, move_to_device(batch, device)
+            continue
+        with torch.cuda.stream(stream):
+            ready = move_to_device(batch, device, non_blocking=True)
+        copied, computation = stream.record_event(), torch.cuda.current_stream(device)
+        computation.wait_event(copied)
+        for tensor in tensors_in(ready):
+            tensor.record_stream(computation)  # or its memory could be reused too early
+        yield batch, ready
+        copied.synchronize()  # a step was launched meanwhile, so that there is nothing to wait for
 
 
 def _hides_tensors(batch: Any) -> bool:

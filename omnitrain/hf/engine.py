@@ -380,7 +380,7 @@ class Engine(SearchTrainer):
         """Leave norm and clipping to our step, which does them once, as in every trainer."""
 
     def _get_learning_rate(self) -> float:
-        return self.trainer._loop.rates_and_norm()["learning_rate"]
+        return self.trainer._loop.learning_rates()[0]  # asked for at each step: the norm would wait for the GPU
 
     # --- logs, evaluation, checkpoints
 

@@ -90,7 +90,8 @@ def _reason_against_sparse(optimizer: Any, group: Mapping[str, Any], parameter: 
     """Return why an optimizer cannot train a parameter with sparse gradients, from a step of a small copy of it."""
     values = torch.zeros([1] * parameter.dim(), dtype=parameter.dtype)
     small = nn.Parameter(values.clone())
-    small.grad = torch.sparse_coo_tensor(torch.tensor([[0]]), values, values.shape, check_invariants=True)
+    with torch.sparse.check_sparse_tensor_invariants():  # PyTorch warns until a program has said whether to check
+        small.grad = torch.sparse_coo_tensor(torch.tensor([[0]]), values, values.shape)
     kind = optimizer.stepping(group) if hasattr(optimizer, "stepping") else type(optimizer)
     try:
         state = try_step(kind, group, small)

@@ -21,7 +21,7 @@ from omnitrain.core.duration import Stages
 from omnitrain.core.errors import DataError, DistributedError, add_location
 from omnitrain.core.events import ProfilerRanges, find_overrides, wrap_in_range
 from omnitrain.core.progress import Progress
-from omnitrain.data.collation import count_samples, move_to_device, prefetch_to_device, split_batch
+from omnitrain.data.collation import copy_to_device, count_samples, move_to_device, split_batch
 from omnitrain.data.loaders import Loader, MapLoader, UserLoader
 from omnitrain.data.sampling import CountedBatch, Window, windows
 from omnitrain.data.stateful import data_parts
@@ -298,11 +298,10 @@ class Feed:
     # --- weights
 
     def weighed(self, batches: Iterable[CountedBatch]) -> Iterator[Weighed]:
-        """Yield each batch with its weight, samples and tokens; with a GPU, the next batch is copied meanwhile."""
+        """Yield each batch with its weight, samples and tokens; copied to a GPU beside its computation."""
         trainer = self._trainer
-        copies = trainer.device.type == "cuda" and not self.stateful_data
-        copies = copies and type(trainer)._prepare_batch is Hooks._prepare_batch
-        entries: Iterable[Any] = prefetch_to_device(batches, trainer.device) if copies else batches
+        copies = trainer.device.type == "cuda" and type(trainer)._prepare_batch is Hooks._prepare_batch
+        entries: Iterable[Any] = copy_to_device(batches, trainer.device) if copies else batches
         for entry in entries:
             (batch, samples), (ready, _) = entry if copies else (entry, entry)
             self._ranks.progress_count += 1

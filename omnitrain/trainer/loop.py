@@ -547,10 +547,14 @@ class Loop:
         lifecycle.logged_at = (progress.step, progress.seconds, progress.samples, progress.tokens)
         lifecycle.emit(Event.LOG, logs)
 
+    def learning_rates(self) -> list[float]:
+        """Return the rate of each group in the latest update."""
+        groups = self.trainer.backend.optimizer.param_groups
+        return [float(rate) for rate in self.step.rates or [group["lr"] for group in groups]]
+
     def rates_and_norm(self) -> dict[str, float]:
         """Return the rate of the latest update, those of groups that differ from the first, and the gradient norm."""
-        groups = self.trainer.backend.optimizer.param_groups
-        rates = [float(rate) for rate in self.step.rates or [group["lr"] for group in groups]]
+        groups, rates = self.trainer.backend.optimizer.param_groups, self.learning_rates()
         # groups that differ only later, as a schedule for each of them makes them, keep their rows from the first log
         # on
         bases = [group.get("initial_lr", group["lr"]) for group in groups]

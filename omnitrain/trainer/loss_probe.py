@@ -18,6 +18,7 @@ import torch
 from torch import nn
 
 from omnitrain.checkpoint.state_dicts import unwrap
+from omnitrain.compute.precision import matmul_precision
 from omnitrain.core.errors import ConfigError, DataError
 from omnitrain.data.collation import LABEL_KEYS, count_samples, get_labels, split_batch, with_labels
 from omnitrain.data.stateful import preserve_state, stateful_parts
@@ -271,7 +272,7 @@ class _Probe:
         if {torch.float16, torch.bfloat16} & dtypes or trainer.precision.name in ("bf16", "fp16", "fp8"):
             return 2e-2
         # other settings let oneDNN compute in bf16 on CPUs that have it
-        is_exact = trainer.device.type == "cpu" and torch.get_float32_matmul_precision() == "highest"
+        is_exact = trainer.device.type == "cpu" and matmul_precision() == "highest"
         return 1e-5 if is_exact else 1e-3  # accelerators take convolutions in TF32 by default
 
     def kind_of_dependence(self) -> str:

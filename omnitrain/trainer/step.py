@@ -470,7 +470,7 @@ class Step:
     def _loss_of(self, batch: Any, weight: float, last: bool) -> torch.Tensor | None:
         trainer, window, emit = self._trainer, self.window, self._lifecycle.emit_in_step
         self.weight = weight
-        if self._repeats and trainer.device.type == "cpu":  # elsewhere the passes get copies anyway
+        if self._repeats:
             batch = copy.deepcopy(batch)  # the model may change it in place
         batch = trainer._prepare_batch(batch)
         for transform in self._transforms["transform_batch"]:

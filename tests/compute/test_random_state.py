@@ -165,3 +165,19 @@ def test_deterministic_mode_ends_with_block(monkeypatch: pytest.MonkeyPatch) -> 
             raise KeyError
         assert not torch.are_deterministic_algorithms_enabled()
     assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":16:8"  # a setting of the user's own stays
+
+
+def test_isolated_rng_keeps_error_of_lost_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Lost:
+        device_count = staticmethod(lambda: 1)
+        get_rng_state = staticmethod(lambda device: torch.zeros(16, dtype=torch.uint8))
+
+        @staticmethod
+        def set_rng_state(state: torch.Tensor, device: torch.device) -> None:
+            raise torch.AcceleratorError("CUDA error: device-side assert triggered")
+
+    monkeypatch.setattr(torch, "get_device_module", lambda device: Lost)
+    before = torch.get_rng_state()
+    with pytest.raises(IndexError, match="label 7"), isolated_rng(torch.device("cuda"), 1):
+        raise IndexError("label 7")
+    assert torch.equal(torch.get_rng_state(), before)

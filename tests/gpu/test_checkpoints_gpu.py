@@ -10,6 +10,7 @@ import torch
 from devices import KINDS, make
 from recipes import StopAt, Trace, distance, rows, same, t16, weights
 
+from omnitrain import Callback
 from omnitrain.checkpoint.store import Store
 from omnitrain.checkpoint.tensor_files import load_tensors
 
@@ -85,14 +86,25 @@ def test_run_resumes_in_another_trainer_bit_exactly(
     assert_equal(state_of(straight), state_of(second))
 
 
+class Generator(Callback):
+    """Holds the state of the GPU's generator at the end of training, after which it is as before."""
+
+    state: torch.Tensor
+
+    def on_train_end(self, trainer: Any) -> None:
+        if trainer.device.type == "cuda":
+            self.state = torch.cuda.get_rng_state(trainer.device)
+
+
 def test_checkpoint_equals_state_on_device(device: torch.device, kind: str, tmp_path: Path) -> None:
-    trainer = run(kind, device, tmp_path, StopAt(CUT))
+    generator = Generator()
+    trainer = run(kind, device, tmp_path, StopAt(CUT), generator)
     folder, saved = saved_at(tmp_path)
     assert_equal(saved, state_of(trainer))
     generators = load_tensors(folder / "rng/state.safetensors")
     assert ("0/device" in generators) == (device.type == "cuda")
     if device.type == "cuda":
-        assert torch.equal(generators["0/device"], torch.cuda.get_rng_state(device))
+        assert torch.equal(generators["0/device"], generator.state)
 
 
 def test_async_save_holds_state_of_request(device: torch.device, tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ from omnitrain.checkpoint.tensor_files import load_tensors
 FP32 = torch.float32
 NAMES = {"0.weight", "0.bias", "3.weight", "3.bias"}
 """Of the tensors of the small model."""
-pytestmark = pytest.mark.timeout(300)
+pytestmark = [pytest.mark.timeout(300), pytest.mark.processes]  # inductor compiles in processes of its own
 
 
 @pytest.fixture
@@ -29,7 +29,7 @@ def compiler(device: torch.device) -> str:
     try:
         torch.compile(lambda x: torch.relu(x) + 1)(torch.ones(8, device=device))
     except Exception as error:
-        pytest.skip(f"this machine cannot compile: {type(error).__name__}: {str(error).splitlines()[0][:200]}")
+        pytest.skip(f"this machine cannot compile: {type(error).__name__}: {' '.join(str(error).split())[:300]}")
     return "inductor"
 
 

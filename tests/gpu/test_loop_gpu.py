@@ -13,7 +13,7 @@ from recipes import Sentences, Tagger, distance, rows, same, t16, weights
 from torch import nn
 from torch.utils.data import IterableDataset, TensorDataset
 
-from omnitrain import Algorithm, Callback
+from omnitrain import SAM, Algorithm, Callback
 
 FP32 = torch.float32
 
@@ -181,6 +181,29 @@ def test_batch_weight_is_read_before_buffer_reuse(device: torch.device, kind: st
         history = trainer.train()["train_metrics_history"]
         ends.append(([row["train_loss"] for row in history], trainer.progress.tokens, trainer.progress.samples))
     assert ends[0] == ends[1]
+
+
+class InPlace(nn.Module):
+    """Changes its input in place, or a copy of it."""
+
+    def __init__(self, copies: bool) -> None:
+        super().__init__()
+        self.inner, self.copies = t16(dtype=FP32), copies
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.inner((x.clone() if self.copies else x).mul_(0.5))
+
+
+@pytest.mark.parametrize("options", [{"algorithms": [SAM()]}, {"optimizer": torch.optim.LBFGS}], ids=["SAM", "LBFGS"])
+def test_each_pass_gets_unchanged_batch(device: torch.device, kind: str, options: dict[str, Any]) -> None:
+    ends = []
+    for copies in (True, False):
+        trainer = make(
+            kind, device, InPlace(copies), rows(16, FP32), loss_fn=F.mse_loss, max_grad_norm=None, **options
+        )  # fmt: skip
+        trainer.train()
+        ends.append(weights(trainer.get_model()))
+    assert same(*ends)
 
 
 class Places(Algorithm):

@@ -216,6 +216,20 @@ def classes(model: type[nn.Linear] = nn.Linear, **options: Any) -> dict[str, Any
     return {"model": model(4, 3).double(), "data": data, "shuffle": False, **options}
 
 
+@pytest.mark.skipif(not hasattr(torch.backends, "fp32_precision"), reason="this PyTorch has only one way")
+def test_probe_beside_newer_switches_of_precision() -> None:
+    """After them, PyTorch's older function for the precision raises."""
+    switches: Any = torch.backends.cuda.matmul
+    before = switches.fp32_precision
+    switches.fp32_precision = "tf32"
+    try:
+        with pytest.raises(RuntimeError, match="mix of the legacy and new"):
+            torch.get_float32_matmul_precision()
+        make(Trainer, batch=4, accumulation=2, **classes(loss_fn=functools.partial(F.cross_entropy))).train()
+    finally:
+        switches.fp32_precision = before
+
+
 NO_MEANS: dict[str, tuple[Any, str]] = {
     "two means": (lambda: {"model": pretraining(), "data": pairs()}, "The loss of BertForPreTraining .*Pass a `unit`"),
     "partial": (
