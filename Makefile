@@ -48,7 +48,8 @@ demo: $(VENV)/.has-$(DEMO_EXTRAS) ## train on real data (TRAINER=native, acceler
 	$(call limit,900) $(BIN)/omnitrain $(ON_TWO) demo --trainer $(TRAINER)
 
 # The tests of a file stay together: what its fixtures make, such as launches of several processes, is made once then.
-PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
+# without a GPU: many tests compare a trainer with a loop on the CPU; `make gpu` has the others
+PYTEST := env CUDA_VISIBLE_DEVICES= $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 # `make check` runs these two.
 CHECKED := $(addprefix --ignore=tests/test_,typing.py architecture.py)
 # Which tenth of the slow tests `make test-sample` runs; CI takes another one each day.
