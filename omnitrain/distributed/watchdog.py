@@ -320,6 +320,10 @@ def watch_one_process(position: Position, limit: float, ended: threading.Event) 
             exit_now(1)
 
 
+class _SlowStoreError(RuntimeError):
+    """The store does not answer now: the process that hosts it is stopped, or slow."""
+
+
 class Watchdog:
     """Watches the ranks of a run from one of them, through a store that all can reach.
 
@@ -417,7 +421,7 @@ class Watchdog:
     def _store(self) -> distributed_c10d.Store:
         """The store; a RuntimeError at once where it does not answer, as the process that hosts it is stopped."""
         if self._store_unresponsive:
-            raise RuntimeError("The store does not answer.")
+            raise _SlowStoreError("The store does not answer.")
         return self._connection
 
     @property
@@ -573,6 +577,8 @@ class Watchdog:
                 heartbeats = self._read_others(is_waiting) if self._all_posted else {}
                 self._judge_ranks({self._rank: heartbeat, **heartbeats}, unread)
                 unread = 0.0
+            except _SlowStoreError:
+                pass  # the next heartbeat tells whether it answers again
             except RuntimeError as error:  # the process that hosted the store has ended
                 self._store_error = error
                 if self._failure_read is not None:

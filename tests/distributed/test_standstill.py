@@ -8,6 +8,7 @@ import re
 import signal
 import threading
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,8 @@ from torch.utils.data import TensorDataset
 from omnitrain import Callback
 from omnitrain.distributed import watchdog
 from omnitrain.distributed.rendezvous import connected_ranks
+from omnitrain.distributed.signals import ECHO_SECONDS
+from omnitrain.distributed.watchdog import Heartbeat
 
 
 class Fault(Callback):
@@ -33,7 +36,7 @@ class Fault(Callback):
     def __init__(self, phase: str, rank: int, how: str) -> None:
         self.phase, self.how = phase, how
         self.is_armed = current_rank() == rank
-        self.has_begun = self.is_slow = False
+        self.has_begun = False
         self.passes = 0
 
     def on_step_end(self, trainer: Any) -> None:
@@ -52,15 +55,15 @@ class Fault(Callback):
         if phase != self.phase or not self.is_armed or not self.has_begun:
             return
         self.is_armed = False
-        mark()
         while self.how == "hangs":
+            mark()
             time.sleep(1)
-        ranks, end = connected_ranks(), time.monotonic() + 4  # in which the others read where this one is
-        while time.monotonic() < end:  # it must have moved in its last heartbeat
-            ranks.progress_count += 1
+        wait_for(case_folder() / "read")  # once it has stopped, others may no longer read where it is
+        mark()
+        stop_until(self.how)
+        while self.how == "reported" and not (case_folder() / "continued").exists():
+            connected_ranks().progress_count += 1
             time.sleep(0.01)
-        stop_until(f"{self.how}-{1 - current_rank()}")
-        self.is_slow = True  # so that the other one sees it continue
 
 
 class Rows(TensorDataset):
@@ -72,73 +75,102 @@ class Rows(TensorDataset):
         self.count += 1
         if self.count > 12:
             self.fault.at("data")
-        time.sleep(0.1 * self.fault.is_slow)
         return super().__getitem__(index)
 
 
-def train(phase: str, rank: int, how: str, backend: str = "ddp", timeout: float = 4.0, signals: int = 0) -> int:
+def wait_for(path: Path) -> None:
+    while not path.exists():
+        time.sleep(0.02)
+
+
+def count_heartbeats(stalled: int, phase: str, how: str) -> None:
+    """Have the watchdog count a second for each heartbeat of all running ranks, once one stalls and the others wait.
+
+    So no rank seems to stall because the machine is busy, or because a process takes long to start.
+    """
+    folder = case_folder()
+
+    class Detector(watchdog.StallDetector):
+        counted: Mapping[int, Heartbeat] = {}
+        latest: Heartbeat | None = None
+
+        def update(self, heartbeats: Mapping[int, Heartbeat], elapsed: float) -> list[str]:
+            heartbeat, previous = heartbeats.get(stalled), self.latest
+            self.latest, elapsed = heartbeat, 0.0
+            if heartbeat is not None and heartbeat.phase == phase and stalled != current_rank():
+                (folder / "read").touch()
+            running = {rank: latest for rank, latest in heartbeats.items() if rank != stalled or how == "hangs"}
+            if (
+                heartbeat is not None
+                and (folder / "fault").exists()
+                and (how == "hangs" or (previous is not None and heartbeat.beat == previous.beat))
+                and all(watchdog._progress(latest) >= watchdog._progress(heartbeat) for latest in running.values())
+                and all(rank not in self.counted or latest.beat > self.counted[rank].beat
+                        for rank, latest in running.items())
+            ):  # fmt: skip
+                self.counted, elapsed = running, 1.0
+            return super().update(heartbeats, elapsed)
+
+    watchdog.StallDetector = Detector  # type: ignore[misc]
+
+
+class NoteReports(logging.Handler):
+    """Leaves a file when a rank is reported, and when it continues."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__()
+        self.folder = folder
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if match := re.match(r"Rank \d+ (has|continues) ", record.getMessage()):
+            (self.folder / {"has": "reported", "continues": "continued"}[match[1]]).touch()
+
+
+def send(signals: int, folder: Path) -> None:
+    """Send SIGTERM to this process, which waits in a collective, when a stall is reported."""
+    wait_for(folder / "reported")
+    for count in range(signals):
+        time.sleep(ECHO_SECONDS * 2 * count)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+
+def train(
+    phase: str, rank: int, how: str, backend: str = "ddp", timeout: float = 4.0, signals: int = 0, signalled: int = 1
+) -> int:
     """Train until a rank stalls in a phase.
 
     Args:
         phase: Where it stalls.
         rank: Which one.
-        how: "hangs", or the file "ended" or "reported" of the other rank until which the process is stopped.
+        how: "hangs", or the file of the case until which the process is stopped.
         backend: Of the trainer.
         timeout: Of the trainer.
-        signals: How many SIGTERM the other process gets when it has reported the stall.
+        signals: How many SIGTERM another process gets when the stall is reported.
+        signalled: The rank of this process.
     """
-    watchdog.QUIET_S, watchdog.UNRESPONSIVE_S = 2.0, 4.0
-    if signals:
-        watchdog.SIGNALLED_S = 3.0
-    number, case = current_rank(), case_folder()
-
-    class Signal(logging.Handler):
-        def emit(self, record: logging.LogRecord) -> None:
-            reported = case / f"reported-{number}"
-            if record.getMessage().startswith(f"Rank {rank} has ") and number != rank and not reported.exists():
-                reported.touch()
-                for count in range(signals):
-                    time.sleep(0.7 * count)
-                    os.kill(os.getpid(), signal.SIGTERM)
-
-    logging.getLogger("omnitrain").addHandler(Signal())
+    watchdog.QUIET_S, watchdog.UNRESPONSIVE_S, watchdog.SIGNALLED_S = 2.0, 4.0, 3.0
+    count_heartbeats(rank, phase, how)
+    folder = case_folder()  # accelerate clears the environment at times, which threads would notice
+    if signals and current_rank() == signalled:
+        threading.Thread(target=send, args=(signals, folder), daemon=True).start()
+    logging.getLogger("omnitrain").addHandler(NoteReports(folder))
     logging.getLogger("omnitrain").addHandler(logging.StreamHandler())
     fault, model = Fault(phase, rank, how), t16(dtype=torch.float32)
     model.register_forward_pre_hook(fault.note_pass)
     trainer = make_trainer(
         backend, model, Rows(fault), rows(16, torch.float32), batch_size=4, epochs=2, loss_fn=F.mse_loss,
-        learning_rate=0.01, save_dir=case / "run", save_steps=6, eval_steps=5, callbacks=[fault],
+        learning_rate=0.01, save_dir=folder / "run", save_steps=6, eval_steps=5, callbacks=[fault],
         timeout=timeout, load_best_at_end=False,
     )  # fmt: skip
     trainer.train()
     return trainer.progress.step
 
 
-def train_on_several(rank: int, how: str, signalled: int = -1) -> None:
-    """Train on more than two ranks, of which only the main one judges all; one may get SIGTERM."""
-    watchdog.QUIET_S = watchdog.SIGNALLED_S = 2.0
-    logging.getLogger("omnitrain").addHandler(logging.StreamHandler())
-
-    class StallsInStep(Callback):
-        def on_step_start(self, trainer: Any) -> None:
-            if trainer.progress.step == 2 and trainer.rank == rank:
-                mark()
-                while how == "hangs":
-                    time.sleep(1)
-                stop_until(f"ended-{int(rank == 0)}")
-            if trainer.progress.step == 2 and trainer.rank == signalled:
-                threading.Timer(2, os.kill, (os.getpid(), signal.SIGTERM)).start()  # while it waits in a collective
-
-    make_trainer(
-        "ddp", t16(dtype=torch.float32), rows(64, torch.float32), batch_size=4, epochs=2, loss_fn=F.mse_loss,
-        learning_rate=0.01, callbacks=[StallsInStep()], timeout=600.0 if signalled > 0 else 6.0,
-    ).train()  # fmt: skip
-
-
-def case(phase: str, rank: int, how: str = "ended", hosted: bool = False, **options: Any) -> Case:
-    name = " ".join([phase, str(rank), how, *(["hosted"] if hosted else []), *map(str, options.values())])
+def case(phase: str, rank: int, how: str = "", hosted: bool = False, processes: int = 2, **options: Any) -> Case:
+    how = how or f"ended-{int(rank == 0)}"
+    words = [phase, str(rank), how, *(["hosted"] if hosted else []), *map(str, options.values())]
     options = {"phase": phase, "rank": rank, "how": how, **options}
-    return Case(name, "test_standstill:train", options, hosted=hosted)
+    return Case(" ".join(words), "test_standstill:train", options, hosted, processes)
 
 
 STALLED = by_name([
@@ -149,13 +181,13 @@ STALLED = by_name([
     *(case("step", 1, "hangs", backend=backend) for backend in ("zero3", "hf2")),
 ])  # fmt: skip
 SIGNALLED = by_name([
-    case("step", 1, "hangs", timeout=600.0, signals=2),
+    case("step", 1, "hangs", timeout=600.0, signals=2, signalled=0),
     case("step", 0, hosted=True, timeout=600.0, signals=1),
 ])  # fmt: skip
 SEVERAL = by_name([
-    Case(f"{rank} of 3 {how} {signalled}", "test_standstill:train_on_several",
-         {"rank": rank, "how": how, "signalled": signalled}, processes=3)
-    for rank, how, signalled in ((2, "hangs", 1), (0, "stopped", -1), (2, "hangs", -1))
+    case("step", 2, "hangs", processes=3, timeout=600.0, signals=1),
+    case("step", 0, processes=3, backend="ddp"),
+    case("step", 2, "hangs", processes=3),
 ])  # fmt: skip
 CONTINUED = by_name([case("data", 1, "reported", timeout=600.0)])
 CASES = SIGNALLED | SEVERAL | CONTINUED | STALLED
@@ -194,11 +226,11 @@ def test_stalled_rank_is_reported_and_ends_the_run(name: str, outcomes: dict[str
 
 @pytest.mark.parametrize("name", thinned(SEVERAL, list(SEVERAL)[:1]))
 def test_stalled_rank_of_several_ends_the_run(name: str, outcomes: dict[str, list[Outcome]]) -> None:
-    rank, how, signalled = SEVERAL[name].options.values()
+    rank, how, signals = (SEVERAL[name].options.get(key) for key in ("rank", "how", "signals"))
     state = "has been in 'step' for" if how == "hangs" else "has sent no heartbeat for"
     for number, outcome in enumerate(outcomes[name]):
-        assert outcome.code == (143 if number == signalled else 1), outcome.output
-        if signalled < 0 and (number != rank or how == "hangs"):
+        assert outcome.code == (143 if signals and number == 1 else 1), outcome.output
+        if not signals and (number != rank or how == "hangs"):
             assert re.search(rf"DistributedError: .*Rank {rank} {state} \d+ s", outcome.output), outcome.output
     reporter = outcomes[name][0 if rank else 1].output
     assert re.search(rf"^Rank {rank} has ", reporter, re.M), reporter
@@ -216,5 +248,5 @@ def test_signalled_rank_leaves_a_stalled_one_behind(name: str, outcomes: dict[st
     rank = SIGNALLED[name].options["rank"]
     signalled, stalled = outcomes[name][1 - rank], outcomes[name][rank]
     assert signalled.code == 143, signalled.output
-    assert "SIGTERM ends rank" in signalled.output or "SIGTERM once more" in signalled.output
+    assert "SIGTERM ends rank" in signalled.output or "SIGTERM again" in signalled.output
     assert stalled.code == 1, stalled.output

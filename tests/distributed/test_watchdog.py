@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
+import json
+import math
 import re
+import sys
+import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from forking import Case, Found, Outcome, play
+import torch.distributed as dist
+from forking import Case, Found, Outcome, mark, play
+from test_standstill import count_heartbeats
 from torch import nn
 
 from omnitrain import Trainer
 from omnitrain.distributed import watchdog
-from omnitrain.distributed.watchdog import Heartbeat, StallDetector
+from omnitrain.distributed.watchdog import Heartbeat, Position, StallDetector, Watchdog
 
 STEP = Heartbeat(0, "step", 12, 70, False)
 """A rank that may be waiting in a collective of the model, which nobody can see."""
@@ -119,6 +126,97 @@ def test_detector_judges_a_thousand_ranks() -> None:
     assert watchdog.describe_stalls(stalls).endswith(end)
 
 
+# --- the store
+
+
+class Slow(dist.Store):
+    """A store that answers heartbeats only when no answer is expected any more; rank 1 arrives in between."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.entries = dist.HashStore()
+        self.watchdog: Watchdog | None = None
+        self.answers = 0
+
+    def delay(self) -> None:
+        if self.watchdog is None or threading.current_thread() is not self.watchdog._posting:
+            return
+        end = self.watchdog._unanswered + watchdog.UNRESPONSIVE_S
+        while self.watchdog._unanswered < end and not self.watchdog._closing.is_set():
+            time.sleep(0.001)
+        self.answers += 1
+        if self.answers == 6:
+            self.entries.add("omnitrain/0/here", 1)
+
+    def set(self, key: str, value: Any) -> None:
+        self.delay()
+        self.entries.set(key, value)
+
+    def get(self, key: str) -> bytes:
+        self.delay()
+        return self.entries.get(key)
+
+    def add(self, key: str, amount: int) -> int:
+        self.delay()
+        return self.entries.add(key, amount)
+
+    def check(self, keys: list[str]) -> bool:
+        self.delay()
+        return self.entries.check(keys)
+
+
+@pytest.fixture
+def waiting(monkeypatch: pytest.MonkeyPatch) -> Position:
+    """Rank 0 of two, which waits; the watchdog's seconds are short, and it ends no process."""
+    monkeypatch.setattr(watchdog, "_instances", iter([0]))
+    monkeypatch.setattr(watchdog, "_ticks", ticks)
+    monkeypatch.setattr(watchdog, "exit_now", lambda code: sys.exit("ended"))
+    position = Position()
+    position.world_size, position.phase, position.step, position.is_waiting = 2, "step", 12, True
+    return position
+
+
+def ticks(ended: threading.Event) -> Iterator[float]:
+    while not ended.wait(0.005):
+        yield 1.0
+
+
+def test_watchdog_waits_for_ranks_through_a_slow_store(waiting: Position, capsys: Any) -> None:
+    waiting.phase, store = watchdog.START, Slow()
+    observer = store.watchdog = Watchdog(waiting, store, None)
+    observer.wait_for_ranks()
+    assert store.answers >= 6 and "DistributedError" not in capsys.readouterr().err
+    observer.stop()
+
+
+@pytest.mark.parametrize(("quiet", "limit"), [(1.0, 1800.0), (30.0, 1.0)])
+def test_watchdog_reads_other_ranks_before_a_report(
+    quiet: float, limit: float, waiting: Position, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Rank 0 reads them only while it seems to wait; the rank for which it waits is to be reported, not itself."""
+    for name, value in {"QUIET_S": quiet, "UNRESPONSIVE_S": math.inf, "GRACE_S": math.inf}.items():
+        monkeypatch.setattr(watchdog, name, value)
+    store, has_begun = dist.PrefixStore("omnitrain/0", entries := dist.HashStore()), threading.Event()
+
+    def send_heartbeats(ended: threading.Event) -> Iterator[float]:
+        has_begun.wait()
+        for beat, elapsed in enumerate(ticks(ended)):
+            store.set("post/1", json.dumps([DATA._replace(beat=beat), []]))
+            yield elapsed
+
+    monkeypatch.setattr(watchdog, "_ticks", send_heartbeats)
+    store.set("post/1", json.dumps([DATA, []]))
+    store.add("posted", 1)
+    observer = Watchdog(waiting, entries, None)
+    with observer.limited(limit, is_start=False):
+        has_begun.set()
+        while not (caplog.messages or store.check(["failure/0"])):
+            time.sleep(0.01)
+    observer.stop()
+    reports = caplog.messages or [store.get("failure/0").decode()]
+    assert "Rank 1 has been in 'data'" in reports[0] and "Rank 0" not in reports[0]
+
+
 # --- one process
 
 
@@ -127,13 +225,16 @@ class Hanging(torch.utils.data.Dataset[Any]):
         return 8
 
     def __getitem__(self, index: int) -> Any:
-        time.sleep(1000 if index == 5 else 0)
+        if index == 5:
+            mark()
+            time.sleep(1000)
         return torch.zeros(4), torch.zeros(1)
 
 
 def hang(workers: int) -> None:
     """Train on one process, of which reading data never ends."""
     watchdog.QUIET_S = 1.0
+    count_heartbeats(0, "data", "hangs")
     Trainer(
         nn.Linear(4, 1), Hanging(), loss_fn=nn.functional.mse_loss, batch_size=2, epochs=1, device="cpu",
         num_workers=workers, shuffle=False, timeout="4s", progress_bar=False,
