@@ -154,13 +154,7 @@ def ask_for_too_much(device: torch.device) -> None:
 
 
 class Greedy(nn.Module):
-    """A regression model that asks for too much memory from its k-th pass on, forward or backward.
-
-    Args:
-        body: The model.
-        where: "forward", "backward", "evaluation", or "" for never.
-        start: Which pass is the first to do it, counted from 1.
-    """
+    """A regression model that asks for too much memory in evaluations, or from a pass on, forward or backward."""
 
     def __init__(self, body: nn.Module, where: str = "", start: int = 3) -> None:
         super().__init__()

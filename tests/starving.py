@@ -17,13 +17,7 @@ def raise_no_room(gradient: torch.Tensor) -> None:
 
 
 class Starving(nn.Module):
-    """A regression model with statistics and dropout, for whose passes no more than so many rows have room.
-
-    Args:
-        room: That many rows.
-        where: "forward" or "backward".
-        start: The forward passes in training before which there is room for all.
-    """
+    """A regression model with statistics and dropout, whose passes have room for few rows after the first ones."""
 
     def __init__(self, room: int = 1000, where: str = "forward", start: int = 0, dropout: float = 0.2) -> None:
         super().__init__()
@@ -48,12 +42,7 @@ class Starving(nn.Module):
 
 
 class StarvingAdamW(torch.optim.AdamW):
-    """AdamW whose update has no room in some of its calls, before it has begun or in the middle of it.
-
-    Args:
-        calls: Numbers of these calls, from 1 on.
-        middle: Whether it is the second group that has none.
-    """
+    """AdamW whose update has no room in some of its calls, before it has begun or, with `middle`, in the middle."""
 
     def __init__(self, parameters: Any, calls: tuple[int, ...] = (), middle: bool = False, **options: Any) -> None:
         self.calls, self.middle, self.count = calls, middle, 0

@@ -170,11 +170,7 @@ def wait_for(condition: Callable[[], bool]) -> None:
 class S3:
     """moto's S3 server on the loopback, with faults.
 
-    Attributes:
-        address: The endpoint, http://127.0.0.1:port.
-        fault: Called with the method, the path, WSGI's environment and `start_response`; returns a body to answer
-            instead, or None.
-        requests: The requests so far, as (method, path).
+    A fault is called with the method, the path, WSGI's environment and `start_response`; it may return a body instead.
     """
 
     def __init__(self) -> None:

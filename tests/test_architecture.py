@@ -14,7 +14,6 @@ import gc
 import graphlib
 import importlib
 import inspect
-import itertools
 import re
 import subprocess
 import sys
@@ -419,7 +418,7 @@ def test_steps_evaluations_and_checkpoints_enter_few_functions(name: str, tmp_pa
         assert 0 < len(functions) <= most_functions and len(files) <= most_files, "\n".join([kind, *walked])
 
 
-# Docstrings and annotations
+# Docstrings
 
 
 def public_members(value: type) -> Iterator[str]:
@@ -434,19 +433,6 @@ def test_public_members_have_docstrings() -> None:
     members = [(kind, name) for kind in classes_of_the_package() for name in public_members(kind)]
     public = [(kind, name) for kind, name in members if not kind.__name__.startswith("_")]
     assert public and not [(kind, name) for kind, name in public if not inspect.getdoc(getattr(kind, name))]
-
-
-def test_functions_are_annotated() -> None:
-    bare = []
-    for module in MODULES:
-        for node in definitions_in(module):
-            if not isinstance(node, ast.ClassDef):
-                arguments = [node.args.posonlyargs, node.args.args, node.args.kwonlyargs]
-                every = [*itertools.chain(*arguments), *filter(None, (node.args.vararg, node.args.kwarg))]
-                names = [item.arg for item in every if item.annotation is None and item.arg not in ("self", "cls")]
-                bare += [f"{module}.{node.name}({name})" for name in names]
-                bare += [f"{module}.{node.name} -> ?"] if node.returns is None else []
-    assert not bare
 
 
 # The project

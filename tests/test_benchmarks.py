@@ -59,9 +59,15 @@ def test_benchmark_starts_outside_of_the_tests(script: str, tmp_path: Path) -> N
 
 
 @pytest.mark.slow
-def test_overhead_measures_every_case(tmp_path: Path) -> None:
+@pytest.mark.processes
+def test_overhead_and_distributed_measure_every_case(tmp_path: Path) -> None:
     cases = {row["case"] for row in figures_of("overhead.py", "--quick", folder=tmp_path)["rows"]}
     assert {"tensors", "dicts", "transformer", "hf", "hf-transformer", "evaluation", "imports"} <= cases
+    (tmp_path / "out.json").unlink()
+    rows = figures_of("distributed.py", "--quick", folder=tmp_path)["rows"]
+    variants = {("tiny MLP", "accelerate by hand")}
+    variants |= {(case, "AccelerateTrainer") for case in ("tiny MLP", "small transformer")}
+    assert variants <= {(row["case"], row["variant"]) for row in rows}
 
 
 @pytest.mark.slow
@@ -77,17 +83,6 @@ def test_checkpoint_measures_every_case(tmp_path: Path) -> None:
     assert reads["omnitrain, from the start, 0 workers"] == 8 + looks
     assert reads["omnitrain, resumed, 0 workers"] == 8 + 2 * looks
     assert reads["omnitrain, resumed, 2 workers"] <= 8 * (1 + 2 * 2) + 2 * looks  # what the two workers fetch ahead
-
-
-@pytest.mark.slow
-@pytest.mark.processes
-def test_distributed_measures_both_models(tmp_path: Path) -> None:
-    figures = figures_of("distributed.py", "--quick", folder=tmp_path)
-    assert {(row["case"], row["variant"]) for row in figures["rows"]} >= {
-        ("tiny MLP", "accelerate by hand"),
-        ("tiny MLP", "AccelerateTrainer"),
-        ("small transformer", "AccelerateTrainer"),
-    }
 
 
 @pytest.mark.slow

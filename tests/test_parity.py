@@ -106,16 +106,8 @@ def table(
 ) -> Any:
     """Parametrize a test over all trainers: all cases on `Trainer`, those at the boundary on the other two.
 
-    The rest is slow, on one of the other two in turn. The ids of a list are its entries, as text.
-
-    Args:
-        names: Of the arguments beside `trainer_class`, separated by commas.
-        cases: Values by id, or a list of them.
-        boundary: Ids of the cases that are quick on every trainer.
-        processes: Ids of the cases that start processes.
-        native: Ids of the cases that are quick on `Trainer`, if these are not all.
-        accelerate: Ids of the cases that are quick on `AccelerateTrainer`, if not those at the boundary.
-        rest: Where cases that are not quick run: on `Trainer`, and on one of the other two in turn.
+    The rest is slow, on one of the other two in turn. The ids of a list are its entries, as text; `processes` has those
+    that start processes, `native` and `accelerate` those that are quick there if not all, or those at the boundary.
     """
     if not isinstance(cases, Mapping):
         cases = {"-".join(map(str, case)) if isinstance(case, tuple) else str(case): case for case in cases}
@@ -708,30 +700,22 @@ def test_setup_of_an_algorithm_logs_its_metrics(trainer_class: Any) -> None:
     assert all("outputs" in row for row in logs)
 
 
-def test_lbfgs_equals_a_loop_by_hand(trainer_class: Any) -> None:
-    model = t16()
-    history = by_hand(model, rows(SIZE), windows_of(SIZE, 8), lbfgs)
-    for outcome, bound in ((straight(trainer_class, "lbfgs"), 1e-10), (train(trainer_class, "lbfgs", 8), 0)):
-        assert distance(outcome.weights, weights(model)) <= bound
-        np.testing.assert_allclose([row["loss"] for row in outcome.logs], history["loss"], rtol=0, atol=1e-10)
-
-
-def test_growing_batch_takes_the_steps_of_a_loop_by_hand(trainer_class: Any) -> None:
-    """Steps of 4 up to the half of the first epoch, of 8 up to its end, and then of 16."""
+def test_setup_equals_a_loop_by_hand(trainer_class: Any) -> None:
+    """Growing steps are of 4 up to the half of the first epoch, of 8 up to its end, then of 16; or only whole ones."""
     orders = [EpochSampler(SIZE, 1).order(epoch) for epoch in range(2)]
     bounds = [(0, 4), (4, 8), (8, 12), (12, 20), (20, 22)]
-    windows = [orders[0][begin:end] for begin, end in bounds] + [orders[1][:16], orders[1][16:]]
-    model, outcome = t16(), straight(trainer_class, "growing")
-    by_hand(model, rows(SIZE), windows, sgd)
-    assert outcome.progress["step"] == len(windows) and distance(outcome.weights, weights(model)) <= 1e-12
-
-
-def test_drop_last_takes_the_whole_steps_of_each_epoch(trainer_class: Any) -> None:
-    windows = [EpochSampler(SIZE, 8).order(epoch)[begin : begin + 8] for epoch in range(2) for begin in (0, 8)]
-    model, outcome = t16(), straight(trainer_class, "whole steps")
-    by_hand(model, rows(SIZE), windows, sgd, None, 1.0)
-    assert [outcome.progress[name] for name in ("step", "samples", "epoch")] == [4, 32, 2]
-    assert distance(outcome.weights, weights(model)) <= 1e-12
+    growing = [orders[0][begin:end] for begin, end in bounds] + [orders[1][:16], orders[1][16:]]
+    whole = [EpochSampler(SIZE, 8).order(epoch)[begin : begin + 8] for epoch in range(2) for begin in (0, 8)]
+    for name, windows, optimizer, clip, bound in (
+        ("growing", growing, sgd, math.inf, 1e-12), ("whole steps", whole, sgd, 1.0, 1e-12),
+        ("lbfgs", windows_of(SIZE, 8), lbfgs, math.inf, 1e-10),
+    ):  # fmt: skip
+        model, outcome = t16(), straight(trainer_class, name)
+        history = by_hand(model, rows(SIZE), windows, optimizer, None, clip)
+        assert outcome.progress["step"] == len(windows) and outcome.progress["samples"] == sum(map(len, windows))
+        assert distance(outcome.weights, weights(model)) <= bound
+        np.testing.assert_allclose([row["loss"] for row in outcome.logs], history["loss"], rtol=0, atol=1e-10)
+    assert distance(train(trainer_class, "lbfgs", 8).weights, weights(model)) == 0
 
 
 # --- collators that make other rows than samples

@@ -19,21 +19,16 @@ FEW_PARTS, MANY_PARTS = 72, 288
 """Of ranks that write a file each, which takes time."""
 OF_ALL = {
     ("start", 0): {
-        "the random numbers for a checkpoint",
-        "the hosts of a run",
-        "what the data draws",
-        "some samples of the data",
+        "the random numbers for a checkpoint", "the hosts of a run", "what the data draws", "some samples of the data",
     },
     ("evaluate", 0): {"the predictions of an evaluation", "the states of metrics", "the end of an evaluation"},
     ("save", 0): {
-        "the random numbers for a checkpoint",
-        "what the data draws",
-        "the losses for a checkpoint",
+        "the random numbers for a checkpoint", "what the data draws", "the losses for a checkpoint",
         "the writing of a checkpoint",
     },
     ("save", 1): {"the losses for a checkpoint"},
     ("load", 1): {"the choice of a checkpoint"},
-}
+}  # fmt: skip
 """What may bring more bytes with more ranks: what the main rank compares or has to have of each one, and, on each of
 them, the loss of each in a checkpoint, which a run that goes on in the same process needs; the manifest that it is read
 from.
@@ -112,14 +107,7 @@ def test_other_ranks_open_no_more_files(counts: Any) -> None:
 
 
 def check_parts(counts: Any, few_ranks: int, many_ranks: int, of_each: dict[tuple[str, str], int]) -> None:
-    """Check that nothing grows with the ranks but what is named.
-
-    Args:
-        counts: What was counted.
-        few_ranks: The number of ranks in a small run.
-        many_ranks: That in a large one.
-        of_each: How many files the main rank opens or looks at, in a phase, for each rank.
-    """
+    """Check that nothing grows with the ranks but what is named, and the files that the main rank opens for each."""
     for phase, rank in PHASES:
         few, many = (counts[phase, rank, size] for size in (few_ranks, many_ranks))
         assert [few[row] for row in ("collectives", "store")] == [many[row] for row in ("collectives", "store")]

@@ -78,13 +78,7 @@ MEDIA_TOKENS = (
 
 
 def small(config_class: Any, options: dict[str, Any] | None = None, part: Any = None) -> Any:
-    """Return a configuration of this class with small sizes, and of its parts too.
-
-    Args:
-        config_class: The class.
-        options: Values that win over the small ones; those of a part in a dict by its name.
-        part: A configuration whose values to begin with, instead of the default ones.
-    """
+    """Return a configuration of this class, or like `part`, with small sizes, of its parts too, or with `options`."""
     options = options or {}
     config = config_class() if part is None else part
     written, changes = config.to_dict(), dict[str, Any]()
@@ -216,7 +210,6 @@ ROTARY = {"rope_type": "default", "rope_theta": 1e4}
 MROPE = {**ROTARY, "mrope_section": [1, 1, 2]}
 WITH_MROPE = "glm46v glm4v paddleocr_vl qwen2_5_omni_thinker qwen2_5_vl qwen2_vl ernie4_5_vl_moe hunyuan_vl"
 CHANNELS = {"encoder_in_channels": [16, 16, 16], "decoder_in_channels": [32, 32, 32], "num_denoising": 0}
-LAYOUT = {"class_thresholds": [0.5] * CLASSES, "class_order": list(range(CLASSES))}
 WINDOWS = {"depths": [1, 1], "num_heads": [1, 1], "window_size": 2, "patch_size": 4, "encoder_stride": 8}
 PAIR = {"pad_token_id": 0, "decoder_start_token_id": 2}
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -239,7 +232,6 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "mistral4": {"qk_rope_head_dim": 4, "qk_nope_head_dim": 4},
     "dbrx": {"attn_config": {"rope_theta": 1e4, "clip_qkv": 8.0}},
     "gemma3n_text": {"num_kv_shared_layers": 0},
-    "gemma3n": {"text_config": {"num_kv_shared_layers": 0}},
     "reformer": {
         "axial_pos_shape": [2, 4], "axial_pos_embds_dim": [16, 16], "local_attn_chunk_length": 4,
         "attn_layers": ["local", "local"],
@@ -248,7 +240,6 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "xmod": {"default_language": "en_XX"},
     "esm": {"vocab_size": VOCABULARY, "pad_token_id": 1, "mask_token_id": 3},
     "pvt": {"image_size": 64, "sequence_reduction_ratios": [1, 1, 1, 1]},
-    "levit": {"image_size": 64, "hidden_sizes": [32, 32, 32], "num_attention_heads": [2, 2, 2], "key_dim": [8, 8, 8]},
     **{name: {"text_config": {"rope_parameters": MROPE}} for name in WITH_MROPE.split()},
     "glm4v_moe": {
         "text_config": {"rope_parameters": {**MROPE, "mrope_section": [1, 1, 0], "partial_rotary_factor": 0.5}},
@@ -256,13 +247,11 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "glm_ocr": {"text_config": {"rope_parameters": MROPE, "head_dim": 8}},
     "lilt": {"hidden_size": 48, "intermediate_size": 48},
     "AlbertForPreTraining": {"num_labels": 2},
-    "shieldgemma2": {"num_labels": 2},
     "lxmert": {
         "num_qa_labels": CLASSES,
         **dict.fromkeys(("task_obj_predict", "visual_obj_loss", "visual_attr_loss", "visual_feat_loss"), False),
     },
     "dots3_note_text": {"head_dim": 16},
-    "dots3_note": {"text_config": {"head_dim": 16}},
     "qwen4_exp_text": QUERY_INDEXER,
     "qwen4_exp": {"text_config": QUERY_INDEXER},
     "zamba": {"layers_block_type": ["linear_attention", "hybrid"] * 2, "num_hidden_layers": 4},
@@ -287,9 +276,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "deformable_detr": {**DETR, "num_feature_levels": 1},
     "longcat_flash": {"qk_head_dim": 16, "zero_expert_num": 2},
     "deepseek_ocr2": {"text_config": {"mlp_layer_types": ["dense", "sparse"], "num_experts_per_tok": 2}},
-    "granite4_vision": {"deepstack_layer_map": [[0, 0]], "spatial_target_layers": [1, 1, 1, 1]},
     "xlstm": {"mode": "train", "hidden_size": 128, "embedding_dim": 128, "num_heads": 2},
-    "nemo_speechlm": {"head_config": {"audio_hidden_size": 32}, "audio_config": {"hidden_size": 32}},
     "blip-2": {"image_token_index": VOCABULARY - 2},
     "instructblip": {"image_token_index": VOCABULARY - 2},
     "instructblipvideo": {"video_token_index": VOCABULARY - 2},
@@ -304,14 +291,11 @@ OPTIONS: dict[str, dict[str, Any]] = {
         },
     },
     "fun_asr_nano": {"adaptor_config": {"intermediate_size": 8}},
-    "granite_speech5_ctc": {"encoder_config": {"context_size": 8}},
     "wav2vec2-bert": {"vocab_size": VOCABULARY},
     "wav2vec2-conformer": {"vocab_size": VOCABULARY},
-    "kyutai_speech_to_text": {"codec_config": {"upsample_groups": 32}},
     "moonshine_streaming": {"num_key_value_heads": 4},
     "bit": {"num_groups": 4, "embedding_size": 16},
     "efficientnet": EFFICIENT,
-    "align": {"vision_config": EFFICIENT, "projection_dim": 320},
     "lw_detr": {
         "backbone_config": {
             "num_hidden_layers": 2, "num_windows": 4, "out_indices": [1, 2], "window_block_indices": [0],
@@ -322,7 +306,6 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "hgnet_v2": HGNET,
     **dict.fromkeys(("rt_detr", "rt_detr_v2"), CHANNELS),
     **{key: {"backbone_config": HGNET, **CHANNELS} for key in ("d_fine", "deimv2")},
-    **{key: {"backbone_config": HGNET, **CHANNELS, **LAYOUT} for key in ("pp_doclayout_v2", "pp_doclayout_v3")},
     **dict.fromkeys(("swin", "swinv2", "donut-swin"), WINDOWS),
     "focalnet": {
         "depths": [1, 1], "patch_size": 4, "hidden_sizes": [16, 32], "embed_dim": 16, "focal_levels": [1, 1],
@@ -420,7 +403,6 @@ EXTRA: dict[str, Callable[[Any, Draw, dict[str, Any]], dict[str, Any]]] = {
     "idefics": lambda config, random, sample: {
         "pixel_values": random(1, 3, IMAGE, IMAGE), "image_attention_mask": torch.ones(LENGTH, 1).long(),
     },
-    "vilt": _image,
     "ViltForQuestionAnswering": lambda config, random, sample: {
         **_image(config, random, sample), "labels": torch.arange(CLASSES).eq(sample["labels"]).double()
     },
@@ -489,15 +471,10 @@ EXTRA: dict[str, Callable[[Any, Draw, dict[str, Any]], dict[str, Any]]] = {
     "vit_mae": _noise,
     "hiera": lambda config, random, sample: {"noise": random(4)},
     "molmo2": lambda config, random, sample: {"mm_token_type_ids": torch.zeros(LENGTH).long()},
-    "kyutai_speech_to_text": lambda config, random, sample: {
-        "input_ids": sample["input_ids"][:, None].expand(LENGTH, config.num_codebooks + 1).contiguous()
-    },
     "musicgen_decoder": _codebooks,
     "musicgen_melody_decoder": _codebooks,
     "LongformerForQuestionAnswering": _global_attention,
     "LongformerForMultipleChoice": _global_attention,
-    "blt": lambda config, random, sample: {"use_cache": False},
-    "pp_formulanet": _image,
 }  # fmt: skip
 """Inputs of types of models, or of classes, besides the usual ones: from the configuration, numbers and the sample."""
 
@@ -622,11 +599,7 @@ class NotTried(Exception):
 
 
 def tried(name: str, family: str) -> tuple[Any, list[dict[str, Any]]]:
-    """Return a tiny model and samples of which it returns a loss.
-
-    Raises:
-        NotTried: If there are none.
-    """
+    """Return a tiny model and samples of which it returns a loss; raises `NotTried` if there are none."""
     try:
         model = build(name, family)
         data = samples(name, model, family)
@@ -651,11 +624,7 @@ def tried(name: str, family: str) -> tuple[Any, list[dict[str, Any]]]:
 
 
 def verdict(name: str, family: str, splits: Any = SPLITS) -> str:
-    """Return whether a class trains alike in every split: "right", "rejected", "batch" if it compares samples.
-
-    Raises:
-        AssertionError: If gradients or losses move with the split, and nobody says so.
-    """
+    """Return whether a class trains alike in every split: "right", "rejected", "batch" if it compares samples."""
     model, data = tried(name, family)
     start = _flat(model).clone()
     steps, losses = [], []

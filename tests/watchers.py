@@ -65,12 +65,7 @@ def watchers(folder: Path) -> dict[str, Callback]:
 
 
 def run(make: Callable[..., Any], folder: Path | None) -> Any:
-    """Train a small model with dropout for two epochs; with all watchers if there is a folder, else with none.
-
-    Args:
-        make: Makes a trainer of a model, a training set, an evaluation set, and arguments.
-        folder: Of the run.
-    """
+    """Train a small model with dropout for two epochs; with all watchers if there is a folder, else with none."""
     options: dict[str, Any] = {
         "loss_fn": nn.functional.mse_loss, "batch_size": 4, "epochs": 2, "learning_rate": 0.05,
         "load_best_at_end": False, "gradient_accumulation_steps": 2,

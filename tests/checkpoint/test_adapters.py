@@ -104,6 +104,17 @@ def test_adapters_of_a_plain_module_reopen(tmp_path: Path) -> None:
     check_reopens(run("native", adapted(Net(), target_modules=["out"]), tmp_path / "run"), tmp_path, base=Net)
 
 
+def test_adapters_of_prompt_tuning_reopen(tmp_path: Path) -> None:
+    import peft
+
+    torch.manual_seed(1)
+    config = peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3)
+    trainer = run("native", peft.get_peft_model(llama(), config).double(), tmp_path / "run")
+    name = "prompt_encoder.default.embedding.weight"
+    saved = reopened(tmp_path / "run" / "last")[name]
+    assert torch.equal(saved.float(), weights_of(trainer)[name].float())  # PEFT makes it in fp32
+
+
 def test_adapters_of_compiled_modules_reopen_and_load(tmp_path: Path) -> None:
     model = adapted()
     layers = model.base_model.model.model.layers
@@ -115,17 +126,6 @@ def test_adapters_of_compiled_modules_reopen_and_load(tmp_path: Path) -> None:
     resumed = make("native", adapted(), tmp_path / "run")
     resumed.load_checkpoint(tmp_path / "run" / "last")
     assert agree(weights_of(resumed), weights)
-
-
-def test_adapters_prompt_tuning_reopens(tmp_path: Path) -> None:
-    import peft
-
-    torch.manual_seed(1)
-    config = peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3)
-    trainer = run("native", peft.get_peft_model(llama(), config).double(), tmp_path / "run")
-    name = "prompt_encoder.default.embedding.weight"
-    saved = reopened(tmp_path / "run" / "last")[name]
-    assert torch.equal(saved.float(), weights_of(trainer)[name].float())  # PEFT makes it in fp32
 
 
 def test_adapters_of_async_saves_are_those_of_their_step(tmp_path: Path) -> None:

@@ -153,22 +153,7 @@ class Counted(Dataset[Any]):
         return torch.tensor(index)
 
 
-def test_data_of_a_loader_is_that_of_its_dataset() -> None:
-    dataset = Counted()
-    fingerprint = data_fingerprint(make_loader(dataset, 2, name="train_dataset"))
-    assert fingerprint is not None and dataset.reads == 8
-    assert data_fingerprint(UserLoader(DataLoader(dataset, 2), 0)) == fingerprint
-
-
-@pytest.mark.processes
-def test_data_of_a_loader_with_workers_is_read_by_workers() -> None:
-    dataset = Counted()
-    with_workers = data_fingerprint(make_loader(dataset, 2, name="train_dataset", num_workers=1))
-    assert dataset.reads == 0
-    assert with_workers == data_fingerprint(make_loader(dataset, 2, name="train_dataset")) is not None
-
-
-def test_data_of_streams_and_broken_datasets_is_empty() -> None:
+def test_data_of_loaders_streams_and_broken_datasets() -> None:
     class Stream(IterableDataset[Any]):
         def __iter__(self) -> Any:
             raise AssertionError("it is not to be read")
@@ -177,8 +162,20 @@ def test_data_of_streams_and_broken_datasets_is_empty() -> None:
         def __getitem__(self, index: int) -> Any:
             raise KeyError(index)
 
+    dataset = Counted()
+    fingerprint = data_fingerprint(make_loader(dataset, 2, name="train_dataset"))
+    assert fingerprint is not None and dataset.reads == 8
+    assert data_fingerprint(UserLoader(DataLoader(dataset, 2), 0)) == fingerprint
     assert data_fingerprint(make_loader(Stream(), 2, name="train_dataset")) is None
     assert data_fingerprint(make_loader(Broken(), 2, name="train_dataset")) == {"size": 4, "samples": {}}
+
+
+@pytest.mark.processes
+def test_data_of_a_loader_with_workers_is_read_by_workers() -> None:
+    dataset = Counted()
+    with_workers = data_fingerprint(make_loader(dataset, 2, name="train_dataset", num_workers=1))
+    assert dataset.reads == 0
+    assert with_workers == data_fingerprint(make_loader(dataset, 2, name="train_dataset")) is not None
 
 
 def test_content_digest_of_values_that_differ() -> None:
@@ -192,21 +189,9 @@ def test_content_digest_of_values_that_differ() -> None:
         assert content_digest(value) != content_digest(other)
 
 
-def focal(alpha: float) -> Callable[..., Any]:
-    def loss(outputs: Any, labels: Any) -> Any:
-        return alpha * F.cross_entropy(outputs, labels)
-
-    return loss
-
-
 def test_code_of_a_loss_includes_options_but_not_counters() -> None:
-    assert code_digest(focal(0.5)) == code_digest(focal(0.5)) != code_digest(focal(0.6))
-    partial = functools.partial(F.cross_entropy, label_smoothing=0.1)
-    assert code_digest(partial) == code_digest(functools.partial(F.cross_entropy, label_smoothing=0.1))
-    assert code_digest(partial) != code_digest(F.cross_entropy)
-    weighted = [nn.CrossEntropyLoss(weight=torch.tensor([1.0, weight])) for weight in (1.0, 1.0, 2.0)]
-    assert code_digest(weighted[0]) == code_digest(weighted[1]) != code_digest(weighted[2])
-    assert code_digest(lambda o, y: o - y) != code_digest(lambda o, y: y - o)
+    def focal(alpha: float) -> Callable[..., Any]:
+        return lambda outputs, labels: alpha * F.cross_entropy(outputs, labels)
 
     class Counting:
         calls = 0
@@ -214,11 +199,13 @@ def test_code_of_a_loss_includes_options_but_not_counters() -> None:
         def __call__(self, outputs: Any, labels: Any) -> Any:
             self.calls += 1
 
-    def recursive(outputs: Any, labels: Any) -> Any:
-        return recursive(outputs[0], labels) if isinstance(outputs, list) else outputs - labels
-
-    assert code_digest(recursive)
+    smooth = [functools.partial(F.cross_entropy, label_smoothing=0.1) for _ in range(2)]
+    weighted = [nn.CrossEntropyLoss(weight=torch.tensor([1.0, weight])) for weight in (1.0, 1.0, 2.0)]
     loss = Counting()
-    before = code_digest(loss)
-    loss(1, 2)
-    assert code_digest(loss) == before
+    for code, equal, other in (
+        (focal(0.5), focal(0.5), focal(0.6)), (*smooth, F.cross_entropy), weighted,
+        (lambda o, y: o - y, lambda o, y: o - y, lambda o, y: y - o), (loss, loss, Counting),
+    ):  # fmt: skip
+        digest = code_digest(code)
+        loss(1, 2)
+        assert digest == code_digest(equal) != code_digest(other)

@@ -107,14 +107,6 @@ def test_frozen_base_of_a_full_checkpoint_is_kept_if_loaded(tmp_path: Path) -> N
     assert torch.equal(weights_of(trainer)[f"base_model.model.{weight}"], llama(9).get_parameter(weight))
 
 
-def test_save_frozen_may_be_turned_on_on_resume(tmp_path: Path) -> None:
-    straight = run("native", adapted())
-    run("native", adapted(), tmp_path, callbacks=[StopAt(3)])
-    resumed = make("native", adapted(), tmp_path, save_frozen=True)
-    resumed.train(resume_from="auto")
-    assert agree(weights_of(resumed), weights_of(straight)) and names(tmp_path / "last") == set(weights_of(resumed))
-
-
 @pytest.mark.parametrize(("kind", "saves"), [("native", False), ("hf", True)])
 def test_frozen_base_and_load_best_at_end(kind: str, saves: bool, tmp_path: Path) -> None:
     folder = tmp_path / "run" if saves else None
@@ -123,25 +115,32 @@ def test_frozen_base_and_load_best_at_end(kind: str, saves: bool, tmp_path: Path
     assert trainer.evaluate()["eval_loss"] == pytest.approx(best["eval_loss"], abs=1e-12)
 
 
-def test_save_frozen_false_leaves_out_frozen_parameters(tmp_path: Path) -> None:
-    trainer = train(headed(), tmp_path / "lean")
-    trained = {"head.weight", "head.bias", "body.1.running_mean", "body.1.running_var", "body.1.num_batches_tracked"}
-    assert names(tmp_path / "lean" / "last") == trained
-    assert set(content_of(tmp_path / "lean" / "last")["frozen"]) == set(state(trainer)) - trained
-    for value in (True, None):
-        train(headed(), tmp_path / str(value), save_frozen=value)
-        assert names(tmp_path / str(value) / "last") == set(state(trainer))
-    train(Net(), tmp_path / "all")
-    assert content_of(tmp_path / "all" / "last")["frozen"] == {}
-
-
 def test_save_frozen_false_resumes_exactly(tmp_path: Path) -> None:
+    """Also with custom code for loading; a weight that a callback changes is saved."""
+
+    class CustomLoading(Net):
+        def load_state_dict(self, state_dict: Any) -> Any:  # type: ignore[override]
+            return super().load_state_dict(state_dict)
+
+    class Decay(Callback):
+        def on_step_end(self, trainer: Any) -> None:
+            trainer.model.body[0].weight.data.mul_(0.9)
+
+    check_resumes(lambda: headed(cls=CustomLoading), tmp_path / "custom")
+    check_resumes(headed, tmp_path / "decay", Decay())
+    assert set(content_of(tmp_path / "decay" / "straight" / "last")["frozen"]) == {
+        "body.0.bias", "body.1.weight", "body.1.bias",
+    }  # fmt: skip
     check_resumes(headed, tmp_path)
     with pytest.raises(CheckpointError, match=r"the first of them 'body.0.weight'. Build the model on the weights"):
         train(headed(3), tmp_path / "cut", resume="auto", epochs=3)
     trainer = make_small("native", headed(3), rows(16))
     with pytest.raises(CheckpointError, match=r"body\.0\.weight"):
         trainer.load_checkpoint(tmp_path / "cut" / "last")
+    straight = state(train(headed(), None, save_frozen=None))
+    train(headed(), tmp_path / "on", StopAt(3))
+    resumed = train(headed(), tmp_path / "on", resume="auto", save_frozen=True)
+    assert agree(state(resumed), straight) and names(tmp_path / "on" / "last") == set(straight)
 
 
 def test_frozen_weights_that_thaw_are_saved_from_then_on(tmp_path: Path) -> None:
@@ -162,24 +161,6 @@ def test_frozen_weights_that_thaw_are_saved_from_then_on(tmp_path: Path) -> None
     assert agree(run_thawing(tmp_path / "cut", resume="auto"), straight)
 
 
-def test_frozen_weights_changed_by_a_callback_are_saved(tmp_path: Path) -> None:
-    class Decay(Callback):
-        def on_step_end(self, trainer: Any) -> None:
-            trainer.model.body[0].weight.data.mul_(0.9)
-
-    check_resumes(headed, tmp_path, Decay())
-    frozen = {"body.0.bias", "body.1.weight", "body.1.bias"}
-    assert set(content_of(tmp_path / "straight" / "last")["frozen"]) == frozen
-
-
-def test_frozen_weights_reach_a_custom_load_state_dict(tmp_path: Path) -> None:
-    class CustomLoading(Net):
-        def load_state_dict(self, state_dict: Any) -> Any:  # type: ignore[override]
-            return super().load_state_dict(state_dict)
-
-    check_resumes(lambda: headed(cls=CustomLoading), tmp_path)
-
-
 def test_frozen_fingerprints_are_equal_in_16_and_32_bits() -> None:
     def fingerprints(dtype: torch.dtype) -> Any:
         model = headed().to(torch.float32)
@@ -191,17 +172,21 @@ def test_frozen_fingerprints_are_equal_in_16_and_32_bits() -> None:
     assert fingerprints(torch.bfloat16) == fingerprints(torch.float32)
 
 
-def test_frozen_checkpoint_has_no_transformers_config(tmp_path: Path) -> None:
-    """Without its frozen weights, transformers could not open the model."""
+def test_save_frozen_false_leaves_out_frozen_parameters(tmp_path: Path) -> None:
+    trainer = train(headed(), tmp_path / "lean")
+    trained = {"head.weight", "head.bias", "body.1.running_mean", "body.1.running_var", "body.1.num_batches_tracked"}
+    assert names(tmp_path / "lean" / "last") == trained
+    assert set(content_of(tmp_path / "lean" / "last")["frozen"]) == set(state(trainer)) - trained
+    for value in (True, None):
+        train(headed(), tmp_path / str(value), save_frozen=value)
+        assert names(tmp_path / str(value) / "last") == set(state(trainer))
+    train(Net(), tmp_path / "all")
+    assert content_of(tmp_path / "all" / "last")["frozen"] == {}
     model = llama()
     model.model.requires_grad_(False)
-    run("native", model, tmp_path / "lean", save_frozen=False)
-    run("native", model, tmp_path / "full")
-    assert not (tmp_path / "lean" / "last" / "config.json").exists()
-    assert (tmp_path / "full" / "last" / "config.json").exists()
-
-
-def test_save_frozen_is_validated() -> None:
+    for value in (False, None):  # without its frozen weights, transformers could not open the model
+        run("native", model, tmp_path / f"llama {value}", save_frozen=value)
+        assert (tmp_path / f"llama {value}" / "last" / "config.json").exists() is (value is None)
     for value, message in ((False, "`save_frozen=False` needs a place"), ("no", "`save_frozen` must be")):
         with pytest.raises(ConfigError, match=message):
             train(headed(), None, save_frozen=value)

@@ -195,70 +195,48 @@ class RunsCode:
         return print, ("code of a file has run",)
 
 
-@pytest.fixture(scope="module")
-def sources(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with files and folders that have no weights of the model."""
-    folder = tmp_path_factory.mktemp("sources")
-    (folder / "empty").mkdir()
-    (folder / "adapter").mkdir()
-    (folder / "adapter" / "adapter_model.safetensors").write_bytes(b"")
-    (folder / "text.txt").write_text("none")
-    torch.save({"weight": RunsCode()}, folder / "code.pt")
-    torch.save({"step": 1, "model": t16().state_dict()}, folder / "nested.pt")
-    save_file({f"model.{name}": tensor for name, tensor in t16().state_dict().items()}, folder / "other.safetensors")
-    make(save_dir=folder / "run").train()
-    return folder
-
-
-@pytest.mark.parametrize(
-    ("source", "message"),
-    [
+def test_init_from_rejects_sources_without_weights(tmp_path: Path, monkeypatch: Any, capsys: Any) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in ("empty", "adapter"):
+        Path(name).mkdir()
+    for name in ("adapter/adapter_model.safetensors", "text.txt"):
+        Path(name).touch()
+    torch.save({"weight": RunsCode()}, "code.pt")
+    torch.save({"step": 1, "model": t16().state_dict()}, "nested.pt")
+    save_file({f"model.{name}": tensor for name, tensor in t16().state_dict().items()}, "other.safetensors")
+    make(save_dir=tmp_path / "run").train()
+    other = {"path": "other.safetensors"}
+    cases: list[tuple[Any, str]] = [
         ("nowhere", "nowhere'` does not exist"), ("empty", "has no weights"),
         ("run", r"is the folder of a run\. .*such as '.*checkpoint-2'"), ("adapter", "has only adapters of PEFT"),
         ("text.txt", "is not a supported file"), ("code.pt", "Files that would run code are rejected"),
         ("nested.pt", r"has no dict of tensors by name, but step, model\. .*content\['model'\]"),
         ("other.safetensors", r"has none of the model's weights\. Names there: model\.0\.bias, .*; in the model: 0"),
-        ({"path": "other.safetensors", "convert": lambda tensors: 3}, "'convert' returned no dict of tensors by name"),
-        ({"path": "other.safetensors", "ignore": ["nothing.*"]}, r"'ignore' has 'nothing\.\*', which is no name in"),
-        ({"path": "other.safetensors", "ignor": ["x"]}, r"`init_from` has 'ignor'.* Did you mean 'ignore'\?"),
-        ({"path": "other.safetensors", "ignore": "x"}, "'ignore' must be a list of names"),
-        ({"path": "other.safetensors", "convert": "x"}, "'convert' must be a function"),
+        ({**other, "convert": lambda tensors: 3}, "'convert' returned no dict of tensors by name"),
+        ({**other, "ignore": ["nothing.*"]}, r"'ignore' has 'nothing\.\*', which is no name in"),
+        ({**other, "ignor": ["x"]}, r"`init_from` has 'ignor'.* Did you mean 'ignore'\?"),
+        ({**other, "ignore": "x"}, "'ignore' must be a list of names"),
+        ({**other, "convert": "x"}, "'convert' must be a function"),
         ({"ignore": ["x"]}, "`init_from` must be a path, got None"),
-    ],
-)  # fmt: skip
-def test_init_from_rejects_sources_without_weights(
-    source: Any, message: str, sources: Path, monkeypatch: Any, capsys: Any
-) -> None:
-    monkeypatch.chdir(sources)
+    ]  # fmt: skip
     model = t16(seed=1)
-    with pytest.raises(ConfigError, match=message):
-        initialized(source, model)
+    for source, message in cases:
+        with pytest.raises(ConfigError, match=message):
+            initialized(source, model)
     assert distance(weights(model), weights(t16(seed=1))) == 0 and "has run" not in capsys.readouterr().out
 
 
 def test_init_from_fills_a_model_on_the_meta_device(trainer_class: Any, file: Path) -> None:
-    with torch.device("meta"):
-        model = t16(dtype=torch.float32)
-    for source in (file, {"path": file, "convert": dict}):
-        filled = make(trainer_class, model, init_from=source).get_model()
-        assert distance(weights(filled), weights(t16().float())) == 0 and filled[0].weight.requires_grad
+    """Unless it has custom code for loading."""
 
-
-def test_init_from_rejects_custom_loading_on_meta(file: Path) -> None:
     class Own(nn.Linear):
         def _load_from_state_dict(self, *arguments: Any) -> None:
             raise AssertionError
 
     with torch.device("meta"):
-        model = nn.Sequential(Own(4, 16))
+        model, custom = t16(dtype=torch.float32), nn.Sequential(Own(4, 16))
+    for source in (file, {"path": file, "convert": dict}):
+        filled = make(trainer_class, model, init_from=source).get_model()
+        assert distance(weights(filled), weights(t16().float())) == 0 and filled[0].weight.requires_grad
     with pytest.raises(ConfigError, match=r"Own has custom loading code.*2 of its tensors are on the meta device"):
-        initialized(file, model)
-
-
-def test_test_set_is_evaluated_with_the_best_weights(trainer_class: Any) -> None:
-    options = {"eval_dataset": rows(8), "test_dataset": rows(8), "eval_steps": 1, "compute_metrics": "mae"}
-    trainer = make(trainer_class, epochs=3, learning_rate=3.0, **options)
-    metrics = trainer.train()
-    assert metrics["best_step"] < trainer.progress.step
-    assert trainer.test()["test_loss"] == pytest.approx(metrics["best_valid"]["eval_loss"], rel=1e-12)
-    assert metrics["test"][-1]["step"] == metrics["best_step"]
+        make(trainer_class, custom, init_from=file)

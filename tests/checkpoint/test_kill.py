@@ -18,7 +18,7 @@ from disks import FaultyDisk, cut_power, end_process, fail_once
 from forging import spoil
 from marks import thinned
 from programs import LIMIT, exit_code, fork
-from resuming import assert_same, build, comparable, disturb_generators, journal, outcome, play, train
+from resuming import assert_same, build, comparable, disturb_generators, outcome, play, train
 
 from omnitrain import Callback, CheckpointError, Trainer
 from omnitrain.checkpoint.disk import FileSystem
@@ -207,14 +207,3 @@ def test_damaged_file_of_newest_checkpoint_is_reported(file: str, damage: str, f
     (message,) = [text for text in caplog.messages if "Skipped:" in text]
     assert file in message and "checkpoint-2" in message
     assert_same(comparable(outcome(trainer)), expected)
-
-
-def test_auto_with_all_checkpoints_damaged_changes_nothing(folder: Path) -> None:
-    run = folder / "run"
-    play(run, [{"cut": ("kill", 5)}], **{**RUN, "save_total_limit": None})
-    for path in run.glob("checkpoint-*/model.safetensors"):
-        spoil(path, "truncate")
-    before, rows = sorted(run.rglob("*")), journal(run)
-    with pytest.raises(CheckpointError, match=r"None of the checkpoints in .* can be used"):
-        build(run, **RUN).train(resume_from="auto")
-    assert sorted(run.rglob("*")) == before and journal(run) == rows

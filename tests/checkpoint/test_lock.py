@@ -33,7 +33,7 @@ RUN: dict[str, Any] = {"save_steps": 2, "eval_steps": 2, "log_steps": 1}
 
 @pytest.fixture(autouse=True)
 def short_waits(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, seconds in {"HEARTBEAT_S": 0.1, "LEASE_S": 0.3, "EXIT_GRACE_S": 0.1}.items():
+    for name, seconds in {"HEARTBEAT_S": 0.1, "LEASE_S": 30.0, "EXIT_GRACE_S": 0.1}.items():
         monkeypatch.setattr(lock_module, name, seconds)
 
 

@@ -65,22 +65,16 @@ def calls_by_step(kind: str, run: Path, **options: Any) -> list[Calls]:
     return [calls[begin:end] for begin, end in itertools.pairwise(begins)]
 
 
-@pytest.mark.parametrize(("kind", "is_async"), [("native", False), ("native", True), ("hf", False)])
-def test_save_makes_as_many_calls_among_many_checkpoints(kind: str, is_async: bool, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [("native", {}), ("native", {"async_save": True}), ("native", {"save_total_limit": 2}), ("hf", {})],
+    ids=["native", "async", "that deletes", "hf"],
+)
+def test_save_makes_as_many_calls_among_many_checkpoints(kind: str, options: dict[str, Any], tmp_path: Path) -> None:
     """It lists the folder once, and does not look at earlier checkpoints."""
-    steps = calls_by_step(kind, tmp_path / "run", async_save=is_async)[3:]
+    steps, is_async = calls_by_step(kind, tmp_path / "run", **options)[3:], "async_save" in options
     listings = [what for calls in steps for what, path in calls if path == str(tmp_path / "run") and what in LISTINGS]
     assert len(steps) - is_async <= len(listings) <= len(steps)  # the last may be in flight
     assert not [path for calls in steps for _, path in calls if "checkpoint-1/" in path or "checkpoint-2/" in path]
     if not is_async:
         assert Counter(what for what, _ in steps[0]) == Counter(what for what, _ in steps[-1])
-
-
-def test_save_that_deletes_makes_as_many_calls(tmp_path: Path) -> None:
-    counts = []
-    for limit in (2, 9):
-        run = tmp_path / str(limit)
-        calls = calls_by_step("native", run, save_total_limit=limit)[-1]
-        assert sum(path == str(run) for what, path in calls if what in LISTINGS) == 1
-        counts.append(Counter(what for what, _ in calls))
-    assert counts[0] == counts[1]

@@ -97,17 +97,16 @@ def test_export_reports_trained_weights_outside_adapters(base: Path, tmp_path: P
     check_logits(tmp_path / "out", trainer.get_model())
 
 
-def test_merge_with_the_base_in_the_checkpoint(tmp_path: Path, export: Any) -> None:
+def test_merge_with_or_without_the_base_in_the_checkpoint(base: Path, tmp_path: Path, export: Any) -> None:
+    """The latter with adapters of transformers' own integration."""
     trainer = run("native", adapted(modules_to_save=["lm_head"]), tmp_path / "run", save_frozen=True, epochs=1)
     export("--merge")
     check_logits(tmp_path / "out", trainer.get_model())
-
-
-def test_merge_adapters_of_transformers_integration(base: Path, tmp_path: Path, export: Any) -> None:
+    shutil.rmtree(tmp_path / "out")
     model = llama()
     model.add_adapter(lora())
-    trainer = run("native", model, tmp_path / "run", epochs=1)
-    export("--merge", base)
+    trainer = run("native", model, tmp_path / "other", epochs=1)
+    export("--merge", base, run=tmp_path / "other")
     check_logits(tmp_path / "out", trainer.get_model())
 
 
@@ -170,29 +169,19 @@ def test_merge_rejects_other_bases(trained: Any, base: Path, tmp_path: Path, com
         assert not out.exists() or not list(out.iterdir())
 
 
-def prompt_tuned(folder: Path) -> None:
+def test_merge_rejects_other_kinds(base: Path, tmp_path: Path, command: Command) -> None:
     import peft
 
     config = peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3)
-    run("native", peft.get_peft_model(llama(), config).double(), folder, epochs=1)
-
-
-def train_rows(model: Any, folder: Path) -> None:
-    make_small("native", model, rows(8), save_dir=folder, epochs=1).train()
-
-
-@pytest.mark.parametrize(
-    ("prepare", "message"),
-    [
-        (prompt_tuned, "PEFT cannot merge adapters of the kind PROMPT_TUNING"),
-        (lambda folder: train_rows(adapted(t16(), target_modules=["0"]), folder), "only your code can build it"),
-        (lambda folder: train_rows(t16(), folder), "nothing has to be merged"),
-    ],
-)
-def test_merge_rejects_other_kinds(prepare: Any, message: str, base: Path, tmp_path: Path, command: Command) -> None:
-    prepare(tmp_path / "run")
-    code, output = command("export", tmp_path / "run", tmp_path / "out", "--merge", base)
-    assert code == 2 and message in output
+    run("native", peft.get_peft_model(llama(), config).double(), tmp_path / "prompts", epochs=1)
+    for name, model in (("rows", adapted(t16(), target_modules=["0"])), ("plain", t16())):
+        make_small("native", model, rows(8), save_dir=tmp_path / name, epochs=1).train()
+    for name, message in (
+        ("prompts", "PEFT cannot merge adapters of the kind PROMPT_TUNING"), ("rows", "only your code can build it"),
+        ("plain", "nothing has to be merged"),
+    ):  # fmt: skip
+        code, output = command("export", tmp_path / name, tmp_path / "out", "--merge", base)
+        assert code == 2 and message in output
 
 
 @pytest.fixture

@@ -1,15 +1,12 @@
 """Run folders that version 0.1.0 wrote, before its modules moved: each is still read, whatever backend wrote it.
 
-`python tests/checkpoint/test_older_runs.py FOLDER KIND ...` writes such folders, by torchrun on two processes for the
-sharded kinds. Only what a resumed run reads is kept of them.
+Only what a resumed run reads is kept of them; those of sharded kinds were written by two processes.
 """
 
 from __future__ import annotations
 
 import json
-import os
 import shutil
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +15,7 @@ import torch
 from torch import nn
 from torch.utils.data import TensorDataset
 
-from omnitrain import BaseTrainer, CrossEntropy, Trainer, WeightedLosses
+from omnitrain import BaseTrainer, CrossEntropy, HFTrainer, Trainer, WeightedLosses
 from omnitrain.cli.main import main
 
 FOLDERS = Path(__file__).with_name("older_runs")
@@ -26,40 +23,21 @@ KINDS = sorted(path.name for path in FOLDERS.glob("*"))
 SAVED_STEP, LAST_STEP = 4, 12
 
 
-def make_trainer(kind: str, save_dir: Path | str | None, **options: Any) -> BaseTrainer:
+def make_trainer(kind: str, save_dir: Path) -> BaseTrainer:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 8), nn.LayerNorm(8), nn.Dropout(0.2), nn.Tanh(), nn.Linear(8, 2))
     generator = torch.Generator().manual_seed(0)
     inputs, labels = torch.randn(48, 4, generator=generator), torch.randint(0, 2, (48,), generator=generator)
     dataset = TensorDataset(inputs, labels)
-    world_size = int(os.environ.get("WORLD_SIZE", 1))
-    options = {
-        "loss_fn": nn.functional.cross_entropy,
-        "epochs": 2,
-        "batch_size": 8 // world_size,
-        "learning_rate": 1e-2,
-        "lr_scheduler": "cosine",
-        "warmup_steps": 2,
-        "log_steps": 1,
-        "save_steps": SAVED_STEP,
-        "save_dir": save_dir,
-        "progress_bar": False,
-    } | options
+    options: dict[str, Any] = {
+        "loss_fn": nn.functional.cross_entropy, "epochs": 2, "batch_size": 8, "learning_rate": 1e-2,
+        "lr_scheduler": "cosine", "warmup_steps": 2, "log_steps": 1, "save_dir": save_dir, "progress_bar": False,
+    }  # fmt: skip
     if kind == "losses":
         options["loss_fn"] = WeightedLosses({"plain": CrossEntropy(), "z": CrossEntropy(z_loss=1e-3)})
-    if kind in ("native", "losses"):
-        return Trainer(model, dataset, dataset, device="cpu", **options)
-    from omnitrain import AccelerateTrainer, HFTrainer
-
     if kind == "hf":
         return HFTrainer(model, None, dataset, dataset, **options)
-    if kind == "fsdp":
-        from accelerate.utils import FullyShardedDataParallelPlugin
-
-        options |= {"fsdp_plugin": FullyShardedDataParallelPlugin(fsdp_version=2), "consolidate": False}
-    elif kind.startswith("zero"):
-        options |= {"deepspeed_config": {"zero_optimization": {"stage": int(kind.removeprefix("zero"))}}}
-    return AccelerateTrainer(model, dataset, dataset, **options)
+    return Trainer(model, dataset, dataset, device="cpu", **options)
 
 
 def losses(folder: Path) -> dict[int, float]:
@@ -73,7 +51,7 @@ def test_older_runs_are_resumed(kind: str, tmp_path: Path, caplog: pytest.LogCap
     """Those of HFTrainer by HFTrainer, the others by Trainer. That a class has moved changes no setting and no code."""
     folder = tmp_path / kind
     shutil.copytree(FOLDERS / kind, folder)
-    trainer = make_trainer(kind if kind in ("hf", "losses") else "native", folder, save_steps=None)
+    trainer = make_trainer(kind, folder)
     trainer.train(folder / f"checkpoint-{SAVED_STEP}")
     assert trainer.progress.step == LAST_STEP
     assert "omnitrain." not in caplog.text
@@ -82,18 +60,3 @@ def test_older_runs_are_resumed(kind: str, tmp_path: Path, caplog: pytest.LogCap
     tolerance = 1e-6 if kind in ("native", "losses", "hf") else 0.2  # on two ranks dropout drew other numbers
     assert resumed == pytest.approx(expected, abs=tolerance)
     assert main(["checkpoint", "verify", str(FOLDERS / kind / f"checkpoint-{SAVED_STEP}")]) == 0
-
-
-def write(folder: str, kinds: list[str]) -> None:
-    for kind in kinds:
-        make_trainer(kind, Path(folder) / kind).train()
-    if int(os.environ.get("RANK", 0)) == 0:
-        for kind in kinds:
-            for step in range(SAVED_STEP + 1, LAST_STEP + 1):
-                shutil.rmtree(Path(folder) / kind / f"checkpoint-{step}", ignore_errors=True)
-            for name in ("best", "last", "run.json"):
-                (Path(folder) / kind / name).unlink(missing_ok=True)
-
-
-if __name__ == "__main__":
-    write(sys.argv[1], sys.argv[2:])

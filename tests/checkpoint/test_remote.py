@@ -195,17 +195,15 @@ def test_resume_without_the_folder_is_exact(undisturbed: dict[str, Any]) -> None
     assert remote_steps(ADDRESS)[-1] == 6
 
 
-def test_resume_updates_pointers_of_a_killed_run(finished: Finished, store: type[Watched]) -> None:
+def test_resume_does_not_download_what_is_local(finished: Finished, store: type[Watched]) -> None:
+    """It updates the pointers of a killed run."""
     RemoteFolder(ADDRESS).write("last", b"checkpoint-4\n")
     for _ in range(2):
         store.done.clear()
         train(build(ADDRESS, **RUN), resume_from="auto")
         assert content_of(ADDRESS)["last"] == b"checkpoint-6\n"
     assert written(store) == []
-
-
-def test_resume_does_not_download_what_is_local(finished: Finished, store: type[Watched]) -> None:
-    finished.copy_folder()
+    store.done.clear()
     assert train(build(ADDRESS, **{**RUN, "epochs": 3}), resume_from="auto").progress.step == 9
     reads = [path for what, path in store.done if what == "read" and path.endswith(".safetensors")]
     assert all(path.startswith(("checkpoint-8", "checkpoint-9")) for path in reads)
@@ -261,6 +259,7 @@ def test_download_by_several_threads_at_once(finished: Finished, store: type[Wat
 
 
 def test_download_verifies_hashes(finished: Finished, caplog: pytest.LogCaptureFixture) -> None:
+    """A damaged local folder is replaced by what is on the store."""
     path = "/bucket/run/checkpoint-6/model.safetensors"
     data = InMemory().cat_file(path)
     InMemory().pipe_file(path, data[:-1] + bytes([data[-1] ^ 1]))
@@ -269,14 +268,11 @@ def test_download_verifies_hashes(finished: Finished, caplog: pytest.LogCaptureF
     with pytest.raises(CheckpointError, match="does not match its sha256"):
         make_store(ADDRESS).resolve("last")
     assert not list(local_folder(ADDRESS).glob("*.tmp"))
-
-
-def test_download_replaces_a_damaged_local_folder(finished: Finished, caplog: pytest.LogCaptureFixture) -> None:
+    lose_machine(ADDRESS)
     finished.copy_folder()
-    path = "/bucket/run/checkpoint-6/model.safetensors"
-    data = InMemory.store.pop(path)
+    del InMemory.store[path]
     assert resolved_name("last") == resolved_name("best") == "checkpoint-6"  # it is complete on this machine
-    InMemory.store[path] = data
+    InMemory().pipe_file(path, data)
     spoil(local_folder(ADDRESS) / "checkpoint-6" / "model.safetensors", "empty")
     assert resolved_name("auto") == "checkpoint-6" and "was renamed" in caplog.text
 
@@ -477,24 +473,23 @@ def test_save_dir_is_probed_before_the_first_step(store: type[Watched]) -> None:
     trainer.train()  # nothing is left locked
 
 
-def test_resume_reports_a_store_that_cannot_be_read(finished: Finished, store: type[Watched]) -> None:
-    set_fault(store, failing(ALWAYS, MANIFEST, ValueError, "read"))
-    with pytest.raises(CheckpointError, match=r"cannot be read: ValueError: 503 Slow Down. Check the address"):
-        build(ADDRESS, **RUN).train(resume_from="auto")
+def test_listing_of_a_store_is_bounded(finished: Finished, store: type[Watched], monkeypatch: Any) -> None:
+    """Neither one that never ends nor one that fills the memory; a store that cannot be read is an error."""
 
-
-@pytest.mark.parametrize("listing", ["endless", "crowded"])
-def test_listing_of_a_store_is_bounded(listing: str, finished: Finished, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Neither a listing that never ends nor one that fills the memory."""
-    ends = threading.Event()
-    if listing == "endless":
-        monkeypatch.setattr(remote, "LISTING_S", 0.05)
-        monkeypatch.setattr(InMemory, "find", lambda *args, **options: ends.wait(programs.LIMIT) and {})
-    else:
-        monkeypatch.setattr(remote, "MAX_OBJECTS", 3)
-    try:
-        with pytest.raises(CheckpointError, match=r"still being listed after 0 s|files, more than the 3 of any run"):
+    def fail(message: str) -> None:
+        with pytest.raises(CheckpointError, match=message):
             build(ADDRESS, **RUN).train(resume_from="auto")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(remote, "MAX_OBJECTS", 3)
+        fail("files, more than the 3 of any run")
+    set_fault(store, failing(ALWAYS, MANIFEST, ValueError, "read"))
+    fail(r"cannot be read: ValueError: 503 Slow Down. Check the address")
+    ends = threading.Event()
+    monkeypatch.setattr(remote, "LISTING_S", 0.05)
+    monkeypatch.setattr(InMemory, "find", lambda *args, **options: ends.wait(programs.LIMIT) and {})
+    try:
+        fail("still being listed after 0 s")
     finally:
         ends.set()
 
@@ -541,30 +536,25 @@ def test_download_reports_objects_of_other_sizes(more: int, monkeypatch: pytest.
         local_copy("watched://bucket/weights")
 
 
-@pytest.mark.parametrize(
-    ("address", "error", "message"),
-    [
+def test_save_dir_address_is_validated_by_the_constructor(monkeypatch: pytest.MonkeyPatch) -> None:
+    from fsspec.registry import known_implementations
+
+    monkeypatch.setitem(known_implementations, "gone", {"class": "gone_package.Gone", "err": "gone"})
+    sunk = {"class": "fsspec.implementations.nothing.Sunk", "err": 'Sunk requires "paramiko" to be installed'}
+    monkeypatch.setitem(known_implementations, "sunk", sunk)
+    cases: list[tuple[Any, type[Exception], str]] = [
         ("nosuch://bucket/run", ConfigError, "fsspec knows no file system 'nosuch'"),
         ("file" + ":///runs/a", ConfigError, "Pass the path of a folder"),
         ("https://host/run", ConfigError, "Nothing can be written there"),
         ("memory://", ConfigError, "names no folder"),
         ("gone://bucket/run", MissingExtraError, "pip install gone_package"),
         ("sunk://bucket/run", ConfigError, 'Sunk requires "paramiko" to be installed. Install it'),
-    ],
-    ids=lambda value: value.partition(":")[0] if isinstance(value, str) and "://" in value else "",
-)
-def test_save_dir_address_is_validated_by_the_constructor(
-    address: Any, error: type[Exception], message: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from fsspec.registry import known_implementations
-
-    monkeypatch.setitem(known_implementations, "gone", {"class": "gone_package.Gone", "err": "gone"})
-    sunk = {"class": "fsspec.implementations.nothing.Sunk", "err": 'Sunk requires "paramiko" to be installed'}
-    monkeypatch.setitem(known_implementations, "sunk", sunk)
-    with pytest.raises(error, match=message):
-        build(address, **RUN)
-    with pytest.raises(error, match=message):
-        build(None).load_checkpoint(f"{address}/checkpoint-1" if address != "memory://" else address)
+    ]
+    for address, error, message in cases:
+        with pytest.raises(error, match=message):
+            build(address, **RUN)
+        with pytest.raises(error, match=message):
+            build(None).load_checkpoint(f"{address}/checkpoint-1" if address != "memory://" else address)
 
 
 # --- two runs
@@ -579,11 +569,17 @@ def lock_threads() -> list[threading.Thread]:
     return [thread for thread in threading.enumerate() if thread.name == "omnitrain-remote-lock"]
 
 
-def test_lock_rejects_a_second_run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_lock_rejects_a_second_run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, store: type[Watched]) -> None:
+    """One that could not be removed is taken again."""
     with mirroring(ADDRESS):
+        set_fault(store, failing(ALWAYS, what="remove"))
+    assert LOCK in content_of(ADDRESS)
+    with mirroring(ADDRESS):
+        set_fault(store)
         monkeypatch.setenv("OMNITRAIN_LOCAL_DIR", str(tmp_path / "other machine"))
         with pytest.raises(CheckpointError, match=f"in use by process {os.getpid()} on '{socket.gethostname()}'"):
             build(ADDRESS, **RUN).train()
+    assert LOCK not in content_of(ADDRESS)
     train(build(ADDRESS, **SHORT))
 
 
@@ -627,15 +623,6 @@ def test_lock_is_not_written_after_its_release(store: type[Watched], monkeypatch
         threading.Timer(0.05, proceed.set).start()
     for thread in threads:
         thread.join(programs.LIMIT)
-    assert LOCK not in content_of(ADDRESS)
-
-
-def test_lock_that_could_not_be_removed_is_taken_again(store: type[Watched]) -> None:
-    with mirroring(ADDRESS):
-        set_fault(store, failing(ALWAYS, what="remove"))
-    assert LOCK in content_of(ADDRESS)
-    with mirroring(ADDRESS):
-        set_fault(store)
     assert LOCK not in content_of(ADDRESS)
 
 

@@ -18,7 +18,7 @@ from marks import make_small
 from recipes import rows, t16
 from resuming import Killed
 
-from omnitrain import Callback, ConfigError
+from omnitrain import Callback
 from omnitrain.checkpoint import run_record
 from omnitrain.checkpoint.disk import FileSystem
 from omnitrain.checkpoint.run_record import append_start, code_in, read_starts, recorded_environment
@@ -73,20 +73,6 @@ def test_record_keeps_killed_starts_until_another_run(tmp_path: Path) -> None:
     assert len(starts_of(tmp_path)) == 1
 
 
-def test_record_needs_a_save_dir(real_git: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(subprocess, "Popen", None)
-    make(None).train()
-
-
-def test_show_run_needs_a_record(tmp_path: Path) -> None:
-    make(tmp_path, epochs=1).train()
-    folder = tmp_path / "checkpoint-4"
-    seal(folder, content_of(folder) | {"record": None})
-    (tmp_path / "run.json").unlink()
-    with pytest.raises(ConfigError, match=r"checkpoint-4' has no record of its run"):
-        show_run(tmp_path)
-
-
 @pytest.mark.processes
 def test_git_reports_commit_branch_and_clean(real_git: None, tmp_path: Path) -> None:
     def git(*words: str) -> str:
@@ -112,6 +98,8 @@ def test_git_or_repository_may_be_missing(real_git: None, tmp_path: Path, monkey
     monkeypatch.setenv("PATH", str(tmp_path))
     git = run_record.Git(tmp_path)
     assert git.is_done and git.answer() is None
+    monkeypatch.setattr(subprocess, "Popen", None)
+    make(None).train()  # has no record
 
 
 @pytest.mark.processes
@@ -153,9 +141,8 @@ def test_environment_of_known_variables_without_secrets() -> None:
     assert recorded_environment(variables) == {name: variables[name] for name in recorded}
 
 
-@pytest.mark.parametrize(
-    ("command", "expected"),
-    [
+def test_masked_commands_and_texts() -> None:
+    for command, expected in (
         ("train.py --token=abc --lr 0.1", "train.py --token=*** --lr 0.1"),
         ("train.py --hub_token abc --lr=1", "train.py --hub_token *** --lr=1"),
         ("train.py --api-key --verbose", "train.py --api-key --verbose"),
@@ -166,27 +153,16 @@ def test_environment_of_known_variables_without_secrets() -> None:
         ("train.py s3://me:pw@host/a/b", "train.py s3://***@host/a/b"),
         ("train.py runs/2026-01-01-resnet50-large-batch", "train.py runs/2026-01-01-resnet50-large-batch"),
         ("train.py 0123456789abcdef0123456789abcdef01234567", "train.py ***"),
-    ],
-)
-def test_masked_command(command: str, expected: str) -> None:
-    assert " ".join(mask_command(command.split())) == expected
-
-
-@pytest.mark.parametrize(
-    ("text", "expected"),
-    [
+    ):
+        assert " ".join(mask_command(command.split())) == expected
+    for text, expected in (
         ("aws_secret_access_key=wJalrXUtnFEMI/K7MDENG/bPxRfiCYEXAMPLEKEY", "aws_secret_access_key=***"),
         ("key wJalrXUtnFEMI/K7MDENG+bPxRfiCYEXAMPLEK1Y.", "key ***."),
         ("Driver=ODBC;Uid=me;Pwd=horse;Server=x", "Driver=ODBC;Uid=me;Pwd=***;Server=x"),
         ("s3://KEY:sec/ret@bucket/run", "s3://***@bucket/run"),
         ('Invalid bucket name "KEY:sec/ret@bucket"', 'Invalid bucket name "***@bucket"'),
-    ],
-)
-def test_masked_text(text: str, expected: str) -> None:
-    assert mask_text(text) == expected
-
-
-def test_masked_leaves_plain_text_unchanged() -> None:
+    ):
+        assert mask_text(text) == expected
     for text in (
         "omnitrain.trainer.native.Trainer", "2.13.0+cpu", "expandable_segments:True", "tokens=512", "a/b/c",
         "/data/User1/projects/abcdefgh/ijklmnopqr", "me@host at 12:30, lr=0.1, max_tokens=5",
@@ -284,11 +260,17 @@ def test_show_run_lists_starts_and_changes(
     assert "what ran" in capsys.readouterr().out
 
 
-def test_show_run_rejects_other_folders(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["show", "run", str(tmp_path / "none")]) == 2
-    assert "none' does not exist" in capsys.readouterr().err
-    assert main(["show", "run", str(tmp_path)]) == 2
-    assert "has no 'run.json' and no checkpoints" in capsys.readouterr().err
+def test_show_run_rejects_folders_without_a_record(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def fail(folder: Path, code: int, message: str) -> None:
+        assert main(["show", "run", str(folder)]) == code
+        assert message in capsys.readouterr().err
+
+    fail(tmp_path / "none", 2, "none' does not exist")
+    fail(tmp_path, 2, "has no 'run.json' and no checkpoints")
     (tmp_path / "run.json").write_text("{")
-    assert main(["show", "run", str(tmp_path)]) == 1
-    assert "no record of the starts" in capsys.readouterr().err
+    fail(tmp_path, 1, "no record of the starts")
+    make(tmp_path / "run", epochs=1).train()
+    folder = tmp_path / "run" / "checkpoint-4"
+    seal(folder, content_of(folder) | {"record": None})
+    (tmp_path / "run" / "run.json").unlink()
+    fail(tmp_path / "run", 2, "checkpoint-4' has no record of its run")

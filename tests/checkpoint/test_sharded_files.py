@@ -6,7 +6,6 @@ import hashlib
 import itertools
 import json
 import math
-import os
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -261,25 +260,6 @@ def test_write_shards_uses_the_file_system(tmp_path: Path) -> None:
 
     with pytest.raises(OSError, match="No space left"):
         write_shards({"w": local_blocks(torch.ones(1 << 20), 0)}, tmp_path, 0, Full())
-
-
-@pytest.mark.parametrize("hint", ["accepted", "rejected", "missing"])
-def test_write_flushes_pages_early(hint: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The kernel is advised to write pages while the file grows, where it can be."""
-    ranges: list[tuple[int, int]] = []
-
-    def advise(descriptor: int, begin: int, length: int, advice: int) -> None:
-        ranges.append((begin, length))
-        if hint == "rejected":
-            raise OSError(22, "Invalid argument")
-
-    monkeypatch.setattr(disk, "_WRITEBACK_BYTES", 8)
-    monkeypatch.setattr(os, "posix_fadvise", advise)
-    if hint == "missing":
-        monkeypatch.delattr(os, "posix_fadvise")
-    FS.write(tmp_path / "file", [b"abc", memoryview(b"d" * 6), b"", b"e" * 8, b"f"])
-    assert (tmp_path / "file").read_bytes() == b"abc" + b"d" * 6 + b"e" * 8 + b"f"
-    assert ranges == ([] if hint == "missing" else [(0, 9), (9, 8)])
 
 
 @pytest.mark.filterwarnings("ignore")

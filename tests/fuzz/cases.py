@@ -197,11 +197,7 @@ class Run:
 def play(case: Case, folder: Path, cuts: Iterable[tuple[str, float]] = (TO_END,), events: int = 0) -> Run:
     """Train in parts, each with a new trainer that resumes from "auto", and interrupted in the way of a cut.
 
-    Args:
-        case: What is trained.
-        folder: Of the run.
-        cuts: As those of a case, or `TO_END`: where each part ends.
-        events: How many an uninterrupted run has.
+    An uninterrupted run has so many events.
     """
     for way, place in cuts:
         counter, record = CutAtEvent(), Record()

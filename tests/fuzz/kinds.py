@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,7 +10,7 @@ import torch.nn.functional as F  # noqa: F401
 from accelerate import FullyShardedDataParallelPlugin  # noqa: F401  (texts refer to it, as to others below)
 from counting import Resumable, Streamed  # noqa: F401
 from recipes import Holding, Sentences, Tagger, rows, t16  # noqa: F401
-from resuming import Net, Numbered  # noqa: F401
+from resuming import Net, Numbered, Overflowing  # noqa: F401
 from tiny import Short, Tokens, gpt  # noqa: F401
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset, default_collate  # noqa: F401
@@ -67,25 +66,6 @@ class Tied(Tagger):
     def __init__(self) -> None:
         super().__init__(classes=11)
         self.out.weight = self.embed.weight
-
-
-class Overflowing(Net):
-    """Gives infinite gradients in chosen batches, which it counts besides its buffers, as if the data caused them."""
-
-    count = 0
-
-    def get_extra_state(self) -> int:
-        return self.count
-
-    def set_extra_state(self, state: int) -> None:
-        self.count = state
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        output = super().forward(x)
-        self.count += self.training
-        if self.count in (2, 3, 8, 12) and output.requires_grad:
-            output.register_hook(lambda gradient: gradient * math.inf)
-        return output
 
 
 def classes(size: int, dtype: torch.dtype = torch.float64) -> TensorDataset:
