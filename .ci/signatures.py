@@ -26,7 +26,8 @@ ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "omnitrain"
 sys.path[:0] = [str(ROOT)]
 
-from omnitrain.argument_aliases import format_tables  # noqa: E402
+from omnitrain import argument_aliases  # noqa: E402
+from omnitrain.core import foreign_names  # noqa: E402
 
 POSITIONAL = ("model", "train_dataset", "eval_dataset", "test_dataset")
 TRAINERS = ("trainer/accelerated.py", "hf/trainer.py")
@@ -99,7 +100,7 @@ def write_copies() -> dict[Path, str]:
     copies[settings] = replace_between(
         settings, "    # <fields, written by `make signatures`>", "    # </fields>", "\n".join(fields)
     )
-    tables = format_tables().removesuffix("\n")
+    tables = f"{foreign_names.format_tables()}\n{argument_aliases.format_tables()}".removesuffix("\n")
     copies[names] = replace_between(
         names, "<!-- names, written by `make signatures` -->", "<!-- end of names -->", tables
     )

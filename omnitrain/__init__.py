@@ -175,7 +175,7 @@ __all__ = sorted(_MODULES)  # pyright: ignore[reportUnsupportedDunderAll]
 
 def __getattr__(name: str) -> Any:
     if name not in _MODULES:
-        raise AttributeError(f"module 'omnitrain' has no attribute {name!r}")
+        raise _missing(name, "omnitrain")
     is_collecting = gc.isenabled()
     gc.disable()  # a collection looks at all objects of torch, which are no garbage: 70 ms for nothing
     try:
@@ -191,6 +191,22 @@ def __getattr__(name: str) -> Any:
     value = getattr(module, name)
     globals()[name] = value
     return value
+
+
+def _load_export(package: str, name: str) -> Any:
+    """Return a public name of a package inside of this one, as its `__getattr__` does."""
+    if _MODULES.get(name, "").startswith(f"{package.removeprefix('omnitrain.')}."):
+        return globals().get(name) or __getattr__(name)
+    raise _missing(name, package)
+
+
+def _missing(name: str, package: str) -> Exception:
+    """Return the error for a name that is not there; names of other trainers have a remedy."""
+    from omnitrain.core.foreign_names import IMPORTS
+
+    if name in IMPORTS:  # the text of an AttributeError would be dropped by `from omnitrain import ...`
+        return ImportError(f"{package} has no {name}. {IMPORTS[name]}")
+    return AttributeError(f"module {package!r} has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:

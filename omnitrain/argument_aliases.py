@@ -57,7 +57,7 @@ _TABLES = {
         gradient_checkpointing_kwargs=gradient_checkpointing ddp_timeout=timeout
         args training_args -> HFTrainer.training_args: The other trainers take the arguments one by one.
         output_dir -> save_dir: nothing is written without it
-        per_device_train_batch_size per_gpu_train_batch_size -> batch_size: on each process, too
+        per_device_train_batch_size per_gpu_train_batch_size train_batch_size -> batch_size: on each process, too
         per_device_eval_batch_size per_gpu_eval_batch_size -> eval_batch_size: on each process, too
         warmup_ratio -> warmup_steps: a share below 1, such as 0.1
         logging_steps logging_strategy -> log_steps: an int counts steps; "1ep" is each epoch

@@ -19,6 +19,7 @@ from omnitrain import AccelerateTrainer, BaseTrainer, ConfigError, HFTrainer, HF
 from omnitrain.argument_aliases import VOCABULARY, advice
 from omnitrain.cli.main import main
 from omnitrain.contrib import nnscaler
+from omnitrain.core.foreign_names import ATTRIBUTES, CALLS, IMPORTS
 
 ROOT = Path(__file__).resolve().parent.parent
 TRAINERS: dict[str, Any] = {kind.__name__: kind for kind in (Trainer, AccelerateTrainer, HFTrainer)}
@@ -121,12 +122,17 @@ def test_every_key_of_nnscaler_has_hint() -> None:
     assert common <= set(nnscaler._KEYS["checkpoint"]) & NAMES.keys()
 
 
-CODE = sorted({code for meaning in NAMES.values() for code in re.findall(r"`([^`]+)`", meaning.word)})
+REMEDIES = [
+    *(meaning.word for meaning in NAMES.values()), *ATTRIBUTES.values(), *IMPORTS.values(),
+    *(remedy for names in CALLS.values() for remedy in names.values()),
+]  # fmt: skip
+CODE = sorted({code for remedy in REMEDIES for code in re.findall(r"`([^`]+)`", remedy)})
 """What hints quote as code."""
 OF_THEIR_OWN = {"WithWarmup", "eval_", "*", "metrics.jsonl", "best", "last", "trainer:", "from_pretrained"}
 PLACEHOLDERS = {
     "dataset", "folder", "parameters", "outputs", "labels", "batch", "length", "num_classes", "options", "path",
-    "config", "trainer", "ignore", "evaluate", "warmup", "Accelerator", "ParallelismConfig", "get_peft_model",
+    "config", "trainer", "ignore",  "evaluate", "warmup", "Accelerator", "ParallelismConfig", "get_peft_model",
+    "os", "int", "scipy", "backend", "log_values", "predictions", "settings", "transformers",
 }  # fmt: skip
 """Names in an example that stand for a value, or are of a package that the hint names."""
 
@@ -135,6 +141,8 @@ def missing_names(code: str) -> set[str]:
     """Return the names in an example that do not exist, those of arguments of ours too."""
     modules = {"torch": torch, "nn": torch.nn, "trainer": BaseTrainer}
     known = set().union(*map(arguments_of, TRAINERS.values())) | {*dir(BaseTrainer), *modules, *PLACEHOLDERS}
+    for name in CALLS:
+        known |= {*inspect.signature(getattr(BaseTrainer, name, None) or getattr(omnitrain, name)).parameters}
     loading = vars(torch.utils.data)
     missing = set()
     for node in ast.walk(ast.parse(code)):

@@ -16,6 +16,7 @@ from omnitrain.checkpoint.tensor_files import gather_to_host
 from omnitrain.core.duration import Duration
 from omnitrain.core.errors import ConfigError, check_number
 from omnitrain.core.events import Algorithm, TrainerLike, share_of_run
+from omnitrain.core.foreign_names import explain_call
 from omnitrain.core.progress import Progress
 from omnitrain.optim.schedules import RunLength
 
@@ -113,6 +114,7 @@ class EMA(WeightAverage):
 
     conflicts: ClassVar[Collection[str]] = ("SWA",)
 
+    @explain_call
     def __init__(self, decay: float = 0.999) -> None:
         check_number("decay", decay, above=0, below=1)
         super().__init__(self._average)
@@ -161,6 +163,7 @@ class SWA(WeightAverage):
 
     conflicts: ClassVar[Collection[str]] = ("EMA",)
 
+    @explain_call
     def __init__(self, start: int | str | Duration = "0.7dur", every: int | None = None) -> None:
         update: Any = get_swa_multi_avg_fn()
         super().__init__(lambda averages, weights, count: update(averages, weights, count + 1))

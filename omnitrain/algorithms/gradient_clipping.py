@@ -11,6 +11,7 @@ import torch
 from omnitrain.algorithms.weights import local_part
 from omnitrain.core.errors import ConfigError, check_number
 from omnitrain.core.events import Algorithm, TrainerLike
+from omnitrain.core.foreign_names import explain_call
 from omnitrain.optim.param_groups import not_found
 from omnitrain.optim.sparse_gradients import stored_rows, stored_values
 
@@ -39,6 +40,7 @@ class GradientClipping(Algorithm):
 
     asks_alone = False
 
+    @explain_call
     def __init__(self, kind: Literal["value", "adaptive"], limit: float, exclude: Sequence[str] = ()) -> None:
         if kind not in ("value", "adaptive"):
             raise ConfigError(f"`kind` must be 'value' or 'adaptive', got {kind!r}. `max_grad_norm` clips by norm.")

@@ -8,6 +8,7 @@ import torch
 
 from omnitrain.core.errors import ConfigError, DataError, check_number
 from omnitrain.core.events import Algorithm, TrainerLike
+from omnitrain.core.foreign_names import explain_call
 from omnitrain.data.collation import as_probabilities, required_labels, with_labels
 
 
@@ -35,6 +36,7 @@ class LabelSmoothing(Algorithm):
 
     asks_alone = False
 
+    @explain_call
     def __init__(self, num_classes: int, smoothing: float = 0.1) -> None:
         check_number("smoothing", smoothing, above=0, below=1)
         self.num_classes = num_classes

@@ -9,6 +9,7 @@ from typing import Any
 
 from omnitrain.core.errors import ConfigError
 from omnitrain.core.events import Callback, TrainerLike
+from omnitrain.core.foreign_names import explain_call
 
 logger: logging.Logger = logging.getLogger("omnitrain")
 
@@ -30,6 +31,7 @@ class EarlyStopping(Callback):
 
     order = 20
 
+    @explain_call
     def __init__(self, patience: int | None = None, stopper: Callable[[int, float], bool] | None = None) -> None:
         if patience is not None and (isinstance(patience, bool) or not isinstance(patience, int) or patience < 1):
             raise ConfigError(

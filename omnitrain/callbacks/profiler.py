@@ -14,6 +14,7 @@ from torch.profiler import ProfilerAction, ProfilerActivity, profile, record_fun
 from omnitrain.core.errors import ConfigError, Tolerance
 from omnitrain.core.events import Callback, TrainerLike
 from omnitrain.core.files import check_not_link, create_folder
+from omnitrain.core.foreign_names import explain_call
 from omnitrain.core.paths import folder_path
 
 logger: logging.Logger = logging.getLogger("omnitrain")
@@ -56,6 +57,7 @@ class Profiler(Callback):
     # The active instance: PyTorch has one profiler per process.
     _running: ClassVar[Profiler | None] = None
 
+    @explain_call
     def __init__(
         self,
         skip: int = 4,

@@ -169,7 +169,7 @@ class TransformersAPI(BaseTrainer):
         def __getattr__(self, name: str) -> Any:
             if name in ENGINE_ATTRIBUTES and "engine" in vars(self):
                 return getattr(self.engine, name)
-            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+            return super().__getattr__(name)
 
     @property
     def args(self) -> transformers.TrainingArguments:

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, TextIO
 from omnitrain.core.duration import Duration
 from omnitrain.core.errors import ConfigError
 from omnitrain.core.events import Callback, Event, Histogram, TrainerLike
+from omnitrain.core.foreign_names import explain_call
 from omnitrain.core.metric_format import format_metric, sort_for_display
 from omnitrain.loggers.logger import Pace, is_test_row
 from omnitrain.loggers.notebook import NotebookPanel, is_notebook
@@ -52,6 +53,7 @@ class ProgressBar(Callback):
     order: ClassVar[int] | int = 40
     asks_alone: ClassVar[bool] | bool = False
 
+    @explain_call
     def __init__(
         self, enabled: bool | None = None, stream: TextIO | None = None, every: int | str | Duration | None = None
     ) -> None:

@@ -22,6 +22,7 @@ from omnitrain.core.duration import Duration
 from omnitrain.core.errors import ConfigError, MissingExtraError, did_you_mean, is_disk_error
 from omnitrain.core.events import TrainerLike
 from omnitrain.core.files import replace_file
+from omnitrain.core.foreign_names import explain_call
 from omnitrain.core.metric_format import sort_for_display
 from omnitrain.core.paths import folder_path
 from omnitrain.loggers.logger import LogRow, Position, RowLogger, histogram_stats
@@ -272,6 +273,7 @@ class TensorBoardLogger(Tracking):
     >>> reporters = [TensorBoardLogger()]  # Trainer(..., callbacks=reporters)
     """
 
+    @explain_call
     def __init__(self, log_dir: str | Path | None = None, every: int | str | Duration | None = None) -> None:
         super().__init__("tensorboard", every=every)
         is_address = "://" in str(log_dir)  # TensorBoard itself can write to some stores

@@ -9,7 +9,7 @@ from abc import ABC
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal, Unpack, cast
+from typing import TYPE_CHECKING, Any, Literal, Unpack, cast
 
 import torch
 from torch import nn
@@ -57,6 +57,7 @@ from omnitrain.config.instantiation import TrainerConfig
 from omnitrain.core.duration import Duration, Limits
 from omnitrain.core.errors import ConfigError, DistributedError, NonFiniteError, add_location
 from omnitrain.core.events import STOP_REASONS, Algorithm, Callback, Control, Event, check_algorithms, find_overrides
+from omnitrain.core.foreign_names import ATTRIBUTES, explain_call
 from omnitrain.core.history import MetricsDict, write_results
 from omnitrain.core.objective import Objective
 from omnitrain.core.paths import local_path, run_folder
@@ -574,6 +575,7 @@ class BaseTrainer(Hooks, ABC):
 
     # --- training
 
+    @explain_call
     def train(
         self,
         resume_from: str | Path | None = None,
@@ -818,6 +820,7 @@ class BaseTrainer(Hooks, ABC):
 
     # --- evaluating
 
+    @explain_call
     def evaluate(self, dataset: Any = None, prefix: str = "eval") -> dict[str, float]:
         """Return `<prefix>_loss` and the metrics on a dataset, a loader or a dict of named sets; default: the eval set.
 
@@ -829,6 +832,7 @@ class BaseTrainer(Hooks, ABC):
         with self._calling("evaluate()", draws=True):
             return self._loop.evaluate_outside_run(self._evaluation.evaluate, loader, prefix)
 
+    @explain_call
     def test(self, dataset: Any = None) -> dict[str, float]:
         """Return `test_loss` and the metrics on a dataset or the test set; they never select a checkpoint."""
         loader = self.test_loader if dataset is None else self._sets.loader_for(dataset)
@@ -842,6 +846,7 @@ class BaseTrainer(Hooks, ABC):
         self.lifecycle.emit(Event.LOG, row)
         return metrics
 
+    @explain_call
     def predict(self, dataset: Any) -> Predictions:
         """Return predictions and labels as arrays, one row per sample in the dataset's order, and any metrics."""
         loader = self._sets.loader_for(dataset)
@@ -859,6 +864,7 @@ class BaseTrainer(Hooks, ABC):
 
     # --- saving and loading
 
+    @explain_call
     def save_model(self, path: str | Path, overwrite: bool = False) -> Path:
         """Write the weights as safetensors to the folder `path`, with config and tokenizer, if any.
 
@@ -876,6 +882,7 @@ class BaseTrainer(Hooks, ABC):
                 self.model, folder, overwrite, self._checkpointer.eval_weights.model_tensors(), self.ranks, processors
             )
 
+    @explain_call
     def save_checkpoint(self) -> Path:
         """Save a full checkpoint of the current state, and return its folder.
 
@@ -887,6 +894,7 @@ class BaseTrainer(Hooks, ABC):
             self.backend.check_weights_loaded()
             return self._checkpointer.save_now()
 
+    @explain_call
     def load_checkpoint(self, path: str | Path) -> Path:
         """Restore the trainer from a checkpoint (a path, "last" or "best"), and return its folder.
 
@@ -934,6 +942,17 @@ class BaseTrainer(Hooks, ABC):
         }
 
     # --- what the trainer has
+
+    if not TYPE_CHECKING:  # with __getattr__, a type checker would accept any attribute
+
+        def __getattr__(self, name: str) -> Any:
+            try:
+                return object.__getattribute__(self, name)  # for the error of a property
+            except AttributeError:
+                if name not in ATTRIBUTES or hasattr(type(self), name):
+                    raise
+                text = f"{type(self).__name__} has no attribute {name!r}. {ATTRIBUTES[name]}"
+                raise AttributeError(text, name=name, obj=self) from None
 
     @property
     def model(self) -> nn.Module:
