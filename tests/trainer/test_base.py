@@ -479,3 +479,13 @@ def test_train_beside_an_evaluation_is_rejected(trainer_class: Any) -> None:
     trainer = make(trainer_class, t16(), rows(8), loss_fn=nn.MSELoss(), max_steps=1)
     trainer.evaluate(Training(rows(1)))
     assert "'MainThread' of this program is in `evaluate()`" in str(errors[0]) and isinstance(errors[0], ConfigError)
+
+
+@pytest.mark.parametrize("kind", TRAINERS)
+def test_repr_says_where_run_is(kind: str) -> None:
+    trainer = trainer_on_cpu(TRAINERS[kind], t16(), rows(8), loss_fn=F.mse_loss, batch_size=4, epochs=1)
+    name = type(trainer).__name__
+    assert repr(trainer) == f"{name}(Sequential of 97 parameters on cpu, step 0 of 2)"
+    trainer.train()
+    assert repr(trainer) == f"{name}(Sequential of 97 parameters on cpu, step 2 of 2, ended by 'epochs')"
+    assert repr(object.__new__(type(trainer))).startswith("<omnitrain.")
