@@ -83,5 +83,5 @@ def test_arguments_and_options_are_passed_by_tests() -> None:
         for number, name in enumerate(arguments)
         if number >= positions[owner] and name not in keywords[owner] | keys[owner]
     ]
-    missing += [option for option in options_of(main._parser()) if option not in texts]
+    missing += [option for option in options_of(main._parser()[0]) if option not in texts]
     assert set(missing) == BY_VARIABLES

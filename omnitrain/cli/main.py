@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import omnitrain
-from omnitrain.core.errors import ConfigError, OmnitrainError
+from omnitrain.core.errors import ConfigError, OmnitrainError, did_you_mean
 
 # The public class behind each choice of `--trainer`.
 TRAINERS = {"native": "Trainer", "accelerate": "AccelerateTrainer", "hf": "HFTrainer"}
@@ -55,7 +55,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     try:
         try:
-            parser = _parser()
+            parser, commands = _parser()
+            argv = sys.argv[1:] if argv is None else argv
+            if not argv:
+                parser.print_help()
+                return 0
+            if not argv[0].startswith("-") and argv[0] not in commands:
+                parser.error(f"there is no command {argv[0]!r}.{did_you_mean(argv[0], commands)}")
             args, words = parser.parse_known_args(argv)
             if "words" in args:
                 args.words = words
@@ -79,7 +85,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 1
 
 
-def _parser() -> argparse.ArgumentParser:
+def _parser() -> tuple[argparse.ArgumentParser, list[str]]:
+    """Return the parser, and the names of its commands."""
     parser = argparse.ArgumentParser(
         prog="omnitrain", description="PyTorch trainers that give the same numbers everywhere.", allow_abbrev=False
     )
@@ -88,7 +95,7 @@ def _parser() -> argparse.ArgumentParser:
     for add in (_add_demo, _add_train, _add_sweep, _add_config, _add_launch, _add_checkpoint, _add_show, _add_compare,
                 _add_schedule):  # fmt: skip
         add(commands)
-    return parser
+    return parser, [*commands.choices]
 
 
 def _add_command(commands: Any, name: str, about: str, more: str = "", **options: Any) -> argparse.ArgumentParser:

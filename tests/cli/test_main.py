@@ -27,7 +27,7 @@ def start(*arguments: str, cwd: Path) -> contextlib.AbstractContextManager[subpr
 
 
 @pytest.mark.parametrize(("words", "expected"), [
-    ("", "command"), ("dmo", "'demo'"), ("demo --trainer magic", "'native'"), ("demo --out", "--out"),
+    ("dmo x", "there is no command 'dmo'. Did you mean 'demo'?"), ("bananas", "there is no command 'bananas'."), ("demo --trainer magic", "'native'"), ("demo --out", "--out"),
     ("demo --data mnist", "--data"), ("demo --train hf", "--train"),
     ("checkpoint", "usage: omnitrain checkpoint"), ("launch", "script"), ("launch -n two train.py", "'two'"),
     ("launch --zero 4 train.py", "invalid choice: 4"), ("launch --fsdp --zero 3 train.py", "not allowed with"),
@@ -39,6 +39,12 @@ def test_cli_rejects_wrong_words(words: str, expected: str, capsys: Any) -> None
         main.main(words.split())
     assert exit_.value.code == 2
     assert expected in capsys.readouterr().err
+
+
+def test_cli_without_words_prints_help(capsys: Any) -> None:
+    assert main.main([]) == 0
+    printed = capsys.readouterr()
+    assert "demo" in printed.out and "schedule" in printed.out and not printed.err
 
 
 def test_cli_help_lists_choices(capsys: Any) -> None:
