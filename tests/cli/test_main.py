@@ -27,7 +27,8 @@ def start(*arguments: str, cwd: Path) -> contextlib.AbstractContextManager[subpr
 
 
 @pytest.mark.parametrize(("words", "expected"), [
-    ("dmo x", "there is no command 'dmo'. Did you mean 'demo'?"), ("bananas", "there is no command 'bananas'."), ("demo --trainer magic", "'native'"), ("demo --out", "--out"),
+    ("dmo x", "there is no command 'dmo'. Did you mean 'demo'?"), ("bananas", "there is no command 'bananas'."),
+    ("demo --trainer magic", "'native'"), ("demo --out", "--out"),
     ("demo --data mnist", "--data"), ("demo --train hf", "--train"),
     ("checkpoint", "usage: omnitrain checkpoint"), ("launch", "script"), ("launch -n two train.py", "'two'"),
     ("launch --zero 4 train.py", "invalid choice: 4"), ("launch --fsdp --zero 3 train.py", "not allowed with"),
