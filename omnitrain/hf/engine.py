@@ -13,7 +13,7 @@ import functools
 import logging
 import math
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
@@ -42,17 +42,16 @@ logger: logging.Logger = logging.getLogger("omnitrain")
 
 
 class EngineLoop(Loop):
-    """Our loop when transformers' loop runs the epochs; it acts on requests as usual. The engine is created later."""
+    """Our loop when transformers' loop runs the epochs; it acts on requests as usual."""
 
-    def __init__(self, engine: Callable[[], Engine], *parts: Any) -> None:
-        super().__init__(*parts)
-        self._engine = engine
+    trainer: Any
+    evaluation: Any
 
     def train(self) -> None:
         if not self.lifecycle.stop:
-            self._engine().run()
+            self.trainer.engine.run()
         elif self.checkpointer.is_resuming:  # a run that has ended
-            self._engine().restore_state()
+            self.trainer.engine.restore_state()
 
     @property
     def has_rank_local_requests(self) -> bool:
@@ -60,10 +59,10 @@ class EngineLoop(Loop):
 
     @property
     def has_requests(self) -> bool:
-        return self._engine().is_in_train or super().has_requests
+        return self.trainer.engine.is_in_train or super().has_requests
 
     def agree(self, where: str, *requests: str, ahead: Sequence[float] = ()) -> Control:
-        engine = self._engine()
+        engine = self.trainer.engine
         if not engine.is_in_train:  # the flags belong to an earlier run
             return super().agree(where, *requests, ahead=ahead)
         engine.sync_control_flags(requests)
@@ -76,7 +75,7 @@ class EngineLoop(Loop):
 
         When they are called for a log or an evaluation, their flags show the requests still pending.
         """
-        engine, lifecycle = self._engine(), self.lifecycle
+        engine, lifecycle = self.trainer.engine, self.lifecycle
         if engine.is_in_train:
             control = engine.control
             asked.evaluate &= lifecycle.evaluated_step != lifecycle.progress.step
@@ -89,27 +88,26 @@ class EngineLoop(Loop):
         super()._act_on(asked)
 
     def sanity_check(self) -> None:
-        evaluation: Any = self.evaluation
-        if "evaluate" in self._engine().trainer._overridden:  # the user's `evaluate` may need no loss
-            evaluation.run_first_batches(self.sets.eval)
+        if "evaluate" in self.trainer._overridden:  # the user's `evaluate` may need no loss
+            self.evaluation.run_first_batches(self.sets.eval)
         else:
             super().sanity_check()
 
     def finish_run(self) -> None:
-        engine = self._engine()
+        engine = self.trainer.engine
         engine.count_operations()
         engine.final_state = copy.deepcopy(engine.state)
         super().finish_run()
 
     def _save(self, is_asked: bool) -> None:
         """Save as usual; a callback's request with `save_strategy="no"` saves to `output_dir`."""
-        trainer: Any = self.trainer
+        trainer, engine = self.trainer, self.trainer.engine
         if is_asked or self.checkpointer.requires_best_save:
-            self._engine().count_operations()
+            engine.count_operations()
         if not is_asked or self.checkpointer.store is not None:
             super()._save(is_asked)
             return
-        trainer.store = self.checkpointer.store = Store(self._engine().args.output_dir)
+        trainer.store = self.checkpointer.store = Store(engine.args.output_dir)
         try:
             super()._save(is_asked)
         finally:
@@ -120,7 +118,7 @@ class EngineLoop(Loop):
 
         transformers' callbacks expect these before the end of the epoch.
         """
-        args = self._engine().callback_args
+        args = self.trainer.engine.callback_args
         if "epoch" not in (enum_value(args.eval_strategy), enum_value(args.save_strategy)):
             self.agree("the end of an epoch")
             if self.is_at_limit:
@@ -129,7 +127,7 @@ class EngineLoop(Loop):
     def evaluate(self, counts: bool = True) -> None:
         """Evaluate as part of the run, unless it is the last evaluation and too early by `eval_delay`."""
         lifecycle = self.lifecycle
-        if not (lifecycle.is_closing and is_delayed(self._engine().training_args, lifecycle.progress)):
+        if not (lifecycle.is_closing and is_delayed(self.trainer.training_args, lifecycle.progress)):
             super().evaluate(counts)
 
 
@@ -620,29 +618,25 @@ class Reporter(Callback):
 
     order = 95
 
-    def __init__(self, engine: Callable[[], Engine]) -> None:
-        self._engine = engine
-
     def on_log(self, trainer: Any, logs: Any) -> None:
-        engine, lifecycle = self._engine(), self._engine().trainer.lifecycle
+        engine, lifecycle = trainer.engine, trainer.lifecycle
         logs_nothing = enum_value(engine.callback_args.logging_strategy) == "no"  # but for the end of the run
         is_final_row = lifecycle.is_closing or (logs_nothing and lifecycle.stop)
         if engine.is_in_train and not is_final_row:
             engine.report_log(logs)
 
     def on_eval_end(self, trainer: Any, metrics: Mapping[str, float]) -> None:
-        engine = self._engine()
-        evaluation: Any = engine.trainer._evaluation
+        engine, evaluation = trainer.engine, trainer._evaluation
         is_reported, evaluation.is_reported_by_user = evaluation.is_reported_by_user, False
         if engine.is_in_train:
             engine.report_evaluation(metrics, is_reported)
-        elif not is_reported and not engine.trainer.lifecycle.is_closing:
+        elif not is_reported and not trainer.lifecycle.is_closing:
             engine._initial_evaluation = dict(metrics)
         if engine.search_trial is not None:
             engine.search_trial.report(engine, metrics)
 
     def on_save_end(self, trainer: Any) -> None:
-        engine, path = self._engine(), self._engine().trainer.lifecycle.saved_path
+        engine, path = trainer.engine, trainer.lifecycle.saved_path
         if engine.args.push_to_hub and path is not None:
             engine.push_checkpoint(path)
         if engine.is_in_train:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import math
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -20,7 +20,6 @@ from omnitrain.checkpoint.state_dicts import unwrap
 from omnitrain.core.errors import ConfigError, DataError
 from omnitrain.data.collation import IGNORED_LABEL, LABEL_KEYS, count_samples, get_labels
 from omnitrain.data.loaders import Loader
-from omnitrain.hf.engine import Engine
 from omnitrain.model.units import StepOutput, generated
 from omnitrain.trainer.evaluation import Evaluation, Inconclusive, Predictions
 
@@ -148,15 +147,15 @@ class _Interrupted(BaseException):
 
 
 class HFEvaluation(Evaluation):
-    """The evaluations of HFTrainer. The engine is created later."""
+    """The evaluations of HFTrainer."""
 
+    trainer: Any
     generation: Generation | None = None
     """Generates the answers for metrics, if the training arguments request that."""
 
-    def __init__(self, engine: Callable[[], Engine], training_args: Any, *parts: Any) -> None:
+    def __init__(self, *parts: Any) -> None:
         super().__init__(*parts)
-        self._engine = engine
-        self._training_args = training_args
+        self._training_args = self.trainer.training_args
         self.is_predicting: bool = False
         """Whether this is a prediction, for which there may be no labels."""
         self._is_outside_run = False
@@ -192,7 +191,7 @@ class HFEvaluation(Evaluation):
 
     def evaluate(self, loader: Any, prefix: str, only_first: bool = False) -> dict[str, float] | None:
         """Evaluate as every trainer does; as part of the run, by the user's own `evaluate` if there is one."""
-        trainer = self._engine().trainer
+        trainer = self.trainer
         is_of_run = loader is trainer.eval_loader and trainer._loop.is_evaluating and not only_first
         if not is_of_run or self.run_evaluation is not None or "evaluate" not in trainer._overridden:
             return self._evaluate_timed(loader, prefix, only_first)
@@ -250,14 +249,14 @@ class HFEvaluation(Evaluation):
         if None in sizes:
             self.speeds = {f"{prefix}_runtime": round(time.time() - start, 4)}
         else:
-            step = self._engine().trainer.eval_batch_size * self.trainer.ranks.world_size
+            step = self.trainer.eval_batch_size * self.trainer.ranks.world_size
             steps = sum(math.ceil(size / step) for size in sizes)
             self.speeds = speed_metrics(prefix, start, sum(sizes), steps)
 
     def _run_batch(self, batch: Any, loader: Loader, number: int) -> StepOutput:
         output = super()._run_batch(batch, loader, number)
-        if self._is_outside_run or self._engine().is_in_train:  # not before the run has begun for callbacks
-            self._engine().report_batch(loader)
+        if self._is_outside_run or self.trainer.engine.is_in_train:  # not before the run has begun for callbacks
+            self.trainer.engine.report_batch(loader)
         return output
 
     def forward(self, batch: Any) -> StepOutput:
@@ -297,7 +296,7 @@ class HFEvaluation(Evaluation):
 
         For question answering, these are the start and end positions.
         """
-        names = self._engine().label_names
+        names = self.trainer.engine.label_names
         return self.trainer.settings.label_names or (names if len(names) > 1 else ())
 
     @property
@@ -333,7 +332,7 @@ class HFEvaluation(Evaluation):
         originals: list[tuple[torch.Tensor, torch.Tensor]] = []
         was_outside, self._is_outside_run = self._is_outside_run, True
         try:
-            if dtype is not None and not self._engine().is_in_train:
+            if dtype is not None and not self.trainer.engine.is_in_train:
                 for tensor in (*model.parameters(), *model.buffers()):
                     if tensor.is_floating_point():
                         originals.append((tensor, tensor.data))

@@ -402,7 +402,7 @@ class HFTrainer(TransformersAPI):
         set_smoothed_loss(training_args, model, kwargs)
         merge_activation_checkpointing(self._engine_args, model, kwargs)
         reject_fp16_on_cpu(training_args, self._engine_args.device)
-        callbacks = [*policy_callbacks(training_args), *our_callbacks, Reporter(lambda: self.engine)]
+        callbacks = [*policy_callbacks(training_args), *our_callbacks, Reporter()]
         kwargs |= {"model": model, "callbacks": callbacks}
         # transformers seeds the program's generators when its Trainer is created
         with (
@@ -541,14 +541,10 @@ class HFTrainer(TransformersAPI):
         return super()._make_backend(model, make or functools.partial(build_backend, self._sharding, self.settings))
 
     def _assemble(self, *parts: Any) -> None:
-        def engine() -> Engine:
-            return self.engine
-
-        evaluation = functools.partial(HFEvaluation, engine, self.training_args)
         super()._assemble(
-            evaluation,
-            functools.partial(EngineLoop, engine),
-            lambda folder: engine().write_transformers_files(folder, self._stock_checkpoints),
+            HFEvaluation,
+            EngineLoop,
+            lambda folder: self.engine.write_transformers_files(folder, self._stock_checkpoints),
         )
         if self._early_stopping_threshold is not None:
             self.objective.delta = self._early_stopping_threshold
