@@ -338,10 +338,7 @@ class Zero(DDP):
             )  # one at a time, not written to
             parts._convert_to_deepspeed_param(tensor)
             tensor.partition()  # type: ignore[attr-defined]
-            parameter: Any = tensor
-            size = parameter.ds_tensor.numel()
-            begin, end = (min(size * (parameter.ds_zero_partition_rank + step), parameter.ds_numel) for step in (0, 1))
-            targets[name] = flat_target(parameter.ds_tensor, begin, end)
+            targets[name] = flat_target(tensor.ds_tensor, *_bounds(tensor))  # type: ignore[attr-defined]
         initializer.load(targets)
 
     def _placeholder(self) -> Any:
@@ -372,7 +369,7 @@ class Zero(DDP):
         device_type = self.device.type
         if torch.is_autocast_enabled(device_type):  # which DeepSpeed's engine disables on GPUs
             dtype, is_cached = torch.get_autocast_dtype(device_type), torch.is_autocast_cache_enabled()
-            run = functools.partial(_run_in_autocast, run, torch.autocast(device_type, dtype, cache_enabled=is_cached))
+            run = torch.autocast(device_type, dtype, cache_enabled=is_cached)(run)
         try:
             return run_wrapped(self.wrapped, run, batch)
         except RuntimeError as error:
@@ -463,10 +460,9 @@ class Zero(DDP):
             if name in parameters:
                 parameter = parameters[name]
                 read = functools.partial(self._read, parameter)
-                local = functools.partial(_local_tensor, parameter)
-                tensors[name] = Gathered(
-                    _shape(parameter), _dtype(parameter), read, local, self._flat_reader(parameter)
-                )
+                local = functools.partial(getattr, parameter, "ds_tensor", parameter)  # stage 3 has it there
+                flat = self._flat_reader(parameter)
+                tensors[name] = Gathered(_shape(parameter), _dtype(parameter), read, local, flat)
             elif name not in tied and isinstance(value, torch.Tensor):
                 tensors[name] = value
         return tensors
@@ -780,19 +776,9 @@ def _shape(parameter: nn.Parameter) -> tuple[int, ...]:
     return tuple(getattr(parameter, "ds_shape", parameter.shape))
 
 
-def _local_tensor(parameter: Any) -> torch.Tensor:
-    """Return this rank's part of a parameter, which stage 3 keeps in a separate tensor."""
-    return getattr(parameter, "ds_tensor", parameter)
-
-
 def _dtype(parameter: nn.Parameter) -> torch.dtype:
     """Return the dtype to save in: full precision, as ZeRO keeps it for what it trains."""
     return torch.float32 if parameter.requires_grad else parameter.dtype
-
-
-def _run_in_autocast(run: Callable[[nn.Module, Any], Output], context: torch.autocast, *args: Any) -> Output:
-    with context:
-        return run(*args)
 
 
 def _fill_and_reduce(zero: Any, reduce: Callable[..., None], *args: Any, **options: Any) -> None:

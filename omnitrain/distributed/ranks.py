@@ -356,17 +356,14 @@ class ProcessRanks(Ranks):
 
     # --- the start
 
-    @property
-    def is_connected(self) -> bool:
-        """Whether exchanges are possible."""
-        return self._group is not None
-
     def connect(self) -> None:
-        """Form the group for exchanges, after torch.distributed's own; all ranks call it at the same place.
+        """Form the group for exchanges, unless it exists, after torch.distributed's own; all ranks call it together.
 
         Raises:
             DistributedError: If another rank is gone, or never gets here.
         """
+        if self._group is not None:
+            return
         self.world = dist.group.WORLD
         with self.in_phase(START):
             try:

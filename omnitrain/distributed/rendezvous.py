@@ -75,8 +75,7 @@ def connected_ranks(timeout: float | None = None, mesh: Any = None) -> ProcessRa
     if _ranks is None or _ranks.world is not dist.group.WORLD:
         store = distributed_c10d._get_default_store()  # the one place that all ranks can certainly reach
         _ranks = ProcessRanks(store, dist.get_rank(), dist.get_world_size(), timeout)
-    if not _ranks.is_connected:
-        _ranks.connect()
+    _ranks.connect()
     _ranks.set_mesh(mesh)
     return _ranks
 
@@ -120,7 +119,7 @@ def _rendezvous(
     longest = 2 * limit.total_seconds() + watchdog.SILENCE_S  # a store that has stopped may never answer
     timers = [
         threading.Timer(quiet, logger.warning, (f"{text}, and has for {quiet:.0f} seconds.",)),
-        threading.Timer(longest, _exit_with_error, (f"{text}, and got no answer in {longest:.0f} seconds.",)),
+        threading.Timer(longest, watchdog.abort, (f"{text}, and got no answer in {longest:.0f} seconds.",)),
     ]
     for timer in timers:
         timer.daemon = True
@@ -142,12 +141,6 @@ def _rendezvous(
     if world_size > 1:
         _ranks = ProcessRanks(store, rank, world_size, _timeout)
     yield store, rank, world_size
-
-
-def _exit_with_error(text: str) -> None:
-    """End this process from a timer's thread, as the main one waits forever."""
-    watchdog.print_error(text)
-    watchdog.exit_now(1)
 
 
 def _wait_for_store(seconds: float) -> None:

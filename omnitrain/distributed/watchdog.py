@@ -20,7 +20,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, NoReturn
 
@@ -316,8 +316,7 @@ def watch_one_process(position: Position, limit: float, ended: threading.Event) 
     judge = _Judge(1, limit)
     for elapsed in _ticks(ended):
         if stalls := judge.judge({0: position.heartbeat()}, elapsed):
-            print_error(judge.message(stalls))
-            exit_now(1)
+            abort(judge.message(stalls))
 
 
 class _SlowStoreError(RuntimeError):
@@ -664,9 +663,7 @@ class Watchdog:
 
     def abort(self, error: DistributedError) -> NoReturn:
         """End this process with an error, from any thread."""
-        print_error(error)
-        self._keep_store_alive()
-        exit_now(1)
+        abort(error, self._keep_store_alive)
 
     def stop(self) -> None:
         """End the threads."""
@@ -718,10 +715,12 @@ def _ticks(ended: threading.Event) -> Iterator[float]:
         last = current
 
 
-def print_error(error: object) -> None:
-    """Print a DistributedError, from another thread than the main one."""
+def abort(error: object, finish: Callable[[], None] = lambda: None) -> NoReturn:
+    """Print a DistributedError and end this process after `finish`, from another thread than the main one."""
     sys.stdout.flush()
     print(f"omnitrain.core.errors.DistributedError: {error}", file=sys.stderr, flush=True)
+    finish()
+    exit_now(1)
 
 
 def exit_now(code: int) -> NoReturn:
