@@ -10,7 +10,6 @@ from __future__ import annotations
 import importlib
 import itertools
 import json
-import os
 import random
 import tempfile
 import traceback
@@ -22,7 +21,7 @@ from typing import Any
 import numpy as np
 import torch
 from compiled import compile_once
-from forking import Case, Found, Outcome, joined, play, show_life
+from forking import Case, Found, Outcome, by_name, case_folder, current_rank, joined, play, show_life
 from recipes import Sentences, StopAt, Tagger, Trace, t16
 from resuming import Numbered
 from safetensors.torch import load_file, save_file
@@ -152,9 +151,13 @@ def launch_all(jobs: Iterable[Job], folder: Path) -> Found[list[dict[str, Any]]]
     groups = [group for backends in LAUNCHES if (group := [job for job in jobs if job.backend in backends])]
     compile_once()
     for attempt in range(2):
-        cases = [_case(group, folder / f"{attempt}-{number}") for number, group in enumerate(groups)]
-        outcomes = play(cases, folder / f"{attempt}", at_once=2)
-        rests = [_take(results, group, case, outcomes) for group, case in zip(groups, cases, strict=True)]
+        cases = by_name([
+            Case(group[0].name, "backends:work", {"jobs": [asdict(job) for job in group]}, environment={},
+                 processes=PROCESSES[group[0].backend])
+            for group in groups
+        ])  # fmt: skip
+        outcomes = play([*cases.values()], folder / f"{attempt}", at_once=2)
+        rests = (_take(results, group, cases[group[0].name], folder / f"{attempt}", outcomes) for group in groups)
         groups = [rest for rest in rests if rest]
     for group in groups:
         reason = f"{group[0].name!r} and others were not run, as two jobs of their launch broke before"
@@ -172,18 +175,11 @@ def sound(results: Found[list[dict[str, Any]]]) -> Found[list[dict[str, Any]]]:
     return results
 
 
-def _case(jobs: Sequence[Job], folder: Path) -> Case:
-    folder.mkdir(parents=True)
-    (processes,) = {PROCESSES[job.backend] for job in jobs}
-    options = {"folder": str(folder), "jobs": [asdict(job) for job in jobs]}
-    return Case(folder.name, "backends:work", options, processes=processes, environment={})
-
-
 def _take(
-    results: Found[list[dict[str, Any]]], jobs: list[Job], case: Case, outcomes: Found[list[Outcome]]
+    results: Found[list[dict[str, Any]]], jobs: list[Job], case: Case, folder: Path, outcomes: Found[list[Outcome]]
 ) -> list[Job]:
     """Read what a launch has left; return the jobs that are still to be run."""
-    ranks, folder = range(case.processes), Path(case.options["folder"])
+    ranks, folder = range(case.processes), folder / case.name
     for number, job in enumerate(jobs):
         if not all((folder / f"{job.name}.{rank}.json").exists() for rank in ranks):
             ends = outcomes.get(case.name, [])
@@ -191,27 +187,16 @@ def _take(
             texts = "".join(f"\n--- rank {rank}\n{end.output[-3000:]}" for rank, end in enumerate(ends))
             results.broken[job.name] = f"The launch broke in {job.name!r}: it {', and '.join(how)}{texts}"
             return jobs[number + 1 :]
-        results[job.name] = [_read(folder / f"{job.name}.{rank}") for rank in ranks]
+        results[job.name] = [json.loads((folder / f"{job.name}.{rank}.json").read_text()) for rank in ranks]
+        for rank, result in enumerate(results[job.name]):
+            if (path := folder / f"{job.name}.{rank}.safetensors").exists():
+                result["tensors"] = load_file(path)
     return []
 
 
-def _read(stem: Path) -> dict[str, Any]:
-    result = json.loads(Path(f"{stem}.json").read_text())
-    tensors = Path(f"{stem}.safetensors")
-    return {**result, "tensors": load_file(tensors)} if tensors.exists() else result
-
-
-def _write(stem: Path, result: dict[str, Any]) -> None:
-    tensors = result.pop("tensors", None)
-    if tensors is not None:
-        save_file({name: tensor.clone() for name, tensor in tensors.items()}, f"{stem}.safetensors")
-    Path(f"{stem}.part").write_text(json.dumps(result))
-    Path(f"{stem}.part").rename(f"{stem}.json")
-
-
-def work(folder: str, jobs: Sequence[dict[str, Any]]) -> None:
+def work(jobs: Sequence[dict[str, Any]]) -> None:
     """Run jobs in a process of a launch, and write down the results."""
-    rank = int(os.environ.get("RANK", "0"))
+    rank, folder = current_rank(), case_folder()
     for entry in jobs:
         show_life()
         job = Job(**entry)
@@ -224,7 +209,13 @@ def work(folder: str, jobs: Sequence[dict[str, Any]]) -> None:
         except Exception as error:
             traceback.print_exc()
             result = {"error": type(error).__name__, "message": str(error)}
-        _write(Path(folder) / f"{job.name}.{rank}", result)
+        tensors = result.pop("tensors", None)
+        if tensors is not None:
+            copies = {name: tensor.clone() for name, tensor in tensors.items()}
+            save_file(copies, folder / f"{job.name}.{rank}.safetensors")
+        path = folder / f"{job.name}.{rank}.part"
+        path.write_text(json.dumps(result))
+        path.rename(path.with_suffix(".json"))
 
 
 # --- a training run, and all that is to be the same about it
@@ -272,7 +263,7 @@ def tags(backend: str, dtype: str, masked: bool = False, size: int = 29, **optio
 
     Every process makes its model from another seed.
     """
-    model = Tagger(dtype=DTYPES[dtype], seed=int(os.environ.get("RANK", "0")))
+    model = Tagger(dtype=DTYPES[dtype], seed=current_rank())
     data = masked_sentences(size) if masked else Sentences(size)
     options = {**RECIPE, "batch_size": 1 if masked else 2, "global_batch_size": 16, **options}
     return _trained(make_trainer(backend, model, data, Sentences(7), callbacks=[Trace()], **options))

@@ -10,7 +10,7 @@ import os
 import signal
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -130,7 +130,15 @@ def await_fault() -> None:
 
 def make(backend: str, moment: str, rank: int, how: str, is_other_late: bool) -> None:
     """Make a trainer, and leave on one rank when it is about to form a group, to exchange anything, or to broadcast."""
-    watchdog.SILENCE_S = watchdog.UNRESPONSIVE_S = 3.0
+    watchdog.UNRESPONSIVE_S, fault = 3.0, case_folder() / "fault"
+
+    class Detector(watchdog.StallDetector):
+        """Counts a minute in three seconds, but only once a rank has left: others may take long to start."""
+
+        def update(self, heartbeats: Mapping[int, watchdog.Heartbeat], elapsed: float) -> list[str]:
+            return super().update(heartbeats, elapsed * (20 if fault.exists() else 1))
+
+    watchdog.StallDetector = Detector  # type: ignore[misc]
     what, _, number = moment.partition(" ")
     owner, name = {
         "group": (distributed_c10d, "_new_process_group_helper"),  # torch's first one, ours, those of the backend
