@@ -532,7 +532,7 @@ def count(world_size: int, run: str = "ddp") -> list[Counts]:
 
 
 def page(counts: Sequence[Counts]) -> list[str]:
-    """Return the tables of docs/scale.md: exchanges, with the bytes sent and received, and files."""
+    """Return the tables of results/thousand-ranks.md: exchanges, with the bytes sent and received, and files."""
     lines: list[str] = []
     for run in dict.fromkeys(entry.run for entry in counts):
         by_place = {(entry.phase, entry.rank > 0, entry.world_size): entry for entry in counts if entry.run == run}
