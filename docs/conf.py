@@ -7,6 +7,8 @@ import re
 from pathlib import Path
 from typing import Any
 
+from docutils import nodes
+from sphinx import addnodes
 from sphinx.application import Sphinx
 
 import omnitrain
@@ -46,6 +48,7 @@ napoleon_use_ivar = True
 
 
 ROOT = Path(__file__).resolve().parents[1]
+SEARCHES = Path(__file__).with_name("searches.json")
 
 
 def as_page(path: Path) -> str:
@@ -87,7 +90,24 @@ def show(app: Sphinx, page: str, source: list[str]) -> None:
     app.env.note_dependency(str(path))
 
 
+def add_search_terms(app: Sphinx, document: nodes.document) -> None:
+    """Enter the words of searches.json into the index, which the search ranks first."""
+    sections = {
+        section.get("slug"): section["ids"][0]
+        for section in document.findall(nodes.section)
+    }
+    targets = json.loads(SEARCHES.read_text(encoding="utf-8"))
+    for term, target in targets.items():
+        page, _, slug = target.partition("#")
+        if page == app.env.docname:
+            anchor = sections[slug] if slug else ""
+            entry = ("single", term, anchor, "main", None)
+            document.insert(0, addnodes.index(entries=[entry]))
+    app.env.note_dependency(str(SEARCHES))
+
+
 def setup(app: Sphinx) -> dict[str, Any]:
-    """Tell Sphinx of the above."""
+    """Connect the functions above."""
     app.connect("source-read", show)
+    app.connect("doctree-read", add_search_terms)
     return {"parallel_read_safe": True}

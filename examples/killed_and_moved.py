@@ -115,20 +115,30 @@ def start(folder: Path, name: str, kill_after: int = 0) -> dict[int, float]:
     return {row["step"]: row["loss"] for row in rows if row["kind"] == "train"}
 
 
-def draw(alone: dict[int, float], parts: dict[str, dict[int, float]], path: Path) -> None:
+DARK = {name: "#cfd0d0" for name in ("text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color")}
+DARK |= {name: "#131416" for name in ("figure.facecolor", "axes.facecolor", "savefig.facecolor")}
+
+
+def draw(alone: dict[int, float], parts: dict[str, dict[int, float]], path: Path, *, is_dark: bool = False) -> None:
     """Draw the run that was left alone as a wide line, and the parts of the other over it."""
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    with pyplot.rc_context({"svg.hashsalt": "omnitrain", "font.size": 10}):
+    with pyplot.rc_context({"svg.hashsalt": "omnitrain", "font.size": 10} | (DARK if is_dark else {})):
         figure, axes = pyplot.subplots(figsize=(9, 3.6), layout="constrained")
-        axes.plot(list(alone), list(alone.values()), color="#c8ccd2", linewidth=6, label="left alone")
+        axes.plot(
+            list(alone),
+            list(alone.values()),
+            color="#4b5058" if is_dark else "#c8ccd2",
+            linewidth=6,
+            label="left alone",
+        )
         for name, part in parts.items():
             axes.plot(list(part), list(part.values()), linewidth=1.2, label=name)
             if (end := LEGS[name][2]) > 0:
-                axes.axvline(end, color="#444", linewidth=0.8, linestyle=":")
+                axes.axvline(end, color="#9a9ca5" if is_dark else "#444", linewidth=0.8, linestyle=":")
                 axes.annotate("kill -9", (end, 1), xycoords=("data", "axes fraction"), xytext=(-3, -4),
                               textcoords="offset points", rotation=90, ha="right", va="top", fontsize=8)  # fmt: skip
         axes.set(xlabel="step", ylabel="training loss", xlim=(0, STEPS))
@@ -160,12 +170,15 @@ def main(picture: Path | None = None) -> float:
     print(f"largest difference of a step's loss from the run that was left alone: {apart:.1e}")
     if picture is not None:
         draw(alone, parts, picture)
+        draw(alone, parts, picture.with_stem(f"{picture.stem}-dark"), is_dark=True)
     return apart
 
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--picture", type=Path, help="where to draw both runs, as .svg or .png")
+    parser.add_argument(
+        "--picture", type=Path, help="where to draw both runs, as .svg or .png; next to it, for dark pages, as ...-dark"
+    )
     parser.add_argument("--part", nargs=3, metavar=("CLASS", "FOLDER", "KILL_AFTER"), help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.part:

@@ -130,6 +130,13 @@ def test_page_links_exist() -> None:
                 assert path.exists() and (not anchor or anchor in anchors(path)), (page, target)
 
 
+def test_search_terms_lead_to_headings() -> None:
+    for term, target in json.loads((ROOT / "docs" / "searches.json").read_text(encoding="utf-8")).items():
+        page, _, anchor = target.partition("#")
+        assert not anchor or anchor in anchors(PAGES[f"docs/{page}.md"]), (term, target)
+        assert term == term.lower() and f"docs/{page}.md" in PAGES, (term, target)
+
+
 def test_notebooks_have_pages() -> None:
     """docs/conf.py fills it."""
     pages = {path.stem.removeprefix("notebook-") for path in (ROOT / "docs").glob("notebook-*.md")}
@@ -194,7 +201,7 @@ def test_trainer_has_signature_of_base() -> None:
 
 
 def test_reference_lists_public_names() -> None:
-    text = PAGES["docs/api.md"].read_text(encoding="utf-8")
+    text = "".join(path.read_text(encoding="utf-8") for page, path in PAGES.items() if page.startswith("docs/api-"))
     listed = re.findall(r"^\.\. auto(?:class|function):: omnitrain\.(\w+)", text, re.M)
     assert sorted(listed) == sorted(omnitrain.__all__)
     assert all(getattr(omnitrain, name).__doc__ for name in omnitrain.__all__)
