@@ -115,8 +115,8 @@ def start(folder: Path, name: str, kill_after: int = 0) -> dict[int, float]:
     return {row["step"]: row["loss"] for row in rows if row["kind"] == "train"}
 
 
-DARK = {name: "#cfd0d0" for name in ("text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color")}
-DARK |= {name: "#131416" for name in ("figure.facecolor", "axes.facecolor", "savefig.facecolor")}
+DARK = dict.fromkeys(("text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color"), "#cfd0d0")
+DARK |= dict.fromkeys(("figure.facecolor", "axes.facecolor", "savefig.facecolor"), "#131416")
 
 
 def draw(alone: dict[int, float], parts: dict[str, dict[int, float]], path: Path, *, is_dark: bool = False) -> None:
