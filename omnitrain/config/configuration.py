@@ -156,9 +156,8 @@ class Config:
         except ConfigError as error:
             raise self.tree.error(("trainer", "class_path"), str(error)) from error
         if not isinstance(trainer_class, type) or not issubclass(trainer_class, BaseTrainer):
-            raise self.tree.error(
-                ("trainer", "class_path"), f"{path} is no trainer: it does not derive from BaseTrainer."
-            )
+            message = f"{path} is no trainer: it does not derive from BaseTrainer."
+            raise self.tree.error(("trainer", "class_path"), message)
         return trainer_class
 
     def _check_plain(self) -> list[ConfigError]:
@@ -181,18 +180,17 @@ class Config:
             errors.append(self.tree.error(("train", "resume_from"), message))
         for arg in ("callbacks", "algorithms", "loggers"):
             entries = arguments.get(arg)
-            is_part = _is_part(entries)
-            if not (entries is None or entries == MISSING or isinstance(entries, list)) and not (
-                arg == "loggers" and is_part
-            ):
-                remedy = " Make it an entry of one." if is_part else ""
+            if isinstance(entries, list):
+                message = f"`{arg}` holds objects, each named by a text or by `class_path` and `init_args`, got "
+                errors += [
+                    self.tree.error(("trainer", arg, number), f"{message}{entry!r:.100}.")
+                    for number, entry in enumerate(entries) if not _is_part(entry)
+                ]  # fmt: skip
+            elif entries is not None and entries != MISSING and not (arg == "loggers" and _is_part(entries)):
+                remedy = " Make it an entry of one." if _is_part(entries) else ""
                 message = f"`{arg}` must be a list, got {entries!r:.100}.{remedy}"
                 errors.append(self.tree.error(("trainer", arg), message))
                 del arguments[arg]
-            for number, entry in enumerate(entries if isinstance(entries, list) else ()):
-                if not _is_part(entry):
-                    message = f"`{arg}` holds objects, each named by a text or by `class_path` and `init_args`, got "
-                    errors.append(self.tree.error(("trainer", arg, number), f"{message}{entry!r:.100}."))
         plain = {
             arg: _insert_placeholders(value, arg)
             for arg, value in arguments.items()
@@ -215,13 +213,11 @@ class Config:
 
     def _unknown(self, callee: str, unknown: Iterable[str], known: Sequence[str]) -> list[ConfigError]:
         section = "train" if callee == "train()" else "trainer"
-        hints = {arg: (advice(str(arg), list(known)) if section == "trainer" else "") for arg in unknown}
+        hints = {arg: advice(str(arg), list(known)) if section == "trainer" else "" for arg in unknown}
         return [
-            self.tree.error(
-                (section, arg), f"{callee} has no argument {arg!r}.{hint or did_you_mean(str(arg), known)}"
-            )
+            self.tree.error((section, arg), f"{callee} has no argument {arg!r}.{hint or did_you_mean(str(arg), known)}")
             for arg, hint in hints.items()
-        ]  # fmt: skip
+        ]
 
     def _check_parts(self) -> list[ConfigError]:
         parts = Parts(self.tree, self.trust, self._seed, makes=False)
@@ -238,16 +234,16 @@ class Config:
             errors += self._unknown(trainer_class.__name__, [arg for arg in unknown if arg not in reasons], known)
             if errors:
                 return errors
-        required = [name for name, param in parameters.items() if param.default is param.empty and param.kind in _KINDS]
+        required = names.missing_parameters(trainer_class, ())
         missing = [name for name in required if self.arguments.get(name) is None]
         if "model_init" in parameters and self.arguments.get("model") is self.arguments.get("model_init") is None:
             missing.append("model")
         if missing:
             remedies = {"model": "Write the path of its class and its arguments."}
+            needs = f"{trainer_class.__name__} needs"
             return [
                 self.tree.error(
-                    ("trainer", name),
-                    f"{trainer_class.__name__} needs `{name}`. {remedies.get(name, 'Write it under `trainer`.')}",
+                    ("trainer", name), f"{needs} `{name}`. {remedies.get(name, 'Write it under `trainer`.')}"
                 )
                 for name in missing
             ]
@@ -274,7 +270,6 @@ class Config:
         return self.tree.location(("trainer",))
 
 
-_KINDS = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
 _TRAIN_ARGUMENTS = ("resume_from", "allow_change", "more")
 _REMEDY = "the run that wrote this file was made in Python, and its part has no name. Write one here."
 
@@ -330,17 +325,15 @@ def merge_files(files: Sequence[str | Path]) -> Tree:
 
 def _flatten_init_args(tree: Tree) -> Tree:
     """Move the arguments of the trainer from `init_args` to its class."""
-    trainer = tree.values.get("trainer")
-    if isinstance(trainer, dict) and isinstance(trainer.get("init_args"), dict):
-        inner = trainer.pop("init_args")
-        for name, value in inner.items():
-            if name in trainer:
-                raise tree.error(
-                    ("trainer", "init_args", name), f"{name!r} stands under `trainer` as well. Leave one out."
-                )
-            trainer[name] = value
-        tree.locations = {
-            ("trainer", *key[2:]) if key[:2] == ("trainer", "init_args") and len(key) > 2 else key: location
-            for key, location in tree.locations.items()
-        }
+    trainer, prefix = tree.values.get("trainer"), ("trainer", "init_args")
+    if not isinstance(trainer, dict) or not isinstance(trainer.get("init_args"), dict):
+        return tree
+    for name, value in trainer.pop("init_args").items():
+        if name in trainer:
+            raise tree.error((*prefix, name), f"{name!r} stands under `trainer` as well. Leave one out.")
+        trainer[name] = value
+    is_inner = {key: key[:2] == prefix and len(key) > 2 for key in tree.locations}
+    tree.locations = {
+        ("trainer", *key[2:]) if is_inner[key] else key: location for key, location in tree.locations.items()
+    }
     return tree

@@ -10,7 +10,6 @@ from __future__ import annotations
 import dataclasses
 import enum
 import functools
-import importlib
 import inspect
 import re
 import sys
@@ -25,9 +24,9 @@ import torch
 from torch import nn
 
 from omnitrain.compute.random_state import isolated_rng
+from omnitrain.config.names import import_object, missing_parameters
 from omnitrain.config.plain_yaml import MISSING, FromEnvironment, write
 from omnitrain.core.duration import Duration
-from omnitrain.core.errors import ConfigError, did_you_mean
 from omnitrain.core.events import Algorithm, Callback, init_arguments
 from omnitrain.core.metric_format import to_python_scalar
 from omnitrain.core.secrets import is_secret_name, mask_text
@@ -65,37 +64,6 @@ def instantiate(class_path: str, init_args: Mapping[str, Any] | Sequence[Any] = 
     return make_part(class_path, import_object(class_path), init_args, seed)
 
 
-def import_object(name: str) -> Any:
-    """Return the object at a dotted path: attributes of the innermost module that exists.
-
-    Raises:
-        ConfigError: If there is nothing.
-    """
-    words = name.split(".")
-    for end in range(len(words) - 1, 0, -1):
-        module = ".".join(words[:end])
-        try:
-            target: Any = importlib.import_module(module)
-        except ModuleNotFoundError as error:
-            if end > 1 and error.name is not None and module.startswith(error.name):
-                continue
-            if error.name == module:
-                raise ConfigError(
-                    f"there is no module {module!r}, which {name!r} needs. Install it, or start the program in the "
-                    "folder that it lies in."
-                ) from error
-            raise ConfigError(f"{name!r} cannot be imported: {error}.") from error
-        except Exception as error:
-            raise ConfigError(f"{name!r} cannot be imported: {type(error).__name__} in {module}: {error}") from error
-        for word in words[end:]:
-            if not hasattr(target, word):
-                where = getattr(target, "__name__", module)
-                raise ConfigError(f"{where} has no {word!r}, which {name!r} needs.{did_you_mean(word, dir(target))}")
-            target = getattr(target, word)
-        return target
-    raise ConfigError(f"there is no module {words[0]!r}, which {name!r} needs.")
-
-
 def make_part(class_path: str, function: Any, init_args: Any, seed: int, config: Any = None) -> Any:
     """Call a class or function under a seed, and record how its result was built.
 
@@ -124,23 +92,6 @@ def make_part(class_path: str, function: Any, init_args: Any, seed: int, config:
 
 def _forget(number: int, _: Any = None) -> None:
     _origins.pop(number, None)
-
-
-def is_partial(function: Any, init_args: Mapping[str, Any]) -> bool:
-    """Return whether a class or function needs more arguments: an optimizer its parameters, a loss the outputs.
-
-    >>> is_partial(torch.optim.SGD, {"lr": 0.1}), is_partial(torch.nn.Linear, {"in_features": 4, "out_features": 2})
-    (True, False)
-    """
-    try:
-        parameters = inspect.signature(function).parameters.values()
-    except (TypeError, ValueError):
-        return False
-    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
-    return any(
-        param.kind in kinds and param.default is inspect.Parameter.empty and param.name not in init_args
-        for param in parameters
-    )
 
 
 def to_config(value: Any) -> Any:
@@ -181,7 +132,7 @@ class _ConfigWriter:
             return [self.convert(entry, (*place, number)) for number, entry in enumerate(value)]
         if isinstance(value, Mapping) and all(type(key) in (str, int, float) for key in value) and len(value) <= _LIMIT:
             return {key: self.convert(entry, (*place, key)) for key, entry in value.items()}
-        if isinstance(value, functools.partial) and not value.args and is_partial(value.func, value.keywords):
+        if isinstance(value, functools.partial) and not value.args and missing_parameters(value.func, value.keywords):
             return self._part(value, value.keywords, place, value.func)
         if dataclasses.is_dataclass(value) and not isinstance(value, type):
             return self._part(value, _changed_fields(value), place)

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import inspect
 import os
 import re
 import sys
 import sysconfig
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -32,15 +33,6 @@ def is_path(text: str) -> bool:
     return _PATH.fullmatch(text) is not None
 
 
-def short_names() -> list[str]:
-    """Return the names that need no path."""
-    exported = []
-    for name in SHORT:
-        module = importlib.import_module(name)
-        exported += [attr for attr in getattr(module, "__all__", dir(module)) if not attr.startswith("_")]
-    return exported
-
-
 def find(name: str, trust: bool) -> tuple[str, Any]:
     """Return the dotted path of a class, function or object, and the object itself.
 
@@ -52,11 +44,12 @@ def find(name: str, trust: bool) -> tuple[str, Any]:
         ConfigError: If there is nothing of this name, or its module is not trusted.
     """
     if not is_path(name):
-        for module_name in SHORT:
-            module = importlib.import_module(module_name)
+        modules = {module: importlib.import_module(module) for module in SHORT}
+        for path, module in modules.items():
             if name.isidentifier() and not name.startswith("_") and hasattr(module, name):
-                return f"{module_name}.{name}", getattr(module, name)
-        hint = did_you_mean(name, short_names())
+                return f"{path}.{name}", getattr(module, name)
+        known = [attr for module in modules.values() for attr in getattr(module, "__all__", dir(module))]
+        hint = did_you_mean(name, known)
         raise ConfigError(
             f"there is nothing called {name!r} in {', '.join(SHORT)}.{hint or ' Give the full path: my.Net.'}"
         )
@@ -68,9 +61,38 @@ def find(name: str, trust: bool) -> tuple[str, Any]:
         )
     if not trust:
         check_trust(name)
-    from omnitrain.config.instantiation import import_object
-
     return name, import_object(name)
+
+
+def import_object(name: str) -> Any:
+    """Return the object at a dotted path: attributes of the innermost module that exists.
+
+    Raises:
+        ConfigError: If there is nothing.
+    """
+    words = name.split(".")
+    for end in range(len(words) - 1, 0, -1):
+        module = ".".join(words[:end])
+        try:
+            target: Any = importlib.import_module(module)
+        except ModuleNotFoundError as error:
+            if end > 1 and error.name is not None and module.startswith(error.name):
+                continue
+            if error.name == module:
+                raise ConfigError(
+                    f"there is no module {module!r}, which {name!r} needs. Install it, or start the program in the "
+                    "folder that it lies in."
+                ) from error
+            raise ConfigError(f"{name!r} cannot be imported: {error}.") from error
+        except Exception as error:
+            raise ConfigError(f"{name!r} cannot be imported: {type(error).__name__} in {module}: {error}") from error
+        for word in words[end:]:
+            if not hasattr(target, word):
+                where = getattr(target, "__name__", module)
+                raise ConfigError(f"{where} has no {word!r}, which {name!r} needs.{did_you_mean(word, dir(target))}")
+            target = getattr(target, word)
+        return target
+    raise ConfigError(f"there is no module {words[0]!r}, which {name!r} needs.")
 
 
 def _find_sources(name: str) -> list[str]:
@@ -110,3 +132,25 @@ def _installed_folders() -> Iterable[Path]:
     paths |= {path for path in sys.path if Path(path).name in ("site-packages", "dist-packages")}
     package = Path(__file__).resolve().parent.parent
     return [package, *(Path(path).resolve() for path in paths)]
+
+
+def parameters_of(function: Any) -> Mapping[str, inspect.Parameter]:
+    """Return the parameters of a class or function; none for a function of C without a signature."""
+    try:
+        return inspect.signature(function).parameters
+    except (TypeError, ValueError):
+        return {}
+
+
+def missing_parameters(function: Any, arguments: Collection[Any]) -> list[str]:
+    """Return the parameters without default that arguments, by name or by position, leave out.
+
+    >>> missing_parameters(dict.fromkeys, [1]), missing_parameters(Path.joinpath, {}), missing_parameters(print, [])
+    ([], ['self'], [])
+    """
+    parameters = list(parameters_of(function).values())
+    passed = set(arguments) if isinstance(arguments, Mapping) else {par.name for par in parameters[: len(arguments)]}
+    return [
+        par.name for par in parameters
+        if par.kind not in (par.VAR_POSITIONAL, par.VAR_KEYWORD) and par.default is par.empty and par.name not in passed
+    ]  # fmt: skip

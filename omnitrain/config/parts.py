@@ -192,31 +192,22 @@ class Parts:
         return result
 
     def _described_object(self, value: Mapping[str, Any], key: Key, mode: Mode) -> Any:
-        unexpected = [name for name in value if name not in (*PART_KEYS, "seed")]
-        if unexpected:
-            known = "`init_args` and `seed`" if "class_path" in value else "nothing"
-            raise self.tree.error(
-                (*key, unexpected[0]),
-                f"next to `class_path` only {known} can be set, got {unexpected[0]!r}. Write it under `init_args`.",
-            )
-        if "class_path" in value and "import_path" in value:
-            raise self.tree.error(
-                key, "`class_path` and `import_path` exclude each other: an object is made of the first."
-            )  # fmt: skip
-        for name in value if "import_path" in value else ():
-            if name != "import_path":
-                message = f"`import_path` is the thing itself, which takes no `{name}`."
-                raise self.tree.error((*key, name), message)
-        path = value.get("class_path", value.get("import_path"))
+        kind = "import_path" if "import_path" in value else "class_path"
+        allowed = ["import_path"] if kind == "import_path" else ["class_path", "init_args", "seed"]
+        for name in (name for name in value if name not in allowed):
+            remedy = "only `init_args` and `seed` can be set, got {!r}. Write it under `init_args`."
+            if kind == "import_path":
+                remedy = "nothing can be set, got {!r}: it is the thing itself. Write `class_path` for an object."
+            raise self.tree.error((*key, name), f"next to `{kind}` {remedy.format(name)}")
+        path = value[kind]
         if not isinstance(path, str) or not path:
             raise self.tree.error(key, f"a class or function is named by a text, got {path!r:.100}.")
-        if "import_path" in value:
+        if kind == "import_path":
             return self._find(path, key)[1]
         seed = value.get("seed", self.seed)
         if isinstance(seed, bool) or not isinstance(seed, int) or seed < 0:
             raise self.tree.error((*key, "seed"), f"`seed` must be an integer of at least 0, got {seed!r:.100}.")
-        init_args = value.get("init_args")
-        return self._part(path, {} if init_args is None else init_args, key, mode, seed)
+        return self._part(path, value.get("init_args"), key, mode, seed)
 
     def _check_trust(self, value: Any, key: Key) -> None:
         if isinstance(value, Mapping):
@@ -246,6 +237,7 @@ class Parts:
             return function
         if not callable(function):
             raise self.tree.error(key, f"{full} cannot be called. Use `import_path` for the thing itself.")
+        init_args = {} if init_args is None else init_args
         if not isinstance(init_args, (Mapping, list)):
             raise self.tree.error(
                 (*key, "init_args"),
@@ -253,10 +245,10 @@ class Parts:
             )
         before = len(self.errors)
         arguments = self._arguments(full, function, init_args, key)
-        from omnitrain.config.instantiation import is_partial, make_part
+        from omnitrain.config.instantiation import make_part
 
         takes_rest = mode == "function" or (mode == "text" and len(key) == 2)  # as `optimizer` and `lr_scheduler` do
-        if takes_rest and isinstance(arguments, dict) and not is_bare and is_partial(function, arguments):
+        if takes_rest and isinstance(arguments, dict) and not is_bare and names.missing_parameters(function, arguments):
             return functools.partial(function, **arguments)
         if len(self.errors) == before:
             self._check_call(full, function, arguments, key)
@@ -271,11 +263,10 @@ class Parts:
             raise
 
     def _check_call(self, full: str, function: Any, arguments: Any, key: Key) -> None:
-        if missing := _missing_parameters(function, arguments):
-            raise self.tree.error(
-                key, f"{full} needs {', '.join(map(repr, missing))}: give a value under `init_args`."
-            )  # fmt: skip
-        if not _parameters(function):
+        if missing := names.missing_parameters(function, arguments):
+            needs = ", ".join(map(repr, missing))
+            raise self.tree.error(key, f"{full} needs {needs}: give a value under `init_args`.")
+        if not names.parameters_of(function):
             return  # a function of C
         try:
             signature = inspect.signature(function)
@@ -334,12 +325,12 @@ class Parts:
         parser = jsonargparse.ArgumentParser(exit_on_error=False)
         add = parser.add_class_arguments if isinstance(function, type) else parser.add_function_arguments
         objects = {name for name, value in arguments.items() if value is not plain[name] and value != plain[name]}
-        skipped = {*objects, *_missing_parameters(function, arguments)}
+        skipped = {*objects, *names.missing_parameters(function, arguments)}
         try:
             known = add(function, fail_untyped=False, skip=set[str | int](skipped), sub_configs=False)
         except Exception:  # an annotation that jsonargparse does not know, or a function of C
             return arguments
-        if not (parameters := _parameters(function)):  # a function of C
+        if not (parameters := names.parameters_of(function)):  # a function of C
             return arguments
         open_names = any(param.kind is param.VAR_KEYWORD for param in parameters.values())
         for name in arguments.keys() - {*objects, *known} if not open_names else ():
@@ -390,28 +381,11 @@ def _restore_texts(plain: Any, parsed: Any, admits_texts: bool) -> Any:
 
 def _annotations(function: Any) -> dict[str, Any]:
     """Return the annotations of the parameters, with aliases resolved where their names can be looked up."""
-    parameters = _parameters(function).items()
+    parameters = names.parameters_of(function).items()
     annotations = {name: param.annotation for name, param in parameters if param.annotation is not param.empty}
     with contextlib.suppress(Exception):  # names that only a type checker imports
         annotations |= typing.get_type_hints(function.__init__ if isinstance(function, type) else function)
     return annotations
-
-
-def _missing_parameters(function: Any, arguments: Any) -> list[str]:
-    parameters = list(_parameters(function).values())
-    passed = set(arguments) if isinstance(arguments, dict) else {param.name for param in parameters[: len(arguments)]}
-    open_kinds = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
-    return [
-        param.name for param in parameters
-        if param.kind not in open_kinds and param.default is inspect.Parameter.empty and param.name not in passed
-    ]  # fmt: skip
-
-
-def _parameters(function: Any) -> Mapping[str, inspect.Parameter]:
-    try:
-        return inspect.signature(function).parameters
-    except (TypeError, ValueError):  # a function of C
-        return {}
 
 
 def _expected_type(message: str) -> str:
