@@ -14,7 +14,7 @@ import logging
 import math
 import os
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, TypeVar
@@ -29,6 +29,7 @@ from omnitrain.core.errors import (
     DistributedError,
     MissingExtraError,
     Tolerance,
+    check_number,
     did_you_mean,
 )
 from omnitrain.core.events import Callback
@@ -103,22 +104,17 @@ class SearchResult(ResultView):
         Raises:
             ConfigError: No trial is complete.
         """
-        best = self._find_best()
+        best = _select_best(_scores_of_complete(self.trials), self.direction)
         if best is None:
-            raise ConfigError(f"No trial of {str(self.folder)!r} is complete, so there is no best:\n{self.table()}")
-        return best
+            raise ConfigError(f"No trial of {str(self.folder)!r} is complete, so there is no best:\n{self}")
+        return next(trial for trial in self.trials if trial.number == best)
 
     def table(self) -> str:
         """Return a row per trial: number, values, score and its step, last step, state and seconds; `*` is the best."""
         return str(self)
 
-    def _find_best(self) -> SearchTrial | None:
-        scores = {trial.number: trial.score for trial in self.trials if trial.state == "complete"}
-        number = _select_best(scores, self.direction)
-        return next((trial for trial in self.trials if trial.number == number), None)
-
     def _table(self) -> Table:
-        names, best = self._params(), self._find_best()
+        names, best = self._params(), _select_best(_scores_of_complete(self.trials), self.direction)
         form = get_descriptor(f"eval_{self.metric}").format
         rows = []
         for trial in self.trials:
@@ -127,12 +123,10 @@ class SearchResult(ResultView):
             rows.append([
                 str(trial.number),
                 *(f"{value:.4g}" if isinstance(value, float) else str(value) for value in values),
-                score + (" *" if trial is best else "  "), str(trial.step), trial.state, f"{trial.seconds:.1f}",
+                score + (" *" if trial.number == best else "  "), str(trial.step), trial.state, f"{trial.seconds:.1f}",
             ])  # fmt: skip
-        titles = ["trial", *names, f"{self.metric}  ", "step", "state", "seconds"]
-        return Table(
-            titles, rows, below=[f"trial {trial.number}: {trial.error}" for trial in self.trials if trial.error]
-        )
+        errors = [f"trial {trial.number}: {trial.error}" for trial in self.trials if trial.error]
+        return Table(["trial", *names, f"{self.metric}  ", "step", "state", "seconds"], rows, below=errors)
 
     def _params(self) -> list[str]:
         return list(dict.fromkeys(name for trial in self.trials for name in trial.params))
@@ -156,8 +150,7 @@ class SearchResult(ResultView):
             if values and is_number and min(values) > 0 and max(values) >= 30 * min(values):
                 axes.set_xscale("log")
         for axes, label in zip((overview, *parameter_axes), ("trial", *names), strict=True):
-            axes.set_xlabel(label)
-            axes.set_ylabel(self.metric)
+            axes.set(xlabel=label, ylabel=self.metric)
         return figure
 
 
@@ -232,10 +225,9 @@ def search(
 def _check_arguments(trials: Any, direction: Any, sampler: Any, pruner: Any, seed: Any) -> None:
     import optuna
 
-    if trials is not None and (isinstance(trials, bool) or not isinstance(trials, int) or trials < 1):
-        raise ConfigError(f"`trials` must be a positive integer, got {trials!r}.")
-    if isinstance(seed, bool) or not isinstance(seed, int) or seed < 0:
-        raise ConfigError(f"`seed` must be an integer of at least 0, got {seed!r}.")
+    if trials is not None:
+        check_number("trials", trials, least=1, is_whole=True)
+    check_number("seed", seed, least=0, is_whole=True)
     if direction not in ("max", "min", None):
         raise ConfigError(f"`direction` must be 'max', 'min' or None, got {direction!r}.")
     for name, value, known, kind in (
@@ -350,47 +342,40 @@ class _Search:
             )
 
     def _run_trial(self, number: int, params: dict[str, Any]) -> Exception | None:
-        """Run a trial to its end, and free its trainer; return the error if it has failed."""
-        error = self._train_trial(number, params)
-        if error is not None:
-            logger.warning("Trial %d has failed: %s", number, _one_line_error(error), exc_info=error)
-            traceback.clear_frames(error.__traceback__)  # they keep the model
-        gc.collect()
-        return error
-
-    def _train_trial(self, number: int, params: dict[str, Any]) -> Exception | None:
+        """Run a trial to its end, record it and free its trainer; return the error if it has failed."""
         trainer, error, pruning = None, None, _Pruning(self)
         try:
-            trainer = self._make(params, number)
-        except Exception as raised:
-            error = raised
-        try:
+            try:
+                trainer = self._make(params, number)
+            except Exception as raised:
+                error = raised
             if trainer is not None:
                 self._check_trainer(trainer, number)
                 trainer._callbacks.append(pruning)  # `model_init` makes a new model, which registers these again
                 trainer.lifecycle.register([*trainer.lifecycle.callbacks, pruning])
-                error = self._train(trainer)
+                try:
+                    trainer.train(resume_from="auto")
+                except (CheckpointError, DistributedError):
+                    raise  # not due to the values of the trial, which can be resumed
+                except Exception as raised:
+                    error = raised
+                if error is None and trainer.objective.best is None:
+                    error = ConfigError(f"No evaluation had a finite value of {self.metric!r}.")
             # if only this rank has failed, the others wait in another collective, which raises on all of them
             with self.ranks.collective_call("search()"):
                 errors = self.ranks.gather("the end of a trial", "" if error is None else _one_line_error(error))
             message = next(filter(None, errors), "")
             self._on_main("the record of a trial", lambda: self._record(trainer, pruning.has_pruned, message))
-            return error or (DistributedError(message) if message else None)
+            error = error or (DistributedError(message) if message else None)
         finally:
             if trainer is not None:
                 trainer.backend.release()
             trainer = None  # the frame of an error outlives the call
-
-    def _train(self, trainer: BaseTrainer) -> Exception | None:
-        try:
-            trainer.train(resume_from="auto")
-        except (CheckpointError, DistributedError):
-            raise  # not due to the values of the trial, which can be resumed
-        except Exception as error:
-            return error
-        if trainer.objective.best is None:
-            return ConfigError(f"No evaluation had a finite value of {self.metric!r}.")
-        return None
+        if error is not None:
+            logger.warning("Trial %d has failed: %s", number, _one_line_error(error), exc_info=error)
+            traceback.clear_frames(error.__traceback__)  # they keep the model
+        gc.collect()
+        return error
 
     # --- the journal, on the main rank
 
@@ -418,35 +403,28 @@ class _Search:
             ) from error
         stack.callback(journal.close)
         try:
-            self._open_study(journal, settings["direction"])
+            import optuna
+
+            pruners = {"median": optuna.pruners.MedianPruner, "none": optuna.pruners.NopPruner}
+            goal = "maximize" if settings["direction"] == "max" else "minimize"
+            is_new = not journal.entries
+            self.storage = optuna.storages.JournalStorage(journal)  # type: ignore[arg-type]
+            if is_new:
+                optuna.create_study(direction=goal, storage=self.storage, study_name=_STUDY_NAME)
+            pruner = pruners[self.pruner]() if isinstance(self.pruner, str) else self.pruner
+            self.study = optuna.load_study(study_name=_STUDY_NAME, storage=self.storage, pruner=pruner)
+            self._finished_trials()
         except Exception as error:
             raise _damage_error(journal.path, f"its entries do not fit together ({_one_line_error(error)})") from error
         return settings
-
-    def _open_study(self, journal: _Journal, direction: str) -> None:
-        """Create the study of a journal, and read its trials."""
-        import optuna
-
-        pruners = {"median": optuna.pruners.MedianPruner, "none": optuna.pruners.NopPruner}
-        is_new, goal = not journal.entries, "maximize" if direction == "max" else "minimize"
-        self.storage = optuna.storages.JournalStorage(journal)  # type: ignore[arg-type]
-        if is_new:
-            optuna.create_study(direction=goal, storage=self.storage, study_name=_STUDY_NAME)
-        pruner = pruners[self.pruner]() if isinstance(self.pruner, str) else self.pruner
-        self.study = optuna.load_study(study_name=_STUDY_NAME, storage=self.storage, pruner=pruner)
-        self._finished_trials()
 
     def _check_settings(self, saved: dict[str, Any] | None, direction: str | None) -> dict[str, Any]:
         """Return the settings of this search; raise ConfigError if they differ from those of its folder."""
         objective = {"metric": self.metric, "direction": self.direction}
         if saved is not None and not self.metric:  # no trainer was made to read it from
             objective = {name: saved[name] for name in objective}
-        settings = {
-            **objective,
-            "space": self.space.describe(),
-            "sampler": describe(self.sampler),
-            "seed": self.seed,
-        }
+        space, sampler = self.space.describe(), describe(self.sampler)
+        settings = {**objective, "space": space, "sampler": sampler, "seed": self.seed}
         if direction not in (None, settings["direction"]):
             raise ConfigError(
                 f"direction={direction!r}, but the objective of the trainers is {settings['metric']!r} with direction "
@@ -515,10 +493,6 @@ class _Search:
         if step not in self.reported:
             self.reported[step] = value
             self.trial.report(value, step)
-
-    def should_prune(self) -> bool:
-        """Return whether the pruner stops the current trial."""
-        return bool(self.reported) and self.trial.should_prune()
 
     def _record(self, trainer: BaseTrainer | None, is_pruned: bool, error: str) -> None:
         """Record the result of the current trial."""
@@ -629,18 +603,16 @@ class _Pruning(Callback):
 
     def on_train_start(self, trainer: Any) -> None:
         """Stop a resumed run that was pruned before it was killed."""
-        self._stop_if_pruned(trainer)
+        run = self.run
+        if trainer.ranks.on_main("the pruning of a trial", lambda: bool(run.reported) and run.trial.should_prune()):
+            self.has_pruned = True
+            trainer.stop()
 
     def on_eval_end(self, trainer: Any, metrics: Mapping[str, float]) -> None:
         """Report the objective, and stop the run if it is pruned."""
         step, value = trainer.progress.step, metrics[trainer.objective.key(metrics)]
         trainer.ranks.on_main("the report of a trial", lambda: self.run.report(step, value))
-        self._stop_if_pruned(trainer)
-
-    def _stop_if_pruned(self, trainer: Any) -> None:
-        if trainer.ranks.on_main("the pruning of a trial", self.run.should_prune):
-            self.has_pruned = True
-            trainer.stop()
+        self.on_train_start(trainer)
 
 
 def _grid_sampler(points: list[dict[str, Any]]) -> Any:
@@ -661,11 +633,7 @@ def _grid_sampler(points: list[dict[str, Any]]) -> Any:
 
 
 def _read_settings(file: Path) -> dict[str, Any] | None:
-    """Return the saved settings of a search; None without a file.
-
-    Raises:
-        CheckpointError: The file is damaged.
-    """
+    """Return the saved settings of a search; None without a file."""
     try:
         settings = json.loads(file.read_text(encoding="utf-8"))
     except FileNotFoundError:
@@ -688,6 +656,10 @@ def _damage_error(file: Path, problem: str) -> CheckpointError:
 
 def _one_line_error(error: BaseException) -> str:
     return " ".join(f"{type(error).__name__}: {error}".split())
+
+
+def _scores_of_complete(trials: Iterable[SearchTrial]) -> dict[int, float | None]:
+    return {trial.number: trial.score for trial in trials if trial.state == "complete"}
 
 
 def _select_best(scores: Mapping[int, float | None], direction: str) -> int | None:

@@ -39,31 +39,28 @@ WORK = {"function": print, "every": 1}
 HOOK = r"The hook on_epoch_end is called with trainer, epoch, got .*\(a, b, c\)"
 
 
-@pytest.mark.parametrize(
-    ("kind", "options", "message"),
-    [
-        *rows(EarlyStopping, "{}", *(("patience", value) for value in (0, -2, 1.5, True, "3")), ("stopper", 3)),
-        *rows(GarbageCollection, "{}", ("every", 0), ("every", "1h"), ("every", "0.1dur")),
-        *rows(GarbageCollection, "{}", ("generation", 3), ("generation", True)),
-        *rows(Profiler, "`{}` of a Profiler must be an integer of at least", ("skip", -1), ("wait", 0.5)),
-        *rows(Profiler, "`{}` of a Profiler must be an integer of at least", ("warmup", True), ("active", 0)),
-        *rows(Profiler, "`{}` of a Profiler must be an integer of at least", ("repeat", -2), ("rows", 0)),
-        *rows(Throughput, "`{}` of a Throughput must be", ("window", 0), ("window", 1.5), ("window", True)),
-        *rows(Throughput, "`{}` of a Throughput must be", ("flops", -1), ("peak", "312e12")),
-        *rows(ProgressBar, "`{}` must be a positive duration", *(("every", value) for value in ("25", 0, "fast", -3))),
-        (Distributions, {"of": ("weigths",)}, r"`of` must hold some of 'weights', .*Did you mean 'weights'"),
-        (Distributions, {"bins": 3}, "`bins` must be an even number"),
-        (MemoryMonitor, {"folder": "traces"}, "is for snapshots"),
-        (Periodic, {**WORK, "on_error": "warm"}, "`on_error` must be 'raise', 'warn' or 'disable', got 'warm'"),
-        (Periodic, {**WORK, "timeout": "3ep"}, "`timeout` must be a time"),
-        (Preview, {"prompts": "text", "every": 1}, "`prompts` must be a list"),
-        (Tracking, {"tracker": Service(), "tags": ["a"]}, "no options with a tracker,"),
-        (Tracking, {"tracker": Service(), "every": "often"}, "every"),
-        (HookCallback, {"hooks": {"on_epoch_end": lambda a, b, c: None}}, HOOK),
-        (HookCallback, {"hooks": {"on_epoch_end": 3}}, "'on_epoch_end' must be a function of the trainer, got 3"),
-        (HookCallback, {"hooks": TrainHook}, r"Pass an instance, such as HookCallback\(MyHook\(\)\)"),
-    ],
-)
+@pytest.mark.parametrize(("kind", "options", "message"), [
+    *rows(EarlyStopping, "{}", *(("patience", value) for value in (0, -2, 1.5, True, "3")), ("stopper", 3)),
+    *rows(GarbageCollection, "{}", ("every", 0), ("every", "1h"), ("every", "0.1dur")),
+    *rows(GarbageCollection, "{}", ("generation", 3), ("generation", True)),
+    *rows(Profiler, "`{}` of a Profiler must be an integer of at least", ("skip", -1), ("wait", 0.5)),
+    *rows(Profiler, "`{}` of a Profiler must be an integer of at least", ("warmup", True), ("active", 0)),
+    *rows(Profiler, "`{}` of a Profiler must be an integer of at least", ("repeat", -2), ("rows", 0)),
+    *rows(Throughput, "`{}` of a Throughput must be", ("window", 0), ("window", 1.5), ("window", True)),
+    *rows(Throughput, "`{}` of a Throughput must be", ("flops", -1), ("peak", "312e12")),
+    *rows(ProgressBar, "`{}` must be a positive duration", *(("every", value) for value in ("25", 0, "fast", -3))),
+    (Distributions, {"of": ("weigths",)}, r"`of` must hold some of 'weights', .*Did you mean 'weights'"),
+    (Distributions, {"bins": 3}, "`bins` must be an even number"),
+    (MemoryMonitor, {"folder": "traces"}, "is for snapshots"),
+    (Periodic, {**WORK, "on_error": "warm"}, "`on_error` must be 'raise', 'warn' or 'disable', got 'warm'"),
+    (Periodic, {**WORK, "timeout": "3ep"}, "`timeout` must be a time"),
+    (Preview, {"prompts": "text", "every": 1}, "`prompts` must be a list"),
+    (Tracking, {"tracker": Service(), "tags": ["a"]}, "no options with a tracker,"),
+    (Tracking, {"tracker": Service(), "every": "often"}, "every"),
+    (HookCallback, {"hooks": {"on_epoch_end": lambda a, b, c: None}}, HOOK),
+    (HookCallback, {"hooks": {"on_epoch_end": 3}}, "'on_epoch_end' must be a function of the trainer, got 3"),
+    (HookCallback, {"hooks": TrainHook}, r"Pass an instance, such as HookCallback\(MyHook\(\)\)"),
+])  # fmt: skip
 def test_arguments_are_validated(kind: Any, options: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         kind(**options)

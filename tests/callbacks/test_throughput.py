@@ -169,14 +169,11 @@ def test_unknown_flops_and_peaks_are_logged_and_are_arguments(caplog: pytest.Log
     assert logs[-1]["mfu"] == pytest.approx(logs[-1]["samples_per_second_per_device"] * 1e9 / 1e12)
 
 
-@pytest.mark.parametrize(
-    ("name", "precision", "peak"),
-    [
-        ("NVIDIA A100-SXM4-80GB", "bf16", 312.0), ("NVIDIA H100 PCIe", "fp16", 756.0), ("NVIDIA A10G", "bf16", None),
-        ("Tesla V100-SXM2-16GB", "bf16", None), ("Tesla V100-SXM2-16GB", "fp16", 125.0), ("NVIDIA H200", "fp32", None),
-        ("NVIDIA GeForce RTX 4090 Laptop GPU", "bf16", None),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("name", "precision", "peak"), [
+    ("NVIDIA A100-SXM4-80GB", "bf16", 312.0), ("NVIDIA H100 PCIe", "fp16", 756.0), ("NVIDIA A10G", "bf16", None),
+    ("Tesla V100-SXM2-16GB", "bf16", None), ("Tesla V100-SXM2-16GB", "fp16", 125.0), ("NVIDIA H200", "fp32", None),
+    ("NVIDIA GeForce RTX 4090 Laptop GPU", "bf16", None),
+])  # fmt: skip
 def test_peak_flops_are_those_of_data_sheets(name: str, precision: str, peak: float | None) -> None:
     assert peak_flops(name, precision) == (None if peak is None else peak * 1e12)
 

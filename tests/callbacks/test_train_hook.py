@@ -130,15 +130,12 @@ def test_failing_hooks_and_callbacks_are_reported_by_class() -> None:
         assert not any("sample" in note for note in caught.value.__notes__)
 
 
-@pytest.mark.parametrize(
-    ("name", "reason"),
-    [
-        ("on_epochs_start", "no hook has that name. Did you mean 'on_epoch_start'?"),
-        ("before_sync_grad", "gradients are averaged over the ranks during the last backward pass"),
-        ("after_aggregate_train_step_outputs", "added up over the ranks only for logs"),
-        ("after_aggregate_val_step_outputs", "added up over the ranks only at its end"),
-    ],
-)
+@pytest.mark.parametrize(("name", "reason"), [
+    ("on_epochs_start", "no hook has that name. Did you mean 'on_epoch_start'?"),
+    ("before_sync_grad", "gradients are averaged over the ranks during the last backward pass"),
+    ("after_aggregate_train_step_outputs", "added up over the ranks only for logs"),
+    ("after_aggregate_val_step_outputs", "added up over the ranks only at its end"),
+])  # fmt: skip
 def test_hooks_that_are_never_called_are_rejected(name: str, reason: str) -> None:
     with pytest.raises(ConfigError, match="would never be called") as caught:
         type("Mine", (TrainHook,), {name: lambda self, trainer: None})

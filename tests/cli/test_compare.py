@@ -91,17 +91,14 @@ def test_compare_skips_damaged_lines(runs: Path, caplog: pytest.LogCaptureFixtur
         compare_runs("a")
 
 
-@pytest.mark.parametrize(
-    ("names", "expected"),
-    [
-        (["nowhere"], "There is no folder 'nowhere'"),
-        (["a", "a/"], "The run 'a' is there twice"),
-        (["."], "'.' has no metrics.jsonl, which each run writes"),
-        (["empty"], "The run 'empty' has no rows"),
-        (["odd.json"], "'odd.json' has no rows of a run"),
-        (["odd.jsonl"], "'odd.jsonl' has no rows of a run: each line is a JSON object"),
-    ],
-)
+@pytest.mark.parametrize(("names", "expected"), [
+    (["nowhere"], "There is no folder 'nowhere'"),
+    (["a", "a/"], "The run 'a' is there twice"),
+    (["."], "'.' has no metrics.jsonl, which each run writes"),
+    (["empty"], "The run 'empty' has no rows"),
+    (["odd.json"], "'odd.json' has no rows of a run"),
+    (["odd.jsonl"], "'odd.jsonl' has no rows of a run: each line is a JSON object"),
+])  # fmt: skip
 def test_compare_rejects_other_paths(names: list[str], expected: str, runs: Path, capsys: Any) -> None:
     write_run(runs / "empty")
     (runs / "odd.json").write_text("[1]")

@@ -256,24 +256,21 @@ def test_train_runs_file_of_docs(folder: Path) -> None:
     assert rows(folder / "runs" / "digits")[-1]["step"] == 24
 
 
-@pytest.mark.parametrize(
-    ("words", "expected"),
-    [
-        ("train", "Name a file, such as config.yaml, or a run to resume: --resume runs/a."),
-        ("train nothing.yaml", "'nothing.yaml' cannot be read as a configuration"),
-        ("train a.yaml --epochs 3", "options begin with --vars., --trainer., --train.. Write --trainer.epochs."),
-        ("train a.yaml --trainer.epochs 3 4", "'4' cannot be read as a configuration"),
-        ("train a.yaml -x 4", "'-x' is no option. Values are given as --trainer.epochs 3"),
-        ("train -f", "-f needs a file, such as config.yaml."),
-        ("train a.yaml --trainer.epoch 3", "--trainer.epoch: Trainer has no argument 'epoch'."),
-        ("train a.yaml --trainer.epochs x", "--trainer.epochs: `epochs` must be a positive number or None, got 'x'."),
-        ("train a.yaml --trainer.epochz!", "there is no 'trainer.epochz' to remove. Did you mean 'epochs'?"),
-        ("train a.yaml --trainer.callbacks.3.patience 1", "'3' is not a position"),
-        ("train a.yaml --trainer.model.widht 1", "--trainer.model.widht: named.Net has no argument 'widht'."),
-        ("train --resume nowhere", "--resume nowhere: there is no 'config.yaml' in 'nowhere'."),
-        ("train a.yaml --train.resume_frm last", "train() has no argument 'resume_frm'. Did you mean 'resume_from'?"),
-    ],
-)
+@pytest.mark.parametrize(("words", "expected"), [
+    ("train", "Name a file, such as config.yaml, or a run to resume: --resume runs/a."),
+    ("train nothing.yaml", "'nothing.yaml' cannot be read as a configuration"),
+    ("train a.yaml --epochs 3", "options begin with --vars., --trainer., --train.. Write --trainer.epochs."),
+    ("train a.yaml --trainer.epochs 3 4", "'4' cannot be read as a configuration"),
+    ("train a.yaml -x 4", "'-x' is no option. Values are given as --trainer.epochs 3"),
+    ("train -f", "-f needs a file, such as config.yaml."),
+    ("train a.yaml --trainer.epoch 3", "--trainer.epoch: Trainer has no argument 'epoch'."),
+    ("train a.yaml --trainer.epochs x", "--trainer.epochs: `epochs` must be a positive number or None, got 'x'."),
+    ("train a.yaml --trainer.epochz!", "there is no 'trainer.epochz' to remove. Did you mean 'epochs'?"),
+    ("train a.yaml --trainer.callbacks.3.patience 1", "'3' is not a position"),
+    ("train a.yaml --trainer.model.widht 1", "--trainer.model.widht: named.Net has no argument 'widht'."),
+    ("train --resume nowhere", "--resume nowhere: there is no 'config.yaml' in 'nowhere'."),
+    ("train a.yaml --train.resume_frm last", "train() has no argument 'resume_frm'. Did you mean 'resume_from'?"),
+])  # fmt: skip
 def test_train_rejects_wrong_words(words: str, expected: str, folder: Path, capsys: Any) -> None:
     assert main(words.split()) == 2
     assert expected in capsys.readouterr().err
@@ -325,16 +322,13 @@ def test_sweep_tries_every_value(folder: Path, capsys: pytest.CaptureFixture[str
     assert [len(run["starts"]) for run in runs] == [1] * 4
 
 
-@pytest.mark.parametrize(
-    ("words", "expected"),
-    [
-        (["--trainer.epochs", "3"], "Nothing is searched."),
-        (["--trainer.epochs", "3,x"], "--trainer.epochs: `epochs` must be a positive number or None, got 'x'."),
-        (["--trainer.delta", "{low: 3, high: 1}"], "'low' must be below 'high'"),
-        (["--trainer.delta", "{low: 0.1, high: 1}"], "`trials` is the total number of trials"),
-        (["--trainer.epochs", "1,2", "--trials", "0"], "`trials` must be a positive integer"),
-    ],
-)
+@pytest.mark.parametrize(("words", "expected"), [
+    (["--trainer.epochs", "3"], "Nothing is searched."),
+    (["--trainer.epochs", "3,x"], "--trainer.epochs: `epochs` must be a positive number or None, got 'x'."),
+    (["--trainer.delta", "{low: 3, high: 1}"], "'low' must be below 'high'"),
+    (["--trainer.delta", "{low: 0.1, high: 1}"], "`trials` is the total number of trials"),
+    (["--trainer.epochs", "1,2", "--trials", "0"], "`trials` must be an integer of at least 1"),
+])  # fmt: skip
 def test_sweep_rejects_wrong_words(folder: Path, words: list[str], expected: str, capsys: Any) -> None:
     assert main(["sweep", "a.yaml", *words]) == 2
     assert expected in capsys.readouterr().err

@@ -28,18 +28,15 @@ def script(tmp_path: Path) -> str:
 MACHINES = ["--rdzv-endpoint", "a:1", "--max-restarts", "3"]
 
 
-@pytest.mark.parametrize(
-    ("words", "expected"),
-    [
-        # what follows the script belongs to it
-        (["-n", "2", "--zero", "3", "a.py", "-n", "7", "--fsdp"], Launch("a.py", ["-n", "7", "--fsdp"], 2, zero=3)),
-        (
-            ["-n", "4", "--fsdp", "--cpu", "--nnodes", "2", *MACHINES, "-m", "package.train", "--lr", "1"],
-            Launch("package.train", ["--lr", "1"], 4, True, None, True, True, 2, "a:1", 3),
-        ),
-        (["--nnodes", "1:4", *MACHINES, "a.py"], Launch("a.py", [], machines="1:4", endpoint="a:1", max_restarts=3)),
-    ],
-)
+@pytest.mark.parametrize(("words", "expected"), [
+    # what follows the script belongs to it
+    (["-n", "2", "--zero", "3", "a.py", "-n", "7", "--fsdp"], Launch("a.py", ["-n", "7", "--fsdp"], 2, zero=3)),
+    (
+        ["-n", "4", "--fsdp", "--cpu", "--nnodes", "2", *MACHINES, "-m", "package.train", "--lr", "1"],
+        Launch("package.train", ["--lr", "1"], 4, True, None, True, True, 2, "a:1", 3),
+    ),
+    (["--nnodes", "1:4", *MACHINES, "a.py"], Launch("a.py", [], machines="1:4", endpoint="a:1", max_restarts=3)),
+])  # fmt: skip
 def test_launch_reads_options(words: list[str], expected: Launch, monkeypatch: pytest.MonkeyPatch) -> None:
     launches: list[Launch] = []
     monkeypatch.setattr(launch, "start", lambda job: launches.append(job) or 0)
@@ -47,22 +44,19 @@ def test_launch_reads_options(words: list[str], expected: Launch, monkeypatch: p
     assert launches == [expected]
 
 
-@pytest.mark.parametrize(
-    ("options", "fragment"),
-    [
-        ({"processes": -2}, "Cannot start -2 process"),
-        ({"machines": 0}, "on 0 machine"),
-        ({"max_restarts": -1}, "-1 restarts"),
-        ({"machines": "2:1", "endpoint": "a:1"}, "`--nnodes 2:1` must be a number of machines, or the fewest"),
-        ({"machines": "1:2:3"}, "`--nnodes 1:2:3` must be a number"),
-        ({"machines": "0:2"}, "on 0:2 machine"),
-        ({"machines": "1:4", "max_restarts": 1}, "`--nnodes 1:4` needs `--rdzv-endpoint HOST:PORT`"),
-        ({"machines": "1:4", "endpoint": "a:1"}, "`--nnodes 1:4` needs `--max-restarts N`"),
-        ({"machines": 2}, "`--nnodes 2` needs `--rdzv-endpoint HOST:PORT`"),
-        ({"endpoint": "a:1"}, "`--rdzv-endpoint a:1` is for several machines"),
-        ({"script": "missing.py"}, "no script 'missing.py'"),
-    ],
-)
+@pytest.mark.parametrize(("options", "fragment"), [
+    ({"processes": -2}, "Cannot start -2 process"),
+    ({"machines": 0}, "on 0 machine"),
+    ({"max_restarts": -1}, "-1 restarts"),
+    ({"machines": "2:1", "endpoint": "a:1"}, "`--nnodes 2:1` must be a number of machines, or the fewest"),
+    ({"machines": "1:2:3"}, "`--nnodes 1:2:3` must be a number"),
+    ({"machines": "0:2"}, "on 0:2 machine"),
+    ({"machines": "1:4", "max_restarts": 1}, "`--nnodes 1:4` needs `--rdzv-endpoint HOST:PORT`"),
+    ({"machines": "1:4", "endpoint": "a:1"}, "`--nnodes 1:4` needs `--max-restarts N`"),
+    ({"machines": 2}, "`--nnodes 2` needs `--rdzv-endpoint HOST:PORT`"),
+    ({"endpoint": "a:1"}, "`--rdzv-endpoint a:1` is for several machines"),
+    ({"script": "missing.py"}, "no script 'missing.py'"),
+])  # fmt: skip
 def test_check_rejects_options(options: dict[str, Any], fragment: str, script: str) -> None:
     with pytest.raises(ConfigError, match=fragment):
         Launch(**{"script": script, **options}).check()
@@ -85,15 +79,12 @@ def test_check_needs_gpus_and_deepspeed(script: str, monkeypatch: pytest.MonkeyP
 SEVERAL = "--rdzv-backend c10d --rdzv-endpoint a:1"
 
 
-@pytest.mark.parametrize(
-    ("options", "fragment", "absent"),
-    [
-        ({"processes": 2}, "--standalone", "--rdzv"),
-        ({"machines": 3, "endpoint": "a:1"}, f"--nnodes 3 {SEVERAL}", "--standalone"),
-        ({"machines": "1:4", "endpoint": "a:1", "max_restarts": 3}, f"--nnodes 1:4 {SEVERAL}", "--standalone"),
-        ({"is_module": True}, " -m a.b -x", "--nnodes"),
-    ],
-)
+@pytest.mark.parametrize(("options", "fragment", "absent"), [
+    ({"processes": 2}, "--standalone", "--rdzv"),
+    ({"machines": 3, "endpoint": "a:1"}, f"--nnodes 3 {SEVERAL}", "--standalone"),
+    ({"machines": "1:4", "endpoint": "a:1", "max_restarts": 3}, f"--nnodes 1:4 {SEVERAL}", "--standalone"),
+    ({"is_module": True}, " -m a.b -x", "--nnodes"),
+])  # fmt: skip
 def test_command_of_machines_and_modules(options: dict[str, Any], fragment: str, absent: str) -> None:
     command = " ".join(Launch("a.b", ["-x"], **options).command())
     assert fragment in command and absent not in command
@@ -103,18 +94,15 @@ FOUR = {"OMNITRAIN_NUM_PROCESSES": "4"}
 SHARDED = {"ACCELERATE_USE_FSDP": "false", "ACCELERATE_USE_DEEPSPEED": "false"}
 
 
-@pytest.mark.parametrize(
-    ("options", "expected"),
-    [
-        ({}, FOUR),
-        ({"fsdp": True}, {**FOUR, **SHARDED, "ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2"}),
-        ({"zero": 2}, {**FOUR, **SHARDED, "ACCELERATE_USE_DEEPSPEED": "true", "ACCELERATE_DEEPSPEED_ZERO_STAGE": "2"}),
-        ({"cpu": True}, {**FOUR, "ACCELERATE_USE_CPU": "true"}),
-        ({"machines": 2, "endpoint": "a:1"}, {"OMNITRAIN_NUM_PROCESSES": "8"}),  # of all machines
-        # machines that come and go
-        ({"machines": "1:4", "endpoint": "a:1", "max_restarts": 3}, {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}),
-    ],
-)
+@pytest.mark.parametrize(("options", "expected"), [
+    ({}, FOUR),
+    ({"fsdp": True}, {**FOUR, **SHARDED, "ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2"}),
+    ({"zero": 2}, {**FOUR, **SHARDED, "ACCELERATE_USE_DEEPSPEED": "true", "ACCELERATE_DEEPSPEED_ZERO_STAGE": "2"}),
+    ({"cpu": True}, {**FOUR, "ACCELERATE_USE_CPU": "true"}),
+    ({"machines": 2, "endpoint": "a:1"}, {"OMNITRAIN_NUM_PROCESSES": "8"}),  # of all machines
+    # machines that come and go
+    ({"machines": "1:4", "endpoint": "a:1", "max_restarts": 3}, {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}),
+])  # fmt: skip
 def test_environment_sets_only_requested_options(options: dict[str, Any], expected: dict[str, str]) -> None:
     prefixes = ("ACCELERATE_", "FSDP_", "OMNITRAIN_NUM_", "TORCH_DISABLE_")
     environment = Launch("a.py", processes=4, **options).environment(cores=8)

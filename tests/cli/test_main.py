@@ -91,16 +91,13 @@ def test_cli_passes_words_to_demo(monkeypatch: pytest.MonkeyPatch) -> None:
     assert calls == [(omnitrain.Trainer, Path("runs/demo")), (omnitrain.Trainer, Path("here"))]
 
 
-@pytest.mark.parametrize(
-    ("error", "code", "message"),
-    [
-        (ConfigError("what is wrong"), 2, "omnitrain: what is wrong\n"),
-        (CheckpointError("what is damaged"), 1, "omnitrain: CheckpointError: what is damaged\n"),
-        (OSError(28, "No space left on device"), 1, "No space left on device"),
-        (KeyboardInterrupt(), 130, ""),
-        (ZeroDivisionError(), None, ""),  # a bug keeps its traceback
-    ],
-)
+@pytest.mark.parametrize(("error", "code", "message"), [
+    (ConfigError("what is wrong"), 2, "omnitrain: what is wrong\n"),
+    (CheckpointError("what is damaged"), 1, "omnitrain: CheckpointError: what is damaged\n"),
+    (OSError(28, "No space left on device"), 1, "No space left on device"),
+    (KeyboardInterrupt(), 130, ""),
+    (ZeroDivisionError(), None, ""),  # a bug keeps its traceback
+])  # fmt: skip
 def test_cli_exit_code_of_errors(error: Any, code: int | None, message: str, monkeypatch: Any, capsys: Any) -> None:
     def fail(*_: Any) -> None:
         raise error
@@ -183,16 +180,13 @@ def test_cli_schedule_takes_pace_and_rate(flag: str, length: str, capsys: pytest
     assert rates == [0, 0.125, 0.25, 0.375, 0.5, 0.5, 0.5, 0.5, 0.5]
 
 
-@pytest.mark.parametrize(
-    ("words", "expected"),
-    [
-        ("cosin --epochs 3", "Did you mean 'cosine'?"),
-        ("cosine --epochs 3", "Give `steps_per_epoch`"),
-        ("cosine min_lr --max-steps 3", "'min_lr' is no option of a schedule. Write it as name=value"),
-        ("cosine min_rl=3 --max-steps 3", "Did you mean 'min_lr'?"),
-        ("linear --max-duration 2h --warmup 100", "Pass `seconds_per_step`"),
-    ],
-)
+@pytest.mark.parametrize(("words", "expected"), [
+    ("cosin --epochs 3", "Did you mean 'cosine'?"),
+    ("cosine --epochs 3", "Give `steps_per_epoch`"),
+    ("cosine min_lr --max-steps 3", "'min_lr' is no option of a schedule. Write it as name=value"),
+    ("cosine min_rl=3 --max-steps 3", "Did you mean 'min_lr'?"),
+    ("linear --max-duration 2h --warmup 100", "Pass `seconds_per_step`"),
+])  # fmt: skip
 def test_cli_rejects_wrong_schedule(words: str, expected: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main.main(["schedule", *words.split()]) == 2
     assert expected in capsys.readouterr().err

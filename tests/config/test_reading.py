@@ -55,26 +55,23 @@ def test_yaml_anchors_and_merge_keys(tmp_path: Path) -> None:
     assert merged["d"] == {"q": 1, "r": 4, "s": 3}
 
 
-@pytest.mark.parametrize(
-    ("text", "line", "words"),
-    [
-        ("a: 1\nb: 2\na: 3\n", 3, "'a' is here a second time; the first is in line 1"),
-        ("a:\n  b: 1\n  c: {d: 1, d: 2}\n", 3, "'d' is here a second time"),
-        ("a:\n\tb: 1\n", 2, "Indent with spaces: YAML allows no tabs"),
-        ("a: [1,\nb: 2\n", 3, "this is not YAML"),
-        ("a: b: c\n", 1, "this is not YAML"),
-        ("- 1\n- 2\n", 1, "expected names with values"),
-        ("only words\n", 1, "expected names with values"),
-        ("a: !!python/object/apply:os.system ['true']\n", 1, "not known. Only plain values are read"),
-        ("a: !thing 3\n", 1, "not known. Only plain values are read"),
-        ("a: &x [1, *x]\n", 1, "contains itself"),
-        ("b: 1\na: {<<: x}\n", 2, "`<<` takes a mapping"),
-        ("b: 1\na: {<<: [{c: 1}, 2]}\n", 2, "`<<` takes a mapping"),
-        ("b: 1\na: &x\n  <<: *x\n", 2, "merges itself"),
-        ("? [1, 2]\n: 3\n", 1, "a key must be a name or a number"),
-        ("a: 1\n---\nb: 2\n", 2, "found another document"),
-    ],
-)
+@pytest.mark.parametrize(("text", "line", "words"), [
+    ("a: 1\nb: 2\na: 3\n", 3, "'a' is here a second time; the first is in line 1"),
+    ("a:\n  b: 1\n  c: {d: 1, d: 2}\n", 3, "'d' is here a second time"),
+    ("a:\n\tb: 1\n", 2, "Indent with spaces: YAML allows no tabs"),
+    ("a: [1,\nb: 2\n", 3, "this is not YAML"),
+    ("a: b: c\n", 1, "this is not YAML"),
+    ("- 1\n- 2\n", 1, "expected names with values"),
+    ("only words\n", 1, "expected names with values"),
+    ("a: !!python/object/apply:os.system ['true']\n", 1, "not known. Only plain values are read"),
+    ("a: !thing 3\n", 1, "not known. Only plain values are read"),
+    ("a: &x [1, *x]\n", 1, "contains itself"),
+    ("b: 1\na: {<<: x}\n", 2, "`<<` takes a mapping"),
+    ("b: 1\na: {<<: [{c: 1}, 2]}\n", 2, "`<<` takes a mapping"),
+    ("b: 1\na: &x\n  <<: *x\n", 2, "merges itself"),
+    ("? [1, 2]\n: 3\n", 1, "a key must be a name or a number"),
+    ("a: 1\n---\nb: 2\n", 2, "found another document"),
+])  # fmt: skip
 def test_yaml_error_reports_line(tmp_path: Path, text: str, line: int, words: str) -> None:
     path = written(tmp_path, text)
     with pytest.raises(ConfigError) as caught:
@@ -136,17 +133,14 @@ def test_references_are_resolved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert values == {"a": 3, "b": "runs/run-3", "c": [3, 7], "d": [7], "e": 1e-3, "f": 5, "g": [7], "i": 3}
 
 
-@pytest.mark.parametrize(
-    ("text", "line", "words"),
-    [
-        (f"a: [1]\nb: ${{a.{'9' * 5000}}}\n", 2, "refers to nothing"),
-        ("a: 1\nb: ${b}\n", 2, "the reference b -> b leads back to itself"),
-        ("a: ${b}\nb: ${c}\nc: ${a}\n", 1, "the reference b -> c -> a -> b leads back to itself"),
-        ("a: {x: '${a}'}\n", 1, "leads back to itself"),
-        ("a: ${bb.c}\nbb: {d: 1}\n", 1, "${bb.c} refers to nothing. Did you mean 'bb.d'?"),
-        ("a: 1\nb: ${env:NOT_THERE_}\n", 2, "the environment has no variable 'NOT_THERE_'"),
-    ],
-)
+@pytest.mark.parametrize(("text", "line", "words"), [
+    (f"a: [1]\nb: ${{a.{'9' * 5000}}}\n", 2, "refers to nothing"),
+    ("a: 1\nb: ${b}\n", 2, "the reference b -> b leads back to itself"),
+    ("a: ${b}\nb: ${c}\nc: ${a}\n", 1, "the reference b -> c -> a -> b leads back to itself"),
+    ("a: {x: '${a}'}\n", 1, "leads back to itself"),
+    ("a: ${bb.c}\nbb: {d: 1}\n", 1, "${bb.c} refers to nothing. Did you mean 'bb.d'?"),
+    ("a: 1\nb: ${env:NOT_THERE_}\n", 2, "the environment has no variable 'NOT_THERE_'"),
+])  # fmt: skip
 def test_wrong_reference_reports_line(tmp_path: Path, text: str, line: int, words: str) -> None:
     with pytest.raises(ConfigError) as caught:
         resolved(tmp_path, text)
@@ -200,18 +194,15 @@ def test_override_changes_trainer_class(tmp_path: Path) -> None:
     assert str(tree.location(("trainer", "model", "class_path"))) == "--trainer.model"
 
 
-@pytest.mark.parametrize(
-    ("word", "text", "words"),
-    [
-        ("trainer.callbacks.5.p", "1", "'5' is not a position"),
-        ("trainer.callbacks.p", "1", "'p' is not a position"),
-        ("trainer.algorithms.1.class_path", "EMA", "goes into a list of 0, where '1' is not a position"),
-        ("trainer.algorithms.0", None, "there is no 'trainer.algorithms.0' to remove: the list has 0 entries."),
-        ("trainer.epoch", None, "there is no 'trainer.epoch' to remove. Did you mean 'epochs'?"),
-        ("trainer.callbacks.1", None, "there is no 'trainer.callbacks.1' to remove: the list has 1 entries."),
-        ("trainer.epochs", "[1,", "this is not YAML"),
-    ],
-)
+@pytest.mark.parametrize(("word", "text", "words"), [
+    ("trainer.callbacks.5.p", "1", "'5' is not a position"),
+    ("trainer.callbacks.p", "1", "'p' is not a position"),
+    ("trainer.algorithms.1.class_path", "EMA", "goes into a list of 0, where '1' is not a position"),
+    ("trainer.algorithms.0", None, "there is no 'trainer.algorithms.0' to remove: the list has 0 entries."),
+    ("trainer.epoch", None, "there is no 'trainer.epoch' to remove. Did you mean 'epochs'?"),
+    ("trainer.callbacks.1", None, "there is no 'trainer.callbacks.1' to remove: the list has 1 entries."),
+    ("trainer.epochs", "[1,", "this is not YAML"),
+])  # fmt: skip
 def test_override_rejects_wrong_word(word: str, text: str | None, words: str) -> None:
     with pytest.raises(ConfigError) as caught:
         overridden(word, text)

@@ -274,23 +274,20 @@ def test_convert_sets_arguments(values: dict[str, Any], expected: dict[str, Any]
     assert {name: trainer.get(name, ...) for name in expected} == expected
 
 
-@pytest.mark.parametrize(
-    ("values", "expected"),
-    [
-        ({}, None),
-        ({"val_every_n_train_steps": 5}, 5),
-        ({"val_every_n_epochs": 2, "checkpoint": {"no_save": True}}, "2ep"),
-        # where it saves, it evaluates
-        ({"val_every_n_epochs": 2}, None),
-        ({"val_every_n_epochs": 0, "checkpoint": {"every_n_train_steps": "7"}}, 7),
-        ({"val_every_n_train_steps": 5, "checkpoint": {"every_n_train_steps": 7}}, 7),
-        ({"val_every_n_train_steps": 5, "checkpoint": {"every_n_train_steps": 10}}, 5),
-        ({"val_every_n_train_steps": 20, "checkpoint": {"every_n_train_steps": 10}}, 10),
-        ({"val_every_n_epochs": 0, "checkpoint": {"every_n_epochs": 3}}, "3ep"),
-        ({"val_every_n_epochs": 6, "checkpoint": {"every_n_epochs": 3}}, "3ep"),
-        ({"val_every_n_epochs": 0, "checkpoint": {"no_save": True}}, None),
-    ],
-)
+@pytest.mark.parametrize(("values", "expected"), [
+    ({}, None),
+    ({"val_every_n_train_steps": 5}, 5),
+    ({"val_every_n_epochs": 2, "checkpoint": {"no_save": True}}, "2ep"),
+    # where it saves, it evaluates
+    ({"val_every_n_epochs": 2}, None),
+    ({"val_every_n_epochs": 0, "checkpoint": {"every_n_train_steps": "7"}}, 7),
+    ({"val_every_n_train_steps": 5, "checkpoint": {"every_n_train_steps": 7}}, 7),
+    ({"val_every_n_train_steps": 5, "checkpoint": {"every_n_train_steps": 10}}, 5),
+    ({"val_every_n_train_steps": 20, "checkpoint": {"every_n_train_steps": 10}}, 10),
+    ({"val_every_n_epochs": 0, "checkpoint": {"every_n_epochs": 3}}, "3ep"),
+    ({"val_every_n_epochs": 6, "checkpoint": {"every_n_epochs": 3}}, "3ep"),
+    ({"val_every_n_epochs": 0, "checkpoint": {"no_save": True}}, None),
+])  # fmt: skip
 def test_convert_evaluation_intervals(values: dict[str, Any], expected: Any) -> None:
     """A converted run evaluates what it saves, so that it has the same best."""
     assert trainer_of(**values, dataset={"type": "my.Rows", "val_args": {"size": 1}}).get("eval_steps") == expected

@@ -295,21 +295,18 @@ def test_report_to_and_loggers_must_not_overlap(tmp_path):
     HFTrainer(KeyedModel(), args, Keyed(), loggers=[CsvLogger()])
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"loggers": "tensorbord"}, "'tensorbord', which is no known logger. Did you mean 'tensorboard'"),
-        ({"loggers": 3}, "must be a name or a list of names and loggers, got 3"),
-        ({"loggers": [Service]}, r"got the class Service. Pass Service\("),
-        ({"loggers": [object()]}, "subclass of accelerate.tracking.GeneralTracker"),
-        ({"loggers": ["csv", CsvLogger()], "save_dir": "run"}, "the file 'metrics.csv' twice"),
-        ({"loggers": [WandbLogger(), WandbLogger(project="b")]}, "W&B twice"),
-        ({"loggers": [TensorBoardLogger("a"), TensorBoardLogger("a")]}, "TensorBoard in '.*' twice"),
-        ({"loggers": [Service(), Service()]}, "the tracker 'service' twice"),
-        ({"loggers": "tensorboard", "callbacks": [TensorBoardLogger()]}, "twice, or also in `callba"),
-        ({"loggers": ["csv"]}, r"needs a folder for 'metrics.csv'. Pass `save_dir`"),
-    ],
-)
+@pytest.mark.parametrize(("options", "message"), [
+    ({"loggers": "tensorbord"}, "'tensorbord', which is no known logger. Did you mean 'tensorboard'"),
+    ({"loggers": 3}, "must be a name or a list of names and loggers, got 3"),
+    ({"loggers": [Service]}, r"got the class Service. Pass Service\("),
+    ({"loggers": [object()]}, "subclass of accelerate.tracking.GeneralTracker"),
+    ({"loggers": ["csv", CsvLogger()], "save_dir": "run"}, "the file 'metrics.csv' twice"),
+    ({"loggers": [WandbLogger(), WandbLogger(project="b")]}, "W&B twice"),
+    ({"loggers": [TensorBoardLogger("a"), TensorBoardLogger("a")]}, "TensorBoard in '.*' twice"),
+    ({"loggers": [Service(), Service()]}, "the tracker 'service' twice"),
+    ({"loggers": "tensorboard", "callbacks": [TensorBoardLogger()]}, "twice, or also in `callba"),
+    ({"loggers": ["csv"]}, r"needs a folder for 'metrics.csv'. Pass `save_dir`"),
+])  # fmt: skip
 def test_loggers_are_validated(options, message, tmp_path):
     if "save_dir" in options:
         options = {**options, "save_dir": tmp_path}

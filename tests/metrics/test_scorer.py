@@ -60,44 +60,38 @@ def returns_none(eval_pred):
     pass
 
 
-@pytest.mark.parametrize(
-    "compute_metrics, fragment",
-    [
-        *(
-            (value, "Expected the name of a metric")
-            for value in (3, {"a": two}, {"a"}, [None], torchmetrics.MeanMetric)
-        ),
-        (lambda: {}, "and has 0"),
-        (lambda a, b, c: {}, "and has 3"),
-        (lambda *args: {}, r"\(\*args\)"),
-        (lambda pred, *, threshold: {}, "threshold"),
-        (torch.nn.MSELoss(), "cannot tell how to call MSELoss"),
-        (NoSignature(), "signature|has 2|how to call"),
-        (["accuracy", "accuracy"], "named 'accuracy'"),
-        ([torchmetrics.MeanSquaredError(), torchmetrics.MeanSquaredError()], "named 'MeanSquaredError'"),
-    ],
-)
+@pytest.mark.parametrize("compute_metrics, fragment", [
+    *(
+        (value, "Expected the name of a metric")
+        for value in (3, {"a": two}, {"a"}, [None], torchmetrics.MeanMetric)
+    ),
+    (lambda: {}, "and has 0"),
+    (lambda a, b, c: {}, "and has 3"),
+    (lambda *args: {}, r"\(\*args\)"),
+    (lambda pred, *, threshold: {}, "threshold"),
+    (torch.nn.MSELoss(), "cannot tell how to call MSELoss"),
+    (NoSignature(), "signature|has 2|how to call"),
+    (["accuracy", "accuracy"], "named 'accuracy'"),
+    ([torchmetrics.MeanSquaredError(), torchmetrics.MeanSquaredError()], "named 'MeanSquaredError'"),
+])  # fmt: skip
 def test_score_rejects_other_metrics(compute_metrics, fragment):
     with pytest.raises(ConfigError, match=fragment):
         make_scorer(compute_metrics)
 
 
-@pytest.mark.parametrize(
-    "compute_metrics, fragment",
-    [
-        *(
-            (lambda eval_pred, value=value: {"per_class": value}, "The metric 'per_class' is no number but")
-            for value in ({"a": 1}, [1, 2], np.ones(2), torch.ones(2), "0.5", None, 1j)
-        ),
-        (returns_none, "'returns_none' is no number but NoneType"),
-        (lambda y_true, y_pred: 0.5, "lambda"),  # has no name for its number
-        ([two, two], "named 'right'"),
-        (
-            torchmetrics.classification.MulticlassConfusionMatrix(3),
-            "'MulticlassConfusionMatrix' is no number but Tensor of shape",
-        ),
-    ],
-)
+@pytest.mark.parametrize("compute_metrics, fragment", [
+    *(
+        (lambda eval_pred, value=value: {"per_class": value}, "The metric 'per_class' is no number but")
+        for value in ({"a": 1}, [1, 2], np.ones(2), torch.ones(2), "0.5", None, 1j)
+    ),
+    (returns_none, "'returns_none' is no number but NoneType"),
+    (lambda y_true, y_pred: 0.5, "lambda"),  # has no name for its number
+    ([two, two], "named 'right'"),
+    (
+        torchmetrics.classification.MulticlassConfusionMatrix(3),
+        "'MulticlassConfusionMatrix' is no number but Tensor of shape",
+    ),
+])  # fmt: skip
 def test_score_rejects_other_results(compute_metrics, fragment):
     with pytest.raises(DataError, match=fragment):
         run(compute_metrics)

@@ -470,7 +470,7 @@ WRONG_SPACES: list[tuple[Any, str]] = [
 ]
 WRONG_ARGUMENTS: list[tuple[dict[str, Any], str]] = [
     *(({"space": space}, words) for space, words in WRONG_SPACES),
-    ({"trials": 0}, "`trials` must be a positive integer, got 0"),
+    ({"trials": 0}, "`trials` must be an integer of at least 1, got 0"),
     ({"trials": None}, "`trials` is the total number of trials"),
     ({"seed": -1}, "`seed` must be an integer of at least 0"),
     ({"direction": "up"}, "`direction` must be 'max', 'min' or None, got 'up'"),
