@@ -133,12 +133,7 @@ class Distributions(Callback):
                     "`of` holds 'activations', and the model is a single module without children. Leave them out."
                 )
         backend: Any = trainer.backend  # type: ignore[attr-defined]
-        self._local_shard = backend.shard_and_groups
-        self._check_observable(backend)
-
-    def _check_observable(self, backend: Any) -> None:
-        """Raise ConfigError for kinds of tensors that the backend does not show."""
-        reasons = backend.unsupported
+        self._local_shard, reasons = backend.shard_and_groups, backend.unsupported
         if hidden := [kind for kind in self.of if kind in reasons]:
             raise ConfigError(
                 f"`of` holds {hidden[0]!r}, which cannot be seen here: {reasons[hidden[0]]}. Leave it out, or train "
@@ -170,14 +165,10 @@ class Distributions(Callback):
         self._remove_hooks()
         with torch.no_grad():
             if "gradients" in self.of:
-                gradients = {f"gradients/{name}": parameter.grad for name, parameter in self._parameters.items()}
-                self._measure_tensors(
-                    {name: gradient.to_dense() for name, gradient in gradients.items() if gradient is not None}
-                )
+                gradients = {name: weight.grad for name, weight in self._parameters.items() if weight.grad is not None}
+                self._measure_tensors({f"gradients/{name}": grad.to_dense() for name, grad in gradients.items()})
             if "updates" in self.of:
-                self._previous_weights = {
-                    name: parameter.detach().clone() for name, parameter in self._parameters.items()
-                }
+                self._previous_weights = {name: weight.detach().clone() for name, weight in self._parameters.items()}
 
     def on_step_end(self, trainer: TrainerLike) -> None:
         """Measure weights and updates, read everything from the device, and request a row of logs."""
@@ -192,7 +183,11 @@ class Distributions(Callback):
             return
         self._is_due = False
         with torch.no_grad(), trainer.lifecycle.untimed():
-            self._measure_weights()
+            if "weights" in self.of:
+                self._measure_tensors({f"weights/{name}": weight.detach() for name, weight in self._parameters.items()})
+            for name, previous in self._previous_weights.items():
+                update = self._parameters[name].detach() - previous
+                self._measure_tensors({f"updates/{name}": update, f" {name}": previous})
             if self._modules:
                 self._reduce_activations(trainer)
             self._collect_results(trainer)
@@ -216,16 +211,6 @@ class Distributions(Callback):
             hook.remove()
         self._hooks = []
 
-    def _measure_weights(self) -> None:
-        if "weights" in self.of:
-            self._measure_tensors(
-                {f"weights/{name}": parameter.detach() for name, parameter in self._parameters.items()}
-            )
-        if "updates" in self.of:
-            for name, previous in self._previous_weights.items():
-                update = self._parameters[name].detach() - previous
-                self._measure_tensors({f"updates/{name}": update, f" {name}": previous})
-
     def _measure_tensors(self, tensors: Mapping[str, Tensor]) -> None:
         """Measure full tensors, of which this rank may hold a shard."""
         for name, tensor in tensors.items():
@@ -245,14 +230,20 @@ class Distributions(Callback):
 
     def _add_activations(self, name: str, activations: Tensor) -> None:
         activations, _ = self._local_shard(activations)
-        sums = _sum_tensor(activations)
-        edges = _activation_edges(self.bins, activations.device)
-        sums.edges, sums.counts = edges, _count_bins(activations, edges)
-        dim = 1 if activations.ndim >= 4 else activations.ndim - 1
+        sums, alive = _sum_tensor(activations), None
+        exponents = torch.linspace(_SMALLEST, _LARGEST, self.bins // 2, dtype=sums.ends.dtype, device=sums.ends.device)
+        powers = torch.exp2(exponents)
+        sums.edges = torch.cat([-powers.flip(0), powers.new_zeros(1), powers])
+        sums.counts = _count_bins(activations, sums.edges)
         if activations.ndim > 1:
-            sums.alive = (activations != 0).transpose(0, dim).flatten(1).any(1)
-        previous = self._sums.get(name)
-        self._sums[name] = sums if previous is None else _merge_sums(previous, sums)
+            dim = 1 if activations.ndim >= 4 else activations.ndim - 1
+            alive = (activations != 0).transpose(0, dim).flatten(1).any(1)
+        if (before := self._sums.get(name)) is not None:
+            sums.added, sums.counts = before.added + sums.added, before.counts + sums.counts
+            sums.ends = torch.maximum(before.ends, sums.ends)
+            fits = before.alive is not None and alive is not None and before.alive.shape == alive.shape
+            alive = before.alive | alive if fits else None  # type: ignore[operator]
+        sums.alive, self._sums[name] = alive, sums
 
     def _reduce_activations(self, trainer: TrainerLike) -> None:
         """Add up over the ranks, each of which has other samples."""
@@ -277,11 +268,9 @@ class Distributions(Callback):
             return
         parts, sizes = list[Tensor](), list[int]()
         for sums in self._sums.values():
-            dead = (
-                sums.ends.new_full((1,), -1.0)
-                if sums.alive is None
-                else 1 - sums.alive.to(sums.ends.dtype).mean(0, True)
-            )
+            dead = sums.ends.new_full((1,), -1.0)
+            if sums.alive is not None:
+                dead = 1 - sums.alive.to(dead.dtype).mean(0, True)
             row = torch.cat([sums.added, sums.ends, dead, sums.counts.to(dead.dtype), sums.edges.to(dead.dtype)])
             parts.append(row)
             sizes.append(len(row))
@@ -311,13 +300,10 @@ class Distributions(Callback):
         trainer.lifecycle.report(histograms)
 
 
-def _accumulation_dtype(device: torch.device) -> torch.dtype:
-    return torch.float32 if device.type == "mps" else torch.float64
-
-
 def _sum_tensor(tensor: Tensor) -> _TensorSums:
     """Return the sums over a tensor, without bins."""
-    dtype, limits = _accumulation_dtype(tensor.device), torch.finfo(tensor.dtype)
+    dtype = torch.float32 if tensor.device.type == "mps" else torch.float64
+    limits = torch.finfo(tensor.dtype)
     if tensor.numel():
         low, high = torch.aminmax(torch.nan_to_num(tensor, 0.0, limits.max, limits.min))
         count = torch.full((), tensor.numel(), dtype=dtype, device=tensor.device)
@@ -362,26 +348,12 @@ def _count_bins(tensor: Tensor, edges: Tensor) -> Tensor:
     return counts.scatter_add_(0, bins, torch.isfinite(tensor).to(torch.int64))
 
 
-def _activation_edges(bins: int, device: torch.device) -> Tensor:
-    exponents = torch.linspace(_SMALLEST, _LARGEST, bins // 2, dtype=_accumulation_dtype(device), device=device)
-    powers = torch.exp2(exponents)
-    return torch.cat([-powers.flip(0), powers.new_zeros(1), powers])
-
-
-def _merge_sums(a: _TensorSums, b: _TensorSums) -> _TensorSums:
-    alive = None
-    if a.alive is not None and b.alive is not None and a.alive.shape == b.alive.shape:
-        alive = a.alive | b.alive
-    return _TensorSums(a.added + b.added, torch.maximum(a.ends, b.ends), a.counts + b.counts, a.edges, alive)
-
-
 def _first_tensor(output: Any) -> Tensor | None:
     """Return the first floating-point tensor in a module's output."""
     if isinstance(output, Tensor):
         return output if output.is_floating_point() else None
-    parts: Iterable[Any] = (
-        output.values() if isinstance(output, Mapping) else output if isinstance(output, (tuple, list)) else ()
-    )
+    parts: Iterable[Any] = output.values() if isinstance(output, Mapping) else ()
+    parts = output if isinstance(output, (tuple, list)) else parts
     return next((tensor for part in parts if (tensor := _first_tensor(part)) is not None), None)
 
 

@@ -63,8 +63,12 @@ class Interrupt(Callback):
             self._trainer.control.save = True
 
     def _handle_signal(self, signum: int, frame: FrameType | None) -> None:
+        # A process forked during the run, usually a loader worker, inherits our handlers. Ctrl-C goes to all processes,
+        # and the run still needs its workers; SIGTERM ends them.
         if os.getpid() != self._pid:
-            self._handle_in_child(signum)
+            if signum == signal.SIGTERM:
+                self._restore_signal(signum)
+                os.kill(os.getpid(), signum)
             return
         if not signals.handle(signum):
             return
@@ -78,15 +82,6 @@ class Interrupt(Callback):
         # os.write is safe in a handler; logging might wait for a lock that the interrupted code holds
         text = f"{signal.Signals(signum).name}: finishing the current step. Send it again to exit at once.\n"
         os.write(2, text.encode())
-
-    def _handle_in_child(self, signum: int) -> None:
-        """Handle a signal in a process forked during the run, usually a loader worker, which inherits our handlers.
-
-        Ctrl-C goes to all processes, and the run still needs its workers. SIGTERM ends them.
-        """
-        if signum == signal.SIGTERM:
-            self._restore_signal(signum)
-            os.kill(os.getpid(), signum)
 
     def _ignore_dead_workers(self) -> None:
         """Keep torch from raising for dead workers at any point of this thread, such as in the middle of an update.

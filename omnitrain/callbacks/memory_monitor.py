@@ -115,8 +115,17 @@ class MemoryMonitor(Callback):
         self._allocated, self._run_peaks, self._reserved = {}, {}, 0
         self._begin_phase(trainer, "")
         self._allocated, self._reserved = {}, 0  # peaks from before the run
-        if self.snapshot:
-            self._start_recording(trainer)
+        if not self.snapshot:
+            return
+        if not can_record(trainer.device):
+            raise ConfigError(
+                f"`snapshot=True` records the allocations of a CUDA device, and this run is on {str(trainer.device)!r}."
+                " Leave it out here."
+            )
+        if self.folder is None and trainer.save_dir is None:
+            raise ConfigError("A memory snapshot needs a folder. Pass `save_dir`, or `folder`.")
+        torch.cuda.memory._record_memory_history(max_entries=_MAX_ENTRIES)
+        self._is_recording = True
 
     def on_epoch_start(self, trainer: TrainerLike) -> None:
         self._begin_phase(trainer, _TRAINING)
@@ -168,17 +177,6 @@ class MemoryMonitor(Callback):
         logger.info("Peak memory on rank %d, in GiB: %s.", trainer.rank, ", ".join(peaks))
 
     # --- snapshots
-
-    def _start_recording(self, trainer: TrainerLike) -> None:
-        if not can_record(trainer.device):
-            raise ConfigError(
-                f"`snapshot=True` records the allocations of a CUDA device, and this run is on {str(trainer.device)!r}."
-                " Leave it out here."
-            )
-        if self.folder is None and trainer.save_dir is None:
-            raise ConfigError("A memory snapshot needs a folder. Pass `save_dir`, or `folder`.")
-        torch.cuda.memory._record_memory_history(max_entries=_MAX_ENTRIES)
-        self._is_recording = True
 
     def on_exception(self, trainer: TrainerLike, error: BaseException) -> None:
         if not self._is_recording or not is_out_of_memory(error):

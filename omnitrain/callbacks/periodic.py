@@ -61,7 +61,10 @@ class Periodic(Callback):
         main_only: bool = False,
     ) -> None:
         self.every: Duration = Duration.parse(every, "ba", "every")
-        self.timeout: float = math.inf if timeout is None else _parse_timeout(timeout)
+        limit = None if timeout is None else Duration.parse(timeout, "s", "timeout")
+        if limit is not None and limit.unit != "s":
+            raise ConfigError(f"`timeout` must be a time such as '30s' or '5m', got {str(limit)!r}.")
+        self.timeout: float = math.inf if limit is None else float(limit.value)
         if on_error not in _ERROR_POLICIES:
             raise ConfigError(
                 f"`on_error` must be 'raise', 'warn' or 'disable', got {on_error!r}."
@@ -87,7 +90,7 @@ class Periodic(Callback):
         name = getattr(self.function, "__name__", type(self.function).__name__)
         return f"{type(self).__name__}({name})"
 
-    def check(self, trainer: TrainerLike) -> None:
+    def check(self, trainer: Any) -> None:
         """Check the arguments against the trainer, before the first step.
 
         Raises:
@@ -98,7 +101,7 @@ class Periodic(Callback):
                 f"`every={str(self.every)!r}` of {self.name} is a time, and the clocks of {trainer.world_size} "
                 "processes differ. Give steps, samples, tokens or epochs."
             )
-        if self.main_only and full_trainer(trainer).backend.forward_is_collective:
+        if self.main_only and trainer.backend.forward_is_collective:
             raise ConfigError(
                 f"`main_only=True` of {self.name} does not work with sharded weights: the model runs on all "
                 "processes or on none. Leave it out."
@@ -111,11 +114,10 @@ class Periodic(Callback):
         self._schedule = Every(self.every, trainer.limits)
         self._schedule.restart(_close_epoch(trainer.progress))
 
-    def on_step_end(self, trainer: TrainerLike) -> None:
+    def on_step_end(self, trainer: Any) -> None:
         if self._schedule is None or not self._schedule.due(_close_epoch(trainer.progress)) or self.is_disabled:
             return
-        full = full_trainer(trainer)
-        with full.lifecycle.untimed(), full._evaluation.apart(), full.ranks.in_phase(type(self).__name__):
+        with trainer.lifecycle.untimed(), trainer._evaluation.apart(), trainer.ranks.in_phase(type(self).__name__):
             values, error, is_complete = self._work_until_timeout(trainer)
         if error is not None:
             self._apply_error_policy(trainer, error)
@@ -160,9 +162,9 @@ class Periodic(Callback):
         else:
             yield result
 
-    def _work_until_timeout(self, trainer: TrainerLike) -> tuple[dict[str, float], Exception | None, bool]:
+    def _work_until_timeout(self, trainer: Any) -> tuple[dict[str, float], Exception | None, bool]:
         """Return the values, the error of any rank, and whether all parts were done before the timeout."""
-        ranks, values = full_trainer(trainer).ranks, dict[str, float]()
+        ranks, values = trainer.ranks, dict[str, float]()
         self._deadline = time.monotonic() + self.timeout
         main_only = self.runs_on_main_only(trainer)
         parts = self.work(trainer) if ranks.is_main or not main_only else iter(())
@@ -172,7 +174,11 @@ class Periodic(Callback):
             while True:
                 error, new_values, has_ended = None, dict[str, float](), False
                 try:
-                    new_values = _check_values(next(parts), self.name)
+                    part = next(parts)
+                    part = {} if part is None else part
+                    if not isinstance(part, Mapping):
+                        raise TypeError(f"{self.name} must return a dict of numbers or None, got {part!r:.200}")
+                    new_values = {str(key): float(value) for key, value in part.items()}
                 except StopIteration:
                     has_ended = True
                 except Exception as raised:
@@ -214,28 +220,3 @@ def _close_epoch(progress: Progress) -> Progress:
     progress = copy.copy(progress)
     progress.close_epoch(True)
     return progress
-
-
-def full_trainer(trainer: TrainerLike) -> Any:
-    """Return the trainer with the attributes that only built-in callbacks may use, outside of `TrainerLike`."""
-    return trainer
-
-
-def _check_values(values: Any, name: str) -> dict[str, float]:
-    """Return the values of a function as floats.
-
-    Raises:
-        TypeError: If they are not a dict of numbers.
-    """
-    if values is None:
-        return {}
-    if not isinstance(values, Mapping):
-        raise TypeError(f"{name} must return a dict of numbers or None, got {values!r:.200}")
-    return {str(key): float(value) for key, value in values.items()}
-
-
-def _parse_timeout(timeout: int | float | str | Duration) -> float:
-    duration = Duration.parse(timeout, "s", "timeout")
-    if duration.unit != "s":
-        raise ConfigError(f"`timeout` must be a time such as '30s' or '5m', got {str(duration)!r}.")
-    return float(duration.value)

@@ -8,10 +8,10 @@ from typing import Any
 
 import torch
 
-from omnitrain.callbacks.periodic import OnError, Periodic, full_trainer
+from omnitrain.callbacks.periodic import OnError, Periodic
 from omnitrain.checkpoint.state_dicts import unwrap
 from omnitrain.core.duration import Duration
-from omnitrain.core.errors import ConfigError
+from omnitrain.core.errors import ConfigError, check_number
 from omnitrain.core.events import Histogram, TrainerLike
 from omnitrain.model.units import generated
 
@@ -57,8 +57,7 @@ class Preview(Periodic):
         super().__init__(function, every, timeout, on_error)
         if isinstance(prompts, (str, Mapping)) or not len(prompts):
             raise ConfigError(f"`prompts` must be a list of prompts, at least one, got {prompts!r:.200}.")
-        if isinstance(max_new_tokens, bool) or not isinstance(max_new_tokens, int) or max_new_tokens < 1:
-            raise ConfigError(f"`max_new_tokens` must be a positive integer, got {max_new_tokens!r}.")
+        check_number("max_new_tokens", max_new_tokens, least=1, is_whole=True)
         if function is not None and generate_options:
             raise ConfigError(
                 f"{sorted(generate_options)[0]!r} is an argument of `model.generate`, which `function` replaces. Leave "
@@ -94,8 +93,8 @@ class Preview(Periodic):
                 "token ids."
             )
 
-    def runs_on_main_only(self, trainer: TrainerLike) -> bool:
-        return not full_trainer(trainer).backend.forward_is_collective
+    def runs_on_main_only(self, trainer: Any) -> bool:
+        return not trainer.backend.forward_is_collective
 
     def work(self, trainer: TrainerLike) -> Iterator[Mapping[str, float] | None]:
         """Generate the texts, and report those that are complete, even after an error or a timeout."""
@@ -112,36 +111,30 @@ class Preview(Periodic):
     def _tokenizer(self, trainer: TrainerLike) -> Any:
         return self.processing_class or getattr(trainer, "processing_class", None)
 
-    def _generate(self, trainer: TrainerLike, model: Any, prompt: Any) -> str:
-        full, tokenizer = full_trainer(trainer), self._tokenizer(trainer)
-        inputs = tokenizer(prompt, return_tensors="pt") if isinstance(prompt, str) else _token_inputs(prompt)
+    def _generate(self, trainer: Any, model: Any, prompt: Any) -> str:
+        tokenizer, inputs = self._tokenizer(trainer), prompt
+        if isinstance(prompt, str):
+            inputs = tokenizer(prompt, return_tensors="pt")
+        elif not isinstance(prompt, Mapping):
+            ids = torch.as_tensor(prompt)
+            inputs = {"input_ids": ids if ids.ndim == 2 else ids[None]}
         inputs = {name: x.to(trainer.device) if hasattr(x, "to") else x for name, x in inputs.items()}
         options = {**self.options, "stopping_criteria": self._stopping_criteria(trainer)}
-        tokens = generated(model, inputs, full.backend.forward_is_collective, options)
-        texts = [
+        tokens = generated(model, inputs, trainer.backend.forward_is_collective, options)
+        return "\n".join(
             " ".join(map(str, row.tolist())) if tokenizer is None else tokenizer.decode(row, skip_special_tokens=True)
             for row in tokens
-        ]
-        return "\n".join(texts)
+        )
 
-    def _stopping_criteria(self, trainer: TrainerLike) -> Any:
+    def _stopping_criteria(self, trainer: Any) -> Any:
         """Return the criteria that end a text at the timeout; each token also counts as progress of this rank."""
         from transformers import StoppingCriteria, StoppingCriteriaList
 
-        ranks, deadline = full_trainer(trainer).ranks, self._deadline
+        ranks, deadline = trainer.ranks, self._deadline
 
         class DeadlineCriteria(StoppingCriteria):
             def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
                 ranks.progress_count += 1
                 return torch.full((len(input_ids),), time.monotonic() > deadline, device=input_ids.device)
 
-        criteria = self.options.get("stopping_criteria") or []
-        return StoppingCriteriaList([*criteria, DeadlineCriteria()])
-
-
-def _token_inputs(prompt: Any) -> Mapping[str, Any]:
-    """Return token ids as inputs of `model.generate`."""
-    if isinstance(prompt, Mapping):
-        return prompt
-    ids = torch.as_tensor(prompt)
-    return {"input_ids": ids if ids.ndim == 2 else ids[None]}
+        return StoppingCriteriaList([*(self.options.get("stopping_criteria") or []), DeadlineCriteria()])

@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 import torch
 from torch.profiler import ProfilerAction, ProfilerActivity, profile, record_function, schedule
 
-from omnitrain.core.errors import ConfigError, Tolerance
+from omnitrain.core.errors import ConfigError, Tolerance, check_number
 from omnitrain.core.events import Callback, TrainerLike
 from omnitrain.core.files import check_not_link, create_folder
 from omnitrain.core.foreign_names import explain_call
@@ -77,11 +77,9 @@ class Profiler(Callback):
         Raises:
             ConfigError: If a number is not an integer, or is too small.
         """
-        numbers = {"skip": (skip, 0), "wait": (wait, 0), "warmup": (warmup, 0), "active": (active, 1),
-                   "repeat": (repeat, 0), "rows": (rows, 1)}  # fmt: skip
-        for name, (number, minimum) in numbers.items():
-            if isinstance(number, bool) or not isinstance(number, int) or number < minimum:
-                raise ConfigError(f"`{name}` of a Profiler must be an integer of at least {minimum}, got {number!r}.")
+        numbers = {"skip": skip, "wait": wait, "warmup": warmup, "active": active, "repeat": repeat, "rows": rows}
+        for name, number in numbers.items():
+            check_number(name, number, least=int(name in ("active", "rows")), is_whole=True)
         self.skip: int = skip
         self.wait: int = wait
         self.warmup: int = warmup
@@ -165,11 +163,18 @@ class Profiler(Callback):
         cycle, position = divmod(self._step_count - self.skip, self.wait + self.warmup + self.active)
         if Profiler._running is not self or cycle < 0 or position != self.wait or 0 < self.repeat <= cycle:
             return
+
+        def save_trace(profiler: profile) -> None:
+            try:
+                self._save_trace(trainer, profiler)
+            except Exception as error:  # kept until the profiler is stopped, which in a transition would crash
+                self._error = error
+
         device_activity = getattr(ProfilerActivity, trainer.device.type.upper(), ProfilerActivity.CPU)
         self._profile = profile(
             activities={ProfilerActivity.CPU} | ({device_activity} & torch.profiler.supported_activities()),
             schedule=schedule(wait=0, warmup=self.warmup, active=self.active, repeat=1),
-            on_trace_ready=lambda profiler: self._save_trace_safely(trainer, profiler),
+            on_trace_ready=save_trace,
             **self.options,
         )
         self._profile.start()
@@ -189,13 +194,6 @@ class Profiler(Callback):
         if is_tracing != self._has_ranges:
             self._has_ranges = is_tracing
             trainer.lifecycle.set_profiler_ranges(self, record_function if is_tracing else None)
-
-    def _save_trace_safely(self, trainer: TrainerLike, profiler: profile) -> None:
-        """Save a trace; an error is kept until the profiler is stopped, which in a transition would crash."""
-        try:
-            self._save_trace(trainer, profiler)
-        except Exception as error:
-            self._error = error
 
     def _save_trace(self, trainer: TrainerLike, profiler: profile) -> None:
         """Write the trace of this rank; on the main rank, log the table."""

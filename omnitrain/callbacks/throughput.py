@@ -11,11 +11,10 @@ from typing import ClassVar, NamedTuple
 import torch
 from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, sdpa_flop_count
 
-from omnitrain.core.errors import ConfigError
+from omnitrain.core.errors import check_number
 from omnitrain.core.events import Callback, Event, TrainerLike
 from omnitrain.core.progress import PHASES
 from omnitrain.data.sampling import share
-from omnitrain.distributed.ranks import Ranks
 
 logger: logging.Logger = logging.getLogger("omnitrain")
 
@@ -29,27 +28,12 @@ _CPU_FLOPS = {
         lambda grad, query, key, value, *_, **__: sdpa_backward_flop_count(grad, query, key, value)
     ),
 }
-
-
 # Dense TFLOP/s of 16-bit matrix products with 32-bit accumulation, from data sheets; specific names come first.
 _DENSE_16_BIT = {
-    "B200": 2250.0,
-    "H200": 989.4,
-    "H100 PCIe": 756.0,
-    "H100 NVL": 835.5,
-    "H100": 989.4,
-    "A100": 312.0,
-    "L40S": 362.05,
-    "L4": 121.0,
-    "A10": 125.0,
-    "V100": 125.0,
-    "T4": 65.0,
-    "MI300X": 1307.4,
-    "MI250X": 383.0,
-    "RTX 5090": 209.5,
-    "RTX 4090": 165.2,
-    "RTX 3090": 71.0,
-}
+    "B200": 2250.0, "H200": 989.4, "H100 PCIe": 756.0, "H100 NVL": 835.5, "H100": 989.4, "A100": 312.0, "L40S": 362.05,
+    "L4": 121.0, "A10": 125.0, "V100": 125.0, "T4": 65.0, "MI300X": 1307.4, "MI250X": 383.0, "RTX 5090": 209.5,
+    "RTX 4090": 165.2, "RTX 3090": 71.0,
+}  # fmt: skip
 _NO_BF16 = ("V100", "T4")
 
 
@@ -100,11 +84,10 @@ class Throughput(Callback):
     asks_alone: ClassVar[bool] | bool = False
 
     def __init__(self, window: int = 10, flops: float | None = None, peak: float | None = None) -> None:
-        for name, value in (("window", window), ("flops", flops), ("peak", peak)):
-            is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
-            if value is not None and not (is_number and value > 0 and (name != "window" or int(value) == value)):
-                kind = "a whole number" if name == "window" else "a number"
-                raise ConfigError(f"`{name}` of a Throughput must be {kind} greater than 0, got {value!r}.")
+        check_number("window", window, least=1, is_whole=True)
+        for name, value in (("flops", flops), ("peak", peak)):
+            if value is not None:
+                check_number(name, value, above=0)
         self.window: int = window
         self.peak: float | None = peak
         self.flops: float | None = flops
@@ -135,7 +118,9 @@ class Throughput(Callback):
         trainer.lifecycle.set_profiler_ranges(self, None)
         samples = trainer.progress.samples - self._start_counts[0]
         tokens = trainer.progress.tokens - self._start_counts[1]
-        units = (tokens or samples) * _computed_share(trainer.ranks, samples)
+        data = trainer.ranks.data
+        computed = len(share(range(samples), data.rank, data.size))  # of the samples here; ranks may differ by one
+        units = (tokens or samples) * computed / max(samples, 1) * data.size / trainer.world_size
         forward, flops = self._flops["forward"], sum(self._flops.values())
         if not units or not forward:
             return  # a skipped step, or a custom loop
@@ -182,14 +167,12 @@ class Throughput(Callback):
             return {}
         flops = units * self.hardware_flops
         values = {"tflops_per_device": flops / 1e12}
-        precision = trainer.precision.name
-        kind = trainer.device.type
+        precision, kind = trainer.precision.name, trainer.device.type
         name = getattr(torch, kind).get_device_name(trainer.device) if kind in ("cuda", "xpu") else kind
         peak = self.peak or peak_flops(name, precision)
         if peak is None:
-            self._report(
-                trainer, f"the peak of {name!r} in {precision} is unknown, so `mfu` is not logged. Pass `peak`."
-            )
+            message = f"the peak of {name!r} in {precision} is unknown, so `mfu` is not logged. Pass `peak`."
+            self._report(trainer, message)
             return values
         return values | {"mfu": units * self.flops / peak, "hfu": flops / peak}
 
@@ -207,12 +190,6 @@ class Throughput(Callback):
         if trainer.is_main_process and not self._has_reported:
             logger.info("Throughput: %s", message)
         self._has_reported = True
-
-
-def _computed_share(ranks: Ranks, samples: int) -> float:
-    """Return the share of a step's samples on this rank; ranks may differ by one sample."""
-    data = ranks.data
-    return len(share(range(samples), data.rank, data.size)) / max(samples, 1) * data.size / ranks.world_size
 
 
 def peak_flops(name: str, precision: str) -> float | None:

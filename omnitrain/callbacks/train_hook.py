@@ -119,9 +119,8 @@ class TrainHook:
 # The hooks and their arguments after the trainer.
 _ARGUMENTS: dict[str, tuple[str, ...]] = {
     name: tuple(inspect.signature(method).parameters)[2:]
-    for name, method in vars(TrainHook).items()
-    if not name.startswith("_")
-}
+    for name, method in vars(TrainHook).items() if not name.startswith("_")
+}  # fmt: skip
 
 # Hooks of nnScaler that cannot be called here, and why.
 UNSUPPORTED_HOOKS = {
@@ -210,16 +209,15 @@ class HookCallback(Callback):
     """
 
     def __init__(self, hooks: TrainHook | Mapping[str, Callable[..., Any]]) -> None:
-        if isinstance(hooks, TrainHook):
-            overridden = [name for name in _ARGUMENTS if getattr(type(hooks), name) is not getattr(TrainHook, name)]
-            functions: Mapping[str, Callable[..., Any]] = {name: getattr(hooks, name) for name in overridden}
-        elif isinstance(hooks, Mapping):
-            functions = hooks
-        else:
+        if not isinstance(hooks, TrainHook | Mapping):
             raise ConfigError(
                 f"HookCallback takes a TrainHook, or a mapping of names to functions, got {hooks!r:.80}. Pass an "
                 "instance, such as HookCallback(MyHook())."
             )
+        functions: Mapping[str, Callable[..., Any]] = hooks if isinstance(hooks, Mapping) else {
+            name: getattr(hooks, name)
+            for name in _ARGUMENTS if getattr(type(hooks), name) is not getattr(TrainHook, name)
+        }  # fmt: skip
         self.name: str = type(hooks).__name__ if isinstance(hooks, TrainHook) else type(self).__name__
         """The name in logs and errors."""
         self._functions: dict[str, tuple[Callable[..., Any], tuple[str, ...]]] = {}
