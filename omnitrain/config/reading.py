@@ -35,6 +35,7 @@ _TOO_DEEP = (
     "can be inside of one another."
 )
 _MERGE = "tag:yaml.org,2002:merge"
+_SCALARS = ("str", "null", "bool", "int", "float")
 _MISSING = object()
 
 
@@ -268,18 +269,57 @@ def parse_value(text: str, location: SourceLocation) -> Any:
         return text  # such as "a: b", which is not a value inside of one line
 
 
-def _import_yaml() -> Any:
+def _parse(text: str, source: str) -> Tree:
     try:
         import yaml
     except ImportError as error:
         raise MissingExtraError("A configuration file", "pyyaml", "config") from error
-    return yaml
+    tree, counter = Tree(), itertools.count()
+    constructor: Any = yaml.constructor.SafeConstructor()
 
+    def locate(node: Any, key: Key, depth: int) -> None:
+        """Record the location of each value in a node of PyYAML; raise ConfigError for what is no plain value."""
+        location = SourceLocation(source, node.start_mark.line + 1)
+        tree.locations.setdefault(key, location)
+        if depth > _MAX_DEPTH:
+            raise ConfigError(f"{location}: {_TOO_DEEP}")
+        if next(counter) > _MAX_VALUES:
+            raise ConfigError(f"{location}: aliases (*name) make too many values. Write the values out.")
+        kind = node.tag.removeprefix("tag:yaml.org,2002:")
+        if kind not in {"sequence": ("seq",), "mapping": ("map",)}.get(node.id, _SCALARS):
+            raise ConfigError(f"{location}: the tag {node.tag!r} is not known. Only plain values are read.")
+        if kind == "int" and (len(node.value) > 25 or abs(int(node.value)) >= 2**64):
+            raise ConfigError(f"{location}: {node.value[:20]}... is too large: integers have at most 64 bits.")
+        for number, entry in enumerate(node.value if kind == "seq" else ()):
+            locate(entry, (*key, number), depth + 1)
+        lines: dict[Any, int] = {}
+        # what `<<` merges into the mapping comes first, as its other names override that
+        for name_node, value_node in (
+            sorted(node.value, key=lambda pair: pair[0].tag != _MERGE) if kind == "map" else ()
+        ):
+            location = SourceLocation(source, name_node.start_mark.line + 1)
+            if name_node.tag == _MERGE:
+                for merged in value_node.value if value_node.id == "sequence" else [value_node]:
+                    if merged.id != "mapping":
+                        raise ConfigError(f"{location}: `<<` takes a mapping, or a list of mappings.")
+                    locate(merged, key, depth + 1)
+                continue
+            locate(name_node, key, depth + 1)
+            name = constructor.construct_object(name_node) if name_node.id == "scalar" else None
+            if name is None:
+                raise ConfigError(f"{location}: a key must be a name or a number.")
+            if name in lines:
+                message = f"{name!r} is here a second time; the first is in line {lines[name]}. Leave one out."
+                raise ConfigError(f"{location}: {message}")
+            lines[name], tree.locations[*key, name] = location.line, location
+            locate(value_node, (*key, name), depth + 1)
 
-def _parse(text: str, source: str) -> Tree:
-    yaml = _import_yaml()
     try:
         node = yaml.compose(text, loader())
+        if node is None:
+            raise ConfigError(f"{source}: the file is empty. It needs at least `trainer:` and its arguments.")
+        locate(node, (), 0)
+        tree.values = constructor.construct_document(node)
     except RecursionError as error:
         raise ConfigError(f"{source}: {_TOO_DEEP}") from error
     except yaml.YAMLError as error:
@@ -288,91 +328,9 @@ def _parse(text: str, source: str) -> Tree:
         problem = getattr(error, "problem", None) or str(error)
         remedy = " Indent with spaces: YAML allows no tabs." if "\\t" in problem else ""
         raise ConfigError(f"{location}: this is not YAML: {problem}.{remedy}") from error
-    if node is None:
-        raise ConfigError(f"{source}: the file is empty. It needs at least `trainer:` and its arguments.")
-    tree = Tree()
-    values = _NodeReader(source, tree.locations).value(node, ())
-    if not isinstance(values, dict):
-        raise tree.error((), f"expected names with values (`trainer: ...`), got {values!r}.")
-    tree.values = values
+    if not isinstance(tree.values, dict):
+        raise tree.error((), f"expected names with values (`trainer: ...`), got {tree.values!r}.")
     return tree
-
-
-class _NodeReader:
-    """Converts nodes of PyYAML into values, and records their locations."""
-
-    def __init__(self, source: str, locations: dict[Key, SourceLocation]) -> None:
-        self._source, self._locations = source, locations
-        self._constructor = _import_yaml().constructor.SafeConstructor()
-        # The entries of mappings, by the id of their node; None for one that is being read.
-        self._entries_by_node: dict[int, dict[Any, tuple[Any, Any]] | None] = {}
-
-    def value(self, node: Any, key: Key) -> Any:
-        """Return the value of a node."""
-        location = self._location(node)
-        self._locations.setdefault(key, location)
-        if len(key) > _MAX_DEPTH:
-            raise ConfigError(f"{location}: {_TOO_DEEP}")
-        if len(self._locations) > _MAX_VALUES:
-            raise ConfigError(f"{location}: aliases (*name) make too many values. Write the values out.")
-        if node.id != "scalar" and node.tag not in ("tag:yaml.org,2002:map", "tag:yaml.org,2002:seq"):
-            raise _unknown_tag(node, location)
-        if node.id == "sequence":
-            return [self.value(entry, (*key, number)) for number, entry in enumerate(node.value)]
-        if node.id == "scalar":
-            return self._scalar(node, location)
-        values: dict[Any, Any] = {}
-        for name, (name_node, value_node) in self._entries(node).items():
-            self._locations[*key, name] = self._location(name_node)
-            values[name] = self.value(value_node, (*key, name))
-        return values
-
-    def _entries(self, node: Any) -> dict[Any, tuple[Any, Any]]:
-        """Return the nodes of a mapping by name; they override those that `<<` merges into it."""
-        if id(node) in self._entries_by_node:
-            entries = self._entries_by_node[id(node)]
-            if entries is None:
-                raise ConfigError(f"{self._location(node)}: a mapping merges itself (<<). Write the values out.")
-            return entries
-        self._entries_by_node[id(node)] = None
-        explicit: dict[Any, tuple[Any, Any]] = {}
-        merged: dict[Any, tuple[Any, Any]] = {}
-        for name_node, value_node in node.value:
-            location = self._location(name_node)
-            name = self._scalar(name_node, location) if name_node.id == "scalar" else None
-            if name is None:
-                raise ConfigError(f"{location}: a key must be a name or a number.")
-            if name in explicit:
-                raise ConfigError(
-                    f"{location}: {name!r} is here a second time; the first is in line "
-                    f"{self._location(explicit[name][0]).line}. Leave one out."
-                )
-            explicit[name] = name_node, value_node
-            if name_node.tag == _MERGE:
-                for source in value_node.value if value_node.id == "sequence" else [value_node]:
-                    if source.id != "mapping":
-                        raise ConfigError(f"{self._location(value_node)}: `<<` takes a mapping, or a list of mappings.")
-                    merged = self._entries(source) | merged
-        entries = merged | {name: pair for name, pair in explicit.items() if pair[0].tag != _MERGE}
-        self._entries_by_node[id(node)] = entries
-        return entries
-
-    def _location(self, node: Any) -> SourceLocation:
-        return SourceLocation(self._source, node.start_mark.line + 1)
-
-    def _scalar(self, node: Any, location: SourceLocation) -> Any:
-        text, kind = node.value, node.tag.removeprefix("tag:yaml.org,2002:")
-        if kind in ("str", "merge"):
-            return text
-        if kind not in ("null", "bool", "int", "float"):
-            raise _unknown_tag(node, location)
-        if kind == "int" and (len(text) > 25 or abs(int(text)) >= 2**64):
-            raise ConfigError(f"{location}: {text[:20]}... is too large: integers have at most 64 bits.")
-        return self._constructor.construct_object(node)
-
-
-def _unknown_tag(node: Any, location: SourceLocation) -> ConfigError:
-    return ConfigError(f"{location}: the tag {node.tag!r} is not known. Only plain values are read.")
 
 
 def _merge(below: Any, above: Any) -> Any:

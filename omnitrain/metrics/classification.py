@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
@@ -413,41 +412,12 @@ class RankedScores(StoredRows):
         return float(function(labels, scores))
 
 
-class TextPairs:
-    """Counts pairs of texts, for labels and predictions that are strings."""
-
-    def __init__(self) -> None:
-        self._pairs: Counter[tuple[str, str]] = Counter()
-
-    def update(self, predicted: Sequence[str], labels: Sequence[str]) -> None:
-        """Take in one batch."""
-        self._pairs.update(zip(map(str, labels), map(str, predicted), strict=True))
-
-    def state(self) -> dict[str, Any]:
-        """Return what another process needs to merge."""
-        return {"pairs": dict(self._pairs)}
-
-    def merge(self, state: Mapping[str, Any]) -> None:
-        """Take in the state of another process."""
-        self._pairs.update(state["pairs"])
-
-    @property
-    def is_empty(self) -> bool:
-        """Whether there was no text."""
-        return not self._pairs
-
-    def compute(self, name: str, kind: str) -> float | None:
-        """Return the result, or None if there was nothing to score."""
-        function, options = sklearn_function(kind)
-        if not function or options.get("average") == "binary":
-            also = f" Use '{name}_macro', '{name}_micro' or '{name}_weighted'." if function else ""
-            raise DataError(f"{name!r} has no value for labels that are text.{also}")
-        if kind in FROM_HITS:
-            hits = sum(count for (true, predicted), count in self._pairs.items() if true == predicted)
-            return FROM_HITS[kind](hits, self._pairs.total())
-        from sklearn import metrics
-
-        pairs = sorted(self._pairs)
-        true, predicted = zip(*pairs, strict=True)
-        weights = [self._pairs[pair] for pair in pairs]
-        return float(getattr(metrics, function)(list(true), list(predicted), sample_weight=weights, **options))
+def score_texts(name: str, kind: str, pairs: Mapping[tuple[str, str], int]) -> float:
+    """Return a metric of labels and predictions that are texts, from the number of each pair."""
+    function, options = sklearn_function(kind)
+    if not function or options.get("average") == "binary":
+        also = f" Use '{name}_macro', '{name}_micro' or '{name}_weighted'." if function else ""
+        raise DataError(f"{name!r} has no value for labels that are text.{also}")
+    distinct = sorted(pairs)
+    true, predicted = map(np.array, zip(*distinct, strict=True))
+    return _score(kind, true, predicted, np.array([pairs[pair] for pair in distinct]))

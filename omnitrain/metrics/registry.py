@@ -9,6 +9,7 @@ import importlib.util
 import logging
 import math
 import re
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -23,8 +24,8 @@ from omnitrain.metrics.classification import (
     CrossEntropySums,
     PairCounts,
     RankedScores,
-    TextPairs,
     TopHits,
+    score_texts,
     sklearn_function,
 )
 from omnitrain.metrics.inputs import IGNORED, Batch, Layout, Scores, Statistic, main_output
@@ -88,16 +89,20 @@ def _look_up(name: str) -> _RegisteredMetric:
     if match := re.fullmatch(r"top([1-9]\d*)_accuracy", name):
         return _RegisteredMetric(TopHits, match[1], 1, higher_is_better=True)
     plain = name.removeprefix("neg_")
-    kind = _ALIASES.get(plain, plain)
-    if plain == name and sklearn_function(kind)[0] and kind not in COUNTED:  # f2, f0.5_macro
-        _require_extra(name, PairCounts, kind)
-        return _RegisteredMetric(PairCounts, kind, 1, higher_is_better=True)
-    for statistic, kinds in _FAMILIES.items():
-        if kind in kinds and (plain == name or kind in _LOWER_IS_BETTER):
-            _require_extra(name, statistic, kind)
-            return _RegisteredMetric(
-                statistic, kind, 1 if plain == name else -1, plain != name or kind not in _LOWER_IS_BETTER
-            )
+    kind, is_negated = _ALIASES.get(plain, plain), plain != name
+    families = [statistic for statistic, kinds in _FAMILIES.items() if kind in kinds]
+    if not families and not is_negated and sklearn_function(kind)[0]:  # f2, f0.5_macro
+        families = [PairCounts]
+    is_error = kind in _LOWER_IS_BETTER
+    if families and (is_error or not is_negated):
+        statistic, package = families[0], ""
+        if statistic is RankedScores or (statistic is PairCounts and kind not in FROM_HITS):
+            package = "scikit-learn"
+        elif statistic is Pairs and kind != "medae":
+            package = "scipy"  # which scikit-learn brings along
+        if package and importlib.util.find_spec(package.replace("scikit-learn", "sklearn")) is None:
+            raise MissingExtraError(f"The metric {name!r}", package, "metrics")
+        return _RegisteredMetric(statistic, kind, -1 if is_negated else 1, is_negated or not is_error)
     kinds = [kind for kinds in _FAMILIES.values() for kind in kinds]
     near = " Say which, such as 'f2' or 'f0.5_macro'." if "fbeta" in name or "f_beta" in name else ""
     raise ConfigError(
@@ -106,18 +111,6 @@ def _look_up(name: str) -> _RegisteredMetric:
         "and neg_ before an error or a loss, work too. For any other metric pass a function f(y_true, y_pred) or a "
         "torchmetrics metric."
     )
-
-
-def _require_extra(name: str, statistic: type[Statistic], kind: str) -> None:
-    """Raise MissingExtraError if a metric is not computed here and the package that computes it is not installed."""
-    if statistic is RankedScores or (statistic is PairCounts and kind not in FROM_HITS):
-        module, package = "sklearn", "scikit-learn"
-    elif statistic is Pairs and kind != "medae":
-        module = package = "scipy"  # which scikit-learn brings along
-    else:
-        return
-    if importlib.util.find_spec(module) is None:
-        raise MissingExtraError(f"The metric {name!r}", package, "metrics")
 
 
 # Scores in a batch from which on it is read by itself.
@@ -146,7 +139,7 @@ class NamedMetrics:
     def reset(self) -> None:
         """Forget all batches."""
         self._layout = Layout(scores=self._scores)
-        self._texts = TextPairs()
+        self._texts: Counter[tuple[str, str]] = Counter()
         self._waiting: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._waiting_kind: Any = None
         self._waiting_size = 0
@@ -159,7 +152,7 @@ class NamedMetrics:
         """Take in one batch, on its own device."""
         outputs = main_output(outputs) if not _is_text(outputs) else outputs
         if _is_text(outputs) and _is_text(labels):
-            self._texts.update(outputs, labels)
+            self._texts.update(zip(labels, outputs, strict=True))
             return
         if not isinstance(outputs, torch.Tensor) or not isinstance(labels, torch.Tensor):
             raise DataError(
@@ -208,7 +201,7 @@ class NamedMetrics:
             "statistics": [statistic.state() for statistic in self._statistics.values()],
             "layout": (layout.dim, layout.classes, layout.columns),
             "counts": {name: int(getattr(layout, name)) for name in Layout.COUNTS},
-            "texts": self._texts.state(),
+            "texts": dict(self._texts),
         }
 
     def merge(self, state: Mapping[str, Any]) -> None:
@@ -225,16 +218,16 @@ class NamedMetrics:
         layout.dim, layout.classes = layout.dim or dim, layout.classes or classes
         layout.columns = layout.columns or columns
         layout.add(**state["counts"])
-        self._texts.merge(state["texts"])
+        self._texts.update(state["texts"])
         for statistic, other in zip(self._statistics.values(), state["statistics"], strict=True):
             statistic.merge(other)
 
     def compute(self) -> dict[str, float | None]:
         """Return the results, None for a name that had nothing to score."""
         self._flush()
-        if not self._texts.is_empty:
-            values = {name: self._texts.compute(name, metric.kind) for name, metric in self._metrics.items()}
-            return {name: None if value is None else self._metrics[name].sign * value for name, value in values.items()}
+        if self._texts:
+            metrics = self._metrics.items()
+            return {name: metric.sign * score_texts(name, metric.kind, self._texts) for name, metric in metrics}
         layout = self._layout
         if outside := int(layout.outside):
             expected = f"0..{(layout.classes or 0) - 1}, though the model gives {layout.classes} class scores"
@@ -250,13 +243,12 @@ class NamedMetrics:
         results: dict[str, float | None] = {}
         for name, metric in self._metrics.items():
             is_of_classes = metric.statistic in (PairCounts, TopHits)
-            value = math.nan if has_nan and is_of_classes else self._compute(metric)
+            value = math.nan
+            if not (has_nan and is_of_classes):
+                value = self._statistics[metric.statistic].compute(metric.kind, layout)
             results[name] = None if value is None else metric.sign * value
         self._warn_score_interpretation({metric.statistic for metric in self._metrics.values()})
         return results
-
-    def _compute(self, metric: _RegisteredMetric) -> float | None:
-        return self._statistics[metric.statistic].compute(metric.kind, self._layout)
 
     def _warn_score_interpretation(self, used: set[type[Statistic]]) -> None:
         """Warn once how scores were interpreted, if only their values could decide."""

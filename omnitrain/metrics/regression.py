@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -14,58 +13,39 @@ from omnitrain.core.errors import DataError
 from omnitrain.metrics.inputs import Batch, Layout, Statistic, StoredRows, differ_by_unit_dim, on_wide_device
 
 
-@dataclass(slots=True)
-class _Moments:
-    """Float64 moments per column of labels, predictions and errors (the three rows of `mean` and `spread`)."""
+def _moments(true: torch.Tensor, predicted: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Return float64 moments per column; `mean` and `spread` have rows for labels, predictions and errors."""
+    valid = ~true.isnan()
+    true, predicted = true.where(valid, 0), predicted.where(valid, 0)
+    error = true - predicted
+    rows = torch.stack([true, predicted, error])
+    count = valid.sum(0).double()  # divided as integers, counts would give float32
+    mean = rows.sum(1) / count.clamp(min=1)
+    away = (rows - mean.unsqueeze(1)).where(valid, 0)
+    absolute = error.abs()
+    return {
+        "count": count,
+        "mean": mean,
+        "spread": away.square().sum(1),  # squared distances from the mean
+        "joint": (away[0] * away[1]).sum(0),  # products of the distances of labels and predictions
+        "absolute": absolute.sum(0),
+        "relative": (absolute / true.abs().clamp(min=torch.finfo(torch.float64).eps)).sum(0),
+        "largest": absolute.amax(0),
+        "logarithmic": (true.log1p() - predicted.log1p()).square().sum(0),  # differences of log(1 + value)
+    }
 
-    count: torch.Tensor
-    mean: torch.Tensor
-    spread: torch.Tensor
-    """Sum of squared distances from the mean."""
-    joint: torch.Tensor
-    """Sum of products of the distances of labels and predictions."""
-    absolute: torch.Tensor
-    relative: torch.Tensor
-    largest: torch.Tensor
-    logarithmic: torch.Tensor
-    """Sum of squared differences of log(1 + value)."""
 
-    @classmethod
-    def of(cls, true: torch.Tensor, predicted: torch.Tensor) -> _Moments:
-        valid = ~true.isnan()
-        true, predicted = true.where(valid, 0), predicted.where(valid, 0)
-        error = true - predicted
-        rows = torch.stack([true, predicted, error])
-        count = valid.sum(0).double()  # divided as integers, counts would give float32
-        mean = rows.sum(1) / count.clamp(min=1)
-        away = (rows - mean.unsqueeze(1)).where(valid, 0)
-        absolute = error.abs()
-        return cls(
-            count=count,
-            mean=mean,
-            spread=away.square().sum(1),
-            joint=(away[0] * away[1]).sum(0),
-            absolute=absolute.sum(0),
-            relative=(absolute / true.abs().clamp(min=torch.finfo(torch.float64).eps)).sum(0),
-            largest=absolute.amax(0),
-            logarithmic=(true.log1p() - predicted.log1p()).square().sum(0),
-        )
-
-    def __add__(self, other: _Moments) -> _Moments:
-        """Join two sets by the update of Chan, Golub and LeVeque (1979), which keeps precision with large means."""
-        count = self.count + other.count
-        shift, share = other.mean - self.mean, other.count / count.clamp(min=1)
-        lever = self.count * share
-        return _Moments(
-            count=count,
-            mean=self.mean + shift * share,
-            spread=self.spread + other.spread + shift.square() * lever,
-            joint=self.joint + other.joint + shift[0] * shift[1] * lever,
-            absolute=self.absolute + other.absolute,
-            relative=self.relative + other.relative,
-            largest=torch.maximum(self.largest, other.largest),
-            logarithmic=self.logarithmic + other.logarithmic,
-        )
+def _join(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Join two sets by the update of Chan, Golub and LeVeque (1979), which keeps precision with large means."""
+    joined = {name: a[name] + b[name] for name in a}
+    shift, share = b["mean"] - a["mean"], b["count"] / joined["count"].clamp(min=1)
+    lever = a["count"] * share
+    return joined | {
+        "mean": a["mean"] + shift * share,
+        "spread": joined["spread"] + shift.square() * lever,
+        "joint": joined["joint"] + shift[0] * shift[1] * lever,
+        "largest": torch.maximum(a["largest"], b["largest"]),
+    }
 
 
 def _columns(batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
@@ -83,29 +63,27 @@ class Moments(Statistic):
 
     def __init__(self, kind_by_name: Mapping[str, str]) -> None:
         super().__init__(kind_by_name)
-        self._total: _Moments | None = None
+        self._total: dict[str, torch.Tensor] = {}
 
     def update(self, batch: Batch) -> None:
-        self._add(_Moments.of(*_columns(batch)), batch)
+        self._add(_moments(*_columns(batch)), batch)
 
-    def _add(self, new: _Moments, batch: Batch | None = None) -> None:
-        if self._total is None:
+    def _add(self, new: dict[str, torch.Tensor], batch: Batch | None = None) -> None:
+        if not self._total:
             self._total = new
             return
-        if new.count.shape != self._total.count.shape:
-            columns = f"rows of {len(self._total.count)} values, as in the batches before"
+        if new["count"].shape != self._total["count"].shape:
+            columns = f"rows of {len(self._total['count'])} values, as in the batches before"
             raise batch.shape_error(columns) if batch else DataError(f"Expected {columns}.")
-        self._total = self._total + new
+        self._total = _join(self._total, new)
 
     def state(self) -> dict[str, Any]:
-        if self._total is None:
-            return {}
-        return {name: getattr(self._total, name).cpu().numpy() for name in _Moments.__slots__}
+        return {name: moments.cpu().numpy() for name, moments in self._total.items()}
 
     def merge(self, state: Mapping[str, Any]) -> None:
         if state:
-            device = self._total.count.device if self._total else None
-            self._add(_Moments(**{name: torch.from_numpy(array).to(device) for name, array in state.items()}))
+            device = self._total["count"].device if self._total else None
+            self._add({name: torch.from_numpy(array).to(device) for name, array in state.items()})
 
     def compute(self, kind: str, layout: Layout) -> float | None:
         state = self.state()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import logging
 import numbers
@@ -431,12 +432,9 @@ class _Torchmetrics:
         """Return the names of the results of a metric without data, if it gives any."""
         if any(getattr(leaf, "multioutput", None) == "raw_values" for leaf in self._leaves(self._metric)):
             return None  # one value for each output column, of a number not known yet
-        try:
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")
-                return list(self._flatten(self._metric.clone().compute())) or None
-        except Exception:  # many metrics cannot compute without data, and raise various errors
-            return None
+        with warnings.catch_warnings(), contextlib.suppress(Exception):  # many cannot compute without data
+            warnings.simplefilter("ignore")
+            return list(self._flatten(self._metric.clone().compute())) or None
 
     def _flatten(self, result: Any) -> dict[str, float]:
         flat: dict[str, float] = {}

@@ -68,7 +68,7 @@ def test_yaml_anchors_and_merge_keys(tmp_path: Path) -> None:
     ("a: &x [1, *x]\n", 1, "contains itself"),
     ("b: 1\na: {<<: x}\n", 2, "`<<` takes a mapping"),
     ("b: 1\na: {<<: [{c: 1}, 2]}\n", 2, "`<<` takes a mapping"),
-    ("b: 1\na: &x\n  <<: *x\n", 2, "merges itself"),
+    ("b: 1\na: &x\n  <<: *x\n", 2, "contains itself"),
     ("? [1, 2]\n: 3\n", 1, "a key must be a name or a number"),
     ("a: 1\n---\nb: 2\n", 2, "found another document"),
 ])  # fmt: skip
@@ -89,14 +89,12 @@ def test_yaml_rejects_empty_and_unreadable_files(tmp_path: Path) -> None:
             read(tmp_path / name)
 
 
-def test_yaml_aliases_and_merges_that_multiply(tmp_path: Path) -> None:
-    """Aliases are rejected if they are too many; merges take no time."""
-    lines = ["a0: &a0 [x, x, x, x, x, x, x, x, x, x]"]
-    lines += [f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 10)}]" for n in range(1, 9)]
-    with pytest.raises(ConfigError, match="too many"):
-        read(written(tmp_path, "\n".join(lines)))
-    lines = ["a0: &a0 {q: 1}", *(f"a{n}: &a{n} {{<<: [{', '.join([f'*a{n - 1}'] * 4)}]}}" for n in range(1, 40))]
-    assert resolved(tmp_path, "\n".join(lines))["a39"] == {"q": 1}
+def test_yaml_rejects_aliases_and_merges_that_multiply(tmp_path: Path) -> None:
+    for first, entry in (("[x, x, x, x, x, x, x, x, x, x]", "[{}]"), ("{q: 1}", "{{<<: [{}]}}")):
+        lines = [f"a0: &a0 {first}"]
+        lines += [f"a{n}: &a{n} {entry.format(', '.join([f'*a{n - 1}'] * 10))}" for n in range(1, 40)]
+        with pytest.raises(ConfigError, match="too many"):
+            read(written(tmp_path, "\n".join(lines)))
 
 
 def test_yaml_rejects_deep_nesting_and_huge_integers(tmp_path: Path) -> None:
