@@ -119,15 +119,17 @@ class ResultView:
             MissingExtraError: matplotlib is not installed.
         """
         figure = self._figure()
-        return figure if path is None else save_figure(figure, path)
+        if path is None:
+            return figure
+        path = ensure_folder(path)
+        figure.savefig(path, format=path.suffix[1:] or "png")
+        return path
 
 
-def create_figure(caller: str, height: float) -> Any:
-    """Return an empty figure of matplotlib, made without pyplot, whose global state belongs to the user.
+def create_panels(caller: str, count: int, has_one_axis: bool = True) -> tuple[Any, list[Any]]:
+    """Return a figure of matplotlib, and its panels from top to bottom, which have one x axis or one each.
 
-    Args:
-        caller: What draws, for the error.
-        height: In inches.
+    It is made without pyplot, whose global state belongs to the user.
 
     Raises:
         MissingExtraError: matplotlib is not installed.
@@ -135,7 +137,7 @@ def create_figure(caller: str, height: float) -> Any:
     try:
         from matplotlib.figure import Figure
     except ImportError as error:
-        raise MissingExtraError(caller, "matplotlib", "plot") from error
+        raise MissingExtraError(f"{caller}.plot", "matplotlib", "plot") from error
 
     class ShownFigure(Figure):
         def _repr_png_(self) -> bytes:
@@ -144,12 +146,7 @@ def create_figure(caller: str, height: float) -> Any:
             self.savefig(image, format="png")
             return image.getvalue()
 
-    return ShownFigure(figsize=(7.2, height), layout="constrained")
-
-
-def create_panels(caller: str, count: int, has_one_axis: bool = True) -> tuple[Any, list[Any]]:
-    """Return a figure of matplotlib, and its panels from top to bottom, which have one x axis or one each."""
-    figure = create_figure(f"{caller}.plot", 2.8 * count + 0.4)
+    figure = ShownFigure(figsize=(7.2, 2.8 * count + 0.4), layout="constrained")
     panels = list(figure.subplots(count, squeeze=False, sharex=has_one_axis)[:, 0])
     for axes in panels:
         axes.grid(alpha=0.3)
@@ -160,13 +157,6 @@ def draw_curve(axes: Any, points: Sequence[tuple[float, float]], label: str, **s
     """Draw points as a line, with dots if they are few; return the line, if there are points."""
     style = {"marker": "." if len(points) < 100 else None, **style}
     return list(axes.plot(*zip(*points, strict=True), label=label, **style)) if points else []
-
-
-def save_figure(figure: Any, path: str | os.PathLike[str]) -> Path:
-    """Write a figure in the format of the path's suffix, PNG by default; return the path."""
-    path = ensure_folder(path)
-    figure.savefig(path, format=path.suffix[1:] or "png")
-    return path
 
 
 def ensure_folder(path: str | os.PathLike[str]) -> Path:

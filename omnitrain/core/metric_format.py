@@ -102,12 +102,10 @@ def format_title(name: str) -> str:
     >>> format_title("eval_cer"), format_title("eval_accuracy")
     ('eval CER (%)', 'eval_accuracy')
     """
+    descriptor, bare = get_descriptor(name), bare_name(name)
     if not is_described(name):
         return name
-    descriptor, bare = get_descriptor(name), bare_name(name)
-    title = f"{name.removesuffix(bare)}{bare}" if not descriptor.title else (
-        f"{name.removesuffix(bare).replace('_', ' ')}{descriptor.title}"
-    )  # fmt: skip
+    title = f"{name.removesuffix(bare).replace('_', ' ')}{descriptor.title}" if descriptor.title else name
     return f"{title} ({descriptor.unit})" if descriptor.unit else title
 
 

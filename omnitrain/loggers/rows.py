@@ -203,7 +203,11 @@ class CsvLogger(RowFile):
         values = {" ".join(name.splitlines()): value for name, value in row.items()}  # each line of the file is a row
         if not {*values} <= {*self._columns}:
             self._add_columns(values)
-        return _join_cells([_format_cell(values.get(name, "")) for name in self._columns])
+        cells = (values.get(name, "") for name in self._columns)
+        return _join_cells([
+            cell if isinstance(cell, str) else str(int(cell)) if isinstance(cell, int) else repr(float(cell))
+            for cell in cells
+        ])  # fmt: skip
 
     def _add_columns(self, names: Mapping[str, Any]) -> None:
         """Replace the file by one that has these columns too."""
@@ -236,9 +240,3 @@ def _join_cells(cells: list[str]) -> bytes:
     text = io.StringIO()
     csv.writer(text, lineterminator="\n").writerow(cells)
     return text.getvalue().encode()
-
-
-def _format_cell(value: Any) -> str:
-    if isinstance(value, str):
-        return value
-    return str(int(value)) if isinstance(value, int) else repr(float(value))

@@ -15,9 +15,7 @@ from omnitrain.arguments import Settings
 from omnitrain.callbacks.early_stopping import EarlyStopping
 from omnitrain.core.duration import Duration
 from omnitrain.core.events import TrainerLike
-from omnitrain.core.history import MetricsDict
 from omnitrain.core.metric_format import format_metric
-from omnitrain.core.objective import Objective
 
 _REASONS = {
     "epochs": "all epochs are done",
@@ -60,7 +58,13 @@ def closing(trainer: TrainerLike, error: BaseException | None = None) -> str:
     else:
         reason = _REASONS.get(trainer.stop_reason, trainer.stop_reason or "the end")
     parts = [f"{reason} at step {progress.step}, epoch {progress.epochs:.2f}, after {clock(progress.seconds)}"]
-    parts += _best_line(trainer.metrics, trainer.objective)
+    metrics, best = trainer.metrics, trainer.metrics["best_valid"]
+    if best and "best_step" in metrics:
+        key, place = (
+            trainer.objective.key(best),
+            f", {metrics['best_checkpoint']}" if "best_checkpoint" in metrics else "",
+        )
+        parts.append(f"best: {format_metric(key, best[key])} at step {metrics['best_step']}{place}")
     saved = lifecycle.saved_path or lifecycle.resumed_from
     keeps_all = not trainer.settings.save_only_model
     if saved is not None:
@@ -100,13 +104,11 @@ def _model_line(trainer: TrainerLike, config: dict[str, Any]) -> str:
         full_size = getattr(parameter, "ds_numel", None)  # ZeRO 3 of DeepSpeed leaves an empty tensor
         counts[not parameter.requires_grad] += parameter.numel() if full_size is None else int(full_size)
     split = f"{counts[0]:,} trained, {counts[1]:,} frozen" if counts[1] else "all trained"
-    words = [_device(trainer.device), *([f"{trainer.world_size} processes"] if trainer.world_size > 1 else [])]
+    device, name = trainer.device, str(trainer.device)
+    words = [f"{name} ({torch.cuda.get_device_name(device)})" if device.type == "cuda" else name]
+    words += [f"{trainer.world_size} processes"] if trainer.world_size > 1 else []
     words.append(str(config["autocast"]))
     return f"model  {_base_name(config['model'])}, {sum(counts):,} parameters, {split}; {', '.join(words)}"
-
-
-def _device(device: torch.device) -> str:
-    return f"{device} ({torch.cuda.get_device_name(device)})" if device.type == "cuda" else str(device)
 
 
 def _length_line(trainer: TrainerLike, config: dict[str, Any]) -> str:
@@ -146,27 +148,14 @@ def _files_line(trainer: TrainerLike, config: dict[str, Any], is_start: bool) ->
         text += f"; resumed from {lifecycle.resumed_from.name} at step {step}"
     elif step:
         text += f"; continues at step {step}"
-    elif lifecycle.trained_before:
-        text += (
-            f"; starts again from the weights of {lifecycle.trained_before} steps; train(more=...) continues instead"
-        )
+    elif steps := lifecycle.trained_before:
+        text += f"; starts again from the weights of {steps} steps; train(more=...) continues instead"
     return f"save   {text}"
 
 
 def _format_duration(duration: Duration) -> str:
     unit = {"ep": "epoch", "ba": "step"}.get(duration.unit)
     return f"{duration.value:,} {unit}{'' if duration.value == 1 else 's'}" if unit else str(duration)
-
-
-def _best_line(metrics: MetricsDict, objective: Objective) -> list[str]:
-    best = metrics["best_valid"]
-    if not best or "best_step" not in metrics:
-        return []
-    key = objective.key(best)
-    words = f"best: {format_metric(key, best[key])} at step {metrics['best_step']}"
-    if "best_checkpoint" in metrics:
-        words += f", {metrics['best_checkpoint']}"
-    return [words]
 
 
 def _base_name(name: str) -> str:

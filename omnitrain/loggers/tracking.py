@@ -11,6 +11,7 @@ import logging
 import math
 import time
 from collections.abc import Iterator, Mapping
+from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -88,7 +89,14 @@ class Tracking(RowLogger):
         self._user_tracker: Any = None if isinstance(tracker, str) else tracker
         if self._user_tracker is not None and options:
             raise ConfigError(f"Tracking takes no options with a tracker, got {options}. Pass them to the tracker.")
-        self.name: str = tracker if isinstance(tracker, str) else _tracker_name(tracker)
+        if not isinstance(tracker, str) and not isinstance(
+            tracker, import_module("accelerate.tracking").GeneralTracker
+        ):
+            raise ConfigError(
+                "Tracking takes a name or an object of a subclass of accelerate.tracking.GeneralTracker, got "
+                f"{tracker!r}. Define such a class with `start`, `log` and `finish`."
+            )
+        self.name: str = tracker if isinstance(tracker, str) else str(getattr(tracker, "name", type(tracker).__name__))
         self.project = project
         self.options = options
         self.purge_step: int | None = None
@@ -149,9 +157,23 @@ class Tracking(RowLogger):
             return
         is_new = self._run_id is None and self._state is None and not self._has_opened
         with _isolated_state():
-            tracker = self._user_tracker or self._service.find_open_run() or self._create_tracker(trainer)
-            if self._user_tracker is not None:
-                self._restore_tracker(self._user_tracker)
+            resume, tracker = self._service.resume_options(self._run_id), self._user_tracker
+            if tracker is None:
+                tracker = self._service.find_open_run()
+            elif self._state is not None and hasattr(tracker, "load_state_dict"):
+                tracker.load_state_dict(self._state)
+            if tracker is None:
+                folder = Path(trainer.save_dir or "runs")
+                options = self._service.options(self, trainer, folder) | resume | self.options
+                if self._class.requires_logging_directory and "logging_dir" not in options:
+                    options["logging_dir"] = str(folder)
+                tracker = self._class(options.pop("run_name", self.project), **options)
+            elif tracker is self._user_tracker and self._run_id is not None:
+                for name, value in resume.items():
+                    if hasattr(tracker, name):
+                        setattr(tracker, name, value)
+                    else:
+                        tracker.init_kwargs[name] = value
             tracker.main_process_only = False  # only the main process calls it
             if hasattr(tracker, "start"):  # before accelerate 1.9 the constructor opens the run
                 tracker.start()
@@ -159,25 +181,6 @@ class Tracking(RowLogger):
             if is_new:
                 self._service.describe_run(tracker, trainer)
             self._tracker, self._has_opened = tracker, True
-
-    def _create_tracker(self, trainer: TrainerLike) -> Any:
-        """Return accelerate's tracker, not yet started."""
-        folder = Path(trainer.save_dir or "runs")
-        options = self._service.options(self, trainer, folder) | self._service.resume_options(self._run_id)
-        options |= self.options
-        if self._class.requires_logging_directory and "logging_dir" not in options:
-            options["logging_dir"] = str(folder)
-        return self._class(options.pop("run_name", self.project), **options)
-
-    def _restore_tracker(self, tracker: Any) -> None:
-        """Let a tracker of the user resume the run of the checkpoint."""
-        if self._state is not None and hasattr(tracker, "load_state_dict"):
-            tracker.load_state_dict(self._state)
-        for name, value in self._service.resume_options(self._run_id).items() if self._run_id is not None else ():
-            if hasattr(tracker, name):
-                setattr(tracker, name, value)
-            else:
-                tracker.init_kwargs[name] = value
 
     def _close(self) -> None:
         tracker, self._tracker = self._tracker, None
@@ -211,25 +214,19 @@ class Tracking(RowLogger):
             return
         self._record_sent(row)
         with _isolated_state():
-            if row.kind == "report":
-                self._send_report(row)
-                return
-            values = dashboard_names(sort_for_display(row.values), row.kind)
-            scalars = {name.replace("/", self._service.separator, 1): float(value) for name, value in values.items()}
+            values: dict[str, Any] = {}
+            if row.kind != "report":
+                names = dashboard_names(sort_for_display(row.values), row.kind).items()
+                values = {name.replace("/", self._service.separator, 1): float(value) for name, value in names}
+            for name, value in row.values.items() if row.kind == "report" else ():
+                if isinstance(value, str):
+                    self._service.log_text(self._tracker, name, value, row.step)
+                elif not self._service.log_histogram(self._tracker, name, value, row.step):
+                    values |= histogram_stats(name, value)
             if row.kind == "test":
-                self._service.log_test(self._tracker, scalars, row.step)
-            else:
-                self._tracker.log(scalars, step=row.step)
-
-    def _send_report(self, row: LogRow) -> None:
-        numbers: dict[str, Any] = {}
-        for name, value in row.values.items():
-            if isinstance(value, str):
-                self._service.log_text(self._tracker, name, value, row.step)
-            elif not self._service.log_histogram(self._tracker, name, value, row.step):
-                numbers |= histogram_stats(name, value)
-        if numbers:
-            self._tracker.log(numbers, step=row.step)
+                self._service.log_test(self._tracker, values, row.step)
+            elif values:
+                self._tracker.log(values, step=row.step)
 
     def _record_sent(self, row: LogRow) -> None:
         """Note that a row is sent, before it is: a kill in between loses the row, which is better than a duplicate."""
@@ -316,17 +313,6 @@ def _tracker_class(name: str) -> Any:
     if name not in classes:
         raise MissingExtraError(f"Tracking({name!r})", "'accelerate>=1.12'")
     return classes[name]
-
-
-def _tracker_name(tracker: Any) -> str:
-    from accelerate.tracking import GeneralTracker
-
-    if not isinstance(tracker, GeneralTracker):
-        raise ConfigError(
-            "Tracking takes a name or an object of a subclass of accelerate.tracking.GeneralTracker, got "
-            f"{tracker!r}. Define such a class with `start`, `log` and `finish`."
-        )
-    return str(getattr(tracker, "name", type(tracker).__name__))
 
 
 @contextlib.contextmanager

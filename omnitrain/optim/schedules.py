@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, fields
 from fractions import Fraction
 from typing import Any, ClassVar, Literal, NamedTuple
 
-from omnitrain.core.display import ResultView, Table, create_figure
+from omnitrain.core.display import ResultView, Table, create_panels
 from omnitrain.core.duration import Duration, Limits
 from omnitrain.core.errors import ConfigError, check_number, did_you_mean
 from omnitrain.core.progress import Progress
@@ -728,13 +728,10 @@ class SchedulePreview(ResultView):
     _curve: tuple[list[float], list[float]] = field(repr=False, compare=False)
 
     def _figure(self) -> Any:
-        figure = create_figure("SchedulePreview.plot", 3.2)
-        axes = figure.subplots()
+        figure, (axes,) = create_panels("SchedulePreview", 1)
         axes.plot(*self._curve)
-        axes.set_xlabel(_COUNTED[self.unit])
-        axes.set_ylabel("learning rate")
+        axes.set(xlabel=_COUNTED[self.unit], ylabel="learning rate")
         axes.set_ylim(bottom=0)
-        axes.grid(alpha=0.3)
         return figure
 
     def _table(self) -> Table:

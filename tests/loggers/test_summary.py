@@ -1,17 +1,13 @@
-"""Console output of full runs: on every trainer, in a pipe, on terminals, after signals."""
+"""Console output of full runs: on every trainer, in a pipe, after signals."""
 
 from __future__ import annotations
 
 import contextlib
-import os
-import pty
 import re
 import signal
-import sys
 from pathlib import Path
 from typing import Any
 
-import programs
 import pytest
 import torch
 import torch.nn.functional as F
@@ -140,60 +136,3 @@ def test_progress_bar_in_callbacks_replaces_the_default_one(trainer_class: type,
     assert len([line for line in shown if line.startswith("end ")]) == 1
     with pytest.raises(ConfigError, match="has no effect with the ProgressBar in `callbacks`"):
         make(trainer_class, callbacks=[ProgressBar()], progress_bar=True)
-
-
-PROGRAM = """
-import fcntl, struct, sys, termios, time
-sys.path[:0] = {paths!r}
-import torch.nn.functional as F
-from recipes import rows, t16
-from omnitrain import Callback, Trainer
-
-class Slow(Callback):
-    def on_step_end(self, trainer):
-        time.sleep(0.01)
-        if trainer.progress.step == 12:
-            print("waits")
-            while not trainer.control.stop:  # until Ctrl-C
-                time.sleep(0.01)
-
-fcntl.ioctl(1, termios.TIOCSWINSZ, struct.pack("HHHH", 40, 80, 0, 0))
-Trainer(
-    t16(), rows(60), rows(8), loss_fn=F.mse_loss, batch_size=4, epochs=2, log_steps=5, eval_steps=10, device="cpu",
-    save_dir="run", callbacks=[Slow()], compute_metrics=["mae", "r2"],
-).train()
-"""
-
-
-@pytest.mark.processes
-def test_terminal_shows_a_run_that_ctrl_c_ends(tmp_path: Path) -> None:
-    master, slave = pty.openpty()
-    unset = {"COLUMNS", "LINES", "FORCE_COLOR", "NO_COLOR", "TTY_COMPATIBLE"}
-    environment = {name: value for name, value in os.environ.items() if name not in unset}
-    environment |= {"TERM": "xterm-256color"}
-    program, screen, has_pressed = PROGRAM.format(paths=sys.path), "", False
-    options = {"stdin": slave, "stdout": slave, "stderr": slave, "cwd": tmp_path, "env": environment}
-    with programs.started(sys.executable, "-c", program, **options) as process:
-        os.close(slave)
-        with contextlib.suppress(OSError):  # EIO: the program has ended
-            while chunk := os.read(master, 65536):
-                screen += chunk.decode()
-                if not has_pressed and "waits" in screen:
-                    has_pressed = True
-                    process.send_signal(signal.SIGINT)
-        os.close(master)
-        assert process.wait(programs.LIMIT) in (-signal.SIGINT, 128 + signal.SIGINT)
-    drawn = [line for line in re.split(r"[\r\n]", screen) if "\u2501\u2501\u2501" in line]
-    assert len({*drawn}) > 1  # it moves
-    text = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", screen.replace("\r\n", "\n"))
-    lines = [line.split("\r")[-1].rstrip() for line in text.split("\n")]  # of each what was drawn last
-    assert [line.split("  ")[0] for line in lines[:3]] == ["model", "train", "save"]
-    (evaluation,) = [line for line in lines if re.match(r"step \d+/30  epoch \S+  eval_loss", line)]
-    assert evaluation.startswith("step 10/30  ") and evaluation.endswith("(best)") and "eval_mae" in evaluation
-    (bar,) = [line for line in lines if re.match(r"step 12/30 [^ ]", line)]
-    assert len(bar) <= 80 and "\u2501" * 4 in bar and "loss" in bar and "left " in bar
-    assert any("SIGINT: finishing the current step" in line for line in lines)
-    (end,) = [line for line in lines if line.startswith("end  ")]
-    assert re.match(r"end    SIGINT at step 12, epoch 0\.\d\d, after \d:\d\d:\d\d; best: eval_loss", end)
-    assert re.search(r'; saved in run/checkpoint-12; continue: trainer\.train\(resume_from="auto"\)$', end)
-    assert "\x1b[?25h" in screen  # the cursor is visible again
