@@ -367,11 +367,7 @@ def _compile_patterns(patterns: str | Sequence[str], argument: str) -> list[re.P
 
 
 def _filter_matching(entries: Mapping[str, Any], patterns: Sequence[re.Pattern[str]], argument: str) -> dict[str, Any]:
-    """Return the entries whose names match a pattern.
-
-    Raises:
-        ConfigError: If a pattern matches no name.
-    """
+    """Return the entries whose names match a pattern; a pattern without any is an error."""
     for pattern in patterns:
         if not any(pattern.search(name) for name in entries):
             raise ConfigError(

@@ -168,11 +168,7 @@ def _check_name(name: str, where: str) -> None:
 
 
 def _accepted_arguments(name: str, function: Callable[..., Any]) -> tuple[str, ...]:
-    """Return the arguments that a function takes after the trainer, by parameter name or else by order.
-
-    Raises:
-        ConfigError: If it takes arguments that the hook does not have.
-    """
+    """Return the arguments that a function takes after the trainer, by parameter name or else by order."""
     arguments = _ARGUMENTS[name]
     try:
         parameters = list(inspect.signature(function).parameters.values())

@@ -7,8 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-import torch.nn.functional as F
-from recipes import Trace, rows, t16
+from recipes import Trace, rows, small_trainer, t16
 
 from omnitrain import Callback, ConfigError, Distributions, Histogram, Trainer
 
@@ -44,14 +43,9 @@ def logged_in_step_2(trace: Trace) -> tuple[dict[str, float], dict[str, Histogra
     return row, reports
 
 
-def trained(kind: Any, *callbacks: Callback, **options: Any) -> Any:
-    options = {"log_steps": 5, "gradient_accumulation_steps": 2, "progress_bar": False, **options}
-    trainer = kind(
-        t16(), rows(24), batch_size=4, epochs=1, loss_fn=F.mse_loss, learning_rate=0.01,
-        callbacks=callbacks, **options,
-    )  # fmt: skip
-    trainer.train()
-    return trainer
+def trained(kind: Any, *callbacks: Callback, **options: Any) -> None:
+    options = {"log_steps": 5, "gradient_accumulation_steps": 2, "learning_rate": 0.01, "epochs": 1, **options}
+    small_trainer(kind=kind, data=rows(24), callbacks=callbacks, **options).train()
 
 
 def test_statistics_and_histograms_equal_numpy(trainer_class: Any) -> None:
@@ -83,10 +77,8 @@ def test_activations_that_are_zero_in_a_full_step_are_dead() -> None:
     with torch.no_grad():
         model[0].bias[:4] = -100.0  # type: ignore[index]
     watch = Distributions(of="activations", every=2, modules="^1$", bins=8)
-    Trainer(
-        model, rows(16), batch_size=8, epochs=1, loss_fn=F.mse_loss, progress_bar=False, callbacks=[trace, watch],
-        learning_rate=1e-6, shuffle=False,
-    ).train()  # fmt: skip
+    options = {"batch_size": 8, "epochs": 1, "learning_rate": 1e-6, "shuffle": False}
+    small_trainer(model=model, callbacks=[trace, watch], **options).train()
     row, reports = logged_in_step_2(trace)
     output = torch.relu(model[0](rows(16).tensors[0][8:])).detach()  # type: ignore[index]
     dead = float((output == 0).all(0).double().mean())

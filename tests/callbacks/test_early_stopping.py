@@ -6,21 +6,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch.nn.functional as F
-from recipes import rows, t16
+from recipes import rows, small_trainer
 
-from omnitrain import EarlyStopping, Trainer
-
-
-def build(kind: Any = Trainer, **options: Any) -> Any:
-    """A trainer of one step and one evaluation in each of 5 epochs."""
-    device = {"device": "cpu"} if kind is Trainer else {}
-    options = {"epochs": 5, "progress_bar": False, **device, **options}
-    return kind(t16(), rows(8), rows(4), loss_fn=F.mse_loss, **options)
+from omnitrain import EarlyStopping
 
 
 def run(resume_from: Any = None, **options: Any) -> Any:
-    trainer = build(**options)
+    """Train for 5 epochs of one step and one evaluation."""
+    options = {"data": rows(8), "eval_dataset": rows(4), "batch_size": 8, "epochs": 5, **options}
+    trainer = small_trainer(**options)
     trainer.train(resume_from=resume_from)
     return trainer
 

@@ -11,9 +11,8 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from counting import Streamed
-from recipes import StopAt, Trace, rows, same, t16, weights
+from recipes import StopAt, Trace, rows, same, small_trainer, t16, weights
 from resuming import Cut, Killed
 from tiny import Tokens, llama
 
@@ -21,10 +20,8 @@ from omnitrain import EMA, Callback, ConfigError, Distributions, Periodic, Previ
 
 
 def trained(kind: Any = Trainer, *callbacks: Callback, resume: Any = None, **options: Any) -> Any:
-    options = {"epochs": 2, "log_steps": 2, "learning_rate": 0.01, **options}
-    trainer = kind(
-        t16(dropout=0.2), rows(24), batch_size=4, loss_fn=F.mse_loss, progress_bar=False, callbacks=callbacks, **options
-    )
+    options = {"log_steps": 2, "learning_rate": 0.01, **options}
+    trainer = small_trainer(kind=kind, model=t16(dropout=0.2), data=rows(24), callbacks=callbacks, **options)
     trainer.train(resume_from=resume)
     return trainer
 
@@ -69,11 +66,10 @@ def test_values_that_wait_for_a_row_are_resumed(trainer_class: Any, tmp_path: Pa
     """The end of a stream of unknown length comes after the row of its last step."""
 
     def train(callback: Callback, folder: str, resume: Any = None) -> list[dict[str, float]]:
-        listener, options = Trace(), {"epochs": 2, "log_steps": 2, "learning_rate": 0.01, "batch_size": 4}
-        trainer = trainer_class(
-            t16(), Streamed(rows(24)), loss_fn=F.mse_loss, progress_bar=False, save_dir=tmp_path / folder,
-            callbacks=[Periodic(last_step, "1ep"), listener, callback], **options,
-        )  # fmt: skip
+        listener = Trace()
+        callbacks = [Periodic(last_step, "1ep"), listener, callback]
+        data, options = Streamed(rows(24)), {"log_steps": 2, "save_dir": tmp_path / folder}
+        trainer = small_trainer(kind=trainer_class, data=data, callbacks=callbacks, **options)
         trainer.train(resume_from=resume)
         return [{name: row[name] for name in ("step", "last_step") if name in row} for row in listener.logs]
 

@@ -9,9 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
-from recipes import rows, same, t16, weights
-from torch import nn
+from recipes import rows, same, small_trainer, t16, weights
 
 from omnitrain import ConfigError, HookCallback, Trainer, TrainHook
 from omnitrain.core.events import Callback
@@ -26,12 +24,9 @@ CALLS = [
 ]  # fmt: skip
 
 
-def trainer_with(*callbacks: Callback, model: nn.Module | None = None, **options: Any) -> Trainer:
-    options = {"epochs": 1, "batch_size": 2, "gradient_accumulation_steps": 2, **options}
-    return Trainer(
-        model or t16(), rows(4), callbacks=callbacks, loss_fn=F.mse_loss, device="cpu", progress_bar=False,
-        learning_rate=0.05, **options,
-    )  # fmt: skip
+def trainer_with(*callbacks: Callback, **options: Any) -> Trainer:
+    options = {"epochs": 1, "batch_size": 2, "gradient_accumulation_steps": 2, "learning_rate": 0.05, **options}
+    return small_trainer(data=rows(4), callbacks=callbacks, **options)
 
 
 def writing(calls: list[tuple[Any, ...]], *names: str) -> dict[str, Any]:
