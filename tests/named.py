@@ -217,12 +217,3 @@ def fails() -> None:
 
 def slow() -> None:
     raise AssertionError("this was called by a check")
-
-
-class StopsAt(Callback):
-    def __init__(self, step: int) -> None:
-        self.step = step
-
-    def on_step_end(self, trainer: Any) -> None:
-        if trainer.progress.step == self.step:
-            trainer.stop("enough")

@@ -118,7 +118,13 @@ def show(path: Path) -> None:
         if file.endswith(".safetensors"):
             parts.setdefault(_SHARD.sub("", file), []).append(folder / file)
     for part, files in parts.items():
-        rows = list(_list_tensors(files))
+        tensors: dict[str, tuple[str, list[int]]] = {}
+        for path in files:  # whose blocks may be parts of tensors
+            for name, entry in read_header(path).entries.items():
+                ends = [begin + size for begin, size in zip(entry.corner, entry.shape, strict=True)]
+                known = tensors[name][1] if name in tensors else ends
+                tensors[name] = entry.dtype, list(entry.full_shape or map(max, zip(known, ends, strict=False)))
+        rows = [[name, dtype, str(shape)] for name, (dtype, shape) in tensors.items()]
         _print(f"\n{part}: {len(rows)} tensors{f' in {len(files)} files' if len(files) > 1 else ''}")
         _print_table("~tensor dtype shape", rows)
 
@@ -192,7 +198,10 @@ def export(path: Path, out: Path, merge: Path | bool = False, adapter: str | Non
         ConfigError: `out` exists and is not an empty folder, or there is nothing to merge, or something is missing.
     """
     folder, content = _resolve_checkpoint(path)
-    weights = _weight_names(folder, content)
+    parts = [WEIGHTS] if WEIGHTS in content["files"] else [name for name in content["files"] if _PART.fullmatch(name)]
+    if not parts:
+        raise CheckpointError(f"{str(folder)!r} has no {WEIGHTS!r} to export, only {', '.join(content['files'])}.")
+    weights = {name for part in parts for name in read_header(folder / part).entries}
     if out.is_symlink() or (out.exists() and not (out.is_dir() and not any(out.iterdir()))):
         raise ConfigError(f"{str(out)!r} already exists and is not overwritten. Give the path of a new folder.")
     if adapter is not None and not merge:
@@ -232,14 +241,6 @@ def export(path: Path, out: Path, merge: Path | bool = False, adapter: str | Non
         _print("The weights have the names that PEFT gives them inside: load them into a model with the same adapters.")
     elif names == [WEIGHTS]:
         _print("The model had no config, so there is none. safetensors.torch.load_file reads the weights.")
-
-
-def _weight_names(folder: Path, content: Mapping[str, Any]) -> set[str]:
-    """Return the names of a checkpoint's weights, in one file or many, without importing torch."""
-    files = [WEIGHTS] if WEIGHTS in content["files"] else [name for name in content["files"] if _PART.fullmatch(name)]
-    if not files:
-        raise CheckpointError(f"{str(folder)!r} has no {WEIGHTS!r} to export, only {', '.join(content['files'])}.")
-    return {name for file in files for name in read_header(folder / file).entries}
 
 
 def _weights(folder: Path, content: Mapping[str, Any]) -> TensorFile:
@@ -364,41 +365,23 @@ def _print_weight_differences(a: TensorFile, b: TensorFile, frozen: Sequence[Col
 
 def _largest_difference(a: torch.Tensor, b: torch.Tensor) -> float:
     """Return the largest absolute difference; NaN and NaN are equal here, and so are two equal infinities."""
+    import numpy as np
     import torch
 
     if a.dtype == b.dtype and torch.equal(a, b):
         return 0.0
-    if not any(tensor.is_floating_point() or tensor.is_complex() for tensor in (a, b)):
-        return _largest_integer_difference(a, b)
-    wide = torch.complex128 if a.is_complex() or b.is_complex() else torch.float64
-    a, b = a.to(wide), b.to(wide)
-    distance = (a - b).abs()
-    distance[(a == b) | (a.isnan() & b.isnan())] = 0
-    return float(distance.max()) if distance.numel() else 0.0
-
-
-def _largest_integer_difference(a: torch.Tensor, b: torch.Tensor) -> float:
-    """Return the largest absolute difference of integers, of which float64 does not have all."""
-    import numpy as np
-
-    arrays = a.numpy(), b.numpy()
-    first, second = (array.view(np.uint8) if array.dtype == bool else array for array in arrays)
-    distance: Any = np.maximum(first, second) - np.minimum(first, second)
-    if distance.dtype.kind == "i":
-        distance = distance.view(f"u{distance.itemsize}")  # which has the distance of any two
-    return float(distance.max(initial=0))
-
-
-def _list_tensors(files: list[Path]) -> Iterator[list[str]]:
-    """Yield name, dtype and full shape of each tensor in some files, without reading its values."""
-    entries: dict[str, tuple[str, list[int]]] = {}
-    for path in files:
-        for name, entry in read_header(path).entries.items():
-            ends = [begin + size for begin, size in zip(entry.corner, entry.shape, strict=True)]
-            known = entries[name][1] if name in entries else ends
-            entries[name] = entry.dtype, list(entry.full_shape or map(max, zip(known, ends, strict=False)))
-    for name, (dtype, shape) in entries.items():
-        yield [name, dtype, str(shape)]
+    if any(tensor.is_floating_point() or tensor.is_complex() for tensor in (a, b)):
+        wide = torch.complex128 if a.is_complex() or b.is_complex() else torch.float64
+        a, b = a.to(wide), b.to(wide)
+        distance = (a - b).abs()
+        distance[(a == b) | (a.isnan() & b.isnan())] = 0
+        return float(distance.max()) if distance.numel() else 0.0
+    # of integers, of which float64 does not have all
+    first, second = (array.view(np.uint8) if array.dtype == bool else array for array in (a.numpy(), b.numpy()))
+    steps: Any = np.maximum(first, second) - np.minimum(first, second)
+    if steps.dtype.kind == "i":
+        steps = steps.view(f"u{steps.itemsize}")  # which has the distance of any two
+    return float(steps.max(initial=0))
 
 
 # --- lookup
@@ -411,10 +394,6 @@ def local_copies(*places: Path | str, whole: bool = True) -> Iterator[list[Path]
     Args:
         places: Paths, and addresses of remote stores.
         whole: Whether files are downloaded with their contents; otherwise only with their sizes.
-
-    Raises:
-        CheckpointError: A store cannot be read.
-        ConfigError, MissingExtraError: There are no checkpoints, or it is no address that can be read.
     """
     from omnitrain.checkpoint.remote import download_run
     from omnitrain.core.paths import is_address
@@ -430,11 +409,7 @@ def local_copies(*places: Path | str, whole: bool = True) -> Iterator[list[Path]
 
 
 def _locate(path: Path) -> tuple[Store, Path | None]:
-    """Return the run of a path, and the folder of the checkpoint if the path is a checkpoint.
-
-    Raises:
-        ConfigError: It is neither a run nor a checkpoint.
-    """
+    """Return the run of a path, and the folder of the checkpoint if the path is a checkpoint."""
     if path.name in ("", ".."):
         path = path.resolve()  # the names of the folder and of its run are needed
     if is_pointer(path) and Store(path.parent).folders():

@@ -51,23 +51,17 @@ class RunComparison(ResultView):
 
     def _names(self) -> list[str]:
         """Return the values that have a column: the loss, and those of evaluations and tests."""
-        columns: dict[str, float] = {}
-        for rows in self.runs.values():
-            for row in rows:
-                names = ("loss",) if row["kind"] == "train" else row.keys() - {*_NO_CURVE}
-                columns |= {name: 0.0 for name in row if name in names and _is_number(row[name])}
-        tests = {name for name in columns if name.startswith("test_")}
-        return [
-            *sort_for_display({name: 0.0 for name in columns if name not in tests}),
-            *sort_for_display(dict.fromkeys(tests, 0.0)),
-        ]
+        names = {
+            name: 0.0 for rows in self.runs.values() for row in rows for name in row
+            if (name == "loss" if row["kind"] == "train" else name not in _NO_CURVE) and _is_number(row[name])
+        }  # fmt: skip
+        return sorted(sort_for_display(names), key=lambda name: name.startswith("test_"))
 
     def _table(self) -> Table:
         names = self._names()
-        columns: list[list[str]] = [list(self.runs)]
         ends = [max(rows, key=lambda row: row["step"]) for rows in self.runs.values()]
-        columns.append([f"{end['step']}" for end in ends])
-        columns.append([f"{end['epoch']:.2f}" if _is_number(end.get("epoch")) else "-" for end in ends])
+        epochs = [f"{end['epoch']:.2f}" if _is_number(end.get("epoch")) else "-" for end in ends]
+        columns: list[list[str]] = [list(self.runs), [str(end["step"]) for end in ends], epochs]
         for name in names:
             curves = [_points(rows, name) for rows in self.runs.values()]
             chosen = [_best(points, name) or (points[-1] if points else None) for points in curves]

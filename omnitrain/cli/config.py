@@ -70,11 +70,7 @@ def convert(file: Path) -> None:
 
 
 def _make_config(files: Sequence[Path], pairs: Pairs, resume: str | None, trust: bool) -> Config:
-    """Return the configuration of files and options, or of a run to resume.
-
-    Raises:
-        ConfigError: If it cannot be read, or there is none.
-    """
+    """Return the configuration of files and options, or of a run to resume."""
     if resume is None and not files:
         raise ConfigError("Name a file, such as config.yaml, or a run to resume: --resume runs/a.")
     if resume is None:

@@ -84,11 +84,7 @@ class Launch:
             raise MissingExtraError("--zero", "deepspeed", "deepspeed")
 
     def _machine_range(self) -> tuple[int, int]:
-        """Return the minimum and the maximum number of machines.
-
-        Raises:
-            ConfigError: If `machines` is neither a number nor a range.
-        """
+        """Return the minimum and the maximum number of machines."""
         words = str(self.machines).split(":")
         numbers = [int(word) for word in words if word.removeprefix("-").isdecimal()]
         if len(words) > 2 or len(numbers) != len(words) or numbers[0] > numbers[-1]:

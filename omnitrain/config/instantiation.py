@@ -135,7 +135,13 @@ class _ConfigWriter:
         if isinstance(value, functools.partial) and not value.args and missing_parameters(value.func, value.keywords):
             return self._part(value, value.keywords, place, value.func)
         if dataclasses.is_dataclass(value) and not isinstance(value, type):
-            return self._part(value, _changed_fields(value), place)
+            changed = {}
+            for field in dataclasses.fields(value):
+                default = field.default_factory() if callable(field.default_factory) else field.default
+                current = getattr(value, field.name)
+                if field.init and (default is dataclasses.MISSING or not _is_same(current, default)):
+                    changed[field.name] = current
+            return self._part(value, changed, place)
         if (path := _import_path(value)) is not None:
             return {"import_path": path}
         if isinstance(value, nn.Module) and (arguments := _module_arguments(value)) is not None:
@@ -186,17 +192,6 @@ def _import_path(value: Any) -> str | None:
     return f"omnitrain.{name}" if is_public else f"{module}.{name}"  # which stays where it is when a module moves
 
 
-def _changed_fields(value: Any) -> dict[str, Any]:
-    """Return the fields of a dataclass that its constructor takes and that differ from their defaults."""
-    changed = {}
-    for field in dataclasses.fields(value):
-        default = field.default_factory() if callable(field.default_factory) else field.default
-        current = getattr(value, field.name)
-        if field.init and (default is dataclasses.MISSING or not _is_same(current, default)):
-            changed[field.name] = current
-    return changed
-
-
 def _is_same(first: Any, second: Any) -> bool:
     return first is second or (type(first) is type(second) and bool(first == second))
 
@@ -214,13 +209,11 @@ def _module_arguments(module: nn.Module) -> dict[str, Any] | None:
     names = [name for name in inspect.signature(kind).parameters if name in attributes]
     arguments = {name: attributes[name] for name in names}
     try:
-        again = kind(**arguments)
+        again = vars(kind(**arguments))
     except Exception:
         return None
-    same = vars(again).keys() == vars(module).keys() and all(
-        _is_same(vars(again)[name], value) for name, value in attributes.items()
-    )
-    return arguments if same and not has_hooks else None
+    is_same = again.keys() == vars(module).keys() and all(_is_same(again[name], x) for name, x in attributes.items())
+    return arguments if is_same and not has_hooks else None
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ import os
 import re
 import sys
 import sysconfig
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -116,22 +116,16 @@ def _find_sources(name: str) -> list[str]:
 
 def check_trust(name: str) -> None:
     """Raise ConfigError for a dotted path into a module that is neither installed nor in the current folder."""
-    places = _find_sources(name)
-    allowed = [*_installed_folders(), Path.cwd()]
-    for place in filter(None, places):
+    paths = {sysconfig.get_paths()[kind] for kind in ("stdlib", "platstdlib", "purelib", "platlib")}
+    paths |= {path for path in sys.path if Path(path).name in ("site-packages", "dist-packages")}
+    allowed = [Path(__file__).resolve().parent.parent, *(Path(path).resolve() for path in paths), Path.cwd()]
+    for place in filter(None, _find_sources(name)):
         real = Path(place).resolve()
         if not any(real.is_relative_to(folder) for folder in allowed):
             raise ConfigError(
                 f"{name!r} is in {os.fspath(real)!r}, which is neither installed nor in the current folder. A "
                 "configuration can run any code that it names: pass --trust if you know where this one comes from."
             )
-
-
-def _installed_folders() -> Iterable[Path]:
-    paths = {sysconfig.get_paths()[name] for name in ("stdlib", "platstdlib", "purelib", "platlib")}
-    paths |= {path for path in sys.path if Path(path).name in ("site-packages", "dist-packages")}
-    package = Path(__file__).resolve().parent.parent
-    return [package, *(Path(path).resolve() for path in paths)]
 
 
 def parameters_of(function: Any) -> Mapping[str, inspect.Parameter]:

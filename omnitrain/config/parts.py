@@ -309,14 +309,9 @@ class Parts:
         return self.value(value, key, text_mode(annotation))
 
     def _convert(
-        self,
-        full: str,
-        function: Any,
-        annotations: Mapping[str, Any],
-        plain: Mapping[str, Any],
-        arguments: dict[str, Any],
-        key: Key,
-    ) -> dict[str, Any]:
+        self, full: str, function: Any, annotations: Mapping[str, Any], plain: Mapping[str, Any],
+        arguments: dict[str, Any], key: Key,
+    ) -> dict[str, Any]:  # fmt: skip
         """Return the arguments as jsonargparse converts them to the annotations; objects stay unchanged."""
         try:
             import jsonargparse
@@ -342,9 +337,11 @@ class Parts:
             try:  # a copy, as it changes lists in place
                 parsed = parser.parse_object(copy.deepcopy(pending), defaults=False).as_dict()
                 types = {**dict.fromkeys(parsed, ""), **dict.fromkeys(parameters, Any), **annotations}
-                return arguments | {
-                    name: _restore_texts(plain[name], parsed[name], _admits_texts(types[name])) for name in pending
+                texts = {  # whether a text can be a value of a type, or of one in its brackets
+                    name: isinstance(kind, TypeVar) or not _type_names(kind).isdisjoint(("str", "Any", "object"))
+                    for name, kind in types.items()
                 }
+                return arguments | {name: _restore_texts(plain[name], parsed[name], texts[name]) for name in pending}
             except Exception as error:
                 match = re.search(r'Parser key "([^".]+)', str(error))
                 if match is None or match[1] not in pending:
@@ -356,11 +353,6 @@ class Parts:
                     message = f"`{name}` of {full} {expected}, got {value!r:.100}."
                     raise self.tree.error((*key, name), message) from error
         return arguments
-
-
-def _admits_texts(annotation: Any) -> bool:
-    """Return whether a text can be a value of this type, or of one in its brackets."""
-    return isinstance(annotation, TypeVar) or not _type_names(annotation).isdisjoint(("str", "Any", "object"))
 
 
 def _restore_texts(plain: Any, parsed: Any, admits_texts: bool) -> Any:

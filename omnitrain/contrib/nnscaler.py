@@ -302,7 +302,6 @@ class _Conversion:
         self._read_section("", plain.values, linked.values)
 
     def result(self) -> tuple[dict[str, Any], list[str]]:
-        """Return our configuration, and the notes."""
         self._compute()
         self._model_and_optimizer()
         self._data()
@@ -321,7 +320,6 @@ class _Conversion:
         return {name: part for name, part in parts.items() if part}, self.notes
 
     def note(self, key: str, remedy: str) -> None:
-        """Note the replacement of a key."""
         self.notes.append(f"`{key}`: {remedy}")
 
     # --- the values of the file
@@ -348,7 +346,6 @@ class _Conversion:
                 self._read_section(where, parse(value), parse(self._written[where]))
 
     def get(self, key: str, default: Any = None) -> Any:
-        """Return a value without references."""
         return self._plain.get(key, default)
 
     def arguments(self, key: str) -> dict[str, Any]:
@@ -356,7 +353,6 @@ class _Conversion:
         return _parse_literal(self._written.get(key, {}))
 
     def call(self, section: str, key: str = "args") -> dict[str, Any]:
-        """Return the description of what a section calls."""
         if not self.get(f"{section}.type"):
             raise ConfigError(f"`{section}.type` is missing: the name of a class or function, such as 'my.Thing'.")
         return _describe_call(self.get(f"{section}.type"), self.arguments(f"{section}.{key}"), f"{section}.{key}")
@@ -368,11 +364,8 @@ class _Conversion:
         self.replicas = self.processes // plan if self.processes else None
         self.trainer["class_path"] = "Trainer" if self.processes == 1 else "AccelerateTrainer"
         if plan > 1:
-            self.note(
-                "compute_config.plan_ngpus",
-                f"a model is not cut into {plan} parts. Each process takes its own batches, and `omnitrain launch "
-                "--fsdp` shards the weights.",
-            )
+            self.note("compute_config.plan_ngpus", f"a model is not cut into {plan} parts. Each process takes its own "
+                      "batches, and `omnitrain launch --fsdp` shards the weights.")  # fmt: skip
         if self.processes:
             self.note("compute_config.runtime_ngpus", f"`omnitrain launch -n {self.processes}` starts the processes.")
         if self.get("run_mode") == "compile":
@@ -400,17 +393,19 @@ class _Conversion:
     def _data(self) -> None:
         sampler_type = self.get("dataset_sampler.type", _SAMPLER[0])
         loader_type = self.get("dataloader.type", _DATA_LOADER[0])
-        options = {stage: self._loader_options(stage) for stage in _DATASETS}
+        options: dict[str, dict[str, Any]] = {}
+        for stage in _DATASETS:
+            options[stage] = self._stage_arguments("dataloader", stage, ("dataset", "sampler", "shuffle"))
+            if isinstance(collate := options[stage].get("collate_fn"), str):
+                options[stage]["collate_fn"] = {"__value_type": "function", "value": collate}
         is_known = loader_type in _DATA_LOADER
         has_loader = (
-            not is_known or sampler_type not in _SAMPLER or not options["train"].keys().isdisjoint(_LOADER_ONLY)
+            not is_known or sampler_type not in _SAMPLER or any(name in _LOADER_ONLY for name in options["train"])
         )
         if has_loader:
-            self.note(
-                "dataset_sampler.type" if is_known and sampler_type not in _SAMPLER else "dataloader",
-                "the loader is built as in nnScaler and used unchanged: each of n processes takes every n-th of its "
-                "batches, so neither it nor its dataset may split the data by rank.",
-            )
+            key = "dataset_sampler.type" if is_known and sampler_type not in _SAMPLER else "dataloader"
+            self.note(key, "the loader is built as in nnScaler and used unchanged: each of n processes takes every "
+                      "n-th of its batches, so neither it nor its dataset may split the data by rank.")  # fmt: skip
         for stage, arguments in options.items():
             if stage != "train" and not self.get(f"dataset.{stage}_args"):
                 continue  # nnScaler builds the other sets only if they have arguments
@@ -429,21 +424,14 @@ class _Conversion:
             self.note("dataloader.train_args.persistent_workers", "workers are kept for the entire run.")
         self._batches(has_loader)
 
-    def _stage_arguments(self, section: str, stage: str) -> dict[str, Any]:
+    def _stage_arguments(self, section: str, stage: str, without: tuple[str, ...]) -> dict[str, Any]:
         """Return the arguments of a loader or a sampler for a stage, by default those for training."""
         key = f"{section}.{stage}_args"
-        return self.arguments(key if self.get(key) else f"{section}.train_args")
-
-    def _loader_options(self, stage: str) -> dict[str, Any]:
-        options = self._stage_arguments("dataloader", stage)
-        options = {name: value for name, value in options.items() if name not in ("dataset", "sampler", "shuffle")}
-        if isinstance(collate := options.get("collate_fn"), str):
-            options["collate_fn"] = {"__value_type": "function", "value": collate}
-        return options
+        arguments = self.arguments(key if self.get(key) else f"{section}.train_args")
+        return {name: value for name, value in arguments.items() if name not in without}
 
     def _loader(self, loader: str, sampler: str, stage: str, data: Any, options: dict[str, Any]) -> dict[str, Any]:
-        arguments = self._stage_arguments("dataset_sampler", stage)
-        arguments = {key: value for key, value in arguments.items() if key not in ("dataset", "num_replicas", "rank")}
+        arguments = self._stage_arguments("dataset_sampler", stage, ("dataset", "num_replicas", "rank"))
         if sampler in _SAMPLER:
             arguments = {"shuffle": stage == "train", **(arguments if stage == "train" else {})}
         converted: dict[str, Any] = {
@@ -506,12 +494,9 @@ class _Conversion:
             chosen = alike[0]
         for key, number in intervals.items():
             if units[key] != unit or number % intervals[chosen]:
-                self.note(
-                    key,
-                    f"nnScaler evaluates every {number} {units[key]} as well. Evaluations have one interval, here "
-                    f"{intervals[chosen]} {unit} by `{chosen}`. A callback may ask for others: "
-                    "trainer.request_evaluate().",
-                )
+                self.note(key, f"nnScaler evaluates every {number} {units[key]} as well. Evaluations have one "
+                          f"interval, here {intervals[chosen]} {unit} by `{chosen}`. A callback may ask for others: "
+                          "trainer.request_evaluate().")  # fmt: skip
         if unit == "steps":
             self.trainer["eval_steps"] = self._written[chosen]
         elif intervals[chosen] != 1:

@@ -380,12 +380,7 @@ class _Search:
     # --- the journal, on the main rank
 
     def _open_journal(self, stack: contextlib.ExitStack, direction: str | None) -> dict[str, Any]:
-        """Open or create the journal of this search; return the settings that must stay the same.
-
-        Raises:
-            CheckpointError: Another process uses the folder, a file is damaged, or the folder is not writable.
-            ConfigError: It is the journal of another search.
-        """
+        """Open or create the journal of this search; return the settings that must stay the same."""
         file = self.folder / _SETTINGS_FILE
         try:
             settings = self._check_settings(_read_settings(file), direction)
@@ -431,15 +426,13 @@ class _Search:
                 f"{settings['direction']!r}. Pass `optimization_metric` and `optimization_direction` to the trainer."
             )
         before, after = (
-            {f"space[{name!r}]": value for name, value in entries["space"].items()}
-            | {name: value for name, value in entries.items() if name != "space"}
+            {f"space[{name!r}]": value for name, value in entries["space"].items()} | {**entries, "space": None}
             for entries in (saved or settings, settings)
         )
         changed = [
             f"`{name}` was {before.get(name, 'not there')!r} and is {after.get(name, 'not there')!r}"
-            for name in dict.fromkeys([*before, *after])
-            if before.get(name, ...) != after.get(name, ...)
-        ]
+            for name in dict.fromkeys([*before, *after]) if before.get(name, ...) != after.get(name, ...)
+        ]  # fmt: skip
         if changed:
             raise ConfigError(
                 f"{str(self.folder)!r} holds another search: {'; '.join(changed)}. Pass the earlier values to continue "
@@ -459,11 +452,7 @@ class _Search:
         return _grid_sampler(self.space.points()) if self.sampler == "grid" else self.sampler
 
     def _next_trial(self, trials: int) -> tuple[int, dict[str, Any]] | None:
-        """Return number and values of the next trial, an interrupted one first; None after the last.
-
-        Raises:
-            ConfigError: Its folder has a run already.
-        """
+        """Return number and values of the next trial, an interrupted one first; None after the last."""
         import optuna
 
         existing = self.study.get_trials(deepcopy=False)
@@ -487,12 +476,6 @@ class _Search:
         params = self.space.suggest(self.trial)
         self.trial.set_user_attr("params", describe(params))
         return number, params
-
-    def report(self, step: int, value: float) -> None:
-        """Report an evaluation to the pruner, once: a resumed run repeats evaluations."""
-        if step not in self.reported:
-            self.reported[step] = value
-            self.trial.report(value, step)
 
     def _record(self, trainer: BaseTrainer | None, is_pruned: bool, error: str) -> None:
         """Record the result of the current trial."""
@@ -568,28 +551,23 @@ class _Journal:
             self.entries.append(entry)
 
     def read_logs(self, log_number_from: int) -> list[dict[str, Any]]:
-        """Return the entries from this number on."""
         return self.entries[log_number_from:]
 
     def append_logs(self, logs: list[dict[str, Any]]) -> None:
-        """Add entries, and write the file if the disk allows it."""
         for number, log in enumerate(logs, len(self.entries) + 1):
             self.entries.append(json.loads(json.dumps(log)))
             self._lines.append(f"{json.dumps({'line': number, **log}, separators=(',', ':'))}\n".encode())
-        self._write()
+        with self._tolerance:
+            replace_file(self.path, self._lines)
 
     def close(self) -> None:
         """Write the entries missing in the file; log an error if the disk still fails."""
         if self._tolerance.has_failed:
-            self._write()
+            self.append_logs([])
         if self._tolerance.has_failed:
             logger.error(
                 "%r lacks the entries since the disk failed: a continued search repeats these trials.", str(self.path)
             )
-
-    def _write(self) -> None:
-        with self._tolerance:
-            replace_file(self.path, self._lines)
 
 
 class _Pruning(Callback):
@@ -611,7 +589,13 @@ class _Pruning(Callback):
     def on_eval_end(self, trainer: Any, metrics: Mapping[str, float]) -> None:
         """Report the objective, and stop the run if it is pruned."""
         step, value = trainer.progress.step, metrics[trainer.objective.key(metrics)]
-        trainer.ranks.on_main("the report of a trial", lambda: self.run.report(step, value))
+
+        def report() -> None:
+            if step not in self.run.reported:  # a resumed run repeats evaluations
+                self.run.reported[step] = value
+                self.run.trial.report(value, step)
+
+        trainer.ranks.on_main("the report of a trial", report)
         self.on_train_start(trainer)
 
 

@@ -5,27 +5,19 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from decimal import Decimal
-from typing import Any
+from typing import Any, NamedTuple
 
 from omnitrain.arguments import describe
-from omnitrain.core.errors import ConfigError, did_you_mean
+from omnitrain.core.errors import ConfigError, check_number, did_you_mean
 
 _FORMS = 'a list of choices, a range such as {"low": 1e-5, "high": 1e-2, "log": True}, or a function of optuna\'s trial'
 _KEYS = ("low", "high", "log", "step")
 _MOST_POINTS = 100_000
 
 
-@dataclass(frozen=True, slots=True)
-class _Dimension:
-    """One parameter.
-
-    Args:
-        suggest: Returns a value for a trial of optuna.
-        description: Its description, as JSON types.
-        values: All its values; None if they cannot be listed.
-    """
+class _Dimension(NamedTuple):
+    """One parameter: what suggests a value to a trial of optuna, its description, and all values that can be listed."""
 
     suggest: Callable[[Any], Any]
     description: Any
@@ -119,8 +111,7 @@ def _range(name: str, options: Mapping[str, Any]) -> _Dimension:
             known = ", ".join(map(repr, _KEYS))
             raise ConfigError(f"{label} has the key {key!r}; a range has {known}.{did_you_mean(str(key), _KEYS)}")
     for key in ("low", "high"):
-        if not _is_number(options.get(key)):
-            raise ConfigError(f"{label} needs a finite number as {key!r}, got {options.get(key)!r}.")
+        check_number(f"{label}[{key!r}]", options.get(key))
     low, high, log, step = options["low"], options["high"], options.get("log", False), options.get("step")
     if not low < high:
         raise ConfigError(f"{label} has low={low!r} and high={high!r}. 'low' must be below 'high'.")
@@ -130,8 +121,8 @@ def _range(name: str, options: Mapping[str, Any]) -> _Dimension:
         raise ConfigError(f"{label} has both 'log' and 'step', which exclude each other. Leave one out.")
     if log and low <= 0:
         raise ConfigError(f"{label} has log=True and low={low!r}. A logarithmic range begins above 0.")
-    if step is not None and not (_is_number(step) and 0 < step <= high - low):
-        raise ConfigError(f"{label} has step={step!r}. It must be a positive number, at most high - low.")
+    if step is not None:
+        check_number(f"{label}['step']", step, above=0, most=high - low)
     is_integer = all(isinstance(value, int) for value in (low, high, *([] if step is None else [step])))
     if is_integer:
         step = 1 if step is None else step
@@ -145,7 +136,3 @@ def _range(name: str, options: Mapping[str, Any]) -> _Dimension:
     high = float(start + count * increment)
     values = [float(start + index * increment) for index in range(count + 1)] if count < _MOST_POINTS else None
     return _Dimension(lambda trial: trial.suggest_float(name, low, high, step=step), dict(options), values)
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)

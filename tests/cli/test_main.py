@@ -33,12 +33,18 @@ def start(*arguments: str, cwd: Path) -> contextlib.AbstractContextManager[subpr
     ("checkpoint", "usage: omnitrain checkpoint"), ("launch", "script"), ("launch -n two train.py", "'two'"),
     ("launch --zero 4 train.py", "invalid choice: 4"), ("launch --fsdp --zero 3 train.py", "not allowed with"),
     ("launch --nproc-per-node 2 train.py", "--nproc-per-node"), ("schedule", "NAME"),
-    ("schedule cosine --max-step 9", "--max-step"),
+    ("schedule cosine --max-step 9", "--max-step"), ("schedule cosin --epochs 3", "Did you mean 'cosine'?"),
+    ("schedule cosine --epochs 3", "Give `steps_per_epoch`"),
+    ("schedule cosine min_lr --max-steps 3", "'min_lr' is no option of a schedule. Write it as name=value"),
+    ("schedule cosine min_rl=3 --max-steps 3", "Did you mean 'min_lr'?"),
+    ("schedule linear --max-duration 2h --warmup 100", "Pass `seconds_per_step`"),
 ])  # fmt: skip
 def test_cli_rejects_wrong_words(words: str, expected: str, capsys: Any) -> None:
-    with pytest.raises(SystemExit) as exit_:
-        main.main(words.split())
-    assert exit_.value.code == 2
+    try:
+        code = main.main(words.split())
+    except SystemExit as end:  # raised by argparse
+        code = end.code
+    assert code == 2
     assert expected in capsys.readouterr().err
 
 
@@ -178,15 +184,3 @@ def test_cli_schedule_takes_pace_and_rate(flag: str, length: str, capsys: pytest
     assert main.main([*words, flag, "5"]) == 0
     rates = [float(line.split()[-1]) for line in capsys.readouterr().out.splitlines()[1:]]
     assert rates == [0, 0.125, 0.25, 0.375, 0.5, 0.5, 0.5, 0.5, 0.5]
-
-
-@pytest.mark.parametrize(("words", "expected"), [
-    ("cosin --epochs 3", "Did you mean 'cosine'?"),
-    ("cosine --epochs 3", "Give `steps_per_epoch`"),
-    ("cosine min_lr --max-steps 3", "'min_lr' is no option of a schedule. Write it as name=value"),
-    ("cosine min_rl=3 --max-steps 3", "Did you mean 'min_lr'?"),
-    ("linear --max-duration 2h --warmup 100", "Pass `seconds_per_step`"),
-])  # fmt: skip
-def test_cli_rejects_wrong_schedule(words: str, expected: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main.main(["schedule", *words.split()]) == 2
-    assert expected in capsys.readouterr().err

@@ -187,14 +187,3 @@ def test_training_arguments_are_written_with_changes(folder: Path) -> None:
     assert "???" not in (folder / "one" / "config.yaml").read_text()
     again = Config.read("one/config.yaml", overrides={"trainer.training_args.output_dir": "two"}).make_trainer()
     assert same(outcome(again), first)
-
-
-def test_run_resumes_from_its_folder(folder: Path) -> None:
-    (folder / "a.yaml").write_text(write({"trainer": {**BASE, "batch_size": 8, "save_dir": "whole"}}))
-    whole = outcome(Config.read("a.yaml").make_trainer())
-    callbacks = [part("named.StopsAt", step=3)]
-    Config.read("a.yaml", overrides={"trainer.save_dir": "cut", "trainer.callbacks": callbacks}).train()
-    resumed = Config.read("a.yaml", overrides={"trainer.save_dir": "cut", "train.resume_from": "last"})
-    trainer = resumed.make_trainer()
-    trainer.train(**resumed.tree.values["train"])
-    assert all(torch.equal(trainer.get_model().state_dict()[name], whole[0][name]) for name in whole[0])

@@ -460,13 +460,13 @@ WRONG_SPACES: list[tuple[Any, str]] = [
     ({"a": 0.1}, r"must be a list of choices.*got 0.1.*or write \[0.1\]"),
     ({"a": (1, 2)}, r'Write \[1, 2\] for two choices, or {"low": 1, "high": 2} for a range'),
     ({"a": {"low": 1, "hihg": 2}}, "has the key 'hihg'; a range has .* Did you mean 'high'"),
-    ({"a": {"low": 1}}, "needs a finite number as 'high', got None"),
-    ({"a": {"low": 1, "high": float("inf")}}, "needs a finite number as 'high', got inf"),
+    ({"a": {"low": 1}}, r"`space\['a'\]\['high'\]` must be a finite number, got None"),
+    ({"a": {"low": 1, "high": float("inf")}}, "'high'.* must be a finite number, got inf"),
     ({"a": {"low": 2, "high": 1}}, "has low=2 and high=1. 'low' must be below 'high'"),
     ({"a": {"low": 0, "high": 1, "log": True}}, "log=True and low=0.*begins above 0"),
     ({"a": {"low": 1, "high": 2, "log": 1}}, "has log=1. It must be True or False"),
     ({"a": {"low": 1, "high": 9, "log": True, "step": 2}}, "has both 'log' and 'step'"),
-    ({"a": {"low": 1, "high": 9, "step": 0}}, "has step=0. It must be a positive number, at most high - low"),
+    ({"a": {"low": 1, "high": 9, "step": 0}}, r"\['step'\]` must be a finite number above 0 and of at most 8, got 0"),
 ]
 WRONG_ARGUMENTS: list[tuple[dict[str, Any], str]] = [
     *(({"space": space}, words) for space, words in WRONG_SPACES),
