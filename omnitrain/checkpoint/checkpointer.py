@@ -18,17 +18,19 @@ import torch
 from omnitrain.backends.backend import Backend
 from omnitrain.checkpoint import state_dicts
 from omnitrain.checkpoint.contents import (
+    Checkpoint,
     CheckpointedTrainer,
     Contents,
     Snapshot,
+    Use,
     group_options,
     resets_best,
 )
 from omnitrain.checkpoint.disk import check_free_space, check_writable
 from omnitrain.checkpoint.eval_weights import EvalWeights
 from omnitrain.checkpoint.fingerprints import IDENTITIES
-from omnitrain.checkpoint.history import HistoryEncoder, read_history
-from omnitrain.checkpoint.mirrored_store import resolve_checkpoint
+from omnitrain.checkpoint.history import HistoryEncoder
+from omnitrain.checkpoint.manifest import Check
 from omnitrain.checkpoint.model_files import FROZEN
 from omnitrain.checkpoint.run_record import CONFIG_FILE, write_config
 from omnitrain.checkpoint.setting_changes import DECIDING, changed_options, changed_settings
@@ -142,7 +144,7 @@ class Checkpointer:
     Attributes:
         eval_weights: The weights for evaluations.
         weights_from: The position in the run of the present weights, if they are not those of the last step.
-        resumed: The folder and omnitrain.json of the checkpoint from which the run resumed; None for a fresh start.
+        resumed: The checkpoint from which the run resumed; None for a fresh start.
         finished_run: The finished run that `train(more=...)` continues, or the reason why it cannot.
         continued_state: The state of the run that this one continues in this process without a `save_dir`.
     """
@@ -158,7 +160,7 @@ class Checkpointer:
     ) -> None:
         self.store = store
         self.weights_from: Progress | None = None
-        self.resumed: tuple[Path, Mapping[str, Any]] | None = None
+        self.resumed: Checkpoint | None = None
         self.finished_run: FinishedRun | str = "it has not trained yet"
         self.continued_state: Mapping[str, Any] | None = None
         self._trainer = trainer
@@ -195,32 +197,30 @@ class Checkpointer:
 
         A lifecycle's state `history` replaces the present one; `for_best` says that a new best is the only reason.
         """
-        if self.store is not None:
-            with self._trainer.ranks.in_phase("save"):
-                self._save(self.store, history, for_best)
-
-    def _save(self, store: Store, history: dict[str, Any] | None, for_best: bool) -> None:
-        self.await_background()
-        lifecycle = self._lifecycle
-        lifecycle.begin_save()
-        # a resumed run evaluates first, and then saves again with the score
-        lifecycle.pending_save = lifecycle.pending_evaluation and (lifecycle.pending_save or history is None)
-        snapshot = self._snapshot(history)
-        # one that replaces a requested checkpoint of this step is not only for the best
-        snapshot.payload["for_best"] = for_best and snapshot.step != self._requested_step
-        if not for_best:
-            self._requested_step = snapshot.step
-        lifecycle.saved_at = lifecycle.progress.position
-        try:
-            # the error of a background save appears in `await_background`, at a later step
-            if self._writer.is_in_background:
-                self.in_flight = self._writer.begin(store, snapshot)
-                return
-            path = self._writer.write(store, snapshot)
-        except CheckpointError as error:
-            self._report_failed_save(error)
-        else:
-            self._commit(snapshot, path)
+        if self.store is None:
+            return
+        with self._trainer.ranks.in_phase("save"):
+            self.await_background()
+            lifecycle = self._lifecycle
+            lifecycle.begin_save()
+            # a resumed run evaluates first, and then saves again with the score
+            lifecycle.pending_save = lifecycle.pending_evaluation and (lifecycle.pending_save or history is None)
+            snapshot = self._snapshot(history)
+            # one that replaces a requested checkpoint of this step is not only for the best
+            snapshot.payload["for_best"] = for_best and snapshot.step != self._requested_step
+            if not for_best:
+                self._requested_step = snapshot.step
+            lifecycle.saved_at = lifecycle.progress.position
+            try:
+                # the error of a background save appears in `await_background`, at a later step
+                if self._writer.is_in_background:
+                    self.in_flight = self._writer.begin(self.store, snapshot)
+                    return
+                path = self._writer.write(self.store, snapshot)
+            except CheckpointError as error:
+                self._report_failed_save(error)
+            else:
+                self._commit(snapshot, path)
 
     def save_now(self) -> Path:
         """Save the current state, and return the folder of the checkpoint.
@@ -304,7 +304,7 @@ class Checkpointer:
         """Compute the fingerprints of data and code for the checkpoints of the run, and record this start."""
         if self.store is None:
             return
-        self._contents.record_start(None if self.resumed is None else self.resumed[0].name)
+        self._contents.record_start(None if self.resumed is None else self.resumed.folder.name)
         if self._contents.record is not None:
             fs, folder, details = self.store.fs, self.store.root, self._contents.describe_start()
             replaces_all = self._trainer.settings.overwrite and not self.is_resuming
@@ -413,12 +413,12 @@ class Checkpointer:
 
     # --- loading
 
-    def find(self, which: str | Path, allow_weights_only: bool = False) -> tuple[Path, dict[str, Any]] | None:
-        """Return folder and omnitrain.json of a verified checkpoint: a path, "last", "best", or "auto" if there is any.
+    def find(self, which: str | Path, use: Use = "resume") -> Checkpoint | None:
+        """Return a verified checkpoint: a path, "last", "best", or "auto" if there is any.
 
         Raises:
             ConfigError: If the search needs a `save_dir`, and none was given.
-            CheckpointError: If it is missing or damaged, or holds only weights.
+            CheckpointError: If it is missing or damaged, or holds only weights and more are used.
         """
         if self.store is None and str(which) in ("auto", "last", "best"):
             raise ConfigError(
@@ -428,23 +428,27 @@ class Checkpointer:
             if which is True:
                 raise ConfigError("`resume_from=True`: pass 'auto' (a fresh start if no checkpoint exists) or 'last'.")
             which = which if is_address(which) else local_path(which, "resume_from")
-        store, ranks = self.store, self._trainer.ranks
+        store, ranks = self.store or Store(Path(which).parent), self._trainer.ranks
+        opened: list[Checkpoint] = []
 
-        def accept(folder: Path, content: dict[str, Any]) -> None:
-            self._contents.check(folder, content)
-            content["metrics"] = read_history(folder, content)
+        def resolve(check: Check) -> Checkpoint | None:
+            def accept(folder: Path, content: dict[str, Any]) -> None:
+                opened.append(self._contents.open(folder, content, use))
+
+            # the last one that was accepted is the one that was chosen
+            return opened[-1] if store.resolve(which, accept, check) is not None else None
 
         with ranks.in_phase("load"):
-            checkpoint = find_with_shared_hashing(ranks, lambda check: resolve_checkpoint(store, which, accept, check))
-        if not allow_weights_only and checkpoint is not None and checkpoint[1].get("only_model"):
+            checkpoint = find_with_shared_hashing(ranks, resolve)
+        if use != "weights" and checkpoint is not None and checkpoint.content["only_model"]:
             raise CheckpointError(
-                f"{str(checkpoint[0])!r} was saved with save_only_model=True: no run can continue from weights only. "
+                f"{checkpoint.where} was saved with save_only_model=True: no run can continue from weights only. "
                 f"Load its {state_dicts.WEIGHTS!r} into the model (safetensors.torch.load_model) "
                 "and start in another `save_dir`, or pass a full checkpoint."
             )
         return checkpoint
 
-    def resume(self, folder: Path, content: Mapping[str, Any], allow_change: Collection[str]) -> None:
+    def resume(self, checkpoint: Checkpoint, allow_change: Collection[str]) -> None:
         """Restore a checkpoint for a resumed run; its random numbers are restored separately.
 
         Settings, data and functions whose names are in `allow_change` may differ.
@@ -452,7 +456,7 @@ class Checkpointer:
         Raises:
             CheckpointError: If a setting, the data or a function differs, or it is from another model or optimizer.
         """
-        settings = self._trainer.resolved_config()
+        content, settings = checkpoint.content, self._trainer.resolved_config()
         changed = changed_settings(content["settings"], settings)
         rejected = {name: pair for name, pair in changed.items() if name not in allow_change}
         accepted = {*allow_change, *changed}
@@ -471,25 +475,26 @@ class Checkpointer:
             if "global_batch_size" in rejected:
                 hint = f"global_batch_size={rejected['global_batch_size'][0]} keeps it on any number of processes. "
             raise CheckpointError(
-                f"{str(folder)!r} was saved under other {' and '.join(kinds)}, which would change the run: {changes}. "
-                f"{hint}Set them back, or allow them by name: train(resume_from=..., "
+                f"{checkpoint.where} was saved under other {' and '.join(kinds)}, which would change the run: "
+                f"{changes}. {hint}Set them back, or allow them by name: train(resume_from=..., "
                 f"allow_change={ {*rejected, *(difference.name for difference in differences)}!r})."
             )
         # not a setting, but it is allowed by name as they are
-        self.restore(folder, content, {*changed, *({FROZEN} & set(allow_change))})
-        self.resumed = folder, content
-        self._lifecycle.loaded(folder)
+        self.restore(checkpoint, {*changed, *({FROZEN} & set(allow_change))})
+        self.resumed = checkpoint
+        self._lifecycle.loaded(checkpoint.folder)
         if self._trainer.settings.init_from is not None:
             logger.info("The weights of the checkpoint replace those of `init_from`.")
         before, after = changed_options(content["settings"], settings, "callback_options")
         if before:
             logger.info("Options of callbacks differ from the checkpoint: %s -> %s.", before, after)
-        logger.info("Resumed from %s at step %d.", folder.name, self._lifecycle.progress.step)
+        logger.info("Resumed from %s at step %d.", checkpoint.folder.name, self._lifecycle.progress.step)
 
-    def restore(self, folder: Path, content: Mapping[str, Any], changed: Collection[str] = ()) -> None:
+    def restore(self, checkpoint: Checkpoint, changed: Collection[str] = ()) -> None:
         """Restore a checkpoint, except for its random numbers."""
+        content = checkpoint.content
         with self._trainer.ranks.in_phase("load"):
-            self._contents.restore(folder, content, changed)
+            self._contents.restore(checkpoint, changed)
         self._trainer.backend.mark_weights_loaded(content["frozen"])
         self.weights_from = None
         self._best_saved_step = -1 if resets_best(changed) else content["credited_step"]
@@ -503,14 +508,14 @@ class Checkpointer:
         Raises:
             CheckpointError: If it is missing, damaged, or from another model or optimizer.
         """
-        checkpoint = self.find(which)
+        checkpoint = self.find(which, "load")
         if checkpoint is None:
             raise CheckpointError(f"{str(which)!r} holds no checkpoint.")
-        self.restore(*checkpoint)
+        self.restore(checkpoint)
         self.finished_run = "load_checkpoint() has restored another state since"
-        self._lifecycle.loaded(checkpoint[0])
-        self._contents.restore_random_numbers(*checkpoint)
-        return checkpoint[0]
+        self._lifecycle.loaded(checkpoint.folder)
+        self._contents.restore_random_numbers(checkpoint)
+        return checkpoint.folder
 
     @property
     def is_resuming(self) -> bool:
@@ -523,7 +528,7 @@ class Checkpointer:
             tensors, rest = self.continued_state["rng"]
             state_dicts.restore_rng_tensors(tensors, rest, self._trainer.device)
         elif self.resumed is not None:
-            self._contents.restore_random_numbers(*self.resumed)
+            self._contents.restore_random_numbers(self.resumed)
 
     # --- continuing a finished run in this process
 
@@ -636,7 +641,7 @@ class Checkpointer:
         # by name first: the link `best` may stand for an evaluation that closed a shorter run;
         # the folder from which the run resumed may be another than `save_dir`
         roots = [] if self.store is None else [self.store.root]
-        roots += [] if self.resumed is None else [self.resumed[0].parent]
+        roots += [] if self.resumed is None else [self.resumed.folder.parent]
         candidates = [*(root / name for root in roots), *(root / "best" for root in roots)]
 
         def find_best() -> Path | None:
@@ -649,18 +654,17 @@ class Checkpointer:
             logger.warning("The best checkpoint, %r, is gone: the model keeps the weights of the last step.", name)
             return
         try:
-            checkpoint = self.find(candidate, allow_weights_only=True)
+            checkpoint = self.find(candidate, "weights")
             if checkpoint is None:
                 return
-            folder, content = checkpoint
             with ranks.in_phase("load"):
-                self._contents.restore_weights(folder, content)
+                self._contents.restore_weights(checkpoint)
         except (CheckpointError, OSError) as error:  # not raised: the run itself has ended well
             logger.warning("The best weights cannot be loaded: %s The model keeps those of the last step.", error)
             return
         self._set_loaded()
-        self.weights_from = Progress.from_state(content["progress"])
-        logger.info("The model has the best weights now, those of %s.", folder.name)
+        self.weights_from = Progress.from_state(checkpoint.content["progress"])
+        logger.info("The model has the best weights now, those of %s.", checkpoint.folder.name)
 
     def load_eval_weights(self) -> None:
         """Load the weights for evaluations at the end of a run, unless the model has those of a better one."""

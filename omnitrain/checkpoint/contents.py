@@ -1,8 +1,8 @@
 """Capture and restore of each part of a run for checkpoints.
 
 The backend reads and writes weights and optimizer state; `store.py` has folders and manifests, and `checkpointer.py`
-decides when to save. Everywhere here `folder` is a checkpoint and `content` its omnitrain.json, `changed` are settings
-that were allowed to change and keep their new values, and `undo` restores objects if a checkpoint is rejected.
+decides when to save. Everywhere here `content` is the omnitrain.json of a checkpoint, `changed` are settings that were
+allowed to change and keep their new values, and `undo` restores objects if a checkpoint is rejected.
 """
 
 from __future__ import annotations
@@ -15,12 +15,11 @@ import logging
 import math
 import platform
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
-import safetensors.torch
 import torch
 from torch.optim.lr_scheduler import LambdaLR
 
@@ -30,10 +29,10 @@ from omnitrain.backends.backend import Backend
 from omnitrain.checkpoint import state_dicts
 from omnitrain.checkpoint.eval_weights import EvalWeights
 from omnitrain.checkpoint.fingerprints import Difference, find_differences, fingerprint_run, summarize_data
+from omnitrain.checkpoint.history import read_history
 from omnitrain.checkpoint.manifest import validate
 from omnitrain.checkpoint.model_files import FROZEN, FrozenWeights
 from omnitrain.checkpoint.run_record import StartRecord, device_name, host
-from omnitrain.checkpoint.safetensors_header import read_header
 from omnitrain.checkpoint.setting_changes import GROUPING, InitialOptions, changed_settings, regroup_state
 from omnitrain.checkpoint.sharded_files import find_tensor_files, shard_folder
 from omnitrain.checkpoint.tensor_reader import Catalogue, TensorFile
@@ -99,6 +98,35 @@ class Snapshot:
     """The history as lines of JSON."""
 
 
+@dataclass(slots=True)
+class Checkpoint:
+    """A verified checkpoint.
+
+    Attributes:
+        folder: Its folder.
+        where: Its name in errors.
+        content: Its omnitrain.json, with the rows of the history.
+        parts: The files of each part with tensors, such as `OPTIMIZER`, and the tensors in them.
+    """
+
+    folder: Path
+    where: str
+    content: dict[str, Any]
+    parts: dict[str, tuple[list[Path], Catalogue]] = field(default_factory=dict)
+
+    def open(self, part: str, ranks: Ranks | None = None) -> TensorFile:
+        """Return the tensors of a part, which may be sharded; none if the checkpoint does not have it.
+
+        This rank reads them, or all of `ranks`.
+        """
+        paths, catalogue = self.parts[part]
+        return TensorFile(paths, ranks, catalogue)
+
+
+Use = Literal["resume", "load", "weights"]
+"""What a checkpoint is for: a resumed run, `load_checkpoint()`, or only its weights."""
+
+
 class Contents:
     """The contents of a run's checkpoints.
 
@@ -131,8 +159,6 @@ class Contents:
         self._eval_weights = eval_weights
         self._identity: dict[str, Any] | None = None
         self.record: StartRecord | None = None
-        # The tensors in the files of the checkpoint that was opened last.
-        self._catalogues: tuple[tuple[str, str], dict[str, Catalogue]] = ("", ""), {}
         self._frozen = FrozenWeights(trainer.backend, trainer.ranks, trainer.settings.save_frozen)
 
     def record_start(self, resumed: str | None = None) -> None:
@@ -241,85 +267,115 @@ class Contents:
         self._restore_history(state, ())
 
     def capture_tensors(self) -> tuple[Files, dict[str, Any]]:
-        """Return weights, optimizer, schedule, scaler, random numbers and data."""
-        trainer, only_model = self._trainer, self._trainer.settings.save_only_model
-        files, payload = self._capture_weights()
-        payload["only_model"] = only_model
+        """Return weights, optimizer, schedule, scaler, random numbers and data.
+
+        The tensors are references to live ones: the writer copies them, or writes before training continues.
+        """
+        trainer, backend, ranks = self._trainer, self._trainer.backend, self._trainer.ranks
+        frozen, only_model = self._frozen.excluded(), trainer.settings.save_only_model
+        backend.sync_buffers()
+        trained = backend.model_tensors()
+        eval_weights = self._eval_weights.transform(trained)
+        files = {state_dicts.WEIGHTS: {name: tensor for name, tensor in eval_weights.items() if name not in frozen}}
+        extra_state = state_dicts.extra_state(backend.model)
+        payload: dict[str, Any] = {"extra_state": extra_state, "frozen": frozen, "only_model": only_model}
         if only_model:
             return files, payload
-        files |= self._capture_optimizer(payload) | self._capture_random_numbers(payload)
+        if training_only := {name: tensor for name, tensor in trained.items() if tensor is not eval_weights[name]}:
+            files[TRAINED] = training_only
+        files[OPTIMIZER], payload["optimizer"] = backend.optimizer_state()
+        payload["optimizers"] = dict.fromkeys(backend.optimizers)  # None for the one that is saved as `optimizer`
+        for name, optimizer in backend.optimizers.items():
+            if optimizer is not backend.optimizer:
+                state = state_dicts.optimizer_state(optimizer, backend.model)
+                files[optimizer_file(name)], payload["optimizers"][name] = state
+        gathered = ranks.gather_on_main(
+            "the random numbers for a checkpoint", [state_dicts.rng_tensors(trainer.device)]
+        )
+        files[RNG], payload["rng"] = {}, []
+        for rank, ((generators, rest),) in enumerate(ranks.one_per_share(gathered)):
+            files[RNG] |= {f"{rank}/{name}": tensor for name, tensor in generators.items()}
+            payload["rng"].append(rest)
         scheduler, loader = trainer.lr_scheduler, self._sets.train
         schedule = None if scheduler is None else state_dicts.to_json(scheduler.state_dict(), "scheduler")
         is_map = isinstance(loader, MapLoader)
         drawn = [GENERATORS.index(generator) for generator in loader.fetch.drawn] if is_map else []
         payload |= {
             "scheduler": schedule,
-            "scaler": state_dicts.to_json(trainer.backend.scaler.state_dict(), "scaler"),
+            "scaler": state_dicts.to_json(backend.scaler.state_dict(), "scaler"),
             # the generators from which the data draw, and the kind of order
-            "drawn": trainer.ranks.combine("what the data draws", drawn, lambda each: sorted(set().union(*each))),
+            "drawn": ranks.combine("what the data draws", drawn, lambda each: sorted(set().union(*each))),
             "order": "keyed" if is_map and loader.sampler.is_keyed else "drawn",
         }
         return files, payload
 
-    def check(self, folder: Path, content: Mapping[str, Any]) -> None:
-        """Reject a checkpoint that no run can have written, or whose parts do not fit together; on the main rank.
+    def open(self, folder: Path, content: dict[str, Any], use: Use) -> Checkpoint:
+        """Return a checkpoint, after checking that a run can have written it and its parts fit together.
 
-        `restore` checks whether it fits this run.
+        On the main rank. `restore` checks whether it fits this run.
 
         Raises:
             CheckpointError: If it is damaged or incomplete; nothing has changed.
         """
-        where, files = repr(str(folder)), content["files"]
-        validate(content, where)
-        only_model = content["only_model"]
-        optimizers = [] if only_model else _optimizer_states(content)
-        for name in (state_dicts.WEIGHTS, *(file for _, file, _ in optimizers), *([] if only_model else [RNG])):
-            if not find_tensor_files(folder, files, shard_folder(name)):
-                raise CheckpointError(f"{where} is incomplete: {name!r} is not among its files.")
-        self._open_tensors(folder, content, state_dicts.WEIGHTS)
-        if only_model:
-            return
-        states = [content[name] for name in ("callbacks", "algorithms", "stream")] + [content.get("parts")]
-        state_dicts.check_references(states, self._open_tensors(folder, content, STATES), where)
-        for tensors, rest in self._generators(folder, content):
+        checkpoint = Checkpoint(folder, repr(str(folder)), content)
+        validate(content, checkpoint.where)
+        is_full, optional = use != "weights" and not content["only_model"], (TRAINED, STATES)
+        full = [RNG, *optional, *_optimizer_states(content)] if is_full else []
+        for part in (state_dicts.WEIGHTS, *full):
+            paths = find_tensor_files(folder, content["files"], shard_folder(part))
+            if not paths and part not in optional:
+                raise CheckpointError(f"{checkpoint.where} is incomplete: {part!r} is not among its files.")
+            checkpoint.parts[part] = paths, TensorFile(paths).catalogue
+        content["metrics"] = read_history(folder, content)
+        if is_full:
+            self._check(checkpoint, use)
+        return checkpoint
+
+    def _check(self, checkpoint: Checkpoint, use: Use) -> None:
+        """Reject a checkpoint whose states no run has left for the present objects."""
+        content, where = checkpoint.content, checkpoint.where
+        states = [content["callbacks"], content["algorithms"], content["stream"], content.get("parts")]
+        state_dicts.check_references(states, checkpoint.open(STATES), where)
+        for tensors, rest in _generators(checkpoint):
             state_dicts.check_rng_tensors(tensors, rest, self._trainer.device, where)
         loader, position = self._sets.train, content["stream"]
         if position is not None and isinstance(loader, StreamLoader) and not self._has_other_data(content):
             check_state(loader.dataset, state_dicts.from_json(position["state"]), where)
-        # whether these were allowed to change is only known in `resume`
-        changed: Collection[str] = changed_settings(content["settings"], self._trainer.resolved_config())
+        changed: Collection[str] = ()
+        if use == "resume":  # whether these were allowed to change is only known in `Checkpointer.resume`
+            changed = changed_settings(content["settings"], self._trainer.resolved_config())
         try:
-            changed = self._with_dependent(content, changed, where)
-            self._check_model(folder, content, changed)
+            changed = self._with_dependent(checkpoint, changed)
+            self._check_model(checkpoint, changed)
         except CheckpointError:
             return  # from another model, so `restore` will reject it
-        self._check_state(folder, content, changed)
-        for _, file, state in optimizers if "optimizer" not in changed else ():
-            state_dicts.check_numbers(self._open_tensors(folder, content, file), state, repr(str(folder / file)))
+        self._check_state(checkpoint, changed)
+        for part, (_, saved) in _optimizer_states(content).items() if "optimizer" not in changed else ():
+            state_dicts.check_numbers(checkpoint.open(part), saved, repr(str(checkpoint.folder / part)))
 
     def _has_other_data(self, content: Mapping[str, Any], *names: str) -> bool:
         """Return whether a checkpoint's position in the data is that of other data."""
         saved, current = content["settings"], self._trainer.resolved_config()
         return any(saved.get(name) != current[name] for name in ("train_dataset", *names))
 
-    def restore(self, folder: Path, content: Mapping[str, Any], changed: Collection[str] = ()) -> None:
+    def restore(self, checkpoint: Checkpoint, changed: Collection[str] = ()) -> None:
         """Restore a checkpoint, except for its random numbers; if it is rejected, the run is unchanged.
 
         Raises:
             CheckpointError: If the checkpoint is damaged, or from another model or optimizer.
         """
-        trainer, where, scheduler = self._trainer, repr(str(folder)), self._trainer.lr_scheduler
-        changed = self._with_dependent(content, changed, where)
+        trainer, content, scheduler = self._trainer, checkpoint.content, self._trainer.lr_scheduler
+        changed = self._with_dependent(checkpoint, changed)
 
         def check() -> None:
-            self._check_model(folder, content, changed)
-            self._check_state(folder, content, changed)
+            self._check_model(checkpoint, changed)
+            self._check_state(checkpoint, changed)
 
         trainer.ranks.on_main("the check of a checkpoint", check)
         self._frozen.excluded()  # of the user's model, before a full checkpoint loads other frozen weights
-        if FROZEN not in changed:
-            self._frozen.check(content["frozen"], where)
-        states = self._open_tensors(folder, content, STATES, trainer.ranks)
+        if content["frozen"] and FROZEN not in changed:
+            self._frozen.check(content["frozen"], checkpoint.where)
+        states, trained = checkpoint.open(STATES, trainer.ranks), checkpoint.open(TRAINED, trainer.ranks)
         fresh = self._fresh_schedule()
         with contextlib.ExitStack() as undo:
             # first the states that only the objects' own code can check
@@ -332,10 +388,15 @@ class Contents:
             self._restore_epoch_size(content, changed)  # after callbacks and datasets, which may set the length
             if scheduler is not None and "lr_scheduler" not in changed:
                 restore_with_undo(scheduler, state_dicts.from_json(content["scheduler"]), undo)
-            self.restore_weights(folder, content)
-            self._restore_trained(folder, content, changed)
+            self.restore_weights(checkpoint)
+            self._eval_weights.are_loaded = False
+            if trained:  # the model has the weights for evaluations now, which belong to the algorithms
+                if "algorithms" not in changed:
+                    self._eval_weights.restore(trained)
+                where, rest = _trained_weights(checkpoint)
+                trainer.backend.load_weights(trained, where, content["extra_state"], rest)
             undo.pop_all()
-        self._restore_optimizer(folder, content, changed)
+        self._restore_optimizer(checkpoint, changed)
         self._restore_schedule(content, changed, *fresh)
         if trainer.backend.scaler.is_enabled() and content["scaler"]:
             trainer.backend.scaler.load_state_dict(state_dicts.from_json(content["scaler"]))
@@ -344,9 +405,9 @@ class Contents:
         self._restore_history(content, changed)
         self._restore_data(content, states)
 
-    def _with_dependent(self, content: Mapping[str, Any], changed: Collection[str], where: str) -> Collection[str]:
+    def _with_dependent(self, checkpoint: Checkpoint, changed: Collection[str]) -> Collection[str]:
         """Return the changed settings, with those that have to change with them."""
-        scheduler = self._trainer.lr_scheduler
+        content, scheduler = checkpoint.content, self._trainer.lr_scheduler
         is_composed = "lr_scheduler_options" in changed and hasattr(scheduler, "_schedulers")
         if (content["scheduler"] is None) != (scheduler is None) or is_composed:
             changed = {*changed, "lr_scheduler"} - {"lr_scheduler_options"}  # a warm-up without decay is a schedule too
@@ -354,8 +415,8 @@ class Contents:
             is_counted = isinstance(scheduler, LambdaLR) and not callable(self._trainer.settings.lr_scheduler)
             if scheduler is not None and not is_counted:
                 raise CheckpointError(
-                    f"{where} has another number of parameter groups, and `lr_scheduler` is a schedule with state for "
-                    "each. Use a schedule by name ('cosine', ...), or keep the number of groups."
+                    f"{checkpoint.where} has another number of parameter groups, and `lr_scheduler` is a schedule with "
+                    "state for each. Use a schedule by name ('cosine', ...), or keep the number of groups."
                 )
             changed = {*changed, "lr_scheduler"}  # its state has rates for the old groups
         return changed
@@ -366,14 +427,12 @@ class Contents:
             self._trainer.backend.groups
         )
 
-    def _check_model(self, folder: Path, content: Mapping[str, Any], changed: Collection[str]) -> None:
+    def _check_model(self, checkpoint: Checkpoint, changed: Collection[str]) -> None:
         """Reject a checkpoint from another model, optimizer or objective."""
-        where, trainer, backend = repr(str(folder)), self._trainer, self._trainer.backend
-        weights, trained = (self._open_tensors(folder, content, file) for file in (state_dicts.WEIGHTS, TRAINED))
-        backend.check_weights(weights, where, content["frozen"])
-        if trained:
-            rest = _remaining_weights(weights, trained, content)
-            backend.check_weights(trained, repr(str(folder / TRAINED)), rest)
+        content, where, trainer, backend = checkpoint.content, checkpoint.where, self._trainer, self._trainer.backend
+        backend.check_weights(checkpoint.open(state_dicts.WEIGHTS), where, content["frozen"])
+        if trained := checkpoint.open(TRAINED):
+            backend.check_weights(trained, *_trained_weights(checkpoint))
         if "optimizer" not in changed:
             expected = {name: entry is None for name, entry in content["optimizers"].items()}
             present = {name: entry is backend.optimizer for name, entry in backend.optimizers.items()}
@@ -393,14 +452,16 @@ class Contents:
         if not resets_best(changed):
             self._lifecycle.objective.check_state(content["objective"])
 
-    def _check_state(self, folder: Path, content: Mapping[str, Any], changed: Collection[str]) -> None:
+    def _check_state(self, checkpoint: Checkpoint, changed: Collection[str]) -> None:
         """Reject the states of optimizers, schedule and loss scaler that no run has left for these objects."""
-        where, backend, scheduler = repr(str(folder)), self._trainer.backend, self._trainer.lr_scheduler
+        content, where = checkpoint.content, checkpoint.where
+        backend, scheduler = self._trainer.backend, self._trainer.lr_scheduler
         if "optimizer" not in changed:
-            backend.check_optimizer(*self._saved_optimizer(folder, content, changed, Ranks()), where)
-            for name, file, saved in _optimizer_states(content)[1:]:
-                tensors = self._open_tensors(folder, content, file)
-                state_dicts.check_optimizer(backend.optimizers[name], backend.model, tensors, saved, where)
+            backend.check_optimizer(*self._saved_optimizer(checkpoint, changed), where)
+            for part, (name, saved) in _optimizer_states(content).items():
+                if part != OPTIMIZER:
+                    optimizer, tensors = backend.optimizers[name], checkpoint.open(part)
+                    state_dicts.check_optimizer(optimizer, backend.model, tensors, saved, where)
         if scheduler is not None and "lr_scheduler" not in changed:
             saved, present = state_dicts.from_json(content["scheduler"]), scheduler.state_dict()
             clobbered = sorted(key for key in saved.keys() - present.keys() if hasattr(scheduler, str(key)))
@@ -416,79 +477,25 @@ class Contents:
             saved, present = state_dicts.from_json(content["scaler"]), backend.scaler.state_dict()
             state_dicts.check_like(saved, present, "the loss scaler's state", where, present.keys() - {"deepspeed"})
 
-    def _open_tensors(
-        self, folder: Path, content: Mapping[str, Any], file: str, ranks: Ranks | None = None
-    ) -> TensorFile:
-        """Return the tensors of a file of a checkpoint, which may be sharded.
-
-        The main rank reads the headers of all files only once for each checkpoint.
-        """
-        checkpoint = str(folder), content["sha256"]
-        if self._catalogues[0] != checkpoint:
-            self._catalogues = checkpoint, {}
-        known = self._catalogues[1]
-        tensors = TensorFile(find_tensor_files(folder, content["files"], shard_folder(file)), ranks, known.get(file))
-        known[file] = tensors.catalogue
-        return tensors
-
-    # --- weights
-
-    def _capture_weights(self) -> tuple[Files, dict[str, Any]]:
-        backend, frozen = self._trainer.backend, self._frozen.excluded()
-        backend.sync_buffers()
-        trained = backend.model_tensors()
-        eval_weights = self._eval_weights.transform(trained)
-        files = {state_dicts.WEIGHTS: {name: tensor for name, tensor in eval_weights.items() if name not in frozen}}
-        training_only = {name: tensor for name, tensor in trained.items() if tensor is not eval_weights[name]}
-        if training_only and not self._trainer.settings.save_only_model:
-            files[TRAINED] = training_only
-        return files, {"extra_state": state_dicts.extra_state(backend.model), "frozen": frozen}
-
-    def restore_weights(self, folder: Path, content: Mapping[str, Any]) -> None:
+    def restore_weights(self, checkpoint: Checkpoint) -> None:
         """Copy only the weights of a checkpoint into the model; frozen weights that it excludes are unchanged."""
-        tensors = self._open_tensors(folder, content, state_dicts.WEIGHTS, self._trainer.ranks)
-        self._trainer.backend.load_weights(tensors, repr(str(folder)), content["extra_state"], content["frozen"])
-
-    def _restore_trained(self, folder: Path, content: Mapping[str, Any], changed: Collection[str]) -> None:
-        """Move the weights for evaluations, which the model has now, to the algorithms, and load those in training."""
-        self._eval_weights.are_loaded = False
-        ranks = self._trainer.ranks
-        trained = self._open_tensors(folder, content, TRAINED, ranks)
-        if not trained:
-            return
-        weights = self._open_tensors(folder, content, state_dicts.WEIGHTS, ranks)
-        if "algorithms" not in changed:
-            self._eval_weights.restore(trained)
-        where, rest = repr(str(folder / TRAINED)), _remaining_weights(weights, trained, content)
-        self._trainer.backend.load_weights(trained, where, content["extra_state"], rest)
+        content, tensors = checkpoint.content, checkpoint.open(state_dicts.WEIGHTS, self._trainer.ranks)
+        self._trainer.backend.load_weights(tensors, checkpoint.where, content["extra_state"], content["frozen"])
 
     # --- the optimizer
 
-    def _capture_optimizer(self, payload: dict[str, Any]) -> Files:
-        backend = self._trainer.backend
-        # references to live tensors: the writer copies them, or writes before training continues
-        tensors, payload["optimizer"] = backend.optimizer_state()
-        files, entries = {OPTIMIZER: tensors}, {}
-        for name, optimizer in backend.optimizers.items():
-            if optimizer is backend.optimizer:
-                entries[name] = None  # saved as `optimizer`
-            else:
-                files[optimizer_file(name)], entries[name] = state_dicts.optimizer_state(optimizer, backend.model)
-        payload["optimizers"] = entries
-        return files
-
-    def _restore_optimizer(self, folder: Path, content: Mapping[str, Any], changed: Collection[str]) -> None:
-        backend = self._trainer.backend
+    def _restore_optimizer(self, checkpoint: Checkpoint, changed: Collection[str]) -> None:
+        content, where, backend = checkpoint.content, checkpoint.where, self._trainer.backend
         if "optimizer" in changed:
             logger.warning("The optimizer has changed: it starts without the state of the saved one.")
             return
         # before loading overwrites them: options that were allowed to change keep their new values
         fresh = [dict(group) for group in backend.groups]
-        tensors, rest = self._saved_optimizer(folder, content, changed, self._trainer.ranks)
-        backend.load_optimizer(tensors, rest, repr(str(folder)))
-        for name, file, saved in _optimizer_states(content)[1:]:
-            tensors = self._open_tensors(folder, content, file, self._trainer.ranks)
-            state_dicts.restore_optimizer(backend.optimizers[name], backend.model, tensors, saved, repr(str(folder)))
+        backend.load_optimizer(*self._saved_optimizer(checkpoint, changed, self._trainer.ranks), where)
+        for part, (name, saved) in _optimizer_states(content).items():
+            if part != OPTIMIZER:
+                tensors = checkpoint.open(part, self._trainer.ranks)
+                state_dicts.restore_optimizer(backend.optimizers[name], backend.model, tensors, saved, where)
         if self._has_other_groups(content, changed):
             # the saved options belong to other groups
             for group, new in zip(backend.groups, fresh, strict=True):
@@ -504,15 +511,15 @@ class Contents:
             group |= {key: new[key] for key in current.keys() - {"lr"} if current[key] != previous.get(key)}
 
     def _saved_optimizer(
-        self, folder: Path, content: Mapping[str, Any], changed: Collection[str], ranks: Ranks
+        self, checkpoint: Checkpoint, changed: Collection[str], ranks: Ranks | None = None
     ) -> tuple[Mapping[str, Any], Any]:
         """Return the saved optimizer state, tensors and rest, regrouped if the groups were allowed to change."""
-        tensors, saved = self._open_tensors(folder, content, OPTIMIZER, ranks), content["optimizer"]
+        tensors, saved = checkpoint.open(OPTIMIZER, ranks), checkpoint.content["optimizer"]
         if GROUPING.isdisjoint(changed):
             return tensors, saved
         backend = self._trainer.backend
         groups = list(zip(backend.names_by_group(), backend.groups, strict=True))
-        saved, selected = regroup_state(saved, tensors, groups, repr(str(folder)))
+        saved, selected = regroup_state(saved, tensors, groups, checkpoint.where)
         return selected, saved
 
     # --- the schedule
@@ -582,43 +589,21 @@ class Contents:
 
     # --- random numbers
 
-    def _capture_random_numbers(self, payload: dict[str, Any]) -> Files:
-        state = state_dicts.rng_tensors(self._trainer.device)
-        gathered = self._trainer.ranks.gather_on_main("the random numbers for a checkpoint", [state])
-        generators = self._trainer.ranks.one_per_share([entry for (entry,) in gathered])
-        tensors = {
-            f"{rank}/{name}": tensor for rank, (state, _) in enumerate(generators) for name, tensor in state.items()
-        }
-        payload["rng"] = [rest for _, rest in generators]
-        return {RNG: tensors}
-
-    def restore_random_numbers(self, folder: Path, content: Mapping[str, Any]) -> None:
+    def restore_random_numbers(self, checkpoint: Checkpoint) -> None:
         """Restore the random number generators of training from a checkpoint."""
         ranks, seed = self._trainer.ranks, self._trainer.settings.seed
-        if content["settings"]["seed"] != seed:
+        if checkpoint.content["settings"]["seed"] != seed:
             return  # it was allowed to change
         alike = ranks.world_size // ranks.data.size  # ranks that have the same samples
         saved = ranks.scatter(
             "the random numbers of a checkpoint",
-            lambda: [state for state in self._generators(folder, content) for _ in range(alike)],
+            lambda: [state for state in _generators(checkpoint) for _ in range(alike)],
         )
         if saved is not None:
             state_dicts.restore_rng_tensors(*saved, self._trainer.device)
         # derived from the step, so that two resumes on as many ranks draw the same numbers
         else:  # more ranks than in the checkpoint
             seed_everything(derive_seed(seed, ranks.data.rank, self._lifecycle.progress.step) & 0x7FFFFFFF)
-
-    @staticmethod
-    def _generators(folder: Path, content: Mapping[str, Any]) -> list[tuple[dict[str, torch.Tensor], Any]]:
-        """Return the state of the generators of each rank, in the form of `state_dicts.rng_tensors`."""
-        saved = content["rng"]
-        by_rank: list[dict[str, torch.Tensor]] = [{} for _ in saved]
-        read_header(folder / RNG)  # which says what is wrong with a damaged file
-        for name, tensor in safetensors.torch.load((folder / RNG).read_bytes()).items():  # opened once for all ranks
-            rank, _, generator = name.partition("/")
-            if rank.isdecimal() and int(rank) < len(saved):
-                by_rank[int(rank)][generator] = tensor
-        return list(zip(by_rank, saved, strict=True))
 
     # --- progress, history, best, callbacks, losses
 
@@ -675,10 +660,9 @@ class Contents:
         self, content: Mapping[str, Any], changed: Collection[str], tensors: TensorFile, undo: contextlib.ExitStack
     ) -> None:
         """Restore the states of the user's parts; those that were allowed to change keep theirs."""
-        saved, parts = content.get("parts"), stateful_parts(self._trainer.settings, self._trainer.backend.model)
-        if saved is None:  # no part had a state
+        if (saved := content.get("parts")) is None:  # no part had a state
             return
-        data = self._trainer.ranks.data
+        data, parts = self._trainer.ranks.data, stateful_parts(self._trainer.settings, self._trainer.backend.model)
         if len(saved) not in (1, data.size):
             logger.warning(
                 "The states of %s differ between the %d ranks of the checkpoint, and this run has %d: all get those "
@@ -783,12 +767,12 @@ class Contents:
             return None
 
 
-def _optimizer_states(content: Mapping[str, Any]) -> list[tuple[str, str, Any]]:
-    """Return name, file and state of each optimizer in a checkpoint, that of `optimizer` first."""
-    states: list[tuple[str, str, Any]] = [("", OPTIMIZER, content["optimizer"])]
+def _optimizer_states(content: Mapping[str, Any]) -> dict[str, tuple[str, Any]]:
+    """Return name and state of each optimizer in a checkpoint by its file, that of `optimizer` first."""
+    states = {OPTIMIZER: ("", content["optimizer"])}
     for name, saved in content["optimizers"].items():
         if saved is not None:  # else it is saved as `optimizer`
-            states.append((name, optimizer_file(name), saved))
+            states[optimizer_file(name)] = name, saved
     return states
 
 
@@ -810,9 +794,21 @@ def _format_length(settings: Mapping[str, Any]) -> str:
     return ", ".join(f"{name}={value!r}" for name, value in limits.items() if value is not None)
 
 
-def _remaining_weights(weights: Collection[str], trained: Collection[str], content: Mapping[str, Any]) -> set[str]:
-    """Return the names of the weights that are not in the file of those in training."""
-    return {*weights, *content["frozen"]} - set(trained)
+def _trained_weights(checkpoint: Checkpoint) -> tuple[str, set[str]]:
+    """Return the name of the file of the weights in training, for errors, and the names of those not in it."""
+    weights, trained = (checkpoint.parts[part][1].locations for part in (state_dicts.WEIGHTS, TRAINED))
+    return repr(str(checkpoint.folder / TRAINED)), {*weights, *checkpoint.content["frozen"]} - trained.keys()
+
+
+def _generators(checkpoint: Checkpoint) -> list[tuple[dict[str, torch.Tensor], Any]]:
+    """Return the states of the generators of each rank, in the form of `state_dicts.rng_tensors`."""
+    saved, tensors = checkpoint.content["rng"], checkpoint.open(RNG)
+    by_rank: list[dict[str, torch.Tensor]] = [{} for _ in saved]
+    for name, tensor in tensors.read_tensors(list(tensors)).items():  # opened once for all ranks
+        rank, _, generator = name.partition("/")
+        if rank.isdecimal() and int(rank) < len(saved):
+            by_rank[int(rank)][generator] = tensor
+    return list(zip(by_rank, saved, strict=True))
 
 
 @functools.cache

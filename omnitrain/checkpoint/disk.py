@@ -180,15 +180,10 @@ def read_or_none(path: Path) -> bytes | None:
 
 
 @contextlib.contextmanager
-def hashing(files: Iterable[Path], size: int | None = None) -> Iterator[Iterator[str]]:
-    """Yield the digests of files in order; large ones are hashed in threads (hashlib releases the GIL).
-
-    Args:
-        files: The files.
-        size: Their total bytes, if known.
-    """
+def hashing(files: Iterable[Path]) -> Iterator[Iterator[str]]:
+    """Yield the digests of files in order; large ones are hashed in threads (hashlib releases the GIL)."""
     files = list(files)
-    if (sum(file.stat().st_size for file in files) if size is None else size) < _MIN_THREADED_BYTES:
+    if sum(file.stat().st_size for file in files) < _MIN_THREADED_BYTES:
         yield map(_digest, files)
         return
     pool = ThreadPoolExecutor(min(4, os.cpu_count() or 1))

@@ -66,9 +66,9 @@ def read_history(folder: Path, content: Mapping[str, Any]) -> dict[str, Any]:
     Raises:
         CheckpointError: If the file of the rows is invalid.
     """
-    metrics = {name: value for name, value in content["metrics"].items() if name != "rows"}
-    counts = content["metrics"]["rows"]
     tables: dict[str, list[Any]] = {name: [] for name in TABLES}
+    metrics = {**content["metrics"], **tables}
+    counts = metrics.pop("rows")
     number = 0
     try:
         with open_regular(folder / HISTORY) as file:
@@ -79,8 +79,9 @@ def read_history(folder: Path, content: Mapping[str, Any]) -> dict[str, Any]:
             check_limits(entry)
             check_value(entry, ROW, name)
             tables[name].append(entry)
-        if {name: len(rows) for name, rows in tables.items()} != {name: counts.get(name, 0) for name in TABLES}:
-            raise ValueError(f"its rows are not the expected {counts}")
+        for name, rows in tables.items():
+            if len(rows) != counts.get(name, 0):
+                raise ValueError(f"its rows are not the expected {counts}")
     except OSError as error:
         raise CheckpointError(f"{str(folder / HISTORY)!r} cannot be read: {error}. Use another checkpoint.") from error
     except (ValueError, KeyError, AttributeError, TypeError, RecursionError) as error:
@@ -88,4 +89,4 @@ def read_history(folder: Path, content: Mapping[str, Any]) -> dict[str, Any]:
             f"{str(folder)!r} is damaged: line {number} of {HISTORY!r} is not a row of a history "
             f"({type(error).__name__}: {error}). Use another checkpoint."
         ) from None
-    return {**metrics, **tables}
+    return metrics

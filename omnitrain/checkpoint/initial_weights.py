@@ -267,7 +267,7 @@ def _read(path: Path, where: str, check: Check = check_hashes) -> tuple[Any, lis
             "of weights; a model of the Hub is loaded by `from_pretrained`."
         ) from error
     if is_pointer(path):
-        path = Store(path.parent).resolve_pointer(path.name)
+        path = Store(path.parent).locate(path.name)
     states: dict[str, Any] = {}
     files = [path]
     if path.is_dir():

@@ -138,7 +138,7 @@ def check_value(value: Any, kind: Any, where: str = "") -> None:
             raise _wrong(value, where, f"a list of {len(kind)}")
         for index, (inner, inner_kind) in enumerate(zip(value, kind if is_row else kind * len(value), strict=True)):
             check_value(inner, inner_kind, f"{where}[{index}]")
-    else:
+    elif kind is not Any:
         rule: Any = _RULES.get(kind, kind)
         rule(value, where)
 
@@ -159,10 +159,6 @@ def _text(form: str, expected: str) -> Rule:
     return Rule((str,), expected, form=form)
 
 
-def _check_any(value: Any, where: str) -> None:
-    """Accept any value."""
-
-
 def _check_date(value: Any, where: str) -> None:
     try:
         datetime.fromisoformat(value)
@@ -181,9 +177,8 @@ def _check_tagged(value: Any, where: str) -> None:
     if isinstance(value, list):
         check_value(value, [_check_tagged], where)
     elif isinstance(value, dict):
-        tags = [key for key in value if key.startswith("__")]
-        kind = {tag: _TAGS[tag] for tag in tags[:1] if tag in _TAGS} if tags else {...: _check_tagged}
-        check_value(value, kind, where)
+        tags = value.keys() & _TAGS.keys()
+        check_value(value, {tag: _TAGS[tag] for tag in list(tags)[:1]} or {...: _check_tagged}, where)
 
 
 def _check_key(value: Any, where: str) -> None:
@@ -197,7 +192,7 @@ def _check_key(value: Any, where: str) -> None:
 def _check_state(value: Any, where: str) -> None:
     """Reject what is not from `state_dicts.to_json` for a dict."""
     _OBJECT(value, where)
-    if any(key.startswith("__") and key != "__dict__" for key in value):
+    if not value.keys().isdisjoint(_TAGS.keys() - {"__dict__"}):
         raise _wrong(value, where, "an object")
     _check_tagged(value, where)
 
@@ -210,7 +205,6 @@ _RULES: dict[Any, Callable[[Any, str], None]] = {
     float: Rule((int, float), "a finite number", (-sys.float_info.max, sys.float_info.max)),
     bool: Rule((bool,), "true or false"),
     str: Rule((str,), "text"),
-    Any: _check_any,
 }
 _STEP = _whole(-1)  # -1 if there was none
 _SECONDS = Rule((int, float), "a finite number of at least 0", (0, sys.float_info.max))
@@ -376,15 +370,19 @@ def validate(content: Mapping[str, Any], where: str, complete: bool = True) -> N
 
 def check_limits(content: Any) -> None:
     """Reject values nested too deeply for recursion, and numbers beyond 64 bits."""
-    waiting = [(content, 0)]
-    while waiting:
-        value, depth = waiting.pop()
-        if depth > _DEPTH:
-            raise ValueError(f"more than {_DEPTH} nested lists and objects")
-        if isinstance(value, dict | list):
-            waiting += [(inner, depth + 1) for inner in (value.values() if isinstance(value, dict) else value)]
-        elif isinstance(value, int) and abs(value) >= 2**64:
-            raise ValueError(f"a number of {value.bit_length()} bits")
+    values: list[Any] = [content]
+    for _ in range(_DEPTH + 1):
+        nested: list[Any] = []
+        for value in values:
+            if isinstance(value, dict):
+                nested.extend(value.values())
+            elif isinstance(value, list):
+                nested.extend(value)
+            elif isinstance(value, int) and abs(value) >= 2**64:
+                raise ValueError(f"a number of {value.bit_length()} bits")
+        values = nested
+    if values:
+        raise ValueError(f"more than {_DEPTH} nested lists and objects")
 
 
 # --- writing and reading
@@ -454,8 +452,7 @@ def parse_manifest(data: bytes, name: str) -> dict[str, Any]:
 def check_hashes(folder: Path, files: Mapping[str, FileEntry]) -> None:
     """Raise a CheckpointError for the first file whose content has changed."""
     try:
-        size = sum(entry["size"] for entry in files.values())
-        with hashing((folder / name for name in files), size) as digests:
+        with hashing(map(folder.joinpath, files)) as digests:
             for (name, entry), digest in zip(files.items(), digests, strict=True):
                 if digest != entry["sha256"]:
                     raise CheckpointError(
@@ -463,21 +460,6 @@ def check_hashes(folder: Path, files: Mapping[str, FileEntry]) -> None:
                     )
     except OSError as error:
         raise CheckpointError(f"{str(folder)!r} cannot be read: {error}.") from error
-
-
-def check_sizes(folder: Path, files: Mapping[str, FileEntry]) -> None:
-    """Raise a CheckpointError for the first file that is missing, not a regular file, or of another size."""
-    for name, entry in files.items():
-        try:
-            status = (folder / name).stat()
-        except (OSError, ValueError):  # ValueError: a name that no file can have
-            raise CheckpointError(f"{str(folder)!r} is incomplete: {name!r} is missing.") from None
-        if not stat.S_ISREG(status.st_mode):
-            raise CheckpointError(f"{str(folder)!r} is damaged: {name!r} is not a regular file.")
-        if status.st_size != entry["size"]:
-            raise CheckpointError(
-                f"{str(folder)!r} is incomplete: {name!r} has {status.st_size} bytes, and {entry['size']} were written."
-            )
 
 
 def inspect(folder: Path, hashes: bool, check: Check = check_hashes) -> dict[str, Any]:
@@ -489,7 +471,17 @@ def inspect(folder: Path, hashes: bool, check: Check = check_hashes) -> dict[str
         check: Hashes the files.
     """
     content = read_manifest(folder)
-    check_sizes(folder, content["files"])
+    for name, entry in content["files"].items():
+        try:
+            status = (folder / name).stat()
+        except (OSError, ValueError):  # ValueError: a name that no file can have
+            raise CheckpointError(f"{str(folder)!r} is incomplete: {name!r} is missing.") from None
+        if not stat.S_ISREG(status.st_mode):
+            raise CheckpointError(f"{str(folder)!r} is damaged: {name!r} is not a regular file.")
+        if status.st_size != entry["size"]:
+            raise CheckpointError(
+                f"{str(folder)!r} is incomplete: {name!r} has {status.st_size} bytes, and {entry['size']} were written."
+            )
     if hashes:
         check(folder, content["files"])
     return content

@@ -20,7 +20,6 @@ from omnitrain.checkpoint.remote import (
     RemoteCheckpoint,
     RemoteFolder,
     check_address,
-    local_copy,
     wrap_store_errors,
 )
 from omnitrain.checkpoint.store import Choice, Store, accept_any
@@ -41,18 +40,6 @@ def make_store(save_dir: str | os.PathLike[str], is_required: bool = False) -> S
         return Store(run_folder(save_dir, "save_dir"))
     check_address(str(save_dir), "save_dir")
     return MirroredStore(str(save_dir), is_required)
-
-
-def resolve_checkpoint(
-    store: Store | None,
-    which: str | os.PathLike[str],
-    accept: Callable[[Path, dict[str, Any]], None],
-    check: Check = check_hashes,
-) -> tuple[Path, dict[str, Any]] | None:
-    """Return `Store.resolve(...)`; also for an address if there is no store, or only a local one."""
-    if is_address(which) and not isinstance(store, MirroredStore):
-        which = local_copy(str(which), "resume_from")
-    return (store or Store(Path(which).parent)).resolve(which, accept, check)
 
 
 class MirroredStore(Store):
@@ -215,8 +202,6 @@ class MirroredStore(Store):
             parent, _, name = str(which).rstrip("/").rpartition("/")
             if parent == self.remote.address:
                 which = self._download(self.remote.select(name, self._copies()))
-            else:
-                which = local_copy(str(which), "resume_from")
         if which not in ("auto", "last", "best"):
             return super().resolve(which, accept, check)
         copies = self._copies()

@@ -8,7 +8,7 @@ import math
 import operator
 import os
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from safetensors import SafetensorError, safe_open
 
@@ -61,26 +61,23 @@ def read_header(path: Path) -> Header:
         raise CheckpointError(f"{str(path)!r} cannot be read: {error}. Use another checkpoint.") from error
     except SafetensorError as error:
         raise CheckpointError(f"{str(path)!r} is damaged: {error}. Use another checkpoint.") from None
-    header = json.loads(text)
+    header, entries = json.loads(text), dict[str, Entry]()
     try:
         sharding = json.loads((header.pop("__metadata__", None) or {}).get(SHARDING, "{}"))
-        entries = {name: _entry(name, content, 8 + length, sharding) for name, content in header.items()}
+        for name, content in header.items():
+            shape = tuple(content["shape"])
+            block = sharding.get(name, {"saved_offsets": (0,) * len(shape), "shape": shape})
+            corner = tuple(map(operator.index, block["saved_offsets"]))
+            full_shape = None if block.get("shape") is None else tuple(map(operator.index, block["shape"]))
+            ends = full_shape or (math.inf,) * len(shape)
+            fits = len(shape) == len(corner) == len(ends) and min(corner, default=0) >= 0
+            if not fits or any(map(operator.gt, map(operator.add, corner, shape), ends)):
+                raise ValueError(f"the block of {name!r} of shape {shape} begins at {corner} of a tensor {full_shape}")
+            offset = 8 + length + content["data_offsets"][0]
+            entries[name] = Entry(content["dtype"], shape, offset, corner, full_shape)
     except (ValueError, TypeError, AttributeError, KeyError, RecursionError) as error:
         raise CheckpointError(
             f"{str(path)!r} is damaged: its {SHARDING} is not as PyTorch writes it ({type(error).__name__}: {error}). "
             "Use another checkpoint."
         ) from None
     return Header(entries, size, hashlib.sha256(text).hexdigest()[:16])
-
-
-def _entry(name: str, content: Any, start: int, sharding: Any) -> Entry:
-    shape = tuple(content["shape"])
-    block = sharding.get(name, {"saved_offsets": (0,) * len(shape), "shape": shape})
-    corner = tuple(map(operator.index, block["saved_offsets"]))
-    full_shape = None if block.get("shape") is None else tuple(map(operator.index, block["shape"]))
-    ends = full_shape or (math.inf,) * len(shape)
-    if not len(shape) == len(corner) == len(ends) or any(
-        begin < 0 or begin + length > end for begin, length, end in zip(corner, shape, ends, strict=True)
-    ):
-        raise ValueError(f"the block of {name!r} of shape {shape} begins at {corner} of a tensor {full_shape}")
-    return Entry(content["dtype"], shape, start + content["data_offsets"][0], corner, full_shape)

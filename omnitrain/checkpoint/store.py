@@ -39,8 +39,10 @@ from omnitrain.checkpoint.manifest import (
     inspect,
     read_manifest,
 )
+from omnitrain.checkpoint.remote import local_copy
 from omnitrain.core.errors import CheckpointError, is_disk_error
 from omnitrain.core.files import open_regular
+from omnitrain.core.paths import is_address
 
 logger: logging.Logger = logging.getLogger("omnitrain")
 
@@ -338,23 +340,70 @@ class Store:
         """Return the folder of a verified checkpoint and the content of its omnitrain.json.
 
         Args:
-            which: "last" (saved last), "best" (saved last as the best so far), a path, or "auto": the latest
-                undamaged one; skipped ones are logged with the reason. Only "auto" can return None, if no checkpoint
-                exists.
+            which: "last" (saved last), "best" (saved last as the best so far), a path, an address, or "auto": the
+                latest undamaged one; skipped ones are logged with the reason. Only "auto" can return None, if no
+                checkpoint exists.
             accept: Raises a CheckpointError if a run cannot use this content, even with matching hashes.
             check: Hashes the files of a checkpoint.
 
         Raises:
             CheckpointError: The checkpoint is missing or damaged; for "auto": all existing ones are damaged.
         """
-        if which == "auto":
-            return self._newest_verified(accept, check)
-        folder = (
-            self.resolve_pointer(which)
-            if isinstance(which, str) and which in ("last", "best")
-            else self._resolve_path(Path(which))
+        if which != "auto":
+            folder = self.locate(local_copy(str(which), "resume_from") if is_address(which) else which)
+            return folder, self.verify(folder, accept=accept, check=check)
+        folders = self.folders()
+        infos, reasons = self._check_all(folders)
+        for info in reversed(infos):
+            path = folders[info.step]
+            try:
+                content = inspect(path, hashes=True, check=check)
+                accept(path, content)
+            except CheckpointError as error:
+                reasons.append(str(error))
+                continue
+            for reason in reasons:
+                logger.warning("Skipped: %s Using %r instead.", reason, path.name)
+            return path, content
+        if not reasons:
+            return None
+        raise CheckpointError(
+            f"None of the checkpoints in {str(self.root)!r} can be used. " + " ".join(reasons) + " "
+            "Repair them or move them away, or choose another `save_dir` for a new run."
         )
-        return folder, self.verify(folder, accept=accept, check=check)
+
+    def locate(self, which: str | os.PathLike[str]) -> Path:
+        """Return the folder of "last", of "best" or of a path, damaged or not.
+
+        Raises:
+            CheckpointError: No such folder exists, or the path is a run.
+        """
+        if which not in ("last", "best"):
+            return self._locate_path(Path(which))
+        folders = self.folders()
+        infos, _ = self._check_all(folders)
+        step = self._pointer_step(str(which), infos)
+        if step is not None:
+            return folders.get(step) or self.path(step)
+        if which == "best" and infos:
+            raise CheckpointError(
+                f"No checkpoint in {str(self.root)!r} was saved as the best. Pass 'last', or evaluate before saving."
+            )
+        raise CheckpointError(f"{str(self.root)!r} has no complete checkpoint. Pass 'auto' to start a new run then.")
+
+    def _locate_path(self, path: Path) -> Path:
+        if is_pointer(path):
+            return Store(path.parent).locate(path.name)
+        candidates = [path, self.root / path]
+        renamed = [
+            candidate.with_name(candidate.name + ".old") for candidate in candidates if _NAME.fullmatch(candidate.name)
+        ]
+        folder = next((candidate for candidate in candidates + renamed if candidate.is_dir()), path)
+        infos = Store(folder).checkpoint_infos() if not (folder / MANIFEST).exists() else []
+        if infos:
+            newest = str(Store(folder).path(infos[-1].step))
+            raise CheckpointError(f"{str(folder)!r} is a run folder, not a checkpoint. Did you mean {newest!r}?")
+        return folder
 
     def newest_size(self) -> int | None:
         """Return the bytes of the checkpoint saved last, an estimate for the next one; None if none exists."""
@@ -406,70 +455,19 @@ class Store:
                 reasons.append(str(error))
         return sorted(infos, key=SAVE_ORDER), reasons
 
-    def _newest_verified(
-        self, accept: Callable[[Path, dict[str, Any]], None], check: Check
-    ) -> tuple[Path, dict[str, Any]] | None:
-        folders = self.folders()
-        infos, reasons = self._check_all(folders)
-        for info in reversed(infos):
-            path = folders[info.step]
-            try:
-                content = inspect(path, hashes=True, check=check)
-                accept(path, content)
-            except CheckpointError as error:
-                reasons.append(str(error))
-                continue
-            for reason in reasons:
-                logger.warning("Skipped: %s Using %r instead.", reason, path.name)
-            return path, content
-        if not reasons:
-            return None
-        raise CheckpointError(
-            f"None of the checkpoints in {str(self.root)!r} can be used. " + " ".join(reasons) + " "
-            "Repair them or move them away, or choose another `save_dir` for a new run."
-        )
-
-    def resolve_pointer(self, which: str) -> Path:
-        """Return the folder to which "last" or "best" refers, damaged or not.
-
-        Raises:
-            CheckpointError: No such folder exists.
-        """
-        infos = self.checkpoint_infos()
-        step = self._pointer_step(which, infos)
-        if step is not None:
-            return self._folder_of(step)
-        if which == "best" and infos:
-            raise CheckpointError(
-                f"No checkpoint in {str(self.root)!r} was saved as the best. Pass 'last', or evaluate before saving."
-            )
-        raise CheckpointError(f"{str(self.root)!r} has no complete checkpoint. Pass 'auto' to start a new run then.")
-
-    def _resolve_path(self, path: Path) -> Path:
-        if is_pointer(path):
-            return Store(path.parent).resolve_pointer(path.name)
-        candidates = [path, self.root / path]
-        renamed = [
-            candidate.with_name(candidate.name + ".old") for candidate in candidates if _NAME.fullmatch(candidate.name)
-        ]
-        folder = next((candidate for candidate in candidates + renamed if candidate.is_dir()), path)
-        infos = Store(folder).checkpoint_infos() if not (folder / MANIFEST).exists() else []
-        if infos:
-            newest = str(Store(folder).path(infos[-1].step))
-            raise CheckpointError(f"{str(folder)!r} is a run folder, not a checkpoint. Did you mean {newest!r}?")
-        return folder
-
     # Pointers
 
     def _pointer_step(self, which: str, infos: Sequence[CheckpointInfo]) -> int | None:
         """Return the step to which `last` or `best` refers, given the complete checkpoints."""
         # A process may be killed between a commit and its pointers, so the manifests decide. But a pointer to a damaged
         # or missing checkpoint is followed, so that an older one is never used silently.
-        step = self._read_pointer(which)
-        if step is not None and step not in {info.step for info in infos}:
-            return step
-        steps = [info.step for info in infos if which == "last" or info.best]
-        return steps[-1] if steps else step
+        pointed = newest = self._read_pointer(which)
+        is_complete = pointed is None
+        for info in infos:
+            is_complete = is_complete or info.step == pointed
+            if which == "last" or info.best:
+                newest = info.step
+        return newest if is_complete else pointed
 
     def _read_pointer(self, which: str) -> int | None:
         """Return the step of the folder in a pointer; None if it leads out of the run folder."""

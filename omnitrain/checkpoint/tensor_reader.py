@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
+import functools
 import math
 import operator
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
@@ -67,14 +69,6 @@ class TensorLocation(NamedTuple):
     last: int
     axis: int
 
-    def likely_files(self, box: Box) -> tuple[int, int]:
-        """Return the first and the last file that a box lies in if all files hold equal shares of the tensor."""
-        low = high = 0
-        for begin, size, length in list(zip(*box, self.shape, strict=True))[self.axis :]:
-            low, high = low * length + begin, high * length + begin + size - 1
-        files, values = self.last - self.first + 1, max(1, math.prod(self.shape[self.axis :]))
-        return self.first + low * files // values, self.first + high * files // values
-
 
 class Catalogue(NamedTuple):
     """The location of each tensor, and size and digest of each file, as read by the main rank."""
@@ -86,7 +80,6 @@ class Catalogue(NamedTuple):
 class _Request(NamedTuple):
     """A box of a tensor to read: the tensor to fill, its corner in the full one, and the boxes that are missing."""
 
-    name: str
     target: torch.Tensor
     corner: tuple[int, ...]
     missing: list[Box]
@@ -102,7 +95,7 @@ class TensorFile(Mapping[str, torch.Tensor]):
     Args:
         path: The file, or all files; a tensor may have blocks in several of them.
         ranks: The ranks that read.
-        catalogue: The contents of the files, if the main rank has read them before.
+        catalogue: The contents of the files, if all ranks have them already.
 
     Attributes:
         is_local: Whether every rank can read the files itself.
@@ -115,17 +108,20 @@ class TensorFile(Mapping[str, torch.Tensor]):
         self._paths: list[Path] = [path] if isinstance(path, Path) else list(path)
         self._ranks = ranks or Ranks()
         self._headers: dict[int, Header] = {}
-        self.catalogue: Catalogue = Catalogue({}, [])
-        if self._paths:  # without files there is nothing to exchange
+        self.catalogue: Catalogue = catalogue or Catalogue({}, [])
+        if catalogue is None and self._paths:  # without files there is nothing to exchange
             name = self._paths[0].name if len(self._paths) == 1 else f"{len(self._paths)} files"
-            self.catalogue = self._ranks.on_main(f"opening {name}", lambda: catalogue or self._catalogue())
+            self.catalogue = self._ranks.on_main(f"opening {name}", self._read_catalogue)
         self._locations, self._signatures = self.catalogue
         self.is_local: bool = self._is_local()
 
     def __getitem__(self, name: str) -> torch.Tensor:
-        request = self._request(name)
-        self._ranks.on_main("the reading of a tensor", lambda: self._fill(request))
-        return self._ranks.broadcast(request.target)
+        shape, dtype = self.spec_of(name)
+        tensor = torch.empty(shape, dtype=dtype)
+        self._ranks.on_main(
+            "the reading of a tensor", functools.partial(self.read_into, name, (0,) * len(shape), tensor)
+        )
+        return self._ranks.broadcast(tensor)
 
     def part(self, name: str, begin: int, end: int) -> torch.Tensor:
         """Return the values [begin, end) of a flattened tensor."""
@@ -146,15 +142,21 @@ class TensorFile(Mapping[str, torch.Tensor]):
     def read_into(self, name: str, corner: Sequence[int], target: torch.Tensor) -> None:
         """Fill `target` with the rectangle of its shape that starts at the index `corner`."""
         box = tuple(corner), tuple(target.shape)
-        self._fill(_Request(name, target, box[0], [box] if target.numel() else []))
+        if target.numel():
+            self._read(self._search_order(name, box), {name: _Request(target, box[0], [box])})
 
     def read_tensors(self, names: Sequence[str]) -> dict[str, torch.Tensor]:
         """Return full tensors, opening each file once."""
-        requests = [self._request(name) for name in names]
-        # the files before the first one that has any of the tensors are not opened
-        first = min((self._locations[request.name].first for request in requests if request.missing), default=0)
+        tensors, requests, first = dict[str, torch.Tensor](), dict[str, _Request](), len(self._paths)
+        for name in names:
+            location = self._locations[name]
+            tensors[name] = torch.empty(location.shape, dtype=location.dtype)
+            if tensors[name].numel():
+                corner = (0,) * len(location.shape)
+                requests[name] = _Request(tensors[name], corner, [(corner, location.shape)])
+                first = min(first, location.first)  # the files before are not opened
         self._read(range(first, len(self._paths)), requests)
-        return {request.name: request.target for request in requests}
+        return tensors
 
     def pieces(self, names: Sequence[str]) -> Iterator[torch.Tensor]:
         """Yield tensors in order, in pieces of a few megabytes."""
@@ -196,7 +198,7 @@ class TensorFile(Mapping[str, torch.Tensor]):
 
     # --- headers
 
-    def _catalogue(self) -> Catalogue:
+    def _read_catalogue(self) -> Catalogue:
         blocks: dict[str, list[tuple[int, Entry]]] = {}
         signatures, entry_count = [], 0
         for number in range(len(self._paths)):
@@ -212,24 +214,27 @@ class TensorFile(Mapping[str, torch.Tensor]):
 
     def _locate(self, name: str, numbered: list[tuple[int, Entry]]) -> TensorLocation:
         first, blocks = numbered[0][1], set[Box]()  # a set: replicas of a block in several files count once
-        ends = [0] * len(first.shape)
+        ends, smallest, missing = [0] * len(first.shape), first.shape, 0
         for _, entry in numbered:
             if (len(entry.shape), entry.dtype, entry.full_shape) != (len(ends), first.dtype, first.full_shape):
                 raise CheckpointError(
                     f"{self._display_path()} is damaged: blocks of {name!r} differ in dtype or shape."
                 )
-            blocks.add((entry.corner, entry.shape))
+            if (box := (entry.corner, entry.shape)) not in blocks:
+                blocks.add(box)
+                missing -= math.prod(entry.shape)
             ends = list(map(max, ends, map(operator.add, entry.corner, entry.shape)))
+            smallest = tuple(map(min, smallest, entry.shape))
         if first.dtype not in _BY_NAME:
             raise CheckpointError(
                 f"{self._display_path()} has {name!r} as {first.dtype}, and only {', '.join(_BY_NAME)} can be read."
             )
         shape = tuple(ends) if first.full_shape is None else first.full_shape
-        missing = math.prod(shape) - sum(math.prod(sizes) for _, sizes in blocks)
+        missing += math.prod(shape)
         if missing > 0:
             raise self._incomplete(name, f"{missing} of its {math.prod(shape)} values")
-        least = list(map(min, shape, *(sizes for _, sizes in blocks)))
-        axis = next((axis for axis, length in enumerate(shape) if least[axis] < length), 0)
+        is_split = list(map(operator.lt, smallest, shape))
+        axis = is_split.index(True) if True in is_split else 0
         return TensorLocation(_BY_NAME[first.dtype], shape, numbered[0][0], numbered[-1][0], axis)
 
     def _header(self, number: int) -> Header:
@@ -250,37 +255,30 @@ class TensorFile(Mapping[str, torch.Tensor]):
 
     # --- reading
 
-    def _request(self, name: str) -> _Request:
-        """Return a request for a full tensor, with new memory."""
-        shape, dtype = self.spec_of(name)
-        corner = (0,) * len(shape)
-        return _Request(name, torch.empty(shape, dtype=dtype), corner, [(corner, shape)] if math.prod(shape) else [])
-
-    def _fill(self, request: _Request) -> None:
-        if request.missing:
-            self._read(self._search_order(request.name, request.missing[0]), [request])
-
     def _search_order(self, name: str, box: Box) -> Iterator[int]:
         """Yield the numbers of the files that may overlap a box, the most likely ones first.
 
         These are the file of this rank, if as many ranks read as wrote, and those at the position of the box in the
         tensor. Without an order, each rank would open the files of all ranks.
         """
-        location = self._locations[name]
-        own_file = self._ranks.rank * len(self._paths) // self._ranks.world_size
-        low, high = location.likely_files(box)
-        if location.first <= own_file <= location.last:
-            yield own_file
+        _, shape, first, last, axis = self._locations[name]
+        rank_file = self._ranks.rank * len(self._paths) // self._ranks.world_size
+        if first <= rank_file <= last:
+            yield rank_file
+        low = high = 0  # the range of the box, if all files hold equal shares of the tensor
+        for begin, size, length in list(zip(*box, shape, strict=True))[axis:]:
+            low, high = low * length + begin, high * length + begin + size - 1
+        files, values = last - first + 1, max(1, math.prod(shape[axis:]))
+        low, high = first + low * files // values, first + high * files // values
         yield from range(low, high + 1)
-        for distance in range(1, location.last - location.first + 1):
+        for distance in range(1, files):
             for number in (low - distance, high + distance):
-                if location.first <= number <= location.last:
+                if first <= number <= last:
                     yield number
 
-    def _read(self, numbers: Iterable[int], requests: Sequence[_Request]) -> None:
-        """Read requests from files, in the order of their numbers, until nothing is missing."""
+    def _read(self, numbers: Iterable[int], requests: dict[str, _Request]) -> None:
+        """Read requests, by name, from files, in the order of their numbers, until nothing is missing."""
         for number in numbers:
-            requests = [request for request in requests if request.missing]
             if not requests:
                 return
             path, header = self._paths[number], self._header(number)
@@ -290,18 +288,30 @@ class TensorFile(Mapping[str, torch.Tensor]):
                     f"{str(path)!r} on rank {self._ranks.rank} differs from that on the main rank. Copy the "
                     "checkpoint again, or put it on a file system that all ranks share."
                 )
-            overlaps = [
-                (request, entry, box, overlap)
-                for request in requests
-                if (entry := header.entries.get(request.name)) is not None
-                for box in request.missing
-                if (overlap := _intersection(box, (entry.corner, entry.shape)))
-            ]
-            if overlaps:
-                _read_overlaps(path, overlaps)
-        for request in requests:
-            for corner, sizes in request.missing:
-                raise self._incomplete(request.name, f"the block of {sizes} at {corner}")
+            try:
+                with contextlib.ExitStack() as closing:
+                    file: BinaryIO | None = None
+                    for name, request in list(requests.items()):
+                        if (entry := header.entries.get(name)) is None:
+                            continue
+                        for box in list(request.missing):
+                            overlap = _intersection(box, (entry.corner, entry.shape))
+                            if overlap is None:
+                                continue
+                            file = file or closing.enter_context(open_regular(path))
+                            offsets = tuple(map(operator.sub, overlap[0], entry.corner))
+                            part = _cut(request.target, request.corner, overlap)
+                            _read_box(file, entry.offset, entry.shape, offsets, part)
+                            # what this file does not have of the box is looked for in the next
+                            request.missing.remove(box)
+                            request.missing.extend(_subtract(box, overlap))
+                        if not request.missing:
+                            del requests[name]
+            except OSError as error:
+                raise CheckpointError(f"{str(path)!r} cannot be read: {error}. Use another checkpoint.") from error
+        for name, request in requests.items():
+            corner, sizes = request.missing[0]
+            raise self._incomplete(name, f"the block of {sizes} at {corner}")
 
     def _incomplete(self, name: str, what: str) -> CheckpointError:
         return CheckpointError(
@@ -365,20 +375,6 @@ def _cut(tensor: torch.Tensor, corner: Sequence[int], box: Box) -> torch.Tensor:
 
 
 # --- bytes
-
-
-def _read_overlaps(path: Path, overlaps: Sequence[tuple[_Request, Entry, Box, Box]]) -> None:
-    """Read what a file has of missing boxes of requests, and subtract it from them."""
-    try:
-        with open_regular(path) as file:
-            for request, entry, box, overlap in overlaps:
-                offsets = tuple(map(operator.sub, overlap[0], entry.corner))
-                _read_box(file, entry.offset, entry.shape, offsets, _cut(request.target, request.corner, overlap))
-                # what this file did not have of the box is looked for in the next
-                request.missing.remove(box)
-                request.missing.extend(_subtract(box, overlap))
-    except OSError as error:
-        raise CheckpointError(f"{str(path)!r} cannot be read: {error}. Use another checkpoint.") from error
 
 
 def _read_box(file: BinaryIO, start: int, shape: Sequence[int], offsets: Sequence[int], target: torch.Tensor) -> None:

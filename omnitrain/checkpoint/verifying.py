@@ -27,10 +27,12 @@ def find_with_shared_hashing(ranks: Ranks, find: Callable[[Check], T]) -> T:
         ranks: The ranks; all of them call this.
         find: Gets a function that hashes the files of a checkpoint, and may call it for several checkpoints.
     """
+    if ranks.world_size == 1:
+        return find(check_hashes)
 
     def check(folder: Path, files: Mapping[str, FileEntry]) -> None:
         manifest, size = read_or_none(folder / MANIFEST), sum(entry["size"] for entry in files.values())
-        if ranks.world_size == 1 or size < _MIN_SHARED_BYTES or manifest is None:
+        if size < _MIN_SHARED_BYTES or manifest is None:
             check_hashes(folder, files)
             return
         digest = hashlib.sha256(manifest).digest()

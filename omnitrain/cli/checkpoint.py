@@ -58,7 +58,7 @@ def ls(path: Path) -> None:
     pointers: dict[str, list[str]] = {}
     for which in ("last", "best"):
         with contextlib.suppress(CheckpointError):  # no checkpoint was saved as the best, or none is complete
-            pointers.setdefault(store.resolve_pointer(which).name, []).append(which)
+            pointers.setdefault(store.locate(which).name, []).append(which)
     rows, problems, objective = [], [], None
     for folder in folders:
         name, content = _FOLDER.fullmatch(folder.name), dict[str, Any]()
@@ -413,7 +413,7 @@ def _locate(path: Path) -> tuple[Store, Path | None]:
     if path.name in ("", ".."):
         path = path.resolve()  # the names of the folder and of its run are needed
     if is_pointer(path) and Store(path.parent).folders():
-        return Store(path.parent), Store(path.parent).resolve_pointer(path.name)
+        return Store(path.parent), Store(path.parent).locate(path.name)
     if (path / MANIFEST).is_file():
         return Store(path.parent), path
     if Store(path).folders():
@@ -435,7 +435,7 @@ def _checkpoints(path: Path) -> tuple[Store, list[Path]]:
 def _resolve_checkpoint(path: Path) -> tuple[Path, dict[str, Any]]:
     """Return the verified checkpoint at `path`, or the last one if `path` is a run."""
     store, folder = _locate(path)
-    folder = folder or store.resolve_pointer("last")
+    folder = folder or store.locate("last")
     return folder, store.verify(folder, accept=_check)
 
 

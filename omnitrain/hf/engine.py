@@ -269,7 +269,7 @@ class Engine(SearchTrainer):
         checkpointer = trainer._checkpointer
         if checkpointer.continued_state is not None and self.final_state is not None:
             state = copy.deepcopy(self.final_state)
-        elif checkpointer.resumed is not None and (path := checkpointer.resumed[0] / "trainer_state.json").exists():
+        elif checkpointer.resumed is not None and (path := checkpointer.resumed.folder / "trainer_state.json").exists():
             state = transformers.TrainerState.load_from_json(str(path))
         state.global_step = trainer.progress.step + trainer.progress.skipped_steps
         state.epoch, state.train_batch_size = trainer.progress.epochs, trainer.batch_size

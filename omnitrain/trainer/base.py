@@ -670,7 +670,7 @@ class BaseTrainer(Hooks, ABC):
         self._begin_run(resumes=checkpoint is not None)
         self._checkpointer.check_optimizers(vars(self), is_resuming=checkpoint is not None)
         if checkpoint is not None:
-            self._checkpointer.resume(*checkpoint, allow_change)
+            self._checkpointer.resume(checkpoint, allow_change)
 
     def _continue_run(self, more: Any, resume_from: Any, allow_change: Collection[str]) -> None:
         """Begin a longer run that continues from the end of the previous one."""
@@ -697,7 +697,7 @@ class BaseTrainer(Hooks, ABC):
         self._begin_run(resumes=True, is_live=checkpoint is None)
         if checkpoint is not None:
             self._checkpointer.check_optimizers(vars(self), is_resuming=True)
-            self._checkpointer.resume(*checkpoint, ())
+            self._checkpointer.resume(checkpoint, ())
         self._checkpointer.continue_run(ended, checkpointer, changed)
         self.metrics["test"] = tests
         if reason == "early_stopping":

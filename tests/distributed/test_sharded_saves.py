@@ -318,16 +318,17 @@ def resume(folder: str, which: str = "auto", trouble: str = "", fail_on: int = -
 
 def break_reading(fail_on: int, is_local: bool) -> None:
     """Have the disk fail one rank in the middle of reading; each reads its part, or the main one all."""
-    calls, original, choose = itertools.count(), tensor_reader.TensorFile._fill, checkpointer.find_with_shared_hashing
+    calls, choose = itertools.count(), checkpointer.find_with_shared_hashing
+    original = tensor_reader.TensorFile.read_into
 
-    def fill(self: Any, request: Any) -> None:
+    def read_into(self: Any, name: str, corner: Any, target: Any) -> None:
         if current_rank() == fail_on and next(calls) == 1:
-            raise CheckpointError(f"{request.name} cannot be read")
-        original(self, request)
+            raise CheckpointError(f"{name} cannot be read")
+        original(self, name, corner, target)
 
     def choose_and_break(*args: Any) -> Any:
         chosen = choose(*args)  # whose reads work
-        tensor_reader.TensorFile._fill = fill
+        tensor_reader.TensorFile.read_into = read_into
         return chosen
 
     checkpointer.find_with_shared_hashing = choose_and_break
