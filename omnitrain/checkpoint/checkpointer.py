@@ -642,12 +642,13 @@ class Checkpointer:
         # the folder from which the run resumed may be another than `save_dir`
         roots = [] if self.store is None else [self.store.root]
         roots += [] if self.resumed is None else [self.resumed.folder.parent]
-        candidates = [*(root / name for root in roots), *(root / "best" for root in roots)]
 
         def find_best() -> Path | None:
-            if self.store is not None and not any(os.path.lexists(root / name) for root in roots):
+            paths = [root / name for root in roots]
+            if self.store is not None and not any(map(os.path.lexists, paths)):
                 self.store.download(name)
-            return next((path for path in candidates if os.path.lexists(path)), None)
+            paths += [root / "best" for root in roots]
+            return next(filter(os.path.lexists, paths), None)
 
         candidate = ranks.on_main("the search for the best checkpoint", find_best)
         if candidate is None:

@@ -139,7 +139,7 @@ class Contents:
         eval_weights: The weights for evaluations.
 
     Attributes:
-        start: The record of this start since the latest `record_start`; only on the main rank.
+        record: The record of this start since the latest `record_start`; only on the main rank.
     """
 
     def __init__(
