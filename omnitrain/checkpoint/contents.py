@@ -34,7 +34,7 @@ from omnitrain.checkpoint.manifest import validate
 from omnitrain.checkpoint.model_files import FROZEN, FrozenWeights
 from omnitrain.checkpoint.run_record import StartRecord, device_name, host
 from omnitrain.checkpoint.setting_changes import GROUPING, InitialOptions, changed_settings, regroup_state
-from omnitrain.checkpoint.sharded_files import find_tensor_files, shard_folder
+from omnitrain.checkpoint.sharded_files import find_tensor_files
 from omnitrain.checkpoint.tensor_reader import Catalogue, TensorFile
 from omnitrain.compute.precision import growth_interval
 from omnitrain.compute.random_state import GENERATORS, derive_seed, seed_everything
@@ -322,7 +322,7 @@ class Contents:
         is_full, optional = use != "weights" and not content["only_model"], (TRAINED, STATES)
         full = [RNG, *optional, *_optimizer_states(content)] if is_full else []
         for part in (state_dicts.WEIGHTS, *full):
-            paths = find_tensor_files(folder, content["files"], shard_folder(part))
+            paths = find_tensor_files(folder, content["files"], part)
             if not paths and part not in optional:
                 raise CheckpointError(f"{checkpoint.where} is incomplete: {part!r} is not among its files.")
             checkpoint.parts[part] = paths, TensorFile(paths).catalogue

@@ -300,7 +300,7 @@ def _files_in(folder: Path, where: str, check: Check) -> tuple[list[Path], dict[
     if (folder / MANIFEST).is_file():
         manifest = Store(folder.parent).verify(folder, hashes=False)
         validate(manifest, repr(str(folder)), complete=False)
-        files = find_tensor_files(folder, manifest["files"], "model")
+        files = find_tensor_files(folder, manifest["files"], WEIGHTS)
         if not files:
             raise CheckpointError(f"{str(folder)!r} is incomplete: {WEIGHTS!r} is not among its files.")
         names = [file.relative_to(folder).as_posix() for file in files]

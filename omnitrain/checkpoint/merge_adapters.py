@@ -144,7 +144,7 @@ def _is_quantized(base: Path) -> bool:
 
 
 def _checkpoint_weights(folder: Path, content: Mapping[str, Any]) -> dict[str, torch.Tensor]:
-    return dict(TensorFile(find_tensor_files(folder, content["files"], "model") or [folder / WEIGHTS]))
+    return dict(TensorFile(find_tensor_files(folder, content["files"], WEIGHTS) or [folder / WEIGHTS]))
 
 
 def _write_joined(folder: Path, content: Mapping[str, Any], base: Path, out: Path) -> str:

@@ -5,10 +5,8 @@ A checkpoint is such a folder too. It may exclude frozen weights, of which it ha
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import logging
-import os
 import sys
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -32,6 +30,7 @@ from omnitrain.checkpoint.tensor_files import (
     Gather,
     TensorFile,
     change_marker,
+    file_content,
     fingerprints,
     gather_to_host,
     load_tensors,
@@ -40,6 +39,7 @@ from omnitrain.checkpoint.tensor_files import (
     write_on_main,
 )
 from omnitrain.core.errors import CheckpointError, ConfigError
+from omnitrain.core.files import replace_file
 from omnitrain.distributed.ranks import Ranks
 
 logger: logging.Logger = logging.getLogger("omnitrain")
@@ -108,14 +108,7 @@ def save_model(
         if is_adapted:
             write_adapters(model, folder, weights)
         else:
-            # in the same folder, as a rename is only atomic within a file system
-            part = folder / f"{WEIGHTS}.tmp"
-            try:
-                save_tensors(weights, part, gather=gather)
-                os.replace(part, folder / WEIGHTS)
-            finally:
-                with contextlib.suppress(OSError):
-                    part.unlink(missing_ok=True)
+            replace_file(folder / WEIGHTS, file_content(weights, gather), sync=False)
             write_config(model, folder)
         for extra in extras:
             extra.save_pretrained(str(folder))
@@ -146,7 +139,7 @@ def write_model_files(model: nn.Module, folder: Path, has_all_weights: bool, fil
     Without the frozen weights, if it has not all weights, no config can open it.
     """
     if has_adapters(model):
-        write_adapters(model, folder, TensorFile(find_tensor_files(folder, files, "model")))
+        write_adapters(model, folder, TensorFile(find_tensor_files(folder, files, WEIGHTS)))
         bare: Any = unwrap(model)
         write_config(bare.get_base_model() if hasattr(bare, "get_base_model") else bare, folder / BASE)
     elif has_all_weights:

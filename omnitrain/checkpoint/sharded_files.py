@@ -128,21 +128,20 @@ def shard_folder(file: str) -> str:
     return file.removesuffix(".safetensors").removesuffix("/state")
 
 
-def find_tensor_files(folder: Path, manifest_files: Iterable[str], part: str) -> list[Path]:
-    """Return the files of a checkpoint with its weights or the state of its optimizer, sharded or not.
+def find_tensor_files(folder: Path, manifest_files: Iterable[str], file: str) -> list[Path]:
+    """Return the files of a checkpoint that have the tensors of one file, sharded or not.
 
     Args:
         folder: The folder of the checkpoint.
         manifest_files: The names under "files" in its omnitrain.json.
-        part: "model", "optimizer" or another result of `shard_folder`.
+        file: The name that it has if it is not sharded, such as "model.safetensors".
 
     Returns:
         The files in order; none if the checkpoint has no such part.
     """
-    names = sorted(manifest_files)
-    for name in (f"{part}.safetensors", f"{part}/state.safetensors"):
-        if name in names:
-            return [folder / name]
+    names, part = sorted(manifest_files), shard_folder(file)
+    if file in names:
+        return [folder / file]
     if f"{part}.safetensors.index.json" in names:
         pattern = re.compile(re.escape(part) + r"-\d{5,}-of-\d{5,}\.safetensors")
     else:

@@ -350,7 +350,7 @@ class Store:
             CheckpointError: The checkpoint is missing or damaged; for "auto": all existing ones are damaged.
         """
         if which != "auto":
-            folder = self.locate(local_copy(str(which), "resume_from") if is_address(which) else which)
+            folder = self.locate(which)
             return folder, self.verify(folder, accept=accept, check=check)
         folders = self.folders()
         infos, reasons = self._check_all(folders)
@@ -373,13 +373,13 @@ class Store:
         )
 
     def locate(self, which: str | os.PathLike[str]) -> Path:
-        """Return the folder of "last", of "best" or of a path, damaged or not.
+        """Return the folder of "last", of "best", of a path or of an address, damaged or not.
 
         Raises:
             CheckpointError: No such folder exists, or the path is a run.
         """
         if which not in ("last", "best"):
-            return self._locate_path(Path(which))
+            return self._locate_path(Path(local_copy(str(which), "resume_from") if is_address(which) else which))
         folders = self.folders()
         infos, _ = self._check_all(folders)
         step = self._pointer_step(str(which), infos)

@@ -247,7 +247,7 @@ def _weights(folder: Path, content: Mapping[str, Any]) -> TensorFile:
     from omnitrain.checkpoint.sharded_files import find_tensor_files
     from omnitrain.checkpoint.tensor_reader import TensorFile
 
-    return TensorFile(find_tensor_files(folder, content["files"], "model") or [folder / WEIGHTS])
+    return TensorFile(find_tensor_files(folder, content["files"], WEIGHTS) or [folder / WEIGHTS])
 
 
 def _consolidate(folder: Path, content: Mapping[str, Any], out: Path) -> None:

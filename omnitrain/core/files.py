@@ -110,7 +110,7 @@ def create_file(path: Path) -> BinaryIO:
     return open(path, "xb")  # which follows no link
 
 
-def replace_file(path: Path, content: bytes | Iterable[bytes], sync: bool = True) -> None:
+def replace_file(path: Path, content: bytes | Iterable[bytes | memoryview], sync: bool = True) -> None:
     """Write a file and replace an existing one atomically; the target of a link stays unchanged.
 
     Args:

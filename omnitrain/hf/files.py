@@ -14,7 +14,7 @@ import transformers
 
 from omnitrain.backends.backend import Backend
 from omnitrain.checkpoint.contents import OPTIMIZER
-from omnitrain.checkpoint.sharded_files import find_tensor_files, shard_folder
+from omnitrain.checkpoint.sharded_files import find_tensor_files
 from omnitrain.checkpoint.state_dicts import bare_name, from_json, unwrap
 from omnitrain.checkpoint.tensor_files import is_sharded
 from omnitrain.checkpoint.tensor_reader import TensorFile
@@ -61,7 +61,7 @@ def _optimizer_state(backend: Backend, decaying: Collection[str] | None, folder:
     tensors, content = backend.optimizer_state()
     if any(map(is_sharded, tensors.values())):
         files = {path.relative_to(folder).as_posix(): None for path in folder.rglob("*.safetensors")}
-        tensors = dict(TensorFile(find_tensor_files(folder, files, shard_folder(OPTIMIZER))))
+        tensors = dict(TensorFile(find_tensor_files(folder, files, OPTIMIZER)))
     state: dict[str, dict[str, Any]] = {name: from_json(entries) for name, entries in content["rest"].items()}
     for key, tensor in tensors.items():
         name, _, entry = key.rpartition("/")

@@ -28,7 +28,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from omnitrain import Algorithm, Trainer
-from omnitrain.checkpoint.sharded_files import find_tensor_files, shard_folder
+from omnitrain.checkpoint.sharded_files import find_tensor_files
 from omnitrain.checkpoint.tensor_files import TensorFile, gather_to_host
 
 PROCESSES = {
@@ -457,4 +457,4 @@ def compare_resumed(results: dict[str, list[dict[str, Any]]], source: str, targe
 def saved(checkpoint: Path, file: str) -> dict[str, torch.Tensor]:
     """Return the tensors of a file of a checkpoint, which may be there in parts."""
     names = [path.relative_to(checkpoint).as_posix() for path in checkpoint.rglob("*.safetensors")]
-    return dict(TensorFile(find_tensor_files(checkpoint, names, shard_folder(file))))
+    return dict(TensorFile(find_tensor_files(checkpoint, names, file)))

@@ -319,16 +319,16 @@ def resume(folder: str, which: str = "auto", trouble: str = "", fail_on: int = -
 def break_reading(fail_on: int, is_local: bool) -> None:
     """Have the disk fail one rank in the middle of reading; each reads its part, or the main one all."""
     calls, choose = itertools.count(), checkpointer.find_with_shared_hashing
-    original = tensor_reader.TensorFile.read_into
+    original = tensor_reader.TensorFile._read
 
-    def read_into(self: Any, name: str, corner: Any, target: Any) -> None:
+    def read(self: Any, numbers: Any, requests: Any) -> None:
         if current_rank() == fail_on and next(calls) == 1:
-            raise CheckpointError(f"{name} cannot be read")
-        original(self, name, corner, target)
+            raise CheckpointError(f"{', '.join(requests)} cannot be read")
+        original(self, numbers, requests)
 
     def choose_and_break(*args: Any) -> Any:
         chosen = choose(*args)  # whose reads work
-        tensor_reader.TensorFile.read_into = read_into
+        tensor_reader.TensorFile._read = read
         return chosen
 
     checkpointer.find_with_shared_hashing = choose_and_break
