@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Collection, Sequence
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from torch import nn
 
+from omnitrain.algorithms.weights import patterns_of
+from omnitrain.compute.activation_checkpointing import find_modules
 from omnitrain.core.errors import ConfigError, check_number
 from omnitrain.core.events import Algorithm, TrainerLike, share_of_run
 
@@ -28,9 +29,7 @@ class Freezing(Algorithm):
     conflicts: ClassVar[Collection[str]] = ("LayerFreezing", "GradualUnfreezing")
 
     def __init__(self, layers: Sequence[str] | None = None) -> None:
-        if isinstance(layers, str):
-            raise ConfigError(f"`layers` must be a list of regular expressions, got {layers!r}.")
-        self.layers: tuple[str, ...] | None = None if layers is None else tuple(layers)
+        self.layers: tuple[str, ...] | None = patterns_of("layers", layers)
         self._frozen: list[nn.Parameter] = []
 
     def set_up(self, trainer: TrainerLike) -> None:
@@ -75,16 +74,9 @@ class Freezing(Algorithm):
         if self.layers is None:
             layers = [list(module.parameters(recurse=False)) for module in model.modules()]
         else:
-            layers = [self._matching(model, pattern) for pattern in self.layers]
+            matches = [find_modules(model, pattern, "`layers`").values() for pattern in self.layers]
+            layers = [[parameter for module in modules for parameter in module.parameters()] for modules in matches]
         return [layer for layer in layers if layer]
-
-    @staticmethod
-    def _matching(model: nn.Module, pattern: str) -> list[nn.Parameter]:
-        modules: list[Any] = [module for name, module in model.named_modules() if name and re.fullmatch(pattern, name)]
-        if not modules:
-            names = ", ".join([name for name, _ in model.named_modules() if name][:20])
-            raise ConfigError(f"`layers`: no module is called {pattern!r}. Those of the model are {names or 'none'}.")
-        return [parameter for module in modules for parameter in module.parameters()]
 
 
 class LayerFreezing(Freezing):

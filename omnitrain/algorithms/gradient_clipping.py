@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 import torch
 
-from omnitrain.algorithms.weights import local_part
+from omnitrain.algorithms.weights import local_part, patterns_of
 from omnitrain.core.errors import ConfigError, check_number
 from omnitrain.core.events import Algorithm, TrainerLike
 from omnitrain.core.foreign_names import explain_call
@@ -45,11 +45,9 @@ class GradientClipping(Algorithm):
         if kind not in ("value", "adaptive"):
             raise ConfigError(f"`kind` must be 'value' or 'adaptive', got {kind!r}. `max_grad_norm` clips by norm.")
         check_number("limit", limit, above=0)
-        if isinstance(exclude, str):
-            raise ConfigError(f"`exclude` must be a list of regular expressions, got {exclude!r}.")
         self.kind = kind
         self.limit = limit
-        self.exclude: tuple[str, ...] = tuple(exclude)
+        self.exclude: tuple[str, ...] = patterns_of("exclude", exclude) or ()
         self._clipped: list[Any] = []
 
     def set_up(self, trainer: TrainerLike) -> None:

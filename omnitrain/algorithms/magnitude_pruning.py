@@ -72,7 +72,7 @@ class MagnitudePruning(Algorithm):
                 raise ConfigError(f"`{name}` must be in updates, epochs or a share of the run, got {str(value)!r}.")
         self.every: int = every
         self.initial: float = initial
-        self.match: tuple[str, ...] | None = patterns_of(match)
+        self.match: tuple[str, ...] | None = patterns_of("match", match)
         self.scope: Literal["layer", "global"] = scope
         self.reached: float = 0.0
         """The current share of pruned weights."""

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import functools
-import re
 from collections.abc import Sequence
 from typing import Any, Literal
 
 import torch
 from torch import nn
 
+from omnitrain.compute.activation_checkpointing import find_modules
 from omnitrain.compute.random_state import derive_seed
 from omnitrain.core.errors import ConfigError, check_number
 from omnitrain.core.events import Algorithm, TrainerLike
@@ -69,18 +69,10 @@ class StochasticDepth(Algorithm):
 
     def _matching_layers(self, model: nn.Module) -> dict[str, nn.Module]:
         """Return the layers by name, in the order of the model."""
-        modules, selected = dict(model.named_modules()), set[str]()
+        selected = dict[str, nn.Module]()
         for layer in self.layers:
-            if isinstance(layer, type):
-                matches = [name for name, module in modules.items() if isinstance(module, layer)]
-            else:
-                matches = [name for name in modules if name and re.fullmatch(layer, name)]
-            if not matches:
-                what = f"is a {layer.__name__}" if isinstance(layer, type) else f"is called {layer!r}"
-                names = ", ".join([name for name in modules if name][:20])
-                raise ConfigError(f"`layers` of StochasticDepth: no module {what}. Those of the model are {names}.")
-            selected.update(matches)
-        return {name: module for name, module in modules.items() if name in selected}
+            selected |= find_modules(model, layer, "`layers` of StochasticDepth")
+        return {name: module for name, module in model.named_modules() if name in selected}
 
     def end_run(self, trainer: TrainerLike) -> None:
         for handle in self._handles:

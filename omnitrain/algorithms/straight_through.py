@@ -41,7 +41,7 @@ class StraightThrough(Algorithm):
         if not callable(function):
             raise ConfigError(f"`function` of StraightThrough must be callable, got {function!r}.")
         self.function: Callable[[torch.Tensor], torch.Tensor] = function
-        self.match: tuple[str, ...] | None = patterns_of(match)
+        self.match: tuple[str, ...] | None = patterns_of("match", match)
         self._names: list[str] = []
         # Local parts of parameters with the values to restore, while a step runs its passes.
         self._saved: list[tuple[torch.Tensor, torch.Tensor]] = []

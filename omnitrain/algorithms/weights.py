@@ -14,15 +14,15 @@ from omnitrain.core.errors import ConfigError
 from omnitrain.optim.param_groups import not_found
 
 
-def patterns_of(match: Sequence[str] | None) -> tuple[str, ...] | None:
-    """Return an argument `match` as a tuple; None stays None.
+def patterns_of(argument: str, patterns: Sequence[str] | None) -> tuple[str, ...] | None:
+    """Return the patterns of an argument as a tuple; None stays None.
 
     Raises:
         ConfigError: If it is a single string.
     """
-    if isinstance(match, str):
-        raise ConfigError(f"`match` must be a list of regular expressions, got {match!r}.")
-    return None if match is None else tuple(match)
+    if isinstance(patterns, str):
+        raise ConfigError(f"`{argument}` must be a list of regular expressions, got {patterns!r}.")
+    return None if patterns is None else tuple(patterns)
 
 
 def parameters_by_name(model: nn.Module) -> dict[str, nn.Parameter]:
@@ -41,11 +41,8 @@ def matching(model: nn.Module, match: Sequence[str] | None, owner: str, required
     """
     parameters = parameters_by_name(model)
     if match is None:
-        names = [
-            name
-            for name, parameter in parameters.items()
-            if name in required or (parameter.dim() > 1 and parameter.requires_grad)
-        ]
+        trained = {name for name, parameter in parameters.items() if parameter.dim() > 1 and parameter.requires_grad}
+        names = [name for name in parameters if name in required or name in trained]
     else:
         for pattern in match:
             if not any(re.search(pattern, name) for name in parameters):

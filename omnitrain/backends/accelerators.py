@@ -19,7 +19,7 @@ from omnitrain.backends.ddp import DDP, syncs_each_batch
 from omnitrain.backends.fsdp import FSDP
 from omnitrain.backends.tensor_parallel import TensorParallel
 from omnitrain.backends.zero import LossScale, Zero
-from omnitrain.compute.precision import choose_device, computes_in_fp8
+from omnitrain.compute.precision import choose_device, precision_name
 from omnitrain.core.errors import ConfigError, DistributedError, MissingExtraError
 from omnitrain.distributed.ranks import Ranks
 from omnitrain.distributed.rendezvous import connected_ranks, watch_init_process_group
@@ -187,7 +187,7 @@ def build_backend(accelerator: Any, settings: Settings, *parts: Any) -> Backend:
                 "`accelerator` has sync_each_batch=True, but DeepSpeed has its own way of accumulating gradients; the "
                 "numbers are the same. Leave it out."
             )
-        if computes_in_fp8(settings.autocast):
+        if precision_name(settings.autocast) == "fp8":
             raise ConfigError(
                 f"`autocast={settings.autocast!r}` does not work with DeepSpeed ZeRO, which casts and flattens the "
                 "weights that the fp8 layers scale. Use FSDP or DDP, or autocast='bf16'."

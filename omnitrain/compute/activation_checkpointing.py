@@ -75,16 +75,27 @@ def blocks_in(module: nn.Module) -> Iterator[nn.Module]:
 def _named_blocks(model: nn.Module, patterns: Sequence[str]) -> list[nn.Module]:
     blocks: dict[str, nn.Module] = {}
     for pattern in patterns:
-        matching = {name: module for name, module in model.named_modules() if name and re.fullmatch(pattern, name)}
-        if not matching:
-            names = ", ".join([name for name, _ in model.named_modules() if name][:20])
-            raise ConfigError(
-                f"`gradient_checkpointing={list(patterns)!r}`: no module is called {pattern!r}. Those of "
-                f"{type(model).__name__} are {names or 'none'}."
-            )
-        blocks |= matching
+        blocks |= find_modules(model, pattern, f"`gradient_checkpointing={list(patterns)!r}`")
     outer = [name for name in blocks if not any(name.startswith(f"{other}.") for other in blocks)]
     return list(dict.fromkeys(blocks[name] for name in outer))
+
+
+def find_modules(model: nn.Module, pattern: str | type[nn.Module], argument: str) -> dict[str, nn.Module]:
+    """Return the modules inside a model of a class, or whose full names match a regular expression, by name.
+
+    Raises:
+        ConfigError: If there are none; `argument` is what it calls the argument.
+    """
+    modules = {name: module for name, module in model.named_modules() if name}
+    if isinstance(pattern, type):
+        matches = {name: module for name, module in modules.items() if isinstance(module, pattern)}
+    else:
+        matches = {name: module for name, module in modules.items() if re.fullmatch(pattern, name)}
+    if not matches:
+        what = f"is a {pattern.__name__}" if isinstance(pattern, type) else f"is called {pattern!r}"
+        names = ", ".join([*modules][:20]) or "none"
+        raise ConfigError(f"{argument}: no module {what}. Those of {type(model).__name__} are {names}.")
+    return matches
 
 
 class _Recomputed:

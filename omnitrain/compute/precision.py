@@ -15,16 +15,9 @@ from torch import nn
 from omnitrain.core.errors import ConfigError, MissingExtraError, did_you_mean
 
 _NAMES = {
-    "fp32": "fp32",
-    "float32": "fp32",
-    "fp16": "fp16",
-    "float16": "fp16",
-    "half": "fp16",
-    "bf16": "bf16",
-    "bfloat16": "bf16",
-    "fp8": "fp8",
-    "float8": "fp8",
-}
+    "fp32": "fp32", "float32": "fp32", "fp16": "fp16", "float16": "fp16", "half": "fp16", "bf16": "bf16",
+    "bfloat16": "bf16", "fp8": "fp8", "float8": "fp8",
+}  # fmt: skip
 _DTYPES = {"fp32": None, "fp16": torch.float16, "bf16": torch.bfloat16, "fp8": torch.bfloat16}
 # The lowest compute capability of NVIDIA GPUs that multiply in fp8.
 _FP8_FROM = (8, 9)
@@ -63,7 +56,7 @@ class Dtypes:
                 raise ConfigError(
                     f"`dtypes` sets {name!r}. It may set {', '.join(known)}.{did_you_mean(str(name), known)}"
                 )
-            precision = "fp32" if dtype is None else _precision_name(dtype, f"dtypes[{name!r}]")
+            precision = precision_name(dtype, f"dtypes[{name!r}]")
             if precision == "fp8":
                 raise ConfigError(f"`dtypes` sets {name!r} to fp8, which is only for products: use autocast='fp8'.")
             dtypes[name] = None if dtype is None else _DTYPES[precision] or torch.float32
@@ -113,7 +106,7 @@ class Precision:
             ConfigError: If the name is unknown, fp16 on a CPU, which has no fp16 autocast, or fp8 on a device that does
                 not support it.
         """
-        name = _precision_name(autocast)
+        name = precision_name(autocast)
         if name == "fp16" and device.type == "cpu":
             raise ConfigError(
                 f"`autocast={autocast!r}` is not available on a CPU. Use `autocast='bf16'` there, or a GPU device."
@@ -131,21 +124,23 @@ class Precision:
         return contextlib.nullcontext() if dtype is None else torch.autocast(self.device_type, dtype=dtype)
 
     @contextlib.contextmanager
-    def disabled_autocast_cache(self) -> Iterator[None]:
-        """Disable the weight cache of a `torch.autocast` around the run.
+    def run_context(self) -> Iterator[None]:
+        """Set the precision of fp32 matrix products, and disable the weight cache of a `torch.autocast` around the run.
 
         The cache lives until that context exits, so a run inside would compute with the weights of its first step.
         """
-        if not torch.is_autocast_enabled(self.device_type):
-            yield
-            return
-        before = torch.is_autocast_cache_enabled()
-        torch.clear_autocast_cache()
-        torch.set_autocast_cache_enabled(False)
+        matmul, has_cache = self.matmul and matmul_precision(), torch.is_autocast_cache_enabled()
+        if self.matmul is not None:
+            torch.set_float32_matmul_precision(self.matmul)
+        if torch.is_autocast_enabled(self.device_type):
+            torch.clear_autocast_cache()
+            torch.set_autocast_cache_enabled(False)
         try:
             yield
         finally:
-            torch.set_autocast_cache_enabled(before)
+            torch.set_autocast_cache_enabled(has_cache)
+            if matmul is not None:
+                torch.set_float32_matmul_precision(matmul)
 
     def convert(self, model: nn.Module) -> None:
         """Convert the linear layers of a model to fp8 products by torchao, if that is the precision.
@@ -172,25 +167,8 @@ class Precision:
         plain = {id(layer) for layer in layers if type(layer) is nn.Linear}  # others may be converted already
         convert_to_float8_training(model, module_filter_fn=lambda module, name: id(module) in plain)
 
-    @contextlib.contextmanager
-    def matmul_context(self) -> Iterator[None]:
-        """Set the precision of fp32 matrix products to `matmul_precision` inside the context."""
-        if self.matmul is None:
-            yield
-            return
-        before = matmul_precision()
-        torch.set_float32_matmul_precision(self.matmul)
-        try:
-            yield
-        finally:
-            torch.set_float32_matmul_precision(before)
-
     def grad_scaler(self, scale: Sequence[float]) -> torch.amp.GradScaler:
-        """Return the loss scaler: enabled for fp16, disabled for everything else.
-
-        Args:
-            scale: The argument `fp16_loss_scale`.
-        """
+        """Return the loss scaler by the argument `fp16_loss_scale`: enabled for fp16, disabled for everything else."""
         interval, is_on = growth_interval(scale), self.name == "fp16"
         return torch.amp.GradScaler(self.device_type, init_scale=scale[0], growth_interval=interval, enabled=is_on)
 
@@ -227,7 +205,12 @@ def matmul_precision() -> str:
         return "highest" if on_gpu != "tf32" else "medium" if on_cpu == "bf16" else "high"
 
 
-def _precision_name(autocast: str | torch.dtype | None, argument: str = "autocast") -> str:
+def precision_name(autocast: str | torch.dtype | None, argument: str = "autocast") -> str:
+    """Return "fp32", "fp16", "bf16" or "fp8" for any spelling of an argument.
+
+    Raises:
+        ConfigError: If the name is unknown.
+    """
     text = "fp32" if autocast is None else str(autocast).removeprefix("torch.").lower()
     if text not in _NAMES:
         raise ConfigError(
@@ -238,22 +221,9 @@ def _precision_name(autocast: str | torch.dtype | None, argument: str = "autocas
 
 
 def accelerate_precision(autocast: str | torch.dtype | None) -> str:
-    """Return accelerate's name for the precision: "no", "fp16" or "bf16"; with fp8, all but products is bf16.
-
-    Raises:
-        ConfigError: If the name is unknown.
-    """
-    name = _precision_name(autocast)
+    """Return accelerate's name for the precision: "no", "fp16" or "bf16"; with fp8, all but products is bf16."""
+    name = precision_name(autocast)
     return {"fp32": "no", "fp8": "bf16"}.get(name, name)
-
-
-def computes_in_fp8(autocast: str | torch.dtype | None) -> bool:
-    """Return whether the argument `autocast` selects fp8 products, in any of its spellings.
-
-    Raises:
-        ConfigError: If the name is unknown.
-    """
-    return _precision_name(autocast) == "fp8"
 
 
 def choose_device(device: str | torch.device | None) -> torch.device:

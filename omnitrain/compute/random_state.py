@@ -36,32 +36,15 @@ def derive_seed(*parts: int) -> int:
     return state
 
 
-class Generator:
-    """Base class for the global generators."""
-
-    def snapshot(self) -> Any:
-        """Return its current state."""
-        raise NotImplementedError
-
-    def has_changed(self, snapshot: Any) -> bool:
-        """Return whether it was drawn from or seeded since `snapshot`."""
-        return self.snapshot() != snapshot
-
-    def restore(self, snapshot: Any) -> None:
-        """Restore it to `snapshot`."""
-        raise NotImplementedError
-
-    def seed(self, seed: int) -> None:
-        """Seed it with a 64-bit integer."""
-        raise NotImplementedError
-
-
-class _TorchGenerator(Generator):
+class _TorchGenerator:
     # torch.manual_seed would seed every device's generator too, which takes many times as long.
 
     def snapshot(self) -> bytes:
         # compared as bytes, since torch.equal takes five times as long
         return torch.default_generator.get_state().numpy().tobytes()
+
+    def has_changed(self, snapshot: bytes) -> bool:
+        return self.snapshot() != snapshot
 
     def restore(self, snapshot: bytes) -> None:
         torch.default_generator.set_state(torch.frombuffer(bytearray(snapshot), dtype=torch.uint8))
@@ -70,7 +53,7 @@ class _TorchGenerator(Generator):
         torch.default_generator.manual_seed(seed)
 
 
-class _PythonGenerator(Generator):
+class _PythonGenerator:
     """Python's `random`. Getting its state builds a tuple of 625 ints, which takes 8 microseconds.
 
     CPython keeps them after the object's header: the position, then the 624 words. We only read that memory, and only
@@ -90,6 +73,9 @@ class _PythonGenerator(Generator):
         if self._memory is None:
             return random.getstate()
         return bytes(self._memory), self._generator.gauss_next
+
+    def has_changed(self, snapshot: Any) -> bool:
+        return self.snapshot() != snapshot
 
     def restore(self, snapshot: Any) -> None:
         if self._memory is not None:
@@ -124,7 +110,7 @@ def _find_flag() -> Any:
         generator.set_state(before)
 
 
-class _NumpyGenerator(Generator):
+class _NumpyGenerator:
     """numpy's legacy generator. Reading or setting its whole state takes 25 microseconds, so we access its memory.
 
     `ctypes.state_address` (public) points to the Mersenne Twister's 624 words of 32 bits and its position. It does not
@@ -171,6 +157,7 @@ class _NumpyGenerator(Generator):
         np.random.seed(seed >> 32)
 
 
+Generator = _TorchGenerator | _NumpyGenerator | _PythonGenerator
 # The global generators of the CPU: torch, numpy, random.
 GENERATORS: tuple[Generator, ...] = (_TorchGenerator(), _NumpyGenerator(), _PythonGenerator())
 
@@ -188,16 +175,9 @@ def snapshot_rng(device: torch.device | None = None) -> dict[str, Any]:
         "numpy": np.random.get_state(legacy=False),
         "python": random.getstate(),
     }
-    on_device = _device_state(device)
-    if on_device is not None:
-        state["device"] = on_device
+    if device is not None and device.type not in ("cpu", "meta"):
+        state["device"] = torch.get_device_module(device).get_rng_state(device)
     return state
-
-
-def _device_state(device: torch.device | None) -> torch.Tensor | None:
-    if device is None or device.type in ("cpu", "meta"):
-        return None
-    return torch.get_device_module(device).get_rng_state(device)
 
 
 def restore_rng(state: dict[str, Any], device: torch.device | None = None) -> None:
@@ -209,19 +189,13 @@ def restore_rng(state: dict[str, Any], device: torch.device | None = None) -> No
         torch.get_device_module(device).set_rng_state(state["device"], device)
 
 
-def _devices_like(device: torch.device | None) -> list[torch.device]:
-    """Return all devices of the type, as seeding one of them seeds them all; none for the CPU."""
-    if device is None or device.type in ("cpu", "meta"):
-        return []
-    return [torch.device(device.type, index) for index in range(torch.get_device_module(device).device_count())]
-
-
 @contextlib.contextmanager
 def isolated_rng(device: torch.device | None = None, seed: int | None = None) -> Iterator[None]:
     """Restore the generators on exit; seed them with `seed` on entry, if it is not None."""
     snapshots = [(generator, generator.snapshot()) for generator in GENERATORS]
-    devices = _devices_like(device)
-    on_devices = [_device_state(each_device) for each_device in devices]
+    module: Any = None if device is None or device.type in ("cpu", "meta") else torch.get_device_module(device)
+    # of all devices of the type, as seeding one of them seeds them all
+    on_devices = [] if module is None else [module.get_rng_state(index) for index in range(module.device_count())]
     try:
         if seed is not None:
             seed_everything(seed)
@@ -229,9 +203,9 @@ def isolated_rng(device: torch.device | None = None, seed: int | None = None) ->
     finally:
         for generator, snapshot in snapshots:
             generator.restore(snapshot)
-        for each_device, state in zip(devices, on_devices, strict=True):
+        for index, state in enumerate(on_devices):
             with contextlib.suppress(torch.AcceleratorError):  # after an error that ends the use of the device
-                torch.get_device_module(each_device).set_rng_state(state, each_device)
+                module.set_rng_state(state, index)
 
 
 @contextlib.contextmanager

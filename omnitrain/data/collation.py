@@ -26,13 +26,9 @@ LABEL_KEYS = ("labels", "label", "label_ids", "targets", "target")
 
 # The keys whose entries are sequences along the first dimension, of any type.
 SEQUENCE_KEYS = frozenset(
-    [
-        *LABEL_KEYS, "input_ids", "attention_mask", "token_type_ids", "position_ids", "special_tokens_mask",
-        "decoder_input_ids", "decoder_attention_mask", "inputs_embeds", "input_values", "input_features",
-    ]
+    [*LABEL_KEYS, "input_ids", "attention_mask", "token_type_ids", "position_ids", "special_tokens_mask",
+     "decoder_input_ids", "decoder_attention_mask", "inputs_embeds", "input_values", "input_features"]
 )  # fmt: skip
-
-
 _MASK = "attention_mask"
 # The inputs whose padding an `attention_mask` hides from a model.
 _MASKED_KEYS = ("input_ids", "inputs_embeds")
@@ -141,11 +137,11 @@ class Collator:
             for place, sample in enumerate(samples):
                 if sample.keys() != first.keys():
                     lacking = first.keys() - sample.keys()
+                    keys = ", ".join(map(repr, sorted(lacking or sample.keys() - first.keys(), key=str)))
+                    without, other = (place, 0) if lacking else (0, place)
                     raise DataError(
-                        "The samples of one batch have different keys: "
-                        f"{', '.join(map(repr, sorted(lacking or sample.keys() - first.keys(), key=str)))} is missing "
-                        f"in entry {place if lacking else 0} of the batch, and entry {0 if lacking else place} has it. "
-                        "Give every sample the same keys, or pass `data_collator`."
+                        f"The samples of one batch have different keys: {keys} is missing in entry {without} of the "
+                        f"batch, and entry {other} has it. Give every sample the same keys, or pass `data_collator`."
                     )
             batch = DictBatch({key: self._stack([sample[key] for sample in samples], key) for key in first})
             return batch if _MASK in batch else self._add_mask(batch, samples)
@@ -423,7 +419,7 @@ def _count(batch: Any) -> int | None:
         # No tensors: columns of objects, such as images of different sizes, or the samples themselves, such as text
         return len(batch[0]) if isinstance(batch[0], (tuple, list)) else len(batch)
     if not isinstance(batch, dict):  # which most are
-        batch = _fields_as_dict(batch)
+        batch = _fields_of(batch)
     if isinstance(batch, (dict, Mapping)) or hasattr(batch, "values"):
         for value in batch.values():
             # A list in a dict has one entry for each sample, whatever the entries are.
@@ -444,14 +440,11 @@ def first_row(batch: Any) -> Any:
     return batch[0] if isinstance(batch, list) and batch else batch
 
 
-def _fields_of(batch: Any) -> dict[str, Any]:
-    """Return the fields of an instance of a dataclass."""
-    return {attribute.name: getattr(batch, attribute.name) for attribute in fields(batch)}
-
-
-def _fields_as_dict(value: Any) -> Any:
+def _fields_of(value: Any) -> Any:
     """Return the fields of an instance of a dataclass as a dict, and anything else unchanged."""
-    return _fields_of(value) if is_dataclass(value) and not isinstance(value, (type, Mapping)) else value
+    if not is_dataclass(value) or isinstance(value, (type, Mapping)):
+        return value
+    return {attribute.name: getattr(value, attribute.name) for attribute in fields(value)}
 
 
 def _map_entries(batch: Any, change: Callable[[Any], Any]) -> Any:
@@ -459,11 +452,15 @@ def _map_entries(batch: Any, change: Callable[[Any], Any]) -> Any:
     if isinstance(batch, Mapping):
         return _like_batch(batch, {key: change(value) for key, value in batch.items()})
     if isinstance(batch, (tuple, list)):
-        entries = [change(value) for value in batch]
-        return type(batch)(*entries) if hasattr(batch, "_fields") else type(batch)(entries)
+        return _like_sequence(batch, map(change, batch))
     if is_dataclass(batch) and not isinstance(batch, type):
         return _with_fields(batch, {name: change(value) for name, value in _fields_of(batch).items()})
     return batch
+
+
+def _like_sequence(batch: Any, entries: Iterable[Any]) -> Any:
+    """Return the entries as a tuple, a named tuple or a list, as the batch is."""
+    return type(batch)(*entries) if hasattr(batch, "_fields") else type(batch)(entries)
 
 
 def _with_fields(batch: Any, values: Mapping[str, Any]) -> Any:
@@ -539,9 +536,9 @@ class _Cut:
             entries = {key: self.of(entry, f" under {key!r}") for key, entry in value.items()}
             if isinstance(value, DictBatch):
                 return DictBatch(entries)  # of a PaddedBatch too: how many of its tokens are in these rows is unknown
-            if type(value) is dict:
-                return entries
-            if isinstance(value, UserDict):  # transformers' BatchEncoding, whose further attributes are of all rows
+            if type(value) is dict or isinstance(
+                value, UserDict
+            ):  # the further attributes of a BatchEncoding are of all rows
                 return type(value)(entries)
             part = copy.copy(value)
             part.update(entries)
@@ -554,14 +551,13 @@ class _Cut:
                 return value[self.start : self.stop]
             raise _unsplittable(value, f" of {len(value)} entries{name} in a batch of {self.rows} rows")
         if is_dataclass(value):
-            entries = {key: self.of(entry, f" under {key!r}") for key, entry in _fields_of(value).items()}
-            return _with_fields(value, entries)
+            entries = _fields_of(value).items()
+            return _with_fields(value, {key: self.of(entry, f" under {key!r}") for key, entry in entries})
         raise _unsplittable(value, name)
 
     def of_columns(self, value: Any) -> Any:
         """Return these rows of each of several columns."""
-        columns = [self.of(entry, f" at {place}") for place, entry in enumerate(value)]
-        return type(value)(*columns) if hasattr(value, "_fields") else type(value)(columns)
+        return _like_sequence(value, (self.of(entry, f" at {place}") for place, entry in enumerate(value)))
 
     def _is_column(self, value: Any) -> bool:
         if isinstance(value, tuple):
@@ -608,8 +604,7 @@ def cast_inputs(batch: Any, dtype: torch.dtype, label_names: Sequence[str]) -> A
         return _like_batch(batch, {key: value if key in labels else cast(value) for key, value in batch.items()})
     if isinstance(batch, (tuple, list)):
         cut = len(batch) - 1 if len(batch) > 1 else 1  # the last of several are the labels
-        entries = [*map(cast, batch[:cut]), *batch[cut:]]
-        return type(batch)(*entries) if hasattr(batch, "_fields") else type(batch)(entries)
+        return _like_sequence(batch, [*map(cast, batch[:cut]), *batch[cut:]])
     if is_dataclass(batch) and not isinstance(batch, type):
         return _with_fields(batch, cast_inputs(_fields_of(batch), dtype, label_names))
     raise DataError(
@@ -661,12 +656,9 @@ def _hides_tensors(batch: Any) -> bool:
 
 def tensors_in(batch: Any) -> Iterator[torch.Tensor]:
     """Yield every tensor of a batch."""
-    batch = _fields_as_dict(batch)
+    batch = _fields_of(batch)
     if isinstance(batch, torch.Tensor):
         yield batch
-    elif isinstance(batch, Mapping):
-        for value in batch.values():
-            yield from tensors_in(value)
-    elif isinstance(batch, (tuple, list)):
-        for value in batch:
+    elif isinstance(batch, (Mapping, tuple, list)):
+        for value in batch.values() if isinstance(batch, Mapping) else batch:
             yield from tensors_in(value)

@@ -36,13 +36,7 @@ from omnitrain.data.sampling import (
 )
 from omnitrain.data.stateful import preserve_state, snapshot
 from omnitrain.data.streams import Stream, StreamPosition, can_seek, has_state
-from omnitrain.data.workers import (
-    outlive_signals,
-    report_dead_workers,
-    start_workers,
-    stop_workers,
-    watch_workers,
-)
+from omnitrain.data.workers import outlive_signals, report_dead_workers, start_workers, stop_workers, watch_workers
 
 logger: logging.Logger = logging.getLogger("omnitrain")
 
@@ -271,8 +265,7 @@ class MapLoader(Loader):
             self._snapshot = state
             self.fetch.update_columns()
             self.close()  # the workers have copies of the former dataset
-        rows = count_rows(dataset)
-        samples = dataset.epoch_size if isinstance(sampler, DatasetOrder) else rows
+        samples = dataset.epoch_size if isinstance(sampler, DatasetOrder) else count_rows(dataset)
         samples = samples if self._subset is None else min(samples, self._subset)
         if size is not None and sampler.multiple_of == 1 and size <= samples:
             samples = size
@@ -406,27 +399,23 @@ class StreamLoader(Loader):
             yield batch
 
     def _read(self) -> Iterator[tuple[CountedBatch, StreamPosition | None, Any]]:
-        if not self.options.num_workers:
-            pin = self.options.pin_memory
-            yield from (
-                ((pin_batch(batch), point, first) for batch, point, first in self._stream) if pin else self._stream
-            )
-            return
         stream = self._stream
+        if not self.options.num_workers:
+            for batch, point, first in stream:
+                yield pin_batch(batch) if self.options.pin_memory else batch, point, first
+            return
         if self._worker is None:
             stream.passes = get_context().SimpleQueue()
             self._worker = make_worker_loader(
                 stream, self.options, num_workers=1, pin_memory=self.options.pin_memory, persistent_workers=True
             )
         stream.passes.put((stream.epoch, stream.position, stream.start))
-        has_ended = False
         try:
             with report_dead_workers():  # before they are ended
                 yield from start_workers(self._worker, lambda tasks: f"batches {format_list(tasks)} of {self.name}")
-            has_ended = True
-        finally:
-            if not has_ended:
-                self.close()
+        except BaseException:  # GeneratorExit too
+            self.close()
+            raise
 
 
 class UserLoader(Loader):
@@ -473,11 +462,8 @@ class UserLoader(Loader):
         self._workers: int = getattr(loader, "num_workers", 0) if isinstance(loader, DataLoader) else 0
         # what ranks, and copies to a GPU, are ahead
         self._positions: deque[StreamPosition] = deque(maxlen=world_size + 2)
-        shared = [
-            sampler
-            for sampler in components.values()
-            if isinstance(sampler, DistributedSampler) and sampler.num_replicas > 1
-        ]
+        samplers = [part for part in components.values() if isinstance(part, DistributedSampler)]
+        shared = [sampler for sampler in samplers if sampler.num_replicas > 1]
         self.shards_samples: bool = bool(shared)
         self._own_rank = rank
         self._rank, self._world_size = (0, 1) if shared else (rank, world_size)
@@ -582,8 +568,7 @@ class UserLoader(Loader):
             part.set_epoch(epoch)
         for generator, seed in self._generators.items():
             generator.manual_seed(derive_seed(seed, epoch))
-        start, has_warned = time.monotonic(), False
-        batches = None
+        start, has_warned, batches = time.monotonic(), False, None
         first, dropped_samples = self._begin(epoch, skipped, samples)
         read = dropped_samples
         for number in itertools.count(first):
@@ -682,10 +667,8 @@ def _is_used_up(iterable: Any) -> bool:
 
 def _is_exactly(part: Any, kind: type) -> bool:
     """Whether a part of a loader is an instance of exactly PyTorch's class, or of torchdata's class of this name."""
-    part_class = type(part)
-    return part_class is kind or (
-        part_class.__module__.startswith("torchdata.") and part_class.__name__ == kind.__name__
-    )
+    is_theirs = type(part).__module__.startswith("torchdata.") and type(part).__name__ == kind.__name__
+    return type(part) is kind or is_theirs
 
 
 def _covers_dataset(loader: Any) -> bool:

@@ -73,17 +73,6 @@ class CountedBatch(NamedTuple):
     samples: int
 
 
-def windows(batches: Iterable[Any], size: int) -> Iterator[list[Any]]:
-    """Group micro-batches into windows, each a list for one optimizer step; the last may be shorter.
-
-    >>> list(windows("abcde", 2))
-    [['a', 'b'], ['c', 'd'], ['e']]
-    """
-    batches = iter(batches)
-    while window := list(itertools.islice(batches, size)):
-        yield window
-
-
 @dataclass(frozen=True, slots=True)
 class MicrobatchLayout:
     """The micro-batches of a step: in each round, every rank takes its share of a number of samples.
@@ -225,17 +214,14 @@ class DatasetOrder(EpochSampler):
 
     def _draw(self, epoch: int) -> np.ndarray:
         """Return the order of the dataset."""
-        order, name = np.asarray(self._dataset.epoch_order(epoch, self.seed)), type(self._dataset).__name__
+        order, last = np.asarray(self._dataset.epoch_order(epoch, self.seed)), len(self._dataset) - 1
+        start = f"{type(self._dataset).__name__}.epoch_order must return"
         if order.shape != (self._samples,) or order.dtype.kind not in "iu":
             raise DataError(
-                f"{name}.epoch_order must return {self._samples} samples (`epoch_size`) as integers, got "
-                f"{order.dtype} of shape {order.shape}."
+                f"{start} {self._samples} samples (`epoch_size`) as integers, got {order.dtype} of shape {order.shape}."
             )
-        if not 0 <= order.min() <= order.max() < len(self._dataset):
-            raise DataError(
-                f"{name}.epoch_order must return samples from 0 to {len(self._dataset) - 1}, got {order.min()} to "
-                f"{order.max()}."
-            )
+        if not 0 <= order.min() <= order.max() <= last:
+            raise DataError(f"{start} samples from 0 to {last}, got {order.min()} to {order.max()}.")
         return order.astype(np.int64)
 
 
@@ -390,20 +376,19 @@ class Fetch:
 
     def _run_watched(self, seeded: list[Generator], work: Callable[..., Any], *args: Any) -> Any:
         """Return the result of `work`; _AGAIN if it drew from a generator not in `seeded`, which is then added."""
-        watched = [(generator, generator.snapshot()) for generator in GENERATORS]
+        snapshots, count = [generator.snapshot() for generator in GENERATORS], len(seeded)
         try:
             result = work(*args)
         finally:
-            moved = [(generator, snapshot) for generator, snapshot in watched if generator.has_changed(snapshot)]
-            for generator, snapshot in moved:
-                generator.restore(snapshot)
-        new = [generator for generator, _ in moved if generator not in seeded]
-        seeded += new
-        return _AGAIN if new else result
+            for generator, snapshot in zip(GENERATORS, snapshots, strict=True):
+                if generator.has_changed(snapshot):
+                    generator.restore(snapshot)
+                    seeded += [] if generator in seeded else [generator]
+        return result if len(seeded) == count else _AGAIN
 
     def _seed_and_collate(self, epoch: int, positions: list[int], samples: Sequence[Any]) -> Any:
         for generator in self.drawn_in_collate:
-            generator.seed(derive_seed(self.seed, epoch, positions[0], _COLLATE))
+            generator.seed(derive_seed(self.seed, epoch, positions[0], COLLATE))
         return self.collate(samples)
 
     def _samples(self, epoch: int, positions: list[int]) -> Sequence[Any]:
@@ -411,17 +396,14 @@ class Fetch:
             return _rows_of(self._fetch_columns(np.asarray(positions)))
         turns = iter(positions)  # which shows how far it came if a sample fails
         try:
+            dataset, samples = self.dataset, []
             if not self.drawn:
-                if self._has_batch_fetch:
-                    return self.dataset.__getitems__(positions)
-                dataset = self.dataset
-                return [dataset[position] for position in turns]
-            samples = []
+                return dataset.__getitems__(positions) if self._has_batch_fetch else [dataset[index] for index in turns]
             for position in turns:
                 seed = derive_seed(self.seed, epoch, position)
                 for generator in self.drawn:
                     generator.seed(seed)
-                samples.append(self.dataset[position])
+                samples.append(dataset[position])
             return samples
         except Exception as error:
             count = len(positions) - operator.length_hint(turns)
@@ -435,9 +417,8 @@ class Fetch:
             raise
 
     def _fetch_columns(self, indices: np.ndarray) -> Any:
-        if self.rows is not None:
-            indices = self.rows[indices]
-        index, columns, rows = torch.from_numpy(indices), self.columns, list[torch.Tensor]()
+        index = torch.from_numpy(indices if self.rows is None else self.rows[indices])
+        columns, rows = self.columns, list[torch.Tensor]()
         is_named = isinstance(columns, dict)
         for column in columns.values() if is_named else columns if isinstance(columns, tuple) else (columns,):
             rows.append(column.index_select(0, index if column.device == index.device else index.to(column.device)))
@@ -455,7 +436,7 @@ def stop_iteration_error(what: str, samples: str) -> DataError:
 
 
 _AGAIN = object()
-_COLLATE = 1  # makes the seed of a batch's collation differ from that of its first sample
+COLLATE = 1  # makes the seed of a batch's collation differ from that of its first sample
 
 
 def _rows_of(batch: Any) -> list[Any]:
@@ -489,10 +470,8 @@ def tables_to_arrays(dataset: Any, name: str) -> Any:
         array = value.to_numpy()
         if array.dtype.kind in "biufc":
             return array
-        columns = getattr(value, "columns", None)
-        odd = [
-            str(column) for column in (() if columns is None else columns) if not _is_column(value[column].to_numpy())
-        ]
+        columns = value.columns if hasattr(value, "columns") else ()
+        odd = [str(column) for column in columns if not _is_column(value[column].to_numpy())]
         which = f"its columns {', '.join(map(repr, odd))} are" if odd else "it is"
         raise DataError(
             f"A {type(value).__name__} of `{name}` has the type {array.dtype}: {which} not numeric. Leave them out, or "

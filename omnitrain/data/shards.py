@@ -18,7 +18,7 @@ from omnitrain.compute.random_state import derive_seed, isolated_rng, seed_gener
 from omnitrain.core.errors import CheckpointError, ConfigError, format_list
 from omnitrain.data.collation import pin_batch
 from omnitrain.data.loaders import Loader, has_length, make_worker_loader
-from omnitrain.data.sampling import CountedBatch, ReadOptions, stop_iteration_error
+from omnitrain.data.sampling import COLLATE, CountedBatch, ReadOptions, stop_iteration_error
 from omnitrain.data.streams import StreamPosition, can_seek
 from omnitrain.data.workers import report_dead_workers, start_workers, stop_workers
 
@@ -26,7 +26,6 @@ logger: logging.Logger = logging.getLogger("omnitrain")
 
 # Samples of a shard between two of its states: as many at most are read again on a resume.
 _EVERY = 32
-_COLLATE = 1  # makes the seed of a batch's collation differ from that of its first sample
 
 
 class ShardedStream(IterableDataset[Any]):
@@ -193,7 +192,7 @@ class _Reader(IterableDataset[_ReaderBatch]):
         if not samples:
             return None
         with isolated_rng():
-            self._seed(places[0], _COLLATE)
+            self._seed(places[0], COLLATE)
             try:
                 return self.options.collate(samples)
             except Exception as error:
@@ -237,13 +236,9 @@ class ShardedLoader(Loader):
                 "ShardedStream: then each rank reads all of it, and takes its share of the samples."
             )
         self.dataset: Any = stream
-        self.turn: int = 0
-        self.options = options
-        self.batch_size: int = batch_size
-        self.rank: int = options.rank
-        self.world_size: int = world_size
-        self.keep_states: bool = keep_states
-        self.name: str = name
+        self.options, self.batch_size = options, batch_size
+        self.rank, self.world_size = options.rank, world_size
+        self.keep_states, self.name = keep_states, name
         self.local_shards: list[Any] = stream.shards[options.rank :: world_size]
         self.size: int | None = len(stream) if has_length(stream) else None
         readers = max(1, min(num_workers, len(self.local_shards)))
@@ -311,10 +306,8 @@ class ShardedLoader(Loader):
                 f"{state['shards']} when the checkpoint was saved in the middle of an epoch. Pass the former shards, "
                 "or take a checkpoint from the end of an epoch."
             )
-        local_states = {
-            number: entry for number, entry in state["states"].items() if number % self.world_size == self.rank
-        }
-        return {**state, "states": local_states}
+        entries = state["states"].items()
+        return {**state, "states": {key: entry for key, entry in entries if key % self.world_size == self.rank}}
 
     def counted_batches(self, epoch: int, position: int = 0, batches: int | None = None) -> Iterator[CountedBatch]:
         """Yield the micro-batches of an epoch; without `batches`, `position` counts turns of all shards."""

@@ -144,16 +144,15 @@ def _sigchld_action() -> Any:
 
 def _worker_death_error(error: Exception) -> DataError | None:
     """Return the error for a worker that has died, or None."""
-    workers = [(iterator, number) for iterator in _watched for number in range(len(iterator._workers))]
-    frames = traceback.walk_tb(error.__traceback__)
+    workers = [(iterator, *entry) for iterator in _watched for entry in enumerate(iterator._workers)]
+    frames, text = traceback.walk_tb(error.__traceback__), str(error)
     is_of_loader = any(frame.f_code.co_filename.endswith("dataloader.py") for frame, _ in frames)
     if workers and not isinstance(error, RuntimeError) and is_of_loader:
-        processes = {iterator._workers[number].sentinel: iterator._workers[number] for iterator, number in workers}
+        processes = {process.sentinel: process for _, _, process in workers}
         for sentinel in connection.wait(list(processes), timeout=_DYING_S):
             processes[sentinel].join(_DYING_S)  # its pipes close slightly before the process ends
-    for iterator, number in workers:
-        process = iterator._workers[number]
-        code, text = process.exitcode, str(error)
+    for iterator, number, process in workers:
+        code = process.exitcode
         is_named = text.startswith("DataLoader worker (pid") and re.search(rf"\b{process.pid}\b", text) is not None
         has_finished = code == 0 and not iterator._workers_status[number]  # with its part of a stream
         if not is_named and (code is None or has_finished):

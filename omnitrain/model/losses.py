@@ -421,17 +421,16 @@ class LossMean:
         is_known = type(self.loss_fn) in _CROSS_ENTROPIES
         return self.class_weights is not None or (has_mean and not is_known)
 
-    def divisor_of_probabilities(self, labels: Tensor) -> float:
-        """Return what the loss divides its sum by where labels are probabilities of classes: torch takes their rows.
+    def divisor_of_changed(self, labels: Any) -> float | None:
+        """Return what the loss function divides its sum over labels on a device by, where it tells; None else.
 
-        They may be on any device: only a custom `mean_over` waits for it.
+        Probabilities of classes have rows, if it says nothing else; PyTorch's losses then need not wait for the device.
         """
-        divisor = None if type(self.loss_fn) in _CROSS_ENTROPIES else divisor_of(self.loss_fn, labels.cpu())
-        return len(labels) if divisor is None else divisor
-
-    def divisor_of_labels(self, labels: Any) -> float | None:
-        """Return what the loss function divides its sum by, where it tells; None else. It waits for a device."""
-        return divisor_of(self.loss_fn, move_to_device(labels, torch.device("cpu")))
+        has_rows = isinstance(labels, Tensor) and labels.is_floating_point()
+        if has_rows and type(self.loss_fn) in _CROSS_ENTROPIES:
+            return len(labels)
+        divisor = divisor_of(self.loss_fn, move_to_device(labels, torch.device("cpu")))
+        return len(labels) if has_rows and divisor is None else divisor
 
     def compared(self, scores: Any, labels: Any, has_classes: bool = False) -> tuple[Any, Any]:
         """Return scores of (rows, places, classes) and labels of (rows, places) that are compared place by place.

@@ -12,7 +12,7 @@ import inspect
 import logging
 import re
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -24,7 +24,15 @@ from omnitrain.arguments import DEFAULTS
 from omnitrain.core.errors import ConfigError, MissingExtraError, OmnitrainError, did_you_mean
 from omnitrain.core.progress import Progress
 from omnitrain.optim.muon import Muon, has_fused_kernel
-from omnitrain.optim.schedules import NAMED, RunLength, RunPosition, Schedule, made, named_schedule, warmup_length
+from omnitrain.optim.schedules import (
+    NAMED,
+    RunLength,
+    RunPosition,
+    Schedule,
+    make_schedule,
+    named_schedule,
+    warmup_length,
+)
 
 logger: logging.Logger = logging.getLogger("omnitrain")
 
@@ -161,7 +169,8 @@ def build_optimizer(
     if not trainable:
         raise ConfigError("`model` has no parameter that requires a gradient, so there is nothing to train.")
     if spec is None or (isinstance(spec, str) and _plain(spec) == "adamwtorchfused"):
-        return fused_adamw(trainable, learning_rate, weight_decay)
+        fused = has_fused_kernel(trainable) or None
+        return torch.optim.AdamW(trainable, lr=learning_rate, weight_decay=weight_decay, fused=fused)
     if isinstance(spec, str) and _plain(spec) == MUON:
         return Muon.of(model, learning_rate, weight_decay)
     if hasattr(spec, "param_groups"):
@@ -188,30 +197,18 @@ def build_optimizer(
                         "or pass a callable of the parameters."
                     )
         optimizer = factory(trainable, **options)  # type: ignore[call-arg]
-    _check_optimizer(optimizer, model)
-    return optimizer
-
-
-def fused_adamw(parameters: Iterable[nn.Parameter], learning_rate: float, weight_decay: float) -> torch.optim.AdamW:
-    """Return fused AdamW if PyTorch supports it for these parameters, and ordinary AdamW otherwise."""
-    parameters = list(parameters)
-    fused = has_fused_kernel(parameters)
-    return torch.optim.AdamW(parameters, lr=learning_rate, weight_decay=weight_decay, fused=fused or None)
-
-
-def _check_optimizer(optimizer: Any, model: nn.Module) -> None:
     if not hasattr(optimizer, "param_groups"):
         raise ConfigError(
             f"`optimizer` must give an optimizer when called with the parameters, got {optimizer!r}. "
             "Return the optimizer from it."
         )
-    model_parameters = {id(parameter) for parameter in model.parameters()}
-    optimizer_parameters = [id(parameter) for group in optimizer.param_groups for parameter in group["params"]]
-    if not any(identity in model_parameters for identity in optimizer_parameters):
+    optimizer_parameters = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    if optimizer_parameters.isdisjoint(map(id, model.parameters())):
         raise ConfigError(
             f"`optimizer` ({type(optimizer).__name__}) holds none of the model's parameters, so the model would not "
             "change. Build it from `model.parameters()` of the model that you pass."
         )
+    return optimizer
 
 
 def needs_closure(optimizer: Any) -> bool:
@@ -332,7 +329,7 @@ def build_scheduler(
     if isinstance(spec, str) and "." in spec:
         spec = import_class(spec, (LRScheduler, Schedule), "lr_scheduler")
     if isinstance(spec, type) and issubclass(spec, Schedule):
-        spec, options = made(spec, spec.__name__, options or {}), None
+        spec, options = make_schedule(spec, spec.__name__, options or {}), None
     is_named = isinstance(spec, str | None)
     if warmup_steps and not is_named:
         instead = "Pass it to the schedule: warmup=..." if isinstance(spec, Schedule) else (
@@ -393,13 +390,13 @@ def _of_transformers(
     steps = 0
     if name == "greedy":
         options = {"mode": mode, **options}
+    elif run_length.end is None:
+        raise ConfigError(
+            f"`lr_scheduler={name!r}` is made by transformers for a number of steps, which is unknown here. Set "
+            "`max_steps`, or use a schedule that follows tokens, samples and time: 'wsd' or 'cosine' with "
+            "lr_scheduler_kwargs={'min_lr': ...}."
+        )
     else:
-        if run_length.end is None:
-            raise ConfigError(
-                f"`lr_scheduler={name!r}` is made by transformers for a number of steps, which is unknown here. Set "
-                "`max_steps`, or use a schedule that follows tokens, samples and time: 'wsd' or 'cosine' with "
-                "lr_scheduler_kwargs={'min_lr': ...}."
-            )
         steps = run_length.steps_of(warmup)
     try:
         return get_scheduler(
@@ -445,9 +442,7 @@ def _scheduler_of(spec: Any, optimizer: torch.optim.Optimizer, options: Mapping[
 
 def follows_evaluations(scheduler: Any) -> bool:
     """Return whether a schedule's `step` takes a metric, as in ReduceLROnPlateau."""
-    if scheduler is None:
-        return False
-    parameter = inspect.signature(scheduler.step).parameters.get("metrics")
+    parameter = None if scheduler is None else inspect.signature(scheduler.step).parameters.get("metrics")
     return parameter is not None and parameter.default is parameter.empty
 
 

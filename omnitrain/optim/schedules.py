@@ -11,7 +11,7 @@ import numbers
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from fractions import Fraction
-from typing import Any, ClassVar, Literal, NamedTuple
+from typing import Any, ClassVar, Literal
 
 from omnitrain.core.display import ResultView, Table, create_panels
 from omnitrain.core.duration import Duration, Limits
@@ -622,10 +622,10 @@ def named_schedule(name: str, options: Mapping[str, Any] | None = None, warmup: 
         raise ConfigError(f"`lr_scheduler={name!r}` needs `lr_scheduler_kwargs` with 'min_lr' or 'min_lr_rate'.")
     if name == "inverse_sqrt" and isinstance(arguments.get("timescale"), int):
         arguments["timescale"] = Duration(arguments["timescale"], "ba")  # transformers counts steps
-    return made(kind, f"lr_scheduler={name!r}", {**arguments, **({"warmup": warmup} if warmup else {})})
+    return make_schedule(kind, f"lr_scheduler={name!r}", {**arguments, **({"warmup": warmup} if warmup else {})})
 
 
-def made(kind: type[Schedule], who: str, options: Mapping[str, Any]) -> Schedule:
+def make_schedule(kind: type[Schedule], who: str, options: Mapping[str, Any]) -> Schedule:
     """Return a schedule of a class, called `who`, with these options.
 
     Raises:
@@ -807,24 +807,19 @@ def preview_schedule(
     run_length.check(schedule, name)
     pace: dict[str, float | None] = {"ba": 1.0, "ep": 1 / steps_per_epoch if steps_per_epoch else None}
     pace |= {"sp": samples_per_step, "tok": tokens_per_step, "s": seconds_per_step}
-    rates = _rates_of(schedule, run_length, {unit: value for unit, value in pace.items() if value}, learning_rate)
-    places = [rates.length * number / (rows - 1) for number in range(rows)]
-    if rates.unit == "ba":
+    known_pace = {unit: value for unit, value in pace.items() if value}
+    unit, length, rate_at = _rates_of(schedule, run_length, known_pace, learning_rate)
+    places = [length * number / (rows - 1) for number in range(rows)]
+    if unit == "ba":
         places = [float(round(place)) for place in places]
-    curve = [rates.length * number / 1000 for number in range(1001)]
-    return SchedulePreview(rates.unit, places, list(map(rates.at, places)), (curve, list(map(rates.at, curve))))
+    curve = [length * number / 1000 for number in range(1001)]
+    return SchedulePreview(unit, places, list(map(rate_at, places)), (curve, list(map(rate_at, curve))))
 
 
-class _Rates(NamedTuple):
-    """The rate at each place of a run of this length in this unit."""
-
-    unit: str
-    length: float
-    at: Callable[[float], float]
-
-
-def _rates_of(schedule: Schedule, run_length: RunLength, pace: dict[str, float], learning_rate: float) -> _Rates:
-    """Return the rates of a schedule in a run with so many of each unit in a step."""
+def _rates_of(
+    schedule: Schedule, run_length: RunLength, pace: dict[str, float], learning_rate: float
+) -> tuple[str, float, Callable[[float], float]]:
+    """Return the unit and length of a run with so many of each unit in a step, and the rate at each place of it."""
     follows, ends = run_length.follows(schedule), run_length.ends
     units = {length.unit for length in [*schedule.lengths(), *ends]} - {"dur"} if follows or ends else set()
     if run_length.end is not None:
@@ -851,7 +846,7 @@ def _rates_of(schedule: Schedule, run_length: RunLength, pace: dict[str, float],
             )  # fmt: skip
         return learning_rate * schedule.factor(RunPosition(run_length, steps, progress), learning_rate)
 
-    return _Rates(unit, length, rate_at)
+    return unit, length, rate_at
 
 
 def _check_pace(units: set[str], pace: Mapping[str, float], counted: set[str]) -> None:

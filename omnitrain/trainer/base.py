@@ -1158,5 +1158,5 @@ def _kernels(settings: Settings, precision: Precision) -> Iterator[None]:
     """Set PyTorch's kernels and precision of the settings."""
     anomalies = torch.autograd.set_detect_anomaly if settings.detect_anomaly else contextlib.nullcontext
     deterministic = deterministic_kernels(settings.deterministic)
-    with deterministic, precision.matmul_context(), precision.disabled_autocast_cache(), anomalies(True):
+    with deterministic, precision.run_context(), anomalies(True):
         yield

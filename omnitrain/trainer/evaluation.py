@@ -135,11 +135,13 @@ class Evaluation:
         if not isinstance(loader, Mapping):
             names = self.scorer_of(loader).names
             return None if names is None else ["loss", *names]
-        parts = {name: self.names_of(set_loader) for name, set_loader in loader.items()}
-        if None in parts.values():
-            return None
-        prefixed = [f"{name}_{metric}" for name, metrics in parts.items() for metric in metrics or ()]
-        counted = [parts[name] or [] for name, set_loader in loader.items() if _counts(set_loader)]
+        prefixed, counted = list[str](), list[list[str]]()
+        for name, set_loader in loader.items():
+            names = self.names_of(set_loader)
+            if names is None:
+                return None
+            prefixed += [f"{name}_{metric}" for metric in names]
+            counted += [names] if _counts(set_loader) else []
         return [*(metric for metric in counted[0] if all(metric in metrics for metrics in counted)), *prefixed]
 
     def evaluate(self, loader: Any, prefix: str, only_first: bool = False) -> dict[str, float] | None:
@@ -216,8 +218,8 @@ class Evaluation:
         if result is None:
             return None
         metrics = {f"test_{key}": value for key, value in self._as_trained(result.metrics, loader).items()}
-        shared = result.predictions, result.labels
-        return Predictions(*self.trainer.ranks.on_main("the predictions of all samples", lambda: shared), metrics)
+        arrays = self.trainer.ranks.on_main("the predictions of all samples", lambda: result[:2])
+        return Predictions(*arrays, metrics)
 
     @contextlib.contextmanager
     def apart(self) -> Iterator[None]:
@@ -325,9 +327,8 @@ class Evaluation:
 
     def _check_perplexity(self, perplexity: float, loss: float) -> None:
         """Warn once about a perplexity that is not the exponential of the loss."""
-        if self._has_checked_perplexity or not self.trainer.ranks.is_main:
-            return
-        if not perplexity or not math.isfinite(perplexity + loss):
+        is_known = perplexity and math.isfinite(perplexity + loss)
+        if self._has_checked_perplexity or not self.trainer.ranks.is_main or not is_known:
             return
         self._has_checked_perplexity = True
         if not math.isclose(math.log(perplexity), loss, rel_tol=1e-2, abs_tol=1e-2):
@@ -364,12 +365,8 @@ class Evaluation:
 
     def _arrays(self, loader: Loader, batches: list[Any]) -> tuple[Any, Any, Any]:
         """Return outputs, labels and extra inputs of all samples as arrays, on the main rank; `kept` is emptied."""
-        ranks = self.trainer.ranks
-        if ranks.world_size > 1:
-            local = [row for batch in batches for row in _rows(batch)] if loader.shards_samples else list(batches)
-            batches.clear()
-            local = local if ranks.data.counts else []
-            batches += _in_order(ranks.gather_on_main("the predictions of an evaluation", local))
+        if self.trainer.ranks.world_size > 1:
+            batches += self._gather_in_order("the predictions of an evaluation", loader, batches)
         predictions = _join([batch for batch, *_ in batches], lambda: self.filler)
         labels, extra = (_join([batch[i] for batch in batches]) for i in (1, 2))
         batches.clear()
@@ -460,17 +457,23 @@ class Evaluation:
 
     def _gather_batches(self, loader: Loader, pair: tuple[Any, Any] | None) -> tuple[Any, Any] | None:
         """Return the batches of all ranks on the main one, in the order of the data, on the host; None on others."""
-        local = [] if pair is None or not self.trainer.ranks.data.counts else [to_numpy(pair)]
-        if loader.shards_samples:
-            local = [row for batch in local for row in _rows(batch)]
-        parts = _in_order(self.trainer.ranks.gather_on_main("a batch of an evaluation", local))
+        batches = [] if pair is None else [to_numpy(pair)]
+        parts = self._gather_in_order("a batch of an evaluation", loader, batches)
         if not parts:
             return None
-        predictions, labels = (
-            _join([array for array, _ in parts], lambda: self.filler),
-            _join([array for _, array in parts]),
-        )
-        return default_convert(predictions), default_convert(labels)
+        predictions, labels = zip(*parts, strict=True)
+        return default_convert(_join(predictions, lambda: self.filler)), default_convert(_join(labels))
+
+    def _gather_in_order(self, what: str, loader: Loader, batches: list[Any]) -> list[Any]:
+        """Return the batches of all ranks, or their rows, on the main rank in the order of the data; empties `batches`.
+
+        They were dealt to the ranks in turns.
+        """
+        ranks = self.trainer.ranks
+        local = [row for batch in batches for row in _rows(batch)] if loader.shards_samples else list(batches)
+        batches.clear()
+        shares = ranks.gather_on_main(what, local if ranks.data.counts else [])
+        return [batch for turn in itertools.zip_longest(*shares) for batch in turn if batch is not None]
 
 
 def _totals(
@@ -571,13 +574,7 @@ def _rows(batch: Any) -> list[Any]:
     return [batch[i : i + 1] for i in range(len(batch))]
 
 
-def _in_order(shares: list[list[Any]]) -> list[Any]:
-    """Return the items of all ranks in the order of the data, which were dealt to the ranks in turns."""
-    dealt = itertools.zip_longest(*shares, fillvalue=None)
-    return [batch for turn in dealt for batch in turn if batch is not None]
-
-
-def _join(parts: list[Any], filler: Callable[[], int] = lambda: IGNORED_LABEL) -> Any:
+def _join(parts: Sequence[Any], filler: Callable[[], int] = lambda: IGNORED_LABEL) -> Any:
     """Concatenate the batches' arrays along the first dimension, padding the others to a common shape."""
     first = next((part for part in parts if part is not None), None)
     if first is None:

@@ -6,9 +6,9 @@ Batches come from `data/loaders.py`; windows go to `step.py`.
 from __future__ import annotations
 
 import copy
-import dataclasses
 import itertools
 import logging
+import operator
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, cast
@@ -23,7 +23,7 @@ from omnitrain.core.events import ProfilerRanges, find_overrides, wrap_in_range
 from omnitrain.core.progress import Progress
 from omnitrain.data.collation import copy_to_device, count_samples, move_to_device, split_batch
 from omnitrain.data.loaders import Loader, MapLoader, UserLoader
-from omnitrain.data.sampling import CountedBatch, Window, windows
+from omnitrain.data.sampling import CountedBatch, Window
 from omnitrain.data.stateful import data_parts
 from omnitrain.model.units import ModelUnit, StepOutput, count_tokens, no_token_counts
 from omnitrain.trainer.hooks import Hooks
@@ -45,20 +45,6 @@ def _window_sums(group: list[Weighed]) -> tuple[float, ...]:
     for entry in group:
         weight, samples, tokens, batches = weight + entry[1], samples + entry[2], tokens + entry[3], batches + entry[4]
     return weight, samples, tokens, batches, len(group), len(group) ** 2
-
-
-def _group_by_step(parts: Iterable[Weighed], size: Callable[[], int]) -> Iterator[list[Weighed]]:
-    """Group the micro-batches of so many batches, as `windows` does where none is split; each group asks for `size`."""
-    group, remaining = list[Weighed](), 0
-    for micro_batch in parts:
-        remaining = remaining or size()
-        group.append(micro_batch)
-        remaining -= micro_batch[4]
-        if not remaining:
-            yield group
-            group = []
-    if group:
-        yield group
 
 
 class Feed:
@@ -111,9 +97,8 @@ class Feed:
         done, size = progress.samples_in_epoch, self._size_of(loader)
         self._split = _splitter(loader, self._collate)
         batches = loader.counted_batches(epoch, done, progress.batches_in_epoch)
-        parts, last, self._latest = self.weighed(batches), None, None
-        is_plain = not self._may_split and self._stages is None
-        groups = windows(parts, self.accumulation) if is_plain else _group_by_step(parts, self._size_of_next)
+        last, self._latest = None, None
+        groups = self._group_by_step(self.weighed(batches))
         # only indexed data may be read early: there each sample has its own random numbers
         reads_ahead = self._ranks.world_size > 1 and isinstance(loader, MapLoader) and not self.stateful_data
         self._groups = groups if reads_ahead else None
@@ -151,7 +136,7 @@ class Feed:
                 if size not in (None, done):
                     raise _wrong_length(done, size)
                 return
-            loader.turn += len(group) if is_plain else sum(micro_batch[4] for micro_batch in group)
+            loader.turn += sum(map(operator.itemgetter(4), group))
             if window.samples:  # otherwise all ranks have only dummy batches
                 done += window.samples
                 self._latest = progress.samples, window
@@ -159,16 +144,12 @@ class Feed:
 
     def _ask_loss(self, group: list[Weighed]) -> list[Weighed]:
         """Probe what the loss is a mean over, and return the first micro-batches with their weights."""
-        mean = self._trainer.loss_mean
-        before = copy.copy(mean)
+        mean, weighed = self._trainer.loss_mean, list[Weighed]()
+        before = mean.shift, mean.ignore_index, mean.counts_labels, mean.is_sum
         with self._lifecycle.clock.during("setup"):
             ask_loss(self._trainer, [batch for batch, *_ in group])
-        if (
-            dataclasses.replace(before, is_checked=True, is_shift_known=mean.is_shift_known, is_mean=mean.is_mean)
-            == mean
-        ):
+        if (mean.shift, mean.ignore_index, mean.counts_labels, mean.is_sum) == before:
             return group
-        weighed = list[Weighed]()
         for batch, weight, samples, tokens, ends in group:
             if weight or samples or not ends:  # otherwise it is a dummy batch
                 self.samples = samples or None
@@ -176,15 +157,26 @@ class Feed:
             weighed.append((batch, weight, samples, tokens, ends))
         return weighed
 
-    def _size_of_next(self) -> int:
-        """Return the batches on each rank of the window that is read next, which may be read during the one before."""
-        if self._stages is not None:
-            progress = self._lifecycle.progress
-            if self._latest is not None and progress.samples == self._latest[0]:  # it is not counted yet
-                window, progress = self._latest[1], copy.copy(progress)
-                progress.advance(window.samples, window.tokens)
-            self.accumulation = self._stages.at(progress)
-        return self.accumulation
+    def _group_by_step(self, parts: Iterable[Weighed]) -> Iterator[list[Weighed]]:
+        """Group the micro-batches of the batches of a step on this rank, whose number may change; the last is short."""
+        group, remaining = list[Weighed](), 0
+        for micro_batch in parts:
+            if not remaining and self._stages is not None:
+                progress = self._lifecycle.progress
+                if (
+                    self._latest is not None and progress.samples == self._latest[0]
+                ):  # read ahead: it is not counted yet
+                    window, progress = self._latest[1], copy.copy(progress)
+                    progress.advance(window.samples, window.tokens)
+                self.accumulation = self._stages.at(progress)
+            remaining = remaining or self.accumulation
+            group.append(micro_batch)
+            remaining -= micro_batch[4]
+            if not remaining:
+                yield group
+                group = []
+        if group:
+            yield group
 
     def _compare_first(self, loader: Loader) -> None:
         """Compare the first sample on all ranks, once in a run, where each reads all data and takes its share."""
@@ -193,11 +185,7 @@ class Feed:
             return
         first, loader.first = loader.first, None
         fingerprint = None if first is None else (content_digest(_lasting(first)), content_digest(first))
-        fingerprints = {
-            fingerprint
-            for fingerprint in self._ranks.gather("the first sample of the ranks", fingerprint)
-            if fingerprint is not None
-        }
+        fingerprints = {*self._ranks.gather("the first sample of the ranks", fingerprint)} - {None}
         if len({lasting for lasting, _ in fingerprints}) > 1:
             raise DistributedError(
                 f"The first sample of {loader.name} is another one on each rank. Every rank takes its share of what it "
@@ -249,9 +237,8 @@ class Feed:
     def split_again(self, window: Window) -> Window:
         """Return a window of the same samples in the micro-batches that are now in force; called on all ranks."""
         origins = window.origins or []
-        ends = [int(origin != following) for origin, following in zip(origins, [*origins[1:], None], strict=True)]
-        parts = zip(window.batches, window.weights, ends, strict=True)
-        group = self._in_parts([(batch, weight, 0, 0, end) for batch, weight, end in parts])
+        parts = zip(window.batches, window.weights, origins, [*origins[1:], None], strict=True)
+        group = self._in_parts([(batch, weight, 0, 0, origin != after) for batch, weight, origin, after in parts])
         smaller = self.window_of(group, group[-1])
         assert smaller is not None
         # the run has counted the window in its first form, and counts it once
@@ -267,10 +254,8 @@ class Feed:
                 micro_batches.append((parts[0], weight, samples, tokens, end))
                 continue
             weights = [self._weight_in_step(move_to_device(part, torch.device("cpu"))) for part in parts]
-            micro_batches += [
-                (part, part_weight, 0, 0, 0) for part, part_weight in zip(parts[:-1], weights[:-1], strict=True)
-            ]
-            micro_batches.append((parts[-1], weights[-1], samples, tokens, end))
+            micro_batches += [(part, weight, 0, 0, 0) for part, weight in zip(parts, weights, strict=True)]
+            micro_batches[-1] = (parts[-1], weights[-1], samples, tokens, end)
         return micro_batches
 
     def window_of(self, group: list[Weighed], last: Weighed | None, totals: Sequence[float] = ()) -> Window | None:
@@ -325,10 +310,9 @@ class Feed:
         if not samples:
             yield device_parts[0], 0, 0, 0, 1
             return
-        tokens = count_tokens(batch)
-        for part, device_part in zip(parts[:-1], device_parts[:-1], strict=True):
-            yield device_part, self._weight_in_step(part), 0, 0, 0
-        yield device_parts[-1], self._weight_in_step(parts[-1]), samples, tokens, 1
+        ends = [(0, 0, 0)] * (len(parts) - 1) + [(samples, count_tokens(batch), 1)]
+        for part, device_part, end in zip(parts, device_parts, ends, strict=True):
+            yield device_part, self._weight_in_step(part), *end
 
     def weigh(self, batch: Any) -> float:
         """Return the weight of a micro-batch (on the host) in its window: its labels that count, or its rows.
@@ -363,11 +347,8 @@ class Feed:
         mean, labels = self._trainer.loss_mean, output.labels
         if output.num_targets is not None or not isinstance(self._trainer.unit, ModelUnit) or not mean.counts_unequally:
             return
-        has_probabilities = isinstance(labels, torch.Tensor) and labels.is_floating_point()
-        if weight:  # otherwise it is a dummy batch
-            divisor = mean.divisor_of_probabilities(labels) if has_probabilities else mean.divisor_of_labels(labels)
-            weight = weight if divisor is None else divisor
-        output.num_targets = weight
+        divisor = mean.divisor_of_changed(labels) if weight else None  # without weight it is a dummy batch
+        output.num_targets = weight if divisor is None else divisor
         output.loss = output.required_loss() * output.num_targets
 
     def rows_of(self, batch: Any) -> int:

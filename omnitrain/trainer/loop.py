@@ -68,7 +68,7 @@ class Loop:
         self.checkpointer = checkpointer
         self.is_evaluating: bool = False
         """Whether an evaluation that belongs to the run is under way."""
-        self._recompilations = Recompilations()
+        self._recompilations: Recompilations | None = None
         # Whether the ranks exchange the requests of a step before it, while the step runs.
         self._exchanges_early = False
         # Waits for the exchange begun before this step.
@@ -79,7 +79,7 @@ class Loop:
     def run(self) -> None:
         """Train from the current position until something ends the run, and close it."""
         lifecycle = self.lifecycle
-        self._recompilations.begin()
+        self._recompilations = Recompilations()
         self.checkpointer.eval_weights.check()
         self.checkpointer.eval_weights.begin_training()
         with lifecycle.untimed(), lifecycle.clock.during("setup"):
@@ -351,12 +351,8 @@ class Loop:
         """Return the requests at the end of a step or an epoch."""
         if self._exchange is None:
             return self.agree("the end of a step", *_REQUESTS, ahead=self.feed.read_ahead())
-        began = time.perf_counter()
-        (asked, totals), self._exchange = self._exchange(), None
-        self.lifecycle.clock.add("waiting", time.perf_counter() - began)
-        asked.add_scheduled(self.lifecycle.control)
-        self._take(asked, totals)
-        return asked
+        exchange, self._exchange = self._exchange, None
+        return self._finish_exchange(exchange, self.lifecycle.control)
 
     @property
     def has_requests(self) -> bool:
@@ -369,16 +365,21 @@ class Loop:
 
         The data of the next step go along, as each exchange costs about as much as a small model's forward pass.
         """
-        lifecycle, began = self.lifecycle, time.perf_counter()
-        asked, totals = self.ranks.sync_requests(where, lifecycle.control.pop(*requests), *ahead)
-        lifecycle.clock.add("waiting", time.perf_counter() - began)
-        self._take(asked, totals)
-        return asked
+        asked = self.lifecycle.control.pop(*requests)
+        return self._finish_exchange(lambda: self.ranks.sync_requests(where, asked, *ahead))
 
-    def _take(self, asked: Control, totals: Sequence[float]) -> None:
+    def _finish_exchange(
+        self, exchange: Callable[[], tuple[Control, list[float]]], scheduled: Control | None = None
+    ) -> Control:
+        lifecycle, began = self.lifecycle, time.perf_counter()
+        asked, totals = exchange()
+        lifecycle.clock.add("waiting", time.perf_counter() - began)
+        if scheduled is not None:
+            asked.add_scheduled(scheduled)
         self.feed.set_totals(totals)
-        if asked.stop == "signal" or (asked.stop and not self.lifecycle.stop):  # a signal may come while the run closes
-            self.lifecycle.stop, self.lifecycle.signal = asked.stop, asked.signal
+        if asked.stop == "signal" or (asked.stop and not lifecycle.stop):  # a signal may come while the run closes
+            lifecycle.stop, lifecycle.signal = asked.stop, asked.signal
+        return asked
 
     def is_interrupted(self, batches: int) -> bool:
         """Return whether a signal on any rank should interrupt an evaluation; called before each of its batches."""
@@ -402,12 +403,11 @@ class Loop:
             with (
                 self.lifecycle.untimed(),
                 self.evaluation.outside_run(),
-                self.trainer.precision.matmul_context(),
-                self.trainer.precision.disabled_autocast_cache(),
+                self.trainer.precision.run_context(),
+                self.explaining_memory("evaluation"),
             ):
                 result = work(loader, *args)
         except Exception as error:
-            explain_memory(error, self.trainer, "evaluation")  # of which the workers of a loader may have died, too
             death = worker_death(error)
             if death is None:
                 raise
@@ -512,7 +512,7 @@ class Loop:
     def log(self) -> None:
         """Read the loss from the device, once per log, and emit the row."""
         lifecycle, progress = self.lifecycle, self.lifecycle.progress
-        if self.ranks.is_main:
+        if self.ranks.is_main and self._recompilations is not None:
             self._recompilations.look()
         lifecycle.tick()
         self.step.raise_if_nonfinite(wait=True)
@@ -566,7 +566,9 @@ class Loop:
         return logs if norm is None else {**logs, "grad_norm": float(norm)}
 
     def _epoch_row(self, train_loss: float) -> dict[str, float]:
-        metrics = {f"train_{name}": value for name, value in self.step.metrics_of_epoch().items()}
+        (name_count,) = self.ranks.sum("the names of metrics", len(self.step.metrics))
+        means = self.step.metrics.means() if name_count else {}
+        metrics = {f"train_{name}": value for name, value in means.items()}
         return {"train_loss": train_loss, **metrics, **self.rates_and_norm()}
 
     # --- custom loops

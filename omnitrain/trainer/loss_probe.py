@@ -20,7 +20,7 @@ from torch import nn
 from omnitrain.checkpoint.state_dicts import unwrap
 from omnitrain.compute.precision import matmul_precision
 from omnitrain.core.errors import ConfigError, DataError
-from omnitrain.data.collation import LABEL_KEYS, count_samples, get_labels, split_batch, with_labels
+from omnitrain.data.collation import count_samples, get_labels, move_to_device, split_batch, with_labels
 from omnitrain.data.stateful import preserve_state, stateful_parts
 from omnitrain.model.losses import LossMean, is_known
 from omnitrain.model.multitask import MultiTaskUnit, TaskBatch
@@ -45,12 +45,9 @@ def ask_loss(trainer: Hooks, batches: Sequence[Any]) -> None:
     parts = stateful_parts(trainer.settings, trainer.backend.model)
     forwards = {name: parts[name] for name in ("unit", "loss_fn") if name in parts}
     is_compiled = "torch._dynamo" in sys.modules  # which takes seconds to import
+    # nothing is compiled for these few rows
     stance = torch.compiler.set_stance("force_eager") if is_compiled else contextlib.nullcontext()
-    with (
-        unchanged_buffers(trainer.backend.model),
-        preserve_state(forwards),
-        stance,
-    ):  # nothing is compiled for these few rows
+    with unchanged_buffers(trainer.backend.model), preserve_state(forwards), stance:
         if isinstance(trainer.unit, MultiTaskUnit):
             for name, part in batch.parts.items() if isinstance(batch, TaskBatch) else ():
                 forward = functools.partial(lambda name, model, batch: trainer.unit.run_task(name, batch), name)
@@ -124,10 +121,8 @@ def _name_of_loss(loss_fn: Any, model: nn.Module) -> str:
 
 
 def _no_mean(loss_fn: Any, model: nn.Module) -> str:
-    name = _name_of_loss(loss_fn, model)
-    return (
-        f"{name} is no mean over the labels or the rows of a batch, but over something else, or a sum of several means"
-    )
+    what = "is no mean over the labels or the rows of a batch, but over something else, or a sum of several means"
+    return f"{_name_of_loss(loss_fn, model)} {what}"
 
 
 def _remedy(loss_fn: Any) -> str:
@@ -164,25 +159,16 @@ class _Probe:
         """Whether the loss has a part that balances experts."""
         self.parts: list[Any] = []
         self.batch = batch
-        if batch is None:
-            return
-        try:
-            self.batch = split_batch(batch, _ROWS)[0]
-            rows = count_samples(self.batch)
+        with contextlib.suppress(DataError):
+            self.batch = batch if batch is None else split_batch(batch, _ROWS)[0]
+            rows = 0 if batch is None else count_samples(self.batch)
             self.parts = split_batch(self.batch, -(-rows // 2)) if rows > 1 else []
-        except DataError:
-            self.parts = []
-
-    @property
-    def labels(self) -> Any:
-        return None if self.batch is None else get_labels(self.batch, self.names)
-
-    @property
-    def _has_token_labels(self) -> bool:
-        labels = self.labels
-        if not isinstance(labels, torch.Tensor) or labels.is_floating_point() or labels.is_complex():
-            return False
-        return labels.ndim > 1 and labels.dtype != torch.bool
+        self.labels: Any = None if batch is None else get_labels(self.batch, self.names)
+        self._has_token_labels: bool = (
+            isinstance(self.labels, torch.Tensor)
+            and self.labels.ndim > 1
+            and not (self.labels.is_floating_point() or self.labels.is_complex() or self.labels.dtype == torch.bool)
+        )
 
     # --- are labels shifted
 
@@ -251,12 +237,10 @@ class _Probe:
     def _holds(self, rule: LossMean, whole: float, parts: list[Any]) -> bool:
         if rule.is_sum:
             return self._is_close(sum(parts), whole)
-        on_host = [_labels_on_host(part) for part in self.parts]
-        divisors = [rule.divisor(part, self.names) for part in on_host]
-        weights = [
-            count_samples(part) if divisor is None else divisor
-            for part, divisor in zip(self.parts, divisors, strict=True)
-        ]
+        weights = list[float]()
+        for part in self.parts:
+            divisor = rule.divisor(move_to_device(part, torch.device("cpu")), self.names)
+            weights.append(count_samples(part) if divisor is None else divisor)
         terms = [weight * loss for weight, loss in zip(weights, parts, strict=True) if weight]
         # a part without any label that counts has a NaN for its mean, and is left out above
         return bool(terms) and self._is_close(sum(terms) / sum(weights), whole)
@@ -314,17 +298,6 @@ class _Probe:
         except Exception as error:  # the first step, or the evaluation, raises it for the user
             logger.debug("The loss could not be probed: %r.", error)
             return None
-
-
-def _labels_on_host(batch: Any) -> Any:
-    """Return a batch whose labels are counted without waiting for a device more than once."""
-    if isinstance(batch, Mapping):
-        keys = (*LABEL_KEYS, "shift_labels")
-        return {
-            key: tensor.cpu() if isinstance(tensor, torch.Tensor) and key in keys else tensor
-            for key, tensor in batch.items()
-        }
-    return batch
 
 
 def join_batches(first: Any, second: Any, rows: int) -> Any:

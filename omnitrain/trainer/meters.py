@@ -71,7 +71,11 @@ class LossMeter:
 
     def rollback(self, snapshot: tuple[float | torch.Tensor, float]) -> None:
         """Remove what was added since `snapshot()`."""
-        self._set(*snapshot)
+        total, self.weight = snapshot
+        if isinstance(self.sum, torch.Tensor):
+            self.sum.fill_(total)
+        else:
+            self.sum = float(total)
 
     def state_dict(self) -> dict[str, Any]:
         """Return sum and weight, now and at the latest log."""
@@ -79,24 +83,17 @@ class LossMeter:
 
     def load_state_dict(self, states: Sequence[Mapping[str, Any]]) -> None:
         """Restore the states of each process; if their number differs, the first gets the total."""
-        states = _states_of_rank(self.ranks, states)
-        self._set(sum(state["sum"] for state in states), sum(state["weight"] for state in states))
-        total, weight = (float(sum(state["marked"][i] for state in states)) for i in (0, 1))
-        self._at_last_log = (total, weight)
+        local_states = _states_of_rank(self.ranks, states)
+        numbers = [[0.0] * 4, *([state["sum"], state["weight"], *state["marked"]] for state in local_states)]
+        total, weight, *logged = map(sum, zip(*numbers, strict=True))
+        self.rollback((total, weight))
+        self._at_last_log = (logged[0], logged[1])
 
     def begin_epoch(self) -> None:
         """Start the mean of a new epoch; what was added since the latest log still counts for the next log."""
-        total, weight = self.read(), self.weight
         # so that the next `since_last` includes what the previous epoch added since the latest log
-        self._at_last_log = (self._at_last_log[0] - total, self._at_last_log[1] - weight)
-        self._set(0.0, 0.0)
-
-    def _set(self, total: float | torch.Tensor, weight: float) -> None:
-        self.weight = float(weight)
-        if isinstance(self.sum, torch.Tensor):
-            self.sum.fill_(total)
-        else:
-            self.sum = float(total)
+        self._at_last_log = (self._at_last_log[0] - self.read(), self._at_last_log[1] - self.weight)
+        self.rollback((0.0, 0.0))
 
 
 def _states_of_rank(ranks: Ranks, states: Sequence[Any]) -> Sequence[Any]:

@@ -96,17 +96,14 @@ def format_oom_report(shortage: Shortage) -> str:
     """  # noqa: E501
     parts = {"parameters": shortage.parameters, "gradients": shortage.gradients, "optimizer state": shortage.state}
     words = [f"{name} {size_of(size)}" for name, size in parts.items()]
-    if shortage.future_gradients or shortage.future_optimizer_bytes:
-        future_bytes = {"gradients": shortage.future_gradients, "state": shortage.future_optimizer_bytes}
-        future = " and ".join(f"{size_of(size)} of {name}" for name, size in future_bytes.items() if size)
-        words[-1] += f" (of the first step, {future} were still to come)"
+    future = {"gradients": shortage.future_gradients, "state": shortage.future_optimizer_bytes}
+    if future_parts := " and ".join(f"{size_of(size)} of {name}" for name, size in future.items() if size):
+        words[-1] += f" (of the first step, {future_parts} were still to come)"
     if shortage.activations is not None:
         words.append(f"activations and work space {size_of(shortage.activations)} at most")
     if shortage.requested:
-        words.append(
-            f"{'with' if shortage.peak is not None else 'and'} the {size_of(shortage.requested)} for which there was "
-            "no room"
-        )
+        link = "and" if shortage.peak is None else "with"
+        words.append(f"{link} the {size_of(shortage.requested)} for which there was no room")
     capacity = f" The device has {size_of(shortage.capacity)}." if shortage.capacity else ""
     text = f"{_HEAD} in {shortage.work}, and this is what was in it: {', '.join(words)}.{capacity}"
     remedies = [f"  {name}{f': {gain}' if gain else ''}" for name, gain in _remedies(shortage)]
@@ -124,15 +121,11 @@ def _remedies(shortage: Shortage) -> Iterator[tuple[str, str]]:
     def of_active(share: float, words: str = "") -> str:
         return "" if active is None else f"{words}-{size_of(active * share)}"
 
-    if shortage.work == "saving":
-        matters = False
+    matters = matters and shortage.work != "saving"
     if matters and shortage.rows > 1:
-        half = shortage.rows // 2
-        share, before = 1 - half / shortage.rows, f"(instead of {shortage.rows}"
-        if shortage.work == "training":
-            yield f"microbatch_size={half} {before}; the same step, in more parts)", of_active(share)
-        else:
-            yield f"eval_batch_size={half} {before})", of_active(share)
+        half, trains = shortage.rows // 2, shortage.work == "training"
+        name, parts = ("microbatch_size", "; the same step, in more parts") if trains else ("eval_batch_size", "")
+        yield f"{name}={half} (instead of {shortage.rows}{parts})", of_active(1 - half / shortage.rows)
     if matters and shortage.is_full_precision:
         yield 'autocast="bf16"', of_active(0.5, "up to ")
     if shortage.work == "training" and matters and not shortage.is_recomputed:
@@ -198,20 +191,16 @@ def shortage_of(trainer: Hooks, work: Work, requested: int = 0) -> Shortage:
         sizes = [future_optimizer_bytes(group, _bytes(group["params"], device)) for group in backend.groups]
         future["future_optimizer_bytes"] = sum(sizes)
     splits = settings.batch_size if trainer._feed.microbatch_size is None else trainer._feed.microbatch_size
-    peak, capacity = None, None
-    if device.type in ("cuda", "xpu"):
-        peak = torch.accelerator.max_memory_allocated(device)
-    if device.type == "cuda":
-        capacity = torch.cuda.get_device_properties(device).total_memory
+    has_peak, has_capacity = device.type in ("cuda", "xpu"), device.type == "cuda"
     return Shortage(
         work,
         parameters=_bytes(tensors, device),
         gradients=_bytes(gradients, device),
         state=_bytes(state, device),
         **future,
-        peak=peak,
+        peak=torch.accelerator.max_memory_allocated(device) if has_peak else None,
         requested=requested,
-        capacity=capacity,
+        capacity=torch.cuda.get_device_properties(device).total_memory if has_capacity else None,
         rows=splits if work == "training" else settings.eval_batch_size or settings.batch_size,
         world_size=trainer.ranks.world_size,
         is_sharded=backend.sharding is not None,
@@ -273,11 +262,6 @@ class AutoMicrobatch:
         # Whether memory ran out in the latest update, which was made all the same.
         self._has_failed_in_update = False
         self.prepare()
-
-    @property
-    def separate_all_reduce(self) -> bool:
-        """Whether gradients are averaged after the last backward pass, and not during it."""
-        return self._ranks.world_size > 1
 
     def prepare(self) -> None:
         """Reject exchanges between ranks in a forward or backward pass; called again once the model is placed."""
@@ -343,23 +327,20 @@ class AutoMicrobatch:
 
     def _agree(self, window: Window, has_failed: bool) -> int:
         """Return the rows of the micro-batches that did not fit on some rank; 0 if they did on all of them."""
-        ranks, has_failed_in_update, self._has_failed_in_update = self._ranks, self._has_failed_in_update, False
-        failed, updates = ranks.sum("the memory of a step", has_failed, has_failed_in_update)
+        failed, updates = self._ranks.sum("the memory of a step", has_failed, self._has_failed_in_update)
+        self._has_failed_in_update = False
         if not failed and not updates:
             return 0
-        rows = [self._rows_of(batch) for batch in window.batches]
-        largest = ranks.combine("the rows of the micro-batches", max(rows), max)
+        try:
+            rows = max(map(count_samples, window.batches))
+        except DataError:  # objects that only the user's own `split_batch` knows
+            rows = self._trainer.settings.batch_size
+        largest = self._ranks.combine("the rows of the micro-batches", rows, max)
         size = min(self._feed.microbatch_size or largest, largest)
         if not failed and size > 1:
             self._feed.shrink((size + 1) // 2)
             self._warn_out_of_memory(" in its update", size)
         return size if failed else 0
-
-    def _rows_of(self, batch: Any) -> int:
-        try:
-            return count_samples(batch)
-        except DataError:  # an object that only the user's own `split_batch` knows
-            return self._trainer.settings.batch_size
 
     def _warn_out_of_memory(self, where: str, size: int) -> None:
         if self._ranks.is_main:
@@ -435,14 +416,10 @@ def _is_unchanged(optimizer: torch.optim.Optimizer, before: Versions) -> bool:
     fresh = [parameter for parameter in state if not before[0].get(parameter)]
     is_known = len(optimizer.param_groups) == 1 or not any(group.get("fused") for group in optimizer.param_groups)
     is_known = is_known or all("step" in entries for entries in optimizer.state.values())
-    if (
-        not is_known
-        or rest != before[1]
-        or any(state[parameter] != versions for parameter, versions in before[0].items() if versions)
-    ):
-        return False
     values = [value for parameter in fresh for value in optimizer.state[parameter].values()]
-    if any(bool(value.any() if isinstance(value, torch.Tensor) else value) for value in values):
+    has_changed = rest != before[1] or any(state[key] != versions for key, versions in before[0].items() if versions)
+    has_changed |= any(bool(value.any() if isinstance(value, torch.Tensor) else value) for value in values)
+    if not is_known or has_changed:
         return False
     for parameter in fresh:
         del optimizer.state[parameter]

@@ -16,19 +16,13 @@ _MANY = 3
 
 
 class Recompilations:
-    """Warns once if a run recompiles often because batches have other shapes."""
+    """Warns once if a run, which begins with this object, recompiles often because batches have other shapes."""
 
     def __init__(self) -> None:
         self._has_warned = False
-        self._last: Any = None
+        self._last: Any = next(reversed(_records()), None)
         self._reasons: list[str] = []
         self._seconds = 0.0
-
-    def begin(self) -> None:
-        """Count from here on."""
-        records = _records()
-        self._last = records[-1] if records else None
-        self._reasons, self._seconds, self._has_warned = [], 0.0, False
 
     def look(self) -> None:
         """Count what was compiled since the latest look; a log's time is enough for that, and steps need none."""

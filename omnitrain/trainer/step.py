@@ -181,36 +181,31 @@ class Step:
         """The weight of the current micro-batch in the mean of its step."""
         self.turn: int = 0
         """How many micro-batches of this step were run."""
-        # The targets of this window so far, if the unit counts them.
-        self._targets: float | None = None
+        self._targets: float | None = None  # those of this window so far, if the unit counts them
+        self._before: Any = None  # the means at the beginning of the current step, if it can be skipped
         self._has_warned_of_empty = False
-        # Whether a step can be skipped, so that its loss has to be subtracted.
-        self._may_undo = False
-        # The means at the beginning of the current step, from `snapshot`, if it can be skipped.
-        self._before: Any = None
-        # Copies of the buffers of the model, if a step can be skipped: its passes may have put NaN into them.
-        self._buffers: Buffers | None = None
-        # Whether this is the first step of a run, which checks that anything is trained at all.
-        self._is_first = True
-        # Whether this run has put the model into training mode.
-        self._is_in_training = False
-        # The modules that the user has put into evaluation mode, which stay in it.
-        self._evaluating: list[nn.Module] = []
-        # Parameters with a gradient and without an optimizer group, of which the user was warned.
-        self._untrained: list[str] = []
+        self._is_in_training = False  # whether this run has put the model into training mode
+        self._evaluating: list[nn.Module] = []  # the modules that the user has put into evaluation mode, and stay in it
+        self._untrained: list[str] = []  # parameters with a gradient and without a group, of which the user was warned
         # The methods of algorithms that change a step, by name, in the order they are called.
         self._transforms: dict[str, list[Callable[..., Any]]] = {}
-        # Whether the trainer's class overrides how gradients are measured or clipped.
+        # `prepare` sets the rest: whether this is the first step of a run, which checks that anything is trained;
+        self._is_first = True
+        # whether a step can be skipped, so that its loss has to be subtracted;
+        self._may_undo = False
+        # copies of the buffers of the model, if a step can be skipped: its passes may have put NaN into them;
+        self._buffers: Buffers | None = None
+        # whether the trainer's class overrides how gradients are measured or clipped;
         self._has_clip_hook = False
-        # Whether the loss is scaled, so that the scaler skips updates with gradients that are not finite.
+        # whether the loss is scaled, so that the scaler skips updates with gradients that are not finite;
         self._scales_loss = False
-        # The unit's `set_step_nr`, if it has one.
+        # the unit's `set_step_nr`, if it has one;
         self._set_step_nr: Callable[[int], None] | None = None
-        # Whether a micro-batch may run more than once in a step.
+        # whether a micro-batch may run more than once in a step;
         self._repeats = False
-        # Whether the optimizer computes loss and gradients again in its step, as LBFGS does.
+        # whether the optimizer computes loss and gradients again in its step, as LBFGS does;
         self._needs_closure = False
-        # Whether the current loss and gradients are those that the optimizer needs first.
+        # and whether the current loss and gradients are those that it needs first.
         self._is_at_start = False
 
     def prepare(self) -> None:
@@ -255,17 +250,13 @@ class Step:
 
     def _list_transforms(self) -> None:
         """List the algorithms by their methods, and reject those that the backend does not support."""
-        algorithms: list[Any] = self._trainer.algorithms
+        algorithms, unsupported = self._trainer.algorithms, self._backend.unsupported
         self._transforms = {place: find_overrides(algorithms, place) for place in IN_STEPS}
         for place in ("transform_output", "transform_loss"):
             self._transforms[place].reverse()
         for algorithm in algorithms:
             used = [place for place in IN_STEPS if find_overrides([algorithm], place)]
-            lacking = [
-                self._backend.unsupported[need]
-                for need in (*used, *algorithm.needs)
-                if need in self._backend.unsupported
-            ]
+            lacking = [unsupported[need] for need in (*used, *algorithm.needs) if need in unsupported]
             if lacking:
                 raise ConfigError(
                     f"`algorithms` holds {type(algorithm).__name__}, which cannot work here: {lacking[0]}. Leave it "
@@ -284,11 +275,7 @@ class Step:
 
     def _warn_low_precision(self) -> None:
         """Warn about weights that train in 16 bits, unless the backend updates a 32-bit copy."""
-        kinds = {
-            parameter.dtype
-            for parameter in self._backend.parameters
-            if parameter.dtype in (torch.bfloat16, torch.float16)
-        }
+        kinds = {parameter.dtype for parameter in self._backend.parameters} & {torch.bfloat16, torch.float16}
         if kinds and not self._backend.has_master_weights and self._ranks.is_main:
             (kind, *_) = kinds
             logger.warning(
@@ -421,8 +408,8 @@ class Step:
     @property
     def completes(self) -> bool:
         """Whether the gradients are to be complete after the next micro-batch."""
-        is_last = self.turn == len(self.window.batches) - 1
-        return is_last and (self._auto_microbatch is None or not self._auto_microbatch.separate_all_reduce)
+        is_last = self.turn == len(self.window.batches) - 1  # "auto" averages over the ranks after the last one
+        return is_last and (self._auto_microbatch is None or self._ranks.world_size == 1)
 
     def loss_of(self, batch: Any) -> torch.Tensor | None:
         """Run the next forward pass; return its part of the window's loss, or None if no backward pass is needed."""
@@ -672,16 +659,20 @@ class Step:
         trainer, snapshot = self._trainer, self.snapshot()
         for move in self._transforms["before_second_pass"]:
             move(trainer)
-        self._backend.clear_gradients()
         try:
-            self.restart(self.window)
-            self.run(self._run_micro_batches)
-            if self._targets is not None:
-                self._divide_by(self._targets)
+            self._rerun()
         finally:
             self.rollback(snapshot)
             for put_back in reversed(self._transforms["after_second_pass"]):
                 put_back(trainer)
+
+    def _rerun(self) -> None:
+        """Compute the gradients of the window again."""
+        self._backend.clear_gradients()
+        self.restart(self.window)
+        self.run(self._run_micro_batches)
+        if self._targets is not None:
+            self._divide_by(self._targets)
 
     # --- optimizers with a closure
 
@@ -739,13 +730,9 @@ class Step:
     def _closure(self) -> torch.Tensor:
         """Return the loss of the window at the present weights, over all ranks, and add up its gradients."""
         if not self._is_at_start:
-            self._backend.clear_gradients()
             self.loss.rollback((0.0, 0.0))
             with torch.enable_grad():
-                self.restart(self.window)
-                self._run_micro_batches()
-                if self._targets is not None:
-                    self._divide_by(self._targets)
+                self._rerun()
             if not math.isfinite(self._finiteness_value(self._clip())):
                 raise self._nonfinite_error(self._place())
         self._is_at_start = False
@@ -782,11 +769,6 @@ class Step:
         # ranks may have different names, or none, so all are gathered if any rank has one
         self.latest_metrics = self.metrics.means_since_last() if name_count else {}
         return total / weight if weight else math.nan, self.latest_metrics
-
-    def metrics_of_epoch(self) -> dict[str, float]:
-        """Return the means of the metrics in the epoch so far, over all ranks."""
-        (name_count,) = self._ranks.sum("the names of metrics", len(self.metrics))
-        return self.metrics.means() if name_count else {}
 
     # --- losses and gradients that are not finite
 
@@ -839,7 +821,7 @@ class Step:
             "loss": list(losses),
             **({"metrics": list(metrics)} if any(metrics) else {}),
             "grad_norm": None if self.grad_norm is None else float(self.grad_norm),
-            "learning_rates": [float(rate) for rate in self.rates],
+            "learning_rates": list(map(float, self.rates)),
             **({} if self._auto_microbatch is None else {"microbatch_size": self._feed.microbatch_size}),
             "loss_mean": self._trainer.loss_mean.state_dict(),
         }

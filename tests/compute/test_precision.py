@@ -110,7 +110,7 @@ def test_matmul_precision_is_restored(before: str) -> None:
     try:
         backends.fp32_precision = before
         precision = matmul_precision()
-        with Precision("fp32", "cuda", "medium").matmul_context():
+        with Precision("fp32", "cuda", "medium").run_context():
             assert matmul_precision() == torch.get_float32_matmul_precision() == "medium"
         assert matmul_precision() == precision == {"tf32": "high", "ieee": "highest"}[before]
     finally:

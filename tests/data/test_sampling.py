@@ -18,7 +18,7 @@ from torch.utils.data import Dataset, Subset, TensorDataset
 
 from omnitrain.compute.random_state import derive_seed
 from omnitrain.data.collation import Collator
-from omnitrain.data.sampling import EpochSampler, Fetch, MicrobatchLayout, permute, share, tensor_columns, windows
+from omnitrain.data.sampling import EpochSampler, Fetch, MicrobatchLayout, permute, share, tensor_columns
 
 fuzzed = settings(max_examples=30)
 assert_equal = functools.partial(torch.testing.assert_close, rtol=0, atol=0)
@@ -40,18 +40,8 @@ def flat(batches: Any) -> list[int]:
 
 def steps_of(ranks: list[list], accumulation: int) -> list[list[int]]:
     """The samples of each step on all ranks together."""
-    return [sorted(flat(flat(window))) for window in windows(zip(*ranks, strict=True), accumulation)]
-
-
-@fuzzed
-@given(st.integers(0, 20), st.integers(1, 6))
-def test_windows_keep_all_batches_and_only_the_last_is_short(count: int, size: int) -> None:
-    grouped = list(windows(range(count), size))
-    assert flat(grouped) == list(range(count))
-    assert all(len(window) == size for window in grouped[:-1])
-    assert all(1 <= len(window) <= size for window in grouped)
-    source = iter(range(10))
-    assert next(windows(source, 2)) == [0, 1] and next(source) == 2  # it reads lazily
+    batches = list(zip(*ranks, strict=True))
+    return [sorted(flat(flat(batches[first : first + accumulation]))) for first in range(0, len(batches), accumulation)]
 
 
 # The order
