@@ -1,8 +1,6 @@
-"""A model and an optimizer for which memory runs out, where and when a test says so."""
+"""A model for which memory runs out, where and when a test says so."""
 
 from __future__ import annotations
-
-from typing import Any
 
 import torch
 from torch import nn
@@ -39,30 +37,3 @@ class Starving(nn.Module):
         if self.where == "backward" and len(x) > room:
             hidden.register_hook(raise_no_room)
         return self.last(hidden)
-
-
-class StarvingAdamW(torch.optim.AdamW):
-    """AdamW whose update has no room in some of its calls, before it has begun or, with `middle`, in the middle."""
-
-    def __init__(self, parameters: Any, calls: tuple[int, ...] = (), middle: bool = False, **options: Any) -> None:
-        self.calls, self.middle, self.count = calls, middle, 0
-        super().__init__(parameters, **options)
-
-    def step(self, closure: Any = None) -> Any:  # type: ignore[override]
-        self.count += 1
-        if self.count not in self.calls:
-            return super().step(closure)
-        if self.middle:
-            groups = self.param_groups
-            self.param_groups = groups[:1]
-            super().step(closure)
-            self.param_groups = groups
-        elif not self.state:
-            self.state[self.param_groups[0]["params"][0]]["exp_avg"] = torch.zeros(2)  # as it begins to make room
-        raise no_room()
-
-
-def two_groups(model: Any) -> list[dict[str, Any]]:
-    """The parameters of a `Starving` model in two groups."""
-    parameters = list(model.parameters())
-    return [{"params": parameters[:2]}, {"params": parameters[2:]}]

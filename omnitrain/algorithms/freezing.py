@@ -18,10 +18,6 @@ class Freezing(Algorithm):
 
     A frozen layer requires no gradient; its optimizer state stays unchanged until it trains again. Layers
     that were frozen before the run stay so, and the last one always trains.
-
-    Args:
-        layers: Regular expressions of the names of layers, lowest first; None takes every module with direct
-            parameters, in the order of the model.
     """
 
     asks_alone = False

@@ -13,7 +13,7 @@ from torch import nn
 from omnitrain.algorithms.weights import full_tensor, local_part, matching, parameters_by_name, patterns_of
 from omnitrain.checkpoint.tensor_files import shard_like
 from omnitrain.core.duration import Duration
-from omnitrain.core.errors import ConfigError, check_number
+from omnitrain.core.errors import ConfigError, check_choice, check_number
 from omnitrain.core.events import Algorithm, TrainerLike, share_of_run
 from omnitrain.optim.sparse_gradients import stored_rows, stored_values
 
@@ -62,8 +62,7 @@ class MagnitudePruning(Algorithm):
         check_number("sparsity", sparsity, above=0, below=1)
         check_number("initial", initial, least=0, most=sparsity)
         check_number("every", every, least=1, is_whole=True)
-        if scope not in ("layer", "global"):
-            raise ConfigError(f"`scope` must be 'layer' or 'global', got {scope!r}.")
+        check_choice("scope", scope, ("layer", "global"))
         self.sparsity: float = sparsity
         self.start: Duration | None = None if start is None else Duration.parse(start, "ba", "start")
         self.end: Duration = Duration.parse(end, "ba", "end")

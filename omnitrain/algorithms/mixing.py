@@ -23,12 +23,7 @@ class Mixing(Algorithm):
 
     Random numbers are drawn once per step, from the seed and the number of the step, so that all micro-batches and
     ranks have the same ones. Neighbors stay together however a step is split into micro-batches of even size. The last
-    of an odd number of samples has no neighbor and stays unchanged. Labels become probabilities of shape
-    (samples, num_classes), which `cross_entropy` takes.
-
-    Args:
-        num_classes: Number of classes of integer labels; None for labels that are floats already.
-        alpha: Parameter of the Beta distribution of the shares; larger values mix more.
+    of an odd number of samples has no neighbor and stays unchanged.
     """
 
     asks_alone = False
@@ -68,7 +63,11 @@ class Mixing(Algorithm):
                 "labels would be mixed. Leave it out for token ids, or scale images of integers to floats."
             )
         mixed = entries | {key: self._mix(value, partner, share) for key, value in inputs.items()}
-        probabilities = self._as_probabilities(labels)
+        probabilities = labels
+        if not labels.is_floating_point():
+            if self.num_classes is None:
+                raise ConfigError(f"{type(self).__name__} needs `num_classes` for integer labels.")
+            probabilities = as_probabilities(labels, self.num_classes)
         mixed_batch = mixed if isinstance(batch, Mapping) else tuple(mixed.values())
         return with_labels(mixed_batch, share * probabilities + (1 - share) * probabilities[partner], label_names)
 
@@ -79,13 +78,6 @@ class Mixing(Algorithm):
     def _mix(self, value: torch.Tensor, partner: torch.Tensor, share: float) -> torch.Tensor:
         """Return a tensor mixed with that of each sample's neighbor, or unchanged if it is no input to mix."""
         raise NotImplementedError
-
-    def _as_probabilities(self, labels: torch.Tensor) -> torch.Tensor:
-        if labels.is_floating_point():
-            return labels
-        if self.num_classes is None:
-            raise ConfigError(f"{type(self).__name__} needs `num_classes` for integer labels.")
-        return as_probabilities(labels, self.num_classes)
 
 
 class MixUp(Mixing):

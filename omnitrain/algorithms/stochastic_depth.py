@@ -11,7 +11,7 @@ from torch import nn
 
 from omnitrain.compute.activation_checkpointing import find_modules
 from omnitrain.compute.random_state import derive_seed
-from omnitrain.core.errors import ConfigError, check_number
+from omnitrain.core.errors import ConfigError, check_choice, check_number
 from omnitrain.core.events import Algorithm, TrainerLike
 
 
@@ -47,8 +47,7 @@ class StochasticDepth(Algorithm):
         if isinstance(layers, (str, type)) or not all(isinstance(layer, (str, type)) for layer in layers):
             raise ConfigError(f"`layers` must be a list of regular expressions and classes, got {layers!r}.")
         check_number("drop_rate", drop_rate, above=0, below=1)
-        if distribution not in ("linear", "uniform"):
-            raise ConfigError(f"`distribution` must be 'linear' or 'uniform', got {distribution!r}.")
+        check_choice("distribution", distribution, ("linear", "uniform"))
         self.layers: tuple[str | type[nn.Module], ...] = tuple(layers)
         self.drop_rate: float = drop_rate
         self.distribution: Literal["linear", "uniform"] = distribution

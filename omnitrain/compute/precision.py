@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from omnitrain.core.errors import ConfigError, MissingExtraError, did_you_mean
+from omnitrain.core.errors import ConfigError, MissingExtraError, check_choice, did_you_mean
 
 _NAMES = {
     "fp32": "fp32", "float32": "fp32", "fp16": "fp16", "float16": "fp16", "half": "fp16", "bf16": "bf16",
@@ -213,10 +213,7 @@ def precision_name(autocast: str | torch.dtype | None, argument: str = "autocast
     """
     text = "fp32" if autocast is None else str(autocast).removeprefix("torch.").lower()
     if text not in _NAMES:
-        raise ConfigError(
-            f"`{argument}` must be one of {', '.join(map(repr, _NAMES))} or None, got {autocast!r}."
-            f"{did_you_mean(text, _NAMES)}"
-        )
+        check_choice(argument, autocast, _NAMES, " or None")
     return _NAMES[text]
 
 

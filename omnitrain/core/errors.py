@@ -189,6 +189,16 @@ class Tolerance:
         return True
 
 
+def check_choice(name: str, value: Any, choices: Iterable[str], other: str = "") -> None:
+    """Raise ConfigError unless the argument `name` is one of these texts; `other` says what else it may be."""
+    known = list(choices)
+    if not isinstance(value, str) or value not in known:
+        raise ConfigError(
+            f"`{name}` must be one of {', '.join(map(repr, known))}{other}, got {value!r:.200}."
+            f"{did_you_mean(str(value), known)}"
+        )
+
+
 def check_number(
     name: str,
     value: Any,

@@ -15,7 +15,7 @@ from typing import Any, Self, TypeGuard
 import numpy as np
 import torch
 
-from omnitrain.core.errors import ConfigError, DataError
+from omnitrain.core.errors import DataError, check_choice, check_number
 
 # The label that losses and metrics ignore, by the convention of PyTorch and transformers.
 IGNORED_LABEL = -100
@@ -125,10 +125,9 @@ class Collator:
 
     def __post_init__(self) -> None:
         for name in ("truncation_side", "padding_side"):
-            if getattr(self, name) not in ("left", "right"):
-                raise ConfigError(f"`{name}` must be 'left' or 'right', got {getattr(self, name)!r}.")
-        if self.max_length is not None and self.max_length < 1:
-            raise ConfigError(f"`max_length` must be a positive integer or None, got {self.max_length!r}.")
+            check_choice(name, getattr(self, name), ("left", "right"))
+        if self.max_length is not None:
+            check_number("max_length", self.max_length, least=1, is_whole=True)
 
     def __call__(self, samples: Sequence[Any]) -> Any:
         """Return the batch of `samples`."""

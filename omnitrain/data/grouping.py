@@ -12,7 +12,7 @@ import numpy as np
 from torch.utils.data import Dataset
 
 from omnitrain.compute.random_state import derive_seed, isolated_rng
-from omnitrain.core.errors import ConfigError, DataError
+from omnitrain.core.errors import ConfigError, DataError, check_number
 from omnitrain.data.loaders import count_rows, is_stream
 from omnitrain.data.sampling import Collate, tensor_columns
 
@@ -51,9 +51,8 @@ class GroupByLength(Dataset[Any]):
     """
 
     def __init__(self, dataset: Any, group_size: int = 64, lengths: Lengths = None, pool: int = 50) -> None:
-        for name, value in (("group_size", group_size), ("pool", pool)):
-            if type(value) is not int or value < 1:
-                raise ConfigError(f"`{name}` must be a positive integer, got {value!r}.")
+        check_number("group_size", group_size, least=1, is_whole=True)
+        check_number("pool", pool, least=1, is_whole=True)
         self.dataset = dataset
         self.group_size = group_size
         self.pool = pool

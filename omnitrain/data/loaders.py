@@ -49,6 +49,8 @@ _MAX_POSITIONS = 256
 class Loader:
     """The base class of loaders. `for batch in loader` iterates over the epoch set by `set_epoch`."""
 
+    dataset: Any
+    """The data, unless a loader was passed."""
     size: int | None = None
     """Samples in an epoch over all ranks, or None if unknown."""
     rules: Any = None
@@ -123,6 +125,8 @@ class Loader:
         Raises:
             DataError: If it has become empty, or has fewer samples than `size`.
         """
+        if size is None and self.size is not None:
+            self.size = len(self.dataset)
 
     def first_batch(self) -> Iterator[CountedBatch]:
         """Yield only the first batch of epoch 0; the next pass starts at the beginning again."""
@@ -369,8 +373,7 @@ class StreamLoader(Loader):
         return share(places, self.options.rank, self.options.world_size)
 
     def update(self, size: int | None = None) -> None:
-        if size is None and self.size is not None:
-            self.size = len(self.dataset)
+        super().update(size)
         if (state := snapshot(self.dataset)) != self._snapshot:
             self._snapshot = state
             self.close()  # the worker has a copy of the former stream

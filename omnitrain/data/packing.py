@@ -10,17 +10,15 @@ from typing import Any, Literal
 import numpy as np
 import torch
 from torch import nn
-from torch.utils.data import Dataset
+from torch.utils.data import Dataset, default_collate
 
-from omnitrain.core.errors import ConfigError, DataError, did_you_mean
+from omnitrain.core.errors import ConfigError, DataError, check_choice, check_number
 from omnitrain.data.collation import IGNORED_LABEL, LABEL_KEYS, SEQUENCE_KEYS, Collator
 from omnitrain.data.grouping import Lengths, sample_lengths
 
 logger: logging.Logger = logging.getLogger("omnitrain")
 
 Border = Literal["position_ids", "sequence_ids", "cu_seq_lens"]
-_BORDERS = ("position_ids", "sequence_ids", "cu_seq_lens")
-_OVERLONG = ("error", "truncate", "split")
 _SIZES = "sizes"
 _SEED = 0
 
@@ -78,19 +76,11 @@ class PackedDataset(Dataset[dict[str, torch.Tensor]]):
         tokens: str = "input_ids",
         pad_values: Mapping[str, float] | None = None,
     ) -> None:
-        if type(length) is not int or length < 1:
-            raise ConfigError(f"`length` must be a positive number of tokens, got {length!r}.")
-        if overlong not in _OVERLONG:
-            raise ConfigError(
-                f"`overlong` must be one of {', '.join(map(repr, _OVERLONG))}, got {overlong!r}."
-                f"{did_you_mean(str(overlong), _OVERLONG)}"
-            )
+        check_number("length", length, least=1, is_whole=True)
+        check_choice("overlong", overlong, ("error", "truncate", "split"))
         self.borders: tuple[str, ...] = (borders,) if isinstance(borders, str) else tuple(borders)
-        for odd in [border for border in self.borders if border not in _BORDERS]:
-            raise ConfigError(
-                f"`borders` must be of {', '.join(map(repr, _BORDERS))}, or (), got {odd!r}."
-                f"{did_you_mean(str(odd), _BORDERS)}"
-            )
+        for border in self.borders:
+            check_choice("borders", border, ("position_ids", "sequence_ids", "cu_seq_lens"), ", or ()")
         self.dataset = dataset
         self.length = length
         self.overlong = overlong
@@ -226,7 +216,7 @@ class PackedDataset(Dataset[dict[str, torch.Tensor]]):
                 f"`data_collator` ({name}) has nothing to do for a PackedDataset, whose rows have equal length, and "
                 "might change their labels. Leave it out, and change samples in the dataset."
             )
-        return _flattened if "cu_seq_lens" in self.borders else _stacked
+        return _flattened if "cu_seq_lens" in self.borders else default_collate
 
     def check_model(self, model: nn.Module, parameters: Collection[str]) -> None:
         """Check that a model separates the sequences of a row, as far as can be seen.
@@ -268,10 +258,6 @@ def _concatenate(values: Sequence[np.ndarray], rest: int, pad_value: float) -> t
             row = row.astype(np.int64)
         row = np.concatenate([row, np.full((rest, *row.shape[1:]), pad_value, dtype=row.dtype)])
     return torch.from_numpy(row)
-
-
-def _stacked(rows: Sequence[Mapping[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
-    return {name: torch.stack([row[name] for row in rows]) for name in rows[0]}
 
 
 def _flattened(rows: Sequence[Mapping[str, torch.Tensor]]) -> dict[str, Any]:

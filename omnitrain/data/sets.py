@@ -181,17 +181,14 @@ class Sets:
         collate = settings.data_collator or Collator(label_names=settings.label_names or ())
         self._loading: dict[str, Any] = {
             "collate": collate.with_attention_mask() if adds_mask and isinstance(collate, Collator) else collate,
-            "seed": settings.seed,
-            "rank": self.share.rank,
-            "world_size": self.share.size,
-            "num_workers": settings.num_workers,
-            "pin_memory": pin_memory and device.type != "cpu",
+            "seed": settings.seed, "rank": self.share.rank, "world_size": self.share.size,
+            "num_workers": settings.num_workers, "pin_memory": pin_memory and device.type != "cpu",
             "prefetch_factor": settings.prefetch_factor,
-        }
+        }  # fmt: skip
         _check_labels(settings.train_dataset, settings.eval_dataset)
         self.train: Any = None
         if settings.train_loader is not None:
-            self.train = self._wrap_loader(settings.train_loader, "train_loader", keep_states=self._saves_positions())
+            self.train = self._wrap_loader(settings.train_loader, "train_loader")
         elif settings.train_dataset is not None:
             self.train = self._train_loader()
         self.train_size: int | None = None if self.train is None else self.train.size
@@ -256,11 +253,9 @@ class Sets:
 
     def loader_for(self, dataset: Any) -> Any:
         """Return the loader of a set to evaluate; the trainer's sets keep theirs, so their workers start once."""
-        settings = self._settings
-        for known_set, loader in ((settings.eval_dataset, self.eval), (settings.test_dataset, self.test)):
-            if dataset is known_set:
-                return loader
-        return self._evaluation_loader(dataset, "dataset")
+        if dataset is self._settings.eval_dataset:
+            return self.eval
+        return self.test if dataset is self._settings.test_dataset else self._evaluation_loader(dataset, "dataset")
 
     def check_sizes(self, *loaders: Any) -> None:
         """Compare the lengths and orders of data on all ranks; for a custom loader they may differ.
@@ -268,9 +263,8 @@ class Sets:
         Raises:
             DistributedError: On all ranks, if they differ.
         """
-        all_loaders = itertools.chain.from_iterable(by_name(entry).values() for entry in loaders)
         sizes: dict[str, Any] = {}
-        for loader in all_loaders:
+        for loader in itertools.chain.from_iterable(by_name(entry).values() for entry in loaders):
             options = getattr(loader.dataset, "order_options", None) if isinstance(loader, MapLoader) else None
             order = f"{loader.size}, in the order of {options()}" if callable(options) else loader.size
             sizes |= {} if isinstance(loader, UserLoader) else {loader.name: order}
@@ -323,23 +317,20 @@ class Sets:
             loader.rules = rules
         return loader
 
-    def _saves_positions(self) -> bool:
-        """Whether to save the states of the training data; that of a loader is invalid if evaluations read it too."""
-        settings = self._settings
+    def _wrap_loader(self, loader: Any, name: str) -> UserLoader:
+        """Return the loader around that of the user; its state is invalid if evaluations read it too."""
+        check_loader(loader, name.replace("_dataset", "_loader"))
+        settings, share = self._settings, self.share
         sources = (settings.eval_dataset, settings.eval_loader, settings.test_dataset, settings.test_loader)
         is_shared = any(source is settings.train_loader for source in sources) and settings.train_loader is not None
-        return settings.save_dir is not None and not is_shared
-
-    def _wrap_loader(self, loader: Any, name: str, keep_states: bool = False) -> UserLoader:
-        check_loader(loader, name.replace("_dataset", "_loader"))
-        share, seed = self.share, self._settings.seed
-        return UserLoader(loader, seed, share.rank, share.size, dataset_title(name), keep_states)
+        keep_states = name == "train_loader" and settings.save_dir is not None and not is_shared
+        return UserLoader(loader, settings.seed, share.rank, share.size, dataset_title(name), keep_states)
 
     def set_train_loader(self, loader: Any) -> None:
         """Replace the training loader by the user's."""
         if (rounds := self._layout()) is not None:
             raise self._indivisible(rounds, "a custom loader, which makes the batches")
-        self.train = self._wrap_loader(loader, "train_loader", keep_states=self._saves_positions())
+        self.train = self._wrap_loader(loader, "train_loader")
         self.train_size = self.train.size
 
     def set_eval_loader(self, loader: Any) -> None:

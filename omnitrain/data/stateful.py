@@ -43,9 +43,8 @@ class _ModuleState:
 
 def data_parts(settings: Settings) -> dict[str, Any]:
     """Return the collator and the map-style datasets that have a state, by argument."""
-    parts = {"data_collator": settings.data_collator}
-    if settings.train_loader is None:
-        parts |= _datasets("train_dataset", settings.train_dataset)
+    datasets = _datasets("train_dataset", settings.train_dataset) if settings.train_loader is None else {}
+    parts = {"data_collator": settings.data_collator, **datasets}
     return {name: part for name, part in parts.items() if has_state(part)}
 
 
@@ -62,10 +61,10 @@ def _datasets(name: str, dataset: Any) -> dict[str, Any]:
 
 def stateful_parts(settings: Settings, model: nn.Module) -> dict[str, Any]:
     """Return custom parts of a run with `state_dict` and `load_state_dict`, by argument."""
-    parts: dict[str, Any] = {"unit": settings.unit}
-    if not isinstance(settings.loss_fn, nn.Module):
-        parts["loss_fn"] = settings.loss_fn
-    parts = {name: part for name, part in parts.items() if has_state(part)} | data_parts(settings)
+    parts = {name: part for name in ("unit", "loss_fn") if has_state(part := getattr(settings, name))}
+    if isinstance(settings.loss_fn, nn.Module):
+        parts.pop("loss_fn", None)  # of a module, the state is saved with the model
+    parts |= data_parts(settings)
     return {name: _ModuleState(part, model) if isinstance(part, nn.Module) else part for name, part in parts.items()}
 
 

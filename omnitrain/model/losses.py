@@ -53,7 +53,8 @@ class CrossEntropy(nn.Module):
         shift: bool = False,
     ) -> None:
         super().__init__()
-        _check(label_smoothing, z_loss)
+        check_number("label_smoothing", label_smoothing, least=0, below=1)
+        check_number("z_loss", z_loss, least=0)
         weight_tensor = None if weight is None else torch.as_tensor(weight)
         if weight_tensor is not None and (weight_tensor.ndim != 1 or not bool((weight_tensor >= 0).all())):
             raise ConfigError(f"`weight` must be one number of at least 0 for each class, got {weight!r:.80}.")
@@ -148,7 +149,8 @@ def chunked_cross_entropy(
     >>> torch.allclose(chunked, nn.functional.cross_entropy(head(hidden).flatten(0, 1), labels.flatten()))
     True
     """
-    _check(label_smoothing, z_loss)
+    check_number("label_smoothing", label_smoothing, least=0, below=1)
+    check_number("z_loss", z_loss, least=0)
     check_number("chunk_size", chunk_size, least=1, is_whole=True)
     if labels.shape != hidden.shape[:-1] or labels.is_floating_point() or hidden.shape[-1:] != weight.shape[1:]:
         raise DataError(
@@ -174,11 +176,6 @@ def chunked_cross_entropy(
     count = (labels != ignore_index).sum().clamp(min=1)
     ce, z = (torch.stack(sums_of).sum() / count for sums_of in zip(*parts, strict=True))
     return {"ce": ce, "z": z_loss * z} if z_loss else ce
-
-
-def _check(label_smoothing: Any, z_loss: Any) -> None:
-    check_number("label_smoothing", label_smoothing, least=0, below=1)
-    check_number("z_loss", z_loss, least=0)
 
 
 def _scores_of(outputs: Any) -> Tensor:

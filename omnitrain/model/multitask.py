@@ -13,7 +13,7 @@ from torch.utils.data import Dataset
 
 from omnitrain.checkpoint.state_dicts import unwrap
 from omnitrain.compute.random_state import derive_seed
-from omnitrain.core.errors import ConfigError, DataError, check_number, did_you_mean
+from omnitrain.core.errors import ConfigError, DataError, check_choice, check_number, did_you_mean
 from omnitrain.data.collation import count_samples, get_labels, move_to_device, split_batch, split_by_sizes
 from omnitrain.data.loaders import count_rows, is_stream
 from omnitrain.data.sampling import tensor_columns
@@ -132,13 +132,9 @@ class MultiTask(Dataset[tuple[str, Any]]):
             shares = np.array([float(mixing[name]) for name in self.tasks])
         elif mixing == "proportional":
             shares = self._sizes ** (1 / temperature)
-        elif mixing in _MIXINGS:
-            shares = np.ones(len(self.tasks))
         else:
-            raise ConfigError(
-                f"`mixing` must be one of {', '.join(map(repr, _MIXINGS))} or a dict of shares, got {mixing!r:.200}."
-                f"{did_you_mean(str(mixing), _MIXINGS)}"
-            )
+            check_choice("mixing", mixing, _MIXINGS, " or a dict of shares")
+            shares = np.ones(len(self.tasks))
         return shares / shares.sum()
 
     def __len__(self) -> int:
@@ -178,9 +174,9 @@ class MultiTask(Dataset[tuple[str, Any]]):
 
     def collate_with(self, collate: Callable[[Sequence[Any]], Any]) -> Callable[[Sequence[Any]], TaskBatch]:
         """Return the collator of the tasks' samples; `collate` makes a batch of samples of one task."""
-        collators: list[Any] = [getattr(data, "collate_with", None) for data in self.tasks.values()]
-        collates: list[Any] = [collator(collate) if callable(collator) else collate for collator in collators]
-        return _ByTask(dict(zip(self._names, zip(self._items, collates, strict=True), strict=True)))
+        adapters: list[Any] = [getattr(data, "collate_with", lambda collate: collate) for data in self.tasks.values()]
+        pairs = [(items, adapt(collate)) for items, adapt in zip(self._items, adapters, strict=True)]
+        return _ByTask(dict(zip(self._names, pairs, strict=True)))
 
     def evaluation(self, sets: Mapping[str, Any], metrics: Mapping[str, Any] | None = None) -> dict[str, EvalSet]:
         """Return evaluation sets by the name of their task, for `eval_dataset`.
@@ -231,8 +227,7 @@ class _ByTask:
         for task in [name for name in batch.parts if name not in batch.idle]:
             for piece in self._split_task(task, batch, size):
                 pieces = {**idle, task: piece}
-                parts = {name: part for name, (part, _) in pieces.items()}
-                labels = {name: host_labels for name, (_, host_labels) in pieces.items()}
+                parts, labels = ({name: pair[i] for name, pair in pieces.items()} for i in (0, 1))
                 split.append(TaskBatch(parts, labels, set(parts) - {task}))
         return split
 

@@ -289,21 +289,12 @@ class ModelUnit:
     def _keywords(self, batch: Mapping[str, Any]) -> Mapping[str, Any]:
         """Return the part of a batch with which the model is called."""
         if self.loss_fn is None:
-            if "labels" in self._names and "labels" not in batch:
-                batch = self._with_labels(batch)
+            if "labels" in self._names and "labels" not in batch:  # labels of another name get this one
+                label_keys = LABEL_KEYS if len(self.label_names) > 1 else self._label_keys
+                label_key = next((key for key in label_keys if key in batch and key not in self._names), None)
+                batch = {"labels" if key == label_key else key: value for key, value in batch.items()}
             if self._takes is None or batch.keys() <= self._takes:
                 return batch
-        return self._fitting(batch)
-
-    def _with_labels(self, batch: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Return the batch with its labels, if any, under the name that the model takes."""
-        for key in LABEL_KEYS if len(self.label_names) > 1 else self._label_keys:
-            if key in batch and key not in self._names:
-                return {"labels" if name == key else name: value for name, value in batch.items()}
-        return batch
-
-    def _fitting(self, batch: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the entries of `batch` for the model; with a `loss_fn`, without the labels."""
         fitting = {}
         for key, value in batch.items():
             is_label = self.loss_fn is not None and key in self._label_keys
@@ -489,14 +480,12 @@ def _describe(value: Any) -> str:
 
 
 def _check_shift(loss_fn: Any, model: Any) -> None:
-    """Refuse a loss that compares each score with its own token where the model predicts the next one."""
-    modules = loss_fn.modules() if isinstance(loss_fn, nn.Module) else ()
-    if any(isinstance(module, CrossEntropy) and not module.shift for module in modules) and shifts_by_default(
-        unwrap(model)
-    ):
+    """Reject a loss that compares each score with its own token where the model predicts the next one."""
+    modules, bare = loss_fn.modules() if isinstance(loss_fn, nn.Module) else (), unwrap(model)
+    if any(isinstance(module, CrossEntropy) and not module.shift for module in modules) and shifts_by_default(bare):
         raise ConfigError(
-            f"`loss_fn` compares scores with the labels at the same place, and {type(unwrap(model)).__name__} predicts "
-            "each label one place before it. Pass CrossEntropy(shift=True)."
+            f"`loss_fn` compares scores with the labels at the same place, and {type(bare).__name__} predicts each "
+            "label one place before it. Pass CrossEntropy(shift=True)."
         )
 
 
@@ -522,12 +511,10 @@ def check_untrained_loss(name: str, loss: Any, model: Any) -> None:
         ConfigError: If there are such parameters; `name` is what it calls the loss.
     """
     trained = {id(parameter) for parameter in unwrap(model).parameters()}
-    untrained = [
-        key
-        for prefix, module in own_modules(loss, model).items()
-        for key, parameter in module.named_parameters(prefix, recurse=False)
-        if parameter.requires_grad and id(parameter) not in trained
-    ]
+    untrained = list[str]()
+    for prefix, module in own_modules(loss, model).items():
+        named = module.named_parameters(prefix, recurse=False)
+        untrained += [key for key, parameter in named if parameter.requires_grad and id(parameter) not in trained]
     if untrained:
         raise ConfigError(
             f"{name} ({_class_name(loss)}) has parameters that are not the model's, and only those of the model are "

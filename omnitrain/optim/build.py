@@ -80,21 +80,17 @@ _ELSEWHERE: dict[str, tuple[str, ...]] = {
     "adamw_torch": ("torch.optim.AdamW",),
     "adamw_torch_8bit": ("torchao.optim.AdamW8bit",),
     "adamw_torch_4bit": ("torchao.optim.AdamW4bit",),
-    "adamw_8bit": ("bitsandbytes.optim.AdamW8bit",),
-    "adamw_bnb_8bit": ("bitsandbytes.optim.AdamW8bit",),
-    "paged_adamw_8bit": ("bitsandbytes.optim.PagedAdamW8bit",),
-    "paged_adamw_32bit": ("bitsandbytes.optim.PagedAdamW32bit",),
-    "adam_8bit": ("bitsandbytes.optim.Adam8bit",),
-    "sgd_8bit": ("bitsandbytes.optim.SGD8bit",),
-    "rmsprop_bnb": ("bitsandbytes.optim.RMSprop",),
-    "rmsprop_bnb_8bit": ("bitsandbytes.optim.RMSprop8bit",),
-    "lion_8bit": ("bitsandbytes.optim.Lion8bit",),
-    "lion_32bit": ("bitsandbytes.optim.Lion32bit",),
-    "paged_lion_8bit": ("bitsandbytes.optim.PagedLion8bit",),
-    "paged_lion_32bit": ("bitsandbytes.optim.PagedLion32bit",),
-    "ademamix": ("bitsandbytes.optim.AdEMAMix",),
-    "ademamix_8bit": ("bitsandbytes.optim.AdEMAMix8bit",),
-}
+    **{
+        name: (f"bitsandbytes.optim.{kind}",)
+        for name, kind in {
+            "adamw_8bit": "AdamW8bit", "adamw_bnb_8bit": "AdamW8bit", "paged_adamw_8bit": "PagedAdamW8bit",
+            "paged_adamw_32bit": "PagedAdamW32bit", "adam_8bit": "Adam8bit", "sgd_8bit": "SGD8bit",
+            "rmsprop_bnb": "RMSprop", "rmsprop_bnb_8bit": "RMSprop8bit", "lion_8bit": "Lion8bit",
+            "lion_32bit": "Lion32bit", "paged_lion_8bit": "PagedLion8bit", "paged_lion_32bit": "PagedLion32bit",
+            "ademamix": "AdEMAMix", "ademamix_8bit": "AdEMAMix8bit",
+        }.items()
+    },
+}  # fmt: skip
 
 
 def optimizer_class(spec: str) -> Any:

@@ -125,10 +125,8 @@ def layerwise_decay(model: nn.Module, decay: float = 0.75) -> list[dict[str, Any
             continue
         level = depth if place < last else len(blocks) + 1
         patterns.setdefault(level, []).append(f"{re.escape(_bare(name))}$")
-    return [
-        {"match": f"^({'|'.join(patterns[depth])})", "lr_scale": decay ** (len(blocks) + 1 - depth)}
-        for depth in sorted(patterns)
-    ]
+    scales = {depth: decay ** (len(blocks) + 1 - depth) for depth in sorted(patterns)}
+    return [{"match": f"^({'|'.join(patterns[depth])})", "lr_scale": scale} for depth, scale in scales.items()]
 
 
 def _bare(name: str) -> str:

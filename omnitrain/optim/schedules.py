@@ -11,16 +11,20 @@ import numbers
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from fractions import Fraction
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
 from omnitrain.core.display import ResultView, Table, create_panels
 from omnitrain.core.duration import Duration, Limits
-from omnitrain.core.errors import ConfigError, check_number, did_you_mean
+from omnitrain.core.errors import ConfigError, check_choice, check_number, did_you_mean
 from omnitrain.core.progress import Progress
 
 Length = int | float | str | Duration
 
 _WHOLE_RUN = Duration(1, "dur")
+# Fields of schedules that are durations, or lists of them.
+_LENGTHS = ("decay", "t_max", "step_size", "milestones", "decay_period", "timescale")
+# Fields that are numbers above 0.
+_POSITIVE = ("scale_ratio", "num_cycles", "power", "gamma")
 
 
 def _exact(number: float) -> Fraction:
@@ -89,19 +93,18 @@ class RunLength:
         length = length if self.unit == "ep" else self.counted(length)
         value = length.exact
         if length.unit == "dur":
-            converted = None if self.end is None else value * self.end
+            value, unit = value * (self.end or 0), None if self.end is None else self.unit
         else:
             value, unit, steps = value * _exact(scale), length.unit, self.steps_per_epoch
             if unit == "sp" and self.samples_per_epoch and self.unit != "sp":
                 value, unit = value / self.samples_per_epoch, "ep"
             if unit != self.unit and steps and {unit, self.unit} == {"ba", "ep"}:
                 value, unit = (value * steps if unit == "ep" else value / steps), self.unit
-            converted = value if unit == self.unit else None
-        if converted is None:
+        if unit != self.unit:
             return None
         if self.unit == "ba":
-            return math.ceil(converted)
-        return int(converted) if converted.denominator == 1 else float(converted)
+            return math.ceil(value)
+        return int(value) if value.denominator == 1 else float(value)
 
     def steps_of(self, warmup: Any) -> int:
         """Return a warm-up, given as `warmup_length` takes it, in steps.
@@ -247,24 +250,18 @@ class Schedule:
     min_lr_rate: float | None = None
     scale_ratio: float = 1.0
 
-    LENGTHS: ClassVar[tuple[str, ...]] = ()
-    """Fields that are durations, or lists of them."""
-    POSITIVE: ClassVar[tuple[str, ...]] = ()
-    """Fields that are numbers above 0."""
-
     def __post_init__(self) -> None:
         kind = type(self).__name__
         object.__setattr__(self, "warmup", warmup_length(self.warmup, f"{kind}.warmup"))
-        for name in self.LENGTHS:
-            object.__setattr__(self, name, _length_of(f"{kind}.{name}", getattr(self, name)))
+        for name, value in ((attribute.name, getattr(self, attribute.name)) for attribute in fields(self)):
+            if name in _LENGTHS:
+                object.__setattr__(self, name, _length_of(f"{kind}.{name}", value))
+            elif name in _POSITIVE:
+                check_number(f"{kind}.{name}", value, above=0)
         if self.min_lr is not None and self.min_lr_rate is not None:
             raise ConfigError(f"`{kind}`: `min_lr` and `min_lr_rate` are both given. Leave one of them out.")
-        for name in ("scale_ratio", *self.POSITIVE):
-            check_number(f"{kind}.{name}", getattr(self, name), above=0)
-        if self.min_lr is not None:
-            check_number(f"{kind}.min_lr", self.min_lr, least=0)
-        if self.min_lr_rate is not None:
-            check_number(f"{kind}.min_lr_rate", self.min_lr_rate, least=0, below=1)
+        check_number(f"{kind}.min_lr", 0 if self.min_lr is None else self.min_lr, least=0)
+        check_number(f"{kind}.min_lr_rate", 0 if self.min_lr_rate is None else self.min_lr_rate, least=0, below=1)
         if self.scale_ratio != 1 and all(length.unit == "dur" for length in self.lengths()):
             raise ConfigError(
                 f"`{kind}.scale_ratio={self.scale_ratio!r}` has no effect: it multiplies lengths such as '500ba' or "
@@ -302,8 +299,8 @@ class Schedule:
     def lengths(self) -> list[Duration]:
         """Return all durations of the schedule."""
         lengths = [self.warmup] if isinstance(self.warmup, Duration) else []
-        for name in self.LENGTHS:
-            value = getattr(self, name)
+        for name in _LENGTHS:
+            value = getattr(self, name, None)
             lengths += value if isinstance(value, tuple) else [value] if isinstance(value, Duration) else []
         return lengths
 
@@ -313,11 +310,8 @@ class Schedule:
         return ProductScheduler((*self.parts, *other.parts))
 
     def __repr__(self) -> str:
-        words = []
-        for attribute in fields(self):
-            value = getattr(self, attribute.name)
-            if value != attribute.default and attribute.init:
-                words.append(f"{attribute.name}={_plain(value)!r}")
+        values = {attribute: getattr(self, attribute.name) for attribute in fields(self)}
+        words = [f"{key.name}={_plain(value)!r}" for key, value in values.items() if value != key.default and key.init]
         return f"{type(self).__name__}({', '.join(words)})"
 
 
@@ -357,7 +351,6 @@ class LinearScheduler(Schedule):
     """
 
     t_max: str | Duration = _WHOLE_RUN
-    LENGTHS: ClassVar[tuple[str, ...]] = ("t_max",)
 
     def shape(self, position: RunPosition, begin: float) -> float:
         return 1.0 - _fallen(self, position, begin)
@@ -375,8 +368,6 @@ class CosineAnnealingScheduler(Schedule):
 
     t_max: str | Duration = _WHOLE_RUN
     num_cycles: float = 0.5
-    LENGTHS: ClassVar[tuple[str, ...]] = ("t_max",)
-    POSITIVE: ClassVar[tuple[str, ...]] = ("num_cycles",)
 
     def shape(self, position: RunPosition, begin: float) -> float:
         share = _fallen(self, position, begin)
@@ -395,8 +386,6 @@ class CosineWithRestartsScheduler(Schedule):
 
     num_cycles: int = 1
     t_max: str | Duration = _WHOLE_RUN
-    LENGTHS: ClassVar[tuple[str, ...]] = ("t_max",)
-    POSITIVE: ClassVar[tuple[str, ...]] = ("num_cycles",)
 
     def shape(self, position: RunPosition, begin: float) -> float:
         share = _fallen(self, position, begin)
@@ -413,8 +402,6 @@ class PolynomialScheduler(Schedule):
 
     power: float = 1.0
     t_max: str | Duration = _WHOLE_RUN
-    LENGTHS: ClassVar[tuple[str, ...]] = ("t_max",)
-    POSITIVE: ClassVar[tuple[str, ...]] = ("power",)
 
     def shape(self, position: RunPosition, begin: float) -> float:
         return (1.0 - _fallen(self, position, begin)) ** self.power
@@ -430,8 +417,6 @@ class StepScheduler(_Clamped):
 
     step_size: str | Duration
     gamma: float = 0.1
-    LENGTHS: ClassVar[tuple[str, ...]] = ("step_size",)
-    POSITIVE: ClassVar[tuple[str, ...]] = ("gamma",)
 
     def shape(self, position: RunPosition, begin: float) -> float:
         return self.gamma ** math.floor(position.done(self.step_size, self.scale_ratio))
@@ -448,8 +433,6 @@ class MultiStepScheduler(_Clamped):
 
     milestones: Sequence[str | Duration]
     gamma: float = 0.1
-    LENGTHS: ClassVar[tuple[str, ...]] = ("milestones",)
-    POSITIVE: ClassVar[tuple[str, ...]] = ("gamma",)
 
     def __post_init__(self) -> None:
         if isinstance(self.milestones, (str, Duration)) or not isinstance(self.milestones, Iterable):
@@ -473,8 +456,6 @@ class ExponentialScheduler(_Clamped):
 
     gamma: float
     decay_period: str | Duration = "1ep"
-    LENGTHS: ClassVar[tuple[str, ...]] = ("decay_period",)
-    POSITIVE: ClassVar[tuple[str, ...]] = ("gamma",)
 
     def shape(self, position: RunPosition, begin: float) -> float:
         period = position.at(self.decay_period, self.scale_ratio)
@@ -493,7 +474,6 @@ class InverseSqrtScheduler(_Clamped):
     """
 
     timescale: str | Duration | None = None
-    LENGTHS: ClassVar[tuple[str, ...]] = ("timescale",)
 
     def shape(self, position: RunPosition, begin: float) -> float:
         warmup = self.warmup if self.timescale is None else self.timescale
@@ -503,8 +483,7 @@ class InverseSqrtScheduler(_Clamped):
         return 1.0 / math.sqrt((position.now + (scale - begin)) / scale)
 
     def lengths(self) -> list[Duration]:
-        lengths = super().lengths()
-        return lengths or [Duration(10_000, "ba")]
+        return super().lengths() or [Duration(10_000, "ba")]
 
 
 @dataclass(frozen=True, repr=False)
@@ -521,16 +500,11 @@ class WSDScheduler(Schedule):
     decay: Length = "0.1dur"
     kind: Literal["linear", "cosine", "1-sqrt", "exponential"] = "1-sqrt"
     t_max: str | Duration = _WHOLE_RUN
-    LENGTHS: ClassVar[tuple[str, ...]] = ("decay", "t_max")
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "decay", warmup_length(self.decay, "WSDScheduler.decay") or self.decay)
         super().__post_init__()
-        if not isinstance(self.kind, str) or self.kind not in _DECAYS:
-            raise ConfigError(
-                f"`WSDScheduler.kind` must be one of {', '.join(map(repr, _DECAYS))}, got {self.kind!r}."
-                f"{did_you_mean(str(self.kind), _DECAYS)}"
-            )
+        check_choice("WSDScheduler.kind", self.kind, _DECAYS)
         if self.kind == "exponential" and not (self.min_lr or self.min_lr_rate):
             raise ConfigError("`WSDScheduler.kind='exponential'` never reaches 0. Pass `min_lr` or `min_lr_rate`.")
 
@@ -581,20 +555,20 @@ class ProductScheduler(Schedule):
 
 # --- by name
 
-# Schedules by name, and what they are made with unless something else is given; some names are transformers'.
-NAMED: dict[str, tuple[type[Schedule], dict[str, Any]]] = {
-    "constant": (ConstantScheduler, {}),
-    "constant_with_warmup": (ConstantScheduler, {}),
-    "linear": (LinearScheduler, {}),
-    "cosine": (CosineAnnealingScheduler, {}),
-    "cosine_with_restarts": (CosineWithRestartsScheduler, {}),
-    "cosine_with_min_lr": (CosineAnnealingScheduler, {}),
-    "inverse_sqrt": (InverseSqrtScheduler, {}),
-    "polynomial": (PolynomialScheduler, {"lr_end": 1e-7}),
-    "step": (StepScheduler, {}),
-    "multistep": (MultiStepScheduler, {}),
-    "exponential": (ExponentialScheduler, {}),
-    "wsd": (WSDScheduler, {}),
+# Schedules by name; some names are transformers'.
+NAMED: dict[str, type[Schedule]] = {
+    "constant": ConstantScheduler,
+    "constant_with_warmup": ConstantScheduler,
+    "linear": LinearScheduler,
+    "cosine": CosineAnnealingScheduler,
+    "cosine_with_restarts": CosineWithRestartsScheduler,
+    "cosine_with_min_lr": CosineAnnealingScheduler,
+    "inverse_sqrt": InverseSqrtScheduler,
+    "polynomial": PolynomialScheduler,
+    "step": StepScheduler,
+    "multistep": MultiStepScheduler,
+    "exponential": ExponentialScheduler,
+    "wsd": WSDScheduler,
 }
 
 
@@ -607,22 +581,17 @@ def named_schedule(name: str, options: Mapping[str, Any] | None = None, warmup: 
     >>> named_schedule("wsd", {"decay": "0.2dur"}, warmup=100)
     WSDScheduler(warmup='100ba', decay='0.2dur')
     """
-    if name not in NAMED:
-        raise ConfigError(
-            f"`lr_scheduler` must be one of {', '.join(map(repr, NAMED))}, a scheduler or a callable of the optimizer, "
-            f"got {name[:200]!r}.{did_you_mean(name, NAMED)}"
-        )
-    kind, defaults = NAMED[name]
-    arguments = {**defaults, **(options or {})}
+    check_choice("lr_scheduler", name, NAMED, ", a scheduler or a callable of the optimizer")
+    arguments = dict(options or {})
+    has_min_lr = {"min_lr", "min_lr_rate"} & arguments.keys()
     if name == "polynomial":
-        has_min_lr = {"min_lr", "min_lr_rate"} & arguments.keys()
-        end = arguments.pop("lr_end")
+        end = arguments.pop("lr_end", 1e-7)
         arguments |= {} if has_min_lr else {"min_lr": end}
-    if name == "cosine_with_min_lr" and not {"min_lr", "min_lr_rate"} & arguments.keys():
+    if name == "cosine_with_min_lr" and not has_min_lr:
         raise ConfigError(f"`lr_scheduler={name!r}` needs `lr_scheduler_kwargs` with 'min_lr' or 'min_lr_rate'.")
     if name == "inverse_sqrt" and isinstance(arguments.get("timescale"), int):
         arguments["timescale"] = Duration(arguments["timescale"], "ba")  # transformers counts steps
-    return make_schedule(kind, f"lr_scheduler={name!r}", {**arguments, **({"warmup": warmup} if warmup else {})})
+    return make_schedule(NAMED[name], f"lr_scheduler={name!r}", {**arguments, **({"warmup": warmup} if warmup else {})})
 
 
 def make_schedule(kind: type[Schedule], who: str, options: Mapping[str, Any]) -> Schedule:
@@ -651,19 +620,19 @@ def warmup_length(value: Any, name: str = "warmup_steps") -> Duration | Literal[
     Raises:
         ConfigError: If it is none of these.
     """
-    if isinstance(value, numbers.Real) and not isinstance(value, bool):
-        number = float(value)
-        if number == 0:
-            return 0
-        if 0 < number < 1:
-            return Duration(number, "dur")
-        if not (number > 0 and number.is_integer()):
-            raise ConfigError(
-                f"`{name}` must be an integer of at least 0 (steps), a share of the run below 1 such as 0.1, or a "
-                f"duration such as '0.1dur' or '2ep', got {value!r}."
-            )
-        return Duration(int(number), "ba")
-    return Duration.parse(value, "ba", name)
+    if not isinstance(value, numbers.Real) or isinstance(value, bool):
+        return Duration.parse(value, "ba", name)
+    number = float(value)
+    if number == 0:
+        return 0
+    if 0 < number < 1:
+        return Duration(number, "dur")
+    if not (number > 0 and number.is_integer()):
+        raise ConfigError(
+            f"`{name}` must be an integer of at least 0 (steps), a share of the run below 1 such as 0.1, or a "
+            f"duration such as '0.1dur' or '2ep', got {value!r}."
+        )
+    return Duration(int(number), "ba")
 
 
 # --- helpers
@@ -786,8 +755,7 @@ def preview_schedule(
      75%  2250000         0.0003
     100%  3000000              0
     """
-    if isinstance(rows, bool) or not isinstance(rows, int) or rows < 2:
-        raise ConfigError(f"`rows` must be an integer of at least 2, got {rows!r}.")
+    check_number("rows", rows, least=2, is_whole=True)
     check_number("learning_rate", learning_rate, above=0)
     options = {"lr_scheduler_kwargs": lr_scheduler_kwargs, "warmup_steps": warmup_steps}
     if isinstance(schedule, str):
@@ -822,16 +790,17 @@ def _rates_of(
     """Return the unit and length of a run with so many of each unit in a step, and the rate at each place of it."""
     follows, ends = run_length.follows(schedule), run_length.ends
     units = {length.unit for length in [*schedule.lengths(), *ends]} - {"dur"} if follows or ends else set()
-    if run_length.end is not None:
-        unit, length = "ba", float(run_length.end)
-    elif len(ends) == 1 and units == {ends[0].unit}:  # nothing else is counted
-        unit, length = ends[0].unit, ends[0].value
-        pace = {unit: 1.0}
-    else:
-        _check_pace({end.unit for end in ends}, pace, units)
-        nearest = min(ends, key=lambda end: end.value / pace[end.unit])
-        unit, length = nearest.unit, nearest.value
-    _check_pace(units, pace, units)
+    if run_length.end is None and len(ends) == 1 and units == {ends[0].unit}:  # nothing else is counted
+        pace = {ends[0].unit: 1.0}
+    for unit in sorted(units - pace.keys()):
+        argument = {"ep": "steps_per_epoch", "sp": "samples_per_step", "tok": "tokens_per_step"}
+        raise ConfigError(
+            f"The schedule and the run count {' and '.join(_COUNTED[name] for name in sorted(units))}. Pass "
+            f"`{argument.get(unit, 'seconds_per_step')}`, so that it is known how these go together."
+        )
+    end = Duration(run_length.end, "ba") if run_length.end is not None else None
+    nearest = end or min(ends, key=lambda end: end.value / pace[end.unit])
+    unit, length = nearest.unit, float(nearest.value)
 
     def rate_at(place: float) -> float:
         steps, progress = place / pace[unit], None
@@ -847,15 +816,6 @@ def _rates_of(
         return learning_rate * schedule.factor(RunPosition(run_length, steps, progress), learning_rate)
 
     return unit, length, rate_at
-
-
-def _check_pace(units: set[str], pace: Mapping[str, float], counted: set[str]) -> None:
-    for unit in sorted(units - pace.keys()):
-        argument = {"ep": "steps_per_epoch", "sp": "samples_per_step", "tok": "tokens_per_step"}
-        raise ConfigError(
-            f"The schedule and the run count {' and '.join(_COUNTED[name] for name in sorted(counted))}. Pass "
-            f"`{argument.get(unit, 'seconds_per_step')}`, so that it is known how these go together."
-        )
 
 
 _COUNTED = {"ba": "step", "ep": "epochs", "sp": "samples", "tok": "tokens", "s": "seconds"}

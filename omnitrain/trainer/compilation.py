@@ -1,6 +1,6 @@
 """Compiling ahead of a run: `trainer.compile()`.
 
-`backends/` chooses what is compiled; `recompilations.py` reports recompilations.
+`backends/` chooses what is compiled.
 """
 
 from __future__ import annotations

@@ -12,7 +12,6 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 import numpy as np
-import torch
 from torch import nn
 
 from omnitrain.compute.precision import is_device_lost, is_out_of_memory
@@ -72,16 +71,10 @@ def add_dtype_remedy(error: Exception, model: nn.Module, batch: Any, dtypes: Any
         error.add_note("Classes are labels of 64 bits: convert them, array.astype('int64') or tensor.long().")
     if not isinstance(error, RuntimeError):
         return
-    if re.search(r"mixed dtype|expected scalar type", str(error)) and (layers := _mixed_layers(model)):
-        error.add_note(
-            f"A layer has weights and statistics of different types, which a CPU does not take together: {layers}. "
-            "Give both the same type, by dtypes={'parameters': ..., 'buffers': ...} or model.to(dtype)."
-        )
-        return
     if "mixed dtype (CPU)" in str(error):
         error.add_note(
-            "A normalization layer with weights of 16 bits got an input of 32, which a CPU does not take. Cast the "
-            "input to the dtype of the layer's weight, or leave the weights in fp32 and use autocast='bf16'."
+            "A normalization layer on a CPU takes neither an input nor statistics of another type than its weights. "
+            "Give all of them one, by model.to(dtype), or leave the weights in fp32 and use autocast='bf16'."
         )
         return
     if "dtype" not in str(error):
@@ -100,19 +93,3 @@ def add_dtype_remedy(error: Exception, model: nn.Module, batch: Any, dtypes: Any
             f"The batch has {', '.join(sorted(batch_dtypes))}, and the model {', '.join(sorted(model_dtypes))}. "
             f"{remedy}"
         )
-
-
-def _mixed_layers(model: nn.Module) -> str:
-    """Return the layers whose weights and running statistics differ in dtype, as text."""
-    layers = [
-        f"{name or type(module).__name__!r} ({_dtype_name(weight)} and {_dtype_name(statistics)})"
-        for name, module in model.named_modules()
-        if isinstance(weight := getattr(module, "weight", None), torch.Tensor)
-        and isinstance(statistics := getattr(module, "running_mean", None), torch.Tensor)
-        and weight.dtype != statistics.dtype
-    ]
-    return ", ".join(layers[:3]) + (", ..." if len(layers) > 3 else "")
-
-
-def _dtype_name(tensor: torch.Tensor) -> str:
-    return str(tensor.dtype).removeprefix("torch.")

@@ -185,7 +185,8 @@ class Feed:
             return
         first, loader.first = loader.first, None
         fingerprint = None if first is None else (content_digest(_lasting(first)), content_digest(first))
-        fingerprints = {*self._ranks.gather("the first sample of the ranks", fingerprint)} - {None}
+        gathered = self._ranks.gather("the first sample of the ranks", fingerprint)
+        fingerprints = {entry for entry in gathered if entry is not None}
         if len({lasting for lasting, _ in fingerprints}) > 1:
             raise DistributedError(
                 f"The first sample of {loader.name} is another one on each rank. Every rank takes its share of what it "

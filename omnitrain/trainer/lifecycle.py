@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from omnitrain.callbacks.train_hook import HookCallback, TrainHook
-from omnitrain.core.errors import ConfigError, DataError, DistributedError
+from omnitrain.core.errors import ConfigError, DataError, DistributedError, check_choice
 from omnitrain.core.events import (
     ERROR_POLICIES,
     INNER_STEP_EVENTS,
@@ -149,11 +149,7 @@ class Lifecycle:
                     f"`callbacks` must hold omnitrain.Callback instances, got {callback!r}. "
                     "Make it a subclass of omnitrain.Callback (and pass an instance, not the class)."
                 )
-            if callback.on_error not in ERROR_POLICIES:
-                raise ConfigError(
-                    f"{type(callback).__name__}.on_error must be one of {', '.join(map(repr, ERROR_POLICIES))}, got "
-                    f"{callback.on_error!r}."
-                )
+            check_choice(f"{type(callback).__name__}.on_error", callback.on_error, ERROR_POLICIES)
         self.callbacks = sorted(callbacks, key=lambda callback: callback.order)
         # by identity, so that times and failures survive when callbacks are registered again
         known = {id(listener.callback): listener for listener in self.listeners}

@@ -32,7 +32,6 @@ from omnitrain.trainer.hooks import Hooks
 from omnitrain.trainer.lifecycle import Lifecycle
 from omnitrain.trainer.nonfinite import evaluation_error
 from omnitrain.trainer.out_of_memory import Work, explain_memory, has_batch_norm
-from omnitrain.trainer.recompilations import Recompilations
 from omnitrain.trainer.step import IN_STEPS, Step
 
 logger: logging.Logger = logging.getLogger("omnitrain")
@@ -68,7 +67,6 @@ class Loop:
         self.checkpointer = checkpointer
         self.is_evaluating: bool = False
         """Whether an evaluation that belongs to the run is under way."""
-        self._recompilations: Recompilations | None = None
         # Whether the ranks exchange the requests of a step before it, while the step runs.
         self._exchanges_early = False
         # Waits for the exchange begun before this step.
@@ -79,7 +77,6 @@ class Loop:
     def run(self) -> None:
         """Train from the current position until something ends the run, and close it."""
         lifecycle = self.lifecycle
-        self._recompilations = Recompilations()
         self.checkpointer.eval_weights.check()
         self.checkpointer.eval_weights.begin_training()
         with lifecycle.untimed(), lifecycle.clock.during("setup"):
@@ -512,8 +509,6 @@ class Loop:
     def log(self) -> None:
         """Read the loss from the device, once per log, and emit the row."""
         lifecycle, progress = self.lifecycle, self.lifecycle.progress
-        if self.ranks.is_main and self._recompilations is not None:
-            self._recompilations.look()
         lifecycle.tick()
         self.step.raise_if_nonfinite(wait=True)
         loss, metrics = self.step.means_since_last()

@@ -253,14 +253,8 @@ class AutoMicrobatch:
         self._step = step  # trainer.step.Step, which imports this module
         self._buffers = Buffers()
         # Those whose states may change in the passes of a micro-batch.
-        self._algorithms = [
-            algorithm
-            for algorithm in trainer.algorithms
-            if type(algorithm).state_dict is not Algorithm.state_dict
-            and any(find_overrides([algorithm], name) for name in _IN_PASSES)
-        ]
-        # Whether memory ran out in the latest update, which was made all the same.
-        self._has_failed_in_update = False
+        stateful = [part for part in trainer.algorithms if type(part).state_dict is not Algorithm.state_dict]
+        self._algorithms = [part for part in stateful if any(find_overrides([part], name) for name in _IN_PASSES)]
         self.prepare()
 
     def prepare(self) -> None:
@@ -277,8 +271,6 @@ class AutoMicrobatch:
     def begin_epoch(self) -> None:
         """Look for the buffers of the model, which a callback may have changed."""
         self._buffers.collect(self._backend.model)
-
-    # --- micro-batches
 
     def run(self, attempt: Callable[[], Result]) -> Result:
         """Return what `attempt()` returns, which runs the micro-batches of a window, once all ranks have come through.
@@ -306,8 +298,14 @@ class AutoMicrobatch:
                 size = self._agree(window, False)
                 if not size:
                     self._backend.reduce_gradients()
-                    if first:
-                        self._warn_out_of_memory("", first)
+                    if first and self._ranks.is_main:
+                        has_statistics, size = has_batch_norm(self._backend.model), self._feed.microbatch_size
+                        logger.warning(
+                            "Step %d has run out of memory with micro-batches of %d rows. From here on they are of %d "
+                            "at most, and a step has as many more of them. Pass microbatch_size=%d to begin with that."
+                            "%s", self._lifecycle.progress.step + 1, first, size, size,
+                            " BatchNorm takes its statistics of one micro-batch." if has_statistics else "",
+                        )  # fmt: skip
                     return result
                 if size == 1:  # the rank that has failed ends the others with its error
                     self._ranks.gather("the end of the memory of another rank", None)
@@ -327,100 +325,12 @@ class AutoMicrobatch:
 
     def _agree(self, window: Window, has_failed: bool) -> int:
         """Return the rows of the micro-batches that did not fit on some rank; 0 if they did on all of them."""
-        failed, updates = self._ranks.sum("the memory of a step", has_failed, self._has_failed_in_update)
-        self._has_failed_in_update = False
-        if not failed and not updates:
+        (failed,) = self._ranks.sum("the memory of a step", has_failed)
+        if not failed:
             return 0
         try:
             rows = max(map(count_samples, window.batches))
         except DataError:  # objects that only the user's own `split_batch` knows
             rows = self._trainer.settings.batch_size
         largest = self._ranks.combine("the rows of the micro-batches", rows, max)
-        size = min(self._feed.microbatch_size or largest, largest)
-        if not failed and size > 1:
-            self._feed.shrink((size + 1) // 2)
-            self._warn_out_of_memory(" in its update", size)
-        return size if failed else 0
-
-    def _warn_out_of_memory(self, where: str, size: int) -> None:
-        if self._ranks.is_main:
-            logger.warning(
-                "Step %d has run out of memory%s with micro-batches of %d rows. From here on they are of %d at most, "
-                "and a step has as many more of them. Pass microbatch_size=%d to begin with that.%s",
-                self._lifecycle.progress.step + (not where), where, size, *[self._feed.microbatch_size] * 2,
-                " BatchNorm takes its statistics of one micro-batch." if has_batch_norm(self._backend.model) else "",
-            )  # fmt: skip
-
-    # --- the update
-
-    def update(self) -> bool:
-        """Step the optimizer; again if memory runs out before it has changed anything.
-
-        The gradients are complete, so no pass is repeated, and the other ranks need not know.
-
-        Raises:
-            RuntimeError: The out-of-memory error, if the update was made in part or does not fit at all.
-        """
-        optimizer = self._backend.optimizer
-        before = _versions(optimizer)
-        try:
-            return self._trainer._apply_update()
-        except RuntimeError as error:
-            if not is_out_of_memory(error):
-                raise
-            if not _is_unchanged(optimizer, before):
-                error.add_note(
-                    "Memory ran out in the middle of the optimizer's update, which cannot be made again, as some of it "
-                    "was made. Resume from the latest checkpoint, with an optimizer that keeps less, a smaller "
-                    "`microbatch_size`, or weights that are sharded (FSDP, DeepSpeed)."
-                )
-                raise
-        free_memory()
-        try:
-            applied = self._trainer._apply_update()
-        except RuntimeError as error:
-            if is_out_of_memory(error):
-                error.add_note(
-                    "It was the optimizer's update, which had all of the memory that micro-batches take. Take an "
-                    "optimizer that keeps less, or shard the weights (FSDP, DeepSpeed)."
-                )
-            raise
-        self._has_failed_in_update = True
-        return applied
-
-
-Versions = tuple[dict[Any, list[Any]], list[Any]]
-
-
-def _versions(optimizer: torch.optim.Optimizer) -> Versions:
-    """Return version counters of an optimizer's state, and of its weights and groups."""
-    state = {
-        parameter: [_version(value) for value in entries.values()] for parameter, entries in optimizer.state.items()
-    }
-    groups = [_version(value) for group in optimizer.param_groups for key, value in group.items() if key != "params"]
-    return state, groups + [parameter._version for group in optimizer.param_groups for parameter in group["params"]]
-
-
-def _version(value: Any) -> Any:
-    if isinstance(value, torch.Tensor):
-        return value._version
-    return value if isinstance(value, (bool, int, float, str)) else id(value)
-
-
-def _is_unchanged(optimizer: torch.optim.Optimizer, before: Versions) -> bool:
-    """Whether an update that failed has changed nothing; state that it has only begun to fill is dropped then.
-
-    A fused kernel does not mark what it changes, but its step counts are marked.
-    """
-    state, rest = _versions(optimizer)
-    fresh = [parameter for parameter in state if not before[0].get(parameter)]
-    is_known = len(optimizer.param_groups) == 1 or not any(group.get("fused") for group in optimizer.param_groups)
-    is_known = is_known or all("step" in entries for entries in optimizer.state.values())
-    values = [value for parameter in fresh for value in optimizer.state[parameter].values()]
-    has_changed = rest != before[1] or any(state[key] != versions for key, versions in before[0].items() if versions)
-    has_changed |= any(bool(value.any() if isinstance(value, torch.Tensor) else value) for value in values)
-    if not is_known or has_changed:
-        return False
-    for parameter in fresh:
-        del optimizer.state[parameter]
-    return True
+        return min(self._feed.microbatch_size or largest, largest)

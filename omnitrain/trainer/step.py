@@ -384,9 +384,7 @@ class Step:
 
     def update(self) -> bool:
         """Update the weights, and return whether that was done."""
-        if self._needs_closure:
-            return self._update_by_closure()
-        return self._trainer._apply_update() if self._auto_microbatch is None else self._auto_microbatch.update()
+        return self._update_by_closure() if self._needs_closure else self._trainer._apply_update()
 
     def begin(self, window: Window) -> None:
         """Begin a window."""

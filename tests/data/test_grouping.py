@@ -84,8 +84,8 @@ def test_groups_of_tables_and_of_packed_rows_are_trained_on() -> None:
 @pytest.mark.parametrize(
     ("make", "error", "message"),
     [
-        (lambda: GroupByLength(texts([1]), 0), ConfigError, "`group_size` must be a positive integer, got 0"),
-        (lambda: GroupByLength(texts([1]), pool=0), ConfigError, "`pool` must be a positive integer"),
+        (lambda: GroupByLength(texts([1]), 0), ConfigError, "`group_size` must be an integer of at least 1, got 0"),
+        (lambda: GroupByLength(texts([1]), pool=0), ConfigError, "`pool` must be an integer of at least 1"),
         (lambda: GroupByLength(texts([1]), lengths=[1.5]), ConfigError, "must be 1 integers .* got float64"),
         (lambda: GroupByLength(texts([1]), lengths=[-1]), ConfigError, "must be 1 integers .* with -1"),
         (lambda: GroupByLength([1, 2]), DataError, "no length: it is a int.*Pass `lengths=`"),

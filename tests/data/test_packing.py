@@ -135,7 +135,7 @@ def test_table_is_measured_without_reading_its_samples(
 @pytest.mark.parametrize(
     ("make", "error", "message"),
     [
-        (lambda: PackedDataset(texts(3), 0), ConfigError, "`length` must be a positive number of tokens, got 0"),
+        (lambda: PackedDataset(texts(3), 0), ConfigError, "`length` must be an integer of at least 1, got 0"),
         (lambda: PackedDataset(texts(9), 5), DataError, "4 of 9 samples have more than length=5 .*the longest has 9"),
         (lambda: PackedDataset(texts(3), 9, overlong=cast("Any", "cut")), ConfigError, "`overlong`.*got 'cut'"),
         (lambda: PackedDataset(texts(3), 9, borders=cast("Any", "positions")), ConfigError, "'position_ids'.*got 'pos"),

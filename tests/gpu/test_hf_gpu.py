@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from devices import Greedy, GreedyAdamW, Notes, Overflow, make, room_for
+from devices import Greedy, Notes, Overflow, make, room_for
 from recipes import distance, rows, same, t16, weights
 from torch import nn
 from torch.utils.data import TensorDataset
@@ -192,17 +192,6 @@ def test_sample_larger_than_memory_raises(device: torch.device, tmp_path: Path) 
     assert is_out_of_memory(caught.value)
     assert "at one row at a time" in "".join(caught.value.__notes__)
     assert model.passes == 3
-
-
-def test_update_out_of_memory_is_repeated(device: torch.device, tmp_path: Path) -> None:
-    def trained(optimizer: type, **options: Any) -> HFTrainer:
-        trainer = hf(t16(), arguments(tmp_path, **options), rows(40), optimizer=optimizer)
-        trainer.train()
-        return trainer
-
-    greedy, plain = trained(GreedyAdamW, auto_find_batch_size=True), trained(torch.optim.AdamW)
-    assert greedy.progress.step == 10 and greedy._feed.microbatch_size == 2
-    assert distance(weights(greedy.get_model()), weights(plain.get_model())) <= 1e-12
 
 
 def test_stock_trainer_resumes_our_checkpoint(device: torch.device, tmp_path: Path) -> None:

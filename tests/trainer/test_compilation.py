@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -201,20 +200,6 @@ def test_compile_restores_everything_after_an_error() -> None:
     assert trainer.progress.step == trainer.progress.samples_in_epoch == 0
     make(model, words(8), eval_dataset=words(8)).compile()  # which ends well, and counts as little
     assert model.counts.passes == model.counts.replaced == 0
-
-
-def test_recompilations_warn_once(caplog: pytest.LogCaptureFixture) -> None:
-    common: dict[str, Any] = {"shuffle": False, "log_steps": 1, "epochs": 1}
-    for lengths, options in ((6, {"dynamic": False}), (6, {}), (1, {"dynamic": False})):
-        caplog.clear()
-        make(Mean(), words(64, lengths), compile={"backend": Graphs(), **options}, **common).train()
-        warnings = [record.message for record in caplog.records if "times more in this run" in record.message]
-        assert len(warnings) == (lengths > 1 and bool(options)), options
-        assert all("size mismatch at index 1" in text and "drop_last=True" in text for text in warnings)
-    caplog.clear()
-    with caplog.at_level(logging.WARNING):
-        make(Mean(), words(64, 6), **common).train()  # what was compiled before is not its own
-    assert "times more" not in caplog.text
 
 
 @pytest.mark.slow

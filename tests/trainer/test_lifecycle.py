@@ -142,7 +142,7 @@ def test_log_values_are_numbers_under_new_names() -> None:
 def test_callbacks_and_their_on_error_are_validated() -> None:
     with pytest.raises(ConfigError, match=r"subclass of omnitrain\.Callback"):
         lifecycle(print)  # type: ignore[arg-type]
-    with pytest.raises(ConfigError, match=r"Failing.on_error must be one of 'raise', 'warn', 'disable', got 'ignore'"):
+    with pytest.raises(ConfigError, match=r"Failing.on_error` must be one of 'raise', 'warn', 'disable', got 'ignore'"):
         lifecycle(Failing("ignore"))
     for error in (KeyboardInterrupt, SystemExit, DistributedError):  # which `on_error` does not concern
         with pytest.raises(error):

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from devices import KINDS, make
 from recipes import Holding, StopAt, distance, rows, same, t16, trainer_on_cpu, weights
-from starving import Starving, StarvingAdamW, no_room, two_groups
+from starving import Starving, no_room
 from torch import nn
 from torch.utils.data import DataLoader
 
@@ -245,34 +245,8 @@ def test_auto_warns_once(caplog: pytest.LogCaptureFixture) -> None:
     assert "Pass microbatch_size=1 to begin with that. BatchNorm takes its statistics of one micro-batch." in message
 
 
-@pytest.mark.parametrize("call", [1, 3])
-def test_update_out_of_memory_is_repeated_and_halves(call: int) -> None:
-    def run(*calls: int) -> Trainer:
-        model = Starving(dropout=0)
-        model.norm.eval()  # so that the split changes no number
-        return trained(model, microbatch_size="auto", optimizer=StarvingAdamW(two_groups(model), calls, lr=0.05))
-
-    repeated, plain = run(call), run()
-    sizes: Any = repeated.model.sizes
-    assert sizes[call] == 8 and max(sizes[call + 1 :]) == 4 and set(plain.model.sizes) == {8, 4}
-    assert distance(weights(repeated.model), weights(plain.model)) <= 1e-12
-
-
-@pytest.mark.parametrize("fused", [False, True])
-def test_half_done_update_out_of_memory_is_an_error(fused: bool) -> None:
-    for call in (1, 3):
-        model = Starving()
-        optimizer = StarvingAdamW(two_groups(model), (call,), True, fused=fused)
-        with pytest.raises(torch.OutOfMemoryError) as caught:
-            trained(model, microbatch_size="auto", optimizer=optimizer)
-        assert "in the middle of the optimizer's update" in "".join(caught.value.__notes__)
-
-
-def test_update_and_row_that_never_fit_are_errors() -> None:
-    model, small = Starving(), Starving(room=0)
-    with pytest.raises(torch.OutOfMemoryError) as caught:
-        trained(model, microbatch_size="auto", optimizer=StarvingAdamW(model.parameters(), (1, 2)))
-    assert "which had all of the memory that micro-batches take" in "".join(caught.value.__notes__)
+def test_row_that_never_fits_is_an_error() -> None:
+    small = Starving(room=0)
     with pytest.raises(torch.OutOfMemoryError, match="CUDA out of memory") as caught:
         trained(small, rows(8), callbacks=[KEEPS_NORM], microbatch_size="auto")
     assert "at one row at a time" in "".join(caught.value.__notes__) and small.sizes == [8, 4, 2, 1]
