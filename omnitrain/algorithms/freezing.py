@@ -66,7 +66,6 @@ class Freezing(Algorithm):
             parameter.requires_grad_(False)
 
     def _layers(self, model: nn.Module) -> list[list[nn.Parameter]]:
-        """Return the parameters of each layer, the lowest first."""
         if self.layers is None:
             layers = [list(module.parameters(recurse=False)) for module in model.modules()]
         else:

@@ -717,7 +717,6 @@ def count_rows(dataset: Any) -> int:
 
 
 def _reject_tables(dataset: Any, name: str) -> None:
-    """Raise DataError if the items of a dataset are columns instead of samples."""
     if type(dataset).__module__.partition(".")[0] in ("pandas", "polars"):
         raise DataError(
             f"`{name}` is a {type(dataset).__module__.partition('.')[0]} {type(dataset).__name__}, whose index "
@@ -748,8 +747,6 @@ _TITLES = {"train": "the training set", "eval": "the evaluation set", "test": "t
 
 
 class _First(IterableDataset[Any]):
-    """The first samples of a stream."""
-
     def __init__(self, stream: Any, size: int) -> None:
         self.stream, self.size = stream, size
 

@@ -187,7 +187,6 @@ class EpochSampler:
         return self._drawn[1][start:stop]
 
     def _draw(self, epoch: int) -> np.ndarray:
-        """Return the order of an epoch, drawn as a whole."""
         generator = torch.Generator().manual_seed(derive_seed(self.seed, epoch) >> 1)
         return torch.randperm(self._samples, generator=generator).numpy()
 
@@ -213,7 +212,6 @@ class DatasetOrder(EpochSampler):
         self._dataset = dataset
 
     def _draw(self, epoch: int) -> np.ndarray:
-        """Return the order of the dataset."""
         order, last = np.asarray(self._dataset.epoch_order(epoch, self.seed)), len(self._dataset) - 1
         start = f"{type(self._dataset).__name__}.epoch_order must return"
         if order.shape != (self._samples,) or order.dtype.kind not in "iu":
@@ -440,7 +438,6 @@ COLLATE = 1  # makes the seed of a batch's collation differ from that of its fir
 
 
 def _rows_of(batch: Any) -> list[Any]:
-    """Return the samples in a batch of tensors."""
     if isinstance(batch, torch.Tensor):
         return list(batch)
     if isinstance(batch, dict):

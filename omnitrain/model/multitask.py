@@ -120,7 +120,6 @@ class MultiTask(Dataset[tuple[str, Any]]):
         self._counts = _apportioned(self.epoch_size, self._shares())
 
     def _shares(self) -> np.ndarray:
-        """Return the share of each task in an epoch."""
         mixing, temperature = self.mixing, self.temperature
         check_number("temperature", temperature, above=0)
         if temperature != 1 and mixing != "proportional":

@@ -28,7 +28,6 @@ _POSITIVE = ("scale_ratio", "num_cycles", "power", "gamma")
 
 
 def _exact(number: float) -> Fraction:
-    """Return the fraction that a float stands for."""
     return Fraction(number).limit_denominator(10**9)
 
 
@@ -663,7 +662,6 @@ def _length_of(name: str, value: Any) -> Any:
 
 
 def _plain(value: Any) -> Any:
-    """Return a field as it may be given."""
     if isinstance(value, Duration):
         return str(value)
     return [_plain(entry) for entry in value] if isinstance(value, tuple) else value

@@ -542,7 +542,6 @@ def _scored(loader: Loader, score: Callable[..., Scores], *arrays: Any) -> Score
 
 
 def _with_loss(scores: Mapping[str, float], loss: float) -> dict[str, float]:
-    """Return the loss and the metrics of an evaluation."""
     if not {"loss", "eval_loss"}.isdisjoint(scores):
         raise ConfigError(
             "A metric is called 'loss', as is the loss of the evaluation, by which the best checkpoint is chosen. Give "
@@ -552,7 +551,6 @@ def _with_loss(scores: Mapping[str, float], loss: float) -> dict[str, float]:
 
 
 def _check_rows(outputs: Any, samples: int) -> None:
-    """Reject a batch that does not have one prediction per sample."""
     if isinstance(outputs, SampleList):
         return
     rows = [len(tensor) for tensor in tensors_in(outputs) if tensor.ndim]

@@ -305,7 +305,6 @@ class Loop:
             self.checkpointer.await_background(wait=False)
 
     def _act_on(self, asked: Control) -> None:
-        """Log, evaluate and save as requested."""
         lifecycle = self.lifecycle
         if asked.log:
             self.log()

@@ -6,7 +6,6 @@ import functools
 import math
 import numbers
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -50,18 +49,16 @@ class LossMeter:
         else:
             self.sum += weight * read_on_cpu(loss)
 
-    def read(self) -> float:
-        """Return the sum, waiting for the device that holds it."""
-        return float(self.sum)
-
     def mean(self) -> float:
         """Return the mean over all ranks since the epoch began."""
-        total, weight = self.ranks.sum("the mean loss of an epoch", *self.ranks.count_once([self.read(), self.weight]))
+        total, weight = self.ranks.sum(
+            "the mean loss of an epoch", *self.ranks.count_once([float(self.sum), self.weight])
+        )
         return total / weight if weight else math.nan
 
     def since_last(self) -> tuple[float, float]:
         """Return the sum and the weight added on this rank since the latest call."""
-        current = self.read(), self.weight
+        current = float(self.sum), self.weight
         (total, weight), self._at_last_log = self._at_last_log, current
         return current[0] - total, current[1] - weight
 
@@ -79,7 +76,7 @@ class LossMeter:
 
     def state_dict(self) -> dict[str, Any]:
         """Return sum and weight, now and at the latest log."""
-        return {"sum": self.read(), "weight": self.weight, "marked": list(self._at_last_log)}
+        return {"sum": float(self.sum), "weight": self.weight, "marked": list(self._at_last_log)}
 
     def load_state_dict(self, states: Sequence[Mapping[str, Any]]) -> None:
         """Restore the states of each process; if their number differs, the first gets the total."""
@@ -92,7 +89,7 @@ class LossMeter:
     def begin_epoch(self) -> None:
         """Start the mean of a new epoch; what was added since the latest log still counts for the next log."""
         # so that the next `since_last` includes what the previous epoch added since the latest log
-        self._at_last_log = (self._at_last_log[0] - self.read(), self._at_last_log[1] - self.weight)
+        self._at_last_log = (self._at_last_log[0] - float(self.sum), self._at_last_log[1] - self.weight)
         self.rollback((0.0, 0.0))
 
 
@@ -112,18 +109,8 @@ _TAKEN = frozenset(
 _PREFIXES = ("train_", "eval_", "test_", "learning_rate_")
 
 
-@dataclass(slots=True)
-class _Meter:
-    """One value: sums on the device and weights, each since the latest log and since the epoch began."""
-
-    sums: torch.Tensor
-    weights: list[float]
-
-    def copy(self) -> _Meter:
-        return _Meter(self.sums.clone(), list(self.weights))
-
-
 _LOG, _EPOCH = 0, 1
+_Meter = tuple[torch.Tensor, list[float]]
 
 
 class Meters:
@@ -142,6 +129,7 @@ class Meters:
         self.ranks: Ranks = ranks or Ranks()
         dtype = torch.float32 if device.type == "mps" else torch.float64
         self._zeros: Callable[[], torch.Tensor] = functools.partial(torch.zeros, 2, dtype=dtype, device=device)
+        # By name the sums on the device and the weights, each since the latest log and since the epoch began.
         self._meters: dict[str, _Meter] = {}
 
     def __len__(self) -> int:
@@ -164,10 +152,10 @@ class Meters:
             if not value_weight:
                 continue
             # a dict lookup in each micro-batch; names are validated when they appear first
-            meter = self._meters.get(name) or self._begin(name)
-            meter.sums.add_(_scalar(name, value), alpha=value_weight)
-            meter.weights[_LOG] += value_weight
-            meter.weights[_EPOCH] += value_weight
+            sums, weights = self._meters.get(name) or self._begin(name)
+            sums.add_(_scalar(name, value), alpha=value_weight)
+            weights[_LOG] += value_weight
+            weights[_EPOCH] += value_weight
 
     def _begin(self, name: Any) -> _Meter:
         if not isinstance(name, str) or not name or name in _TAKEN or name.startswith(_PREFIXES):
@@ -176,15 +164,15 @@ class Meters:
                 f"else there, or is no text. Choose another name: not {', '.join(sorted(_TAKEN))}, and none that "
                 f"begins with {', '.join(_PREFIXES)}."
             )
-        return self._meters.setdefault(name, _Meter(self._zeros(), [0.0, 0.0]))
+        return self._meters.setdefault(name, (self._zeros(), [0.0, 0.0]))
 
     # --- means over all ranks
 
     def means_since_last(self) -> dict[str, float]:
         """Return the means since the last call; called on all ranks."""
         means = self._means("the metrics for a log", _LOG)
-        for meter in self._meters.values():
-            meter.sums[_LOG] = meter.weights[_LOG] = 0.0
+        for sums, weights in self._meters.values():
+            sums[_LOG] = weights[_LOG] = 0.0
         return means
 
     def means(self) -> dict[str, float]:
@@ -196,37 +184,39 @@ class Meters:
 
     def sums(self, since: int = _EPOCH) -> dict[str, tuple[float, float]]:
         """Return sum and weight on this rank since the latest log or since the epoch began, waiting for the device."""
-        meters = {name: meter for name, meter in self._meters.items() if meter.weights[since]}
+        meters = {
+            name: (sums[since], weights[since]) for name, (sums, weights) in self._meters.items() if weights[since]
+        }
         # stacked, so that all of them are read from the device in one copy
-        totals = torch.stack([meter.sums[since] for meter in meters.values()]).tolist() if meters else []
-        return {name: (total, meters[name].weights[since]) for name, total in zip(meters, totals, strict=True)}
+        totals = torch.stack([total for total, _ in meters.values()]).tolist() if meters else []
+        return {name: (total, meters[name][1]) for name, total in zip(meters, totals, strict=True)}
 
     def begin_epoch(self) -> None:
         """Start the means of a new epoch; what was added since the latest log still counts in the next."""
-        for meter in self._meters.values():
-            meter.sums[_EPOCH] = meter.weights[_EPOCH] = 0.0
+        for sums, weights in self._meters.values():
+            sums[_EPOCH] = weights[_EPOCH] = 0.0
 
     # --- rollback and checkpoints
 
     def snapshot(self) -> dict[str, _Meter]:
         """Return the state for `rollback`, without waiting for the device."""
-        return {name: meter.copy() for name, meter in self._meters.items()}
+        return {name: (sums.clone(), list(weights)) for name, (sums, weights) in self._meters.items()}
 
     def rollback(self, snapshot: Mapping[str, _Meter]) -> None:
         """Remove what was added since `snapshot()`."""
-        self._meters = {name: meter.copy() for name, meter in snapshot.items()}
+        self._meters = {name: (sums.clone(), list(weights)) for name, (sums, weights) in snapshot.items()}
 
     def state_dict(self) -> list[Any]:
         """Return of each name the two sums and the two weights."""
-        return [[name, *meter.sums.tolist(), *meter.weights] for name, meter in self._meters.items()]
+        return [[name, *sums.tolist(), *weights] for name, (sums, weights) in self._meters.items()]
 
     def load_state_dict(self, states: Sequence[Sequence[Any]]) -> None:
         """Restore the states of each process; if their number differs, the first gets the total."""
         self._meters = {}
         for name, *numbers_of in (entry for state in _states_of_rank(self.ranks, states) for entry in state):
-            meter = self._meters.setdefault(name, _Meter(self._zeros(), [0.0, 0.0]))
-            meter.sums += torch.tensor(numbers_of[:2], dtype=meter.sums.dtype).to(meter.sums.device)
-            meter.weights = [a + b for a, b in zip(meter.weights, numbers_of[2:], strict=True)]
+            sums, weights = self._meters.setdefault(name, (self._zeros(), [0.0, 0.0]))
+            sums += torch.tensor(numbers_of[:2], dtype=sums.dtype).to(sums.device)
+            weights[:] = [a + b for a, b in zip(weights, numbers_of[2:], strict=True)]
 
 
 def means_of(sums: Sequence[Mapping[str, tuple[float, float]]]) -> dict[str, float]:

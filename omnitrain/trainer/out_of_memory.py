@@ -114,7 +114,6 @@ _HEAD = "Memory ran out"
 
 
 def _remedies(shortage: Shortage) -> Iterator[tuple[str, str]]:
-    """Yield what would take less memory, with how much that is."""
     active, least = shortage.activations, _LEAST * (max(shortage.peak or 0, shortage.parameters) + shortage.requested)
     matters = active is None or active > least
 

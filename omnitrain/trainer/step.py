@@ -675,7 +675,6 @@ class Step:
     # --- optimizers with a closure
 
     def _check_closure(self) -> None:
-        """Reject arguments that do not work with an optimizer that needs a closure."""
         settings, backend = self._settings, self._backend
         what = f"`optimizer` ({type(backend.optimizer).__name__}) takes loss and gradients several times in a step"
         if "closure" in backend.unsupported:
@@ -735,7 +734,7 @@ class Step:
                 raise self._nonfinite_error(self._place())
         self._is_at_start = False
         total, weight = self._ranks.sum(
-            "the loss of a closure", *self._ranks.count_once([self.loss.read(), self.loss.weight])
+            "the loss of a closure", *self._ranks.count_once([float(self.loss.sum), self.loss.weight])
         )
         value = total if self._settings.grad_reduction == "sum" else total / weight
         return torch.tensor(value, dtype=torch.float64)
@@ -787,7 +786,6 @@ class Step:
         return not skips
 
     def _place(self) -> WindowPosition:
-        """Return the position of the current step."""
         progress = self._lifecycle.progress
         return WindowPosition(progress.step + 1, progress.epoch, progress.samples_in_epoch, self.window.samples)
 

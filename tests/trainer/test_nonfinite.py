@@ -24,7 +24,7 @@ NAN, INF = math.nan, math.inf
 def test_loss_meter_is_nan_without_losses_and_sums_in_fp64() -> None:
     """It keeps no graph."""
     meter = LossMeter(CPU)
-    assert math.isnan(meter.mean()) and meter.since_last() == (0.0, 0.0) and meter.read() == 0.0
+    assert math.isnan(meter.mean()) and meter.since_last() == (0.0, 0.0) and meter.sum == 0.0
     meter.add(torch.ones((), requires_grad=True) * 2, 1)
     assert not torch.as_tensor(meter.sum).requires_grad
     for dtype in (torch.float16, torch.float32):
@@ -32,7 +32,7 @@ def test_loss_meter_is_nan_without_losses_and_sums_in_fp64() -> None:
         for _ in range(3000):
             meter.add(torch.tensor(1.0, dtype=dtype), 1)
         meter.add(torch.tensor(2.0**-20, dtype=dtype), 1)  # which is lost in any smaller type
-        assert meter.read() == 3000.0 + 2.0**-20
+        assert meter.sum == 3000.0 + 2.0**-20
 
 
 def test_reading_guard_updates_on_finite_values() -> None:
