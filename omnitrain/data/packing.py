@@ -203,7 +203,7 @@ class PackedDataset(Dataset[dict[str, torch.Tensor]]):
                 values[0] = IGNORED_LABEL
         return columns
 
-    def collate_with(self, collate: Callable[[Sequence[Any]], Any]) -> Callable[[Sequence[Any]], dict[str, Any]]:
+    def collate_with(self, collate: Callable[[Sequence[Any]], Any]) -> Callable[[Sequence[Any]], Any]:
         """Return the collator of rows.
 
         Raises:

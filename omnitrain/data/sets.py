@@ -24,7 +24,6 @@ from omnitrain.data.loaders import (
     UserLoader,
     by_name,
     check_loader,
-    close_loaders,
     dataset_title,
     is_stream,
     make_loader,
@@ -336,10 +335,6 @@ class Sets:
     def set_eval_loader(self, loader: Any) -> None:
         """Replace the evaluation loader by the user's, or by several by name."""
         self.eval = self._evaluation_loader(loader, "eval_dataset", as_loader=True)
-
-    def close_loaders(self) -> None:
-        """End the worker processes of the training and evaluation sets."""
-        close_loaders(self.train, self.eval)
 
 
 def _check_labels(inputs: Any, labels: Any) -> None:

@@ -64,6 +64,7 @@ from omnitrain.core.paths import local_path, run_folder
 from omnitrain.core.progress import Progress
 from omnitrain.core.secrets import mask_secrets, mask_text
 from omnitrain.data.collation import padding_collator
+from omnitrain.data.loaders import close_loaders
 from omnitrain.data.sets import Columns, Sets, is_user_defined
 from omnitrain.data.workers import report_dead_workers
 from omnitrain.distributed.ranks import Ranks
@@ -778,7 +779,7 @@ class BaseTrainer(Hooks, ABC):
         for end in find_overrides(self.algorithms, "end_run"):
             end(self)
         self._step.guard.release(self.optimizer)
-        self._sets.close_loaders()
+        close_loaders(self._sets.train, self._sets.eval)
 
     @contextlib.contextmanager
     def _calling(self, what: str, draws: bool = False) -> Iterator[None]:
