@@ -535,9 +535,8 @@ class _Cut:
             entries = {key: self.of(entry, f" under {key!r}") for key, entry in value.items()}
             if isinstance(value, DictBatch):
                 return DictBatch(entries)  # of a PaddedBatch too: how many of its tokens are in these rows is unknown
-            if type(value) is dict or isinstance(
-                value, UserDict
-            ):  # the further attributes of a BatchEncoding are of all rows
+            # a UserDict is transformers' BatchEncoding, whose further attributes are of all rows
+            if type(value) is dict or isinstance(value, UserDict):
                 return type(value)(entries)
             part = copy.copy(value)
             part.update(entries)

@@ -61,10 +61,8 @@ def _datasets(name: str, dataset: Any) -> dict[str, Any]:
 
 def stateful_parts(settings: Settings, model: nn.Module) -> dict[str, Any]:
     """Return custom parts of a run with `state_dict` and `load_state_dict`, by argument."""
-    parts = {name: part for name in ("unit", "loss_fn") if has_state(part := getattr(settings, name))}
-    if isinstance(settings.loss_fn, nn.Module):
-        parts.pop("loss_fn", None)  # of a module, the state is saved with the model
-    parts |= data_parts(settings)
+    parts = {"unit": settings.unit, "loss_fn": None if isinstance(settings.loss_fn, nn.Module) else settings.loss_fn}
+    parts = {name: part for name, part in parts.items() if has_state(part)} | data_parts(settings)
     return {name: _ModuleState(part, model) if isinstance(part, nn.Module) else part for name, part in parts.items()}
 
 

@@ -163,9 +163,8 @@ class Feed:
         for micro_batch in parts:
             if not remaining and self._stages is not None:
                 progress = self._lifecycle.progress
-                if (
-                    self._latest is not None and progress.samples == self._latest[0]
-                ):  # read ahead: it is not counted yet
+                # a step is read during the one before, which is not counted yet
+                if self._latest is not None and progress.samples == self._latest[0]:
                     window, progress = self._latest[1], copy.copy(progress)
                     progress.advance(window.samples, window.tokens)
                 self.accumulation = self._stages.at(progress)
