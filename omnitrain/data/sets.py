@@ -15,7 +15,7 @@ from torch import nn
 
 from omnitrain.arguments import Settings, describe, has_changing_batch_size, is_loader, samples_of_step
 from omnitrain.core.duration import Duration
-from omnitrain.core.errors import ConfigError
+from omnitrain.core.errors import ConfigError, check_number
 from omnitrain.data.collation import LABEL_KEYS, Collator
 from omnitrain.data.grouping import GroupByLength
 from omnitrain.data.loaders import (
@@ -67,10 +67,8 @@ class EvalSet:
     def __post_init__(self) -> None:
         if self.data is None or isinstance(self.data, EvalSet) or is_dict_of_sets(self.data):
             raise ConfigError(f"`EvalSet` takes one dataset or loader, got {type(self.data).__name__}.")
-        if isinstance(self.weight, bool) or not isinstance(self.weight, int | float) or not 0 <= self.weight < 1e300:
-            raise ConfigError(f"`weight` of an `EvalSet` must be a number of 0 or more, got {self.weight!r}.")
-        if self.subset is not None and (type(self.subset) is not int or self.subset < 1):
-            raise ConfigError(f"`subset` of an `EvalSet` must be a positive number of samples, got {self.subset!r}.")
+        check_number("EvalSet.weight", self.weight, least=0)
+        check_number("EvalSet.subset", 1 if self.subset is None else self.subset, least=1, is_whole=True)
         if self.unit is not None and (isinstance(self.unit, type) or not callable(self.unit)):
             raise ConfigError(f"`unit` of an `EvalSet` must be callable with a batch, got {self.unit!r:.200}.")
         if self.every is not None:

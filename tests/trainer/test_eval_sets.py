@@ -137,8 +137,8 @@ def test_sets_have_their_own_unit(trainer_class: Any) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"weight": -1}, "`weight`.*0 or more, got -1"), ({"weight": float("nan")}, "`weight`.*got nan"),
-        ({"subset": 0}, "`subset`.*got 0"), ({"subset": True}, "`subset`.*got True"),
+        ({"weight": -1}, "EvalSet.weight`.*at least 0, got -1"), ({"weight": float("nan")}, "EvalSet.weight`.*got nan"),
+        ({"subset": 0}, "EvalSet.subset`.*got 0"), ({"subset": True}, "EvalSet.subset`.*got True"),
         ({"every": "2h"}, "`every`.*steps or epochs.*'2h'"), ({"every": 0}, "`every`.*got 0"),
         ({"unit": 3}, "`unit`.*callable.*got 3"), ({"dataset": {"b": classes()}}, "one dataset or loader, got dict"),
         ({"dataset": DataLoader(classes()), "subset": 3}, "`subset=3` has no effect on a loader"),
