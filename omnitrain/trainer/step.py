@@ -60,20 +60,16 @@ def modules_in_eval_mode(model: nn.Module) -> list[nn.Module]:
     A model that is entirely in evaluation mode counts as none: `from_pretrained` leaves models so, and the user
     expects training. The same goes for a part that has `from_pretrained`, unless all of it is frozen.
     """
-    modules: list[nn.Module] = []
-
-    def look(module: nn.Module) -> None:
-        trains = any(parameter.requires_grad for parameter in module.parameters())
-        # transformers' `from_pretrained` returns models in evaluation mode, which says nothing about what the user
-        # wants
-        if not module.training and trains and hasattr(type(module), "from_pretrained"):
-            return
-        modules.extend([] if module.training else [module])
-        for child in module.children():
-            look(child)
-
-    if model.training:
-        look(model)
+    modules, ahead = list[nn.Module](), [model] if model.training else []
+    while ahead:
+        module = ahead.pop()
+        if not module.training:
+            trains = any(parameter.requires_grad for parameter in module.parameters())
+            # `from_pretrained` returns models in evaluation mode, which says nothing about what the user wants
+            if trains and hasattr(type(module), "from_pretrained"):
+                continue
+            modules.append(module)
+        ahead += module.children()
     return modules
 
 
