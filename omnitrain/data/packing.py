@@ -216,7 +216,8 @@ class PackedDataset(Dataset[dict[str, torch.Tensor]]):
                 f"`data_collator` ({name}) has nothing to do for a PackedDataset, whose rows have equal length, and "
                 "might change their labels. Leave it out, and change samples in the dataset."
             )
-        return _flattened if "cu_seq_lens" in self.borders else default_collate
+        collate_rows: Any = _flattened if "cu_seq_lens" in self.borders else default_collate
+        return collate_rows
 
     def check_model(self, model: nn.Module, parameters: Collection[str]) -> None:
         """Check that a model separates the sequences of a row, as far as can be seen.

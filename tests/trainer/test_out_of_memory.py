@@ -119,8 +119,6 @@ def trained(model: nn.Module, data: Any = None, resume_from: str | None = None, 
     defaults = {"batch_size": 8, "epochs": 3, "learning_rate": 0.05, "loss_fn": F.mse_loss, "log_steps": 1}
     if "unit" in options:
         del defaults["loss_fn"]
-    if hasattr(options.get("optimizer"), "step"):
-        del defaults["learning_rate"]
     data = rows(20) if data is None and "train_loader" not in options else data
     trainer = trainer_on_cpu(Trainer, model, data, **{**defaults, **options})
     trainer.train(resume_from)
