@@ -138,11 +138,7 @@ class Engine(SearchTrainer):
 
     Args:
         trainer: The trainer of the run.
-        training_args: The user's TrainingArguments, or None.
         callback_args: The arguments that callbacks see, theirs and ours.
-        scratch: A folder for temporary files.
-        trial: The trial of a search, or None.
-        accelerator: The `Accelerator` of a backend that shards; None lets transformers create one.
         kwargs: The arguments of `transformers.Trainer`, of which `args` is for its loop.
     """
 
@@ -183,29 +179,19 @@ class Engine(SearchTrainer):
     # The arguments of `_maybe_log_save_evaluate` at this step.
     _log_arguments: tuple[tuple[Any, ...], dict[str, Any]] = ((), {})
 
-    def __init__(
-        self,
-        trainer: BaseTrainer,
-        training_args: transformers.TrainingArguments | None,
-        callback_args: transformers.TrainingArguments,
-        scratch: Path,
-        trial: Trial | None,
-        accelerator: Any,
-        **kwargs: Any,
-    ) -> None:
-        self.trainer = trainer
-        self.training_args = training_args
-        self.callback_args = callback_args
-        self.scratch = scratch
-        self.search_trial = trial
-        self.syncs_each_batch: bool = bool(accumulation_options(training_args).get("sync_each_batch"))
-        self.real_accelerator = accelerator
+    def __init__(self, trainer: Any, callback_args: transformers.TrainingArguments, **kwargs: Any) -> None:
+        self.trainer, self.callback_args = trainer, callback_args
+        self.training_args = trainer.training_args
+        self.scratch: Path = Path(trainer._scratch.name)
+        self.search_trial: Trial | None = trainer._trial
+        self.syncs_each_batch: bool = bool(accumulation_options(self.training_args).get("sync_each_batch"))
+        self.real_accelerator = trainer._sharding  # None lets transformers create one
         self._tolerance = Tolerance("output_dir", "The next write there tries again.")
         output_dir: Any = kwargs["args"].output_dir
         with self._tolerance:
             os.makedirs(output_dir, exist_ok=True)
         if self._tolerance.has_failed:  # transformers creates the folder, and would raise the disk's error
-            kwargs["args"].output_dir = str(scratch)
+            kwargs["args"].output_dir = str(self.scratch)
         super().__init__(**kwargs)
         self.args.output_dir = output_dir
 

@@ -557,11 +557,7 @@ class HFTrainer(TransformersAPI):
         self._engine_args.ignore_data_skip = True  # and the rest of an epoch only
         self.engine = self.engine_class(
             self,
-            self.training_args,
             effective_arguments(self._base_args, self.settings, self._user_arguments, self._evaluates),
-            Path(self._scratch.name),
-            self._trial,
-            self._sharding,
             model=self.model,
             args=self._engine_args,
             data_collator=self.data_collator or Collator(label_names=self.settings.label_names or ()),
