@@ -104,7 +104,7 @@ def weights(results: Any, name: str) -> list[dict[str, torch.Tensor]]:
     return [rank["tensors"] for rank in results[name]]
 
 
-@pytest.mark.parametrize("backend", thinned(BACKENDS, ["fsdp"]))
+@pytest.mark.parametrize("backend", thinned(BACKENDS, ["fsdp", "hf2"]))
 def test_adapters_resume_exactly_without_the_base(results: Any, folder: Path, backend: str) -> None:
     """And load in PEFT. On another base they do not resume."""
     import peft

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from recipes import StopAt, distance, same, weights
+from recipes import distance, same, weights
 from tiny import bert, llama, t5
 from tokenizers import Tokenizer, models, pre_tokenizers, processors, trainers
 from transformers import (
@@ -179,25 +179,3 @@ def test_seq2seq_model_is_trained_and_scored_by_token(texts: Any, tokenizer: Any
     row = trainer.train()["best_valid"]
     assert trainer.objective.direction == "max" and 0 <= row["eval_token_accuracy"] <= 1
     assert trainer.predict(pairs.select(range(5))).predictions.shape[0] == 5
-
-
-def test_adapters_are_trained_and_resumed_to_the_bit(parts: Any, tokenizer: Any, arguments: Any) -> None:
-    peft = pytest.importorskip("peft")
-
-    def adapted() -> Any:
-        config = peft.LoraConfig(task_type="SEQ_CLS", r=2, lora_alpha=4, target_modules=["query", "value"])
-        return peft.get_peft_model(classifier(), config)
-
-    def run(folder: str, *callbacks: Any, resume: Any = None) -> Any:
-        args = arguments(folder, save_strategy="steps", save_steps=2, max_steps=4)
-        trainer = HFTrainer(adapted(), args, parts[0], processing_class=tokenizer, callbacks=callbacks)
-        trainer.train(resume_from=resume)
-        return trainer
-
-    straight = run("straight")
-    before, after = dict(adapted().named_parameters()), dict(straight.model.named_parameters())
-    changed = {name for name in before if not torch.equal(before[name], after[name])}
-    assert changed == {name for name, parameter in before.items() if parameter.requires_grad}
-    assert len(straight.optimizer.state) == len(changed)
-    run("cut", StopAt(3))
-    assert same(weights(run("cut", resume="auto").model), weights(straight.model))

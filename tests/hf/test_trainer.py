@@ -12,12 +12,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 import transformers
-from counting import Streamed
 from marks import thinned
 from recipes import Keyed, KeyedModel, Noisy, StopAt, Trace, callback, distance, rows, same, t16, weights
 from safetensors.torch import load_file
 from torch import nn
-from torch.utils.data import DataLoader
 from transformers import TrainerCallback, TrainingArguments
 
 from omnitrain import HFTrainer, Trainer
@@ -199,48 +197,25 @@ def test_best_checkpoint_goes_by_the_direction_of_its_metric(arguments: Any, tmp
     assert state["best_model_checkpoint"] == str(tmp_path / "run" / "checkpoint-4")
 
 
-def test_evaluate_leaves_the_random_generators_unchanged() -> None:
-    trainer = make(t16(dropout=0.5), Noisy(8), eval_dataset=Noisy(8))
-    before = torch.get_rng_state().tolist(), random.getstate(), np.random.get_state()[1].tolist()
-    trainer.evaluate()
-    trainer.engine.evaluate()
-    assert before == (torch.get_rng_state().tolist(), random.getstate(), np.random.get_state()[1].tolist())
-
-
-SOURCES: dict[str, Any] = {
-    "stream": lambda: {"train_dataset": Streamed(rows(22)), "batch_size": 4},
-    "loader": lambda: {"train_loader": DataLoader(rows(22), batch_size=4)},
-    "map": lambda: {"train_dataset": Noisy(22), "batch_size": 4},
-}
-
-
-def feed(kind: Any, source: str, resume_from: Any = None, **options: Any) -> Any:
-    """A trainer of a source of data, after its run."""
-    defaults: dict[str, Any] = {"loss_fn": F.mse_loss, "learning_rate": 0.05, "progress_bar": False, "log_steps": 1}
-    if kind is Trainer:
-        defaults["device"] = "cpu"
-    trainer = kind(t16(dropout=0.3), **SOURCES[source](), **{**defaults, **options})
+def feed(kind: Any, resume_from: Any = None, **options: Any) -> Any:
+    """A trainer of random samples, after its run."""
+    trainer = make(t16(dropout=0.3), Noisy(22), kind=kind, **options)
     trainer.train(resume_from=resume_from)
     return trainer
-
-
-def history_of(trainer: Any) -> list[tuple[Any, ...]]:
-    return [(row["epoch"], row["step"], row["train_loss"]) for row in trainer.metrics["train_metrics_history"]]
 
 
 @pytest.mark.parametrize(
     "options",
     [
-        {"autocast": "bf16"},
-        {"grad_reduction": "sum"},
-        {"max_grad_norm": None},
-        {"optimizer": lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9), "learning_rate": 2e-5},
-        {"lr_scheduler": "cosine", "scheduler_interval": "epoch"},
+        {
+            "autocast": "bf16", "grad_reduction": "sum", "max_grad_norm": None, "lr_scheduler": "cosine",
+            "scheduler_interval": "epoch", "learning_rate": 2e-5,
+            "optimizer": lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9),
+        },
         {"lr_scheduler": lambda o: torch.optim.lr_scheduler.ReduceLROnPlateau(o, patience=0), "eval_steps": 1},
-        {"eval_on_start": True, "eval_steps": 2},
     ],
-    ids="-".join,
-)
+    ids=["epochs", "evaluations"],
+)  # fmt: skip
 def test_options_act_as_in_the_native_trainer(options: dict[str, Any]) -> None:
     results = []
     for kind in NATIVE_AND_HF:
@@ -280,29 +255,22 @@ def test_second_train_starts_over_with_the_present_weights(arguments: Any) -> No
 
 
 @pytest.mark.parametrize(
-    ("source", "first", "second", "cut", "options"),
-    [
-        ("map", Trainer, HFTrainer, 4, {}),
-        ("map", HFTrainer, Trainer, 6, {}),
-        ("stream", HFTrainer, HFTrainer, 2, {"gradient_accumulation_steps": 3, "save_steps": 1}),
-        pytest.param("loader", HFTrainer, HFTrainer, 3, {"save_steps": 1}, marks=pytest.mark.slow),
-        pytest.param("map", HFTrainer, HFTrainer, 7, {}, marks=pytest.mark.slow),
-        pytest.param("map", HFTrainer, HFTrainer, 8, {"num_workers": 2}, marks=pytest.mark.processes),
-    ],
-)
+    ("first", "second", "cut", "workers"),
+    [(Trainer, HFTrainer, 4, 0), (HFTrainer, Trainer, 6, 0),
+     pytest.param(HFTrainer, HFTrainer, 8, 2, marks=pytest.mark.processes)],
+)  # fmt: skip
 def test_resumed_run_is_the_native_run_to_the_bit(
-    tmp_path: Path, source: str, first: Any, second: Any, cut: int, options: dict[str, Any]
+    tmp_path: Path, first: Any, second: Any, cut: int, workers: int
 ) -> None:
-    options = {"epochs": 3, "save_steps": 2, "load_best_at_end": False, **options}
-    if source == "map":  # for which the length of the run is known
-        options |= {"lr_scheduler": "cosine", "warmup_steps": 2}
-    straight = feed(Trainer, source, save_dir=tmp_path / "straight", **{**options, "num_workers": 0})
-    feed(first, source, callbacks=[StopAt(cut)], save_dir=tmp_path / "cut", **options)
+    options = {"epochs": 3, "save_steps": 2, "load_best_at_end": False, "lr_scheduler": "cosine", "warmup_steps": 2}
+    straight = feed(Trainer, save_dir=tmp_path / "straight", **options)
+    options |= {"save_dir": tmp_path / "cut", "num_workers": workers}
+    feed(first, callbacks=[StopAt(cut)], **options)
     for seed in (random.seed, np.random.seed, torch.manual_seed):
         seed(99)
-    trainer = feed(second, source, "auto", save_dir=tmp_path / "cut", **options)
+    trainer = feed(second, "auto", **options)
     assert same(state_of(trainer), state_of(straight))
-    assert history_of(trainer) == history_of(straight)
+    assert trainer.metrics["train_metrics_history"] == straight.metrics["train_metrics_history"]
     assert trainer.progress.position == straight.progress.position
     if first is second is HFTrainer:
         steps = [row["step"] for row in trainer.state.log_history if "loss" in row]
@@ -314,9 +282,9 @@ def test_random_draws_of_a_callback_do_not_reach_a_resume(tmp_path: Path) -> Non
         torch.rand(3)
 
     draws = callback(TrainerCallback, on_train_begin=draw)
-    straight = feed(HFTrainer, "map", max_steps=3, callbacks=[draws])
-    feed(HFTrainer, "map", max_steps=3, callbacks=[draws, StopAt(2)], save_dir=tmp_path)
-    trainer = feed(HFTrainer, "map", "auto", max_steps=3, callbacks=[draws], save_dir=tmp_path)
+    straight = feed(HFTrainer, max_steps=3, callbacks=[draws])
+    feed(HFTrainer, max_steps=3, callbacks=[draws, StopAt(2)], save_dir=tmp_path)
+    trainer = feed(HFTrainer, "auto", max_steps=3, callbacks=[draws], save_dir=tmp_path)
     assert same(state_of(trainer), state_of(straight))
 
 
