@@ -6,6 +6,7 @@ of a function, of a class or of a file makes anybody cut one subject in two.
 
 from __future__ import annotations
 
+import argparse
 import ast
 import collections
 import contextlib
@@ -31,6 +32,7 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import omnitrain
+from omnitrain.cli import main
 
 pytestmark = pytest.mark.processes
 
@@ -104,8 +106,12 @@ MODULES = {name_of(path): path for path in sorted(PACKAGE.rglob("*.py"))}
 
 
 @functools.cache
+def parsed(path: Path) -> ast.Module:
+    return ast.parse(path.read_text(encoding="utf-8"))
+
+
 def tree_of(module: str) -> ast.Module:
-    return ast.parse(MODULES[module].read_text(encoding="utf-8"))
+    return parsed(MODULES[module])
 
 
 def is_type_checking(test: ast.expr) -> bool:
@@ -333,7 +339,7 @@ def test_variables_are_nouns_for_what_they_hold() -> None:
         node.id if isinstance(node, ast.Name) else node.arg
         for folder in ("omnitrain", "examples", "benchmarks", "tests")
         for path in sorted((ROOT / folder).rglob("*.py"))
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        for node in ast.walk(parsed(path))
         if isinstance(node, ast.arg) or (isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store))
     ]
     without_content = [name for name in names if name in WITHOUT_CONTENT]
@@ -434,6 +440,82 @@ def test_public_members_have_docstrings() -> None:
     members = [(kind, name) for kind in classes_of_the_package() for name in public_members(kind)]
     public = [(kind, name) for kind, name in members if not kind.__name__.startswith("_")]
     assert public and not [(kind, name) for kind, name in public if not inspect.getdoc(getattr(kind, name))]
+
+
+# Arguments
+
+
+RESULTS = {
+    "Event", "Histogram", "MetricsDict", "Predictions", "Progress", "RunComparison", "SchedulePreview", "SearchResult",
+    "SearchTrial",
+}  # fmt: skip
+"""What a user gets and does not make."""
+PROTOCOLS = {"EvalUnit", "TrainUnit"}
+BY_VARIABLES = {"Config(tree)", "CsvLogger(filename)"}
+"""What tests pass as one of several values."""
+
+
+def parameters_of(function: Any) -> list[str]:
+    parameters = inspect.signature(function).parameters.values()
+    names = [parameter.name for parameter in parameters if parameter.kind is not parameter.VAR_KEYWORD]
+    return [name for name in names if name not in ("self", "unknown") and not name.startswith("_")]
+
+
+def public_arguments() -> dict[str, list[str]]:
+    """Return the arguments of all that is public, and of the methods of a trainer; shared ones are BaseTrainer's."""
+    shared = parameters_of(omnitrain.BaseTrainer.__init__)
+    arguments = {"BaseTrainer": shared}
+    for name, method in vars(omnitrain.BaseTrainer).items():
+        if inspect.isfunction(method) and not name.startswith("_"):
+            arguments[name] = parameters_of(method)
+    for name in omnitrain.__all__:
+        value = getattr(omnitrain, name)
+        if not inspect.isclass(value):
+            arguments[name] = parameters_of(value)
+        elif "__init__" in vars(value) and name not in RESULTS | PROTOCOLS and not issubclass(value, Exception):
+            is_shared = {*shared} if issubclass(value, omnitrain.BaseTrainer) else set()
+            arguments.setdefault(name, [name for name in parameters_of(value.__init__) if name not in is_shared])
+    return arguments
+
+
+def options_of(parser: argparse.ArgumentParser) -> Iterator[str]:
+    """Yield the options of a command and of those below it, each by its longest name."""
+    for action in parser._actions:
+        if isinstance(action, argparse._SubParsersAction):
+            for below in action.choices.values():
+                yield from options_of(below)
+        elif action.option_strings and not {"-h", "--version"} & {*action.option_strings}:
+            yield max(action.option_strings, key=len)
+
+
+def test_arguments_and_options_are_passed_by_tests() -> None:
+    """By keyword or by position to what takes it, or as a key of a dict in a file that names what takes it."""
+    keywords, positions = collections.defaultdict[str, set[str]](set), collections.Counter[str]()
+    keys, texts = collections.defaultdict[str, set[str]](set), set[str]()
+    for path in (ROOT / "tests").rglob("test_*.py"):
+        names, passed = set[str](), set[str]()
+        for node in ast.walk(parsed(path)):
+            if isinstance(node, ast.Call):
+                function = ast.unparse(node.func).rpartition(".")[2]
+                keywords[function] |= {str(keyword.arg) for keyword in node.keywords}
+                positions[function] = max(positions[function], len(node.args))
+                passed |= {str(keyword.arg) for keyword in node.keywords}
+            elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+                texts |= {*node.value.replace("=", " ").split()}
+                passed.add(node.value)
+            elif isinstance(node, ast.Name | ast.Attribute):
+                names.add(node.id if isinstance(node, ast.Name) else node.attr)
+        for name in names | passed:
+            keys[name.rpartition(".")[2]] |= passed
+    keys["BaseTrainer"] = set().union(*keys.values())
+    missing = [
+        f"{owner}({name})"
+        for owner, arguments in public_arguments().items()
+        for number, name in enumerate(arguments)
+        if number >= positions[owner] and name not in keywords[owner] | keys[owner]
+    ]
+    missing += [option for option in options_of(main._parser()[0]) if option not in texts]
+    assert set(missing) == BY_VARIABLES
 
 
 # The project

@@ -210,6 +210,7 @@ def test_lock_on_another_machine_needs_heartbeats(tmp_path: Path, shift: float, 
 def test_lock_without_an_owner_is_taken(tmp_path: Path, text: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A power cut leaves an empty file."""
     monkeypatch.setattr(lock_module, "EXIT_GRACE_S", 4.0 if text else 0.1)  # filelock waits for two seconds
+    monkeypatch.setattr(lock_module, "LEASE_S", 0.3)
     (tmp_path / LOCK).write_text(text)
     check_takes(tmp_path)
 
