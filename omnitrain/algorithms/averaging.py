@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 import torch
 from torch.optim.swa_utils import get_ema_multi_avg_fn, get_swa_multi_avg_fn
 
-from omnitrain.algorithms.weights import local_part
+from omnitrain.algorithms.weights import local_part, parameters_by_name
 from omnitrain.checkpoint.state_dicts import bare_name
 from omnitrain.checkpoint.tensor_files import gather_to_host
 from omnitrain.core.duration import Duration
@@ -53,14 +53,14 @@ class WeightAverage(Algorithm):
 
     def _add_parameters(self, trainer: TrainerLike) -> None:
         """Start an average, at the current weight, of each trained parameter without one."""
-        for name, parameter in trainer.model.named_parameters():
-            if parameter.requires_grad and parameter.is_floating_point() and bare_name(name) not in self._averages:
-                self._averages[bare_name(name)] = _copy(parameter)
+        for name, parameter in parameters_by_name(trainer.model).items():
+            if parameter.requires_grad and name not in self._averages:
+                self._averages[name] = _copy(parameter)
         self._pair(trainer)
 
     def _pair(self, trainer: TrainerLike) -> None:
         """Pair the local parts of averages and weights."""
-        live = {bare_name(name): parameter for name, parameter in trainer.model.named_parameters()}
+        live = parameters_by_name(trainer.model)
         names = [name for name in self._averages if name in live]
         self._pairs = [local_part(self._averages[name]) for name in names], [live[name] for name in names]
 

@@ -151,7 +151,23 @@ class RunLength:
                         f"`lr_scheduler={name}` counts epochs ('{length}'), but the data has no length, so that an "
                         "epoch has no middle. Give it in steps ('500ba'), samples, tokens, time or shares of the run."
                     )
-            self._check_end(part)
+            end, warmup = self.end, part.warmup
+            if end is not None and isinstance(warmup, Duration):
+                length = self.convert(warmup, part.scale_ratio)
+                if length is not None and length >= end:
+                    words = {"ba": "steps", "ep": "epochs"}[self.unit]
+                    warmup_text = warmup.value if warmup.unit == "ba" else repr(str(warmup))
+                    raise ConfigError(
+                        f"`warmup_steps={warmup_text}` leaves nothing of the run's {end} {words}. Make it smaller."
+                    )
+            if isinstance(part, WSDScheduler):
+                lengths: tuple[Any, ...] = warmup, part.decay, part.t_max
+                first, last, whole = (length and self.convert(length, part.scale_ratio) for length in lengths)
+                if first is not None and last is not None and whole is not None and first + last > whole:
+                    raise ConfigError(
+                        f"`lr_scheduler={part!r}`: warm-up and decay take {first:g} + {last:g} steps, and there are "
+                        f"{whole:g}. Make one of them shorter."
+                    )
 
     def unreached(self, schedule: Schedule) -> list[Duration]:
         """Return the milestones of a schedule that lie after the end of the run, where that is known."""
@@ -164,25 +180,6 @@ class RunLength:
                 if is_late or any(end.unit == length.unit and exact > end.exact for end in self.ends):
                     unreachable.append(length)
         return unreachable
-
-    def _check_end(self, part: Schedule) -> None:
-        end, warmup = self.end, part.warmup
-        if end is not None and isinstance(warmup, Duration):
-            length = self.convert(warmup, part.scale_ratio)
-            if length is not None and length >= end:
-                words = {"ba": "steps", "ep": "epochs"}[self.unit]
-                warmup_text = warmup.value if warmup.unit == "ba" else repr(str(warmup))
-                raise ConfigError(
-                    f"`warmup_steps={warmup_text}` leaves nothing of the run's {end} {words}. Make it smaller."
-                )
-        if isinstance(part, WSDScheduler):
-            lengths: tuple[Any, ...] = warmup, part.decay, part.t_max
-            first, last, whole = (length and self.convert(length, part.scale_ratio) for length in lengths)
-            if first is not None and last is not None and whole is not None and first + last > whole:
-                raise ConfigError(
-                    f"`lr_scheduler={part!r}`: warm-up and decay take {first:g} + {last:g} steps, and there are "
-                    f"{whole:g}. Make one of them shorter."
-                )
 
 
 class RunPosition:
