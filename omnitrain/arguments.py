@@ -156,16 +156,9 @@ ASSIGNABLE_SETTINGS = frozenset(["model", "optimizer", "lr_scheduler", "unit"])
 
 
 def _reject_unknown(trainer: type, unknown: Mapping[str, Any], known: list[str]) -> None:
-    """Raise one error for all unknown arguments; those of other trainers may be passed as None or False.
+    """Raise one TypeError for all unknown arguments; those of other trainers may be passed as None or False.
 
-    Args:
-        trainer: The class of the trainer.
-        unknown: The arguments, by name.
-        known: The arguments that the trainer has.
-
-    Raises:
-        TypeError: If an argument is unknown: a line for each if there are several.
-        ConfigError: If all of them are arguments of other trainers, with a value other than None and False.
+    If all are those of other trainers, it is a ConfigError.
     """
     reasons = getattr(trainer, "REFUSED", {})
     errors = []
@@ -324,12 +317,7 @@ def check_settings(settings: Settings) -> None:
 
 
 def reject_class(name: str, value: Any) -> None:
-    """Raise ConfigError for a class if an instance is needed.
-
-    Args:
-        name: The argument.
-        value: Its value, or one entry of its list.
-    """
+    """Raise ConfigError for a class if an instance is needed, as the value or an entry of the argument `name`."""
     if isinstance(value, type):
         raise ConfigError(f"`{name}` takes instances, got the class {value.__name__}. Pass {value.__name__}(...).")
 
@@ -630,12 +618,6 @@ def accumulation_stages(
 ) -> Stages | None:
     """Return the stages of micro-batches per window and process; None if they stay the same.
 
-    Args:
-        settings: The arguments of the trainer.
-        limits: The end of the run.
-        world_size: How many processes have different samples.
-        samples_per_epoch: Samples of an epoch; None for data of unknown length.
-
     Raises:
         ConfigError: If a size is not divisible, or its place is not known in a run of these limits, or never reached.
     """
@@ -738,10 +720,6 @@ def check_same_on_ranks(ranks: Ranks, described: Mapping[str, Any]) -> None:
     """Compare the arguments of all ranks, except those that may differ.
 
     Only the main rank uses `save_dir`, so the others may have another one; but either all ranks have one, or none.
-
-    Args:
-        ranks: The ranks of the run.
-        described: The arguments by name, from `describe`.
 
     Raises:
         DistributedError: On all ranks; it names the arguments that differ, with the value on each rank.

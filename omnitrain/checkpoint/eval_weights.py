@@ -20,11 +20,6 @@ class EvalWeights:
 
     A schedule-free optimizer has `train()` and `eval()`, which change the weights in place. Rounding would move those
     in training each time, so these are copied before `eval()` and copied back after `train()`.
-
-    Args:
-        trainer: Passed to the algorithms.
-        backend: Has the weights and the optimizer.
-        algorithms: Those of the run.
     """
 
     def __init__(self, trainer: TrainerLike, backend: Backend, algorithms: list[Algorithm]) -> None:

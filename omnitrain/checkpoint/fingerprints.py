@@ -90,13 +90,7 @@ def _digest(value: Any, update: Callable[[bytes], None]) -> bool:
 
 
 class _Digests(Dataset[tuple[int, dict[str, Any]]]):
-    """Descriptions of the parts of samples, as far as they are the same when a sample is read twice.
-
-    Args:
-        dataset: A map-style dataset.
-        indices: The samples.
-        describe: Returns the description of a part; None for one that has none.
-    """
+    """What `describe` returns for the parts of samples, except None and what differs when a sample is read twice."""
 
     def __init__(self, dataset: Any, indices: Sequence[int], describe: Callable[[Any], Any]) -> None:
         self.fetch = Fetch(dataset, operator.itemgetter(0), seed=0)
@@ -125,14 +119,7 @@ class _Digests(Dataset[tuple[int, dict[str, Any]]]):
 def _read_samples(
     dataset: Any, count: int, has_workers: bool, describe: Callable[[Any], Any]
 ) -> dict[str, dict[str, Any]]:
-    """Return descriptions of some samples by index and part; of fewer samples if reading takes long.
-
-    Args:
-        dataset: A map-style dataset.
-        count: How many samples to choose.
-        has_workers: Whether to read in a worker process.
-        describe: Returns the description of a part of a sample, or None.
-    """
+    """Return `_Digests` of `count` samples by index and part, in a worker if asked; of fewer if reading takes long."""
     size, samples = count_rows(dataset), dict[str, dict[str, Any]]()
     # by the size only, so that a resumed run reads the same samples
     indices = list(dict.fromkeys(derive_seed(size, draw) % size for draw in range(count))) if size else []
@@ -188,15 +175,18 @@ def check_same_data(ranks: Ranks, loaders: Iterable[Any]) -> None:
     Raises:
         DistributedError: On all ranks, if a sample differs.
     """
-    loaders = [loader for loader in loaders if isinstance(loader, Loader) and not loader.is_compared]
-    if ranks.world_size == 1 or not loaders:
+    if ranks.world_size == 1:
         return
-    samples = {}
+    loaders = [loader for loader in loaders if isinstance(loader, Loader) and not loader.is_compared]
+    if not loaders:
+        return
+    samples: dict[tuple[str, str, str], tuple[str, list[float]]] = {}
     with ranks.in_phase("data"):
         for loader in loaders:
             dataset, has_workers = _map_style_dataset(loader)
             if dataset is not None:
-                samples[loader.name] = _read_samples(dataset, _COMPARED, has_workers, _summarize)
+                for index, parts in _read_samples(dataset, _COMPARED, has_workers, _summarize).items():
+                    samples |= {(loader.name, index, part): parts[part] for part in parts}
         difference = ranks.combine("some samples of the data", samples, _differing_sample)
     if difference:
         name, index = difference
@@ -209,23 +199,16 @@ def check_same_data(ranks: Ranks, loaders: Iterable[Any]) -> None:
         loader.is_compared = True
 
 
-def _differing_sample(by_rank: Sequence[Mapping[str, Mapping[str, Any]]]) -> tuple[str, str] | None:
+def _differing_sample(by_rank: Sequence[Mapping[Any, tuple[str, list[float]]]]) -> tuple[str, str] | None:
     """Return the set and the index of a sample that differs between ranks, or None."""
-    reference: dict[tuple[str, str], Any] = {}
-    for sets in by_rank:
-        for name, samples in sets.items():
-            for index, parts in samples.items():
-                # each rank may have stopped at another sample, so only those that several have are compared
-                if not _is_alike(reference.setdefault((name, index), parts), parts):
-                    return name, index
+    reference: dict[Any, tuple[str, list[float]]] = {}
+    for summaries in by_rank:
+        for key, (digest, means) in summaries.items():
+            # each rank may have stopped at another sample, so only those that several have are compared
+            first, first_means = reference.setdefault(key, (digest, means))
+            if digest != first or not np.allclose(first_means, means, 1e-3, 1e-6, equal_nan=True):
+                return key[:2]
     return None
-
-
-def _is_alike(parts: Mapping[str, tuple[str, list[float]]], other: Mapping[str, tuple[str, list[float]]]) -> bool:
-    return all(
-        parts[name][0] == other[name][0] and np.allclose(parts[name][1], other[name][1], 1e-3, 1e-6, equal_nan=True)
-        for name in parts.keys() & other.keys()
-    )
 
 
 def _summarize(value: Any) -> tuple[str, list[float]] | None:
@@ -387,12 +370,7 @@ def _model_code(model: nn.Module) -> str:
 
 
 class Difference(NamedTuple):
-    """A difference from a checkpoint.
-
-    Attributes:
-        name: The name in `allow_change` that allows it.
-        text: What differs.
-    """
+    """A difference from a checkpoint, and the name in `allow_change` that allows it."""
 
     name: str
     text: str

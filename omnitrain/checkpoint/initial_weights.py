@@ -83,13 +83,8 @@ class _BroadcastTensors:
 def load_initial(model: nn.Module, source: Mapping[str, Any], ranks: Ranks) -> InitialWeights | None:
     """Copy weights into a model before it is placed, on the main rank, from which they are broadcast later.
 
-    Args:
-        model: The user's model.
-        source: "path", "ignore" (globs of names) and "convert" (a function, or None), as `settings.source_of` has them.
-        ranks: The ranks of the run.
-
-    Returns:
-        The weights to read after the model is placed, if the main rank's is on the meta device.
+    The `source` is from `parse_init_from`. If the main rank's model is on the meta device, the weights to read after
+    it is placed are returned.
 
     Raises:
         ConfigError: On all ranks, if there are no weights, none that the model has, or some of another shape; nothing
@@ -116,11 +111,9 @@ def _load(
     content: dict[str, torch.Tensor],
     check: Check,
 ) -> tuple[dict[str, Any], InitialWeights | None]:
-    """Load the weights, or return those to load later.
+    """Load the weights, and return the extra states of modules, which cannot be broadcast.
 
-    Returns:
-        The extra states of modules, which cannot be broadcast; and the weights to load later, of which those in memory
-        are added to `content`.
+    Weights to load later are returned, too; those of them that are in memory are added to `content`.
     """
     where = f"`init_from={str(path)[:500]!r}`"
     content_of_files, files, states = _read(path, where, check)

@@ -144,11 +144,7 @@ _code_folder: Path | None = None
 
 @contextlib.contextmanager
 def code_in(folder: Path) -> Iterator[None]:
-    """Record the commit of this folder instead of the script's for runs that start in the context.
-
-    Args:
-        folder: The folder, for instance of a configuration that omnitrain's command runs.
-    """
+    """Record the commit of this folder, such as that of a configuration, for runs that start inside."""
     global _code_folder
     before, _code_folder = _code_folder, folder.absolute()
     try:
@@ -160,9 +156,7 @@ def code_in(folder: Path) -> Iterator[None]:
 class Git:
     """A git process that reads the commit of a folder in the background.
 
-    Args:
-        folder: The folder of the code. An installed package has no commit: a repository around its folder is that of a
-            project with a virtual environment.
+    An installed package has no commit: a repository around its folder is that of a project with a virtual environment.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -186,12 +180,9 @@ class Git:
         return self._process is None
 
     def answer(self, seconds: float = 0.0) -> dict[str, Any] | None:
-        """Return "commit", "branch" and whether the tree is "clean"; None without a repository or a final answer.
+        """Return "commit", "branch" and whether the tree is "clean"; None without a repository or an answer in time.
 
         Untracked files are ignored.
-
-        Args:
-            seconds: How long to wait.
         """
         if self._process is not None and self._output is not None:
             try:
@@ -223,10 +214,7 @@ class Git:
 class StartRecord:
     """The record of one start of a run, which is written to `run.json` at once, and again when git has answered.
 
-    Args:
-        device: The device of the main rank.
-        ranks: Host and device of each rank.
-        position: The position in the run: "step" and "resumed_from".
+    It has the device of the main rank, host and device of all `ranks`, and the `position`: "step" and "resumed_from".
     """
 
     def __init__(self, device: torch.device, ranks: Sequence[tuple[str, str]], position: Mapping[str, Any]) -> None:
@@ -263,14 +251,7 @@ class StartRecord:
         return {**self._known, "git": self._git.answer(seconds)}
 
     def write(self, fs: FileSystem, folder: Path, details: Mapping[str, Any], replaces_all: bool) -> None:
-        """Write it to the folder of the run; a failing disk is only reported.
-
-        Args:
-            fs: The disk.
-            folder: The folder.
-            details: Further entries, as JSON types, of which secrets are masked.
-            replaces_all: Whether the run replaces another one, with the records of its starts.
-        """
+        """Write it with further `details`, of which secrets are masked; a failing disk is only reported."""
         self._details, self._replaces = mask_secrets(details), "all" if replaces_all else None
         self._write(fs, folder, _GIT_S)
 
@@ -333,14 +314,7 @@ def read_starts(path: Path) -> list[dict[str, Any]]:
 def append_start(fs: FileSystem, path: Path, start: Mapping[str, Any], replaces: str | None = None) -> None:
     """Append a start to a `run.json`, which is replaced atomically.
 
-    Args:
-        fs: The disk.
-        path: The file.
-        start: The record, as JSON types.
-        replaces: "all" if the run replaces another one; "last" if the start is already in the file.
-
-    Raises:
-        OSError: It cannot be written.
+    It replaces "all" if the run replaces another one, and the "last" if the start is already in the file.
     """
     try:
         starts = read_starts(path)

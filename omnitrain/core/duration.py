@@ -371,15 +371,7 @@ def _intervals(duration: Duration, limits: Limits | None) -> list[tuple[str, int
 
 
 def check_stages(name: str, numbers: Mapping[Any, int]) -> None:
-    """Reject an invalid number that changes during a run.
-
-    Args:
-        name: The argument.
-        numbers: Its value.
-
-    Raises:
-        ConfigError: With the wrong place or number.
-    """
+    """Raise ConfigError for an argument with wrong numbers that change during a run, or wrong places of them."""
     example = f"{name}={{0: 64, '0.2dur': 128, '0.5dur': 256}}"
     if 0 not in numbers or next(iter(numbers)) != 0:
         raise ConfigError(f"`{name}` must begin with the number at 0, as in {example}, got {dict(numbers)!r:.200}.")
@@ -406,16 +398,9 @@ def check_stages(name: str, numbers: Mapping[Any, int]) -> None:
 
 
 def check_stages_reached(name: str, numbers: Mapping[Any, int], limits: Limits, samples_per_epoch: int | None) -> None:
-    """Reject a number of samples per step that a run ends before, as far as that is known.
+    """Raise ConfigError for a number of samples per step that a run ends before, as far as that is known.
 
-    Args:
-        name: The argument.
-        numbers: Its value, after `check_stages`.
-        limits: The end of the run.
-        samples_per_epoch: Samples of an epoch; None for data of unknown length.
-
-    Raises:
-        ConfigError: With the place.
+    The number of samples of an epoch is None for data of unknown length.
     """
 
     def to_samples(length: Duration) -> Fraction | None:

@@ -722,12 +722,7 @@ def share_of_run(trainer: TrainerLike, who: str, step: int) -> float:
 
 
 def restore_with_undo(part: Any, state: dict[str, Any], undo: contextlib.ExitStack) -> None:
-    """Restore the state of a callback, an algorithm or a schedule from a checkpoint.
-
-    Args:
-        part: The object whose state is restored.
-        state: What its `state_dict()` returned.
-        undo: Gets a function that restores the present state.
+    """Restore the state of a callback, an algorithm or a schedule from a checkpoint; `undo` restores the present one.
 
     Raises:
         CheckpointError: If the object rejects the state.

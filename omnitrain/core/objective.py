@@ -231,14 +231,7 @@ class Objective:
         )
 
     def check(self, names: Iterable[str]) -> None:
-        """Reject a metric that no evaluation will have.
-
-        Args:
-            names: The names of all results, without `eval_`.
-
-        Raises:
-            ObjectiveError: If the metric is not among them.
-        """
+        """Raise ObjectiveError for a metric that is not among the results of evaluations, without `eval_`."""
         self.key(dict.fromkeys(f"eval_{name}" for name in names))
 
     def is_better(self, value: float, than: float | None) -> bool:

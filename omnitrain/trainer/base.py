@@ -662,11 +662,11 @@ class BaseTrainer(Hooks, ABC):
         """Begin a run, afresh or from a checkpoint."""
         checkpointer = self._checkpointer
         checkpoint = None if resume_from is None else checkpointer.find(resume_from)
-        if checkpoint is None and resume_from == "auto":
-            logger.info("No checkpoint in %r yet: the run starts afresh.", str(self.save_dir))
-        elif checkpoint is None:
-            checkpointer.check_save_dir()
         if checkpoint is None:
+            if resume_from == "auto":
+                logger.info("No checkpoint in %r yet: the run starts afresh.", str(self.save_dir))
+            else:
+                checkpointer.check_save_dir()
             self.backend.check_weights_loaded()
         self._begin_run(resumes=checkpoint is not None)
         self._checkpointer.check_optimizers(vars(self), is_resuming=checkpoint is not None)

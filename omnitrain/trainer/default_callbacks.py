@@ -83,16 +83,13 @@ def _make_logger(spec: object) -> Callback:
         raise ConfigError(
             f"`loggers` takes names and objects, got the class {spec.__name__}. Pass {spec.__name__}(...)."
         )
-    if not isinstance(spec, str):
-        try:
-            return Tracking(spec)  # type: ignore[arg-type]  # which rejects what is no tracker
-        except ConfigError as error:
-            raise ConfigError(f"`loggers` holds {spec!r}, which is no name and no logger. {error}") from error
-    if spec in _BUILTIN:
+    if isinstance(spec, str) and spec in _BUILTIN:
         return _BUILTIN[spec]()
     try:
-        return Tracking(spec)
+        return Tracking(spec)  # type: ignore[arg-type]  # which rejects what is no tracker
     except ConfigError as error:
+        if not isinstance(spec, str):
+            raise ConfigError(f"`loggers` holds {spec!r}, which is no name and no logger. {error}") from error
         names = dict.fromkeys([*_BUILTIN, *SERVICES])
         raise ConfigError(
             f"`loggers` holds {spec!r}, which is no known logger.{did_you_mean(spec, names)} There are "

@@ -133,12 +133,9 @@ def reject_event_methods(**parts: Any) -> None:
     """Raise ConfigError for a method of a model, an optimizer, ... whose name suggests that an event calls it."""
     for argument, part in parts.items():
         kind = part if isinstance(part, type) else type(part)
-        if issubclass(kind, (Callback, TrainHook)):
-            continue  # they are called
-        for base in kind.__mro__:
-            if base.__module__.partition(".")[0] in _LIBRARIES:
-                continue
-            for name in [name for name in vars(base) if name in EVENTS_OF_TRAINERS and callable(getattr(base, name))]:
+        members = {} if issubclass(kind, (Callback, TrainHook)) else members_of_user(kind)  # theirs are called
+        for name in members:
+            if name in EVENTS_OF_TRAINERS and callable(getattr(kind, name)):
                 ours = functools.reduce(lambda text, part: text.replace(*part), _OURS.items(), name)
                 event = ours if ours.removeprefix("on_") in list(Event) else "on_<event>"
                 raise ConfigError(
@@ -152,23 +149,20 @@ def reject_uncalled_methods(model: nn.Module, settings: Settings, trainer_class:
     """Raise ConfigError for a method of the model that another library's trainer calls, and none of ours."""
     if members_of_user(trainer_class).keys() & _RUN_MODELS:
         return
-    for kind in type(model).__mro__:
-        if kind.__module__.partition(".")[0] in _LIBRARIES:
-            continue
-        for name in [name for name in METHODS_OF_MODELS if callable(vars(kind).get(name))]:
-            instead, arguments = METHODS_OF_MODELS[name]
-            if all(getattr(settings, argument) is None for argument in arguments):
-                raise ConfigError(
-                    f"`model` ({type(model).__name__}) has a method {name}(), which nothing calls. Use {instead} "
-                    "instead; or rename it, if you call it yourself."
-                )
+    members = members_of_user(type(model))
+    for name, (instead, arguments) in METHODS_OF_MODELS.items():
+        if callable(members.get(name)) and all(getattr(settings, argument) is None for argument in arguments):
+            raise ConfigError(
+                f"`model` ({type(model).__name__}) has a method {name}(), which nothing calls. Use {instead} "
+                "instead; or rename it, if you call it yourself."
+            )
 
 
 def members_of_user(cls: type) -> dict[str, Any]:
-    """Return what a subclass of a trainer and its mixins define, without omnitrain's own classes."""
+    """Return what a class and its bases define, without those of libraries."""
     members: dict[str, Any] = {}
     for base in reversed(cls.__mro__):
-        if base is not object and not base.__module__.startswith("omnitrain."):
+        if base.__module__.partition(".")[0] not in _LIBRARIES:
             members |= vars(base)
     return members
 

@@ -138,6 +138,8 @@ class Lifecycle:
         self._log_values_methods: list[ListenerMethod] = []
         # The model, the optimizer and the schedule if they have hooks, each with the callback that calls them.
         self._components: list[tuple[Any, Callback]] = []
+        # Those whose state is saved separately.
+        self._component_ids: set[int] = set()
         self.register(callbacks)
 
     def register(self, callbacks: Iterable[Callback]) -> None:
@@ -161,7 +163,7 @@ class Lifecycle:
 
         They replace those of an earlier call.
         """
-        before, self._components = self._components, []
+        before, self._components, self._component_ids = self._components, [], set(map(id, components))
         for component in components:
             callback = next((callback for registered, callback in before if registered is component), None)
             if callback is None and isinstance(component, TrainHook):
@@ -172,8 +174,8 @@ class Lifecycle:
                 self._components.append((component, callback))
         if before or self._components:
             component_callbacks = [callback for _, callback in self._components]
-            component_ids = {id(callback) for _, callback in before} | set(map(id, component_callbacks))
-            self.register(component_callbacks + [c for c in self.callbacks if id(c) not in component_ids])
+            callback_ids = {id(callback) for _, callback in before} | set(map(id, component_callbacks))
+            self.register(component_callbacks + [c for c in self.callbacks if id(c) not in callback_ids])
 
     def _bind(self) -> None:
         """Collect the methods of callbacks to call for each event."""
@@ -339,11 +341,9 @@ class Lifecycle:
             self.logged_at = (step, seconds + time.perf_counter() - start, samples, tokens)
 
     def set_profiler_ranges(self, owner: object, ranges: ProfilerRanges | None) -> None:
-        """Run data, forward, backward and update of each step inside of `ranges(name)`.
+        """Run data, forward, backward and update of each step inside of `ranges(name)`; None removes the owner's.
 
-        Args:
-            owner: The object that sets them. Those of several owners are nested.
-            ranges: Returns a context for the name of a part; None removes the owner's ranges.
+        The ranges of several owners are nested.
         """
         self._ranges_by_owner.pop(id(owner), None)
         if ranges is not None:
@@ -480,7 +480,7 @@ class Lifecycle:
         self.tick()
         states, turns = [], collections.Counter[str]()
         for callback in self.callbacks:
-            if self._is_component(callback):
+            if id(callback) in self._component_ids:
                 continue
             name, state = type(callback).__qualname__, callback.state_dict()
             if state:
@@ -524,10 +524,6 @@ class Lifecycle:
         self.objective.load_state_dict(outcome["objective"])
         vars(self).update({name: value for name, value in outcome.items() if name != "objective"})
 
-    def _is_component(self, callback: Callback) -> bool:
-        """Return whether a callback is the model, the optimizer or the schedule, whose state is saved separately."""
-        return any(component is callback for component, _ in self._components)
-
     def load_callbacks(self, entries: Iterable[Mapping[str, Any]], undo: contextlib.ExitStack) -> None:
         """Restore each callback's state from that of a callback of the same class; `undo` restores the current ones."""
         unmatched = list(self.callbacks)
@@ -537,7 +533,7 @@ class Lifecycle:
             candidates = [
                 callback
                 for callback in self.callbacks
-                if type(callback).__qualname__ == name and not self._is_component(callback)
+                if type(callback).__qualname__ == name and id(callback) not in self._component_ids
             ]
             match = next((callback for callback in candidates[entry.get("turn", 0) :] if callback in unmatched), None)
             if match is None:
