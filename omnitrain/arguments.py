@@ -30,23 +30,10 @@ if TYPE_CHECKING:
 Constructor = TypeVar("Constructor", bound=Callable[..., None])
 
 ScheduleName = Literal[
-    "constant",
-    "constant_with_warmup",
-    "linear",
-    "cosine",
-    "cosine_with_restarts",
-    "cosine_with_min_lr",
-    "inverse_sqrt",
-    "polynomial",
-    "step",
-    "multistep",
-    "exponential",
-    "wsd",
-    "cosine_warmup_with_min_lr",
-    "warmup_stable_decay",
-    "greedy",
-    "reduce_lr_on_plateau",
-]
+    "constant", "constant_with_warmup", "linear", "cosine", "cosine_with_restarts", "cosine_with_min_lr",
+    "inverse_sqrt", "polynomial", "step", "multistep", "exponential", "wsd", "cosine_warmup_with_min_lr",
+    "warmup_stable_decay", "greedy", "reduce_lr_on_plateau",
+]  # fmt: skip
 """Schedules that `lr_scheduler` knows by name; transformers makes those from the thirteenth to the fifteenth."""
 
 PrecisionName = Literal["fp32", "fp16", "bf16", "fp8", "float32", "float16", "half", "bfloat16", "float8"]

@@ -52,18 +52,21 @@ _INSTALLED = tuple({sysconfig.get_path(name) for name in ("stdlib", "platstdlib"
 # --- data
 
 
-def content_digest(value: Any) -> str | None:
+def content_digest(value: Any, means: list[float] | None = None) -> str | None:
     """Return a digest of tensors, arrays, text, numbers, and lists and dicts of these; None for anything else.
+
+    If there is a list `means`, it has shapes in place of floats and images, whose means are added to the list.
 
     >>> content_digest({"x": [1, 2.5], "y": "a"}) == content_digest({"y": "a", "x": [1, 2.5]}), content_digest(object())
     (True, None)
     """
     hasher = hashlib.blake2b(digest_size=8)
-    return hasher.hexdigest() if _digest(value, hasher.update) else None
+    return hasher.hexdigest() if _digest(value, hasher.update, means) else None
 
 
-def _digest(value: Any, update: Callable[[bytes], None]) -> bool:
+def _digest(value: Any, update: Callable[[bytes], None], means: list[float] | None = None) -> bool:
     """Feed a value to a hash, and return whether all of its content is stable."""
+    value = value if means is None else _without_floats(value, means)
     if isinstance(value, torch.Tensor):
         # the bytes below follow the strides, which do not belong to the content
         value = value.detach().cpu().contiguous()
@@ -75,13 +78,13 @@ def _digest(value: Any, update: Callable[[bytes], None]) -> bool:
         update(f"{type(value).__name__}{value!r};".encode())
     elif isinstance(value, Mapping):
         update(f"dict{len(value)}".encode())
-        return all(_digest(key, update) and _digest(value[key], update) for key in sorted(value, key=repr))
+        return all(_digest(key, update) and _digest(value[key], update, means) for key in sorted(value, key=repr))
     elif isinstance(value, (list, tuple, np.ndarray)):
         update(f"list{len(value)}".encode())
-        if {type(entry) for entry in value} <= _PLAIN:
+        if {type(entry) for entry in value} <= (_PLAIN if means is None else _PLAIN - {float}):
             update(repr(list(value)).encode())  # a hundred times faster, for lists of tokens
             return True
-        return all(_digest(entry, update) for entry in value)
+        return all(_digest(entry, update, means) for entry in value)
     elif hasattr(value, "tobytes") and hasattr(value, "mode"):  # a PIL image
         update(f"{value.mode}{value.size}".encode() + value.tobytes())
     else:
@@ -218,27 +221,24 @@ def _summarize(value: Any) -> tuple[str, list[float]] | None:
     [-1.0, 2.0]
     """
     means: list[float] = []
-    digest = content_digest(_replace_floats(value, means))
+    digest = content_digest(value, means)
     return None if digest is None else (digest, means)
 
 
-def _replace_floats(value: Any, means: list[float]) -> Any:
-    """Return a value with dtypes and shapes in place of floats and images, whose means are added to `means`."""
-    if isinstance(value, Mapping):
-        return {key: _replace_floats(value[key], means) for key in sorted(value, key=repr)}
-    if isinstance(value, (list, tuple)) and not {type(entry) for entry in value} <= _PLAIN - {float}:
-        return [_replace_floats(entry, means) for entry in value]
-    if isinstance(value, (float, np.floating)) or (hasattr(value, "tobytes") and hasattr(value, "mode")):
-        value = np.asarray(value)
+def _without_floats(value: Any, means: list[float]) -> Any:
+    """Return dtype and shape of floats or an image, whose means are added to `means`; another value unchanged."""
+    array = value
     if isinstance(value, torch.Tensor):
-        value = value.detach().cpu()
-        value = value.float().numpy() if value.is_floating_point() else value.numpy()
-    if not isinstance(value, np.ndarray) or value.dtype.kind not in "biuf" or not value.size:
+        array = value.detach().cpu()
+        array = array.float().numpy() if array.is_floating_point() else array.numpy()
+    elif isinstance(value, (float, np.floating)) or (hasattr(value, "tobytes") and hasattr(value, "mode")):
+        array = np.asarray(value)
+    if not isinstance(array, np.ndarray) or array.dtype.kind not in "biuf" or not array.size:
         return value
-    if value.dtype.kind != "f" and value.ndim < 2:
+    if array.dtype.kind != "f" and array.ndim < 2:
         return value
-    means += [float(value.mean(dtype=np.float64)), float(np.abs(value, dtype=np.float64).mean())]
-    return f"{value.dtype}{value.shape}"
+    means += [float(array.mean(dtype=np.float64)), float(np.abs(array, dtype=np.float64).mean())]
+    return f"{array.dtype}{array.shape}"
 
 
 def _changed_data(name: str, saved: Mapping[str, Any], current: Mapping[str, Any]) -> str:

@@ -104,18 +104,10 @@ class Event(StrEnum):
 
 # Events inside of a step: the loop emits them only if a callback listens to one of them.
 INNER_STEP_EVENTS = (
-    Event.DATA_FETCHED,
-    Event.BATCH_START,
-    Event.AFTER_FORWARD,
-    Event.AFTER_LOSS,
-    Event.AFTER_BACKWARD,
-    Event.BATCH_END,
-    Event.BEFORE_CLIP,
-    Event.AFTER_CLIP,
-    Event.AFTER_OPTIMIZER_STEP,
-    Event.BEFORE_ZERO_GRAD,
+    Event.DATA_FETCHED, Event.BATCH_START, Event.AFTER_FORWARD, Event.AFTER_LOSS, Event.AFTER_BACKWARD,
+    Event.BATCH_END, Event.BEFORE_CLIP, Event.AFTER_CLIP, Event.AFTER_OPTIMIZER_STEP, Event.BEFORE_ZERO_GRAD,
     Event.AFTER_ZERO_GRAD,
-)
+)  # fmt: skip
 
 # The values of `Callback.on_error`.
 ERROR_POLICIES = ("raise", "warn", "disable")
