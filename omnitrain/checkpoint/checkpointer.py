@@ -223,12 +223,7 @@ class Checkpointer:
                 self._commit(snapshot, path)
 
     def save_now(self) -> Path:
-        """Save the current state, and return the folder of the checkpoint.
-
-        Raises:
-            ConfigError: If there is no `save_dir`.
-            CheckpointError: If it cannot be written; earlier checkpoints are untouched.
-        """
+        """Save the current state, and return the folder of the checkpoint."""
         if self.store is None:
             raise ConfigError("A checkpoint needs `save_dir`, which is not given. Pass it to the constructor.")
         self.await_background()
@@ -257,11 +252,7 @@ class Checkpointer:
         return evaluated == self._lifecycle.progress.step and not is_in_flight
 
     def check_save_dir(self) -> None:
-        """Reject a fresh start in a `save_dir` with checkpoints of another run.
-
-        Raises:
-            ConfigError: If `save_dir` has checkpoints, and `overwrite` is False.
-        """
+        """Reject a fresh start in a `save_dir` with checkpoints of another run, unless `overwrite` is set."""
         store, save_dir = self.store, str(self._trainer.settings.save_dir)
         if store is None:
             return
@@ -503,11 +494,7 @@ class Checkpointer:
         self._scored_steps = evaluated, step
 
     def load(self, which: str | Path) -> Path:
-        """Find and restore a checkpoint outside of a run, and return its folder.
-
-        Raises:
-            CheckpointError: If it is missing, damaged, or from another model or optimizer.
-        """
+        """Find and restore a checkpoint outside of a run, and return its folder."""
         checkpoint = self.find(which, "load")
         if checkpoint is None:
             raise CheckpointError(f"{str(which)!r} holds no checkpoint.")
@@ -565,11 +552,7 @@ class Checkpointer:
             self.finished_run.weights.update(backend, backend.model_tensors(), self._lifecycle.progress)
 
     def require_finished_run(self) -> FinishedRun:
-        """Return the finished run that a longer one continues.
-
-        Raises:
-            ConfigError: If there is none, or its model, optimizer or schedule was replaced since.
-        """
+        """Return the finished run that a longer one continues; its model, optimizer and schedule must be the same."""
         finished_run, trainer = self.finished_run, self._trainer
         if isinstance(finished_run, str):
             raise ConfigError(

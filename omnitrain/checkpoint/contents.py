@@ -359,11 +359,7 @@ class Contents:
         return any(saved.get(name) != current[name] for name in ("train_dataset", *names))
 
     def restore(self, checkpoint: Checkpoint, changed: Collection[str] = ()) -> None:
-        """Restore a checkpoint, except for its random numbers; if it is rejected, the run is unchanged.
-
-        Raises:
-            CheckpointError: If the checkpoint is damaged, or from another model or optimizer.
-        """
+        """Restore a checkpoint, except for its random numbers; if it is rejected, the run is unchanged."""
         trainer, content, scheduler = self._trainer, checkpoint.content, self._trainer.lr_scheduler
         changed = self._with_dependent(checkpoint, changed)
 
@@ -678,12 +674,7 @@ class Contents:
                 logger.warning("The checkpoint has a state of `%s`, which has none in this run.", name)
 
     def check_states(self) -> None:
-        """Check before the first step that the states of callbacks and algorithms can be saved.
-
-        Raises:
-            CheckpointError: As for `capture_states`.
-            ConfigError: If worker processes change copies of a state.
-        """
+        """Check before the first step that the states of callbacks, algorithms and the user's parts can be saved."""
         if not self._trainer.settings.save_only_model:
             check_parts(self._trainer.settings, stateful_parts(self._trainer.settings, self._trainer.backend.model))
         try:
@@ -715,11 +706,7 @@ class Contents:
             lifecycle.saved_at = None
 
     def _restore_epoch_size(self, content: Mapping[str, Any], changed: Collection[str]) -> None:
-        """Give an epoch that has begun the samples that it began with.
-
-        Raises:
-            DataError: If the training set has fewer.
-        """
+        """Give an epoch that has begun the samples that it began with; a DataError if the training set has fewer."""
         loader, progress = self._sets.train, Progress.from_state(content["progress"])
         size = progress.epoch_size
         is_within = progress.samples_in_epoch > 0 and size is not None and "samples_per_epoch" not in changed

@@ -22,7 +22,7 @@ from omnitrain.checkpoint.remote import (
     check_address,
     wrap_store_errors,
 )
-from omnitrain.checkpoint.store import Choice, Store, accept_any
+from omnitrain.checkpoint.store import Accept, Choice, Store
 from omnitrain.checkpoint.uploader import MAX_ATTEMPTS, RemoteLock, Uploader, wait_limit
 from omnitrain.core.errors import CheckpointError
 from omnitrain.core.paths import is_address, local_folder, run_folder
@@ -189,10 +189,7 @@ class MirroredStore(Store):
         return {step: self.path(step) for step in self._copies()} | super()._committed()
 
     def resolve(
-        self,
-        which: str | os.PathLike[str],
-        accept: Callable[[Path, dict[str, Any]], None] = accept_any,
-        check: Check = check_hashes,
+        self, which: str | os.PathLike[str], accept: Accept | None = None, check: Check = check_hashes
     ) -> tuple[Path, dict[str, Any]] | None:
         """Return a verified checkpoint as `Store.resolve` does, downloading it if the remote one is newer.
 

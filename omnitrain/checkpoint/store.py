@@ -55,6 +55,8 @@ _MAX_NAME_LENGTH = 255
 
 Entries = Mapping[str, list[tuple[int, Path]]]
 """Step and path of the folders of checkpoints, by the suffix of their names."""
+Accept = Callable[[Path, dict[str, Any]], object]
+"""Raises a CheckpointError if a run cannot use the content of a checkpoint, even with matching hashes."""
 Choice = Callable[[list[CheckpointInfo]], list[int]]
 """Returns the steps of checkpoints to delete, of all complete ones."""
 
@@ -65,10 +67,6 @@ def is_pointer(path: Path) -> bool:
         return False
     # a copy of a run that followed its links has folders there, as old as the copy
     return path.is_symlink() or not path.is_dir() or bool(Store(path.parent).folders())
-
-
-def accept_any(folder: Path, content: dict[str, Any]) -> None:
-    """Accept any content."""
 
 
 class Store:
@@ -306,7 +304,7 @@ class Store:
         self,
         path: str | os.PathLike[str],
         hashes: bool = True,
-        accept: Callable[[Path, dict[str, Any]], None] = accept_any,
+        accept: Accept | None = None,
         check: Check = check_hashes,
     ) -> dict[str, Any]:
         """Return the content of omnitrain.json after checking every file of the checkpoint against it.
@@ -314,7 +312,7 @@ class Store:
         Args:
             path: The folder. Files that omnitrain.json does not list are ignored.
             hashes: Whether to read and hash all files, instead of only comparing sizes.
-            accept: Raises a CheckpointError if a run cannot use this content, even with matching hashes.
+            accept: Checks the content.
             check: Hashes the files.
 
         Raises:
@@ -323,7 +321,8 @@ class Store:
         path = Path(path)
         try:
             content = inspect(path, hashes, check)
-            accept(path, content)
+            if accept is not None:
+                accept(path, content)
             return content
         except CheckpointError as error:
             names = [f"checkpoint-{info.step}" for info in Store(path.parent).checkpoint_infos()]
@@ -332,10 +331,7 @@ class Store:
             raise CheckpointError(f"{error} {advice}") from error.__cause__
 
     def resolve(
-        self,
-        which: str | os.PathLike[str],
-        accept: Callable[[Path, dict[str, Any]], None] = accept_any,
-        check: Check = check_hashes,
+        self, which: str | os.PathLike[str], accept: Accept | None = None, check: Check = check_hashes
     ) -> tuple[Path, dict[str, Any]] | None:
         """Return the folder of a verified checkpoint and the content of its omnitrain.json.
 
@@ -343,7 +339,7 @@ class Store:
             which: "last" (saved last), "best" (saved last as the best so far), a path, an address, or "auto": the
                 latest undamaged one; skipped ones are logged with the reason. Only "auto" can return None, if no
                 checkpoint exists.
-            accept: Raises a CheckpointError if a run cannot use this content, even with matching hashes.
+            accept: Checks the content.
             check: Hashes the files of a checkpoint.
 
         Raises:
@@ -358,7 +354,8 @@ class Store:
             path = folders[info.step]
             try:
                 content = inspect(path, hashes=True, check=check)
-                accept(path, content)
+                if accept is not None:
+                    accept(path, content)
             except CheckpointError as error:
                 reasons.append(str(error))
                 continue
