@@ -242,11 +242,7 @@ def _qualify_options(tree: Tree, pairs: Pairs) -> list[tuple[str, str | None]]:
 def format_trainer_help(names: Sequence[str] = TRAINERS) -> str:
     """Return the help on the trainers' arguments, read from their docstrings without importing them."""
     package = Path(__file__).resolve().parent.parent
-    files = {
-        "Trainer": "trainer/base.py",
-        "AccelerateTrainer": "trainer/accelerated.py",
-        "HFTrainer": "hf/trainer.py",
-    }
+    files = {"Trainer": "trainer/base.py", "AccelerateTrainer": "trainer/accelerated.py", "HFTrainer": "hf/trainer.py"}
     lines, documented = [], set[str]()
     for name in names:
         arguments = _read_arguments(package / files[name])

@@ -117,9 +117,8 @@ class Parts:
     def build_arguments(self, trainer_class: Any, arguments: Mapping[str, Any]) -> dict[str, Any]:
         """Return the arguments with which the class is called, in the order of its signature."""
         parameters = inspect.signature(trainer_class).parameters
-        order = {name: number for number, name in enumerate(parameters)}
-        built = {}
-        for name in sorted(arguments, key=lambda argument: order.get(argument, 0)):
+        built, order = {}, [*parameters]
+        for name in sorted(arguments, key=lambda argument: order.index(argument) if argument in order else 0):
             annotation = str(parameters[name].annotation) if name in parameters else "Any"
             with self._collecting():
                 built[name] = self._build_argument(name, arguments[name], annotation)

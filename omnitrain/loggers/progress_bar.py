@@ -225,13 +225,10 @@ class ProgressBar(Callback):
         ranked.append((4, format_metric("epoch", trainer.progress.epochs)))
         ranked += [(5, format_metric(name, logs[name])) for name in logs if name == "learning_rate"]
         for name, value in sort_for_display(self._latest_eval).items():
-            ranked += [
-                (6 if name == f"eval_{trainer.objective.metric}" else 8, word) for word in _format_row({name: value})
-            ]
-        ranked += [
-            (7, format_metric(name, logs[name])) for name in sort_for_display(logs) if name.endswith("_per_second")
-        ]
-        ranked += [(3, elapsed), (1, remaining)]
+            rank = 6 if name == f"eval_{trainer.objective.metric}" else 8
+            ranked += [(rank, word) for word in _format_row({name: value})]
+        rates = [name for name in sort_for_display(logs) if name.endswith("_per_second")]
+        ranked += [*((7, format_metric(name, logs[name])) for name in rates), (3, elapsed), (1, remaining)]
         chosen: set[int] = set()
         for index in sorted(range(len(ranked)), key=lambda index: ranked[index][0]):
             if len("  ".join(ranked[i][1] for i in sorted({*chosen, index}))) <= width:
@@ -250,13 +247,10 @@ class ProgressBar(Callback):
         The rate is that since the last resume, as the run may have changed machines.
         """
         elapsed, fraction = perf_counter() - self._started_at, trainer.limits.fraction(trainer.progress)
-        progress, remaining, bound = fraction - self._started_from, "-:--:--", ""
-        if fraction >= 1.0:
-            remaining = clock(0.0)
-        elif progress > 0.0:
-            remaining = clock(elapsed * (1.0 - fraction) / progress)
-        if may_stop_early(trainer.settings) and fraction < 1.0:
-            bound = "at most "
+        progress, remaining = fraction - self._started_from, "-:--:--"
+        if fraction >= 1.0 or progress > 0.0:
+            remaining = clock(0.0 if fraction >= 1.0 else elapsed * (1.0 - fraction) / progress)
+        bound = "at most " if may_stop_early(trainer.settings) and fraction < 1.0 else ""
         return f"elapsed {clock(elapsed)}", f"left {bound}{remaining}"
 
 

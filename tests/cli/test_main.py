@@ -176,8 +176,7 @@ def test_cli_prints_and_draws_schedule(tmp_path: Path, capsys: pytest.CaptureFix
 
 
 @pytest.mark.parametrize(
-    ("flag", "length"),
-    [("--samples-per-step", "40sp"), ("--tokens-per-step", "40tok"), ("--seconds-per-step", "40s")],
+    ("flag", "length"), [("--samples-per-step", "40sp"), ("--tokens-per-step", "40tok"), ("--seconds-per-step", "40s")]
 )
 def test_cli_schedule_takes_pace_and_rate(flag: str, length: str, capsys: pytest.CaptureFixture[str]) -> None:
     words = ["schedule", "constant", "--max-duration", length, "--warmup", "4", "--learning-rate", "0.5", "--rows", "9"]
