@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 
 
 REFRESH_SECONDS = 0.1  # a refresh takes about 0.5 ms of the training thread, so ten per second cost 0.5 %
+LINE_SECONDS = 5.0
 # Maximum characters shown of a reported text.
 _MAX_TEXT_LENGTH = 300
 _BAR_WIDTH = 8
@@ -44,8 +45,9 @@ class ProgressBar(Callback):
     Args:
         enabled: None decides by the stream. True draws the bar even into a file, False prints nothing.
         stream: Where to print; None is `sys.stdout` at the start of training.
-        every: The interval of shown rows, in steps or as a duration such as "100ba" or "30s"; None shows
-            every row, at the interval `log_steps` of the trainer. The files and loggers of the run get every row.
+        every: The interval of shown rows, in steps or as a duration such as "100ba" or "30s". None shows every row,
+            at the interval `log_steps` of the trainer; as lines, the first and the last, the last before each
+            evaluation, and one every 5 seconds. The files and loggers of the run get every row.
 
     >>> reporters = [ProgressBar(every="100ba")]  # Trainer(..., callbacks=reporters)
     """
@@ -62,6 +64,10 @@ class ProgressBar(Callback):
         self.enabled = enabled
         self.stream = stream
         self._pace = Pace(every)
+        # Whether the user has set it; otherwise, when the next line may come.
+        self._has_pace, self._next_line = every is not None, 0.0
+        # Whether no line has the latest logs yet.
+        self._has_unshown_logs = False
         self._bar: RichProgress | None = None
         self._panel: NotebookPanel | None = None
         self._latest_eval: dict[str, float] = {}
@@ -78,6 +84,7 @@ class ProgressBar(Callback):
         self._latest_logs, self._latest_eval = {}, {}
         self._started_at, self._started_from = perf_counter(), trainer.limits.fraction(trainer.progress)
         self._pace.begin(trainer)
+        self._has_unshown_logs, self._next_line = False, 0.0
         if self._is_enabled(trainer):
             lines = opening(trainer)
             if self.enabled is None and is_notebook(self.stream or sys.stdout):
@@ -108,8 +115,9 @@ class ProgressBar(Callback):
             return
         self._latest_logs = dict(logs)
         if self._bar is None and self._panel is None:
-            fraction = trainer.limits.fraction(trainer.progress)
-            self._print_line([*_format_row(logs, trainer.total_steps, fraction), *self._format_times(trainer)])
+            self._has_unshown_logs = True
+            if self._has_pace or perf_counter() >= self._next_line:
+                self._print_logs(trainer)
         # A separate limit from STEP_END, which has just redrawn: with long steps the loss would be a step late.
         elif perf_counter() >= self._next_log_refresh:
             self._next_log_refresh = perf_counter() + REFRESH_SECONDS
@@ -128,6 +136,7 @@ class ProgressBar(Callback):
     def on_eval_end(self, trainer: TrainerLike, metrics: Mapping[str, float]) -> None:
         if not self._is_enabled(trainer):
             return
+        self._print_logs(trainer)
         self._latest_eval = {name: value for name, value in metrics.items() if name not in ("step", "epoch")}
         step, fraction = trainer.progress.step, trainer.limits.fraction(trainer.progress)
         words = _format_row({"step": step, "epoch": trainer.progress.epochs}, trainer.total_steps, fraction)
@@ -145,10 +154,20 @@ class ProgressBar(Callback):
     def on_train_end(self, trainer: TrainerLike) -> None:
         self._stop_bar(trainer)
         if self._is_enabled(trainer):
+            self._print_logs(trainer)
             self._print_line([closing(trainer, self._error)])
         if self._panel is not None:
             self._refresh(trainer, is_last=True)
             self._panel = None
+
+    def _print_logs(self, trainer: TrainerLike) -> None:
+        """Print the latest logs as a line, if no line has them and nothing else shows them."""
+        if not self._has_unshown_logs:
+            return
+        self._has_unshown_logs, self._next_line = False, perf_counter() + LINE_SECONDS
+        fraction = trainer.limits.fraction(trainer.progress)
+        row = _format_row(self._latest_logs, trainer.total_steps, fraction)
+        self._print_line([*row, *self._format_times(trainer)])
 
     def _is_enabled(self, trainer: TrainerLike) -> bool:
         return self.enabled is not False and trainer.is_main_process and not self._is_closed

@@ -139,12 +139,24 @@ def test_plain_lines_are_one_per_log_and_evaluation(monkeypatch, capsys):
     run(None, 30, trainer, eval_steps=15)
     lines = rows_in(capsys.readouterr().out)
     assert not re.search(r"[\r\x1b]", "\n".join(lines))
-    assert [line.split("  ")[0] for line in lines] == [f"step {step}/60" for step in (10, 15, 20, 30, 30)]
+    assert [line.split("  ")[0] for line in lines] == [f"step {step}/60" for step in (10, 15, 30, 30)]
     assert lines[:2] == [
         "step 10/60  epoch 1.00  loss 0.3121  lr 1.25e-04  grad_norm 0.712  1234 samples/s  elapsed 0:00:00"
         "  left 0:00:00",
         "step 15/60  epoch 1.50  eval_loss 0.4  eval_accuracy 0.015  (best)",
     ]
+
+
+@pytest.mark.parametrize(("every", "steps"), [(None, [10, 60, 110, 160, 170]), ("10ba", [*range(10, 180, 10)])])
+def test_plain_lines_come_by_the_clock(every, steps, clock):
+    """Unless `every` is passed: the first, one every 5 seconds, and the last."""
+    stream, trainer = io.StringIO(), make_trainer(total=170)
+    bar = start(trainer, stream, every=every)
+    for _ in range(17):
+        clock.now += 1.0
+        run_steps(bar, trainer, 10)
+    bar.on_train_end(trainer)
+    assert [line.split("  ")[0] for line in rows_in(stream.getvalue())] == [f"step {step}/170" for step in steps]
 
 
 def test_plain_lines_are_written_when_a_step_ends():
@@ -184,7 +196,7 @@ def test_time_left_is_by_the_pace_since_the_resume(clock, settings):
     """It is a bound with early stopping."""
     stream, trainer = io.StringIO(), make_trainer(total=100, step=50)
     vars(trainer.settings).update(settings)
-    bar = start(trainer, stream)
+    bar = start(trainer, stream, every=10)
     clock.now += 20 * 60.0
     run_steps(bar, trainer, 10)
     expected = f"elapsed 0:20:00  left {'at most ' if settings else ''}1:20:00"
