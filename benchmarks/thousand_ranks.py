@@ -335,11 +335,11 @@ class Disk:
     @contextlib.contextmanager
     def shared(self, ranks: Simulated) -> Iterator[None]:
         """Write inside what the others do, whenever a rank writes."""
-        write, local_blocks, write_shards, unlink = (
+        write, local_blocks, write_shards, remove = (
             Writer.write,
             Writer._local_blocks,
             Writer._write_shards,
-            FileSystem.unlink,
+            FileSystem.remove,
         )
         sharded: dict[str, Any] = {}
         turns = iter(self.copies)
@@ -367,8 +367,8 @@ class Disk:
                     self._copy(folder, ranks.world_size - 1)
             return entries
 
-        def unlinked(fs: FileSystem, path: Path) -> None:
-            unlink(fs, path)
+        def removed(fs: FileSystem, path: Path) -> None:
+            remove(fs, path)
             if ranks.is_main and path.name.startswith("rank-00000.") and path.parent.parent.suffix == ".tmp":
                 with self._recorder.paused():
                     for other in path.parent.glob("rank-*"):
@@ -377,13 +377,13 @@ class Disk:
         names = "write", "_local_blocks", "_write_shards"
         for name, new in zip(names, (written, noted, in_parts), strict=True):
             setattr(Writer, name, new)
-        FileSystem.unlink = unlinked
+        FileSystem.remove = removed
         try:
             yield
         finally:
             for name, old in zip(names, (write, local_blocks, write_shards), strict=True):
                 setattr(Writer, name, old)
-            FileSystem.unlink = unlink
+            FileSystem.remove = remove
 
     def _copy(self, folder: Path, last: int) -> None:
         copy = self._folder / f"copy-{len(self.copies)}"

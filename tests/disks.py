@@ -61,14 +61,13 @@ class FaultyDisk(FileSystem):
         self._begin("rename", source)
         super().rename(source, target)
 
-    def unlink(self, path: Path) -> None:
-        self._begin("unlink", path)
-        self.unsynced.discard(path.stat().st_ino)
-        super().unlink(path)
-
-    def rmdir(self, path: Path) -> None:
-        self._begin("rmdir", path)
-        super().rmdir(path)
+    def remove(self, path: Path) -> None:
+        """Remove file by file, so that a fault can leave a part of a folder."""
+        for inner in sorted(path.iterdir()) if path.is_dir() and not path.is_symlink() else ():
+            self.remove(inner)
+        self._begin("remove", path)
+        self.unsynced.discard(path.lstat().st_ino)
+        super().remove(path)
 
 
 def end_process(disk: FaultyDisk) -> None:

@@ -69,7 +69,7 @@ HEAVY = {
 LOADED_ON_FIRST_USE = {"AccelerateTrainer", "HFTrainer", "HFTrainingArguments"}
 
 MAX_WALKS = {
-    "Trainer": {"step": (90, 18), "evaluate": (100, 19), "save": (260, 42), "load": (201, 26)},
+    "Trainer": {"step": (90, 18), "evaluate": (100, 19), "save": (203, 38), "load": (201, 26)},
     "AccelerateTrainer": {"step": (92, 19), "evaluate": (100, 20)},
     "HFTrainer": {"step": (142, 25), "evaluate": (128, 26)},
 }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Sequence
 from typing import Literal
@@ -89,5 +90,8 @@ class Retention(Callback):
                 path = trainer.lifecycle.saved_path  # of a step that the earlier run may have saved, too
                 self._stale_steps = {step for step in self._stale_steps if self.store.path(step) != path}
                 self._stale_steps -= set(self.store.delete(self._stale_steps))
-            policy = (self.keep_last, self.keep_best, self.keep_every, trainer.objective.direction)
-            self.store.prune(lambda infos: to_delete(infos, *policy))
+            choose = functools.partial(
+                to_delete, keep_last=self.keep_last, keep_best=self.keep_best, keep_every=self.keep_every,
+                direction=trainer.objective.direction,
+            )  # fmt: skip
+            self.store.prune(choose)

@@ -297,15 +297,15 @@ class Checkpointer:
             return
         self._contents.record_start(None if self.resumed is None else self.resumed.folder.name)
         if self._contents.record is not None:
-            fs, folder, details = self.store.fs, self.store.root, self._contents.describe_start()
+            folder, details = self.store.root, self._contents.describe_start()
             replaces_all = self._trainer.settings.overwrite and not self.is_resuming
-            self._contents.record.write(fs, folder, details, replaces_all)
-            write_config(fs, folder / CONFIG_FILE, self._trainer.config.text())
+            self._contents.record.write(folder, details, replaces_all)
+            write_config(folder / CONFIG_FILE, self._trainer.config.text())
 
     def _complete_record(self) -> None:
         """Add a late answer of git to the record of this start, and write again what failed."""
         if self.store is not None and self._contents.record is not None:
-            self._contents.record.complete(self.store.fs, self.store.root)
+            self._contents.record.complete(self.store.root)
 
     def check_disk(self) -> None:
         """Check before the first step that everything can be saved, and that the disk has enough space."""

@@ -100,28 +100,12 @@ class FileSystem:
         """Rename a file or a folder atomically; a file replaces an existing one of that name."""
         os.replace(source, target)
 
-    def unlink(self, path: Path) -> None:
-        """Remove one file or link."""
-        path.unlink()
-
-    def rmdir(self, path: Path) -> None:
-        """Remove one empty folder."""
-        path.rmdir()
-
     def remove(self, path: Path) -> None:
         """Remove a file, or a folder with everything in it; a link is removed, but not its target."""
         if path.is_symlink() or not path.is_dir():
-            self.unlink(path)
-            return
-        with os.scandir(path) as iterator:
-            entries = sorted(iterator, key=BY_NAME)
-        for entry in entries:  # which know their type: no `stat` for each of a few thousand files
-            child = Path(entry.path)
-            if entry.is_dir(follow_symlinks=False):
-                self.remove(child)
-            else:
-                self.unlink(child)
-        self.rmdir(path)
+            path.unlink()
+        else:
+            shutil.rmtree(path)
 
 
 def check_free_space(root: str | os.PathLike[str], needed_bytes: int) -> str | None:

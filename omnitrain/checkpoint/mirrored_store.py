@@ -237,7 +237,7 @@ class MirroredStore(Store):
     def _download(self, copy: RemoteCheckpoint) -> Path:
         self._make_root()
         reason = f"differs from its copy on {self.remote.name}"
-        return self.remote.fetch(copy, self.root, self.fs, lambda folder: self._move_aside(folder, reason))
+        return self.remote.fetch(copy, self.root, lambda folder: self._move_aside(folder, reason))
 
     def _download_run_files(self) -> None:
         """Download the remote files of the run next to its checkpoints, which are newer."""

@@ -28,7 +28,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-from omnitrain.checkpoint.disk import FileEntry, FileSystem, list_tree
+from rich.filesize import decimal as format_bytes
+
+from omnitrain.checkpoint.disk import FileEntry
 from omnitrain.checkpoint.lock import LOCK
 from omnitrain.checkpoint.manifest import (
     LARGEST_MANIFEST,
@@ -255,26 +257,9 @@ class RemoteFolder:
         Raises:
             CheckpointError: A name leads out of the folder, the folder has too many files, or listing takes too long.
         """
-        listing = self._find(under)
-        # packages differ in whether their paths begin with a slash or with the bucket
-        start = len(self.fs._strip_protocol(self.path(under)).strip("/")) + 1
-        files = {
-            name.strip("/")[start:]: info for name, info in listing.items()
-            if info.get("type") != "directory" and len(name.strip("/")) > start
-        }  # fmt: skip
-        for key in files:
-            if not is_inside(key):
-                raise CheckpointError(
-                    f"{self.name!r} has the file {key!r}, whose name leads out of its folder: somebody may want to "
-                    "overwrite files on this machine. Delete it there, and find out who wrote it."
-                )
-        return files
-
-    def _find(self, under: str) -> dict[str, dict[str, Any]]:
-        """List files in a daemon thread, which is abandoned if the listing never ends."""
         # some packages ignore `use_listings_cache=False`
         self.fs.invalidate_cache()
-        try:
+        try:  # in a daemon thread, which is abandoned if the listing never ends
             listings = in_parallel(lambda path: self.fs.find(path, detail=True), [self.path(under)], 1, LISTING_S)
         except FileNotFoundError:
             return {}
@@ -288,7 +273,19 @@ class RemoteFolder:
                 f"{self.name!r} has {len(listings[0]):,} files, more than the {MAX_OBJECTS:,} of any run folder. Check "
                 "the address."
             )
-        return listings[0]
+        # packages differ in whether their paths begin with a slash or with the bucket
+        start = len(self.fs._strip_protocol(self.path(under)).strip("/")) + 1
+        files = {
+            name.strip("/")[start:]: info for name, info in listings[0].items()
+            if info.get("type") != "directory" and len(name.strip("/")) > start
+        }  # fmt: skip
+        for key in files:
+            if not is_inside(key):
+                raise CheckpointError(
+                    f"{self.name!r} has the file {key!r}, whose name leads out of its folder: somebody may want to "
+                    "overwrite files on this machine. Delete it there, and find out who wrote it."
+                )
+        return files
 
     def sizes(self, listing: Listing) -> dict[str, int]:
         """Return the bytes of each file in the result of `list`.
@@ -541,56 +538,48 @@ class RemoteFolder:
             (into / key).parent.mkdir(parents=True, exist_ok=True)
         in_parallel(get, sizes, 2 * WORKERS)
 
-    def fetch(
-        self,
-        copy: RemoteCheckpoint,
-        root: Path,
-        disk: FileSystem | None = None,
-        discard: Callable[[Path], None] = shutil.rmtree,
-    ) -> Path:
+    @contextlib.contextmanager
+    def downloading(self, sizes: Mapping[str, int], target: Path, under: str = "") -> Iterator[Path]:
+        """Yield a temporary folder with the files as `get` downloads them, and rename it to `target` in the end."""
+        temporary = target.with_name(f"{target.name}.{os.urandom(4).hex()}.tmp")
+        try:
+            with wrap_store_errors(self, "read"):
+                temporary.mkdir(parents=True)
+                self.get(sizes, temporary, under)
+            yield temporary
+            try:
+                os.replace(temporary, target)
+            except OSError:
+                if not target.exists():  # another process was faster
+                    raise
+        finally:
+            shutil.rmtree(temporary, ignore_errors=True)
+
+    def fetch(self, copy: RemoteCheckpoint, root: Path, discard: Callable[[Path], None] = shutil.rmtree) -> Path:
         """Return the local folder of a checkpoint; unless it is there undamaged, it is downloaded and verified.
 
         Args:
             copy: The checkpoint.
             root: The parent of the local folder.
-            disk: The operations on the local disk; tests replace them.
             discard: Called with a local folder that differs.
 
         Raises:
             CheckpointError: It cannot be read, or is damaged; nothing remains on the disk.
         """
-        disk, folder = disk or FileSystem(), root / copy.name.removesuffix(".old")
-
-        def is_local() -> bool:
-            with contextlib.suppress(CheckpointError, OSError):
-                return (folder / MANIFEST).read_bytes() == copy.data and bool(inspect(folder, hashes=True))
-            return False
-
+        folder = root / copy.name.removesuffix(".old")
         if folder.exists():  # first: another process may be about to rename its own
-            if is_local():
-                return folder
+            with contextlib.suppress(CheckpointError, OSError):
+                if (folder / MANIFEST).read_bytes() == copy.data and inspect(folder, hashes=True):
+                    return folder
             discard(folder)
         sizes = {file: entry["size"] for file, entry in copy.files.items()}
         logger.info("Downloading %s/%s (%s).", self.name, copy.name, format_bytes(sum(sizes.values())))
-        temporary = folder.with_name(f"{folder.name}.{os.urandom(4).hex()}.tmp")
-        try:
-            with wrap_store_errors(self, "read"):
-                temporary.mkdir(parents=True)
-                self.get(sizes, temporary, copy.name)
-            disk.write(temporary / MANIFEST, copy.data)
-            inspect(temporary, hashes=True)
-            files, folders = list_tree(temporary)
-            for path in (*files, *reversed(folders)):
-                disk.sync(path)
-            disk.rename(temporary, folder)
-            disk.sync(root)
-        except BaseException as error:
-            shutil.rmtree(temporary, ignore_errors=True)
-            if isinstance(error, OSError) and is_local():  # another process was faster
-                return folder
-            if isinstance(error, CheckpointError) and str(temporary) in str(error):
+        with self.downloading(sizes, folder, copy.name) as temporary:
+            (temporary / MANIFEST).write_bytes(copy.data)
+            try:
+                inspect(temporary, hashes=True)
+            except CheckpointError as error:
                 raise CheckpointError(str(error).replace(str(temporary), f"{self.name}/{copy.name}")) from error
-            raise
         return folder
 
 
@@ -629,16 +618,9 @@ def local_copy(address: str, name: str = "path") -> Path:
     version = hashlib.sha256(repr(sorted((key, str(info)) for key, info in listing.items())).encode()).hexdigest()[:12]
     target = downloads / (version if is_file else f"{last}-{version}")
     if not target.exists():
-        temporary = target.with_name(f"{target.name}.{os.urandom(4).hex()}.tmp")
         source = run if is_file else remote
-        try:
-            with wrap_store_errors(source, "read"):
-                temporary.mkdir(parents=True)
-                source.get(source.sizes(listing), temporary)
-                with contextlib.suppress(OSError):  # another process was faster
-                    os.replace(temporary, target)
-        finally:
-            shutil.rmtree(temporary, ignore_errors=True)
+        with source.downloading(source.sizes(listing), target):
+            pass  # nothing is known of the files that could be verified
     return target / last if is_file else target
 
 
@@ -685,16 +667,3 @@ def _read_header_bytes(remote: RemoteFolder, key: str, size: int) -> bytes:
     head = remote.read(key, 0, min(size, SMALL))
     end = min(8 + int.from_bytes(head[:8], "little"), MAX_HEADER_BYTES)
     return remote.read(key, 0, min(size, end)) if len(head) < end else head
-
-
-def format_bytes(size: float) -> str:
-    """Return a size with its unit.
-
-    >>> format_bytes(1234567)
-    '1.23 MB'
-    """
-    for unit in ("B", "kB", "MB", "GB"):
-        if size < 1000:
-            return f"{size:.3g} {unit}" if unit != "GB" else f"{size:.2f} GB"
-        size /= 1000
-    return f"{size:.2f} TB"

@@ -27,9 +27,8 @@ from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
 from omnitrain import __version__
-from omnitrain.checkpoint.disk import FileSystem
 from omnitrain.core.errors import CheckpointError, Tolerance
-from omnitrain.core.files import open_regular, unique_keys
+from omnitrain.core.files import open_regular, replace_file, unique_keys
 from omnitrain.core.secrets import is_secret_name, mask_command, mask_secrets, mask_text
 
 if TYPE_CHECKING:
@@ -250,19 +249,19 @@ class StartRecord:
         """Return the record as JSON types; "git" is null unless git answers within some seconds."""
         return {**self._known, "git": self._git.answer(seconds)}
 
-    def write(self, fs: FileSystem, folder: Path, details: Mapping[str, Any], replaces_all: bool) -> None:
+    def write(self, folder: Path, details: Mapping[str, Any], replaces_all: bool) -> None:
         """Write it with further `details`, of which secrets are masked; a failing disk is only reported."""
         self._details, self._replaces = mask_secrets(details), "all" if replaces_all else None
-        self._write(fs, folder, _GIT_S)
+        self._write(folder, _GIT_S)
 
-    def complete(self, fs: FileSystem, folder: Path) -> None:
+    def complete(self, folder: Path) -> None:
         """Write it again if git has answered since, or the disk failed before."""
         if not self._is_complete and (self._git.answer() or self._git.is_done or self._tolerance.has_failed):
-            self._write(fs, folder)
+            self._write(folder)
 
-    def _write(self, fs: FileSystem, folder: Path, seconds: float = 0.0) -> None:
+    def _write(self, folder: Path, seconds: float = 0.0) -> None:
         with self._tolerance:
-            append_start(fs, folder / RUN_FILE, {**self.to_dict(seconds), **self._details}, self._replaces)
+            append_start(folder / RUN_FILE, {**self.to_dict(seconds), **self._details}, self._replaces)
             self._replaces = "last"
         self._is_complete = self._git.is_done and not self._tolerance.has_failed
 
@@ -311,7 +310,7 @@ def read_starts(path: Path) -> list[dict[str, Any]]:
     raise CheckpointError(f"{str(path)!r} is no record of the starts of a run.{problem}")
 
 
-def append_start(fs: FileSystem, path: Path, start: Mapping[str, Any], replaces: str | None = None) -> None:
+def append_start(path: Path, start: Mapping[str, Any], replaces: str | None = None) -> None:
     """Append a start to a `run.json`, which is replaced atomically.
 
     It replaces "all" if the run replaces another one, and the "last" if the start is already in the file.
@@ -323,25 +322,13 @@ def append_start(fs: FileSystem, path: Path, start: Mapping[str, Any], replaces:
         return
     previous = [] if replaces == "all" else starts[:-1] if replaces == "last" else starts
     text = json.dumps({"format_version": FORMAT_VERSION, "starts": [*previous, start]}, indent=2) + "\n"
-    _replace(fs, path, text)
+    replace_file(path, text.encode())
 
 
-def write_config(fs: FileSystem, path: Path, text: str) -> None:
+def write_config(path: Path, text: str) -> None:
     """Write the configuration of a run unless the file has it already; a failing disk is only reported."""
     with Tolerance(path.name, "The run continues."):
         with contextlib.suppress(OSError, UnicodeDecodeError):
             if path.read_text() == text:
                 return
-        _replace(fs, path, text)
-
-
-def _replace(fs: FileSystem, path: Path, text: str) -> None:
-    """Replace a file atomically."""
-    new = path.with_name(f"{path.name}.tmp")
-    try:
-        fs.write(new, text.encode())
-        fs.rename(new, path)
-    except OSError:
-        with contextlib.suppress(OSError):
-            fs.unlink(new)
-        raise
+        replace_file(path, text.encode())

@@ -179,12 +179,16 @@ class Store:
         """
         files, folders = list_tree(folder)
         entries, infos = dict(written or {}), self.all_infos()
-        unsynced = [file for file in files if file.relative_to(folder).as_posix() not in entries]
-        with hashing(unsynced) as digests:  # while the disk writes
-            for file in unsynced:
+        unsynced: dict[str, Path] = {}
+        for file in files:
+            name = file.relative_to(folder).as_posix()
+            if name not in entries:
+                unsynced[name] = file
+        with hashing(unsynced.values()) as digests:  # while the disk writes
+            for file in unsynced.values():
                 self.fs.sync(file)
-            for file, digest in zip(unsynced, digests, strict=True):
-                entries[file.relative_to(folder).as_posix()] = {"size": file.stat().st_size, "sha256": digest}
+            for (name, file), digest in zip(unsynced.items(), digests, strict=True):
+                entries[name] = {"size": file.stat().st_size, "sha256": digest}
         content = {
             "step": step,
             # counts saves, not steps: a run that was resumed from an earlier step saves lower steps later
@@ -240,52 +244,54 @@ class Store:
 
     def _update_pointers(self, step: int, best: bool) -> None:
         """Update `last` and `best` after a commit; the checkpoint is complete, so a failure is only a warning."""
+        path = self.path(step)
+        old = path.with_name(f"{path.name}.old")
         try:
             self._write_pointer("last", step)
-            best_step = step if best else self._pointer_step("best", self.all_infos())
-            if best_step is not None and self._folder_of(best_step).is_dir():  # it may be on a remote store
-                self._write_pointer("best", best_step)
-            old = self.path(step).with_name(f"{self.path(step).name}.old")
+            if best:
+                self._write_pointer("best", step)
+            else:
+                best_step = self._pointer_step("best", self.all_infos())
+                if best_step is not None and self._folder_of(best_step).is_dir():  # it may be on a remote store
+                    self._write_pointer("best", best_step)
             if old.is_dir():
                 self._delete_folder(old)
         except OSError as error:
-            logger.warning("%r is complete, but the cleanup after it failed: %s.", str(self.path(step)), error)
+            logger.warning("%r is complete, but the cleanup after it failed: %s.", str(path), error)
 
     def _scan(self) -> None:
-        """Remove the leftovers of a killed save, and list the checkpoints, reading each only once."""
+        """Clear the leftovers of killed saves and deletions, and list the checkpoints, reading each only once."""
         entries = self._entries()
-        if self._clear_leftovers(entries):
+        # .deleting first: deleting an .old needs that name
+        leftovers = [*entries[".deleting"], *entries[".old"], *entries[".tmp"]]
+        for _, path in leftovers:
+            self._clear(path)
+        if leftovers:
             entries = self._entries()
         known = self._infos if self._infos_token == self.lock.token else {}
         self._infos = {info.step: info for info in self._check_all(self.folders(entries), known)[0]}
         self._infos_token = self.lock.token if self.lock.is_held else ""
+
+    def _clear(self, leftover: Path) -> None:
+        """Undo or finish a killed save or deletion."""
+        # it may belong to another run, if no lock was acquired
+        if self.lock.failed_to_acquire and not leftover.name.endswith(f".{self.lock.token}.tmp"):
+            return
+        try:
+            if leftover.suffix != ".old":
+                self.fs.remove(leftover)
+            elif leftover.with_suffix("").exists():
+                self._delete_folder(leftover)
+            else:
+                self.fs.rename(leftover, leftover.with_suffix(""))
+        except OSError as error:
+            logger.warning("Cannot clear %r, left by an interrupted save: %s.", str(leftover), error)
 
     def all_infos(self) -> list[CheckpointInfo]:
         """Return `checkpoint_infos()`, with remote ones, and without reading the disk again while the lock is held."""
         if self.lock.is_held and self._infos_token == self.lock.token:
             return sorted(self._infos.values(), key=SAVE_ORDER)
         return self.checkpoint_infos()
-
-    def _clear_leftovers(self, entries: Entries) -> bool:
-        """Undo or finish a killed save or deletion; return whether there were any leftovers."""
-        leftovers = [
-            (suffix, path)
-            for suffix in (".deleting", ".old", ".tmp")  # .deleting first: deleting an .old needs that name
-            for _, path in entries[suffix]
-            # it may belong to another run, if no lock was acquired
-            if not self.lock.failed_to_acquire or path.name.endswith(f".{self.lock.token}.tmp")
-        ]
-        for suffix, path in leftovers:
-            try:
-                if suffix == ".old" and not path.with_suffix("").exists():
-                    self.fs.rename(path, path.with_suffix(""))
-                elif suffix == ".old":
-                    self._delete_folder(path)
-                else:
-                    self.fs.remove(path)
-            except OSError as error:
-                logger.warning("Cannot clear %r, left by an interrupted save: %s.", str(path), error)
-        return bool(leftovers)
 
     # Finding
 
@@ -513,7 +519,9 @@ class Store:
         self.lock.check()
         infos, pointed = self.all_infos(), (self._read_pointer("last"), self._read_pointer("best"))
         steps = [step for step in choose(infos) if step not in pointed]
-        if steps and not self._has_verified([info for info in infos if info.step not in steps]):
+        if not steps:
+            return []
+        if not self._has_verified([info for info in infos if info.step not in steps]):
             logger.warning("None is deleted from %r: no remaining checkpoint would be undamaged.", str(self.root))
             return []
         return self.delete(steps)

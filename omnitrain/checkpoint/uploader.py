@@ -16,6 +16,8 @@ from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any
 
+from rich.filesize import decimal as format_bytes
+
 from omnitrain.checkpoint.disk import read_or_none
 from omnitrain.checkpoint.lock import LOCK, describe_owner, in_use_error
 from omnitrain.checkpoint.manifest import MANIFEST, SAVE_ORDER
@@ -24,7 +26,6 @@ from omnitrain.checkpoint.remote import (
     Copies,
     RemoteCheckpoint,
     RemoteFolder,
-    format_bytes,
     in_parallel,
     one_line_error,
     wrap_store_errors,

@@ -8,6 +8,7 @@ writes the shards, `store.py` folders and manifests, and `checkpointer.py` decid
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Generator, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -62,14 +63,17 @@ class BackgroundSave:
     Args:
         snapshot: The state to save.
         phases: The work of this rank.
+        report: Wraps that work so that it reports errors of the disk.
         ranks: The ranks that save.
         thread: The thread of this rank.
     """
 
-    def __init__(self, snapshot: Snapshot, phases: Phases, ranks: Ranks, thread: ThreadPoolExecutor) -> None:
+    def __init__(
+        self, snapshot: Snapshot, phases: Phases, report: Any, ranks: Ranks, thread: ThreadPoolExecutor
+    ) -> None:
         self.snapshot: Snapshot = snapshot
-        self._phases, self._ranks, self._thread = phases, ranks, thread
-        self._work: Future[Any] = thread.submit(next(phases))
+        self._phases, self._report, self._ranks, self._thread = phases, report, ranks, thread
+        self._work: Future[Any] = thread.submit(report(next(phases)))
 
     def is_ready(self) -> bool:
         """Return whether all ranks have finished the current phase; a collective call."""
@@ -86,7 +90,7 @@ class BackgroundSave:
         next_phase = _finish_phase(self._ranks, self._phases, self._work.result)
         if isinstance(next_phase, Path):
             return next_phase
-        self._work = self._thread.submit(next_phase)
+        self._work = self._thread.submit(self._report(next_phase))
         return None
 
     def cancel(self) -> BaseException | None:
@@ -148,10 +152,11 @@ class Writer:
         Raises:
             CheckpointError: If it could not be written; on all ranks.
         """
+        report = store.reporting_errors(snapshot.step)
         with contextlib.closing(self._phases(store, snapshot, stages=False)) as phases:
             phase: Callable[[], object] | Path = next(phases)
             while not isinstance(phase, Path):
-                phase = _finish_phase(self._trainer.ranks, phases, phase)
+                phase = _finish_phase(self._trainer.ranks, phases, report(phase))
         return phase
 
     def begin(self, store: Store, snapshot: Snapshot) -> BackgroundSave:
@@ -161,13 +166,14 @@ class Writer:
             CheckpointError: If the folder cannot be created, or not every rank sees it; on all ranks.
         """
         assert self._thread is not None
-        return BackgroundSave(snapshot, self._phases(store, snapshot, stages=True), self._trainer.ranks, self._thread)
+        phases, report = self._phases(store, snapshot, stages=True), store.reporting_errors(snapshot.step)
+        return BackgroundSave(snapshot, phases, report, self._trainer.ranks, self._thread)
 
     # --- phases
 
     def _phases(self, store: Store, snapshot: Snapshot, stages: bool) -> Phases:
         """Yield the work of this rank that writes a snapshot, of which it `stages` a copy if training continues."""
-        ranks, report = self._trainer.ranks, store.reporting_errors(snapshot.step)
+        ranks = self._trainer.ranks
         # the largest file first: two are written at once
         files = dict(sorted(snapshot.files.items(), key=lambda item: (-_size(item[1]), item[0])))
         sharded = [file for file, tensors in files.items() if any(map(is_sharded, tensors.values()))]
@@ -180,8 +186,9 @@ class Writer:
 
         with contextlib.ExitStack() as stack:
             if not sharded and not stages:  # only the main rank needs the folder, so one exchange is enough
-                yield report(lambda: ranks.is_main and self._commit(store, snapshot, begin(), files, {}))
+                yield lambda: ranks.is_main and self._commit(store, snapshot, begin(), files, {})
                 return store.path(snapshot.step)
+            report = store.reporting_errors(snapshot.step)
             folder = store.root / ranks.on_main("the folder of a checkpoint", report(lambda: begin().name))
             shards = sharded if self._can_write_shards(snapshot, sharded, folder) else []
             argument = "async_save=True" if stages else "consolidate=False"
@@ -197,15 +204,11 @@ class Writer:
                 rest = {file: self._staged(file, tensors) for file, tensors in rest.items()} if ranks.is_main else {}
             entries: Entries = {}
             if shards:
-                yield report(lambda: entries.update(self._write_shards(store, folder, blocks)))
+                yield lambda: entries.update(self._write_shards(store, folder, blocks))
                 entries = self._gather(entries)
             if WEIGHTS in shards and self._consolidates(files[WEIGHTS]):
-                yield from self._consolidate(store, folder, entries, report, count_full_files(files[WEIGHTS]))
-
-            @report
-            def commit(gather: Gather = gather_to_host) -> None:
-                self._commit(store, snapshot, folder, rest, entries, gather, stages)
-
+                yield from self._consolidate(store, folder, entries, count_full_files(files[WEIGHTS]))
+            commit = functools.partial(self._commit, store, snapshot, folder, rest, entries, stages)
             if shards == sharded:
                 yield lambda: commit() if ranks.is_main else None
             else:
@@ -237,7 +240,7 @@ class Writer:
         return copies
 
     def _consolidate(
-        self, store: Store, folder: Path, entries: Entries, reporting: Any, count: int
+        self, store: Store, folder: Path, entries: Entries, count: int
     ) -> Generator[Callable[[], object], None, None]:
         """Yield the work that replaces shards of the weights by `count` full files, and update the entries."""
         ranks, prefix = self._trainer.ranks, f"{shard_folder(WEIGHTS)}/rank-"
@@ -253,14 +256,14 @@ class Writer:
         def remove() -> None:
             for name in parts:
                 if name.startswith(f"{prefix}{ranks.rank:05}."):
-                    store.fs.unlink(folder / name)
+                    store.fs.remove(folder / name)
             with contextlib.suppress(OSError):  # the last rank finds it empty
-                store.fs.rmdir(folder / shard_folder(WEIGHTS))
+                (folder / shard_folder(WEIGHTS)).rmdir()
 
         written: Entries = {}
-        yield reporting(write)
+        yield write
         entries |= self._gather(written)
-        yield reporting(remove)
+        yield remove
         for name in parts:
             entries.pop(name, None)
 
@@ -288,8 +291,8 @@ class Writer:
         folder: Path,
         files: Mapping[str, Mapping[str, Any]],
         entries: Entries,
-        gather: Gather = gather_to_host,
         has_extras: bool = False,
+        gather: Gather = gather_to_host,
     ) -> None:
         """Write the tensors of `files`, besides shards with these entries, and commit the checkpoint."""
 

@@ -27,7 +27,7 @@ def is_inside(name: str) -> bool:
     path = PurePosixPath(name)
     if path.as_posix() != name or name == "." or path.is_absolute() or ".." in path.parts:
         return False
-    return not any(character in name for character in ("\\", "\0", *([":"] if os.name == "nt" else [])))
+    return set(name).isdisjoint("\\\0:" if os.name == "nt" else "\\\0")
 
 
 def unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

@@ -136,10 +136,8 @@ class Lifecycle:
         self._ranges_by_owner: dict[int, ProfilerRanges] = {}
         self._listeners_by_event: dict[Event, list[ListenerMethod]] = {}
         self._log_values_methods: list[ListenerMethod] = []
-        # The model, the optimizer and the schedule if they have hooks, each with the callback that calls them.
-        self._components: list[tuple[Any, Callback]] = []
-        # Those whose state is saved separately.
-        self._component_ids: set[int] = set()
+        # The model, the optimizer and the schedule if they have hooks, with the callback that calls these, by identity.
+        self._components: dict[int, tuple[Any, Callback]] = {}
         self.register(callbacks)
 
     def register(self, callbacks: Iterable[Callback]) -> None:
@@ -163,19 +161,18 @@ class Lifecycle:
 
         They replace those of an earlier call.
         """
-        before, self._components, self._component_ids = self._components, [], set(map(id, components))
+        before, self._components = self._components, {}
         for component in components:
-            callback = next((callback for registered, callback in before if registered is component), None)
-            if callback is None and isinstance(component, TrainHook):
-                callback = HookCallback(component)
-            elif callback is None and isinstance(component, Callback):
-                callback = component
-            if callback is not None:
-                self._components.append((component, callback))
+            if id(component) in before:
+                self._components[id(component)] = before[id(component)]
+            elif isinstance(component, TrainHook):
+                self._components[id(component)] = component, HookCallback(component)
+            elif isinstance(component, Callback):
+                self._components[id(component)] = component, component
         if before or self._components:
-            component_callbacks = [callback for _, callback in self._components]
-            callback_ids = {id(callback) for _, callback in before} | set(map(id, component_callbacks))
-            self.register(component_callbacks + [c for c in self.callbacks if id(c) not in callback_ids])
+            component_callbacks = [callback for _, callback in self._components.values()]
+            component_ids = {id(callback) for _, callback in before.values()} | set(map(id, component_callbacks))
+            self.register(component_callbacks + [c for c in self.callbacks if id(c) not in component_ids])
 
     def _bind(self) -> None:
         """Collect the methods of callbacks to call for each event."""
@@ -480,7 +477,7 @@ class Lifecycle:
         self.tick()
         states, turns = [], collections.Counter[str]()
         for callback in self.callbacks:
-            if id(callback) in self._component_ids:
+            if id(callback) in self._components:
                 continue
             name, state = type(callback).__qualname__, callback.state_dict()
             if state:
@@ -533,7 +530,7 @@ class Lifecycle:
             candidates = [
                 callback
                 for callback in self.callbacks
-                if type(callback).__qualname__ == name and id(callback) not in self._component_ids
+                if type(callback).__qualname__ == name and id(callback) not in self._components
             ]
             match = next((callback for callback in candidates[entry.get("turn", 0) :] if callback in unmatched), None)
             if match is None:

@@ -62,7 +62,7 @@ def operations(folder: Path, is_exhaustive: bool) -> list[int]:
     by_kind: dict[str, list[int]] = {}
     for number, (kind, path) in enumerate(disk.operations):
         by_kind.setdefault("manifest" if kind == "write" and path.name == MANIFEST else kind, []).append(number)
-    chosen = [by_kind[kind][len(by_kind[kind]) // 2] for kind in ("write", "manifest", "rename", "unlink")]
+    chosen = [by_kind[kind][len(by_kind[kind]) // 2] for kind in ("write", "manifest", "rename", "remove")]
     return [*chosen, chosen[1] + 1]
 
 

@@ -518,7 +518,7 @@ def test_size_of_remote_files_is_bounded(
     }
     with pytest.raises(CheckpointError) as caught:
         read[name]()
-    message = "1125.90 TB to download" if name == "metrics.jsonl" else "has 1125899906842624 bytes, and at most"
+    message = "1.1 PB to download" if name == "metrics.jsonl" else "has 1125899906842624 bytes, and at most"
     assert message in str(caught.value) + caplog.text
     assert ("read", name) not in store.done
     if name == "metrics.jsonl":

@@ -20,11 +20,11 @@ from resuming import Killed
 
 from omnitrain import Callback
 from omnitrain.checkpoint import run_record
-from omnitrain.checkpoint.disk import FileSystem
 from omnitrain.checkpoint.run_record import append_start, code_in, read_starts, recorded_environment
 from omnitrain.cli.checkpoint import show, show_run
 from omnitrain.cli.main import main
 from omnitrain.core.errors import CheckpointError
+from omnitrain.core.files import replace_file
 from omnitrain.core.secrets import mask_command, mask_text
 
 
@@ -187,27 +187,24 @@ def test_record_has_no_secrets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     assert secret not in json.dumps(content_of(tmp_path / "checkpoint-4")["record"])
 
 
-def test_record_is_retried_at_the_next_save(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_record_is_retried_at_the_next_save(tmp_path: Path, caplog: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """A start that could not be written is added then, and replaces no earlier one."""
 
-    class Full(FileSystem):
-        def __init__(self, failures: int) -> None:
-            self.failures = failures
+    failures: list[OSError] = []
 
-        def sync(self, path: Path) -> None:
-            if path.name.startswith("run.json") and self.failures:
-                self.failures -= 1
-                raise OSError(28, "No space left on device")
-            super().sync(path)
+    def replace_or_fail(path: Path, content: bytes) -> None:
+        if path.name == "run.json" and failures:
+            raise failures.pop()
+        replace_file(path, content)
 
+    monkeypatch.setattr(run_record, "replace_file", replace_or_fail)
     make(tmp_path, epochs=1).train()
     before = starts_of(tmp_path)
-    for failures in (1, 2):
-        trainer = make(tmp_path, epochs=1 + failures)
-        trainer.store.fs = Full(failures)
-        trainer.train(resume_from="auto")
+    for count in (1, 2):
+        failures += [OSError(28, "No space left on device")] * count
+        make(tmp_path, epochs=1 + count).train(resume_from="auto")
         after = starts_of(tmp_path)
-        assert after[:-1] == before and len(after) == 1 + failures
+        assert not failures and after[:-1] == before and len(after) == 1 + count
         before = after
     assert caplog.text.count("run.json cannot be written") == 2
 
@@ -216,7 +213,7 @@ def test_record_is_retried_at_the_next_save(tmp_path: Path, caplog: pytest.LogCa
 def test_record_does_not_overwrite_other_content(text: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     (tmp_path / "run.json").write_text(text)
     with caplog.at_level(logging.WARNING):
-        append_start(FileSystem(), tmp_path / "run.json", {"step": 0}, "all")
+        append_start(tmp_path / "run.json", {"step": 0}, "all")
     assert (tmp_path / "run.json").read_text() == text and "move it away" in caplog.text
     with pytest.raises(CheckpointError, match="no record of the starts"):
         read_starts(tmp_path / "run.json")
@@ -224,7 +221,7 @@ def test_record_does_not_overwrite_other_content(text: str, tmp_path: Path, capl
 
 def test_record_is_replaced_atomically(tmp_path: Path) -> None:
     path, stop, counts = tmp_path / "run.json", threading.Event(), set()
-    append_start(FileSystem(), path, {"step": 0})
+    append_start(path, {"step": 0})
 
     def watch() -> None:
         while not stop.is_set():
@@ -233,8 +230,8 @@ def test_record_is_replaced_atomically(tmp_path: Path) -> None:
     reader = threading.Thread(target=watch)
     reader.start()
     for step in range(1, 30):
-        append_start(FileSystem(), path, {"step": step})
-    append_start(FileSystem(), path, {"step": 99}, "last")
+        append_start(path, {"step": step})
+    append_start(path, {"step": 99}, "last")
     stop.set()
     reader.join()
     assert 0 not in counts and [start["step"] for start in read_starts(path)] == [*range(29), 99]

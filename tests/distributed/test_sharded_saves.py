@@ -81,7 +81,7 @@ def _noting(kind: str) -> Any:
     return operate
 
 
-for _kind in ("mkdir", "write", "sync", "rename", "unlink", "rmdir"):
+for _kind in ("mkdir", "write", "sync", "rename", "remove"):
     setattr(Disk, _kind, _noting(_kind))
 
 
