@@ -208,12 +208,12 @@ def test_save_model_overwrites_atomically(tmp_path: Path, monkeypatch: pytest.Mo
     with pytest.raises(ConfigError, match=r"model.safetensors' already exists.*overwrite=True"):
         model_files.save_model(Tied(1), tmp_path, overwrite=False)
 
-    def write_half(tensors: Any, path: Path, **options: Any) -> None:
-        path.write_bytes(b"half")
+    def half_content(*arguments: Any) -> Iterator[bytes]:
+        yield b"half"
         raise OSError("No space left on device")
 
     with monkeypatch.context() as patch, pytest.raises(OSError):  # noqa: PT012
-        patch.setattr(model_files, "save_tensors", write_half)
+        patch.setattr(model_files, "file_content", half_content)
         model_files.save_model(Tied(1), tmp_path, overwrite=True)
     assert (tmp_path / "model.safetensors").read_bytes() == before
     assert [path.name for path in tmp_path.iterdir()] == ["model.safetensors"]
