@@ -71,7 +71,8 @@ def add_dtype_remedy(error: Exception, model: nn.Module, batch: Any, dtypes: Any
         error.add_note("Classes are labels of 64 bits: convert them, array.astype('int64') or tensor.long().")
     if not isinstance(error, RuntimeError):
         return
-    if "mixed dtype (CPU)" in str(error):
+    has_statistics = any(getattr(module, "running_mean", None) is not None for module in model.modules())
+    if "mixed dtype (CPU)" in str(error) or (has_statistics and "expected scalar type" in str(error)):
         error.add_note(
             "A normalization layer on a CPU takes neither an input nor statistics of another type than its weights. "
             "Give all of them one, by model.to(dtype), or leave the weights in fp32 and use autocast='bf16'."

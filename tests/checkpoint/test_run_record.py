@@ -240,6 +240,7 @@ def test_record_is_replaced_atomically(tmp_path: Path) -> None:
 def test_show_run_lists_starts_and_changes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     make(tmp_path, epochs=1).train()
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     monkeypatch.setattr(sys, "orig_argv", ["python", "train.py", "a b"])

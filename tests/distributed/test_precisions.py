@@ -133,8 +133,8 @@ REJECTED = {
     "scale": "has no effect, as the loss is not scaled. Leave it out",
     "weights": "Give both the same type",
     "inputs": "Give both the same type",
-    "weights inputs": "Give both the same type|Cast the input|mat1 and mat2",
-    "all": "Cast the input|mat1 and mat2",
+    "weights inputs": "Give both the same type|Give all of them one|mat1 and mat2",
+    "all": "Give all of them one|mat1 and mat2",
     "bf16 buffers": "Give both the same type",
     "none": "Give both the same type",
 }
