@@ -135,7 +135,7 @@ REJECTED = {
     "inputs": "Give both the same type",
     "weights inputs": "Give both the same type|Give all of them one|mat1 and mat2",
     "all": "Give all of them one|mat1 and mat2",
-    "bf16 buffers": "Give both the same type",
+    "bf16 buffers": "Give all of them one",
     "none": "Give both the same type",
 }
 """What an error says where a combination cannot be trained."""
