@@ -13,6 +13,7 @@ import random
 import struct
 import sys
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -195,7 +196,8 @@ def isolated_rng(device: torch.device | None = None, seed: int | None = None) ->
     snapshots = [(generator, generator.snapshot()) for generator in GENERATORS]
     module: Any = None if device is None or device.type in ("cpu", "meta") else torch.get_device_module(device)
     # of all devices of the type, as seeding one of them seeds them all
-    on_devices = [] if module is None else [module.get_rng_state(index) for index in range(module.device_count())]
+    indices = [] if module is None else range(module.device_count())
+    restores = [partial(module.set_rng_state, module.get_rng_state(index), index) for index in indices]
     try:
         if seed is not None:
             seed_everything(seed)
@@ -203,9 +205,9 @@ def isolated_rng(device: torch.device | None = None, seed: int | None = None) ->
     finally:
         for generator, snapshot in snapshots:
             generator.restore(snapshot)
-        for index, state in enumerate(on_devices):
+        for restore in restores:
             with contextlib.suppress(torch.AcceleratorError):  # after an error that ends the use of the device
-                module.set_rng_state(state, index)
+                restore()
 
 
 @contextlib.contextmanager
