@@ -12,7 +12,7 @@ import os
 import random
 import struct
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
@@ -194,10 +194,11 @@ def restore_rng(state: dict[str, Any], device: torch.device | None = None) -> No
 def isolated_rng(device: torch.device | None = None, seed: int | None = None) -> Iterator[None]:
     """Restore the generators on exit; seed them with `seed` on entry, if it is not None."""
     snapshots = [(generator, generator.snapshot()) for generator in GENERATORS]
-    module: Any = None if device is None or device.type in ("cpu", "meta") else torch.get_device_module(device)
-    # of all devices of the type, as seeding one of them seeds them all
-    indices = [] if module is None else range(module.device_count())
-    restores = [partial(module.set_rng_state, module.get_rng_state(index), index) for index in indices]
+    restores: list[Callable[[], None]] = []
+    if device is not None and device.type not in ("cpu", "meta"):
+        module: Any = torch.get_device_module(device)
+        for index in range(module.device_count()):  # all of the type, as seeding one of them seeds them all
+            restores.append(partial(module.set_rng_state, module.get_rng_state(index), index))
     try:
         if seed is not None:
             seed_everything(seed)
