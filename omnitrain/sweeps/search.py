@@ -325,6 +325,10 @@ class _Search:
                 f"The trainer of trial {number} has save_dir={save_dir!r}, and each trial needs its own folder. Pass "
                 f"the second argument of `make_trainer` as `save_dir`, here {str(folder)!r}.{hint}"
             )
+        if trainer.progress.step:
+            raise ConfigError(
+                f"The trainer of trial {number} has trained before. `make_trainer` must return a new one each time."
+            )
         if trainer.eval_loader is None:
             what = "A search compares the evaluations of its trials"
             raise ConfigError(f"{what}, and the trainer has no evaluation set. Pass `eval_dataset`.")

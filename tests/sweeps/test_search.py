@@ -502,6 +502,16 @@ def test_search_rejects_wrong_arguments(options: dict[str, Any], words: str, tmp
     assert not [path for path in tmp_path.rglob("*") if path.is_file()]  # transformers makes its folder
 
 
+def test_search_rejects_trained_trainer(tmp_path: Path) -> None:
+    def make_trained(params: dict[str, Any], folder: Path) -> Any:
+        trainer = native(params, folder, epochs=1)
+        trainer.train()
+        return trainer
+
+    with pytest.raises(ConfigError, match="trial 0 has trained before"):
+        search(make_trained, RATES, trials=1, save_dir=tmp_path)
+
+
 def test_search_without_optuna_or_complete_trial(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ConfigError, match=r"No trial of .* is complete"):
         SearchResult([], "loss", "min", tmp_path).best  # noqa: B018
