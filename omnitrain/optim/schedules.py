@@ -578,6 +578,11 @@ def named_schedule(name: str, options: Mapping[str, Any] | None = None, warmup: 
     WSDScheduler(warmup='100ba', decay='0.2dur')
     """
     check_choice("lr_scheduler", name, NAMED, ", a scheduler or a callable of the optimizer")
+    if options is not None and not isinstance(options, Mapping):
+        raise ConfigError(
+            f"`lr_scheduler_kwargs` must be a dict of what the schedule takes, such as {{'min_lr': 1e-6}}, got "
+            f"{options!r:.200}."
+        )
     arguments = dict(options or {})
     has_min_lr = {"min_lr", "min_lr_rate"} & arguments.keys()
     if name == "polynomial":

@@ -425,6 +425,8 @@ WRONG_VALUES: list[tuple[Any, str]] = [
     (lambda: preview_schedule("linear"), "Nothing would end this run"),
     (lambda: preview_schedule("linear", epochs=2), "Give `steps_per_epoch`, or `max_steps`"),
     (lambda: preview_schedule("linear", max_duration="1h", warmup_steps=9), "Pass `seconds_per_step`"),
+    (lambda: named_schedule("cosine", [("min_lr", 0.1)]), r"`lr_scheduler_kwargs` must be a dict .* got \[\('min_lr'"),
+    (lambda: named_schedule("cosine", "min_lr"), "`lr_scheduler_kwargs` must be a dict"),
 ]
 
 
